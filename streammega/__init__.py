@@ -1,0 +1,44 @@
+"""Train a language model straight from s3:// or oss://: Megatron's bytes and order, resumable to the token."""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from streammega.config import DataConfig as DataConfig
+    from streammega.config import StorageConfig as StorageConfig
+    from streammega.errors import StreammegaError as StreammegaError
+    from streammega.index import IndexedDataset as IndexedDataset
+    from streammega.index import IndexedDatasetWriter as IndexedDatasetWriter
+    from streammega.samples import GPTDataset as GPTDataset
+    from streammega.samples import build_datasets as build_datasets
+    from streammega.stream import StreamingDataset as StreamingDataset
+    from streammega.stream import StreamLoader as StreamLoader
+
+__version__ = "0.1.0"
+
+# Loaded at first use: `import streammega` and the command line stay fast, and torch is not needed to convert.
+_HOMES = {
+    "DataConfig": "streammega.config",
+    "StorageConfig": "streammega.config",
+    "StreammegaError": "streammega.errors",
+    "IndexedDataset": "streammega.index",
+    "IndexedDatasetWriter": "streammega.index",
+    "GPTDataset": "streammega.samples",
+    "build_datasets": "streammega.samples",
+    "StreamingDataset": "streammega.stream",
+    "StreamLoader": "streammega.stream",
+}
+
+__all__ = ["__version__", *sorted(_HOMES)]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module 'streammega' has no attribute {name!r}")
+    return getattr(importlib.import_module(_HOMES[name]), name)
+
+
+def __dir__() -> list[str]:
+    return __all__

@@ -1,0 +1,82 @@
+"""Every error that streammega raises on purpose.
+
+    StreammegaError
+    ├── ConfigError                  a setting that cannot work, found before any data is read
+    ├── StorageError                 bytes that could not be had or put
+    │   ├── ObjectNotFoundError      no such object, bucket or file
+    │   ├── AccessDeniedError        the endpoint knows us not, or forbids it
+    │   ├── EndpointError            the endpoint refused, timed out or failed
+    │   ├── ShortReadError           fewer bytes came than were asked for
+    │   └── ObjectChangedError       the object is not the one that was opened
+    ├── FormatError                  an .idx, .bin or other file that is not what it should be
+    ├── CacheError                   the local cache cannot hold what it must
+    ├── StateError                   a checkpoint's data state that does not fit this run
+    └── ConvertError                 a corpus that could not be converted
+
+Messages say what happened, where, and how to mend it; they never hold credentials.
+`ConfigError` and `FormatError` are also `ValueError`s, and `ObjectNotFoundError` is also a
+`FileNotFoundError`, so that code written for the standard errors keeps working.
+"""
+
+__all__ = [
+    "AccessDeniedError",
+    "CacheError",
+    "ConfigError",
+    "ConvertError",
+    "EndpointError",
+    "FormatError",
+    "ObjectChangedError",
+    "ObjectNotFoundError",
+    "ShortReadError",
+    "StateError",
+    "StorageError",
+    "StreammegaError",
+]
+
+
+class StreammegaError(Exception):
+    """The root: catch this to catch everything below."""
+
+
+class ConfigError(StreammegaError, ValueError):
+    """A setting that cannot work; raised before any data is read."""
+
+
+class StorageError(StreammegaError):
+    """Bytes could not be read from, or written to, where they live."""
+
+
+class ObjectNotFoundError(StorageError, FileNotFoundError):
+    """No such object, bucket or file."""
+
+
+class AccessDeniedError(StorageError):
+    """The endpoint refused the credentials, or there were none."""
+
+
+class EndpointError(StorageError):
+    """The endpoint could not be reached, timed out, or failed."""
+
+
+class ShortReadError(StorageError):
+    """A read returned another number of bytes than was asked for."""
+
+
+class ObjectChangedError(StorageError):
+    """An object is not the one that was opened: its ETag or size differs."""
+
+
+class FormatError(StreammegaError, ValueError):
+    """A file does not hold what its format says."""
+
+
+class CacheError(StreammegaError):
+    """The local cache cannot be written: a full or read-only disk."""
+
+
+class StateError(StreammegaError):
+    """A loader state that belongs to another dataset, seed or order."""
+
+
+class ConvertError(StreammegaError):
+    """A corpus that could not be converted; names the file and line."""
