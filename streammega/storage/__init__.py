@@ -1,0 +1,6 @@
+"""URLs to bytes: one protocol, three backends (local mmap, obstore, fsspec)."""
+
+from streammega.storage.base import Buffer, ObjectInfo, ObjectWriter, Store
+from streammega.storage.urls import join_url, open_store, parent_url
+
+__all__ = ["Buffer", "ObjectInfo", "ObjectWriter", "Store", "join_url", "open_store", "parent_url"]

@@ -1,0 +1,232 @@
+"""Object stores through obstore (Rust): S3, GCS, Azure and plain HTTP."""
+
+from __future__ import annotations
+
+import os
+import queue
+import threading
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
+from typing import Any
+
+import obstore
+import obstore.exceptions
+import obstore.store
+
+from streammega.config import StorageConfig
+from streammega.errors import (
+    AccessDeniedError,
+    ConfigError,
+    EndpointError,
+    ObjectNotFoundError,
+    StorageError,
+    StreammegaError,
+)
+from streammega.storage.base import Buffer, ObjectInfo, checked
+from streammega.storage.options import client_options, redact, s3_arguments
+
+UPLOAD_PART_BYTES = 32 << 20  # times S3's 10,000 parts: objects up to 312 GiB
+
+
+class ObstoreStore:
+    """One bucket, container or host. Implements `storage.base.Store`; opens its client lazily, per process."""
+
+    def __init__(self, scheme: str, root: str, config: StorageConfig) -> None:
+        self.scheme = scheme
+        self.root = root
+        self._config = config
+        self._lock = threading.Lock()
+        self._opened: tuple[int, Any, ThreadPoolExecutor] | None = None
+
+    def __repr__(self) -> str:
+        return f"ObstoreStore({self.url('')})"
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {"scheme": self.scheme, "root": self.root, "config": self._config}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__init__(state["scheme"], state["root"], state["config"])  # type: ignore[misc]
+
+    def url(self, key: str) -> str:
+        """The full URL of a key, without credentials."""
+        return redact(f"{self.scheme}://{self.root}/{key}", self._config.storage_options)
+
+    def info(self, key: str) -> ObjectInfo:
+        """One HEAD request."""
+        client, _ = self._client()
+        try:
+            meta = obstore.head(client, key)
+        except BaseException as error:
+            raise self._error(key, error) from None
+        return ObjectInfo(key=key, size=int(meta["size"]), etag=str(meta.get("e_tag") or meta["last_modified"]))
+
+    def read_ranges(self, key: str, starts: Sequence[int], stops: Sequence[int]) -> list[Buffer]:
+        """Concurrent range requests, at most `max_requests` in flight; each body's length is checked."""
+        client, pool = self._client()
+
+        def read(start: int, stop: int) -> Buffer:
+            if start == stop:
+                return memoryview(b"")
+            try:
+                data = obstore.get_range(client, key, start=start, end=stop)
+            except BaseException as error:
+                raise self._error(key, error) from None
+            return checked(self.url(key), start, stop, memoryview(data))
+
+        if len(starts) == 1:
+            return [read(int(starts[0]), int(stops[0]))]
+        return list(pool.map(read, map(int, starts), map(int, stops)))
+
+    def list(self, prefix: str) -> list[ObjectInfo]:
+        """All objects under a prefix; the prefix may end inside a name."""
+        client, _ = self._client()
+        folder = prefix.rpartition("/")[0]  # object stores list by whole path segments
+        try:
+            pages = [item for page in obstore.list(client, folder or None) for item in page]
+        except BaseException as error:
+            raise self._error(prefix, error) from None
+        found = [
+            ObjectInfo(key=item["path"], size=int(item["size"]), etag=str(item.get("e_tag") or item["last_modified"]))
+            for item in pages
+            if item["path"].startswith(prefix)
+        ]
+        return sorted(found, key=lambda item: item.key)
+
+    def open_writer(self, key: str) -> ObstoreWriter:
+        """A multipart upload that is completed by `commit`, aborted by `abort`."""
+        client, _ = self._client()
+        return ObstoreWriter(client, key, lambda error: self._error(key, error))
+
+    def delete(self, key: str) -> None:
+        """Delete an object if it is there."""
+        client, _ = self._client()
+        try:
+            obstore.delete(client, key)
+        except FileNotFoundError:
+            pass
+        except BaseException as error:
+            raise self._error(key, error) from None
+
+    def _client(self) -> tuple[Any, ThreadPoolExecutor]:
+        with self._lock:
+            if self._opened is None or self._opened[0] != os.getpid():  # a client does not survive a fork
+                pool = ThreadPoolExecutor(self._config.max_requests, thread_name_prefix="streammega-read")
+                self._opened = (os.getpid(), self._open(), pool)
+            return self._opened[1], self._opened[2]
+
+    def _open(self) -> Any:
+        retry: Any = {
+            "max_retries": self._config.retries,
+            "retry_timeout": timedelta(seconds=self._config.timeout * (self._config.retries + 1)),
+            "backoff": {"init_backoff": timedelta(milliseconds=100), "max_backoff": timedelta(seconds=10), "base": 2},
+        }
+        try:
+            if self.scheme == "s3":
+                return obstore.store.S3Store(self.root, retry_config=retry, **s3_arguments(self.root, self._config))
+            options = dict(self._config.storage_options)
+            url = f"{self.scheme}://{self.root}"
+            client: Any = client_options(self._config, url, options.pop("client_kwargs", None) or {})
+            if self.scheme in ("http", "https"):
+                return obstore.store.HTTPStore.from_url(url, client_options=client, retry_config=retry)
+            if options.pop("anon", False) or options.get("token") == "anon":
+                options = {"skip_signature": True}
+            from_url: Any = obstore.store.from_url  # its overloads differ by scheme
+            return from_url(url, config=options, client_options=client, retry_config=retry)
+        except StreammegaError:
+            raise
+        except Exception as error:
+            reason = redact(str(error).splitlines()[0], self._config.storage_options)
+            raise ConfigError(f"{self.url('')}: storage_options do not fit: {reason}") from None
+
+    def _error(self, key: str, error: BaseException) -> BaseException:
+        """The streammega error for one of obstore's, first line only (the rest is a debug dump)."""
+        if isinstance(error, StreammegaError) or not isinstance(error, Exception):
+            return error
+        lines = str(error).splitlines() or [type(error).__name__]
+        text = redact(lines[0], self._config.storage_options)
+        url = self.url(key)
+        if isinstance(error, FileNotFoundError):
+            return ObjectNotFoundError(f"{url}: no such object; check the bucket and the key (a prefix has no .bin/.idx)")
+        denied = (obstore.exceptions.PermissionDeniedError, obstore.exceptions.UnauthenticatedError)
+        if isinstance(error, denied) or "403" in text or "401 " in text:
+            return AccessDeniedError(f"{url}: access denied; check the credentials, their rights and the bucket ({text})")
+        if "416" in text:
+            from streammega.errors import ShortReadError
+
+            return ShortReadError(f"{url}: the object ends before the bytes that were asked for; is it truncated? ({text})")
+        if "error sending request" in text or "timed out" in str(error) or "status code: 5" in text:
+            return EndpointError(f"{url}: the endpoint did not answer; check endpoint_url, the network and DNS ({text})")
+        return StorageError(f"{url}: {text}")
+
+
+class ObstoreWriter:
+    """Streams parts from a thread; small objects are one plain PUT."""
+
+    def __init__(self, client: Any, key: str, wrap: Any) -> None:
+        self._client, self._key, self._wrap = client, key, wrap
+        self._buffer = bytearray()
+        self._parts: queue.Queue[bytes | BaseException | None] = queue.Queue(maxsize=2)
+        self._thread: threading.Thread | None = None
+        self._failure: BaseException | None = None
+
+    def write(self, data: bytes | memoryview) -> None:
+        """Append bytes; a failed upload is raised at the next write or at commit."""
+        self._buffer += data
+        while len(self._buffer) >= UPLOAD_PART_BYTES:
+            self._send(bytes(self._buffer[:UPLOAD_PART_BYTES]))
+            del self._buffer[:UPLOAD_PART_BYTES]
+
+    def commit(self) -> None:
+        """Complete the upload; the object appears whole."""
+        try:
+            if self._thread is None:
+                obstore.put(self._client, self._key, bytes(self._buffer), use_multipart=False)
+                return
+            if self._buffer:
+                self._send(bytes(self._buffer))
+            self._send(None)
+            self._thread.join()
+        except Exception as error:
+            raise self._wrap(error) from None
+        self._raise_failure()
+
+    def abort(self) -> None:
+        """Abort the upload: its parts are removed from the server."""
+        self._buffer.clear()
+        if self._thread is not None and self._thread.is_alive():
+            try:
+                self._send(InterruptedError("upload aborted"))
+            except Exception:
+                pass
+            self._thread.join()
+
+    def _send(self, part: bytes | BaseException | None) -> None:
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._upload, name="streammega-upload", daemon=True)
+            self._thread.start()
+        while True:
+            try:
+                return self._parts.put(part, timeout=0.2)
+            except queue.Full:
+                if not self._thread.is_alive():
+                    self._raise_failure()
+                    raise StorageError(f"{self._key}: the upload ended before all of its parts were sent") from None
+
+    def _upload(self) -> None:
+        try:
+            obstore.put(
+                self._client, self._key, self._drain(), use_multipart=True, chunk_size=UPLOAD_PART_BYTES, max_concurrency=3
+            )
+        except BaseException as error:
+            self._failure = error
+
+    def _drain(self) -> Iterator[bytes]:
+        while (part := self._parts.get()) is not None:
+            if isinstance(part, BaseException):
+                raise part
+            yield part
+
+    def _raise_failure(self) -> None:
+        if self._failure is not None:
+            raise self._wrap(self._failure) from None

@@ -1,0 +1,157 @@
+"""`storage_options` in the fsspec manner, translated for obstore, and kept out of messages."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator, Mapping
+from datetime import datetime, timedelta, timezone
+from typing import Any
+
+from streammega.config import StorageConfig
+from streammega.errors import AccessDeniedError, ConfigError
+
+_SECRET = re.compile(r"secret|token|password|passwd|credential|sas|signature|^key$|access_key|account_key", re.I)
+_URL_SECRET = re.compile(r"(://)[^/@\s:]*:?[^/@\s]*@|([?&](?:X-Amz-[A-Za-z-]+|Signature|sig|OSSAccessKeyId|token)=)[^&\s]+")
+S3_OPTIONS = frozenset(
+    (
+        "anon",
+        "client_kwargs",
+        "config_kwargs",
+        "default_block_size",
+        "endpoint_url",
+        "key",
+        "password",
+        "profile",
+        "requester_pays",
+        "secret",
+        "token",
+        "use_listings_cache",
+        "use_ssl",
+        "username",
+    )
+)
+
+
+def redact(text: str, options: Mapping[str, Any]) -> str:
+    """`text` without the values of secret options, URL passwords and signatures."""
+    text = _URL_SECRET.sub(lambda match: f"{match.group(1) or match.group(2)}***", text)
+    for value in sorted(set(_secret_values(options)), key=len, reverse=True):
+        text = text.replace(value, "***")
+    return text
+
+
+def _secret_values(options: Mapping[str, Any]) -> Iterator[str]:
+    for name, value in options.items():
+        if isinstance(value, Mapping):
+            yield from _secret_values(value)
+        elif isinstance(value, str) and len(value) >= 4 and _SECRET.search(name):
+            yield value
+
+
+def s3_arguments(bucket: str, config: StorageConfig) -> dict[str, Any]:
+    """Keyword arguments for `obstore.store.S3Store`, from s3fs-style storage options.
+
+    Credentials: the explicit ones, or none with `anon`, or botocore's provider chain (environment,
+    profile, container, instance role), refreshed by that chain when they expire: the same that s3fs uses.
+    Raises ConfigError for an option that neither knows, AccessDeniedError when there are no credentials.
+    """
+    options = dict(config.storage_options)
+    unknown = sorted(set(options) - S3_OPTIONS)
+    if unknown:
+        raise ConfigError(
+            f"storage_options for s3 hold {', '.join(unknown)}, which the obstore transport does not know; it knows "
+            f"{', '.join(sorted(S3_OPTIONS))}. Correct the name, or set transport='fsspec' to hand it to s3fs"
+        )
+    client_kwargs = dict(options.get("client_kwargs") or {})
+    style = ((options.get("config_kwargs") or {}).get("s3") or {}).get("addressing_style", "auto")
+    session = _botocore_session(options)
+    endpoint = options.get("endpoint_url") or client_kwargs.get("endpoint_url") or _endpoint_of(session)
+    store: dict[str, Any] = {"region": client_kwargs.get("region_name") or session.get_config_variable("region")}
+    if store["region"] is None:
+        store["region"] = "us-east-1"
+    if style == "virtual":
+        store["virtual_hosted_style_request"] = True
+    if endpoint:
+        store["endpoint"] = _with_bucket(endpoint, bucket) if style == "virtual" else endpoint
+    if options.get("requester_pays"):
+        store["request_payer"] = True
+    arguments: dict[str, Any] = {"config": store, "client_options": client_options(config, endpoint or "", client_kwargs)}
+    if options.get("anon"):
+        store["skip_signature"] = True
+    else:
+        arguments["credential_provider"] = _credential_provider(bucket, options, session)
+    return arguments
+
+
+def client_options(config: StorageConfig, endpoint: str, client_kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    """Obstore's HTTP client options: timeouts, plain http only where the endpoint asks for it, certificates."""
+    client: dict[str, Any] = {
+        "timeout": timedelta(seconds=config.timeout),
+        "connect_timeout": timedelta(seconds=min(10.0, config.timeout)),
+        "allow_http": endpoint.startswith("http://"),
+    }
+    verify = client_kwargs.get("verify")
+    if verify is False:
+        client["allow_invalid_certificates"] = True
+    elif isinstance(verify, str):
+        with open(verify, "rb") as file:
+            client["root_certificate"] = file.read()
+    return client
+
+
+def _with_bucket(endpoint: str, bucket: str) -> str:
+    """https://oss-cn-x.aliyuncs.com -> https://bucket.oss-cn-x.aliyuncs.com, once."""
+    scheme, host = endpoint.split("://", 1)
+    return endpoint if host.startswith(f"{bucket}.") else f"{scheme}://{bucket}.{host}"
+
+
+def _botocore_session(options: Mapping[str, Any]) -> Any:
+    import botocore.session
+
+    return botocore.session.Session(profile=options.get("profile"))
+
+
+def _endpoint_of(session: Any) -> str | None:
+    """The endpoint the user's AWS configuration names, where it names one."""
+    import os
+
+    for name in ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL"):  # what botocore itself reads, in its order
+        if os.environ.get(name):
+            return os.environ[name]
+    try:
+        endpoint = session.get_scoped_config().get("endpoint_url")
+    except Exception:  # a profile that does not exist: reported when credentials are looked up
+        return None
+    return str(endpoint) if endpoint else None
+
+
+def _credential_provider(bucket: str, options: Mapping[str, Any], session: Any) -> Callable[[], dict[str, Any]]:
+    key = options.get("key") or options.get("username")
+    secret = options.get("secret") or options.get("password")
+    if bool(key) != bool(secret):
+        raise ConfigError("storage_options need both 'key' and 'secret', or neither; only one of them was given")
+    if key:
+        fixed = {"access_key_id": key, "secret_access_key": secret, "token": options.get("token"), "expires_at": None}
+        return lambda: dict(fixed)
+    import botocore.exceptions
+
+    try:
+        credentials = session.get_credentials()
+    except botocore.exceptions.BotoCoreError as error:
+        raise AccessDeniedError(f"s3://{bucket}: {error}; correct the profile in ~/.aws/config or AWS_PROFILE") from None
+    if credentials is None:
+        raise AccessDeniedError(
+            f"s3://{bucket}: no credentials found; set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, run 'aws configure', "
+            f"or pass storage_options={{'key': ..., 'secret': ...}} ({{'anon': True}} for a public bucket)"
+        )
+
+    def provide() -> dict[str, Any]:
+        frozen = credentials.get_frozen_credentials()  # botocore refreshes here when they are about to expire
+        return {
+            "access_key_id": frozen.access_key,
+            "secret_access_key": frozen.secret_key,
+            "token": frozen.token,
+            "expires_at": datetime.now(timezone.utc) + timedelta(minutes=10),
+        }
+
+    return provide

@@ -1,0 +1,52 @@
+"""Which backend serves a URL."""
+
+from __future__ import annotations
+
+import os
+from urllib.parse import unquote, urlsplit
+
+from streammega.config import StorageConfig
+from streammega.errors import ConfigError
+from streammega.storage.base import Store
+from streammega.storage.fsspec_store import FsspecStore
+from streammega.storage.local import LocalStore
+from streammega.storage.obstore_store import ObstoreStore
+
+OBSTORE_SCHEMES = frozenset({"s3", "s3a", "gs", "gcs", "az", "http", "https"})
+
+
+def is_remote(url: str) -> bool:
+    """Whether a URL has a scheme other than file://."""
+    return "://" in url and not url.startswith(("file://", "local://"))
+
+
+def open_store(url: str, config: StorageConfig) -> tuple[Store, str]:
+    """The store that serves a URL, and the key of the URL within it.
+
+    Nothing is connected yet: clients open at the first read, once per process.
+    Raises ConfigError for a URL without a bucket or a transport that cannot serve its scheme.
+    """
+    if not is_remote(url):
+        path = unquote(urlsplit(url).path) if "://" in url else url
+        return LocalStore(), os.path.abspath(os.path.expanduser(path))
+    scheme, _, rest = url.partition("://")
+    scheme = {"s3a": "s3", "gcs": "gs"}.get(scheme.lower(), scheme.lower())
+    root, _, key = rest.partition("/")
+    if not root and scheme != "memory":
+        raise ConfigError(f"{url}: no bucket or host after '{scheme}://'")
+    use_obstore = config.transport == "obstore" or (config.transport == "auto" and scheme in OBSTORE_SCHEMES)
+    if not use_obstore:
+        return FsspecStore(scheme, config), url if scheme in ("http", "https") else rest
+    if scheme not in OBSTORE_SCHEMES:
+        raise ConfigError(f"{url}: transport 'obstore' serves s3, gs, az and http; use 'auto' or 'fsspec' for {scheme}://")
+    return ObstoreStore(scheme, root, config), key
+
+
+def join_url(folder: str, name: str) -> str:
+    """folder/name for URLs and paths alike."""
+    return f"{folder.rstrip('/')}/{name}"
+
+
+def parent_url(url: str) -> str:
+    """The folder of a URL or path."""
+    return url.rstrip("/").rpartition("/")[0]
