@@ -1,0 +1,145 @@
+"""Local copies of small remote files (`.idx`) and of built arrays: atomic, locked, one per node.
+
+A copy is keyed by URL, ETag and size, so a changed object is fetched anew and its old copy removed.
+Whatever number of processes ask, one downloads or builds and the others wait for it.
+"""
+
+from __future__ import annotations
+
+import errno
+import hashlib
+import logging
+import os
+import tempfile
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+
+import filelock
+import numpy as np
+from numpy.typing import NDArray
+
+from streammega.errors import CacheError
+from streammega.storage import ObjectInfo, Store
+
+log = logging.getLogger(__name__)
+
+DOWNLOAD_BYTES = 64 << 20
+
+
+def default_cache_dir() -> Path:
+    """$XDG_CACHE_HOME/streammega, or ~/.cache/streammega."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "streammega"
+
+
+def cached_object(store: Store, info: ObjectInfo, cache_dir: Path, part_bytes: int) -> Path:
+    """Path of a local copy of an object, downloaded by at most one process of this node.
+
+    Raises CacheError when the cache cannot hold it, StorageError when it cannot be read.
+    """
+    url_hash = _digest(store.url(info.key))
+    path = cache_dir / "idx" / f"{url_hash}-{_digest(f'{info.etag}:{info.size}')}.idx"
+    if path.exists():
+        return path
+    with node_lock(cache_dir / "idx" / f"{url_hash}.lock"):
+        if not path.exists():
+            write_atomically(path, _download(store, info, part_bytes), info.size)
+            for stale in path.parent.glob(f"{url_hash}-*.idx"):
+                if stale != path:
+                    stale.unlink(missing_ok=True)
+    return path
+
+
+def _download(store: Store, info: ObjectInfo, part_bytes: int) -> Iterator[memoryview]:
+    """The object's bytes in order, fetched a window of concurrent parts at a time."""
+    for at in range(0, info.size, DOWNLOAD_BYTES):
+        end = min(at + DOWNLOAD_BYTES, info.size)
+        starts = list(range(at, end, part_bytes))
+        yield from store.read_ranges(info.key, starts, [min(start + part_bytes, end) for start in starts])
+
+
+def cached_arrays(
+    cache_dir: Path, key: str, names: tuple[str, ...], build: Callable[[], Mapping[str, NDArray[np.generic]]]
+) -> dict[str, NDArray[np.generic]]:
+    """Arrays `<key>-<name>.npy`, memory-mapped read-only; built once per node when one of them is missing.
+
+    Each file is written under a temporary name and renamed, so a killed build leaves nothing that is later believed.
+    """
+    paths = {name: cache_dir / "order" / f"{key}-{name}.npy" for name in names}
+    if not all(path.exists() for path in paths.values()):
+        with node_lock(cache_dir / "order" / f"{key}.lock"):
+            if not all(path.exists() for path in paths.values()):
+                arrays = build()
+                for name, path in paths.items():
+                    write_atomically(path, _npy_bytes(arrays[name]), arrays[name].nbytes)
+    return {name: load_array(path) for name, path in paths.items()}
+
+
+def load_array(path: Path) -> NDArray[np.generic]:
+    """One cached `.npy`, memory-mapped (an empty one is read). Raises CacheError if it is not an array."""
+    try:
+        return np.asanyarray(np.load(path, mmap_mode="r", allow_pickle=False))
+    except (ValueError, EOFError, OSError) as error:
+        if path.exists() and path.stat().st_size < 4096:  # an array without elements cannot be mapped
+            try:
+                return np.asarray(np.load(path, allow_pickle=False))
+            except (ValueError, EOFError):
+                pass
+        raise CacheError(f"{path}: is no readable array ({error}); remove the file and start again") from None
+
+
+def _npy_bytes(array: NDArray[np.generic]) -> Iterator[memoryview]:
+    import io
+
+    header = io.BytesIO()
+    np.lib.format.write_array_header_1_0(header, np.lib.format.header_data_from_array_1_0(np.ascontiguousarray(array)))
+    yield header.getbuffer()
+    flat = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
+    for at in range(0, flat.size, DOWNLOAD_BYTES):
+        yield flat[at : at + DOWNLOAD_BYTES].data
+
+
+def write_atomically(path: Path, chunks: Iterable[bytes | memoryview], expected_bytes: int) -> None:
+    """Write to a temporary file in the same folder, sync it, rename it. Raises CacheError on a full disk."""
+    temporary = None
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        fd, temporary = tempfile.mkstemp(prefix=f".{path.name}.", suffix=".partial", dir=path.parent)
+        with os.fdopen(fd, "wb") as file:
+            for chunk in chunks:
+                file.write(chunk)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+        temporary = None
+    except OSError as error:
+        raise cache_error(path, error, expected_bytes) from None
+    finally:
+        if temporary is not None:
+            Path(temporary).unlink(missing_ok=True)
+
+
+@contextmanager
+def node_lock(path: Path) -> Iterator[None]:
+    """Hold an advisory file lock that all processes of this node share; freed by the kernel if its holder dies."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        lock = filelock.FileLock(path)
+        lock.acquire()
+    except OSError as error:
+        raise cache_error(path, error, 0) from None
+    try:
+        yield
+    finally:
+        lock.release()
+
+
+def cache_error(path: Path, error: OSError, wanted: int) -> CacheError:
+    """A CacheError that says how many bytes were wanted and where to point the cache instead."""
+    reason = error.strerror or str(error)
+    room = f" ({wanted:,} bytes wanted)" if error.errno in (errno.ENOSPC, errno.EDQUOT) and wanted else ""
+    return CacheError(f"{path}: {reason}{room}; free space there, or set index_cache_dir to a disk with room")
+
+
+def _digest(text: str) -> str:
+    return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()

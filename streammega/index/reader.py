@@ -1,0 +1,170 @@
+"""Reading a `.bin/.idx` pair from a local path or an object store."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Sequence
+from functools import cached_property
+from pathlib import Path
+from typing import Any, TypeAlias, overload
+
+import numpy as np
+from numpy.typing import NDArray
+
+from streammega.config import StorageConfig
+from streammega.errors import FormatError, ObjectNotFoundError
+from streammega.index.cache import cached_object, default_cache_dir
+from streammega.index.format import HEADER_BYTES, IndexArrays, check_index, parse_header, parse_index
+from streammega.storage import Buffer, ObjectInfo, Store, open_store
+from streammega.storage.local import LocalStore
+
+Tokens: TypeAlias = NDArray[Any]
+Item: TypeAlias = "Tokens | tuple[Tokens, int]"
+
+
+def strip_suffix(prefix: str) -> str:
+    """A prefix without `.bin` or `.idx`: users paste either."""
+    return prefix[:-4] if prefix.endswith((".bin", ".idx")) else prefix
+
+
+class IndexedDataset(Sequence["Item"]):
+    """The sequences of one `.bin/.idx` pair, by number.
+
+    `dataset[i]` is sequence i as an array of the stored dtype, shape [sequence_lengths[i]]; in multimodal
+    files it is the pair (tokens, mode). `dataset[a:b]` is a list of them, read by one range.
+    Local pairs are memory-mapped; of remote ones the `.idx` is copied to the local cache once per node.
+
+    Args:
+        prefix: the path or URL without `.bin` / `.idx`.
+        storage: credentials, transport and limits.
+        index_cache_dir: where `.idx` copies go; default `default_cache_dir()`.
+
+    Raises ObjectNotFoundError, FormatError (a forged, truncated or foreign file), AccessDeniedError, EndpointError.
+    """
+
+    def __init__(self, prefix: str, storage: StorageConfig | None = None, index_cache_dir: str | Path | None = None) -> None:
+        self.prefix = strip_suffix(str(prefix))
+        self.storage = storage or StorageConfig()
+        self._cache_dir = Path(index_cache_dir) if index_cache_dir else default_cache_dir()
+        self.store, self.bin_key = open_store(f"{self.prefix}.bin", self.storage)
+        self.bin_info: ObjectInfo = self.store.info(self.bin_key)
+        self._arrays  # noqa: B018  (open and check the index now: errors belong here)
+
+    def __repr__(self) -> str:
+        return f"IndexedDataset({self.store.url(self.bin_key)[:-4]!r}, {len(self)} sequences, {self.dtype})"
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {name: value for name, value in self.__dict__.items() if name != "_arrays"}
+
+    @cached_property
+    def _arrays(self) -> IndexArrays:
+        """Maps and checks the `.idx`; again in each process that unpickles the dataset."""
+        store, key = open_store(f"{self.prefix}.idx", self.storage)
+        url = store.url(key)
+        path, local = Path(key), isinstance(store, LocalStore)
+        if not local:
+            info = _info_of_index(store, key, self.prefix)
+            parse_header(_head(store, info), info.size, url)  # before a large foreign file is downloaded
+            path = cached_object(store, info, self._cache_dir, self.storage.part_bytes)
+        elif not path.exists():
+            _info_of_index(store, key, self.prefix)
+        arrays = parse_index(LocalStore().view(str(path)), url)
+        check_index(arrays, self.bin_info.size, url)
+        return arrays
+
+    @property
+    def dtype(self) -> np.dtype[Any]:
+        """The stored token dtype."""
+        return self._arrays.dtype
+
+    @property
+    def sequence_lengths(self) -> NDArray[np.int32]:
+        """Tokens of each sequence, shape [sequences]."""
+        return self._arrays.sequence_lengths
+
+    @property
+    def sequence_offsets(self) -> NDArray[np.int64]:
+        """Byte position of each sequence in the `.bin`, shape [sequences]."""
+        return self._arrays.sequence_offsets
+
+    @property
+    def document_indices(self) -> NDArray[np.int64]:
+        """Document d holds sequences [document_indices[d], document_indices[d + 1]); shape [documents + 1]."""
+        return self._arrays.document_indices
+
+    @property
+    def sequence_modes(self) -> NDArray[np.int8] | None:
+        """The mode of each sequence in multimodal files, else None."""
+        return self._arrays.sequence_modes
+
+    def __len__(self) -> int:
+        return len(self.sequence_lengths)
+
+    @overload
+    def __getitem__(self, index: int) -> Item: ...
+    @overload
+    def __getitem__(self, index: slice) -> list[Item]: ...
+    def __getitem__(self, index: int | slice) -> Item | list[Item]:
+        if isinstance(index, slice):
+            return self._slice(index)
+        number = self._number(index)
+        tokens = self.get(number)
+        modes = self.sequence_modes
+        return tokens if modes is None else (tokens, int(modes[number]))
+
+    def get(self, index: int, offset: int = 0, length: int | None = None) -> Tokens:
+        """`length` tokens (default: the rest) of a sequence from token `offset` on; a range read of just these.
+
+        Raises IndexError for tokens outside of the sequence.
+        """
+        number = self._number(index)
+        size = int(self.sequence_lengths[number])
+        stop = size if length is None else offset + length
+        if not 0 <= offset <= stop <= size:
+            raise IndexError(f"tokens [{offset}, {stop}) of sequence {number}, which has {size} tokens")
+        at = int(self.sequence_offsets[number])
+        itemsize = self.dtype.itemsize
+        return self._tokens(self._read(at + offset * itemsize, at + stop * itemsize))
+
+    def _slice(self, index: slice) -> list[Item]:
+        start, stop, step = index.indices(len(self))
+        if step != 1:
+            raise ValueError(f"slices of an IndexedDataset are contiguous; step {step} is not")
+        if stop <= start:
+            return []
+        sizes = self.sequence_lengths[start:stop].astype(np.int64) * self.dtype.itemsize
+        offsets = self.sequence_offsets[start:stop]
+        if (offsets[1:] != offsets[:-1] + sizes[:-1]).any():  # sequences not end to end: one range each
+            return [self[number] for number in range(start, stop)]
+        low = int(offsets[0])
+        whole = self._read(low, int(offsets[-1] + sizes[-1]))
+        parts = [self._tokens(whole[int(a) - low : int(a + b) - low]) for a, b in zip(offsets, sizes, strict=True)]
+        modes = self.sequence_modes
+        return list(parts) if modes is None else [(p, int(m)) for p, m in zip(parts, modes[start:stop], strict=True)]
+
+    def _read(self, start: int, stop: int) -> Buffer:
+        return self.store.read_ranges(self.bin_key, [start], [stop])[0]
+
+    def _tokens(self, data: Buffer) -> Tokens:
+        return np.frombuffer(data, self.dtype.newbyteorder("<"))
+
+    def _number(self, index: int) -> int:
+        number = operator.index(index)
+        if not -len(self) <= number < len(self):
+            raise IndexError(f"sequence {number} of {len(self)} in {self.prefix}")
+        return number % len(self)
+
+
+def _info_of_index(store: Store, key: str, prefix: str) -> ObjectInfo:
+    try:
+        return store.info(key)
+    except ObjectNotFoundError:
+        raise ObjectNotFoundError(
+            f"{store.url(key)}: no such .idx beside {prefix}.bin; was its conversion interrupted? convert again"
+        ) from None
+
+
+def _head(store: Store, info: ObjectInfo) -> Buffer:
+    if info.size < HEADER_BYTES:
+        raise FormatError(f"{store.url(info.key)}: {info.size} bytes are fewer than an .idx header has; convert again")
+    return store.read_ranges(info.key, [0], [HEADER_BYTES])[0]
