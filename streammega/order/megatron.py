@@ -1,0 +1,182 @@
+"""The Megatron order of one dataset: document, sample and shuffle index, bit for bit.
+
+Integers in, integers out: lengths, ids, counts and a seed give three arrays; the arrays give, for any sample,
+its runs of tokens.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from streammega.errors import ConfigError
+from streammega.kernels.sample_index import build_sample_index, sample_pieces
+from streammega.kernels.shuffle import LegacyShuffler
+from streammega.order.extents import Extents
+
+INT32_MAX = 2**31 - 1
+
+
+@dataclass(frozen=True, kw_only=True)
+class GptShape:
+    """What one epoch has and what is asked of it. Units: tokens and samples."""
+
+    tokens_per_epoch: int
+    sequence_length: int
+    num_samples: int | None
+    """Samples asked for; None: one epoch."""
+    extra_token: bool = True
+    drop_last: bool = True
+    """Drop the last, partial sample (train and test always do)."""
+
+    @property
+    def a(self) -> int:
+        """1 if samples carry one extra token, else 0."""
+        return int(self.extra_token)
+
+    @property
+    def num_epochs(self) -> int:
+        """The least E with E * T >= N * S + a; 1 when no number of samples is asked."""
+        if self.num_samples is None:
+            return 1
+        wanted = self.num_samples * self.sequence_length + self.a
+        return max(1, -(-wanted // self.tokens_per_epoch))
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of all epochs that can start a sample."""
+        return self.num_epochs * self.tokens_per_epoch - self.a
+
+    @property
+    def num_rows(self) -> int:
+        """Samples there are. Not dropping, it is a ceil in float32, whose inexactness Megatron's users rely on."""
+        if self.drop_last:
+            return self.tokens // self.sequence_length
+        return int(np.ceil(np.float32(self.tokens) / self.sequence_length))
+
+    @property
+    def samples_sans_final_epoch(self) -> int:
+        """Samples of all epochs but the last."""
+        return ((self.num_epochs - 1) * self.tokens_per_epoch - self.a) // self.sequence_length
+
+    @property
+    def separate_final_epoch(self) -> bool:
+        """Whether the last epoch is shuffled on its own: when less than 80 % of it will be used."""
+        if self.num_epochs == 1 or self.num_samples is None:
+            return False
+        last = self.num_samples - self.samples_sans_final_epoch
+        per_epoch = (self.tokens_per_epoch - self.a) // self.sequence_length
+        if not 0 <= last <= per_epoch + 1:
+            raise ConfigError(
+                f"{self.num_samples} samples of {self.sequence_length} tokens ask {last} of the last epoch, which has "
+                f"{per_epoch}; the dataset is too small for this sequence_length ({self.tokens_per_epoch} tokens per epoch)"
+            )
+        return last < int(0.80 * per_epoch)
+
+
+@dataclass(frozen=True, kw_only=True)
+class GptIndices:
+    """document_index int32 [positions]: sequence ids (Megatron's name for them); sample_index int32 or int64
+    [samples + 1, 2]: (position, token offset); shuffle_index uint32 or int64 [samples]: sample -> sample_index row.
+    """
+
+    document_index: NDArray[np.int32]
+    sample_index: NDArray[np.int32] | NDArray[np.int64]
+    shuffle_index: NDArray[np.uint32] | NDArray[np.int64]
+
+
+def gpt_shape(
+    lengths: NDArray[np.int32],
+    sequence_ids: NDArray[np.int32],
+    num_samples: int | None,
+    sequence_length: int,
+    extra_token: bool = True,
+    drop_last: bool = True,
+) -> GptShape:
+    """The shape of a split. Raises ConfigError when it holds no whole sample."""
+    tokens = int(_lengths_of(lengths, sequence_ids).sum(dtype=np.int64))
+    shape = GptShape(
+        tokens_per_epoch=tokens,
+        sequence_length=sequence_length,
+        num_samples=num_samples,
+        extra_token=extra_token,
+        drop_last=drop_last,
+    )
+    if tokens == 0 or shape.num_rows < 1:
+        raise ConfigError(
+            f"a split of {len(sequence_ids)} sequences with {tokens} tokens holds no sample of {sequence_length} (+{shape.a}) "
+            f"tokens; lower sequence_length, or give the split more data"
+        )
+    return shape
+
+
+def build_gpt_indices(
+    lengths: NDArray[np.int32], sequence_ids: NDArray[np.int32], shape: GptShape, seed: int | None
+) -> GptIndices:
+    """The three indices. One generator serves the documents first, then the samples.
+
+    Args:
+        lengths: tokens of every sequence of the file, int32 [sequences].
+        sequence_ids: the split's sequences, int32 [ids].
+        seed: in [0, 2**32); None: nothing is shuffled, the files are read as they lie.
+    """
+    shuffler = None if seed is None else LegacyShuffler(seed)
+    document_index = _document_index(np.asarray(sequence_ids, np.int32), shape, shuffler)
+    longest = max(len(document_index), int(_lengths_of(lengths, sequence_ids).max()))
+    dtype = np.int32 if longest <= INT32_MAX else np.int64
+    sample_index = build_sample_index(lengths, document_index, shape.num_rows, shape.sequence_length, shape.a, dtype)
+    shuffle_index = _shuffle_index(shape, shuffler)
+    return GptIndices(document_index=document_index, sample_index=sample_index, shuffle_index=shuffle_index)
+
+
+def _lengths_of(lengths: NDArray[np.int32], ids: NDArray[np.int32]) -> NDArray[np.int32]:
+    """lengths[ids], without a copy when the ids are a range."""
+    if len(ids) and ids[-1] - ids[0] == len(ids) - 1 and (len(ids) < 2 or bool((np.diff(ids) == 1).all())):
+        return lengths[int(ids[0]) : int(ids[-1]) + 1]
+    return lengths[ids]
+
+
+def _document_index(ids: NDArray[np.int32], shape: GptShape, shuffler: LegacyShuffler | None) -> NDArray[np.int32]:
+    index = np.tile(ids, shape.num_epochs)
+    if shuffler is None:
+        return index
+    if shape.separate_final_epoch:
+        shuffler.shuffle(index[: -len(ids)])
+        shuffler.shuffle(index[-len(ids) :])
+    else:
+        shuffler.shuffle(index)
+    return index
+
+
+def _shuffle_index(shape: GptShape, shuffler: LegacyShuffler | None) -> NDArray[np.uint32] | NDArray[np.int64]:
+    total = shape.num_rows
+    first = shape.samples_sans_final_epoch if shape.separate_final_epoch else total
+    index: NDArray[Any] = np.arange(total, dtype=np.uint32 if total < 2**32 - 2 else np.int64)
+    if shuffler is None:
+        return index
+    shuffler.shuffle(index[:first])
+    if first < total:
+        shuffler.shuffle(index[first:])
+    return index
+
+
+def locate_gpt(
+    indices: GptIndices,
+    lengths: NDArray[np.int32],
+    byte_offsets: NDArray[np.int64],
+    itemsize: int,
+    samples: NDArray[np.int64],
+    extra_token: bool,
+) -> Extents:
+    """The token runs of `samples`, int64 [n], each in [0, len(shuffle_index)).
+
+    `byte_offsets`: where each sequence starts in its file, int64 [sequences]; `itemsize`: bytes of a token.
+    """
+    rows = indices.shuffle_index[samples].astype(np.int64)
+    splits, sequence, start, stop = sample_pieces(indices.document_index, indices.sample_index, lengths, rows, int(extra_token))
+    base = byte_offsets[sequence] // itemsize
+    zeros = np.zeros(len(sequence), np.int32)
+    return Extents(row_splits=splits, dataset=zeros, file=zeros, start=base + start, stop=base + stop)
