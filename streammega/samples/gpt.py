@@ -1,0 +1,162 @@
+"""GPT samples of one dataset: the Megatron order over a `.bin/.idx` pair, or its sequences as they lie."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+from collections.abc import Sequence
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch.utils.data
+from numpy.typing import NDArray
+
+from streammega.config import DataConfig
+from streammega.errors import ConfigError
+from streammega.index import IndexedDataset, cached_arrays, default_cache_dir
+from streammega.order import Extents
+from streammega.order.megatron import GptIndices, GptShape, build_gpt_indices, gpt_shape, locate_gpt
+from streammega.samples.fetch import Ids, TokenFile, fetch_ids
+from streammega.samples.fields import Batch, batch_fields
+
+log = logging.getLogger(__name__)
+
+ORDER_VERSION = 1
+
+
+class GPTDataset(torch.utils.data.Dataset[Batch]):
+    """Samples of `sequence_length` tokens from one split of a dataset, in Megatron's order.
+
+    `dataset[k]` is sample k as {"tokens", "labels", "loss_mask", "position_ids"}, each of shape [S].
+    The three indices are built once per node and memory-mapped from `index_cache_dir` afterwards.
+
+    Args:
+        indexed: the open pair.
+        sequence_ids: ids of the split's sequences, int32 [ids]; None: all.
+        num_samples: samples asked; as many epochs as they need. None: one epoch.
+        config: sequence_length, seed, fields; `order="sequential"` leaves everything unshuffled.
+        split: "train", "valid" or "test".
+
+    Raises ConfigError if the split holds no sample, CacheError if the indices cannot be kept.
+    """
+
+    def __init__(
+        self,
+        indexed: IndexedDataset,
+        sequence_ids: NDArray[np.int32] | None,
+        num_samples: int | None,
+        config: DataConfig,
+        split: str = "train",
+    ) -> None:
+        self.indexed, self.config, self.split = indexed, config, split
+        ids = np.arange(len(indexed), dtype=np.int32) if sequence_ids is None else np.asarray(sequence_ids, np.int32)
+        self.sequence_ids: NDArray[np.int32] = ids
+        if len(ids) == 0:
+            raise ConfigError(f"{indexed.prefix}: the {split} split holds no sequences; give it a larger share")
+        try:
+            self.shape: GptShape = gpt_shape(
+                indexed.sequence_lengths,
+                ids,
+                num_samples,
+                config.sequence_length,
+                config.add_extra_token,
+                split != "valid" or config.drop_last_partial_validation_sequence,
+            )
+        except ConfigError as error:
+            raise ConfigError(f"{indexed.prefix} ({split}): {error}") from None
+        itemsize = indexed.dtype.itemsize
+        self.files: Sequence[TokenFile] = [
+            TokenFile(
+                store=indexed.store,
+                key=indexed.bin_key,
+                dtype=indexed.dtype.newbyteorder("<"),
+                num_tokens=indexed.bin_info.size // itemsize,
+            )
+        ]
+
+    def __len__(self) -> int:
+        return self.shape.num_rows
+
+    def __getitem__(self, index: int) -> Batch:
+        number = index + len(self) if index < 0 else index
+        if not 0 <= number < len(self):
+            raise IndexError(f"sample {index} of {len(self)} in {self.indexed.prefix} ({self.split})")
+        batch = batch_fields(*self.read(np.array([number], np.int64)), self.config)
+        return {name: field[0] for name, field in batch.items()}
+
+    @property
+    def document_index(self) -> NDArray[np.int32]:
+        """Sequence ids in shuffled order, all epochs (Megatron calls them documents); int32."""
+        return self._indices.document_index
+
+    @property
+    def sample_index(self) -> NDArray[np.int32] | NDArray[np.int64]:
+        """(position in document_index, token offset) where each row starts, [rows + 1, 2]."""
+        return self._indices.sample_index
+
+    @property
+    def shuffle_index(self) -> NDArray[np.uint32] | NDArray[np.int64]:
+        """Sample -> row of sample_index."""
+        return self._indices.shuffle_index
+
+    def locate(self, sample_ids: NDArray[np.int64]) -> Extents:
+        """The token runs of samples, int64 [n], each in [0, len(self))."""
+        return locate_gpt(
+            self._indices,
+            self.indexed.sequence_lengths,
+            self.indexed.sequence_offsets,
+            self.indexed.dtype.itemsize,
+            sample_ids,
+            self.config.add_extra_token,
+        )
+
+    def read(self, sample_ids: NDArray[np.int64]) -> tuple[Ids, NDArray[np.int64]]:
+        """Token ids of samples, [n, S + a] in the stored dtype, and how many of them each has."""
+        extents = self.locate(sample_ids)
+        width = self.config.sequence_length + self.shape.a
+        return fetch_ids(self.files, extents.file.astype(np.int64), extents, width, self.config.storage)
+
+    @cached_property
+    def digest(self) -> str:
+        """What the order depends on in this dataset, and nothing of where it lies: dtype and sequence lengths."""
+        hasher = hashlib.blake2b(str(self.indexed.dtype).encode(), digest_size=8)
+        hasher.update(np.ascontiguousarray(self.indexed.sequence_lengths).data)
+        return hasher.hexdigest()
+
+    def identity(self) -> dict[str, Any]:
+        """The scalars that define this order, for the state of a loader."""
+        ids = self.sequence_ids
+        return {
+            "order": self.config.order,
+            "order_version": ORDER_VERSION,
+            "split": self.split,
+            "sequence_length": self.config.sequence_length,
+            "seed": self.config.seed,
+            "num_samples": self.shape.num_samples,
+            "add_extra_token": self.config.add_extra_token,
+            "drop_last": self.shape.drop_last,
+            "sequences": [int(ids[0]), int(ids[-1]) + 1, len(ids)],
+            "dataset": self.digest,
+        }
+
+    @cached_property
+    def _indices(self) -> GptIndices:
+        if self.config.order == "sequential":
+            return self._build(shuffled=False)
+        description = json.dumps([self.identity(), hashlib.blake2b(self.sequence_ids.tobytes()).hexdigest()], sort_keys=True)
+        key = f"{hashlib.blake2b(description.encode(), digest_size=16).hexdigest()}-GPTDataset-{self.split}"
+        directory = Path(self.config.index_cache_dir) if self.config.index_cache_dir else default_cache_dir()
+        names = ("document_index", "sample_index", "shuffle_index")
+        arrays: dict[str, Any] = cached_arrays(directory, key, names, lambda: vars(self._build(shuffled=True)))
+        return GptIndices(**arrays)
+
+    def _build(self, *, shuffled: bool) -> GptIndices:
+        log.info("building the %s order of %s: %d samples", self.split, self.indexed.prefix, len(self))
+        seed = self.config.seed if shuffled else None
+        return build_gpt_indices(self.indexed.sequence_lengths, self.sequence_ids, self.shape, seed)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {name: value for name, value in self.__dict__.items() if name != "_indices"}

@@ -1,0 +1,6 @@
+"""Batches from the order: the IterableDataset, the loader, prefetch and state."""
+
+from streammega.stream.dataset import StreamingDataset
+from streammega.stream.loader import StreamLoader
+
+__all__ = ["StreamLoader", "StreamingDataset"]

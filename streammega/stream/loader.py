@@ -1,0 +1,117 @@
+"""The loader: micro-batches a few ahead of the training step, and a cursor that counts only what was taken."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import closing
+from types import TracebackType
+from typing import TYPE_CHECKING, Any
+
+from streammega.config import DataConfig
+from streammega.errors import ConfigError
+from streammega.samples.fields import Batch
+from streammega.stream.dataset import StreamingDataset
+from streammega.stream.prefetch import Prefetcher
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
+
+class StreamLoader:
+    """Iterates micro-batches of this rank; no worker processes.
+
+    Iterating goes on from the cursor. `state_dict` may be called at any time and counts the batches that were
+    handed out, never those read ahead; it is the same on every rank that took as many batches.
+
+    Args:
+        config, split, micro_batch_size, global_batch_size: as in StreamingDataset.
+        dp_rank, dp_size: this data-parallel rank; or
+        mesh: a DeviceMesh, of which the dimension "dp" (or the only one) says both.
+        prefetch: micro-batches in the making ahead of the step.
+    """
+
+    def __init__(
+        self,
+        config: DataConfig,
+        *,
+        split: str = "train",
+        micro_batch_size: int,
+        global_batch_size: int,
+        dp_rank: int | None = None,
+        dp_size: int | None = None,
+        mesh: DeviceMesh | None = None,
+        prefetch: int = 4,
+    ) -> None:
+        rank, size = _data_parallel(dp_rank, dp_size, mesh)
+        self.dataset = StreamingDataset(
+            config,
+            split=split,
+            micro_batch_size=micro_batch_size,
+            global_batch_size=global_batch_size,
+            dp_rank=rank,
+            dp_size=size,
+        )
+        self._prefetch = prefetch
+        self._running: Iterator[Batch] | None = None
+
+    def __len__(self) -> int:
+        """Micro-batches from the first sample to the last."""
+        return len(self.dataset)
+
+    def __iter__(self) -> Iterator[Batch]:
+        self.close()  # one iteration at a time: a second one would count the same cursor
+        self._running = _batches(self.dataset, self._prefetch)
+        return self._running
+
+    def __enter__(self) -> StreamLoader:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self.close()
+
+    @property
+    def consumed_samples(self) -> int:
+        """Samples handed out so far, over all ranks: the next global sample."""
+        return self.dataset.consumed_samples
+
+    def seek(self, consumed_samples: int) -> None:
+        """Continue at a global sample, at the next `iter`. Raises StateError outside of the data."""
+        self.close()
+        self.dataset.seek(consumed_samples)
+
+    def state_dict(self) -> dict[str, Any]:
+        """The resumable state, under 1 KB and JSON-able: see StreamingDataset.state_dict."""
+        return self.dataset.state_dict()
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue after the last sample that was handed out when the state was taken, on any number of ranks."""
+        self.close()
+        self.dataset.load_state_dict(state)
+
+    def close(self) -> None:
+        """End the running iteration and its threads."""
+        running, self._running = self._running, None
+        if running is not None:
+            running.close()  # type: ignore[attr-defined]  # a generator
+
+
+def _batches(dataset: StreamingDataset, ahead: int) -> Iterator[Batch]:
+    """Does not refer to the loader, so that a loader nobody holds is collected, and its threads with it."""
+    with closing(Prefetcher(dataset.batch, dataset.positions(), ahead)) as prefetcher:
+        for consumed, batch in prefetcher:
+            dataset.advance(consumed)
+            yield batch
+
+
+def _data_parallel(dp_rank: int | None, dp_size: int | None, mesh: DeviceMesh | None) -> tuple[int, int]:
+    if mesh is None:
+        if (dp_rank is None) != (dp_size is None):
+            raise ConfigError("dp_rank and dp_size go together: give both, or a mesh, or neither for a single rank")
+        return dp_rank or 0, dp_size or 1
+    if dp_rank is not None or dp_size is not None:
+        raise ConfigError("give either a mesh or dp_rank and dp_size, not both")
+    names = mesh.mesh_dim_names or ()
+    if mesh.ndim > 1 and "dp" not in names:
+        raise ConfigError(f"the mesh has dimensions {names or mesh.ndim}; name the data-parallel one 'dp'")
+    dim = names.index("dp") if "dp" in names else 0
+    return mesh.get_local_rank(dim), mesh.size(dim)
