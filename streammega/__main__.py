@@ -1,0 +1,8 @@
+"""`python -m streammega` is the `streammega` command."""
+
+import sys
+
+from streammega.cli import main
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,148 @@
+"""The `streammega` command line: thin; every command is a library call."""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+from collections.abc import Sequence
+from typing import Annotated, Any
+
+import typer
+
+import streammega
+from streammega.config import StorageConfig
+from streammega.errors import ConfigError, StreammegaError
+
+app = typer.Typer(
+    name="streammega",
+    help="Train language models straight from s3:// or oss://: convert corpora, look at datasets, train.",
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    add_completion=False,
+)
+
+StorageOption = Annotated[
+    list[str] | None,
+    typer.Option("--storage", metavar="KEY=VALUE", help="A storage option, e.g. endpoint_url=http://host:9000 or anon=true."),
+]
+
+
+def _version(show: bool) -> None:
+    if show:
+        typer.echo(f"streammega {streammega.__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _root(
+    version: Annotated[bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version.")] = False,
+) -> None:
+    pass
+
+
+@app.command(no_args_is_help=True)
+def convert(
+    inputs: Annotated[list[str], typer.Argument(help="Text files, folders, .jsonl[.gz|.bz2|.zst] files, globs or URLs.")],
+    output: Annotated[str, typer.Argument(help="Prefix to write: a path or s3:// URL, without .bin/.idx.")],
+    tokenizer: Annotated[str, typer.Option(help="A Hugging Face tokenizer.json.")],
+    key: Annotated[str, typer.Option(help="The JSON key that holds the text.")] = "text",
+    eod: Annotated[str | None, typer.Option(help="The end-of-document token; found by its usual names by default.")] = None,
+    append_eod: Annotated[bool, typer.Option(help="End every document with the end-of-document token.")] = True,
+    workers: Annotated[int, typer.Option(help="Processes; 0: one per core.")] = 0,
+    overwrite: Annotated[bool, typer.Option(help="Replace an existing dataset.")] = False,
+    storage: StorageOption = None,
+) -> None:
+    """Tokenize a corpus into a Megatron .bin/.idx pair."""
+    from tqdm import tqdm
+
+    from streammega.convert import convert as run
+
+    with tqdm(unit="B", unit_scale=True, desc="converting", disable=not sys.stderr.isatty()) as bar:
+        total = 0
+
+        def advance(text_bytes: int, tokens: int) -> None:
+            nonlocal total
+            total += tokens
+            bar.set_postfix_str(f"{total:,} tokens", refresh=False)
+            bar.update(text_bytes)
+
+        report = run(
+            inputs,
+            output,
+            tokenizer=tokenizer,
+            key=key,
+            eod=eod,
+            append_eod=append_eod,
+            workers=workers,
+            overwrite=overwrite,
+            storage=storage_config(storage),
+            progress=advance,
+        )
+    dropped = f" ({report.empty_documents} empty ones left out)" if report.empty_documents else ""
+    typer.echo(
+        f"{report.prefix}: {report.documents:,} documents{dropped}, {report.tokens:,} tokens of {report.dtype}, eod_id "
+        f"{report.eod_id}, vocab_size {report.vocab_size}; {report.tokens / max(report.seconds, 1e-9):,.0f} tokens/s"
+    )
+
+
+@app.command(no_args_is_help=True)
+def describe(
+    prefix: Annotated[str, typer.Argument(help="A dataset's path or URL, without .bin/.idx.")],
+    tokenizer: Annotated[str | None, typer.Option(help="A tokenizer.json, to decode the first tokens.")] = None,
+    plot: Annotated[str | None, typer.Option(help="Write the document-length histogram to this PNG.")] = None,
+    tokens: Annotated[int, typer.Option(help="How many of the first tokens to show.")] = 32,
+    storage: StorageOption = None,
+) -> None:
+    """Say what a dataset is: counts, dtype, sizes, first tokens, document lengths."""
+    from streammega import describe as describing
+    from streammega.index import IndexedDataset
+
+    summary = describing.summarize(IndexedDataset(prefix, storage_config(storage)), tokens)
+    typer.echo(describing.as_text(summary, tokenizer))
+    if plot:
+        describing.write_plot(summary, plot)
+        typer.echo(f"histogram written to {plot}")
+
+
+@app.command(no_args_is_help=True, context_settings={"ignore_unknown_options": True})
+def train(
+    config: Annotated[str, typer.Argument(help="The run's TOML file.")],
+    overrides: Annotated[list[str] | None, typer.Argument(help="Settings over the file's: section.name=value.")] = None,
+) -> None:
+    """Train the example GPT (one rank; use torchrun -m streammega.train for more)."""
+    from streammega.train.__main__ import run
+
+    logging.getLogger().setLevel(logging.INFO)
+    run(config, overrides or [])
+
+
+def storage_config(pairs: Sequence[str] | None) -> StorageConfig:
+    """A StorageConfig from `key=value` words; values true/false are booleans, the rest text."""
+    options: dict[str, Any] = {}
+    for pair in pairs or ():
+        name, equals, value = pair.partition("=")
+        if not equals or not name:
+            raise ConfigError(f"--storage {pair!r}: write it as key=value, for instance endpoint_url=http://127.0.0.1:9000")
+        options[name] = {"true": True, "false": False}.get(value.lower(), value)
+    transport = options.pop("transport", "auto")
+    return StorageConfig(storage_options=options, transport=transport)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command line; returns the exit code. Known errors are one message, not a traceback."""
+    logging.basicConfig(level=os.environ.get("STREAMMEGA_LOG", "WARNING").upper(), format="%(levelname)s %(name)s: %(message)s")
+    try:
+        app(args=list(arguments) if arguments is not None else None, standalone_mode=True)
+    except SystemExit as stop:
+        return stop.code if isinstance(stop.code, int) else 1
+    except StreammegaError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 141
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        return 130
+    return 0

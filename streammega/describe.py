@@ -1,0 +1,125 @@
+"""What a dataset is, for people: counts, sizes, first tokens, document lengths."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from streammega.index import IndexedDataset
+
+BAR_WIDTH = 40
+
+
+@dataclass(frozen=True, kw_only=True)
+class Summary:
+    """Counts and lengths of one pair. Lengths in tokens; histogram edges are powers of two."""
+
+    prefix: str
+    dtype: str
+    multimodal: bool
+    sequences: int
+    documents: int
+    tokens: int
+    bin_bytes: int
+    shortest: int
+    median: float
+    longest: int
+    empty: int
+    first_tokens: list[int]
+    highest_first_token: int
+    edges: NDArray[np.int64]
+    counts: NDArray[np.int64]
+
+
+def document_lengths(indexed: IndexedDataset) -> NDArray[np.int64]:
+    """Tokens of each document, int64 [documents]."""
+    before = np.concatenate([np.zeros(1, np.int64), np.cumsum(indexed.sequence_lengths, dtype=np.int64)])
+    return np.diff(before[indexed.document_indices])
+
+
+def summarize(indexed: IndexedDataset, num_first_tokens: int = 32) -> Summary:
+    """Read the index, and of the tokens only the first few."""
+    lengths = document_lengths(indexed)
+    top = int(lengths.max(initial=1))
+    edges = np.array([0, 1, *(2**k for k in range(1, max(top, 1).bit_length() + 1))], np.int64)
+    first = first_tokens(indexed, num_first_tokens)
+    return Summary(
+        prefix=indexed.prefix,
+        dtype=str(indexed.dtype),
+        multimodal=indexed.sequence_modes is not None,
+        sequences=len(indexed),
+        documents=len(lengths),
+        tokens=int(lengths.sum()),
+        bin_bytes=indexed.bin_info.size,
+        shortest=int(lengths.min(initial=top)) if len(lengths) else 0,
+        median=float(np.median(lengths)) if len(lengths) else 0.0,
+        longest=int(lengths.max(initial=0)),
+        empty=int((lengths == 0).sum()),
+        first_tokens=first,
+        highest_first_token=max(first, default=-1),
+        edges=edges,
+        counts=np.histogram(lengths, edges)[0].astype(np.int64),
+    )
+
+
+def first_tokens(indexed: IndexedDataset, count: int) -> list[int]:
+    """The first `count` tokens of the dataset, over sequence bounds."""
+    tokens: list[int] = []
+    for number in range(len(indexed)):
+        if len(tokens) >= count:
+            break
+        length = min(int(indexed.sequence_lengths[number]), count - len(tokens))
+        if length:
+            tokens += indexed.get(number, 0, length).tolist()
+    return tokens
+
+
+def as_text(summary: Summary, tokenizer: str | None) -> str:
+    """The summary as lines of text, with the first tokens decoded when a tokenizer.json is given."""
+    mode = ", multimodal" if summary.multimodal else ""
+    lines = [
+        f"{summary.prefix}: Megatron .bin/.idx, {summary.dtype}{mode}",
+        f"  documents  {summary.documents:,} ({summary.sequences:,} sequences, {summary.empty:,} empty documents)",
+        f"  tokens     {summary.tokens:,}",
+        f"  .bin       {summary.bin_bytes:,} bytes",
+        f"  lengths    shortest {summary.shortest:,}, median {summary.median:,.0f}, longest {summary.longest:,} tokens",
+        f"  first ids  {' '.join(map(str, summary.first_tokens))}",
+    ]
+    if tokenizer:
+        lines.append(f"  decoded    {_decoded(summary, tokenizer)!r}")
+    lines.append("  document lengths (tokens):")
+    most = max(int(summary.counts.max(initial=0)), 1)
+    for low, high, count in zip(summary.edges[:-1], summary.edges[1:], summary.counts, strict=True):
+        bar = "█" * max(round(BAR_WIDTH * int(count) / most), int(count > 0))
+        lines.append(f"    {f'{low:,}–{high - 1:,}':>19} {int(count):>11,} {bar}")
+    return "\n".join(lines)
+
+
+def write_plot(summary: Summary, path: str) -> None:
+    """The histogram as a PNG. Raises ConfigError when matplotlib is not installed."""
+    from streammega.plotting import pyplot
+
+    figure, axes = pyplot().subplots(figsize=(8, 4))
+    axes.stairs(summary.counts, np.maximum(summary.edges, 0.5), fill=True)
+    axes.set_xscale("log", base=2)
+    axes.set_xlabel("tokens per document")
+    axes.set_ylabel("documents")
+    axes.set_title(f"{summary.prefix}: {summary.documents:,} documents, {summary.tokens:,} tokens")
+    figure.savefig(path, dpi=120, bbox_inches="tight")
+
+
+def _decoded(summary: Summary, path: str) -> Any:
+    from streammega.convert.tokenize import load_tokenizer, vocab_size
+    from streammega.errors import FormatError
+
+    model = load_tokenizer(path)
+    size = vocab_size(model)
+    if summary.highest_first_token >= size:
+        raise FormatError(
+            f"{summary.prefix}: token id {summary.highest_first_token} is past the {size} ids of {path}; the data was made with "
+            f"another tokenizer"
+        )
+    return model.decode(summary.first_tokens, skip_special_tokens=False)
