@@ -1,0 +1,374 @@
+#!/usr/bin/env python3
+"""The main job, end to end, on one machine: corpus, tokenizer, S3 server, training, kills, resumes, proof.
+
+Everything it makes goes under one folder; nothing outside of it is touched, and no network but loopback is used.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shutil
+import subprocess
+import sys
+import sysconfig
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import psutil
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from streammega.convert import convert
+from streammega.convert.sources import find_inputs, read_batches, text_of
+from streammega.errors import StreammegaError
+from streammega.plotting import pyplot, sparkline
+from streammega.train.config import RunConfig, load_run
+from streammega.train.metrics import read_metrics
+
+MIN_CORPUS_BYTES = 20_000_000
+MAX_CORPUS_BYTES = 32_000_000
+VOCAB_SIZE = 4096
+BUCKET = "streammega-demo"
+EOD = "<|endoftext|>"
+RUN_TOML = """\
+[data]
+blend = ["s3://{bucket}/corpus"]
+sequence_length = 256
+split = "98,2,0"
+seed = 1234
+eod_id = {eod_id}
+
+[model]
+vocab_size = {vocab_size}
+dim = 160
+layers = 4
+heads = 5
+
+[train]
+iters = {iters}
+micro_batch_size = 4
+global_batch_size = 16
+lr = 3e-3
+min_lr = 3e-4
+warmup_iters = 10
+save_interval = 10
+eval_interval = {eval_interval}
+eval_iters = 2
+log_interval = 10
+hash_batches = true
+out_dir = "{out_dir}"
+"""
+
+
+def main() -> int:
+    """Run the demo; the exit code says whether the proof held."""
+    arguments = parse_arguments()
+    work = Path(arguments.work)
+    shutil.rmtree(work, ignore_errors=True)
+    work.mkdir(parents=True)
+    began = time.monotonic()
+    try:
+        with S3Server() as server:
+            passed = run_demo(arguments, work, server)
+    except StreammegaError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        print("interrupted; the server and the ranks are stopped", file=sys.stderr)
+        return 130
+    print(f"\n{'The demo passed' if passed else 'THE DEMO FAILED'} in {time.monotonic() - began:.0f} s; everything is in {work}/")
+    return 0 if passed else 1
+
+
+def parse_arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("inputs", nargs="*", help="folders or .jsonl files to train on (default: Python's own sources)")
+    parser.add_argument("--work", default="demo-run", help="folder for everything the demo makes (default: %(default)s)")
+    parser.add_argument("--iters", type=int, default=120, help="training iterations (default: %(default)s)")
+    arguments = parser.parse_args()
+    if arguments.iters < 60:
+        parser.error("--iters must be at least 60: the run is killed twice on its way")
+    return arguments
+
+
+def run_demo(arguments: argparse.Namespace, work: Path, server: S3Server) -> bool:
+    """The six steps; True when the proof held and the model learned."""
+    say(1, "collecting the corpus")
+    inputs = arguments.inputs or python_sources()
+    say(2, "training a tokenizer and converting")
+    train_tokenizer(inputs, work / "tokenizer.json")
+    report = convert(inputs, str(work / "corpus"), tokenizer=str(work / "tokenizer.json"), eod=EOD, progress=Progress())
+    print(f"\n    {report.documents:,} documents, {report.text_bytes / 1e6:.1f} MB of text, {report.tokens:,} tokens")
+    entropy = unigram_entropy(work / "corpus.bin", report.vocab_size)
+    say(3, f"uploading to {server.endpoint}")
+    os.environ.update(server.environment(), XDG_CACHE_HOME=str((work / "cache").resolve()))
+    upload(work, server)
+    text = RUN_TOML.format(
+        bucket=BUCKET,
+        eod_id=report.eod_id,
+        vocab_size=report.vocab_size,
+        iters=arguments.iters,
+        eval_interval=arguments.iters // 2,
+        out_dir=(work / "run").resolve(),
+    )
+    (work / "run.toml").write_text(text, encoding="utf-8")
+    train_with_kills(work, arguments.iters)
+    return prove(work, load_run(str(work / "run.toml")), entropy)
+
+
+def say(step: int, text: str) -> None:
+    print(f"\n[{step}/6] {text}", flush=True)
+
+
+def python_sources() -> list[str]:
+    """Files of this Python installation: its library's sources and texts, then packages', until there is enough."""
+    paths = sysconfig.get_paths()
+    found: list[str] = []
+    size = 0
+    for root in dict.fromkeys((paths["stdlib"], paths["purelib"])):
+        for path in sorted(Path(root).rglob("*")):
+            if path.suffix not in (".py", ".txt", ".rst", ".md") or not path.is_file():
+                continue
+            inside = path.relative_to(root).parts
+            if (root == paths["stdlib"] and "site-packages" in inside) or not is_text(path):
+                continue
+            found.append(str(path))
+            size += path.stat().st_size
+            if size >= MAX_CORPUS_BYTES or (size >= MIN_CORPUS_BYTES and root == paths["purelib"]):
+                break
+        if size >= MIN_CORPUS_BYTES:
+            break
+    print(f"    {len(found):,} files of Python {sys.version.split()[0]}, {size / 1e6:.1f} MB")
+    return found
+
+
+def is_text(path: Path) -> bool:
+    """UTF-8, which a few of Python's own test files deliberately are not."""
+    try:
+        path.read_text(encoding="utf-8")
+    except (UnicodeDecodeError, OSError):
+        return False
+    return True
+
+
+def train_tokenizer(inputs: list[str], path: Path) -> None:
+    """A byte-level BPE tokenizer from every third batch of the corpus."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+
+    from streammega.config import StorageConfig
+
+    def texts() -> Iterator[str]:
+        for number, batch in enumerate(read_batches(find_inputs(inputs), StorageConfig())):
+            if number % 3 == 0:
+                yield from (text_of(document, "text") for document in batch)
+
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(
+        vocab_size=VOCAB_SIZE, special_tokens=[EOD], initial_alphabet=alphabet, show_progress=sys.stderr.isatty()
+    )
+    tokenizer.train_from_iterator(texts(), trainer)
+    tokenizer.save(str(path))
+    print(f"    byte-level BPE with {tokenizer.get_vocab_size():,} ids")
+
+
+class Progress:
+    """Prints conversion progress on one line."""
+
+    def __init__(self) -> None:
+        self.text_bytes = self.tokens = 0
+
+    def __call__(self, text_bytes: int, tokens: int) -> None:
+        """Note what a batch added."""
+        self.text_bytes, self.tokens = self.text_bytes + text_bytes, self.tokens + tokens
+        end = "\r" if sys.stdout.isatty() else ""
+        if end:
+            print(f"    {self.text_bytes / 1e6:6.1f} MB -> {self.tokens:,} tokens", end=end, flush=True)
+
+
+def unigram_entropy(path: Path, vocab_size: int) -> float:
+    """Entropy of the token frequencies, in nats: the loss of a model that knows nothing but them."""
+    counts = np.bincount(np.fromfile(path, np.uint16), minlength=vocab_size)
+    p = counts[counts > 0] / counts.sum()
+    return float(-(p * np.log(p)).sum())
+
+
+class S3Server:
+    """moto's S3 server in a thread of this process, on a free loopback port: it cannot outlive the demo."""
+
+    def __enter__(self) -> S3Server:
+        import logging
+
+        from moto.server import ThreadedMotoServer
+
+        logging.getLogger("werkzeug").setLevel(logging.ERROR)  # a line per request otherwise
+
+        self._server = ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
+        self._server.start()
+        host, port = self._server.get_host_and_port()
+        self.endpoint = f"http://{host}:{port}"
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._server.stop()
+
+    def environment(self) -> dict[str, str]:
+        """What makes every S3 client on this machine find the server."""
+        return {
+            "AWS_ENDPOINT_URL": self.endpoint,
+            "AWS_ACCESS_KEY_ID": "demo",
+            "AWS_SECRET_ACCESS_KEY": "demo",
+            "AWS_DEFAULT_REGION": "us-east-1",
+        }
+
+
+def upload(work: Path, server: S3Server) -> None:
+    """The pair into a new bucket, by the same writers that conversion to s3:// uses."""
+    import s3fs
+
+    from streammega import IndexedDatasetWriter
+
+    s3fs.S3FileSystem(endpoint_url=server.endpoint, key="demo", secret="demo").mkdir(BUCKET)
+    with IndexedDatasetWriter(f"s3://{BUCKET}/corpus", np.uint16) as writer:
+        writer.add_index(str(work / "corpus"))
+    print(f"    s3://{BUCKET}/corpus.bin and .idx")
+
+
+def train_with_kills(work: Path, iters: int) -> None:
+    """Two ranks, SIGKILL; one rank, SIGKILL; two ranks to the end."""
+    say(4, "training on two ranks straight from s3://")
+    train(work, ranks=2, kill_at=iters * 4 // 10 + 3)
+    say(5, "resuming on one rank")
+    train(work, ranks=1, kill_at=iters * 6 // 10 + 3)
+    print("    ... and on two ranks again, to the end")
+    train(work, ranks=2, kill_at=None)
+
+
+def train(work: Path, ranks: int, kill_at: int | None) -> None:
+    """Run torchrun; kill all of its processes with SIGKILL once step `kill_at` is in the metrics."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
+    command += ["-m", "streammega.train", str(work / "run.toml")]
+    threads = str(max(1, (os.cpu_count() or 1) // ranks))
+    root = str(Path(__file__).resolve().parent.parent)
+    environment = os.environ | {"OMP_NUM_THREADS": threads, "PYTHONPATH": root, "TORCH_CPP_LOG_LEVEL": "ERROR"}
+    log_path = work / f"train-{ranks}-ranks.log"
+    with open(log_path, "ab") as log:
+        process = subprocess.Popen(command, env=environment, stderr=log, stdout=log)
+        try:
+            follow(process, work / "run" / "metrics.jsonl", kill_at)
+        finally:
+            kill_tree(process)
+    if kill_at is None and process.returncode != 0:
+        tail = log_path.read_text(encoding="utf-8", errors="replace").splitlines()[-15:]
+        raise StreammegaError(f"training ended with code {process.returncode}; the end of {log_path}:\n" + "\n".join(tail))
+
+
+def follow(process: subprocess.Popen[bytes], metrics: Path, kill_at: int | None) -> None:
+    """Print progress until the process ends or step `kill_at` is done."""
+    shown = 0
+    while process.poll() is None:
+        time.sleep(0.1)
+        records = read_metrics(metrics) if metrics.exists() else []
+        last = records[-1] if records else {"step": 0}
+        if last["step"] != shown and last["step"] % 10 == 0:
+            shown = last["step"]
+            print(
+                f"    step {shown:4d}  loss {last['loss']:.3f}  {last['tokens_per_s']:,.0f} tokens/s  ranks {last['ranks']}",
+                flush=True,
+            )
+        if kill_at is not None and last["step"] >= kill_at:
+            print(f"    SIGKILL after step {last['step']}", flush=True)
+            return
+    if kill_at is not None:
+        raise StreammegaError(
+            f"training ended with code {process.returncode} before step {kill_at}; see the logs beside {metrics.parent}"
+        )
+
+
+def kill_tree(process: subprocess.Popen[bytes]) -> None:
+    """SIGKILL to a process and all of its descendants (torchrun's workers lead sessions of their own)."""
+    try:
+        family = [*psutil.Process(process.pid).children(recursive=True), psutil.Process(process.pid)]
+    except psutil.NoSuchProcess:
+        family = []
+    for member in family:
+        try:
+            member.kill()
+        except psutil.NoSuchProcess:
+            pass
+    process.wait()
+
+
+def prove(work: Path, config: RunConfig, entropy: float) -> bool:
+    """Compare every global batch that training saw with an uninterrupted pass of the loader alone; plot the loss."""
+    say(6, "proof: an uninterrupted pass over the loader alone")
+    records = read_metrics(work / "run" / "metrics.jsonl")
+    expected = loader_hashes(config)
+    seen = {record["step"] for record in records}
+    equal = sum(expected[record["step"] - 1] == record["batch_hash"] for record in records)
+    exact = equal == len(records) and seen == set(range(1, config.train.iters + 1))
+    repeated = len(records) - len(seen)
+    print(f"    {equal} of {len(records)} global batches ({len(seen)} steps, {repeated} of them repeated after kills) are equal,")
+    print(f"    token by token, to those of the uninterrupted pass; last hash {records[-1]['batch_hash']}")
+    losses = [record["loss"] for record in {record["step"]: record for record in records}.values()]
+    final = float(np.mean(losses[-10:]))
+    learned = final <= entropy - 0.3
+    plot_loss(work / "loss.png", records, entropy)
+    print(f"    loss {losses[0]:.2f} {sparkline(losses)} {final:.2f} nat; unigram entropy of the corpus {entropy:.2f} nat")
+    valid = [record["valid_loss"] for record in records if "valid_loss" in record]
+    print(f"    validation loss {valid[-1]:.2f} nat; loss curve in {work / 'loss.png'}")
+    (work / "proof.json").write_text(
+        json.dumps({"exact": exact, "final_loss": final, "unigram_entropy": entropy, "hashes": expected}, indent=1)
+    )
+    return exact and learned
+
+
+def loader_hashes(config: RunConfig) -> list[str]:
+    """The hash of every global batch of the training split, from a fresh loader on one rank."""
+    from streammega.train.batch_hash import global_batch_hash, sample_digests
+    from streammega.train.loop import open_loader
+
+    hashes: list[str] = []
+    digests: dict[int, int] = {}
+    size = config.train.global_batch_size
+    with open_loader(config, "train", 0, 1) as loader:
+        before = 0
+        for batch in loader:
+            digests.update(zip(loader.dataset.sample_ids(before).tolist(), sample_digests(batch), strict=True))
+            before = loader.consumed_samples
+            if before % size == 0:
+                hashes.append(global_batch_hash(digests))
+                digests = {}
+            if len(hashes) == config.train.iters:
+                break
+    return hashes
+
+
+def plot_loss(path: Path, records: list[dict[str, Any]], entropy: float) -> None:
+    """Loss by step, coloured by the number of ranks, with the unigram entropy."""
+    plt = pyplot()
+    figure, axes = plt.subplots(figsize=(8, 4.5))
+    legs: list[list[dict[str, Any]]] = []
+    for record in records:
+        if not legs or record["step"] != legs[-1][-1]["step"] + 1:
+            legs.append([])
+        legs[-1].append(record)
+    for number, leg in enumerate(legs, 1):
+        label = f"run {number}: {leg[0]['ranks']} rank(s), steps {leg[0]['step']}–{leg[-1]['step']}"
+        axes.plot([r["step"] for r in leg], [r["loss"] for r in leg], label=label, alpha=0.8)
+    axes.axhline(entropy, color="gray", linestyle="--", label=f"unigram entropy {entropy:.2f}")
+    axes.set_xlabel("step")
+    axes.set_ylabel("training loss (nat per token)")
+    axes.legend()
+    figure.savefig(path, dpi=120, bbox_inches="tight")
+
+
+if __name__ == "__main__":
+    sys.exit(main())
