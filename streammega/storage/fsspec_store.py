@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import threading
+import uuid
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -22,6 +24,8 @@ from streammega.errors import (
 )
 from streammega.storage.base import Buffer, ObjectInfo, checked
 from streammega.storage.options import redact
+
+log = logging.getLogger(__name__)
 
 
 class FsspecStore:
@@ -89,11 +93,13 @@ class FsspecStore:
         ]
         return sorted(items, key=lambda item: item.key)
 
-    def open_writer(self, key: str) -> FsspecWriter:
-        """A writer that the driver commits or discards as a whole."""
+    def open_writer(self, key: str) -> FsspecWriter | RenamingWriter:
+        """A writer that shows nothing under `key` before it commits."""
         fs, _ = self._filesystem()
         try:
-            return FsspecWriter(fs.open(key, "wb", autocommit=False), lambda error: self._error(key, error))
+            if self.scheme in ("s3", "s3a"):
+                return FsspecWriter(fs.open(key, "wb", autocommit=False), lambda error: self._error(key, error))
+            return RenamingWriter(fs, key, lambda error: self._error(key, error))
         except BaseException as error:
             raise self._error(key, error) from None
 
@@ -155,8 +161,40 @@ class FsspecStore:
         return StorageError(f"{url}: {text}")
 
 
+class RenamingWriter:
+    """For drivers that publish a file when it is closed, or while it is written: another name, then a rename."""
+
+    def __init__(self, fs: Any, key: str, wrap: Any) -> None:
+        self._fs, self._key, self._wrap = fs, key, wrap
+        self._temporary = f"{key}.{uuid.uuid4().hex}.partial"
+        self._file = fs.open(self._temporary, "wb")
+
+    def write(self, data: bytes | memoryview) -> None:
+        """Append bytes."""
+        try:
+            self._file.write(data)
+        except Exception as error:
+            raise self._wrap(error) from None
+
+    def commit(self) -> None:
+        """Close, then rename."""
+        try:
+            self._file.close()
+            self._fs.mv(self._temporary, self._key)
+        except Exception as error:
+            raise self._wrap(error) from None
+
+    def abort(self) -> None:
+        """Close and remove the temporary file."""
+        for step in (self._file.close, lambda: self._fs.rm_file(self._temporary)):
+            try:
+                step()
+            except Exception:  # the writer is being thrown away: what could be removed, was
+                log.debug("could not remove %s", self._temporary)
+
+
 class FsspecWriter:
-    """An fsspec file opened without autocommit."""
+    """An s3fs file opened without autocommit: a multipart upload that is completed or aborted."""
 
     def __init__(self, file: Any, wrap: Any) -> None:
         self._file, self._wrap = file, wrap
@@ -180,6 +218,6 @@ class FsspecWriter:
         """Discard the upload, and keep the file's finaliser from publishing it."""
         try:
             self._file.discard()
-        except Exception:
-            pass
+        except Exception as error:
+            log.debug("the upload could not be discarded: %s", type(error).__name__)
         self._file.closed = True

@@ -1,0 +1,73 @@
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, settings
+
+from streammega import DataConfig, IndexedDatasetWriter, StorageConfig
+from tests.servers import S3, moto_server
+
+settings.register_profile(
+    "streammega",
+    deadline=None,
+    derandomize=True,
+    max_examples=50,
+    suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture],
+)
+settings.load_profile("streammega")
+
+AWS_NAMES = ("AWS_ENDPOINT_URL", "AWS_ENDPOINT_URL_S3", "AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_PROFILE")
+
+
+@pytest.fixture(autouse=True)
+def _own_surroundings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No test reads or writes the user's caches or credentials."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "xdg-cache"))
+    monkeypatch.setenv("AWS_CONFIG_FILE", str(tmp_path / "no-aws-config"))
+    monkeypatch.setenv("AWS_SHARED_CREDENTIALS_FILE", str(tmp_path / "no-aws-credentials"))
+    monkeypatch.setenv("AWS_EC2_METADATA_DISABLED", "true")
+    for name in AWS_NAMES:
+        monkeypatch.delenv(name, raising=False)
+
+
+@pytest.fixture(scope="session")
+def s3() -> Iterator[S3]:
+    with moto_server() as server:
+        yield server
+
+
+@pytest.fixture
+def bucket(s3: S3) -> str:
+    return s3.new_bucket()
+
+
+@pytest.fixture(params=["obstore", "fsspec"])
+def s3_storage(request: pytest.FixtureRequest, s3: S3) -> StorageConfig:
+    return StorageConfig(transport=request.param, storage_options=s3.options, timeout=20, retries=2)
+
+
+def write_random_pair(prefix: str, count: int = 200, longest: int = 100, seed: int = 0, vocab: int = 1000) -> list[np.ndarray]:
+    """A pair of random sequences of 0..longest tokens, one document each; returns the sequences."""
+    rng = np.random.default_rng(seed)
+    sequences = [rng.integers(0, vocab, rng.integers(0, longest + 1)).astype(np.uint16) for _ in range(count)]
+    with IndexedDatasetWriter(prefix, np.uint16) as writer:
+        for sequence in sequences:
+            writer.add_item(sequence)
+            writer.end_document()
+    return sequences
+
+
+@pytest.fixture
+def pair(tmp_path: Path) -> str:
+    """The prefix of a local pair of 200 random sequences."""
+    prefix = str(tmp_path / "data" / "pair")
+    write_random_pair(prefix)
+    return prefix
+
+
+@pytest.fixture
+def config(pair: str, tmp_path: Path) -> DataConfig:
+    return DataConfig(blend=[pair], sequence_length=16, num_samples=(960, 0, 0), index_cache_dir=tmp_path / "cache")

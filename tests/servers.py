@@ -1,0 +1,157 @@
+"""Object servers for tests: moto's S3 in another process, and a small HTTP server that records and misbehaves."""
+
+from __future__ import annotations
+
+import contextlib
+import re
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
+
+import botocore.session
+
+KEY, SECRET = "AKIATESTKEY00000", "test-secret-value-never-shown"
+
+
+@dataclass
+class S3:
+    """A running S3 server: its endpoint, and how to reach it in the fsspec manner."""
+
+    endpoint: str
+    buckets: int = 0
+
+    @property
+    def options(self) -> dict[str, Any]:
+        return {"key": KEY, "secret": SECRET, "endpoint_url": self.endpoint}
+
+    @property
+    def environment(self) -> dict[str, str]:
+        return {
+            "AWS_ENDPOINT_URL": self.endpoint,
+            "AWS_ACCESS_KEY_ID": KEY,
+            "AWS_SECRET_ACCESS_KEY": SECRET,
+            "AWS_DEFAULT_REGION": "us-east-1",
+        }
+
+    def client(self) -> Any:
+        return botocore.session.Session().create_client(
+            "s3",
+            region_name="us-east-1",
+            endpoint_url=self.endpoint,
+            aws_access_key_id=KEY,
+            aws_secret_access_key=SECRET,
+        )
+
+    def new_bucket(self) -> str:
+        self.buckets += 1
+        name = f"bucket-{self.buckets}"
+        self.client().create_bucket(Bucket=name)
+        return name
+
+
+@contextlib.contextmanager
+def moto_server() -> Iterator[S3]:
+    """moto's S3 server in another process, on a free port."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    command = [sys.executable, "-W", "ignore", "-m", "moto.server", "-H", "127.0.0.1", "-p", str(port)]
+    process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    try:
+        wait_for_port(port, process)
+        yield S3(f"http://127.0.0.1:{port}")
+    finally:
+        process.kill()
+        process.wait()
+
+
+def wait_for_port(port: int, process: subprocess.Popen[bytes]) -> None:
+    deadline = time.monotonic() + 60
+    while time.monotonic() < deadline:
+        assert process.poll() is None, "the server ended at its start"
+        with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", port), 1):
+            return
+        time.sleep(0.05)
+    raise AssertionError("the server did not answer")
+
+
+@dataclass
+class HttpObjects:
+    """Objects by path over plain HTTP with ranges. `requests` records (method, path, range); `status` overrides answers."""
+
+    objects: dict[str, bytes]
+    requests: list[tuple[str, str, str | None]] = field(default_factory=list)
+    status: int | None = None
+    etags: dict[str, str] = field(default_factory=dict)
+    hosts: list[str] = field(default_factory=list)
+    port: int = 0
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.port}"
+
+
+@contextlib.contextmanager
+def http_server(objects: dict[str, bytes]) -> Iterator[HttpObjects]:
+    """Serve `objects` ({"/path": bytes}) in threads of this process."""
+    state = HttpObjects(objects)
+    server = ThreadingHTTPServer(("127.0.0.1", 0), _handler(state))
+    state.port = server.server_address[1]
+    thread = threading.Thread(target=server.serve_forever, daemon=True)
+    thread.start()
+    try:
+        yield state
+    finally:
+        server.shutdown()
+        server.server_close()
+        thread.join()
+
+
+def _handler(state: HttpObjects) -> type[BaseHTTPRequestHandler]:
+    class Handler(BaseHTTPRequestHandler):
+        protocol_version = "HTTP/1.1"
+
+        def do_HEAD(self) -> None:
+            self._answer(body=False)
+
+        def do_GET(self) -> None:
+            self._answer(body=True)
+
+        def _answer(self, body: bool) -> None:
+            path = re.sub(r"^http://[^/]*", "", self.path)  # as a proxy sees it
+            wanted = self.headers.get("Range")
+            state.requests.append((self.command, path, wanted))
+            state.hosts.append(self.headers.get("Host", ""))
+            data = state.objects.get(path)
+            status = state.status or (404 if data is None else 200)
+            if status != 200 or data is None:
+                return self._send(status, b"denied or gone", {}, body)
+            headers = {"ETag": f'"{state.etags.get(path, "1")}"', "Accept-Ranges": "bytes"}
+            headers["Last-Modified"] = "Sat, 21 Nov 2026 00:00:00 GMT"
+            if wanted and (span := re.fullmatch(r"bytes=(\d+)-(\d+)", wanted)):
+                start, last = int(span[1]), min(int(span[2]), len(data) - 1)
+                if start >= len(data):
+                    return self._send(416, b"", {}, body)
+                headers["Content-Range"] = f"bytes {start}-{last}/{len(data)}"
+                return self._send(206, data[start : last + 1], headers, body)
+            return self._send(200, data, headers, body)
+
+        def _send(self, status: int, data: bytes, headers: dict[str, str], body: bool) -> None:
+            self.send_response(status)
+            for name, value in headers.items():
+                self.send_header(name, value)
+            self.send_header("Content-Length", str(len(data)))
+            self.end_headers()
+            if body:
+                self.wfile.write(data)
+
+        def log_message(self, *_: Any) -> None:
+            pass
+
+    return Handler

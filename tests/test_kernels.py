@@ -1,0 +1,142 @@
+"""Kernels against plain NumPy."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from streammega.kernels import parallel
+from streammega.kernels.batch import make_fields
+from streammega.kernels.sample_index import build_sample_index
+from streammega.kernels.shuffle import LegacyShuffler
+from streammega.samples.fetch import coalesce
+
+
+@given(seed=st.integers(0, 2**32 - 1), sizes=st.lists(st.integers(0, 3000), max_size=5))
+def test_shuffles_are_numpys_legacy_shuffles_one_after_the_other(seed: int, sizes: list[int]) -> None:
+    theirs, ours = np.random.RandomState(seed), LegacyShuffler(seed)
+    for number, size in enumerate(sizes):
+        dtype = (np.int32, np.uint32, np.int64)[number % 3]
+        expected, got = np.arange(size, dtype=dtype), np.arange(size, dtype=dtype)
+        theirs.shuffle(expected)
+        ours.shuffle(got)
+        np.testing.assert_array_equal(got, expected)
+
+
+@pytest.mark.parametrize("size", [2**16 - 1, 2**16, 2**16 + 1, 300_000])
+def test_shuffles_agree_around_powers_of_two(size: int) -> None:
+    expected, got = np.arange(size), np.arange(size)
+    np.random.RandomState(7).shuffle(expected)
+    LegacyShuffler(7).shuffle(got)
+    np.testing.assert_array_equal(got, expected)
+
+
+def sample_index_by_search(lengths: np.ndarray, index: np.ndarray, rows: int, size: int, a: int) -> np.ndarray:
+    """The closed form, one row at a time."""
+    sizes = lengths[index].astype(np.int64)
+    before = np.cumsum(sizes) - sizes
+    result = [(0, 0)]
+    for k in range(1, rows + 1):
+        t = k * size
+        if t > sizes.sum() - a:
+            result.append((len(index) - 1, sizes[-1] - a))
+            continue
+        d = np.searchsorted(before, t, "right" if a else "left") - 1
+        result.append((d, t - before[d]))
+    return np.array(result)
+
+
+@given(
+    lengths=st.lists(st.integers(0, 12), min_size=1, max_size=30).filter(lambda x: sum(x) > 1),
+    size=st.integers(1, 20),
+    a=st.integers(0, 1),
+    seed=st.integers(0, 100),
+    dtype=st.sampled_from([np.int32, np.int64]),
+    chunk=st.integers(1, 8),
+)
+def test_sample_index_is_its_closed_form_however_it_is_chunked(
+    lengths: list[int], size: int, a: int, seed: int, dtype: Any, chunk: int
+) -> None:
+    array = np.array(lengths, np.int32)
+    index = np.random.default_rng(seed).integers(0, len(array), 40).astype(np.int32)
+    total = int(array[index].sum())
+    rows = max(0, (total - a) // size)
+    with pytest.MonkeyPatch.context() as patch:
+        import streammega.kernels.sample_index as module
+
+        patch.setattr(module, "chunk_bounds", lambda n, _: [(i, min(i + chunk, n)) for i in range(0, n, chunk)])
+        got = build_sample_index(array, index, rows, size, a, dtype)
+    assert got.dtype == dtype
+    np.testing.assert_array_equal(got, sample_index_by_search(array, index, rows, size, a))
+
+
+@given(size=st.integers(0, 10_000), least=st.integers(1, 3000))
+def test_chunks_tile_the_range(size: int, least: int) -> None:
+    chunks = parallel.chunk_bounds(size, least)
+    assert [i for a, b in chunks for i in range(a, b)] == list(range(size))
+    assert len(chunks) == 1 or min(b - a for a, b in chunks) >= least
+
+
+def test_threads_keep_the_order_and_raise() -> None:
+    assert parallel.map_in_threads(lambda x: x * x, range(50)) == [x * x for x in range(50)]
+    with pytest.raises(ZeroDivisionError):
+        parallel.map_in_threads(lambda x: 1 // x, [1, 0])
+
+
+@given(
+    runs=st.lists(st.tuples(st.integers(0, 500), st.integers(1, 60)), min_size=1, max_size=40),
+    gap=st.integers(0, 50),
+    largest=st.integers(1, 200),
+)
+def test_requests_cover_every_run_and_keep_their_limits(runs: list[tuple[int, int]], gap: int, largest: int) -> None:
+    starts = np.array([a for a, _ in runs])
+    stops = starts + np.array([n for _, n in runs])
+    low, high, request = coalesce(starts, stops, gap, largest)
+    assert (low[request] <= starts).all()
+    assert (stops <= high[request]).all()
+    assert (np.diff(low) >= 0).all()
+    sizes = high - low
+    for number, size in enumerate(sizes):
+        assert size <= largest or size == (stops - starts)[request == number].max()
+    covered = np.zeros(600, bool)
+    for a, b in zip(starts, stops, strict=True):
+        covered[a:b] = True
+    for a, b in zip(low, high, strict=True):  # no hole in a request is wider than the gap
+        holes = np.flatnonzero(covered[a:b])
+        assert (np.diff(holes) <= gap + 1).all()
+
+
+@given(
+    rows=st.lists(st.lists(st.integers(0, 5), min_size=0, max_size=9), min_size=1, max_size=4),
+    extra=st.integers(0, 1),
+    pad=st.sampled_from([-1, 3]),
+    mask_eod=st.booleans(),
+    reset=st.booleans(),
+)
+def test_fields_are_what_numpy_says(rows: list[list[int]], extra: int, pad: int, mask_eod: bool, reset: bool) -> None:
+    length, eod = 8, 2
+    ids = np.zeros((len(rows), length + extra), np.uint16)
+    valid = np.array([min(len(row), length + extra) for row in rows])
+    for r, row in enumerate(rows):
+        ids[r, : valid[r]] = row[: valid[r]]
+    got: dict[str, Any] = {name: np.empty((len(rows), length), np.int64) for name in ("tokens", "labels", "position_ids")}
+    mask = np.empty((len(rows), length), np.float32)
+    make_fields(ids, valid, extra, pad, eod, mask_eod, reset, got["tokens"], got["labels"], mask, got["position_ids"])
+    for r in range(len(rows)):
+        x = np.full(length + extra, pad, np.int64)
+        x[: valid[r]] = ids[r, : valid[r]]
+        tokens = x[:-1] if extra else x
+        labels = x[1:] if extra else np.append(x[1:], pad)
+        expected = np.where((labels == pad) | (mask_eod & (tokens == eod)), 0.0, 1.0)
+        positions = np.arange(length)
+        if reset:
+            for at in np.flatnonzero(tokens == eod):
+                positions[at + 1 :] = np.arange(length - at - 1)
+        np.testing.assert_array_equal(got["tokens"][r], np.where(tokens == pad, 0, tokens))
+        np.testing.assert_array_equal(got["labels"][r], np.where(labels == pad, 0, labels))
+        np.testing.assert_array_equal(mask[r], expected)
+        np.testing.assert_array_equal(got["position_ids"][r], positions)

@@ -1,0 +1,331 @@
+"""One contract for every store, then what is particular to each."""
+
+from __future__ import annotations
+
+import dataclasses
+import pickle
+import socket
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from streammega import StorageConfig
+from streammega.errors import (
+    AccessDeniedError,
+    ConfigError,
+    EndpointError,
+    ObjectNotFoundError,
+    ShortReadError,
+    StorageError,
+)
+from streammega.storage import Store, open_store
+from streammega.storage.fsspec_store import FsspecStore
+from streammega.storage.local import LocalStore
+from streammega.storage.obstore_store import UPLOAD_PART_BYTES, ObstoreStore
+from streammega.storage.options import redact, s3_arguments
+from tests.servers import KEY, S3, SECRET, http_server
+
+
+def put(store: Store, key: str, data: bytes) -> None:
+    writer = store.open_writer(key)
+    writer.write(data)
+    writer.commit()
+
+
+class StoreContract:
+    """What every store does; subclasses give `store` and `key`, a key that does not exist yet."""
+
+    @pytest.fixture
+    def store(self) -> Store:
+        raise NotImplementedError
+
+    @pytest.fixture
+    def key(self) -> str:
+        raise NotImplementedError
+
+    def test_reads_back_the_ranges_asked_in_their_order(self, store: Store, key: str) -> None:
+        data = bytes(range(256)) * 40
+        put(store, key, data)
+        spans = [(500, 900), (0, 1), (10_239, 10_240), (7, 7), (0, 10_240)]
+        got = store.read_ranges(key, [a for a, _ in spans], [b for _, b in spans])
+        assert [bytes(part) for part in got] == [data[a:b] for a, b in spans]
+
+    def test_info_tells_size_and_an_etag_that_changes_with_the_bytes(self, store: Store, key: str) -> None:
+        put(store, key, b"one")
+        first = store.info(key)
+        put(store, key, b"three")
+        second = store.info(key)
+        assert (first.size, second.size) == (3, 5)
+        assert first.etag != second.etag
+
+    def test_a_read_past_the_end_is_an_error_never_fewer_bytes(self, store: Store, key: str) -> None:
+        put(store, key, b"0123456789")
+        for start, stop in ((5, 15), (20, 30)):
+            with pytest.raises(ShortReadError) as caught:
+                store.read_ranges(key, [start], [stop])
+            assert key.rsplit("/", 1)[-1] in str(caught.value)
+
+    def test_a_missing_object_is_named(self, store: Store, key: str) -> None:
+        for call in (lambda: store.info(key), lambda: store.read_ranges(key, [0], [4])):
+            with pytest.raises(ObjectNotFoundError, match=key.rsplit("/", 1)[-1]):
+                call()
+
+    def test_nothing_shows_before_commit_nor_after_abort(self, store: Store, key: str) -> None:
+        writer = store.open_writer(key)
+        writer.write(b"x" * 100_000)
+        with pytest.raises(ObjectNotFoundError):
+            store.info(key)
+        writer.abort()
+        with pytest.raises(ObjectNotFoundError):
+            store.info(key)
+
+    def test_an_aborted_overwrite_keeps_what_was_there(self, store: Store, key: str) -> None:
+        put(store, key, b"old")
+        writer = store.open_writer(key)
+        writer.write(b"newer")
+        writer.abort()
+        assert bytes(store.read_ranges(key, [0], [3])[0]) == b"old"
+
+    def test_list_finds_by_prefix_in_name_order(self, store: Store, key: str) -> None:
+        names = [f"{key}-2", f"{key}-1", f"{key}-dir/3"]
+        for name in names:
+            put(store, name, name.encode())
+        found = store.list(f"{key}-")
+        assert [item.key.lstrip("/") for item in found] == [name.lstrip("/") for name in sorted(names)]
+        assert [item.size for item in found] == [len(name) for name in sorted(names)]
+        assert store.list(f"{key}-nothing") == []
+
+    def test_delete_removes_and_forgives(self, store: Store, key: str) -> None:
+        put(store, key, b"x")
+        store.delete(key)
+        store.delete(key)
+        with pytest.raises(ObjectNotFoundError):
+            store.info(key)
+
+    def test_survives_pickling(self, store: Store, key: str) -> None:
+        put(store, key, b"abc")
+        assert bytes(pickle.loads(pickle.dumps(store)).read_ranges(key, [0], [3])[0]) == b"abc"  # noqa: S301
+
+    def test_many_ranges_at_once(self, store: Store, key: str) -> None:
+        data = bytes(i % 251 for i in range(4000))
+        put(store, key, data)
+        starts = list(range(0, 3900, 13))
+        got = store.read_ranges(key, starts, [start + 50 for start in starts])
+        assert all(bytes(part) == data[start : start + 50] for part, start in zip(got, starts, strict=True))
+
+
+class TestLocalStore(StoreContract):
+    @pytest.fixture
+    def store(self) -> Store:
+        return LocalStore()
+
+    @pytest.fixture
+    def key(self, tmp_path: Path) -> str:
+        return str(tmp_path / "folder" / "object")
+
+    @pytest.fixture(autouse=True)
+    def _remap(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """A store maps a file once; these tests replace files, so look again each time."""
+        view = LocalStore.view
+
+        def fresh(self: LocalStore, key: str) -> memoryview:
+            self._maps.pop(key, None)
+            return view(self, key)
+
+        monkeypatch.setattr(LocalStore, "view", fresh)
+
+    def test_a_writer_that_fails_leaves_no_temporary_files(self, store: Store, key: str) -> None:
+        writer = store.open_writer(key)
+        writer.write(b"x")
+        writer.abort()
+        assert list(Path(key).parent.iterdir()) == []
+
+
+class TestMemoryThroughFsspec(StoreContract):
+    @pytest.fixture
+    def store(self) -> Store:
+        return FsspecStore("memory", StorageConfig())
+
+    @pytest.fixture
+    def key(self, request: pytest.FixtureRequest) -> str:
+        return f"{request.node.name}/object"
+
+
+class S3Contract(StoreContract):
+    @pytest.fixture
+    def key(self, bucket: str) -> str:
+        return "folder/object"
+
+    def test_large_uploads_are_multipart_and_whole(self, store: Store, key: str) -> None:
+        part = bytes(range(256)) * 4096
+        writer = store.open_writer(key)
+        for _ in range(66):
+            writer.write(part)
+        writer.commit()
+        assert store.info(key).size == 66 << 20
+        assert "-" in store.info(key).etag, "an ETag of several parts"
+        at = UPLOAD_PART_BYTES - 128
+        assert bytes(store.read_ranges(key, [at], [at + 256])[0]) == part[-128:] + part[:128]
+
+    def test_an_aborted_multipart_upload_leaves_no_parts_behind(self, store: Store, key: str, bucket: str, s3: S3) -> None:
+        writer = store.open_writer(key)
+        for _ in range(70):
+            writer.write(b"x" * (1 << 20))
+        writer.abort()
+        assert not s3.client().list_multipart_uploads(Bucket=bucket).get("Uploads")
+        assert not s3.client().list_objects_v2(Bucket=bucket).get("Contents")
+
+
+class TestS3ThroughObstore(S3Contract):
+    @pytest.fixture
+    def store(self, s3: S3, bucket: str) -> Store:
+        return ObstoreStore("s3", bucket, StorageConfig(storage_options=s3.options))
+
+
+class TestS3ThroughFsspec(S3Contract):
+    @pytest.fixture
+    def store(self, s3: S3) -> Store:
+        return FsspecStore("s3", StorageConfig(storage_options=s3.options))
+
+    @pytest.fixture
+    def key(self, bucket: str) -> str:
+        return f"{bucket}/folder/object"
+
+
+@pytest.mark.parametrize(
+    ("url", "kind"),
+    [
+        ("s3://b/k", ObstoreStore),
+        ("gs://b/k", ObstoreStore),
+        ("az://b/k", ObstoreStore),
+        ("https://h/k", ObstoreStore),
+        ("oss://b/k", FsspecStore),
+        ("memory://b/k", FsspecStore),
+        ("/tmp/k", LocalStore),
+        ("file:///tmp/k", LocalStore),
+    ],
+)
+def test_auto_transport_by_scheme(url: str, kind: type) -> None:
+    assert isinstance(open_store(url, StorageConfig())[0], kind)
+
+
+def test_urls_without_a_bucket_and_transports_that_do_not_serve_are_refused() -> None:
+    with pytest.raises(ConfigError, match="no bucket"):
+        open_store("s3:///key", StorageConfig())
+    with pytest.raises(ConfigError, match="'auto' or 'fsspec'"):
+        open_store("oss://b/k", StorageConfig(transport="obstore"))
+    with pytest.raises(ConfigError, match="transport is 'boto'"):
+        StorageConfig(transport="boto")  # type: ignore[arg-type]
+
+
+def test_secrets_show_nowhere(s3_storage: StorageConfig, s3: S3) -> None:
+    store, key = open_store("s3://no-such-bucket/key", s3_storage)
+    texts = [repr(store), repr(s3_storage), str(s3_storage), store.url(key), repr(dataclasses.replace(s3_storage, retries=1))]
+    with pytest.raises(StorageError) as caught:
+        store.read_ranges(key, [0], [1])
+    texts += [str(caught.value), repr(caught.value), repr(caught.value.__cause__)]
+    assert not [text for text in texts if SECRET in text or KEY in text]
+
+
+def test_redact_hides_passwords_and_signatures_in_urls() -> None:
+    text = "https://user:hunter22@host/k?X-Amz-Signature=abcdef&x=1 token=tokenvalue"
+    clean = redact(text, {"token": "tokenvalue", "client_kwargs": {"aws_secret_access_key": "deepsecret"}})
+    assert "hunter22" not in clean
+    assert "abcdef" not in clean
+    assert "tokenvalue" not in clean
+    assert "x=1" in clean
+    assert "deepsecret" not in redact("deepsecret", {"client_kwargs": {"aws_secret_access_key": "deepsecret"}})
+
+
+@pytest.mark.parametrize("transport", ["obstore", "fsspec"])
+def test_an_endpoint_that_refuses_is_named(transport: Any) -> None:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    options = {"key": KEY, "secret": SECRET, "endpoint_url": f"http://127.0.0.1:{port}"}
+    store, key = open_store("s3://bucket/key", StorageConfig(transport=transport, storage_options=options, retries=1))
+    with pytest.raises(EndpointError, match="endpoint_url"):
+        store.info(key)
+
+
+@pytest.mark.parametrize("transport", ["obstore", "fsspec"])
+def test_an_endpoint_that_denies_is_told_apart(transport: Any) -> None:
+    with http_server({}) as server:
+        server.status = 403
+        options = {"key": KEY, "secret": SECRET, "endpoint_url": server.url}
+        store, key = open_store("s3://bucket/key", StorageConfig(transport=transport, storage_options=options, retries=1))
+        for call in (lambda: store.info(key), lambda: store.read_ranges(key, [0], [4])):
+            with pytest.raises(AccessDeniedError, match="s3://bucket/key: access denied"):
+                call()
+
+
+@pytest.mark.parametrize("transport", ["obstore", "fsspec"])
+def test_no_credentials_at_all_say_how_to_give_some(transport: Any, s3: S3) -> None:
+    options = {"endpoint_url": s3.endpoint}
+    store, key = open_store("s3://bucket/key", StorageConfig(transport=transport, storage_options=options, retries=1))
+    with pytest.raises(AccessDeniedError, match="credentials"):
+        store.info(key)
+
+
+def test_anonymous_access_sends_no_signature() -> None:
+    with http_server({"/public/key": b"abc"}) as server:
+        options = {"anon": True, "endpoint_url": server.url}
+        store, key = open_store("s3://public/key", StorageConfig(storage_options=options))
+        assert bytes(store.read_ranges(key, [0], [3])[0]) == b"abc"
+
+
+def test_the_credential_chain_is_used_when_no_key_is_given(s3: S3, bucket: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in s3.environment.items():
+        monkeypatch.setenv(name, value)
+    for transport in ("obstore", "fsspec"):
+        store, key = open_store(f"s3://{bucket}/{transport}", StorageConfig(transport=transport))  # type: ignore[arg-type]
+        put(store, key, b"abc")
+        assert store.info(key).size == 3
+
+
+def test_virtual_host_addressing_puts_the_bucket_in_the_host() -> None:
+    options = {"key": KEY, "secret": SECRET, "endpoint_url": "https://oss-cn-hangzhou.aliyuncs.com"}
+    options |= {"config_kwargs": {"s3": {"addressing_style": "virtual"}}, "client_kwargs": {"region_name": "cn-hangzhou"}}  # type: ignore[dict-item]
+    made = s3_arguments("web", StorageConfig(storage_options=options))["config"]
+    assert made["endpoint"] == "https://web.oss-cn-hangzhou.aliyuncs.com"
+    assert made["virtual_hosted_style_request"] is True
+    assert made["region"] == "cn-hangzhou"
+
+
+def test_virtual_host_requests_carry_the_bucket_as_host(monkeypatch: pytest.MonkeyPatch) -> None:
+    with http_server({"/key": b"abc"}) as server:  # as a proxy, which stands in for DNS
+        monkeypatch.setenv("http_proxy", server.url)
+        options = {"key": KEY, "secret": SECRET, "endpoint_url": "http://oss.test"}
+        options |= {"config_kwargs": {"s3": {"addressing_style": "virtual"}}}  # type: ignore[dict-item]
+        store, key = open_store("s3://web/key", StorageConfig(storage_options=options, retries=0))
+        assert bytes(store.read_ranges(key, [0], [3])[0]) == b"abc"
+        assert server.hosts == ["web.oss.test"]
+
+
+def test_misspelled_and_half_given_options_are_refused() -> None:
+    with pytest.raises(ConfigError, match="endpoint_ulr"):
+        s3_arguments("b", StorageConfig(storage_options={"endpoint_ulr": "x"}))
+    with pytest.raises(ConfigError, match="both 'key' and 'secret'"):
+        s3_arguments("b", StorageConfig(storage_options={"key": "only"}))
+
+
+def test_explicit_session_tokens_are_not_mixed_with_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("AWS_SESSION_TOKEN", "stale")
+    made = s3_arguments("b", StorageConfig(storage_options={"key": "k" * 8, "secret": "s" * 8}))
+    assert made["credential_provider"]()["token"] is None
+
+
+def test_full_disk_while_writing_is_named_and_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import errno
+    import os
+
+    def full(fd: int) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(os, "fsync", full)
+    writer = LocalStore().open_writer(str(tmp_path / "out"))
+    writer.write(b"x")
+    with pytest.raises(StorageError, match="no space left"):
+        writer.commit()
+    assert list(tmp_path.glob("*out*")) == []
