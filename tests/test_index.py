@@ -391,7 +391,9 @@ sm.IndexedDataset({server.url + "/p"!r}, index_cache_dir={str(cache)!r})
         np.testing.assert_array_equal(read.sequence_lengths, IndexedDataset(pair).sequence_lengths)
 
 
-def test_a_full_disk_under_the_cache_is_an_error_that_says_where(pair: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_full_disk_under_the_cache_is_an_error_that_says_where(
+    pair: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     import errno
 
     def full(fd: int) -> None:

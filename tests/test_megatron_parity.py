@@ -121,8 +121,10 @@ def test_indices_and_every_sample_are_megatrons(block: int, tmp_path: Path) -> N
 
 
 def test_splits_are_megatrons() -> None:
-    from megatron.core.datasets.blended_megatron_dataset_config import convert_split_vector_to_split_matrix
-    from megatron.core.datasets.blended_megatron_dataset_config import parse_and_normalize_split
+    from megatron.core.datasets.blended_megatron_dataset_config import (
+        convert_split_vector_to_split_matrix,
+        parse_and_normalize_split,
+    )
 
     rng = np.random.default_rng(0)
     for number in range(400):

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import glob
+import io
 import json
 import os
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import fsspec
 
 from streammega.config import StorageConfig
+from streammega.convert.zstd import ZstdReader
 from streammega.errors import ConvertError, ObjectNotFoundError
 from streammega.storage.options import redact
 from streammega.storage.urls import is_remote
@@ -78,7 +81,7 @@ def read_batches(paths: Iterable[str], storage: StorageConfig) -> Iterator[list[
 def _read_file(path: str, storage: StorageConfig) -> Iterator[RawDocument]:
     options: dict[str, Any] = dict(storage.storage_options) if is_remote(path) else {}
     try:
-        with fsspec.open(path, "rb", compression="infer", **options) as file:
+        with _open(path, options) as file:
             if _bare_name(path).endswith(JSON_SUFFIXES):
                 for line, data in enumerate(file, 1):
                     if data.strip():
@@ -90,6 +93,14 @@ def _read_file(path: str, storage: StorageConfig) -> Iterator[RawDocument]:
             raise ObjectNotFoundError(f"{path}: no such file or object; check the path") from None
         reason = redact(f"{type(error).__name__}: {error}", options)
         raise ConvertError(f"{path}: cannot be read ({reason}); is the file whole, and its suffix true?") from None
+
+
+@contextmanager
+def _open(path: str, options: dict[str, Any]) -> Iterator[Any]:
+    """The decompressed bytes of a file, by its suffix."""
+    zstd = path.endswith(".zst")
+    with fsspec.open(path, "rb", compression=None if zstd else "infer", **options) as file:
+        yield io.BufferedReader(ZstdReader(file), BATCH_BYTES) if zstd else file
 
 
 def _bare_name(path: str) -> str:

@@ -10,6 +10,9 @@ import json
 import os
 import re
 import shutil
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +20,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 
 from streammega.errors import StateError
@@ -36,7 +40,8 @@ def save(
         partial.mkdir(parents=True)
     _barrier()
     weights, moments = get_state_dict(model, optimizer)
-    state_dict_saver.save({"model": weights, "optimizer": moments}, checkpoint_id=partial, no_dist=not dist.is_initialized())
+    with _single_process_is_meant():
+        state_dict_saver.save({"model": weights, "optimizer": moments}, checkpoint_id=partial, no_dist=not dist.is_initialized())
     if _rank() == 0:
         _write_json(partial / "position.json", position)
         if final.exists():
@@ -58,8 +63,9 @@ def load(path: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> None
     weights, moments = get_state_dict(model, optimizer)
     state: dict[str, Any] = {"model": weights, "optimizer": moments}
     try:
-        state_dict_loader.load(state, checkpoint_id=path, no_dist=not dist.is_initialized())
-    except Exception as error:  # the library raises several kinds, all of which mean this
+        with _single_process_is_meant():
+            state_dict_loader.load(state, checkpoint_id=path, no_dist=not dist.is_initialized())
+    except (CheckpointException, Exception) as error:  # the first is no Exception; all kinds mean the same here
         reason = str(error).strip().splitlines() or [type(error).__name__]
         raise StateError(
             f"{path}: does not fit this model and optimizer ({reason[-1]}); restore [model], or start a new out_dir"
@@ -76,6 +82,14 @@ def load_position(path: Path) -> dict[str, Any]:
         raise StateError(
             f"{path}/position.json: cannot be read ({error}); remove this checkpoint to resume from the one before"
         ) from None
+
+
+@contextmanager
+def _single_process_is_meant() -> Iterator[None]:
+    """torch warns when one process saves by itself, which one rank without torchrun rightly does."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "torch.distributed is disabled, unavailable or uninitialized")
+        yield
 
 
 def _write_json(path: Path, value: dict[str, Any]) -> None:

@@ -1,0 +1,255 @@
+"""The training program: settings, checkpoints, and a real run of several processes that is killed and resumed."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import psutil
+import pytest
+import torch
+
+from streammega import IndexedDatasetWriter
+from streammega.errors import ConfigError, StateError
+from streammega.train import checkpoint
+from streammega.train.batch_hash import global_batch_hash, sample_digests
+from streammega.train.config import RunConfig, load_run
+from streammega.train.loop import Trainer, open_loader, set_learning_rate
+from streammega.train.metrics import read_metrics
+from tests.conftest import write_random_pair
+from tests.servers import S3
+
+TOML = """
+[data]
+blend = ["{prefix}"]
+sequence_length = 16
+split = "90,10,0"
+index_cache_dir = "{folder}/cache"
+[model]
+vocab_size = 1000
+dim = 16
+layers = 1
+heads = 2
+[train]
+iters = 16
+micro_batch_size = 2
+global_batch_size = 8
+save_interval = 2
+eval_interval = 8
+eval_iters = 2
+log_interval = 4
+hash_batches = true
+out_dir = "{folder}/run"
+"""
+
+
+@pytest.fixture
+def run_file(tmp_path: Path, pair: str) -> str:
+    path = tmp_path / "run.toml"
+    path.write_text(TOML.format(prefix=pair, folder=tmp_path))
+    return str(path)
+
+
+def loader_hashes(config: RunConfig) -> list[str]:
+    """The hash of every global batch, from the loader alone."""
+    hashes, digests = [], {}
+    loader = open_loader(config, "train", 0, 1)
+    before = 0
+    for batch in loader:
+        digests.update(zip(loader.dataset.sample_ids(before).tolist(), sample_digests(batch), strict=True))
+        before = loader.consumed_samples
+        if before % config.train.global_batch_size == 0:
+            hashes.append(global_batch_hash(digests))
+            digests = {}
+    return hashes[: config.train.iters]
+
+
+def train_on(run_file: str, ranks: int, kill_at: int | None, environment: dict[str, str]) -> None:
+    """torchrun with so many ranks; SIGKILL to all of its processes once a step is in the metrics."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
+    metrics = Path(run_file).parent / "run" / "metrics.jsonl"
+    environment = os.environ | environment | {"OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "default"}
+    process = subprocess.Popen(
+        [*command, "-m", "streammega.train", run_file], env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE
+    )
+    deadline = time.monotonic() + 120
+    while process.poll() is None and time.monotonic() < deadline:
+        time.sleep(0.02)
+        if kill_at is not None and metrics.exists() and any(r["step"] >= kill_at for r in read_metrics(metrics)):
+            break
+    if process.poll() is None:
+        for member in [*psutil.Process(process.pid).children(recursive=True), process]:
+            member.kill()
+    _, errors = process.communicate()
+    if kill_at is None:
+        assert process.returncode == 0, errors.decode()[-3000:]
+
+
+def test_killed_runs_resume_on_exactly_the_next_token_with_any_rank_count(tmp_path: Path, s3: S3, bucket: str) -> None:
+    """From s3://: two ranks, SIGKILL, one rank, SIGKILL, four ranks to the end."""
+    write_random_pair(str(tmp_path / "pair"))
+    for name, value in s3.environment.items():
+        os.environ[name] = value
+    try:
+        with IndexedDatasetWriter(f"s3://{bucket}/pair", np.uint16) as writer:
+            writer.add_index(str(tmp_path / "pair"))
+        path = tmp_path / "run.toml"
+        path.write_text(TOML.format(prefix=f"s3://{bucket}/pair", folder=tmp_path))
+        for ranks, kill_at in ((2, 5), (1, 11), (4, None)):
+            train_on(str(path), ranks, kill_at, s3.environment)
+        records = read_metrics(tmp_path / "run" / "metrics.jsonl")
+        expected = loader_hashes(load_run(str(path)))
+    finally:
+        for name in s3.environment:
+            os.environ.pop(name, None)
+    assert {record["step"] for record in records} == set(range(1, 17))
+    assert {record["ranks"] for record in records} == {1, 2, 4}
+    for record in records:
+        assert record["batch_hash"] == expected[record["step"] - 1], record
+    assert len({r["batch_hash"] for r in records}) == 16
+
+
+@pytest.fixture
+def trained(run_file: str) -> RunConfig:
+    config = load_run(run_file)
+    Trainer(config, torch.device("cpu")).run()
+    return config
+
+
+def test_a_resumed_run_ends_with_the_weights_of_an_uninterrupted_one(trained: RunConfig, tmp_path: Path) -> None:
+    half = replace(trained, train=replace(trained.train, out_dir=str(tmp_path / "half")))
+    first = Trainer(half, torch.device("cpu"))
+    batches = iter(first.loader)
+    for _ in range(7):
+        first._train_step(batches)
+        first.step += 1
+    first.save()
+    second = Trainer(half, torch.device("cpu"))
+    second.resume()
+    assert second.step == 7
+    second.run()
+    whole = Trainer(trained, torch.device("cpu"))
+    whole.resume()
+    assert whole.step == 16
+    for a, b in zip(second.model.parameters(), whole.model.parameters(), strict=True):
+        assert torch.equal(a, b)
+
+
+def test_the_run_learns_keeps_the_last_checkpoints_and_evaluates(trained: RunConfig) -> None:
+    folder = Path(trained.train.out_dir)
+    assert [path.name for path in checkpoint.checkpoints(folder / "checkpoints")] == [f"step-{n:08d}" for n in (12, 14, 16)]
+    records = read_metrics(folder / "metrics.jsonl")
+    assert [record["step"] for record in records if "valid_loss" in record] == [8, 16]
+    assert records[-1]["samples"] == [120, 128]
+    position = json.loads((folder / "checkpoints" / "step-00000016" / "position.json").read_text())
+    assert position["data"]["consumed_samples"] == 128
+
+
+@pytest.mark.parametrize(
+    ("override", "named"),
+    [
+        ("data.seed=5", "seed: the checkpoint has 1234, this run 5"),
+        ("data.sequence_length=8", "sequence_length: the checkpoint has 16, this run 8"),
+        ("model.dim=32", "does not fit this model"),
+    ],
+)
+def test_a_checkpoint_of_another_run_is_refused(trained: RunConfig, run_file: str, override: str, named: str) -> None:
+    other = Trainer(load_run(run_file, [override]), torch.device("cpu"))
+    with pytest.raises(StateError, match=named):
+        other.resume()
+
+
+def test_a_checkpoint_of_another_dataset_is_refused(trained: RunConfig, run_file: str, pair: str) -> None:
+    write_random_pair(pair, seed=77)
+    with pytest.raises(StateError, match="dataset: the checkpoint has"):
+        Trainer(load_run(run_file), torch.device("cpu")).resume()
+
+
+def test_a_half_written_checkpoint_is_not_believed(trained: RunConfig) -> None:
+    folder = Path(trained.train.out_dir) / "checkpoints"
+    (folder / "step-00000099.partial").mkdir()
+    resumed = Trainer(trained, torch.device("cpu"))
+    resumed.resume()
+    assert resumed.step == 16
+    resumed.save()
+    assert not list(folder.glob("*.partial")), "the next save clears what a kill left"
+    (folder / "step-00000016" / "position.json").write_text("{")
+    with pytest.raises(StateError, match=r"remove this checkpoint"):
+        Trainer(trained, torch.device("cpu")).resume()
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("train.itres=5", r"unknown setting train\.itres; did you mean train\.iters"),
+        ("data.storage.timeuot=5", r"did you mean data\.storage\.timeout"),
+        ("train.iters=many", "iters"),
+        ("train.iters=0", "must be at least 1"),
+        ("train.iters", "write it as section.name=value"),
+        ("model.heads=3", "multiple of 2 x heads"),
+        ("data.num_samples=[8, 0, 0]", "asks 8 training samples"),
+    ],
+)
+def test_wrong_settings_are_named(run_file: str, override: str, message: str) -> None:
+    def start() -> Any:
+        return open_loader(load_run(run_file, [override]), "train", 0, 1)
+
+    with pytest.raises(ConfigError, match=message):
+        start()
+
+
+def test_settings_come_from_the_file_and_the_command_line(run_file: str) -> None:
+    config = load_run(run_file, ["train.lr=1", 'data.storage.transport="fsspec"', "data.storage.storage_options.anon=true"])
+    assert (config.train.lr, config.data.storage.transport) == (1.0, "fsspec")
+    assert config.data.storage.storage_options == {"anon": True}
+    assert config.data.vocab_size == config.model.vocab_size
+    assert config.num_samples() == (128, 48, 0)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"), [("x = [", "no valid TOML"), ("[data]\nblend='a'\nsequence_length=1", "no .model. section")]
+)
+def test_broken_run_files_are_named(tmp_path: Path, text: str, message: str) -> None:
+    (tmp_path / "run.toml").write_text(text)
+    with pytest.raises(ConfigError, match=message):
+        load_run(str(tmp_path / "run.toml"))
+
+
+def test_an_error_in_a_real_rank_is_one_message(run_file: str) -> None:
+    command = [sys.executable, "-m", "streammega.train", run_file, "data.blend=['/no/such/pair']"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 1
+    assert "error (rank 0): /no/such/pair.bin: no such file" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_the_learning_rate_warms_up_and_falls_to_its_least(run_file: str) -> None:
+    train = replace(load_run(run_file).train, iters=100, warmup_iters=10, lr=1.0, min_lr=0.1)
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=0.0)
+
+    def at(step: int) -> float:
+        set_learning_rate(optimizer, train, step)
+        return float(optimizer.param_groups[0]["lr"])
+
+    rates = [at(step) for step in range(101)]
+    assert rates[0] == pytest.approx(0.1)
+    assert rates[9] == rates[10] == 1.0
+    assert rates == sorted(rates[:10]) + sorted(rates[10:], reverse=True)
+    assert rates[100] == pytest.approx(0.1)
+
+
+def test_batch_hashes_see_every_token_and_place_but_not_the_layout() -> None:
+    batch = {"tokens": torch.arange(32).view(4, 8), "labels": torch.arange(1, 33).view(4, 8)}
+    digests = sample_digests(batch)
+    whole = global_batch_hash(dict(zip(range(4), digests, strict=True)))
+    assert global_batch_hash(dict(reversed(list(zip(range(4), digests, strict=True))))) == whole
+    assert global_batch_hash(dict(zip((1, 0, 2, 3), digests, strict=True))) != whole
+    batch["tokens"][2, 5] += 1
+    assert global_batch_hash(dict(zip(range(4), sample_digests(batch), strict=True))) != whole
