@@ -1,0 +1,225 @@
+"""Megatron's greedy blending, bit for bit, without looking at every dataset for every sample.
+
+Sample i goes to the dataset with the largest error `weight * max(i, 1) - count`, the lowest index winning ties. An error
+only rises until its dataset is chosen, so the sample at which it reaches a threshold is known when it falls. Datasets wait
+in a calendar until then, and only those above the threshold are compared, by the very float64 operations of a full scan. As
+long as the best of them is not under the threshold, none that waits can be better; when it is, the threshold moves.
+
+Cost: a comparison, in vector registers, of about a twentieth of the datasets per sample, when weights differ. Equal weights
+fall due together and are compared together.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numba
+import numpy as np
+from numba import types
+from numba.extending import intrinsic
+from numpy.typing import NDArray
+
+_WINDOW = 16
+"""Samples chosen between two looks at the calendar."""
+_SLOTS = 4096
+"""Calendar slots of one window each; what is due later is looked at again."""
+_SMALL = 64
+"""So many datasets are always compared whole."""
+_EARLY = 1e-9
+"""An error is taken to reach the threshold by this much before it does: far more than float64 can be off."""
+
+
+def blend_weighted(weights: NDArray[np.float64], size: int) -> tuple[NDArray[np.int16], NDArray[np.int64]]:
+    """(dataset_index int16 [size], dataset_sample_index int64 [size]) of a weighted blend.
+
+    `weights`: normalised, positive, float64 [datasets]. `dataset_sample_index` counts the dataset's samples before.
+    """
+    return _outputs(np.ascontiguousarray(weights, np.float64), np.full(len(weights), np.inf), size)
+
+
+def blend_exhaustive(sizes: NDArray[np.int64]) -> tuple[NDArray[np.int16], NDArray[np.int64]]:
+    """The same for a blend that takes every sample of every dataset once; a dataset that is used up drops out."""
+    total = int(sizes.sum())
+    return _outputs(sizes / np.float64(total), sizes.astype(np.float64), total)
+
+
+def _outputs(
+    weights: NDArray[np.float64], sizes: NDArray[np.float64], total: int
+) -> tuple[NDArray[np.int16], NDArray[np.int64]]:
+    dataset, sample = np.empty(total, np.int16), np.empty(total, np.int64)
+    _blend(weights, sizes, dataset, sample)
+    return dataset, sample
+
+
+@intrinsic
+def _bits(typing_context: Any, value: Any) -> Any:
+    """The bits of a float64 as int64: integer maxima are vectorised, those of floats are not without fast-math."""
+
+    def codegen(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        return builder.bitcast(arguments[0], context.get_value_type(types.int64))
+
+    return types.int64(types.float64), codegen
+
+
+@numba.njit(inline="always")
+def _ordered(value):  # type: ignore[no-untyped-def]  # pragma: no cover - compiled
+    """An int64 that orders as the float64 does (there are no NaNs, and no negative zeros)."""
+    bits = _bits(value)
+    return bits ^ ((bits >> 63) & np.int64(0x7FFFFFFFFFFFFFFF))
+
+
+@numba.njit(cache=True, nogil=True)
+def _choose(  # type: ignore[no-untyped-def]  # pragma: no cover - compiled
+    first, stop, weights, counts, ids, sizes, padded, threshold, lowest, dataset, sample
+):
+    """Choose samples [first, stop) among the due; returns the first whose best error is under the threshold, or stop.
+
+    The due fill the first places of arrays of `padded` places; the others have infinite counts.
+    """
+    least = _ordered(threshold)
+    for i in range(first, stop):
+        x = float(max(i, 1))
+        best = np.int64(-0x7FFFFFFFFFFFFFFF)
+        for k in range(padded):
+            best = max(best, _ordered(weights[k] * x - counts[k]))
+        if best < least:
+            return i
+        place, ties = np.int64(0), np.int64(0)
+        for k in range(padded):
+            hit = np.int64(_ordered(weights[k] * x - counts[k]) == best)
+            place += hit * k
+            ties += hit
+        if ties > 1:
+            place = _lowest(x, weights, counts, ids, padded, best)
+            counts[place] += 1.0
+        else:  # by whole registers: one element stored by itself would hold up the next sample's loads
+            for k in range(padded):
+                counts[k] += np.float64(_ordered(weights[k] * x - counts[k]) == best)
+        lowest[0] = min(lowest[0], weights[place] * x - (counts[place] - 1.0))
+        dataset[i], sample[i] = ids[place], np.int64(counts[place]) - 1
+        if counts[place] >= sizes[place]:
+            counts[place] = np.inf
+    return stop
+
+
+@numba.njit(cache=True, nogil=True)
+def _lowest(x, weights, counts, ids, padded, best):  # type: ignore[no-untyped-def]  # pragma: no cover - compiled
+    """The place of the lowest id among those whose error is the best."""
+    lowest = np.int64(0x7FFFFFFFFFFFFFFF)
+    for k in range(padded):
+        key = (ids[k] << 32) | k
+        lowest = min(lowest, key if _ordered(weights[k] * x - counts[k]) == best else np.int64(0x7FFFFFFFFFFFFFFF))
+    return lowest & 0xFFFFFFFF
+
+
+@numba.njit(cache=True, nogil=True)
+def _blend(weights, sizes, dataset, sample):  # type: ignore[no-untyped-def]  # pragma: no cover - compiled
+    num, total = len(weights), len(dataset)
+    room = num + 8
+    counts = np.zeros(num)
+    due_w, due_c, due_s, due_id = np.zeros(room), np.full(room, np.inf), np.full(room, np.inf), np.zeros(room, np.int64)
+    head, after = np.full(_SLOTS, -1, np.int64), np.full(num, -1, np.int64)
+    small = num <= _SMALL
+    threshold, margin, period = -np.inf if small else np.inf, 0.05, max(4 * num, 256)
+    lowest = np.full(1, np.inf)
+    check, due, i, sort = period, 0, 0, True
+    while i < total:
+        if sort:
+            _store(counts, due_c, due_s, due_id, due)
+            if not small:
+                threshold = min(lowest[0], _best(i, weights, counts, sizes)) - margin
+            due = _sort(i, threshold, weights, sizes, counts, due_w, due_c, due_s, due_id, head, after, small)
+            check, lowest[0] = i + period, np.inf
+        stop = total if small else min(total, (i // _WINDOW + 1) * _WINDOW)
+        padded = (due + 7) // 8 * 8
+        i = _choose(i, stop, due_w, due_c, due_id, due_s, padded, threshold, lowest, dataset, sample)
+        sort = False
+        if i < stop:  # the best lies under the threshold: one that waits may be better
+            margin, sort, lowest[0] = min(margin * 1.25, 2.0), True, np.inf
+        elif i < total:
+            due = _turn(i, threshold, weights, sizes, counts, due_w, due_c, due_s, due_id, due, head, after)
+            if i >= check:  # a higher threshold, if the last period would have allowed it
+                margin = max(margin * 0.85, 1e-3)
+                sort = lowest[0] - margin > threshold + 0.2 * margin
+                check, lowest[0] = i + period, lowest[0] if sort else np.inf
+
+
+@numba.njit(cache=True, nogil=True)
+def _best(i, weights, counts, sizes):  # type: ignore[no-untyped-def]  # pragma: no cover - compiled
+    """The largest error of all datasets that are not used up."""
+    best = -np.inf
+    for d in range(len(weights)):
+        if counts[d] < sizes[d]:
+            best = max(best, weights[d] * float(max(i, 1)) - counts[d])
+    return best
+
+
+@numba.njit(cache=True, nogil=True)
+def _store(counts, due_c, due_s, due_id, due):  # type: ignore[no-untyped-def]  # pragma: no cover - compiled
+    """Counts of the due, back to their datasets; an infinite one is used up."""
+    for k in range(due):
+        counts[due_id[k]] = min(due_c[k], due_s[k])
+
+
+@numba.njit(cache=True, nogil=True)
+def _window_of(count, threshold, weight):  # type: ignore[no-untyped-def]  # pragma: no cover - compiled
+    """A window not after the one in which the error of a dataset reaches the threshold."""
+    exact = (count + threshold - _EARLY - count * 1e-14) / weight
+    return (np.int64(max(min(exact, 9e18), 0.0)) - 1) // _WINDOW
+
+
+@numba.njit(cache=True, nogil=True)
+def _sort(  # type: ignore[no-untyped-def]  # pragma: no cover - compiled
+    i, threshold, weights, sizes, counts, due_w, due_c, due_s, due_id, head, after, small
+):
+    """Sort every dataset into the due and the calendar; returns how many are due."""
+    head[:] = -1
+    due_c[:] = np.inf
+    due = 0
+    for d in range(len(weights)):
+        if counts[d] >= sizes[d]:
+            continue
+        window = i // _WINDOW if small else _window_of(counts[d], threshold, weights[d])
+        if window <= i // _WINDOW:
+            due_w[due], due_c[due], due_s[due], due_id[due] = weights[d], counts[d], sizes[d], d
+            due += 1
+        else:
+            slot = min(window, i // _WINDOW + _SLOTS - 1) % _SLOTS
+            after[d], head[slot] = head[slot], d
+    return due
+
+
+@numba.njit(cache=True, nogil=True)
+def _turn(  # type: ignore[no-untyped-def]  # pragma: no cover - compiled
+    i, threshold, weights, sizes, counts, due_w, due_c, due_s, due_id, due, head, after
+):
+    """At the start of a window: those that fell below the threshold wait, those whose slot it is are due."""
+    now = i // _WINDOW
+    kept = 0
+    for k in range(due):
+        d = due_id[k]
+        if due_c[k] == np.inf:
+            counts[d] = sizes[d]
+            continue
+        window = _window_of(due_c[k], threshold, due_w[k])
+        if window <= now:
+            due_w[kept], due_c[kept], due_s[kept], due_id[kept] = due_w[k], due_c[k], due_s[k], d
+            kept += 1
+        else:
+            counts[d] = due_c[k]
+            slot = min(window, now + _SLOTS - 1) % _SLOTS
+            after[d], head[slot] = head[slot], d
+    queued = head[now % _SLOTS]
+    head[now % _SLOTS] = -1
+    while queued >= 0:
+        following = after[queued]
+        window = _window_of(counts[queued], threshold, weights[queued])
+        if window <= now:
+            due_w[kept], due_c[kept], due_s[kept], due_id[kept] = weights[queued], counts[queued], sizes[queued], queued
+            kept += 1
+        else:
+            slot = min(window, now + _SLOTS - 1) % _SLOTS
+            after[queued], head[slot] = head[slot], queued
+        queued = following
+    due_c[kept:due] = np.inf
+    return kept
