@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -43,22 +44,28 @@ class StorageConfig:
             raise ConfigError(f"timeout is {self.timeout}; it must be a positive number of seconds")
 
 
-Order = Literal["megatron", "sequential"]
+Order = Literal["megatron", "stream", "sequential"]
+Blend = str | Sequence[str] | Sequence[tuple[str, float]]
+ORDERS = ("megatron", "stream", "sequential")
 
 
 @dataclass(frozen=True, kw_only=True)
 class DataConfig:
     """What is read, and in which order."""
 
-    blend: Sequence[str]
-    """The dataset: one prefix (`.../web` for `web.bin` + `web.idx`), a path or URL."""
+    blend: Blend | None = None
+    """Datasets: a prefix, [prefix, ...], [(prefix, weight), ...], or a string "0.3 a 0.7 b". Paths or URLs."""
+    blend_per_split: Sequence[Blend | None] | None = None
+    """Instead of `blend` and `split`: a blend for train, valid and test each; None where there is none."""
+    blend_schedule: Sequence[tuple[int, Sequence[float]]] | None = None
+    """Stream order: [(first sample, weights)], later weights for the datasets of `blend`; a weight may be zero for a while."""
     sequence_length: int
     """Tokens of a sample, S."""
     split: str = "1,0,0"
     """Shares of train, valid and test, cut by sequence."""
     seed: int = 1234
     order: Order = "megatron"
-    """`megatron`: Megatron's shuffle, bit for bit. `sequential`: as the file lies."""
+    """`megatron`: Megatron's shuffle, bit for bit. `stream`: shuffled for object storage. `sequential`: as files lie."""
     num_samples: tuple[int, int, int] | None = None
     """Samples asked of train, valid and test; they define the Megatron order, epochs included."""
     eod_id: int | None = None
@@ -71,31 +78,78 @@ class DataConfig:
     """No loss where the token is eod_id."""
     reset_position_ids: bool = False
     """Positions restart after every eod_id."""
+    reset_attention_mask: bool = False
+    """Tokens do not attend over an eod_id (in the attention mask, when one is made)."""
+    create_attention_mask: bool = False
+    """Add "attention_mask", bool [batch, 1, S, S], True where attention is forbidden."""
     add_extra_token: bool = True
     """Samples carry S + 1 tokens, so that every position has a label."""
     drop_last_partial_validation_sequence: bool = True
     """Drop the last, partial sample of valid (train and test always do)."""
+    full_validation: bool = False
+    """Valid is one epoch of everything, whatever num_samples says."""
+    multiple_validation_sets: bool = False
+    """With blend_per_split: every prefix of valid is a dataset of its own, not blended."""
+    surplus: float = 0.005
+    """Megatron order: share by which a blend asks its datasets for more samples than it will take."""
+    lanes: int | None = None
+    """Stream order: lanes, a multiple of the global batch; default the smallest of at least 256, kept in the state."""
+    block_bytes: int = MiB
+    """Stream order: bytes that are shuffled as one."""
+    skip_samples: Sequence[tuple[int, int]] = ()
+    """Ranges [start, stop) of global sample ids to pass over: whole global batches."""
     vocab_size: int | None = None
-    """When given, a token id at or past it is an error that names the sample."""
+    """When given, a token id at or past it is an error."""
     index_cache_dir: str | Path | None = None
     """Where `.idx` copies and built indices go; default ~/.cache/streammega."""
     storage: StorageConfig = field(default_factory=StorageConfig)
 
     def __post_init__(self) -> None:
-        if isinstance(self.blend, str):
-            object.__setattr__(self, "blend", [self.blend])
-        if len(self.blend) != 1 or not all(isinstance(prefix, str) and prefix for prefix in self.blend):
-            raise ConfigError(f"blend is {list(self.blend)!r}; it takes one prefix, such as ['s3://bucket/web']")
-        if self.sequence_length < 1:
-            raise ConfigError(f"sequence_length is {self.sequence_length}; it must be at least 1")
+        if (self.blend is None) == (self.blend_per_split is None):
+            raise ConfigError("give either blend or blend_per_split, and not both")
+        if self.blend_per_split is not None and len(self.blend_per_split) != 3:
+            raise ConfigError(f"blend_per_split has {len(self.blend_per_split)} entries; it takes three: train, valid, test")
+        for blend in (self.blend, *(self.blend_per_split or ())):
+            if blend is not None:
+                parse_blend(blend)
+        self._check_numbers()
+        if self.multiple_validation_sets and self.blend_per_split is None:
+            raise ConfigError("multiple_validation_sets needs blend_per_split, whose valid entry names them")
+        for start, stop in self.skip_samples:
+            if not 0 <= start < stop:
+                raise ConfigError(f"skip_samples holds [{start}, {stop}); ranges run upwards from 0 or more")
+        if self.blend_schedule is not None:
+            self._check_schedule()
+
+    def _check_numbers(self) -> None:
+        for name, least in (("sequence_length", 1), ("block_bytes", 1), ("lanes", 1)):
+            value = getattr(self, name)
+            if value is not None and value < least:
+                raise ConfigError(f"{name} is {value}; it must be at least {least}")
         if not 0 <= self.seed < 2**32:
             raise ConfigError(f"seed is {self.seed}; it must lie in [0, 2**32)")
-        if self.order not in ("megatron", "sequential"):
-            raise ConfigError(f"order is {self.order!r}; it must be 'megatron' or 'sequential'")
-        if (self.eod_mask_loss or self.reset_position_ids) and self.eod_id is None:
-            raise ConfigError("eod_mask_loss and reset_position_ids need eod_id, the id that ends documents")
+        if self.order not in ORDERS:
+            raise ConfigError(f"order is {self.order!r}; it must be 'megatron', 'stream' or 'sequential'")
+        if (self.eod_mask_loss or self.reset_position_ids or self.reset_attention_mask) and self.eod_id is None:
+            raise ConfigError(
+                "eod_mask_loss, reset_position_ids and reset_attention_mask need eod_id, the id that ends documents"
+            )
         if self.num_samples is not None and (len(self.num_samples) != 3 or min(self.num_samples) < 0):
             raise ConfigError(f"num_samples is {self.num_samples}; it takes three counts: (train, valid, test)")
+        if not self.surplus >= 0:
+            raise ConfigError(f"surplus is {self.surplus}; it must be a share of at least 0, such as 0.005")
+
+    def _check_schedule(self) -> None:
+        if self.order != "stream" or self.blend is None:
+            raise ConfigError("blend_schedule belongs to the stream order and a blend")
+        datasets = len(parse_blend(self.blend)[0])
+        first = 0
+        for start, weights in self.blend_schedule or ():
+            if start <= first:
+                raise ConfigError(f"blend_schedule starts a segment at sample {start}; starts must rise from above 0")
+            if len(weights) != datasets or not all(0 <= w < math.inf for w in weights) or not sum(weights) > 0:
+                raise ConfigError(f"blend_schedule at sample {start} needs {datasets} weights, none negative, not all zero")
+            first = start
 
     @property
     def effective_pad_id(self) -> int:
@@ -103,3 +157,48 @@ class DataConfig:
         if self.pad_id is None or (self.pad_id == self.eod_id and not self.allow_ambiguous_pad_tokens):
             return -1
         return self.pad_id
+
+
+def parse_blend(blend: Blend) -> tuple[tuple[str, ...], tuple[float, ...] | None]:
+    """(prefixes, weights or None) of a blend in any of its forms.
+
+    A string without blanks is one prefix; "0.3 a 0.7 b" gives weights, "a b" none. Raises ConfigError for an empty
+    blend, weights that are not positive numbers, or weights for some of the prefixes only.
+    """
+    items: list[Any] = blend.split() if isinstance(blend, str) else list(blend)
+    if items and all(isinstance(item, str) for item in items) and _is_number(items[0]):
+        if len(items) % 2:
+            raise ConfigError(f"blend {blend!r}: weights and prefixes must alternate, as in '0.3 a 0.7 b'")
+        items = [(prefix, weight) for weight, prefix in zip(items[::2], items[1::2], strict=True)]
+    if not items:
+        raise ConfigError("the blend is empty; it takes one prefix, such as ['s3://bucket/web'], or more with weights")
+    pairs = [(item, None) if isinstance(item, str) else tuple(item) for item in items]
+    if any(len(pair) != 2 or not isinstance(pair[0], str) or not pair[0] for pair in pairs):
+        raise ConfigError(f"blend {blend!r}: each entry is a prefix or a (prefix, weight) pair")
+    weighted = [pair for pair in pairs if pair[1] is not None]
+    if not weighted:
+        return tuple(prefix for prefix, _ in pairs), None
+    if len(weighted) != len(pairs):
+        raise ConfigError(f"blend {blend!r}: give a weight to every prefix, or to none")
+    weights = tuple(_weight(prefix, weight) for prefix, weight in weighted)
+    if len(pairs) >= 32767:
+        raise ConfigError(f"the blend has {len(pairs)} datasets; there may be 32766")
+    return tuple(prefix for prefix, _ in pairs), weights
+
+
+def _weight(prefix: str, weight: Any) -> float:
+    try:
+        value = float(weight)
+    except (TypeError, ValueError):
+        raise ConfigError(f"the weight of {prefix} is {weight!r}, which is no number") from None
+    if not 0 < value < math.inf:
+        raise ConfigError(f"the weight of {prefix} is {value}; weights are positive numbers (leave the dataset out instead)")
+    return value
+
+
+def _is_number(text: str) -> bool:
+    try:
+        float(text)
+    except ValueError:
+        return False
+    return True

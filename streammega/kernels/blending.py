@@ -43,22 +43,22 @@ def blend_exhaustive(sizes: NDArray[np.int64]) -> tuple[NDArray[np.int16], NDArr
     return _outputs(sizes / np.float64(total), sizes.astype(np.float64), total)
 
 
-def _outputs(
-    weights: NDArray[np.float64], sizes: NDArray[np.float64], total: int
-) -> tuple[NDArray[np.int16], NDArray[np.int64]]:
+def _outputs(weights: NDArray[np.float64], sizes: NDArray[np.float64], total: int) -> tuple[NDArray[np.int16], NDArray[np.int64]]:
     dataset, sample = np.empty(total, np.int16), np.empty(total, np.int64)
     _blend(weights, sizes, dataset, sample)
     return dataset, sample
 
 
-@intrinsic
-def _bits(typing_context: Any, value: Any) -> Any:
+def _float_bits(typing_context: Any, value: Any) -> Any:
     """The bits of a float64 as int64: integer maxima are vectorised, those of floats are not without fast-math."""
 
     def codegen(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         return builder.bitcast(arguments[0], context.get_value_type(types.int64))
 
     return types.int64(types.float64), codegen
+
+
+_bits: Any = intrinsic(_float_bits)
 
 
 @numba.njit(inline="always")

@@ -112,7 +112,7 @@ def _lefts(draws, fraction, phase):  # type: ignore[no-untyped-def]  # pragma: n
 
 @numba.njit(cache=True, nogil=True, inline="always")
 def _phase(lane_key, node):  # type: ignore[no-untyped-def]  # pragma: no cover - compiled
-    """Where the counting of a node starts, in [0, 1), in 2**-44ths: another in every lane, so that lanes do not burst together."""
+    """Where the counting of a node starts, in 2**-44ths of a draw: another in every lane, so that lanes do not burst together."""
     return _mix(lane_key + np.uint64(node) * np.uint64(0x9E3779B97F4A7C15)) >> np.uint64(64 - FRACTION_BITS)
 
 

@@ -30,11 +30,11 @@ def check_batch_sizes(global_batch_size: int, micro_batch_size: int, dp_rank: in
         )
 
 
-def check_resume(consumed_samples: int, global_batch_size: int, micro_batch_size: int, dp_size: int) -> None:
-    """Raise StateError if what is left of a half-consumed global batch does not divide among the ranks."""
-    if consumed_samples % global_batch_size % (micro_batch_size * dp_size):
+def check_resume(offset: int, micro_batch_size: int, dp_size: int) -> None:
+    """Raise StateError if a global batch of which `offset` samples are consumed cannot be finished by these ranks."""
+    if offset % (micro_batch_size * dp_size):
         raise StateError(
-            f"the state stops {consumed_samples % global_batch_size} samples into a global batch of {global_batch_size}, which "
+            f"the state stops {offset} samples into a global batch, which "
             f"micro_batch_size {micro_batch_size} x dp_size {dp_size} does not divide; resume with the former sizes, or from a "
             f"state saved between global batches"
         )

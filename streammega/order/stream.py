@@ -97,7 +97,12 @@ class StreamOrder:
     @property
     def num_runs(self) -> NDArray[np.int64]:
         """Runs of each dataset: as many as lanes where there are blocks enough, else a divisor; int64 [datasets]."""
-        return self.lanes // self._geometry["groups"]  # type: ignore[no-any-return]
+        runs: NDArray[np.int64] = self.lanes // self._geometry["groups"]
+        return runs
+
+    def check(self) -> None:
+        """Raise ConfigError if a dataset holds no sample."""
+        _ = self._geometry
 
     def counts(self, num_samples: int) -> NDArray[np.int64]:
         """Samples that the first `num_samples` of the stream take from each dataset in each lane, int64 [lanes, datasets].
@@ -133,7 +138,7 @@ class StreamOrder:
 
     def _counts_at(self, row: int) -> NDArray[np.int64]:
         segment = int(np.searchsorted(self._rows, row, side="right")) - 1
-        counts = self._bases[segment].copy()
+        counts: NDArray[np.int64] = self._bases[segment].copy()
         self._add_draws(segment, row - int(self._rows[segment]), counts)
         return counts
 
@@ -149,6 +154,11 @@ def default_lanes(global_batch_size: int) -> int:
 def samples_of(tokens: int, sequence_length: int, extra: int) -> int:
     """Samples that a part of so many tokens has in every epoch."""
     return max(0, (tokens - extra) // sequence_length)
+
+
+def dataset_samples(dataset: StreamDataset, sequence_length: int, extra: int) -> int:
+    """Samples of a dataset in one epoch."""
+    return sum(samples_of(part.tokens, sequence_length, extra) for part in dataset.parts)
 
 
 def tree_fractions(weights: Sequence[float]) -> NDArray[np.uint64]:

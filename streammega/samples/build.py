@@ -1,40 +1,103 @@
-"""From a config to the datasets of its splits."""
+"""From a config to the datasets of its splits, as Megatron builds them."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import TypeAlias
 
 import numpy as np
 
-from streammega.config import DataConfig
+from streammega.config import Blend, DataConfig, parse_blend
 from streammega.errors import ConfigError
 from streammega.index import IndexedDataset
+from streammega.order.blend import normalized, samples_asked
 from streammega.order.split import SPLITS, split_bounds
+from streammega.samples.blended import BlendedDataset
 from streammega.samples.gpt import GPTDataset
 
+SplitDataset: TypeAlias = "GPTDataset | BlendedDataset | list[GPTDataset]"
 
-def build_datasets(config: DataConfig, num_samples: Sequence[int | None] | None = None) -> tuple[GPTDataset | None, ...]:
-    """The train, valid and test datasets; None where the split has no share.
 
-    `num_samples` (train, valid, test) overrides the config's; None: one epoch each.
-    Raises ConfigError for a split that leaves nothing, StorageError and FormatError for its files.
+def build_datasets(config: DataConfig, num_samples: Sequence[int | None] | None = None) -> tuple[SplitDataset | None, ...]:
+    """The train, valid and test datasets; None where the split has no share or nothing is asked of it.
+
+    `num_samples` (train, valid, test) overrides the config's; None: one epoch of everything. With
+    `multiple_validation_sets`, valid is a list of datasets. The Megatron order (or `sequential`); the stream order builds
+    nothing. Raises ConfigError for a split or blend that cannot be served, StorageError and FormatError for the files.
     """
     wanted = list(num_samples or config.num_samples or (None, None, None))
-    indexed = open_indexed(config)
-    return tuple(build_split(config, indexed, split, wanted[i]) for i, split in enumerate(SPLITS))
+    opened: dict[str, IndexedDataset] = {}
+    return tuple(build_split(config, split, wanted[number], opened) for number, split in enumerate(SPLITS))
 
 
-def open_indexed(config: DataConfig) -> IndexedDataset:
-    """The dataset's pair, opened with the config's storage and cache."""
-    return IndexedDataset(config.blend[0], config.storage, config.index_cache_dir)
-
-
-def build_split(config: DataConfig, indexed: IndexedDataset, split: str, num_samples: int | None) -> GPTDataset | None:
-    """One split of an open dataset, or None where it has no share or nothing is asked of it."""
-    bounds = split_bounds(config.split, len(indexed))
-    if split not in bounds:
-        raise ConfigError(f"split {split!r} is not one of {', '.join(SPLITS)}")
-    share = bounds[split]
-    if share is None or num_samples == 0:
+def build_split(
+    config: DataConfig, split: str, num_samples: int | None, opened: dict[str, IndexedDataset] | None = None
+) -> SplitDataset | None:
+    """One split. `opened` keeps pairs that several splits share."""
+    opened = {} if opened is None else opened
+    if split == "valid" and config.full_validation:
+        num_samples = None
+    if num_samples == 0:
         return None
-    return GPTDataset(indexed, np.arange(*share, dtype=np.int32), num_samples, config, split)
+    if config.blend is not None:
+        prefixes, weights = parse_blend(config.blend)
+        if len(prefixes) == 1 and weights is None:
+            return _single(config, prefixes[0], config.split, split, num_samples, opened)
+        return _blended(config, prefixes, weights, config.split, split, num_samples, opened)
+    return _per_split(config, (config.blend_per_split or ())[SPLITS.index(split)], split, num_samples, opened)
+
+
+def _per_split(
+    config: DataConfig, blend: Blend | None, split: str, num_samples: int | None, opened: dict[str, IndexedDataset]
+) -> SplitDataset | None:
+    if blend is None:
+        return None
+    prefixes, weights = parse_blend(blend)
+    whole = ",".join("1" if name == split else "0" for name in SPLITS)
+    if len(prefixes) == 1:
+        return _single(config, prefixes[0], whole, split, num_samples, opened)
+    if split == "valid" and config.multiple_validation_sets:
+        sets = [_single(config, prefix, whole, split, num_samples, opened) for prefix in prefixes]
+        return [dataset for dataset in sets if dataset is not None]
+    return _blended(config, prefixes, weights, whole, split, num_samples, opened)
+
+
+def _single(
+    config: DataConfig, prefix: str, shares: str, split: str, num_samples: int | None, opened: dict[str, IndexedDataset]
+) -> GPTDataset | None:
+    if prefix not in opened:
+        opened[prefix] = IndexedDataset(prefix, config.storage, config.index_cache_dir)
+    share = split_bounds(shares, len(opened[prefix]))[split]
+    if share is None:
+        return None
+    return GPTDataset(opened[prefix], np.arange(*share, dtype=np.int32), num_samples, config, split)
+
+
+def _blended(
+    config: DataConfig,
+    prefixes: Sequence[str],
+    weights: Sequence[float] | None,
+    shares: str,
+    split: str,
+    num_samples: int | None,
+    opened: dict[str, IndexedDataset],
+) -> BlendedDataset | None:
+    """Weights with a size: a weighted blend. No weights: in proportion to the lengths, everything when no size is asked."""
+    if weights is not None and num_samples is None:
+        raise ConfigError(
+            f"the {split} blend has weights, so it needs a number of samples: set num_samples, or give "
+            f"prefixes without weights to take every sample once"
+        )
+    if weights is None or num_samples is None:
+        asked: Sequence[int | None] = [None] * len(prefixes)
+    else:
+        weights = normalized(weights)
+        asked = samples_asked(weights, num_samples, config.surplus)
+    parts = [_single(config, prefix, shares, split, n, opened) for prefix, n in zip(prefixes, asked, strict=True)]
+    datasets = [part for part in parts if part is not None]
+    if len(datasets) < len(prefixes):
+        return None  # the split string gives this split no share
+    if weights is not None and num_samples is not None:
+        return BlendedDataset(datasets, weights, sum(samples_asked(weights, num_samples, 0.0)))
+    lengths = [len(dataset) for dataset in datasets]
+    return BlendedDataset(datasets, lengths, None if num_samples is None else min(num_samples, sum(lengths)))

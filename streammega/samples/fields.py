@@ -18,7 +18,8 @@ Batch = dict[str, torch.Tensor]
 def batch_fields(ids: NDArray[Any], valid: NDArray[np.int64], config: DataConfig) -> Batch:
     """The fields of samples whose ids are `ids` [samples, S + a], of which row r has valid[r] tokens.
 
-    tokens, labels, position_ids: int64 [samples, S]; loss_mask: float32 [samples, S], zero where there is no label.
+    tokens, labels, position_ids: int64 [samples, S]; loss_mask: float32 [samples, S], zero where there is no label;
+    attention_mask, when the config asks for one: bool [samples, 1, S, S].
     Raises FormatError for an id at or past `vocab_size`, when the config gives one.
     """
     samples, length = len(ids), config.sequence_length
@@ -39,12 +40,27 @@ def batch_fields(ids: NDArray[Any], valid: NDArray[np.int64], config: DataConfig
     )
     if config.vocab_size is not None:
         _check_vocabulary(fields, config.vocab_size)
-    return {
+    batch = {
         "tokens": torch.from_numpy(fields["tokens"]),
         "labels": torch.from_numpy(fields["labels"]),
         "loss_mask": torch.from_numpy(loss_mask),
         "position_ids": torch.from_numpy(fields["position_ids"]),
     }
+    if config.create_attention_mask:
+        batch["attention_mask"] = torch.from_numpy(attention_mask(ids[:, :length], config))
+    return batch
+
+
+def attention_mask(ids: NDArray[Any], config: DataConfig) -> NDArray[np.bool_]:
+    """bool [samples, 1, S, S], True where attention is forbidden: to later tokens, and over an EOD with reset_attention_mask."""
+    samples, length = ids.shape
+    later = np.triu(np.ones((length, length), np.bool_), 1)
+    mask = np.broadcast_to(later, (samples, 1, length, length)).copy()
+    if config.reset_attention_mask:
+        document = np.zeros((samples, length), np.int64)
+        document[:, 1:] = np.cumsum(ids[:, :-1] == config.eod_id, axis=1)
+        mask |= (document[:, :, None] != document[:, None, :])[:, None]
+    return mask
 
 
 def _check_vocabulary(fields: dict[str, NDArray[np.int64]], vocab_size: int) -> None:

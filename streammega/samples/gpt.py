@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 import torch.utils.data
 from numpy.typing import NDArray
 
@@ -19,8 +20,9 @@ from streammega.errors import ConfigError
 from streammega.index import IndexedDataset, cached_arrays, default_cache_dir
 from streammega.order import Extents
 from streammega.order.megatron import GptIndices, GptShape, build_gpt_indices, gpt_shape, locate_gpt
-from streammega.samples.fetch import Ids, TokenFile, fetch_ids
+from streammega.samples.fetch import Ids, TokenFile
 from streammega.samples.fields import Batch, batch_fields
+from streammega.samples.source import read_samples
 
 log = logging.getLogger(__name__)
 
@@ -30,7 +32,8 @@ ORDER_VERSION = 1
 class GPTDataset(torch.utils.data.Dataset[Batch]):
     """Samples of `sequence_length` tokens from one split of a dataset, in Megatron's order.
 
-    `dataset[k]` is sample k as {"tokens", "labels", "loss_mask", "position_ids"}, each of shape [S].
+    `dataset[k]` is sample k as {"tokens", "labels", "loss_mask", "position_ids"}, each of shape [S];
+    `dataset[None]` is padding for a batch: the tokens of sample 0 without loss.
     The three indices are built once per node and memory-mapped from `index_cache_dir` afterwards.
 
     Args:
@@ -68,24 +71,27 @@ class GPTDataset(torch.utils.data.Dataset[Batch]):
         except ConfigError as error:
             raise ConfigError(f"{indexed.prefix} ({split}): {error}") from None
         itemsize = indexed.dtype.itemsize
-        self.files: Sequence[TokenFile] = [
-            TokenFile(
-                store=indexed.store,
-                key=indexed.bin_key,
-                dtype=indexed.dtype.newbyteorder("<"),
-                num_tokens=indexed.bin_info.size // itemsize,
-            )
-        ]
+        dtype = indexed.dtype.newbyteorder("<")
+        file = TokenFile(store=indexed.store, key=indexed.bin_key, dtype=dtype, num_tokens=indexed.bin_info.size // itemsize)
+        self.files: Sequence[Sequence[TokenFile]] = [[file]]
 
     def __len__(self) -> int:
         return self.shape.num_rows
 
-    def __getitem__(self, index: int) -> Batch:
-        number = index + len(self) if index < 0 else index
+    def __getitem__(self, index: int | None) -> Batch:
+        number = 0 if index is None else index + len(self) if index < 0 else index
         if not 0 <= number < len(self):
             raise IndexError(f"sample {index} of {len(self)} in {self.indexed.prefix} ({self.split})")
         batch = batch_fields(*self.read(np.array([number], np.int64)), self.config)
-        return {name: field[0] for name, field in batch.items()}
+        fields = {name: field[0] for name, field in batch.items()}
+        if index is None:
+            fields["loss_mask"] = torch.zeros_like(fields["loss_mask"])
+        return fields
+
+    @property
+    def num_samples(self) -> int:
+        """Samples there are: the last epoch's included, so often a few more than were asked."""
+        return len(self)
 
     @property
     def document_index(self) -> NDArray[np.int32]:
@@ -115,9 +121,7 @@ class GPTDataset(torch.utils.data.Dataset[Batch]):
 
     def read(self, sample_ids: NDArray[np.int64]) -> tuple[Ids, NDArray[np.int64]]:
         """Token ids of samples, [n, S + a] in the stored dtype, and how many of them each has."""
-        extents = self.locate(sample_ids)
-        width = self.config.sequence_length + self.shape.a
-        return fetch_ids(self.files, extents.file.astype(np.int64), extents, width, self.config.storage)
+        return read_samples(self, sample_ids)
 
     @cached_property
     def digest(self) -> str:
@@ -125,6 +129,12 @@ class GPTDataset(torch.utils.data.Dataset[Batch]):
         hasher = hashlib.blake2b(str(self.indexed.dtype).encode(), digest_size=8)
         hasher.update(np.ascontiguousarray(self.indexed.sequence_lengths).data)
         return hasher.hexdigest()
+
+    @cached_property
+    def key(self) -> str:
+        """A digest of everything that defines this order, 32 hex digits."""
+        description = json.dumps([self.identity(), hashlib.blake2b(self.sequence_ids.tobytes()).hexdigest()], sort_keys=True)
+        return hashlib.blake2b(description.encode(), digest_size=16).hexdigest()
 
     def identity(self) -> dict[str, Any]:
         """The scalars that define this order, for the state of a loader."""
@@ -146,8 +156,7 @@ class GPTDataset(torch.utils.data.Dataset[Batch]):
     def _indices(self) -> GptIndices:
         if self.config.order == "sequential":
             return self._build(shuffled=False)
-        description = json.dumps([self.identity(), hashlib.blake2b(self.sequence_ids.tobytes()).hexdigest()], sort_keys=True)
-        key = f"{hashlib.blake2b(description.encode(), digest_size=16).hexdigest()}-GPTDataset-{self.split}"
+        key = f"{self.key}-GPTDataset-{self.split}"
         directory = Path(self.config.index_cache_dir) if self.config.index_cache_dir else default_cache_dir()
         names = ("document_index", "sample_index", "shuffle_index")
         arrays: dict[str, Any] = cached_arrays(directory, key, names, lambda: vars(self._build(shuffled=True)))

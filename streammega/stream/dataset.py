@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import logging
+import itertools
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -12,13 +12,14 @@ import torch.utils.data
 from streammega.config import DataConfig
 from streammega.errors import ConfigError, StateError
 from streammega.order.cursor import make_state, read_state
-from streammega.order.sharding import check_batch_sizes, check_resume, rank_samples
-from streammega.order.split import SPLITS
-from streammega.samples.build import build_split, open_indexed
+from streammega.order.rampup import BatchSchedule
+from streammega.order.sharding import check_resume, rank_samples
 from streammega.samples.fields import Batch, batch_fields
-from streammega.samples.gpt import GPTDataset
+from streammega.samples.open import open_source
+from streammega.samples.source import read_samples
+from streammega.samples.stream import StreamSource
 
-log = logging.getLogger(__name__)
+NO_END = 1 << 62
 
 
 class StreamingDataset(torch.utils.data.IterableDataset[Batch]):
@@ -34,6 +35,7 @@ class StreamingDataset(torch.utils.data.IterableDataset[Batch]):
         micro_batch_size: samples of one batch of this rank.
         global_batch_size: samples of one optimizer step over all ranks; a multiple of micro_batch_size * dp_size.
         dp_rank, dp_size: this data-parallel rank.
+        rampup: (start, increment, samples): the global batch grows from start to global_batch_size over so many samples.
 
     Raises ConfigError before any token is read, StorageError and FormatError for the files.
     """
@@ -47,15 +49,22 @@ class StreamingDataset(torch.utils.data.IterableDataset[Batch]):
         global_batch_size: int,
         dp_rank: int = 0,
         dp_size: int = 1,
+        rampup: tuple[int, int, int] | None = None,
     ) -> None:
-        check_batch_sizes(global_batch_size, micro_batch_size, dp_rank, dp_size)
+        self.schedule = _schedule(global_batch_size, rampup)
+        self.schedule.check(micro_batch_size, dp_rank, dp_size)
         self.config, self.split = config, split
         self.micro_batch_size, self.global_batch_size = micro_batch_size, global_batch_size
         self.dp_rank, self.dp_size = dp_rank, dp_size
-        self.samples = _open_split(config, split)
+        self.samples = open_source(config, split, global_batch_size)
+        for start, stop in config.skip_samples:
+            if self.schedule.offset_at(start) or self.schedule.offset_at(stop):
+                raise ConfigError(
+                    f"skip_samples [{start}, {stop}) cuts a global batch of {self.schedule.size_at(start)} samples apart"
+                )
         if self.num_samples == 0:
             raise ConfigError(
-                f"{split} holds {len(self.samples)} samples, less than one global batch of {global_batch_size}; lower "
+                f"{split} holds {self.samples.num_samples} samples, less than one global batch of {global_batch_size}; lower "
                 f"global_batch_size or ask for more samples"
             )
         self._consumed = 0
@@ -63,13 +72,16 @@ class StreamingDataset(torch.utils.data.IterableDataset[Batch]):
         self._worker_used = torch.zeros(1, dtype=torch.int8).share_memory_()  # type: ignore[no-untyped-call]
 
     def __len__(self) -> int:
-        """Micro-batches of this rank from the first sample to the last."""
-        return self.num_samples // self.step_samples
+        """Micro-batches of this rank from the first sample to the last. TypeError for a stream without an end."""
+        if self.num_samples is None:
+            raise TypeError("the stream has no end; num_samples in the config gives it one")
+        return sum(len(part) for part in self._parts(0))
 
     @property
-    def num_samples(self) -> int:
-        """Samples over all ranks, whole global batches only."""
-        return len(self.samples) - len(self.samples) % self.global_batch_size
+    def num_samples(self) -> int | None:
+        """Samples over all ranks, whole global batches only; None: the stream has no end."""
+        total = self.samples.num_samples
+        return None if total is None else self.schedule.last_whole(total)
 
     @property
     def step_samples(self) -> int:
@@ -88,11 +100,21 @@ class StreamingDataset(torch.utils.data.IterableDataset[Batch]):
 
     def batch(self, consumed: int) -> Batch:
         """This rank's micro-batch in the micro-step at `consumed`: a pure function of it."""
-        return batch_fields(*self.samples.read(self.sample_ids(consumed)), self.config)
+        return batch_fields(*read_samples(self.samples, self.sample_ids(consumed)), self.config)
 
-    def positions(self) -> range:
-        """The micro-steps that are left, as values of `consumed`."""
-        return range(self._consumed, self.num_samples, self.step_samples)
+    def positions(self) -> Iterator[int]:
+        """The micro-steps that are left, as values of `consumed`, without those that are skipped."""
+        return itertools.chain.from_iterable(self._parts(self._consumed))
+
+    def _parts(self, start: int) -> Iterator[range]:
+        """The ranges of positions between the skipped ones."""
+        end = NO_END if self.num_samples is None else self.num_samples
+        for low, high in sorted(self.config.skip_samples):
+            if start < low:
+                yield range(start, min(low, end), self.step_samples)
+            start = max(start, high)
+        if start < end:
+            yield range(start, end, self.step_samples)
 
     def advance(self, consumed: int) -> None:
         """Note that the micro-step at `consumed` was handed out."""
@@ -103,7 +125,7 @@ class StreamingDataset(torch.utils.data.IterableDataset[Batch]):
         positions = self.positions()
         if worker is not None:
             self._worker_used[0] = 1
-            positions = positions[worker.id :: worker.num_workers]
+            positions = itertools.islice(positions, worker.id, None, worker.num_workers)
         for consumed in positions:
             batch = self.batch(consumed)
             if worker is None:
@@ -112,9 +134,10 @@ class StreamingDataset(torch.utils.data.IterableDataset[Batch]):
 
     def seek(self, consumed_samples: int) -> None:
         """Continue at a global sample: a multiple of this rank set's micro-step from a global batch's start."""
-        if not 0 <= consumed_samples <= self.num_samples:
-            raise StateError(f"sample {consumed_samples} is not within the {self.num_samples} samples of {self.split}")
-        check_resume(consumed_samples, self.global_batch_size, self.micro_batch_size, self.dp_size)
+        end = self.num_samples
+        if consumed_samples < 0 or (end is not None and consumed_samples > end):
+            raise StateError(f"sample {consumed_samples} is not within the {end} samples of {self.split}")
+        check_resume(self.schedule.offset_at(consumed_samples), self.micro_batch_size, self.dp_size)
         self._consumed = consumed_samples
 
     def state_dict(self, num_batches: int | None = None) -> dict[str, Any]:
@@ -133,19 +156,15 @@ class StreamingDataset(torch.utils.data.IterableDataset[Batch]):
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue at the sample after the last that was handed out. Raises StateError for another order."""
+        if isinstance(self.samples, StreamSource):
+            lanes = (state.get("identity") or {}).get("lanes")
+            if isinstance(lanes, int) and lanes > 0:
+                self.samples.adopt_lanes(lanes)
         self.seek(read_state(state, self.samples.identity()))
 
 
-def _open_split(config: DataConfig, split: str) -> GPTDataset:
-    if split not in SPLITS:
-        raise ConfigError(f"split {split!r} is not one of {', '.join(SPLITS)}")
-    if config.order == "megatron" and config.num_samples is None:
-        raise ConfigError(
-            "the Megatron order depends on how many samples are asked: set num_samples=(train, valid, test), for instance "
-            "(train_iters * global_batch_size, 0, 0)"
-        )
-    wanted = config.num_samples[SPLITS.index(split)] if config.num_samples else None
-    samples = build_split(config, open_indexed(config), split, wanted)
-    if samples is None:
-        raise ConfigError(f"split {config.split!r} with num_samples {config.num_samples} leaves nothing for {split}")
-    return samples
+def _schedule(global_batch_size: int, rampup: tuple[int, int, int] | None) -> BatchSchedule:
+    if rampup is None:
+        return BatchSchedule(final=global_batch_size)
+    start, increment, samples = rampup
+    return BatchSchedule(final=global_batch_size, start=start, increment=increment, samples=samples)

@@ -24,7 +24,7 @@ class StreamLoader:
     handed out, never those read ahead; it is the same on every rank that took as many batches.
 
     Args:
-        config, split, micro_batch_size, global_batch_size: as in StreamingDataset.
+        config, split, micro_batch_size, global_batch_size, rampup: as in StreamingDataset.
         dp_rank, dp_size: this data-parallel rank; or
         mesh: a DeviceMesh, of which the dimension "dp" (or the only one) says both.
         prefetch: micro-batches in the making ahead of the step.
@@ -40,6 +40,7 @@ class StreamLoader:
         dp_rank: int | None = None,
         dp_size: int | None = None,
         mesh: DeviceMesh | None = None,
+        rampup: tuple[int, int, int] | None = None,
         prefetch: int = 4,
     ) -> None:
         rank, size = _data_parallel(dp_rank, dp_size, mesh)
@@ -50,12 +51,13 @@ class StreamLoader:
             global_batch_size=global_batch_size,
             dp_rank=rank,
             dp_size=size,
+            rampup=rampup,
         )
         self._prefetch = prefetch
         self._running: Iterator[Batch] | None = None
 
     def __len__(self) -> int:
-        """Micro-batches from the first sample to the last."""
+        """Micro-batches from the first sample to the last. TypeError for a stream without an end."""
         return len(self.dataset)
 
     def __iter__(self) -> Iterator[Batch]:

@@ -1,0 +1,76 @@
+"""Global-batch ramp-up: the batch size as a pure function of the samples consumed."""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from dataclasses import dataclass
+from functools import cached_property
+
+from streammega.errors import ConfigError
+from streammega.order.sharding import check_batch_sizes
+
+
+@dataclass(frozen=True, kw_only=True)
+class BatchSchedule:
+    """The global batch size of every step: constant, or rising from `start` by `increment` over `samples` samples.
+
+    Equal steps of samples are spent at each size before the last, counted from the first sample; a step always ends with the
+    size it began with.
+    """
+
+    final: int
+    start: int | None = None
+    increment: int = 0
+    samples: int = 0
+
+    def __post_init__(self) -> None:
+        if self.start is None:
+            return
+        if self.start < 1 or self.increment < 1 or self.samples < 1 or self.start > self.final:
+            raise ConfigError(
+                f"ramp-up ({self.start}, {self.increment}, {self.samples}) needs positive numbers, start <= {self.final}"
+            )
+        if (self.final - self.start) % self.increment:
+            raise ConfigError(
+                f"ramp-up from {self.start} to {self.final} is not a whole number of increments of {self.increment}; change one"
+            )
+
+    @cached_property
+    def stages(self) -> list[tuple[int, int]]:
+        """(first sample, global batch size) of every stage, in order."""
+        if self.start is None or self.start == self.final:
+            return [(0, self.final)]
+        count = (self.final - self.start) // self.increment
+        found, at = [], 0
+        for number in range(count):
+            size = self.start + number * self.increment
+            end = self.samples * (number + 1) / count
+            if at < end:
+                found.append((at, size))
+                at += -int((at - end) // size) * size  # the first step that starts at or past the stage's end
+        return [*found, (at, self.final)]
+
+    def size_at(self, consumed: int) -> int:
+        """The global batch size of the step that holds sample `consumed`."""
+        return self._stage(consumed)[1]
+
+    def offset_at(self, consumed: int) -> int:
+        """How many samples of its global batch come before sample `consumed`."""
+        first, size = self._stage(consumed)
+        return (consumed - first) % size
+
+    def micro_batches_at(self, consumed: int, micro_batch_size: int, dp_size: int) -> int:
+        """Micro-batches of each rank in the step that holds sample `consumed`."""
+        return self.size_at(consumed) // (micro_batch_size * dp_size)
+
+    def last_whole(self, num_samples: int) -> int:
+        """The end of the last whole global batch within the first `num_samples` samples."""
+        return num_samples - self.offset_at(num_samples)
+
+    def check(self, micro_batch_size: int, dp_rank: int, dp_size: int) -> None:
+        """Raise ConfigError unless micro_batch_size * dp_size divides every stage's size."""
+        for _, size in self.stages:
+            check_batch_sizes(size, micro_batch_size, dp_rank, dp_size)
+
+    def _stage(self, consumed: int) -> tuple[int, int]:
+        return self.stages[bisect_right(self.stages, consumed, key=lambda stage: stage[0]) - 1]

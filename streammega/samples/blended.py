@@ -1,0 +1,141 @@
+"""Megatron's blend of several GPT datasets."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Sequence
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.utils.data
+from numpy.typing import NDArray
+
+from streammega.config import DataConfig
+from streammega.errors import ConfigError
+from streammega.index import cached_arrays, default_cache_dir
+from streammega.order import Extents
+from streammega.order.blend import blend_indices, normalized
+from streammega.samples.fetch import TokenFile
+from streammega.samples.fields import Batch
+from streammega.samples.gpt import GPTDataset
+from streammega.samples.source import read_samples
+
+
+class BlendedDataset(torch.utils.data.Dataset[Batch]):
+    """Samples of several datasets in Megatron's order: sample k is sample dataset_sample_index[k] of dataset_index[k].
+
+    `blended[k]` has the fields of a GPTDataset and "dataset_id", an int64 scalar.
+
+    Args:
+        datasets: of one config and split; a blend of blends is refused.
+        weights: relative weights; with `size` None the datasets' lengths, all samples of which are taken.
+        size: samples of the blend.
+
+    Raises ConfigError when the blend takes more of a dataset than it has, naming it and both numbers.
+    """
+
+    def __init__(self, datasets: Sequence[GPTDataset], weights: Sequence[float], size: int | None) -> None:
+        if not datasets or len(datasets) != len(weights):
+            raise ConfigError(f"a blend needs as many weights as datasets, got {len(weights)} for {len(datasets)}")
+        for dataset in datasets:
+            if not isinstance(dataset, GPTDataset):
+                raise ConfigError(
+                    f"a blend is made of GPT datasets, not of {type(dataset).__name__}: blends of blends have no order"
+                )
+        if size is None and [int(weight) for weight in weights] != [len(dataset) for dataset in datasets]:
+            raise ConfigError("a blend without a size takes every sample once: its weights are the lengths of its datasets")
+        self.datasets, self.size = list(datasets), size
+        self.weights = list(weights) if size is None else normalized(weights)
+        self.config: DataConfig = datasets[0].config
+        self.split = datasets[0].split
+        _ = self._indices  # a blend that cannot be served is refused now
+
+    def __len__(self) -> int:
+        return len(self.dataset_index)
+
+    def __getitem__(self, index: int | None) -> Batch:
+        number = 0 if index is None else index + len(self) if index < 0 else index
+        if not 0 <= number < len(self):
+            raise IndexError(f"sample {index} of {len(self)} in the {self.split} blend")
+        dataset, sample = int(self.dataset_index[number]), int(self.dataset_sample_index[number])
+        fields = self.datasets[dataset][sample]
+        if index is None:
+            fields["loss_mask"] = torch.zeros_like(fields["loss_mask"])
+        return fields | {"dataset_id": torch.tensor(dataset)}
+
+    @property
+    def dataset_index(self) -> NDArray[np.int16]:
+        """Which dataset each sample comes from, int16 [samples]."""
+        return self._indices[0]
+
+    @property
+    def dataset_sample_index(self) -> NDArray[np.int64]:
+        """Which sample of that dataset it is, int64 [samples]."""
+        return self._indices[1]
+
+    @property
+    def num_samples(self) -> int:
+        """Samples of the blend."""
+        return len(self)
+
+    @cached_property
+    def files(self) -> Sequence[Sequence[TokenFile]]:
+        """The files of each dataset."""
+        return [dataset.files[0] for dataset in self.datasets]
+
+    def locate(self, sample_ids: NDArray[np.int64]) -> Extents:
+        """The token runs of samples, int64 [n], each in [0, len(self))."""
+        dataset = np.asarray(self.dataset_index[sample_ids], np.int64)
+        sample = np.asarray(self.dataset_sample_index[sample_ids])
+        present = np.unique(dataset)
+        return merge_extents(
+            [(int(d), at, self.datasets[d].locate(sample[at])) for d in present for at in [np.flatnonzero(dataset == d)]]
+        )
+
+    def read(self, sample_ids: NDArray[np.int64]) -> tuple[NDArray[Any], NDArray[np.int64]]:
+        """Token ids of samples, [n, S + a] in the widest stored dtype, and how many of them each has."""
+        return read_samples(self, sample_ids)
+
+    def identity(self) -> dict[str, Any]:
+        """The scalars that define the order, and a digest and weight of each dataset."""
+        own = self.datasets[0].identity()
+        shared = {name: own[name] for name in own if name not in ("dataset", "sequences", "num_samples")}
+        parts = [f"{d.key[:12]}*{w:.8g}" for d, w in zip(self.datasets, self.weights, strict=True)]
+        return shared | {"num_samples": len(self), "exhaustive": self.size is None, "datasets": parts}
+
+    @cached_property
+    def _indices(self) -> tuple[NDArray[np.int16], NDArray[np.int64]]:
+        lengths = [len(dataset) for dataset in self.datasets]
+        description = json.dumps([self.weights, self.size, lengths])
+        key = f"{hashlib.blake2b(description.encode(), digest_size=16).hexdigest()}-BlendedDataset-{self.split}"
+        directory = Path(self.config.index_cache_dir) if self.config.index_cache_dir else default_cache_dir()
+        names = ("dataset_index", "dataset_sample_index")
+
+        def build() -> dict[str, NDArray[Any]]:
+            return dict(zip(names, blend_indices(self.weights, self.size, lengths), strict=True))
+
+        arrays: dict[str, Any] = cached_arrays(directory, key, names, build)
+        return arrays["dataset_index"], arrays["dataset_sample_index"]
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {name: value for name, value in self.__dict__.items() if name != "_indices"}
+
+
+def merge_extents(parts: Sequence[tuple[int, NDArray[np.int64], Extents]]) -> Extents:
+    """One Extents from those of several datasets: (dataset, places of its samples among all, their extents)."""
+    total = sum(len(at) for _, at, _ in parts)
+    runs = np.zeros(total, np.int64)
+    for _, at, extents in parts:
+        runs[at] = np.diff(extents.row_splits)
+    splits = np.concatenate([np.zeros(1, np.int64), np.cumsum(runs)])
+    dataset, file = np.empty(splits[-1], np.int32), np.empty(splits[-1], np.int32)
+    start, stop = np.empty(splits[-1], np.int64), np.empty(splits[-1], np.int64)
+    for number, at, extents in parts:
+        own = np.repeat(splits[at] - extents.row_splits[:-1], np.diff(extents.row_splits)) + np.arange(len(extents.start))
+        dataset[own], file[own] = number, extents.file
+        start[own], stop[own] = extents.start, extents.stop
+    return Extents(row_splits=splits, dataset=dataset, file=file, start=start, stop=stop)

@@ -1,0 +1,30 @@
+"""The sample source of a config's split, whichever the order."""
+
+from __future__ import annotations
+
+from streammega.config import DataConfig
+from streammega.errors import ConfigError
+from streammega.order.split import SPLITS
+from streammega.samples.build import build_split
+from streammega.samples.source import SampleSource
+from streammega.samples.stream import StreamSource
+
+
+def open_source(config: DataConfig, split: str, global_batch_size: int) -> SampleSource:
+    """Samples of a split in the config's order. Raises ConfigError before any token is read."""
+    if split not in SPLITS:
+        raise ConfigError(f"split {split!r} is not one of {', '.join(SPLITS)}")
+    if config.order == "stream":
+        return StreamSource(config, split, global_batch_size)
+    wanted = config.num_samples[SPLITS.index(split)] if config.num_samples else None
+    if config.order == "megatron" and wanted is None and not (split == "valid" and config.full_validation):
+        raise ConfigError(
+            "the Megatron order depends on how many samples are asked: set num_samples=(train, valid, test), for instance "
+            "(train_iters * global_batch_size, 0, 0)"
+        )
+    source = build_split(config, split, wanted)
+    if isinstance(source, list):
+        raise ConfigError("multiple_validation_sets makes several datasets: open each by a config of its own, or build_datasets")
+    if source is None:
+        raise ConfigError(f"split {config.split!r} with num_samples {config.num_samples} leaves nothing for {split}")
+    return source

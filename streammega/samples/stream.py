@@ -1,0 +1,134 @@
+"""The stream order over stored datasets: headers and a few pointers are all that is read before the first sample."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from streammega.config import DataConfig, parse_blend
+from streammega.errors import ConfigError
+from streammega.index.bounds import PairBounds, find_pairs, read_bounds
+from streammega.order import Extents
+from streammega.order.split import SPLITS, split_bounds
+from streammega.order.stream import STREAM_VERSION, Part, StreamDataset, StreamOrder, dataset_samples, default_lanes
+from streammega.samples.fetch import TokenFile
+
+OPENERS = 16
+
+
+class StreamSource:
+    """Samples of one split in the stream order. It has no end; `num_samples` of the config ends it, where given.
+
+    Raises ConfigError for a split or dataset that holds no sample, StorageError and FormatError for the files.
+    """
+
+    def __init__(self, config: DataConfig, split: str, global_batch_size: int, lanes: int | None = None) -> None:
+        self.config, self.split = config, split
+        lanes = lanes or config.lanes or default_lanes(global_batch_size)
+        if config.lanes is not None and config.lanes % global_batch_size:
+            raise ConfigError(
+                f"lanes {config.lanes} is not a multiple of global_batch_size {global_batch_size}; change one of them"
+            )
+        prefixes, weights, share = _of_split(config, split)
+        with ThreadPoolExecutor(OPENERS) as pool:
+            opened = list(pool.map(lambda name: _open_dataset(name, share, split, config), prefixes))
+        self.files: Sequence[Sequence[TokenFile]] = [files for files, _ in opened]
+        self._datasets = [dataset for _, dataset in opened]
+        self._weights = weights
+        self.order = self._with_lanes(lanes)
+
+    @property
+    def num_samples(self) -> int | None:
+        """Samples the config asks of this split; None: no end."""
+        return self.config.num_samples[SPLITS.index(self.split)] if self.config.num_samples else None
+
+    def adopt_lanes(self, lanes: int) -> None:
+        """Take the lanes of a saved state, unless the config names its own."""
+        if self.config.lanes is None and lanes != self.order.lanes:
+            self.order = self._with_lanes(lanes)
+
+    def locate(self, sample_ids: NDArray[np.int64]) -> Extents:
+        """Where samples lie: one run of tokens each."""
+        return self.order.locate(sample_ids)
+
+    def identity(self) -> dict[str, Any]:
+        """The scalars that define the order, and a digest of sizes and dtype of each dataset with its weight."""
+        order = self.order
+        schedule = order.schedule
+        digests = [_digest(dataset) for dataset in order.datasets]
+        return {
+            "order": "stream",
+            "order_version": STREAM_VERSION,
+            "split": self.split,
+            "sequence_length": order.sequence_length,
+            "add_extra_token": order.extra_token,
+            "seed": order.seed,
+            "lanes": order.lanes,
+            "block_bytes": order.block_bytes,
+            "datasets": [f"{digest}*{weight:.8g}" for digest, weight in zip(digests, schedule[0][1], strict=True)],
+            "schedule": [[first, [float(f"{w:.8g}") for w in weights]] for first, weights in schedule[1:]],
+        }
+
+    def _with_lanes(self, lanes: int) -> StreamOrder:
+        config, extra = self.config, int(self.config.add_extra_token)
+        own = [dataset_samples(dataset, config.sequence_length, extra) for dataset in self._datasets]
+        weights = [float(weight) for weight in (self._weights or own)]
+        order = StreamOrder(
+            datasets=self._datasets,
+            schedule=[(0, weights), *((first, list(later)) for first, later in config.blend_schedule or ())],
+            sequence_length=config.sequence_length,
+            extra_token=config.add_extra_token,
+            seed=config.seed,
+            lanes=lanes,
+            block_bytes=config.block_bytes,
+        )
+        try:
+            order.check()
+        except ConfigError as error:
+            raise ConfigError(f"{self.split}: {error}") from None
+        return order
+
+
+def _of_split(config: DataConfig, split: str) -> tuple[tuple[str, ...], tuple[float, ...] | None, str]:
+    """(prefixes, weights, split string) of one split."""
+    if config.blend is not None:
+        return *parse_blend(config.blend), config.split
+    blend = (config.blend_per_split or ())[SPLITS.index(split)]
+    if blend is None:
+        raise ConfigError(f"blend_per_split has no blend for {split}")
+    return *parse_blend(blend), ",".join("1" if name == split else "0" for name in SPLITS)
+
+
+def _open_dataset(name: str, share: str, split: str, config: DataConfig) -> tuple[list[TokenFile], StreamDataset]:
+    """The files of a dataset and the parts of them that belong to a split: all pairs end to end, cut as a whole."""
+    pairs = [read_bounds(prefix, config.storage) for prefix in find_pairs(name, config.storage)]
+    counts = [pair.header.sequence_count for pair in pairs]
+    bounds = split_bounds(share, sum(counts))[split]
+    if bounds is None or bounds[0] == bounds[1]:
+        raise ConfigError(f"{name}: split {share!r} leaves nothing of its {sum(counts)} sequences for {split}")
+    files = [TokenFile(store=p.store, key=p.bin_info.key, dtype=p.dtype, num_tokens=p.num_tokens) for p in pairs]
+    itemsizes = {pair.dtype.itemsize for pair in pairs}
+    parts, first = [], 0
+    for number, (pair, count) in enumerate(zip(pairs, counts, strict=True)):
+        part = _part(pair, number, max(0, bounds[0] - first), min(count, bounds[1] - first))
+        parts += [part] if part else []
+        first += count
+    return files, StreamDataset(parts=parts, itemsize=max(itemsizes))
+
+
+def _part(pair: PairBounds, file: int, begin: int, end: int) -> Part | None:
+    if begin >= end:
+        return None
+    start = pair.token_at(begin)
+    return Part(file=file, start=start, tokens=pair.token_at(end) - start)
+
+
+def _digest(dataset: StreamDataset) -> str:
+    """Of the token counts of a dataset's parts and its token width: what its order depends on. 12 hex digits."""
+    sizes = np.array([[part.start, part.tokens] for part in dataset.parts], "<i8")
+    return hashlib.blake2b(sizes.tobytes() + bytes([dataset.itemsize]), digest_size=6).hexdigest()
