@@ -11,6 +11,7 @@ if TYPE_CHECKING:
     from streammega.errors import StreammegaError as StreammegaError
     from streammega.index import IndexedDataset as IndexedDataset
     from streammega.index import IndexedDatasetWriter as IndexedDatasetWriter
+    from streammega.samples import BlendedDataset as BlendedDataset
     from streammega.samples import GPTDataset as GPTDataset
     from streammega.samples import build_datasets as build_datasets
     from streammega.stream import StreamingDataset as StreamingDataset
@@ -25,6 +26,7 @@ _HOMES = {
     "StreammegaError": "streammega.errors",
     "IndexedDataset": "streammega.index",
     "IndexedDatasetWriter": "streammega.index",
+    "BlendedDataset": "streammega.samples",
     "GPTDataset": "streammega.samples",
     "build_datasets": "streammega.samples",
     "StreamingDataset": "streammega.stream",

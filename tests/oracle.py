@@ -29,7 +29,7 @@ class Tokenizer(SimpleNamespace):
         return {"class": "test"}
 
 
-def gpt_config(cache: Path, sequence_length: int, seed: int, **options: Any) -> Any:
+def gpt_config(cache: Path | None, sequence_length: int, seed: int, **options: Any) -> Any:
     tokenizer = Tokenizer(eod=options.pop("eod", 0), pad=options.pop("pad", -1), vocab_size=options.pop("vocab_size", 1000))
     defaults: dict[str, Any] = {
         "reset_position_ids": False,
@@ -44,7 +44,7 @@ def gpt_config(cache: Path, sequence_length: int, seed: int, **options: Any) -> 
         return GPTDatasetConfig(
             random_seed=seed,
             sequence_length=sequence_length,
-            path_to_cache=str(cache),
+            path_to_cache=str(cache) if cache else None,
             tokenizer=tokenizer,
             **(defaults | options),
         )

@@ -60,6 +60,7 @@ def permute(value, size, key):  # type: ignore[no-untyped-def]  # pragma: no cov
 
     Few rounds are not random enough on tiny domains: there the place is followed through the swaps of a shuffle.
     """
+    key = np.uint64(key)
     if size <= _SHUFFLED:
         for i in range(size - 1, 0, -1):
             j = below(_mix(key + np.uint64(i)), i + 1)
@@ -82,6 +83,7 @@ def permute(value, size, key):  # type: ignore[no-untyped-def]  # pragma: no cov
 @numba.njit(cache=True, nogil=True)
 def permute_back(value, size, key):  # type: ignore[no-untyped-def]  # pragma: no cover - compiled
     """The inverse of `permute`."""
+    key = np.uint64(key)
     if size <= _SHUFFLED:
         for i in range(1, size):
             j = below(_mix(key + np.uint64(i)), i + 1)

@@ -28,13 +28,14 @@ def samples_asked(weights: Sequence[float], size: int, surplus: float) -> list[i
 def blend_indices(weights: Sequence[float], size: int | None, lengths: Sequence[int]) -> BlendIndices:
     """(dataset_index int16, dataset_sample_index int64) of a blend.
 
-    `weights` with a `size`: relative weights. Without: sizes of the datasets, all of whose samples are taken.
+    `weights` with a `size`: as `normalized` gives them (once more would round again). Without: sizes of the datasets, all of
+    whose samples are taken.
     Raises ConfigError when the blend takes more of a dataset than its length.
     """
     if size is None:
         indices = blend_exhaustive(np.array(weights, np.int64))
     else:
-        indices = blend_weighted(np.array(normalized(weights)), size)
+        indices = blend_weighted(np.array(weights, np.float64), size)
     taken = np.bincount(indices[0], minlength=len(weights))
     for number, (wanted, has) in enumerate(zip(taken.tolist(), lengths, strict=True)):
         if wanted > has:

@@ -12,31 +12,36 @@ from streammega.errors import StateError
 STATE_VERSION = 1
 
 
-def make_state(identity: Mapping[str, Any], consumed_samples: int) -> dict[str, Any]:
-    """A small, JSON-able state: version, consumed_samples, the identity in the clear, and its fingerprint."""
+def make_state(identity: Mapping[str, Any], consumed_samples: int, batch_offset: int = 0) -> dict[str, Any]:
+    """A small, JSON-able state: version, consumed_samples, the identity in the clear, and its fingerprint.
+
+    `batch_offset`: how many of the consumed samples belong to a global batch that is not finished.
+    """
     return {
         "version": STATE_VERSION,
         "consumed_samples": consumed_samples,
+        "batch_offset": batch_offset,
         "identity": dict(identity),
         "fingerprint": fingerprint(identity),
     }
 
 
-def read_state(state: Mapping[str, Any], identity: Mapping[str, Any]) -> int:
-    """consumed_samples of a state that counts in the order `identity` describes.
+def read_state(state: Mapping[str, Any], identity: Mapping[str, Any]) -> tuple[int, int]:
+    """(consumed_samples, batch_offset) of a state that counts in the order `identity` describes.
 
     Raises StateError for an empty, foreign or damaged state, and for another order: it lists what differs.
     """
     if not state:
         raise StateError("the data state is empty; was the checkpoint written by another program, or before the loader existed?")
-    missing = {"version", "consumed_samples", "identity", "fingerprint"} - set(state)
+    missing = {"version", "consumed_samples", "batch_offset", "identity", "fingerprint"} - set(state)
     if missing:
         raise StateError(f"the data state lacks {', '.join(sorted(missing))}; it is not a state of this loader")
     if state["version"] != STATE_VERSION:
         raise StateError(f"the data state has version {state['version']}, this release reads version {STATE_VERSION}")
-    consumed, saved = state["consumed_samples"], state["identity"]
-    if isinstance(consumed, bool) or not isinstance(consumed, int) or consumed < 0:
-        raise StateError(f"consumed_samples of the data state is {consumed!r}, not a count")
+    consumed, offset, saved = state["consumed_samples"], state["batch_offset"], state["identity"]
+    for name, count in (("consumed_samples", consumed), ("batch_offset", offset)):
+        if isinstance(count, bool) or not isinstance(count, int) or count < 0:
+            raise StateError(f"{name} of the data state is {count!r}, not a count")
     if fingerprint(saved) != state["fingerprint"]:
         raise StateError("the data state does not match its own fingerprint; the checkpoint is damaged or was edited")
     differences = describe_differences(saved, identity)
@@ -46,7 +51,7 @@ def read_state(state: Mapping[str, Any], identity: Mapping[str, Any]) -> int:
             + "\n  ".join(differences)
             + "\nrestore these settings, or start a new run without the data state"
         )
-    return consumed
+    return consumed, offset
 
 
 def fingerprint(identity: Mapping[str, Any]) -> str:

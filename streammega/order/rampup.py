@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_right
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 from streammega.errors import ConfigError
@@ -14,14 +14,15 @@ from streammega.order.sharding import check_batch_sizes
 class BatchSchedule:
     """The global batch size of every step: constant, or rising from `start` by `increment` over `samples` samples.
 
-    Equal steps of samples are spent at each size before the last, counted from the first sample; a step always ends with the
-    size it began with.
+    Equal shares of samples are spent at each size before the last, counted from sample 0; a step ends with the size it began
+    with. Steps follow each other from `origin`, the start of some step: 0, or where a run resumed with another batch size.
     """
 
     final: int
     start: int | None = None
     increment: int = 0
     samples: int = 0
+    origin: int = 0
 
     def __post_init__(self) -> None:
         if self.start is None:
@@ -37,11 +38,11 @@ class BatchSchedule:
 
     @cached_property
     def stages(self) -> list[tuple[int, int]]:
-        """(first sample, global batch size) of every stage, in order."""
+        """(first sample, global batch size) of every stage from `origin` on, in order."""
         if self.start is None or self.start == self.final:
-            return [(0, self.final)]
+            return [(self.origin, self.final)]
         count = (self.final - self.start) // self.increment
-        found, at = [], 0
+        found, at = [], self.origin
         for number in range(count):
             size = self.start + number * self.increment
             end = self.samples * (number + 1) / count
@@ -69,8 +70,18 @@ class BatchSchedule:
 
     def check(self, micro_batch_size: int, dp_rank: int, dp_size: int) -> None:
         """Raise ConfigError unless micro_batch_size * dp_size divides every stage's size."""
-        for _, size in self.stages:
+        for _, size in replace(self, origin=0).stages:
             check_batch_sizes(size, micro_batch_size, dp_rank, dp_size)
 
+    def resumed(self, consumed: int, offset: int) -> BatchSchedule:
+        """The schedule of a run that resumes at `consumed`, `offset` samples into a global batch."""
+        return replace(self, origin=consumed - offset)
+
     def _stage(self, consumed: int) -> tuple[int, int]:
-        return self.stages[bisect_right(self.stages, consumed, key=lambda stage: stage[0]) - 1]
+        """The stage of a sample; before `origin` the steps are taken to be those of a run that began at 0."""
+        if consumed < self.origin:
+            return replace(self, origin=self.origin % self.final if self.start is None else 0)._stage_from(consumed)
+        return self._stage_from(consumed)
+
+    def _stage_from(self, consumed: int) -> tuple[int, int]:
+        return self.stages[max(0, bisect_right(self.stages, consumed, key=lambda stage: stage[0]) - 1)]

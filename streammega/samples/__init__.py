@@ -1,6 +1,7 @@
 """Samples: token ids from their files, and the fields that training wants of them."""
 
+from streammega.samples.blended import BlendedDataset
 from streammega.samples.build import build_datasets
 from streammega.samples.gpt import GPTDataset
 
-__all__ = ["GPTDataset", "build_datasets"]
+__all__ = ["BlendedDataset", "GPTDataset", "build_datasets"]

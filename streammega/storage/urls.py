@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
+import threading
+import weakref
+from typing import Any
 from urllib.parse import unquote, urlsplit
 
 from streammega.config import StorageConfig
@@ -12,6 +16,8 @@ from streammega.storage.fsspec_store import FsspecStore
 from streammega.storage.local import LocalStore
 from streammega.storage.obstore_store import ObstoreStore
 
+_stores: weakref.WeakValueDictionary[Any, Any] = weakref.WeakValueDictionary()
+_lock = threading.Lock()
 OBSTORE_SCHEMES = frozenset({"s3", "s3a", "gs", "gcs", "az", "http", "https"})
 
 
@@ -36,10 +42,23 @@ def open_store(url: str, config: StorageConfig) -> tuple[Store, str]:
         raise ConfigError(f"{url}: no bucket or host after '{scheme}://'")
     use_obstore = config.transport == "obstore" or (config.transport == "auto" and scheme in OBSTORE_SCHEMES)
     if not use_obstore:
-        return FsspecStore(scheme, config), url if scheme in ("http", "https") else rest
+        store = _shared(FsspecStore, scheme, "", config)
+        return store, url if scheme in ("http", "https") else rest
     if scheme not in OBSTORE_SCHEMES:
         raise ConfigError(f"{url}: transport 'obstore' serves s3, gs, az and http; use 'auto' or 'fsspec' for {scheme}://")
-    return ObstoreStore(scheme, root, config), key
+    return _shared(ObstoreStore, scheme, root, config), key
+
+
+def _shared(kind: type[Any], scheme: str, root: str, config: StorageConfig) -> Store:
+    """One store, with its connections and threads, for all that is open under the same root and settings."""
+    identity = hashlib.blake2b(repr((config, sorted(config.storage_options.items(), key=str))).encode()).digest()
+    with _lock:
+        store = _stores.get((kind, scheme, root, identity))
+        if store is None:
+            store = kind(scheme, root, config) if root else kind(scheme, config)
+            _stores[kind, scheme, root, identity] = store
+        found: Store = store
+        return found
 
 
 def join_url(folder: str, name: str) -> str:

@@ -133,7 +133,7 @@ class StreamingDataset(torch.utils.data.IterableDataset[Batch]):
             yield batch
 
     def seek(self, consumed_samples: int) -> None:
-        """Continue at a global sample: a multiple of this rank set's micro-step from a global batch's start."""
+        """Continue at a global sample, whole micro-steps of these ranks from the start of a global batch."""
         end = self.num_samples
         if consumed_samples < 0 or (end is not None and consumed_samples > end):
             raise StateError(f"sample {consumed_samples} is not within the {end} samples of {self.split}")
@@ -152,7 +152,7 @@ class StreamingDataset(torch.utils.data.IterableDataset[Batch]):
                 "state_dict(num_batches=<micro-batches taken>), or use StreamLoader, which needs no workers"
             )
         consumed = self._consumed + (num_batches or 0) * self.step_samples
-        return make_state(self.samples.identity(), consumed)
+        return make_state(self.samples.identity(), consumed, self.schedule.offset_at(consumed))
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue at the sample after the last that was handed out. Raises StateError for another order."""
@@ -160,7 +160,15 @@ class StreamingDataset(torch.utils.data.IterableDataset[Batch]):
             lanes = (state.get("identity") or {}).get("lanes")
             if isinstance(lanes, int) and lanes > 0:
                 self.samples.adopt_lanes(lanes)
-        self.seek(read_state(state, self.samples.identity()))
+        consumed, offset = read_state(state, self.samples.identity())
+        schedule = self.schedule.resumed(consumed, offset)
+        if offset >= schedule.size_at(consumed):
+            raise StateError(
+                f"the state stops {offset} samples into a global batch, which now has {schedule.size_at(consumed)}; "
+                f"resume with the former global_batch_size, or from a state saved between global batches"
+            )
+        self.schedule = schedule
+        self.seek(consumed)
 
 
 def _schedule(global_batch_size: int, rampup: tuple[int, int, int] | None) -> BatchSchedule:

@@ -104,9 +104,9 @@ class Trainer:
         waited, total = 0.0, torch.zeros((), device=self.device)
         for micro in range(micro_steps):
             asked = time.perf_counter()
-            consumed = dataset.consumed_samples
             batch = next(batches)
             waited += time.perf_counter() - asked
+            consumed = dataset.consumed_samples - dataset.step_samples
             if train.hash_batches:
                 digests.update(zip(dataset.sample_ids(consumed).tolist(), sample_digests(batch), strict=True))
             with self._sync(micro == micro_steps - 1):
