@@ -9,7 +9,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from streammega.kernels import parallel
 from streammega.kernels.batch import make_fields
 from streammega.kernels.sample_index import build_sample_index
 from streammega.kernels.shuffle import LegacyShuffler
@@ -68,23 +67,10 @@ def test_sample_index_is_its_closed_form_however_it_is_chunked(
     with pytest.MonkeyPatch.context() as patch:
         import streammega.kernels.sample_index as module
 
-        patch.setattr(module, "chunk_bounds", lambda n, _: [(i, min(i + chunk, n)) for i in range(0, n, chunk)])
+        patch.setattr(module, "CHUNK", chunk)
         got = build_sample_index(array, index, rows, size, a, dtype)
     assert got.dtype == dtype
     np.testing.assert_array_equal(got, sample_index_by_search(array, index, rows, size, a))
-
-
-@given(size=st.integers(0, 10_000), least=st.integers(1, 3000))
-def test_chunks_tile_the_range(size: int, least: int) -> None:
-    chunks = parallel.chunk_bounds(size, least)
-    assert [i for a, b in chunks for i in range(a, b)] == list(range(size))
-    assert len(chunks) == 1 or min(b - a for a, b in chunks) >= least
-
-
-def test_threads_keep_the_order_and_raise() -> None:
-    assert parallel.map_in_threads(lambda x: x * x, range(50)) == [x * x for x in range(50)]
-    with pytest.raises(ZeroDivisionError):
-        parallel.map_in_threads(lambda x: 1 // x, [1, 0])
 
 
 @given(

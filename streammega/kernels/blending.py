@@ -11,13 +11,11 @@ fall due together and are compared together.
 
 from __future__ import annotations
 
-from typing import Any
-
 import numba
 import numpy as np
-from numba import types
-from numba.extending import intrinsic
 from numpy.typing import NDArray
+
+from streammega.kernels.intrinsics import float_bits
 
 _WINDOW = 16
 """Samples chosen between two looks at the calendar."""
@@ -49,22 +47,10 @@ def _outputs(weights: NDArray[np.float64], sizes: NDArray[np.float64], total: in
     return dataset, sample
 
 
-def _float_bits(typing_context: Any, value: Any) -> Any:
-    """The bits of a float64 as int64: integer maxima are vectorised, those of floats are not without fast-math."""
-
-    def codegen(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        return builder.bitcast(arguments[0], context.get_value_type(types.int64))
-
-    return types.int64(types.float64), codegen
-
-
-_bits: Any = intrinsic(_float_bits)
-
-
 @numba.njit(inline="always")
 def _ordered(value):  # type: ignore[no-untyped-def]  # pragma: no cover - compiled
-    """An int64 that orders as the float64 does (there are no NaNs, and no negative zeros)."""
-    bits = _bits(value)
+    """An int64 that orders as the float64 does (no NaNs, no negative zeros): integer maxima are vectorised by themselves."""
+    bits = float_bits(value)
     return bits ^ ((bits >> 63) & np.int64(0x7FFFFFFFFFFFFFFF))
 
 

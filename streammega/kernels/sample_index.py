@@ -1,18 +1,25 @@
 """Megatron's sample index by its closed form: where, in the shuffled documents, each sample starts.
 
-Two streaming passes over document_index, each in parallel: token sums per chunk, then the rows that fall into each
-chunk. No prefix sum of the corpus is stored, so peak memory is the returned array.
+Chunks of document_index, in parallel: their lengths are gathered (asked of memory ahead of use) and summed; then, where the
+chunk starts being known, the rows that fall into it are written. No prefix sum of the corpus is stored: beyond the returned
+array, memory is a few chunks.
 """
 
 from __future__ import annotations
 
+from collections import deque
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
 import numba
 import numpy as np
 from numpy.typing import NDArray
 
-from streammega.kernels.parallel import chunk_bounds, map_in_threads
+from streammega.kernels.intrinsics import prefetch
+from streammega.kernels.parallel import num_threads
+
+CHUNK = 1 << 18
+_PREFETCH = 128
 
 
 def build_sample_index(
@@ -35,48 +42,76 @@ def build_sample_index(
         extra_token: 1 if samples carry one token more than sequence_length, else 0.
         dtype: int32 or int64, of the result.
     """
-    positions = len(document_index)
     rows: NDArray[Any] = np.empty((num_rows + 1, 2), dtype)
-    chunks = chunk_bounds(positions, 1 << 16)
-    sums = map_in_threads(lambda chunk: _sum(lengths, document_index, *chunk), chunks)
-    bases = np.concatenate([np.zeros(1, np.int64), np.cumsum(sums, dtype=np.int64)])
-
-    def fill(c: int) -> None:
-        _fill(rows, lengths, document_index, *chunks[c], bases[c], sequence_length, extra_token, num_rows)
-
-    map_in_threads(fill, range(len(chunks)))
-    end = (bases[-1] - extra_token) // sequence_length + 1  # the first row past the tokens
-    if end <= num_rows:
-        rows[max(end, 1) :] = (positions - 1, lengths[document_index[-1]] - extra_token)
+    tokens = _fill_rows(rows, lengths, document_index, sequence_length, extra_token)
+    past = (tokens - extra_token) // sequence_length + 1  # the first row past the tokens
+    if past <= num_rows:
+        rows[max(past, 1) :] = (len(document_index) - 1, lengths[document_index[-1]] - extra_token)
     rows[0] = (0, 0)
     return rows
 
 
+def _fill_rows(
+    rows: NDArray[Any], lengths: NDArray[np.int32], document_index: NDArray[np.int32], sequence_length: int, extra_token: int
+) -> int:
+    """Write all rows that lie within the tokens; returns how many tokens there are."""
+    ids, positions, threads = document_index.view(np.uint32), len(document_index), num_threads()
+    gathered: deque[tuple[int, Future[tuple[NDArray[np.int32], int]]]] = deque()
+    written: deque[Future[None]] = deque()
+    tokens = 0
+    with ThreadPoolExecutor(threads) as pool:
+        for start in [*range(0, positions, CHUNK), *[positions] * (2 * threads)]:
+            if start < positions:
+                gathered.append((start, pool.submit(_gather_chunk, lengths, ids, start, min(start + CHUNK, positions))))
+                if len(gathered) < 2 * threads:
+                    continue
+            if gathered:
+                first, future = gathered.popleft()
+                sizes, total = future.result()
+                written.append(pool.submit(_fill, rows, sizes, first, tokens, sequence_length, 1 - extra_token))
+                tokens += total
+            if len(written) > 2 * threads:
+                written.popleft().result()
+        for last in written:
+            last.result()
+    return tokens
+
+
+def _gather_chunk(lengths: NDArray[np.int32], ids: NDArray[np.uint32], start: int, stop: int) -> tuple[NDArray[np.int32], int]:
+    sizes = np.empty(stop - start, np.int32)
+    return sizes, int(_gather(lengths, ids, start, sizes))
+
+
 @numba.njit(cache=True, nogil=True)
-def _sum(lengths, index, start, stop):  # type: ignore[no-untyped-def]  # pragma: no cover - compiled
+def _gather(lengths, ids, start, sizes):  # type: ignore[no-untyped-def]  # pragma: no cover - compiled
+    """sizes[i] = lengths[ids[start + i]]; returns their sum."""
+    count = len(sizes)
+    for i in range(count):
+        prefetch(lengths, np.int64(ids[start + min(i + _PREFETCH, count - 1)]))
+        sizes[i] = lengths[ids[start + i]]
     total = np.int64(0)
-    for i in range(start, stop):
-        total += lengths[index[i]]
+    for i in range(count):
+        total += sizes[i]
     return total
 
 
 @numba.njit(cache=True, nogil=True)
-def _fill(  # type: ignore[no-untyped-def]  # pragma: no cover - compiled
-    rows, lengths, index, start, stop, base, sequence_length, extra_token, num_rows
-) -> None:
-    """The rows whose token lies in positions [start, stop), which begin at token `base`.
+def _fill(rows, sizes, start, base, sequence_length, shift) -> None:  # type: ignore[no-untyped-def]  # pragma: no cover - compiled
+    """The rows whose token lies in the positions from `start` on, which have `sizes` and begin at token `base`.
 
-    Without the extra token a row belongs to the sequence of the token before it, so shift by one.
+    Without the extra token (`shift` 1) a row belongs to the sequence of the token before it.
     """
-    shift = 1 - extra_token
     row = (base + shift + sequence_length - 1) // sequence_length  # the first k with k * S - shift >= base
-    at = np.int64(base)
-    for position in range(start, stop):
-        end = at + lengths[index[position]]
-        while row <= num_rows and row * sequence_length - shift < end:
-            rows[row, 0] = position
-            rows[row, 1] = row * sequence_length - at
+    token, at = row * sequence_length - shift, np.int64(base)
+    last = (len(rows) - 1) * sequence_length - shift
+    for i in range(len(sizes)):
+        end = at + sizes[i]
+        while token < end:
+            if token > last:
+                return
+            rows[row, 0], rows[row, 1] = start + i, token + shift - at
             row += 1
+            token += sequence_length
         at = end
 
 

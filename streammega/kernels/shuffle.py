@@ -1,8 +1,7 @@
 """NumPy's legacy `RandomState.shuffle`, bit for bit, in compiled code.
 
 Cost: one Mersenne Twister word per element (about 1.3 with rejections), one random swap. The swap targets do
-not depend on the data, so they are drawn a block ahead; the swaps of a block then have nothing to wait for but
-memory, and the processor overlaps their misses.
+not depend on the data, so they are drawn a block ahead, without branches, and asked of memory before their turn.
 """
 
 from __future__ import annotations
@@ -11,8 +10,11 @@ import numba
 import numpy as np
 from numpy.typing import NDArray
 
+from streammega.kernels.intrinsics import prefetch
+
 _STATE_WORDS = 624
-_AHEAD = 2048
+_AHEAD = 4096
+_PREFETCH = 96
 
 
 class LegacyShuffler:
@@ -32,8 +34,8 @@ class LegacyShuffler:
 
 
 @numba.njit(cache=True, nogil=True)
-def _refill(key: NDArray[np.uint32]) -> None:  # pragma: no cover - compiled
-    """The next 624 words of the Mersenne Twister's state."""
+def _refill(key, words) -> None:  # type: ignore[no-untyped-def]  # pragma: no cover - compiled
+    """The next 624 words of the Mersenne Twister: the state, and what it puts out."""
     upper, lower, matrix = np.uint32(0x80000000), np.uint32(0x7FFFFFFF), np.uint32(0x9908B0DF)
     for i in range(227):
         y = (key[i] & upper) | (key[i + 1] & lower)
@@ -43,36 +45,36 @@ def _refill(key: NDArray[np.uint32]) -> None:  # pragma: no cover - compiled
         key[i] = key[i - 227] ^ (y >> np.uint32(1)) ^ (matrix * (y & np.uint32(1)))
     y = (key[623] & upper) | (key[0] & lower)
     key[623] = key[396] ^ (y >> np.uint32(1)) ^ (matrix * (y & np.uint32(1)))
-
-
-@numba.njit(cache=True, nogil=True, inline="always")
-def _tempered(y: np.uint32) -> np.uint32:  # pragma: no cover - compiled
-    y ^= y >> np.uint32(11)
-    y ^= (y << np.uint32(7)) & np.uint32(0x9D2C5680)
-    y ^= (y << np.uint32(15)) & np.uint32(0xEFC60000)
-    return np.uint32(y ^ (y >> np.uint32(18)))
+    _temper(key, words)
 
 
 @numba.njit(cache=True, nogil=True)
-def _next_word(key: NDArray[np.uint32], position: NDArray[np.int64]) -> np.uint32:  # pragma: no cover - compiled
-    if position[0] == _STATE_WORDS:
-        _refill(key)
-        position[0] = 0
-    word = _tempered(key[position[0]])
-    position[0] += 1
-    return word
+def _temper(key, words) -> None:  # type: ignore[no-untyped-def]  # pragma: no cover - compiled
+    for i in range(_STATE_WORDS):
+        y = key[i]
+        y ^= y >> np.uint32(11)
+        y ^= (y << np.uint32(7)) & np.uint32(0x9D2C5680)
+        y ^= (y << np.uint32(15)) & np.uint32(0xEFC60000)
+        words[i] = y ^ (y >> np.uint32(18))
 
 
 @numba.njit(cache=True, nogil=True)
-def _shuffle(values: NDArray[np.generic], key: NDArray[np.uint32], position: NDArray[np.int64]) -> None:  # pragma: no cover
+def _shuffle(values, key, position) -> None:  # type: ignore[no-untyped-def]  # pragma: no cover - compiled
     """Fisher-Yates from the end; element i swaps with a uniform draw from [0, i] by mask and rejection."""
-    targets = np.empty(_AHEAD, np.int64)
-    i = len(values) - 1
+    targets, words = np.empty(_AHEAD + _STATE_WORDS, np.uint32), np.empty(_STATE_WORDS, np.uint32)
+    wide = np.empty(1, np.int64)
+    _temper(key, words)
+    i = np.int64(len(values) - 1)
+    while i > 0xFFFFFFFF:
+        _draw_wide(i, key, words, position, wide)
+        kept = values[wide[0]]
+        values[wide[0]] = values[i]
+        values[i] = kept
+        i -= 1
     while i >= 1:
-        count = min(i, _AHEAD)
+        count = _draw(i, targets, key, words, position)
         for k in range(count):
-            targets[k] = _draw(i - k, key, position)
-        for k in range(count):
+            prefetch(values, np.int64(targets[min(k + _PREFETCH, count - 1)]))
             j = targets[k]
             kept = values[j]
             values[j] = values[i - k]
@@ -81,15 +83,41 @@ def _shuffle(values: NDArray[np.generic], key: NDArray[np.uint32], position: NDA
 
 
 @numba.njit(cache=True, nogil=True)
-def _draw(limit: int, key: NDArray[np.uint32], position: NDArray[np.int64]) -> int:  # pragma: no cover - compiled
-    """Uniform in [0, limit]: words masked to the bits of `limit`, until one is not above it."""
-    mask = np.uint64(limit)
+def _draw(i, targets, key, words, position):  # type: ignore[no-untyped-def]  # pragma: no cover - compiled
+    """Targets for elements i, i - 1, ... that share a mask; returns how many (at most about _AHEAD)."""
+    mask = np.uint32(i)
+    for shift in (1, 2, 4, 8, 16):
+        mask |= mask >> np.uint32(shift)
+    most = min(np.int64(_AHEAD), i - np.int64(mask >> np.uint32(1)))  # below that, one bit less is drawn
+    count = np.int64(0)
+    while count < most:
+        if position[0] == _STATE_WORDS:
+            _refill(key, words)
+            position[0] = 0
+        at = position[0]
+        stop = min(np.int64(_STATE_WORDS), at + most - count)
+        for w in range(at, stop):  # without a branch: a rejected draw is overwritten by the next
+            target = words[w] & mask
+            targets[count] = target
+            count += np.int64(np.int64(target) <= i - count)
+        position[0] = stop
+    return count
+
+
+@numba.njit(cache=True, nogil=True)
+def _draw_wide(i, key, words, position, out) -> None:  # type: ignore[no-untyped-def]  # pragma: no cover - compiled
+    """One target for an element past 2**32: two words, the first one high."""
+    mask = np.uint64(i)
     for shift in (1, 2, 4, 8, 16, 32):
         mask |= mask >> np.uint64(shift)
     while True:
-        word = np.uint64(_next_word(key, position))
-        if limit > 0xFFFFFFFF:
-            word = (word << np.uint64(32)) | np.uint64(_next_word(key, position))
-        value = np.int64(word & mask)
-        if value <= limit:
-            return value  # type: ignore[return-value]
+        word = np.uint64(0)
+        for _ in range(2):
+            if position[0] == _STATE_WORDS:
+                _refill(key, words)
+                position[0] = 0
+            word = (word << np.uint64(32)) | np.uint64(words[position[0]])
+            position[0] += 1
+        if np.int64(word & mask) <= i:
+            out[0] = np.int64(word & mask)
+            return

@@ -1,0 +1,38 @@
+"""Two instructions that numba does not offer by name."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from llvmlite import ir
+from numba import types
+from numba.core import cgutils
+from numba.extending import intrinsic
+
+
+def _float_bits(typing_context: Any, value: Any) -> Any:
+    def codegen(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        return builder.bitcast(arguments[0], context.get_value_type(types.int64))
+
+    return types.int64(types.float64), codegen
+
+
+def _prefetch(typing_context: Any, array: Any, index: Any) -> Any:
+    def codegen(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        data = context.make_array(signature.args[0])(context, builder, arguments[0]).data
+        pointer, word = ir.IntType(8).as_pointer(), ir.IntType(32)
+        place = builder.bitcast(builder.gep(data, [arguments[1]]), pointer)
+        kind = ir.FunctionType(ir.VoidType(), [pointer, word, word, word])
+        function: Any = cgutils.get_or_insert_function(  # type: ignore[no-untyped-call]
+            builder.module, kind, "llvm.prefetch"
+        )
+        builder.call(function, [place, word(0), word(3), word(1)])  # a read, into all caches, of data
+        return context.get_dummy_value()
+
+    return types.none(array, index), codegen
+
+
+float_bits: Any = intrinsic(_float_bits)
+"""float_bits(x): the bits of a float64 as int64."""
+prefetch: Any = intrinsic(_prefetch)
+"""prefetch(array, index): ask for array[index] (one-dimensional, contiguous) ahead of its use. Never faults."""

@@ -1,0 +1,163 @@
+#!/usr/bin/env python3
+"""Building and locating orders, side by side with megatron-core's compiled helpers and NumPy, in one run.
+
+Both sides alternate, several times each; the ratio is that of the medians. Results are compared bit for bit.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.metadata
+import platform
+import statistics
+import sys
+import time
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from streammega.kernels.blending import blend_weighted
+from streammega.kernels.parallel import num_threads
+from streammega.kernels.sample_index import build_sample_index
+from streammega.kernels.shuffle import LegacyShuffler
+from streammega.order.blend import normalized
+from streammega.order.cursor import make_state
+from streammega.order.stream import Part, StreamDataset, StreamOrder
+
+Side = Callable[[], Any]
+
+
+def main() -> int:
+    arguments = argparse.ArgumentParser(description=__doc__)
+    arguments.add_argument("--sequences", type=int, nargs="*", default=[20_000_000])
+    arguments.add_argument("--runs", type=int, default=5)
+    chosen = arguments.parse_args()
+    print(f"Python {platform.python_version()}, {num_threads()} cores; " + ", ".join(versions()))
+    print("| kernel | helpers / NumPy | streammega | ratio | bits |\n|---|---|---|---|---|")
+    for sequences in chosen.sequences:
+        sample_index(sequences, chosen.runs)
+        shuffles(sequences, chosen.runs)
+    blends(chosen.runs)
+    locate(chosen.runs)
+    starts()
+    return 0
+
+
+def versions() -> list[str]:
+    return [f"{name} {importlib.metadata.version(name)}" for name in ("numpy", "numba", "megatron-core")]
+
+
+def compare(name: str, theirs: Side, ours: Side, runs: int) -> None:
+    """One row: medians of alternating runs, after one of each to warm up."""
+    same = equal(theirs(), ours())
+    times: tuple[list[float], list[float]] = ([], [])
+    for _ in range(runs):
+        for side, taken in zip((theirs, ours), times, strict=True):
+            began = time.perf_counter()
+            side()
+            taken.append(time.perf_counter() - began)
+    a, b = (statistics.median(taken) for taken in times)
+    print(f"| {name} | {a:.3f} s | {b:.3f} s | {a / b:.1f}x | {'identical' if same else 'DIFFERENT'} |", flush=True)
+
+
+def equal(theirs: Any, ours: Any) -> bool:
+    pairs = zip(theirs, ours, strict=True) if isinstance(theirs, tuple) else [(theirs, ours)]
+    return all(a.dtype == b.dtype and np.array_equal(a, b) for a, b in pairs)
+
+
+def sample_index(sequences: int, runs: int) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        from megatron.core.datasets import helpers
+    rng = np.random.default_rng(0)
+    lengths = rng.integers(0, 2000, sequences).astype(np.int32)
+    index = np.arange(sequences, dtype=np.int32)
+    LegacyShuffler(1).shuffle(index)
+    tokens = int(lengths.sum(dtype=np.int64))
+    rows = (tokens - 1) // 4096
+    compare(
+        f"sample index, {sequences / 1e6:.0f}M sequences",
+        lambda: helpers.build_sample_idx_int32(lengths, index, 4096, 1, tokens, True, 1),
+        lambda: build_sample_index(lengths, index, rows, 4096, 1, np.int32),
+        runs,
+    )
+
+
+def shuffles(sequences: int, runs: int) -> None:
+    """Document and shuffle index of one epoch: what Megatron builds with NumPy."""
+    samples = sequences // 4
+
+    def theirs() -> tuple[np.ndarray, np.ndarray]:
+        state = np.random.RandomState(1)
+        documents, order = np.arange(sequences, dtype=np.int32), np.arange(samples, dtype=np.uint32)
+        state.shuffle(documents)
+        state.shuffle(order)
+        return documents, order
+
+    def ours() -> tuple[np.ndarray, np.ndarray]:
+        shuffler = LegacyShuffler(1)
+        documents, order = np.arange(sequences, dtype=np.int32), np.arange(samples, dtype=np.uint32)
+        shuffler.shuffle(documents)
+        shuffler.shuffle(order)
+        return documents, order
+
+    compare(f"document + shuffle index, {sequences / 1e6:.0f}M sequences", theirs, ours, runs)
+
+
+def blends(runs: int) -> None:
+    from megatron.core.datasets import helpers
+
+    rng = np.random.default_rng(0)
+    for count, size in ((64, 4_000_000), (256, 2_000_000), (1000, 500_000)):
+        kinds = {"random": rng.random(count) + 1e-6, "Zipf": 1 / np.arange(1, count + 1), "equal": np.ones(count)}
+        for kind, raw in kinds.items():
+            weights = np.array(normalized(raw.tolist()))
+
+            def theirs(weights: np.ndarray = weights, size: int = size) -> tuple[np.ndarray, np.ndarray]:
+                dataset, sample = np.zeros(size, np.int16), np.zeros(size, np.int64)
+                helpers.build_blending_indices(dataset, sample, weights.tolist(), len(weights), size, False)
+                return dataset, sample
+
+            def ours(weights: np.ndarray = weights, size: int = size) -> tuple[np.ndarray, np.ndarray]:
+                return blend_weighted(weights, size)
+
+            compare(f"blending {count} datasets, {kind} weights, {size / 1e6:g}M samples", theirs, ours, runs)
+
+
+def stream_order(datasets: int) -> StreamOrder:
+    rng = np.random.default_rng(0)
+    parts = [
+        StreamDataset(parts=[Part(file=0, start=0, tokens=int(rng.integers(10**9, 10**12)))], itemsize=2) for _ in range(datasets)
+    ]
+    return StreamOrder(
+        datasets=parts, schedule=[(0, rng.random(datasets).tolist())], sequence_length=4096, extra_token=True, seed=1, lanes=1024
+    )
+
+
+def locate(runs: int) -> None:
+    order, ids = stream_order(64), np.arange(10**10, 10**10 + 2_000_000)
+    order.locate(ids[:10])
+    rates = []
+    for _ in range(runs):
+        began = time.perf_counter()
+        order.locate(ids)
+        rates.append(len(ids) / (time.perf_counter() - began))
+    print(f"\nlocate, stream order, 64 datasets blended: {statistics.median(rates) / 1e6:.1f}M samples/s on one core")
+
+
+def starts() -> None:
+    """From sizes to the first batch's places, kernels compiled by an earlier run."""
+    for first in (0, 10**10):
+        began = time.perf_counter()
+        order = stream_order(20)
+        order.locate(np.arange(first, first + 1024))
+        taken = time.perf_counter() - began
+        print(f"start of a 20-dataset stream at sample {first:,}: {taken * 1e3:.1f} ms")
+    state = make_state({"datasets": ["0123456789ab*0.12345678"] * 20, "seed": 1, "order": "stream", "lanes": 1024}, 10**10)
+    print(f"state of a loader with 20 datasets: about {len(str(state))} bytes")
+
+
+if __name__ == "__main__":
+    sys.exit(main())
