@@ -105,6 +105,43 @@ def describe(
         typer.echo(f"histogram written to {plot}")
 
 
+@app.command(name="order-report", no_args_is_help=True)
+def order_report(
+    blend: Annotated[list[str], typer.Argument(help="Prefixes, or weights and prefixes in turn: 0.3 a 0.7 b.")],
+    sequence_length: Annotated[int, typer.Option(help="Tokens of a sample.")] = 4096,
+    global_batch_size: Annotated[int, typer.Option(help="Samples of a step.")] = 1024,
+    ranks: Annotated[int, typer.Option(help="Data-parallel ranks.")] = 8,
+    steps: Annotated[int, typer.Option(help="Global batches to look at.")] = 256,
+    order: Annotated[str, typer.Option(help="stream, megatron or sequential.")] = "stream",
+    split: Annotated[str, typer.Option(help="Shares of train, valid and test.")] = "1,0,0",
+    seed: Annotated[int, typer.Option()] = 1234,
+    lanes: Annotated[int | None, typer.Option(help="Lanes of the stream order.")] = None,
+    block_kib: Annotated[int, typer.Option(help="KiB of a block of the stream order.")] = 256,
+    plot: Annotated[str | None, typer.Option(help="Write a PNG.")] = None,
+    storage: StorageOption = None,
+) -> None:
+    """Measure an order before it is used: shuffle quality, blend drift, requests and bytes of each rank. Reads no tokens."""
+    from streammega import report as reporting
+    from streammega.config import DataConfig
+
+    config = DataConfig(
+        blend=blend if len(blend) > 1 else blend[0],
+        sequence_length=sequence_length,
+        split=split,
+        seed=seed,
+        order=order,  # type: ignore[arg-type]  # checked by the config
+        lanes=lanes,
+        block_bytes=block_kib * 1024,
+        num_samples=(steps * global_batch_size, 0, 0),
+        storage=storage_config(storage),
+    )
+    made = reporting.order_report(config, "train", global_batch_size, ranks, steps)
+    typer.echo(reporting.as_text(made, ranks))
+    if plot:
+        reporting.write_plot(made, plot)
+        typer.echo(f"plot written to {plot}")
+
+
 @app.command(no_args_is_help=True, context_settings={"ignore_unknown_options": True})
 def train(
     config: Annotated[str, typer.Argument(help="The run's TOML file.")],

@@ -93,8 +93,8 @@ class DataConfig:
     surplus: float = 0.005
     """Megatron order: share by which a blend asks its datasets for more samples than it will take."""
     lanes: int | None = None
-    """Stream order: lanes, a multiple of the global batch; default the smallest of at least 256, kept in the state."""
-    block_bytes: int = MiB
+    """Stream order: lanes, a multiple of the global batch; default the smallest of at least 1024, kept in the state."""
+    block_bytes: int = MiB // 4
     """Stream order: bytes that are shuffled as one."""
     skip_samples: Sequence[tuple[int, int]] = ()
     """Ranges [start, stop) of global sample ids to pass over: whole global batches."""

@@ -25,7 +25,7 @@ LEVELS = [
     {"stream"},
     {"train"},
     {"convert", "plotting"},
-    {"describe"},
+    {"describe", "report"},
     {"cli"},
 ]
 LEVEL = {unit: number for number, units in enumerate(LEVELS) for unit in units}
