@@ -37,8 +37,8 @@ lint: $(STAMP)  ## ruff
 types: $(STAMP)  ## mypy
 	$(BIN)/mypy
 
-soak: $(STAMP)  ## long runs
-	$(PYTEST) -m soak
+soak: $(STAMP)  ## long runs: 20,000 configurations against megatron-core (about ten minutes)
+	$(PYTEST) -n 2 -m soak --timeout 1800
 
 clean:  ## remove .venv, caches and the demo's folder
 	rm -rf $(VENV) demo-run build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis

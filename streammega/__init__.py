@@ -13,7 +13,9 @@ if TYPE_CHECKING:
     from streammega.index import IndexedDatasetWriter as IndexedDatasetWriter
     from streammega.samples import BlendedDataset as BlendedDataset
     from streammega.samples import GPTDataset as GPTDataset
+    from streammega.samples import SFTDataset as SFTDataset
     from streammega.samples import build_datasets as build_datasets
+    from streammega.stream import MegatronBatchSampler as MegatronBatchSampler
     from streammega.stream import StreamingDataset as StreamingDataset
     from streammega.stream import StreamLoader as StreamLoader
 
@@ -28,7 +30,9 @@ _HOMES = {
     "IndexedDatasetWriter": "streammega.index",
     "BlendedDataset": "streammega.samples",
     "GPTDataset": "streammega.samples",
+    "SFTDataset": "streammega.samples",
     "build_datasets": "streammega.samples",
+    "MegatronBatchSampler": "streammega.stream",
     "StreamingDataset": "streammega.stream",
     "StreamLoader": "streammega.stream",
 }

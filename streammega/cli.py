@@ -142,6 +142,27 @@ def order_report(
         typer.echo(f"plot written to {plot}")
 
 
+@app.command(no_args_is_help=True)
+def prepare(
+    config: Annotated[str, typer.Argument(help="The run's TOML file.")],
+    overrides: Annotated[list[str] | None, typer.Argument(help="Settings over the file's: section.name=value.")] = None,
+) -> None:
+    """Build all indices of a run ahead of it, without GPUs; with data.shared_index_url, publish them for the nodes."""
+    from dataclasses import replace
+
+    from streammega.samples.prepare import prepare as run
+    from streammega.train.config import load_run
+
+    settings = load_run(config, overrides or [])
+    data = settings.data if settings.data.num_samples else replace(settings.data, num_samples=settings.num_samples())
+    count = 0
+    for done in run(data):
+        typer.echo(f"{done.split:<6}{done.samples:>14,} samples {done.seconds:>8.2f} s  {done.prefix}")
+        count += 1
+    where = f", published in {data.shared_index_url}" if data.shared_index_url else ""
+    typer.echo("the stream order needs no indices" if data.order == "stream" else f"{count} datasets prepared{where}")
+
+
 @app.command(no_args_is_help=True, context_settings={"ignore_unknown_options": True})
 def train(
     config: Annotated[str, typer.Argument(help="The run's TOML file.")],

@@ -102,6 +102,8 @@ class DataConfig:
     """When given, a token id at or past it is an error."""
     index_cache_dir: str | Path | None = None
     """Where `.idx` copies and built indices go; default ~/.cache/streammega."""
+    shared_index_url: str | None = None
+    """A folder, beside the data for instance, that `streammega prepare` fills with built indices for nodes to download."""
     storage: StorageConfig = field(default_factory=StorageConfig)
 
     def __post_init__(self) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -207,3 +208,45 @@ GOLDEN_DOCUMENTS = [7, 4, 2, 3, 1, 6, 5, 4, 0, 8, 1, 9, 10, 10, 8, 2, 11, 9, 5, 
 GOLDEN_SAMPLES = [[0, 0], [3, 2], [4, 3], [6, 1], [10, 0], [12, 0], [13, 0], [14, 0], [16, 0], [18, 1], [21, 5], [23, 7]]
 GOLDEN_SHUFFLE = [8, 1, 9, 4, 3, 7, 6, 10, 5, 0, 2]
 GOLDEN_TOKENS = [1100, 1101, 1102, 1103, 900, 901, 902, 903, 904, 905, 906, 907, 908, 909, 910, 500]
+
+
+def test_peak_memory_of_a_build_is_the_arrays_returned() -> None:
+    """At most a tenth more, for two million sequences and two epochs."""
+    import tracemalloc
+
+    from streammega.order.megatron import build_gpt_indices, gpt_shape
+
+    rng = np.random.default_rng(0)
+    lengths, ids = rng.integers(0, 60, 2_000_000).astype(np.int32), np.arange(2_000_000, dtype=np.int32)
+    shape = gpt_shape(lengths, ids, 1_500_000, 64)
+    build_gpt_indices(lengths[:100], ids[:100], gpt_shape(lengths[:100], ids[:100], 10, 8), 1)  # compile outside of the measure
+    tracemalloc.start()
+    indices = build_gpt_indices(lengths, ids, shape, 1)
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    returned = sum(array.nbytes for array in vars(indices).values())
+    assert shape.num_epochs == 2
+    assert peak <= 1.1 * returned, f"{peak / returned:.2f} times the arrays"
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("block", range(20))
+def test_twenty_thousand_configurations_are_megatrons(block: int, tmp_path: Path) -> None:
+    """Indices of 20,000 configurations, dtypes included; a few samples of each."""
+    for number in range(block, 20_000, 20):
+        case = random_case(100_000 + number)
+        theirs, ours = build_both(case, tmp_path / "one")
+        if theirs is None or len(theirs) == 0:
+            tail = ours is not None and not ours.shape.drop_last and ours.sample_index[-1].tolist()[1] == -case["extra"]
+            assert ours is None or tail, number
+            continue
+        assert ours is not None, number
+        for name in ("document_index", "sample_index", "shuffle_index"):
+            a, b = getattr(theirs, name), getattr(ours, name)
+            assert a.dtype == b.dtype, (number, name)
+            np.testing.assert_array_equal(a, b, err_msg=f"case {number}: {name}")
+        for k in {0, len(ours) // 2, len(ours) - 1}:
+            theirs.masks_and_position_ids_are_cached = False
+            expected, got = theirs[k], ours[k]
+            assert all(expected[name].equal(got[name]) for name in expected), (number, k)
+        shutil.rmtree(tmp_path / "one")

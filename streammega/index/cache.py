@@ -13,14 +13,16 @@ import os
 import tempfile
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 
 import filelock
 import numpy as np
 from numpy.typing import NDArray
 
-from streammega.errors import CacheError
-from streammega.storage import ObjectInfo, Store
+from streammega.config import StorageConfig
+from streammega.errors import CacheError, ObjectNotFoundError
+from streammega.storage import ObjectInfo, Store, join_url, open_store
 
 log = logging.getLogger(__name__)
 
@@ -59,20 +61,60 @@ def _download(store: Store, info: ObjectInfo, part_bytes: int) -> Iterator[memor
 
 
 def cached_arrays(
-    cache_dir: Path, key: str, names: tuple[str, ...], build: Callable[[], Mapping[str, NDArray[np.generic]]]
+    cache_dir: Path,
+    key: str,
+    names: tuple[str, ...],
+    build: Callable[[], Mapping[str, NDArray[np.generic]]],
+    published: SharedFolder | None = None,
 ) -> dict[str, NDArray[np.generic]]:
     """Arrays `<key>-<name>.npy`, memory-mapped read-only; built once per node when one of them is missing.
 
-    Each file is written under a temporary name and renamed, so a killed build leaves nothing that is later believed.
+    Where `published` has them all, they are downloaded instead. Each file is written under a temporary name and renamed, so
+    a killed build leaves nothing that is later believed.
     """
     paths = {name: cache_dir / "order" / f"{key}-{name}.npy" for name in names}
     if not all(path.exists() for path in paths.values()):
         with node_lock(cache_dir / "order" / f"{key}.lock"):
-            if not all(path.exists() for path in paths.values()):
+            if not all(path.exists() for path in paths.values()) and not (published and _download_all(published, paths)):
                 arrays = build()
                 for name, path in paths.items():
                     write_atomically(path, _npy_bytes(arrays[name]), arrays[name].nbytes)
     return {name: load_array(path) for name, path in paths.items()}
+
+
+@dataclass(frozen=True, kw_only=True)
+class SharedFolder:
+    """A folder of built arrays that all nodes can read: a URL, opened with the run's storage settings."""
+
+    url: str
+    storage: StorageConfig
+
+    def publish(self, path: Path) -> None:
+        """Upload one cached array under its own name, at once."""
+        store, key = open_store(join_url(self.url, path.name), self.storage)
+        writer = store.open_writer(key)
+        try:
+            with open(path, "rb") as file:
+                while chunk := file.read(DOWNLOAD_BYTES):
+                    writer.write(chunk)
+            writer.commit()
+        except BaseException:
+            writer.abort()
+            raise
+
+
+def _download_all(published: SharedFolder, paths: Mapping[str, Path]) -> bool:
+    """Fetch all arrays from the shared folder, or none: False when one is not there."""
+    found = []
+    for path in paths.values():
+        store, key = open_store(join_url(published.url, path.name), published.storage)
+        try:
+            found.append((store, store.info(key), path))
+        except ObjectNotFoundError:
+            return False
+    for store, info, path in found:
+        write_atomically(path, _download(store, info, published.storage.part_bytes), info.size)
+    return True
 
 
 def load_array(path: Path) -> NDArray[np.generic]:

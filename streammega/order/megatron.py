@@ -133,9 +133,11 @@ def build_gpt_indices(
 
 
 def _lengths_of(lengths: NDArray[np.int32], ids: NDArray[np.int32]) -> NDArray[np.int32]:
-    """lengths[ids], without a copy when the ids are a range."""
-    if len(ids) and ids[-1] - ids[0] == len(ids) - 1 and (len(ids) < 2 or bool((np.diff(ids) == 1).all())):
-        return lengths[int(ids[0]) : int(ids[-1]) + 1]
+    """lengths[ids], without a copy when the ids are a range; in bounded memory."""
+    first, step = int(ids[0]) if len(ids) else 0, 1 << 20
+    parts = range(0, len(ids), step)
+    if all(np.array_equal(ids[at : at + step], np.arange(first + at, first + min(at + step, len(ids)))) for at in parts):
+        return lengths[first : first + len(ids)]
     return lengths[ids]
 
 

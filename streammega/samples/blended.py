@@ -6,7 +6,6 @@ import hashlib
 import json
 from collections.abc import Sequence
 from functools import cached_property
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -16,13 +15,15 @@ from numpy.typing import NDArray
 
 from streammega.config import DataConfig
 from streammega.errors import ConfigError
-from streammega.index import cached_arrays, default_cache_dir
+from streammega.index import cached_arrays
 from streammega.order import Extents
 from streammega.order.blend import blend_indices, normalized
 from streammega.samples.fetch import TokenFile
 from streammega.samples.fields import Batch
-from streammega.samples.gpt import GPTDataset
+from streammega.samples.gpt import GPTDataset, cache_dir, shared_folder
 from streammega.samples.source import read_samples
+
+BLEND_NAMES = ("dataset_index", "dataset_sample_index")
 
 
 class BlendedDataset(torch.utils.data.Dataset[Batch]):
@@ -112,13 +113,11 @@ class BlendedDataset(torch.utils.data.Dataset[Batch]):
         lengths = [len(dataset) for dataset in self.datasets]
         description = json.dumps([self.weights, self.size, lengths])
         key = f"{hashlib.blake2b(description.encode(), digest_size=16).hexdigest()}-BlendedDataset-{self.split}"
-        directory = Path(self.config.index_cache_dir) if self.config.index_cache_dir else default_cache_dir()
-        names = ("dataset_index", "dataset_sample_index")
 
         def build() -> dict[str, NDArray[Any]]:
-            return dict(zip(names, blend_indices(self.weights, self.size, lengths), strict=True))
+            return dict(zip(BLEND_NAMES, blend_indices(self.weights, self.size, lengths), strict=True))
 
-        arrays: dict[str, Any] = cached_arrays(directory, key, names, build)
+        arrays: dict[str, Any] = cached_arrays(cache_dir(self.config), key, BLEND_NAMES, build, shared_folder(self.config))
         return arrays["dataset_index"], arrays["dataset_sample_index"]
 
     def __getstate__(self) -> dict[str, Any]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import TypeAlias
 
 import numpy as np
@@ -15,6 +16,8 @@ from streammega.order.split import SPLITS, split_bounds
 from streammega.samples.blended import BlendedDataset
 from streammega.samples.gpt import GPTDataset
 
+OPENERS = 16
+"""Pairs of a blend that are opened at once."""
 SplitDataset: TypeAlias = "GPTDataset | BlendedDataset | list[GPTDataset]"
 
 
@@ -93,7 +96,8 @@ def _blended(
     else:
         weights = normalized(weights)
         asked = samples_asked(weights, num_samples, config.surplus)
-    parts = [_single(config, prefix, shares, split, n, opened) for prefix, n in zip(prefixes, asked, strict=True)]
+    with ThreadPoolExecutor(OPENERS) as pool:
+        parts = list(pool.map(lambda prefix, n: _single(config, prefix, shares, split, n, opened), prefixes, asked))
     datasets = [part for part in parts if part is not None]
     if len(datasets) < len(prefixes):
         return None  # the split string gives this split no share

@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 from streammega.config import DataConfig
 from streammega.errors import ConfigError
 from streammega.index import IndexedDataset, cached_arrays, default_cache_dir
+from streammega.index.cache import SharedFolder
 from streammega.order import Extents
 from streammega.order.megatron import GptIndices, GptShape, build_gpt_indices, gpt_shape, locate_gpt
 from streammega.samples.fetch import Ids, TokenFile
@@ -27,6 +28,17 @@ from streammega.samples.source import read_samples
 log = logging.getLogger(__name__)
 
 ORDER_VERSION = 1
+INDEX_NAMES = ("document_index", "sample_index", "shuffle_index")
+
+
+def cache_dir(config: DataConfig) -> Path:
+    """Where this node keeps built indices."""
+    return Path(config.index_cache_dir) if config.index_cache_dir else default_cache_dir()
+
+
+def shared_folder(config: DataConfig) -> SharedFolder | None:
+    """Where indices may have been published, if the config names a place."""
+    return SharedFolder(url=config.shared_index_url, storage=config.storage) if config.shared_index_url else None
 
 
 class GPTDataset(torch.utils.data.Dataset[Batch]):
@@ -157,10 +169,15 @@ class GPTDataset(torch.utils.data.Dataset[Batch]):
         if self.config.order == "sequential":
             return self._build(shuffled=False)
         key = f"{self.key}-GPTDataset-{self.split}"
-        directory = Path(self.config.index_cache_dir) if self.config.index_cache_dir else default_cache_dir()
-        names = ("document_index", "sample_index", "shuffle_index")
-        arrays: dict[str, Any] = cached_arrays(directory, key, names, lambda: vars(self._build(shuffled=True)))
+        build = lambda: vars(self._build(shuffled=True))  # noqa: E731
+        arrays: dict[str, Any] = cached_arrays(cache_dir(self.config), key, INDEX_NAMES, build, shared_folder(self.config))
         return GptIndices(**arrays)
+
+    def index_files(self) -> list[Path]:
+        """The cached files of the three indices, built or fetched now if they are not there."""
+        _ = self._indices
+        folder = cache_dir(self.config) / "order"
+        return [folder / f"{self.key}-GPTDataset-{self.split}-{name}.npy" for name in INDEX_NAMES]
 
     def _build(self, *, shuffled: bool) -> GptIndices:
         log.info("building the %s order of %s: %d samples", self.split, self.indexed.prefix, len(self))

@@ -6,6 +6,7 @@ import hashlib
 import os
 import threading
 import weakref
+from collections.abc import Callable
 from typing import Any
 from urllib.parse import unquote, urlsplit
 
@@ -18,7 +19,13 @@ from streammega.storage.obstore_store import ObstoreStore
 
 _stores: weakref.WeakValueDictionary[Any, Any] = weakref.WeakValueDictionary()
 _lock = threading.Lock()
+_registered: dict[str, Callable[[], Store]] = {}
 OBSTORE_SCHEMES = frozenset({"s3", "s3a", "gs", "gcs", "az", "http", "https"})
+
+
+def register_scheme(scheme: str, make: Callable[[], Store]) -> None:
+    """Serve URLs of a scheme by a store of one's own; keys are what follows `scheme://`."""
+    _registered[scheme] = make
 
 
 def is_remote(url: str) -> bool:
@@ -36,6 +43,8 @@ def open_store(url: str, config: StorageConfig) -> tuple[Store, str]:
         path = unquote(urlsplit(url).path) if "://" in url else url
         return LocalStore(), os.path.abspath(os.path.expanduser(path))
     scheme, _, rest = url.partition("://")
+    if scheme in _registered:
+        return _registered[scheme](), rest
     scheme = {"s3a": "s3", "gcs": "gs"}.get(scheme.lower(), scheme.lower())
     root, _, key = rest.partition("/")
     if not root and scheme != "memory":

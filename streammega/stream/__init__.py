@@ -2,5 +2,6 @@
 
 from streammega.stream.dataset import StreamingDataset
 from streammega.stream.loader import StreamLoader
+from streammega.stream.samplers import MegatronBatchSampler
 
-__all__ = ["StreamLoader", "StreamingDataset"]
+__all__ = ["MegatronBatchSampler", "StreamLoader", "StreamingDataset"]

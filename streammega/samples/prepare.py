@@ -1,0 +1,56 @@
+"""Building every index of a run ahead of it, without GPUs."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from dataclasses import dataclass
+
+from streammega.config import DataConfig
+from streammega.kernels.parallel import num_threads
+from streammega.samples.blended import BlendedDataset
+from streammega.samples.build import build_datasets
+from streammega.samples.gpt import GPTDataset, shared_folder
+
+
+@dataclass(frozen=True, kw_only=True)
+class Prepared:
+    """One dataset whose indices are in the cache (and published, where the config names a shared folder)."""
+
+    prefix: str
+    split: str
+    samples: int
+    seconds: float
+
+
+def prepare(config: DataConfig) -> Iterator[Prepared]:
+    """Build the indices of all splits and datasets, several at once; yields each when it is done.
+
+    With `shared_index_url` each is also published there, for nodes to download. The stream order needs no indices.
+    """
+    if config.order == "stream":
+        return
+    datasets = [part for split in build_datasets(config) for part in _parts(split)]
+    with ThreadPoolExecutor(num_threads()) as pool:
+        for future in as_completed([pool.submit(_prepare_one, dataset) for dataset in datasets]):
+            yield future.result()
+
+
+def _parts(split: object) -> list[GPTDataset]:
+    if isinstance(split, BlendedDataset):
+        return split.datasets
+    if isinstance(split, list):
+        return split
+    return [split] if isinstance(split, GPTDataset) else []
+
+
+def _prepare_one(dataset: GPTDataset) -> Prepared:
+    began = time.monotonic()
+    files = dataset.index_files()
+    published = shared_folder(dataset.config)
+    if published is not None:
+        for path in files:
+            published.publish(path)
+    seconds = time.monotonic() - began
+    return Prepared(prefix=dataset.indexed.prefix, split=dataset.split, samples=len(dataset), seconds=seconds)

@@ -1,0 +1,151 @@
+"""Supervised fine-tuning: conversations from JSON lines, packed into samples, with loss on answers only."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+import torch.utils.data
+from numpy.typing import NDArray
+
+from streammega.config import DataConfig
+from streammega.errors import ConfigError, FormatError, ObjectNotFoundError
+from streammega.kernels.shuffle import LegacyShuffler
+from streammega.samples.fields import Batch
+
+ROLES = {"system": "system", "user": "user", "human": "user", "assistant": "assistant", "gpt": "assistant", "tool": "tool"}
+
+
+class SFTDataset(torch.utils.data.Dataset[Batch]):
+    """Samples of whole conversations end to end, none of which sees another.
+
+    A line holds {"messages": [{"role", "content"}, ...]} or {"conversations": [{"from", "value"}, ...]}. A message becomes
+    `<|role|>` and a newline, its text, and eod_id; loss is on the text and eod of assistant messages. Conversations are
+    shuffled by the seed and laid into a sample until one does not fit; one longer than a sample is cut (`num_cut` counts them).
+
+    `dataset[k]` has tokens, labels, position_ids int64 [S] (positions restart with each conversation), loss_mask float32
+    [S], and cu_seqlens int32 [conversations + 1 (+ 1 for padding)], from 0 to S. `SFTDataset.collate` stacks samples.
+
+    Args:
+        paths: JSON-lines files.
+        encode: text to token ids, without special tokens added.
+        config: sequence_length, seed, eod_id (needed), pad_id.
+
+    Raises ConfigError without eod_id, FormatError naming file and line, ObjectNotFoundError.
+    """
+
+    def __init__(self, paths: Sequence[str], encode: Callable[[str], Sequence[int]], config: DataConfig) -> None:
+        if config.eod_id is None:
+            raise ConfigError("fine-tuning needs eod_id, which ends every message")
+        self.config = config
+        conversations = [_encode(messages, encode, config.eod_id) for messages in _conversations(paths)]
+        if not conversations:
+            raise FormatError(f"{', '.join(paths)}: hold no conversations")
+        self.num_cut = sum(len(tokens) > config.sequence_length for tokens, _ in conversations)
+        lengths = np.array([min(len(tokens), config.sequence_length) for tokens, _ in conversations], np.int64)
+        self._starts = np.concatenate([np.zeros(1, np.int64), np.cumsum(lengths)])
+        self._tokens = np.concatenate([t[:n] for (t, _), n in zip(conversations, lengths, strict=True)])
+        self._answers = np.concatenate([a[:n] for (_, a), n in zip(conversations, lengths, strict=True)])
+        self._order = np.arange(len(conversations))
+        LegacyShuffler(config.seed).shuffle(self._order)
+        self._samples = pack(lengths[self._order], config.sequence_length)
+
+    def __len__(self) -> int:
+        return len(self._samples) - 1
+
+    def __getitem__(self, index: int) -> Batch:
+        if not 0 <= index < len(self):
+            raise IndexError(f"sample {index} of {len(self)}")
+        length, pad = self.config.sequence_length, max(self.config.effective_pad_id, 0)
+        fields = {name: np.full(length, pad, np.int64) for name in ("tokens", "labels")}
+        positions, mask, bounds, at = np.zeros(length, np.int64), np.zeros(length, np.float32), [0], 0
+        for number in self._order[self._samples[index] : self._samples[index + 1]]:
+            low, high = self._starts[number], self._starts[number + 1]
+            end = at + int(high - low)
+            fields["tokens"][at:end] = self._tokens[low:high]
+            fields["labels"][at : end - 1] = self._tokens[low + 1 : high]
+            mask[at : end - 1] = self._answers[low + 1 : high]  # the label of a conversation's last token is another's
+            positions[at:end] = np.arange(end - at)
+            bounds.append(end)
+            at = end
+        positions[at:] = np.arange(length - at)
+        if at < length:
+            bounds.append(length)
+        batch = {name: torch.from_numpy(values) for name, values in fields.items()}
+        batch |= {"loss_mask": torch.from_numpy(mask), "position_ids": torch.from_numpy(positions)}
+        return batch | {"cu_seqlens": torch.tensor(bounds, dtype=torch.int32)}
+
+    @staticmethod
+    def collate(samples: Sequence[Batch]) -> Batch:
+        """Stack samples; cu_seqlens become [samples, longest], filled up with S (empty sequences)."""
+        batch = {name: torch.stack([s[name] for s in samples]) for name in samples[0] if name != "cu_seqlens"}
+        bounds = [s["cu_seqlens"] for s in samples]
+        width, length = max(map(len, bounds)), int(bounds[0][-1])
+        rows = torch.full((len(samples), width), length, dtype=torch.int32)
+        for row, own in zip(rows, bounds, strict=True):
+            row[: len(own)] = own
+        return batch | {"cu_seqlens": rows}
+
+
+def pack(lengths: NDArray[np.int64], size: int) -> NDArray[np.int64]:
+    """First item of each sample, and one past the last: items in order, a new sample when one does not fit; int64."""
+    firsts, held = [0], 0
+    for number, length in enumerate(lengths.tolist()):
+        if held + length > size and held:
+            firsts.append(number)
+            held = 0
+        held += length
+    return np.array([*firsts, len(lengths)], np.int64)
+
+
+def _conversations(paths: Sequence[str]) -> Iterator[list[tuple[str, str]]]:
+    """(role, text) messages of each conversation."""
+    for path in paths:
+        try:
+            with open(path, "rb") as file:
+                for line, data in enumerate(file, 1):
+                    if data.strip():
+                        yield _messages(data, f"{path}:{line}")
+        except FileNotFoundError:
+            raise ObjectNotFoundError(f"{path}: no such file; check the path") from None
+
+
+def _messages(data: bytes, where: str) -> list[tuple[str, str]]:
+    try:
+        record: Any = json.loads(data)
+    except ValueError as error:
+        raise FormatError(f"{where}: broken JSON ({error}); mend the line") from None
+    if isinstance(record, dict) and isinstance(record.get("messages"), list):
+        turns = [
+            (turn.get("role"), turn.get("content")) if isinstance(turn, dict) else (None, None) for turn in record["messages"]
+        ]
+    elif isinstance(record, dict) and isinstance(record.get("conversations"), list):
+        turns = [
+            (turn.get("from"), turn.get("value")) if isinstance(turn, dict) else (None, None) for turn in record["conversations"]
+        ]
+    else:
+        raise FormatError(f"{where}: has neither a list of 'messages' nor of 'conversations'")
+    checked: list[tuple[str, str]] = []
+    for role, text in turns:
+        if not isinstance(role, str) or role not in ROLES or not isinstance(text, str):
+            raise FormatError(f"{where}: a message needs a role of {', '.join(ROLES)} and a text, not {role!r}")
+        checked.append((ROLES[role], text))
+    if not any(role == "assistant" for role, _ in checked):
+        raise FormatError(f"{where}: no message of the assistant: there is nothing to learn from it")
+    return checked
+
+
+def _encode(
+    messages: Sequence[tuple[str, str]], encode: Callable[[str], Sequence[int]], eod: int
+) -> tuple[NDArray[np.int32], NDArray[np.float32]]:
+    """Token ids of a conversation, and 1.0 where a token belongs to an answer."""
+    tokens: list[int] = []
+    answers: list[float] = []
+    for role, text in messages:
+        header, body = list(encode(f"<|{role}|>\n")), [*encode(text), eod]
+        tokens += header + body
+        answers += [0.0] * len(header) + [float(role == "assistant")] * len(body)
+    return np.array(tokens, np.int32), np.array(answers, np.float32)
