@@ -64,6 +64,24 @@ def test_the_exhaustive_choice_is_megatrons(block: int) -> None:
         np.testing.assert_array_equal(sample, ours[1])
 
 
+@pytest.mark.parametrize("kind", range(len(KINDS)))
+@pytest.mark.parametrize("threads", [2, 5])
+def test_guessed_parts_are_the_sequential_choice(kind: int, threads: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whether the guess of a part's beginning is right or wrong; each way occurs."""
+    from streammega.kernels import blending
+
+    rng = np.random.default_rng(kind)
+    for count in (3, 40, 150):
+        weights = np.array(normalized(random_weights(rng, count).tolist()))
+        sizes = rng.integers(1, 60, count)
+        monkeypatch.setattr(blending, "_WORTH_GUESSING", 1 << 60)
+        alone, exhausted = blend_weighted(weights, 9_000), blend_exhaustive(sizes)
+        monkeypatch.setattr(blending, "_WORTH_GUESSING", 1)
+        monkeypatch.setattr(blending, "num_threads", lambda: threads)
+        for a, b in zip((*alone, *exhausted), (*blend_weighted(weights, 9_000), *blend_exhaustive(sizes)), strict=True):
+            np.testing.assert_array_equal(a, b)
+
+
 def test_a_longer_blend_starts_with_a_shorter_ones_choices() -> None:
     weights = np.array(normalized(np.random.default_rng(1).random(90).tolist()))
     long, short = blend_weighted(weights, 20_000), blend_weighted(weights, 7_001)

@@ -6,21 +6,27 @@ in a calendar until then, and only those above the threshold are compared, by th
 long as the best of them is not under the threshold, none that waits can be better; when it is, the threshold moves.
 
 Cost: a comparison, in vector registers, of about a twentieth of the datasets per sample, when weights differ. Equal weights
-fall due together and are compared together.
+fall due together and are compared together. Long blends are cut into a part for each core: all but the first begin from guessed
+counts, which are compared with the true ones at the end and, if they differ, the part is done again.
 """
 
 from __future__ import annotations
+
+from concurrent.futures import ThreadPoolExecutor
 
 import numba
 import numpy as np
 from numpy.typing import NDArray
 
 from streammega.kernels.intrinsics import float_bits
+from streammega.kernels.parallel import num_threads
 
 _WINDOW = 16
 """Samples chosen between two looks at the calendar."""
 _SLOTS = 4096
 """Calendar slots of one window each; what is due later is looked at again."""
+_WORTH_GUESSING = 1 << 17
+"""Samples from which on a blend is cut into parts."""
 _SMALL = 64
 """So many datasets are always compared whole."""
 _EARLY = 1e-9
@@ -43,8 +49,45 @@ def blend_exhaustive(sizes: NDArray[np.int64]) -> tuple[NDArray[np.int16], NDArr
 
 def _outputs(weights: NDArray[np.float64], sizes: NDArray[np.float64], total: int) -> tuple[NDArray[np.int16], NDArray[np.int64]]:
     dataset, sample = np.empty(total, np.int16), np.empty(total, np.int64)
-    _blend(weights, sizes, dataset, sample)
+    threads = num_threads() if total >= _WORTH_GUESSING else 1
+    edges = [total * n // threads for n in range(threads + 1)]
+    counts = np.zeros(len(weights))
+    with ThreadPoolExecutor(threads) as pool:
+        arguments = (weights, sizes, dataset, sample)
+        guesses = [pool.submit(_guess_part, *arguments, a, b) for a, b in zip(edges[1:-1], edges[2:], strict=True)]
+        _blend(weights, sizes, 0, dataset[: edges[1]], sample[: edges[1]], counts)
+        for first, stop, guess in zip(edges[1:-1], edges[2:], guesses, strict=True):
+            begun, ended = guess.result()
+            if np.array_equal(begun, counts):
+                counts = ended
+            else:  # it began in another state than the part before it ended in: do it again from that
+                _blend(weights, sizes, first, dataset[first:stop], sample[first:stop], counts)
     return dataset, sample
+
+
+def _guess_part(
+    weights: NDArray[np.float64],
+    sizes: NDArray[np.float64],
+    dataset: NDArray[np.int16],
+    sample: NDArray[np.int64],
+    first: int,
+    stop: int,
+) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+    """Choose samples [first, stop) before it is known what was chosen before; returns the counts it began and ended with.
+
+    Counts are always near their targets, so a guess of them a while before `first` is nearly right, and the choices
+    of that while mend it: a dataset counted once too often is chosen once less.
+    """
+    start = first - min(first, max(len(dataset) // 64, 64 * len(weights)))
+    counts = np.floor(weights * start)
+    missing = start - int(counts.sum())
+    if missing > 0:  # those nearest to their next sample have had it
+        counts[np.argsort(counts - weights * start, kind="stable")[:missing]] += 1.0
+    counts = np.minimum(counts, sizes)
+    _blend(weights, sizes, start, np.empty(first - start, np.int16), np.empty(first - start, np.int64), counts)
+    begun = counts.copy()
+    _blend(weights, sizes, first, dataset[first:stop], sample[first:stop], counts)
+    return begun, counts
 
 
 @numba.njit(inline="always")
@@ -56,9 +99,11 @@ def _ordered(value):  # type: ignore[no-untyped-def]  # pragma: no cover - compi
 
 @numba.njit(cache=True, nogil=True)
 def _choose(  # type: ignore[no-untyped-def]  # pragma: no cover - compiled
-    first, stop, weights, counts, ids, sizes, padded, threshold, lowest, dataset, sample
+    first, stop, origin, weights, counts, ids, sizes, padded, threshold, lowest, dataset, sample
 ):
     """Choose samples [first, stop) among the due; returns the first whose best error is under the threshold, or stop.
+
+    Sample `origin` goes to place 0 of the outputs.
 
     The due fill the first places of arrays of `padded` places; the others have infinite counts.
     """
@@ -82,7 +127,7 @@ def _choose(  # type: ignore[no-untyped-def]  # pragma: no cover - compiled
             for k in range(padded):
                 counts[k] += np.float64(_ordered(weights[k] * x - counts[k]) == best)
         lowest[0] = min(lowest[0], weights[place] * x - (counts[place] - 1.0))
-        dataset[i], sample[i] = ids[place], np.int64(counts[place]) - 1
+        dataset[i - origin], sample[i - origin] = ids[place], np.int64(counts[place]) - 1
         if counts[place] >= sizes[place]:
             counts[place] = np.inf
     return stop
@@ -99,16 +144,16 @@ def _lowest(x, weights, counts, ids, padded, best):  # type: ignore[no-untyped-d
 
 
 @numba.njit(cache=True, nogil=True)
-def _blend(weights, sizes, dataset, sample):  # type: ignore[no-untyped-def]  # pragma: no cover - compiled
-    num, total = len(weights), len(dataset)
+def _blend(weights, sizes, origin, dataset, sample, counts):  # type: ignore[no-untyped-def]  # pragma: no cover - compiled
+    """Choose samples from `origin` on, as many as the outputs take; `counts` [datasets] say what was chosen before, and after."""
+    num, total = len(weights), origin + len(dataset)
     room = num + 8
-    counts = np.zeros(num)
     due_w, due_c, due_s, due_id = np.zeros(room), np.full(room, np.inf), np.full(room, np.inf), np.zeros(room, np.int64)
     head, after = np.full(_SLOTS, -1, np.int64), np.full(num, -1, np.int64)
     small = num <= _SMALL
     threshold, margin, period = -np.inf if small else np.inf, 0.05, max(4 * num, 256)
     lowest = np.full(1, np.inf)
-    check, due, i, sort = period, 0, 0, True
+    check, due, i, sort = origin + period, 0, np.int64(origin), True
     while i < total:
         if sort:
             _store(counts, due_c, due_s, due_id, due)
@@ -118,7 +163,7 @@ def _blend(weights, sizes, dataset, sample):  # type: ignore[no-untyped-def]  # 
             check, lowest[0] = i + period, np.inf
         stop = total if small else min(total, (i // _WINDOW + 1) * _WINDOW)
         padded = (due + 7) // 8 * 8
-        i = _choose(i, stop, due_w, due_c, due_id, due_s, padded, threshold, lowest, dataset, sample)
+        i = _choose(i, stop, origin, due_w, due_c, due_id, due_s, padded, threshold, lowest, dataset, sample)
         sort = False
         if i < stop:  # the best lies under the threshold: one that waits may be better
             margin, sort, lowest[0] = min(margin * 1.25, 2.0), True, np.inf
@@ -128,6 +173,7 @@ def _blend(weights, sizes, dataset, sample):  # type: ignore[no-untyped-def]  # 
                 margin = max(margin * 0.85, 1e-3)
                 sort = lowest[0] - margin > threshold + 0.2 * margin
                 check, lowest[0] = i + period, lowest[0] if sort else np.inf
+    _store(counts, due_c, due_s, due_id, due)
 
 
 @numba.njit(cache=True, nogil=True)
