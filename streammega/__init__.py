@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from streammega.samples import GPTDataset as GPTDataset
     from streammega.samples import SFTDataset as SFTDataset
     from streammega.samples import build_datasets as build_datasets
+    from streammega.samples import locate as locate
     from streammega.stream import MegatronBatchSampler as MegatronBatchSampler
     from streammega.stream import StreamingDataset as StreamingDataset
     from streammega.stream import StreamLoader as StreamLoader
@@ -32,6 +33,7 @@ _HOMES = {
     "GPTDataset": "streammega.samples",
     "SFTDataset": "streammega.samples",
     "build_datasets": "streammega.samples",
+    "locate": "streammega.samples",
     "MegatronBatchSampler": "streammega.stream",
     "StreamingDataset": "streammega.stream",
     "StreamLoader": "streammega.stream",

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from typing import Any
 
 import numpy as np
@@ -47,6 +49,23 @@ def sample_index_by_search(lengths: np.ndarray, index: np.ndarray, rows: int, si
         d = np.searchsorted(before, t, "right" if a else "left") - 1
         result.append((d, t - before[d]))
     return np.array(result)
+
+
+def test_kernels_work_where_no_cache_can_be_written() -> None:
+    code = """
+import numba.core.caching as caching
+for name in dir(caching):
+    kind = getattr(caching, name)
+    if isinstance(kind, type) and hasattr(kind, "_locator_classes"):
+        kind._locator_classes = []
+import numpy as np
+from streammega.kernels.shuffle import LegacyShuffler
+a, b = np.arange(1000), np.arange(1000)
+LegacyShuffler(1).shuffle(a); np.random.RandomState(1).shuffle(b)
+assert (a == b).all()
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
 
 
 @given(

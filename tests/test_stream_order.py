@@ -12,6 +12,7 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
+import streammega
 from streammega import DataConfig, IndexedDataset, IndexedDatasetWriter, StreamLoader
 from streammega.errors import ConfigError, ObjectNotFoundError, StateError
 from streammega.kernels.stream import keyed, permute, permute_back
@@ -425,3 +426,16 @@ def test_every_stage_of_a_ramp_up_must_divide_among_the_ranks(shards: str, tmp_p
         StreamLoader(stream_config(shards, tmp_path), micro_batch_size=4, global_batch_size=8, rampup=(4, 2, 100))
     with pytest.raises(ConfigError, match="whole number of increments"):
         StreamLoader(stream_config(shards, tmp_path), micro_batch_size=1, global_batch_size=8, rampup=(4, 3, 100))
+
+
+def test_locate_is_public_and_checks_its_ids(shards: str, tmp_path: Path) -> None:
+    config = stream_config(shards, tmp_path)
+    found = streammega.locate(config, [5, 7, 5], global_batch_size=24)
+    assert rows(found)[0] == rows(found)[2] != rows(found)[1]
+    assert (found.stop - found.start == 17).all()
+    with pytest.raises(IndexError, match="sample ids run from -1"):
+        streammega.locate(config, -1)
+    whole = replace(config, order="megatron", num_samples=(50, 0, 0), blend=f"{shards}/shard-2")
+    assert len(streammega.locate(whole, range(50))) == 50
+    with pytest.raises(IndexError, match="train has"):
+        streammega.locate(whole, 10**6)

@@ -213,6 +213,17 @@ def test_settings_come_from_the_file_and_the_command_line(run_file: str) -> None
     assert config.num_samples() == (128, 48, 0)
 
 
+def test_names_and_blends_of_megatron_are_understood(run_file: str, pair: str) -> None:
+    config = load_run(run_file, ["data.path_to_idx_cache=/tmp/c"])
+    assert config.data.index_cache_dir == "/tmp/c"
+    weighted = load_run(run_file, [f'data.blend=[["{pair}", 0.3], ["{pair}", 0.7]]'])
+    assert len(open_loader(weighted, "train", 0, 1)) == 64
+    text = Path(run_file).read_text().replace(f'blend = ["{pair}"]', f'data_path = "0.3 {pair} 0.7 {pair}"')
+    Path(run_file).write_text(text)
+    assert load_run(run_file).data.blend == f"0.3 {pair} 0.7 {pair}"
+    assert len(open_loader(load_run(run_file), "train", 0, 1)) == 64
+
+
 @pytest.mark.parametrize(
     ("text", "message"), [("x = [", "no valid TOML"), ("[data]\nblend='a'\nsequence_length=1", "no .model. section")]
 )

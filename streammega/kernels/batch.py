@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import numba
 import numpy as np
 
+from streammega.kernels.jit import kernel
 
-@numba.njit(cache=True, nogil=True)
+
+@kernel
 def gather_runs(source, source_starts, sizes, out, out_starts) -> None:  # type: ignore[no-untyped-def]  # pragma: no cover
     """out[out_starts[i] : +sizes[i]] = source[source_starts[i] : +sizes[i]] for each i, widening where dtypes differ.
 
@@ -18,7 +19,7 @@ def gather_runs(source, source_starts, sizes, out, out_starts) -> None:  # type:
             out[b + k] = source[a + k]
 
 
-@numba.njit(cache=True, nogil=True)
+@kernel
 def make_fields(  # type: ignore[no-untyped-def]  # pragma: no cover - compiled
     ids, valid, extra, pad, eod, mask_eod, reset_positions, tokens, labels, loss_mask, position_ids
 ) -> None:
@@ -44,7 +45,7 @@ def make_fields(  # type: ignore[no-untyped-def]  # pragma: no cover - compiled
             position = 0 if reset_positions and x == eod else position + 1
 
 
-@numba.njit(cache=True, nogil=True)
+@kernel
 def coalesce_sorted(starts, stops, gap, largest):  # type: ignore[no-untyped-def]  # pragma: no cover - compiled
     """(low, high, request of each run) for runs sorted by start; the rule is that of `samples.fetch.coalesce`."""
     low, high = np.empty(len(starts), np.int64), np.empty(len(starts), np.int64)

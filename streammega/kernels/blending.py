@@ -19,6 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from streammega.kernels.intrinsics import float_bits
+from streammega.kernels.jit import kernel
 from streammega.kernels.parallel import num_threads
 
 _WINDOW = 16
@@ -97,7 +98,7 @@ def _ordered(value):  # type: ignore[no-untyped-def]  # pragma: no cover - compi
     return bits ^ ((bits >> 63) & np.int64(0x7FFFFFFFFFFFFFFF))
 
 
-@numba.njit(cache=True, nogil=True)
+@kernel
 def _choose(  # type: ignore[no-untyped-def]  # pragma: no cover - compiled
     first, stop, origin, weights, counts, ids, sizes, padded, threshold, lowest, dataset, sample
 ):
@@ -133,7 +134,7 @@ def _choose(  # type: ignore[no-untyped-def]  # pragma: no cover - compiled
     return stop
 
 
-@numba.njit(cache=True, nogil=True)
+@kernel
 def _lowest(x, weights, counts, ids, padded, best):  # type: ignore[no-untyped-def]  # pragma: no cover - compiled
     """The place of the lowest id among those whose error is the best."""
     lowest = np.int64(0x7FFFFFFFFFFFFFFF)
@@ -143,7 +144,7 @@ def _lowest(x, weights, counts, ids, padded, best):  # type: ignore[no-untyped-d
     return lowest & 0xFFFFFFFF
 
 
-@numba.njit(cache=True, nogil=True)
+@kernel
 def _blend(weights, sizes, origin, dataset, sample, counts):  # type: ignore[no-untyped-def]  # pragma: no cover - compiled
     """Choose samples from `origin` on, as many as the outputs take; `counts` [datasets] say what was chosen before, and after."""
     num, total = len(weights), origin + len(dataset)
@@ -176,7 +177,7 @@ def _blend(weights, sizes, origin, dataset, sample, counts):  # type: ignore[no-
     _store(counts, due_c, due_s, due_id, due)
 
 
-@numba.njit(cache=True, nogil=True)
+@kernel
 def _best(i, weights, counts, sizes):  # type: ignore[no-untyped-def]  # pragma: no cover - compiled
     """The largest error of all datasets that are not used up."""
     best = -np.inf
@@ -186,21 +187,21 @@ def _best(i, weights, counts, sizes):  # type: ignore[no-untyped-def]  # pragma:
     return best
 
 
-@numba.njit(cache=True, nogil=True)
+@kernel
 def _store(counts, due_c, due_s, due_id, due):  # type: ignore[no-untyped-def]  # pragma: no cover - compiled
     """Counts of the due, back to their datasets; an infinite one is used up."""
     for k in range(due):
         counts[due_id[k]] = min(due_c[k], due_s[k])
 
 
-@numba.njit(cache=True, nogil=True)
+@kernel
 def _window_of(count, threshold, weight):  # type: ignore[no-untyped-def]  # pragma: no cover - compiled
     """A window not after the one in which the error of a dataset reaches the threshold."""
     exact = (count + threshold - _EARLY - count * 1e-14) / weight
     return (np.int64(max(min(exact, 9e18), 0.0)) - 1) // _WINDOW
 
 
-@numba.njit(cache=True, nogil=True)
+@kernel
 def _sort(  # type: ignore[no-untyped-def]  # pragma: no cover - compiled
     i, threshold, weights, sizes, counts, due_w, due_c, due_s, due_id, head, after, small
 ):
@@ -221,7 +222,7 @@ def _sort(  # type: ignore[no-untyped-def]  # pragma: no cover - compiled
     return due
 
 
-@numba.njit(cache=True, nogil=True)
+@kernel
 def _turn(  # type: ignore[no-untyped-def]  # pragma: no cover - compiled
     i, threshold, weights, sizes, counts, due_w, due_c, due_s, due_id, due, head, after
 ):

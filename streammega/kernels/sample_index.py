@@ -11,11 +11,11 @@ from collections import deque
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
-import numba
 import numpy as np
 from numpy.typing import NDArray
 
 from streammega.kernels.intrinsics import prefetch
+from streammega.kernels.jit import kernel
 from streammega.kernels.parallel import num_threads
 
 CHUNK = 1 << 18
@@ -82,7 +82,7 @@ def _gather_chunk(lengths: NDArray[np.int32], ids: NDArray[np.uint32], start: in
     return sizes, int(_gather(lengths, ids, start, sizes))
 
 
-@numba.njit(cache=True, nogil=True)
+@kernel
 def _gather(lengths, ids, start, sizes):  # type: ignore[no-untyped-def]  # pragma: no cover - compiled
     """sizes[i] = lengths[ids[start + i]]; returns their sum."""
     count = len(sizes)
@@ -95,7 +95,7 @@ def _gather(lengths, ids, start, sizes):  # type: ignore[no-untyped-def]  # prag
     return total
 
 
-@numba.njit(cache=True, nogil=True)
+@kernel
 def _fill(rows, sizes, start, base, sequence_length, shift) -> None:  # type: ignore[no-untyped-def]  # pragma: no cover - compiled
     """The rows whose token lies in the positions from `start` on, which have `sizes` and begin at token `base`.
 
@@ -115,7 +115,7 @@ def _fill(rows, sizes, start, base, sequence_length, shift) -> None:  # type: ig
         at = end
 
 
-@numba.njit(cache=True, nogil=True)
+@kernel
 def sample_pieces(document_index, sample_index, lengths, rows, extra):  # type: ignore[no-untyped-def]  # pragma: no cover - compiled
     """For each row of the sample index its (sequence, start, stop) pieces; empty ones are left out."""
     bound = np.int64(0)

@@ -6,11 +6,11 @@ not depend on the data, so they are drawn a block ahead, without branches, and a
 
 from __future__ import annotations
 
-import numba
 import numpy as np
 from numpy.typing import NDArray
 
 from streammega.kernels.intrinsics import prefetch
+from streammega.kernels.jit import kernel
 
 _STATE_WORDS = 624
 _AHEAD = 4096
@@ -33,7 +33,7 @@ class LegacyShuffler:
         _shuffle(values, self._key, self._position)
 
 
-@numba.njit(cache=True, nogil=True)
+@kernel
 def _refill(key, words) -> None:  # type: ignore[no-untyped-def]  # pragma: no cover - compiled
     """The next 624 words of the Mersenne Twister: the state, and what it puts out."""
     upper, lower, matrix = np.uint32(0x80000000), np.uint32(0x7FFFFFFF), np.uint32(0x9908B0DF)
@@ -48,7 +48,7 @@ def _refill(key, words) -> None:  # type: ignore[no-untyped-def]  # pragma: no c
     _temper(key, words)
 
 
-@numba.njit(cache=True, nogil=True)
+@kernel
 def _temper(key, words) -> None:  # type: ignore[no-untyped-def]  # pragma: no cover - compiled
     for i in range(_STATE_WORDS):
         y = key[i]
@@ -58,7 +58,7 @@ def _temper(key, words) -> None:  # type: ignore[no-untyped-def]  # pragma: no c
         words[i] = y ^ (y >> np.uint32(18))
 
 
-@numba.njit(cache=True, nogil=True)
+@kernel
 def _shuffle(values, key, position) -> None:  # type: ignore[no-untyped-def]  # pragma: no cover - compiled
     """Fisher-Yates from the end; element i swaps with a uniform draw from [0, i] by mask and rejection."""
     targets, words = np.empty(_AHEAD + _STATE_WORDS, np.uint32), np.empty(_STATE_WORDS, np.uint32)
@@ -82,7 +82,7 @@ def _shuffle(values, key, position) -> None:  # type: ignore[no-untyped-def]  # 
         i -= count
 
 
-@numba.njit(cache=True, nogil=True)
+@kernel
 def _draw(i, targets, key, words, position):  # type: ignore[no-untyped-def]  # pragma: no cover - compiled
     """Targets for elements i, i - 1, ... that share a mask; returns how many (at most about _AHEAD)."""
     mask = np.uint32(i)
@@ -104,7 +104,7 @@ def _draw(i, targets, key, words, position):  # type: ignore[no-untyped-def]  # 
     return count
 
 
-@numba.njit(cache=True, nogil=True)
+@kernel
 def _draw_wide(i, key, words, position, out) -> None:  # type: ignore[no-untyped-def]  # pragma: no cover - compiled
     """One target for an element past 2**32: two words, the first one high."""
     mask = np.uint64(i)

@@ -8,6 +8,8 @@ from __future__ import annotations
 import numba
 import numpy as np
 
+from streammega.kernels.jit import kernel
+
 FRACTION_BITS = 44
 """Fixed point of a blend's fractions: exact for rows below 2**41."""
 _ROUNDS = 6
@@ -19,7 +21,7 @@ _LOW = np.uint64((1 << (FRACTION_BITS // 2)) - 1)
 BLOCKS, PIECES, ROTATIONS, PHASES, NODES = range(1, 6)
 
 
-@numba.njit(cache=True, nogil=True, inline="always")
+@numba.njit(inline="always")
 def _mix(value):  # type: ignore[no-untyped-def]  # pragma: no cover - compiled
     """A bijection of 64 bits with full avalanche (the finaliser of SplitMix64)."""
     value ^= value >> np.uint64(30)
@@ -29,7 +31,7 @@ def _mix(value):  # type: ignore[no-untyped-def]  # pragma: no cover - compiled
     return value ^ (value >> np.uint64(31))
 
 
-@numba.njit(cache=True, nogil=True)
+@kernel
 def keyed(key, purpose, a, b):  # type: ignore[no-untyped-def]  # pragma: no cover - compiled
     """A 64-bit key for (key, purpose, a, b)."""
     golden = np.uint64(0x9E3779B97F4A7C15)
@@ -38,7 +40,7 @@ def keyed(key, purpose, a, b):  # type: ignore[no-untyped-def]  # pragma: no cov
     return _mix(state + np.uint64(b) * golden + _ONE)
 
 
-@numba.njit(cache=True, nogil=True, inline="always")
+@numba.njit(inline="always")
 def _round(key, value, turn):  # type: ignore[no-untyped-def]  # pragma: no cover - compiled
     """The round function of the Feistel walk: 64 bits of which the upper half is used."""
     bits = (key + np.uint64(turn) * np.uint64(0xD1342543DE82EF95)) ^ (np.uint64(value) * np.uint64(0x9E3779B97F4A7C15))
@@ -46,7 +48,7 @@ def _round(key, value, turn):  # type: ignore[no-untyped-def]  # pragma: no cove
     return bits * np.uint64(0xBF58476D1CE4E5B9)
 
 
-@numba.njit(cache=True, nogil=True, inline="always")
+@numba.njit(inline="always")
 def below(bits, limit):  # type: ignore[no-untyped-def]  # pragma: no cover - compiled
     """64 random bits scaled to [0, limit), for limits up to 2**62, by their upper halves."""
     if limit <= 0xFFFFFFFF:
@@ -54,7 +56,7 @@ def below(bits, limit):  # type: ignore[no-untyped-def]  # pragma: no cover - co
     return np.int64(bits % np.uint64(limit))
 
 
-@numba.njit(cache=True, nogil=True)
+@kernel
 def permute(value, size, key):  # type: ignore[no-untyped-def]  # pragma: no cover - compiled
     """The image of `value` under a keyed permutation of range(size): a Feistel walk on an almost square domain.
 
@@ -80,7 +82,7 @@ def permute(value, size, key):  # type: ignore[no-untyped-def]  # pragma: no cov
             return value
 
 
-@numba.njit(cache=True, nogil=True)
+@kernel
 def permute_back(value, size, key):  # type: ignore[no-untyped-def]  # pragma: no cover - compiled
     """The inverse of `permute`."""
     key = np.uint64(key)
@@ -104,7 +106,7 @@ def permute_back(value, size, key):  # type: ignore[no-untyped-def]  # pragma: n
             return value
 
 
-@numba.njit(cache=True, nogil=True, inline="always")
+@numba.njit(inline="always")
 def _lefts(draws, fraction, phase):  # type: ignore[no-untyped-def]  # pragma: no cover - compiled
     """floor(draws * fraction + phase), all of it exact; fraction and phase in 2**-44ths."""
     low = np.uint64(draws) * (fraction & _LOW) + phase
@@ -112,13 +114,13 @@ def _lefts(draws, fraction, phase):  # type: ignore[no-untyped-def]  # pragma: n
     return np.int64((high + (low >> _HALF)) >> _HALF)
 
 
-@numba.njit(cache=True, nogil=True, inline="always")
+@numba.njit(inline="always")
 def _phase(lane_key, node):  # type: ignore[no-untyped-def]  # pragma: no cover - compiled
     """Where the counting of a node starts, in 2**-44ths of a draw: another in every lane, so that lanes do not burst together."""
     return _mix(lane_key + np.uint64(node) * np.uint64(0x9E3779B97F4A7C15)) >> np.uint64(64 - FRACTION_BITS)
 
 
-@numba.njit(cache=True, nogil=True)
+@kernel
 def choose(draw, lane, segment, fractions, num, key):  # type: ignore[no-untyped-def]  # pragma: no cover - compiled
     """(dataset, how many draws it had before) of a lane's draw within a segment of the blend schedule.
 
@@ -137,7 +139,7 @@ def choose(draw, lane, segment, fractions, num, key):  # type: ignore[no-untyped
     return low, draw
 
 
-@numba.njit(cache=True, nogil=True)
+@kernel
 def count_draws(draws, lanes, segment, fractions, num, key, counts):  # type: ignore[no-untyped-def]  # pragma: no cover
     """Add to counts [lanes, datasets] what the first `draws` draws of each lane in a segment take from each dataset."""
     low, high, node = np.empty(64, np.int64), np.empty(64, np.int64), np.empty(64, np.int64)
@@ -158,7 +160,7 @@ def count_draws(draws, lanes, segment, fractions, num, key, counts):  # type: ig
             low[top], high[top], node[top], many[top] = middle, b, 2 * n + 1, m - left
 
 
-@numba.njit(cache=True, nogil=True)
+@kernel
 def run_bounds(run, lanes, group, num):  # type: ignore[no-untyped-def]  # pragma: no cover - compiled
     """[start, start + length) of a run in the permuted dataset; `group` lanes share it.
 
@@ -170,7 +172,7 @@ def run_bounds(run, lanes, group, num):  # type: ignore[no-untyped-def]  # pragm
     return start, end - start
 
 
-@numba.njit(cache=True, nogil=True)
+@kernel
 def piece_of(place, start, length, rotation, slot_low, slot_high):  # type: ignore[no-untyped-def]  # pragma: no cover
     """[low, high) of the piece that holds a place: its block cut to its run, and where the run's rotation begins."""
     low, high = max(slot_low, start), min(slot_high, start + length)
@@ -182,7 +184,7 @@ def piece_of(place, start, length, rotation, slot_low, slot_high):  # type: igno
     return low, high
 
 
-@numba.njit(cache=True, nogil=True)
+@kernel
 def slot_of(place, num, block, blocks, short_slot):  # type: ignore[no-untyped-def]  # pragma: no cover - compiled
     """(slot, its first place, the place after its last) of a place in the permuted blocks, one of which is short."""
     short = num - (blocks - 1) * block
@@ -197,7 +199,7 @@ def slot_of(place, num, block, blocks, short_slot):  # type: ignore[no-untyped-d
     return slot, low, low + block
 
 
-@numba.njit(cache=True, nogil=True)
+@kernel
 def locate_stream(  # type: ignore[no-untyped-def]  # pragma: no cover - compiled
     samples, lanes, key, rows, fractions, bases, sizes, blocks_of, groups, firsts, files, starts, slacks, before,
     length, width, dataset, file, start, stop,

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import numpy as np
+from numpy.typing import ArrayLike
+
 from streammega.config import DataConfig
 from streammega.errors import ConfigError
+from streammega.order import Extents
 from streammega.order.split import SPLITS
 from streammega.samples.build import build_split
 from streammega.samples.source import SampleSource
@@ -28,3 +32,16 @@ def open_source(config: DataConfig, split: str, global_batch_size: int) -> Sampl
     if source is None:
         raise ConfigError(f"split {config.split!r} with num_samples {config.num_samples} leaves nothing for {split}")
     return source
+
+
+def locate(config: DataConfig, sample_ids: ArrayLike, *, split: str = "train", global_batch_size: int = 1) -> Extents:
+    """Where samples of the global stream lie: arrays dataset, file, start, stop (in tokens), and `row_splits` of samples.
+
+    A pure function of sizes, seed and config; no token is read. In the stream order every sample is one row, and
+    `global_batch_size` chooses the lanes unless the config names them. In the others a sample may have several.
+    """
+    ids = np.asarray(sample_ids, np.int64).reshape(-1)
+    source = open_source(config, split, global_batch_size)
+    if len(ids) and (ids.min() < 0 or (source.num_samples is not None and ids.max() >= source.num_samples)):
+        raise IndexError(f"sample ids run from {ids.min()} to {ids.max()}; {split} has {source.num_samples}")
+    return source.locate(ids)

@@ -19,6 +19,14 @@ if sys.version_info >= (3, 11):
 else:
     import tomli as tomllib
 
+MEGATRON_NAMES = {
+    "data_path": "blend",
+    "seq_length": "sequence_length",
+    "path_to_cache": "index_cache_dir",
+    "path_to_idx_cache": "index_cache_dir",
+    "mid_level_dataset_surplus": "surplus",
+}
+
 
 @dataclass(frozen=True, kw_only=True)
 class ModelConfig:
@@ -109,6 +117,8 @@ def load_run(path: str, overrides: Sequence[str] = ()) -> RunConfig:
         raise ConfigError(f"{path}: is no valid TOML ({error})") from None
     for override in overrides:
         _apply(table, override)
+    if isinstance(table.get("data"), dict):  # names that users of Megatron know
+        table["data"] = {MEGATRON_NAMES.get(name, name): value for name, value in table["data"].items()}
     _check_names(table, RunConfig, "")
     _fill_defaults(table)
     settings = dacite.Config(strict=True, cast=[tuple], type_hooks={float: _to_float})
@@ -155,7 +165,5 @@ def _check_names(table: Mapping[str, Any], kind: type, path: str) -> None:
 
 def _fill_defaults(table: dict[str, Any]) -> None:
     data, model = table["data"], table["model"]
-    if isinstance(data.get("blend"), str):
-        data["blend"] = [data["blend"]]
     if "vocab_size" in model:
         data.setdefault("vocab_size", model["vocab_size"])
