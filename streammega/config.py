@@ -79,7 +79,7 @@ class DataConfig:
     reset_position_ids: bool = False
     """Positions restart after every eod_id."""
     reset_attention_mask: bool = False
-    """Tokens do not attend over an eod_id (in the attention mask, when one is made)."""
+    """Tokens do not attend over an eod_id: the loader adds "cu_seqlens", and an attention mask that is made says so."""
     create_attention_mask: bool = False
     """Add "attention_mask", bool [batch, 1, S, S], True where attention is forbidden."""
     add_extra_token: bool = True

@@ -270,3 +270,21 @@ def test_blends_in_all_their_forms(blend: Any, expected: Any) -> None:
 def test_blends_that_mean_nothing_are_refused(blend: Any, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         DataConfig(blend=blend, sequence_length=4)
+
+
+def test_the_golden_blend() -> None:
+    """Changing these numbers is a breaking change: bump the order version, and say so first in the CHANGELOG."""
+    dataset, sample = blend_weighted(np.array(normalized([0.5, 0.3, 0.2])), 12)
+    assert dataset.tolist() == [0, 1, 2, 0, 1, 0, 2, 0, 1, 0, 0, 1]
+    assert sample.tolist() == [0, 0, 0, 1, 1, 2, 1, 3, 2, 4, 5, 3]
+
+
+def test_states_of_twenty_datasets_stay_small() -> None:
+    import json
+
+    blend = [(f"mock://tokens=50000,seed={n},length=50", 0.012345678 * (n + 1)) for n in range(20)]
+    for options in ({"order": "stream"}, {"order": "megatron", "num_samples": (500, 0, 0)}):
+        config = DataConfig(blend=blend, sequence_length=64, **options)  # type: ignore[arg-type]
+        with StreamLoader(config, micro_batch_size=8, global_batch_size=8) as loader:
+            loader.seek(8)
+            assert len(json.dumps(loader.state_dict())) < 1024

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from streammega.kernels.batch import make_fields
+from streammega.kernels.batch import document_bounds, make_fields
 from streammega.kernels.sample_index import build_sample_index
 from streammega.kernels.shuffle import LegacyShuffler
 from streammega.samples.fetch import coalesce
@@ -145,3 +145,12 @@ def test_fields_are_what_numpy_says(rows: list[list[int]], extra: int, pad: int,
         np.testing.assert_array_equal(got["labels"][r], np.where(labels == pad, 0, labels))
         np.testing.assert_array_equal(mask[r], expected)
         np.testing.assert_array_equal(got["position_ids"][r], positions)
+
+
+@given(rows=st.lists(st.lists(st.integers(0, 3), min_size=7, max_size=7), min_size=1, max_size=5))
+def test_document_bounds_are_the_places_after_ends_of_documents(rows: list[list[int]]) -> None:
+    bounds = np.empty((len(rows), 8), np.int32)
+    most = document_bounds(np.array(rows), 2, bounds)
+    expected = [[0, *(c + 1 for c, token in enumerate(row[:-1]) if token == 2)] for row in rows]
+    assert most == max(map(len, expected))
+    assert bounds.tolist() == [row + [7] * (8 - len(row)) for row in expected]

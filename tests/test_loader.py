@@ -348,3 +348,28 @@ def test_prefetch_reads_no_further_ahead_than_asked() -> None:
         next(iterator)
         assert len(begun) <= taken + 3
     iterator.close()  # type: ignore[attr-defined]
+
+
+def test_document_bounds_come_with_the_batches_that_need_them(config: DataConfig) -> None:
+    with StreamLoader(replace(config, eod_id=7, reset_attention_mask=True), micro_batch_size=6, global_batch_size=6) as loader:
+        found = 0
+        for batch in loader:
+            for row, bounds in zip(batch["tokens"], batch["cu_seqlens"], strict=True):
+                starts = [0, *(int(n) + 1 for n in torch.nonzero(row == 7) if n + 1 < 16)]
+                assert [int(b) for b in bounds if b < 16] == starts
+                assert bounds[-1] == 16
+                found += len(starts) - 1
+        assert found
+
+
+def test_the_golden_sequential_order(tmp_path: Path) -> None:
+    """Changing these numbers is a breaking change: bump the order version, and say so first in the CHANGELOG."""
+    with IndexedDatasetWriter(str(tmp_path / "g"), np.uint16) as writer:
+        for n in range(5):
+            writer.add_item(np.arange(10 * n, 10 * n + 3 + n))
+            writer.end_document()
+    config = DataConfig(blend=str(tmp_path / "g"), sequence_length=6, order="sequential", index_cache_dir=tmp_path)
+    batches = list(StreamLoader(config, micro_batch_size=2, global_batch_size=2))
+    assert batches[0]["tokens"].tolist() == [[0, 1, 2, 10, 11, 12], [13, 20, 21, 22, 23, 24]]
+    assert batches[1]["tokens"].tolist() == [[30, 31, 32, 33, 34, 35], [40, 41, 42, 43, 44, 45]]
+    assert len(batches) == 2

@@ -123,7 +123,10 @@ def trained(run_file: str) -> RunConfig:
     return config
 
 
-def test_a_resumed_run_ends_with_the_weights_of_an_uninterrupted_one(trained: RunConfig, tmp_path: Path) -> None:
+@pytest.mark.parametrize("order", ["megatron", "stream"])
+def test_a_resumed_run_ends_with_the_weights_of_an_uninterrupted_one(run_file: str, tmp_path: Path, order: str) -> None:
+    trained = load_run(run_file, [f"data.order={order}"])
+    Trainer(trained, torch.device("cpu")).run()
     half = replace(trained, train=replace(trained.train, out_dir=str(tmp_path / "half")))
     first = Trainer(half, torch.device("cpu"))
     batches = iter(first.loader)

@@ -58,3 +58,23 @@ def coalesce_sorted(starts, stops, gap, largest):  # type: ignore[no-untyped-def
         high[last] = max(high[last], stops[i])
         request[i] = last
     return low[: last + 1], high[: last + 1], request
+
+
+@kernel
+def document_bounds(tokens, eod, bounds):  # type: ignore[no-untyped-def]  # pragma: no cover - compiled
+    """Fill bounds int32 [samples, S + 1] with the starts of documents in tokens [samples, S]; returns the most of any row.
+
+    A document begins at 0 and after every `eod`; the rest of a row is S, which is also the end of its last document.
+    """
+    samples, length = tokens.shape
+    most = 1
+    for r in range(samples):
+        count = 1
+        bounds[r, :] = length
+        bounds[r, 0] = 0
+        for c in range(length - 1):
+            if tokens[r, c] == eod:
+                bounds[r, count] = c + 1
+                count += 1
+        most = max(most, count)
+    return most

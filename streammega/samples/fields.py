@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from streammega.config import DataConfig
 from streammega.errors import FormatError
-from streammega.kernels.batch import make_fields
+from streammega.kernels.batch import document_bounds, make_fields
 
 Batch = dict[str, torch.Tensor]
 
@@ -49,6 +49,17 @@ def batch_fields(ids: NDArray[Any], valid: NDArray[np.int64], config: DataConfig
     if config.create_attention_mask:
         batch["attention_mask"] = torch.from_numpy(attention_mask(ids[:, :length], config))
     return batch
+
+
+def cu_seqlens(tokens: torch.Tensor, eod_id: int) -> torch.Tensor:
+    """Document bounds of samples, int32 [samples, most documents + 1], from 0 to S; rows are filled up with S.
+
+    tokens: int64 [samples, S]. The form that variable-length attention kernels take, row by row.
+    """
+    ids = tokens.numpy()
+    bounds = np.empty((len(ids), ids.shape[1] + 1), np.int32)
+    most = document_bounds(ids, eod_id, bounds)
+    return torch.from_numpy(np.ascontiguousarray(bounds[:, : most + 1]))
 
 
 def attention_mask(ids: NDArray[Any], config: DataConfig) -> NDArray[np.bool_]:

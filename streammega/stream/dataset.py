@@ -14,7 +14,7 @@ from streammega.errors import ConfigError, StateError
 from streammega.order.cursor import make_state, read_state
 from streammega.order.rampup import BatchSchedule
 from streammega.order.sharding import check_resume, rank_samples
-from streammega.samples.fields import Batch, batch_fields
+from streammega.samples.fields import Batch, batch_fields, cu_seqlens
 from streammega.samples.open import open_source
 from streammega.samples.source import read_samples
 from streammega.samples.stream import StreamSource
@@ -23,7 +23,8 @@ NO_END = 1 << 62
 
 
 class StreamingDataset(torch.utils.data.IterableDataset[Batch]):
-    """Yields micro-batches: {"tokens", "labels", "position_ids"} int64 and "loss_mask" float32, [micro_batch_size, S].
+    """Yields micro-batches: {"tokens", "labels", "position_ids"} int64 and "loss_mask" float32, [micro_batch_size, S];
+    with reset_attention_mask also "cu_seqlens", the bounds of documents, int32 [micro_batch_size, most documents + 1].
 
     Every rank sees its part of the same global batches, whatever dp_size is. Iterating goes on from the cursor to the
     end of the data (whole global batches only). Under a torch DataLoader (`batch_size=None`) with W workers, worker w
@@ -100,7 +101,10 @@ class StreamingDataset(torch.utils.data.IterableDataset[Batch]):
 
     def batch(self, consumed: int) -> Batch:
         """This rank's micro-batch in the micro-step at `consumed`: a pure function of it."""
-        return batch_fields(*read_samples(self.samples, self.sample_ids(consumed)), self.config)
+        batch = batch_fields(*read_samples(self.samples, self.sample_ids(consumed)), self.config)
+        if self.config.reset_attention_mask and self.config.eod_id is not None:
+            batch["cu_seqlens"] = cu_seqlens(batch["tokens"], self.config.eod_id)
+        return batch
 
     def positions(self) -> Iterator[int]:
         """The micro-steps that are left, as values of `consumed`, without those that are skipped."""
