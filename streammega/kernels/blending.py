@@ -14,7 +14,6 @@ from __future__ import annotations
 
 from concurrent.futures import ThreadPoolExecutor
 
-import numba
 import numpy as np
 from numpy.typing import NDArray
 
@@ -91,43 +90,37 @@ def _guess_part(
     return begun, counts
 
 
-@numba.njit(inline="always")
-def _ordered(value):  # type: ignore[no-untyped-def]  # pragma: no cover - compiled
-    """An int64 that orders as the float64 does (no NaNs, no negative zeros): integer maxima are vectorised by themselves."""
-    bits = float_bits(value)
-    return bits ^ ((bits >> 63) & np.int64(0x7FFFFFFFFFFFFFFF))
-
-
 @kernel
 def _choose(  # type: ignore[no-untyped-def]  # pragma: no cover - compiled
-    first, stop, origin, weights, counts, ids, sizes, padded, threshold, lowest, dataset, sample
+    first, stop, origin, weights, counts, ids, sizes, hits, padded, threshold, lowest, dataset, sample
 ):
     """Choose samples [first, stop) among the due; returns the first whose best error is under the threshold, or stop.
 
-    Sample `origin` goes to place 0 of the outputs.
-
-    The due fill the first places of arrays of `padded` places; the others have infinite counts.
+    Sample `origin` goes to place 0 of the outputs. The due fill the first places of arrays of `padded` places; the others have
+    infinite counts. Errors are compared by their bits: as integers, maxima are vectorised by themselves, and those that are
+    not negative order alike. The largest one is negative only by rounding, and then looked for as a float.
     """
-    least = _ordered(threshold)
     for i in range(first, stop):
         x = float(max(i, 1))
         best = np.int64(-0x7FFFFFFFFFFFFFFF)
         for k in range(padded):
-            best = max(best, _ordered(weights[k] * x - counts[k]))
-        if best < least:
-            return i
+            best = max(best, float_bits(weights[k] * x - counts[k]))
+        if best < 0:
+            best = _negative_best(x, weights, counts, padded)
         place, ties = np.int64(0), np.int64(0)
-        for k in range(padded):
-            hit = np.int64(_ordered(weights[k] * x - counts[k]) == best)
+        for k in range(padded):  # whole registers are stored: a single element would hold up the next sample's loads
+            hit = np.int64(float_bits(weights[k] * x - counts[k]) == best)
+            counts[k] += np.float64(hit)
+            hits[k] = hit
             place += hit * k
             ties += hit
         if ties > 1:
-            place = _lowest(x, weights, counts, ids, padded, best)
-            counts[place] += 1.0
-        else:  # by whole registers: one element stored by itself would hold up the next sample's loads
-            for k in range(padded):
-                counts[k] += np.float64(_ordered(weights[k] * x - counts[k]) == best)
-        lowest[0] = min(lowest[0], weights[place] * x - (counts[place] - 1.0))
+            place = _keep_lowest(counts, ids, hits, padded)
+        error = weights[place] * x - (counts[place] - 1.0)
+        if error < threshold:
+            counts[place] -= 1.0
+            return i
+        lowest[0] = min(lowest[0], error)
         dataset[i - origin], sample[i - origin] = ids[place], np.int64(counts[place]) - 1
         if counts[place] >= sizes[place]:
             counts[place] = np.inf
@@ -135,12 +128,23 @@ def _choose(  # type: ignore[no-untyped-def]  # pragma: no cover - compiled
 
 
 @kernel
-def _lowest(x, weights, counts, ids, padded, best):  # type: ignore[no-untyped-def]  # pragma: no cover - compiled
-    """The place of the lowest id among those whose error is the best."""
+def _negative_best(x, weights, counts, padded):  # type: ignore[no-untyped-def]  # pragma: no cover - compiled
+    """The bits of the largest error, when all are negative."""
+    best = -np.inf
+    for k in range(padded):
+        best = max(best, weights[k] * x - counts[k])
+    return float_bits(best)
+
+
+@kernel
+def _keep_lowest(counts, ids, hits, padded):  # type: ignore[no-untyped-def]  # pragma: no cover - compiled
+    """Of all that tied and were counted, keep the count of the lowest id; returns its place."""
     lowest = np.int64(0x7FFFFFFFFFFFFFFF)
     for k in range(padded):
-        key = (ids[k] << 32) | k
-        lowest = min(lowest, key if _ordered(weights[k] * x - counts[k]) == best else np.int64(0x7FFFFFFFFFFFFFFF))
+        lowest = min(lowest, ((ids[k] << 32) | k) if hits[k] else np.int64(0x7FFFFFFFFFFFFFFF))
+    for k in range(padded):
+        counts[k] -= np.float64(hits[k])
+    counts[lowest & 0xFFFFFFFF] += 1.0
     return lowest & 0xFFFFFFFF
 
 
@@ -153,7 +157,7 @@ def _blend(weights, sizes, origin, dataset, sample, counts):  # type: ignore[no-
     head, after = np.full(_SLOTS, -1, np.int64), np.full(num, -1, np.int64)
     small = num <= _SMALL
     threshold, margin, period = -np.inf if small else np.inf, 0.05, max(4 * num, 256)
-    lowest = np.full(1, np.inf)
+    lowest, hits = np.full(1, np.inf), np.zeros(room, np.int64)
     check, due, i, sort = origin + period, 0, np.int64(origin), True
     while i < total:
         if sort:
@@ -164,7 +168,7 @@ def _blend(weights, sizes, origin, dataset, sample, counts):  # type: ignore[no-
             check, lowest[0] = i + period, np.inf
         stop = total if small else min(total, (i // _WINDOW + 1) * _WINDOW)
         padded = (due + 7) // 8 * 8
-        i = _choose(i, stop, origin, due_w, due_c, due_id, due_s, padded, threshold, lowest, dataset, sample)
+        i = _choose(i, stop, origin, due_w, due_c, due_id, due_s, hits, padded, threshold, lowest, dataset, sample)
         sort = False
         if i < stop:  # the best lies under the threshold: one that waits may be better
             margin, sort, lowest[0] = min(margin * 1.25, 2.0), True, np.inf
