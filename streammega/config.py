@@ -58,7 +58,8 @@ class DataConfig:
     blend_per_split: Sequence[Blend | None] | None = None
     """Instead of `blend` and `split`: a blend for train, valid and test each; None where there is none."""
     blend_schedule: Sequence[tuple[int, Sequence[float]]] | None = None
-    """Stream order: [(first sample, weights)], later weights for the datasets of `blend`; a weight may be zero for a while."""
+    """Stream order: [(first sample, weights)], weights for the datasets of `blend` from then on; one may be zero for a while.
+    A segment at 0 replaces the blend's own weights. Segments past the cursor of a run may still be changed."""
     sequence_length: int
     """Tokens of a sample, S."""
     split: str = "1,0,0"
@@ -145,10 +146,10 @@ class DataConfig:
         if self.order != "stream" or self.blend is None:
             raise ConfigError("blend_schedule belongs to the stream order and a blend")
         datasets = len(parse_blend(self.blend)[0])
-        first = 0
+        first = -1
         for start, weights in self.blend_schedule or ():
             if start <= first:
-                raise ConfigError(f"blend_schedule starts a segment at sample {start}; starts must rise from above 0")
+                raise ConfigError(f"blend_schedule starts a segment at sample {start}; starts must rise, from 0 or later")
             if len(weights) != datasets or not all(0 <= w < math.inf for w in weights) or not sum(weights) > 0:
                 raise ConfigError(f"blend_schedule at sample {start} needs {datasets} weights, none negative, not all zero")
             first = start

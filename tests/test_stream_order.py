@@ -364,7 +364,7 @@ def test_settings_that_cannot_work_are_refused(shards: str, tmp_path: Path, chan
 
 @pytest.mark.parametrize(
     ("schedule", "message"),
-    [([(0, [1.0])], "rise from above 0"), ([(24, [1.0, 1.0])], "needs 1 weights"), ([(24, [0.0])], "not all zero")],
+    [([(9, [1.0]), (9, [1.0])], "starts must rise"), ([(24, [1.0, 1.0])], "needs 1 weights"), ([(24, [0.0])], "not all zero")],
 )
 def test_schedules_that_mean_nothing_are_refused(tmp_path: Path, schedule: Any, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
@@ -439,3 +439,24 @@ def test_locate_is_public_and_checks_its_ids(shards: str, tmp_path: Path) -> Non
     assert len(streammega.locate(whole, range(50))) == 50
     with pytest.raises(IndexError, match="train has"):
         streammega.locate(whole, 10**6)
+
+
+def test_the_future_of_a_schedule_may_be_changed_at_a_resume_and_the_past_not(shards: str, tmp_path: Path) -> None:
+    blend = [(f"{shards}/shard-0", 1.0), (f"{shards}/shard-2", 1.0)]
+    early, late = (0, [1.0, 0.0]), (480, [0.5, 0.5])
+    config = stream_config(blend, tmp_path, blend_schedule=[early, late])
+    source = StreamSource(config, "train", 24)
+    dataset = source.locate(np.arange(960)).dataset
+    assert set(dataset[:480].tolist()) == {0}
+    assert set(dataset[480:].tolist()) == {0, 1}
+    with StreamLoader(config, micro_batch_size=24, global_batch_size=24) as loader:
+        loader.seek(240)
+        before = loader.state_dict()
+        loader.seek(720)
+        after = loader.state_dict()
+    changed = replace(config, blend_schedule=[early, (480, [0.1, 0.9])])
+    assert len(tokens_of(changed, 1, 24, 24, before)) == 24
+    with pytest.raises(StateError, match="schedule"):
+        tokens_of(changed, 1, 24, 24, after)
+    with pytest.raises(StateError, match="datasets"):
+        tokens_of(replace(config, blend_schedule=[(0, [0.5, 0.5]), late]), 1, 24, 24, before)

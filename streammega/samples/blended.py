@@ -101,7 +101,7 @@ class BlendedDataset(torch.utils.data.Dataset[Batch]):
         """Token ids of samples, [n, S + a] in the widest stored dtype, and how many of them each has."""
         return read_samples(self, sample_ids)
 
-    def identity(self) -> dict[str, Any]:
+    def identity(self, consumed: int | None = None) -> dict[str, Any]:
         """The scalars that define the order, and a digest and weight of each dataset."""
         own = self.datasets[0].identity()
         shared = {name: own[name] for name in own if name not in ("dataset", "sequences", "num_samples")}

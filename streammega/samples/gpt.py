@@ -148,7 +148,7 @@ class GPTDataset(torch.utils.data.Dataset[Batch]):
         description = json.dumps([self.identity(), hashlib.blake2b(self.sequence_ids.tobytes()).hexdigest()], sort_keys=True)
         return hashlib.blake2b(description.encode(), digest_size=16).hexdigest()
 
-    def identity(self) -> dict[str, Any]:
+    def identity(self, consumed: int | None = None) -> dict[str, Any]:
         """The scalars that define this order, for the state of a loader."""
         ids = self.sequence_ids
         return {

@@ -29,8 +29,8 @@ class SampleSource(Protocol):
     def locate(self, sample_ids: NDArray[np.int64]) -> Extents:
         """Where samples lie."""
 
-    def identity(self) -> dict[str, Any]:
-        """What defines the order: small, JSON-able, and without where the data lies."""
+    def identity(self, consumed: int | None = None) -> dict[str, Any]:
+        """What defines the order of the first `consumed` samples (None: all): small, JSON-able, without where the data lies."""
 
 
 def read_samples(source: SampleSource, sample_ids: NDArray[np.int64]) -> tuple[Ids, NDArray[np.int64]]:

@@ -56,10 +56,13 @@ class StreamSource:
         """Where samples lie: one run of tokens each."""
         return self.order.locate(sample_ids)
 
-    def identity(self) -> dict[str, Any]:
-        """The scalars that define the order, and a digest of sizes and dtype of each dataset with its weight."""
+    def identity(self, consumed: int | None = None) -> dict[str, Any]:
+        """The scalars that define the order, and a digest of sizes and dtype of each dataset with its weight.
+
+        Of the blend schedule it holds what began before `consumed`: the future may still be changed. None: all of it.
+        """
         order = self.order
-        schedule = order.schedule
+        schedule = [(first, w) for first, w in order.schedule if first == 0 or consumed is None or first < consumed]
         digests = [_digest(dataset) for dataset in order.datasets]
         return {
             "order": "stream",
@@ -78,9 +81,10 @@ class StreamSource:
         config, extra = self.config, int(self.config.add_extra_token)
         own = [dataset_samples(dataset, config.sequence_length, extra) for dataset in self._datasets]
         weights = [float(weight) for weight in (self._weights or own)]
+        later = [(first, list(segment)) for first, segment in config.blend_schedule or ()]
         order = StreamOrder(
             datasets=self._datasets,
-            schedule=[(0, weights), *((first, list(later)) for first, later in config.blend_schedule or ())],
+            schedule=later if later and later[0][0] == 0 else [(0, weights), *later],
             sequence_length=config.sequence_length,
             extra_token=config.add_extra_token,
             seed=config.seed,

@@ -156,7 +156,7 @@ class StreamingDataset(torch.utils.data.IterableDataset[Batch]):
                 "state_dict(num_batches=<micro-batches taken>), or use StreamLoader, which needs no workers"
             )
         consumed = self._consumed + (num_batches or 0) * self.step_samples
-        return make_state(self.samples.identity(), consumed, self.schedule.offset_at(consumed))
+        return make_state(self.samples.identity(consumed), consumed, self.schedule.offset_at(consumed))
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue at the sample after the last that was handed out. Raises StateError for another order."""
@@ -164,7 +164,8 @@ class StreamingDataset(torch.utils.data.IterableDataset[Batch]):
             lanes = (state.get("identity") or {}).get("lanes")
             if isinstance(lanes, int) and lanes > 0:
                 self.samples.adopt_lanes(lanes)
-        consumed, offset = read_state(state, self.samples.identity())
+        saved = state.get("consumed_samples")
+        consumed, offset = read_state(state, self.samples.identity(saved if isinstance(saved, int) else None))
         schedule = self.schedule.resumed(consumed, offset)
         if offset >= schedule.size_at(consumed):
             raise StateError(
