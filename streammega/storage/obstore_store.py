@@ -197,8 +197,8 @@ class ObstoreWriter:
         if self._thread is not None and self._thread.is_alive():
             try:
                 self._send(InterruptedError("upload aborted"))
-            except Exception:
-                pass
+            except Exception:  # the upload has failed already, and is being thrown away
+                self._failure = None
             self._thread.join()
 
     def _send(self, part: bytes | BaseException | None) -> None:
