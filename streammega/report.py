@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from streammega.config import DataConfig
-from streammega.order.quality import FetchPlan, ShuffleQuality, fetch_plan, full_shuffle, places_of, shuffle_quality
+from streammega.order.quality import FetchPlan, ShuffleQuality, fetch_plan, places_of, shuffle_quality
 from streammega.samples.open import open_source
 from streammega.samples.source import SampleSource
 from streammega.samples.stream import StreamSource
@@ -49,7 +49,7 @@ def order_report(config: DataConfig, split: str, global_batch_size: int, dp_size
     return OrderReport(
         samples=count,
         quality=shuffle_quality(places, total, window),
-        full=shuffle_quality(full_shuffle(max(total, count), np.random.default_rng(0))[:count], max(total, count), window),
+        full=shuffle_quality(_fully_shuffled(max(total, count), count), max(total, count), window),
         plan=fetch_plan(source.locate(own), own % order.lanes if order else own, itemsize, block, int(config.add_extra_token)),
         open_bytes=order.lanes // dp_size * config.block_bytes if order else 0,
         blend_prefixes=prefixes,
@@ -97,6 +97,11 @@ def write_plot(report: OrderReport, path: str) -> None:
     right.set_xlabel("samples")
     right.set_ylabel("largest distance from the blend's target (samples)")
     figure.savefig(path, dpi=120, bbox_inches="tight")
+
+
+def _fully_shuffled(total: int, count: int) -> Any:
+    """The first `count` places of a full shuffle, in memory of that order however many places there are."""
+    return np.random.default_rng(0).choice(total, count, replace=False)
 
 
 def _file_starts(source: SampleSource) -> tuple[list[Any], int]:

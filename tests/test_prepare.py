@@ -12,7 +12,7 @@ import pytest
 from streammega import DataConfig, build_datasets
 from streammega.cli import main
 from streammega.order.quality import block_shuffle, full_shuffle, py1e, shuffle_buffer, shuffle_quality
-from streammega.samples import gpt
+from streammega.samples import blended, gpt
 from streammega.samples.prepare import prepare
 from tests.conftest import write_random_pair
 
@@ -47,6 +47,7 @@ def test_prepared_indices_are_downloaded_by_other_nodes_not_built(
         raise AssertionError("this node builds what was published")
 
     monkeypatch.setattr(gpt, "build_gpt_indices", refuse)
+    monkeypatch.setattr(blended, "blend_indices", refuse)
     fetched = build_datasets(replace(config, index_cache_dir=tmp_path / "other-node"))[0]
     for a, b in zip(built.datasets, fetched.datasets, strict=True):  # type: ignore[union-attr]
         np.testing.assert_array_equal(a.document_index, b.document_index)
@@ -116,3 +117,14 @@ def test_quality_tells_a_shuffle_from_none() -> None:
     assert good.domain_drift == pytest.approx(1.0, abs=0.15)
     assert good.places_per_256 > 240 > 150 > blocks.places_per_256 > none.places_per_256
     assert none.domain_drift > blocks.domain_drift * 0.9 > 10 * good.domain_drift
+
+
+def test_a_report_needs_memory_for_what_it_looks_at_only(capsys: pytest.CaptureFixture[str]) -> None:
+    import tracemalloc
+
+    tracemalloc.start()
+    assert main(["order-report", "mock://tokens=1000000000,length=1000000", "--sequence-length", "8", "--steps", "16"]) == 0
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert "full shuffle" in capsys.readouterr().out
+    assert peak < 200 << 20, "the modelled full shuffle is as large as the data"

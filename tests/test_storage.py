@@ -329,3 +329,12 @@ def test_full_disk_while_writing_is_named_and_leaves_nothing(tmp_path: Path, mon
     with pytest.raises(StorageError, match="no space left"):
         writer.commit()
     assert list(tmp_path.glob("*out*")) == []
+
+
+def test_errors_are_told_by_their_status_not_by_digits_in_a_name() -> None:
+    with http_server({}) as server:
+        server.status = 500
+        options = {"key": KEY, "secret": SECRET, "endpoint_url": server.url}
+        store, key = open_store("s3://bucket-403/416-key", StorageConfig(storage_options=options, retries=0))
+        with pytest.raises(EndpointError, match="did not answer"):
+            store.info(key)

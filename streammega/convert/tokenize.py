@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -79,10 +78,3 @@ class BatchEncoder:
         flat = np.fromiter((token for document in ids for token in document), self._dtype)
         sizes = sum(len(document.data) for document in documents)
         return TokenizedBatch(data=flat.tobytes(), lengths=[len(document) for document in ids], text_bytes=sizes)
-
-
-def describe_tokenizer(path: str) -> dict[str, Any]:
-    """Vocabulary size and model type, for messages."""
-    with open(path, encoding="utf-8") as file:
-        model = json.load(file).get("model", {}).get("type")
-    return {"model": model, "vocab_size": vocab_size(load_tokenizer(path))}

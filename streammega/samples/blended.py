@@ -6,6 +6,7 @@ import hashlib
 import json
 from collections.abc import Sequence
 from functools import cached_property
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -108,11 +109,19 @@ class BlendedDataset(torch.utils.data.Dataset[Batch]):
         parts = [f"{d.key[:12]}*{w:.8g}" for d, w in zip(self.datasets, self.weights, strict=True)]
         return shared | {"num_samples": len(self), "exhaustive": self.size is None, "datasets": parts}
 
+    def index_files(self) -> list[Path]:
+        """The cached files of the two indices."""
+        return [cache_dir(self.config) / "order" / f"{self._key}-{name}.npy" for name in BLEND_NAMES]
+
+    @property
+    def _key(self) -> str:
+        description = json.dumps([self.weights, self.size, [len(dataset) for dataset in self.datasets]])
+        return f"{hashlib.blake2b(description.encode(), digest_size=16).hexdigest()}-BlendedDataset-{self.split}"
+
     @cached_property
     def _indices(self) -> tuple[NDArray[np.int16], NDArray[np.int64]]:
         lengths = [len(dataset) for dataset in self.datasets]
-        description = json.dumps([self.weights, self.size, lengths])
-        key = f"{hashlib.blake2b(description.encode(), digest_size=16).hexdigest()}-BlendedDataset-{self.split}"
+        key = self._key
 
         def build() -> dict[str, NDArray[Any]]:
             return dict(zip(BLEND_NAMES, blend_indices(self.weights, self.size, lengths), strict=True))

@@ -15,9 +15,8 @@ from streammega.order.blend import normalized, samples_asked
 from streammega.order.split import SPLITS, split_bounds
 from streammega.samples.blended import BlendedDataset
 from streammega.samples.gpt import GPTDataset
+from streammega.samples.source import OPENERS
 
-OPENERS = 16
-"""Pairs of a blend that are opened at once."""
 SplitDataset: TypeAlias = "GPTDataset | BlendedDataset | list[GPTDataset]"
 
 

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass
+from pathlib import Path
 
 from streammega.config import DataConfig
 from streammega.kernels.parallel import num_threads
@@ -31,7 +32,11 @@ def prepare(config: DataConfig) -> Iterator[Prepared]:
     """
     if config.order == "stream":
         return
-    datasets = [part for split in build_datasets(config) for part in _parts(split)]
+    splits = build_datasets(config)
+    datasets = [part for split in splits for part in _parts(split)]
+    for split in splits:  # a blend's own indices are built with it
+        if isinstance(split, BlendedDataset):
+            _publish(config, split.index_files())
     with ThreadPoolExecutor(num_threads()) as pool:
         for future in as_completed([pool.submit(_prepare_one, dataset) for dataset in datasets]):
             yield future.result()
@@ -47,10 +52,13 @@ def _parts(split: object) -> list[GPTDataset]:
 
 def _prepare_one(dataset: GPTDataset) -> Prepared:
     began = time.monotonic()
-    files = dataset.index_files()
-    published = shared_folder(dataset.config)
+    _publish(dataset.config, dataset.index_files())
+    seconds = time.monotonic() - began
+    return Prepared(prefix=dataset.indexed.prefix, split=dataset.split, samples=len(dataset), seconds=seconds)
+
+
+def _publish(config: DataConfig, files: Sequence[Path]) -> None:
+    published = shared_folder(config)
     if published is not None:
         for path in files:
             published.publish(path)
-    seconds = time.monotonic() - began
-    return Prepared(prefix=dataset.indexed.prefix, split=dataset.split, samples=len(dataset), seconds=seconds)

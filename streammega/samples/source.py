@@ -12,6 +12,9 @@ from streammega.config import DataConfig
 from streammega.order import Extents
 from streammega.samples.fetch import Ids, TokenFile, fetch_ids
 
+OPENERS = 16
+"""Pairs of a blend that are opened at once."""
+
 
 class SampleSource(Protocol):
     """Samples in an order. `files[d]` are the files of dataset d that extents refer to."""

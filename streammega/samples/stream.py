@@ -17,8 +17,7 @@ from streammega.order import Extents
 from streammega.order.split import SPLITS, split_bounds
 from streammega.order.stream import STREAM_VERSION, Part, StreamDataset, StreamOrder, dataset_samples, default_lanes
 from streammega.samples.fetch import TokenFile
-
-OPENERS = 16
+from streammega.samples.source import OPENERS
 
 
 class StreamSource:
@@ -27,9 +26,8 @@ class StreamSource:
     Raises ConfigError for a split or dataset that holds no sample, StorageError and FormatError for the files.
     """
 
-    def __init__(self, config: DataConfig, split: str, global_batch_size: int, lanes: int | None = None) -> None:
+    def __init__(self, config: DataConfig, split: str, global_batch_size: int) -> None:
         self.config, self.split = config, split
-        lanes = lanes or config.lanes or default_lanes(global_batch_size)
         if config.lanes is not None and config.lanes % global_batch_size:
             raise ConfigError(
                 f"lanes {config.lanes} is not a multiple of global_batch_size {global_batch_size}; change one of them"
@@ -40,7 +38,7 @@ class StreamSource:
         self.files: Sequence[Sequence[TokenFile]] = [files for files, _ in opened]
         self._datasets = [dataset for _, dataset in opened]
         self._weights = weights
-        self.order = self._with_lanes(lanes)
+        self.order = self._with_lanes(config.lanes or default_lanes(global_batch_size))
 
     @property
     def num_samples(self) -> int | None:

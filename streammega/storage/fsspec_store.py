@@ -154,7 +154,7 @@ class FsspecStore:
             "ProfileNotFound",
         ):
             return AccessDeniedError(f"{url}: access denied; check the credentials, their rights and the bucket ({text})")
-        if "InvalidRange" in text or "416" in text or "not satisfiable" in text:
+        if "InvalidRange" in text or "416, message" in text or "not satisfiable" in text:
             return ShortReadError(f"{url}: the object ends before the bytes that were asked for; is it truncated? ({text})")
         if isinstance(error, (ConnectionError, TimeoutError)) or "Timeout" in name or "Connect" in name or "Endpoint" in name:
             return EndpointError(f"{url}: the endpoint did not answer; check endpoint_url, the network and DNS ({text})")

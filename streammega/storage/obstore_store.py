@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import queue
+import re
 import threading
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -20,12 +21,14 @@ from streammega.errors import (
     ConfigError,
     EndpointError,
     ObjectNotFoundError,
+    ShortReadError,
     StorageError,
     StreammegaError,
 )
 from streammega.storage.base import Buffer, ObjectInfo, checked
 from streammega.storage.options import client_options, redact, s3_arguments
 
+_STATUS = re.compile(r"status code: (\d{3})")
 UPLOAD_PART_BYTES = 32 << 20  # times S3's 10,000 parts: objects up to 312 GiB
 
 
@@ -149,13 +152,13 @@ class ObstoreStore:
         if isinstance(error, FileNotFoundError):
             return ObjectNotFoundError(f"{url}: no such object; check the bucket and the key (a prefix has no .bin/.idx)")
         denied = (obstore.exceptions.PermissionDeniedError, obstore.exceptions.UnauthenticatedError)
-        if isinstance(error, denied) or "403" in text or "401 " in text:
+        status = _STATUS.search(text)
+        code = int(status[1]) if status else 0
+        if isinstance(error, denied) or code in (401, 403):
             return AccessDeniedError(f"{url}: access denied; check the credentials, their rights and the bucket ({text})")
-        if "416" in text:
-            from streammega.errors import ShortReadError
-
+        if code == 416:
             return ShortReadError(f"{url}: the object ends before the bytes that were asked for; is it truncated? ({text})")
-        if "error sending request" in text or "timed out" in str(error) or "status code: 5" in text:
+        if "error sending request" in text or "timed out" in str(error) or code >= 500:
             return EndpointError(f"{url}: the endpoint did not answer; check endpoint_url, the network and DNS ({text})")
         return StorageError(f"{url}: {text}")
 
