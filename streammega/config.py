@@ -13,6 +13,10 @@ from streammega.errors import ConfigError
 Transport = Literal["auto", "obstore", "fsspec"]
 
 MiB = 1 << 20
+STORAGE_LEAST = {
+    "part_bytes": 4096, "max_requests": 1, "in_flight_bytes": 4096, "memory_bytes": 4096, "coalesce_bytes": 0,
+    "cache_bytes": 0, "chunk_bytes": MiB, "retries": 0,
+}  # fmt: skip
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -25,23 +29,38 @@ class StorageConfig:
     """Credentials, endpoint and so on, as fsspec takes them (`key`, `secret`, `endpoint_url`, `anon`, ...)."""
     part_bytes: int = 8 * MiB
     """Largest single range request."""
-    max_requests: int = 32
-    """Range requests in flight at once."""
+    max_requests: int = 256
+    """Range requests in flight at once: what many small reads need."""
+    in_flight_bytes: int = 64 * MiB
+    """Bytes of range requests in flight at once: what few large reads need."""
+    memory_bytes: int = 1024 * MiB
+    """Bytes a loader may hold of what it fetched ahead; what is in flight counts."""
     coalesce_bytes: int = 64 * 1024
-    """Ranges with at most this gap between them are fetched as one."""
+    """Ranges with at most this gap between them are fetched as one, while at most a fifth more is fetched than is used."""
+    cache_dir: str | Path | None = None
+    """A folder on a local disk that keeps what was fetched, for all processes and runs of this node; None: no cache."""
+    cache_bytes: int = 64 * 1024 * MiB
+    """Largest size of everything in `cache_dir`."""
+    chunk_bytes: int = 256 * MiB
+    """Bytes of an object that are one file of the cache."""
     timeout: float = 60.0
     """Seconds one request may take."""
-    retries: int = 5
+    stall_timeout: float = 10.0
+    """Seconds without a single byte after which a request is given up and tried again."""
+    retries: int = 6
     """Times a failed request is tried again, with growing pauses."""
+    hedge: bool = True
+    """Send a second request for one that takes far longer than others did."""
 
     def __post_init__(self) -> None:
         if self.transport not in ("auto", "obstore", "fsspec"):
             raise ConfigError(f"transport is {self.transport!r}; it must be 'auto', 'obstore' or 'fsspec'")
-        for name, least in (("part_bytes", 4096), ("max_requests", 1), ("coalesce_bytes", 0), ("retries", 0)):
+        for name, least in STORAGE_LEAST.items():
             if getattr(self, name) < least:
                 raise ConfigError(f"{name} is {getattr(self, name)}; it must be at least {least}")
-        if not self.timeout > 0:
-            raise ConfigError(f"timeout is {self.timeout}; it must be a positive number of seconds")
+        for name in ("timeout", "stall_timeout"):
+            if not getattr(self, name) > 0:
+                raise ConfigError(f"{name} is {getattr(self, name)}; it must be a positive number of seconds")
 
 
 Order = Literal["megatron", "stream", "sequential"]

@@ -43,7 +43,13 @@ class ConfigError(StreammegaError, ValueError):
 
 
 class StorageError(StreammegaError):
-    """Bytes could not be read from, or written to, where they live."""
+    """Bytes could not be read from, or written to, where they live.
+
+    `transient`: trying again may help. `throttled`: the endpoint asked for fewer requests.
+    """
+
+    transient = False
+    throttled = False
 
 
 class ObjectNotFoundError(StorageError, FileNotFoundError):
@@ -57,9 +63,13 @@ class AccessDeniedError(StorageError):
 class EndpointError(StorageError):
     """The endpoint could not be reached, timed out, or failed."""
 
+    transient = True
+
 
 class ShortReadError(StorageError):
     """A read returned another number of bytes than was asked for."""
+
+    transient = True
 
 
 class ObjectChangedError(StorageError):

@@ -11,10 +11,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from streammega.kernels.batch import document_bounds, make_fields
+from streammega import DataConfig
+from streammega.kernels.batch import document_bounds
 from streammega.kernels.sample_index import build_sample_index
 from streammega.kernels.shuffle import LegacyShuffler
 from streammega.samples.fetch import coalesce
+from streammega.samples.fields import batch_fields
 
 
 @given(seed=st.integers(0, 2**32 - 1), sizes=st.lists(st.integers(0, 3000), max_size=5))
@@ -128,9 +130,11 @@ def test_fields_are_what_numpy_says(rows: list[list[int]], extra: int, pad: int,
     valid = np.array([min(len(row), length + extra) for row in rows])
     for r, row in enumerate(rows):
         ids[r, : valid[r]] = row[: valid[r]]
-    got: dict[str, Any] = {name: np.empty((len(rows), length), np.int64) for name in ("tokens", "labels", "position_ids")}
-    mask = np.empty((len(rows), length), np.float32)
-    make_fields(ids, valid, extra, pad, eod, mask_eod, reset, got["tokens"], got["labels"], mask, got["position_ids"])
+    config = DataConfig(
+        blend=["unused"], sequence_length=length, add_extra_token=bool(extra), eod_id=eod, pad_id=None if pad < 0 else pad,
+        eod_mask_loss=mask_eod, reset_position_ids=reset,
+    )  # fmt: skip
+    got = {name: field.numpy() for name, field in batch_fields(ids, valid, config).items()}
     for r in range(len(rows)):
         x = np.full(length + extra, pad, np.int64)
         x[: valid[r]] = ids[r, : valid[r]]
@@ -143,7 +147,7 @@ def test_fields_are_what_numpy_says(rows: list[list[int]], extra: int, pad: int,
                 positions[at + 1 :] = np.arange(length - at - 1)
         np.testing.assert_array_equal(got["tokens"][r], np.where(tokens == pad, 0, tokens))
         np.testing.assert_array_equal(got["labels"][r], np.where(labels == pad, 0, labels))
-        np.testing.assert_array_equal(mask[r], expected)
+        np.testing.assert_array_equal(got["loss_mask"][r], expected)
         np.testing.assert_array_equal(got["position_ids"][r], positions)
 
 

@@ -19,7 +19,6 @@ from hypothesis import strategies as st
 
 from streammega import DataConfig, IndexedDatasetWriter, StorageConfig, StreamingDataset, StreamLoader
 from streammega.errors import ConfigError, FormatError, ShortReadError, StateError, StorageError
-from streammega.stream.prefetch import Prefetcher
 from tests.conftest import write_random_pair
 from tests.servers import http_server
 
@@ -300,9 +299,9 @@ def test_an_error_of_the_storage_reaches_the_step_that_needs_the_bytes(config: D
     with http_server(dict(objects)) as server:
         remote = replace(config, blend=[f"{server.url}/p"], storage=storage, order="sequential", num_samples=None)
         loader = StreamLoader(remote, micro_batch_size=1, global_batch_size=1)
+        server.objects["/p.bin"] = objects["/p.bin"][: len(objects["/p.bin"]) // 2]
         batches = iter(loader)
         next(batches)
-        server.objects["/p.bin"] = objects["/p.bin"][: len(objects["/p.bin"]) // 2]
         with pytest.raises(ShortReadError, match=r"p\.bin"):
             list(batches)
         half = loader.consumed_samples
@@ -326,28 +325,6 @@ def test_no_threads_are_left(config: DataConfig) -> None:
     with StreamLoader(config, micro_batch_size=1, global_batch_size=1) as loader:
         next(iter(loader))
     assert set(threading.enumerate()) <= before
-
-
-def test_prefetch_keeps_order_and_raises_where_it_belongs() -> None:
-    def work(position: int) -> int:
-        if position == 7:
-            raise ValueError("seven")
-        return position * position
-
-    got = []
-    with pytest.raises(ValueError, match="seven"):
-        for position, result in Prefetcher(work, range(20), 4):
-            got.append((position, result))
-    assert got == [(n, n * n) for n in range(7)]
-
-
-def test_prefetch_reads_no_further_ahead_than_asked() -> None:
-    begun = []
-    iterator = iter(Prefetcher(lambda n: begun.append(n) or n, range(100), 3))
-    for taken in range(1, 10):
-        next(iterator)
-        assert len(begun) <= taken + 3
-    iterator.close()  # type: ignore[attr-defined]
 
 
 def test_document_bounds_come_with_the_batches_that_need_them(config: DataConfig) -> None:

@@ -18,7 +18,8 @@ ROOT = Path(streammega.__file__).parent
 LEVELS = [
     {"errors"},
     {"config"},
-    {"kernels", "storage"},
+    {"kernels"},
+    {"storage"},
     {"index"},
     {"order"},
     {"samples"},

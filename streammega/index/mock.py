@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 from streammega.errors import ConfigError, ObjectNotFoundError, StorageError
 from streammega.index.format import HEADER_BYTES, encode_index
 from streammega.storage import Buffer, ObjectInfo, ObjectWriter
+from streammega.storage.base import Bytes, Span, fill
 from streammega.storage.urls import register_scheme
 
 DEFAULTS = {"tokens": 10_000_000, "vocab": 50_257, "length": 1_000, "eod": 0, "seed": 0}
@@ -43,6 +44,10 @@ class MockStore:
             whole = memoryview(_index(settings))
             return [whole[a:b] for a, b in zip(starts, stops, strict=True)]
         return [_tokens(settings, int(a), int(b)) for a, b in zip(starts, stops, strict=True)]
+
+    def read_into(self, key: str, spans: Sequence[Span], outs: Sequence[Bytes], etag: str = "") -> None:
+        """Bytes computed on the spot."""
+        fill(self.url(key), spans, self.read_ranges(key, [a for a, _ in spans], [b for _, b in spans]), outs)
 
     def list(self, prefix: str) -> list[ObjectInfo]:
         """Nothing lies there."""

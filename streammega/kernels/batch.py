@@ -14,35 +14,66 @@ def gather_runs(source, source_starts, sizes, out, out_starts) -> None:  # type:
     All in tokens. Cost: one copy. The caller has checked that every run lies inside both arrays.
     """
     for i in range(len(sizes)):
-        a, b, n = source_starts[i], out_starts[i], sizes[i]
-        for k in range(n):
-            out[b + k] = source[a + k]
+        a, b = source[source_starts[i] : source_starts[i] + sizes[i]], out[out_starts[i] : out_starts[i] + sizes[i]]
+        for k in range(len(b)):
+            b[k] = a[k]
 
 
 @kernel
-def make_fields(  # type: ignore[no-untyped-def]  # pragma: no cover - compiled
-    ids, valid, extra, pad, eod, mask_eod, reset_positions, tokens, labels, loss_mask, position_ids
-) -> None:
-    """Fill the four fields of a batch in one pass.
+def fill_tails(ids, valid, pad) -> None:  # type: ignore[no-untyped-def]  # pragma: no cover - compiled
+    """Write `pad` after the valid[r] ids of each row of ids [samples, width]."""
+    samples, width = ids.shape
+    for r in range(samples):
+        for c in range(valid[r], width):
+            ids[r, c] = pad
 
-    ids [samples, S + extra] in their stored dtype, of which row r holds valid[r] tokens and then padding;
-    tokens, labels, position_ids int64 and loss_mask float32, all [samples, S]. `eod` below zero: there is none.
-    Labels are the next tokens (padding after the last). The mask is zero where the label is padding and, with
-    `mask_eod`, where the token is `eod`; padding then reads 0. Positions restart after every `eod` on request.
+
+@kernel
+def scan_ids(ids, pad):  # type: ignore[no-untyped-def]  # pragma: no cover - compiled
+    """(how many ids are `pad`, the least and the greatest of the others); 0 and 0 when there is none."""
+    padding, low, high = np.int64(0), np.int64(1 << 62), np.int64(-(1 << 62))
+    for r in range(len(ids)):
+        row = ids[r]
+        for c in range(len(row)):
+            x = row[c]
+            own = x == pad
+            padding += np.int64(own)
+            low = low if own else min(low, x)
+            high = high if own else max(high, x)
+    return (padding, low, high) if low <= high else (padding, np.int64(0), np.int64(0))
+
+
+@kernel
+def zero_padding(ids, pad) -> None:  # type: ignore[no-untyped-def]  # pragma: no cover - compiled
+    """Replace `pad` by 0 in ids [samples, width]: what the model reads there has no loss."""
+    for r in range(len(ids)):
+        row = ids[r]
+        for c in range(len(row)):
+            row[c] = 0 if row[c] == pad else row[c]
+
+
+@kernel
+def make_mask(ids, pad, eod, mask_eod, mask) -> None:  # type: ignore[no-untyped-def]  # pragma: no cover - compiled
+    """mask float32 [samples, S]: 0 where the label, ids[:, 1:], is `pad` and, with `mask_eod`, where the token is `eod`.
+
+    ids int64 [samples, S + 1]; tokens are ids[:, :-1].
     """
-    samples, length = tokens.shape
+    for r in range(len(mask)):
+        row, token, label = mask[r], ids[r, :-1], ids[r, 1:]
+        for c in range(len(row)):
+            masked = label[c] == pad or (mask_eod and token[c] == eod)
+            row[c] = np.float32(0.0) if masked else np.float32(1.0)
+
+
+@kernel
+def make_positions(ids, eod, positions) -> None:  # type: ignore[no-untyped-def]  # pragma: no cover - compiled
+    """positions int64 [samples, S]: counted from 0, and anew after every `eod` of ids [samples, S + 1]."""
+    samples, length = positions.shape
     for r in range(samples):
         position = 0
-        have = valid[r]
         for c in range(length):
-            x = np.int64(ids[r, c]) if c < have else pad
-            y = np.int64(ids[r, c + 1]) if c + 1 < have and c + 1 < length + extra else pad
-            masked = y == pad or (mask_eod and x == eod)
-            loss_mask[r, c] = np.float32(0.0) if masked else np.float32(1.0)
-            tokens[r, c] = 0 if x == pad else x
-            labels[r, c] = 0 if y == pad else y
-            position_ids[r, c] = position
-            position = 0 if reset_positions and x == eod else position + 1
+            positions[r, c] = position
+            position = 0 if ids[r, c] == eod else position + 1
 
 
 @kernel

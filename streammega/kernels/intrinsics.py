@@ -1,4 +1,4 @@
-"""Two instructions that numba does not offer by name."""
+"""Three instructions that numba does not offer by name."""
 
 from __future__ import annotations
 
@@ -32,7 +32,17 @@ def _prefetch(typing_context: Any, array: Any, index: Any) -> Any:
     return types.none(array, index), codegen
 
 
+def _pointer_to(typing_context: Any, address: Any, like: Any) -> Any:
+    def codegen(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        return builder.inttoptr(arguments[0], context.get_value_type(signature.return_type))
+
+    pointer: Any = types.CPointer
+    return pointer(like.dtype)(types.int64, like), codegen
+
+
 float_bits: Any = intrinsic(_float_bits)
 """float_bits(x): the bits of a float64 as int64."""
 prefetch: Any = intrinsic(_prefetch)
 """prefetch(array, index): ask for array[index] (one-dimensional, contiguous) ahead of its use. Never faults."""
+pointer_to: Any = intrinsic(_pointer_to)
+"""pointer_to(address, like): an int64 address as a pointer to elements of the dtype of array `like`."""

@@ -199,6 +199,46 @@ def slot_of(place, num, block, blocks, short_slot):  # type: ignore[no-untyped-d
     return slot, low, low + block
 
 
+@numba.njit(inline="always")
+def _short_slot(d, epoch, key, blocks, epoch_of, short_slots):  # type: ignore[no-untyped-def]  # pragma: no cover
+    """Where the short block of a dataset lies among the permuted ones, computed once an epoch."""
+    if epoch_of[d] != epoch:
+        epoch_of[d], short_slots[d] = epoch, permute_back(blocks - 1, blocks, key)
+    return short_slots[d]
+
+
+@numba.njit(inline="always")
+def _draw_of(sample, lanes, key, rows, fractions, bases, num):  # type: ignore[no-untyped-def]  # pragma: no cover
+    """(lane, dataset, which draw of the lane from that dataset) of a sample id."""
+    lane, row = sample % lanes, sample // lanes
+    segment = len(rows) - 1
+    while rows[segment] > row:
+        segment -= 1
+    d, draw = choose(row - rows[segment], lane, segment, fractions[segment], num, key)
+    return lane, d, draw + bases[segment, lane, d]
+
+
+@numba.njit(inline="always")
+def _place_of(lane, d, draw, lanes, key, size, block, group, epoch_of, short_slots):  # type: ignore[no-untyped-def]  # pragma: no cover
+    """(epoch's key, epoch, sample of the dataset, first sample and samples of its piece, draws left of it with this one)."""
+    blocks = (size + block - 1) // block
+    run = lane // group
+    run_start, run_length = run_bounds(run, lanes, group, size)
+    place = draw * group + lane % group
+    epoch, place = place // run_length, place % run_length
+    dataset_key = keyed(key, BLOCKS, d, epoch)
+    short = _short_slot(d, epoch, dataset_key, blocks, epoch_of, short_slots)
+    rotation = below(keyed(dataset_key, ROTATIONS, run, 0), run_length)
+    place += rotation
+    place = run_start + (place - run_length if place >= run_length else place)
+    slot, slot_low, slot_high = slot_of(place, size, block, blocks, short)
+    low, high = piece_of(place, run_start, run_length, rotation, slot_low, slot_high)
+    left = high - place
+    place = low + permute(place - low, high - low, keyed(dataset_key, PIECES, low, 0))
+    base = permute(slot, blocks, dataset_key) * block - slot_low
+    return dataset_key, epoch, base + place, base + low, high - low, left
+
+
 @kernel
 def locate_stream(  # type: ignore[no-untyped-def]  # pragma: no cover - compiled
     samples, lanes, key, rows, fractions, bases, sizes, blocks_of, groups, firsts, files, starts, slacks, before,
@@ -214,30 +254,77 @@ def locate_stream(  # type: ignore[no-untyped-def]  # pragma: no cover - compile
     num = len(sizes)
     epoch_of, short_slots = np.full(num, -1, np.int64), np.zeros(num, np.int64)
     for i in range(len(samples)):
-        lane, row = samples[i] % lanes, samples[i] // lanes
-        segment = len(rows) - 1
-        while rows[segment] > row:
-            segment -= 1
-        d, draw = choose(row - rows[segment], lane, segment, fractions[segment], num, key)
-        draw += bases[segment, lane, d]
-        group, size, block = groups[d], sizes[d], blocks_of[d]
-        blocks = (size + block - 1) // block
-        run = lane // group
-        run_start, run_length = run_bounds(run, lanes, group, size)
-        place = draw * group + lane % group
-        epoch, place = place // run_length, place % run_length
-        dataset_key = keyed(key, BLOCKS, d, epoch)
-        if epoch_of[d] != epoch:
-            epoch_of[d], short_slots[d] = epoch, permute_back(blocks - 1, blocks, dataset_key)
-        rotation = below(keyed(dataset_key, ROTATIONS, run, 0), run_length)
-        place += rotation
-        place = run_start + (place - run_length if place >= run_length else place)
-        slot, slot_low, slot_high = slot_of(place, size, block, blocks, short_slots[d])
-        low, high = piece_of(place, run_start, run_length, rotation, slot_low, slot_high)
-        place = low + permute(place - low, high - low, keyed(dataset_key, PIECES, low, 0))
-        sample = permute(slot, blocks, dataset_key) * block + place - slot_low
+        lane, d, draw = _draw_of(samples[i], lanes, key, rows, fractions, bases, num)
+        dataset_key, _, sample, _, _, _ = _place_of(
+            lane, d, draw, lanes, key, sizes[d], blocks_of[d], groups[d], epoch_of, short_slots
+        )
         part = np.searchsorted(before[firsts[d] : firsts[d + 1]], sample, side="right") - 1 + firsts[d]
         phase = below(keyed(dataset_key, PHASES, part - firsts[d], 0), slacks[part] + 1)
         dataset[i], file[i] = d, files[part]
         start[i] = starts[part] + phase + (sample - before[part]) * length
         stop[i] = start[i] + width
+
+
+@kernel
+def follow_pieces(  # type: ignore[no-untyped-def]  # pragma: no cover - compiled
+    samples, lanes, key, rows, fractions, bases, sizes, blocks_of, groups, firsts, before,
+    length, width, itemsizes, whole, local, open_piece, open_epoch, open_slot, open_left, free,
+    slot, offset, new_dataset, new_epoch, new_first, new_count, new_uses, new_row,
+):  # fmt: skip
+    """Which piece each sample lies in: its slot and the byte offset of the sample in it, -1 for datasets not in `whole`.
+
+    The state of each (lane, dataset): open_piece, open_epoch, open_slot, open_left [local lanes, datasets], where `local` [lanes]
+    numbers the reader's lanes. A piece that was not open takes the next slot of `free` and a row of the new_* arrays; returns
+    how many did. open_left counts the draws of the piece that are still to come.
+    """
+    num, made = len(sizes), 0
+    epoch_of, short_slots = np.full(num, -1, np.int64), np.zeros(num, np.int64)
+    for i in range(len(samples)):
+        lane, d, draw = _draw_of(samples[i], lanes, key, rows, fractions, bases, num)
+        slot[i] = -1
+        if not whole[d]:
+            continue
+        _, epoch, sample, first, count, left = _place_of(
+            lane, d, draw, lanes, key, sizes[d], blocks_of[d], groups[d], epoch_of, short_slots
+        )
+        own = local[lane]
+        if open_slot[own, d] < 0 or open_piece[own, d] != first or open_epoch[own, d] != epoch:
+            open_piece[own, d], open_epoch[own, d], open_slot[own, d] = first, epoch, free[made]
+            new_dataset[made], new_epoch[made], new_first[made], new_count[made] = d, epoch, first, count
+            new_uses[made], new_row[made] = left, i
+            made += 1
+        open_left[own, d] = left - 1
+        slot[i] = open_slot[own, d]
+        if left == 1:
+            open_slot[own, d] = -1
+        # Runs of samples within a part lie end to end, the last of a part with its extra token.
+        own_before = before[firsts[d] : firsts[d + 1]]
+        part = np.searchsorted(own_before, sample, side="right")
+        parts_before = part - np.searchsorted(own_before, first, side="right")
+        offset[i] = ((sample - first) * length + parts_before * (width - length)) * itemsizes[d]
+    return made
+
+
+@kernel
+def piece_runs(  # type: ignore[no-untyped-def]  # pragma: no cover - compiled
+    key, dataset, epoch, first, count, firsts, files, starts, slacks, before, ends, length, width, piece, file, start, stop
+):  # fmt: skip
+    """The runs of tokens that make up pieces: piece, file, start, stop of each; returns how many. In the order of their offsets.
+
+    ends [parts]: before, plus the samples of the part. The outputs have room for count + 1 runs of each piece.
+    """
+    made = 0
+    for i in range(len(dataset)):
+        d, sample = dataset[i], first[i]
+        dataset_key = keyed(key, BLOCKS, d, epoch[i])
+        part = np.searchsorted(before[firsts[d] : firsts[d + 1]], sample, side="right") - 1 + firsts[d]
+        while sample < first[i] + count[i]:
+            stop_sample = min(ends[part], first[i] + count[i])
+            base = starts[part] + below(keyed(dataset_key, PHASES, part - firsts[d], 0), slacks[part] + 1)
+            piece[made], file[made] = i, files[part]
+            start[made] = base + (sample - before[part]) * length
+            stop[made] = base + (stop_sample - 1 - before[part]) * length + width
+            sample = stop_sample
+            part += 1
+            made += 1
+    return made

@@ -40,13 +40,16 @@ def check_resume(offset: int, micro_batch_size: int, dp_size: int) -> None:
         )
 
 
-def rank_samples(consumed: int, micro_batch_size: int, dp_rank: int, dp_size: int, *, contiguous: bool) -> NDArray[np.int64]:
-    """Sample ids of one rank's micro-batch in the micro-step at `consumed`, int64 [micro_batch_size].
+def rank_samples(
+    consumed: int | NDArray[np.int64], micro_batch_size: int, dp_rank: int, dp_size: int, *, contiguous: bool
+) -> NDArray[np.int64]:
+    """Sample ids of one rank's micro-batch in the micro-step at `consumed`, int64 [..., micro_batch_size].
 
     `contiguous`: the rank takes its part of the run in one piece, as Megatron's sampler does (the Megatron
     order); else it takes all i with i % dp_size == dp_rank (ranks then own disjoint lanes of a stream).
     """
+    start = np.asarray(consumed, np.int64)[..., None]
     if contiguous:
-        return consumed + dp_rank * micro_batch_size + np.arange(micro_batch_size, dtype=np.int64)
-    first = consumed + (dp_rank - consumed) % dp_size
+        return start + dp_rank * micro_batch_size + np.arange(micro_batch_size, dtype=np.int64)
+    first = start + (dp_rank - start) % dp_size
     return first + dp_size * np.arange(micro_batch_size, dtype=np.int64)

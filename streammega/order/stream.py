@@ -73,9 +73,9 @@ class StreamOrder:
         count = len(sample_ids)
         dataset, file = np.empty(count, np.int32), np.empty(count, np.int32)
         start, stop = np.empty(count, np.int64), np.empty(count, np.int64)
-        g = self._geometry
+        g = self.geometry
         locate_stream(
-            np.ascontiguousarray(sample_ids, np.int64), self.lanes, self._key, self._rows, self._fractions, self._bases,
+            np.ascontiguousarray(sample_ids, np.int64), self.lanes, *self.drawing,
             g["sizes"], g["blocks"], g["groups"], g["firsts"], g["files"], g["starts"], g["slacks"], g["before"],
             self.sequence_length, self.width, dataset, file, start, stop,
         )  # fmt: skip
@@ -83,26 +83,31 @@ class StreamOrder:
         return Extents(row_splits=splits, dataset=dataset, file=file, start=start, stop=stop)
 
     @property
+    def drawing(self) -> tuple[np.uint64, NDArray[np.int64], NDArray[np.uint64], NDArray[np.int64]]:
+        """What decides which dataset a lane draws from: the key, and rows, fractions and draws before each segment."""
+        return self._key, self._rows, self._fractions, self._bases
+
+    @property
     def sizes(self) -> NDArray[np.int64]:
         """Samples of each dataset in one epoch, int64 [datasets]."""
-        sizes: NDArray[np.int64] = self._geometry["sizes"]
+        sizes: NDArray[np.int64] = self.geometry["sizes"]
         return sizes
 
     @property
     def block_samples(self) -> NDArray[np.int64]:
         """Samples of a block of each dataset, int64 [datasets]."""
-        blocks: NDArray[np.int64] = self._geometry["blocks"]
+        blocks: NDArray[np.int64] = self.geometry["blocks"]
         return blocks
 
     @property
     def num_runs(self) -> NDArray[np.int64]:
         """Runs of each dataset: as many as lanes where there are blocks enough, else a divisor; int64 [datasets]."""
-        runs: NDArray[np.int64] = self.lanes // self._geometry["groups"]
+        runs: NDArray[np.int64] = self.lanes // self.geometry["groups"]
         return runs
 
     def check(self) -> None:
         """Raise ConfigError if a dataset holds no sample."""
-        _ = self._geometry
+        _ = self.geometry
 
     def counts(self, num_samples: int) -> NDArray[np.int64]:
         """Samples that the first `num_samples` of the stream take from each dataset in each lane, int64 [lanes, datasets].
@@ -116,7 +121,8 @@ class StreamOrder:
         return np.uint64(keyed(np.uint64(self.seed), 0, STREAM_VERSION, self.lanes))
 
     @cached_property
-    def _geometry(self) -> dict[str, NDArray[np.int64]]:
+    def geometry(self) -> dict[str, NDArray[np.int64]]:
+        """The sizes that the kernels read, of all datasets end to end."""
         return _geometry(self)
 
     @cached_property
@@ -185,7 +191,7 @@ def _geometry(order: StreamOrder) -> dict[str, NDArray[np.int64]]:
     """The arrays that the kernel reads, of all datasets end to end. Parts too short for one sample are left out."""
     extra, length = int(order.extra_token), order.sequence_length
     sizes, blocks, groups, firsts = [], [], [], [0]
-    files, starts, slacks, before = [], [], [], []
+    files, starts, slacks, before, ends = [], [], [], [], []
     for number, dataset in enumerate(order.datasets):
         size = 0
         for part in dataset.parts:
@@ -196,6 +202,7 @@ def _geometry(order: StreamOrder) -> dict[str, NDArray[np.int64]]:
                 slacks.append(part.tokens - extra - count * length)
                 before.append(size)
                 size += count
+                ends.append(size)
         if not size:
             longest = max((part.tokens for part in dataset.parts), default=0)
             raise ConfigError(
@@ -208,7 +215,7 @@ def _geometry(order: StreamOrder) -> dict[str, NDArray[np.int64]]:
         groups.append(order.lanes // _num_runs(size, -(-size // block), order.lanes))
         firsts.append(len(files))
     columns = {"sizes": sizes, "blocks": blocks, "groups": groups, "firsts": firsts}
-    columns |= {"files": files, "starts": starts, "slacks": slacks, "before": before}
+    columns |= {"files": files, "starts": starts, "slacks": slacks, "before": before, "ends": ends}
     return {name: np.array(column, np.int64) for name, column in columns.items()}
 
 

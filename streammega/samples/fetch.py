@@ -21,12 +21,16 @@ Ids = NDArray[Any]
 
 @dataclass(frozen=True, kw_only=True)
 class TokenFile:
-    """One stored file of tokens: `num_tokens` of `dtype`, little-endian, from its first byte on."""
+    """One stored file of tokens: `num_tokens` of `dtype`, little-endian, from its first byte on.
+
+    `etag`: that of the object when it was opened; empty: unknown.
+    """
 
     store: Store
     key: str
     dtype: np.dtype[Any]
     num_tokens: int
+    etag: str = ""
 
     @property
     def url(self) -> str:

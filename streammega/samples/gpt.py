@@ -84,7 +84,8 @@ class GPTDataset(torch.utils.data.Dataset[Batch]):
             raise ConfigError(f"{indexed.prefix} ({split}): {error}") from None
         itemsize = indexed.dtype.itemsize
         dtype = indexed.dtype.newbyteorder("<")
-        file = TokenFile(store=indexed.store, key=indexed.bin_key, dtype=dtype, num_tokens=indexed.bin_info.size // itemsize)
+        info = indexed.bin_info
+        file = TokenFile(store=indexed.store, key=indexed.bin_key, dtype=dtype, num_tokens=info.size // itemsize, etag=info.etag)
         self.files: Sequence[Sequence[TokenFile]] = [[file]]
 
     def __len__(self) -> int:

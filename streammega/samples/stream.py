@@ -113,7 +113,9 @@ def _open_dataset(name: str, share: str, split: str, config: DataConfig) -> tupl
     bounds = split_bounds(share, sum(counts))[split]
     if bounds is None or bounds[0] == bounds[1]:
         raise ConfigError(f"{name}: split {share!r} leaves nothing of its {sum(counts)} sequences for {split}")
-    files = [TokenFile(store=p.store, key=p.bin_info.key, dtype=p.dtype, num_tokens=p.num_tokens) for p in pairs]
+    files = [
+        TokenFile(store=p.store, key=p.bin_info.key, dtype=p.dtype, num_tokens=p.num_tokens, etag=p.bin_info.etag) for p in pairs
+    ]
     itemsizes = {pair.dtype.itemsize for pair in pairs}
     parts, first = [], 0
     for number, (pair, count) in enumerate(zip(pairs, counts, strict=True)):

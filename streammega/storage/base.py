@@ -6,9 +6,17 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from streammega.errors import ShortReadError
+import numpy as np
+from numpy.typing import NDArray
+
+from streammega.errors import EndpointError, ObjectChangedError, ShortReadError
+from streammega.kernels.plan import copy_bytes
 
 Buffer = memoryview
+_NOTHING = np.empty(0, np.uint8)
+Bytes = NDArray[np.uint8]
+Span = tuple[int, int]
+"""Bytes [start, stop) of an object."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,6 +64,13 @@ class Store(Protocol):
         Each buffer has exactly the bytes asked for, or ShortReadError is raised.
         """
 
+    def read_into(self, key: str, spans: Sequence[Span], outs: Sequence[Bytes], etag: str = "") -> None:
+        """Fill each of `outs`, uint8 [stop - start], with the bytes [start, stop) of its span: one request each, one try.
+
+        Raises ObjectChangedError if `etag` is given and the object has another one now, ShortReadError for any other number of
+        bytes than asked, EndpointError and so on; what `error.transient` says may be tried again. Several spans fail together.
+        """
+
     def list(self, prefix: str) -> list[ObjectInfo]:
         """All objects whose key starts with `prefix`, sorted by key."""
 
@@ -69,8 +84,51 @@ class Store(Protocol):
 def checked(url: str, start: int, stop: int, data: Buffer) -> Buffer:
     """`data` if it holds stop - start bytes; else ShortReadError that names the object."""
     if len(data) != stop - start:
-        raise ShortReadError(
-            f"{url}: wanted bytes [{start}, {stop}), got {len(data)} bytes; the object is shorter than its "
-            f"index says, or changed while it was read: compare its size with the .idx, or convert it again"
-        )
+        raise wrong_length(url, start, stop, len(data))
     return data
+
+
+def wrong_length(url: str, start: int, stop: int, got: int) -> ShortReadError:
+    """For a body of another length than was asked for."""
+    return ShortReadError(
+        f"{url}: wanted bytes [{start}, {stop}), got {got} bytes; the object is shorter than its "
+        f"index says, or changed while it was read: compare its size with the .idx, or convert it again"
+    )
+
+
+def ended_early(url: str, reason: str) -> ShortReadError:
+    """For a range outside of the object: trying again does not help."""
+    error = ShortReadError(f"{url}: the object ends before the bytes that were asked for; is it truncated? ({reason})")
+    error.transient = False
+    return error
+
+
+def throttled(url: str, reason: str) -> EndpointError:
+    """For an endpoint that asks for fewer requests."""
+    error = EndpointError(f"{url}: the endpoint is overloaded or limits requests; lower max_requests if this goes on ({reason})")
+    error.throttled = True
+    return error
+
+
+def fill(url: str, spans: Sequence[Span], bodies: Sequence[Buffer], outs: Sequence[Bytes]) -> None:
+    """Copy bodies that came whole, after a look at their lengths, in one call without the GIL."""
+    source = [np.frombuffer(checked(url, a, b, body), np.uint8) for (a, b), body in zip(spans, bodies, strict=True)]
+    copy_bytes(_NOTHING, _addresses(source), np.array([len(body) for body in source], np.int64), _addresses(outs))
+
+
+def _addresses(arrays: Sequence[Bytes]) -> NDArray[np.int64]:
+    return np.array([address_of(array) for array in arrays], np.int64)
+
+
+def address_of(array: Bytes) -> int:
+    """Where an array lies."""
+    return int(array.__array_interface__["data"][0])
+
+
+def check_etag(url: str, expected: str, found: str) -> None:
+    """Raise ObjectChangedError if an object is not the one that was opened."""
+    if expected and found and expected.strip('"') != found.strip('"'):
+        raise ObjectChangedError(
+            f"{url}: the object was replaced while it was being read (ETag {found}, it was {expected}); data would be mixed. "
+            f"Start again on the new object, or put the old one back"
+        )

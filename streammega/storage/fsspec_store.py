@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import os
 import threading
+import time
 import uuid
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import fsspec
+import fsspec.asyn
+import numpy as np
 
 from streammega.config import StorageConfig
 from streammega.errors import (
@@ -18,14 +22,18 @@ from streammega.errors import (
     ConfigError,
     EndpointError,
     ObjectNotFoundError,
-    ShortReadError,
     StorageError,
     StreammegaError,
 )
-from streammega.storage.base import Buffer, ObjectInfo, checked
+from streammega.storage.base import Buffer, Bytes, ObjectInfo, Span, check_etag, ended_early, fill, throttled
 from streammega.storage.options import redact
+from streammega.storage.retry import RetryPolicy
 
 log = logging.getLogger(__name__)
+
+RECHECK = 30.0
+"""Seconds between two looks at the ETag of an object whose bodies come without one."""
+_NETWORK = ("Timeout", "Connect", "Endpoint", "Payload", "ResponseStream", "IncompleteRead", "HTTPClient", "ServerDisconnected")
 
 
 class FsspecStore:
@@ -36,6 +44,8 @@ class FsspecStore:
         self._config = config
         self._lock = threading.Lock()
         self._opened: tuple[int, Any, ThreadPoolExecutor] | None = None
+        self._policy = RetryPolicy.of(config)
+        self._checked: dict[str, float] = {}
 
     def __repr__(self) -> str:
         return f"FsspecStore({self.scheme}://)"
@@ -53,39 +63,69 @@ class FsspecStore:
     def info(self, key: str) -> ObjectInfo:
         """Size and ETag (or the driver's own checksum of its listing)."""
         fs, _ = self._filesystem()
-        try:
-            meta = fs.info(key)
-            if meta.get("type") == "directory":
-                raise FileNotFoundError(key)
-            etag = meta.get("ETag") or meta.get("etag") or fs.ukey(key)
-        except BaseException as error:
-            raise self._error(key, error) from None
-        return ObjectInfo(key=key, size=int(meta["size"]), etag=str(etag))
+
+        def head() -> ObjectInfo:
+            try:
+                meta = fs.info(key)
+                if meta.get("type") == "directory":
+                    raise FileNotFoundError(key)
+                etag = meta.get("ETag") or meta.get("etag") or fs.ukey(key)
+            except BaseException as error:
+                raise self._error(key, error) from None
+            return ObjectInfo(key=key, size=int(meta["size"]), etag=str(etag))
+
+        return self._policy.call(head)
 
     def read_ranges(self, key: str, starts: Sequence[int], stops: Sequence[int]) -> list[Buffer]:
-        """Concurrent range requests; each body's length is checked."""
-        fs, pool = self._filesystem()
-        spans = [(int(a), int(b)) for a, b in zip(starts, stops, strict=True)]
-        wanted = [(a, b) for a, b in spans if b > a]
+        """Concurrent range requests; each body's length is checked, failures are tried again."""
+        _, pool = self._filesystem()
+
+        def read(start: int, stop: int) -> Buffer:
+            out = np.empty(stop - start, np.uint8)
+            if start < stop:
+                self._policy.call(lambda: self.read_into(key, [(start, stop)], [out]))
+            return out.data
+
+        if len(starts) == 1:
+            return [read(int(starts[0]), int(stops[0]))]
+        return list(pool.map(read, map(int, starts), map(int, stops)))
+
+    def read_into(self, key: str, spans: Sequence[Span], outs: Sequence[Bytes], etag: str = "") -> None:
+        """One request each; drivers other than s3fs do not tell the ETag of a body, so the object's is asked for now and then."""
+        fs, _ = self._filesystem()
+        url = self.url(key)
         try:
-            if fs.async_impl and wanted:
-                paths = [key] * len(wanted)
-                low, high = [a for a, _ in wanted], [b for _, b in wanted]
-                bodies = iter(fs.cat_ranges(paths, low, high, on_error="raise", batch_size=self._config.max_requests))
+            if self.scheme == "s3":
+                answers = fsspec.asyn.sync(fs.loop, _get_object, fs, key, spans, timeout=self._config.timeout)
+                for _, found in answers:
+                    check_etag(url, etag, found)
+                bodies = [body for body, _ in answers]
             else:
-                bodies = pool.map(lambda span: fs.cat_file(key, start=span[0], end=span[1]), wanted)
-            return [checked(self.url(key), a, b, memoryview(next(bodies) if b > a else b"")) for a, b in spans]
+                bodies = [fs.cat_file(key, start=start, end=stop) for start, stop in spans]
+                self._recheck(key, etag)
+            fill(url, spans, [memoryview(body) for body in bodies], outs)
         except BaseException as error:
             raise self._error(key, error) from None
+
+    def _recheck(self, key: str, etag: str) -> None:
+        """Compare the ETag if that was not done in the last `RECHECK` seconds."""
+        now = time.monotonic()
+        if etag and now - self._checked.get(key, -RECHECK) >= RECHECK:
+            check_etag(self.url(key), etag, self.info(key).etag)
+            self._checked[key] = now
 
     def list(self, prefix: str) -> list[ObjectInfo]:
         """All objects under a prefix; the prefix may end inside a name."""
         fs, _ = self._filesystem()
         folder = prefix.rpartition("/")[0]
-        try:
-            found = fs.find(folder, detail=True)
-        except BaseException as error:
-            raise self._error(prefix, error) from None
+
+        def find() -> Any:
+            try:
+                return fs.find(folder, detail=True)
+            except BaseException as error:
+                raise self._error(prefix, error) from None
+
+        found = self._policy.call(find)
         items = [
             ObjectInfo(key=key, size=int(meta["size"]), etag=str(meta.get("ETag") or meta.get("etag") or ""))
             for key, meta in found.items()
@@ -95,9 +135,9 @@ class FsspecStore:
 
     def open_writer(self, key: str) -> FsspecWriter | RenamingWriter:
         """A writer that shows nothing under `key` before it commits."""
-        fs, _ = self._filesystem()
+        fs = self._open(self._config.retries)  # parts of an upload are tried again by the driver itself
         try:
-            if self.scheme in ("s3", "s3a"):
+            if self.scheme == "s3":
                 return FsspecWriter(fs.open(key, "wb", autocommit=False), lambda error: self._error(key, error))
             return RenamingWriter(fs, key, lambda error: self._error(key, error))
         except BaseException as error:
@@ -116,23 +156,27 @@ class FsspecStore:
     def _filesystem(self) -> tuple[Any, ThreadPoolExecutor]:
         with self._lock:
             if self._opened is None or self._opened[0] != os.getpid():
-                pool = ThreadPoolExecutor(self._config.max_requests, thread_name_prefix="streammega-read")
-                self._opened = (os.getpid(), self._open(), pool)
+                pool = ThreadPoolExecutor(min(32, self._config.max_requests), thread_name_prefix="streammega-read")
+                self._opened = (os.getpid(), self._open(0), pool)
             return self._opened[1], self._opened[2]
 
-    def _open(self) -> Any:
+    def _open(self, retries: int) -> Any:
         options = dict(self._config.storage_options)
         # Listings cached by the driver would hide that an object was replaced.
         options |= {"use_listings_cache": False, "skip_instance_cache": True}
-        if self.scheme in ("s3", "s3a"):
+        if self.scheme == "s3":
             limits = {
                 "connect_timeout": min(10.0, self._config.timeout),
-                "read_timeout": self._config.timeout,
-                "retries": {"max_attempts": self._config.retries, "mode": "standard"},
+                "read_timeout": self._config.stall_timeout,
+                "max_pool_connections": max(10, self._config.max_requests),
+                "retries": {"total_max_attempts": retries + 1, "mode": "standard"},
             }
             options["config_kwargs"] = limits | dict(options.get("config_kwargs") or {})
         try:
-            return fsspec.filesystem(self.scheme, **options)
+            fs = fsspec.filesystem(self.scheme, **options)
+            if self.scheme == "s3":
+                fs.retries = max(1, retries)  # of s3fs's own: reads leave them to storage.retry
+            return fs
         except ImportError as error:
             extra = " (pip install 'streammega[oss]')" if self.scheme == "oss" else ""
             raise ConfigError(f"{self.scheme}://: the fsspec driver is not installed{extra}: {error}") from None
@@ -155,10 +199,32 @@ class FsspecStore:
         ):
             return AccessDeniedError(f"{url}: access denied; check the credentials, their rights and the bucket ({text})")
         if "InvalidRange" in text or "416, message" in text or "not satisfiable" in text:
-            return ShortReadError(f"{url}: the object ends before the bytes that were asked for; is it truncated? ({text})")
-        if isinstance(error, (ConnectionError, TimeoutError)) or "Timeout" in name or "Connect" in name or "Endpoint" in name:
+            return ended_early(url, text)
+        if "SlowDown" in text or "reduce your request rate" in text or "TooManyRequests" in text or "(503)" in text:
+            return throttled(url, text)
+        broken = isinstance(error, (ConnectionError, TimeoutError, OSError)) or any(sign in name for sign in _NETWORK)
+        if broken or "InternalError" in text or "(500)" in text:
             return EndpointError(f"{url}: the endpoint did not answer; check endpoint_url, the network and DNS ({text})")
         return StorageError(f"{url}: {text}")
+
+
+async def _get_object(fs: Any, key: str, spans: Sequence[Span]) -> list[tuple[bytes, str]]:
+    """Bytes of spans of an S3 object, each with the ETag of its answer, by concurrent requests of s3fs's own client."""
+    bucket, _, name = key.lstrip("/").partition("/")
+
+    async def get(start: int, stop: int) -> tuple[bytes, str]:
+        answer = await fs._call_s3("get_object", Bucket=bucket, Key=name, Range=f"bytes={start}-{stop - 1}", **fs.req_kw)
+        try:
+            return await answer["Body"].read(), str(answer.get("ETag") or "")
+        finally:
+            answer["Body"].close()
+
+    tasks = [asyncio.ensure_future(get(start, stop)) for start, stop in spans]
+    try:
+        return await asyncio.gather(*tasks)
+    finally:
+        for task in tasks:
+            task.cancel()
 
 
 class RenamingWriter:

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from streammega.errors import AccessDeniedError, ObjectNotFoundError, StorageError
-from streammega.storage.base import Buffer, ObjectInfo, checked
+from streammega.storage.base import Buffer, Bytes, ObjectInfo, Span, checked, fill
 
 
 class LocalStore:
@@ -44,6 +44,10 @@ class LocalStore:
         """Views of the mapped file; no bytes move until they are used."""
         view = self.view(key)
         return [checked(key, a, b, view[a:b]) for a, b in zip(starts, stops, strict=True)]
+
+    def read_into(self, key: str, spans: Sequence[Span], outs: Sequence[Bytes], etag: str = "") -> None:
+        """A copy out of the mapped file."""
+        fill(key, spans, [self.view(key)[a:b] for a, b in spans], outs)
 
     def view(self, key: str) -> memoryview:
         """The whole file as a read-only memoryview of bytes (mapped once per process)."""

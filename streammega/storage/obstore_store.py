@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import queue
 import re
@@ -11,6 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from typing import Any
 
+import numpy as np
 import obstore
 import obstore.exceptions
 import obstore.store
@@ -21,14 +23,21 @@ from streammega.errors import (
     ConfigError,
     EndpointError,
     ObjectNotFoundError,
-    ShortReadError,
     StorageError,
     StreammegaError,
 )
-from streammega.storage.base import Buffer, ObjectInfo, checked
+from streammega.storage.base import Buffer, Bytes, ObjectInfo, Span, check_etag, ended_early, fill, throttled, wrong_length
+from streammega.storage.fsspec_store import FsspecStore
 from streammega.storage.options import client_options, redact, s3_arguments
+from streammega.storage.retry import RetryPolicy
+
+log = logging.getLogger(__name__)
 
 _STATUS = re.compile(r"status code: (\d{3})")
+_NETWORK = ("error sending request", "timed out", "error decoding response body", "request or response body error",
+            "connection", "operation timed out", "HTTP error")  # fmt: skip
+STREAMED_READ = 2 << 20
+"""Bodies above this size are copied as they come."""
 UPLOAD_PART_BYTES = 32 << 20  # times S3's 10,000 parts: objects up to 312 GiB
 
 
@@ -41,6 +50,8 @@ class ObstoreStore:
         self._config = config
         self._lock = threading.Lock()
         self._opened: tuple[int, Any, ThreadPoolExecutor] | None = None
+        self._policy = RetryPolicy.of(config)
+        self._fallback: FsspecStore | None = None
 
     def __repr__(self) -> str:
         return f"ObstoreStore({self.url('')})"
@@ -58,39 +69,79 @@ class ObstoreStore:
     def info(self, key: str) -> ObjectInfo:
         """One HEAD request."""
         client, _ = self._client()
-        try:
-            meta = obstore.head(client, key)
-        except BaseException as error:
-            raise self._error(key, error) from None
-        return ObjectInfo(key=key, size=int(meta["size"]), etag=str(meta.get("e_tag") or meta["last_modified"]))
 
-    def read_ranges(self, key: str, starts: Sequence[int], stops: Sequence[int]) -> list[Buffer]:
-        """Concurrent range requests, at most `max_requests` in flight; each body's length is checked."""
-        client, pool = self._client()
-
-        def read(start: int, stop: int) -> Buffer:
-            if start == stop:
-                return memoryview(b"")
+        def head() -> ObjectInfo:
             try:
-                data = obstore.get_range(client, key, start=start, end=stop)
+                meta = obstore.head(client, key)
             except BaseException as error:
                 raise self._error(key, error) from None
-            return checked(self.url(key), start, stop, memoryview(data))
+            return ObjectInfo(key=key, size=int(meta["size"]), etag=_etag(meta))
+
+        return self._policy.call(head)
+
+    def read_ranges(self, key: str, starts: Sequence[int], stops: Sequence[int]) -> list[Buffer]:
+        """Concurrent range requests; each body's length is checked, failures are tried again."""
+        _, pool = self._client()
+
+        def read(start: int, stop: int) -> Buffer:
+            out = np.empty(stop - start, np.uint8)
+            if start < stop:
+                self._policy.call(lambda: self.read_into(key, [(start, stop)], [out]))
+            return out.data
 
         if len(starts) == 1:
             return [read(int(starts[0]), int(stops[0]))]
         return list(pool.map(read, map(int, starts), map(int, stops)))
 
+    def read_into(self, key: str, spans: Sequence[Span], outs: Sequence[Bytes], etag: str = "") -> None:
+        """One GET each: all but the last by one concurrent call; the last one's answer then tells the ETag, after the others."""
+        if self._fallback is not None:
+            return self._fallback.read_into(f"{self.root}/{key}", spans, outs, etag)
+        client, url = self._client()[0], self.url(key)
+        try:
+            before, (start, stop) = spans[:-1], spans[-1]
+            bodies: list[Any] = []
+            if before:
+                bodies += obstore.get_ranges(client, key, starts=[a for a, _ in before], ends=[b for _, b in before], coalesce=0)
+            answer = obstore.get(client, key, options={"range": (start, stop)})
+            check_etag(url, etag, _etag(answer.meta))
+            if before or stop - start <= STREAMED_READ:
+                bodies.append(answer.bytes())
+                fill(url, spans, [memoryview(body) for body in bodies], outs)
+            else:
+                _drain(url, start, stop, answer, outs[-1])
+        except BaseException as error:
+            if _ranges_refused(error) and self.scheme == "s3":
+                self._fall_back(url)
+                return self.read_into(key, spans, outs, etag)
+            raise self._error(key, error) from None
+        return None
+
+    def _fall_back(self, url: str) -> None:
+        """From now on ranges are read by s3fs: the server answers them with 200, which obstore refuses."""
+        with self._lock:
+            if self._fallback is None:
+                log.warning(
+                    "%s: the server answers range requests with 200 instead of 206, which obstore refuses; reading by s3fs from "
+                    "now on, which is slower (transport='fsspec' does so from the start)",
+                    url,
+                )
+                self._fallback = FsspecStore(self.scheme, self._config)
+
     def list(self, prefix: str) -> list[ObjectInfo]:
         """All objects under a prefix; the prefix may end inside a name."""
         client, _ = self._client()
         folder = prefix.rpartition("/")[0]  # object stores list by whole path segments
-        try:
-            pages = [item for page in obstore.list(client, folder or None) for item in page]
-        except BaseException as error:
-            raise self._error(prefix, error) from None
+
+        def pages_of() -> Any:
+            try:
+                return [item for page in obstore.list(client, folder or None) for item in page]
+            except BaseException as error:
+                raise self._error(prefix, error) from None
+
+        pages = self._policy.call(pages_of)
         found = [
-            ObjectInfo(key=item["path"], size=int(item["size"]), etag=str(item.get("e_tag") or item["last_modified"]))
+            ObjectInfo(key=item["path"], size=int(item["size"]), etag=_etag(item))
             for item in pages
             if item["path"].startswith(prefix)
         ]
@@ -98,7 +149,7 @@ class ObstoreStore:
 
     def open_writer(self, key: str) -> ObstoreWriter:
         """A multipart upload that is completed by `commit`, aborted by `abort`."""
-        client, _ = self._client()
+        client = self._open(self._config.retries)  # parts of an upload are tried again by obstore itself
         return ObstoreWriter(client, key, lambda error: self._error(key, error))
 
     def delete(self, key: str) -> None:
@@ -114,13 +165,13 @@ class ObstoreStore:
     def _client(self) -> tuple[Any, ThreadPoolExecutor]:
         with self._lock:
             if self._opened is None or self._opened[0] != os.getpid():  # a client does not survive a fork
-                pool = ThreadPoolExecutor(self._config.max_requests, thread_name_prefix="streammega-read")
-                self._opened = (os.getpid(), self._open(), pool)
+                pool = ThreadPoolExecutor(min(32, self._config.max_requests), thread_name_prefix="streammega-read")
+                self._opened = (os.getpid(), self._open(0), pool)
             return self._opened[1], self._opened[2]
 
-    def _open(self) -> Any:
+    def _open(self, retries: int) -> Any:
         retry: Any = {
-            "max_retries": self._config.retries,
+            "max_retries": retries,
             "retry_timeout": timedelta(seconds=self._config.timeout * (self._config.retries + 1)),
             "backoff": {"init_backoff": timedelta(milliseconds=100), "max_backoff": timedelta(seconds=10), "base": 2},
         }
@@ -157,10 +208,33 @@ class ObstoreStore:
         if isinstance(error, denied) or code in (401, 403):
             return AccessDeniedError(f"{url}: access denied; check the credentials, their rights and the bucket ({text})")
         if code == 416:
-            return ShortReadError(f"{url}: the object ends before the bytes that were asked for; is it truncated? ({text})")
-        if "error sending request" in text or "timed out" in str(error) or code >= 500:
+            return ended_early(url, text)
+        if code in (429, 503):
+            return throttled(url, text)
+        if code >= 500 or code in (408, 409) or any(sign in str(error) for sign in _NETWORK):
             return EndpointError(f"{url}: the endpoint did not answer; check endpoint_url, the network and DNS ({text})")
         return StorageError(f"{url}: {text}")
+
+
+def _etag(meta: Any) -> str:
+    return str(meta.get("e_tag") or meta["last_modified"])
+
+
+def _drain(url: str, start: int, stop: int, answer: Any, out: Bytes) -> None:
+    """Copy a large body as it comes, so that it is never in memory twice."""
+    filled = 0
+    for chunk in answer.stream(min_chunk_size=1):
+        part = np.frombuffer(chunk, np.uint8)
+        if filled + len(part) <= len(out):
+            out[filled : filled + len(part)] = part
+        filled += len(part)
+    if filled != len(out):
+        raise wrong_length(url, start, stop, filled)
+
+
+def _ranges_refused(error: BaseException) -> bool:
+    """Whether obstore refused an answer because it was not a partial one."""
+    return isinstance(error, Exception) and "non-partial response" in str(error)
 
 
 class ObstoreWriter:

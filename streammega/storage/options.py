@@ -87,6 +87,7 @@ def client_options(config: StorageConfig, endpoint: str, client_kwargs: Mapping[
     """Obstore's HTTP client options: timeouts, plain http only where the endpoint asks for it, certificates."""
     client: dict[str, Any] = {
         "timeout": timedelta(seconds=config.timeout),
+        "read_timeout": timedelta(seconds=config.stall_timeout),
         "connect_timeout": timedelta(seconds=min(10.0, config.timeout)),
         "allow_http": endpoint.startswith("http://"),
     }

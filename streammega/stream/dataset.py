@@ -4,22 +4,28 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator, Mapping
+from contextlib import closing
 from typing import Any
 
+import numpy as np
 import torch
 import torch.utils.data
+from numpy.typing import NDArray
 
 from streammega.config import DataConfig
 from streammega.errors import ConfigError, StateError
 from streammega.order.cursor import make_state, read_state
 from streammega.order.rampup import BatchSchedule
 from streammega.order.sharding import check_resume, rank_samples
-from streammega.samples.fields import Batch, batch_fields, cu_seqlens
+from streammega.samples.fields import Batch, batch_fields
 from streammega.samples.open import open_source
 from streammega.samples.source import read_samples
 from streammega.samples.stream import StreamSource
+from streammega.stream.engine import Engine
 
 NO_END = 1 << 62
+AHEAD = 2
+"""Micro-batches made ahead when a dataset is iterated without a loader."""
 
 
 class StreamingDataset(torch.utils.data.IterableDataset[Batch]):
@@ -94,17 +100,14 @@ class StreamingDataset(torch.utils.data.IterableDataset[Batch]):
         """The next global sample: how many were handed out, over all ranks."""
         return self._consumed
 
-    def sample_ids(self, consumed: int) -> Any:
-        """Global sample ids of this rank's micro-batch in the micro-step at `consumed`, int64 [micro_batch_size]."""
+    def sample_ids(self, consumed: int | NDArray[np.int64]) -> NDArray[np.int64]:
+        """Global sample ids of this rank's micro-batch in the micro-step at `consumed`, int64 [..., micro_batch_size]."""
         contiguous = self.config.order == "megatron"
         return rank_samples(consumed, self.micro_batch_size, self.dp_rank, self.dp_size, contiguous=contiguous)
 
     def batch(self, consumed: int) -> Batch:
         """This rank's micro-batch in the micro-step at `consumed`: a pure function of it."""
-        batch = batch_fields(*read_samples(self.samples, self.sample_ids(consumed)), self.config)
-        if self.config.reset_attention_mask and self.config.eod_id is not None:
-            batch["cu_seqlens"] = cu_seqlens(batch["tokens"], self.config.eod_id)
-        return batch
+        return batch_fields(*read_samples(self.samples, self.sample_ids(consumed)), self.config, bounds=True)
 
     def positions(self) -> Iterator[int]:
         """The micro-steps that are left, as values of `consumed`, without those that are skipped."""
@@ -126,15 +129,17 @@ class StreamingDataset(torch.utils.data.IterableDataset[Batch]):
 
     def __iter__(self) -> Iterator[Batch]:
         worker = torch.utils.data.get_worker_info()
-        positions = self.positions()
+        positions, number, workers = self.positions(), 0, 1
         if worker is not None:
             self._worker_used[0] = 1
-            positions = itertools.islice(positions, worker.id, None, worker.num_workers)
-        for consumed in positions:
-            batch = self.batch(consumed)
-            if worker is None:
-                self.advance(consumed)
-            yield batch
+            number, workers = worker.id, worker.num_workers
+            positions = itertools.islice(positions, number, None, workers)
+        with closing(Engine(self, positions, AHEAD, worker=number, workers=workers)) as engine:
+            for consumed, batch in engine:
+                if worker is None:
+                    self.advance(consumed)
+                yield batch
+                del batch
 
     def seek(self, consumed_samples: int) -> None:
         """Continue at a global sample, whole micro-steps of these ranks from the start of a global batch."""

@@ -11,7 +11,8 @@ from streammega.config import DataConfig
 from streammega.errors import ConfigError
 from streammega.samples.fields import Batch
 from streammega.stream.dataset import StreamingDataset
-from streammega.stream.prefetch import Prefetcher
+from streammega.stream.engine import Engine
+from streammega.stream.stats import Stats
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -27,7 +28,12 @@ class StreamLoader:
         config, split, micro_batch_size, global_batch_size, rampup: as in StreamingDataset.
         dp_rank, dp_size: this data-parallel rank; or
         mesh: a DeviceMesh, of which the dimension "dp" (or the only one) says both.
-        prefetch: micro-batches in the making ahead of the step.
+        prefetch: micro-batches made ahead of the step; how far ahead bytes are fetched, `storage.memory_bytes` says.
+        ids_only: batches are {"ids": [micro_batch_size, S + 1] in the stored dtype, "valid": int64 [micro_batch_size], the
+            ids of each sample that are not padding}, from which everything else can be derived on the device.
+
+    "tokens" and "labels" of a batch are views of one array (use `reshape`, not `view`, to flatten them); batches that need no
+    mask or positions of their own share them. Memory of a batch is used again when nobody refers to it any more.
     """
 
     def __init__(
@@ -42,6 +48,7 @@ class StreamLoader:
         mesh: DeviceMesh | None = None,
         rampup: tuple[int, int, int] | None = None,
         prefetch: int = 4,
+        ids_only: bool = False,
     ) -> None:
         rank, size = _data_parallel(dp_rank, dp_size, mesh)
         self.dataset = StreamingDataset(
@@ -53,7 +60,8 @@ class StreamLoader:
             dp_size=size,
             rampup=rampup,
         )
-        self._prefetch = prefetch
+        self._prefetch, self._ids_only = prefetch, ids_only
+        self._stats = Stats()
         self._running: Iterator[Batch] | None = None
 
     def __len__(self) -> int:
@@ -62,7 +70,7 @@ class StreamLoader:
 
     def __iter__(self) -> Iterator[Batch]:
         self.close()  # one iteration at a time: a second one would count the same cursor
-        self._running = _batches(self.dataset, self._prefetch)
+        self._running = _batches(self.dataset, self._prefetch, self._ids_only, self._stats)
         return self._running
 
     def __enter__(self) -> StreamLoader:
@@ -90,6 +98,14 @@ class StreamLoader:
         self.close()
         self.dataset.load_state_dict(state)
 
+    def stats(self) -> dict[str, Any]:
+        """What was read and how long was waited: bytes and requests, seconds.
+
+        `amplification`: bytes fetched for each byte used; `stall_share`: of the time since the first batch, what the caller
+        spent waiting for one; `wait_p50` and so on: of the last few thousand batches.
+        """
+        return self._stats.summary()
+
     def close(self) -> None:
         """End the running iteration and its threads."""
         running, self._running = self._running, None
@@ -97,12 +113,13 @@ class StreamLoader:
             running.close()  # type: ignore[attr-defined]  # a generator
 
 
-def _batches(dataset: StreamingDataset, ahead: int) -> Iterator[Batch]:
+def _batches(dataset: StreamingDataset, ahead: int, ids_only: bool, stats: Stats) -> Iterator[Batch]:
     """Does not refer to the loader, so that a loader nobody holds is collected, and its threads with it."""
-    with closing(Prefetcher(dataset.batch, dataset.positions(), ahead)) as prefetcher:
-        for consumed, batch in prefetcher:
+    with closing(Engine(dataset, dataset.positions(), ahead, ids_only=ids_only, stats=stats)) as engine:
+        for consumed, batch in engine:
             dataset.advance(consumed)
             yield batch
+            del batch
 
 
 def _data_parallel(dp_rank: int | None, dp_size: int | None, mesh: DeviceMesh | None) -> tuple[int, int]:

@@ -1,0 +1,75 @@
+"""From rows of samples to requests, and from buffers to ids."""
+
+from __future__ import annotations
+
+from numba import carray  # type: ignore[attr-defined]
+
+from streammega.kernels.intrinsics import pointer_to
+from streammega.kernels.jit import kernel
+
+
+@kernel
+def coalesce_rows(file, start, stop, order, gap, largest, request, low, high, of_file):  # type: ignore[no-untyped-def]  # pragma: no cover
+    """Requests that cover rows [start, stop) of files; returns how many. `order` sorts the rows by file and start.
+
+    Neighbours with at most `gap` between them share a request until it would pass `largest`; a row lies whole in its request.
+    Fills request [rows], and low, high, of_file of each request.
+    """
+    last = -1
+    for i in order:
+        fresh = last < 0 or of_file[last] != file[i] or start[i] > high[last] + gap
+        if fresh or max(stop[i], high[last]) - low[last] > largest:
+            last += 1
+            of_file[last], low[last], high[last] = file[i], start[i], stop[i]
+        high[last] = max(high[last], stop[i])
+        request[i] = last
+    return last + 1
+
+
+@kernel
+def gather_rows(  # type: ignore[no-untyped-def]  # pragma: no cover - compiled
+    like, kind, kinds, table, slot, offset, size, file, column, splits, out, valid
+):
+    """The ids of samples into out [samples, width], widened, and how many each has into `valid`; False if one has too many.
+
+    Rows splits[i] .. splits[i + 1] are those of sample i: size[r] tokens of like's dtype at byte offset[r] of the memory at
+    table[slot[r]], to token column[r] of the sample. Only rows whose file is of `kind` are copied. Cost: one copy. The caller
+    vouches that what rows refer to is there, and aligned to a token.
+    """
+    width = out.shape[1]
+    for i in range(len(valid)):
+        valid[i] = 0
+        for r in range(splits[i], splits[i + 1]):
+            n = size[r]
+            valid[i] += n
+            if column[r] < 0 or n < 0 or column[r] + n > width:
+                return False
+            if n == 0 or kinds[file[r]] != kind:
+                continue
+            source = carray(pointer_to(table[slot[r]] + offset[r], like), (n,))
+            target = out[i, column[r] : column[r] + n]
+            for k in range(len(target)):  # this form is vectorised, whole-array assignment is not
+                target[k] = source[k]
+    return True
+
+
+@kernel
+def copy_bytes(like, source, size, target) -> None:  # type: ignore[no-untyped-def]  # pragma: no cover - compiled
+    """Copy size[i] bytes from address source[i] to address target[i], for each i. `like`: an empty uint8 array."""
+    for i in range(len(source)):
+        a, b = carray(pointer_to(source[i], like), (size[i],)), carray(pointer_to(target[i], like), (size[i],))
+        for k in range(len(b)):
+            b[k] = a[k]
+
+
+@kernel
+def count_down(uses, slot, size, freed):  # type: ignore[no-untyped-def]  # pragma: no cover - compiled
+    """Take one use off the slot of each row that has a size; slots without any left go to `freed`; returns how many."""
+    made = 0
+    for r in range(len(slot)):
+        if size[r] > 0:
+            uses[slot[r]] -= 1
+            if uses[slot[r]] == 0:
+                freed[made] = slot[r]
+                made += 1
+    return made

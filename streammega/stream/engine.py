@@ -1,0 +1,338 @@
+"""From positions to batches: one thread plans, waits for what was fetched, and gathers; the transport's threads fetch.
+
+    positions ─► Planner ─► holdings ─► Fetcher (threads) ─► buffers ─► gather_rows ─► Ring ─► ready slabs ─► the training loop
+
+The order of everything is that of need. Nothing is fetched that the plan does not use.
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import queue
+import threading
+import time
+from collections import deque
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from streammega.errors import StreammegaError
+from streammega.kernels.plan import count_down, gather_rows
+from streammega.samples.fields import Batch, Derived, derive, document_fields
+from streammega.storage.base import address_of
+from streammega.storage.fetcher import Fetcher, Holding, Read
+from streammega.stream.planner import Span
+from streammega.stream.reader import local_addresses, open_reader
+from streammega.stream.ring import Ring
+from streammega.stream.stats import Stats
+
+if TYPE_CHECKING:
+    from streammega.stream.dataset import StreamingDataset
+
+log = logging.getLogger(__name__)
+
+READY_SLABS = 4
+"""Slabs made ahead at least: with fewer, the two threads wait for each other at every one."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Slab:
+    """Gathered micro-batches: ids [batches, micro_batch_size, S + 1], what is derived from them, and their positions."""
+
+    consumed: list[int]
+    ids: torch.Tensor
+    valid: torch.Tensor | None
+    loss_mask: torch.Tensor | None
+    position_ids: torch.Tensor | None
+    others: list[Batch]
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Pending:
+    """A slab that is planned: samples [first, last) of a span, and the holdings it is the first to need."""
+
+    span: Span
+    consumed: list[int]
+    first: int
+    last: int
+    holdings: list[Holding]
+
+
+class Engine:
+    """Iterates (consumed, batch) for the positions of a dataset, several batches ahead of its caller.
+
+    An error is raised at the position it belongs to. `close` ends the threads; so does leaving the iteration.
+
+    Args:
+        dataset: what is read; only its pure functions are used.
+        positions: micro-steps, as values of `consumed`.
+        ahead: micro-batches made ahead of the caller.
+        worker, workers: the reader is one of several that take micro-batches in turn.
+        ids_only: batches are {"ids": [micro_batch_size, S + 1] in the stored dtype, "valid": ids that each sample has}.
+    """
+
+    def __init__(
+        self, dataset: StreamingDataset, positions: Iterator[int], ahead: int, *, worker: int = 0, workers: int = 1,
+        ids_only: bool = False, stats: Stats | None = None,
+    ) -> None:  # fmt: skip
+        storage = dataset.config.storage
+        budget = storage.memory_bytes // workers
+        # A worker process hands every batch over by itself; elsewhere a few share one kernel call.
+        self._reader = open_reader(dataset, worker, workers, budget, slab=1 if workers > 1 or worker else None)
+        self._dataset, self._positions, self._stride = dataset, positions, dataset.step_samples * workers
+        self._ids_only = ids_only
+        self.stats = stats or Stats()
+        self._fetcher = Fetcher(storage, budget) if self._reader.remote else None
+        self.stats.attach(self._fetcher)
+        self._ring = Ring(reuse=torch.utils.data.get_worker_info() is None)
+        self._holdings: dict[int, Holding] = {}
+        self._mapped = local_addresses(self._reader.files, self._reader.table.local)
+        slots = self._reader.planner.slots
+        slots.address[: len(self._mapped)] = [address for address, _ in self._mapped]
+        self._planned: deque[_Pending] = deque()
+        self._next: int | None = None
+        self._span = 1
+        self._exhausted = self._closed = False
+        self._ready: queue.Queue[Slab | BaseException | None] = queue.Queue(max(READY_SLABS, -(-ahead // self._reader.slab)))
+        self._thread: threading.Thread | None = None
+
+    def __iter__(self) -> Iterator[tuple[int, Batch]]:
+        self._thread = threading.Thread(target=self._run, name="streammega-batch", daemon=True)
+        self._thread.start()
+        maker = BatchMaker(self._dataset.config.sequence_length, self._dataset.micro_batch_size, ids_only=self._ids_only)
+        asked = time.perf_counter()
+        try:
+            while True:
+                slab = self._ready.get()
+                if isinstance(slab, BaseException):
+                    raise slab
+                if slab is None:
+                    return
+                for number, consumed in enumerate(slab.consumed):
+                    batch = maker.make(slab, number)
+                    given = time.perf_counter()
+                    self.stats.handed_out(given - asked, self._ready.qsize())
+                    yield consumed, batch
+                    asked = time.perf_counter()
+                    self.stats.step(asked - given)
+                del slab, batch  # their memory is used again
+        finally:
+            self.close()
+
+    def close(self) -> None:
+        """Stop reading; what was never handed out is forgotten."""
+        self._closed = True
+        if self._fetcher is not None:
+            self._fetcher.close()
+        while self._thread is not None and self._thread.is_alive():
+            with self._ready.mutex:
+                self._ready.queue.clear()
+                self._ready.not_full.notify_all()
+            self._thread.join(0.01)
+        self._ready.queue.clear()
+        self._holdings.clear()
+
+    # The thread.
+
+    def _run(self) -> None:
+        try:
+            while not self._closed:
+                self._plan_ahead()
+                if not self._planned:
+                    break
+                self._produce(self._planned.popleft())
+            self._put(None)
+        except BaseException as error:
+            if not self._closed:
+                self._put(error)
+
+    def _put(self, item: Slab | BaseException | None) -> None:
+        while not self._closed:
+            try:
+                return self._ready.put(item, timeout=0.5)
+            except queue.Full:
+                continue
+
+    def _plan_ahead(self) -> None:
+        """Plan while there is nothing to gather, or nothing waits for memory: reads never run out of work."""
+        while not self._exhausted:
+            if self._planned and (self._fetcher is None or self._fetcher.unadmitted_bytes > 0 or self._far_ahead()):
+                return
+            self._plan_span()
+
+    def _far_ahead(self) -> bool:
+        return len(self._planned) * self._reader.slab >= 4 * self._reader.span
+
+    def _plan_span(self) -> None:
+        dataset, reader = self._dataset, self._reader
+        consumed = list(itertools.islice(self._follow(), self._span))
+        if not consumed:
+            return
+        slab, size = min(reader.slab, self._span), dataset.micro_batch_size
+        self._span = min(reader.span, 2 * self._span)  # the first batches wait neither for a long plan nor for each other
+        ids = np.ascontiguousarray(dataset.sample_ids(np.array(consumed, np.int64)).reshape(-1))
+        span = reader.planner.plan(ids, dataset.samples.locate(ids), slab * size)
+        self.stats.useful_bytes += span.useful_bytes
+        slots, holdings = reader.planner.slots, []
+        for planned in span.holdings:
+            reads = [self._read(part.file, part.start, part.stop, part.at) for part in planned.parts]
+            holding = Holding(planned.size, reads, planned.slot)
+            self._holdings[planned.slot] = holding
+            holdings.append(holding)
+        assert len(slots.uses) == len(slots.address)
+        rows = np.array([planned.row for planned in span.holdings], np.int64)
+        samples = np.searchsorted(span.row_splits, rows, side="right") - 1
+        for number in range(0, len(consumed), slab):
+            own = consumed[number : number + slab]
+            low, high = np.searchsorted(samples, [number * size, (number + len(own)) * size])
+            self._planned.append(
+                _Pending(
+                    span=span, consumed=own, first=number * size, last=(number + len(own)) * size, holdings=holdings[low:high]
+                )
+            )
+        if self._fetcher is not None:
+            self._fetcher.submit(holdings)
+
+    def _read(self, number: int, start: int, stop: int, at: int) -> Read:
+        file = self._reader.files[number]
+        return Read(file.store, file.key, file.etag, start, stop, at)
+
+    def _follow(self) -> Iterator[int]:
+        """Positions up to the next that does not follow the one before it: there, what was open is forgotten."""
+        while True:
+            if self._next is None:
+                self._next = next(self._positions, None)
+                if self._next is None:
+                    self._exhausted = True
+                    return
+            consumed, self._next = self._next, None
+            yield consumed
+            self._next = next(self._positions, None)
+            if self._next is None:
+                self._exhausted = True
+                return
+            if self._next != consumed + self._stride:
+                self._release(self._reader.planner.forget())
+                return
+
+    def _produce(self, pending: _Pending) -> None:
+        """Gather a slab; if a part of it failed, the micro-batches before that part, and then its error."""
+        size = self._dataset.micro_batch_size
+        try:
+            slab = self._gather(pending)
+        except StreammegaError:
+            if len(pending.consumed) == 1 or self._closed:
+                raise
+            slots = pending.span.slot[pending.span.row_splits[pending.first] : pending.span.row_splits[pending.last]]
+            order = {int(slot): row for row, slot in reversed(list(enumerate(slots.tolist())))}
+            for number, consumed in enumerate(pending.consumed):
+                first = pending.first + number * size
+                rows = pending.span.row_splits[first] - pending.span.row_splits[pending.first]
+                end = pending.span.row_splits[first + size] - pending.span.row_splits[pending.first]
+                own = [holding for holding in pending.holdings if rows <= order.get(holding.slot, -1) < end]
+                part = _Pending(span=pending.span, consumed=[consumed], first=first, last=first + size, holdings=own)
+                self._put(self._gather(part))
+            return
+        self._put(slab)
+
+    def _gather(self, pending: _Pending) -> Slab:
+        if self._fetcher is not None and pending.holdings:
+            began = time.perf_counter()
+            self._fetcher.wait(pending.holdings)
+            self.stats.fetch_wait += time.perf_counter() - began
+        config, slots = self._dataset.config, self._reader.planner.slots
+        for holding in pending.holdings:
+            assert holding.buffer is not None
+            slots.address[holding.slot] = address_of(holding.buffer)
+        samples, width = pending.last - pending.first, config.sequence_length + 1
+        out = self._ring.take((samples, width), self._reader.dtype if self._ids_only else np.int64)
+        valid = self._copy_rows(pending, out)
+        shape = (len(pending.consumed), self._dataset.micro_batch_size)
+        partial = bool((valid < width).any())
+        others: list[Batch] = [{} for _ in pending.consumed]
+        derived = Derived(loss_mask=None, position_ids=None)
+        if self._ids_only:
+            if partial:
+                for row in np.flatnonzero(valid < width):
+                    out[row, valid[row] :] = 0
+        else:
+            if config.create_attention_mask or config.reset_attention_mask:
+                parts = zip(np.split(out, shape[0]), np.split(valid, shape[0]), strict=True)
+                others = [document_fields(ids, own, config, bounds=True) for ids, own in parts]
+            derived = derive(out, valid, config, self._reader.dtype.kind == "u", self._ring.take)
+        self._count_down(pending)
+        return Slab(
+            consumed=pending.consumed,
+            ids=torch.from_numpy(out).view(*shape, width),
+            valid=torch.from_numpy(valid).view(shape) if self._ids_only else None,
+            loss_mask=_tensor(derived.loss_mask, shape),
+            position_ids=_tensor(derived.position_ids, shape),
+            others=others,
+        )
+
+    def _copy_rows(self, pending: _Pending, out: NDArray[Any]) -> NDArray[np.int64]:
+        """The ids of a slab's samples into out [samples, S + 1]; returns how many each has."""
+        span, reader = pending.span, self._reader
+        valid = np.empty(len(out), np.int64)
+        for dtype, kind in reader.kind_of.items():
+            good = gather_rows(
+                np.empty(0, dtype), kind, reader.kinds, reader.planner.slots.address, span.slot, span.offset, span.size,
+                span.file, span.column, span.row_splits[pending.first : pending.last + 1], out, valid,
+            )  # fmt: skip
+            if not good:
+                raise AssertionError("rows of a sample exceed its width")
+        return valid
+
+    def _count_down(self, pending: _Pending) -> None:
+        span, slots = pending.span, self._reader.planner.slots
+        rows = slice(span.row_splits[pending.first], span.row_splits[pending.last])
+        freed = np.empty(len(pending.holdings) + len(self._holdings), np.int64)
+        made = count_down(slots.uses, span.slot[rows], span.size[rows], freed)
+        self._release(freed[:made].tolist())
+
+    def _release(self, freed: list[int]) -> None:
+        if freed and self._fetcher is not None:
+            self._fetcher.release([self._holdings.pop(slot) for slot in freed])
+            self._reader.planner.slots.put_back(freed)
+
+
+class BatchMaker:
+    """Batches of a slab as dicts of tensors. Those without anything of their own share one loss mask and one array of positions.
+
+    A shared tensor that somebody wrote to is left to them, and made anew.
+    """
+
+    def __init__(self, sequence_length: int, micro_batch_size: int, *, ids_only: bool) -> None:
+        self._shape, self._ids_only = (micro_batch_size, sequence_length), ids_only
+        self._shared: dict[str, tuple[torch.Tensor, int]] = {}
+
+    def make(self, slab: Slab, number: int) -> Batch:
+        """The number-th micro-batch."""
+        ids = slab.ids[number]
+        if self._ids_only:
+            assert slab.valid is not None
+            return {"ids": ids, "valid": slab.valid[number]}
+        batch = {"tokens": ids[:, :-1], "labels": ids[:, 1:]}
+        batch["loss_mask"] = self._plain("loss_mask") if slab.loss_mask is None else slab.loss_mask[number]
+        batch["position_ids"] = self._plain("position_ids") if slab.position_ids is None else slab.position_ids[number]
+        batch.update(slab.others[number])
+        return batch
+
+    def _plain(self, name: str) -> torch.Tensor:
+        tensor, version = self._shared.get(name, (None, -1))
+        if tensor is None or tensor._version != version:
+            if name == "loss_mask":
+                tensor = torch.ones(self._shape, dtype=torch.float32)
+            else:
+                tensor = torch.arange(self._shape[1]).repeat(self._shape[0], 1)
+            self._shared[name] = (tensor, tensor._version)
+        return tensor
+
+
+def _tensor(array: NDArray[Any] | None, shape: tuple[int, int]) -> torch.Tensor | None:
+    return None if array is None else torch.from_numpy(array).view(*shape, -1)

@@ -1,0 +1,154 @@
+"""What one reader (a rank, or a worker of it) reads: its files, its lanes, and which pieces it may fetch whole."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from streammega.errors import ConfigError
+from streammega.order.pieces import OpenPieces
+from streammega.samples.fetch import TokenFile
+from streammega.samples.stream import StreamSource
+from streammega.storage.local import LocalStore
+from streammega.storage.memory import rounded
+from streammega.stream.planner import FileTable, Planner
+
+if TYPE_CHECKING:
+    from streammega.stream.dataset import StreamingDataset
+
+SLAB_BYTES = 4 << 20
+"""Bytes of int64 ids that one kernel call gathers: few enough to stay in the cache until they are used."""
+SPAN_BYTES = 64 << 20
+SPAN_SAMPLES = 4096
+
+
+@dataclass(frozen=True, kw_only=True)
+class Reader:
+    """The shape of a reader.
+
+    files: all datasets' files end to end. slab: micro-batches gathered together. span: most micro-batches planned together.
+    """
+
+    files: list[TokenFile]
+    table: FileTable
+    dtype: np.dtype[Any]
+    slab: int
+    span: int
+    planner: Planner
+
+    @cached_property
+    def kind_of(self) -> dict[np.dtype[Any], int]:
+        """A number for each dtype of the files."""
+        return {dtype: number for number, dtype in enumerate({file.dtype for file in self.files})}
+
+    @cached_property
+    def kinds(self) -> NDArray[np.int64]:
+        """The number of each file's dtype, int64 [files]."""
+        return np.array([self.kind_of[file.dtype] for file in self.files], np.int64)
+
+    @property
+    def remote(self) -> bool:
+        """Whether anything has to be fetched."""
+        return not self.table.local.all()
+
+
+def open_reader(dataset: StreamingDataset, worker: int, workers: int, budget: int, slab: int | None = None) -> Reader:
+    """The reader of every `workers`-th micro-batch of a rank. Raises ConfigError for a budget that cannot hold a micro-batch."""
+    source, storage = dataset.samples, dataset.config.storage
+    files = [file for own in source.files for file in own]
+    table = FileTable(
+        firsts=np.cumsum([0, *(len(own) for own in source.files)]),
+        itemsize=np.array([file.dtype.itemsize for file in files], np.int64),
+        num_tokens=np.array([file.num_tokens for file in files], np.int64),
+        local=np.array([isinstance(file.store, LocalStore) for file in files], np.bool_),
+        names=[file.url for file in files],
+    )
+    width = dataset.config.sequence_length + 1
+    batch_tokens = dataset.micro_batch_size * width
+    slab = slab or int(np.clip(SLAB_BYTES // (8 * batch_tokens), 1, 64))
+    widest = int(table.itemsize.max())
+    reader = Reader(
+        files=files,
+        table=table,
+        dtype=np.result_type(*(file.dtype for file in files)),
+        slab=slab,
+        span=SPAN_SAMPLES // dataset.micro_batch_size or 1,
+        planner=Planner(table, storage.coalesce_bytes, storage.part_bytes, None),
+    )
+    if not reader.remote:
+        return reader
+    least = _held(batch_tokens * widest)
+    if least > budget:
+        raise ConfigError(
+            f"memory_bytes {budget:,} of this reader cannot hold one micro-batch; it needs at least {least * workers:,} "
+            f"({dataset.micro_batch_size} samples of {width} tokens, {workers} readers)"
+        )
+    pieces, open_bytes = _whole_pieces(dataset, table, worker, workers, budget, slab)
+    room = budget - open_bytes
+    fits = max(1, int(room // 4 // _held(batch_tokens * widest)))
+    if pieces is None and _held(slab * batch_tokens * widest) * 2 > budget:
+        slab = max(1, budget // 2 // _held(batch_tokens * widest))
+    span = min(reader.span, max(slab, fits), max(slab, SPAN_BYTES // (batch_tokens * widest)))
+    tight = _held(slab * batch_tokens * widest) * 2 > room
+    planner = Planner(table, 0 if tight else storage.coalesce_bytes, storage.part_bytes, pieces)
+    return replace(reader, slab=slab, span=max(span, slab), planner=planner)
+
+
+def _held(size: int) -> int:
+    """An upper bound of what holdings of `size` bytes together take of the budget."""
+    return rounded(size + size // 4) + 8192
+
+
+def _whole_pieces(
+    dataset: StreamingDataset, table: FileTable, worker: int, workers: int, budget: int, slab: int
+) -> tuple[OpenPieces | None, int]:
+    """(the open pieces, bytes that they take at most); datasets drawn most come first, while memory lasts."""
+    source = dataset.samples
+    if not isinstance(source, StreamSource):
+        return None, 0
+    order = source.order
+    stride = dataset.step_samples * workers
+    if order.lanes % stride:
+        return None, 0  # this reader shares its lanes with other workers: a piece would be fetched by each of them
+    starts = dataset.consumed_samples + worker * dataset.step_samples + np.arange(0, order.lanes, stride)
+    lanes = np.unique(dataset.sample_ids(starts) % order.lanes)
+    itemsizes = np.array([table.itemsize[a] for a in table.firsts[:-1]], np.int64)
+    uniform = np.array([len(np.unique(table.itemsize[a:b])) == 1 for a, b in zip(table.firsts, table.firsts[1:], strict=False)])
+    remote = np.array([not table.local[a:b].any() for a, b in zip(table.firsts, table.firsts[1:], strict=False)])
+    extra = order.width - order.sequence_length
+    piece = (order.block_samples * order.sequence_length + extra) * itemsizes
+    sizes = np.array([rounded(int(size)) + 4096 for size in piece], np.int64)
+    weights = np.array(order.schedule[0][1], np.float64)
+    whole = np.zeros(len(sizes), np.bool_)
+    total = largest = 0
+    limit = budget * 3 // 4
+    for d in np.argsort(-weights, kind="stable"):
+        if not (uniform[d] and remote[d]) or order.geometry["groups"][d] != 1 or order.block_samples[d] < 2:
+            continue
+        bound = total + len(lanes) * int(sizes[d]) + slab * dataset.micro_batch_size * max(largest, int(sizes[d]))
+        if bound <= limit:
+            whole[d], total, largest = True, total + len(lanes) * int(sizes[d]), max(largest, int(sizes[d]))
+    if not whole.any():
+        return None, 0
+    return OpenPieces(order, lanes, whole, itemsizes), total + slab * dataset.micro_batch_size * largest
+
+
+def local_addresses(files: list[TokenFile], local: NDArray[np.bool_]) -> list[tuple[int, Any]]:
+    """(address, what keeps it mapped) of each local file; (0, None) for the others."""
+    found: list[tuple[int, Any]] = []
+    for file, is_local in zip(files, local.tolist(), strict=True):
+        if not is_local:
+            found.append((0, None))
+            continue
+        assert isinstance(file.store, LocalStore)
+        mapped = file.store.view(file.key)
+        if len(mapped) == 0:
+            found.append((0, None))
+            continue
+        view = np.frombuffer(mapped, np.uint8)
+        found.append((int(view.__array_interface__["data"][0]), view))
+    return found

@@ -1,0 +1,93 @@
+"""What a loader did: bytes, requests, waiting. Read by `loader.stats()`, the log and Prometheus."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from streammega.storage.fetcher import Counters, Fetcher
+
+WINDOW = 4096
+"""Batches over which waiting times are kept."""
+
+
+@dataclass
+class Stats:
+    """Counters of one loader, over all of its iterations. Times in seconds."""
+
+    batches: int = 0
+    useful_bytes: int = 0
+    wait: float = 0.0
+    busy: float = 0.0
+    fetch_wait: float = 0.0
+    began: float = field(default_factory=time.monotonic)
+    waits: deque[float] = field(default_factory=lambda: deque(maxlen=WINDOW))
+    ready: int = 0
+    _fetchers: list[Fetcher] = field(default_factory=list)
+    _done: Counters = field(default_factory=Counters)
+
+    def attach(self, fetcher: Fetcher | None) -> None:
+        """Count what a fetcher does; those before it are added up and let go."""
+        for old in self._fetchers:
+            _add(self._done, old.counters)
+        self._fetchers = [] if fetcher is None else [fetcher]
+
+    def handed_out(self, waited: float, ready: int) -> None:
+        """A batch was handed out after its caller had waited; `ready` more are made."""
+        self.batches += 1
+        self.wait += waited
+        self.waits.append(waited)
+        self.ready = ready
+
+    def step(self, seconds: float) -> None:
+        """The caller was away for so long."""
+        self.busy += seconds
+
+    def summary(self) -> dict[str, Any]:
+        """All figures, by name."""
+        counted = Counters()
+        _add(counted, self._done)
+        in_flight = queued = held = most = 0
+        for fetcher in self._fetchers:
+            _add(counted, fetcher.counters)
+            in_flight, queued, held = fetcher.depth
+            most = fetcher.pool.most
+        waits = np.array(self.waits or [0.0])
+        p50, p95, p99 = np.percentile(waits, [50, 95, 99])
+        latency = np.percentile(np.array(counted.latencies or [0.0]), [50, 99])
+        return {
+            "batches": self.batches,
+            "useful_bytes": self.useful_bytes,
+            "fetched_bytes": counted.fetched_bytes,
+            "amplification": counted.fetched_bytes / max(self.useful_bytes, 1),
+            "requests": counted.requests,
+            "retries": counted.retries,
+            "hedges": counted.hedges,
+            "hedges_won": counted.hedges_won,
+            "throttled": counted.throttled,
+            "errors": counted.errors,
+            "request_p50": float(latency[0]),
+            "request_p99": float(latency[1]),
+            "wait_p50": float(p50),
+            "wait_p95": float(p95),
+            "wait_p99": float(p99),
+            "wait_total": self.wait,
+            "stall_share": self.wait / max(self.wait + self.busy, 1e-9),
+            "ready_slabs": self.ready,
+            "requests_in_flight": in_flight,
+            "requests_queued": queued,
+            "held_bytes": held,
+            "most_held_bytes": most,
+            "seconds": time.monotonic() - self.began,
+        }
+
+
+def _add(total: Counters, own: Counters) -> None:
+    for name, value in vars(own).items():
+        if name != "latencies":
+            setattr(total, name, getattr(total, name) + value)
+    total.latencies.extend(own.latencies)

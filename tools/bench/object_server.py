@@ -1,0 +1,393 @@
+#!/usr/bin/env python3
+"""An S3-style object server for benches and tests: shaped (latency, bandwidth per connection) and, on request, faulty.
+
+Serves the files under a folder as /bucket/key: GET (with ranges), HEAD and ListObjectsV2, without credentials. One thread, one
+process: an epoll loop that sends files by sendfile, so that on loopback it costs the machine little more than nginx does.
+
+`POST /-/behaviour` with a JSON object sets the fields of `Behaviour`; `GET /-/counts` tells what was served.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import dataclasses
+import heapq
+import json
+import os
+import random
+import select
+import signal
+import socket
+import subprocess
+import sys
+import time
+import urllib.parse
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+from xml.sax.saxutils import escape
+
+SHAPED_CHUNK = 128 * 1024
+SEND_CHUNK = 1 << 20
+REASONS = {200: "OK", 206: "Partial Content", 404: "Not Found", 403: "Forbidden", 412: "Precondition Failed",
+           416: "Range Not Satisfiable", 503: "Slow Down", 405: "Method Not Allowed"}  # fmt: skip
+
+
+@dataclasses.dataclass
+class Behaviour:
+    """How the server answers. Shares are of GET requests of objects, drawn by a seeded generator."""
+
+    latency: float = 0.0
+    """Seconds before the first byte."""
+    bandwidth: float = 0.0
+    """Bytes per second of one connection; 0: as fast as it goes."""
+    slow_share: float = 0.0
+    """Answers whose first byte comes `slow_factor` times as late (after a second at least, if there is no latency)."""
+    slow_factor: float = 20.0
+    error_share: float = 0.0
+    """Answers that are 503."""
+    error_burst: int = 1
+    """How many follow each other."""
+    reset_share: float = 0.0
+    """Connections reset in the middle of a body."""
+    truncate_share: float = 0.0
+    """Bodies that end early: half of them with the connection, half with a smaller Content-Length."""
+    overlong_share: float = 0.0
+    """Bodies with more bytes than were asked for."""
+    stall_share: float = 0.0
+    """Bodies that stop in the middle, the connection open."""
+    status: int = 0
+    """Answer every object request with this status."""
+    plain_200: bool = False
+    """Answer ranges with 200 and a Content-Range, as `rclone serve s3` does."""
+    seed: int = 0
+
+
+class Connection:
+    """One client: bytes received, and the answer on its way."""
+
+    def __init__(self, sock: socket.socket) -> None:
+        self.sock, self.received, self.head = sock, b"", b""
+        self.file, self.offset, self.left = -1, 0, 0
+        self.fault: str | None = None
+        self.fault_at = 0
+        self.busy = False
+
+
+class Server:
+    """Accepts, parses, answers; timers hold back what is shaped."""
+
+    def __init__(self, root: Path, port: int) -> None:
+        self.root, self.behaviour = root, Behaviour()
+        self.random, self.burst = random.Random(0), 0
+        self.counts = {"requests": 0, "bytes": 0, "faults": 0}
+        self.files: dict[str, tuple[int, os.stat_result]] = {}
+        self.listener = socket.create_server(("127.0.0.1", port), backlog=1024)
+        self.listener.setblocking(False)
+        self.port = self.listener.getsockname()[1]
+        self.poll = select.epoll()
+        self.poll.register(self.listener.fileno(), select.EPOLLIN)
+        self.connections: dict[int, Connection] = {}
+        self.timers: list[tuple[float, int, Connection]] = []
+        self.number = 0
+
+    def serve(self) -> None:
+        while True:
+            timeout = max(0.0, self.timers[0][0] - time.monotonic()) if self.timers else -1
+            for fd, _ in self.poll.poll(timeout):
+                if fd == self.listener.fileno():
+                    self.accept()
+                elif fd in self.connections:
+                    self.ready(self.connections[fd])
+            now = time.monotonic()
+            while self.timers and self.timers[0][0] <= now:
+                connection = heapq.heappop(self.timers)[2]
+                if connection.sock.fileno() >= 0:
+                    self.send(connection)
+
+    def accept(self) -> None:
+        while True:
+            try:
+                sock, _ = self.listener.accept()
+            except BlockingIOError:
+                return
+            sock.setblocking(False)
+            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            self.connections[sock.fileno()] = Connection(sock)
+            self.poll.register(sock.fileno(), select.EPOLLIN)
+
+    def close(self, connection: Connection, *, reset: bool = False) -> None:
+        fd = connection.sock.fileno()
+        if fd < 0:
+            return
+        if reset:
+            connection.sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, b"\1\0\0\0\0\0\0\0")
+        self.poll.unregister(fd)
+        del self.connections[fd]
+        connection.sock.close()
+
+    def ready(self, connection: Connection) -> None:
+        if connection.busy:
+            return self.send(connection)
+        try:
+            data = connection.sock.recv(65536)
+        except BlockingIOError:
+            return None
+        except OSError:
+            data = b""
+        if not data:
+            return self.close(connection)
+        connection.received += data
+        head, end, rest = connection.received.partition(b"\r\n\r\n")
+        if end:
+            self.request(connection, head, rest)
+        return None
+
+    def request(self, connection: Connection, head: bytes, rest: bytes) -> None:
+        lines = head.decode("latin-1").split("\r\n")
+        method, target, _ = lines[0].split(" ", 2)
+        headers = {name.lower(): value.strip() for name, _, value in (line.partition(":") for line in lines[1:])}
+        length = int(headers.get("content-length", 0))
+        if len(rest) < length:
+            return  # the body of a control request is still coming
+        connection.received = rest[length:]
+        connection.busy = True
+        path, _, query = target.partition("?")
+        path = urllib.parse.unquote(path)
+        if path == "/-/behaviour":
+            self.behaviour = Behaviour(**json.loads(rest[:length]))
+            self.random, self.burst = random.Random(self.behaviour.seed), 0
+            return self.answer(connection, 200, b"{}", method)
+        if path == "/-/counts":
+            return self.answer(connection, 200, json.dumps(self.counts).encode(), method)
+        if method not in ("GET", "HEAD"):
+            return self.answer(connection, 405, b"", method)
+        bucket, _, key = path[1:].partition("/")
+        if not key and "list-type=2" in query:
+            return self.list(connection, bucket, urllib.parse.parse_qs(query), method)
+        return self.object(connection, path[1:], headers, method)
+
+    def list(self, connection: Connection, bucket: str, query: dict[str, list[str]], method: str) -> None:
+        prefix, top = query.get("prefix", [""])[0], self.root / bucket
+        delimiter, items, common = query.get("delimiter", [""])[0], [], set()
+        for file in sorted(top.rglob("*")):
+            key = str(file.relative_to(top))
+            if not key.startswith(prefix) or not file.is_file():
+                continue
+            if delimiter and delimiter in key[len(prefix) :]:
+                common.add(prefix + key[len(prefix) :].split(delimiter)[0] + delimiter)
+                continue
+            stat = file.stat()
+            items.append(
+                f"<Contents><Key>{escape(key)}</Key><Size>{stat.st_size}</Size><ETag>&quot;{etag(stat)}&quot;</ETag>"
+                f"<LastModified>2026-01-01T00:00:00.000Z</LastModified><StorageClass>STANDARD</StorageClass></Contents>"
+            )
+        folders = "".join(f"<CommonPrefixes><Prefix>{escape(name)}</Prefix></CommonPrefixes>" for name in sorted(common))
+        body = (
+            '<?xml version="1.0" encoding="UTF-8"?><ListBucketResult xmlns="http://s3.amazonaws.com/doc/2006-03-01/">'
+            f"<Name>{escape(bucket)}</Name><Prefix>{escape(prefix)}</Prefix><KeyCount>{len(items) + len(common)}</KeyCount>"
+            f"<MaxKeys>100000</MaxKeys><IsTruncated>false</IsTruncated>{''.join(items)}{folders}</ListBucketResult>"
+        )
+        self.answer(connection, 200, body.encode(), method)
+
+    def object(self, connection: Connection, name: str, headers: dict[str, str], method: str) -> None:
+        behaviour = self.behaviour
+        self.counts["requests"] += 1
+        if behaviour.status:
+            return self.answer(connection, behaviour.status, b"", method)
+        try:
+            fd, stat = self.open(name)
+        except OSError:
+            return self.answer(connection, 404, b"<Error><Code>NoSuchKey</Code></Error>", method)
+        if headers.get("if-match", f'"{etag(stat)}"').strip('"') not in (etag(stat), "*"):
+            return self.answer(connection, 412, b"<Error><Code>PreconditionFailed</Code></Error>", method)
+        start, stop, status = 0, stat.st_size, 200
+        extra = f'ETag: "{etag(stat)}"\r\nLast-Modified: Thu, 01 Jan 2026 00:00:00 GMT\r\nAccept-Ranges: bytes\r\n'
+        if "range" in headers:
+            low, _, high = headers["range"].removeprefix("bytes=").partition("-")
+            start = int(low) if low else stat.st_size - int(high)
+            stop = min(int(high) + 1, stat.st_size) if low and high else stat.st_size
+            if start >= stat.st_size:
+                return self.answer(connection, 416, b"<Error><Code>InvalidRange</Code></Error>", method)
+            status = 200 if behaviour.plain_200 else 206
+            extra += f"Content-Range: bytes {start}-{stop - 1}/{stat.st_size}\r\n"
+        if method == "HEAD":
+            return self.begin(connection, status, extra, stop - start, -1, 0, 0, 0.0)
+        fault, delay = self.draw_fault(stop - start)
+        length = stop - start
+        if fault == "error":
+            return self.answer(connection, 503, b"<Error><Code>SlowDown</Code></Error>", method)
+        if fault == "short":
+            length = max(1, length // 2)
+        if fault == "overlong":
+            length = min(length + 64, stat.st_size - start)
+        connection.fault, connection.fault_at = fault, length - length // 2
+        self.begin(connection, status, extra, length, fd, start, length, delay)
+        return None
+
+    def draw_fault(self, length: int) -> tuple[str | None, float]:
+        """(fault of this answer, seconds before its first byte)."""
+        behaviour, delay = self.behaviour, self.behaviour.latency
+        draw = self.random.random()
+        shares = (("error", behaviour.error_share), ("reset", behaviour.reset_share), ("truncate", behaviour.truncate_share / 2),
+                  ("short", behaviour.truncate_share / 2), ("overlong", behaviour.overlong_share),
+                  ("stall", behaviour.stall_share), ("slow", behaviour.slow_share))  # fmt: skip
+        fault: str | None = None
+        if self.burst > 0:
+            fault = "error"
+            self.burst -= 1
+        else:
+            for name, share in shares:
+                if draw < share:
+                    fault = name
+                    break
+                draw -= share
+            if fault == "error":
+                self.burst = behaviour.error_burst - 1
+        if fault == "slow":
+            delay = behaviour.slow_factor * delay if delay else 1.0
+        self.counts["faults"] += fault is not None
+        return (None if fault == "slow" else fault), delay
+
+    def open(self, name: str) -> tuple[int, os.stat_result]:
+        """Kept open while the file of that name stays the same."""
+        path = (self.root / name).resolve()
+        if not path.is_relative_to(self.root) or not path.is_file():
+            raise FileNotFoundError(name)
+        stat = path.stat()
+        known = self.files.get(name)
+        if known is None or etag(known[1]) != etag(stat):
+            self.files[name] = known = (os.open(path, os.O_RDONLY), stat)
+        return known
+
+    def answer(self, connection: Connection, status: int, body: bytes, method: str) -> None:
+        self.begin(connection, status, "Content-Type: application/xml\r\n", len(body), -1, 0, 0, 0.0)
+        if method != "HEAD" and connection.sock.fileno() >= 0:
+            try:
+                connection.sock.sendall(body)
+            except OSError:
+                self.close(connection)
+
+    def begin(
+        self, connection: Connection, status: int, extra: str, length: int, fd: int, start: int, left: int, delay: float
+    ) -> None:
+        head = f"HTTP/1.1 {status} {REASONS.get(status, 'Error')}\r\nContent-Length: {length}\r\n{extra}\r\n"
+        connection.head = head.encode()
+        connection.file, connection.offset, connection.left = fd, start, left
+        if delay > 0:
+            self.later(connection, delay)
+        else:
+            self.send(connection)
+
+    def later(self, connection: Connection, delay: float) -> None:
+        self.poll.modify(connection.sock.fileno(), 0)  # nothing is wanted of the socket until then
+        self.number += 1
+        heapq.heappush(self.timers, (time.monotonic() + delay, self.number, connection))
+
+    def send(self, connection: Connection) -> None:
+        try:
+            if connection.head:
+                connection.sock.sendall(connection.head)  # a few hundred bytes into an empty socket buffer
+                connection.head = b""
+            while connection.left > 0:
+                if connection.fault in ("reset", "truncate", "stall") and connection.left <= connection.fault_at:
+                    return self.break_off(connection)
+                chunk = SHAPED_CHUNK if self.behaviour.bandwidth else SEND_CHUNK
+                sent = os.sendfile(connection.sock.fileno(), connection.file, connection.offset, min(connection.left, chunk))
+                connection.offset += sent
+                connection.left -= sent
+                self.counts["bytes"] += sent
+                if self.behaviour.bandwidth and connection.left:
+                    return self.later(connection, sent / self.behaviour.bandwidth)
+        except BlockingIOError:
+            return self.poll.modify(connection.sock.fileno(), select.EPOLLOUT)
+        except OSError:
+            return self.close(connection)
+        connection.busy, connection.fault = False, None
+        self.poll.modify(connection.sock.fileno(), select.EPOLLIN)
+        return None
+
+    def break_off(self, connection: Connection) -> None:
+        if connection.fault == "stall":
+            return self.later(connection, 3600.0)
+        return self.close(connection, reset=connection.fault == "reset")
+
+
+def etag(stat: os.stat_result) -> str:
+    return f"{stat.st_size:x}-{stat.st_mtime_ns:x}"
+
+
+# --- the side of the client ---------------------------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass
+class Running:
+    """A server in another process."""
+
+    process: subprocess.Popen[str]
+    port: int
+
+    @property
+    def endpoint(self) -> str:
+        return f"http://127.0.0.1:{self.port}"
+
+    @property
+    def storage_options(self) -> dict[str, Any]:
+        """For StorageConfig: anonymous requests to this endpoint."""
+        return {"anon": True, "endpoint_url": self.endpoint}
+
+    def behave(self, **fields: Any) -> None:
+        """Set the server's behaviour."""
+        data = json.dumps(dataclasses.asdict(Behaviour(**fields))).encode()
+        urllib.request.urlopen(urllib.request.Request(f"{self.endpoint}/-/behaviour", data), timeout=10).read()
+
+    def counts(self) -> dict[str, int]:
+        """Requests and bytes of objects served so far, and faults made."""
+        with urllib.request.urlopen(f"{self.endpoint}/-/counts", timeout=10) as answer:
+            counts: dict[str, int] = json.load(answer)
+            return counts
+
+
+def start(root: Path, port: int = 0) -> Running:
+    """Start a server of a folder in another process; `process.kill()` ends it."""
+    process = subprocess.Popen(
+        [sys.executable, str(Path(__file__).resolve()), str(root), "--port", str(port)], stdout=subprocess.PIPE, text=True
+    )
+    assert process.stdout is not None
+    line = process.stdout.readline()
+    if not line:
+        raise RuntimeError("the object server ended at its start")
+    return Running(process, int(line))
+
+
+@contextlib.contextmanager
+def running(root: Path, **behaviour: Any) -> Iterator[Running]:
+    """A server of a folder, for the time of a `with` block."""
+    server = start(root)
+    try:
+        if behaviour:
+            server.behave(**behaviour)
+        yield server
+    finally:
+        server.process.kill()
+        server.process.wait()
+        assert server.process.stdout is not None
+        server.process.stdout.close()
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("root", type=Path)
+    parser.add_argument("--port", type=int, default=0)
+    arguments = parser.parse_args()
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # whoever started it ends it
+    server = Server(arguments.root.resolve(), arguments.port)
+    print(server.port, flush=True)
+    server.serve()
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
