@@ -8,7 +8,7 @@ import pytest
 from hypothesis import HealthCheck, settings
 
 from streammega import DataConfig, IndexedDatasetWriter, StorageConfig
-from tests.servers import S3, moto_server
+from tests.servers import S3, moto_server, rclone_server
 
 settings.register_profile(
     "streammega",
@@ -33,9 +33,10 @@ def _own_surroundings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.delenv(name, raising=False)
 
 
-@pytest.fixture(scope="session")
-def s3() -> Iterator[S3]:
-    with moto_server() as server:
+@pytest.fixture(scope="session", params=["moto", "rclone"])
+def s3(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[S3]:
+    """Two implementations of S3: what uses this runs against both."""
+    with moto_server() if request.param == "moto" else rclone_server(tmp_path_factory.mktemp("rclone")) as server:
         yield server
 
 

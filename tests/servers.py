@@ -12,6 +12,7 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
 from typing import Any
 
 import botocore.session
@@ -24,6 +25,7 @@ class S3:
     """A running S3 server: its endpoint, and how to reach it in the fsspec manner."""
 
     endpoint: str
+    name: str = "moto"
     buckets: int = 0
 
     @property
@@ -66,6 +68,33 @@ def moto_server() -> Iterator[S3]:
     try:
         wait_for_port(port, process)
         yield S3(f"http://127.0.0.1:{port}")
+    finally:
+        process.kill()
+        process.wait()
+
+
+@contextlib.contextmanager
+def rclone_server(root: Path) -> Iterator[S3]:
+    """`rclone serve s3` over a folder: another implementation, which answers ranges with 200."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    rclone = Path(sys.executable).parent / "rclone"
+    options = [
+        "--addr",
+        f"127.0.0.1:{port}",
+        "--auth-key",
+        f"{KEY},{SECRET}",
+        "--dir-cache-time",
+        "1s",
+        "--vfs-cache-mode",
+        "off",
+    ]
+    command = [str(rclone), "serve", "s3", *options, "--config", str(root / "rclone.conf"), str(root)]
+    process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    try:
+        wait_for_port(port, process)
+        yield S3(f"http://127.0.0.1:{port}", "rclone")
     finally:
         process.kill()
         process.wait()

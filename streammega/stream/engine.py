@@ -113,14 +113,14 @@ class Engine:
                     raise slab
                 if slab is None:
                     return
-                for number, consumed in enumerate(slab.consumed):
-                    batch = maker.make(slab, number)
-                    given = time.perf_counter()
-                    self.stats.handed_out(given - asked, self._ready.qsize())
-                    yield consumed, batch
-                    asked = time.perf_counter()
-                    self.stats.step(asked - given)
-                del slab, batch  # their memory is used again
+                given = time.perf_counter()
+                self.stats.handed_out(len(slab.consumed), given - asked, self._ready.qsize())
+                batches = maker.make(slab)
+                del slab
+                while batches:
+                    yield batches.popleft()  # not referred to here: its memory is free as soon as the caller lets go
+                asked = time.perf_counter()
+                self.stats.step(asked - given)
         finally:
             self.close()
 
@@ -311,17 +311,29 @@ class BatchMaker:
         self._shape, self._ids_only = (micro_batch_size, sequence_length), ids_only
         self._shared: dict[str, tuple[torch.Tensor, int]] = {}
 
-    def make(self, slab: Slab, number: int) -> Batch:
-        """The number-th micro-batch."""
-        ids = slab.ids[number]
+    def make(self, slab: Slab) -> deque[tuple[int, Batch]]:
+        """(consumed, batch) of all micro-batches of a slab."""
         if self._ids_only:
             assert slab.valid is not None
-            return {"ids": ids, "valid": slab.valid[number]}
-        batch = {"tokens": ids[:, :-1], "labels": ids[:, 1:]}
-        batch["loss_mask"] = self._plain("loss_mask") if slab.loss_mask is None else slab.loss_mask[number]
-        batch["position_ids"] = self._plain("position_ids") if slab.position_ids is None else slab.position_ids[number]
-        batch.update(slab.others[number])
-        return batch
+            pairs = zip(slab.consumed, slab.ids.unbind(), slab.valid.unbind(), strict=True)
+            return deque((consumed, {"ids": ids, "valid": valid}) for consumed, ids, valid in pairs)
+        tokens, labels = slab.ids[:, :, :-1].unbind(), slab.ids[:, :, 1:].unbind()
+        plain = ()
+        masks = slab.loss_mask.unbind() if slab.loss_mask is not None else plain
+        positions = slab.position_ids.unbind() if slab.position_ids is not None else plain
+        return deque(
+            (
+                slab.consumed[n],
+                {
+                    "tokens": tokens[n],
+                    "labels": labels[n],
+                    "loss_mask": masks[n] if masks else self._plain("loss_mask"),
+                    "position_ids": positions[n] if positions else self._plain("position_ids"),
+                    **slab.others[n],
+                },
+            )
+            for n in range(len(tokens))
+        )
 
     def _plain(self, name: str) -> torch.Tensor:
         tensor, version = self._shared.get(name, (None, -1))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import time
 from collections import deque
 from dataclasses import dataclass, field
@@ -36,11 +37,12 @@ class Stats:
             _add(self._done, old.counters)
         self._fetchers = [] if fetcher is None else [fetcher]
 
-    def handed_out(self, waited: float, ready: int) -> None:
-        """A batch was handed out after its caller had waited; `ready` more are made."""
-        self.batches += 1
+    def handed_out(self, batches: int, waited: float, ready: int) -> None:
+        """Batches were handed out together after their caller had waited for the first; `ready` more slabs are made."""
+        self.batches += batches
         self.wait += waited
         self.waits.append(waited)
+        self.waits.extend(itertools.repeat(0.0, batches - 1))
         self.ready = ready
 
     def step(self, seconds: float) -> None:

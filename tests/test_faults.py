@@ -1,0 +1,226 @@
+"""The same tokens, bit for bit, whatever the endpoint does; or an error that names the object, on the step that needs it."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from streammega import DataConfig, IndexedDatasetWriter, StorageConfig, StreamLoader
+from streammega.errors import AccessDeniedError, EndpointError, ObjectChangedError, ObjectNotFoundError, StorageError
+from tools.bench.object_server import Running, running, start
+
+LENGTH = 64
+FAULTS: dict[str, dict[str, Any]] = {
+    "503 bursts": {"error_share": 0.05, "error_burst": 6},
+    "resets": {"reset_share": 0.15},
+    "truncation": {"truncate_share": 0.2},
+    "stalls": {"stall_share": 0.04},
+    "over-long bodies": {"overlong_share": 0.2},
+    "slow first byte": {"slow_share": 0.05, "latency": 0.005, "slow_factor": 60.0},
+    "mixture": {
+        "error_share": 0.01, "reset_share": 0.01, "truncate_share": 0.01, "overlong_share": 0.01, "stall_share": 0.005,
+        "slow_share": 0.005, "latency": 0.002,
+    },
+}  # fmt: skip
+
+
+def write_data(root: Path) -> None:
+    rng = np.random.default_rng(5)
+    for name in ("web", "code"):
+        with IndexedDatasetWriter(str(root / "data" / name), np.uint16) as writer:
+            for _ in range(400):
+                writer.add_item(rng.integers(0, 60_000, rng.integers(1, 600)).astype(np.uint16))
+                writer.end_document()
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Running, Path]]:
+    root = tmp_path_factory.mktemp("objects")
+    write_data(root)
+    with running(root) as server:
+        yield server, root
+
+
+def config_of(order: str, root: str, cache: Path, storage: StorageConfig) -> DataConfig:
+    return DataConfig(
+        blend=[(f"{root}/data/web", 0.7), (f"{root}/data/code", 0.3)],
+        sequence_length=LENGTH,
+        order=order,  # type: ignore[arg-type]
+        num_samples=(3000, 0, 0),
+        lanes=16 if order == "stream" else None,
+        block_bytes=2048,
+        storage=storage,
+        index_cache_dir=cache,
+    )
+
+
+def storage_of(server: Running, transport: str) -> StorageConfig:
+    return StorageConfig(
+        transport=transport,  # type: ignore[arg-type]
+        storage_options=server.storage_options,
+        part_bytes=4096,
+        stall_timeout=0.4,
+        timeout=20,
+        retries=12,
+        max_requests=16,
+        coalesce_bytes=512,
+        memory_bytes=400_000,
+    )
+
+
+def stream(config: DataConfig) -> torch.Tensor:
+    with StreamLoader(config, micro_batch_size=4, global_batch_size=8) as loader:
+        return torch.cat([torch.cat([batch["tokens"], batch["labels"]], 1).clone() for batch in loader])
+
+
+@pytest.mark.parametrize("transport", ["obstore", "fsspec"])
+@pytest.mark.parametrize("order", ["stream", "megatron"])
+@pytest.mark.parametrize("fault", list(FAULTS))
+def test_faults_change_no_token(server: tuple[Running, Path], tmp_path: Path, fault: str, order: str, transport: str) -> None:
+    endpoint, root = server
+    endpoint.behave()
+    storage = storage_of(endpoint, transport)
+    remote = config_of(order, "s3:/", tmp_path, storage)
+    expected = stream(replace(remote, blend=[(f"{root}/data/web", 0.7), (f"{root}/data/code", 0.3)]))
+    loader = StreamLoader(remote, micro_batch_size=4, global_batch_size=8)
+    endpoint.behave(**FAULTS[fault])
+    before = endpoint.counts()["faults"]
+    with loader:
+        got = torch.cat([torch.cat([batch["tokens"], batch["labels"]], 1).clone() for batch in loader])
+    assert torch.equal(got, expected)
+    assert endpoint.counts()["faults"] > before, "the fault did not happen: the test shows nothing"
+    endpoint.behave()
+
+
+@pytest.mark.parametrize("transport", ["obstore", "fsspec"])
+@pytest.mark.parametrize("order", ["stream", "megatron"])
+def test_a_server_that_restarts_is_waited_for(tmp_path: Path, order: str, transport: str) -> None:
+    write_data(tmp_path)
+    endpoint = start(tmp_path)
+    storage = storage_of(endpoint, transport)
+    config = config_of(order, "s3:/", tmp_path / "cache", storage)
+    expected = stream(replace(config, blend=[(f"{tmp_path}/data/web", 0.7), (f"{tmp_path}/data/code", 0.3)]))
+    again: list[Running] = []
+
+    def restart() -> None:
+        time.sleep(0.7)
+        again.append(start(tmp_path, endpoint.port))
+
+    with StreamLoader(config, micro_batch_size=4, global_batch_size=8) as loader:
+        got = []
+        for number, batch in enumerate(loader):
+            if number == 20:
+                endpoint.process.kill()
+                endpoint.process.wait()
+                thread = threading.Thread(target=restart)
+                thread.start()
+            got.append(torch.cat([batch["tokens"], batch["labels"]], 1).clone())
+    thread.join()
+    for process in (endpoint.process, again[0].process):
+        process.kill()
+        process.wait()
+        assert process.stdout is not None
+        process.stdout.close()
+    assert torch.equal(torch.cat(got), expected)
+
+
+@pytest.mark.parametrize("transport", ["obstore", "fsspec"])
+@pytest.mark.parametrize(
+    ("status", "kind", "words"),
+    [(403, AccessDeniedError, "check the credentials"), (404, ObjectNotFoundError, "check the bucket and the key")],
+)
+def test_what_waiting_cannot_mend_fails_at_once(
+    server: tuple[Running, Path], tmp_path: Path, transport: str, status: int, kind: type[StorageError], words: str
+) -> None:
+    endpoint, _ = server
+    endpoint.behave()
+    config = config_of("stream", "s3:/", tmp_path, storage_of(endpoint, transport))
+    loader = StreamLoader(config, micro_batch_size=4, global_batch_size=8)
+    endpoint.behave(status=status)
+    before, began = endpoint.counts()["requests"], time.monotonic()
+    with pytest.raises(kind, match=rf"(web|code)\.bin: .*{words}"):
+        next(iter(loader))
+    assert time.monotonic() - began < 5
+    assert endpoint.counts()["requests"] - before <= 64, "not tried again and again"
+    endpoint.behave()
+
+
+@pytest.mark.parametrize("transport", ["obstore", "fsspec"])
+def test_retries_end(server: tuple[Running, Path], tmp_path: Path, transport: str) -> None:
+    endpoint, _ = server
+    endpoint.behave()
+    storage = replace(storage_of(endpoint, transport), retries=2)
+    loader = StreamLoader(config_of("stream", "s3:/", tmp_path, storage), micro_batch_size=4, global_batch_size=8)
+    endpoint.behave(status=503)
+    with pytest.raises(EndpointError, match="lower max_requests if this goes on"):
+        next(iter(loader))
+    assert loader.stats()["throttled"] > 0
+    endpoint.behave()
+
+
+@pytest.mark.parametrize("transport", ["obstore", "fsspec"])
+@pytest.mark.parametrize("order", ["stream", "megatron"])
+def test_an_object_that_is_replaced_stops_the_run(tmp_path: Path, order: str, transport: str) -> None:
+    write_data(tmp_path)
+    with running(tmp_path) as endpoint:
+        config = config_of(order, "s3:/", tmp_path / "cache", storage_of(endpoint, transport))
+        loader = StreamLoader(config, micro_batch_size=4, global_batch_size=8)
+        batches = iter(loader)
+        next(batches)
+        path = tmp_path / "data" / "web.bin"
+        path.write_bytes(bytes(len(path.read_bytes())))  # as long as before, and other bytes
+        with pytest.raises(ObjectChangedError, match=r"web\.bin: the object was replaced"):
+            list(batches)
+        assert loader.consumed_samples > 0
+
+
+def test_stragglers_are_asked_for_twice(server: tuple[Running, Path], tmp_path: Path) -> None:
+    """One answer in fifty takes a second; nobody waits for it."""
+    endpoint, _ = server
+    endpoint.behave()
+    storage = replace(storage_of(endpoint, "obstore"), stall_timeout=20, timeout=30)
+    loader = StreamLoader(config_of("megatron", "s3:/", tmp_path, storage), micro_batch_size=4, global_batch_size=8)
+    endpoint.behave(latency=0.003, slow_share=0.02, slow_factor=300, seed=3)
+    began = time.monotonic()
+    assert len(list(loader)) == len(loader)
+    stats = loader.stats()
+    assert stats["hedges"] > 0
+    assert stats["hedges_won"] > 0
+    assert time.monotonic() - began < 20, "without hedges every wave would wait a second"
+    endpoint.behave()
+
+
+def test_closing_does_not_wait_for_a_stalled_endpoint(server: tuple[Running, Path], tmp_path: Path) -> None:
+    endpoint, _ = server
+    endpoint.behave()
+    storage = replace(storage_of(endpoint, "obstore"), stall_timeout=3, timeout=30)
+    loader = StreamLoader(config_of("stream", "s3:/", tmp_path, storage), micro_batch_size=4, global_batch_size=8)
+    next(iter(loader))
+    endpoint.behave(stall_share=1.0)
+    loader.seek(0)
+    iter(loader)
+    began = time.monotonic()
+    loader.close()
+    assert time.monotonic() - began < 8
+    endpoint.behave()
+
+
+def test_ranges_answered_by_200_are_read_by_s3fs_with_one_warning(
+    server: tuple[Running, Path], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    endpoint, root = server
+    endpoint.behave(plain_200=True)
+    config = config_of("stream", "s3:/", tmp_path, storage_of(endpoint, "obstore"))
+    got = stream(config)
+    assert torch.equal(got, stream(replace(config, blend=[(f"{root}/data/web", 0.7), (f"{root}/data/code", 0.3)])))
+    warnings = [record for record in caplog.records if "answers range requests with 200" in record.message]
+    assert len(warnings) == 1
+    endpoint.behave()
