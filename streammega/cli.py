@@ -5,7 +5,9 @@ from __future__ import annotations
 import logging
 import os
 import sys
+import time
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
@@ -103,6 +105,57 @@ def describe(
     if plot:
         describing.write_plot(summary, plot)
         typer.echo(f"histogram written to {plot}")
+
+
+cache_app = typer.Typer(no_args_is_help=True, help="Look at, check or empty a cache folder (StorageConfig.cache_dir).")
+app.add_typer(cache_app, name="cache")
+CacheFolder = Annotated[str, typer.Argument(help="The folder that cache_dir names.")]
+
+
+@cache_app.command(name="ls", no_args_is_help=True)
+def cache_ls(folder: CacheFolder) -> None:
+    """List cached objects, the most recently used first."""
+    from streammega.storage import page_cache
+
+    found = sorted(page_cache.entries(_cache_folder(folder)), key=lambda entry: -entry.used)
+    for entry in found:
+        when = time.strftime("%Y-%m-%d %H:%M", time.localtime(entry.used))
+        state = "in use" if entry.in_use else f"last used {when}"
+        typer.echo(f"{entry.cached_bytes:>18,} of {entry.size:,} bytes  {state}  {entry.url}")
+    typer.echo(f"{len(found)} objects, {sum(entry.cached_bytes for entry in found):,} bytes")
+
+
+@cache_app.command(name="verify", no_args_is_help=True)
+def cache_verify(folder: CacheFolder) -> None:
+    """Compare all cached pages with their checksums. Exit status 1 if one differs (readers fetch such pages again)."""
+    from streammega.storage import page_cache
+
+    bad = pages = 0
+    for entry in page_cache.entries(_cache_folder(folder)):
+        pages += -(-entry.cached_bytes // page_cache.PAGE_BYTES)
+        for path, page in page_cache.damaged_pages(entry):
+            bad += 1
+            typer.echo(f"{path}: page {page} is damaged ({entry.url})")
+    typer.echo(f"{pages} pages, {bad} damaged")
+    if bad:
+        raise typer.Exit(1)
+
+
+@cache_app.command(name="clear", no_args_is_help=True)
+def cache_clear(folder: CacheFolder) -> None:
+    """Remove all cached objects that nobody uses now."""
+    from streammega.storage import page_cache
+
+    entries = page_cache.entries(_cache_folder(folder))
+    kept = [entry for entry in entries if not page_cache.remove(entry.folder)]
+    typer.echo(f"{len(entries) - len(kept)} objects removed, {len(kept)} in use and kept")
+
+
+def _cache_folder(folder: str) -> Path:
+    chunks = Path(folder) / "chunks"
+    if not chunks.is_dir():
+        raise ConfigError(f"{folder}: holds no cache; name the folder that cache_dir named in the run")
+    return chunks
 
 
 @app.command(name="order-report", no_args_is_help=True)

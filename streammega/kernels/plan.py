@@ -73,3 +73,32 @@ def count_down(uses, slot, size, freed):  # type: ignore[no-untyped-def]  # prag
                 freed[made] = slot[r]
                 made += 1
     return made
+
+
+@kernel
+def cached_rows(  # type: ignore[no-untyped-def]  # pragma: no cover - compiled
+    bytes_like, address_like, verified_at, mapped_at, file, start, stop, page_bytes, chunk_bytes, zero, slot, offset
+):
+    """Serve rows that have no slot from cached pages: slot `zero`, whose address is 0, and the row's own address as offset.
+
+    verified_at, mapped_at [files]: addresses of an object's page states (uint8) and of its chunks' addresses (int64), or 0.
+    A row needs all of its pages, in one chunk. Returns the bytes served so.
+    """
+    served = 0
+    for r in range(len(file)):
+        f = file[r]
+        if slot[r] >= 0 or verified_at[f] == 0 or stop[r] <= start[r]:
+            continue
+        chunk = start[r] // chunk_bytes
+        first, last = start[r] // page_bytes, (stop[r] - 1) // page_bytes
+        if (stop[r] - 1) // chunk_bytes != chunk:
+            continue
+        verified = carray(pointer_to(verified_at[f], bytes_like), (last + 1,))
+        there = True
+        for page in range(first, last + 1):
+            there = there and verified[page] != 0
+        if there:
+            mapped = carray(pointer_to(mapped_at[f], address_like), (chunk + 1,))
+            slot[r], offset[r] = zero, mapped[chunk] + start[r] - chunk * chunk_bytes
+            served += stop[r] - start[r]
+    return served

@@ -22,6 +22,7 @@ from dataclasses import dataclass, field
 from streammega.config import StorageConfig
 from streammega.errors import StorageError
 from streammega.storage.base import Bytes, Store
+from streammega.storage.cached_store import SMALL, CachedStore
 from streammega.storage.memory import BufferPool
 from streammega.storage.retry import RetryPolicy
 
@@ -293,7 +294,8 @@ class Fetcher:
             self._flying.pop(id(read), None)
 
     def _succeeded(self, read: Read, size: int, taken: float) -> None:
-        self.counters.fetched_bytes += size
+        if not isinstance(read.store, CachedStore):  # which counts by itself what it did not have
+            self.counters.fetched_bytes += size
         self.counters.latencies.append(taken)
         self._observe(size.bit_length(), taken)
         if read.done:
@@ -395,6 +397,8 @@ def _slowest(seen: deque[float]) -> float:
 
 def _together(first: Read, read: Read, size: int) -> bool:
     """Whether a read may go out with others, of `size` bytes so far: of the same object, small, and none that failed before."""
+    if isinstance(first.store, CachedStore) and first.stop - first.start >= SMALL:
+        return False  # its pages are looked for one after the other
     same = read.store is first.store and read.key == first.key and read.etag == first.etag
     return same and not read.failures and not first.failures and size + read.stop - read.start <= JOB_BYTES
 

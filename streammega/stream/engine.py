@@ -29,6 +29,7 @@ from streammega.storage.fetcher import Fetcher, Holding, Read
 from streammega.stream.planner import Span
 from streammega.stream.reader import local_addresses, open_reader
 from streammega.stream.ring import Ring
+from streammega.stream.staging import Stager
 from streammega.stream.stats import Stats
 
 if TYPE_CHECKING:
@@ -88,7 +89,8 @@ class Engine:
         self._ids_only = ids_only
         self.stats = stats or Stats()
         self._fetcher = Fetcher(storage, budget) if self._reader.remote else None
-        self.stats.attach(self._fetcher)
+        self.stats.attach(self._fetcher, self._reader.files)
+        self._stager: Stager | None = None
         self._ring = Ring(reuse=torch.utils.data.get_worker_info() is None)
         self._holdings: dict[int, Holding] = {}
         self._mapped = local_addresses(self._reader.files, self._reader.table.local)
@@ -104,6 +106,8 @@ class Engine:
     def __iter__(self) -> Iterator[tuple[int, Batch]]:
         self._thread = threading.Thread(target=self._run, name="streammega-batch", daemon=True)
         self._thread.start()
+        if self._reader.scattered and self._dataset.config.storage.cache_dir is not None:
+            self._stager = self.stats.stager = Stager(self._reader.files, self._dataset.config.storage)
         maker = BatchMaker(self._dataset.config.sequence_length, self._dataset.micro_batch_size, ids_only=self._ids_only)
         asked = time.perf_counter()
         try:
@@ -129,6 +133,8 @@ class Engine:
         self._closed = True
         if self._fetcher is not None:
             self._fetcher.close()
+        if self._stager is not None:
+            self._stager.close()
         while self._thread is not None and self._thread.is_alive():
             with self._ready.mutex:
                 self._ready.queue.clear()
@@ -178,6 +184,7 @@ class Engine:
         ids = np.ascontiguousarray(dataset.sample_ids(np.array(consumed, np.int64)).reshape(-1))
         span = reader.planner.plan(ids, dataset.samples.locate(ids), slab * size)
         self.stats.useful_bytes += span.useful_bytes
+        self.stats.cached_bytes += span.cached_bytes
         slots, holdings = reader.planner.slots, []
         for planned in span.holdings:
             reads = [self._read(part.file, part.start, part.stop, part.at) for part in planned.parts]

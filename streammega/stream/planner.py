@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from streammega.errors import ShortReadError
-from streammega.kernels.plan import coalesce_rows
+from streammega.kernels.plan import cached_rows, coalesce_rows
 from streammega.order import Extents
 from streammega.order.pieces import OpenPieces
 
@@ -22,17 +22,25 @@ Integers = NDArray[np.int64]
 MOST_WASTE = 0.2
 """Share of the used bytes that coalescing may fetch in vain."""
 ENDLESS = 1 << 60
+_NO_BYTES, _NO_ADDRESS = np.empty(0, np.uint8), np.empty(0, np.int64)
 
 
 @dataclass(frozen=True, kw_only=True)
 class FileTable:
-    """What the planner knows of the files, all datasets end to end: arrays [files], and the number of each dataset's first."""
+    """What the planner knows of the files, all datasets end to end: arrays [files], and the number of each dataset's first.
+
+    verified_at, mapped_at: where the states of cached pages and the addresses of cached chunks lie in memory; 0: not cached.
+    """
 
     firsts: Integers
     itemsize: Integers
     num_tokens: Integers
     local: NDArray[np.bool_]
     names: Sequence[str]
+    verified_at: Integers
+    mapped_at: Integers
+    page_bytes: int
+    chunk_bytes: int
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,10 +78,11 @@ class Span:
     column: Integers
     holdings: Sequence[PlannedHolding]
     useful_bytes: int
+    cached_bytes: int
 
 
 class Slots:
-    """Numbers of holdings in use, and how many rows each has still to serve. The first `reserved` stand for local files."""
+    """Numbers of holdings in use, and how many rows each has still to serve. The first `reserved` are never freed."""
 
     def __init__(self, reserved: int) -> None:
         self.uses = np.full(reserved, ENDLESS, np.int64)
@@ -109,7 +118,9 @@ class Planner:
     def __init__(self, files: FileTable, coalesce_bytes: int, part_bytes: int, pieces: OpenPieces | None) -> None:
         self.files, self.pieces = files, pieces
         self.coalesce_bytes, self.part_bytes = coalesce_bytes, part_bytes
-        self.slots = Slots(len(files.itemsize))
+        self.slots = Slots(len(files.itemsize) + 1)
+        self.zero_slot = len(files.itemsize)
+        """Stands for the address 0: rows of cached pages have their address as offset."""
 
     def plan(self, sample_ids: Integers, extents: Extents, slab_samples: int) -> Span:
         """The span of some samples, of which every `slab_samples` are gathered together."""
@@ -128,6 +139,12 @@ class Planner:
         holdings: list[PlannedHolding] = []
         if self.pieces is not None:
             holdings += self._pieces(sample_ids, slot, offset)
+        cached = 0
+        if files.verified_at.any():
+            cached = cached_rows(
+                _NO_BYTES, _NO_ADDRESS, files.verified_at, files.mapped_at, file, start, stop, files.page_bytes,
+                files.chunk_bytes, self.zero_slot, slot, offset,
+            )  # fmt: skip
         rest = np.flatnonzero((slot < 0) & (size > 0))
         if len(rest):
             holdings += self._window(rest, file, start, stop, sample // slab_samples, slot, offset)
@@ -143,6 +160,7 @@ class Planner:
             column=column,
             holdings=holdings,
             useful_bytes=useful,
+            cached_bytes=cached,
         )
 
     def forget(self) -> list[int]:

@@ -9,12 +9,16 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
+from streammega.config import StorageConfig
 from streammega.errors import ConfigError
 from streammega.order.pieces import OpenPieces
 from streammega.samples.fetch import TokenFile
 from streammega.samples.stream import StreamSource
+from streammega.storage.base import address_of
+from streammega.storage.cached_store import SMALL, CachedStore
 from streammega.storage.local import LocalStore
 from streammega.storage.memory import rounded
+from streammega.storage.page_cache import PAGE_BYTES, CachedObject, PageCache
 from streammega.stream.planner import FileTable, Planner
 
 if TYPE_CHECKING:
@@ -39,6 +43,8 @@ class Reader:
     slab: int
     span: int
     planner: Planner
+    order: str
+    piece_bytes: int = 0
 
     @cached_property
     def kind_of(self) -> dict[np.dtype[Any], int]:
@@ -51,6 +57,12 @@ class Reader:
         return np.array([self.kind_of[file.dtype] for file in self.files], np.int64)
 
     @property
+    def scattered(self) -> bool:
+        """Whether some reads are so small that only whole files fetched in the background would fill a cache."""
+        pieces = self.planner.pieces
+        return self.order != "sequential" and (pieces is None or not pieces.whole.all() or self.piece_bytes < SMALL)
+
+    @property
     def remote(self) -> bool:
         """Whether anything has to be fetched."""
         return not self.table.local.all()
@@ -59,13 +71,17 @@ class Reader:
 def open_reader(dataset: StreamingDataset, worker: int, workers: int, budget: int, slab: int | None = None) -> Reader:
     """The reader of every `workers`-th micro-batch of a rank. Raises ConfigError for a budget that cannot hold a micro-batch."""
     source, storage = dataset.samples, dataset.config.storage
-    files = [file for own in source.files for file in own]
+    files = _through_cache([file for own in source.files for file in own], storage)
     table = FileTable(
         firsts=np.cumsum([0, *(len(own) for own in source.files)]),
         itemsize=np.array([file.dtype.itemsize for file in files], np.int64),
         num_tokens=np.array([file.num_tokens for file in files], np.int64),
         local=np.array([isinstance(file.store, LocalStore) for file in files], np.bool_),
         names=[file.url for file in files],
+        verified_at=np.array([address_of(c.verified) if c else 0 for c in map(_cached, files)], np.int64),
+        mapped_at=np.array([c.address.__array_interface__["data"][0] if c else 0 for c in map(_cached, files)], np.int64),
+        page_bytes=PAGE_BYTES,
+        chunk_bytes=max(PAGE_BYTES, storage.chunk_bytes // PAGE_BYTES * PAGE_BYTES),
     )
     width = dataset.config.sequence_length + 1
     batch_tokens = dataset.micro_batch_size * width
@@ -78,6 +94,7 @@ def open_reader(dataset: StreamingDataset, worker: int, workers: int, budget: in
         slab=slab,
         span=SPAN_SAMPLES // dataset.micro_batch_size or 1,
         planner=Planner(table, storage.coalesce_bytes, storage.part_bytes, None),
+        order=dataset.config.order,
     )
     if not reader.remote:
         return reader
@@ -87,7 +104,7 @@ def open_reader(dataset: StreamingDataset, worker: int, workers: int, budget: in
             f"memory_bytes {budget:,} of this reader cannot hold one micro-batch; it needs at least {least * workers:,} "
             f"({dataset.micro_batch_size} samples of {width} tokens, {workers} readers)"
         )
-    pieces, open_bytes = _whole_pieces(dataset, table, worker, workers, budget, slab)
+    pieces, open_bytes, piece_bytes = _whole_pieces(dataset, table, worker, workers, budget, slab)
     room = budget - open_bytes
     fits = max(1, int(room // 4 // _held(batch_tokens * widest)))
     if pieces is None and _held(slab * batch_tokens * widest) * 2 > budget:
@@ -95,7 +112,26 @@ def open_reader(dataset: StreamingDataset, worker: int, workers: int, budget: in
     span = min(reader.span, max(slab, fits), max(slab, SPAN_BYTES // (batch_tokens * widest)))
     tight = _held(slab * batch_tokens * widest) * 2 > room
     planner = Planner(table, 0 if tight else storage.coalesce_bytes, storage.part_bytes, pieces)
-    return replace(reader, slab=slab, span=max(span, slab), planner=planner)
+    return replace(reader, slab=slab, span=max(span, slab), planner=planner, piece_bytes=piece_bytes)
+
+
+def _through_cache(files: list[TokenFile], storage: StorageConfig) -> list[TokenFile]:
+    """Remote files behind the page cache, where the config has one."""
+    if storage.cache_dir is None:
+        return files
+    cache = PageCache(storage.cache_dir, storage.cache_bytes, storage.chunk_bytes)
+    found = []
+    for file in files:
+        size = file.num_tokens * file.dtype.itemsize
+        cached = None
+        if size and not isinstance(file.store, LocalStore):
+            cached = cache.open(file.url, file.etag, size)
+        found.append(replace(file, store=CachedStore(file.store, cached)) if cached else file)
+    return found
+
+
+def _cached(file: TokenFile) -> CachedObject | None:
+    return file.store.cached if isinstance(file.store, CachedStore) else None
 
 
 def _held(size: int) -> int:
@@ -105,15 +141,15 @@ def _held(size: int) -> int:
 
 def _whole_pieces(
     dataset: StreamingDataset, table: FileTable, worker: int, workers: int, budget: int, slab: int
-) -> tuple[OpenPieces | None, int]:
-    """(the open pieces, bytes that they take at most); datasets drawn most come first, while memory lasts."""
+) -> tuple[OpenPieces | None, int, int]:
+    """(the open pieces, bytes that they take at most, bytes of the smallest); datasets drawn most first, while memory lasts."""
     source = dataset.samples
     if not isinstance(source, StreamSource):
-        return None, 0
+        return None, 0, 0
     order = source.order
     stride = dataset.step_samples * workers
     if order.lanes % stride:
-        return None, 0  # this reader shares its lanes with other workers: a piece would be fetched by each of them
+        return None, 0, 0  # this reader shares its lanes with other workers: a piece would be fetched by each of them
     starts = dataset.consumed_samples + worker * dataset.step_samples + np.arange(0, order.lanes, stride)
     lanes = np.unique(dataset.sample_ids(starts) % order.lanes)
     itemsizes = np.array([table.itemsize[a] for a in table.firsts[:-1]], np.int64)
@@ -133,8 +169,8 @@ def _whole_pieces(
         if bound <= limit:
             whole[d], total, largest = True, total + len(lanes) * int(sizes[d]), max(largest, int(sizes[d]))
     if not whole.any():
-        return None, 0
-    return OpenPieces(order, lanes, whole, itemsizes), total + slab * dataset.micro_batch_size * largest
+        return None, 0, 0
+    return OpenPieces(order, lanes, whole, itemsizes), total + slab * dataset.micro_batch_size * largest, int(piece[whole].min())
 
 
 def local_addresses(files: list[TokenFile], local: NDArray[np.bool_]) -> list[tuple[int, Any]]:

@@ -5,12 +5,16 @@ from __future__ import annotations
 import itertools
 import time
 from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 
+from streammega.samples.fetch import TokenFile
+from streammega.storage.cached_store import CachedStore
 from streammega.storage.fetcher import Counters, Fetcher
+from streammega.stream.staging import Stager
 
 WINDOW = 4096
 """Batches over which waiting times are kept."""
@@ -22,20 +26,32 @@ class Stats:
 
     batches: int = 0
     useful_bytes: int = 0
+    cached_bytes: int = 0
     wait: float = 0.0
     busy: float = 0.0
     fetch_wait: float = 0.0
     began: float = field(default_factory=time.monotonic)
     waits: deque[float] = field(default_factory=lambda: deque(maxlen=WINDOW))
     ready: int = 0
+    staged_bytes: int = 0
+    stager: Stager | None = None
+    _stores: list[CachedStore] = field(default_factory=list)
     _fetchers: list[Fetcher] = field(default_factory=list)
     _done: Counters = field(default_factory=Counters)
 
-    def attach(self, fetcher: Fetcher | None) -> None:
-        """Count what a fetcher does; those before it are added up and let go."""
+    def attach(self, fetcher: Fetcher | None, files: Sequence[TokenFile]) -> None:
+        """Count what a fetcher does, and the cached stores of files; those before are added up and let go."""
         for old in self._fetchers:
             _add(self._done, old.counters)
+        self.cached_bytes += self._store_hits()
+        self._done.fetched_bytes += sum(store.fetched_bytes for store in self._stores)
+        self.staged_bytes += self.stager.staged_bytes if self.stager else 0
+        self.stager = None
         self._fetchers = [] if fetcher is None else [fetcher]
+        self._stores = [file.store for file in files if isinstance(file.store, CachedStore)]
+
+    def _store_hits(self) -> int:
+        return sum(store.hit_bytes for store in self._stores)
 
     def handed_out(self, batches: int, waited: float, ready: int) -> None:
         """Batches were handed out together after their caller had waited for the first; `ready` more slabs are made."""
@@ -58,6 +74,8 @@ class Stats:
             _add(counted, fetcher.counters)
             in_flight, queued, held = fetcher.depth
             most = fetcher.pool.most
+        counted.fetched_bytes += sum(store.fetched_bytes for store in self._stores)
+        counted.fetched_bytes += self.staged_bytes + (self.stager.staged_bytes if self.stager else 0)
         waits = np.array(self.waits or [0.0])
         p50, p95, p99 = np.percentile(waits, [50, 95, 99])
         latency = np.percentile(np.array(counted.latencies or [0.0]), [50, 99])
@@ -65,6 +83,8 @@ class Stats:
             "batches": self.batches,
             "useful_bytes": self.useful_bytes,
             "fetched_bytes": counted.fetched_bytes,
+            "staged_bytes": self.staged_bytes + (self.stager.staged_bytes if self.stager else 0),
+            "cache_hit_bytes": self.cached_bytes + self._store_hits(),
             "amplification": counted.fetched_bytes / max(self.useful_bytes, 1),
             "requests": counted.requests,
             "retries": counted.retries,
