@@ -41,6 +41,19 @@ STREAMED_READ = 2 << 20
 UPLOAD_PART_BYTES = 32 << 20  # times S3's 10,000 parts: objects up to 312 GiB
 
 
+_used = threading.Event()
+_lost = threading.Event()
+
+
+def _note_fork() -> None:
+    if _used.is_set():
+        _lost.set()
+
+
+# obstore's own threads do not survive a fork, and cannot be started again in the child.
+os.register_at_fork(after_in_child=_note_fork)
+
+
 class ObstoreStore:
     """One bucket, container or host. Implements `storage.base.Store`; opens its client lazily, per process."""
 
@@ -81,6 +94,8 @@ class ObstoreStore:
 
     def read_ranges(self, key: str, starts: Sequence[int], stops: Sequence[int]) -> list[Buffer]:
         """Concurrent range requests; each body's length is checked, failures are tried again."""
+        if _lost.is_set() and self.scheme == "s3":
+            return FsspecStore(self.scheme, self._config).read_ranges(f"{self.root}/{key}", starts, stops)
         _, pool = self._client()
 
         def read(start: int, stop: int) -> Buffer:
@@ -95,6 +110,8 @@ class ObstoreStore:
 
     def read_into(self, key: str, spans: Sequence[Span], outs: Sequence[Bytes], etag: str = "") -> None:
         """One GET each: all but the last by one concurrent call; the last one's answer then tells the ETag, after the others."""
+        if _lost.is_set() and self.scheme == "s3":
+            self._fall_back("this process was forked after obstore had been used, which obstore does not survive")
         if self._fallback is not None:
             return self._fallback.read_into(f"{self.root}/{key}", spans, outs, etag)
         client, url = self._client()[0], self.url(key)
@@ -112,20 +129,16 @@ class ObstoreStore:
                 _drain(url, start, stop, answer, outs[-1])
         except BaseException as error:
             if _ranges_refused(error) and self.scheme == "s3":
-                self._fall_back(url)
+                self._fall_back("the server answers range requests with 200 instead of 206, which obstore refuses")
                 return self.read_into(key, spans, outs, etag)
             raise self._error(key, error) from None
         return None
 
-    def _fall_back(self, url: str) -> None:
-        """From now on ranges are read by s3fs: the server answers them with 200, which obstore refuses."""
+    def _fall_back(self, reason: str) -> None:
+        """From now on ranges are read by s3fs."""
         with self._lock:
             if self._fallback is None:
-                log.warning(
-                    "%s: the server answers range requests with 200 instead of 206, which obstore refuses; reading by s3fs from "
-                    "now on, which is slower (transport='fsspec' does so from the start)",
-                    url,
-                )
+                log.warning("%s: %s; reading by s3fs, which is slower (transport='fsspec' does so at once)", self.url(""), reason)
                 self._fallback = FsspecStore(self.scheme, self._config)
 
     def list(self, prefix: str) -> list[ObjectInfo]:
@@ -163,6 +176,12 @@ class ObstoreStore:
             raise self._error(key, error) from None
 
     def _client(self) -> tuple[Any, ThreadPoolExecutor]:
+        if _lost.is_set():
+            raise ConfigError(
+                f"{self.url('')}: obstore was used before this process was forked, and cannot be used after it; start workers by "
+                f"multiprocessing_context='spawn' or 'forkserver', set transport='fsspec', or use StreamLoader, which needs none"
+            )
+        _used.set()
         with self._lock:
             if self._opened is None or self._opened[0] != os.getpid():  # a client does not survive a fork
                 pool = ThreadPoolExecutor(min(32, self._config.max_requests), thread_name_prefix="streammega-read")

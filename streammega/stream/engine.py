@@ -122,6 +122,7 @@ class Engine:
                 batches = maker.make(slab)
                 del slab
                 while batches:
+                    maker.complete(batches[0][1])
                     yield batches.popleft()  # not referred to here: its memory is free as soon as the caller lets go
                 asked = time.perf_counter()
                 self.stats.step(asked - given)
@@ -319,7 +320,7 @@ class BatchMaker:
         self._shared: dict[str, tuple[torch.Tensor, int]] = {}
 
     def make(self, slab: Slab) -> deque[tuple[int, Batch]]:
-        """(consumed, batch) of all micro-batches of a slab."""
+        """(consumed, batch) of all micro-batches of a slab, each to be completed when it is handed out."""
         if self._ids_only:
             assert slab.valid is not None
             pairs = zip(slab.consumed, slab.ids.unbind(), slab.valid.unbind(), strict=True)
@@ -334,13 +335,20 @@ class BatchMaker:
                 {
                     "tokens": tokens[n],
                     "labels": labels[n],
-                    "loss_mask": masks[n] if masks else self._plain("loss_mask"),
-                    "position_ids": positions[n] if positions else self._plain("position_ids"),
+                    **({"loss_mask": masks[n]} if masks else {}),
+                    **({"position_ids": positions[n]} if positions else {}),
                     **slab.others[n],
                 },
             )
             for n in range(len(tokens))
         )
+
+    def complete(self, batch: Batch) -> None:
+        """Add what the batch shares with others, as late as possible: by now a caller may have written to it."""
+        if not self._ids_only:
+            for name in ("loss_mask", "position_ids"):
+                if name not in batch:
+                    batch[name] = self._plain(name)
 
     def _plain(self, name: str) -> torch.Tensor:
         tensor, version = self._shared.get(name, (None, -1))
