@@ -6,10 +6,10 @@ STAMP := $(VENV)/.installed
 PYTEST := $(BIN)/python -m pytest
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test check format lint types soak clean
+.PHONY: help install demo test check format lint types soak bench-peers clean
 
 help:  ## list the targets
-	@grep -E '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
+	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
 
 install: $(STAMP)  ## create .venv and install everything in it
 
@@ -37,9 +37,16 @@ lint: $(STAMP)  ## ruff
 types: $(STAMP)  ## mypy
 	$(BIN)/mypy
 
-soak: $(STAMP)  ## long runs: 20,000 configurations against megatron-core (about ten minutes)
+soak: $(STAMP)  ## long runs: 20,000 configurations against megatron-core, killed runs, 100,000 batches (half an hour)
 	$(PYTEST) -n 2 -m soak --timeout 1800
 
+bench-peers:  ## .venv-bench, with the other loaders that tools/bench/storage.py measures (a few GB)
+	$(PYTHON) -m venv .venv-bench
+	.venv-bench/bin/python -m pip install --quiet --disable-pip-version-check "torch==2.13.0"
+	echo "torch==2.13.0" > .venv-bench/constraints.txt
+	for peer in -e.[metrics] megatron-core==0.16.1 boto3 matplotlib litdata mosaicml-streaming s3torchconnector 'multi-storage-client[boto3]'; do \
+	  .venv-bench/bin/python -m pip install --quiet --disable-pip-version-check -c .venv-bench/constraints.txt "$$peer" || exit 1; done
+
 clean:  ## remove .venv, caches and the demo's folder
-	rm -rf $(VENV) demo-run build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf $(VENV) .venv-bench demo-run build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
 	find . -name __pycache__ -prune -exec rm -rf {} +

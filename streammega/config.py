@@ -29,9 +29,9 @@ class StorageConfig:
     """Credentials, endpoint and so on, as fsspec takes them (`key`, `secret`, `endpoint_url`, `anon`, ...)."""
     part_bytes: int = 8 * MiB
     """Largest single range request."""
-    max_requests: int = 256
+    max_requests: int = 384
     """Range requests in flight at once: what many small reads need."""
-    in_flight_bytes: int = 64 * MiB
+    in_flight_bytes: int = 96 * MiB
     """Bytes of range requests in flight at once: what few large reads need."""
     memory_bytes: int = 1024 * MiB
     """Bytes a loader may hold of what it fetched ahead; what is in flight counts."""

@@ -32,11 +32,13 @@ TICK = 0.02
 HEDGE_SHARE, HEDGE_AFTER, HEDGE_FLOOR = 0.05, 32, 0.01
 """At most this share of reads is sent twice; after so many answers; none before so many seconds."""
 LATENCIES = 256
-ADAPT_EVERY, QUEUEING, LEAST_REQUESTS = 64, 8.0, 32
+ADAPT_EVERY, QUEUEING, LEAST_REQUESTS = 64, 8.0, 192
 """How often the number of requests in flight is adapted, in requests; the latency, in multiples of the least, above which it
 shrinks; and how far."""
 JOB_READS, JOB_BYTES = 8, 2 << 20
 """Reads that one thread sends together, and their bytes: every return from the transport waits for the GIL."""
+NEAR, NEAR_JOB_READS = 0.004, 24
+"""Below so many seconds for the quickest answers, more go together: the round trip is less than the work of a thread."""
 LEAVE_AFTER = 5.0
 """Seconds that closing waits for requests in flight; the threads of slower ones end later, by themselves."""
 
@@ -88,6 +90,7 @@ class Counters:
 
     requests: int = 0
     fetched_bytes: int = 0
+    duplicate_bytes: int = 0
     retries: int = 0
     hedges: int = 0
     hedges_won: int = 0
@@ -216,8 +219,11 @@ class Fetcher:
             heapq.heappush(self._queue, (read.serial, read))
         job: list[Read] = []
         size = 0
-        while self._clean() and self._next_fits() and len(job) < JOB_READS:
+        most = JOB_READS
+        while self._clean() and self._next_fits() and len(job) < most:
             read = self._queue[0][1]
+            if not job and self._quickest.get((read.stop - read.start).bit_length(), 1.0) < NEAR:
+                most = NEAR_JOB_READS
             if job and not _together(job[0], read, size):
                 break
             heapq.heappop(self._queue)
@@ -261,8 +267,10 @@ class Fetcher:
                 finally:
                     self._lock.acquire()
                 self._idle += 1
+                if error is None:
+                    self._observe(job, taken)
                 for read in job:
-                    self._finish(read, error, taken, alone=len(job) == 1)
+                    self._finish(read, error, alone=len(job) == 1)
 
     def _fetch(self, job: list[Read]) -> BaseException | None:
         first = job[0]
@@ -273,14 +281,14 @@ class Fetcher:
             return error
         return None
 
-    def _finish(self, read: Read, error: BaseException | None, taken: float, *, alone: bool) -> None:
+    def _finish(self, read: Read, error: BaseException | None, *, alone: bool) -> None:
         size, holding = read.stop - read.start, read.holding
         self._requests -= 1
         self._flying_bytes -= size
         holding.busy -= 1
         self._land(read)
         if error is None:
-            self._succeeded(read, size, taken)
+            self._succeeded(read, size)
         elif not read.done and not holding.released:
             self._failed(read, error, alone=alone)
         if holding.released:
@@ -293,12 +301,11 @@ class Fetcher:
         if read.copies == 0:
             self._flying.pop(id(read), None)
 
-    def _succeeded(self, read: Read, size: int, taken: float) -> None:
+    def _succeeded(self, read: Read, size: int) -> None:
         if not isinstance(read.store, CachedStore):  # which counts by itself what it did not have
             self.counters.fetched_bytes += size
-        self.counters.latencies.append(taken)
-        self._observe(size.bit_length(), taken)
         if read.done:
+            self.counters.duplicate_bytes += size
             return
         read.done = True
         self.counters.hedges_won += read.copies > 0
@@ -307,18 +314,20 @@ class Fetcher:
         if holding.missing == 0:
             self._settled(holding)
 
-    def _observe(self, kind: int, taken: float) -> None:
-        """Note how long a read of some size took, and adapt how many are in flight.
+    def _observe(self, job: list[Read], taken: float) -> None:
+        """Note how long reads took, and adapt how many are in flight.
 
         Where answers take many times as long as the quickest did, requests queue behind each other: fewer do as well, and cost
         less. Else the limit grows back to what is configured.
         """
+        self.counters.latencies.append(taken)
+        kind = (job[0].stop - job[0].start).bit_length()
         seen = self._latency.setdefault(kind, deque(maxlen=LATENCIES))
         seen.append(taken)
         self._quickest[kind] = min(taken, self._quickest.get(kind, math.inf))
         most = float(self.config.max_requests)
         if self.counters.requests - self._adapted < ADAPT_EVERY:
-            self._limit = min(most, self._limit + 1 / self._limit)
+            self._limit = min(most, self._limit + len(job) / self._limit)
             return
         self._adapted = self.counters.requests
         queueing = statistics.median(list(seen)[-ADAPT_EVERY:]) / max(self._quickest[kind], 1e-4)
@@ -388,11 +397,11 @@ class Fetcher:
 
 
 def _slowest(seen: deque[float]) -> float:
-    """The time after which a read is a straggler: the 99th percentile, unless stragglers are so many that it is one itself."""
+    """The time after which a read is a straggler: above the 99th percentile, unless stragglers make up that percentile."""
     if len(seen) < HEDGE_AFTER:
         return math.inf
     ordered = sorted(seen)
-    return max(HEDGE_FLOOR, min(ordered[int(len(ordered) * 0.99)], 4 * ordered[len(ordered) // 2]))
+    return max(HEDGE_FLOOR, min(1.5 * ordered[int(len(ordered) * 0.99)], 6 * ordered[len(ordered) // 2]))
 
 
 def _together(first: Read, read: Read, size: int) -> bool:

@@ -64,6 +64,7 @@ class ObstoreStore:
         self._lock = threading.Lock()
         self._opened: tuple[int, Any, ThreadPoolExecutor] | None = None
         self._policy = RetryPolicy.of(config)
+        self._urls: dict[str, str] = {}
         self._fallback: FsspecStore | None = None
 
     def __repr__(self) -> str:
@@ -77,7 +78,9 @@ class ObstoreStore:
 
     def url(self, key: str) -> str:
         """The full URL of a key, without credentials."""
-        return redact(f"{self.scheme}://{self.root}/{key}", self._config.storage_options)
+        if key not in self._urls:
+            self._urls[key] = redact(f"{self.scheme}://{self.root}/{key}", self._config.storage_options)
+        return self._urls[key]
 
     def info(self, key: str) -> ObjectInfo:
         """One HEAD request."""

@@ -186,6 +186,7 @@ class Engine:
         span = reader.planner.plan(ids, dataset.samples.locate(ids), slab * size)
         self.stats.useful_bytes += span.useful_bytes
         self.stats.cached_bytes += span.cached_bytes
+        self.stats.planned_bytes += sum(holding.size for holding in span.holdings) + span.cached_bytes
         slots, holdings = reader.planner.slots, []
         for planned in span.holdings:
             reads = [self._read(part.file, part.start, part.stop, part.at) for part in planned.parts]

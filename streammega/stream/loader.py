@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator, Mapping
 from contextlib import closing
 from types import TracebackType
@@ -12,7 +13,10 @@ from streammega.errors import ConfigError
 from streammega.samples.fields import Batch
 from streammega.stream.dataset import StreamingDataset
 from streammega.stream.engine import Engine
+from streammega.stream.metrics import MetricsServer
 from streammega.stream.stats import Stats
+
+log = logging.getLogger(__name__)
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -31,6 +35,9 @@ class StreamLoader:
         prefetch: micro-batches made ahead of the step; how far ahead bytes are fetched, `storage.memory_bytes` says.
         ids_only: batches are {"ids": [micro_batch_size, S + 1] in the stored dtype, "valid": int64 [micro_batch_size], the
             ids of each sample that are not padding}, from which everything else can be derived on the device.
+        log_every: log one line of `stats()` each so many global batches; 0: never.
+        metrics_port: serve `stats()` to Prometheus on this port (0: a free one, in `metrics_address`); needs
+            `pip install 'streammega[metrics]'`.
 
     "tokens" and "labels" of a batch are views of one array (use `reshape`, not `view`, to flatten them); batches that need no
     mask or positions of their own share them. Memory of a batch is used again when nobody refers to it any more.
@@ -49,6 +56,8 @@ class StreamLoader:
         rampup: tuple[int, int, int] | None = None,
         prefetch: int = 4,
         ids_only: bool = False,
+        log_every: int = 0,
+        metrics_port: int | None = None,
     ) -> None:
         rank, size = _data_parallel(dp_rank, dp_size, mesh)
         self.dataset = StreamingDataset(
@@ -61,7 +70,8 @@ class StreamLoader:
             rampup=rampup,
         )
         self._prefetch, self._ids_only = prefetch, ids_only
-        self._stats = Stats()
+        self._stats, self._log_every = Stats(), log_every
+        self._metrics = None if metrics_port is None else MetricsServer(self._stats, metrics_port, rank)
         self._running: Iterator[Batch] | None = None
 
     def __len__(self) -> int:
@@ -70,7 +80,7 @@ class StreamLoader:
 
     def __iter__(self) -> Iterator[Batch]:
         self.close()  # one iteration at a time: a second one would count the same cursor
-        self._running = _batches(self.dataset, self._prefetch, self._ids_only, self._stats)
+        self._running = _batches(self.dataset, self._prefetch, self._ids_only, self._stats, self._log_every)
         return self._running
 
     def __enter__(self) -> StreamLoader:
@@ -98,11 +108,16 @@ class StreamLoader:
         self.close()
         self.dataset.load_state_dict(state)
 
+    @property
+    def metrics_address(self) -> str | None:
+        """Where Prometheus finds the figures of this loader, if it was asked to serve them."""
+        return None if self._metrics is None else self._metrics.address
+
     def stats(self) -> dict[str, Any]:
         """What was read and how long was waited: bytes and requests, seconds.
 
-        `amplification`: bytes fetched for each byte used; `stall_share`: of the time since the first batch, what the caller
-        spent waiting for one; `wait_p50` and so on: of the last few thousand batches.
+        `amplification`: bytes asked of storage or cache for each byte that planned samples use; `stall_share`: of the time
+        since the first batch, what the caller spent waiting for one; `wait_p50` and so on: of the last few thousand batches.
         """
         return self._stats.summary()
 
@@ -113,13 +128,18 @@ class StreamLoader:
             running.close()  # type: ignore[attr-defined]  # a generator
 
 
-def _batches(dataset: StreamingDataset, ahead: int, ids_only: bool, stats: Stats) -> Iterator[Batch]:
+def _batches(dataset: StreamingDataset, ahead: int, ids_only: bool, stats: Stats, log_every: int) -> Iterator[Batch]:
     """Does not refer to the loader, so that a loader nobody holds is collected, and its threads with it."""
+    steps = 0
     with closing(Engine(dataset, dataset.positions(), ahead, ids_only=ids_only, stats=stats)) as engine:
         for consumed, batch in engine:
             dataset.advance(consumed)
             yield batch
             del batch
+            if log_every and dataset.schedule.offset_at(dataset.consumed_samples) == 0:
+                steps += 1
+                if steps % log_every == 0:
+                    log.info("%s: sample %d; %s", dataset.split, dataset.consumed_samples, stats.line())
 
 
 def _data_parallel(dp_rank: int | None, dp_size: int | None, mesh: DeviceMesh | None) -> tuple[int, int]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -43,8 +44,7 @@ class FileTable:
     chunk_bytes: int
 
 
-@dataclass(frozen=True, kw_only=True)
-class Part:
+class Part(NamedTuple):
     """One request: bytes [start, stop) of a file, to byte `at` of the holding."""
 
     file: int
@@ -250,7 +250,9 @@ class Planner:
     def _split(self, file: int, start: int, stop: int, at: int) -> list[Part]:
         """A request in parts of `part_bytes`."""
         step = self.part_bytes
-        return [Part(file=file, start=low, stop=min(low + step, stop), at=at + low - start) for low in range(start, stop, step)]
+        if stop - start <= step:
+            return [Part(file, start, stop, at)]
+        return [Part(file, low, min(low + step, stop), at + low - start) for low in range(start, stop, step)]
 
 
 def largest_gap(file: Integers, start: Integers, stop: Integers, limit: int) -> int:

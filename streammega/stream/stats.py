@@ -26,6 +26,7 @@ class Stats:
 
     batches: int = 0
     useful_bytes: int = 0
+    planned_bytes: int = 0
     cached_bytes: int = 0
     wait: float = 0.0
     busy: float = 0.0
@@ -85,7 +86,7 @@ class Stats:
             "fetched_bytes": counted.fetched_bytes,
             "staged_bytes": self.staged_bytes + (self.stager.staged_bytes if self.stager else 0),
             "cache_hit_bytes": self.cached_bytes + self._store_hits(),
-            "amplification": counted.fetched_bytes / max(self.useful_bytes, 1),
+            "amplification": (self.planned_bytes + counted.duplicate_bytes) / max(self.useful_bytes, 1),
             "requests": counted.requests,
             "retries": counted.retries,
             "hedges": counted.hedges,
@@ -106,6 +107,16 @@ class Stats:
             "most_held_bytes": most,
             "seconds": time.monotonic() - self.began,
         }
+
+    def line(self) -> str:
+        """The figures that matter, in one line."""
+        now = self.summary()
+        return (
+            f"{now['fetched_bytes'] / max(now['seconds'], 1e-9) / 1e6:.0f} MB/s, {now['requests']} requests "
+            f"({now['retries']} retries, {now['hedges']} hedges), amplification {now['amplification']:.3f}, cache "
+            f"{now['cache_hit_bytes'] / 1e6:.0f} MB, holding {now['held_bytes'] / 1e6:.0f} MB, waited p50 "
+            f"{1e3 * now['wait_p50']:.1f} / p99 {1e3 * now['wait_p99']:.1f} ms, stalled {100 * now['stall_share']:.2f} %"
+        )
 
 
 def _add(total: Counters, own: Counters) -> None:

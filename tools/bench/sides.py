@@ -1,0 +1,303 @@
+#!/usr/bin/env python3
+"""One side of a storage bench, in a process of its own: runs for some seconds, prints one line of JSON.
+
+Called by storage.py, with the Python that has what the side needs: `sides.py NAME '{"endpoint": ..., ...}'`.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import resource
+import sys
+import tempfile
+import time
+import warnings
+from collections.abc import Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+S = 4096
+Result = dict[str, Any]
+
+
+def consume(batches: Iterable[Any], samples_each: int, seconds: float, warmup: int = 0) -> Result:
+    """Take batches for some seconds (0: to the end). The clock runs from before the first, or from after `warmup` of them."""
+    began = time.perf_counter()
+    first = began
+    count = 0
+    for number, _ in enumerate(batches):
+        now = time.perf_counter()
+        if number == 0:
+            first = now
+        if number < warmup:
+            began = now
+            continue
+        count += samples_each
+        if seconds and now - began > seconds:
+            break
+    taken = time.perf_counter() - began
+    return {"samples": count, "seconds": taken, "first": first - began, "rate": count / taken, "tokens": count * S / taken}
+
+
+# --- streammega ---------------------------------------------------------------------------------------------------------------
+
+
+def config_of(a: Result) -> Any:
+    import streammega as sm
+
+    options = {"anon": True, "endpoint_url": a["endpoint"]} if "endpoint" in a else {}
+    storage = sm.StorageConfig(storage_options=options, **a.get("storage", {}))
+    return sm.DataConfig(
+        blend=[a["prefix"]],
+        sequence_length=S,
+        order=a.get("order", "stream"),
+        num_samples=(a.get("num_samples", 500_000), 0, 0),
+        storage=storage,
+        index_cache_dir=a.get("index_cache", "/tmp/streammega-bench-idx"),
+        **a.get("data", {}),
+    )
+
+
+def ours(a: Result) -> Result:
+    import streammega as sm
+
+    batch = a.get("batch", 16)
+    created = time.perf_counter()
+    loader = sm.StreamLoader(config_of(a), micro_batch_size=batch, global_batch_size=256, ids_only=a.get("ids_only", False))
+    if a.get("resume"):
+        loader.seek(int(a["num_samples"] * a["resume"]) // 256 * 256)
+    result: Result = {}
+    with loader:
+        iterator = iter(loader)
+        next(iterator)
+        result["first"] = time.perf_counter() - created
+        if not a.get("first_only"):
+            result |= {k: v for k, v in consume(iterator, batch, a.get("seconds", 0), a.get("warmup", 0)).items() if k != "first"}
+            result["whole_rate"] = (result["samples"] + batch) * S / (result["seconds"] + result["first"])
+        result["stats"] = loader.stats()
+    result["peak"] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss << 10
+    return result
+
+
+def ours_workers(a: Result) -> Result:
+    import torch
+
+    import streammega as sm
+
+    batch = a.get("batch", 16)
+    dataset = sm.StreamingDataset(config_of(a), micro_batch_size=batch, global_batch_size=256)
+    loader = torch.utils.data.DataLoader(dataset, batch_size=None, num_workers=a["workers"], prefetch_factor=4)
+    return consume(loader, batch, a["seconds"], 64)
+
+
+def imports_only(a: Result) -> Result:
+    import streammega as sm
+    import streammega.stream.engine
+
+    _ = sm.StreamLoader
+    return {"peak": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss << 10}
+
+
+def paced(a: Result) -> Result:
+    """A consumer that asks at a share of the bandwidth measured before; what it waited after a warm-up."""
+    import streammega as sm
+
+    batch = a.get("batch", 16)
+    loader = sm.StreamLoader(config_of(a), micro_batch_size=batch, global_batch_size=256)
+    step = batch * S * 2 / a["bytes_per_second"]
+    waited, due, count = 0.0, 0.0, 0
+    end = a["warmup_seconds"] + a["seconds"]
+    with loader:
+        began = time.perf_counter()
+        iterator = iter(loader)
+        worst = 0.0
+        while True:
+            asked = time.perf_counter()
+            next(iterator)
+            now = time.perf_counter()
+            if now - began > end:
+                break
+            if now - began > a["warmup_seconds"]:
+                waited += now - asked
+                worst = max(worst, now - asked)
+                count += 1
+            due = max(due, asked) + step
+            if (left := due - time.perf_counter()) > 0:
+                time.sleep(left)
+        stats = loader.stats()
+    return {"stall_share": waited / a["seconds"], "worst": worst, "batches": count, "stats": stats}
+
+
+def ceiling(a: Result) -> Result:
+    """obstore by itself: random ranges of one size, so many at once, nothing done with the bytes."""
+    import obstore
+    from obstore.store import S3Store
+
+    client: Any = {"allow_http": True}
+    store = S3Store("data", config={"endpoint": a["endpoint"], "region": "us-east-1"}, skip_signature=True, client_options=client)
+    size, at_once, key = a["size"], a["at_once"], a["key"]
+    total = int(obstore.head(store, key)["size"])
+    starts = np.random.default_rng(0).integers(0, total - size, max(at_once * 4, a["bytes"] // size)).tolist()
+
+    def get(start: int) -> int:
+        return len(obstore.get_range(store, key, start=start, length=size))
+
+    with ThreadPoolExecutor(at_once) as pool:
+        list(pool.map(get, starts[:at_once]))
+        began = time.perf_counter()
+        done = sum(pool.map(get, starts))
+        return {"bytes_per_second": done / (time.perf_counter() - began)}
+
+
+# --- megatron-core ------------------------------------------------------------------------------------------------------------
+
+
+def megatron_dataset(a: Result) -> Any:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig
+        from megatron.core.datasets.indexed_dataset import IndexedDataset
+        from megatron.core.datasets.object_storage_utils import ObjectStorageConfig
+        from megatron.core.datasets.utils import Split
+
+        class Tokenizer:
+            eod, pad, vocab_size = 0, -1, 65536
+            unique_identifiers = {"class": "bench"}  # noqa: RUF012
+
+        config = GPTDatasetConfig(
+            random_seed=1234, sequence_length=S, path_to_cache=a.get("index_cache", "/tmp/streammega-bench-meg"),
+            tokenizer=Tokenizer(), reset_position_ids=False, reset_attention_mask=False, eod_mask_loss=False,
+            create_attention_mask=False, blend=(["x"], None), split="1,0,0",
+        )  # fmt: skip
+        if a["prefix"].startswith("/"):
+            indexed = IndexedDataset(a["prefix"], multimodal=False, mmap=True)
+        else:
+            cache = "/tmp/streammega-bench-megidx"
+            os.makedirs(cache, exist_ok=True)
+            where = ObjectStorageConfig(path_to_idx_cache=cache)
+            indexed = IndexedDataset(a["prefix"], multimodal=False, mmap=False, object_storage_config=where)
+        ids = np.arange(len(indexed.document_indices) - 1, dtype=np.int32)
+        return GPTDataset(indexed, a["prefix"], ids, a["num_samples"], Split.train, config)
+
+
+def megatron(a: Result) -> Result:
+    dataset = megatron_dataset(a)
+    dataset[0]
+    began, count = time.perf_counter(), 0
+    while time.perf_counter() - began < a["seconds"] and count + 1 < len(dataset):
+        count += 1
+        dataset[count]
+    taken = time.perf_counter() - began
+    return {"samples": count, "seconds": taken, "rate": count / taken, "tokens": count * S / taken}
+
+
+def megatron_loader(a: Result) -> Result:
+    import torch
+
+    workers = a["workers"]
+    more: Any = {"prefetch_factor": 4} if workers else {}
+    loader: Any = torch.utils.data.DataLoader(megatron_dataset(a), batch_size=a.get("batch", 16), num_workers=workers, **more)
+    return consume(loader, a.get("batch", 16), a["seconds"], 16)
+
+
+# --- other loaders over the same tokens, in their own formats -------------------------------------------------------------------
+
+
+def litdata(a: Result) -> Result:
+    import litdata as ld
+    import litdata.streaming.downloader as downloader
+
+    # Its client refuses endpoints without TLS otherwise.
+    downloader._OBSTORE_CLIENT_OPTIONS = {**downloader._OBSTORE_CLIENT_OPTIONS, "allow_http": True}
+    options = {"endpoint_url": a["endpoint"], "aws_access_key_id": "k", "aws_secret_access_key": "s"}
+    dataset = ld.StreamingDataset(
+        "s3://data/litdata", item_loader=ld.TokensLoader(block_size=S + 1), shuffle=True, storage_options=options,
+        cache_dir=tempfile.mkdtemp(), max_cache_size="20GB",
+    )  # fmt: skip
+    loader: Any = ld.StreamingDataLoader(dataset, batch_size=a["batch"], num_workers=a["workers"])
+    return consume(loader, a["batch"], a["seconds"])
+
+
+def stub_torchvision() -> None:
+    """mosaicml-streaming imports torchvision, which has no build for every torch, for images only."""
+    from importlib.machinery import ModuleSpec
+    from unittest.mock import MagicMock
+
+    for name in ("", ".datasets", ".transforms", ".transforms.functional", ".io"):
+        module = MagicMock()
+        module.__spec__, module.__path__ = ModuleSpec("torchvision" + name, None), []
+        module.VisionDataset = object
+        sys.modules["torchvision" + name] = module
+
+
+def mosaic(a: Result) -> Result:
+    stub_torchvision()
+    import torch
+    from streaming import StreamingDataset
+
+    class Tokens(StreamingDataset):  # type: ignore[misc]
+        def __getitem__(self, index: Any) -> Any:
+            ids = super().__getitem__(index)["tokens"].astype(np.int64)
+            return {"tokens": torch.from_numpy(ids[:-1]), "labels": torch.from_numpy(ids[1:])}
+
+    dataset = Tokens(remote="s3://data/mds", local=tempfile.mkdtemp(), shuffle=True, batch_size=a["batch"], num_canonical_nodes=1)
+    loader: Any = torch.utils.data.DataLoader(dataset, batch_size=a["batch"], num_workers=a["workers"])
+    return consume(loader, a["batch"], a["seconds"])
+
+
+def webdataset(a: Result) -> Result:
+    import torch
+    import webdataset as wds
+
+    urls = [f"pipe:curl -s {a['endpoint']}/data/wds/{n:06d}.tar" for n in range(a["shards"])]
+
+    def decode(sample: Any) -> Any:
+        ids = np.frombuffer(sample["bin"], np.uint16).astype(np.int64)
+        return {"tokens": torch.from_numpy(ids[:-1]), "labels": torch.from_numpy(ids[1:])}
+
+    dataset = wds.WebDataset(urls, shardshuffle=100).shuffle(1000).map(decode)
+    loader: Any = torch.utils.data.DataLoader(dataset, batch_size=a["batch"], num_workers=a["workers"])
+    return consume(loader, a["batch"], a["seconds"])
+
+
+def s3torch(a: Result) -> Result:
+    import torch
+    from s3torchconnector import S3ClientConfig, S3IterableDataset
+
+    def samples(reader: Any) -> Any:
+        return reader.read()
+
+    objects = S3IterableDataset.from_prefix(
+        "s3://data/raw/", region="us-east-1", endpoint=a["endpoint"], transform=samples, enable_sharding=True,
+        s3client_config=S3ClientConfig(force_path_style=True, unsigned=True),
+    )  # fmt: skip
+
+    class Shuffled(torch.utils.data.IterableDataset[Any]):
+        def __iter__(self) -> Any:
+            rng = np.random.default_rng(0)
+            for body in objects:
+                rows = np.frombuffer(body, np.uint16).reshape(-1, S + 1)
+                for row in rng.permutation(len(rows)):
+                    ids = rows[row].astype(np.int64)
+                    yield {"tokens": torch.from_numpy(ids[:-1]), "labels": torch.from_numpy(ids[1:])}
+
+    loader: Any = torch.utils.data.DataLoader(Shuffled(), batch_size=a["batch"], num_workers=a["workers"])
+    return consume(loader, a["batch"], a["seconds"])
+
+
+SIDES: dict[str, Callable[[Result], Result]] = {
+    function.__name__: function
+    for function in (
+        ours, ours_workers, imports_only, paced, ceiling, megatron, megatron_loader, litdata, mosaic, webdataset, s3torch,
+    )
+}  # fmt: skip
+
+if __name__ == "__main__":
+    warnings.simplefilter("ignore")
+    print("RESULT " + json.dumps(SIDES[sys.argv[1]](json.loads(sys.argv[2])), default=float), flush=True)
+    os._exit(0)  # some loaders leave processes that would be waited for
