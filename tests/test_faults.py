@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import signal
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -223,4 +227,39 @@ def test_ranges_answered_by_200_are_read_by_s3fs_with_one_warning(
     assert torch.equal(got, stream(replace(config, blend=[(f"{root}/data/web", 0.7), (f"{root}/data/code", 0.3)])))
     warnings = [record for record in caplog.records if "answers range requests with 200" in record.message]
     assert len(warnings) == 1
+    endpoint.behave()
+
+
+@pytest.mark.parametrize("moment", ["waiting for bytes", "in the step"])
+def test_ctrl_c_ends_a_run_soon(server: tuple[Running, Path], tmp_path: Path, moment: str) -> None:
+    endpoint, _ = server
+    endpoint.behave()
+    code = f"""
+import sys, time
+from streammega import DataConfig, StorageConfig, StreamLoader
+storage = StorageConfig(storage_options={{"anon": True, "endpoint_url": {endpoint.endpoint!r}}}, stall_timeout=2)
+config = DataConfig(blend=["s3://data/web"], sequence_length=64, order="stream", storage=storage, index_cache_dir={str(tmp_path)!r})
+loader = StreamLoader(config, micro_batch_size=4, global_batch_size=8)
+print("ready", flush=True)
+sys.stdin.readline()
+for batch in loader:
+    time.sleep(0.01)
+"""
+    environment = os.environ | {"PYTHONPATH": os.getcwd()}
+    pipe = subprocess.PIPE
+    run = subprocess.Popen([sys.executable, "-c", code], stdin=pipe, stdout=pipe, stderr=pipe, text=True, env=environment)
+    assert run.stdout is not None
+    assert run.stdin is not None
+    run.stdout.readline()
+    if moment == "waiting for bytes":
+        endpoint.behave(stall_share=1.0)
+    run.stdin.write("\n")
+    run.stdin.flush()
+    time.sleep(1.0)
+    began = time.monotonic()
+    run.send_signal(signal.SIGINT)
+    _, errors = run.communicate(timeout=20)
+    assert time.monotonic() - began < 10
+    assert errors.strip().endswith("KeyboardInterrupt"), errors
+    assert "Exception ignored" not in errors
     endpoint.behave()

@@ -136,7 +136,8 @@ class Engine:
             self._fetcher.close()
         if self._stager is not None:
             self._stager.close()
-        while self._thread is not None and self._thread.is_alive():
+        own = threading.current_thread()  # the collector may run anywhere, in this very thread too
+        while self._thread is not None and self._thread is not own and self._thread.is_alive():
             with self._ready.mutex:
                 self._ready.queue.clear()
                 self._ready.not_full.notify_all()

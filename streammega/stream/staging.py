@@ -69,4 +69,5 @@ class Stager:
         """Stop after the parts under way."""
         self._closed = True
         for thread in self._threads:
-            thread.join(self._storage.stall_timeout)
+            if thread is not threading.current_thread():
+                thread.join(self._storage.stall_timeout)
