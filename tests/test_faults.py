@@ -23,7 +23,7 @@ from tools.bench.object_server import Running, running, start
 
 LENGTH = 64
 FAULTS: dict[str, dict[str, Any]] = {
-    "503 bursts": {"error_share": 0.05, "error_burst": 6},
+    "503 bursts": {"error_share": 0.02, "error_burst": 6},
     "resets": {"reset_share": 0.15},
     "truncation": {"truncate_share": 0.2},
     "stalls": {"stall_share": 0.04},
@@ -238,7 +238,9 @@ def test_ctrl_c_ends_a_run_soon(server: tuple[Running, Path], tmp_path: Path, mo
 import sys, time
 from streammega import DataConfig, StorageConfig, StreamLoader
 storage = StorageConfig(storage_options={{"anon": True, "endpoint_url": {endpoint.endpoint!r}}}, stall_timeout=2)
-config = DataConfig(blend=["s3://data/web"], sequence_length=64, order="stream", storage=storage, index_cache_dir={str(tmp_path)!r})
+config = DataConfig(
+    blend=["s3://data/web"], sequence_length=64, order="stream", storage=storage, index_cache_dir={str(tmp_path)!r}
+)
 loader = StreamLoader(config, micro_batch_size=4, global_batch_size=8)
 print("ready", flush=True)
 sys.stdin.readline()

@@ -32,9 +32,11 @@ TICK = 0.02
 HEDGE_SHARE, HEDGE_AFTER, HEDGE_FLOOR = 0.05, 32, 0.01
 """At most this share of reads is sent twice; after so many answers; none before so many seconds."""
 LATENCIES = 256
-ADAPT_EVERY, QUEUEING, LEAST_REQUESTS = 64, 8.0, 192
+ADAPT_EVERY, QUEUEING = 64, 5.0
 """How often the number of requests in flight is adapted, in requests; the latency, in multiples of the least, above which it
-shrinks; and how far."""
+shrinks."""
+LEAST_REQUESTS, LEAST_BYTES = 192, 8 << 20
+"""It shrinks to so many, or to fewer that have so many bytes together: more than a cache holds only waits in socket buffers."""
 JOB_READS, JOB_BYTES = 8, 2 << 20
 """Reads that one thread sends together, and their bytes: every return from the transport waits for the GIL."""
 NEAR, NEAR_JOB_READS = 0.004, 24
@@ -332,7 +334,9 @@ class Fetcher:
         self._adapted = self.counters.requests
         queueing = statistics.median(list(seen)[-ADAPT_EVERY:]) / max(self._quickest[kind], 1e-4)
         if queueing > QUEUEING:
-            self._limit = max(min(LEAST_REQUESTS, most), self._limit * 0.8)
+            size = job[0].stop - job[0].start
+            least = min(LEAST_REQUESTS, max(8, LEAST_BYTES // size), most)
+            self._limit = max(least, self._limit * 0.8)
         elif queueing < QUEUEING / 2:
             self._limit = min(most, self._limit * 1.25 + 1)
 

@@ -110,7 +110,7 @@ def paced(a: Result) -> Result:
     batch = a.get("batch", 16)
     loader = sm.StreamLoader(config_of(a), micro_batch_size=batch, global_batch_size=256)
     step = batch * S * 2 / a["bytes_per_second"]
-    waited, due, count = 0.0, 0.0, 0
+    waited, due, count, warm = 0.0, 0.0, 0, 0.0
     end = a["warmup_seconds"] + a["seconds"]
     with loader:
         began = time.perf_counter()
@@ -123,13 +123,14 @@ def paced(a: Result) -> Result:
             if now - began > end:
                 break
             if now - began > a["warmup_seconds"]:
-                waited += now - asked
+                warm = warm or loader.stats()["wait_total"]
                 worst = max(worst, now - asked)
                 count += 1
             due = max(due, asked) + step
             if (left := due - time.perf_counter()) > 0:
                 time.sleep(left)
         stats = loader.stats()
+        waited = stats["wait_total"] - warm  # what the loader waited for data, without the call itself
     return {"stall_share": waited / a["seconds"], "worst": worst, "batches": count, "stats": stats}
 
 

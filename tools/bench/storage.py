@@ -326,7 +326,7 @@ def stalls(bench: Bench) -> None:
     bench.server.behave(**SHAPES["shaped"], **slow)
     result = bench.side(
         "paced", endpoint=bench.server.endpoint, prefix="s3://data/web", num_samples=10**9, bytes_per_second=0.85 * rate,
-        warmup_seconds=60, seconds=bench.seconds * 60,
+        warmup_seconds=30, seconds=bench.seconds * 30,
     )  # fmt: skip
     stats = result.get("stats", {})
     bench.row(
