@@ -332,6 +332,7 @@ class Fetcher:
             self._limit = min(most, self._limit + len(job) / self._limit)
             return
         self._adapted = self.counters.requests
+        self._hedge()  # before anybody waits
         queueing = statistics.median(list(seen)[-ADAPT_EVERY:]) / max(self._quickest[kind], 1e-4)
         if queueing > QUEUEING:
             size = job[0].stop - job[0].start

@@ -37,6 +37,8 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
+LOOKAHEAD = 8
+"""Spans planned ahead at most; memory_bytes is what limits them otherwise."""
 READY_SLABS = 4
 """Slabs made ahead at least: with fewer, the two threads wait for each other at every one."""
 
@@ -174,7 +176,7 @@ class Engine:
             self._plan_span()
 
     def _far_ahead(self) -> bool:
-        return len(self._planned) * self._reader.slab >= 4 * self._reader.span
+        return len(self._planned) * self._reader.slab >= LOOKAHEAD * self._reader.span
 
     def _plan_span(self) -> None:
         dataset, reader = self._dataset, self._reader
