@@ -125,6 +125,7 @@ class Fetcher:
         self._limit = float(config.max_requests)
         self._slowed = 0.0
         self._latency: dict[int, deque[float]] = {}
+        self._given_up: float = math.inf
         self._quickest: dict[int, float] = {}
         self._adapted = 0
         self._closed = False
@@ -236,7 +237,10 @@ class Fetcher:
 
     def _clean(self) -> bool:
         """Drop what is not wanted any more from the head of the queue; whether something is left."""
-        while self._queue and (self._queue[0][1].done or self._queue[0][1].holding.released):
+        while self._queue:
+            read = self._queue[0][1]
+            if not (read.done or read.holding.released or read.serial > self._given_up):
+                break
             self._land(heapq.heappop(self._queue)[1])
         return bool(self._queue)
 
@@ -356,6 +360,7 @@ class Fetcher:
         pause = self._policy.pause(error, read.failures, now - read.first)
         if pause is None:
             self.counters.errors += 1
+            self._given_up = min(self._given_up, read.serial)  # what is needed later will not be asked for
             if read.holding.error is None:
                 read.holding.error = error
                 self._settled(read.holding)
