@@ -180,7 +180,8 @@ def test_an_object_that_is_replaced_stops_the_run(tmp_path: Path, order: str, tr
         batches = iter(loader)
         next(batches)
         path = tmp_path / "data" / "web.bin"
-        path.write_bytes(bytes(len(path.read_bytes())))  # as long as before, and other bytes
+        (tmp_path / "other").write_bytes(bytes(path.stat().st_size))  # as long as before, and other bytes
+        os.replace(tmp_path / "other", path)
         with pytest.raises(ObjectChangedError, match=r"web\.bin: the object was replaced"):
             list(batches)
         assert loader.consumed_samples > 0

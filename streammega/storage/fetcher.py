@@ -145,11 +145,13 @@ class Fetcher:
             self._missing = len(missing)
             for holding in missing:
                 holding.awaited = True
-            while self._missing:
+            while self._missing and not any(holding.error for holding in holdings):
                 if self._closed:
                     raise StorageError("the loader was closed while a batch was awaited")
                 self._hedge()
                 self._ready.wait(TICK)
+            for holding in missing:
+                holding.awaited = False
         for holding in holdings:
             if holding.error is not None:
                 raise holding.error
@@ -375,7 +377,7 @@ class Fetcher:
         if holding.awaited:
             holding.awaited = False
             self._missing -= 1
-            if self._missing == 0:
+            if self._missing == 0 or holding.error is not None:
                 self._ready.notify_all()
 
     def _slow_down(self) -> None:
