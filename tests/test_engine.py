@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import gc
+import itertools
 import threading
 import time
 import urllib.request
 from collections.abc import Iterator
+from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -22,6 +24,7 @@ from streammega import DataConfig, IndexedDatasetWriter, StreamLoader
 from streammega.errors import ConfigError, FormatError
 from streammega.order import Extents
 from streammega.storage.memory import BufferPool, rounded
+from streammega.stream.engine import Engine
 from streammega.stream.planner import FileTable, Planner, largest_gap
 from streammega.stream.reader import open_reader
 from tests.test_faults import config_of, storage_of, stream, write_data
@@ -353,6 +356,46 @@ def test_pieces_survive_seeks_skips_and_any_ranks(
                     assert stats["held_bytes"] == 0 or stats["requests_in_flight"] == 0
         assert len(both[0]) == len(both[1])
         assert all(torch.equal(a, b) for a, b in zip(*both, strict=True))
+
+
+@settings(max_examples=20)
+@given(every=st.sampled_from([8, 16, 32, 64, 128, 1024]), size=st.sampled_from([8, 64, 256, 264]))
+def test_skips_leave_nothing_open_wherever_they_fall(
+    server: tuple[Running, Path], tmp_path_factory: pytest.TempPathFactory, every: int, size: int
+) -> None:
+    """Each jump forgets the pieces that are open; one that stayed would keep its memory, and in the end there would be none."""
+    endpoint, root = server
+    storage = replace(storage_of(endpoint, "obstore"), memory_bytes=4_000_000)
+    config = replace(
+        config_of("stream", "s3:/", tmp_path_factory.mktemp("t"), storage),
+        skip_samples=tuple((first, first + size) for first in range(every, 3000, every + size)),
+    )
+    loader = StreamLoader(config, micro_batch_size=4, global_batch_size=8)
+    engine = Engine(loader.dataset, loader.dataset.positions(), 4)
+    with closing(iter(engine)) as batches:  # type: ignore[type-var]
+        got = [batch["tokens"].clone() for _, batch in itertools.islice(batches, len(loader))]
+        pieces = engine._reader.planner.pieces
+        assert pieces is not None
+        assert set(engine._holdings) <= set(pieces._slot[pieces._slot >= 0].tolist())
+    blend: Any = [(f"{root}/data/web", 0.7), (f"{root}/data/code", 0.3)]
+    with StreamLoader(replace(config, blend=blend), micro_batch_size=4, global_batch_size=8) as local:
+        assert all(torch.equal(tokens, batch["tokens"]) for tokens, batch in zip(got, local, strict=True))
+
+
+def test_a_slow_caller_is_not_read_far_ahead_of(server: tuple[Running, Path], tmp_path: Path) -> None:
+    endpoint, _ = server
+    storage = replace(storage_of(endpoint, "obstore"), memory_bytes=100_000_000)
+    config = replace(config_of("stream", "s3:/", tmp_path, storage), num_samples=(100_000, 0, 0))
+    planned = []
+    for seconds in (0.0, 1e6):
+        engine = Engine(StreamLoader(config, micro_batch_size=4, global_batch_size=8).dataset, iter(range(0, 100_000, 4)), 4)
+        engine._keep_pace(seconds)
+        engine._plan_ahead()
+        while not engine._far_ahead():
+            engine._plan_span()
+        planned.append(engine._planned_batches())
+        engine.close()
+    assert planned[0] >= 8 * planned[1] > 0
 
 
 def test_the_whole_epoch_frees_what_it_held(server: tuple[Running, Path], tmp_path: Path) -> None:

@@ -43,9 +43,6 @@ split = "98,2,0"
 seed = 1234
 eod_id = {eod_id}
 
-[data.storage]
-memory_bytes = 200_000  # the demo's S3 server shares two cores with the training: reading far ahead would only slow it
-
 [model]
 vocab_size = {vocab_size}
 dim = 160

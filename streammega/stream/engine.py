@@ -7,7 +7,6 @@ The order of everything is that of need. Nothing is fetched that the plan does n
 
 from __future__ import annotations
 
-import itertools
 import logging
 import queue
 import threading
@@ -22,6 +21,7 @@ import torch
 from numpy.typing import NDArray
 
 from streammega.errors import StreammegaError
+from streammega.kernels.batch import fill_tails
 from streammega.kernels.plan import count_down, gather_rows
 from streammega.samples.fields import Batch, Derived, derive, document_fields
 from streammega.storage.base import address_of
@@ -39,6 +39,8 @@ log = logging.getLogger(__name__)
 
 LOOKAHEAD = 8
 """Spans planned ahead at most; memory_bytes is what limits them otherwise."""
+SECONDS_AHEAD = 20.0
+"""What the caller will take in this time is planned ahead, no more: a slow caller needs its cores for other things."""
 READY_SLABS = 4
 """Slabs made ahead at least: with fewer, the two threads wait for each other at every one."""
 
@@ -100,7 +102,9 @@ class Engine:
         slots.address[: len(self._mapped)] = [address for address, _ in self._mapped]
         self._planned: deque[_Pending] = deque()
         self._next: int | None = None
+        self._last: int | None = None
         self._span = 1
+        self._pace: float | None = None
         self._exhausted = self._closed = False
         self._ready: queue.Queue[Slab | BaseException | None] = queue.Queue(max(READY_SLABS, -(-ahead // self._reader.slab)))
         self._thread: threading.Thread | None = None
@@ -121,13 +125,14 @@ class Engine:
                     return
                 given = time.perf_counter()
                 self.stats.handed_out(len(slab.consumed), given - asked, self._ready.qsize())
-                batches = maker.make(slab)
+                batches, taken = maker.make(slab), len(slab.consumed)
                 del slab
                 while batches:
                     maker.complete(batches[0][1])
                     yield batches.popleft()  # not referred to here: its memory is free as soon as the caller lets go
                 asked = time.perf_counter()
                 self.stats.step(asked - given)
+                self._keep_pace((asked - given) / taken)
         finally:
             self.close()
 
@@ -176,11 +181,24 @@ class Engine:
             self._plan_span()
 
     def _far_ahead(self) -> bool:
-        return len(self._planned) * self._reader.slab >= LOOKAHEAD * self._reader.span
+        return self._planned_batches() >= self._most_ahead()
+
+    def _planned_batches(self) -> int:
+        return sum(len(pending.consumed) for pending in self._planned)
+
+    def _most_ahead(self) -> int:
+        """Micro-batches to be planned ahead: by the time that the caller itself needs for one, once that is known."""
+        least, most = READY_SLABS * self._reader.slab, LOOKAHEAD * self._reader.span
+        if self._pace is None:
+            return min(2 * least, most)
+        return int(min(max(SECONDS_AHEAD / max(self._pace, 1e-9), least), most))
+
+    def _keep_pace(self, seconds: float) -> None:
+        self._pace = seconds if self._pace is None else 0.75 * self._pace + 0.25 * seconds
 
     def _plan_span(self) -> None:
         dataset, reader = self._dataset, self._reader
-        consumed = list(itertools.islice(self._follow(), self._span))
+        consumed = self._take(min(self._span, max(reader.slab, self._most_ahead() - self._planned_batches())))
         if not consumed:
             return
         slab, size = min(reader.slab, self._span), dataset.micro_batch_size
@@ -214,23 +232,22 @@ class Engine:
         file = self._reader.files[number]
         return Read(file.store, file.key, file.etag, start, stop, at)
 
-    def _follow(self) -> Iterator[int]:
-        """Positions up to the next that does not follow the one before it: there, what was open is forgotten."""
-        while True:
+    def _take(self, count: int) -> list[int]:
+        """The next positions, as long as each follows the one before it; what was open is forgotten where they jump."""
+        taken: list[int] = []
+        while len(taken) < count:
             if self._next is None:
                 self._next = next(self._positions, None)
                 if self._next is None:
                     self._exhausted = True
-                    return
-            consumed, self._next = self._next, None
-            yield consumed
-            self._next = next(self._positions, None)
-            if self._next is None:
-                self._exhausted = True
-                return
-            if self._next != consumed + self._stride:
+                    break
+            if self._last is not None and self._next != self._last + self._stride:
+                if taken:
+                    break
                 self._release(self._reader.planner.forget())
-                return
+            taken.append(self._next)
+            self._last, self._next = self._next, None
+        return taken
 
     def _produce(self, pending: _Pending) -> None:
         """Gather a slab; if a part of it failed, the micro-batches before that part, and then its error."""
@@ -270,8 +287,7 @@ class Engine:
         derived = Derived(loss_mask=None, position_ids=None)
         if self._ids_only:
             if partial:
-                for row in np.flatnonzero(valid < width):
-                    out[row, valid[row] :] = 0
+                fill_tails(out, valid, 0)
         else:
             if config.create_attention_mask or config.reset_attention_mask:
                 parts = zip(np.split(out, shape[0]), np.split(valid, shape[0]), strict=True)
