@@ -17,7 +17,7 @@ from streammega.convert.sources import RawDocument, find_inputs, read_batches
 from streammega.convert.tokenize import BatchEncoder, TokenizedBatch, find_eod, load_tokenizer, output_dtype, vocab_size
 from streammega.errors import ConfigError, ConvertError, ObjectNotFoundError
 from streammega.index import IndexedDatasetWriter
-from streammega.index.reader import strip_suffix
+from streammega.index.shards import strip_suffix
 from streammega.kernels.parallel import num_threads
 from streammega.storage import open_store
 

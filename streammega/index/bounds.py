@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-import glob
-import os
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
 from streammega.config import StorageConfig
-from streammega.errors import FormatError, ObjectNotFoundError
+from streammega.errors import FormatError
+from streammega.index.find import open_shards
 from streammega.index.format import HEADER_BYTES, IndexHeader, parse_header
-from streammega.index.reader import strip_suffix
-from streammega.storage import ObjectInfo, Store, join_url, open_store, parent_url
-from streammega.storage.urls import is_remote
+from streammega.index.shards import open_tokens, strip_suffix
+from streammega.storage import ObjectInfo, Store, open_store
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,8 +53,8 @@ class PairBounds:
 
 def read_bounds(prefix: str, storage: StorageConfig) -> PairBounds:
     """Open a pair by its header alone: three requests. Raises ObjectNotFoundError, FormatError, StorageError."""
+    store, bin_key = open_tokens(prefix, storage)
     prefix = strip_suffix(prefix)
-    store, bin_key = open_store(f"{prefix}.bin", storage)
     index_store, index_key = open_store(f"{prefix}.idx", storage)
     info = index_store.info(index_key)
     if info.size < HEADER_BYTES:
@@ -72,29 +70,6 @@ def read_bounds(prefix: str, storage: StorageConfig) -> PairBounds:
     )
 
 
-def find_pairs(name: str, storage: StorageConfig) -> list[str]:
-    """The prefixes a dataset's name stands for: itself, or all pairs of a folder (a name ending in /) or glob, in name order.
-
-    Raises ObjectNotFoundError for a folder or glob without pairs.
-    """
-    if not is_remote(name) and (os.path.isdir(name) or any(sign in name for sign in "*?[")):
-        pattern = os.path.join(name, "*") if os.path.isdir(name) else name
-        found = sorted({strip_suffix(path) for path in glob.glob(pattern) if path.endswith(".idx")})
-        found = found or sorted(strip_suffix(path) for path in glob.glob(f"{pattern}.idx"))
-    elif name.endswith("/") or "*" in name.rpartition("/")[2]:
-        found = _remote_pairs(name, storage)
-    else:
-        return [strip_suffix(name)]
-    if not found:
-        raise ObjectNotFoundError(f"{name}: holds no pair of .bin and .idx; check the path")
-    return found
-
-
-def _remote_pairs(name: str, storage: StorageConfig) -> list[str]:
-    import fnmatch
-
-    folder, pattern = (name.rstrip("/"), "*") if name.endswith("/") else (parent_url(name), name.rpartition("/")[2])
-    store, key = open_store(f"{folder}/", storage)
-    names = [item.key.rpartition("/")[2] for item in store.list(key) if "/" not in item.key.lstrip("/")[len(key.lstrip("/")) :]]
-    stems = sorted(strip_suffix(item) for item in names if item.endswith(".idx"))
-    return [join_url(folder, stem) for stem in stems if fnmatch.fnmatch(stem, pattern) or fnmatch.fnmatch(f"{stem}.idx", pattern)]
+def read_dataset(name: str, storage: StorageConfig) -> list[PairBounds]:
+    """Open all shards of a dataset by their headers. Raises as read_bounds does."""
+    return open_shards(name, storage, lambda names: [read_bounds(shard, storage) for shard in names])

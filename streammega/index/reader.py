@@ -14,21 +14,19 @@ from numpy.typing import NDArray
 from streammega.config import StorageConfig
 from streammega.errors import FormatError, ObjectNotFoundError
 from streammega.index.cache import cached_object, default_cache_dir
-from streammega.index.format import HEADER_BYTES, IndexArrays, check_index, parse_header, parse_index
+from streammega.index.find import open_shards
+from streammega.index.format import HEADER_BYTES, IndexArrays, check_index, concatenate_indices, parse_header, parse_index
+from streammega.index.shards import open_tokens, strip_suffix
 from streammega.storage import Buffer, ObjectInfo, Store, open_store
+from streammega.storage.derived import ConcatStore
 from streammega.storage.local import LocalStore
 
 Tokens: TypeAlias = NDArray[Any]
 Item: TypeAlias = "Tokens | tuple[Tokens, int]"
 
 
-def strip_suffix(prefix: str) -> str:
-    """A prefix without `.bin` or `.idx`: users paste either."""
-    return prefix[:-4] if prefix.endswith((".bin", ".idx")) else prefix
-
-
 class IndexedDataset(Sequence["Item"]):
-    """The sequences of one `.bin/.idx` pair, by number.
+    """The sequences of one `.bin/.idx` pair, by number; or of all shards that a name stands for (see `find_pairs`), end to end.
 
     `dataset[i]` is sequence i as an array of the stored dtype, shape [sequence_lengths[i]]; in multimodal
     files it is the pair (tokens, mode). `dataset[a:b]` is a list of them, read by one range.
@@ -46,12 +44,26 @@ class IndexedDataset(Sequence["Item"]):
         self.prefix = strip_suffix(str(prefix))
         self.storage = storage or StorageConfig()
         self._cache_dir = Path(index_cache_dir) if index_cache_dir else default_cache_dir()
-        self.store, self.bin_key = open_store(f"{self.prefix}.bin", self.storage)
-        self.bin_info: ObjectInfo = self.store.info(self.bin_key)
+        self.shards: list[str] = open_shards(str(prefix), self.storage, self._open)
+        """The names of what it is made of."""
         self._arrays  # noqa: B018  (open and check the index now: errors belong here)
 
+    def _open(self, names: list[str]) -> list[str]:
+        opened = [open_tokens(name, self.storage, self._cache_dir) for name in names]
+        infos = [store.info(key) for store, key in opened]
+        if len(opened) == 1:
+            self.store, self.bin_key = opened[0]
+            self.bin_info: ObjectInfo = infos[0]
+        else:
+            stores = [store for store, _ in opened]
+            self.store, self.bin_key = ConcatStore(list(zip(stores, infos, strict=True)), self.prefix), self.prefix
+            self.bin_info = self.store.info(self.bin_key)
+        self._sizes = [info.size for info in infos]
+        return names
+
     def __repr__(self) -> str:
-        return f"IndexedDataset({self.store.url(self.bin_key)[:-4]!r}, {len(self)} sequences, {self.dtype})"
+        name = self.store.url(self.bin_key)
+        return f"IndexedDataset({name.removesuffix('.bin')!r}, {len(self)} sequences, {self.dtype})"
 
     def __getstate__(self) -> dict[str, Any]:
         return {name: value for name, value in self.__dict__.items() if name != "_arrays"}
@@ -59,17 +71,26 @@ class IndexedDataset(Sequence["Item"]):
     @cached_property
     def _arrays(self) -> IndexArrays:
         """Maps and checks the `.idx`; again in each process that unpickles the dataset."""
-        store, key = open_store(f"{self.prefix}.idx", self.storage)
+        parts = [self._open_index(strip_suffix(name), size) for name, size in zip(self.shards, self._sizes, strict=True)]
+        if len(parts) == 1:
+            return parts[0]
+        try:
+            return concatenate_indices(parts, self._sizes)
+        except FormatError as error:
+            raise FormatError(f"{self.prefix}: {error}") from None
+
+    def _open_index(self, prefix: str, bin_bytes: int) -> IndexArrays:
+        store, key = open_store(f"{prefix}.idx", self.storage)
         url = store.url(key)
         path, local = Path(key), isinstance(store, LocalStore)
         if not local:
-            info = _info_of_index(store, key, self.prefix)
+            info = _info_of_index(store, key, prefix)
             parse_header(_head(store, info), info.size, url)  # before a large foreign file is downloaded
             path = cached_object(store, info, self._cache_dir, self.storage.part_bytes)
         elif not path.exists():
-            _info_of_index(store, key, self.prefix)
+            _info_of_index(store, key, prefix)
         arrays = parse_index(LocalStore().view(str(path)), url)
-        check_index(arrays, self.bin_info.size, url)
+        check_index(arrays, bin_bytes, url)
         return arrays
 
     @property

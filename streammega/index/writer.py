@@ -1,9 +1,9 @@
-"""Writing a `.bin/.idx` pair to a local path or an object store."""
+"""Writing a token shard (`.bin`, `.bin.zst` or `.tar`, and its `.idx`) to a local path or an object store."""
 
 from __future__ import annotations
 
 from array import array
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from types import TracebackType
 from typing import Any
 
@@ -12,15 +12,19 @@ from numpy.typing import DTypeLike, NDArray
 
 from streammega.config import StorageConfig
 from streammega.errors import FormatError
+from streammega.index.checksums import HashingWriter
 from streammega.index.format import dtype_code, encode_index
-from streammega.index.reader import IndexedDataset, strip_suffix
+from streammega.index.reader import IndexedDataset
+from streammega.index.shards import SUFFIXES, Kind, split_name
+from streammega.index.tar import TarWriter
 from streammega.storage import open_store
+from streammega.storage.frames import FRAME_BYTES, LEVEL, FrameWriter
 
 COPY_BYTES = 32 << 20
 
 
 class IndexedDatasetWriter:
-    """Streams sequences into `prefix.bin`, and writes `prefix.idx` at the end.
+    """Streams sequences into `prefix.bin` (or `.bin.zst`, `.tar`), and writes `prefix.idx` at the end.
 
     Nothing shows under the final names before `finalize`: a writer that is interrupted (an exception in its
     `with`, a kill) leaves no half-written pair. The `.bin` is published first and a former `.idx` removed before
@@ -31,20 +35,28 @@ class IndexedDatasetWriter:
         dtype: token dtype, one of the eight of the format.
         multimodal: store a mode (int8) with each sequence.
         storage: credentials, transport and limits.
+        kind: "bin"; "zst", seekable zstd frames; "tar", a WebDataset sample for each sequence. Default: by the prefix's suffix.
+        level, frame_bytes: of the zstd frames.
     """
 
     def __init__(
-        self, prefix: str, dtype: DTypeLike = np.int32, multimodal: bool = False, storage: StorageConfig | None = None
-    ) -> None:
-        self.prefix = strip_suffix(str(prefix))
+        self, prefix: str, dtype: DTypeLike = np.int32, multimodal: bool = False, storage: StorageConfig | None = None,
+        *, kind: Kind | None = None, level: int = LEVEL, frame_bytes: int = FRAME_BYTES,
+    ) -> None:  # fmt: skip
+        self.prefix, named = split_name(str(prefix))
+        self.kind: Kind = kind or named
         self.dtype: np.dtype[Any] = np.dtype(dtype)
         self.multimodal = multimodal
         dtype_code(self.dtype)
         self._storage = storage or StorageConfig()
-        self._store, self._key = open_store(f"{self.prefix}.bin", self._storage)
+        self._store, self._key = open_store(self.prefix + SUFFIXES[self.kind], self._storage)
         self._lengths, self._modes, self._documents = array("i"), array("b"), array("q", [0])
         self._open = True
-        self._bin = self._store.open_writer(self._key)
+        self.stored = HashingWriter(self._store.open_writer(self._key))
+        """Counts and checksums of what was written so far, as stored."""
+        self.index = HashingWriter(None)
+        self._tar = TarWriter(self.stored, self.dtype, multimodal) if self.kind == "tar" else None
+        self._bin = self._tar or (FrameWriter(self.stored, level, frame_bytes) if self.kind == "zst" else self.stored)
 
     def __enter__(self) -> IndexedDatasetWriter:
         return self
@@ -65,10 +77,7 @@ class IndexedDatasetWriter:
         Raises FormatError if a value does not fit the dtype: it would wrap around silently.
         """
         data = self._cast(tokens)
-        self._bin.write(data.data.cast("B") if data.size else b"")
-        self._lengths.append(data.size)
-        if self.multimodal:
-            self._modes.append(mode)
+        self._put(_bytes(data), np.array([data.size], np.int32), np.array([mode], np.int8))
 
     def add_document(self, tokens: Any, lengths: Sequence[int], modes: Sequence[int] | None = None) -> None:
         """Append one document of several sequences: their tokens end to end, and the length of each."""
@@ -77,36 +86,54 @@ class IndexedDatasetWriter:
             raise FormatError(f"{self.prefix}: lengths add up to {sum(lengths)}, the document has {data.size} tokens")
         if self.multimodal and len(modes or ()) != len(lengths):
             raise FormatError(f"{self.prefix}: {len(lengths)} sequences need as many modes, got {len(modes or ())}")
-        self._bin.write(data.data.cast("B") if data.size else b"")
-        self._lengths.extend(lengths)
-        if self.multimodal:
-            self._modes.extend(modes or ())
+        self._put(_bytes(data), np.array(lengths, np.int32), np.array(modes or [0] * len(lengths), np.int8))
         self.end_document()
+
+    def add_documents(
+        self, data: bytes | memoryview, lengths: NDArray[np.int32], documents: NDArray[np.int64],
+        modes: NDArray[np.int8] | None = None,
+    ) -> None:  # fmt: skip
+        """Append many documents at once, without a look at each.
+
+        Args:
+            data: the bytes of their tokens end to end, in the writer's dtype.
+            lengths: tokens of each sequence.
+            documents: sequences of each document.
+            modes: of each sequence, in multimodal files.
+        """
+        if len(data) != int(lengths.sum(dtype=np.int64)) * self.dtype.itemsize or int(documents.sum()) != len(lengths):
+            raise FormatError(f"{self.prefix}: {len(data)} bytes do not belong to these lengths and documents")
+        first = len(self._lengths)
+        self._put(memoryview(data), lengths, modes)
+        self._documents.frombytes((first + np.cumsum(documents, dtype=np.int64)).tobytes())
+
+    def _put(self, data: memoryview, lengths: NDArray[np.int32], modes: NDArray[np.int8] | None) -> None:
+        if self._tar is not None:
+            self._tar.add(data, lengths, modes)
+        elif isinstance(self._bin, (HashingWriter, FrameWriter)):
+            self._bin.write(data)
+        self._lengths.frombytes(np.ascontiguousarray(lengths, np.int32).tobytes())
+        if self.multimodal:
+            self._modes.frombytes(np.ascontiguousarray(modes, np.int8).tobytes())
 
     def end_document(self) -> None:
         """Close the document that the last sequences belong to."""
         self._documents.append(len(self._lengths))
 
     def add_index(self, prefix: str) -> None:
-        """Append all sequences and documents of another pair of the same dtype (a merge)."""
+        """Append all sequences and documents of another dataset of the same dtype (a merge)."""
         other = IndexedDataset(prefix, self._storage)
         if other.dtype != self.dtype or (other.sequence_modes is not None) != self.multimodal:
             raise FormatError(f"{prefix}: {other.dtype} tokens cannot be appended to the {self.dtype} of {self.prefix}")
-        shift = len(self._lengths)
         sizes = other.sequence_lengths.astype(np.int64) * other.dtype.itemsize
-        if np.array_equal(other.sequence_offsets, np.cumsum(sizes) - sizes):
-            self._copy(other, 0, int(sizes.sum()))
-        else:  # sequences not laid end to end: ours will be
-            for start, size in zip(other.sequence_offsets.tolist(), sizes.tolist(), strict=True):
-                self._copy(other, start, start + size)
-        self._lengths.frombytes(other.sequence_lengths.astype(np.int32).tobytes())
-        if other.sequence_modes is not None:
-            self._modes.frombytes(other.sequence_modes.tobytes())
-        self._documents.frombytes((other.document_indices[1:] + shift).tobytes())
-
-    def _copy(self, other: IndexedDataset, start: int, stop: int) -> None:
-        for at in range(start, stop, COPY_BYTES):
-            self._bin.write(other.store.read_ranges(other.bin_key, [at], [min(at + COPY_BYTES, stop)])[0])
+        end_to_end = np.array_equal(other.sequence_offsets, np.cumsum(sizes) - sizes)
+        limit = COPY_BYTES if end_to_end else 0
+        shift, documents, modes = len(self._lengths), other.document_indices, other.sequence_modes
+        for first, last in _runs(sizes, limit):
+            start, stop = int(other.sequence_offsets[first]), int(other.sequence_offsets[last - 1] + sizes[last - 1])
+            data = other.store.read_ranges(other.bin_key, [start], [stop])[0]
+            self._put(data, other.sequence_lengths[first:last], None if modes is None else modes[first:last])
+        self._documents.frombytes((documents[1:] + shift).tobytes())
 
     def finalize(self) -> None:
         """Publish the `.bin`, then the `.idx`. The writer cannot be used afterwards."""
@@ -116,14 +143,29 @@ class IndexedDatasetWriter:
         index_store, index_key = open_store(f"{self.prefix}.idx", self._storage)
         index_store.delete(index_key)
         self._bin.commit()
-        index = index_store.open_writer(index_key)
+        self.index = HashingWriter(index_store.open_writer(index_key))
         try:
             for chunk in self._index_chunks():
-                index.write(chunk)
-            index.commit()
+                self.index.write(chunk)
+            self.index.commit()
         except BaseException:
-            index.abort()
+            self.index.abort()
             raise
+
+    @property
+    def num_documents(self) -> int:
+        """Documents so far."""
+        return len(self._documents) - 1
+
+    @property
+    def num_sequences(self) -> int:
+        """Sequences so far."""
+        return len(self._lengths)
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens so far; a pass over the lengths."""
+        return int(np.frombuffer(self._lengths, np.int32).sum(dtype=np.int64)) if len(self._lengths) else 0
 
     def abort(self) -> None:
         """Throw away what was written. Does nothing after `finalize`."""
@@ -150,3 +192,18 @@ class IndexedDatasetWriter:
                     f"{self.dtype} cannot hold; choose a wider dtype (int32 for vocabularies of 65500 and more)"
                 )
         return np.ascontiguousarray(data, self.dtype)
+
+
+def _bytes(data: NDArray[Any]) -> memoryview:
+    return data.data.cast("B") if data.size else memoryview(b"")
+
+
+def _runs(sizes: NDArray[np.int64], limit: int) -> Iterator[tuple[int, int]]:
+    """[first, last) of sequences to be copied together: up to `limit` bytes, at least one."""
+    ends = np.cumsum(sizes)
+    first = 0
+    while first < len(sizes):
+        before = int(ends[first] - sizes[first])
+        last = max(first + 1, int(np.searchsorted(ends, before + limit, "right")))
+        yield first, last
+        first = last

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from streammega.config import DataConfig, parse_blend
 from streammega.errors import ConfigError
-from streammega.index.bounds import PairBounds, find_pairs, read_bounds
+from streammega.index.bounds import PairBounds, read_dataset
 from streammega.order import Extents
 from streammega.order.split import SPLITS, split_bounds
 from streammega.order.stream import STREAM_VERSION, Part, StreamDataset, StreamOrder, dataset_samples, default_lanes
@@ -108,7 +108,7 @@ def _of_split(config: DataConfig, split: str) -> tuple[tuple[str, ...], tuple[fl
 
 def _open_dataset(name: str, share: str, split: str, config: DataConfig) -> tuple[list[TokenFile], StreamDataset]:
     """The files of a dataset and the parts of them that belong to a split: all pairs end to end, cut as a whole."""
-    pairs = [read_bounds(prefix, config.storage) for prefix in find_pairs(name, config.storage)]
+    pairs = read_dataset(name, config.storage)
     counts = [pair.header.sequence_count for pair in pairs]
     bounds = split_bounds(share, sum(counts))[split]
     if bounds is None or bounds[0] == bounds[1]:

@@ -16,6 +16,7 @@ from streammega.samples.fetch import TokenFile
 from streammega.samples.stream import StreamSource
 from streammega.storage.base import address_of
 from streammega.storage.cached_store import SMALL, CachedStore
+from streammega.storage.derived import is_local
 from streammega.storage.local import LocalStore
 from streammega.storage.memory import rounded
 from streammega.storage.page_cache import PAGE_BYTES, CachedObject, PageCache
@@ -124,7 +125,7 @@ def _through_cache(files: list[TokenFile], storage: StorageConfig) -> list[Token
     for file in files:
         size = file.num_tokens * file.dtype.itemsize
         cached = None
-        if size and not isinstance(file.store, LocalStore):
+        if size and not is_local(file.store):
             cached = cache.open(file.url, file.etag, size)
         found.append(replace(file, store=CachedStore(file.store, cached)) if cached else file)
     return found
@@ -176,8 +177,8 @@ def _whole_pieces(
 def local_addresses(files: list[TokenFile], local: NDArray[np.bool_]) -> list[tuple[int, Any]]:
     """(address, what keeps it mapped) of each local file; (0, None) for the others."""
     found: list[tuple[int, Any]] = []
-    for file, is_local in zip(files, local.tolist(), strict=True):
-        if not is_local:
+    for file, own in zip(files, local.tolist(), strict=True):
+        if not own:
             found.append((0, None))
             continue
         assert isinstance(file.store, LocalStore)

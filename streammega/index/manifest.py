@@ -1,0 +1,83 @@
+"""The manifest of a dataset: its shards, in order, and what they must be. JSON, written last, the same for the same data."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+import dacite
+
+from streammega.config import StorageConfig
+from streammega.errors import FormatError
+from streammega.index.shards import SUFFIXES, named
+from streammega.storage import join_url, open_store, parent_url
+
+MANIFEST = ".manifest.json"
+FORMAT, VERSION = "streammega-manifest", 1
+MOST_BYTES = 1 << 30
+
+
+@dataclass(frozen=True, kw_only=True)
+class Shard:
+    """One shard. `name`: its prefix beside the manifest; `checksums`: xxh3-128 of each 64 MiB, as stored."""
+
+    name: str
+    documents: int
+    sequences: int
+    tokens: int
+    bytes: int
+    checksums: list[str]
+    index_bytes: int
+    index_checksums: list[str]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Manifest:
+    """A dataset. `tokenizer`: its name and digest, if tokens were made from text; vocab_size and eod_id: None where unknown."""
+
+    kind: str
+    dtype: str
+    multimodal: bool = False
+    eod_id: int | None = None
+    vocab_size: int | None = None
+    tokenizer: dict[str, str] = field(default_factory=dict)
+    documents: int
+    sequences: int
+    tokens: int
+    shards: list[Shard]
+
+    def to_json(self) -> bytes:
+        """What is stored."""
+        return (json.dumps({"format": FORMAT, "version": VERSION, **asdict(self)}, indent=1) + "\n").encode()
+
+
+def read_manifest(url: str, storage: StorageConfig) -> Manifest:
+    """Raises ObjectNotFoundError, FormatError for another kind of JSON, StorageError."""
+    store, key = open_store(url, storage)
+    info = store.info(key)
+    if info.size > MOST_BYTES:
+        raise FormatError(f"{url}: {info.size:,} bytes are too many for a manifest")
+    raw = bytes(store.read_ranges(key, [0], [info.size])[0])
+    try:
+        found: Any = json.loads(raw)
+        if not isinstance(found, dict) or found.pop("format", None) != FORMAT:
+            raise FormatError(f"{url}: is not a manifest that streammega convert wrote")
+        version = found.pop("version", None)
+        if version != VERSION:
+            raise FormatError(f"{url}: is a manifest of version {version}; this program reads version {VERSION}")
+        manifest = dacite.from_dict(Manifest, found, dacite.Config(strict=True))
+    except (ValueError, dacite.DaciteError) as error:
+        if isinstance(error, FormatError):
+            raise
+        raise FormatError(f"{url}: is a damaged manifest ({error}); convert again, or name the shards") from None
+    if manifest.kind not in SUFFIXES or any("/" in shard.name or shard.name in ("", "..") for shard in manifest.shards):
+        raise FormatError(f"{url}: names shards outside of its folder, or of an unknown kind {manifest.kind!r}")
+    return manifest
+
+
+def manifest_shards(url: str, storage: StorageConfig) -> list[str]:
+    """The names of all shards of a manifest, beside it, in order."""
+    manifest = read_manifest(url, storage)
+    folder = parent_url(url) if "/" in url else "."
+    return [join_url(folder, named(shard.name, manifest.kind)) for shard in manifest.shards]  # type: ignore[arg-type]
