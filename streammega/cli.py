@@ -8,13 +8,13 @@ import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
 import streammega
-from streammega.config import StorageConfig
-from streammega.errors import ConfigError, StreammegaError
+from streammega import commands
+from streammega.errors import ConfigError, ObjectNotFoundError, StreammegaError
 
 app = typer.Typer(
     name="streammega",
@@ -23,11 +23,6 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     add_completion=False,
 )
-
-StorageOption = Annotated[
-    list[str] | None,
-    typer.Option("--storage", metavar="KEY=VALUE", help="A storage option, e.g. endpoint_url=http://host:9000 or anon=true."),
-]
 
 
 def _version(show: bool) -> None:
@@ -43,64 +38,32 @@ def _root(
     pass
 
 
-@app.command(no_args_is_help=True)
-def convert(
-    inputs: Annotated[list[str], typer.Argument(help="Text files, folders, .jsonl[.gz|.bz2|.zst] files, globs or URLs.")],
-    output: Annotated[str, typer.Argument(help="Prefix to write: a path or s3:// URL, without .bin/.idx.")],
-    tokenizer: Annotated[str, typer.Option(help="A Hugging Face tokenizer.json.")],
-    key: Annotated[str, typer.Option(help="The JSON key that holds the text.")] = "text",
-    eod: Annotated[str | None, typer.Option(help="The end-of-document token; found by its usual names by default.")] = None,
-    append_eod: Annotated[bool, typer.Option(help="End every document with the end-of-document token.")] = True,
-    workers: Annotated[int, typer.Option(help="Processes; 0: one per core.")] = 0,
-    overwrite: Annotated[bool, typer.Option(help="Replace an existing dataset.")] = False,
-    storage: StorageOption = None,
-) -> None:
-    """Tokenize a corpus into a Megatron .bin/.idx pair."""
-    from tqdm import tqdm
-
-    from streammega.convert import convert as run
-
-    with tqdm(unit="B", unit_scale=True, desc="converting", disable=not sys.stderr.isatty()) as bar:
-        total = 0
-
-        def advance(text_bytes: int, tokens: int) -> None:
-            nonlocal total
-            total += tokens
-            bar.set_postfix_str(f"{total:,} tokens", refresh=False)
-            bar.update(text_bytes)
-
-        report = run(
-            inputs,
-            output,
-            tokenizer=tokenizer,
-            key=key,
-            eod=eod,
-            append_eod=append_eod,
-            workers=workers,
-            overwrite=overwrite,
-            storage=storage_config(storage),
-            progress=advance,
-        )
-    dropped = f" ({report.empty_documents} empty ones left out)" if report.empty_documents else ""
-    typer.echo(
-        f"{report.prefix}: {report.documents:,} documents{dropped}, {report.tokens:,} tokens of {report.dtype}, eod_id "
-        f"{report.eod_id}, vocab_size {report.vocab_size}; {report.tokens / max(report.seconds, 1e-9):,.0f} tokens/s"
-    )
+app.command(no_args_is_help=True)(commands.convert)
+app.command(no_args_is_help=True)(commands.verify)
 
 
 @app.command(no_args_is_help=True)
 def describe(
-    prefix: Annotated[str, typer.Argument(help="A dataset's path or URL, without .bin/.idx.")],
-    tokenizer: Annotated[str | None, typer.Option(help="A tokenizer.json, to decode the first tokens.")] = None,
+    prefix: Annotated[str, typer.Argument(help="A dataset: a prefix, a manifest, a folder; or an input of any format.")],
+    tokenizer: Annotated[str | None, typer.Option(help="A tokenizer, to decode the first tokens.")] = None,
     plot: Annotated[str | None, typer.Option(help="Write the document-length histogram to this PNG.")] = None,
     tokens: Annotated[int, typer.Option(help="How many of the first tokens to show.")] = 32,
-    storage: StorageOption = None,
+    storage: commands.StorageOption = None,
 ) -> None:
     """Say what a dataset is: counts, dtype, sizes, first tokens, document lengths."""
     from streammega import describe as describing
     from streammega.index import IndexedDataset
 
-    summary = describing.summarize(IndexedDataset(prefix, storage_config(storage)), tokens)
+    settings = commands.storage_config(storage)
+    try:
+        indexed = IndexedDataset(prefix, settings)
+    except ObjectNotFoundError as missing:
+        try:
+            typer.echo(describing.describe_input(prefix, settings))
+        except ObjectNotFoundError:
+            raise missing from None
+        return
+    summary = describing.summarize(indexed, tokens)
     typer.echo(describing.as_text(summary, tokenizer))
     if plot:
         describing.write_plot(summary, plot)
@@ -171,7 +134,7 @@ def order_report(
     lanes: Annotated[int | None, typer.Option(help="Lanes of the stream order.")] = None,
     block_kib: Annotated[int, typer.Option(help="KiB of a block of the stream order.")] = 256,
     plot: Annotated[str | None, typer.Option(help="Write a PNG.")] = None,
-    storage: StorageOption = None,
+    storage: commands.StorageOption = None,
 ) -> None:
     """Measure an order before it is used: shuffle quality, blend drift, requests and bytes of each rank. Reads no tokens."""
     from streammega import report as reporting
@@ -186,7 +149,7 @@ def order_report(
         lanes=lanes,
         block_bytes=block_kib * 1024,
         num_samples=(steps * global_batch_size, 0, 0),
-        storage=storage_config(storage),
+        storage=commands.storage_config(storage),
     )
     made = reporting.order_report(config, "train", global_batch_size, ranks, steps)
     typer.echo(reporting.as_text(made, ranks))
@@ -226,18 +189,6 @@ def train(
 
     logging.getLogger().setLevel(logging.INFO)
     run(config, overrides or [])
-
-
-def storage_config(pairs: Sequence[str] | None) -> StorageConfig:
-    """A StorageConfig from `key=value` words; values true/false are booleans, the rest text."""
-    options: dict[str, Any] = {}
-    for pair in pairs or ():
-        name, equals, value = pair.partition("=")
-        if not equals or not name:
-            raise ConfigError(f"--storage {pair!r}: write it as key=value, for instance endpoint_url=http://127.0.0.1:9000")
-        options[name] = {"true": True, "false": False}.get(value.lower(), value)
-    transport = options.pop("transport", "auto")
-    return StorageConfig(storage_options=options, transport=transport)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

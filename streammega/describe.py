@@ -2,22 +2,27 @@
 
 from __future__ import annotations
 
+import itertools
+import json
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from streammega.config import StorageConfig
 from streammega.index import IndexedDataset
+from streammega.index.shards import split_name
 
 BAR_WIDTH = 40
 
 
 @dataclass(frozen=True, kw_only=True)
 class Summary:
-    """Counts and lengths of one pair. Lengths in tokens; histogram edges are powers of two."""
+    """Counts and lengths of one dataset. Lengths in tokens; histogram edges are powers of two."""
 
     prefix: str
+    kind: str
+    shards: int
     dtype: str
     multimodal: bool
     sequences: int
@@ -48,6 +53,8 @@ def summarize(indexed: IndexedDataset, num_first_tokens: int = 32) -> Summary:
     first = first_tokens(indexed, num_first_tokens)
     return Summary(
         prefix=indexed.prefix,
+        kind=split_name(indexed.shards[0])[1],
+        shards=len(indexed.shards),
         dtype=str(indexed.dtype),
         multimodal=indexed.sequence_modes is not None,
         sequences=len(indexed),
@@ -80,11 +87,13 @@ def first_tokens(indexed: IndexedDataset, count: int) -> list[int]:
 def as_text(summary: Summary, tokenizer: str | None) -> str:
     """The summary as lines of text, with the first tokens decoded when a tokenizer.json is given."""
     mode = ", multimodal" if summary.multimodal else ""
+    kind = {"bin": "Megatron .bin/.idx", "zst": "zstd shards (.bin.zst)", "tar": "WebDataset tars"}[summary.kind]
+    shards = f" in {summary.shards:,} shards" if summary.shards > 1 else ""
     lines = [
-        f"{summary.prefix}: Megatron .bin/.idx, {summary.dtype}{mode}",
+        f"{summary.prefix}: {kind}{shards}, {summary.dtype}{mode}",
         f"  documents  {summary.documents:,} ({summary.sequences:,} sequences, {summary.empty:,} empty documents)",
         f"  tokens     {summary.tokens:,}",
-        f"  .bin       {summary.bin_bytes:,} bytes",
+        f"  .bin       {summary.bin_bytes:,} bytes" + (", decompressed" if summary.kind == "zst" else ""),
         f"  lengths    shortest {summary.shortest:,}, median {summary.median:,.0f}, longest {summary.longest:,} tokens",
         f"  first ids  {' '.join(map(str, summary.first_tokens))}",
     ]
@@ -111,15 +120,42 @@ def write_plot(summary: Summary, path: str) -> None:
     figure.savefig(path, dpi=120, bbox_inches="tight")
 
 
-def _decoded(summary: Summary, path: str) -> Any:
-    from streammega.convert.tokenize import load_tokenizer, vocab_size
+def _decoded(summary: Summary, name: str) -> str:
+    from streammega.convert.tokenizers import load_tokenizer
     from streammega.errors import FormatError
 
-    model = load_tokenizer(path)
-    size = vocab_size(model)
-    if summary.highest_first_token >= size:
+    model = load_tokenizer(name)
+    if summary.highest_first_token >= model.vocab_size:
         raise FormatError(
-            f"{summary.prefix}: token id {summary.highest_first_token} is past the {size} ids of {path}; the data was made with "
-            f"another tokenizer"
+            f"{summary.prefix}: token id {summary.highest_first_token} is past the {model.vocab_size} ids of {name}; the data "
+            f"was made with another tokenizer"
         )
-    return model.decode(summary.first_tokens, skip_special_tokens=False)
+    return model.decode(summary.first_tokens)
+
+
+def describe_input(path: str, storage: StorageConfig) -> str:
+    """What an input of another format is (text, JSON lines, Parquet, MDS, ...), with its first document.
+
+    Raises ObjectNotFoundError, ConvertError.
+    """
+    from streammega.convert.documents import RawDocument
+    from streammega.convert.inputs import find_inputs
+    from streammega.convert.options import ConvertOptions
+    from streammega.convert.readers import read_slice
+    from streammega.convert.slices import Skipped, Slice
+
+    found = find_inputs([path], storage)
+    sizes: dict[str, list[int]] = {}
+    for item in found:
+        sizes.setdefault(item.format, []).append(item.size)
+    lines = [path]
+    lines += [f"  {kind:<10} {len(own):,} inputs, {sum(own):,} bytes" for kind, own in sorted(sizes.items())]
+    for document in itertools.islice(read_slice(Slice(input=found[0]), ConvertOptions(), storage, Skipped()), 1):
+        if isinstance(document, RawDocument):
+            known = document.fields is not None
+            shown = json.dumps(document.fields, default=str) if known else document.data.decode(errors="replace")
+            lines.append(f"  first      {shown[:200]!r}")
+        else:
+            lines.append(f"  first      {document.tokens.dtype} tokens {document.tokens[:32].tolist()}")
+    lines.append("  streammega convert makes shards of it")
+    return "\n".join(lines)

@@ -32,3 +32,15 @@ def sparkline(values: Sequence[float], width: int = 60) -> str:
     low, high = min(means), max(means)
     span = (high - low) or 1.0
     return "".join(BLOCKS[min(int((mean - low) / span * len(BLOCKS)), len(BLOCKS) - 1)] for mean in means)
+
+
+def write_lengths(histogram: Sequence[int], title: str, path: str) -> None:
+    """A histogram of document lengths, bin b for [2^b, 2^(b+1)) tokens, as a PNG."""
+    last = max((number for number, count in enumerate(histogram) if count), default=0) + 1
+    figure, axes = pyplot().subplots(figsize=(8, 4))
+    axes.stairs(list(histogram[:last]), [2.0**edge for edge in range(last + 1)], fill=True)
+    axes.set_xscale("log", base=2)
+    axes.set_xlabel("tokens per document")
+    axes.set_ylabel("documents")
+    axes.set_title(title)
+    figure.savefig(path, dpi=120, bbox_inches="tight")

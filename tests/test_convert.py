@@ -193,19 +193,19 @@ def test_describe_says_when_the_tokenizer_is_another(tokenizer: str, tmp_path: P
     assert "made with another tokenizer" in capsys.readouterr().err
 
 
-def test_ctrl_c_ends_a_conversion_quietly_and_leaves_nothing(tokenizer: str, tmp_path: Path) -> None:
-    (tmp_path / "in.jsonl").write_text('{"text": "' + "word " * 2000 + '"}\n' + ('{"text": "' + "word " * 2000 + '"}\n') * 20000)
+def test_ctrl_c_ends_a_conversion_quietly_and_leaves_no_dataset(tokenizer: str, tmp_path: Path) -> None:
+    (tmp_path / "in.jsonl").write_text(('{"text": "' + "word " * 2000 + '"}\n') * 20000)
     command = [sys.executable, "-m", "streammega", "convert", str(tmp_path / "in.jsonl"), str(tmp_path / "out" / "p")]
-    process = subprocess.Popen([*command, "--tokenizer", tokenizer], stderr=subprocess.PIPE, text=True)
+    process = subprocess.Popen([*command, "--tokenizer", tokenizer], stderr=subprocess.PIPE, text=True, start_new_session=True)
     deadline = time.monotonic() + 60
-    while time.monotonic() < deadline and not any(path.stat().st_size for path in (tmp_path / "out").glob(".p.bin*")):
-        time.sleep(0.05)
-    process.send_signal(signal.SIGINT)
+    while time.monotonic() < deadline and not list((tmp_path / "out" / ".p.convert").glob("unit-*")):
+        time.sleep(0.02)
+    assert process.poll() is None
+    os.killpg(process.pid, signal.SIGINT)  # as a terminal sends it: to the workers too
     _, error = process.communicate(timeout=60)
     assert process.returncode == 130
     assert "Traceback" not in error
-    assert not list((tmp_path / "out").glob("*"))
-    assert not list((tmp_path / "out").glob(".*"))
+    assert not list((tmp_path / "out").glob("p*"))
 
 
 def test_sparklines_follow_the_values() -> None:

@@ -26,7 +26,8 @@ LEVELS = [
     {"stream"},
     {"train"},
     {"convert", "plotting"},
-    {"describe", "report"},
+    {"describe", "report", "verify"},
+    {"commands"},
     {"cli"},
 ]
 LEVEL = {unit: number for number, units in enumerate(LEVELS) for unit in units}

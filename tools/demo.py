@@ -24,7 +24,6 @@ import psutil
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from streammega.convert import convert
-from streammega.convert.sources import find_inputs, read_batches, text_of
 from streammega.errors import StreammegaError
 from streammega.plotting import pyplot, sparkline
 from streammega.train.config import RunConfig, load_run
@@ -104,7 +103,7 @@ def run_demo(arguments: argparse.Namespace, work: Path, server: S3Server) -> boo
     train_tokenizer(inputs, work / "tokenizer.json")
     report = convert(inputs, str(work / "corpus"), tokenizer=str(work / "tokenizer.json"), eod=EOD, progress=Progress())
     print(f"\n    {report.documents:,} documents, {report.text_bytes / 1e6:.1f} MB of text, {report.tokens:,} tokens")
-    entropy = unigram_entropy(work / "corpus.bin", report.vocab_size)
+    entropy = unigram_entropy(work / "corpus.bin", VOCAB_SIZE)
     say(3, f"uploading to {server.endpoint}")
     os.environ.update(server.environment(), XDG_CACHE_HOME=str((work / "cache").resolve()))
     upload(work, server)
@@ -161,11 +160,23 @@ def train_tokenizer(inputs: list[str], path: Path) -> None:
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
     from streammega.config import StorageConfig
+    from streammega.convert import ConvertOptions
+    from streammega.convert.documents import RawDocument
+    from streammega.convert.encode import BatchEncoder
+    from streammega.convert.inputs import find_inputs
+    from streammega.convert.readers import read_slice
+    from streammega.convert.slices import Skipped, Slice
+    from streammega.convert.tokenizers import load_tokenizer
+
+    options = ConvertOptions()
+    encoder = BatchEncoder(load_tokenizer("bytes"), options, StorageConfig())
 
     def texts() -> Iterator[str]:
-        for number, batch in enumerate(read_batches(find_inputs(inputs), StorageConfig())):
+        for number, item in enumerate(find_inputs(inputs)):
             if number % 3 == 0:
-                yield from (text_of(document, "text") for document in batch)
+                for document in read_slice(Slice(input=item), options, StorageConfig(), Skipped()):
+                    assert isinstance(document, RawDocument), "the demo converts text"
+                    yield from (text for text, _, _ in encoder.parts(document))
 
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)

@@ -1,5 +1,7 @@
-"""Corpora to `.bin/.idx`: text and JSON lines through a tokenizer, in parallel."""
+"""Corpora to token shards: text through a tokenizer, or tokens from one layout to another; in parallel, restartable."""
 
-from streammega.convert.run import ConvertReport, convert
+from streammega.convert.options import ConvertOptions, Runner
+from streammega.convert.report import ConvertReport
+from streammega.convert.run import convert
 
-__all__ = ["ConvertReport", "convert"]
+__all__ = ["ConvertOptions", "ConvertReport", "Runner", "convert"]

@@ -1,148 +1,366 @@
-"""The conversion: read, tokenize on all cores, write one pair."""
+"""A conversion from its inputs to published shards; started again, it goes on where it stopped."""
 
 from __future__ import annotations
 
-import multiprocessing
-import signal
+import logging
+import os
+import shutil
 import time
-from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future, ProcessPoolExecutor
-from dataclasses import dataclass
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import Any
 
+import filelock
 import numpy as np
 
 from streammega.config import StorageConfig
-from streammega.convert.sources import RawDocument, find_inputs, read_batches
-from streammega.convert.tokenize import BatchEncoder, TokenizedBatch, find_eod, load_tokenizer, output_dtype, vocab_size
-from streammega.errors import ConfigError, ConvertError, ObjectNotFoundError
-from streammega.index import IndexedDatasetWriter
-from streammega.index.shards import strip_suffix
-from streammega.kernels.parallel import num_threads
-from streammega.storage import open_store
+from streammega.convert.assemble import (
+    Documents,
+    Layout,
+    Part,
+    layout_digest,
+    plan_bounds,
+    read_shard,
+    remove_duplicates,
+    write_shard,
+)  # fmt: skip
+from streammega.convert.engines import Work, run_tasks
+from streammega.convert.inputs import Input, find_inputs
+from streammega.convert.options import ConvertOptions, Runner
+from streammega.convert.pairs import dataset_name
+from streammega.convert.report import ConvertReport, count_parts, make_report
+from streammega.convert.tokenizers import TextTokenizer, find_eod, load_tokenizer
+from streammega.convert.units import Job, UnitRecord, load_json, plan_units, read_record, run_unit, save_bytes, save_json
+from streammega.errors import ConvertError, ObjectNotFoundError
+from streammega.index.cache import default_cache_dir
+from streammega.index.manifest import MANIFEST, Manifest, Shard, read_manifest
+from streammega.index.reader import IndexedDataset
+from streammega.index.shards import SUFFIXES, shard_name, split_name
+from streammega.storage import join_url, open_store, parent_url
+from streammega.storage.urls import is_remote
 
+log = logging.getLogger(__name__)
 
-@dataclass(frozen=True, kw_only=True)
-class ConvertReport:
-    """What a conversion made."""
-
-    prefix: str
-    documents: int
-    empty_documents: int
-    tokens: int
-    text_bytes: int
-    dtype: str
-    vocab_size: int
-    eod_id: int | None
-    seconds: float
+COPY_BYTES = 16 << 20
 
 
 def convert(
     inputs: Sequence[str],
     output: str,
     *,
-    tokenizer: str,
-    key: str = "text",
-    append_eod: bool = True,
-    eod: str | None = None,
-    workers: int = 0,
+    options: ConvertOptions | None = None,
+    runner: Runner | None = None,
     overwrite: bool = False,
     storage: StorageConfig | None = None,
     progress: Callable[[int, int], None] | None = None,
+    **settings: Any,
 ) -> ConvertReport:
-    """Convert text and JSON-lines files to `output.bin` and `output.idx`, one document each, in input order.
+    """Convert a corpus to token shards: text through a tokenizer, or tokens from one layout to another.
 
-    The bytes do not depend on the number of workers (0: one per core). `progress(text_bytes, tokens)` is called
-    with what each batch added. Nothing appears under the final names unless all of it is done.
-    Raises ConvertError (naming file and line), ObjectNotFoundError, StorageError.
+    What is made depends on the inputs and the options alone: not on workers, engine, memory, or how often it was interrupted.
+    Nothing appears under the final names unless all of it is done; a manifest, written last, lists the shards.
+
+    Args:
+        inputs: files, folders, globs, `@list` files and URLs; see `find_inputs`.
+        output: prefix to write, a path or URL.
+        options, or its fields by name (`tokenizer="tok.json"`, `key="text"`, ...): see ConvertOptions.
+        runner, or its fields by name (`workers=4`, `engine="ray"`, ...): see Runner.
+        overwrite: replace an existing dataset.
+        progress: called with the bytes and tokens of what was just done.
+
+    Raises ConfigError, ConvertError (naming file and line), ObjectNotFoundError, StorageError.
     """
+    options, runner = _settings(options, runner, settings)
     storage = storage or StorageConfig()
-    if workers < 0:
-        raise ConfigError(f"workers is {workers}; give a positive number, or 0 for one per core")
-    prefix = strip_suffix(output)
-    _check_output(prefix, overwrite, storage)
-    model = load_tokenizer(tokenizer)
-    eod_id = find_eod(model, eod) if append_eod else None
-    paths = find_inputs(inputs)
-    began, documents, seen, tokens, text_bytes = time.monotonic(), 0, 0, 0, 0
-    encode = _Encoder(tokenizer, key, eod_id)
-    with IndexedDatasetWriter(prefix, output_dtype(model), storage=storage) as writer:
-        for count, batch in _encoded(encode, read_batches(paths, storage), workers or num_threads()):
-            _append(writer, batch)
-            documents, seen = documents + len(batch.lengths), seen + count
-            tokens, text_bytes = tokens + sum(batch.lengths), text_bytes + batch.text_bytes
-            if progress:
-                progress(batch.text_bytes, sum(batch.lengths))
-        if not tokens:
-            raise ConvertError(f"the {len(paths)} input files hold no text; nothing was written")
-    return ConvertReport(
-        prefix=prefix,
-        documents=documents,
-        empty_documents=seen - documents,
-        tokens=tokens,
-        text_bytes=text_bytes,
-        dtype=str(writer.dtype),
-        vocab_size=vocab_size(model),
-        eod_id=eod_id,
-        seconds=time.monotonic() - began,
+    began = time.monotonic()
+    prefix, named = split_name(output)
+    if prefix != output and not output.endswith(".idx"):
+        options = replace(options, kind=named)
+    tokenizer = load_tokenizer(options.tokenizer) if options.tokenizer else None
+    eod_id = _eod(tokenizer, options)
+    found = find_inputs(inputs, storage)
+    work = runner.work or _work_folder(prefix)
+    conversion = _Conversion(prefix, options, runner, storage, work, found, tokenizer, progress or _no_progress)
+    with _locked(work):
+        conversion.check_output(overwrite)
+        try:
+            layout, shards, records = conversion.make()
+            manifest = conversion.publish(layout, shards, eod_id, tokenizer)
+        except BaseException:
+            conversion.leave()
+            raise
+        conversion.remove_work()
+    return make_report(
+        prefix, storage, manifest, records, conversion.duplicates, conversion.source_bytes, time.monotonic() - began
     )
 
 
-def _append(writer: IndexedDatasetWriter, batch: TokenizedBatch) -> None:
-    ids = np.frombuffer(batch.data, writer.dtype)
-    at = 0
-    for length in batch.lengths:
-        writer.add_item(ids[at : at + length])
-        writer.end_document()
-        at += length
+def _settings(options: ConvertOptions | None, runner: Runner | None, settings: dict[str, Any]) -> tuple[ConvertOptions, Runner]:
+    """Fields given by name, sorted into the two."""
+    if "key" in settings:
+        settings["keys"] = (settings.pop("key"),)
+    own = {name: settings.pop(name) for name in list(settings) if name in Runner.__dataclass_fields__}
+    return replace(options or ConvertOptions(), **settings), replace(runner or Runner(), **own)
 
 
-def _check_output(prefix: str, overwrite: bool, storage: StorageConfig) -> None:
-    if overwrite:
+def _no_progress(size: int, tokens: int) -> None:
+    pass
+
+
+def _eod(tokenizer: TextTokenizer | None, options: ConvertOptions) -> int | None:
+    if tokenizer is None:
+        return options.eod_id
+    return find_eod(tokenizer, options.eod) if options.append_eod else None
+
+
+def _work_folder(prefix: str) -> str:
+    """Beside a local output; for a remote one, in the cache of this machine."""
+    if not is_remote(prefix):
+        _, key = open_store(prefix, StorageConfig())
+        return os.path.join(os.path.dirname(key), f".{os.path.basename(key)}.convert")
+    import hashlib
+
+    return str(default_cache_dir() / "convert" / hashlib.blake2b(prefix.encode(), digest_size=12).hexdigest())
+
+
+@contextmanager
+def _locked(work: str) -> Iterator[None]:
+    """One conversion at a time in a work folder of this machine."""
+    if is_remote(work):
+        yield
         return
-    store, key = open_store(f"{prefix}.idx", storage)
+    os.makedirs(work, exist_ok=True)
+    lock = filelock.FileLock(os.path.join(work, "lock"))
+    try:
+        lock.acquire(timeout=0)
+    except filelock.Timeout:
+        raise ConvertError(
+            f"{work}: another conversion to this output is running; wait for it, or choose another output"
+        ) from None
+    try:
+        yield
+    finally:
+        lock.release()
+        if os.path.isdir(work) and set(os.listdir(work)) <= {"lock"}:
+            shutil.rmtree(work, ignore_errors=True)
+
+
+@dataclass
+class _Conversion:
+    """One conversion: its settings, and what is known of it so far."""
+
+    prefix: str
+    options: ConvertOptions
+    runner: Runner
+    storage: StorageConfig
+    work: str
+    inputs: list[Input]
+    tokenizer: TextTokenizer | None
+    progress: Callable[[int, int], None]
+    duplicates: int = 0
+    source_bytes: int = 0
+
+    def check_output(self, overwrite: bool) -> None:
+        """Raise ConvertError for a dataset that is there already, unless it is this one, half published."""
+        if overwrite or load_json(join_url(self.work, "publishing.json"), self.storage) is not None:
+            return
+        for name in (f"{self.prefix}.idx", f"{self.prefix}{MANIFEST}", f"{self.prefix}{SUFFIXES[self.options.kind]}"):
+            if _exists(name, self.storage):
+                raise ConvertError(f"{name}: exists already; choose another output, or pass --overwrite to replace it")
+
+    def make(self) -> tuple[Layout, list[Shard], list[UnitRecord]]:
+        """All shards, written but not published."""
+        if self.runner.restart:
+            self.remove_work()
+        job = self._job()
+        records: list[UnitRecord] = []
+        if self._direct():
+            parts, sources = self._datasets(), [f"{item.path} {item.etag}" for item in self.inputs]
+            self.source_bytes = sum(item.size for item in self.inputs)
+        else:
+            records = self._units(job)
+            parts, sources = self._segments(job, records), [record.digest for record in records]
+            self.source_bytes = sum(record.source_bytes for record in records)
+            if self.options.dedup and parts:
+                parts, self.duplicates = remove_duplicates(job, parts, self.runner.memory_bytes)
+        layout = self._layout(job, parts, sources)
+        shards = {number: shard for number in range(layout.num_shards) if (shard := read_shard(job, layout, number))}
+        work = Work(function=_write_shard, shared=(job, layout), numbers=[n for n in range(layout.num_shards) if n not in shards])
+        if is_remote(self.prefix):
+            self._remove_former(layout)  # its shards may have the names of ours
+        at_once = 4 if layout.buckets else None  # each holds two buckets, of an eighth of the memory
+        for number, shard in run_tasks(work, self.runner, self.progress if self._direct() else _no_progress, at_once):
+            shards[number] = shard
+        return layout, [shards[number] for number in range(layout.num_shards)], records
+
+    def _job(self) -> Job:
+        digest = self.tokenizer.digest if self.tokenizer else ""
+        units = [] if self._direct() else plan_units(self.inputs, self.options, self.storage)
+        return Job(options=self.options, storage=self.storage, work=self.work, units=units, tokenizer_digest=digest)
+
+    def _direct(self) -> bool:
+        """Whether the inputs can be laid into shards as they are."""
+        return self.options.plain and all(item.format == "megatron" for item in self.inputs)
+
+    def _datasets(self) -> list[Part]:
+        names = [dataset_name(item.path) for item in self.inputs]
+        return [Part(dataset=name, documents=len(IndexedDataset(name, self.storage).document_indices) - 1) for name in names]
+
+    def _units(self, job: Job) -> list[UnitRecord]:
+        done = {number: record for number in range(len(job.units)) if (record := read_record(job, number))}
+        if done:
+            log.warning("going on with a conversion that was interrupted: %d of %d units are done", len(done), len(job.units))
+            self.progress(sum(r.source_bytes for r in done.values()), sum(r.tokens for r in done.values()))
+        work = Work(function=run_unit, shared=job, numbers=[n for n in range(len(job.units)) if n not in done])
+        for number, record in run_tasks(work, self.runner, self.progress):
+            done[number] = record
+        return [done[number] for number in range(len(job.units))]
+
+    def _segments(self, job: Job, records: Sequence[UnitRecord]) -> list[Part]:
+        return [
+            Part(
+                dataset=join_url(job.work, segment.name),
+                documents=segment.documents,
+                side=f"{segment.name}.side" if self.options.dedup or self.options.shuffle_seed is not None else "",
+            )
+            for record in records
+            for segment in record.segments
+        ]
+
+    def _layout(self, job: Job, parts: list[Part], sources: Sequence[str]) -> Layout:
+        if not any(part.documents for part in parts):
+            self.remove_work()  # nothing in it is of use
+            raise ConvertError(f"the {len(self.inputs)} input files hold no text and no tokens; nothing was written")
+        parts = [part for part in parts if part.documents]
+        kinds = count_parts(parts, self.storage)
+        dtype = np.dtype(self.options.dtype or np.result_type(*kinds.dtypes))
+        if len(kinds.multimodal) > 1:
+            raise ConvertError("some inputs have modes and others have none; convert them apart")
+        buckets = 0
+        if self.options.shuffle_seed is not None:
+            buckets = max(1, -(-kinds.tokens * dtype.itemsize * 8 // self.runner.memory_bytes))
+        bounds = plan_bounds(Documents(job, parts, buckets), dtype.itemsize, self.options.shard_bytes)
+        stem = self.prefix.rpartition("/")[2]
+        count = len(bounds) - 1
+        names = [stem] if self.options.shard_bytes is None else [shard_name(stem, n, count) for n in range(count)]
+        folder = join_url(self.work, "out") if not is_remote(self.prefix) else parent_url(self.prefix)
+        layout = Layout(
+            parts=parts,
+            dtype=str(dtype),
+            multimodal=kinds.multimodal == {True},
+            buckets=buckets,
+            bounds=bounds,
+            names=names,
+            targets=[join_url(folder, name) for name in names],
+        )
+        return replace(layout, digest=layout_digest(job, layout, sources))
+
+    def publish(self, layout: Layout, shards: list[Shard], eod_id: int | None, tokenizer: TextTokenizer | None) -> Manifest:
+        """Put everything under its final name: tokens, then their `.idx`, then the manifest. May be interrupted and repeated."""
+        manifest = Manifest(
+            kind=self.options.kind,
+            dtype=layout.dtype,
+            multimodal=layout.multimodal,
+            eod_id=eod_id,
+            vocab_size=tokenizer.vocab_size if tokenizer else None,
+            tokenizer={"name": tokenizer.name, "digest": tokenizer.digest} if tokenizer else {},
+            documents=sum(shard.documents for shard in shards),
+            sequences=sum(shard.sequences for shard in shards),
+            tokens=sum(shard.tokens for shard in shards),
+            shards=shards,
+        )
+        self._remove_former(layout)
+        folder = self.prefix.rpartition("/")[0] if "/" in self.prefix else "."
+        save_json(join_url(self.work, "publishing.json"), {"digest": layout.digest}, self.storage)
+        for name in layout.names:
+            if not is_remote(self.prefix):
+                suffix = SUFFIXES[self.options.kind]
+                _move(join_url(self.work, f"out/{name}{suffix}"), join_url(folder, name + suffix), self.storage)
+        for name in layout.names:
+            _move(join_url(self.work, f"out/{name}.idx"), join_url(folder, f"{name}.idx"), self.storage)
+        save_bytes(f"{self.prefix}{MANIFEST}", manifest.to_json(), self.storage)
+        return manifest
+
+    def _remove_former(self, layout: Layout) -> None:
+        """A dataset that is being replaced: its manifest and every `.idx` first, so that nothing describes what is not there."""
+        publishing = load_json(join_url(self.work, "publishing.json"), self.storage)
+        if publishing is not None and publishing.get("digest") == layout.digest:
+            return
+        folder = self.prefix.rpartition("/")[0] if "/" in self.prefix else "."
+        names, suffixes = {self.prefix}, [".idx", *SUFFIXES.values()]
+        try:
+            former = read_manifest(f"{self.prefix}{MANIFEST}", self.storage)
+            names |= {join_url(folder, shard.name) for shard in former.shards}
+        except ObjectNotFoundError:
+            pass
+        new = set(layout.targets)
+        _delete(f"{self.prefix}{MANIFEST}", self.storage)
+        for suffix in suffixes:
+            for name in sorted(names):
+                if suffix == ".idx" or name not in new or suffix != SUFFIXES[self.options.kind]:
+                    _delete(name + suffix, self.storage)
+
+    def leave(self) -> None:
+        """After an interruption: keep what a second run can use, and nothing else."""
+        if is_remote(self.work) or not os.path.isdir(self.work):
+            return
+        names = os.listdir(self.work)
+        if any(name.endswith(".json") for name in names):
+            log.warning("what is done is kept in %s; run the same command again to go on", self.work)
+        else:
+            self.remove_work()
+
+    def remove_work(self) -> None:
+        """Forget everything unfinished."""
+        if not is_remote(self.work):
+            for name in os.listdir(self.work) if os.path.isdir(self.work) else []:
+                path = os.path.join(self.work, name)
+                if name != "lock":
+                    shutil.rmtree(path) if os.path.isdir(path) else os.unlink(path)
+            return
+        store, key = open_store(f"{self.work}/", self.storage)
+        for info in store.list(key):
+            store.delete(info.key)
+
+
+def _write_shard(shared: tuple[Job, Layout], number: int, progress: Callable[[int, int], None]) -> Shard:
+    return write_shard(*shared, number, progress)
+
+
+def _exists(url: str, storage: StorageConfig) -> bool:
+    store, key = open_store(url, storage)
     try:
         store.info(key)
     except ObjectNotFoundError:
+        return False
+    return True
+
+
+def _delete(url: str, storage: StorageConfig) -> None:
+    store, key = open_store(url, storage)
+    store.delete(key)
+
+
+def _move(source: str, target: str, storage: StorageConfig) -> None:
+    """Rename on the local disk, else copy; nothing to do if it was done before an interruption."""
+    if not is_remote(source) and not is_remote(target):
+        target = open_store(target, storage)[1]
+        if os.path.exists(source):
+            os.makedirs(os.path.dirname(target), exist_ok=True)
+            os.replace(source, target)
         return
-    raise ConvertError(f"{prefix}.idx: exists already; choose another output, or pass --overwrite to replace it")
-
-
-_worker_encoder: BatchEncoder | None = None
-
-
-@dataclass(frozen=True)
-class _Encoder:
-    """The arguments of a BatchEncoder; what travels to the workers."""
-
-    tokenizer: str
-    key: str
-    eod: int | None
-
-    def start(self) -> None:
-        global _worker_encoder
-        signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the parent, which ends its workers
-        _worker_encoder = BatchEncoder(self.tokenizer, self.key, self.eod)
-
-
-def _encode(batch: list[RawDocument]) -> TokenizedBatch:
-    assert _worker_encoder is not None
-    return _worker_encoder(batch)
-
-
-def _encoded(encoder: _Encoder, batches: Iterator[list[RawDocument]], workers: int) -> Iterator[tuple[int, TokenizedBatch]]:
-    """(documents read, their tokens) of each batch, in order; at most a few batches per worker are in memory."""
-    context = multiprocessing.get_context("spawn")  # clients and thread pools of this process do not survive a fork
-    pool = ProcessPoolExecutor(workers, mp_context=context, initializer=encoder.start)
-    pending: deque[tuple[int, Future[TokenizedBatch]]] = deque()
+    store, key = open_store(source, storage)
     try:
-        for batch in batches:
-            pending.append((len(batch), pool.submit(_encode, batch)))
-            if len(pending) > 3 * workers:
-                count, future = pending.popleft()
-                yield count, future.result()
-        while pending:
-            count, future = pending.popleft()
-            yield count, future.result()
-    finally:
-        pool.shutdown(wait=True, cancel_futures=True)
+        size = store.info(key).size
+    except ObjectNotFoundError:
+        return
+    out_store, out_key = open_store(target, storage)
+    writer = out_store.open_writer(out_key)
+    try:
+        for at in range(0, size, COPY_BYTES):
+            writer.write(store.read_ranges(key, [at], [min(at + COPY_BYTES, size)])[0])
+        writer.commit()
+    except BaseException:
+        writer.abort()
+        raise

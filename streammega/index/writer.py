@@ -37,11 +37,12 @@ class IndexedDatasetWriter:
         storage: credentials, transport and limits.
         kind: "bin"; "zst", seekable zstd frames; "tar", a WebDataset sample for each sequence. Default: by the prefix's suffix.
         level, frame_bytes: of the zstd frames.
+        index_prefix: write the `.idx` elsewhere, for a caller that publishes it when several shards are done.
     """
 
     def __init__(
         self, prefix: str, dtype: DTypeLike = np.int32, multimodal: bool = False, storage: StorageConfig | None = None,
-        *, kind: Kind | None = None, level: int = LEVEL, frame_bytes: int = FRAME_BYTES,
+        *, kind: Kind | None = None, level: int = LEVEL, frame_bytes: int = FRAME_BYTES, index_prefix: str | None = None,
     ) -> None:  # fmt: skip
         self.prefix, named = split_name(str(prefix))
         self.kind: Kind = kind or named
@@ -49,6 +50,7 @@ class IndexedDatasetWriter:
         self.multimodal = multimodal
         dtype_code(self.dtype)
         self._storage = storage or StorageConfig()
+        self._index_prefix = index_prefix or self.prefix
         self._store, self._key = open_store(self.prefix + SUFFIXES[self.kind], self._storage)
         self._lengths, self._modes, self._documents = array("i"), array("b"), array("q", [0])
         self._open = True
@@ -107,11 +109,31 @@ class IndexedDatasetWriter:
         self._put(memoryview(data), lengths, modes)
         self._documents.frombytes((first + np.cumsum(documents, dtype=np.int64)).tobytes())
 
+    def add_stream(
+        self, pieces: Iterator[memoryview], lengths: NDArray[np.int32], documents: NDArray[np.int64],
+        modes: NDArray[np.int8] | None = None,
+    ) -> None:  # fmt: skip
+        """As `add_documents`, with their bytes in pieces of any size."""
+        if self._tar is not None:
+            return self.add_documents(b"".join(pieces), lengths, documents, modes)
+        first, written = len(self._lengths), 0
+        for piece in pieces:
+            self._bin.write(piece)  # type: ignore[union-attr]
+            written += len(piece)
+        if written != int(lengths.sum(dtype=np.int64)) * self.dtype.itemsize:
+            raise FormatError(f"{self.prefix}: {written} bytes do not belong to these lengths")
+        self._note(lengths, modes)
+        self._documents.frombytes((first + np.cumsum(documents, dtype=np.int64)).tobytes())
+        return None
+
     def _put(self, data: memoryview, lengths: NDArray[np.int32], modes: NDArray[np.int8] | None) -> None:
         if self._tar is not None:
             self._tar.add(data, lengths, modes)
         elif isinstance(self._bin, (HashingWriter, FrameWriter)):
             self._bin.write(data)
+        self._note(lengths, modes)
+
+    def _note(self, lengths: NDArray[np.int32], modes: NDArray[np.int8] | None) -> None:
         self._lengths.frombytes(np.ascontiguousarray(lengths, np.int32).tobytes())
         if self.multimodal:
             self._modes.frombytes(np.ascontiguousarray(modes, np.int8).tobytes())
@@ -140,7 +162,7 @@ class IndexedDatasetWriter:
         if not self._open:
             raise FormatError(f"{self.prefix}: this writer is closed already")
         self._open = False
-        index_store, index_key = open_store(f"{self.prefix}.idx", self._storage)
+        index_store, index_key = open_store(f"{self._index_prefix}.idx", self._storage)
         index_store.delete(index_key)
         self._bin.commit()
         self.index = HashingWriter(index_store.open_writer(index_key))

@@ -1,0 +1,186 @@
+"""The commands that make and check datasets: thin; each is a library call."""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Annotated, Any
+
+import typer
+
+from streammega.config import StorageConfig
+from streammega.errors import ConfigError
+
+StorageOption = Annotated[
+    list[str] | None,
+    typer.Option("--storage", metavar="KEY=VALUE", help="A storage option, e.g. endpoint_url=http://host:9000 or anon=true."),
+]
+
+
+UNITS = {"": 1, "k": 1 << 10, "m": 1 << 20, "g": 1 << 30, "t": 1 << 40}
+
+
+def convert(
+    inputs: Annotated[
+        list[str],
+        typer.Argument(
+            help="Text, .jsonl, .parquet, .arrow, .tar, .npy and nanoGPT/llm.c .bin files ([.gz|.bz2|.zst]); folders, also of MDS "
+            "or litdata shards; .bin/.idx prefixes and manifests; globs, URLs, @lists of files."
+        ),
+    ],
+    output: Annotated[str, typer.Argument(help="Prefix to write: a path or s3:// URL.")],
+    tokenizer: Annotated[
+        str | None,
+        typer.Option(help="tokenizer.json, SentencePiece .model, .tiktoken, tiktoken:NAME, a hub's name, or bytes; for text."),
+    ] = None,
+    key: Annotated[list[str] | None, typer.Option(help="JSON key of the text; repeat for more; KEY:MODE gives a mode.")] = None,
+    chat: Annotated[bool, typer.Option(help="Records hold messages; answers get mode 1.")] = False,
+    eod: Annotated[str | None, typer.Option(help="The end-of-document token; found by its usual names by default.")] = None,
+    append_eod: Annotated[bool, typer.Option(help="End every document with the end-of-document token.")] = True,
+    eod_id: Annotated[int | None, typer.Option(help="For inputs of tokens: the id that ends documents.")] = None,
+    input_dtype: Annotated[str, typer.Option(help="Of raw token arrays without a header.")] = "uint16",
+    split_sentences: Annotated[str | None, typer.Option(metavar="LANG", help="Make each sentence a sequence, e.g. en.")] = None,
+    dtype: Annotated[str | None, typer.Option(help="Of the output; by the vocabulary by default.")] = None,
+    min_tokens: Annotated[int, typer.Option(help="Drop shorter documents.")] = 0,
+    max_tokens: Annotated[int | None, typer.Option(help="Cut or drop longer documents.")] = None,
+    long: Annotated[str, typer.Option(help="What to do with them: cut or drop.")] = "cut",
+    mode: Annotated[list[int] | None, typer.Option(help="Keep only sequences of this mode; repeat for more.")] = None,
+    dedup: Annotated[bool, typer.Option(help="Keep the first of documents with the same tokens.")] = False,
+    shuffle: Annotated[bool, typer.Option(help="Shuffle all documents.")] = False,
+    seed: Annotated[int, typer.Option(help="Of the shuffle.")] = 0,
+    memory: Annotated[str, typer.Option(help="Memory for shuffling and deduplication, e.g. 16G.")] = "4G",
+    format: Annotated[str, typer.Option(help="bin, zst (seekable zstd) or tar (WebDataset).")] = "bin",
+    level: Annotated[int, typer.Option(help="Of zstd, 1 to 22.")] = 3,
+    shard_size: Annotated[str | None, typer.Option(help="Token bytes of a shard, e.g. 1G; one shard by default.")] = None,
+    on_error: Annotated[str, typer.Option(help="stop, or skip: count and report what cannot be read.")] = "stop",
+    workers: Annotated[int, typer.Option(help="Processes; 0: one per core.")] = 0,
+    engine: Annotated[str, typer.Option(help="local, or ray (see RAY_ADDRESS).")] = "local",
+    work: Annotated[str | None, typer.Option(help="Folder or URL for what is unfinished; beside the output by default.")] = None,
+    restart: Annotated[bool, typer.Option(help="Forget what an interrupted run has done.")] = False,
+    overwrite: Annotated[bool, typer.Option(help="Replace an existing dataset.")] = False,
+    report: Annotated[str | None, typer.Option(help="Write the report as JSON.")] = None,
+    plot: Annotated[str | None, typer.Option(help="Write the histogram of document lengths as PNG.")] = None,
+    storage: StorageOption = None,
+) -> None:
+    """Make token shards of a corpus: tokenize text, or merge, split, shuffle, filter and re-encode tokens.
+
+    Started again after an interruption, it goes on where it stopped.
+    """
+    from streammega.convert import ConvertOptions, Runner
+    from streammega.convert import convert as run
+
+    options = ConvertOptions(
+        tokenizer=tokenizer,
+        keys=tuple(key or ["text"]),
+        chat=chat,
+        append_eod=append_eod,
+        eod=eod,
+        eod_id=eod_id,
+        split_sentences=split_sentences,
+        input_dtype=input_dtype,
+        dtype=dtype,
+        min_tokens=min_tokens,
+        max_tokens=max_tokens,
+        long=long,  # type: ignore[arg-type]  # checked by the options
+        modes=tuple(mode) if mode else None,
+        dedup=dedup,
+        shuffle_seed=seed if shuffle else None,
+        kind=format,  # type: ignore[arg-type]
+        level=level,
+        shard_bytes=parse_size(shard_size, "--shard-size") if shard_size else None,
+        on_error=on_error,  # type: ignore[arg-type]
+    )
+    runner = Runner(
+        workers=workers,
+        engine=engine,  # type: ignore[arg-type]
+        memory_bytes=parse_size(memory, "--memory"),
+        work=work,
+        restart=restart,
+    )
+    settings = storage_config(storage)
+    with _bar("converting", _total(inputs, settings)) as advance:
+        made = run(inputs, output, options=options, runner=runner, overwrite=overwrite, storage=settings, progress=advance)
+    typer.echo(made.as_text())
+    if report:
+        with open(report, "w", encoding="utf-8") as file:
+            file.write(made.as_json())
+    if plot:
+        from streammega.plotting import write_lengths
+
+        write_lengths(made.histogram, f"{made.prefix}: {made.documents:,} documents, {made.tokens:,} tokens", plot)
+
+
+def verify(
+    name: Annotated[str, typer.Argument(help="A prefix, a manifest, a folder or a glob; path or URL.")],
+    eod_id: Annotated[int | None, typer.Option(help="Every document must end with it; the manifest's by default.")] = None,
+    vocab_size: Annotated[int | None, typer.Option(help="Ids must be below it; the manifest's by default.")] = None,
+    repair: Annotated[bool, typer.Option(help="First rebuild every .idx from the ends of documents in its .bin.")] = False,
+    dtype: Annotated[str | None, typer.Option(help="With --repair: of the tokens, where nothing else says it.")] = None,
+    storage: StorageOption = None,
+) -> None:
+    """Check a dataset: structure, bounds, checksums, ids, the ends of documents. Exit status 1 if something is wrong."""
+    from streammega.verify import repair_index
+    from streammega.verify import verify as run
+
+    settings = storage_config(storage)
+    if repair:
+        for line in repair_index(name, settings, eod_id=eod_id, dtype=dtype):
+            typer.echo(line)
+    with _bar("verifying", None) as advance:
+        found = run(name, settings, vocab_size=vocab_size, eod_id=eod_id, progress=lambda size: advance(size, 0))
+    typer.echo(found.as_text())
+    if found.problems:
+        raise typer.Exit(1)
+
+
+@contextmanager
+def _bar(title: str, total: int | None) -> Iterator[Callable[[int, int], None]]:
+    """A progress bar on a terminal: bytes, tokens, their speed, and the time left where the total is known."""
+    from tqdm import tqdm
+
+    with tqdm(unit="B", unit_scale=True, desc=title, total=total, disable=not sys.stderr.isatty()) as bar:
+        tokens = 0
+
+        def advance(size: int, more: int) -> None:
+            nonlocal tokens
+            tokens += more
+            if tokens and not bar.disable:
+                elapsed = max(bar.format_dict["elapsed"], 1e-3)
+                bar.set_postfix_str(f"{tokens:,} tokens, {tokens / elapsed:,.0f} tokens/s", refresh=False)
+            bar.update(size)
+
+        yield advance
+
+
+def _total(inputs: Sequence[str], storage: StorageConfig) -> int | None:
+    """Bytes of the inputs, where they are read as they are; what decompression makes of others is not known."""
+    from streammega.convert.inputs import find_inputs
+    from streammega.convert.slices import is_compressed
+
+    if not sys.stderr.isatty():
+        return None
+    found = find_inputs(inputs, storage)
+    plain = all(item.format in ("text", "jsonl", "megatron", "raw", "npy") and not is_compressed(item.path) for item in found)
+    return sum(item.size for item in found) if plain else None
+
+
+def parse_size(text: str, option: str) -> int:
+    """Bytes of "512M", "1.5G", "1000". Raises ConfigError."""
+    found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([kmgt]?)(?:i?b)?", text.strip().lower())
+    if not found:
+        raise ConfigError(f"{option} {text!r}: write a size as 512M, 1G or a number of bytes")
+    return int(float(found[1]) * UNITS[found[2]])
+
+
+def storage_config(pairs: Sequence[str] | None) -> StorageConfig:
+    """A StorageConfig from `key=value` words; values true/false are booleans, the rest text."""
+    options: dict[str, Any] = {}
+    for pair in pairs or ():
+        name, equals, value = pair.partition("=")
+        if not equals or not name:
+            raise ConfigError(f"--storage {pair!r}: write it as key=value, for instance endpoint_url=http://127.0.0.1:9000")
+        options[name] = {"true": True, "false": False}.get(value.lower(), value)
+    transport = options.pop("transport", "auto")
+    return StorageConfig(storage_options=options, transport=transport)

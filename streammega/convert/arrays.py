@@ -1,0 +1,115 @@
+"""Raw token arrays: nanoGPT's and llm.c's `.bin`, and `.npy`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from streammega.config import StorageConfig
+from streammega.convert.documents import one_each
+from streammega.convert.options import ConvertOptions
+from streammega.convert.slices import Item, Skipped, Slice, is_compressed, open_stream
+from streammega.errors import ConvertError
+
+SCAN_TOKENS = 4 << 20
+MOST_TOKENS = 2**31 - 1
+"""Tokens of a sequence: the `.idx` holds their number as int32."""
+LLMC_MAGIC, LLMC_HEADER_BYTES = 20240520, 1024
+
+
+def read_raw(piece: Slice, options: ConvertOptions, storage: StorageConfig, skipped: Skipped) -> Iterator[Item]:
+    """nanoGPT's (no header) and llm.c's (256 int32 of header) `.bin`."""
+    with open_stream(piece.input.path, storage) as file:
+        head, dtype = file.read(LLMC_HEADER_BYTES), np.dtype(options.input_dtype).newbyteorder("<")
+        words = np.frombuffer(head, "<i4") if len(head) == LLMC_HEADER_BYTES else np.zeros(3, np.int32)
+        if words[0] == LLMC_MAGIC:
+            if words[1] != 1:
+                raise ConvertError(f"{piece.input.path}: is a token file of version {words[1]}; version 1 is read")
+            expected, dtype, head = int(words[2]), np.dtype("<u2"), b""
+            actual = (piece.input.size - LLMC_HEADER_BYTES) // 2
+            if not is_compressed(piece.input.path) and actual != expected:
+                raise ConvertError(f"{piece.input.path}: its header says {expected:,} tokens, it holds {actual:,}; copy it again")
+        yield from _split_at_eod(_token_chunks(file, head, dtype, piece.input.path), options, piece.input.path)
+
+
+def read_npy(piece: Slice, options: ConvertOptions, storage: StorageConfig, skipped: Skipped) -> Iterator[Item]:
+    """A one-dimensional array is tokens end to end; the rows of a two-dimensional one are documents."""
+    with open_stream(piece.input.path, storage) as file:
+        shape, dtype = _npy_header(file, piece.input.path)
+        if len(shape) == 1:
+            yield from _split_at_eod(_token_chunks(file, b"", dtype, piece.input.path), options, piece.input.path)
+            return
+        rows = max(1, SCAN_TOKENS // max(1, shape[1]))
+        for first in range(0, shape[0], rows):
+            count = min(rows, shape[0] - first)
+            data = file.read(count * shape[1] * dtype.itemsize)
+            if len(data) != count * shape[1] * dtype.itemsize:
+                raise ConvertError(f"{piece.input.path}: the array ends early; copy it again")
+            yield one_each(np.frombuffer(data, dtype), np.full(count, shape[1], np.int32), len(data))
+
+
+def _npy_header(file: Any, path: str) -> tuple[tuple[int, ...], np.dtype[Any]]:
+    version = np.lib.format.read_magic(file)
+    read = np.lib.format.read_array_header_1_0 if version == (1, 0) else np.lib.format.read_array_header_2_0
+    shape, fortran, dtype = read(file)
+    if fortran or len(shape) not in (1, 2) or not np.issubdtype(dtype, np.integer):
+        raise ConvertError(f"{path}: holds {dtype} of shape {shape}; token arrays are integers, of one dimension or two (rows)")
+    return shape, dtype
+
+
+def load_npy(file: Any, path: str) -> NDArray[Any]:
+    """A whole array of integers."""
+    shape, dtype = _npy_header(file, path)
+    data = file.read()
+    if len(data) != int(np.prod(shape)) * dtype.itemsize:
+        raise ConvertError(f"{path}: the array ends early; copy it again")
+    return np.frombuffer(data, dtype)
+
+
+def _token_chunks(file: Any, head: bytes, dtype: np.dtype[Any], path: str) -> Iterator[NDArray[Any]]:
+    rest = head
+    while True:
+        data = file.read(SCAN_TOKENS * dtype.itemsize)
+        whole = rest + data
+        size = len(whole) // dtype.itemsize * dtype.itemsize
+        if size:
+            yield np.frombuffer(whole[:size], dtype)
+        rest = whole[size:]
+        if not data:
+            if rest:
+                raise ConvertError(f"{path}: ends inside a token of {dtype.itemsize} bytes; see --input-dtype")
+            return
+
+
+def _split_at_eod(chunks: Iterator[NDArray[Any]], options: ConvertOptions, path: str) -> Iterator[Item]:
+    """Documents end with eod_id; without one, all is one document."""
+    held: list[NDArray[Any]] = []
+    count = 0
+    for chunk in chunks:
+        if options.eod_id is None:
+            held.append(chunk)
+            count += len(chunk)
+            if count > MOST_TOKENS:
+                raise ConvertError(
+                    f"{path}: a document of over {MOST_TOKENS:,} tokens; name the id that ends documents by --eod-id"
+                )
+            continue
+        ends = np.flatnonzero(chunk == options.eod_id) + 1
+        if len(ends):
+            tokens = np.concatenate([*held, chunk[: ends[-1]]])
+            lengths = np.diff(np.concatenate([[0], ends]))
+            lengths[0] += count
+            yield one_each(tokens, lengths, tokens.nbytes)
+            held, count = [], 0
+        tail = chunk[ends[-1] :] if len(ends) else chunk
+        if len(tail):
+            held.append(tail)
+            count += len(tail)
+            if count > MOST_TOKENS:
+                raise ConvertError(f"{path}: over {MOST_TOKENS:,} tokens without the id {options.eod_id}; is it the right one?")
+    if count:
+        tokens = np.concatenate(held)
+        yield one_each(tokens, np.array([count]), tokens.nbytes)

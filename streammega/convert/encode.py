@@ -1,0 +1,158 @@
+"""Raw documents to tokens, a batch at a time."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from streammega.config import StorageConfig
+from streammega.convert.documents import RawDocument, Tokens
+from streammega.convert.options import ConvertOptions
+from streammega.convert.readers import resolve_lines
+from streammega.convert.slices import Skipped
+from streammega.convert.tokenizers import BytesTokenizer, TextTokenizer, find_eod
+from streammega.errors import ConfigError, ConvertError
+from streammega.index.format import smallest_dtype
+
+ROLES = {"system": "system", "user": "user", "human": "user", "assistant": "assistant", "gpt": "assistant", "tool": "tool"}
+Part = tuple[str, int, bool]
+"""Text of a sequence, its mode, and whether it ends with the end-of-document token."""
+
+
+class BatchEncoder:
+    """Encodes batches of raw documents; made once per process."""
+
+    def __init__(self, tokenizer: TextTokenizer, options: ConvertOptions, storage: StorageConfig) -> None:
+        self.tokenizer, self._options, self._storage = tokenizer, options, storage
+        self.eod = find_eod(tokenizer, options.eod) if options.append_eod else None
+        if options.chat and self.eod is None:
+            raise ConfigError("chat ends every message with the end-of-document token; leave append_eod on")
+        self.dtype: np.dtype[Any] = np.dtype(options.dtype) if options.dtype else smallest_dtype(tokenizer.vocab_size)
+        if tokenizer.vocab_size - 1 > np.iinfo(self.dtype).max:
+            raise ConfigError(f"dtype {self.dtype} cannot hold the {tokenizer.vocab_size} ids of {tokenizer.name}; use int32")
+        self._split: Any = _sentence_splitter(options.split_sentences) if options.split_sentences else None
+
+    def __call__(self, documents: Sequence[RawDocument], skipped: Skipped) -> Tokens:
+        """Encode. Empty documents are counted and left out. Raises ConvertError that names file and line."""
+        parts: list[list[Part]] = []
+        size = 0
+        for document in documents:
+            size += len(document.data)
+            try:
+                found = self.parts(document)
+            except ConvertError as error:
+                message = resolve_lines(str(error), self._storage)
+                if self._options.on_error == "stop":
+                    raise ConvertError(message) from None
+                skipped.add("broken record", message)
+                continue
+            if found:
+                parts.append(found)
+            else:
+                skipped.counts["empty"] = skipped.counts.get("empty", 0) + 1
+        flat = [part for own in parts for part in own]
+        ids = self.tokenizer.encode([text for text, _, _ in flat]) if flat else []
+        return self._pack(parts, flat, ids, size)
+
+    def _pack(self, parts: list[list[Part]], flat: list[Part], ids: Sequence[Sequence[int]], size: int) -> Tokens:
+        ends = np.fromiter((closed and self.eod is not None for _, _, closed in flat), np.int64, len(flat))
+        own = np.fromiter(map(len, ids), np.int64, len(ids))
+        lengths = own + ends
+        tokens = np.empty(int(lengths.sum()), self.dtype)
+        where = np.ones(len(tokens), np.bool_)
+        if self.eod is not None:
+            closing = np.cumsum(lengths)[ends > 0] - 1
+            where[closing] = False
+            tokens[closing] = self.eod
+        if isinstance(self.tokenizer, BytesTokenizer):
+            tokens[where] = np.concatenate([np.asarray(own_ids) for own_ids in ids] or [tokens[:0]])
+        else:
+            tokens[where] = np.fromiter(itertools.chain.from_iterable(ids), self.dtype, int(own.sum()))
+        modes = np.fromiter((mode for _, mode, _ in flat), np.int8, len(flat)) if self._options.makes_modes else None
+        documents = np.fromiter(map(len, parts), np.int64, len(parts))
+        return Tokens(tokens=tokens, lengths=lengths.astype(np.int32), documents=documents, modes=modes, source_bytes=size)
+
+    def parts(self, document: RawDocument) -> list[Part]:
+        """The sequences of a document; none if it has no text."""
+        if not document.record:
+            texts = [(_decode(document), 0)]
+        else:
+            record = _record(document)
+            if self._options.chat:
+                return _conversation(record, document.where)
+            texts = [(_text(record, key, document.where), mode) for key, mode in self._options.key_modes]
+        if self._split is not None:
+            texts = [(sentence, mode) for text, mode in texts for sentence in self._split(text) if sentence]
+        texts = [(text, mode) for text, mode in texts if text]
+        return [(text, mode, number == len(texts)) for number, (text, mode) in enumerate(texts, 1)]
+
+
+def _decode(document: RawDocument) -> str:
+    try:
+        return document.data.decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise _not_utf8(document.where, error) from None
+
+
+def _not_utf8(where: str, error: UnicodeDecodeError) -> ConvertError:
+    return ConvertError(f"{where}: is not UTF-8 text (byte {error.start}); convert it with iconv, or leave it out")
+
+
+def _record(document: RawDocument) -> Any:
+    try:
+        return document.fields if document.fields is not None else json.loads(document.data)
+    except UnicodeDecodeError as error:
+        raise _not_utf8(document.where, error) from None
+    except (ValueError, RecursionError) as error:
+        raise ConvertError(f"{document.where}: broken JSON ({error}); mend the line, or leave it out") from None
+
+
+def _text(record: Any, key: str, where: str) -> str:
+    if not isinstance(record, dict) or key not in record:
+        has = ", ".join(sorted(map(str, record))) if isinstance(record, dict) else type(record).__name__
+        raise ConvertError(f"{where}: has no key {key!r} (it has: {has}); name the text's key with --key")
+    if not isinstance(record[key], str):
+        raise ConvertError(f"{where}: key {key!r} holds {type(record[key]).__name__}, not text; name the text's key with --key")
+    return _encodable(str(record[key]), where)
+
+
+def _encodable(text: str, where: str) -> str:
+    """JSON can spell half a character, which no tokenizer takes."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise ConvertError(
+            f"{where}: holds half of a character (a lone surrogate, character {error.start}); leave it out"
+        ) from None
+    return text
+
+
+def _conversation(record: Any, where: str) -> list[Part]:
+    """Headers and questions of mode 0, answers of mode 1; a header is `<|role|>` and a newline."""
+    turns = record.get("messages", record.get("conversations")) if isinstance(record, dict) else None
+    if not isinstance(turns, list):
+        raise ConvertError(f"{where}: has neither a list of 'messages' nor of 'conversations'")
+    parts: list[Part] = []
+    for turn in turns:
+        own = turn if isinstance(turn, dict) else {}
+        role, text = own.get("role", own.get("from")), own.get("content", own.get("value"))
+        if not isinstance(role, str) or role not in ROLES or not isinstance(text, str):
+            raise ConvertError(f"{where}: a message needs a role of {', '.join(ROLES)} and a text, not {role!r}")
+        parts.append((f"<|{ROLES[role]}|>\n", 0, False))
+        parts.append((_encodable(text, where), int(ROLES[role] == "assistant"), True))
+    return parts
+
+
+def _sentence_splitter(language: str) -> Any:
+    try:
+        import pysbd
+    except ImportError:
+        raise ConfigError("splitting into sentences needs the pysbd package: pip install 'streammega[sentences]'") from None
+    try:
+        return pysbd.Segmenter(language=language, clean=False).segment
+    except ValueError as error:
+        raise ConfigError(f"split_sentences {language!r}: {error}") from None

@@ -1,0 +1,172 @@
+"""Who does the work: processes of this machine, or a Ray cluster. The tasks are the same, and so is what they make."""
+
+from __future__ import annotations
+
+import ctypes
+import logging
+import multiprocessing
+import os
+import signal
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import FIRST_COMPLETED, BrokenExecutor, Future, ProcessPoolExecutor, wait
+from dataclasses import dataclass
+from typing import Any
+
+from streammega.convert.options import Runner
+from streammega.errors import ConfigError, ConvertError, StreammegaError
+from streammega.kernels.parallel import num_threads
+
+log = logging.getLogger(__name__)
+
+Progress = Callable[[int, int], None]
+Task = Callable[[Any, int, Progress], Any]
+"""(what all tasks share, number of the task, progress(bytes, tokens)) -> its result."""
+DEATHS = 5
+"""Times that workers may be killed under a run before it gives up."""
+POLL = 0.2
+
+
+@dataclass(frozen=True, kw_only=True)
+class Work:
+    """Tasks to be done: `function(shared, number, progress)` for each number."""
+
+    function: Task
+    shared: Any
+    numbers: Sequence[int]
+
+
+def run_tasks(work: Work, runner: Runner, progress: Progress, most_at_once: int | None = None) -> Iterator[tuple[int, Any]]:
+    """(number, result) as tasks are done. Raises what a task raised; the others are given up."""
+    if not work.numbers:
+        return
+    if runner.engine == "ray":
+        yield from _on_ray(work, runner, progress)
+        return
+    workers = min(runner.workers or num_threads(), len(work.numbers), most_at_once or len(work.numbers))
+    threads = max(1, (runner.workers or num_threads()) // workers)
+    if workers == 1:
+        _prepare(threads)
+        for number in work.numbers:
+            yield number, work.function(work.shared, number, progress)
+        return
+    yield from _on_processes(work, workers, threads, progress)
+
+
+def _prepare(threads: int) -> None:
+    """How many threads the tokenizers library may use: what the tasks leave idle."""
+    os.environ["TOKENIZERS_PARALLELISM"] = "true" if threads > 1 else "false"
+    os.environ.setdefault("RAYON_NUM_THREADS", str(threads))
+
+
+_shared: Any = None
+_counters: Any = None
+
+
+def _start(function_shared: Any, counters: Any, threads: int) -> None:
+    global _shared, _counters
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the parent, which ends its workers
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # a worker does not outlive its parent
+    _prepare(threads)
+    _shared, _counters = function_shared, counters
+
+
+def _task(function: Task, number: int) -> Any:
+    def progress(size: int, tokens: int) -> None:
+        with _counters.get_lock():
+            _counters[0] += size
+            _counters[1] += tokens
+
+    return function(_shared, number, progress)
+
+
+def _on_processes(work: Work, workers: int, threads: int, progress: Progress) -> Iterator[tuple[int, Any]]:
+    context = multiprocessing.get_context("spawn")  # clients and thread pools of this process do not survive a fork
+    left, deaths = list(work.numbers), 0
+    while left:
+        counters = context.Array("q", 2)
+        pool = ProcessPoolExecutor(workers, mp_context=context, initializer=_start, initargs=(work.shared, counters, threads))
+        try:
+            for number, result in _results(pool, work, left, workers, counters, progress):
+                left.remove(number)
+                yield number, result
+        except BrokenExecutor:
+            deaths += 1
+            if deaths > DEATHS:
+                raise ConvertError(
+                    "workers were killed again and again (out of memory?); use fewer --workers, or less --memory"
+                ) from None
+            log.warning("a worker was killed; what it was doing is done again (%d of at most %d times)", deaths, DEATHS)
+        finally:
+            _end(pool)
+
+
+def _results(
+    pool: ProcessPoolExecutor, work: Work, left: Sequence[int], workers: int, counters: Any, progress: Progress
+) -> Iterator[tuple[int, Any]]:
+    waiting = iter(list(left))
+    running: dict[Future[Any], int] = {}
+    seen = [0, 0]
+    while True:
+        for number in waiting:
+            running[pool.submit(_task, work.function, number)] = number
+            if len(running) > 2 * workers:
+                break
+        if not running:
+            return
+        done, _ = wait(running, timeout=POLL, return_when=FIRST_COMPLETED)
+        now = list(counters)
+        if now != seen:
+            progress(now[0] - seen[0], now[1] - seen[1])
+            seen = now
+        for future in done:
+            number = running.pop(future)
+            yield number, future.result()
+
+
+def _end(pool: ProcessPoolExecutor) -> None:
+    """Stop the workers now: what they have not finished is nothing."""
+    for process in list((getattr(pool, "_processes", None) or {}).values()):
+        process.terminate()
+    pool.shutdown(wait=True, cancel_futures=True)
+
+
+def _on_ray(work: Work, runner: Runner, progress: Progress) -> Iterator[tuple[int, Any]]:
+    try:
+        import ray
+    except ImportError:
+        raise ConfigError("the ray engine needs Ray: pip install 'streammega[ray]'") from None
+    own = not ray.is_initialized()
+    if own:
+        ray.init(address=os.environ.get("RAY_ADDRESS"), log_to_driver=False, logging_level=logging.ERROR, include_dashboard=False)
+    remote = ray.remote(max_retries=DEATHS)(_ray_task)
+    shared = ray.put(work.shared)
+    try:
+        running = {remote.remote(work.function, shared, number): number for number in work.numbers}
+        while running:
+            done, _ = ray.wait(list(running), num_returns=1)
+            number = running.pop(done[0])
+            try:
+                result, size, tokens = ray.get(done[0])
+            except ray.exceptions.RayTaskError as error:
+                raise error.cause if isinstance(error.cause, StreammegaError) else ConvertError(str(error.cause)) from None
+            except ray.exceptions.WorkerCrashedError:
+                raise ConvertError("workers of the cluster were killed again and again; see Ray's own logs") from None
+            progress(size, tokens)
+            yield number, result
+    finally:
+        if own:
+            ray.shutdown()
+
+
+def _ray_task(function: Task, shared: Any, number: int) -> tuple[Any, int, int]:
+    done = [0, 0]
+
+    def progress(size: int, tokens: int) -> None:
+        done[0] += size
+        done[1] += tokens
+
+    _prepare(1)
+    result = function(shared, number, progress)
+    return result, done[0], done[1]

@@ -1,0 +1,146 @@
+"""What a conversion is asked for: everything that its output depends on, and nothing else."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from dataclasses import asdict, dataclass, field
+from typing import Literal
+
+from streammega.errors import ConfigError
+from streammega.index.format import dtype_code
+from streammega.index.shards import SUFFIXES, Kind
+from streammega.storage.frames import FRAME_BYTES, LEVEL
+
+MiB = 1 << 20
+
+
+@dataclass(frozen=True, kw_only=True)
+class ConvertOptions:
+    """How documents become tokens, which are kept, and how they are laid out."""
+
+    tokenizer: str | None = None
+    """A tokenizer.json, a name on the Hugging Face hub, a SentencePiece .model, a .tiktoken file, tiktoken:NAME, or `bytes`;
+    None: the inputs hold tokens."""
+    keys: tuple[str, ...] = ("text",)
+    """Keys of a record that hold its text, each a sequence of the document; `key:1` gives its tokens mode 1."""
+    chat: bool = False
+    """Records hold `messages`: headers and questions get mode 0, answers of the assistant mode 1."""
+    append_eod: bool = True
+    eod: str | None = None
+    """The end-of-document token; None: found by its usual names."""
+    eod_id: int | None = None
+    """For inputs of tokens: the id that ends documents."""
+    split_sentences: str | None = None
+    """A language code, such as `en`: every sentence is a sequence of its document."""
+    input_dtype: str = "uint16"
+    """Of raw token arrays without a header."""
+    dtype: str | None = None
+    """Of the output; None: that of the tokens."""
+    min_tokens: int = 0
+    max_tokens: int | None = None
+    """Documents with fewer tokens are dropped; those with more are dropped or cut."""
+    long: Literal["cut", "drop"] = "cut"
+    modes: tuple[int, ...] | None = None
+    """Keep only sequences of these modes."""
+    dedup: bool = False
+    """Keep the first of documents with the same tokens."""
+    shuffle_seed: int | None = None
+    """Shuffle all documents by this seed; None: the order of the inputs."""
+    kind: Kind = "bin"
+    level: int = LEVEL
+    frame_bytes: int = FRAME_BYTES
+    shard_bytes: int | None = None
+    """Token bytes of a shard, at most unless one document has more; None: one shard."""
+    on_error: Literal["stop", "skip"] = "stop"
+
+    def __post_init__(self) -> None:
+        if self.kind not in SUFFIXES:
+            raise ConfigError(f"format {self.kind!r} is not one of {', '.join(SUFFIXES)}")
+        if self.long not in ("cut", "drop"):
+            raise ConfigError(f"long is {self.long!r}; it must be 'cut' or 'drop'")
+        if self.on_error not in ("stop", "skip"):
+            raise ConfigError(f"on_error is {self.on_error!r}; it must be 'stop' or 'skip'")
+        if self.shard_bytes is not None and self.shard_bytes < 1:
+            raise ConfigError(f"shard_bytes is {self.shard_bytes}; it must be a positive number of bytes")
+        if self.max_tokens is not None and self.max_tokens < max(1, self.min_tokens):
+            raise ConfigError(f"max_tokens is {self.max_tokens}; it must be at least 1, and at least min_tokens")
+        if not 1 <= self.level <= 22:
+            raise ConfigError(f"level is {self.level}; zstd has levels 1 to 22")
+        if not 1024 <= self.frame_bytes <= 1 << 30:
+            raise ConfigError(f"frame_bytes is {self.frame_bytes}; it must lie between 1 KiB and 1 GiB")
+        for name in (self.dtype, self.input_dtype):
+            if name is not None:
+                dtype_code(_known(name))
+        if not self.keys:
+            raise ConfigError("keys is empty; name the key that holds the text")
+        for key in self.keys:
+            key_mode(key)
+
+    @property
+    def key_modes(self) -> list[tuple[str, int]]:
+        """(key, mode) of each key."""
+        return [key_mode(key) for key in self.keys]
+
+    @property
+    def makes_modes(self) -> bool:
+        """Whether text becomes sequences with modes."""
+        return self.chat or any(":" in key for key in self.keys)
+
+    @property
+    def plain(self) -> bool:
+        """Whether documents of tokens pass as they are, in their order."""
+        return not (
+            self.dedup
+            or self.min_tokens
+            or self.max_tokens is not None
+            or self.modes is not None
+            or self.shuffle_seed is not None
+        )
+
+    def digest(self) -> str:
+        """Changes with every setting."""
+        return hashlib.blake2b(json.dumps(asdict(self), sort_keys=True).encode(), digest_size=12).hexdigest()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Runner:
+    """How the work is done; the output does not depend on it.
+
+    workers: processes, 0: one per core. memory_bytes: for shuffling. work: a folder or URL for what is unfinished, which all
+    machines of a cluster can write; None: beside the output, or in the cache when that is remote.
+    """
+
+    workers: int = 0
+    engine: Literal["local", "ray"] = "local"
+    memory_bytes: int = 4096 * MiB
+    work: str | None = None
+    restart: bool = False
+    extra: dict[str, str] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        if self.workers < 0:
+            raise ConfigError(f"workers is {self.workers}; give a positive number, or 0 for one per core")
+        if self.engine not in ("local", "ray"):
+            raise ConfigError(f"engine is {self.engine!r}; it must be 'local' or 'ray'")
+        if self.memory_bytes < MiB:
+            raise ConfigError(f"memory_bytes is {self.memory_bytes}; it must be at least {MiB}")
+
+
+def key_mode(key: str) -> tuple[str, int]:
+    """("text", 0) of "text", ("answer", 1) of "answer:1". Raises ConfigError."""
+    name, colon, mode = key.rpartition(":")
+    if not colon:
+        return key, 0
+    if not mode.lstrip("-").isdigit() or not -128 <= int(mode) <= 127 or not name:
+        raise ConfigError(f"key {key!r}: write it as NAME, or NAME:MODE with a mode between -128 and 127")
+    return name, int(mode)
+
+
+def _known(name: str) -> str:
+    import numpy as np
+
+    try:
+        return np.dtype(name).name
+    except TypeError:
+        raise ConfigError(f"dtype {name!r} is not known; use uint16, int32, uint8, int64, ...") from None

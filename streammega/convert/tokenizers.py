@@ -1,0 +1,223 @@
+"""Tokenizers of every kind behind one small interface: Hugging Face, SentencePiece, tiktoken, bytes."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+import numpy as np
+
+from streammega.errors import ConvertError, ObjectNotFoundError
+
+EOD_NAMES = ("<|endoftext|>", "<|end_of_text|>", "<eod>", "<EOD>", "</s>", "<eos>", "<|im_end|>", "[SEP]")
+# How text is cut before byte pairs are merged is not in a .tiktoken file; this is the cut of cl100k_base.
+TIKTOKEN_PATTERN = (
+    r"""'(?i:[sdmt]|ll|ve|re)|[^\r\n\p{L}\p{N}]?+\p{L}++|\p{N}{1,3}+| ?[^\s\p{L}\p{N}]++[\r\n]*+|\s++$|\s*[\r\n]|\s+(?!\S)|\s"""
+)
+Ids = Sequence[int]
+
+
+class TextTokenizer(Protocol):
+    """Text to token ids. `digest` changes with what it makes of texts; ids run below vocab_size."""
+
+    name: str
+    digest: str
+    vocab_size: int
+
+    def encode(self, texts: list[str]) -> Sequence[Ids]:
+        """Token ids of each text, no special tokens added."""
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """The text of ids."""
+
+    def find(self, token: str) -> int | None:
+        """The id of a special token, if there is one of that name."""
+
+    def usual_eod(self) -> int | None:
+        """The end-of-document token that the tokenizer itself knows of."""
+
+
+def load_tokenizer(name: str) -> TextTokenizer:
+    """A tokenizer by what its name looks like: a .json, .model or .tiktoken file, tiktoken:NAME, `bytes`, or a hub's name.
+
+    Raises ObjectNotFoundError, ConvertError.
+    """
+    if name == "bytes":
+        return BytesTokenizer()
+    if name.startswith("tiktoken:") or name.endswith(".tiktoken"):
+        return TiktokenTokenizer(name)
+    if name.endswith(".model"):
+        return SentencePieceTokenizer(name)
+    return HuggingFaceTokenizer(name)
+
+
+def find_eod(tokenizer: TextTokenizer, name: str | None) -> int:
+    """The id of the end-of-document token: the one named, the tokenizer's own, or the first well-known name it has."""
+    if name is None and (own := tokenizer.usual_eod()) is not None:
+        return own
+    for candidate in [name] if name else EOD_NAMES:
+        if (found := tokenizer.find(candidate)) is not None:
+            return found
+    known = name or ", ".join(EOD_NAMES)
+    raise ConvertError(f"the tokenizer has no end-of-document token ({known}); name it with --eod, or pass --no-append-eod")
+
+
+class HuggingFaceTokenizer:
+    """A tokenizer.json, or a tokenizer of the Hugging Face hub by name."""
+
+    def __init__(self, name: str) -> None:
+        from tokenizers import Tokenizer
+
+        self.name = os.path.basename(name) if os.path.exists(name) else name
+        if not os.path.isfile(name) and (name.endswith(".json") or name.startswith((".", "/", "~")) or name.count("/") > 1):
+            raise ObjectNotFoundError(f"{name}: no such tokenizer file; give the path of a tokenizer.json")
+        try:
+            self._model: Any = Tokenizer.from_file(name) if os.path.isfile(name) else Tokenizer.from_pretrained(name)
+        except Exception as error:  # the library raises bare Exception
+            if os.path.isfile(name):
+                raise ConvertError(f"{name}: is not a tokenizer.json that the tokenizers library reads ({error})") from None
+            reason = str(error).splitlines()[0][:200] if str(error) else type(error).__name__
+            raise ConvertError(
+                f"{name}: neither a file nor a tokenizer that the hub could give ({reason}); give the path of a tokenizer.json"
+            ) from None
+        self._model.no_truncation()
+        self._model.no_padding()
+        self.digest = _digest(self._model.to_str().encode())
+        highest = max(self._model.get_vocab(with_added_tokens=True).values(), default=-1)
+        self.vocab_size = max(int(self._model.get_vocab_size(with_added_tokens=True)), int(highest) + 1)
+
+    def encode(self, texts: list[str]) -> Sequence[Ids]:
+        """In batches, by the library's threads where TOKENIZERS_PARALLELISM allows."""
+        return [encoding.ids for encoding in self._model.encode_batch_fast(texts, add_special_tokens=False)]
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """The text, special tokens included."""
+        return str(self._model.decode(list(ids), skip_special_tokens=False))
+
+    def find(self, token: str) -> int | None:
+        """By the vocabulary."""
+        found = self._model.token_to_id(token)
+        return None if found is None else int(found)
+
+    def usual_eod(self) -> int | None:
+        """Not known; by name."""
+        return None
+
+
+class SentencePieceTokenizer:
+    """A SentencePiece .model file."""
+
+    def __init__(self, path: str) -> None:
+        try:
+            import sentencepiece
+        except ImportError:
+            raise ConvertError(f"{path}: needs the sentencepiece package: pip install 'streammega[tokenizers]'") from None
+        if not os.path.isfile(path):
+            raise ObjectNotFoundError(f"{path}: no such tokenizer file")
+        try:
+            self._model: Any = sentencepiece.SentencePieceProcessor(model_file=path)
+        except Exception as error:  # RuntimeError, OSError
+            raise ConvertError(f"{path}: is not a SentencePiece model ({error})") from None
+        self.name, self.vocab_size = os.path.basename(path), int(self._model.vocab_size())
+        self.digest = _digest(self._model.serialized_model_proto())
+
+    def encode(self, texts: list[str]) -> Sequence[Ids]:
+        """One thread: the processes are the parallelism."""
+        found: Sequence[Ids] = self._model.encode(texts, num_threads=1)
+        return found
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """The text."""
+        return str(self._model.decode(list(map(int, ids))))
+
+    def find(self, token: str) -> int | None:
+        """By the vocabulary; the unknown piece is none."""
+        found = int(self._model.piece_to_id(token))
+        return None if found == self._model.unk_id() else found
+
+    def usual_eod(self) -> int | None:
+        """Its end-of-sentence piece."""
+        found = int(self._model.eos_id())
+        return found if found >= 0 else None
+
+
+class TiktokenTokenizer:
+    """An encoding of tiktoken by name, or a .tiktoken file cut as cl100k_base is, with <|endoftext|> after its last id."""
+
+    def __init__(self, name: str) -> None:
+        try:
+            import tiktoken
+            from tiktoken.load import load_tiktoken_bpe
+        except ImportError:
+            raise ConvertError(f"{name}: needs the tiktoken package: pip install 'streammega[tokenizers]'") from None
+        if name.endswith(".tiktoken") and not os.path.isfile(name):
+            raise ObjectNotFoundError(f"{name}: no such tokenizer file")
+        try:
+            if name.endswith(".tiktoken"):
+                ranks = load_tiktoken_bpe(name)
+                end = {"<|endoftext|>": max(ranks.values()) + 1}
+                stem = os.path.basename(name)
+                self._model: Any = tiktoken.Encoding(stem, pat_str=TIKTOKEN_PATTERN, mergeable_ranks=ranks, special_tokens=end)
+            else:
+                self._model = tiktoken.get_encoding(name.partition(":")[2])
+        except Exception as error:  # downloads, files and names fail in their own ways
+            raise ConvertError(f"{name}: cannot be loaded ({type(error).__name__}: {str(error)[:200]})") from None
+        self.name, self.vocab_size = os.path.basename(name), int(self._model.n_vocab)
+        hasher = hashlib.blake2b(digest_size=16)
+        for token, rank in sorted(self._model._mergeable_ranks.items(), key=lambda pair: pair[1]):
+            hasher.update(b"%d %d " % (rank, len(token)) + token)
+        self.digest = hasher.hexdigest()
+
+    def encode(self, texts: list[str]) -> Sequence[Ids]:
+        """One thread: the processes are the parallelism."""
+        return [self._model.encode_ordinary(text) for text in texts]
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """The text."""
+        return str(self._model.decode(list(map(int, ids))))
+
+    def find(self, token: str) -> int | None:
+        """By its special tokens."""
+        found = self._model._special_tokens.get(token)
+        return None if found is None else int(found)
+
+    def usual_eod(self) -> int | None:
+        """<|endoftext|>, where the encoding has it."""
+        return self.find("<|endoftext|>")
+
+
+class BytesTokenizer:
+    """UTF-8 bytes as ids 0 to 255; 256 ends documents."""
+
+    name, digest, vocab_size = "bytes", "utf-8+256", 257
+
+    def encode(self, texts: list[str]) -> Sequence[Ids]:
+        """The bytes."""
+        return [np.frombuffer(text.encode(), np.uint8) for text in texts]  # type: ignore[misc]
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """The text; the end of a document is written out."""
+        parts = bytes(token for token in ids if token < 256)
+        return parts.decode(errors="replace") if len(parts) == len(ids) else self._with_ends(ids)
+
+    def _with_ends(self, ids: Sequence[int]) -> str:
+        text, start = "", 0
+        for at, token in enumerate([*ids, 256]):
+            if token >= 256:
+                text += bytes(ids[start:at]).decode(errors="replace") + ("<|endoftext|>" if at < len(ids) else "")
+                start = at + 1
+        return text
+
+    def find(self, token: str) -> int | None:
+        """Only <|endoftext|>."""
+        return 256 if token == "<|endoftext|>" else None
+
+    def usual_eod(self) -> int | None:
+        """256."""
+        return 256
+
+
+def _digest(data: bytes) -> str:
+    return hashlib.blake2b(data, digest_size=16).hexdigest()

@@ -1,0 +1,380 @@
+"""The first half of a conversion: units of input, each of which becomes segments of tokens in the work folder.
+
+A unit is a stretch of the inputs that one worker handles. What it makes depends on nothing else, so it can be done anywhere, and
+again. A segment is a `.bin/.idx` pair of at most a few tens of MiB; `.side` beside it holds what shuffling and removal of
+duplicates need of each document. The unit's record, written last, says that all of it is there.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+import numpy as np
+import xxhash
+from numpy.typing import NDArray
+
+from streammega.config import StorageConfig
+from streammega.convert.documents import RawDocument, Tokens, concatenate
+from streammega.convert.encode import BatchEncoder
+from streammega.convert.inputs import Input
+from streammega.convert.options import ConvertOptions
+from streammega.convert.pairs import dataset_name, document_runs
+from streammega.convert.readers import read_slice
+from streammega.convert.slices import Skipped, Slice, is_compressed, open_plain
+from streammega.convert.tokenizers import load_tokenizer
+from streammega.errors import ConvertError, StorageError
+from streammega.index.format import CODE_OF_DTYPE, smallest_dtype
+from streammega.index.reader import IndexedDataset
+from streammega.index.writer import IndexedDatasetWriter
+from streammega.storage import join_url, open_store
+
+UNIT_BYTES = 64 << 20
+UNIT_FILES = 4096
+SEGMENT_BYTES = 32 << 20
+BATCH_BYTES, BATCH_DOCUMENTS = 1 << 20, 4096
+BINS = 48
+"""Of the histogram of document lengths: bin b counts documents of [2^b, 2^(b+1)) tokens."""
+Progress = Callable[[int, int], None]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Job:
+    """All that a worker has to know. Plain data, so that it can be sent anywhere."""
+
+    options: ConvertOptions
+    storage: StorageConfig
+    work: str
+    units: list[list[Slice]]
+    tokenizer_digest: str = ""
+
+    def unit_digest(self, number: int) -> str:
+        """Changes with the inputs of a unit and with every setting."""
+        pieces = [asdict(piece) for piece in self.units[number]]
+        what = json.dumps([self.options.digest(), self.tokenizer_digest, pieces], sort_keys=True)
+        return hashlib.blake2b(what.encode(), digest_size=12).hexdigest()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Segment:
+    """One written segment. `name`: its prefix in the work folder."""
+
+    name: str
+    dtype: str
+    multimodal: bool
+    documents: int
+    tokens: int
+
+
+@dataclass(kw_only=True)
+class UnitRecord:
+    """What a unit made. `counts`: documents by what happened to them; `histogram`: of those kept."""
+
+    digest: str
+    segments: list[Segment] = field(default_factory=list)
+    counts: dict[str, int] = field(default_factory=dict)
+    messages: list[str] = field(default_factory=list)
+    source_bytes: int = 0
+    documents: int = 0
+    tokens: int = 0
+    histogram: list[int] = field(default_factory=lambda: [0] * BINS)
+
+
+def plan_units(inputs: Sequence[Input], options: ConvertOptions, storage: StorageConfig) -> list[list[Slice]]:
+    """Units in the order of the inputs: large files are cut where their format allows, small ones put together."""
+    units: list[list[Slice]] = []
+    room = 0
+    for item in inputs:
+        for piece, size in _slices(item, storage):
+            if units and size <= room and len(units[-1]) < UNIT_FILES:
+                units[-1].append(piece)
+            else:
+                units.append([piece])
+                room = UNIT_BYTES
+            room -= size
+    return units
+
+
+def _slices(item: Input, storage: StorageConfig) -> Iterator[tuple[Slice, int]]:
+    """(slice, bytes) of an input."""
+    if item.format == "jsonl" and not is_compressed(item.path) and item.size > UNIT_BYTES:
+        for start in range(0, item.size, UNIT_BYTES):
+            yield Slice(input=item, start=start, stop=min(start + UNIT_BYTES, item.size)), UNIT_BYTES
+    elif item.format == "megatron":
+        indexed = IndexedDataset(dataset_name(item.path), storage)
+        for low, high in document_runs(indexed, 0, len(indexed.document_indices) - 1, UNIT_BYTES):
+            yield Slice(input=item, start=low, stop=high), UNIT_BYTES
+    elif item.format == "parquet" and item.size > UNIT_BYTES:
+        yield from _row_groups(item, storage)
+    else:
+        yield Slice(input=item), item.size
+
+
+def _row_groups(item: Input, storage: StorageConfig) -> Iterator[tuple[Slice, int]]:
+    import pyarrow.parquet as pq
+
+    with open_plain(item.path, storage) as file:
+        metadata = pq.ParquetFile(file).metadata
+        first, size = 0, 0
+        for group in range(metadata.num_row_groups):
+            size += metadata.row_group(group).total_byte_size
+            if size >= UNIT_BYTES or group == metadata.num_row_groups - 1:
+                yield Slice(input=item, start=first, stop=group + 1), UNIT_BYTES
+                first, size = group + 1, 0
+
+
+def unit_name(number: int) -> str:
+    """Of a unit's files in the work folder."""
+    return f"unit-{number:06d}"
+
+
+def read_record(job: Job, number: int) -> UnitRecord | None:
+    """What a unit made, if it is done and was made from the same."""
+    found = load_json(join_url(job.work, f"{unit_name(number)}.json"), job.storage)
+    if found is None or found.get("digest") != job.unit_digest(number):
+        return None
+    segments = [Segment(**segment) for segment in found.pop("segments")]
+    return UnitRecord(segments=segments, **found)
+
+
+def load_json(url: str, storage: StorageConfig) -> dict[str, Any] | None:
+    """A record of the work folder; None where there is none that can be read."""
+    store, key = open_store(url, storage)
+    try:
+        size = store.info(key).size
+        found: Any = json.loads(bytes(store.read_ranges(key, [0], [size])[0]))
+    except (StorageError, ValueError):
+        return None
+    return found if isinstance(found, dict) else None
+
+
+def save_json(url: str, value: Any, storage: StorageConfig) -> None:
+    """Write a record, at once."""
+    save_bytes(url, json.dumps(value, indent=1).encode(), storage)
+
+
+def save_bytes(url: str, data: bytes | memoryview, storage: StorageConfig) -> None:
+    """Write an object, at once."""
+    store, key = open_store(url, storage)
+    writer = store.open_writer(key)
+    try:
+        writer.write(data)
+        writer.commit()
+    except BaseException:
+        writer.abort()
+        raise
+
+
+_encoders: dict[tuple[str, str], BatchEncoder] = {}
+
+
+def encoder_of(job: Job) -> BatchEncoder:
+    """The encoder of this process. Raises ConvertError when the inputs have text and no tokenizer was given."""
+    options = job.options
+    if options.tokenizer is None:
+        raise ConvertError("the inputs hold text, so a tokenizer is needed: --tokenizer tokenizer.json (or `bytes`)")
+    key = (job.tokenizer_digest, options.digest())
+    if key not in _encoders:
+        _encoders.clear()
+        _encoders[key] = BatchEncoder(load_tokenizer(options.tokenizer), options, job.storage)
+    return _encoders[key]
+
+
+def run_unit(job: Job, number: int, progress: Progress) -> UnitRecord:
+    """Read, encode and write one unit, and its record. Raises ConvertError, StorageError."""
+    record = UnitRecord(digest=job.unit_digest(number))
+    skipped = Skipped()
+    writer = _SegmentWriter(job, number, record)
+    for batch in _batches(job, number, skipped):
+        tokens = batch if isinstance(batch, Tokens) else encoder_of(job)(batch, skipped)
+        record.source_bytes += tokens.source_bytes
+        writer.add(tokens)
+        progress(tokens.source_bytes, len(tokens.tokens))
+    writer.flush()
+    for kind, count in skipped.counts.items():
+        record.counts[kind] = record.counts.get(kind, 0) + count
+    record.messages = skipped.messages
+    save_json(join_url(job.work, f"{unit_name(number)}.json"), asdict(record), job.storage)
+    return record
+
+
+def _batches(job: Job, number: int, skipped: Skipped) -> Iterator[list[RawDocument] | Tokens]:
+    """Documents of a unit in order: raw ones in batches of about a MiB."""
+    batch: list[RawDocument] = []
+    size = 0
+    for piece in job.units[number]:
+        for item in read_slice(piece, job.options, job.storage, skipped):
+            if isinstance(item, RawDocument):
+                batch.append(item)
+                size += len(item.data) or 4096
+            if batch and (isinstance(item, Tokens) or size >= BATCH_BYTES or len(batch) >= BATCH_DOCUMENTS):
+                yield batch
+                batch, size = [], 0
+            if isinstance(item, Tokens):
+                yield item
+    if batch:
+        yield batch
+
+
+class _SegmentWriter:
+    """Applies what was asked for to documents, and writes them as segments."""
+
+    def __init__(self, job: Job, unit: int, record: UnitRecord) -> None:
+        self._job, self._unit, self._record = job, unit, record
+        self._held: list[Tokens] = []
+        self._numbers: list[NDArray[np.int64]] = []
+        self._size = self._seen = 0
+
+    def add(self, batch: Tokens) -> None:
+        """Take documents in."""
+        numbers = np.arange(self._seen, self._seen + len(batch.documents))
+        self._seen += len(numbers)
+        kept, keep = self._choose(batch)
+        self._held.append(kept)
+        self._numbers.append(numbers[keep])
+        self._size += kept.tokens.nbytes
+        if self._size >= SEGMENT_BYTES:
+            self.flush()
+
+    def _choose(self, batch: Tokens) -> tuple[Tokens, NDArray[np.bool_]]:
+        options = self._job.options
+        if options.modes is not None:
+            modes = batch.modes if batch.modes is not None else np.zeros(len(batch.lengths), np.int8)
+            batch = self._count_sequences(batch, np.isin(modes, options.modes))
+        size = batch.document_tokens
+        keep = size > 0
+        self._count("empty", int((~keep).sum()))
+        short = keep & (size < options.min_tokens)
+        self._count("too short", int(short.sum()))
+        keep &= ~short
+        if options.max_tokens is not None:
+            long = size > options.max_tokens
+            self._count("cut" if options.long == "cut" else "too long", int((long & keep).sum()))
+            if options.long == "drop":
+                keep &= ~long
+        batch = batch.take(keep)
+        if options.max_tokens is not None and options.long == "cut" and (batch.document_tokens > options.max_tokens).any():
+            before = len(batch.tokens)
+            batch = batch.cut(options.max_tokens, self._eod())
+            self._count("tokens cut off", before - len(batch.tokens))
+        return batch, keep
+
+    def _count_sequences(self, batch: Tokens, keep: NDArray[np.bool_]) -> Tokens:
+        self._count("sequences of other modes", int((~keep).sum()))
+        return batch if keep.all() else batch.take_sequences(keep)
+
+    def _eod(self) -> int | None:
+        if self._job.options.tokenizer is not None:
+            return encoder_of(self._job).eod
+        return self._job.options.eod_id
+
+    def _count(self, kind: str, count: int) -> None:
+        if count:
+            self._record.counts[kind] = self._record.counts.get(kind, 0) + count
+
+    def flush(self) -> None:
+        """Write what is held as a segment."""
+        held, numbers = self._held, np.concatenate(self._numbers or [np.empty(0, np.int64)])
+        self._held, self._numbers, self._size = [], [], 0
+        if not len(numbers):
+            return
+        if len({part.modes is None for part in held if len(part.documents)}) > 1:
+            raise ConvertError("some inputs have modes and others have none; convert them apart")
+        held = [part for part in held if len(part.documents)]
+        batch = concatenate(held, token_dtype([part.tokens for part in held], self._job.options.dtype))
+        side: list[NDArray[Any]] = []
+        if self._job.options.shuffle_seed is not None:
+            keys = shuffle_keys(self._job.options.shuffle_seed, self._unit, numbers)
+            order = np.argsort(keys, kind="stable")
+            batch, numbers = _permuted(batch, order), numbers[order]
+            side.append(keys[order])
+        if self._job.options.dedup:
+            side += [numbers.astype(np.uint64), *document_hashes(batch)]
+        self._write(batch, side)
+
+    def _write(self, batch: Tokens, side: list[NDArray[Any]]) -> None:
+        job, record = self._job, self._record
+        name = f"{unit_name(self._unit)}-{len(record.segments):04d}"
+        url = join_url(job.work, name)
+        if side:
+            save_bytes(f"{url}.side", np.stack([array.astype("<u8", copy=False) for array in side]).tobytes(), job.storage)
+        multimodal = batch.modes is not None
+        with IndexedDatasetWriter(url, batch.tokens.dtype, multimodal, job.storage, kind="bin") as writer:
+            writer.add_documents(batch.tokens.view(np.uint8).data, batch.lengths, batch.documents, batch.modes)
+        sizes = batch.document_tokens
+        bins = np.bincount(np.log2(np.maximum(sizes, 1)).astype(np.int64), minlength=BINS)[:BINS]
+        record.histogram = [a + int(b) for a, b in zip(record.histogram, bins, strict=True)]
+        record.documents += len(sizes)
+        record.tokens += len(batch.tokens)
+        record.segments.append(
+            Segment(
+                name=name, dtype=str(batch.tokens.dtype), multimodal=multimodal, documents=len(sizes), tokens=len(batch.tokens)
+            )
+        )
+
+
+def token_dtype(arrays: Sequence[NDArray[Any]], asked: str | None) -> np.dtype[Any]:
+    """The stored dtype for some tokens: the one asked, else theirs if the format has it, else the smallest that holds them.
+
+    Raises ConvertError for ids that it cannot hold.
+    """
+    found = np.result_type(*(array.dtype for array in arrays))
+    low = min((int(array.min()) for array in arrays if len(array)), default=0)
+    high = max((int(array.max()) for array in arrays if len(array)), default=0)
+    if asked is not None:
+        dtype = np.dtype(asked)
+    elif found.newbyteorder("=") in CODE_OF_DTYPE and found.itemsize <= 4:
+        dtype = found.newbyteorder("=")
+    else:
+        dtype = smallest_dtype(high + 1) if low >= 0 else np.dtype(np.int32)
+    if low < np.iinfo(dtype).min or high > np.iinfo(dtype).max:
+        raise ConvertError(f"token ids run from {low} to {high}, which {dtype} cannot hold; choose a wider --dtype")
+    return dtype
+
+
+def shuffle_keys(seed: int, unit: int, numbers: NDArray[np.int64]) -> NDArray[np.uint64]:
+    """A keyed hash of each document, by which documents are sorted: splitmix64 rounds over (seed, unit, document)."""
+    with np.errstate(over="ignore"):
+        state = np.full(len(numbers), seed, np.uint64)
+        for word in (np.full(len(numbers), unit, np.uint64), numbers.astype(np.uint64)):
+            state = state + np.uint64(0x9E3779B97F4A7C15) + word
+            state = (state ^ (state >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+            state = (state ^ (state >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+            state ^= state >> np.uint64(31)
+    return state
+
+
+def document_hashes(batch: Tokens) -> tuple[NDArray[np.uint64], NDArray[np.uint64]]:
+    """128-bit hashes of the tokens of each document, in two halves."""
+    data = batch.tokens.astype("<i8", copy=False).view(np.uint8).data  # ids, whatever their width
+    ends = np.cumsum(batch.document_tokens) * 8
+    digests = bytearray()
+    start = 0
+    for end in ends.tolist():
+        digests += xxhash.xxh3_128_digest(data[start:end])
+        start = end
+    halves = np.frombuffer(digests, "<u8").reshape(-1, 2)
+    return halves[:, 0], halves[:, 1]
+
+
+def _permuted(batch: Tokens, order: NDArray[np.int64]) -> Tokens:
+    """The documents in another order."""
+    first = np.cumsum(batch.documents) - batch.documents
+    sequences = ragged(first[order], batch.documents[order])
+    lengths = batch.lengths[sequences]
+    starts = np.cumsum(batch.lengths, dtype=np.int64) - batch.lengths
+    return Tokens(
+        tokens=batch.tokens[ragged(starts[sequences], lengths.astype(np.int64))],
+        lengths=lengths,
+        documents=batch.documents[order],
+        modes=None if batch.modes is None else batch.modes[sequences],
+    )
+
+
+def ragged(starts: NDArray[np.int64], counts: NDArray[np.int64]) -> NDArray[np.int64]:
+    """starts[0], starts[0] + 1, ... (counts[0] of them), then those of starts[1], and so on."""
+    ends = np.cumsum(counts)
+    return np.repeat(starts - (ends - counts), counts) + np.arange(int(ends[-1]) if len(ends) else 0)

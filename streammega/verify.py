@@ -1,0 +1,370 @@
+"""Is a dataset what it should be? Structure, sizes, checksums, the range of ids, and an end at every document; and a repair."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import xxhash
+from numpy.typing import NDArray
+
+from streammega.config import StorageConfig
+from streammega.errors import ConfigError, FormatError, ObjectNotFoundError, StreammegaError
+from streammega.index.cache import cached_object, default_cache_dir
+from streammega.index.checksums import CHECK_BYTES, HashingWriter
+from streammega.index.find import find_pairs
+from streammega.index.format import DTYPE_OF_CODE, IndexArrays, check_index, encode_index, parse_header, parse_index
+from streammega.index.manifest import MANIFEST, Manifest, Shard, read_manifest
+from streammega.index.shards import SUFFIXES, named, open_tokens, split_name
+from streammega.kernels.check import find_ids, id_range, wrong_ends
+from streammega.kernels.parallel import num_threads
+from streammega.storage import Store, join_url, open_store, parent_url
+from streammega.storage.local import LocalStore
+
+READ_BYTES = 1 << 20
+"""Looked at together: it stays in the processor's cache between its reading, its checksum and its tokens."""
+REMOTE_BYTES = 8 << 20
+Progress = Callable[[int], None]
+
+
+@dataclass(kw_only=True)
+class VerifyReport:
+    """What was looked at, and every problem found, each with its place."""
+
+    name: str
+    shards: int = 0
+    documents: int = 0
+    tokens: int = 0
+    checked_bytes: int = 0
+    seconds: float = 0.0
+    checksums: bool = False
+    lowest_id: int | None = None
+    highest_id: int | None = None
+    problems: list[str] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+
+    def as_text(self) -> str:
+        """For a terminal."""
+        lines = [f"  {problem}" for problem in self.problems] + [f"  note: {note}" for note in self.notes]
+        state = f"{len(self.problems)} problems" if self.problems else "sound"
+        ids = f", ids {self.lowest_id} to {self.highest_id}" if self.highest_id is not None else ""
+        sums = "with checksums" if self.checksums else "no checksums known"
+        speed = self.checked_bytes / 1e6 / max(self.seconds, 1e-9)
+        lines.append(
+            f"{self.name}: {state}; {self.shards} shards, {self.documents:,} documents, {self.tokens:,} tokens{ids}, {sums}; "
+            f"{self.checked_bytes / 1e6:,.1f} MB at {speed:,.0f} MB/s"
+        )
+        return "\n".join(lines)
+
+
+def verify(
+    name: str, storage: StorageConfig | None = None, *, vocab_size: int | None = None, eod_id: int | None = None,
+    progress: Progress | None = None,
+) -> VerifyReport:  # fmt: skip
+    """Check a dataset: a prefix, a manifest, a folder or a glob. Every byte is read once, by all cores.
+
+    Args:
+        vocab_size: ids must be below it; default: what the manifest says.
+        eod_id: every document must end with it; default: what the manifest says.
+        progress: called with the bytes just looked at.
+
+    Raises ObjectNotFoundError when nothing is there, StorageError when it cannot be read; what is wrong with it is in the report.
+    """
+    storage = storage or StorageConfig()
+    began = time.monotonic()
+    report = VerifyReport(name=name)
+    names, manifest = _shards(name, storage, report)
+    vocab_size = vocab_size if vocab_size is not None else manifest.vocab_size if manifest else None
+    eod_id = eod_id if eod_id is not None else manifest.eod_id if manifest else None
+    report.checksums = manifest is not None
+    if eod_id is None:
+        report.notes.append("the ends of documents are not checked: name the id that ends them by --eod-id")
+    for number, shard in enumerate(names):
+        expected = manifest.shards[number] if manifest else None
+        try:
+            _check_shard(shard, expected, storage, report, vocab_size, eod_id, progress or (lambda size: None))
+        except (FormatError, ObjectNotFoundError) as error:
+            report.problems.append(str(error))
+        report.shards += 1
+    if manifest and not report.problems and (report.documents, report.tokens) != (manifest.documents, manifest.tokens):
+        report.problems.append(f"{name}: the manifest says {manifest.documents} documents and {manifest.tokens} tokens in all")
+    report.seconds = time.monotonic() - began
+    return report
+
+
+def _shards(name: str, storage: StorageConfig, report: VerifyReport) -> tuple[list[str], Manifest | None]:
+    """The shards of a dataset, and its manifest if there is one."""
+    url = name if name.endswith(".json") else split_name(name)[0] + MANIFEST
+    try:
+        manifest = read_manifest(url, storage)
+    except ObjectNotFoundError:
+        if name.endswith(".json"):
+            raise
+        try:
+            return find_pairs(name, storage), None
+        except ObjectNotFoundError as error:
+            if "are missing" not in str(error):
+                raise
+            report.problems.append(str(error))
+            return [], None
+    except FormatError as error:
+        report.problems.append(str(error))
+        return find_pairs(split_name(name)[0], storage), None
+    folder = parent_url(url) if "/" in url else "."
+    return [join_url(folder, named(shard.name, manifest.kind)) for shard in manifest.shards], manifest  # type: ignore[arg-type]
+
+
+def _check_shard(
+    name: str, expected: Shard | None, storage: StorageConfig, report: VerifyReport, vocab_size: int | None, eod_id: int | None,
+    progress: Progress,
+) -> None:  # fmt: skip
+    prefix, kind = split_name(name)
+    store, key = open_store(prefix + SUFFIXES[kind], storage)
+    stored = store.info(key)
+    if expected is not None and stored.size != expected.bytes:
+        report.problems.append(
+            f"{store.url(key)}: has {stored.size:,} bytes, the manifest says {expected.bytes:,}; copy it again"
+        )
+        expected = None
+    index = _read_index(prefix, expected, storage, report)
+    _check_bytes(store, key, stored.size, expected.checksums if expected else None, report, progress if kind != "bin" else _none,
+                 None if kind != "bin" else _Tokens(index, vocab_size, eod_id, report, store.url(key), progress))  # fmt: skip
+    view, view_key = open_tokens(name, storage)
+    if kind != "bin":
+        look = _Tokens(index, vocab_size, eod_id, report, store.url(key), _none)
+        size = view.info(view_key).size
+        with ThreadPoolExecutor(num_threads()) as pool:
+            list(pool.map(lambda at: _look(view, view_key, at, min(at + REMOTE_BYTES, size), look), range(0, size, REMOTE_BYTES)))
+    check_index(index, view.info(view_key).size, f"{prefix}.idx")
+    covered = int(index.sequence_lengths.sum(dtype=np.int64)) * index.dtype.itemsize
+    if covered < view.info(view_key).size:
+        report.notes.append(f"{store.url(key)}: {view.info(view_key).size - covered:,} bytes belong to no sequence")
+    report.documents += len(index.document_indices) - 1
+    report.tokens += int(index.sequence_lengths.sum(dtype=np.int64))
+    report.checked_bytes += stored.size
+
+
+def _none(size: int) -> None:
+    pass
+
+
+def _read_index(prefix: str, expected: Shard | None, storage: StorageConfig, report: VerifyReport) -> IndexArrays:
+    store, key = open_store(f"{prefix}.idx", storage)
+    info, path = store.info(key), Path(key)
+    if not isinstance(store, LocalStore):
+        path = cached_object(store, info, default_cache_dir(), storage.part_bytes)
+    data = LocalStore().view(str(path))
+    if expected is not None:
+        check = HashingWriter(None)
+        check.write(data)
+        if (check.size, check.checksums) != (expected.index_bytes, expected.index_checksums):
+            report.problems.append(f"{store.url(key)}: is not the .idx that the manifest speaks of; --repair rebuilds it")
+    return parse_index(data, store.url(key))
+
+
+class _Tokens:
+    """Looks at tokens, wherever they come from, and notes what is wrong."""
+
+    def __init__(
+        self, index: IndexArrays, vocab_size: int | None, eod_id: int | None, report: VerifyReport, url: str, progress: Progress
+    ) -> None:
+        self._report, self._url, self._vocab_size, self._eod_id = report, url, vocab_size, eod_id
+        self.dtype, self.progress = index.dtype.newbyteorder("<"), progress
+        documents, lengths = index.document_indices, index.sequence_lengths
+        full = np.flatnonzero(documents[1:] > documents[:-1])
+        last = documents[1:][full] - 1
+        ends = index.sequence_offsets[last] // index.dtype.itemsize + lengths[last] - 1
+        ends, full = ends[lengths[last] > 0], full[lengths[last] > 0]
+        order = np.argsort(ends, kind="stable") if len(ends) and (np.diff(ends) < 0).any() else slice(None)
+        self._ends, self._documents = ends[order].astype(np.int64), full[order]
+
+    def look(self, data: NDArray[np.uint8], start: int) -> None:
+        """At whole tokens, of which the first is at byte `start`."""
+        ids = data.view(self.dtype)
+        if not len(ids) or not np.issubdtype(self.dtype, np.integer):
+            return
+        low, high = id_range(ids)
+        report = self._report
+        report.lowest_id = int(low) if report.lowest_id is None else min(report.lowest_id, int(low))
+        report.highest_id = int(high) if report.highest_id is None else max(report.highest_id, int(high))
+        if low < 0 or (self._vocab_size is not None and high >= self._vocab_size):
+            bad = np.flatnonzero((ids < 0) | (ids.astype(np.int64) >= (self._vocab_size or np.iinfo(np.int64).max)))
+            at = start // self.dtype.itemsize + int(bad[0])
+            report.problems.append(
+                f"{self._url}: token {at} is {int(ids[bad[0]])}, outside of the {self._vocab_size} ids ({len(bad)} such in "
+                f"bytes [{start}, {start + data.nbytes}))"
+            )
+        if self._eod_id is not None:
+            first = start // self.dtype.itemsize
+            span = slice(*np.searchsorted(self._ends, [first, first + len(ids)]))
+            wrong, place = wrong_ends(ids, first, self._ends[span], self._eod_id)
+            if wrong:
+                document = int(self._documents[span][place])
+                report.problems.append(
+                    f"{self._url}: document {document} does not end with {self._eod_id} ({wrong} such in bytes "
+                    f"[{start}, {start + data.nbytes})); was it cut, or is the .idx another's?"
+                )
+        self.progress(data.nbytes)
+
+
+def _check_bytes(
+    store: Store, key: str, size: int, checksums: Sequence[str] | None, report: VerifyReport, progress: Progress,
+    tokens: _Tokens | None,
+) -> None:  # fmt: skip
+    """Compare stored bytes with their checksums, and look at them as tokens; stretches of CHECK_BYTES by all cores."""
+
+    def stretch(start: int) -> str | None:
+        hasher, stop = xxhash.xxh3_128() if checksums else None, min(start + CHECK_BYTES, size)
+        for at, data in _pieces(store, key, start, stop):
+            if hasher is not None:
+                hasher.update(data.data)
+            if tokens is not None:
+                tokens.look(data[: data.nbytes // tokens.dtype.itemsize * tokens.dtype.itemsize], at)
+            progress(data.nbytes)
+        if hasher is not None and checksums is not None and hasher.hexdigest() != checksums[start // CHECK_BYTES]:
+            return f"{store.url(key)}: bytes [{start}, {stop}) are damaged: their checksum is not the manifest's; copy them again"
+        return None
+
+    with ThreadPoolExecutor(num_threads()) as pool:
+        report.problems += [problem for problem in pool.map(stretch, range(0, size, CHECK_BYTES)) if problem]
+
+
+def _pieces(store: Store, key: str, start: int, stop: int) -> Iterator[tuple[int, NDArray[np.uint8]]]:
+    """(byte, data) of a stretch: local files are read into one buffer, again and again."""
+    if isinstance(store, LocalStore):
+        buffer = np.empty(READ_BYTES, np.uint8)
+        with open(key, "rb", buffering=0) as file:
+            file.seek(start)
+            while start < stop:
+                wanted, got = min(READ_BYTES, stop - start), 0
+                while got < wanted:
+                    more = file.readinto(buffer.data[got:wanted])
+                    if not more:
+                        raise FormatError(f"{key}: became shorter while it was read")
+                    got += more
+                yield start, buffer[:got]
+                start += got
+        return
+    for at in range(start, stop, REMOTE_BYTES):
+        yield at, np.frombuffer(store.read_ranges(key, [at], [min(at + REMOTE_BYTES, stop)])[0], np.uint8)
+
+
+def _look(view: Store, key: str, start: int, stop: int, tokens: _Tokens) -> None:
+    tokens.look(np.frombuffer(view.read_ranges(key, [start], [stop])[0], np.uint8), start)
+
+
+def repair_index(
+    name: str, storage: StorageConfig | None = None, *, eod_id: int | None = None, dtype: str | None = None
+) -> list[str]:
+    """Write the `.idx` of every shard anew, from where its tokens hold the end-of-document id. Returns what was done.
+
+    Every document becomes one sequence, tokens after the last end one more document. A former `.idx` is kept as `.idx.former`.
+    Raises ConfigError when the id or the dtype is not known.
+    """
+    storage = storage or StorageConfig()
+    report = VerifyReport(name=name)
+    try:
+        names, manifest = _shards(name, storage, report)
+    except ObjectNotFoundError:
+        names, manifest = [split_name(name)[0]], None
+    eod_id = eod_id if eod_id is not None else manifest.eod_id if manifest else None
+    if eod_id is None:
+        raise ConfigError(f"{name}: an .idx is rebuilt from the ends of documents; name their id by --eod-id")
+    done, shards = [], []
+    for number, shard in enumerate(names):
+        expected = manifest.shards[number] if manifest else None
+        text, made = _repair_shard(shard, expected, storage, eod_id, dtype or (manifest.dtype if manifest else None))
+        done.append(text)
+        shards.append(made)
+    if manifest and shards != manifest.shards:
+        counts = {what: sum(getattr(shard, what) for shard in shards) for what in ("documents", "sequences", "tokens")}
+        url = name if name.endswith(".json") else split_name(name)[0] + MANIFEST
+        _put(url, replace(manifest, shards=[s for s in shards if s is not None], **counts).to_json(), storage)
+        done.append(f"{url}: speaks of the new .idx files now")
+    return done
+
+
+def _repair_shard(
+    name: str, expected: Shard | None, storage: StorageConfig, eod_id: int, dtype: str | None
+) -> tuple[str, Shard | None]:
+    prefix, kind = split_name(name)
+    if kind == "tar":
+        raise ConfigError(f"{name}: the .idx of a tar cannot be rebuilt from it; convert the tar again")
+    store, key = open_tokens(name, storage)
+    width = np.dtype(dtype) if dtype else _dtype_of(prefix, storage)
+    size = store.info(key).size
+    ends = list(_document_ends(store, key, size, width, eod_id))
+    places = np.concatenate([np.zeros(1, np.int64), *ends])
+    if places[-1] < size // width.itemsize:
+        places = np.append(places, size // width.itemsize)
+    lengths = np.diff(places)
+    if len(lengths) and int(lengths.max()) > np.iinfo(np.int32).max:
+        raise FormatError(f"{name}: {int(lengths.max()):,} tokens without the id {eod_id}; is it the right one?")
+    index = HashingWriter(None)
+    data = b"".join(encode_index(width, lengths.astype(np.int32), np.arange(len(lengths) + 1), None))
+    index.write(data)
+    _keep_former(f"{prefix}.idx", storage)
+    _put(f"{prefix}.idx", data, storage)
+    text = f"{prefix}.idx: rebuilt, {len(lengths):,} documents"
+    if expected is None:
+        return text, None
+    if index.checksums == expected.index_checksums:
+        return f"{text}; it is what it was", expected
+    made = replace(
+        expected, documents=len(lengths), sequences=len(lengths), tokens=int(lengths.sum()), index_bytes=index.size,
+        index_checksums=index.checksums,
+    )  # fmt: skip
+    return f"{text}; it differs from the first one (which may have had several sequences in a document)", made
+
+
+def _document_ends(store: Store, key: str, size: int, dtype: np.dtype[Any], eod_id: int) -> Iterator[NDArray[np.int64]]:
+    """One past each end, in tokens."""
+    whole = size // dtype.itemsize * dtype.itemsize
+    for at in range(0, whole, REMOTE_BYTES):
+        data = store.read_ranges(key, [at], [min(at + REMOTE_BYTES, whole)])[0]
+        ids = np.frombuffer(data, dtype.newbyteorder("<"))
+        places = np.empty(len(ids), np.int64)
+        count = find_ids(ids, eod_id, places)
+        yield places[:count] + at // dtype.itemsize + 1
+
+
+def _dtype_of(prefix: str, storage: StorageConfig) -> np.dtype[Any]:
+    """From what is left of the `.idx`."""
+    store, key = open_store(f"{prefix}.idx", storage)
+    try:
+        info = store.info(key)
+        head = bytes(store.read_ranges(key, [0], [min(34, info.size)])[0])
+        if len(head) >= 18 and head[17] in DTYPE_OF_CODE:
+            return DTYPE_OF_CODE[head[17]]
+        return parse_header(head, info.size, store.url(key)).dtype
+    except StreammegaError:
+        raise ConfigError(f"{prefix}: the dtype of its tokens is not known; name it by --dtype, such as uint16") from None
+
+
+def _keep_former(url: str, storage: StorageConfig) -> None:
+    store, key = open_store(url, storage)
+    try:
+        info = store.info(key)
+    except ObjectNotFoundError:
+        return
+    if isinstance(store, LocalStore):
+        os.replace(key, f"{key}.former")
+    elif info.size:
+        _put(f"{url}.former", bytes(store.read_ranges(key, [0], [info.size])[0]), storage)
+
+
+def _put(url: str, data: bytes, storage: StorageConfig) -> None:
+    store, key = open_store(url, storage)
+    writer = store.open_writer(key)
+    try:
+        writer.write(data)
+        writer.commit()
+    except BaseException:
+        writer.abort()
+        raise
