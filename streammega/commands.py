@@ -26,8 +26,8 @@ def convert(
     inputs: Annotated[
         list[str],
         typer.Argument(
-            help="Text, .jsonl, .parquet, .arrow, .tar, .npy and nanoGPT/llm.c .bin files ([.gz|.bz2|.zst]); folders, also of MDS "
-            "or litdata shards; .bin/.idx prefixes and manifests; globs, URLs, @lists of files."
+            help="Text, .jsonl, .parquet, .arrow, .tar, .npy and nanoGPT/llm.c .bin files ([.gz|.bz2|.zst]); folders, also "
+            "of MDS or litdata shards; .bin/.idx prefixes and manifests; globs, URLs, @lists of files."
         ),
     ],
     output: Annotated[str, typer.Argument(help="Prefix to write: a path or s3:// URL.")],
