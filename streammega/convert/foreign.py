@@ -135,8 +135,8 @@ def _mds_array(data: bytes, dtype: np.dtype[Any], fixed: bool) -> Any:
     """An array: unless its shape is fixed, a byte that says how many dimensions of which width, and the shape, come first."""
     if fixed:
         return np.frombuffer(data, dtype)
-    width = {0: 1, 1: 2, 2: 4, 3: 8}[data[0] // 64]
-    return np.frombuffer(data, dtype, offset=1 + width * (data[0] % 64))
+    dimensions, width = data[0] >> 2, 1 << (data[0] & 3)
+    return np.frombuffer(data, dtype, offset=1 + width * dimensions)
 
 
 def _decompress(data: bytes, compression: str, path: str) -> bytes:

@@ -144,6 +144,7 @@ def _locked(work: str) -> Iterator[None]:
         lock.release()
         if os.path.isdir(work) and set(os.listdir(work)) <= {"lock"}:
             shutil.rmtree(work, ignore_errors=True)
+        shutil.rmtree(f"{work}.removed", ignore_errors=True)  # of a run that was killed at its very end
 
 
 @dataclass
@@ -173,6 +174,8 @@ class _Conversion:
         """All shards, written but not published."""
         if self.runner.restart:
             self.remove_work()
+            if not is_remote(self.work):
+                os.makedirs(self.work, exist_ok=True)
         job = self._job()
         records: list[UnitRecord] = []
         if self._direct():
@@ -312,16 +315,17 @@ class _Conversion:
             self.remove_work()
 
     def remove_work(self) -> None:
-        """Forget everything unfinished."""
-        if not is_remote(self.work):
-            for name in os.listdir(self.work) if os.path.isdir(self.work) else []:
-                path = os.path.join(self.work, name)
-                if name != "lock":
-                    shutil.rmtree(path) if os.path.isdir(path) else os.unlink(path)
-            return
-        store, key = open_store(f"{self.work}/", self.storage)
-        for info in store.list(key):
-            store.delete(info.key)
+        """Forget everything unfinished: at once, so that a kill leaves all of it or nothing."""
+        if is_remote(self.work):
+            store, key = open_store(f"{self.work}/", self.storage)
+            keys = [info.key for info in store.list(key)]
+            for name in sorted(keys, key=lambda name: name.endswith("publishing.json")):  # which goes last
+                store.delete(name)
+        elif os.path.isdir(self.work):
+            gone = f"{self.work}.removed"
+            shutil.rmtree(gone, ignore_errors=True)
+            os.rename(self.work, gone)
+            shutil.rmtree(gone, ignore_errors=True)
 
 
 def _write_shard(shared: tuple[Job, Layout], number: int, progress: Callable[[int, int], None]) -> Shard:
