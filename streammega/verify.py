@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -88,8 +89,10 @@ def verify(
     for number, shard in enumerate(names):
         expected = manifest.shards[number] if manifest else None
         try:
-            _check_shard(shard, expected, storage, report, vocab_size, eod_id, progress or (lambda size: None))
+            _check_shard(shard, expected, storage, report, vocab_size, eod_id, progress or _none)
         except (FormatError, ObjectNotFoundError) as error:
+            if isinstance(error, ObjectNotFoundError) and manifest is None and len(names) == 1:
+                raise  # there is nothing to check
             report.problems.append(str(error))
         report.shards += 1
     if manifest and not report.problems and (report.documents, report.tokens) != (manifest.documents, manifest.tokens):
@@ -132,22 +135,29 @@ def _check_shard(
             f"{store.url(key)}: has {stored.size:,} bytes, the manifest says {expected.bytes:,}; copy it again"
         )
         expected = None
-    index = _read_index(prefix, expected, storage, report)
-    _check_bytes(store, key, stored.size, expected.checksums if expected else None, report, progress if kind != "bin" else _none,
-                 None if kind != "bin" else _Tokens(index, vocab_size, eod_id, report, store.url(key), progress))  # fmt: skip
-    view, view_key = open_tokens(name, storage)
-    if kind != "bin":
-        look = _Tokens(index, vocab_size, eod_id, report, store.url(key), _none)
+    try:
+        found = _read_index(prefix, expected, storage, report)
+        view, view_key = open_tokens(name, storage)
         size = view.info(view_key).size
+        check_index(found, size, f"{prefix}.idx")
+        index: IndexArrays | None = found
+    except (FormatError, ObjectNotFoundError) as error:
+        report.problems.append(str(error))
+        index = None
+    look = _Tokens(index, vocab_size, eod_id, report, store.url(key), progress if kind == "bin" else _none) if index else None
+    own = look if kind == "bin" else None
+    _check_bytes(store, key, stored.size, expected.checksums if expected else None, report, _none if own else progress, own)
+    report.checked_bytes += stored.size
+    if index is None or look is None:
+        return
+    if kind != "bin":
         with ThreadPoolExecutor(num_threads()) as pool:
             list(pool.map(lambda at: _look(view, view_key, at, min(at + REMOTE_BYTES, size), look), range(0, size, REMOTE_BYTES)))
-    check_index(index, view.info(view_key).size, f"{prefix}.idx")
     covered = int(index.sequence_lengths.sum(dtype=np.int64)) * index.dtype.itemsize
-    if covered < view.info(view_key).size:
-        report.notes.append(f"{store.url(key)}: {view.info(view_key).size - covered:,} bytes belong to no sequence")
+    if covered < size:
+        report.notes.append(f"{store.url(key)}: {size - covered:,} bytes belong to no sequence")
     report.documents += len(index.document_indices) - 1
     report.tokens += int(index.sequence_lengths.sum(dtype=np.int64))
-    report.checked_bytes += stored.size
 
 
 def _none(size: int) -> None:
@@ -175,6 +185,7 @@ class _Tokens:
         self, index: IndexArrays, vocab_size: int | None, eod_id: int | None, report: VerifyReport, url: str, progress: Progress
     ) -> None:
         self._report, self._url, self._vocab_size, self._eod_id = report, url, vocab_size, eod_id
+        self._lock = threading.Lock()
         self.dtype, self.progress = index.dtype.newbyteorder("<"), progress
         documents, lengths = index.document_indices, index.sequence_lengths
         full = np.flatnonzero(documents[1:] > documents[:-1])
@@ -191,8 +202,9 @@ class _Tokens:
             return
         low, high = id_range(ids)
         report = self._report
-        report.lowest_id = int(low) if report.lowest_id is None else min(report.lowest_id, int(low))
-        report.highest_id = int(high) if report.highest_id is None else max(report.highest_id, int(high))
+        with self._lock:
+            report.lowest_id = int(low) if report.lowest_id is None else min(report.lowest_id, int(low))
+            report.highest_id = int(high) if report.highest_id is None else max(report.highest_id, int(high))
         if low < 0 or (self._vocab_size is not None and high >= self._vocab_size):
             bad = np.flatnonzero((ids < 0) | (ids.astype(np.int64) >= (self._vocab_size or np.iinfo(np.int64).max)))
             at = start // self.dtype.itemsize + int(bad[0])
