@@ -393,7 +393,7 @@ def test_a_slow_caller_is_not_read_far_ahead_of(server: tuple[Running, Path], tm
         engine._plan_ahead()
         while not engine._far_ahead():
             engine._plan_span()
-        planned.append(engine._planned_batches())
+        planned.append(engine._ahead)
         engine.close()
     assert planned[0] >= 8 * planned[1] > 0
 

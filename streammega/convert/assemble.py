@@ -223,8 +223,9 @@ def write_shard(job: Job, layout: Layout, number: int, progress: Progress) -> Sh
     )  # fmt: skip
     with writer:
         for parts, chosen in _chunks(documents, layout.bounds[number], layout.bounds[number + 1], dtype.itemsize):
-            size = _copy(documents, parts, chosen, writer, straight=not layout.buckets)
-            progress(size, size // dtype.itemsize)
+            copied = (_copy_bucket if layout.buckets else _copy_runs)(documents, parts, chosen, writer)
+            for size in copied:
+                progress(size, size // dtype.itemsize)
     shard = Shard(
         name=layout.names[number],
         documents=writer.num_documents,
@@ -250,18 +251,13 @@ def _chunks(
             yield parts[low:high], chosen[low:high]
 
 
-def _copy(documents: Documents, parts: Integers, chosen: Integers, writer: IndexedDatasetWriter, *, straight: bool) -> int:
-    return (_copy_runs if straight else _copy_bucket)(documents, parts, chosen, writer)
-
-
-def _copy_runs(documents: Documents, parts: Integers, chosen: Integers, writer: IndexedDatasetWriter) -> int:
-    """Documents of one part in their order: what lies end to end is copied as it is."""
-    indexed, total = documents.dataset(int(parts[0])), 0
+def _copy_runs(documents: Documents, parts: Integers, chosen: Integers, writer: IndexedDatasetWriter) -> Iterator[int]:
+    """Documents of one part in their order: what lies end to end is copied as it is. Yields bytes as they are written."""
+    indexed = documents.dataset(int(parts[0]))
     cuts = np.flatnonzero(np.diff(chosen) != 1) + 1
     for low, high in zip(np.concatenate([[0], cuts]), np.concatenate([cuts, [len(chosen)]]), strict=True):
         for first, last in document_runs(indexed, int(chosen[low]), int(chosen[high - 1]) + 1, CHUNK_BYTES):
-            total += _copy_run(indexed, first, last, writer)
-    return total
+            yield _copy_run(indexed, first, last, writer)
 
 
 def _copy_run(indexed: IndexedDataset, start: int, stop: int, writer: IndexedDatasetWriter) -> int:
@@ -311,8 +307,8 @@ def _cast(data: Bytes, dtype: np.dtype[Any], out: np.dtype[Any], name: str) -> N
     return ids.astype(out)
 
 
-def _copy_bucket(documents: Documents, parts: Integers, chosen: Integers, writer: IndexedDatasetWriter) -> int:
-    """Documents of many parts in a shuffled order: each part's bytes are read at once, then gathered."""
+def _copy_bucket(documents: Documents, parts: Integers, chosen: Integers, writer: IndexedDatasetWriter) -> Iterator[int]:
+    """Documents of many parts in a shuffled order: each part's bytes are read at once, then gathered. Yields as `_copy_runs`."""
     count, out = len(chosen), writer.dtype
     address, sizes, sequences = (np.empty(count, np.int64) for _ in range(3))
     firsts = np.empty(count, np.int64)
@@ -350,8 +346,8 @@ def _copy_bucket(documents: Documents, parts: Integers, chosen: Integers, writer
         which = ragged(firsts[low:high], sequences[low:high])
         own_modes = None if all_modes is None else all_modes[which]
         writer.add_documents(buffer.data, all_lengths[which], sequences[low:high], own_modes)
+        yield len(buffer)
         low = high
-    return int(ends[-1]) if count else 0
 
 
 def _stream_copy(store: Store, key: str, start: int, size: int) -> Iterator[Bytes]:

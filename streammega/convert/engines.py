@@ -8,8 +8,17 @@ import multiprocessing
 import os
 import signal
 import sys
+import threading
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import FIRST_COMPLETED, BrokenExecutor, Future, ProcessPoolExecutor, wait
+from concurrent.futures import (
+    FIRST_COMPLETED,
+    BrokenExecutor,
+    Future,
+    ProcessPoolExecutor,
+    ThreadPoolExecutor,
+    as_completed,
+    wait,
+)  # fmt: skip
 from dataclasses import dataclass
 from typing import Any
 
@@ -29,11 +38,15 @@ POLL = 0.2
 
 @dataclass(frozen=True, kw_only=True)
 class Work:
-    """Tasks to be done: `function(shared, number, progress)` for each number."""
+    """Tasks to be done: `function(shared, number, progress)` for each number.
+
+    threads: they spend their time outside of the GIL, so threads of this process do as well as processes, and start at once.
+    """
 
     function: Task
     shared: Any
     numbers: Sequence[int]
+    threads: bool = False
 
 
 def run_tasks(work: Work, runner: Runner, progress: Progress, most_at_once: int | None = None) -> Iterator[tuple[int, Any]]:
@@ -50,7 +63,26 @@ def run_tasks(work: Work, runner: Runner, progress: Progress, most_at_once: int 
         for number in work.numbers:
             yield number, work.function(work.shared, number, progress)
         return
-    yield from _on_processes(work, workers, threads, progress)
+    yield from _on_threads(work, workers, progress) if work.threads else _on_processes(work, workers, threads, progress)
+
+
+def _on_threads(work: Work, workers: int, progress: Progress) -> Iterator[tuple[int, Any]]:
+    stopped, lock = threading.Event(), threading.Lock()
+
+    def note(size: int, tokens: int) -> None:
+        if stopped.is_set():
+            raise ConvertError("interrupted")
+        with lock:
+            progress(size, tokens)
+
+    with ThreadPoolExecutor(workers) as pool:
+        running = {pool.submit(work.function, work.shared, number, note): number for number in work.numbers}
+        try:
+            for future in as_completed(running):
+                yield running[future], future.result()
+        finally:
+            stopped.set()
+            pool.shutdown(wait=True, cancel_futures=True)
 
 
 def _prepare(threads: int) -> None:

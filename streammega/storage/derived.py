@@ -112,19 +112,28 @@ class Frames:
         if stop <= start:
             return
         first, last = self._frames(start, stop)
-        base, data = int(self._compressed[first]), stored.data
-        for frame in range(first, last):
-            a, b = int(self._compressed[frame]) - base, int(self._compressed[frame + 1]) - base
-            low, high = int(self._decompressed[frame]), int(self._decompressed[frame + 1])
-            shown = np.frombuffer(self._decompress(data[a:b], high - low, frame), np.uint8)
+        bounds, shown = self._compressed[first : last + 1], self._decompressed[first : last + 1]
+        segments = np.stack([bounds[:-1] - bounds[0], np.diff(bounds)], 1).astype("<u8").tobytes()
+        try:  # one call: every return from it would wait for the GIL
+            found = _decompressor().multi_decompress_to_buffer(
+                zstandard.BufferWithSegments(stored.data, segments),
+                decompressed_sizes=np.diff(shown).astype("<u8").tobytes(),
+                threads=0,
+            )
+        except (zstandard.ZstdError, ValueError):
+            inside = (bounds - bounds[0]).tolist()
+            frames = [stored[a:b] for a, b in zip(inside, inside[1:], strict=False)]
+            found = [self._one(frame, number) for number, frame in enumerate(frames, first)]  # which says what is damaged
+        edges = shown.tolist()
+        for number in range(last - first):
+            low, high = edges[number], edges[number + 1]
             begin, end = max(low, start), min(high, stop)
-            out[begin - start : end - start] = shown[begin - low : end - low]
+            out[begin - start : end - start] = np.frombuffer(found[number], np.uint8)[begin - low : end - low]
 
-    def _decompress(self, frame: memoryview, size: int, number: int) -> bytes:
-        if not hasattr(_of_thread, "decompressor"):
-            _of_thread.decompressor = zstandard.ZstdDecompressor()
+    def _one(self, frame: Bytes, number: int) -> bytes:
+        size = int(self._decompressed[number + 1] - self._decompressed[number])
         try:
-            shown: bytes = _of_thread.decompressor.decompress(frame, max_output_size=size)
+            shown: bytes = _decompressor().decompress(frame.data, max_output_size=size)
         except zstandard.ZstdError as error:
             raise self._damaged(number, str(error)) from None
         if len(shown) != size:
@@ -134,6 +143,13 @@ class Frames:
     def _damaged(self, number: int, reason: str) -> FormatError:
         low, high = int(self._compressed[number]), int(self._compressed[number + 1])
         return FormatError(f"{self.url}: frame {number}, bytes [{low}, {high}), is damaged ({reason}); copy or convert it again")
+
+
+def _decompressor() -> Any:
+    """That of this thread."""
+    if not hasattr(_of_thread, "decompressor"):
+        _of_thread.decompressor = zstandard.ZstdDecompressor()
+    return _of_thread.decompressor
 
 
 class Members:

@@ -16,8 +16,8 @@ from numpy.typing import NDArray
 from streammega.errors import FormatError
 from streammega.storage.base import ObjectWriter
 
-FRAME_BYTES = 64 << 10
-"""Decompressed bytes of a frame: a quarter of the stream order's block, so that a block brings little more than itself."""
+FRAME_BYTES = 32 << 10
+"""Decompressed bytes of a frame: an eighth of the stream order's block, so that a block brings little more than itself."""
 LEVEL = 3
 SKIPPABLE, SEEKABLE = 0x184D2A5E, 0x8F92EAB1
 FOOTER = struct.Struct("<IBI")

@@ -13,7 +13,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -22,9 +22,11 @@ from numpy.typing import NDArray
 
 from streammega.errors import StreammegaError
 from streammega.kernels.batch import fill_tails
+from streammega.kernels.parallel import num_threads
 from streammega.kernels.plan import count_down, gather_rows
 from streammega.samples.fields import Batch, Derived, derive, document_fields
 from streammega.storage.base import address_of
+from streammega.storage.derived import is_local
 from streammega.storage.fetcher import Fetcher, Holding, Read
 from streammega.stream.planner import Span
 from streammega.stream.reader import local_addresses, open_reader
@@ -92,6 +94,8 @@ class Engine:
         self._dataset, self._positions, self._stride = dataset, positions, dataset.step_samples * workers
         self._ids_only = ids_only
         self.stats = stats or Stats()
+        if all(is_local(file.store) for file in self._reader.files):  # shards to be unpacked: work, not waiting
+            storage = replace(storage, max_requests=min(storage.max_requests, num_threads()), hedge=False)
         self._fetcher = Fetcher(storage, budget) if self._reader.remote else None
         self.stats.attach(self._fetcher, self._reader.files)
         self._stager: Stager | None = None
@@ -101,6 +105,7 @@ class Engine:
         slots = self._reader.planner.slots
         slots.address[: len(self._mapped)] = [address for address, _ in self._mapped]
         self._planned: deque[_Pending] = deque()
+        self._ahead = 0
         self._next: int | None = None
         self._last: int | None = None
         self._span = 1
@@ -160,7 +165,10 @@ class Engine:
                 self._plan_ahead()
                 if not self._planned:
                     break
-                self._produce(self._planned.popleft())
+                pending = self._planned.popleft()
+                self._ahead -= len(pending.consumed)
+                self._produce(pending)
+                del pending
             self._put(None)
         except BaseException as error:
             if not self._closed:
@@ -181,10 +189,7 @@ class Engine:
             self._plan_span()
 
     def _far_ahead(self) -> bool:
-        return self._planned_batches() >= self._most_ahead()
-
-    def _planned_batches(self) -> int:
-        return sum(len(pending.consumed) for pending in self._planned)
+        return self._ahead >= self._most_ahead()
 
     def _most_ahead(self) -> int:
         """Micro-batches to be planned ahead: by the time that the caller itself needs for one, once that is known."""
@@ -198,9 +203,10 @@ class Engine:
 
     def _plan_span(self) -> None:
         dataset, reader = self._dataset, self._reader
-        consumed = self._take(min(self._span, max(reader.slab, self._most_ahead() - self._planned_batches())))
+        consumed = self._take(min(self._span, max(reader.slab, self._most_ahead() - self._ahead)))
         if not consumed:
             return
+        self._ahead += len(consumed)
         slab, size = min(reader.slab, self._span), dataset.micro_batch_size
         self._span = min(reader.span, 2 * self._span)  # the first batches wait neither for a long plan nor for each other
         ids = np.ascontiguousarray(dataset.sample_ids(np.array(consumed, np.int64)).reshape(-1))

@@ -43,6 +43,8 @@ class Behaviour:
     """Seconds before the first byte."""
     bandwidth: float = 0.0
     """Bytes per second of one connection; 0: as fast as it goes."""
+    link: float = 0.0
+    """Bytes per second of all connections together; 0: as fast as it goes."""
     slow_share: float = 0.0
     """Answers whose first byte comes `slow_factor` times as late (after a second at least, if there is no latency)."""
     slow_factor: float = 20.0
@@ -92,6 +94,7 @@ class Server:
         self.connections: dict[int, Connection] = {}
         self.timers: list[tuple[float, int, Connection]] = []
         self.number = 0
+        self.link_at = 0.0
 
     def serve(self) -> None:
         while True:
@@ -294,11 +297,15 @@ class Server:
             while connection.left > 0:
                 if connection.fault in ("reset", "truncate", "stall") and connection.left <= connection.fault_at:
                     return self.break_off(connection)
-                chunk = SHAPED_CHUNK if self.behaviour.bandwidth else SEND_CHUNK
+                if self.behaviour.link and self.link_at > time.monotonic():
+                    return self.later(connection, self.link_at - time.monotonic())
+                chunk = SHAPED_CHUNK if self.behaviour.bandwidth or self.behaviour.link else SEND_CHUNK
                 sent = os.sendfile(connection.sock.fileno(), connection.file, connection.offset, min(connection.left, chunk))
                 connection.offset += sent
                 connection.left -= sent
                 self.counts["bytes"] += sent
+                if self.behaviour.link:
+                    self.link_at = max(self.link_at, time.monotonic()) + sent / self.behaviour.link
                 if self.behaviour.bandwidth and connection.left:
                     return self.later(connection, sent / self.behaviour.bandwidth)
         except BlockingIOError:
