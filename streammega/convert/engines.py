@@ -40,13 +40,14 @@ POLL = 0.2
 class Work:
     """Tasks to be done: `function(shared, number, progress)` for each number.
 
-    threads: they spend their time outside of the GIL, so threads of this process do as well as processes, and start at once.
+    threads: as many of them do well as threads of one process, since they spend their time outside of the GIL. Threads share
+    what they load, a tokenizer's cache for instance, and those of this process start at once.
     """
 
     function: Task
     shared: Any
     numbers: Sequence[int]
-    threads: bool = False
+    threads: int = 1
 
 
 def run_tasks(work: Work, runner: Runner, progress: Progress, most_at_once: int | None = None) -> Iterator[tuple[int, Any]]:
@@ -56,14 +57,16 @@ def run_tasks(work: Work, runner: Runner, progress: Progress, most_at_once: int 
     if runner.engine == "ray":
         yield from _on_ray(work, runner, progress)
         return
-    workers = min(runner.workers or num_threads(), len(work.numbers), most_at_once or len(work.numbers))
-    threads = max(1, (runner.workers or num_threads()) // workers)
+    wanted = runner.workers or num_threads()
+    workers = min(wanted, len(work.numbers), most_at_once or len(work.numbers))
+    _prepare(max(1, wanted // workers))
     if workers == 1:
-        _prepare(threads)
         for number in work.numbers:
             yield number, work.function(work.shared, number, progress)
-        return
-    yield from _on_threads(work, workers, progress) if work.threads else _on_processes(work, workers, threads, progress)
+    elif workers <= work.threads:
+        yield from _on_threads(work, workers, progress)
+    else:
+        yield from _on_processes(work, workers, progress)
 
 
 def _on_threads(work: Work, workers: int, progress: Progress) -> Iterator[tuple[int, Any]]:
@@ -95,32 +98,35 @@ _shared: Any = None
 _counters: Any = None
 
 
-def _start(function_shared: Any, counters: Any, threads: int) -> None:
+def _start(function_shared: Any, counters: Any) -> None:
     global _shared, _counters
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the parent, which ends its workers
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # a worker does not outlive its parent
-    _prepare(threads)
+    _prepare(1)
     _shared, _counters = function_shared, counters
 
 
-def _task(function: Task, number: int) -> Any:
+def _tasks(function: Task, numbers: Sequence[int], threads: int) -> list[tuple[int, Any]]:
+    """Some tasks, a few at a time, in a worker process."""
+
     def progress(size: int, tokens: int) -> None:
         with _counters.get_lock():
             _counters[0] += size
             _counters[1] += tokens
 
-    return function(_shared, number, progress)
+    with ThreadPoolExecutor(threads) as pool:
+        return list(zip(numbers, pool.map(lambda number: function(_shared, number, progress), numbers), strict=True))
 
 
-def _on_processes(work: Work, workers: int, threads: int, progress: Progress) -> Iterator[tuple[int, Any]]:
+def _on_processes(work: Work, workers: int, progress: Progress) -> Iterator[tuple[int, Any]]:
     context = multiprocessing.get_context("spawn")  # clients and thread pools of this process do not survive a fork
-    left, deaths = list(work.numbers), 0
+    processes, left, deaths = -(-workers // work.threads), list(work.numbers), 0
     while left:
         counters = context.Array("q", 2)
-        pool = ProcessPoolExecutor(workers, mp_context=context, initializer=_start, initargs=(work.shared, counters, threads))
+        pool = ProcessPoolExecutor(processes, mp_context=context, initializer=_start, initargs=(work.shared, counters))
         try:
-            for number, result in _results(pool, work, left, workers, counters, progress):
+            for number, result in _results(pool, work, left, processes, counters, progress):
                 left.remove(number)
                 yield number, result
         except BrokenExecutor:
@@ -135,26 +141,26 @@ def _on_processes(work: Work, workers: int, threads: int, progress: Progress) ->
 
 
 def _results(
-    pool: ProcessPoolExecutor, work: Work, left: Sequence[int], workers: int, counters: Any, progress: Progress
+    pool: ProcessPoolExecutor, work: Work, left: Sequence[int], processes: int, counters: Any, progress: Progress
 ) -> Iterator[tuple[int, Any]]:
-    waiting = iter(list(left))
-    running: dict[Future[Any], int] = {}
+    size = 1 if work.threads == 1 else 2 * work.threads
+    groups = iter([left[at : at + size] for at in range(0, len(left), size)])
+    running: set[Future[Any]] = set()
     seen = [0, 0]
     while True:
-        for number in waiting:
-            running[pool.submit(_task, work.function, number)] = number
-            if len(running) > 2 * workers:
+        for numbers in groups:
+            running.add(pool.submit(_tasks, work.function, numbers, work.threads))
+            if len(running) > 2 * processes:
                 break
         if not running:
             return
-        done, _ = wait(running, timeout=POLL, return_when=FIRST_COMPLETED)
+        done, running = wait(running, timeout=POLL, return_when=FIRST_COMPLETED)
         now = list(counters)
         if now != seen:
             progress(now[0] - seen[0], now[1] - seen[1])
             seen = now
         for future in done:
-            number = running.pop(future)
-            yield number, future.result()
+            yield from future.result()
 
 
 def _end(pool: ProcessPoolExecutor) -> None:

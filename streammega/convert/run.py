@@ -43,6 +43,8 @@ from streammega.storage.urls import is_remote
 log = logging.getLogger(__name__)
 
 COPY_BYTES = 16 << 20
+THREADS = 4
+"""Units that one process works on: nine tenths of their time are outside of the GIL."""
 
 
 def convert(
@@ -215,7 +217,8 @@ class _Conversion:
         if done:
             log.warning("going on with a conversion that was interrupted: %d of %d units are done", len(done), len(job.units))
             self.progress(sum(r.source_bytes for r in done.values()), sum(r.tokens for r in done.values()))
-        work = Work(function=run_unit, shared=job, numbers=[n for n in range(len(job.units)) if n not in done])
+        left = [number for number in range(len(job.units)) if number not in done]
+        work = Work(function=run_unit, shared=job, numbers=left, threads=1 if self.options.split_sentences else THREADS)
         for number, record in run_tasks(work, self.runner, self.progress):
             done[number] = record
         return [done[number] for number in range(len(job.units))]

@@ -10,6 +10,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from streammega.errors import ConvertError, ObjectNotFoundError
+from streammega.kernels.parallel import num_threads
 
 EOD_NAMES = ("<|endoftext|>", "<|end_of_text|>", "<eod>", "<EOD>", "</s>", "<eos>", "<|im_end|>", "[SEP]")
 # How text is cut before byte pairs are merged is not in a .tiktoken file; this is the cut of cl100k_base.
@@ -17,6 +18,8 @@ TIKTOKEN_PATTERN = (
     r"""'(?i:[sdmt]|ll|ve|re)|[^\r\n\p{L}\p{N}]?+\p{L}++|\p{N}{1,3}+| ?[^\s\p{L}\p{N}]++[\r\n]*+|\s++$|\s*[\r\n]|\s+(?!\S)|\s"""
 )
 Ids = Sequence[int]
+AT_ONCE = 16
+"""Texts that one thread of the tokenizers library encodes together."""
 
 
 class TextTokenizer(Protocol):
@@ -89,8 +92,13 @@ class HuggingFaceTokenizer:
         self.vocab_size = max(int(self._model.get_vocab_size(with_added_tokens=True)), int(highest) + 1)
 
     def encode(self, texts: list[str]) -> Sequence[Ids]:
-        """In batches, by the library's threads where TOKENIZERS_PARALLELISM allows."""
-        return [encoding.ids for encoding in self._model.encode_batch_fast(texts, add_special_tokens=False)]
+        """A few texts at a time: the encodings of many are so large that making them waits for memory."""
+        found: list[Ids] = []
+        at_once = AT_ONCE * max(1, _library_threads())
+        for first in range(0, len(texts), at_once):
+            encodings = self._model.encode_batch_fast(texts[first : first + at_once], add_special_tokens=False)
+            found += [encoding.ids for encoding in encodings]
+        return found
 
     def decode(self, ids: Sequence[int]) -> str:
         """The text, special tokens included."""
@@ -217,6 +225,12 @@ class BytesTokenizer:
     def usual_eod(self) -> int | None:
         """256."""
         return 256
+
+
+def _library_threads() -> int:
+    """How many threads the tokenizers library uses: see `engines`."""
+    parallel = os.environ.get("TOKENIZERS_PARALLELISM", "true").lower() not in ("false", "0", "off")
+    return int(os.environ.get("RAYON_NUM_THREADS") or num_threads()) if parallel else 1
 
 
 def _digest(data: bytes) -> str:

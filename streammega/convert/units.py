@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
@@ -32,7 +33,8 @@ from streammega.index.reader import IndexedDataset
 from streammega.index.writer import IndexedDatasetWriter
 from streammega.storage import join_url, open_store
 
-UNIT_BYTES = 64 << 20
+UNIT_BYTES, LEAST_UNIT_BYTES, UNITS = 64 << 20, 4 << 20, 128
+"""Input bytes of a unit: so that there are about so many units, within bounds."""
 UNIT_FILES = 4096
 SEGMENT_BYTES = 32 << 20
 BATCH_BYTES, BATCH_DOCUMENTS = 1 << 20, 4096
@@ -86,34 +88,34 @@ class UnitRecord:
 def plan_units(inputs: Sequence[Input], options: ConvertOptions, storage: StorageConfig) -> list[list[Slice]]:
     """Units in the order of the inputs: large files are cut where their format allows, small ones put together."""
     units: list[list[Slice]] = []
-    room = 0
+    room, most = 0, max(min(UNIT_BYTES, LEAST_UNIT_BYTES), min(UNIT_BYTES, sum(item.size for item in inputs) // UNITS))
     for item in inputs:
-        for piece, size in _slices(item, storage):
+        for piece, size in _slices(item, most, storage):
             if units and size <= room and len(units[-1]) < UNIT_FILES:
                 units[-1].append(piece)
             else:
                 units.append([piece])
-                room = UNIT_BYTES
+                room = most
             room -= size
     return units
 
 
-def _slices(item: Input, storage: StorageConfig) -> Iterator[tuple[Slice, int]]:
+def _slices(item: Input, most: int, storage: StorageConfig) -> Iterator[tuple[Slice, int]]:
     """(slice, bytes) of an input."""
-    if item.format == "jsonl" and not is_compressed(item.path) and item.size > UNIT_BYTES:
-        for start in range(0, item.size, UNIT_BYTES):
-            yield Slice(input=item, start=start, stop=min(start + UNIT_BYTES, item.size)), UNIT_BYTES
+    if item.format == "jsonl" and not is_compressed(item.path) and item.size > most:
+        for start in range(0, item.size, most):
+            yield Slice(input=item, start=start, stop=min(start + most, item.size)), most
     elif item.format == "megatron":
         indexed = IndexedDataset(dataset_name(item.path), storage)
         for low, high in document_runs(indexed, 0, len(indexed.document_indices) - 1, UNIT_BYTES):
-            yield Slice(input=item, start=low, stop=high), UNIT_BYTES
-    elif item.format == "parquet" and item.size > UNIT_BYTES:
-        yield from _row_groups(item, storage)
+            yield Slice(input=item, start=low, stop=high), most
+    elif item.format == "parquet" and item.size > most:
+        yield from _row_groups(item, most, storage)
     else:
         yield Slice(input=item), item.size
 
 
-def _row_groups(item: Input, storage: StorageConfig) -> Iterator[tuple[Slice, int]]:
+def _row_groups(item: Input, most: int, storage: StorageConfig) -> Iterator[tuple[Slice, int]]:
     import pyarrow.parquet as pq
 
     with open_plain(item.path, storage) as file:
@@ -121,8 +123,8 @@ def _row_groups(item: Input, storage: StorageConfig) -> Iterator[tuple[Slice, in
         first, size = 0, 0
         for group in range(metadata.num_row_groups):
             size += metadata.row_group(group).total_byte_size
-            if size >= UNIT_BYTES or group == metadata.num_row_groups - 1:
-                yield Slice(input=item, start=first, stop=group + 1), UNIT_BYTES
+            if size >= most or group == metadata.num_row_groups - 1:
+                yield Slice(input=item, start=first, stop=group + 1), most
                 first, size = group + 1, 0
 
 
@@ -169,6 +171,7 @@ def save_bytes(url: str, data: bytes | memoryview, storage: StorageConfig) -> No
 
 
 _encoders: dict[tuple[str, str], BatchEncoder] = {}
+_encoders_lock = threading.Lock()
 
 
 def encoder_of(job: Job) -> BatchEncoder:
@@ -177,10 +180,11 @@ def encoder_of(job: Job) -> BatchEncoder:
     if options.tokenizer is None:
         raise ConvertError("the inputs hold text, so a tokenizer is needed: --tokenizer tokenizer.json (or `bytes`)")
     key = (job.tokenizer_digest, options.digest())
-    if key not in _encoders:
-        _encoders.clear()
-        _encoders[key] = BatchEncoder(load_tokenizer(options.tokenizer), options, job.storage)
-    return _encoders[key]
+    with _encoders_lock:
+        if key not in _encoders:
+            _encoders.clear()
+            _encoders[key] = BatchEncoder(load_tokenizer(options.tokenizer), options, job.storage)
+        return _encoders[key]
 
 
 def run_unit(job: Job, number: int, progress: Progress) -> UnitRecord:
