@@ -23,16 +23,19 @@ import psutil
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from streammega.convert import convert
+from streammega import IndexedDataset
+from streammega.convert import ConvertOptions, convert
 from streammega.errors import StreammegaError
 from streammega.plotting import pyplot, sparkline
 from streammega.train.config import RunConfig, load_run
 from streammega.train.metrics import read_metrics
+from streammega.verify import verify
 
 MIN_CORPUS_BYTES = 20_000_000
 MAX_CORPUS_BYTES = 32_000_000
 VOCAB_SIZE = 4096
 BUCKET = "streammega-demo"
+SHARD_BYTES = 4_000_000
 EOD = "<|endoftext|>"
 RUN_TOML = """\
 [data]
@@ -99,14 +102,20 @@ def run_demo(arguments: argparse.Namespace, work: Path, server: S3Server) -> boo
     """The six steps; True when the proof held and the model learned."""
     say(1, "collecting the corpus")
     inputs = arguments.inputs or python_sources()
-    say(2, "training a tokenizer and converting")
+    say(2, "training a tokenizer")
     train_tokenizer(inputs, work / "tokenizer.json")
-    report = convert(inputs, str(work / "corpus"), tokenizer=str(work / "tokenizer.json"), eod=EOD, progress=Progress())
-    print(f"\n    {report.documents:,} documents, {report.text_bytes / 1e6:.1f} MB of text, {report.tokens:,} tokens")
-    entropy = unigram_entropy(work / "corpus.bin", VOCAB_SIZE)
-    say(3, f"uploading to {server.endpoint}")
+    say(3, f"converting into s3://{BUCKET} at {server.endpoint}: shuffled, in zstd shards, with a manifest")
     os.environ.update(server.environment(), XDG_CACHE_HOME=str((work / "cache").resolve()))
-    upload(work, server)
+    make_bucket(server)
+    options = ConvertOptions(tokenizer=str(work / "tokenizer.json"), eod=EOD, kind="zst", shard_bytes=SHARD_BYTES, shuffle_seed=1)
+    report = convert(inputs, f"s3://{BUCKET}/corpus", options=options, progress=Progress())
+    size = f"{report.text_bytes / 1e6:.1f} MB of text, {report.tokens:,} tokens in {report.shards} shards"
+    print(f"\n    {report.documents:,} documents, {size}")
+    checked = verify(f"s3://{BUCKET}/corpus")
+    print("    " + checked.as_text())
+    if checked.problems:
+        return False
+    entropy = unigram_entropy()
     text = RUN_TOML.format(
         bucket=BUCKET,
         eod_id=report.eod_id,
@@ -160,7 +169,6 @@ def train_tokenizer(inputs: list[str], path: Path) -> None:
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
     from streammega.config import StorageConfig
-    from streammega.convert import ConvertOptions
     from streammega.convert.documents import RawDocument
     from streammega.convert.encode import BatchEncoder
     from streammega.convert.inputs import find_inputs
@@ -204,9 +212,11 @@ class Progress:
             print(f"    {self.text_bytes / 1e6:6.1f} MB -> {self.tokens:,} tokens", end=end, flush=True)
 
 
-def unigram_entropy(path: Path, vocab_size: int) -> float:
+def unigram_entropy() -> float:
     """Entropy of the token frequencies, in nats: the loss of a model that knows nothing but them."""
-    counts = np.bincount(np.fromfile(path, np.uint16), minlength=vocab_size)
+    counts = np.zeros(VOCAB_SIZE, np.int64)
+    for tokens in IndexedDataset(f"s3://{BUCKET}/corpus")[:]:
+        counts += np.bincount(np.asarray(tokens), minlength=VOCAB_SIZE)
     p = counts[counts > 0] / counts.sum()
     return float(-(p * np.log(p)).sum())
 
@@ -240,16 +250,10 @@ class S3Server:
         }
 
 
-def upload(work: Path, server: S3Server) -> None:
-    """The pair into a new bucket, by the same writers that conversion to s3:// uses."""
+def make_bucket(server: S3Server) -> None:
     import s3fs
 
-    from streammega import IndexedDatasetWriter
-
     s3fs.S3FileSystem(endpoint_url=server.endpoint, key="demo", secret="demo").mkdir(BUCKET)
-    with IndexedDatasetWriter(f"s3://{BUCKET}/corpus", np.uint16) as writer:
-        writer.add_index(str(work / "corpus"))
-    print(f"    s3://{BUCKET}/corpus.bin and .idx")
 
 
 def train_with_kills(work: Path, iters: int) -> None:
