@@ -200,6 +200,12 @@ def test_a_set_with_a_missing_shard_is_no_dataset(sets: Path, tmp_path: Path) ->
     assert missing_shards(["a-00000-of-00003", "a-00002-of-00003.tar", "other"]) == ["a-00001-of-00003"]
 
 
+def test_a_dataset_wins_over_a_folder_of_its_name(sets: Path) -> None:
+    (sets / "pair").mkdir(exist_ok=True)
+    assert find_pairs(str(sets / "pair"), StorageConfig()) == [str(sets / "pair")]
+    assert len(IndexedDataset(str(sets / "pair"))) == 300
+
+
 MANIFESTS = {
     "another JSON": ("{}", "not a manifest"),
     "another version": ('{"format": "streammega-manifest", "version": 9}', "version 9"),

@@ -43,8 +43,8 @@ def find_pairs(name: str, storage: StorageConfig) -> list[str]:
     """
     if name.endswith(".json"):
         return manifest_shards(name, storage)
-    if not is_remote(name) and (os.path.isdir(name) or any(sign in name for sign in "*?[")):
-        pattern = os.path.join(name, "*") if os.path.isdir(name) else name
+    if not is_remote(name) and (_is_folder(name) or any(sign in name for sign in "*?[")):
+        pattern = os.path.join(name, "*") if _is_folder(name) else name
         found = sorted({strip_suffix(path) for path in glob.glob(pattern) if path.endswith(".idx")})
         found = found or sorted(strip_suffix(path) for path in glob.glob(f"{pattern}.idx"))
         found = [_with_kind(prefix, set(glob.glob(f"{glob.escape(prefix)}.*"))) for prefix in found]
@@ -59,6 +59,12 @@ def find_pairs(name: str, storage: StorageConfig) -> list[str]:
             f"{name}: shards of a set are missing, such as {', '.join(missing)}; was the conversion interrupted?"
         )
     return found
+
+
+def _is_folder(name: str) -> bool:
+    """A local folder, unless there is a dataset of that very name: caches are often put there."""
+    named_so = any(os.path.exists(name + suffix) for suffix in (".idx", MANIFEST))
+    return os.path.isdir(name) and (name.endswith("/") or not named_so)
 
 
 def _with_kind(prefix: str, there: Collection[str]) -> str:
