@@ -144,6 +144,7 @@ def _bar(title: str, total: int | None) -> Iterator[Callable[[int, int], None]]:
         tokens = 0
 
         def advance(size: int, more: int) -> None:
+            """Note what was just done."""
             nonlocal tokens
             tokens += more
             if tokens and not bar.disable:

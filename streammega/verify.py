@@ -232,6 +232,7 @@ def _check_bytes(
     """Compare stored bytes with their checksums, and look at them as tokens; stretches of CHECK_BYTES by all cores."""
 
     def stretch(start: int) -> str | None:
+        """What is wrong with the bytes from `start` on, if their checksum is."""
         hasher, stop = xxhash.xxh3_128() if checksums else None, min(start + CHECK_BYTES, size)
         for at, data in _pieces(store, key, start, stop):
             if hasher is not None:

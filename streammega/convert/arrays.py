@@ -9,14 +9,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from streammega.config import StorageConfig
-from streammega.convert.documents import one_each
+from streammega.convert.documents import MOST_TOKENS, one_each
 from streammega.convert.options import ConvertOptions
 from streammega.convert.slices import Item, Skipped, Slice, is_compressed, open_stream
 from streammega.errors import ConvertError
 
 SCAN_TOKENS = 4 << 20
-MOST_TOKENS = 2**31 - 1
-"""Tokens of a sequence: the `.idx` holds their number as int32."""
 LLMC_MAGIC, LLMC_HEADER_BYTES = 20240520, 1024
 
 

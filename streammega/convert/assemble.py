@@ -108,11 +108,12 @@ class Documents:
         return np.concatenate(parts)[order], np.concatenate(documents)[order]
 
     def sizes(self, parts: Integers, documents: Integers) -> Integers:
-        """Tokens of documents."""
+        """Tokens of documents; of each part, only the stretch that holds them is looked at."""
         found = np.empty(len(documents), np.int64)
         for part in np.unique(parts):
-            own = parts == part
-            found[own] = document_tokens(self.dataset(int(part)))[documents[own]]
+            own = np.flatnonzero(parts == part)
+            low, high = int(documents[own].min()), int(documents[own].max()) + 1
+            found[own] = document_tokens(self.dataset(int(part)), low, high)[documents[own] - low]
         return found
 
     def _key_range(self, block: int) -> tuple[np.uint64, np.uint64 | None]:
@@ -132,10 +133,13 @@ class Documents:
         return np.unpackbits(np.frombuffer(packed, np.uint8), count=self._parts[part].documents).astype(np.bool_)
 
 
-def document_tokens(indexed: IndexedDataset) -> Integers:
-    """Tokens of each document, int64."""
-    ends = np.concatenate([np.zeros(1, np.int64), np.cumsum(indexed.sequence_lengths, dtype=np.int64)])
-    return np.diff(ends[indexed.document_indices])
+def document_tokens(indexed: IndexedDataset, start: int = 0, stop: int | None = None) -> Integers:
+    """Tokens of each of the documents [start, stop), int64."""
+    bounds = indexed.document_indices[start : None if stop is None else stop + 1]
+    lengths = indexed.sequence_lengths[int(bounds[0]) : int(bounds[-1])]
+    ends = np.concatenate([np.zeros(1, np.int64), np.cumsum(lengths, dtype=np.int64)])
+    tokens: Integers = np.diff(ends[bounds - bounds[0]])
+    return tokens
 
 
 def side_arrays(job: Job, part: Part) -> NDArray[np.uint64]:

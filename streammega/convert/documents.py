@@ -10,6 +10,9 @@ from numpy.typing import NDArray
 
 from streammega.errors import ConvertError
 
+MOST_TOKENS = 2**31 - 1
+"""Tokens of a sequence: the `.idx` holds their number as int32."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class RawDocument:
@@ -109,4 +112,13 @@ def one_each(tokens: NDArray[Any], lengths: NDArray[Any], size: int) -> Tokens:
     if not np.issubdtype(tokens.dtype, np.integer):
         raise ConvertError(f"token arrays hold integers, not {tokens.dtype}")
     counts = np.ones(len(lengths), np.int64)
+    check_lengths(lengths)
     return Tokens(tokens=tokens, lengths=lengths.astype(np.int32), documents=counts, source_bytes=size)
+
+
+def check_lengths(lengths: NDArray[Any]) -> None:
+    """Raise ConvertError for a sequence that has more tokens than the `.idx` can say."""
+    if len(lengths) and int(lengths.max()) > MOST_TOKENS:
+        raise ConvertError(
+            f"a sequence of {int(lengths.max()):,} tokens; an .idx can hold {MOST_TOKENS:,}: cut the document before"
+        )

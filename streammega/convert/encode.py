@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from streammega.config import StorageConfig
-from streammega.convert.documents import RawDocument, Tokens
+from streammega.convert.documents import RawDocument, Tokens, check_lengths
 from streammega.convert.options import ConvertOptions
 from streammega.convert.readers import resolve_lines
 from streammega.convert.slices import Skipped
@@ -62,6 +62,7 @@ class BatchEncoder:
         ends = np.fromiter((closed and self.eod is not None for _, _, closed in flat), np.int64, len(flat))
         own = np.fromiter(map(len, ids), np.int64, len(ids))
         lengths = own + ends
+        check_lengths(lengths)
         tokens = np.empty(int(lengths.sum()), self.dtype)
         where = np.ones(len(tokens), np.bool_)
         if self.eod is not None:

@@ -16,7 +16,7 @@ from streammega.convert.slices import Item, Skipped, Slice
 from streammega.index.reader import IndexedDataset
 from streammega.storage.urls import is_remote
 
-RUN_BYTES = 32 << 20
+RUN_BYTES = 8 << 20
 WINDOW = 1024
 """Documents looked at together, at first."""
 

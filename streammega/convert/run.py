@@ -15,6 +15,7 @@ import filelock
 import numpy as np
 
 from streammega.config import StorageConfig
+from streammega.convert import units as unit_limits
 from streammega.convert.assemble import (
     Documents,
     Layout,
@@ -202,7 +203,15 @@ class _Conversion:
     def _job(self) -> Job:
         digest = self.tokenizer.digest if self.tokenizer else ""
         units = [] if self._direct() else plan_units(self.inputs, self.options, self.storage)
-        return Job(options=self.options, storage=self.storage, work=self.work, units=units, tokenizer_digest=digest)
+        share = self.runner.memory_bytes // (16 * (self.runner.workers or num_threads()))
+        return Job(
+            options=self.options,
+            storage=self.storage,
+            work=self.work,
+            units=units,
+            tokenizer_digest=digest,
+            segment_bytes=min(unit_limits.SEGMENT_BYTES, max(1 << 20, share)),
+        )
 
     def _direct(self) -> bool:
         """Whether the inputs can be laid into shards as they are."""

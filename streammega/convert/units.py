@@ -31,7 +31,9 @@ from streammega.errors import ConvertError, StorageError
 from streammega.index.format import CODE_OF_DTYPE, smallest_dtype
 from streammega.index.reader import IndexedDataset
 from streammega.index.writer import IndexedDatasetWriter
+from streammega.kernels.plan import copy_bytes
 from streammega.storage import join_url, open_store
+from streammega.storage.base import address_of
 
 UNIT_BYTES, LEAST_UNIT_BYTES, UNITS = 64 << 20, 4 << 20, 128
 """Input bytes of a unit: so that there are about so many units, within bounds."""
@@ -41,6 +43,7 @@ BATCH_BYTES, BATCH_DOCUMENTS = 1 << 20, 4096
 BINS = 48
 """Of the histogram of document lengths: bin b counts documents of [2^b, 2^(b+1)) tokens."""
 Progress = Callable[[int, int], None]
+_NOTHING = np.empty(0, np.uint8)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,6 +55,8 @@ class Job:
     work: str
     units: list[list[Slice]]
     tokenizer_digest: str = ""
+    segment_bytes: int = SEGMENT_BYTES
+    """Token bytes after which a segment is written; what comes out in the end does not depend on it."""
 
     def unit_digest(self, number: int) -> str:
         """Changes with the inputs of a unit and with every setting."""
@@ -240,7 +245,7 @@ class _SegmentWriter:
         self._held.append(kept)
         self._numbers.append(numbers[keep])
         self._size += kept.tokens.nbytes
-        if self._size >= SEGMENT_BYTES:
+        if self._size >= self._job.segment_bytes:
             self.flush()
 
     def _choose(self, batch: Tokens) -> tuple[Tokens, NDArray[np.bool_]]:
@@ -368,11 +373,17 @@ def _permuted(batch: Tokens, order: NDArray[np.int64]) -> Tokens:
     """The documents in another order."""
     first = np.cumsum(batch.documents) - batch.documents
     sequences = ragged(first[order], batch.documents[order])
-    lengths = batch.lengths[sequences]
-    starts = np.cumsum(batch.lengths, dtype=np.int64) - batch.lengths
+    data = np.ascontiguousarray(batch.tokens)
+    size = batch.document_tokens * data.itemsize
+    start = np.cumsum(size) - size
+    tokens = np.empty_like(data)
+    own = size[order]
+    copy_bytes(
+        _NOTHING, address_of(data.view(np.uint8)) + start[order], own, address_of(tokens.view(np.uint8)) + np.cumsum(own) - own
+    )
     return Tokens(
-        tokens=batch.tokens[ragged(starts[sequences], lengths.astype(np.int64))],
-        lengths=lengths,
+        tokens=tokens,
+        lengths=batch.lengths[sequences],
         documents=batch.documents[order],
         modes=None if batch.modes is None else batch.modes[sequences],
     )
