@@ -38,6 +38,7 @@ from streammega.index.cache import default_cache_dir
 from streammega.index.manifest import MANIFEST, Manifest, Shard, read_manifest
 from streammega.index.reader import IndexedDataset
 from streammega.index.shards import SUFFIXES, shard_name, split_name
+from streammega.kernels.parallel import num_threads
 from streammega.storage import join_url, open_store, parent_url
 from streammega.storage.urls import is_remote
 
@@ -192,7 +193,9 @@ class _Conversion:
                 parts, self.duplicates = remove_duplicates(job, parts, self.runner.memory_bytes)
         layout = self._layout(job, parts, sources)
         shards = {number: shard for number in range(layout.num_shards) if (shard := read_shard(job, layout, number))}
-        work = Work(function=_write_shard, shared=(job, layout), numbers=[n for n in range(layout.num_shards) if n not in shards])
+        left = [number for number in range(layout.num_shards) if number not in shards]
+        threads = 1 if self.options.kind == "tar" else num_threads()
+        work = Work(function=_write_shard, shared=(job, layout), numbers=left, threads=threads)
         if is_remote(self.prefix):
             self._remove_former(layout)  # its shards may have the names of ours
         at_once = 4 if layout.buckets else None  # each holds two buckets, of an eighth of the memory
