@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import ctypes
 import mmap
 import os
-import sys
 import tempfile
 import threading
 from collections.abc import Sequence
@@ -13,9 +11,6 @@ from pathlib import Path
 
 from streammega.errors import AccessDeniedError, ObjectNotFoundError, StorageError
 from streammega.storage.base import Buffer, Bytes, ObjectInfo, Span, checked, fill
-
-FLUSH_BYTES = 32 << 20
-"""Written bytes are sent on to the disk so many at a time, while more are written."""
 
 
 class LocalStore:
@@ -96,16 +91,11 @@ class LocalWriter:
         except OSError as error:
             raise local_error(path, error) from None
         self._file = os.fdopen(fd, "wb", buffering=1 << 20)
-        self._written = self._started = 0
 
     def write(self, data: bytes | memoryview) -> None:
         """Append bytes; a full disk is a StorageError that names the path."""
         try:
             self._file.write(data)
-            self._written += len(data)
-            if self._written - self._started >= FLUSH_BYTES:
-                self._started = self._written
-                start_writeback(self._file.fileno())
         except OSError as error:
             raise local_error(self._path, error) from None
 
@@ -142,13 +132,6 @@ def _umask() -> int:
         umask = os.umask(0o022)
         os.umask(umask)
         return umask
-
-
-def start_writeback(descriptor: int) -> None:
-    """Ask the kernel to begin writing a file's pages to the disk, and do not wait: the sync at the end has less to do."""
-    if sys.platform == "linux":
-        call = ctypes.CDLL(None, use_errno=True).sync_file_range
-        call(descriptor, ctypes.c_int64(0), ctypes.c_int64(0), 2)  # SYNC_FILE_RANGE_WRITE; a refusal costs nothing
 
 
 def local_error(path: str, error: OSError) -> StorageError:

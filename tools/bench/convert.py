@@ -301,14 +301,15 @@ def side_shuffle(corpus: str) -> dict[str, Any]:
         return {"rate": report.stored_bytes / (time.perf_counter() - began)}
 
 
-def side_train(blend: str, options: dict[str, Any], seconds: float) -> dict[str, Any]:
-    """Tokens a second of the stream order, ids of int64, after a second to warm up."""
+def side_train(blend: str, options: dict[str, Any], seconds: float, model: bool = False) -> dict[str, Any]:
+    """Tokens a second of the stream order, ids of int64, after a second to warm up; with `model`, the example GPT learns them."""
     from streammega import DataConfig, StorageConfig, StreamLoader
 
     config = DataConfig(
-        blend=[blend], sequence_length=4096, order="stream", storage=StorageConfig(storage_options=options),
+        blend=[blend], sequence_length=128 if model else 4096, order="stream", storage=StorageConfig(storage_options=options),
         index_cache_dir=FOLDER / "cache",
     )  # fmt: skip
+    learn = gpt_step() if model else lambda batch: None
     with StreamLoader(config, micro_batch_size=8, global_batch_size=64) as loader:
         tokens, began, start = 0, time.perf_counter(), None
         for batch in loader:
@@ -316,9 +317,30 @@ def side_train(blend: str, options: dict[str, Any], seconds: float) -> dict[str,
             if start is None and now - began > 1.0:
                 start, tokens = now, 0
             tokens += batch["tokens"].numel()
+            learn(batch)
             if start is not None and now - start > seconds:
                 return {"rate": tokens / (now - start)}
     raise AssertionError("the stream has no end")
+
+
+def gpt_step() -> Callable[[dict[str, Any]], None]:
+    """An optimizer step of the example GPT, made very small."""
+    import torch
+
+    from streammega.train.config import ModelConfig
+    from streammega.train.model import GPT
+
+    model = GPT(ModelConfig(vocab_size=VOCAB_SIZE, dim=32, layers=1, heads=2))
+    optimizer = torch.optim.SGD(model.parameters(), 1e-3)
+
+    def step(batch: dict[str, Any]) -> None:
+        """Forward, backward, update."""
+        logits = model(batch["tokens"], batch["position_ids"])
+        torch.nn.functional.cross_entropy(logits.flatten(0, 1), batch["labels"].flatten()).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return step
 
 
 SIDES: dict[str, Callable[..., dict[str, Any]]] = {
@@ -420,6 +442,12 @@ def training(runs: int) -> None:
     for kind in ("zst", "tar"):
         row(f"training from local .{kind}, plain .bin", f"{found['bin'] / 1e6:,.0f} M tokens/s", f"{found[kind] / 1e6:,.0f} M tokens/s",
             f"{found[kind] / found['bin']:.2f}")  # fmt: skip
+    steps = {
+        kind: partial(run_side, "train", blend=str(root / kind), options={}, seconds=6, model=True) for kind in ("bin", "zst")
+    }
+    found = medians(runs, steps)
+    row("training a small GPT from local .zst, plain .bin", f"{found['bin']:,.0f} tokens/s", f"{found['zst']:,.0f} tokens/s",
+        f"{found['zst'] / found['bin']:.2f}")  # fmt: skip
     for link, title in ((100e6, "on a link of 100 MB/s"), (0.0, "from object storage on loopback")):
         with running(FOLDER / "objects") as server:
             server.behave(link=link)
