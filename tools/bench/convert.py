@@ -336,7 +336,7 @@ def gpt_step() -> Callable[[dict[str, Any]], None]:
     def step(batch: dict[str, Any]) -> None:
         """Forward, backward, update."""
         logits = model(batch["tokens"], batch["position_ids"])
-        torch.nn.functional.cross_entropy(logits.flatten(0, 1), batch["labels"].flatten()).backward()
+        torch.nn.functional.cross_entropy(logits.flatten(0, 1), batch["labels"].flatten()).backward()  # type: ignore[no-untyped-call]
         optimizer.step()
         optimizer.zero_grad()
 
