@@ -310,6 +310,22 @@ def test_replacing_a_dataset_leaves_nothing_of_the_former(tmp_path: Path) -> Non
     assert sorted(path.name for path in (tmp_path / "o").iterdir()) == ["p.bin.zst", "p.idx", "p.manifest.json"]
 
 
+def test_inputs_are_never_removed(tmp_path: Path) -> None:
+    """An input may have the output's name with another suffix."""
+    full = sum(len(sequence) > 0 for sequence in write_random_pair(str(tmp_path / "in")))
+    convert([str(tmp_path / "in")], str(tmp_path / "web"), kind="tar", workers=1)
+    (tmp_path / "web.idx").unlink()
+    (tmp_path / "web.manifest.json").unlink()
+    data = (tmp_path / "web.tar").read_bytes()
+    for overwrite in (False, True):
+        convert([str(tmp_path / "web.tar")], str(tmp_path / "web"), workers=1, overwrite=overwrite)
+        assert (tmp_path / "web.tar").read_bytes() == data
+    for name in ("web", "web.idx", "web.manifest.json"):
+        with pytest.raises(ConvertError, match="replace its own input"):
+            convert([str(tmp_path / name)], str(tmp_path / "web"), kind="zst", workers=1, overwrite=True)
+    assert len(IndexedDataset(str(tmp_path / "web"))) == full
+
+
 def test_a_full_disk_is_named_and_leaves_no_dataset(tmp_path: Path) -> None:
     write_random_pair(str(tmp_path / "in"), count=3000)
     (tmp_path / "out").mkdir()

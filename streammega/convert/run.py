@@ -33,7 +33,7 @@ from streammega.convert.pairs import dataset_name
 from streammega.convert.report import ConvertReport, count_parts, make_report
 from streammega.convert.tokenizers import TextTokenizer, find_eod, load_tokenizer
 from streammega.convert.units import Job, UnitRecord, load_json, plan_units, read_record, run_unit, save_bytes, save_json
-from streammega.errors import ConvertError, ObjectNotFoundError
+from streammega.errors import ConvertError, FormatError, ObjectNotFoundError
 from streammega.index.cache import default_cache_dir
 from streammega.index.manifest import MANIFEST, Manifest, Shard, read_manifest
 from streammega.index.reader import IndexedDataset
@@ -168,6 +168,10 @@ class _Conversion:
 
     def check_output(self, overwrite: bool) -> None:
         """Raise ConvertError for a dataset that is there already, unless it is this one, half published."""
+        own = {self.prefix, *(split_name(name)[0] for name in self._former())}
+        for item in self.inputs:
+            if item.format == "megatron" and split_name(item.path.removesuffix(MANIFEST))[0] in own:
+                raise ConvertError(f"{self.prefix}: the output would replace its own input {item.path}; choose another name")
         if overwrite or load_json(join_url(self.work, "publishing.json"), self.storage) is not None:
             return
         for name in (f"{self.prefix}.idx", f"{self.prefix}{MANIFEST}", f"{self.prefix}{SUFFIXES[self.options.kind]}"):
@@ -289,7 +293,7 @@ class _Conversion:
             shards=shards,
         )
         self._remove_former(layout)
-        folder = self.prefix.rpartition("/")[0] if "/" in self.prefix else "."
+        folder = self._folder
         save_json(join_url(self.work, "publishing.json"), {"digest": layout.digest}, self.storage)
         for name in layout.names:
             if not is_remote(self.prefix):
@@ -300,24 +304,34 @@ class _Conversion:
         save_bytes(f"{self.prefix}{MANIFEST}", manifest.to_json(), self.storage)
         return manifest
 
+    def _former(self) -> list[str]:
+        """The files of a dataset that is there under the output's name, every `.idx` first; none if there is no dataset."""
+        url = f"{self.prefix}{MANIFEST}"
+        try:
+            former = read_manifest(url, self.storage)
+        except ObjectNotFoundError:
+            if not _exists(f"{self.prefix}.idx", self.storage):
+                return []
+            return [f"{self.prefix}.idx", f"{self.prefix}.bin"]
+        except FormatError:
+            return [url]
+        names = [join_url(self._folder, shard.name) for shard in former.shards]
+        suffix = SUFFIXES[former.kind]  # type: ignore[index]
+        return [url, *(f"{name}.idx" for name in names), *(name + suffix for name in names)]
+
+    @property
+    def _folder(self) -> str:
+        return self.prefix.rpartition("/")[0] if "/" in self.prefix else "."
+
     def _remove_former(self, layout: Layout) -> None:
         """A dataset that is being replaced: its manifest and every `.idx` first, so that nothing describes what is not there."""
         publishing = load_json(join_url(self.work, "publishing.json"), self.storage)
         if publishing is not None and publishing.get("digest") == layout.digest:
             return
-        folder = self.prefix.rpartition("/")[0] if "/" in self.prefix else "."
-        names, suffixes = {self.prefix}, [".idx", *SUFFIXES.values()]
-        try:
-            former = read_manifest(f"{self.prefix}{MANIFEST}", self.storage)
-            names |= {join_url(folder, shard.name) for shard in former.shards}
-        except ObjectNotFoundError:
-            pass
-        new = set(layout.targets)
-        _delete(f"{self.prefix}{MANIFEST}", self.storage)
-        for suffix in suffixes:
-            for name in sorted(names):
-                if suffix == ".idx" or name not in new or suffix != SUFFIXES[self.options.kind]:
-                    _delete(name + suffix, self.storage)
+        new = {target + SUFFIXES[self.options.kind] for target in layout.targets}
+        for name in self._former():
+            if name not in new:
+                _delete(name, self.storage)
 
     def leave(self) -> None:
         """After an interruption: keep what a second run can use, and nothing else."""

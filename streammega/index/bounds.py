@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,6 +14,9 @@ from streammega.index.find import open_shards
 from streammega.index.format import HEADER_BYTES, IndexHeader, parse_header
 from streammega.index.shards import open_tokens, strip_suffix
 from streammega.storage import ObjectInfo, Store, open_store
+
+OPENERS = 32
+"""Shards of a dataset that are opened at once."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,4 +76,10 @@ def read_bounds(prefix: str, storage: StorageConfig) -> PairBounds:
 
 def read_dataset(name: str, storage: StorageConfig) -> list[PairBounds]:
     """Open all shards of a dataset by their headers. Raises as read_bounds does."""
-    return open_shards(name, storage, lambda names: [read_bounds(shard, storage) for shard in names])
+
+    def open_all(names: list[str]) -> list[PairBounds]:
+        """Several at once: a few requests each."""
+        with ThreadPoolExecutor(min(OPENERS, len(names))) as pool:
+            return list(pool.map(lambda shard: read_bounds(shard, storage), names))
+
+    return open_shards(name, storage, open_all)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from functools import cached_property
 from pathlib import Path
 from typing import Any, TypeAlias, overload
@@ -21,6 +22,8 @@ from streammega.storage import Buffer, ObjectInfo, Store, open_store
 from streammega.storage.derived import ConcatStore
 from streammega.storage.local import LocalStore
 
+OPENERS = 32
+"""Shards that are opened at once."""
 Tokens: TypeAlias = NDArray[Any]
 Item: TypeAlias = "Tokens | tuple[Tokens, int]"
 
@@ -49,8 +52,9 @@ class IndexedDataset(Sequence["Item"]):
         self._arrays  # noqa: B018  (open and check the index now: errors belong here)
 
     def _open(self, names: list[str]) -> list[str]:
-        opened = [open_tokens(name, self.storage, self._cache_dir) for name in names]
-        infos = [store.info(key) for store, key in opened]
+        with ThreadPoolExecutor(min(OPENERS, len(names))) as pool:
+            opened = list(pool.map(lambda name: open_tokens(name, self.storage, self._cache_dir), names))
+            infos = list(pool.map(lambda found: found[0].info(found[1]), opened))
         if len(opened) == 1:
             self.store, self.bin_key = opened[0]
             self.bin_info: ObjectInfo = infos[0]
@@ -71,7 +75,8 @@ class IndexedDataset(Sequence["Item"]):
     @cached_property
     def _arrays(self) -> IndexArrays:
         """Maps and checks the `.idx`; again in each process that unpickles the dataset."""
-        parts = [self._open_index(strip_suffix(name), size) for name, size in zip(self.shards, self._sizes, strict=True)]
+        with ThreadPoolExecutor(min(OPENERS, len(self.shards))) as pool:
+            parts = list(pool.map(lambda name, size: self._open_index(strip_suffix(name), size), self.shards, self._sizes))
         if len(parts) == 1:
             return parts[0]
         try:

@@ -120,7 +120,7 @@ class Frames:
                 decompressed_sizes=np.diff(shown).astype("<u8").tobytes(),
                 threads=0,
             )
-        except (zstandard.ZstdError, ValueError):
+        except (zstandard.ZstdError, ValueError, AttributeError):  # or this zstandard is one without the call
             inside = (bounds - bounds[0]).tolist()
             frames = [stored[a:b] for a, b in zip(inside, inside[1:], strict=False)]
             found = [self._one(frame, number) for number, frame in enumerate(frames, first)]  # which says what is damaged
