@@ -8,9 +8,12 @@ import tempfile
 import threading
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from streammega.errors import AccessDeniedError, ObjectNotFoundError, StorageError
 from streammega.storage.base import Buffer, Bytes, ObjectInfo, Span, checked, fill
+
+LARGE_BYTES = 256 << 10
 
 
 class LocalStore:
@@ -90,12 +93,18 @@ class LocalWriter:
             )
         except OSError as error:
             raise local_error(path, error) from None
-        self._file = os.fdopen(fd, "wb", buffering=1 << 20)
+        self._file: Any = os.fdopen(fd, "wb", buffering=1 << 20)
 
     def write(self, data: bytes | memoryview) -> None:
         """Append bytes; a full disk is a StorageError that names the path."""
         try:
-            self._file.write(data)
+            if len(data) < LARGE_BYTES:
+                self._file.write(data)
+                return
+            self._file.flush()  # a large write needs no copy into the buffer
+            view = memoryview(data).cast("B")
+            while view:
+                view = view[self._file.raw.write(view) :]
         except OSError as error:
             raise local_error(self._path, error) from None
 

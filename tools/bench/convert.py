@@ -412,7 +412,7 @@ def zstd(runs: int) -> None:
     from streammega.convert import convert
     from streammega.index.reader import IndexedDataset
 
-    for level, frame in ((1, 64), (3, 64), (6, 64), (9, 64), (12, 64), (19, 64), (3, 16), (3, 256), (3, 1024)):
+    for level, frame in ((1, 32), (3, 32), (6, 32), (9, 32), (19, 32), (3, 16), (3, 64), (3, 256), (3, 1024)):
         with tempfile.TemporaryDirectory(dir=FOLDER) as folder:
             began = time.perf_counter()
             report = convert([str(FOLDER / "once")], f"{folder}/z", kind="zst", level=level, frame_bytes=frame << 10, workers=1)
