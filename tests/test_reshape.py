@@ -327,6 +327,15 @@ def test_inputs_are_never_removed(tmp_path: Path) -> None:
     assert len(IndexedDataset(str(tmp_path / "web"))) == full
 
 
+def test_a_work_folder_keeps_what_else_is_in_it(tmp_path: Path) -> None:
+    write_random_pair(str(tmp_path / "in"))
+    (tmp_path / "work").mkdir()
+    (tmp_path / "work" / "precious").write_text("not ours")
+    convert([str(tmp_path / "in")], str(tmp_path / "out"), min_tokens=1, work=str(tmp_path / "work"), restart=True, workers=1)
+    assert [path.name for path in (tmp_path / "work").iterdir()] == ["precious"]
+    assert len(IndexedDataset(str(tmp_path / "out"))) > 100
+
+
 def test_a_full_disk_is_named_and_leaves_no_dataset(tmp_path: Path) -> None:
     write_random_pair(str(tmp_path / "in"), count=3000)
     (tmp_path / "out").mkdir()

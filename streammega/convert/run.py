@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import logging
 import os
 import shutil
@@ -84,7 +85,7 @@ def convert(
     tokenizer = load_tokenizer(options.tokenizer) if options.tokenizer else None
     eod_id = _eod(tokenizer, options)
     found = find_inputs(inputs, storage)
-    work = runner.work or _work_folder(prefix)
+    work = _work_folder(prefix, runner.work)
     conversion = _Conversion(prefix, options, runner, storage, work, found, tokenizer, progress or _no_progress)
     with _locked(work):
         conversion.check_output(overwrite)
@@ -118,14 +119,15 @@ def _eod(tokenizer: TextTokenizer | None, options: ConvertOptions) -> int | None
     return find_eod(tokenizer, options.eod) if options.append_eod else None
 
 
-def _work_folder(prefix: str) -> str:
-    """Beside a local output; for a remote one, in the cache of this machine."""
+def _work_folder(prefix: str, given: str | None) -> str:
+    """A folder of this conversion alone: it is removed in the end. Within the one given, beside a local output, or in the cache."""
+    stem, own = prefix.rpartition("/")[2], hashlib.blake2b(prefix.encode(), digest_size=6).hexdigest()
+    if given:
+        return join_url(given, f"{stem}.convert-{own}")
     if not is_remote(prefix):
         _, key = open_store(prefix, StorageConfig())
         return os.path.join(os.path.dirname(key), f".{os.path.basename(key)}.convert")
-    import hashlib
-
-    return str(default_cache_dir() / "convert" / hashlib.blake2b(prefix.encode(), digest_size=12).hexdigest())
+    return str(default_cache_dir() / "convert" / f"{stem}-{own}")
 
 
 @contextmanager
