@@ -120,7 +120,7 @@ def _eod(tokenizer: TextTokenizer | None, options: ConvertOptions) -> int | None
 
 
 def _work_folder(prefix: str, given: str | None) -> str:
-    """A folder of this conversion alone: it is removed in the end. Within the one given, beside a local output, or in the cache."""
+    """A folder of this conversion alone, removed in the end: within the one given, beside a local output, or in the cache."""
     stem, own = prefix.rpartition("/")[2], hashlib.blake2b(prefix.encode(), digest_size=6).hexdigest()
     if given:
         return join_url(given, f"{stem}.convert-{own}")
