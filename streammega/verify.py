@@ -16,6 +16,8 @@ import xxhash
 from numpy.typing import NDArray
 
 from streammega.config import StorageConfig
+from streammega.convert.options import token_dtype_named
+from streammega.convert.units import save_bytes
 from streammega.errors import ConfigError, FormatError, ObjectNotFoundError, StreammegaError
 from streammega.index.cache import cached_object, default_cache_dir
 from streammega.index.checksums import CHECK_BYTES, HashingWriter
@@ -298,7 +300,7 @@ def repair_index(
     if manifest and shards != manifest.shards:
         counts = {what: sum(getattr(shard, what) for shard in shards) for what in ("documents", "sequences", "tokens")}
         url = name if name.endswith(".json") else split_name(name)[0] + MANIFEST
-        _put(url, replace(manifest, shards=[s for s in shards if s is not None], **counts).to_json(), storage)
+        save_bytes(url, replace(manifest, shards=[s for s in shards if s is not None], **counts).to_json(), storage)
         done.append(f"{url}: speaks of the new .idx files now")
     return done
 
@@ -310,7 +312,7 @@ def _repair_shard(
     if kind == "tar":
         raise ConfigError(f"{name}: the .idx of a tar cannot be rebuilt from it; convert the tar again")
     store, key = open_tokens(name, storage)
-    width = np.dtype(dtype) if dtype else _dtype_of(prefix, storage)
+    width = token_dtype_named(dtype) if dtype else _dtype_of(prefix, storage)
     size = store.info(key).size
     ends = list(_document_ends(store, key, size, width, eod_id))
     places = np.concatenate([np.zeros(1, np.int64), *ends])
@@ -323,7 +325,7 @@ def _repair_shard(
     data = b"".join(encode_index(width, lengths.astype(np.int32), np.arange(len(lengths) + 1), None))
     index.write(data)
     _keep_former(f"{prefix}.idx", storage)
-    _put(f"{prefix}.idx", data, storage)
+    save_bytes(f"{prefix}.idx", data, storage)
     text = f"{prefix}.idx: rebuilt, {len(lengths):,} documents"
     if expected is None:
         return text, None
@@ -369,15 +371,4 @@ def _keep_former(url: str, storage: StorageConfig) -> None:
     if isinstance(store, LocalStore):
         os.replace(key, f"{key}.former")
     elif info.size:
-        _put(f"{url}.former", bytes(store.read_ranges(key, [0], [info.size])[0]), storage)
-
-
-def _put(url: str, data: bytes, storage: StorageConfig) -> None:
-    store, key = open_store(url, storage)
-    writer = store.open_writer(key)
-    try:
-        writer.write(data)
-        writer.commit()
-    except BaseException:
-        writer.abort()
-        raise
+        save_bytes(f"{url}.former", bytes(store.read_ranges(key, [0], [info.size])[0]), storage)

@@ -190,3 +190,18 @@ def test_the_report_tells_everything(dataset: Path, capsys: pytest.CaptureFixtur
     assert (dataset / "r.png").read_bytes().startswith(b"\x89PNG")
     assert main(["convert", str(dataset / "bad.jsonl"), str(dataset / "o"), "--tokenizer", "bytes", "--shard-size", "x"]) == 1
     assert "write a size as 512M" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--report", "/no/such/folder/r.json"], "/no/such/folder/r.json: No such file"),
+        (["--shuffle", "--seed", "-1"], "shuffle_seed is -1"),
+        (["--dtype", "float32"], "holds no token ids"),
+        (["--input-dtype", "nothing"], "is not known"),
+    ],
+)
+def test_odd_settings_are_one_message(tmp_path: Path, words: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "a.txt").write_text("text")
+    assert main(["convert", str(tmp_path / "a.txt"), str(tmp_path / "o"), "--tokenizer", "bytes", *words]) == 1
+    assert message in capsys.readouterr().err

@@ -20,7 +20,6 @@ from streammega.storage.urls import is_remote
 Format = Literal["text", "jsonl", "parquet", "arrow", "tar", "megatron", "raw", "npy", "mds", "litdata"]
 JSON_SUFFIXES = (".jsonl", ".ndjson", ".json")
 COMPRESSIONS = (".gz", ".bz2", ".zst", ".xz")
-TOKEN_FORMATS = frozenset(("megatron", "raw", "npy"))
 BY_SUFFIX: dict[str, Format] = {
     ".parquet": "parquet", ".arrow": "arrow", ".feather": "arrow", ".ipc": "arrow", ".tar": "tar", ".tgz": "tar", ".bin": "raw",
     ".npy": "npy", ".jsonl": "jsonl", ".ndjson": "jsonl", ".json": "jsonl",
@@ -59,8 +58,8 @@ def _listed(inputs: Sequence[str]) -> Iterator[str]:
         try:
             with open(item[1:], encoding="utf-8") as file:
                 yield from (line.strip() for line in file if line.strip() and not line.startswith("#"))
-        except OSError as error:
-            raise ObjectNotFoundError(f"{item[1:]}: no readable list of files ({error.strerror})") from None
+        except (OSError, UnicodeDecodeError) as error:
+            raise ObjectNotFoundError(f"{item[1:]}: no readable list of files ({error})") from None
 
 
 def _local(item: str) -> list[Input]:

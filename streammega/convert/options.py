@@ -5,7 +5,9 @@ from __future__ import annotations
 import hashlib
 import json
 from dataclasses import asdict, dataclass, field
-from typing import Literal
+from typing import Any, Literal
+
+import numpy as np
 
 from streammega.errors import ConfigError
 from streammega.index.format import dtype_code
@@ -65,13 +67,15 @@ class ConvertOptions:
             raise ConfigError(f"shard_bytes is {self.shard_bytes}; it must be a positive number of bytes")
         if self.max_tokens is not None and self.max_tokens < max(1, self.min_tokens):
             raise ConfigError(f"max_tokens is {self.max_tokens}; it must be at least 1, and at least min_tokens")
+        if self.shuffle_seed is not None and not 0 <= self.shuffle_seed < 2**64:
+            raise ConfigError(f"shuffle_seed is {self.shuffle_seed}; it must lie in [0, 2**64)")
         if not 1 <= self.level <= 22:
             raise ConfigError(f"level is {self.level}; zstd has levels 1 to 22")
         if not 1024 <= self.frame_bytes <= 1 << 30:
             raise ConfigError(f"frame_bytes is {self.frame_bytes}; it must lie between 1 KiB and 1 GiB")
         for name in (self.dtype, self.input_dtype):
             if name is not None:
-                dtype_code(_known(name))
+                token_dtype_named(name)
         if not self.keys:
             raise ConfigError("keys is empty; name the key that holds the text")
         for key in self.keys:
@@ -137,10 +141,13 @@ def key_mode(key: str) -> tuple[str, int]:
     return name, int(mode)
 
 
-def _known(name: str) -> str:
-    import numpy as np
-
+def token_dtype_named(name: str) -> np.dtype[Any]:
+    """A dtype that tokens can have. Raises ConfigError."""
     try:
-        return np.dtype(name).name
+        dtype = np.dtype(name)
     except TypeError:
         raise ConfigError(f"dtype {name!r} is not known; use uint16, int32, uint8, int64, ...") from None
+    if not np.issubdtype(dtype, np.integer):
+        raise ConfigError(f"dtype {name!r} holds no token ids; use uint16, int32, uint8, int64, ...")
+    dtype_code(dtype)
+    return dtype
