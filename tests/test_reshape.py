@@ -25,6 +25,7 @@ from streammega.convert.engines import Work, run_tasks
 from streammega.convert.options import Runner
 from streammega.convert.run import _Conversion
 from streammega.errors import ConvertError
+from streammega.verify import verify
 from tests.conftest import write_random_pair
 from tests.oracle import IndexedDatasetBuilder
 from tests.servers import S3
@@ -147,6 +148,17 @@ def test_merging_is_megatrons_own_merge(tmp_path: Path) -> None:
     convert(names, str(tmp_path / "ours"), workers=1)
     for suffix in (".bin", ".idx"):
         assert (tmp_path / f"ours{suffix}").read_bytes() == (tmp_path / f"theirs{suffix}").read_bytes()
+
+
+def test_a_named_shard_keeps_its_documents_and_modes_and_what_is_known_of_its_ids(tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_text('{"q": "one", "a": "two"}\n{"q": "x", "a": "y"}\n')
+    for kind, suffix in (("bin", ".bin"), ("zst", ".bin.zst"), ("tar", ".tar")):
+        name = str(tmp_path / f"in-{kind}")
+        convert([str(tmp_path / "a.jsonl")], name, tokenizer="bytes", keys=("q", "a:1"), kind=kind, workers=1)  # type: ignore[arg-type]
+        convert([name + suffix], str(tmp_path / f"out-{kind}"), workers=1)
+        assert documents_of(tmp_path / f"out-{kind}") == documents_of(name) != []
+        report = verify(str(tmp_path / f"out-{kind}"))
+        assert (report.problems, report.notes) == ([], []), "the end of documents is known"
 
 
 def test_shards_have_the_size_asked(tmp_path: Path) -> None:
@@ -318,10 +330,9 @@ def test_inputs_are_never_removed(tmp_path: Path) -> None:
     (tmp_path / "web.idx").unlink()
     (tmp_path / "web.manifest.json").unlink()
     data = (tmp_path / "web.tar").read_bytes()
-    for overwrite in (False, True):
-        convert([str(tmp_path / "web.tar")], str(tmp_path / "web"), workers=1, overwrite=overwrite)
-        assert (tmp_path / "web.tar").read_bytes() == data
-    for name in ("web", "web.idx", "web.manifest.json"):
+    convert([str(tmp_path / "web.tar")], str(tmp_path / "web"), workers=1)
+    assert (tmp_path / "web.tar").read_bytes() == data
+    for name in ("web", "web.idx", "web.manifest.json", "web.tar"):  # the last is read with web.idx, now that it is there
         with pytest.raises(ConvertError, match="replace its own input"):
             convert([str(tmp_path / name)], str(tmp_path / "web"), kind="zst", workers=1, overwrite=True)
     assert len(IndexedDataset(str(tmp_path / "web"))) == full

@@ -14,6 +14,7 @@ import fsspec
 from streammega.config import StorageConfig
 from streammega.errors import AccessDeniedError, ConvertError, EndpointError, ObjectNotFoundError, StorageError
 from streammega.index.manifest import FORMAT as MANIFEST_FORMAT
+from streammega.index.shards import SUFFIXES
 from streammega.storage.options import redact
 from streammega.storage.urls import is_remote
 
@@ -145,7 +146,7 @@ def _files(paths: Sequence[str], stat: Stat, read: Read, *, named: bool = False)
         folder, _, name = path.rpartition("/")
         if folder in taken or name.endswith(".idx.json"):
             continue
-        kind = _format(path, there, read, named=named)
+        kind = _format(path, there, stat, read, named=named)
         if kind is not None:
             size, etag = stat(path)
             if kind == "megatron" and path.endswith(".idx") and (data := _data_beside(path, stat)):
@@ -154,23 +155,33 @@ def _files(paths: Sequence[str], stat: Stat, read: Read, *, named: bool = False)
     return inputs
 
 
-def _format(path: str, there: set[str], read: Read, *, named: bool) -> Format | None:
+def _format(path: str, there: set[str], stat: Stat, read: Read, *, named: bool) -> Format | None:
     """None: a part of another input."""
     if path.endswith(".idx"):
         return "megatron"
-    for suffix in (".bin", ".bin.zst", ".tar"):
-        if path.endswith(suffix) and (f"{path.removesuffix(suffix)}.idx" in there):
-            return None
+    for suffix in SUFFIXES.values():
+        if path.endswith(suffix):
+            index = f"{path.removesuffix(suffix)}.idx"
+            if index in there:
+                return None
+            if _is_there(index, stat):
+                return "megatron"  # its documents and modes are in the .idx
     if path.endswith(".manifest.json") and _is_manifest(read(path)):
         return "megatron" if named else None  # in a folder, its shards are there too
-    if path.endswith((".bin", ".bin.zst")) and named and os.path.isfile(f"{path.partition('.bin')[0]}.idx"):
-        return "megatron"
     bare = bare_name(path)
     return BY_SUFFIX.get(os.path.splitext(bare)[1].lower(), "text")
 
 
+def _is_there(path: str, stat: Stat) -> bool:
+    try:
+        stat(path)
+    except OSError:
+        return False
+    return True
+
+
 def _data_beside(path: str, stat: Stat) -> tuple[int, str] | None:
-    for suffix in (".bin", ".bin.zst", ".tar"):
+    for suffix in SUFFIXES.values():
         try:
             return stat(path.removesuffix(".idx") + suffix)
         except OSError:

@@ -286,9 +286,7 @@ class _Conversion:
             kind=self.options.kind,
             dtype=layout.dtype,
             multimodal=layout.multimodal,
-            eod_id=eod_id,
-            vocab_size=tokenizer.vocab_size if tokenizer else None,
-            tokenizer={"name": tokenizer.name, "digest": tokenizer.digest} if tokenizer else {},
+            **self._vocabulary(eod_id, tokenizer),
             documents=sum(shard.documents for shard in shards),
             sequences=sum(shard.sequences for shard in shards),
             tokens=sum(shard.tokens for shard in shards),
@@ -305,6 +303,27 @@ class _Conversion:
             _move(join_url(self.work, f"out/{name}.idx"), join_url(folder, f"{name}.idx"), self.storage)
         save_bytes(f"{self.prefix}{MANIFEST}", manifest.to_json(), self.storage)
         return manifest
+
+    def _vocabulary(self, eod_id: int | None, tokenizer: TextTokenizer | None) -> dict[str, Any]:
+        """What is known of the ids: from the tokenizer, or from the manifests of inputs, where they agree."""
+        if tokenizer is not None:
+            own = {"name": tokenizer.name, "digest": tokenizer.digest}
+            return {"eod_id": eod_id, "vocab_size": tokenizer.vocab_size, "tokenizer": own}
+        unknown: dict[str, Any] = {"eod_id": eod_id, "vocab_size": None, "tokenizer": {}}
+        found: list[Manifest] = []
+        for item in self.inputs:
+            if item.format != "megatron":
+                return unknown
+            url = item.path if item.path.endswith(MANIFEST) else split_name(item.path)[0] + MANIFEST
+            try:
+                found.append(read_manifest(url, self.storage))
+            except (ObjectNotFoundError, FormatError):
+                return unknown
+        first = found[0]
+        if any((m.eod_id, m.vocab_size, m.tokenizer) != (first.eod_id, first.vocab_size, first.tokenizer) for m in found):
+            return unknown
+        eod_id = first.eod_id if eod_id is None else eod_id
+        return {"eod_id": eod_id, "vocab_size": first.vocab_size, "tokenizer": first.tokenizer}
 
     def _former(self) -> list[str]:
         """The files of a dataset that is there under the output's name, every `.idx` first; none if there is no dataset."""
