@@ -11,6 +11,7 @@ if TYPE_CHECKING:
     from streammega.errors import StreammegaError as StreammegaError
     from streammega.index import IndexedDataset as IndexedDataset
     from streammega.index import IndexedDatasetWriter as IndexedDatasetWriter
+    from streammega.order.layout import ParallelLayout as ParallelLayout
     from streammega.samples import BlendedDataset as BlendedDataset
     from streammega.samples import GPTDataset as GPTDataset
     from streammega.samples import SFTDataset as SFTDataset
@@ -29,6 +30,7 @@ _HOMES = {
     "StreammegaError": "streammega.errors",
     "IndexedDataset": "streammega.index",
     "IndexedDatasetWriter": "streammega.index",
+    "ParallelLayout": "streammega.order.layout",
     "BlendedDataset": "streammega.samples",
     "GPTDataset": "streammega.samples",
     "SFTDataset": "streammega.samples",

@@ -12,13 +12,14 @@ import numpy as np
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # it warns of optional packages at import
+    from megatron.core import parallel_state
     from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig
     from megatron.core.datasets.indexed_dataset import IndexedDataset, IndexedDatasetBuilder
     from megatron.core.datasets.utils import Split
 
 SPLITS = {"train": Split.train, "valid": Split.valid, "test": Split.test}
 
-__all__ = ["IndexedDataset", "IndexedDatasetBuilder", "gpt_config", "gpt_dataset", "write_pair"]
+__all__ = ["IndexedDataset", "IndexedDatasetBuilder", "gpt_config", "gpt_dataset", "parallel_state", "write_pair"]
 
 
 class Tokenizer(SimpleNamespace):

@@ -1,4 +1,4 @@
-"""Which samples of the global stream a data-parallel rank takes: the one place that knows this arithmetic.
+"""Which samples of the global stream a data-parallel rank takes, and which parts of them a context-parallel rank.
 
 A micro-step is one micro-batch on every rank: samples [consumed, consumed + micro_batch_size * dp_size).
 Whatever the rank count, micro-batch size or accumulation, the micro-steps of a global batch tile it.
@@ -53,3 +53,21 @@ def rank_samples(
         return start + dp_rank * micro_batch_size + np.arange(micro_batch_size, dtype=np.int64)
     first = start + (dp_rank - start) % dp_size
     return first + dp_size * np.arange(micro_batch_size, dtype=np.int64)
+
+
+def zigzag_parts(cp_rank: int, cp_size: int) -> tuple[int, int]:
+    """Of 2 * cp_size equal parts of a sequence, the two that a rank keeps: causal attention costs all ranks the same."""
+    return cp_rank, 2 * cp_size - 1 - cp_rank
+
+
+def zigzag_bounds(length: int, cp_rank: int, cp_size: int) -> list[tuple[int, int]]:
+    """[start, stop) of the parts of a sequence of `length` that a rank keeps, in their order; all of it for one rank.
+
+    Raises ConfigError unless the length is a multiple of 2 * cp_size.
+    """
+    if cp_size == 1:
+        return [(0, length)]
+    if length % (2 * cp_size):
+        raise ConfigError(f"sequence_length {length} is not a multiple of 2 x cp ({cp_size}); change one of them")
+    part = length // (2 * cp_size)
+    return [(number * part, (number + 1) * part) for number in zigzag_parts(cp_rank, cp_size)]
