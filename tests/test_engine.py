@@ -23,6 +23,7 @@ from hypothesis import strategies as st
 from streammega import DataConfig, IndexedDatasetWriter, StreamLoader
 from streammega.errors import ConfigError, FormatError
 from streammega.order import Extents
+from streammega.order.sharding import zigzag_bounds
 from streammega.storage.memory import BufferPool, rounded
 from streammega.stream.engine import Engine
 from streammega.stream.planner import FileTable, Planner, largest_gap
@@ -219,6 +220,39 @@ def test_ids_in_their_stored_width_are_the_tokens_and_labels(config: DataConfig)
             assert torch.equal(ids[:, :-1], batch["tokens"])
             assert torch.equal(ids[:, 1:], batch["labels"])
             assert raw["valid"].tolist() == [17, 17]
+
+
+@pytest.mark.parametrize("remote", [False, True])
+@pytest.mark.parametrize("order", ["megatron", "stream", "sequential"])
+def test_context_parallel_ranks_read_their_parts_and_no_more(
+    server: tuple[Running, Path], tmp_path: Path, order: Any, remote: bool
+) -> None:
+    """Two of four parts each, with the token after them; pieces are fetched and freed as often as they are used."""
+    endpoint, root = server
+    config = config_of(order, "s3:/" if remote else str(root), tmp_path, storage_of(endpoint, "obstore"))
+    config = replace(config, skip_samples=((64, 72),))
+    sizes: Any = {"micro_batch_size": 4, "global_batch_size": 8, "ids_only": True}
+    with StreamLoader(config, **sizes) as loader:
+        whole = [(batch["ids"].clone(), batch["valid"].clone()) for batch in loader]
+        everything = loader.stats()["useful_bytes"]
+    length = config.sequence_length
+    for rank in (0, 1):
+        bounds = [(a, b + 1) for a, b in zigzag_bounds(length, rank, 2)]
+        with StreamLoader(config, **sizes, cp_rank=rank, cp_size=2) as loader:
+            for (ids, valid), batch in zip(whole, loader, strict=True):
+                parts = torch.stack([ids[:, a:b] for a, b in bounds], 1).flatten(0, 1)
+                assert torch.equal(batch["ids"], parts)
+                has = torch.stack([(valid - a).clamp(0, b - a) for a, b in bounds], 1).flatten()
+                assert torch.equal(batch["valid"], has)
+        if remote and order != "stream":
+            assert loader.stats()["useful_bytes"] < 0.55 * everything
+
+
+def test_parts_are_read_as_ids_only(config: DataConfig) -> None:
+    with pytest.raises(ConfigError, match="give ids_only=True"):
+        StreamLoader(config, micro_batch_size=2, global_batch_size=4, cp_rank=0, cp_size=2)
+    with pytest.raises(ConfigError, match="not a multiple of 2 x cp"):
+        StreamLoader(config, micro_batch_size=2, global_batch_size=4, ids_only=True, cp_rank=0, cp_size=3)
 
 
 def test_an_error_waits_for_the_step_it_belongs_to(tmp_path: Path) -> None:

@@ -88,7 +88,7 @@ def test_meshes_go_both_ways(tp: int, cp: int, dp: int, pp: int, order: str, nam
         ({"order": "tp-xp"}, "name each of"),
         ({"order": "tp-tp"}, "name each of"),
         ({"ep": 3, "dp": 4}, "does not divide the 4 ranks"),
-        ({"ep": 2, "dp": 4, "pp": 2, "order": "tp-pp-cp-ep-dp"}, "let pp come last"),
+        ({"ep": 2, "cp": 2, "dp": 2, "pp": 2, "order": "tp-cp-pp-ep-dp"}, "let pp come last"),
     ],
 )
 def test_impossible_sizes_are_named(sizes: dict[str, object], message: str | None) -> None:

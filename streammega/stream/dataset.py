@@ -160,7 +160,10 @@ class StreamingDataset(torch.utils.data.IterableDataset[Batch]):
                 "worker processes read ahead of what the DataLoader handed out, so the position is not known here; pass "
                 "state_dict(num_batches=<micro-batches taken>), or use StreamLoader, which needs no workers"
             )
-        consumed = self._consumed + (num_batches or 0) * self.step_samples
+        return self.state_at(self._consumed + (num_batches or 0) * self.step_samples)
+
+    def state_at(self, consumed: int) -> dict[str, Any]:
+        """The state of a run that has handed out all samples before `consumed`."""
         return make_state(self.samples.identity(consumed), consumed, self.schedule.offset_at(consumed))
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:

@@ -28,7 +28,7 @@ from streammega.samples.fields import Batch, Derived, derive, document_fields
 from streammega.storage.base import address_of
 from streammega.storage.derived import is_local
 from streammega.storage.fetcher import Fetcher, Holding, Read
-from streammega.stream.planner import Span
+from streammega.stream.planner import Bounds, Span
 from streammega.stream.reader import local_addresses, open_reader
 from streammega.stream.ring import Ring
 from streammega.stream.staging import Stager
@@ -81,16 +81,19 @@ class Engine:
         ahead: micro-batches made ahead of the caller.
         worker, workers: the reader is one of several that take micro-batches in turn.
         ids_only: batches are {"ids": [micro_batch_size, S + 1] in the stored dtype, "valid": ids that each sample has}.
+        bounds: with ids_only, equally long tokens [start, stop) of every sample, which are then rows of their own.
     """
 
     def __init__(
         self, dataset: StreamingDataset, positions: Iterator[int], ahead: int, *, worker: int = 0, workers: int = 1,
-        ids_only: bool = False, stats: Stats | None = None,
+        ids_only: bool = False, stats: Stats | None = None, bounds: Bounds = (),
     ) -> None:  # fmt: skip
         storage = dataset.config.storage
         budget = storage.memory_bytes // workers
         # A worker process hands every batch over by itself; elsewhere a few share one kernel call.
-        self._reader = open_reader(dataset, worker, workers, budget, slab=1 if workers > 1 or worker else None)
+        self._reader = open_reader(dataset, worker, workers, budget, slab=1 if workers > 1 or worker else None, bounds=bounds)
+        self._width = bounds[0][1] - bounds[0][0] if bounds else dataset.config.sequence_length + 1
+        self._rows = dataset.micro_batch_size * max(len(bounds), 1)
         self._dataset, self._positions, self._stride = dataset, positions, dataset.step_samples * workers
         self._ids_only = ids_only
         self.stats = stats or Stats()
@@ -207,10 +210,10 @@ class Engine:
         if not consumed:
             return
         self._ahead += len(consumed)
-        slab, size = min(reader.slab, self._span), dataset.micro_batch_size
+        slab, size = min(reader.slab, self._span), self._rows
         self._span = min(reader.span, 2 * self._span)  # the first batches wait neither for a long plan nor for each other
         ids = np.ascontiguousarray(dataset.sample_ids(np.array(consumed, np.int64)).reshape(-1))
-        span = reader.planner.plan(ids, dataset.samples.locate(ids), slab * size)
+        span = reader.planner.plan(ids, dataset.samples.locate(ids), slab * dataset.micro_batch_size)
         self.stats.useful_bytes += span.useful_bytes
         self.stats.cached_bytes += span.cached_bytes
         self.stats.planned_bytes += sum(holding.size for holding in span.holdings) + span.cached_bytes
@@ -257,7 +260,7 @@ class Engine:
 
     def _produce(self, pending: _Pending) -> None:
         """Gather a slab; if a part of it failed, the micro-batches before that part, and then its error."""
-        size = self._dataset.micro_batch_size
+        size = self._rows
         try:
             slab = self._gather(pending)
         except StreammegaError:
@@ -284,10 +287,10 @@ class Engine:
         for holding in pending.holdings:
             assert holding.buffer is not None
             slots.address[holding.slot] = address_of(holding.buffer)
-        samples, width = pending.last - pending.first, config.sequence_length + 1
+        samples, width = pending.last - pending.first, self._width
         out = self._ring.take((samples, width), self._reader.dtype if self._ids_only else np.int64)
         valid = self._copy_rows(pending, out)
-        shape = (len(pending.consumed), self._dataset.micro_batch_size)
+        shape = (len(pending.consumed), self._rows)
         partial = bool((valid < width).any())
         others: list[Batch] = [{} for _ in pending.consumed]
         derived = Derived(loss_mask=None, position_ids=None)

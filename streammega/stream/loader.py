@@ -10,10 +10,12 @@ from typing import TYPE_CHECKING, Any
 
 from streammega.config import DataConfig
 from streammega.errors import ConfigError
+from streammega.order.sharding import zigzag_bounds
 from streammega.samples.fields import Batch
 from streammega.stream.dataset import StreamingDataset
 from streammega.stream.engine import Engine
 from streammega.stream.metrics import MetricsServer
+from streammega.stream.planner import Bounds
 from streammega.stream.stats import Stats
 
 log = logging.getLogger(__name__)
@@ -35,6 +37,9 @@ class StreamLoader:
         prefetch: micro-batches made ahead of the step; how far ahead bytes are fetched, `storage.memory_bytes` says.
         ids_only: batches are {"ids": [micro_batch_size, S + 1] in the stored dtype, "valid": int64 [micro_batch_size], the
             ids of each sample that are not padding}, from which everything else can be derived on the device.
+        cp_rank, cp_size: with ids_only, read only what this context-parallel rank keeps of each sample: two of 2 * cp_size parts
+            of P tokens, each with the token after it. "ids" is [2 * micro_batch_size, P + 1], a sample's two parts one after
+            the other.
         log_every: log one line of `stats()` each so many global batches; 0: never.
         metrics_port: serve `stats()` to Prometheus on this port (0: a free one, in `metrics_address`); needs
             `pip install 'streammega[metrics]'`.
@@ -56,6 +61,8 @@ class StreamLoader:
         rampup: tuple[int, int, int] | None = None,
         prefetch: int = 4,
         ids_only: bool = False,
+        cp_rank: int = 0,
+        cp_size: int = 1,
         log_every: int = 0,
         metrics_port: int | None = None,
     ) -> None:
@@ -69,6 +76,10 @@ class StreamLoader:
             dp_size=size,
             rampup=rampup,
         )
+        if cp_size > 1 and not ids_only:
+            raise ConfigError("parts of samples are read as ids: give ids_only=True with cp_rank and cp_size, or use get_batch")
+        parts = zigzag_bounds(config.sequence_length, cp_rank, cp_size) if cp_size > 1 else []
+        self._bounds = [(start, stop + 1) for start, stop in parts]
         self._prefetch, self._ids_only = prefetch, ids_only
         self._stats, self._log_every = Stats(), log_every
         self._metrics = None if metrics_port is None else MetricsServer(self._stats, metrics_port, rank)
@@ -80,7 +91,7 @@ class StreamLoader:
 
     def __iter__(self) -> Iterator[Batch]:
         self.close()  # one iteration at a time: a second one would count the same cursor
-        self._running = _batches(self.dataset, self._prefetch, self._ids_only, self._stats, self._log_every)
+        self._running = _batches(self.dataset, self._prefetch, self._ids_only, self._bounds, self._stats, self._log_every)
         return self._running
 
     def __enter__(self) -> StreamLoader:
@@ -128,10 +139,12 @@ class StreamLoader:
             running.close()  # type: ignore[attr-defined]  # a generator
 
 
-def _batches(dataset: StreamingDataset, ahead: int, ids_only: bool, stats: Stats, log_every: int) -> Iterator[Batch]:
+def _batches(
+    dataset: StreamingDataset, ahead: int, ids_only: bool, bounds: Bounds, stats: Stats, log_every: int
+) -> Iterator[Batch]:
     """Does not refer to the loader, so that a loader nobody holds is collected, and its threads with it."""
     steps = 0
-    with closing(Engine(dataset, dataset.positions(), ahead, ids_only=ids_only, stats=stats)) as engine:
+    with closing(Engine(dataset, dataset.positions(), ahead, ids_only=ids_only, stats=stats, bounds=bounds)) as engine:
         for consumed, batch in engine:
             dataset.advance(consumed)
             yield batch

@@ -17,9 +17,11 @@ from numpy.typing import NDArray
 from streammega.errors import ShortReadError
 from streammega.kernels.plan import cached_rows, coalesce_rows
 from streammega.order import Extents
+from streammega.order.extents import cut_extents
 from streammega.order.pieces import OpenPieces
 
 Integers = NDArray[np.int64]
+Bounds = Sequence[tuple[int, int]]
 MOST_WASTE = 0.2
 """Share of the used bytes that coalescing may fetch in vain."""
 ENDLESS = 1 << 60
@@ -113,18 +115,23 @@ class Planner:
         files: sizes and places of the files.
         coalesce_bytes, part_bytes: as in StorageConfig.
         pieces: the open pieces of a reader of whole lanes; None: everything is fetched span by span.
+        bounds: tokens [start, stop) of every sample that are read, each a row of its own; none: the whole sample.
     """
 
-    def __init__(self, files: FileTable, coalesce_bytes: int, part_bytes: int, pieces: OpenPieces | None) -> None:
-        self.files, self.pieces = files, pieces
+    def __init__(
+        self, files: FileTable, coalesce_bytes: int, part_bytes: int, pieces: OpenPieces | None, bounds: Bounds = ()
+    ) -> None:
+        self.files, self.pieces, self.bounds = files, pieces, bounds
         self.coalesce_bytes, self.part_bytes = coalesce_bytes, part_bytes
         self.slots = Slots(len(files.itemsize) + 1)
         self.zero_slot = len(files.itemsize)
         """Stands for the address 0: rows of cached pages have their address as offset."""
 
     def plan(self, sample_ids: Integers, extents: Extents, slab_samples: int) -> Span:
-        """The span of some samples, of which every `slab_samples` are gathered together."""
+        """The span of some samples (or of parts of them), of which every `slab_samples` are gathered together."""
         files = self.files
+        if self.bounds:
+            extents, slab_samples = cut_extents(extents, self.bounds), slab_samples * len(self.bounds)
         file = files.firsts[extents.dataset].astype(np.int64) + extents.file
         self._check(file, extents)
         size = extents.stop - extents.start
@@ -168,7 +175,7 @@ class Planner:
         if self.pieces is None:
             return []
         slots, left = self.pieces.close_all()
-        self.slots.uses[slots] -= left
+        self.slots.uses[slots] -= left * max(len(self.bounds), 1)
         return [int(slot) for slot in slots if self.slots.uses[slot] == 0]
 
     def _check(self, file: Integers, extents: Extents) -> None:
@@ -185,10 +192,15 @@ class Planner:
         assert self.pieces is not None
         free = self.slots.take(len(sample_ids))
         of_piece, within, new = self.pieces.follow(sample_ids, free)
+        parts = max(len(self.bounds), 1)
+        if self.bounds:  # samples of the stream order are whole: each has a row for every part
+            begin = np.array([low for low, _ in self.bounds], np.int64)
+            itemsize = self.pieces.itemsizes[self.pieces.order.locate(sample_ids).dataset]
+            of_piece, within = np.repeat(of_piece, parts), (within[:, None] + begin * itemsize[:, None]).reshape(-1)
         served = of_piece >= 0
         slot[served], offset[served] = of_piece[served], within[served]
         self.slots.put_back(free[len(new.slot) :].tolist()[::-1])
-        self.slots.uses[new.slot] = new.uses
+        self.slots.uses[new.slot] = new.uses * parts
         file = self.files.firsts[new.dataset] + new.file
         itemsize = self.files.itemsize[file]
         start, stop = new.start * itemsize, new.stop * itemsize
@@ -197,11 +209,11 @@ class Planner:
         bounds = np.searchsorted(new.piece, np.arange(len(new.slot) + 1))
         base = (ends - size)[bounds[:-1]] if len(new.slot) else ends
         runs = list(zip(file.tolist(), start.tolist(), stop.tolist(), (ends - size).tolist(), strict=True))
-        for number, (own, row) in enumerate(zip(new.slot.tolist(), new.row.tolist(), strict=True)):
+        for number, (own, row) in enumerate(zip(new.slot.tolist(), (new.row * parts).tolist(), strict=True)):
             first = int(base[number])
             own_runs = runs[bounds[number] : bounds[number + 1]]
-            parts = [part for f, a, b, at in own_runs for part in self._split(f, a, b, at - first)]
-            yield PlannedHolding(slot=own, size=sum(part.stop - part.start for part in parts), row=row, parts=parts)
+            reads = [part for f, a, b, at in own_runs for part in self._split(f, a, b, at - first)]
+            yield PlannedHolding(slot=own, size=sum(part.stop - part.start for part in reads), row=row, parts=reads)
 
     def _window(
         self, rest: Integers, file: Integers, start: Integers, stop: Integers, slab: Integers, slot: Integers, offset: Integers

@@ -20,7 +20,7 @@ from streammega.storage.derived import is_local
 from streammega.storage.local import LocalStore
 from streammega.storage.memory import rounded
 from streammega.storage.page_cache import PAGE_BYTES, CachedObject, PageCache
-from streammega.stream.planner import FileTable, Planner
+from streammega.stream.planner import Bounds, FileTable, Planner
 
 if TYPE_CHECKING:
     from streammega.stream.dataset import StreamingDataset
@@ -69,8 +69,13 @@ class Reader:
         return not self.table.local.all()
 
 
-def open_reader(dataset: StreamingDataset, worker: int, workers: int, budget: int, slab: int | None = None) -> Reader:
-    """The reader of every `workers`-th micro-batch of a rank. Raises ConfigError for a budget that cannot hold a micro-batch."""
+def open_reader(
+    dataset: StreamingDataset, worker: int, workers: int, budget: int, slab: int | None = None, bounds: Bounds = ()
+) -> Reader:
+    """The reader of every `workers`-th micro-batch of a rank, or of the tokens of its samples that `bounds` name.
+
+    Raises ConfigError for a budget that cannot hold a micro-batch.
+    """
     source, storage = dataset.samples, dataset.config.storage
     files = _through_cache([file for own in source.files for file in own], storage)
     table = FileTable(
@@ -94,7 +99,7 @@ def open_reader(dataset: StreamingDataset, worker: int, workers: int, budget: in
         dtype=np.result_type(*(file.dtype for file in files)),
         slab=slab,
         span=SPAN_SAMPLES // dataset.micro_batch_size or 1,
-        planner=Planner(table, storage.coalesce_bytes, storage.part_bytes, None),
+        planner=Planner(table, storage.coalesce_bytes, storage.part_bytes, None, bounds),
         order=dataset.config.order,
     )
     if not reader.remote:
@@ -112,7 +117,7 @@ def open_reader(dataset: StreamingDataset, worker: int, workers: int, budget: in
         slab = max(1, budget // 2 // _held(batch_tokens * widest))
     span = min(reader.span, max(slab, fits), max(slab, SPAN_BYTES // (batch_tokens * widest)))
     tight = _held(slab * batch_tokens * widest) * 2 > room
-    planner = Planner(table, 0 if tight else storage.coalesce_bytes, storage.part_bytes, pieces)
+    planner = Planner(table, 0 if tight else storage.coalesce_bytes, storage.part_bytes, pieces, bounds)
     return replace(reader, slab=slab, span=max(span, slab), planner=planner, piece_bytes=piece_bytes)
 
 
