@@ -12,6 +12,9 @@ if TYPE_CHECKING:
     from streammega.index import IndexedDataset as IndexedDataset
     from streammega.index import IndexedDatasetWriter as IndexedDatasetWriter
     from streammega.order.layout import ParallelLayout as ParallelLayout
+    from streammega.ranks import RankBatches as RankBatches
+    from streammega.ranks import Ranks as Ranks
+    from streammega.ranks import get_batch as get_batch
     from streammega.samples import BlendedDataset as BlendedDataset
     from streammega.samples import GPTDataset as GPTDataset
     from streammega.samples import SFTDataset as SFTDataset
@@ -31,6 +34,9 @@ _HOMES = {
     "IndexedDataset": "streammega.index",
     "IndexedDatasetWriter": "streammega.index",
     "ParallelLayout": "streammega.order.layout",
+    "RankBatches": "streammega.ranks",
+    "Ranks": "streammega.ranks",
+    "get_batch": "streammega.ranks",
     "BlendedDataset": "streammega.samples",
     "GPTDataset": "streammega.samples",
     "SFTDataset": "streammega.samples",

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -31,6 +32,16 @@ def _own_surroundings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("AWS_EC2_METADATA_DISABLED", "true")
     for name in AWS_NAMES:
         monkeypatch.delenv(name, raising=False)
+
+
+@pytest.fixture(scope="session")
+def gang() -> Iterator[Any]:
+    """Processes to run as ranks."""
+    from tests.gang import Gang
+
+    gang = Gang()
+    yield gang
+    gang.close()
 
 
 @pytest.fixture(scope="session", params=["moto", "rclone"])

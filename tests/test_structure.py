@@ -24,6 +24,7 @@ LEVELS = [
     {"order"},
     {"samples"},
     {"stream"},
+    {"ranks"},
     {"train"},
     {"convert", "plotting"},
     {"describe", "report", "verify"},

@@ -113,6 +113,13 @@ def attention_mask(ids: NDArray[Any], config: DataConfig) -> NDArray[np.bool_]:
     return mask
 
 
+def check_ids(ids: NDArray[Any], config: DataConfig) -> None:
+    """Raise FormatError for an id that is neither padding nor within `vocab_size` of the config, where it has one."""
+    if config.vocab_size is not None:
+        _, low, high = scan_ids(ids, config.effective_pad_id)
+        _check_vocabulary(low, high, config.vocab_size)
+
+
 def _check_vocabulary(low: int, high: int, vocab_size: int) -> None:
     if high >= vocab_size or low < 0:
         bad = high if high >= vocab_size else low

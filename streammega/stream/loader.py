@@ -5,8 +5,11 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator, Mapping
 from contextlib import closing
+from functools import cached_property
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
+
+import numpy as np
 
 from streammega.config import DataConfig
 from streammega.errors import ConfigError
@@ -80,10 +83,11 @@ class StreamLoader:
             raise ConfigError("parts of samples are read as ids: give ids_only=True with cp_rank and cp_size, or use get_batch")
         parts = zigzag_bounds(config.sequence_length, cp_rank, cp_size) if cp_size > 1 else []
         self._bounds = [(start, stop + 1) for start, stop in parts]
-        self._prefetch, self._ids_only = prefetch, ids_only
+        self._prefetch, self.ids_only = prefetch, ids_only
         self._stats, self._log_every = Stats(), log_every
         self._metrics = None if metrics_port is None else MetricsServer(self._stats, metrics_port, rank)
         self._running: Iterator[Batch] | None = None
+        self._following: Iterator[int] | None = None
 
     def __len__(self) -> int:
         """Micro-batches from the first sample to the last. TypeError for a stream without an end."""
@@ -91,7 +95,7 @@ class StreamLoader:
 
     def __iter__(self) -> Iterator[Batch]:
         self.close()  # one iteration at a time: a second one would count the same cursor
-        self._running = _batches(self.dataset, self._prefetch, self._ids_only, self._bounds, self._stats, self._log_every)
+        self._running = _batches(self.dataset, self._prefetch, self.ids_only, self._bounds, self._stats, self._log_every)
         return self._running
 
     def __enter__(self) -> StreamLoader:
@@ -99,6 +103,26 @@ class StreamLoader:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         self.close()
+
+    def take(self) -> Batch:
+        """The next micro-batch, as iterating gives it. Raises StopIteration after the last."""
+        return next(self._running if self._running is not None else iter(self))
+
+    def pass_over(self) -> None:
+        """Count the next micro-batch as handed out without reading it: another rank did. Raises StopIteration after the last."""
+        if self._following is None:
+            self._following = self.dataset.positions()
+        self.dataset.advance(next(self._following))
+
+    @property
+    def bounds(self) -> Bounds:
+        """The tokens [start, stop) of each sample that are read, with the token after them; empty: all of it."""
+        return self._bounds
+
+    @cached_property
+    def ids_dtype(self) -> np.dtype[Any]:
+        """The dtype of "ids": the widest of all files."""
+        return np.result_type(*(file.dtype for files in self.dataset.samples.files for file in files))
 
     @property
     def consumed_samples(self) -> int:
@@ -134,7 +158,7 @@ class StreamLoader:
 
     def close(self) -> None:
         """End the running iteration and its threads."""
-        running, self._running = self._running, None
+        running, self._running, self._following = self._running, None, None
         if running is not None:
             running.close()  # type: ignore[attr-defined]  # a generator
 

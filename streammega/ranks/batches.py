@@ -1,0 +1,276 @@
+"""Micro-batches for every rank of a layout: read once, sent once as ids in their stored width, derived where they are used.
+
+reading rank ─► ids, valid ─► one message to its tensor-parallel group ─► fields on every rank ─► its parts, its stage's fields
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from streammega.config import DataConfig
+from streammega.errors import ConfigError
+from streammega.order.layout import ParallelLayout
+from streammega.order.sharding import zigzag_bounds
+from streammega.ranks.derive import needs_whole_samples, rank_fields, torch_dtype
+from streammega.ranks.groups import Ranks
+from streammega.samples.fields import Batch, check_ids
+from streammega.stream import StreamLoader
+
+FIRST, LAST = ("tokens", "position_ids"), ("labels", "loss_mask")
+BOTH = ("cu_seqlens", "cu_seqlens_whole", "attention_mask")
+MIDDLE = ("position_ids", *BOTH)
+
+
+def open_loader(config: DataConfig, ranks: Ranks, **options: Any) -> StreamLoader:
+    """The StreamLoader of a rank: its data-parallel share, and of each sample only the parts it keeps, if no field needs more.
+
+    `options` are those of StreamLoader (split, micro_batch_size, global_batch_size, rampup, ...). Every rank opens one, since the
+    cursor is the same everywhere; only ranks that read will fetch tokens.
+    """
+    layout, at = ranks.layout, ranks.at
+    zigzag_bounds(config.sequence_length, at["cp"], layout.cp)  # a length that cannot be cut is named on every rank
+    if layout.cp > 1 and not needs_whole_samples(config):
+        options |= {"cp_rank": at["cp"], "cp_size": layout.cp}
+    return StreamLoader(config, dp_rank=at["dp"], dp_size=layout.dp, ids_only=True, **options)
+
+
+def get_batch(
+    loader: StreamLoader, ranks: Ranks, device: torch.device | str | None = None, *, every_stage: bool = False
+) -> Batch:
+    """The next micro-batch of this rank: the fields that its pipeline stage needs, of the tokens that it keeps.
+
+    Collective over the tensor-parallel group, whose rank 0 reads and sends the ids as one message. First stage: tokens,
+    position_ids; last stage: labels, loss_mask; both also what the config adds (cu_seqlens, attention_mask); middle stages:
+    nothing, or with `every_stage` position_ids and what the config adds. Shapes as in StreamingDataset, [micro_batch_size, kept].
+
+    Args:
+        loader: with ids_only, made on every rank (see `open_loader`). Its cursor moves on every rank: save its state on any.
+        ranks: this rank's place and groups.
+        device: where the fields are wanted; None: the CPU.
+
+    Raises StopIteration after the last micro-batch, on every rank.
+    """
+    exchange = _Exchange(loader, ranks, torch.device(device or "cpu"), every_stage)
+    return exchange.finish(exchange.start())
+
+
+def read_factor(layout: ParallelLayout, config: DataConfig, *, every_stage: bool = False) -> int:
+    """How often each token is read, over all ranks: by each stage that needs it, and by each cp rank where whole samples are."""
+    stages = layout.pp if every_stage else min(layout.pp, 2)
+    return stages * (layout.cp if needs_whole_samples(config) else 1)
+
+
+class RankBatches:
+    """Iterates the micro-batches that `get_batch` would give, each prepared while the one before is used.
+
+    The message of the next micro-batch is under way, and on CUDA its copy to the device and its fields are made on a side stream,
+    while the caller computes. The state counts what was handed out.
+
+    Args:
+        loader, ranks, device, every_stage: as in get_batch.
+        ahead: micro-batches prepared ahead of the caller.
+    """
+
+    def __init__(
+        self,
+        loader: StreamLoader,
+        ranks: Ranks,
+        device: torch.device | str | None = None,
+        *,
+        every_stage: bool = False,
+        ahead: int = 1,
+    ) -> None:
+        self.loader, self.ranks = loader, ranks
+        self._exchange = _Exchange(loader, ranks, torch.device(device or "cpu"), every_stage)
+        self._ahead, self._started = ahead, deque[_Started]()
+        self._consumed = loader.consumed_samples
+        self._exhausted = False
+
+    def __iter__(self) -> Iterator[Batch]:
+        return self
+
+    def __next__(self) -> Batch:
+        self._start(1)
+        if not self._started:
+            raise StopIteration
+        started = self._started.popleft()
+        self._start(self._ahead)
+        batch = self._exchange.finish(started)
+        self._consumed = started.consumed
+        return batch
+
+    def handles(self, count: int) -> list[Iterator[Batch]]:
+        """Iterators that each give every micro-batch: one for each virtual pipeline stage of this rank, on one cursor.
+
+        A micro-batch counts as handed out when the first of them takes it; it is kept until the last has.
+        """
+        queues: list[deque[Batch]] = [deque() for _ in range(count)]
+
+        def handle(own: deque[Batch]) -> Iterator[Batch]:
+            while True:
+                if not own:
+                    batch = next(self, None)
+                    if batch is None:
+                        return
+                    for queue in queues:
+                        queue.append(batch)
+                yield own.popleft()
+
+        return [handle(queue) for queue in queues]
+
+    @property
+    def consumed_samples(self) -> int:
+        """Samples handed out so far, over all ranks."""
+        return self._consumed
+
+    @property
+    def broadcast_bytes(self) -> int:
+        """Bytes of the messages so far, as their sender counts them."""
+        return self._exchange.broadcast_bytes
+
+    def state_dict(self) -> dict[str, Any]:
+        """The resumable state, the same on every rank: see StreamingDataset.state_dict."""
+        return self.loader.dataset.state_at(self._consumed)
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue after the last micro-batch that was handed out, on any layout."""
+        self._forget()
+        self.loader.load_state_dict(state)
+        self._consumed = self.loader.consumed_samples
+
+    def close(self) -> None:
+        """End reading ahead. What was prepared and not handed out will be read again."""
+        self._forget()
+        self.loader.seek(self._consumed)
+
+    def _start(self, count: int) -> None:
+        while len(self._started) < count and not self._exhausted:
+            try:
+                self._started.append(self._exchange.start())
+            except StopIteration:
+                self._exhausted = True
+
+    def _forget(self) -> None:
+        for started in self._started:
+            self._exchange.finish(started)  # its message is under way on every rank
+        self._started.clear()
+        self._exhausted = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Started:
+    """A micro-batch under way: its message, or on CUDA its fields and when they are there. `consumed`: the cursor after it."""
+
+    consumed: int
+    message: Tensor | None = None
+    work: dist.Work | None = None
+    batch: Batch | None = None
+    event: Any = None
+
+
+class _Exchange:
+    """Reads or receives micro-batches of one loader, and derives their fields."""
+
+    def __init__(self, loader: StreamLoader, ranks: Ranks, device: torch.device, every_stage: bool) -> None:
+        if not loader.ids_only:
+            raise ConfigError("get_batch sends ids in their stored width: make the loader with ids_only=True, or by open_loader")
+        config, layout = loader.dataset.config, ranks.layout
+        whole = zigzag_bounds(config.sequence_length, ranks.at["cp"], layout.cp)
+        self._loader, self._config, self._device = loader, config, device
+        self._parts = bool(loader.bounds)
+        self._bounds: Sequence[tuple[int, int]] = [(a, b - 1) for a, b in loader.bounds] if self._parts else whole
+        if list(self._bounds) != whole:
+            raise ConfigError(f"the loader reads tokens {list(loader.bounds)}, this rank keeps {whole}: use open_loader")
+        self._fields = stage_fields(ranks, every_stage)
+        self._group, self._source = ranks.group("tp"), ranks.members("tp")[0]
+        self._reads = bool(self._fields) and ranks.at["tp"] == 0
+        rows = loader.dataset.micro_batch_size * (len(self._bounds) if self._parts else 1)
+        width = self._bounds[0][1] + 1 - self._bounds[0][0] if self._parts else config.sequence_length + 1
+        self._shape, self._dtype = (rows, width), torch_dtype(loader.ids_dtype)
+        self._ids_bytes = rows * width * self._dtype.itemsize
+        self._valid_at = -(-self._ids_bytes // 4) * 4
+        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
+        self.broadcast_bytes = 0
+
+    def start(self) -> _Started:
+        """Take the next micro-batch and send it on its way. Raises StopIteration after the last."""
+        if not self._reads:
+            self._loader.pass_over()
+            raw = None
+        else:
+            raw = self._loader.take()
+        consumed = self._loader.consumed_samples
+        if not self._fields:
+            return _Started(consumed=consumed)
+        if self._stream is None and self._group is None:
+            assert raw is not None
+            return _Started(consumed=consumed, batch=self._derive(raw["ids"], raw["valid"]))
+        message = self._message(raw)
+        if self._stream is not None:
+            return self._start_on_device(consumed, message)
+        return _Started(consumed=consumed, message=message, work=self._broadcast(message))
+
+    def finish(self, started: _Started) -> Batch:
+        """The fields of a micro-batch, ready for use."""
+        if started.event is not None:
+            assert started.batch is not None
+            current = torch.cuda.current_stream(self._device)
+            current.wait_event(started.event)
+            for field in started.batch.values():
+                field.record_stream(current)
+        if started.batch is not None or started.message is None:
+            return started.batch or {}
+        if started.work is not None:
+            started.work.wait()
+        return self._derive(*self._unpack(started.message))
+
+    def _start_on_device(self, consumed: int, message: Tensor) -> _Started:
+        """Copy, broadcast and derive on the side stream."""
+        with torch.cuda.stream(self._stream):
+            message = message.to(self._device, non_blocking=True)
+            work = self._broadcast(message)
+            if work is not None:
+                work.wait()  # of NCCL: the stream waits, not this thread
+            batch = self._derive(*self._unpack(message))
+            event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            event.record()
+        return _Started(consumed=consumed, batch=batch, event=event)
+
+    def _message(self, raw: Batch | None) -> Tensor:
+        """Ids, and as int32 how many each row has: bytes. Without a batch, room for one."""
+        size = self._valid_at + 4 * self._shape[0]
+        message = torch.empty(size, dtype=torch.uint8, pin_memory=self._stream is not None)
+        if raw is not None:
+            if self._stream is not None:
+                check_ids(raw["ids"].numpy(), self._config)
+            message[: self._ids_bytes].view(self._dtype).view(self._shape).copy_(raw["ids"])
+            message[self._valid_at :].view(torch.int32).copy_(raw["valid"])
+        return message
+
+    def _broadcast(self, message: Tensor) -> dist.Work | None:
+        if self._group is None:
+            return None
+        self.broadcast_bytes += message.numel()
+        work: dist.Work = dist.broadcast(message, self._source, group=self._group, async_op=True)
+        return work
+
+    def _unpack(self, message: Tensor) -> tuple[Tensor, Tensor]:
+        ids = message[: self._ids_bytes].view(self._dtype).view(self._shape)
+        return ids, message[self._valid_at :].view(torch.int32).to(torch.int64)
+
+    def _derive(self, ids: Tensor, valid: Tensor) -> Batch:
+        batch = rank_fields(ids, valid, self._config, self._bounds, parts=self._parts)
+        return {name: field for name, field in batch.items() if name in self._fields}
+
+
+def stage_fields(ranks: Ranks, every_stage: bool) -> tuple[str, ...]:
+    """The fields that this rank's pipeline stage needs; none in the middle, unless every stage is asked for its positions."""
+    fields = ((*FIRST, *BOTH) if ranks.is_first_stage else ()) + ((*LAST, *BOTH) if ranks.is_last_stage else ())
+    return tuple(dict.fromkeys(fields + (MIDDLE if every_stage else ())))

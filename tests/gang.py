@@ -1,0 +1,95 @@
+"""Processes that stay: each test hands them a function to run as ranks of a process group of its own.
+
+Importing torch takes seconds, forking a process that has done it takes milliseconds.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import tempfile
+import traceback
+import warnings
+from collections.abc import Callable
+from datetime import timedelta
+from multiprocessing.connection import Connection, wait
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+import streammega.ranks
+import streammega.train.loop  # noqa: F401 - imported once, by the server that forks
+
+TIMEOUT = 120.0
+
+
+class Gang:
+    """Up to any number of processes; `run` calls a function on the first `size` of them."""
+
+    def __init__(self) -> None:
+        self._context = multiprocessing.get_context("forkserver")
+        self._context.set_forkserver_preload(["tests.gang"])
+        self._members: list[tuple[Any, Connection]] = []
+
+    def run(self, size: int, function: Callable[..., Any], *arguments: Any) -> list[Any]:
+        """function(rank, *arguments) on `size` ranks with gloo; their results. An error of any rank is raised here."""
+        while len(self._members) < size:
+            ours, theirs = self._context.Pipe()
+            process = self._context.Process(target=_serve, args=(theirs,), daemon=True)
+            process.start()
+            theirs.close()
+            self._members.append((process, ours))
+        folder = tempfile.mkdtemp(prefix="gang-")
+        members = self._members[:size]
+        for rank, (_, pipe) in enumerate(members):
+            pipe.send((rank, size, os.path.join(folder, "store"), function, arguments))
+        return self._collect(members)
+
+    def _collect(self, members: list[tuple[Any, Connection]]) -> list[Any]:
+        results: dict[int, Any] = {}
+        pipes = {pipe: rank for rank, (_, pipe) in enumerate(members)}
+        while pipes:
+            ready = wait(list(pipes), timeout=TIMEOUT)
+            for pipe in ready:
+                rank = pipes.pop(pipe)  # type: ignore[arg-type]
+                try:
+                    good, value = pipe.recv()  # type: ignore[union-attr]
+                except EOFError:
+                    good, value = False, "the process died"
+                if not good:
+                    self.close()
+                    raise AssertionError(f"rank {rank}: {value}")
+                results[rank] = value
+            if not ready:
+                self.close()
+                raise AssertionError(f"ranks {sorted(pipes.values())} did not answer within {TIMEOUT:.0f} s")
+        return [results[rank] for rank in range(len(members))]
+
+    def close(self) -> None:
+        for process, pipe in self._members:
+            process.kill()
+            process.join()
+            pipe.close()
+        self._members.clear()
+
+
+def _serve(pipe: Connection) -> None:
+    torch.set_num_threads(1)
+    warnings.simplefilter("error")
+    while True:
+        try:
+            rank, size, store, function, arguments = pipe.recv()
+        except EOFError:
+            return
+        try:
+            if size > 1:
+                timeout = timedelta(seconds=60)
+                dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=size, timeout=timeout)
+            value = function(rank, *arguments)
+            pipe.send((True, value))
+        except BaseException:
+            pipe.send((False, traceback.format_exc()))
+        finally:
+            if dist.is_initialized():
+                dist.destroy_process_group()

@@ -1,0 +1,202 @@
+"""What each rank of a layout is given: the right fields of the right tokens, sent once, resumable anywhere."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from streammega import DataConfig, IndexedDatasetWriter, ParallelLayout, Ranks, StreamLoader, get_batch
+from streammega.errors import ConfigError, FormatError
+from streammega.order.sharding import zigzag_bounds
+from streammega.ranks import open_loader
+from streammega.ranks.batches import read_factor
+from streammega.ranks.context import split_cu_seqlens
+from streammega.ranks.derive import device_fields
+from streammega.samples.fields import Batch, batch_fields
+from streammega.stream import StreamingDataset
+from tests.gang import Gang
+from tests.rank_programs import read_batches, to_the_end
+
+LENGTH, MICRO, GLOBAL = 16, 2, 8
+SIZES: dict[str, Any] = {"micro_batch_size": MICRO, "global_batch_size": GLOBAL}
+EOD = 7
+
+
+def data(config: DataConfig, **changes: Any) -> DataConfig:
+    return replace(config, **changes)
+
+
+def documents(**more: bool) -> dict[str, Any]:
+    return {"eod_id": EOD, **more}
+
+
+def expected(config: DataConfig, dp_rank: int, dp_size: int, steps: int) -> list[Batch]:
+    dataset = StreamingDataset(config, dp_rank=dp_rank, dp_size=dp_size, **SIZES)
+    return [dataset.batch(n * MICRO * dp_size) for n in range(steps)]
+
+
+FIELDS = {"first": {"tokens", "position_ids"}, "last": {"labels", "loss_mask"}}
+
+LAYOUTS = [
+    ParallelLayout(tp=2, dp=2),
+    ParallelLayout(tp=2, cp=2, pp=2),
+    ParallelLayout(cp=2, dp=2, order="dp-cp-tp-pp"),
+    ParallelLayout(tp=2, pp=3),
+]
+
+
+@pytest.mark.parametrize("layout", LAYOUTS, ids=lambda x: f"tp{x.tp}-cp{x.cp}-dp{x.dp}-pp{x.pp}")
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        documents(eod_mask_loss=True),
+        documents(reset_position_ids=True, reset_attention_mask=True, create_attention_mask=True),
+    ],
+    ids=["plain", "mask", "documents"],
+)
+def test_every_rank_is_given_the_fields_of_its_stage_and_its_parts(
+    gang: Gang, config: DataConfig, layout: ParallelLayout, changes: dict[str, Any]
+) -> None:
+    config, steps = data(config, order="stream", lanes=GLOBAL, **changes), 6
+    results = gang.run(layout.world_size, read_batches, layout, config, SIZES, steps, 1, False)
+    states = [result["state"] for result in results]
+    assert all(state == states[0] for state in states)
+    assert states[0]["consumed_samples"] == steps * MICRO * layout.dp
+    extra = {"cu_seqlens", "attention_mask"} if "create_attention_mask" in changes else set()
+    for result in results:
+        at = result["at"]
+        wanted = set(FIELDS["first"] if at["pp"] == 0 else ()) | set(FIELDS["last"] if at["pp"] == layout.pp - 1 else ())
+        wanted |= extra if wanted else set()
+        bounds = zigzag_bounds(LENGTH, at["cp"], layout.cp)
+        kept = np.concatenate([np.arange(a, b) for a, b in bounds])
+        for batch, whole in zip(result["batches"], expected(config, at["dp"], layout.dp, steps), strict=True):
+            assert set(batch) - {"cu_seqlens_whole"} == wanted
+            for name in wanted - extra:
+                np.testing.assert_array_equal(batch[name], whole[name].numpy()[:, kept])
+                assert batch[name].dtype == whole[name].numpy().dtype
+            if "attention_mask" in batch:
+                np.testing.assert_array_equal(batch["attention_mask"], whole["attention_mask"].numpy()[:, :, kept])
+            if "cu_seqlens_whole" in batch:
+                np.testing.assert_array_equal(batch["cu_seqlens_whole"], whole["cu_seqlens"].numpy())
+        reads = bool(wanted) and at["tp"] == 0
+        assert (result["planned"] > 0) == reads, "only tensor-parallel rank 0 of the first and last stage reads"
+    readers = sum(result["planned"] > 0 for result in results)
+    twice = read_factor(layout, config)
+    assert readers == layout.dp * layout.cp * min(layout.pp, 2)
+    assert twice == min(layout.pp, 2) * (layout.cp if extra else 1)
+
+
+@pytest.mark.parametrize(("dtype", "least"), [(np.uint16, 13.0), (np.int32, 6.5)])
+def test_one_message_is_many_times_smaller_than_megatrons_fields(gang: Gang, tmp_path: Path, dtype: Any, least: float) -> None:
+    """Megatron sends tokens, labels, position_ids of 8 bytes and loss_mask of 4: 28 bytes a token."""
+    with IndexedDatasetWriter(str(tmp_path / "p"), dtype) as writer:
+        writer.add_item(np.arange(20_000, dtype=dtype))
+        writer.end_document()
+    config = DataConfig(blend=[str(tmp_path / "p")], sequence_length=1024, order="stream", lanes=8, index_cache_dir=tmp_path)
+    layout = ParallelLayout(tp=2)
+    for result in gang.run(2, read_batches, layout, config, SIZES, 4, 1, False):
+        messages = result["sent"] / (MICRO * 1024)
+        sent = messages / 5  # four that were taken, and the one under way
+        assert 28 / sent >= least
+
+
+@pytest.mark.parametrize("ahead", [0, 1, 3])
+def test_reading_ahead_changes_nothing_and_is_not_counted(gang: Gang, config: DataConfig, ahead: int) -> None:
+    config = data(config, order="stream", lanes=GLOBAL, skip_samples=((8, 16),))
+    layout = ParallelLayout(tp=2, dp=1)
+    for result in gang.run(2, read_batches, layout, config, SIZES, 4, ahead, False):
+        assert result["state"]["consumed_samples"] == 8, "what is under way lies past the skipped samples"
+        for batch, whole in zip(result["batches"], expected(config, 0, 1, 4), strict=True):
+            np.testing.assert_array_equal(batch["tokens"], whole["tokens"].numpy())
+
+
+def test_middle_stages_may_ask_for_positions(gang: Gang, config: DataConfig) -> None:
+    config = data(config, **documents(reset_position_ids=True, reset_attention_mask=True))
+    results = gang.run(3, read_batches, ParallelLayout(pp=3), config, SIZES, 2, 1, True)
+    assert set(results[1]["batches"][0]) == {"position_ids", "cu_seqlens"}
+    for name in ("position_ids", "cu_seqlens"):
+        np.testing.assert_array_equal(results[1]["batches"][1][name], results[0]["batches"][1][name])
+
+
+def test_all_ranks_end_together_and_virtual_stages_share_a_cursor(gang: Gang, config: DataConfig) -> None:
+    counts = gang.run(4, to_the_end, ParallelLayout(tp=2, pp=2), config, SIZES)
+    assert counts == [(len(StreamLoader(config, **SIZES)),) * 3] * 4
+
+
+@given(
+    samples=st.integers(1, 4),
+    cp=st.integers(1, 4),
+    part=st.integers(1, 5),
+    seed=st.integers(0, 2**16),
+    eods=st.floats(0, 1),
+)
+def test_cu_seqlens_of_parts_are_those_of_the_kept_tokens(samples: int, cp: int, part: int, seed: int, eods: float) -> None:
+    length = 2 * cp * part
+    rng = np.random.default_rng(seed)
+    ids = np.where(rng.random((samples, length + 1)) < eods, EOD, 1)
+    config = DataConfig(blend="x", sequence_length=length, eod_id=EOD, reset_attention_mask=True)
+    whole = batch_fields(ids, np.full(samples, length + 1), config, bounds=True)["cu_seqlens"]
+    for rank in range(cp):
+        bounds = zigzag_bounds(length, rank, cp)
+        kept = np.concatenate([np.arange(a, b) for a, b in bounds])
+        rows = split_cu_seqlens(whole, bounds)
+        for row, document in zip(rows.tolist(), np.cumsum(np.pad(ids[:, :-1] == EOD, ((0, 0), (1, 0)))[:, :-1], 1), strict=True):
+            own = document[kept]
+            begins = [0] + [n for n in range(1, len(kept)) if own[n] != own[n - 1] or kept[n] != kept[n - 1] + 1]
+            assert [bound for bound in row if bound < len(kept)] == begins
+            assert row[-1] == len(kept)
+
+
+@given(
+    samples=st.integers(1, 4),
+    length=st.integers(1, 20),
+    seed=st.integers(0, 2**16),
+    dtype=st.sampled_from([np.uint16, np.int32, np.uint8, np.int64]),
+    pad=st.sampled_from([None, 3, EOD]),
+    flags=st.tuples(*[st.booleans()] * 5),
+)
+def test_fields_made_on_a_device_are_those_made_by_kernels(
+    samples: int, length: int, seed: int, dtype: Any, pad: int | None, flags: tuple[bool, ...]
+) -> None:
+    mask, positions, attention, create, ambiguous = flags
+    rng = np.random.default_rng(seed)
+    ids = rng.integers(0, 10, (samples, length + 1)).astype(dtype)
+    valid = rng.integers(0, length + 2, samples)
+    config = DataConfig(
+        blend="x", sequence_length=length, eod_id=EOD, pad_id=pad, eod_mask_loss=mask, reset_position_ids=positions,
+        reset_attention_mask=attention, create_attention_mask=create, allow_ambiguous_pad_tokens=ambiguous,
+    )  # fmt: skip
+    by_kernels = batch_fields(ids, valid, config, bounds=True)
+    on_device = device_fields(torch.from_numpy(ids), torch.from_numpy(valid), config)
+    assert set(by_kernels) == set(on_device)
+    for name, field in by_kernels.items():
+        assert field.dtype == on_device[name].dtype, name
+        assert torch.equal(field, on_device[name]), name
+
+
+def test_wrong_loaders_are_named(config: DataConfig) -> None:
+    ranks = Ranks(ParallelLayout())
+    with pytest.raises(ConfigError, match="ids_only=True"):
+        get_batch(StreamLoader(config, **SIZES), ranks)
+    with pytest.raises(ConfigError, match="this rank keeps"):
+        get_batch(StreamLoader(config, **SIZES, ids_only=True, cp_rank=1, cp_size=2), ranks)
+    with pytest.raises(ConfigError, match=r"the layout has 2 ranks .* the world 1"):
+        Ranks(ParallelLayout(dp=2))
+    cut: Any = SimpleNamespace(layout=ParallelLayout(cp=3), at={"cp": 0, "dp": 0})
+    with pytest.raises(ConfigError, match="not a multiple of 2 x cp"):
+        open_loader(config, cut, **SIZES)
+
+
+def test_ids_outside_of_the_vocabulary_are_named(config: DataConfig) -> None:
+    loader = StreamLoader(data(config, vocab_size=10), **SIZES, ids_only=True)
+    with pytest.raises(FormatError, match="outside of the vocabulary"):
+        get_batch(loader, Ranks(ParallelLayout()))
