@@ -23,6 +23,8 @@ if TYPE_CHECKING:
     from streammega.stream import MegatronBatchSampler as MegatronBatchSampler
     from streammega.stream import StreamingDataset as StreamingDataset
     from streammega.stream import StreamLoader as StreamLoader
+    from streammega.train.data_parallel import BucketedDataParallel as BucketedDataParallel
+    from streammega.train.sharded_optimizer import ShardedOptimizer as ShardedOptimizer
 
 __version__ = "0.1.0"
 
@@ -45,6 +47,8 @@ _HOMES = {
     "MegatronBatchSampler": "streammega.stream",
     "StreamingDataset": "streammega.stream",
     "StreamLoader": "streammega.stream",
+    "BucketedDataParallel": "streammega.train.data_parallel",
+    "ShardedOptimizer": "streammega.train.sharded_optimizer",
 }
 
 __all__ = ["__version__", *sorted(_HOMES)]

@@ -11,7 +11,8 @@
     ├── FormatError                  an .idx, .bin or other file that is not what it should be
     ├── CacheError                   the local cache cannot hold what it must
     ├── StateError                   a checkpoint's data state that does not fit this run
-    └── ConvertError                 a corpus that could not be converted
+    ├── ConvertError                 a corpus that could not be converted
+    └── GradientError                a gradient that is not finite, or far too large
 
 Messages say what happened, where, and how to mend it; they never hold credentials.
 `ConfigError` and `FormatError` are also `ValueError`s, and `ObjectNotFoundError` is also a
@@ -25,6 +26,7 @@ __all__ = [
     "ConvertError",
     "EndpointError",
     "FormatError",
+    "GradientError",
     "ObjectChangedError",
     "ObjectNotFoundError",
     "ShortReadError",
@@ -90,3 +92,7 @@ class StateError(StreammegaError):
 
 class ConvertError(StreammegaError):
     """A corpus that could not be converted; names the file and line."""
+
+
+class GradientError(StreammegaError):
+    """A gradient that is not finite, or far too large; names the rank and the parameter."""

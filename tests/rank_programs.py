@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 from typing import Any
 
@@ -48,3 +49,175 @@ def to_the_end(rank: int, layout: ParallelLayout, config: DataConfig, sizes: dic
         for x, y in zip(a, b, strict=True):
             assert all(torch.equal(x[name], y[name]) for name in x)
     return alone, len(a), len(b)
+
+
+# Gradients.
+
+
+class Net(torch.nn.Module):
+    """A small model with a parameter that is not used every time, and one that is used twice."""
+
+    def __init__(self, width: int = 24) -> None:
+        super().__init__()
+        self.embedding = torch.nn.Embedding(50, width)
+        self.layers = torch.nn.ModuleList(torch.nn.Linear(width, width) for _ in range(3))
+        self.seldom = torch.nn.Linear(width, width)
+        self.norm = torch.nn.LayerNorm(width)
+
+    def forward(self, ids: torch.Tensor, seldom: bool = False) -> torch.Tensor:
+        x = self.embedding(ids)
+        for layer in self.layers:
+            x = x + torch.tanh(layer(x))
+        if seldom:
+            x = x + self.seldom(x)
+        return torch.nn.functional.linear(self.norm(x), self.embedding.weight)
+
+
+def make_net(dtype: torch.dtype = torch.float32) -> Net:
+    torch.manual_seed(3)
+    return Net().to(dtype)
+
+
+def ids_of(rank: int, step: int, micro: int) -> torch.Tensor:
+    return torch.randint(0, 50, (4, 6), generator=torch.Generator().manual_seed(100 * rank + 10 * step + micro))
+
+
+def loss_of(model: Any, ids: torch.Tensor, **options: Any) -> torch.Tensor:
+    logits = model(ids[:, :-1], **options)
+    return torch.nn.functional.cross_entropy(logits.flatten(0, 1).float(), ids[:, 1:].flatten())
+
+
+def grads_beside_ddp(rank: int, micro_batches: int, bucket_size: int, overlap: bool) -> bool:
+    """Whether gradients and clipped norms of two steps are those of torch's DDP, to the bit."""
+    import torch.distributed as dist
+    from torch.nn.parallel import DistributedDataParallel
+
+    from streammega import BucketedDataParallel
+
+    theirs = DistributedDataParallel(make_net(), find_unused_parameters=True)
+    ours = BucketedDataParallel(make_net(), bucket_size=bucket_size, overlap=overlap)
+    same = True
+    for step in range(2):
+        for model in (theirs, ours):
+            model.zero_grad()
+            for micro in range(micro_batches):
+                last = micro == micro_batches - 1
+                with contextlib.nullcontext() if last else model.no_sync():
+                    (loss_of(model, ids_of(rank, step, micro), seldom=step == 1) / micro_batches).backward()
+        ours.finish_grad_sync()
+        for a, b in zip(theirs.module.parameters(), ours.module.parameters(), strict=True):
+            same &= torch.equal(torch.zeros_like(a) if a.grad is None else a.grad, b.grad)
+        norm = torch.nn.utils.clip_grad_norm_(theirs.parameters(), 0.1)
+        same &= bool(torch.isclose(norm, ours.clip_grad_norm_(0.1), rtol=1e-6))
+        for a, b in zip(theirs.module.parameters(), ours.module.parameters(), strict=True):
+            same &= a.grad is None or torch.allclose(a.grad, b.grad, rtol=1e-6)
+    dist.barrier()
+    return same
+
+
+def sharded_beside_replicated(rank: int, optimizer: str, bucket_size: int, overlap: bool, steps: int) -> float:
+    """The largest difference of parameters after some steps of ShardedOptimizer and of the same optimizer, replicated."""
+    from streammega import BucketedDataParallel, ShardedOptimizer
+
+    kind = getattr(torch.optim, optimizer)
+    decay = {} if optimizer == "Adagrad" else {"weight_decay": 0.1}
+    whole = BucketedDataParallel(make_net(), bucket_size=bucket_size)
+    plain = [p for n, p in whole.module.named_parameters() if "norm" in n]
+    decayed = [p for n, p in whole.module.named_parameters() if "norm" not in n]
+    replicated = kind([{"params": decayed, **decay}, {"params": plain}], lr=0.01)
+    parts = BucketedDataParallel(make_net(), bucket_size=bucket_size, sharded=True)
+    sharded = ShardedOptimizer(parts, kind, settings_of=lambda name, _: {} if "norm" in name else decay, overlap=overlap, lr=0.01)
+    worst = 0.0
+    for step in range(steps):
+        norms = []
+        for model, stepper in ((whole, replicated), (parts, sharded)):
+            for micro in range(2):
+                with model.no_sync() if micro == 0 else contextlib.nullcontext():
+                    loss_of(model, ids_of(rank, step, micro), seldom=True).backward()
+            model.finish_grad_sync()
+            norm = model.clip_grad_norm_(0.5) if model is whole else sharded.clip_grad_norm_(0.5)
+            stepper.step()
+            stepper.zero_grad()
+            norms.append(float(norm))
+        worst = max(worst, abs(norms[0] - norms[1]))
+    sharded.finish_param_sync()
+    for a, b in zip(whole.module.parameters(), parts.module.parameters(), strict=True):
+        worst = max(worst, float((a - b).detach().abs().max()))
+    return worst
+
+
+def bf16_accumulation(rank: int, micro_batches: int) -> tuple[float, float]:
+    """Relative errors of gradients of a bf16 model over many micro-batches: accumulated by torch in bf16, and by us in fp32."""
+    from streammega import BucketedDataParallel
+
+    exact = make_net().double()
+    exact.load_state_dict({name: value.double() for name, value in make_net(torch.bfloat16).state_dict().items()})
+    narrow, wide = make_net(torch.bfloat16), BucketedDataParallel(make_net(torch.bfloat16))
+    for micro in range(micro_batches):
+        ids = ids_of(rank, 0, micro)
+        logits = exact(ids[:, :-1])
+        torch.nn.functional.cross_entropy(logits.flatten(0, 1), ids[:, 1:].flatten()).backward()
+        loss_of(narrow, ids).backward()
+        with wide.no_sync():
+            loss_of(wide, ids).backward()
+    wide.finish_grad_sync()
+    mains = {slot.name: slot.main_grad for slots in wide._slots() for slot in slots}
+
+    def error(grads: dict[str, torch.Tensor]) -> float:
+        truth = {name: p.grad for name, p in exact.named_parameters() if p.grad is not None}
+        off = sum(float((grads[name].double() - value).square().sum()) for name, value in truth.items())
+        return float((off / sum(float(value.square().sum()) for value in truth.values())) ** 0.5)
+
+    return error({name: p.grad for name, p in narrow.named_parameters() if p.grad is not None}), error(mains)
+
+
+def bad_gradient(rank: int, value: float, limit: float | None) -> str:
+    """The message of a rank whose gradient of one layer is `value` somewhere; the other rank never gets that far."""
+    from streammega import BucketedDataParallel
+    from streammega.errors import GradientError
+
+    model = BucketedDataParallel(make_net(), largest_gradient=limit)
+    if rank == 1:
+        model.module.layers[1].weight.register_hook(lambda grad: grad.index_fill(0, torch.tensor([2]), value))
+    try:
+        with model.no_sync():
+            loss_of(model, ids_of(rank, 0, 0)).backward()
+        for number in range(len(model.buffers_of_grads[0].buckets)):
+            bucket = model.buffers_of_grads[0].buckets[number]
+            model._check(model.buffers_of_grads[0].grads[bucket.start : bucket.stop], model.buffers_of_grads[0].slots[number])
+    except GradientError as error:
+        return str(error)
+    return ""
+
+
+def per_token(rank: int, tokens: list[int]) -> list[float]:
+    """A gradient normalised by the tokens of all ranks."""
+    from streammega import BucketedDataParallel
+
+    model = BucketedDataParallel(torch.nn.Linear(2, 1, bias=False), average=False)
+    (model(torch.ones(1, 2)).sum() * tokens[rank]).backward()
+    model.finish_grad_sync(torch.tensor(tokens[rank]))
+    grad = model.module.weight.grad
+    assert grad is not None
+    return [float(value) for value in grad.flatten()]
+
+
+def fp16_steps(rank: int) -> list[tuple[bool, float, bool]]:
+    """(good, scale, moved) of steps of which the second overflows on rank 0 only."""
+    from streammega import BucketedDataParallel, ShardedOptimizer
+    from streammega.train.sharded_optimizer import LossScale
+
+    model = BucketedDataParallel(make_net(torch.float16), sharded=True, check_gradients=False)
+    optimizer = ShardedOptimizer(model, torch.optim.AdamW, lr=0.01)
+    scale, seen = LossScale(1024.0, interval=2), []
+    for step in range(4):
+        before = model.module.norm.weight.clone()
+        loss = loss_of(model, ids_of(rank, step, 0)) * scale.value
+        (loss * float("inf") if step == 1 and rank == 0 else loss).backward()
+        model.finish_grad_sync()
+        good = scale.unscale(optimizer)
+        if good:
+            optimizer.step()
+            optimizer.finish_param_sync()
+        seen.append((good, scale.value, not torch.equal(before, model.module.norm.weight)))
+    return seen

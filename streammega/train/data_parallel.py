@@ -1,0 +1,358 @@
+"""Gradients in contiguous buckets, summed over ranks while backward goes on.
+
+backward ─► hook of a parameter: main_grad (+)= grad ─► bucket full on the last micro-batch ─► its collective starts
+finish_grad_sync: what is left starts ─► all wait ─► normalised gradients in param.grad
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from streammega.errors import ConfigError, GradientError
+from streammega.ranks import Ranks
+from streammega.train.buckets import Bucket, Slot, default_bucket_size, plan_buckets
+from streammega.train.collectives import Work, clip, reduce_all, reduce_to_shards, total_norm
+
+
+@dataclass
+class GradSlot:
+    """The gradient of one parameter: its place in the buffer, and how many micro-batches it has of this step."""
+
+    name: str
+    parameter: nn.Parameter
+    slot: Slot
+    main_grad: Tensor
+    count: int = 0
+    ready: bool = False
+
+
+@dataclass
+class GradBuffer:
+    """Gradients of the parameters of one dtype. `params`: with sharding, the parameters themselves in the same places."""
+
+    grads: Tensor
+    params: Tensor | None
+    buckets: list[Bucket]
+    slots: list[list[GradSlot]]
+    waiting: list[int]
+    """Of each bucket, the parameters that are not ready yet."""
+    started: int = 0
+    works: list[Work] = field(default_factory=list)
+
+
+class BucketedDataParallel(nn.Module):
+    """A module whose gradients are accumulated in wide contiguous buckets, and reduced bucket by bucket during backward::
+
+        model = BucketedDataParallel(model)
+        for n, batch in enumerate(micro_batches):
+            with model.no_sync() if n < last else nullcontext():
+                (loss(model(batch)) / micro_batches).backward()
+        model.finish_grad_sync()
+        model.clip_grad_norm_(1.0)
+        optimizer.step()
+        model.zero_grad()
+
+    Gradients of the same module on all ranks are averaged as by torch's DistributedDataParallel; where that adds up micro-batches
+    in the parameters' dtype, this does in `grad_dtype`. Buckets are laid out in reverse registration order (see `plan_buckets`),
+    and their collectives start in that order on every rank, whichever gradient is ready first.
+
+    Args:
+        module: parameters may be DTensors of a tensor-parallel group; every rank works on its own part.
+        group: the ranks that hold copies; None: all.
+        ranks: instead of `group`, this rank of a layout: copies are its dp-cp group, and norms are taken over all groups.
+        bucket_size: elements; None: max(40M, 1M * ranks).
+        grad_dtype: of the buffer.
+        average: divide by the number of ranks; else gradients are summed, to be normalised by `finish_grad_sync(num_tokens)`.
+        sharded: lay out for ShardedOptimizer: each rank is given its part of every bucket only.
+        overlap: start a bucket when it is full, else all at the end.
+        tied: names of parameters that the first and last pipeline stage share: summed over `ranks`' embedding group.
+        check_gradients: raise GradientError, which names the parameter, for a gradient that is not finite, before it is reduced.
+        largest_gradient: with check_gradients, also for an element that is larger.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        *,
+        group: dist.ProcessGroup | None = None,
+        ranks: Ranks | None = None,
+        bucket_size: int | None = None,
+        grad_dtype: torch.dtype = torch.float32,
+        average: bool = True,
+        sharded: bool = False,
+        overlap: bool = True,
+        tied: Collection[str] = (),
+        check_gradients: bool = True,
+        largest_gradient: float | None = None,
+    ) -> None:
+        super().__init__()
+        if ranks is not None and group is not None:
+            raise ConfigError("give either group or ranks, not both")
+        if bucket_size is not None and bucket_size < 1:
+            raise ConfigError(f"bucket_size is {bucket_size}; it counts elements, at least 1")
+        self.module, self.ranks = module, ranks
+        self.group = ranks.group("dp-cp") if ranks else _world(group)
+        self.size = self.group.size() if self.group is not None else 1
+        self.index = self.group.rank() if self.group is not None else 0
+        self.sharded, self.overlap = sharded, overlap
+        self.check_gradients, self.largest_gradient = check_gradients, largest_gradient
+        self._tied_group = ranks.group("embedding") if ranks and tied else None
+        self._tied = set(tied) if self._tied_group is not None else set()
+        self._scale = 1.0 / self.size if average else 1.0
+        self._sync, self._expected = True, 0
+        self.buffers_of_grads = _make_buffers(module, bucket_size or default_bucket_size(self.size), grad_dtype, self)
+        for buffer in self.buffers_of_grads:
+            for number, slots in enumerate(buffer.slots):
+                for slot in slots:
+                    slot.parameter.register_post_accumulate_grad_hook(  # type: ignore[no-untyped-call]
+                        self._hook(buffer, number, slot)
+                    )
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """The module's."""
+        return self.module(*args, **kwargs)
+
+    @contextlib.contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Backward within it only accumulates."""
+        before, self._sync = self._sync, False
+        try:
+            yield
+        finally:
+            self._sync = before
+
+    @contextlib.contextmanager
+    def expect(self, micro_batches: int) -> Iterator[None]:
+        """Within it collectives start with the last of so many backward passes: for pipeline schedules."""
+        self._expected = micro_batches
+        try:
+            yield
+        finally:
+            self._expected = 0
+
+    def finish_grad_sync(self, num_tokens: Tensor | None = None) -> None:
+        """Wait until gradients are reduced, and put them where optimizers look: `param.grad` (with `sharded`, this rank's parts).
+
+        Args:
+            num_tokens: unmasked tokens of this step on this rank (0 on all but the last pipeline stage): gradients are divided by
+                their number over all data- and context-parallel ranks, at least 1. For losses that are summed over tokens.
+        """
+        factor = None if num_tokens is None else self._per_token(num_tokens)
+        for buffer in self.buffers_of_grads:
+            self._finish(buffer)
+            if factor is not None:
+                for grads in self.own_grads(buffer):
+                    grads.mul_(factor)
+            for slot in (slot for slots in buffer.slots for slot in slots):
+                slot.count, slot.ready = 0, False
+                if not self.sharded:
+                    slot.parameter.grad = _as_grad(slot.main_grad, slot.parameter)
+
+    def clip_grad_norm_(self, max_norm: float) -> Tensor:
+        """Clip gradients to a global norm, over all ranks of the layout; returns the norm before. For replicated optimizers."""
+        if self.sharded:
+            raise ConfigError("sharded gradients are clipped by ShardedOptimizer.clip_grad_norm_")
+        grads = [slot.parameter.grad for slots in self._slots() for slot in slots if slot.parameter.grad is not None]
+        tensors = [local_part(grad) for grad in grads]
+        once = [
+            local_part(s.parameter.grad)
+            for slots in self._slots()
+            for s in slots
+            if self.counts(s) and s.parameter.grad is not None
+        ]
+        norm = total_norm(once, [self.ranks.group("tp-pp") if self.ranks else None], tensors[0].device)
+        clip(tensors, norm, max_norm)
+        return norm
+
+    def counts(self, slot: GradSlot) -> bool:
+        """Whether this rank counts a parameter in a norm, so that each is counted once over tensor and pipeline ranks."""
+        if self.ranks is None:
+            return True
+        replicated = not isinstance(slot.parameter, DTensor) and self.ranks.at["tp"] > 0
+        copied = slot.name in self._tied and not self.ranks.is_first_stage
+        return not replicated and not copied
+
+    def own_grads(self, buffer: GradBuffer) -> list[Tensor]:
+        """The gradients that are valid on this rank after a reduction: everything, or with `sharded` its part of every bucket."""
+        if not self.sharded:
+            return [buffer.grads]
+        return [buffer.grads[slice(*bucket.shard(self.index, self.size))] for bucket in buffer.buckets]
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        """The module's own."""
+        return self.module.state_dict(*args, **kwargs)
+
+    def load_state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        """The module's own."""
+        return self.module.load_state_dict(*args, **kwargs)
+
+    def _slots(self) -> Iterator[list[GradSlot]]:
+        for buffer in self.buffers_of_grads:
+            yield from buffer.slots
+
+    def _hook(self, buffer: GradBuffer, number: int, slot: GradSlot) -> Any:
+        """Runs in backward, when the parameter's gradient of one micro-batch is complete."""
+
+        @torch.no_grad()
+        def accumulate(parameter: Tensor) -> None:
+            assert parameter.grad is not None
+            grad = local_part(parameter.grad)
+            slot.count += 1
+            last = slot.count == self._expected if self._expected else self._sync
+            main = slot.main_grad
+            if (
+                slot.count > 1 or grad.data_ptr() == main.data_ptr()
+            ):  # the latter: not zeroed since the last step, as torch adds then
+                if grad.data_ptr() != main.data_ptr():
+                    main.add_(grad)
+                if last and self._scale != 1.0:
+                    main.mul_(self._scale)
+            elif last and self._scale != 1.0 and grad.dtype == main.dtype:
+                torch.mul(grad, self._scale, out=main)
+            else:
+                main.copy_(grad)
+                if last and self._scale != 1.0:
+                    main.mul_(self._scale)
+            parameter.grad = None
+            if last:
+                slot.ready = True
+                buffer.waiting[number] -= 1
+                if self.overlap:
+                    self._start_full(buffer)
+
+        return accumulate
+
+    def _start_full(self, buffer: GradBuffer) -> None:
+        """Start the buckets that are full, in their order: it must be the same on all ranks."""
+        while buffer.started < len(buffer.buckets) and not buffer.waiting[buffer.started]:
+            if buffer.buckets[buffer.started].waits:
+                return
+            self._start(buffer, buffer.started)
+
+    def _start(self, buffer: GradBuffer, number: int) -> None:
+        bucket = buffer.buckets[number]
+        grads = buffer.grads[bucket.start : bucket.stop]
+        if self.check_gradients:
+            self._check(grads, buffer.slots[number])
+        if self.group is not None:
+            reduce = reduce_to_shards if self.sharded else reduce_all
+            buffer.works.append(reduce(grads, self.group))
+        buffer.started = number + 1
+
+    def _finish(self, buffer: GradBuffer) -> None:
+        """Complete and reduce what backward left: parameters without a gradient, or used in some micro-batches only."""
+        with torch.no_grad():
+            for number in range(buffer.started, len(buffer.buckets)):
+                for slot in buffer.slots[number]:
+                    if slot.count == 0:
+                        slot.main_grad.zero_()
+                    elif not slot.ready and self._scale != 1.0:
+                        slot.main_grad.mul_(self._scale)
+                bucket = buffer.buckets[number]
+                if bucket.waits:
+                    assert self._tied_group is not None
+                    dist.all_reduce(buffer.grads[bucket.start : bucket.stop], group=self._tied_group)
+                self._start(buffer, number)
+        for work in buffer.works:
+            work.wait()
+        buffer.works.clear()
+        buffer.started, buffer.waiting = 0, [len(slots) for slots in buffer.slots]
+
+    def _per_token(self, num_tokens: Tensor) -> Tensor:
+        total = num_tokens.detach().to(torch.float32).clone()
+        groups = [self.group, self.ranks.group("pp") if self.ranks else None]
+        for group in groups:
+            if group is not None:
+                dist.all_reduce(total, group=group)
+        return 1.0 / total.clamp(min=1.0)
+
+    def _check(self, grads: Tensor, slots: Sequence[GradSlot]) -> None:
+        norm = torch.linalg.vector_norm(grads, torch.inf if self.largest_gradient is not None else 2)
+        limit = self.largest_gradient if self.largest_gradient is not None else float("inf")
+        if bool(norm <= limit) and bool(norm.isfinite()):
+            return
+        rank = dist.get_rank() if dist.is_initialized() else 0
+        for slot in slots:
+            bad = ~torch.isfinite(slot.main_grad)
+            if bad.any():
+                raise GradientError(
+                    f"rank {rank}: the gradient of {slot.name} is not finite in {int(bad.sum())} of {bad.numel()} elements; "
+                    f"look at this step's batch and learning rate, resume from the last checkpoint, skip its samples"
+                )
+            largest = float(slot.main_grad.abs().max())
+            if largest > limit:
+                raise GradientError(
+                    f"rank {rank}: the gradient of {slot.name} has an element of {largest:.4g}, more than {limit:.4g}; look at "
+                    f"this step's batch and learning rate, or raise largest_gradient"
+                )
+
+
+def _make_buffers(module: nn.Module, bucket_size: int, grad_dtype: torch.dtype, owner: BucketedDataParallel) -> list[GradBuffer]:
+    """One buffer for each dtype of the parameters that are trained, in order of their first one."""
+    by_dtype: dict[torch.dtype, list[tuple[str, nn.Parameter]]] = {}
+    for name, parameter in module.named_parameters():
+        if parameter.requires_grad:
+            by_dtype.setdefault(parameter.dtype, []).append((name, parameter))
+    if not by_dtype:
+        raise ConfigError("the module has no parameters that require gradients")
+    return [_make_buffer(named, bucket_size, grad_dtype, owner) for named in by_dtype.values()]
+
+
+@torch.no_grad()
+def _make_buffer(
+    named: Sequence[tuple[str, nn.Parameter]], bucket_size: int, grad_dtype: torch.dtype, owner: BucketedDataParallel
+) -> GradBuffer:
+    local = [local_part(parameter) for _, parameter in named]
+    waiting = [number for number, (name, _) in enumerate(named) if name in owner._tied]
+    shards = owner.size if owner.sharded else 0
+    buckets = plan_buckets([tensor.numel() for tensor in local], bucket_size, shards=shards, waiting=waiting)
+    size, device = buckets[-1].stop, local[0].device
+    grads = torch.zeros(size, dtype=grad_dtype, device=device)
+    params = torch.zeros(size, dtype=local[0].dtype, device=device) if owner.sharded else None
+    slots = []
+    for bucket in buckets:
+        own = []
+        for slot in bucket.slots:
+            (name, parameter), tensor = named[slot.parameter], local[slot.parameter]
+            if params is not None:  # the parameter moves into the buffer, so that gathering fills it in place
+                place = params[slot.start : slot.stop].view(tensor.shape)
+                place.copy_(tensor)
+                tensor.data = place
+            own.append(GradSlot(name, parameter, slot, grads[slot.start : slot.stop].view(tensor.shape)))
+        slots.append(own)
+    return GradBuffer(grads, params, buckets, slots, [len(own) for own in slots])
+
+
+def local_part(tensor: Tensor) -> Tensor:
+    """This rank's part of a tensor."""
+    if isinstance(tensor, DTensor):
+        with torch.no_grad():
+            local: Tensor = tensor.to_local()
+            return local
+    return tensor
+
+
+def _as_grad(main: Tensor, parameter: nn.Parameter) -> Tensor:
+    """A buffer's gradient in the form that the parameter takes: of its dtype, and distributed as it is."""
+    grad = main if main.dtype == parameter.dtype else main.to(parameter.dtype)
+    if isinstance(parameter, DTensor):
+        whole: Tensor = DTensor.from_local(
+            grad, parameter.device_mesh, parameter.placements, run_check=False, shape=parameter.shape, stride=parameter.stride()
+        )
+        return whole
+    return grad
+
+
+def _world(group: dist.ProcessGroup | None) -> dist.ProcessGroup | None:
+    if not dist.is_initialized():
+        return None
+    group = group or dist.group.WORLD
+    return group if group is not None and group.size() > 1 else None

@@ -1,0 +1,270 @@
+"""The distributed optimizer: each rank steps its part of every bucket, in fp32, and the parameters are gathered after it.
+
+reduced part of a bucket ─► any torch optimizer on fp32 main parts ─► the parameters' dtype ─► gathered during the next forward
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from streammega.errors import ConfigError
+from streammega.train.collectives import Work, clip, gather_shards, total_norm
+from streammega.train.data_parallel import BucketedDataParallel, GradBuffer, GradSlot, local_part
+
+
+@dataclass(frozen=True)
+class Piece:
+    """Elements [start, stop) of this rank's part of a parameter, flat: what this rank steps. `main`: fp32, its `grad` a view."""
+
+    slot: GradSlot
+    start: int
+    stop: int
+    main: nn.Parameter
+    counts: bool
+
+
+@dataclass
+class _Gathering:
+    """One bucket of one buffer. `own`: this rank's part of the parameters; `main`: its fp32 copy; None: they are the same."""
+
+    params: Tensor
+    own: Tensor
+    main: Tensor | None
+    work: Work | None = None
+
+
+class ShardedOptimizer:
+    """Any elementwise torch optimizer, its state and fp32 main parameters divided among the ranks that hold copies::
+
+        model = BucketedDataParallel(model, sharded=True)
+        optimizer = ShardedOptimizer(model, torch.optim.AdamW, lr=3e-4, weight_decay=0.1, fused=True)
+        ...
+        model.finish_grad_sync()
+        optimizer.clip_grad_norm_(1.0)
+        optimizer.step()
+
+    After `step` the parameters are gathered while the next forward begins: a module waits for its own before it runs. Code
+    that uses a parameter outside of its module's forward calls `finish_param_sync` first.
+
+    Args:
+        models: BucketedDataParallel with sharded=True; several for virtual pipeline stages.
+        optimizer: the class of the inner optimizer; `defaults` are its settings.
+        settings_of: (name, parameter) -> settings of its own, for instance {"weight_decay": 0.0}; parameters of equal settings
+            form a group.
+        overlap: gather during the next forward; else before `step` returns.
+
+    `optimizer.inner` is the torch optimizer: learning-rate schedulers take it. Optimizers that look at whole matrices (Muon,
+    Shampoo, LAMB) would see pieces of them, and are not for this.
+    """
+
+    def __init__(
+        self,
+        models: BucketedDataParallel | Sequence[BucketedDataParallel],
+        optimizer: Callable[..., torch.optim.Optimizer],
+        *,
+        settings_of: Callable[[str, nn.Parameter], Mapping[str, Any]] | None = None,
+        overlap: bool = True,
+        **defaults: Any,
+    ) -> None:
+        self.models = [models] if isinstance(models, BucketedDataParallel) else list(models)
+        if any(not model.sharded for model in self.models):
+            raise ConfigError("ShardedOptimizer steps parts of buckets: make BucketedDataParallel with sharded=True")
+        self._gatherings: list[_Gathering] = []
+        self.pieces: list[Piece] = []
+        of_parameter: dict[nn.Parameter, list[_Gathering]] = {}
+        for model in self.models:
+            for buffer in model.buffers_of_grads:
+                self._add_buffer(model, buffer, of_parameter)
+        slots = [slot for model in self.models for buffer in model.buffers_of_grads for own in buffer.slots for slot in own]
+        self.inner = optimizer(_groups(slots, self.pieces, settings_of), **defaults)
+        self._overlap = overlap
+        if overlap:
+            for model in self.models:
+                _wait_before_use(model.module, of_parameter)
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:
+        """Of the inner optimizer: learning rates are set here."""
+        return self.inner.param_groups
+
+    def clip_grad_norm_(self, max_norm: float) -> Tensor:
+        """Clip gradients to a global norm over all ranks of the layout; returns the norm before."""
+        model = self.models[0]
+        groups = [model.group, model.ranks.group("tp-pp") if model.ranks else None]
+        norm = total_norm([_grad(p) for p in self.pieces if p.counts], groups, model.buffers_of_grads[0].grads.device)
+        clip([_grad(piece) for piece in self.pieces], norm, max_norm)
+        return norm
+
+    def scale_grads(self, factor: Tensor | float) -> None:
+        """Multiply this rank's gradients, for instance by the inverse of a loss scale."""
+        if self.pieces:
+            torch._foreach_mul_([_grad(piece) for piece in self.pieces], factor)
+
+    @torch.no_grad()
+    def step(self) -> None:
+        """Step this rank's parts, and begin to gather the parameters. Call `finish_grad_sync` of the models before it."""
+        self.finish_param_sync()
+        self.inner.step()
+        for gathering in self._gatherings:
+            if gathering.main is not None:
+                gathering.own.copy_(gathering.main)
+        self.gather()
+        if not self._overlap:
+            self.finish_param_sync()
+
+    def gather(self) -> None:
+        """Begin to gather the parameters from their owners."""
+        for model in self.models:
+            if model.group is not None:
+                for gathering in self._of_model(model):
+                    gathering.work = gather_shards(gathering.params, model.group)
+
+    def finish_param_sync(self) -> None:
+        """Wait until all parameters are what the last step made them."""
+        for gathering in self._gatherings:
+            _wait(gathering)
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Nothing is to be done: the first micro-batch of a step overwrites the gradients."""
+
+    @torch.no_grad()
+    def reload_main(self) -> None:
+        """Take the fp32 main parameters from the model's: after a checkpoint without them was loaded."""
+        for gathering in self._gatherings:
+            if gathering.main is not None:
+                gathering.main.copy_(gathering.own)
+
+    @torch.no_grad()
+    def publish_main(self) -> None:
+        """Give the model the fp32 main parameters: after a checkpoint was loaded."""
+        for gathering in self._gatherings:
+            if gathering.main is not None:
+                gathering.own.copy_(gathering.main)
+        self.gather()
+        self.finish_param_sync()
+
+    def _add_buffer(self, model: BucketedDataParallel, buffer: GradBuffer, of_parameter: dict[Any, list[_Gathering]]) -> None:
+        assert buffer.params is not None
+        for bucket, slots in zip(buffer.buckets, buffer.slots, strict=True):
+            low, high = bucket.shard(model.index, model.size)
+            own = buffer.params[low:high]
+            wide = own.dtype == torch.float32
+            main = own if wide else own.to(torch.float32)
+            gathering = _Gathering(buffer.params[bucket.start : bucket.stop], own, None if wide else main)
+            self._gatherings.append(gathering)
+            for slot in slots:
+                of_parameter.setdefault(slot.parameter, []).append(gathering)
+                start, stop = max(slot.slot.start, low), min(slot.slot.stop, high)
+                if start < stop:
+                    parameter = nn.Parameter(main[start - low : stop - low])
+                    if buffer.grads.dtype == torch.float32:
+                        parameter.grad = buffer.grads[start:stop]
+                    else:
+                        raise ConfigError(f"ShardedOptimizer steps in float32: grad_dtype {buffer.grads.dtype} is too narrow")
+                    base = slot.slot.start
+                    self.pieces.append(Piece(slot, start - base, stop - base, parameter, model.counts(slot)))
+
+    def _of_model(self, model: BucketedDataParallel) -> Iterator[_Gathering]:
+        first = sum(len(buffer.buckets) for other in self.models[: self.models.index(model)] for buffer in other.buffers_of_grads)
+        count = sum(len(buffer.buckets) for buffer in model.buffers_of_grads)
+        return iter(self._gatherings[first : first + count][::-1])  # first layers first: they are needed first
+
+
+class LossScale:
+    """The factor that keeps fp16 gradients from vanishing: doubled after `interval` good steps, halved after a bad one.
+
+    Multiply the loss by `value`; after the reduction `unscale(optimizer)` says whether the step is good, on all ranks alike.
+    """
+
+    def __init__(self, value: float = 2.0**16, interval: int = 1000, least: float = 1.0) -> None:
+        self.value, self.interval, self.least, self.good = value, interval, least, 0
+
+    def unscale(self, optimizer: ShardedOptimizer) -> bool:
+        """Divide the gradients by the scale; False, and a smaller scale, where they are not finite on some rank."""
+        grads = [_grad(piece) for piece in optimizer.pieces]
+        device = optimizer.models[0].buffers_of_grads[0].grads.device
+        bad = torch.zeros((), device=device)
+        if grads:
+            norms = torch.stack([torch.linalg.vector_norm(grad) for grad in grads])
+            bad = (~norms.isfinite()).any().float()
+        if dist.is_initialized():
+            dist.all_reduce(bad, op=dist.ReduceOp.MAX)
+        if bad:
+            self.value, self.good = max(self.value / 2, self.least), 0
+            return False
+        optimizer.scale_grads(1.0 / self.value)
+        self.good += 1
+        if self.good == self.interval:
+            self.value, self.good = self.value * 2, 0
+        return True
+
+    def state_dict(self) -> dict[str, float]:
+        """What a resume needs."""
+        return {"value": self.value, "good": self.good}
+
+    def load_state_dict(self, state: Mapping[str, float]) -> None:
+        """Go on with a saved scale."""
+        self.value, self.good = float(state["value"]), int(state["good"])
+
+
+def _groups(
+    slots: Sequence[GradSlot],
+    pieces: Sequence[Piece],
+    settings_of: Callable[[str, nn.Parameter], Mapping[str, Any]] | None,
+) -> list[dict[str, Any]]:
+    """Parameter groups of equal settings, the same on all ranks: one of which a rank owns nothing is empty there."""
+    settings = {
+        id(slot): tuple(sorted((settings_of(slot.name, slot.parameter) if settings_of else {}).items())) for slot in slots
+    }
+    found: dict[tuple[tuple[str, Any], ...], list[nn.Parameter]] = {own: [] for own in settings.values()}
+    for piece in pieces:
+        found[settings[id(piece.slot)]].append(piece.main)
+    return [{"params": params, **dict(own)} for own, params in found.items()]
+
+
+def _grad(piece: Piece) -> Tensor:
+    assert piece.main.grad is not None
+    return piece.main.grad
+
+
+def _wait(gathering: _Gathering) -> None:
+    work, gathering.work = gathering.work, None
+    if work is not None:
+        work.wait()
+
+
+def _wait_before_use(module: nn.Module, of_parameter: Mapping[Any, Sequence[_Gathering]]) -> None:
+    """Every submodule with parameters of its own waits for them before its forward."""
+    for submodule in module.modules():
+        found = {id(g): g for parameter in submodule.parameters(recurse=False) for g in of_parameter.get(parameter, ())}
+        if found:
+            submodule.register_forward_pre_hook(_waiter(list(found.values())))
+
+
+def _waiter(gatherings: list[_Gathering]) -> Callable[..., None]:
+    def wait(*_: Any) -> None:
+        for gathering in gatherings:
+            if gathering.work is not None:
+                _wait(gathering)
+
+    return wait
+
+
+def global_offset(parameter: nn.Parameter) -> tuple[int, ...]:
+    """Where this rank's part of a parameter begins in the whole one."""
+    if not isinstance(parameter, DTensor):
+        return (0,) * parameter.dim()
+    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+    _, offset = compute_local_shape_and_global_offset(parameter.shape, parameter.device_mesh, parameter.placements)
+    return tuple(offset)
+
+
+__all__ = ["LossScale", "Piece", "ShardedOptimizer", "global_offset", "local_part"]
