@@ -21,8 +21,10 @@ from streammega.errors import ConfigError, StateError
 from streammega.train import checkpoint
 from streammega.train.batch_hash import global_batch_hash, sample_digests
 from streammega.train.config import RunConfig, load_run
-from streammega.train.loop import Trainer, open_loader, set_learning_rate
+from streammega.train.loop import Trainer
 from streammega.train.metrics import read_metrics
+from streammega.train.schedule import set_learning_rate
+from streammega.train.splits import open_plain
 from tests.conftest import write_random_pair
 from tests.servers import S3
 
@@ -60,7 +62,7 @@ def run_file(tmp_path: Path, pair: str) -> str:
 def loader_hashes(config: RunConfig) -> list[str]:
     """The hash of every global batch, from the loader alone."""
     hashes, digests = [], {}
-    loader = open_loader(config, "train", 0, 1)
+    loader = open_plain(config, "train", 0, 1)
     before = 0
     for batch in loader:
         digests.update(zip(loader.dataset.sample_ids(before).tolist(), sample_digests(batch), strict=True))
@@ -129,9 +131,8 @@ def test_a_resumed_run_ends_with_the_weights_of_an_uninterrupted_one(run_file: s
     Trainer(trained, torch.device("cpu")).run()
     half = replace(trained, train=replace(trained.train, out_dir=str(tmp_path / "half")))
     first = Trainer(half, torch.device("cpu"))
-    batches = iter(first.loader)
     for _ in range(7):
-        first._train_step(batches)
+        first.train_step()
         first.step += 1
     first.save()
     second = Trainer(half, torch.device("cpu"))
@@ -141,7 +142,7 @@ def test_a_resumed_run_ends_with_the_weights_of_an_uninterrupted_one(run_file: s
     whole = Trainer(trained, torch.device("cpu"))
     whole.resume()
     assert whole.step == 16
-    for a, b in zip(second.model.parameters(), whole.model.parameters(), strict=True):
+    for a, b in zip(second.model.chunks[0].parameters(), whole.model.chunks[0].parameters(), strict=True):
         assert torch.equal(a, b)
 
 
@@ -202,7 +203,7 @@ def test_a_half_written_checkpoint_is_not_believed(trained: RunConfig) -> None:
 )
 def test_wrong_settings_are_named(run_file: str, override: str, message: str) -> None:
     def start() -> Any:
-        return open_loader(load_run(run_file, [override]), "train", 0, 1)
+        return open_plain(load_run(run_file, [override]), "train", 0, 1)
 
     with pytest.raises(ConfigError, match=message):
         start()
@@ -220,11 +221,11 @@ def test_names_and_blends_of_megatron_are_understood(run_file: str, pair: str) -
     config = load_run(run_file, ["data.path_to_idx_cache=/tmp/c"])
     assert config.data.index_cache_dir == "/tmp/c"
     weighted = load_run(run_file, [f'data.blend=[["{pair}", 0.3], ["{pair}", 0.7]]'])
-    assert len(open_loader(weighted, "train", 0, 1)) == 64
+    assert len(open_plain(weighted, "train", 0, 1)) == 64
     text = Path(run_file).read_text().replace(f'blend = ["{pair}"]', f'data_path = "0.3 {pair} 0.7 {pair}"')
     Path(run_file).write_text(text)
     assert load_run(run_file).data.blend == f"0.3 {pair} 0.7 {pair}"
-    assert len(open_loader(load_run(run_file), "train", 0, 1)) == 64
+    assert len(open_plain(load_run(run_file), "train", 0, 1)) == 64
 
 
 @pytest.mark.parametrize(

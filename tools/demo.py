@@ -348,12 +348,12 @@ def prove(work: Path, config: RunConfig, entropy: float) -> bool:
 def loader_hashes(config: RunConfig) -> list[str]:
     """The hash of every global batch of the training split, from a fresh loader on one rank."""
     from streammega.train.batch_hash import global_batch_hash, sample_digests
-    from streammega.train.loop import open_loader
+    from streammega.train.splits import open_plain
 
     hashes: list[str] = []
     digests: dict[int, int] = {}
     size = config.train.global_batch_size
-    with open_loader(config, "train", 0, 1) as loader:
+    with open_plain(config, "train", 0, 1) as loader:
         before = 0
         for batch in loader:
             digests.update(zip(loader.dataset.sample_ids(before).tolist(), sample_digests(batch), strict=True))

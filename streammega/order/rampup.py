@@ -68,6 +68,16 @@ class BatchSchedule:
         """The end of the last whole global batch within the first `num_samples` samples."""
         return num_samples - self.offset_at(num_samples)
 
+    def samples_after(self, steps: int) -> int:
+        """Samples of the first so many steps of a run that began at sample 0."""
+        stages = replace(self, origin=0).stages
+        for number, (first, size) in enumerate(stages):
+            own = (stages[number + 1][0] - first) // size if number + 1 < len(stages) else steps
+            if steps <= own:
+                return first + steps * size
+            steps -= own
+        raise AssertionError("the last stage has no end")
+
     def check(self, micro_batch_size: int, dp_rank: int, dp_size: int) -> None:
         """Raise ConfigError unless micro_batch_size * dp_size divides every stage's size."""
         for _, size in replace(self, origin=0).stages:
@@ -85,3 +95,11 @@ class BatchSchedule:
 
     def _stage_from(self, consumed: int) -> tuple[int, int]:
         return self.stages[max(0, bisect_right(self.stages, consumed, key=lambda stage: stage[0]) - 1)]
+
+
+def batch_schedule(global_batch_size: int, rampup: tuple[int, int, int] | None) -> BatchSchedule:
+    """The schedule of a global batch size, which (start, increment, samples) of a ramp-up begins smaller."""
+    if rampup is None:
+        return BatchSchedule(final=global_batch_size)
+    start, increment, samples = rampup
+    return BatchSchedule(final=global_batch_size, start=start, increment=increment, samples=samples)

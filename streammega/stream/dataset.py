@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from streammega.config import DataConfig
 from streammega.errors import ConfigError, StateError
 from streammega.order.cursor import make_state, read_state
-from streammega.order.rampup import BatchSchedule
+from streammega.order.rampup import batch_schedule
 from streammega.order.sharding import check_resume, rank_samples
 from streammega.samples.fields import Batch, batch_fields
 from streammega.samples.open import open_source
@@ -58,7 +58,7 @@ class StreamingDataset(torch.utils.data.IterableDataset[Batch]):
         dp_size: int = 1,
         rampup: tuple[int, int, int] | None = None,
     ) -> None:
-        self.schedule = _schedule(global_batch_size, rampup)
+        self.schedule = batch_schedule(global_batch_size, rampup)
         self.schedule.check(micro_batch_size, dp_rank, dp_size)
         self.config, self.split = config, split
         self.micro_batch_size, self.global_batch_size = micro_batch_size, global_batch_size
@@ -82,7 +82,7 @@ class StreamingDataset(torch.utils.data.IterableDataset[Batch]):
         """Micro-batches of this rank from the first sample to the last. TypeError for a stream without an end."""
         if self.num_samples is None:
             raise TypeError("the stream has no end; num_samples in the config gives it one")
-        return sum(len(part) for part in self._parts(0))
+        return sum(len(part) for part in self.parts(0))
 
     @property
     def num_samples(self) -> int | None:
@@ -111,10 +111,10 @@ class StreamingDataset(torch.utils.data.IterableDataset[Batch]):
 
     def positions(self) -> Iterator[int]:
         """The micro-steps that are left, as values of `consumed`, without those that are skipped."""
-        return itertools.chain.from_iterable(self._parts(self._consumed))
+        return itertools.chain.from_iterable(self.parts(self._consumed))
 
-    def _parts(self, start: int) -> Iterator[range]:
-        """The ranges of positions between the skipped ones."""
+    def parts(self, start: int) -> Iterator[range]:
+        """The ranges of positions from `start` on, between the skipped ones."""
         end = NO_END if self.num_samples is None else self.num_samples
         for low, high in sorted(self.config.skip_samples):
             if start < low:
@@ -182,10 +182,3 @@ class StreamingDataset(torch.utils.data.IterableDataset[Batch]):
             )
         self.schedule = schedule
         self.seek(consumed)
-
-
-def _schedule(global_batch_size: int, rampup: tuple[int, int, int] | None) -> BatchSchedule:
-    if rampup is None:
-        return BatchSchedule(final=global_batch_size)
-    start, increment, samples = rampup
-    return BatchSchedule(final=global_batch_size, start=start, increment=increment, samples=samples)

@@ -6,38 +6,63 @@ import logging
 import os
 import sys
 from collections.abc import Sequence
+from datetime import timedelta
 
 import torch
 import torch.distributed as dist
+from torch.distributed import PrefixStore  # type: ignore[attr-defined]
+from torch.distributed.rendezvous import rendezvous
 
 from streammega.errors import StreammegaError
 from streammega.train.config import load_run
-from streammega.train.loop import Trainer
+from streammega.train.loop import Terminated, Trainer
+from streammega.train.watch import Watch
 
 
 def run(path: str, overrides: Sequence[str]) -> None:
-    """Train as the TOML file says, on the ranks that torchrun started (one, without it). Resumes by itself."""
+    """Train as the TOML file says, on the ranks that torchrun started (one, without it). Resumes by itself.
+
+    Raises StreammegaError for what is wrong with the run, and RankError where a collective with other ranks failed.
+    """
     config = load_run(path, overrides)
-    device = _start_ranks()
+    device, watch = _start_ranks(config.train.timeout)
     try:
-        trainer = Trainer(config, device)
+        trainer = Trainer(config, device, watch)
         trainer.resume()
         trainer.run()
-    finally:
-        if dist.is_initialized():
-            dist.destroy_process_group()
+    except StreammegaError as error:
+        watch.fail(str(error))
+        raise
+    except (dist.DistError, RuntimeError) as error:
+        if watch.world == 1:
+            raise
+        reason = str(error).strip().splitlines() or [type(error).__name__]
+        watch.fail(reason[0])
+        raise RankError(f"a collective failed ({reason[0]}): {watch.explain()}") from error
+    watch.close()
+    if dist.is_initialized():
+        dist.destroy_process_group()
 
 
-def _start_ranks() -> torch.device:
-    """Join torchrun's process group (NCCL where CUDA is, else gloo); the device of this rank."""
+class RankError(Exception):
+    """Another rank ended the job."""
+
+
+def _start_ranks(timeout: float) -> tuple[torch.device, Watch]:
+    """Join torchrun's process group (NCCL where CUDA is, else gloo): the device of this rank, and its watch."""
     cuda = torch.cuda.is_available()
-    local_rank = int(os.environ.get("LOCAL_RANK", "0"))
-    device = torch.device("cuda", local_rank) if cuda else torch.device("cpu")
+    rank, world = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
+    device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0"))) if cuda else torch.device("cpu")
     if cuda:
         torch.cuda.set_device(device)
-    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
-        dist.init_process_group("nccl" if cuda else "gloo")
-    return device
+    if world == 1:
+        return device, Watch(None, 0, 1)
+    store, rank, world = next(rendezvous("env://"))
+    store.set_timeout(timedelta(seconds=timeout))
+    backend = "cpu:gloo,cuda:nccl" if cuda else "gloo"
+    shared = PrefixStore("default", store)
+    dist.init_process_group(backend, store=shared, rank=rank, world_size=world, timeout=timedelta(seconds=timeout))
+    return device, Watch(PrefixStore("watch", store), rank, world)
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -50,13 +75,21 @@ def main(arguments: Sequence[str]) -> int:
         return 0 if arguments else 2
     try:
         run(arguments[0], arguments[1:])
-    except StreammegaError as error:
+    except (StreammegaError, RankError) as error:
         print(f"error (rank {rank}): {error}", file=sys.stderr)
         return 1
+    except Terminated as stopped:
+        print(f"[{rank}] {stopped}", file=sys.stderr)
+        return 143
     except KeyboardInterrupt:
         return 130
     return 0
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    code = main(sys.argv[1:])
+    sys.stdout.flush()
+    sys.stderr.flush()
+    if code and int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        os._exit(code)  # threads that wait for ranks which are gone would keep this process
+    sys.exit(code)

@@ -7,12 +7,14 @@ import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, is_dataclass
 from pathlib import Path
-from typing import Any, get_type_hints
+from typing import Any, Literal, get_type_hints
 
 import dacite
 
-from streammega.config import DataConfig
+from streammega.config import DataConfig, parse_blend
 from streammega.errors import ConfigError
+from streammega.order.layout import ORDER
+from streammega.order.rampup import BatchSchedule, batch_schedule
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -47,6 +49,38 @@ class ModelConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
+class ParallelConfig:
+    """How the ranks divide the work; data parallelism is what the sizes leave of the world."""
+
+    tp: int = 1
+    """Tensor parallel: every layer is split over so many ranks."""
+    cp: int = 1
+    """Context parallel: every sequence is."""
+    pp: int = 1
+    """Pipeline parallel: the layers are."""
+    virtual_stages: int = 1
+    """Stretches of layers of each pipeline rank; more than one: the interleaved schedule."""
+    order: str = ORDER
+    """Which kind of parallelism numbers the ranks fastest."""
+    data_parallel: Literal["buckets", "torch"] = "buckets"
+    """Gradients by BucketedDataParallel, or by torch's DistributedDataParallel (tp = pp = 1)."""
+    optimizer: Literal["replicated", "sharded", "zero"] = "replicated"
+    """State on every rank; divided by ShardedOptimizer; or by torch's ZeroRedundancyOptimizer (with data_parallel = "torch")."""
+    bucket_size: int | None = None
+    """Elements of a gradient bucket; default max(40M, 1M x ranks)."""
+
+    def __post_init__(self) -> None:
+        if self.virtual_stages < 1 or (self.virtual_stages > 1 and self.pp == 1):
+            raise ConfigError(f"parallel.virtual_stages is {self.virtual_stages}; more than one needs parallel.pp of two or more")
+        if self.data_parallel not in ("buckets", "torch") or self.optimizer not in ("replicated", "sharded", "zero"):
+            raise ConfigError("parallel.data_parallel is buckets or torch, parallel.optimizer is replicated, sharded or zero")
+        if self.data_parallel == "torch" and (self.tp > 1 or self.pp > 1 or self.optimizer == "sharded"):
+            raise ConfigError("parallel.data_parallel = torch goes with tp = pp = 1 and a replicated or zero optimizer")
+        if self.optimizer == "zero" and self.data_parallel != "torch":
+            raise ConfigError("parallel.optimizer = zero goes with parallel.data_parallel = torch; with buckets take sharded")
+
+
+@dataclass(frozen=True, kw_only=True)
 class TrainConfig:
     """Steps, batches, optimizer, intervals. Intervals and lengths in iterations; a zero interval means never."""
 
@@ -56,27 +90,44 @@ class TrainConfig:
     """Samples of one pass of one rank."""
     global_batch_size: int
     """Samples of one optimizer step over all ranks."""
+    rampup: tuple[int, int, int] | None = None
+    """(start, increment, samples): the global batch grows from start to global_batch_size over so many samples."""
     out_dir: str
-    """Where checkpoints and metrics.jsonl go."""
+    """Where checkpoints and metrics go."""
     lr: float = 1e-3
     min_lr: float = 1e-4
     warmup_iters: int = 0
+    decay: Literal["cosine", "linear", "constant"] = "cosine"
+    """How the learning rate goes from lr to min_lr after the warmup."""
     weight_decay: float = 0.1
+    """Of matrices; vectors have none."""
     beta1: float = 0.9
     beta2: float = 0.95
     clip_grad: float = 1.0
     """Largest global gradient norm; 0: no clipping."""
+    largest_gradient: float | None = None
+    """A gradient with a larger element ends the run, with the parameter's name."""
+    dtype: Literal["float32", "bfloat16", "float16"] = "float32"
+    """Of parameters and activations; the narrow ones with fp32 main parameters, of parallel.optimizer = sharded."""
     seed: int = 1234
     """Of the model's initial weights."""
     save_interval: int = 0
     keep_checkpoints: int = 3
     """The last so many are kept."""
+    async_save: bool = True
+    """Train on while a checkpoint is written."""
+    rewind: int | None = None
+    """Resume from the last checkpoint at or before this step; later ones are set aside, under *.rewound."""
     eval_interval: int = 0
     eval_iters: int = 0
     """Global batches of one evaluation."""
     log_interval: int = 10
     hash_batches: bool = False
     """Write a hash of every global batch to metrics.jsonl: the proof that a resume is exact."""
+    tensorboard: bool = False
+    """Write the metrics for TensorBoard too; needs `pip install 'streammega[metrics]'`."""
+    timeout: float = 600.0
+    """Seconds after which a collective that does not end ends the run."""
 
     def __post_init__(self) -> None:
         least = {"iters": 1, "keep_checkpoints": 1, "log_interval": 1}
@@ -86,22 +137,42 @@ class TrainConfig:
         for name in ("warmup_iters", "save_interval", "eval_interval", "eval_iters"):
             if getattr(self, name) < 0:
                 raise ConfigError(f"train.{name} is {getattr(self, name)}; it must not be negative")
+        if not self.timeout > 0:
+            raise ConfigError(f"train.timeout is {self.timeout}; it must be a positive number of seconds")
+        for name, allowed in (("decay", ("cosine", "linear", "constant")), ("dtype", ("float32", "bfloat16", "float16"))):
+            if getattr(self, name) not in allowed:
+                raise ConfigError(f"train.{name} is {getattr(self, name)!r}; it must be one of {', '.join(allowed)}")
+
+    @property
+    def schedule(self) -> BatchSchedule:
+        """The global batch size of every step."""
+        return batch_schedule(self.global_batch_size, self.rampup)
 
 
 @dataclass(frozen=True, kw_only=True)
 class RunConfig:
-    """All of a run: [data] with [data.storage], [model], [train]."""
+    """All of a run: [data] with [data.storage], [model], [train], and where wanted [parallel] and [validation]."""
 
     data: DataConfig
     model: ModelConfig
     train: TrainConfig = field()
+    parallel: ParallelConfig = field(default_factory=ParallelConfig)
+    validation: Mapping[str, Any] = field(default_factory=dict)
+    """Name -> blend, each evaluated by itself, besides the valid split of [data]; they are read from their start every time."""
+
+    def __post_init__(self) -> None:
+        if self.train.dtype != "float32" and self.parallel.optimizer != "sharded":
+            raise ConfigError(f"train.dtype = {self.train.dtype} needs fp32 main parameters: set parallel.optimizer = sharded")
+        for name, blend in self.validation.items():
+            parse_blend(blend)
+            if not name.replace("_", "").replace("-", "").isalnum():
+                raise ConfigError(f"validation set {name!r}: names are letters, digits, - and _")
 
     def num_samples(self) -> tuple[int, int, int]:
         """Samples the run asks of train, valid and test, as Megatron counts them."""
         train = self.train
         evaluations = train.iters // train.eval_interval + 1 if train.eval_interval else 0
-        size = train.global_batch_size
-        return train.iters * size, evaluations * train.eval_iters * size, 0
+        return train.schedule.samples_after(train.iters), evaluations * train.eval_iters * train.global_batch_size, 0
 
 
 def load_run(path: str, overrides: Sequence[str] = ()) -> RunConfig:
@@ -159,7 +230,7 @@ def _check_names(table: Mapping[str, Any], kind: type, path: str) -> None:
         if is_dataclass(hints[name]) and isinstance(value, Mapping):
             _check_names(value, hints[name], f"{path}{name}.")
     for item in fields(kind):
-        if is_dataclass(hints[item.name]) and item.name not in table and kind is RunConfig:
+        if kind is RunConfig and item.name in ("data", "model", "train") and item.name not in table:
             raise ConfigError(f"the run has no [{item.name}] section")
 
 

@@ -160,17 +160,15 @@ class BucketedDataParallel(nn.Module):
         """Clip gradients to a global norm, over all ranks of the layout; returns the norm before. For replicated optimizers."""
         if self.sharded:
             raise ConfigError("sharded gradients are clipped by ShardedOptimizer.clip_grad_norm_")
-        grads = [slot.parameter.grad for slots in self._slots() for slot in slots if slot.parameter.grad is not None]
-        tensors = [local_part(grad) for grad in grads]
-        once = [
-            local_part(s.parameter.grad)
-            for slots in self._slots()
-            for s in slots
-            if self.counts(s) and s.parameter.grad is not None
-        ]
-        norm = total_norm(once, [self.ranks.group("tp-pp") if self.ranks else None], tensors[0].device)
+        tensors = self.grads()
+        norm = total_norm(self.grads(once=True), [self.ranks.group("tp-pp") if self.ranks else None], tensors[0].device)
         clip(tensors, norm, max_norm)
         return norm
+
+    def grads(self, *, once: bool = False) -> list[Tensor]:
+        """This rank's parts of all gradients that optimizers will see; `once`: of those that no other rank counts too."""
+        every = [slot for slots in self._slots() for slot in slots if not once or self.counts(slot)]
+        return [local_part(slot.parameter.grad) for slot in every if slot.parameter.grad is not None]
 
     def counts(self, slot: GradSlot) -> bool:
         """Whether this rank counts a parameter in a norm, so that each is counted once over tensor and pipeline ranks."""

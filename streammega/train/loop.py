@@ -1,191 +1,291 @@
-"""The training loop: iterations over global batches, from the loader to the optimizer."""
+"""The training loop: iterations over global batches, from the loader to the optimizer, on any layout of ranks."""
 
 from __future__ import annotations
 
 import logging
 import math
+import signal
+import threading
 import time
-from collections.abc import Iterator
-from contextlib import AbstractContextManager, nullcontext
-from dataclasses import replace
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
-from torch import Tensor, nn
-from torch.nn.parallel import DistributedDataParallel
 
 from streammega.errors import ConfigError
+from streammega.order.layout import ParallelLayout
+from streammega.ranks import RankBatches, Ranks
+from streammega.ranks.batches import read_factor
 from streammega.samples.fields import Batch
-from streammega.stream import StreamLoader
-from streammega.train import checkpoint
 from streammega.train.batch_hash import global_batch_hash, sample_digests
-from streammega.train.config import RunConfig, TrainConfig
+from streammega.train.checkpoint import Checkpoints, load_position, step_of
+from streammega.train.config import RunConfig
+from streammega.train.data_parallel import BucketedDataParallel
 from streammega.train.metrics import MetricsLog
-from streammega.train.model import GPT
+from streammega.train.parallel import Losses, ParallelModel
+from streammega.train.schedule import set_learning_rate
+from streammega.train.sharded_optimizer import LossScale, ShardedOptimizer
+from streammega.train.splits import has_valid, open_split, source_names, validation_sets
+from streammega.train.watch import Watch
 
 log = logging.getLogger(__name__)
 
 
-class Trainer:
-    """One run on one rank: model, optimizer, loader and position. `run` trains to the end."""
+class Terminated(Exception):
+    """The run was ended by SIGTERM, after a checkpoint."""
 
-    def __init__(self, config: RunConfig, device: torch.device) -> None:
+
+class Trainer:
+    """One run on one rank: model, optimizer, loader and position. `run` trains to the end.
+
+    Every rank of the world makes one. Raises ConfigError for a layout that the world or the model does not fit.
+    """
+
+    def __init__(self, config: RunConfig, device: torch.device, watch: Watch | None = None) -> None:
         self.config, self.device = config, device
-        self.rank = dist.get_rank() if dist.is_initialized() else 0
-        self.world = dist.get_world_size() if dist.is_initialized() else 1
+        parallel = config.parallel
+        world = dist.get_world_size() if dist.is_initialized() else 1
+        layout = ParallelLayout.of_world(world, tp=parallel.tp, cp=parallel.cp, pp=parallel.pp, order=parallel.order)
+        self.ranks = Ranks(layout)
+        self.watch = watch or Watch(None, self.ranks.rank, world)
         self.step = 0
-        self.loader = open_loader(config, "train", self.rank, self.world)
-        torch.manual_seed(config.train.seed)
-        model = GPT(config.model).to(device)
-        self.model: nn.Module = DistributedDataParallel(model) if self.world > 1 else model
-        train = config.train
-        betas = (train.beta1, train.beta2)
-        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=train.lr, betas=betas, weight_decay=train.weight_decay)
-        self.folder = Path(train.out_dir)
-        self.metrics = MetricsLog(self.folder, train.log_interval, train.iters) if self.rank == 0 else None
+        self.every_stage = config.data.reset_position_ids or config.data.reset_attention_mask
+        self.loader = open_split(config, "train", self.ranks)
+        self.batches = RankBatches(self.loader, self.ranks, device, every_stage=self.every_stage)
+        self.sources = source_names(config.data)
+        self.model = ParallelModel(config, self.ranks, device)
+        self.optimizer = self.model.make_optimizer()
+        self.scale = LossScale() if config.train.dtype == "float16" else None
+        self.folder = Path(config.train.out_dir)
+        self.checkpoints = Checkpoints(self.folder / "checkpoints", config.train.keep_checkpoints)
+        self.metrics: MetricsLog | None = None
+        self._stop = False
+        if self.ranks.rank == 0:
+            train = config.train
+            self.metrics = MetricsLog(self.folder, train.log_interval, train.iters, tensorboard=train.tensorboard)
+            log.info("%s; tokens are read %d times over all ranks", layout, read_factor(layout, config.data))
 
     def resume(self) -> None:
-        """Load the newest whole checkpoint, if there is one: weights, optimizer, and the loader's cursor."""
-        found = checkpoint.checkpoints(self.folder / "checkpoints")
+        """Load the newest whole checkpoint (with train.rewind, the newest up to there): weights, optimizer, and the cursor."""
+        rewind = self.config.train.rewind
+        found = [path for path in self.checkpoints.found() if rewind is None or step_of(path) <= rewind]
+        if rewind is not None:
+            if not found:
+                raise ConfigError(f"train.rewind = {rewind}: there is no checkpoint at or before that step in {self.folder}")
+            self.checkpoints.rewind(rewind)
         if not found:
             return
-        position = checkpoint.load_position(found[-1])
-        self.loader.load_state_dict(position["data"])
-        checkpoint.load(found[-1], self.model, self.optimizer)
+        position = load_position(found[-1])
+        self.batches.load_state_dict(position["data"])
+        self.checkpoints.load(found[-1], self.model, self.optimizer)
+        if self.scale is not None and "loss_scale" in position:
+            self.scale.load_state_dict(position["loss_scale"])
         self.step = position["step"]
-        if self.rank == 0:
-            log.info("resumed from %s at sample %d", found[-1], self.loader.consumed_samples)
+        if self.ranks.rank == 0:
+            log.info("resumed from %s at sample %d", found[-1], self.batches.consumed_samples)
 
     def run(self) -> None:
-        """Train until `iters`, saving and evaluating at their intervals and at the end."""
+        """Train until `iters`, saving and evaluating at their intervals and at the end. Raises Terminated after a SIGTERM."""
         train = self.config.train
-        batches = iter(self.loader)
-        while self.step < train.iters:
-            record = self._train_step(batches)
-            self.step += 1
-            last = self.step == train.iters
-            if train.eval_iters and train.eval_interval and (last or self.step % train.eval_interval == 0):
-                record["valid_loss"] = self.evaluate()
-            if self.metrics:
-                self.metrics.write(record)
-            if train.save_interval and (last or self.step % train.save_interval == 0):
-                self.save()
+        with _on_sigterm(self._ask_to_stop):
+            while self.step < train.iters:
+                record, stop = self.train_step()
+                self.step += 1
+                last = self.step == train.iters
+                if train.eval_iters and train.eval_interval and (last or self.step % train.eval_interval == 0):
+                    record |= self.evaluate_all()
+                if self.metrics:
+                    self.metrics.write(record)
+                due = train.save_interval and self.step % train.save_interval == 0
+                if stop or due or (train.save_interval and last):
+                    self.save(background=train.async_save and not stop and not last)
+                if stop and not last:
+                    self.close()
+                    raise Terminated(f"stopped by SIGTERM after step {self.step}, which is saved")
+        self.close()
+
+    def close(self) -> None:
+        """Finish what is being written, and end reading ahead."""
+        self.watch.phase("saving")
+        self.checkpoints.wait()
+        self.batches.close()
         self.loader.close()
+        if self.metrics:
+            self.metrics.close()
 
-    def save(self) -> None:
+    def save(self, *, background: bool = False) -> None:
         """One checkpoint at the current step; the data position is what was handed out."""
-        position = {"step": self.step, "data": self.loader.state_dict()}
-        folder = self.folder / "checkpoints"
-        checkpoint.save(folder, self.step, self.model, self.optimizer, position, self.config.train.keep_checkpoints)
+        self.watch.phase("saving", self.step)
+        position: dict[str, Any] = {"step": self.step, "data": self.batches.state_dict()}
+        if self.scale is not None:
+            position["loss_scale"] = self.scale.state_dict()
+        if isinstance(self.optimizer, ShardedOptimizer):
+            self.optimizer.finish_param_sync()
+        self.checkpoints.save(self.step, self.model, self.optimizer, position, background=background)
 
-    @torch.no_grad()
+    def train_step(self) -> tuple[dict[str, Any], bool]:
+        """One optimizer step: its record, and whether some rank was asked to stop."""
+        train, dataset = self.config.train, self.loader.dataset
+        began, start = time.perf_counter(), next(dataset.parts(self.batches.consumed_samples), range(0)).start
+        set_learning_rate(self.optimizer, train, self.step)
+        size = dataset.schedule.size_at(start)
+        micro_steps = dataset.schedule.micro_batches_at(start, train.micro_batch_size, self.ranks.layout.dp)
+        batches, ids, waited = self._take(micro_steps)
+        self.watch.phase("computing", self.step + 1)
+        scale = self.scale.value if self.scale else 1.0
+        losses = self.model.forward_backward(batches, scale)
+        self.watch.phase("reducing")
+        norm = self._reduce_and_step(losses)
+        totals = self._totals(losses, ids)
+        record: dict[str, Any] = {
+            "step": self.step + 1,
+            "samples": [self.batches.consumed_samples - size, self.batches.consumed_samples],
+            "ranks": self.ranks.layout.world_size,
+            "loss": totals["loss"],
+            "grad_norm": norm,
+            "lr": self.optimizer.param_groups[0]["lr"],
+            "data_wait_s": waited,
+            "tokens_per_s": size * self.config.data.sequence_length / (time.perf_counter() - began),
+        }
+        if self.scale is not None:
+            record["loss_scale"] = self.scale.value
+        if totals["sources"]:
+            record["source_loss"] = totals["sources"]
+        if train.hash_batches:
+            record["batch_hash"] = self._hash(batches, ids, record["samples"][0], size)
+        return record, totals["stop"]
+
     def evaluate(self) -> float:
-        """Mean validation loss over eval_iters global batches, always the same ones from the start."""
+        """Mean loss over eval_iters global batches of the valid split, always the same ones from its start."""
+        return self._evaluate(self.config)
+
+    def evaluate_all(self) -> dict[str, Any]:
+        """{"valid_loss": ...}, and with validation sets of their own {"valid_loss_of": {name: ...}}."""
+        record: dict[str, Any] = {}
+        if has_valid(self.config.data):
+            record["valid_loss"] = self.evaluate()
+        sets = validation_sets(self.config)
+        if sets:
+            record["valid_loss_of"] = {name: self._evaluate(own) for name, own in sets.items()}
+        return record
+
+    def _evaluate(self, config: RunConfig) -> float:
+        self.watch.phase("evaluating")
         total = torch.zeros(2, device=self.device, dtype=torch.float64)
-        with open_loader(self.config, "valid", self.rank, self.world) as loader:
-            micro_steps = self.config.train.eval_iters * self.config.train.global_batch_size // loader.dataset.step_samples
-            for _, batch in zip(range(micro_steps), loader, strict=False):
-                loss, weight = self._loss(batch)
-                total += torch.stack((loss.double(), weight.double()))
+        train = config.train
+        with open_split(config, "valid", self.ranks) as loader:
+            batches = RankBatches(loader, self.ranks, self.device, every_stage=self.every_stage)
+            micro_steps = train.global_batch_size // loader.dataset.step_samples
+            for _ in range(train.eval_iters):
+                taken = [batch for _, batch in zip(range(micro_steps), batches, strict=False)]
+                if len(taken) < micro_steps:
+                    break
+                losses = self.model.evaluate(taken)
+                if self._contributes:
+                    total += torch.stack((losses.loss.double().sum(), losses.tokens.double().sum()))
+            batches.close()
         if dist.is_initialized():
             dist.all_reduce(total)
         return float(total[0] / total[1].clamp(min=1))
 
-    def _train_step(self, batches: Iterator[Batch]) -> dict[str, object]:
-        train, dataset = self.config.train, self.loader.dataset
-        began, start = time.perf_counter(), dataset.consumed_samples
-        micro_steps = train.global_batch_size // dataset.step_samples
-        set_learning_rate(self.optimizer, train, self.step)
-        self.optimizer.zero_grad(set_to_none=True)
-        digests: dict[int, int] = {}
-        waited, total = 0.0, torch.zeros((), device=self.device)
-        for micro in range(micro_steps):
-            asked = time.perf_counter()
-            batch = next(batches)
-            waited += time.perf_counter() - asked
-            consumed = dataset.consumed_samples - dataset.step_samples
-            if train.hash_batches:
-                digests.update(zip(dataset.sample_ids(consumed).tolist(), sample_digests(batch), strict=True))
-            with self._sync(micro == micro_steps - 1):
-                loss, weight = self._loss(batch)
-                loss = loss / weight.clamp(min=1) / micro_steps
-                loss.backward()  # type: ignore[no-untyped-call]
-            total += loss.detach()
-        norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), train.clip_grad or math.inf)
-        self.optimizer.step()
-        record: dict[str, object] = {
-            "step": self.step + 1,
-            "samples": [start, dataset.consumed_samples],
-            "ranks": self.world,
-            "loss": self._mean(total),
-            "grad_norm": float(norm),
-            "lr": self.optimizer.param_groups[0]["lr"],
-            "data_wait_s": waited,
-        }
-        if train.hash_batches:
-            record["batch_hash"] = global_batch_hash(self._all_digests(digests))
-        record["tokens_per_s"] = train.global_batch_size * self.config.data.sequence_length / (time.perf_counter() - began)
-        return record
+    def _take(self, micro_steps: int) -> tuple[list[Batch], list[int], float]:
+        """The micro-batches of a step on this rank, the global sample ids of their rows, and the seconds they were waited for."""
+        self.watch.phase("waiting for data", self.step + 1)
+        dataset, batches, ids = self.loader.dataset, [], []
+        began = time.perf_counter()
+        for _ in range(micro_steps):
+            batches.append(next(self.batches))
+            ids += dataset.sample_ids(self.batches.consumed_samples - dataset.step_samples).tolist()
+        return batches, ids, time.perf_counter() - began
 
-    def _loss(self, batch: Batch) -> tuple[Tensor, Tensor]:
-        """Summed loss over unmasked tokens, and how many there are."""
-        fields = {name: field.to(self.device, non_blocking=True) for name, field in batch.items()}
-        logits = self.model(fields["tokens"], fields["position_ids"])
-        losses = F.cross_entropy(logits.flatten(0, 1).float(), fields["labels"].flatten(), reduction="none")
-        mask = fields["loss_mask"].flatten()
-        return (losses * mask).sum(), mask.sum()
+    def _reduce_and_step(self, losses: Losses) -> float:
+        """Normalise gradients by the tokens of the whole global batch, clip and step; returns the norm before clipping."""
+        tokens, limit = losses.tokens.sum(), self.config.train.clip_grad or math.inf
+        optimizer = self.optimizer
+        if isinstance(self.model.wrapped[0], BucketedDataParallel):
+            for model in self.model.wrapped:
+                assert isinstance(model, BucketedDataParallel)
+                model.finish_grad_sync(tokens if self.model.is_last else torch.zeros_like(tokens))
+            if isinstance(optimizer, ShardedOptimizer):
+                if self.scale is not None and not self.scale.unscale(optimizer):
+                    return math.inf  # fp16 overflowed: no step, and a smaller scale
+                norm = optimizer.clip_grad_norm_(limit)
+            else:
+                norm = self.model.clip_grad_norm_(limit)
+        else:
+            total = self.ranks.all_reduce(tokens.clone(), "dp-cp").clamp(min=1.0)
+            grads = [p.grad for p in self.model.wrapped[0].parameters() if p.grad is not None]
+            torch._foreach_mul_(grads, self.ranks.size("dp-cp") / total)  # DDP has averaged sums
+            norm = torch.nn.utils.clip_grad_norm_(self.model.wrapped[0].parameters(), limit)
+        optimizer.step()
+        for model in self.model.wrapped:
+            model.zero_grad()
+        return float(norm)
 
-    def _sync(self, last: bool) -> AbstractContextManager[Any]:
-        """Gradients are averaged over ranks with the last micro-batch only."""
-        return nullcontext() if last or self.world == 1 else self.model.no_sync()  # type: ignore[operator]
+    @property
+    def _contributes(self) -> bool:
+        """Whether the losses of this rank are those that count: of tensor-parallel copies one."""
+        return self.model.is_last and self.ranks.at["tp"] == 0
 
-    def _mean(self, value: Tensor) -> float:
-        if self.world > 1:
-            dist.all_reduce(value)
-        return float(value) / self.world
+    def _totals(self, losses: Losses, ids: list[int]) -> dict[str, Any]:
+        """Means over the global batch, by source too, and whether to stop: one small collective a step."""
+        count = len(self.sources)
+        total = torch.zeros(3 + 2 * count, dtype=torch.float64)
+        total[0] = float(self._stop)
+        if self._contributes:
+            loss, tokens = losses.loss.double().cpu(), losses.tokens.double().cpu()
+            total[1:3] = torch.stack((loss.sum(), tokens.sum()))
+            if count > 1:
+                located = self.loader.dataset.samples.locate(self._rows(ids))
+                source = torch.from_numpy(located.dataset[located.row_splits[:-1]].astype("int64"))
+                total[3 : 3 + count].index_add_(0, source, loss)
+                total[3 + count :].index_add_(0, source, tokens)
+        total = total.to(self.device)
+        if dist.is_initialized():
+            dist.all_reduce(total)
+        stop, loss_sum, token_sum, *by_source = total.tolist()
+        sums, counts = by_source[:count], by_source[count:]
+        sources = {name: s / n for name, s, n in zip(self.sources, sums, counts, strict=True) if n} if count > 1 else {}
+        return {"stop": stop > 0, "loss": loss_sum / max(token_sum, 1.0), "sources": sources}
 
-    def _all_digests(self, digests: dict[int, int]) -> dict[int, int]:
-        if self.world == 1:
-            return digests
-        mine = torch.tensor(sorted(digests.items()), dtype=torch.int64, device=self.device)
-        every = [torch.empty_like(mine) for _ in range(self.world)]
-        dist.all_gather(every, mine)
-        return {int(sample): int(digest) for part in every for sample, digest in part.tolist()}
+    @staticmethod
+    def _rows(ids: list[int]) -> Any:
+        return torch.tensor(ids, dtype=torch.int64).numpy()
+
+    def _hash(self, batches: list[Batch], ids: list[int], start: int, size: int) -> str:
+        """The hash of the global batch that all ranks together were given. Tensor-parallel copies must agree."""
+        digests = torch.zeros(size, dtype=torch.int64)
+        places = torch.cat([torch.arange(a, b) for a, b in self.model.bounds])
+        rows = [digest for batch in batches for digest in (sample_digests(batch, places) if batch else [])]
+        for sample, digest in zip(ids, rows, strict=bool(rows)):
+            digests[sample - start] += digest - 2**64 if digest >= 2**63 else digest
+        digests = digests.to(self.device)
+        low, high = digests.clone(), digests.clone()
+        self.ranks.all_reduce(low, "tp", dist.ReduceOp.MIN)
+        self.ranks.all_reduce(high, "tp", dist.ReduceOp.MAX)
+        if not torch.equal(low, high):
+            raise RuntimeError(f"tensor-parallel ranks were given different tokens in step {self.step + 1}")
+        if self.ranks.at["tp"] > 0:
+            digests.zero_()
+        if dist.is_initialized():
+            dist.all_reduce(digests)
+        return global_batch_hash({start + n: digest for n, digest in enumerate(digests.tolist())})
+
+    def _ask_to_stop(self) -> None:
+        self._stop = True
 
 
-def open_loader(config: RunConfig, split: str, dp_rank: int, dp_size: int) -> StreamLoader:
-    """The loader of a split, with the number of samples that the run asks of it."""
-    data = config.data
-    if data.num_samples is None:
-        data = replace(data, num_samples=config.num_samples())
-    if (
-        data.num_samples is not None
-        and split == "train"
-        and data.num_samples[0] < config.train.iters * config.train.global_batch_size
-    ):
-        raise ConfigError(
-            f"data.num_samples asks {data.num_samples[0]} training samples, but train.iters x train.global_batch_size is "
-            f"{config.train.iters * config.train.global_batch_size}; raise the one or lower the other"
-        )
-    return StreamLoader(
-        data,
-        split=split,
-        micro_batch_size=config.train.micro_batch_size,
-        global_batch_size=config.train.global_batch_size,
-        dp_rank=dp_rank,
-        dp_size=dp_size,
-    )
-
-
-def set_learning_rate(optimizer: torch.optim.Optimizer, train: TrainConfig, step: int) -> None:
-    """Linear warmup to lr, then a cosine to min_lr at `iters`: a function of the step, so a resume needs no state."""
-    if step < train.warmup_iters:
-        lr = train.lr * (step + 1) / train.warmup_iters
-    else:
-        done = (step - train.warmup_iters) / max(1, train.iters - train.warmup_iters)
-        lr = train.min_lr + 0.5 * (train.lr - train.min_lr) * (1 + math.cos(math.pi * min(done, 1.0)))
-    for group in optimizer.param_groups:
-        group["lr"] = lr
+@contextmanager
+def _on_sigterm(callback: Callable[[], None]) -> Iterator[None]:
+    """Call back at SIGTERM. Signals reach main threads only."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = signal.signal(signal.SIGTERM, lambda *_: callback())
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)

@@ -1,4 +1,4 @@
-"""What a run reports: metrics.jsonl, one object a step, and a line in the log now and then."""
+"""What a run reports: metrics.jsonl, one object a step, TensorBoard where wanted, and a line in the log now and then."""
 
 from __future__ import annotations
 
@@ -7,25 +7,35 @@ import logging
 from pathlib import Path
 from typing import Any
 
+from streammega.errors import ConfigError
+
 log = logging.getLogger(__name__)
 
 
 class MetricsLog:
     """Appends to `metrics.jsonl`; steps repeated after a resume are appended again."""
 
-    def __init__(self, folder: Path, log_interval: int, total: int) -> None:
+    def __init__(self, folder: Path, log_interval: int, total: int, *, tensorboard: bool = False) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         self._path, self._interval, self._total = folder / "metrics.jsonl", log_interval, total
+        self._board = _open_board(folder / "tensorboard") if tensorboard else None
         self._end_torn_line()
 
     def write(self, record: dict[str, Any]) -> None:
         """One line, flushed: a killed run keeps every step that it finished."""
         with open(self._path, "a", encoding="utf-8") as file:
             file.write(json.dumps(record) + "\n")
-        step = record["step"]
-        if step % self._interval == 0 or step == self._total or "valid_loss" in record:
-            numbers = " ".join(f"{name} {_short(value)}" for name, value in record.items() if isinstance(value, float))
-            log.info("step %d/%d %s", step, self._total, numbers)
+        step, numbers = record["step"], scalars(record)
+        if self._board is not None:
+            for name, value in numbers.items():
+                self._board.add_scalar(name, value, step)
+        if step % self._interval == 0 or step == self._total or any(name.startswith("valid_loss") for name in record):
+            log.info("step %d/%d %s", step, self._total, " ".join(f"{name} {_short(value)}" for name, value in numbers.items()))
+
+    def close(self) -> None:
+        """Write out what TensorBoard has not written yet."""
+        if self._board is not None:
+            self._board.close()
 
     def _end_torn_line(self) -> None:
         """A kill in the middle of a write must not spoil the next line."""
@@ -43,6 +53,25 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
         except ValueError:
             continue  # torn by a kill; its step was written again
     return records
+
+
+def scalars(record: dict[str, Any]) -> dict[str, float]:
+    """The figures of a record, those of several sets or sources as name/set."""
+    found: dict[str, float] = {}
+    for name, value in record.items():
+        if isinstance(value, float):
+            found[name] = value
+        elif isinstance(value, dict):
+            found |= {f"{name}/{key}": float(own) for key, own in value.items() if isinstance(own, float)}
+    return found
+
+
+def _open_board(folder: Path) -> Any:
+    try:
+        from torch.utils.tensorboard import SummaryWriter
+    except ImportError:
+        raise ConfigError("train.tensorboard needs: pip install 'streammega[metrics]'") from None
+    return SummaryWriter(str(folder))
 
 
 def _short(value: float) -> str:

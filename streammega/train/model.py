@@ -1,34 +1,89 @@
-"""The example GPT: RoPE, RMSNorm, SDPA, SwiGLU, tied embeddings. Small, plain, fast enough for a laptop."""
+"""The example GPT: RoPE, RMSNorm, SDPA, SwiGLU, tied embeddings. Small, plain, fast enough for a laptop.
+
+Whole on one rank, or a stretch of its layers as a pipeline stage; its linear layers split over tensor-parallel ranks by
+`parallelize` and its sequences over context-parallel ones by `attention.attend`.
+"""
 
 from __future__ import annotations
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import Replicate
+from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel, parallelize_module
 
+from streammega.errors import ConfigError
+from streammega.train.attention import ContextParallel, attend
 from streammega.train.config import ModelConfig
 
 ROPE_BASE = 10_000.0
+TIED = "head.weight"
+"""The output projection, which is the embedding's weight; by itself on a last stage that has no embedding."""
 
 
 class GPT(nn.Module):
-    """Token ids [batch, S] and positions [batch, S] to logits [batch, S, vocab_size]."""
+    """Token ids [batch, S] and positions [batch, S] to logits [batch, S, vocab_size].
+
+    As a stage without the embedding it takes, and without the head it gives, activations [batch, S, dim].
+    """
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
-        self.embedding = nn.Embedding(config.vocab_size, config.dim)
-        self.blocks = nn.ModuleList(Block(config) for _ in range(config.layers))
-        self.norm = nn.RMSNorm(config.dim)
         self.head_dim = config.dim // config.heads
+        self.embedding: nn.Embedding | None = nn.Embedding(config.vocab_size, config.dim)
+        self.blocks = nn.ModuleDict({str(number): Block(config) for number in range(config.layers)})
+        self.norm: nn.RMSNorm | None = nn.RMSNorm(config.dim)
+        self.head: nn.Linear | None = nn.Linear(config.dim, config.vocab_size, bias=False)
+        self.head.weight = self.embedding.weight
         self.apply(_initialize)
 
-    def forward(self, tokens: Tensor, position_ids: Tensor) -> Tensor:
-        """Logits; the output projection is the embedding's transpose."""
+    def forward(self, x: Tensor, position_ids: Tensor, document_starts: Tensor | None = None) -> Tensor:
+        """Logits or activations. document_starts: int64 [batch, S], see `attend`; None: samples are one document each."""
         rotation = rope(position_ids, self.head_dim)
-        x = self.embedding(tokens)
-        for block in self.blocks:
-            x = block(x, rotation)
-        return F.linear(self.norm(x), self.embedding.weight)
+        if self.embedding is not None:
+            x = self.embedding(x)
+        for block in self.blocks.values():
+            x = block(x, rotation, document_starts)
+        if self.head is None or self.norm is None:
+            return x
+        logits: Tensor = self.head(self.norm(x))
+        return logits
+
+    def keep_stage(self, stage: int, stages: int) -> None:
+        """Become one of `stages` pipeline stages: drop the layers of the others. Raises ConfigError if there are too many."""
+        layers = len(self.blocks)
+        if stages > layers:
+            raise ConfigError(f"{stages} pipeline stages for {layers} layers: lower parallel.pp, or add model.layers")
+        first, last = layers * stage // stages, layers * (stage + 1) // stages
+        self.blocks = nn.ModuleDict({str(number): self.blocks[str(number)] for number in range(first, last)})
+        if stage > 0:
+            self.embedding = None
+        if stage < stages - 1:
+            self.norm = self.head = None
+
+    def use_context(self, context: ContextParallel | None) -> None:
+        """Let attention reach the tokens of other context-parallel ranks."""
+        for block in self.blocks.values():
+            assert isinstance(block, Block)
+            block.context = context
+
+    def parallelize(self, mesh: DeviceMesh) -> None:
+        """Split the linear layers over a one-dimensional mesh, by torch's parallelize_module."""
+        whole = Replicate()
+        plan: dict[str, ParallelStyle] = {
+            "embedding": RowwiseParallel(input_layouts=whole, output_layouts=whole),
+            "head": ColwiseParallel(output_layouts=whole),
+        }
+        plan |= {f"blocks.*.{name}": ColwiseParallel() for name in ("q", "k", "v", "gate", "up")}
+        plan |= {f"blocks.*.{name}": RowwiseParallel() for name in ("project", "down")}
+        if self.embedding is None:
+            del plan["embedding"]
+        if self.head is None:
+            del plan["head"]
+        parallelize_module(self, mesh, plan)
+        if self.embedding is not None and self.head is not None:
+            self.head.weight = self.embedding.weight  # each had been split by itself
 
 
 class Block(nn.Module):
@@ -37,26 +92,25 @@ class Block(nn.Module):
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
         hidden = -(-config.dim * 8 // 3 // 16) * 16
-        self.heads = config.heads
+        self.head_dim = config.dim // config.heads
+        self.context: ContextParallel | None = None
         self.attention_norm = nn.RMSNorm(config.dim)
-        self.qkv = nn.Linear(config.dim, 3 * config.dim, bias=False)
-        self.project = nn.Linear(config.dim, config.dim, bias=False)
+        self.q, self.k, self.v, self.project = (nn.Linear(config.dim, config.dim, bias=False) for _ in range(4))
         self.mlp_norm = nn.RMSNorm(config.dim)
-        self.gate_up = nn.Linear(config.dim, 2 * hidden, bias=False)
+        self.gate, self.up = (nn.Linear(config.dim, hidden, bias=False) for _ in range(2))
         self.down = nn.Linear(hidden, config.dim, bias=False)
 
-    def forward(self, x: Tensor, rotation: tuple[Tensor, Tensor]) -> Tensor:
+    def forward(self, x: Tensor, rotation: tuple[Tensor, Tensor], document_starts: Tensor | None) -> Tensor:
         """x: [batch, S, dim] -> the same shape."""
-        x = x + self.project(self._attend(self.attention_norm(x), rotation))
-        gate, up = self.gate_up(self.mlp_norm(x)).chunk(2, dim=-1)
-        mlp: Tensor = self.down(F.silu(gate) * up)
+        x = x + self.project(self._attend(self.attention_norm(x), rotation, document_starts))
+        normed = self.mlp_norm(x)
+        mlp: Tensor = self.down(F.silu(self.gate(normed)) * self.up(normed))
         return x + mlp
 
-    def _attend(self, x: Tensor, rotation: tuple[Tensor, Tensor]) -> Tensor:
-        batch, length, dim = x.shape
-        q, k, v = self.qkv(x).view(batch, length, 3, self.heads, dim // self.heads).permute(2, 0, 3, 1, 4)
-        mixed = F.scaled_dot_product_attention(rotate(q, rotation), rotate(k, rotation), v, is_causal=True)
-        return mixed.transpose(1, 2).reshape(batch, length, dim)
+    def _attend(self, x: Tensor, rotation: tuple[Tensor, Tensor], document_starts: Tensor | None) -> Tensor:
+        q, k, v = (layer(x).unflatten(-1, (-1, self.head_dim)).transpose(1, 2) for layer in (self.q, self.k, self.v))
+        mixed = attend(rotate(q, rotation), rotate(k, rotation), v, document_starts, self.context)
+        return mixed.transpose(1, 2).flatten(2)
 
 
 def rope(position_ids: Tensor, head_dim: int) -> tuple[Tensor, Tensor]:

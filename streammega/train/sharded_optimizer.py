@@ -12,11 +12,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
 from streammega.errors import ConfigError
 from streammega.train.collectives import Work, clip, gather_shards, total_norm
-from streammega.train.data_parallel import BucketedDataParallel, GradBuffer, GradSlot, local_part
+from streammega.train.data_parallel import BucketedDataParallel, GradBuffer, GradSlot
 
 
 @dataclass(frozen=True)
@@ -255,16 +254,3 @@ def _waiter(gatherings: list[_Gathering]) -> Callable[..., None]:
                 _wait(gathering)
 
     return wait
-
-
-def global_offset(parameter: nn.Parameter) -> tuple[int, ...]:
-    """Where this rank's part of a parameter begins in the whole one."""
-    if not isinstance(parameter, DTensor):
-        return (0,) * parameter.dim()
-    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
-
-    _, offset = compute_local_shape_and_global_offset(parameter.shape, parameter.device_mesh, parameter.placements)
-    return tuple(offset)
-
-
-__all__ = ["LossScale", "Piece", "ShardedOptimizer", "global_offset", "local_part"]

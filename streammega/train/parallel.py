@@ -1,0 +1,297 @@
+"""The model of a run on one rank: its stages, split, wrapped for data parallelism, and driven over the micro-batches."""
+
+from __future__ import annotations
+
+import contextlib
+import warnings
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleInterleaved1F1B
+from torch.nn.parallel import DistributedDataParallel
+
+from streammega.errors import ConfigError
+from streammega.order.sharding import zigzag_bounds
+from streammega.ranks import Ranks
+from streammega.samples.fields import Batch
+from streammega.train.attention import ContextParallel, starts_of_documents
+from streammega.train.collectives import clip, total_norm
+from streammega.train.config import RunConfig
+from streammega.train.data_parallel import BucketedDataParallel
+from streammega.train.model import GPT, TIED
+from streammega.train.sharded_optimizer import ShardedOptimizer
+
+IGNORED = -100
+"""The label of positions without loss."""
+
+Optimizer = torch.optim.Optimizer | ShardedOptimizer
+Wrapped = BucketedDataParallel | DistributedDataParallel
+
+
+@dataclass(frozen=True)
+class Losses:
+    """Of some micro-batches on this rank: loss summed over the unmasked tokens of every sample, and how many those are.
+
+    Both float32 [samples]; without samples where the loss is not computed.
+    """
+
+    loss: Tensor
+    tokens: Tensor
+
+
+class ParallelModel:
+    """The stages of a model that this rank holds, ready to train.
+
+    `chunks` are the bare stages, `wrapped` the same in their data-parallel wrappers.
+    """
+
+    def __init__(self, config: RunConfig, ranks: Ranks, device: torch.device) -> None:
+        self.config, self.ranks, self.device = config, ranks, device
+        self.dtype: torch.dtype = getattr(torch, config.train.dtype)
+        parallel = config.parallel
+        self.num_stages = parallel.pp * parallel.virtual_stages
+        self.stage_ids = [ranks.at["pp"] + parallel.pp * n for n in range(parallel.virtual_stages)]
+        self.chunks, self.all_names = _make_chunks(config, ranks, self.num_stages, self.stage_ids, device)
+        self.wrapped = [_wrap(chunk, config, ranks, stage, self.num_stages) for chunk, stage in zip(self.chunks, self.stage_ids)]  # noqa: B905
+        self._schedules: dict[int, Any] = {}
+
+    def make_optimizer(self) -> Optimizer:
+        """AdamW over this rank's parameters; vectors are not decayed."""
+        train, kind = self.config.train, self.config.parallel.optimizer
+        settings: dict[str, Any] = {"lr": train.lr, "betas": (train.beta1, train.beta2), "fused": kind == "sharded"}
+        if kind == "sharded":
+            wrapped = [model for model in self.wrapped if isinstance(model, BucketedDataParallel)]
+            decay = lambda _, parameter: {"weight_decay": train.weight_decay if parameter.dim() > 1 else 0.0}  # noqa: E731
+            return ShardedOptimizer(wrapped, torch.optim.AdamW, settings_of=decay, **settings)
+        parameters = list({id(p): p for chunk in self.chunks for p in chunk.parameters()}.values())
+        groups = [
+            {"params": own, "weight_decay": value}
+            for own, value in (
+                ([p for p in parameters if p.dim() > 1], train.weight_decay),
+                ([p for p in parameters if p.dim() <= 1], 0.0),
+            )
+            if own
+        ]
+        if kind == "zero" and self.ranks.group("dp-cp") is not None:
+            return _make_zero(groups, self.ranks, **settings)
+        return torch.optim.AdamW(groups, **settings)
+
+    @property
+    def is_last(self) -> bool:
+        """Whether this rank computes the loss."""
+        return self.stage_ids[-1] == self.num_stages - 1
+
+    def forward_backward(self, batches: Sequence[Batch], scale: float = 1.0) -> Losses:
+        """Gradients of all micro-batches of a step, of the summed loss times `scale`; and their losses."""
+        losses = _LossList(scale)
+        if self.num_stages == 1:
+            model = self.wrapped[0]
+            for number, batch in enumerate(batches):
+                with model.no_sync() if number < len(batches) - 1 else contextlib.nullcontext():
+                    inputs, target = self._inputs(batch)
+                    losses(model(*inputs[0], **inputs[1]), target).backward()  # type: ignore[no-untyped-call]
+        else:
+            with contextlib.ExitStack() as stack:
+                for wrapped in self.wrapped:
+                    assert isinstance(wrapped, BucketedDataParallel)
+                    stack.enter_context(wrapped.expect(len(batches)))
+                self._run_schedule(batches, losses, train=True)
+        return losses.taken(self.device)
+
+    def clip_grad_norm_(self, max_norm: float) -> Tensor:
+        """Clip the gradients of all stages of a replicated optimizer to their global norm; returns the norm before."""
+        models = [model for model in self.wrapped if isinstance(model, BucketedDataParallel)]
+        once = [grad for model in models for grad in model.grads(once=True)]
+        norm = total_norm(once, [self.ranks.group("tp-pp")], self.device)
+        clip([grad for model in models for grad in model.grads()], norm, max_norm)
+        return norm
+
+    @torch.no_grad()
+    def evaluate(self, batches: Sequence[Batch]) -> Losses:
+        """The losses of micro-batches."""
+        losses = _LossList(1.0)
+        if self.num_stages == 1:
+            for batch in batches:
+                inputs, target = self._inputs(batch)
+                losses(self.wrapped[0](*inputs[0], **inputs[1]), target)
+        else:
+            self._run_schedule(batches, losses, train=False)
+        return losses.taken(self.device)
+
+    def _inputs(self, batch: Batch) -> tuple[tuple[tuple[Tensor, ...], dict[str, Tensor]], Tensor | None]:
+        """((tokens, if any), keywords of every stage, labels with IGNORED where there is no loss)."""
+        samples = self.config.train.micro_batch_size
+        positions = batch.get("position_ids")
+        bounds = self.bounds
+        if positions is None:
+            kept = torch.cat([torch.arange(start, stop, device=self.device) for start, stop in bounds])
+            positions = kept.expand(samples, -1)
+        keywords = {"position_ids": positions}
+        whole = batch.get("cu_seqlens_whole", batch.get("cu_seqlens"))
+        if whole is not None:
+            keywords["document_starts"] = starts_of_documents(whole, bounds)
+        target = batch["labels"].masked_fill(batch["loss_mask"] == 0, IGNORED) if "labels" in batch else None
+        return ((batch["tokens"],) if "tokens" in batch else (), keywords), target
+
+    @property
+    def bounds(self) -> list[tuple[int, int]]:
+        """Tokens [start, stop) of every sample that this rank keeps."""
+        return zigzag_bounds(self.config.data.sequence_length, self.ranks.at["cp"], self.ranks.layout.cp)
+
+    def _run_schedule(self, batches: Sequence[Batch], losses: _LossList, *, train: bool) -> None:
+        """torch's pipeline schedule over the micro-batches, which it takes end to end and cuts again."""
+        schedule = self._schedule(len(batches))
+        made = [self._inputs(batch) for batch in batches]
+        arguments = [torch.cat(parts) for parts in zip(*(inputs[0] for inputs, _ in made), strict=True)]
+        keywords = {name: torch.cat([inputs[1][name] for inputs, _ in made]) for name in made[0][0][1]}
+        targets = [target for _, target in made if target is not None]
+        first, last = 0 in self.stage_ids, self.is_last
+        options: dict[str, Any] = {"target": torch.cat(targets)} if last else {}
+        self._losses.current = losses
+        if train:
+            schedule.step(*(arguments if first else ()), **options, **keywords, return_outputs=False)
+        else:
+            schedule.eval(*(arguments if first else ()), **options, **keywords)
+
+    def _schedule(self, micro_batches: int) -> Any:
+        if micro_batches not in self._schedules:
+            parallel = self.config.parallel
+            if parallel.virtual_stages > 1 and micro_batches % parallel.pp:
+                raise ConfigError(
+                    f"the interleaved schedule takes micro-batches in rounds of pp {parallel.pp}; a step has {micro_batches} per "
+                    f"rank: choose global_batch_size = micro_batch_size x dp x a multiple of pp, or virtual_stages = 1"
+                )
+            if not self._schedules:
+                self._losses = _CurrentLosses()
+                self._stages = [self._stage(chunk, stage) for chunk, stage in zip(self.wrapped, self.stage_ids, strict=True)]
+            options: dict[str, Any] = {"loss_fn": self._losses, "scale_grads": False}
+            if parallel.virtual_stages > 1:
+                self._schedules[micro_batches] = ScheduleInterleaved1F1B(self._stages, micro_batches, **options)  # type: ignore[arg-type]
+            else:
+                self._schedules[micro_batches] = Schedule1F1B(self._stages[0], micro_batches, **options)
+        return self._schedules[micro_batches]
+
+    def _stage(self, model: nn.Module, stage: int) -> PipelineStage:
+        """A stage whose inputs and outputs have known shapes: nothing has to be tried out."""
+        rows, kept = self.config.train.micro_batch_size, self.config.data.sequence_length // self.ranks.layout.cp
+        wide = torch.empty(rows, kept, self.config.model.dim, dtype=self.dtype, device="meta")
+        tokens = torch.empty(rows, kept, dtype=torch.int64, device="meta")
+        logits = torch.empty(rows, kept, self.config.model.vocab_size, dtype=self.dtype, device="meta")
+        return PipelineStage(
+            model,
+            stage,
+            self.num_stages,
+            self.device,
+            input_args=(tokens if stage == 0 else wide.requires_grad_(),),
+            output_args=(logits if stage == self.num_stages - 1 else wide,),
+            group=self.ranks.group("pp"),
+        )
+
+
+def _make_zero(groups: Sequence[Mapping[str, Any]], ranks: Ranks, **settings: Any) -> torch.optim.Optimizer:
+    """torch's ZeroRedundancyOptimizer of AdamW."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # its package compiles other optimizers when it is imported
+        from torch.distributed.optim import ZeroRedundancyOptimizer
+    first = groups[0]
+    zero = ZeroRedundancyOptimizer(
+        first["params"], torch.optim.AdamW, process_group=ranks.group("dp-cp"), weight_decay=first["weight_decay"], **settings
+    )
+    for group in groups[1:]:
+        zero.add_param_group(dict(group))
+    return zero
+
+
+class _LossList:
+    """The loss function of one step: sums over unmasked tokens, kept by sample."""
+
+    def __init__(self, scale: float) -> None:
+        self.scale = scale
+        self.loss: list[Tensor] = []
+        self.tokens: list[Tensor] = []
+
+    def __call__(self, logits: Tensor, target: Tensor | None) -> Tensor:
+        """The scaled sum; logits [samples, S, vocab_size], target [samples, S] with IGNORED."""
+        assert target is not None
+        losses = F.cross_entropy(logits.flatten(0, 1).float(), target.flatten(), ignore_index=IGNORED, reduction="none")
+        by_sample = losses.view_as(target).sum(1)
+        self.loss.append(by_sample.detach())
+        self.tokens.append((target != IGNORED).sum(1).float())
+        return by_sample.sum() * self.scale
+
+    def taken(self, device: torch.device) -> Losses:
+        """All of them."""
+        if not self.loss:
+            none = torch.zeros(0, device=device)
+            return Losses(none, none)
+        return Losses(torch.cat(self.loss), torch.cat(self.tokens))
+
+
+class _CurrentLosses:
+    """What a schedule calls; schedules outlive steps."""
+
+    current: _LossList
+
+    def __call__(self, logits: Tensor, target: Tensor) -> Tensor:
+        return self.current(logits, target)
+
+
+def names_of(model: ParallelModel) -> dict[str, nn.Parameter]:
+    """This rank's parameters by the names that they have in the whole model."""
+    found: dict[str, nn.Parameter] = {}
+    for chunk in model.chunks:
+        for name, parameter in chunk.named_parameters():
+            found[canonical(name)] = parameter
+    return found
+
+
+def canonical(name: str) -> str:
+    """The name of a parameter in the whole model: the head of a last stage is the embedding."""
+    return "embedding.weight" if name == TIED else name
+
+
+def _make_chunks(
+    config: RunConfig, ranks: Ranks, num_stages: int, stage_ids: Sequence[int], device: torch.device
+) -> tuple[list[GPT], Mapping[str, torch.Size]]:
+    """Stages of the model that one rank alone would make, and the shapes of all of its parameters."""
+    if config.model.heads % ranks.layout.tp:
+        raise ConfigError(
+            f"model.heads {config.model.heads} do not divide over parallel.tp {ranks.layout.tp}; change one of them"
+        )
+    chunks, shapes = [], {}
+    for stage in stage_ids:
+        torch.manual_seed(config.train.seed)
+        chunk = GPT(config.model)
+        shapes = {canonical(name): parameter.shape for name, parameter in chunk.named_parameters()}
+        chunk.keep_stage(stage, num_stages)
+        chunk = chunk.to(device, getattr(torch, config.train.dtype))
+        tensor_group, context_group = ranks.group("tp"), ranks.group("cp")
+        if tensor_group is not None:
+            chunk.parallelize(DeviceMesh.from_group(tensor_group, device.type))
+        if context_group is not None:
+            chunk.use_context(ContextParallel(context_group, ranks.at["cp"], ranks.layout.cp))
+        chunks.append(chunk)
+    return chunks, shapes
+
+
+def _wrap(chunk: GPT, config: RunConfig, ranks: Ranks, stage: int, num_stages: int) -> Wrapped:
+    parallel = config.parallel
+    if parallel.data_parallel == "torch" and ranks.group("dp-cp") is not None:
+        size: dict[str, Any] = {} if parallel.bucket_size is None else {"bucket_cap_mb": parallel.bucket_size * 4 / (1 << 20)}
+        return DistributedDataParallel(chunk, process_group=ranks.group("dp-cp"), **size)
+    tied = {"embedding.weight", TIED} if num_stages > 1 else ()
+    return BucketedDataParallel(
+        chunk,
+        ranks=ranks,
+        bucket_size=parallel.bucket_size,
+        average=False,
+        sharded=parallel.optimizer == "sharded",
+        tied=tied,
+        check_gradients=config.train.dtype != "float16",
+        largest_gradient=config.train.largest_gradient,
+    )

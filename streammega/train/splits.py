@@ -1,0 +1,83 @@
+"""What a run reads: its splits, validation sets and sources."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from streammega.config import DataConfig, parse_blend
+from streammega.errors import ConfigError
+from streammega.ranks import Ranks, open_loader
+from streammega.stream import StreamLoader
+from streammega.train.config import RunConfig
+
+
+def open_split(config: RunConfig, split: str, ranks: Ranks) -> StreamLoader:
+    """The loader of a split for a rank of a layout, with the number of samples that the run asks of it."""
+    return open_loader(_data_of(config, split), ranks, split=split, **_batch_sizes(config, split))
+
+
+def open_plain(config: RunConfig, split: str, dp_rank: int, dp_size: int) -> StreamLoader:
+    """The loader of a split by itself, whole batches and all: what the batches of a run are compared with."""
+    return StreamLoader(_data_of(config, split), split=split, dp_rank=dp_rank, dp_size=dp_size, **_batch_sizes(config, split))
+
+
+def validation_sets(config: RunConfig) -> dict[str, RunConfig]:
+    """Name -> the run with that set as its valid split: those of [validation], or each valid prefix of blend_per_split."""
+    sets: dict[str, Any] = dict(config.validation)
+    data = config.data
+    if data.multiple_validation_sets and data.blend_per_split is not None and data.blend_per_split[1] is not None:
+        prefixes = parse_blend(data.blend_per_split[1])[0]
+        sets |= dict(zip(_short_names(prefixes), [[prefix] for prefix in prefixes], strict=True))
+    own: dict[str, Any] = {
+        "blend": None,
+        "split": "1,0,0",
+        "multiple_validation_sets": False,
+        "blend_schedule": None,
+        "skip_samples": (),
+    }
+    return {
+        name: replace(config, data=replace(data, **own, blend_per_split=(None, blend, None)), validation={})
+        for name, blend in sets.items()
+    }
+
+
+def _data_of(config: RunConfig, split: str) -> DataConfig:
+    data = config.data
+    if data.num_samples is None:
+        data = replace(data, num_samples=config.num_samples())
+    wanted = config.num_samples()[0]
+    if data.num_samples is not None and split == "train" and data.num_samples[0] < wanted:
+        raise ConfigError(
+            f"data.num_samples asks {data.num_samples[0]} training samples, but train.iters x train.global_batch_size is "
+            f"{wanted}; raise the one or lower the other"
+        )
+    return data if split == "train" else replace(data, skip_samples=())
+
+
+def _batch_sizes(config: RunConfig, split: str) -> dict[str, Any]:
+    train = config.train
+    sizes: dict[str, Any] = {"micro_batch_size": train.micro_batch_size, "global_batch_size": train.global_batch_size}
+    return sizes | ({"rampup": train.rampup} if split == "train" else {})
+
+
+def has_valid(data: DataConfig) -> bool:
+    """Whether the data itself has a valid split that can be read as one."""
+    if data.multiple_validation_sets:
+        return False
+    if data.blend_per_split is not None:
+        return data.blend_per_split[1] is not None
+    shares = [float(share) for share in data.split.replace("/", ",").split(",")]
+    return len(shares) > 1 and shares[1] > 0
+
+
+def source_names(data: DataConfig) -> list[str]:
+    """A short name for each dataset of the training blend."""
+    blend = data.blend if data.blend is not None else (data.blend_per_split or (None,))[0]
+    return _short_names(parse_blend(blend)[0]) if blend is not None else []
+
+
+def _short_names(prefixes: Any) -> list[str]:
+    """The last parts of prefixes, numbered where they repeat."""
+    names = [prefix.rstrip("/").rpartition("/")[2] for prefix in prefixes]
+    return [name if names.count(name) == 1 else f"{name}-{number}" for number, name in enumerate(names)]

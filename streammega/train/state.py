@@ -1,0 +1,268 @@
+"""What a checkpoint holds: boxes of whole tensors, by the names of the whole model, whatever the layout and the optimizer.
+
+    model.<name>                  a parameter
+    optimizer.<name>.<state>      what the optimizer keeps of it (exp_avg, step, ...); `main`: its fp32 copy, if it is narrower
+
+Replicated, ZeRO and sharded optimizers write the same, and each reads what another wrote, on any layout.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+from torch.distributed.checkpoint.planner import LoadPlan, ReadItem, TensorWriteData, WriteItem, WriteItemType
+from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+from streammega.errors import StateError
+from streammega.ranks import Ranks
+from streammega.train.buckets import rectangles
+from streammega.train.data_parallel import local_part
+from streammega.train.parallel import Optimizer, ParallelModel, names_of
+from streammega.train.sharded_optimizer import ShardedOptimizer
+
+MAIN = "main"
+Box = tuple[tuple[int, ...], Tensor]
+
+
+class Boxes:
+    """A tensor of which this rank has some boxes. torch.distributed.checkpoint writes them, and fills them from any others.
+
+    shape: of the whole tensor. boxes: (offsets, values), in memory of their owner: loading fills it.
+    """
+
+    def __init__(self, shape: Sequence[int], boxes: Sequence[Box]) -> None:
+        self.shape, self.boxes = torch.Size(shape), list(boxes)
+
+    def copied(self) -> Boxes:
+        """The same values in memory of their own, on the host."""
+        return Boxes(self.shape, [(offsets, box.detach().to("cpu", copy=True)) for offsets, box in self.boxes])
+
+    def __create_write_items__(self, name: str, _: Any) -> list[WriteItem]:
+        return [
+            WriteItem(
+                index=MetadataIndex(name, torch.Size(offsets), number),
+                type=WriteItemType.SHARD,
+                tensor_data=TensorWriteData(
+                    chunk=_chunk(offsets, box), properties=TensorProperties.create_from_tensor(box), size=self.shape
+                ),
+            )
+            for number, (offsets, box) in enumerate(self.boxes)
+        ]
+
+    def chunks(self) -> list[ChunkStorageMetadata]:
+        """Where the boxes lie in the whole."""
+        return [_chunk(offsets, box) for offsets, box in self.boxes]
+
+    def box_at(self, index: MetadataIndex) -> Tensor:
+        """The values of the box that begins at an index's offset."""
+        return next(box for offsets, box in self.boxes if torch.Size(offsets) == index.offset)
+
+
+class SavePlanner(DefaultSavePlanner):
+    """Finds what is written among boxes."""
+
+    def lookup_object(self, index: MetadataIndex) -> Any:
+        """The values of one box."""
+        return self.state_dict[index.fqn].box_at(index)
+
+
+class LoadPlanner(DefaultLoadPlanner):
+    """Reads what fills boxes, from whatever boxes were written."""
+
+    def set_up_planner(self, state_dict: dict[str, Any], metadata: Metadata | None = None, is_coordinator: bool = False) -> None:
+        """Nothing has to be flattened, or made anew."""
+        self.state_dict, self.original_state_dict = state_dict, state_dict
+        self.metadata, self.is_coordinator = metadata, is_coordinator
+
+    def create_local_plan(self) -> LoadPlan:
+        """Raises StateError for what the checkpoint lacks, or has in another shape."""
+        assert self.metadata is not None
+        items: list[ReadItem] = []
+        for name, boxes in self.state_dict.items():
+            stored = self.metadata.state_dict_metadata.get(name)
+            if not isinstance(stored, TensorStorageMetadata) or stored.size != boxes.shape:
+                raise StateError(f"{name} is {'another thing' if stored else 'missing'} in the checkpoint")
+            items += create_read_items_for_chunk_list(name, stored, boxes.chunks())
+        return LoadPlan(items)
+
+    def lookup_tensor(self, index: MetadataIndex) -> Tensor:
+        """The memory of one box."""
+        box: Tensor = self.state_dict[index.fqn].box_at(index)
+        return box
+
+
+@dataclass(frozen=True)
+class _Part:
+    """What a rank holds of a parameter for its optimizer: a key of its state, and the boxes of a tensor that lies like it."""
+
+    name: str
+    key: Tensor
+    shape: torch.Size
+    like: Tensor
+    offset: tuple[int, ...]
+    flat: tuple[int, int, torch.Size] | None
+    saves: bool
+
+    def boxes(self, tensor: Tensor) -> list[Box]:
+        """The boxes of a state tensor that lies like the parameter's part."""
+        tensor = local_part(tensor.detach())
+        if self.flat is None:
+            return [(self.offset, tensor)]
+        start, stop, local = self.flat
+        found, at = [], 0
+        for offsets, sizes in rectangles(local, start, stop):
+            count = torch.Size(sizes).numel()
+            own = tuple(base + offset for base, offset in zip(self.offset, offsets, strict=True))
+            found.append((own, tensor[at : at + count].view(sizes)))
+            at += count
+        return found
+
+
+def state_to_save(model: ParallelModel, optimizer: Optimizer) -> dict[str, Boxes]:
+    """What this rank writes: each value of the whole state is written by one rank, or by several alike."""
+    ranks = model.ranks
+    found: dict[str, Boxes] = {}
+    if ranks.group("dp-cp") is None or ranks.members("dp-cp")[0] == ranks.rank:
+        for name, parameter in names_of(model).items():
+            if _saves(name, parameter, ranks):
+                found[f"model.{name}"] = Boxes(parameter.shape, [(_offset(parameter), local_part(parameter.detach()))])
+    inner = inner_optimizer(optimizer)
+    by_key: dict[str, list[Box]] = {}
+    shapes: dict[str, torch.Size] = {}
+    for part in _parts(model, optimizer):
+        if not part.saves:
+            continue
+        for state, value in _values(inner, part):
+            key = f"optimizer.{part.name}.{state}"
+            whole = isinstance(value, Tensor) and value.dim() > 0
+            shapes[key] = part.shape if whole else torch.Size()
+            by_key.setdefault(key, []).extend(part.boxes(value) if whole else [((), torch.as_tensor(value))])
+    return found | {key: Boxes(shapes[key], boxes if shapes[key] else boxes[:1]) for key, boxes in by_key.items()}
+
+
+def state_to_load(model: ParallelModel, optimizer: Optimizer, metadata: Metadata) -> dict[str, Boxes]:
+    """The memory of this rank that a checkpoint with such metadata fills. Raises StateError for one of another model."""
+    stored = metadata.state_dict_metadata
+    theirs = {name.removeprefix("model."): value for name, value in stored.items() if name.startswith("model.")}
+    _check_shapes(theirs, model.all_names)
+    found: dict[str, Boxes] = {}
+    for name, parameter in names_of(model).items():
+        main = f"optimizer.{name}.{MAIN}"
+        key = main if main in stored and parameter.dtype == torch.float32 else f"model.{name}"
+        found[key] = Boxes(parameter.shape, [(_offset(parameter), local_part(parameter.detach()))])
+    inner = inner_optimizer(optimizer)
+    for part in _parts(model, optimizer):
+        prefix = f"optimizer.{part.name}."
+        for key, value in stored.items():
+            state = key.removeprefix(prefix)
+            if not key.startswith(prefix) or "." in state or not isinstance(value, TensorStorageMetadata):
+                continue
+            if state == MAIN:
+                if part.key.dtype == torch.float32 and part.like.dtype != torch.float32:
+                    _add(found, key, part, part.key)
+                continue
+            if value.size == torch.Size():
+                held = inner.state[part.key].setdefault(state, torch.zeros((), dtype=value.properties.dtype))
+                found[key] = Boxes((), [((), held)]) if key not in found else found[key]
+            else:
+                held = inner.state[part.key].setdefault(state, torch.zeros_like(part.key, dtype=value.properties.dtype))
+                _add(found, key, part, held)
+    return found
+
+
+def after_load(model: ParallelModel, optimizer: Optimizer, state: Mapping[str, Boxes]) -> None:
+    """Bring what was loaded to where it was not: scalars to the other parts of a parameter, main parameters to the model."""
+    inner = inner_optimizer(optimizer)
+    for part in _parts(model, optimizer):
+        for key, held in list(inner.state[part.key].items()):
+            boxes = state.get(f"optimizer.{part.name}.{key}")
+            if boxes is not None and boxes.shape == torch.Size() and isinstance(held, Tensor):
+                inner.state[part.key][key] = boxes.boxes[0][1].clone()
+    if isinstance(optimizer, ShardedOptimizer):
+        if any(key.endswith(f".{MAIN}") for key in state):
+            optimizer.publish_main()
+        else:
+            optimizer.reload_main()
+
+
+def inner_optimizer(optimizer: Optimizer) -> torch.optim.Optimizer:
+    """The torch optimizer that holds the state of this rank."""
+    if isinstance(optimizer, ShardedOptimizer):
+        return optimizer.inner
+    inner: torch.optim.Optimizer = getattr(optimizer, "optim", optimizer)  # of a ZeroRedundancyOptimizer
+    return inner
+
+
+def _values(inner: torch.optim.Optimizer, part: _Part) -> Iterator[tuple[str, Any]]:
+    yield from ((name, value) for name, value in inner.state.get(part.key, {}).items() if value is not None)
+    if part.like.dtype != torch.float32 and part.key.dtype == torch.float32:
+        yield MAIN, part.key
+
+
+def _parts(model: ParallelModel, optimizer: Optimizer) -> Iterator[_Part]:
+    """The parts of parameters whose state this rank holds."""
+    names = {id(parameter): name for name, parameter in names_of(model).items()}
+    ranks = model.ranks
+    if isinstance(optimizer, ShardedOptimizer):
+        for piece in optimizer.pieces:
+            parameter = piece.slot.parameter
+            name = names[id(parameter)]
+            flat = (piece.start, piece.stop, local_part(parameter).shape)
+            saves = _saves(name, parameter, ranks)
+            yield _Part(name, piece.main, parameter.shape, parameter, _offset(parameter), flat, saves)
+        return
+    inner = inner_optimizer(optimizer)
+    first = ranks.members("dp-cp")[0] == ranks.rank or inner is not optimizer
+    for group in inner.param_groups:
+        for parameter in group["params"]:
+            name = names[id(parameter)]
+            saves = first and _saves(name, parameter, ranks)
+            yield _Part(name, parameter, parameter.shape, parameter, _offset(parameter), None, saves)
+
+
+def _saves(name: str, parameter: nn.Parameter, ranks: Ranks) -> bool:
+    """Whether this rank is the one, of tensor-parallel and tied copies, that writes a parameter."""
+    copied = name == "embedding.weight" and not ranks.is_first_stage
+    return not copied and (isinstance(parameter, DTensor) or ranks.at["tp"] == 0)
+
+
+def _offset(parameter: Tensor) -> tuple[int, ...]:
+    """Where this rank's part of a parameter begins in the whole one."""
+    if not isinstance(parameter, DTensor):
+        return (0,) * parameter.dim()
+    _, offset = compute_local_shape_and_global_offset(parameter.shape, parameter.device_mesh, parameter.placements)
+    return tuple(offset)
+
+
+def _add(found: dict[str, Boxes], key: str, part: _Part, tensor: Tensor) -> None:
+    if key in found:
+        found[key].boxes += part.boxes(tensor)
+    else:
+        found[key] = Boxes(part.shape, part.boxes(tensor))
+
+
+def _check_shapes(theirs: Mapping[str, Any], ours: Mapping[str, torch.Size]) -> None:
+    for name in sorted(set(theirs) ^ set(ours)):
+        where, other = ("the checkpoint", "this model") if name in theirs else ("this model", "the checkpoint")
+        raise StateError(f"{where} has a parameter {name}, {other} has not")
+    for name, shape in ours.items():
+        if tuple(theirs[name].size) != tuple(shape):
+            raise StateError(f"{name} is {list(theirs[name].size)} in the checkpoint, {list(shape)} in this model")
+
+
+def _chunk(offsets: Sequence[int], box: Tensor) -> ChunkStorageMetadata:
+    return ChunkStorageMetadata(offsets=torch.Size(offsets), sizes=box.size())
