@@ -221,3 +221,26 @@ def fp16_steps(rank: int) -> list[tuple[bool, float, bool]]:
             optimizer.finish_param_sync()
         seen.append((good, scale.value, not torch.equal(before, model.module.norm.weight)))
     return seen
+
+
+# Training.
+
+
+def train(rank: int, run_file: str, overrides: list[str], steps: int | None) -> list[dict[str, Any]]:
+    """Train (or resume) a run on this world's ranks to its end, or for some steps; the records of rank 0."""
+    from streammega.train.config import load_run
+    from streammega.train.loop import Trainer
+
+    trainer = Trainer(load_run(run_file, overrides), torch.device("cpu"))
+    trainer.resume()
+    if steps is None:
+        trainer.run()
+        return []
+    records = []
+    for _ in range(steps):
+        record, _stop = trainer.train_step()
+        trainer.step += 1
+        records.append(record)
+    trainer.save()
+    trainer.close()
+    return records if rank == 0 else []

@@ -145,16 +145,7 @@ class BucketedDataParallel(nn.Module):
             num_tokens: unmasked tokens of this step on this rank (0 on all but the last pipeline stage): gradients are divided by
                 their number over all data- and context-parallel ranks, at least 1. For losses that are summed over tokens.
         """
-        factor = None if num_tokens is None else self._per_token(num_tokens)
-        for buffer in self.buffers_of_grads:
-            self._finish(buffer)
-            if factor is not None:
-                for grads in self.own_grads(buffer):
-                    grads.mul_(factor)
-            for slot in (slot for slots in buffer.slots for slot in slots):
-                slot.count, slot.ready = 0, False
-                if not self.sharded:
-                    slot.parameter.grad = _as_grad(slot.main_grad, slot.parameter)
+        finish_grad_sync([self], num_tokens)
 
     def clip_grad_norm_(self, max_norm: float) -> Tensor:
         """Clip gradients to a global norm, over all ranks of the layout; returns the norm before. For replicated optimizers."""
@@ -202,7 +193,7 @@ class BucketedDataParallel(nn.Module):
         @torch.no_grad()
         def accumulate(parameter: Tensor) -> None:
             assert parameter.grad is not None
-            grad = local_part(parameter.grad)
+            grad = local_part(_placed(parameter.grad, parameter))
             slot.count += 1
             last = slot.count == self._expected if self._expected else self._sync
             main = slot.main_grad
@@ -245,8 +236,8 @@ class BucketedDataParallel(nn.Module):
             buffer.works.append(reduce(grads, self.group))
         buffer.started = number + 1
 
-    def _finish(self, buffer: GradBuffer) -> None:
-        """Complete and reduce what backward left: parameters without a gradient, or used in some micro-batches only."""
+    def _complete(self, buffer: GradBuffer) -> None:
+        """Complete what backward left: parameters without a gradient, or used in some micro-batches only."""
         with torch.no_grad():
             for number in range(buffer.started, len(buffer.buckets)):
                 for slot in buffer.slots[number]:
@@ -254,15 +245,27 @@ class BucketedDataParallel(nn.Module):
                         slot.main_grad.zero_()
                     elif not slot.ready and self._scale != 1.0:
                         slot.main_grad.mul_(self._scale)
-                bucket = buffer.buckets[number]
-                if bucket.waits:
-                    assert self._tied_group is not None
-                    dist.all_reduce(buffer.grads[bucket.start : bucket.stop], group=self._tied_group)
-                self._start(buffer, number)
+
+    def _start_rest(self, buffer: GradBuffer) -> None:
+        """Start what backward did not."""
+        for number in range(buffer.started, len(buffer.buckets)):
+            self._start(buffer, number)
+
+    def _finish(self, buffer: GradBuffer) -> None:
+        """Wait for the collectives of a buffer; it is then ready for the next step."""
         for work in buffer.works:
             work.wait()
         buffer.works.clear()
         buffer.started, buffer.waiting = 0, [len(slots) for slots in buffer.slots]
+        for slot in (slot for slots in buffer.slots for slot in slots):
+            slot.count, slot.ready = 0, False
+
+    def _add_tied(self, buffer: GradBuffer) -> None:
+        """Add to the gradients of shared parameters those of the other stage."""
+        for bucket in buffer.buckets:
+            if bucket.waits:
+                assert self._tied_group is not None
+                dist.all_reduce(buffer.grads[bucket.start : bucket.stop], group=self._tied_group)
 
     def _per_token(self, num_tokens: Tensor) -> Tensor:
         total = num_tokens.detach().to(torch.float32).clone()
@@ -291,6 +294,31 @@ class BucketedDataParallel(nn.Module):
                     f"rank {rank}: the gradient of {slot.name} has an element of {largest:.4g}, more than {limit:.4g}; look at "
                     f"this step's batch and learning rate, or raise largest_gradient"
                 )
+
+
+@torch.no_grad()
+def finish_grad_sync(models: Sequence[BucketedDataParallel], num_tokens: Tensor | None = None) -> None:
+    """`finish_grad_sync` of several models that this rank holds, such as virtual pipeline stages.
+
+    Together, since a stage that shares a parameter with another rank's may be the first here and the last there.
+    """
+    factor = None if num_tokens is None else models[0]._per_token(num_tokens)
+    every = [(model, buffer) for model in models for buffer in model.buffers_of_grads]
+    for act in (
+        BucketedDataParallel._complete,
+        BucketedDataParallel._add_tied,
+        BucketedDataParallel._start_rest,
+        BucketedDataParallel._finish,
+    ):
+        for model, buffer in every:
+            act(model, buffer)
+    for model, buffer in every:
+        if factor is not None:
+            for grads in model.own_grads(buffer):
+                grads.mul_(factor)
+        if not model.sharded:
+            for slot in (slot for slots in buffer.slots for slot in slots):
+                slot.parameter.grad = _as_grad(slot.main_grad, slot.parameter)
 
 
 def _make_buffers(module: nn.Module, bucket_size: int, grad_dtype: torch.dtype, owner: BucketedDataParallel) -> list[GradBuffer]:
@@ -323,7 +351,10 @@ def _make_buffer(
             if params is not None:  # the parameter moves into the buffer, so that gathering fills it in place
                 place = params[slot.start : slot.stop].view(tensor.shape)
                 place.copy_(tensor)
-                tensor.data = place
+                if isinstance(parameter, DTensor):
+                    parameter._local_tensor = place
+                else:
+                    parameter.data = place
             own.append(GradSlot(name, parameter, slot, grads[slot.start : slot.stop].view(tensor.shape)))
         slots.append(own)
     return GradBuffer(grads, params, buckets, slots, [len(own) for own in slots])
@@ -336,6 +367,13 @@ def local_part(tensor: Tensor) -> Tensor:
             local: Tensor = tensor.to_local()
             return local
     return tensor
+
+
+def _placed(grad: Tensor, parameter: Tensor) -> Tensor:
+    """A gradient distributed as its parameter is; that of a split embedding comes as a sum to be made."""
+    if isinstance(grad, DTensor) and isinstance(parameter, DTensor) and grad.placements != parameter.placements:
+        return grad.redistribute(placements=parameter.placements)
+    return grad
 
 
 def _as_grad(main: Tensor, parameter: nn.Parameter) -> Tensor:

@@ -23,7 +23,7 @@ from streammega.samples.fields import Batch
 from streammega.train.batch_hash import global_batch_hash, sample_digests
 from streammega.train.checkpoint import Checkpoints, load_position, step_of
 from streammega.train.config import RunConfig
-from streammega.train.data_parallel import BucketedDataParallel
+from streammega.train.data_parallel import BucketedDataParallel, finish_grad_sync
 from streammega.train.metrics import MetricsLog
 from streammega.train.parallel import Losses, ParallelModel
 from streammega.train.schedule import set_learning_rate
@@ -206,9 +206,8 @@ class Trainer:
         tokens, limit = losses.tokens.sum(), self.config.train.clip_grad or math.inf
         optimizer = self.optimizer
         if isinstance(self.model.wrapped[0], BucketedDataParallel):
-            for model in self.model.wrapped:
-                assert isinstance(model, BucketedDataParallel)
-                model.finish_grad_sync(tokens if self.model.is_last else torch.zeros_like(tokens))
+            models = [model for model in self.model.wrapped if isinstance(model, BucketedDataParallel)]
+            finish_grad_sync(models, tokens)  # none on all but the last stage
             if isinstance(optimizer, ShardedOptimizer):
                 if self.scale is not None and not self.scale.unscale(optimizer):
                     return math.inf  # fp16 overflowed: no step, and a smaller scale

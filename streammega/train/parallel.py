@@ -179,7 +179,8 @@ class ParallelModel:
     def _stage(self, model: nn.Module, stage: int) -> PipelineStage:
         """A stage whose inputs and outputs have known shapes: nothing has to be tried out."""
         rows, kept = self.config.train.micro_batch_size, self.config.data.sequence_length // self.ranks.layout.cp
-        wide = torch.empty(rows, kept, self.config.model.dim, dtype=self.dtype, device="meta")
+        first, last = stage == 0, stage == self.num_stages - 1
+        wide = torch.empty(rows, kept, self.config.model.dim, dtype=self.dtype, device="meta", requires_grad=True)
         tokens = torch.empty(rows, kept, dtype=torch.int64, device="meta")
         logits = torch.empty(rows, kept, self.config.model.vocab_size, dtype=self.dtype, device="meta")
         return PipelineStage(
@@ -187,8 +188,10 @@ class ParallelModel:
             stage,
             self.num_stages,
             self.device,
-            input_args=(tokens if stage == 0 else wide.requires_grad_(),),
-            output_args=(logits if stage == self.num_stages - 1 else wide,),
+            input_args=(tokens if first else wide,),
+            output_args=(logits if last else wide,),
+            input_grads=(None if first else wide,),
+            output_grads=(None if last else wide,),
             group=self.ranks.group("pp"),
         )
 
