@@ -41,7 +41,7 @@ bucket_size = 2000
 """
 STEPS = 20
 TOLERANCE = 2e-5
-"""Of losses; ten times that of parameters after 20 steps. Layouts add the same fp32 numbers in another order: a matrix product split
+"""Of losses; ten times that of parameters after 20 steps. They add the same fp32 numbers in another order: a matrix product split
 in two, a softmax over gathered keys, gradients summed over ranks. That is some 1e-7 a step in a gradient; AdamW divides by the
 gradient's own size, so a parameter whose gradient is itself that small can differ by a part of lr = 0.003 after a step."""
 LAYOUTS = [

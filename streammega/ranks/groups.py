@@ -12,7 +12,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from streammega.errors import ConfigError
 from streammega.order.layout import ParallelLayout
 
-GROUPS = ("tp", "cp", "pp", "dp", "dp-cp", "tp-pp", "embedding")
+WORLD = "tp-cp-dp-pp"
+GROUPS = ("tp", "cp", "pp", "dp", "dp-cp", "tp-pp", "embedding", WORLD)
 
 
 class Ranks:
@@ -23,7 +24,7 @@ class Ranks:
 
     Args:
         layout: of all ranks of the world.
-        timeout: of the groups' collectives; None: that of the default group.
+        timeout: of the groups' collectives; None: torch's default, half an hour with gloo.
 
     Raises ConfigError if the world has another size than the layout.
     """

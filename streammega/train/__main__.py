@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import signal
 import sys
 from collections.abc import Sequence
 from datetime import timedelta
@@ -17,6 +18,9 @@ from streammega.errors import StreammegaError
 from streammega.train.config import load_run
 from streammega.train.loop import Terminated, Trainer
 from streammega.train.watch import Watch
+
+START_TIMEOUT = 300.0
+"""Seconds that ranks may start apart."""
 
 
 def run(path: str, overrides: Sequence[str]) -> None:
@@ -36,9 +40,10 @@ def run(path: str, overrides: Sequence[str]) -> None:
     except (dist.DistError, RuntimeError) as error:
         if watch.world == 1:
             raise
-        reason = str(error).strip().splitlines() or [type(error).__name__]
-        watch.fail(reason[0])
-        raise RankError(f"a collective failed ({reason[0]}): {watch.explain()}") from error
+        reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)  # torchrun ends ranks when one has failed: a few seconds, to say why
+        print(f"error (rank {watch.rank}): in step {watch.step}: {reason}; asking the other ranks", file=sys.stderr, flush=True)
+        raise RankError(watch.explain()) from error
     watch.close()
     if dist.is_initialized():
         dist.destroy_process_group()
@@ -58,10 +63,13 @@ def _start_ranks(timeout: float) -> tuple[torch.device, Watch]:
     if world == 1:
         return device, Watch(None, 0, 1)
     store, rank, world = next(rendezvous("env://"))
-    store.set_timeout(timedelta(seconds=timeout))
+    patience = timedelta(seconds=max(timeout, START_TIMEOUT))
+    store.set_timeout(patience)
     backend = "cpu:gloo,cuda:nccl" if cuda else "gloo"
+    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")  # the store outlives a restart: what was said before is void
+    store = PrefixStore(f"attempt-{attempt}", store)
     shared = PrefixStore("default", store)
-    dist.init_process_group(backend, store=shared, rank=rank, world_size=world, timeout=timedelta(seconds=timeout))
+    dist.init_process_group(backend, store=shared, rank=rank, world_size=world, timeout=patience)
     return device, Watch(PrefixStore("watch", store), rank, world)
 
 

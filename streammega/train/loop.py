@@ -9,6 +9,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from streammega.errors import ConfigError
 from streammega.order.layout import ParallelLayout
 from streammega.ranks import RankBatches, Ranks
 from streammega.ranks.batches import read_factor
+from streammega.ranks.groups import WORLD
 from streammega.samples.fields import Batch
 from streammega.train.batch_hash import global_batch_hash, sample_digests
 from streammega.train.checkpoint import Checkpoints, load_position, step_of
@@ -49,7 +51,7 @@ class Trainer:
         parallel = config.parallel
         world = dist.get_world_size() if dist.is_initialized() else 1
         layout = ParallelLayout.of_world(world, tp=parallel.tp, cp=parallel.cp, pp=parallel.pp, order=parallel.order)
-        self.ranks = Ranks(layout)
+        self.ranks = Ranks(layout, timedelta(seconds=config.train.timeout))
         self.watch = watch or Watch(None, self.ranks.rank, world)
         self.step = 0
         self.every_stage = config.data.reset_position_ids or config.data.reset_attention_mask
@@ -187,8 +189,7 @@ class Trainer:
                 if self._contributes:
                     total += torch.stack((losses.loss.double().sum(), losses.tokens.double().sum()))
             batches.close()
-        if dist.is_initialized():
-            dist.all_reduce(total)
+        self.ranks.all_reduce(total, WORLD)
         return float(total[0] / total[1].clamp(min=1))
 
     def _take(self, micro_steps: int) -> tuple[list[Batch], list[int], float]:
@@ -243,8 +244,7 @@ class Trainer:
                 total[3 : 3 + count].index_add_(0, source, loss)
                 total[3 + count :].index_add_(0, source, tokens)
         total = total.to(self.device)
-        if dist.is_initialized():
-            dist.all_reduce(total)
+        self.ranks.all_reduce(total, WORLD)
         stop, loss_sum, token_sum, *by_source = total.tolist()
         sums, counts = by_source[:count], by_source[count:]
         sources = {name: s / n for name, s, n in zip(self.sources, sums, counts, strict=True) if n} if count > 1 else {}
@@ -269,8 +269,7 @@ class Trainer:
             raise RuntimeError(f"tensor-parallel ranks were given different tokens in step {self.step + 1}")
         if self.ranks.at["tp"] > 0:
             digests.zero_()
-        if dist.is_initialized():
-            dist.all_reduce(digests)
+        self.ranks.all_reduce(digests, WORLD)
         return global_batch_hash({start + n: digest for n, digest in enumerate(digests.tolist())})
 
     def _ask_to_stop(self) -> None:

@@ -27,7 +27,7 @@ class Watch:
 
     def __init__(self, store: Store | None, rank: int, world: int) -> None:
         self._store, self.rank, self.world = store, rank, world
-        self._step, self._phase, self._since, self._beats = 0, "starting", time.monotonic(), 0
+        self.step, self._phase, self._since, self._beats = 0, "starting", time.monotonic(), 0
         self._ended = threading.Event()
         if store is not None:
             threading.Thread(target=self._run, name="streammega-watch", daemon=True).start()
@@ -35,7 +35,7 @@ class Watch:
     def phase(self, name: str, step: int | None = None) -> None:
         """This rank is now doing something else."""
         self._phase, self._since = name, time.monotonic()
-        self._step = self._step if step is None else step
+        self.step = self.step if step is None else step
 
     def fail(self, cause: str) -> None:
         """Let the others know why this rank ends the job; the first cause is kept."""
@@ -63,10 +63,10 @@ class Watch:
         lines = [f"rank {r} gives no sign of life; {_describe(after[r])}" for r in silent]
         waiting = after.get(self.rank, {}).get("phase")
         others = [
-            r for r in after if r not in (self.rank, *silent) and (after[r]["phase"], after[r]["step"]) != (waiting, self._step)
+            r for r in after if r not in (self.rank, *silent) and (after[r]["phase"], after[r]["step"]) != (waiting, self.step)
         ]
         lines += [f"rank {r} is elsewhere; {_describe(after[r])}" for r in others]
-        return "; ".join(lines) or f"no other rank says why; this one was in step {self._step} ({self._phase})"
+        return "; ".join(lines) or f"no other rank says why; this one was in step {self.step} ({self._phase})"
 
     def close(self) -> None:
         """End the signs of life."""
@@ -76,7 +76,7 @@ class Watch:
         while True:
             self._beats += 1
             seconds = time.monotonic() - self._since
-            status = {"beats": self._beats, "step": self._step, "phase": self._phase, "seconds": round(seconds, 1)}
+            status = {"beats": self._beats, "step": self.step, "phase": self._phase, "seconds": round(seconds, 1)}
             try:
                 assert self._store is not None
                 self._store.set(f"streammega/rank/{self.rank}", json.dumps(status))
@@ -100,4 +100,4 @@ class Watch:
 
 
 def _describe(status: dict[str, Any]) -> str:
-    return f"it was in step {status['step']} ({status['phase']}) for {status['seconds']} s"
+    return f"last heard of in step {status['step']} ({status['phase']}, for {status['seconds']} s)"

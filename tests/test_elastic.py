@@ -1,0 +1,164 @@
+"""Ranks that die, hang or lose their storage; jobs that come back on other ranks, as if nothing had happened."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import psutil
+import pytest
+
+from streammega.train.batch_hash import global_batch_hash, sample_digests
+from streammega.train.checkpoint import checkpoints
+from streammega.train.config import load_run
+from streammega.train.metrics import read_metrics
+from streammega.train.splits import open_plain
+from tests.conftest import write_random_pair
+from tests.test_layouts import TOML
+
+FAULTY = str(Path(__file__).with_name("faulty_train.py"))
+
+
+@pytest.fixture
+def run_file(tmp_path: Path) -> Path:
+    write_random_pair(str(tmp_path / "web"), count=400, vocab=100)
+    write_random_pair(str(tmp_path / "code"), count=200, vocab=100, seed=5)
+    text = TOML.format(folder=tmp_path).replace("timeout = 60.0", "timeout = 4.0\nsave_interval = 2")
+    (tmp_path / "run.toml").write_text(text)
+    return tmp_path / "run.toml"
+
+
+def launch(run_file: Path, ranks: int, *overrides: str, fault: str = "", restarts: int = 0) -> subprocess.Popen[str]:
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
+    command += [f"--max-restarts={restarts}", "--monitor-interval=0.1", FAULTY, str(run_file), *overrides]
+    environment = os.environ | {
+        "FAULT": fault, "OMP_NUM_THREADS": "1", "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": "4",
+        "PYTHONPATH": str(Path(__file__).parent.parent),
+    }  # fmt: skip
+    return subprocess.Popen(command, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
+
+
+def ended(process: subprocess.Popen[str]) -> tuple[int, str]:
+    try:
+        _, log = process.communicate(timeout=80)
+    except subprocess.TimeoutExpired:
+        kill(process)
+        raise
+    return process.returncode, log
+
+
+def kill(process: subprocess.Popen[str]) -> str:
+    """SIGKILL to torchrun and all of its ranks; the log."""
+    for member in [*psutil.Process(process.pid).children(recursive=True), psutil.Process(process.pid)]:
+        member.send_signal(signal.SIGKILL)
+    return process.communicate()[1]
+
+
+def expected_hashes(run_file: Path) -> list[str]:
+    """Of every global batch, from the loader alone."""
+    config = load_run(str(run_file))
+    hashes: list[str] = []
+    digests: dict[int, int] = {}
+    with open_plain(config, "train", 0, 1) as loader:
+        for batch in loader:
+            ids = loader.dataset.sample_ids(loader.consumed_samples - loader.dataset.step_samples).tolist()
+            digests.update(zip(ids, sample_digests(batch), strict=True))
+            if len(digests) == config.train.global_batch_size:
+                hashes.append(global_batch_hash(digests))
+                digests = {}
+    return hashes[: config.train.iters]
+
+
+def check_history(run_file: Path, steps: int) -> set[int]:
+    """Every step was trained, and each time on the same global batch; returns the worlds that did."""
+    records, wanted = read_metrics(run_file.parent / "run" / "metrics.jsonl"), expected_hashes(run_file)
+    assert {record["step"] for record in records} == set(range(1, steps + 1))
+    for record in records:
+        assert record["batch_hash"] == wanted[record["step"] - 1], record
+    return {record["ranks"] for record in records}
+
+
+@pytest.mark.parametrize(
+    ("kind", "cause"),
+    [
+        pytest.param("kill", r"rank 1 gives no sign of life; last heard of in step \d", marks=pytest.mark.soak),
+        pytest.param("stop", r"rank 1 gives no sign of life; last heard of in step \d", marks=pytest.mark.soak),
+        ("hang", r"rank 1 is elsewhere; last heard of in step 5 \(waiting for data, for \d+"),
+        ("storage", r"error \(rank 1\): s3://bucket/web.bin: 503 SlowDown"),
+    ],
+    ids=["kill", "stop", "hang", "storage"],
+)
+def test_a_rank_that_fails_ends_the_job_with_its_cause_and_a_restart_resumes(run_file: Path, kind: str, cause: str) -> None:
+    began = time.monotonic()
+    code, log = ended(launch(run_file, 2, fault=f"1:5:{kind}"))
+    assert code != 0
+    assert time.monotonic() - began < 70
+    assert re.search(cause, log), log[-3000:]
+    if kind == "storage":
+        assert "rank 1 ended the job: s3://bucket/web.bin: 503 SlowDown" in log, "the other rank knows it too"
+    assert not re.search(r'File ".*/streammega/', log), log[:3000]
+    code, log = ended(launch(run_file, 2, fault=f"1:5:{kind}"))
+    assert code == 0, log[-3000:]
+    assert "resumed from" in log
+    check_history(run_file, 20)
+
+
+def test_torchrun_restarts_the_job_by_itself(run_file: Path) -> None:
+    code, log = ended(launch(run_file, 2, "parallel.optimizer=sharded", fault="0:7:kill", restarts=1))
+    assert code == 0, log[-3000:]
+    check_history(run_file, 20)
+
+
+def test_sigterm_saves_and_a_restart_goes_on(run_file: Path) -> None:
+    """A signal to one rank; all end after the same step."""
+    code, log = ended(launch(run_file, 2, "train.save_interval=0", fault="1:4:term"))
+    assert code != 0
+    assert "stopped by SIGTERM after step 4, which is saved" in log, log[-3000:]
+    assert [path.name for path in checkpoints(run_file.parent / "run" / "checkpoints")] == ["step-00000004"]
+    code, log = ended(launch(run_file, 1, "train.save_interval=0"))
+    assert code == 0, log[-3000:]
+    records = read_metrics(run_file.parent / "run" / "metrics.jsonl")
+    assert [record["step"] for record in records] == list(range(1, 21)), "no step is lost or done twice"
+    check_history(run_file, 20)
+
+
+LAYOUTS = [
+    (2, ["parallel.pp=2", "parallel.optimizer=sharded"]),
+    (4, ["parallel.cp=2"]),
+    (1, []),
+    (4, ["parallel.tp=2", "parallel.optimizer=sharded"]),
+    (2, ["parallel.data_parallel=torch", "parallel.optimizer=zero"]),
+    (4, ["parallel.cp=2", "parallel.pp=2"]),
+]
+
+
+@pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.soak) for seed in range(1, 5))])
+def test_five_resumes_on_other_layouts_after_kills_at_random_see_the_same_batches(run_file: Path, seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    order = rng.permutation(len(LAYOUTS))
+    metrics = run_file.parent / "run" / "metrics.jsonl"
+    done = 0
+    for number, choice in enumerate(order.tolist()):
+        ranks, overrides = LAYOUTS[choice]
+        process = launch(run_file, ranks, *overrides)
+        if number == len(order) - 1:
+            code, log = ended(process)
+            assert code == 0, log[-3000:]
+            break
+        target = min(done + int(rng.integers(1, 4)), 18)
+        deadline = time.monotonic() + 90
+        while process.poll() is None and time.monotonic() < deadline:
+            time.sleep(0.02)
+            if metrics.exists() and any(record["step"] >= target for record in read_metrics(metrics)):
+                break
+        assert process.poll() is None, process.communicate()[1][-3000:]
+        time.sleep(float(rng.uniform(0, 0.2)))
+        kill(process)
+        done = max(record["step"] for record in read_metrics(metrics))
+    assert len(check_history(run_file, 20)) >= 3
