@@ -158,6 +158,9 @@ def order_report(
         typer.echo(f"plot written to {plot}")
 
 
+app.command(no_args_is_help=True)(commands.plot)
+
+
 @app.command(no_args_is_help=True)
 def prepare(
     config: Annotated[str, typer.Argument(help="The run's TOML file.")],

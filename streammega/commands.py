@@ -6,6 +6,7 @@ import re
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
@@ -185,3 +186,25 @@ def storage_config(pairs: Sequence[str] | None) -> StorageConfig:
         options[name] = {"true": True, "false": False}.get(value.lower(), value)
     transport = options.pop("transport", "auto")
     return StorageConfig(storage_options=options, transport=transport)
+
+
+def plot(
+    run: Annotated[str, typer.Argument(help="A run's out_dir, with metrics.jsonl in it.")],
+    out: Annotated[str | None, typer.Option(help="Where the PNG goes; default: run.png in the folder.")] = None,
+) -> None:
+    """Draw what a run logged: losses, gradient norm, learning rate, speed and waiting."""
+    from streammega.plotting import latest, sparkline, write_run
+    from streammega.train.metrics import read_metrics
+
+    folder = Path(run)
+    path = folder / "metrics.jsonl" if folder.is_dir() else folder
+    if not path.is_file():
+        raise ConfigError(f"{path}: no such file; give the out_dir of a run that has logged a step")
+    steps = [record for record in latest([r for r in read_metrics(path) if "step" in r]) if "loss" in record]
+    if not steps:
+        raise ConfigError(f"{path}: holds no step; let the run finish one")
+    losses = [float(record["loss"]) for record in steps]
+    typer.echo(f"{len(steps)} steps, loss {losses[0]:.4g} to {losses[-1]:.4g}  {sparkline(losses)}")
+    target = out or str(path.parent / "run.png")
+    write_run(steps, path.parent.name, target)
+    typer.echo(f"plot written to {target}")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 import time
@@ -17,7 +18,7 @@ import pytest
 import torch
 
 from streammega import IndexedDatasetWriter
-from streammega.errors import ConfigError, StateError
+from streammega.errors import ConfigError, GradientError, StateError, StorageError
 from streammega.train import checkpoint
 from streammega.train.batch_hash import global_batch_hash, sample_digests
 from streammega.train.config import RunConfig, load_run
@@ -268,3 +269,144 @@ def test_batch_hashes_see_every_token_and_place_but_not_the_layout() -> None:
     assert global_batch_hash(dict(zip((1, 0, 2, 3), digests, strict=True))) != whole
     batch["tokens"][2, 5] += 1
     assert global_batch_hash(dict(zip(range(4), sample_digests(batch), strict=True))) != whole
+
+
+def test_several_validation_sets_are_read_from_their_start_every_time(run_file: str, tmp_path: Path) -> None:
+    write_random_pair(str(tmp_path / "other"), seed=9)
+    config = load_run(
+        run_file, [f'validation.other=["{tmp_path}/other"]', f'validation.both="0.5 {tmp_path}/other 0.5 {tmp_path}/data/pair"']
+    )
+    trainer = Trainer(config, torch.device("cpu"))
+    first, second = trainer.evaluate_all(), trainer.evaluate_all()
+    assert first == second
+    assert set(first["valid_loss_of"]) == {"other", "both"}
+    assert len({first["valid_loss"], *first["valid_loss_of"].values()}) == 3
+    per_split = [f'["{tmp_path}/data/pair"]', f'["{tmp_path}/data/pair", "{tmp_path}/other"]', '["unused"]']
+    text = Path(run_file).read_text()
+    several = re.sub(r"blend = .*", f"blend_per_split = [{', '.join(per_split)}]\nmultiple_validation_sets = true", text)
+    Path(run_file).write_text(several)
+    sets = Trainer(load_run(run_file), torch.device("cpu")).evaluate_all()
+    assert set(sets) == {"valid_loss_of"}
+    assert set(sets["valid_loss_of"]) == {"pair", "other"}
+    with pytest.raises(ConfigError, match="validation set 'a/b'"):
+        load_run(run_file, ["validation.a/b=x"])
+
+
+def test_the_global_batch_ramps_up(run_file: str) -> None:
+    config = load_run(run_file, ["train.rampup=[4, 2, 24]", "train.micro_batch_size=2", "train.save_interval=0"])
+    Trainer(config, torch.device("cpu")).run()
+    records = read_metrics(Path(config.train.out_dir) / "metrics.jsonl")
+    sizes = [record["samples"][1] - record["samples"][0] for record in records]
+    assert sizes == [4, 4, 4, 6, 6, *[8] * 11]
+    assert [r["samples"][0] for r in records[1:]] == [r["samples"][1] for r in records[:-1]]
+    assert config.num_samples()[0] == records[-1]["samples"][1] == config.train.schedule.samples_after(16)
+
+
+def test_rewinding_replays_steps_and_skipping_passes_over_samples(trained: RunConfig, run_file: str) -> None:
+    folder = Path(trained.train.out_dir)
+    before = {record["step"]: record for record in read_metrics(folder / "metrics.jsonl")}
+    again = Trainer(load_run(run_file, ["train.rewind=13"]), torch.device("cpu"))
+    again.resume()
+    assert again.step == 12
+    record, _ = again.train_step()
+    assert (record["loss"], record["batch_hash"]) == (before[13]["loss"], before[13]["batch_hash"])
+    again.close()
+    assert sorted(path.name for path in (folder / "checkpoints").iterdir()) == [
+        "step-00000012", "step-00000014.rewound", "step-00000016.rewound"
+    ]  # fmt: skip
+    skipping = Trainer(
+        load_run(run_file, ["data.skip_samples=[[96, 112]]", "data.num_samples=[200, 48, 0]"]), torch.device("cpu")
+    )
+    with pytest.raises(StateError, match="num_samples"):
+        skipping.resume()  # in the Megatron order the number of samples is part of the order
+    skipping = Trainer(load_run(run_file, ["data.skip_samples=[[96, 112]]"]), torch.device("cpu"))
+    skipping.resume()
+    record, _ = skipping.train_step()
+    assert record["samples"] == [112, 120]
+    assert record["batch_hash"] == before[15]["batch_hash"]
+    skipping.close()
+    with pytest.raises(ConfigError, match="no checkpoint at or before that step"):
+        Trainer(load_run(run_file, ["train.rewind=3"]), torch.device("cpu")).resume()
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_narrow_parameters_train_with_wide_main_ones_and_resume(run_file: str, dtype: str) -> None:
+    wide_run = load_run(run_file, ["train.lr=0.01", f"train.out_dir={Path(run_file).parent}/wide"])
+    Trainer(wide_run, torch.device("cpu")).run()
+    wanted = read_metrics(Path(wide_run.train.out_dir) / "metrics.jsonl")
+    options = [
+        f"train.dtype={dtype}",
+        "parallel.optimizer=sharded",
+        "train.lr=0.01",
+        "train.save_interval=8",
+        "train.keep_checkpoints=2",
+    ]
+    config = load_run(run_file, options)
+    Trainer(config, torch.device("cpu")).run()
+    records = read_metrics(Path(config.train.out_dir) / "metrics.jsonl")
+    assert [r["loss"] for r in records] == pytest.approx([r["loss"] for r in wanted], rel=0.01)
+    assert [r["grad_norm"] for r in records] == pytest.approx([r["grad_norm"] for r in wanted], rel=0.1)
+    assert ("loss_scale" in records[-1]) == (dtype == "float16")
+    back = Trainer(load_run(run_file, [*options, "train.rewind=8"]), torch.device("cpu"))
+    back.resume()
+    back.run()
+    whole = [record["loss"] for record in records[8:]]
+    assert [r["loss"] for r in read_metrics(Path(config.train.out_dir) / "metrics.jsonl")[16:]] == whole
+    wide = Trainer(load_run(run_file), torch.device("cpu"))
+    wide.resume()
+    narrow = back.model.chunks[0].norm.weight  # type: ignore[union-attr]
+    main = wide.model.chunks[0].norm.weight  # type: ignore[union-attr]
+    assert torch.equal(main.to(narrow.dtype), narrow)
+    assert not torch.equal(main, narrow.float()), "a float32 run takes the fp32 main parameters"
+    with pytest.raises(ConfigError, match=r"parallel\.optimizer = sharded"):
+        load_run(run_file, [f"train.dtype={dtype}"])
+
+
+def test_a_run_is_drawn_and_logged_for_tensorboard(run_file: str, capsys: pytest.CaptureFixture[str]) -> None:
+    from streammega.cli import main
+
+    config = load_run(run_file, ["train.tensorboard=true", "train.save_interval=0"])
+    Trainer(config, torch.device("cpu")).run()
+    folder = Path(config.train.out_dir)
+    assert list((folder / "tensorboard").glob("events*"))
+    assert main(["plot", str(folder)]) == 0
+    assert "16 steps, loss" in capsys.readouterr().out
+    assert (folder / "run.png").read_bytes().startswith(b"\x89PNG")
+    assert main(["plot", str(folder / "nothing")]) == 1
+    assert "give the out_dir of a run" in capsys.readouterr().err
+
+
+def test_a_gradient_that_explodes_ends_the_run_with_its_parameter(run_file: str) -> None:
+    trainer = Trainer(load_run(run_file, ["train.largest_gradient=1e-9"]), torch.device("cpu"))
+    with pytest.raises(GradientError, match=r"rank 0: the gradient of \S+ has an element of"):
+        trainer.train_step()
+
+
+def test_a_checkpoint_that_cannot_be_written_is_named_and_the_one_before_stays(run_file: str) -> None:
+    trainer = Trainer(load_run(run_file), torch.device("cpu"))
+    trainer.train_step()
+    trainer.save(background=True)
+    trainer.checkpoints.wait()
+    folder = trainer.checkpoints.folder
+    (folder / "step-00000000.partial").write_text("a file is in the way")
+    for background in (True, False):
+        with pytest.raises(StorageError, match=r"cannot be written .* The checkpoints before it are whole"):
+            trainer.save(background=background)
+            trainer.checkpoints.wait()
+    assert [path.name for path in checkpoint.checkpoints(folder)] == ["step-00000000"]
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("parallel.tp=2", "1 ranks are not a multiple of tp 2"),
+        ("parallel.virtual_stages=2", r"needs parallel\.pp of two"),
+        ("parallel.optimizer=zero", "goes with parallel.data_parallel = torch"),
+        ("parallel.optimiser=zero", "did you mean parallel.optimizer"),
+        ("train.decay=sine", "train.decay"),
+        ("parallel.order=tp-tp", "name each of"),
+    ],
+)
+def test_layouts_that_cannot_work_are_named(run_file: str, override: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        Trainer(load_run(run_file, [override]), torch.device("cpu"))

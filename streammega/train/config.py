@@ -125,7 +125,7 @@ class TrainConfig:
     hash_batches: bool = False
     """Write a hash of every global batch to metrics.jsonl: the proof that a resume is exact."""
     tensorboard: bool = False
-    """Write the metrics for TensorBoard too; needs `pip install 'streammega[metrics]'`."""
+    """Write the metrics for TensorBoard too; needs `pip install 'streammega[tensorboard]'`."""
     timeout: float = 600.0
     """Seconds after which a collective that does not end ends the run."""
 

@@ -137,10 +137,10 @@ class Trainer:
         micro_steps = dataset.schedule.micro_batches_at(start, train.micro_batch_size, self.ranks.layout.dp)
         batches, ids, waited = self._take(micro_steps)
         self.watch.phase("computing", self.step + 1)
-        scale = self.scale.value if self.scale else 1.0
-        losses = self.model.forward_backward(batches, scale)
+        tokens = float(size * self.config.data.sequence_length)
+        losses = self.model.forward_backward(batches, self.scale.value / tokens if self.scale else 1.0)
         self.watch.phase("reducing")
-        norm = self._reduce_and_step(losses)
+        norm = self._reduce_and_step(losses, tokens)
         totals = self._totals(losses, ids)
         record: dict[str, Any] = {
             "step": self.step + 1,
@@ -202,15 +202,15 @@ class Trainer:
             ids += dataset.sample_ids(self.batches.consumed_samples - dataset.step_samples).tolist()
         return batches, ids, time.perf_counter() - began
 
-    def _reduce_and_step(self, losses: Losses) -> float:
-        """Normalise gradients by the tokens of the whole global batch, clip and step; returns the norm before clipping."""
+    def _reduce_and_step(self, losses: Losses, divided_by: float) -> float:
+        """Normalise gradients by the unmasked tokens of the global batch, clip and step; returns the norm before clipping."""
         tokens, limit = losses.tokens.sum(), self.config.train.clip_grad or math.inf
         optimizer = self.optimizer
         if isinstance(self.model.wrapped[0], BucketedDataParallel):
             models = [model for model in self.model.wrapped if isinstance(model, BucketedDataParallel)]
             finish_grad_sync(models, tokens)  # none on all but the last stage
             if isinstance(optimizer, ShardedOptimizer):
-                if self.scale is not None and not self.scale.unscale(optimizer):
+                if self.scale is not None and not self.scale.unscale(optimizer, divided_by):
                     return math.inf  # fp16 overflowed: no step, and a smaller scale
                 norm = optimizer.clip_grad_norm_(limit)
             else:

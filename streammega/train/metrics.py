@@ -70,7 +70,7 @@ def _open_board(folder: Path) -> Any:
     try:
         from torch.utils.tensorboard import SummaryWriter
     except ImportError:
-        raise ConfigError("train.tensorboard needs: pip install 'streammega[metrics]'") from None
+        raise ConfigError("train.tensorboard needs: pip install 'streammega[tensorboard]'") from None
     return SummaryWriter(str(folder))
 
 

@@ -185,8 +185,11 @@ class LossScale:
     def __init__(self, value: float = 2.0**16, interval: int = 1000, least: float = 1.0) -> None:
         self.value, self.interval, self.least, self.good = value, interval, least, 0
 
-    def unscale(self, optimizer: ShardedOptimizer) -> bool:
-        """Divide the gradients by the scale; False, and a smaller scale, where they are not finite on some rank."""
+    def unscale(self, optimizer: ShardedOptimizer, divided_by: float = 1.0) -> bool:
+        """Divide the gradients by the scale; False, and a smaller scale, where they are not finite on some rank.
+
+        divided_by: what the loss was divided by besides, so that a sum over many tokens keeps within fp16.
+        """
         grads = [_grad(piece) for piece in optimizer.pieces]
         device = optimizer.models[0].buffers_of_grads[0].grads.device
         bad = torch.zeros((), device=device)
@@ -198,7 +201,7 @@ class LossScale:
         if bad:
             self.value, self.good = max(self.value / 2, self.least), 0
             return False
-        optimizer.scale_grads(1.0 / self.value)
+        optimizer.scale_grads(divided_by / self.value)
         self.good += 1
         if self.good == self.interval:
             self.value, self.good = self.value * 2, 0

@@ -102,7 +102,9 @@ def batches(chosen: argparse.Namespace, folder: Path) -> None:
 
 
 def waiting(chosen: argparse.Namespace, folder: Path) -> None:
-    print("a training step from an object server with 20 ms of latency and 60 MB/s a connection: what it waits for data")
+    print(
+        "a step of 2 ranks x 2 micro-batches of 4 x 256 tokens, from an object server with 20 ms of latency, 60 MB/s a connection"
+    )
     root = folder / "objects"
     write_tokens(root / "data" / "web", 20_000_000)
     with running(root) as server:
@@ -205,16 +207,16 @@ def five_broadcasts(whole: Iterator[Any] | None, rows: int, length: int, device:
 
 def time_waiting(rank: int, device: torch.device, runs: int, options: dict[str, Any], cache: str) -> dict[str, list[float]]:
     config = DataConfig(
-        blend=["s3://data/web"], sequence_length=LENGTH, order="stream", index_cache_dir=cache, eod_id=0,
+        blend=["s3://data/web"], sequence_length=256, order="stream", index_cache_dir=cache, eod_id=0,
         storage=StorageConfig(storage_options=options),
     )  # fmt: skip
-    ranks = Ranks(ParallelLayout(dp=2))
+    ranks, rows = Ranks(ParallelLayout(dp=2)), 4
     model = BucketedDataParallel(GPT(MODEL).to(device), ranks=ranks, bucket_size=BUCKET)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
     times: dict[str, list[float]] = {"wait": [], "step": []}
-    with open_loader(config, ranks, micro_batch_size=BATCH, global_batch_size=BATCH * 2 * MICRO_BATCHES) as loader:
+    with open_loader(config, ranks, micro_batch_size=rows, global_batch_size=rows * 2 * MICRO_BATCHES) as loader:
         feed = RankBatches(loader, ranks, device)
-        for number in range(5 * runs):
+        for number in range(3 * runs + 3):
             began, waited = time.perf_counter(), 0.0
             for micro in range(MICRO_BATCHES):
                 asked = time.perf_counter()

@@ -1,0 +1,43 @@
+"""The examples run as they say."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+EXAMPLES = Path(__file__).parent.parent / "tools" / "examples"
+
+
+def run(folder: Path, name: str, ranks: int, *arguments: str) -> str:
+    launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"] if ranks > 1 else []
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"}
+    done = subprocess.run(
+        [sys.executable, *launcher, str(EXAMPLES / name), *arguments],
+        cwd=folder, env=environment, capture_output=True, text=True, check=False, timeout=120,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-3000:]
+    return done.stdout
+
+
+def test_only_the_loader_goes_on_where_it_stopped_on_other_ranks(tmp_path: Path) -> None:
+    first = run(tmp_path, "loader.py", 1)
+    second = run(tmp_path, "loader.py", 2)
+    samples = [int(number) for number in re.findall(r"sample (\d+)", first + second)]
+    assert samples == [16 * (n + 1) for n in range(10)]
+
+
+def test_only_get_batch_gives_every_rank_its_part(tmp_path: Path) -> None:
+    lines = run(tmp_path, "batches.py", 4).splitlines()
+    assert len(lines) == 12
+    for line in lines:
+        start = 0 if "'cp': 0" in line else 16
+        assert line.endswith(f"(2, 32) tokens, from position {start}")
+
+
+def test_only_the_buckets_learn(tmp_path: Path) -> None:
+    losses = [float(value) for value in re.findall(r"loss (\S+),", run(tmp_path, "buckets.py", 2))]
+    assert len(losses) == 4
+    assert losses[-1] < losses[0]

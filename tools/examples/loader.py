@@ -1,0 +1,58 @@
+"""A loop of your own with only the loader: any model, torch's own data parallelism.
+
+    python tools/examples/loader.py [PREFIX]
+    torchrun --nproc-per-node 2 tools/examples/loader.py s3://bucket/web
+
+Run it twice: the second run goes on where the first stopped, on any number of ranks.
+"""
+
+import json
+import os
+import sys
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+import streammega as sm
+
+PREFIX = sys.argv[1] if len(sys.argv) > 1 else "mock://tokens=1000000,vocab=1000"
+STATE = Path(os.environ.get("STATE", "loader-state.json"))
+STEPS, GLOBAL_BATCH, MICRO_BATCH = 5, 16, 4
+
+
+def main() -> None:
+    distributed = "RANK" in os.environ
+    if distributed:
+        dist.init_process_group()
+    rank, world = (dist.get_rank(), dist.get_world_size()) if distributed else (0, 1)
+    data = sm.DataConfig(blend=[PREFIX], sequence_length=64, order="stream", vocab_size=1000)
+    loader = sm.StreamLoader(data, micro_batch_size=MICRO_BATCH, global_batch_size=GLOBAL_BATCH, dp_rank=rank, dp_size=world)
+    if STATE.exists():
+        loader.load_state_dict(json.loads(STATE.read_text()))
+    torch.manual_seed(0)
+    model: nn.Module = nn.Sequential(nn.Embedding(1000, 32), nn.Linear(32, 1000))
+    model = DistributedDataParallel(model) if distributed else model
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    batches = iter(loader)
+    for step in range(STEPS):
+        micro_batches = GLOBAL_BATCH // (MICRO_BATCH * world)
+        for _ in range(micro_batches):
+            batch = next(batches)
+            loss = nn.functional.cross_entropy(model(batch["tokens"]).flatten(0, 1), batch["labels"].flatten())
+            (loss / micro_batches).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        if rank == 0:
+            print(f"step {step}: sample {loader.consumed_samples}, loss {float(loss):.3f}")
+    if rank == 0:
+        STATE.write_text(json.dumps(loader.state_dict()))  # of what was handed out, never of what was read ahead
+    loader.close()
+    if distributed:
+        dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
