@@ -34,6 +34,19 @@ class Gang:
 
     def run(self, size: int, function: Callable[..., Any], *arguments: Any) -> list[Any]:
         """function(rank, *arguments) on `size` ranks with gloo; their results. An error of any rank is raised here."""
+        return self._collect(self._start(size, function, arguments))
+
+    def run_until(self, due: Callable[[], bool], size: int, function: Callable[..., Any], *arguments: Any) -> bool:
+        """The same, but SIGKILL for all ranks at once when `due` says so; whether it came to that."""
+        members = self._start(size, function, arguments)
+        while not wait([pipe for _, pipe in members], timeout=0.01):
+            if due():
+                self.close()
+                return True
+        self._collect(members)
+        return False
+
+    def _start(self, size: int, function: Callable[..., Any], arguments: tuple[Any, ...]) -> list[tuple[Any, Connection]]:
         while len(self._members) < size:
             ours, theirs = self._context.Pipe()
             process = self._context.Process(target=_serve, args=(theirs,), daemon=True)
@@ -44,7 +57,7 @@ class Gang:
         members = self._members[:size]
         for rank, (_, pipe) in enumerate(members):
             pipe.send((rank, size, os.path.join(folder, "store"), function, arguments))
-        return self._collect(members)
+        return members
 
     def _collect(self, members: list[tuple[Any, Connection]]) -> list[Any]:
         results: dict[int, Any] = {}

@@ -51,6 +51,19 @@ def to_the_end(rank: int, layout: ParallelLayout, config: DataConfig, sizes: dic
     return alone, len(a), len(b)
 
 
+def mesh_both_ways(rank: int, layout: ParallelLayout, config: DataConfig, sizes: dict[str, Any]) -> tuple[bool, bool]:
+    """Whether a DeviceMesh of a layout gives the layout back, and whether a loader takes its rank from it."""
+    from streammega import StreamLoader
+    from streammega.ranks import device_mesh
+
+    mesh = device_mesh(layout, "cpu")
+    again = ParallelLayout.from_mesh(mesh)
+    same = all(again.groups(name) == layout.groups(name) for name in ("tp", "cp", "dp-cp", "pp", "tp-pp", "embedding"))
+    loader = StreamLoader(config, **sizes, mesh=mesh)
+    at = layout.coordinates(rank)
+    return same, (loader.dataset.dp_rank, loader.dataset.dp_size) == (at["dp"], layout.dp)
+
+
 # Gradients.
 
 

@@ -330,7 +330,7 @@ def test_one_download_per_node_whatever_the_rank_count(pair: str, tmp_path: Path
     with http_server(objects_of(pair)) as server:
         results = context.Queue()
         arguments = (f"{server.url}/p", str(tmp_path / "cache"), results)
-        ranks = [context.Process(target=_open_and_sum, args=arguments) for _ in range(4)]
+        ranks = [context.Process(target=_open_and_sum, args=arguments) for _ in range(3)]
         for rank in ranks:
             rank.start()
         sums = {results.get(timeout=60) for _ in ranks}

@@ -141,3 +141,26 @@ def test_one_loss_for_all_optimizers_and_schedules(
     gang: Gang, folder: Path, alone: dict[str, Any], layout: tuple[int, int, int, int], overrides: list[str]
 ) -> None:
     compare(gang, folder, alone, "plain", layout, overrides)
+
+
+def test_a_run_that_changes_its_layout_and_optimizer_is_one_run(gang: Gang, folder: Path, alone: dict[str, Any]) -> None:
+    """Weights, moments and cursor cross from each layout and optimizer to each other: the losses are those of one rank."""
+    if "plain" not in alone:
+        alone["plain"] = run_on(gang, folder, "alone-plain", 1, [])
+    chain = [
+        (4, ["parallel.optimizer=sharded"]),
+        (4, ["parallel.tp=2", "parallel.pp=2", "parallel.optimizer=sharded"]),
+        (2, ["parallel.data_parallel=torch", "parallel.optimizer=zero"]),
+        (4, ["parallel.pp=2", "parallel.virtual_stages=2"]),
+        (2, ["parallel.tp=2"]),
+        (1, ["parallel.optimizer=sharded"]),
+        (1, []),
+    ]
+    out, records = str(folder / "chain"), []
+    for size, overrides in chain:
+        records += gang.run(size, train, str(folder / "run.toml"), [f"train.out_dir={out}", *overrides], 2)[0]
+    for record, wanted in zip(records, alone["plain"][0], strict=False):
+        assert record["batch_hash"] == wanted["batch_hash"]
+        assert record["loss"] == pytest.approx(wanted["loss"], abs=TOLERANCE)
+        assert record["grad_norm"] == pytest.approx(wanted["grad_norm"], rel=1e-4)
+    assert len(records) == 14

@@ -23,7 +23,7 @@ from streammega.ranks.derive import device_fields
 from streammega.samples.fields import Batch, batch_fields
 from streammega.stream import StreamingDataset
 from tests.gang import Gang
-from tests.rank_programs import read_batches, to_the_end
+from tests.rank_programs import mesh_both_ways, read_batches, to_the_end
 
 LENGTH, MICRO, GLOBAL = 16, 2, 8
 SIZES: dict[str, Any] = {"micro_batch_size": MICRO, "global_batch_size": GLOBAL}
@@ -117,6 +117,12 @@ def test_reading_ahead_changes_nothing_and_is_not_counted(gang: Gang, config: Da
         assert result["state"]["consumed_samples"] == 8, "what is under way lies past the skipped samples"
         for batch, whole in zip(result["batches"], expected(config, 0, 1, 4), strict=True):
             np.testing.assert_array_equal(batch["tokens"], whole["tokens"].numpy())
+
+
+@pytest.mark.parametrize("order", ["tp-cp-ep-dp-pp", "pp-dp-tp-cp-ep"])
+def test_device_meshes_and_layouts_say_the_same(gang: Gang, config: DataConfig, order: str) -> None:
+    layout = ParallelLayout(tp=2, dp=2, pp=2, order=order)
+    assert gang.run(8, mesh_both_ways, layout, config, SIZES) == [(True, True)] * 8
 
 
 def test_middle_stages_may_ask_for_positions(gang: Gang, config: DataConfig) -> None:

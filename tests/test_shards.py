@@ -109,6 +109,7 @@ def test_training_sees_the_same_tokens_whatever_the_shards_are(sets: Path, tmp_p
 
 
 @pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("s3_storage", ["obstore", pytest.param("fsspec", marks=pytest.mark.soak)], indirect=True)
 def test_training_from_object_storage_sees_them_too(
     sets: Path, tmp_path: Path, kind: str, s3_storage: StorageConfig, bucket: str
 ) -> None:

@@ -346,8 +346,12 @@ def damaged_pages(entry: Entry) -> list[tuple[Path, int]]:
     bad = []
     for path in sorted(entry.folder.glob("*.pages")):
         table, data = _table(path), path.with_suffix(".data")
+        stored = np.flatnonzero(table).tolist()
+        if not data.exists():  # a process was killed before it made the second of the two
+            bad += [(data, page) for page in stored]
+            continue
         with open(data, "rb") as file:
-            for page in np.flatnonzero(table).tolist():
+            for page in stored:
                 file.seek(page * PAGE_BYTES)
                 if checksum(file.read(PAGE_BYTES)) != int(table[page]):
                     bad.append((data, page))

@@ -112,6 +112,8 @@ class Trainer:
     def close(self) -> None:
         """Finish what is being written, and end reading ahead."""
         self.watch.phase("saving")
+        if isinstance(self.optimizer, ShardedOptimizer):
+            self.optimizer.finish_param_sync()
         self.checkpoints.wait()
         self.batches.close()
         self.loader.close()

@@ -50,7 +50,7 @@ class ShardedOptimizer:
         optimizer.step()
 
     After `step` the parameters are gathered while the next forward begins: a module waits for its own before it runs. Code
-    that uses a parameter outside of its module's forward calls `finish_param_sync` first.
+    that uses a parameter outside of its module's forward, or ends the process group, calls `finish_param_sync` first.
 
     Args:
         models: BucketedDataParallel with sharded=True; several for virtual pipeline stages.

@@ -34,6 +34,7 @@ def main() -> None:
         optimizer.step()  # parameters are gathered while the next forward begins
         if dist.get_rank() == 0 and step % 5 == 4:
             print(f"step {step}: loss {float(loss.detach()):.4f}, gradient norm {float(norm):.4f}")
+    optimizer.finish_param_sync()  # before anything that is no forward: the end, or saving
     dist.destroy_process_group()
 
 
