@@ -98,6 +98,6 @@ if __name__ == "__main__":
     code = main(sys.argv[1:])
     sys.stdout.flush()
     sys.stderr.flush()
-    if code and int(os.environ.get("WORLD_SIZE", "1")) > 1:
-        os._exit(code)  # threads that wait for ranks which are gone would keep this process
+    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        os._exit(code)  # threads that wait for ranks which are gone keep a process; gloo's may abort it as it ends
     sys.exit(code)

@@ -45,7 +45,8 @@ def reduce_to_shards(tensor: Tensor, group: Group) -> Work:
     if dist.get_backend(group) == "gloo":
         return reduce_all(tensor, group)
     own = tensor.chunk(group.size())[group.rank()]
-    return dist.reduce_scatter_tensor(own, tensor, group=group, async_op=True)  # type: ignore[no-any-return]
+    reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor  # renamed by torch
+    return reduce_scatter(own, tensor, group=group, async_op=True)  # type: ignore[no-any-return]
 
 
 def gather_shards(tensor: Tensor, group: Group) -> Work:
@@ -57,7 +58,8 @@ def gather_shards(tensor: Tensor, group: Group) -> Work:
     if dist.get_backend(group) == "gloo":
         ranks = dist.get_process_group_ranks(group)
         return Works(dist.broadcast(shard, rank, group=group, async_op=True) for shard, rank in zip(shards, ranks, strict=True))
-    return dist.all_gather_into_tensor(tensor, shards[group.rank()], group=group, async_op=True)  # type: ignore[no-any-return]
+    all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+    return all_gather(tensor, shards[group.rank()], group=group, async_op=True)  # type: ignore[no-any-return]
 
 
 def total_norm(once: Sequence[Tensor], groups: Iterable[Group | None], device: torch.device) -> Tensor:

@@ -7,6 +7,7 @@ finish_grad_sync: what is left starts ─► all wait ─► normalised gradient
 from __future__ import annotations
 
 import contextlib
+import weakref
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -189,10 +190,13 @@ class BucketedDataParallel(nn.Module):
 
     def _hook(self, buffer: GradBuffer, number: int, slot: GradSlot) -> Any:
         """Runs in backward, when the parameter's gradient of one micro-batch is complete."""
+        reference = weakref.ref(self)  # or the parameter would keep this, and its process group, for ever
 
         @torch.no_grad()
         def accumulate(parameter: Tensor) -> None:
-            assert parameter.grad is not None
+            self = reference()
+            if self is None or parameter.grad is None:
+                return
             grad = local_part(_placed(parameter.grad, parameter))
             slot.count += 1
             last = slot.count == self._expected if self._expected else self._sync
