@@ -116,7 +116,9 @@ def test_one_loss_for_all_layouts(gang: Gang, folder: Path, alone: dict[str, Any
 
 
 @pytest.mark.parametrize(
-    "layout", [(2, 1, 2, 1), (2, 1, 1, 2), pytest.param((1, 2, 2, 2), marks=pytest.mark.soak)], ids=["cp", "pp", "tp-cp-pp"]
+    "layout",
+    [(2, 1, 2, 1), (1, 1, 1, 4), pytest.param((1, 2, 2, 2), marks=pytest.mark.soak)],
+    ids=["cp", "four-stages", "tp-cp-pp"],
 )
 def test_one_loss_with_documents_apart(
     gang: Gang, folder: Path, alone: dict[str, Any], layout: tuple[int, int, int, int]
@@ -130,12 +132,13 @@ def test_one_loss_with_documents_apart(
         ((2, 1, 1, 1), ["parallel.data_parallel=torch"]),
         ((2, 1, 2, 1), ["parallel.data_parallel=torch", "parallel.optimizer=zero"]),
         ((4, 1, 1, 1), ["parallel.optimizer=sharded"]),
+        ((1, 1, 1, 4), ["train.micro_batch_size=1"]),
         pytest.param((2, 2, 1, 2), ["parallel.optimizer=sharded"], marks=pytest.mark.soak),
         pytest.param((2, 1, 1, 2), ["parallel.virtual_stages=2"], marks=pytest.mark.soak),
         ((1, 1, 2, 2), ["parallel.virtual_stages=2", "parallel.optimizer=sharded"]),
         ((2, 2, 1, 1), ['parallel.order="dp-tp-cp-pp"', "parallel.optimizer=sharded"]),
     ],
-    ids=["ddp", "zero", "sharded", "sharded-tp-pp", "virtual", "virtual-sharded-cp", "sharded-dp-first"],
+    ids=["ddp", "zero", "sharded", "four-stages", "sharded-tp-pp", "virtual", "virtual-sharded-cp", "sharded-dp-first"],
 )
 def test_one_loss_for_all_optimizers_and_schedules(
     gang: Gang, folder: Path, alone: dict[str, Any], layout: tuple[int, int, int, int], overrides: list[str]

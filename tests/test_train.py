@@ -17,12 +17,12 @@ import psutil
 import pytest
 import torch
 
-from streammega import IndexedDatasetWriter
+from streammega import IndexedDatasetWriter, ParallelLayout
 from streammega.errors import ConfigError, GradientError, StateError, StorageError
 from streammega.train import checkpoint
 from streammega.train.batch_hash import global_batch_hash, sample_digests
 from streammega.train.config import RunConfig, load_run
-from streammega.train.loop import Trainer
+from streammega.train.loop import Trainer, _check_pipeline
 from streammega.train.metrics import read_metrics
 from streammega.train.schedule import set_learning_rate
 from streammega.train.splits import open_plain
@@ -315,13 +315,29 @@ def test_rewinding_replays_steps_and_skipping_passes_over_samples(trained: RunCo
     assert sorted(path.name for path in (folder / "checkpoints").iterdir()) == [
         "step-00000012", "step-00000014.rewound", "step-00000016.rewound"
     ]  # fmt: skip
+    again.step = 13
+    again.save()
+    again.close()
+    restarted = Trainer(load_run(run_file, ["train.rewind=12"]), torch.device("cpu"))
+    restarted.resume()
+    assert restarted.step == 12, "another rewind"
+    assert "step-00000013.rewound" in {path.name for path in (folder / "checkpoints").iterdir()}
+    restarted.train_step()
+    restarted.step = 13
+    restarted.save()
+    restarted.close()
+    once_more = Trainer(load_run(run_file, ["train.rewind=12"]), torch.device("cpu"))
+    once_more.resume()
+    assert once_more.step == 13, "a restart of the same rewind goes on"
+    once_more.close()
     skipping = Trainer(
         load_run(run_file, ["data.skip_samples=[[96, 112]]", "data.num_samples=[200, 48, 0]"]), torch.device("cpu")
     )
     with pytest.raises(StateError, match="num_samples"):
         skipping.resume()  # in the Megatron order the number of samples is part of the order
-    skipping = Trainer(load_run(run_file, ["data.skip_samples=[[96, 112]]"]), torch.device("cpu"))
-    skipping.resume()
+    skipping = Trainer(load_run(run_file, ["data.skip_samples=[[96, 112]]", "train.rewind=12"]), torch.device("cpu"))
+    skipping.step = 12
+    skipping.batches.load_state_dict(checkpoint.load_position(folder / "checkpoints" / "step-00000012")["data"])
     record, _ = skipping.train_step()
     assert record["samples"] == [112, 120]
     assert record["batch_hash"] == before[15]["batch_hash"]
@@ -406,8 +422,19 @@ def test_a_checkpoint_that_cannot_be_written_is_named_and_the_one_before_stays(r
         ("parallel.optimiser=zero", "did you mean parallel.optimizer"),
         ("train.decay=sine", "train.decay"),
         ("parallel.order=tp-tp", "name each of"),
+        ("parallel.pp=2", "1 ranks are not a multiple"),
     ],
 )
 def test_layouts_that_cannot_work_are_named(run_file: str, override: str, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         Trainer(load_run(run_file, [override]), torch.device("cpu"))
+
+
+def test_a_pipeline_without_enough_micro_batches_is_named_before_it_starts(run_file: str) -> None:
+    for stages, message in (
+        (1, "has 2 micro-batches on each rank; parallel.pp 4 needs at least 4"),
+        (2, "needs a multiple of 4"),
+    ):
+        overrides = ["parallel.pp=4", f"parallel.virtual_stages={stages}", "train.micro_batch_size=4"]
+        with pytest.raises(ConfigError, match=message):
+            _check_pipeline(load_run(run_file, overrides), ParallelLayout(pp=4))

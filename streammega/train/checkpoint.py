@@ -13,7 +13,7 @@ import re
 import shutil
 import threading
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -69,16 +69,16 @@ class Checkpoints:
         """Whole checkpoints, oldest first."""
         return checkpoints(self.folder)
 
-    def rewind(self, step: int) -> None:
-        """Set aside all checkpoints after a step, as `step-*.rewound`."""
+    def set_aside_all_but(self, kept: Sequence[Path]) -> None:
+        """Rename all other checkpoints to `step-*.rewound`, when every rank has looked at them."""
+        self._barrier()
         if self._rank == 0:
             for path in self.found():
-                if step_of(path) > step:
+                if path not in kept:
                     aside = path.with_suffix(".rewound")
                     shutil.rmtree(aside, ignore_errors=True)
                     os.replace(path, aside)
-        if self._group is not None:
-            dist.barrier(self._group)
+        self._barrier()
 
     def load(self, path: Path, model: ParallelModel, optimizer: Optimizer) -> None:
         """Load tensors into a model and optimizer of any layout. Raises StateError for another model's."""

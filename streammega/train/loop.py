@@ -51,6 +51,7 @@ class Trainer:
         parallel = config.parallel
         world = dist.get_world_size() if dist.is_initialized() else 1
         layout = ParallelLayout.of_world(world, tp=parallel.tp, cp=parallel.cp, pp=parallel.pp, order=parallel.order)
+        _check_pipeline(config, layout)
         self.ranks = Ranks(layout, timedelta(seconds=config.train.timeout))
         self.watch = watch or Watch(None, self.ranks.rank, world)
         self.step = 0
@@ -72,12 +73,12 @@ class Trainer:
 
     def resume(self) -> None:
         """Load the newest whole checkpoint (with train.rewind, the newest up to there): weights, optimizer, and the cursor."""
-        rewind = self.config.train.rewind
-        found = [path for path in self.checkpoints.found() if rewind is None or step_of(path) <= rewind]
+        found, rewind = self.checkpoints.found(), self.config.train.rewind
         if rewind is not None:
+            found = [path for path in found if step_of(path) <= rewind or load_position(path).get("rewind") == rewind]
             if not found:
                 raise ConfigError(f"train.rewind = {rewind}: there is no checkpoint at or before that step in {self.folder}")
-            self.checkpoints.rewind(rewind)
+            self.checkpoints.set_aside_all_but(found)
         if not found:
             return
         position = load_position(found[-1])
@@ -124,6 +125,8 @@ class Trainer:
         """One checkpoint at the current step; the data position is what was handed out."""
         self.watch.phase("saving", self.step)
         position: dict[str, Any] = {"step": self.step, "data": self.batches.state_dict()}
+        if self.config.train.rewind is not None:
+            position["rewind"] = self.config.train.rewind  # a restart with the same setting goes on from here
         if self.scale is not None:
             position["loss_scale"] = self.scale.state_dict()
         if isinstance(self.optimizer, ShardedOptimizer):
@@ -276,6 +279,17 @@ class Trainer:
 
     def _ask_to_stop(self) -> None:
         self._stop = True
+
+
+def _check_pipeline(config: RunConfig, layout: ParallelLayout) -> None:
+    """Raise ConfigError for steps of too few micro-batches to keep the pipeline's stages busy."""
+    micro, rounds = config.train.micro_batch_size * layout.dp, config.parallel.virtual_stages > 1
+    for _, size in config.train.schedule.stages:
+        if size // micro < layout.pp or (rounds and size // micro % layout.pp):
+            raise ConfigError(
+                f"a step of {size} samples has {size // micro} micro-batches on each rank; parallel.pp {layout.pp} needs "
+                f"{'a multiple of' if rounds else 'at least'} {layout.pp}: change train.global_batch_size or micro_batch_size"
+            )
 
 
 @contextmanager

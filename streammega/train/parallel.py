@@ -161,11 +161,6 @@ class ParallelModel:
     def _schedule(self, micro_batches: int) -> Any:
         if micro_batches not in self._schedules:
             parallel = self.config.parallel
-            if parallel.virtual_stages > 1 and micro_batches % parallel.pp:
-                raise ConfigError(
-                    f"the interleaved schedule takes micro-batches in rounds of pp {parallel.pp}; a step has {micro_batches} per "
-                    f"rank: choose global_batch_size = micro_batch_size x dp x a multiple of pp, or virtual_stages = 1"
-                )
             if not self._schedules:
                 self._losses = _CurrentLosses()
                 self._stages = [self._stage(chunk, stage) for chunk, stage in zip(self.wrapped, self.stage_ids, strict=True)]
