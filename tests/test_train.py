@@ -438,3 +438,17 @@ def test_a_pipeline_without_enough_micro_batches_is_named_before_it_starts(run_f
         overrides = ["parallel.pp=4", f"parallel.virtual_stages={stages}", "train.micro_batch_size=4"]
         with pytest.raises(ConfigError, match=message):
             _check_pipeline(load_run(run_file, overrides), ParallelLayout(pp=4))
+
+
+@pytest.mark.parametrize(("order", "steps"), [("stream", 16), ("megatron", 14)])
+def test_skipped_samples_are_made_up_for_where_the_order_has_no_end(run_file: str, order: str, steps: int) -> None:
+    """In the Megatron order the number of samples is part of the order: the run ends with them, and is saved."""
+    config = load_run(run_file, [f"data.order={order}", "data.skip_samples=[[16, 32]]", "train.eval_interval=0"])
+    if order == "megatron":
+        pair = config.data.blend[0]  # type: ignore[index]
+        config = replace(config, data=replace(config.data, blend=[(pair, 0.5), (pair, 0.5)], num_samples=(128, 0, 0)))  # type: ignore[list-item]
+    trainer = Trainer(config, torch.device("cpu"))
+    trainer.run()
+    records = read_metrics(Path(config.train.out_dir) / "metrics.jsonl")
+    assert [record["step"] for record in records] == list(range(1, steps + 1))
+    assert checkpoint.checkpoints(trainer.checkpoints.folder)[-1].name == f"step-{steps:08d}"

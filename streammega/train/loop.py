@@ -40,6 +40,10 @@ class Terminated(Exception):
     """The run was ended by SIGTERM, after a checkpoint."""
 
 
+class DataEnded(Exception):
+    """There is no further global batch."""
+
+
 class Trainer:
     """One run on one rank: model, optimizer, loader and position. `run` trains to the end.
 
@@ -69,7 +73,11 @@ class Trainer:
         if self.ranks.rank == 0:
             train = config.train
             self.metrics = MetricsLog(self.folder, train.log_interval, train.iters, tensorboard=train.tensorboard)
-            log.info("%s; tokens are read %d times over all ranks", layout, read_factor(layout, config.data))
+            log.info(
+                "%s; tokens are read %d times over all ranks",
+                layout,
+                read_factor(layout, config.data, every_stage=self.every_stage),
+            )
 
     def resume(self) -> None:
         """Load the newest whole checkpoint (with train.rewind, the newest up to there): weights, optimizer, and the cursor."""
@@ -95,7 +103,12 @@ class Trainer:
         train = self.config.train
         with _on_sigterm(self._ask_to_stop):
             while self.step < train.iters:
-                record, stop = self.train_step()
+                try:
+                    record, stop = self.train_step()
+                except DataEnded as ended:
+                    log.warning("%s", ended)
+                    self.save()
+                    break
                 self.step += 1
                 last = self.step == train.iters
                 if train.eval_iters and train.eval_interval and (last or self.step % train.eval_interval == 0):
@@ -203,7 +216,13 @@ class Trainer:
         dataset, batches, ids = self.loader.dataset, [], []
         began = time.perf_counter()
         for _ in range(micro_steps):
-            batches.append(next(self.batches))
+            batch = next(self.batches, None)
+            if batch is None:
+                raise DataEnded(
+                    f"the data ends at sample {self.batches.consumed_samples}, after step {self.step} of "
+                    f"{self.config.train.iters}: data.skip_samples passed over the rest; raise data.num_samples"
+                )
+            batches.append(batch)
             ids += dataset.sample_ids(self.batches.consumed_samples - dataset.step_samples).tolist()
         return batches, ids, time.perf_counter() - began
 

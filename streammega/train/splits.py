@@ -45,7 +45,10 @@ def validation_sets(config: RunConfig) -> dict[str, RunConfig]:
 def _data_of(config: RunConfig, split: str) -> DataConfig:
     data = config.data
     if data.num_samples is None:
-        data = replace(data, num_samples=config.num_samples())
+        train, valid, test = config.num_samples()
+        if data.order == "stream":  # it has no end: what is skipped is made up for
+            train += sum(stop - start for start, stop in data.skip_samples)
+        data = replace(data, num_samples=(train, valid, test))
     wanted = config.num_samples()[0]
     if data.num_samples is not None and split == "train" and data.num_samples[0] < wanted:
         raise ConfigError(
