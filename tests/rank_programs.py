@@ -203,6 +203,17 @@ def bad_gradient(rank: int, value: float, limit: float | None) -> str:
     return ""
 
 
+def first_weights(rank: int, sharded: bool) -> list[float]:
+    """Some of the parameters, and a buffer, of a model that was made from another seed on each rank."""
+    from streammega import BucketedDataParallel
+
+    torch.manual_seed(rank)
+    module = torch.nn.Sequential(torch.nn.Linear(3, 3), torch.nn.BatchNorm1d(3))
+    module[1].running_mean += rank
+    model = BucketedDataParallel(module, sharded=sharded)
+    return [model.module[0].weight[0, 0].item(), float(model.module[1].running_mean[0])]
+
+
 def per_token(rank: int, tokens: list[int]) -> list[float]:
     """A gradient normalised by the tokens of all ranks."""
     from streammega import BucketedDataParallel

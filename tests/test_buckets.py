@@ -18,6 +18,7 @@ from tests.gang import Gang
 from tests.rank_programs import (
     bad_gradient,
     bf16_accumulation,
+    first_weights,
     fp16_steps,
     grads_beside_ddp,
     make_net,
@@ -113,6 +114,12 @@ def test_bad_gradients_name_their_parameter(gang: Gang, value: float, limit: flo
     import re
 
     assert re.search(message, bad), bad
+
+
+@pytest.mark.parametrize("sharded", [False, True])
+def test_all_ranks_begin_with_the_weights_of_the_first(gang: Gang, sharded: bool) -> None:
+    first, second = gang.run(2, first_weights, sharded)
+    assert first == second
 
 
 def test_per_token_gradients_are_divided_by_the_tokens_of_all_ranks(gang: Gang) -> None:

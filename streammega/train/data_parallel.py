@@ -61,9 +61,9 @@ class BucketedDataParallel(nn.Module):
         optimizer.step()
         model.zero_grad()
 
-    Gradients of the same module on all ranks are averaged as by torch's DistributedDataParallel; where that adds up micro-batches
-    in the parameters' dtype, this does in `grad_dtype`. Buckets are laid out in reverse registration order (see `plan_buckets`),
-    and their collectives start in that order on every rank, whichever gradient is ready first.
+    All ranks begin with the parameters of the first. Gradients are averaged over them as by torch's DDP; where
+    that adds up micro-batches in the parameters' dtype, this does in `grad_dtype`. Buckets are laid out in reverse registration
+    order (see `plan_buckets`), and their collectives start in that order on every rank, whichever gradient is ready first.
 
     Args:
         module: parameters may be DTensors of a tensor-parallel group; every rank works on its own part.
@@ -110,6 +110,7 @@ class BucketedDataParallel(nn.Module):
         self._scale = 1.0 / self.size if average else 1.0
         self._sync, self._expected = True, 0
         self.buffers_of_grads = _make_buffers(module, bucket_size or default_bucket_size(self.size), grad_dtype, self)
+        self._broadcast()
         for buffer in self.buffers_of_grads:
             for number, slots in enumerate(buffer.slots):
                 for slot in slots:
@@ -183,6 +184,17 @@ class BucketedDataParallel(nn.Module):
     def load_state_dict(self, *args: Any, **kwargs: Any) -> Any:
         """The module's own."""
         return self.module.load_state_dict(*args, **kwargs)
+
+    @torch.no_grad()
+    def _broadcast(self) -> None:
+        """Begin with the parameters and buffers of the first rank, as torch's DDP does."""
+        if self.group is None:
+            return
+        source = dist.get_process_group_ranks(self.group)[0]
+        moved = [buffer.params for buffer in self.buffers_of_grads if buffer.params is not None]
+        every = moved or [local_part(parameter) for parameter in self.module.parameters()]
+        for tensor in [*every, *(local_part(buffer) for buffer in self.module.buffers())]:
+            dist.broadcast(tensor, source, group=self.group)
 
     def _slots(self) -> Iterator[list[GradSlot]]:
         for buffer in self.buffers_of_grads:

@@ -57,7 +57,7 @@ class ParallelModel:
         self.num_stages = parallel.pp * parallel.virtual_stages
         self.stage_ids = [ranks.at["pp"] + parallel.pp * n for n in range(parallel.virtual_stages)]
         self.chunks, self.all_names = _make_chunks(config, ranks, self.num_stages, self.stage_ids, device)
-        self.wrapped = [_wrap(chunk, config, ranks, stage, self.num_stages) for chunk, stage in zip(self.chunks, self.stage_ids)]  # noqa: B905
+        self.wrapped = [_wrap(chunk, config, ranks, self.num_stages) for chunk in self.chunks]
         self._schedules: dict[int, Any] = {}
 
     def make_optimizer(self) -> Optimizer:
@@ -66,7 +66,10 @@ class ParallelModel:
         settings: dict[str, Any] = {"lr": train.lr, "betas": (train.beta1, train.beta2), "fused": kind == "sharded"}
         if kind == "sharded":
             wrapped = [model for model in self.wrapped if isinstance(model, BucketedDataParallel)]
-            decay = lambda _, parameter: {"weight_decay": train.weight_decay if parameter.dim() > 1 else 0.0}  # noqa: E731
+
+            def decay(_: str, parameter: nn.Parameter) -> dict[str, float]:
+                return {"weight_decay": train.weight_decay if parameter.dim() > 1 else 0.0}
+
             return ShardedOptimizer(wrapped, torch.optim.AdamW, settings_of=decay, **settings)
         parameters = list({id(p): p for chunk in self.chunks for p in chunk.parameters()}.values())
         groups = [
@@ -277,7 +280,8 @@ def _make_chunks(
     return chunks, shapes
 
 
-def _wrap(chunk: GPT, config: RunConfig, ranks: Ranks, stage: int, num_stages: int) -> Wrapped:
+def _wrap(chunk: GPT, config: RunConfig, ranks: Ranks, num_stages: int) -> Wrapped:
+    """A stage in its data-parallel wrapper."""
     parallel = config.parallel
     if parallel.data_parallel == "torch" and ranks.group("dp-cp") is not None:
         size: dict[str, Any] = {} if parallel.bucket_size is None else {"bucket_cap_mb": parallel.bucket_size * 4 / (1 << 20)}
