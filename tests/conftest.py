@@ -23,6 +23,11 @@ settings.load_profile("streammega")
 AWS_NAMES = ("AWS_ENDPOINT_URL", "AWS_ENDPOINT_URL_S3", "AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_PROFILE")
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Tests that wait for timeouts begin first, so that nothing waits for them in the end."""
+    items.sort(key=lambda item: "test_elastic" not in item.nodeid)
+
+
 @pytest.fixture(autouse=True)
 def _own_surroundings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """No test reads or writes the user's caches or credentials."""
