@@ -200,7 +200,7 @@ def plot(
     path = folder / "metrics.jsonl" if folder.is_dir() else folder
     if not path.is_file():
         raise ConfigError(f"{path}: no such file; give the out_dir of a run that has logged a step")
-    steps = [record for record in latest([r for r in read_metrics(path) if "step" in r]) if "loss" in record]
+    steps = [record for record in latest([r for r in read_metrics(path) if "step" in r]) if record.get("loss") is not None]
     if not steps:
         raise ConfigError(f"{path}: holds no step; let the run finish one")
     losses = [float(record["loss"]) for record in steps]

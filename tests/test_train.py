@@ -20,10 +20,12 @@ import torch
 from streammega import IndexedDatasetWriter, ParallelLayout
 from streammega.errors import ConfigError, GradientError, StateError, StorageError
 from streammega.train import checkpoint
+from streammega.train.__main__ import _is_of_others
+from streammega.train.__main__ import main as train_main
 from streammega.train.batch_hash import global_batch_hash, sample_digests
 from streammega.train.config import RunConfig, load_run
 from streammega.train.loop import Trainer, _check_pipeline
-from streammega.train.metrics import read_metrics
+from streammega.train.metrics import MetricsLog, read_metrics
 from streammega.train.schedule import set_learning_rate
 from streammega.train.splits import open_plain
 from tests.conftest import write_random_pair
@@ -452,3 +454,36 @@ def test_skipped_samples_are_made_up_for_where_the_order_has_no_end(run_file: st
     records = read_metrics(Path(config.train.out_dir) / "metrics.jsonl")
     assert [record["step"] for record in records] == list(range(1, steps + 1))
     assert checkpoint.checkpoints(trainer.checkpoints.folder)[-1].name == f"step-{steps:08d}"
+
+
+def test_metrics_are_json_whatever_happens_to_the_numbers(tmp_path: Path) -> None:
+    log = MetricsLog(tmp_path, 1, 10)
+    log.write({"step": 1, "loss": float("nan"), "grad_norm": float("inf"), "source_loss": {"web": float("nan"), "code": 1.5}})
+    line = (tmp_path / "metrics.jsonl").read_text()
+    record = json.loads(line, parse_constant=lambda name: pytest.fail(f"{name} is no JSON"))
+    assert record == {"step": 1, "loss": None, "grad_norm": None, "source_loss": {"web": None, "code": 1.5}}
+
+
+@pytest.mark.parametrize(
+    ("error", "others"),
+    [
+        (RuntimeError("[gloo/transport/tcp/pair.cc:537] Read error: Connection reset by peer"), True),
+        (RuntimeError("Application timeout caused pair closure"), True),
+        (RuntimeError("CUDA out of memory. Tried to allocate 2.00 GiB"), False),
+        (RuntimeError("The size of tensor a (50) must match the size of tensor b (100)"), False),
+        (KeyError("x"), False),
+    ],
+)
+def test_what_fails_on_a_rank_itself_is_not_blamed_on_others(error: Exception, others: bool) -> None:
+    assert _is_of_others(error) is others
+    wrapped = RuntimeError("Failed to run stage backward")
+    wrapped.__cause__ = error
+    assert _is_of_others(wrapped) is others
+
+
+def test_an_out_dir_that_cannot_be_written_is_one_message(
+    run_file: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "file").write_text("in the way")
+    assert train_main([run_file, f"train.out_dir={tmp_path}/file/run"]) == 1
+    assert "Not a directory; make room there, or change train.out_dir" in capsys.readouterr().err

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import logging
 import os
+import re
 import signal
 import sys
+import traceback
 from collections.abc import Sequence
 from datetime import timedelta
 
@@ -14,11 +16,12 @@ import torch.distributed as dist
 from torch.distributed import PrefixStore  # type: ignore[attr-defined]
 from torch.distributed.rendezvous import rendezvous
 
-from streammega.errors import StreammegaError
+from streammega.errors import StorageError, StreammegaError
 from streammega.train.config import load_run
 from streammega.train.loop import Terminated, Trainer
 from streammega.train.watch import Watch
 
+TRANSPORT = re.compile(r"gloo|nccl|connection|timeout|timed out|socket|peer", re.IGNORECASE)
 START_TIMEOUT = 300.0
 """Seconds that ranks may start apart."""
 
@@ -37,8 +40,15 @@ def run(path: str, overrides: Sequence[str]) -> None:
     except StreammegaError as error:
         watch.fail(str(error))
         raise
-    except (dist.DistError, RuntimeError) as error:
-        if watch.world == 1:
+    except OSError as error:
+        cause = f"{error.filename or config.train.out_dir}: {error.strerror or error}; make room there, or change train.out_dir"
+        watch.fail(cause)
+        raise StorageError(cause) from None
+    except (Terminated, KeyboardInterrupt):
+        raise
+    except Exception as error:
+        if watch.world == 1 or not _is_of_others(error):
+            watch.fail(f"{type(error).__name__}: {error}")
             raise
         reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
         signal.signal(signal.SIGTERM, signal.SIG_IGN)  # torchrun ends ranks when one has failed: a few seconds, to say why
@@ -51,6 +61,15 @@ def run(path: str, overrides: Sequence[str]) -> None:
 
 class RankError(Exception):
     """Another rank ended the job."""
+
+
+def _is_of_others(error: BaseException | None) -> bool:
+    """Whether a collective failed, rather than something on this rank: transports only tell by their text."""
+    while error is not None:
+        if isinstance(error, dist.DistError) or (isinstance(error, RuntimeError) and TRANSPORT.search(str(error))):
+            return True
+        error = error.__cause__
+    return False
 
 
 def _start_ranks(timeout: float) -> tuple[torch.device, Watch]:
@@ -91,6 +110,9 @@ def main(arguments: Sequence[str]) -> int:
         return 143
     except KeyboardInterrupt:
         return 130
+    except Exception:  # a defect: its traceback, and then the same end as for other errors
+        traceback.print_exc()
+        return 1
     return 0
 
 

@@ -192,8 +192,8 @@ class BucketedDataParallel(nn.Module):
             return
         source = dist.get_process_group_ranks(self.group)[0]
         moved = [buffer.params for buffer in self.buffers_of_grads if buffer.params is not None]
-        every = moved or [local_part(parameter) for parameter in self.module.parameters()]
-        for tensor in [*every, *(local_part(buffer) for buffer in self.module.buffers())]:
+        rest = [parameter for parameter in self.module.parameters() if not (moved and parameter.requires_grad)]
+        for tensor in [*moved, *(local_part(own) for own in (*rest, *self.module.buffers()))]:
             dist.broadcast(tensor, source, group=self.group)
 
     def _slots(self) -> Iterator[list[GradSlot]]:

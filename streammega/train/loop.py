@@ -13,8 +13,10 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
+from numpy.typing import NDArray
 
 from streammega.errors import ConfigError
 from streammega.order.layout import ParallelLayout
@@ -107,7 +109,8 @@ class Trainer:
                     record, stop = self.train_step()
                 except DataEnded as ended:
                     log.warning("%s", ended)
-                    self.save()
+                    if train.save_interval:
+                        self.save()
                     break
                 self.step += 1
                 last = self.step == train.iters
@@ -210,10 +213,10 @@ class Trainer:
         self.ranks.all_reduce(total, WORLD)
         return float(total[0] / total[1].clamp(min=1))
 
-    def _take(self, micro_steps: int) -> tuple[list[Batch], list[int], float]:
+    def _take(self, micro_steps: int) -> tuple[list[Batch], NDArray[np.int64], float]:
         """The micro-batches of a step on this rank, the global sample ids of their rows, and the seconds they were waited for."""
         self.watch.phase("waiting for data", self.step + 1)
-        dataset, batches, ids = self.loader.dataset, [], []
+        dataset, batches, consumed = self.loader.dataset, [], []
         began = time.perf_counter()
         for _ in range(micro_steps):
             batch = next(self.batches, None)
@@ -223,8 +226,9 @@ class Trainer:
                     f"{self.config.train.iters}: data.skip_samples passed over the rest; raise data.num_samples"
                 )
             batches.append(batch)
-            ids += dataset.sample_ids(self.batches.consumed_samples - dataset.step_samples).tolist()
-        return batches, ids, time.perf_counter() - began
+            consumed.append(self.batches.consumed_samples - dataset.step_samples)
+        waited = time.perf_counter() - began
+        return batches, dataset.sample_ids(np.array(consumed, np.int64)).reshape(-1), waited
 
     def _reduce_and_step(self, losses: Losses, divided_by: float) -> float:
         """Normalise gradients by the unmasked tokens of the global batch, clip and step; returns the norm before clipping."""
@@ -254,7 +258,7 @@ class Trainer:
         """Whether the losses of this rank are those that count: of tensor-parallel copies one."""
         return self.model.is_last and self.ranks.at["tp"] == 0
 
-    def _totals(self, losses: Losses, ids: list[int]) -> dict[str, Any]:
+    def _totals(self, losses: Losses, ids: NDArray[np.int64]) -> dict[str, Any]:
         """Means over the global batch, by source too, and whether to stop: one small collective a step."""
         count = len(self.sources)
         total = torch.zeros(3 + 2 * count, dtype=torch.float64)
@@ -263,7 +267,7 @@ class Trainer:
             loss, tokens = losses.loss.double().cpu(), losses.tokens.double().cpu()
             total[1:3] = torch.stack((loss.sum(), tokens.sum()))
             if count > 1:
-                located = self.loader.dataset.samples.locate(self._rows(ids))
+                located = self.loader.dataset.samples.locate(ids)
                 source = torch.from_numpy(located.dataset[located.row_splits[:-1]].astype("int64"))
                 total[3 : 3 + count].index_add_(0, source, loss)
                 total[3 + count :].index_add_(0, source, tokens)
@@ -274,16 +278,12 @@ class Trainer:
         sources = {name: s / n for name, s, n in zip(self.sources, sums, counts, strict=True) if n} if count > 1 else {}
         return {"stop": stop > 0, "loss": loss_sum / max(token_sum, 1.0), "sources": sources}
 
-    @staticmethod
-    def _rows(ids: list[int]) -> Any:
-        return torch.tensor(ids, dtype=torch.int64).numpy()
-
-    def _hash(self, batches: list[Batch], ids: list[int], start: int, size: int) -> str:
+    def _hash(self, batches: list[Batch], ids: NDArray[np.int64], start: int, size: int) -> str:
         """The hash of the global batch that all ranks together were given. Tensor-parallel copies must agree."""
         digests = torch.zeros(size, dtype=torch.int64)
         places = torch.cat([torch.arange(a, b) for a, b in self.model.bounds])
         rows = [digest for batch in batches for digest in (sample_digests(batch, places) if batch else [])]
-        for sample, digest in zip(ids, rows, strict=bool(rows)):
+        for sample, digest in zip(ids.tolist(), rows, strict=bool(rows)):
             digests[sample - start] += digest - 2**64 if digest >= 2**63 else digest
         digests = digests.to(self.device)
         low, high = digests.clone(), digests.clone()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +25,7 @@ class MetricsLog:
     def write(self, record: dict[str, Any]) -> None:
         """One line, flushed: a killed run keeps every step that it finished."""
         with open(self._path, "a", encoding="utf-8") as file:
-            file.write(json.dumps(record) + "\n")
+            file.write(json.dumps(_finite(record)) + "\n")
         step, numbers = record["step"], scalars(record)
         if self._board is not None:
             for name, value in numbers.items():
@@ -64,6 +65,13 @@ def scalars(record: dict[str, Any]) -> dict[str, float]:
         elif isinstance(value, dict):
             found |= {f"{name}/{key}": float(own) for key, own in value.items() if isinstance(own, float)}
     return found
+
+
+def _finite(value: Any) -> Any:
+    """The same with None for what JSON has no number for: an fp16 norm that overflowed, the loss of a run that diverged."""
+    if isinstance(value, dict):
+        return {key: _finite(own) for key, own in value.items()}
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def _open_board(folder: Path) -> Any:
