@@ -34,6 +34,7 @@ from streammega.order.quality import places_of, shuffle_quality
 from streammega.samples.stream import StreamSource
 from tools.bench.object_server import Running, running
 
+HERE = Path(__file__).resolve().parents[2]
 S = 4096
 CORPUS = 4 << 30
 PEER_CORPUS = 1 << 30
@@ -51,15 +52,15 @@ class Bench:
         self.server, self.folder, self.runs, self.seconds = server, folder, runs, seconds
         self.rows: list[Result] = []
 
-    def side(self, name: str, **arguments: Any) -> Result:
-        """Run one side in a process of its own. A side that fails is {} and says why on stderr."""
+    def side(self, name: str, checkout: Path = HERE, **arguments: Any) -> Result:
+        """Run one side in a process of its own, with the library of a checkout. A side that fails is {} and says why on stderr."""
         arguments = {"index_cache": str(self.folder / "idx"), **arguments}
         environment = os.environ | {
             "AWS_ENDPOINT_URL": self.server.endpoint, "S3_ENDPOINT_URL": self.server.endpoint, "AWS_ACCESS_KEY_ID": "bench",
             "AWS_SECRET_ACCESS_KEY": "bench-secret", "AWS_DEFAULT_REGION": "us-east-1", "AWS_EC2_METADATA_DISABLED": "true",
             "MSC_CONFIG": str(self.folder / "msc.json"), "TMPDIR": str(self.folder / "tmp"),
         }  # fmt: skip
-        script = str(Path(__file__).with_name("sides.py"))
+        script = str(checkout / "tools" / "bench" / "sides.py")
         try:
             done = subprocess.run(
                 [sys.executable, script, name, json.dumps(arguments)],
@@ -208,7 +209,13 @@ def epoch(bench: Bench) -> None:
         shards = len(list((bench.folder / "objects" / "data" / "wds").glob("*.tar")))
 
         def peer(name: str, workers: int, shards: int = shards) -> float | None:
-            options = {"endpoint": bench.server.endpoint, "batch": 16, "workers": workers, "seconds": 60, "shards": shards}
+            options: Result = {
+                "endpoint": bench.server.endpoint,
+                "batch": 16,
+                "workers": workers,
+                "seconds": 60,
+                "shards": shards,
+            }
             return bench.side(name, **options).get("tokens")
 
         best: dict[str, tuple[float, int]] = {}
@@ -273,7 +280,7 @@ def workers(bench: Bench) -> None:
     leader = max(rates, key=lambda name: rates[name])
 
     def ours() -> float | None:
-        options = {"endpoint": bench.server.endpoint, "prefix": "s3://data/web", "workers": 2, "seconds": bench.seconds}
+        options: Result = {"endpoint": bench.server.endpoint, "prefix": "s3://data/web", "workers": 2, "seconds": bench.seconds}
         return bench.side("ours_workers", **options).get("tokens")
 
     medians = alternate(
