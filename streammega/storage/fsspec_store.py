@@ -27,6 +27,7 @@ from streammega.errors import (
     StreammegaError,
 )
 from streammega.storage.base import Buffer, Bytes, ObjectInfo, Span, check_etag, ended_early, fill, throttled
+from streammega.storage.descriptors import blame_limit, blame_limit_of_connection
 from streammega.storage.options import redact
 from streammega.storage.retry import RetryPolicy
 
@@ -182,6 +183,9 @@ class FsspecStore:
             extra = " (pip install 'streammega[oss]')" if self.scheme == "oss" else ""
             raise ConfigError(f"{self.scheme}://: the fsspec driver is not installed{extra}: {error}") from None
         except Exception as error:
+            limit = blame_limit(error)
+            if limit:
+                raise EndpointError(f"{self.scheme}://: {limit}") from None
             reason = redact(str(error), self._config.storage_options)
             raise ConfigError(f"{self.scheme}://: storage_options do not fit: {reason}") from None
 
@@ -205,6 +209,9 @@ class FsspecStore:
         if busy or "SlowDown" in text or "reduce your request rate" in text or "TooManyRequests" in text or "(503)" in text:
             return throttled(url, text)
         broken = isinstance(error, (ConnectionError, TimeoutError, OSError)) or any(sign in name for sign in _NETWORK)
+        limit = blame_limit_of_connection(error) if broken else blame_limit(error)
+        if limit:
+            return EndpointError(f"{url}: {limit}")  # may be tried again: other connections end
         if broken or "InternalError" in text or "(500)" in text:
             return EndpointError(f"{url}: the endpoint did not answer; check endpoint_url, the network and DNS ({text})")
         return StorageError(f"{url}: {text}")

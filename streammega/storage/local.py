@@ -12,6 +12,7 @@ from typing import Any
 
 from streammega.errors import AccessDeniedError, ObjectNotFoundError, StorageError
 from streammega.storage.base import Buffer, Bytes, ObjectInfo, Span, checked, fill
+from streammega.storage.descriptors import blame_limit
 
 LARGE_BYTES = 256 << 10
 
@@ -150,6 +151,9 @@ def local_error(path: str, error: OSError) -> StorageError:
         return ObjectNotFoundError(f"{path}: no such file; check the path (a prefix is named without .bin or .idx)")
     if isinstance(error, PermissionError):
         return AccessDeniedError(f"{path}: {reason}; check the owner and mode of the file and its folders")
+    limit = blame_limit(error)
+    if limit:
+        return StorageError(f"{path}: {limit}")
     if error.errno == 28:
         return StorageError(f"{path}: no space left on the device; free some, or write elsewhere")
     return StorageError(f"{path}: {reason}")

@@ -27,6 +27,7 @@ from streammega.errors import (
     StreammegaError,
 )
 from streammega.storage.base import Buffer, Bytes, ObjectInfo, Span, check_etag, ended_early, fill, throttled, wrong_length
+from streammega.storage.descriptors import blame_limit, blame_limit_of_connection
 from streammega.storage.fsspec_store import FsspecStore
 from streammega.storage.options import client_options, redact, s3_arguments
 from streammega.storage.retry import RetryPolicy
@@ -212,6 +213,9 @@ class ObstoreStore:
         except StreammegaError:
             raise
         except Exception as error:
+            limit = blame_limit_of_connection(error)  # of which a client that cannot be built says nothing
+            if limit:
+                raise EndpointError(f"{self.url('')}: {limit}") from None
             reason = redact(str(error).splitlines()[0], self._config.storage_options)
             raise ConfigError(f"{self.url('')}: storage_options do not fit: {reason}") from None
 
@@ -233,7 +237,11 @@ class ObstoreStore:
             return ended_early(url, text)
         if code in (429, 503):
             return throttled(url, text)
-        if code >= 500 or code in (408, 409) or any(sign in str(error) for sign in _NETWORK):
+        network = any(sign in str(error) for sign in _NETWORK)
+        limit = blame_limit_of_connection(error) if network else blame_limit(error)
+        if limit:
+            return EndpointError(f"{url}: {limit}")  # may be tried again: other connections end
+        if code >= 500 or code in (408, 409) or network:
             return EndpointError(f"{url}: the endpoint did not answer; check endpoint_url, the network and DNS ({text})")
         return StorageError(f"{url}: {text}")
 

@@ -13,6 +13,7 @@ from urllib.parse import unquote, urlsplit
 from streammega.config import StorageConfig
 from streammega.errors import ConfigError
 from streammega.storage.base import Store
+from streammega.storage.descriptors import raise_limit
 from streammega.storage.fsspec_store import FsspecStore
 from streammega.storage.local import LocalStore
 from streammega.storage.obstore_store import ObstoreStore
@@ -39,6 +40,7 @@ def open_store(url: str, config: StorageConfig) -> tuple[Store, str]:
     Nothing is connected yet: clients open at the first read, once per process.
     Raises ConfigError for a URL without a bucket or a transport that cannot serve its scheme.
     """
+    raise_limit()  # mapped files and connections each take a descriptor, and 1024 are soon gone
     if not is_remote(url):
         path = unquote(urlsplit(url).path) if "://" in url else url
         return LocalStore(), os.path.abspath(os.path.expanduser(path))

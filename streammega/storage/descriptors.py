@@ -1,0 +1,80 @@
+"""Open files: as many as the system allows, and an error that names the limit instead of the network."""
+
+from __future__ import annotations
+
+import errno
+import functools
+import logging
+import os
+import resource
+
+log = logging.getLogger(__name__)
+
+TOO_MANY = frozenset({errno.EMFILE, errno.ENFILE})
+_SIGNS = ("too many open files", "os error 24)", "os error 23)")
+"""How libraries that keep no errno word it: the C library's text, and Rust's."""
+NEARLY = 4
+"""Descriptors short of the limit at which a failed connection is blamed on it: sockets that could not be made are closed again
+before their error arrives, and looking up a name takes a few at once."""
+
+
+@functools.cache
+def raise_limit() -> None:
+    """Raise the soft limit of open files to the hard one, once in a process; it is never lowered. Never raises an error."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft == hard or soft == resource.RLIM_INFINITY:
+        return
+    try:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+    except (OSError, ValueError) as error:  # some systems take no unlimited number
+        log.debug("the limit of open files stays at %d: %s", soft, error)
+        return
+    log.debug("the limit of open files was raised from %d to %d", soft, hard)
+
+
+def blame_limit(error: BaseException) -> str:
+    """What to say where an error, or one behind it, is that no more files may be open; "" for all other errors."""
+    seen: set[int] = set()
+    behind: BaseException | None = error
+    while behind is not None and id(behind) not in seen:
+        seen.add(id(behind))
+        if _is_limit(behind):
+            return limit_reached()
+        behind = behind.__cause__ or behind.__context__
+    return ""
+
+
+def blame_limit_of_connection(error: BaseException) -> str:
+    """As `blame_limit`, for a failed connection: also where the limit is all but reached, whatever the error says."""
+    found = blame_limit(error)
+    if found:
+        return found
+    limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+    return limit_reached() if 0 <= limit <= open_files() + NEARLY else ""
+
+
+def limit_reached() -> str:
+    """How many files are open, how many may be, and what to do."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    most = "unlimited" if soft == resource.RLIM_INFINITY else f"{soft:,}"
+    remedy = "raise `ulimit -n`" if soft == hard else f"raise `ulimit -n` (up to {hard:,} without asking anybody)"
+    return f"too many open files: {open_files():,} of {most}; {remedy}, or lower max_requests"
+
+
+def open_files() -> int:
+    """Descriptors open in this process; where even counting takes one too many, the limit."""
+    for folder in ("/proc/self/fd", "/dev/fd"):
+        try:
+            return len(os.listdir(folder)) - 1  # without the one that lists
+        except FileNotFoundError:
+            continue
+        except OSError:
+            break
+    return resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+
+
+def _is_limit(error: BaseException) -> bool:
+    if isinstance(error, OSError) and error.errno in TOO_MANY:
+        return True
+    text = str(error).lower()
+    return any(sign in text for sign in _SIGNS)
