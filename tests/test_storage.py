@@ -124,17 +124,6 @@ class TestLocalStore(StoreContract):
     def key(self, tmp_path: Path) -> str:
         return str(tmp_path / "folder" / "object")
 
-    @pytest.fixture(autouse=True)
-    def _remap(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        """A store maps a file once; these tests replace files, so look again each time."""
-        view = LocalStore.view
-
-        def fresh(self: LocalStore, key: str) -> memoryview:
-            self._maps.pop(key, None)
-            return view(self, key)
-
-        monkeypatch.setattr(LocalStore, "view", fresh)
-
     def test_a_writer_that_fails_leaves_no_temporary_files(self, store: Store, key: str) -> None:
         writer = store.open_writer(key)
         writer.write(b"x")

@@ -10,7 +10,6 @@ import errno
 import hashlib
 import logging
 import os
-import tempfile
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -23,6 +22,7 @@ from numpy.typing import NDArray
 from streammega.config import StorageConfig
 from streammega.errors import CacheError, ObjectNotFoundError
 from streammega.storage import ObjectInfo, Store, join_url, open_store
+from streammega.storage.publish import create_beside
 
 log = logging.getLogger(__name__)
 
@@ -145,14 +145,13 @@ def write_atomically(path: Path, chunks: Iterable[bytes | memoryview], expected_
     """Write to a temporary file in the same folder, sync it, rename it. Raises CacheError on a full disk."""
     temporary = None
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        fd, temporary = tempfile.mkstemp(prefix=f".{path.name}.", suffix=".partial", dir=path.parent)
+        fd, temporary = create_beside(path)
         with os.fdopen(fd, "wb") as file:
             for chunk in chunks:
                 file.write(chunk)
             file.flush()
             os.fsync(file.fileno())
-        os.replace(temporary, path)
+            os.replace(temporary, path)  # while it is open, and so held: nobody takes it for an orphan
         temporary = None
     except OSError as error:
         raise cache_error(path, error, expected_bytes) from None
@@ -166,7 +165,8 @@ def node_lock(path: Path) -> Iterator[None]:
     """Hold an advisory file lock that all processes of this node share; freed by the kernel if its holder dies."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        lock = filelock.FileLock(path)
+        # An empty file that every user of the cache may lock, whatever the umask of its maker: to lock is to open for writing.
+        lock = filelock.FileLock(path, mode=0o666)
         lock.acquire()
     except OSError as error:
         raise cache_error(path, error, 0) from None
@@ -179,6 +179,11 @@ def node_lock(path: Path) -> Iterator[None]:
 def cache_error(path: Path, error: OSError, wanted: int) -> CacheError:
     """A CacheError that says how many bytes were wanted and where to point the cache instead."""
     reason = error.strerror or str(error)
+    if error.errno in (errno.EACCES, errno.EPERM):
+        return CacheError(
+            f"{path}: {reason}; the cache belongs to another user or is read-only: make the folder writable for all of its "
+            f"users, or set index_cache_dir to a folder of one's own"
+        )
     room = f" ({wanted:,} bytes wanted)" if error.errno in (errno.ENOSPC, errno.EDQUOT) and wanted else ""
     return CacheError(f"{path}: {reason}{room}; free space there, or set index_cache_dir to a disk with room")
 

@@ -14,6 +14,7 @@ from streammega.errors import ShortReadError
 from streammega.kernels.batch import coalesce_sorted, gather_runs
 from streammega.order import Extents
 from streammega.storage import Store
+from streammega.storage.base import ended_early
 from streammega.storage.local import LocalStore
 
 Ids = NDArray[Any]
@@ -36,6 +37,11 @@ class TokenFile:
     def url(self) -> str:
         """For messages."""
         return self.store.url(self.key)
+
+    def check_bytes(self, size: int) -> None:
+        """Raise ShortReadError if `size` bytes do not hold all tokens: addresses in them go to kernels, which look no further."""
+        if size < self.num_tokens * self.dtype.itemsize:
+            raise ended_early(self.url, f"{size} bytes, opened with {self.num_tokens} tokens")
 
 
 def fetch_ids(
@@ -67,7 +73,9 @@ def read_runs(
     if int(stops.max()) > file.num_tokens or int(starts.min()) < 0:
         raise ShortReadError(f"{file.url}: tokens up to {int(stops.max())} were asked for, the file has {file.num_tokens}")
     if isinstance(file.store, LocalStore):
-        return np.frombuffer(file.store.view(file.key), file.dtype, file.num_tokens), starts
+        mapped = file.store.view(file.key, file.etag)
+        file.check_bytes(len(mapped))
+        return np.frombuffer(mapped, file.dtype, file.num_tokens), starts
     size = file.dtype.itemsize
     low, high, request = coalesce(starts, stops, storage.coalesce_bytes // size, storage.part_bytes // size)
     buffers = file.store.read_ranges(file.key, (low * size).tolist(), (high * size).tolist())

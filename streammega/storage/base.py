@@ -111,13 +111,21 @@ def throttled(url: str, reason: str) -> EndpointError:
 
 
 def fill(url: str, spans: Sequence[Span], bodies: Sequence[Buffer], outs: Sequence[Bytes]) -> None:
-    """Copy bodies that came whole, after a look at their lengths, in one call without the GIL."""
+    """Copy bodies that came whole, after a look at their lengths and at those of `outs`, in one call without the GIL."""
     source = [np.frombuffer(checked(url, a, b, body), np.uint8) for (a, b), body in zip(spans, bodies, strict=True)]
+    for (start, stop), out in zip(spans, outs, strict=True):
+        check_room(out, stop - start)
     copy_bytes(_NOTHING, _addresses(source), np.array([len(body) for body in source], np.int64), _addresses(outs))
 
 
 def _addresses(arrays: Sequence[Bytes]) -> NDArray[np.int64]:
     return np.array([address_of(array) for array in arrays], np.int64)
+
+
+def check_room(out: Bytes, size: int) -> None:
+    """Raise ValueError if `out` is not the place for `size` bytes: kernels write to its address, without a look at its end."""
+    if out.nbytes != size or not out.flags.c_contiguous or not out.flags.writeable:
+        raise ValueError(f"{size} bytes are to be written to an array of {out.nbytes} (contiguous and writeable, it must be)")
 
 
 def address_of(array: Bytes) -> int:

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from streammega.errors import FormatError
 from streammega.kernels.plan import copy_bytes
-from streammega.storage.base import Buffer, Bytes, ObjectInfo, ObjectWriter, Span, Store, address_of, ended_early
+from streammega.storage.base import Buffer, Bytes, ObjectInfo, ObjectWriter, Span, Store, address_of, check_room, ended_early
 from streammega.storage.frames import FOOTER, parse_table, table_bytes
 from streammega.storage.local import LocalStore
 
@@ -64,9 +64,10 @@ class DerivedStore:
     def read_into(self, key: str, spans: Sequence[Span], outs: Sequence[Bytes], etag: str = "") -> None:
         """Shown bytes; the stored ones are read at once, one request for each span."""
         stored = [self._stored(a, b) for a, b in spans]
+        etag = etag or self._info.etag  # the view was made for that object, and would show another one wrongly
         if isinstance(self.store, LocalStore):
-            mapped = np.frombuffer(self.store.view(key), np.uint8)
-            bodies = [mapped[a:b] for a, b in stored]
+            views = self.store.read_ranges(key, [a for a, _ in stored], [b for _, b in stored], etag)
+            bodies = [np.frombuffer(view, np.uint8) for view in views]
         else:
             bodies = [np.empty(b - a, np.uint8) for a, b in stored]
             self.store.read_into(key, stored, bodies, etag)
@@ -175,6 +176,10 @@ class Members:
         """Copy the payloads, without the GIL."""
         if stop <= start:
             return
+        begin, end = self.stored(start, stop)
+        if len(stored) != end - begin:
+            raise ValueError(f"{len(stored)} stored bytes do not show [{start}, {stop}), which lies in [{begin}, {end})")
+        check_room(out, stop - start)
         first, last = self._members(start, stop)
         low = np.maximum(self._shown[first:last], start)
         high = np.minimum(self._shown[first + 1 : last + 1], stop)

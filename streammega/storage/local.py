@@ -2,26 +2,36 @@
 
 from __future__ import annotations
 
-import mmap
 import os
-import tempfile
 import threading
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from streammega.errors import AccessDeniedError, ObjectNotFoundError, StorageError
-from streammega.storage.base import Buffer, Bytes, ObjectInfo, Span, checked, fill
+from streammega.storage.base import Buffer, Bytes, ObjectInfo, Span, check_etag, checked, fill
 from streammega.storage.descriptors import blame_limit
+from streammega.storage.mapping import map_file
+from streammega.storage.publish import create_beside
 
 LARGE_BYTES = 256 << 10
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Mapped:
+    """A mapped file: its ETag and place on the disk when it was mapped, and its bytes."""
+
+    etag: str
+    place: tuple[int, int]
+    view: memoryview
 
 
 class LocalStore:
     """The local disk. Keys are file paths; implements `storage.base.Store`."""
 
     def __init__(self) -> None:
-        self._maps: dict[str, memoryview] = {}
+        self._maps: dict[str, _Mapped] = {}
         self._lock = threading.Lock()
 
     def __getstate__(self) -> dict[str, object]:
@@ -42,23 +52,29 @@ class LocalStore:
             raise local_error(key, error) from None
         if not os.path.isfile(key):
             raise ObjectNotFoundError(f"{key}: is a folder, not a file")
-        return ObjectInfo(key=key, size=stat.st_size, etag=f"{stat.st_size:x}-{stat.st_mtime_ns:x}")
+        return ObjectInfo(key=key, size=stat.st_size, etag=_etag(stat))
 
-    def read_ranges(self, key: str, starts: Sequence[int], stops: Sequence[int]) -> list[Buffer]:
+    def read_ranges(self, key: str, starts: Sequence[int], stops: Sequence[int], etag: str = "") -> list[Buffer]:
         """Views of the mapped file; no bytes move until they are used."""
-        view = self.view(key)
+        view = self.view(key, etag)
         return [checked(key, a, b, view[a:b]) for a, b in zip(starts, stops, strict=True)]
 
     def read_into(self, key: str, spans: Sequence[Span], outs: Sequence[Bytes], etag: str = "") -> None:
         """A copy out of the mapped file."""
-        fill(key, spans, [self.view(key)[a:b] for a, b in spans], outs)
+        view = self.view(key, etag)
+        fill(key, spans, [view[a:b] for a, b in spans], outs)
 
-    def view(self, key: str) -> memoryview:
-        """The whole file as a read-only memoryview of bytes (mapped once per process)."""
+    def view(self, key: str, etag: str = "") -> memoryview:
+        """The whole file, read-only: the one that had `etag` when it was opened, mapped once; without an ETag, as it is now.
+
+        A file that was renamed over stays what it was, where it is mapped already. Raises ObjectChangedError where it is not,
+        so what is mapped is always what was opened; ObjectNotFoundError, AccessDeniedError, StorageError.
+        """
         with self._lock:
-            if key not in self._maps:
-                self._maps[key] = _map_file(key)
-            return self._maps[key]
+            mapped = self._maps.get(key)
+            if mapped is None or not etag or mapped.etag != etag:
+                mapped = self._maps[key] = _map(key, etag, mapped)
+            return mapped.view
 
     def list(self, prefix: str) -> list[ObjectInfo]:
         """Files whose path starts with `prefix`, at any depth."""
@@ -88,10 +104,7 @@ class LocalWriter:
     def __init__(self, path: str) -> None:
         self._path = path
         try:
-            os.makedirs(os.path.dirname(path) or ".", exist_ok=True)
-            fd, self._temporary = tempfile.mkstemp(
-                prefix=f".{os.path.basename(path)}.", suffix=".partial", dir=os.path.dirname(path) or "."
-            )
+            fd, self._temporary = create_beside(path)
         except OSError as error:
             raise local_error(path, error) from None
         self._file: Any = os.fdopen(fd, "wb", buffering=1 << 20)
@@ -114,9 +127,8 @@ class LocalWriter:
         try:
             self._file.flush()
             os.fsync(self._file.fileno())
+            os.replace(self._temporary, self._path)  # while it is open, and so held: nobody takes it for an orphan
             self._file.close()
-            os.chmod(self._temporary, 0o666 & ~_umask())  # mkstemp made it private
-            os.replace(self._temporary, self._path)
         except OSError as error:
             self.abort()
             raise local_error(self._path, error) from None
@@ -131,17 +143,6 @@ class LocalWriter:
             os.unlink(self._temporary)
         except OSError:
             pass
-
-
-_umask_lock = threading.Lock()
-
-
-def _umask() -> int:
-    """That of this process, which can only be read by setting it."""
-    with _umask_lock:
-        umask = os.umask(0o022)
-        os.umask(umask)
-        return umask
 
 
 def local_error(path: str, error: OSError) -> StorageError:
@@ -159,11 +160,26 @@ def local_error(path: str, error: OSError) -> StorageError:
     return StorageError(f"{path}: {reason}")
 
 
-def _map_file(path: str) -> memoryview:
+def _etag(stat: os.stat_result) -> str:
+    """Size and modification time: what changes with the bytes, and with nothing else (a mode, a link, another mount)."""
+    return f"{stat.st_size:x}-{stat.st_mtime_ns:x}"
+
+
+def _map(path: str, etag: str, known: _Mapped | None) -> _Mapped:
+    """A file as it is now; `known` where that is the same. Raises ObjectChangedError if `etag` is given, and another one's."""
     try:
-        with open(path, "rb") as file:
-            if os.fstat(file.fileno()).st_size == 0:
-                return memoryview(b"")  # an empty file cannot be mapped
-            return memoryview(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ))
+        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     except OSError as error:
         raise local_error(path, error) from None
+    try:
+        stat = os.fstat(fd)  # of the very file that is mapped: its name may stand for another one by now
+        check_etag(path, etag, _etag(stat))
+        place = (stat.st_dev, stat.st_ino)
+        if known is not None and (known.etag, known.place) == (_etag(stat), place):
+            return known
+        data = map_file(fd, stat.st_size, path)
+        return _Mapped(etag=_etag(stat), place=place, view=memoryview(data))  # type: ignore[arg-type]
+    except OSError as error:
+        raise local_error(path, error) from None
+    finally:
+        os.close(fd)

@@ -180,17 +180,21 @@ def _whole_pieces(
 
 
 def local_addresses(files: list[TokenFile], local: NDArray[np.bool_]) -> list[tuple[int, Any]]:
-    """(address, what keeps it mapped) of each local file; (0, None) for the others."""
+    """(address, what keeps it mapped) of each local file; (0, None) for the others.
+
+    Kernels believe addresses, so what is mapped is what was opened, or ObjectChangedError.
+    """
     found: list[tuple[int, Any]] = []
     for file, own in zip(files, local.tolist(), strict=True):
         if not own:
             found.append((0, None))
             continue
         assert isinstance(file.store, LocalStore)
-        mapped = file.store.view(file.key)
-        if len(mapped) == 0:
+        mapped = file.store.view(file.key, file.etag)
+        if len(mapped) == 0 and file.num_tokens == 0:
             found.append((0, None))
             continue
         view = np.frombuffer(mapped, np.uint8)
+        file.check_bytes(len(view))
         found.append((int(view.__array_interface__["data"][0]), view))
     return found

@@ -1,0 +1,65 @@
+"""Files that appear whole: written beside their final name under a temporary one, then renamed."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import re
+import secrets
+import threading
+import time
+
+_TEMPORARY = re.compile(r"\..+\.[0-9a-z_]{8,}\.partial")
+ORPHAN_SECONDS = 3600.0
+"""A temporary file that nobody holds is removed when it is older: its writer may be on a node whose locks are not seen here."""
+_swept: set[str] = set()
+_lock = threading.Lock()
+
+
+def create_beside(path: str | os.PathLike[str]) -> tuple[int, str]:
+    """(descriptor, name) of a new, empty file in the folder of `path`, which is made; its mode is as the umask says.
+
+    It is locked as long as it is open: what a killed process left is told from what is being written by its lock, and removed.
+    Raises OSError.
+    """
+    folder, name = os.path.split(os.fspath(path))
+    os.makedirs(folder or ".", exist_ok=True)
+    _sweep(folder or ".")
+    temporary = os.path.join(folder, f".{name}.{secrets.token_hex(6)}.partial")
+    # Not mkstemp: that makes files which only their owner can read, and the umask can only be read by setting it.
+    fd = os.open(temporary, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
+    with contextlib.suppress(OSError):  # a file system without locks: then age alone tells orphans
+        fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    return fd, temporary
+
+
+def _sweep(folder: str) -> None:
+    """Remove what killed processes left in a folder; once in the life of a process."""
+    folder = os.path.abspath(folder)
+    with _lock:
+        if folder in _swept:
+            return
+        _swept.add(folder)
+    now = time.time()
+    with os.scandir(folder) as found:
+        old = [entry.path for entry in found if _TEMPORARY.fullmatch(entry.name) and _age(entry, now) > ORPHAN_SECONDS]
+    for path in old:
+        with contextlib.suppress(OSError):  # it is gone, another user's, or being written
+            _remove_unheld(path)
+
+
+def _age(entry: os.DirEntry[str], now: float) -> float:
+    try:
+        return now - entry.stat(follow_symlinks=False).st_mtime
+    except OSError:
+        return 0.0
+
+
+def _remove_unheld(path: str) -> None:
+    fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        os.unlink(path)
+    finally:
+        os.close(fd)

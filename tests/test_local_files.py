@@ -1,0 +1,122 @@
+"""Local files that change under a run: what is read is what was opened, or an error that names the file. Never a crash."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from streammega import DataConfig, IndexedDatasetWriter, StreamLoader
+from streammega.errors import ObjectChangedError
+from streammega.storage.base import fill
+from streammega.storage.local import LocalStore
+
+CHANGES: dict[str, Callable[[Path], object]] = {
+    "made smaller": lambda path: replace(path, path.read_bytes()[: path.stat().st_size // 3]),
+    "emptied": lambda path: path.write_bytes(b""),
+    "made anew with the same size": lambda path: replace(path, bytes(path.stat().st_size)),
+}
+
+
+def replace(path: Path, data: bytes) -> None:
+    """As converters do: a file of its own, renamed over the old one."""
+    beside = path.with_suffix(".beside")
+    beside.write_bytes(data)
+    os.utime(beside, ns=(0, path.stat().st_mtime_ns + 1_000_000))  # however coarse the clock is
+    os.replace(beside, path)
+
+
+def write_shard(name: Path | str, value: int, tokens: int = 40_000) -> str:
+    with IndexedDatasetWriter(str(name), np.uint16) as writer:
+        for _ in range(20):
+            writer.add_item(np.full(tokens // 20, value, np.uint16))
+            writer.end_document()
+    return str(name)
+
+
+def outcome(code: str, *arguments: str | Path) -> str:
+    """What a process of its own printed last; a crash of it is told apart from an error."""
+    done = subprocess.run([sys.executable, "-c", code, *map(str, arguments)], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, f"rc {done.returncode}: {done.stderr[-2000:]}"
+    return done.stdout.strip()
+
+
+CHANGED_BEFORE_THE_FIRST_BATCH = """
+import sys
+from pathlib import Path
+from streammega import DataConfig, StreamLoader
+from streammega.errors import StorageError
+from tests.test_local_files import CHANGES, write_shard
+
+folder, order = Path(sys.argv[1]), sys.argv[2]
+for suffix in ("", ".tar", ".bin.zst"):
+    for number, (name, change) in enumerate(CHANGES.items()):
+        if suffix == ".bin.zst" and name == "emptied":
+            continue  # its table of frames was read at opening: it is mapped, and would end the process
+        shard = write_shard(folder / f"shard{number}{suffix}", 5)
+        config = DataConfig(blend=[shard], sequence_length=512, order=order, num_samples=(60, 0, 0))
+        loader = StreamLoader(config, micro_batch_size=4, global_batch_size=8, dp_rank=0, dp_size=1)
+        stored = Path(shard if suffix else f"{shard}.bin")
+        change(stored)
+        try:
+            for batch in loader:
+                assert (batch["tokens"] == 5).all(), "memory that is none of the file's"
+            print(name, "no error")
+        except StorageError as error:
+            print(name, type(error).__name__, stored.name in str(error))
+"""
+
+
+@pytest.mark.parametrize("order", ["stream", "megatron"])
+def test_a_file_that_changed_before_it_is_mapped_is_an_error_that_names_it(tmp_path: Path, order: str) -> None:
+    printed = outcome(CHANGED_BEFORE_THE_FIRST_BATCH, tmp_path, order)
+    changed = [f"{name} ObjectChangedError True" for name in CHANGES]
+    mapped = [f"{name} no error" for name in CHANGES if name != "emptied"]
+    assert printed.splitlines() == [*changed, *changed, *mapped]
+
+
+def test_a_loader_made_later_in_the_same_process_reads_the_file_that_is_there_then(tmp_path: Path) -> None:
+    for value in (5, 7):
+        shard = write_shard(tmp_path / "shard", value)
+        config = DataConfig(blend=[shard], sequence_length=64, order="stream")
+        with StreamLoader(config, micro_batch_size=2, global_batch_size=2, dp_rank=0, dp_size=1) as loader:
+            assert (next(iter(loader))["tokens"] == value).all()
+
+
+class TestViews:
+    """What the local store maps."""
+
+    def test_a_file_is_mapped_once_and_again_when_it_is_another(self, tmp_path: Path) -> None:
+        path = tmp_path / "file"
+        path.write_bytes(b"old")
+        store, key = LocalStore(), str(path)
+        etag = store.info(key).etag
+        first = store.view(key, etag)
+        assert store.view(key, etag) is first
+        assert store.view(key) is first
+        replace(path, b"new")
+        assert bytes(store.view(key, etag)) == b"old", "mapped, and still what was opened"
+        assert bytes(store.view(key)) == b"new"
+        with pytest.raises(ObjectChangedError, match="file: the object was replaced"):
+            store.view(key, etag)
+
+    def test_a_thousand_mapped_files_need_no_descriptors(self, tmp_path: Path) -> None:
+        store = LocalStore()
+        before = len(os.listdir("/proc/self/fd"))
+        for number in range(1000):
+            (tmp_path / str(number)).write_bytes(b"x")
+            assert bytes(store.view(str(tmp_path / str(number)))) == b"x"
+        assert len(os.listdir("/proc/self/fd")) == before
+
+
+def test_nothing_is_copied_to_an_array_of_another_size() -> None:
+    for out in (np.empty(3, np.uint8), np.empty(8, np.uint8)[::2]):
+        with pytest.raises(ValueError, match="4 bytes are to be written"):
+            fill("key", [(0, 4)], [memoryview(b"abcd")], [out])
+    with pytest.raises(ValueError, match="zip"):
+        fill("key", [(0, 4), (4, 8)], [memoryview(b"abcd")] * 2, [np.empty(4, np.uint8)])
