@@ -203,6 +203,94 @@ def bad_gradient(rank: int, value: float, limit: float | None) -> str:
     return ""
 
 
+def second_backward(rank: int, retained: bool) -> str:
+    """The message of a second backward of one step whose first was to be reduced already."""
+    from streammega import BucketedDataParallel
+    from streammega.errors import GradientError
+
+    model = BucketedDataParallel(make_net(), bucket_size=700)
+    try:
+        loss = loss_of(model, ids_of(rank, 0, 0))
+        loss.backward(retain_graph=retained)
+        (loss if retained else loss_of(model, ids_of(rank, 0, 1))).backward()
+    except GradientError as error:
+        model.finish_grad_sync()  # the ranks' collectives still agree
+        return str(error)
+    return ""
+
+
+class Expert(torch.nn.Module):
+    """Parameters of two dtypes, so two buffers of gradients, and one that only some ranks use."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a = torch.nn.Linear(16, 16, bias=False)
+        self.b = torch.nn.Linear(16, 16, bias=False, dtype=torch.float64)
+        self.expert = torch.nn.Linear(16, 16, bias=False, dtype=torch.float64)
+
+    def forward(self, x: torch.Tensor, use: bool) -> torch.Tensor:
+        y = self.b(self.a(x).double())
+        return self.expert(y) if use else y
+
+
+def two_buffers(rank: int, chunks: int) -> list[float]:
+    """How far gradients lie from the true averages where rank 1 leaves a parameter out, for one or two models of a group."""
+    import torch.distributed as dist
+
+    from streammega import BucketedDataParallel
+    from streammega.train.data_parallel import finish_grad_sync
+
+    def made(number: int) -> Expert:
+        torch.manual_seed(number)
+        return Expert()
+
+    plain = [made(n) for n in range(chunks)]
+    ours = [BucketedDataParallel(made(n), bucket_size=1, grad_dtype=torch.float64) for n in range(chunks)]
+    for step in range(2):
+        x = torch.randn(4, 16, generator=torch.Generator().manual_seed(7 * rank + step))
+        for models in (plain, ours):
+            total = torch.zeros((), dtype=torch.float64)
+            for number, model in enumerate(models):
+                model.zero_grad()
+                total = total + model(x, use=rank == 0).square().mean() * (number + 1)
+            total.backward()  # one graph: the models' gradients come ready in an order of their own on each rank
+        finish_grad_sync(ours)
+    worst = []
+    for one, other in zip(plain, ours, strict=True):
+        for a, b in zip(one.parameters(), other.module.parameters(), strict=True):
+            mean = torch.zeros_like(a) if a.grad is None else a.grad / 2
+            dist.all_reduce(mean)
+            worst.append(float((mean - b.grad).abs().max()))
+    return worst
+
+
+def clipped_tensor_parallel(rank: int, sharded: bool) -> tuple[float, list[float]]:
+    """The norm before clipping, and a replicated gradient after it, of a model whose weight is split over two ranks."""
+    import torch.distributed as dist
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
+
+    from streammega import BucketedDataParallel, ShardedOptimizer
+
+    torch.manual_seed(5)
+    module = torch.nn.Sequential(torch.nn.LayerNorm(8), torch.nn.Linear(8, 6, bias=False))
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
+    parallelize_module(module, mesh, {"1": ColwiseParallel(output_layouts=None)})
+    alone = [dist.new_group([number]) for number in range(2)][rank]
+    model = BucketedDataParallel(module, group=alone, sharded=sharded, check_gradients=False)
+    output = model(torch.arange(16.0).view(2, 8))
+    weights = torch.arange(6.0).add(1).chunk(2)[rank]
+    (output * weights).square().sum().backward()
+    model.finish_grad_sync()
+    if sharded:
+        optimizer = ShardedOptimizer(model, torch.optim.SGD, lr=0.0)
+        norm = optimizer.clip_grad_norm_(1.0)
+    else:
+        norm = model.clip_grad_norm_(1.0)
+    mains = {slot.name: slot.main_grad for slots in model._slots() for slot in slots}
+    return float(norm), mains["0.weight"].tolist()
+
+
 def first_weights(rank: int, sharded: bool) -> list[float]:
     """Some of the parameters, and a buffer, of a model that was made from another seed on each rank."""
     from streammega import BucketedDataParallel

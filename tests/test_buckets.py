@@ -14,16 +14,20 @@ from hypothesis import strategies as st
 from streammega import BucketedDataParallel, ShardedOptimizer
 from streammega.errors import ConfigError
 from streammega.train.buckets import default_bucket_size, plan_buckets, rectangles
+from streammega.train.state import scalar_devices
 from tests.gang import Gang
 from tests.rank_programs import (
     bad_gradient,
     bf16_accumulation,
+    clipped_tensor_parallel,
     first_weights,
     fp16_steps,
     grads_beside_ddp,
     make_net,
     per_token,
+    second_backward,
     sharded_beside_replicated,
+    two_buffers,
 )
 
 
@@ -116,6 +120,33 @@ def test_bad_gradients_name_their_parameter(gang: Gang, value: float, limit: flo
     assert re.search(message, bad), bad
 
 
+@pytest.mark.parametrize("retained", [False, True])
+def test_a_second_backward_after_the_reduction_began_is_an_error_not_a_wrong_gradient(gang: Gang, retained: bool) -> None:
+    """Accumulating without no_sync, or two losses of one forward."""
+    for message in gang.run(2, second_backward, retained):
+        assert "no_sync" in message
+
+
+@pytest.mark.parametrize("chunks", [1, 2])
+def test_buckets_of_several_buffers_and_models_start_in_one_order(gang: Gang, chunks: int) -> None:
+    for differences in gang.run(2, two_buffers, chunks):
+        assert len(differences) == 3 * chunks
+        assert max(differences) < 1e-6
+
+
+@pytest.mark.parametrize("sharded", [False, True])
+def test_split_parameters_are_clipped_by_the_norm_of_all_their_parts(gang: Gang, sharded: bool) -> None:
+    torch.manual_seed(5)
+    whole = torch.nn.Sequential(torch.nn.LayerNorm(8), torch.nn.Linear(8, 6, bias=False))
+    (whole(torch.arange(16.0).view(2, 8)) * torch.arange(6.0).add(1)).square().sum().backward()
+    expected = torch.nn.utils.clip_grad_norm_(whole.parameters(), 1.0)
+    gradient = whole[0].weight.grad
+    assert gradient is not None
+    for norm, replicated in gang.run(2, clipped_tensor_parallel, sharded):
+        assert norm == pytest.approx(float(expected), rel=1e-5)
+        assert replicated == pytest.approx(gradient.tolist(), rel=1e-4, abs=1e-7)
+
+
 @pytest.mark.parametrize("sharded", [False, True])
 def test_all_ranks_begin_with_the_weights_of_the_first(gang: Gang, sharded: bool) -> None:
     first, second = gang.run(2, first_weights, sharded)
@@ -143,6 +174,16 @@ def test_a_backward_that_was_not_zeroed_adds_up_as_in_torch() -> None:
     for a, b in zip(ours.module.parameters(), theirs.parameters(), strict=True):
         assert a.grad is not None
         assert torch.equal(a.grad, torch.zeros_like(a) if b.grad is None else b.grad)
+
+
+@pytest.mark.parametrize(
+    ("settings", "device"), [({"capturable": True}, "meta"), ({"foreach": True}, "cpu"), ({"capturable": False}, "cpu")]
+)
+def test_a_loaded_step_lies_where_the_optimizer_reads_it(settings: dict[str, bool], device: str) -> None:
+    """On `meta` for want of a second device here: a fused kernel reads the step by its address on the parameter's."""
+    parameter = torch.nn.Parameter(torch.empty(4, device="meta"))
+    optimizer = torch.optim.AdamW([{"params": [parameter], **settings}])
+    assert scalar_devices(optimizer) == {id(parameter): torch.device(device)}
 
 
 def test_wrong_uses_are_named() -> None:

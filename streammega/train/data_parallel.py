@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import weakref
 from collections.abc import Collection, Iterator, Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -19,34 +18,20 @@ from torch.distributed.tensor import DTensor
 
 from streammega.errors import ConfigError, GradientError
 from streammega.ranks import Ranks
-from streammega.train.buckets import Bucket, Slot, default_bucket_size, plan_buckets
-from streammega.train.collectives import Work, clip, reduce_all, reduce_to_shards, total_norm
-
-
-@dataclass
-class GradSlot:
-    """The gradient of one parameter: its place in the buffer, and how many micro-batches it has of this step."""
-
-    name: str
-    parameter: nn.Parameter
-    slot: Slot
-    main_grad: Tensor
-    count: int = 0
-    ready: bool = False
-
-
-@dataclass
-class GradBuffer:
-    """Gradients of the parameters of one dtype. `params`: with sharding, the parameters themselves in the same places."""
-
-    grads: Tensor
-    params: Tensor | None
-    buckets: list[Bucket]
-    slots: list[list[GradSlot]]
-    waiting: list[int]
-    """Of each bucket, the parameters that are not ready yet."""
-    started: int = 0
-    works: list[Work] = field(default_factory=list)
+from streammega.train.buckets import default_bucket_size
+from streammega.train.collectives import clip, reduce_all, reduce_to_shards, total_norm
+from streammega.train.grad_buffers import (
+    GradBuffer,
+    GradSlot,
+    as_grad,
+    in_order_of_backward,
+    is_split,
+    local_part,
+    make_buffers,
+    placed,
+    tensor_parallel_group,
+)
+from streammega.train.start_order import start_order_of
 
 
 class BucketedDataParallel(nn.Module):
@@ -63,10 +48,15 @@ class BucketedDataParallel(nn.Module):
 
     All ranks begin with the parameters of the first. Gradients are averaged over them as by torch's DDP; where
     that adds up micro-batches in the parameters' dtype, this does in `grad_dtype`. Buckets are laid out in reverse registration
-    order (see `plan_buckets`), and their collectives start in that order on every rank, whichever gradient is ready first.
+    order (see `plan_buckets`), and their collectives start in that order on every rank, whichever gradient is ready first: over
+    the parameters of all dtypes, and over all models of a group, the last made first. A model that is stepped apart from another
+    overlaps its collectives better in a group of its own.
+
+    Every backward of a step but the last is within `no_sync`: one that meets a gradient whose reduction has begun raises
+    GradientError.
 
     Args:
-        module: parameters may be DTensors of a tensor-parallel group; every rank works on its own part.
+        module: parameters may be DTensors of one tensor-parallel group; every rank works on its own part.
         group: the ranks that hold copies; None: all.
         ranks: instead of `group`, this rank of a layout: copies are its dp-cp group, and norms are taken over all groups.
         bucket_size: elements; None: max(40M, 1M * ranks).
@@ -105,11 +95,22 @@ class BucketedDataParallel(nn.Module):
         self.index = self.group.rank() if self.group is not None else 0
         self.sharded, self.overlap = sharded, overlap
         self.check_gradients, self.largest_gradient = check_gradients, largest_gradient
+        self._split_over = None if ranks is not None else tensor_parallel_group(module)
         self._tied_group = ranks.group("embedding") if ranks and tied else None
         self._tied = set(tied) if self._tied_group is not None else set()
         self._scale = 1.0 / self.size if average else 1.0
         self._sync, self._expected = True, 0
-        self.buffers_of_grads = _make_buffers(module, bucket_size or default_bucket_size(self.size), grad_dtype, self)
+        self.buffers_of_grads = make_buffers(
+            module,
+            bucket_size or default_bucket_size(self.size),
+            grad_dtype,
+            tied=self._tied,
+            shards=self.size if sharded else 0,
+        )
+        self._in_order = in_order_of_backward(module, self.buffers_of_grads)
+        self._next = 0
+        self._order = start_order_of(self.group)
+        self._order.add(self)
         self._broadcast()
         for buffer in self.buffers_of_grads:
             for number, slots in enumerate(buffer.slots):
@@ -154,9 +155,14 @@ class BucketedDataParallel(nn.Module):
         if self.sharded:
             raise ConfigError("sharded gradients are clipped by ShardedOptimizer.clip_grad_norm_")
         tensors = self.grads()
-        norm = total_norm(self.grads(once=True), [self.ranks.group("tp-pp") if self.ranks else None], tensors[0].device)
+        norm = total_norm(self.grads(once=True), [self.model_group], tensors[0].device)
         clip(tensors, norm, max_norm)
         return norm
+
+    @property
+    def model_group(self) -> dist.ProcessGroup | None:
+        """The ranks among which one copy of the model is divided: norms are summed over them. None: this rank alone."""
+        return self.ranks.group("tp-pp") if self.ranks is not None else self._split_over
 
     def grads(self, *, once: bool = False) -> list[Tensor]:
         """This rank's parts of all gradients that optimizers will see; `once`: of those that no other rank counts too."""
@@ -166,7 +172,8 @@ class BucketedDataParallel(nn.Module):
     def counts(self, slot: GradSlot) -> bool:
         """Whether this rank counts a parameter in a norm, so that each is counted once over tensor and pipeline ranks."""
         if self.ranks is None:
-            return True
+            first = self._split_over is None or self._split_over.rank() == 0
+            return first or is_split(slot.parameter)
         replicated = not isinstance(slot.parameter, DTensor) and self.ranks.at["tp"] > 0
         copied = slot.name in self._tied and not self.ranks.is_first_stage
         return not replicated and not copied
@@ -209,7 +216,13 @@ class BucketedDataParallel(nn.Module):
             self = reference()
             if self is None or parameter.grad is None:
                 return
-            grad = local_part(_placed(parameter.grad, parameter))
+            if slot.ready:
+                raise GradientError(
+                    f"{slot.name} got a second gradient in this step, after the reduction of its first had begun: run every "
+                    f"backward of a step but the last within no_sync(), add up the losses of one forward, or call "
+                    f"finish_grad_sync() between"
+                )
+            grad = local_part(placed(parameter.grad, parameter))
             slot.count += 1
             last = slot.count == self._expected if self._expected else self._sync
             main = slot.main_grad
@@ -231,16 +244,22 @@ class BucketedDataParallel(nn.Module):
                 slot.ready = True
                 buffer.waiting[number] -= 1
                 if self.overlap:
-                    self._start_full(buffer)
+                    self._order.start_full()
 
         return accumulate
 
-    def _start_full(self, buffer: GradBuffer) -> None:
-        """Start the buckets that are full, in their order: it must be the same on all ranks."""
-        while buffer.started < len(buffer.buckets) and not buffer.waiting[buffer.started]:
-            if buffer.buckets[buffer.started].waits:
-                return
-            self._start(buffer, buffer.started)
+    def start_full(self) -> bool:
+        """Start the buckets that are full, in their order, up to the first that is not; whether all have started.
+
+        Buckets to which another stage adds first are left to `finish_grad_sync`.
+        """
+        while self._next < len(self._in_order):
+            buffer, number = self._in_order[self._next]
+            if not self.overlap or buffer.waiting[number]:
+                return False
+            self._start(buffer, number)
+            self._next += 1
+        return True
 
     def _start(self, buffer: GradBuffer, number: int) -> None:
         bucket = buffer.buckets[number]
@@ -250,29 +269,38 @@ class BucketedDataParallel(nn.Module):
         if self.group is not None:
             reduce = reduce_to_shards if self.sharded else reduce_all
             buffer.works.append(reduce(grads, self.group))
-        buffer.started = number + 1
+        buffer.started[number] = True
 
     def _complete(self, buffer: GradBuffer) -> None:
         """Complete what backward left: parameters without a gradient, or used in some micro-batches only."""
-        with torch.no_grad():
-            for number in range(buffer.started, len(buffer.buckets)):
-                for slot in buffer.slots[number]:
-                    if slot.count == 0:
-                        slot.main_grad.zero_()
-                    elif not slot.ready and self._scale != 1.0:
-                        slot.main_grad.mul_(self._scale)
+        for slots, started in zip(buffer.slots, buffer.started, strict=True):
+            if started:
+                continue
+            for slot in slots:
+                if slot.count == 0:
+                    slot.main_grad.zero_()
+                elif not slot.ready and self._scale != 1.0:
+                    slot.main_grad.mul_(self._scale)
 
-    def _start_rest(self, buffer: GradBuffer) -> None:
-        """Start what backward did not."""
-        for number in range(buffer.started, len(buffer.buckets)):
+    def _start_rest(self) -> None:
+        """Start what backward did not, in the order in which it would have."""
+        for buffer, number in self._in_order[self._next :]:
             self._start(buffer, number)
+        self._next = 0
+
+    def _start_tied(self, buffer: GradBuffer) -> None:
+        """Start the buckets of shared parameters, to which the other stage has added."""
+        for number, bucket in enumerate(buffer.buckets):
+            if bucket.waits:
+                self._start(buffer, number)
 
     def _finish(self, buffer: GradBuffer) -> None:
         """Wait for the collectives of a buffer; it is then ready for the next step."""
         for work in buffer.works:
             work.wait()
         buffer.works.clear()
-        buffer.started, buffer.waiting = 0, [len(slots) for slots in buffer.slots]
+        buffer.started = [False] * len(buffer.buckets)
+        buffer.waiting = [len(slots) for slots in buffer.slots]
         for slot in (slot for slots in buffer.slots for slot in slots):
             slot.count, slot.ready = 0, False
 
@@ -319,88 +347,25 @@ def finish_grad_sync(models: Sequence[BucketedDataParallel], num_tokens: Tensor 
     Together, since a stage that shares a parameter with another rank's may be the first here and the last there.
     """
     factor = None if num_tokens is None else models[0]._per_token(num_tokens)
+    models = models[0]._order.sort(models)
     every = [(model, buffer) for model in models for buffer in model.buffers_of_grads]
-    for act in (
-        BucketedDataParallel._complete,
-        BucketedDataParallel._add_tied,
-        BucketedDataParallel._start_rest,
-        BucketedDataParallel._finish,
-    ):
-        for model, buffer in every:
-            act(model, buffer)
+    for model, buffer in every:
+        model._complete(buffer)
+    for model, buffer in every:
+        model._add_tied(buffer)
+    for model in models:
+        model._start_rest()
+    for model, buffer in every:
+        model._start_tied(buffer)
+    for model, buffer in every:
+        model._finish(buffer)
     for model, buffer in every:
         if factor is not None:
             for grads in model.own_grads(buffer):
                 grads.mul_(factor)
         if not model.sharded:
             for slot in (slot for slots in buffer.slots for slot in slots):
-                slot.parameter.grad = _as_grad(slot.main_grad, slot.parameter)
-
-
-def _make_buffers(module: nn.Module, bucket_size: int, grad_dtype: torch.dtype, owner: BucketedDataParallel) -> list[GradBuffer]:
-    """One buffer for each dtype of the parameters that are trained, in order of their first one."""
-    by_dtype: dict[torch.dtype, list[tuple[str, nn.Parameter]]] = {}
-    for name, parameter in module.named_parameters():
-        if parameter.requires_grad:
-            by_dtype.setdefault(parameter.dtype, []).append((name, parameter))
-    if not by_dtype:
-        raise ConfigError("the module has no parameters that require gradients")
-    return [_make_buffer(named, bucket_size, grad_dtype, owner) for named in by_dtype.values()]
-
-
-@torch.no_grad()
-def _make_buffer(
-    named: Sequence[tuple[str, nn.Parameter]], bucket_size: int, grad_dtype: torch.dtype, owner: BucketedDataParallel
-) -> GradBuffer:
-    local = [local_part(parameter) for _, parameter in named]
-    waiting = [number for number, (name, _) in enumerate(named) if name in owner._tied]
-    shards = owner.size if owner.sharded else 0
-    buckets = plan_buckets([tensor.numel() for tensor in local], bucket_size, shards=shards, waiting=waiting)
-    size, device = buckets[-1].stop, local[0].device
-    grads = torch.zeros(size, dtype=grad_dtype, device=device)
-    params = torch.zeros(size, dtype=local[0].dtype, device=device) if owner.sharded else None
-    slots = []
-    for bucket in buckets:
-        own = []
-        for slot in bucket.slots:
-            (name, parameter), tensor = named[slot.parameter], local[slot.parameter]
-            if params is not None:  # the parameter moves into the buffer, so that gathering fills it in place
-                place = params[slot.start : slot.stop].view(tensor.shape)
-                place.copy_(tensor)
-                if isinstance(parameter, DTensor):
-                    parameter._local_tensor = place
-                else:
-                    parameter.data = place
-            own.append(GradSlot(name, parameter, slot, grads[slot.start : slot.stop].view(tensor.shape)))
-        slots.append(own)
-    return GradBuffer(grads, params, buckets, slots, [len(own) for own in slots])
-
-
-def local_part(tensor: Tensor) -> Tensor:
-    """This rank's part of a tensor."""
-    if isinstance(tensor, DTensor):
-        with torch.no_grad():
-            local: Tensor = tensor.to_local()
-            return local
-    return tensor
-
-
-def _placed(grad: Tensor, parameter: Tensor) -> Tensor:
-    """A gradient distributed as its parameter is; that of a split embedding comes as a sum to be made."""
-    if isinstance(grad, DTensor) and isinstance(parameter, DTensor) and grad.placements != parameter.placements:
-        return grad.redistribute(placements=parameter.placements)
-    return grad
-
-
-def _as_grad(main: Tensor, parameter: nn.Parameter) -> Tensor:
-    """A buffer's gradient in the form that the parameter takes: of its dtype, and distributed as it is."""
-    grad = main if main.dtype == parameter.dtype else main.to(parameter.dtype)
-    if isinstance(parameter, DTensor):
-        whole: Tensor = DTensor.from_local(
-            grad, parameter.device_mesh, parameter.placements, run_check=False, shape=parameter.shape, stride=parameter.stride()
-        )
-        return whole
-    return grad
+                slot.parameter.grad = as_grad(slot.main_grad, slot.parameter)
 
 
 def _world(group: dist.ProcessGroup | None) -> dist.ProcessGroup | None:

@@ -15,7 +15,8 @@ from torch import Tensor, nn
 
 from streammega.errors import ConfigError
 from streammega.train.collectives import Work, clip, gather_shards, total_norm
-from streammega.train.data_parallel import BucketedDataParallel, GradBuffer, GradSlot
+from streammega.train.data_parallel import BucketedDataParallel
+from streammega.train.grad_buffers import GradBuffer, GradSlot
 
 
 @dataclass(frozen=True)
@@ -96,7 +97,7 @@ class ShardedOptimizer:
     def clip_grad_norm_(self, max_norm: float) -> Tensor:
         """Clip gradients to a global norm over all ranks of the layout; returns the norm before."""
         model = self.models[0]
-        groups = [model.group, model.ranks.group("tp-pp") if model.ranks else None]
+        groups = [model.group, model.model_group]
         norm = total_norm([_grad(p) for p in self.pieces if p.counts], groups, model.buffers_of_grads[0].grads.device)
         clip([_grad(piece) for piece in self.pieces], norm, max_norm)
         return norm

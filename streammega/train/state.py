@@ -30,7 +30,7 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 from streammega.errors import StateError
 from streammega.ranks import Ranks
 from streammega.train.buckets import rectangles
-from streammega.train.data_parallel import local_part
+from streammega.train.grad_buffers import local_part
 from streammega.train.parallel import Optimizer, ParallelModel, names_of
 from streammega.train.sharded_optimizer import ShardedOptimizer
 
@@ -165,6 +165,7 @@ def state_to_load(model: ParallelModel, optimizer: Optimizer, metadata: Metadata
         key = main if main in stored and parameter.dtype == torch.float32 else f"model.{name}"
         found[key] = Boxes(parameter.shape, [(_offset(parameter), local_part(parameter.detach()))])
     inner = inner_optimizer(optimizer)
+    devices = scalar_devices(inner)
     for part in _parts(model, optimizer):
         prefix = f"optimizer.{part.name}."
         for key, value in stored.items():
@@ -176,7 +177,8 @@ def state_to_load(model: ParallelModel, optimizer: Optimizer, metadata: Metadata
                     _add(found, key, part, part.key)
                 continue
             if value.size == torch.Size():
-                held = inner.state[part.key].setdefault(state, torch.zeros((), dtype=value.properties.dtype))
+                scalar = torch.zeros((), dtype=value.properties.dtype, device=devices[id(part.key)])
+                held = inner.state[part.key].setdefault(state, scalar)
                 found[key] = Boxes((), [((), held)]) if key not in found else found[key]
             else:
                 held = inner.state[part.key].setdefault(state, torch.zeros_like(part.key, dtype=value.properties.dtype))
@@ -187,11 +189,12 @@ def state_to_load(model: ParallelModel, optimizer: Optimizer, metadata: Metadata
 def after_load(model: ParallelModel, optimizer: Optimizer, state: Mapping[str, Boxes]) -> None:
     """Bring what was loaded to where it was not: scalars to the other parts of a parameter, main parameters to the model."""
     inner = inner_optimizer(optimizer)
+    devices = scalar_devices(inner)
     for part in _parts(model, optimizer):
         for key, held in list(inner.state[part.key].items()):
             boxes = state.get(f"optimizer.{part.name}.{key}")
             if boxes is not None and boxes.shape == torch.Size() and isinstance(held, Tensor):
-                inner.state[part.key][key] = boxes.boxes[0][1].clone()
+                inner.state[part.key][key] = boxes.boxes[0][1].to(devices[id(part.key)], copy=True)
     if isinstance(optimizer, ShardedOptimizer):
         if any(key.endswith(f".{MAIN}") for key in state):
             optimizer.publish_main()
@@ -205,6 +208,20 @@ def inner_optimizer(optimizer: Optimizer) -> torch.optim.Optimizer:
         return optimizer.inner
     inner: torch.optim.Optimizer = getattr(optimizer, "optim", optimizer)  # of a ZeroRedundancyOptimizer
     return inner
+
+
+def scalar_devices(inner: torch.optim.Optimizer) -> dict[int, torch.device]:
+    """By the id of each parameter, where its optimizer looks for the scalars of its state, such as its step.
+
+    Fused and capturable kernels read them on the parameter's device, by address; all others on the CPU. Source: torch's own
+    Optimizer.load_state_dict, which checkpoints of boxes go around.
+    """
+    found = {}
+    for group in inner.param_groups:
+        on_device = group.get("fused") or group.get("capturable")
+        for parameter in group["params"]:
+            found[id(parameter)] = parameter.device if on_device else torch.device("cpu")
+    return found
 
 
 def _values(inner: torch.optim.Optimizer, part: _Part) -> Iterator[tuple[str, Any]]:
