@@ -27,7 +27,7 @@ from streammega.index.manifest import MANIFEST, Manifest, Shard, read_manifest
 from streammega.index.shards import SUFFIXES, named, open_tokens, split_name
 from streammega.kernels.check import find_ids, id_range, wrong_ends
 from streammega.kernels.parallel import num_threads
-from streammega.storage import Store, join_url, open_store, parent_url
+from streammega.storage import ObjectInfo, Store, join_url, open_store, parent_url
 from streammega.storage.local import LocalStore
 
 READ_BYTES = 1 << 20
@@ -148,7 +148,7 @@ def _check_shard(
         index = None
     look = _Tokens(index, vocab_size, eod_id, report, store.url(key), progress if kind == "bin" else _none) if index else None
     own = look if kind == "bin" else None
-    _check_bytes(store, key, stored.size, expected.checksums if expected else None, report, _none if own else progress, own)
+    _check_bytes(store, stored, expected.checksums if expected else None, report, _none if own else progress, own)
     report.checked_bytes += stored.size
     if index is None or look is None:
         return
@@ -228,46 +228,48 @@ class _Tokens:
 
 
 def _check_bytes(
-    store: Store, key: str, size: int, checksums: Sequence[str] | None, report: VerifyReport, progress: Progress,
+    store: Store, stored: ObjectInfo, checksums: Sequence[str] | None, report: VerifyReport, progress: Progress,
     tokens: _Tokens | None,
 ) -> None:  # fmt: skip
     """Compare stored bytes with their checksums, and look at them as tokens; stretches of CHECK_BYTES by all cores."""
 
     def stretch(start: int) -> str | None:
         """What is wrong with the bytes from `start` on, if their checksum is."""
-        hasher, stop = xxhash.xxh3_128() if checksums else None, min(start + CHECK_BYTES, size)
-        for at, data in _pieces(store, key, start, stop):
+        hasher, stop = xxhash.xxh3_128() if checksums else None, min(start + CHECK_BYTES, stored.size)
+        for at, data in _pieces(store, stored, start, stop):
             if hasher is not None:
                 hasher.update(data.data)
             if tokens is not None:
                 tokens.look(data[: data.nbytes // tokens.dtype.itemsize * tokens.dtype.itemsize], at)
             progress(data.nbytes)
         if hasher is not None and checksums is not None and hasher.hexdigest() != checksums[start // CHECK_BYTES]:
-            return f"{store.url(key)}: bytes [{start}, {stop}) are damaged: their checksum is not the manifest's; copy them again"
+            where = f"{store.url(stored.key)}: bytes [{start}, {stop})"
+            return f"{where} are damaged: their checksum is not the manifest's; copy them again"
         return None
 
     with ThreadPoolExecutor(num_threads()) as pool:
-        report.problems += [problem for problem in pool.map(stretch, range(0, size, CHECK_BYTES)) if problem]
+        report.problems += [problem for problem in pool.map(stretch, range(0, stored.size, CHECK_BYTES)) if problem]
 
 
-def _pieces(store: Store, key: str, start: int, stop: int) -> Iterator[tuple[int, NDArray[np.uint8]]]:
+def _pieces(store: Store, stored: ObjectInfo, start: int, stop: int) -> Iterator[tuple[int, NDArray[np.uint8]]]:
     """(byte, data) of a stretch: local files are read into one buffer, again and again."""
     if isinstance(store, LocalStore):
         buffer = np.empty(READ_BYTES, np.uint8)
-        with open(key, "rb", buffering=0) as file:
+        with open(stored.key, "rb", buffering=0) as file:
             file.seek(start)
             while start < stop:
                 wanted, got = min(READ_BYTES, stop - start), 0
                 while got < wanted:
                     more = file.readinto(buffer.data[got:wanted])
                     if not more:
-                        raise FormatError(f"{key}: became shorter while it was read")
+                        raise FormatError(f"{stored.key}: became shorter while it was read")
                     got += more
                 yield start, buffer[:got]
                 start += got
         return
     for at in range(start, stop, REMOTE_BYTES):
-        yield at, np.frombuffer(store.read_ranges(key, [at], [min(at + REMOTE_BYTES, stop)])[0], np.uint8)
+        body = store.read_ranges(stored.key, [at], [min(at + REMOTE_BYTES, stop)], stored.etag)[0]
+        yield at, np.frombuffer(body, np.uint8)
 
 
 def _look(view: Store, key: str, start: int, stop: int, tokens: _Tokens) -> None:
@@ -313,8 +315,9 @@ def _repair_shard(
         raise ConfigError(f"{name}: the .idx of a tar cannot be rebuilt from it; convert the tar again")
     store, key = open_tokens(name, storage)
     width = token_dtype_named(dtype) if dtype else _dtype_of(prefix, storage)
-    size = store.info(key).size
-    ends = list(_document_ends(store, key, size, width, eod_id))
+    info = store.info(key)
+    size = info.size
+    ends = list(_document_ends(store, info, width, eod_id))
     places = np.concatenate([np.zeros(1, np.int64), *ends])
     if places[-1] < size // width.itemsize:
         places = np.append(places, size // width.itemsize)
@@ -338,11 +341,11 @@ def _repair_shard(
     return f"{text}; it differs from the first one (which may have had several sequences in a document)", made
 
 
-def _document_ends(store: Store, key: str, size: int, dtype: np.dtype[Any], eod_id: int) -> Iterator[NDArray[np.int64]]:
+def _document_ends(store: Store, info: ObjectInfo, dtype: np.dtype[Any], eod_id: int) -> Iterator[NDArray[np.int64]]:
     """One past each end, in tokens."""
-    whole = size // dtype.itemsize * dtype.itemsize
+    whole = info.size // dtype.itemsize * dtype.itemsize
     for at in range(0, whole, REMOTE_BYTES):
-        data = store.read_ranges(key, [at], [min(at + REMOTE_BYTES, whole)])[0]
+        data = store.read_ranges(info.key, [at], [min(at + REMOTE_BYTES, whole)], info.etag)[0]
         ids = np.frombuffer(data, dtype.newbyteorder("<"))
         places = np.empty(len(ids), np.int64)
         count = find_ids(ids, eod_id, places)
@@ -354,7 +357,7 @@ def _dtype_of(prefix: str, storage: StorageConfig) -> np.dtype[Any]:
     store, key = open_store(f"{prefix}.idx", storage)
     try:
         info = store.info(key)
-        head = bytes(store.read_ranges(key, [0], [min(34, info.size)])[0])
+        head = bytes(store.read_ranges(key, [0], [min(34, info.size)], info.etag)[0])
         if len(head) >= 18 and head[17] in DTYPE_OF_CODE:
             return DTYPE_OF_CODE[head[17]]
         return parse_header(head, info.size, store.url(key)).dtype
@@ -371,4 +374,4 @@ def _keep_former(url: str, storage: StorageConfig) -> None:
     if isinstance(store, LocalStore):
         os.replace(key, f"{key}.former")
     elif info.size:
-        save_bytes(f"{url}.former", bytes(store.read_ranges(key, [0], [info.size])[0]), storage)
+        save_bytes(f"{url}.former", bytes(store.read_ranges(key, [0], [info.size], info.etag)[0]), storage)

@@ -23,7 +23,7 @@ from streammega.index.manifest import Shard
 from streammega.index.reader import IndexedDataset
 from streammega.index.writer import IndexedDatasetWriter
 from streammega.kernels.plan import copy_bytes
-from streammega.storage import Store, join_url, open_store
+from streammega.storage import join_url, open_store
 from streammega.storage.base import Bytes, address_of
 from streammega.storage.local import LocalStore
 
@@ -129,7 +129,8 @@ class Documents:
         if not name:
             return None
         store, key = open_store(join_url(self._job.work, name), self._job.storage)
-        packed = store.read_ranges(key, [0], [store.info(key).size])[0]
+        info = store.info(key)
+        packed = store.read_ranges(key, [0], [info.size], info.etag)[0]
         return np.unpackbits(np.frombuffer(packed, np.uint8), count=self._parts[part].documents).astype(np.bool_)
 
 
@@ -147,7 +148,8 @@ def side_arrays(job: Job, part: Part) -> NDArray[np.uint64]:
     store, key = open_store(join_url(job.work, part.side), job.storage)
     if isinstance(store, LocalStore):
         return np.memmap(key, "<u8", "r").reshape(-1, part.documents)
-    data = store.read_ranges(key, [0], [store.info(key).size])[0]
+    info = store.info(key)
+    data = store.read_ranges(key, [0], [info.size], info.etag)[0]
     return np.frombuffer(data, "<u8").reshape(-1, part.documents)
 
 
@@ -273,10 +275,10 @@ def _copy_run(indexed: IndexedDataset, start: int, stop: int, writer: IndexedDat
     own_modes = None if modes is None else modes[first:last]
     pieces: Iterator[Bytes]
     if len(offsets) == 0 or (offsets[1:] == offsets[:-1] + sizes[:-1]).all():
-        pieces = _stream(indexed.store, indexed.bin_key, int(offsets[0]) if len(offsets) else 0, int(sizes.sum()))
+        pieces = _stream(indexed, int(offsets[0]) if len(offsets) else 0, int(sizes.sum()))
     else:
         spans = zip(offsets.tolist(), sizes.tolist(), strict=True)
-        pieces = (piece for at, size in spans for piece in _stream(indexed.store, indexed.bin_key, at, size))
+        pieces = (piece for at, size in spans for piece in _stream(indexed, at, size))
     out = writer.dtype
     if out != indexed.dtype:
         pieces = (_cast(piece, indexed.dtype, out, indexed.prefix).view(np.uint8) for piece in pieces)
@@ -284,8 +286,9 @@ def _copy_run(indexed: IndexedDataset, start: int, stop: int, writer: IndexedDat
     return int(sizes.sum()) // itemsize * out.itemsize
 
 
-def _stream(store: Store, key: str, start: int, size: int) -> Iterator[Bytes]:
-    """Bytes of an object, a little at a time; local files are read, not mapped, so that memory stays flat."""
+def _stream(indexed: IndexedDataset, start: int, size: int) -> Iterator[Bytes]:
+    """Bytes of a dataset's tokens, a little at a time; local files are read, not mapped, so that memory stays flat."""
+    store, key = indexed.store, indexed.bin_key
     if isinstance(store, LocalStore):
         buffer = np.empty(min(COPY_BYTES, size), np.uint8)
         with open(key, "rb", buffering=0) as file:
@@ -300,7 +303,7 @@ def _stream(store: Store, key: str, start: int, size: int) -> Iterator[Bytes]:
     for at in range(start, start + size, CHUNK_BYTES):
         starts = list(range(at, min(at + CHUNK_BYTES, start + size), CHUNK_BYTES // 4))
         stops = [min(low + CHUNK_BYTES // 4, start + size) for low in starts]
-        for body in store.read_ranges(key, starts, stops):
+        for body in store.read_ranges(key, starts, stops, indexed.bin_info.etag):
             yield np.frombuffer(body, np.uint8)
 
 
@@ -325,9 +328,7 @@ def _copy_bucket(documents: Documents, parts: Integers, chosen: Integers, writer
         first, last = int(bounds[low]), int(bounds[high])
         start = int(indexed.sequence_offsets[first]) if last > first else 0
         own_lengths = np.asarray(indexed.sequence_lengths[first:last])
-        pieces = list(
-            _stream_copy(indexed.store, indexed.bin_key, start, int(own_lengths.sum(dtype=np.int64)) * indexed.dtype.itemsize)
-        )
+        pieces = list(_stream_copy(indexed, start, int(own_lengths.sum(dtype=np.int64)) * indexed.dtype.itemsize))
         data = np.concatenate(pieces) if pieces else _NOTHING
         data = data if indexed.dtype == out else _cast(data, indexed.dtype, out, indexed.prefix).view(np.uint8)
         held.append(data)
@@ -354,6 +355,6 @@ def _copy_bucket(documents: Documents, parts: Integers, chosen: Integers, writer
         low = high
 
 
-def _stream_copy(store: Store, key: str, start: int, size: int) -> Iterator[Bytes]:
-    for piece in _stream(store, key, start, size):
+def _stream_copy(indexed: IndexedDataset, start: int, size: int) -> Iterator[Bytes]:
+    for piece in _stream(indexed, start, size):
         yield piece.copy()

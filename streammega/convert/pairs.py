@@ -76,7 +76,9 @@ def sequence_tokens(indexed: IndexedDataset, first: int, last: int) -> NDArray[A
     offsets = indexed.sequence_offsets[first:last]
     if (offsets[1:] == offsets[:-1] + sizes[:-1]).all():
         start = int(offsets[0])
-        body = indexed.store.read_ranges(indexed.bin_key, [start], [start + int(sizes.sum())])[0]
+        stop = start + int(sizes.sum())
+        body = indexed.store.read_ranges(indexed.bin_key, [start], [stop], indexed.bin_info.etag)[0]
         return np.frombuffer(body, indexed.dtype.newbyteorder("<"))
-    bodies = indexed.store.read_ranges(indexed.bin_key, offsets.tolist(), (offsets + sizes).tolist())
+    stops = (offsets + sizes).tolist()
+    bodies = indexed.store.read_ranges(indexed.bin_key, offsets.tolist(), stops, indexed.bin_info.etag)
     return np.concatenate([np.frombuffer(body, indexed.dtype.newbyteorder("<")) for body in bodies])

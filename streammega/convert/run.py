@@ -406,14 +406,14 @@ def _move(source: str, target: str, storage: StorageConfig) -> None:
         return
     store, key = open_store(source, storage)
     try:
-        size = store.info(key).size
+        info = store.info(key)
     except ObjectNotFoundError:
         return
     out_store, out_key = open_store(target, storage)
     writer = out_store.open_writer(out_key)
     try:
-        for at in range(0, size, COPY_BYTES):
-            writer.write(store.read_ranges(key, [at], [min(at + COPY_BYTES, size)])[0])
+        for at in range(0, info.size, COPY_BYTES):
+            writer.write(store.read_ranges(key, [at], [min(at + COPY_BYTES, info.size)], info.etag)[0])
         writer.commit()
     except BaseException:
         writer.abort()

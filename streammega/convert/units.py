@@ -151,8 +151,8 @@ def load_json(url: str, storage: StorageConfig) -> dict[str, Any] | None:
     """A record of the work folder; None where there is none that can be read."""
     store, key = open_store(url, storage)
     try:
-        size = store.info(key).size
-        found: Any = json.loads(bytes(store.read_ranges(key, [0], [size])[0]))
+        info = store.info(key)
+        found: Any = json.loads(bytes(store.read_ranges(key, [0], [info.size], info.etag)[0]))
     except (StorageError, ValueError):
         return None
     return found if isinstance(found, dict) else None

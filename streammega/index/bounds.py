@@ -28,6 +28,7 @@ class PairBounds:
     bin_info: ObjectInfo
     index_store: Store
     index_key: str
+    index_etag: str
     header: IndexHeader
 
     @property
@@ -45,7 +46,7 @@ class PairBounds:
         if sequence >= self.header.sequence_count:
             return self.num_tokens
         at = self.header.offsets_at + 8 * sequence
-        raw = self.index_store.read_ranges(self.index_key, [at], [at + 8])[0] if sequence else b"\0" * 8
+        raw = self.index_store.read_ranges(self.index_key, [at], [at + 8], self.index_etag)[0] if sequence else b"\0" * 8
         offset = int.from_bytes(raw, "little", signed=True)
         size = self.header.dtype.itemsize
         if not 0 <= offset <= self.bin_info.size or offset % size:
@@ -63,13 +64,15 @@ def read_bounds(prefix: str, storage: StorageConfig) -> PairBounds:
     info = index_store.info(index_key)
     if info.size < HEADER_BYTES:
         raise FormatError(f"{prefix}.idx: {info.size} bytes are fewer than an .idx header has; convert again")
-    header = parse_header(index_store.read_ranges(index_key, [0], [HEADER_BYTES])[0], info.size, f"{prefix}.idx")
+    head = index_store.read_ranges(index_key, [0], [HEADER_BYTES], info.etag)[0]
+    header = parse_header(head, info.size, f"{prefix}.idx")
     return PairBounds(
         prefix=prefix,
         store=store,
         bin_info=store.info(bin_key),
         index_store=index_store,
         index_key=index_key,
+        index_etag=info.etag,
         header=header,
     )
 

@@ -57,7 +57,7 @@ def _download(store: Store, info: ObjectInfo, part_bytes: int) -> Iterator[memor
     for at in range(0, info.size, DOWNLOAD_BYTES):
         end = min(at + DOWNLOAD_BYTES, info.size)
         starts = list(range(at, end, part_bytes))
-        yield from store.read_ranges(info.key, starts, [min(start + part_bytes, end) for start in starts])
+        yield from store.read_ranges(info.key, starts, [min(start + part_bytes, end) for start in starts], info.etag)
 
 
 def cached_arrays(

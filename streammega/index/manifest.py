@@ -58,7 +58,7 @@ def read_manifest(url: str, storage: StorageConfig) -> Manifest:
     info = store.info(key)
     if info.size > MOST_BYTES:
         raise FormatError(f"{url}: {info.size:,} bytes are too many for a manifest")
-    raw = bytes(store.read_ranges(key, [0], [info.size])[0])
+    raw = bytes(store.read_ranges(key, [0], [info.size], info.etag)[0])
     try:
         found: Any = json.loads(raw)
         if not isinstance(found, dict) or found.pop("format", None) != FORMAT:

@@ -37,7 +37,7 @@ class MockStore:
             size = HEADER_BYTES + 12 * documents + 8 * (documents + 1)
         return ObjectInfo(key=key, size=size, etag="mock")
 
-    def read_ranges(self, key: str, starts: Sequence[int], stops: Sequence[int]) -> list[Buffer]:
+    def read_ranges(self, key: str, starts: Sequence[int], stops: Sequence[int], etag: str = "") -> list[Buffer]:
         """Bytes computed on the spot."""
         settings = self._settings(key)
         if key.endswith(".idx"):

@@ -169,7 +169,7 @@ class IndexedDataset(Sequence["Item"]):
         return list(parts) if modes is None else [(p, int(m)) for p, m in zip(parts, modes[start:stop], strict=True)]
 
     def _read(self, start: int, stop: int) -> Buffer:
-        return self.store.read_ranges(self.bin_key, [start], [stop])[0]
+        return self.store.read_ranges(self.bin_key, [start], [stop], self.bin_info.etag)[0]
 
     def _tokens(self, data: Buffer) -> Tokens:
         return np.frombuffer(data, self.dtype.newbyteorder("<"))
@@ -193,4 +193,4 @@ def _info_of_index(store: Store, key: str, prefix: str) -> ObjectInfo:
 def _head(store: Store, info: ObjectInfo) -> Buffer:
     if info.size < HEADER_BYTES:
         raise FormatError(f"{store.url(info.key)}: {info.size} bytes are fewer than an .idx header has; convert again")
-    return store.read_ranges(info.key, [0], [HEADER_BYTES])[0]
+    return store.read_ranges(info.key, [0], [HEADER_BYTES], info.etag)[0]

@@ -76,7 +76,7 @@ def _open_members(store: Store, key: str, prefix: str, storage: StorageConfig, c
     url, info = index_store.url(index_key), index_store.info(index_key)
     path = Path(index_key)
     if not isinstance(index_store, LocalStore):
-        head = index_store.read_ranges(index_key, [0], [min(HEADER_BYTES, info.size)])[0]
+        head = index_store.read_ranges(index_key, [0], [min(HEADER_BYTES, info.size)], info.etag)[0]
         parse_header(head, info.size, url)  # before a large foreign file is downloaded
         path = cached_object(index_store, info, cache_dir, storage.part_bytes)
     arrays = parse_index(LocalStore().view(str(path)), url)

@@ -153,7 +153,7 @@ class IndexedDatasetWriter:
         shift, documents, modes = len(self._lengths), other.document_indices, other.sequence_modes
         for first, last in _runs(sizes, limit):
             start, stop = int(other.sequence_offsets[first]), int(other.sequence_offsets[last - 1] + sizes[last - 1])
-            data = other.store.read_ranges(other.bin_key, [start], [stop])[0]
+            data = other.store.read_ranges(other.bin_key, [start], [stop], other.bin_info.etag)[0]
             self._put(data, other.sequence_lengths[first:last], None if modes is None else modes[first:last])
         self._documents.frombytes((documents[1:] + shift).tobytes())
 

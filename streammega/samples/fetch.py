@@ -78,7 +78,7 @@ def read_runs(
         return np.frombuffer(mapped, file.dtype, file.num_tokens), starts
     size = file.dtype.itemsize
     low, high, request = coalesce(starts, stops, storage.coalesce_bytes // size, storage.part_bytes // size)
-    buffers = file.store.read_ranges(file.key, (low * size).tolist(), (high * size).tolist())
+    buffers = file.store.read_ranges(file.key, (low * size).tolist(), (high * size).tolist(), file.etag)
     arena = np.concatenate([np.frombuffer(buffer, file.dtype) for buffer in buffers])
     base = np.cumsum(high - low) - (high - low)
     return arena, base[request] + starts - low[request]

@@ -58,10 +58,11 @@ class Store(Protocol):
     def info(self, key: str) -> ObjectInfo:
         """Size and ETag. Raises ObjectNotFoundError, AccessDeniedError, EndpointError."""
 
-    def read_ranges(self, key: str, starts: Sequence[int], stops: Sequence[int]) -> list[Buffer]:
+    def read_ranges(self, key: str, starts: Sequence[int], stops: Sequence[int], etag: str = "") -> list[Buffer]:
         """Bytes [starts[i], stops[i]) for each i, fetched concurrently, in the order asked.
 
-        Each buffer has exactly the bytes asked for, or ShortReadError is raised.
+        Each buffer has exactly the bytes asked for, or ShortReadError is raised. `etag` is that of the object that was
+        opened: ObjectChangedError if the object has another one now; empty: whatever is there is read.
         """
 
     def read_into(self, key: str, spans: Sequence[Span], outs: Sequence[Bytes], etag: str = "") -> None:

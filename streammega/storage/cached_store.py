@@ -28,9 +28,9 @@ class CachedStore:
         """From the object itself."""
         return self.store.info(key)
 
-    def read_ranges(self, key: str, starts: Sequence[int], stops: Sequence[int]) -> list[Buffer]:
+    def read_ranges(self, key: str, starts: Sequence[int], stops: Sequence[int], etag: str = "") -> list[Buffer]:
         """From the object itself."""
-        return self.store.read_ranges(key, starts, stops)
+        return self.store.read_ranges(key, starts, stops, etag)
 
     def read_into(self, key: str, spans: Sequence[Span], outs: Sequence[Bytes], etag: str = "") -> None:
         """From pages where they are there; large reads bring their pages to the cache."""

@@ -52,11 +52,11 @@ class DerivedStore:
         """The shown size, and the object's ETag."""
         return ObjectInfo(key=self._info.key, size=self.view.size, etag=self._info.etag)
 
-    def read_ranges(self, key: str, starts: Sequence[int], stops: Sequence[int]) -> list[Buffer]:
-        """Shown bytes; the stored ones are read as the store reads ranges."""
+    def read_ranges(self, key: str, starts: Sequence[int], stops: Sequence[int], etag: str = "") -> list[Buffer]:
+        """Shown bytes; the stored ones are read as the store reads ranges, of the object that was opened."""
         spans = [self._stored(int(a), int(b)) for a, b in zip(starts, stops, strict=True)]
         outs = [np.empty(int(b) - int(a), np.uint8) for a, b in zip(starts, stops, strict=True)]
-        bodies = self.store.read_ranges(key, [a for a, _ in spans], [b for _, b in spans])
+        bodies = self.store.read_ranges(key, [a for a, _ in spans], [b for _, b in spans], etag or self._info.etag)
         for body, a, b, out in zip(bodies, starts, stops, outs, strict=True):
             self.view.show(np.frombuffer(body, np.uint8), int(a), int(b), out)
         return [out.data for out in outs]
@@ -70,7 +70,7 @@ class DerivedStore:
             bodies = [np.frombuffer(view, np.uint8) for view in views]
         else:
             bodies = [np.empty(b - a, np.uint8) for a, b in stored]
-            self.store.read_into(key, stored, bodies, etag)
+            self.store.read_into(key, stored, bodies, etag or self._info.etag)
         for body, (a, b), out in zip(bodies, spans, outs, strict=True):
             self.view.show(body, a, b, out)
 
@@ -203,16 +203,17 @@ class ConcatStore:
         """All sizes together, and all ETags."""
         return ObjectInfo(key=key, size=int(self._ends[-1]), etag="")
 
-    def read_ranges(self, key: str, starts: Sequence[int], stops: Sequence[int]) -> list[Buffer]:
-        """From the objects that hold them; bytes of two objects are copied together."""
+    def read_ranges(self, key: str, starts: Sequence[int], stops: Sequence[int], etag: str = "") -> list[Buffer]:
+        """From the objects that hold them, each compared with its own ETag; bytes of two objects are copied together."""
         found: list[Buffer] = []
         for start, stop in zip(starts, stops, strict=True):
-            pieces = [
-                self.parts[number][0].read_ranges(self.parts[number][1].key, [low], [high])[0]
-                for number, low, high, _ in self._pieces(int(start), int(stop))
-            ]
+            pieces = [self._read_part(number, low, high) for number, low, high, _ in self._pieces(int(start), int(stop))]
             found.append(pieces[0] if len(pieces) == 1 else memoryview(b"".join(pieces)))
         return found
+
+    def _read_part(self, number: int, start: int, stop: int) -> Buffer:
+        store, info = self.parts[number]
+        return store.read_ranges(info.key, [start], [stop], info.etag)[0]
 
     def read_into(self, key: str, spans: Sequence[Span], outs: Sequence[Bytes], etag: str = "") -> None:
         """From the objects that hold them, each compared with its own ETag."""
@@ -256,9 +257,9 @@ def open_frames(store: Store, key: str) -> DerivedStore:
     """A seekable zstd object, decompressed: two small reads. Raises FormatError, StorageError."""
     info = store.info(key)
     url, size = store.url(key), info.size
-    footer = store.read_ranges(key, [max(0, size - FOOTER.size)], [size])[0]
+    footer = store.read_ranges(key, [max(0, size - FOOTER.size)], [size], info.etag)[0]
     length = table_bytes(footer, size, url)
-    table = store.read_ranges(key, [size - length], [size])[0]
+    table = store.read_ranges(key, [size - length], [size], info.etag)[0]
     return DerivedStore(store, info, Frames(url, *parse_table(table, size, url)))
 
 

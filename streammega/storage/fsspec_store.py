@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import errno
 import logging
+import math
 import os
 import threading
 import time
@@ -47,7 +48,7 @@ class FsspecStore:
         self._lock = threading.Lock()
         self._opened: tuple[int, Any, ThreadPoolExecutor] | None = None
         self._policy = RetryPolicy.of(config)
-        self._checked: dict[str, float] = {}
+        self._checked: dict[tuple[str, str], float] = {}
 
     def __repr__(self) -> str:
         return f"FsspecStore({self.scheme}://)"
@@ -78,14 +79,14 @@ class FsspecStore:
 
         return self._policy.call(head)
 
-    def read_ranges(self, key: str, starts: Sequence[int], stops: Sequence[int]) -> list[Buffer]:
+    def read_ranges(self, key: str, starts: Sequence[int], stops: Sequence[int], etag: str = "") -> list[Buffer]:
         """Concurrent range requests; each body's length is checked, failures are tried again."""
         _, pool = self._filesystem()
 
         def read(start: int, stop: int) -> Buffer:
             out = np.empty(stop - start, np.uint8)
             if start < stop:
-                self._policy.call(lambda: self.read_into(key, [(start, stop)], [out]))
+                self._policy.call(lambda: self.read_into(key, [(start, stop)], [out], etag))
             return out.data
 
         if len(starts) == 1:
@@ -112,9 +113,9 @@ class FsspecStore:
     def _recheck(self, key: str, etag: str) -> None:
         """Compare the ETag if that was not done in the last `RECHECK` seconds."""
         now = time.monotonic()
-        if etag and now - self._checked.get(key, -RECHECK) >= RECHECK:
+        if etag and now - self._checked.get((key, etag), -math.inf) >= RECHECK:
             check_etag(self.url(key), etag, self.info(key).etag)
-            self._checked[key] = now
+            self._checked[key, etag] = now
 
     def list(self, prefix: str) -> list[ObjectInfo]:
         """All objects under a prefix; the prefix may end inside a name."""

@@ -96,16 +96,16 @@ class ObstoreStore:
 
         return self._policy.call(head)
 
-    def read_ranges(self, key: str, starts: Sequence[int], stops: Sequence[int]) -> list[Buffer]:
+    def read_ranges(self, key: str, starts: Sequence[int], stops: Sequence[int], etag: str = "") -> list[Buffer]:
         """Concurrent range requests; each body's length is checked, failures are tried again."""
         if _lost.is_set() and self.scheme == "s3":
-            return FsspecStore(self.scheme, self._config).read_ranges(f"{self.root}/{key}", starts, stops)
+            return FsspecStore(self.scheme, self._config).read_ranges(f"{self.root}/{key}", starts, stops, etag)
         _, pool = self._client()
 
         def read(start: int, stop: int) -> Buffer:
             out = np.empty(stop - start, np.uint8)
             if start < stop:
-                self._policy.call(lambda: self.read_into(key, [(start, stop)], [out]))
+                self._policy.call(lambda: self.read_into(key, [(start, stop)], [out], etag))
             return out.data
 
         if len(starts) == 1:
