@@ -456,6 +456,33 @@ def test_skipped_samples_are_made_up_for_where_the_order_has_no_end(run_file: st
     assert checkpoint.checkpoints(trainer.checkpoints.folder)[-1].name == f"step-{steps:08d}"
 
 
+def test_a_run_whose_data_ends_before_its_last_step_does_not_end_well(
+    run_file: str, pair: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    overrides = [
+        f'data.blend=[["{pair}", 0.5], ["{pair}", 0.5]]',
+        "data.order=megatron",
+        "data.skip_samples=[[16, 32]]",
+        "train.eval_interval=0",
+        "data.num_samples=[128,0,0]",
+    ]
+    assert train_main([run_file, *overrides]) == 1
+    assert "the data ends at sample 128, after step 14 of 16" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("size", [4, 16])
+def test_a_resumed_run_with_another_global_batch_size_goes_on_to_its_last_step(run_file: str, size: int) -> None:
+    settings = ["data.order=stream", "train.eval_interval=0"]
+    first = Trainer(load_run(run_file, [*settings, "train.iters=6"]), torch.device("cpu"))
+    first.run()
+    consumed = first.batches.consumed_samples
+    again = Trainer(load_run(run_file, [*settings, f"train.global_batch_size={size}", "train.iters=20"]), torch.device("cpu"))
+    again.resume()
+    again.run()
+    assert again.step == 20
+    assert again.batches.consumed_samples == consumed + 14 * size
+
+
 def test_metrics_are_json_whatever_happens_to_the_numbers(tmp_path: Path) -> None:
     log = MetricsLog(tmp_path, 1, 10)
     log.write({"step": 1, "loss": float("nan"), "grad_norm": float("inf"), "source_loss": {"web": float("nan"), "code": 1.5}})

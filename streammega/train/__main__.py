@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch.distributed import PrefixStore  # type: ignore[attr-defined]
 from torch.distributed.rendezvous import rendezvous
 
-from streammega.errors import StorageError, StreammegaError
+from streammega.errors import ConfigError, StorageError, StreammegaError
 from streammega.train.config import load_run
 from streammega.train.loop import Terminated, Trainer
 from streammega.train.watch import Watch
@@ -37,6 +37,8 @@ def run(path: str, overrides: Sequence[str]) -> None:
         trainer = Trainer(config, device, watch)
         trainer.resume()
         trainer.run()
+        if trainer.ended:
+            raise ConfigError(trainer.ended)
     except StreammegaError as error:
         watch.fail(str(error))
         raise

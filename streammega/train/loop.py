@@ -71,6 +71,8 @@ class Trainer:
         self.folder = Path(config.train.out_dir)
         self.checkpoints = Checkpoints(self.folder / "checkpoints", config.train.keep_checkpoints)
         self.metrics: MetricsLog | None = None
+        self.ended: str | None = None
+        """Why the run stopped before its last step, where the data ended."""
         self._stop = False
         if self.ranks.rank == 0:
             train = config.train
@@ -108,6 +110,7 @@ class Trainer:
                 try:
                     record, stop = self.train_step()
                 except DataEnded as ended:
+                    self.ended = str(ended)
                     log.warning("%s", ended)
                     if train.save_interval:
                         self.save()

@@ -44,11 +44,9 @@ def validation_sets(config: RunConfig) -> dict[str, RunConfig]:
 
 def _data_of(config: RunConfig, split: str) -> DataConfig:
     data = config.data
-    if data.num_samples is None:
-        train, valid, test = config.num_samples()
-        if data.order == "stream":  # it has no end: what is skipped is made up for
-            train += sum(stop - start for start, stop in data.skip_samples)
-        data = replace(data, num_samples=(train, valid, test))
+    # The stream order has no end. Counting one from the settings would be wrong for a run that began with another global batch.
+    if data.num_samples is None and data.order != "stream":
+        data = replace(data, num_samples=config.num_samples())
     wanted = config.num_samples()[0]
     if data.num_samples is not None and split == "train" and data.num_samples[0] < wanted:
         raise ConfigError(
