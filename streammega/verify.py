@@ -22,7 +22,7 @@ from streammega.errors import ConfigError, FormatError, ObjectNotFoundError, Str
 from streammega.index.cache import cached_object, default_cache_dir
 from streammega.index.checksums import CHECK_BYTES, HashingWriter
 from streammega.index.find import find_pairs
-from streammega.index.format import DTYPE_OF_CODE, IndexArrays, check_index, encode_index, parse_header, parse_index
+from streammega.index.format import DTYPE_OF_CODE, IndexArrays, check_end, check_index, encode_index, parse_header, parse_index
 from streammega.index.manifest import MANIFEST, Manifest, Shard, read_manifest
 from streammega.index.shards import SUFFIXES, named, open_tokens, split_name
 from streammega.kernels.check import find_ids, id_range, wrong_ends
@@ -141,11 +141,13 @@ def _check_shard(
         found = _read_index(prefix, expected, storage, report)
         view, view_key = open_tokens(name, storage)
         size = view.info(view_key).size
-        check_index(found, size, f"{prefix}.idx")
+        end = check_index(found, size, f"{prefix}.idx", store.url(key))
         index: IndexArrays | None = found
     except (FormatError, ObjectNotFoundError) as error:
         report.problems.append(str(error))
         index = None
+    else:
+        _note_end(end, size, f"{prefix}.idx", store.url(key), report)
     look = _Tokens(index, vocab_size, eod_id, report, store.url(key), progress if kind == "bin" else _none) if index else None
     own = look if kind == "bin" else None
     _check_bytes(store, stored, expected.checksums if expected else None, report, _none if own else progress, own)
@@ -160,6 +162,13 @@ def _check_shard(
         report.notes.append(f"{store.url(key)}: {size - covered:,} bytes belong to no sequence")
     report.documents += len(index.document_indices) - 1
     report.tokens += int(index.sequence_lengths.sum(dtype=np.int64))
+
+
+def _note_end(end: int, size: int, index: str, tokens: str, report: VerifyReport) -> None:
+    try:
+        check_end(end, size, index, tokens)
+    except FormatError as error:
+        report.problems.append(str(error))  # what the .idx speaks of is still looked at
 
 
 def _none(size: int) -> None:

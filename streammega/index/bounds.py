@@ -11,7 +11,7 @@ import numpy as np
 from streammega.config import StorageConfig
 from streammega.errors import FormatError
 from streammega.index.find import open_shards
-from streammega.index.format import HEADER_BYTES, IndexHeader, parse_header
+from streammega.index.format import HEADER_BYTES, IndexHeader, check_end, parse_header
 from streammega.index.shards import open_tokens, strip_suffix
 from streammega.storage import ObjectInfo, Store, open_store
 
@@ -41,6 +41,21 @@ class PairBounds:
         """Tokens in the whole `.bin`."""
         return self.bin_info.size // self.header.dtype.itemsize
 
+    def read_end(self) -> int:
+        """One past the last byte of the last sequence, as the `.idx` has it: one read of 12 bytes. Raises FormatError."""
+        last = self.header.sequence_count - 1
+        if last < 0:
+            return 0
+        starts = [self.header.lengths_at + 4 * last, self.header.offsets_at + 8 * last]
+        found = self.index_store.read_ranges(self.index_key, starts, [starts[0] + 4, starts[1] + 8], self.index_etag)
+        length, offset = (int.from_bytes(raw, "little", signed=True) for raw in found)
+        if length < 0 or offset < 0:
+            raise FormatError(
+                f"{self.index_store.url(self.index_key)}: its last sequence lies at byte {offset} and has {length} tokens; "
+                f"rebuild the .idx"
+            )
+        return offset + length * self.header.dtype.itemsize
+
     def token_at(self, sequence: int) -> int:
         """The token of the `.bin` at which a sequence starts; past the last sequence, all of them."""
         if sequence >= self.header.sequence_count:
@@ -51,30 +66,34 @@ class PairBounds:
         size = self.header.dtype.itemsize
         if not 0 <= offset <= self.bin_info.size or offset % size:
             raise FormatError(
-                f"{self.prefix}.idx: sequence {sequence} starts at byte {offset} of {self.bin_info.size}; rebuild the .idx"
+                f"{self.index_store.url(self.index_key)}: sequence {sequence} starts at byte {offset} of {self.bin_info.size}; "
+                f"rebuild the .idx"
             )
         return offset // size
 
 
-def read_bounds(prefix: str, storage: StorageConfig) -> PairBounds:
-    """Open a pair by its header alone: three requests. Raises ObjectNotFoundError, FormatError, StorageError."""
-    store, bin_key = open_tokens(prefix, storage)
-    prefix = strip_suffix(prefix)
+def read_bounds(name: str, storage: StorageConfig) -> PairBounds:
+    """Open a shard by the header of its `.idx` and where its last sequence ends, which must be the end of the tokens.
+
+    Raises ObjectNotFoundError, FormatError, StorageError.
+    """
+    store, bin_key = open_tokens(name, storage)
+    prefix = strip_suffix(name)
     index_store, index_key = open_store(f"{prefix}.idx", storage)
     info = index_store.info(index_key)
-    if info.size < HEADER_BYTES:
-        raise FormatError(f"{prefix}.idx: {info.size} bytes are fewer than an .idx header has; convert again")
-    head = index_store.read_ranges(index_key, [0], [HEADER_BYTES], info.etag)[0]
-    header = parse_header(head, info.size, f"{prefix}.idx")
-    return PairBounds(
+    url = index_store.url(index_key)
+    head = index_store.read_ranges(index_key, [0], [min(HEADER_BYTES, info.size)], info.etag)[0]
+    bounds = PairBounds(
         prefix=prefix,
         store=store,
         bin_info=store.info(bin_key),
         index_store=index_store,
         index_key=index_key,
         index_etag=info.etag,
-        header=header,
+        header=parse_header(head, info.size, url),
     )
+    check_end(bounds.read_end(), bounds.bin_info.size, url, store.url(bin_key))
+    return bounds
 
 
 def read_dataset(name: str, storage: StorageConfig) -> list[PairBounds]:

@@ -156,13 +156,16 @@ def concatenate_indices(parts: Sequence[IndexArrays], bin_bytes: Sequence[int]) 
     )
 
 
-def check_index(arrays: IndexArrays, bin_bytes: int, path: str) -> None:
-    """Raise FormatError if a sequence or document lies outside of what exists. One pass, bounded memory."""
+def check_index(arrays: IndexArrays, bin_bytes: int, path: str, tokens: str = "the .bin") -> int:
+    """Raise FormatError if a sequence or document lies outside of what exists; return where the furthest sequence ends.
+
+    In bytes; bin_bytes: of the tokens, decompressed; path, tokens: the names of both files. One pass, bounded memory.
+    """
     lengths, offsets = arrays.sequence_lengths, arrays.sequence_offsets
+    end = 0
     for at in range(0, len(lengths), _CHECK_ROWS):
-        _check_sequences(
-            lengths[at : at + _CHECK_ROWS], offsets[at : at + _CHECK_ROWS], arrays.dtype.itemsize, at, bin_bytes, path
-        )
+        rows = slice(at, at + _CHECK_ROWS)
+        end = max(end, _check_sequences(lengths[rows], offsets[rows], arrays.dtype.itemsize, at, bin_bytes, path, tokens))
     documents = arrays.document_indices
     if len(documents) == 0 or documents[0] != 0 or documents[-1] != len(lengths):
         ends = (int(documents[0]), int(documents[-1])) if len(documents) else ()
@@ -172,11 +175,36 @@ def check_index(arrays: IndexArrays, bin_bytes: int, path: str) -> None:
         if (part[1:] < part[:-1]).any():
             bad = at + int(np.argmax(part[1:] < part[:-1]))
             raise FormatError(f"{path}: document bound {bad + 1} lies before bound {bad}; rebuild the .idx")
+    return end
+
+
+def check_end(end: int, bin_bytes: int, path: str, tokens: str) -> None:
+    """Raise FormatError unless an `.idx` ends where its tokens do: else one of the two is cut short, or another dataset's.
+
+    end: one past the last byte of its last sequence; bin_bytes: of the tokens, decompressed; path, tokens: the names of both.
+    """
+    if end == bin_bytes:
+        return
+    if end > bin_bytes:
+        cause = "the .bin is truncated or belongs to another .idx: copy both again"
+    else:
+        cause = (
+            "the .idx belongs to another .bin, or the .bin has grown since: copy both again, or rebuild the .idx by "
+            "'streammega verify --repair'"
+        )
+    raise FormatError(f"{path}: its sequences end at byte {end:,}, but {tokens} has {bin_bytes:,} bytes of tokens; {cause}")
 
 
 def _check_sequences(
-    lengths: NDArray[np.int32], offsets: NDArray[np.int64], itemsize: int, at: int, bin_bytes: int, path: str
-) -> None:
+    lengths: NDArray[np.int32],
+    offsets: NDArray[np.int64],
+    itemsize: int,
+    at: int,
+    bin_bytes: int,
+    path: str,
+    tokens: str,
+) -> int:
+    """Check some sequences, the first of which is number `at`; returns where the furthest of them ends, in bytes."""
     if lengths.min() < 0:
         bad = int(np.argmax(lengths < 0))
         raise FormatError(f"{path}: sequence {at + bad} has the negative length {lengths[bad]}; rebuild the .idx")
@@ -191,8 +219,9 @@ def _check_sequences(
         bad = int(np.argmax(outside))
         raise FormatError(
             f"{path}: sequence {at + bad} lies at bytes [{offsets[bad]}, +{size[bad]}), but the .bin has {bin_bytes} bytes; "
-            f"the .bin is truncated or belongs to another .idx: copy both again"
+            f"{tokens} is truncated or belongs to another .idx: copy both again"
         )
+    return int((offsets + size).max())
 
 
 def encode_index(

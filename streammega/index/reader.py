@@ -16,8 +16,16 @@ from streammega.config import StorageConfig
 from streammega.errors import FormatError, ObjectNotFoundError
 from streammega.index.cache import cached_object, default_cache_dir
 from streammega.index.find import open_shards
-from streammega.index.format import HEADER_BYTES, IndexArrays, check_index, concatenate_indices, parse_header, parse_index
-from streammega.index.shards import open_tokens, strip_suffix
+from streammega.index.format import (
+    HEADER_BYTES,
+    IndexArrays,
+    check_end,
+    check_index,
+    concatenate_indices,
+    parse_header,
+    parse_index,
+)
+from streammega.index.shards import SUFFIXES, open_tokens, split_name, strip_suffix
 from streammega.storage import Buffer, ObjectInfo, Store, open_store
 from streammega.storage.derived import ConcatStore
 from streammega.storage.local import LocalStore
@@ -76,7 +84,7 @@ class IndexedDataset(Sequence["Item"]):
     def _arrays(self) -> IndexArrays:
         """Maps and checks the `.idx`; again in each process that unpickles the dataset."""
         with ThreadPoolExecutor(min(OPENERS, len(self.shards))) as pool:
-            parts = list(pool.map(lambda name, size: self._open_index(strip_suffix(name), size), self.shards, self._sizes))
+            parts = list(pool.map(self._open_index, self.shards, self._sizes))
         if len(parts) == 1:
             return parts[0]
         try:
@@ -84,7 +92,8 @@ class IndexedDataset(Sequence["Item"]):
         except FormatError as error:
             raise FormatError(f"{self.prefix}: {error}") from None
 
-    def _open_index(self, prefix: str, bin_bytes: int) -> IndexArrays:
+    def _open_index(self, name: str, bin_bytes: int) -> IndexArrays:
+        prefix, kind = split_name(name)
         store, key = open_store(f"{prefix}.idx", self.storage)
         url = store.url(key)
         path, local = Path(key), isinstance(store, LocalStore)
@@ -95,7 +104,8 @@ class IndexedDataset(Sequence["Item"]):
         elif not path.exists():
             _info_of_index(store, key, prefix)
         arrays = parse_index(LocalStore().view(str(path)), url)
-        check_index(arrays, bin_bytes, url)
+        tokens = url.removesuffix(".idx") + SUFFIXES[kind]
+        check_end(check_index(arrays, bin_bytes, url, tokens), bin_bytes, url, tokens)
         return arrays
 
     @property
