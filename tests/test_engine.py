@@ -20,7 +20,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from streammega import DataConfig, IndexedDatasetWriter, StreamLoader
+from streammega import DataConfig, IndexedDatasetWriter, StreamingDataset, StreamLoader
 from streammega.errors import ConfigError, FormatError
 from streammega.order import Extents
 from streammega.order.sharding import zigzag_bounds
@@ -414,6 +414,57 @@ def test_skips_leave_nothing_open_wherever_they_fall(
     blend: Any = [(f"{root}/data/web", 0.7), (f"{root}/data/code", 0.3)]
     with StreamLoader(replace(config, blend=blend), micro_batch_size=4, global_batch_size=8) as local:
         assert all(torch.equal(tokens, batch["tokens"]) for tokens, batch in zip(got, local, strict=True))
+
+
+@settings(max_examples=12)
+@given(
+    micro=st.sampled_from([1, 4]),
+    dp_size=st.sampled_from([1, 2]),
+    steps=st.sampled_from([1, 2, 3]),
+    workers=st.sampled_from([1, 2, 3]),
+    skip=st.lists(st.tuples(st.integers(0, 60), st.integers(1, 5)), min_size=1, max_size=3),
+    memory=st.sampled_from([400_000, 4_000_000]),
+)
+def test_workers_follow_their_lanes_over_skips(
+    server: tuple[Running, Path], tmp_path_factory: pytest.TempPathFactory, micro: int, dp_size: int, steps: int, workers: int,
+    skip: list[tuple[int, int]], memory: int,
+) -> None:  # fmt: skip
+    """A skip of an odd number of micro-steps moves each worker to the lanes of another."""
+    endpoint, root = server
+    size = micro * dp_size * steps
+    lanes = size * workers
+    config = config_of(
+        "stream", "s3:/", tmp_path_factory.mktemp("t"), replace(storage_of(endpoint, "obstore"), memory_bytes=memory)
+    )
+    ranges = tuple((first * size, (first + count) * size) for first, count in skip)
+    config = replace(config, lanes=lanes, num_samples=(70 * size, 0, 0), skip_samples=ranges)
+    blend: Any = [(f"{root}/data/web", 0.7), (f"{root}/data/code", 0.3)]
+    sizes: Any = {"micro_batch_size": micro, "global_batch_size": size, "dp_rank": dp_size - 1, "dp_size": dp_size}
+    expected = StreamingDataset(replace(config, blend=blend), **sizes)
+    dataset = StreamingDataset(config, **sizes)
+    open_bytes = lanes // (dp_size * workers) * 2 * (config.block_bytes + 2)  # a piece of both datasets in each of its lanes
+    for worker in range(workers):
+        positions = itertools.islice(dataset.positions(), worker, None, workers)
+        engine = Engine(dataset, positions, 2, worker=worker, workers=workers)
+        with closing(iter(engine)) as batches:  # type: ignore[type-var]
+            for consumed, batch in batches:
+                assert torch.equal(batch["tokens"], expected.batch(consumed)["tokens"])
+        planned = engine.stats.planned_bytes
+        assert planned <= 1.3 * engine.stats.useful_bytes + (len(skip) + 2) * open_bytes, (
+            "pieces are opened once, and once more at a jump"
+        )
+
+
+def test_samples_of_lanes_that_are_not_followed_are_refused(server: tuple[Running, Path], tmp_path: Path) -> None:
+    endpoint, _ = server
+    dataset = StreamLoader(
+        config_of("stream", "s3:/", tmp_path, storage_of(endpoint, "obstore")), micro_batch_size=4, global_batch_size=4
+    ).dataset
+    pieces = open_reader(dataset, 0, 2, 4_000_000).planner.pieces
+    assert pieces is not None
+    pieces.follow(np.arange(4), np.arange(4))
+    with pytest.raises(AssertionError, match="sample 4 lies in lane 4, which this reader does not follow"):
+        pieces.follow(np.arange(4, 8), np.arange(4))
 
 
 def test_a_slow_caller_is_not_read_far_ahead_of(server: tuple[Running, Path], tmp_path: Path) -> None:

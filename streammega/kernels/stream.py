@@ -275,7 +275,8 @@ def follow_pieces(  # type: ignore[no-untyped-def]  # pragma: no cover - compile
 
     The state of each (lane, dataset): open_piece, open_epoch, open_slot, open_left [local lanes, datasets], where `local` [lanes]
     numbers the reader's lanes. A piece that was not open takes the next slot of `free` and a row of the new_* arrays; returns
-    how many did. open_left counts the draws of the piece that are still to come.
+    how many did, or -1 - i if sample i lies in none of the reader's lanes. open_left counts the draws of the piece that are still
+    to come.
     """
     num, made = len(sizes), 0
     epoch_of, short_slots = np.full(num, -1, np.int64), np.zeros(num, np.int64)
@@ -288,6 +289,8 @@ def follow_pieces(  # type: ignore[no-untyped-def]  # pragma: no cover - compile
             lane, d, draw, lanes, key, sizes[d], blocks_of[d], groups[d], epoch_of, short_slots
         )
         own = local[lane]
+        if own < 0:
+            return -1 - i  # as an index it would be the state of another lane
         if open_slot[own, d] < 0 or open_piece[own, d] != first or open_epoch[own, d] != epoch:
             open_piece[own, d], open_epoch[own, d], open_slot[own, d] = first, epoch, free[made]
             new_dataset[made], new_epoch[made], new_first[made], new_count[made] = d, epoch, first, count

@@ -36,15 +36,14 @@ class OpenPieces:
 
     Args:
         order: the stream.
-        lanes: the lanes that the reader takes every sample of.
+        lanes: the lanes that the reader takes every sample of; `close_all` names others, as many.
         whole: bool [datasets]: whose pieces are followed. Only datasets with one lane to a run may be.
         itemsizes: bytes of a token in each dataset.
     """
 
     def __init__(self, order: StreamOrder, lanes: Integers, whole: NDArray[np.bool_], itemsizes: Integers) -> None:
         self.order, self.whole, self.itemsizes = order, whole, itemsizes
-        self._local = np.full(order.lanes, -1, np.int64)
-        self._local[lanes] = np.arange(len(lanes))
+        self._local = self._number(lanes)
         shape = (len(lanes), len(order.datasets))
         self._piece, self._epoch = np.full(shape, -1, np.int64), np.full(shape, -1, np.int64)
         self._slot, self._left = np.full(shape, -1, np.int64), np.zeros(shape, np.int64)
@@ -63,6 +62,9 @@ class OpenPieces:
             order.sequence_length, order.width, self.itemsizes, self.whole, self._local, self._piece, self._epoch, self._slot,
             self._left, free, slot, offset, dataset, epoch, first, size, uses, row,
         )  # fmt: skip
+        if made < 0:
+            sample = int(sample_ids[-1 - made])
+            raise AssertionError(f"sample {sample} lies in lane {sample % order.lanes}, which this reader does not follow")
         dataset, epoch, first, size = dataset[:made], epoch[:made], first[:made], size[:made]
         piece, file, start, stop = (np.empty(int(size.sum()) + made, np.int64) for _ in range(4))
         runs = piece_runs(
@@ -82,9 +84,16 @@ class OpenPieces:
         )
         return slot, offset, made_pieces
 
-    def close_all(self) -> tuple[Integers, Integers]:
-        """Forget all open pieces: their slots, and the uses of each that will not come."""
+    def close_all(self, lanes: Integers) -> tuple[Integers, Integers]:
+        """Forget all open pieces: their slots, and the uses of each that will not come. `lanes` are followed from now on."""
+        self._local = self._number(lanes)
         at = np.nonzero(self._slot >= 0)
         slots, left = self._slot[at], self._left[at]
         self._slot[:] = -1
         return slots, left
+
+    def _number(self, lanes: Integers) -> Integers:
+        """The number of each lane among those followed, int64 [lanes of the order]; -1 for the others."""
+        local = np.full(self.order.lanes, -1, np.int64)
+        local[lanes] = np.arange(len(lanes))
+        return local

@@ -29,7 +29,7 @@ from streammega.storage.base import address_of
 from streammega.storage.derived import is_local
 from streammega.storage.fetcher import Fetcher, Holding, Read
 from streammega.stream.planner import Bounds, Span
-from streammega.stream.reader import local_addresses, open_reader
+from streammega.stream.reader import lanes_from, local_addresses, open_reader
 from streammega.stream.ring import Ring
 from streammega.stream.staging import Stager
 from streammega.stream.stats import Stats
@@ -242,7 +242,7 @@ class Engine:
         return Read(file.store, file.key, file.etag, start, stop, at)
 
     def _take(self, count: int) -> list[int]:
-        """The next positions, as long as each follows the one before it; what was open is forgotten where they jump."""
+        """The next positions, as long as each follows the one before it."""
         taken: list[int] = []
         while len(taken) < count:
             if self._next is None:
@@ -250,13 +250,21 @@ class Engine:
                 if self._next is None:
                     self._exhausted = True
                     break
-            if self._last is not None and self._next != self._last + self._stride:
+            if self._last is None or self._next != self._last + self._stride:
                 if taken:
                     break
-                self._release(self._reader.planner.forget())
+                self._jump(self._next)
             taken.append(self._next)
             self._last, self._next = self._next, None
         return taken
+
+    def _jump(self, consumed: int) -> None:
+        """Positions go on at `consumed`, for one of several workers perhaps in other lanes: what was open is forgotten."""
+        pieces = self._reader.planner.pieces
+        if pieces is not None:
+            workers = self._stride // self._dataset.step_samples
+            lanes = lanes_from(self._dataset, pieces.order, consumed, workers)
+            self._release(self._reader.planner.jump(lanes))
 
     def _produce(self, pending: _Pending) -> None:
         """Gather a slab; if a part of it failed, the micro-batches before that part, and then its error."""

@@ -170,11 +170,14 @@ class Planner:
             cached_bytes=cached,
         )
 
-    def forget(self) -> list[int]:
-        """The samples ahead do not follow those planned: forget open pieces. Returns slots that nothing planned uses any more."""
+    def jump(self, lanes: Integers) -> list[int]:
+        """The samples ahead do not follow those planned, and lie in these lanes: forget the pieces that are open.
+
+        Returns slots that nothing planned uses any more.
+        """
         if self.pieces is None:
             return []
-        slots, left = self.pieces.close_all()
+        slots, left = self.pieces.close_all(lanes)
         self.slots.uses[slots] -= left * max(len(self.bounds), 1)
         return [int(slot) for slot in slots if self.slots.uses[slot] == 0]
 

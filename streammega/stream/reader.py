@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 from streammega.config import StorageConfig
 from streammega.errors import ConfigError
 from streammega.order.pieces import OpenPieces
+from streammega.order.stream import StreamOrder
 from streammega.samples.fetch import TokenFile
 from streammega.samples.stream import StreamSource
 from streammega.storage.base import address_of
@@ -156,8 +157,7 @@ def _whole_pieces(
     stride = dataset.step_samples * workers
     if order.lanes % stride:
         return None, 0, 0  # this reader shares its lanes with other workers: a piece would be fetched by each of them
-    starts = dataset.consumed_samples + worker * dataset.step_samples + np.arange(0, order.lanes, stride)
-    lanes = np.unique(dataset.sample_ids(starts) % order.lanes)
+    lanes = lanes_from(dataset, order, dataset.consumed_samples + worker * dataset.step_samples, workers)
     itemsizes = np.array([table.itemsize[a] for a in table.firsts[:-1]], np.int64)
     uniform = np.array([len(np.unique(table.itemsize[a:b])) == 1 for a, b in zip(table.firsts, table.firsts[1:], strict=False)])
     remote = np.array([not table.local[a:b].any() for a, b in zip(table.firsts, table.firsts[1:], strict=False)])
@@ -177,6 +177,16 @@ def _whole_pieces(
     if not whole.any():
         return None, 0, 0
     return OpenPieces(order, lanes, whole, itemsizes), total + slab * dataset.micro_batch_size * largest, int(piece[whole].min())
+
+
+def lanes_from(dataset: StreamingDataset, order: StreamOrder, consumed: int, workers: int) -> NDArray[np.int64]:
+    """The lanes that a reader takes every sample of, which begins at `consumed` and takes every `workers`-th micro-step.
+
+    There are as many wherever it begins, if the lanes are a multiple of what the workers take in turn.
+    """
+    starts = consumed + np.arange(0, order.lanes, dataset.step_samples * workers)
+    lanes: NDArray[np.int64] = np.unique(dataset.sample_ids(starts) % order.lanes)
+    return lanes
 
 
 def local_addresses(files: list[TokenFile], local: NDArray[np.bool_]) -> list[tuple[int, Any]]:
