@@ -15,6 +15,7 @@ import typer
 import streammega
 from streammega import commands
 from streammega.errors import ConfigError, ObjectNotFoundError, StreammegaError
+from streammega.redaction import redact_urls
 
 app = typer.Typer(
     name="streammega",
@@ -178,7 +179,7 @@ def prepare(
     for done in run(data):
         typer.echo(f"{done.split:<6}{done.samples:>14,} samples {done.seconds:>8.2f} s  {done.prefix}")
         count += 1
-    where = f", published in {data.shared_index_url}" if data.shared_index_url else ""
+    where = f", published in {redact_urls(data.shared_index_url)}" if data.shared_index_url else ""
     typer.echo("the stream order needs no indices" if data.order == "stream" else f"{count} datasets prepared{where}")
 
 

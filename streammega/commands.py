@@ -182,7 +182,8 @@ def storage_config(pairs: Sequence[str] | None) -> StorageConfig:
     for pair in pairs or ():
         name, equals, value = pair.partition("=")
         if not equals or not name:
-            raise ConfigError(f"--storage {pair!r}: write it as key=value, for instance endpoint_url=http://127.0.0.1:9000")
+            word = re.split(r"[^\w.-]", pair, maxsplit=1)[0]  # what follows may be a secret
+            raise ConfigError(f"--storage {word!r}: write it as key=value, for instance endpoint_url=http://127.0.0.1:9000")
         options[name] = {"true": True, "false": False}.get(value.lower(), value)
     transport = options.pop("transport", "auto")
     return StorageConfig(storage_options=options, transport=transport)

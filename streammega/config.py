@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from streammega.errors import ConfigError
+from streammega.redaction import redacted_repr
 
 Transport = Literal["auto", "obstore", "fsspec"]
 
@@ -125,6 +126,9 @@ class DataConfig:
     shared_index_url: str | None = None
     """A folder, beside the data for instance, that `streammega prepare` fills with built indices for nodes to download."""
     storage: StorageConfig = field(default_factory=StorageConfig)
+
+    def __repr__(self) -> str:
+        return redacted_repr(self)
 
     def __post_init__(self) -> None:
         if (self.blend is None) == (self.blend_per_split is None):

@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 from streammega.config import StorageConfig
 from streammega.index import IndexedDataset
 from streammega.index.shards import split_name
+from streammega.redaction import redact_urls
 
 BAR_WIDTH = 40
 
@@ -52,7 +53,7 @@ def summarize(indexed: IndexedDataset, num_first_tokens: int = 32) -> Summary:
     edges = np.array([0, 1, *(2**k for k in range(1, max(top, 1).bit_length() + 1))], np.int64)
     first = first_tokens(indexed, num_first_tokens)
     return Summary(
-        prefix=indexed.prefix,
+        prefix=redact_urls(indexed.prefix),
         kind=split_name(indexed.shards[0])[1],
         shards=len(indexed.shards),
         dtype=str(indexed.dtype),
@@ -148,7 +149,7 @@ def describe_input(path: str, storage: StorageConfig) -> str:
     sizes: dict[str, list[int]] = {}
     for item in found:
         sizes.setdefault(item.format, []).append(item.size)
-    lines = [path]
+    lines = [redact_urls(path)]
     lines += [f"  {kind:<10} {len(own):,} inputs, {sum(own):,} bytes" for kind, own in sorted(sizes.items())]
     for document in itertools.islice(read_slice(Slice(input=found[0]), ConvertOptions(), storage, Skipped()), 1):
         if isinstance(document, RawDocument):

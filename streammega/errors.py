@@ -14,10 +14,13 @@
     ├── ConvertError                 a corpus that could not be converted
     └── GradientError                a gradient that is not finite, or far too large
 
-Messages say what happened, where, and how to mend it; they never hold credentials.
+Messages say what happened, where, and how to mend it. They never hold credentials: what URLs carry is taken out here, what
+`storage_options` carry where a library's words enter a message (`redaction.redact`).
 `ConfigError` and `FormatError` are also `ValueError`s, and `ObjectNotFoundError` is also a
 `FileNotFoundError`, so that code written for the standard errors keeps working.
 """
+
+from streammega.redaction import redact_urls
 
 __all__ = [
     "AccessDeniedError",
@@ -38,6 +41,9 @@ __all__ = [
 
 class StreammegaError(Exception):
     """The root: catch this to catch everything below."""
+
+    def __init__(self, *args: object) -> None:
+        super().__init__(*(redact_urls(arg) if isinstance(arg, str) else arg for arg in args))
 
 
 class ConfigError(StreammegaError, ValueError):

@@ -27,6 +27,7 @@ from streammega.index.manifest import MANIFEST, Manifest, Shard, read_manifest
 from streammega.index.shards import SUFFIXES, named, open_tokens, split_name
 from streammega.kernels.check import find_ids, id_range, wrong_ends
 from streammega.kernels.parallel import num_threads
+from streammega.redaction import redact_urls
 from streammega.storage import ObjectInfo, Store, join_url, open_store, parent_url
 from streammega.storage.local import LocalStore
 
@@ -81,7 +82,7 @@ def verify(
     """
     storage = storage or StorageConfig()
     began = time.monotonic()
-    report = VerifyReport(name=name)
+    report = VerifyReport(name=redact_urls(name))
     names, manifest = _shards(name, storage, report)
     vocab_size = vocab_size if vocab_size is not None else manifest.vocab_size if manifest else None
     eod_id = eod_id if eod_id is not None else manifest.eod_id if manifest else None
@@ -98,7 +99,9 @@ def verify(
             report.problems.append(str(error))
         report.shards += 1
     if manifest and not report.problems and (report.documents, report.tokens) != (manifest.documents, manifest.tokens):
-        report.problems.append(f"{name}: the manifest says {manifest.documents} documents and {manifest.tokens} tokens in all")
+        report.problems.append(
+            f"{report.name}: the manifest says {manifest.documents} documents and {manifest.tokens} tokens in all"
+        )
     report.seconds = time.monotonic() - began
     return report
 
@@ -294,7 +297,7 @@ def repair_index(
     Raises ConfigError when the id or the dtype is not known.
     """
     storage = storage or StorageConfig()
-    report = VerifyReport(name=name)
+    report = VerifyReport(name=redact_urls(name))
     try:
         names, manifest = _shards(name, storage, report)
     except ObjectNotFoundError:
@@ -312,7 +315,7 @@ def repair_index(
         counts = {what: sum(getattr(shard, what) for shard in shards) for what in ("documents", "sequences", "tokens")}
         url = name if name.endswith(".json") else split_name(name)[0] + MANIFEST
         save_bytes(url, replace(manifest, shards=[s for s in shards if s is not None], **counts).to_json(), storage)
-        done.append(f"{url}: speaks of the new .idx files now")
+        done.append(f"{redact_urls(url)}: speaks of the new .idx files now")
     return done
 
 
@@ -338,7 +341,7 @@ def _repair_shard(
     index.write(data)
     _keep_former(f"{prefix}.idx", storage)
     save_bytes(f"{prefix}.idx", data, storage)
-    text = f"{prefix}.idx: rebuilt, {len(lengths):,} documents"
+    text = f"{redact_urls(prefix)}.idx: rebuilt, {len(lengths):,} documents"
     if expected is None:
         return text, None
     if index.checksums == expected.index_checksums:

@@ -21,11 +21,12 @@ from streammega.errors import (
     ShortReadError,
     StorageError,
 )
+from streammega.redaction import redact
 from streammega.storage import Store, open_store
 from streammega.storage.fsspec_store import FsspecStore
 from streammega.storage.local import LocalStore
 from streammega.storage.obstore_store import UPLOAD_PART_BYTES, ObstoreStore
-from streammega.storage.options import redact, s3_arguments
+from streammega.storage.options import s3_arguments
 from tests.servers import KEY, S3, SECRET, http_server
 
 

@@ -16,6 +16,7 @@ from streammega import errors
 ROOT = Path(streammega.__file__).parent
 # Lower may not import higher. Units on one level do not import each other.
 LEVELS = [
+    {"redaction"},
     {"errors"},
     {"config"},
     {"kernels"},
@@ -32,7 +33,7 @@ LEVELS = [
     {"cli"},
 ]
 LEVEL = {unit: number for number, units in enumerate(LEVELS) for unit in units}
-CONVERT_MAY_IMPORT = {"index", "storage", "config", "errors", "kernels"}
+CONVERT_MAY_IMPORT = {"index", "storage", "config", "errors", "kernels", "redaction"}
 
 
 def unit_of(path: Path) -> str:

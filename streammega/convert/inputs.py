@@ -15,7 +15,7 @@ from streammega.config import StorageConfig
 from streammega.errors import AccessDeniedError, ConvertError, EndpointError, ObjectNotFoundError, StorageError
 from streammega.index.manifest import FORMAT as MANIFEST_FORMAT
 from streammega.index.shards import SUFFIXES
-from streammega.storage.options import redact
+from streammega.redaction import redact
 from streammega.storage.urls import is_remote
 
 Format = Literal["text", "jsonl", "parquet", "arrow", "tar", "megatron", "raw", "npy", "mds", "litdata"]
@@ -109,7 +109,8 @@ def _remote(item: str, storage: StorageConfig) -> list[Input]:
         def full(name: str) -> str:
             return name if "://" in name else f"{scheme}://{name}"
 
-        if any(sign in path for sign in "*?["):
+        below_host = path.partition("://")[2].partition("/")[2] if "://" in path else path  # a password may hold any sign
+        if any(sign in below_host for sign in "*?["):
             return _files(sorted(map(full, system.glob(path))), stat, read)
         if system.isfile(path):
             return _files([item], stat, read, named=True)

@@ -15,7 +15,7 @@ from streammega.convert.options import ConvertOptions
 from streammega.convert.pairs import read_pair
 from streammega.convert.slices import Item, Reader, Skipped, Slice, open_stream
 from streammega.errors import ConvertError, ObjectNotFoundError, StreammegaError
-from streammega.storage.options import redact
+from streammega.redaction import redact
 from streammega.storage.urls import is_remote
 
 

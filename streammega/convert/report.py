@@ -14,6 +14,7 @@ from streammega.convert.assemble import Part, document_tokens
 from streammega.convert.units import BINS, UnitRecord
 from streammega.index.manifest import MANIFEST, Manifest
 from streammega.index.reader import IndexedDataset
+from streammega.redaction import redact_urls
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -110,7 +111,7 @@ def make_report(
         messages += record.messages[: max(0, 10_000 - len(messages))]
         histogram = [a + b for a, b in zip(histogram, record.histogram, strict=True)]
     return ConvertReport(
-        prefix=prefix,
+        prefix=redact_urls(prefix),
         kind=manifest.kind,
         shards=len(manifest.shards),
         documents=manifest.documents,

@@ -16,6 +16,7 @@ from streammega.convert.inputs import COMPRESSIONS, Input
 from streammega.convert.options import ConvertOptions
 from streammega.convert.zstd import ZstdReader
 from streammega.errors import ConvertError
+from streammega.redaction import redact_urls
 from streammega.storage.urls import is_remote
 
 BUFFER_BYTES = 1 << 20
@@ -42,7 +43,7 @@ class Skipped:
         """Count one."""
         self.counts[kind] = self.counts.get(kind, 0) + 1
         if len(self.messages) < 1000:
-            self.messages.append(message)
+            self.messages.append(redact_urls(message))
 
 
 @contextmanager

@@ -26,6 +26,7 @@ from streammega.index.format import (
     parse_index,
 )
 from streammega.index.shards import SUFFIXES, open_tokens, split_name, strip_suffix
+from streammega.redaction import redact_urls
 from streammega.storage import Buffer, ObjectInfo, Store, open_store
 from streammega.storage.derived import ConcatStore
 from streammega.storage.local import LocalStore
@@ -187,7 +188,7 @@ class IndexedDataset(Sequence["Item"]):
     def _number(self, index: int) -> int:
         number = operator.index(index)
         if not -len(self) <= number < len(self):
-            raise IndexError(f"sequence {number} of {len(self)} in {self.prefix}")
+            raise IndexError(f"sequence {number} of {len(self)} in {redact_urls(self.prefix)}")
         return number % len(self)
 
 

@@ -21,6 +21,7 @@ from streammega.index import IndexedDataset, cached_arrays, default_cache_dir
 from streammega.index.cache import SharedFolder
 from streammega.order import Extents
 from streammega.order.megatron import GptIndices, GptShape, build_gpt_indices, gpt_shape, locate_gpt
+from streammega.redaction import redact_urls
 from streammega.samples.fetch import Ids, TokenFile
 from streammega.samples.fields import Batch, batch_fields
 from streammega.samples.source import read_samples
@@ -94,7 +95,7 @@ class GPTDataset(torch.utils.data.Dataset[Batch]):
     def __getitem__(self, index: int | None) -> Batch:
         number = 0 if index is None else index + len(self) if index < 0 else index
         if not 0 <= number < len(self):
-            raise IndexError(f"sample {index} of {len(self)} in {self.indexed.prefix} ({self.split})")
+            raise IndexError(f"sample {index} of {len(self)} in {redact_urls(self.indexed.prefix)} ({self.split})")
         batch = batch_fields(*self.read(np.array([number], np.int64)), self.config)
         fields = {name: field[0] for name, field in batch.items()}
         if index is None:
@@ -181,7 +182,7 @@ class GPTDataset(torch.utils.data.Dataset[Batch]):
         return [folder / f"{self.key}-GPTDataset-{self.split}-{name}.npy" for name in INDEX_NAMES]
 
     def _build(self, *, shuffled: bool) -> GptIndices:
-        log.info("building the %s order of %s: %d samples", self.split, self.indexed.prefix, len(self))
+        log.info("building the %s order of %s: %d samples", self.split, redact_urls(self.indexed.prefix), len(self))
         seed = self.config.seed if shuffled else None
         return build_gpt_indices(self.indexed.sequence_lengths, self.sequence_ids, self.shape, seed)
 

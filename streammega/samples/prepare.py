@@ -10,6 +10,7 @@ from pathlib import Path
 
 from streammega.config import DataConfig
 from streammega.kernels.parallel import num_threads
+from streammega.redaction import redact_urls
 from streammega.samples.blended import BlendedDataset
 from streammega.samples.build import build_datasets
 from streammega.samples.gpt import GPTDataset, shared_folder
@@ -54,7 +55,7 @@ def _prepare_one(dataset: GPTDataset) -> Prepared:
     began = time.monotonic()
     _publish(dataset.config, dataset.index_files())
     seconds = time.monotonic() - began
-    return Prepared(prefix=dataset.indexed.prefix, split=dataset.split, samples=len(dataset), seconds=seconds)
+    return Prepared(prefix=redact_urls(dataset.indexed.prefix), split=dataset.split, samples=len(dataset), seconds=seconds)
 
 
 def _publish(config: DataConfig, files: Sequence[Path]) -> None:

@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 
 from streammega.errors import FormatError
 from streammega.kernels.plan import copy_bytes
+from streammega.redaction import redact_urls
 from streammega.storage.base import Buffer, Bytes, ObjectInfo, ObjectWriter, Span, Store, address_of, check_room, ended_early
 from streammega.storage.frames import FOOTER, parse_table, table_bytes
 from streammega.storage.local import LocalStore
@@ -192,11 +193,12 @@ class ConcatStore:
     """Objects of several stores end to end, as one. Implements `storage.base.Store` for reading."""
 
     def __init__(self, parts: Sequence[tuple[Store, ObjectInfo]], name: str) -> None:
-        self.parts, self._name = parts, name
+        self.parts = parts
+        self._name = redact_urls(name)
         self._ends = np.cumsum([info.size for _, info in parts])
 
     def url(self, key: str) -> str:
-        """The dataset's name."""
+        """The dataset's name, without credentials."""
         return self._name
 
     def info(self, key: str) -> ObjectInfo:

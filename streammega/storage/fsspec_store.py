@@ -27,9 +27,9 @@ from streammega.errors import (
     StorageError,
     StreammegaError,
 )
+from streammega.redaction import redact
 from streammega.storage.base import Buffer, Bytes, ObjectInfo, Span, check_etag, ended_early, fill, throttled
 from streammega.storage.descriptors import blame_limit, blame_limit_of_connection
-from streammega.storage.options import redact
 from streammega.storage.retry import RetryPolicy
 
 log = logging.getLogger(__name__)

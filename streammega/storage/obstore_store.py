@@ -26,10 +26,11 @@ from streammega.errors import (
     StorageError,
     StreammegaError,
 )
+from streammega.redaction import redact
 from streammega.storage.base import Buffer, Bytes, ObjectInfo, Span, check_etag, ended_early, fill, throttled, wrong_length
 from streammega.storage.descriptors import blame_limit, blame_limit_of_connection
 from streammega.storage.fsspec_store import FsspecStore
-from streammega.storage.options import client_options, redact, s3_arguments
+from streammega.storage.options import client_options, s3_arguments
 from streammega.storage.retry import RetryPolicy
 
 log = logging.getLogger(__name__)

@@ -1,17 +1,14 @@
-"""`storage_options` in the fsspec manner, translated for obstore, and kept out of messages."""
+"""`storage_options` in the fsspec manner, translated for obstore."""
 
 from __future__ import annotations
 
-import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from datetime import datetime, timedelta, timezone
 from typing import Any
 
 from streammega.config import StorageConfig
 from streammega.errors import AccessDeniedError, ConfigError
 
-_SECRET = re.compile(r"secret|token|password|passwd|credential|sas|signature|^key$|access_key|account_key", re.I)
-_URL_SECRET = re.compile(r"(://)[^/@\s:]*:?[^/@\s]*@|([?&](?:X-Amz-[A-Za-z-]+|Signature|sig|OSSAccessKeyId|token)=)[^&\s]+")
 S3_OPTIONS = frozenset(
     (
         "anon",
@@ -30,22 +27,6 @@ S3_OPTIONS = frozenset(
         "username",
     )
 )
-
-
-def redact(text: str, options: Mapping[str, Any]) -> str:
-    """`text` without the values of secret options, URL passwords and signatures."""
-    text = _URL_SECRET.sub(lambda match: f"{match.group(1) or match.group(2)}***", text)
-    for value in sorted(set(_secret_values(options)), key=len, reverse=True):
-        text = text.replace(value, "***")
-    return text
-
-
-def _secret_values(options: Mapping[str, Any]) -> Iterator[str]:
-    for name, value in options.items():
-        if isinstance(value, Mapping):
-            yield from _secret_values(value)
-        elif isinstance(value, str) and len(value) >= 4 and _SECRET.search(name):
-            yield value
 
 
 def s3_arguments(bucket: str, config: StorageConfig) -> dict[str, Any]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import re
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, is_dataclass
@@ -15,6 +16,7 @@ from streammega.config import DataConfig, parse_blend
 from streammega.errors import ConfigError
 from streammega.order.layout import ORDER
 from streammega.order.rampup import BatchSchedule, batch_schedule
+from streammega.redaction import redacted_repr
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -160,6 +162,9 @@ class RunConfig:
     validation: Mapping[str, Any] = field(default_factory=dict)
     """Name -> blend, each evaluated by itself, besides the valid split of [data]; they are read from their start every time."""
 
+    def __repr__(self) -> str:
+        return redacted_repr(self)
+
     def __post_init__(self) -> None:
         if self.train.dtype != "float32" and self.parallel.optimizer != "sharded":
             raise ConfigError(f"train.dtype = {self.train.dtype} needs fp32 main parameters: set parallel.optimizer = sharded")
@@ -206,7 +211,8 @@ def _to_float(value: Any) -> Any:
 def _apply(table: dict[str, Any], override: str) -> None:
     name, equals, text = override.lstrip("-").partition("=")
     if not equals:
-        raise ConfigError(f"override {override!r}: write it as section.name=value, for instance train.iters=100")
+        word = re.split(r"[^\w.-]", override, maxsplit=1)[0]  # what follows may be a secret
+        raise ConfigError(f"override {word!r}: write it as section.name=value, for instance train.iters=100")
     try:
         value = tomllib.loads(f"value = {text}")["value"]
     except tomllib.TOMLDecodeError:
@@ -215,7 +221,7 @@ def _apply(table: dict[str, Any], override: str) -> None:
     for section in sections:
         table = table.setdefault(section, {})
         if not isinstance(table, dict):
-            raise ConfigError(f"override {override!r}: {section} is a setting, not a section")
+            raise ConfigError(f"override {name!r}: {section} is a setting, not a section")
     table[last] = value
 
 

@@ -8,6 +8,7 @@ from typing import Any
 from streammega.config import DataConfig, parse_blend
 from streammega.errors import ConfigError
 from streammega.ranks import Ranks, open_loader
+from streammega.redaction import redact_urls
 from streammega.stream import StreamLoader
 from streammega.train.config import RunConfig
 
@@ -80,5 +81,5 @@ def source_names(data: DataConfig) -> list[str]:
 
 def _short_names(prefixes: Any) -> list[str]:
     """The last parts of prefixes, numbered where they repeat."""
-    names = [prefix.rstrip("/").rpartition("/")[2] for prefix in prefixes]
+    names = [redact_urls(prefix).rstrip("/").rpartition("/")[2] for prefix in prefixes]
     return [name if names.count(name) == 1 else f"{name}-{number}" for number, name in enumerate(names)]
