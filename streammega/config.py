@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -67,6 +68,8 @@ class StorageConfig:
 Order = Literal["megatron", "stream", "sequential"]
 Blend = str | Sequence[str] | Sequence[tuple[str, float]]
 ORDERS = ("megatron", "stream", "sequential")
+MOST_DATASETS = 32766
+"""Of a blend: which dataset a sample is of is an int16, as in Megatron's index."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -173,8 +176,10 @@ class DataConfig:
         for start, weights in self.blend_schedule or ():
             if start <= first:
                 raise ConfigError(f"blend_schedule starts a segment at sample {start}; starts must rise, from 0 or later")
-            if len(weights) != datasets or not all(0 <= w < math.inf for w in weights) or not sum(weights) > 0:
-                raise ConfigError(f"blend_schedule at sample {start} needs {datasets} weights, none negative, not all zero")
+            if len(weights) != datasets or not all(0 <= w < math.inf for w in weights) or not 0 < sum(weights) < math.inf:
+                raise ConfigError(
+                    f"blend_schedule at sample {start} needs {datasets} weights, none negative, not all zero, and a finite sum"
+                )
             first = start
 
     @property
@@ -201,14 +206,20 @@ def parse_blend(blend: Blend) -> tuple[tuple[str, ...], tuple[float, ...] | None
     pairs = [(item, None) if isinstance(item, str) else tuple(item) for item in items]
     if any(len(pair) != 2 or not isinstance(pair[0], str) or not pair[0] for pair in pairs):
         raise ConfigError(f"blend {blend!r}: each entry is a prefix or a (prefix, weight) pair")
+    if len(pairs) > MOST_DATASETS:
+        raise ConfigError(
+            f"the blend has {len(pairs)} datasets; there may be {MOST_DATASETS}: merge some, or name folders of them"
+        )
     weighted = [pair for pair in pairs if pair[1] is not None]
     if not weighted:
         return tuple(prefix for prefix, _ in pairs), None
     if len(weighted) != len(pairs):
         raise ConfigError(f"blend {blend!r}: give a weight to every prefix, or to none")
     weights = tuple(_weight(prefix, weight) for prefix, weight in weighted)
-    if len(pairs) >= 32767:
-        raise ConfigError(f"the blend has {len(pairs)} datasets; there may be 32766")
+    if not math.isfinite(sum(weights)):
+        raise ConfigError(
+            f"the weights of the blend add up to more than {sys.float_info.max:.3g}; divide them by a common number"
+        )
     return tuple(prefix for prefix, _ in pairs), weights
 
 

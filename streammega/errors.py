@@ -4,6 +4,7 @@
     ├── ConfigError                  a setting that cannot work, found before any data is read
     ├── StorageError                 bytes that could not be had or put
     │   ├── ObjectNotFoundError      no such object, bucket or file
+    │   │   └── MissingShardsError   some shards of a numbered set are not there
     │   ├── AccessDeniedError        the endpoint knows us not, or forbids it
     │   ├── EndpointError            the endpoint refused, timed out or failed
     │   ├── ShortReadError           fewer bytes came than were asked for
@@ -30,6 +31,7 @@ __all__ = [
     "EndpointError",
     "FormatError",
     "GradientError",
+    "MissingShardsError",
     "ObjectChangedError",
     "ObjectNotFoundError",
     "ShortReadError",
@@ -62,6 +64,10 @@ class StorageError(StreammegaError):
 
 class ObjectNotFoundError(StorageError, FileNotFoundError):
     """No such object, bucket or file."""
+
+
+class MissingShardsError(ObjectNotFoundError):
+    """Of a numbered set of shards, some are there and others are not."""
 
 
 class AccessDeniedError(StorageError):

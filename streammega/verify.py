@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from streammega.config import StorageConfig
 from streammega.convert.options import token_dtype_named
 from streammega.convert.units import save_bytes
-from streammega.errors import ConfigError, FormatError, ObjectNotFoundError, StreammegaError
+from streammega.errors import ConfigError, FormatError, MissingShardsError, ObjectNotFoundError, StreammegaError
 from streammega.index.cache import cached_object, default_cache_dir
 from streammega.index.checksums import CHECK_BYTES, HashingWriter
 from streammega.index.find import find_pairs
@@ -116,9 +116,7 @@ def _shards(name: str, storage: StorageConfig, report: VerifyReport) -> tuple[li
             raise
         try:
             return find_pairs(name, storage), None
-        except ObjectNotFoundError as error:
-            if "are missing" not in str(error):
-                raise
+        except MissingShardsError as error:
             report.problems.append(str(error))
             return [], None
     except FormatError as error:

@@ -2,15 +2,23 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 
-from streammega import DataConfig, IndexedDataset, IndexedDatasetWriter, StreamLoader
-from streammega.errors import FormatError
+from streammega import DataConfig, IndexedDataset, IndexedDatasetWriter, StorageConfig, StreamLoader
+from streammega.config import parse_blend
+from streammega.convert.assemble import Part, remove_duplicates
+from streammega.errors import ConfigError, FormatError, MissingShardsError
+from streammega.index.find import find_pairs
 from streammega.index.shards import SUFFIXES
+from streammega.order.stream import tree_fractions
+from streammega.verify import verify
 
 KINDS = ["bin", "zst", "tar"]
 
@@ -78,3 +86,61 @@ def test_a_dataset_of_no_sequence_opens(tmp_path: Path, kind: Any) -> None:
     name = str(tmp_path / "a") + SUFFIXES[kind]
     write(name, [])
     assert len(IndexedDataset(name)) == 0
+
+
+# --- names and blends -----------------------------------------------------------------------------------------------------
+
+
+def test_mock_datasets_need_no_import_first() -> None:
+    program = """
+import sys
+from streammega.config import StorageConfig
+from streammega.storage import open_store
+assert "streammega.index" not in sys.modules
+store, key = open_store("mock://tokens=1000,length=100.bin", StorageConfig())
+assert store.info(key).size == 4000
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+
+
+def test_shards_that_are_missing_are_known_by_their_error_not_by_its_words(tmp_path: Path) -> None:
+    folder = tmp_path / "what are missing"
+    write(str(folder / "a-00000-of-00002"), [30])
+    with pytest.raises(MissingShardsError):
+        find_pairs(str(folder), StorageConfig())
+    assert any("a-00001-of-00002" in problem for problem in verify(str(folder)).problems)
+    with pytest.raises(FileNotFoundError):  # there is nothing to look at, whatever its name says
+        verify(str(folder / "nothing"))
+
+
+def test_the_first_of_duplicates_is_that_of_the_lowest_unit_also_past_a_million(tmp_path: Path) -> None:
+    sides = np.array([[0], [11], [22]], "<u8")  # number in its unit, and the two halves of its hash
+    parts = []
+    for unit in (999_999, 1_000_000):
+        sides.tofile(tmp_path / f"unit-{unit:06d}-0000.side")
+        parts.append(Part(dataset="", documents=1, side=f"unit-{unit:06d}-0000.side", unit=unit))
+    job: Any = SimpleNamespace(work=str(tmp_path), storage=StorageConfig())
+    kept, removed = remove_duplicates(job, parts, 1 << 20)
+    bits = [np.unpackbits(np.fromfile(tmp_path / part.keep, np.uint8), count=1)[0] for part in kept]
+    assert (bits, removed) == ([1, 0], 1)
+
+
+@pytest.mark.parametrize("weight", [None, 1.0])
+def test_a_blend_of_more_datasets_than_an_int16_holds_is_refused(weight: float | None) -> None:
+    names = [f"d{number}" for number in range(32_767)]
+    blend: Any = names if weight is None else [(name, weight) for name in names]
+    with pytest.raises(ConfigError, match="has 32767 datasets; there may be 32766"):
+        DataConfig(blend=blend, sequence_length=8)
+    assert len(parse_blend(blend[:-1])[0]) == 32_766
+
+
+def test_large_weights_are_relative_like_others_and_infinite_sums_are_refused(tmp_path: Path) -> None:
+    for factor in (1.0, 1e300, 1e-300):
+        np.testing.assert_array_equal(tree_fractions([factor * 1.0, factor * 3.0]), tree_fractions([1.0, 3.0]))
+    blend: Any = [("a", 1e308), ("b", 1e308)]
+    with pytest.raises(ConfigError, match="weights of the blend add up"):
+        DataConfig(blend=blend, sequence_length=8)
+    schedule = [(0, [1e308, 1e308])]
+    with pytest.raises(ConfigError, match="finite sum"):
+        DataConfig(blend=["a", "b"], sequence_length=8, order="stream", blend_schedule=schedule)

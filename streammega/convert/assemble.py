@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from typing import Any
 
@@ -36,12 +36,13 @@ Integers = NDArray[np.int64]
 
 @dataclass(frozen=True, kw_only=True)
 class Part:
-    """Documents that are there: a dataset's name, the name of its `.side` and `.keep` files or "" ."""
+    """Documents that are there: a dataset's name, the names of its `.side` and `.keep` files or "", the unit that made it."""
 
     dataset: str
     documents: int
     side: str = ""
     keep: str = ""
+    unit: int = 0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -188,8 +189,8 @@ def remove_duplicates(job: Job, parts: list[Part], memory_bytes: int) -> tuple[l
         for index, part in enumerate(parts):
             side = side_arrays(job, part)[-3:]
             chosen = np.flatnonzero(side[1] % np.uint64(passes) == number)
-            unit = int(part.side[5:11])
-            rows.append(np.stack([side[1][chosen], side[2][chosen], np.full(len(chosen), unit, np.uint64), side[0][chosen]]))
+            units_of = np.full(len(chosen), part.unit, np.uint64)
+            rows.append(np.stack([side[1][chosen], side[2][chosen], units_of, side[0][chosen]]))
             where.append(np.stack([np.full(len(chosen), index), chosen]))
         low, high, units, numbers = np.concatenate(rows, axis=1)
         order = np.lexsort((numbers, units, high, low))
@@ -202,7 +203,7 @@ def remove_duplicates(job: Job, parts: list[Part], memory_bytes: int) -> tuple[l
     for part, keep in zip(parts, keeps, strict=True):
         name = part.side.removesuffix(".side") + ".keep"
         save_bytes(join_url(job.work, name), np.packbits(keep).tobytes(), job.storage)
-        named.append(Part(dataset=part.dataset, documents=part.documents, side=part.side, keep=name))
+        named.append(replace(part, keep=name))
     return named, total - int(sum(keep.sum() for keep in keeps))
 
 

@@ -247,8 +247,9 @@ class _Conversion:
                 dataset=join_url(job.work, segment.name),
                 documents=segment.documents,
                 side=f"{segment.name}.side" if self.options.dedup or self.options.shuffle_seed is not None else "",
+                unit=unit,
             )
-            for record in records
+            for unit, record in enumerate(records)
             for segment in record.segments
         ]
 

@@ -1,6 +1,5 @@
 """The `.bin/.idx` pair: format, reader, writer, and the local cache of indices."""
 
-from streammega.index import mock  # noqa: F401  (registers mock://)
 from streammega.index.cache import cached_arrays, default_cache_dir
 from streammega.index.format import smallest_dtype
 from streammega.index.reader import IndexedDataset

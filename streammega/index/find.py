@@ -9,7 +9,7 @@ from collections.abc import Callable, Collection
 from typing import TypeVar
 
 from streammega.config import StorageConfig
-from streammega.errors import ObjectNotFoundError
+from streammega.errors import MissingShardsError, ObjectNotFoundError
 from streammega.index.manifest import MANIFEST, manifest_shards
 from streammega.index.shards import SUFFIXES, missing_shards, named, split_name, strip_suffix
 from streammega.storage import join_url, open_store, parent_url
@@ -55,7 +55,7 @@ def find_pairs(name: str, storage: StorageConfig) -> list[str]:
     if not found:
         raise ObjectNotFoundError(f"{name}: holds no pair of .bin and .idx; check the path")
     if missing := missing_shards(found):
-        raise ObjectNotFoundError(
+        raise MissingShardsError(
             f"{name}: shards of a set are missing, such as {', '.join(missing)}; was the conversion interrupted?"
         )
     return found

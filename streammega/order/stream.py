@@ -173,7 +173,9 @@ def tree_fractions(weights: Sequence[float]) -> NDArray[np.uint64]:
     Node 1 is the root and covers all datasets; node n covers [low, high), its children 2n and 2n + 1 the halves.
     """
     fractions = np.zeros(1 << (max(1, len(weights)) - 1).bit_length() + 1, np.uint64)
-    exact = [int(weight * 2.0**80 / max(weights)) for weight in weights]  # integers: sums of them do not depend on order
+    largest = max(weights)
+    # Integers: sums of them do not depend on their order. Divided first: a weight near the largest float, times 2**80, is none.
+    exact = [int(weight / largest * 2.0**80) for weight in weights]
     todo = [(1, 0, len(weights))]
     while todo:
         node, low, high = todo.pop()

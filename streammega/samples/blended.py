@@ -14,7 +14,7 @@ import torch
 import torch.utils.data
 from numpy.typing import NDArray
 
-from streammega.config import DataConfig
+from streammega.config import MOST_DATASETS, DataConfig
 from streammega.errors import ConfigError
 from streammega.index import cached_arrays
 from streammega.order import Extents
@@ -43,6 +43,8 @@ class BlendedDataset(torch.utils.data.Dataset[Batch]):
     def __init__(self, datasets: Sequence[GPTDataset], weights: Sequence[float], size: int | None) -> None:
         if not datasets or len(datasets) != len(weights):
             raise ConfigError(f"a blend needs as many weights as datasets, got {len(weights)} for {len(datasets)}")
+        if len(datasets) > MOST_DATASETS:
+            raise ConfigError(f"the blend has {len(datasets)} datasets; there may be {MOST_DATASETS}")
         for dataset in datasets:
             if not isinstance(dataset, GPTDataset):
                 raise ConfigError(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import importlib
 import os
 import threading
 import weakref
@@ -21,6 +22,8 @@ from streammega.storage.obstore_store import ObstoreStore
 _stores: weakref.WeakValueDictionary[Any, Any] = weakref.WeakValueDictionary()
 _lock = threading.Lock()
 _registered: dict[str, Callable[[], Store]] = {}
+_BUILT_IN = {"mock": "streammega.index.mock"}
+"""Modules above this layer that register a scheme of ours when they are imported: imported when it is first asked for."""
 OBSTORE_SCHEMES = frozenset({"s3", "s3a", "gs", "gcs", "az", "http", "https"})
 
 
@@ -45,6 +48,8 @@ def open_store(url: str, config: StorageConfig) -> tuple[Store, str]:
         path = unquote(urlsplit(url).path) if "://" in url else url
         return LocalStore(), os.path.abspath(os.path.expanduser(path))
     scheme, _, rest = url.partition("://")
+    if scheme in _BUILT_IN and scheme not in _registered:
+        importlib.import_module(_BUILT_IN[scheme])
     if scheme in _registered:
         return _registered[scheme](), rest
     scheme = {"s3a": "s3", "gcs": "gs"}.get(scheme.lower(), scheme.lower())

@@ -31,6 +31,8 @@ from xml.sax.saxutils import escape
 
 SHAPED_CHUNK = 128 * 1024
 SEND_CHUNK = 1 << 20
+LISTED_AT_ONCE = 1000
+"""Objects and folders of one answer to a listing, as in S3."""
 REASONS = {200: "OK", 206: "Partial Content", 404: "Not Found", 403: "Forbidden", 412: "Precondition Failed",
            416: "Range Not Satisfiable", 503: "Slow Down", 405: "Method Not Allowed"}  # fmt: skip
 
@@ -84,7 +86,7 @@ class Server:
     def __init__(self, root: Path, port: int) -> None:
         self.root, self.behaviour = root, Behaviour()
         self.random, self.burst = random.Random(0), 0
-        self.counts = {"requests": 0, "bytes": 0, "faults": 0}
+        self.counts = {"requests": 0, "bytes": 0, "faults": 0, "lists": 0, "listed": 0}
         self.files: dict[str, tuple[int, os.stat_result]] = {}
         self.listener = socket.create_server(("127.0.0.1", port), backlog=1024)
         self.listener.setblocking(False)
@@ -174,24 +176,37 @@ class Server:
 
     def list(self, connection: Connection, bucket: str, query: dict[str, list[str]], method: str) -> None:
         prefix, top = query.get("prefix", [""])[0], self.root / bucket
-        delimiter, items, common = query.get("delimiter", [""])[0], [], set()
-        for file in sorted(top.rglob("*")):
-            key = str(file.relative_to(top))
-            if not key.startswith(prefix) or not file.is_file():
+        delimiter = query.get("delimiter", [""])[0]
+        items: list[str] = []
+        common: set[str] = set()
+        after = query.get("continuation-token", query.get("start-after", [""]))[0]
+        last = ""
+        for key in sorted(str(file.relative_to(top)) for file in top.rglob("*") if file.is_file()):
+            if not key.startswith(prefix) or key <= after or (after.endswith("/") and key.startswith(after)):
                 continue
+            if len(items) + len(common) == LISTED_AT_ONCE:
+                break
+            last = key
             if delimiter and delimiter in key[len(prefix) :]:
-                common.add(prefix + key[len(prefix) :].split(delimiter)[0] + delimiter)
+                last = prefix + key[len(prefix) :].split(delimiter)[0] + delimiter
+                common.add(last)
                 continue
-            stat = file.stat()
+            stat = (top / key).stat()
             items.append(
                 f"<Contents><Key>{escape(key)}</Key><Size>{stat.st_size}</Size><ETag>&quot;{etag(stat)}&quot;</ETag>"
                 f"<LastModified>2026-01-01T00:00:00.000Z</LastModified><StorageClass>STANDARD</StorageClass></Contents>"
             )
+        else:
+            last = ""  # this page is the last one
+        self.counts["lists"] += 1
+        self.counts["listed"] += len(items) + len(common)
         folders = "".join(f"<CommonPrefixes><Prefix>{escape(name)}</Prefix></CommonPrefixes>" for name in sorted(common))
+        more = f"<IsTruncated>true</IsTruncated><NextContinuationToken>{escape(last)}</NextContinuationToken>"
         body = (
             '<?xml version="1.0" encoding="UTF-8"?><ListBucketResult xmlns="http://s3.amazonaws.com/doc/2006-03-01/">'
             f"<Name>{escape(bucket)}</Name><Prefix>{escape(prefix)}</Prefix><KeyCount>{len(items) + len(common)}</KeyCount>"
-            f"<MaxKeys>100000</MaxKeys><IsTruncated>false</IsTruncated>{''.join(items)}{folders}</ListBucketResult>"
+            f"<MaxKeys>{LISTED_AT_ONCE}</MaxKeys>{more if last else '<IsTruncated>false</IsTruncated>'}"
+            f"{''.join(items)}{folders}</ListBucketResult>"
         )
         self.answer(connection, 200, body.encode(), method)
 
@@ -351,7 +366,7 @@ class Running:
         urllib.request.urlopen(urllib.request.Request(f"{self.endpoint}/-/behaviour", data), timeout=10).read()
 
     def counts(self) -> dict[str, int]:
-        """Requests and bytes of objects served so far, and faults made."""
+        """Requests and bytes of objects served so far, faults made, listings answered and what they listed."""
         with urllib.request.urlopen(f"{self.endpoint}/-/counts", timeout=10) as answer:
             counts: dict[str, int] = json.load(answer)
             return counts
