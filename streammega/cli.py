@@ -116,7 +116,9 @@ def cache_clear(folder: CacheFolder) -> None:
 
 
 def _cache_folder(folder: str) -> Path:
-    chunks = Path(folder) / "chunks"
+    from streammega.config import local_folder
+
+    chunks = local_folder(folder) / "chunks"
     if not chunks.is_dir():
         raise ConfigError(f"{folder}: holds no cache; name the folder that cache_dir named in the run")
     return chunks

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -19,6 +20,11 @@ STORAGE_LEAST = {
     "part_bytes": 4096, "max_requests": 1, "in_flight_bytes": 4096, "memory_bytes": 4096, "coalesce_bytes": 0,
     "cache_bytes": 0, "chunk_bytes": MiB, "retries": 0,
 }  # fmt: skip
+
+
+def local_folder(path: str | Path) -> Path:
+    """A folder that somebody named, `~` being their home."""
+    return Path(os.path.expanduser(path))  # which leaves the home of an unknown user as it is
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,6 +69,8 @@ class StorageConfig:
         for name in ("timeout", "stall_timeout"):
             if not getattr(self, name) > 0:
                 raise ConfigError(f"{name} is {getattr(self, name)}; it must be a positive number of seconds")
+        if self.cache_dir:
+            object.__setattr__(self, "cache_dir", local_folder(self.cache_dir))  # the way to set a field of what is frozen
 
 
 Order = Literal["megatron", "stream", "sequential"]
@@ -149,6 +157,8 @@ class DataConfig:
                 raise ConfigError(f"skip_samples holds [{start}, {stop}); ranges run upwards from 0 or more")
         if self.blend_schedule is not None:
             self._check_schedule()
+        if self.index_cache_dir:
+            object.__setattr__(self, "index_cache_dir", local_folder(self.index_cache_dir))
 
     def _check_numbers(self) -> None:
         for name, least in (("sequence_length", 1), ("block_bytes", 1), ("lanes", 1)):

@@ -12,7 +12,7 @@ from typing import Any, TypeAlias, overload
 import numpy as np
 from numpy.typing import NDArray
 
-from streammega.config import StorageConfig
+from streammega.config import StorageConfig, local_folder
 from streammega.errors import FormatError, ObjectNotFoundError
 from streammega.index.cache import cached_object, default_cache_dir
 from streammega.index.find import open_shards
@@ -55,7 +55,7 @@ class IndexedDataset(Sequence["Item"]):
     def __init__(self, prefix: str, storage: StorageConfig | None = None, index_cache_dir: str | Path | None = None) -> None:
         self.prefix = strip_suffix(str(prefix))
         self.storage = storage or StorageConfig()
-        self._cache_dir = Path(index_cache_dir) if index_cache_dir else default_cache_dir()
+        self._cache_dir = local_folder(index_cache_dir) if index_cache_dir else default_cache_dir()
         self.shards: list[str] = open_shards(str(prefix), self.storage, self._open)
         """The names of what it is made of."""
         self._arrays  # noqa: B018  (open and check the index now: errors belong here)

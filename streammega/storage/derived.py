@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 import threading
 from collections.abc import Iterator, Sequence
 from typing import Any, Protocol
@@ -196,14 +198,15 @@ class ConcatStore:
         self.parts = parts
         self._name = redact_urls(name)
         self._ends = np.cumsum([info.size for _, info in parts])
+        self._etag = _etag_of_all(parts)
 
     def url(self, key: str) -> str:
         """The dataset's name, without credentials."""
         return self._name
 
     def info(self, key: str) -> ObjectInfo:
-        """All sizes together, and all ETags."""
-        return ObjectInfo(key=key, size=int(self._ends[-1]), etag="")
+        """All sizes together, and a digest of which objects these are."""
+        return ObjectInfo(key=key, size=int(self._ends[-1]), etag=self._etag)
 
     def read_ranges(self, key: str, starts: Sequence[int], stops: Sequence[int], etag: str = "") -> list[Buffer]:
         """From the objects that hold them, each compared with its own ETag; bytes of two objects are copied together."""
@@ -253,6 +256,19 @@ class ConcatStore:
             if end > at:
                 yield number, at - first, end - first, at - start
             at, number = end, number + 1
+
+
+def _etag_of_all(parts: Sequence[tuple[Store, ObjectInfo]]) -> str:
+    """What changes when any of several objects does; "" where one of them says nothing of its version.
+
+    Sizes are part of it: they say where each object begins in the whole. So are URLs: two objects may change places.
+    """
+    digest = hashlib.blake2b(digest_size=16)
+    for store, info in parts:
+        if not info.etag:
+            return ""
+        digest.update(json.dumps([store.url(info.key), info.etag, info.size]).encode())
+    return digest.hexdigest()
 
 
 def open_frames(store: Store, key: str) -> DerivedStore:

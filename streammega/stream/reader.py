@@ -131,7 +131,7 @@ def _through_cache(files: list[TokenFile], storage: StorageConfig) -> list[Token
     for file in files:
         size = file.num_tokens * file.dtype.itemsize
         cached = None
-        if size and not is_local(file.store):
+        if size and file.etag and not is_local(file.store):  # without a version, old pages could not be told from new ones
             cached = cache.open(file.url, file.etag, size)
         found.append(replace(file, store=CachedStore(file.store, cached)) if cached else file)
     return found
