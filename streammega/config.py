@@ -32,9 +32,9 @@ class StorageConfig:
     """How bytes are fetched. Nothing here changes what is read, only how fast and from where."""
 
     transport: Transport = "auto"
-    """`auto` takes obstore for s3, gs, az and http(s), fsspec for every other scheme."""
+    """`auto` takes obstore for s3, oss, gs, az and http(s), fsspec for every other scheme; for oss, `fsspec` is oss2."""
     storage_options: Mapping[str, Any] = field(default_factory=dict, repr=False)
-    """Credentials, endpoint and so on, as fsspec takes them (`key`, `secret`, `endpoint_url`, `anon`, ...)."""
+    """Credentials, endpoint and so on, as fsspec takes them (`key`, `secret`, `endpoint_url`, `anon`, ...): docs/storage.md."""
     part_bytes: int = 8 * MiB
     """Largest single range request."""
     max_requests: int = 384

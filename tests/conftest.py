@@ -9,6 +9,9 @@ import pytest
 from hypothesis import HealthCheck, settings
 
 from streammega import DataConfig, IndexedDatasetWriter, StorageConfig
+from tests.oss_server import KEY as oss_key
+from tests.oss_server import SECRET as oss_secret
+from tests.oss_server import Oss, oss_server
 from tests.servers import S3, moto_server, rclone_server
 
 settings.register_profile(
@@ -20,6 +23,8 @@ settings.register_profile(
 )
 settings.load_profile("streammega")
 
+OSS_NAMES = ("ENDPOINT", "REGION", "ACCESS_KEY_ID", "ACCESS_KEY_SECRET", "SESSION_TOKEN", "SECURITY_TOKEN")
+ALIBABA_NAMES = ("ACCESS_KEY_ID", "ACCESS_KEY_SECRET", "SECURITY_TOKEN", "CREDENTIALS_URI")
 AWS_NAMES = ("AWS_ENDPOINT_URL", "AWS_ENDPOINT_URL_S3", "AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_PROFILE")
 
 
@@ -35,7 +40,7 @@ def _own_surroundings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("AWS_CONFIG_FILE", str(tmp_path / "no-aws-config"))
     monkeypatch.setenv("AWS_SHARED_CREDENTIALS_FILE", str(tmp_path / "no-aws-credentials"))
     monkeypatch.setenv("AWS_EC2_METADATA_DISABLED", "true")
-    for name in AWS_NAMES:
+    for name in (*AWS_NAMES, *(f"OSS_{name}" for name in OSS_NAMES), *(f"ALIBABA_CLOUD_{name}" for name in ALIBABA_NAMES)):
         monkeypatch.delenv(name, raising=False)
 
 
@@ -54,6 +59,23 @@ def s3(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory)
     """Two implementations of S3: what uses this runs against both."""
     with moto_server() if request.param == "moto" else rclone_server(tmp_path_factory.mktemp("rclone")) as server:
         yield server
+
+
+@pytest.fixture(scope="session")
+def _oss_server() -> Iterator[Oss]:
+    with oss_server() as server:
+        yield server
+
+
+@pytest.fixture
+def oss(_oss_server: Oss, monkeypatch: pytest.MonkeyPatch) -> Oss:
+    """A server of OSS's REST interface; while it is used, OSS's host names lead to it."""
+    for name, value in _oss_server.environment.items():
+        monkeypatch.setenv(name, value)
+    _oss_server.behave()
+    _oss_server.know(**{oss_key: {"secret": oss_secret}})
+    _oss_server.take_log()
+    return _oss_server
 
 
 @pytest.fixture

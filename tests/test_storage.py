@@ -27,6 +27,7 @@ from streammega.storage.fsspec_store import FsspecStore
 from streammega.storage.local import LocalStore
 from streammega.storage.obstore_store import UPLOAD_PART_BYTES, ObstoreStore
 from streammega.storage.options import s3_arguments
+from streammega.storage.oss_store import OssStore
 from tests.servers import KEY, S3, SECRET, http_server
 
 
@@ -208,7 +209,7 @@ class TestS3ThroughFsspec(S3Contract):
         ("gs://b/k", ObstoreStore),
         ("az://b/k", ObstoreStore),
         ("https://h/k", ObstoreStore),
-        ("oss://b/k", FsspecStore),
+        ("oss://b/k", OssStore),
         ("memory://b/k", FsspecStore),
         ("/tmp/k", LocalStore),
         ("file:///tmp/k", LocalStore),
@@ -222,7 +223,7 @@ def test_urls_without_a_bucket_and_transports_that_do_not_serve_are_refused() ->
     with pytest.raises(ConfigError, match="no bucket"):
         open_store("s3:///key", StorageConfig())
     with pytest.raises(ConfigError, match="'auto' or 'fsspec'"):
-        open_store("oss://b/k", StorageConfig(transport="obstore"))
+        open_store("hdfs://b/k", StorageConfig(transport="obstore"))
     with pytest.raises(ConfigError, match="transport is 'boto'"):
         StorageConfig(transport="boto")  # type: ignore[arg-type]
 
@@ -309,6 +310,15 @@ def test_virtual_host_requests_carry_the_bucket_as_host(monkeypatch: pytest.Monk
         store, key = open_store("s3://web/key", StorageConfig(storage_options=options, retries=0))
         assert bytes(store.read_ranges(key, [0], [3])[0]) == b"abc"
         assert server.hosts == ["web.oss.test"]
+
+
+def test_an_endpoint_that_is_given_wins_over_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    with http_server({"/web/key": b"abc"}) as server:
+        for name in ("AWS_ENDPOINT_URL", "AWS_ENDPOINT_URL_S3"):
+            monkeypatch.setenv(name, "http://127.0.0.1:1")
+        options = {"key": KEY, "secret": SECRET, "endpoint_url": server.url}
+        store, key = open_store("s3://web/key", StorageConfig(storage_options=options, retries=0))
+        assert bytes(store.read_ranges(key, [0], [3])[0]) == b"abc"
 
 
 def test_misspelled_and_half_given_options_are_refused() -> None:

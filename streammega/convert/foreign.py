@@ -16,7 +16,7 @@ from streammega.convert.options import ConvertOptions
 from streammega.convert.slices import Item, Skipped, Slice
 from streammega.convert.zstd import ZstdReader
 from streammega.errors import ConvertError
-from streammega.storage.urls import is_remote
+from streammega.storage.urls import fsspec_options
 
 # litdata numbers dtypes by their place in these lists.
 LITDATA_TORCH = (
@@ -57,7 +57,7 @@ def _items(items: Iterator[tuple[str, Any]], options: ConvertOptions, path: str)
 
 
 def _read(path: str, storage: StorageConfig) -> bytes:
-    options = dict(storage.storage_options) if is_remote(path) else {}
+    options = fsspec_options(path, storage)
     with fsspec.open(path, "rb", **options) as file:
         return bytes(file.read())
 

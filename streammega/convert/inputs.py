@@ -16,7 +16,7 @@ from streammega.errors import AccessDeniedError, ConvertError, EndpointError, Ob
 from streammega.index.manifest import FORMAT as MANIFEST_FORMAT
 from streammega.index.shards import SUFFIXES
 from streammega.redaction import redact
-from streammega.storage.urls import is_remote
+from streammega.storage.urls import fsspec_options, is_remote
 
 Format = Literal["text", "jsonl", "parquet", "arrow", "tar", "megatron", "raw", "npy", "mds", "litdata"]
 JSON_SUFFIXES = (".jsonl", ".ndjson", ".json")
@@ -94,7 +94,7 @@ def _walk(folder: str) -> list[str]:
 
 
 def _remote(item: str, storage: StorageConfig) -> list[Input]:
-    options = dict(storage.storage_options)
+    options = fsspec_options(item, storage)
     try:
         system, path = fsspec.core.url_to_fs(item, **options)
         scheme = item.partition("://")[0]

@@ -17,7 +17,7 @@ from streammega.convert.options import ConvertOptions
 from streammega.convert.zstd import ZstdReader
 from streammega.errors import ConvertError
 from streammega.redaction import redact_urls
-from streammega.storage.urls import is_remote
+from streammega.storage.urls import fsspec_options
 
 BUFFER_BYTES = 1 << 20
 Item: TypeAlias = "RawDocument | Tokens"
@@ -49,7 +49,7 @@ class Skipped:
 @contextmanager
 def open_stream(path: str, storage: StorageConfig) -> Iterator[Any]:
     """The decompressed bytes of a file, by its suffix; plain ones can be sought in."""
-    options: dict[str, Any] = dict(storage.storage_options) if is_remote(path) else {}
+    options: dict[str, Any] = fsspec_options(path, storage)
     zstd = path.endswith(".zst")
     gzip = path.endswith(".tgz")
     with fsspec.open(path, "rb", compression=None if zstd else "gzip" if gzip else "infer", **options) as file:
@@ -59,7 +59,7 @@ def open_stream(path: str, storage: StorageConfig) -> Iterator[Any]:
 @contextmanager
 def open_plain(path: str, storage: StorageConfig) -> Iterator[Any]:
     """The stored bytes of a file."""
-    options: dict[str, Any] = dict(storage.storage_options) if is_remote(path) else {}
+    options: dict[str, Any] = fsspec_options(path, storage)
     with fsspec.open(path, "rb", **options) as file:
         yield file
 

@@ -1,4 +1,4 @@
-"""URLs to bytes: one protocol, three backends (local mmap, obstore, fsspec)."""
+"""URLs to bytes: one protocol, four backends (local mmap, obstore, fsspec, oss2)."""
 
 from streammega.storage.base import Buffer, ObjectInfo, ObjectWriter, Store
 from streammega.storage.urls import join_url, open_store, parent_url

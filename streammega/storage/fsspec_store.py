@@ -1,4 +1,4 @@
-"""Anything with an fsspec driver: s3fs, ossfs (`oss://`), hdfs, memory, and S3 servers that obstore rejects."""
+"""Anything with an fsspec driver: s3fs, hdfs, memory, and S3 servers that obstore rejects."""
 
 from __future__ import annotations
 
@@ -181,8 +181,7 @@ class FsspecStore:
                 fs.retries = max(1, retries)  # of s3fs's own: reads leave them to storage.retry
             return fs
         except ImportError as error:
-            extra = " (pip install 'streammega[oss]')" if self.scheme == "oss" else ""
-            raise ConfigError(f"{self.scheme}://: the fsspec driver is not installed{extra}: {error}") from None
+            raise ConfigError(f"{self.scheme}://: the fsspec driver is not installed: {error}") from None
         except Exception as error:
             limit = blame_limit(error)
             if limit:

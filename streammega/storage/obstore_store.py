@@ -52,6 +52,11 @@ def _note_fork() -> None:
         _lost.set()
 
 
+def lost_by_fork() -> bool:
+    """Whether this process was forked from one that had used obstore."""
+    return _lost.is_set()
+
+
 # obstore's own threads do not survive a fork, and cannot be started again in the child.
 os.register_at_fork(after_in_child=_note_fork)
 
@@ -200,8 +205,8 @@ class ObstoreStore:
             "backoff": {"init_backoff": timedelta(milliseconds=100), "max_backoff": timedelta(seconds=10), "base": 2},
         }
         try:
-            if self.scheme == "s3":
-                return obstore.store.S3Store(self.root, retry_config=retry, **s3_arguments(self.root, self._config))
+            if self.scheme in ("s3", "oss"):
+                return obstore.store.S3Store(self.root, retry_config=retry, **self._s3_arguments())
             options = dict(self._config.storage_options)
             url = f"{self.scheme}://{self.root}"
             client: Any = client_options(self._config, url, options.pop("client_kwargs", None) or {})
@@ -219,6 +224,9 @@ class ObstoreStore:
                 raise EndpointError(f"{self.url('')}: {limit}") from None
             reason = redact(str(error).splitlines()[0], self._config.storage_options)
             raise ConfigError(f"{self.url('')}: storage_options do not fit: {reason}") from None
+
+    def _s3_arguments(self) -> dict[str, Any]:
+        return s3_arguments(self.root, self._config)
 
     def _error(self, key: str, error: BaseException) -> BaseException:
         """The streammega error for one of obstore's, first line only (the rest is a debug dump)."""

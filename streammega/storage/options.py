@@ -54,6 +54,7 @@ def s3_arguments(bucket: str, config: StorageConfig) -> dict[str, Any]:
         store["virtual_hosted_style_request"] = True
     if endpoint:
         store["endpoint"] = _with_bucket(endpoint, bucket) if style == "virtual" else endpoint
+        store["aws_endpoint_url_s3"] = store["endpoint"]  # obstore would let the environment's win over `endpoint`
     if options.get("requester_pays"):
         store["request_payer"] = True
     arguments: dict[str, Any] = {"config": store, "client_options": client_options(config, endpoint or "", client_kwargs)}

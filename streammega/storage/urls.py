@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import importlib
+import importlib.util
 import os
 import threading
 import weakref
@@ -18,13 +19,16 @@ from streammega.storage.descriptors import raise_limit
 from streammega.storage.fsspec_store import FsspecStore
 from streammega.storage.local import LocalStore
 from streammega.storage.obstore_store import ObstoreStore
+from streammega.storage.oss import INSTALL, ossfs_options
+from streammega.storage.oss_native import OssNativeStore
+from streammega.storage.oss_store import OssStore
 
 _stores: weakref.WeakValueDictionary[Any, Any] = weakref.WeakValueDictionary()
 _lock = threading.Lock()
 _registered: dict[str, Callable[[], Store]] = {}
 _BUILT_IN = {"mock": "streammega.index.mock"}
 """Modules above this layer that register a scheme of ours when they are imported: imported when it is first asked for."""
-OBSTORE_SCHEMES = frozenset({"s3", "s3a", "gs", "gcs", "az", "http", "https"})
+OBSTORE_SCHEMES = frozenset({"s3", "s3a", "gs", "gcs", "az", "oss", "http", "https"})
 
 
 def register_scheme(scheme: str, make: Callable[[], Store]) -> None:
@@ -58,11 +62,25 @@ def open_store(url: str, config: StorageConfig) -> tuple[Store, str]:
         raise ConfigError(f"{url}: no bucket or host after '{scheme}://'")
     use_obstore = config.transport == "obstore" or (config.transport == "auto" and scheme in OBSTORE_SCHEMES)
     if not use_obstore:
-        store = _shared(FsspecStore, scheme, "", config)
+        store = _shared(OssNativeStore if scheme == "oss" else FsspecStore, scheme, "", config)
         return store, url if scheme in ("http", "https") else rest
     if scheme not in OBSTORE_SCHEMES:
-        raise ConfigError(f"{url}: transport 'obstore' serves s3, gs, az and http; use 'auto' or 'fsspec' for {scheme}://")
-    return _shared(ObstoreStore, scheme, root, config), key
+        raise ConfigError(f"{url}: transport 'obstore' serves s3, oss, gs, az and http; use 'auto' or 'fsspec' for {scheme}://")
+    return _shared(OssStore if scheme == "oss" else ObstoreStore, scheme, root, config), key
+
+
+def fsspec_options(url: str, config: StorageConfig) -> dict[str, Any]:
+    """The options for fsspec's own driver of a URL: none for local files, for oss:// the credentials as they are now.
+
+    Raises ConfigError for a driver that is not installed.
+    """
+    if not is_remote(url):
+        return {}
+    if not url.startswith("oss://"):
+        return dict(config.storage_options)
+    if importlib.util.find_spec("ossfs") is None:
+        raise ConfigError(f"{url}: inputs of convert are read by ossfs, which is not installed: {INSTALL}")
+    return ossfs_options(url.removeprefix("oss://").partition("/")[0], config)
 
 
 def _shared(kind: type[Any], scheme: str, root: str, config: StorageConfig) -> Store:

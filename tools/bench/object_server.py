@@ -69,6 +69,41 @@ class Behaviour:
     seed: int = 0
 
 
+class Faults:
+    """Draws the faults that a behaviour asks for, by a seeded generator."""
+
+    def __init__(self, behaviour: Behaviour) -> None:
+        self.behaviour = behaviour
+        self.random = random.Random(behaviour.seed)
+        self.burst = 0
+        """503s that follow the last one at once."""
+
+    def draw(self) -> tuple[str | None, float]:
+        """(fault of the next answer, seconds before its first byte)."""
+        behaviour = self.behaviour
+        fault = self._next()
+        if fault != "slow":
+            return fault, behaviour.latency
+        return fault, behaviour.slow_factor * behaviour.latency if behaviour.latency else 1.0
+
+    def _next(self) -> str | None:
+        behaviour = self.behaviour
+        draw = self.random.random()
+        shares = (("error", behaviour.error_share), ("reset", behaviour.reset_share), ("truncate", behaviour.truncate_share / 2),
+                  ("short", behaviour.truncate_share / 2), ("overlong", behaviour.overlong_share),
+                  ("stall", behaviour.stall_share), ("slow", behaviour.slow_share))  # fmt: skip
+        if self.burst > 0:
+            self.burst -= 1
+            return "error"
+        for name, share in shares:
+            if draw < share:
+                if name == "error":
+                    self.burst = behaviour.error_burst - 1
+                return name
+            draw -= share
+        return None
+
+
 class Connection:
     """One client: bytes received, and the answer on its way."""
 
@@ -85,7 +120,7 @@ class Server:
 
     def __init__(self, root: Path, port: int) -> None:
         self.root, self.behaviour = root, Behaviour()
-        self.random, self.burst = random.Random(0), 0
+        self.faults = Faults(self.behaviour)
         self.counts = {"requests": 0, "bytes": 0, "faults": 0, "lists": 0, "listed": 0}
         self.files: dict[str, tuple[int, os.stat_result]] = {}
         self.listener = socket.create_server(("127.0.0.1", port), backlog=1024)
@@ -163,7 +198,7 @@ class Server:
         path = urllib.parse.unquote(path)
         if path == "/-/behaviour":
             self.behaviour = Behaviour(**json.loads(rest[:length]))
-            self.random, self.burst = random.Random(self.behaviour.seed), 0
+            self.faults = Faults(self.behaviour)
             return self.answer(connection, 200, b"{}", method)
         if path == "/-/counts":
             return self.answer(connection, 200, json.dumps(self.counts).encode(), method)
@@ -233,7 +268,8 @@ class Server:
             extra += f"Content-Range: bytes {start}-{stop - 1}/{stat.st_size}\r\n"
         if method == "HEAD":
             return self.begin(connection, status, extra, stop - start, -1, 0, 0, 0.0)
-        fault, delay = self.draw_fault(stop - start)
+        fault, delay = self.faults.draw()
+        self.counts["faults"] += fault is not None
         length = stop - start
         if fault == "error":
             return self.answer(connection, 503, b"<Error><Code>SlowDown</Code></Error>", method)
@@ -244,30 +280,6 @@ class Server:
         connection.fault, connection.fault_at = fault, length - length // 2
         self.begin(connection, status, extra, length, fd, start, length, delay)
         return None
-
-    def draw_fault(self, length: int) -> tuple[str | None, float]:
-        """(fault of this answer, seconds before its first byte)."""
-        behaviour, delay = self.behaviour, self.behaviour.latency
-        draw = self.random.random()
-        shares = (("error", behaviour.error_share), ("reset", behaviour.reset_share), ("truncate", behaviour.truncate_share / 2),
-                  ("short", behaviour.truncate_share / 2), ("overlong", behaviour.overlong_share),
-                  ("stall", behaviour.stall_share), ("slow", behaviour.slow_share))  # fmt: skip
-        fault: str | None = None
-        if self.burst > 0:
-            fault = "error"
-            self.burst -= 1
-        else:
-            for name, share in shares:
-                if draw < share:
-                    fault = name
-                    break
-                draw -= share
-            if fault == "error":
-                self.burst = behaviour.error_burst - 1
-        if fault == "slow":
-            delay = behaviour.slow_factor * delay if delay else 1.0
-        self.counts["faults"] += fault is not None
-        return (None if fault == "slow" else fault), delay
 
     def open(self, name: str) -> tuple[int, os.stat_result]:
         """Kept open while the file of that name stays the same."""

@@ -1,0 +1,101 @@
+"""`oss://` by obstore's S3 client, at OSS's S3-compatible endpoint."""
+
+from __future__ import annotations
+
+import re
+import threading
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
+
+from streammega.config import StorageConfig
+from streammega.errors import AccessDeniedError, StreammegaError
+from streammega.storage.base import Buffer, Bytes, ObjectInfo, Span, ended_early
+from streammega.storage.obstore_store import ObstoreStore, ObstoreWriter, lost_by_fork
+from streammega.storage.oss import obstore_arguments
+from streammega.storage.oss_credentials import OssCredentials, renewing
+from streammega.storage.oss_native import OssNativeStore
+
+Result = TypeVar("Result")
+_CODE = re.compile(r"<Code>(\w+)</Code>")
+
+
+class OssStore(ObstoreStore):
+    """One bucket. Implements `storage.base.Store`; after a fork, which obstore does not survive, it is read by oss2."""
+
+    def __init__(self, scheme: str, root: str, config: StorageConfig) -> None:
+        super().__init__(scheme, root, config)
+        self._own: OssCredentials | None = None
+        self._own_lock = threading.Lock()
+        self._native: OssNativeStore | None = None
+
+    def info(self, key: str) -> ObjectInfo:
+        """One HEAD request."""
+        if lost_by_fork():
+            return self._by_oss2().info(self._full(key))
+        return self._renewing(lambda: super(OssStore, self).info(key))
+
+    def read_ranges(self, key: str, starts: Sequence[int], stops: Sequence[int], etag: str = "") -> list[Buffer]:
+        """Concurrent range requests; each body's length is checked, failures are tried again."""
+        if lost_by_fork():
+            return self._by_oss2().read_ranges(self._full(key), starts, stops, etag)
+        return super().read_ranges(key, starts, stops, etag)
+
+    def read_into(self, key: str, spans: Sequence[Span], outs: Sequence[Bytes], etag: str = "") -> None:
+        """One GET each; a refused key is renewed once."""
+        if lost_by_fork():
+            return self._by_oss2().read_into(self._full(key), spans, outs, etag)
+        return self._renewing(lambda: super(OssStore, self).read_into(key, spans, outs, etag))
+
+    def list(self, prefix: str) -> list[ObjectInfo]:
+        """All objects under a prefix; the prefix may end inside a name."""
+        return self._renewing(lambda: super(OssStore, self).list(prefix))
+
+    def open_writer(self, key: str) -> ObstoreWriter:
+        """A multipart upload, with a key that was accepted or renewed just now: its parts cannot be sent again."""
+        credentials = self._credentials()
+        if credentials is not None:
+            credentials.refresh()
+        return super().open_writer(key)
+
+    def delete(self, key: str) -> None:
+        """Delete an object if it is there."""
+        self._renewing(lambda: super(OssStore, self).delete(key))
+
+    def _s3_arguments(self) -> dict[str, Any]:
+        credentials = self._credentials()
+        if credentials is not None:
+            credentials.current()  # so that missing ones are told by our error, not from within obstore
+        return obstore_arguments(self.root, self._config, credentials)
+
+    def _credentials(self) -> OssCredentials | None:
+        with self._own_lock:
+            if self._own is None:
+                self._own = OssCredentials.of(self.root, self._config.storage_options)
+            return self._own
+
+    def _renewing(self, call: Callable[[], Result]) -> Result:
+        return renewing(self._credentials(), call, self._forget_client)
+
+    def _forget_client(self) -> None:
+        """A client holds the key it was given until that expires, so a new one is made."""
+        with self._lock:
+            self._opened = None
+
+    def _by_oss2(self) -> OssNativeStore:
+        with self._own_lock:
+            if self._native is None:
+                self._native = OssNativeStore("oss", self._config)
+            return self._native
+
+    def _full(self, key: str) -> str:
+        return f"{self.root}/{key}"
+
+    def _error(self, key: str, error: BaseException) -> BaseException:
+        text = str(error)
+        if isinstance(error, Exception) and not isinstance(error, StreammegaError) and "non-partial response" in text:
+            return ended_early(self.url(key), "OSS answers a range that reaches past the end with the whole object")
+        made = super()._error(key, error)
+        code = _CODE.search(text)
+        if isinstance(made, AccessDeniedError) and made is not error and code:
+            return AccessDeniedError(f"{made}; OSS says {code[1]}")
+        return made
