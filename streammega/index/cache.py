@@ -9,6 +9,7 @@ from __future__ import annotations
 import errno
 import hashlib
 import logging
+import math
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -17,11 +18,12 @@ from pathlib import Path
 
 import filelock
 import numpy as np
-from numpy.typing import NDArray
+from numpy.typing import DTypeLike, NDArray
 
 from streammega.config import StorageConfig
 from streammega.errors import CacheError, ObjectNotFoundError
 from streammega.storage import ObjectInfo, Store, join_url, open_store
+from streammega.storage.mapping import map_file
 from streammega.storage.publish import create_beside
 
 log = logging.getLogger(__name__)
@@ -60,26 +62,30 @@ def _download(store: Store, info: ObjectInfo, part_bytes: int) -> Iterator[memor
         yield from store.read_ranges(info.key, starts, [min(start + part_bytes, end) for start in starts], info.etag)
 
 
+ArrayKind = tuple[tuple[DTypeLike, ...], tuple["int | None", ...]]
+"""What a cached array must be: the dtypes it may have, and its shape, None where any number will do."""
+
+
 def cached_arrays(
     cache_dir: Path,
     key: str,
-    names: tuple[str, ...],
+    kinds: Mapping[str, ArrayKind],
     build: Callable[[], Mapping[str, NDArray[np.generic]]],
     published: SharedFolder | None = None,
 ) -> dict[str, NDArray[np.generic]]:
     """Arrays `<key>-<name>.npy`, memory-mapped read-only; built once per node when one of them is missing.
 
     Where `published` has them all, they are downloaded instead. Each file is written under a temporary name and renamed, so
-    a killed build leaves nothing that is later believed.
+    a killed build leaves nothing that is later believed. Raises CacheError for a file that holds no array of its kind.
     """
-    paths = {name: cache_dir / "order" / f"{key}-{name}.npy" for name in names}
+    paths = {name: cache_dir / "order" / f"{key}-{name}.npy" for name in kinds}
     if not all(path.exists() for path in paths.values()):
         with node_lock(cache_dir / "order" / f"{key}.lock"):
             if not all(path.exists() for path in paths.values()) and not (published and _download_all(published, paths)):
                 arrays = build()
                 for name, path in paths.items():
                     write_atomically(path, _npy_bytes(arrays[name]), arrays[name].nbytes)
-    return {name: load_array(path) for name, path in paths.items()}
+    return {name: load_array(path, kinds[name]) for name, path in paths.items()}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -117,17 +123,30 @@ def _download_all(published: SharedFolder, paths: Mapping[str, Path]) -> bool:
     return True
 
 
-def load_array(path: Path) -> NDArray[np.generic]:
-    """One cached `.npy`, memory-mapped (an empty one is read). Raises CacheError if it is not an array."""
+def load_array(path: Path, kind: ArrayKind) -> NDArray[np.generic]:
+    """One cached `.npy`, memory-mapped, without a descriptor. Raises CacheError if it is not an array of this kind."""
     try:
-        return np.asanyarray(np.load(path, mmap_mode="r", allow_pickle=False))
+        with open(path, "rb") as file:
+            version = np.lib.format.read_magic(file)
+            if version != (1, 0):
+                raise ValueError(f"its version is {version}, not that which this library writes")
+            shape, by_columns, dtype = np.lib.format.read_array_header_1_0(file)
+            begin = file.tell()
+            size = math.prod(shape) * dtype.itemsize
+            data = map_file(file.fileno(), begin + size, path)
     except (ValueError, EOFError, OSError) as error:
-        if path.exists() and path.stat().st_size < 4096:  # an array without elements cannot be mapped
-            try:
-                return np.asarray(np.load(path, allow_pickle=False))
-            except (ValueError, EOFError):
-                pass
-        raise CacheError(f"{path}: is no readable array ({error}); remove the file and start again") from None
+        raise damaged_array(f"{path}: is no readable array ({error})") from None
+    dtypes, expected = kind
+    fits = len(shape) == len(expected) and all(e in (None, n) for n, e in zip(shape, expected, strict=True))
+    if by_columns or dtype not in [np.dtype(known) for known in dtypes] or not fits:
+        raise damaged_array(f"{path}: is {dtype} {list(shape)}, not {np.dtype(dtypes[-1])} {list(expected)}")
+    # Users know mapped arrays by this type; np.load would keep a descriptor for each.
+    return data[begin:].view(dtype).reshape(shape).view(np.memmap)
+
+
+def damaged_array(what: str) -> CacheError:
+    """For a cached array that is not what was built."""
+    return CacheError(f"{what}; remove the file and start again (publish it anew, if it came from shared_index_url)")
 
 
 def _npy_bytes(array: NDArray[np.generic]) -> Iterator[memoryview]:

@@ -7,6 +7,8 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Literal
 
+import numpy as np
+
 from streammega.config import StorageConfig
 from streammega.errors import FormatError
 from streammega.index.cache import cached_object, default_cache_dir
@@ -80,6 +82,9 @@ def _open_members(store: Store, key: str, prefix: str, storage: StorageConfig, c
         parse_header(head, info.size, url)  # before a large foreign file is downloaded
         path = cached_object(index_store, info, cache_dir, storage.part_bytes)
     arrays = parse_index(LocalStore().view(str(path)), url)
+    if len(arrays.sequence_lengths) and int(arrays.sequence_lengths.min()) < 0:  # where members lie follows from them
+        bad = int(np.argmax(arrays.sequence_lengths < 0))
+        raise FormatError(f"{url}: sequence {bad} has the negative length {arrays.sequence_lengths[bad]}; rebuild the .idx")
     lengths, width, multimodal = arrays.sequence_lengths, arrays.dtype.itemsize, arrays.sequence_modes is not None
     tar, expected = store.info(key), stored_bytes(lengths, width, multimodal)
     if tar.size != expected:

@@ -20,6 +20,8 @@ from streammega.kernels.parallel import num_threads
 
 CHUNK = 1 << 18
 _PREFETCH = 128
+SOUND, BAD_DOCUMENT_INDEX, BAD_SAMPLE_INDEX, BAD_SHUFFLE_INDEX = 0, 1, 2, 3
+"""What `sample_pieces` found in the arrays that it was given."""
 
 
 def build_sample_index(
@@ -116,23 +118,42 @@ def _fill(rows, sizes, start, base, sequence_length, shift) -> None:  # type: ig
 
 
 @kernel
-def sample_pieces(document_index, sample_index, lengths, rows, extra):  # type: ignore[no-untyped-def]  # pragma: no cover - compiled
-    """For each row of the sample index its (sequence, start, stop) pieces; empty ones are left out."""
+def sample_pieces(  # type: ignore[no-untyped-def]  # pragma: no cover - compiled
+    document_index, sample_index, lengths, rows, extra, width
+):
+    """For each row of the sample index its (sequence, start, stop) pieces; empty ones are left out.
+
+    The arrays come from files, so every value is looked at before it is used as a place. The first of the five results says
+    which array holds a value that cannot be, for samples of up to `width` tokens: see the constants below; the others
+    are then empty.
+    """
+    splits = np.zeros(len(rows) + 1, np.int64)
+    none = np.empty(0, np.int64)
     bound = np.int64(0)
     for row in rows:
-        bound += sample_index[row + 1, 0] - sample_index[row, 0] + 1
-    splits = np.zeros(len(rows) + 1, np.int64)
+        if row < 0 or row + 1 >= len(sample_index):
+            return BAD_SHUFFLE_INDEX, splits, none, none, none
+        first, last = np.int64(sample_index[row, 0]), np.int64(sample_index[row + 1, 0])
+        if first < 0 or last < first or last >= len(document_index):
+            return BAD_SAMPLE_INDEX, splits, none, none, none
+        bound += last - first + 1
     sequence, start, stop = np.empty(bound, np.int64), np.empty(bound, np.int64), np.empty(bound, np.int64)
     at = np.int64(0)
     for i in range(len(rows)):
-        first, last = sample_index[rows[i], 0], sample_index[rows[i] + 1, 0]
+        first, last = np.int64(sample_index[rows[i], 0]), np.int64(sample_index[rows[i] + 1, 0])
+        room = np.int64(width)
         for position in range(first, last + 1):
+            document = np.int64(document_index[position])
+            if document < 0 or document >= len(lengths):
+                return BAD_DOCUMENT_INDEX, splits, none, none, none
+            size = np.int64(lengths[document])
             low = np.int64(sample_index[rows[i], 1]) if position == first else np.int64(0)
-            high = np.int64(lengths[document_index[position]])
-            if position == last:
-                high = np.int64(sample_index[rows[i] + 1, 1]) + extra
+            high = np.int64(sample_index[rows[i] + 1, 1]) + extra if position == last else size
             if high > low:
-                sequence[at], start[at], stop[at] = document_index[position], low, high
+                room -= high - low
+                if low < 0 or high > size or room < 0:
+                    return BAD_SAMPLE_INDEX, splits, none, none, none
+                sequence[at], start[at], stop[at] = document, low, high
                 at += 1
         splits[i + 1] = at
-    return splits, sequence[:at], start[:at], stop[:at]
+    return SOUND, splits, sequence[:at], start[:at], stop[:at]

@@ -10,14 +10,25 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
+from numpy.typing import DTypeLike, NDArray
 
-from streammega.errors import ConfigError
-from streammega.kernels.sample_index import build_sample_index, sample_pieces
+from streammega.errors import ConfigError, FormatError
+from streammega.kernels.sample_index import (
+    BAD_DOCUMENT_INDEX,
+    BAD_SAMPLE_INDEX,
+    BAD_SHUFFLE_INDEX,
+    build_sample_index,
+    sample_pieces,
+)
 from streammega.kernels.shuffle import LegacyShuffler
 from streammega.order.extents import Extents
 
 INT32_MAX = 2**31 - 1
+_ARRAY_OF_DAMAGE = {
+    BAD_DOCUMENT_INDEX: "document_index",
+    BAD_SAMPLE_INDEX: "sample_index",
+    BAD_SHUFFLE_INDEX: "shuffle_index",
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -88,6 +99,15 @@ class GptIndices:
     shuffle_index: NDArray[np.uint32] | NDArray[np.int64]
 
 
+def index_kinds(shape: GptShape, num_sequences: int) -> dict[str, tuple[tuple[DTypeLike, ...], tuple[int, ...]]]:
+    """What each of the three arrays must be, for a split of so many sequences: the dtypes it may have, and its shape."""
+    return {
+        "document_index": ((np.int32,), (shape.num_epochs * num_sequences,)),
+        "sample_index": ((np.int32, np.int64), (shape.num_rows + 1, 2)),
+        "shuffle_index": ((_shuffle_dtype(shape),), (shape.num_rows,)),
+    }
+
+
 def gpt_shape(
     lengths: NDArray[np.int32],
     sequence_ids: NDArray[np.int32],
@@ -153,10 +173,14 @@ def _document_index(ids: NDArray[np.int32], shape: GptShape, shuffler: LegacyShu
     return index
 
 
+def _shuffle_dtype(shape: GptShape) -> type[np.uint32] | type[np.int64]:
+    return np.uint32 if shape.num_rows < 2**32 - 2 else np.int64
+
+
 def _shuffle_index(shape: GptShape, shuffler: LegacyShuffler | None) -> NDArray[np.uint32] | NDArray[np.int64]:
     total = shape.num_rows
     first = shape.samples_sans_final_epoch if shape.separate_final_epoch else total
-    index: NDArray[Any] = np.arange(total, dtype=np.uint32 if total < 2**32 - 2 else np.int64)
+    index: NDArray[Any] = np.arange(total, dtype=_shuffle_dtype(shape))
     if shuffler is None:
         return index
     shuffler.shuffle(index[:first])
@@ -171,14 +195,19 @@ def locate_gpt(
     byte_offsets: NDArray[np.int64],
     itemsize: int,
     samples: NDArray[np.int64],
-    extra_token: bool,
+    shape: GptShape,
 ) -> Extents:
     """The token runs of `samples`, int64 [n], each in [0, len(shuffle_index)).
 
     `byte_offsets`: where each sequence starts in its file, int64 [sequences]; `itemsize`: bytes of a token.
+    Raises FormatError, which begins with `<array>.npy`, if one of the indices holds what cannot be.
     """
     rows = indices.shuffle_index[samples].astype(np.int64)
-    splits, sequence, start, stop = sample_pieces(indices.document_index, indices.sample_index, lengths, rows, int(extra_token))
+    damage, splits, sequence, start, stop = sample_pieces(
+        indices.document_index, indices.sample_index, lengths, rows, shape.a, shape.sequence_length + shape.a
+    )
+    if damage:
+        raise FormatError(f"{_ARRAY_OF_DAMAGE[damage]}.npy: holds a value that leads outside of the data")
     base = byte_offsets[sequence] // itemsize
     zeros = np.zeros(len(sequence), np.int32)
     return Extents(row_splits=splits, dataset=zeros, file=zeros, start=base + start, stop=base + stop)

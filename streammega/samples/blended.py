@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 from streammega.config import MOST_DATASETS, DataConfig
 from streammega.errors import ConfigError
 from streammega.index import cached_arrays
+from streammega.index.cache import ArrayKind, damaged_array
 from streammega.order import Extents
 from streammega.order.blend import blend_indices, normalized
 from streammega.samples.fetch import TokenFile
@@ -66,6 +67,7 @@ class BlendedDataset(torch.utils.data.Dataset[Batch]):
         if not 0 <= number < len(self):
             raise IndexError(f"sample {index} of {len(self)} in the {self.split} blend")
         dataset, sample = int(self.dataset_index[number]), int(self.dataset_sample_index[number])
+        self._check(np.array([dataset]), np.array([sample]))
         fields = self.datasets[dataset][sample]
         if index is None:
             fields["loss_mask"] = torch.zeros_like(fields["loss_mask"])
@@ -95,10 +97,26 @@ class BlendedDataset(torch.utils.data.Dataset[Batch]):
         """The token runs of samples, int64 [n], each in [0, len(self))."""
         dataset = np.asarray(self.dataset_index[sample_ids], np.int64)
         sample = np.asarray(self.dataset_sample_index[sample_ids])
+        self._check(dataset, sample)
         present = np.unique(dataset)
         return merge_extents(
             [(int(d), at, self.datasets[d].locate(sample[at])) for d in present for at in [np.flatnonzero(dataset == d)]]
         )
+
+    def _check(self, dataset: NDArray[np.int64], sample: NDArray[np.int64]) -> None:
+        """Raise CacheError if the cached indices name samples that do not exist: their files may be damaged."""
+        if not len(dataset):
+            return
+        dataset_file, sample_file = self.index_files()
+        if int(dataset.min()) < 0 or int(dataset.max()) >= len(self.datasets):
+            raise damaged_array(f"{dataset_file}: names a dataset that is not one of the {len(self.datasets)}")
+        if int(sample.min()) < 0 or (sample >= self._lengths[dataset]).any():
+            raise damaged_array(f"{sample_file}: names a sample that its dataset has not")
+
+    @cached_property
+    def _lengths(self) -> NDArray[np.int64]:
+        """Samples of each dataset."""
+        return np.array([len(dataset) for dataset in self.datasets], np.int64)
 
     def read(self, sample_ids: NDArray[np.int64]) -> tuple[NDArray[Any], NDArray[np.int64]]:
         """Token ids of samples, [n, S + a] in the widest stored dtype, and how many of them each has."""
@@ -122,13 +140,14 @@ class BlendedDataset(torch.utils.data.Dataset[Batch]):
 
     @cached_property
     def _indices(self) -> tuple[NDArray[np.int16], NDArray[np.int64]]:
-        lengths = [len(dataset) for dataset in self.datasets]
-        key = self._key
+        lengths = self._lengths.tolist()
+        rows = (sum(lengths) if self.size is None else self.size,)
 
         def build() -> dict[str, NDArray[Any]]:
             return dict(zip(BLEND_NAMES, blend_indices(self.weights, self.size, lengths), strict=True))
 
-        arrays: dict[str, Any] = cached_arrays(cache_dir(self.config), key, BLEND_NAMES, build, shared_folder(self.config))
+        kinds: dict[str, ArrayKind] = {"dataset_index": ((np.int16,), rows), "dataset_sample_index": ((np.int64,), rows)}
+        arrays: dict[str, Any] = cached_arrays(cache_dir(self.config), self._key, kinds, build, shared_folder(self.config))
         return arrays["dataset_index"], arrays["dataset_sample_index"]
 
     def __getstate__(self) -> dict[str, Any]:

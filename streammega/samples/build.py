@@ -14,7 +14,7 @@ from streammega.index import IndexedDataset
 from streammega.order.blend import normalized, samples_asked
 from streammega.order.split import SPLITS, split_bounds
 from streammega.samples.blended import BlendedDataset
-from streammega.samples.gpt import GPTDataset
+from streammega.samples.gpt import GPTDataset, check_numbering
 from streammega.samples.source import OPENERS
 
 SplitDataset: TypeAlias = "GPTDataset | BlendedDataset | list[GPTDataset]"
@@ -69,6 +69,7 @@ def _single(
 ) -> GPTDataset | None:
     if prefix not in opened:
         opened[prefix] = IndexedDataset(prefix, config.storage, config.index_cache_dir)
+    check_numbering(prefix, len(opened[prefix]))
     share = split_bounds(shares, len(opened[prefix]))[split]
     if share is None:
         return None

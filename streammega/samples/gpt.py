@@ -16,11 +16,11 @@ import torch.utils.data
 from numpy.typing import NDArray
 
 from streammega.config import DataConfig
-from streammega.errors import ConfigError
+from streammega.errors import ConfigError, FormatError
 from streammega.index import IndexedDataset, cached_arrays, default_cache_dir
-from streammega.index.cache import SharedFolder
+from streammega.index.cache import SharedFolder, damaged_array
 from streammega.order import Extents
-from streammega.order.megatron import GptIndices, GptShape, build_gpt_indices, gpt_shape, locate_gpt
+from streammega.order.megatron import INT32_MAX, GptIndices, GptShape, build_gpt_indices, gpt_shape, index_kinds, locate_gpt
 from streammega.redaction import redact_urls
 from streammega.samples.fetch import Ids, TokenFile
 from streammega.samples.fields import Batch, batch_fields
@@ -40,6 +40,28 @@ def cache_dir(config: DataConfig) -> Path:
 def shared_folder(config: DataConfig) -> SharedFolder | None:
     """Where indices may have been published, if the config names a place."""
     return SharedFolder(url=config.shared_index_url, storage=config.storage) if config.shared_index_url else None
+
+
+def check_numbering(name: str, sequences: int) -> None:
+    """Raise ConfigError if a dataset has more sequences than Megatron's int32 can number."""
+    if sequences > INT32_MAX:
+        raise ConfigError(
+            f"{name}: has {sequences:,} sequences, and the Megatron order numbers them by 32 bits ({INT32_MAX:,} at most); use "
+            f"order='stream', or a blend of parts of the dataset"
+        )
+
+
+def _checked_ids(indexed: IndexedDataset, ids: NDArray[np.int32]) -> NDArray[np.int32]:
+    """`ids` as int32, after a look at every one: kernels take them as places."""
+    given = np.asarray(ids)
+    whole = given.ndim == 1 and (given.size == 0 or np.issubdtype(given.dtype, np.integer))
+    if not whole or (given.size and (int(given.min()) < 0 or int(given.max()) >= len(indexed))):
+        values = f" from {given.min()} to {given.max()}" if given.size else ""
+        raise ConfigError(
+            f"{indexed.prefix}: sequence_ids are a row of integers in [0, {len(indexed)}), "
+            f"not {given.dtype} {list(given.shape)}{values}"
+        )
+    return given.astype(np.int32, copy=False)
 
 
 class GPTDataset(torch.utils.data.Dataset[Batch]):
@@ -68,7 +90,8 @@ class GPTDataset(torch.utils.data.Dataset[Batch]):
         split: str = "train",
     ) -> None:
         self.indexed, self.config, self.split = indexed, config, split
-        ids = np.arange(len(indexed), dtype=np.int32) if sequence_ids is None else np.asarray(sequence_ids, np.int32)
+        check_numbering(indexed.prefix, len(indexed))
+        ids = np.arange(len(indexed), dtype=np.int32) if sequence_ids is None else _checked_ids(indexed, sequence_ids)
         self.sequence_ids: NDArray[np.int32] = ids
         if len(ids) == 0:
             raise ConfigError(f"{indexed.prefix}: the {split} split holds no sequences; give it a larger share")
@@ -123,15 +146,19 @@ class GPTDataset(torch.utils.data.Dataset[Batch]):
         return self._indices.shuffle_index
 
     def locate(self, sample_ids: NDArray[np.int64]) -> Extents:
-        """The token runs of samples, int64 [n], each in [0, len(self))."""
-        return locate_gpt(
-            self._indices,
-            self.indexed.sequence_lengths,
-            self.indexed.sequence_offsets,
-            self.indexed.dtype.itemsize,
-            sample_ids,
-            self.config.add_extra_token,
-        )
+        """The token runs of samples, int64 [n], each in [0, len(self)). Raises CacheError if a cached index is damaged."""
+        indexed = self.indexed
+        try:
+            return locate_gpt(
+                self._indices,
+                indexed.sequence_lengths,
+                indexed.sequence_offsets,
+                indexed.dtype.itemsize,
+                sample_ids,
+                self.shape,
+            )
+        except FormatError as error:
+            raise damaged_array(f"{cache_dir(self.config) / 'order' / self._files_key}-{error}") from None
 
     def read(self, sample_ids: NDArray[np.int64]) -> tuple[Ids, NDArray[np.int64]]:
         """Token ids of samples, [n, S + a] in the stored dtype, and how many of them each has."""
@@ -170,16 +197,25 @@ class GPTDataset(torch.utils.data.Dataset[Batch]):
     def _indices(self) -> GptIndices:
         if self.config.order == "sequential":
             return self._build(shuffled=False)
-        key = f"{self.key}-GPTDataset-{self.split}"
-        build = lambda: vars(self._build(shuffled=True))  # noqa: E731
-        arrays: dict[str, Any] = cached_arrays(cache_dir(self.config), key, INDEX_NAMES, build, shared_folder(self.config))
+        arrays: dict[str, Any] = cached_arrays(
+            cache_dir(self.config),
+            self._files_key,
+            index_kinds(self.shape, len(self.sequence_ids)),
+            lambda: vars(self._build(shuffled=True)),
+            shared_folder(self.config),
+        )
         return GptIndices(**arrays)
+
+    @property
+    def _files_key(self) -> str:
+        """What the names of the cached files begin with."""
+        return f"{self.key}-GPTDataset-{self.split}"
 
     def index_files(self) -> list[Path]:
         """The cached files of the three indices, built or fetched now if they are not there."""
         _ = self._indices
         folder = cache_dir(self.config) / "order"
-        return [folder / f"{self.key}-GPTDataset-{self.split}-{name}.npy" for name in INDEX_NAMES]
+        return [folder / f"{self._files_key}-{name}.npy" for name in INDEX_NAMES]
 
     def _build(self, *, shuffled: bool) -> GptIndices:
         log.info("building the %s order of %s: %d samples", self.split, redact_urls(self.indexed.prefix), len(self))
