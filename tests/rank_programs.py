@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import os
+import warnings
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 
-from streammega import DataConfig, ParallelLayout, RankBatches, Ranks, get_batch
+from streammega import DataConfig, ParallelLayout, RankBatches, Ranks, StreamingDataset, StreamLoader, get_batch
+from streammega.errors import ConfigError
 from streammega.ranks import open_loader
 
 
@@ -356,3 +360,91 @@ def train(rank: int, run_file: str, overrides: list[str], steps: int | None) -> 
     trainer.save()
     trainer.close()
     return records if rank == 0 else []
+
+
+# Other people's frameworks.
+
+
+def _steps_of(batches: Any) -> list[int]:
+    return [int(batch["tokens"].sum()) for batch in batches]
+
+
+def numbers_of(rank: int, config: DataConfig, count: int) -> list[int]:
+    """Sums of the first micro-batches of a rank of two, by its loader alone."""
+    with StreamLoader(config, micro_batch_size=4, global_batch_size=8, dp_rank=rank, dp_size=2) as loader:
+        return _steps_of(itertools.islice(loader, count))
+
+
+def save_by_dcp(rank: int, config: DataConfig, folder: str, steps: int) -> None:
+    """Save the state of a rank of two in a distributed checkpoint, after so many micro-steps."""
+    import torch.distributed.checkpoint as dcp
+
+    with StreamLoader(config, micro_batch_size=4, global_batch_size=8, dp_rank=rank, dp_size=2) as loader:
+        for _ in range(steps):
+            loader.take()
+        dcp.save({"data": loader}, checkpoint_id=folder)
+
+
+def load_by_dcp(rank: int, config: DataConfig, folder: str) -> str:
+    """Load it, on as many ranks as there are: the cursor, or the error."""
+    import torch.distributed as dist
+    import torch.distributed.checkpoint as dcp
+
+    size = dist.get_world_size() if dist.is_initialized() else 1
+    with StreamLoader(config, micro_batch_size=1, global_batch_size=6, dp_rank=rank, dp_size=size) as loader:
+        try:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # one process by itself
+                dcp.load({"data": loader}, checkpoint_id=folder)
+        except BaseException as error:
+            return f"{type(error).__name__}: {error}"
+        return str(loader.consumed_samples)
+
+
+@contextlib.contextmanager
+def accelerator_of(rank: int) -> Iterator[Any]:
+    """An Accelerator of two processes, in a process that has been a rank before and will be again."""
+    from accelerate import Accelerator
+    from accelerate.state import AcceleratorState, GradientState, PartialState
+
+    names = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
+    before = dict(os.environ)
+    os.environ.update(names | {"ACCELERATE_USE_CPU": "true", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"})
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        try:
+            accelerator = Accelerator(cpu=True)
+            assert accelerator.num_processes == 2
+            yield accelerator
+        finally:
+            for state in (AcceleratorState, PartialState, GradientState):
+                state._reset_state()
+            os.environ.clear()
+            os.environ.update(before)
+
+
+def accelerate_prepared_dataset(rank: int, config: DataConfig, ranked: bool) -> Any:
+    """Iterate a DataLoader of a dataset that accelerate prepared: the error, or the global micro-steps this rank was given."""
+    sizes: dict[str, Any] = {"dp_rank": rank, "dp_size": 2, "global_batch_size": 8} if ranked else {"global_batch_size": 4}
+    with accelerator_of(rank) as accelerator:
+        dataset = StreamingDataset(config, micro_batch_size=4, **sizes)
+        loader = accelerator.prepare(torch.utils.data.DataLoader(dataset, batch_size=None))
+        try:
+            given = [row for batch in loader for row in batch["tokens"]]
+        except ConfigError as error:
+            return f"{type(error).__name__}: {error}"
+        places = {dataset.batch(at)["tokens"][n].numpy().tobytes(): at + n for at in dataset.positions() for n in range(4)}
+        return [places[row.numpy().tobytes()] for row in given]
+
+
+def accelerate_checkpoint(rank: int, config: DataConfig, folder: str, start: int, count: int) -> list[int]:
+    """The next micro-batches of a loader that accelerate checkpoints, from its checkpoint on if `start` says there is one."""
+    with accelerator_of(rank) as accelerator:
+        loader = StreamLoader(config, micro_batch_size=4, global_batch_size=8, dp_rank=rank, dp_size=2)
+        accelerator.register_for_checkpointing(loader)
+        if start:
+            accelerator.load_state(folder)
+        given = _steps_of(itertools.islice(loader, count))
+        accelerator.save_state(folder)
+        loader.close()
+        return given

@@ -95,14 +95,14 @@ def test_resume_is_exact_at_every_step_and_from_any_rank_count_to_any(
         if consumed % GLOBAL % (2 * after):
             continue
         resumed = loaders(config, after, 2, json.loads(json.dumps(states[0])))
-        checked = consumed
+        first = checked = consumed % total  # after the end of the data comes another pass
         for later in micro_steps(resumed):
             assert {sample: stream[sample] for sample in later} == later
             assert min(later) == checked
             checked += len(later)
-            if checked >= consumed + 2 * GLOBAL:
+            if checked >= first + 2 * GLOBAL:
                 break
-        assert checked >= min(total, consumed + 2 * GLOBAL)
+        assert checked >= min(total, first + 2 * GLOBAL)
         for loader in resumed:
             loader.close()
     assert number * 2 * before == 8 * GLOBAL
@@ -137,7 +137,7 @@ def test_any_chain_of_resumes_is_the_uninterrupted_stream(
 def test_the_state_is_small_and_readable(config: DataConfig) -> None:
     state = loaders(config, 1, 1)[0].state_dict()
     assert len(json.dumps(state)) < 1024
-    assert state["identity"]["seed"] == 1234
+    assert json.loads(state["identity"])["seed"] == 1234
 
 
 @pytest.mark.parametrize(

@@ -4,26 +4,88 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 from streammega.errors import StateError
 
-STATE_VERSION = 1
+STATE_VERSION = 2
+"""2: the identity is one JSON string, and blend weights in it are divided by their sum. 1: a dict, with weights as given."""
+
+KEYS = ("version", "consumed_samples", "batch_offset", "identity", "fingerprint")
+
+ROUNDING = 2e-7
+"""What weights of version 1, kept with eight digits, may be off by when they are divided by their sum."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class SavedState:
+    """A state that was read, and is whole. Nothing is known yet of whether it counts in the order of this run."""
+
+    version: int
+    consumed: int
+    offset: int
+    identity: Mapping[str, Any]
+
+    @property
+    def lanes(self) -> int | None:
+        """The lanes of a stream order; None for other orders."""
+        lanes = self.identity.get("lanes")
+        return lanes if type(lanes) is int and lanes > 0 else None
+
+    def check(self, identity: Mapping[str, Any]) -> None:
+        """Raise StateError, listing what differs, unless `identity` describes the order this state counts in."""
+        saved = self.identity if self.version > 1 else _in_shares(self.identity, identity)
+        differences = describe_differences(saved, identity)
+        if differences:
+            raise StateError(
+                "the checkpoint counts samples of another order, so its position means nothing here:\n  "
+                + "\n  ".join(differences)
+                + "\nrestore these settings, or start a new run without the data state"
+            )
 
 
 def make_state(identity: Mapping[str, Any], consumed_samples: int, batch_offset: int = 0) -> dict[str, Any]:
-    """A small, JSON-able state: version, consumed_samples, the identity in the clear, and its fingerprint.
+    """A small, JSON-able state: version, consumed_samples, the identity as JSON, and its fingerprint.
 
-    `batch_offset`: how many of the consumed samples belong to a global batch that is not finished.
+    Its keys are the same for every order, so that checkpoints which keep one entry a key (torch's DCP) hand a state of
+    another order over to be refused here, in words. `batch_offset`: how many of the consumed samples belong to a global
+    batch that is not finished.
     """
     return {
         "version": STATE_VERSION,
         "consumed_samples": consumed_samples,
         "batch_offset": batch_offset,
-        "identity": dict(identity),
+        "identity": canonical(identity),
         "fingerprint": fingerprint(identity),
     }
+
+
+def parse_state(state: Mapping[str, Any]) -> SavedState:
+    """A state of this release or of an earlier one. Raises StateError for an empty, foreign or damaged state."""
+    if not isinstance(state, Mapping):
+        raise StateError(f"the data state is a {type(state).__name__}, not a dict; pass what state_dict() returned")
+    if not state:
+        raise StateError("the data state is empty; was the checkpoint written by another program, or before the loader existed?")
+    missing = [name for name in KEYS if name not in state]
+    if missing:
+        raise StateError(f"the data state lacks {', '.join(sorted(missing))}; it is not a state of this loader")
+    version = state["version"]
+    if type(version) is not int or not 1 <= version <= STATE_VERSION:
+        raise StateError(f"the data state has version {version!r}, this release reads versions 1 to {STATE_VERSION}")
+    for name in ("consumed_samples", "batch_offset"):
+        count = state[name]
+        if type(count) is not int or count < 0:
+            raise StateError(f"{name} of the data state is {count!r}, not a count")
+    consumed, offset = state["consumed_samples"], state["batch_offset"]
+    if offset > consumed:
+        raise StateError(f"batch_offset {offset} of the data state is more than its {consumed} consumed samples")
+    identity = _parse_identity(state["identity"])
+    if identity is None or fingerprint(identity) != state["fingerprint"]:
+        raise StateError("the data state does not match its own fingerprint; the checkpoint is damaged or was edited")
+    return SavedState(version=version, consumed=consumed, offset=offset, identity=identity)
 
 
 def read_state(state: Mapping[str, Any], identity: Mapping[str, Any]) -> tuple[int, int]:
@@ -31,33 +93,19 @@ def read_state(state: Mapping[str, Any], identity: Mapping[str, Any]) -> tuple[i
 
     Raises StateError for an empty, foreign or damaged state, and for another order: it lists what differs.
     """
-    if not state:
-        raise StateError("the data state is empty; was the checkpoint written by another program, or before the loader existed?")
-    missing = {"version", "consumed_samples", "batch_offset", "identity", "fingerprint"} - set(state)
-    if missing:
-        raise StateError(f"the data state lacks {', '.join(sorted(missing))}; it is not a state of this loader")
-    if state["version"] != STATE_VERSION:
-        raise StateError(f"the data state has version {state['version']}, this release reads version {STATE_VERSION}")
-    consumed, offset, saved = state["consumed_samples"], state["batch_offset"], state["identity"]
-    for name, count in (("consumed_samples", consumed), ("batch_offset", offset)):
-        if isinstance(count, bool) or not isinstance(count, int) or count < 0:
-            raise StateError(f"{name} of the data state is {count!r}, not a count")
-    if fingerprint(saved) != state["fingerprint"]:
-        raise StateError("the data state does not match its own fingerprint; the checkpoint is damaged or was edited")
-    differences = describe_differences(saved, identity)
-    if differences:
-        raise StateError(
-            "the checkpoint counts samples of another order, so its position means nothing here:\n  "
-            + "\n  ".join(differences)
-            + "\nrestore these settings, or start a new run without the data state"
-        )
-    return consumed, offset
+    saved = parse_state(state)
+    saved.check(identity)
+    return saved.consumed, saved.offset
+
+
+def canonical(identity: Mapping[str, Any]) -> str:
+    """An identity as JSON text, the same for equal identities."""
+    return json.dumps(identity, sort_keys=True, separators=(",", ":"))
 
 
 def fingerprint(identity: Mapping[str, Any]) -> str:
     """A digest of an identity, 32 hex digits."""
-    text = json.dumps(identity, sort_keys=True, separators=(",", ":"))
-    return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
+    return hashlib.blake2b(canonical(identity).encode(), digest_size=16).hexdigest()
 
 
 def describe_differences(saved: Any, current: Any, path: str = "") -> list[str]:
@@ -75,3 +123,50 @@ def describe_differences(saved: Any, current: Any, path: str = "") -> list[str]:
     if json.dumps(saved, sort_keys=True) == json.dumps(current, sort_keys=True):
         return []
     return [f"{path}: the checkpoint has {json.dumps(saved)}, this run {json.dumps(current)}"]
+
+
+def _parse_identity(identity: Any) -> Mapping[str, Any] | None:
+    """The identity of a state: JSON text, or of version 1 a mapping. None for anything else."""
+    if isinstance(identity, str):
+        try:
+            identity = json.loads(identity)
+        except ValueError:
+            return None
+    if not isinstance(identity, Mapping):
+        return None
+    try:
+        plain: dict[str, Any] = json.loads(canonical(identity))
+    except (TypeError, ValueError):  # keys or values that no state of ours has
+        return None
+    return plain
+
+
+def _in_shares(saved: Mapping[str, Any], current: Mapping[str, Any]) -> Mapping[str, Any]:
+    """A version 1 identity of a stream order with its weights divided by their sum; those that equal the current ones, as those.
+
+    A dataset is "digest*weight" there, and a later segment of the blend schedule [first sample, weights].
+    """
+    if saved.get("order") != "stream" or not isinstance(saved.get("datasets"), list):
+        return saved
+    pairs = [str(text).partition("*") for text in saved["datasets"]]
+    now = [str(text).partition("*")[2] for text in current.get("datasets", [])]
+    later = current.get("schedule", [])
+    try:
+        shares = _shares([weight for _, _, weight in pairs], now)
+        schedule = []
+        for number, (first, weights) in enumerate(saved.get("schedule", [])):
+            now = later[number][1] if number < len(later) else []
+            schedule.append([first, [float(share) for share in _shares(weights, now)]])
+    except (TypeError, ValueError, ZeroDivisionError):  # no weights of ours: the differences will be listed
+        return saved
+    datasets = [f"{digest}*{share}" for (digest, _, _), share in zip(pairs, shares, strict=True)]
+    return {**saved, "datasets": datasets, "schedule": schedule}
+
+
+def _shares(weights: list[Any], now: list[Any]) -> list[str]:
+    """Weights divided by their sum, eight digits; a share that rounding alone tells from the current one is the current one."""
+    total = sum(float(weight) for weight in weights)
+    shares = [f"{float(weight) / total:.8g}" for weight in weights]
+    if len(now) != len(shares):
+        return shares
+    return [str(b) if math.isclose(float(a), float(b), rel_tol=ROUNDING) else a for a, b in zip(shares, now, strict=True)]

@@ -6,6 +6,8 @@ Whatever the rank count, micro-batch size or accumulation, the micro-steps of a 
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator
+
 import numpy as np
 from numpy.typing import NDArray
 
@@ -53,6 +55,14 @@ def rank_samples(
         return start + dp_rank * micro_batch_size + np.arange(micro_batch_size, dtype=np.int64)
     first = start + (dp_rank - start) % dp_size
     return first + dp_size * np.arange(micro_batch_size, dtype=np.int64)
+
+
+def every_nth(parts: Iterable[range], first: int, step: int) -> Iterator[range]:
+    """Of the numbers of several ranges end to end, those at first, first + step, ... as ranges. Nothing is counted through."""
+    for part in parts:
+        taken = part[first::step]
+        yield taken
+        first += step * len(taken) - len(part)
 
 
 def zigzag_parts(cp_rank: int, cp_size: int) -> tuple[int, int]:

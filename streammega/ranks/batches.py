@@ -5,8 +5,9 @@ reading rank ─► ids, valid ─► one message to its tensor-parallel group �
 
 from __future__ import annotations
 
+import weakref
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from streammega.config import DataConfig
-from streammega.errors import ConfigError
+from streammega.errors import ConfigError, StateError, StreammegaError
 from streammega.order.layout import ParallelLayout
 from streammega.order.sharding import zigzag_bounds
 from streammega.ranks.derive import needs_whole_samples, rank_fields, torch_dtype
@@ -73,6 +74,10 @@ class RankBatches:
     The message of the next micro-batch is under way, and on CUDA its copy to the device and its fields are made on a side stream,
     while the caller computes. The state counts what was handed out.
 
+    `next` goes on from the cursor and raises StopIteration after the last micro-batch. `iter` then begins the next pass, and with
+    a loader for evaluation it always begins at the first sample, by the rule of StreamLoader. An error of storage is raised
+    where its micro-batch is due; `next` then tries it again. After moving the loader itself: StateError.
+
     Args:
         loader, ranks, device, every_stage: as in get_batch.
         ahead: micro-batches prepared ahead of the caller.
@@ -90,18 +95,32 @@ class RankBatches:
         self.loader, self.ranks = loader, ranks
         self._exchange = _Exchange(loader, ranks, torch.device(device or "cpu"), every_stage)
         self._ahead, self._started = ahead, deque[_Started]()
-        self._consumed = loader.consumed_samples
         self._exhausted = False
+        self._failed: StreammegaError | None = None
+        self._handles: weakref.WeakSet[_Handle] = weakref.WeakSet()
+        self._generation = self._placed = self._consumed = 0
+        self._settle()
 
     def __iter__(self) -> Iterator[Batch]:
+        ended = self._exhausted and not self._started
+        if ended or (self.loader.evaluation and self._consumed != self._placed):
+            self._move(lambda: self.loader.seek(0), "another pass began")
         return self
 
     def __next__(self) -> Batch:
+        if self.loader.dataset.generation != self._generation:
+            raise StateError("the loader was moved under its RankBatches; use load_state_dict of RankBatches, or make another")
+        error, self._failed = self._failed, None
+        if error is not None:
+            raise error
         self._start(1)
         if not self._started:
             raise StopIteration
         started = self._started.popleft()
-        self._start(self._ahead)
+        try:
+            self._start(self._ahead)
+        except StreammegaError as error:
+            self._failed = error  # of a later micro-batch: this one is whole
         batch = self._exchange.finish(started)
         self._consumed = started.consumed
         return batch
@@ -109,21 +128,13 @@ class RankBatches:
     def handles(self, count: int) -> list[Iterator[Batch]]:
         """Iterators that each give every micro-batch: one for each virtual pipeline stage of this rank, on one cursor.
 
-        A micro-batch counts as handed out when the first of them takes it; it is kept until the last has.
+        A micro-batch counts as handed out when the first of them takes it; it is kept until the last has. Handles made before
+        `load_state_dict`, `close` or another pass raise StateError: what they kept is of another place.
         """
         queues: list[deque[Batch]] = [deque() for _ in range(count)]
-
-        def handle(own: deque[Batch]) -> Iterator[Batch]:
-            while True:
-                if not own:
-                    batch = next(self, None)
-                    if batch is None:
-                        return
-                    for queue in queues:
-                        queue.append(batch)
-                yield own.popleft()
-
-        return [handle(queue) for queue in queues]
+        made = [_Handle(self, queue, queues) for queue in queues]
+        self._handles.update(made)
+        return list(made)
 
     @property
     def consumed_samples(self) -> int:
@@ -140,15 +151,30 @@ class RankBatches:
         return self.loader.dataset.state_at(self._consumed)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue after the last micro-batch that was handed out, on any layout."""
-        self._forget()
-        self.loader.load_state_dict(state)
-        self._consumed = self.loader.consumed_samples
+        """Continue after the last micro-batch that was handed out, on any layout. A state that is refused changes nothing."""
+        self._move(lambda: self.loader.load_state_dict(state), "load_state_dict moved them")
 
     def close(self) -> None:
         """End reading ahead. What was prepared and not handed out will be read again."""
-        self._forget()
-        self.loader.seek(self._consumed)
+        self._move(lambda: self.loader.seek(self._consumed), "they were closed")
+
+    def _move(self, move: Callable[[], None], reason: str) -> None:
+        """Move the loader; if that is not refused, forget what was prepared."""
+        move()
+        for started in self._started:
+            self._exchange.finish(started)  # its message is under way on every rank
+        self._started.clear()
+        self._exhausted = False
+        self._failed = None
+        for handle in self._handles:
+            handle.stop(reason)
+        self._handles.clear()
+        self._settle()
+
+    def _settle(self) -> None:
+        """Note where the loader was put."""
+        self._consumed = self._placed = self.loader.consumed_samples
+        self._generation = self.loader.dataset.generation
 
     def _start(self, count: int) -> None:
         while len(self._started) < count and not self._exhausted:
@@ -157,11 +183,27 @@ class RankBatches:
             except StopIteration:
                 self._exhausted = True
 
-    def _forget(self) -> None:
-        for started in self._started:
-            self._exchange.finish(started)  # its message is under way on every rank
-        self._started.clear()
-        self._exhausted = False
+
+class _Handle(Iterator[Batch]):
+    """One of several iterators over the same micro-batches: what others took and this one did not is kept in `own`."""
+
+    def __init__(self, batches: RankBatches, own: deque[Batch], queues: Sequence[deque[Batch]]) -> None:
+        self._batches, self._own, self._queues = batches, own, queues
+        self._reason: str | None = None
+
+    def __next__(self) -> Batch:
+        if self._reason is not None:
+            raise StateError(f"this handle is of batches that are gone: {self._reason}; make others by handles()")
+        if not self._own:
+            batch = next(self._batches)
+            for queue in self._queues:
+                queue.append(batch)
+        return self._own.popleft()
+
+    def stop(self, reason: str) -> None:
+        """Forget what was kept."""
+        self._reason = reason
+        self._own.clear()
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -55,13 +55,14 @@ class StreamSource:
         return self.order.locate(sample_ids)
 
     def identity(self, consumed: int | None = None) -> dict[str, Any]:
-        """The scalars that define the order, and a digest of sizes and dtype of each dataset with its weight.
+        """The scalars that define the order, and a digest of sizes and dtype of each dataset with its share.
 
         Of the blend schedule it holds what began before `consumed`: the future may still be changed. None: all of it.
         """
         order = self.order
         schedule = [(first, w) for first, w in order.schedule if first == 0 or consumed is None or first < consumed]
         digests = [_digest(dataset) for dataset in order.datasets]
+        shares = [_shares(weights) for _, weights in schedule]
         return {
             "order": "stream",
             "order_version": STREAM_VERSION,
@@ -71,8 +72,8 @@ class StreamSource:
             "seed": order.seed,
             "lanes": order.lanes,
             "block_bytes": order.block_bytes,
-            "datasets": [f"{digest}*{weight:.8g}" for digest, weight in zip(digests, schedule[0][1], strict=True)],
-            "schedule": [[first, [float(f"{w:.8g}") for w in weights]] for first, weights in schedule[1:]],
+            "datasets": [f"{digest}*{share}" for digest, share in zip(digests, shares[0], strict=True)],
+            "schedule": [[first, [float(w) for w in own]] for (first, _), own in zip(schedule[1:], shares[1:], strict=True)],
         }
 
     def _with_lanes(self, lanes: int) -> StreamOrder:
@@ -130,6 +131,13 @@ def _part(pair: PairBounds, file: int, begin: int, end: int) -> Part | None:
         return None
     start = pair.token_at(begin)
     return Part(file=file, start=start, tokens=pair.token_at(end) - start)
+
+
+def _shares(weights: Sequence[float]) -> list[str]:
+    """Weights divided by their sum, eight digits: 3 and 7 are the order that 0.3 and 0.7 are."""
+    largest = max(weights)  # first, so that no sum of huge ones is infinite
+    total = sum(weight / largest for weight in weights)
+    return [f"{weight / largest / total:.8g}" for weight in weights]
 
 
 def _digest(dataset: StreamDataset) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Mapping
+from collections.abc import Generator, Iterator, Mapping
 from contextlib import closing
 from functools import cached_property
 from types import TracebackType
@@ -12,11 +12,12 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from streammega.config import DataConfig
-from streammega.errors import ConfigError
+from streammega.errors import ConfigError, StateError
 from streammega.order.sharding import zigzag_bounds
 from streammega.samples.fields import Batch
 from streammega.stream.dataset import StreamingDataset
 from streammega.stream.engine import Engine
+from streammega.stream.iteration import Iteration
 from streammega.stream.metrics import MetricsServer
 from streammega.stream.planner import Bounds
 from streammega.stream.stats import Stats
@@ -30,14 +31,24 @@ if TYPE_CHECKING:
 class StreamLoader:
     """Iterates micro-batches of this rank; no worker processes.
 
-    Iterating goes on from the cursor. `state_dict` may be called at any time and counts the batches that were
-    handed out, never those read ahead; it is the same on every rank that took as many batches.
+    **Where an iteration begins**: `iter` goes on from the cursor. When the data has ended, it begins the next pass from the first
+    sample: the same samples in the same order. A loader for evaluation begins every iteration at the first sample, unless
+    `seek` or `load_state_dict` was called and no batch was taken since. `take` goes on from the cursor, whatever the loader is
+    for; at the end of the data it raises StopIteration, until `iter`, `seek` or `load_state_dict` goes elsewhere.
+
+    One iteration runs at a time. One that is held while another begins, or while the loader is moved or closed, raises
+    StateError, as does one that ended by an error; `take` and a new `iter` go on from the cursor, with the batch that failed.
+    StopIteration is the end of the data, and nothing else.
+
+    `state_dict` may be called at any time and counts the batches that were handed out, never those read ahead; it is the same on
+    every rank that took as many batches.
 
     Args:
         config, split, micro_batch_size, global_batch_size, rampup: as in StreamingDataset.
         dp_rank, dp_size: this data-parallel rank; or
         mesh: a DeviceMesh, of which the dimension "dp" (or the only one) says both.
         prefetch: micro-batches made ahead of the step; how far ahead bytes are fetched, `storage.memory_bytes` says.
+        evaluation: begin every iteration at the first sample; None: for every split but "train".
         ids_only: batches are {"ids": [micro_batch_size, S + 1] in the stored dtype, "valid": int64 [micro_batch_size], the
             ids of each sample that are not padding}, from which everything else can be derived on the device.
         cp_rank, cp_size: with ids_only, read only what this context-parallel rank keeps of each sample: two of 2 * cp_size parts
@@ -63,6 +74,7 @@ class StreamLoader:
         mesh: DeviceMesh | None = None,
         rampup: tuple[int, int, int] | None = None,
         prefetch: int = 4,
+        evaluation: bool | None = None,
         ids_only: bool = False,
         cp_rank: int = 0,
         cp_size: int = 1,
@@ -86,17 +98,19 @@ class StreamLoader:
         self._prefetch, self.ids_only = prefetch, ids_only
         self._stats, self._log_every = Stats(), log_every
         self._metrics = None if metrics_port is None else MetricsServer(self._stats, metrics_port, rank)
-        self._running: Iterator[Batch] | None = None
+        self.evaluation = split != "train" if evaluation is None else evaluation
+        self._running: Iteration | None = None
         self._following: Iterator[int] | None = None
+        self._placed = 0  # where seek or load_state_dict put the cursor last
 
     def __len__(self) -> int:
         """Micro-batches from the first sample to the last. TypeError for a stream without an end."""
         return len(self.dataset)
 
     def __iter__(self) -> Iterator[Batch]:
-        self.close()  # one iteration at a time: a second one would count the same cursor
-        self._running = _batches(self.dataset, self._prefetch, self.ids_only, self._bounds, self._stats, self._log_every)
-        return self._running
+        self._stop("another iteration of its loader began, and one loader has one cursor")
+        self._go_to_a_pass()
+        return self._begin()
 
     def __enter__(self) -> StreamLoader:
         return self
@@ -105,8 +119,9 @@ class StreamLoader:
         self.close()
 
     def take(self) -> Batch:
-        """The next micro-batch, as iterating gives it. Raises StopIteration after the last."""
-        return next(self._running if self._running is not None else iter(self))
+        """The next micro-batch from the cursor on. Raises StopIteration after the last."""
+        running = self._running
+        return next(running if running is not None and running.goes_on else self._begin())
 
     def pass_over(self) -> None:
         """Count the next micro-batch as handed out without reading it: another rank did. Raises StopIteration after the last."""
@@ -130,18 +145,21 @@ class StreamLoader:
         return self.dataset.consumed_samples
 
     def seek(self, consumed_samples: int) -> None:
-        """Continue at a global sample, at the next `iter`. Raises StateError outside of the data."""
-        self.close()
+        """Continue at a global sample. Raises StateError outside of the data."""
         self.dataset.seek(consumed_samples)
+        self._moved("seek")
 
     def state_dict(self) -> dict[str, Any]:
         """The resumable state, under 1 KB and JSON-able: see StreamingDataset.state_dict."""
         return self.dataset.state_dict()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue after the last sample that was handed out when the state was taken, on any number of ranks."""
-        self.close()
+        """Continue after the last sample that was handed out when the state was taken, on any number of ranks.
+
+        Raises StateError for a damaged state, or one of another order; everything is then as it was.
+        """
         self.dataset.load_state_dict(state)
+        self._moved("load_state_dict")
 
     @property
     def metrics_address(self) -> str | None:
@@ -157,19 +175,57 @@ class StreamLoader:
         return self._stats.summary()
 
     def close(self) -> None:
-        """End the running iteration and its threads."""
-        running, self._running, self._following = self._running, None, None
+        """End the running iteration and its threads. `take` and `iter` begin another."""
+        self._stop("its loader was closed")
+
+    def _begin(self) -> Iteration:
+        """Iterate from the cursor on."""
+        self._following = None
+        self._running = Iteration(
+            _batches(
+                self.dataset, self.dataset.generation, self._prefetch, self.ids_only, self._bounds, self._stats, self._log_every
+            )
+        )
+        return self._running
+
+    def _stop(self, reason: str) -> None:
+        running = self._running
+        self._running = None
+        self._following = None
         if running is not None:
-            running.close()  # type: ignore[attr-defined]  # a generator
+            running.stop(reason)
+
+    def _moved(self, by: str) -> None:
+        self._stop(f"{by} moved its loader elsewhere")
+        self._placed = self.dataset.consumed_samples
+
+    def _go_to_a_pass(self) -> None:
+        """Go where an iteration begins."""
+        dataset = self.dataset
+        untouched = dataset.consumed_samples == self._placed
+        if next(dataset.positions(), None) is not None and (untouched or not self.evaluation):
+            return
+        if untouched and dataset.consumed_samples:
+            log.warning(
+                "%s: the position that was set, sample %d, is the end of the data; iterating begins another pass",
+                dataset.split,
+                dataset.consumed_samples,
+            )
+        elif not self.evaluation:
+            log.info("%s: the data ended at sample %d; the next pass begins", dataset.split, dataset.consumed_samples)
+        dataset.seek(0)
+        self._placed = 0
 
 
 def _batches(
-    dataset: StreamingDataset, ahead: int, ids_only: bool, bounds: Bounds, stats: Stats, log_every: int
-) -> Iterator[Batch]:
+    dataset: StreamingDataset, generation: int, ahead: int, ids_only: bool, bounds: Bounds, stats: Stats, log_every: int
+) -> Generator[Batch, None, None]:
     """Does not refer to the loader, so that a loader nobody holds is collected, and its threads with it."""
     steps = 0
     with closing(Engine(dataset, dataset.positions(), ahead, ids_only=ids_only, stats=stats, bounds=bounds)) as engine:
         for consumed, batch in engine:
+            if dataset.generation != generation:
+                raise StateError("the dataset was put elsewhere under its loader; use seek and load_state_dict of the loader")
             dataset.advance(consumed)
             yield batch
             del batch

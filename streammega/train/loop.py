@@ -206,7 +206,7 @@ class Trainer:
             batches = RankBatches(loader, self.ranks, self.device, every_stage=self.every_stage)
             micro_steps = train.global_batch_size // loader.dataset.step_samples
             for _ in range(train.eval_iters):
-                taken = [batch for _, batch in zip(range(micro_steps), batches, strict=False)]
+                taken = [batch for _ in range(micro_steps) if (batch := next(batches, None)) is not None]
                 if len(taken) < micro_steps:
                     break
                 losses = self.model.evaluate(taken)
