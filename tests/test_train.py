@@ -19,6 +19,7 @@ import torch
 
 from streammega import IndexedDatasetWriter, ParallelLayout
 from streammega.errors import ConfigError, GradientError, StateError, StorageError
+from streammega.samples.open import open_source
 from streammega.train import checkpoint
 from streammega.train.__main__ import _is_of_others
 from streammega.train.__main__ import main as train_main
@@ -27,7 +28,7 @@ from streammega.train.config import RunConfig, load_run
 from streammega.train.loop import Trainer, _check_pipeline
 from streammega.train.metrics import MetricsLog, read_metrics
 from streammega.train.schedule import set_learning_rate
-from streammega.train.splits import open_plain
+from streammega.train.splits import has_valid, open_plain
 from tests.conftest import write_random_pair
 from tests.servers import S3
 
@@ -272,6 +273,23 @@ def test_batch_hashes_see_every_token_and_place_but_not_the_layout() -> None:
     assert global_batch_hash(dict(zip((1, 0, 2, 3), digests, strict=True))) != whole
     batch["tokens"][2, 5] += 1
     assert global_batch_hash(dict(zip(range(4), sample_digests(batch), strict=True))) != whole
+
+
+@pytest.mark.parametrize(
+    ("split", "valid"),
+    [("99,1,0", True), ("99 1 0", True), ("99/1/0", True), ("99, 1, 0", True), (".9 .1", True), ("1,0,0", False), ("100", False),
+     ("0 0 1", False), ("9;0;1", False), ("[90, 5, 5]", True)],
+)  # fmt: skip
+def test_a_run_evaluates_what_its_split_gives_to_valid_however_it_is_written(run_file: str, split: str, valid: bool) -> None:
+    for order in ("stream", "megatron"):
+        config = load_run(run_file, [f'data.split="{split}"', f"data.order={order}", "data.num_samples=[8, 8, 8]"])
+        assert has_valid(config.data) == valid
+        if not valid:
+            with pytest.raises(ConfigError, match="leaves nothing for valid"):
+                open_source(config.data, "valid", 1)
+    if valid:
+        run = load_run(run_file, [f'data.split="{split}"', "train.iters=2", "train.eval_iters=1"])
+        assert "valid_loss" in Trainer(run, torch.device("cpu")).evaluate_all()
 
 
 def test_several_validation_sets_are_read_from_their_start_every_time(run_file: str, tmp_path: Path) -> None:

@@ -8,7 +8,7 @@ from typing import TypeAlias
 
 import numpy as np
 
-from streammega.config import Blend, DataConfig, parse_blend
+from streammega.config import DataConfig
 from streammega.errors import ConfigError
 from streammega.index import IndexedDataset
 from streammega.order.blend import normalized, samples_asked
@@ -16,6 +16,7 @@ from streammega.order.split import SPLITS, split_bounds
 from streammega.samples.blended import BlendedDataset
 from streammega.samples.gpt import GPTDataset, check_numbering
 from streammega.samples.source import OPENERS
+from streammega.samples.split_blend import SplitBlend, split_blend
 
 SplitDataset: TypeAlias = "GPTDataset | BlendedDataset | list[GPTDataset]"
 
@@ -41,27 +42,18 @@ def build_split(
         num_samples = None
     if num_samples == 0:
         return None
-    if config.blend is not None:
-        prefixes, weights = parse_blend(config.blend)
-        if len(prefixes) == 1 and weights is None:
-            return _single(config, prefixes[0], config.split, split, num_samples, opened)
-        return _blended(config, prefixes, weights, config.split, split, num_samples, opened)
-    return _per_split(config, (config.blend_per_split or ())[SPLITS.index(split)], split, num_samples, opened)
-
-
-def _per_split(
-    config: DataConfig, blend: Blend | None, split: str, num_samples: int | None, opened: dict[str, IndexedDataset]
-) -> SplitDataset | None:
+    blend = split_blend(config, split)
     if blend is None:
         return None
-    prefixes, weights = parse_blend(blend)
-    whole = ",".join("1" if name == split else "0" for name in SPLITS)
-    if len(prefixes) == 1:
-        return _single(config, prefixes[0], whole, split, num_samples, opened)
+    # As Megatron builds them: the only dataset of a split is blended with itself where `blend` gives it a weight, never where
+    # `blend_per_split` does.
+    alone = len(blend.prefixes) == 1 and (blend.weights is None or config.blend is None)
+    if alone:
+        return _single(config, blend.prefixes[0], blend.shares, split, num_samples, opened)
     if split == "valid" and config.multiple_validation_sets:
-        sets = [_single(config, prefix, whole, split, num_samples, opened) for prefix in prefixes]
+        sets = [_single(config, prefix, blend.shares, split, num_samples, opened) for prefix in blend.prefixes]
         return [dataset for dataset in sets if dataset is not None]
-    return _blended(config, prefixes, weights, whole, split, num_samples, opened)
+    return _blended(config, blend, split, num_samples, opened)
 
 
 def _single(
@@ -78,14 +70,14 @@ def _single(
 
 def _blended(
     config: DataConfig,
-    prefixes: Sequence[str],
-    weights: Sequence[float] | None,
-    shares: str,
+    blend: SplitBlend,
     split: str,
     num_samples: int | None,
     opened: dict[str, IndexedDataset],
 ) -> BlendedDataset | None:
     """Weights with a size: a weighted blend. No weights: in proportion to the lengths, everything when no size is asked."""
+    prefixes = blend.prefixes
+    weights: Sequence[float] | None = blend.weights
     if weights is not None and num_samples is None:
         raise ConfigError(
             f"the {split} blend has weights, so it needs a number of samples: set num_samples, or give "
@@ -97,7 +89,7 @@ def _blended(
         weights = normalized(weights)
         asked = samples_asked(weights, num_samples, config.surplus)
     with ThreadPoolExecutor(OPENERS) as pool:
-        parts = list(pool.map(lambda prefix, n: _single(config, prefix, shares, split, n, opened), prefixes, asked))
+        parts = list(pool.map(lambda prefix, n: _single(config, prefix, blend.shares, split, n, opened), prefixes, asked))
     datasets = [part for part in parts if part is not None]
     if len(datasets) < len(prefixes):
         return None  # the split string gives this split no share

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from streammega.config import DataConfig, parse_blend
+from streammega.config import DataConfig
 from streammega.errors import ConfigError
 from streammega.index.bounds import PairBounds, read_dataset
 from streammega.order import Extents
@@ -18,6 +18,7 @@ from streammega.order.split import SPLITS, split_bounds
 from streammega.order.stream import STREAM_VERSION, Part, StreamDataset, StreamOrder, dataset_samples, default_lanes
 from streammega.samples.fetch import TokenFile
 from streammega.samples.source import OPENERS
+from streammega.samples.split_blend import split_blend
 
 
 class StreamSource:
@@ -32,12 +33,16 @@ class StreamSource:
             raise ConfigError(
                 f"lanes {config.lanes} is not a multiple of global_batch_size {global_batch_size}; change one of them"
             )
-        prefixes, weights, share = _of_split(config, split)
+        blend = split_blend(config, split)
+        if blend is None:
+            missing = f"split {config.split!r} leaves nothing" if config.blend is not None else "blend_per_split has no blend"
+            raise ConfigError(f"{missing} for {split}")
+        shares = blend.shares
         with ThreadPoolExecutor(OPENERS) as pool:
-            opened = list(pool.map(lambda name: _open_dataset(name, share, split, config), prefixes))
+            opened = list(pool.map(lambda name: _open_dataset(name, shares, split, config), blend.prefixes))
         self.files: Sequence[Sequence[TokenFile]] = [files for files, _ in opened]
         self._datasets = [dataset for _, dataset in opened]
-        self._weights = weights
+        self._weights = blend.weights
         self.order = self._with_lanes(config.lanes or default_lanes(global_batch_size))
 
     @property
@@ -95,16 +100,6 @@ class StreamSource:
         except ConfigError as error:
             raise ConfigError(f"{self.split}: {error}") from None
         return order
-
-
-def _of_split(config: DataConfig, split: str) -> tuple[tuple[str, ...], tuple[float, ...] | None, str]:
-    """(prefixes, weights, split string) of one split."""
-    if config.blend is not None:
-        return *parse_blend(config.blend), config.split
-    blend = (config.blend_per_split or ())[SPLITS.index(split)]
-    if blend is None:
-        raise ConfigError(f"blend_per_split has no blend for {split}")
-    return *parse_blend(blend), ",".join("1" if name == split else "0" for name in SPLITS)
 
 
 def _open_dataset(name: str, share: str, split: str, config: DataConfig) -> tuple[list[TokenFile], StreamDataset]:

@@ -5,10 +5,11 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from streammega.config import DataConfig, parse_blend
+from streammega.config import DataConfig
 from streammega.errors import ConfigError
 from streammega.ranks import Ranks, open_loader
 from streammega.redaction import redact_urls
+from streammega.samples.split_blend import split_blend
 from streammega.stream import StreamLoader
 from streammega.train.config import RunConfig
 
@@ -27,9 +28,9 @@ def validation_sets(config: RunConfig) -> dict[str, RunConfig]:
     """Name -> the run with that set as its valid split: those of [validation], or each valid prefix of blend_per_split."""
     sets: dict[str, Any] = dict(config.validation)
     data = config.data
-    if data.multiple_validation_sets and data.blend_per_split is not None and data.blend_per_split[1] is not None:
-        prefixes = parse_blend(data.blend_per_split[1])[0]
-        sets |= dict(zip(_short_names(prefixes), [[prefix] for prefix in prefixes], strict=True))
+    valid = split_blend(data, "valid") if data.multiple_validation_sets else None
+    if valid is not None:
+        sets |= dict(zip(_short_names(valid.prefixes), [[prefix] for prefix in valid.prefixes], strict=True))
     own: dict[str, Any] = {
         "blend": None,
         "split": "1,0,0",
@@ -65,18 +66,13 @@ def _batch_sizes(config: RunConfig, split: str) -> dict[str, Any]:
 
 def has_valid(data: DataConfig) -> bool:
     """Whether the data itself has a valid split that can be read as one."""
-    if data.multiple_validation_sets:
-        return False
-    if data.blend_per_split is not None:
-        return data.blend_per_split[1] is not None
-    shares = [float(share) for share in data.split.replace("/", ",").split(",")]
-    return len(shares) > 1 and shares[1] > 0
+    return not data.multiple_validation_sets and split_blend(data, "valid") is not None
 
 
 def source_names(data: DataConfig) -> list[str]:
     """A short name for each dataset of the training blend."""
-    blend = data.blend if data.blend is not None else (data.blend_per_split or (None,))[0]
-    return _short_names(parse_blend(blend)[0]) if blend is not None else []
+    blend = split_blend(data, "train")
+    return _short_names(blend.prefixes) if blend is not None else []
 
 
 def _short_names(prefixes: Any) -> list[str]:
