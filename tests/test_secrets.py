@@ -210,6 +210,14 @@ def test_a_conversion_that_stopped_keeps_no_passwords(site: Site, tmp_path: Path
     assert not files_with(site.password, tmp_path)
 
 
+def test_a_line_behind_a_password_is_counted(site: Site, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("streammega.convert.units.UNIT_BYTES", 100)
+    site.put("long.jsonl", b'{"text": "fine"}\n' * 40 + b"{\n" + b'{"text": "fine"}\n' * 40)
+    with pytest.raises(StreammegaError, match=r"long\.jsonl:41: broken JSON") as caught:
+        convert([f"{site.url}/long.jsonl"], str(tmp_path / "o"), tokenizer="bytes", storage=FAST, workers=1)
+    assert site.password not in str(caught.value)
+
+
 def test_runs_show_no_passwords(site: Site, tmp_path: Path) -> None:
     (tmp_path / "config").mkdir()
     path = tmp_path / "config" / "run.toml"

@@ -18,7 +18,7 @@ ROOT = Path(streammega.__file__).parent
 LEVELS = [
     {"redaction"},
     {"errors"},
-    {"config"},
+    {"config", "conversations"},
     {"kernels"},
     {"storage"},
     {"index"},
@@ -33,7 +33,7 @@ LEVELS = [
     {"cli"},
 ]
 LEVEL = {unit: number for number, units in enumerate(LEVELS) for unit in units}
-CONVERT_MAY_IMPORT = {"index", "storage", "config", "errors", "kernels", "redaction"}
+CONVERT_MAY_IMPORT = {"index", "storage", "config", "conversations", "errors", "kernels", "redaction"}
 
 
 def unit_of(path: Path) -> str:

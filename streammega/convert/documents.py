@@ -18,18 +18,22 @@ MOST_TOKENS = 2**31 - 1
 class RawDocument:
     """A document before parsing: its bytes, and where they came from (line 0: the whole file).
 
+    offset: the byte of the file at which it begins, where its line is not known, else -1.
     record: whether the bytes are a JSON record; else they are text. A record that was parsed already is in `fields`.
     """
 
     data: bytes
     path: str
     line: int = 0
+    offset: int = -1
     record: bool = False
     fields: dict[str, Any] | None = None
 
     @property
     def where(self) -> str:
         """For messages."""
+        if self.offset >= 0:
+            return f"{self.path}@{self.offset}"
         return f"{self.path}:{self.line}" if self.line else self.path
 
 

@@ -3,22 +3,21 @@
 from __future__ import annotations
 
 import itertools
-import json
 from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 
 from streammega.config import StorageConfig
+from streammega.conversations import encodable, load_record, messages_of, not_utf8
 from streammega.convert.documents import RawDocument, Tokens, check_lengths
 from streammega.convert.options import ConvertOptions
-from streammega.convert.readers import resolve_lines
+from streammega.convert.readers import with_line
 from streammega.convert.slices import Skipped
 from streammega.convert.tokenizers import BytesTokenizer, TextTokenizer, find_eod
-from streammega.errors import ConfigError, ConvertError
+from streammega.errors import ConfigError, ConvertError, FormatError
 from streammega.index.format import smallest_dtype
 
-ROLES = {"system": "system", "user": "user", "human": "user", "assistant": "assistant", "gpt": "assistant", "tool": "tool"}
 Part = tuple[str, int, bool]
 """Text of a sequence, its mode, and whether it ends with the end-of-document token."""
 
@@ -44,11 +43,8 @@ class BatchEncoder:
             size += len(document.data)
             try:
                 found = self.parts(document)
-            except ConvertError as error:
-                message = resolve_lines(str(error), self._storage)
-                if self._options.on_error == "stop":
-                    raise ConvertError(message) from None
-                skipped.add("broken record", message)
+            except (ConvertError, FormatError):
+                self._refuse(document, skipped)
                 continue
             if found:
                 parts.append(found)
@@ -57,6 +53,15 @@ class BatchEncoder:
         flat = [part for own in parts for part in own]
         ids = self.tokenizer.encode([text for text, _, _ in flat]) if flat else []
         return self._pack(parts, flat, ids, size)
+
+    def _refuse(self, document: RawDocument, skipped: Skipped) -> None:
+        """Raise what is wrong with a document as a ConvertError that names its line, or note it where faults are passed over."""
+        try:
+            self.parts(with_line(document, self._storage))
+        except (ConvertError, FormatError) as error:
+            if self._options.on_error == "stop":
+                raise ConvertError(str(error)) from None
+            skipped.add("broken record", str(error))
 
     def _pack(self, parts: list[list[Part]], flat: list[Part], ids: Sequence[Sequence[int]], size: int) -> Tokens:
         ends = np.fromiter((closed and self.eod is not None for _, _, closed in flat), np.int64, len(flat))
@@ -78,11 +83,11 @@ class BatchEncoder:
         return Tokens(tokens=tokens, lengths=lengths.astype(np.int32), documents=documents, modes=modes, source_bytes=size)
 
     def parts(self, document: RawDocument) -> list[Part]:
-        """The sequences of a document; none if it has no text."""
+        """The sequences of a document; none if it has no text. Raises ConvertError, FormatError."""
         if not document.record:
             texts = [(_decode(document), 0)]
         else:
-            record = _record(document)
+            record = document.fields if document.fields is not None else load_record(document.data, document.where)
             if self._options.chat:
                 return _conversation(record, document.where)
             texts = [(_text(record, key, document.where), mode) for key, mode in self._options.key_modes]
@@ -96,20 +101,7 @@ def _decode(document: RawDocument) -> str:
     try:
         return document.data.decode("utf-8")
     except UnicodeDecodeError as error:
-        raise _not_utf8(document.where, error) from None
-
-
-def _not_utf8(where: str, error: UnicodeDecodeError) -> ConvertError:
-    return ConvertError(f"{where}: is not UTF-8 text (byte {error.start}); convert it with iconv, or leave it out")
-
-
-def _record(document: RawDocument) -> Any:
-    try:
-        return document.fields if document.fields is not None else json.loads(document.data)
-    except UnicodeDecodeError as error:
-        raise _not_utf8(document.where, error) from None
-    except (ValueError, RecursionError) as error:
-        raise ConvertError(f"{document.where}: broken JSON ({error}); mend the line, or leave it out") from None
+        raise not_utf8(document.where, error) from None
 
 
 def _text(record: Any, key: str, where: str) -> str:
@@ -118,33 +110,15 @@ def _text(record: Any, key: str, where: str) -> str:
         raise ConvertError(f"{where}: has no key {key!r} (it has: {has}); name the text's key with --key")
     if not isinstance(record[key], str):
         raise ConvertError(f"{where}: key {key!r} holds {type(record[key]).__name__}, not text; name the text's key with --key")
-    return _encodable(str(record[key]), where)
-
-
-def _encodable(text: str, where: str) -> str:
-    """JSON can spell half a character, which no tokenizer takes."""
-    try:
-        text.encode()
-    except UnicodeEncodeError as error:
-        raise ConvertError(
-            f"{where}: holds half of a character (a lone surrogate, character {error.start}); leave it out"
-        ) from None
-    return text
+    return encodable(str(record[key]), where)
 
 
 def _conversation(record: Any, where: str) -> list[Part]:
-    """Headers and questions of mode 0, answers of mode 1; a header is `<|role|>` and a newline."""
-    turns = record.get("messages", record.get("conversations")) if isinstance(record, dict) else None
-    if not isinstance(turns, list):
-        raise ConvertError(f"{where}: has neither a list of 'messages' nor of 'conversations'")
+    """Headers and questions of mode 0, answers of mode 1; every text ends with the end-of-document token."""
     parts: list[Part] = []
-    for turn in turns:
-        own = turn if isinstance(turn, dict) else {}
-        role, text = own.get("role", own.get("from")), own.get("content", own.get("value"))
-        if not isinstance(role, str) or role not in ROLES or not isinstance(text, str):
-            raise ConvertError(f"{where}: a message needs a role of {', '.join(ROLES)} and a text, not {role!r}")
-        parts.append((f"<|{ROLES[role]}|>\n", 0, False))
-        parts.append((_encodable(text, where), int(ROLES[role] == "assistant"), True))
+    for message in messages_of(record, where):
+        parts.append((message.header, 0, False))
+        parts.append((message.text, int(message.is_answer), True))
     return parts
 
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator
+from dataclasses import replace
 
 from streammega.config import StorageConfig
 from streammega.convert.archives import read_tar
@@ -60,26 +60,26 @@ def _jsonl(piece: Slice, options: ConvertOptions, storage: StorageConfig, skippe
                 return
             line += 1 if line >= 0 else 0
             if data.strip():
-                # The number of a line in a later slice is counted when somebody asks for it: see `resolve_lines`.
-                yield RawDocument(data=data, path=path if line > 0 else f"{path}@{position}", line=max(line, 0), record=True)
+                # The number of a line in a later slice is counted when somebody asks for it: see `with_line`.
+                offset = position if line < 0 else -1
+                yield RawDocument(data=data, path=path, line=max(line, 0), offset=offset, record=True)
             position += len(data)
 
 
-def resolve_lines(message: str, storage: StorageConfig) -> str:
-    """Turn the `path@byte` of a message into `path:line`, by counting the lines before it."""
-    found = re.search(r"^(.+?)@(\d+)(?=: |$)", message)
-    if not found:
-        return message
-    path, at, line = found[1], int(found[2]), 1
+def with_line(document: RawDocument, storage: StorageConfig) -> RawDocument:
+    """The document with the number of its line, where only its byte is known: the lines before it are counted."""
+    if document.offset < 0:
+        return document
+    line = 1
     try:
-        with open_stream(path, storage) as file:
-            left = at
+        with open_stream(document.path, storage) as file:
+            left = document.offset
             while left > 0 and (data := file.read(min(left, 64 << 20))):
                 line += data.count(b"\n")
                 left -= len(data)
-    except OSError:
-        return message
-    return f"{path}:{line}{message[found.end() :]}"
+    except Exception:  # of whatever library: its byte tells the place as well
+        return document
+    return replace(document, line=line, offset=-1)
 
 
 READERS: dict[str, Reader] = {

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
 
 import numpy as np
 import torch
@@ -12,11 +10,10 @@ import torch.utils.data
 from numpy.typing import NDArray
 
 from streammega.config import DataConfig
+from streammega.conversations import Message, load_record, messages_of
 from streammega.errors import ConfigError, FormatError, ObjectNotFoundError
 from streammega.kernels.shuffle import LegacyShuffler
 from streammega.samples.fields import Batch
-
-ROLES = {"system": "system", "user": "user", "human": "user", "assistant": "assistant", "gpt": "assistant", "tool": "tool"}
 
 
 class SFTDataset(torch.utils.data.Dataset[Batch]):
@@ -101,8 +98,8 @@ def pack(lengths: NDArray[np.int64], size: int) -> NDArray[np.int64]:
     return np.array([*firsts, len(lengths)], np.int64)
 
 
-def _conversations(paths: Sequence[str]) -> Iterator[list[tuple[str, str]]]:
-    """(role, text) messages of each conversation."""
+def _conversations(paths: Sequence[str]) -> Iterator[list[Message]]:
+    """The messages of each conversation."""
     for path in paths:
         try:
             with open(path, "rb") as file:
@@ -113,39 +110,22 @@ def _conversations(paths: Sequence[str]) -> Iterator[list[tuple[str, str]]]:
             raise ObjectNotFoundError(f"{path}: no such file; check the path") from None
 
 
-def _messages(data: bytes, where: str) -> list[tuple[str, str]]:
-    try:
-        record: Any = json.loads(data)
-    except ValueError as error:
-        raise FormatError(f"{where}: broken JSON ({error}); mend the line") from None
-    if isinstance(record, dict) and isinstance(record.get("messages"), list):
-        turns = [
-            (turn.get("role"), turn.get("content")) if isinstance(turn, dict) else (None, None) for turn in record["messages"]
-        ]
-    elif isinstance(record, dict) and isinstance(record.get("conversations"), list):
-        turns = [
-            (turn.get("from"), turn.get("value")) if isinstance(turn, dict) else (None, None) for turn in record["conversations"]
-        ]
-    else:
-        raise FormatError(f"{where}: has neither a list of 'messages' nor of 'conversations'")
-    checked: list[tuple[str, str]] = []
-    for role, text in turns:
-        if not isinstance(role, str) or role not in ROLES or not isinstance(text, str):
-            raise FormatError(f"{where}: a message needs a role of {', '.join(ROLES)} and a text, not {role!r}")
-        checked.append((ROLES[role], text))
-    if not any(role == "assistant" for role, _ in checked):
+def _messages(data: bytes, where: str) -> list[Message]:
+    messages = messages_of(load_record(data, where), where)
+    if not any(message.is_answer for message in messages):
         raise FormatError(f"{where}: no message of the assistant: there is nothing to learn from it")
-    return checked
+    return messages
 
 
 def _encode(
-    messages: Sequence[tuple[str, str]], encode: Callable[[str], Sequence[int]], eod: int
+    messages: Sequence[Message], encode: Callable[[str], Sequence[int]], eod: int
 ) -> tuple[NDArray[np.int32], NDArray[np.float32]]:
     """Token ids of a conversation, and 1.0 where a token belongs to an answer."""
     tokens: list[int] = []
     answers: list[float] = []
-    for role, text in messages:
-        header, body = list(encode(f"<|{role}|>\n")), [*encode(text), eod]
+    for message in messages:
+        header = list(encode(message.header))
+        body = [*encode(message.text), eod]
         tokens += header + body
-        answers += [0.0] * len(header) + [float(role == "assistant")] * len(body)
+        answers += [0.0] * len(header) + [float(message.is_answer)] * len(body)
     return np.array(tokens, np.int32), np.array(answers, np.float32)
