@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import pickle
 import subprocess
 import sys
 from collections.abc import Callable
@@ -11,7 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from streammega import DataConfig, IndexedDatasetWriter, StreamLoader
+from streammega import DataConfig, IndexedDataset, IndexedDatasetWriter, StreamLoader, build_datasets
 from streammega.errors import ObjectChangedError
 from streammega.storage.base import fill
 from streammega.storage.local import LocalStore
@@ -120,3 +121,36 @@ def test_nothing_is_copied_to_an_array_of_another_size() -> None:
             fill("key", [(0, 4)], [memoryview(b"abcd")], [out])
     with pytest.raises(ValueError, match="zip"):
         fill("key", [(0, 4), (4, 8)], [memoryview(b"abcd")] * 2, [np.empty(4, np.uint8)])
+
+
+@pytest.mark.parametrize("suffix", ["", ".tar", ".bin.zst"])
+def test_map_style_reads_are_of_the_file_that_was_opened(tmp_path: Path, suffix: str) -> None:
+    shard = write_shard(tmp_path / f"shard{suffix}", 5)
+    opened, used = IndexedDataset(shard), IndexedDataset(shard)
+    config = DataConfig(blend=[shard], sequence_length=64, num_samples=(8, 0, 0), index_cache_dir=tmp_path / "cache")
+    samples = build_datasets(config)[0]
+    assert (used[3] == 5).all()
+    stored = Path(shard if suffix else f"{shard}.bin")
+    again = Path(write_shard(tmp_path / f"other{suffix}", 7))
+    replace(stored, (again if suffix else Path(f"{again}.bin")).read_bytes())
+    assert (used[3] == 5).all(), "mapped before: what it was"
+    for read in (lambda: opened[3], lambda: samples[0]["tokens"].numpy()):  # type: ignore[index]
+        if suffix == ".bin.zst":  # mapped when its table of frames was read
+            assert (read() == 5).all()
+            continue
+        with pytest.raises(ObjectChangedError, match=stored.name):
+            read()
+    assert (IndexedDataset(shard)[3] == 7).all(), "opened now: what it is"
+
+
+def test_an_idx_that_changed_is_not_taken_for_the_one_that_was_opened(tmp_path: Path) -> None:
+    shard = write_shard(tmp_path / "shard", 5)
+    dataset = IndexedDataset(shard)
+    sent = pickle.dumps(dataset)
+    assert len(pickle.loads(sent)) == 20  # noqa: S301  (as a spawned worker does)
+    with IndexedDatasetWriter(str(tmp_path / "other"), np.uint16) as writer:
+        writer.add_item(np.full(40_000, 5, np.uint16))
+        writer.end_document()
+    replace(Path(f"{shard}.idx"), (tmp_path / "other.idx").read_bytes())
+    with pytest.raises(ObjectChangedError, match=r"shard\.idx"):
+        len(pickle.loads(sent))  # noqa: S301

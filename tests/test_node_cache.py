@@ -40,7 +40,7 @@ def build(value: int) -> dict[str, np.ndarray]:
 
 
 def test_cached_files_are_readable_as_the_umask_says_and_their_locks_can_be_taken_by_all(tmp_path: Path, umask: int) -> None:
-    cached_arrays(tmp_path, "key", KIND, lambda: build(1))
+    cached_arrays(tmp_path / "order", "key", KIND, lambda: build(1))
     writer = LocalStore().open_writer(str(tmp_path / "written"))
     writer.write(b"x")
     writer.commit()
@@ -53,7 +53,7 @@ def test_cached_files_are_readable_as_the_umask_says_and_their_locks_can_be_take
 def test_a_second_user_takes_the_lock_of_the_first_and_reads_what_is_cached() -> None:
     folder = Path(tempfile.mkdtemp())
     try:
-        assert cached_arrays(folder, "key", KIND, lambda: build(1))["a"][0] == 1
+        assert cached_arrays(folder / "order", "key", KIND, lambda: build(1))["a"][0] == 1
         for path in (folder, folder / "order"):  # as an administrator makes a folder for all
             path.chmod(0o777)
         child = os.fork()
@@ -61,9 +61,9 @@ def test_a_second_user_takes_the_lock_of_the_first_and_reads_what_is_cached() ->
             code = 100
             try:
                 os.setuid(NOBODY)
-                read = int(cached_arrays(folder, "key", KIND, lambda: build(2))["a"][0])
+                read = int(cached_arrays(folder / "order", "key", KIND, lambda: build(2))["a"][0])
                 (folder / "order" / "key-a.npy").unlink()  # now the first user's lock is needed
-                code = 10 * read + int(cached_arrays(folder, "key", KIND, lambda: build(2))["a"][0])
+                code = 10 * read + int(cached_arrays(folder / "order", "key", KIND, lambda: build(2))["a"][0])
             finally:
                 os._exit(code)
         assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 12

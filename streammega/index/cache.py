@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import errno
 import hashlib
+import io
 import logging
 import math
 import os
@@ -15,6 +16,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import filelock
 import numpy as np
@@ -66,11 +68,28 @@ ArrayKind = tuple[tuple[DTypeLike, ...], tuple["int | None", ...]]
 """What a cached array must be: the dtypes it may have, and its shape, None where any number will do."""
 
 
+@dataclass(frozen=True, kw_only=True)
+class ArrayParts:
+    """An array of one dimension that is made while it is written, so that it need not fit the memory: parts, end to end."""
+
+    dtype: np.dtype[Any]
+    size: int
+    parts: Callable[[], Iterator[NDArray[Any]]]
+
+    def filled(self) -> NDArray[Any]:
+        """The array in memory."""
+        array, at = np.empty(self.size, self.dtype), 0
+        for part in self.parts():
+            array[at : at + len(part)] = part
+            at += len(part)
+        return array
+
+
 def cached_arrays(
-    cache_dir: Path,
+    folder: Path,
     key: str,
     kinds: Mapping[str, ArrayKind],
-    build: Callable[[], Mapping[str, NDArray[np.generic]]],
+    build: Callable[[], Mapping[str, NDArray[Any] | ArrayParts]],
     published: SharedFolder | None = None,
 ) -> dict[str, NDArray[np.generic]]:
     """Arrays `<key>-<name>.npy`, memory-mapped read-only; built once per node when one of them is missing.
@@ -78,13 +97,14 @@ def cached_arrays(
     Where `published` has them all, they are downloaded instead. Each file is written under a temporary name and renamed, so
     a killed build leaves nothing that is later believed. Raises CacheError for a file that holds no array of its kind.
     """
-    paths = {name: cache_dir / "order" / f"{key}-{name}.npy" for name in kinds}
+    paths = {name: folder / f"{key}-{name}.npy" for name in kinds}
     if not all(path.exists() for path in paths.values()):
-        with node_lock(cache_dir / "order" / f"{key}.lock"):
+        with node_lock(folder / f"{key}.lock"):
             if not all(path.exists() for path in paths.values()) and not (published and _download_all(published, paths)):
                 arrays = build()
                 for name, path in paths.items():
-                    write_atomically(path, _npy_bytes(arrays[name]), arrays[name].nbytes)
+                    array = arrays[name]
+                    write_atomically(path, _npy_bytes(array), array.size * array.dtype.itemsize)
     return {name: load_array(path, kinds[name]) for name, path in paths.items()}
 
 
@@ -149,15 +169,15 @@ def damaged_array(what: str) -> CacheError:
     return CacheError(f"{what}; remove the file and start again (publish it anew, if it came from shared_index_url)")
 
 
-def _npy_bytes(array: NDArray[np.generic]) -> Iterator[memoryview]:
-    import io
-
+def _npy_bytes(array: NDArray[Any] | ArrayParts) -> Iterator[memoryview]:
+    shape = array.shape if isinstance(array, np.ndarray) else (array.size,)
     header = io.BytesIO()
-    np.lib.format.write_array_header_1_0(header, np.lib.format.header_data_from_array_1_0(np.ascontiguousarray(array)))
+    np.lib.format.write_array_header_1_0(header, {"descr": array.dtype.str, "fortran_order": False, "shape": shape})
     yield header.getbuffer()
-    flat = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
-    for at in range(0, flat.size, DOWNLOAD_BYTES):
-        yield flat[at : at + DOWNLOAD_BYTES].data
+    for part in [array] if isinstance(array, np.ndarray) else array.parts():
+        flat = np.ascontiguousarray(part, array.dtype).reshape(-1).view(np.uint8)
+        for at in range(0, flat.size, DOWNLOAD_BYTES):
+            yield flat[at : at + DOWNLOAD_BYTES].data
 
 
 def write_atomically(path: Path, chunks: Iterable[bytes | memoryview], expected_bytes: int) -> None:

@@ -8,7 +8,7 @@ Counts are checked against the size of the file before anything is allocated.
 from __future__ import annotations
 
 import struct
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -32,7 +32,8 @@ DTYPE_OF_CODE: dict[int, np.dtype[Any]] = {
     8: np.dtype(np.uint16),
 }
 CODE_OF_DTYPE = {dtype: code for code, dtype in DTYPE_OF_CODE.items()}
-_CHECK_ROWS = 1 << 20
+_CHECK_ROWS = 1 << 17
+"""Sequences looked at together: a few arrays of them are made at once, by each of the threads that open shards."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -134,25 +135,6 @@ def parse_index(data: memoryview, path: str) -> IndexArrays:
         sequence_offsets=np.frombuffer(data, "<i8", header.sequence_count, header.offsets_at),
         document_indices=np.frombuffer(data, "<i8", header.document_count, header.documents_at),
         sequence_modes=modes,
-    )
-
-
-def concatenate_indices(parts: Sequence[IndexArrays], bin_bytes: Sequence[int]) -> IndexArrays:
-    """The arrays of shards laid end to end, as a merge of them would have. Raises FormatError for shards of different kinds."""
-    dtypes = {str(part.dtype) for part in parts}
-    multimodal = {part.sequence_modes is not None for part in parts}
-    if len(dtypes) > 1 or len(multimodal) > 1:
-        raise FormatError(f"its shards differ in dtype ({', '.join(sorted(dtypes))}) or in having modes; convert them together")
-    before = np.cumsum([0, *bin_bytes[:-1]])
-    first = np.cumsum([0, *(len(part.sequence_lengths) for part in parts[:-1])])
-    documents = [part.document_indices[1:] + shift for part, shift in zip(parts, first, strict=True)]
-    modes = [part.sequence_modes for part in parts if part.sequence_modes is not None]
-    return IndexArrays(
-        dtype=parts[0].dtype,
-        sequence_lengths=np.concatenate([part.sequence_lengths for part in parts]),
-        sequence_offsets=np.concatenate([part.sequence_offsets + shift for part, shift in zip(parts, before, strict=True)]),
-        document_indices=np.concatenate([np.zeros(1, np.int64), *documents]),
-        sequence_modes=np.concatenate(modes) if modes else None,
     )
 
 

@@ -21,10 +21,10 @@ from streammega.index.format import (
     IndexArrays,
     check_end,
     check_index,
-    concatenate_indices,
     parse_header,
     parse_index,
 )
+from streammega.index.joined import KEEP_BYTES, join_indices, kept_indices
 from streammega.index.shards import SUFFIXES, open_tokens, split_name, strip_suffix
 from streammega.redaction import redact_urls
 from streammega.storage import Buffer, ObjectInfo, Store, open_store
@@ -58,6 +58,8 @@ class IndexedDataset(Sequence["Item"]):
         self._cache_dir = local_folder(index_cache_dir) if index_cache_dir else default_cache_dir()
         self.shards: list[str] = open_shards(str(prefix), self.storage, self._open)
         """The names of what it is made of."""
+        with ThreadPoolExecutor(min(OPENERS, len(self.shards))) as pool:
+            self._index_infos = list(pool.map(self._index_info, self.shards))
         self._arrays  # noqa: B018  (open and check the index now: errors belong here)
 
     def _open(self, names: list[str]) -> list[str]:
@@ -83,28 +85,41 @@ class IndexedDataset(Sequence["Item"]):
 
     @cached_property
     def _arrays(self) -> IndexArrays:
-        """Maps and checks the `.idx`; again in each process that unpickles the dataset."""
-        with ThreadPoolExecutor(min(OPENERS, len(self.shards))) as pool:
-            parts = list(pool.map(self._open_index, self.shards, self._sizes))
-        if len(parts) == 1:
-            return parts[0]
+        """Maps and checks the `.idx`; maps it again, the same one, in each process that unpickles the dataset."""
+        infos = self._index_infos
+        if len(infos) == 1:
+            return self._open_index(self.shards[0], self._sizes[0], infos[0])
         try:
-            return concatenate_indices(parts, self._sizes)
+            if sum(info.size for info in infos) < KEEP_BYTES or not all(info.etag for info in infos):
+                return join_indices(self._open_indices(), self._sizes)
+            urls = [
+                open_store(f"{strip_suffix(shard)}.idx", self.storage)[0].url(info.key)
+                for shard, info in zip(self.shards, infos, strict=True)
+            ]
+            versions = [(info.etag, info.size, size) for info, size in zip(infos, self._sizes, strict=True)]
+            return kept_indices(self._cache_dir / "idx", urls, versions, self._open_indices)
         except FormatError as error:
             raise FormatError(f"{self.prefix}: {error}") from None
 
-    def _open_index(self, name: str, bin_bytes: int) -> IndexArrays:
+    def _index_info(self, name: str) -> ObjectInfo:
+        prefix = strip_suffix(name)
+        store, key = open_store(f"{prefix}.idx", self.storage)
+        return _info_of_index(store, key, prefix)
+
+    def _open_indices(self) -> list[IndexArrays]:
+        with ThreadPoolExecutor(min(OPENERS, len(self.shards))) as pool:
+            return list(pool.map(self._open_index, self.shards, self._sizes, self._index_infos))
+
+    def _open_index(self, name: str, bin_bytes: int, info: ObjectInfo) -> IndexArrays:
         prefix, kind = split_name(name)
         store, key = open_store(f"{prefix}.idx", self.storage)
         url = store.url(key)
-        path, local = Path(key), isinstance(store, LocalStore)
-        if not local:
-            info = _info_of_index(store, key, prefix)
+        if isinstance(store, LocalStore):
+            data = store.view(key, info.etag)
+        else:
             parse_header(_head(store, info), info.size, url)  # before a large foreign file is downloaded
-            path = cached_object(store, info, self._cache_dir, self.storage.part_bytes)
-        elif not path.exists():
-            _info_of_index(store, key, prefix)
-        arrays = parse_index(LocalStore().view(str(path)), url)
+            data = LocalStore().view(str(cached_object(store, info, self._cache_dir, self.storage.part_bytes)))
+        arrays = parse_index(data, url)
         tokens = url.removesuffix(".idx") + SUFFIXES[kind]
         check_end(check_index(arrays, bin_bytes, url, tokens), bin_bytes, url, tokens)
         return arrays

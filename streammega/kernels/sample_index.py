@@ -90,7 +90,7 @@ def _gather(lengths, ids, start, sizes):  # type: ignore[no-untyped-def]  # prag
     count = len(sizes)
     for i in range(count):
         prefetch(lengths, np.int64(ids[start + min(i + _PREFETCH, count - 1)]))
-        sizes[i] = lengths[ids[start + i]]
+        sizes[i] = max(lengths[ids[start + i]], 0)  # a negative one, of a damaged file, would lead before the rows
     total = np.int64(0)
     for i in range(count):
         total += sizes[i]

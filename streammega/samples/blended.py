@@ -147,7 +147,9 @@ class BlendedDataset(torch.utils.data.Dataset[Batch]):
             return dict(zip(BLEND_NAMES, blend_indices(self.weights, self.size, lengths), strict=True))
 
         kinds: dict[str, ArrayKind] = {"dataset_index": ((np.int16,), rows), "dataset_sample_index": ((np.int64,), rows)}
-        arrays: dict[str, Any] = cached_arrays(cache_dir(self.config), self._key, kinds, build, shared_folder(self.config))
+        arrays: dict[str, Any] = cached_arrays(
+            cache_dir(self.config) / "order", self._key, kinds, build, shared_folder(self.config)
+        )
         return arrays["dataset_index"], arrays["dataset_sample_index"]
 
     def __getstate__(self) -> dict[str, Any]:

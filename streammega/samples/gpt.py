@@ -198,7 +198,7 @@ class GPTDataset(torch.utils.data.Dataset[Batch]):
         if self.config.order == "sequential":
             return self._build(shuffled=False)
         arrays: dict[str, Any] = cached_arrays(
-            cache_dir(self.config),
+            cache_dir(self.config) / "order",
             self._files_key,
             index_kinds(self.shape, len(self.sequence_ids)),
             lambda: vars(self._build(shuffled=True)),
