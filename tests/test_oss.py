@@ -15,6 +15,8 @@ import numpy as np
 import pytest
 
 from streammega import StorageConfig
+from streammega.convert.inputs import find_inputs
+from streammega.convert.slices import open_stream
 from streammega.errors import AccessDeniedError, ConfigError, ObjectChangedError, ObjectNotFoundError, ShortReadError
 from streammega.storage import Store, open_store
 from streammega.storage.oss_native import PART_BYTES, OssNativeStore
@@ -268,18 +270,38 @@ def test_children_of_a_process_that_has_read_read_too(oss: Oss, transport: Any, 
 
 
 def test_a_missing_driver_names_the_extra_to_install(oss: Oss, monkeypatch: pytest.MonkeyPatch) -> None:
-    from streammega.convert.inputs import find_inputs
-
     monkeypatch.setitem(sys.modules, "oss2", None)
-    monkeypatch.setitem(sys.modules, "ossfs", None)
     store, key = opened(oss, "fsspec")
     for call in (lambda: store.info(key), lambda: store.read_ranges(key, [0], [1]), lambda: store.open_writer(key).commit()):
         with pytest.raises(ConfigError, match=r"pip install 'streammega\[oss\]'"):
             call()
-    with pytest.raises(ConfigError, match=r"pip install 'streammega\[oss\]'"):
-        find_inputs([f"oss://bucket-{oss.buckets}/in"], config_of(oss, "auto"))
     store, key = opened(oss, "auto")
     put(store, key, b"abc")
+
+
+def test_inputs_of_convert_are_found_and_read_as_files(oss: Oss, transport: Any) -> None:
+    """By folder, glob and name; larger than one read, and sought in."""
+    data = bytes(range(256)) * (40 << 10)
+    config, root = config_of(oss, transport), f"oss://{oss.new_bucket()}"
+    for name in ("in/a.txt", "in/deep/b.txt", "other/c.txt"):
+        store, key = open_store(f"{root}/{name}", config)
+        put(store, key, data if name == "in/a.txt" else b"abc")
+    found = find_inputs([f"{root}/in"], config)
+    assert [(item.path, item.size) for item in found] == [(f"{root}/in/a.txt", 10 << 20), (f"{root}/in/deep/b.txt", 3)]
+    assert all(item.etag.startswith('"') for item in found)
+    assert [item.path for item in find_inputs([f"{root}/*/*.txt"], config)] == [f"{root}/in/a.txt", f"{root}/other/c.txt"]
+    with open_stream(f"{root}/in/a.txt", config) as file:
+        file.seek(9_000_001)
+        assert file.read(3) == data[9_000_001:9_000_004]
+        file.seek(0)
+        assert file.read() == data
+    with pytest.raises(ObjectNotFoundError, match="no such object, folder or match"):
+        find_inputs([f"{root}/none"], config)
+    with pytest.raises(ConfigError, match="no endpoint"):
+        find_inputs([f"{root}/in"], StorageConfig(transport=transport, storage_options={"key": KEY, "secret": SECRET}))
+    denied = config_of(oss, transport, secret="another-secret")
+    with pytest.raises(AccessDeniedError):
+        find_inputs([f"{root}/in"], denied)
 
 
 @pytest.mark.parametrize("transport", TRANSPORTS)

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from streammega import StorageConfig
-from streammega.errors import AccessDeniedError, ConfigError
+from streammega.errors import AccessDeniedError, ConfigError, EndpointError
 from streammega.storage import oss_credentials
 from streammega.storage.options import s3_arguments
 from streammega.storage.oss import obstore_arguments, oss_endpoint
@@ -74,7 +74,7 @@ def test_a_missing_or_impossible_endpoint_says_what_to_set() -> None:
 def test_options_become_arguments_for_obstore(monkeypatch: pytest.MonkeyPatch) -> None:
     options = FIXED | {"endpoint": "oss-cn-hangzhou-internal.aliyuncs.com", "token": "sts-token"}
     config = StorageConfig(storage_options=options)
-    made = obstore_arguments("web", config, OssCredentials.of("web", options))
+    made = obstore_arguments("web", config, lambda: credential(options))
     assert made["config"]["endpoint"] == "https://web.s3.oss-cn-hangzhou-internal.aliyuncs.com"
     assert made["config"]["virtual_hosted_style_request"] is True
     assert made["config"]["region"] == "cn-hangzhou"
@@ -177,6 +177,10 @@ def test_credentials_are_read_again_before_they_expire_and_when_they_are_refused
     assert made.current().access_key_id == "LTAI1", "what is still valid is used on"
     refused = OssKey(access_key_id="LTAI0", access_key_secret="s")
     assert made.renew(refused) is True, "another thread has renewed it"
+    given.append(OSError("the service is away"))
+    with pytest.raises(EndpointError, match="cannot be read again") as caught:
+        made.renew(made._key)  # type: ignore[arg-type]
+    assert caught.value.transient
     fixed = OssCredentials.of("web", FIXED)
     assert fixed is not None
     assert fixed.renew(fixed.current()) is False

@@ -7,7 +7,6 @@ import json
 from collections.abc import Callable, Iterator
 from typing import Any
 
-import fsspec
 import numpy as np
 
 from streammega.config import StorageConfig
@@ -16,7 +15,7 @@ from streammega.convert.options import ConvertOptions
 from streammega.convert.slices import Item, Skipped, Slice
 from streammega.convert.zstd import ZstdReader
 from streammega.errors import ConvertError
-from streammega.storage.urls import fsspec_options
+from streammega.storage.urls import open_file
 
 # litdata numbers dtypes by their place in these lists.
 LITDATA_TORCH = (
@@ -57,8 +56,7 @@ def _items(items: Iterator[tuple[str, Any]], options: ConvertOptions, path: str)
 
 
 def _read(path: str, storage: StorageConfig) -> bytes:
-    options = fsspec_options(path, storage)
-    with fsspec.open(path, "rb", **options) as file:
+    with open_file(path, storage) as file:
         return bytes(file.read())
 
 

@@ -9,14 +9,12 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-import fsspec
-
 from streammega.config import StorageConfig
-from streammega.errors import AccessDeniedError, ConvertError, EndpointError, ObjectNotFoundError, StorageError
+from streammega.errors import AccessDeniedError, ConvertError, EndpointError, ObjectNotFoundError, StreammegaError
 from streammega.index.manifest import FORMAT as MANIFEST_FORMAT
 from streammega.index.shards import SUFFIXES
 from streammega.redaction import redact
-from streammega.storage.urls import fsspec_options, is_remote
+from streammega.storage.urls import file_system, is_remote
 
 Format = Literal["text", "jsonl", "parquet", "arrow", "tar", "megatron", "raw", "npy", "mds", "litdata"]
 JSON_SUFFIXES = (".jsonl", ".ndjson", ".json")
@@ -94,9 +92,9 @@ def _walk(folder: str) -> list[str]:
 
 
 def _remote(item: str, storage: StorageConfig) -> list[Input]:
-    options = fsspec_options(item, storage)
+    options = dict(storage.storage_options)
     try:
-        system, path = fsspec.core.url_to_fs(item, **options)
+        system, path = file_system(item, storage)
         scheme = item.partition("://")[0]
 
         def stat(url: str) -> tuple[int, str]:
@@ -124,7 +122,7 @@ def _remote(item: str, storage: StorageConfig) -> list[Input]:
         raise AccessDeniedError(redact(f"{item}: access denied ({error}); check the credentials", options)) from None
     except FileNotFoundError:
         pass
-    except StorageError:
+    except StreammegaError:
         raise
     except Exception as error:  # clients raise whatever they like
         raise EndpointError(redact(f"{item}: cannot be listed ({type(error).__name__}: {error})", options)) from None

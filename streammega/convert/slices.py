@@ -8,8 +8,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
-import fsspec
-
 from streammega.config import StorageConfig
 from streammega.convert.documents import RawDocument, Tokens
 from streammega.convert.inputs import COMPRESSIONS, Input
@@ -17,7 +15,7 @@ from streammega.convert.options import ConvertOptions
 from streammega.convert.zstd import ZstdReader
 from streammega.errors import ConvertError
 from streammega.redaction import redact_urls
-from streammega.storage.urls import fsspec_options
+from streammega.storage.urls import open_file
 
 BUFFER_BYTES = 1 << 20
 Item: TypeAlias = "RawDocument | Tokens"
@@ -49,18 +47,16 @@ class Skipped:
 @contextmanager
 def open_stream(path: str, storage: StorageConfig) -> Iterator[Any]:
     """The decompressed bytes of a file, by its suffix; plain ones can be sought in."""
-    options: dict[str, Any] = fsspec_options(path, storage)
     zstd = path.endswith(".zst")
     gzip = path.endswith(".tgz")
-    with fsspec.open(path, "rb", compression=None if zstd else "gzip" if gzip else "infer", **options) as file:
+    with open_file(path, storage, None if zstd else "gzip" if gzip else "infer") as file:
         yield io.BufferedReader(ZstdReader(file), BUFFER_BYTES) if zstd else file
 
 
 @contextmanager
 def open_plain(path: str, storage: StorageConfig) -> Iterator[Any]:
     """The stored bytes of a file."""
-    options: dict[str, Any] = fsspec_options(path, storage)
-    with fsspec.open(path, "rb", **options) as file:
+    with open_file(path, storage) as file:
         yield file
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import ipaddress
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from datetime import datetime, timedelta, timezone
 from typing import Any
@@ -18,7 +18,7 @@ from urllib.parse import urlsplit
 from streammega.config import StorageConfig
 from streammega.errors import ConfigError
 from streammega.storage.options import client_options
-from streammega.storage.oss_credentials import OssCredentials
+from streammega.storage.oss_credentials import OssKey
 
 OSS_OPTIONS = frozenset(
     (
@@ -70,7 +70,7 @@ class OssEndpoint:
 
     @property
     def native_url(self) -> str:
-        """The endpoint for oss2 and ossfs, which put the bucket before it."""
+        """The endpoint for oss2, which puts the bucket before it."""
         return f"{self.scheme}://{self.host}"
 
     def s3_url(self, bucket: str) -> str:
@@ -134,8 +134,11 @@ def check_options(bucket: str, options: Mapping[str, Any]) -> None:
         )
 
 
-def obstore_arguments(bucket: str, config: StorageConfig, credentials: OssCredentials | None) -> dict[str, Any]:
-    """Keyword arguments for `obstore.store.S3Store`; without credentials requests are anonymous. Raises ConfigError."""
+def obstore_arguments(bucket: str, config: StorageConfig, current: Callable[[], OssKey] | None) -> dict[str, Any]:
+    """Keyword arguments for `obstore.store.S3Store`, which asks `current` for the key. Raises ConfigError.
+
+    Without it requests are anonymous.
+    """
     options = config.storage_options
     check_options(bucket, options)
     for name in _OBSTORE_ENVIRONMENT:
@@ -151,7 +154,7 @@ def obstore_arguments(bucket: str, config: StorageConfig, credentials: OssCreden
         "aws_endpoint_url_s3": url,  # would win over `endpoint`
         "region": endpoint.region or _REGION_OF_NO_REGION,
         "virtual_hosted_style_request": not endpoint.is_address,
-        "skip_signature": credentials is None,
+        "skip_signature": current is None,
         "unsigned_payload": False,
         "request_payer": False,
         "s3_express": False,
@@ -161,14 +164,14 @@ def obstore_arguments(bucket: str, config: StorageConfig, credentials: OssCreden
         "config": store,
         "client_options": client_options(config, url, options.get("client_kwargs") or {}),
     }
-    if credentials is not None:
-        arguments["credential_provider"] = _provider(credentials)
+    if current is not None:
+        arguments["credential_provider"] = _provider(current)
     return arguments
 
 
-def _provider(credentials: OssCredentials) -> Any:
+def _provider(current: Callable[[], OssKey]) -> Any:
     def provide() -> dict[str, Any]:
-        key = credentials.current()
+        key = current()
         soon = datetime.now(timezone.utc) + _CREDENTIALS_LAST
         return {
             "access_key_id": key.access_key_id,
@@ -178,15 +181,3 @@ def _provider(credentials: OssCredentials) -> Any:
         }
 
     return provide
-
-
-def ossfs_options(bucket: str, config: StorageConfig) -> dict[str, Any]:
-    """Keyword arguments for ossfs itself: the same endpoint and credentials, as they are now. Raises ConfigError."""
-    options = config.storage_options
-    check_options(bucket, options)
-    credentials = OssCredentials.of(bucket, options)
-    found: dict[str, Any] = {"endpoint": oss_endpoint(bucket, options, os.environ).native_url}
-    if credentials is not None:
-        key = credentials.current()
-        found |= {"key": key.access_key_id, "secret": key.access_key_secret, "token": key.token or None}
-    return found

@@ -11,13 +11,12 @@ import urllib.request
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from datetime import datetime, timedelta, timezone
-from typing import Any, TypeVar
+from typing import Any
 
-from streammega.errors import AccessDeniedError, ConfigError, StreammegaError
+from streammega.errors import AccessDeniedError, ConfigError, EndpointError
 
 log = logging.getLogger(__name__)
 
-Result = TypeVar("Result")
 READ_AGAIN = timedelta(minutes=5)
 """Credentials without an expiry are read again after that: whoever replaces them need not restart the run."""
 MARGIN = timedelta(minutes=2)
@@ -93,7 +92,10 @@ class OssCredentials:
                 self._read_again()
 
     def renew(self, refused: OssKey) -> bool:
-        """After the server has refused a key: whether there is another one now."""
+        """After the server has refused a key: whether there is another one now.
+
+        Raises EndpointError, which is tried again, if that cannot be told: a file may just be written anew.
+        """
         with self._lock:
             if self._key != refused:
                 return True  # another thread has renewed it
@@ -101,8 +103,10 @@ class OssCredentials:
                 return False
             try:
                 self._renew()
-            except StreammegaError as error:
-                log.warning("the OSS credentials were refused, and could not be read again: %s", error)
+            except Exception as error:
+                raise EndpointError(
+                    f"oss://: the credentials were refused, and cannot be read again ({type(error).__name__}: {error})"
+                ) from None
             return self._key != refused
 
     def _read_again(self) -> OssKey:
@@ -128,20 +132,6 @@ class OssCredentials:
             return False
         expires = self._key.expires
         return age > READ_AGAIN.total_seconds() or (expires is not None and datetime.now(timezone.utc) > expires - MARGIN)
-
-
-def renewing(credentials: OssCredentials | None, call: Callable[[], Result], renewed: Callable[[], None]) -> Result:
-    """`call()`; if the server refuses the key and there is another one now, `renewed()` and `call()` once more."""
-    if credentials is None:
-        return call()
-    used = credentials.current()
-    try:
-        return call()
-    except AccessDeniedError:
-        if not credentials.renew(used):
-            raise
-    renewed()
-    return call()
 
 
 def key_of(found: Any, where: str) -> OssKey:

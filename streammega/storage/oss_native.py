@@ -22,7 +22,7 @@ from streammega.redaction import redact
 from streammega.storage.base import Bytes, ObjectInfo, Span, check_etag, ended_early, throttled, wrong_length
 from streammega.storage.fsspec_store import FsspecStore
 from streammega.storage.oss import INSTALL, check_options, oss_endpoint
-from streammega.storage.oss_credentials import OssCredentials, renewing
+from streammega.storage.oss_credentials import OssCredentials
 from streammega.storage.retry import RetryPolicy
 
 log = logging.getLogger(__name__)
@@ -117,8 +117,16 @@ class OssNativeStore(FsspecStore):
             except BaseException as error:
                 raise self._error(key, error) from None
 
-        self._open_credentials(root)
-        return renewing(self._credentials, attempt, lambda: None)  # oss2 asks for the key with every request
+        credentials = self._open_credentials(root)
+        if credentials is None:
+            return attempt()
+        used = credentials.current()
+        try:
+            return attempt()
+        except AccessDeniedError:
+            if not credentials.renew(used):
+                raise
+        return attempt()  # oss2 asks for the key with every request
 
     def _bucket(self, root: str) -> Any:
         self._filesystem()  # oss2 itself: a message if it is not installed
@@ -127,10 +135,11 @@ class OssNativeStore(FsspecStore):
                 self._buckets[os.getpid(), root] = self._make_bucket(root)
             return self._buckets[os.getpid(), root]
 
-    def _open_credentials(self, root: str) -> None:
+    def _open_credentials(self, root: str) -> OssCredentials | None:
         with self._lock:
             if self._credentials is None:
                 self._credentials = OssCredentials.of(root, self._config.storage_options)
+            return self._credentials
 
     def _make_bucket(self, root: str) -> Any:
         import oss2

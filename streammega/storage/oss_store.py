@@ -12,7 +12,7 @@ from streammega.errors import AccessDeniedError, StreammegaError
 from streammega.storage.base import Buffer, Bytes, ObjectInfo, Span, ended_early
 from streammega.storage.obstore_store import ObstoreStore, ObstoreWriter, lost_by_fork
 from streammega.storage.oss import obstore_arguments
-from streammega.storage.oss_credentials import OssCredentials, renewing
+from streammega.storage.oss_credentials import OssCredentials, OssKey
 from streammega.storage.oss_native import OssNativeStore
 
 Result = TypeVar("Result")
@@ -26,6 +26,8 @@ class OssStore(ObstoreStore):
         super().__init__(scheme, root, config)
         self._own: OssCredentials | None = None
         self._own_lock = threading.Lock()
+        self._given: OssKey | None = None
+        """The key that the client now open was given last."""
         self._native: OssNativeStore | None = None
 
     def info(self, key: str) -> ObjectInfo:
@@ -65,7 +67,7 @@ class OssStore(ObstoreStore):
         credentials = self._credentials()
         if credentials is not None:
             credentials.current()  # so that missing ones are told by our error, not from within obstore
-        return obstore_arguments(self.root, self._config, credentials)
+        return obstore_arguments(self.root, self._config, None if credentials is None else self._give)
 
     def _credentials(self) -> OssCredentials | None:
         with self._own_lock:
@@ -73,13 +75,29 @@ class OssStore(ObstoreStore):
                 self._own = OssCredentials.of(self.root, self._config.storage_options)
             return self._own
 
-    def _renewing(self, call: Callable[[], Result]) -> Result:
-        return renewing(self._credentials(), call, self._forget_client)
+    def _give(self) -> OssKey:
+        credentials = self._credentials()
+        assert credentials is not None
+        self._given = credentials.current()
+        return self._given
 
-    def _forget_client(self) -> None:
-        """A client holds the key it was given until that expires, so a new one is made."""
+    def _renewing(self, call: Callable[[], Result]) -> Result:
+        """`call()`, and once more by a new client if the server refused a key and there is another one now."""
+        credentials = self._credentials()
+        if credentials is None:
+            return call()
+        # Seen before the call: its client may have a newer key, which is then taken for renewed, but never an older one.
+        used = self._given or credentials.current()
+        try:
+            return call()
+        except AccessDeniedError:
+            if not credentials.renew(used):
+                raise
         with self._lock:
-            self._opened = None
+            if self._given is None or self._given == used:  # else another thread has done so
+                self._opened = None  # a client holds the key it was given until that expires
+                self._given = None
+        return call()
 
     def _by_oss2(self) -> OssNativeStore:
         with self._own_lock:

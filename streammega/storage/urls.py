@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import hashlib
 import importlib
-import importlib.util
 import os
 import threading
 import weakref
 from collections.abc import Callable
 from typing import Any
 from urllib.parse import unquote, urlsplit
+
+import fsspec.core
 
 from streammega.config import StorageConfig
 from streammega.errors import ConfigError
@@ -19,7 +20,7 @@ from streammega.storage.descriptors import raise_limit
 from streammega.storage.fsspec_store import FsspecStore
 from streammega.storage.local import LocalStore
 from streammega.storage.obstore_store import ObstoreStore
-from streammega.storage.oss import INSTALL, ossfs_options
+from streammega.storage.oss_files import OssFiles
 from streammega.storage.oss_native import OssNativeStore
 from streammega.storage.oss_store import OssStore
 
@@ -69,18 +70,21 @@ def open_store(url: str, config: StorageConfig) -> tuple[Store, str]:
     return _shared(OssStore if scheme == "oss" else ObstoreStore, scheme, root, config), key
 
 
-def fsspec_options(url: str, config: StorageConfig) -> dict[str, Any]:
-    """The options for fsspec's own driver of a URL: none for local files, for oss:// the credentials as they are now.
-
-    Raises ConfigError for a driver that is not installed.
-    """
-    if not is_remote(url):
-        return {}
+def file_system(url: str, config: StorageConfig) -> tuple[Any, str]:
+    """fsspec's file system of a URL or path, and the path within: its own driver, or for oss:// one over our store."""
     if not url.startswith("oss://"):
-        return dict(config.storage_options)
-    if importlib.util.find_spec("ossfs") is None:
-        raise ConfigError(f"{url}: inputs of convert are read by ossfs, which is not installed: {INSTALL}")
-    return ossfs_options(url.removeprefix("oss://").partition("/")[0], config)
+        options = dict(config.storage_options) if is_remote(url) else {}
+        found: tuple[Any, str] = fsspec.core.url_to_fs(url, **options)
+        return found
+    path = url.removeprefix("oss://")
+    store, key = open_store(url, config)
+    return OssFiles(store, path[: len(path) - len(key)]), path
+
+
+def open_file(url: str, config: StorageConfig, compression: str | None = None) -> fsspec.core.OpenFile:
+    """A file to read, for a `with` block; `compression` as fsspec has it, "infer" by the suffix."""
+    system, path = file_system(url, config)
+    return fsspec.core.OpenFile(system, path, "rb", fsspec.core.get_compression(path, compression))
 
 
 def _shared(kind: type[Any], scheme: str, root: str, config: StorageConfig) -> Store:
