@@ -266,3 +266,17 @@ def test_standard_tools_see_plain_archives(sets: Path) -> None:
     tar = sorted(sets.glob("tar-*.tar"))[0]
     listed = subprocess.run(["tar", "tf", str(tar)], capture_output=True, text=True, check=True).stdout.split()
     assert listed[0] == "000000000.npy"
+
+
+def test_shards_too_short_for_a_sample_are_told_of_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    for number, tokens in enumerate([16, 500, 3, 17, 0]):
+        with IndexedDatasetWriter(str(tmp_path / "set" / f"{number}"), np.uint16) as writer:
+            writer.add_item(np.full(tokens, number, np.uint16))
+            writer.end_document()
+    config = DataConfig(blend=[f"{tmp_path / 'set'}/"], sequence_length=16, order="stream")
+    with StreamLoader(config, micro_batch_size=1, global_batch_size=1, dp_rank=0, dp_size=1) as loader:
+        assert set(np.unique([next(iter(loader))["tokens"].numpy() for _ in range(200)])) <= {1, 3}
+    (warning,) = [record.getMessage() for record in caplog.records if record.name.startswith("streammega")]
+    assert str(tmp_path / "set") in warning
+    assert "2 of its 5 shards have fewer than the 17 tokens of a sample" in warning
+    assert "19 tokens" in warning

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import logging
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -15,10 +16,13 @@ from streammega.errors import ConfigError
 from streammega.index.bounds import PairBounds, read_dataset
 from streammega.order import Extents
 from streammega.order.split import SPLITS, split_bounds
-from streammega.order.stream import STREAM_VERSION, Part, StreamDataset, StreamOrder, dataset_samples, default_lanes
+from streammega.order.stream import STREAM_VERSION, Part, StreamDataset, StreamOrder, dataset_samples, default_lanes, samples_of
+from streammega.redaction import redact_urls
 from streammega.samples.fetch import TokenFile
 from streammega.samples.source import OPENERS
 from streammega.samples.split_blend import split_blend
+
+log = logging.getLogger(__name__)
 
 
 class StreamSource:
@@ -118,7 +122,24 @@ def _open_dataset(name: str, share: str, split: str, config: DataConfig) -> tupl
         part = _part(pair, number, max(0, bounds[0] - first), min(count, bounds[1] - first))
         parts += [part] if part else []
         first += count
+    _warn_of_short(name, parts, len(pairs), config)
     return files, StreamDataset(parts=parts, itemsize=max(itemsizes))
+
+
+def _warn_of_short(name: str, parts: Sequence[Part], shards: int, config: DataConfig) -> None:
+    """Samples lie within a file: one that is shorter gives none, which nobody would notice."""
+    extra = int(config.add_extra_token)
+    short = [part.tokens for part in parts if part.tokens and not samples_of(part.tokens, config.sequence_length, extra)]
+    if short:
+        log.warning(
+            "%s: %d of its %d shards have fewer than the %d tokens of a sample; their %d tokens are never read in the "
+            "stream order (merge the shards with 'streammega convert', or lower sequence_length)",
+            redact_urls(name),
+            len(short),
+            shards,
+            config.sequence_length + extra,
+            sum(short),
+        )
 
 
 def _part(pair: PairBounds, file: int, begin: int, end: int) -> Part | None:
