@@ -33,6 +33,8 @@ class StorageConfig:
 
     transport: Transport = "auto"
     """`auto` takes obstore for s3, oss, gs, az and http(s), fsspec for every other scheme; for oss, `fsspec` is oss2."""
+    local: Literal["mmap", "pread"] = "mmap"
+    """How local files are read: mapped, or by reads, whose I/O errors (of NFS, of FUSE) are tried again, and end no process."""
     storage_options: Mapping[str, Any] = field(default_factory=dict, repr=False)
     """Credentials, endpoint and so on, as fsspec takes them (`key`, `secret`, `endpoint_url`, `anon`, ...): docs/storage.md."""
     part_bytes: int = 8 * MiB
@@ -63,6 +65,8 @@ class StorageConfig:
     def __post_init__(self) -> None:
         if self.transport not in ("auto", "obstore", "fsspec"):
             raise ConfigError(f"transport is {self.transport!r}; it must be 'auto', 'obstore' or 'fsspec'")
+        if self.local not in ("mmap", "pread"):
+            raise ConfigError(f"local is {self.local!r}; it must be 'mmap' or 'pread'")
         for name, least in STORAGE_LEAST.items():
             if getattr(self, name) < least:
                 raise ConfigError(f"{name} is {getattr(self, name)}; it must be at least {least}")

@@ -160,4 +160,4 @@ def test_order_arrays_of_a_shared_folder_are_those_that_were_found(place: Place,
 
     monkeypatch.setattr(kind, "info", replaced_after)
     with pytest.raises(ObjectChangedError, match=r"key-rows\.npy"):
-        cached_arrays(tmp_path / "cache", "key", ("rows",), dict, folder)
+        cached_arrays(tmp_path / "cache", "key", {"rows": ((np.int64,), (None,))}, dict, folder)

@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import pickle
 import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
-from streammega import DataConfig, IndexedDataset, IndexedDatasetWriter, StreamLoader, build_datasets
-from streammega.errors import ObjectChangedError
+from streammega import DataConfig, IndexedDataset, IndexedDatasetWriter, StorageConfig, StreamLoader, build_datasets
+from streammega.errors import ConfigError, ObjectChangedError, StorageError
 from streammega.storage.base import fill
 from streammega.storage.local import LocalStore
 
@@ -154,3 +156,80 @@ def test_an_idx_that_changed_is_not_taken_for_the_one_that_was_opened(tmp_path: 
     replace(Path(f"{shard}.idx"), (tmp_path / "other.idx").read_bytes())
     with pytest.raises(ObjectChangedError, match=r"shard\.idx"):
         len(pickle.loads(sent))  # noqa: S301
+
+
+# --- by reads instead of maps --------------------------------------------------------------------------------------------------
+
+
+def first_batches(shard: str, order: str, storage: StorageConfig, cache: Path) -> list[Any]:
+    config = DataConfig(
+        blend=[shard],
+        sequence_length=512,
+        order=order,  # type: ignore[arg-type]
+        num_samples=(40, 0, 0),
+        storage=storage,
+        index_cache_dir=cache,
+    )
+    with StreamLoader(config, micro_batch_size=2, global_batch_size=4, dp_rank=0, dp_size=1) as loader:
+        return [batch["tokens"].numpy().copy() for batch, _ in zip(loader, range(16), strict=False)]
+
+
+@pytest.mark.parametrize("order", ["stream", "megatron", "sequential"])
+@pytest.mark.parametrize("suffix", ["", ".tar", ".bin.zst"])
+def test_reads_give_the_tokens_that_maps_give(tmp_path: Path, order: str, suffix: str) -> None:
+    with IndexedDatasetWriter(str(tmp_path / f"shard{suffix}"), np.uint16) as writer:
+        for number in range(50):
+            writer.add_item(np.arange(number, number + 700))
+            writer.end_document()
+    shard = str(tmp_path / f"shard{suffix}")
+    mapped = first_batches(shard, order, StorageConfig(), tmp_path / "a")
+    assert len(mapped) == 16
+    for storage in (StorageConfig(local="pread"), StorageConfig(local="pread", cache_dir=tmp_path / "pages")):
+        np.testing.assert_array_equal(first_batches(shard, order, storage, tmp_path / "b"), mapped)
+
+
+CUT_WHILE_ITERATING = """
+import os, sys
+from pathlib import Path
+from streammega import DataConfig, StorageConfig, StreamLoader
+from streammega.errors import StorageError
+from tests.test_local_files import write_shard
+
+shard = write_shard(Path(sys.argv[1]) / "shard", 5, tokens=2_000_000)
+storage = StorageConfig(local="pread", memory_bytes=1 << 20)
+config = DataConfig(blend=[shard], sequence_length=512, order="stream", storage=storage)
+try:
+    with StreamLoader(config, micro_batch_size=2, global_batch_size=4, dp_rank=0, dp_size=1) as loader:
+        for number, batch in enumerate(loader):
+            assert (batch["tokens"] == 5).all()
+            if number == 3:
+                os.truncate(f"{shard}.bin", 0)
+except StorageError as error:
+    print(type(error).__name__, "shard.bin" in str(error))
+"""
+
+
+def test_a_file_that_is_cut_while_it_is_read_is_an_error_that_names_it(tmp_path: Path) -> None:
+    assert outcome(CUT_WHILE_ITERATING, tmp_path) == "ObjectChangedError True"
+
+
+def test_errors_of_a_server_behind_a_file_system_are_tried_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_shard(tmp_path / "shard", 5)
+    dataset = IndexedDataset(str(tmp_path / "shard"), StorageConfig(local="pread", retries=2), tmp_path / "cache")
+    read, failures = os.preadv, iter([errno.EIO, errno.ESTALE])
+
+    def failing(*arguments: Any) -> int:
+        if number := next(failures, 0):
+            raise OSError(number, os.strerror(number))
+        return read(*arguments)
+
+    monkeypatch.setattr(os, "preadv", failing)
+    assert (dataset[3] == 5).all()
+    failures = iter([errno.EIO] * 99)
+    with pytest.raises(StorageError, match=r"shard\.bin: Input/output error"):
+        dataset[3]
+
+
+def test_a_way_to_read_that_does_not_exist_is_refused() -> None:
+    with pytest.raises(ConfigError, match="'mmap' or 'pread'"):
+        StorageConfig(local="direct")  # type: ignore[arg-type]

@@ -28,6 +28,7 @@ from streammega.storage.local import LocalStore
 from streammega.storage.obstore_store import UPLOAD_PART_BYTES, ObstoreStore
 from streammega.storage.options import s3_arguments
 from streammega.storage.oss_store import OssStore
+from streammega.storage.pread import PreadStore
 from tests.servers import KEY, S3, SECRET, http_server
 
 
@@ -144,6 +145,12 @@ class TestLocalStore(StoreContract):
         writer.write(b"x")
         writer.abort()
         assert list(Path(key).parent.iterdir()) == []
+
+
+class TestLocalByReads(TestLocalStore):
+    @pytest.fixture
+    def store(self) -> Store:
+        return PreadStore(StorageConfig(local="pread"))
 
 
 class TestMemoryThroughFsspec(StoreContract):

@@ -52,7 +52,7 @@ class LocalStore:
             raise local_error(key, error) from None
         if not os.path.isfile(key):
             raise ObjectNotFoundError(f"{key}: is a folder, not a file")
-        return ObjectInfo(key=key, size=stat.st_size, etag=_etag(stat))
+        return ObjectInfo(key=key, size=stat.st_size, etag=etag_of(stat))
 
     def read_ranges(self, key: str, starts: Sequence[int], stops: Sequence[int], etag: str = "") -> list[Buffer]:
         """Views of the mapped file; no bytes move until they are used."""
@@ -160,7 +160,7 @@ def local_error(path: str, error: OSError) -> StorageError:
     return StorageError(f"{path}: {reason}")
 
 
-def _etag(stat: os.stat_result) -> str:
+def etag_of(stat: os.stat_result) -> str:
     """Size and modification time: what changes with the bytes, and with nothing else (a mode, a link, another mount)."""
     return f"{stat.st_size:x}-{stat.st_mtime_ns:x}"
 
@@ -173,12 +173,12 @@ def _map(path: str, etag: str, known: _Mapped | None) -> _Mapped:
         raise local_error(path, error) from None
     try:
         stat = os.fstat(fd)  # of the very file that is mapped: its name may stand for another one by now
-        check_etag(path, etag, _etag(stat))
+        check_etag(path, etag, etag_of(stat))
         place = (stat.st_dev, stat.st_ino)
-        if known is not None and (known.etag, known.place) == (_etag(stat), place):
+        if known is not None and (known.etag, known.place) == (etag_of(stat), place):
             return known
         data = map_file(fd, stat.st_size, path)
-        return _Mapped(etag=_etag(stat), place=place, view=memoryview(data))  # type: ignore[arg-type]
+        return _Mapped(etag=etag_of(stat), place=place, view=memoryview(data))  # type: ignore[arg-type]
     except OSError as error:
         raise local_error(path, error) from None
     finally:

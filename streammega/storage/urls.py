@@ -23,6 +23,7 @@ from streammega.storage.obstore_store import ObstoreStore
 from streammega.storage.oss_files import OssFiles
 from streammega.storage.oss_native import OssNativeStore
 from streammega.storage.oss_store import OssStore
+from streammega.storage.pread import PreadStore
 
 _stores: weakref.WeakValueDictionary[Any, Any] = weakref.WeakValueDictionary()
 _lock = threading.Lock()
@@ -51,7 +52,8 @@ def open_store(url: str, config: StorageConfig) -> tuple[Store, str]:
     raise_limit()  # mapped files and connections each take a descriptor, and 1024 are soon gone
     if not is_remote(url):
         path = unquote(urlsplit(url).path) if "://" in url else url
-        return LocalStore(), os.path.abspath(os.path.expanduser(path))
+        local: Store = LocalStore() if config.local == "mmap" else PreadStore(config)
+        return local, os.path.abspath(os.path.expanduser(path))
     scheme, _, rest = url.partition("://")
     if scheme in _BUILT_IN and scheme not in _registered:
         importlib.import_module(_BUILT_IN[scheme])
