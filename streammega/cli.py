@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import sys
@@ -100,6 +101,8 @@ def cache_verify(folder: CacheFolder) -> None:
         for path, page in page_cache.damaged_pages(entry):
             bad += 1
             typer.echo(f"{path}: page {page} is damaged ({entry.url})")
+    with contextlib.suppress(OSError):  # somebody else's cache: what is to be noted in it is up to them
+        page_cache.recount(_cache_folder(folder))
     typer.echo(f"{pages} pages, {bad} damaged")
     if bad:
         raise typer.Exit(1)
@@ -110,9 +113,8 @@ def cache_clear(folder: CacheFolder) -> None:
     """Remove all cached objects that nobody uses now."""
     from streammega.storage import page_cache
 
-    entries = page_cache.entries(_cache_folder(folder))
-    kept = [entry for entry in entries if not page_cache.remove(entry.folder)]
-    typer.echo(f"{len(entries) - len(kept)} objects removed, {len(kept)} in use and kept")
+    removed, kept = page_cache.clear(_cache_folder(folder))
+    typer.echo(f"{removed} objects removed, {kept} in use and kept")
 
 
 def _cache_folder(folder: str) -> Path:

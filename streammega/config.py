@@ -50,7 +50,7 @@ class StorageConfig:
     cache_dir: str | Path | None = None
     """A folder on a local disk that keeps what was fetched, for all processes and runs of this node; None: no cache."""
     cache_bytes: int = 64 * 1024 * MiB
-    """Largest size of everything in `cache_dir`."""
+    """Largest size of everything in `cache_dir`. The larger of 1 GiB and 1 % of its disk stays free; of a small one, a tenth."""
     chunk_bytes: int = 256 * MiB
     """Bytes of an object that are one file of the cache."""
     timeout: float = 60.0

@@ -19,6 +19,7 @@ class CachedStore:
         self.store, self.cached = store, cached
         self.hit_bytes = self.fetched_bytes = 0
         self._lock = threading.Lock()
+        self._closed = False
 
     def url(self, key: str) -> str:
         """That of the object itself."""
@@ -42,7 +43,7 @@ class CachedStore:
         missing = []
         for (start, stop), out in zip(spans, outs, strict=True):
             if stop - start >= SMALL or self.cached.has(start, stop):
-                self._count(self.cached.read(start, stop, out, fetch), 0)
+                self._count(self.cached.read(start, stop, out, fetch, self._given_up), 0)
             else:
                 missing.append(((start, stop), out))
         if missing:
@@ -60,6 +61,13 @@ class CachedStore:
     def delete(self, key: str) -> None:
         """From the store."""
         self.store.delete(key)
+
+    def close(self) -> None:
+        """End all waiting for pages that others fetch: nobody wants them any more."""
+        self._closed = True
+
+    def _given_up(self) -> bool:
+        return self._closed
 
     def _count(self, hits: int, fetched: int) -> None:
         with self._lock:

@@ -174,6 +174,8 @@ class Fetcher:
             self._work.notify_all()
             self._ready.notify_all()
             threads = list(self._threads)
+            for store in {read.store for read in self._flying.values() if isinstance(read.store, CachedStore)}:
+                store.close()  # its reads may wait for another process
         deadline = time.monotonic() + min(LEAVE_AFTER, self.config.stall_timeout)
         for thread in threads:
             if thread is not threading.current_thread():

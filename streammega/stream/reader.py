@@ -16,6 +16,7 @@ from streammega.order.stream import StreamOrder
 from streammega.samples.fetch import TokenFile
 from streammega.samples.stream import StreamSource
 from streammega.storage.base import address_of
+from streammega.storage.cache.layout import whole_pages
 from streammega.storage.cached_store import SMALL, CachedStore
 from streammega.storage.derived import is_local
 from streammega.storage.local import LocalStore
@@ -88,7 +89,7 @@ def open_reader(
         verified_at=np.array([address_of(c.verified) if c else 0 for c in map(_cached, files)], np.int64),
         mapped_at=np.array([c.address.__array_interface__["data"][0] if c else 0 for c in map(_cached, files)], np.int64),
         page_bytes=PAGE_BYTES,
-        chunk_bytes=max(PAGE_BYTES, storage.chunk_bytes // PAGE_BYTES * PAGE_BYTES),
+        chunk_bytes=whole_pages(storage.chunk_bytes),
     )
     width = dataset.config.sequence_length + 1
     batch_tokens = dataset.micro_batch_size * width
@@ -126,7 +127,7 @@ def _through_cache(files: list[TokenFile], storage: StorageConfig) -> list[Token
     """Remote files behind the page cache, where the config has one."""
     if storage.cache_dir is None:
         return files
-    cache = PageCache(storage.cache_dir, storage.cache_bytes, storage.chunk_bytes)
+    cache = PageCache(storage.cache_dir, storage.cache_bytes, storage.chunk_bytes, storage.timeout)
     found = []
     for file in files:
         size = file.num_tokens * file.dtype.itemsize

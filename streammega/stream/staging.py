@@ -58,7 +58,10 @@ class Stager:
 
     def _stage(self, file: TokenFile, store: CachedStore, low: int, high: int) -> None:
         if not self._closed:
-            store.cached.ensure(low, high, lambda a, b, out: self._fetch(file, store, a, b, out))
+            store.cached.ensure(low, high, lambda a, b, out: self._fetch(file, store, a, b, out), self._given_up)
+
+    def _given_up(self) -> bool:
+        return self._closed
 
     def _fetch(self, file: TokenFile, store: CachedStore, start: int, stop: int, out: Bytes) -> None:
         store.store.read_into(file.key, [(start, stop)], [out], file.etag)

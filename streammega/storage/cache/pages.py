@@ -1,0 +1,437 @@
+"""Reading an object through its cached pages.
+
+A page's checksum is written after its bytes, and looked at before they are believed, once in each process. A page is fetched
+under a claim, which dies with its holder: one process of the node fetches it, the others wait, but not for ever. Nothing is
+evicted while somebody uses it. A disk that fails turns the cache off, with one warning.
+"""
+
+from __future__ import annotations
+
+import errno
+import logging
+import os
+import threading
+import time
+import weakref
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from streammega.errors import StorageError
+from streammega.storage.base import Bytes
+from streammega.storage.cache import layout
+from streammega.storage.cache.layout import ENTRY_BYTES, PAGE_BYTES
+from streammega.storage.cache.presence import Presence, presence_in
+from streammega.storage.cache.room import Room
+from streammega.storage.descriptors import TOO_MANY, limit_reached, raise_limit
+from streammega.storage.mapping import map_file
+
+log = logging.getLogger(__name__)
+
+FIRST_LOOK, LONGEST_LOOK = 0.005, 0.05
+"""Seconds between two looks at a page that another process fetches: soon at first, for most take milliseconds."""
+TIMEOUT = 60.0
+LATE_PATIENCE, LATE_FOR = 1.0, 600.0
+"""Once a claim was waited for in vain: seconds that claims are waited for, and for how long that holds. Whoever was stopped may
+hold hundreds of them."""
+MOST_MAPPED = 32_000
+"""Chunks that a process keeps mapped: half of what Linux allows by default (vm.max_map_count). More are mapped for each read."""
+Fetch = Callable[[int, int, Bytes], None]
+GivenUp = Callable[[], bool]
+_open_objects: weakref.WeakValueDictionary[tuple[int, str], CachedObject] = weakref.WeakValueDictionary()
+_lock = threading.RLock()
+
+
+def never() -> bool:
+    """Nobody gives up."""
+    return False
+
+
+class PageCache:
+    """The cache of one folder. Its methods never raise for a disk that fails: `usable` turns false, and nothing is kept.
+
+    Args:
+        folder: `cache_dir`; made when it is not there.
+        budget: bytes that all chunks may take.
+        chunk_bytes: bytes of an object in one file.
+        timeout: seconds that a page is waited for that another process fetches.
+    """
+
+    def __init__(self, folder: str | Path, budget: int, chunk_bytes: int, timeout: float = TIMEOUT) -> None:
+        raise_limit()
+        self.folder = Path(folder) / "chunks"
+        self.chunk_bytes = layout.whole_pages(chunk_bytes)
+        self.room = Room(self.folder, budget)
+        self.usable = True
+        self._presence: Presence | None = None
+        self._timeout = timeout
+        self._late_until = 0.0
+        self._said: set[str] = set()
+
+    def open(self, url: str, etag: str, size: int) -> CachedObject | None:
+        """The pages of an object; shared by all that is open in this process. None: the disk cannot be used."""
+        name = layout.object_name(url, etag, size, self.chunk_bytes)
+        key = (os.getpid(), str(self.folder / name))
+        with _lock:
+            found = _open_objects.get(key)
+            if found is None and self.usable:
+                try:
+                    found = _open_objects[key] = CachedObject(self, self._present(), name, url, etag, size)
+                except OSError as error:
+                    self.failed(error)
+            return found
+
+    def _present(self) -> Presence:
+        """What this process holds here; another one after a fork."""
+        if self._presence is None or self._presence.pid != os.getpid():
+            self._presence = presence_in(self.folder)
+        return self._presence
+
+    def failed(self, error: OSError) -> None:
+        """Go on after an error: without the cache, unless it is one that passes."""
+        if error.errno in (errno.ENOENT, errno.ESTALE):
+            log.debug("%s: %s: was removed meanwhile", self.folder, error.filename)
+        elif error.errno in TOO_MANY:
+            self._say(f"{limit_reached()}; what needs a file of the cache is read without it")
+        elif error.errno == errno.ENOMEM:
+            self._say("no more files can be mapped (vm.max_map_count); further ones are read without the cache")
+        elif self.usable:
+            self.usable = False
+            remedy = "free some space"
+            if error.errno in (errno.EACCES, errno.EPERM, errno.EROFS):
+                remedy = "let this user write there, by a common group and umask 002 for instance"
+            reason = error.strerror or str(error)
+            self._say(f"{reason}; going on without a cache ({remedy}, or name another cache_dir)")
+
+    @property
+    def patience(self) -> float:
+        """Seconds that a claim is waited for now."""
+        return min(self._timeout, LATE_PATIENCE) if time.monotonic() < self._late_until else self._timeout
+
+    def late(self, url: str) -> None:
+        """A claim was waited for in vain."""
+        self._late_until = time.monotonic() + LATE_FOR
+        self._say(
+            f"pages of {url} were held by another process for longer than {self._timeout:g} s, which fetches them or was "
+            f"stopped; they are fetched without waiting for it"
+        )
+
+    def _say(self, text: str) -> None:
+        """Once for each text."""
+        if text not in self._said:
+            self._said.add(text)
+            log.warning("%s: %s", self.folder, text)
+
+
+@dataclass(kw_only=True)
+class _Chunk:
+    """An open chunk: its file, of which no descriptor is held; its bytes and checksums, mapped; which pages were verified.
+
+    `gone`: another file has taken its place. What is mapped stays right; nothing is added to it.
+    """
+
+    start: int
+    first: int
+    path: str
+    identity: tuple[int, int]
+    view: Bytes
+    table: NDArray[np.uint64]
+    verified: NDArray[np.uint8]
+    table_at: int
+    gone: bool = field(default=False)
+
+
+class CachedObject:
+    """The cached pages of one object, in this process.
+
+    `verified` uint8 [pages]: pages that are there and were checked, or written, by this process. `address` int64 [chunks]:
+    where chunks are mapped, 0 where they are not. Both are read without a lock: a page is verified after its chunk was
+    mapped, and a chunk stays mapped as long as this object lives.
+    """
+
+    def __init__(self, cache: PageCache, presence: Presence, name: str, url: str, etag: str, size: int) -> None:
+        self.cache, self.url, self.size = cache, url, size
+        self.name, self.folder = name, cache.folder / name
+        self._about = {"url": url, "etag": etag, "size": size, "chunk_bytes": cache.chunk_bytes, "layout": layout.LAYOUT}
+        self.verified = np.zeros(layout.pages_of(size), np.uint8)
+        self.address = np.zeros(-(-size // cache.chunk_bytes), np.int64)
+        self._presence = presence
+        weakref.finalize(self, presence.leave, presence.use(name)).atexit = False
+        try:
+            os.utime(self.folder / "used")
+        except FileNotFoundError:
+            pass  # nothing of it is cached
+        self._chunks: dict[int, _Chunk] = {}
+        self._opening = threading.Lock()
+        self._claimed: set[int] = set()
+        self._released = threading.Condition()
+
+    def read(self, start: int, stop: int, out: Bytes, fetch: Fetch, given_up: GivenUp = never) -> int:
+        """Fill `out` with bytes [start, stop): from pages that are there, else by `fetch`, whose pages are kept.
+
+        fetch(start, stop, out) reads from the object itself. Returns the bytes that came from the cache. Raises what `fetch`
+        raises, and StorageError when others are waited for and `given_up()` says that nobody wants the bytes any more.
+        """
+        hits = 0
+        at = start
+        while at < stop:
+            page = at // PAGE_BYTES
+            last = min(layout.pages_of(stop), self._chunk_end(page))
+            end = min(stop, last * PAGE_BYTES)
+            hits += self._read_within_chunk(page, last, at, end, out[at - start : end - start], fetch, given_up)
+            at = end
+        return hits
+
+    def has(self, start: int, stop: int) -> bool:
+        """Whether all pages of bytes [start, stop) are known to be there."""
+        return bool(self.verified[start // PAGE_BYTES : layout.pages_of(stop)].all())
+
+    def ensure(self, start: int, stop: int, fetch: Fetch, given_up: GivenUp = never) -> None:
+        """Have the pages of bytes [start, stop), which lie in one chunk, on disk and verified, if there is room."""
+        first = start // PAGE_BYTES
+        chunk = self._chunk(first)
+        if chunk is not None:
+            self._fill_missing(chunk, first, layout.pages_of(stop), fetch, given_up)
+
+    def _chunk_end(self, page: int) -> int:
+        pages = self.cache.chunk_bytes // PAGE_BYTES
+        return (page // pages + 1) * pages
+
+    def _read_within_chunk(
+        self, first: int, last: int, start: int, stop: int, out: Bytes, fetch: Fetch, given_up: GivenUp
+    ) -> int:
+        chunk = self._chunk(first)
+        present = 0 if chunk is None else self._present(chunk, first, last)
+        if chunk is None or (present < last - first and not self._fill_missing(chunk, first, last, fetch, given_up)):
+            fetch(start, stop, out)
+            return 0
+        low = start - chunk.start
+        out[:] = chunk.view[low : low + stop - start]
+        return present * PAGE_BYTES
+
+    def _present(self, chunk: _Chunk, first: int, last: int) -> int:
+        """How many of some pages are there."""
+        if chunk.verified[first - chunk.first : last - chunk.first].all():
+            return last - first
+        return sum(self._check(chunk, page) for page in range(first, last))
+
+    def _fill_missing(self, chunk: _Chunk, first: int, last: int, fetch: Fetch, given_up: GivenUp) -> bool:
+        """Have all of some pages; False if they cannot be kept."""
+        for page, end in self._missing(chunk, first, last):
+            if chunk.gone or not self.cache.usable or not self._disk_has((end - page) * PAGE_BYTES):
+                return False
+            self._fill(chunk, page, end, fetch, given_up)
+        return bool(chunk.verified[first - chunk.first : last - chunk.first].all())
+
+    def _disk_has(self, size: int) -> bool:
+        try:
+            return self.cache.room.disk_has(size)
+        except OSError as error:
+            self.cache.failed(error)
+            return False
+
+    def _missing(self, chunk: _Chunk, first: int, last: int) -> Iterator[tuple[int, int]]:
+        """Runs of pages that are not there, one at a time: what others fetch meanwhile is not asked for again."""
+        page = first
+        while page < last:
+            if self._check(chunk, page):
+                page += 1
+                continue
+            end = page + 1
+            while end < last and not self._check(chunk, end):
+                end += 1
+            yield page, end
+            page = end
+
+    def _fill(self, chunk: _Chunk, first: int, last: int, fetch: Fetch, given_up: GivenUp) -> None:
+        """Fetch pages [first, last) under a claim; or wait until whoever holds the claim has.
+
+        One that is held for too long is done without: two writers of a page write the same bytes and the same checksum.
+        """
+        claimed = self._wait_for_claim(chunk, first, last, given_up)
+        try:
+            todo = [page for page in range(first, last) if not self._check(chunk, page)]
+            if todo:
+                low = todo[0] * PAGE_BYTES
+                data = np.empty(min((todo[-1] + 1) * PAGE_BYTES, self.size) - low, np.uint8)
+                fetch(low, low + len(data), data)
+                self._keep(chunk, low, data)
+        finally:
+            if claimed:
+                self._unclaim(first, last)
+
+    def _wait_for_claim(self, chunk: _Chunk, first: int, last: int, given_up: GivenUp) -> bool:
+        """True: it is had. False: the pages are there now, or their holder takes too long."""
+        deadline = time.monotonic() + self.cache.patience
+        pause = FIRST_LOOK
+        while not self._claim(first, last):
+            if given_up():
+                raise StorageError(f"{self.url}: was closed while another process was waited for")
+            with self._released:
+                self._released.wait(pause)
+            pause = min(1.5 * pause, LONGEST_LOOK)
+            if all(self._check(chunk, page) for page in range(first, last)):
+                return False
+            if time.monotonic() > deadline:
+                self.cache.late(self.url)
+                return False
+        return True
+
+    def _keep(self, chunk: _Chunk, start: int, data: Bytes) -> None:
+        """Write pages, then their checksums."""
+        view = memoryview(data)  # type: ignore[arg-type]
+        starts = range(0, len(view), PAGE_BYTES)
+        first = start // PAGE_BYTES - chunk.first
+        try:
+            with layout.Opened(chunk.path, os.O_RDWR) as descriptor:
+                if _identity(descriptor) != chunk.identity:
+                    chunk.gone = True  # evicted, and made anew: what is mapped is the old one
+                    return
+                _write_all(descriptor, view, start - chunk.start)
+                entries = np.array([layout.checksum(view[at : at + PAGE_BYTES]) for at in starts], "<u8")
+                _write_all(descriptor, memoryview(entries.tobytes()), chunk.table_at + ENTRY_BYTES * first)
+        except OSError as error:
+            chunk.gone = chunk.gone or error.errno == errno.ENOENT
+            self.cache.failed(error)
+            return
+        chunk.verified[first : first + len(starts)] = 1
+
+    def _check(self, chunk: _Chunk, page: int) -> bool:
+        """Whether a page is there; its bytes are compared with its checksum once."""
+        number = page - chunk.first
+        if chunk.verified[number]:
+            return True
+        expected = int(chunk.table[number])
+        if not expected:
+            return False
+        if layout.checksum(chunk.view.data[number * PAGE_BYTES : (number + 1) * PAGE_BYTES]) != expected:
+            log.warning("%s: page %d is damaged; it is fetched again", self.folder, page)
+            self._forget(chunk, number)
+            return False
+        chunk.verified[number] = 1
+        return True
+
+    def _forget(self, chunk: _Chunk, number: int) -> None:
+        try:
+            with layout.Opened(chunk.path, os.O_RDWR) as descriptor:
+                if _identity(descriptor) == chunk.identity:
+                    os.pwrite(descriptor, bytes(ENTRY_BYTES), chunk.table_at + ENTRY_BYTES * number)
+        except OSError as error:
+            self.cache.failed(error)
+
+    def _claim(self, first: int, last: int) -> bool:
+        """Take the right to fetch pages: among this process's threads by a set, among processes by a lock of the kernel."""
+        with self._released:
+            if any(page in self._claimed for page in range(first, last)):
+                return False
+            try:
+                if not self._presence.claim(self.name, first, last):
+                    return False
+            except OSError as error:
+                self.cache.failed(error)  # a file system without locks
+            self._claimed.update(range(first, last))
+            return True
+
+    def _unclaim(self, first: int, last: int) -> None:
+        with self._released:
+            self._claimed.difference_update(range(first, last))
+            self._presence.unclaim(self.name, first, last)
+            self._released.notify_all()
+
+    def _chunk(self, page: int) -> _Chunk | None:
+        """The chunk of a page, mapped; None: there is no room for it now, or the disk failed."""
+        if not self.cache.usable:
+            return None
+        number = page * PAGE_BYTES // self.cache.chunk_bytes
+        found = self._chunks.get(number)
+        if found is not None:
+            return found
+        with self._opening:
+            if number not in self._chunks:
+                try:
+                    return self._open_chunk(number)
+                except OSError as error:
+                    self.cache.failed(error)
+                    return None
+            return self._chunks[number]
+
+    def _open_chunk(self, number: int) -> _Chunk | None:
+        size = min(self.cache.chunk_bytes, self.size - number * self.cache.chunk_bytes)
+        path = self.folder / f"{number}.data"
+        for _ in range(2):
+            try:
+                with layout.Opened(path, os.O_RDONLY) as descriptor:
+                    if layout.regular_size(descriptor) == layout.file_bytes(size):
+                        return self._map(number, path, descriptor, size)
+            except FileNotFoundError:
+                pass
+            if not self.cache.room.reserve(path, layout.file_bytes(size), self._about):
+                return None
+        return None  # removed again by others
+
+    def _map(self, number: int, path: Path, descriptor: int, size: int) -> _Chunk:
+        mapped = map_file(descriptor, layout.file_bytes(size), path)
+        start = number * self.cache.chunk_bytes
+        first = start // PAGE_BYTES
+        chunk = _Chunk(
+            start=start,
+            first=first,
+            path=str(path),
+            identity=_identity(descriptor),
+            view=mapped[:size],
+            table=mapped[layout.table_at(size) :].view("<u8"),
+            verified=self.verified[first : first + layout.pages_of(size)],
+            table_at=layout.table_at(size),
+        )
+        if not _mapped.take(self):
+            chunk.verified = np.zeros_like(chunk.verified)  # nobody else may rely on what is mapped for this read only
+            return chunk
+        self.address[number] = int(mapped.__array_interface__["data"][0])
+        self._chunks[number] = chunk
+        return chunk
+
+
+class _Mapped:
+    """How many chunks this process keeps mapped."""
+
+    def __init__(self) -> None:
+        self.count = 0
+        self._lock = threading.RLock()  # the collector may let go of one while another is taken
+
+    def take(self, owner: CachedObject) -> bool:
+        """One more, as long as its owner lives; False: that would be too many."""
+        with self._lock:
+            if self.count >= MOST_MAPPED:
+                return False
+            self.count += 1
+        weakref.finalize(owner, self._let_go).atexit = False
+        return True
+
+    def _let_go(self) -> None:
+        with self._lock:
+            self.count -= 1
+
+
+_mapped = _Mapped()
+
+
+def _identity(descriptor: int) -> tuple[int, int]:
+    found = os.fstat(descriptor)
+    return found.st_dev, found.st_ino
+
+
+def _write_all(descriptor: int, view: memoryview, at: int) -> None:
+    written = 0
+    while written < len(view):
+        written += os.pwrite(descriptor, view[written:], at + written)
+
+
+def _after_fork() -> None:
+    global _lock
+    _lock = threading.RLock()  # another thread of the parent may have held it
+
+
+os.register_at_fork(after_in_child=_after_fork)
