@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from streammega.config import DataConfig as DataConfig
+    from streammega.config import FieldsConfig as FieldsConfig
     from streammega.config import StorageConfig as StorageConfig
     from streammega.errors import StreammegaError as StreammegaError
     from streammega.index import IndexedDataset as IndexedDataset
@@ -20,6 +21,11 @@ if TYPE_CHECKING:
     from streammega.samples import SFTDataset as SFTDataset
     from streammega.samples import build_datasets as build_datasets
     from streammega.samples import locate as locate
+    from streammega.samples.fields import attention_mask as attention_mask
+    from streammega.samples.fields import batch_fields as batch_fields
+    from streammega.samples.fields import cu_seqlens as cu_seqlens
+    from streammega.samples.fields import loss_mask as loss_mask
+    from streammega.samples.fields import position_ids as position_ids
     from streammega.stream import MegatronBatchSampler as MegatronBatchSampler
     from streammega.stream import StreamingDataset as StreamingDataset
     from streammega.stream import StreamLoader as StreamLoader
@@ -31,6 +37,7 @@ __version__ = "0.1.0"
 # Loaded at first use: `import streammega` and the command line stay fast, and torch is not needed to convert.
 _HOMES = {
     "DataConfig": "streammega.config",
+    "FieldsConfig": "streammega.config",
     "StorageConfig": "streammega.config",
     "StreammegaError": "streammega.errors",
     "IndexedDataset": "streammega.index",
@@ -44,6 +51,11 @@ _HOMES = {
     "SFTDataset": "streammega.samples",
     "build_datasets": "streammega.samples",
     "locate": "streammega.samples",
+    "attention_mask": "streammega.samples.fields",
+    "batch_fields": "streammega.samples.fields",
+    "cu_seqlens": "streammega.samples.fields",
+    "loss_mask": "streammega.samples.fields",
+    "position_ids": "streammega.samples.fields",
     "MegatronBatchSampler": "streammega.stream",
     "StreamingDataset": "streammega.stream",
     "StreamLoader": "streammega.stream",

@@ -85,25 +85,11 @@ MOST_DATASETS = 32766
 
 
 @dataclass(frozen=True, kw_only=True)
-class DataConfig:
-    """What is read, and in which order."""
+class FieldsConfig:
+    """Which fields are made of the ids of a sample: what `batch_fields` needs of a DataConfig, for ids from elsewhere."""
 
-    blend: Blend | None = None
-    """Datasets: a prefix, [prefix, ...], [(prefix, weight), ...], or a string "0.3 a 0.7 b". Paths or URLs."""
-    blend_per_split: Sequence[Blend | None] | None = None
-    """Instead of `blend` and `split`: a blend for train, valid and test each; None where there is none."""
-    blend_schedule: Sequence[tuple[int, Sequence[float]]] | None = None
-    """Stream order: [(first sample, weights)], weights for the datasets of `blend` from then on; one may be zero for a while.
-    A segment at 0 replaces the blend's own weights. Segments past the cursor of a run may still be changed."""
     sequence_length: int
     """Tokens of a sample, S."""
-    split: str = "1,0,0"
-    """Shares of train, valid and test, cut by sequence."""
-    seed: int = 1234
-    order: Order = "megatron"
-    """`megatron`: Megatron's shuffle, bit for bit. `stream`: shuffled for object storage. `sequential`: as files lie."""
-    num_samples: tuple[int, int, int] | None = None
-    """Samples asked of train, valid and test; they define the Megatron order, epochs included."""
     eod_id: int | None = None
     """The id that ends documents."""
     pad_id: int | None = None
@@ -118,6 +104,43 @@ class DataConfig:
     """Tokens do not attend over an eod_id: the loader adds "cu_seqlens", and an attention mask that is made says so."""
     create_attention_mask: bool = False
     """Add "attention_mask", bool [batch, 1, S, S], True where attention is forbidden."""
+    vocab_size: int | None = None
+    """When given, a token id at or past it is an error."""
+
+    def __post_init__(self) -> None:
+        if self.sequence_length < 1:
+            raise ConfigError(f"sequence_length is {self.sequence_length}; it must be at least 1")
+        if (self.eod_mask_loss or self.reset_position_ids or self.reset_attention_mask) and self.eod_id is None:
+            raise ConfigError(
+                "eod_mask_loss, reset_position_ids and reset_attention_mask need eod_id, the id that ends documents"
+            )
+
+    @property
+    def effective_pad_id(self) -> int:
+        """The padding id in use: -1 when there is none, or when it collides with eod_id and that is not allowed."""
+        if self.pad_id is None or (self.pad_id == self.eod_id and not self.allow_ambiguous_pad_tokens):
+            return -1
+        return self.pad_id
+
+
+@dataclass(frozen=True, kw_only=True)
+class DataConfig(FieldsConfig):
+    """What is read, and in which order."""
+
+    blend: Blend | None = None
+    """Datasets: a prefix, [prefix, ...], [(prefix, weight), ...], or a string "0.3 a 0.7 b". Paths or URLs."""
+    blend_per_split: Sequence[Blend | None] | None = None
+    """Instead of `blend` and `split`: a blend for train, valid and test each; None where there is none."""
+    blend_schedule: Sequence[tuple[int, Sequence[float]]] | None = None
+    """Stream order: [(first sample, weights)], weights for the datasets of `blend` from then on; one may be zero for a while.
+    A segment at 0 replaces the blend's own weights. Segments past the cursor of a run may still be changed."""
+    split: str = "1,0,0"
+    """Shares of train, valid and test, cut by sequence."""
+    seed: int = 1234
+    order: Order = "megatron"
+    """`megatron`: Megatron's shuffle, bit for bit. `stream`: shuffled for object storage. `sequential`: as files lie."""
+    num_samples: tuple[int, int, int] | None = None
+    """Samples asked of train, valid and test; they define the Megatron order, epochs included."""
     add_extra_token: bool = True
     """Samples carry S + 1 tokens, so that every position has a label."""
     drop_last_partial_validation_sequence: bool = True
@@ -134,8 +157,6 @@ class DataConfig:
     """Stream order: bytes that are shuffled as one."""
     skip_samples: Sequence[tuple[int, int]] = ()
     """Ranges [start, stop) of global sample ids to pass over: whole global batches."""
-    vocab_size: int | None = None
-    """When given, a token id at or past it is an error."""
     index_cache_dir: str | Path | None = None
     """Where `.idx` copies and built indices go; default ~/.cache/streammega."""
     shared_index_url: str | None = None
@@ -153,6 +174,7 @@ class DataConfig:
         for blend in (self.blend, *(self.blend_per_split or ())):
             if blend is not None:
                 parse_blend(blend)
+        super().__post_init__()
         self._check_numbers()
         if self.multiple_validation_sets and self.blend_per_split is None:
             raise ConfigError("multiple_validation_sets needs blend_per_split, whose valid entry names them")
@@ -165,7 +187,7 @@ class DataConfig:
             object.__setattr__(self, "index_cache_dir", local_folder(self.index_cache_dir))
 
     def _check_numbers(self) -> None:
-        for name, least in (("sequence_length", 1), ("block_bytes", 1), ("lanes", 1)):
+        for name, least in (("block_bytes", 1), ("lanes", 1)):
             value = getattr(self, name)
             if value is not None and value < least:
                 raise ConfigError(f"{name} is {value}; it must be at least {least}")
@@ -173,10 +195,6 @@ class DataConfig:
             raise ConfigError(f"seed is {self.seed}; it must lie in [0, 2**32)")
         if self.order not in ORDERS:
             raise ConfigError(f"order is {self.order!r}; it must be 'megatron', 'stream' or 'sequential'")
-        if (self.eod_mask_loss or self.reset_position_ids or self.reset_attention_mask) and self.eod_id is None:
-            raise ConfigError(
-                "eod_mask_loss, reset_position_ids and reset_attention_mask need eod_id, the id that ends documents"
-            )
         if self.num_samples is not None and (len(self.num_samples) != 3 or min(self.num_samples) < 0):
             raise ConfigError(f"num_samples is {self.num_samples}; it takes three counts: (train, valid, test)")
         if not self.surplus >= 0:
@@ -195,13 +213,6 @@ class DataConfig:
                     f"blend_schedule at sample {start} needs {datasets} weights, none negative, not all zero, and a finite sum"
                 )
             first = start
-
-    @property
-    def effective_pad_id(self) -> int:
-        """The padding id in use: -1 when there is none, or when it collides with eod_id and that is not allowed."""
-        if self.pad_id is None or (self.pad_id == self.eod_id and not self.allow_ambiguous_pad_tokens):
-            return -1
-        return self.pad_id
 
 
 def parse_blend(blend: Blend) -> tuple[tuple[str, ...], tuple[float, ...] | None]:

@@ -53,27 +53,56 @@ def zero_padding(ids, pad) -> None:  # type: ignore[no-untyped-def]  # pragma: n
 
 
 @kernel
-def make_mask(ids, pad, eod, mask_eod, mask) -> None:  # type: ignore[no-untyped-def]  # pragma: no cover - compiled
-    """mask float32 [samples, S]: 0 where the label, ids[:, 1:], is `pad` and, with `mask_eod`, where the token is `eod`.
+def make_mask(tokens, labels, pad, eod, mask_eod, mask) -> None:  # type: ignore[no-untyped-def]  # pragma: no cover
+    """mask float32 [samples, S]: 0 where the label is `pad` and, with `mask_eod`, where the token is `eod`.
 
-    ids int64 [samples, S + 1]; tokens are ids[:, :-1].
+    tokens, labels: int64 [samples, S].
     """
     for r in range(len(mask)):
-        row, token, label = mask[r], ids[r, :-1], ids[r, 1:]
+        row, token, label = mask[r], tokens[r], labels[r]
         for c in range(len(row)):
             masked = label[c] == pad or (mask_eod and token[c] == eod)
             row[c] = np.float32(0.0) if masked else np.float32(1.0)
 
 
 @kernel
-def make_positions(ids, eod, positions) -> None:  # type: ignore[no-untyped-def]  # pragma: no cover - compiled
-    """positions int64 [samples, S]: counted from 0, and anew after every `eod` of ids [samples, S + 1]."""
+def make_positions(tokens, eod, positions) -> None:  # type: ignore[no-untyped-def]  # pragma: no cover - compiled
+    """positions int64 [samples, S]: counted from 0, and anew after every `eod` of tokens [samples, S]."""
     samples, length = positions.shape
     for r in range(samples):
         position = 0
         for c in range(length):
             positions[r, c] = position
-            position = 0 if ids[r, c] == eod else position + 1
+            position = 0 if tokens[r, c] == eod else position + 1
+
+
+@kernel
+def count_up(positions) -> None:  # type: ignore[no-untyped-def]  # pragma: no cover - compiled
+    """positions int64 [samples, S]: 0 to S - 1 in each row."""
+    for r in range(len(positions)):
+        row = positions[r]
+        for c in range(len(row)):
+            row[c] = c
+
+
+@kernel
+def forbid(bounds, mask) -> None:  # type: ignore[no-untyped-def]  # pragma: no cover - compiled
+    """mask bool [samples, S, S]: True where row r, a token, may not attend to column c: later ones and other documents.
+
+    bounds: int32 [samples, n], where the documents of each sample begin, from 0 on, filled up with S.
+    """
+    for s in range(len(mask)):
+        first, following = 0, 1
+        for r in range(mask.shape[1]):
+            while following < bounds.shape[1] and bounds[s, following] <= r:
+                first, following = bounds[s, following], following + 1
+            row = mask[s, r]
+            for c in range(first):
+                row[c] = True
+            for c in range(first, r + 1):
+                row[c] = False
+            for c in range(r + 1, len(row)):
+                row[c] = True
 
 
 @kernel

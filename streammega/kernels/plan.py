@@ -54,6 +54,35 @@ def gather_rows(  # type: ignore[no-untyped-def]  # pragma: no cover - compiled
 
 
 @kernel
+def gather_shifted(  # type: ignore[no-untyped-def]  # pragma: no cover - compiled
+    like, kind, kinds, table, slot, offset, size, file, column, splits, tokens, labels, valid
+):
+    """As `gather_rows`, of samples of S + 1 ids: the first S into tokens [samples, S], the last S into labels [samples, S].
+
+    Each is contiguous. The second copy of a row reads it from the nearest cache.
+    """
+    width = tokens.shape[1] + 1
+    for i in range(len(valid)):
+        valid[i] = 0
+        for r in range(splits[i], splits[i + 1]):
+            n, first = size[r], column[r]
+            valid[i] += n
+            if first < 0 or n < 0 or first + n > width:
+                return False
+            if n == 0 or kinds[file[r]] != kind:
+                continue
+            source = carray(pointer_to(table[slot[r]] + offset[r], like), (n,))
+            target = tokens[i, first : first + n]  # without the id in column S, if the row has it
+            for k in range(len(target)):
+                target[k] = source[k]
+            skipped = 1 if first == 0 else 0
+            target = labels[i, first + skipped - 1 : first + n - 1]
+            for k in range(len(target)):
+                target[k] = source[k + skipped]
+    return True
+
+
+@kernel
 def copy_bytes(like, source, size, target) -> None:  # type: ignore[no-untyped-def]  # pragma: no cover - compiled
     """Copy size[i] bytes from address source[i] to address target[i], for each i. `like`: an empty uint8 array."""
     for i in range(len(source)):

@@ -1,18 +1,19 @@
-"""Fields from ids in their stored width, on the device that trains. Equal to `samples.fields`, which does it for the CPU."""
+"""The fields of a rank: from ids in their stored width, on the device that trains, of the tokens that it keeps."""
 
 from __future__ import annotations
 
 from dataclasses import replace
-from functools import lru_cache
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from streammega.config import DataConfig
 from streammega.errors import ConfigError
 from streammega.ranks.context import Bounds, split_batch
-from streammega.samples.fields import Batch, batch_fields
+from streammega.samples.fields import Batch, batch_fields, torch_dtype
+from streammega.samples.fields_torch import device_fields
+
+__all__ = ["device_fields", "needs_whole_samples", "rank_fields", "torch_dtype"]
 
 
 def needs_whole_samples(config: DataConfig) -> bool:
@@ -39,68 +40,10 @@ def rank_fields(ids: Tensor, valid: Tensor, config: DataConfig, bounds: Bounds, 
     samples = len(ids) // count
     kept = {name: batch[name].reshape(samples, count * length) for name in ("tokens", "labels", "loss_mask")}
     starts = torch.cat([torch.arange(start, stop, device=ids.device) for start, stop in bounds])
-    return kept | {"position_ids": starts.expand(samples, -1)}
+    return kept | {"position_ids": starts.repeat(samples, 1)}
 
 
 def _fields(ids: Tensor, valid: Tensor, config: DataConfig) -> Batch:
     if ids.device.type == "cpu":
-        return batch_fields(ids.numpy(), valid.numpy(), config, bounds=True)
+        return batch_fields(ids, valid, config, bounds=True)
     return device_fields(ids, valid, config)
-
-
-def device_fields(ids: Tensor, valid: Tensor, config: DataConfig) -> Batch:
-    """What `samples.fields.batch_fields` makes, by torch on any device. ids: [samples, S + 1] of any integer dtype."""
-    samples, length = len(ids), config.sequence_length
-    pad, eod = config.effective_pad_id, -1 if config.eod_id is None else config.eod_id
-    whole = _widen(ids)
-    column = torch.arange(length + 1, device=ids.device)
-    whole = torch.where(column < valid[:, None], whole, pad)
-    documents = whole
-    padding = whole == pad
-    whole = whole.masked_fill(padding, 0)
-    tokens, labels = whole[:, :-1], whole[:, 1:]
-    masked = padding[:, 1:]
-    if config.eod_mask_loss:
-        masked = masked | (documents[:, :-1] == eod)
-    ends = documents[:, :-1] == eod
-    position = column[:-1].expand(samples, -1)
-    begins = torch.zeros_like(position)
-    begins[:, 1:] = torch.where(ends[:, :-1], position[:, 1:], 0)
-    first = begins.cummax(1).values  # where the document of each token begins
-    batch = {
-        "tokens": tokens,
-        "labels": labels,
-        "loss_mask": (~masked).float(),
-        "position_ids": position - first if config.reset_position_ids else position,
-    }
-    if config.reset_attention_mask:
-        batch["cu_seqlens"] = _cu_seqlens(first)
-    if config.create_attention_mask:
-        later = torch.ones(length, length, dtype=torch.bool, device=ids.device).triu(1).expand(samples, -1, -1)
-        other = first[:, :, None] != first[:, None, :] if config.reset_attention_mask else later
-        batch["attention_mask"] = (later | other)[:, None]
-    return batch
-
-
-def _cu_seqlens(first: Tensor) -> Tensor:
-    """Bounds of documents from the beginning of each token's document, int64 [samples, S]."""
-    samples, length = first.shape
-    own = torch.arange(length, device=first.device)
-    bounds = torch.where(first == own, own, length).sort(1).values
-    most = int((bounds < length).sum(1).max())
-    bounds = torch.cat([bounds, bounds.new_full((samples, 1), length)], 1)
-    return bounds[:, : most + 1].to(torch.int32)
-
-
-def _widen(ids: Tensor) -> Tensor:
-    """int64; where a device has no unsigned integers, their bits are widened by hand."""
-    if ids.dtype in (torch.uint16, torch.uint32):
-        signed, mask = (torch.int16, 0xFFFF) if ids.dtype == torch.uint16 else (torch.int32, 0xFFFFFFFF)
-        return ids.view(signed).to(torch.int64) & mask
-    return ids.to(torch.int64)
-
-
-@lru_cache(maxsize=64)
-def torch_dtype(dtype: np.dtype[np.generic]) -> torch.dtype:
-    """The torch dtype of stored ids."""
-    return torch.from_numpy(np.empty(0, dtype)).dtype

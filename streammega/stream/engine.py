@@ -1,6 +1,6 @@
 """From positions to batches: one thread plans, waits for what was fetched, and gathers; the transport's threads fetch.
 
-    positions ─► Planner ─► holdings ─► Fetcher (threads) ─► buffers ─► gather_rows ─► Ring ─► ready slabs ─► the training loop
+    positions ─► Planner ─► holdings ─► Fetcher (threads) ─► buffers ─► gather_* ─► ready slabs ─► the training loop
 
 The order of everything is that of need. Nothing is fetched that the plan does not use.
 """
@@ -23,14 +23,15 @@ from numpy.typing import NDArray
 from streammega.errors import StreammegaError
 from streammega.kernels.batch import fill_tails
 from streammega.kernels.parallel import num_threads
-from streammega.kernels.plan import count_down, gather_rows
-from streammega.samples.fields import Batch, Derived, derive, document_fields
+from streammega.kernels.plan import count_down, gather_rows, gather_shifted
+from streammega.samples.fields import Batch, derive, torch_dtype
 from streammega.storage.base import address_of
 from streammega.storage.derived import is_local
 from streammega.storage.fetcher import Fetcher, Holding, Read
 from streammega.stream.planner import Bounds, Span
 from streammega.stream.reader import lanes_from, local_addresses, open_reader
-from streammega.stream.ring import Ring
+from streammega.stream.ring import batch_memory
+from streammega.stream.slab import Finisher, Slab
 from streammega.stream.staging import Stager
 from streammega.stream.stats import Stats
 
@@ -45,18 +46,6 @@ SECONDS_AHEAD = 20.0
 """What the caller will take in this time is planned ahead, no more: a slow caller needs its cores for other things."""
 READY_SLABS = 4
 """Slabs made ahead at least: with fewer, the two threads wait for each other at every one."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Slab:
-    """Gathered micro-batches: ids [batches, micro_batch_size, S + 1], what is derived from them, and their positions."""
-
-    consumed: list[int]
-    ids: torch.Tensor
-    valid: torch.Tensor | None
-    loss_mask: torch.Tensor | None
-    position_ids: torch.Tensor | None
-    others: list[Batch]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -102,7 +91,7 @@ class Engine:
         self._fetcher = Fetcher(storage, budget) if self._reader.remote else None
         self.stats.attach(self._fetcher, self._reader.files)
         self._stager: Stager | None = None
-        self._ring = Ring(reuse=torch.utils.data.get_worker_info() is None)
+        self._allocate = batch_memory()
         self._holdings: dict[int, Holding] = {}
         self._mapped = local_addresses(self._reader.files, self._reader.table.local)
         slots = self._reader.planner.slots
@@ -122,7 +111,7 @@ class Engine:
         self._thread.start()
         if self._reader.scattered and self._dataset.config.storage.cache_dir is not None:
             self._stager = self.stats.stager = Stager(self._reader.files, self._dataset.config.storage)
-        maker = BatchMaker(self._dataset.config.sequence_length, self._dataset.micro_batch_size, ids_only=self._ids_only)
+        finish = Finisher(self._dataset.config, self._rows, self._allocate)
         asked = time.perf_counter()
         try:
             while True:
@@ -133,10 +122,11 @@ class Engine:
                     return
                 given = time.perf_counter()
                 self.stats.handed_out(len(slab.consumed), given - asked, self._ready.qsize())
-                batches, taken = maker.make(slab), len(slab.consumed)
+                batches, taken = slab.batches(), len(slab.consumed)
                 del slab
                 while batches:
-                    maker.complete(batches[0][1])
+                    if not self._ids_only:
+                        finish.complete(batches[0][1])
                     yield batches.popleft()  # not referred to here: its memory is free as soon as the caller lets go
                 asked = time.perf_counter()
                 self.stats.step(asked - given)
@@ -291,47 +281,49 @@ class Engine:
             began = time.perf_counter()
             self._fetcher.wait(pending.holdings)
             self.stats.fetch_wait += time.perf_counter() - began
-        config, slots = self._dataset.config, self._reader.planner.slots
+        slots = self._reader.planner.slots
         for holding in pending.holdings:
             assert holding.buffer is not None
             slots.address[holding.slot] = address_of(holding.buffer)
-        samples, width = pending.last - pending.first, self._width
-        out = self._ring.take((samples, width), self._reader.dtype if self._ids_only else np.int64)
-        valid = self._copy_rows(pending, out)
-        shape = (len(pending.consumed), self._rows)
-        partial = bool((valid < width).any())
-        others: list[Batch] = [{} for _ in pending.consumed]
-        derived = Derived(loss_mask=None, position_ids=None)
-        if self._ids_only:
-            if partial:
-                fill_tails(out, valid, 0)
-        else:
-            if config.create_attention_mask or config.reset_attention_mask:
-                parts = zip(np.split(out, shape[0]), np.split(valid, shape[0]), strict=True)
-                others = [document_fields(ids, own, config, bounds=True) for ids, own in parts]
-            derived = derive(out, valid, config, self._reader.dtype.kind == "u", self._ring.take)
+        slab = self._gather_ids(pending) if self._ids_only else self._gather_fields(pending)
         self._count_down(pending)
-        return Slab(
-            consumed=pending.consumed,
-            ids=torch.from_numpy(out).view(*shape, width),
-            valid=torch.from_numpy(valid).view(shape) if self._ids_only else None,
-            loss_mask=_tensor(derived.loss_mask, shape),
-            position_ids=_tensor(derived.position_ids, shape),
-            others=others,
-        )
+        return slab
 
-    def _copy_rows(self, pending: _Pending, out: NDArray[Any]) -> NDArray[np.int64]:
-        """The ids of a slab's samples into out [samples, S + 1]; returns how many each has."""
+    def _gather_ids(self, pending: _Pending) -> Slab:
+        """Ids in their stored width, and how many of each row are not padding; the rest of a row is 0."""
+        samples, batches = pending.last - pending.first, len(pending.consumed)
+        ids = self._allocate((samples, self._width), torch_dtype(self._reader.dtype))
+        valid = self._allocate((samples,), torch.int64)
+        self._copy_rows(gather_rows, pending, [ids.numpy()], valid.numpy())
+        if bool((valid < self._width).any()):
+            fill_tails(ids.numpy(), valid.numpy(), 0)
+        fields = {"ids": ids.view(batches, self._rows, self._width), "valid": valid.view(batches, self._rows)}
+        return Slab(consumed=pending.consumed, fields=fields)
+
+    def _gather_fields(self, pending: _Pending) -> Slab:
+        """Tokens, labels and what is derived from them, each contiguous."""
+        batches, shape = len(pending.consumed), (pending.last - pending.first, self._width - 1)
+        tokens, labels = self._allocate(shape, torch.int64), self._allocate(shape, torch.int64)
+        valid = np.empty(shape[0], np.int64)
+        self._copy_rows(gather_shifted, pending, [tokens.numpy(), labels.numpy()], valid)
+        unsigned = self._reader.dtype.kind == "u"
+        derived = derive(
+            tokens, labels, valid, self._dataset.config, unsigned=unsigned, allocate=self._allocate, rows=self._rows
+        )  # fmt: skip
+        made = {"tokens": tokens, "labels": labels, "loss_mask": derived.loss_mask, "position_ids": derived.position_ids}
+        fields = {name: field.view(batches, self._rows, -1) for name, field in made.items() if field is not None}
+        return Slab(consumed=pending.consumed, fields=fields, cu_seqlens=derived.cu_seqlens)
+
+    def _copy_rows(self, gather: Any, pending: _Pending, out: list[NDArray[Any]], valid: NDArray[np.int64]) -> None:
+        """The ids of a slab's samples into `out`, as the kernel `gather` lays them, and how many each has into `valid`."""
         span, reader = pending.span, self._reader
-        valid = np.empty(len(out), np.int64)
         for dtype, kind in reader.kind_of.items():
-            good = gather_rows(
+            good = gather(
                 np.empty(0, dtype), kind, reader.kinds, reader.planner.slots.address, span.slot, span.offset, span.size,
-                span.file, span.column, span.row_splits[pending.first : pending.last + 1], out, valid,
+                span.file, span.column, span.row_splits[pending.first : pending.last + 1], *out, valid,
             )  # fmt: skip
             if not good:
                 raise AssertionError("rows of a sample exceed its width")
-        return valid
 
     def _count_down(self, pending: _Pending) -> None:
         span, slots = pending.span, self._reader.planner.slots
@@ -344,59 +336,3 @@ class Engine:
         if freed and self._fetcher is not None:
             self._fetcher.release([self._holdings.pop(slot) for slot in freed])
             self._reader.planner.slots.put_back(freed)
-
-
-class BatchMaker:
-    """Batches of a slab as dicts of tensors. Those without anything of their own share one loss mask and one array of positions.
-
-    A shared tensor that somebody wrote to is left to them, and made anew.
-    """
-
-    def __init__(self, sequence_length: int, micro_batch_size: int, *, ids_only: bool) -> None:
-        self._shape, self._ids_only = (micro_batch_size, sequence_length), ids_only
-        self._shared: dict[str, tuple[torch.Tensor, int]] = {}
-
-    def make(self, slab: Slab) -> deque[tuple[int, Batch]]:
-        """(consumed, batch) of all micro-batches of a slab, each to be completed when it is handed out."""
-        if self._ids_only:
-            assert slab.valid is not None
-            pairs = zip(slab.consumed, slab.ids.unbind(), slab.valid.unbind(), strict=True)
-            return deque((consumed, {"ids": ids, "valid": valid}) for consumed, ids, valid in pairs)
-        tokens, labels = slab.ids[:, :, :-1].unbind(), slab.ids[:, :, 1:].unbind()
-        plain = ()
-        masks = slab.loss_mask.unbind() if slab.loss_mask is not None else plain
-        positions = slab.position_ids.unbind() if slab.position_ids is not None else plain
-        return deque(
-            (
-                slab.consumed[n],
-                {
-                    "tokens": tokens[n],
-                    "labels": labels[n],
-                    **({"loss_mask": masks[n]} if masks else {}),
-                    **({"position_ids": positions[n]} if positions else {}),
-                    **slab.others[n],
-                },
-            )
-            for n in range(len(tokens))
-        )
-
-    def complete(self, batch: Batch) -> None:
-        """Add what the batch shares with others, as late as possible: by now a caller may have written to it."""
-        if not self._ids_only:
-            for name in ("loss_mask", "position_ids"):
-                if name not in batch:
-                    batch[name] = self._plain(name)
-
-    def _plain(self, name: str) -> torch.Tensor:
-        tensor, version = self._shared.get(name, (None, -1))
-        if tensor is None or tensor._version != version:
-            if name == "loss_mask":
-                tensor = torch.ones(self._shape, dtype=torch.float32)
-            else:
-                tensor = torch.arange(self._shape[1]).repeat(self._shape[0], 1)
-            self._shared[name] = (tensor, tensor._version)
-        return tensor
-
-
-def _tensor(array: NDArray[Any] | None, shape: tuple[int, int]) -> torch.Tensor | None:
-    return None if array is None else torch.from_numpy(array).view(*shape, -1)

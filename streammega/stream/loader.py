@@ -58,8 +58,9 @@ class StreamLoader:
         metrics_port: serve `stats()` to Prometheus on this port (0: a free one, in `metrics_address`); needs
             `pip install 'streammega[metrics]'`.
 
-    "tokens" and "labels" of a batch are views of one array (use `reshape`, not `view`, to flatten them); batches that need no
-    mask or positions of their own share them. Memory of a batch is used again when nobody refers to it any more.
+    Every field of a batch is contiguous, in memory that no other batch shares; where CUDA can be used, it is pinned by torch, so
+    a batch may be dropped right after `.to("cuda", non_blocking=True)`. "labels" are shifted already: models of Hugging Face,
+    which shift what they get as `labels`, take them as `shift_labels`.
     """
 
     def __init__(
