@@ -28,6 +28,7 @@ from streammega.errors import (
 )
 from streammega.redaction import redact
 from streammega.storage.base import Buffer, Bytes, ObjectInfo, Span, check_etag, ended_early, fill, throttled, wrong_length
+from streammega.storage.clouds import cloud_arguments
 from streammega.storage.descriptors import blame_limit, blame_limit_of_connection
 from streammega.storage.fsspec_store import FsspecStore
 from streammega.storage.options import client_options, s3_arguments
@@ -207,15 +208,13 @@ class ObstoreStore:
         try:
             if self.scheme in ("s3", "oss"):
                 return obstore.store.S3Store(self.root, retry_config=retry, **self._s3_arguments())
-            options = dict(self._config.storage_options)
             url = f"{self.scheme}://{self.root}"
-            client: Any = client_options(self._config, url, options.pop("client_kwargs", None) or {})
             if self.scheme in ("http", "https"):
+                client_kwargs = self._config.storage_options.get("client_kwargs") or {}
+                client: Any = client_options(self._config, url, client_kwargs)
                 return obstore.store.HTTPStore.from_url(url, client_options=client, retry_config=retry)
-            if options.pop("anon", False) or options.get("token") == "anon":
-                options = {"skip_signature": True}
             from_url: Any = obstore.store.from_url  # its overloads differ by scheme
-            return from_url(url, config=options, client_options=client, retry_config=retry)
+            return from_url(url, retry_config=retry, **cloud_arguments(self.scheme, self._config))
         except StreammegaError:
             raise
         except Exception as error:
