@@ -14,7 +14,15 @@ from typing import Any
 import numpy as np
 import pytest
 
-from streammega import DataConfig, IndexedDataset, IndexedDatasetWriter, StorageConfig, StreamLoader, build_datasets
+from streammega import (
+    DataConfig,
+    IndexedDataset,
+    IndexedDatasetWriter,
+    StorageConfig,
+    StreamingDataset,
+    StreamLoader,
+    build_datasets,
+)
 from streammega.errors import ConfigError, ObjectChangedError, StorageError
 from streammega.storage.base import fill
 from streammega.storage.local import LocalStore
@@ -89,6 +97,38 @@ def test_a_loader_made_later_in_the_same_process_reads_the_file_that_is_there_th
         config = DataConfig(blend=[shard], sequence_length=64, order="stream")
         with StreamLoader(config, micro_batch_size=2, global_batch_size=2, dp_rank=0, dp_size=1) as loader:
             assert (next(iter(loader))["tokens"] == value).all()
+
+
+def test_a_worker_that_maps_the_file_anew_notices_that_it_changed(tmp_path: Path) -> None:
+    shard = write_shard(tmp_path / "shard", 5)
+    config = DataConfig(blend=[shard], sequence_length=64, order="stream")
+    dataset = StreamingDataset(config, micro_batch_size=2, global_batch_size=2, dp_rank=0, dp_size=1)
+    assert (next(iter(dataset))["tokens"] == 5).all()
+    sent = pickle.dumps(dataset)
+    CHANGES["made smaller"](Path(f"{shard}.bin"))
+    with pytest.raises(ObjectChangedError, match=r"shard\.bin"):
+        next(iter(pickle.loads(sent)))  # noqa: S301
+
+
+MORE_SHARDS_THAN_DESCRIPTORS = """
+import resource, sys
+from pathlib import Path
+from streammega import DataConfig, StreamLoader
+from tests.test_local_files import write_shard
+
+for number in range(150):
+    write_shard(Path(sys.argv[1]) / "data" / f"{number:03d}", number, tokens=400)
+resource.setrlimit(resource.RLIMIT_NOFILE, (100, 100))
+for order in ("stream", "megatron"):
+    config = DataConfig(blend=[f"{sys.argv[1]}/data/"], sequence_length=16, order=order, num_samples=(3000, 0, 0),
+                        index_cache_dir=Path(sys.argv[1]) / "cache")
+    with StreamLoader(config, micro_batch_size=100, global_batch_size=100, dp_rank=0, dp_size=1) as loader:
+        print(order, len({int(token) for batch in loader for token in batch["tokens"].reshape(-1)}))
+"""
+
+
+def test_more_shards_than_there_may_be_open_files_are_read(tmp_path: Path) -> None:
+    assert outcome(MORE_SHARDS_THAN_DESCRIPTORS, tmp_path).splitlines() == ["stream 150", "megatron 150"]
 
 
 class TestViews:

@@ -334,6 +334,8 @@ def _copy_bucket(documents: Documents, parts: Integers, chosen: Integers, writer
         data = data if indexed.dtype == out else _cast(data, indexed.dtype, out, indexed.prefix).view(np.uint8)
         held.append(data)
         ends = np.concatenate([np.zeros(1, np.int64), np.cumsum(own_lengths, dtype=np.int64)]) * out.itemsize
+        if int(ends[-1]) != len(data):  # addresses go to a kernel, which looks no further
+            raise ConvertError(f"{indexed.prefix}: {len(data)} bytes were read of {int(ends[-1])}; convert again with --restart")
         begin, end = bounds[chosen[own]] - first, bounds[chosen[own] + 1] - first
         address[own], sizes[own] = address_of(data) + ends[begin], ends[end] - ends[begin]
         firsts[own], sequences[own] = before + begin, end - begin

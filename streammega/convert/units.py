@@ -376,6 +376,8 @@ def _permuted(batch: Tokens, order: NDArray[np.int64]) -> Tokens:
     data = np.ascontiguousarray(batch.tokens)
     size = batch.document_tokens * data.itemsize
     start = np.cumsum(size) - size
+    if int(size.sum()) != data.nbytes or len(order) != len(size):  # addresses go to a kernel, which looks no further
+        raise ConvertError(f"documents of {int(size.sum())} bytes are to be cut out of {data.nbytes}")
     tokens = np.empty_like(data)
     own = size[order]
     copy_bytes(
