@@ -355,6 +355,15 @@ def plain_tar(texts: int = 30) -> bytes:
     return packed.getvalue()
 
 
+def zeroed(data: bytes, at: int) -> bytes:
+    """As a copy leaves it that reserved the file and lost a part."""
+    return data[:at] + bytes(2048) + data[at + 2048 :]
+
+
+def damaged(data: bytes, at: int) -> bytes:
+    return data[:at] + bytes([data[at] ^ 1]) + data[at + 1 :]
+
+
 BROKEN: dict[str, tuple[str, bytes, str, dict[str, int], int]] = {
     # file name, content, the error, what is counted under --on-error skip, documents that are left
     "broken JSON": ("a.jsonl", GOOD + b'{"text": \n' + GOOD, r"a\.jsonl:2: broken JSON", {"broken record": 1}, 2),
@@ -370,7 +379,19 @@ BROKEN: dict[str, tuple[str, bytes, str, dict[str, int], int]] = {
         -1,
     ),
     "zst cut short": ("a.jsonl.zst", zstandard.compress(GOOD * 9999)[:-4], "cannot be read", {"unreadable file": 1}, -1),
-    "tar cut in a member": ("a.tar", plain_tar()[: 512 * 9 + 2], "cannot be read|cut short", {"unreadable file": 1}, 4),
+    "tar cut in a member": ("a.tar", plain_tar()[: 512 * 9 + 2], r"cannot be read .*a\.tar!4\.txt", {"unreadable file": 1}, 4),
+    "tar with a damaged header": (
+        "a.tar",
+        damaged(plain_tar(), 4096),
+        "header at byte 4,096 is damaged",
+        {"unreadable file": 1},
+        4,
+    ),
+    "tar with a damaged last header": ("a.tar", damaged(plain_tar(), 29696), "header at byte 29,696", {"unreadable file": 1}, 29),
+    "tar with zeros in it": ("a.tar", zeroed(plain_tar(), 1024 * 9), "goes on after its end", {"unreadable file": 1}, 9),
+    "two tars in one": ("a.tar", plain_tar() + plain_tar(), "goes on after its end", {"unreadable file": 1}, 30),
+    "tar compressed in secret": ("a.tar", gzip.compress(plain_tar()), "is compressed", {"unreadable file": 1}, 0),
+    "tar that is none": ("a.tar", GOOD * 999, r"a\.tar: cannot be read", {"unreadable file": 1}, 0),
     "tar cut between members": ("a.tar", plain_tar()[: 512 * 8], "no end; it is cut short", {"unreadable file": 1}, 4),
     "hostile names": ("a.tar", hostile_tar(), "outside of its archive", {"hostile path": 2}, 2),
     "no parquet": ("a.parquet", b"PAR1 nothing", "a.parquet: cannot be read", {"unreadable file": 1}, 0),

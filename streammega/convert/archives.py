@@ -6,7 +6,7 @@ import bz2
 import gzip
 import io
 import lzma
-import tarfile
+import re
 from collections.abc import Iterator
 from typing import Any
 
@@ -18,43 +18,82 @@ from streammega.convert.documents import RawDocument, one_each
 from streammega.convert.inputs import JSON_SUFFIXES, bare_name
 from streammega.convert.options import ConvertOptions
 from streammega.convert.slices import Item, Skipped, Slice, fault, open_stream
+from streammega.convert.tar_end import GOES_ON, TarEnd
 from streammega.convert.zstd import ZstdReader
 from streammega.errors import ConvertError
+from streammega.redaction import redact_urls
+
+SUFFIXES = (".txt", ".npy", *JSON_SUFFIXES)
+_COMPRESSED = re.compile(rb"\x1f\x8b\x08|BZh.1AY&SY|\xfd7zXZ|\x5d\0\0\x80", re.S)
 
 
-class _Tail:
-    """A file of which the last bytes that were read are known."""
+class _Archive:
+    """The file of an archive, as webdataset reads it."""
 
-    def __init__(self, file: Any) -> None:
-        self._file, self.last = file, b""
+    def __init__(self, file: Any, path: str) -> None:
+        self._file, self._path = file, redact_urls(path)
+        self._member = ""
+        self._end = TarEnd()
+        self._begun = False
+
+    def __str__(self) -> str:
+        """For messages: webdataset adds this to errors within a member."""
+        return f"{self._path}!{self._member}"
+
+    def wants(self, name: str) -> bool:
+        """Whether a member holds documents, or a name that has to be told of."""
+        self._member = name
+        return _suffix(name) in SUFFIXES or is_hostile(name)
 
     def read(self, size: int) -> bytes:
-        """Read on."""
+        """Read on. Raises ConvertError where an archive begins that is compressed, whose end could not be told from a cut."""
         data = bytes(self._file.read(size))
-        self.last = (self.last + data)[-tarfile.BLOCKSIZE :]
+        if not self._begun and _COMPRESSED.match(data):
+            raise ConvertError(
+                f"{self._path}: is compressed, and its name does not say so; rename it to .tar.gz, .tar.bz2 or .tar.xz"
+            )
+        self._begun = True
+        self._end.follow(data)
         return data
+
+    def check_end(self) -> None:
+        """Raise ConvertError unless the archive has ended, and nothing comes after it."""
+        if problem := self._end.problem():
+            raise ConvertError(f"{self._path}: {problem}")
+        while data := self._file.read(1 << 20):
+            if data.strip(b"\0"):
+                raise ConvertError(f"{self._path}: {GOES_ON}")
+
+
+def is_hostile(name: str) -> bool:
+    """Whether a name leads out of the folder in which an archive would be unpacked."""
+    return name.startswith("/") or ".." in name.split("/")
 
 
 def read_tar(piece: Slice, options: ConvertOptions, storage: StorageConfig, skipped: Skipped) -> Iterator[Item]:
     """Documents of all members, in their order. Raises ConvertError for an archive without an end."""
+    from webdataset.tariterators import tar_file_iterator  # imports torch, which only conversions of tars shall wait for
+
     path = piece.input.path
     with open_stream(path, storage) as opened:
-        file = _Tail(opened)
-        with tarfile.open(fileobj=file, mode="r|") as archive:  # type: ignore[call-overload]
-            for member in archive:
-                where = f"{path}!{member.name}"
-                if member.name.startswith("/") or ".." in member.name.split("/"):
-                    fault(options, skipped, "hostile path", f"{where}: a member outside of its archive; who made this tar?")
-                elif member.isfile():
-                    payload = archive.extractfile(member)
-                    data = payload.read() if payload is not None else b""
-                    yield from _member(bare_name(member.name), _decompressed(member.name, data), where)
-        if file.last.strip(b"\0"):
-            raise ConvertError(f"{path}: the archive has no end; it is cut short: copy it again")
+        file = _Archive(opened, path)
+        for member in tar_file_iterator(file, skip_meta=None, select_files=file.wants):
+            name, data = member["fname"], member["data"]
+            where = f"{path}!{name}"
+            if is_hostile(name):
+                fault(options, skipped, "hostile path", f"{where}: a member outside of its archive; who made this tar?")
+            else:
+                yield from _member(_suffix(name), _decompressed(name, data), where)
+        file.check_end()
 
 
-def _member(name: str, data: bytes, where: str) -> Iterator[Item]:
-    suffix = "." + name.rpartition(".")[2].lower() if "." in name else ""
+def _suffix(name: str) -> str:
+    """Of a member, in small letters, without that of its compression; "" where there is none."""
+    bare = bare_name(name)
+    return "." + bare.rpartition(".")[2].lower() if "." in bare else ""
+
+
+def _member(suffix: str, data: bytes, where: str) -> Iterator[Item]:
     if suffix == ".txt":
         yield RawDocument(data=data, path=where)
     elif suffix == ".json":
