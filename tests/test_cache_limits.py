@@ -11,6 +11,7 @@ import signal
 import stat
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -21,11 +22,13 @@ import pytest
 
 from streammega import StorageConfig
 from streammega.errors import StorageError
+from streammega.samples.fetch import TokenFile
 from streammega.storage import page_cache
 from streammega.storage.base import Bytes
 from streammega.storage.cached_store import CachedStore
 from streammega.storage.fetcher import Fetcher, Holding, Read
 from streammega.storage.page_cache import PAGE_BYTES, CachedObject, PageCache
+from streammega.stream.staging import Stager
 from tests.test_page_cache import CHUNK, SIZE, Source, data_of
 
 SMALL = 3000
@@ -262,6 +265,83 @@ def test_closing_ends_the_wait_for_a_page_that_another_process_fetches(tmp_path:
         fetcher.close()
         assert time.monotonic() - began < 3
         assert not any(thread.is_alive() for thread in fetcher._threads)
+
+
+def test_a_second_request_does_not_wait_for_the_page_that_the_first_one_fetches(tmp_path: Path) -> None:
+    cached = open_object(PageCache(tmp_path, 1 << 30, 8 << 20), "s3://b/k", 50 * PAGE_BYTES)
+    stuck = _Stuck(data_of(50 * PAGE_BYTES), 49 * PAGE_BYTES)
+    fetcher = Fetcher(StorageConfig(max_requests=4), 1 << 26)
+    store = CachedStore(stuck, cached)  # type: ignore[arg-type]
+    try:
+        for page in range(50):
+            holding = Holding(PAGE_BYTES, [Read(store, "k", "e", page * PAGE_BYTES, (page + 1) * PAGE_BYTES, 0)])
+            fetcher.submit([holding])
+            waiter = threading.Thread(target=fetcher.wait, args=([holding],), daemon=True)
+            waiter.start()
+            waiter.join(20)
+            assert not waiter.is_alive(), f"page {page} was waited for"
+            assert holding.buffer is not None
+            np.testing.assert_array_equal(holding.buffer[:PAGE_BYTES], stuck.data[page * PAGE_BYTES : (page + 1) * PAGE_BYTES])
+            fetcher.release([holding])
+        assert stuck.asked == 2
+        assert fetcher.counters.hedges_won >= 1
+        assert store.fetched_bytes == 50 * PAGE_BYTES, "the one that is stuck has fetched nothing"
+    finally:
+        stuck.go_on.set()
+        fetcher.close()
+
+
+class _Stuck:
+    """A store whose first read at one place does not end."""
+
+    def __init__(self, data: Bytes, place: int) -> None:
+        self.data, self.place = data, place
+        self.asked = 0
+        self.go_on = threading.Event()
+
+    def read_into(self, key: str, spans: Any, outs: Any, etag: str = "") -> None:
+        for (start, stop), out in zip(spans, outs, strict=True):
+            if start == self.place:
+                self.asked += 1
+                if self.asked == 1:
+                    self.go_on.wait(60)
+                    raise StorageError("was stuck")
+            out[:] = self.data[start:stop]
+
+
+def test_staging_passes_over_what_another_process_fetches(tmp_path: Path) -> None:
+    size = 8 * PAGE_BYTES
+    with other_process(tmp_path, "fetch", size) as process:
+        cached = open_object(PageCache(tmp_path, 1 << 30, CHUNK), "s3://b/k", size)
+        store = CachedStore(_Stuck(data_of(size), -1), cached)  # type: ignore[arg-type]
+        file = TokenFile(store=store, key="k", dtype=np.dtype("<u2"), num_tokens=size // 2, etag="e")
+        stager = Stager([file], StorageConfig(part_bytes=PAGE_BYTES, chunk_bytes=CHUNK))
+        wait_for(lambda: cached.has(PAGE_BYTES, size))
+        assert not cached.has(0, 1)
+        process.kill()
+        wait_for(lambda: cached.has(0, size))
+        stager.close()
+        assert stager.staged_bytes == size
+
+
+def test_staging_keeps_to_the_chunks_of_the_cache(tmp_path: Path) -> None:
+    size = 20 * PAGE_BYTES
+    uneven = CHUNK + 12_345
+    cached = open_object(PageCache(tmp_path, 1 << 30, uneven), "s3://b/k", size)
+    store = CachedStore(_Stuck(data_of(size), -1), cached)  # type: ignore[arg-type]
+    file = TokenFile(store=store, key="k", dtype=np.dtype("<u2"), num_tokens=size // 2, etag="e")
+    stager = Stager([file], StorageConfig(part_bytes=300_000, chunk_bytes=uneven))
+    wait_for(lambda: not any(thread.is_alive() for thread in stager._threads))
+    assert cached.has(0, size)
+    assert read(cached) == 0
+    assert not [bad for entry in page_cache.entries(tmp_path / "chunks") for bad in page_cache.damaged_pages(entry)]
+
+
+def wait_for(happens: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 30
+    while not happens():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
 
 
 class _Never:

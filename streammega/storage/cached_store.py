@@ -47,8 +47,12 @@ class CachedStore:
             else:
                 missing.append(((start, stop), out))
         if missing:
-            self.store.read_into(key, [span for span, _ in missing], [out for _, out in missing], etag)
-            self._count(0, sum(stop - start for (start, stop), _ in missing))
+            self.read_past_cache(key, [span for span, _ in missing], [out for _, out in missing], etag)
+
+    def read_past_cache(self, key: str, spans: Sequence[Span], outs: Sequence[Bytes], etag: str = "") -> None:
+        """From the object itself, and counted: for reads that must not wait for those of others."""
+        self.store.read_into(key, spans, outs, etag)
+        self._count(0, sum(stop - start for start, stop in spans))
 
     def list(self, prefix: str) -> list[ObjectInfo]:
         """From the store."""

@@ -284,9 +284,12 @@ class Fetcher:
 
     def _fetch(self, job: list[Read]) -> BaseException | None:
         first = job[0]
+        read_into = first.store.read_into
+        if isinstance(first.store, CachedStore) and any(read.copies > 1 for read in job):
+            read_into = first.store.read_past_cache  # a second request would wait for the page that the first one fetches
         try:
             outs = [read.out for read in job]
-            first.store.read_into(first.key, [(read.start, read.stop) for read in job], outs, first.etag)
+            read_into(first.key, [(read.start, read.stop) for read in job], outs, first.etag)
         except BaseException as error:
             return error
         return None

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-import itertools
 import logging
 import threading
-from collections.abc import Sequence
+from collections import deque
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 
 from streammega.config import StorageConfig
 from streammega.errors import StorageError
@@ -19,6 +20,16 @@ log = logging.getLogger(__name__)
 THREADS = 4
 
 
+@dataclass(frozen=True)
+class _Part:
+    """Bytes [low, high) of a file, within a chunk of the cache."""
+
+    file: TokenFile
+    store: CachedStore
+    low: int
+    high: int
+
+
 class Stager:
     """Threads that read files into the cache, part by part, beginning to end, while range reads serve what is needed now.
 
@@ -28,15 +39,8 @@ class Stager:
     def __init__(self, files: Sequence[TokenFile], storage: StorageConfig) -> None:
         self.staged_bytes = 0
         self._storage, self._closed = storage, False
-        step = min(storage.part_bytes, storage.chunk_bytes)
-        parts = (
-            (file, file.store, low, min(low + step, chunk + storage.chunk_bytes, file.store.cached.size))
-            for file in files
-            if isinstance(file.store, CachedStore)
-            for chunk in range(0, file.store.cached.size, storage.chunk_bytes)
-            for low in range(chunk, min(chunk + storage.chunk_bytes, file.store.cached.size), step)
-        )
-        self._parts = iter(parts)
+        self._parts = _parts_of(files, storage.part_bytes)
+        self._passed_over: deque[_Part] = deque()
         self._lock = threading.Lock()
         self._threads = [threading.Thread(target=self._run, name="streammega-stage", daemon=True) for _ in range(THREADS)]
         for thread in self._threads:
@@ -45,26 +49,35 @@ class Stager:
     def _run(self) -> None:
         policy = RetryPolicy.of(self._storage)
         while not self._closed:
-            with self._lock:
-                part = next(itertools.islice(self._parts, 1), None)
+            part = self._next()
             if part is None:
                 return
-            file, store, low, high = part
             try:
-                policy.call(lambda: self._stage(file, store, low, high))  # noqa: B023 - called at once
+                policy.call(lambda: self._stage(part))  # noqa: B023 - called at once
             except StorageError as error:
                 log.info("staging stopped, what is needed is read directly: %s", error)
                 return
 
-    def _stage(self, file: TokenFile, store: CachedStore, low: int, high: int) -> None:
+    def _next(self) -> _Part | None:
+        """The next part that nobody fetches; in the end those that were passed over, which are waited for."""
+        with self._lock:
+            for part in self._parts:
+                if self._closed:
+                    return None
+                if not part.store.cached.is_fetched_elsewhere(part.low, part.high):
+                    return part
+                self._passed_over.append(part)
+            return self._passed_over.popleft() if self._passed_over else None
+
+    def _stage(self, part: _Part) -> None:
         if not self._closed:
-            store.cached.ensure(low, high, lambda a, b, out: self._fetch(file, store, a, b, out), self._given_up)
+            part.store.cached.ensure(part.low, part.high, lambda a, b, out: self._fetch(part, a, b, out), self._given_up)
 
     def _given_up(self) -> bool:
         return self._closed
 
-    def _fetch(self, file: TokenFile, store: CachedStore, start: int, stop: int, out: Bytes) -> None:
-        store.store.read_into(file.key, [(start, stop)], [out], file.etag)
+    def _fetch(self, part: _Part, start: int, stop: int, out: Bytes) -> None:
+        part.store.store.read_into(part.file.key, [(start, stop)], [out], part.file.etag)
         with self._lock:
             self.staged_bytes += stop - start
 
@@ -74,3 +87,14 @@ class Stager:
         for thread in self._threads:
             if thread is not threading.current_thread():
                 thread.join(self._storage.stall_timeout)
+
+
+def _parts_of(files: Sequence[TokenFile], part_bytes: int) -> Iterator[_Part]:
+    for file in files:
+        if not isinstance(file.store, CachedStore):
+            continue
+        size, chunk_bytes = file.store.cached.size, file.store.cached.chunk_bytes
+        for chunk in range(0, size, chunk_bytes):
+            end = min(chunk + chunk_bytes, size)
+            for low in range(chunk, end, part_bytes):
+                yield _Part(file, file.store, low, min(low + part_bytes, end))

@@ -190,11 +190,29 @@ class CachedObject:
         return bool(self.verified[start // PAGE_BYTES : layout.pages_of(stop)].all())
 
     def ensure(self, start: int, stop: int, fetch: Fetch, given_up: GivenUp = never) -> None:
-        """Have the pages of bytes [start, stop), which lie in one chunk, on disk and verified, if there is room."""
-        first = start // PAGE_BYTES
-        chunk = self._chunk(first)
-        if chunk is not None:
-            self._fill_missing(chunk, first, layout.pages_of(stop), fetch, given_up)
+        """Have the pages of bytes [start, stop) on disk and verified, as far as there is room."""
+        page = start // PAGE_BYTES
+        while page < layout.pages_of(stop):
+            last = min(layout.pages_of(stop), self._chunk_end(page))
+            chunk = self._chunk(page)
+            if chunk is not None:
+                self._fill_missing(chunk, page, last, fetch, given_up)
+            page = last
+
+    def is_fetched_elsewhere(self, start: int, stop: int) -> bool:
+        """Whether somebody else is fetching pages of bytes [start, stop) just now."""
+        first, last = start // PAGE_BYTES, layout.pages_of(stop)
+        if self.has(start, stop):
+            return False
+        claimed = self._claim(first, last)
+        if claimed:
+            self._unclaim(first, last)
+        return not claimed
+
+    @property
+    def chunk_bytes(self) -> int:
+        """Bytes of the object in one file."""
+        return self.cache.chunk_bytes
 
     def _chunk_end(self, page: int) -> int:
         pages = self.cache.chunk_bytes // PAGE_BYTES
