@@ -89,6 +89,10 @@ def test_a_state_of_another_order_is_refused_and_lists_what_differs() -> None:
         ({**make_state(IDENTITY, 3), "consumed_samples": -1}, "not a count"),
         ({**make_state(IDENTITY, 3), "consumed_samples": "3"}, "not a count"),
         ({**make_state(IDENTITY, 3), "fingerprint": "00"}, "damaged"),
+        ({**make_state(IDENTITY, 3), "identity": []}, "damaged"),
+        ({**make_state(IDENTITY, 3), "identity": "{"}, "damaged"),
+        ({**make_state(IDENTITY, 3), "batch_offset": 4}, "more than its 3"),
+        ([1, 2], "is a list"),
     ],
 )
 def test_states_that_are_none_are_refused(state: dict[str, object], message: str) -> None:

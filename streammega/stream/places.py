@@ -11,7 +11,9 @@ import os
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch.utils.data import get_worker_info
 from torch.utils.data._utils.worker import WorkerInfo
 
@@ -47,17 +49,19 @@ class Places:
     def __init__(self) -> None:
         self._cells = torch.zeros(TAKEN + MOST_WORKERS, dtype=torch.int64)
         self._cells[CLAIM] = -1
-        self._cells.share_memory_()  # type: ignore[no-untyped-call]
+        self._share_cells()
         self._put_here = 0
         self._claimed = -1
         self._owner = os.getpid()
         self._counted_in = self._owner
         self._number = 0
 
+    def __getstate__(self) -> dict[str, Any]:
+        return {name: value for name, value in self.__dict__.items() if name != "_numbers"}
+
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
-        if not self._cells.is_shared():  # type: ignore[no-untyped-call]  # a copy made by pickle or deepcopy
-            self._cells.share_memory_()  # type: ignore[no-untyped-call]
+        self._share_cells()  # of a spawned worker they are shared already; a copy made by pickle or deepcopy has its own
 
     @property
     def generation(self) -> int:
@@ -82,17 +86,17 @@ class Places:
         """The next iteration begins at `base`. Called where the dataset lives, never in a worker."""
         self._leave_parent()
         for name, value in ((CLAIM, -1), (BASE, base), (LANES, lanes), (ORIGIN, origin), (BY_WORKERS, 0)):
-            self._cells[name] = value
+            self._numbers[name] = value
         self._put_here = self.generation + 1
-        self._cells[GENERATION] = self._put_here  # last: who sees it sees the others
+        self._numbers[GENERATION] = self._put_here  # last: who sees it sees the others
 
     def adopt_lanes(self, lanes: int) -> None:
         """A worker loaded a state: the iterations after its own are of that order too."""
-        self._cells[LANES] = lanes
+        self._numbers[LANES] = lanes
 
     def finished(self) -> None:
         """The iteration that began last, in this process, gave all it had."""
-        self._cells[START] = 0
+        self._numbers[START] = 0
 
     def begin(self, worker: WorkerInfo | None) -> Begun:
         """Begin an iteration, or a worker's share of one. Raises StateError if the dataset was moved while workers started."""
@@ -109,7 +113,7 @@ class Places:
         if generation != self.generation:
             raise StateError("the dataset was given another position while an iteration of it began; iterate it again")
         start = base if self._takes_base(worker, generation) else 0
-        self._cells[START], self._cells[BY_WORKERS] = start, int(worker is not None)
+        self._numbers[START], self._numbers[BY_WORKERS] = start, int(worker is not None)
         return Begun(generation=generation, number=self._number, start=start, lanes=lanes, origin=origin if start else 0)
 
     def is_latest(self, begun: Begun) -> bool:
@@ -138,13 +142,13 @@ class Places:
         token = hash((worker.seed - worker.id, worker.num_workers, self._number)) & ((1 << 62) - 1)
         claim = self._get(CLAIM)
         if claim < 0:
-            self._cells[CLAIM] = token  # several workers of an iteration may: it is the same number
+            self._numbers[CLAIM] = token  # several workers of an iteration may: it is the same number
         elif claim != token:
             return False
         if worker.id >= MOST_WORKERS:
             return True
         before = self._get(TAKEN + worker.id)
-        self._cells[TAKEN + worker.id] = generation + 1
+        self._numbers[TAKEN + worker.id] = generation + 1
         return before != generation + 1
 
     def _leave_parent(self) -> None:
@@ -153,7 +157,13 @@ class Places:
         if process == self._owner or get_worker_info() is not None:
             return
         self._owner = process
-        self._cells = self._cells.clone().share_memory_()  # type: ignore[no-untyped-call]
+        self._cells = self._cells.clone()
+        self._share_cells()
+
+    def _share_cells(self) -> None:
+        """Put the numbers into shared memory, if they are not there; as numpy, since they are looked at for every batch."""
+        self._cells.share_memory_()  # type: ignore[no-untyped-call]
+        self._numbers: NDArray[np.int64] = self._cells.numpy()
 
     def _get(self, name: int) -> int:
-        return int(self._cells[name])
+        return int(self._numbers[name])
