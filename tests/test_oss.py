@@ -19,9 +19,10 @@ from streammega.convert.inputs import find_inputs
 from streammega.convert.slices import open_stream
 from streammega.errors import AccessDeniedError, ConfigError, ObjectChangedError, ObjectNotFoundError, ShortReadError
 from streammega.storage import Store, open_store
-from streammega.storage.oss_native import PART_BYTES, OssNativeStore
+from streammega.storage.oss_native import PART_BYTES, OssNativeStore, part_bytes
 from streammega.storage.oss_store import OssStore
 from tests.oss_server import DOMAIN, KEY, SECRET, Oss
+from tests.servers import S3
 from tests.test_storage import StoreContract, put
 
 TRANSPORTS = ("obstore", "fsspec")
@@ -277,6 +278,21 @@ def test_a_missing_driver_names_the_extra_to_install(oss: Oss, monkeypatch: pyte
             call()
     store, key = opened(oss, "auto")
     put(store, key, b"abc")
+
+
+def test_parts_grow_so_that_ten_thousand_hold_the_largest_shards() -> None:
+    assert [part_bytes(sent) for sent in (0, 1999, 2000)] == [PART_BYTES, PART_BYTES, 2 * PART_BYTES]
+    assert sum(map(part_bytes, range(10_000))) > 1900 << 30
+
+
+@pytest.mark.parametrize("s3", ["moto"], indirect=True)
+def test_an_address_as_endpoint_is_addressed_by_path(s3: S3) -> None:
+    """Private gateways; moto stands for one, and looks at no signature."""
+    options = {"endpoint": s3.endpoint, "key": KEY, "secret": SECRET}
+    store, key = open_store(f"oss://{s3.new_bucket()}/dir/key", StorageConfig(storage_options=options))
+    put(store, key, b"0123456789")
+    assert store.info(key).size == 10
+    assert bytes(store.read_ranges(key, [2], [5])[0]) == b"234"
 
 
 def test_inputs_of_convert_are_found_and_read_as_files(oss: Oss, transport: Any) -> None:

@@ -83,7 +83,7 @@ def local_blend(root: Path) -> list[tuple[str, float]]:
         ("resets", "stream"),
         ("truncation", "stream"),
         ("stalls", "stream"),
-        ("over-long bodies", "megatron"),
+        ("over-long bodies", "stream"),
         ("mixture", "megatron"),
     ],
 )
@@ -224,17 +224,17 @@ def test_a_run_on_oss_resumes_on_exactly_the_next_token(oss: Oss, tmp_path: Path
         writer.add_index(str(tmp_path / "pair"))
     path = tmp_path / "run.toml"
     path.write_text(TOML.format(prefix=prefix, folder=tmp_path))
-    config = load_run(str(path))
+    config = load_run(str(path), ["train.iters=8", "train.eval_interval=100"])
     first = Trainer(config, torch.device("cpu"))
-    for _ in range(7):
+    for _ in range(4):
         first.train_step()
         first.step += 1
     first.save()
     second = Trainer(config, torch.device("cpu"))
     second.resume()
-    assert second.step == 7
+    assert second.step == 4
     second.run()
     expected = loader_hashes(config)
     records = read_metrics(tmp_path / "run" / "metrics.jsonl")
-    assert {record["step"] for record in records} == set(range(8, 17))
+    assert {record["step"] for record in records} == set(range(5, 9))
     assert all(record["batch_hash"] == expected[record["step"] - 1] for record in records)

@@ -28,7 +28,9 @@ from streammega.storage.retry import RetryPolicy
 log = logging.getLogger(__name__)
 
 Result = TypeVar("Result")
-PART_BYTES = 32 << 20  # times OSS's 10,000 parts: objects up to 312 GiB
+PART_BYTES = 32 << 20
+PARTS_OF_A_SIZE = 2000
+"""Parts are doubled after so many: OSS takes 10,000, which with these sizes are objects up to 1.9 TiB."""
 CHUNK_BYTES = 1 << 20
 """Bodies are copied in pieces of this size; oss2's own reading takes 8 KiB at a time."""
 STANDARD_RANGES = {"x-oss-range-behavior": "standard"}
@@ -226,9 +228,9 @@ class OssWriter:
     def write(self, data: bytes | memoryview) -> None:
         """Append bytes."""
         self._buffer += data
-        while len(self._buffer) >= PART_BYTES:
-            self._send(bytes(self._buffer[:PART_BYTES]))
-            del self._buffer[:PART_BYTES]
+        while len(self._buffer) >= (size := part_bytes(len(self._parts))):
+            self._send(bytes(self._buffer[:size]))
+            del self._buffer[:size]
 
     def commit(self) -> None:
         """Complete the upload; the object appears whole."""
@@ -264,6 +266,11 @@ class OssWriter:
 
     def _try(self, call: Callable[[Any, str], Any]) -> Any:
         return self._policy.call(lambda: self._call(call))
+
+
+def part_bytes(sent: int) -> int:
+    """The size of a part after so many others."""
+    return int(PART_BYTES << (sent // PARTS_OF_A_SIZE))
 
 
 def _md5(body: bytes) -> dict[str, str]:
