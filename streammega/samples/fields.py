@@ -57,14 +57,15 @@ def batch_fields(ids: IdsLike, valid: IdsLike | None, config: FieldsConfig, *, b
 
     Raises ConfigError for ids of another shape or kind, FormatError for an id at or past `vocab_size`, when the config gives one.
     """
-    length = config.sequence_length
     if isinstance(ids, Tensor) and ids.device.type != "cpu":
-        _check_ids(ids.dtype.is_floating_point or ids.dtype == torch.bool, str(ids.dtype), tuple(ids.shape), length)
-        there = torch.full((len(ids),), ids.shape[1], device=ids.device) if valid is None else torch.as_tensor(valid)
-        return device_fields(ids, there.to(ids.device), config, bounds=bounds)
-    stored = _array(ids)
-    _check_ids(stored.dtype.kind not in "iu", str(stored.dtype), stored.shape, length)
-    counts = _valid_counts(valid, stored.shape)
+        return _fields_there(ids, valid, config, bounds)
+    length, stored = config.sequence_length, _array(ids, "ids")
+    _check_ids(stored.dtype.kind in "iu", str(stored.dtype), stored.shape, length)
+    if stored.dtype == np.uint64 and (stored >> np.uint64(63)).any():
+        raise FormatError(
+            f"token id {stored.max()} is no int64, which tokens are; are these bytes the ids that they are taken for?"
+        )
+    counts = _valid_counts(_array(valid, "valid"), stored.shape) if valid is not None else np.full(len(stored), stored.shape[1])
     tokens, labels = new_memory((len(stored), length), torch.int64), new_memory((len(stored), length), torch.int64)
     tokens.numpy()[:] = stored[:, :length]
     labels.numpy()[:, : stored.shape[1] - 1] = stored[:, 1:]
@@ -264,35 +265,46 @@ def _or_none(token: int | None) -> int:
     return NO_ID if token is None else token
 
 
-def _array(values: IdsLike) -> NDArray[Any]:
+def _fields_there(ids: Tensor, valid: IdsLike | None, config: FieldsConfig, bounds: bool) -> Batch:
+    """`batch_fields` of ids on an accelerator."""
+    integers = not (ids.is_floating_point() or ids.is_complex() or ids.dtype == torch.bool)
+    _check_ids(integers, str(ids.dtype), tuple(ids.shape), config.sequence_length)
+    counts = np.full(len(ids), ids.shape[1])
+    if valid is not None:
+        counts = _valid_counts(valid.cpu().numpy() if isinstance(valid, Tensor) else np.asarray(valid), tuple(ids.shape))
+    if config.vocab_size is not None:
+        check_ids(np.where(np.arange(ids.shape[1]) < counts[:, None], ids.cpu().numpy(), config.effective_pad_id), config)
+    return device_fields(ids, torch.from_numpy(counts).to(ids.device), config, bounds=bounds)
+
+
+def _array(values: IdsLike, name: str) -> NDArray[Any]:
     if isinstance(values, Tensor):
         if values.device.type != "cpu":
-            raise ConfigError(f"ids are on {values.device}; move them to the CPU, or use batch_fields, which works on any device")
+            raise ConfigError(
+                f"{name} are on {values.device}; move them to the CPU, or use batch_fields, which works on any device"
+            )
         values = values.detach().numpy()
     return np.asarray(values)
 
 
 def _matrix(values: IdsLike, name: str) -> Ids:
     """Ids [samples, S] as contiguous int64."""
-    array = _array(values)
+    array = _array(values, name)
     if array.dtype.kind not in "iu" or array.ndim != 2:
         raise ConfigError(f"{name} are {array.dtype} {list(array.shape)}; they must be integers of the shape [samples, S]")
     return np.ascontiguousarray(array, np.int64)
 
 
-def _check_ids(not_integers: bool, dtype: str, shape: tuple[int, ...], length: int) -> None:
-    if not_integers or len(shape) != 2 or shape[1] not in (length, length + 1):
+def _check_ids(integers: bool, dtype: str, shape: tuple[int, ...], length: int) -> None:
+    if not integers or len(shape) != 2 or shape[1] not in (length, length + 1):
         raise ConfigError(
             f"ids are {dtype} {list(shape)}; they must be integers of the shape [samples, {length + 1}] (sequence_length and the "
             f"token after it), or [samples, {length}] where the last token has no label"
         )
 
 
-def _valid_counts(valid: IdsLike | None, shape: tuple[int, ...]) -> NDArray[np.int64]:
-    """How many ids each row has, int64 [samples]."""
-    if valid is None:
-        return np.full(shape[0], shape[1], np.int64)
-    counts = _array(valid)
+def _valid_counts(counts: NDArray[Any], shape: tuple[int, ...]) -> NDArray[np.int64]:
+    """How many ids each row of ids of this shape has, int64 [samples]."""
     if counts.dtype.kind not in "iu" or counts.shape != shape[:1]:
         raise ConfigError(
             f"valid is {counts.dtype} {list(counts.shape)}; it must be integers of the shape [{shape[0]}], one a row"
