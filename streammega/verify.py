@@ -24,7 +24,8 @@ from streammega.index.checksums import CHECK_BYTES, HashingWriter
 from streammega.index.find import find_pairs
 from streammega.index.format import DTYPE_OF_CODE, IndexArrays, check_end, check_index, encode_index, parse_header, parse_index
 from streammega.index.manifest import MANIFEST, Manifest, Shard, read_manifest
-from streammega.index.shards import SUFFIXES, named, open_tokens, split_name
+from streammega.index.shard_files import open_tokens
+from streammega.index.shards import SUFFIXES, named, split_name
 from streammega.kernels.check import find_ids, id_range, wrong_ends
 from streammega.kernels.parallel import num_threads
 from streammega.redaction import redact_urls

@@ -43,17 +43,33 @@ def cached_object(store: Store, info: ObjectInfo, cache_dir: Path, part_bytes: i
 
     Raises CacheError when the cache cannot hold it, StorageError when it cannot be read.
     """
-    url_hash = _digest(store.url(info.key))
-    path = cache_dir / "idx" / f"{url_hash}-{_digest(f'{info.etag}:{info.size}')}.idx"
+    path = cached_copy(store, info, cache_dir)
     if path.exists():
         return path
+    url_hash = _digest(store.url(info.key))
     with node_lock(cache_dir / "idx" / f"{url_hash}.lock"):
         if not path.exists():
+            latest = cache_dir / "idx" / f"{url_hash}.latest"
+            stale = _read_name(latest)
             write_atomically(path, _download(store, info, part_bytes), info.size)
-            for stale in path.parent.glob(f"{url_hash}-*.idx"):
-                if stale != path:
-                    stale.unlink(missing_ok=True)
+            # Which copy to remove next is noted: a look through the folder for each of its files would be quadratic.
+            write_atomically(latest, [path.name.encode()], len(path.name))
+            if stale and stale != path.name:
+                (path.parent / stale).unlink(missing_ok=True)
     return path
+
+
+def cached_copy(store: Store, info: ObjectInfo, cache_dir: Path) -> Path:
+    """Where the local copy of an object lies, if there is one."""
+    return cache_dir / "idx" / f"{_digest(store.url(info.key))}-{_digest(f'{info.etag}:{info.size}')}.idx"
+
+
+def _read_name(path: Path) -> str:
+    """The file name that `path` holds, or nothing."""
+    try:
+        return Path(path.read_text(encoding="ascii")).name
+    except (OSError, ValueError):
+        return ""
 
 
 def _download(store: Store, info: ObjectInfo, part_bytes: int) -> Iterator[memoryview]:

@@ -4,67 +4,119 @@ from __future__ import annotations
 
 import fnmatch
 import glob
+import logging
 import os
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import replace
 from typing import TypeVar
 
 from streammega.config import StorageConfig
-from streammega.errors import MissingShardsError, ObjectNotFoundError
+from streammega.errors import FormatError, MissingShardsError, ObjectNotFoundError, StorageError, StreammegaError
 from streammega.index.manifest import MANIFEST, manifest_shards
-from streammega.index.shards import SUFFIXES, missing_shards, named, split_name, strip_suffix
-from streammega.storage import join_url, open_store, parent_url
+from streammega.index.shards import SUFFIXES, KnownShard, missing_shards, named, split_name, strip_suffix
+from streammega.storage import ObjectInfo, join_url, open_store, parent_url
+from streammega.storage.base import same_etag
 from streammega.storage.urls import is_remote
 
+log = logging.getLogger(__name__)
+
 Opened = TypeVar("Opened")
+SIGNS = "*?["
+"""What makes a pattern of a name, if nothing is called just that."""
+FEW = 8
+"""Up to so many shards of a manifest are asked for one by one; a listing tells of 1,000 objects, but of others too."""
 
 
-def open_shards(name: str, storage: StorageConfig, open_all: Callable[[list[str]], Opened]) -> Opened:
+def open_shards(name: str, storage: StorageConfig, open_all: Callable[[list[KnownShard]], Opened]) -> Opened:
     """What `open_all` makes of a dataset's shards. A prefix that is no pair stands for the manifest of that name, if any."""
-    names = find_pairs(name, storage)
+    shards = find_shards(name, storage)
+    if not _is_prefix(shards, name):
+        return open_all(shards)
+    listed, damage = _manifest_beside(name, storage)
+    if [shard.name for shard in listed] == [shards[0].name]:
+        return open_all(listed)
     try:
-        return open_all(names)
+        return open_all(shards)
     except ObjectNotFoundError:
-        if names != [strip_suffix(name)]:
+        if damage is not None:
+            raise damage from None
+        if not listed or shards[0].name != strip_suffix(name):
             raise
-        try:
-            listed = manifest_shards(names[0] + MANIFEST, storage)
-        except ObjectNotFoundError:
-            listed = names
-        if listed == names:
-            raise
-    return open_all(listed)
+    return open_all(_with_infos(listed, storage))
 
 
 def find_pairs(name: str, storage: StorageConfig) -> list[str]:
-    """The shards a dataset's name stands for, in order.
+    """The names of the shards that a dataset's name stands for, in order: see `find_shards`."""
+    return [shard.name for shard in find_shards(name, storage)]
+
+
+def find_shards(name: str, storage: StorageConfig) -> list[KnownShard]:
+    """The shards a dataset's name stands for, in order, with what was told of them on the way.
 
     A prefix stands for itself, a manifest (`.json`) for what it lists, a folder (a name ending in /) or glob for all shards in
-    it, in name order. Raises ObjectNotFoundError for a folder or glob without shards, or with some of a set missing.
+    it, in name order. What is there by the very name is taken before that is read as a glob. Raises ObjectNotFoundError for a
+    folder or glob without shards, MissingShardsError with some of a set missing.
     """
     if name.endswith(".json"):
-        return manifest_shards(name, storage)
-    if not is_remote(name) and (_is_folder(name) or any(sign in name for sign in "*?[")):
-        pattern = os.path.join(name, "*") if _is_folder(name) else name
-        found = sorted({strip_suffix(path) for path in glob.glob(pattern) if path.endswith(".idx")})
-        found = found or sorted(strip_suffix(path) for path in glob.glob(f"{pattern}.idx"))
-        found = [_with_kind(prefix, set(glob.glob(f"{glob.escape(prefix)}.*"))) for prefix in found]
-    elif name.endswith("/") or "*" in name.rpartition("/")[2]:
-        found = _remote_pairs(name, storage)
-    else:
-        return [named(*split_name(name))]
+        return _with_infos(manifest_shards(name, storage), storage)
+    found = _remote_shards(name, storage) if is_remote(name) else _local_shards(name)
+    if found is None:
+        return [KnownShard(name=named(*split_name(name)))]
     if not found:
         raise ObjectNotFoundError(f"{name}: holds no pair of .bin and .idx; check the path")
-    if missing := missing_shards(found):
+    if missing := missing_shards(shard.name for shard in found):
         raise MissingShardsError(
             f"{name}: shards of a set are missing, such as {', '.join(missing)}; was the conversion interrupted?"
         )
     return found
 
 
+def _is_prefix(shards: list[KnownShard], name: str) -> bool:
+    """Whether a name stands for one shard of its own, and nothing is known of that."""
+    return shards == [KnownShard(name=named(*split_name(name)))]
+
+
+def _manifest_beside(name: str, storage: StorageConfig) -> tuple[list[KnownShard], StreammegaError | None]:
+    """What the manifest of a prefix lists, if there is one; or why it cannot be read, which matters only without a pair."""
+    try:
+        return manifest_shards(strip_suffix(name) + MANIFEST, storage), None
+    except FormatError as error:
+        return [], error
+    except StorageError as error:
+        if error.transient:
+            raise
+        return [], None  # without the right to list, S3 answers 403 for what is not there
+
+
+# --- local ----------------------------------------------------------------------------------------------------------------
+
+
+def _local_shards(name: str) -> list[KnownShard] | None:
+    """Of a folder or glob; None: the name is a prefix."""
+    if _is_folder(name):
+        there = {os.path.join(name, entry) for entry in os.listdir(name)}
+        indices = [path for path in there if path.endswith(".idx")]
+    elif not any(sign in name for sign in SIGNS) or _exists(name):
+        return None
+    else:
+        folder, pattern = os.path.split(name)
+        # The signs in a folder that is there are letters.
+        pattern = os.path.join(glob.escape(folder), pattern) if os.path.isdir(folder) else name
+        indices = [path for path in glob.glob(pattern) if path.endswith(".idx")] or glob.glob(f"{pattern}.idx")
+        folders = {os.path.dirname(path) for path in indices}
+        there = {os.path.join(folder, entry) for folder in folders for entry in os.listdir(folder or ".")}
+    prefixes = sorted({strip_suffix(path) for path in indices})
+    return [KnownShard(name=_with_kind(prefix, there)) for prefix in prefixes]
+
+
 def _is_folder(name: str) -> bool:
     """A local folder, unless there is a dataset of that very name: caches are often put there."""
-    named_so = any(os.path.exists(name + suffix) for suffix in (".idx", MANIFEST))
-    return os.path.isdir(name) and (name.endswith("/") or not named_so)
+    return os.path.isdir(name) and (name.endswith("/") or not _exists(name))
+
+
+def _exists(name: str) -> bool:
+    """Whether a dataset of that very name is there."""
+    return any(os.path.exists(strip_suffix(name) + suffix) for suffix in (".idx", MANIFEST))
 
 
 def _with_kind(prefix: str, there: Collection[str]) -> str:
@@ -75,10 +127,76 @@ def _with_kind(prefix: str, there: Collection[str]) -> str:
     return prefix
 
 
-def _remote_pairs(name: str, storage: StorageConfig) -> list[str]:
-    folder, pattern = (name.rstrip("/"), "*") if name.endswith("/") else (parent_url(name), name.rpartition("/")[2])
+# --- remote ---------------------------------------------------------------------------------------------------------------
+
+
+def _remote_shards(name: str, storage: StorageConfig) -> list[KnownShard] | None:
+    """Of a folder or glob; None: the name is a prefix."""
+    folder, _, pattern = name.rpartition("/")
+    if pattern and not any(sign in pattern for sign in SIGNS):
+        return None
+    try:
+        there = _listed(folder, storage)
+    except StorageError as error:
+        if not pattern or "*" in pattern or error.transient:
+            raise
+        return None  # this store cannot be listed, and ? and [ are letters of many names
+    exact = strip_suffix(pattern)
+    if pattern and (f"{exact}.idx" in there or f"{exact}{MANIFEST}" in there):
+        return None
+    stems = sorted(strip_suffix(item) for item in there if item.endswith(".idx"))
+    chosen = [stem for stem in stems if not pattern or _matches(stem, pattern)]
+    shards = [KnownShard(name=join_url(folder, _with_kind(stem, there))) for stem in chosen]
+    return _from_listing(shards, there, storage)
+
+
+def _matches(stem: str, pattern: str) -> bool:
+    return fnmatch.fnmatchcase(stem, pattern) or fnmatch.fnmatchcase(f"{stem}.idx", pattern)
+
+
+def _listed(folder: str, storage: StorageConfig) -> dict[str, ObjectInfo]:
+    """The objects of a folder by their names in it; what lies deeper is not listed."""
     store, key = open_store(f"{folder}/", storage)
-    names = {item.key.rpartition("/")[2] for item in store.list(key) if "/" not in item.key.lstrip("/")[len(key.lstrip("/")) :]}
-    stems = sorted(strip_suffix(item) for item in names if item.endswith(".idx"))
-    chosen = [stem for stem in stems if fnmatch.fnmatch(stem, pattern) or fnmatch.fnmatch(f"{stem}.idx", pattern)]
-    return [join_url(folder, _with_kind(stem, names)) for stem in chosen]
+    return {item.key.rpartition("/")[2]: item for item in store.list(key, recursive=False)}
+
+
+def _with_infos(shards: list[KnownShard], storage: StorageConfig) -> list[KnownShard]:
+    """The shards of a manifest with what a listing of their folder tells; few, local or not to be listed: as they are."""
+    if len(shards) <= FEW or not is_remote(shards[0].name):
+        return shards
+    try:
+        there = _listed(parent_url(shards[0].name), storage)
+    except StorageError as error:
+        if error.transient:
+            raise
+        log.debug("the folder of %s cannot be listed: every shard is asked for (%s)", shards[0].name, type(error).__name__)
+        return shards
+    return _from_listing(shards, there, storage)
+
+
+def _from_listing(shards: list[KnownShard], there: Mapping[str, ObjectInfo], storage: StorageConfig) -> list[KnownShard]:
+    """Shards with the sizes and ETags of a listing, where its ETags are those that reads will tell."""
+    if not shards or not _agrees(shards[0], there, storage):
+        return shards
+    found = []
+    for shard in shards:
+        prefix, kind = split_name(shard.name.rpartition("/")[2])
+        stored, index = there.get(prefix + SUFFIXES[kind]), there.get(f"{prefix}.idx")
+        found.append(replace(shard, stored=_told(stored), index=_told(index)))
+    return found
+
+
+def _told(info: ObjectInfo | None) -> ObjectInfo | None:
+    """What a listing told, if it told an ETag: without one, replaced objects would not be noticed."""
+    return info if info is not None and info.etag else None
+
+
+def _agrees(shard: KnownShard, there: Mapping[str, ObjectInfo], storage: StorageConfig) -> bool:
+    """Whether a listing tells the ETags that other answers do: where it does not, a run would end at its first read."""
+    prefix, _ = split_name(shard.name)
+    listed = _told(there.get(f"{prefix.rpartition('/')[2]}.idx"))
+    if listed is None:
+        return False
+    store, key = open_store(f"{prefix}.idx", storage)
+    found = store.info(key)
+    return found.size == listed.size and same_etag(found.etag, listed.etag)

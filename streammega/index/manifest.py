@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import json
 from dataclasses import asdict, dataclass, field
-from typing import Any
+from typing import Any, cast
 
 import dacite
+import numpy as np
 
 from streammega.config import StorageConfig
 from streammega.errors import FormatError
-from streammega.index.shards import SUFFIXES, named
+from streammega.index.format import CODE_OF_DTYPE
+from streammega.index.shards import SUFFIXES, Kind, KnownShard, ManifestEntry, named
 from streammega.storage import join_url, open_store, parent_url
 
 MANIFEST = ".manifest.json"
@@ -71,13 +73,35 @@ def read_manifest(url: str, storage: StorageConfig) -> Manifest:
         if isinstance(error, FormatError):
             raise
         raise FormatError(f"{url}: is a damaged manifest ({error}); convert again, or name the shards") from None
+    if manifest.dtype not in {str(dtype) for dtype in CODE_OF_DTYPE}:
+        raise FormatError(f"{url}: is a damaged manifest: there are no tokens of dtype {manifest.dtype!r}; convert again")
     if manifest.kind not in SUFFIXES or any("/" in shard.name or shard.name in ("", "..") for shard in manifest.shards):
         raise FormatError(f"{url}: names shards outside of its folder, or of an unknown kind {manifest.kind!r}")
     return manifest
 
 
-def manifest_shards(url: str, storage: StorageConfig) -> list[str]:
-    """The names of all shards of a manifest, beside it, in order."""
+def manifest_shards(url: str, storage: StorageConfig) -> list[KnownShard]:
+    """All shards of a manifest, beside it, in order, with what it says of them. Raises as `read_manifest` does."""
     manifest = read_manifest(url, storage)
-    folder = parent_url(url) if "/" in url else "."
-    return [join_url(folder, named(shard.name, manifest.kind)) for shard in manifest.shards]  # type: ignore[arg-type]
+    folder, kind = parent_url(url) if "/" in url else ".", cast(Kind, manifest.kind)
+    return [
+        KnownShard(name=join_url(folder, named(shard.name, kind)), entry=_entry(shard, manifest, url))
+        for shard in manifest.shards
+    ]
+
+
+def _entry(shard: Shard, manifest: Manifest, url: str) -> ManifestEntry:
+    entry = ManifestEntry(
+        dtype=np.dtype(manifest.dtype),
+        documents=shard.documents,
+        sequences=shard.sequences,
+        tokens=shard.tokens,
+        bytes=shard.bytes,
+        index_bytes=shard.index_bytes,
+    )
+    if min(entry.documents, entry.sequences, entry.tokens) < 0 or (manifest.kind == "bin" and entry.token_bytes != entry.bytes):
+        raise FormatError(
+            f"{url}: is a damaged manifest: {shard.name} has {shard.tokens} tokens of {manifest.dtype} in {shard.bytes} bytes; "
+            f"convert again, or name the shards"
+        )
+    return entry

@@ -49,7 +49,7 @@ class MockStore:
         """Bytes computed on the spot."""
         fill(self.url(key), spans, self.read_ranges(key, [a for a, _ in spans], [b for _, b in spans]), outs)
 
-    def list(self, prefix: str) -> list[ObjectInfo]:
+    def list(self, prefix: str, recursive: bool = True) -> list[ObjectInfo]:
         """Nothing lies there."""
         return []
 

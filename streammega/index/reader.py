@@ -13,23 +13,16 @@ import numpy as np
 from numpy.typing import NDArray
 
 from streammega.config import StorageConfig, local_folder
-from streammega.errors import FormatError, ObjectNotFoundError
-from streammega.index.cache import cached_object, default_cache_dir
+from streammega.errors import FormatError
+from streammega.index.cache import default_cache_dir
 from streammega.index.find import open_shards
-from streammega.index.format import (
-    HEADER_BYTES,
-    IndexArrays,
-    check_end,
-    check_index,
-    parse_header,
-    parse_index,
-)
+from streammega.index.format import IndexArrays
 from streammega.index.joined import KEEP_BYTES, join_indices, kept_indices
-from streammega.index.shards import SUFFIXES, open_tokens, split_name, strip_suffix
+from streammega.index.shard_files import ShardFiles
+from streammega.index.shards import KnownShard, strip_suffix
 from streammega.redaction import redact_urls
-from streammega.storage import Buffer, ObjectInfo, Store, open_store
+from streammega.storage import Buffer, ObjectInfo, Store
 from streammega.storage.derived import ConcatStore
-from streammega.storage.local import LocalStore
 
 OPENERS = 32
 """Shards that are opened at once."""
@@ -59,22 +52,23 @@ class IndexedDataset(Sequence["Item"]):
         self.shards: list[str] = open_shards(str(prefix), self.storage, self._open)
         """The names of what it is made of."""
         with ThreadPoolExecutor(min(OPENERS, len(self.shards))) as pool:
-            self._index_infos = list(pool.map(self._index_info, self.shards))
-        self._arrays  # noqa: B018  (open and check the index now: errors belong here)
+            list(pool.map(lambda own: own.index, self._files))  # looked up together, and kept
+        # Now, for errors belong here; and not by the property, which before Python 3.12 opens one dataset of a blend at a time.
+        self.__dict__["_arrays"] = self._open_arrays()
 
-    def _open(self, names: list[str]) -> list[str]:
-        with ThreadPoolExecutor(min(OPENERS, len(names))) as pool:
-            opened = list(pool.map(lambda name: open_tokens(name, self.storage, self._cache_dir), names))
-            infos = list(pool.map(lambda found: found[0].info(found[1]), opened))
+    def _open(self, shards: list[KnownShard]) -> list[str]:
+        self._files = [ShardFiles(shard, self.storage, self._cache_dir) for shard in shards]
+        with ThreadPoolExecutor(min(OPENERS, len(shards))) as pool:
+            opened = list(pool.map(ShardFiles.tokens, self._files))
         if len(opened) == 1:
-            self.store, self.bin_key = opened[0]
-            self.bin_info: ObjectInfo = infos[0]
+            self.store: Store = opened[0][0]
+            self.bin_key = self._files[0].key
+            self.bin_info: ObjectInfo = opened[0][1]
         else:
-            stores = [store for store, _ in opened]
-            self.store, self.bin_key = ConcatStore(list(zip(stores, infos, strict=True)), self.prefix), self.prefix
+            self.store, self.bin_key = ConcatStore(opened, self.prefix), self.prefix
             self.bin_info = self.store.info(self.bin_key)
-        self._sizes = [info.size for info in infos]
-        return names
+        self._sizes = [info.size for _, info in opened]
+        return [shard.name for shard in shards]
 
     def __repr__(self) -> str:
         name = self.store.url(self.bin_key)
@@ -85,44 +79,26 @@ class IndexedDataset(Sequence["Item"]):
 
     @cached_property
     def _arrays(self) -> IndexArrays:
+        return self._open_arrays()
+
+    def _open_arrays(self) -> IndexArrays:
         """Maps and checks the `.idx`; maps it again, the same one, in each process that unpickles the dataset."""
-        infos = self._index_infos
-        if len(infos) == 1:
-            return self._open_index(self.shards[0], self._sizes[0], infos[0])
+        files = self._files
+        infos = [own.index for own in files]
+        if len(files) == 1:
+            return files[0].checked_arrays(self._sizes[0])
         try:
             if sum(info.size for info in infos) < KEEP_BYTES or not all(info.etag for info in infos):
                 return join_indices(self._open_indices(), self._sizes)
-            urls = [
-                open_store(f"{strip_suffix(shard)}.idx", self.storage)[0].url(info.key)
-                for shard, info in zip(self.shards, infos, strict=True)
-            ]
+            urls = [own.index_url for own in files]
             versions = [(info.etag, info.size, size) for info, size in zip(infos, self._sizes, strict=True)]
             return kept_indices(self._cache_dir / "idx", urls, versions, self._open_indices)
         except FormatError as error:
             raise FormatError(f"{self.prefix}: {error}") from None
 
-    def _index_info(self, name: str) -> ObjectInfo:
-        prefix = strip_suffix(name)
-        store, key = open_store(f"{prefix}.idx", self.storage)
-        return _info_of_index(store, key, prefix)
-
     def _open_indices(self) -> list[IndexArrays]:
-        with ThreadPoolExecutor(min(OPENERS, len(self.shards))) as pool:
-            return list(pool.map(self._open_index, self.shards, self._sizes, self._index_infos))
-
-    def _open_index(self, name: str, bin_bytes: int, info: ObjectInfo) -> IndexArrays:
-        prefix, kind = split_name(name)
-        store, key = open_store(f"{prefix}.idx", self.storage)
-        url = store.url(key)
-        if isinstance(store, LocalStore):
-            data = store.view(key, info.etag)
-        else:
-            parse_header(_head(store, info), info.size, url)  # before a large foreign file is downloaded
-            data = LocalStore().view(str(cached_object(store, info, self._cache_dir, self.storage.part_bytes)))
-        arrays = parse_index(data, url)
-        tokens = url.removesuffix(".idx") + SUFFIXES[kind]
-        check_end(check_index(arrays, bin_bytes, url, tokens), bin_bytes, url, tokens)
-        return arrays
+        with ThreadPoolExecutor(min(OPENERS, len(self._files))) as pool:
+            return list(pool.map(ShardFiles.checked_arrays, self._files, self._sizes))
 
     @property
     def dtype(self) -> np.dtype[Any]:
@@ -205,18 +181,3 @@ class IndexedDataset(Sequence["Item"]):
         if not -len(self) <= number < len(self):
             raise IndexError(f"sequence {number} of {len(self)} in {redact_urls(self.prefix)}")
         return number % len(self)
-
-
-def _info_of_index(store: Store, key: str, prefix: str) -> ObjectInfo:
-    try:
-        return store.info(key)
-    except ObjectNotFoundError:
-        raise ObjectNotFoundError(
-            f"{store.url(key)}: no such .idx beside {prefix}.bin; was its conversion interrupted? convert again"
-        ) from None
-
-
-def _head(store: Store, info: ObjectInfo) -> Buffer:
-    if info.size < HEADER_BYTES:
-        raise FormatError(f"{store.url(info.key)}: {info.size} bytes are fewer than an .idx header has; convert again")
-    return store.read_ranges(info.key, [0], [HEADER_BYTES], info.etag)[0]

@@ -1,26 +1,46 @@
-"""Names of token shards, and how each kind is opened: `.bin`, `.bin.zst` (seekable frames), `.tar`; each with an `.idx`."""
+"""Names of token shards, `.bin`, `.bin.zst` or `.tar` with an `.idx` each, and what is known of one before it is opened."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Iterable
-from pathlib import Path
-from typing import Literal
+from dataclasses import dataclass
+from typing import Any, Literal
 
 import numpy as np
 
-from streammega.config import StorageConfig
-from streammega.errors import FormatError
-from streammega.index.cache import cached_object, default_cache_dir
-from streammega.index.format import HEADER_BYTES, parse_header, parse_index
-from streammega.index.tar import layout, stored_bytes
-from streammega.storage import Store, open_store
-from streammega.storage.derived import DerivedStore, open_frames
-from streammega.storage.local import LocalStore
+from streammega.storage import ObjectInfo
 
 Kind = Literal["bin", "zst", "tar"]
 SUFFIXES: dict[Kind, str] = {"bin": ".bin", "zst": ".bin.zst", "tar": ".tar"}
 _NUMBERED = re.compile(r"^(.*)-(\d{5,})-of-(\d{5,})$")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ManifestEntry:
+    """What a manifest says of a shard. `bytes`, `index_bytes`: of both objects, as stored."""
+
+    dtype: np.dtype[Any]
+    documents: int
+    sequences: int
+    tokens: int
+    bytes: int
+    index_bytes: int
+
+    @property
+    def token_bytes(self) -> int:
+        """Of all tokens, decompressed."""
+        return self.tokens * self.dtype.itemsize
+
+
+@dataclass(frozen=True, kw_only=True)
+class KnownShard:
+    """A shard's name, and what was told of it by a listing (`stored`: its tokens, `index`: its `.idx`) and by a manifest."""
+
+    name: str
+    stored: ObjectInfo | None = None
+    index: ObjectInfo | None = None
+    entry: ManifestEntry | None = None
 
 
 def split_name(name: str) -> tuple[str, Kind]:
@@ -57,39 +77,3 @@ def missing_shards(names: Iterable[str]) -> list[str]:
         gone = (number for number in range(count) if number not in there)
         missing += [shard_name(stem, number, count) for number, _ in zip(gone, range(3), strict=False)]
     return missing
-
-
-def open_tokens(name: str, storage: StorageConfig, index_cache_dir: Path | None = None) -> tuple[Store, str]:
-    """The store and key from which a shard's tokens are read as one little-endian array, whatever its kind.
-
-    Raises FormatError, StorageError.
-    """
-    prefix, kind = split_name(name)
-    store, key = open_store(prefix + SUFFIXES[kind], storage)
-    if kind == "bin":
-        return store, key
-    if kind == "zst":
-        return open_frames(store, key), key
-    return _open_members(store, key, prefix, storage, index_cache_dir or default_cache_dir()), key
-
-
-def _open_members(store: Store, key: str, prefix: str, storage: StorageConfig, cache_dir: Path) -> DerivedStore:
-    index_store, index_key = open_store(f"{prefix}.idx", storage)
-    url, info = index_store.url(index_key), index_store.info(index_key)
-    path = Path(index_key)
-    if not isinstance(index_store, LocalStore):
-        head = index_store.read_ranges(index_key, [0], [min(HEADER_BYTES, info.size)], info.etag)[0]
-        parse_header(head, info.size, url)  # before a large foreign file is downloaded
-        path = cached_object(index_store, info, cache_dir, storage.part_bytes)
-    arrays = parse_index(LocalStore().view(str(path)), url)
-    if len(arrays.sequence_lengths) and int(arrays.sequence_lengths.min()) < 0:  # where members lie follows from them
-        bad = int(np.argmax(arrays.sequence_lengths < 0))
-        raise FormatError(f"{url}: sequence {bad} has the negative length {arrays.sequence_lengths[bad]}; rebuild the .idx")
-    lengths, width, multimodal = arrays.sequence_lengths, arrays.dtype.itemsize, arrays.sequence_modes is not None
-    tar, expected = store.info(key), stored_bytes(lengths, width, multimodal)
-    if tar.size != expected:
-        raise FormatError(
-            f"{store.url(key)}: has {tar.size} bytes, its .idx speaks of {expected}; it is cut short, or was not written by this "
-            f"library (convert reads tars of any kind)"
-        )
-    return DerivedStore(store, tar, layout(lengths, width, multimodal))

@@ -108,8 +108,8 @@ class StreamSource:
 
 def _open_dataset(name: str, share: str, split: str, config: DataConfig) -> tuple[list[TokenFile], StreamDataset]:
     """The files of a dataset and the parts of them that belong to a split: all pairs end to end, cut as a whole."""
-    pairs = read_dataset(name, config.storage)
-    counts = [pair.header.sequence_count for pair in pairs]
+    pairs = read_dataset(name, config.storage, config.index_cache_dir)
+    counts = [pair.num_sequences for pair in pairs]
     bounds = split_bounds(share, sum(counts))[split]
     if bounds is None or bounds[0] == bounds[1]:
         raise ConfigError(f"{name}: split {share!r} leaves nothing of its {sum(counts)} sequences for {split}")

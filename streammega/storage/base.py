@@ -72,8 +72,11 @@ class Store(Protocol):
         bytes than asked, EndpointError and so on; what `error.transient` says may be tried again. Several spans fail together.
         """
 
-    def list(self, prefix: str) -> list[ObjectInfo]:
-        """All objects whose key starts with `prefix`, sorted by key."""
+    def list(self, prefix: str, recursive: bool = True) -> list[ObjectInfo]:
+        """All objects whose key starts with `prefix`, sorted by key; not `recursive`: only those with no slash after it.
+
+        Where the store's listings tell no ETag, theirs is empty.
+        """
 
     def open_writer(self, key: str) -> ObjectWriter:
         """A writer that streams (multipart where the backend has it)."""
@@ -134,9 +137,14 @@ def address_of(array: Bytes) -> int:
     return int(array.__array_interface__["data"][0])
 
 
+def same_etag(one: str, other: str) -> bool:
+    """Whether two ETags are of the same object: some answers quote it, others do not."""
+    return one.strip('"') == other.strip('"')
+
+
 def check_etag(url: str, expected: str, found: str) -> None:
     """Raise ObjectChangedError if an object is not the one that was opened."""
-    if expected and found and expected.strip('"') != found.strip('"'):
+    if expected and found and not same_etag(expected, found):
         raise ObjectChangedError(
             f"{url}: the object was replaced while it was being read (ETag {found}, it was {expected}); data would be mixed. "
             f"Start again on the new object, or put the old one back"

@@ -54,9 +54,9 @@ class CachedStore:
         self.store.read_into(key, spans, outs, etag)
         self._count(0, sum(stop - start for start, stop in spans))
 
-    def list(self, prefix: str) -> list[ObjectInfo]:
+    def list(self, prefix: str, recursive: bool = True) -> list[ObjectInfo]:
         """From the store."""
-        return self.store.list(prefix)
+        return self.store.list(prefix, recursive)
 
     def open_writer(self, key: str) -> ObjectWriter:
         """From the store."""

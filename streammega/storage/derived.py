@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Protocol
 
 import numpy as np
@@ -22,6 +22,8 @@ from streammega.storage.local import LocalStore
 Integers = NDArray[np.int64]
 _NOTHING = np.empty(0, np.uint8)
 _of_thread = threading.local()
+TABLE_GUESS = 1 << 14
+"""Bytes read at once from the end of a small zstd object, in which its table lies."""
 
 
 class View(Protocol):
@@ -34,6 +36,36 @@ class View(Protocol):
 
     def show(self, stored: Bytes, start: int, stop: int, out: Bytes) -> None:
         """Fill `out` with the shown bytes, from the stored ones of `stored(start, stop)`."""
+
+
+class LateView:
+    """A view that is made when bytes are first asked of it: its size is known, and making it costs requests."""
+
+    def __init__(self, size: int, make: Callable[[], View]) -> None:
+        self.size, self._make = size, make
+        self._made: View | None = None
+        self._lock = threading.Lock()
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {"size": self.size, "make": self._make}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__init__(state["size"], state["make"])  # type: ignore[misc]
+
+    def stored(self, start: int, stop: int) -> Span:
+        """Of the view, which is made now at the latest. Raises FormatError, StorageError."""
+        return self._view().stored(start, stop)
+
+    def show(self, stored: Bytes, start: int, stop: int, out: Bytes) -> None:
+        """By the view."""
+        self._view().show(stored, start, stop, out)
+
+    def _view(self) -> View:
+        if self._made is None:
+            with self._lock:  # many threads ask for the first bytes of a shard at once
+                if self._made is None:
+                    self._made = self._make()
+        return self._made
 
 
 class DerivedStore:
@@ -77,9 +109,9 @@ class DerivedStore:
         for body, (a, b), out in zip(bodies, spans, outs, strict=True):
             self.view.show(body, a, b, out)
 
-    def list(self, prefix: str) -> list[ObjectInfo]:
+    def list(self, prefix: str, recursive: bool = True) -> list[ObjectInfo]:
         """From the store."""
-        return self.store.list(prefix)
+        return self.store.list(prefix, recursive)
 
     def open_writer(self, key: str) -> ObjectWriter:
         """From the store."""
@@ -232,7 +264,7 @@ class ConcatStore:
             store, info = self.parts[number]
             store.read_into(info.key, own_spans, own_outs, info.etag)
 
-    def list(self, prefix: str) -> list[ObjectInfo]:
+    def list(self, prefix: str, recursive: bool = True) -> list[ObjectInfo]:
         """The objects."""
         return [info for _, info in self.parts]
 
@@ -271,14 +303,17 @@ def _etag_of_all(parts: Sequence[tuple[Store, ObjectInfo]]) -> str:
     return digest.hexdigest()
 
 
-def open_frames(store: Store, key: str) -> DerivedStore:
-    """A seekable zstd object, decompressed: two small reads. Raises FormatError, StorageError."""
-    info = store.info(key)
-    url, size = store.url(key), info.size
-    footer = store.read_ranges(key, [max(0, size - FOOTER.size)], [size], info.etag)[0]
-    length = table_bytes(footer, size, url)
-    table = store.read_ranges(key, [size - length], [size], info.etag)[0]
-    return DerivedStore(store, info, Frames(url, *parse_table(table, size, url)))
+def read_frames(store: Store, info: ObjectInfo) -> Frames:
+    """How the bytes of a seekable zstd object lie: one read of its end, seldom two. Raises FormatError, StorageError."""
+    url, size = store.url(info.key), info.size
+    # A frame of 32 KiB is 8 bytes of the table, and most are stored in more than 8 KiB.
+    low = size - min(size, max(TABLE_GUESS, size // 1024))
+    end = bytes(store.read_ranges(info.key, [low], [size], info.etag)[0])
+    first = size - table_bytes(end[-FOOTER.size :], size, url)
+    if first < low:
+        end = bytes(store.read_ranges(info.key, [first], [low], info.etag)[0]) + end
+        low = first
+    return Frames(url, *parse_table(end[first - low :], size, url))
 
 
 def is_local(store: Any) -> bool:

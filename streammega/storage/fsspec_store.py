@@ -117,14 +117,18 @@ class FsspecStore:
             check_etag(self.url(key), etag, self.info(key).etag)
             self._checked[key, etag] = now
 
-    def list(self, prefix: str) -> list[ObjectInfo]:
-        """All objects under a prefix; the prefix may end inside a name."""
+    def list(self, prefix: str, recursive: bool = True) -> list[ObjectInfo]:
+        """Objects under a prefix; the prefix may end inside a name."""
         fs, _ = self._filesystem()
         folder = prefix.rpartition("/")[0]
 
         def find() -> Any:
             try:
-                return fs.find(folder, detail=True)
+                if recursive:
+                    return fs.find(folder, detail=True)
+                return {item["name"]: item for item in fs.ls(folder, detail=True) if item["type"] == "file"}
+            except FileNotFoundError:
+                return {}
             except BaseException as error:
                 raise self._error(prefix, error) from None
 

@@ -76,8 +76,15 @@ class LocalStore:
                 mapped = self._maps[key] = _map(key, etag, mapped)
             return mapped.view
 
-    def list(self, prefix: str) -> list[ObjectInfo]:
-        """Files whose path starts with `prefix`, at any depth."""
+    def list(self, prefix: str, recursive: bool = True) -> list[ObjectInfo]:
+        """Files whose path starts with `prefix`: at any depth, or only those with no slash after it."""
+        if not recursive:
+            try:
+                with os.scandir(os.path.dirname(prefix) or ".") as entries:
+                    inside = sorted(entry.path for entry in entries if entry.is_file())
+            except FileNotFoundError:
+                return []
+            return [self.info(path) for path in inside if path.startswith(prefix)]
         root = Path(prefix) if os.path.isdir(prefix) else Path(prefix).parent
         found = (str(path) for path in root.rglob("*") if path.is_file())
         return [self.info(path) for path in sorted(found) if path.startswith(prefix)]

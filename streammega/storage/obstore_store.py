@@ -152,14 +152,16 @@ class ObstoreStore:
                 log.warning("%s: %s; reading by s3fs, which is slower (transport='fsspec' does so at once)", self.url(""), reason)
                 self._fallback = FsspecStore(self.scheme, self._config)
 
-    def list(self, prefix: str) -> list[ObjectInfo]:
-        """All objects under a prefix; the prefix may end inside a name."""
+    def list(self, prefix: str, recursive: bool = True) -> list[ObjectInfo]:
+        """Objects under a prefix, 1,000 a request; the prefix may end inside a name."""
         client, _ = self._client()
         folder = prefix.rpartition("/")[0]  # object stores list by whole path segments
 
         def pages_of() -> Any:
             try:
-                return [item for page in obstore.list(client, folder or None) for item in page]
+                if recursive:
+                    return [item for page in obstore.list(client, folder or None) for item in page]
+                return obstore.list_with_delimiter(client, folder or None)["objects"]
             except BaseException as error:
                 raise self._error(prefix, error) from None
 

@@ -88,14 +88,16 @@ class OssNativeStore(FsspecStore):
         finally:
             answer.resp.response.close()  # of a body that was read whole the connection stays in the pool
 
-    def list(self, prefix: str) -> list[ObjectInfo]:
-        """All objects under a prefix; the prefix may end inside a name."""
+    def list(self, prefix: str, recursive: bool = True) -> list[ObjectInfo]:
+        """Objects under a prefix, 1,000 a request; the prefix may end inside a name."""
         import oss2
 
         def find(bucket: Any, name: str) -> list[ObjectInfo]:
-            found = oss2.ObjectIteratorV2(bucket, prefix=name, max_keys=1000)
+            found = oss2.ObjectIteratorV2(bucket, prefix=name, delimiter="" if recursive else "/", max_keys=1000)
             return [
-                ObjectInfo(key=f"{bucket.bucket_name}/{item.key}", size=int(item.size), etag=_quoted(item.etag)) for item in found
+                ObjectInfo(key=f"{bucket.bucket_name}/{item.key}", size=int(item.size), etag=_quoted(item.etag))
+                for item in found
+                if not item.is_prefix()
             ]
 
         listed = self._policy.call(lambda: self._call(prefix, find))

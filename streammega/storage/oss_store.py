@@ -48,9 +48,9 @@ class OssStore(ObstoreStore):
             return self._by_oss2().read_into(self._full(key), spans, outs, etag)
         return self._renewing(lambda: super(OssStore, self).read_into(key, spans, outs, etag))
 
-    def list(self, prefix: str) -> list[ObjectInfo]:
-        """All objects under a prefix; the prefix may end inside a name."""
-        return self._renewing(lambda: super(OssStore, self).list(prefix))
+    def list(self, prefix: str, recursive: bool = True) -> list[ObjectInfo]:
+        """Objects under a prefix, 1,000 a request; the prefix may end inside a name."""
+        return self._renewing(lambda: super(OssStore, self).list(prefix, recursive))
 
     def open_writer(self, key: str) -> ObstoreWriter:
         """A multipart upload, with a key that was accepted or renewed just now: its parts cannot be sent again."""

@@ -62,9 +62,9 @@ class PreadStore:
         finally:
             os.close(fd)
 
-    def list(self, prefix: str) -> list[ObjectInfo]:
+    def list(self, prefix: str, recursive: bool = True) -> list[ObjectInfo]:
         """As of the local store."""
-        return self._local.list(prefix)
+        return self._local.list(prefix, recursive)
 
     def open_writer(self, key: str) -> ObjectWriter:
         """As of the local store."""
