@@ -20,6 +20,7 @@ from streammega.convert import convert
 from streammega.errors import FormatError, ObjectChangedError, ObjectNotFoundError, StreammegaError
 from streammega.index.find import find_pairs
 from streammega.index.shards import SUFFIXES, missing_shards, split_name
+from streammega.verify import verify
 from tests.conftest import write_random_pair
 
 KINDS = ["bin", "zst", "tar"]
@@ -145,6 +146,47 @@ def test_webdataset_itself_reads_the_tars(sets: Path) -> None:
         np.testing.assert_array_equal(sample["npy"], np.asarray(expected[number]))
         number += 1
     assert number == len(expected)
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+@pytest.mark.parametrize(
+    "settings", [{"workers": 1}, {"dedup": True, "workers": 2}, {"shuffle_seed": 3, "memory_bytes": 1 << 20}]
+)
+def test_samples_of_all_tars_of_a_dataset_have_keys_of_their_own(tmp_path: Path, settings: dict[str, Any]) -> None:
+    """The key is the number of the sequence in the dataset; the bytes do not depend on who writes them."""
+    rng = np.random.default_rng(0)
+    with IndexedDatasetWriter(str(tmp_path / "pair"), np.uint16, multimodal=True) as writer:
+        for document in range(60):
+            for part in range(document % 4):
+                writer.add_item(rng.integers(0, 1000, rng.integers(1, 2000)), part)
+            writer.end_document()
+    options: dict[str, Any] = {"kind": "tar", "shard_bytes": 20_000, "min_tokens": 1} | settings
+    convert([str(tmp_path / "pair")], str(tmp_path / "set"), **options)
+    tars = sorted(tmp_path.glob("set-*.tar"))
+    assert len(tars) > 3
+    samples = list(webdataset.WebDataset(list(map(str, tars)), shardshuffle=False, empty_check=False).decode())
+    made = IndexedDataset(str(tmp_path / "set.manifest.json"))
+    assert len({sample["__key__"] for sample in samples}) == len(samples) == len(made)
+    for sample in samples:
+        tokens, mode = made[int(sample["__key__"])]  # type: ignore[misc]
+        np.testing.assert_array_equal(sample["npy"], tokens)
+        assert sample["cls"] == mode
+    assert not verify(str(tmp_path / "set")).problems
+    (tmp_path / "again").mkdir()
+    convert([str(tmp_path / "pair")], str(tmp_path / "again" / "set"), **options | {"workers": 3 - settings.get("workers", 1)})
+    assert [tar.read_bytes() for tar in tars] == [(tmp_path / "again" / tar.name).read_bytes() for tar in tars]
+
+
+def test_tars_whose_keys_begin_anew_are_read_as_before(tmp_path: Path) -> None:
+    tokens = [np.arange(number + 3, dtype=np.uint16) for number in range(6)]
+    for shard in range(2):
+        with IndexedDatasetWriter(f"{tmp_path}/set-0000{shard}-of-00002.tar", np.uint16) as writer:
+            for own in tokens[3 * shard : 3 * shard + 3]:
+                writer.add_item(own)
+                writer.end_document()
+    read = IndexedDataset(f"{tmp_path}/set-*")
+    assert [own.tolist() for own in read[:]] == [own.tolist() for own in tokens]  # type: ignore[union-attr]
+    assert not verify(f"{tmp_path}/set-*").problems
 
 
 def test_zstd_itself_reads_the_frames(sets: Path) -> None:

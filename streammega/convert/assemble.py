@@ -60,6 +60,8 @@ class Layout:
     names: list[str]
     targets: list[str]
     """Where the tokens of each shard are written: in the work folder, or under their final names where nothing can be renamed."""
+    first_sequences: list[int]
+    """Of each shard, the number of its first sequence in the dataset, where members are named by it (tars); else 0."""
     digest: str = ""
 
     @property
@@ -115,6 +117,15 @@ class Documents:
             own = np.flatnonzero(parts == part)
             low, high = int(documents[own].min()), int(documents[own].max()) + 1
             found[own] = document_tokens(self.dataset(int(part)), low, high)[documents[own] - low]
+        return found
+
+    def sequences(self, parts: Integers, documents: Integers) -> Integers:
+        """How many sequences documents have."""
+        found = np.empty(len(documents), np.int64)
+        for part in np.unique(parts):
+            own = np.flatnonzero(parts == part)
+            bounds = self.dataset(int(part)).document_indices
+            found[own] = bounds[documents[own] + 1] - bounds[documents[own]]
         return found
 
     def _key_range(self, block: int) -> tuple[np.uint64, np.uint64 | None]:
@@ -176,6 +187,18 @@ def plan_bounds(documents: Documents, itemsize: int, shard_bytes: int | None) ->
     return bounds
 
 
+def number_sequences(documents: Documents, bounds: Sequence[tuple[int, int]]) -> list[int]:
+    """The number of the first sequence of each shard, counted over all shards."""
+    firsts, before = [0], 0
+    left = list(bounds[1:-1])
+    for block in range(documents.num_blocks if left else 0):
+        ends = np.concatenate([np.zeros(1, np.int64), np.cumsum(documents.sequences(*documents.order(block)))])
+        while left and left[0][0] == block:
+            firsts.append(before + int(ends[left.pop(0)[1]]))
+        before += int(ends[-1])
+    return firsts
+
+
 def remove_duplicates(job: Job, parts: list[Part], memory_bytes: int) -> tuple[list[Part], int]:
     """The parts with a `.keep` file each, and how many documents are not kept: all but the first of equal ones.
 
@@ -226,7 +249,7 @@ def write_shard(job: Job, layout: Layout, number: int, progress: Progress) -> Sh
     index = join_url(job.work, f"out/{layout.names[number]}")
     writer = IndexedDatasetWriter(
         layout.targets[number], dtype, layout.multimodal, job.storage, kind=options.kind, level=options.level,
-        frame_bytes=options.frame_bytes, index_prefix=index,
+        frame_bytes=options.frame_bytes, index_prefix=index, first_sequence=layout.first_sequences[number],
     )  # fmt: skip
     with writer:
         for parts, chosen in _chunks(documents, layout.bounds[number], layout.bounds[number + 1], dtype.itemsize):

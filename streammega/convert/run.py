@@ -22,6 +22,7 @@ from streammega.convert.assemble import (
     Layout,
     Part,
     layout_digest,
+    number_sequences,
     plan_bounds,
     read_shard,
     remove_duplicates,
@@ -265,7 +266,8 @@ class _Conversion:
         buckets = 0
         if self.options.shuffle_seed is not None:
             buckets = max(1, -(-kinds.tokens * dtype.itemsize * 8 // self.runner.memory_bytes))
-        bounds = plan_bounds(Documents(job, parts, buckets), dtype.itemsize, self.options.shard_bytes)
+        documents = Documents(job, parts, buckets)
+        bounds = plan_bounds(documents, dtype.itemsize, self.options.shard_bytes)
         stem = self.prefix.rpartition("/")[2]
         count = len(bounds) - 1
         names = [stem] if self.options.shard_bytes is None else [shard_name(stem, n, count) for n in range(count)]
@@ -278,6 +280,7 @@ class _Conversion:
             bounds=bounds,
             names=names,
             targets=[join_url(folder, name) for name in names],
+            first_sequences=number_sequences(documents, bounds) if self.options.kind == "tar" else [0] * count,
         )
         return replace(layout, digest=layout_digest(job, layout, sources))
 

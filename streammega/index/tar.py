@@ -1,5 +1,8 @@
 """Token shards as WebDataset tars: one sample for each sequence, `000000042.npy`, and its mode in `000000042.cls`.
 
+The number is that of the sequence in the dataset, so that no two samples of it have the same key. Readers do not look at it:
+shards of earlier versions counted from zero each.
+
 Every member begins with a 512-byte ustar header, every payload with a 128-byte .npy header, and is padded to 512 bytes; so the
 places of all payloads follow from the lengths in the shard's `.idx`.
 """
@@ -38,24 +41,24 @@ def stored_bytes(lengths: NDArray[np.int32], itemsize: int, multimodal: bool) ->
 
 
 class TarWriter:
-    """Writes sequences as members. The same sequences give the same bytes."""
+    """Writes sequences as members. The same sequences, from the same `first` number on, give the same bytes."""
 
-    def __init__(self, inner: ObjectWriter, dtype: np.dtype[Any], multimodal: bool) -> None:
+    def __init__(self, inner: ObjectWriter, dtype: np.dtype[Any], multimodal: bool, first: int = 0) -> None:
         self._inner, self._dtype, self._multimodal = inner, dtype.newbyteorder("<"), multimodal
-        self._count = 0
+        self._number = first
 
     def add(self, data: memoryview, lengths: NDArray[np.int32], modes: NDArray[np.int8] | None) -> None:
         """Append sequences, whose tokens lie end to end in `data`."""
         at = 0
-        for number, length in enumerate(lengths.tolist()):
+        for place, length in enumerate(lengths.tolist()):
             size = length * self._dtype.itemsize
-            name = f"{self._count:09d}"
+            name = f"{self._number:09d}"
             self._member(f"{name}.npy", [_npy_header(self._dtype, length), data[at : at + size]])
             if self._multimodal:
                 assert modes is not None
-                self._member(f"{name}.cls", [str(int(modes[number])).encode()])
+                self._member(f"{name}.cls", [str(int(modes[place])).encode()])
             at += size
-            self._count += 1
+            self._number += 1
 
     def commit(self) -> None:
         """End the archive and publish it."""

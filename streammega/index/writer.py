@@ -38,11 +38,13 @@ class IndexedDatasetWriter:
         kind: "bin"; "zst", seekable zstd frames; "tar", a WebDataset sample for each sequence. Default: by the prefix's suffix.
         level, frame_bytes: of the zstd frames.
         index_prefix: write the `.idx` elsewhere, for a caller that publishes it when several shards are done.
+        first_sequence: of a dataset of several shards, the number of this one's first sequence: a tar's members are named by it.
     """
 
     def __init__(
         self, prefix: str, dtype: DTypeLike = np.int32, multimodal: bool = False, storage: StorageConfig | None = None,
         *, kind: Kind | None = None, level: int = LEVEL, frame_bytes: int = FRAME_BYTES, index_prefix: str | None = None,
+        first_sequence: int = 0,
     ) -> None:  # fmt: skip
         self.prefix, named = split_name(str(prefix))
         self.kind: Kind = kind or named
@@ -57,7 +59,7 @@ class IndexedDatasetWriter:
         self.stored = HashingWriter(self._store.open_writer(self._key))
         """Counts and checksums of what was written so far, as stored."""
         self.index = HashingWriter(None)
-        self._tar = TarWriter(self.stored, self.dtype, multimodal) if self.kind == "tar" else None
+        self._tar = TarWriter(self.stored, self.dtype, multimodal, first_sequence) if self.kind == "tar" else None
         self._bin = self._tar or (FrameWriter(self.stored, level, frame_bytes) if self.kind == "zst" else self.stored)
 
     def __enter__(self) -> IndexedDatasetWriter:
