@@ -11,6 +11,7 @@ import signal
 import stat
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -158,9 +159,9 @@ def test_a_process_that_reached_its_limit_of_files_reads_on(tmp_path: Path, capl
 def test_more_chunks_than_may_be_mapped_are_read_from_the_cache_all_the_same(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from streammega.storage.cache import pages
+    from streammega.storage.cache import chunk
 
-    monkeypatch.setattr(pages, "MOST_MAPPED", pages._mapped.count + 2)
+    monkeypatch.setattr(chunk, "MOST_MAPPED", chunk.mapped.count + 2)
     cache = PageCache(tmp_path, 1 << 30, CHUNK)
     objects = [open_object(cache, f"s3://b/{number}", SIZE) for number in range(5)]
     assert [read(cached) for cached in objects] == [SIZE] * 5
@@ -426,6 +427,39 @@ def test_pages_of_an_object_that_was_removed_and_made_anew_are_not_mixed(tmp_pat
     assert cache.usable
 
 
+FORKED = """
+import os, sys
+import numpy as np
+from streammega.storage.page_cache import PageCache, entries
+from pathlib import Path
+cache = PageCache(sys.argv[1], 1 << 30, 1 << 20)
+def fetch(a, b, out): out.fill(7)
+def read(url, start):
+    cached = cache.open(url, "e", 600_000)
+    out = np.empty(10, np.uint8)
+    cached.read(start, start + 10, out, fetch)
+    assert (out == 7).all()
+    return cached
+def used():
+    return sorted(entry.url for entry in entries(Path(sys.argv[1]) / "chunks") if entry.in_use)
+kept = read("s3://b/parent", 0)
+child = os.fork()
+if child == 0:
+    own = read("s3://b/child", 0)
+    read("s3://b/parent", 300_000)
+    assert used() == ["s3://b/child", "s3://b/parent"]
+    del kept
+    os._exit(0)
+assert os.waitpid(child, 0)[1] == 0
+read("s3://b/parent", 500_000)
+print(used())
+"""
+
+
+def test_a_forked_child_has_its_own_locks_and_leaves_those_of_its_parent(tmp_path: Path) -> None:
+    assert _python(FORKED, str(tmp_path)).strip() == "['s3://b/parent']"
+
+
 AT_EXIT = """
 import atexit, os, sys
 late = []
@@ -620,12 +654,18 @@ print("fetched", sum(asked))
 """
 
 
+@pytest.fixture
+def open_folder() -> Iterator[Path]:
+    """A folder that others may enter: pytest's own may not be."""
+    with tempfile.TemporaryDirectory() as name:
+        os.chmod(name, 0o755)
+        yield Path(name)
+
+
 @pytest.mark.skipif(os.geteuid() != 0, reason="becomes another user")
 @pytest.mark.parametrize(("umask", "fetched"), [(0o002, SIZE), (0o022, None)])
-def test_a_second_user_of_the_group_shares_what_the_umask_lets_them(tmp_path: Path, umask: int, fetched: int | None) -> None:
-    for folder in (tmp_path, *tmp_path.parents[:2]):
-        folder.chmod(folder.stat().st_mode | 0o011)
-    root = tmp_path / "cache"
+def test_a_second_user_of_the_group_shares_what_the_umask_lets_them(open_folder: Path, umask: int, fetched: int | None) -> None:
+    root = open_folder / "cache"
     root.mkdir()
     os.chown(root, 0, 1234)
     root.chmod(0o2775)

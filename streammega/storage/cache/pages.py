@@ -14,20 +14,18 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
-from numpy.typing import NDArray
 
 from streammega.errors import StorageError
 from streammega.storage.base import Bytes
 from streammega.storage.cache import layout
-from streammega.storage.cache.layout import ENTRY_BYTES, PAGE_BYTES
+from streammega.storage.cache.chunk import Chunk, mapped, open_chunk
+from streammega.storage.cache.layout import PAGE_BYTES
 from streammega.storage.cache.presence import Presence, presence_in
 from streammega.storage.cache.room import Room
 from streammega.storage.descriptors import TOO_MANY, limit_reached, raise_limit
-from streammega.storage.mapping import map_file
 
 log = logging.getLogger(__name__)
 
@@ -37,8 +35,6 @@ TIMEOUT = 60.0
 LATE_PATIENCE, LATE_FOR = 1.0, 600.0
 """Once a claim was waited for in vain: seconds that claims are waited for, and for how long that holds. Whoever was stopped may
 hold hundreds of them."""
-MOST_MAPPED = 32_000
-"""Chunks that a process keeps mapped: half of what Linux allows by default (vm.max_map_count). More are mapped for each read."""
 Fetch = Callable[[int, int, Bytes], None]
 GivenUp = Callable[[], bool]
 _open_objects: weakref.WeakValueDictionary[tuple[int, str], CachedObject] = weakref.WeakValueDictionary()
@@ -126,24 +122,6 @@ class PageCache:
             log.warning("%s: %s", self.folder, text)
 
 
-@dataclass(kw_only=True)
-class _Chunk:
-    """An open chunk: its file, of which no descriptor is held; its bytes and checksums, mapped; which pages were verified.
-
-    `gone`: another file has taken its place. What is mapped stays right; nothing is added to it.
-    """
-
-    start: int
-    first: int
-    path: str
-    identity: tuple[int, int]
-    view: Bytes
-    table: NDArray[np.uint64]
-    verified: NDArray[np.uint8]
-    table_at: int
-    gone: bool = field(default=False)
-
-
 class CachedObject:
     """The cached pages of one object, in this process.
 
@@ -164,7 +142,7 @@ class CachedObject:
             os.utime(self.folder / "used")
         except FileNotFoundError:
             pass  # nothing of it is cached
-        self._chunks: dict[int, _Chunk] = {}
+        self._chunks: dict[int, Chunk] = {}
         self._opening = threading.Lock()
         self._claimed: set[int] = set()
         self._released = threading.Condition()
@@ -226,23 +204,22 @@ class CachedObject:
         if chunk is None or (present < last - first and not self._fill_missing(chunk, first, last, fetch, given_up)):
             fetch(start, stop, out)
             return 0
-        low = start - chunk.start
-        out[:] = chunk.view[low : low + stop - start]
+        out[:] = chunk.part(start, stop)
         return present * PAGE_BYTES
 
-    def _present(self, chunk: _Chunk, first: int, last: int) -> int:
+    def _present(self, chunk: Chunk, first: int, last: int) -> int:
         """How many of some pages are there."""
-        if chunk.verified[first - chunk.first : last - chunk.first].all():
+        if chunk.holds(first, last):
             return last - first
         return sum(self._check(chunk, page) for page in range(first, last))
 
-    def _fill_missing(self, chunk: _Chunk, first: int, last: int, fetch: Fetch, given_up: GivenUp) -> bool:
+    def _fill_missing(self, chunk: Chunk, first: int, last: int, fetch: Fetch, given_up: GivenUp) -> bool:
         """Have all of some pages; False if they cannot be kept."""
         for page, end in self._missing(chunk, first, last):
             if chunk.gone or not self.cache.usable or not self._disk_has((end - page) * PAGE_BYTES):
                 return False
             self._fill(chunk, page, end, fetch, given_up)
-        return bool(chunk.verified[first - chunk.first : last - chunk.first].all())
+        return chunk.holds(first, last)
 
     def _disk_has(self, size: int) -> bool:
         try:
@@ -251,7 +228,7 @@ class CachedObject:
             self.cache.failed(error)
             return False
 
-    def _missing(self, chunk: _Chunk, first: int, last: int) -> Iterator[tuple[int, int]]:
+    def _missing(self, chunk: Chunk, first: int, last: int) -> Iterator[tuple[int, int]]:
         """Runs of pages that are not there, one at a time: what others fetch meanwhile is not asked for again."""
         page = first
         while page < last:
@@ -264,7 +241,7 @@ class CachedObject:
             yield page, end
             page = end
 
-    def _fill(self, chunk: _Chunk, first: int, last: int, fetch: Fetch, given_up: GivenUp) -> None:
+    def _fill(self, chunk: Chunk, first: int, last: int, fetch: Fetch, given_up: GivenUp) -> None:
         """Fetch pages [first, last) under a claim; or wait until whoever holds the claim has.
 
         One that is held for too long is done without: two writers of a page write the same bytes and the same checksum.
@@ -276,12 +253,12 @@ class CachedObject:
                 low = todo[0] * PAGE_BYTES
                 data = np.empty(min((todo[-1] + 1) * PAGE_BYTES, self.size) - low, np.uint8)
                 fetch(low, low + len(data), data)
-                self._keep(chunk, low, data)
+                self._keep(chunk, todo[0], data)
         finally:
             if claimed:
                 self._unclaim(first, last)
 
-    def _wait_for_claim(self, chunk: _Chunk, first: int, last: int, given_up: GivenUp) -> bool:
+    def _wait_for_claim(self, chunk: Chunk, first: int, last: int, given_up: GivenUp) -> bool:
         """True: it is had. False: the pages are there now, or their holder takes too long."""
         deadline = time.monotonic() + self.cache.patience
         pause = FIRST_LOOK
@@ -298,47 +275,22 @@ class CachedObject:
                 return False
         return True
 
-    def _keep(self, chunk: _Chunk, start: int, data: Bytes) -> None:
-        """Write pages, then their checksums."""
-        view = memoryview(data)  # type: ignore[arg-type]
-        starts = range(0, len(view), PAGE_BYTES)
-        first = start // PAGE_BYTES - chunk.first
+    def _keep(self, chunk: Chunk, page: int, data: Bytes) -> None:
         try:
-            with layout.Opened(chunk.path, os.O_RDWR) as descriptor:
-                if _identity(descriptor) != chunk.identity:
-                    chunk.gone = True  # evicted, and made anew: what is mapped is the old one
-                    return
-                _write_all(descriptor, view, start - chunk.start)
-                entries = np.array([layout.checksum(view[at : at + PAGE_BYTES]) for at in starts], "<u8")
-                _write_all(descriptor, memoryview(entries.tobytes()), chunk.table_at + ENTRY_BYTES * first)
+            chunk.write(page, data)
         except OSError as error:
-            chunk.gone = chunk.gone or error.errno == errno.ENOENT
             self.cache.failed(error)
-            return
-        chunk.verified[first : first + len(starts)] = 1
 
-    def _check(self, chunk: _Chunk, page: int) -> bool:
-        """Whether a page is there; its bytes are compared with its checksum once."""
-        number = page - chunk.first
-        if chunk.verified[number]:
-            return True
-        expected = int(chunk.table[number])
-        if not expected:
-            return False
-        if layout.checksum(chunk.view.data[number * PAGE_BYTES : (number + 1) * PAGE_BYTES]) != expected:
+    def _check(self, chunk: Chunk, page: int) -> bool:
+        """Whether a page is there, and sound."""
+        sound = chunk.matches(page)
+        if sound is False:
             log.warning("%s: page %d is damaged; it is fetched again", self.folder, page)
-            self._forget(chunk, number)
-            return False
-        chunk.verified[number] = 1
-        return True
-
-    def _forget(self, chunk: _Chunk, number: int) -> None:
-        try:
-            with layout.Opened(chunk.path, os.O_RDWR) as descriptor:
-                if _identity(descriptor) == chunk.identity:
-                    os.pwrite(descriptor, bytes(ENTRY_BYTES), chunk.table_at + ENTRY_BYTES * number)
-        except OSError as error:
-            self.cache.failed(error)
+            try:
+                chunk.forget(page)
+            except OSError as error:
+                self.cache.failed(error)
+        return bool(sound)
 
     def _claim(self, first: int, last: int) -> bool:
         """Take the right to fetch pages: among this process's threads by a set, among processes by a lock of the kernel."""
@@ -359,7 +311,7 @@ class CachedObject:
             self._presence.unclaim(self.name, first, last)
             self._released.notify_all()
 
-    def _chunk(self, page: int) -> _Chunk | None:
+    def _chunk(self, page: int) -> Chunk | None:
         """The chunk of a page, mapped; None: there is no room for it now, or the disk failed."""
         if not self.cache.usable:
             return None
@@ -376,75 +328,26 @@ class CachedObject:
                     return None
             return self._chunks[number]
 
-    def _open_chunk(self, number: int) -> _Chunk | None:
-        size = min(self.cache.chunk_bytes, self.size - number * self.cache.chunk_bytes)
+    def _open_chunk(self, number: int) -> Chunk | None:
+        start = number * self.cache.chunk_bytes
+        size = min(self.cache.chunk_bytes, self.size - start)
         path = self.folder / f"{number}.data"
         for _ in range(2):
-            try:
-                with layout.Opened(path, os.O_RDONLY) as descriptor:
-                    if layout.regular_size(descriptor) == layout.file_bytes(size):
-                        return self._map(number, path, descriptor, size)
-            except FileNotFoundError:
-                pass
+            chunk = open_chunk(path, start // PAGE_BYTES, size)
+            if chunk is not None:
+                self._show(number, chunk)
+                return chunk
             if not self.cache.room.reserve(path, layout.file_bytes(size), self._about):
                 return None
         return None  # removed again by others
 
-    def _map(self, number: int, path: Path, descriptor: int, size: int) -> _Chunk:
-        mapped = map_file(descriptor, layout.file_bytes(size), path)
-        start = number * self.cache.chunk_bytes
-        first = start // PAGE_BYTES
-        chunk = _Chunk(
-            start=start,
-            first=first,
-            path=str(path),
-            identity=_identity(descriptor),
-            view=mapped[:size],
-            table=mapped[layout.table_at(size) :].view("<u8"),
-            verified=self.verified[first : first + layout.pages_of(size)],
-            table_at=layout.table_at(size),
-        )
-        if not _mapped.take(self):
-            chunk.verified = np.zeros_like(chunk.verified)  # nobody else may rely on what is mapped for this read only
-            return chunk
-        self.address[number] = int(mapped.__array_interface__["data"][0])
+    def _show(self, number: int, chunk: Chunk) -> None:
+        """Let kernels read a chunk where it is mapped, as long as this object lives; unless too many are mapped already."""
+        if not mapped.take(self):
+            return
+        chunk.verified = self.verified[chunk.first : chunk.first + len(chunk.verified)]
+        self.address[number] = chunk.address
         self._chunks[number] = chunk
-        return chunk
-
-
-class _Mapped:
-    """How many chunks this process keeps mapped."""
-
-    def __init__(self) -> None:
-        self.count = 0
-        self._lock = threading.RLock()  # the collector may let go of one while another is taken
-
-    def take(self, owner: CachedObject) -> bool:
-        """One more, as long as its owner lives; False: that would be too many."""
-        with self._lock:
-            if self.count >= MOST_MAPPED:
-                return False
-            self.count += 1
-        weakref.finalize(owner, self._let_go).atexit = False
-        return True
-
-    def _let_go(self) -> None:
-        with self._lock:
-            self.count -= 1
-
-
-_mapped = _Mapped()
-
-
-def _identity(descriptor: int) -> tuple[int, int]:
-    found = os.fstat(descriptor)
-    return found.st_dev, found.st_ino
-
-
-def _write_all(descriptor: int, view: memoryview, at: int) -> None:
-    written = 0
-    while written < len(view):
-        written += os.pwrite(descriptor, view[written:], at + written)
 
 
 def _after_fork() -> None:

@@ -1,0 +1,134 @@
+"""One file of the cache: a chunk of an object, mapped, without a descriptor."""
+
+from __future__ import annotations
+
+import os
+import threading
+import weakref
+from pathlib import Path
+
+import numpy as np
+
+from streammega.storage.base import Bytes
+from streammega.storage.cache import layout
+from streammega.storage.cache.layout import ENTRY_BYTES, PAGE_BYTES
+from streammega.storage.mapping import map_file
+
+MOST_MAPPED = 32_000
+"""Chunks that a process keeps mapped: half of what Linux allows by default (vm.max_map_count). More are mapped for each read."""
+
+
+class Chunk:
+    """The pages of a chunk. Numbers of pages are those within the object; `first` is the chunk's first one.
+
+    `view` uint8 [size]: its bytes. `verified` uint8 [pages]: pages that are there and were checked, or written, by this process.
+    `gone`: another file has taken the place of this one. What is mapped stays right; nothing is added to it.
+    """
+
+    def __init__(self, path: Path, descriptor: int, first: int, size: int) -> None:
+        mapped = map_file(descriptor, layout.file_bytes(size), path)
+        self.first = first
+        self.view: Bytes = mapped[:size]
+        self.verified = np.zeros(layout.pages_of(size), np.uint8)
+        self.gone = False
+        self._path = str(path)
+        self._identity = _identity(descriptor)
+        self._table_at = layout.table_at(size)
+        self._table = mapped[self._table_at :].view("<u8")
+
+    @property
+    def address(self) -> int:
+        """Where its bytes are mapped."""
+        return int(self.view.__array_interface__["data"][0])
+
+    def holds(self, first: int, last: int) -> bool:
+        """Whether all of pages [first, last) are known to be there."""
+        return bool(self.verified[first - self.first : last - self.first].all())
+
+    def part(self, start: int, stop: int) -> Bytes:
+        """Bytes [start, stop) of the object."""
+        at = self.first * PAGE_BYTES
+        return self.view[start - at : stop - at]
+
+    def matches(self, page: int) -> bool | None:
+        """Whether a page's bytes are those of its checksum, which is looked at once; None: it is not there."""
+        number = page - self.first
+        if self.verified[number]:
+            return True
+        expected = int(self._table[number])
+        if not expected:
+            return None
+        if layout.checksum(self.view.data[number * PAGE_BYTES : (number + 1) * PAGE_BYTES]) != expected:
+            return False
+        self.verified[number] = 1
+        return True
+
+    def write(self, page: int, data: Bytes) -> None:
+        """Write pages from one on, then their checksums. Raises OSError."""
+        first = page - self.first
+        view = memoryview(data)  # type: ignore[arg-type]
+        starts = range(0, len(view), PAGE_BYTES)
+        try:
+            with layout.Opened(self._path, os.O_RDWR) as descriptor:
+                if _identity(descriptor) != self._identity:
+                    self.gone = True  # evicted, and made anew
+                    return
+                _write_all(descriptor, view, first * PAGE_BYTES)
+                entries = np.array([layout.checksum(view[at : at + PAGE_BYTES]) for at in starts], "<u8")
+                _write_all(descriptor, memoryview(entries.tobytes()), self._table_at + ENTRY_BYTES * first)
+        except FileNotFoundError:
+            self.gone = True
+            return
+        self.verified[first : first + len(starts)] = 1
+
+    def forget(self, page: int) -> None:
+        """Take back a checksum, so that the page is fetched again. Raises OSError."""
+        with layout.Opened(self._path, os.O_RDWR) as descriptor:
+            if _identity(descriptor) == self._identity:
+                os.pwrite(descriptor, bytes(ENTRY_BYTES), self._table_at + ENTRY_BYTES * (page - self.first))
+
+
+def open_chunk(path: Path, first: int, size: int) -> Chunk | None:
+    """The chunk of `size` bytes from page `first` on; None: there is no file, or none of that size. Raises OSError."""
+    try:
+        with layout.Opened(path, os.O_RDONLY) as descriptor:
+            if layout.regular_size(descriptor) == layout.file_bytes(size):
+                return Chunk(path, descriptor, first, size)
+    except FileNotFoundError:
+        pass
+    return None
+
+
+class Mapped:
+    """How many chunks this process keeps mapped."""
+
+    def __init__(self) -> None:
+        self.count = 0
+        self._lock = threading.RLock()  # the collector may let go of one while another is taken
+
+    def take(self, owner: object) -> bool:
+        """One more, as long as its owner lives; False: that would be too many."""
+        with self._lock:
+            if self.count >= MOST_MAPPED:
+                return False
+            self.count += 1
+        weakref.finalize(owner, self._let_go).atexit = False
+        return True
+
+    def _let_go(self) -> None:
+        with self._lock:
+            self.count -= 1
+
+
+mapped = Mapped()
+
+
+def _identity(descriptor: int) -> tuple[int, int]:
+    found = os.fstat(descriptor)
+    return found.st_dev, found.st_ino
+
+
+def _write_all(descriptor: int, view: memoryview, at: int) -> None:
+    written = 0
+    while written < len(view):
+        written += os.pwrite(descriptor, view[written:], at + written)
