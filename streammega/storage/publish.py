@@ -11,8 +11,9 @@ import threading
 import time
 
 _TEMPORARY = re.compile(r"\..+\.[0-9a-z_]{8,}\.partial")
-ORPHAN_SECONDS = 3600.0
-"""A temporary file that nobody holds is removed when it is older: its writer may be on a node whose locks are not seen here."""
+ORPHAN_SECONDS = 86400.0
+"""A temporary file that nobody holds is removed when nothing was written to it for so long: its writer may be on a node whose
+locks are not seen here."""
 _swept: set[str] = set()
 _lock = threading.Lock()
 
@@ -29,7 +30,7 @@ def create_beside(path: str | os.PathLike[str]) -> tuple[int, str]:
     temporary = os.path.join(folder, f".{name}.{secrets.token_hex(6)}.partial")
     # Not mkstemp: that makes files which only their owner can read, and the umask can only be read by setting it.
     fd = os.open(temporary, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
-    with contextlib.suppress(OSError):  # a file system without locks: then age alone tells orphans
+    with contextlib.suppress(OSError):  # a file system without locks: there nothing is removed
         fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
     return fd, temporary
 
