@@ -13,14 +13,15 @@ import numpy as np
 import pytest
 
 from streammega import DataConfig, IndexedDataset, IndexedDatasetWriter, StorageConfig, StreamLoader
+from streammega.cli import main
+from streammega.convert.inputs import find_inputs
 from streammega.errors import FormatError, StreammegaError
 from streammega.index.find import find_pairs, find_shards
 from streammega.index.manifest import MANIFEST, Manifest, Shard
 from streammega.index.mock import MockStore
 from streammega.index.shards import SUFFIXES, shard_name
-from streammega.storage import ObjectInfo, open_store
+from streammega.storage import ObjectInfo
 from streammega.storage.urls import register_scheme
-from tests.servers import S3
 from tests.test_opening import KINDS, write
 from tools.bench.object_server import Running, running
 
@@ -209,29 +210,6 @@ def test_the_cache_of_the_config_is_used_for_tars_in_the_stream_order_too(served
     assert not (tmp_path / "xdg-cache").exists()
 
 
-def test_a_folder_may_be_listed_without_what_lies_deeper(s3_storage: StorageConfig, bucket: str, s3: S3) -> None:
-    client = s3.client()
-    for key in ("f/a.idx", "f/a.bin", "f/deep/b.idx", "f/ab", "g/c", "f/a[1].idx"):
-        client.put_object(Bucket=bucket, Key=key, Body=key.encode())
-    store, key = open_store(f"s3://{bucket}/f/", s3_storage)
-    names = [item.key.rpartition("/f/")[2] or item.key for item in store.list(key, recursive=False)]
-    assert [name.rpartition("/")[2] for name in names] == ["a.bin", "a.idx", "a[1].idx", "ab"]
-    found = store.list(f"{key}a.", recursive=False)
-    assert [item.key.rpartition("/")[2] for item in found] == ["a.bin", "a.idx"]
-    assert [item.size for item in found] == [7, 7]
-    store, key = open_store(f"s3://{bucket}/nothing/", s3_storage)
-    assert store.list(key, recursive=False) == []
-
-
-def test_a_local_folder_may_be_listed_without_what_lies_deeper(tmp_path: Path) -> None:
-    (tmp_path / "deep").mkdir()
-    for name in ("b", "a", "deep/c"):
-        (tmp_path / name).write_bytes(b"x")
-    store, key = open_store(str(tmp_path), StorageConfig())
-    assert [item.key for item in store.list(f"{key}/", recursive=False)] == [str(tmp_path / "a"), str(tmp_path / "b")]
-    assert store.list(f"{key}/nothing/", recursive=False) == []
-
-
 def test_listings_of_more_than_a_thousand_objects_are_whole(tmp_path: Path) -> None:
     (tmp_path / "b" / "w").mkdir(parents=True)
     for number in range(1101):
@@ -279,3 +257,18 @@ def test_keys_that_are_there_are_no_patterns(s3_storage: StorageConfig, bucket: 
     assert find_pairs(f"{folder}/", s3_storage) == sorted(f"{folder}/{name}" for name in ("bx", odd, "one"))
     assert find_pairs(f"{folder}/[b]?", s3_storage) == [f"{folder}/bx"]
     assert len(IndexedDataset(f"{folder}/{odd}", s3_storage, tmp_path / "cache")) == 1
+    (found,) = find_inputs([f"{folder}/{odd}"], s3_storage)
+    assert (found.path, found.format) == (f"{folder}/{odd}.idx", "megatron")
+
+
+def test_commands_take_odd_names_and_mock_datasets(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    write(str(tmp_path / "br[1]" / "a[1]"), [30])
+    for name in (tmp_path / "br[1]" / "a[1]", tmp_path / "br[1]"):
+        assert main(["describe", str(name)]) == 0
+        assert "tokens     30" in capsys.readouterr().out
+        assert main(["verify", str(name)]) == 0
+        assert "sound" in capsys.readouterr().out
+    assert main(["describe", "mock://tokens=1000,length=100"]) == 0
+    assert "documents  10 (" in capsys.readouterr().out
+    assert main(["convert", str(tmp_path / "br[1]" / "a[1]"), str(tmp_path / "br[1]" / "out[p]"), "--shard-size", "20"]) == 0
+    assert len(IndexedDataset(str(tmp_path / "br[1]" / "out[p]"))) == 1

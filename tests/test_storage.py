@@ -112,6 +112,15 @@ class StoreContract:
         assert [item.size for item in found] == [len(name) for name in sorted(names)]
         assert store.list(f"{key}-nothing") == []
 
+    def test_list_leaves_out_what_lies_deeper_if_asked(self, store: Store, key: str) -> None:
+        for name in ("dir/2", "dir/1", "dir/deep/3", "dir/deep/er/4"):
+            put(store, f"{key}-{name}", name.encode())
+        found = store.list(f"{key}-dir/", recursive=False)
+        assert [item.key.lstrip("/") for item in found] == [f"{key}-dir/{number}".lstrip("/") for number in (1, 2)]
+        assert [item.size for item in found] == [5, 5]
+        assert [item.etag for item in found if item.etag] in ([], [store.info(item.key).etag for item in found])
+        assert store.list(f"{key}-nothing/", recursive=False) == []
+
     def test_delete_removes_and_forgives(self, store: Store, key: str) -> None:
         put(store, key, b"x")
         store.delete(key)

@@ -108,13 +108,12 @@ def _remote(item: str, storage: StorageConfig) -> list[Input]:
             return name if "://" in name else f"{scheme}://{name}"
 
         below_host = path.partition("://")[2].partition("/")[2] if "://" in path else path  # a password may hold any sign
-        if any(sign in below_host for sign in "*?["):
-            return _files(sorted(map(full, system.glob(path))), stat, read)
-        if system.isfile(path):
-            return _files([item], stat, read, named=True)
-        for suffix in (".idx", ".manifest.json"):
+        # What is there by the very name is no pattern, whatever signs are in it.
+        for suffix in ("", ".idx", ".manifest.json"):
             if system.isfile(path + suffix):
                 return _files([item + suffix], stat, read, named=True)
+        if any(sign in below_host for sign in "*?[") and (matches := sorted(map(full, system.glob(path)))):
+            return _files(matches, stat, read)
         found = sorted(full(name) for name in system.find(path))
         if found:
             return _files(found, stat, read)

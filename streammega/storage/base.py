@@ -142,6 +142,13 @@ def same_etag(one: str, other: str) -> bool:
     return one.strip('"') == other.strip('"')
 
 
+def listed_etag(etag: str | None) -> str:
+    """The ETag of a listing as other answers spell it: some servers leave its quotes out there. Empty where there is none."""
+    if not etag or etag.endswith('"'):
+        return etag or ""
+    return f'"{etag}"'
+
+
 def check_etag(url: str, expected: str, found: str) -> None:
     """Raise ObjectChangedError if an object is not the one that was opened."""
     if expected and found and not same_etag(expected, found):

@@ -28,7 +28,7 @@ from streammega.errors import (
     StreammegaError,
 )
 from streammega.redaction import redact
-from streammega.storage.base import Buffer, Bytes, ObjectInfo, Span, check_etag, ended_early, fill, throttled
+from streammega.storage.base import Buffer, Bytes, ObjectInfo, Span, check_etag, ended_early, fill, listed_etag, throttled
 from streammega.storage.descriptors import blame_limit, blame_limit_of_connection
 from streammega.storage.retry import RetryPolicy
 
@@ -133,8 +133,9 @@ class FsspecStore:
                 raise self._error(prefix, error) from None
 
         found = self._policy.call(find)
+        spell = listed_etag if self.scheme == "s3" else str  # what other drivers call an ETag may be anything
         items = [
-            ObjectInfo(key=key, size=int(meta["size"]), etag=str(meta.get("ETag") or meta.get("etag") or ""))
+            ObjectInfo(key=key, size=int(meta["size"]), etag=spell(meta.get("ETag") or meta.get("etag") or ""))
             for key, meta in found.items()
             if key.lstrip("/").startswith(prefix.lstrip("/"))
         ]

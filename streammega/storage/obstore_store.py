@@ -27,7 +27,18 @@ from streammega.errors import (
     StreammegaError,
 )
 from streammega.redaction import redact
-from streammega.storage.base import Buffer, Bytes, ObjectInfo, Span, check_etag, ended_early, fill, throttled, wrong_length
+from streammega.storage.base import (
+    Buffer,
+    Bytes,
+    ObjectInfo,
+    Span,
+    check_etag,
+    ended_early,
+    fill,
+    listed_etag,
+    throttled,
+    wrong_length,
+)
 from streammega.storage.clouds import cloud_arguments
 from streammega.storage.descriptors import blame_limit, blame_limit_of_connection
 from streammega.storage.fsspec_store import FsspecStore
@@ -167,7 +178,7 @@ class ObstoreStore:
 
         pages = self._policy.call(pages_of)
         found = [
-            ObjectInfo(key=item["path"], size=int(item["size"]), etag=_etag(item))
+            ObjectInfo(key=item["path"], size=int(item["size"]), etag=listed_etag(item.get("e_tag")))
             for item in pages
             if item["path"].startswith(prefix)
         ]
