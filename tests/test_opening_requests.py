@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import pickle
 import threading
 from collections.abc import Iterator
@@ -116,6 +117,19 @@ def test_the_megatron_order_opened_again_asks_for_no_shard(served: tuple[Running
         again, _ = asked(server, config_of(server, name, "megatron", tmp_path))
         assert first <= 3 * SHARDS + 9
         assert again <= (9 if name != "zst/" else SHARDS + 9), "without a manifest the tables of frames are read"
+
+
+def test_copies_of_indices_are_kept_without_a_look_through_their_folder(
+    served: tuple[Running, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    looks: list[Any] = []
+    for owner, name in ((os, "scandir"), (os, "listdir")):
+        real = getattr(owner, name)
+        monkeypatch.setattr(owner, name, lambda *path, real=real: looks.append(path) or real(*path))
+    server, _ = served
+    asked(server, config_of(server, "bin/web", "megatron", tmp_path / "own"))
+    assert len(list((tmp_path / "own" / "idx").glob("*.idx"))) == SHARDS
+    assert len(looks) < SHARDS / 2, "a look for each shard is quadratic"
 
 
 class Together(MockStore):
