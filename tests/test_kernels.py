@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from streammega import DataConfig
 from streammega.kernels.batch import document_bounds
+from streammega.kernels.plan import gather_rows, gather_shifted
 from streammega.kernels.sample_index import build_sample_index
 from streammega.kernels.shuffle import LegacyShuffler
 from streammega.samples.fetch import coalesce
@@ -149,6 +150,36 @@ def test_fields_are_what_numpy_says(rows: list[list[int]], extra: int, pad: int,
         np.testing.assert_array_equal(got["labels"][r], np.where(labels == pad, 0, labels))
         np.testing.assert_array_equal(got["loss_mask"][r], expected)
         np.testing.assert_array_equal(got["position_ids"][r], positions)
+
+
+@given(
+    samples=st.lists(st.lists(st.integers(0, 5), max_size=5), min_size=1, max_size=5),
+    width=st.integers(2, 9),
+    dtype=st.sampled_from([np.uint8, np.uint16, np.int32, np.int64]),
+)
+def test_tokens_and_labels_are_gathered_as_rows_of_all_ids_would_be(samples: list[list[int]], width: int, dtype: Any) -> None:
+    """Samples of several runs, some of them empty, some samples short."""
+    stored = np.arange(1, 100, dtype=dtype)
+    size, column, splits = [], [], [0]
+    for sample in samples:
+        at = 0
+        for run in sample:
+            size.append(min(run, width - at))
+            column.append(at)
+            at += size[-1]
+        splits.append(len(size))
+    start = np.random.default_rng(len(size)).integers(0, 60, len(size))
+    rows = [
+        np.array(values, np.int64) for values in (np.zeros(len(size)), start * stored.itemsize, size, np.zeros(len(size)), column)
+    ]
+    common = (np.empty(0, dtype), 0, np.zeros(1, np.int64), np.array([stored.ctypes.data]), *rows, np.array(splits))
+    whole, tokens, labels = (np.full((len(samples), n), -9, np.int64) for n in (width, width - 1, width - 1))
+    counts, again = np.empty(len(samples), np.int64), np.empty(len(samples), np.int64)
+    assert gather_rows(*common, whole, counts)
+    assert gather_shifted(*common, tokens, labels, again)
+    np.testing.assert_array_equal(again, counts)
+    np.testing.assert_array_equal(tokens, whole[:, :-1])
+    np.testing.assert_array_equal(labels, whole[:, 1:])
 
 
 @given(rows=st.lists(st.lists(st.integers(0, 3), min_size=7, max_size=7), min_size=1, max_size=5))
