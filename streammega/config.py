@@ -57,8 +57,11 @@ class StorageConfig:
     """Seconds one request may take."""
     stall_timeout: float = 10.0
     """Seconds without a single byte after which a request is given up and tried again."""
-    retries: int = 6
-    """Times a failed request is tried again, with growing pauses."""
+    give_up_after: float = 600.0
+    """Seconds for which a request that fails for a passing reason (503, 429, refused, reset, no answer, name not found) is
+    tried again, with pauses that grow to 10 seconds, before its error is raised. Other errors are raised at once."""
+    retries: int | None = None
+    """Times a failed request is tried again at most; None: as often as `give_up_after` allows."""
     hedge: bool = True
     """Send a second request for one that takes far longer than others did."""
 
@@ -68,9 +71,10 @@ class StorageConfig:
         if self.local not in ("mmap", "pread"):
             raise ConfigError(f"local is {self.local!r}; it must be 'mmap' or 'pread'")
         for name, least in STORAGE_LEAST.items():
-            if getattr(self, name) < least:
-                raise ConfigError(f"{name} is {getattr(self, name)}; it must be at least {least}")
-        for name in ("timeout", "stall_timeout"):
+            value = getattr(self, name)
+            if value is not None and value < least:
+                raise ConfigError(f"{name} is {value}; it must be at least {least}")
+        for name in ("timeout", "stall_timeout", "give_up_after"):
             if not getattr(self, name) > 0:
                 raise ConfigError(f"{name} is {getattr(self, name)}; it must be a positive number of seconds")
         if self.cache_dir:

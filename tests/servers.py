@@ -142,6 +142,11 @@ def http_server(objects: dict[str, bytes]) -> Iterator[HttpObjects]:
         thread.join()
 
 
+def _part_number(path: str) -> int:
+    found = re.search(r"partNumber=(\d+)", path)
+    return int(found[1]) if found else 0
+
+
 def _handler(state: HttpObjects) -> type[BaseHTTPRequestHandler]:
     class Handler(BaseHTTPRequestHandler):
         protocol_version = "HTTP/1.1"
@@ -151,6 +156,38 @@ def _handler(state: HttpObjects) -> type[BaseHTTPRequestHandler]:
 
         def do_GET(self) -> None:
             self._answer(body=True)
+
+        def do_PUT(self) -> None:
+            data = self.rfile.read(int(self.headers.get("Content-Length", 0)))
+            if state.status:
+                return self._send(state.status, b"", {}, True)
+            state.objects[self.path] = data  # a part's path says its number
+            return self._send(200, b"", {"ETag": '"1"'}, True)
+
+        def do_POST(self) -> None:
+            """The beginning and the end of a multipart upload; the removal of several objects."""
+            data = self.rfile.read(int(self.headers.get("Content-Length", 0)))
+            path, _, query = self.path.partition("?")
+            if state.status:
+                return self._send(state.status, b"", {}, True)
+            if query == "delete":
+                keys = re.findall(rb"<Key>(.*?)</Key>", data)
+                for key in keys:
+                    state.objects.pop(f"{path.rstrip('/')}/{key.decode()}", None)
+                deleted = b"".join(b"<Deleted><Key>" + key + b"</Key></Deleted>" for key in keys)
+                return self._send(200, b"<DeleteResult>" + deleted + b"</DeleteResult>", {}, True)
+            if "uploadId" not in query:
+                return self._send(
+                    200, b"<InitiateMultipartUploadResult><UploadId>1</UploadId></InitiateMultipartUploadResult>", {}, True
+                )
+            parts = sorted((key for key in state.objects if key.startswith(f"{path}?")), key=_part_number)
+            state.objects[path] = b"".join(state.objects.pop(part) for part in parts)
+            return self._send(200, b"<CompleteMultipartUploadResult><ETag>1</ETag></CompleteMultipartUploadResult>", {}, True)
+
+        def do_DELETE(self) -> None:
+            if not state.status:
+                state.objects.pop(self.path, None)
+            self._send(state.status or 204, b"", {}, True)
 
         def _answer(self, body: bool) -> None:
             path = re.sub(r"^http://[^/]*", "", self.path)  # as a proxy sees it

@@ -19,6 +19,7 @@ import torch
 
 from streammega import DataConfig, IndexedDatasetWriter, StorageConfig, StreamLoader
 from streammega.errors import AccessDeniedError, EndpointError, ObjectChangedError, ObjectNotFoundError, StorageError
+from streammega.storage.retry import _Outages
 from tools.bench.object_server import Running, running, start
 
 LENGTH = 64
@@ -134,6 +135,31 @@ def test_a_server_that_restarts_is_waited_for(tmp_path: Path, order: str, transp
         assert process.stdout is not None
         process.stdout.close()
     assert torch.equal(torch.cat(got), expected)
+
+
+@pytest.mark.parametrize("transport", ["obstore", "fsspec"])
+def test_an_outage_is_waited_for_as_long_as_the_deadline_allows(
+    server: tuple[Running, Path],
+    tmp_path: Path,
+    transport: str,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    monkeypatch.setattr("streammega.storage.retry._outages", _Outages())
+    monkeypatch.setattr("streammega.storage.retry.LONGEST_PAUSE", 0.3)  # so that a few seconds hold a dozen pauses
+    endpoint, root = server
+    endpoint.behave()
+    storage = replace(storage_of(endpoint, transport), retries=None)
+    config = config_of("stream", "s3:/", tmp_path, storage)
+    expected = stream(replace(config, blend=[(f"{root}/data/web", 0.7), (f"{root}/data/code", 0.3)]))
+    with StreamLoader(config, micro_batch_size=4, global_batch_size=8) as loader:
+        endpoint.behave(status=503)
+        threading.Timer(5.0, endpoint.behave).start()
+        got = torch.cat([torch.cat([batch["tokens"], batch["labels"]], 1).clone() for batch in loader])
+    assert torch.equal(got, expected)
+    said = [record.getMessage() for record in caplog.records if "storage has failed for" in record.getMessage()]
+    assert len(said) == 1
+    assert "given up after 600 s" in said[0]
 
 
 @pytest.mark.parametrize("transport", ["obstore", "fsspec"])

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,6 +17,7 @@ from streammega.index.shard_files import ShardFiles
 from streammega.index.shards import KnownShard
 from streammega.storage import ObjectInfo, Store
 from streammega.storage.local import LocalStore
+from streammega.storage.threads import each
 
 OPENERS = 32
 """Shards of a dataset that are opened at once."""
@@ -79,7 +79,6 @@ def read_dataset(name: str, storage: StorageConfig, cache_dir: str | Path | None
 
     def open_all(shards: Sequence[KnownShard]) -> list[PairBounds]:
         """Several at once: at most a few requests each."""
-        with ThreadPoolExecutor(min(OPENERS, len(shards))) as pool:
-            return list(pool.map(lambda shard: read_bounds(shard, storage, cache_dir), shards))
+        return each(lambda shard: read_bounds(shard, storage, cache_dir), shards, OPENERS)
 
     return open_shards(name, storage, open_all)

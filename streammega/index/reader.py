@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
 from functools import cached_property
 from pathlib import Path
 from typing import Any, TypeAlias, overload
@@ -23,6 +22,7 @@ from streammega.index.shards import KnownShard, strip_suffix
 from streammega.redaction import redact_urls
 from streammega.storage import Buffer, ObjectInfo, Store
 from streammega.storage.derived import ConcatStore
+from streammega.storage.threads import each
 
 OPENERS = 32
 """Shards that are opened at once."""
@@ -51,15 +51,13 @@ class IndexedDataset(Sequence["Item"]):
         self._cache_dir = local_folder(index_cache_dir) if index_cache_dir else default_cache_dir()
         self.shards: list[str] = open_shards(str(prefix), self.storage, self._open)
         """The names of what it is made of."""
-        with ThreadPoolExecutor(min(OPENERS, len(self.shards))) as pool:
-            list(pool.map(lambda own: own.index, self._files))  # looked up together, and kept
+        each(lambda own: own.index, self._files, OPENERS)  # looked up together, and kept
         # Now, for errors belong here; and not by the property, which before Python 3.12 opens one dataset of a blend at a time.
         self.__dict__["_arrays"] = self._open_arrays()
 
     def _open(self, shards: list[KnownShard]) -> list[str]:
         self._files = [ShardFiles(shard, self.storage, self._cache_dir) for shard in shards]
-        with ThreadPoolExecutor(min(OPENERS, len(shards))) as pool:
-            opened = list(pool.map(ShardFiles.tokens, self._files))
+        opened = each(ShardFiles.tokens, self._files, OPENERS)
         if len(opened) == 1:
             self.store: Store = opened[0][0]
             self.bin_key = self._files[0].key
@@ -97,8 +95,8 @@ class IndexedDataset(Sequence["Item"]):
             raise FormatError(f"{self.prefix}: {error}") from None
 
     def _open_indices(self) -> list[IndexArrays]:
-        with ThreadPoolExecutor(min(OPENERS, len(self._files))) as pool:
-            return list(pool.map(ShardFiles.checked_arrays, self._files, self._sizes))
+        pairs = list(zip(self._files, self._sizes, strict=True))
+        return each(lambda pair: pair[0].checked_arrays(pair[1]), pairs, OPENERS)
 
     @property
     def dtype(self) -> np.dtype[Any]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
 from typing import TypeAlias
 
 import numpy as np
@@ -17,6 +16,7 @@ from streammega.samples.blended import BlendedDataset
 from streammega.samples.gpt import GPTDataset, check_numbering
 from streammega.samples.source import OPENERS
 from streammega.samples.split_blend import SplitBlend, split_blend
+from streammega.storage.threads import each
 
 SplitDataset: TypeAlias = "GPTDataset | BlendedDataset | list[GPTDataset]"
 
@@ -88,8 +88,8 @@ def _blended(
     else:
         weights = normalized(weights)
         asked = samples_asked(weights, num_samples, config.surplus)
-    with ThreadPoolExecutor(OPENERS) as pool:
-        parts = list(pool.map(lambda prefix, n: _single(config, prefix, blend.shares, split, n, opened), prefixes, asked))
+    wanted = list(zip(prefixes, asked, strict=True))
+    parts = each(lambda one: _single(config, one[0], blend.shares, split, one[1], opened), wanted, OPENERS)
     datasets = [part for part in parts if part is not None]
     if len(datasets) < len(prefixes):
         return None  # the split string gives this split no share

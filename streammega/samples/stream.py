@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import logging
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
@@ -21,6 +20,7 @@ from streammega.redaction import redact_urls
 from streammega.samples.fetch import TokenFile
 from streammega.samples.source import OPENERS
 from streammega.samples.split_blend import split_blend
+from streammega.storage.threads import each
 
 log = logging.getLogger(__name__)
 
@@ -42,8 +42,7 @@ class StreamSource:
             missing = f"split {config.split!r} leaves nothing" if config.blend is not None else "blend_per_split has no blend"
             raise ConfigError(f"{missing} for {split}")
         shares = blend.shares
-        with ThreadPoolExecutor(OPENERS) as pool:
-            opened = list(pool.map(lambda name: _open_dataset(name, shares, split, config), blend.prefixes))
+        opened = each(lambda name: _open_dataset(name, shares, split, config), blend.prefixes, OPENERS)
         self.files: Sequence[Sequence[TokenFile]] = [files for files, _ in opened]
         self._datasets = [dataset for _, dataset in opened]
         self._weights = blend.weights

@@ -24,7 +24,7 @@ from streammega.errors import StorageError
 from streammega.storage.base import Bytes, Store
 from streammega.storage.cached_store import SMALL, CachedStore
 from streammega.storage.memory import BufferPool
-from streammega.storage.retry import RetryPolicy
+from streammega.storage.retry import RetryPolicy, given_up
 
 _live: weakref.WeakSet[Fetcher] = weakref.WeakSet()
 TICK = 0.02
@@ -202,8 +202,15 @@ class Fetcher:
 
     def _wake(self) -> None:
         """Have one more thread look for work. It wakes the next one when it finds some: as many as there is work for."""
-        if self._closed or not self._next_fits():
-            return
+        if not self._closed and self._next_fits():
+            self._call_thread()
+
+    def _have_somebody_wait(self) -> None:
+        """Have a thread that is idle wake up when the first pause is over: who does so now may take other work meanwhile."""
+        if self._paused and not self._closed:
+            self._call_thread()
+
+    def _call_thread(self) -> None:
         if self._idle:
             self._work.notify()
         elif len(self._threads) < self.config.max_requests:
@@ -269,6 +276,7 @@ class Fetcher:
                     continue
                 self._idle -= 1
                 self._wake()
+                self._have_somebody_wait()
                 self._lock.release()
                 try:
                     began = time.monotonic()
@@ -364,17 +372,21 @@ class Fetcher:
             heapq.heappush(self._queue, (read.serial, read))
             return self._wake()
         read.failures += 1
-        pause = self._policy.pause(error, read.failures, now - read.first)
+        elapsed = now - read.first
+        pause = self._policy.pause(error, read.failures, elapsed)
         if pause is None:
+            if isinstance(error, StorageError):
+                error = given_up(error, read.failures, elapsed)
             self.counters.errors += 1
             self._given_up = min(self._given_up, read.serial)  # what is needed later will not be asked for
             if read.holding.error is None:
                 read.holding.error = error
                 self._settled(read.holding)
             return None
+        self._policy.say(error, elapsed)
         self.counters.retries += 1
         heapq.heappush(self._paused, (now + pause, read.serial, read))
-        self._work.notify()  # somebody has to wake up by then
+        self._have_somebody_wait()
         return None
 
     def _settled(self, holding: Holding) -> None:

@@ -10,8 +10,7 @@ import os
 import threading
 import time
 import uuid
-from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import fsspec
@@ -20,7 +19,6 @@ import numpy as np
 
 from streammega.config import StorageConfig
 from streammega.errors import (
-    AccessDeniedError,
     ConfigError,
     EndpointError,
     ObjectNotFoundError,
@@ -30,13 +28,23 @@ from streammega.errors import (
 from streammega.redaction import redact
 from streammega.storage.base import Buffer, Bytes, ObjectInfo, Span, check_etag, ended_early, fill, listed_etag, throttled
 from streammega.storage.descriptors import blame_limit, blame_limit_of_connection
+from streammega.storage.failures import (
+    NO_CREDENTIALS,
+    denied,
+    failure_of_status,
+    is_of_network,
+    missing,
+    missing_bucket,
+    status_of,
+    unreachable,
+)
 from streammega.storage.retry import RetryPolicy
+from streammega.storage.threads import Pool
 
 log = logging.getLogger(__name__)
 
 RECHECK = 30.0
 """Seconds between two looks at the ETag of an object whose bodies come without one."""
-_NETWORK = ("Timeout", "Connect", "Endpoint", "Payload", "ResponseStream", "IncompleteRead", "HTTPClient", "ServerDisconnected")
 
 
 class FsspecStore:
@@ -46,7 +54,7 @@ class FsspecStore:
         self.scheme = scheme
         self._config = config
         self._lock = threading.Lock()
-        self._opened: tuple[int, Any, ThreadPoolExecutor] | None = None
+        self._opened: tuple[int, Any, Pool] | None = None
         self._policy = RetryPolicy.of(config)
         self._checked: dict[tuple[str, str], float] = {}
 
@@ -65,7 +73,7 @@ class FsspecStore:
 
     def info(self, key: str) -> ObjectInfo:
         """Size and ETag (or the driver's own checksum of its listing)."""
-        fs, _ = self._filesystem()
+        fs, pool = self._filesystem()
 
         def head() -> ObjectInfo:
             try:
@@ -77,7 +85,7 @@ class FsspecStore:
                 raise self._error(key, error) from None
             return ObjectInfo(key=key, size=int(meta["size"]), etag=str(etag))
 
-        return self._policy.call(head)
+        return pool.call(lambda: self._policy.call(head))
 
     def read_ranges(self, key: str, starts: Sequence[int], stops: Sequence[int], etag: str = "") -> list[Buffer]:
         """Concurrent range requests; each body's length is checked, failures are tried again."""
@@ -91,7 +99,7 @@ class FsspecStore:
 
         if len(starts) == 1:
             return [read(int(starts[0]), int(stops[0]))]
-        return list(pool.map(read, map(int, starts), map(int, stops)))
+        return pool.map(lambda span: read(*span), list(zip(map(int, starts), map(int, stops), strict=True)))
 
     def read_into(self, key: str, spans: Sequence[Span], outs: Sequence[Bytes], etag: str = "") -> None:
         """One request each; drivers other than s3fs do not tell the ETag of a body, so the object's is asked for now and then."""
@@ -119,7 +127,7 @@ class FsspecStore:
 
     def list(self, prefix: str, recursive: bool = True) -> list[ObjectInfo]:
         """Objects under a prefix; the prefix may end inside a name."""
-        fs, _ = self._filesystem()
+        fs, pool = self._filesystem()
         folder = prefix.rpartition("/")[0]
 
         def find() -> Any:
@@ -132,7 +140,7 @@ class FsspecStore:
             except BaseException as error:
                 raise self._error(prefix, error) from None
 
-        found = self._policy.call(find)
+        found = pool.call(lambda: self._policy.call(find))
         spell = listed_etag if self.scheme == "s3" else str  # what other drivers call an ETag may be anything
         items = [
             ObjectInfo(key=key, size=int(meta["size"]), etag=spell(meta.get("ETag") or meta.get("etag") or ""))
@@ -143,32 +151,43 @@ class FsspecStore:
 
     def open_writer(self, key: str) -> FsspecWriter | RenamingWriter:
         """A writer that shows nothing under `key` before it commits."""
-        fs = self._open(self._config.retries)  # parts of an upload are tried again by the driver itself
+        fs = self._open()
         try:
             if self.scheme == "s3":
+                fs.call_s3 = self._trying_again(key, fs.call_s3)
                 return FsspecWriter(fs.open(key, "wb", autocommit=False), lambda error: self._error(key, error))
             return RenamingWriter(fs, key, lambda error: self._error(key, error))
         except BaseException as error:
             raise self._error(key, error) from None
 
+    def _trying_again(self, key: str, call: Callable[..., Any]) -> Callable[..., Any]:
+        """A call of the driver under the retry policy: for parts of an upload."""
+
+        def attempt(*args: Any, **kwargs: Any) -> Any:
+            try:
+                return call(*args, **kwargs)
+            except BaseException as error:
+                raise self._error(key, error) from None
+
+        return lambda *args, **kwargs: self._policy.call(lambda: attempt(*args, **kwargs))
+
     def delete(self, key: str) -> None:
         """Delete an object if it is there."""
         fs, _ = self._filesystem()
         try:
-            fs.rm_file(key)
-        except FileNotFoundError:
+            self._trying_again(key, fs.rm_file)(key)
+        except ObjectNotFoundError:
             pass
-        except BaseException as error:
-            raise self._error(key, error) from None
 
-    def _filesystem(self) -> tuple[Any, ThreadPoolExecutor]:
+    def _filesystem(self) -> tuple[Any, Pool]:
         with self._lock:
             if self._opened is None or self._opened[0] != os.getpid():
-                pool = ThreadPoolExecutor(min(32, self._config.max_requests), thread_name_prefix="streammega-read")
-                self._opened = (os.getpid(), self._open(0), pool)
+                pool = Pool(min(32, self._config.max_requests))
+                self._opened = (os.getpid(), self._open(), pool)
             return self._opened[1], self._opened[2]
 
-    def _open(self, retries: int) -> Any:
+    def _open(self) -> Any:
+        """A driver that tries once, where drivers can be told to: what fails is tried again by storage.retry."""
         options = dict(self._config.storage_options)
         # Listings cached by the driver would hide that an object was replaced.
         options |= {"use_listings_cache": False, "skip_instance_cache": True}
@@ -177,13 +196,13 @@ class FsspecStore:
                 "connect_timeout": min(10.0, self._config.timeout),
                 "read_timeout": self._config.stall_timeout,
                 "max_pool_connections": max(10, self._config.max_requests),
-                "retries": {"total_max_attempts": retries + 1, "mode": "standard"},
+                "retries": {"total_max_attempts": 1},
             }
             options["config_kwargs"] = limits | dict(options.get("config_kwargs") or {})
         try:
             fs = fsspec.filesystem(self.scheme, **options)
             if self.scheme == "s3":
-                fs.retries = max(1, retries)  # of s3fs's own: reads leave them to storage.retry
+                fs.retries = 1  # s3fs counts tries, not retries
             return fs
         except ImportError as error:
             raise ConfigError(f"{self.scheme}://: the fsspec driver is not installed: {error}") from None
@@ -200,25 +219,24 @@ class FsspecStore:
             return error
         name, url = type(error).__name__, self.url(key)
         text = redact(f"{name}: {error}".splitlines()[0], self._config.storage_options)
+        status = status_of(error)
+        if status:
+            return failure_of_status(url, status, text)
         if isinstance(error, FileNotFoundError):
-            return ObjectNotFoundError(f"{url}: no such object; check the bucket and the key (a prefix has no .bin/.idx)")
-        if isinstance(error, PermissionError) or name in (
-            "NoCredentialsError",
-            "PartialCredentialsError",
-            "ProfileNotFound",
-        ):
-            return AccessDeniedError(f"{url}: access denied; check the credentials, their rights and the bucket ({text})")
+            return missing_bucket(url) if "bucket does not exist" in text else missing(url)
+        if isinstance(error, PermissionError) or name in NO_CREDENTIALS:
+            return denied(url, text)
         if "InvalidRange" in text or "416, message" in text or "not satisfiable" in text:
             return ended_early(url, text)
         busy = isinstance(error, OSError) and error.errno == errno.EBUSY  # what s3fs makes of a bare 503
         if busy or "SlowDown" in text or "reduce your request rate" in text or "TooManyRequests" in text or "(503)" in text:
             return throttled(url, text)
-        broken = isinstance(error, (ConnectionError, TimeoutError, OSError)) or any(sign in name for sign in _NETWORK)
+        broken = is_of_network(error)
         limit = blame_limit_of_connection(error) if broken else blame_limit(error)
         if limit:
             return EndpointError(f"{url}: {limit}")  # may be tried again: other connections end
         if broken or "InternalError" in text or "(500)" in text:
-            return EndpointError(f"{url}: the endpoint did not answer; check endpoint_url, the network and DNS ({text})")
+            return unreachable(url, text)
         return StorageError(f"{url}: {text}")
 
 

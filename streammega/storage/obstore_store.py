@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import queue
 import re
 import threading
-from collections.abc import Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -19,31 +19,20 @@ import obstore.store
 
 from streammega.config import StorageConfig
 from streammega.errors import (
-    AccessDeniedError,
     ConfigError,
     EndpointError,
-    ObjectNotFoundError,
     StorageError,
     StreammegaError,
 )
 from streammega.redaction import redact
-from streammega.storage.base import (
-    Buffer,
-    Bytes,
-    ObjectInfo,
-    Span,
-    check_etag,
-    ended_early,
-    fill,
-    listed_etag,
-    throttled,
-    wrong_length,
-)
+from streammega.storage.base import Buffer, Bytes, ObjectInfo, Span, check_etag, fill, listed_etag, wrong_length
 from streammega.storage.clouds import cloud_arguments
 from streammega.storage.descriptors import blame_limit, blame_limit_of_connection
+from streammega.storage.failures import denied, failure_of_status, missing, unreachable
 from streammega.storage.fsspec_store import FsspecStore
 from streammega.storage.options import client_options, s3_arguments
-from streammega.storage.retry import RetryPolicy
+from streammega.storage.retry import FIRST_PAUSE, LONGEST_PAUSE, TRY_ONCE, RetryPolicy, tries_within
+from streammega.storage.threads import Pool
 
 log = logging.getLogger(__name__)
 
@@ -52,6 +41,8 @@ _NETWORK = ("error sending request", "timed out", "error decoding response body"
             "connection", "operation timed out", "HTTP error")  # fmt: skip
 STREAMED_READ = 2 << 20
 """Bodies above this size are copied as they come."""
+ABORT_WITHIN = 5.0
+"""Seconds that an abort waits for the server; parts that it leaves there are for the bucket's lifecycle rules."""
 UPLOAD_PART_BYTES = 32 << 20  # times S3's 10,000 parts: objects up to 312 GiB
 
 
@@ -81,10 +72,11 @@ class ObstoreStore:
         self.root = root
         self._config = config
         self._lock = threading.Lock()
-        self._opened: tuple[int, Any, ThreadPoolExecutor] | None = None
+        self._opened: tuple[int, Any, Pool] | None = None
         self._policy = RetryPolicy.of(config)
         self._urls: dict[str, str] = {}
         self._fallback: FsspecStore | None = None
+        self._bucket_seen = False
 
     def __repr__(self) -> str:
         return f"ObstoreStore({self.url('')})"
@@ -103,16 +95,30 @@ class ObstoreStore:
 
     def info(self, key: str) -> ObjectInfo:
         """One HEAD request."""
-        client, _ = self._client()
+        client, pool = self._client()
 
         def head() -> ObjectInfo:
             try:
                 meta = obstore.head(client, key)
             except BaseException as error:
+                if isinstance(error, FileNotFoundError):
+                    self._look_for_bucket(client, key)
                 raise self._error(key, error) from None
+            self._bucket_seen = True
             return ObjectInfo(key=key, size=int(meta["size"]), etag=_etag(meta))
 
-        return self._policy.call(head)
+        return pool.call(lambda: self._policy.call(head))
+
+    def _look_for_bucket(self, client: Any, key: str) -> None:
+        """Once: raise if it is the bucket that does not exist. The answer to a HEAD has no body that could say so."""
+        if self._bucket_seen:
+            return
+        try:
+            obstore.get_range(client, key, start=0, end=1)
+        except BaseException as error:
+            if "NoSuchBucket" in str(error):
+                raise self._error(key, error) from None
+        self._bucket_seen = True
 
     def read_ranges(self, key: str, starts: Sequence[int], stops: Sequence[int], etag: str = "") -> list[Buffer]:
         """Concurrent range requests; each body's length is checked, failures are tried again."""
@@ -128,7 +134,7 @@ class ObstoreStore:
 
         if len(starts) == 1:
             return [read(int(starts[0]), int(stops[0]))]
-        return list(pool.map(read, map(int, starts), map(int, stops)))
+        return pool.map(lambda span: read(*span), list(zip(map(int, starts), map(int, stops), strict=True)))
 
     def read_into(self, key: str, spans: Sequence[Span], outs: Sequence[Bytes], etag: str = "") -> None:
         """One GET each: all but the last by one concurrent call; the last one's answer then tells the ETag, after the others."""
@@ -165,7 +171,7 @@ class ObstoreStore:
 
     def list(self, prefix: str, recursive: bool = True) -> list[ObjectInfo]:
         """Objects under a prefix, 1,000 a request; the prefix may end inside a name."""
-        client, _ = self._client()
+        client, pool = self._client()
         folder = prefix.rpartition("/")[0]  # object stores list by whole path segments
 
         def pages_of() -> Any:
@@ -176,7 +182,7 @@ class ObstoreStore:
             except BaseException as error:
                 raise self._error(prefix, error) from None
 
-        pages = self._policy.call(pages_of)
+        pages = pool.call(lambda: self._policy.call(pages_of))
         found = [
             ObjectInfo(key=item["path"], size=int(item["size"]), etag=listed_etag(item.get("e_tag")))
             for item in pages
@@ -186,20 +192,25 @@ class ObstoreStore:
 
     def open_writer(self, key: str) -> ObstoreWriter:
         """A multipart upload that is completed by `commit`, aborted by `abort`."""
-        client = self._open(self._config.retries)  # parts of an upload are tried again by obstore itself
-        return ObstoreWriter(client, key, lambda error: self._error(key, error))
+        _, pool = self._client()
+        client = self._open(self._policy)  # parts of an upload are tried again by obstore itself
+        return ObstoreWriter(client, key, lambda error: self._error(key, error), pool)
 
     def delete(self, key: str) -> None:
         """Delete an object if it is there."""
-        client, _ = self._client()
-        try:
-            obstore.delete(client, key)
-        except FileNotFoundError:
-            pass
-        except BaseException as error:
-            raise self._error(key, error) from None
+        client, pool = self._client()
 
-    def _client(self) -> tuple[Any, ThreadPoolExecutor]:
+        def attempt() -> None:
+            try:
+                obstore.delete(client, key)
+            except FileNotFoundError:
+                pass
+            except BaseException as error:
+                raise self._error(key, error) from None
+
+        pool.call(lambda: self._policy.call(attempt))
+
+    def _client(self) -> tuple[Any, Pool]:
         if _lost.is_set():
             raise ConfigError(
                 f"{self.url('')}: obstore was used before this process was forked, and cannot be used after it; start workers by "
@@ -208,16 +219,12 @@ class ObstoreStore:
         _used.set()
         with self._lock:
             if self._opened is None or self._opened[0] != os.getpid():  # a client does not survive a fork
-                pool = ThreadPoolExecutor(min(32, self._config.max_requests), thread_name_prefix="streammega-read")
-                self._opened = (os.getpid(), self._open(0), pool)
+                pool = Pool(min(32, self._config.max_requests))
+                self._opened = (os.getpid(), self._open(TRY_ONCE), pool)
             return self._opened[1], self._opened[2]
 
-    def _open(self, retries: int) -> Any:
-        retry: Any = {
-            "max_retries": retries,
-            "retry_timeout": timedelta(seconds=self._config.timeout * (self._config.retries + 1)),
-            "backoff": {"init_backoff": timedelta(milliseconds=100), "max_backoff": timedelta(seconds=10), "base": 2},
-        }
+    def _open(self, policy: RetryPolicy) -> Any:
+        retry = _retry_config(policy)
         try:
             if self.scheme in ("s3", "oss"):
                 return obstore.store.S3Store(self.root, retry_config=retry, **self._s3_arguments())
@@ -247,24 +254,33 @@ class ObstoreStore:
         lines = str(error).splitlines() or [type(error).__name__]
         text = redact(lines[0], self._config.storage_options)
         url = self.url(key)
-        if isinstance(error, FileNotFoundError):
-            return ObjectNotFoundError(f"{url}: no such object; check the bucket and the key (a prefix has no .bin/.idx)")
-        denied = (obstore.exceptions.PermissionDeniedError, obstore.exceptions.UnauthenticatedError)
         status = _STATUS.search(text)
-        code = int(status[1]) if status else 0
-        if isinstance(error, denied) or code in (401, 403):
-            return AccessDeniedError(f"{url}: access denied; check the credentials, their rights and the bucket ({text})")
-        if code == 416:
-            return ended_early(url, text)
-        if code in (429, 503):
-            return throttled(url, text)
+        if status:
+            return failure_of_status(
+                url, int(status[1]), redact(str(error).partition("\n\nDebug source")[0], self._config.storage_options)
+            )
+        if isinstance(error, FileNotFoundError):
+            return missing(url)
+        if isinstance(error, (obstore.exceptions.PermissionDeniedError, obstore.exceptions.UnauthenticatedError)):
+            return denied(url, text)
         network = any(sign in str(error) for sign in _NETWORK)
         limit = blame_limit_of_connection(error) if network else blame_limit(error)
         if limit:
             return EndpointError(f"{url}: {limit}")  # may be tried again: other connections end
-        if code >= 500 or code in (408, 409) or network:
-            return EndpointError(f"{url}: the endpoint did not answer; check endpoint_url, the network and DNS ({text})")
-        return StorageError(f"{url}: {text}")
+        return unreachable(url, text) if network else StorageError(f"{url}: {text}")
+
+
+def _retry_config(policy: RetryPolicy) -> Any:
+    """A policy as obstore takes it."""
+    return {
+        "max_retries": tries_within(policy.deadline) if policy.retries is None else policy.retries,
+        "retry_timeout": timedelta(seconds=policy.deadline),
+        "backoff": {
+            "init_backoff": timedelta(seconds=FIRST_PAUSE),
+            "max_backoff": timedelta(seconds=LONGEST_PAUSE),
+            "base": 2,
+        },
+    }
 
 
 def _etag(meta: Any) -> str:
@@ -291,10 +307,11 @@ def _ranges_refused(error: BaseException) -> bool:
 class ObstoreWriter:
     """Streams parts from a thread; small objects are one plain PUT."""
 
-    def __init__(self, client: Any, key: str, wrap: Any) -> None:
-        self._client, self._key, self._wrap = client, key, wrap
+    def __init__(self, client: Any, key: str, wrap: Callable[[BaseException], BaseException], pool: Pool) -> None:
+        self._client, self._key, self._wrap, self._pool = client, key, wrap, pool
         self._buffer = bytearray()
-        self._parts: queue.Queue[bytes | BaseException | None] = queue.Queue(maxsize=2)
+        self._parts: queue.Queue[bytes | None] = queue.Queue(maxsize=2)
+        self._aborted = threading.Event()
         self._thread: threading.Thread | None = None
         self._failure: BaseException | None = None
 
@@ -309,7 +326,8 @@ class ObstoreWriter:
         """Complete the upload; the object appears whole."""
         try:
             if self._thread is None:
-                obstore.put(self._client, self._key, bytes(self._buffer), use_multipart=False)
+                body = bytes(self._buffer)
+                self._pool.call(lambda: obstore.put(self._client, self._key, body, use_multipart=False))
                 return
             if self._buffer:
                 self._send(bytes(self._buffer))
@@ -320,16 +338,15 @@ class ObstoreWriter:
         self._raise_failure()
 
     def abort(self) -> None:
-        """Abort the upload: its parts are removed from the server."""
+        """Abort the upload: its parts are removed from the server, unless that does not answer."""
         self._buffer.clear()
+        self._aborted.set()
         if self._thread is not None and self._thread.is_alive():
-            try:
-                self._send(InterruptedError("upload aborted"))
-            except Exception:  # the upload has failed already, and is being thrown away
-                self._failure = None
-            self._thread.join()
+            with contextlib.suppress(queue.Full):  # then a part is there to be taken, whose taker looks whether it is wanted
+                self._parts.put_nowait(None)
+            self._thread.join(ABORT_WITHIN)
 
-    def _send(self, part: bytes | BaseException | None) -> None:
+    def _send(self, part: bytes | None) -> None:
         if self._thread is None:
             self._thread = threading.Thread(target=self._upload, name="streammega-upload", daemon=True)
             self._thread.start()
@@ -350,10 +367,10 @@ class ObstoreWriter:
             self._failure = error
 
     def _drain(self) -> Iterator[bytes]:
-        while (part := self._parts.get()) is not None:
-            if isinstance(part, BaseException):
-                raise part
+        while (part := self._parts.get()) is not None and not self._aborted.is_set():
             yield part
+        if self._aborted.is_set():
+            raise InterruptedError("upload aborted")
 
     def _raise_failure(self) -> None:
         if self._failure is not None:

@@ -13,13 +13,12 @@ from streammega.config import StorageConfig
 from streammega.errors import (
     AccessDeniedError,
     ConfigError,
-    EndpointError,
-    ObjectNotFoundError,
     StorageError,
     StreammegaError,
 )
 from streammega.redaction import redact
-from streammega.storage.base import Bytes, ObjectInfo, Span, check_etag, ended_early, throttled, wrong_length
+from streammega.storage.base import Bytes, ObjectInfo, Span, check_etag, ended_early, wrong_length
+from streammega.storage.failures import failure_of_status, unreachable
 from streammega.storage.fsspec_store import FsspecStore
 from streammega.storage.oss import INSTALL, check_options, oss_endpoint
 from streammega.storage.oss_credentials import OssCredentials
@@ -66,8 +65,7 @@ class OssNativeStore(FsspecStore):
         if len(spans) == 1:
             return get(spans[0], outs[0])
         _, pool = self._filesystem()
-        for done in [pool.submit(get, span, out) for span, out in zip(spans, outs, strict=True)]:
-            done.result()
+        pool.map(lambda pair: get(*pair), list(zip(spans, outs, strict=True)))
         return None
 
     def _read(self, bucket: Any, name: str, key: str, span: Span, out: Bytes, etag: str) -> None:
@@ -109,7 +107,7 @@ class OssNativeStore(FsspecStore):
 
     def delete(self, key: str) -> None:
         """Delete an object; one that is not there is no error, nor for OSS."""
-        self._call(key, lambda bucket, name: bucket.delete_object(name))
+        self._policy.call(lambda: self._call(key, lambda bucket, name: bucket.delete_object(name)))
 
     def _call(self, key: str, call: Callable[[Any, str], Result]) -> Result:
         """`call(bucket, name)` once, or twice with another key if the first was refused; errors are ours."""
@@ -167,7 +165,7 @@ class OssNativeStore(FsspecStore):
             region=endpoint.region or None,
         )
 
-    def _open(self, retries: int) -> Any:
+    def _open(self) -> Any:
         try:
             import oss2
         except ImportError as error:
@@ -181,17 +179,11 @@ class OssNativeStore(FsspecStore):
         url = self.url(key)
         status = int(getattr(error, "status", 0) or 0)
         text = redact(_summary(error), self._config.storage_options)
-        if status == 404:
-            return ObjectNotFoundError(f"{url}: no such object; check the bucket and the key (a prefix has no .bin/.idx)")
-        if status in (401, 403):
-            return AccessDeniedError(f"{url}: access denied; check the credentials, their rights and the bucket ({text})")
-        if status == 416:
-            return ended_early(url, text)
-        if status in (429, 503):
-            return throttled(url, text)
-        # Below zero: oss2's own for requests that got no answer. OSError: requests' errors in the middle of a body.
-        if status >= 500 or status in (-2, 408, 409) or isinstance(error, OSError):
-            return EndpointError(f"{url}: the endpoint did not answer; check the endpoint, the network and DNS ({text})")
+        if status > 0:
+            return failure_of_status(url, status, text)
+        # -2: oss2's own, for requests that got no answer. OSError: requests' errors in the middle of a body.
+        if status == -2 or isinstance(error, OSError):
+            return unreachable(url, text)
         return StorageError(f"{url}: {text}")
 
 

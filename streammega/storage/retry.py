@@ -1,52 +1,132 @@
-"""The one retry policy: which failures are tried again, how often, and after which pause."""
+"""The one retry policy: which failures are tried again, for how long, and after which pause."""
 
 from __future__ import annotations
 
+import logging
 import random
+import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TypeVar
 
 from streammega.config import StorageConfig
-from streammega.errors import StorageError
+from streammega.errors import ShortReadError, StorageError
+from streammega.storage.threads import pause as interruptible_pause
+
+log = logging.getLogger(__name__)
 
 Result = TypeVar("Result")
-FIRST_PAUSE, LONGEST_PAUSE = 0.1, 10.0
+FIRST_PAUSE = 0.1
+LONGEST_PAUSE = 10.0
+"""Seconds. Longer pauses spare an overloaded endpoint little, and a run that waits would notice its recovery late."""
+SHORT_READS = 6
+"""Times a body of another length is tried again: connections cut bodies now and then, but a truncated object stays truncated."""
+SAY_AFTER = 3.0
+"""Seconds of failing before a word is said: what a second try mends is nobody's concern."""
+SAY_EVERY = 30.0
+"""Seconds between two warnings of this process: an outage fails hundreds of reads at once."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class RetryPolicy:
-    """Capped exponential backoff with jitter, at most `retries` times and not past `deadline` seconds from the first try."""
+    """Capped exponential backoff with jitter, until something has failed for `deadline` seconds.
 
-    retries: int
+    `retries`: at most so many times, whatever the deadline; None: the deadline alone counts.
+    """
+
     deadline: float
+    retries: int | None = None
 
     @classmethod
     def of(cls, config: StorageConfig) -> RetryPolicy:
-        """The policy that a config asks for: its deadline is that of all tries together."""
-        return cls(retries=config.retries, deadline=config.timeout * 2)
+        """The policy that a config asks for."""
+        return cls(retries=config.retries, deadline=config.give_up_after)
 
     def pause(self, error: BaseException, attempt: int, elapsed: float) -> float | None:
         """Seconds to wait before trying again after the `attempt`-th failure (from 1), or None: give up.
 
-        What cannot be mended by waiting (no such object, no access, a changed object) is given up at once.
+        `elapsed`: seconds since the first try began. What waiting cannot mend (no such object, no access, a changed object)
+        is given up at once.
         """
-        if not isinstance(error, StorageError) or not error.transient or attempt > self.retries:
+        if not isinstance(error, StorageError) or not error.transient or attempt > self._most(error):
             return None
-        longest = min(LONGEST_PAUSE, FIRST_PAUSE * 2 ** (attempt - 1))
+        longest = longest_pause(attempt)
         pause = random.uniform(longest / 2, longest)  # so that ranks that failed together do not return together
         return pause if elapsed + pause < self.deadline else None
 
-    def call(self, attempt: Callable[[], Result]) -> Result:
-        """`attempt()` until it succeeds or is given up; then its last error is raised."""
+    def _most(self, error: StorageError) -> float:
+        if self.retries is not None:
+            return self.retries
+        return SHORT_READS if isinstance(error, ShortReadError) else float("inf")
+
+    def call(self, attempt: Callable[[], Result], stop: threading.Event | None = None) -> Result:
+        """`attempt()` until it succeeds or is given up; then its last error is raised.
+
+        A pause ends at once, by `threads.Stopped`, when `stop` is set or nobody waits for this thread's work any more.
+        """
         began, failures = time.monotonic(), 0
         while True:
             try:
                 return attempt()
             except StorageError as error:
                 failures += 1
-                pause = self.pause(error, failures, time.monotonic() - began)
+                elapsed = time.monotonic() - began
+                pause = self.pause(error, failures, elapsed)
                 if pause is None:
-                    raise
-            time.sleep(pause)
+                    raise given_up(error, failures, elapsed) from None
+                self.say(error, elapsed)
+            interruptible_pause(pause, stop)
+
+    def say(self, error: BaseException, elapsed: float) -> None:
+        """A warning that something is waited for, now and then: what, since when, until when, and why."""
+        if elapsed >= SAY_AFTER and _outages.may_speak(time.monotonic()):
+            until = f"given up after {self.deadline:.0f} s (give_up_after)"
+            if self.retries is not None:
+                until += f" or {self.retries} retries"
+            log.warning("storage has failed for %.0f s and is tried again; %s: %s", elapsed, until, error)
+
+
+TRY_ONCE = RetryPolicy(deadline=0.0, retries=0)
+"""For clients whose users try again by themselves."""
+
+
+class _Outages:
+    """When this process last warned."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._last = float("-inf")
+
+    def may_speak(self, now: float) -> bool:
+        """Whether nobody did for a while; from now on somebody has."""
+        with self._lock:
+            if now - self._last < SAY_EVERY:
+                return False
+            self._last = now
+            return True
+
+
+_outages = _Outages()
+
+
+def longest_pause(attempt: int) -> float:
+    """Seconds of the longest pause after the `attempt`-th failure (from 1)."""
+    doublings = min(attempt - 1, 16)  # far past the cap, far below an overflow
+    return min(LONGEST_PAUSE, FIRST_PAUSE * 2.0**doublings)
+
+
+def tries_within(seconds: float) -> int:
+    """How many pauses fit: for clients that count tries and know no deadline."""
+    tries, waited = 0, 0.0
+    while waited < seconds:
+        tries += 1
+        waited += longest_pause(tries)
+    return tries
+
+
+def given_up(error: StorageError, failures: int, elapsed: float) -> StorageError:
+    """The error, saying how often it was tried again, if it was."""
+    if error.transient and failures > 1 and error.args:
+        error.args = (f"{error.args[0]} [given up after {failures} tries in {elapsed:.1f} s]", *error.args[1:])
+    return error

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import threading
+import time
 from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -13,7 +14,9 @@ from streammega.errors import StorageError
 from streammega.samples.fetch import TokenFile
 from streammega.storage.base import Bytes
 from streammega.storage.cached_store import CachedStore
+from streammega.storage.fetcher import LEAVE_AFTER
 from streammega.storage.retry import RetryPolicy
+from streammega.storage.threads import Stopped
 
 log = logging.getLogger(__name__)
 
@@ -38,7 +41,9 @@ class Stager:
 
     def __init__(self, files: Sequence[TokenFile], storage: StorageConfig) -> None:
         self.staged_bytes = 0
-        self._storage, self._closed = storage, False
+        self._closed = threading.Event()
+        self._longest_leave = min(LEAVE_AFTER, storage.stall_timeout)
+        self._policy = RetryPolicy.of(storage)
         self._parts = _parts_of(files, storage.part_bytes)
         self._passed_over: deque[_Part] = deque()
         self._lock = threading.Lock()
@@ -47,13 +52,14 @@ class Stager:
             thread.start()
 
     def _run(self) -> None:
-        policy = RetryPolicy.of(self._storage)
-        while not self._closed:
+        while not self._closed.is_set():
             part = self._next()
             if part is None:
                 return
             try:
-                policy.call(lambda: self._stage(part))  # noqa: B023 - called at once
+                self._policy.call(lambda: self._stage(part), self._closed)  # noqa: B023 - called at once
+            except Stopped:
+                return
             except StorageError as error:
                 log.info("staging stopped, what is needed is read directly: %s", error)
                 return
@@ -62,7 +68,7 @@ class Stager:
         """The next part that nobody fetches; in the end those that were passed over, which are waited for."""
         with self._lock:
             for part in self._parts:
-                if self._closed:
+                if self._closed.is_set():
                     return None
                 if not part.store.cached.is_fetched_elsewhere(part.low, part.high):
                     return part
@@ -70,11 +76,11 @@ class Stager:
             return self._passed_over.popleft() if self._passed_over else None
 
     def _stage(self, part: _Part) -> None:
-        if not self._closed:
+        if not self._closed.is_set():
             part.store.cached.ensure(part.low, part.high, lambda a, b, out: self._fetch(part, a, b, out), self._given_up)
 
     def _given_up(self) -> bool:
-        return self._closed
+        return self._closed.is_set()
 
     def _fetch(self, part: _Part, start: int, stop: int, out: Bytes) -> None:
         part.store.store.read_into(part.file.key, [(start, stop)], [out], part.file.etag)
@@ -82,11 +88,12 @@ class Stager:
             self.staged_bytes += stop - start
 
     def close(self) -> None:
-        """Stop after the parts under way."""
-        self._closed = True
+        """Stop after the parts under way; those of an endpoint that hangs are not waited for long."""
+        self._closed.set()
+        deadline = time.monotonic() + self._longest_leave
         for thread in self._threads:
             if thread is not threading.current_thread():
-                thread.join(self._storage.stall_timeout)
+                thread.join(max(0.0, deadline - time.monotonic()))
 
 
 def _parts_of(files: Sequence[TokenFile], part_bytes: int) -> Iterator[_Part]:
