@@ -224,7 +224,9 @@ def test_settings_come_from_the_file_and_the_command_line(run_file: str) -> None
 
 def test_names_and_blends_of_megatron_are_understood(run_file: str, pair: str) -> None:
     config = load_run(run_file, ["data.path_to_idx_cache=/tmp/c"])
-    assert config.data.index_cache_dir == "/tmp/c"
+    assert str(config.data.index_cache_dir) == "/tmp/c"
+    config = load_run(run_file, ["data.bin_chunk_nbytes=2097152", "data.random_seed=7", "data.storage.retries=3"])
+    assert (config.data.storage.chunk_bytes, config.data.storage.retries, config.data.seed) == (2097152, 3, 7)
     weighted = load_run(run_file, [f'data.blend=[["{pair}", 0.3], ["{pair}", 0.7]]'])
     assert len(open_plain(weighted, "train", 0, 1)) == 64
     text = Path(run_file).read_text().replace(f'blend = ["{pair}"]', f'data_path = "0.3 {pair} 0.7 {pair}"')

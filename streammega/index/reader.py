@@ -12,11 +12,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from streammega.config import StorageConfig, local_folder
-from streammega.errors import FormatError
+from streammega.errors import ConfigError, FormatError
 from streammega.index.cache import default_cache_dir
 from streammega.index.find import open_shards
 from streammega.index.format import IndexArrays
 from streammega.index.joined import KEEP_BYTES, join_indices, kept_indices
+from streammega.index.megatron_names import IndexView, opening_of, pair_exists
 from streammega.index.shard_files import ShardFiles
 from streammega.index.shards import KnownShard, strip_suffix
 from streammega.redaction import redact_urls
@@ -37,23 +38,47 @@ class IndexedDataset(Sequence["Item"]):
     files it is the pair (tokens, mode). `dataset[a:b]` is a list of them, read by one range.
     Local pairs are memory-mapped; of remote ones the `.idx` is copied to the local cache once per node.
 
+    Takes what Megatron's IndexedDataset takes, in its order: with `multimodal=True` slices and `get` are also as Megatron's,
+    (list of tokens, modes) and (tokens, mode).
+
     Args:
-        prefix: the path or URL without `.bin` / `.idx`.
+        path_prefix: the path or URL without `.bin` / `.idx`; `prefix` is the same.
+        multimodal: whether sequences come with their modes; None: where the file has them. Or, for short, `storage`.
+        mmap: map local tokens, or read them (`StorageConfig.local`). Or, for short, `index_cache_dir`.
+        object_storage_config: Megatron's; its `path_to_idx_cache` is `index_cache_dir`.
         storage: credentials, transport and limits.
         index_cache_dir: where `.idx` copies go; default `default_cache_dir()`.
+        fast_cache_load, sequences_per_dataset, dtype_code: of Megatron's, at their defaults only: an `.idx` is always looked at.
 
-    Raises ObjectNotFoundError, FormatError (a forged, truncated or foreign file), AccessDeniedError, EndpointError.
+    Raises ObjectNotFoundError, FormatError (a forged, truncated or foreign file, or no modes where they are asked for),
+    ConfigError, AccessDeniedError, EndpointError.
     """
 
-    def __init__(self, prefix: str, storage: StorageConfig | None = None, index_cache_dir: str | Path | None = None) -> None:
-        self.prefix = strip_suffix(str(prefix))
-        self.storage = storage or StorageConfig()
-        self._cache_dir = local_folder(index_cache_dir) if index_cache_dir else default_cache_dir()
-        self.shards: list[str] = open_shards(str(prefix), self.storage, self._open)
+    def __init__(
+        self, path_prefix: str = "", multimodal: bool | StorageConfig | None = None, mmap: bool | str | Path | None = None,
+        object_storage_config: Any = None, *, prefix: str = "", storage: StorageConfig | None = None,
+        index_cache_dir: str | Path | None = None, fast_cache_load: bool = False, sequences_per_dataset: Any = None,
+        dtype_code: int | None = None,
+    ) -> None:  # fmt: skip
+        if fast_cache_load or sequences_per_dataset is not None or dtype_code is not None:
+            raise ConfigError("fast_cache_load, sequences_per_dataset and dtype_code open an .idx unseen, which is not done here")
+        name = str(path_prefix or prefix)
+        if not name:
+            raise ConfigError("IndexedDataset needs the name of a dataset, such as 's3://bucket/web'")
+        self.object_storage_config = object_storage_config
+        opening = opening_of(multimodal, mmap, object_storage_config, storage, index_cache_dir)
+        folder = opening.index_cache_dir
+        self.prefix = strip_suffix(name)
+        self.storage = opening.storage
+        self._with_modes = opening.multimodal
+        self._cache_dir = local_folder(folder) if folder else default_cache_dir()
+        self.shards: list[str] = open_shards(name, self.storage, self._open)
         """The names of what it is made of."""
         each(lambda own: own.index, self._files, OPENERS)  # looked up together, and kept
         # Now, for errors belong here; and not by the property, which before Python 3.12 opens one dataset of a blend at a time.
         self.__dict__["_arrays"] = self._open_arrays()
+        if self._with_modes and self._arrays.sequence_modes is None:
+            raise FormatError(f"{self.prefix}: has no modes; leave multimodal out, or write it with multimodal=True")
 
     def _open(self, shards: list[KnownShard]) -> list[str]:
         self._files = [ShardFiles(shard, self.storage, self._cache_dir) for shard in shards]
@@ -120,8 +145,34 @@ class IndexedDataset(Sequence["Item"]):
 
     @property
     def sequence_modes(self) -> NDArray[np.int8] | None:
-        """The mode of each sequence in multimodal files, else None."""
-        return self._arrays.sequence_modes
+        """The mode of each sequence in multimodal files, else None (also with `multimodal=False`)."""
+        return None if self._with_modes is False else self._arrays.sequence_modes
+
+    @property
+    def path_prefix(self) -> str:
+        """As `prefix`."""
+        return self.prefix
+
+    @property
+    def multimodal(self) -> bool:
+        """Whether sequences come with their modes."""
+        return self.sequence_modes is not None
+
+    @property
+    def mmap(self) -> bool:
+        """Whether local tokens are mapped."""
+        return self.storage.local == "mmap"
+
+    @property
+    def index(self) -> IndexView:  # type: ignore[override]  # Sequence has a method of that name, to search for an item
+        """The arrays of the `.idx` under Megatron's names."""
+        return IndexView(self._arrays, self.sequence_modes)
+
+    def get_document_indices(self) -> NDArray[np.int64]:
+        """As `document_indices`."""
+        return self.document_indices
+
+    exists = staticmethod(pair_exists)
 
     def __len__(self) -> int:
         return len(self.sequence_lengths)
@@ -134,16 +185,21 @@ class IndexedDataset(Sequence["Item"]):
         if isinstance(index, slice):
             return self._slice(index)
         number = self._number(index)
-        tokens = self.get(number)
+        tokens = self._part(number, 0, None)
         modes = self.sequence_modes
         return tokens if modes is None else (tokens, int(modes[number]))
 
-    def get(self, index: int, offset: int = 0, length: int | None = None) -> Tokens:
+    def get(self, index: int, offset: int = 0, length: int | None = None) -> Any:
         """`length` tokens (default: the rest) of a sequence from token `offset` on; a range read of just these.
 
-        Raises IndexError for tokens outside of the sequence.
+        Opened with `multimodal=True`, the pair (tokens, mode). Raises IndexError for tokens outside of the sequence.
         """
         number = self._number(index)
+        tokens = self._part(number, offset, length)
+        modes = self.sequence_modes if self._with_modes else None
+        return tokens if modes is None else (tokens, int(modes[number]))
+
+    def _part(self, number: int, offset: int, length: int | None) -> Tokens:
         size = int(self.sequence_lengths[number])
         stop = size if length is None else offset + length
         if not 0 <= offset <= stop <= size:
@@ -156,17 +212,23 @@ class IndexedDataset(Sequence["Item"]):
         start, stop, step = index.indices(len(self))
         if step != 1:
             raise ValueError(f"slices of an IndexedDataset are contiguous; step {step} is not")
-        if stop <= start:
-            return []
+        tokens = self._run(start, stop) if stop > start else []
+        if self.sequence_modes is None:
+            return list(tokens)
+        modes = self.sequence_modes[start:stop]
+        if self._with_modes:
+            return tokens, modes  # type: ignore[return-value]  # as Megatron returns them, to those who call it as Megatron's
+        return [(own, int(mode)) for own, mode in zip(tokens, modes, strict=True)]
+
+    def _run(self, start: int, stop: int) -> list[Tokens]:
+        """The tokens of sequences [start, stop), by one range read where they lie end to end."""
         sizes = self.sequence_lengths[start:stop].astype(np.int64) * self.dtype.itemsize
         offsets = self.sequence_offsets[start:stop]
-        if (offsets[1:] != offsets[:-1] + sizes[:-1]).any():  # sequences not end to end: one range each
-            return [self[number] for number in range(start, stop)]
+        if (offsets[1:] != offsets[:-1] + sizes[:-1]).any():
+            return [self._part(number, 0, None) for number in range(start, stop)]
         low = int(offsets[0])
         whole = self._read(low, int(offsets[-1] + sizes[-1]))
-        parts = [self._tokens(whole[int(a) - low : int(a + b) - low]) for a, b in zip(offsets, sizes, strict=True)]
-        modes = self.sequence_modes
-        return list(parts) if modes is None else [(p, int(m)) for p, m in zip(parts, modes[start:stop], strict=True)]
+        return [self._tokens(whole[int(a) - low : int(a + b) - low]) for a, b in zip(offsets, sizes, strict=True)]
 
     def _read(self, start: int, stop: int) -> Buffer:
         return self.store.read_ranges(self.bin_key, [start], [stop], self.bin_info.etag)[0]

@@ -15,7 +15,7 @@ from streammega.errors import FormatError
 from streammega.index.checksums import HashingWriter
 from streammega.index.format import dtype_code, encode_index
 from streammega.index.reader import IndexedDataset
-from streammega.index.shards import SUFFIXES, Kind, split_name
+from streammega.index.shards import SUFFIXES, Kind, split_name, strip_suffix
 from streammega.index.tar import TarWriter
 from streammega.storage import open_store
 from streammega.storage.frames import FRAME_BYTES, LEVEL, FrameWriter
@@ -159,8 +159,10 @@ class IndexedDatasetWriter:
             self._put(data, other.sequence_lengths[first:last], None if modes is None else modes[first:last])
         self._documents.frombytes((documents[1:] + shift).tobytes())
 
-    def finalize(self) -> None:
-        """Publish the `.bin`, then the `.idx`. The writer cannot be used afterwards."""
+    def finalize(self, idx_path: str | None = None) -> None:
+        """Publish the `.bin`, then the `.idx`, beside it or at `idx_path`. The writer cannot be used afterwards."""
+        if idx_path is not None:
+            self._index_prefix = strip_suffix(str(idx_path))
         if not self._open:
             raise FormatError(f"{self.prefix}: this writer is closed already")
         self._open = False

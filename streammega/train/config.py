@@ -28,8 +28,12 @@ MEGATRON_NAMES = {
     "seq_length": "sequence_length",
     "path_to_cache": "index_cache_dir",
     "path_to_idx_cache": "index_cache_dir",
+    "object_storage_cache_path": "index_cache_dir",
     "mid_level_dataset_surplus": "surplus",
+    "random_seed": "seed",
+    "bin_chunk_nbytes": "storage.chunk_bytes",
 }
+"""Settings of [data] under the names that Megatron has for them."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -193,8 +197,8 @@ def load_run(path: str, overrides: Sequence[str] = ()) -> RunConfig:
         raise ConfigError(f"{path}: is no valid TOML ({error})") from None
     for override in overrides:
         _apply(table, override)
-    if isinstance(table.get("data"), dict):  # names that users of Megatron know
-        table["data"] = {MEGATRON_NAMES.get(name, name): value for name, value in table["data"].items()}
+    if isinstance(table.get("data"), dict):
+        table["data"] = _with_our_names(table["data"])
     _check_names(table, RunConfig, "")
     _fill_defaults(table)
     settings = dacite.Config(strict=True, cast=[tuple], type_hooks={float: _to_float})
@@ -202,6 +206,21 @@ def load_run(path: str, overrides: Sequence[str] = ()) -> RunConfig:
         return dacite.from_dict(RunConfig, table, settings)
     except dacite.DaciteError as error:
         raise ConfigError(f"{path}: {error}") from None
+
+
+def _with_our_names(data: dict[str, Any]) -> dict[str, Any]:
+    """[data] with our names for Megatron's; of two names of one setting the later counts, as an override does."""
+    renamed: dict[str, Any] = {}
+    for name, value in data.items():
+        ours = MEGATRON_NAMES.get(name, name)
+        section, _, setting = ours.rpartition(".")
+        if section:
+            renamed[section] = renamed.get(section, {}) | {setting: value}
+        elif isinstance(value, dict):
+            renamed[ours] = renamed.get(ours, {}) | value
+        else:
+            renamed[ours] = value
+    return renamed
 
 
 def _to_float(value: Any) -> Any:
