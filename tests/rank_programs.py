@@ -445,6 +445,7 @@ def accelerate_checkpoint(rank: int, config: DataConfig, folder: str, start: int
         if start:
             accelerator.load_state(folder)
         given = _steps_of(itertools.islice(loader, count))
-        accelerator.save_state(folder)
+        if not start:  # once: the other rank may not have loaded it yet
+            accelerator.save_state(folder)
         loader.close()
         return given
