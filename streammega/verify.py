@@ -8,7 +8,6 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -19,7 +18,7 @@ from streammega.config import StorageConfig
 from streammega.convert.options import token_dtype_named
 from streammega.convert.units import save_bytes
 from streammega.errors import ConfigError, FormatError, MissingShardsError, ObjectNotFoundError, StreammegaError
-from streammega.index.cache import cached_object, default_cache_dir
+from streammega.index.cache import default_cache_dir, local_view
 from streammega.index.checksums import CHECK_BYTES, HashingWriter
 from streammega.index.find import find_pairs
 from streammega.index.format import DTYPE_OF_CODE, IndexArrays, check_end, check_index, encode_index, parse_header, parse_index
@@ -179,10 +178,11 @@ def _none(size: int) -> None:
 
 def _read_index(prefix: str, expected: Shard | None, storage: StorageConfig, report: VerifyReport) -> IndexArrays:
     store, key = open_store(f"{prefix}.idx", storage)
-    info, path = store.info(key), Path(key)
-    if not isinstance(store, LocalStore):
-        path = cached_object(store, info, default_cache_dir(), storage.part_bytes)
-    data = LocalStore().view(str(path))
+    info = store.info(key)
+    if isinstance(store, LocalStore):
+        data = store.view(key, info.etag)
+    else:
+        data = local_view(store, info, default_cache_dir(), storage.part_bytes)
     if expected is not None:
         check = HashingWriter(None)
         check.write(data)

@@ -119,6 +119,8 @@ class HttpObjects:
     status: int | None = None
     etags: dict[str, str] = field(default_factory=dict)
     hosts: list[str] = field(default_factory=list)
+    left_out: set[tuple[str, str]] = field(default_factory=set)
+    """(method, header) of headers that answers do not have, such as ("GET", "ETag")."""
     port: int = 0
 
     @property
@@ -198,7 +200,8 @@ def _handler(state: HttpObjects) -> type[BaseHTTPRequestHandler]:
             status = state.status or (404 if data is None else 200)
             if status != 200 or data is None:
                 return self._send(status, b"denied or gone", {}, body)
-            headers = {"ETag": f'"{state.etags.get(path, "1")}"', "Accept-Ranges": "bytes"}
+            etag = state.etags.get(path, "1")
+            headers = {"ETag": etag if etag.startswith("W/") else f'"{etag}"', "Accept-Ranges": "bytes"}
             headers["Last-Modified"] = "Sat, 21 Nov 2026 00:00:00 GMT"
             if wanted and (span := re.fullmatch(r"bytes=(\d+)-(\d+)", wanted)):
                 start, last = int(span[1]), min(int(span[2]), len(data) - 1)
@@ -211,7 +214,8 @@ def _handler(state: HttpObjects) -> type[BaseHTTPRequestHandler]:
         def _send(self, status: int, data: bytes, headers: dict[str, str], body: bool) -> None:
             self.send_response(status)
             for name, value in headers.items():
-                self.send_header(name, value)
+                if (self.command, name) not in state.left_out:
+                    self.send_header(name, value)
             self.send_header("Content-Length", str(len(data)))
             self.end_headers()
             if body:

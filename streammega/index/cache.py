@@ -25,8 +25,10 @@ from numpy.typing import DTypeLike, NDArray
 from streammega.config import StorageConfig
 from streammega.errors import CacheError, ObjectNotFoundError
 from streammega.storage import ObjectInfo, Store, join_url, open_store
+from streammega.storage.local import LocalStore
 from streammega.storage.mapping import map_file
 from streammega.storage.publish import create_beside
+from streammega.storage.versions import tell_unversioned
 
 log = logging.getLogger(__name__)
 
@@ -57,6 +59,17 @@ def cached_object(store: Store, info: ObjectInfo, cache_dir: Path, part_bytes: i
             if stale and stale != path.name:
                 (path.parent / stale).unlink(missing_ok=True)
     return path
+
+
+def local_view(store: Store, info: ObjectInfo, cache_dir: Path, part_bytes: int) -> memoryview:
+    """The bytes of a remote object: its local copy, mapped. One without a version is read into memory: no copy could be trusted
+
+    Raises CacheError when the cache cannot hold it, StorageError when it cannot be read.
+    """
+    if info.etag:
+        return LocalStore().view(str(cached_object(store, info, cache_dir, part_bytes)))
+    tell_unversioned(store.url(info.key))
+    return memoryview(b"".join(_download(store, info, part_bytes)))
 
 
 def cached_copy(store: Store, info: ObjectInfo, cache_dir: Path) -> Path:

@@ -15,8 +15,8 @@ from streammega.errors import FormatError, MissingShardsError, ObjectNotFoundErr
 from streammega.index.manifest import MANIFEST, manifest_shards
 from streammega.index.shards import SUFFIXES, KnownShard, missing_shards, named, split_name, strip_suffix
 from streammega.storage import ObjectInfo, join_url, open_store, parent_url
-from streammega.storage.base import same_etag
 from streammega.storage.urls import is_remote
+from streammega.storage.versions import same_version
 
 log = logging.getLogger(__name__)
 
@@ -199,4 +199,4 @@ def _agrees(shard: KnownShard, there: Mapping[str, ObjectInfo], storage: Storage
         return False
     store, key = open_store(f"{prefix}.idx", storage)
     found = store.info(key)
-    return found.size == listed.size and same_etag(found.etag, listed.etag)
+    return found.size == listed.size and same_version(found.etag, listed.etag)

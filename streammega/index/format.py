@@ -177,6 +177,16 @@ def check_end(end: int, bin_bytes: int, path: str, tokens: str) -> None:
     raise FormatError(f"{path}: its sequences end at byte {end:,}, but {tokens} has {bin_bytes:,} bytes of tokens; {cause}")
 
 
+def check_whole_end(arrays: IndexArrays, end: int, bin_bytes: int, path: str, tokens: str) -> None:
+    """`check_end` where sequences lie end to end, as writers put them: `end` is where the furthest one ends.
+
+    An `.idx` made by hand may name parts of a `.bin`, in any order; it is then right wherever the last of them ends.
+    """
+    covered = int(arrays.sequence_lengths.sum(dtype=np.int64)) * arrays.dtype.itemsize
+    if covered == end:
+        check_end(end, bin_bytes, path, tokens)
+
+
 def _check_sequences(
     lengths: NDArray[np.int32],
     offsets: NDArray[np.int64],

@@ -10,13 +10,13 @@ import numpy as np
 
 from streammega.config import StorageConfig, local_folder
 from streammega.errors import FormatError, ObjectNotFoundError
-from streammega.index.cache import cached_copy, cached_object, default_cache_dir
+from streammega.index.cache import cached_copy, default_cache_dir, local_view
 from streammega.index.format import (
     HEADER_BYTES,
     IndexArrays,
     IndexHeader,
-    check_end,
     check_index,
+    check_whole_end,
     parse_header,
     parse_index,
 )
@@ -110,7 +110,7 @@ class ShardFiles:
             listed = self.shard.index is not None
             if not (listed and cached_copy(store, self.index, self.cache_dir).exists()):
                 _ = self.header  # before a large foreign file is downloaded
-            data = LocalStore().view(str(cached_object(store, self.index, self.cache_dir, self.storage.part_bytes)))
+            data = local_view(store, self.index, self.cache_dir, self.storage.part_bytes)
         arrays = parse_index(data, self.index_url)
         self._compare_counts(arrays.dtype, len(arrays.sequence_lengths), len(arrays.document_indices) - 1)
         return arrays
@@ -119,7 +119,7 @@ class ShardFiles:
         """The whole `.idx`, every sequence of which lies within `token_bytes`, and the last one ends there."""
         arrays = self.arrays()
         end = check_index(arrays, token_bytes, self.index_url, self.url)
-        check_end(end, token_bytes, self.index_url, self.url)
+        check_whole_end(arrays, end, token_bytes, self.index_url, self.url)
         return arrays
 
     def read_end(self) -> int:

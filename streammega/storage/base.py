@@ -9,7 +9,7 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from streammega.errors import EndpointError, ObjectChangedError, ShortReadError
+from streammega.errors import EndpointError, ShortReadError
 from streammega.kernels.plan import copy_bytes
 
 Buffer = memoryview
@@ -137,22 +137,8 @@ def address_of(array: Bytes) -> int:
     return int(array.__array_interface__["data"][0])
 
 
-def same_etag(one: str, other: str) -> bool:
-    """Whether two ETags are of the same object: some answers quote it, others do not."""
-    return one.strip('"') == other.strip('"')
-
-
 def listed_etag(etag: str | None) -> str:
     """The ETag of a listing as other answers spell it: some servers leave its quotes out there. Empty where there is none."""
     if not etag or etag.endswith('"'):
         return etag or ""
     return f'"{etag}"'
-
-
-def check_etag(url: str, expected: str, found: str) -> None:
-    """Raise ObjectChangedError if an object is not the one that was opened."""
-    if expected and found and not same_etag(expected, found):
-        raise ObjectChangedError(
-            f"{url}: the object was replaced while it was being read (ETag {found}, it was {expected}); data would be mixed. "
-            f"Start again on the new object, or put the old one back"
-        )

@@ -26,7 +26,7 @@ from streammega.errors import (
     StreammegaError,
 )
 from streammega.redaction import redact
-from streammega.storage.base import Buffer, Bytes, ObjectInfo, Span, check_etag, ended_early, fill, listed_etag, throttled
+from streammega.storage.base import Buffer, Bytes, ObjectInfo, Span, ended_early, fill, listed_etag, throttled
 from streammega.storage.descriptors import blame_limit, blame_limit_of_connection
 from streammega.storage.failures import (
     NO_CREDENTIALS,
@@ -40,6 +40,7 @@ from streammega.storage.failures import (
 )
 from streammega.storage.retry import RetryPolicy
 from streammega.storage.threads import Pool
+from streammega.storage.versions import check_version
 
 log = logging.getLogger(__name__)
 
@@ -69,7 +70,8 @@ class FsspecStore:
 
     def url(self, key: str) -> str:
         """The full URL of a key, without credentials."""
-        return redact(f"{self.scheme}://{key.lstrip('/')}", self._config.storage_options)
+        whole = key if "://" in key else f"{self.scheme}://{key.lstrip('/')}"  # keys of http are URLs
+        return redact(whole, self._config.storage_options)
 
     def info(self, key: str) -> ObjectInfo:
         """Size and ETag (or the driver's own checksum of its listing)."""
@@ -80,12 +82,16 @@ class FsspecStore:
                 meta = fs.info(key)
                 if meta.get("type") == "directory":
                     raise FileNotFoundError(key)
-                etag = meta.get("ETag") or meta.get("etag") or fs.ukey(key)
+                etag = meta.get("ETag") or meta.get("etag") or self._checksum(fs, key)
             except BaseException as error:
                 raise self._error(key, error) from None
             return ObjectInfo(key=key, size=int(meta["size"]), etag=str(etag))
 
         return pool.call(lambda: self._policy.call(head))
+
+    def _checksum(self, fs: Any, key: str) -> str:
+        """What a driver makes of its own knowledge of an object; of http that is the URL alone, which tells no versions apart."""
+        return "" if self.scheme in ("http", "https") else str(fs.ukey(key))
 
     def read_ranges(self, key: str, starts: Sequence[int], stops: Sequence[int], etag: str = "") -> list[Buffer]:
         """Concurrent range requests; each body's length is checked, failures are tried again."""
@@ -109,7 +115,7 @@ class FsspecStore:
             if self.scheme == "s3":
                 answers = fsspec.asyn.sync(fs.loop, _get_object, fs, key, spans, timeout=self._config.timeout)
                 for _, found in answers:
-                    check_etag(url, etag, found)
+                    check_version(url, etag, found)
                 bodies = [body for body, _ in answers]
             else:
                 bodies = [fs.cat_file(key, start=start, end=stop) for start, stop in spans]
@@ -122,7 +128,7 @@ class FsspecStore:
         """Compare the ETag if that was not done in the last `RECHECK` seconds."""
         now = time.monotonic()
         if etag and now - self._checked.get((key, etag), -math.inf) >= RECHECK:
-            check_etag(self.url(key), etag, self.info(key).etag)
+            check_version(self.url(key), etag, self.info(key).etag)
             self._checked[key, etag] = now
 
     def list(self, prefix: str, recursive: bool = True) -> list[ObjectInfo]:

@@ -10,10 +10,11 @@ from pathlib import Path
 from typing import Any
 
 from streammega.errors import AccessDeniedError, ObjectNotFoundError, StorageError
-from streammega.storage.base import Buffer, Bytes, ObjectInfo, Span, check_etag, checked, fill
+from streammega.storage.base import Buffer, Bytes, ObjectInfo, Span, checked, fill
 from streammega.storage.descriptors import blame_limit
 from streammega.storage.mapping import map_file
 from streammega.storage.publish import create_beside
+from streammega.storage.versions import check_version
 
 LARGE_BYTES = 256 << 10
 
@@ -180,7 +181,7 @@ def _map(path: str, etag: str, known: _Mapped | None) -> _Mapped:
         raise local_error(path, error) from None
     try:
         stat = os.fstat(fd)  # of the very file that is mapped: its name may stand for another one by now
-        check_etag(path, etag, etag_of(stat))
+        check_version(path, etag, etag_of(stat))
         place = (stat.st_dev, stat.st_ino)
         if known is not None and (known.etag, known.place) == (etag_of(stat), place):
             return known

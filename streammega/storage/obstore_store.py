@@ -25,7 +25,7 @@ from streammega.errors import (
     StreammegaError,
 )
 from streammega.redaction import redact
-from streammega.storage.base import Buffer, Bytes, ObjectInfo, Span, check_etag, fill, listed_etag, wrong_length
+from streammega.storage.base import Buffer, Bytes, ObjectInfo, Span, fill, listed_etag, wrong_length
 from streammega.storage.clouds import cloud_arguments
 from streammega.storage.descriptors import blame_limit, blame_limit_of_connection
 from streammega.storage.failures import denied, failure_of_status, missing, unreachable
@@ -33,6 +33,7 @@ from streammega.storage.fsspec_store import FsspecStore
 from streammega.storage.options import client_options, s3_arguments
 from streammega.storage.retry import FIRST_PAUSE, LONGEST_PAUSE, TRY_ONCE, RetryPolicy, tries_within
 from streammega.storage.threads import Pool
+from streammega.storage.versions import check_version, version_like, version_of
 
 log = logging.getLogger(__name__)
 
@@ -105,7 +106,7 @@ class ObstoreStore:
                     self._look_for_bucket(client, key)
                 raise self._error(key, error) from None
             self._bucket_seen = True
-            return ObjectInfo(key=key, size=int(meta["size"]), etag=_etag(meta))
+            return ObjectInfo(key=key, size=int(meta["size"]), etag=version_of(meta.get("e_tag"), meta["last_modified"]))
 
         return pool.call(lambda: self._policy.call(head))
 
@@ -149,7 +150,7 @@ class ObstoreStore:
             if before:
                 bodies += obstore.get_ranges(client, key, starts=[a for a, _ in before], ends=[b for _, b in before], coalesce=0)
             answer = obstore.get(client, key, options={"range": (start, stop)})
-            check_etag(url, etag, _etag(answer.meta))
+            check_version(url, etag, version_like(etag, answer.meta.get("e_tag"), answer.meta["last_modified"]))
             if before or stop - start <= STREAMED_READ:
                 bodies.append(answer.bytes())
                 fill(url, spans, [memoryview(body) for body in bodies], outs)
@@ -281,10 +282,6 @@ def _retry_config(policy: RetryPolicy) -> Any:
             "base": 2,
         },
     }
-
-
-def _etag(meta: Any) -> str:
-    return str(meta.get("e_tag") or meta["last_modified"])
 
 
 def _drain(url: str, start: int, stop: int, answer: Any, out: Bytes) -> None:

@@ -17,12 +17,13 @@ from streammega.errors import (
     StreammegaError,
 )
 from streammega.redaction import redact
-from streammega.storage.base import Bytes, ObjectInfo, Span, check_etag, ended_early, wrong_length
+from streammega.storage.base import Bytes, ObjectInfo, Span, ended_early, wrong_length
 from streammega.storage.failures import failure_of_status, unreachable
 from streammega.storage.fsspec_store import FsspecStore
 from streammega.storage.oss import INSTALL, check_options, oss_endpoint
 from streammega.storage.oss_credentials import OssCredentials
 from streammega.storage.retry import RetryPolicy
+from streammega.storage.versions import check_version
 
 log = logging.getLogger(__name__)
 
@@ -73,7 +74,7 @@ class OssNativeStore(FsspecStore):
         url = self.url(key)
         answer = bucket.get_object(name, byte_range=(start, stop - 1), headers=STANDARD_RANGES)  # its ends are inclusive
         try:
-            check_etag(url, etag, str(answer.etag))
+            check_version(url, etag, str(answer.etag))
             if answer.status != 206:
                 raise ended_early(url, "the server answered a range with the whole object")
             filled = 0

@@ -14,9 +14,10 @@ import numpy as np
 
 from streammega.config import StorageConfig
 from streammega.errors import StorageError
-from streammega.storage.base import Buffer, Bytes, ObjectInfo, ObjectWriter, Span, check_etag, check_room, ended_early
+from streammega.storage.base import Buffer, Bytes, ObjectInfo, ObjectWriter, Span, check_room, ended_early
 from streammega.storage.local import LocalStore, etag_of, local_error
 from streammega.storage.retry import RetryPolicy
+from streammega.storage.versions import check_version
 
 PASSING = frozenset({errno.EIO, errno.ESTALE, errno.ETIMEDOUT, errno.EAGAIN, errno.ENOTCONN, errno.EHOSTDOWN, errno.ECONNRESET})
 """Errors of a server behind a file system, which may answer the next time."""
@@ -51,7 +52,7 @@ class PreadStore:
             raise _told_apart(key, error) from None
         try:
             stat = os.fstat(fd)
-            check_etag(key, etag, etag_of(stat))
+            check_version(key, etag, etag_of(stat))
             for (start, stop), out in zip(spans, outs, strict=True):
                 check_room(out, stop - start)
                 if not 0 <= start <= stop <= stat.st_size:

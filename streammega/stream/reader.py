@@ -22,6 +22,7 @@ from streammega.storage.derived import is_local
 from streammega.storage.local import LocalStore
 from streammega.storage.memory import rounded
 from streammega.storage.page_cache import PAGE_BYTES, CachedObject, PageCache
+from streammega.storage.versions import tell_unversioned
 from streammega.stream.planner import Bounds, FileTable, Planner
 
 if TYPE_CHECKING:
@@ -132,8 +133,11 @@ def _through_cache(files: list[TokenFile], storage: StorageConfig) -> list[Token
     for file in files:
         size = file.num_tokens * file.dtype.itemsize
         cached = None
-        if size and file.etag and not is_local(file.store):  # without a version, old pages could not be told from new ones
+        remote = size > 0 and not is_local(file.store)
+        if remote and file.etag:
             cached = cache.open(file.url, file.etag, size)
+        elif remote:  # old pages could not be told from new ones
+            tell_unversioned(file.url)
         found.append(replace(file, store=CachedStore(file.store, cached)) if cached else file)
     return found
 

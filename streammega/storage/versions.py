@@ -1,0 +1,66 @@
+"""Which version of an object an answer is of: its ETag, or else its Last-Modified; compared with their own kind only."""
+
+from __future__ import annotations
+
+import logging
+from datetime import datetime
+
+from streammega.errors import ObjectChangedError
+
+log = logging.getLogger(__name__)
+
+MODIFIED = "modified "
+"""Begins versions that are a time; no ETag begins so, for ETags are quoted or hexadecimal."""
+
+
+def version_of(etag: str | None, modified: datetime | None) -> str:
+    """The version that an answer tells: the ETag as it is spelled, else the time of the last change; empty where it tells none.
+
+    Transports say 1970 where the header is missing.
+    """
+    if etag:
+        return etag
+    if modified is not None and modified.timestamp() > 0:
+        return MODIFIED + modified.isoformat()
+    return ""
+
+
+def version_like(expected: str, etag: str | None, modified: datetime | None) -> str:
+    """What an answer tells of the kind of version that is expected; empty where it tells none of that kind."""
+    return version_of(None, modified) if expected.startswith(MODIFIED) else (etag or "")
+
+
+def same_version(one: str, other: str) -> bool:
+    """Whether two versions of one kind are the same. Some answers leave the quotes out, some servers weaken their ETags."""
+    return _bare(one) == _bare(other)
+
+
+def check_version(url: str, expected: str, found: str) -> None:
+    """Raise ObjectChangedError if an answer is of another version than the object that was opened.
+
+    One without a version, or with one of the other kind, tells nothing: some servers send ETags with some answers only.
+    """
+    comparable = expected and found and expected.startswith(MODIFIED) == found.startswith(MODIFIED)
+    if comparable and not same_version(expected, found):
+        raise ObjectChangedError(
+            f"{url}: the object was replaced while it was being read (ETag {found}, it was {expected}); data would be mixed. "
+            f"Start again on the new object, or put the old one back"
+        )
+
+
+def _bare(version: str) -> str:
+    return version.removeprefix("W/").strip('"')
+
+
+_told: set[str] = set()
+
+
+def tell_unversioned(url: str) -> None:
+    """Say once of an object that nothing but its size shows whether it changes, so that no cache keeps it."""
+    if url not in _told:
+        _told.add(url)
+        log.warning(
+            "%s: the server tells neither ETag nor Last-Modified, so a replaced object cannot be noticed; it is read anew in "
+            "every run and kept in no cache. Have the server send ETags",
+            url,
+        )
