@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import pickle
 import socket
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -22,14 +23,14 @@ from streammega.errors import (
     StorageError,
 )
 from streammega.redaction import redact
-from streammega.storage import Store, open_store
+from streammega.storage import Store, obstore_store, open_store
 from streammega.storage.fsspec_store import FsspecStore
 from streammega.storage.local import LocalStore
 from streammega.storage.obstore_store import UPLOAD_PART_BYTES, ObstoreStore
 from streammega.storage.options import s3_arguments
 from streammega.storage.oss_store import OssStore
 from streammega.storage.pread import PreadStore
-from tests.servers import KEY, S3, SECRET, http_server
+from tests.servers import KEY, S3, SECRET, http_server, moto_server
 
 
 def put(store: Store, key: str, data: bytes) -> None:
@@ -216,6 +217,42 @@ class TestS3ThroughFsspec(S3Contract):
     @pytest.fixture
     def key(self, bucket: str) -> str:
         return f"{bucket}/folder/object"
+
+
+def test_an_upload_of_more_parts_than_a_server_takes_ends_there_and_says_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(obstore_store, "UPLOAD_PART_BYTES", 5 << 20)
+    monkeypatch.setattr(obstore_store, "UPLOAD_PARTS", 2)
+    with moto_server() as server:
+        bucket = server.new_bucket()
+        store, key = open_store(f"s3://{bucket}/large", StorageConfig(storage_options=server.options))
+        writer = store.open_writer(key)
+        with pytest.raises(StorageError, match=r"large: an upload holds .* \(2 parts\).*--shard-size"):
+            writer.write(bytes(16 << 20))
+        writer.abort()
+        with pytest.raises(ObjectNotFoundError):
+            store.info(key)
+
+
+def test_a_fork_is_told_once_and_opens_one_client(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    made = []
+
+    class Counted(FsspecStore):
+        def __init__(self, *arguments: Any) -> None:
+            made.append(self)
+            super().__init__(*arguments)
+
+    with moto_server() as server:
+        bucket = server.new_bucket()
+        store, key = open_store(f"s3://{bucket}/small", StorageConfig(storage_options=server.options))
+        put(store, key, b"0123456789")
+        forked = threading.Event()
+        forked.set()
+        monkeypatch.setattr(obstore_store, "_lost", forked)
+        monkeypatch.setattr(obstore_store, "FsspecStore", Counted)
+        for _ in range(3):
+            assert bytes(store.read_ranges(key, [2], [5])[0]) == b"234"
+    assert len(made) == 1
+    assert len([record for record in caplog.records if "was forked" in record.message]) == 1
 
 
 @pytest.mark.parametrize(

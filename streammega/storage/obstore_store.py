@@ -44,7 +44,10 @@ STREAMED_READ = 2 << 20
 """Bodies above this size are copied as they come."""
 ABORT_WITHIN = 5.0
 """Seconds that an abort waits for the server; parts that it leaves there are for the bucket's lifecycle rules."""
-UPLOAD_PART_BYTES = 32 << 20  # times S3's 10,000 parts: objects up to 312 GiB
+UPLOAD_PART_BYTES = 32 << 20
+UPLOAD_PARTS = 10_000
+"""What S3 takes of one object: 312 GiB in parts of this size, which are all alike and chosen before the first is sent."""
+FORKED = "this process was forked after obstore had been used, which obstore does not survive"
 
 
 _used = threading.Event()
@@ -124,7 +127,9 @@ class ObstoreStore:
     def read_ranges(self, key: str, starts: Sequence[int], stops: Sequence[int], etag: str = "") -> list[Buffer]:
         """Concurrent range requests; each body's length is checked, failures are tried again."""
         if _lost.is_set() and self.scheme == "s3":
-            return FsspecStore(self.scheme, self._config).read_ranges(f"{self.root}/{key}", starts, stops, etag)
+            self._fall_back(FORKED)
+        if self._fallback is not None:
+            return self._fallback.read_ranges(f"{self.root}/{key}", starts, stops, etag)
         _, pool = self._client()
 
         def read(start: int, stop: int) -> Buffer:
@@ -140,7 +145,7 @@ class ObstoreStore:
     def read_into(self, key: str, spans: Sequence[Span], outs: Sequence[Bytes], etag: str = "") -> None:
         """One GET each: all but the last by one concurrent call; the last one's answer then tells the ETag, after the others."""
         if _lost.is_set() and self.scheme == "s3":
-            self._fall_back("this process was forked after obstore had been used, which obstore does not survive")
+            self._fall_back(FORKED)
         if self._fallback is not None:
             return self._fallback.read_into(f"{self.root}/{key}", spans, outs, etag)
         client, url = self._client()[0], self.url(key)
@@ -307,6 +312,7 @@ class ObstoreWriter:
     def __init__(self, client: Any, key: str, wrap: Callable[[BaseException], BaseException], pool: Pool) -> None:
         self._client, self._key, self._wrap, self._pool = client, key, wrap, pool
         self._buffer = bytearray()
+        self._sent = 0
         self._parts: queue.Queue[bytes | None] = queue.Queue(maxsize=2)
         self._aborted = threading.Event()
         self._thread: threading.Thread | None = None
@@ -344,6 +350,8 @@ class ObstoreWriter:
             self._thread.join(ABORT_WITHIN)
 
     def _send(self, part: bytes | None) -> None:
+        if part is not None:
+            self._count_part()
         if self._thread is None:
             self._thread = threading.Thread(target=self._upload, name="streammega-upload", daemon=True)
             self._thread.start()
@@ -354,6 +362,15 @@ class ObstoreWriter:
                 if not self._thread.is_alive():
                     self._raise_failure()
                     raise StorageError(f"{self._key}: the upload ended before all of its parts were sent") from None
+
+    def _count_part(self) -> None:
+        self._sent += 1
+        if self._sent > UPLOAD_PARTS:
+            most = UPLOAD_PARTS * UPLOAD_PART_BYTES
+            raise StorageError(
+                f"{self._key}: an upload holds {most >> 30} GiB ({UPLOAD_PARTS:,} parts), and this object is larger; write "
+                f"several shards, with --shard-size"
+            )
 
     def _upload(self) -> None:
         try:
