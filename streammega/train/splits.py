@@ -21,7 +21,12 @@ def open_split(config: RunConfig, split: str, ranks: Ranks) -> StreamLoader:
 
 def open_plain(config: RunConfig, split: str, dp_rank: int, dp_size: int) -> StreamLoader:
     """The loader of a split by itself, whole batches and all: what the batches of a run are compared with."""
-    return StreamLoader(_data_of(config, split), split=split, dp_rank=dp_rank, dp_size=dp_size, **_batch_sizes(config, split))
+    data = _data_of(config, split)
+    if data.num_samples is None:  # a whole run with these settings, from its first sample to its last
+        train, valid, test = config.num_samples()
+        train += sum(stop - start for start, stop in data.skip_samples)
+        data = replace(data, num_samples=(train, valid, test))
+    return StreamLoader(data, split=split, dp_rank=dp_rank, dp_size=dp_size, **_batch_sizes(config, split))
 
 
 def validation_sets(config: RunConfig) -> dict[str, RunConfig]:
