@@ -30,7 +30,7 @@ def write_shards(root: Path, ids: list[int]) -> None:
         shards.append(
             Shard(
                 name=shard_name("web", number, len(ids)), documents=40, sequences=40, tokens=20_000,
-                bytes=40_000, checksums=[], index_bytes=0, index_checksums=[],
+                bytes=40_000, checksums=[], index_bytes=writer.index.size, index_checksums=[],
             )
         )  # fmt: skip
     manifest = Manifest(kind="bin", dtype="uint16", documents=80, sequences=80, tokens=40_000, shards=shards)
