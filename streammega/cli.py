@@ -56,7 +56,7 @@ def describe(
     from streammega import describe as describing
     from streammega.index import IndexedDataset
 
-    settings = commands.storage_config(storage)
+    settings = commands.storage_config(storage, looks_only=True)
     try:
         indexed = IndexedDataset(prefix, settings)
     except ObjectNotFoundError as missing:
@@ -154,7 +154,7 @@ def order_report(
         lanes=lanes,
         block_bytes=block_kib * 1024,
         num_samples=(steps * global_batch_size, 0, 0),
-        storage=commands.storage_config(storage),
+        storage=commands.storage_config(storage, looks_only=True),
     )
     made = reporting.order_report(config, "train", global_batch_size, ranks, steps)
     typer.echo(reporting.as_text(made, ranks))

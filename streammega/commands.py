@@ -176,8 +176,15 @@ def parse_size(text: str, option: str) -> int:
     return int(float(found[1]) * UNITS[found[2]])
 
 
-def storage_config(pairs: Sequence[str] | None) -> StorageConfig:
-    """A StorageConfig from `key=value` words; values true/false are booleans, the rest text."""
+GIVE_UP_LOOKING = 5.0
+"""Seconds. A dropped connection is back sooner; somebody at a terminal with a mistyped endpoint waits no longer."""
+
+
+def storage_config(pairs: Sequence[str] | None, *, looks_only: bool = False) -> StorageConfig:
+    """A StorageConfig from `key=value` words; values true/false are booleans, the rest text.
+
+    looks_only: for a command whose answer somebody waits for, which does not wait for minutes for an endpoint that fails.
+    """
     options: dict[str, Any] = {}
     for pair in pairs or ():
         name, equals, value = pair.partition("=")
@@ -186,6 +193,8 @@ def storage_config(pairs: Sequence[str] | None) -> StorageConfig:
             raise ConfigError(f"--storage {word!r}: write it as key=value, for instance endpoint_url=http://127.0.0.1:9000")
         options[name] = {"true": True, "false": False}.get(value.lower(), value)
     transport = options.pop("transport", "auto")
+    if looks_only:
+        return StorageConfig(storage_options=options, transport=transport, give_up_after=GIVE_UP_LOOKING)
     return StorageConfig(storage_options=options, transport=transport)
 
 
