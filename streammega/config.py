@@ -18,7 +18,7 @@ Transport = Literal["auto", "obstore", "fsspec"]
 MiB = 1 << 20
 STORAGE_LEAST = {
     "part_bytes": 4096, "max_requests": 1, "in_flight_bytes": 4096, "memory_bytes": 4096, "coalesce_bytes": 0,
-    "cache_bytes": 0, "chunk_bytes": MiB, "retries": 0,
+    "cache_bytes": 0, "chunk_bytes": MiB, "retries": 0, "upload_part_bytes": 5 * MiB,
 }  # fmt: skip
 
 
@@ -57,6 +57,9 @@ class StorageConfig:
     """Seconds one request may take."""
     stall_timeout: float = 10.0
     """Seconds without a single byte after which a request is given up and tried again."""
+    upload_part_bytes: int = 32 * MiB
+    """Bytes of one part of an upload by obstore, which holds seven in memory. Stores take 10,000 parts: this times as much is the
+    largest object. Conversions raise it by themselves where a shard will be larger."""
     give_up_after: float = 600.0
     """Seconds for which a request that fails for a passing reason (503, 429, refused, reset, no answer, name not found) is
     tried again, with pauses that grow to 10 seconds, before its error is raised. Other errors are raised at once."""

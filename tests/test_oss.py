@@ -19,8 +19,9 @@ from streammega.convert.inputs import find_inputs
 from streammega.convert.slices import open_stream
 from streammega.errors import AccessDeniedError, ConfigError, ObjectChangedError, ObjectNotFoundError, ShortReadError
 from streammega.storage import Store, open_store
-from streammega.storage.oss_native import PART_BYTES, OssNativeStore, part_bytes
+from streammega.storage.oss_native import OssNativeStore
 from streammega.storage.oss_store import OssStore
+from streammega.storage.parts import PART_BYTES, part_bytes
 from tests.oss_server import DOMAIN, KEY, SECRET, Oss
 from tests.servers import S3
 from tests.test_storage import StoreContract, put

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 import pickle
 import socket
-import threading
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -26,9 +28,10 @@ from streammega.redaction import redact
 from streammega.storage import Store, obstore_store, open_store
 from streammega.storage.fsspec_store import FsspecStore
 from streammega.storage.local import LocalStore
-from streammega.storage.obstore_store import UPLOAD_PART_BYTES, ObstoreStore
+from streammega.storage.obstore_store import ObstoreStore
 from streammega.storage.options import s3_arguments
 from streammega.storage.oss_store import OssStore
+from streammega.storage.parts import MOST_PARTS, PART_BYTES, part_bytes, sized_for
 from streammega.storage.pread import PreadStore
 from tests.servers import KEY, S3, SECRET, http_server, moto_server
 
@@ -191,7 +194,7 @@ class S3Contract(StoreContract):
         writer.commit()
         assert store.info(key).size == 66 << 20
         assert s3.name != "moto" or "-" in store.info(key).etag, "an ETag of several parts"
-        at = UPLOAD_PART_BYTES - 128
+        at = PART_BYTES - 128
         assert bytes(store.read_ranges(key, [at], [at + 256])[0]) == part[-128:] + part[:128]
 
     def test_an_aborted_multipart_upload_leaves_no_parts_behind(self, store: Store, key: str, bucket: str, s3: S3) -> None:
@@ -220,11 +223,11 @@ class TestS3ThroughFsspec(S3Contract):
 
 
 def test_an_upload_of_more_parts_than_a_server_takes_ends_there_and_says_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(obstore_store, "UPLOAD_PART_BYTES", 5 << 20)
-    monkeypatch.setattr(obstore_store, "UPLOAD_PARTS", 2)
+    monkeypatch.setattr(obstore_store, "MOST_PARTS", 2)
     with moto_server() as server:
         bucket = server.new_bucket()
-        store, key = open_store(f"s3://{bucket}/large", StorageConfig(storage_options=server.options))
+        config = StorageConfig(storage_options=server.options, upload_part_bytes=5 << 20)
+        store, key = open_store(f"s3://{bucket}/large", config)
         writer = store.open_writer(key)
         with pytest.raises(StorageError, match=r"large: an upload holds .* \(2 parts\).*--shard-size"):
             writer.write(bytes(16 << 20))
@@ -233,26 +236,108 @@ def test_an_upload_of_more_parts_than_a_server_takes_ends_there_and_says_what_to
             store.info(key)
 
 
-def test_a_fork_is_told_once_and_opens_one_client(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
-    made = []
+def test_parts_grow_so_that_ten_thousand_hold_any_object() -> None:
+    assert part_bytes(0) == PART_BYTES
+    assert all(part_bytes(number) <= part_bytes(number + 1) for number in range(MOST_PARTS))
+    assert sum(part_bytes(number) for number in range(MOST_PARTS)) > 1.89 * 2**40
+    assert part_bytes(MOST_PARTS - 1) <= 5 << 30, "no store takes larger ones"
+    plain = StorageConfig()
+    assert sized_for(plain, 280 << 30) is plain, "most uploads hold what they always did"
+    for size in (313 << 30, 5 << 40):
+        assert size < sized_for(plain, size).upload_part_bytes * MOST_PARTS <= 1.2 * size
 
-    class Counted(FsspecStore):
-        def __init__(self, *arguments: Any) -> None:
-            made.append(self)
-            super().__init__(*arguments)
 
+@pytest.mark.parametrize("fixed", [False, True])
+def test_parts_of_s3fs_grow_too(fixed: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("streammega.storage.parts.PART_BYTES", 5 << 20)
+    monkeypatch.setattr("streammega.storage.parts.PARTS_OF_A_SIZE", 1)
     with moto_server() as server:
         bucket = server.new_bucket()
-        store, key = open_store(f"s3://{bucket}/small", StorageConfig(storage_options=server.options))
-        put(store, key, b"0123456789")
-        forked = threading.Event()
-        forked.set()
-        monkeypatch.setattr(obstore_store, "_lost", forked)
-        monkeypatch.setattr(obstore_store, "FsspecStore", Counted)
-        for _ in range(3):
-            assert bytes(store.read_ranges(key, [2], [5])[0]) == b"234"
-    assert len(made) == 1
-    assert len([record for record in caplog.records if "was forked" in record.message]) == 1
+        options = {**server.options, "default_block_size": 5 << 20, "fixed_upload_size": fixed}
+        store, key = open_store(f"s3://{bucket}/large", StorageConfig(transport="fsspec", storage_options=options))
+        writer = store.open_writer(key)
+        for _ in range(40):
+            writer.write(bytes(1 << 20))
+        writer.commit()
+        info = store.info(key)
+    assert info.size == 40 << 20
+    assert info.etag.strip('"').endswith("-8" if fixed else "-4"), "parts of 5, 10 and 20 MiB, and the rest"
+
+
+FORK = """
+import logging, os, sys, warnings
+warnings.filterwarnings("ignore")
+logging.basicConfig(level=logging.WARNING, stream=sys.stdout, format="%(message)s")
+from streammega import StorageConfig
+from streammega.storage import fsspec_store, open_store
+endpoint, bucket = sys.argv[1:]
+options = {"key": "k" * 16, "secret": "s" * 16, "endpoint_url": endpoint}
+store, key = open_store(f"s3://{bucket}/folder/small", StorageConfig(storage_options=options))
+
+def put(key, data):
+    writer = store.open_writer(key)
+    writer.write(data)
+    writer.commit()
+
+put(key, b"0123456789")
+if os.fork() == 0:
+    opened, open_driver = [], fsspec_store.FsspecStore._open
+    fsspec_store.FsspecStore._open = lambda self: opened.append(self) or open_driver(self)
+    info = store.info(key)
+    assert (info.key, info.size) == (key, 10), info
+    for _ in range(3):
+        assert bytes(store.read_ranges(info.key, [2], [5], info.etag)[0]) == b"234"
+    assert [item.key for item in store.list("folder/")] == ["folder/small"]
+    store.delete(key)
+    assert store.list("folder/") == []
+    assert len(opened) == 1, "one client reads"
+    put("folder/made", b"abc")
+    assert store.info("folder/made").size == 3
+    print("child is well", flush=True)
+    os._exit(0)
+assert os.wait()[1] == 0
+"""
+
+
+def test_everything_works_after_a_fork_by_one_client_and_with_one_warning() -> None:
+    with moto_server() as server:
+        command = [sys.executable, "-c", FORK, server.endpoint, server.new_bucket()]
+        environment = os.environ | {"PYTHONPATH": os.getcwd()}
+        run = subprocess.run(command, capture_output=True, text=True, timeout=120, env=environment, check=False)
+    assert "child is well" in run.stdout, run.stderr
+    assert run.stdout.count("was forked") == 1
+
+
+@pytest.mark.parametrize("transport", ["obstore", "fsspec"])
+def test_a_bucket_that_does_not_exist_is_named_whatever_is_asked_of_it(transport: Any, s3: S3) -> None:
+    config = StorageConfig(transport=transport, storage_options=s3.options)
+
+    def write(size: int) -> None:
+        store, key = open_store("s3://no-such-bucket/key", config)
+        writer = store.open_writer(key)
+        try:
+            writer.write(bytes(size))
+            writer.commit()
+        except BaseException:
+            writer.abort()
+            raise
+
+    store, key = open_store("s3://no-such-bucket/key", config)
+    calls = [lambda: store.info(key), lambda: store.read_ranges(key, [0], [4]), lambda: write(3), lambda: write(65 << 20)]
+    for call in calls:
+        with pytest.raises(ObjectNotFoundError, match="the bucket s3://no-such-bucket does not exist") as caught:
+            call()
+        assert "prefix has no" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "url", ["s3://bucket//lead", "s3://bucket/a//b", "s3://bucket/a/./b", "gs://bucket/../b", "http://host/a//b"]
+)
+def test_keys_that_obstore_would_read_otherwise_are_refused(url: str) -> None:
+    with pytest.raises(ConfigError, match="transport='fsspec'"):
+        open_store(url, StorageConfig())
+    open_store(url, StorageConfig(transport="fsspec")) if url.startswith("s3") else None
+    open_store("s3://bucket/folder/", StorageConfig())
 
 
 @pytest.mark.parametrize(

@@ -123,3 +123,12 @@ def test_urls_of_http_by_fsspec_have_one_scheme(tmp_path: Path) -> None:
         put_pair(server, tmp_path, 5)
         indexed = IndexedDataset(f"{server.url}/p", StorageConfig(transport="fsspec"), tmp_path / "indices")
         assert repr(indexed).startswith(f"IndexedDataset('{server.url}/p'")
+
+
+def test_answers_that_cannot_be_compared_are_told_of_once(caplog: pytest.LogCaptureFixture) -> None:
+    with http_server({"/a": b"0123456789", "/b": b"0123456789"}) as server:
+        server.left_out = {("GET", "ETag"), ("GET", "Last-Modified")}
+        for name in ("a", "b", "a"):
+            store, key = open_store(f"{server.url}/{name}", StorageConfig())
+            assert bytes(store.read_ranges(key, [2], [5], store.info(key).etag)[0]) == b"234"
+    assert len([record for record in caplog.records if "noticed only if it became shorter" in record.getMessage()]) == 1

@@ -26,6 +26,7 @@ from streammega.kernels.plan import copy_bytes
 from streammega.storage import join_url, open_store
 from streammega.storage.base import Bytes, address_of
 from streammega.storage.local import LocalStore
+from streammega.storage.parts import sized_for
 
 COPY_BYTES = 1 << 20
 """Copied at a time: it stays in the processor's cache while its checksum is taken."""
@@ -89,6 +90,11 @@ class Documents:
                 self._opened.pop(next(iter(self._opened)))
             self._opened[part] = IndexedDataset(self._parts[part].dataset, self._job.storage)
         return self._opened[part]
+
+    @property
+    def num_tokens(self) -> int:
+        """In all parts, kept or not."""
+        return sum(int(self.dataset(part).sequence_lengths.sum(dtype=np.int64)) for part in range(len(self._parts)))
 
     def order(self, block: int) -> tuple[Integers, Integers]:
         """(part, document of it) of every document of a block, in order."""
@@ -247,8 +253,11 @@ def write_shard(job: Job, layout: Layout, number: int, progress: Progress) -> Sh
     options, dtype = job.options, np.dtype(layout.dtype)
     documents = Documents(job, layout.parts, layout.buckets)
     index = join_url(job.work, f"out/{layout.names[number]}")
+    storage = sized_for(
+        job.storage, options.shard_bytes * 3 // 2 if options.shard_bytes else documents.num_tokens * dtype.itemsize
+    )
     writer = IndexedDatasetWriter(
-        layout.targets[number], dtype, layout.multimodal, job.storage, kind=options.kind, level=options.level,
+        layout.targets[number], dtype, layout.multimodal, storage, kind=options.kind, level=options.level,
         frame_bytes=options.frame_bytes, index_prefix=index, first_sequence=layout.first_sequences[number],
     )  # fmt: skip
     with writer:

@@ -42,6 +42,7 @@ from streammega.index.reader import IndexedDataset
 from streammega.index.shards import SUFFIXES, shard_name, split_name
 from streammega.kernels.parallel import num_threads
 from streammega.storage import join_url, open_store, parent_url
+from streammega.storage.parts import sized_for
 from streammega.storage.urls import is_remote
 
 log = logging.getLogger(__name__)
@@ -413,7 +414,7 @@ def _move(source: str, target: str, storage: StorageConfig) -> None:
         info = store.info(key)
     except ObjectNotFoundError:
         return
-    out_store, out_key = open_store(target, storage)
+    out_store, out_key = open_store(target, sized_for(storage, info.size))
     writer = out_store.open_writer(out_key)
     try:
         for at in range(0, info.size, COPY_BYTES):

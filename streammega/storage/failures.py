@@ -16,6 +16,8 @@ LASTING = frozenset((501, 505))
 """Statuses from 500 on that none does: the server cannot do what was asked."""
 NO_CREDENTIALS = ("NoCredentialsError", "PartialCredentialsError", "ProfileNotFound")
 """Names of botocore's errors."""
+NO_BUCKET = "bucket does not exist"
+"""In what s3fs makes of NoSuchBucket, which leaves the code out."""
 _NETWORK = ("Timeout", "Connect", "Endpoint", "Payload", "ResponseStream", "IncompleteRead", "HTTPClient", "ServerDisconnected")
 """In the names of errors of botocore and aiohttp, neither of which has one class for them."""
 _NETWORK_NUMBERS = frozenset(
@@ -30,7 +32,7 @@ _NETWORK_NUMBERS = frozenset(
 def failure_of_status(url: str, status: int, text: str) -> StorageError:
     """The error for an answer. `text`: what the server said, of which `url`'s error repeats the first line."""
     reason = text.splitlines()[0] if text else f"status {status}"
-    if "NoSuchBucket" in text:
+    if "NoSuchBucket" in text or NO_BUCKET in text:
         return missing_bucket(url)
     if status == 404:
         return missing(url)

@@ -29,6 +29,7 @@ from streammega.redaction import redact
 from streammega.storage.base import Buffer, Bytes, ObjectInfo, Span, ended_early, fill, listed_etag, throttled
 from streammega.storage.descriptors import blame_limit, blame_limit_of_connection
 from streammega.storage.failures import (
+    NO_BUCKET,
     NO_CREDENTIALS,
     denied,
     failure_of_status,
@@ -38,6 +39,7 @@ from streammega.storage.failures import (
     status_of,
     unreachable,
 )
+from streammega.storage.parts import part_bytes
 from streammega.storage.retry import RetryPolicy
 from streammega.storage.threads import Pool
 from streammega.storage.versions import check_version
@@ -229,7 +231,7 @@ class FsspecStore:
         if status:
             return failure_of_status(url, status, text)
         if isinstance(error, FileNotFoundError):
-            return missing_bucket(url) if "bucket does not exist" in text else missing(url)
+            return missing_bucket(url) if NO_BUCKET in text else missing(url)
         if isinstance(error, PermissionError) or name in NO_CREDENTIALS:
             return denied(url, text)
         if "InvalidRange" in text or "416, message" in text or "not satisfiable" in text:
@@ -304,7 +306,10 @@ class FsspecWriter:
         self._file, self._wrap = file, wrap
 
     def write(self, data: bytes | memoryview) -> None:
-        """Append bytes."""
+        """Append bytes, in parts that grow: s3fs sends one whenever `blocksize` bytes are there."""
+        if not self._file.fs.fixed_upload_size:
+            sent = len(getattr(self._file, "parts", None) or [])
+            self._file.blocksize = max(self._file.blocksize, part_bytes(sent))
         try:
             self._file.write(data)
         except Exception as error:

@@ -9,6 +9,7 @@ import queue
 import re
 import threading
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from datetime import timedelta
 from typing import Any
 
@@ -25,12 +26,13 @@ from streammega.errors import (
     StreammegaError,
 )
 from streammega.redaction import redact
-from streammega.storage.base import Buffer, Bytes, ObjectInfo, Span, fill, listed_etag, wrong_length
+from streammega.storage.base import Buffer, Bytes, ObjectInfo, ObjectWriter, Span, fill, listed_etag, wrong_length
 from streammega.storage.clouds import cloud_arguments
 from streammega.storage.descriptors import blame_limit, blame_limit_of_connection
 from streammega.storage.failures import denied, failure_of_status, missing, unreachable
 from streammega.storage.fsspec_store import FsspecStore
 from streammega.storage.options import client_options, s3_arguments
+from streammega.storage.parts import MOST_PARTS
 from streammega.storage.retry import FIRST_PAUSE, LONGEST_PAUSE, TRY_ONCE, RetryPolicy, tries_within
 from streammega.storage.threads import Pool
 from streammega.storage.versions import check_version, version_like, version_of
@@ -44,9 +46,6 @@ STREAMED_READ = 2 << 20
 """Bodies above this size are copied as they come."""
 ABORT_WITHIN = 5.0
 """Seconds that an abort waits for the server; parts that it leaves there are for the bucket's lifecycle rules."""
-UPLOAD_PART_BYTES = 32 << 20
-UPLOAD_PARTS = 10_000
-"""What S3 takes of one object: 312 GiB in parts of this size, which are all alike and chosen before the first is sent."""
 FORKED = "this process was forked after obstore had been used, which obstore does not survive"
 
 
@@ -59,17 +58,18 @@ def _note_fork() -> None:
         _lost.set()
 
 
-def lost_by_fork() -> bool:
-    """Whether this process was forked from one that had used obstore."""
-    return _lost.is_set()
-
-
 # obstore's own threads do not survive a fork, and cannot be started again in the child.
 os.register_at_fork(after_in_child=_note_fork)
 
 
 class ObstoreStore:
-    """One bucket, container or host. Implements `storage.base.Store`; opens its client lazily, per process."""
+    """One bucket, container or host. Implements `storage.base.Store`; opens its client lazily, per process.
+
+    A process that was forked after obstore had been used is served by another transport, where there is one: by one client
+    for all calls, and with one warning.
+    """
+
+    fallback_name = "s3fs"
 
     def __init__(self, scheme: str, root: str, config: StorageConfig) -> None:
         self.scheme = scheme
@@ -99,6 +99,8 @@ class ObstoreStore:
 
     def info(self, key: str) -> ObjectInfo:
         """One HEAD request."""
+        if (instead := self._after_fork()) is not None:
+            return replace(instead.info(self._full(key)), key=key)
         client, pool = self._client()
 
         def head() -> ObjectInfo:
@@ -126,10 +128,9 @@ class ObstoreStore:
 
     def read_ranges(self, key: str, starts: Sequence[int], stops: Sequence[int], etag: str = "") -> list[Buffer]:
         """Concurrent range requests; each body's length is checked, failures are tried again."""
-        if _lost.is_set() and self.scheme == "s3":
-            self._fall_back(FORKED)
-        if self._fallback is not None:
-            return self._fallback.read_ranges(f"{self.root}/{key}", starts, stops, etag)
+        instead = self._after_fork() or self._fallback
+        if instead is not None:
+            return instead.read_ranges(self._full(key), starts, stops, etag)
         _, pool = self._client()
 
         def read(start: int, stop: int) -> Buffer:
@@ -144,10 +145,9 @@ class ObstoreStore:
 
     def read_into(self, key: str, spans: Sequence[Span], outs: Sequence[Bytes], etag: str = "") -> None:
         """One GET each: all but the last by one concurrent call; the last one's answer then tells the ETag, after the others."""
-        if _lost.is_set() and self.scheme == "s3":
-            self._fall_back(FORKED)
-        if self._fallback is not None:
-            return self._fallback.read_into(f"{self.root}/{key}", spans, outs, etag)
+        instead = self._after_fork() or self._fallback
+        if instead is not None:
+            return instead.read_into(self._full(key), spans, outs, etag)
         client, url = self._client()[0], self.url(key)
         try:
             before, (start, stop) = spans[:-1], spans[-1]
@@ -168,15 +168,38 @@ class ObstoreStore:
             raise self._error(key, error) from None
         return None
 
-    def _fall_back(self, reason: str) -> None:
-        """From now on ranges are read by s3fs."""
+    def _after_fork(self) -> FsspecStore | None:
+        """What serves this process if it was forked after obstore had been used. Raises ConfigError where nothing can."""
+        return self._fall_back(FORKED) if _lost.is_set() else None
+
+    def _fall_back(self, reason: str) -> FsspecStore:
+        """From now on ranges, and after a fork everything, are served by another transport."""
         with self._lock:
             if self._fallback is None:
-                log.warning("%s: %s; reading by s3fs, which is slower (transport='fsspec' does so at once)", self.url(""), reason)
-                self._fallback = FsspecStore(self.scheme, self._config)
+                self._fallback = self._make_fallback()
+                log.warning(
+                    "%s: %s; reading by %s, which is slower (transport='fsspec' does so at once)",
+                    self.url(""), reason, self.fallback_name,
+                )  # fmt: skip
+            return self._fallback
+
+    def _make_fallback(self) -> FsspecStore:
+        if self.scheme != "s3":
+            raise ConfigError(
+                f"{self.url('')}: obstore was used before this process was forked, and cannot be used after it; start workers by "
+                f"multiprocessing_context='spawn' or 'forkserver', set transport='fsspec', or use StreamLoader, which needs none"
+            )
+        return FsspecStore(self.scheme, self._config)
+
+    def _full(self, key: str) -> str:
+        """A key as the other transport has it."""
+        return f"{self.root}/{key}"
 
     def list(self, prefix: str, recursive: bool = True) -> list[ObjectInfo]:
         """Objects under a prefix, 1,000 a request; the prefix may end inside a name."""
+        if (instead := self._after_fork()) is not None:
+            listed = instead.list(self._full(prefix), recursive)
+            return [replace(item, key=item.key.lstrip("/").removeprefix(self._full(""))) for item in listed]
         client, pool = self._client()
         folder = prefix.rpartition("/")[0]  # object stores list by whole path segments
 
@@ -196,14 +219,19 @@ class ObstoreStore:
         ]
         return sorted(found, key=lambda item: item.key)
 
-    def open_writer(self, key: str) -> ObstoreWriter:
+    def open_writer(self, key: str) -> ObjectWriter:
         """A multipart upload that is completed by `commit`, aborted by `abort`."""
+        if (instead := self._after_fork()) is not None:
+            return instead.open_writer(self._full(key))
         _, pool = self._client()
         client = self._open(self._policy)  # parts of an upload are tried again by obstore itself
-        return ObstoreWriter(client, key, lambda error: self._error(key, error), pool)
+        wrap = lambda error: self._error(key, error)  # noqa: E731
+        return ObstoreWriter(client, key, self.url(key), wrap, pool, self._config.upload_part_bytes)
 
     def delete(self, key: str) -> None:
         """Delete an object if it is there."""
+        if (instead := self._after_fork()) is not None:
+            return instead.delete(self._full(key))
         client, pool = self._client()
 
         def attempt() -> None:
@@ -214,14 +242,9 @@ class ObstoreStore:
             except BaseException as error:
                 raise self._error(key, error) from None
 
-        pool.call(lambda: self._policy.call(attempt))
+        return pool.call(lambda: self._policy.call(attempt))
 
     def _client(self) -> tuple[Any, Pool]:
-        if _lost.is_set():
-            raise ConfigError(
-                f"{self.url('')}: obstore was used before this process was forked, and cannot be used after it; start workers by "
-                f"multiprocessing_context='spawn' or 'forkserver', set transport='fsspec', or use StreamLoader, which needs none"
-            )
         _used.set()
         with self._lock:
             if self._opened is None or self._opened[0] != os.getpid():  # a client does not survive a fork
@@ -309,8 +332,12 @@ def _ranges_refused(error: BaseException) -> bool:
 class ObstoreWriter:
     """Streams parts from a thread; small objects are one plain PUT."""
 
-    def __init__(self, client: Any, key: str, wrap: Callable[[BaseException], BaseException], pool: Pool) -> None:
-        self._client, self._key, self._wrap, self._pool = client, key, wrap, pool
+    def __init__(
+        self, client: Any, key: str, url: str, wrap: Callable[[BaseException], BaseException], pool: Pool, part_bytes: int
+    ) -> None:
+        self._client, self._key, self._url = client, key, url
+        self._wrap, self._pool = wrap, pool
+        self._part_bytes = part_bytes
         self._buffer = bytearray()
         self._sent = 0
         self._parts: queue.Queue[bytes | None] = queue.Queue(maxsize=2)
@@ -321,9 +348,9 @@ class ObstoreWriter:
     def write(self, data: bytes | memoryview) -> None:
         """Append bytes; a failed upload is raised at the next write or at commit."""
         self._buffer += data
-        while len(self._buffer) >= UPLOAD_PART_BYTES:
-            self._send(bytes(self._buffer[:UPLOAD_PART_BYTES]))
-            del self._buffer[:UPLOAD_PART_BYTES]
+        while len(self._buffer) >= self._part_bytes:
+            self._send(bytes(self._buffer[: self._part_bytes]))
+            del self._buffer[: self._part_bytes]
 
     def commit(self) -> None:
         """Complete the upload; the object appears whole."""
@@ -361,21 +388,21 @@ class ObstoreWriter:
             except queue.Full:
                 if not self._thread.is_alive():
                     self._raise_failure()
-                    raise StorageError(f"{self._key}: the upload ended before all of its parts were sent") from None
+                    raise StorageError(f"{self._url}: the upload ended before all of its parts were sent") from None
 
     def _count_part(self) -> None:
         self._sent += 1
-        if self._sent > UPLOAD_PARTS:
-            most = UPLOAD_PARTS * UPLOAD_PART_BYTES
+        if self._sent > MOST_PARTS:
+            most = MOST_PARTS * self._part_bytes
             raise StorageError(
-                f"{self._key}: an upload holds {most >> 30} GiB ({UPLOAD_PARTS:,} parts), and this object is larger; write "
-                f"several shards, with --shard-size"
+                f"{self._url}: an upload holds {most >> 30} GiB ({MOST_PARTS:,} parts), and this object is larger; write "
+                f"several shards, with --shard-size, or raise upload_part_bytes of StorageConfig from {self._part_bytes:,}"
             )
 
     def _upload(self) -> None:
         try:
             obstore.put(
-                self._client, self._key, self._drain(), use_multipart=True, chunk_size=UPLOAD_PART_BYTES, max_concurrency=3
+                self._client, self._key, self._drain(), use_multipart=True, chunk_size=self._part_bytes, max_concurrency=3
             )
         except BaseException as error:
             self._failure = error

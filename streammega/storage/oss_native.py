@@ -22,15 +22,13 @@ from streammega.storage.failures import failure_of_status, unreachable
 from streammega.storage.fsspec_store import FsspecStore
 from streammega.storage.oss import INSTALL, check_options, oss_endpoint
 from streammega.storage.oss_credentials import OssCredentials
+from streammega.storage.parts import part_bytes
 from streammega.storage.retry import RetryPolicy
 from streammega.storage.versions import check_version
 
 log = logging.getLogger(__name__)
 
 Result = TypeVar("Result")
-PART_BYTES = 32 << 20
-PARTS_OF_A_SIZE = 2000
-"""Parts are doubled after so many: OSS takes 10,000, which with these sizes are objects up to 1.9 TiB."""
 CHUNK_BYTES = 1 << 20
 """Bodies are copied in pieces of this size; oss2's own reading takes 8 KiB at a time."""
 STANDARD_RANGES = {"x-oss-range-behavior": "standard"}
@@ -261,11 +259,6 @@ class OssWriter:
 
     def _try(self, call: Callable[[Any, str], Any]) -> Any:
         return self._policy.call(lambda: self._call(call))
-
-
-def part_bytes(sent: int) -> int:
-    """The size of a part after so many others."""
-    return int(PART_BYTES << (sent // PARTS_OF_A_SIZE))
 
 
 def _md5(body: bytes) -> dict[str, str]:

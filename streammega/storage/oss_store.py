@@ -9,8 +9,8 @@ from typing import Any, TypeVar
 
 from streammega.config import StorageConfig
 from streammega.errors import AccessDeniedError, StreammegaError
-from streammega.storage.base import Buffer, Bytes, ObjectInfo, Span, ended_early
-from streammega.storage.obstore_store import ObstoreStore, ObstoreWriter, lost_by_fork
+from streammega.storage.base import Bytes, ObjectInfo, ObjectWriter, Span, ended_early
+from streammega.storage.obstore_store import ObstoreStore
 from streammega.storage.oss import obstore_arguments
 from streammega.storage.oss_credentials import OssCredentials, OssKey
 from streammega.storage.oss_native import OssNativeStore
@@ -22,37 +22,28 @@ _CODE = re.compile(r"<Code>(\w+)</Code>")
 class OssStore(ObstoreStore):
     """One bucket. Implements `storage.base.Store`; after a fork, which obstore does not survive, it is read by oss2."""
 
+    fallback_name = "oss2"
+
     def __init__(self, scheme: str, root: str, config: StorageConfig) -> None:
         super().__init__(scheme, root, config)
         self._own: OssCredentials | None = None
         self._own_lock = threading.Lock()
         self._given: OssKey | None = None
         """The key that the client now open was given last."""
-        self._native: OssNativeStore | None = None
 
     def info(self, key: str) -> ObjectInfo:
         """One HEAD request."""
-        if lost_by_fork():
-            return self._by_oss2().info(self._full(key))
         return self._renewing(lambda: super(OssStore, self).info(key))
-
-    def read_ranges(self, key: str, starts: Sequence[int], stops: Sequence[int], etag: str = "") -> list[Buffer]:
-        """Concurrent range requests; each body's length is checked, failures are tried again."""
-        if lost_by_fork():
-            return self._by_oss2().read_ranges(self._full(key), starts, stops, etag)
-        return super().read_ranges(key, starts, stops, etag)
 
     def read_into(self, key: str, spans: Sequence[Span], outs: Sequence[Bytes], etag: str = "") -> None:
         """One GET each; a refused key is renewed once."""
-        if lost_by_fork():
-            return self._by_oss2().read_into(self._full(key), spans, outs, etag)
         return self._renewing(lambda: super(OssStore, self).read_into(key, spans, outs, etag))
 
     def list(self, prefix: str, recursive: bool = True) -> list[ObjectInfo]:
         """Objects under a prefix, 1,000 a request; the prefix may end inside a name."""
         return self._renewing(lambda: super(OssStore, self).list(prefix, recursive))
 
-    def open_writer(self, key: str) -> ObstoreWriter:
+    def open_writer(self, key: str) -> ObjectWriter:
         """A multipart upload, with a key that was accepted or renewed just now: its parts cannot be sent again."""
         credentials = self._credentials()
         if credentials is not None:
@@ -99,14 +90,8 @@ class OssStore(ObstoreStore):
                 self._given = None
         return call()
 
-    def _by_oss2(self) -> OssNativeStore:
-        with self._own_lock:
-            if self._native is None:
-                self._native = OssNativeStore("oss", self._config)
-            return self._native
-
-    def _full(self, key: str) -> str:
-        return f"{self.root}/{key}"
+    def _make_fallback(self) -> OssNativeStore:
+        return OssNativeStore("oss", self._config)
 
     def _error(self, key: str, error: BaseException) -> BaseException:
         text = str(error)

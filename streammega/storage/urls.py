@@ -69,7 +69,18 @@ def open_store(url: str, config: StorageConfig) -> tuple[Store, str]:
         return store, url if scheme in ("http", "https") else rest
     if scheme not in OBSTORE_SCHEMES:
         raise ConfigError(f"{url}: transport 'obstore' serves s3, oss, gs, az and http; use 'auto' or 'fsspec' for {scheme}://")
+    _check_key(url, key)
     return _shared(OssStore if scheme == "oss" else ObstoreStore, scheme, root, config), key
+
+
+def _check_key(url: str, key: str) -> None:
+    """obstore takes keys for paths: it refuses empty and dotted segments, or reads the key without them."""
+    inner = key.removesuffix("/").split("/") if key else []  # a folder's name ends in one
+    if any(part in ("", ".", "..") for part in inner):
+        raise ConfigError(
+            f"{url}: obstore serves no keys with empty segments or those of dots ('//', '/./'); write the key "
+            f"without them, or set transport='fsspec' if the object is really named so"
+        )
 
 
 def file_system(url: str, config: StorageConfig) -> tuple[Any, str]:

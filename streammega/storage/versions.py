@@ -38,10 +38,14 @@ def same_version(one: str, other: str) -> bool:
 def check_version(url: str, expected: str, found: str) -> None:
     """Raise ObjectChangedError if an answer is of another version than the object that was opened.
 
-    One without a version, or with one of the other kind, tells nothing: some servers send ETags with some answers only.
+    One without a version, or with one of the other kind, tells nothing: some servers send ETags with some answers only. That
+    is said once.
     """
-    comparable = expected and found and expected.startswith(MODIFIED) == found.startswith(MODIFIED)
-    if comparable and not same_version(expected, found):
+    if not expected:
+        return
+    if not found or expected.startswith(MODIFIED) != found.startswith(MODIFIED):
+        tell_incomparable(url)
+    elif not same_version(expected, found):
         raise ObjectChangedError(
             f"{url}: the object was replaced while it was being read (ETag {found}, it was {expected}); data would be mixed. "
             f"Start again on the new object, or put the old one back"
@@ -62,5 +66,17 @@ def tell_unversioned(url: str) -> None:
         log.warning(
             "%s: the server tells neither ETag nor Last-Modified, so a replaced object cannot be noticed; it is read anew in "
             "every run and kept in no cache. Have the server send ETags",
+            url,
+        )
+
+
+def tell_incomparable(url: str) -> None:
+    """Say once for each server that its answers cannot be compared with what was opened."""
+    server = "/".join(url.split("/", 3)[:3])
+    if server not in _told:
+        _told.add(server)
+        log.warning(
+            "%s: the server tells other things of an object with its data than without (ETag, Last-Modified), so one that is "
+            "replaced under a run is noticed only if it became shorter. Have the server send ETags with every answer",
             url,
         )
