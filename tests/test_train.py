@@ -401,6 +401,18 @@ def test_narrow_parameters_train_with_wide_main_ones_and_resume(run_file: str, d
         load_run(run_file, [f"train.dtype={dtype}"])
 
 
+def test_a_narrow_run_takes_the_stored_wide_parameters_of_a_wide_one(trained: RunConfig, run_file: str) -> None:
+    wide = Trainer(trained, torch.device("cpu"))
+    wide.resume()
+    narrow = Trainer(load_run(run_file, ["train.dtype=bfloat16", "parallel.optimizer=sharded"]), torch.device("cpu"))
+    narrow.resume()
+    stored = dict(wide.model.chunks[0].named_parameters())
+    for piece in narrow.optimizer.pieces:  # type: ignore[union-attr]
+        assert torch.equal(piece.main, stored[piece.slot.name].detach().flatten()[piece.start : piece.stop]), piece.slot.name
+    for name, parameter in narrow.model.chunks[0].named_parameters():
+        assert torch.equal(parameter, stored[name].to(torch.bfloat16)), name
+
+
 def test_a_run_is_drawn_and_logged_for_tensorboard(run_file: str, capsys: pytest.CaptureFixture[str]) -> None:
     from streammega.cli import main
 

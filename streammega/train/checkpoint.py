@@ -94,7 +94,7 @@ class Checkpoints:
             raise StateError(
                 f"{path}: does not fit this model and optimizer ({reason[-1]}); restore [model], or start a new out_dir"
             ) from None
-        after_load(model, optimizer, state)
+        after_load(model, optimizer, state, metadata)
 
     def _run(self, step: int, state: Mapping[str, Boxes], position: Mapping[str, Any]) -> None:
         try:

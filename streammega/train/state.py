@@ -160,20 +160,27 @@ def state_to_load(model: ParallelModel, optimizer: Optimizer, metadata: Metadata
     theirs = {name.removeprefix("model."): value for name, value in stored.items() if name.startswith("model.")}
     _check_shapes(theirs, model.all_names)
     found: dict[str, Boxes] = {}
+    inner = inner_optimizer(optimizer)
+    devices = scalar_devices(inner)
+    parts = list(_parts(model, optimizer))
     for name, parameter in names_of(model).items():
         main = f"optimizer.{name}.{MAIN}"
         key = main if main in stored and parameter.dtype == torch.float32 else f"model.{name}"
         found[key] = Boxes(parameter.shape, [(_offset(parameter), local_part(parameter.detach()))])
-    inner = inner_optimizer(optimizer)
-    devices = scalar_devices(inner)
-    for part in _parts(model, optimizer):
+    for part in parts:
+        key = f"model.{part.name}"
+        if _is_main(part) and key in found and f"optimizer.{part.name}.{MAIN}" not in stored and _is_wide(stored[key]):
+            # A wide run's own values are the main parameters. The narrow copies are made of them, so they are not read.
+            held = [] if found[key].boxes[0][1].dtype != torch.float32 else found[key].boxes
+            found[key] = Boxes(part.shape, [*held, *part.boxes(part.key)])
+    for part in parts:
         prefix = f"optimizer.{part.name}."
         for key, value in stored.items():
             state = key.removeprefix(prefix)
             if not key.startswith(prefix) or "." in state or not isinstance(value, TensorStorageMetadata):
                 continue
             if state == MAIN:
-                if part.key.dtype == torch.float32 and part.like.dtype != torch.float32:
+                if _is_main(part):
                     _add(found, key, part, part.key)
                 continue
             if value.size == torch.Size():
@@ -186,8 +193,11 @@ def state_to_load(model: ParallelModel, optimizer: Optimizer, metadata: Metadata
     return found
 
 
-def after_load(model: ParallelModel, optimizer: Optimizer, state: Mapping[str, Boxes]) -> None:
-    """Bring what was loaded to where it was not: scalars to the other parts of a parameter, main parameters to the model."""
+def after_load(model: ParallelModel, optimizer: Optimizer, state: Mapping[str, Boxes], metadata: Metadata) -> None:
+    """Bring what was loaded to where it was not: scalars to the other parts of a parameter, main parameters to the model.
+
+    Of the checkpoint's metadata, so that all ranks do the same: one that owns no part of any parameter loads no main ones.
+    """
     inner = inner_optimizer(optimizer)
     devices = scalar_devices(inner)
     for part in _parts(model, optimizer):
@@ -196,7 +206,8 @@ def after_load(model: ParallelModel, optimizer: Optimizer, state: Mapping[str, B
             if boxes is not None and boxes.shape == torch.Size() and isinstance(held, Tensor):
                 inner.state[part.key][key] = boxes.boxes[0][1].to(devices[id(part.key)], copy=True)
     if isinstance(optimizer, ShardedOptimizer):
-        if any(key.endswith(f".{MAIN}") for key in state):
+        stored = metadata.state_dict_metadata
+        if any(key.endswith(f".{MAIN}") or (key.startswith("model.") and _is_wide(value)) for key, value in stored.items()):
             optimizer.publish_main()
         else:
             optimizer.reload_main()
@@ -226,8 +237,17 @@ def scalar_devices(inner: torch.optim.Optimizer) -> dict[int, torch.device]:
 
 def _values(inner: torch.optim.Optimizer, part: _Part) -> Iterator[tuple[str, Any]]:
     yield from ((name, value) for name, value in inner.state.get(part.key, {}).items() if value is not None)
-    if part.like.dtype != torch.float32 and part.key.dtype == torch.float32:
+    if _is_main(part):
         yield MAIN, part.key
+
+
+def _is_main(part: _Part) -> bool:
+    """Whether a part's key is the fp32 copy of a narrower parameter."""
+    return part.key.dtype == torch.float32 and part.like.dtype != torch.float32
+
+
+def _is_wide(stored: Any) -> bool:
+    return isinstance(stored, TensorStorageMetadata) and stored.properties.dtype == torch.float32
 
 
 def _parts(model: ParallelModel, optimizer: Optimizer) -> Iterator[_Part]:
