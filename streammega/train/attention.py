@@ -1,21 +1,35 @@
-"""Causal attention over sequences whose tokens are spread over context-parallel ranks in zig-zag parts. Exact.
+"""Causal attention over documents, and over sequences whose tokens are spread over context-parallel ranks. Exact.
 
-Every rank gathers the keys and values of all (they are small beside the activations), and its queries, two parts of the sequence,
-attend to what comes before them: the two parts of any rank cost the same together. Backward sums what ranks owe to each key.
+Every rank gathers the keys and values of all, and its queries, two parts of the sequence in zig-zag, attend to what comes
+before them: the two parts of any rank cost the same together. Backward gathers keys and values again, so that between forward
+and backward a layer keeps those of this rank only (a ring would send them again too), and sums what ranks owe to each key.
+
+No kernel is given a matrix of what is seen, except on the CPU for parts of one document, and then one for all layers.
 """
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
+from torch.autograd.graph import saved_tensors_hooks
+from torch.backends.cuda import SDPAParams, can_use_flash_attention
+from torch.nn.attention.varlen import varlen_attn
 
 from streammega.order.sharding import zigzag_parts
+from streammega.train.visibility import Visibility
+
+CAUSAL: dict[str, Any] = (
+    {"window_size": (-1, 0)} if "window_size" in inspect.signature(varlen_attn).parameters else {"is_causal": True}
+)
+"""How varlen_attn is told that queries see no later keys: torch 2.10 had another name for it."""
 
 
 @dataclass(frozen=True)
@@ -27,66 +41,144 @@ class ContextParallel:
     size: int
 
 
-def attend(q: Tensor, k: Tensor, v: Tensor, document_starts: Tensor | None, context: ContextParallel | None) -> Tensor:
-    """Attention of q, k, v [batch, heads, kept, head_dim] to keys at or before each query: [batch, heads, kept, head_dim].
+def attend(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    visibility: Visibility,
+    context: ContextParallel | None = None,
+    *,
+    gather_again: bool = True,
+) -> Tensor:
+    """Attention of q, k, v [batch, kept, heads, head_dim] to the keys that each query sees: [batch, kept, heads, head_dim].
 
-    document_starts: int64 [batch, kept], the position in the whole sequence where each token's document begins; keys before it
-    are not attended to. None: one document.
+    gather_again: keep this rank's own keys and values for backward, and gather the others' again. False: keep all, for layers
+    whose forward is computed again anyway.
     """
-    if context is None and document_starts is None:
-        return F.scaled_dot_product_attention(q, k, v, is_causal=True)
-    parts, whole = [(0, q.shape[2])], q.shape[2]
-    if context is not None:
-        k, v = _GatherSequence.apply(torch.stack((k, v)), context).unbind()  # type: ignore[no-untyped-call]
-        whole = k.shape[2]
-        part = whole // (2 * context.size)
-        parts = [(number * part, (number + 1) * part) for number in zigzag_parts(context.rank, context.size)]
-    mixed, at = [], 0
-    for start, stop in parts:
-        own = slice(at, at + stop - start)
-        mask = _mask(start, stop, None if document_starts is None else document_starts[:, own], q.device)
-        mixed.append(F.scaled_dot_product_attention(q[:, :, own], k[:, :, :stop], v[:, :, :stop], attn_mask=mask))
-        at += stop - start
-    return torch.cat(mixed, 2)
+    if context is None:
+        return _attend_to_all(q, k, v, visibility)
+    local = torch.stack((k, v))
+    gathered = _GatherSequence.apply(local, context)  # type: ignore[no-untyped-call]
+    again = _GatherAgain(local.detach(), context, gathered)
+    with saved_tensors_hooks(again.pack, again.unpack) if gather_again else nullcontext():
+        return _attend_to_all(q, gathered[0], gathered[1], visibility)
 
 
-def starts_of_documents(cu_seqlens: Tensor, bounds: Sequence[tuple[int, int]]) -> Tensor:
-    """Where the document of each kept token begins, int64 [samples, kept], from the bounds of whole samples [samples, n]."""
-    kept = torch.cat([torch.arange(start, stop, device=cu_seqlens.device) for start, stop in bounds])
-    rows = kept.expand(len(cu_seqlens), -1).contiguous()
-    document = torch.searchsorted(cu_seqlens.to(torch.int64).contiguous(), rows, right=True) - 1
-    return cu_seqlens.to(torch.int64).gather(1, document)
+def _attend_to_all(q: Tensor, k: Tensor, v: Tensor, visibility: Visibility) -> Tensor:
+    """Attention of the kept queries to keys and values of whole samples [batch, whole, heads, head_dim]."""
+    length = visibility.parts[0][1] - visibility.parts[0][0]
+    parts = torch.split(q, length, 1)
+    mixed = [_attend_part(part, k, v, visibility, number) for number, part in enumerate(parts)]
+    return mixed[0] if len(mixed) == 1 else torch.cat(mixed, 1)
 
 
-def _mask(start: int, stop: int, document_starts: Tensor | None, device: torch.device) -> Tensor:
-    """bool [stop - start, stop], or [batch, 1, stop - start, stop]: True where a query may see a key."""
-    query = torch.arange(start, stop, device=device)[:, None]
-    key = torch.arange(stop, device=device)[None]
-    mask = key <= query
-    if document_starts is not None:
-        mask = mask & (key >= document_starts[:, None, :, None])
-    return mask
+def _attend_part(q: Tensor, k: Tensor, v: Tensor, visibility: Visibility, number: int) -> Tensor:
+    if visibility.cu_seqlens is None:
+        stop = visibility.parts[number][1]
+        return _dense(q, k[:, :stop], v[:, :stop], visibility)
+    if _has_packed_kernel(q, k, v):
+        packed = visibility.packed(number)
+        queries, keys, values = q.flatten(0, 1), k.flatten(0, 1), v.flatten(0, 1)
+        mixed: Any = varlen_attn(
+            queries, keys, values, packed.queries, packed.keys, packed.most_queries, packed.most_keys, **CAUSAL
+        )
+        return cast(Tensor, mixed.view_as(q))
+    return _by_document(q, k, v, visibility, number)
+
+
+def _dense(q: Tensor, k: Tensor, v: Tensor, visibility: Visibility) -> Tensor:
+    """Queries that are the tokens of the last keys, of one document: [batch, queries, heads, head_dim] as q."""
+    queries, keys = q.shape[1], k.shape[1]
+    bias = None if queries == keys else visibility.lower_right(queries, keys, q)
+    mixed = F.scaled_dot_product_attention(
+        q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), attn_mask=bias, is_causal=bias is None
+    )
+    return mixed.transpose(1, 2)
+
+
+def _by_document(q: Tensor, k: Tensor, v: Tensor, visibility: Visibility, number: int) -> Tensor:
+    """One call for each document, where there is no kernel for several at once.
+
+    Forward and backward on two cores, against all pairs with one mask: samples of 256 tokens take as long, of 1024 half of it, of
+    2048 a seventh.
+    """
+    pieces = visibility.pieces(number)
+    queries = torch.split(q.flatten(0, 1), pieces.query_lengths)
+    keys = torch.split(k.flatten(0, 1), pieces.key_lengths)
+    values = torch.split(v.flatten(0, 1), pieces.key_lengths)
+    mixed = [
+        _dense(own[None], keys[place][None], values[place][None], visibility)[0]
+        for own, place in zip(queries, pieces.seen, strict=True)
+    ]
+    return torch.cat(mixed).view_as(q)
+
+
+def _has_packed_kernel(q: Tensor, k: Tensor, v: Tensor) -> bool:
+    """Whether flash attention, the only kernel of varlen_attn, takes such tensors: 16 bits wide, on a GPU that has it."""
+    if not q.is_cuda:
+        return False
+    parameters: Any = SDPAParams  # its stub lacks the last argument
+    wanted = parameters(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), None, 0.0, False, False)
+    return can_use_flash_attention(wanted)
 
 
 class _GatherSequence(torch.autograd.Function):
-    """[..., kept, head_dim] of every rank -> [..., S, head_dim] in the order of the sequence; gradients are summed back."""
+    """[..., kept, heads, head_dim] of every rank -> [..., S, heads, head_dim] as in the sequence; gradients are summed back."""
 
     @staticmethod
     def forward(ctx: Any, local: Tensor, context: ContextParallel) -> Tensor:
         ctx.context = context
-        local = local.contiguous()
-        every = [torch.empty_like(local) for _ in range(context.size)]
-        dist.all_gather(every, local, group=context.group)
-        return torch.cat(_in_order([tensor.chunk(2, -2) for tensor in every]), -2)
+        return _gather(local, context)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
         context: ContextParallel = ctx.context
         grad = grad.contiguous()
         dist.all_reduce(grad, group=context.group)
-        parts = grad.chunk(2 * context.size, -2)
+        parts = grad.chunk(2 * context.size, -3)
         first, second = zigzag_parts(context.rank, context.size)
-        return torch.cat((parts[first], parts[second]), -2), None
+        return torch.cat((parts[first], parts[second]), -3), None
+
+
+class _GatherAgain:
+    """Hooks for what a layer saves: of gathered keys and values only where they lay, to be gathered again in backward.
+
+    All ranks of the group save and use them at the same places of their programs. The first use gathers, the last forgets.
+    """
+
+    def __init__(self, local: Tensor, context: ContextParallel, gathered: Tensor) -> None:
+        self._local, self._context = local, context
+        self._address = gathered.untyped_storage().data_ptr()
+        self._gathered: Tensor | None = None
+        self._saved = 0
+        self._used = 0
+
+    def pack(self, tensor: Tensor) -> Any:
+        """A tensor as it is, or where it lies in the gathered one."""
+        if tensor.untyped_storage().data_ptr() != self._address:
+            return tensor
+        self._saved += 1
+        return tensor.size(), tensor.stride(), tensor.storage_offset()
+
+    def unpack(self, packed: Any) -> Tensor:
+        """The tensor that was packed."""
+        if isinstance(packed, Tensor):
+            return packed
+        if self._gathered is None:
+            self._gathered = _gather(self._local, self._context)
+        tensor = self._gathered.as_strided(*packed)
+        self._used += 1
+        if self._used == self._saved:
+            self._gathered = None
+            self._used = 0  # a graph that is retained is walked again
+        return tensor
+
+
+def _gather(local: Tensor, context: ContextParallel) -> Tensor:
+    local = local.contiguous()
+    every = [torch.empty_like(local) for _ in range(context.size)]
+    dist.all_gather(every, local, group=context.group)
+    return torch.cat(_in_order([tensor.chunk(2, -3) for tensor in every]), -3)
 
 
 def _in_order(halves: Sequence[Sequence[Tensor]]) -> list[Tensor]:

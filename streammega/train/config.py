@@ -117,6 +117,13 @@ class TrainConfig:
     """Of parameters and activations; the narrow ones with fp32 main parameters, of parallel.optimizer = sharded."""
     seed: int = 1234
     """Of the model's initial weights."""
+    recompute: Literal["none", "full"] | int = "none"
+    """Layers whose activations are not kept for backward but computed again: none, all, or so many on each pipeline stage. Memory
+    for a third more compute in those layers; losses and gradients are the same to the bit."""
+    tf32: bool = False
+    """On CUDA, multiply float32 matrices by TF32: faster, with 10 bits of mantissa."""
+    deterministic: bool = False
+    """Only algorithms of torch that give the same bits every time; an operation that has none is an error. Slower on CUDA."""
     save_interval: int = 0
     keep_checkpoints: int = 3
     """The last so many are kept."""
@@ -145,6 +152,9 @@ class TrainConfig:
                 raise ConfigError(f"train.{name} is {getattr(self, name)}; it must not be negative")
         if not self.timeout > 0:
             raise ConfigError(f"train.timeout is {self.timeout}; it must be a positive number of seconds")
+        recompute = self.recompute  # True is 1 to Python, and hardly what anybody means
+        if recompute not in ("none", "full") and (not isinstance(recompute, int) or isinstance(recompute, bool) or recompute < 0):
+            raise ConfigError(f"train.recompute is {recompute!r}; it must be none, full or a number of layers")
         for name, allowed in (("decay", ("cosine", "linear", "constant")), ("dtype", ("float32", "bfloat16", "float16"))):
             if getattr(self, name) not in allowed:
                 raise ConfigError(f"train.{name} is {getattr(self, name)!r}; it must be one of {', '.join(allowed)}")

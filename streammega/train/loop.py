@@ -29,6 +29,7 @@ from streammega.train.checkpoint import Checkpoints, load_position, step_of
 from streammega.train.config import RunConfig
 from streammega.train.data_parallel import BucketedDataParallel, finish_grad_sync
 from streammega.train.metrics import MetricsLog
+from streammega.train.numerics import set_numerics
 from streammega.train.parallel import Losses, ParallelModel
 from streammega.train.schedule import set_learning_rate
 from streammega.train.sharded_optimizer import LossScale, ShardedOptimizer
@@ -54,6 +55,7 @@ class Trainer:
 
     def __init__(self, config: RunConfig, device: torch.device, watch: Watch | None = None) -> None:
         self.config, self.device = config, device
+        set_numerics(config.train)
         parallel = config.parallel
         world = dist.get_world_size() if dist.is_initialized() else 1
         layout = ParallelLayout.of_world(world, tp=parallel.tp, cp=parallel.cp, pp=parallel.pp, order=parallel.order)
@@ -80,7 +82,7 @@ class Trainer:
             log.info(
                 "%s; tokens are read %d times over all ranks",
                 layout,
-                read_factor(layout, config.data, every_stage=self.every_stage),
+                read_factor(layout, self.loader.dataset.config, every_stage=self.every_stage),
             )
 
     def resume(self) -> None:

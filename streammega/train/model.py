@@ -12,10 +12,13 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Replicate
 from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel, parallelize_module
+from torch.utils.checkpoint import checkpoint
 
 from streammega.errors import ConfigError
+from streammega.order.sharding import zigzag_bounds
 from streammega.train.attention import ContextParallel, attend
 from streammega.train.config import ModelConfig
+from streammega.train.visibility import Visibility
 
 ROPE_BASE = 10_000.0
 TIED = "head.weight"
@@ -36,15 +39,27 @@ class GPT(nn.Module):
         self.norm: nn.RMSNorm | None = nn.RMSNorm(config.dim)
         self.head: nn.Linear | None = nn.Linear(config.dim, config.vocab_size, bias=False)
         self.head.weight = self.embedding.weight
+        self.context: ContextParallel | None = None
+        self.recomputed = 0
+        """The first so many layers keep their input for backward, and compute the rest of their activations again."""
         self.apply(_initialize)
 
-    def forward(self, x: Tensor, position_ids: Tensor, document_starts: Tensor | None = None) -> Tensor:
-        """Logits or activations. document_starts: int64 [batch, S], see `attend`; None: samples are one document each."""
+    def forward(self, x: Tensor, position_ids: Tensor, cu_seqlens: Tensor | None = None, longest: Tensor | None = None) -> Tensor:
+        """Logits or activations.
+
+        cu_seqlens: int32 [batch, n], bounds of documents in whole samples; None: samples are one document each. longest: int32
+        [batch] on the host, the tokens of the longest document at least; None: looked up.
+        """
         rotation = rope(position_ids, self.head_dim)
+        visibility = self._visibility(position_ids.shape[1], cu_seqlens, longest)
         if self.embedding is not None:
             x = self.embedding(x)
-        for block in self.blocks.values():
-            x = block(x, rotation, document_starts)
+        for number, block in enumerate(self.blocks.values()):
+            if number < self.recomputed:
+                # Nothing in a block is random: there is no state of generators to bring back.
+                x = checkpoint(block, x, rotation, visibility, use_reentrant=False, preserve_rng_state=False)
+            else:
+                x = block(x, rotation, visibility)
         if self.head is None or self.norm is None:
             return x
         logits: Tensor = self.head(self.norm(x))
@@ -64,9 +79,24 @@ class GPT(nn.Module):
 
     def use_context(self, context: ContextParallel | None) -> None:
         """Let attention reach the tokens of other context-parallel ranks."""
+        self.context = context
         for block in self.blocks.values():
             assert isinstance(block, Block)
             block.context = context
+
+    def recompute(self, layers: int | str) -> None:
+        """Compute activations again in backward: of "full" all layers, of "none" none, or of the first so many."""
+        named = {"none": 0, "full": len(self.blocks)}
+        self.recomputed = named[layers] if isinstance(layers, str) else layers
+        for number, block in enumerate(self.blocks.values()):
+            assert isinstance(block, Block)
+            block.gather_again = number >= self.recomputed
+
+    def _visibility(self, kept: int, cu_seqlens: Tensor | None, longest: Tensor | None) -> Visibility:
+        context = self.context
+        rank, size = (context.rank, context.size) if context is not None else (0, 1)
+        most = None if longest is None else int(longest.max())
+        return Visibility(zigzag_bounds(kept * size, rank, size), kept * size, cu_seqlens, most)
 
     def parallelize(self, mesh: DeviceMesh) -> None:
         """Split the linear layers over a one-dimensional mesh, by torch's parallelize_module."""
@@ -94,29 +124,30 @@ class Block(nn.Module):
         hidden = -(-config.dim * 8 // 3 // 16) * 16
         self.head_dim = config.dim // config.heads
         self.context: ContextParallel | None = None
+        self.gather_again = True
         self.attention_norm = nn.RMSNorm(config.dim)
         self.q, self.k, self.v, self.project = (nn.Linear(config.dim, config.dim, bias=False) for _ in range(4))
         self.mlp_norm = nn.RMSNorm(config.dim)
         self.gate, self.up = (nn.Linear(config.dim, hidden, bias=False) for _ in range(2))
         self.down = nn.Linear(hidden, config.dim, bias=False)
 
-    def forward(self, x: Tensor, rotation: tuple[Tensor, Tensor], document_starts: Tensor | None) -> Tensor:
+    def forward(self, x: Tensor, rotation: tuple[Tensor, Tensor], visibility: Visibility) -> Tensor:
         """x: [batch, S, dim] -> the same shape."""
-        x = x + self.project(self._attend(self.attention_norm(x), rotation, document_starts))
+        x = x + self.project(self._attend(self.attention_norm(x), rotation, visibility))
         normed = self.mlp_norm(x)
         mlp: Tensor = self.down(F.silu(self.gate(normed)) * self.up(normed))
         return x + mlp
 
-    def _attend(self, x: Tensor, rotation: tuple[Tensor, Tensor], document_starts: Tensor | None) -> Tensor:
-        q, k, v = (layer(x).unflatten(-1, (-1, self.head_dim)).transpose(1, 2) for layer in (self.q, self.k, self.v))
-        mixed = attend(rotate(q, rotation), rotate(k, rotation), v, document_starts, self.context)
-        return mixed.transpose(1, 2).flatten(2)
+    def _attend(self, x: Tensor, rotation: tuple[Tensor, Tensor], visibility: Visibility) -> Tensor:
+        q, k, v = (layer(x).unflatten(-1, (-1, self.head_dim)) for layer in (self.q, self.k, self.v))
+        mixed = attend(rotate(q, rotation), rotate(k, rotation), v, visibility, self.context, gather_again=self.gather_again)
+        return mixed.flatten(2)
 
 
 def rope(position_ids: Tensor, head_dim: int) -> tuple[Tensor, Tensor]:
-    """Cos and sin of the rotary angles, each [batch, 1, S, head_dim / 2]."""
+    """Cos and sin of the rotary angles, each [batch, S, 1, head_dim / 2]."""
     exponents = torch.arange(0, head_dim, 2, device=position_ids.device, dtype=torch.float32) / head_dim
-    angles = position_ids.float()[:, None, :, None] * (ROPE_BASE**-exponents)
+    angles = position_ids.float()[:, :, None, None] * (ROPE_BASE**-exponents)
     return angles.cos(), angles.sin()
 
 

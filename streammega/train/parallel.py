@@ -19,17 +19,19 @@ from streammega.errors import ConfigError
 from streammega.order.sharding import zigzag_bounds
 from streammega.ranks import Ranks
 from streammega.samples.fields import Batch
-from streammega.train.attention import ContextParallel, starts_of_documents
+from streammega.train.attention import ContextParallel
 from streammega.train.collectives import clip, total_norm
 from streammega.train.config import RunConfig
 from streammega.train.data_parallel import BucketedDataParallel
 from streammega.train.model import GPT, TIED
 from streammega.train.sharded_optimizer import ShardedOptimizer
+from streammega.train.visibility import longest_document
 
 IGNORED = -100
 """The label of positions without loss."""
 
 Optimizer = torch.optim.Optimizer | ShardedOptimizer
+Inputs = tuple[tuple[Tensor, ...], dict[str, Tensor]]
 Wrapped = BucketedDataParallel | DistributedDataParallel
 
 
@@ -94,9 +96,8 @@ class ParallelModel:
         losses = _LossList(scale)
         if self.num_stages == 1:
             model = self.wrapped[0]
-            for number, batch in enumerate(batches):
+            for number, (inputs, target) in enumerate(self._all_inputs(batches)):
                 with model.no_sync() if number < len(batches) - 1 else contextlib.nullcontext():
-                    inputs, target = self._inputs(batch)
                     losses(model(*inputs[0], **inputs[1]), target).backward()  # type: ignore[no-untyped-call]
         else:
             with contextlib.ExitStack() as stack:
@@ -119,14 +120,27 @@ class ParallelModel:
         """The losses of micro-batches."""
         losses = _LossList(1.0)
         if self.num_stages == 1:
-            for batch in batches:
-                inputs, target = self._inputs(batch)
+            for inputs, target in self._all_inputs(batches):
                 losses(self.wrapped[0](*inputs[0], **inputs[1]), target)
         else:
             self._run_schedule(batches, losses, train=False)
         return losses.taken(self.device)
 
-    def _inputs(self, batch: Batch) -> tuple[tuple[tuple[Tensor, ...], dict[str, Tensor]], Tensor | None]:
+    def _all_inputs(self, batches: Sequence[Batch]) -> list[tuple[Inputs, Tensor | None]]:
+        """`_inputs` of the micro-batches of a step, and the longest document of them all.
+
+        Kernels for documents want that number on the host. It is asked for before anything of this step is under way on the
+        device, and once: asked for in each micro-batch, the host would wait for the computation of the one before.
+        """
+        made = [self._inputs(batch) for batch in batches]
+        bounds = [keywords["cu_seqlens"] for (_, keywords), _ in made if "cu_seqlens" in keywords]
+        if bounds:
+            longest = torch.stack([longest_document(own) for own in bounds]).max().cpu()
+            for (_, keywords), _ in made:
+                keywords["longest"] = longest.expand(len(keywords["cu_seqlens"]))
+        return made
+
+    def _inputs(self, batch: Batch) -> tuple[Inputs, Tensor | None]:
         """((tokens, if any), keywords of every stage, labels with IGNORED where there is no loss)."""
         samples = self.config.train.micro_batch_size
         positions = batch.get("position_ids")
@@ -137,7 +151,7 @@ class ParallelModel:
         keywords = {"position_ids": positions}
         whole = batch.get("cu_seqlens_whole", batch.get("cu_seqlens"))
         if whole is not None:
-            keywords["document_starts"] = starts_of_documents(whole, bounds)
+            keywords["cu_seqlens"] = whole
         target = batch["labels"].masked_fill(batch["loss_mask"] == 0, IGNORED) if "labels" in batch else None
         return ((batch["tokens"],) if "tokens" in batch else (), keywords), target
 
@@ -149,9 +163,9 @@ class ParallelModel:
     def _run_schedule(self, batches: Sequence[Batch], losses: _LossList, *, train: bool) -> None:
         """torch's pipeline schedule over the micro-batches, which it takes end to end and cuts again."""
         schedule = self._schedule(len(batches))
-        made = [self._inputs(batch) for batch in batches]
+        made = self._all_inputs(batches)
         arguments = [torch.cat(parts) for parts in zip(*(inputs[0] for inputs, _ in made), strict=True)]
-        keywords = {name: torch.cat([inputs[1][name] for inputs, _ in made]) for name in made[0][0][1]}
+        keywords = {name: _end_to_end([inputs[1][name] for inputs, _ in made]) for name in made[0][0][1]}
         targets = [target for _, target in made if target is not None]
         first, last = 0 in self.stage_ids, self.is_last
         options: dict[str, Any] = {"target": torch.cat(targets)} if last else {}
@@ -188,10 +202,16 @@ class ParallelModel:
             self.device,
             input_args=(tokens if first else wide,),
             output_args=(logits if last else wide,),
-            input_grads=(None if first else wide,),
-            output_grads=(None if last else wide,),
             group=self.ranks.group("pp"),
         )
+
+
+def _end_to_end(tensors: Sequence[Tensor]) -> Tensor:
+    """Rows of several tensors in one; those of bounds, of other lengths, filled up with their last."""
+    if tensors[0].dim() > 1:
+        width = max(tensor.shape[1] for tensor in tensors)
+        tensors = [torch.cat((own, own[:, -1:].expand(-1, width - own.shape[1])), 1) for own in tensors]
+    return torch.cat(list(tensors))
 
 
 def _make_zero(groups: Sequence[Mapping[str, Any]], ranks: Ranks, **settings: Any) -> torch.optim.Optimizer:
@@ -270,6 +290,7 @@ def _make_chunks(
         chunk = GPT(config.model)
         shapes = {canonical(name): parameter.shape for name, parameter in chunk.named_parameters()}
         chunk.keep_stage(stage, num_stages)
+        chunk.recompute(config.train.recompute)
         chunk = chunk.to(device, getattr(torch, config.train.dtype))
         tensor_group, context_group = ranks.group("tp"), ranks.group("cp")
         if tensor_group is not None:

@@ -50,7 +50,7 @@ def validation_sets(config: RunConfig) -> dict[str, RunConfig]:
 
 
 def _data_of(config: RunConfig, split: str) -> DataConfig:
-    data = config.data
+    data = replace(config.data, create_attention_mask=False)  # the trainer's attention makes none, and needs none
     # The stream order has no end. Counting one from the settings would be wrong for a run that began with another global batch.
     if data.num_samples is None and data.order != "stream":
         data = replace(data, num_samples=config.num_samples())

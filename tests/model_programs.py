@@ -1,0 +1,144 @@
+"""What tests of the trainer's model run as ranks: functions of (rank, ...) that return plain values."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch.autograd.graph import saved_tensors_hooks
+
+from streammega import ParallelLayout, Ranks
+from streammega.order.sharding import zigzag_bounds
+from streammega.train import attention
+from streammega.train.config import RunConfig, load_run
+from streammega.train.parallel import ParallelModel
+from streammega.train.visibility import Visibility
+
+CPU = torch.device("cpu")
+
+
+@contextlib.contextmanager
+def saved_for_backward() -> Iterator[dict[int, int]]:
+    """{address: bytes} of all storages that autograd keeps for backward within it, also under hooks of the attention's own."""
+    found: dict[int, int] = {}
+    kept: list[Any] = []  # an address must not be used twice
+
+    def note(packed: Any) -> Any:
+        for tensor in packed if isinstance(packed, tuple) else (packed,):
+            tensor = getattr(tensor, "_local_tensor", tensor)  # of a DTensor
+            tensor = getattr(tensor, "elem", tensor)  # of a result that is awaited
+            if isinstance(tensor, torch.Tensor):
+                storage = tensor.untyped_storage()
+                found[storage.data_ptr()] = storage.nbytes()
+                kept.append(storage)
+        return packed
+
+    class Noted(saved_tensors_hooks):
+        def __init__(self, pack: Callable[[Any], Any], unpack: Callable[[Any], Any]) -> None:
+            super().__init__(lambda tensor: note(pack(tensor)), unpack)
+
+    before = getattr(attention, "saved_tensors_hooks", None)
+    attention.saved_tensors_hooks = Noted
+    try:
+        with saved_tensors_hooks(note, lambda packed: packed):
+            yield found
+    finally:
+        if before is None:
+            del attention.saved_tensors_hooks
+        else:
+            attention.saved_tensors_hooks = before
+
+
+def model_of(run_file: str, overrides: list[str]) -> tuple[ParallelModel, RunConfig]:
+    """The model of a run on this world's ranks."""
+    import torch.distributed as dist
+
+    config = load_run(run_file, overrides)
+    world = dist.get_world_size() if dist.is_initialized() else 1
+    sizes = {name: getattr(config.parallel, name) for name in ("tp", "cp", "pp")}
+    layout = ParallelLayout.of_world(world, **sizes, order=config.parallel.order)
+    return ParallelModel(config, Ranks(layout), CPU), config
+
+
+def batch_of(model: ParallelModel, config: RunConfig, cu_seqlens: list[list[int]] | None = None, seed: int = 0) -> Any:
+    """A micro-batch of random ids, of the tokens that this rank keeps; the same samples on every rank."""
+    samples, length = config.train.micro_batch_size, config.data.sequence_length
+    generator = torch.Generator().manual_seed(seed)
+    ids = torch.randint(0, config.model.vocab_size, (samples, length + 1), generator=generator)
+    mask = (torch.rand(samples, length, generator=generator) > 0.2).float()
+    position = torch.arange(length).repeat(samples, 1)
+    whole = {"tokens": ids[:, :-1], "labels": ids[:, 1:], "loss_mask": mask, "position_ids": position}
+    batch = {name: torch.cat([field[:, a:b] for a, b in model.bounds], 1) for name, field in whole.items()}
+    if cu_seqlens is not None:
+        batch["cu_seqlens_whole"] = torch.tensor(cu_seqlens, dtype=torch.int32)
+    return batch
+
+
+def gradients(model: ParallelModel, tokens: torch.Tensor) -> dict[str, torch.Tensor]:
+    """The gradients that optimizers would see, whole, by name; divided by the unmasked tokens of all ranks."""
+    from torch.distributed.tensor import DTensor
+
+    from streammega.train.data_parallel import finish_grad_sync
+    from streammega.train.parallel import names_of
+
+    finish_grad_sync(model.wrapped, tokens)
+    found = {}
+    for name, parameter in names_of(model).items():
+        grad = parameter.grad
+        if isinstance(grad, DTensor):
+            grad = grad.full_tensor()
+        if grad is not None:
+            found[name] = grad.clone()
+    return found
+
+
+def steps_of(
+    rank: int, run_file: str, overrides: list[str], cu_seqlens: list[list[int]] | None, micro_batches: int = 2
+) -> dict[str, Any]:
+    """Losses by sample, gradients, and the bytes of each storage kept for backward, of one step."""
+    model, config = model_of(run_file, overrides)
+    batches = [batch_of(model, config, cu_seqlens, seed) for seed in range(micro_batches)]
+    with saved_for_backward() as saved:
+        losses = model.forward_backward(batches)
+    return {
+        "loss": losses.loss.tolist(),
+        "tokens": losses.tokens.tolist(),
+        "grads": {name: grad.numpy() for name, grad in gradients(model, losses.tokens.sum()).items()},
+        "saved": sorted(saved.values()),
+    }
+
+
+def gathered_again(rank: int, documents: list[list[int]] | None) -> list[int]:
+    """How often backward gathers keys and values of two context-parallel ranks: kept whole, gathered again, and of a graph that
+    is walked twice the second time. Gradients must be the same to the bit."""
+    import torch.distributed as dist
+
+    context = attention.ContextParallel(dist.group.WORLD, rank, 2)  # type: ignore[arg-type]
+    parts = zigzag_bounds(512, rank, 2)
+    bounds = None if documents is None else torch.tensor(documents, dtype=torch.int32)
+    gathers: list[int] = []
+    gather = attention._gather
+
+    def counted(*arguments: Any) -> torch.Tensor:
+        gathers.append(1)
+        return gather(*arguments)
+
+    generator = torch.Generator().manual_seed(rank)
+    q, k, v = (torch.randn(1, 256, 2, 8, generator=generator, requires_grad=True) for _ in range(3))
+    found, grads = [], []
+    attention._gather = counted
+    try:
+        for again in (False, True):
+            visibility = Visibility(parts, 512, bounds)
+            loss = attention.attend(q, k, v, visibility, context, gather_again=again).square().sum()
+            for retained in (again, False) if again else (False,):
+                gathers.clear()
+                grads.append(torch.autograd.grad(loss, (q, k, v), retain_graph=retained))
+                found.append(len(gathers))
+    finally:
+        attention._gather = gather
+    for other in grads[1:]:
+        assert all(torch.equal(a, b) for a, b in zip(grads[0], other, strict=True))
+    return found
