@@ -193,10 +193,10 @@ def train(
     overrides: Annotated[list[str] | None, typer.Argument(help="Settings over the file's: section.name=value.")] = None,
 ) -> None:
     """Train the example GPT (one rank; use torchrun -m streammega.train for more)."""
-    from streammega.train.__main__ import run
+    from streammega.train.__main__ import main as train_main
 
     logging.getLogger().setLevel(logging.INFO)
-    run(config, overrides or [])
+    raise typer.Exit(train_main([config, *(overrides or [])], name="error"))
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

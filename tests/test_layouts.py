@@ -34,6 +34,7 @@ micro_batch_size = 2
 global_batch_size = 16
 lr = 0.003
 hash_batches = true
+device = "cpu"
 timeout = 60.0
 out_dir = "{folder}/run"
 [parallel]

@@ -51,6 +51,7 @@ save_interval = 2
 eval_interval = 8
 eval_iters = 2
 log_interval = 4
+device = "cpu"
 hash_batches = true
 out_dir = "{folder}/run"
 """

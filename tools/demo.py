@@ -63,6 +63,7 @@ eval_interval = {eval_interval}
 eval_iters = 2
 log_interval = 10
 hash_batches = true
+device = "cpu"
 out_dir = "{out_dir}"
 """
 

@@ -17,9 +17,12 @@ from torch.distributed import PrefixStore  # type: ignore[attr-defined]
 from torch.distributed.rendezvous import rendezvous
 
 from streammega.errors import ConfigError, StorageError, StreammegaError
-from streammega.train.config import load_run
+from streammega.train.config import RunConfig, load_run
+from streammega.train.devices import agree, check_backend, choose, place_of, seat_of, take
 from streammega.train.loop import Terminated, Trainer
 from streammega.train.watch import Watch
+
+log = logging.getLogger(__name__)
 
 TRANSPORT = re.compile(r"gloo|nccl|connection|timeout|timed out|socket|peer", re.IGNORECASE)
 START_TIMEOUT = 300.0
@@ -29,36 +32,64 @@ START_TIMEOUT = 300.0
 def run(path: str, overrides: Sequence[str]) -> None:
     """Train as the TOML file says, on the ranks that torchrun started (one, without it). Resumes by itself.
 
-    Raises StreammegaError for what is wrong with the run, and RankError where a collective with other ranks failed.
+    Raises StreammegaError for what is wrong with the run, RankError where a collective with other ranks failed, Interrupted after
+    Ctrl-C, and Terminated after SIGTERM.
     """
     config = load_run(path, overrides)
-    device, watch = _start_ranks(config.train.timeout)
+    device, watch = _start_ranks(config)
+    trainer: Trainer | None = None
     try:
         trainer = Trainer(config, device, watch)
+        watch.before_exit.append(trainer.flush)
         trainer.resume()
         trainer.run()
         if trainer.ended:
             raise ConfigError(trainer.ended)
-    except StreammegaError as error:
-        watch.fail(str(error))
+    except Terminated:
+        watch.close()  # all ranks end alike: that this one falls silent is no failure
         raise
-    except OSError as error:
-        cause = f"{error.filename or config.train.out_dir}: {error.strerror or error}; make room there, or change train.out_dir"
-        watch.fail(cause)
-        raise StorageError(cause) from None
-    except (Terminated, KeyboardInterrupt):
-        raise
-    except Exception as error:
-        if watch.world == 1 or not _is_of_others(error):
-            watch.fail(f"{type(error).__name__}: {error}")
+    except (KeyboardInterrupt, Exception) as error:
+        failure = _failure(error, watch, config)
+        if failure is error:
             raise
-        reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
-        signal.signal(signal.SIGTERM, signal.SIG_IGN)  # torchrun ends ranks when one has failed: a few seconds, to say why
-        print(f"error (rank {watch.rank}): in step {watch.step}: {reason}; asking the other ranks", file=sys.stderr, flush=True)
-        raise RankError(watch.explain()) from error
+        raise failure from (error if isinstance(failure, RankError) else None)
+    finally:
+        if trainer is not None:
+            trainer.flush()
     watch.close()
     if dist.is_initialized():
         dist.destroy_process_group()
+
+
+class Interrupted(Exception):
+    """Ctrl-C ended the run."""
+
+
+def _failure(error: BaseException, watch: Watch, config: RunConfig) -> BaseException:
+    """What this rank ends with, after it has told the others why, or asked them."""
+    interrupted = isinstance(error, KeyboardInterrupt) or watch.signalled(signal.SIGINT)
+    if watch.world > 1 and not interrupted and not isinstance(error, StreammegaError | OSError) and _is_of_others(error):
+        return _failure_of_others(error, watch)
+    watch.claim()
+    if interrupted:
+        watch.fail("interrupted")
+        saves = "" if watch.rank else f"; the same command goes on from the last checkpoint in {config.train.out_dir}"
+        return Interrupted(f"interrupted in step {watch.step}{saves if config.train.save_interval else ''}")
+    if isinstance(error, OSError) and not isinstance(error, StreammegaError):
+        place = error.filename or config.train.out_dir
+        error = StorageError(f"{place}: {error.strerror or error}; make room there, or change train.out_dir")
+    watch.fail(str(error) if isinstance(error, StreammegaError) else f"{type(error).__name__}: {error}")
+    return error
+
+
+def _failure_of_others(error: BaseException, watch: Watch) -> BaseException:
+    reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # torchrun ends ranks when one has failed: a few seconds, to say why
+    print(f"error (rank {watch.rank}): in step {watch.step}: {reason}; asking the other ranks", file=sys.stderr, flush=True)
+    explained = watch.explain()
+    watch.claim()
+    watch.fail(explained, seen=True)  # one that hangs does not know yet that the job is over
+    return RankError(explained)
 
 
 class RankError(Exception):
@@ -74,28 +105,32 @@ def _is_of_others(error: BaseException | None) -> bool:
     return False
 
 
-def _start_ranks(timeout: float) -> tuple[torch.device, Watch]:
-    """Join torchrun's process group (NCCL where CUDA is, else gloo): the device of this rank, and its watch."""
-    cuda = torch.cuda.is_available()
-    rank, world = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
-    device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0"))) if cuda else torch.device("cpu")
-    if cuda:
-        torch.cuda.set_device(device)
-    if world == 1:
-        return device, Watch(None, 0, 1)
+def _start_ranks(config: RunConfig) -> tuple[torch.device, Watch]:
+    """Join the job's process group, if there is more than one rank: the device of this rank, and its watch."""
+    train, place = config.train, place_of(os.environ)
+    seat = seat_of(place)
+    if place.world == 1:
+        return take(choose([seat], train, nccl=False), seat), Watch(None, 0, 1)
     store, rank, world = next(rendezvous("env://"))
-    patience = timedelta(seconds=max(timeout, START_TIMEOUT))
+    patience = timedelta(seconds=max(train.timeout, START_TIMEOUT))
     store.set_timeout(patience)
-    backend = "cpu:gloo,cuda:nccl" if cuda else "gloo"
     attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")  # the store outlives a restart: what was said before is void
     store = PrefixStore(f"attempt-{attempt}", store)
+    choice = agree(PrefixStore("devices", store), seat, world, train)
+    check_backend(choice, config.parallel)
+    if choice.said and rank == 0:
+        log.warning("%s", choice.said)
+    device = take(choice, seat)
     shared = PrefixStore("default", store)
-    dist.init_process_group(backend, store=shared, rank=rank, world_size=world, timeout=patience)
-    return device, Watch(PrefixStore("watch", store), rank, world)
+    dist.init_process_group(choice.backend, store=shared, rank=rank, world_size=world, timeout=patience)
+    return device, Watch(PrefixStore("watch", store), rank, world, train.timeout)
 
 
-def main(arguments: Sequence[str]) -> int:
-    """The command line. Known errors are one message on every rank that has them, not a traceback."""
+def main(arguments: Sequence[str], name: str | None = None) -> int:
+    """The command line. Known errors are one message on every rank that has them, not a traceback.
+
+    name: what messages begin with; default: "error (rank 0)" and so on.
+    """
     rank = os.environ.get("RANK", "0")
     level = logging.INFO if rank == "0" else logging.WARNING
     logging.basicConfig(level=level, format=f"[{rank}] %(message)s", stream=sys.stderr)
@@ -105,13 +140,14 @@ def main(arguments: Sequence[str]) -> int:
     try:
         run(arguments[0], arguments[1:])
     except (StreammegaError, RankError) as error:
-        print(f"error (rank {rank}): {error}", file=sys.stderr)
+        print(f"{name or f'error (rank {rank})'}: {error}", file=sys.stderr)
         return 1
     except Terminated as stopped:
         print(f"[{rank}] {stopped}", file=sys.stderr)
-        return 143
-    except KeyboardInterrupt:
-        return 130
+        return 128 + signal.SIGTERM
+    except (Interrupted, KeyboardInterrupt) as stopped:
+        print(f"[{rank}] {stopped or 'interrupted'}", file=sys.stderr)
+        return 128 + signal.SIGINT
     except Exception:  # a defect: its traceback, and then the same end as for other errors
         traceback.print_exc()
         return 1

@@ -35,6 +35,14 @@ MEGATRON_NAMES = {
 }
 """Settings of [data] under the names that Megatron has for them."""
 
+CHOICES = {
+    "decay": ("cosine", "linear", "constant"),
+    "dtype": ("float32", "bfloat16", "float16"),
+    "device": ("auto", "cpu", "cuda"),
+    "backend": ("auto", "gloo", "nccl"),
+}
+"""Settings of [train] that are one of a few words."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class ModelConfig:
@@ -141,6 +149,10 @@ class TrainConfig:
     """Write the metrics for TensorBoard too; needs `pip install 'streammega[tensorboard]'`."""
     timeout: float = 600.0
     """Seconds after which a collective that does not end ends the run."""
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    """Where the model is. auto: CUDA where every rank has a GPU to itself; the CPU where none has, or ranks outnumber GPUs."""
+    backend: Literal["auto", "gloo", "nccl"] = "auto"
+    """How ranks talk. auto: NCCL for CUDA where torch has it, else gloo. gloo with device = cuda lets ranks share a GPU."""
 
     def __post_init__(self) -> None:
         least = {"iters": 1, "keep_checkpoints": 1, "log_interval": 1}
@@ -155,9 +167,11 @@ class TrainConfig:
         recompute = self.recompute  # True is 1 to Python, and hardly what anybody means
         if recompute not in ("none", "full") and (not isinstance(recompute, int) or isinstance(recompute, bool) or recompute < 0):
             raise ConfigError(f"train.recompute is {recompute!r}; it must be none, full or a number of layers")
-        for name, allowed in (("decay", ("cosine", "linear", "constant")), ("dtype", ("float32", "bfloat16", "float16"))):
+        for name, allowed in CHOICES.items():
             if getattr(self, name) not in allowed:
                 raise ConfigError(f"train.{name} is {getattr(self, name)!r}; it must be one of {', '.join(allowed)}")
+        if self.device == "cpu" and self.backend == "nccl":
+            raise ConfigError("train.backend = nccl goes with GPUs, and train.device is cpu: set backend to auto or gloo")
 
     @property
     def schedule(self) -> BatchSchedule:

@@ -38,6 +38,9 @@ from streammega.train.watch import Watch
 
 log = logging.getLogger(__name__)
 
+NCCL_MARGIN = 60.0
+"""Seconds: NCCL's own watchdog aborts the process without saying which rank was missing, so it must come after the watch."""
+
 
 class Terminated(Exception):
     """The run was ended by SIGTERM, after a checkpoint."""
@@ -60,7 +63,7 @@ class Trainer:
         world = dist.get_world_size() if dist.is_initialized() else 1
         layout = ParallelLayout.of_world(world, tp=parallel.tp, cp=parallel.cp, pp=parallel.pp, order=parallel.order)
         _check_pipeline(config, layout)
-        self.ranks = Ranks(layout, timedelta(seconds=config.train.timeout))
+        self.ranks = Ranks(layout, timedelta(seconds=config.train.timeout + (NCCL_MARGIN if device.type == "cuda" else 0.0)))
         self.watch = watch or Watch(None, self.ranks.rank, world)
         self.step = 0
         self.every_stage = config.data.reset_position_ids or config.data.reset_attention_mask
@@ -130,6 +133,11 @@ class Trainer:
                     self.close()
                     raise Terminated(f"stopped by SIGTERM after step {self.step}, which is saved")
         self.close()
+
+    def flush(self) -> None:
+        """Write out what metrics are kept back, alone: also for a run that ends by an error."""
+        if self.metrics:
+            self.metrics.close()
 
     def close(self) -> None:
         """Finish what is being written, and end reading ahead."""
@@ -201,13 +209,13 @@ class Trainer:
         return record
 
     def _evaluate(self, config: RunConfig) -> float:
-        self.watch.phase("evaluating")
         total = torch.zeros(2, device=self.device, dtype=torch.float64)
         train = config.train
         with open_split(config, "valid", self.ranks) as loader:
             batches = RankBatches(loader, self.ranks, self.device, every_stage=self.every_stage)
             micro_steps = train.global_batch_size // loader.dataset.step_samples
             for _ in range(train.eval_iters):
+                self.watch.phase("evaluating")
                 taken = [batch for _ in range(micro_steps) if (batch := next(batches, None)) is not None]
                 if len(taken) < micro_steps:
                     break

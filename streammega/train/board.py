@@ -1,0 +1,91 @@
+"""What ranks tell each other through the store of the job: signs of life, and why one of them ended it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from typing import Any, TypeVar
+
+from torch.distributed import Store  # type: ignore[attr-defined]
+
+CLIENT_TIMEOUT = timedelta(seconds=10)
+"""Of one request: what is asked for is there already, so a store that takes longer does not answer."""
+FAILURES, CAUSE = "streammega/failures", "streammega/cause"
+T = TypeVar("T")
+
+
+class Board:
+    """The notices of all ranks, read and written by a client of its own.
+
+    A store's client is locked while it waits, and that of training waits for other ranks (groups that are made, ids that NCCL
+    exchanges): signs of life must not stop meanwhile. After an error the next request takes a new connection.
+
+    Every method raises RuntimeError where the store does not answer.
+    """
+
+    def __init__(self, store: Store, rank: int, world: int) -> None:
+        self.rank, self.world = rank, world
+        self._origin = store
+        self._store: Store | None = None
+
+    def tell(self, status: dict[str, Any]) -> None:
+        """Say what this rank does."""
+        self._ask(lambda store: store.set(_name(self.rank), json.dumps(status)))
+
+    def read(self, ranks: Sequence[int]) -> dict[int, dict[str, Any]]:
+        """What these ranks said last; without those that have said nothing yet."""
+        return self._ask(lambda store: _read(store, ranks))
+
+    def read_all(self) -> dict[int, dict[str, Any]]:
+        """What every rank said last."""
+        return self.read(range(self.world))
+
+    def blame(self, rank: int | None, cause: str) -> None:
+        """Say why the job ends: `rank` by its own fault, or None: what was seen of others. The first cause is kept."""
+
+        def write(store: Store) -> None:
+            if store.add(FAILURES, 1) == 1:
+                store.set(CAUSE, json.dumps({"rank": rank, "cause": cause[:2000]}))
+
+        self._ask(write)
+
+    def cause(self) -> dict[str, Any] | None:
+        """{"rank", "cause"} of the first failure, if there was one."""
+
+        def look(store: Store) -> dict[str, Any] | None:
+            return dict(json.loads(store.get(CAUSE))) if store.check([CAUSE]) else None
+
+        return self._ask(look)
+
+    def _ask(self, request: Callable[[Store], T]) -> T:
+        if self._store is None:
+            self._store = _client_of_its_own(self._origin)
+        try:
+            return request(self._store)
+        except Exception:
+            self._store = None
+            raise
+
+
+def _client_of_its_own(store: Store) -> Store:
+    clone = getattr(store, "clone", None)  # older torch has none: then the client is shared
+    if clone is None:
+        return store
+    made: Store = clone()
+    made.set_timeout(CLIENT_TIMEOUT)
+    return made
+
+
+def _name(rank: int) -> str:
+    return f"streammega/rank/{rank}"
+
+
+def _read(store: Store, ranks: Sequence[int]) -> dict[int, dict[str, Any]]:
+    names = {rank: _name(rank) for rank in ranks}
+    if not store.check(list(names.values())):  # says only whether all are there
+        names = {rank: name for rank, name in names.items() if store.check([name])}
+    if not names:
+        return {}
+    values = store.multi_get(list(names.values()))  # one request: there may be a thousand ranks
+    return {rank: json.loads(value) for rank, value in zip(names, values, strict=True)}

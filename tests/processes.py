@@ -1,0 +1,64 @@
+"""Processes that end by themselves, each with a log of its own: what is tested is how they end."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+
+class Family:
+    """So many processes, forked from one that has imported torch; `program(rank, *arguments)` runs in each."""
+
+    def __init__(self, folder: Path, size: int, program: Callable[..., None], *arguments: Any) -> None:
+        context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload(["tests.gang"])
+        self._logs = [folder / f"rank-{rank}.log" for rank in range(size)]
+        self.members = [
+            context.Process(target=_run, args=(str(log), program, rank, *arguments), daemon=True)
+            for rank, log in enumerate(self._logs)
+        ]
+        for member in self.members:
+            member.start()
+
+    def log(self, rank: int) -> str:
+        """What a process has written so far."""
+        path = self._logs[rank]
+        return path.read_text() if path.exists() else ""
+
+    def wait_for(self, text: str, *ranks: int, timeout: float = 60.0) -> None:
+        """Return when all of these processes have written a text."""
+        deadline = time.monotonic() + timeout
+        while not all(text in self.log(rank) for rank in ranks):
+            assert time.monotonic() < deadline, [self.log(rank) for rank in ranks]
+            time.sleep(0.02)
+
+    def signal(self, number: int, *ranks: int) -> None:
+        """Send these processes a signal."""
+        for rank in ranks:
+            pid = self.members[rank].pid
+            assert pid is not None
+            os.kill(pid, number)
+
+    def ended(self, *ranks: int, within: float) -> list[int | None]:
+        """Exit codes; None of a process that still runs after so many seconds."""
+        deadline = time.monotonic() + within
+        for rank in ranks:
+            self.members[rank].join(max(deadline - time.monotonic(), 0.0))
+        return [self.members[rank].exitcode for rank in ranks]
+
+    def close(self) -> None:
+        """SIGKILL to those that are left."""
+        for member in self.members:
+            member.kill()
+            member.join()
+
+
+def _run(log: str, program: Callable[..., None], rank: int, *arguments: Any) -> None:
+    descriptor = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    os.dup2(descriptor, 1)
+    os.dup2(descriptor, 2)
+    program(rank, *arguments)
