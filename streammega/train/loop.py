@@ -10,7 +10,6 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -18,18 +17,20 @@ import torch
 import torch.distributed as dist
 from numpy.typing import NDArray
 
-from streammega.errors import ConfigError
+from streammega.errors import ConfigError, StorageError
 from streammega.order.layout import ParallelLayout
 from streammega.ranks import RankBatches, Ranks
 from streammega.ranks.batches import read_factor
 from streammega.ranks.groups import WORLD
 from streammega.samples.fields import Batch
 from streammega.train.batch_hash import global_batch_hash, sample_digests
-from streammega.train.checkpoint import Checkpoints, load_position, step_of
+from streammega.train.checkpoint import Checkpoints, rewinds_of
+from streammega.train.checkpoint_places import open_place
 from streammega.train.config import RunConfig
 from streammega.train.data_parallel import BucketedDataParallel, finish_grad_sync
-from streammega.train.metrics import MetricsLog
+from streammega.train.metrics import MetricsLog, finite
 from streammega.train.numerics import set_numerics
+from streammega.train.out_dir import OutDir
 from streammega.train.parallel import Losses, ParallelModel
 from streammega.train.schedule import set_learning_rate
 from streammega.train.sharded_optimizer import LossScale, ShardedOptimizer
@@ -40,6 +41,8 @@ log = logging.getLogger(__name__)
 
 NCCL_MARGIN = 60.0
 """Seconds: NCCL's own watchdog aborts the process without saying which rank was missing, so it must come after the watch."""
+RECENT_SECONDS = 30.0
+"""A checkpoint of so few seconds ago is enough when a run is stopped: torchrun leaves it as long before it kills it."""
 
 
 class Terminated(Exception):
@@ -73,15 +76,23 @@ class Trainer:
         self.model = ParallelModel(config, self.ranks, device)
         self.optimizer = self.model.make_optimizer()
         self.scale = LossScale() if config.train.dtype == "float16" else None
-        self.folder = Path(config.train.out_dir)
-        self.checkpoints = Checkpoints(self.folder / "checkpoints", config.train.keep_checkpoints)
+        self._try_validation()
+        self.out: OutDir | None = None
+        self.checkpoints = Checkpoints(
+            open_place(config.train.out_dir, config.data.storage),
+            config.train.keep_checkpoints,
+            config.train.timeout,
+            before_publish=self._upload_records,
+        )
+        self.rewinds: list[int] = []
         self.metrics: MetricsLog | None = None
         self.ended: str | None = None
         """Why the run stopped before its last step, where the data ended."""
         self._stop = False
         if self.ranks.rank == 0:
             train = config.train
-            self.metrics = MetricsLog(self.folder, train.log_interval, train.iters, tensorboard=train.tensorboard)
+            self.out = OutDir(train.out_dir, config.data.storage)
+            self.metrics = MetricsLog(self.out.folder, train.log_interval, train.iters, tensorboard=train.tensorboard)
             log.info(
                 "%s; tokens are read %d times over all ranks",
                 layout,
@@ -89,23 +100,21 @@ class Trainer:
             )
 
     def resume(self) -> None:
-        """Load the newest whole checkpoint (with train.rewind, the newest up to there): weights, optimizer, and the cursor."""
-        found, rewind = self.checkpoints.found(), self.config.train.rewind
-        if rewind is not None:
-            found = [path for path in found if step_of(path) <= rewind or load_position(path).get("rewind") == rewind]
-            if not found:
-                raise ConfigError(f"train.rewind = {rewind}: there is no checkpoint at or before that step in {self.folder}")
-            self.checkpoints.set_aside_all_but(found)
-        if not found:
+        """Load the newest sound checkpoint (with train.rewind, the newest up to there): weights, optimizer, and the cursor."""
+        rewind = self.config.train.rewind
+        position = self.checkpoints.resume(
+            self.model, self.optimizer, lambda found: self.batches.load_state_dict(found["data"]), rewind
+        )
+        if position is None:
             return
-        position = load_position(found[-1])
-        self.batches.load_state_dict(position["data"])
-        self.checkpoints.load(found[-1], self.model, self.optimizer)
         if self.scale is not None and "loss_scale" in position:
             self.scale.load_state_dict(position["loss_scale"])
         self.step = position["step"]
+        self.rewinds = sorted({*rewinds_of(position), *([] if rewind is None else [rewind])})
         if self.ranks.rank == 0:
-            log.info("resumed from %s at sample %d", found[-1], self.batches.consumed_samples)
+            log.info("resumed from step %d, at sample %d", self.step, self.batches.consumed_samples)
+        if self.metrics and "record" in position and not self.metrics.has(self.step):
+            self.metrics.write(position["record"])  # the run was killed while it evaluated
 
     def run(self) -> None:
         """Train until `iters`, saving and evaluating at their intervals and at the end. Raises Terminated after a SIGTERM."""
@@ -122,16 +131,18 @@ class Trainer:
                     break
                 self.step += 1
                 last = self.step == train.iters
-                if train.eval_iters and train.eval_interval and (last or self.step % train.eval_interval == 0):
-                    record |= self.evaluate_all()
-                if self.metrics:
-                    self.metrics.write(record)
-                due = train.save_interval and self.step % train.save_interval == 0
-                if stop or due or (train.save_interval and last):
-                    self.save(background=train.async_save and not stop and not last)
+                evaluates = bool(train.eval_iters and train.eval_interval) and (last or self.step % train.eval_interval == 0)
                 if stop and not last:
-                    self.close()
-                    raise Terminated(f"stopped by SIGTERM after step {self.step}, which is saved")
+                    self._stop_here(record)
+                due = train.save_interval and self.step % train.save_interval == 0
+                if due or (train.save_interval and last):  # first, so that what fails in an evaluation costs no steps
+                    self.save(background=train.async_save and not last, record=record if evaluates else None)
+                try:
+                    if evaluates:
+                        record |= self.evaluate_all()
+                finally:
+                    if self.metrics:
+                        self.metrics.write(record)
         self.close()
 
     def flush(self) -> None:
@@ -141,7 +152,7 @@ class Trainer:
 
     def close(self) -> None:
         """Finish what is being written, and end reading ahead."""
-        self.watch.phase("saving")
+        self.watch.phase("ending")
         if isinstance(self.optimizer, ShardedOptimizer):
             self.optimizer.finish_param_sync()
         self.checkpoints.wait()
@@ -149,13 +160,21 @@ class Trainer:
         self.loader.close()
         if self.metrics:
             self.metrics.close()
+        if self.out:
+            self.out.close()
+        self.checkpoints.close()
 
-    def save(self, *, background: bool = False) -> None:
-        """One checkpoint at the current step; the data position is what was handed out."""
+    def save(self, *, background: bool = False, record: dict[str, Any] | None = None) -> None:
+        """One checkpoint at the current step; the data position is what was handed out.
+
+        record: of this step, where it is not in the metrics yet.
+        """
         self.watch.phase("saving", self.step)
         position: dict[str, Any] = {"step": self.step, "data": self.batches.state_dict()}
-        if self.config.train.rewind is not None:
-            position["rewind"] = self.config.train.rewind  # a restart with the same setting goes on from here
+        if self.rewinds:
+            position["rewinds"] = self.rewinds  # a restart with one of these settings goes on from here
+        if record is not None:
+            position["record"] = finite(record)
         if self.scale is not None:
             position["loss_scale"] = self.scale.state_dict()
         if isinstance(self.optimizer, ShardedOptimizer):
@@ -193,6 +212,37 @@ class Trainer:
         if train.hash_batches:
             record["batch_hash"] = self._hash(batches, ids, record["samples"][0], size)
         return record, totals["stop"]
+
+    def _stop_here(self, record: dict[str, Any]) -> None:
+        """End the run after SIGTERM: when the save under way is whole, and with another one unless that is recent enough."""
+        if self.metrics:
+            self.metrics.write(record)
+        self.watch.phase("saving", self.step)
+        self.checkpoints.wait()
+        saved = self.checkpoints.recent(RECENT_SECONDS)
+        if saved is None:
+            self.save()
+        self.close()
+        if saved is None or saved == self.step:
+            raise Terminated(f"stopped by SIGTERM after step {self.step}, which is saved")
+        raise Terminated(
+            f"stopped by SIGTERM after step {self.step}; step {saved}, of less than {RECENT_SECONDS:.0f} s before, is saved"
+        )
+
+    def _try_validation(self) -> None:
+        """Open what will be evaluated: what is wrong with it should not be found after hours of training."""
+        train = self.config.train
+        if not (train.eval_iters and train.eval_interval):
+            return
+        sets = list(validation_sets(self.config).values())
+        if has_valid(self.config.data):
+            sets.append(self.config)
+        for own in sets:
+            open_split(own, "valid", self.ranks).close()
+
+    def _upload_records(self) -> None:
+        if self.out:
+            self.out.upload()
 
     def evaluate(self) -> float:
         """Mean loss over eval_iters global batches of the valid split, always the same ones from its start."""
@@ -261,6 +311,7 @@ class Trainer:
             grads = [p.grad for p in self.model.wrapped[0].parameters() if p.grad is not None]
             torch._foreach_mul_(grads, self.ranks.size("dp-cp") / total)  # DDP has averaged sums
             norm = torch.nn.utils.clip_grad_norm_(self.model.wrapped[0].parameters(), limit)
+        self.checkpoints.before_change()
         optimizer.step()
         for model in self.model.wrapped:
             model.zero_grad()
@@ -274,19 +325,22 @@ class Trainer:
     def _totals(self, losses: Losses, ids: NDArray[np.int64]) -> dict[str, Any]:
         """Means over the global batch, by source too, and whether to stop: one small collective a step."""
         count = len(self.sources)
-        total = torch.zeros(3 + 2 * count, dtype=torch.float64)
-        total[0] = float(self._stop)
+        total = torch.zeros(4 + 2 * count, dtype=torch.float64)
+        total[0], total[3] = float(self._stop), float(self.checkpoints.failed)
         if self._contributes:
             loss, tokens = losses.loss.double().cpu(), losses.tokens.double().cpu()
             total[1:3] = torch.stack((loss.sum(), tokens.sum()))
             if count > 1:
                 located = self.loader.dataset.samples.locate(ids)
                 source = torch.from_numpy(located.dataset[located.row_splits[:-1]].astype("int64"))
-                total[3 : 3 + count].index_add_(0, source, loss)
-                total[3 + count :].index_add_(0, source, tokens)
+                total[4 : 4 + count].index_add_(0, source, loss)
+                total[4 + count :].index_add_(0, source, tokens)
         total = total.to(self.device)
         self.ranks.all_reduce(total, WORLD)
-        stop, loss_sum, token_sum, *by_source = total.tolist()
+        stop, loss_sum, token_sum, failed_saves, *by_source = total.tolist()
+        if failed_saves:  # known to all ranks now: none goes on into a collective that another one has left
+            self.checkpoints.wait()
+            raise StorageError("a checkpoint could not be written: another rank says why")
         sums, counts = by_source[:count], by_source[count:]
         sources = {name: s / n for name, s, n in zip(self.sources, sums, counts, strict=True) if n} if count > 1 else {}
         return {"stop": stop > 0, "loss": loss_sum / max(token_sum, 1.0), "sources": sources}

@@ -25,13 +25,17 @@ class MetricsLog:
     def write(self, record: dict[str, Any]) -> None:
         """One line, flushed: a killed run keeps every step that it finished."""
         with open(self._path, "a", encoding="utf-8") as file:
-            file.write(json.dumps(_finite(record)) + "\n")
+            file.write(json.dumps(finite(record)) + "\n")
         step, numbers = record["step"], scalars(record)
         if self._board is not None:
             for name, value in numbers.items():
                 self._board.add_scalar(name, value, step)
         if step % self._interval == 0 or step == self._total or any(name.startswith("valid_loss") for name in record):
             log.info("step %d/%d %s", step, self._total, " ".join(f"{name} {_short(value)}" for name, value in numbers.items()))
+
+    def has(self, step: int) -> bool:
+        """Whether a line of a step was written."""
+        return self._path.exists() and any(record.get("step") == step for record in read_metrics(self._path))
 
     def close(self) -> None:
         """Write out what TensorBoard has not written yet."""
@@ -67,10 +71,10 @@ def scalars(record: dict[str, Any]) -> dict[str, float]:
     return found
 
 
-def _finite(value: Any) -> Any:
+def finite(value: Any) -> Any:
     """The same with None for what JSON has no number for: an fp16 norm that overflowed, the loss of a run that diverged."""
     if isinstance(value, dict):
-        return {key: _finite(own) for key, own in value.items()}
+        return {key: finite(own) for key, own in value.items()}
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 

@@ -40,7 +40,7 @@ LOOKS = 10
 LAST_WORDS = 5.0
 """Seconds that flushing metrics may take before the process ends."""
 ENDED = "ended"
-PHASES = ("starting", "waiting for data", "computing", "reducing", "evaluating", "saving", ENDED)
+PHASES = ("starting", "waiting for data", "computing", "reducing", "saving", "evaluating", "ending", ENDED)
 """What a rank does, in the order of a step: one that is behind is what those before it wait for."""
 
 

@@ -1,0 +1,159 @@
+"""How the tensors of a checkpoint are written: by torch's writer, one file a rank, to disks and to object stores."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import IO, Any
+
+from torch.distributed.checkpoint.filesystem import FileSystemBase, FileSystemWriter
+from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
+from torch.distributed.checkpoint.storage import WriteResult
+from torch.futures import Future
+
+from streammega.storage import Store
+from streammega.train.checkpoint_files import Files
+from streammega.train.together import Together
+
+PIECE_BYTES = 8 << 20
+"""Of one write: small enough to see that something moves."""
+
+
+class _Stream(io.RawIOBase):
+    """A file being written, in pieces, each of which says that the save goes on."""
+
+    def __init__(self, write: Any, together: Together, file: IO[bytes] | None = None) -> None:
+        super().__init__()
+        self._write, self._together, self._file = write, together, file
+        self._at = 0
+
+    def writable(self) -> bool:
+        """Always."""
+        return True
+
+    def tell(self) -> int:
+        """Bytes written so far."""
+        return self._at
+
+    def fileno(self) -> int:
+        """Of a file on a disk, to be synced."""
+        if self._file is None:
+            raise io.UnsupportedOperation("fileno")
+        self._file.flush()
+        return self._file.fileno()
+
+    def write(self, data: Any) -> int:
+        """All of it."""
+        view = memoryview(data).cast("B")
+        for start in range(0, len(view), PIECE_BYTES):
+            self._write(view[start : start + PIECE_BYTES])
+            self._together.progress()
+        self._at += len(view)
+        return len(view)
+
+
+class _Disk(FileSystemBase):
+    """Files of a folder on a disk."""
+
+    def __init__(self, together: Together) -> None:
+        self._together = together
+
+    @contextmanager
+    def create_stream(self, path: Any, mode: str) -> Iterator[Any]:
+        """Open for writing."""
+        with open(path, mode) as file:
+            yield _Stream(file.write, self._together, file)
+
+    def concat_path(self, path: Any, suffix: str) -> Path:
+        """Of a file in a folder."""
+        return Path(path) / suffix
+
+    def init_path(self, path: Any) -> Path:
+        """Of the folder."""
+        return Path(path)
+
+    def rename(self, path: Any, new_path: Any) -> None:
+        """At once."""
+        Path(path).rename(new_path)
+
+    def mkdir(self, path: Any) -> None:
+        """With its parents, if it is not there: every rank does so, and so each node looks for it."""
+        Path(path).mkdir(parents=True, exist_ok=True)
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: Any) -> bool:
+        """Ours are always good."""
+        return True
+
+    def exists(self, path: Any) -> bool:
+        """Whether a file is there."""
+        return Path(path).exists()
+
+    def rm_file(self, path: Any) -> None:
+        """Remove it."""
+        Path(path).unlink()
+
+
+class _Objects(FileSystemBase):
+    """Objects of a store. Each appears whole, when all of it was written: so the metadata needs no name to be renamed from."""
+
+    def __init__(self, store: Store, together: Together) -> None:
+        self._store, self._together = store, together
+
+    @contextmanager
+    def create_stream(self, path: Any, mode: str) -> Iterator[Any]:
+        """Upload while it is written; what fails half-way leaves nothing."""
+        writer = self._store.open_writer(path)
+        try:
+            yield _Stream(writer.write, self._together)
+        except BaseException:
+            writer.abort()
+            raise
+        writer.commit()
+
+    def concat_path(self, path: Any, suffix: str) -> str:
+        """The key of an object."""
+        return f"{path}/{suffix.removesuffix('.tmp')}"
+
+    def init_path(self, path: Any) -> str:
+        """As it is."""
+        return str(path)
+
+    def rename(self, path: Any, new_path: Any) -> None:
+        """It has its final name."""
+
+    def mkdir(self, path: Any) -> None:
+        """There are no folders."""
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: Any) -> bool:
+        """Ours are always good."""
+        return True
+
+    def exists(self, path: Any) -> bool:
+        """Never: every save writes to a folder of its own."""
+        return False
+
+    def rm_file(self, path: Any) -> None:
+        """Nothing is there."""
+
+
+class Writer(FileSystemWriter):
+    """torch's writer of one file a rank, to a disk or a store.
+
+    Args:
+        files: where to; `on_disk`: its keys are paths, whose files are synced.
+    """
+
+    def __init__(self, files: Files, together: Together, *, on_disk: bool) -> None:
+        # Nothing is copied ahead: values are on the host, and torch would make a context on the first GPU for it.
+        super().__init__(files.prefix, sync_files=on_disk, per_thread_copy_ahead=0)
+        self.fs: Any = _Disk(together) if on_disk else _Objects(files.store, together)
+        self.path = self.fs.init_path(files.prefix)
+        self._together = together
+
+    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
+        """This rank's file; returns when those of all ranks are written."""
+        return self._together.work(lambda: super(Writer, self).write_data(plan, planner), watched=True)

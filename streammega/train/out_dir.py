@@ -1,0 +1,85 @@
+"""Where a run's records go: a folder; or, for a URL, a folder of this machine whose files are copied there as they grow."""
+
+from __future__ import annotations
+
+import logging
+import shutil
+import tempfile
+import threading
+from pathlib import Path
+
+from streammega.config import StorageConfig
+from streammega.errors import ObjectNotFoundError, StorageError
+from streammega.storage import Store, open_store
+from streammega.storage.urls import is_remote
+
+log = logging.getLogger(__name__)
+
+EVERY_SECONDS = 30.0
+"""Between two copies: objects cannot be appended to, so each is written anew."""
+NAMES = ("metrics.jsonl",)
+"""What a resumed run goes on writing."""
+
+
+class OutDir:
+    """`folder` is where the first rank writes; `upload` copies what changed to the URL, as does a thread now and then."""
+
+    def __init__(self, out_dir: str, storage: StorageConfig) -> None:
+        store, self._key = open_store(out_dir, storage)
+        self._store: Store | None = store if is_remote(out_dir) else None
+        self._sent: dict[str, tuple[int, int]] = {}
+        self._lock = threading.Lock()
+        self._ended = threading.Event()
+        if self._store is None:
+            self.folder = Path(self._key)
+            return
+        self.folder = Path(tempfile.mkdtemp(prefix="streammega-run-"))
+        for name in NAMES:
+            self._fetch(self._store, name)
+        threading.Thread(target=self._run, name="streammega-records", daemon=True).start()
+
+    def upload(self) -> None:
+        """Copy what has changed. Raises StorageError."""
+        if self._store is None:
+            return
+        with self._lock:
+            for path in sorted(path for path in self.folder.rglob("*") if path.is_file()):
+                name = path.relative_to(self.folder).as_posix()
+                stat = path.stat()
+                state = (stat.st_size, stat.st_mtime_ns)
+                if self._sent.get(name) != state:
+                    self._send(self._store, name, path)
+                    self._sent[name] = state
+
+    def close(self) -> None:
+        """Copy the rest, and remove the folder of this machine."""
+        self._ended.set()
+        if self._store is not None and self.folder.is_dir():
+            self.upload()
+            shutil.rmtree(self.folder, ignore_errors=True)
+
+    def _run(self) -> None:
+        while not self._ended.wait(EVERY_SECONDS):
+            try:
+                self.upload()
+            except (StorageError, OSError) as error:
+                log.warning("metrics cannot be copied: %s", error)
+
+    def _fetch(self, store: Store, name: str) -> None:
+        key = f"{self._key}/{name}"
+        try:
+            size = store.info(key).size
+        except ObjectNotFoundError:
+            return
+        (self.folder / name).write_bytes(bytes(store.read_ranges(key, [0], [size])[0]) if size else b"")
+
+    def _send(self, store: Store, name: str, path: Path) -> None:
+        writer = store.open_writer(f"{self._key}/{name}")
+        try:
+            with open(path, "rb") as file:
+                while data := file.read(8 << 20):
+                    writer.write(data)
+            writer.commit()
+        except BaseException:
+            writer.abort()
+            raise
