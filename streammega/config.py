@@ -63,6 +63,9 @@ class StorageConfig:
     give_up_after: float = 600.0
     """Seconds for which a request that fails for a passing reason (503, 429, refused, reset, no answer, name not found) is
     tried again, with pauses that grow to 10 seconds, before its error is raised. Other errors are raised at once."""
+    first_answer_within: float = 30.0
+    """Seconds after which an endpoint that has never answered this process is given up, if that is less than `give_up_after`: a
+    mistyped name is no outage. Any answer counts, of any bucket of the endpoint; spawned workers know of their parent's."""
     retries: int | None = None
     """Times a failed request is tried again at most; None: as often as `give_up_after` allows."""
     hedge: bool = True
@@ -77,7 +80,7 @@ class StorageConfig:
             value = getattr(self, name)
             if value is not None and value < least:
                 raise ConfigError(f"{name} is {value}; it must be at least {least}")
-        for name in ("timeout", "stall_timeout", "give_up_after"):
+        for name in ("timeout", "stall_timeout", "give_up_after", "first_answer_within"):
             if not getattr(self, name) > 0:
                 raise ConfigError(f"{name} is {getattr(self, name)}; it must be a positive number of seconds")
         if self.cache_dir:

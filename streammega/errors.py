@@ -55,11 +55,12 @@ class ConfigError(StreammegaError, ValueError):
 class StorageError(StreammegaError):
     """Bytes could not be read from, or written to, where they live.
 
-    `transient`: trying again may help. `throttled`: the endpoint asked for fewer requests.
+    `transient`: trying again may help. `throttled`: the endpoint asked for fewer requests. `silent`: no server answered.
     """
 
     transient = False
     throttled = False
+    silent = False
 
 
 class ObjectNotFoundError(StorageError, FileNotFoundError):

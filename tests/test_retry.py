@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import pickle
 import signal
 import socket
 import subprocess
@@ -29,10 +30,11 @@ from streammega.errors import (
     ShortReadError,
     StorageError,
 )
-from streammega.storage import failures, open_store, retry, threads
+from streammega.storage import endpoints, failures, open_store, retry, threads
 from streammega.storage.base import Bytes, Span
+from streammega.storage.endpoints import Endpoint
 from streammega.storage.fetcher import Fetcher, Holding, Read
-from streammega.storage.retry import LONGEST_PAUSE, SHORT_READS, RetryPolicy, tries_within
+from streammega.storage.retry import LONGEST_PAUSE, SHORT_READS, RetryPolicy
 from tests.servers import KEY, SECRET, HttpObjects, http_server
 
 
@@ -114,7 +116,6 @@ def test_pauses_grow_to_their_cap_with_jitter_and_never_overflow() -> None:
     assert 0.2 <= min(seen[3]) < max(seen[3]) <= 0.4
     for attempt in (8, 10_000):
         assert LONGEST_PAUSE / 2 <= min(seen[attempt]) < max(seen[attempt]) <= LONGEST_PAUSE
-    assert 60 <= tries_within(600) <= 80
 
 
 def test_waiting_is_said_now_and_then_with_the_object_and_the_end(clock: Clock, caplog: pytest.LogCaptureFixture) -> None:
@@ -128,6 +129,116 @@ def test_waiting_is_said_now_and_then_with_the_object_and_the_end(clock: Clock, 
     with caplog.at_level(logging.WARNING):
         policy.call(failing(EndpointError("x"), clock, until=clock.now + 1))
     assert not caplog.records, "what a second mends is not said"
+
+
+def silent(clock: Clock, until: float = float("inf")) -> Callable[[], str]:
+    def attempt() -> str:
+        if clock.now >= until:
+            return "answer"
+        raise failures.no_answer("s3://bucket/key", "refused")
+
+    return attempt
+
+
+def test_an_endpoint_that_never_answered_is_given_up_soon_and_one_that_did_is_waited_for(
+    clock: Clock, caplog: pytest.LogCaptureFixture
+) -> None:
+    policy = RetryPolicy.of(StorageConfig(), Endpoint())
+    with pytest.raises(EndpointError, match="this endpoint never answered"):
+        policy.call(silent(clock))
+    assert 30 - LONGEST_PAUSE <= clock.now <= 30
+    assert "given up after 30 s (first_answer_within)" in caplog.text
+
+    policy = RetryPolicy.of(StorageConfig(), Endpoint())
+    with pytest.raises(ObjectNotFoundError):
+        policy.call(failing(ObjectNotFoundError("none"), clock))  # an answer, too
+    assert policy.call(silent(clock, until=clock.now + 500)) == "answer"
+
+    policy = RetryPolicy.of(StorageConfig(), Endpoint())
+    assert policy.call(failing(EndpointError("503"), clock, until=clock.now + 500)) == "answer"
+    assert RetryPolicy.of(StorageConfig()).call(silent(clock, until=clock.now + 500)) == "answer", "of what was opened before"
+
+
+def test_the_shorter_of_both_deadlines_holds(clock: Clock) -> None:
+    for config, seconds in ((StorageConfig(give_up_after=5), 5), (StorageConfig(first_answer_within=60), 60)):
+        began = clock.now
+        with pytest.raises(EndpointError) as caught:
+            RetryPolicy.of(config, Endpoint()).call(silent(clock))
+        assert seconds / 2 < clock.now - began <= seconds
+        assert ("never answered" in str(caught.value)) == (seconds == 60)
+    with pytest.raises(ConfigError, match="first_answer_within is 0"):
+        StorageConfig(first_answer_within=0)
+
+
+def refused_port() -> str:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return f"http://127.0.0.1:{probe.getsockname()[1]}"
+
+
+def upload(store: Any, key: str) -> None:
+    writer = store.open_writer(key)
+    try:
+        writer.write(b"abc")
+        writer.commit()
+    except BaseException:
+        writer.abort()
+        raise
+
+
+ASK: dict[str, Callable[[Any, str], Any]] = {
+    "info": lambda store, key: store.info(key),
+    "read": lambda store, key: store.read_ranges(key, [0], [4]),
+    "list": lambda store, key: store.list(key),
+    "write": upload,
+    "delete": lambda store, key: store.delete(key),
+}
+
+
+@pytest.mark.parametrize("transport", ["obstore", "fsspec"])
+@pytest.mark.parametrize("endpoint", ["refused", "http://no-such-endpoint.invalid:9000"])
+def test_whatever_is_asked_of_an_endpoint_that_is_not_there_ends_soon(transport: Any, endpoint: str) -> None:
+    config = StorageConfig(
+        transport=transport,
+        first_answer_within=0.5,
+        storage_options={"key": KEY, "secret": SECRET, "endpoint_url": refused_port() if endpoint == "refused" else endpoint},
+    )
+    store, key = open_store("s3://bucket/key", config)
+    for what, ask in ASK.items():
+        began = time.monotonic()
+        with pytest.raises(EndpointError, match=r"bucket/key.*this endpoint never answered"):
+            ask(store, key)
+        assert time.monotonic() - began < 10, what
+
+
+@pytest.mark.parametrize("transport", ["obstore", "fsspec"])
+def test_an_outage_after_an_answer_is_waited_for_in_other_buckets_and_processes_too(
+    transport: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    objects = {"/bucket/key": b"abcdef", "/other/key": b"abcdef"}
+    with http_server(objects) as server:
+        config = StorageConfig(transport=transport, first_answer_within=0.2, give_up_after=2.5, storage_options=options(server))
+        store, key = open_store("s3://bucket/key", config)
+        store.info(key)
+    other, other_key = open_store("s3://other/key", replace(config, max_requests=7))  # has no connection that is still open
+    there = pickle.dumps(store)
+    monkeypatch.setattr(endpoints, "_endpoints", {})  # as a process has it that was spawned
+    for kept, key in ((pickle.loads(there), key), (other, other_key)):
+        with pytest.raises(EndpointError, match="given up after") as caught:
+            kept.read_ranges(key, [0], [4])
+        assert "never answered" not in str(caught.value)
+
+
+def test_an_upload_by_obstore_waits_for_an_outage_as_long_as_all_else() -> None:
+    with http_server({"/bucket/key": b"abcdef"}) as server:
+        config = StorageConfig(give_up_after=5, storage_options=options(server))
+        store, key = open_store("s3://bucket/key", config)
+        store.info(key)
+        server.status = 503
+        began = time.monotonic()
+        with pytest.raises(EndpointError):
+            upload(store, key)
+        assert time.monotonic() - began > 3
 
 
 @contextmanager

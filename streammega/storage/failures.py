@@ -63,8 +63,15 @@ def denied(url: str, reason: str) -> AccessDeniedError:
     return AccessDeniedError(f"{url}: access denied; check the credentials, their rights and the bucket ({reason})")
 
 
+def no_answer(url: str, reason: str) -> EndpointError:
+    """Refused, reset, not found by its name, or silent: the network or the server may be well again in a while."""
+    error = unreachable(url, reason)
+    error.silent = True
+    return error
+
+
 def unreachable(url: str, reason: str) -> EndpointError:
-    """No answer, or one that says that the server failed: it may be well again in a while."""
+    """An answer that says that the server failed: it may be well again in a while."""
     return EndpointError(f"{url}: the endpoint did not answer; check endpoint_url, the network and DNS ({reason})")
 
 

@@ -28,6 +28,7 @@ from streammega.errors import (
 from streammega.redaction import redact
 from streammega.storage.base import Buffer, Bytes, ObjectInfo, Span, ended_early, fill, listed_etag, throttled
 from streammega.storage.descriptors import blame_limit, blame_limit_of_connection
+from streammega.storage.endpoints import endpoint_of
 from streammega.storage.failures import (
     NO_BUCKET,
     NO_CREDENTIALS,
@@ -36,6 +37,7 @@ from streammega.storage.failures import (
     is_of_network,
     missing,
     missing_bucket,
+    no_answer,
     status_of,
     unreachable,
 )
@@ -58,17 +60,18 @@ class FsspecStore:
         self._config = config
         self._lock = threading.Lock()
         self._opened: tuple[int, Any, Pool] | None = None
-        self._policy = RetryPolicy.of(config)
+        self._policy = RetryPolicy.of(config, endpoint_of(scheme, "", config.storage_options))
         self._checked: dict[tuple[str, str], float] = {}
 
     def __repr__(self) -> str:
         return f"FsspecStore({self.scheme}://)"
 
     def __getstate__(self) -> dict[str, Any]:
-        return {"scheme": self.scheme, "config": self._config}
+        return {"scheme": self.scheme, "config": self._config, "answered": self._policy.has_answered}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__init__(state["scheme"], state["config"])  # type: ignore[misc]
+        self._policy.inherit(state["answered"])
 
     def url(self, key: str) -> str:
         """The full URL of a key, without credentials."""
@@ -243,8 +246,10 @@ class FsspecStore:
         limit = blame_limit_of_connection(error) if broken else blame_limit(error)
         if limit:
             return EndpointError(f"{url}: {limit}")  # may be tried again: other connections end
-        if broken or "InternalError" in text or "(500)" in text:
+        if "InternalError" in text or "(500)" in text:
             return unreachable(url, text)
+        if broken:
+            return no_answer(url, text)
         return StorageError(f"{url}: {text}")
 
 

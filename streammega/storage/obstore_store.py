@@ -29,11 +29,12 @@ from streammega.redaction import redact
 from streammega.storage.base import Buffer, Bytes, ObjectInfo, ObjectWriter, Span, fill, listed_etag, wrong_length
 from streammega.storage.clouds import cloud_arguments
 from streammega.storage.descriptors import blame_limit, blame_limit_of_connection
-from streammega.storage.failures import denied, failure_of_status, missing, unreachable
+from streammega.storage.endpoints import endpoint_of
+from streammega.storage.failures import denied, failure_of_status, missing, no_answer
 from streammega.storage.fsspec_store import FsspecStore
 from streammega.storage.options import client_options, s3_arguments
 from streammega.storage.parts import MOST_PARTS
-from streammega.storage.retry import FIRST_PAUSE, LONGEST_PAUSE, TRY_ONCE, RetryPolicy, tries_within
+from streammega.storage.retry import FIRST_PAUSE, LONGEST_PAUSE, TRY_ONCE, RetryPolicy
 from streammega.storage.threads import Pool
 from streammega.storage.versions import check_version, version_like, version_of
 
@@ -46,6 +47,8 @@ STREAMED_READ = 2 << 20
 """Bodies above this size are copied as they come."""
 ABORT_WITHIN = 5.0
 """Seconds that an abort waits for the server; parts that it leaves there are for the bucket's lifecycle rules."""
+MOST_RETRIES = 1_000_000
+"""More than any deadline has room for: obstore counts tries as well, and may pause shortly each time."""
 FORKED = "this process was forked after obstore had been used, which obstore does not survive"
 
 
@@ -77,7 +80,7 @@ class ObstoreStore:
         self._config = config
         self._lock = threading.Lock()
         self._opened: tuple[int, Any, Pool] | None = None
-        self._policy = RetryPolicy.of(config)
+        self._policy = RetryPolicy.of(config, endpoint_of(scheme, root, config.storage_options))
         self._urls: dict[str, str] = {}
         self._fallback: FsspecStore | None = None
         self._bucket_seen = False
@@ -86,10 +89,12 @@ class ObstoreStore:
         return f"ObstoreStore({self.url('')})"
 
     def __getstate__(self) -> dict[str, Any]:
-        return {"scheme": self.scheme, "root": self.root, "config": self._config}
+        answered = self._policy.has_answered
+        return {"scheme": self.scheme, "root": self.root, "config": self._config, "answered": answered}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__init__(state["scheme"], state["root"], state["config"])  # type: ignore[misc]
+        self._policy.inherit(state["answered"])
 
     def url(self, key: str) -> str:
         """The full URL of a key, without credentials."""
@@ -223,10 +228,20 @@ class ObstoreStore:
         """A multipart upload that is completed by `commit`, aborted by `abort`."""
         if (instead := self._after_fork()) is not None:
             return instead.open_writer(self._full(key))
+        if not self._policy.has_answered:
+            self._knock(key)
         _, pool = self._client()
         client = self._open(self._policy)  # parts of an upload are tried again by obstore itself
         wrap = lambda error: self._error(key, error)  # noqa: E731
         return ObstoreWriter(client, key, self.url(key), wrap, pool, self._config.upload_part_bytes)
+
+    def _knock(self, key: str) -> None:
+        """Raise if no server is there. A client that writes has one deadline for good, which is that of a server that answers."""
+        try:
+            self.info(key)
+        except StorageError as error:
+            if error.silent:
+                raise
 
     def delete(self, key: str) -> None:
         """Delete an object if it is there."""
@@ -296,18 +311,18 @@ class ObstoreStore:
         limit = blame_limit_of_connection(error) if network else blame_limit(error)
         if limit:
             return EndpointError(f"{url}: {limit}")  # may be tried again: other connections end
-        return unreachable(url, text) if network else StorageError(f"{url}: {text}")
+        return no_answer(url, text) if network else StorageError(f"{url}: {text}")
 
 
 def _retry_config(policy: RetryPolicy) -> Any:
     """A policy as obstore takes it."""
     return {
-        "max_retries": tries_within(policy.deadline) if policy.retries is None else policy.retries,
+        "max_retries": MOST_RETRIES if policy.retries is None else policy.retries,
         "retry_timeout": timedelta(seconds=policy.deadline),
         "backoff": {
             "init_backoff": timedelta(seconds=FIRST_PAUSE),
             "max_backoff": timedelta(seconds=LONGEST_PAUSE),
-            "base": 2,
+            "base": 4,  # a pause is drawn from the first one to so many times the last: by 2 they would hardly grow
         },
     }
 

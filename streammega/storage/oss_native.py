@@ -18,7 +18,7 @@ from streammega.errors import (
 )
 from streammega.redaction import redact
 from streammega.storage.base import Bytes, ObjectInfo, Span, ended_early, wrong_length
-from streammega.storage.failures import failure_of_status, unreachable
+from streammega.storage.failures import failure_of_status, no_answer
 from streammega.storage.fsspec_store import FsspecStore
 from streammega.storage.oss import INSTALL, check_options, oss_endpoint
 from streammega.storage.oss_credentials import OssCredentials
@@ -182,7 +182,7 @@ class OssNativeStore(FsspecStore):
             return failure_of_status(url, status, text)
         # -2: oss2's own, for requests that got no answer. OSError: requests' errors in the middle of a body.
         if status == -2 or isinstance(error, OSError):
-            return unreachable(url, text)
+            return no_answer(url, text)
         return StorageError(f"{url}: {text}")
 
 

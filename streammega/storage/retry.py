@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import random
 import threading
 import time
@@ -12,6 +13,7 @@ from typing import TypeVar
 
 from streammega.config import StorageConfig
 from streammega.errors import ShortReadError, StorageError
+from streammega.storage.endpoints import Endpoint
 from streammega.storage.threads import pause as interruptible_pause
 
 log = logging.getLogger(__name__)
@@ -32,16 +34,34 @@ SAY_EVERY = 30.0
 class RetryPolicy:
     """Capped exponential backoff with jitter, until something has failed for `deadline` seconds.
 
-    `retries`: at most so many times, whatever the deadline; None: the deadline alone counts.
+    `retries`: at most so many times, whatever the deadline; None: the deadline alone counts. `endpoint`: whose answers are
+    noted; what fails for want of one, before there was any, is given up after `first_answer` seconds. None: it has answered.
     """
 
     deadline: float
     retries: int | None = None
+    endpoint: Endpoint | None = None
+    first_answer: float = math.inf
 
     @classmethod
-    def of(cls, config: StorageConfig) -> RetryPolicy:
+    def of(cls, config: StorageConfig, endpoint: Endpoint | None = None) -> RetryPolicy:
         """The policy that a config asks for."""
-        return cls(retries=config.retries, deadline=config.give_up_after)
+        return cls(
+            retries=config.retries,
+            deadline=config.give_up_after,
+            endpoint=endpoint,
+            first_answer=config.first_answer_within if endpoint else math.inf,
+        )
+
+    @property
+    def has_answered(self) -> bool:
+        """Whether the endpoint ever did."""
+        return self.endpoint is None or self.endpoint.answered
+
+    def inherit(self, answered: bool) -> None:
+        """Take over what another process knew of the endpoint."""
+        if answered:
+            self._note_answer()
 
     def pause(self, error: BaseException, attempt: int, elapsed: float) -> float | None:
         """Seconds to wait before trying again after the `attempt`-th failure (from 1), or None: give up.
@@ -53,7 +73,14 @@ class RetryPolicy:
             return None
         longest = longest_pause(attempt)
         pause = random.uniform(longest / 2, longest)  # so that ranks that failed together do not return together
-        return pause if elapsed + pause < self.deadline else None
+        return pause if elapsed + pause < self._deadline_of(error) else None
+
+    def _deadline_of(self, error: StorageError) -> float:
+        return min(self.deadline, self.first_answer) if self._unheard(error) else self.deadline
+
+    def _unheard(self, error: StorageError) -> bool:
+        """Whether this is one more sign that nothing is there."""
+        return error.silent and self.endpoint is not None and not self.endpoint.answered
 
     def _most(self, error: StorageError) -> float:
         if self.retries is not None:
@@ -68,20 +95,36 @@ class RetryPolicy:
         began, failures = time.monotonic(), 0
         while True:
             try:
-                return attempt()
+                result = attempt()
+                self._note_answer()
+                return result
             except StorageError as error:
+                if not error.silent:
+                    self._note_answer()
                 failures += 1
                 elapsed = time.monotonic() - began
                 pause = self.pause(error, failures, elapsed)
                 if pause is None:
-                    raise given_up(error, failures, elapsed) from None
+                    raise self._ended(error, failures, elapsed) from None
                 self.say(error, elapsed)
             interruptible_pause(pause, stop)
 
-    def say(self, error: BaseException, elapsed: float) -> None:
+    def _note_answer(self) -> None:
+        if self.endpoint is not None:
+            self.endpoint.answered = True
+
+    def _ended(self, error: StorageError, failures: int, elapsed: float) -> StorageError:
+        error = given_up(error, failures, elapsed)
+        if self._unheard(error) and self.first_answer < self.deadline and error.args:
+            error.args = (f"{error.args[0]}; this endpoint never answered (first_answer_within)", *error.args[1:])
+        return error
+
+    def say(self, error: StorageError, elapsed: float) -> None:
         """A warning that something is waited for, now and then: what, since when, until when, and why."""
         if elapsed >= SAY_AFTER and _outages.may_speak(time.monotonic()):
-            until = f"given up after {self.deadline:.0f} s (give_up_after)"
+            deadline = self._deadline_of(error)
+            setting = "give_up_after" if deadline == self.deadline else "first_answer_within"
+            until = f"given up after {deadline:.0f} s ({setting})"
             if self.retries is not None:
                 until += f" or {self.retries} retries"
             log.warning("storage has failed for %.0f s and is tried again; %s: %s", elapsed, until, error)
@@ -114,15 +157,6 @@ def longest_pause(attempt: int) -> float:
     """Seconds of the longest pause after the `attempt`-th failure (from 1)."""
     doublings = min(attempt - 1, 16)  # far past the cap, far below an overflow
     return min(LONGEST_PAUSE, FIRST_PAUSE * 2.0**doublings)
-
-
-def tries_within(seconds: float) -> int:
-    """How many pauses fit: for clients that count tries and know no deadline."""
-    tries, waited = 0, 0.0
-    while waited < seconds:
-        tries += 1
-        waited += longest_pause(tries)
-    return tries
 
 
 def given_up(error: StorageError, failures: int, elapsed: float) -> StorageError:
