@@ -223,9 +223,10 @@ def test_an_outage_after_an_answer_is_waited_for_in_other_buckets_and_processes_
     other, other_key = open_store("s3://other/key", replace(config, max_requests=7))  # has no connection that is still open
     there = pickle.dumps(store)
     monkeypatch.setattr(endpoints, "_endpoints", {})  # as a process has it that was spawned
-    for kept, key in ((pickle.loads(there), key), (other, other_key)):
+    spawned = pickle.loads(there)  # noqa: S301 - of our own making
+    for kept, kept_key in ((spawned, key), (other, other_key)):
         with pytest.raises(EndpointError, match="given up after") as caught:
-            kept.read_ranges(key, [0], [4])
+            kept.read_ranges(kept_key, [0], [4])
         assert "never answered" not in str(caught.value)
 
 

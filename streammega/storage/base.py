@@ -9,7 +9,7 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from streammega.errors import EndpointError, ShortReadError
+from streammega.errors import ConfigError, EndpointError, ShortReadError
 from streammega.kernels.plan import copy_bytes
 
 Buffer = memoryview
@@ -83,6 +83,12 @@ class Store(Protocol):
 
     def delete(self, key: str) -> None:
         """Remove an object; one that is not there is no error."""
+
+
+def check_object_key(url: str, key: str) -> None:
+    """Raise ConfigError for a key that ends in a slash, which clients leave out of some requests and send with others."""
+    if key.endswith("/"):
+        raise ConfigError(f"{url}: what ends in a slash is a folder and no object; leave the slash out if it is one")
 
 
 def checked(url: str, start: int, stop: int, data: Buffer) -> Buffer:

@@ -26,7 +26,7 @@ from streammega.errors import (
     StreammegaError,
 )
 from streammega.redaction import redact
-from streammega.storage.base import Buffer, Bytes, ObjectInfo, Span, ended_early, fill, listed_etag, throttled
+from streammega.storage.base import Buffer, Bytes, ObjectInfo, Span, check_object_key, ended_early, fill, listed_etag, throttled
 from streammega.storage.descriptors import blame_limit, blame_limit_of_connection
 from streammega.storage.endpoints import endpoint_of
 from streammega.storage.failures import (
@@ -80,6 +80,7 @@ class FsspecStore:
 
     def info(self, key: str) -> ObjectInfo:
         """Size and ETag (or the driver's own checksum of its listing)."""
+        self._check_object_key(key)
         fs, pool = self._filesystem()
 
         def head() -> ObjectInfo:
@@ -114,6 +115,7 @@ class FsspecStore:
 
     def read_into(self, key: str, spans: Sequence[Span], outs: Sequence[Bytes], etag: str = "") -> None:
         """One request each; drivers other than s3fs do not tell the ETag of a body, so the object's is asked for now and then."""
+        self._check_object_key(key)
         fs, _ = self._filesystem()
         url = self.url(key)
         try:
@@ -162,6 +164,7 @@ class FsspecStore:
 
     def open_writer(self, key: str) -> FsspecWriter | RenamingWriter:
         """A writer that shows nothing under `key` before it commits."""
+        self._check_object_key(key)
         fs = self._open()
         try:
             if self.scheme == "s3":
@@ -184,11 +187,16 @@ class FsspecStore:
 
     def delete(self, key: str) -> None:
         """Delete an object if it is there."""
+        self._check_object_key(key)
         fs, _ = self._filesystem()
         try:
             self._trying_again(key, fs.rm_file)(key)
         except ObjectNotFoundError:
             pass
+
+    def _check_object_key(self, key: str) -> None:
+        if self.scheme == "s3":  # other drivers may send keys as they are
+            check_object_key(self.url(key), key)
 
     def _filesystem(self) -> tuple[Any, Pool]:
         with self._lock:

@@ -8,6 +8,7 @@ import os
 import queue
 import re
 import threading
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from datetime import timedelta
@@ -22,11 +23,22 @@ from streammega.config import StorageConfig
 from streammega.errors import (
     ConfigError,
     EndpointError,
+    ObjectNotFoundError,
     StorageError,
     StreammegaError,
 )
 from streammega.redaction import redact
-from streammega.storage.base import Buffer, Bytes, ObjectInfo, ObjectWriter, Span, fill, listed_etag, wrong_length
+from streammega.storage.base import (
+    Buffer,
+    Bytes,
+    ObjectInfo,
+    ObjectWriter,
+    Span,
+    check_object_key,
+    fill,
+    listed_etag,
+    wrong_length,
+)
 from streammega.storage.clouds import cloud_arguments
 from streammega.storage.descriptors import blame_limit, blame_limit_of_connection
 from streammega.storage.endpoints import endpoint_of
@@ -104,6 +116,7 @@ class ObstoreStore:
 
     def info(self, key: str) -> ObjectInfo:
         """One HEAD request."""
+        check_object_key(self.url(key), key)
         if (instead := self._after_fork()) is not None:
             return replace(instead.info(self._full(key)), key=key)
         client, pool = self._client()
@@ -150,6 +163,7 @@ class ObstoreStore:
 
     def read_into(self, key: str, spans: Sequence[Span], outs: Sequence[Bytes], etag: str = "") -> None:
         """One GET each: all but the last by one concurrent call; the last one's answer then tells the ETag, after the others."""
+        check_object_key(self.url(key), key)
         instead = self._after_fork() or self._fallback
         if instead is not None:
             return instead.read_into(self._full(key), spans, outs, etag)
@@ -222,10 +236,32 @@ class ObstoreStore:
             for item in pages
             if item["path"].startswith(prefix)
         ]
-        return sorted(found, key=lambda item: item.key)
+        return sorted(self._as_stored(found) if recursive else found, key=lambda item: item.key)
+
+    def _as_stored(self, listed: Sequence[ObjectInfo]) -> list[ObjectInfo]:
+        """Without what only looks like an object: obstore takes slashes off the ends of keys, those of folders' markers too.
+
+        What is empty may be a marker, and what is there twice is one of both: these are asked for.
+        """
+        found = {item.key: item for item in listed}
+        seen = Counter(item.key for item in listed)
+        doubtful = [item.key for item in found.values() if not item.size or seen[item.key] > 1]
+        for key, there in zip(doubtful, self._client()[1].map(self._info_or_none, doubtful), strict=True):
+            if there is None:
+                del found[key]
+            else:
+                found[key] = there
+        return list(found.values())
+
+    def _info_or_none(self, key: str) -> ObjectInfo | None:
+        try:
+            return self.info(key)
+        except ObjectNotFoundError:
+            return None
 
     def open_writer(self, key: str) -> ObjectWriter:
         """A multipart upload that is completed by `commit`, aborted by `abort`."""
+        check_object_key(self.url(key), key)
         if (instead := self._after_fork()) is not None:
             return instead.open_writer(self._full(key))
         if not self._policy.has_answered:
@@ -245,6 +281,7 @@ class ObstoreStore:
 
     def delete(self, key: str) -> None:
         """Delete an object if it is there."""
+        check_object_key(self.url(key), key)
         if (instead := self._after_fork()) is not None:
             return instead.delete(self._full(key))
         client, pool = self._client()
@@ -305,6 +342,10 @@ class ObstoreStore:
             )
         if isinstance(error, FileNotFoundError):
             return missing(url)
+        if "invalid path" in text:
+            return StorageError(
+                f"{url}: obstore cannot list this; set transport='fsspec', or name the objects otherwise ({text})"
+            )
         if isinstance(error, (obstore.exceptions.PermissionDeniedError, obstore.exceptions.UnauthenticatedError)):
             return denied(url, text)
         network = any(sign in str(error) for sign in _NETWORK)

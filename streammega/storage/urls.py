@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import importlib
 import os
+import re
 import threading
 import weakref
 from collections.abc import Callable
@@ -30,6 +31,7 @@ _lock = threading.Lock()
 _registered: dict[str, Callable[[], Store]] = {}
 _BUILT_IN = {"mock": "streammega.index.mock"}
 """Modules above this layer that register a scheme of ours when they are imported: imported when it is first asked for."""
+_CONTROL = re.compile(r"[\x00-\x1f\x7f]")
 OBSTORE_SCHEMES = frozenset({"s3", "s3a", "gs", "gcs", "az", "oss", "http", "https"})
 
 
@@ -69,6 +71,8 @@ def open_store(url: str, config: StorageConfig) -> tuple[Store, str]:
         return store, url if scheme in ("http", "https") else rest
     if scheme not in OBSTORE_SCHEMES:
         raise ConfigError(f"{url}: transport 'obstore' serves s3, oss, gs, az and http; use 'auto' or 'fsspec' for {scheme}://")
+    if scheme in ("http", "https"):
+        key = unquote(key)  # which obstore quotes again
     _check_key(url, key)
     return _shared(OssStore if scheme == "oss" else ObstoreStore, scheme, root, config), key
 
@@ -76,10 +80,10 @@ def open_store(url: str, config: StorageConfig) -> tuple[Store, str]:
 def _check_key(url: str, key: str) -> None:
     """obstore takes keys for paths: it refuses empty and dotted segments, or reads the key without them."""
     inner = key.removesuffix("/").split("/") if key else []  # a folder's name ends in one
-    if any(part in ("", ".", "..") for part in inner):
+    if any(part in ("", ".", "..") for part in inner) or _CONTROL.search(key):
         raise ConfigError(
-            f"{url}: obstore serves no keys with empty segments or those of dots ('//', '/./'); write the key "
-            f"without them, or set transport='fsspec' if the object is really named so"
+            f"{url}: obstore serves no keys with empty segments, those of dots, or control characters ('//', '/./'); write "
+            f"the key without them, or set transport='fsspec' if the object is really named so"
         )
 
 
