@@ -26,6 +26,7 @@ from streammega.errors import StorageError
 from streammega.samples.fetch import TokenFile
 from streammega.storage import page_cache
 from streammega.storage.base import Bytes
+from streammega.storage.cache import layout
 from streammega.storage.cached_store import CachedStore
 from streammega.storage.fetcher import Fetcher, Holding, Read
 from streammega.storage.page_cache import PAGE_BYTES, CachedObject, PageCache
@@ -50,6 +51,19 @@ def read(cached: CachedObject, start: int = 0, stop: int | None = None, source: 
     cached.read(start, stop, out, source)
     np.testing.assert_array_equal(out, source.data[start:stop])
     return source.fetched - before
+
+
+def test_the_checksums_of_a_new_chunk_have_their_place_on_the_disk(tmp_path: Path) -> None:
+    """On a full tmpfs, to read a hole of a mapped file would end the process."""
+    for size in (1, 3000, PAGE_BYTES, 600 * PAGE_BYTES - 5):
+        path = tmp_path / f"{size}.data"
+        layout.make_chunk(path, layout.file_bytes(size))
+        with open(path, "rb") as file:
+            at = layout.table_at(size)
+            assert os.lseek(file.fileno(), at, os.SEEK_DATA) == at
+            if layout.file_bytes(size) - at > 4096:
+                assert os.lseek(file.fileno(), at, os.SEEK_HOLE) == layout.file_bytes(size)
+            assert not any(path.read_bytes())
 
 
 @contextlib.contextmanager

@@ -16,6 +16,7 @@ gives it. Nothing is believed but what fits a size that is known beforehand, and
 from __future__ import annotations
 
 import contextlib
+import errno
 import hashlib
 import json
 import os
@@ -118,11 +119,17 @@ def describe(folder: Path, about: dict[str, Any]) -> None:
 
 
 def make_chunk(path: Path, size: int) -> None:
-    """A chunk's file of `size` bytes without any page, in place of what is there. Raises OSError."""
+    """A chunk's file of `size` bytes without any page, in place of what is there. Raises OSError.
+
+    Its table is no hole: on a full tmpfs, whoever reads a hole that is mapped is killed (SIGBUS), as that takes a page.
+    """
     temporary = path.with_suffix(".partial")
     descriptor = make(temporary)
     try:
         os.ftruncate(descriptor, size)
+        table = min(size, ENTRY_BYTES * (pages_of(size) + 1))  # as if the file were all data: a little more than there is
+        if os.pwrite(descriptor, bytes(table), size - table) < table:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
     finally:
         os.close(descriptor)
     os.replace(temporary, path)
