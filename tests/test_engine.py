@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import gc
 import itertools
+import os
+import subprocess
+import sys
 import threading
 import time
 import urllib.request
@@ -367,6 +370,33 @@ def test_a_forked_child_reads_by_itself(server: tuple[Running, Path], tmp_path: 
     workers = torch.utils.data.DataLoader(loader.dataset, batch_size=None, num_workers=2, multiprocessing_context="fork")
     got = torch.cat([torch.cat([batch["tokens"], batch["labels"]], 1) for batch in workers])
     assert torch.equal(got, expected)
+
+
+FORK = """
+import gc, os, sys, time
+from streammega import StorageConfig
+from streammega.storage import open_store
+options = {"anon": True, "endpoint_url": sys.argv[1]}
+store, key = open_store("s3://data/web.bin", StorageConfig(transport="fsspec", storage_options=options))
+expected = [bytes(part) for part in store.read_ranges(key, range(8), range(1, 9))]
+if os.fork() == 0:
+    assert [bytes(part) for part in store.read_ranges(key, range(8), range(1, 9))] == expected
+    gc.collect()
+    time.sleep(0.2)
+    print("well", flush=True)
+    os._exit(0)
+assert os.wait()[1] == 0
+"""
+
+
+def test_a_forked_child_leaves_the_connections_of_its_parent_alone(server: tuple[Running, Path]) -> None:
+    """s3fs would try to close them in the child, and print a traceback for each that it could not."""
+    endpoint, _ = server
+    endpoint.behave()
+    command = [sys.executable, "-W", "ignore", "-c", FORK, endpoint.endpoint]
+    environment = os.environ | {"PYTHONPATH": os.getcwd()}
+    run = subprocess.run(command, capture_output=True, text=True, timeout=120, env=environment, check=False)
+    assert (run.stdout, run.stderr) == ("well\n", "")
 
 
 @settings(max_examples=12)

@@ -232,6 +232,7 @@ def test_a_second_run_fetches_nothing_and_sees_the_same_tokens(server: tuple[Run
     assert torch.equal(stream(config), expected)
     wait_until_staged(config, bin_bytes(root))
     before = endpoint.counts()["bytes"]
+    config = replace(config, storage=replace(storage, hedge=False))  # on a busy machine a cached page may be asked for twice
     loader = StreamLoader(config, micro_batch_size=4, global_batch_size=8)
     with loader:
         got = torch.cat([torch.cat([batch["tokens"], batch["labels"]], 1).clone() for batch in loader])

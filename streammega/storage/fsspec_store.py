@@ -50,6 +50,8 @@ log = logging.getLogger(__name__)
 
 RECHECK = 30.0
 """Seconds between two looks at the ETag of an object whose bodies come without one."""
+_of_parents: list[Any] = []
+"""Drivers that this process was forked with, kept: s3fs's would try to close its parent's connections, and print why not."""
 
 
 class FsspecStore:
@@ -201,6 +203,7 @@ class FsspecStore:
     def _filesystem(self) -> tuple[Any, Pool]:
         with self._lock:
             if self._opened is None or self._opened[0] != os.getpid():
+                _of_parents.append(self._opened)
                 pool = Pool(min(32, self._config.max_requests))
                 self._opened = (os.getpid(), self._open(), pool)
             return self._opened[1], self._opened[2]

@@ -238,7 +238,7 @@ class ObstoreStore:
         ]
         return sorted(self._as_stored(found) if recursive else found, key=lambda item: item.key)
 
-    def _as_stored(self, listed: Sequence[ObjectInfo]) -> list[ObjectInfo]:
+    def _as_stored(self, listed: Sequence[ObjectInfo]) -> Sequence[ObjectInfo]:
         """Without what only looks like an object: obstore takes slashes off the ends of keys, those of folders' markers too.
 
         What is empty may be a marker, and what is there twice is one of both: these are asked for.
@@ -251,7 +251,7 @@ class ObstoreStore:
                 del found[key]
             else:
                 found[key] = there
-        return list(found.values())
+        return [*found.values()]
 
     def _info_or_none(self, key: str) -> ObjectInfo | None:
         try:

@@ -75,12 +75,12 @@ class RetryPolicy:
         pause = random.uniform(longest / 2, longest)  # so that ranks that failed together do not return together
         return pause if elapsed + pause < self._deadline_of(error) else None
 
-    def _deadline_of(self, error: StorageError) -> float:
+    def _deadline_of(self, error: BaseException) -> float:
         return min(self.deadline, self.first_answer) if self._unheard(error) else self.deadline
 
-    def _unheard(self, error: StorageError) -> bool:
+    def _unheard(self, error: BaseException) -> bool:
         """Whether this is one more sign that nothing is there."""
-        return error.silent and self.endpoint is not None and not self.endpoint.answered
+        return isinstance(error, StorageError) and error.silent and not self.has_answered
 
     def _most(self, error: StorageError) -> float:
         if self.retries is not None:
@@ -119,7 +119,7 @@ class RetryPolicy:
             error.args = (f"{error.args[0]}; this endpoint never answered (first_answer_within)", *error.args[1:])
         return error
 
-    def say(self, error: StorageError, elapsed: float) -> None:
+    def say(self, error: BaseException, elapsed: float) -> None:
         """A warning that something is waited for, now and then: what, since when, until when, and why."""
         if elapsed >= SAY_AFTER and _outages.may_speak(time.monotonic()):
             deadline = self._deadline_of(error)
