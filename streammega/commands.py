@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import sys
+import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -198,15 +199,27 @@ def storage_config(pairs: Sequence[str] | None, *, looks_only: bool = False) -> 
     return StorageConfig(storage_options=options, transport=transport)
 
 
+def _fetched(run: str) -> Path:
+    """A folder of this machine with the metrics of a run whose out_dir is a URL."""
+    from streammega.storage import open_store
+    from streammega.train.out_dir import fetch_record
+
+    folder = Path(tempfile.mkdtemp(prefix="streammega-plot-"))
+    store, key = open_store(run.rstrip("/"), StorageConfig(give_up_after=GIVE_UP_LOOKING))
+    if not fetch_record(store, f"{key}/metrics.jsonl".lstrip("/"), folder / "metrics.jsonl"):
+        raise ConfigError(f"{store.url(key)}/metrics.jsonl: no such object; give the out_dir of a run that has logged a step")
+    return folder
+
+
 def plot(
-    run: Annotated[str, typer.Argument(help="A run's out_dir, with metrics.jsonl in it.")],
+    run: Annotated[str, typer.Argument(help="A run's out_dir, with metrics.jsonl in it; a folder or a URL.")],
     out: Annotated[str | None, typer.Option(help="Where the PNG goes; default: run.png in the folder.")] = None,
 ) -> None:
     """Draw what a run logged: losses, gradient norm, learning rate, speed and waiting."""
     from streammega.plotting import latest, sparkline, write_run
     from streammega.train.metrics import read_metrics
 
-    folder = Path(run)
+    folder = Path(run) if "://" not in run else _fetched(run)
     path = folder / "metrics.jsonl" if folder.is_dir() else folder
     if not path.is_file():
         raise ConfigError(f"{path}: no such file; give the out_dir of a run that has logged a step")
@@ -215,6 +228,6 @@ def plot(
         raise ConfigError(f"{path}: holds no step; let the run finish one")
     losses = [float(record["loss"]) for record in steps]
     typer.echo(f"{len(steps)} steps, loss {losses[0]:.4g} to {losses[-1]:.4g}  {sparkline(losses)}")
-    target = out or str(path.parent / "run.png")
-    write_run(steps, path.parent.name, target)
+    target = out or ("run.png" if "://" in run else str(path.parent / "run.png"))
+    write_run(steps, run.rstrip("/").rpartition("/")[2] if "://" in run else path.parent.name, target)
     typer.echo(f"plot written to {target}")

@@ -20,9 +20,9 @@ from streammega.train.config import load_run
 from streammega.train.loop import Trainer
 
 
-def train_steps(rank: int, run_file: str, overrides: list[str]) -> int:
+def train_steps(rank: int, run_file: str, overrides: list[str], device: str = "cpu") -> int:
     """Resume and train to the end; the step that was resumed from."""
-    trainer = Trainer(load_run(run_file, overrides), torch.device("cpu"))
+    trainer = Trainer(load_run(run_file, overrides), torch.device(device))
     trainer.resume()
     began = trainer.step
     trainer.run()
@@ -72,7 +72,7 @@ def train_and_die(rank: int, run_file: str, overrides: list[str], fatal: int | N
     return changes
 
 
-def train_slowly(rank: int, run_file: str, overrides: list[str], seconds: float, begun: str) -> int:
+def train_slowly(rank: int, run_file: str, overrides: list[str], seconds: float, begun: str, device: str = "cpu") -> int:
     """Train while every write of a checkpoint takes some time; `begun`: a file that comes with the second save."""
     write, saves = _Stream.write, Trainer.save
     count = 0
@@ -90,7 +90,7 @@ def train_slowly(rank: int, run_file: str, overrides: list[str], seconds: float,
 
     _Stream.write = slow  # type: ignore[method-assign]
     Trainer.save = counted  # type: ignore[method-assign]
-    return train_steps(rank, run_file, overrides)
+    return train_steps(rank, run_file, overrides, device)
 
 
 def outcome(rank: int, run_file: str, overrides: list[str], patience: float) -> tuple[str, float]:

@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 import torch
 
+from streammega.cli import main as cli_main
 from streammega.errors import ConfigError, EndpointError, StateError, StorageError
 from streammega.storage.pread import PreadStore
 from streammega.train import checkpoint_hold
@@ -59,19 +60,31 @@ out_dir = "{folder}/run"
 CPU = torch.device("cpu")
 
 
-@pytest.fixture
-def run_file(tmp_path: Path) -> str:
-    write_random_pair(str(tmp_path / "pair"))
-    path = tmp_path / "run.toml"
-    path.write_text(TOML.format(folder=tmp_path))
+def write_run(folder: Path) -> str:
+    write_random_pair(str(folder / "pair"))
+    path = folder / "run.toml"
+    path.write_text(TOML.format(folder=folder))
     return str(path)
 
 
 @pytest.fixture
-def folder(run_file: str) -> Path:
-    """The checkpoints of a finished run: of steps 2, 4 and 6."""
-    Trainer(load_run(run_file), CPU).run()
-    return Path(run_file).parent / "run" / "checkpoints"
+def run_file(tmp_path: Path) -> str:
+    return write_run(tmp_path)
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The out_dir of a finished run."""
+    folder = tmp_path_factory.mktemp("finished")
+    Trainer(load_run(write_run(folder)), CPU).run()
+    return folder / "run"
+
+
+@pytest.fixture
+def folder(run_file: str, finished: Path) -> Path:
+    """A copy of its checkpoints, of steps 2, 4 and 6."""
+    copied = shutil.copytree(finished, Path(run_file).parent / "run")
+    return copied / "checkpoints"
 
 
 @pytest.fixture(params=["disk", "s3"])
@@ -79,6 +92,10 @@ def out(request: pytest.FixtureRequest, tmp_path: Path) -> list[str]:
     """Settings of a run whose results go to a disk, or to an object store."""
     if request.param == "disk":
         return [f"train.out_dir={tmp_path}/out"]
+    if request.param == "oss":
+        oss = request.getfixturevalue("oss")
+        options = [f"data.storage.storage_options.{name}={json.dumps(value)}" for name, value in oss.options.items()]
+        return [f"train.out_dir=oss://{oss.new_bucket()}/deep/run", *options]
     s3: S3 = request.getfixturevalue("moto")
     return on_s3(s3, s3.new_bucket())
 
@@ -306,8 +323,14 @@ def test_a_stopped_run_waits_for_its_save_and_makes_no_second_one_where_that_is_
     assert resumed(run_file).step == 4
 
 
+@pytest.mark.parametrize("out", ["disk", "s3", "oss"], indirect=True)
 def test_runs_on_a_disk_and_in_an_object_store_save_keep_rewind_and_resume(
-    run_file: str, out: list[str], capsys: pytest.CaptureFixture[str]
+    run_file: str,
+    out: list[str],
+    moto: S3,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     straight = Trainer(load_run(run_file, ["train.iters=10"]), CPU)
     straight.run()
@@ -337,6 +360,11 @@ def test_runs_on_a_disk_and_in_an_object_store_save_keep_rewind_and_resume(
         )
         assert [json.loads(line)["step"] for line in data.splitlines()] == list(range(1, 11))
         assert not Path("s3:").exists()
+        if "s3:" in out[0]:
+            for name, value in moto.environment.items():
+                monkeypatch.setenv(name, value)
+            assert cli_main(["plot", out[0].removeprefix("train.out_dir="), "--out", str(tmp_path / "run.png")]) == 0
+            assert "10 steps, loss" in capsys.readouterr().out
 
 
 def test_a_damaged_checkpoint_of_an_object_store_falls_back(run_file: str, moto: S3) -> None:

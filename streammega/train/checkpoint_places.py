@@ -27,6 +27,7 @@ from streammega.config import StorageConfig
 from streammega.errors import ObjectNotFoundError, StorageError
 from streammega.storage import Store, join_url, open_store
 from streammega.storage.pread import PreadStore
+from streammega.storage.threads import each
 from streammega.storage.urls import is_remote
 from streammega.train.checkpoint_files import DamagedError, Files
 from streammega.train.checkpoint_hold import Hold, hold_file, hold_object
@@ -282,7 +283,7 @@ class Bucket:
 
     def hold(self) -> Hold:
         """By a small object beside the checkpoints that is renewed all the time."""
-        return hold_object(self._store, f"{self._prefix.rpartition('/')[0]}/lock.json")
+        return hold_object(self._store, f"{self._prefix.rpartition('/')[0]}/lock.json".lstrip("/"))
 
     def _records(self) -> list[str]:
         """Names of all small objects, without their suffix."""
@@ -313,14 +314,17 @@ class Bucket:
     def _remove(self, name: str) -> None:
         folder = self._record(name)["files"]
         self._store.delete(f"{self._prefix}/{name}.json")
-        for item in self._store.list(f"{self._prefix}/{folder}/"):
-            self._store.delete(item.key)
+        self._delete([item.key for item in self._store.list(f"{self._prefix}/{folder}/")])
 
     def _remove_orphans(self) -> None:
         kept = [f"/{self._record(name)['files']}/" for name in self._records()]
-        for item in self._store.list(f"{self._prefix}/step-"):
-            if not item.key.endswith(".json") and not any(folder in item.key for folder in kept):
-                self._store.delete(item.key)
+        stored = [item.key for item in self._store.list(f"{self._prefix}/step-") if not item.key.endswith(".json")]
+        self._delete([key for key in stored if not any(folder in key for folder in kept)])
+
+    def _delete(self, keys: list[str]) -> None:
+        """As many files as the run that wrote them had ranks: some at a time."""
+        if keys:
+            each(self._store.delete, keys, 16)
 
 
 def checkpoints(folder: Path) -> list[Path]:

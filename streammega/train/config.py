@@ -107,7 +107,7 @@ class TrainConfig:
     rampup: tuple[int, int, int] | None = None
     """(start, increment, samples): the global batch grows from start to global_batch_size over so many samples."""
     out_dir: str
-    """Where checkpoints and metrics go."""
+    """Where checkpoints and metrics go: one folder for all ranks, or a URL such as s3://bucket/run."""
     lr: float = 1e-3
     min_lr: float = 1e-4
     warmup_iters: int = 0
@@ -136,9 +136,10 @@ class TrainConfig:
     keep_checkpoints: int = 3
     """The last so many are kept."""
     async_save: bool = True
-    """Train on while a checkpoint is written."""
+    """Train on while a checkpoint is written, or uploaded."""
     rewind: int | None = None
-    """Resume from the last checkpoint at or before this step; later ones are set aside, under *.rewound."""
+    """Resume from the last checkpoint at or before this step; later ones are set aside, under *.rewound. It is done once: what
+    was trained after it is gone on with."""
     eval_interval: int = 0
     eval_iters: int = 0
     """Global batches of one evaluation."""

@@ -21,11 +21,21 @@ NAMES = ("metrics.jsonl",)
 """What a resumed run goes on writing."""
 
 
+def fetch_record(store: Store, key: str, path: Path) -> bool:
+    """Copy an object to a file of this machine; whether it is there. Raises StorageError."""
+    try:
+        size = store.info(key).size
+    except ObjectNotFoundError:
+        return False
+    path.write_bytes(bytes(store.read_ranges(key, [0], [size])[0]) if size else b"")
+    return True
+
+
 class OutDir:
     """`folder` is where the first rank writes; `upload` copies what changed to the URL, as does a thread now and then."""
 
     def __init__(self, out_dir: str, storage: StorageConfig) -> None:
-        store, self._key = open_store(out_dir, storage)
+        store, self._key = open_store(out_dir.rstrip("/") or out_dir, storage)
         self._store: Store | None = store if is_remote(out_dir) else None
         self._sent: dict[str, tuple[int, int]] = {}
         self._lock = threading.Lock()
@@ -35,7 +45,7 @@ class OutDir:
             return
         self.folder = Path(tempfile.mkdtemp(prefix="streammega-run-"))
         for name in NAMES:
-            self._fetch(self._store, name)
+            fetch_record(self._store, self._key_of(name), self.folder / name)
         threading.Thread(target=self._run, name="streammega-records", daemon=True).start()
 
     def upload(self) -> None:
@@ -58,6 +68,9 @@ class OutDir:
             self.upload()
             shutil.rmtree(self.folder, ignore_errors=True)
 
+    def _key_of(self, name: str) -> str:
+        return f"{self._key}/{name}".lstrip("/")  # of a whole bucket the key is empty
+
     def _run(self) -> None:
         while not self._ended.wait(EVERY_SECONDS):
             try:
@@ -65,16 +78,8 @@ class OutDir:
             except (StorageError, OSError) as error:
                 log.warning("metrics cannot be copied: %s", error)
 
-    def _fetch(self, store: Store, name: str) -> None:
-        key = f"{self._key}/{name}"
-        try:
-            size = store.info(key).size
-        except ObjectNotFoundError:
-            return
-        (self.folder / name).write_bytes(bytes(store.read_ranges(key, [0], [size])[0]) if size else b"")
-
     def _send(self, store: Store, name: str, path: Path) -> None:
-        writer = store.open_writer(f"{self._key}/{name}")
+        writer = store.open_writer(self._key_of(name))
         try:
             with open(path, "rb") as file:
                 while data := file.read(8 << 20):
