@@ -39,6 +39,22 @@ def read_batches(
         }
 
 
+def prepared(rank: int, layout: ParallelLayout, config: DataConfig, sizes: dict[str, Any]) -> tuple[float, float, bool]:
+    """Messages that were sent when the first micro-batch was given, and after `prepare`; whether the next is then the right one."""
+    ranks = Ranks(layout)
+    with open_loader(config, ranks, **sizes) as loader, open_loader(config, ranks, **sizes) as other:
+        batches = RankBatches(loader, ranks)
+        first = next(batches)
+        before = batches.broadcast_bytes
+        batches.prepare()
+        after = batches.broadcast_bytes
+        second = next(batches)
+        expected = [get_batch(other, ranks) for _ in range(2)]
+        same = all(torch.equal(a[name], b[name]) for a, b in zip((first, second), expected, strict=True) for name in b)
+        batches.close()
+        return before / before, after / before, same
+
+
 def to_the_end(rank: int, layout: ParallelLayout, config: DataConfig, sizes: dict[str, Any]) -> tuple[int, int, int]:
     """How many micro-batches a rank gets until the end: by itself, and by two handles that drift apart."""
     ranks = Ranks(layout)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+import time
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -13,17 +15,17 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from streammega import DataConfig, IndexedDatasetWriter, ParallelLayout, Ranks, StreamLoader, get_batch
+from streammega import DataConfig, IndexedDatasetWriter, ParallelLayout, RankBatches, Ranks, StreamLoader, get_batch
 from streammega.errors import ConfigError, FormatError
 from streammega.order.sharding import zigzag_bounds
 from streammega.ranks import open_loader
-from streammega.ranks.batches import read_factor
+from streammega.ranks.batches import rank_device, read_factor
 from streammega.ranks.context import split_cu_seqlens
-from streammega.ranks.derive import device_fields
+from streammega.ranks.derive import device_fields, documents_of, rank_fields
 from streammega.samples.fields import Batch, batch_fields
 from streammega.stream import StreamingDataset
 from tests.gang import Gang
-from tests.rank_programs import mesh_both_ways, read_batches, to_the_end
+from tests.rank_programs import mesh_both_ways, prepared, read_batches, to_the_end
 
 LENGTH, MICRO, GLOBAL = 16, 2, 8
 SIZES: dict[str, Any] = {"micro_batch_size": MICRO, "global_batch_size": GLOBAL}
@@ -104,8 +106,7 @@ def test_one_message_is_many_times_smaller_than_megatrons_fields(gang: Gang, tmp
     config = DataConfig(blend=[str(tmp_path / "p")], sequence_length=1024, order="stream", lanes=8, index_cache_dir=tmp_path)
     layout = ParallelLayout(tp=2)
     for result in gang.run(2, read_batches, layout, config, SIZES, 4, 1, False):
-        messages = result["sent"] / (MICRO * 1024)
-        sent = messages / 5  # four that were taken, and the one under way
+        sent = result["sent"] / (MICRO * 1024) / 4  # bytes a token of the four that were taken
         assert 28 / sent >= least
 
 
@@ -206,3 +207,116 @@ def test_ids_outside_of_the_vocabulary_are_named(config: DataConfig) -> None:
     loader = StreamLoader(data(config, vocab_size=10), **SIZES, ids_only=True)
     with pytest.raises(FormatError, match="outside of the vocabulary"):
         get_batch(loader, Ranks(ParallelLayout()))
+
+
+class Slow:
+    """What a loader reads, given when it is asked for and let through."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, loader: StreamLoader) -> None:
+        self.take, self.asked, self.let = loader.take, 0, threading.Event()
+        monkeypatch.setattr(loader, "take", self._slowly)
+
+    def _slowly(self) -> Any:
+        self.asked += 1
+        if self.asked > 1:
+            assert self.let.wait(20), "the second micro-batch is waited for"
+        return self.take()
+
+
+def test_a_micro_batch_is_given_without_waiting_for_the_next(config: DataConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing is at hand yet when the first is asked for: the loader's thread begins with it."""
+    ranks = Ranks(ParallelLayout())
+    loader = open_loader(config, ranks, **SIZES)
+    monkeypatch.setattr(StreamLoader, "ready", property(lambda _: False))
+    slow = Slow(monkeypatch, loader)
+    batches = RankBatches(loader, ranks, ahead=2)
+    next(batches)
+    assert slow.asked == 1
+    slow.let.set()
+    next(batches)
+    assert slow.asked == 2
+    batches.close()
+
+
+def test_what_is_there_already_is_prepared_ahead(config: DataConfig) -> None:
+    ranks = Ranks(ParallelLayout())
+    with open_loader(config, ranks, **SIZES) as loader:
+        assert not loader.ready, "nothing was asked for"
+        batches = RankBatches(loader, ranks, ahead=3)
+        next(batches)
+        deadline = time.monotonic() + 20
+        while not loader.ready and time.monotonic() < deadline:
+            time.sleep(0.01)
+        next(batches)
+        assert loader.consumed_samples > batches.consumed_samples
+        assert loader.ready
+        assert batches.state_dict()["consumed_samples"] == batches.consumed_samples == 2 * MICRO
+        batches.close()
+        loader.close()
+        assert not loader.ready
+
+
+def test_ranks_that_share_messages_prepare_the_next_together(gang: Gang, config: DataConfig) -> None:
+    for before, after, same in gang.run(2, prepared, ParallelLayout(tp=2), config, SIZES):
+        assert (before, after) == (1, 2), "messages sent: with the first asked for, and with the second prepared"
+        assert same
+
+
+@given(
+    samples=st.integers(1, 4),
+    cp=st.integers(1, 3),
+    part=st.integers(1, 5),
+    seed=st.integers(0, 2**16),
+    eods=st.floats(0, 1),
+    pad=st.sampled_from([None, 3, EOD]),
+    dtype=st.sampled_from([np.uint16, np.int32]),
+)
+def test_documents_are_counted_where_ids_are_read_as_a_device_would(
+    samples: int, cp: int, part: int, seed: int, eods: float, pad: int | None, dtype: Any
+) -> None:
+    length = 2 * cp * part
+    rng = np.random.default_rng(seed)
+    ids = torch.from_numpy(np.where(rng.random((samples, length + 1)) < eods, EOD, 1).astype(dtype))
+    valid = torch.from_numpy(rng.integers(0, length + 2, samples))
+    config = DataConfig(
+        blend="x", sequence_length=length, eod_id=EOD, pad_id=pad, reset_attention_mask=True, allow_ambiguous_pad_tokens=True
+    )
+    asked = device_fields(ids, valid, config)["cu_seqlens"]
+    for rank in range(cp):
+        bounds = zigzag_bounds(length, rank, cp)
+        counted = documents_of(ids, valid, config, bounds)
+        assert torch.equal(device_fields(ids, valid, config, most=counted.most)["cu_seqlens"], asked)
+        assert torch.equal(split_cu_seqlens(asked, bounds, counted.most_kept), split_cu_seqlens(asked, bounds))
+        assert counted.longest == int(asked.diff(dim=1).max())
+
+
+def test_fields_whose_documents_are_counted_never_ask_the_device() -> None:
+    """Nothing can be read back from a device like this one: asking it for a number raises."""
+    config = DataConfig(blend="x", sequence_length=8, eod_id=EOD, reset_attention_mask=True, reset_position_ids=True)
+    ids = torch.tensor([[1, EOD, 1, 1, EOD, 1, 1, 1, 1]])
+    valid = torch.tensor([9])
+    for rank in range(2):
+        bounds = zigzag_bounds(8, rank, 2)
+        counted = documents_of(ids, valid, config, bounds)
+        fields = rank_fields(ids.to("meta"), valid.to("meta"), config, bounds, parts=False, documents=counted)
+        expected = rank_fields(ids, valid, config, bounds, parts=False)
+        assert {name: field.shape for name, field in fields.items()} == {name: field.shape for name, field in expected.items()}
+
+
+def test_a_group_that_only_talks_on_cuda_is_given_its_batches_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    ranks: Any = SimpleNamespace(group=lambda _: SimpleNamespace(_get_backend=no_backend))
+    monkeypatch.setattr("torch.cuda.current_device", lambda: 3)
+    assert rank_device(None, ranks) == torch.device("cuda", 3)
+    assert rank_device("cpu", ranks) == torch.device("cpu")
+    assert rank_device(None, Ranks(ParallelLayout())) == torch.device("cpu")
+
+
+def no_backend(device: torch.device) -> None:
+    raise RuntimeError(f"No backend type associated with device type {device.type}")
+
+
+def test_what_a_rank_reads_for_its_messages_is_not_pinned(config: DataConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Asking for pinned memory opens a context, on the first GPU of the host if no other was chosen yet."""
+    monkeypatch.setattr("torch.cuda.is_available", lambda: pytest.fail("CUDA is asked for"))
+    with open_loader(config, Ranks(ParallelLayout()), **SIZES) as loader:
+        next(RankBatches(loader, Ranks(ParallelLayout()), "cpu"))

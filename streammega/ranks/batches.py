@@ -19,7 +19,7 @@ from streammega.config import DataConfig
 from streammega.errors import ConfigError, StateError, StreammegaError
 from streammega.order.layout import ParallelLayout
 from streammega.order.sharding import zigzag_bounds
-from streammega.ranks.derive import needs_whole_samples, rank_fields, torch_dtype
+from streammega.ranks.derive import Documents, documents_of, needs_whole_samples, rank_fields, torch_dtype
 from streammega.ranks.groups import Ranks
 from streammega.samples.fields import Batch, check_ids
 from streammega.stream import StreamLoader
@@ -27,6 +27,15 @@ from streammega.stream import StreamLoader
 FIRST, LAST = ("tokens", "position_ids"), ("labels", "loss_mask")
 BOTH = ("cu_seqlens", "cu_seqlens_whole", "attention_mask")
 MIDDLE = ("position_ids", *BOTH)
+
+
+class RankBatch(dict[str, Tensor]):
+    """The fields of a micro-batch, by name.
+
+    longest: tokens of its longest document, where the host knows it without asking the device; else None.
+    """
+
+    longest: int | None = None
 
 
 def open_loader(config: DataConfig, ranks: Ranks, **options: Any) -> StreamLoader:
@@ -39,6 +48,7 @@ def open_loader(config: DataConfig, ranks: Ranks, **options: Any) -> StreamLoade
     zigzag_bounds(config.sequence_length, at["cp"], layout.cp)  # a length that cannot be cut is named on every rank
     if layout.cp > 1 and not needs_whole_samples(config):
         options |= {"cp_rank": at["cp"], "cp_size": layout.cp}
+    options.setdefault("pin_memory", False)  # ids are copied into a message on the host, which is pinned where that serves
     return StreamLoader(config, dp_rank=at["dp"], dp_size=layout.dp, ids_only=True, **options)
 
 
@@ -54,11 +64,11 @@ def get_batch(
     Args:
         loader: with ids_only, made on every rank (see `open_loader`). Its cursor moves on every rank: save its state on any.
         ranks: this rank's place and groups.
-        device: where the fields are wanted; None: the CPU.
+        device: where the fields are wanted; None: the CPU, or the current CUDA device where the group can only talk there.
 
     Raises StopIteration after the last micro-batch, on every rank.
     """
-    exchange = _Exchange(loader, ranks, torch.device(device or "cpu"), every_stage)
+    exchange = _Exchange(loader, ranks, rank_device(device, ranks), every_stage)
     return exchange.finish(exchange.start())
 
 
@@ -71,8 +81,10 @@ def read_factor(layout: ParallelLayout, config: DataConfig, *, every_stage: bool
 class RankBatches:
     """Iterates the micro-batches that `get_batch` would give, each prepared while the one before is used.
 
-    The message of the next micro-batch is under way, and on CUDA its copy to the device and its fields are made on a side stream,
-    while the caller computes. The state counts what was handed out.
+    On CUDA the next micro-batch's copy to the device and its fields are made on a side stream, while the device computes. `next`
+    waits for the micro-batch that it returns, never for a later one. It begins with the next ones if they are there already;
+    ranks that share messages cannot each decide that, and begin where they are asked, or all of them in `prepare`. The state
+    counts what was handed out.
 
     `next` goes on from the cursor and raises StopIteration after the last micro-batch. `iter` then begins the next pass, and with
     a loader for evaluation it always begins at the first sample, by the rule of StreamLoader. An error of storage is raised
@@ -80,7 +92,7 @@ class RankBatches:
 
     Args:
         loader, ranks, device, every_stage: as in get_batch.
-        ahead: micro-batches prepared ahead of the caller.
+        ahead: micro-batches prepared ahead of the caller, at most.
     """
 
     def __init__(
@@ -93,7 +105,7 @@ class RankBatches:
         ahead: int = 1,
     ) -> None:
         self.loader, self.ranks = loader, ranks
-        self._exchange = _Exchange(loader, ranks, torch.device(device or "cpu"), every_stage)
+        self._exchange = _Exchange(loader, ranks, rank_device(device, ranks), every_stage)
         self._ahead, self._started = ahead, deque[_Started]()
         self._exhausted = False
         self._failed: StreammegaError | None = None
@@ -117,13 +129,20 @@ class RankBatches:
         if not self._started:
             raise StopIteration
         started = self._started.popleft()
-        try:
-            self._start(self._ahead)
-        except StreammegaError as error:
-            self._failed = error  # of a later micro-batch: this one is whole
         batch = self._exchange.finish(started)
         self._consumed = started.consumed
+        while len(self._started) < self._ahead and not self._exhausted and self._failed is None and self._exchange.ready:
+            self._start_later(len(self._started) + 1)
         return batch
+
+    def prepare(self) -> None:
+        """Begin with the micro-batches after those handed out, also if that takes waiting for them.
+
+        For ranks whose messages are shared (tensor-parallel ones), where they would wait anyway, for instance before reading a norm
+        back from the device: all of them, at the same place of their programs. An error is raised by the `next` it belongs to.
+        """
+        if self._exchange.shared and self._ahead and self._failed is None:
+            self._start_later(self._ahead)
 
     def handles(self, count: int) -> list[Iterator[Batch]]:
         """Iterators that each give every micro-batch: one for each virtual pipeline stage of this rank, on one cursor.
@@ -176,6 +195,12 @@ class RankBatches:
         self._consumed = self._placed = self.loader.consumed_samples
         self._generation = self.loader.dataset.generation
 
+    def _start_later(self, count: int) -> None:
+        try:
+            self._start(count)
+        except StreammegaError as error:
+            self._failed = error  # of a micro-batch that nobody has asked for yet
+
     def _start(self, count: int) -> None:
         while len(self._started) < count and not self._exhausted:
             try:
@@ -213,7 +238,7 @@ class _Started:
     consumed: int
     message: Tensor | None = None
     work: dist.Work | None = None
-    batch: Batch | None = None
+    batch: RankBatch | None = None
     event: Any = None
 
 
@@ -239,7 +264,18 @@ class _Exchange:
         self._ids_bytes = rows * width * self._dtype.itemsize
         self._valid_at = -(-self._ids_bytes // 4) * 4
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
+        self._told = device.type != "cpu" and config.reset_attention_mask and talks_on_cpu(self._group)
         self.broadcast_bytes = 0
+
+    @property
+    def shared(self) -> bool:
+        """Whether messages go to other ranks: all of them begin with a micro-batch at the same place of their programs."""
+        return self._group is not None and bool(self._fields)
+
+    @property
+    def ready(self) -> bool:
+        """Whether `start` would not wait, and no other rank has to know."""
+        return not self.shared and (not self._reads or self._loader.ready)
 
     def start(self) -> _Started:
         """Take the next micro-batch and send it on its way. Raises StopIteration after the last."""
@@ -254,12 +290,13 @@ class _Exchange:
         if self._stream is None and self._group is None:
             assert raw is not None
             return _Started(consumed=consumed, batch=self._derive(raw["ids"], raw["valid"]))
+        documents = self._documents(raw) if self._told else None
         message = self._message(raw)
         if self._stream is not None:
-            return self._start_on_device(consumed, message)
+            return self._start_on_device(consumed, message, documents)
         return _Started(consumed=consumed, message=message, work=self._broadcast(message))
 
-    def finish(self, started: _Started) -> Batch:
+    def finish(self, started: _Started) -> RankBatch:
         """The fields of a micro-batch, ready for use."""
         if started.event is not None:
             assert started.batch is not None
@@ -268,19 +305,28 @@ class _Exchange:
             for field in started.batch.values():
                 field.record_stream(current)
         if started.batch is not None or started.message is None:
-            return started.batch or {}
+            return RankBatch() if started.batch is None else started.batch
         if started.work is not None:
             started.work.wait()
         return self._derive(*self._unpack(started.message))
 
-    def _start_on_device(self, consumed: int, message: Tensor) -> _Started:
+    def _documents(self, raw: Batch | None) -> Documents:
+        """Counted where the ids are, and told to the other ranks by the host's transport: no host waits for a device."""
+        numbers = torch.zeros(len(Documents._fields), dtype=torch.int64)
+        if raw is not None:
+            numbers = torch.tensor(documents_of(raw["ids"], raw["valid"], self._config, self._bounds))
+        if self._group is not None:
+            dist.broadcast(numbers, self._source, group=self._group)
+        return Documents(*numbers.tolist())
+
+    def _start_on_device(self, consumed: int, message: Tensor, documents: Documents | None) -> _Started:
         """Copy, broadcast and derive on the side stream."""
         with torch.cuda.stream(self._stream):
             message = message.to(self._device, non_blocking=True)
             work = self._broadcast(message)
             if work is not None:
                 work.wait()  # of NCCL: the stream waits, not this thread
-            batch = self._derive(*self._unpack(message))
+            batch = self._derive(*self._unpack(message), documents)
             event = torch.cuda.Event()  # type: ignore[no-untyped-call]
             event.record()
         return _Started(consumed=consumed, batch=batch, event=event)
@@ -288,6 +334,8 @@ class _Exchange:
     def _message(self, raw: Batch | None) -> Tensor:
         """Ids, and as int32 how many each row has: bytes. Without a batch, room for one."""
         size = self._valid_at + 4 * self._shape[0]
+        if raw is None and self._stream is not None:
+            return torch.empty(size, dtype=torch.uint8, device=self._device)  # the broadcast fills it: nothing to copy there
         message = torch.empty(size, dtype=torch.uint8, pin_memory=self._stream is not None)
         if raw is not None:
             if self._stream is not None:
@@ -307,9 +355,29 @@ class _Exchange:
         ids = message[: self._ids_bytes].view(self._dtype).view(self._shape)
         return ids, message[self._valid_at :].view(torch.int32).to(torch.int64)
 
-    def _derive(self, ids: Tensor, valid: Tensor) -> Batch:
-        batch = rank_fields(ids, valid, self._config, self._bounds, parts=self._parts)
-        return {name: field for name, field in batch.items() if name in self._fields}
+    def _derive(self, ids: Tensor, valid: Tensor, documents: Documents | None = None) -> RankBatch:
+        fields = rank_fields(ids, valid, self._config, self._bounds, parts=self._parts, documents=documents)
+        batch = RankBatch({name: field for name, field in fields.items() if name in self._fields})
+        batch.longest = None if documents is None else documents.longest
+        return batch
+
+
+def talks_on_cpu(group: dist.ProcessGroup | None) -> bool:
+    """Whether tensors of the CPU can be sent in a group: not with NCCL alone. True where there is nobody to send to."""
+    if group is None:
+        return True
+    try:
+        group._get_backend(torch.device("cpu"))
+    except RuntimeError:
+        return False
+    return True
+
+
+def rank_device(device: torch.device | str | None, ranks: Ranks) -> torch.device:
+    """The device that is meant: where nothing says so, one on which the ranks can talk."""
+    if device is None and not talks_on_cpu(ranks.group("tp")):
+        return torch.device("cuda", torch.cuda.current_device())
+    return torch.device(device or "cpu")
 
 
 def stage_fields(ranks: Ranks, every_stage: bool) -> tuple[str, ...]:

@@ -12,8 +12,8 @@ from streammega.samples.fields import Batch
 Bounds = Sequence[tuple[int, int]]
 
 
-def split_batch(batch: Batch, bounds: Bounds) -> Batch:
-    """The parts [start, stop) of every field of whole samples, in their order.
+def split_batch(batch: Batch, bounds: Bounds, most: int | None = None) -> Batch:
+    """The parts [start, stop) of every field of whole samples, in their order. most: as in split_cu_seqlens.
 
     tokens, labels, loss_mask, position_ids: [samples, S] -> [samples, kept]; attention_mask: [samples, 1, S, S] -> [samples, 1,
     kept, S]: keys stay whole. cu_seqlens becomes that of the kept tokens, cut where the parts meet too;
@@ -22,17 +22,18 @@ def split_batch(batch: Batch, bounds: Bounds) -> Batch:
     kept: Batch = {}
     for name, field in batch.items():
         if name == "cu_seqlens":
-            kept["cu_seqlens"], kept["cu_seqlens_whole"] = split_cu_seqlens(field, bounds), field
+            kept["cu_seqlens"], kept["cu_seqlens_whole"] = split_cu_seqlens(field, bounds, most), field
         else:
             dim = 2 if name == "attention_mask" else 1
             kept[name] = torch.cat([field.narrow(dim, start, stop - start) for start, stop in bounds], dim)
     return kept
 
 
-def split_cu_seqlens(cu_seqlens: Tensor, bounds: Bounds) -> Tensor:
+def split_cu_seqlens(cu_seqlens: Tensor, bounds: Bounds, most: int | None = None) -> Tensor:
     """Bounds of the documents within the kept parts laid end to end, int32 [samples, n], rows filled up with their length.
 
     cu_seqlens: int32 [samples, m], rising from 0 to S. The seam between two parts bounds a document, unless they are neighbours.
+    most: documents of the row that has most, n - 1; None: asked of the device, which the host then waits for.
     """
     pieces, offset = [], 0
     for start, stop in bounds:
@@ -47,7 +48,8 @@ def split_cu_seqlens(cu_seqlens: Tensor, bounds: Bounds) -> Tensor:
     repeated = rows[:, 1:] == rows[:, :-1]
     rows[:, 1:] = rows[:, 1:].masked_fill(repeated, offset)
     rows = rows.sort(1).values
-    most = int((rows < offset).sum(1).max())
+    if most is None:
+        most = int((rows < offset).sum(1).max())
     return rows[:, : most + 1].contiguous()
 
 

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from streammega.config import DataConfig
 from streammega.errors import ConfigError
-from streammega.ranks.context import Bounds, split_batch
-from streammega.samples.fields import Batch, batch_fields, torch_dtype
+from streammega.ranks.context import Bounds, split_batch, split_cu_seqlens
+from streammega.samples.fields import Batch, batch_fields, cu_seqlens, torch_dtype
 from streammega.samples.fields_torch import device_fields
 
 __all__ = ["device_fields", "needs_whole_samples", "rank_fields", "torch_dtype"]
@@ -21,7 +23,31 @@ def needs_whole_samples(config: DataConfig) -> bool:
     return config.reset_position_ids or config.reset_attention_mask or config.create_attention_mask
 
 
-def rank_fields(ids: Tensor, valid: Tensor, config: DataConfig, bounds: Bounds, *, parts: bool) -> Batch:
+class Documents(NamedTuple):
+    """What the shapes of a micro-batch's document bounds depend on, known where its ids were read.
+
+    most, most_kept: documents of the sample that has most, and of what a rank keeps of it; longest: tokens of the longest of all.
+    """
+
+    most: int
+    most_kept: int
+    longest: int
+
+
+def documents_of(ids: Tensor, valid: Tensor, config: DataConfig, bounds: Bounds) -> Documents:
+    """The same numbers as those of the bounds that a device makes of ids [samples, S + 1], on the host."""
+    length = config.sequence_length
+    tokens = ids[:, :length].numpy().astype(np.int64)
+    if int(valid.min()) < length:
+        tokens[np.arange(length) >= valid.numpy()[:, None]] = config.effective_pad_id
+    whole = cu_seqlens(tokens, -1 if config.eod_id is None else config.eod_id)
+    kept = whole if len(bounds) == 1 else split_cu_seqlens(whole, bounds)
+    return Documents(whole.shape[1] - 1, kept.shape[1] - 1, int(whole.diff(dim=1).max()))
+
+
+def rank_fields(
+    ids: Tensor, valid: Tensor, config: DataConfig, bounds: Bounds, *, parts: bool, documents: Documents | None = None
+) -> Batch:
     """tokens, labels, loss_mask, position_ids [samples, kept], and what the config adds, of the tokens that a rank keeps.
 
     Args:
@@ -29,21 +55,22 @@ def rank_fields(ids: Tensor, valid: Tensor, config: DataConfig, bounds: Bounds, 
         valid: int64 [rows of ids], how many ids of a row are not padding.
         bounds: [start, stop) of the kept parts; one of [0, S) where everything is kept.
         parts: the rows are the parts, already.
+        documents: of these ids; None: where they are needed, the host waits for the device to count them.
     """
     if not parts:
-        batch = _fields(ids, valid, config)
-        return batch if len(bounds) == 1 else split_batch(batch, bounds)
+        batch = _fields(ids, valid, config, documents)
+        return batch if len(bounds) == 1 else split_batch(batch, bounds, documents and documents.most_kept)
     if needs_whole_samples(config):
         raise ConfigError("document bounds need whole samples: open the loader without cp_rank and cp_size, or by open_loader")
     count, length = len(bounds), bounds[0][1] - bounds[0][0]
-    batch = _fields(ids, valid, replace(config, sequence_length=length))
+    batch = _fields(ids, valid, replace(config, sequence_length=length), None)
     samples = len(ids) // count
     kept = {name: batch[name].reshape(samples, count * length) for name in ("tokens", "labels", "loss_mask")}
     starts = torch.cat([torch.arange(start, stop, device=ids.device) for start, stop in bounds])
     return kept | {"position_ids": starts.repeat(samples, 1)}
 
 
-def _fields(ids: Tensor, valid: Tensor, config: DataConfig) -> Batch:
+def _fields(ids: Tensor, valid: Tensor, config: DataConfig, documents: Documents | None) -> Batch:
     if ids.device.type == "cpu":
         return batch_fields(ids, valid, config, bounds=True)
-    return device_fields(ids, valid, config)
+    return device_fields(ids, valid, config, most=documents and documents.most)

@@ -8,10 +8,13 @@ from torch import Tensor
 from streammega.config import FieldsConfig
 
 
-def device_fields(ids: Tensor, valid: Tensor, config: FieldsConfig, *, bounds: bool = True) -> dict[str, Tensor]:
-    """What `batch_fields` makes, by torch on any device, without waiting for it (but for cu_seqlens). Ids are not checked.
+def device_fields(
+    ids: Tensor, valid: Tensor, config: FieldsConfig, *, bounds: bool = True, most: int | None = None
+) -> dict[str, Tensor]:
+    """What `batch_fields` makes, by torch on any device, without waiting for it. Ids are not checked.
 
     ids: [samples, S + 1] or [samples, S], of any integer dtype; valid: int64 [samples], ids of a row that are not padding.
+    most: documents of the row that has most; None: for cu_seqlens it is asked of the device, which the host then waits for.
     """
     samples, length = len(ids), config.sequence_length
     pad, eod = config.effective_pad_id, -1 if config.eod_id is None else config.eod_id
@@ -36,7 +39,7 @@ def device_fields(ids: Tensor, valid: Tensor, config: FieldsConfig, *, bounds: b
         "position_ids": position - first if config.reset_position_ids else position,
     }
     if bounds and config.reset_attention_mask:
-        batch["cu_seqlens"] = _cu_seqlens(first)
+        batch["cu_seqlens"] = _cu_seqlens(first, most)
     if config.create_attention_mask:
         later = torch.ones(length, length, dtype=torch.bool, device=ids.device).triu(1).expand(samples, -1, -1)
         other = first[:, :, None] != first[:, None, :] if config.reset_attention_mask else later
@@ -44,12 +47,13 @@ def device_fields(ids: Tensor, valid: Tensor, config: FieldsConfig, *, bounds: b
     return batch
 
 
-def _cu_seqlens(first: Tensor) -> Tensor:
+def _cu_seqlens(first: Tensor, most: int | None) -> Tensor:
     """Bounds of documents from the beginning of each token's document, int64 [samples, S]."""
     samples, length = first.shape
     own = torch.arange(length, device=first.device)
     bounds = torch.where(first == own, own, length).sort(1).values
-    most = int((bounds < length).sum(1).max())
+    if most is None:
+        most = int((bounds < length).sum(1).max())
     bounds = torch.cat([bounds, bounds.new_full((samples, 1), length)], 1)
     return bounds[:, : most + 1].to(torch.int32)
 

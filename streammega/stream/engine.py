@@ -71,11 +71,12 @@ class Engine:
         worker, workers: the reader is one of several that take micro-batches in turn.
         ids_only: batches are {"ids": [micro_batch_size, S + 1] in the stored dtype, "valid": ids that each sample has}.
         bounds: with ids_only, equally long tokens [start, stop) of every sample, which are then rows of their own.
+        pinned: see `batch_memory`.
     """
 
     def __init__(
         self, dataset: StreamingDataset, positions: Iterator[int], ahead: int, *, worker: int = 0, workers: int = 1,
-        ids_only: bool = False, stats: Stats | None = None, bounds: Bounds = (),
+        ids_only: bool = False, stats: Stats | None = None, bounds: Bounds = (), pinned: bool | None = None,
     ) -> None:  # fmt: skip
         storage = dataset.config.storage
         budget = storage.memory_bytes // workers
@@ -91,7 +92,7 @@ class Engine:
         self._fetcher = Fetcher(storage, budget) if self._reader.remote else None
         self.stats.attach(self._fetcher, self._reader.files)
         self._stager: Stager | None = None
-        self._allocate = batch_memory()
+        self._allocate = batch_memory(pinned)
         self._holdings: dict[int, Holding] = {}
         self._mapped = local_addresses(self._reader.files, self._reader.table.local)
         slots = self._reader.planner.slots
@@ -103,6 +104,8 @@ class Engine:
         self._span = 1
         self._pace: float | None = None
         self._exhausted = self._closed = False
+        self._at_hand = 0
+        self.stats.at_hand = self._is_ready
         self._ready: queue.Queue[Slab | BaseException | None] = queue.Queue(max(READY_SLABS, -(-ahead // self._reader.slab)))
         self._thread: threading.Thread | None = None
 
@@ -127,6 +130,7 @@ class Engine:
                 while batches:
                     if not self._ids_only:
                         finish.complete(batches[0][1])
+                    self._at_hand = len(batches) - 1
                     yield batches.popleft()  # not referred to here: its memory is free as soon as the caller lets go
                 asked = time.perf_counter()
                 self.stats.step(asked - given)
@@ -137,6 +141,8 @@ class Engine:
     def close(self) -> None:
         """Stop reading; what was never handed out is forgotten."""
         self._closed = True
+        if self.stats.at_hand == self._is_ready:
+            self.stats.at_hand = None
         if self._fetcher is not None:
             self._fetcher.close()
         if self._stager is not None:
@@ -149,6 +155,10 @@ class Engine:
             self._thread.join(0.01)
         self._ready.queue.clear()
         self._holdings.clear()
+
+    def _is_ready(self) -> bool:
+        """Whether the next batch, the end, or the error in its place is there: the caller would not wait."""
+        return self._at_hand > 0 or not self._ready.empty()
 
     # The thread.
 

@@ -54,6 +54,8 @@ class StreamLoader:
         cp_rank, cp_size: with ids_only, read only what this context-parallel rank keeps of each sample: two of 2 * cp_size parts
             of P tokens, each with the token after it. "ids" is [2 * micro_batch_size, P + 1], a sample's two parts one after
             the other.
+        pin_memory: whether batches lie in CUDA's pinned memory; None: where CUDA can be used, on the device that is current when
+            the first batch is asked for. False opens no context on any device.
         log_every: log one line of `stats()` each so many global batches; 0: never.
         metrics_port: serve `stats()` to Prometheus on this port (0: a free one, in `metrics_address`); needs
             `pip install 'streammega[metrics]'`.
@@ -79,6 +81,7 @@ class StreamLoader:
         ids_only: bool = False,
         cp_rank: int = 0,
         cp_size: int = 1,
+        pin_memory: bool | None = None,
         log_every: int = 0,
         metrics_port: int | None = None,
     ) -> None:
@@ -96,7 +99,7 @@ class StreamLoader:
             raise ConfigError("parts of samples are read as ids: give ids_only=True with cp_rank and cp_size, or use get_batch")
         parts = zigzag_bounds(config.sequence_length, cp_rank, cp_size) if cp_size > 1 else []
         self._bounds = [(start, stop + 1) for start, stop in parts]
-        self._prefetch, self.ids_only = prefetch, ids_only
+        self._prefetch, self.ids_only, self._pinned = prefetch, ids_only, pin_memory
         self._stats, self._log_every = Stats(), log_every
         self._metrics = None if metrics_port is None else MetricsServer(self._stats, metrics_port, rank)
         self.evaluation = split != "train" if evaluation is None else evaluation
@@ -129,6 +132,11 @@ class StreamLoader:
         if self._following is None:
             self._following = self.dataset.positions()
         self.dataset.advance(next(self._following))
+
+    @property
+    def ready(self) -> bool:
+        """Whether `take` would not wait for what was read ahead: the next batch, the end, or an error is there."""
+        return self._running is not None and self._stats.at_hand is not None and self._stats.at_hand()
 
     @property
     def bounds(self) -> Bounds:
@@ -184,7 +192,12 @@ class StreamLoader:
         self._following = None
         self._running = Iteration(
             _batches(
-                self.dataset, self.dataset.generation, self._prefetch, self.ids_only, self._bounds, self._stats, self._log_every
+                self.dataset,
+                self.dataset.generation,
+                self._prefetch,
+                self._stats,
+                self._log_every,
+                {"ids_only": self.ids_only, "bounds": self._bounds, "pinned": self._pinned},
             )
         )
         return self._running
@@ -219,11 +232,11 @@ class StreamLoader:
 
 
 def _batches(
-    dataset: StreamingDataset, generation: int, ahead: int, ids_only: bool, bounds: Bounds, stats: Stats, log_every: int
+    dataset: StreamingDataset, generation: int, ahead: int, stats: Stats, log_every: int, options: dict[str, Any]
 ) -> Generator[Batch, None, None]:
     """Does not refer to the loader, so that a loader nobody holds is collected, and its threads with it."""
     steps = 0
-    with closing(Engine(dataset, dataset.positions(), ahead, ids_only=ids_only, stats=stats, bounds=bounds)) as engine:
+    with closing(Engine(dataset, dataset.positions(), ahead, stats=stats, **options)) as engine:
         for consumed, batch in engine:
             if dataset.generation != generation:
                 raise StateError("the dataset was put elsewhere under its loader; use seek and load_state_dict of the loader")

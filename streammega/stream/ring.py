@@ -24,8 +24,10 @@ KEPT = 8
 """Arrays of one size that wait to be used again."""
 
 
-def batch_memory() -> Allocate:
+def batch_memory(pinned: bool | None = None) -> Allocate:
     """What makes the tensors of batches in this process. Call it in the thread whose CUDA device is meant.
+
+    pinned: None: where CUDA can be used; False: they are copied on the host before any device is told of them.
 
     Torch's pinned memory where CUDA can be used, arrays that are used again where there is no accelerator at all. Memory that is
     new every time serves worker processes, whose memory is read after they have forgotten it, children of processes that use
@@ -33,6 +35,8 @@ def batch_memory() -> Allocate:
     """
     if torch.utils.data.get_worker_info() is not None:
         return new_memory
+    if pinned is False:
+        return Ring().take  # asks nothing of CUDA: a process that only passes batches on opens no context
     if torch.cuda.is_available() and not torch.cuda._is_in_bad_fork():
         return PinnedMemory().take
     return new_memory if torch.accelerator.is_available() else Ring().take

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -36,6 +36,8 @@ class Stats:
     ready: int = 0
     staged_bytes: int = 0
     stager: Stager | None = None
+    at_hand: Callable[[], bool] | None = None
+    """Of the engine that runs: whether its next batch is there."""
     _stores: list[CachedStore] = field(default_factory=list)
     _fetchers: list[Fetcher] = field(default_factory=list)
     _done: Counters = field(default_factory=Counters)
