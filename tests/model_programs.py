@@ -101,7 +101,7 @@ def steps_of(
     model, config = model_of(run_file, overrides)
     batches = [batch_of(model, config, cu_seqlens, seed) for seed in range(micro_batches)]
     with saved_for_backward() as saved:
-        losses = model.forward_backward(batches)
+        losses = model.forward_backward(batches, len(batches))
     return {
         "loss": losses.loss.tolist(),
         "tokens": losses.tokens.tolist(),

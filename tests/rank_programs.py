@@ -40,7 +40,7 @@ def read_batches(
 
 
 def prepared(rank: int, layout: ParallelLayout, config: DataConfig, sizes: dict[str, Any]) -> tuple[float, float, bool]:
-    """Messages that were sent when the first micro-batch was given, and after `prepare`; whether the next is then the right one."""
+    """Messages sent when the first micro-batch was given, and after `prepare`; whether the next is then the right one."""
     ranks = Ranks(layout)
     with open_loader(config, ranks, **sizes) as loader, open_loader(config, ranks, **sizes) as other:
         batches = RankBatches(loader, ranks)
@@ -465,3 +465,15 @@ def accelerate_checkpoint(rank: int, config: DataConfig, folder: str, start: int
             accelerator.save_state(folder)
         loader.close()
         return given
+
+
+def started_with(rank: int, run_file: str, overrides: list[list[str]]) -> str:
+    """What a rank is told when it starts a run with overrides of its own."""
+    from streammega.train.config import load_run
+    from streammega.train.loop import Trainer
+
+    try:
+        Trainer(load_run(run_file, overrides[rank]), torch.device("cpu"))
+    except ConfigError as error:
+        return str(error)
+    return "started"

@@ -138,8 +138,9 @@ class RankBatches:
     def prepare(self) -> None:
         """Begin with the micro-batches after those handed out, also if that takes waiting for them.
 
-        For ranks whose messages are shared (tensor-parallel ones), where they would wait anyway, for instance before reading a norm
-        back from the device: all of them, at the same place of their programs. An error is raised by the `next` it belongs to.
+        For ranks whose messages are shared (tensor-parallel ones), where they would wait anyway, for instance before reading a
+        norm back from the device: all of them, at the same place of their programs. What fails is raised by the `next` that is
+        due.
         """
         if self._exchange.shared and self._ahead and self._failed is None:
             self._start_later(self._ahead)

@@ -23,11 +23,13 @@ from streammega.ranks import RankBatches, Ranks
 from streammega.ranks.batches import read_factor
 from streammega.ranks.groups import WORLD
 from streammega.samples.fields import Batch
+from streammega.train.agreement import check_that_ranks_agree, facts_of
 from streammega.train.batch_hash import global_batch_hash, sample_digests
 from streammega.train.checkpoint import Checkpoints, rewinds_of
 from streammega.train.checkpoint_places import open_place
 from streammega.train.config import RunConfig
 from streammega.train.data_parallel import BucketedDataParallel, finish_grad_sync
+from streammega.train.feed import StepBatches
 from streammega.train.metrics import MetricsLog, finite
 from streammega.train.numerics import set_numerics
 from streammega.train.out_dir import OutDir
@@ -72,6 +74,7 @@ class Trainer:
         self.every_stage = config.data.reset_position_ids or config.data.reset_attention_mask
         self.loader = open_split(config, "train", self.ranks)
         self.batches = RankBatches(self.loader, self.ranks, device, every_stage=self.every_stage)
+        check_that_ranks_agree(facts_of(config, self.loader), self.ranks, device)
         self.sources = source_names(config.data)
         self.model = ParallelModel(config, self.ranks, device)
         self.optimizer = self.model.make_optimizer()
@@ -188,11 +191,11 @@ class Trainer:
         set_learning_rate(self.optimizer, train, self.step)
         size = dataset.schedule.size_at(start)
         micro_steps = dataset.schedule.micro_batches_at(start, train.micro_batch_size, self.ranks.layout.dp)
-        batches, ids, waited = self._take(micro_steps)
-        self.watch.phase("computing", self.step + 1)
+        batches = self._take(micro_steps)
         tokens = float(size * self.config.data.sequence_length)
-        losses = self.model.forward_backward(batches, self.scale.value / tokens if self.scale else 1.0)
+        losses = self.model.forward_backward(batches, micro_steps, self.scale.value / tokens if self.scale else 1.0)
         self.watch.phase("reducing")
+        ids = dataset.sample_ids(np.array(batches.consumed, np.int64) - dataset.step_samples).reshape(-1)
         norm = self._reduce_and_step(losses, tokens)
         totals = self._totals(losses, ids)
         record: dict[str, Any] = {
@@ -202,7 +205,7 @@ class Trainer:
             "loss": totals["loss"],
             "grad_norm": norm,
             "lr": self.optimizer.param_groups[0]["lr"],
-            "data_wait_s": waited,
+            "data_wait_s": batches.waited,
             "tokens_per_s": size * self.config.data.sequence_length / (time.perf_counter() - began),
         }
         if self.scale is not None:
@@ -210,7 +213,7 @@ class Trainer:
         if totals["sources"]:
             record["source_loss"] = totals["sources"]
         if train.hash_batches:
-            record["batch_hash"] = self._hash(batches, ids, record["samples"][0], size)
+            record["batch_hash"] = self._hash(batches.kept or [], ids, record["samples"][0], size)
         return record, totals["stop"]
 
     def _stop_here(self, record: dict[str, Any]) -> None:
@@ -276,22 +279,15 @@ class Trainer:
         self.ranks.all_reduce(total, WORLD)
         return float(total[0] / total[1].clamp(min=1))
 
-    def _take(self, micro_steps: int) -> tuple[list[Batch], NDArray[np.int64], float]:
-        """The micro-batches of a step on this rank, the global sample ids of their rows, and the seconds they were waited for."""
-        self.watch.phase("waiting for data", self.step + 1)
-        dataset, batches, consumed = self.loader.dataset, [], []
-        began = time.perf_counter()
-        for _ in range(micro_steps):
-            batch = next(self.batches, None)
-            if batch is None:
-                raise DataEnded(
-                    f"the data ends at sample {self.batches.consumed_samples}, after step {self.step} of "
-                    f"{self.config.train.iters}: data.skip_samples passed over the rest; raise data.num_samples"
-                )
-            batches.append(batch)
-            consumed.append(self.batches.consumed_samples - dataset.step_samples)
-        waited = time.perf_counter() - began
-        return batches, dataset.sample_ids(np.array(consumed, np.int64)).reshape(-1), waited
+    def _take(self, micro_steps: int) -> StepBatches:
+        """The micro-batches of a step on this rank. Raises DataEnded where there is none."""
+        batches = StepBatches(self.batches, micro_steps, self.watch, self.step + 1, keep=self.config.train.hash_batches)
+        if batches.empty:
+            raise DataEnded(
+                f"the data ends at sample {self.batches.consumed_samples}, after step {self.step} of "
+                f"{self.config.train.iters}: data.skip_samples passed over the rest; raise data.num_samples"
+            )
+        return batches
 
     def _reduce_and_step(self, losses: Losses, divided_by: float) -> float:
         """Normalise gradients by the unmasked tokens of the global batch, clip and step; returns the norm before clipping."""
@@ -315,6 +311,8 @@ class Trainer:
         optimizer.step()
         for model in self.model.wrapped:
             model.zero_grad()
+        if self.device.type == "cuda":
+            self.batches.prepare()  # all of the step is under way, and the host would wait for it here
         return float(norm)
 
     @property

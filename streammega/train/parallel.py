@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,6 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 from streammega.errors import ConfigError
 from streammega.order.sharding import zigzag_bounds
 from streammega.ranks import Ranks
+from streammega.ranks.batches import RankBatch
 from streammega.samples.fields import Batch
 from streammega.train.attention import ContextParallel
 from streammega.train.collectives import clip, total_norm
@@ -91,20 +92,23 @@ class ParallelModel:
         """Whether this rank computes the loss."""
         return self.stage_ids[-1] == self.num_stages - 1
 
-    def forward_backward(self, batches: Sequence[Batch], scale: float = 1.0) -> Losses:
-        """Gradients of all micro-batches of a step, of the summed loss times `scale`; and their losses."""
+    def forward_backward(self, batches: Iterable[Batch], count: int, scale: float = 1.0) -> Losses:
+        """Gradients of all micro-batches of a step, of the summed loss times `scale`; and their losses.
+
+        Each of the `count` micro-batches is taken when the computation of the one before is under way; pipelines take all first.
+        """
         losses = _LossList(scale)
         if self.num_stages == 1:
             model = self.wrapped[0]
             for number, (inputs, target) in enumerate(self._all_inputs(batches)):
-                with model.no_sync() if number < len(batches) - 1 else contextlib.nullcontext():
+                with model.no_sync() if number < count - 1 else contextlib.nullcontext():
                     losses(model(*inputs[0], **inputs[1]), target).backward()  # type: ignore[no-untyped-call]
         else:
             with contextlib.ExitStack() as stack:
                 for wrapped in self.wrapped:
                     assert isinstance(wrapped, BucketedDataParallel)
-                    stack.enter_context(wrapped.expect(len(batches)))
-                self._run_schedule(batches, losses, train=True)
+                    stack.enter_context(wrapped.expect(count))
+                self._run_schedule(list(batches), losses, train=True)
         return losses.taken(self.device)
 
     def clip_grad_norm_(self, max_norm: float) -> Tensor:
@@ -126,12 +130,26 @@ class ParallelModel:
             self._run_schedule(batches, losses, train=False)
         return losses.taken(self.device)
 
-    def _all_inputs(self, batches: Sequence[Batch]) -> list[tuple[Inputs, Tensor | None]]:
-        """`_inputs` of the micro-batches of a step, and the longest document of them all.
+    def _all_inputs(self, batches: Iterable[Batch]) -> Iterator[tuple[Inputs, Tensor | None]]:
+        """`_inputs` of the micro-batches of a step, one by one, and the longest document of each.
 
-        Kernels for documents want that number on the host. It is asked for before anything of this step is under way on the
-        device, and once: asked for in each micro-batch, the host would wait for the computation of the one before.
+        Kernels for documents want that number on the host. Where nobody counted it, it is asked of the device once for all of a
+        step, before anything is under way: in each micro-batch, the host would wait for the computation of the one before.
         """
+        batches = iter(batches)
+        for batch in batches:
+            longest = batch.longest if isinstance(batch, RankBatch) else None
+            if longest is None and self.device.type != "cpu" and "cu_seqlens" in batch:
+                yield from self._inputs_asked_for([batch, *batches])
+                return
+            inputs, target = self._inputs(batch)
+            if "cu_seqlens" in inputs[1]:
+                bounds = inputs[1]["cu_seqlens"]
+                known = longest_document(bounds).cpu() if longest is None else torch.tensor(longest)
+                inputs[1]["longest"] = known.expand(len(bounds))
+            yield inputs, target
+
+    def _inputs_asked_for(self, batches: Sequence[Batch]) -> list[tuple[Inputs, Tensor | None]]:
         made = [self._inputs(batch) for batch in batches]
         bounds = [keywords["cu_seqlens"] for (_, keywords), _ in made if "cu_seqlens" in keywords]
         if bounds:
@@ -163,7 +181,7 @@ class ParallelModel:
     def _run_schedule(self, batches: Sequence[Batch], losses: _LossList, *, train: bool) -> None:
         """torch's pipeline schedule over the micro-batches, which it takes end to end and cuts again."""
         schedule = self._schedule(len(batches))
-        made = self._all_inputs(batches)
+        made = list(self._all_inputs(batches))
         arguments = [torch.cat(parts) for parts in zip(*(inputs[0] for inputs, _ in made), strict=True)]
         keywords = {name: _end_to_end([inputs[1][name] for inputs, _ in made]) for name in made[0][0][1]}
         targets = [target for _, target in made if target is not None]

@@ -283,7 +283,7 @@ class _Signals:
 
 
 def _place(step: int, phase: str) -> tuple[int, int]:
-    return step, PHASES.index(phase)
+    return step, PHASES.index(phase) if phase in PHASES else len(PHASES)
 
 
 def _as_words(cause: dict[str, Any]) -> str:
