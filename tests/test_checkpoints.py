@@ -22,8 +22,10 @@ from streammega.errors import ConfigError, EndpointError, StateError, StorageErr
 from streammega.storage.pread import PreadStore
 from streammega.train import checkpoint_hold
 from streammega.train.checkpoint import checkpoints
+from streammega.train.checkpoint_bucket import Bucket
 from streammega.train.checkpoint_files import DamagedError, Files, read_metadata
-from streammega.train.checkpoint_places import Bucket, Folder, open_place
+from streammega.train.checkpoint_folder import Folder
+from streammega.train.checkpoint_open import open_place
 from streammega.train.config import load_run
 from streammega.train.host_copies import HostCopies
 from streammega.train.loop import Terminated, Trainer

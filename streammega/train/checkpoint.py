@@ -1,7 +1,7 @@
 """The checkpoints of a run: saved by all ranks together, in the background; the newest that is sound is the one to resume from.
 
 torch.distributed.checkpoint plans who writes and reads which values. Where they lie, and how they appear there whole, is
-`checkpoint_places`. The first rank decides what there is; whatever fails on a rank is raised on all.
+`checkpoint_place`. The first rank decides what there is; whatever fails on a rank is raised on all.
 """
 
 from __future__ import annotations
@@ -27,8 +27,9 @@ from torch.distributed.checkpoint.metadata import Metadata
 
 from streammega.errors import ConfigError, StateError, StorageError, StreammegaError
 from streammega.train.checkpoint_files import DamagedError, check_files, read_metadata
+from streammega.train.checkpoint_folder import Folder, checkpoints
 from streammega.train.checkpoint_hold import Hold
-from streammega.train.checkpoint_places import Folder, Found, Place, checkpoints
+from streammega.train.checkpoint_place import Found, Place
 from streammega.train.checkpoint_reader import Reader
 from streammega.train.checkpoint_writer import Writer
 from streammega.train.host_copies import HostCopies

@@ -26,7 +26,7 @@ from streammega.samples.fields import Batch
 from streammega.train.agreement import check_that_ranks_agree, facts_of
 from streammega.train.batch_hash import global_batch_hash, sample_digests
 from streammega.train.checkpoint import Checkpoints, rewinds_of
-from streammega.train.checkpoint_places import open_place
+from streammega.train.checkpoint_open import open_place
 from streammega.train.config import RunConfig
 from streammega.train.data_parallel import BucketedDataParallel, finish_grad_sync
 from streammega.train.feed import StepBatches

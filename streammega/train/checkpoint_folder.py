@@ -1,0 +1,147 @@
+"""Checkpoints on a disk: folders that are written under another name and renamed when they are whole."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from streammega.config import StorageConfig
+from streammega.storage.pread import PreadStore
+from streammega.train.checkpoint_files import Files
+from streammega.train.checkpoint_hold import Hold, hold_file
+from streammega.train.checkpoint_place import NAME, SET_ASIDE, Found, folder_of, free_name, parsed, position_in
+
+log = logging.getLogger(__name__)
+
+
+class Folder:
+    """Checkpoints in a folder of a disk that all ranks share. Implements `Place`."""
+
+    on_disk = True
+
+    def __init__(self, path: Path, storage: StorageConfig | None = None) -> None:
+        self.path, self.url = path, str(path)
+        # By reads: an I/O error under a map, of NFS for instance, would end the process.
+        self._store = PreadStore(storage or StorageConfig())
+
+    def prepare(self) -> None:
+        """A step that was being replaced gets its old checkpoint back, unless the new one is there."""
+        self.path.mkdir(parents=True, exist_ok=True)
+        for old in self.path.glob("step-*.replaced*"):
+            if old.with_suffix("").exists():
+                _remove_tree(old)
+            else:
+                os.replace(old, old.with_suffix(""))
+
+    def steps(self) -> list[int]:
+        """Of the folders that bear a final name."""
+        return [int(path.name.removeprefix("step-")) for path in checkpoints(self.path)]
+
+    def find(self, step: int) -> Found:
+        """By its position.json."""
+        files = self.draft(folder_of(step))
+        url = files.url("position.json")
+        return Found(step=step, name=folder_of(step), position=position_in(parsed(files.read("position.json"), url), url))
+
+    def begin(self, step: int) -> str:
+        """Remove what runs left that were killed while they saved."""
+        name = f"{folder_of(step)}.partial"
+        for pattern in ("step-*.partial", "step-*.removed*"):
+            for stale in self.path.glob(pattern):
+                if stale.name != name:
+                    _remove_tree(stale)
+        if (self.path / name).exists():
+            shutil.rmtree(self.path / name)
+        (self.path / name).mkdir(parents=True)
+        return name
+
+    def draft(self, name: str) -> Files:
+        """A folder in the folder."""
+        return Files(store=self._store, prefix=str(self.path / name))
+
+    def publish(self, step: int, name: str, position: Mapping[str, Any]) -> None:
+        """Rename. Of a step that is there already, the old folder is kept beside it until the new one bears its name."""
+        draft, final = self.path / name, self.path / folder_of(step)
+        with open(draft / "position.json", "w", encoding="utf-8") as file:
+            json.dump(position, file, indent=1)
+            file.flush()
+            os.fsync(file.fileno())
+        _sync_folder(draft)
+        old = self._free(f"{folder_of(step)}.replaced")
+        if final.exists():
+            os.replace(final, old)
+        os.replace(draft, final)
+        _sync_folder(self.path)
+        if old.exists():
+            _remove_tree(old)
+
+    def remove(self, step: int) -> None:
+        """Rename, then remove: what bears a final name stays whole, whatever happens meanwhile."""
+        removed = self._free(f"{folder_of(step)}.removed")
+        os.replace(self.path / folder_of(step), removed)
+        shutil.rmtree(removed)
+
+    def set_aside(self, step: int, why: str) -> str:
+        """Rename; a name that is taken gets a number."""
+        aside = self._free(f"{folder_of(step)}.{why}")
+        os.replace(self.path / folder_of(step), aside)
+        os.utime(aside)  # when it was set aside, for clean_aside
+        return str(aside)
+
+    def clean_aside(self, keep: int) -> None:
+        """By the time of their folders."""
+        aside = [path for path in self.path.iterdir() if SET_ASIDE.fullmatch(path.name)]
+        for path in sorted(aside, key=lambda path: path.stat().st_mtime)[:-keep]:
+            _remove_tree(path)
+
+    def leave_sign(self, name: str) -> None:
+        """A file."""
+        self.path.mkdir(parents=True, exist_ok=True)
+        (self.path / name).write_text("seen by all ranks\n", encoding="utf-8")
+
+    def sees(self, name: str) -> bool:
+        """Whether the file is there."""
+        return (self.path / name).exists()
+
+    def remove_sign(self, name: str) -> None:
+        """The file goes."""
+        (self.path / name).unlink(missing_ok=True)
+
+    def hold(self) -> Hold:
+        """By a lock of the kernel's on a file beside the checkpoints."""
+        return hold_file(self.path.parent / ".lock")
+
+    def _free(self, name: str) -> Path:
+        return self.path / free_name(name, {path.name for path in self.path.iterdir()})
+
+
+def checkpoints(folder: Path) -> list[Path]:
+    """Whole checkpoints of a folder on a disk, oldest first."""
+    return sorted(path for path in folder.glob("step-*") if NAME.fullmatch(path.name))
+
+
+def _remove_tree(path: Path) -> None:
+    """What nobody needs any more: one that cannot be removed is no reason to end a run, and is tried again at later saves."""
+    try:
+        if path.is_dir():
+            shutil.rmtree(path)
+        else:
+            path.unlink()
+    except OSError as error:
+        log.warning("%s: cannot be removed (%s); it is not used any more, remove it by hand", path, error.strerror or error)
+
+
+def _sync_folder(path: Path) -> None:
+    """The names in a folder reach the disk as well as the files do."""
+    fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(fd)
+    except OSError as error:  # some network file systems sync no folders
+        log.debug("%s: cannot be synced: %s", path, error)
+    finally:
+        os.close(fd)

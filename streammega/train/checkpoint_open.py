@@ -1,0 +1,22 @@
+"""Which kind of place an out_dir is."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from streammega.config import StorageConfig
+from streammega.storage import join_url, open_store
+from streammega.storage.urls import is_remote
+from streammega.train.checkpoint_bucket import Bucket
+from streammega.train.checkpoint_folder import Folder
+from streammega.train.checkpoint_place import Place
+
+
+def open_place(out_dir: str, storage: StorageConfig) -> Place:
+    """The checkpoints of a run in `out_dir`/checkpoints. Raises ConfigError for a URL that cannot work."""
+    url = join_url(out_dir, "checkpoints")
+    if is_remote(out_dir):
+        store, key = open_store(url, storage)
+        return Bucket(store, key)
+    _, path = open_store(url, storage)
+    return Folder(Path(path), storage)
