@@ -8,8 +8,12 @@ from typing import Any
 import numpy as np
 import pytest
 
+from streammega import ParallelLayout
+from streammega.errors import ConfigError
+from streammega.train.config import load_run
+from streammega.train.stages import check_tensor_parallel
 from tests.gang import Gang
-from tests.model_programs import steps_of
+from tests.model_programs import divided_loss, first_weights, memory_of_a_stage, steps_of
 
 TOML = """
 [data]
@@ -67,3 +71,77 @@ def test_they_are_computed_again_on_any_layout(gang: Gang, run_file: str, layout
         for one, other in zip(kept, again, strict=True):
             assert_same(other, one)
         assert sum(again[0]["saved"]) < sum(kept[0]["saved"]) / 2
+
+
+def test_the_loss_over_a_divided_vocabulary_is_that_of_the_whole(gang: Gang) -> None:
+    """Rows of all sizes, targets in every part, some ignored; a vocabulary that does not divide by the ranks."""
+    for worst_loss, worst_grad, same in gang.run(3, divided_loss, 3):
+        assert worst_loss < 1e-6
+        assert worst_grad < 1e-7
+        assert same
+
+
+def test_tensor_parallel_ranks_hold_no_whole_logits(gang: Gang, run_file: str) -> None:
+    whole = 2 * 64 * 101 * 4
+    for sequence_parallel in ("true", "false"):
+        overrides = ["parallel.tp=2", f"parallel.sequence_parallel={sequence_parallel}"]
+        for result in gang.run(2, steps_of, run_file, overrides, None, 1):
+            assert max(result["saved"]) < whole
+
+
+@pytest.mark.parametrize("overrides", [[], ["parallel.optimizer=sharded"]], ids=["replicated", "sharded"])
+def test_a_divided_sequence_between_layers_gives_the_same_losses_and_gradients(
+    gang: Gang, run_file: str, overrides: list[str]
+) -> None:
+    alone = steps_of(0, run_file, [], DOCUMENTS)
+    saved = []
+    for sequence_parallel in ("true", "false"):
+        settings = ["parallel.tp=2", f"parallel.sequence_parallel={sequence_parallel}", *overrides]
+        results = gang.run(2, steps_of, run_file, settings, DOCUMENTS)
+        saved.append(sum(results[0]["saved"]))
+        for result in results:
+            assert result["loss"] == pytest.approx(alone["loss"], rel=1e-6)
+            assert result["norm"] == pytest.approx(alone["norm"], rel=1e-5)
+            for name, grad in result["grads"].items():
+                np.testing.assert_allclose(grad, alone["grads"][name], atol=1e-7, rtol=1e-4, err_msg=name)
+    assert saved[0] < 0.9 * saved[1]  # what is normed is gathered for the matrix products, and kept for them
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (
+            ["model.vocab_size=5", "parallel.tp=4"],
+            "model.vocab_size 5 in parts of 2 leaves some of parallel.tp 4 ranks without any",
+        ),
+        (["data.sequence_length=63"], r"parallel.tp 4 does not divide the 63 tokens .* set parallel.sequence_parallel=false"),
+        (["model.heads=2"], "model.heads 2 do not divide over parallel.tp 4"),
+    ],
+)
+def test_sizes_that_do_not_divide_over_tensor_parallel_ranks_are_named(run_file: str, overrides: list[str], message: str) -> None:
+    config = load_run(run_file, ["model.heads=4", "model.dim=16", *overrides])
+    with pytest.raises(ConfigError, match=message):
+        check_tensor_parallel(config, ParallelLayout(tp=4))
+
+
+@pytest.mark.parametrize(
+    ("size", "overrides"),
+    [
+        (1, []),
+        (2, ["parallel.pp=2", "parallel.virtual_stages=2"]),
+        (2, ["parallel.tp=2", "parallel.optimizer=sharded", "train.dtype=bfloat16"]),
+        (4, ["parallel.tp=2", "parallel.pp=2"]),
+    ],
+    ids=["alone", "virtual-stages", "tp-bf16", "tp-pp"],
+)
+def test_first_weights_are_those_of_one_rank_alone(gang: Gang, run_file: str, size: int, overrides: list[str]) -> None:
+    assert all(gang.run(size, first_weights, run_file, overrides))
+
+
+def test_a_rank_makes_its_own_part_of_the_model_and_never_the_whole(gang: Gang, run_file: str) -> None:
+    sizes = ["model.dim=512", "model.layers=8", "model.vocab_size=8192"]
+    ((height, own, whole),) = gang.run(1, memory_of_a_stage, run_file, sizes)
+    assert whole > 100_000_000
+    embedding = 8192 * 512 * 4
+    assert height < own + 2 * embedding
+    assert height < 0.7 * whole

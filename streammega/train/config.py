@@ -82,6 +82,8 @@ class ParallelConfig:
     """State on every rank; divided by ShardedOptimizer; or by torch's ZeroRedundancyOptimizer (with data_parallel = "torch")."""
     bucket_size: int | None = None
     """Elements of a gradient bucket; default max(40M, 1M x ranks)."""
+    sequence_parallel: bool = True
+    """With tp: between the split layers each rank keeps and norms a tp-th of its tokens, which tp divides; losses are equal."""
 
     def __post_init__(self) -> None:
         if self.virtual_stages < 1 or (self.virtual_stages > 1 and self.pp == 1):

@@ -14,7 +14,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
 from streammega.errors import ConfigError, GradientError
 from streammega.ranks import Ranks
@@ -174,7 +173,7 @@ class BucketedDataParallel(nn.Module):
         if self.ranks is None:
             first = self._split_over is None or self._split_over.rank() == 0
             return first or is_split(slot.parameter)
-        replicated = not isinstance(slot.parameter, DTensor) and self.ranks.at["tp"] > 0
+        replicated = not is_split(slot.parameter) and self.ranks.at["tp"] > 0
         copied = slot.name in self._tied and not self.ranks.is_first_stage
         return not replicated and not copied
 

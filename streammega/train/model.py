@@ -10,8 +10,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import Replicate
-from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel, parallelize_module
+from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    ParallelStyle,
+    PrepareModuleOutput,
+    RowwiseParallel,
+    SequenceParallel,
+    parallelize_module,
+)
 from torch.utils.checkpoint import checkpoint
 
 from streammega.errors import ConfigError
@@ -21,6 +28,7 @@ from streammega.train.config import ModelConfig
 from streammega.train.visibility import Visibility
 
 ROPE_BASE = 10_000.0
+INITIAL_STD = 0.02
 TIED = "head.weight"
 """The output projection, which is the embedding's weight; by itself on a last stage that has no embedding."""
 
@@ -28,7 +36,8 @@ TIED = "head.weight"
 class GPT(nn.Module):
     """Token ids [batch, S] and positions [batch, S] to logits [batch, S, vocab_size].
 
-    As a stage without the embedding it takes, and without the head it gives, activations [batch, S, dim].
+    As a stage without the embedding it takes, and without the head it gives, activations [batch, S, dim]. Split over
+    tensor-parallel ranks it gives this rank's part of the vocabulary; if it is sequence-parallel, activations of its part of S.
     """
 
     def __init__(self, config: ModelConfig) -> None:
@@ -98,22 +107,30 @@ class GPT(nn.Module):
         most = None if longest is None else int(longest.max())
         return Visibility(zigzag_bounds(kept * size, rank, size), kept * size, cu_seqlens, most)
 
-    def parallelize(self, mesh: DeviceMesh) -> None:
-        """Split the linear layers over a one-dimensional mesh, by torch's parallelize_module."""
-        whole = Replicate()
-        plan: dict[str, ParallelStyle] = {
-            "embedding": RowwiseParallel(input_layouts=whole, output_layouts=whole),
-            "head": ColwiseParallel(output_layouts=whole),
-        }
+    def parallelize(self, mesh: DeviceMesh, *, sequence_parallel: bool) -> None:
+        """Split the linear layers over a one-dimensional mesh, by torch's parallelize_module. The head gives part of the logits.
+
+        sequence_parallel: between them a rank keeps only its part of the sequence. Norms then gather what they have normed, once
+        for all layers that take it.
+        """
+        whole, between = Replicate(), Shard(1) if sequence_parallel else Replicate()
+        plan: dict[str, ParallelStyle] = {"head": ColwiseParallel(output_layouts=Shard(-1))}
+        plan |= {"embedding": RowwiseParallel(input_layouts=whole, output_layouts=between)}
         plan |= {f"blocks.*.{name}": ColwiseParallel() for name in ("q", "k", "v", "gate", "up")}
-        plan |= {f"blocks.*.{name}": RowwiseParallel() for name in ("project", "down")}
-        if self.embedding is None:
-            del plan["embedding"]
-        if self.head is None:
-            del plan["head"]
-        parallelize_module(self, mesh, plan)
+        plan |= {f"blocks.*.{name}": RowwiseParallel(output_layouts=between) for name in ("project", "down")}
+        norms = ("blocks.*.attention_norm", "blocks.*.mlp_norm", "norm") if sequence_parallel else ()
+        plan |= {name: SequenceParallel() for name in norms}
+        gather = PrepareModuleOutput(output_layouts=between, desired_output_layouts=whole, use_local_output=False)
+        gathers: dict[str, ParallelStyle] = dict.fromkeys(norms, gather)
+        dropped = [name for name in ("embedding", "norm", "head") if getattr(self, name) is None]
+        for styles in (plan, gathers):
+            parallelize_module(self, mesh, {name: style for name, style in styles.items() if name not in dropped})
+        self.tie()
+
+    def tie(self) -> None:
+        """Share the weight of embedding and head again, after something that treats each by itself."""
         if self.embedding is not None and self.head is not None:
-            self.head.weight = self.embedding.weight  # each had been split by itself
+            self.head.weight = self.embedding.weight
 
 
 class Block(nn.Module):
@@ -160,4 +177,4 @@ def rotate(x: Tensor, rotation: tuple[Tensor, Tensor]) -> Tensor:
 
 def _initialize(module: nn.Module) -> None:
     if isinstance(module, (nn.Linear, nn.Embedding)):
-        nn.init.normal_(module.weight, std=0.02)
+        nn.init.normal_(module.weight, std=INITIAL_STD)

@@ -11,22 +11,24 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleInterleaved1F1B
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from torch.nn.parallel import DistributedDataParallel
 
-from streammega.errors import ConfigError
 from streammega.order.sharding import zigzag_bounds
 from streammega.ranks import Ranks
 from streammega.ranks.batches import RankBatch
 from streammega.samples.fields import Batch
-from streammega.train.attention import ContextParallel
 from streammega.train.collectives import clip, total_norm
 from streammega.train.config import RunConfig
 from streammega.train.data_parallel import BucketedDataParallel
+from streammega.train.grad_buffers import local_part
 from streammega.train.model import GPT, TIED
 from streammega.train.sharded_optimizer import ShardedOptimizer
+from streammega.train.stages import canonical, make_stages
 from streammega.train.visibility import longest_document
+from streammega.train.vocab_loss import VocabPart, vocab_parallel_loss
 
 IGNORED = -100
 """The label of positions without loss."""
@@ -59,7 +61,7 @@ class ParallelModel:
         parallel = config.parallel
         self.num_stages = parallel.pp * parallel.virtual_stages
         self.stage_ids = [ranks.at["pp"] + parallel.pp * n for n in range(parallel.virtual_stages)]
-        self.chunks, self.all_names = _make_chunks(config, ranks, self.num_stages, self.stage_ids, device)
+        self.chunks, self.all_names = make_stages(config, ranks, self.num_stages, self.stage_ids, device)
         self.wrapped = [_wrap(chunk, config, ranks, self.num_stages) for chunk in self.chunks]
         self._schedules: dict[int, Any] = {}
 
@@ -92,12 +94,22 @@ class ParallelModel:
         """Whether this rank computes the loss."""
         return self.stage_ids[-1] == self.num_stages - 1
 
+    @property
+    def _vocab_part(self) -> VocabPart | None:
+        """The part of the vocabulary of which this rank computes logits; None: all, or none."""
+        head, group = self.chunks[-1].head, self.ranks.group("tp")
+        if head is None or not isinstance(head.weight, DTensor) or group is None:
+            return None
+        weight = head.weight
+        _, offset = compute_local_shape_and_global_offset(weight.shape, weight.device_mesh, weight.placements)
+        return VocabPart(group, offset[0])
+
     def forward_backward(self, batches: Iterable[Batch], count: int, scale: float = 1.0) -> Losses:
         """Gradients of all micro-batches of a step, of the summed loss times `scale`; and their losses.
 
         Each of the `count` micro-batches is taken when the computation of the one before is under way; pipelines take all first.
         """
-        losses = _LossList(scale)
+        losses = _LossList(scale, self._vocab_part)
         if self.num_stages == 1:
             model = self.wrapped[0]
             for number, (inputs, target) in enumerate(self._all_inputs(batches)):
@@ -122,7 +134,7 @@ class ParallelModel:
     @torch.no_grad()
     def evaluate(self, batches: Sequence[Batch]) -> Losses:
         """The losses of micro-batches."""
-        losses = _LossList(1.0)
+        losses = _LossList(1.0, self._vocab_part)
         if self.num_stages == 1:
             for inputs, target in self._all_inputs(batches):
                 losses(self.wrapped[0](*inputs[0], **inputs[1]), target)
@@ -210,9 +222,12 @@ class ParallelModel:
         """A stage whose inputs and outputs have known shapes: nothing has to be tried out."""
         rows, kept = self.config.train.micro_batch_size, self.config.data.sequence_length // self.ranks.layout.cp
         first, last = stage == 0, stage == self.num_stages - 1
-        wide = torch.empty(rows, kept, self.config.model.dim, dtype=self.dtype, device="meta", requires_grad=True)
+        between = kept // self.ranks.layout.tp if self.config.parallel.sequence_parallel else kept
+        wide = torch.empty(rows, between, self.config.model.dim, dtype=self.dtype, device="meta", requires_grad=True)
         tokens = torch.empty(rows, kept, dtype=torch.int64, device="meta")
-        logits = torch.empty(rows, kept, self.config.model.vocab_size, dtype=self.dtype, device="meta")
+        head = self.chunks[-1].head
+        entries = 0 if head is None else len(local_part(head.weight))
+        logits = torch.empty(rows, kept, entries, dtype=self.dtype, device="meta")
         return PipelineStage(
             model,
             stage,
@@ -249,15 +264,19 @@ def _make_zero(groups: Sequence[Mapping[str, Any]], ranks: Ranks, **settings: An
 class _LossList:
     """The loss function of one step: sums over unmasked tokens, kept by sample."""
 
-    def __init__(self, scale: float) -> None:
-        self.scale = scale
+    def __init__(self, scale: float, part: VocabPart | None) -> None:
+        self.scale, self.part = scale, part
         self.loss: list[Tensor] = []
         self.tokens: list[Tensor] = []
 
     def __call__(self, logits: Tensor, target: Tensor | None) -> Tensor:
-        """The scaled sum; logits [samples, S, vocab_size], target [samples, S] with IGNORED."""
+        """The scaled sum; logits [samples, S, vocab_size] or this rank's part of them, target [samples, S] with IGNORED."""
         assert target is not None
-        losses = F.cross_entropy(logits.flatten(0, 1).float(), target.flatten(), ignore_index=IGNORED, reduction="none")
+        rows, labels = logits.flatten(0, 1), target.flatten()
+        if self.part is not None:
+            losses = vocab_parallel_loss(rows, labels, self.part, IGNORED)
+        else:
+            losses = F.cross_entropy(rows.float(), labels, ignore_index=IGNORED, reduction="none")
         by_sample = losses.view_as(target).sum(1)
         self.loss.append(by_sample.detach())
         self.tokens.append((target != IGNORED).sum(1).float())
@@ -287,36 +306,6 @@ def names_of(model: ParallelModel) -> dict[str, nn.Parameter]:
         for name, parameter in chunk.named_parameters():
             found[canonical(name)] = parameter
     return found
-
-
-def canonical(name: str) -> str:
-    """The name of a parameter in the whole model: the head of a last stage is the embedding."""
-    return "embedding.weight" if name == TIED else name
-
-
-def _make_chunks(
-    config: RunConfig, ranks: Ranks, num_stages: int, stage_ids: Sequence[int], device: torch.device
-) -> tuple[list[GPT], Mapping[str, torch.Size]]:
-    """Stages of the model that one rank alone would make, and the shapes of all of its parameters."""
-    if config.model.heads % ranks.layout.tp:
-        raise ConfigError(
-            f"model.heads {config.model.heads} do not divide over parallel.tp {ranks.layout.tp}; change one of them"
-        )
-    chunks, shapes = [], {}
-    for stage in stage_ids:
-        torch.manual_seed(config.train.seed)
-        chunk = GPT(config.model)
-        shapes = {canonical(name): parameter.shape for name, parameter in chunk.named_parameters()}
-        chunk.keep_stage(stage, num_stages)
-        chunk.recompute(config.train.recompute)
-        chunk = chunk.to(device, getattr(torch, config.train.dtype))
-        tensor_group, context_group = ranks.group("tp"), ranks.group("cp")
-        if tensor_group is not None:
-            chunk.parallelize(DeviceMesh.from_group(tensor_group, device.type))
-        if context_group is not None:
-            chunk.use_context(ContextParallel(context_group, ranks.at["cp"], ranks.layout.cp))
-        chunks.append(chunk)
-    return chunks, shapes
 
 
 def _wrap(chunk: GPT, config: RunConfig, ranks: Ranks, num_stages: int) -> Wrapped:

@@ -30,7 +30,7 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 from streammega.errors import StateError
 from streammega.ranks import Ranks
 from streammega.train.buckets import rectangles
-from streammega.train.grad_buffers import local_part
+from streammega.train.grad_buffers import is_split, local_part
 from streammega.train.parallel import Optimizer, ParallelModel, names_of
 from streammega.train.sharded_optimizer import ShardedOptimizer
 
@@ -274,7 +274,7 @@ def _parts(model: ParallelModel, optimizer: Optimizer) -> Iterator[_Part]:
 def _saves(name: str, parameter: nn.Parameter, ranks: Ranks) -> bool:
     """Whether this rank is the one, of tensor-parallel and tied copies, that writes a parameter."""
     copied = name == "embedding.weight" and not ranks.is_first_stage
-    return not copied and (isinstance(parameter, DTensor) or ranks.at["tp"] == 0)
+    return not copied and (is_split(parameter) or ranks.at["tp"] == 0)
 
 
 def _offset(parameter: Tensor) -> tuple[int, ...]:

@@ -1,0 +1,70 @@
+"""The stages of the model that a rank holds: cut out of the whole, split over its groups, with the first weights."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch.distributed.device_mesh import DeviceMesh
+
+from streammega.errors import ConfigError
+from streammega.order.layout import ParallelLayout
+from streammega.ranks import Ranks
+from streammega.train.attention import ContextParallel
+from streammega.train.config import RunConfig
+from streammega.train.first_weights import fill_with_first_weights
+from streammega.train.model import GPT, TIED
+
+
+def make_stages(
+    config: RunConfig, ranks: Ranks, num_stages: int, stage_ids: Sequence[int], device: torch.device
+) -> tuple[list[GPT], Mapping[str, torch.Size]]:
+    """Stages of the model that one rank alone would make, and the shapes of all of its parameters."""
+    check_tensor_parallel(config, ranks.layout)
+    dtype: torch.dtype = getattr(torch, config.train.dtype)
+    with torch.device("meta"):  # shapes only: memory is for what this rank keeps
+        whole = GPT(config.model)
+        chunks = [GPT(config.model) for _ in stage_ids]
+    for chunk, stage in zip(chunks, stage_ids, strict=True):
+        chunk.keep_stage(stage, num_stages)
+        chunk.recompute(config.train.recompute)
+        chunk.to(dtype)
+        _split(chunk, config, ranks, device)
+        chunk.to_empty(device=device)
+        chunk.tie()
+    fill_with_first_weights(chunks, whole, config.train.seed, canonical)
+    return chunks, {canonical(name): parameter.shape for name, parameter in whole.named_parameters()}
+
+
+def canonical(name: str) -> str:
+    """The name of a parameter in the whole model: the head of a last stage is the embedding."""
+    return "embedding.weight" if name == TIED else name
+
+
+def check_tensor_parallel(config: RunConfig, layout: ParallelLayout) -> None:
+    """Raise ConfigError for sizes that do not divide over tensor-parallel ranks."""
+    tp, model = layout.tp, config.model
+    if model.heads % tp:
+        raise ConfigError(f"model.heads {model.heads} do not divide over parallel.tp {tp}; change one of them")
+    share = -(-model.vocab_size // tp)
+    if share * (tp - 1) >= model.vocab_size:
+        raise ConfigError(
+            f"model.vocab_size {model.vocab_size} in parts of {share} leaves some of parallel.tp {tp} ranks without any; "
+            f"lower tp, or raise vocab_size"
+        )
+    kept = config.data.sequence_length // layout.cp
+    if config.parallel.sequence_parallel and kept % tp:
+        raise ConfigError(
+            f"parallel.tp {tp} does not divide the {kept} tokens of a sequence that a rank keeps; change "
+            f"data.sequence_length or tp, or set parallel.sequence_parallel=false"
+        )
+
+
+def _split(chunk: GPT, config: RunConfig, ranks: Ranks, device: torch.device) -> None:
+    """Divide a stage over tensor- and context-parallel ranks."""
+    tensor_group, context_group = ranks.group("tp"), ranks.group("cp")
+    if tensor_group is not None:
+        mesh = DeviceMesh.from_group(tensor_group, device.type)
+        chunk.parallelize(mesh, sequence_parallel=config.parallel.sequence_parallel)
+    if context_group is not None:
+        chunk.use_context(ContextParallel(context_group, ranks.at["cp"], ranks.layout.cp))

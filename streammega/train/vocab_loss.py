@@ -1,0 +1,60 @@
+"""Cross entropy of logits whose vocabulary is divided over tensor-parallel ranks: no rank ever holds a whole row.
+
+Of each row two numbers go over all ranks, beside its largest logit: the sum of its exponentials, and the target's logit, which
+one rank has. torch has the same as `loss_parallel`, for code that holds it open around forward and backward both; here backward
+belongs to pipeline schedules, and this keeps one array of the logits' size instead of three.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class VocabPart:
+    """Entries [start, start + its logits) of the vocabulary are this rank's; `group` has all of it."""
+
+    group: dist.ProcessGroup
+    start: int
+
+
+def vocab_parallel_loss(logits: Tensor, target: Tensor, part: VocabPart, ignored: int) -> Tensor:
+    """The cross entropy of each row, float32 [rows], the same on all ranks of the group; 0 where the target is `ignored`.
+
+    logits: [rows, entries of this rank], of any float dtype. target: int64 [rows], of the whole vocabulary.
+    """
+    loss: Tensor = _VocabParallelLoss.apply(logits, target, part, ignored)  # type: ignore[no-untyped-call]
+    return loss
+
+
+class _VocabParallelLoss(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, logits: Tensor, target: Tensor, part: VocabPart, ignored: int) -> Tensor:
+        values = logits.to(torch.float32, copy=True)  # becomes the probabilities, in place
+        largest = values.amax(1)
+        dist.all_reduce(largest, dist.ReduceOp.MAX, group=part.group)
+        values -= largest[:, None]
+        place = target - part.start
+        here = (place >= 0) & (place < values.shape[1]) & (target != ignored)
+        place = place.masked_fill(~here, 0)[:, None]
+        of_target = values.gather(1, place)[:, 0].masked_fill(~here, 0.0)
+        sums = torch.stack((values.exp_().sum(1), of_target))
+        dist.all_reduce(sums, group=part.group)
+        values /= sums[0][:, None]
+        used = target != ignored
+        ctx.save_for_backward(values, place, here, used)
+        ctx.dtype = logits.dtype
+        return torch.where(used, sums[0].log() - sums[1], 0.0)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
+        probabilities, place, here, used = ctx.saved_tensors
+        grad = grad.masked_fill(~used, 0.0)[:, None]
+        grad_logits = probabilities * grad
+        grad_logits.scatter_add_(1, place, -grad * here[:, None])
+        return grad_logits.to(ctx.dtype), None, None, None
