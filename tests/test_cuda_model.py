@@ -68,7 +68,7 @@ def kernels_and_bytes(run: Callable[[], torch.Tensor]) -> tuple[list[str], int]:
     torch.cuda.synchronize()
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated()
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA], acc_events=True) as profile:
         run().sum().backward()
         torch.cuda.synchronize()
     return [event.key for event in profile.key_averages()], torch.cuda.max_memory_allocated() - before
