@@ -17,7 +17,16 @@ import psutil
 import pytest
 import torch
 
-from streammega import DataConfig, IndexedDatasetWriter, ParallelLayout, Ranks, StreamingDataset, StreamLoader, get_batch
+from streammega import (
+    DataConfig,
+    IndexedDatasetWriter,
+    ParallelLayout,
+    Ranks,
+    StreamingDataset,
+    StreamLoader,
+    batch_fields,
+    get_batch,
+)
 from streammega.ranks import open_loader
 from streammega.ranks.derive import device_fields
 from streammega.samples.fields import new_memory
@@ -215,22 +224,35 @@ def test_batches_held_together_share_no_element(data: DataConfig, fields: str) -
     assert all(stop <= start for (_, stop), (start, _) in itertools.pairwise(spans))
 
 
-@pytest.mark.parametrize("fields", FIELDS)
-def test_every_field_can_be_viewed_flat(data: DataConfig, fields: str) -> None:
-    config = replace(data, **FIELDS[fields])
+def batches_of_all_kinds(config: DataConfig) -> list[dict[str, torch.Tensor]]:
+    """One batch from every maker of batches."""
     loader = StreamLoader(config, micro_batch_size=4, global_batch_size=4)
     ranks = Ranks(ParallelLayout())
     ids = torch.from_numpy(np.arange(130, dtype=np.uint16).reshape(2, 65))
-    batches = [
-        next(iter(loader)),
-        loader.dataset.batch(0),
-        get_batch(open_loader(config, ranks, micro_batch_size=4, global_batch_size=4), ranks),
-        device_fields(ids, torch.tensor([65, 3]), config),
-    ]
-    loader.close()
-    for batch in batches:
+    with loader:
+        return [
+            next(iter(loader)),
+            loader.dataset.batch(0),
+            get_batch(open_loader(config, ranks, micro_batch_size=4, global_batch_size=4), ranks),
+            device_fields(ids, torch.tensor([65, 3]), config),
+            batch_fields(ids, None, config),
+        ]
+
+
+@pytest.mark.parametrize("fields", FIELDS)
+def test_every_field_can_be_viewed_flat(data: DataConfig, fields: str) -> None:
+    for batch in batches_of_all_kinds(replace(data, **FIELDS[fields])):
         for field in batch.values():
             field.view(-1)
+
+
+@pytest.mark.parametrize("fields", FIELDS)
+def test_writing_to_one_field_alters_no_other(data: DataConfig, fields: str) -> None:
+    for batch in batches_of_all_kinds(replace(data, **FIELDS[fields])):
+        before = {name: field.clone() for name, field in batch.items()}
+        batch["labels"][batch["position_ids"] % 2 == 0] = -100
+        for name in batch.keys() - {"labels"}:
+            assert torch.equal(batch[name], before[name]), name
 
 
 def test_attention_masks_take_the_memory_of_those_that_are_held(tmp_path: Path) -> None:
