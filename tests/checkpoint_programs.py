@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from streammega.storage import obstore_store
-from streammega.train import checkpoint
+from streammega.train import checkpoint, checkpoint_hold
 from streammega.train.checkpoint_writer import _Stream
 from streammega.train.config import load_run
 from streammega.train.loop import Trainer
@@ -34,6 +34,7 @@ def train_and_die(rank: int, run_file: str, overrides: list[str], fatal: int | N
 
     done: a file to which the step of every checkpoint is appended that was published.
     """
+    checkpoint_hold.SETTLE_SECONDS = 0.02  # nobody else begins at the same moment
     changes = 0
     lock = threading.Lock()
 

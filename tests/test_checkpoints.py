@@ -62,6 +62,12 @@ out_dir = "{folder}/run"
 CPU = torch.device("cpu")
 
 
+@pytest.fixture(autouse=True)
+def _no_rival(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nobody else begins at the same moment."""
+    monkeypatch.setattr(checkpoint_hold, "SETTLE_SECONDS", 0.02)
+
+
 def write_run(folder: Path) -> str:
     write_random_pair(str(folder / "pair"))
     path = folder / "run.toml"
@@ -417,7 +423,7 @@ def dies(gang: Gang, run_file: str, overrides: list[str], fatal: int, done: Path
     return False
 
 
-KILLS = 4
+KILLS = 3
 """Kill points of a run, evenly over all of its changes of what is stored; all of them by `make soak`."""
 
 
