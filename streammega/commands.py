@@ -49,6 +49,10 @@ def convert(
     max_tokens: Annotated[int | None, typer.Option(help="Cut or drop longer documents.")] = None,
     long: Annotated[str, typer.Option(help="What to do with them: cut or drop.")] = "cut",
     mode: Annotated[list[int] | None, typer.Option(help="Keep only sequences of this mode; repeat for more.")] = None,
+    loss_mode: Annotated[
+        list[int] | None, typer.Option(help="A mode that is to be learned, in training; of --chat it is 1; repeat for more.")
+    ] = None,
+    mix_tokenizers: Annotated[bool, typer.Option(help="Let tokens of different tokenizers into one dataset.")] = False,
     dedup: Annotated[bool, typer.Option(help="Keep the first of documents with the same tokens.")] = False,
     shuffle: Annotated[bool, typer.Option(help="Shuffle all documents.")] = False,
     seed: Annotated[int, typer.Option(help="Of the shuffle.")] = 0,
@@ -87,6 +91,8 @@ def convert(
         max_tokens=max_tokens,
         long=long,  # type: ignore[arg-type]  # checked by the options
         modes=tuple(mode) if mode else None,
+        loss_modes=tuple(loss_mode) if loss_mode else None,
+        mix_tokenizers=mix_tokenizers,
         dedup=dedup,
         shuffle_seed=seed if shuffle else None,
         kind=format,  # type: ignore[arg-type]

@@ -157,6 +157,11 @@ class DataConfig(FieldsConfig):
     """Drop the last, partial sample of valid (train and test always do)."""
     full_validation: bool = False
     """Valid is one epoch of everything, whatever num_samples says."""
+    loss_from_modes: bool | None = None
+    """Loss only where the label lies in a sequence whose mode is learned. None: in datasets whose manifest names such modes (that
+    of `convert --chat` does); True: in every dataset, those without such a manifest learning all modes but 0; False: never."""
+    mix_tokenizers: bool = False
+    """Blend datasets whose manifests name different tokenizers, whose ids mean different things; else that is an error."""
     multiple_validation_sets: bool = False
     """With blend_per_split: every prefix of valid is a dataset of its own, not blended."""
     surplus: float = 0.005

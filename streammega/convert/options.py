@@ -45,6 +45,10 @@ class ConvertOptions:
     long: Literal["cut", "drop"] = "cut"
     modes: tuple[int, ...] | None = None
     """Keep only sequences of these modes."""
+    loss_modes: tuple[int, ...] | None = None
+    """The modes that are to be learned, as the manifest is to say; None: with `chat`, 1; else what the inputs' manifests say."""
+    mix_tokenizers: bool = False
+    """Let tokens of different tokenizers into one dataset, whose manifest then names none."""
     dedup: bool = False
     """Keep the first of documents with the same tokens."""
     shuffle_seed: int | None = None
@@ -76,6 +80,9 @@ class ConvertOptions:
         for name in (self.dtype, self.input_dtype):
             if name is not None:
                 token_dtype_named(name)
+        for mode in self.loss_modes or ():
+            if not -128 <= mode <= 127:
+                raise ConfigError(f"loss_modes holds {mode}; modes lie between -128 and 127")
         if not self.keys:
             raise ConfigError("keys is empty; name the key that holds the text")
         for key in self.keys:
@@ -90,6 +97,13 @@ class ConvertOptions:
     def makes_modes(self) -> bool:
         """Whether text becomes sequences with modes."""
         return self.chat or any(":" in key for key in self.keys)
+
+    @property
+    def learned_modes(self) -> list[int] | None:
+        """Of the modes that text gets, those that are to be learned; None: modes mean something else, or there are none."""
+        if self.loss_modes is not None:
+            return list(self.loss_modes)
+        return [1] if self.chat else None
 
     @property
     def plain(self) -> bool:

@@ -30,10 +30,11 @@ from streammega.convert.assemble import (
 )  # fmt: skip
 from streammega.convert.engines import Work, run_tasks
 from streammega.convert.inputs import Input, find_inputs
+from streammega.convert.labels import Labels, labels_of
 from streammega.convert.options import ConvertOptions, Runner
 from streammega.convert.pairs import dataset_name
 from streammega.convert.report import ConvertReport, count_parts, make_report
-from streammega.convert.tokenizers import TextTokenizer, find_eod, load_tokenizer
+from streammega.convert.tokenizers import TextTokenizer, load_tokenizer
 from streammega.convert.units import Job, UnitRecord, load_json, plan_units, read_record, run_unit, save_bytes, save_json
 from streammega.errors import ConvertError, FormatError, ObjectNotFoundError
 from streammega.index.cache import default_cache_dir
@@ -85,15 +86,15 @@ def convert(
     if prefix != output and not output.endswith(".idx"):
         options = replace(options, kind=named)
     tokenizer = load_tokenizer(options.tokenizer) if options.tokenizer else None
-    eod_id = _eod(tokenizer, options)
     found = find_inputs(inputs, storage)
+    labels = labels_of(found, options, tokenizer, storage)
     work = _work_folder(prefix, runner.work)
     conversion = _Conversion(prefix, options, runner, storage, work, found, tokenizer, progress or _no_progress)
     with _locked(work):
         conversion.check_output(overwrite)
         try:
             layout, shards, records = conversion.make()
-            manifest = conversion.publish(layout, shards, eod_id, tokenizer)
+            manifest = conversion.publish(layout, shards, labels)
         except BaseException:
             conversion.leave()
             raise
@@ -113,12 +114,6 @@ def _settings(options: ConvertOptions | None, runner: Runner | None, settings: d
 
 def _no_progress(size: int, tokens: int) -> None:
     pass
-
-
-def _eod(tokenizer: TextTokenizer | None, options: ConvertOptions) -> int | None:
-    if tokenizer is None:
-        return options.eod_id
-    return find_eod(tokenizer, options.eod) if options.append_eod else None
 
 
 def _work_folder(prefix: str, given: str | None) -> str:
@@ -285,13 +280,13 @@ class _Conversion:
         )
         return replace(layout, digest=layout_digest(job, layout, sources))
 
-    def publish(self, layout: Layout, shards: list[Shard], eod_id: int | None, tokenizer: TextTokenizer | None) -> Manifest:
+    def publish(self, layout: Layout, shards: list[Shard], labels: Labels) -> Manifest:
         """Put everything under its final name: tokens, then their `.idx`, then the manifest. May be interrupted and repeated."""
         manifest = Manifest(
             kind=self.options.kind,
             dtype=layout.dtype,
             multimodal=layout.multimodal,
-            **self._vocabulary(eod_id, tokenizer),
+            **(labels if layout.multimodal else labels | {"loss_modes": None}),
             documents=sum(shard.documents for shard in shards),
             sequences=sum(shard.sequences for shard in shards),
             tokens=sum(shard.tokens for shard in shards),
@@ -308,27 +303,6 @@ class _Conversion:
             _move(join_url(self.work, f"out/{name}.idx"), join_url(folder, f"{name}.idx"), self.storage)
         save_bytes(f"{self.prefix}{MANIFEST}", manifest.to_json(), self.storage)
         return manifest
-
-    def _vocabulary(self, eod_id: int | None, tokenizer: TextTokenizer | None) -> dict[str, Any]:
-        """What is known of the ids: from the tokenizer, or from the manifests of inputs, where they agree."""
-        if tokenizer is not None:
-            own = {"name": tokenizer.name, "digest": tokenizer.digest}
-            return {"eod_id": eod_id, "vocab_size": tokenizer.vocab_size, "tokenizer": own}
-        unknown: dict[str, Any] = {"eod_id": eod_id, "vocab_size": None, "tokenizer": {}}
-        found: list[Manifest] = []
-        for item in self.inputs:
-            if item.format != "megatron":
-                return unknown
-            url = item.path if item.path.endswith(MANIFEST) else split_name(item.path)[0] + MANIFEST
-            try:
-                found.append(read_manifest(url, self.storage))
-            except (ObjectNotFoundError, FormatError):
-                return unknown
-        first = found[0]
-        if any((m.eod_id, m.vocab_size, m.tokenizer) != (first.eod_id, first.vocab_size, first.tokenizer) for m in found):
-            return unknown
-        eod_id = first.eod_id if eod_id is None else eod_id
-        return {"eod_id": eod_id, "vocab_size": first.vocab_size, "tokenizer": first.tokenizer}
 
     def _former(self) -> list[str]:
         """The files of a dataset that is there under the output's name, every `.idx` first; none if there is no dataset."""

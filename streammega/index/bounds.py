@@ -12,7 +12,7 @@ import numpy as np
 from streammega.config import StorageConfig
 from streammega.errors import FormatError
 from streammega.index.find import open_shards
-from streammega.index.format import check_end
+from streammega.index.format import HEADER_BYTES, check_end
 from streammega.index.shard_files import ShardFiles
 from streammega.index.shards import KnownShard
 from streammega.storage import ObjectInfo, Store
@@ -32,6 +32,15 @@ class PairBounds:
     bin_info: ObjectInfo
     dtype: np.dtype[Any]
     num_sequences: int
+
+    @property
+    def multimodal(self) -> bool:
+        """Whether its sequences have modes: told by sizes alone, where a manifest tells the counts."""
+        entry = self.files.shard.entry
+        if entry is None:
+            return self.files.header.multimodal
+        plain = HEADER_BYTES + 12 * entry.sequences + 8 * (entry.documents + 1)
+        return entry.index_bytes == plain + entry.sequences > plain
 
     @property
     def num_tokens(self) -> int:

@@ -36,7 +36,10 @@ class Shard:
 
 @dataclass(frozen=True, kw_only=True)
 class Manifest:
-    """A dataset. `tokenizer`: its name and digest, if tokens were made from text; vocab_size and eod_id: None where unknown."""
+    """A dataset. `tokenizer`: its name and digest, if tokens were made from text; vocab_size and eod_id: None where unknown.
+
+    loss_modes: the modes of sequences that are to be learned; None: modes mean something else, or there are none.
+    """
 
     kind: str
     dtype: str
@@ -48,10 +51,14 @@ class Manifest:
     sequences: int
     tokens: int
     shards: list[Shard]
+    loss_modes: list[int] | None = None
 
     def to_json(self) -> bytes:
         """What is stored."""
-        return (json.dumps({"format": FORMAT, "version": VERSION, **asdict(self)}, indent=1) + "\n").encode()
+        fields = asdict(self)
+        if self.loss_modes is None:  # so that a dataset without them has the manifest it always had
+            del fields["loss_modes"]
+        return (json.dumps({"format": FORMAT, "version": VERSION, **fields}, indent=1) + "\n").encode()
 
 
 def read_manifest(url: str, storage: StorageConfig) -> Manifest:
@@ -98,6 +105,8 @@ def _entry(shard: Shard, manifest: Manifest, url: str) -> ManifestEntry:
         tokens=shard.tokens,
         bytes=shard.bytes,
         index_bytes=shard.index_bytes,
+        loss_modes=None if manifest.loss_modes is None else tuple(manifest.loss_modes),
+        tokenizer=(manifest.tokenizer.get("name", ""), manifest.tokenizer.get("digest", "")),
     )
     if min(entry.documents, entry.sequences, entry.tokens) < 0 or (manifest.kind == "bin" and entry.token_bytes != entry.bytes):
         raise FormatError(

@@ -17,6 +17,7 @@ from streammega.index.cache import default_cache_dir
 from streammega.index.find import open_shards
 from streammega.index.format import IndexArrays
 from streammega.index.joined import KEEP_BYTES, join_indices, kept_indices
+from streammega.index.labels import TokenizerLabel, loss_modes_of, tokenizers_of
 from streammega.index.megatron_names import IndexView, opening_of, pair_exists
 from streammega.index.shard_files import ShardFiles
 from streammega.index.shards import KnownShard, strip_suffix
@@ -68,6 +69,7 @@ class IndexedDataset(Sequence["Item"]):
         self.object_storage_config = object_storage_config
         opening = opening_of(multimodal, mmap, object_storage_config, storage, index_cache_dir)
         folder = opening.index_cache_dir
+        self._name = name
         self.prefix = strip_suffix(name)
         self.storage = opening.storage
         self._with_modes = opening.multimodal
@@ -147,6 +149,16 @@ class IndexedDataset(Sequence["Item"]):
     def sequence_modes(self) -> NDArray[np.int8] | None:
         """The mode of each sequence in multimodal files, else None (also with `multimodal=False`)."""
         return None if self._with_modes is False else self._arrays.sequence_modes
+
+    @cached_property
+    def loss_modes(self) -> tuple[int, ...] | None:
+        """The modes of sequences that are to be learned, by the manifest; None where it names none, or there is no manifest."""
+        return None if self._with_modes is False else loss_modes_of(self._files, self._name)
+
+    @cached_property
+    def tokenizers(self) -> set[TokenizerLabel]:
+        """Of its shards, as far as manifests tell them."""
+        return tokenizers_of(self._files, self._name)
 
     @property
     def path_prefix(self) -> str:

@@ -18,7 +18,10 @@ _NUMBERED = re.compile(r"^(.*)-(\d{5,})-of-(\d{5,})$")
 
 @dataclass(frozen=True, kw_only=True)
 class ManifestEntry:
-    """What a manifest says of a shard. `bytes`, `index_bytes`: of both objects, as stored."""
+    """What a manifest says of a shard. `bytes`, `index_bytes`: of both objects, as stored.
+
+    loss_modes: the modes to be learned. tokenizer: its name and digest.
+    """
 
     dtype: np.dtype[Any]
     documents: int
@@ -26,6 +29,8 @@ class ManifestEntry:
     tokens: int
     bytes: int
     index_bytes: int
+    loss_modes: tuple[int, ...] | None = None
+    tokenizer: tuple[str, str] | None = None
 
     @property
     def token_bytes(self) -> int:
@@ -59,6 +64,12 @@ def named(prefix: str, kind: Kind) -> str:
 def strip_suffix(name: str) -> str:
     """A prefix without `.idx`, `.bin`, `.bin.zst` or `.tar`: users paste any of them."""
     return split_name(name)[0]
+
+
+def set_name(prefix: str) -> str:
+    """The prefix of the dataset that a shard is one of: without its number, where it has one."""
+    found = _NUMBERED.match(prefix)
+    return found[1] if found else prefix
 
 
 def shard_name(prefix: str, number: int, count: int) -> str:

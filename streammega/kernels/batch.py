@@ -66,6 +66,29 @@ def make_mask(tokens, labels, pad, eod, mask_eod, mask) -> None:  # type: ignore
 
 
 @kernel
+def clear_unlearned(offsets, modes, learned, itemsize, start, size, sample, column, out):  # type: ignore[no-untyped-def]  # pragma: no cover
+    """Write 0 to `out` where tokens of one file lie in sequences that are not learned.
+
+    Row r of the request is tokens [start[r], start[r] + size[r]) of the file, from column[r] of out[sample[r]] on; columns
+    outside of `out` are passed over. offsets (bytes, rising), modes [sequences]; learned [256]: whether mode m - 128 is.
+    Cost: a binary search for each row, then one step for each sequence in it.
+    """
+    width = out.shape[1]
+    for r in range(len(start)):
+        at, end, first = start[r], start[r] + size[r], column[r] - start[r]
+        sequence = max(np.searchsorted(offsets, at * itemsize, "right") - 1, 0)
+        while at < end:
+            stop = end
+            if sequence + 1 < len(offsets):
+                stop = min(end, offsets[sequence + 1] // itemsize)
+            if not learned[modes[sequence] + 128]:
+                for c in range(max(first + at, 0), min(first + stop, width)):
+                    out[sample[r], c] = 0
+            at = max(at, stop)
+            sequence += 1
+
+
+@kernel
 def make_positions(tokens, eod, positions) -> None:  # type: ignore[no-untyped-def]  # pragma: no cover - compiled
     """positions int64 [samples, S]: counted from 0, and anew after every `eod` of tokens [samples, S]."""
     samples, length = positions.shape

@@ -264,6 +264,8 @@ class _Exchange:
         self._shape, self._dtype = (rows, width), torch_dtype(loader.ids_dtype)
         self._ids_bytes = rows * width * self._dtype.itemsize
         self._valid_at = -(-self._ids_bytes // 4) * 4
+        self._learned_at = self._valid_at + 4 * rows
+        self._learned_bytes = rows * width if loader.has_modes else 0
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
         self._told = device.type != "cpu" and config.reset_attention_mask and talks_on_cpu(self._group)
         self.broadcast_bytes = 0
@@ -290,7 +292,7 @@ class _Exchange:
             return _Started(consumed=consumed)
         if self._stream is None and self._group is None:
             assert raw is not None
-            return _Started(consumed=consumed, batch=self._derive(raw["ids"], raw["valid"]))
+            return _Started(consumed=consumed, batch=self._derive(raw["ids"], raw["valid"], raw.get("learned")))
         documents = self._documents(raw) if self._told else None
         message = self._message(raw)
         if self._stream is not None:
@@ -333,8 +335,8 @@ class _Exchange:
         return _Started(consumed=consumed, batch=batch, event=event)
 
     def _message(self, raw: Batch | None) -> Tensor:
-        """Ids, and as int32 how many each row has: bytes. Without a batch, room for one."""
-        size = self._valid_at + 4 * self._shape[0]
+        """Ids, as int32 how many each row has, and which are learned if that is asked: bytes. Without a batch, room for one."""
+        size = self._learned_at + self._learned_bytes
         if raw is None and self._stream is not None:
             return torch.empty(size, dtype=torch.uint8, device=self._device)  # the broadcast fills it: nothing to copy there
         message = torch.empty(size, dtype=torch.uint8, pin_memory=self._stream is not None)
@@ -342,7 +344,9 @@ class _Exchange:
             if self._stream is not None:
                 check_ids(raw["ids"].numpy(), self._config)
             message[: self._ids_bytes].view(self._dtype).view(self._shape).copy_(raw["ids"])
-            message[self._valid_at :].view(torch.int32).copy_(raw["valid"])
+            message[self._valid_at : self._learned_at].view(torch.int32).copy_(raw["valid"])
+            if self._learned_bytes:
+                message[self._learned_at :].view(torch.bool).view(self._shape).copy_(raw["learned"])
         return message
 
     def _broadcast(self, message: Tensor) -> dist.Work | None:
@@ -352,12 +356,13 @@ class _Exchange:
         work: dist.Work = dist.broadcast(message, self._source, group=self._group, async_op=True)
         return work
 
-    def _unpack(self, message: Tensor) -> tuple[Tensor, Tensor]:
+    def _unpack(self, message: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
         ids = message[: self._ids_bytes].view(self._dtype).view(self._shape)
-        return ids, message[self._valid_at :].view(torch.int32).to(torch.int64)
+        learned = message[self._learned_at :].view(torch.bool).view(self._shape) if self._learned_bytes else None
+        return ids, message[self._valid_at : self._learned_at].view(torch.int32).to(torch.int64), learned
 
-    def _derive(self, ids: Tensor, valid: Tensor, documents: Documents | None = None) -> RankBatch:
-        fields = rank_fields(ids, valid, self._config, self._bounds, parts=self._parts, documents=documents)
+    def _derive(self, ids: Tensor, valid: Tensor, learned: Tensor | None, documents: Documents | None = None) -> RankBatch:
+        fields = rank_fields(ids, valid, self._config, self._bounds, parts=self._parts, documents=documents, learned=learned)
         batch = RankBatch({name: field for name, field in fields.items() if name in self._fields})
         batch.longest = None if documents is None else documents.longest
         return batch

@@ -46,7 +46,14 @@ def documents_of(ids: Tensor, valid: Tensor, config: DataConfig, bounds: Bounds)
 
 
 def rank_fields(
-    ids: Tensor, valid: Tensor, config: DataConfig, bounds: Bounds, *, parts: bool, documents: Documents | None = None
+    ids: Tensor,
+    valid: Tensor,
+    config: DataConfig,
+    bounds: Bounds,
+    *,
+    parts: bool,
+    documents: Documents | None = None,
+    learned: Tensor | None = None,
 ) -> Batch:
     """tokens, labels, loss_mask, position_ids [samples, kept], and what the config adds, of the tokens that a rank keeps.
 
@@ -56,21 +63,26 @@ def rank_fields(
         bounds: [start, stop) of the kept parts; one of [0, S) where everything is kept.
         parts: the rows are the parts, already.
         documents: of these ids; None: where they are needed, the host waits for the device to count them.
+        learned: bool, of each of `ids`: there is no loss where a label is not learned; None: all are.
     """
     if not parts:
-        batch = _fields(ids, valid, config, documents)
+        batch = _fields(ids, valid, config, documents, learned)
         return batch if len(bounds) == 1 else split_batch(batch, bounds, documents and documents.most_kept)
     if needs_whole_samples(config):
         raise ConfigError("document bounds need whole samples: open the loader without cp_rank and cp_size, or by open_loader")
     count, length = len(bounds), bounds[0][1] - bounds[0][0]
-    batch = _fields(ids, valid, replace(config, sequence_length=length), None)
+    batch = _fields(ids, valid, replace(config, sequence_length=length), None, learned)
     samples = len(ids) // count
     kept = {name: batch[name].reshape(samples, count * length) for name in ("tokens", "labels", "loss_mask")}
     starts = torch.cat([torch.arange(start, stop, device=ids.device) for start, stop in bounds])
     return kept | {"position_ids": starts.repeat(samples, 1)}
 
 
-def _fields(ids: Tensor, valid: Tensor, config: DataConfig, documents: Documents | None) -> Batch:
+def _fields(ids: Tensor, valid: Tensor, config: DataConfig, documents: Documents | None, learned: Tensor | None) -> Batch:
     if ids.device.type == "cpu":
-        return batch_fields(ids, valid, config, bounds=True)
-    return device_fields(ids, valid, config, most=documents and documents.most)
+        batch = batch_fields(ids, valid, config, bounds=True)
+    else:
+        batch = device_fields(ids, valid, config, most=documents and documents.most)
+    if learned is not None:
+        batch["loss_mask"] = batch["loss_mask"] * learned[:, 1:]
+    return batch

@@ -16,6 +16,7 @@ from streammega.samples.blended import BlendedDataset
 from streammega.samples.gpt import GPTDataset, check_numbering
 from streammega.samples.source import OPENERS
 from streammega.samples.split_blend import SplitBlend, split_blend
+from streammega.samples.tokenizers import check_tokenizers
 from streammega.storage.threads import each
 
 SplitDataset: TypeAlias = "GPTDataset | BlendedDataset | list[GPTDataset]"
@@ -91,6 +92,8 @@ def _blended(
     wanted = list(zip(prefixes, asked, strict=True))
     parts = each(lambda one: _single(config, one[0], blend.shares, split, one[1], opened), wanted, OPENERS)
     datasets = [part for part in parts if part is not None]
+    if len(datasets) > 1 and not config.mix_tokenizers:
+        check_tokenizers([(part.indexed.prefix, part.indexed.tokenizers) for part in datasets], config)
     if len(datasets) < len(prefixes):
         return None  # the split string gives this split no share
     if weights is not None and num_samples is not None:

@@ -13,6 +13,7 @@ from streammega.config import StorageConfig
 from streammega.errors import ShortReadError
 from streammega.kernels.batch import coalesce_sorted, gather_runs
 from streammega.order import Extents
+from streammega.samples.modes import TokenModes
 from streammega.storage import Store
 from streammega.storage.base import ended_early
 from streammega.storage.local import LocalStore
@@ -24,7 +25,7 @@ Ids = NDArray[Any]
 class TokenFile:
     """One stored file of tokens: `num_tokens` of `dtype`, little-endian, from its first byte on.
 
-    `etag`: that of the object when it was opened; empty: unknown.
+    `etag`: that of the object when it was opened; empty: unknown. `modes`: of its sequences, where they make the loss mask.
     """
 
     store: Store
@@ -32,6 +33,7 @@ class TokenFile:
     dtype: np.dtype[Any]
     num_tokens: int
     etag: str = ""
+    modes: TokenModes | None = None
 
     @property
     def url(self) -> str:

@@ -23,8 +23,9 @@ from streammega.order import Extents
 from streammega.order.megatron import INT32_MAX, GptIndices, GptShape, build_gpt_indices, gpt_shape, index_kinds, locate_gpt
 from streammega.redaction import redact_urls
 from streammega.samples.fetch import Ids, TokenFile
-from streammega.samples.fields import Batch, batch_fields
-from streammega.samples.source import read_samples
+from streammega.samples.fields import Batch
+from streammega.samples.modes import modes_of_dataset
+from streammega.samples.source import read_samples, sample_fields
 
 log = logging.getLogger(__name__)
 
@@ -109,7 +110,14 @@ class GPTDataset(torch.utils.data.Dataset[Batch]):
         itemsize = indexed.dtype.itemsize
         dtype = indexed.dtype.newbyteorder("<")
         info = indexed.bin_info
-        file = TokenFile(store=indexed.store, key=indexed.bin_key, dtype=dtype, num_tokens=info.size // itemsize, etag=info.etag)
+        file = TokenFile(
+            store=indexed.store,
+            key=indexed.bin_key,
+            dtype=dtype,
+            num_tokens=info.size // itemsize,
+            etag=info.etag,
+            modes=modes_of_dataset(indexed, config),
+        )
         self.files: Sequence[Sequence[TokenFile]] = [[file]]
 
     def __len__(self) -> int:
@@ -119,7 +127,7 @@ class GPTDataset(torch.utils.data.Dataset[Batch]):
         number = 0 if index is None else index + len(self) if index < 0 else index
         if not 0 <= number < len(self):
             raise IndexError(f"sample {index} of {len(self)} in {redact_urls(self.indexed.prefix)} ({self.split})")
-        batch = batch_fields(*self.read(np.array([number], np.int64)), self.config)
+        batch = sample_fields(self, np.array([number], np.int64))
         fields = {name: field[0] for name, field in batch.items()}
         if index is None:
             fields["loss_mask"] = torch.zeros_like(fields["loss_mask"])

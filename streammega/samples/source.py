@@ -11,6 +11,8 @@ from numpy.typing import NDArray
 from streammega.config import DataConfig
 from streammega.order import Extents
 from streammega.samples.fetch import Ids, TokenFile, fetch_ids
+from streammega.samples.fields import Batch, batch_fields
+from streammega.samples.modes import Runs, clear_by_modes, has_modes
 
 OPENERS = 16
 """Pairs of a blend that are opened at once."""
@@ -38,9 +40,40 @@ class SampleSource(Protocol):
 
 def read_samples(source: SampleSource, sample_ids: NDArray[np.int64]) -> tuple[Ids, NDArray[np.int64]]:
     """Token ids of samples, [n, S + a] in the widest stored dtype, and how many of them each has."""
+    return _read(source, source.locate(sample_ids))
+
+
+def sample_fields(source: SampleSource, sample_ids: NDArray[np.int64], *, bounds: bool = False) -> Batch:
+    """The fields of samples, as `batch_fields` makes them, with no loss on what the modes of their datasets leave out."""
     extents = source.locate(sample_ids)
-    firsts = np.cumsum([0, *(len(files) for files in source.files)])
-    flat = [file for files in source.files for file in files]
-    file_ids = firsts[extents.dataset].astype(np.int64) + extents.file
+    batch = batch_fields(*_read(source, extents), source.config, bounds=bounds)
+    files = _flat(source)
+    if has_modes(files):
+        clear_by_modes(files, _runs(source, extents), batch["loss_mask"].numpy())
+    return batch
+
+
+def _read(source: SampleSource, extents: Extents) -> tuple[Ids, NDArray[np.int64]]:
     width = source.config.sequence_length + int(source.config.add_extra_token)
-    return fetch_ids(flat, file_ids, extents, width, source.config.storage)
+    return fetch_ids(_flat(source), _file_ids(source, extents), extents, width, source.config.storage)
+
+
+def _flat(source: SampleSource) -> list[TokenFile]:
+    """The files of all datasets, end to end."""
+    return [file for files in source.files for file in files]
+
+
+def _file_ids(source: SampleSource, extents: Extents) -> NDArray[np.int64]:
+    """The place among all files of the one in which each run lies."""
+    firsts = np.cumsum([0, *(len(files) for files in source.files)])
+    return firsts[extents.dataset].astype(np.int64) + extents.file
+
+
+def _runs(source: SampleSource, extents: Extents) -> Runs:
+    """Where labels lie: each one column before its token."""
+    size = extents.stop - extents.start
+    ends = np.cumsum(size)
+    before = np.concatenate([np.zeros(1, np.int64), ends])[extents.row_splits]
+    sample = np.repeat(np.arange(len(extents)), np.diff(extents.row_splits))
+    column = ends - size - before[:-1][sample] - 1
+    return Runs(file=_file_ids(source, extents), start=extents.start, size=size, sample=sample, column=column)

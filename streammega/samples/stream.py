@@ -13,13 +13,16 @@ from numpy.typing import NDArray
 from streammega.config import DataConfig
 from streammega.errors import ConfigError
 from streammega.index.bounds import PairBounds, read_dataset
+from streammega.index.labels import tokenizers_of
 from streammega.order import Extents
 from streammega.order.split import SPLITS, split_bounds
 from streammega.order.stream import STREAM_VERSION, Part, StreamDataset, StreamOrder, dataset_samples, default_lanes, samples_of
 from streammega.redaction import redact_urls
 from streammega.samples.fetch import TokenFile
+from streammega.samples.modes import modes_of_pairs
 from streammega.samples.source import OPENERS
 from streammega.samples.split_blend import split_blend
+from streammega.samples.tokenizers import check_tokenizers
 from streammega.storage.threads import each
 
 log = logging.getLogger(__name__)
@@ -43,8 +46,11 @@ class StreamSource:
             raise ConfigError(f"{missing} for {split}")
         shares = blend.shares
         opened = each(lambda name: _open_dataset(name, shares, split, config), blend.prefixes, OPENERS)
-        self.files: Sequence[Sequence[TokenFile]] = [files for files, _ in opened]
-        self._datasets = [dataset for _, dataset in opened]
+        self.files: Sequence[Sequence[TokenFile]] = [files for files, _, _ in opened]
+        self._datasets = [dataset for _, dataset, _ in opened]
+        if len(opened) > 1 and not config.mix_tokenizers:
+            shards = [(name, [pair.files for pair in pairs]) for name, (_, _, pairs) in zip(blend.prefixes, opened, strict=True)]
+            check_tokenizers([(name, tokenizers_of(files, name)) for name, files in shards], config)
         self._weights = blend.weights
         self.order = self._with_lanes(config.lanes or default_lanes(global_batch_size))
 
@@ -105,15 +111,26 @@ class StreamSource:
         return order
 
 
-def _open_dataset(name: str, share: str, split: str, config: DataConfig) -> tuple[list[TokenFile], StreamDataset]:
-    """The files of a dataset and the parts of them that belong to a split: all pairs end to end, cut as a whole."""
+def _open_dataset(
+    name: str, share: str, split: str, config: DataConfig
+) -> tuple[list[TokenFile], StreamDataset, list[PairBounds]]:
+    """The files of a dataset, the parts of them that belong to a split (all pairs end to end, cut as a whole), and the pairs."""
     pairs = read_dataset(name, config.storage, config.index_cache_dir)
     counts = [pair.num_sequences for pair in pairs]
     bounds = split_bounds(share, sum(counts))[split]
     if bounds is None or bounds[0] == bounds[1]:
         raise ConfigError(f"{name}: split {share!r} leaves nothing of its {sum(counts)} sequences for {split}")
+    modes = modes_of_pairs(name, pairs, config)
     files = [
-        TokenFile(store=p.store, key=p.bin_info.key, dtype=p.dtype, num_tokens=p.num_tokens, etag=p.bin_info.etag) for p in pairs
+        TokenFile(
+            store=pair.store,
+            key=pair.bin_info.key,
+            dtype=pair.dtype,
+            num_tokens=pair.num_tokens,
+            etag=pair.bin_info.etag,
+            modes=own,
+        )
+        for pair, own in zip(pairs, modes, strict=True)
     ]
     itemsizes = {pair.dtype.itemsize for pair in pairs}
     parts, first = [], 0
@@ -122,7 +139,7 @@ def _open_dataset(name: str, share: str, split: str, config: DataConfig) -> tupl
         parts += [part] if part else []
         first += count
     _warn_of_short(name, parts, len(pairs), config)
-    return files, StreamDataset(parts=parts, itemsize=max(itemsizes))
+    return files, StreamDataset(parts=parts, itemsize=max(itemsizes)), pairs
 
 
 def _warn_of_short(name: str, parts: Sequence[Part], shards: int, config: DataConfig) -> None:

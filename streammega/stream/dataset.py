@@ -20,9 +20,9 @@ from streammega.errors import ConfigError, StateError
 from streammega.order.cursor import make_state, parse_state
 from streammega.order.rampup import BatchSchedule, batch_schedule
 from streammega.order.sharding import check_resume, every_nth, rank_samples
-from streammega.samples.fields import Batch, batch_fields
+from streammega.samples.fields import Batch
 from streammega.samples.open import open_source
-from streammega.samples.source import read_samples
+from streammega.samples.source import sample_fields
 from streammega.samples.stream import StreamSource
 from streammega.stream.engine import Engine
 from streammega.stream.iteration import Iteration
@@ -123,7 +123,7 @@ class StreamingDataset(torch.utils.data.IterableDataset[Batch]):
 
     def batch(self, consumed: int) -> Batch:
         """This rank's micro-batch in the micro-step at `consumed`: a pure function of it."""
-        return batch_fields(*read_samples(self.samples, self.sample_ids(consumed)), self.config, bounds=True)
+        return sample_fields(self.samples, self.sample_ids(consumed), bounds=True)
 
     def positions(self) -> Iterator[int]:
         """The micro-steps that are left, as values of `consumed`, without those that are skipped."""

@@ -24,7 +24,8 @@ from streammega.errors import StreammegaError
 from streammega.kernels.batch import fill_tails
 from streammega.kernels.parallel import num_threads
 from streammega.kernels.plan import count_down, gather_rows, gather_shifted
-from streammega.samples.fields import Batch, derive, torch_dtype
+from streammega.samples.fields import Batch, derive, plain_mask, torch_dtype
+from streammega.samples.modes import Runs, clear_by_modes, has_modes
 from streammega.storage.base import address_of
 from streammega.storage.derived import is_local
 from streammega.storage.fetcher import Fetcher, Holding, Read
@@ -69,7 +70,8 @@ class Engine:
         positions: micro-steps, as values of `consumed`.
         ahead: micro-batches made ahead of the caller.
         worker, workers: the reader is one of several that take micro-batches in turn.
-        ids_only: batches are {"ids": [micro_batch_size, S + 1] in the stored dtype, "valid": ids that each sample has}.
+        ids_only: batches are {"ids": [micro_batch_size, S + 1] in the stored dtype, "valid": ids that each sample has}, and where
+            modes make the loss mask "learned": bool, of each id.
         bounds: with ids_only, equally long tokens [start, stop) of every sample, which are then rows of their own.
         pinned: see `batch_memory`.
     """
@@ -93,6 +95,7 @@ class Engine:
         self.stats.attach(self._fetcher, self._reader.files)
         self._stager: Stager | None = None
         self._allocate = batch_memory(pinned)
+        self._has_modes = has_modes(self._reader.files)
         self._holdings: dict[int, Holding] = {}
         self._mapped = local_addresses(self._reader.files, self._reader.table.local)
         slots = self._reader.planner.slots
@@ -308,6 +311,11 @@ class Engine:
         if bool((valid < self._width).any()):
             fill_tails(ids.numpy(), valid.numpy(), 0)
         fields = {"ids": ids.view(batches, self._rows, self._width), "valid": valid.view(batches, self._rows)}
+        if self._has_modes:
+            learned = self._allocate((samples, self._width), torch.bool)
+            learned.numpy().fill(True)
+            self._clear_by_modes(pending, learned.numpy(), 0)
+            fields["learned"] = learned.view(batches, self._rows, self._width)
         return Slab(consumed=pending.consumed, fields=fields)
 
     def _gather_fields(self, pending: _Pending) -> Slab:
@@ -320,9 +328,27 @@ class Engine:
         derived = derive(
             tokens, labels, valid, self._dataset.config, unsigned=unsigned, allocate=self._allocate, rows=self._rows
         )  # fmt: skip
-        made = {"tokens": tokens, "labels": labels, "loss_mask": derived.loss_mask, "position_ids": derived.position_ids}
+        mask = derived.loss_mask
+        if self._has_modes:
+            mask = plain_mask(shape, self._allocate) if mask is None else mask
+            self._clear_by_modes(pending, mask.numpy(), -1)
+        made = {"tokens": tokens, "labels": labels, "loss_mask": mask, "position_ids": derived.position_ids}
         fields = {name: field.view(batches, self._rows, -1) for name, field in made.items() if field is not None}
         return Slab(consumed=pending.consumed, fields=fields, cu_seqlens=derived.cu_seqlens)
+
+    def _clear_by_modes(self, pending: _Pending, out: NDArray[Any], shift: int) -> None:
+        """Write 0 to `out` for tokens of a slab that are not learned, `shift` columns from where each lies in its sample."""
+        span = pending.span
+        splits = span.row_splits[pending.first : pending.last + 1]
+        rows = slice(splits[0], splits[-1])
+        runs = Runs(
+            file=span.file[rows],
+            start=span.start[rows],
+            size=span.size[rows],
+            sample=np.repeat(np.arange(len(splits) - 1), np.diff(splits)),
+            column=span.column[rows] + shift,
+        )
+        clear_by_modes(self._reader.files, runs, out)
 
     def _copy_rows(self, gather: Any, pending: _Pending, out: list[NDArray[Any]], valid: NDArray[np.int64]) -> None:
         """The ids of a slab's samples into `out`, as the kernel `gather` lays them, and how many each has into `valid`."""

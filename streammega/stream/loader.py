@@ -15,6 +15,7 @@ from streammega.config import DataConfig
 from streammega.errors import ConfigError, StateError
 from streammega.order.sharding import zigzag_bounds
 from streammega.samples.fields import Batch
+from streammega.samples.modes import has_modes
 from streammega.stream.dataset import StreamingDataset
 from streammega.stream.engine import Engine
 from streammega.stream.iteration import Iteration
@@ -50,7 +51,8 @@ class StreamLoader:
         prefetch: micro-batches made ahead of the step; how far ahead bytes are fetched, `storage.memory_bytes` says.
         evaluation: begin every iteration at the first sample; None: for every split but "train".
         ids_only: batches are {"ids": [micro_batch_size, S + 1] in the stored dtype, "valid": int64 [micro_batch_size], the
-            ids of each sample that are not padding}, from which everything else can be derived on the device.
+            ids of each sample that are not padding}, from which everything else can be derived on the device. Where modes
+            make the loss mask, also "learned", bool as "ids" are: no loss where a label is an id that is not learned.
         cp_rank, cp_size: with ids_only, read only what this context-parallel rank keeps of each sample: two of 2 * cp_size parts
             of P tokens, each with the token after it. "ids" is [2 * micro_batch_size, P + 1], a sample's two parts one after
             the other.
@@ -147,6 +149,11 @@ class StreamLoader:
     def ids_dtype(self) -> np.dtype[Any]:
         """The dtype of "ids": the widest of all files."""
         return np.result_type(*(file.dtype for files in self.dataset.samples.files for file in files))
+
+    @cached_property
+    def has_modes(self) -> bool:
+        """Whether modes of a dataset make the loss mask: then "learned" is beside "ids"."""
+        return has_modes([file for files in self.dataset.samples.files for file in files])
 
     @property
     def consumed_samples(self) -> int:

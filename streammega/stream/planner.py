@@ -69,7 +69,8 @@ class PlannedHolding:
 class Span:
     """Rows of consecutive samples, in their order, and the holdings that they are the first to need, in order of need.
 
-    row_splits [samples + 1]; slot, offset (bytes), size (tokens), file, column (token of the sample) [rows].
+    row_splits [samples + 1]; slot, offset (bytes), size (tokens), file, start (token of the file), column (token of the sample)
+    [rows].
     """
 
     row_splits: Integers
@@ -77,6 +78,7 @@ class Span:
     offset: Integers
     size: Integers
     file: Integers
+    start: Integers
     column: Integers
     holdings: Sequence[PlannedHolding]
     useful_bytes: int
@@ -164,6 +166,7 @@ class Planner:
             offset=offset,
             size=size,
             file=file,
+            start=extents.start,
             column=column,
             holdings=holdings,
             useful_bytes=useful,

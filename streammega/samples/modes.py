@@ -1,0 +1,115 @@
+"""Modes of sequences as a loss mask: which of the tokens of samples are to be learned."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from streammega.config import DataConfig
+from streammega.errors import ConfigError, FormatError
+from streammega.index import IndexedDataset
+from streammega.index.bounds import PairBounds
+from streammega.index.labels import loss_modes_of
+from streammega.index.shard_files import ShardFiles
+from streammega.kernels.batch import clear_unlearned
+from streammega.redaction import redact_urls
+
+if TYPE_CHECKING:
+    from streammega.samples.fetch import TokenFile
+
+MODES = 256
+"""Values of an int8: mode m is entry m + 128 of a table."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class TokenModes:
+    """The modes of a file's tokens. `index`: where its sequences lie, and their modes; `learned`: bool [256], of mode m - 128.
+
+    The arrays are opened when they are first needed, in each process by itself: they are maps of files.
+    """
+
+    index: IndexedDataset | ShardFiles
+    learned: NDArray[np.bool_]
+
+    @cached_property
+    def arrays(self) -> tuple[NDArray[np.int64], NDArray[np.int8]]:
+        """(byte offset, mode) of each sequence. Raises FormatError where sequences do not lie in their order."""
+        source: Any = self.index if isinstance(self.index, IndexedDataset) else self.index.arrays()
+        offsets, modes = source.sequence_offsets.view(), source.sequence_modes.view()
+        if (offsets[1:] < offsets[:-1]).any():
+            name = self.index.prefix
+            raise FormatError(
+                f"{name}: its sequences lie in no order, so tokens have no mode; convert it, or set loss_from_modes=False"
+            )
+        for array in (offsets, modes):
+            array.flags.writeable = False  # one kind of argument for the kernel, whether mapped or joined in memory
+        return offsets, modes
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {"index": self.index, "learned": self.learned}
+
+
+def modes_of_dataset(indexed: IndexedDataset, config: DataConfig) -> TokenModes | None:
+    """The modes that make the loss mask of an open dataset, as the config asks; None: all of it is learned."""
+    if config.loss_from_modes is False:
+        return None
+    table = _table(indexed.prefix, indexed.multimodal, indexed.loss_modes, config)
+    return None if table is None else TokenModes(index=indexed, learned=table)
+
+
+def modes_of_pairs(name: str, pairs: Sequence[PairBounds], config: DataConfig) -> list[TokenModes | None]:
+    """The same for each shard of a dataset of which no index was read."""
+    if config.loss_from_modes is False:
+        return [None] * len(pairs)
+    multimodal = all(pair.multimodal for pair in pairs)
+    table = _table(name, multimodal, loss_modes_of([pair.files for pair in pairs], name), config)
+    return [None if table is None else TokenModes(index=pair.files, learned=table) for pair in pairs]
+
+
+def _table(name: str, multimodal: bool, named: tuple[int, ...] | None, config: DataConfig) -> NDArray[np.bool_] | None:
+    """Which modes are learned; None: no mask is made of them."""
+    asked = config.loss_from_modes is True
+    if named is None and not asked:
+        return None
+    if not multimodal:
+        raise ConfigError(
+            f"{redact_urls(name)}: has no modes to make a loss mask of (loss_from_modes); convert it with --chat, or by KEY:MODE"
+        )
+    learned = np.zeros(MODES, np.bool_) if named is not None else np.arange(MODES) != 128
+    learned[np.array(named or (), np.int64) + 128] = True
+    return learned
+
+
+@dataclass(frozen=True, kw_only=True)
+class Runs:
+    """Where the tokens of samples lie: token `start` of a file and on goes to `column` of a sample and on; int64 [runs] each."""
+
+    file: NDArray[np.int64]
+    start: NDArray[np.int64]
+    size: NDArray[np.int64]
+    sample: NDArray[np.int64]
+    column: NDArray[np.int64]
+
+
+def has_modes(files: Sequence[TokenFile]) -> bool:
+    """Whether any of the files makes a loss mask."""
+    return any(file.modes is not None for file in files)
+
+
+def clear_by_modes(files: Sequence[TokenFile], runs: Runs, out: NDArray[Any]) -> None:
+    """Write 0 to out [samples, width] for every token that is not learned; those of files without modes are."""
+    for number in np.unique(runs.file):
+        own = files[number]
+        if own.modes is None:
+            continue
+        rows = np.flatnonzero(runs.file == number)
+        offsets, modes = own.modes.arrays
+        clear_unlearned(
+            offsets, modes, own.modes.learned, own.dtype.itemsize, runs.start[rows], runs.size[rows], runs.sample[rows],
+            runs.column[rows], out,
+        )  # fmt: skip
