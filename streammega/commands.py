@@ -42,7 +42,16 @@ def convert(
     eod: Annotated[str | None, typer.Option(help="The end-of-document token; found by its usual names by default.")] = None,
     append_eod: Annotated[bool, typer.Option(help="End every document with the end-of-document token.")] = True,
     eod_id: Annotated[int | None, typer.Option(help="For inputs of tokens: the id that ends documents.")] = None,
-    input_dtype: Annotated[str, typer.Option(help="Of raw token arrays without a header.")] = "uint16",
+    input_dtype: Annotated[str | None, typer.Option(help="Of raw token arrays without a header; uint16 by default.")] = None,
+    keep_empty: Annotated[bool, typer.Option(help="Keep texts without a single token, as an end alone.")] = False,
+    special_tokens: Annotated[
+        str | None, typer.Option(help="Special tokens spelt in a text: parse or text; as the tokenizer's library by default.")
+    ] = None,
+    bos: Annotated[str | None, typer.Option(help="A token that begins every document.")] = None,
+    add_special_tokens: Annotated[bool, typer.Option(help="Let a tokenizer.json's post-processor add its tokens.")] = False,
+    tiktoken_pattern: Annotated[
+        str | None, typer.Option(help="How a .tiktoken file cuts text: gpt2, cl100k_base, o200k_base, llama3, ...")
+    ] = None,
     split_sentences: Annotated[str | None, typer.Option(metavar="LANG", help="Make each sentence a sequence, e.g. en.")] = None,
     dtype: Annotated[str | None, typer.Option(help="Of the output; by the vocabulary by default.")] = None,
     min_tokens: Annotated[int, typer.Option(help="Drop shorter documents.")] = 0,
@@ -86,6 +95,11 @@ def convert(
         eod_id=eod_id,
         split_sentences=split_sentences,
         input_dtype=input_dtype,
+        keep_empty=keep_empty,
+        special_tokens=special_tokens,  # type: ignore[arg-type]  # checked by the options
+        bos=bos,
+        add_special_tokens=add_special_tokens,
+        tiktoken_pattern=tiktoken_pattern,
         dtype=dtype,
         min_tokens=min_tokens,
         max_tokens=max_tokens,

@@ -238,15 +238,17 @@ def test_tiktoken(tmp_path: Path) -> None:
 
     import tiktoken
 
-    from streammega.convert.tokenizers import TIKTOKEN_PATTERN
+    from streammega.convert.tiktoken_files import PATTERNS
 
     ranks = {bytes([value]): value for value in range(256)} | {b"do": 256, b"doc": 257}
     lines = [base64.b64encode(token) + f" {rank}".encode() for token, rank in ranks.items()]
     (tmp_path / "small.tiktoken").write_bytes(b"\n".join(lines))
-    model = tiktoken.Encoding("x", pat_str=TIKTOKEN_PATTERN, mergeable_ranks=ranks, special_tokens={"<|endoftext|>": 258})
-    convert([jsonl(tmp_path / "a.jsonl")], str(tmp_path / "out"), tokenizer=str(tmp_path / "small.tiktoken"), workers=1)
+    pattern = next(own.expression for own in PATTERNS if own.name == "cl100k_base")
+    model = tiktoken.Encoding("x", pat_str=pattern, mergeable_ranks=ranks, special_tokens={"<|endoftext|>": 258})
+    settings = {"tokenizer": str(tmp_path / "small.tiktoken"), "tiktoken_pattern": "cl100k_base"}
+    convert([jsonl(tmp_path / "a.jsonl")], str(tmp_path / "out"), workers=1, **settings)
     assert read(tmp_path / "out") == [[*model.encode_ordinary(text), 258] for text in TEXTS]
-    assert load_tokenizer(str(tmp_path / "small.tiktoken")).decode(model.encode_ordinary("doc")) == "doc"
+    assert load_tokenizer(str(tmp_path / "small.tiktoken"), pattern="cl100k_base").decode(model.encode_ordinary("doc")) == "doc"
 
 
 @pytest.mark.parametrize("name", ["no.json", "no.model", "no.tiktoken", "/no/such", "./here"])

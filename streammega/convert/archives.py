@@ -104,7 +104,7 @@ def _member(suffix: str, data: bytes, where: str) -> Iterator[Item]:
                 yield RawDocument(data=record, path=where, line=line, record=True)
     elif suffix == ".npy":
         array = load_npy(io.BytesIO(data), where)
-        yield one_each(array, np.array([array.size], np.int32), len(data))
+        yield one_each(array, np.array([array.size], np.int32), len(data), where)
 
 
 def _decompressed(name: str, data: bytes) -> bytes:

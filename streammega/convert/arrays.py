@@ -15,22 +15,45 @@ from streammega.convert.slices import Item, Skipped, Slice, is_compressed, open_
 from streammega.errors import ConvertError
 
 SCAN_TOKENS = 4 << 20
-LLMC_MAGIC, LLMC_HEADER_BYTES = 20240520, 1024
+LLMC_HEADER_BYTES = 1024
+LLMC_DTYPES = {(20240520, 1): np.dtype("<u2"), (20240801, 7): np.dtype("<u4")}
+"""By magic and version: files of GPT-2's ids, and of Llama-3's."""
+LLMC_DATES = range(20240101, 20300101)
+"""Magics of llm.c are dates: one of these, with nothing in the rest of the header, is a header that is not known yet."""
+LEAST_WIDE = 32
+"""Ids looked at before an array is taken for one of wider ids."""
 
 
 def read_raw(piece: Slice, options: ConvertOptions, storage: StorageConfig, skipped: Skipped) -> Iterator[Item]:
     """nanoGPT's (no header) and llm.c's (256 int32 of header) `.bin`."""
     with open_stream(piece.input.path, storage) as file:
-        head, dtype = file.read(LLMC_HEADER_BYTES), np.dtype(options.input_dtype).newbyteorder("<")
-        words = np.frombuffer(head, "<i4") if len(head) == LLMC_HEADER_BYTES else np.zeros(3, np.int32)
-        if words[0] == LLMC_MAGIC:
-            if words[1] != 1:
-                raise ConvertError(f"{piece.input.path}: is a token file of version {words[1]}; version 1 is read")
-            expected, dtype, head = int(words[2]), np.dtype("<u2"), b""
-            actual = (piece.input.size - LLMC_HEADER_BYTES) // 2
+        head, dtype = file.read(LLMC_HEADER_BYTES), options.array_dtype
+        words = np.frombuffer(head, "<i4") if len(head) == LLMC_HEADER_BYTES else np.zeros(4, np.int32)
+        known = LLMC_DTYPES.get((int(words[0]), int(words[1])))
+        if known is None and int(words[0]) in LLMC_DATES and not words[3:].any():
+            raise ConvertError(
+                f"{piece.input.path}: begins with a header of llm.c, of kind {words[0]} and version {words[1]}; known are "
+                f"{', '.join(f'{magic} version {version}' for magic, version in LLMC_DTYPES)}"
+            )
+        if known is None and options.input_dtype is None:
+            _check_width(head, piece.input.path)
+        if known is not None:
+            expected, dtype, head = int(words[2]), known, b""
+            actual = (piece.input.size - LLMC_HEADER_BYTES) // dtype.itemsize
             if not is_compressed(piece.input.path) and actual != expected:
                 raise ConvertError(f"{piece.input.path}: its header says {expected:,} tokens, it holds {actual:,}; copy it again")
         yield from _split_at_eod(_token_chunks(file, head, dtype, piece.input.path), options, piece.input.path)
+
+
+def _check_width(head: bytes, path: str) -> None:
+    """Raise ConvertError for ids of 32 bits that would be read as 16: every second number is then the upper half of an id."""
+    numbers = np.frombuffer(head[: len(head) // 4 * 4], "<u2")
+    lower, upper = numbers[::2], numbers[1::2]
+    if len(lower) >= LEAST_WIDE and (upper < 16).all() and (lower >= 16).any():
+        raise ConvertError(
+            f"{path}: every second number of 16 bits is nearly zero, so these are ids of 32 bits, perhaps of a Megatron dataset "
+            f"without its .idx; say so by --input-dtype int32, or uint16 if not"
+        )
 
 
 def read_npy(piece: Slice, options: ConvertOptions, storage: StorageConfig, skipped: Skipped) -> Iterator[Item]:
@@ -46,7 +69,7 @@ def read_npy(piece: Slice, options: ConvertOptions, storage: StorageConfig, skip
             data = file.read(count * shape[1] * dtype.itemsize)
             if len(data) != count * shape[1] * dtype.itemsize:
                 raise ConvertError(f"{piece.input.path}: the array ends early; copy it again")
-            yield one_each(np.frombuffer(data, dtype), np.full(count, shape[1], np.int32), len(data))
+            yield one_each(np.frombuffer(data, dtype), np.full(count, shape[1], np.int32), len(data), piece.input.path)
 
 
 def _npy_header(file: Any, path: str) -> tuple[tuple[int, ...], np.dtype[Any]]:
@@ -100,7 +123,7 @@ def _split_at_eod(chunks: Iterator[NDArray[Any]], options: ConvertOptions, path:
             tokens = np.concatenate([*held, chunk[: ends[-1]]])
             lengths = np.diff(np.concatenate([[0], ends]))
             lengths[0] += count
-            yield one_each(tokens, lengths, tokens.nbytes)
+            yield one_each(tokens, lengths, tokens.nbytes, path)
             held, count = [], 0
         tail = chunk[ends[-1] :] if len(ends) else chunk
         if len(tail):
@@ -110,4 +133,4 @@ def _split_at_eod(chunks: Iterator[NDArray[Any]], options: ConvertOptions, path:
                 raise ConvertError(f"{path}: over {MOST_TOKENS:,} tokens without the id {options.eod_id}; is it the right one?")
     if count:
         tokens = np.concatenate(held)
-        yield one_each(tokens, np.array([count]), tokens.nbytes)
+        yield one_each(tokens, np.array([count]), tokens.nbytes, path)

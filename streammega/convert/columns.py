@@ -63,8 +63,10 @@ def _rows(batch: Any, path: str, first: int) -> Iterator[Item]:
         if column.null_count:
             column = column.fill_null([])
         lengths = np.diff(np.asarray(column.offsets)).astype(np.int32)
-        tokens = np.asarray(column.flatten())
-        yield one_each(tokens, lengths, batch.nbytes)
+        flat = column.flatten()
+        if flat.null_count:
+            raise ConvertError(f"{path}: a list of ids holds a null, from row {first + 1} on; leave such rows out")
+        yield one_each(np.asarray(flat), lengths, batch.nbytes, path)
         return
     for number, fields in enumerate(batch.to_pylist(), first + 1):
         yield RawDocument(data=b"", path=path, line=number, record=True, fields=fields)

@@ -111,10 +111,12 @@ def concatenate(parts: list[Tokens], dtype: np.dtype[Any]) -> Tokens:
     )
 
 
-def one_each(tokens: NDArray[Any], lengths: NDArray[Any], size: int) -> Tokens:
-    """Every document is one sequence."""
+def one_each(tokens: NDArray[Any], lengths: NDArray[Any], size: int, where: str) -> Tokens:
+    """Every document is one sequence. Raises ConvertError, naming `where`, for what is no token id."""
     if not np.issubdtype(tokens.dtype, np.integer):
-        raise ConvertError(f"token arrays hold integers, not {tokens.dtype}")
+        raise ConvertError(f"{where}: token arrays hold integers, not {tokens.dtype}")
+    if tokens.dtype.kind == "i" and len(tokens) and int(tokens.min()) < 0:
+        raise ConvertError(f"{where}: holds the id {int(tokens.min())}; ids are not below zero: was it padded or masked?")
     counts = np.ones(len(lengths), np.int64)
     check_lengths(lengths)
     return Tokens(tokens=tokens, lengths=lengths.astype(np.int32), documents=counts, source_bytes=size)

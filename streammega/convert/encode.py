@@ -28,6 +28,9 @@ class BatchEncoder:
     def __init__(self, tokenizer: TextTokenizer, options: ConvertOptions, storage: StorageConfig) -> None:
         self.tokenizer, self._options, self._storage = tokenizer, options, storage
         self.eod = find_eod(tokenizer, options.eod) if options.append_eod else None
+        self.bos = None if options.bos is None else tokenizer.find(options.bos)
+        if options.bos is not None and self.bos is None:
+            raise ConvertError(f"the tokenizer has no token {options.bos!r}, which --bos names")
         if options.chat and self.eod is None:
             raise ConfigError("chat ends every message with the end-of-document token; leave append_eod on")
         self.dtype: np.dtype[Any] = np.dtype(options.dtype) if options.dtype else smallest_dtype(tokenizer.vocab_size)
@@ -49,9 +52,12 @@ class BatchEncoder:
             if found:
                 parts.append(found)
             else:
-                skipped.counts["empty"] = skipped.counts.get("empty", 0) + 1
+                _count_empty(skipped)
         flat = [part for own in parts for part in own]
         ids = self.tokenizer.encode([text for text, _, _ in flat]) if flat else []
+        if not self._options.keep_empty and not all(map(len, ids)):
+            parts, ids = self._without_empty(parts, ids, skipped)
+            flat = [part for own in parts for part in own]
         return self._pack(parts, flat, ids, size)
 
     def _refuse(self, document: RawDocument, skipped: Skipped) -> None:
@@ -63,13 +69,46 @@ class BatchEncoder:
                 raise ConvertError(str(error)) from None
             skipped.add("broken record", str(error))
 
+    def _without_empty(
+        self, parts: list[list[Part]], ids: Sequence[Sequence[int]], skipped: Skipped
+    ) -> tuple[list[list[Part]], list[Sequence[int]]]:
+        """Leave out, as Megatron does, documents without a token, and sequences, whose end goes to the one before them.
+
+        Where sequences have modes, one that ends its document (or a message) stays, as an end alone.
+        """
+        kept: list[list[Part]] = []
+        kept_ids: list[Sequence[int]] = []
+        encoded = iter(ids)
+        for document in parts:
+            own = list(zip(document, itertools.islice(encoded, len(document)), strict=True))
+            if not any(len(found) for _, found in own):
+                _count_empty(skipped)
+                continue
+            if self._options.makes_modes:
+                own = [(part, found) for part, found in own if len(found) or part[2]]
+            else:
+                own = [(part, found) for part, found in own if len(found)]
+                (text, mode, _), last = own[-1]
+                own[-1] = (text, mode, True), last
+            kept.append([part for part, _ in own])
+            kept_ids += [found for _, found in own]
+        return kept, kept_ids
+
     def _pack(self, parts: list[list[Part]], flat: list[Part], ids: Sequence[Sequence[int]], size: int) -> Tokens:
         ends = np.fromiter((closed and self.eod is not None for _, _, closed in flat), np.int64, len(flat))
         own = np.fromiter(map(len, ids), np.int64, len(ids))
         lengths = own + ends
+        documents = np.fromiter(map(len, parts), np.int64, len(parts))
+        firsts = np.cumsum(documents) - documents
+        if self.bos is not None:
+            lengths[firsts] += 1
         check_lengths(lengths)
         tokens = np.empty(int(lengths.sum()), self.dtype)
         where = np.ones(len(tokens), np.bool_)
+        if self.bos is not None:
+            opening = (np.cumsum(lengths) - lengths)[firsts]
+            where[opening] = False
+            tokens[opening] = self.bos
         if self.eod is not None:
             closing = np.cumsum(lengths)[ends > 0] - 1
             where[closing] = False
@@ -79,7 +118,6 @@ class BatchEncoder:
         else:
             tokens[where] = np.fromiter(itertools.chain.from_iterable(ids), self.dtype, int(own.sum()))
         modes = np.fromiter((mode for _, mode, _ in flat), np.int8, len(flat)) if self._options.makes_modes else None
-        documents = np.fromiter(map(len, parts), np.int64, len(parts))
         return Tokens(tokens=tokens, lengths=lengths.astype(np.int32), documents=documents, modes=modes, source_bytes=size)
 
     def parts(self, document: RawDocument) -> list[Part]:
@@ -93,8 +131,15 @@ class BatchEncoder:
             texts = [(_text(record, key, document.where), mode) for key, mode in self._options.key_modes]
         if self._split is not None:
             texts = [(sentence, mode) for text, mode in texts for sentence in self._split(text) if sentence]
-        texts = [(text, mode) for text, mode in texts if text]
+        if not any(text for text, _ in texts):
+            return []
+        last = texts[-1] if self._options.makes_modes else None  # an empty answer is a sequence, with the end of its document
+        texts = [part for part in texts if part[0] or part is last]
         return [(text, mode, number == len(texts)) for number, (text, mode) in enumerate(texts, 1)]
+
+
+def _count_empty(skipped: Skipped) -> None:
+    skipped.counts["empty"] = skipped.counts.get("empty", 0) + 1
 
 
 def _decode(document: RawDocument) -> str:

@@ -46,9 +46,9 @@ def _items(items: Iterator[tuple[str, Any]], options: ConvertOptions, path: str)
             elif len(wanted) == 1 and isinstance(value.get(wanted[0]), (np.ndarray, bytes)):
                 value = value[wanted[0]]
         if isinstance(value, bytes):
-            value = np.frombuffer(value, np.dtype(options.input_dtype).newbyteorder("<"))
+            value = np.frombuffer(value, options.array_dtype)
         if isinstance(value, np.ndarray):
-            yield one_each(value.reshape(-1), np.array([value.size], np.int32), value.nbytes)
+            yield one_each(value.reshape(-1), np.array([value.size], np.int32), value.nbytes, where)
         elif isinstance(value, str):
             yield RawDocument(data=value.encode(), path=where)
         else:

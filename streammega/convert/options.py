@@ -35,8 +35,20 @@ class ConvertOptions:
     """For inputs of tokens: the id that ends documents."""
     split_sentences: str | None = None
     """A language code, such as `en`: every sentence is a sequence of its document."""
-    input_dtype: str = "uint16"
-    """Of raw token arrays without a header."""
+    input_dtype: str | None = None
+    """Of raw token arrays without a header; None: uint16, unless they look like 32-bit ids, which is an error."""
+    keep_empty: bool = False
+    """Keep texts without a single token as documents of an end alone; Megatron drops them, and so does this by default."""
+    special_tokens: Literal["parse", "text"] | None = None
+    """What a special token that is spelt in a text becomes: its id, or text like any other. None: as the tokenizer's library
+    does, which is `parse` for Hugging Face (Megatron too) and `text` for tiktoken."""
+    bos: str | None = None
+    """A token that begins every document."""
+    add_special_tokens: bool = False
+    """Let the post-processor of a tokenizer.json add what it adds to every text."""
+    tiktoken_pattern: str | None = None
+    """How a .tiktoken file cuts text: gpt2, p50k_base, cl100k_base, o200k_base, llama3, qwen, or a regular expression; None: by
+    the number of its tokens, where that is one of these."""
     dtype: str | None = None
     """Of the output; None: that of the tokens."""
     min_tokens: int = 0
@@ -77,9 +89,12 @@ class ConvertOptions:
             raise ConfigError(f"level is {self.level}; zstd has levels 1 to 22")
         if not 1024 <= self.frame_bytes <= 1 << 30:
             raise ConfigError(f"frame_bytes is {self.frame_bytes}; it must lie between 1 KiB and 1 GiB")
-        for name in (self.dtype, self.input_dtype):
-            if name is not None:
-                token_dtype_named(name)
+        if self.dtype is not None:
+            token_dtype_named(self.dtype)
+        if self.input_dtype not in (None, "uint32"):  # which is stored as int32, where ids fit
+            token_dtype_named(str(self.input_dtype))
+        if self.special_tokens not in (None, "parse", "text"):
+            raise ConfigError(f"special_tokens is {self.special_tokens!r}; it must be 'parse' or 'text'")
         for mode in self.loss_modes or ():
             if not -128 <= mode <= 127:
                 raise ConfigError(f"loss_modes holds {mode}; modes lie between -128 and 127")
@@ -104,6 +119,20 @@ class ConvertOptions:
         if self.loss_modes is not None:
             return list(self.loss_modes)
         return [1] if self.chat else None
+
+    @property
+    def array_dtype(self) -> np.dtype[Any]:
+        """Of raw token arrays without a header, little-endian."""
+        return np.dtype(self.input_dtype or "uint16").newbyteorder("<")
+
+    @property
+    def tokenizer_settings(self) -> dict[str, Any]:
+        """What `load_tokenizer` is told beside the name."""
+        return {
+            "special_tokens": self.special_tokens,
+            "add_special_tokens": self.add_special_tokens,
+            "pattern": self.tiktoken_pattern,
+        }
 
     @property
     def plain(self) -> bool:

@@ -85,9 +85,13 @@ def convert(
     prefix, named = split_name(output)
     if prefix != output and not output.endswith(".idx"):
         options = replace(options, kind=named)
-    tokenizer = load_tokenizer(options.tokenizer) if options.tokenizer else None
+    tokenizer = load_tokenizer(options.tokenizer, **options.tokenizer_settings) if options.tokenizer else None
     found = find_inputs(inputs, storage)
     labels = labels_of(found, options, tokenizer, storage)
+    if tokenizer is None and options.eod_id is None:
+        options = replace(options, eod_id=labels["eod_id"])  # what is cut keeps the end of its document
+    if options.modes is not None:
+        labels = labels | {"eod_id": None}  # the sequence with the end may be one of those left out
     work = _work_folder(prefix, runner.work)
     conversion = _Conversion(prefix, options, runner, storage, work, found, tokenizer, progress or _no_progress)
     with _locked(work):

@@ -9,14 +9,11 @@ from typing import Any, Protocol
 
 import numpy as np
 
+from streammega.convert.tiktoken_files import is_tiktoken_file, pattern_of
 from streammega.errors import ConvertError, ObjectNotFoundError
 from streammega.kernels.parallel import num_threads
 
 EOD_NAMES = ("<|endoftext|>", "<|end_of_text|>", "<eod>", "<EOD>", "</s>", "<eos>", "<|im_end|>", "[SEP]")
-# How text is cut before byte pairs are merged is not in a .tiktoken file; this is the cut of cl100k_base.
-TIKTOKEN_PATTERN = (
-    r"""'(?i:[sdmt]|ll|ve|re)|[^\r\n\p{L}\p{N}]?+\p{L}++|\p{N}{1,3}+| ?[^\s\p{L}\p{N}]++[\r\n]*+|\s++$|\s*[\r\n]|\s+(?!\S)|\s"""
-)
 Ids = Sequence[int]
 AT_ONCE = 16
 """Texts that one thread of the tokenizers library encodes together."""
@@ -42,18 +39,23 @@ class TextTokenizer(Protocol):
         """The end-of-document token that the tokenizer itself knows of."""
 
 
-def load_tokenizer(name: str) -> TextTokenizer:
+def load_tokenizer(
+    name: str, *, special_tokens: str | None = None, add_special_tokens: bool = False, pattern: str | None = None
+) -> TextTokenizer:
     """A tokenizer by what its name looks like: a .json, .model or .tiktoken file, tiktoken:NAME, `bytes`, or a hub's name.
 
-    Raises ObjectNotFoundError, ConvertError.
+    A .model that is a list of byte pairs (Llama-3's) is a tiktoken file. Settings are those of ConvertOptions. Raises
+    ObjectNotFoundError, ConvertError.
     """
+    if add_special_tokens and (name == "bytes" or name.startswith("tiktoken:") or name.endswith((".tiktoken", ".model"))):
+        raise ConvertError(f"{name}: has no post-processor, so add_special_tokens adds nothing; see --bos")
     if name == "bytes":
         return BytesTokenizer()
-    if name.startswith("tiktoken:") or name.endswith(".tiktoken"):
-        return TiktokenTokenizer(name)
+    if name.startswith("tiktoken:") or name.endswith(".tiktoken") or (name.endswith(".model") and is_tiktoken_file(name)):
+        return TiktokenTokenizer(name, pattern, parse=special_tokens == "parse")
     if name.endswith(".model"):
         return SentencePieceTokenizer(name)
-    return HuggingFaceTokenizer(name)
+    return HuggingFaceTokenizer(name, add_special_tokens=add_special_tokens, parse=special_tokens != "text")
 
 
 def find_eod(tokenizer: TextTokenizer, name: str | None) -> int:
@@ -70,9 +72,10 @@ def find_eod(tokenizer: TextTokenizer, name: str | None) -> int:
 class HuggingFaceTokenizer:
     """A tokenizer.json, or a tokenizer of the Hugging Face hub by name."""
 
-    def __init__(self, name: str) -> None:
+    def __init__(self, name: str, *, add_special_tokens: bool = False, parse: bool = True) -> None:
         from tokenizers import Tokenizer
 
+        self._add = add_special_tokens
         self.name = os.path.basename(name) if os.path.exists(name) else name
         if not os.path.isfile(name) and (name.endswith(".json") or name.startswith((".", "/", "~")) or name.count("/") > 1):
             raise ObjectNotFoundError(f"{name}: no such tokenizer file; give the path of a tokenizer.json")
@@ -87,6 +90,7 @@ class HuggingFaceTokenizer:
             ) from None
         self._model.no_truncation()
         self._model.no_padding()
+        self._model.encode_special_tokens = not parse
         self.digest = _digest(self._model.to_str().encode())
         highest = max(self._model.get_vocab(with_added_tokens=True).values(), default=-1)
         self.vocab_size = max(int(self._model.get_vocab_size(with_added_tokens=True)), int(highest) + 1)
@@ -96,7 +100,7 @@ class HuggingFaceTokenizer:
         found: list[Ids] = []
         at_once = AT_ONCE * max(1, _library_threads())
         for first in range(0, len(texts), at_once):
-            encodings = self._model.encode_batch_fast(texts[first : first + at_once], add_special_tokens=False)
+            encodings = self._model.encode_batch_fast(texts[first : first + at_once], add_special_tokens=self._add)
             found += [encoding.ids for encoding in encodings]
         return found
 
@@ -152,34 +156,46 @@ class SentencePieceTokenizer:
 
 
 class TiktokenTokenizer:
-    """An encoding of tiktoken by name, or a .tiktoken file cut as cl100k_base is, with <|endoftext|> after its last id."""
+    """An encoding of tiktoken by name, or a .tiktoken file with the pattern that belongs to it: see `tiktoken_files`."""
 
-    def __init__(self, name: str) -> None:
+    def __init__(self, name: str, pattern: str | None = None, *, parse: bool = False) -> None:
         try:
             import tiktoken
             from tiktoken.load import load_tiktoken_bpe
         except ImportError:
             raise ConvertError(f"{name}: needs the tiktoken package: pip install 'streammega[tokenizers]'") from None
-        if name.endswith(".tiktoken") and not os.path.isfile(name):
+        self._parse = parse
+        is_file = not name.startswith("tiktoken:")
+        if is_file and not os.path.isfile(name):
             raise ObjectNotFoundError(f"{name}: no such tokenizer file")
         try:
-            if name.endswith(".tiktoken"):
+            if is_file:
                 ranks = load_tiktoken_bpe(name)
-                end = {"<|endoftext|>": max(ranks.values()) + 1}
-                stem = os.path.basename(name)
-                self._model: Any = tiktoken.Encoding(stem, pat_str=TIKTOKEN_PATTERN, mergeable_ranks=ranks, special_tokens=end)
+                known = pattern_of(name, len(ranks), pattern)
+                taken = set(ranks.values())
+                free = known.first or next(n for n in range(len(taken) + 1) if n not in taken)
+                special = {token: free + n for n, token in enumerate(known.special_tokens)}
+                self._model: Any = tiktoken.Encoding(
+                    os.path.basename(name), pat_str=known.expression, mergeable_ranks=ranks, special_tokens=special
+                )
             else:
                 self._model = tiktoken.get_encoding(name.partition(":")[2])
+        except ConvertError:
+            raise
         except Exception as error:  # downloads, files and names fail in their own ways
             raise ConvertError(f"{name}: cannot be loaded ({type(error).__name__}: {str(error)[:200]})") from None
         self.name, self.vocab_size = os.path.basename(name), int(self._model.n_vocab)
         hasher = hashlib.blake2b(digest_size=16)
         for token, rank in sorted(self._model._mergeable_ranks.items(), key=lambda pair: pair[1]):
             hasher.update(b"%d %d " % (rank, len(token)) + token)
+        if is_file and known.name != "cl100k_base":  # by which all files were cut once: their digests stay
+            hasher.update(known.expression.encode())
         self.digest = hasher.hexdigest()
 
     def encode(self, texts: list[str]) -> Sequence[Ids]:
         """One thread: the processes are the parallelism."""
+        if self._parse:
+            return [self._model.encode(text, allowed_special="all") for text in texts]
         return [self._model.encode_ordinary(text) for text in texts]
 
     def decode(self, ids: Sequence[int]) -> str:
@@ -192,8 +208,9 @@ class TiktokenTokenizer:
         return None if found is None else int(found)
 
     def usual_eod(self) -> int | None:
-        """<|endoftext|>, where the encoding has it."""
-        return self.find("<|endoftext|>")
+        """<|endoftext|> or Llama-3's <|end_of_text|>, where the encoding has it."""
+        found = self.find("<|endoftext|>")
+        return self.find("<|end_of_text|>") if found is None else found
 
 
 class BytesTokenizer:

@@ -188,7 +188,7 @@ def encoder_of(job: Job) -> BatchEncoder:
     with _encoders_lock:
         if key not in _encoders:
             _encoders.clear()
-            _encoders[key] = BatchEncoder(load_tokenizer(options.tokenizer), options, job.storage)
+            _encoders[key] = BatchEncoder(load_tokenizer(options.tokenizer, **options.tokenizer_settings), options, job.storage)
         return _encoders[key]
 
 
@@ -337,6 +337,8 @@ def token_dtype(arrays: Sequence[NDArray[Any]], asked: str | None) -> np.dtype[A
         dtype = np.dtype(asked)
     elif found.newbyteorder("=") in CODE_OF_DTYPE and found.itemsize <= 4:
         dtype = found.newbyteorder("=")
+    elif found.newbyteorder("=") == np.uint32:
+        dtype = np.dtype(np.int32)  # the same width: uint32 is no dtype of the .idx
     else:
         dtype = smallest_dtype(high + 1) if low >= 0 else np.dtype(np.int32)
     if low < np.iinfo(dtype).min or high > np.iinfo(dtype).max:
