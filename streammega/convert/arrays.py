@@ -16,7 +16,7 @@ from streammega.errors import ConvertError
 
 SCAN_TOKENS = 4 << 20
 LLMC_HEADER_BYTES = 1024
-LLMC_DTYPES = {(20240520, 1): np.dtype("<u2"), (20240801, 7): np.dtype("<u4")}
+LLMC_DTYPES: dict[tuple[int, int], np.dtype[Any]] = {(20240520, 1): np.dtype("<u2"), (20240801, 7): np.dtype("<u4")}
 """By magic and version: files of GPT-2's ids, and of Llama-3's."""
 LLMC_DATES = range(20240101, 20300101)
 """Magics of llm.c are dates: one of these, with nothing in the rest of the header, is a header that is not known yet."""
