@@ -6,7 +6,7 @@ STAMP := $(VENV)/.installed
 PYTEST := $(BIN)/python -m pytest
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test check format lint types soak bench-peers clean
+.PHONY: help install demo test cuda check format lint types soak bench-peers clean
 
 help:  ## list the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -23,8 +23,11 @@ $(STAMP): pyproject.toml constraints.txt
 demo: $(STAMP)  ## train from s3:// on two ranks, kill it twice, resume, and prove that no token differs
 	$(BIN)/python tools/demo.py $(DEMO)
 
-test: $(STAMP)  ## the tests
-	$(PYTEST) -n 2 --dist worksteal -m "not soak"
+test: $(STAMP)  ## the tests, on the CPU whatever the machine has
+	CUDA_VISIBLE_DEVICES= $(PYTEST) -n 2 --dist worksteal -m "not soak"
+
+cuda: $(STAMP)  ## what needs a GPU: the tests marked cuda (some need two); skipped with a reason where there is none
+	$(PYTEST) -m cuda -rs --timeout 600
 
 check: $(STAMP) format lint types test  ## what CI runs: format, lint, types, tests
 

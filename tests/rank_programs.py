@@ -360,10 +360,15 @@ def fp16_steps(rank: int) -> list[tuple[bool, float, bool]]:
 
 def train(rank: int, run_file: str, overrides: list[str], steps: int | None) -> list[dict[str, Any]]:
     """Train (or resume) a run on this world's ranks to its end, or for some steps; the records of rank 0."""
+    return train_on_device(rank, run_file, overrides, steps, "cpu")
+
+
+def train_on_device(rank: int, run_file: str, overrides: list[str], steps: int | None, device: str) -> list[dict[str, Any]]:
+    """The same with the model on this device, which ranks may share."""
     from streammega.train.config import load_run
     from streammega.train.loop import Trainer
 
-    trainer = Trainer(load_run(run_file, overrides), torch.device("cpu"))
+    trainer = Trainer(load_run(run_file, overrides), torch.device(device))
     trainer.resume()
     if steps is None:
         trainer.run()
