@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import operator
 import os
 import sys
 from collections.abc import Mapping, Sequence
@@ -20,6 +21,18 @@ STORAGE_LEAST = {
     "part_bytes": 4096, "max_requests": 1, "in_flight_bytes": 4096, "memory_bytes": 4096, "coalesce_bytes": 0,
     "cache_bytes": 0, "chunk_bytes": MiB, "retries": 0, "upload_part_bytes": 5 * MiB,
 }  # fmt: skip
+
+
+def set_whole_numbers(settings: Any, names: Sequence[str]) -> None:
+    """Have fields be plain ints, whatever kind of whole number was given: states are JSON. Raises ConfigError for others."""
+    for name in names:
+        value = getattr(settings, name)
+        if value is None:
+            continue
+        try:
+            object.__setattr__(settings, name, operator.index(value))  # the way to set a field of what is frozen
+        except TypeError:
+            raise ConfigError(f"{name} is {value!r}; it must be a whole number") from None
 
 
 def local_folder(path: str | Path) -> Path:
@@ -118,8 +131,11 @@ class FieldsConfig:
     """When given, a token id at or past it is an error."""
 
     def __post_init__(self) -> None:
+        set_whole_numbers(self, ("sequence_length", "eod_id", "pad_id", "vocab_size"))
         if self.sequence_length < 1:
             raise ConfigError(f"sequence_length is {self.sequence_length}; it must be at least 1")
+        if self.eod_id is not None and self.eod_id < 0:
+            raise ConfigError(f"eod_id is {self.eod_id}, which no stored id is; leave it out if the data has none")
         if (self.eod_mask_loss or self.reset_position_ids or self.reset_attention_mask) and self.eod_id is None:
             raise ConfigError(
                 "eod_mask_loss, reset_position_ids and reset_attention_mask need eod_id, the id that ends documents"
@@ -202,6 +218,7 @@ class DataConfig(FieldsConfig):
             object.__setattr__(self, "index_cache_dir", local_folder(self.index_cache_dir))
 
     def _check_numbers(self) -> None:
+        set_whole_numbers(self, ("seed", "lanes", "block_bytes"))
         for name, least in (("block_bytes", 1), ("lanes", 1)):
             value = getattr(self, name)
             if value is not None and value < least:
@@ -210,8 +227,8 @@ class DataConfig(FieldsConfig):
             raise ConfigError(f"seed is {self.seed}; it must lie in [0, 2**32)")
         if self.order not in ORDERS:
             raise ConfigError(f"order is {self.order!r}; it must be 'megatron', 'stream' or 'sequential'")
-        if self.num_samples is not None and (len(self.num_samples) != 3 or min(self.num_samples) < 0):
-            raise ConfigError(f"num_samples is {self.num_samples}; it takes three counts: (train, valid, test)")
+        if self.num_samples is not None:
+            object.__setattr__(self, "num_samples", _three_counts(self.num_samples))
         if not self.surplus >= 0:
             raise ConfigError(f"surplus is {self.surplus}; it must be a share of at least 0, such as 0.005")
 
@@ -230,13 +247,25 @@ class DataConfig(FieldsConfig):
             first = start
 
 
+def _three_counts(given: Any) -> tuple[int, int, int]:
+    try:
+        train, valid, test = map(operator.index, given)
+    except (TypeError, ValueError):
+        train = valid = test = -1
+    if min(train, valid, test) < 0:
+        raise ConfigError(f"num_samples is {given}; it takes three counts: (train, valid, test)")
+    return train, valid, test
+
+
 def parse_blend(blend: Blend) -> tuple[tuple[str, ...], tuple[float, ...] | None]:
     """(prefixes, weights or None) of a blend in any of its forms.
 
     A string without blanks is one prefix; "0.3 a 0.7 b" gives weights, "a b" none. Raises ConfigError for an empty
     blend, weights that are not positive numbers, or weights for some of the prefixes only.
     """
-    items: list[Any] = blend.split() if isinstance(blend, str) else list(blend)
+    if isinstance(blend, os.PathLike):
+        blend = [os.fspath(blend)]
+    items: list[Any] = blend.split() if isinstance(blend, str) else [_as_text(item) for item in blend]
     if items and all(isinstance(item, str) for item in items) and _is_number(items[0]):
         if len(items) % 2:
             raise ConfigError(f"blend {blend!r}: weights and prefixes must alternate, as in '0.3 a 0.7 b'")
@@ -261,6 +290,15 @@ def parse_blend(blend: Blend) -> tuple[tuple[str, ...], tuple[float, ...] | None
             f"the weights of the blend add up to more than {sys.float_info.max:.3g}; divide them by a common number"
         )
     return tuple(prefix for prefix, _ in pairs), weights
+
+
+def _as_text(item: Any) -> Any:
+    """An entry of a blend, paths of pathlib being text."""
+    if isinstance(item, os.PathLike):
+        return os.fspath(item)
+    if isinstance(item, (tuple, list)) and item and isinstance(item[0], os.PathLike):
+        return (os.fspath(item[0]), *item[1:])
+    return item
 
 
 def _weight(prefix: str, weight: Any) -> float:

@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 
 import streammega as sm
 from streammega.errors import ConfigError, FormatError
+from streammega.samples.fields_torch import device_fields
 
 EOD = 7
 DOCUMENTS: dict[str, Any] = {
@@ -170,6 +171,17 @@ def test_ids_outside_of_the_vocabulary_are_refused(dtype: Any) -> None:
         sm.batch_fields(np.array([[1, 2, 3, 4, 100]], dtype), None, CONFIG)
     with pytest.raises(FormatError, match="token id 9223372036854775808 is no int64"):
         sm.batch_fields(np.array([[1, 2, 3, 4, 2**63]], np.uint64), None, sm.FieldsConfig(sequence_length=4))
+
+
+def test_no_samples_are_fields_without_samples() -> None:
+    config = sm.FieldsConfig(
+        sequence_length=4, eod_id=1, reset_position_ids=True, reset_attention_mask=True, eod_mask_loss=True,
+        create_attention_mask=True,
+    )  # fmt: skip
+    none = sm.batch_fields(np.zeros((0, 5), np.int64), None, config, bounds=True)
+    there = device_fields(torch.zeros(0, 5, dtype=torch.int64), torch.zeros(0, dtype=torch.int64), config)
+    assert {name: field.shape for name, field in none.items()} == {name: field.shape for name, field in there.items()}
+    assert len(none["tokens"]) == len(none["cu_seqlens"]) == 0
 
 
 def test_settings_of_fields_that_cannot_work_are_refused() -> None:

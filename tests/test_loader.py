@@ -18,6 +18,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from streammega import DataConfig, IndexedDatasetWriter, StorageConfig, StreamingDataset, StreamLoader
+from streammega.config import parse_blend
 from streammega.errors import ConfigError, FormatError, ShortReadError, StateError, StorageError
 from tests.conftest import write_random_pair
 from tests.servers import http_server
@@ -248,6 +249,12 @@ def test_a_mesh_gives_rank_and_size(config: DataConfig) -> None:
     [
         ({"global_batch_size": 25, "micro_batch_size": 2}, "not a multiple"),
         ({"dp_rank": 1}, "go together"),
+        ({"dp_rank": 0, "dp_size": 0}, "dp_size is 0"),
+        ({"cp_rank": 2, "cp_size": 2, "ids_only": True}, r"cp_rank 2 is not in \[0, 2\)"),
+        ({"cp_rank": -1, "cp_size": 2, "ids_only": True}, "cp_rank -1 is not in"),
+        ({"cp_rank": 1}, "cp_rank 1 is not in"),
+        ({"cp_size": 0}, "cp_rank 0 is not in"),
+        ({"rampup": (2, 2)}, "rampup is .*three"),
         ({"split": "validation"}, "not one of train, valid, test"),
         ({"split": "valid"}, "leaves nothing for valid"),
         ({"global_batch_size": 10**6}, "less than one global batch"),
@@ -267,11 +274,34 @@ def test_settings_that_cannot_work_are_refused(config: DataConfig, arguments: di
         ({"order": "random"}, "order is 'random'"),
         ({"eod_mask_loss": True}, "need eod_id"),
         ({"num_samples": (1, 2)}, "three counts"),
+        ({"num_samples": 5}, "three counts"),
+        ({"num_samples": (5.5, 0, 0)}, "three counts"),
+        ({"seed": 1.5}, "seed is 1.5; it must be a whole number"),
+        ({"lanes": 4.0}, "lanes is 4.0"),
+        ({"eod_id": 1.5}, "eod_id is 1.5"),
+        ({"eod_id": -1}, "eod_id is -1"),
     ],
 )
 def test_data_settings_that_cannot_work_are_refused(config: DataConfig, change: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         replace(config, **change)
+
+
+def test_numbers_of_numpy_and_paths_of_pathlib_are_taken_for_what_they_are(config: DataConfig) -> None:
+    plain = replace(config, seed=3, num_samples=(60, 0, 0))
+    assert isinstance(config.blend, list | str)
+    prefix = config.blend if isinstance(config.blend, str) else str(config.blend[0])
+    weighted: Any = [(Path(prefix), 0.5)]
+    assert parse_blend(weighted) == ((prefix,), (0.5,))
+    given: list[Any] = [Path(prefix), [Path(prefix)]]
+    for blend in given:
+        other = replace(plain, blend=blend, seed=np.int64(3), num_samples=tuple(np.array([60, 0, 0])))
+        with StreamLoader(other, micro_batch_size=1, global_batch_size=2) as loader:
+            loader.seek(np.int64(4))  # type: ignore[arg-type]
+            state = json.loads(json.dumps(loader.state_dict()))
+        with StreamLoader(plain, micro_batch_size=1, global_batch_size=2) as loader:
+            loader.load_state_dict(state)
+            assert loader.consumed_samples == 4
 
 
 def test_the_megatron_order_asks_for_the_number_of_samples(config: DataConfig) -> None:

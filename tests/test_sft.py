@@ -119,6 +119,13 @@ def test_broken_lines_are_named(tmp_path: Path, line: str, message: str) -> None
         SFTDataset([path], encode, config())
 
 
+def test_ids_outside_of_the_vocabulary_are_refused(tmp_path: Path) -> None:
+    path = write(tmp_path / "a.jsonl", [chat("a", "\u65e5")])
+    SFTDataset([path], encode, config(vocab_size=2**16))
+    with pytest.raises(FormatError, match=f"token id {ord(chr(0x65E5))} is outside of the vocabulary of 300"):
+        SFTDataset([path], encode, config(vocab_size=300))
+
+
 def test_fine_tuning_needs_an_end_of_document(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="eod_id"):
         SFTDataset([write(tmp_path / "a.jsonl", [chat("a", "b")])], encode, config(eod_id=None))

@@ -101,5 +101,7 @@ def batch_schedule(global_batch_size: int, rampup: tuple[int, int, int] | None) 
     """The schedule of a global batch size, which (start, increment, samples) of a ramp-up begins smaller."""
     if rampup is None:
         return BatchSchedule(final=global_batch_size)
+    if len(rampup) != 3:
+        raise ConfigError(f"rampup is {rampup}; it takes three numbers: (first size, increment, samples)")
     start, increment, samples = rampup
     return BatchSchedule(final=global_batch_size, start=start, increment=increment, samples=samples)

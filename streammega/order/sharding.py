@@ -73,8 +73,10 @@ def zigzag_parts(cp_rank: int, cp_size: int) -> tuple[int, int]:
 def zigzag_bounds(length: int, cp_rank: int, cp_size: int) -> list[tuple[int, int]]:
     """[start, stop) of the parts of a sequence of `length` that a rank keeps, in their order; all of it for one rank.
 
-    Raises ConfigError unless the length is a multiple of 2 * cp_size.
+    Raises ConfigError unless the length is a multiple of 2 * cp_size, and the rank exists.
     """
+    if not 0 <= cp_rank < cp_size:
+        raise ConfigError(f"cp_rank {cp_rank} is not in [0, {cp_size})")
     if cp_size == 1:
         return [(0, length)]
     if length % (2 * cp_size):

@@ -171,7 +171,7 @@ def derive(
         padding = _scan(inputs, targets, config)
     seqlens = None
     if config.reset_attention_mask:
-        seqlens = _bounds_of(np.split(inputs, shape[0] // (rows or shape[0])), eod, allocate)
+        seqlens = _bounds_of(np.split(inputs, shape[0] // (rows or shape[0] or 1) or 1), eod, allocate)
     mask = positions = None
     if padding or config.eod_mask_loss:
         mask = allocate(shape, torch.float32)

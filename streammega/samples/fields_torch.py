@@ -53,7 +53,7 @@ def _cu_seqlens(first: Tensor, most: int | None) -> Tensor:
     own = torch.arange(length, device=first.device)
     bounds = torch.where(first == own, own, length).sort(1).values
     if most is None:
-        most = int((bounds < length).sum(1).max())
+        most = int((bounds < length).sum(1).max()) if samples else 1
     bounds = torch.cat([bounds, bounds.new_full((samples, 1), length)], 1)
     return bounds[:, : most + 1].to(torch.int32)
 

@@ -13,7 +13,7 @@ from streammega.config import DataConfig
 from streammega.conversations import Message, load_record, messages_of
 from streammega.errors import ConfigError, FormatError, ObjectNotFoundError
 from streammega.kernels.shuffle import LegacyShuffler
-from streammega.samples.fields import Batch
+from streammega.samples.fields import Batch, check_ids
 
 
 class SFTDataset(torch.utils.data.Dataset[Batch]):
@@ -31,7 +31,7 @@ class SFTDataset(torch.utils.data.Dataset[Batch]):
         encode: text to token ids, without special tokens added.
         config: sequence_length, seed, eod_id (needed), pad_id.
 
-    Raises ConfigError without eod_id, FormatError naming file and line, ObjectNotFoundError.
+    Raises ConfigError without eod_id, FormatError naming file and line, or an id at or past vocab_size, ObjectNotFoundError.
     """
 
     def __init__(self, paths: Sequence[str], encode: Callable[[str], Sequence[int]], config: DataConfig) -> None:
@@ -46,6 +46,7 @@ class SFTDataset(torch.utils.data.Dataset[Batch]):
         self._starts = np.concatenate([np.zeros(1, np.int64), np.cumsum(lengths)])
         self._tokens = np.concatenate([t[:n] for (t, _), n in zip(conversations, lengths, strict=True)])
         self._answers = np.concatenate([a[:n] for (_, a), n in zip(conversations, lengths, strict=True)])
+        check_ids(self._tokens[None], config)
         self._order = np.arange(len(conversations))
         LegacyShuffler(config.seed).shuffle(self._order)
         self._samples = pack(lengths[self._order], config.sequence_length)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import itertools
 import logging
+import operator
 from collections.abc import Generator, Iterator, Mapping
 from contextlib import closing
 from dataclasses import replace
@@ -201,6 +202,7 @@ class StreamingDataset(torch.utils.data.IterableDataset[Batch]):
 
     def seek(self, consumed_samples: int) -> None:
         """Continue at a global sample, whole micro-steps of these ranks from the start of a global batch."""
+        consumed_samples = operator.index(consumed_samples)  # of numpy too: states are JSON
         schedule = self.schedule if consumed_samples else self.schedule.resumed(0, 0)
         self._check_position(consumed_samples, schedule)
         self._put(consumed_samples, schedule)

@@ -99,7 +99,8 @@ class StreamLoader:
         )
         if cp_size > 1 and not ids_only:
             raise ConfigError("parts of samples are read as ids: give ids_only=True with cp_rank and cp_size, or use get_batch")
-        parts = zigzag_bounds(config.sequence_length, cp_rank, cp_size) if cp_size > 1 else []
+        parts = zigzag_bounds(config.sequence_length, cp_rank, cp_size)  # one that does not exist would read others' tokens
+        parts = parts if cp_size > 1 else []
         self._bounds = [(start, stop + 1) for start, stop in parts]
         self._prefetch, self.ids_only, self._pinned = prefetch, ids_only, pin_memory
         self._stats, self._log_every = Stats(), log_every
@@ -260,7 +261,7 @@ def _data_parallel(dp_rank: int | None, dp_size: int | None, mesh: DeviceMesh | 
     if mesh is None:
         if (dp_rank is None) != (dp_size is None):
             raise ConfigError("dp_rank and dp_size go together: give both, or a mesh, or neither for a single rank")
-        return dp_rank or 0, dp_size or 1
+        return (0, 1) if dp_rank is None or dp_size is None else (dp_rank, dp_size)
     if dp_rank is not None or dp_size is not None:
         raise ConfigError("give either a mesh or dp_rank and dp_size, not both")
     names = mesh.mesh_dim_names or ()
