@@ -163,6 +163,7 @@ class DataConfig(FieldsConfig):
     split: str = "1,0,0"
     """Shares of train, valid and test, cut by sequence."""
     seed: int = 1234
+    """Of the order, in [0, 2**32)."""
     order: Order = "megatron"
     """`megatron`: Megatron's shuffle, bit for bit. `stream`: shuffled for object storage. `sequential`: as files lie."""
     num_samples: tuple[int, int, int] | None = None
@@ -193,6 +194,7 @@ class DataConfig(FieldsConfig):
     shared_index_url: str | None = None
     """A folder, beside the data for instance, that `streammega prepare` fills with built indices for nodes to download."""
     storage: StorageConfig = field(default_factory=StorageConfig)
+    """How its bytes are fetched."""
 
     def __repr__(self) -> str:
         return redacted_repr(self)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import math
 import os
 import warnings
 from collections.abc import Iterator
@@ -221,6 +222,33 @@ def bad_gradient(rank: int, value: float, limit: float | None) -> str:
     except GradientError as error:
         return str(error)
     return ""
+
+
+def reduced_before_the_check(rank: int, bucket_size: int) -> tuple[str, int]:
+    """The message of a step in which one layer's gradient is not finite, and the elements of it that were reduced before."""
+    import torch.distributed as dist
+
+    from streammega import BucketedDataParallel
+    from streammega.errors import GradientError
+
+    reduced = []
+    all_reduce = dist.all_reduce
+
+    def noted(tensor: torch.Tensor, *arguments: Any, **named: Any) -> Any:
+        reduced.append(int((~tensor.isfinite()).sum()))
+        return all_reduce(tensor, *arguments, **named)
+
+    model = BucketedDataParallel(make_net(), bucket_size=bucket_size)
+    model.module.layers[1].weight.register_hook(lambda grad: grad.index_fill(0, torch.tensor([2]), math.nan))
+    dist.all_reduce = noted
+    try:
+        loss_of(model, ids_of(rank, 0, 0)).backward()
+        model.finish_grad_sync()
+    except GradientError as error:
+        return str(error), sum(reduced)
+    finally:
+        dist.all_reduce = all_reduce
+    return "", sum(reduced)
 
 
 def second_backward(rank: int, retained: bool) -> str:
@@ -462,6 +490,7 @@ def accelerate_checkpoint(rank: int, config: DataConfig, folder: str, start: int
     """The next micro-batches of a loader that accelerate checkpoints, from its checkpoint on if `start` says there is one."""
     with accelerator_of(rank) as accelerator:
         loader = StreamLoader(config, micro_batch_size=4, global_batch_size=8, dp_rank=rank, dp_size=2)
+        assert accelerator.prepare(loader) is loader, "as it is"
         accelerator.register_for_checkpointing(loader)
         if start:
             accelerator.load_state(folder)

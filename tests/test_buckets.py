@@ -25,6 +25,7 @@ from tests.rank_programs import (
     grads_beside_ddp,
     make_net,
     per_token,
+    reduced_before_the_check,
     second_backward,
     sharded_beside_replicated,
     two_buffers,
@@ -118,6 +119,13 @@ def test_bad_gradients_name_their_parameter(gang: Gang, value: float, limit: flo
     import re
 
     assert re.search(message, bad), bad
+
+
+@pytest.mark.parametrize("bucket_size", [1, 10**9])
+def test_a_gradient_is_checked_before_it_is_reduced(gang: Gang, bucket_size: int) -> None:
+    for message, reduced in gang.run(2, reduced_before_the_check, bucket_size):
+        assert "the gradient of layers.1.weight is not finite" in message
+        assert reduced == 0
 
 
 @pytest.mark.parametrize("retained", [False, True])

@@ -190,6 +190,41 @@ def test_the_stream_order_fetches_every_byte_once(server: tuple[Running, Path], 
     assert loader.stats()["requests"] < epoch * 8 / 4
 
 
+def test_pieces_are_held_whole_within_three_quarters_of_the_budget_of_datasets_drawn_most_first(
+    server: tuple[Running, Path], tmp_path: Path
+) -> None:
+    endpoint, _ = server
+    config = config_of("stream", "s3:/", tmp_path, storage_of(endpoint, "obstore"))
+    config = replace(config, blend=[("s3://data/web", 0.3), ("s3://data/code", 0.7)])
+    dataset = StreamLoader(config, micro_batch_size=4, global_batch_size=8).dataset
+    held = []
+    for budget in range(20_000, 600_000, 4_000):
+        pieces = open_reader(dataset, 0, 1, budget, slab=1).planner.pieces
+        held.append((False, False) if pieces is None else tuple(pieces.whole.tolist()))
+        lanes, piece = config.lanes or 0, config.block_bytes
+        assert sum(held[-1]) * lanes * piece <= 0.75 * budget
+    assert [held[0], held[-1]] == [(False, False), (True, True)]
+    assert list(dict.fromkeys(held)) == [(False, False), (False, True), (True, True)], "the second is drawn more often"
+
+
+def test_training_starts_with_the_first_parts(server: tuple[Running, Path], tmp_path: Path) -> None:
+    """Spans grow from one micro-batch, so that the first does not wait for a long plan."""
+    endpoint, _ = server
+    storage = replace(storage_of(endpoint, "obstore"), memory_bytes=100_000_000)
+    config = config_of("stream", "s3:/", tmp_path, storage)
+    engine = Engine(StreamLoader(config, micro_batch_size=4, global_batch_size=8).dataset, iter(range(0, 3000, 4)), 4)
+    engine._keep_pace(0.0)
+    planned = []
+    for _ in range(6):
+        before = engine._ahead
+        engine._plan_span()
+        planned.append(engine._ahead - before)
+    engine.close()
+    assert planned[0] <= engine._reader.slab
+    assert planned == sorted(planned)
+    assert planned[-1] > planned[0]
+
+
 @pytest.mark.parametrize("ids_only", [False, True])
 def test_batches_that_are_kept_stay_what_they_were(tmp_path: Path, config: DataConfig, ids_only: bool) -> None:
     kept, copies = [], []

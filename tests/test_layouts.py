@@ -8,7 +8,9 @@ from typing import Any
 
 import pytest
 import torch
+from torch.distributed.checkpoint.filesystem import FileSystemReader
 
+from streammega.train.checkpoint import checkpoints
 from streammega.train.config import load_run
 from streammega.train.loop import Trainer
 from tests.conftest import write_random_pair
@@ -157,7 +159,7 @@ def test_a_run_that_changes_its_layout_and_optimizer_is_one_run(gang: Gang, fold
         (2, ["parallel.data_parallel=torch", "parallel.optimizer=zero"]),
         (4, ["parallel.pp=2", "parallel.virtual_stages=2"]),
         (2, ["parallel.tp=2"]),
-        (1, ["parallel.optimizer=sharded"]),
+        (1, ["parallel.optimizer=sharded", "parallel.bucket_size=333"]),
         (1, []),
     ]
     out, records = str(folder / "chain"), []
@@ -168,3 +170,13 @@ def test_a_run_that_changes_its_layout_and_optimizer_is_one_run(gang: Gang, fold
         assert record["loss"] == pytest.approx(wanted["loss"], abs=TOLERANCE)
         assert record["grad_norm"] == pytest.approx(wanted["grad_norm"], rel=1e-4)
     assert len(records) == 14
+    written = checkpoints(Path(out) / "checkpoints")
+    assert len(written) == 3
+    first, *others = map(what_is_stored, written)
+    assert all(other == first for other in others), "what a checkpoint holds depends on no layout, optimizer or bucket"
+
+
+def what_is_stored(path: Path) -> dict[str, tuple[Any, ...]]:
+    """The shape and dtype of each tensor of a checkpoint, by its name."""
+    stored = FileSystemReader(path).read_metadata().state_dict_metadata
+    return {name: (tuple(item.size), item.properties.dtype) for name, item in stored.items()}  # type: ignore[union-attr]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import multiprocessing
+import re
 import sys
 import time
 import urllib.error
@@ -137,6 +138,46 @@ def test_the_server_refuses_path_style_bad_signatures_and_chunked_bodies(oss: Os
         with pytest.raises(AccessDeniedError) as denied:
             store.info(key)
         assert "another-secret" not in str(denied.value)
+
+
+def test_what_is_sent_is_what_oss_takes(oss: Oss, transport: Any) -> None:
+    """Bodies signed whole, or with their MD5; objects removed one by one; ranges that may reach past the end."""
+    store, key = opened(oss, transport)
+    put(store, key, b"abc")
+    writer = store.open_writer(key)
+    for _ in range(33):
+        writer.write(bytes(1 << 20))
+    writer.commit()
+    store.read_ranges(key, [0], [3])
+    store.delete(key)
+    log = [(request["method"], request["headers"]) for request in oss.take_log()]
+    bodies = [headers for method, headers in log if method == "PUT"]
+    assert len(bodies) == 3, "a small object, and two parts of a large one"
+    for headers in bodies:
+        if transport == "obstore":
+            assert re.fullmatch("[0-9a-f]{64}", headers["x-amz-content-sha256"]), "not in chunks, nor unsigned"
+        else:
+            assert headers["content-md5"]
+    ranges = [headers for method, headers in log if method == "GET" and "range" in headers]
+    assert ranges
+    assert transport == "obstore" or {headers["x-oss-range-behavior"] for headers in ranges} == {"standard"}
+    assert [method for method, _ in log].count("DELETE") == 1
+
+
+def test_credentials_are_read_again_before_an_upload(oss: Oss, transport: Any) -> None:
+    """Its end cannot be repeated, and may come long after its beginning."""
+    calls: list[int] = []
+
+    def provide() -> dict[str, Any]:
+        calls.append(1)
+        return {"key": KEY, "secret": SECRET}
+
+    options = {"endpoint": oss.endpoint, "credentials_provider": provide}
+    store, key = open_store(f"oss://{oss.new_bucket()}/key", StorageConfig(transport=transport, storage_options=options))
+    put(store, key, b"first")
+    before = len(calls)
+    put(store, key, b"second")
+    assert len(calls) == before + 1
 
 
 def test_the_internal_endpoint_serves_both_transports(oss: Oss, transport: Any) -> None:

@@ -86,9 +86,22 @@ def test_options_become_arguments_for_obstore(monkeypatch: pytest.MonkeyPatch) -
     assert address["config"]["skip_signature"] is True
     with pytest.raises(ConfigError, match="endpoint_ulr"):
         obstore_arguments("web", StorageConfig(storage_options={"endpoint_ulr": "x"}), None)
-    monkeypatch.setenv("AWS_SERVER_SIDE_ENCRYPTION", "aws:kms")
-    with pytest.raises(ConfigError, match="AWS_SERVER_SIDE_ENCRYPTION is set"):
-        obstore_arguments("web", config, None)
+    for name, value in (("AWS_SERVER_SIDE_ENCRYPTION", "aws:kms"), ("AWS_CHECKSUM_ALGORITHM", "SHA256")):
+        with monkeypatch.context() as patch, pytest.raises(ConfigError, match=f"{name} is set"):
+            patch.setenv(name, value)
+            obstore_arguments("web", config, None)
+
+
+def test_options_of_ossfs_that_are_not_used_are_taken_and_certificates_are(tmp_path: Path) -> None:
+    unused = {"use_listings_cache": False, "default_block_size": 1 << 20, "default_cache_type": "none"}
+    endpoint = {"endpoint": "oss-cn-hangzhou.aliyuncs.com"}
+    made = obstore_arguments("web", StorageConfig(storage_options=endpoint | unused), None)
+    assert not set(unused) & set(made["config"])
+    assert "allow_invalid_certificates" not in made["client_options"]
+    for verify, name, value in ((False, "allow_invalid_certificates", True), (str(tmp_path / "ca"), "root_certificate", b"pem")):
+        (tmp_path / "ca").write_bytes(b"pem")
+        given = StorageConfig(storage_options=endpoint | {"client_kwargs": {"verify": verify}})
+        assert obstore_arguments("web", given, None)["client_options"][name] == value
 
 
 def credential(options: dict[str, Any]) -> OssKey:
@@ -184,6 +197,30 @@ def test_credentials_are_read_again_before_they_expire_and_when_they_are_refused
     fixed = OssCredentials.of("web", FIXED)
     assert fixed is not None
     assert fixed.renew(fixed.current()) is False
+
+
+def test_what_is_not_fixed_is_read_again_every_five_minutes_and_two_before_its_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    now, calls, expires = [1000.0], [], [0.0]
+    monkeypatch.setattr(oss_credentials.time, "monotonic", lambda: now[0])
+
+    def read() -> dict[str, Any]:
+        calls.append(1)
+        return {"key": "LTAI", "secret": "s", "expires": expires[0]}
+
+    for lasts, looks in ((None, [1, 1, 2]), (3600.0, [1, 1, 2]), (150.0, [1, 1, 2]), (100.0, [1, 2, 3])):
+        expires[0] = time.time() + lasts if lasts else 0.0
+        calls.clear()
+        made = OssCredentials.of("web", {"credentials_provider": read})
+        assert made is not None
+        for seconds, number in zip((0.0, 299.0, 2.0), looks, strict=True):
+            now[0] += seconds
+            made.current()
+            assert len(calls) == number, (lasts, seconds)
+    fixed = OssCredentials.of("web", FIXED)
+    assert fixed is not None
+    fixed.current()
+    now[0] += 10**6
+    assert fixed.current().access_key_id == FIXED["key"]
 
 
 def test_neither_cloud_is_sent_the_others_credentials(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -15,6 +15,7 @@ from streammega.order.quality import block_shuffle, full_shuffle, py1e, shuffle_
 from streammega.samples import blended, gpt
 from streammega.samples.prepare import prepare
 from tests.conftest import write_random_pair
+from tests.servers import http_server
 
 
 @pytest.fixture
@@ -99,6 +100,18 @@ def test_order_reports_as_a_user_asks_for_them(
     assert "each of 4 ranks" in out
     assert ("blend: at most" in out) == (order == "stream")
     assert (tmp_path / "r.png").stat().st_size > 1000
+
+
+@pytest.mark.parametrize("order", ["stream", "megatron", "sequential"])
+def test_a_report_reads_no_token(blend: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str], order: str) -> None:
+    objects = {f"/{path.name}": path.read_bytes() for path in (tmp_path / "data").iterdir()}
+    with http_server(objects) as server:
+        options = ["--sequence-length", "8", "--global-batch-size", "16", "--steps", "16", "--order", order]
+        assert main(["order-report", f"{server.url}/p0", *options]) == 0
+        asked = [(method, path) for method, path, _ in server.requests]
+    assert "256 samples" in capsys.readouterr().out
+    assert ("GET", "/p0.idx") in asked
+    assert ("GET", "/p0.bin") not in asked
 
 
 @pytest.mark.parametrize("make", [full_shuffle, block_shuffle, shuffle_buffer, py1e])

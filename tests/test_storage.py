@@ -8,6 +8,7 @@ import pickle
 import socket
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -26,7 +27,7 @@ from streammega.errors import (
     StorageError,
 )
 from streammega.redaction import redact
-from streammega.storage import Store, obstore_store, open_store
+from streammega.storage import Store, fsspec_store, obstore_store, open_store
 from streammega.storage.fsspec_store import FsspecStore
 from streammega.storage.local import LocalStore
 from streammega.storage.obstore_store import ObstoreStore
@@ -580,3 +581,69 @@ def test_errors_are_told_by_their_status_not_by_digits_in_a_name() -> None:
         store, key = open_store("s3://bucket-403/416-key", StorageConfig(storage_options=options, retries=0))
         with pytest.raises(EndpointError, match="did not answer"):
             store.info(key)
+
+
+@pytest.mark.parametrize("transport", ["obstore", "fsspec"])
+def test_a_transport_tries_once(transport: Any) -> None:
+    """All further tries are the one policy's."""
+    with http_server({"/bucket/key": b"abcdef"}) as server:
+        options = {"key": KEY, "secret": SECRET, "endpoint_url": server.url}
+        store, key = open_store("s3://bucket/key", StorageConfig(transport=transport, storage_options=options, retries=0))
+        etag = store.info(key).etag
+        out = np.empty(3, np.uint8)
+        for status in (500, 503):
+            server.status = status
+            for call in (
+                lambda: store.info(key),
+                lambda: store.read_ranges(key, [0], [3], etag),
+                lambda: store.read_into(key, [(0, 3)], [out], etag),
+            ):
+                before = len(server.requests)
+                with pytest.raises(EndpointError):
+                    call()
+                assert len(server.requests) - before == 1
+
+
+def test_the_last_of_several_reads_goes_out_after_the_others_and_its_etag_vouches_for_all(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """obstore tells no ETag of several reads: an object that is replaced among them must show in the answer that has one."""
+    get_ranges = obstore_store.obstore.get_ranges
+    with http_server({"/bucket/key": b"0123456789"}) as server:
+        options = {"key": KEY, "secret": SECRET, "endpoint_url": server.url}
+        store, key = open_store("s3://bucket/key", StorageConfig(storage_options=options, retries=0))
+        etag = store.info(key).etag
+
+        def replaced(*arguments: Any, **named: Any) -> Any:
+            server.objects["/bucket/key"] = b"9876543210"
+            server.etags["/bucket/key"] = "2"
+            return get_ranges(*arguments, **named)
+
+        monkeypatch.setattr(obstore_store.obstore, "get_ranges", replaced)
+        outs = [np.empty(2, np.uint8) for _ in range(3)]
+        with pytest.raises(ObjectChangedError, match="was replaced"):
+            store.read_into(key, [(0, 2), (4, 6), (8, 10)], outs, etag)
+
+
+def test_drivers_that_tell_no_etag_are_asked_for_it_every_thirty_seconds(monkeypatch: pytest.MonkeyPatch) -> None:
+    store, now, asked = FsspecStore("memory", StorageConfig()), [1000.0], []
+    put(store, "recheck/object", b"0123")
+    etag = store.info("recheck/object").etag
+    info = FsspecStore.info
+    monkeypatch.setattr(FsspecStore, "info", lambda self, key: asked.append(key) or info(self, key))
+    monkeypatch.setattr(fsspec_store.time, "monotonic", lambda: now[0])
+    for seconds, looks in ((0.0, 1), (29.0, 1), (1.0, 2), (29.9, 2), (0.1, 3)):
+        now[0] += seconds
+        store.read_ranges("recheck/object", [0], [2], etag)
+        assert len(asked) == looks
+
+
+@pytest.mark.parametrize("url", ["gs://bucket/key", "az://container/key", "https://host/key"])
+def test_what_no_other_transport_serves_says_after_a_fork_how_to_start_workers(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    lost = threading.Event()
+    monkeypatch.setattr(obstore_store, "_lost", lost)
+    store, key = open_store(url, StorageConfig())
+    lost.set()
+    for call in (lambda: store.info(key), lambda: store.read_ranges(key, [0], [3]), lambda: store.open_writer(key)):
+        with pytest.raises(ConfigError, match=r"'spawn' or 'forkserver'.*StreamLoader"):
+            call()

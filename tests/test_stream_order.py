@@ -325,6 +325,40 @@ def test_a_copy_in_a_bucket_is_the_same_order_and_is_opened_without_its_index(sh
     assert all(int(s[6:].split("-")[1]) - int(s[6:].split("-")[0]) < 34 for s in spans), "an index was read"
 
 
+def test_no_token_is_always_lost_and_epochs_are_cut_in_other_places() -> None:
+    """A file of 5 samples and 7 tokens more: in each epoch some 8 tokens are left out, and never the same ones."""
+    order = StreamOrder(
+        datasets=[StreamDataset(parts=[Part(file=0, start=30, tokens=58)], itemsize=2)],
+        schedule=[(0, [1.0])],
+        sequence_length=10,
+        extra_token=True,
+        seed=3,
+        lanes=1,
+        block_bytes=20,
+    )
+    size = int(order.sizes[0])
+    assert size == 5
+    found = order.locate(np.arange(40 * size))
+    phases = {int(found.start[epoch * size : (epoch + 1) * size].min()) for epoch in range(40)}
+    assert phases == set(range(30, 38)), "every place where five samples fit"
+    labelled = {token for start in found.start.tolist() for token in range(start + 1, start + 11)}
+    assert labelled == set(range(31, 88)), "every token but the first, which follows none, is to be predicted in some epoch"
+
+
+def test_a_stream_begins_at_any_sample(shards: str, tmp_path: Path) -> None:
+    config = stream_config([(shards, 0.7), (f"{shards}/shard-2", 0.3)], tmp_path)
+    raw = [np.fromfile(f"{shards}/shard-{n}.bin", np.uint16) for n in range(7)]
+    with StreamLoader(config, micro_batch_size=24, global_batch_size=24) as loader:
+        far = 24 * (10**10 // 24)
+        loader.seek(far)
+        batch = loader.take()
+        found = streammega.locate(config, range(far, far + 24), global_batch_size=24)
+        for k, tokens in enumerate(batch["tokens"]):
+            file = 2 if found.dataset[k] else found.file[k]
+            np.testing.assert_array_equal(tokens, raw[file][found.start[k] : found.start[k] + 16])
+        assert loader.state_dict()["consumed_samples"] == far + 24
+
+
 def test_folders_and_globs_in_s3_are_one_dataset(shards: str, tmp_path: Path, s3_storage: Any, bucket: str) -> None:
     for path in sorted(Path(shards).glob("*.idx")):
         with IndexedDatasetWriter(f"s3://{bucket}/web/{path.stem}", np.uint16, storage=s3_storage) as writer:

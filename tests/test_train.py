@@ -158,6 +158,8 @@ def test_the_run_learns_keeps_the_last_checkpoints_and_evaluates(trained: RunCon
     records = read_metrics(folder / "metrics.jsonl")
     assert [record["step"] for record in records if "valid_loss" in record] == [8, 16]
     assert records[-1]["samples"] == [120, 128]
+    said_of_each = {"step", "loss", "grad_norm", "lr", "tokens_per_s", "data_wait_s", "samples"}
+    assert all(said_of_each <= set(record) for record in records)
     position = json.loads((folder / "checkpoints" / "step-00000016" / "position.json").read_text())
     assert position["data"]["consumed_samples"] == 128
 

@@ -111,14 +111,19 @@ class TrainConfig:
     out_dir: str
     """Where checkpoints and metrics go: one folder for all ranks, or a URL such as s3://bucket/run."""
     lr: float = 1e-3
+    """The learning rate after the warmup: the largest."""
     min_lr: float = 1e-4
+    """What the learning rate falls to by the last step."""
     warmup_iters: int = 0
+    """Steps in which the learning rate rises to lr."""
     decay: Literal["cosine", "linear", "constant"] = "cosine"
     """How the learning rate goes from lr to min_lr after the warmup."""
     weight_decay: float = 0.1
     """Of matrices; vectors have none."""
     beta1: float = 0.9
+    """Of AdamW: how much of the former mean of gradients is kept."""
     beta2: float = 0.95
+    """Of AdamW: how much of the former mean of their squares is kept."""
     clip_grad: float = 1.0
     """Largest global gradient norm; 0: no clipping."""
     largest_gradient: float | None = None
@@ -135,6 +140,7 @@ class TrainConfig:
     deterministic: bool = False
     """Only algorithms of torch that give the same bits every time; an operation that has none is an error. Slower on CUDA."""
     save_interval: int = 0
+    """Steps from one checkpoint to the next; the last step is saved too. 0: no checkpoints but after a SIGTERM."""
     keep_checkpoints: int = 3
     """The last so many are kept."""
     async_save: bool = True
@@ -143,9 +149,11 @@ class TrainConfig:
     """Resume from the last checkpoint at or before this step; later ones are set aside, under *.rewound. It is done once: what
     was trained after it is gone on with."""
     eval_interval: int = 0
+    """Steps from one evaluation to the next; the last step is evaluated too."""
     eval_iters: int = 0
     """Global batches of one evaluation."""
     log_interval: int = 10
+    """Steps from one line of the log to the next; metrics.jsonl has every step."""
     hash_batches: bool = False
     """Write a hash of every global batch to metrics.jsonl: the proof that a resume is exact."""
     tensorboard: bool = False
