@@ -14,7 +14,7 @@ from streammega import StorageConfig
 from streammega.errors import EndpointError
 from streammega.storage import fetcher
 from streammega.storage.base import Bytes, Span
-from streammega.storage.fetcher import ADAPT_EVERY, HEDGE_SHARE, JOB_READS, Counters, Fetcher, Holding, Read
+from streammega.storage.fetcher import ADAPT_EVERY, HEDGE_SHARE, JOB_READS, NEAR_JOB_READS, Counters, Fetcher, Holding, Read
 
 SIZE = 1000
 CONFIG = StorageConfig(memory_bytes=1 << 24, hedge=False)
@@ -59,9 +59,11 @@ def fetch(store: Any, config: StorageConfig, count: int, key: Callable[[int], st
 
 
 @pytest.mark.parametrize(("requests", "size", "most"), [(3, 1 << 20, 3), (300, 5 * SIZE, 5)])
-def test_requests_in_flight_keep_to_both_limits(requests: int, size: int, most: int) -> None:
+@pytest.mark.parametrize("objects", [1, 7])
+def test_requests_in_flight_keep_to_both_limits(requests: int, size: int, most: int, objects: int) -> None:
+    """Of one object several go out by one thread, of many each by its own."""
     store = Recorded(lambda start: time.sleep(0.002))
-    fetch(store, replace(CONFIG, max_requests=requests, in_flight_bytes=size), 120, key=lambda n: str(n % 7))
+    fetch(store, replace(CONFIG, max_requests=requests, in_flight_bytes=size), 120, key=lambda n: str(n % objects))
     assert store.most == most
     assert store.most_bytes == most * SIZE
 
@@ -71,7 +73,7 @@ def test_small_reads_of_an_object_go_out_together_and_those_of_others_apart() ->
     store = Recorded(lambda start: gate.wait(10) and None)
     threading.Timer(0.3, gate.set).start()
     fetch(store, replace(CONFIG, max_requests=200), 120)
-    assert max(number for _, number in store.calls) == JOB_READS
+    assert JOB_READS <= max(number for _, number in store.calls) <= NEAR_JOB_READS
     apart = Recorded()
     fetch(apart, replace(CONFIG, max_requests=200), 120, key=str)
     assert {number for _, number in apart.calls} == {1}
@@ -82,7 +84,7 @@ def test_stragglers_are_sent_twice_one_in_twenty_at_most() -> None:
     store = Recorded(lambda start: time.sleep(0.15 if start // SIZE % 3 == 0 and start > 60 * SIZE else 0.001))
     config = replace(CONFIG, max_requests=24, hedge=True)
     counters = fetch(store, config, 300, key=str)
-    assert 0 < counters.hedges <= 4 + HEDGE_SHARE * counters.requests
+    assert 0 < counters.hedges <= 5 + HEDGE_SHARE * counters.requests, "a few, however few requests there were"
 
 
 def test_throttling_halves_what_is_in_flight_once_for_all_refused_together() -> None:
