@@ -30,7 +30,7 @@ from streammega.order.sharding import zigzag_bounds
 from streammega.storage.memory import BufferPool, rounded
 from streammega.stream.engine import Engine
 from streammega.stream.planner import FileTable, Planner, largest_gap
-from streammega.stream.reader import open_reader
+from streammega.stream.reader import _whole_pieces, open_reader
 from tests.test_faults import config_of, storage_of, stream, write_data
 from tools.bench.object_server import Running, running
 
@@ -199,10 +199,9 @@ def test_pieces_are_held_whole_within_three_quarters_of_the_budget_of_datasets_d
     dataset = StreamLoader(config, micro_batch_size=4, global_batch_size=8).dataset
     held = []
     for budget in range(20_000, 600_000, 4_000):
-        pieces = open_reader(dataset, 0, 1, budget, slab=1).planner.pieces
+        pieces, open_bytes, _ = _whole_pieces(dataset, open_reader(dataset, 0, 1, budget).table, 0, 1, budget, 1)
         held.append((False, False) if pieces is None else tuple(pieces.whole.tolist()))
-        lanes, piece = config.lanes or 0, config.block_bytes
-        assert sum(held[-1]) * lanes * piece <= 0.75 * budget
+        assert open_bytes <= 0.75 * budget
     assert [held[0], held[-1]] == [(False, False), (True, True)]
     assert list(dict.fromkeys(held)) == [(False, False), (False, True), (True, True)], "the second is drawn more often"
 
