@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from streammega.stream import StreamingDataset as StreamingDataset
     from streammega.stream import StreamLoader as StreamLoader
     from streammega.train.data_parallel import BucketedDataParallel as BucketedDataParallel
+    from streammega.train.grad_sync import finish_grad_sync as finish_grad_sync
     from streammega.train.sharded_optimizer import ShardedOptimizer as ShardedOptimizer
 
 __version__ = "0.1.0"
@@ -60,6 +61,7 @@ _HOMES = {
     "StreamingDataset": "streammega.stream",
     "StreamLoader": "streammega.stream",
     "BucketedDataParallel": "streammega.train.data_parallel",
+    "finish_grad_sync": "streammega.train.grad_sync",
     "ShardedOptimizer": "streammega.train.sharded_optimizer",
 }
 

@@ -140,7 +140,7 @@ def grads_beside_ddp(rank: int, micro_batches: int, bucket_size: int, overlap: b
                     (loss_of(model, ids_of(rank, step, micro), seldom=step == 1) / micro_batches).backward()
         ours.finish_grad_sync()
         for a, b in zip(theirs.module.parameters(), ours.module.parameters(), strict=True):
-            same &= torch.equal(torch.zeros_like(a) if a.grad is None else a.grad, b.grad)
+            same &= a.grad is b.grad if a.grad is None or b.grad is None else torch.equal(a.grad, b.grad)
         norm = torch.nn.utils.clip_grad_norm_(theirs.parameters(), 0.1)
         same &= bool(torch.isclose(norm, ours.clip_grad_norm_(0.1), rtol=1e-6))
         for a, b in zip(theirs.module.parameters(), ours.module.parameters(), strict=True):
@@ -195,7 +195,7 @@ def bf16_accumulation(rank: int, micro_batches: int) -> tuple[float, float]:
         with wide.no_sync():
             loss_of(wide, ids).backward()
     wide.finish_grad_sync()
-    mains = {slot.name: slot.main_grad for slots in wide._slots() for slot in slots}
+    mains = {slot.name: slot.main_grad for slot in wide.reducer.slots()}
 
     def error(grads: dict[str, torch.Tensor]) -> float:
         truth = {name: p.grad for name, p in exact.named_parameters() if p.grad is not None}
@@ -205,20 +205,47 @@ def bf16_accumulation(rank: int, micro_batches: int) -> tuple[float, float]:
     return error({name: p.grad for name, p in narrow.named_parameters() if p.grad is not None}), error(mains)
 
 
-def bad_gradient(rank: int, value: float, limit: float | None) -> str:
-    """The message of a rank whose gradient of one layer is `value` somewhere; the other rank never gets that far."""
+def bad_gradient(rank: int, value: float, limit: float | None, at_once: bool) -> str:
+    """What a rank is told where the gradient of one layer is `value` somewhere on rank 1; that the next step is sound again.
+
+    at_once: as on the CPU; else as on a device that is asked once a step.
+    """
     from streammega import BucketedDataParallel
     from streammega.errors import GradientError
+    from streammega.train.grad_checks import GradientChecks
 
-    model = BucketedDataParallel(make_net(), largest_gradient=limit)
-    if rank == 1:
-        model.module.layers[1].weight.register_hook(lambda grad: grad.index_fill(0, torch.tensor([2]), value))
+    model = BucketedDataParallel(make_net(), bucket_size=700, largest_gradient=limit)
+    model.reducer.checks = GradientChecks(limit, at_once=at_once)
+    handle = model.module.layers[1].weight.register_hook(
+        lambda grad: grad.index_fill(0, torch.tensor([2]), value) if rank == 1 else grad
+    )
+    message = ""
+    loss_of(model, ids_of(rank, 0, 0)).backward()
     try:
-        with model.no_sync():
-            loss_of(model, ids_of(rank, 0, 0)).backward()
-        for number in range(len(model.buffers_of_grads[0].buckets)):
-            bucket = model.buffers_of_grads[0].buckets[number]
-            model._check(model.buffers_of_grads[0].grads[bucket.start : bucket.stop], model.buffers_of_grads[0].slots[number])
+        model.finish_grad_sync()
+    except GradientError as error:
+        message = str(error)
+    assert all(parameter.grad is None for parameter in model.parameters()), "nothing is left to step with"
+    handle.remove()
+    loss_of(model, ids_of(rank, 1, 0)).backward()
+    model.finish_grad_sync()
+    assert all(parameter.grad is None or parameter.grad.isfinite().all() for parameter in model.parameters())
+    return message
+
+
+def bad_shared_gradient(rank: int, at_once: bool) -> str:
+    """What two pipeline stages are told that share an embedding, of which the second makes something of it that is not finite."""
+    from streammega import BucketedDataParallel
+    from streammega.errors import GradientError
+    from streammega.train.grad_checks import GradientChecks
+
+    stage = torch.nn.ModuleDict({"own": torch.nn.Linear(4, 4), "shared": torch.nn.Linear(4, 4, bias=False)})
+    model = BucketedDataParallel(stage, ranks=Ranks(ParallelLayout(pp=2)), tied={"shared.weight"})
+    model.reducer.checks = GradientChecks(None, at_once=at_once)
+    shared = stage["shared"](torch.ones(1, 4)) * (float("nan") if rank == 1 else 1.0)
+    (shared + stage["own"](torch.ones(1, 4))).sum().backward()
+    try:
+        model.finish_grad_sync()
     except GradientError as error:
         return str(error)
     return ""
@@ -249,6 +276,21 @@ def reduced_before_the_check(rank: int, bucket_size: int) -> tuple[str, int]:
     finally:
         dist.all_reduce = all_reduce
     return "", sum(reduced)
+def run_until_bad(rank: int, run_file: str, overrides: list[str]) -> str:
+    """The error that ends a run, in one of its first steps."""
+    from streammega.errors import GradientError
+    from streammega.train.config import load_run
+    from streammega.train.loop import Trainer
+
+    trainer = Trainer(load_run(run_file, overrides), torch.device("cpu"))
+    try:
+        for _ in range(4):
+            trainer.train_step()
+    except GradientError as error:
+        return str(error)
+    finally:
+        trainer.close()
+    return ""
 
 
 def second_backward(rank: int, retained: bool) -> str:
@@ -335,7 +377,7 @@ def clipped_tensor_parallel(rank: int, sharded: bool) -> tuple[float, list[float
         norm = optimizer.clip_grad_norm_(1.0)
     else:
         norm = model.clip_grad_norm_(1.0)
-    mains = {slot.name: slot.main_grad for slots in model._slots() for slot in slots}
+    mains = {slot.name: slot.main_grad for slot in model.reducer.slots()}
     return float(norm), mains["0.weight"].tolist()
 
 

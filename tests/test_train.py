@@ -30,6 +30,8 @@ from streammega.train.metrics import MetricsLog, read_metrics
 from streammega.train.schedule import set_learning_rate
 from streammega.train.splits import has_valid, open_plain
 from tests.conftest import write_random_pair
+from tests.gang import Gang
+from tests.rank_programs import run_until_bad
 from tests.servers import S3
 
 TOML = """
@@ -435,6 +437,14 @@ def test_a_gradient_that_explodes_ends_the_run_with_its_parameter(run_file: str)
     trainer = Trainer(load_run(run_file, ["train.largest_gradient=1e-9"]), torch.device("cpu"))
     with pytest.raises(GradientError, match=r"rank 0: the gradient of \S+ has an element of"):
         trainer.train_step()
+
+
+def test_a_run_by_torchs_ddp_ends_at_a_gradient_that_is_not_finite(gang: Gang, run_file: str) -> None:
+    ddp = ["parallel.data_parallel=torch", "train.lr=1e30", "train.warmup_iters=0", "train.save_interval=0"]
+    for message in gang.run(2, run_until_bad, run_file, ddp):
+        assert re.search(r"the gradient of \S+ is not finite, averaged over the ranks", message), message
+    with pytest.raises(ConfigError, match=r"parallel\.data_parallel = buckets"):
+        load_run(run_file, ["parallel.data_parallel=torch", "train.largest_gradient=1.0"])
 
 
 def test_a_checkpoint_that_cannot_be_written_is_named_and_the_one_before_stays(run_file: str) -> None:

@@ -127,7 +127,8 @@ class TrainConfig:
     clip_grad: float = 1.0
     """Largest global gradient norm; 0: no clipping."""
     largest_gradient: float | None = None
-    """A gradient with a larger element ends the run, with the parameter's name."""
+    """A gradient with a larger element ends the run, with the parameter's name; of a rank's sum over its tokens, with
+    parallel.data_parallel = buckets. One that is not finite always does."""
     dtype: Literal["float32", "bfloat16", "float16"] = "float32"
     """Of parameters and activations; the narrow ones with fp32 main parameters, of parallel.optimizer = sharded."""
     seed: int = 1234
@@ -207,6 +208,11 @@ class RunConfig:
     def __post_init__(self) -> None:
         if self.train.dtype != "float32" and self.parallel.optimizer != "sharded":
             raise ConfigError(f"train.dtype = {self.train.dtype} needs fp32 main parameters: set parallel.optimizer = sharded")
+        if self.train.largest_gradient is not None and self.parallel.data_parallel == "torch":
+            raise ConfigError(
+                "train.largest_gradient is of gradients before they are averaged, which torch's DDP shows to nobody: set "
+                "parallel.data_parallel = buckets"
+            )
         for name, blend in self.validation.items():
             parse_blend(blend)
             if not name.replace("_", "").replace("-", "").isalnum():

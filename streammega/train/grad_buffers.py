@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 
@@ -23,8 +24,31 @@ class GradSlot:
     parameter: nn.Parameter
     slot: Slot
     main_grad: Tensor
+    tied: bool = False
     count: int = 0
     ready: bool = False
+    unused: bool = False
+    """Whether no rank used the parameter in the step that was reduced last: it has no gradient then, as with torch's DDP."""
+    handed: weakref.ref[Tensor] | None = None
+    """The gradient that was given to the parameter last, to be told from one that came from elsewhere since."""
+
+    @property
+    def is_used(self) -> bool:
+        """Whether this rank counts as one that uses the parameter in this step; a shared one is used by another stage too."""
+        return self.count > 0 or self.tied
+
+    def hand_over(self) -> None:
+        """Put the reduced gradient where optimizers look; none where no rank used the parameter."""
+        grad = None if self.unused else as_grad(self.main_grad, self.parameter)
+        self.parameter.grad = grad
+        self.handed = None if grad is None else weakref.ref(grad)
+
+    def left_grad(self) -> Tensor | None:
+        """A gradient of the parameter that is none that was handed over, nor came by its hook."""
+        grad = self.parameter.grad
+        if grad is None or (self.handed is not None and grad is self.handed()):
+            return None
+        return grad
 
 
 @dataclass
@@ -41,6 +65,15 @@ class GradBuffer:
     """Of each bucket, whether its collective has started."""
     works: list[Work] = field(default_factory=list)
 
+    def forget(self) -> None:
+        """Begin a step: nothing has been added, nothing is under way."""
+        self.works.clear()
+        self.started = [False] * len(self.buckets)
+        self.waiting = [len(slots) for slots in self.slots]
+        for slot in (slot for slots in self.slots for slot in slots):
+            slot.count = 0
+            slot.ready = False
+
 
 def make_buffers(
     module: nn.Module, bucket_size: int, grad_dtype: torch.dtype, *, tied: Collection[str], shards: int
@@ -56,6 +89,7 @@ def make_buffers(
             by_dtype.setdefault(parameter.dtype, []).append((name, parameter))
     if not by_dtype:
         raise ConfigError("the module has no parameters that require gradients")
+    _check_kinds([named for of_dtype in by_dtype.values() for named in of_dtype])
     return [_make_buffer(named, bucket_size, grad_dtype, tied=tied, shards=shards) for named in by_dtype.values()]
 
 
@@ -81,9 +115,23 @@ def _make_buffer(
                     parameter._local_tensor = place
                 else:
                     parameter.data = place
-            own.append(GradSlot(name, parameter, slot, grads[slot.start : slot.stop].view(tensor.shape)))
+            view = grads[slot.start : slot.stop].view(tensor.shape)
+            own.append(GradSlot(name, parameter, slot, view, tied=bucket.waits))
         slots.append(own)
     return GradBuffer(grads, params, buckets, slots, [len(own) for own in slots], [False] * len(buckets))
+
+
+def _check_kinds(named: Sequence[tuple[str, nn.Parameter]]) -> None:
+    """Raise ConfigError for parameters whose gradients a buffer cannot hold."""
+    first, device = named[0][0], named[0][1].device
+    for name, parameter in named:
+        if parameter.is_complex():
+            raise ConfigError(f"{name} is complex, and buckets are real: keep it as torch.view_as_real, of real numbers")
+        if parameter.device != device:
+            raise ConfigError(
+                f"{first} is on {device} and {name} on {parameter.device}: wrap a module whose parameters are on one device, or "
+                f"the parts of one device each"
+            )
 
 
 def in_order_of_backward(module: nn.Module, buffers: Sequence[GradBuffer]) -> list[tuple[GradBuffer, int]]:
@@ -131,11 +179,18 @@ def local_part(tensor: Tensor) -> Tensor:
     return tensor
 
 
-def placed(grad: Tensor, parameter: Tensor) -> Tensor:
-    """A gradient distributed as its parameter is; that of a split embedding comes as a sum to be made."""
+def address_of(parameter: Tensor) -> int:
+    """Where this rank's part of a parameter lies."""
+    local: Tensor = parameter._local_tensor if isinstance(parameter, DTensor) else parameter
+    return local.data_ptr()
+
+
+def own_grad(parameter: Tensor, grad: Tensor) -> Tensor:
+    """This rank's part of a gradient, dense, and distributed as its parameter is; a split embedding's is a sum to be made."""
     if isinstance(grad, DTensor) and isinstance(parameter, DTensor) and grad.placements != parameter.placements:
-        return grad.redistribute(placements=parameter.placements)
-    return grad
+        grad = grad.redistribute(placements=parameter.placements)
+    grad = local_part(grad)
+    return grad.to_dense() if grad.layout != torch.strided else grad
 
 
 def as_grad(main: Tensor, parameter: nn.Parameter) -> Tensor:

@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from numpy.typing import NDArray
 
-from streammega.errors import ConfigError, StorageError
+from streammega.errors import ConfigError, GradientError, StorageError
 from streammega.order.layout import ParallelLayout
 from streammega.ranks import RankBatches, Ranks
 from streammega.ranks.batches import read_factor
@@ -30,6 +30,7 @@ from streammega.train.checkpoint_open import open_place
 from streammega.train.config import RunConfig
 from streammega.train.data_parallel import BucketedDataParallel, finish_grad_sync
 from streammega.train.feed import StepBatches
+from streammega.train.grad_checks import clip_finite_grads
 from streammega.train.metrics import MetricsLog, finite
 from streammega.train.numerics import set_numerics
 from streammega.train.out_dir import OutDir
@@ -306,14 +307,23 @@ class Trainer:
             total = self.ranks.all_reduce(tokens.clone(), "dp-cp").clamp(min=1.0)
             grads = [p.grad for p in self.model.wrapped[0].parameters() if p.grad is not None]
             torch._foreach_mul_(grads, self.ranks.size("dp-cp") / total)  # DDP has averaged sums
-            norm = torch.nn.utils.clip_grad_norm_(self.model.wrapped[0].parameters(), limit)
+            norm = clip_finite_grads(self.model.wrapped[0], limit)
         self.checkpoints.before_change()
         optimizer.step()
         for model in self.model.wrapped:
             model.zero_grad()
         if self.device.type == "cuda":
             self.batches.prepare()  # all of the step is under way, and the host would wait for it here
-        return float(norm)
+        return self._finite(float(norm))
+
+    def _finite(self, norm: float) -> float:
+        """The norm of a step that was taken; looked at here, where the host waits for it anyway, and before anything is saved."""
+        if not math.isfinite(norm):
+            raise GradientError(
+                f"the gradient norm of step {self.step + 1} is {norm}, though no rank's gradients were: their sum is too large; "
+                f"resume from the last checkpoint with a lower learning rate, or skip this step's samples"
+            )
+        return norm
 
     @property
     def _contributes(self) -> bool:

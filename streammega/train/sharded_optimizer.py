@@ -5,6 +5,7 @@ reduced part of a bucket ─► any torch optimizer on fp32 main parts ─► th
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -16,18 +17,30 @@ from torch import Tensor, nn
 from streammega.errors import ConfigError
 from streammega.train.collectives import Work, clip, gather_shards, total_norm
 from streammega.train.data_parallel import BucketedDataParallel
-from streammega.train.grad_buffers import GradBuffer, GradSlot
+from streammega.train.grad_buffers import GradBuffer, GradSlot, address_of
+from streammega.train.optimizer_state import load_state_dict_into, plain_name, state_dict_of
 
 
 @dataclass(frozen=True)
 class Piece:
-    """Elements [start, stop) of this rank's part of a parameter, flat: what this rank steps. `main`: fp32, its `grad` a view."""
+    """Elements [start, stop) of this rank's part of a parameter, flat: what this rank steps. `main`: fp32; `grad`: its place."""
 
     slot: GradSlot
     start: int
     stop: int
     main: nn.Parameter
+    grad: Tensor
     counts: bool
+
+
+@dataclass
+class _Watched:
+    """A parameter that lies in a bucket, where it lay, and which version of it the fp32 parameters know."""
+
+    slot: GradSlot
+    gathering: _Gathering
+    address: int
+    version: int
 
 
 @dataclass
@@ -50,8 +63,16 @@ class ShardedOptimizer:
         optimizer.clip_grad_norm_(1.0)
         optimizer.step()
 
-    After `step` the parameters are gathered while the next forward begins: a module waits for its own before it runs. Code
-    that uses a parameter outside of its module's forward, or ends the process group, calls `finish_param_sync` first.
+    After `step` the parameters are gathered while the next forward begins: a module waits for its own before it runs, and so
+    does the model's `state_dict`. Code that uses a parameter in another way, or ends the process group, calls
+    `finish_param_sync` first.
+
+    What is written into the model's parameters (`load_state_dict`, in-place operations on them) counts from the next step on.
+
+    `state_dict` and `load_state_dict` are for torch.distributed.checkpoint, and for any number of ranks::
+
+        dcp.save({"model": model, "optimizer": optimizer}, checkpoint_id=folder)
+        dcp.load({"model": model, "optimizer": optimizer}, checkpoint_id=folder)
 
     Args:
         models: BucketedDataParallel with sharded=True; several for virtual pipeline stages.
@@ -77,14 +98,28 @@ class ShardedOptimizer:
         if any(not model.sharded for model in self.models):
             raise ConfigError("ShardedOptimizer steps parts of buckets: make BucketedDataParallel with sharded=True")
         self._gatherings: list[_Gathering] = []
+        self._watched: list[_Watched] = []
         self.pieces: list[Piece] = []
         of_parameter: dict[nn.Parameter, list[_Gathering]] = {}
         for model in self.models:
             for buffer in model.buffers_of_grads:
                 self._add_buffer(model, buffer, of_parameter)
-        slots = [slot for model in self.models for buffer in model.buffers_of_grads for own in buffer.slots for slot in own]
-        self.inner = optimizer(_groups(slots, self.pieces, settings_of), **defaults)
+        self.slots = [
+            (model, slot) for model in self.models for buffer in model.buffers_of_grads for own in buffer.slots for slot in own
+        ]
+        settings = _groups([slot for _, slot in self.slots], settings_of)
+        self.group_of = {slot: number for number, (_, slots) in enumerate(settings) for slot in slots}
+        """By the id of a slot, which parameter group it belongs to."""
+        groups: list[dict[str, Any]] = [{"params": [], **own} for own, _ in settings]
+        for piece in self.pieces:
+            groups[self.group_of[id(piece.slot)]]["params"].append(piece.main)
+        self.make_inner = functools.partial(optimizer, **defaults)
+        self.inner = self.make_inner(groups)
+        self.offered: dict[int, dict[str, Any]] = {}
+        """By the id of a piece, memory for what it has no state of yet, which a checkpoint is filling."""
         self._overlap = overlap
+        for model in self.models:
+            _wait_before_reading(model.module, list(self._of_model(model)))
         if overlap:
             for model in self.models:
                 _wait_before_use(model.module, of_parameter)
@@ -94,23 +129,38 @@ class ShardedOptimizer:
         """Of the inner optimizer: learning rates are set here."""
         return self.inner.param_groups
 
+    @property
+    def names_of_groups(self) -> list[list[str]]:
+        """The parameters of each group, on all ranks."""
+        found: list[list[str]] = [[] for _ in self.inner.param_groups]
+        for _, slot in self.slots:
+            found[self.group_of[id(slot)]].append(plain_name(slot.name))
+        return found
+
     def clip_grad_norm_(self, max_norm: float) -> Tensor:
         """Clip gradients to a global norm over all ranks of the layout; returns the norm before."""
         model = self.models[0]
         groups = [model.group, model.model_group]
-        norm = total_norm([_grad(p) for p in self.pieces if p.counts], groups, model.buffers_of_grads[0].grads.device)
-        clip([_grad(piece) for piece in self.pieces], norm, max_norm)
+        norm = total_norm([piece.grad for piece in self.pieces if piece.counts], groups, model.device)
+        clip([piece.grad for piece in self.pieces], norm, max_norm)
         return norm
 
     def scale_grads(self, factor: Tensor | float) -> None:
         """Multiply this rank's gradients, for instance by the inverse of a loss scale."""
         if self.pieces:
-            torch._foreach_mul_([_grad(piece) for piece in self.pieces], factor)
+            torch._foreach_mul_([piece.grad for piece in self.pieces], factor)
 
     @torch.no_grad()
     def step(self) -> None:
-        """Step this rank's parts, and begin to gather the parameters. Call `finish_grad_sync` of the models before it."""
+        """Step this rank's parts, and begin to gather the parameters. Call `finish_grad_sync` of the models before it.
+
+        Raises ConfigError where a parameter was moved out of its bucket.
+        """
         self.finish_param_sync()
+        self._take_written()
+        for piece in self.pieces:
+            piece.main.grad = None if piece.slot.unused else piece.grad
+        self.offered.clear()
         self.inner.step()
         for gathering in self._gatherings:
             if gathering.main is not None:
@@ -132,7 +182,31 @@ class ShardedOptimizer:
             _wait(gathering)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Nothing is to be done: the first micro-batch of a step overwrites the gradients."""
+        """Drop what an unfinished step has added. After a step nothing is to be done: the first micro-batch overwrites it."""
+        for model in self.models:
+            model.zero_grad(set_to_none)
+
+    def state_dict(self) -> dict[str, Any]:
+        """This rank's parts of the state, in memory of the optimizer, in the form and under the names of torch's
+        get_optimizer_state_dict: `state` by the names of parameters, and `param_groups`.
+
+        torch.distributed.checkpoint saves it, and loads it with any number of ranks, also into a torch optimizer on every rank or
+        from one; torch.save keeps the parts of one rank. What was never stepped has a step of 0.
+        """
+        self.finish_param_sync()
+        self._take_written()
+        return state_dict_of(self)
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take a state that torch.distributed.checkpoint has filled, or of as many ranks, or of whole tensors.
+
+        Called on all ranks together: parameters that are narrower than fp32 are made anew of their main ones. Where the state has
+        none of these, they are taken from the model. Raises StateError for the state of another model, or of other ranks.
+        """
+        self.finish_param_sync()
+        load_state_dict_into(self, state)
+        self._take_written()
+        self.publish_main()
 
     @torch.no_grad()
     def reload_main(self) -> None:
@@ -140,6 +214,7 @@ class ShardedOptimizer:
         for gathering in self._gatherings:
             if gathering.main is not None:
                 gathering.main.copy_(gathering.own)
+        self._note_versions()
 
     @torch.no_grad()
     def publish_main(self) -> None:
@@ -149,9 +224,36 @@ class ShardedOptimizer:
                 gathering.own.copy_(gathering.main)
         self.gather()
         self.finish_param_sync()
+        self._note_versions()
+
+    @torch.no_grad()
+    def _take_written(self) -> None:
+        """Take over what was written into parameters since the last step, where it is not the rounding of the main ones."""
+        written: dict[int, _Gathering] = {}
+        for watched in self._watched:
+            parameter = watched.slot.parameter
+            if address_of(parameter) != watched.address:
+                raise ConfigError(
+                    f"{watched.slot.name} no longer lies in its bucket, so it would not be trained: it was replaced or converted "
+                    f"(to(), load_state_dict(assign=True)) after it was wrapped; do that before"
+                )
+            if parameter._version != watched.version:
+                written[id(watched.gathering)] = watched.gathering
+        for gathering in written.values():
+            if gathering.main is not None:
+                same = gathering.own == gathering.main.to(gathering.own.dtype)
+                gathering.main.copy_(torch.where(same, gathering.main, gathering.own.to(torch.float32)))
+        if written:
+            self._note_versions()
+
+    def _note_versions(self) -> None:
+        for watched in self._watched:
+            watched.version = watched.slot.parameter._version
 
     def _add_buffer(self, model: BucketedDataParallel, buffer: GradBuffer, of_parameter: dict[Any, list[_Gathering]]) -> None:
         assert buffer.params is not None
+        if buffer.grads.dtype != torch.float32:
+            raise ConfigError(f"ShardedOptimizer steps in float32: grad_dtype {buffer.grads.dtype} is too narrow")
         for bucket, slots in zip(buffer.buckets, buffer.slots, strict=True):
             low, high = bucket.shard(model.index, model.size)
             own = buffer.params[low:high]
@@ -161,15 +263,14 @@ class ShardedOptimizer:
             self._gatherings.append(gathering)
             for slot in slots:
                 of_parameter.setdefault(slot.parameter, []).append(gathering)
+                parameter = slot.parameter
+                self._watched.append(_Watched(slot, gathering, address_of(parameter), parameter._version))
                 start, stop = max(slot.slot.start, low), min(slot.slot.stop, high)
                 if start < stop:
-                    parameter = nn.Parameter(main[start - low : stop - low])
-                    if buffer.grads.dtype == torch.float32:
-                        parameter.grad = buffer.grads[start:stop]
-                    else:
-                        raise ConfigError(f"ShardedOptimizer steps in float32: grad_dtype {buffer.grads.dtype} is too narrow")
                     base = slot.slot.start
-                    self.pieces.append(Piece(slot, start - base, stop - base, parameter, model.counts(slot)))
+                    stepped = nn.Parameter(main[start - low : stop - low])
+                    grad = buffer.grads[start:stop]
+                    self.pieces.append(Piece(slot, start - base, stop - base, stepped, grad, model.counts(slot)))
 
     def _of_model(self, model: BucketedDataParallel) -> Iterator[_Gathering]:
         first = sum(len(buffer.buckets) for other in self.models[: self.models.index(model)] for buffer in other.buffers_of_grads)
@@ -191,8 +292,8 @@ class LossScale:
 
         divided_by: what the loss was divided by besides, so that a sum over many tokens keeps within fp16.
         """
-        grads = [_grad(piece) for piece in optimizer.pieces]
-        device = optimizer.models[0].buffers_of_grads[0].grads.device
+        grads = [piece.grad for piece in optimizer.pieces]
+        device = optimizer.models[0].device
         bad = torch.zeros((), device=device)
         if grads:
             norms = torch.stack([torch.linalg.vector_norm(grad) for grad in grads])
@@ -218,23 +319,14 @@ class LossScale:
 
 
 def _groups(
-    slots: Sequence[GradSlot],
-    pieces: Sequence[Piece],
-    settings_of: Callable[[str, nn.Parameter], Mapping[str, Any]] | None,
-) -> list[dict[str, Any]]:
-    """Parameter groups of equal settings, the same on all ranks: one of which a rank owns nothing is empty there."""
-    settings = {
-        id(slot): tuple(sorted((settings_of(slot.name, slot.parameter) if settings_of else {}).items())) for slot in slots
-    }
-    found: dict[tuple[tuple[str, Any], ...], list[nn.Parameter]] = {own: [] for own in settings.values()}
-    for piece in pieces:
-        found[settings[id(piece.slot)]].append(piece.main)
-    return [{"params": params, **dict(own)} for own, params in found.items()]
-
-
-def _grad(piece: Piece) -> Tensor:
-    assert piece.main.grad is not None
-    return piece.main.grad
+    slots: Sequence[GradSlot], settings_of: Callable[[str, nn.Parameter], Mapping[str, Any]] | None
+) -> list[tuple[dict[str, Any], list[int]]]:
+    """(settings, ids of slots) of each parameter group, the same on all ranks: some of which a rank may own nothing."""
+    found: dict[tuple[tuple[str, Any], ...], list[int]] = {}
+    for slot in slots:
+        settings = settings_of(slot.name, slot.parameter) if settings_of else {}
+        found.setdefault(tuple(sorted(settings.items())), []).append(id(slot))
+    return [(dict(settings), ids) for settings, ids in found.items()]
 
 
 def _wait(gathering: _Gathering) -> None:
@@ -249,6 +341,13 @@ def _wait_before_use(module: nn.Module, of_parameter: Mapping[Any, Sequence[_Gat
         found = {id(g): g for parameter in submodule.parameters(recurse=False) for g in of_parameter.get(parameter, ())}
         if found:
             submodule.register_forward_pre_hook(_waiter(list(found.values())))
+
+
+def _wait_before_reading(module: nn.Module, gatherings: list[_Gathering]) -> None:
+    """The module's state_dict and load_state_dict wait for all of its parameters."""
+    wait = _waiter(gatherings)
+    module.register_state_dict_pre_hook(wait)  # type: ignore[no-untyped-call]
+    module.register_load_state_dict_pre_hook(wait)  # type: ignore[no-untyped-call]
 
 
 def _waiter(gatherings: list[_Gathering]) -> Callable[..., None]:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Sequence
-from typing import Any, Protocol
+from collections.abc import Iterator, Sequence
+from typing import Any, Protocol, TypeVar
 
 from torch.distributed import ProcessGroup
+
+from streammega.errors import GradientError
 
 
 class Starter(Protocol):
@@ -15,16 +17,27 @@ class Starter(Protocol):
     def start_full(self) -> bool:
         """Start the buckets that are full, up to the first that is not; whether all that may start in backward have."""
 
+    @property
+    def has_begun(self) -> bool:
+        """Whether it has gradients of a step that is not finished."""
+
+
+Model = TypeVar("Model", bound=Starter)
+
 
 class StartOrder:
     """The models of a group in the order in which their buckets start: the last made first, as backward comes to it first.
 
     A collective meets those of other ranks by its place in the group's sequence alone. That place must follow from the program,
     and not from which gradient was ready first: ranks that leave parameters out would else add up gradients of different ones.
+
+    Buckets of several models start during backward only where the program finished all of these models together the step before.
+    Which of them it will finish, and in which order, is otherwise not known before it does.
     """
 
     def __init__(self) -> None:
-        self._models: list[weakref.ref[Any]] = []
+        self._models: list[weakref.ref[Starter]] = []
+        self._together: weakref.WeakSet[Any] = weakref.WeakSet()
 
     def add(self, model: Starter) -> None:
         """Put a model before those that were made earlier."""
@@ -32,15 +45,36 @@ class StartOrder:
 
     def start_full(self) -> None:
         """Start what is full and next."""
+        if self._starts_in_backward():
+            for model in self._alive():
+                if not model.start_full():
+                    return
+
+    def finish(self, models: Sequence[Starter]) -> None:
+        """Note which models are finished together. Raises GradientError where collectives of another may have begun."""
+        given = {id(model) for model in models}
+        others = [model for model in self._alive() if id(model) not in given]
+        if self._starts_in_backward() and any(model.has_begun for model in others):
+            raise GradientError(
+                "another model of this process group has begun to reduce its gradients, and would be mixed up with this one: "
+                "call streammega.finish_grad_sync([first, second]) with all models of a group, or give each a group of its own"
+            )
+        self._together = weakref.WeakSet(models)
+
+    def sort(self, models: Sequence[Model]) -> list[Model]:
+        """Some models of the group in this order."""
+        place = {id(model): number for number, model in enumerate(self._alive())}
+        return sorted(models, key=lambda model: place[id(model)])
+
+    def _starts_in_backward(self) -> bool:
+        models = list(self._alive())
+        return len(models) == 1 or all(model in self._together for model in models)
+
+    def _alive(self) -> Iterator[Starter]:
         for reference in self._models:
             model = reference()
-            if model is not None and not model.start_full():
-                return
-
-    def sort(self, models: Sequence[Any]) -> list[Any]:
-        """Some models in this order; those of other groups come last, as they were given."""
-        place = {id(reference()): number for number, reference in enumerate(self._models)}
-        return sorted(models, key=lambda model: place.get(id(model), len(place)))
+            if model is not None:
+                yield model
 
 
 # Wrappers of one group need not know of each other, so the group itself leads to their order. Weak: it keeps no group alive.
