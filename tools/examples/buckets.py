@@ -1,19 +1,25 @@
 """A loop of your own with only the buckets: gradients accumulated in fp32 and reduced during backward, optimizer state divided.
 
     torchrun --nproc-per-node 2 tools/examples/buckets.py
+    torchrun --nproc-per-node 3 tools/examples/buckets.py       # goes on where the first stopped
 
-The model is in bf16; its fp32 main parameters and Adam's moments exist once over all ranks.
+The model is in bf16; its fp32 main parameters and Adam's moments exist once over all ranks, and are saved in parts that any
+number of ranks loads. Remove the folder buckets.ckpt to begin anew.
 """
 
 import contextlib
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 from torch import nn
 
 import streammega as sm
 
 MICRO_BATCHES = 4
+STEPS = 20
+FOLDER = Path("buckets.ckpt")
 
 
 def main() -> None:
@@ -22,8 +28,12 @@ def main() -> None:
     bare = nn.Sequential(nn.Linear(64, 256), nn.GELU(), nn.Linear(256, 64)).to(torch.bfloat16)
     model = sm.BucketedDataParallel(bare, sharded=True)
     optimizer = sm.ShardedOptimizer(model, torch.optim.AdamW, lr=1e-2, weight_decay=0.1)
-    torch.manual_seed(dist.get_rank())
-    for step in range(20):
+    state = {"model": model, "optimizer": optimizer, "step": 0}
+    if (FOLDER / ".metadata").exists():
+        dcp.load(state, checkpoint_id=FOLDER)
+    first = state["step"]
+    torch.manual_seed(1000 * first + dist.get_rank())
+    for step in range(first, first + STEPS):
         for micro in range(MICRO_BATCHES):
             x = torch.randn(32, 64, dtype=torch.bfloat16)
             with model.no_sync() if micro < MICRO_BATCHES - 1 else contextlib.nullcontext():
@@ -34,7 +44,8 @@ def main() -> None:
         optimizer.step()  # parameters are gathered while the next forward begins
         if dist.get_rank() == 0 and step % 5 == 4:
             print(f"step {step}: loss {float(loss.detach()):.4f}, gradient norm {float(norm):.4f}")
-    optimizer.finish_param_sync()  # before anything that is no forward: the end, or saving
+    state["step"] = first + STEPS
+    dcp.save(state, checkpoint_id=FOLDER)
     dist.destroy_process_group()
 
 
