@@ -49,10 +49,10 @@ class GradientChecks:
             return (~self._good()).any().float()
         return float(bool(self._found))
 
-    def take(self) -> str:
-        """What was bad of this step on this rank, or nothing; the next step begins."""
+    def take(self, *, some_bad: bool) -> str:
+        """What was bad of this step on this rank, or nothing; the next step begins. `some_bad`: whether any rank saw it."""
         found = self._found
-        if self._norms:
+        if self._norms and some_bad:  # else the device would be asked a second time
             worst = [name for name, good in zip(self._names, self._good().tolist(), strict=True) if not good]
             what = "is not finite" if self._largest is None else f"is not finite, or has an element above {self._largest:.4g}"
             found = f"the gradient of {worst[0]} {what}; {MEND}" if worst else ""
@@ -120,7 +120,7 @@ class Report:
         bad, index, *used = self._sums.tolist()
         for slot, count in zip(self._slots, used, strict=True):
             slot.unused = count == 0
-        own = self._checks.take() if self._checks is not None else ""
+        own = self._checks.take(some_bad=bad > 0) if self._checks is not None else ""
         if own:
             return f"rank {_this_rank()}: {own}"
         if not bad:
