@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-import math
 import os
 import warnings
 from collections.abc import Iterator
@@ -251,31 +250,6 @@ def bad_shared_gradient(rank: int, at_once: bool) -> str:
     return ""
 
 
-def reduced_before_the_check(rank: int, bucket_size: int) -> tuple[str, int]:
-    """The message of a step in which one layer's gradient is not finite, and the elements of it that were reduced before."""
-    import torch.distributed as dist
-
-    from streammega import BucketedDataParallel
-    from streammega.errors import GradientError
-
-    reduced = []
-    all_reduce = dist.all_reduce
-
-    def noted(tensor: torch.Tensor, *arguments: Any, **named: Any) -> Any:
-        reduced.append(int((~tensor.isfinite()).sum()))
-        return all_reduce(tensor, *arguments, **named)
-
-    model = BucketedDataParallel(make_net(), bucket_size=bucket_size)
-    model.module.layers[1].weight.register_hook(lambda grad: grad.index_fill(0, torch.tensor([2]), math.nan))
-    dist.all_reduce = noted
-    try:
-        loss_of(model, ids_of(rank, 0, 0)).backward()
-        model.finish_grad_sync()
-    except GradientError as error:
-        return str(error), sum(reduced)
-    finally:
-        dist.all_reduce = all_reduce
-    return "", sum(reduced)
 def run_until_bad(rank: int, run_file: str, overrides: list[str]) -> str:
     """The error that ends a run, in one of its first steps."""
     from streammega.errors import GradientError

@@ -27,7 +27,6 @@ from tests.rank_programs import (
     grads_beside_ddp,
     make_net,
     per_token,
-    reduced_before_the_check,
     second_backward,
     sharded_beside_replicated,
     two_buffers,
@@ -132,13 +131,6 @@ def test_a_bad_shared_gradient_is_named_where_it_came_from(gang: Gang, at_once: 
     first, last = gang.run(2, bad_shared_gradient, at_once)
     assert "rank 1: the gradient of shared.weight is not finite" in last
     assert "rank 0: the gradient of shared.weight, with what another stage added, is not finite" in first
-
-
-@pytest.mark.parametrize("bucket_size", [1, 10**9])
-def test_a_gradient_is_checked_before_it_is_reduced(gang: Gang, bucket_size: int) -> None:
-    for message, reduced in gang.run(2, reduced_before_the_check, bucket_size):
-        assert "the gradient of layers.1.weight is not finite" in message
-        assert reduced == 0
 
 
 @pytest.mark.parametrize("retained", [False, True])
