@@ -153,7 +153,7 @@ class IndexedDataset(Sequence["Item"]):
     @cached_property
     def loss_modes(self) -> tuple[int, ...] | None:
         """The modes of sequences that are to be learned, by the manifest; None where it names none, or there is no manifest."""
-        return None if self._with_modes is False else loss_modes_of(self._files, self._name)
+        return None if self.sequence_modes is None else loss_modes_of(self._files, self._name)
 
     @cached_property
     def tokenizers(self) -> set[TokenizerLabel]:
