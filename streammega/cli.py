@@ -42,6 +42,7 @@ def _root(
 
 app.command(no_args_is_help=True)(commands.convert)
 app.command(no_args_is_help=True)(commands.verify)
+app.command(no_args_is_help=True)(commands.gc)
 
 
 @app.command(no_args_is_help=True)

@@ -14,6 +14,7 @@ import typer
 
 from streammega.config import StorageConfig
 from streammega.errors import ConfigError
+from streammega.redaction import redact_urls
 
 StorageOption = Annotated[
     list[str] | None,
@@ -138,7 +139,8 @@ def verify(
     name: Annotated[str, typer.Argument(help="A prefix, a manifest, a folder or a glob; path or URL.")],
     eod_id: Annotated[int | None, typer.Option(help="Every document must end with it; the manifest's by default.")] = None,
     vocab_size: Annotated[int | None, typer.Option(help="Ids must be below it; the manifest's by default.")] = None,
-    repair: Annotated[bool, typer.Option(help="First rebuild every .idx from the ends of documents in its .bin.")] = False,
+    repair: Annotated[bool, typer.Option(help="First rebuild each lost or broken .idx from the ends of documents.")] = False,
+    force: Annotated[bool, typer.Option(help="With --repair: also where sequences and modes are lost by it.")] = False,
     dtype: Annotated[str | None, typer.Option(help="With --repair: of the tokens, where nothing else says it.")] = None,
     storage: StorageOption = None,
 ) -> None:
@@ -148,13 +150,39 @@ def verify(
 
     settings = storage_config(storage)
     if repair:
-        for line in repair_index(name, settings, eod_id=eod_id, dtype=dtype):
+        for line in repair_index(name, settings, eod_id=eod_id, dtype=dtype, force=force):
             typer.echo(line)
     with _bar("verifying", None) as advance:
         found = run(name, settings, vocab_size=vocab_size, eod_id=eod_id, progress=lambda size: advance(size, 0))
     typer.echo(found.as_text())
     if found.problems:
         raise typer.Exit(1)
+
+
+def gc(
+    prefix: Annotated[str, typer.Argument(help="A dataset: its prefix or manifest, path or URL.")],
+    remove: Annotated[bool, typer.Option("--remove", help="Remove them; without it they are only listed.")] = False,
+    storage: StorageOption = None,
+) -> None:
+    """List what killed conversions left beside a dataset, or what it replaced; --remove removes it.
+
+    Not while a conversion to this dataset is running, here or elsewhere: what it has written so far is no part of a dataset yet.
+    """
+    from streammega.convert.leftovers import find_leftovers, remove_leftovers
+    from streammega.convert.run import held_by_another
+
+    settings = storage_config(storage, looks_only=True)
+    found = find_leftovers(prefix, settings)
+    for info in found:
+        typer.echo(f"{info.size:>18,} bytes  {info.key}")
+    size = sum(info.size for info in found)
+    if not remove or not found:
+        typer.echo(f"{len(found)} files, {size:,} bytes{'; --remove removes them' if found else ''}")
+        return
+    if held_by_another(prefix):
+        raise ConfigError(f"{redact_urls(prefix)}: a conversion to it is running; wait for it")
+    remove_leftovers(prefix, found, settings)
+    typer.echo(f"{len(found)} files removed, {size:,} bytes")
 
 
 @contextmanager

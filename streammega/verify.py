@@ -21,7 +21,18 @@ from streammega.errors import ConfigError, FormatError, MissingShardsError, Obje
 from streammega.index.cache import default_cache_dir, local_view
 from streammega.index.checksums import CHECK_BYTES, HashingWriter
 from streammega.index.find import find_pairs
-from streammega.index.format import DTYPE_OF_CODE, IndexArrays, check_end, check_index, encode_index, parse_header, parse_index
+from streammega.index.format import (
+    DTYPE_OF_CODE,
+    HEADER,
+    HEADER_BYTES,
+    MAGIC,
+    IndexArrays,
+    check_end,
+    check_index,
+    encode_index,
+    parse_header,
+    parse_index,
+)
 from streammega.index.manifest import MANIFEST, Manifest, Shard, read_manifest
 from streammega.index.shard_files import open_tokens
 from streammega.index.shards import SUFFIXES, named, split_name
@@ -44,6 +55,7 @@ class VerifyReport:
     name: str
     shards: int = 0
     documents: int = 0
+    sequences: int = 0
     tokens: int = 0
     checked_bytes: int = 0
     seconds: float = 0.0
@@ -92,15 +104,17 @@ def verify(
     for number, shard in enumerate(names):
         expected = manifest.shards[number] if manifest else None
         try:
-            _check_shard(shard, expected, storage, report, vocab_size, eod_id, progress or _none)
+            _check_shard(shard, expected, manifest, storage, report, vocab_size, eod_id, progress or _none)
         except (FormatError, ObjectNotFoundError) as error:
             if isinstance(error, ObjectNotFoundError) and manifest is None and len(names) == 1:
                 raise  # there is nothing to check
             report.problems.append(str(error))
         report.shards += 1
-    if manifest and not report.problems and (report.documents, report.tokens) != (manifest.documents, manifest.tokens):
+    found = (report.documents, report.sequences, report.tokens)
+    if manifest and not report.problems and found != (manifest.documents, manifest.sequences, manifest.tokens):
         report.problems.append(
-            f"{report.name}: the manifest says {manifest.documents} documents and {manifest.tokens} tokens in all"
+            f"{report.name}: the manifest says {manifest.documents} documents, {manifest.sequences} sequences and "
+            f"{manifest.tokens} tokens in all, there are {found[0]}, {found[1]} and {found[2]}"
         )
     report.seconds = time.monotonic() - began
     return report
@@ -127,12 +141,13 @@ def _shards(name: str, storage: StorageConfig, report: VerifyReport) -> tuple[li
 
 
 def _check_shard(
-    name: str, expected: Shard | None, storage: StorageConfig, report: VerifyReport, vocab_size: int | None, eod_id: int | None,
-    progress: Progress,
+    name: str, expected: Shard | None, manifest: Manifest | None, storage: StorageConfig, report: VerifyReport,
+    vocab_size: int | None, eod_id: int | None, progress: Progress,
 ) -> None:  # fmt: skip
     prefix, kind = split_name(name)
     store, key = open_store(prefix + SUFFIXES[kind], storage)
     stored = store.info(key)
+    entry = expected
     if expected is not None and stored.size != expected.bytes:
         report.problems.append(
             f"{store.url(key)}: has {stored.size:,} bytes, the manifest says {expected.bytes:,}; copy it again"
@@ -140,6 +155,7 @@ def _check_shard(
         expected = None
     try:
         found = _read_index(prefix, expected, storage, report)
+        _compare(found, entry, manifest, f"{prefix}.idx", report)
         view, view_key = open_tokens(name, storage)
         size = view.info(view_key).size
         end = check_index(found, size, f"{prefix}.idx", store.url(key))
@@ -162,7 +178,26 @@ def _check_shard(
     if covered < size:
         report.notes.append(f"{store.url(key)}: {size - covered:,} bytes belong to no sequence")
     report.documents += len(index.document_indices) - 1
+    report.sequences += len(index.sequence_lengths)
     report.tokens += int(index.sequence_lengths.sum(dtype=np.int64))
+
+
+def _compare(index: IndexArrays, expected: Shard | None, manifest: Manifest | None, name: str, report: VerifyReport) -> None:
+    """Note what an `.idx` holds and the manifest says otherwise."""
+    if manifest is None or expected is None:
+        return
+    modes = {True: "modes", False: "no modes"}
+    counts = (len(index.document_indices) - 1, len(index.sequence_lengths), int(index.sequence_lengths.sum(dtype=np.int64)))
+    pairs = [
+        (str(index.dtype), manifest.dtype, "tokens of {}"),
+        (modes[index.sequence_modes is not None], modes[manifest.multimodal], "{}"),
+        (counts[0], expected.documents, "{} documents"),
+        (counts[1], expected.sequences, "{} sequences"),
+        (counts[2], expected.tokens, "{} tokens"),
+    ]
+    for found, said, what in pairs:
+        if found != said:
+            report.problems.append(f"{redact_urls(name)}: has {what.format(found)}, the manifest says {what.format(said)}")
 
 
 def _note_end(end: int, size: int, index: str, tokens: str, report: VerifyReport) -> None:
@@ -288,12 +323,15 @@ def _look(view: Store, key: str, start: int, stop: int, tokens: _Tokens) -> None
 
 
 def repair_index(
-    name: str, storage: StorageConfig | None = None, *, eod_id: int | None = None, dtype: str | None = None
+    name: str, storage: StorageConfig | None = None, *, eod_id: int | None = None, dtype: str | None = None, force: bool = False
 ) -> list[str]:
-    """Write the `.idx` of every shard anew, from where its tokens hold the end-of-document id. Returns what was done.
+    """Write each `.idx` anew that is lost or broken, from where its tokens hold the end-of-document id. Returns what was done.
 
-    Every document becomes one sequence, tokens after the last end one more document. A former `.idx` is kept as `.idx.former`.
-    Raises ConfigError when the id or the dtype is not known.
+    What is sound stays as it is; a broken `.idx` is kept as `.idx.former`. Every document becomes one sequence, tokens after the
+    last end one more document. So a dataset whose documents have several sequences, or modes, is refused, and an `.idx` that
+    would not be what the manifest says; `force` takes what can be had.
+
+    Raises ConfigError for what is refused, and when the id or the dtype is not known.
     """
     storage = storage or StorageConfig()
     report = VerifyReport(name=redact_urls(name))
@@ -302,54 +340,111 @@ def repair_index(
     except ObjectNotFoundError:
         names, manifest = [split_name(name)[0]], None
     eod_id = eod_id if eod_id is not None else manifest.eod_id if manifest else None
-    if eod_id is None:
-        raise ConfigError(f"{name}: an .idx is rebuilt from the ends of documents; name their id by --eod-id")
-    done, shards = [], []
-    for number, shard in enumerate(names):
-        expected = manifest.shards[number] if manifest else None
-        text, made = _repair_shard(shard, expected, storage, eod_id, dtype or (manifest.dtype if manifest else None))
-        done.append(text)
-        shards.append(made)
-    if manifest and shards != manifest.shards:
+    width = dtype or (manifest.dtype if manifest else None)
+    expected: list[Shard | None] = list(manifest.shards) if manifest else [None] * len(names)
+    broken = [number for number, shard in enumerate(names) if not _is_sound(shard, expected[number], storage)]
+    made = {number: _rebuild(names[number], expected[number], manifest, storage, eod_id, width, force=force) for number in broken}
+    done = [_put_index(names[number], expected[number], made[number], storage) for number in broken]
+    if manifest and any(made[number].shard != expected[number] for number in broken):
+        shards = [made[number].shard if number in made else shard for number, shard in enumerate(manifest.shards)]
         counts = {what: sum(getattr(shard, what) for shard in shards) for what in ("documents", "sequences", "tokens")}
+        whole = [shard for shard in shards if shard is not None]
         url = name if name.endswith(".json") else split_name(name)[0] + MANIFEST
-        save_bytes(url, replace(manifest, shards=[s for s in shards if s is not None], **counts).to_json(), storage)
+        multimodal = manifest.multimodal and len(broken) < len(names)
+        save_bytes(url, replace(manifest, shards=whole, multimodal=multimodal, **counts).to_json(), storage)
         done.append(f"{redact_urls(url)}: speaks of the new .idx files now")
     return done
 
 
-def _repair_shard(
-    name: str, expected: Shard | None, storage: StorageConfig, eod_id: int, dtype: str | None
-) -> tuple[str, Shard | None]:
+@dataclass(frozen=True, kw_only=True)
+class _Rebuilt:
+    """An `.idx` made of tokens: its bytes, the documents it tells of, and what a manifest is to say of it."""
+
+    data: bytes
+    documents: int
+    shard: Shard | None
+
+
+def _is_sound(name: str, expected: Shard | None, storage: StorageConfig) -> bool:
+    """Whether the `.idx` of a shard is there, is what the manifest speaks of, and fits the tokens."""
+    prefix, kind = split_name(name)
+    seen = VerifyReport(name=name)
+    try:
+        index = _read_index(prefix, expected, storage, seen)
+        view, key = open_tokens(name, storage)
+        size = view.info(key).size
+        check_end(check_index(index, size, f"{prefix}.idx", name), size, f"{prefix}.idx", name)
+    except (FormatError, ObjectNotFoundError):
+        store, key = open_store(prefix + SUFFIXES[kind], storage)
+        store.info(key)  # without tokens there is nothing to rebuild it from
+        return False
+    return not seen.problems
+
+
+def _rebuild(
+    name: str, expected: Shard | None, manifest: Manifest | None, storage: StorageConfig, eod_id: int | None, dtype: str | None,
+    *, force: bool,
+) -> _Rebuilt:  # fmt: skip
     prefix, kind = split_name(name)
     if kind == "tar":
         raise ConfigError(f"{name}: the .idx of a tar cannot be rebuilt from it; convert the tar again")
+    if eod_id is None:
+        raise ConfigError(f"{name}: an .idx is rebuilt from the ends of documents; name their id by --eod-id")
+    if not force and _has_sequences(prefix, expected, manifest, storage):
+        raise ConfigError(
+            f"{redact_urls(prefix)}.idx: its documents have several sequences, or modes, which the tokens do not tell: "
+            f"convert again, or copy the .idx from where it is whole (--force makes one sequence of each document, without modes)"
+        )
     store, key = open_tokens(name, storage)
     width = token_dtype_named(dtype) if dtype else _dtype_of(prefix, storage)
     info = store.info(key)
-    size = info.size
-    ends = list(_document_ends(store, info, width, eod_id))
-    places = np.concatenate([np.zeros(1, np.int64), *ends])
-    if places[-1] < size // width.itemsize:
-        places = np.append(places, size // width.itemsize)
+    places = np.concatenate([np.zeros(1, np.int64), *_document_ends(store, info, width, eod_id)])
+    if places[-1] < info.size // width.itemsize:
+        places = np.append(places, info.size // width.itemsize)
     lengths = np.diff(places)
     if len(lengths) and int(lengths.max()) > np.iinfo(np.int32).max:
         raise FormatError(f"{name}: {int(lengths.max()):,} tokens without the id {eod_id}; is it the right one?")
-    index = HashingWriter(None)
     data = b"".join(encode_index(width, lengths.astype(np.int32), np.arange(len(lengths) + 1), None))
-    index.write(data)
-    _keep_former(f"{prefix}.idx", storage)
-    save_bytes(f"{prefix}.idx", data, storage)
-    text = f"{redact_urls(prefix)}.idx: rebuilt, {len(lengths):,} documents"
-    if expected is None:
-        return text, None
-    if index.checksums == expected.index_checksums:
-        return f"{text}; it is what it was", expected
-    made = replace(
-        expected, documents=len(lengths), sequences=len(lengths), tokens=int(lengths.sum()), index_bytes=index.size,
-        index_checksums=index.checksums,
+    check = HashingWriter(None)
+    check.write(data)
+    if expected is None or (check.size, check.checksums) == (expected.index_bytes, expected.index_checksums):
+        return _Rebuilt(data=data, documents=len(lengths), shard=expected)
+    if not force:
+        raise ConfigError(
+            f"{redact_urls(prefix)}.idx: what the tokens tell ({len(lengths):,} documents) is not what the manifest says "
+            f"({expected.documents:,}); are the tokens whole? copy the shard, or convert again (--force writes it all the same)"
+        )
+    shard = replace(
+        expected, documents=len(lengths), sequences=len(lengths), tokens=int(lengths.sum()), index_bytes=check.size,
+        index_checksums=check.checksums,
     )  # fmt: skip
-    return f"{text}; it differs from the first one (which may have had several sequences in a document)", made
+    return _Rebuilt(data=data, documents=len(lengths), shard=shard)
+
+
+def _has_sequences(prefix: str, expected: Shard | None, manifest: Manifest | None, storage: StorageConfig) -> bool:
+    """Whether documents have several sequences, or modes, by the manifest or by what is left of the `.idx`."""
+    if manifest is not None and expected is not None:
+        return manifest.multimodal or expected.sequences != expected.documents
+    store, key = open_store(f"{prefix}.idx", storage)
+    try:
+        info = store.info(key)
+        head = bytes(store.read_ranges(key, [0], [min(HEADER_BYTES, info.size)], info.etag)[0])
+    except ObjectNotFoundError:
+        return False
+    if len(head) < HEADER_BYTES:
+        return False
+    magic, _, _, sequences, bounds = HEADER.unpack(head)
+    return bool(magic == MAGIC and sequences != bounds - 1)
+
+
+def _put_index(name: str, expected: Shard | None, made: _Rebuilt, storage: StorageConfig) -> str:
+    prefix = split_name(name)[0]
+    _keep_former(f"{prefix}.idx", storage)
+    save_bytes(f"{prefix}.idx", made.data, storage)
+    text = f"{redact_urls(prefix)}.idx: rebuilt, {made.documents:,} documents"
+    if expected is None:
+        return text
+    return f"{text}; it is what it was" if made.shard == expected else f"{text}; it differs from the first one"
 
 
 def _document_ends(store: Store, info: ObjectInfo, dtype: np.dtype[Any], eod_id: int) -> Iterator[NDArray[np.int64]]:

@@ -21,6 +21,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from streammega import IndexedDataset, StorageConfig
 from streammega.cli import main
 from streammega.convert import convert
+from streammega.convert.slices import open_stream
 from streammega.errors import ConvertError, ObjectNotFoundError
 from streammega.plotting import sparkline
 from tests.conftest import write_random_pair
@@ -94,6 +95,32 @@ BROKEN: dict[str, tuple[bytes, str]] = {
     "not UTF-8": (b'{"text": "\xff\xfe"}\n', r"in\.jsonl:1: is not UTF-8"),
     "nothing": (b"\n\n", "hold no text"),
 }
+
+
+def test_lines_that_are_passed_over_cost_no_second_reading(
+    tokenizer: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("streammega.convert.units.UNIT_BYTES", 4000)
+    good = b'{"text": "a good line"}\n'
+    (tmp_path / "in.jsonl").write_bytes((good * 9 + b"{\n") * 100)
+    opened: list[str] = []
+    real = open_stream
+    monkeypatch.setattr(
+        "streammega.convert.readers.open_stream", lambda path, storage: opened.append(path) or real(path, storage)
+    )
+    report = convert([str(tmp_path / "in.jsonl")], str(tmp_path / "p"), tokenizer=tokenizer, on_error="skip", workers=1)
+    assert (report.documents, report.dropped["broken record"]) == (900, 100)
+    assert len(opened) == -(-(tmp_path / "in.jsonl").stat().st_size // 4000), "once for each unit"
+    assert report.messages[0].startswith(f"{tmp_path}/in.jsonl:10: broken JSON")
+    assert report.messages[-1].startswith(f"{tmp_path}/in.jsonl@"), "the byte, where the lines before were not counted"
+
+
+def test_why_nothing_is_left_is_told(tokenizer: str, tmp_path: Path) -> None:
+    (tmp_path / "in.jsonl").write_text('{"body": "a"}\n{\n')
+    with pytest.raises(
+        ConvertError, match=r"nothing was written; 2 broken record\n.*in.jsonl:1: has no key 'text' \(it has: body\)"
+    ):
+        convert([str(tmp_path / "in.jsonl")], str(tmp_path / "p"), tokenizer=tokenizer, on_error="skip", workers=1)
 
 
 @pytest.mark.parametrize("name", BROKEN)

@@ -24,7 +24,7 @@ from streammega.convert import convert
 from streammega.convert.engines import Work, run_tasks
 from streammega.convert.options import Runner
 from streammega.convert.run import _Conversion
-from streammega.errors import ConvertError
+from streammega.errors import ConfigError, ConvertError
 from streammega.verify import verify
 from tests.conftest import write_random_pair
 from tests.oracle import IndexedDatasetBuilder
@@ -261,9 +261,9 @@ def test_fifty_kills_change_no_byte(tmp_path: Path, workers: int) -> None:
 def test_a_conversion_killed_while_it_publishes_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write_random_pair(str(tmp_path / "in"))
     convert([str(tmp_path / "in")], str(tmp_path / "whole" / "web"), shard_bytes=3000, workers=1)
-    from streammega.convert import run
+    from streammega.convert import publish
 
-    real, count = run._move, [0]
+    real, count = publish.move, [0]
     for stop_at in range(1, 14, 3):
 
         def dies(*arguments: Any, stop_at: int = stop_at) -> None:
@@ -273,10 +273,10 @@ def test_a_conversion_killed_while_it_publishes_goes_on(tmp_path: Path, monkeypa
             real(*arguments)
 
         count[0] = 0
-        monkeypatch.setattr(run, "_move", dies)
+        monkeypatch.setattr(publish, "move", dies)
         with pytest.raises(KeyboardInterrupt):
             convert([str(tmp_path / "in")], str(tmp_path / "broken" / "web"), shard_bytes=3000, workers=1)
-        monkeypatch.setattr(run, "_move", real)
+        monkeypatch.setattr(publish, "move", real)
         convert([str(tmp_path / "in")], str(tmp_path / "broken" / "web"), shard_bytes=3000, workers=1)
         assert digest(tmp_path / "broken") == digest(tmp_path / "whole")
         for path in (tmp_path / "broken").glob("web*"):
@@ -409,6 +409,13 @@ def test_a_cluster_makes_the_same_bytes(tmp_path: Path, monkeypatch: pytest.Monk
     assert digest(tmp_path / "ray") == digest(tmp_path / "local")
 
 
+def test_a_cluster_needs_a_work_folder_of_all_its_machines(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RAY_ADDRESS", "ray.example:6379")
+    (tmp_path / "a.txt").write_text("text")
+    with pytest.raises(ConfigError, match="--work"):
+        convert([str(tmp_path / "a.txt")], "memory://x/web", tokenizer="bytes", engine="ray")
+
+
 class ray_cluster:
     """A Ray of this machine alone, with two workers."""
 
@@ -434,23 +441,23 @@ class ray_cluster:
 def test_a_conversion_into_s3_that_fails_at_the_end_leaves_no_dataset(
     tmp_path: Path, s3: S3, s3_storage: StorageConfig, bucket: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from streammega.convert import run
+    from streammega.convert import publish
     from streammega.errors import EndpointError, ObjectNotFoundError
 
     write_random_pair(str(tmp_path / "in"))
-    real = run.save_bytes
+    real = publish.save_bytes
 
     def fails(url: str, *arguments: Any) -> None:
         if url.endswith(".manifest.json"):
             raise EndpointError("the endpoint went away")
         real(url, *arguments)
 
-    monkeypatch.setattr(run, "save_bytes", fails)
+    monkeypatch.setattr(publish, "save_bytes", fails)
     url = f"s3://{bucket}/web"
     with pytest.raises(EndpointError):
         convert([str(tmp_path / "in")], url, shard_bytes=5000, kind="zst", storage=s3_storage, workers=1)
     with pytest.raises(ObjectNotFoundError):
         IndexedDataset(url, s3_storage, tmp_path / "c")
-    monkeypatch.setattr(run, "save_bytes", real)
+    monkeypatch.setattr(publish, "save_bytes", real)
     convert([str(tmp_path / "in")], url, shard_bytes=5000, kind="zst", storage=s3_storage, workers=1)
     assert len(IndexedDataset(url, s3_storage, tmp_path / "c")) == 200

@@ -138,6 +138,76 @@ def test_an_index_without_a_manifest_is_rebuilt_from_what_is_known(dataset: Path
     assert (dataset / "one.idx").read_bytes() == good
 
 
+def chat(path: Path) -> str:
+    """A dataset of documents of several sequences with modes."""
+    turns = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello"}]
+    (path / "chat.jsonl").write_text((json.dumps({"messages": turns}) + "\n") * 5)
+    convert([str(path / "chat.jsonl")], str(path / "chat"), tokenizer="bytes", chat=True, workers=1)
+    return str(path / "chat")
+
+
+def stored(path: Path) -> dict[str, bytes]:
+    return {file.name: file.read_bytes() for file in sorted(path.iterdir()) if file.is_file()}
+
+
+def test_repair_leaves_what_is_sound_as_it_is(dataset: Path) -> None:
+    name = chat(dataset)
+    before = stored(dataset)
+    assert repair_index(name) == repair_index(str(dataset / "bin")) == repair_index(str(dataset / "tar")) == []
+    sorted(dataset.glob("bin-*.idx"))[1].write_bytes(b"x")
+    assert len(repair_index(str(dataset / "bin"))) == 1
+    after = stored(dataset)
+    assert [file for file in after if file not in before] == [f"{sorted(dataset.glob('bin-*.idx'))[1].name}.former"]
+    assert {file: after[file] for file in before} == before
+
+
+@pytest.mark.parametrize("known", ["manifest", "header"])
+def test_documents_of_several_sequences_are_not_rebuilt_as_something_else(
+    tmp_path: Path, known: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    name = chat(tmp_path)
+    index = tmp_path / "chat.idx"
+    index.write_bytes(index.read_bytes()[:60])
+    if known == "header":
+        (tmp_path / "chat.manifest.json").unlink()
+    before = stored(tmp_path)
+    with pytest.raises(ConfigError, match="convert again"):
+        repair_index(name, eod_id=EOD)
+    assert stored(tmp_path) == before
+    assert main(["verify", name, "--repair", "--eod-id", str(EOD)]) == 1
+    assert "several sequences" in capsys.readouterr().err
+    assert len(repair_index(name, eod_id=EOD, force=True)) == (2 if known == "manifest" else 1)
+    assert verify(name).problems == []
+    assert not json.loads((tmp_path / "chat.manifest.json").read_text())["multimodal"] if known == "manifest" else True
+
+
+def test_an_index_that_would_be_another_is_not_written(dataset: Path) -> None:
+    tokens, index = (sorted(dataset.glob(f"bin-*{suffix}"))[0] for suffix in (".bin", ".idx"))
+    data = bytearray(tokens.read_bytes())
+    data[data.index(b"\x00\x01")] ^= 1  # an end of a document is lost
+    tokens.write_bytes(data)
+    index.unlink()
+    before = stored(dataset)
+    with pytest.raises(ConfigError, match="not what the manifest says"):
+        repair_index(str(dataset / "bin"))
+    assert stored(dataset) == before
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [({"multimodal": False}, "modes"), ({"dtype": "int16"}, "int16"), ({"sequences": 3}, "3 sequences")],
+)
+def test_verify_compares_with_all_that_the_manifest_says(tmp_path: Path, change: dict[str, Any], message: str) -> None:
+    name = chat(tmp_path)
+    assert verify(name).problems == []
+    path = tmp_path / "chat.manifest.json"
+    found = json.loads(path.read_text())
+    path.write_text(json.dumps(found | change))
+    assert any(message in problem for problem in verify(name).problems)
+    path.write_text(json.dumps(found | {"shards": [found["shards"][0] | change]} if "sequences" in change else found | change))
+    assert any(message in problem for problem in verify(name).problems)
+
+
 def test_the_command_says_what_is_wrong_and_exits_with_1(dataset: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["verify", str(dataset / "bin")]) == 0
     assert "sound; " in capsys.readouterr().out

@@ -46,8 +46,8 @@ class BatchEncoder:
             size += len(document.data)
             try:
                 found = self.parts(document)
-            except (ConvertError, FormatError):
-                self._refuse(document, skipped)
+            except (ConvertError, FormatError) as error:
+                self._refuse(document, error, skipped)
                 continue
             if found:
                 parts.append(found)
@@ -60,14 +60,18 @@ class BatchEncoder:
             flat = [part for own in parts for part in own]
         return self._pack(parts, flat, ids, size)
 
-    def _refuse(self, document: RawDocument, skipped: Skipped) -> None:
-        """Raise what is wrong with a document as a ConvertError that names its line, or note it where faults are passed over."""
+    def _refuse(self, document: RawDocument, error: Exception, skipped: Skipped) -> None:
+        """Raise what is wrong with a document as a ConvertError that names its line, or note it where faults are passed over.
+
+        Those that are passed over keep their byte (`path@byte`): to count the lines before would read the file again for each.
+        """
+        if self._options.on_error == "skip":
+            skipped.add("broken record", str(error))
+            return
         try:
             self.parts(with_line(document, self._storage))
-        except (ConvertError, FormatError) as error:
-            if self._options.on_error == "stop":
-                raise ConvertError(str(error)) from None
-            skipped.add("broken record", str(error))
+        except (ConvertError, FormatError) as named:
+            raise ConvertError(str(named)) from None
 
     def _without_empty(
         self, parts: list[list[Part]], ids: Sequence[Sequence[int]], skipped: Skipped

@@ -19,6 +19,7 @@ from concurrent.futures import (
     as_completed,
     wait,
 )  # fmt: skip
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -55,18 +56,33 @@ def run_tasks(work: Work, runner: Runner, progress: Progress, most_at_once: int 
     if not work.numbers:
         return
     if runner.engine == "ray":
-        yield from _on_ray(work, runner, progress)
+        yield from _on_ray(work, runner, progress, most_at_once)
         return
     wanted = runner.workers or num_threads()
     workers = min(wanted, len(work.numbers), most_at_once or len(work.numbers))
-    _prepare(max(1, wanted // workers))
-    if workers == 1:
-        for number in work.numbers:
-            yield number, work.function(work.shared, number, progress)
-    elif workers <= work.threads:
-        yield from _on_threads(work, workers, progress)
-    else:
-        yield from _on_processes(work, workers, progress)
+    with _library_settings(max(1, wanted // workers)):
+        if workers == 1:
+            for number in work.numbers:
+                yield number, work.function(work.shared, number, progress)
+        elif workers <= work.threads:
+            yield from _on_threads(work, workers, progress)
+        else:
+            yield from _on_processes(work, workers, progress)
+
+
+@contextmanager
+def _library_settings(threads: int) -> Iterator[None]:
+    """The environment of `_prepare` while tasks run in this process; the caller's own comes back after them."""
+    before = {name: os.environ.get(name) for name in ("TOKENIZERS_PARALLELISM", "RAYON_NUM_THREADS")}
+    _prepare(threads)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                os.environ.pop(name, None)
+            else:
+                os.environ[name] = value
 
 
 def _on_threads(work: Work, workers: int, progress: Progress) -> Iterator[tuple[int, Any]]:
@@ -170,7 +186,7 @@ def _end(pool: ProcessPoolExecutor) -> None:
     pool.shutdown(wait=True, cancel_futures=True)
 
 
-def _on_ray(work: Work, runner: Runner, progress: Progress) -> Iterator[tuple[int, Any]]:
+def _on_ray(work: Work, runner: Runner, progress: Progress, most_at_once: int | None) -> Iterator[tuple[int, Any]]:
     try:
         import ray
     except ImportError:
@@ -178,24 +194,41 @@ def _on_ray(work: Work, runner: Runner, progress: Progress) -> Iterator[tuple[in
     own = not ray.is_initialized()
     if own:
         ray.init(address=os.environ.get("RAY_ADDRESS"), log_to_driver=False, logging_level=logging.ERROR, include_dashboard=False)
-    remote = ray.remote(max_retries=DEATHS)(_ray_task)
+    if most_at_once is not None:  # each holds memory of its own: of every machine as many as of one, and spread over them
+        nodes: Any = ray.nodes
+        most_at_once *= max(1, sum(bool(node["Alive"]) for node in nodes()))
+    spread: Any = "DEFAULT" if most_at_once is None else "SPREAD"
+    remote: Any = ray.remote(max_retries=DEATHS, scheduling_strategy=spread)(_ray_task)
     shared = ray.put(work.shared)
+    left = list(work.numbers)[::-1]
+    running: dict[Any, int] = {}
     try:
-        running = {remote.remote(work.function, shared, number): number for number in work.numbers}
-        while running:
+        while left or running:
+            while left and (most_at_once is None or len(running) < most_at_once):
+                number = left.pop()
+                running[remote.remote(work.function, shared, number)] = number
             done, _ = ray.wait(list(running), num_returns=1)
             number = running.pop(done[0])
-            try:
-                result, size, tokens = ray.get(done[0])
-            except ray.exceptions.RayTaskError as error:
-                raise error.cause if isinstance(error.cause, StreammegaError) else ConvertError(str(error.cause)) from None
-            except ray.exceptions.WorkerCrashedError:
-                raise ConvertError("workers of the cluster were killed again and again; see Ray's own logs") from None
+            result, size, tokens = _ray_result(ray, done[0])
             progress(size, tokens)
             yield number, result
     finally:
+        for reference in running:  # on a cluster of somebody else's they would go on
+            ray.cancel(reference, force=True)
         if own:
             ray.shutdown()
+
+
+def _ray_result(ray: Any, reference: Any) -> Any:
+    """What a task returned. Raises what it raised, ConvertError if its workers were killed too often."""
+    try:
+        return ray.get(reference)
+    except ray.exceptions.RayTaskError as error:
+        raise error.cause if isinstance(error.cause, StreammegaError) else ConvertError(str(error.cause)) from None
+    except (ray.exceptions.WorkerCrashedError, ray.exceptions.OutOfMemoryError) as error:
+        raise ConvertError(
+            f"workers of the cluster were killed again and again ({type(error).__name__}); see Ray's own logs, use less --memory"
+        ) from None
 
 
 def _ray_task(function: Task, shared: Any, number: int) -> tuple[Any, int, int]:

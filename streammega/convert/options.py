@@ -80,13 +80,13 @@ class ConvertOptions:
         if self.on_error not in ("stop", "skip"):
             raise ConfigError(f"on_error is {self.on_error!r}; it must be 'stop' or 'skip'")
         if self.shard_bytes is not None and self.shard_bytes < 1:
-            raise ConfigError(f"shard_bytes is {self.shard_bytes}; it must be a positive number of bytes")
+            raise ConfigError(f"shard_bytes (--shard-size) is {self.shard_bytes}; it must be a positive number of bytes")
         if self.max_tokens is not None and self.max_tokens < max(1, self.min_tokens):
-            raise ConfigError(f"max_tokens is {self.max_tokens}; it must be at least 1, and at least min_tokens")
+            raise ConfigError(f"max_tokens (--max-tokens) is {self.max_tokens}; it must be at least 1, and at least min_tokens")
         if self.shuffle_seed is not None and not 0 <= self.shuffle_seed < 2**64:
-            raise ConfigError(f"shuffle_seed is {self.shuffle_seed}; it must lie in [0, 2**64)")
+            raise ConfigError(f"shuffle_seed is {self.shuffle_seed}; it (--seed) must lie in [0, 2**64)")
         if not 1 <= self.level <= 22:
-            raise ConfigError(f"level is {self.level}; zstd has levels 1 to 22")
+            raise ConfigError(f"level (--level) is {self.level}; zstd has levels 1 to 22")
         if not 1024 <= self.frame_bytes <= 1 << 30:
             raise ConfigError(f"frame_bytes is {self.frame_bytes}; it must lie between 1 KiB and 1 GiB")
         if self.dtype is not None:
@@ -167,11 +167,11 @@ class Runner:
 
     def __post_init__(self) -> None:
         if self.workers < 0:
-            raise ConfigError(f"workers is {self.workers}; give a positive number, or 0 for one per core")
+            raise ConfigError(f"workers (--workers) is {self.workers}; give a positive number, or 0 for one per core")
         if self.engine not in ("local", "ray"):
             raise ConfigError(f"engine is {self.engine!r}; it must be 'local' or 'ray'")
         if self.memory_bytes < MiB:
-            raise ConfigError(f"memory_bytes is {self.memory_bytes}; it must be at least {MiB}")
+            raise ConfigError(f"memory_bytes (--memory) is {self.memory_bytes}; it must be at least {MiB} (1M)")
 
 
 def key_mode(key: str) -> tuple[str, int]:

@@ -69,7 +69,8 @@ class ConvertReport:
 
     def as_json(self) -> str:
         """Everything."""
-        return json.dumps(asdict(self) | {"compression": self.compression}, indent=1)
+        edges = [2**bin for bin in range(len(self.histogram) + 1)]  # tokens of a document: [edge, next edge)
+        return json.dumps(asdict(self) | {"compression": self.compression, "histogram_edges": edges}, indent=1)
 
 
 @dataclass(frozen=True, kw_only=True)

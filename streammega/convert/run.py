@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import json
 import logging
 import os
 import shutil
@@ -10,6 +11,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any
 
 import filelock
@@ -33,22 +35,23 @@ from streammega.convert.inputs import Input, find_inputs
 from streammega.convert.labels import Labels, labels_of
 from streammega.convert.options import ConvertOptions, Runner
 from streammega.convert.pairs import dataset_name
+from streammega.convert.publish import Publisher
 from streammega.convert.report import ConvertReport, count_parts, make_report
 from streammega.convert.tokenizers import TextTokenizer, load_tokenizer
-from streammega.convert.units import Job, UnitRecord, load_json, plan_units, read_record, run_unit, save_bytes, save_json
-from streammega.errors import ConvertError, FormatError, ObjectNotFoundError
+from streammega.convert.units import Job, UnitRecord, plan_units, read_record, run_unit
+from streammega.errors import ConfigError, ConvertError
 from streammega.index.cache import default_cache_dir
 from streammega.index.manifest import MANIFEST, Manifest, Shard, read_manifest
 from streammega.index.reader import IndexedDataset
-from streammega.index.shards import SUFFIXES, shard_name, split_name
+from streammega.index.shards import shard_name, split_name
 from streammega.kernels.parallel import num_threads
 from streammega.storage import join_url, open_store, parent_url
-from streammega.storage.parts import sized_for
 from streammega.storage.urls import is_remote
 
 log = logging.getLogger(__name__)
 
-COPY_BYTES = 16 << 20
+KEPT = ("lock", "target.json", "publishing.json")
+"""What a restart leaves in the work folder: who works there, and which names of the output are its own."""
 THREADS = 4
 """Units that one process works on: nine tenths of their time are outside of the GIL."""
 
@@ -92,10 +95,11 @@ def convert(
         options = replace(options, eod_id=labels["eod_id"])  # what is cut keeps the end of its document
     if options.modes is not None:
         labels = labels | {"eod_id": None}  # the sequence with the end may be one of those left out
+    _check_ray(prefix, runner)
     work = _work_folder(prefix, runner.work)
     conversion = _Conversion(prefix, options, runner, storage, work, found, tokenizer, progress or _no_progress)
     with _locked(work):
-        conversion.check_output(overwrite)
+        conversion.publisher.check(found, overwrite=overwrite)
         try:
             layout, shards, records = conversion.make()
             manifest = conversion.publish(layout, shards, labels)
@@ -114,6 +118,15 @@ def _settings(options: ConvertOptions | None, runner: Runner | None, settings: d
         settings["keys"] = (settings.pop("key"),)
     own = {name: settings.pop(name) for name in list(settings) if name in Runner.__dataclass_fields__}
     return replace(options or ConvertOptions(), **settings), replace(runner or Runner(), **own)
+
+
+def _check_ray(prefix: str, runner: Runner) -> None:
+    """Raise ConfigError for a work folder of this machine alone, where other machines are to write to it."""
+    if runner.engine == "ray" and runner.work is None and is_remote(prefix) and os.environ.get("RAY_ADDRESS", "local") != "local":
+        raise ConfigError(
+            f"{prefix}: the machines of a Ray cluster need a work folder that all of them can write; name one by --work, a URL "
+            f"beside the output for instance"
+        )
 
 
 def _no_progress(size: int, tokens: int) -> None:
@@ -154,6 +167,19 @@ def _locked(work: str) -> Iterator[None]:
         shutil.rmtree(f"{work}.removed", ignore_errors=True)  # of a run that was killed at its very end
 
 
+def held_by_another(output: str) -> bool:
+    """Whether a conversion to this output is running on this machine, in a work folder that was not named."""
+    prefix = split_name(output.removesuffix(MANIFEST))[0]
+    lock = os.path.join(_work_folder(prefix, None), "lock")
+    if not os.path.exists(lock):
+        return False
+    try:
+        with filelock.FileLock(lock, timeout=0):
+            return False
+    except filelock.Timeout:
+        return True
+
+
 @dataclass
 class _Conversion:
     """One conversion: its settings, and what is known of it so far."""
@@ -169,24 +195,10 @@ class _Conversion:
     duplicates: int = 0
     source_bytes: int = 0
 
-    def check_output(self, overwrite: bool) -> None:
-        """Raise ConvertError for a dataset that is there already, unless it is this one, half published."""
-        own = {self.prefix, *(split_name(name)[0] for name in self._former())}
-        for item in self.inputs:
-            if item.format == "megatron" and split_name(item.path.removesuffix(MANIFEST))[0] in own:
-                raise ConvertError(f"{self.prefix}: the output would replace its own input {item.path}; choose another name")
-        if overwrite or load_json(join_url(self.work, "publishing.json"), self.storage) is not None:
-            return
-        for name in (f"{self.prefix}.idx", f"{self.prefix}{MANIFEST}", f"{self.prefix}{SUFFIXES[self.options.kind]}"):
-            if _exists(name, self.storage):
-                raise ConvertError(f"{name}: exists already; choose another output, or pass --overwrite to replace it")
-
     def make(self) -> tuple[Layout, list[Shard], list[UnitRecord]]:
         """All shards, written but not published."""
         if self.runner.restart:
-            self.remove_work()
-            if not is_remote(self.work):
-                os.makedirs(self.work, exist_ok=True)
+            self.forget()
         job = self._job()
         records: list[UnitRecord] = []
         if self._direct():
@@ -198,13 +210,11 @@ class _Conversion:
             self.source_bytes = sum(record.source_bytes for record in records)
             if self.options.dedup and parts:
                 parts, self.duplicates = remove_duplicates(job, parts, self.runner.memory_bytes)
-        layout = self._layout(job, parts, sources)
+        layout = self._layout(job, parts, sources, records)
         shards = {number: shard for number in range(layout.num_shards) if (shard := read_shard(job, layout, number))}
         left = [number for number in range(layout.num_shards) if number not in shards]
         threads = 1 if self.options.kind == "tar" else num_threads()
         work = Work(function=_write_shard, shared=(job, layout), numbers=left, threads=threads)
-        if is_remote(self.prefix):
-            self._remove_former(layout)  # its shards may have the names of ours
         at_once = 4 if layout.buckets else None  # each holds two buckets, of an eighth of the memory
         for number, shard in run_tasks(work, self.runner, self.progress if self._direct() else _no_progress, at_once):
             shards[number] = shard
@@ -254,10 +264,22 @@ class _Conversion:
             for segment in record.segments
         ]
 
-    def _layout(self, job: Job, parts: list[Part], sources: Sequence[str]) -> Layout:
+    def _reasons(self, records: Sequence[UnitRecord]) -> str:
+        """Why nothing is left, for a message: counts by reason, and the first faults with their places."""
+        counts: dict[str, int] = {}
+        for record in records:
+            for reason, count in record.counts.items():
+                counts[reason] = counts.get(reason, 0) + count
+        told = "".join(f"; {count:,} {reason}" for reason, count in sorted(counts.items()))
+        messages = [message for record in records for message in record.messages]
+        return told + "".join(f"\n  {message}" for message in messages[:3])
+
+    def _layout(self, job: Job, parts: list[Part], sources: Sequence[str], records: Sequence[UnitRecord]) -> Layout:
         if not any(part.documents for part in parts):
             self.remove_work()  # nothing in it is of use
-            raise ConvertError(f"the {len(self.inputs)} input files hold no text and no tokens; nothing was written")
+            raise ConvertError(
+                f"the {len(self.inputs)} input files hold no text and no tokens; nothing was written{self._reasons(records)}"
+            )
         parts = [part for part in parts if part.documents]
         kinds = count_parts(parts, self.storage)
         dtype = np.dtype(self.options.dtype or np.result_type(*kinds.dtypes))
@@ -282,10 +304,10 @@ class _Conversion:
             targets=[join_url(folder, name) for name in names],
             first_sequences=number_sequences(documents, bounds) if self.options.kind == "tar" else [0] * count,
         )
-        return replace(layout, digest=layout_digest(job, layout, sources))
+        return self.publisher.aim(replace(layout, digest=layout_digest(job, layout, sources)))
 
     def publish(self, layout: Layout, shards: list[Shard], labels: Labels) -> Manifest:
-        """Put everything under its final name: tokens, then their `.idx`, then the manifest. May be interrupted and repeated."""
+        """Put everything under its final name. May be interrupted and repeated."""
         manifest = Manifest(
             kind=self.options.kind,
             dtype=layout.dtype,
@@ -296,46 +318,16 @@ class _Conversion:
             tokens=sum(shard.tokens for shard in shards),
             shards=shards,
         )
-        self._remove_former(layout)
-        folder = self._folder
-        save_json(join_url(self.work, "publishing.json"), {"digest": layout.digest}, self.storage)
-        for name in layout.names:
-            if not is_remote(self.prefix):
-                suffix = SUFFIXES[self.options.kind]
-                _move(join_url(self.work, f"out/{name}{suffix}"), join_url(folder, name + suffix), self.storage)
-        for name in layout.names:
-            _move(join_url(self.work, f"out/{name}.idx"), join_url(folder, f"{name}.idx"), self.storage)
-        save_bytes(f"{self.prefix}{MANIFEST}", manifest.to_json(), self.storage)
-        return manifest
+        return self.publisher.publish(layout, manifest)
 
-    def _former(self) -> list[str]:
-        """The files of a dataset that is there under the output's name, every `.idx` first; none if there is no dataset."""
-        url = f"{self.prefix}{MANIFEST}"
-        try:
-            former = read_manifest(url, self.storage)
-        except ObjectNotFoundError:
-            if not _exists(f"{self.prefix}.idx", self.storage):
-                return []
-            return [f"{self.prefix}.idx", f"{self.prefix}.bin"]
-        except FormatError:
-            return [url]
-        names = [join_url(self._folder, shard.name) for shard in former.shards]
-        suffix = SUFFIXES[former.kind]  # type: ignore[index]
-        return [url, *(f"{name}.idx" for name in names), *(name + suffix for name in names)]
+    @cached_property
+    def publisher(self) -> Publisher:
+        """Of this conversion: what is published under which names."""
+        inputs = [f"{item.path} {item.format} {item.size} {item.etag}" for item in self.inputs]
+        asked = json.dumps([self.options.digest(), self.tokenizer.digest if self.tokenizer else "", inputs])
+        job = hashlib.blake2b(asked.encode(), digest_size=12).hexdigest()
+        return Publisher(self.prefix, self.options.kind, self.work, self.storage, job)
 
-    @property
-    def _folder(self) -> str:
-        return self.prefix.rpartition("/")[0] if "/" in self.prefix else "."
-
-    def _remove_former(self, layout: Layout) -> None:
-        """A dataset that is being replaced: its manifest and every `.idx` first, so that nothing describes what is not there."""
-        publishing = load_json(join_url(self.work, "publishing.json"), self.storage)
-        if publishing is not None and publishing.get("digest") == layout.digest:
-            return
-        new = {target + SUFFIXES[self.options.kind] for target in layout.targets}
-        for name in self._former():
-            if name not in new:
-                _delete(name, self.storage)
 
     def leave(self) -> None:
         """After an interruption: keep what a second run can use, and nothing else."""
@@ -346,6 +338,19 @@ class _Conversion:
             log.warning("what is done is kept in %s; run the same command again to go on", self.work)
         else:
             self.remove_work()
+
+    def forget(self) -> None:
+        """Remove what an interrupted run has done; the lock is held, and what is noted of the output's names stays true."""
+        if is_remote(self.work):
+            store, key = open_store(f"{self.work}/", self.storage)
+            names = [info.key for info in store.list(key)]
+        else:
+            store, key = open_store(self.work, self.storage)
+            names = [os.path.join(root, name) for root, _, files in os.walk(key) for name in files]
+        kept = {f"{key.rstrip('/')}/{name}" for name in KEPT}
+        for name in sorted(names, key=lambda name: not name.endswith(".json")):  # records go before what they speak of
+            if name not in kept:
+                store.delete(name)
 
     def remove_work(self) -> None:
         """Forget everything unfinished: at once, so that a kill leaves all of it or nothing."""
@@ -363,41 +368,3 @@ class _Conversion:
 
 def _write_shard(shared: tuple[Job, Layout], number: int, progress: Callable[[int, int], None]) -> Shard:
     return write_shard(*shared, number, progress)
-
-
-def _exists(url: str, storage: StorageConfig) -> bool:
-    store, key = open_store(url, storage)
-    try:
-        store.info(key)
-    except ObjectNotFoundError:
-        return False
-    return True
-
-
-def _delete(url: str, storage: StorageConfig) -> None:
-    store, key = open_store(url, storage)
-    store.delete(key)
-
-
-def _move(source: str, target: str, storage: StorageConfig) -> None:
-    """Rename on the local disk, else copy; nothing to do if it was done before an interruption."""
-    if not is_remote(source) and not is_remote(target):
-        target = open_store(target, storage)[1]
-        if os.path.exists(source):
-            os.makedirs(os.path.dirname(target), exist_ok=True)
-            os.replace(source, target)
-        return
-    store, key = open_store(source, storage)
-    try:
-        info = store.info(key)
-    except ObjectNotFoundError:
-        return
-    out_store, out_key = open_store(target, sized_for(storage, info.size))
-    writer = out_store.open_writer(out_key)
-    try:
-        for at in range(0, info.size, COPY_BYTES):
-            writer.write(store.read_ranges(key, [at], [min(at + COPY_BYTES, info.size)], info.etag)[0])
-        writer.commit()
-    except BaseException:
-        writer.abort()
-        raise

@@ -13,7 +13,7 @@ from typing import TypeVar
 from streammega.config import StorageConfig
 from streammega.errors import FormatError, MissingShardsError, ObjectNotFoundError, StorageError, StreammegaError
 from streammega.index.manifest import MANIFEST, manifest_shards
-from streammega.index.shards import SUFFIXES, KnownShard, missing_shards, named, split_name, strip_suffix
+from streammega.index.shards import SUFFIXES, KnownShard, may_belong, missing_shards, named, owner_of, split_name, strip_suffix
 from streammega.storage import ObjectInfo, join_url, open_store, parent_url
 from streammega.storage.urls import is_remote
 from streammega.storage.versions import same_version
@@ -35,6 +35,8 @@ def open_shards(name: str, storage: StorageConfig, open_all: Callable[[list[Know
     listed, damage = _manifest_beside(name, storage)
     if [shard.name for shard in listed] == [shards[0].name]:
         return open_all(listed)
+    if listed and owner_of(listed[0].name) == strip_suffix(name):  # the pair of that name was replaced, and is being removed
+        return open_all(_with_infos(listed, storage))
     try:
         return open_all(shards)
     except ObjectNotFoundError:
@@ -88,6 +90,22 @@ def _manifest_beside(name: str, storage: StorageConfig) -> tuple[list[KnownShard
         return [], None  # without the right to list, S3 answers 403 for what is not there
 
 
+def _present(prefixes: list[str], storage: StorageConfig) -> list[str]:
+    """Without shards that are being written in place of others, or were replaced: the manifest says which are the dataset's.
+
+    Only where a name has the mark of such shards is a manifest read.
+    """
+    for owner in sorted({owner for prefix in prefixes if (owner := owner_of(prefix))}):
+        own = [prefix for prefix in prefixes if may_belong(prefix, owner)]
+        try:
+            listed = {strip_suffix(shard.name) for shard in manifest_shards(owner + MANIFEST, storage)}
+        except ObjectNotFoundError:
+            listed = {prefix for prefix in own if owner_of(prefix) is None}
+        if listed:
+            prefixes = [prefix for prefix in prefixes if prefix in listed or prefix not in own]
+    return prefixes
+
+
 # --- local ----------------------------------------------------------------------------------------------------------------
 
 
@@ -105,7 +123,7 @@ def _local_shards(name: str) -> list[KnownShard] | None:
         indices = [path for path in glob.glob(pattern) if path.endswith(".idx")] or glob.glob(f"{pattern}.idx")
         folders = {os.path.dirname(path) for path in indices}
         there = {os.path.join(folder, entry) for folder in folders for entry in os.listdir(folder or ".")}
-    prefixes = sorted({strip_suffix(path) for path in indices})
+    prefixes = _present(sorted({strip_suffix(path) for path in indices}), StorageConfig())
     return [KnownShard(name=_with_kind(prefix, there)) for prefix in prefixes]
 
 
@@ -146,6 +164,7 @@ def _remote_shards(name: str, storage: StorageConfig) -> list[KnownShard] | None
         return None
     stems = sorted(strip_suffix(item) for item in there if item.endswith(".idx"))
     chosen = [stem for stem in stems if not pattern or _matches(stem, pattern)]
+    chosen = [item.rpartition("/")[2] for item in _present([join_url(folder, stem) for stem in chosen], storage)]
     shards = [KnownShard(name=join_url(folder, _with_kind(stem, there))) for stem in chosen]
     return _from_listing(shards, there, storage)
 

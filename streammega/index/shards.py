@@ -14,6 +14,7 @@ from streammega.storage import ObjectInfo
 Kind = Literal["bin", "zst", "tar"]
 SUFFIXES: dict[Kind, str] = {"bin": ".bin", "zst": ".bin.zst", "tar": ".tar"}
 _NUMBERED = re.compile(r"^(.*)-(\d{5,})-of-(\d{5,})$")
+_MARKED = re.compile(r"^(.+)-gen[0-9a-f]{12}(-\d{5,}-of-\d{5,})?$")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,6 +76,24 @@ def set_name(prefix: str) -> str:
 def shard_name(prefix: str, number: int, count: int) -> str:
     """The prefix of one of several shards. The count is part of it, so that a missing one is noticed."""
     return f"{prefix}-{number:05d}-of-{count:05d}"
+
+
+def marked(name: str, stem: str, mark: str) -> str:
+    """The name of a shard of the dataset `stem` with a mark after that, by which it lies beside the shards it is to replace."""
+    return f"{stem}-{mark}{name[len(stem) :]}" if mark else name
+
+
+def owner_of(name: str) -> str | None:
+    """The prefix of the dataset to which a shard with a mark belongs; None for all others."""
+    found = _MARKED.match(split_name(name)[0])
+    return found[1] if found else None
+
+
+def may_belong(name: str, prefix: str) -> bool:
+    """Whether a shard's name is one that shards of the dataset `prefix` have: itself, numbered, or with a mark."""
+    plain = split_name(name)[0]
+    numbered = _NUMBERED.match(plain)
+    return prefix in (plain, numbered[1] if numbered else None, owner_of(plain))
 
 
 def missing_shards(names: Iterable[str]) -> list[str]:
