@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import sys
 import tempfile
@@ -123,6 +124,7 @@ def convert(
         restart=restart,
     )
     settings = storage_config(storage)
+    _check_outputs(report, plot)
     with _bar("converting", _total(inputs, settings)) as advance:
         made = run(inputs, output, options=options, runner=runner, overwrite=overwrite, storage=settings, progress=advance)
     typer.echo(made.as_text())
@@ -133,6 +135,21 @@ def convert(
         from streammega.plotting import write_lengths
 
         write_lengths(made.histogram, f"{made.prefix}: {made.documents:,} documents, {made.tokens:,} tokens", plot)
+
+
+def _check_outputs(report: str | None, plot: str | None) -> None:
+    """Raise OSError or ConfigError for a report or plot that could not be written in the end."""
+    for path in (report, plot):
+        if path is not None:
+            there = os.path.exists(path)
+            with open(path, "ab"):
+                pass
+            if not there:
+                os.unlink(path)
+    if plot:
+        from streammega.plotting import pyplot
+
+        pyplot()
 
 
 def verify(

@@ -207,6 +207,38 @@ def test_mistakes_are_one_message_without_a_traceback(words: list[str], message:
     assert "Traceback" not in error
 
 
+@pytest.mark.parametrize("what", ["bucket", "report", "plot", "work", "folder", "tokenizer", "mistyped"])
+def test_what_would_fail_in_the_end_fails_before_a_document_is_read(
+    what: str,
+    s3: S3,
+    bucket: str,
+    tokenizer: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    for name, value in s3.environment.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.chdir(Path(tokenizer).parent)
+    monkeypatch.setattr("streammega.convert.run.run_unit", lambda *_: pytest.fail("a document was read"))
+    (tmp_path / "in.jsonl").write_text('{"text": "a"}\n')
+    (tmp_path / "file").write_text("no folder")
+    options = {
+        "bucket": ("s3://no-such-bucket/x", [], "no such bucket"),
+        "report": (f"s3://{bucket}/x", ["--report", str(tmp_path / "no" / "r.json")], "No such file"),
+        "plot": (f"s3://{bucket}/x", ["--plot", str(tmp_path / "no" / "r.png")], "No such file"),
+        "work": (f"s3://{bucket}/x", ["--work", str(tmp_path / "file")], "name another by --work"),
+        "folder": (str(tmp_path / "file" / "x"), [], "file"),
+        "tokenizer": (str(tmp_path / "x"), ["--dtype", "uint8"], "cannot hold the 257 ids"),
+        "mistyped": (str(tmp_path / "x"), ["--tokenizer", "tokeniser.jsn"], "is tokenizer.json meant?"),
+    }
+    output, words, message = options[what]
+    assert main(["convert", str(tmp_path / "in.jsonl"), output, "--tokenizer", tokenizer, *words]) == 1
+    assert message in capsys.readouterr().err
+    assert not (tmp_path / "no").exists()
+    assert list(tmp_path.glob("*x*")) in ([], [tmp_path / "xdg-cache"])
+
+
 def test_misspelled_commands_and_options_are_usage_errors() -> None:
     for words in (["convrt"], ["describe", "x", "--tokeniser", "y"]):
         done = run(*words)

@@ -423,6 +423,27 @@ def test_broken_inputs_are_named_or_counted(name: str, tmp_path: Path) -> None:
         assert report.documents >= len(TEXTS)
 
 
+@pytest.mark.parametrize("kind", ["parquet", "arrow"])
+def test_rows_weigh_what_they_hold(tmp_path: Path, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    from streammega.convert.encode import BatchEncoder
+
+    texts = ["x" * 300_000] * 30
+    table = pa.table({"text": texts})
+    if kind == "parquet":
+        pq.write_table(table, tmp_path / "a.parquet", use_dictionary=False, compression="none")
+    else:
+        with pa.ipc.new_file(tmp_path / "a.arrow", table.schema) as file:
+            file.write_table(table)
+    sizes: list[int] = []
+    real = BatchEncoder.__call__
+    monkeypatch.setattr(
+        BatchEncoder, "__call__", lambda self, documents, skipped: sizes.append(len(documents)) or real(self, documents, skipped)
+    )
+    report = convert([str(tmp_path / f"a.{kind}")], str(tmp_path / "out"), tokenizer="bytes", workers=1)
+    assert max(sizes) <= 4, "a MiB together, and the one that made it full"
+    assert sum(map(len, texts)) <= report.text_bytes <= 1.1 * sum(map(len, texts))
+
+
 def test_lines_of_later_units_have_their_true_numbers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("streammega.convert.units.UNIT_BYTES", 100)
     (tmp_path / "a.jsonl").write_bytes(GOOD * 40 + b"{\n" + GOOD * 40)

@@ -13,6 +13,17 @@ from streammega.convert.options import ConvertOptions
 from streammega.convert.slices import Item, Skipped, Slice, open_plain
 from streammega.errors import ConvertError
 
+PYTHON_BYTES = 1 << 20
+BATCH_BYTES = 16 << 20
+"""Of columns that are held together, decoded; so that rows of a MiB are not held by the thousand."""
+
+
+def _rows_at_once(metadata: Any, groups: list[int]) -> int:
+    """Rows of about BATCH_BYTES, by what the row groups say of themselves; at most 1024."""
+    size = sum(metadata.row_group(group).total_byte_size for group in groups)
+    rows = sum(metadata.row_group(group).num_rows for group in groups)
+    return int(max(1, min(1024, BATCH_BYTES * rows // max(1, size))))
+
 
 def read_parquet(piece: Slice, options: ConvertOptions, storage: StorageConfig, skipped: Skipped) -> Iterator[Item]:
     """Rows of row groups [start, stop)."""
@@ -23,7 +34,7 @@ def read_parquet(piece: Slice, options: ConvertOptions, storage: StorageConfig, 
         groups = list(range(piece.start, table.num_row_groups if piece.stop < 0 else piece.stop))
         columns = _columns(table.schema_arrow.names, options, piece.input.path)
         row = sum(table.metadata.row_group(group).num_rows for group in range(piece.start))
-        for batch in table.iter_batches(1024, row_groups=groups, columns=columns):
+        for batch in table.iter_batches(_rows_at_once(table.metadata, groups), row_groups=groups, columns=columns):
             yield from _rows(batch, piece.input.path, row)
             row += batch.num_rows
 
@@ -68,8 +79,11 @@ def _rows(batch: Any, path: str, first: int) -> Iterator[Item]:
             raise ConvertError(f"{path}: a list of ids holds a null, from row {first + 1} on; leave such rows out")
         yield one_each(np.asarray(flat), lengths, batch.nbytes, path)
         return
-    for number, fields in enumerate(batch.to_pylist(), first + 1):
-        yield RawDocument(data=b"", path=path, line=number, record=True, fields=fields)
+    mean = max(1, batch.nbytes // max(1, batch.num_rows))
+    at_once = max(1, PYTHON_BYTES // mean)  # as objects of Python, rows take several times their bytes
+    for low in range(0, batch.num_rows, at_once):
+        for number, fields in enumerate(batch.slice(low, at_once).to_pylist(), first + low + 1):
+            yield RawDocument(data=b"", path=path, line=number, record=True, fields=fields, size=mean)
 
 
 def _is_token_list(kind: Any) -> bool:

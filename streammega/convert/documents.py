@@ -19,7 +19,8 @@ class RawDocument:
     """A document before parsing: its bytes, and where they came from (line 0: the whole file).
 
     offset: the byte of the file at which it begins, where its line is not known, else -1.
-    record: whether the bytes are a JSON record; else they are text. A record that was parsed already is in `fields`.
+    record: whether the bytes are a JSON record; else they are text. A record that was parsed already is in `fields`, and `size`
+    is about how many bytes it takes.
     """
 
     data: bytes
@@ -28,6 +29,7 @@ class RawDocument:
     offset: int = -1
     record: bool = False
     fields: dict[str, Any] | None = None
+    size: int = 0
 
     @property
     def where(self) -> str:

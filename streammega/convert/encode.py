@@ -43,7 +43,7 @@ class BatchEncoder:
         parts: list[list[Part]] = []
         size = 0
         for document in documents:
-            size += len(document.data)
+            size += len(document.data) or document.size
             try:
                 found = self.parts(document)
             except (ConvertError, FormatError) as error:

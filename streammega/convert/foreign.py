@@ -52,7 +52,10 @@ def _items(items: Iterator[tuple[str, Any]], options: ConvertOptions, path: str)
         elif isinstance(value, str):
             yield RawDocument(data=value.encode(), path=where)
         else:
-            yield RawDocument(data=b"", path=where, record=True, fields=value)
+            size = (
+                sum(len(field) for field in value.values() if isinstance(field, (str, bytes))) if isinstance(value, dict) else 0
+            )
+            yield RawDocument(data=b"", path=where, record=True, fields=value, size=size)
 
 
 def _read(path: str, storage: StorageConfig) -> bytes:

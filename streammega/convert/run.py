@@ -35,6 +35,7 @@ from streammega.convert.inputs import Input, find_inputs
 from streammega.convert.labels import Labels, labels_of
 from streammega.convert.options import ConvertOptions, Runner
 from streammega.convert.pairs import dataset_name
+from streammega.convert.preflight import check_encoder, check_writable, make_work_folder
 from streammega.convert.publish import Publisher
 from streammega.convert.report import ConvertReport, count_parts, make_report
 from streammega.convert.tokenizers import TextTokenizer, load_tokenizer
@@ -95,11 +96,13 @@ def convert(
         options = replace(options, eod_id=labels["eod_id"])  # what is cut keeps the end of its document
     if options.modes is not None:
         labels = labels | {"eod_id": None}  # the sequence with the end may be one of those left out
+    check_encoder(found, tokenizer, options, storage)
     _check_ray(prefix, runner)
     work = _work_folder(prefix, runner.work)
     conversion = _Conversion(prefix, options, runner, storage, work, found, tokenizer, progress or _no_progress)
     with _locked(work):
         conversion.publisher.check(found, overwrite=overwrite)
+        check_writable(prefix, storage)
         try:
             layout, shards, records = conversion.make()
             manifest = conversion.publish(layout, shards, labels)
@@ -150,7 +153,7 @@ def _locked(work: str) -> Iterator[None]:
     if is_remote(work):
         yield
         return
-    os.makedirs(work, exist_ok=True)
+    make_work_folder(work)
     lock = filelock.FileLock(os.path.join(work, "lock"))
     try:
         lock.acquire(timeout=0)
@@ -334,7 +337,7 @@ class _Conversion:
         if is_remote(self.work) or not os.path.isdir(self.work):
             return
         names = os.listdir(self.work)
-        if any(name.endswith(".json") for name in names):
+        if any(name.startswith(("unit-", "shard-")) and name.endswith(".json") for name in names):
             log.warning("what is done is kept in %s; run the same command again to go on", self.work)
         else:
             self.remove_work()

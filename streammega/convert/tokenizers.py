@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import hashlib
 import os
 from collections.abc import Sequence
@@ -79,6 +80,8 @@ class HuggingFaceTokenizer:
         self.name = os.path.basename(name) if os.path.exists(name) else name
         if not os.path.isfile(name) and (name.endswith(".json") or name.startswith((".", "/", "~")) or name.count("/") > 1):
             raise ObjectNotFoundError(f"{name}: no such tokenizer file; give the path of a tokenizer.json")
+        if not os.path.isfile(name) and "/" not in name and (near := difflib.get_close_matches(name, os.listdir("."), 1, 0.8)):
+            raise ObjectNotFoundError(f"{name}: no such tokenizer file; is {near[0]} meant?")
         try:
             self._model: Any = Tokenizer.from_file(name) if os.path.isfile(name) else Tokenizer.from_pretrained(name)
         except Exception as error:  # the library raises bare Exception

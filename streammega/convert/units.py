@@ -218,7 +218,7 @@ def _batches(job: Job, number: int, skipped: Skipped) -> Iterator[list[RawDocume
         for item in read_slice(piece, job.options, job.storage, skipped):
             if isinstance(item, RawDocument):
                 batch.append(item)
-                size += len(item.data) or 4096
+                size += len(item.data) or item.size or 4096
             if batch and (isinstance(item, Tokens) or size >= BATCH_BYTES or len(batch) >= BATCH_DOCUMENTS):
                 yield batch
                 batch, size = [], 0

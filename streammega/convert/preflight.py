@@ -1,0 +1,65 @@
+"""What would fail in the end is tried before the first document is read: rights, buckets, disks, tokenizers."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from contextlib import suppress
+
+from streammega.config import StorageConfig
+from streammega.convert.encode import BatchEncoder
+from streammega.convert.inputs import Input
+from streammega.convert.options import ConvertOptions
+from streammega.convert.tokenizers import TextTokenizer
+from streammega.errors import ConvertError, ObjectNotFoundError, StorageError
+from streammega.redaction import redact_urls
+from streammega.storage import open_store
+from streammega.storage.urls import is_remote
+
+TEXT = ("text", "jsonl")
+"""Formats that hold text and nothing else."""
+
+
+def check_encoder(
+    inputs: Sequence[Input], tokenizer: TextTokenizer | None, options: ConvertOptions, storage: StorageConfig
+) -> None:
+    """Raise what encoding would raise at the first text: no tokenizer, a dtype that is too narrow, a package that is missing."""
+    if not any(item.format in TEXT for item in inputs):
+        return
+    if tokenizer is None:
+        raise ConvertError("the inputs hold text, so a tokenizer is needed: --tokenizer tokenizer.json (or `bytes`)")
+    BatchEncoder(tokenizer, options, storage)
+
+
+def check_writable(prefix: str, storage: StorageConfig) -> None:
+    """Raise ConvertError if nothing can be written where the output goes: an object is put there, and removed."""
+    url = f"{prefix}.writable"
+    store, key = open_store(url, storage)
+    place = redact_urls(prefix)
+    try:
+        writer = store.open_writer(key)
+        try:
+            writer.write(b"streammega convert tries whether it can write here")
+            writer.commit()
+        except BaseException:
+            writer.abort()
+            raise
+    except ObjectNotFoundError:
+        what = "there is no such bucket; create it, or check its name" if is_remote(prefix) else "there is no such folder"
+        raise ConvertError(f"{place}: cannot be written: {what}") from None
+    except StorageError as error:
+        if error.transient:
+            raise
+        raise ConvertError(f"{place}: cannot be written: {error}") from None
+    with suppress(StorageError):  # who may not delete may still convert
+        store.delete(key)
+
+
+def make_work_folder(work: str) -> None:
+    """Raise ConvertError if the work folder cannot be made."""
+    try:
+        os.makedirs(work, exist_ok=True)
+    except OSError as error:
+        raise ConvertError(
+            f"{work}: the work folder cannot be made ({error.strerror}); name another by --work, a folder or a URL"
+        ) from None
