@@ -42,7 +42,7 @@ from streammega.convert.tokenizers import TextTokenizer, load_tokenizer
 from streammega.convert.units import Job, UnitRecord, plan_units, read_record, run_unit
 from streammega.errors import ConfigError, ConvertError
 from streammega.index.cache import default_cache_dir
-from streammega.index.manifest import MANIFEST, Manifest, Shard, read_manifest
+from streammega.index.manifest import MANIFEST, Manifest, Shard
 from streammega.index.reader import IndexedDataset
 from streammega.index.shards import shard_name, split_name
 from streammega.kernels.parallel import num_threads
@@ -330,7 +330,6 @@ class _Conversion:
         asked = json.dumps([self.options.digest(), self.tokenizer.digest if self.tokenizer else "", inputs])
         job = hashlib.blake2b(asked.encode(), digest_size=12).hexdigest()
         return Publisher(self.prefix, self.options.kind, self.work, self.storage, job)
-
 
     def leave(self) -> None:
         """After an interruption: keep what a second run can use, and nothing else."""
