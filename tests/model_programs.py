@@ -87,7 +87,7 @@ def gradients(model: ParallelModel, tokens: torch.Tensor) -> dict[str, torch.Ten
     finish_grad_sync(model.wrapped, tokens)
     found = {}
     if model.config.parallel.optimizer == "sharded" and model.ranks.group("tp") is None:
-        return {canonical(slot.name): slot.main_grad.clone() for own in model.wrapped for slots in own._slots() for slot in slots}
+        return {canonical(slot.name): slot.main_grad.clone() for own in model.wrapped for slot in own.reducer.slots()}
     for name, parameter in names_of(model).items():
         grad = parameter.grad
         if isinstance(grad, DTensor):
