@@ -406,6 +406,27 @@ def test_a_forked_child_reads_by_itself(server: tuple[Running, Path], tmp_path: 
     assert torch.equal(got, expected)
 
 
+LEFT_OPEN = """
+import atexit, sys, threading
+atexit.register(lambda: print(sorted({t.name for t in threading.enumerate() if t.name.startswith("streammega")})))
+from streammega import DataConfig, StreamLoader
+config = DataConfig(
+    blend=[sys.argv[1]], sequence_length=64, order="stream", num_samples=(100_000, 0, 0), lanes=16, index_cache_dir=sys.argv[2],
+)
+batches = iter(StreamLoader(config, micro_batch_size=4, global_batch_size=8))
+next(batches)
+"""
+
+
+def test_a_program_may_end_with_an_iteration_open(server: tuple[Running, Path], tmp_path: Path) -> None:
+    """Exit functions run before Python takes threads away: one that is in torch then would abort the process."""
+    _, root = server
+    command = [sys.executable, "-c", LEFT_OPEN, str(root / "data" / "web"), str(tmp_path)]
+    environment = os.environ | {"PYTHONPATH": os.getcwd()}
+    run = subprocess.run(command, capture_output=True, text=True, timeout=120, env=environment, check=False)
+    assert (run.returncode, run.stdout) == (0, "[]\n"), run.stderr
+
+
 FORK = """
 import gc, os, sys, time
 from streammega import StorageConfig

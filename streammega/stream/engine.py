@@ -7,10 +7,13 @@ The order of everything is that of need. Nothing is fetched that the plan does n
 
 from __future__ import annotations
 
+import atexit
+import contextlib
 import logging
 import queue
 import threading
 import time
+import weakref
 from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -47,6 +50,9 @@ SECONDS_AHEAD = 20.0
 """What the caller will take in this time is planned ahead, no more: a slow caller needs its cores for other things."""
 READY_SLABS = 4
 """Slabs made ahead at least: with fewer, the two threads wait for each other at every one."""
+
+
+_live: weakref.WeakSet[Engine] = weakref.WeakSet()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -114,6 +120,7 @@ class Engine:
 
     def __iter__(self) -> Iterator[tuple[int, Batch]]:
         self._thread = threading.Thread(target=self._run, name="streammega-batch", daemon=True)
+        _live.add(self)
         self._thread.start()
         if self._reader.scattered and self._dataset.config.storage.cache_dir is not None:
             self._stager = self.stats.stager = Stager(self._reader.files, self._dataset.config.storage)
@@ -372,3 +379,11 @@ class Engine:
         if freed and self._fetcher is not None:
             self._fetcher.release([self._holdings.pop(slot) for slot in freed])
             self._reader.planner.slots.put_back(freed)
+
+
+@atexit.register
+def _close_all() -> None:
+    """End the threads of iterations that were left open: one that is in torch when Python ends would abort the process."""
+    for engine in list(_live):
+        with contextlib.suppress(Exception):
+            engine.close()
