@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.distributed.tensor.debug as tensor_debug
 
 import streammega.ranks
 import streammega.train.loop  # noqa: F401 - imported once, by the server that forks
@@ -106,3 +107,10 @@ def _serve(pipe: Connection) -> None:
         finally:
             if dist.is_initialized():
                 dist.destroy_process_group()
+                _forget_meshes()
+
+
+def _forget_meshes() -> None:
+    """DTensor's caches hold meshes, and take one of a group that is gone for an equal one of the next."""
+    for name in ("_clear_sharding_prop_cache", "_clear_python_sharding_prop_cache"):
+        getattr(tensor_debug, name, lambda: None)()
