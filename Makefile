@@ -26,8 +26,9 @@ demo: $(STAMP)  ## train from s3:// on two ranks, kill it twice, resume, and pro
 test: $(STAMP)  ## the tests, on the CPU whatever the machine has
 	CUDA_VISIBLE_DEVICES= $(PYTEST) -n 2 --dist worksteal -m "not soak"
 
-cuda: $(STAMP)  ## what needs a GPU: the tests marked cuda (some need two); skipped with a reason where there is none
+cuda: $(STAMP)  ## what needs a GPU: the tests marked cuda (some need two), what a step costs; skipped with a reason where there is none
 	$(PYTEST) -m cuda -rs --timeout 600
+	$(BIN)/python tools/bench/training.py --device cuda --only cost
 
 check: $(STAMP) format lint types test  ## what CI runs: format, lint, types, tests
 

@@ -58,12 +58,18 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--runs", type=int, default=9, help="rounds of both sides (default: %(default)s)")
     parser.add_argument("--device", default="cpu", choices=["cpu", "cuda"])
-    parser.add_argument("--only", choices=["buckets", "sharded", "batches", "waiting"], help="one part")
+    parser.add_argument("--only", choices=["buckets", "sharded", "batches", "waiting", "cost"], help="one part")
+    parser.add_argument("--trace", help="write the profile of three steps of `cost` here, for chrome://tracing")
     chosen = parser.parse_args()
+    if chosen.device == "cuda" and not torch.cuda.is_available():
+        print("torch.cuda.is_available() is False: nothing was measured")
+        return 0
     where = torch.cuda.get_device_name() if chosen.device == "cuda" else f"{os.cpu_count()} cores"
     print(f"Python {platform.python_version()}, torch {torch.__version__}, {where}; 2 ranks, {chosen.runs} rounds, medians\n")
     with tempfile.TemporaryDirectory(prefix="streammega-bench-") as folder:
-        for name, part in (("buckets", buckets), ("sharded", sharded), ("batches", batches), ("waiting", waiting)):
+        pairs = chosen.device == "cpu" or torch.cuda.device_count() > 1  # NCCL takes one rank for each GPU
+        parts = {"buckets": buckets, "sharded": sharded, "batches": batches, "waiting": waiting} if pairs else {}
+        for name, part in (parts | {"cost": cost}).items():
             if chosen.only in (None, name):
                 part(chosen, Path(folder))
     return 0
@@ -114,6 +120,27 @@ def waiting(chosen: argparse.Namespace, folder: Path) -> None:
     print(
         f"  step {np.median(times['step']) * 1e3:.0f} ms, waiting {np.median(times['wait']) * 1e6:.0f} us: {np.median(share):.4%} (mean {np.mean(share):.4%})\n"
     )
+
+
+def cost(chosen: argparse.Namespace, folder: Path) -> None:
+    """One rank: its step from `s3://` on loopback beside the same step on one batch that stays on the device."""
+    from tools.bench.step_cost import BIG, SMALL, measure
+
+    size = BIG if chosen.device == "cuda" else SMALL
+    print(f"cost to the step: {size}, from s3:// on loopback, beside one resident batch")
+    root = folder / "cost"
+    write_tokens(root / "data" / "web", size.tokens)
+    with running(root) as server:
+        figures = measure(
+            torch.device(chosen.device), size, server.storage_options, folder / "cost.cache", chosen.runs, chosen.trace
+        )
+    report("  step", figures["loader"], figures["resident"])
+    print(f"  waiting for data: {np.median(figures['share']):.4%} of a step (mean {np.mean(figures['share']):.4%})")
+    print(f"  CPU seconds of the host for 10^9 tokens, beyond those of the resident batch: {figures['cpu'][0]:.1f}")
+    if figures["copy"]:
+        copied, beside = figures["copy"]
+        print(f"  copies to the device: {copied:.0f} us a step, {beside:.0%} of it beside kernels")
+    print()
 
 
 # What ranks do.
