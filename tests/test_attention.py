@@ -91,9 +91,9 @@ def reference(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cu_seqlens: Any
     return (scores.softmax(-1) @ v).transpose(1, 2)
 
 
-def packed_kernel(q: Any, k: Any, v: Any, cu_q: Any, cu_k: Any, most_q: int, most_k: int, *, window_size: Any) -> torch.Tensor:
+def packed_kernel(q: Any, k: Any, v: Any, cu_q: Any, cu_k: Any, most_q: int, most_k: int, **causal: Any) -> torch.Tensor:
     """What varlen_attn does, in the words of its documentation, and what it needs."""
-    assert window_size == (-1, 0)
+    assert causal in ({"window_size": (-1, 0)}, {"is_causal": True})
     assert q.is_contiguous()
     assert k.is_contiguous()
     assert (cu_q.dtype, cu_k.dtype) == (torch.int32, torch.int32)

@@ -323,7 +323,7 @@ class FsspecWriter:
 
     def write(self, data: bytes | memoryview) -> None:
         """Append bytes, in parts that grow: s3fs sends one whenever `blocksize` bytes are there."""
-        if not self._file.fs.fixed_upload_size:
+        if not getattr(self._file.fs, "fixed_upload_size", False):  # s3fs of 2024 has no such setting
             sent = len(getattr(self._file, "parts", None) or [])
             self._file.blocksize = max(self._file.blocksize, part_bytes(sent))
         try:
