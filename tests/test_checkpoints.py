@@ -9,6 +9,7 @@ import logging
 import os
 import pickle
 import shutil
+import signal
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -28,9 +29,10 @@ from streammega.train.checkpoint_folder import Folder
 from streammega.train.checkpoint_open import open_place
 from streammega.train.config import load_run
 from streammega.train.host_copies import HostCopies
-from streammega.train.loop import Terminated, Trainer
+from streammega.train.loop import Trainer
 from streammega.train.metrics import read_metrics
 from streammega.train.state import Boxes
+from streammega.train.stopping import Terminated
 from tests.checkpoint_programs import failing_save, hold, outcome, train_and_die, train_slowly, train_steps
 from tests.conftest import write_random_pair
 from tests.gang import Gang
@@ -325,7 +327,7 @@ def test_a_stopped_run_waits_for_its_save_and_makes_no_second_one_where_that_is_
     assert resumed(run_file).step == 3
     late = resumed(run_file, "train.iters=16", "train.save_interval=3")
     late.checkpoints.last = (3, time.monotonic() - 31)
-    late._ask_to_stop()
+    late.requests.note(signal.SIGTERM, 0.0)
     with pytest.raises(Terminated, match=r"after step 4, which is saved"):
         late.run()
     assert resumed(run_file).step == 4

@@ -8,6 +8,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 EXAMPLES = Path(__file__).parent.parent / "tools" / "examples"
 
 
@@ -20,6 +22,16 @@ def run(folder: Path, name: str, ranks: int, *arguments: str) -> str:
     )  # fmt: skip
     assert done.returncode == 0, done.stderr[-3000:]
     return done.stdout
+
+
+@pytest.mark.parametrize("name", ["batches.py", "buckets.py"])
+def test_an_example_of_several_ranks_says_so_where_it_is_run_as_one(tmp_path: Path, name: str) -> None:
+    environment = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE")}
+    done = subprocess.run(
+        [sys.executable, str(EXAMPLES / name)], cwd=tmp_path, env=environment, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 1
+    assert re.fullmatch(rf"this is one rank of several: run torchrun --nproc-per-node \d tools/examples/{name}\n", done.stderr)
 
 
 def test_only_the_loader_goes_on_where_it_stopped_on_other_ranks(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
 import re
 import subprocess
@@ -514,6 +515,12 @@ def test_a_run_whose_data_ends_before_its_last_step_does_not_end_well(
     ]
     assert train_main([run_file, *overrides]) == 1
     assert "the data ends at sample 128, after step 14 of 16" in capsys.readouterr().err
+
+
+def test_a_finished_run_says_so(trained: RunConfig, run_file: str, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.INFO):
+        assert train_main([run_file]) == 0
+    assert "step 16: train.iters = 16 is reached, and nothing left to train; raise it to go on" in caplog.messages
 
 
 @pytest.mark.parametrize("size", [4, 16])

@@ -19,7 +19,8 @@ from torch.distributed.rendezvous import rendezvous
 from streammega.errors import ConfigError, StorageError, StreammegaError
 from streammega.train.config import RunConfig, load_run
 from streammega.train.devices import agree, check_backend, choose, place_of, seat_of, take
-from streammega.train.loop import Terminated, Trainer
+from streammega.train.loop import Trainer
+from streammega.train.stopping import Terminated
 from streammega.train.watch import Watch
 
 log = logging.getLogger(__name__)
@@ -32,8 +33,8 @@ START_TIMEOUT = 300.0
 def run(path: str, overrides: Sequence[str]) -> None:
     """Train as the TOML file says, on the ranks that torchrun started (one, without it). Resumes by itself.
 
-    Raises StreammegaError for what is wrong with the run, RankError where a collective with other ranks failed, Interrupted after
-    Ctrl-C, and Terminated after SIGTERM.
+    Raises StreammegaError for what is wrong with the run, RankError where a collective with other ranks failed, Terminated where a
+    signal ended it with a checkpoint, and Interrupted where Ctrl-C did so at once.
     """
     config = load_run(path, overrides)
     device, watch = _start_ranks(config)
@@ -62,12 +63,12 @@ def run(path: str, overrides: Sequence[str]) -> None:
 
 
 class Interrupted(Exception):
-    """Ctrl-C ended the run."""
+    """Ctrl-C ended the run at once: before its first step, or a second one."""
 
 
 def _failure(error: BaseException, watch: Watch, config: RunConfig) -> BaseException:
     """What this rank ends with, after it has told the others why, or asked them."""
-    interrupted = isinstance(error, KeyboardInterrupt) or watch.signalled(signal.SIGINT)
+    interrupted = isinstance(error, KeyboardInterrupt) or watch.interrupted
     if watch.world > 1 and not interrupted and not isinstance(error, StreammegaError | OSError) and _is_of_others(error):
         return _failure_of_others(error, watch)
     watch.claim()
@@ -144,7 +145,7 @@ def main(arguments: Sequence[str], name: str | None = None) -> int:
         return 1
     except Terminated as stopped:
         print(f"[{rank}] {stopped}", file=sys.stderr)
-        return 128 + signal.SIGTERM
+        return 128 + stopped.number
     except (Interrupted, KeyboardInterrupt) as stopped:
         print(f"[{rank}] {stopped or 'interrupted'}", file=sys.stderr)
         return 128 + signal.SIGINT

@@ -141,7 +141,7 @@ class TrainConfig:
     deterministic: bool = False
     """Only algorithms of torch that give the same bits every time; an operation that has none is an error. Slower on CUDA."""
     save_interval: int = 0
-    """Steps from one checkpoint to the next; the last step is saved too. 0: no checkpoints but after a SIGTERM."""
+    """Steps from one checkpoint to the next; the last step is saved too. 0: no checkpoints but after SIGTERM or Ctrl-C."""
     keep_checkpoints: int = 3
     """The last so many are kept."""
     async_save: bool = True

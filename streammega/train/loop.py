@@ -5,10 +5,7 @@ from __future__ import annotations
 import logging
 import math
 import signal
-import threading
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
 
@@ -38,6 +35,7 @@ from streammega.train.parallel import Losses, ParallelModel
 from streammega.train.schedule import set_learning_rate
 from streammega.train.sharded_optimizer import LossScale, ShardedOptimizer
 from streammega.train.splits import has_valid, open_split, source_names, validation_sets
+from streammega.train.stopping import StopRequests, Terminated, heard
 from streammega.train.watch import Watch
 
 log = logging.getLogger(__name__)
@@ -46,10 +44,6 @@ NCCL_MARGIN = 60.0
 """Seconds: NCCL's own watchdog aborts the process without saying which rank was missing, so it must come after the watch."""
 RECENT_SECONDS = 30.0
 """A checkpoint of so few seconds ago is enough when a run is stopped: torchrun leaves it as long before it kills it."""
-
-
-class Terminated(Exception):
-    """The run was ended by SIGTERM, after a checkpoint."""
 
 
 class DataEnded(Exception):
@@ -92,7 +86,9 @@ class Trainer:
         self.metrics: MetricsLog | None = None
         self.ended: str | None = None
         """Why the run stopped before its last step, where the data ended."""
-        self._stop = False
+        self.requests = StopRequests()
+        """What signals have asked of this rank."""
+        self._stop_signal = signal.SIGTERM
         if self.ranks.rank == 0:
             train = config.train
             self.out = OutDir(train.out_dir, config.data.storage)
@@ -121,9 +117,14 @@ class Trainer:
             self.metrics.write(position["record"])  # the run was killed while it evaluated
 
     def run(self) -> None:
-        """Train until `iters`, saving and evaluating at their intervals and at the end. Raises Terminated after a SIGTERM."""
+        """Train until `iters`, saving and evaluating at their intervals and at the end.
+
+        Raises Terminated after SIGTERM or Ctrl-C, and KeyboardInterrupt where a second Ctrl-C wants the end at once.
+        """
         train = self.config.train
-        with _on_sigterm(self._ask_to_stop):
+        if self.step >= train.iters and self.ranks.rank == 0:
+            log.info("step %d: train.iters = %d is reached, and nothing left to train; raise it to go on", self.step, train.iters)
+        with heard(self.requests, says=self.ranks.rank == 0), self.watch.gentle():
             while self.step < train.iters:
                 try:
                     record, stop = self.train_step()
@@ -218,7 +219,7 @@ class Trainer:
         return record, totals["stop"]
 
     def _stop_here(self, record: dict[str, Any]) -> None:
-        """End the run after SIGTERM: when the save under way is whole, and with another one unless that is recent enough."""
+        """End the run as a signal asked: when the save under way is whole, and with another one unless that is recent enough."""
         if self.metrics:
             self.metrics.write(record)
         self.watch.phase("saving", self.step)
@@ -227,10 +228,13 @@ class Trainer:
         if saved is None:
             self.save()
         self.close()
-        if saved is None or saved == self.step:
-            raise Terminated(f"stopped by SIGTERM after step {self.step}, which is saved")
+        how = "interrupted" if self._stop_signal == signal.SIGINT else f"stopped by {self._stop_signal.name}"
+        what = ", which is saved"
+        if saved not in (None, self.step):
+            what = f"; step {saved}, of less than {RECENT_SECONDS:.0f} s before, is saved"
         raise Terminated(
-            f"stopped by SIGTERM after step {self.step}; step {saved}, of less than {RECENT_SECONDS:.0f} s before, is saved"
+            f"{how} after step {self.step}{what} in {self.config.train.out_dir}; the same command goes on from there",
+            self._stop_signal,
         )
 
     def _try_validation(self) -> None:
@@ -333,25 +337,28 @@ class Trainer:
     def _totals(self, losses: Losses, ids: NDArray[np.int64]) -> dict[str, Any]:
         """Means over the global batch, by source too, and whether to stop: one small collective a step."""
         count = len(self.sources)
-        total = torch.zeros(4 + 2 * count, dtype=torch.float64)
-        total[0], total[3] = float(self._stop), float(self.checkpoints.failed)
+        total = torch.zeros(5 + 2 * count, dtype=torch.float64)
+        total[0] = self.requests.first is not None
+        total[1] = self.requests.first == signal.SIGINT
+        total[2] = self.checkpoints.failed
         if self._contributes:
             loss, tokens = losses.loss.double().cpu(), losses.tokens.double().cpu()
-            total[1:3] = torch.stack((loss.sum(), tokens.sum()))
+            total[3:5] = torch.stack((loss.sum(), tokens.sum()))
             if count > 1:
                 located = self.loader.dataset.samples.locate(ids)
                 source = torch.from_numpy(located.dataset[located.row_splits[:-1]].astype("int64"))
-                total[4 : 4 + count].index_add_(0, source, loss)
-                total[4 + count :].index_add_(0, source, tokens)
+                total[5 : 5 + count].index_add_(0, source, loss)
+                total[5 + count :].index_add_(0, source, tokens)
         total = total.to(self.device)
         self.ranks.all_reduce(total, WORLD)
-        stop, loss_sum, token_sum, failed_saves, *by_source = total.tolist()
+        stops, interrupts, failed_saves, loss_sum, token_sum, *by_source = total.tolist()
         if failed_saves:  # known to all ranks now: none goes on into a collective that another one has left
             self.checkpoints.wait()
             raise StorageError("a checkpoint could not be written: another rank says why")
+        self._stop_signal = signal.SIGINT if interrupts else signal.SIGTERM  # one for all ranks, whichever were signalled
         sums, counts = by_source[:count], by_source[count:]
         sources = {name: s / n for name, s, n in zip(self.sources, sums, counts, strict=True) if n} if count > 1 else {}
-        return {"stop": stop > 0, "loss": loss_sum / max(token_sum, 1.0), "sources": sources}
+        return {"stop": stops > 0, "loss": loss_sum / max(token_sum, 1.0), "sources": sources}
 
     def _hash(self, batches: list[Batch], ids: NDArray[np.int64], start: int, size: int) -> str:
         """The hash of the global batch that all ranks together were given. Tensor-parallel copies must agree."""
@@ -371,9 +378,6 @@ class Trainer:
         self.ranks.all_reduce(digests, WORLD)
         return global_batch_hash({start + n: digest for n, digest in enumerate(digests.tolist())})
 
-    def _ask_to_stop(self) -> None:
-        self._stop = True
-
 
 def _check_pipeline(config: RunConfig, layout: ParallelLayout) -> None:
     """Raise ConfigError for steps of too few micro-batches to keep the pipeline's stages busy."""
@@ -384,16 +388,3 @@ def _check_pipeline(config: RunConfig, layout: ParallelLayout) -> None:
                 f"a step of {size} samples has {size // micro} micro-batches on each rank; parallel.pp {layout.pp} needs "
                 f"{'a multiple of' if rounds else 'at least'} {layout.pp}: change train.global_batch_size or micro_batch_size"
             )
-
-
-@contextmanager
-def _on_sigterm(callback: Callable[[], None]) -> Iterator[None]:
-    """Call back at SIGTERM. Signals reach main threads only."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    before = signal.signal(signal.SIGTERM, lambda *_: callback())
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, before)

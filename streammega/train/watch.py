@@ -8,7 +8,7 @@ and with NCCL no collective raises when another rank is gone. So a thread watche
 | another rank said why it ends | a beat |
 | the next rank gives no sign of life | `SILENCE` beats, or `patience` if that is shorter; after a signal `SOON` |
 | this rank is where it was, and another is behind it | `patience` |
-| Ctrl-C, and the main thread does not take it | `SOON` |
+| Ctrl-C that is to end the run at once, and the main thread does not take it | `TAKEN` |
 """
 
 from __future__ import annotations
@@ -20,12 +20,13 @@ import select
 import signal
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from torch.distributed import Store  # type: ignore[attr-defined]
 
 from streammega.train.board import Board
+from streammega.train.stopping import StopRequests
 
 log = logging.getLogger(__name__)
 
@@ -35,6 +36,8 @@ SILENCE = 60
 """Beats: some libraries hold Python's lock for many seconds, and a job of thousands of ranks must not end for that."""
 SOON = 5
 """Beats after which silence counts where a signal says that the job is ending."""
+TAKEN = 2
+"""Beats in which a main thread that runs Python takes a Ctrl-C by itself, and says more than the watch can."""
 LOOKS = 10
 """Beats between two looks at all ranks: at a thousand ranks each look is a large answer."""
 LAST_WORDS = 5.0
@@ -66,7 +69,10 @@ class Watch:
         self._last_word = threading.Lock()
         self._signals = _Signals()
         self._others = _Others(rank, world)
-        self._signalled: dict[int, int] = {}
+        self._requests = StopRequests()
+        self._gentle = False
+        self._asked: int | None = None
+        self._asked_at_once: int | None = None
         self._looked = 0
         if store is not None:
             self._signals.listen()
@@ -91,9 +97,19 @@ class Watch:
         if self._board is not None:
             self._last_word.acquire()
 
-    def signalled(self, number: int) -> bool:
-        """Whether this signal has come, as far as the thread knows."""
-        return number in self._signalled
+    @contextlib.contextmanager
+    def gentle(self) -> Iterator[None]:
+        """While the main thread takes a first Ctrl-C as a request to end after the step; otherwise each one ends the run at once."""
+        self._gentle = True
+        try:
+            yield
+        finally:
+            self._gentle = False
+
+    @property
+    def interrupted(self) -> bool:
+        """Whether a Ctrl-C that is to end the run at once has come, as far as the thread knows."""
+        return self._asked_at_once is not None
 
     def explain(self) -> str:
         """What the others say after a collective failed: who failed first, who gives no sign of life, what each was doing."""
@@ -129,13 +145,22 @@ class Watch:
             except Exception as error:  # a connection that broke; the next beat takes another
                 failures += 1
                 log.log(logging.WARNING if failures == SILENCE else logging.DEBUG, "the job's store does not answer: %s", error)
-            if reason is None and self._beats_since(signal.SIGINT) > SOON:
+            if reason is None and self._beats_since(self._asked_at_once) > TAKEN:
                 reason, code = "interrupted", 128 + signal.SIGINT
                 self.fail(reason)
             if reason is not None and not self._ended.is_set():
                 self._end(reason, code)
             for number in self._signals.wait(BEAT):
-                self._signalled.setdefault(number, self._beats)
+                self._hear(number)
+
+    def _hear(self, number: int) -> None:
+        """Note a signal, and the beat at which it began to matter."""
+        self._requests.note(number, time.monotonic())
+        if self._requests.first is not None and self._asked is None:
+            self._asked = self._beats
+        ends = self._requests.at_once or (number == signal.SIGINT and not self._gentle)
+        if ends and self._asked_at_once is None:
+            self._asked_at_once = self._beats
 
     def _beat(self) -> None:
         assert self._board is not None
@@ -148,7 +173,7 @@ class Watch:
         cause = self._board.cause()
         if cause is not None:
             return _as_words(cause) if cause["rank"] != self.rank else None  # its own: the main thread is about to say it
-        told = max(self._beats_since(signal.SIGTERM), self._beats_since(signal.SIGINT))
+        told = self._beats_since(self._asked)
         limit = max(SOON, min(self.patience / BEAT, SILENCE))
         suspicious = self._others.silence(self._board) >= (SOON if told else limit)
         waits = time.monotonic() - self._since > self.patience
@@ -166,8 +191,8 @@ class Watch:
             self.fail(words, seen=True)
         return words or None
 
-    def _beats_since(self, number: int) -> int:
-        return self._beats - self._signalled[number] if number in self._signalled else 0
+    def _beats_since(self, beat: int | None) -> int:
+        return 0 if beat is None else self._beats - beat
 
     def _explain(self) -> str:
         assert self._board is not None

@@ -5,6 +5,7 @@
 Tensor-parallel rank 0 reads; the ids go to its group as one message, two bytes a token; labels, masks and positions are derived.
 """
 
+import os
 import sys
 
 import torch.distributed as dist
@@ -16,8 +17,11 @@ PREFIX = sys.argv[1] if len(sys.argv) > 1 else "mock://tokens=1000000,vocab=1000
 
 
 def main() -> None:
+    if "RANK" not in os.environ:
+        sys.exit("this is one rank of several: run torchrun --nproc-per-node 4 tools/examples/batches.py")
     dist.init_process_group()
-    layout = sm.ParallelLayout.of_world(dist.get_world_size(), tp=2, cp=2 if dist.get_world_size() % 4 == 0 else 1)
+    world = dist.get_world_size()
+    layout = sm.ParallelLayout.of_world(world, tp=2 if world % 2 == 0 else 1, cp=2 if world % 4 == 0 else 1)
     ranks = sm.Ranks(layout)
     data = sm.DataConfig(blend=[PREFIX], sequence_length=64, order="stream")
     with open_loader(data, ranks, micro_batch_size=2, global_batch_size=8) as loader:
@@ -25,7 +29,7 @@ def main() -> None:
             batch = sm.get_batch(loader, ranks)  # or iterate sm.RankBatches(loader, ranks, device): one batch ahead
             kept = batch["position_ids"][0]
             line = f"step {step}: {ranks.at}: {tuple(batch['tokens'].shape)} tokens, from position {int(kept[0])}"
-            lines = [""] * dist.get_world_size()
+            lines = [""] * world
             dist.all_gather_object(lines, line)
             if dist.get_rank() == 0:
                 print("\n".join(lines))

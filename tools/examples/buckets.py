@@ -8,6 +8,8 @@ number of ranks loads. Remove the folder buckets.ckpt to begin anew.
 """
 
 import contextlib
+import os
+import sys
 from pathlib import Path
 
 import torch
@@ -23,6 +25,8 @@ FOLDER = Path("buckets.ckpt")
 
 
 def main() -> None:
+    if "RANK" not in os.environ:
+        sys.exit("this is one rank of several: run torchrun --nproc-per-node 2 tools/examples/buckets.py")
     dist.init_process_group()
     torch.manual_seed(0)
     bare = nn.Sequential(nn.Linear(64, 256), nn.GELU(), nn.Linear(256, 64)).to(torch.bfloat16)
