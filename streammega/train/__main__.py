@@ -33,8 +33,8 @@ START_TIMEOUT = 300.0
 def run(path: str, overrides: Sequence[str]) -> None:
     """Train as the TOML file says, on the ranks that torchrun started (one, without it). Resumes by itself.
 
-    Raises StreammegaError for what is wrong with the run, RankError where a collective with other ranks failed, Terminated where a
-    signal ended it with a checkpoint, and Interrupted where Ctrl-C did so at once.
+    Raises StreammegaError for what is wrong with the run, RankError where a collective with other ranks failed,
+    Terminated where a signal ended it with a checkpoint, and Interrupted where Ctrl-C did so at once.
     """
     config = load_run(path, overrides)
     device, watch = _start_ranks(config)
