@@ -101,7 +101,7 @@ def _load_entry(optimizer: ShardedOptimizer, entry: _Entry, piece: Piece, given:
     if entry.is_narrow and MAIN in given:
         _fill(f"{entry.name}.{MAIN}", entry.boxed(MAIN), given[MAIN])
     if is_fresh(entry.values):
-        optimizer.inner.state.pop(piece.main, None)
+        _begin_anew(optimizer, entry, piece)
     else:
         optimizer.inner.state[piece.main] = entry.values
 
@@ -109,6 +109,17 @@ def _load_entry(optimizer: ShardedOptimizer, entry: _Entry, piece: Piece, given:
 def is_fresh(values: Mapping[str, Any]) -> bool:
     """Whether a state is that of a parameter that was never stepped: the optimizer makes it anew, as it makes its first."""
     return "step" in values and float(values["step"]) == 0
+
+
+def _begin_anew(optimizer: ShardedOptimizer, entry: _Entry, piece: Piece) -> None:
+    """Drop the state of a piece; what an optimizer makes when it is built, as Adagrad did up to torch 2.12, is made again."""
+    state = optimizer.inner.state
+    state.pop(piece.main, None)
+    group = optimizer.inner.param_groups[optimizer.group_of[id(entry.slot)]]
+    settings = {name: value for name, value in group.items() if name != "params"}
+    built = optimizer.make_inner([{"params": [piece.main], **settings}])
+    if piece.main in built.state:
+        state[piece.main] = built.state[piece.main]
 
 
 def _entries(optimizer: ShardedOptimizer) -> list[_Entry]:
