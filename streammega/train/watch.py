@@ -99,7 +99,7 @@ class Watch:
 
     @contextlib.contextmanager
     def gentle(self) -> Iterator[None]:
-        """Meanwhile the main thread takes a first Ctrl-C as a request to end after the step; otherwise each ends the run at once."""
+        """Meanwhile the main thread takes a first Ctrl-C as a request to end after the step; else each ends the run at once."""
         self._gentle = True
         try:
             yield
