@@ -41,6 +41,9 @@ def convert(
     ] = None,
     key: Annotated[list[str] | None, typer.Option(help="JSON key of the text; repeat for more; KEY:MODE gives a mode.")] = None,
     chat: Annotated[bool, typer.Option(help="Records hold messages; answers get mode 1.")] = False,
+    chat_template: Annotated[
+        str | None, typer.Option(help="How messages are written: tokenizer (its own template), chatml, llama3, or a file.")
+    ] = None,
     eod: Annotated[str | None, typer.Option(help="The end-of-document token; found by its usual names by default.")] = None,
     append_eod: Annotated[bool, typer.Option(help="End every document with the end-of-document token.")] = True,
     eod_id: Annotated[int | None, typer.Option(help="For inputs of tokens: the id that ends documents.")] = None,
@@ -92,6 +95,7 @@ def convert(
         tokenizer=tokenizer,
         keys=tuple(key or ["text"]),
         chat=chat,
+        chat_template=chat_template,
         append_eod=append_eod,
         eod=eod,
         eod_id=eod_id,

@@ -12,7 +12,17 @@ from typing import Any
 
 from streammega.errors import FormatError
 
-ROLES = {"system": "system", "user": "user", "human": "user", "assistant": "assistant", "gpt": "assistant", "tool": "tool"}
+ROLES = {
+    "system": "system",
+    "developer": "developer",
+    "user": "user",
+    "human": "user",
+    "assistant": "assistant",
+    "gpt": "assistant",
+    "model": "assistant",
+    "tool": "tool",
+    "function": "function",
+}
 """How roles are spelt, and what they are."""
 LISTS = ("messages", "conversations")
 SPELLINGS = (("role", "content"), ("from", "value"))
@@ -53,24 +63,79 @@ def not_utf8(where: str, error: UnicodeDecodeError) -> FormatError:
 
 def messages_of(record: Any, where: str) -> list[Message]:
     """The turns of a record, in order; none for an empty list. Raises FormatError that names where it came from."""
+    return [_message(turn, number, where) for number, turn in enumerate(_turns(record, where), 1)]
+
+
+def turns_of(record: Any, where: str) -> list[dict[str, Any]]:
+    """The turns of a record as a chat template takes them: `role` (a value of ROLES), `content` and all else that is not null.
+
+    The content is text or a list of parts; only the assistant's may be missing, beside its tool calls. Raises FormatError.
+    """
+    turns = []
+    for number, turn in enumerate(_turns(record, where), 1):
+        role, content, spelling = _role_and_content(turn, number, where)
+        if content is not None or not turn.get("tool_calls"):
+            _text_of(content, role, number, where)
+        others = {name: value for name, value in turn.items() if value is not None and name not in spelling}
+        own = {"role": role} if content is None else {"role": role, "content": content}
+        turns.append(own | others)
+    return turns
+
+
+def joined_content(content: Any) -> Any:
+    """The text of a list of parts; anything else as it is."""
+    return "".join(part["text"] for part in content) if isinstance(content, list) else content
+
+
+def _turns(record: Any, where: str) -> list[Any]:
     turns = None
     if isinstance(record, dict):
         turns = next((record[name] for name in LISTS if record.get(name) is not None), None)
     if not isinstance(turns, list):
         raise FormatError(f"{where}: has neither a list of 'messages' nor of 'conversations'")
-    return [_message(turn, where) for turn in turns]
+    return turns
 
 
-def _message(turn: Any, where: str) -> Message:
-    role = text = None
+def _message(turn: Any, number: int, where: str) -> Message:
+    role, content, _ = _role_and_content(turn, number, where)
+    if turn.get("tool_calls"):
+        raise FormatError(
+            f"{where}: message {number}, of role {role!r}, has tool calls, which are written by a chat template only: give one "
+            f"by --chat-template"
+        )
+    return Message(role, encodable(_text_of(content, role, number, where), where))
+
+
+def _role_and_content(turn: Any, number: int, where: str) -> tuple[str, Any, tuple[str, str]]:
+    """(role, content, how the two are spelt in it)."""
+    role = content = None
+    spelling = SPELLINGS[0]
     if isinstance(turn, dict):
-        for role_name, text_name in SPELLINGS:
-            role, text = turn.get(role_name), turn.get(text_name)
-            if role is not None or text is not None:
+        for spelling in SPELLINGS:
+            role, content = turn.get(spelling[0]), turn.get(spelling[1])
+            if role is not None or content is not None:
                 break
-    if not isinstance(role, str) or role not in ROLES or not isinstance(text, str):
-        raise FormatError(f"{where}: a message needs a role of {', '.join(ROLES)} and a text, not {role!r}")
-    return Message(ROLES[role], encodable(text, where))
+    if not isinstance(role, str) or role not in ROLES:
+        raise FormatError(f"{where}: message {number} needs a role of {', '.join(ROLES)}, not {_short(role)}")
+    return ROLES[role], content, spelling
+
+
+def _text_of(content: Any, role: str, number: int, where: str) -> str:
+    """The text of a content. Raises FormatError for what is none."""
+    place = f"{where}: message {number}, of role {role!r},"
+    if isinstance(content, str):
+        return content
+    if not isinstance(content, list):
+        raise FormatError(f"{place} needs a text, or a list of parts of type 'text', not {_short(content)}")
+    for part in content:
+        if not isinstance(part, dict) or part.get("type") != "text" or not isinstance(part.get("text"), str):
+            raise FormatError(f"{place} has a part that is no text: {_short(part)}; a part is {{'type': 'text', 'text': ...}}")
+    return str(joined_content(content))
+
+
+def _short(value: Any) -> str:
+    spelt = repr(value)
+    return spelt if len(spelt) <= 80 else f"{spelt[:80]}..."
 
 
 def encodable(text: str, where: str) -> str:

@@ -30,6 +30,14 @@ GOOD: dict[str, tuple[Any, list[tuple[str, str]]]] = {
     "a spelling that is null": ({"messages": [{"role": None, "content": None, "from": "human", "value": "q"}, ANSWERED]}, TWO),
     "other keys": ({"id": 7, "messages": [ASKED | {"weight": 0}, ANSWERED]}, TWO),
     "empty texts": ({"messages": [{"role": "system", "content": ""}, ANSWERED]}, [("system", ""), ("assistant", "a")]),
+    "roles of every kind": (
+        {"messages": [{"role": role, "content": "x"} for role in ("developer", "tool", "function", "model")]},
+        [("developer", "x"), ("tool", "x"), ("function", "x"), ("assistant", "x")],
+    ),
+    "texts in parts": (
+        {"messages": [ASKED | {"content": [{"type": "text", "text": "q"}, {"type": "text", "text": "r"}]}, ANSWERED]},
+        [("user", "qr"), ("assistant", "a")],
+    ),
     "letters of every kind": ({"messages": [ASKED, ANSWERED | {"content": "é 😀"}]}, [("user", "q"), ("assistant", "é 😀")]),
 }
 
@@ -49,10 +57,25 @@ BAD: dict[str, tuple[bytes, str]] = {
     "no role": (b'{"messages": [{"content": "a"}]}', "needs a role"),
     "an unknown role": (b'{"messages": [{"role": "robot", "content": "a"}]}', "needs a role.*'robot'"),
     "a role that is a list": (b'{"messages": [{"role": ["assistant"], "content": "a"}]}', "needs a role"),
-    "no text": (b'{"messages": [{"role": "assistant"}]}', "needs a role"),
-    "text that is null": (b'{"messages": [{"role": "assistant", "content": null}]}', "needs a role"),
-    "text of several parts": (b'{"messages": [{"role": "assistant", "content": [{"text": "a"}]}]}', "needs a role"),
-    "two spellings in a turn": (b'{"messages": [{"role": "assistant", "value": "a"}]}', "needs a role"),
+    "no text": (b'{"messages": [{"role": "assistant"}]}', "message 1, of role .assistant., needs a text.*not None"),
+    "text that is null": (
+        b'{"messages": [{"role": "assistant", "content": null}]}',
+        "message 1, of role .assistant., needs a text.*not None",
+    ),
+    "text of several parts": (b'{"messages": [{"role": "assistant", "content": [{"text": "a"}]}]}', "a part that is no text"),
+    "a picture": (
+        b'{"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": "x"}]}]}',
+        "message 1, of role .user., has a part that is no text: .*image_url",
+    ),
+    "tool calls": (b'{"messages": [{"role": "assistant", "content": null, "tool_calls": [1]}]}', "tool calls.*--chat-template"),
+    "a wrong text behind a right one": (
+        b'{"messages": [{"role": "user", "content": "q"}, {"role": "gpt"}]}',
+        "message 2, of role",
+    ),
+    "two spellings in a turn": (
+        b'{"messages": [{"role": "assistant", "value": "a"}]}',
+        "message 1, of role .assistant., needs a text.*not None",
+    ),
     "the other two": (b'{"conversations": [{"from": "gpt", "content": "a"}]}', "needs a role"),
     "half a character": (b'{"messages": [{"role": "assistant", "content": "\\ud800"}]}', "half of a character"),
 }

@@ -186,7 +186,14 @@ def test_modes_that_no_manifest_speaks_of_are_a_mask_where_that_is_asked_for(con
             StreamLoader(replace(config, blend=[plain], order=order, loss_from_modes=True), **SIZES)
 
 
-def test_a_run_on_a_chat_dataset_learns_its_answers_alone(chat: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("template", [None, "chatml"])
+def test_a_run_on_a_chat_dataset_learns_its_answers_alone(
+    chat: str, template: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if template is not None:
+        source = chats(tmp_path / "chat.jsonl", 200)
+        chat = str(tmp_path / "chat")
+        convert([source], chat, tokenizer="bytes", chat=True, chat_template=template, workers=1)
     (tmp_path / "run.toml").write_text(TOML.format(prefix=chat, folder=tmp_path))
     settings = ["train.iters=3", "train.log_interval=1", "train.eval_interval=0", "data.order=stream", "data.split=1,0,0"]
     trained: list[float] = []

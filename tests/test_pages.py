@@ -142,7 +142,7 @@ FEATURES = {
     "tiktoken": "tokenizers",
 }
 """What only some features import, and the extra that brings it."""
-BROUGHT_BY_OTHERS = {"botocore": "s3fs", "llvmlite": "numba"}
+BROUGHT_BY_OTHERS = {"botocore": "s3fs", "llvmlite": "numba", "huggingface_hub": "tokenizers"}
 
 
 def distributions(requirements: list[str]) -> set[str]:

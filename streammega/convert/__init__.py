@@ -1,7 +1,8 @@
 """Corpora to token shards: text through a tokenizer, or tokens from one layout to another; in parallel, restartable."""
 
+from streammega.convert.chat import ChatEncoder
 from streammega.convert.options import ConvertOptions, Runner
 from streammega.convert.report import ConvertReport
 from streammega.convert.run import convert
 
-__all__ = ["ConvertOptions", "ConvertReport", "Runner", "convert"]
+__all__ = ["ChatEncoder", "ConvertOptions", "ConvertReport", "Runner", "convert"]

@@ -60,6 +60,8 @@ def read_arrow(piece: Slice, options: ConvertOptions, storage: StorageConfig, sk
 def _columns(names: list[str], options: ConvertOptions, path: str) -> list[str]:
     wanted = ["messages", "conversations"] if options.chat else [key for key, _ in options.key_modes]
     found = [name for name in wanted if name in names]
+    if found and options.chat_template is not None and "tools" in names:
+        found.append("tools")
     if not found or (not options.chat and len(found) < len(wanted)):
         raise ConvertError(f"{path}: has no column {' or '.join(wanted)} (it has: {', '.join(names)}); name it with --key")
     return found

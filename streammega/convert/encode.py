@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
 
 from streammega.config import StorageConfig
-from streammega.conversations import encodable, load_record, messages_of, not_utf8
+from streammega.conversations import encodable, load_record, messages_of, not_utf8, turns_of
+from streammega.convert.chat import ChatEncoder
+from streammega.convert.chat_templates import Rendered
 from streammega.convert.documents import RawDocument, Tokens, check_lengths
 from streammega.convert.options import ConvertOptions
 from streammega.convert.readers import with_line
@@ -31,7 +33,10 @@ class BatchEncoder:
         self.bos = None if options.bos is None else tokenizer.find(options.bos)
         if options.bos is not None and self.bos is None:
             raise ConvertError(f"the tokenizer has no token {options.bos!r}, which --bos names")
-        if options.chat and self.eod is None:
+        self._chat = None
+        if options.chat_template is not None:
+            self._chat = ChatEncoder(tokenizer, options.chat_template, special_tokens=options.special_tokens or "text")
+        elif options.chat and self.eod is None:
             raise ConfigError("chat ends every message with the end-of-document token; leave append_eod on")
         self.dtype: np.dtype[Any] = np.dtype(options.dtype) if options.dtype else smallest_dtype(tokenizer.vocab_size)
         if tokenizer.vocab_size - 1 > np.iinfo(self.dtype).max:
@@ -40,19 +45,10 @@ class BatchEncoder:
 
     def __call__(self, documents: Sequence[RawDocument], skipped: Skipped) -> Tokens:
         """Encode. Empty documents are counted and left out. Raises ConvertError that names file and line."""
-        parts: list[list[Part]] = []
-        size = 0
-        for document in documents:
-            size += len(document.data) or document.size
-            try:
-                found = self.parts(document)
-            except (ConvertError, FormatError) as error:
-                self._refuse(document, error, skipped)
-                continue
-            if found:
-                parts.append(found)
-            else:
-                _count_empty(skipped)
+        size = sum(len(document.data) or document.size for document in documents)
+        if self._chat is not None:
+            return self._pack_chats(self._read(documents, self._rendered, skipped), size, skipped)
+        parts = self._read(documents, self.parts, skipped)
         flat = [part for own in parts for part in own]
         ids = self.tokenizer.encode([text for text, _, _ in flat]) if flat else []
         if not self._options.keep_empty and not all(map(len, ids)):
@@ -60,7 +56,22 @@ class BatchEncoder:
             flat = [part for own in parts for part in own]
         return self._pack(parts, flat, ids, size)
 
-    def _refuse(self, document: RawDocument, error: Exception, skipped: Skipped) -> None:
+    def _read(self, documents: Sequence[RawDocument], read: Callable[[RawDocument], Any], skipped: Skipped) -> list[Any]:
+        """What `read` makes of documents, without those that are empty or passed over."""
+        found = []
+        for document in documents:
+            try:
+                made = read(document)
+            except (ConvertError, FormatError) as error:
+                self._refuse(document, read, error, skipped)
+                continue
+            if made:
+                found.append(made)
+            else:
+                _count_empty(skipped)
+        return found
+
+    def _refuse(self, document: RawDocument, read: Callable[[RawDocument], Any], error: Exception, skipped: Skipped) -> None:
         """Raise what is wrong with a document as a ConvertError that names its line, or note it where faults are passed over.
 
         Those that are passed over keep their byte (`path@byte`): to count the lines before would read the file again for each.
@@ -69,7 +80,7 @@ class BatchEncoder:
             skipped.add("broken record", str(error))
             return
         try:
-            self.parts(with_line(document, self._storage))
+            read(with_line(document, self._storage))
         except (ConvertError, FormatError) as named:
             raise ConvertError(str(named)) from None
 
@@ -123,6 +134,40 @@ class BatchEncoder:
             tokens[where] = np.fromiter(itertools.chain.from_iterable(ids), self.dtype, int(own.sum()))
         modes = np.fromiter((mode for _, mode, _ in flat), np.int8, len(flat)) if self._options.makes_modes else None
         return Tokens(tokens=tokens, lengths=lengths.astype(np.int32), documents=documents, modes=modes, source_bytes=size)
+
+    def _rendered(self, document: RawDocument) -> Rendered | None:
+        """A conversation by its template; None: it has no messages."""
+        record = document.fields if document.fields is not None else load_record(document.data, document.where)
+        if self._chat is None or not turns_of(record, document.where):
+            return None
+        return self._chat.render(record, document.where)
+
+    def _pack_chats(self, chats: list[Rendered], size: int, skipped: Skipped) -> Tokens:
+        """A sequence of each stretch of tokens that is an answer (mode 1) or none (mode 0); the end is no answer's."""
+        tokens = [np.empty(0, self.dtype)]
+        lengths = [np.empty(0, np.int64)]
+        modes = [np.empty(0, np.int8)]
+        documents = []
+        for ids, answers in self._chat.encode(chats) if self._chat is not None else ():
+            if not len(ids):
+                _count_empty(skipped)
+                continue
+            if self.eod is not None and ids[-1] != self.eod:
+                ids = np.append(ids, self.eod)
+                answers = np.append(answers, False)
+            bounds = np.flatnonzero(np.diff(answers, prepend=not answers[0], append=not answers[-1]))
+            tokens.append(ids.astype(self.dtype))
+            lengths.append(np.diff(bounds))
+            modes.append(answers[bounds[:-1]].astype(np.int8))
+            documents.append(len(bounds) - 1)
+        check_lengths(np.concatenate(lengths))
+        return Tokens(
+            tokens=np.concatenate(tokens),
+            lengths=np.concatenate(lengths).astype(np.int32),
+            documents=np.array(documents, np.int64),
+            modes=np.concatenate(modes),
+            source_bytes=size,
+        )
 
     def parts(self, document: RawDocument) -> list[Part]:
         """The sequences of a document; none if it has no text. Raises ConvertError, FormatError."""

@@ -28,6 +28,9 @@ class ConvertOptions:
     """Keys of a record that hold its text, each a sequence of the document; `key:1` gives its tokens mode 1."""
     chat: bool = False
     """Records hold `messages`: headers and questions get mode 0, answers of the assistant mode 1."""
+    chat_template: str | None = None
+    """How messages are written: `tokenizer` (its own chat template; `tokenizer:NAME`), `chatml`, `llama3`, or a file; answers
+    of the assistant get mode 1, all else 0. None: `<|role|>`, a newline, the text and the end-of-document token."""
     append_eod: bool = True
     eod: str | None = None
     """The end-of-document token; None: found by its usual names."""
@@ -95,6 +98,7 @@ class ConvertOptions:
             token_dtype_named(str(self.input_dtype))
         if self.special_tokens not in (None, "parse", "text"):
             raise ConfigError(f"special_tokens is {self.special_tokens!r}; it must be 'parse' or 'text'")
+        self._check_chat()
         for mode in self.loss_modes or ():
             if not -128 <= mode <= 127:
                 raise ConfigError(f"loss_modes holds {mode}; modes lie between -128 and 127")
@@ -102,6 +106,14 @@ class ConvertOptions:
             raise ConfigError("keys is empty; name the key that holds the text")
         for key in self.keys:
             key_mode(key)
+
+    def _check_chat(self) -> None:
+        if self.chat_template is None:
+            return
+        if not self.chat:
+            raise ConfigError("chat_template (--chat-template) is for conversations; set chat (--chat) too")
+        if self.bos is not None or self.add_special_tokens:
+            raise ConfigError("a chat template writes its special tokens itself: leave out bos (--bos) and add_special_tokens")
 
     @property
     def key_modes(self) -> list[tuple[str, int]]:

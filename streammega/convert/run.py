@@ -30,6 +30,7 @@ from streammega.convert.assemble import (
     remove_duplicates,
     write_shard,
 )  # fmt: skip
+from streammega.convert.chat_sources import as_option, find_template
 from streammega.convert.engines import Work, run_tasks
 from streammega.convert.inputs import Input, find_inputs
 from streammega.convert.labels import Labels, labels_of
@@ -90,6 +91,8 @@ def convert(
     if prefix != output and not output.endswith(".idx"):
         options = replace(options, kind=named)
     tokenizer = load_tokenizer(options.tokenizer, **options.tokenizer_settings) if options.tokenizer else None
+    if options.chat_template is not None:  # all of it, for workers elsewhere, and so that another one is another conversion
+        options = replace(options, chat_template=as_option(find_template(options.chat_template, options.tokenizer)))
     found = find_inputs(inputs, storage)
     labels = labels_of(found, options, tokenizer, storage)
     if tokenizer is None and options.eod_id is None:

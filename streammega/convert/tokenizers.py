@@ -83,7 +83,7 @@ class HuggingFaceTokenizer:
         if not os.path.isfile(name) and "/" not in name and (near := difflib.get_close_matches(name, os.listdir("."), 1, 0.8)):
             raise ObjectNotFoundError(f"{name}: no such tokenizer file; is {near[0]} meant?")
         try:
-            self._model: Any = Tokenizer.from_file(name) if os.path.isfile(name) else Tokenizer.from_pretrained(name)
+            self.model: Any = Tokenizer.from_file(name) if os.path.isfile(name) else Tokenizer.from_pretrained(name)
         except Exception as error:  # the library raises bare Exception
             if os.path.isfile(name):
                 raise ConvertError(f"{name}: is not a tokenizer.json that the tokenizers library reads ({error})") from None
@@ -91,29 +91,29 @@ class HuggingFaceTokenizer:
             raise ConvertError(
                 f"{name}: neither a file nor a tokenizer that the hub could give ({reason}); give the path of a tokenizer.json"
             ) from None
-        self._model.no_truncation()
-        self._model.no_padding()
-        self._model.encode_special_tokens = not parse
-        self.digest = _digest(self._model.to_str().encode())
-        highest = max(self._model.get_vocab(with_added_tokens=True).values(), default=-1)
-        self.vocab_size = max(int(self._model.get_vocab_size(with_added_tokens=True)), int(highest) + 1)
+        self.model.no_truncation()
+        self.model.no_padding()
+        self.model.encode_special_tokens = not parse
+        self.digest = _digest(self.model.to_str().encode())
+        highest = max(self.model.get_vocab(with_added_tokens=True).values(), default=-1)
+        self.vocab_size = max(int(self.model.get_vocab_size(with_added_tokens=True)), int(highest) + 1)
 
     def encode(self, texts: list[str]) -> Sequence[Ids]:
         """A few texts at a time: the encodings of many are so large that making them waits for memory."""
         found: list[Ids] = []
         at_once = AT_ONCE * max(1, _library_threads())
         for first in range(0, len(texts), at_once):
-            encodings = self._model.encode_batch_fast(texts[first : first + at_once], add_special_tokens=self._add)
+            encodings = self.model.encode_batch_fast(texts[first : first + at_once], add_special_tokens=self._add)
             found += [encoding.ids for encoding in encodings]
         return found
 
     def decode(self, ids: Sequence[int]) -> str:
         """The text, special tokens included."""
-        return str(self._model.decode(list(ids), skip_special_tokens=False))
+        return str(self.model.decode(list(ids), skip_special_tokens=False))
 
     def find(self, token: str) -> int | None:
         """By the vocabulary."""
-        found = self._model.token_to_id(token)
+        found = self.model.token_to_id(token)
         return None if found is None else int(found)
 
     def usual_eod(self) -> int | None:
@@ -132,29 +132,29 @@ class SentencePieceTokenizer:
         if not os.path.isfile(path):
             raise ObjectNotFoundError(f"{path}: no such tokenizer file")
         try:
-            self._model: Any = sentencepiece.SentencePieceProcessor(model_file=path)
+            self.model: Any = sentencepiece.SentencePieceProcessor(model_file=path)
         except Exception as error:  # RuntimeError, OSError
             raise ConvertError(f"{path}: is not a SentencePiece model ({error})") from None
-        self.name, self.vocab_size = os.path.basename(path), int(self._model.vocab_size())
-        self.digest = _digest(self._model.serialized_model_proto())
+        self.name, self.vocab_size = os.path.basename(path), int(self.model.vocab_size())
+        self.digest = _digest(self.model.serialized_model_proto())
 
     def encode(self, texts: list[str]) -> Sequence[Ids]:
         """One thread: the processes are the parallelism."""
-        found: Sequence[Ids] = self._model.encode(texts, num_threads=1)
+        found: Sequence[Ids] = self.model.encode(texts, num_threads=1)
         return found
 
     def decode(self, ids: Sequence[int]) -> str:
         """The text."""
-        return str(self._model.decode(list(map(int, ids))))
+        return str(self.model.decode(list(map(int, ids))))
 
     def find(self, token: str) -> int | None:
         """By the vocabulary; the unknown piece is none."""
-        found = int(self._model.piece_to_id(token))
-        return None if found == self._model.unk_id() else found
+        found = int(self.model.piece_to_id(token))
+        return None if found == self.model.unk_id() else found
 
     def usual_eod(self) -> int | None:
         """Its end-of-sentence piece."""
-        found = int(self._model.eos_id())
+        found = int(self.model.eos_id())
         return found if found >= 0 else None
 
 
@@ -178,18 +178,18 @@ class TiktokenTokenizer:
                 taken = set(ranks.values())
                 free = known.first or next(n for n in range(len(taken) + 1) if n not in taken)
                 special = {token: free + n for n, token in enumerate(known.special_tokens)}
-                self._model: Any = tiktoken.Encoding(
+                self.model: Any = tiktoken.Encoding(
                     os.path.basename(name), pat_str=known.expression, mergeable_ranks=ranks, special_tokens=special
                 )
             else:
-                self._model = tiktoken.get_encoding(name.partition(":")[2])
+                self.model = tiktoken.get_encoding(name.partition(":")[2])
         except ConvertError:
             raise
         except Exception as error:  # downloads, files and names fail in their own ways
             raise ConvertError(f"{name}: cannot be loaded ({type(error).__name__}: {str(error)[:200]})") from None
-        self.name, self.vocab_size = os.path.basename(name), int(self._model.n_vocab)
+        self.name, self.vocab_size = os.path.basename(name), int(self.model.n_vocab)
         hasher = hashlib.blake2b(digest_size=16)
-        for token, rank in sorted(self._model._mergeable_ranks.items(), key=lambda pair: pair[1]):
+        for token, rank in sorted(self.model._mergeable_ranks.items(), key=lambda pair: pair[1]):
             hasher.update(b"%d %d " % (rank, len(token)) + token)
         if is_file and known.name != "cl100k_base":  # by which all files were cut once: their digests stay
             hasher.update(known.expression.encode())
@@ -198,16 +198,16 @@ class TiktokenTokenizer:
     def encode(self, texts: list[str]) -> Sequence[Ids]:
         """One thread: the processes are the parallelism."""
         if self._parse:
-            return [self._model.encode(text, allowed_special="all") for text in texts]
-        return [self._model.encode_ordinary(text) for text in texts]
+            return [self.model.encode(text, allowed_special="all") for text in texts]
+        return [self.model.encode_ordinary(text) for text in texts]
 
     def decode(self, ids: Sequence[int]) -> str:
         """The text."""
-        return str(self._model.decode(list(map(int, ids))))
+        return str(self.model.decode(list(map(int, ids))))
 
     def find(self, token: str) -> int | None:
         """By its special tokens."""
-        found = self._model._special_tokens.get(token)
+        found = self.model._special_tokens.get(token)
         return None if found is None else int(found)
 
     def usual_eod(self) -> int | None:

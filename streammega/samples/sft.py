@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 import torch
@@ -10,17 +11,26 @@ import torch.utils.data
 from numpy.typing import NDArray
 
 from streammega.config import DataConfig
-from streammega.conversations import Message, load_record, messages_of
+from streammega.conversations import Message, load_record, messages_of, turns_of
 from streammega.errors import ConfigError, FormatError, ObjectNotFoundError
 from streammega.kernels.shuffle import LegacyShuffler
 from streammega.samples.fields import Batch, check_ids
+
+
+@runtime_checkable
+class ConversationEncoder(Protocol):
+    """Conversations to tokens by a chat template: `streammega.convert.ChatEncoder`."""
+
+    def conversation(self, record: Any, where: str) -> tuple[NDArray[np.int32], NDArray[np.bool_]]:
+        """Token ids of a record, and which of them the assistant says."""
 
 
 class SFTDataset(torch.utils.data.Dataset[Batch]):
     """Samples of whole conversations end to end, none of which sees another.
 
     A line holds {"messages": [{"role", "content"}, ...]} or {"conversations": [{"from", "value"}, ...]}. A message becomes
-    `<|role|>` and a newline, its text, and eod_id; loss is on the text and eod of assistant messages. Conversations are
+    `<|role|>` and a newline, its text, and eod_id; loss is on the text and eod of assistant messages. With a `ChatEncoder` the
+    chat template writes them, and loss is on what it says the assistant writes. Conversations are
     shuffled by the seed and laid into a sample until one does not fit; one longer than a sample is cut (`num_cut` counts them).
 
     `dataset[k]` has tokens, labels, position_ids int64 [S] (positions restart with each conversation), loss_mask float32
@@ -28,17 +38,17 @@ class SFTDataset(torch.utils.data.Dataset[Batch]):
 
     Args:
         paths: JSON-lines files.
-        encode: text to token ids, without special tokens added.
-        config: sequence_length, seed, eod_id (needed), pad_id.
+        encode: text to token ids, without special tokens added; or a `streammega.convert.ChatEncoder`.
+        config: sequence_length, seed, eod_id (needed without a ChatEncoder), pad_id.
 
     Raises ConfigError without eod_id, FormatError naming file and line, or an id at or past vocab_size, ObjectNotFoundError.
     """
 
-    def __init__(self, paths: Sequence[str], encode: Callable[[str], Sequence[int]], config: DataConfig) -> None:
-        if config.eod_id is None:
-            raise ConfigError("fine-tuning needs eod_id, which ends every message")
+    def __init__(
+        self, paths: Sequence[str], encode: Callable[[str], Sequence[int]] | ConversationEncoder, config: DataConfig
+    ) -> None:
         self.config = config
-        conversations = [_encode(messages, encode, config.eod_id) for messages in _conversations(paths)]
+        conversations = list(_encoded(paths, encode, config))
         if not conversations:
             raise FormatError(f"{', '.join(paths)}: hold no conversations")
         self.num_cut = sum(len(tokens) > config.sequence_length for tokens, _ in conversations)
@@ -99,23 +109,39 @@ def pack(lengths: NDArray[np.int64], size: int) -> NDArray[np.int64]:
     return np.array([*firsts, len(lengths)], np.int64)
 
 
-def _conversations(paths: Sequence[str]) -> Iterator[list[Message]]:
-    """The messages of each conversation."""
+def _encoded(
+    paths: Sequence[str], encode: Callable[[str], Sequence[int]] | ConversationEncoder, config: DataConfig
+) -> Iterator[tuple[NDArray[np.int32], NDArray[np.float32]]]:
+    """Token ids of each conversation, and 1.0 where a token belongs to an answer."""
+    if isinstance(encode, ConversationEncoder):
+        for record, where in _records(paths):
+            _check_answered([turn["role"] for turn in turns_of(record, where)], where)
+            tokens, answers = encode.conversation(record, where)
+            yield tokens, answers.astype(np.float32)
+        return
+    if config.eod_id is None:
+        raise ConfigError("fine-tuning needs eod_id, which ends every message")
+    for record, where in _records(paths):
+        messages = messages_of(record, where)
+        _check_answered([message.role for message in messages], where)
+        yield _encode(messages, encode, config.eod_id)
+
+
+def _records(paths: Sequence[str]) -> Iterator[tuple[Any, str]]:
+    """The record of each line, and where it is."""
     for path in paths:
         try:
             with open(path, "rb") as file:
                 for line, data in enumerate(file, 1):
                     if data.strip():
-                        yield _messages(data, f"{path}:{line}")
+                        yield load_record(data, f"{path}:{line}"), f"{path}:{line}"
         except FileNotFoundError:
             raise ObjectNotFoundError(f"{path}: no such file; check the path") from None
 
 
-def _messages(data: bytes, where: str) -> list[Message]:
-    messages = messages_of(load_record(data, where), where)
-    if not any(message.is_answer for message in messages):
+def _check_answered(roles: Sequence[str], where: str) -> None:
+    if "assistant" not in roles:
         raise FormatError(f"{where}: no message of the assistant: there is nothing to learn from it")
-    return messages
 
 
 def _encode(
