@@ -19,6 +19,9 @@ from streammega.train.checkpoint_writer import _Stream
 from streammega.train.config import load_run
 from streammega.train.loop import Trainer
 
+WRITES = 20
+"""Of a file's writes one in so many is a point to be killed at: torch writes a tensor in dozens, of a few bytes each."""
+
 
 def train_steps(rank: int, run_file: str, overrides: list[str], device: str = "cpu") -> int:
     """Resume and train to the end; the step that was resumed from."""
@@ -38,23 +41,27 @@ def train_and_die(rank: int, run_file: str, overrides: list[str], fatal: int | N
     changes = 0
     lock = threading.Lock()
 
-    def counted(function: Callable[..., Any]) -> Callable[..., Any]:
+    def counted(function: Callable[..., Any], of_them: int = 1) -> Callable[..., Any]:
+        """The function, every `of_them`-th call of which is a change."""
+        calls = 0
+
         def change(*args: Any, **kwargs: Any) -> Any:
-            nonlocal changes
+            nonlocal changes, calls
             with lock:
-                if changes == fatal:
-                    os.kill(os.getpid(), signal.SIGKILL)
-                changes += 1
+                if calls % of_them == 0:
+                    if changes == fatal:
+                        os.kill(os.getpid(), signal.SIGKILL)
+                    changes += 1
+                calls += 1
             return function(*args, **kwargs)
 
         return change
 
     for owner, name in ((os, "replace"), (os, "mkdir"), (shutil, "rmtree"), (os, "fsync")):
         setattr(owner, name, counted(getattr(owner, name)))
-    for kind, name in (
-        (obstore_store.ObstoreWriter, "commit"), (obstore_store.ObstoreStore, "delete"), (_Stream, "write"),
-    ):  # fmt: skip
+    for kind, name in ((obstore_store.ObstoreWriter, "commit"), (obstore_store.ObstoreStore, "delete")):
         setattr(kind, name, counted(getattr(kind, name)))
+    _Stream.write = counted(_Stream.write, WRITES)  # type: ignore[method-assign]
     publish = checkpoint.Checkpoints._publish
 
     def noted(self: Any, step: int, *rest: Any) -> None:

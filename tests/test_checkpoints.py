@@ -22,6 +22,7 @@ from streammega.cli import main as cli_main
 from streammega.errors import ConfigError, EndpointError, StateError, StorageError
 from streammega.storage.pread import PreadStore
 from streammega.train import checkpoint_hold
+from streammega.train.boxes import Boxes
 from streammega.train.checkpoint import checkpoints
 from streammega.train.checkpoint_bucket import Bucket
 from streammega.train.checkpoint_files import DamagedError, Files, read_metadata
@@ -31,7 +32,6 @@ from streammega.train.config import load_run
 from streammega.train.host_copies import HostCopies
 from streammega.train.loop import Trainer
 from streammega.train.metrics import read_metrics
-from streammega.train.state import Boxes
 from streammega.train.stopping import Terminated
 from tests.checkpoint_programs import failing_save, hold, outcome, train_and_die, train_slowly, train_steps
 from tests.conftest import write_random_pair

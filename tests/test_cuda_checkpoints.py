@@ -7,10 +7,10 @@ from pathlib import Path
 import pytest
 import torch
 
+from streammega.train.boxes import Boxes
 from streammega.train.config import load_run
 from streammega.train.host_copies import HostCopies
 from streammega.train.loop import Trainer
-from streammega.train.state import Boxes
 from tests.checkpoint_programs import train_slowly
 from tests.conftest import write_random_pair
 from tests.gang import Gang

@@ -13,6 +13,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from streammega.train.buckets import rectangles
+from streammega.train.grad_buffers import local_part
 
 Box = tuple[tuple[int, ...], Tensor]
 
@@ -20,8 +21,42 @@ _aten = torch.ops.aten
 _BOX_BY_BOX = {_aten.detach.default, _aten.alias.default, _aten.clone.default, _aten._to_copy.default}
 
 
+class Boxes:
+    """A tensor of which this rank has some boxes. torch.distributed.checkpoint writes them, and fills them from any others.
+
+    shape: of the whole tensor. boxes: (offsets, values), in memory of their owner: loading fills it.
+    """
+
+    def __init__(self, shape: Sequence[int], boxes: Sequence[Box]) -> None:
+        self.shape, self.boxes = torch.Size(shape), list(boxes)
+
+    def copied(self) -> Boxes:
+        """The same values in memory of their own, on the host."""
+        return Boxes(self.shape, [(offsets, box.detach().to("cpu", copy=True)) for offsets, box in self.boxes])
+
+    def chunks(self) -> list[ChunkStorageMetadata]:
+        """Where the boxes lie in the whole."""
+        return [_chunk(offsets, box) for offsets, box in self.boxes]
+
+    def box_at(self, index: MetadataIndex) -> Tensor:
+        """The values of the box that begins at an index's offset."""
+        return next(box for offsets, box in self.boxes if torch.Size(offsets) == index.offset)
+
+    def __create_write_items__(self, name: str, _: Any) -> list[WriteItem]:
+        return [
+            WriteItem(
+                index=MetadataIndex(name, torch.Size(offsets), number),
+                type=WriteItemType.SHARD,
+                tensor_data=TensorWriteData(
+                    chunk=_chunk(offsets, box), properties=TensorProperties.create_from_tensor(box), size=self.shape
+                ),
+            )
+            for number, (offsets, box) in enumerate(self.boxes)
+        ]
+
+
 class BoxedTensor(torch.Tensor):
-    """A tensor of which this rank has some boxes. Loading a distributed checkpoint fills them, from any other boxes.
+    """`Boxes` that torch takes for a tensor: for states that torch's own planners save and load, with no planner of ours.
 
     It takes no part in computations: it can be copied, saved and loaded. Bears torch's protocol for tensors that are written
     in parts, so that the planners of torch.distributed.checkpoint need not know of it.
@@ -67,24 +102,13 @@ class BoxedTensor(torch.Tensor):
         return cls(own.shape, boxes, like, own.saves)
 
     def __create_write_items__(self, name: str, _: Any) -> list[WriteItem]:
-        if not self.saves:
-            return []
-        return [
-            WriteItem(
-                index=MetadataIndex(name, torch.Size(offsets), number),
-                type=WriteItemType.SHARD,
-                tensor_data=TensorWriteData(
-                    chunk=_chunk(offsets, box), properties=TensorProperties.create_from_tensor(box), size=self.shape
-                ),
-            )
-            for number, (offsets, box) in enumerate(self.boxes)
-        ]
+        return Boxes(self.shape, self.boxes).__create_write_items__(name, _) if self.saves else []
 
     def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
-        return [_chunk(offsets, box) for offsets, box in self.boxes]
+        return Boxes(self.shape, self.boxes).chunks()
 
     def __get_tensor_shard__(self, index: MetadataIndex) -> Tensor:
-        return next(box for offsets, box in self.boxes if torch.Size(offsets) == index.offset)
+        return Boxes(self.shape, self.boxes).box_at(index)
 
 
 def boxes_of_range(whole: Tensor, start: int, stop: int, values: Tensor) -> list[Box]:
@@ -93,10 +117,9 @@ def boxes_of_range(whole: Tensor, start: int, stop: int, values: Tensor) -> list
     whole: the tensor, of which a DTensor's part begins somewhere. values: [stop - start]; the boxes are views of it.
     """
     base = offset_of(whole)
-    local = whole.to_local().shape if isinstance(whole, DTensor) else whole.shape
-    found = []
+    found: list[Box] = []
     at = 0
-    for offsets, sizes in rectangles(local, start, stop):
+    for offsets, sizes in rectangles(local_part(whole).shape, start, stop):
         count = torch.Size(sizes).numel()
         place = tuple(first + offset for first, offset in zip(base, offsets, strict=True))
         found.append((place, values[at : at + count].view(sizes)))

@@ -26,6 +26,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import Metadata
 
 from streammega.errors import ConfigError, StateError, StorageError, StreammegaError
+from streammega.train.boxes import Boxes
 from streammega.train.checkpoint_files import DamagedError, check_files, read_metadata
 from streammega.train.checkpoint_folder import Folder, checkpoints
 from streammega.train.checkpoint_hold import Hold
@@ -34,7 +35,7 @@ from streammega.train.checkpoint_reader import Reader
 from streammega.train.checkpoint_writer import Writer
 from streammega.train.host_copies import HostCopies
 from streammega.train.parallel import Optimizer, ParallelModel
-from streammega.train.state import Boxes, LoadPlanner, SavePlanner, after_load, state_to_load, state_to_save
+from streammega.train.state import LoadPlanner, SavePlanner, after_load, state_to_load, state_to_save
 from streammega.train.together import Together
 
 __all__ = ["Checkpoints", "DamagedError", "checkpoints", "load_position", "step_of"]

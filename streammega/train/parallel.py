@@ -13,13 +13,13 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleInterleaved1F1B
 from torch.distributed.tensor import DTensor
-from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from torch.nn.parallel import DistributedDataParallel
 
 from streammega.order.sharding import zigzag_bounds
 from streammega.ranks import Ranks
 from streammega.ranks.batches import RankBatch
 from streammega.samples.fields import Batch
+from streammega.train.boxes import offset_of
 from streammega.train.collectives import clip, total_norm
 from streammega.train.config import RunConfig
 from streammega.train.data_parallel import BucketedDataParallel
@@ -100,9 +100,7 @@ class ParallelModel:
         head, group = self.chunks[-1].head, self.ranks.group("tp")
         if head is None or not isinstance(head.weight, DTensor) or group is None:
             return None
-        weight = head.weight
-        _, offset = compute_local_shape_and_global_offset(weight.shape, weight.device_mesh, weight.placements)
-        return VocabPart(group, offset[0])
+        return VocabPart(group, offset_of(head.weight)[0])
 
     def forward_backward(self, batches: Iterable[Batch], count: int, scale: float = 1.0) -> Losses:
         """Gradients of all micro-batches of a step, of the summed loss times `scale`; and their losses.

@@ -8,68 +8,25 @@ Replicated, ZeRO and sharded optimizers write the same, and each reads what anot
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
-from torch.distributed.checkpoint.metadata import (
-    ChunkStorageMetadata,
-    Metadata,
-    MetadataIndex,
-    TensorProperties,
-    TensorStorageMetadata,
-)
-from torch.distributed.checkpoint.planner import LoadPlan, ReadItem, TensorWriteData, WriteItem, WriteItemType
+from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, TensorStorageMetadata
+from torch.distributed.checkpoint.planner import LoadPlan, ReadItem
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
-from torch.distributed.tensor import DTensor
-from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from streammega.errors import StateError
 from streammega.ranks import Ranks
-from streammega.train.buckets import rectangles
+from streammega.train.boxes import Box, Boxes, boxes_of_range, offset_of
 from streammega.train.grad_buffers import is_split, local_part
 from streammega.train.parallel import Optimizer, ParallelModel, names_of
 from streammega.train.sharded_optimizer import ShardedOptimizer
 
 MAIN = "main"
-Box = tuple[tuple[int, ...], Tensor]
-
-
-class Boxes:
-    """A tensor of which this rank has some boxes. torch.distributed.checkpoint writes them, and fills them from any others.
-
-    shape: of the whole tensor. boxes: (offsets, values), in memory of their owner: loading fills it.
-    """
-
-    def __init__(self, shape: Sequence[int], boxes: Sequence[Box]) -> None:
-        self.shape, self.boxes = torch.Size(shape), list(boxes)
-
-    def copied(self) -> Boxes:
-        """The same values in memory of their own, on the host."""
-        return Boxes(self.shape, [(offsets, box.detach().to("cpu", copy=True)) for offsets, box in self.boxes])
-
-    def __create_write_items__(self, name: str, _: Any) -> list[WriteItem]:
-        return [
-            WriteItem(
-                index=MetadataIndex(name, torch.Size(offsets), number),
-                type=WriteItemType.SHARD,
-                tensor_data=TensorWriteData(
-                    chunk=_chunk(offsets, box), properties=TensorProperties.create_from_tensor(box), size=self.shape
-                ),
-            )
-            for number, (offsets, box) in enumerate(self.boxes)
-        ]
-
-    def chunks(self) -> list[ChunkStorageMetadata]:
-        """Where the boxes lie in the whole."""
-        return [_chunk(offsets, box) for offsets, box in self.boxes]
-
-    def box_at(self, index: MetadataIndex) -> Tensor:
-        """The values of the box that begins at an index's offset."""
-        return next(box for offsets, box in self.boxes if torch.Size(offsets) == index.offset)
 
 
 class SavePlanner(DefaultSavePlanner):
@@ -107,29 +64,29 @@ class LoadPlanner(DefaultLoadPlanner):
 
 @dataclass(frozen=True)
 class _Part:
-    """What a rank holds of a parameter for its optimizer: a key of its state, and the boxes of a tensor that lies like it."""
+    """What a rank holds of a parameter for its optimizer.
+
+    key: of its state in the optimizer. like: the parameter. span: of elements [start, stop) of this rank's part, flat; None: of
+    all of it, in its shape.
+    """
 
     name: str
     key: Tensor
-    shape: torch.Size
-    like: Tensor
-    offset: tuple[int, ...]
-    flat: tuple[int, int, torch.Size] | None
+    like: nn.Parameter
+    span: tuple[int, int] | None
     saves: bool
+
+    @property
+    def shape(self) -> torch.Size:
+        """Of the whole parameter."""
+        return self.like.shape
 
     def boxes(self, tensor: Tensor) -> list[Box]:
         """The boxes of a state tensor that lies like the parameter's part."""
         tensor = local_part(tensor.detach())
-        if self.flat is None:
-            return [(self.offset, tensor)]
-        start, stop, local = self.flat
-        found, at = [], 0
-        for offsets, sizes in rectangles(local, start, stop):
-            count = torch.Size(sizes).numel()
-            own = tuple(base + offset for base, offset in zip(self.offset, offsets, strict=True))
-            found.append((own, tensor[at : at + count].view(sizes)))
-            at += count
-        return found
+        if self.span is None:
+            return [(offset_of(self.like), tensor)]
+        return boxes_of_range(self.like, *self.span, tensor)
 
 
 def state_to_save(model: ParallelModel, optimizer: Optimizer) -> dict[str, Boxes]:
@@ -139,7 +96,7 @@ def state_to_save(model: ParallelModel, optimizer: Optimizer) -> dict[str, Boxes
     if ranks.group("dp-cp") is None or ranks.members("dp-cp")[0] == ranks.rank:
         for name, parameter in names_of(model).items():
             if _saves(name, parameter, ranks):
-                found[f"model.{name}"] = Boxes(parameter.shape, [(_offset(parameter), local_part(parameter.detach()))])
+                found[f"model.{name}"] = Boxes(parameter.shape, [(offset_of(parameter), local_part(parameter.detach()))])
     inner = inner_optimizer(optimizer)
     by_key: dict[str, list[Box]] = {}
     shapes: dict[str, torch.Size] = {}
@@ -166,24 +123,21 @@ def state_to_load(model: ParallelModel, optimizer: Optimizer, metadata: Metadata
     for name, parameter in names_of(model).items():
         main = f"optimizer.{name}.{MAIN}"
         key = main if main in stored and parameter.dtype == torch.float32 else f"model.{name}"
-        found[key] = Boxes(parameter.shape, [(_offset(parameter), local_part(parameter.detach()))])
+        found[key] = Boxes(parameter.shape, [(offset_of(parameter), local_part(parameter.detach()))])
     for part in parts:
         key = f"model.{part.name}"
         if _is_main(part) and key in found and f"optimizer.{part.name}.{MAIN}" not in stored and _is_wide(stored[key]):
             # A wide run's own values are the main parameters. The narrow copies are made of them, so they are not read.
             held = [] if found[key].boxes[0][1].dtype != torch.float32 else found[key].boxes
             found[key] = Boxes(part.shape, [*held, *part.boxes(part.key)])
+    states = _states_of(stored)
     for part in parts:
-        prefix = f"optimizer.{part.name}."
-        for key, value in stored.items():
-            state = key.removeprefix(prefix)
-            if not key.startswith(prefix) or "." in state or not isinstance(value, TensorStorageMetadata):
-                continue
+        for state, value in states.get(part.name, {}).items():
+            key = f"optimizer.{part.name}.{state}"
             if state == MAIN:
                 if _is_main(part):
                     _add(found, key, part, part.key)
-                continue
-            if value.size == torch.Size():
+            elif value.size == torch.Size():
                 scalar = torch.zeros((), dtype=value.properties.dtype, device=devices[id(part.key)])
                 held = inner.state[part.key].setdefault(state, scalar)
                 found[key] = Boxes((), [((), held)]) if key not in found else found[key]
@@ -211,6 +165,16 @@ def after_load(model: ParallelModel, optimizer: Optimizer, state: Mapping[str, B
             optimizer.publish_main()
         else:
             optimizer.reload_main()
+
+
+def _states_of(stored: Mapping[str, Any]) -> dict[str, dict[str, TensorStorageMetadata]]:
+    """By parameter and by state, what a checkpoint has of optimizers: looked up once, there may be ten thousands."""
+    found: dict[str, dict[str, TensorStorageMetadata]] = {}
+    for key, value in stored.items():
+        if key.startswith("optimizer.") and isinstance(value, TensorStorageMetadata):
+            name, _, state = key.removeprefix("optimizer.").rpartition(".")
+            found.setdefault(name, {})[state] = value
+    return found
 
 
 def inner_optimizer(optimizer: Optimizer) -> torch.optim.Optimizer:
@@ -258,31 +222,20 @@ def _parts(model: ParallelModel, optimizer: Optimizer) -> Iterator[_Part]:
         for piece in optimizer.pieces:
             parameter = piece.slot.parameter
             name = names[id(parameter)]
-            flat = (piece.start, piece.stop, local_part(parameter).shape)
-            saves = _saves(name, parameter, ranks)
-            yield _Part(name, piece.main, parameter.shape, parameter, _offset(parameter), flat, saves)
+            yield _Part(name, piece.main, parameter, (piece.start, piece.stop), _saves(name, parameter, ranks))
         return
     inner = inner_optimizer(optimizer)
     first = ranks.members("dp-cp")[0] == ranks.rank or inner is not optimizer
     for group in inner.param_groups:
         for parameter in group["params"]:
             name = names[id(parameter)]
-            saves = first and _saves(name, parameter, ranks)
-            yield _Part(name, parameter, parameter.shape, parameter, _offset(parameter), None, saves)
+            yield _Part(name, parameter, parameter, None, first and _saves(name, parameter, ranks))
 
 
 def _saves(name: str, parameter: nn.Parameter, ranks: Ranks) -> bool:
     """Whether this rank is the one, of tensor-parallel and tied copies, that writes a parameter."""
     copied = name == "embedding.weight" and not ranks.is_first_stage
     return not copied and (is_split(parameter) or ranks.at["tp"] == 0)
-
-
-def _offset(parameter: Tensor) -> tuple[int, ...]:
-    """Where this rank's part of a parameter begins in the whole one."""
-    if not isinstance(parameter, DTensor):
-        return (0,) * parameter.dim()
-    _, offset = compute_local_shape_and_global_offset(parameter.shape, parameter.device_mesh, parameter.placements)
-    return tuple(offset)
 
 
 def _add(found: dict[str, Boxes], key: str, part: _Part, tensor: Tensor) -> None:
@@ -299,7 +252,3 @@ def _check_shapes(theirs: Mapping[str, Any], ours: Mapping[str, torch.Size]) -> 
     for name, shape in ours.items():
         if tuple(theirs[name].size) != tuple(shape):
             raise StateError(f"{name} is {list(theirs[name].size)} in the checkpoint, {list(shape)} in this model")
-
-
-def _chunk(offsets: Sequence[int], box: Tensor) -> ChunkStorageMetadata:
-    return ChunkStorageMetadata(offsets=torch.Size(offsets), sizes=box.size())
