@@ -19,7 +19,7 @@ import pytest
 import torch
 
 from streammega import IndexedDatasetWriter, ParallelLayout
-from streammega.errors import ConfigError, GradientError, StateError, StorageError
+from streammega.errors import ConfigError, FormatError, GradientError, StateError, StorageError
 from streammega.samples.open import open_source
 from streammega.train import checkpoint
 from streammega.train.__main__ import _is_of_others
@@ -515,6 +515,13 @@ def test_a_run_whose_data_ends_before_its_last_step_does_not_end_well(
     ]
     assert train_main([run_file, *overrides]) == 1
     assert "the data ends at sample 128, after step 14 of 16" in capsys.readouterr().err
+
+
+def test_ids_that_the_model_has_no_embedding_for_are_refused(run_file: str) -> None:
+    with pytest.raises(ConfigError, match=r"data\.vocab_size is 2000, more than model\.vocab_size 1000"):
+        load_run(run_file, ["data.vocab_size=2000"])
+    with pytest.raises(FormatError, match="outside of the vocabulary of 500"):
+        Trainer(load_run(run_file, ["data.vocab_size=500"]), torch.device("cpu")).run()
 
 
 def test_a_finished_run_says_so(trained: RunConfig, run_file: str, caplog: pytest.LogCaptureFixture) -> None:

@@ -14,6 +14,7 @@ from streammega.convert.tokenizers import TextTokenizer
 from streammega.errors import ConvertError, ObjectNotFoundError, StorageError
 from streammega.redaction import redact_urls
 from streammega.storage import open_store
+from streammega.storage.base import written_whole
 from streammega.storage.urls import is_remote
 
 TEXT = ("text", "jsonl")
@@ -37,13 +38,8 @@ def check_writable(prefix: str, storage: StorageConfig) -> None:
     store, key = open_store(url, storage)
     place = redact_urls(prefix)
     try:
-        writer = store.open_writer(key)
-        try:
+        with written_whole(store, key) as writer:
             writer.write(b"streammega convert tries whether it can write here")
-            writer.commit()
-        except BaseException:
-            writer.abort()
-            raise
     except ObjectNotFoundError:
         what = "there is no such bucket; create it, or check its name" if is_remote(prefix) else "there is no such folder"
         raise ConvertError(f"{place}: cannot be written: {what}") from None

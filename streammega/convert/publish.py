@@ -23,6 +23,7 @@ from streammega.errors import ConvertError, FormatError, ObjectNotFoundError
 from streammega.index.manifest import MANIFEST, Manifest, read_manifest
 from streammega.index.shards import SUFFIXES, Kind, marked, split_name
 from streammega.storage import join_url, open_store
+from streammega.storage.base import written_whole
 from streammega.storage.local import local_error
 from streammega.storage.parts import sized_for
 from streammega.storage.urls import is_remote
@@ -277,11 +278,6 @@ def _move_file(source: str, target: str, storage: StorageConfig) -> None:
 
 def _write(target: str, chunks: Iterable[bytes | memoryview], storage: StorageConfig) -> None:
     store, key = open_store(target, storage)
-    writer = store.open_writer(key)
-    try:
+    with written_whole(store, key) as writer:
         for chunk in chunks:
             writer.write(chunk)
-        writer.commit()
-    except BaseException:
-        writer.abort()
-        raise

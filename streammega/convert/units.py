@@ -33,7 +33,7 @@ from streammega.index.reader import IndexedDataset
 from streammega.index.writer import IndexedDatasetWriter
 from streammega.kernels.plan import copy_bytes
 from streammega.storage import join_url, open_store
-from streammega.storage.base import address_of
+from streammega.storage.base import address_of, written_whole
 
 UNIT_BYTES, LEAST_UNIT_BYTES, UNITS = 64 << 20, 4 << 20, 128
 """Input bytes of a unit: so that there are about so many units, within bounds."""
@@ -166,13 +166,8 @@ def save_json(url: str, value: Any, storage: StorageConfig) -> None:
 def save_bytes(url: str, data: bytes | memoryview, storage: StorageConfig) -> None:
     """Write an object, at once."""
     store, key = open_store(url, storage)
-    writer = store.open_writer(key)
-    try:
+    with written_whole(store, key) as writer:
         writer.write(data)
-        writer.commit()
-    except BaseException:
-        writer.abort()
-        raise
 
 
 _encoders: dict[tuple[str, str], BatchEncoder] = {}

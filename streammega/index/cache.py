@@ -25,6 +25,7 @@ from numpy.typing import DTypeLike, NDArray
 from streammega.config import StorageConfig
 from streammega.errors import CacheError, ObjectNotFoundError
 from streammega.storage import ObjectInfo, Store, join_url, open_store
+from streammega.storage.base import written_whole
 from streammega.storage.local import LocalStore
 from streammega.storage.mapping import map_file
 from streammega.storage.publish import create_beside
@@ -147,15 +148,9 @@ class SharedFolder:
     def publish(self, path: Path) -> None:
         """Upload one cached array under its own name, at once."""
         store, key = open_store(join_url(self.url, path.name), self.storage)
-        writer = store.open_writer(key)
-        try:
-            with open(path, "rb") as file:
-                while chunk := file.read(DOWNLOAD_BYTES):
-                    writer.write(chunk)
-            writer.commit()
-        except BaseException:
-            writer.abort()
-            raise
+        with written_whole(store, key) as writer, open(path, "rb") as file:
+            while chunk := file.read(DOWNLOAD_BYTES):
+                writer.write(chunk)
 
 
 def _download_all(published: SharedFolder, paths: Mapping[str, Path]) -> bool:

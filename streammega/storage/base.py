@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -83,6 +84,18 @@ class Store(Protocol):
 
     def delete(self, key: str) -> None:
         """Remove an object; one that is not there is no error."""
+
+
+@contextmanager
+def written_whole(store: Store, key: str) -> Iterator[ObjectWriter]:
+    """A writer of an object, which appears when the block ends, with all that was written; after an error in it, nothing does."""
+    writer = store.open_writer(key)
+    try:
+        yield writer
+        writer.commit()
+    except BaseException:
+        writer.abort()
+        raise
 
 
 def check_object_key(url: str, key: str) -> None:

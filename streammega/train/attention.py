@@ -127,11 +127,13 @@ class _GatherSequence(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, local: Tensor, context: ContextParallel) -> Tensor:
+        """Gather."""
         ctx.context = context
         return _gather(local, context)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        """The sum of what all ranks owe to this one's keys and values: queries of every rank have seen them."""
         context: ContextParallel = ctx.context
         grad = grad.contiguous()
         dist.all_reduce(grad, group=context.group)

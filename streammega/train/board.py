@@ -63,7 +63,7 @@ class Board:
             self._store = _client_of_its_own(self._origin)
         try:
             return request(self._store)
-        except Exception:
+        except Exception:  # whatever it was: a client in the middle of an answer would read the rest of it as the next one
             self._store = None
             raise
 

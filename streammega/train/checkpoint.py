@@ -45,6 +45,9 @@ log = logging.getLogger(__name__)
 SEEN_WITHIN = 60.0
 """Seconds after which what one rank wrote must be seen by the others: clients of NFS look again after up to a minute."""
 
+LOOK_EVERY = 0.2
+"""Seconds between two looks: on a disk the first sees it, and a file system of the network is not to be asked all the time."""
+
 
 class Checkpoints:
     """The checkpoints of a run. Made by all ranks together; saving is collective, and may go on in the background.
@@ -231,7 +234,7 @@ class Checkpoints:
     def _run(self, step: int, state: Mapping[str, Boxes], position: Mapping[str, Any]) -> None:
         try:
             self._write(step, state, position)
-        except BaseException as error:
+        except BaseException as error:  # of a thread: `wait` raises it, and all ranks are told by `failed`
             self._error = error
 
     def _write(self, step: int, state: Mapping[str, Boxes], position: Mapping[str, Any]) -> None:
@@ -331,7 +334,7 @@ def _until_seen(look: Callable[[], None], unseen: type[Exception]) -> None:
         except unseen:
             if time.monotonic() > until:
                 raise
-        time.sleep(0.2)
+        time.sleep(LOOK_EVERY)
 
 
 def _cause(error: BaseException) -> BaseException:

@@ -12,6 +12,7 @@ from typing import Any
 
 from streammega.errors import ObjectNotFoundError, StorageError
 from streammega.storage import Store
+from streammega.storage.base import written_whole
 from streammega.storage.threads import each
 from streammega.train.checkpoint_files import DamagedError, Files
 from streammega.train.checkpoint_hold import Hold, hold_object
@@ -120,13 +121,8 @@ class Bucket:
         return dict(record)
 
     def _put(self, name: str, data: bytes) -> None:
-        writer = self._store.open_writer(f"{self._prefix}/{name}")
-        try:
+        with written_whole(self._store, f"{self._prefix}/{name}") as writer:
             writer.write(data)
-            writer.commit()
-        except BaseException:
-            writer.abort()
-            raise
 
     def _remove(self, name: str) -> None:
         folder = self._record(name)["files"]

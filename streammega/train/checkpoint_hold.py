@@ -21,14 +21,20 @@ from typing import Any, Protocol
 
 from streammega.errors import ConfigError, ObjectNotFoundError, StorageError
 from streammega.storage import Store
+from streammega.storage.base import written_whole
 
 log = logging.getLogger(__name__)
 
 WAIT_SECONDS = 10.0
 """For which a lock is asked again: a job that is being ended holds it a little longer."""
+ASK_EVERY = 0.1
+"""Seconds between two tries for a lock; not by waiting for it in the kernel, which over NFS no signal ends."""
 RENEW_SECONDS = 10.0
+"""Between two writes of the object, and so the time in which a holder sees that another has taken over."""
 PATIENCE_SECONDS = 35.0
 """For which an object that nobody renews is watched: three renewals may fail or be late."""
+LOOK_EVERY = 1.0
+"""Seconds between two looks at an object that may be renewed: one that goes lets this job in within a second."""
 SETTLE_SECONDS = 0.5
 """After which a new holder looks whether another one wrote at the same time."""
 
@@ -120,7 +126,7 @@ class _FileHold:
             except OSError as error:  # a file system without locks
                 log.warning("%s: cannot be locked (%s): see to it that one job at a time trains there", path, error.strerror)
                 return
-            time.sleep(0.1)
+            time.sleep(ASK_EVERY)
         os.ftruncate(self._fd, 0)
         os.pwrite(self._fd, f"process {os.getpid()} on {socket.gethostname()}\n".encode(), 0)
 
@@ -143,7 +149,7 @@ class _ObjectHold:
         self._ended = threading.Event()
         self._wait_for_other(self._read())
         self._write()
-        time.sleep(SETTLE_SECONDS)
+        time.sleep(SETTLE_SECONDS)  # one that found nobody a moment ago has written by now: of two, the later keeps it
         self._look()
         self.check()
         self._thread = threading.Thread(target=self._renew, name="streammega-hold", daemon=True)
@@ -172,7 +178,7 @@ class _ObjectHold:
         log.warning("%s: was held by %s; waiting %.0f s to see whether it still is", url, _who(other), PATIENCE_SECONDS)
         until = time.monotonic() + PATIENCE_SECONDS
         while time.monotonic() < until:
-            time.sleep(min(1.0, PATIENCE_SECONDS / 10))
+            time.sleep(min(LOOK_EVERY, PATIENCE_SECONDS / 10))
             now = self._read()
             if now is None:
                 return
@@ -197,13 +203,8 @@ class _ObjectHold:
 
     def _write(self) -> None:
         self._renewals += 1
-        writer = self._store.open_writer(self._key)
-        try:
+        with written_whole(self._store, self._key) as writer:
             writer.write(json.dumps(self._me | {"renewals": self._renewals}).encode())
-            writer.commit()
-        except BaseException:
-            writer.abort()
-            raise
 
     def _read(self) -> dict[str, Any] | None:
         try:

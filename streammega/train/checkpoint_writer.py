@@ -14,6 +14,7 @@ from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
 from streammega.storage import Store
+from streammega.storage.base import written_whole
 from streammega.train.checkpoint_files import Files
 from streammega.train.together import Together
 
@@ -105,13 +106,8 @@ class _Objects(FileSystemBase):
     @contextmanager
     def create_stream(self, path: Any, mode: str) -> Iterator[Any]:
         """Upload while it is written; what fails half-way leaves nothing."""
-        writer = self._store.open_writer(path)
-        try:
+        with written_whole(self._store, path) as writer:
             yield _Stream(writer.write, self._together)
-        except BaseException:
-            writer.abort()
-            raise
-        writer.commit()
 
     def concat_path(self, path: Any, suffix: str) -> str:
         """The key of an object."""

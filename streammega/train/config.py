@@ -206,6 +206,11 @@ class RunConfig:
         return redacted_repr(self)
 
     def __post_init__(self) -> None:
+        if self.data.vocab_size is not None and self.data.vocab_size > self.model.vocab_size:
+            raise ConfigError(
+                f"data.vocab_size is {self.data.vocab_size}, more than model.vocab_size {self.model.vocab_size}: the model has "
+                f"no embedding for the ids between; leave data.vocab_size out, or raise model.vocab_size"
+            )
         if self.train.dtype != "float32" and self.parallel.optimizer != "sharded":
             raise ConfigError(f"train.dtype = {self.train.dtype} needs fp32 main parameters: set parallel.optimizer = sharded")
         if self.train.largest_gradient is not None and self.parallel.data_parallel == "torch":

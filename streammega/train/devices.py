@@ -142,7 +142,7 @@ def take(choice: Choice, seat: Seat) -> torch.device:
 
 def check_backend(choice: Choice, parallel: ParallelConfig) -> None:
     """Raise ConfigError for what gloo cannot do with CUDA's memory: it would read it as the host's."""
-    if choice == Choice("cuda", "gloo", choice.said) and max(parallel.tp, parallel.pp) > 1:
+    if choice.device == "cuda" and choice.backend == "gloo" and max(parallel.tp, parallel.pp) > 1:
         raise ConfigError(
             f"train.backend = gloo on CUDA reduces and broadcasts only: parallel.tp {parallel.tp} and parallel.pp {parallel.pp} "
             "must be 1; set train.backend = nccl, or train.device = cpu"

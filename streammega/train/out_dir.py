@@ -11,12 +11,15 @@ from pathlib import Path
 from streammega.config import StorageConfig
 from streammega.errors import ObjectNotFoundError, StorageError
 from streammega.storage import Store, open_store
+from streammega.storage.base import written_whole
 from streammega.storage.urls import is_remote
 
 log = logging.getLogger(__name__)
 
 EVERY_SECONDS = 30.0
 """Between two copies: objects cannot be appended to, so each is written anew."""
+PIECE_BYTES = 8 << 20
+"""Of one read and write: what a copy needs of memory."""
 NAMES = ("metrics.jsonl",)
 """What a resumed run goes on writing."""
 
@@ -79,12 +82,6 @@ class OutDir:
                 log.warning("metrics cannot be copied: %s", error)
 
     def _send(self, store: Store, name: str, path: Path) -> None:
-        writer = store.open_writer(self._key_of(name))
-        try:
-            with open(path, "rb") as file:
-                while data := file.read(8 << 20):
-                    writer.write(data)
-            writer.commit()
-        except BaseException:
-            writer.abort()
-            raise
+        with written_whole(store, self._key_of(name)) as writer, open(path, "rb") as file:
+            while data := file.read(PIECE_BYTES):
+                writer.write(data)

@@ -122,7 +122,7 @@ class _Call(threading.Thread):
         """Keep the function's result or error."""
         try:
             self.result = self._function()
-        except BaseException as error:
+        except BaseException as error:  # of a thread: `work` raises it where it was called, on every rank
             self.error = error
 
 

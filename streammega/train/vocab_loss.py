@@ -33,8 +33,11 @@ def vocab_parallel_loss(logits: Tensor, target: Tensor, part: VocabPart, ignored
 
 
 class _VocabParallelLoss(torch.autograd.Function):
+    """log(sum exp(x)) - x[target] of each row x. Its gradient is softmax(x), less 1 at the target."""
+
     @staticmethod
     def forward(ctx: Any, logits: Tensor, target: Tensor, part: VocabPart, ignored: int) -> Tensor:
+        """Two small collectives: the largest logits first, or the exponentials would overflow; then both sums as one."""
         values = logits.to(torch.float32, copy=True)  # becomes the probabilities, in place
         largest = values.amax(1)
         dist.all_reduce(largest, dist.ReduceOp.MAX, group=part.group)
@@ -53,6 +56,7 @@ class _VocabParallelLoss(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
+        """grad: [rows], the same on all ranks. No collective: each rank has what its own logits need."""
         probabilities, place, here, used = ctx.saved_tensors
         grad = grad.masked_fill(~used, 0.0)[:, None]
         grad_logits = probabilities * grad

@@ -126,7 +126,7 @@ class Watch:
         self._ended.set()
         self._signals.close()
         if self._board is not None:
-            with contextlib.suppress(Exception):
+            with contextlib.suppress(Exception):  # the store may have ended with rank 0: nobody is left who would read it
                 self._board.tell(self._status() | {"phase": ENDED})
 
     def _status(self) -> dict[str, Any]:
@@ -247,7 +247,7 @@ class Watch:
 
     def _flush(self) -> None:
         for action in self.before_exit:
-            with contextlib.suppress(Exception):
+            with contextlib.suppress(Exception):  # the process ends now, with a cause that is told already
                 action()
 
 
@@ -298,7 +298,7 @@ class _Signals:
             return b""
         try:
             return os.read(self._pipe[0], 64)
-        except OSError:
+        except OSError:  # none after all: select may say so, and must not block what comes next
             return b""
 
     def close(self) -> None:
