@@ -13,6 +13,9 @@ from streammega.samples.fields import Allocate, Batch, causal_mask, plain_mask, 
 
 PLAIN_BYTES = 1 << 19
 """Bytes of plain masks or positions that are written together: so few that they stay in a core's own cache when used again."""
+PLAIN_BATCHES = 64
+"""Most micro-batches they are written for: of short sequences those bytes hold thousands, and making so many tensors delays the
+first batch by tens of milliseconds."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,6 +63,6 @@ class Finisher:
 
     def _next(self, stock: deque[torch.Tensor], make: Callable[..., torch.Tensor], itemsize: int) -> torch.Tensor:
         if not stock:
-            several = max(1, PLAIN_BYTES // (itemsize * self._shape[0] * self._shape[1]))
+            several = min(PLAIN_BATCHES, max(1, PLAIN_BYTES // (itemsize * self._shape[0] * self._shape[1])))
             stock.extend(make((several, *self._shape), self._allocate).unbind())
         return stock.popleft()
