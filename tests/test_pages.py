@@ -27,6 +27,7 @@ from streammega.stream import engine, planner, reader, staging
 from streammega.train import watch
 from streammega.train.config import load_run
 from tests.test_structure import LEVELS
+from tools.settings import settings_page
 
 ROOT = Path(__file__).parent.parent
 PACKAGE = ROOT / "streammega"
@@ -64,6 +65,7 @@ def test_the_run_of_the_page_is_one(tmp_path: Path) -> None:
 
 SETTINGS = {"config": ["StorageConfig", "FieldsConfig", "DataConfig"]}
 SETTINGS["train/config"] = ["ModelConfig", "ParallelConfig", "TrainConfig"]
+SETTINGS["convert/options"] = ["ConvertOptions"]
 
 
 @pytest.mark.parametrize(("file", "name"), [(file, name) for file, names in SETTINGS.items() for name in names])
@@ -76,6 +78,10 @@ def test_every_setting_is_described_where_it_is_defined(file: str, name: str) ->
         if isinstance(item, ast.AnnAssign) and not described:
             without.append(ast.unparse(item.target))
     assert not without
+
+
+def test_the_page_of_settings_is_what_the_code_says() -> None:
+    assert PAGES["settings"] == settings_page(), "run python tools/settings.py"
 
 
 def test_the_options_of_oss_are_those_of_the_page() -> None:

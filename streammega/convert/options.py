@@ -32,6 +32,7 @@ class ConvertOptions:
     """How messages are written: `tokenizer` (its own chat template; `tokenizer:NAME`), `chatml`, `llama3`, or a file; answers
     of the assistant get mode 1, all else 0. None: `<|role|>`, a newline, the text and the end-of-document token."""
     append_eod: bool = True
+    """End every document with the end-of-document token."""
     eod: str | None = None
     """The end-of-document token; None: found by its usual names."""
     eod_id: int | None = None
@@ -55,9 +56,11 @@ class ConvertOptions:
     dtype: str | None = None
     """Of the output; None: that of the tokens."""
     min_tokens: int = 0
+    """Documents with fewer tokens are dropped."""
     max_tokens: int | None = None
-    """Documents with fewer tokens are dropped; those with more are dropped or cut."""
+    """Documents with more are treated as `long` says."""
     long: Literal["cut", "drop"] = "cut"
+    """Longer documents keep their first tokens and, in the last place, the end-of-document token; or they are dropped."""
     modes: tuple[int, ...] | None = None
     """Keep only sequences of these modes."""
     loss_modes: tuple[int, ...] | None = None
@@ -69,11 +72,15 @@ class ConvertOptions:
     shuffle_seed: int | None = None
     """Shuffle all documents by this seed; None: the order of the inputs."""
     kind: Kind = "bin"
+    """The form of the output: a Megatron pair, a pair whose tokens are .bin.zst, or a tar file of both."""
     level: int = LEVEL
+    """Compression of .bin.zst, from 1 (fast) to 22 (small)."""
     frame_bytes: int = FRAME_BYTES
+    """Token bytes of a frame of .bin.zst, which is decompressed as a whole."""
     shard_bytes: int | None = None
     """Token bytes of a shard, at most unless one document has more; None: one shard."""
     on_error: Literal["stop", "skip"] = "stop"
+    """What a broken record does: it stops the conversion, or is left out, counted and told of."""
 
     def __post_init__(self) -> None:
         if self.kind not in SUFFIXES:
