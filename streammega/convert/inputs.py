@@ -19,6 +19,8 @@ from streammega.storage.urls import file_system, is_remote
 Format = Literal["text", "jsonl", "parquet", "arrow", "tar", "megatron", "raw", "npy", "mds", "litdata"]
 JSON_SUFFIXES = (".jsonl", ".ndjson", ".json")
 COMPRESSIONS = (".gz", ".bz2", ".zst", ".xz")
+PROBE = ".streammega-writable"
+"""Of the object by which a conversion tries its rights: no input, where it could not be removed."""
 BY_SUFFIX: dict[str, Format] = {
     ".parquet": "parquet", ".arrow": "arrow", ".feather": "arrow", ".ipc": "arrow", ".tar": "tar", ".tgz": "tar", ".bin": "raw",
     ".npy": "npy", ".jsonl": "jsonl", ".ndjson": "jsonl", ".json": "jsonl",
@@ -114,7 +116,7 @@ def _remote(item: str, storage: StorageConfig) -> list[Input]:
                 return _files([item + suffix], stat, read, named=True)
         if any(sign in below_host for sign in "*?[") and (matches := sorted(map(full, system.glob(path)))):
             return _files(matches, stat, read)
-        found = sorted(full(name) for name in system.find(path))
+        found = sorted(full(name) for name in system.find(path) if not name.endswith(PROBE))
         if found:
             return _files(found, stat, read)
     except PermissionError as error:

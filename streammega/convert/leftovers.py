@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
+
 from streammega.config import StorageConfig
+from streammega.convert.inputs import PROBE
 from streammega.errors import ConvertError, FormatError, ObjectNotFoundError
 from streammega.index.manifest import MANIFEST, Manifest, read_manifest
-from streammega.index.shards import SUFFIXES, may_belong, owner_of, split_name
+from streammega.index.shards import SUFFIXES, may_belong, owner_of, set_name, split_name
 from streammega.storage import ObjectInfo, join_url, open_store
 
 ENDINGS = (*SUFFIXES.values(), ".idx")
@@ -16,7 +19,7 @@ def find_leftovers(prefix: str, storage: StorageConfig | None = None) -> list[Ob
 
     Those are shards with a mark (see `publish`) that the manifest does not list, and tokens of numbered or marked shards
     without an `.idx`. A pair that stands for itself is a dataset, and no leftover; neither is a lone file of the very name,
-    which may be an input.
+    which may be an input. But where the manifest lists shards with a mark, these have replaced all others of the name.
 
     Raises FormatError for a damaged manifest, which does not say what belongs to it; StorageError.
     """
@@ -26,14 +29,23 @@ def find_leftovers(prefix: str, storage: StorageConfig | None = None) -> list[Ob
     manifest = _manifest(join_url(folder, stem), storage)
     own = _files_of(manifest)
     known = manifest is not None or f"{stem}.idx" in there  # else shards with a mark may be all that there is
+    replaced = manifest is not None and any(owner_of(shard.name) == stem for shard in manifest.shards)
     found = []
     for name, info in sorted(there.items()):
         shard = split_name(name)[0]
-        if not name.endswith(ENDINGS) or name in own or shard == stem or not may_belong(shard, stem):
+        if name == f".{stem}{PROBE}":
+            found.append(info)
+        if not name.endswith(ENDINGS) or name in own or not may_belong(shard, stem) or _has_manifest(shard, stem, there):
             continue
-        if (known and owner_of(shard) is not None) or f"{shard}.idx" not in there:
+        alone = f"{shard}.idx" not in there and shard != stem
+        if replaced or alone or (known and owner_of(shard) is not None):
             found.append(info)
     return found
+
+
+def _has_manifest(shard: str, stem: str, there: Collection[str]) -> bool:
+    """Whether a shard is that of another dataset, whose name happens to look like that of a shard of this one."""
+    return any(name != stem and f"{name}{MANIFEST}" in there for name in (shard, set_name(shard)))
 
 
 def remove_leftovers(prefix: str, found: list[ObjectInfo], storage: StorageConfig | None = None) -> None:

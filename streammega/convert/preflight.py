@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Sequence
-from contextlib import suppress
 
 from streammega.config import StorageConfig
 from streammega.convert.encode import BatchEncoder
-from streammega.convert.inputs import Input
+from streammega.convert.inputs import PROBE, Input
 from streammega.convert.options import ConvertOptions
 from streammega.convert.tokenizers import TextTokenizer
 from streammega.errors import ConvertError, ObjectNotFoundError, StorageError
 from streammega.redaction import redact_urls
-from streammega.storage import open_store
+from streammega.storage import Store, open_store
 from streammega.storage.base import written_whole
 from streammega.storage.urls import is_remote
+
+log = logging.getLogger(__name__)
 
 TEXT = ("text", "jsonl")
 """Formats that hold text and nothing else."""
@@ -32,10 +34,13 @@ def check_encoder(
     BatchEncoder(tokenizer, options, storage)
 
 
-def check_writable(prefix: str, storage: StorageConfig) -> None:
-    """Raise ConvertError if nothing can be written where the output goes: an object is put there, and removed."""
-    url = f"{prefix}.writable"
-    store, key = open_store(url, storage)
+def check_writable(prefix: str, storage: StorageConfig, *, replaces: bool = False) -> None:
+    """Raise ConvertError if nothing can be written where the output goes: an object is put there, and removed.
+
+    replaces: whether what is there is to be replaced, which needs the right to delete as well; else a warning tells of that.
+    """
+    folder, slash, stem = prefix.rpartition("/")
+    store, key = open_store(f"{folder}{slash}.{stem}{PROBE}", storage)
     place = redact_urls(prefix)
     try:
         with written_whole(store, key) as writer:
@@ -47,8 +52,20 @@ def check_writable(prefix: str, storage: StorageConfig) -> None:
         if error.transient:
             raise
         raise ConvertError(f"{place}: cannot be written: {error}") from None
-    with suppress(StorageError):  # who may not delete may still convert
+    _remove_probe(store, key, place, replaces=replaces)
+
+
+def _remove_probe(store: Store, key: str, place: str, *, replaces: bool) -> None:
+    try:
         store.delete(key)
+    except StorageError as error:
+        if error.transient:
+            raise
+        if replaces:
+            raise ConvertError(
+                f"{place}: --overwrite removes what it replaced, and so needs the right to delete: {error}"
+            ) from None
+        log.warning("%s: %s was left there, for want of the right to delete (%s)", place, key.rpartition("/")[2], error)
 
 
 def make_work_folder(work: str) -> None:

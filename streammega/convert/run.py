@@ -9,7 +9,7 @@ import os
 import shutil
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
@@ -102,10 +102,11 @@ def convert(
     check_encoder(found, tokenizer, options, storage)
     _check_ray(prefix, runner)
     work = _work_folder(prefix, runner.work)
+    beside = _work_folder(prefix, None)
     conversion = _Conversion(prefix, options, runner, storage, work, found, tokenizer, progress or _no_progress)
-    with _locked(work):
+    with _locked(beside, named=beside == work), _locked(work) if work != beside else nullcontext():
         conversion.publisher.check(found, overwrite=overwrite)
-        check_writable(prefix, storage)
+        check_writable(prefix, storage, replaces=overwrite)
         try:
             layout, shards, records = conversion.make()
             manifest = conversion.publish(layout, shards, labels)
@@ -151,12 +152,22 @@ def _work_folder(prefix: str, given: str | None) -> str:
 
 
 @contextmanager
-def _locked(work: str) -> Iterator[None]:
-    """One conversion at a time in a work folder of this machine."""
+def _locked(work: str, *, named: bool = True) -> Iterator[None]:
+    """One conversion at a time in a work folder of this machine.
+
+    Without `named`, the folder is that of conversions which name none: locked too, so that two to one output do not meet whatever
+    their folders are; but it is not needed.
+    """
     if is_remote(work):
         yield
         return
-    make_work_folder(work)
+    try:
+        make_work_folder(work)
+    except ConvertError:
+        if named:
+            raise
+        yield
+        return
     lock = filelock.FileLock(os.path.join(work, "lock"))
     try:
         lock.acquire(timeout=0)
@@ -218,6 +229,8 @@ class _Conversion:
                 parts, self.duplicates = remove_duplicates(job, parts, self.runner.memory_bytes)
         layout = self._layout(job, parts, sources, records)
         shards = {number: shard for number in range(layout.num_shards) if (shard := read_shard(job, layout, number))}
+        for number in self.publisher.lost(layout, shards):
+            del shards[number]
         left = [number for number in range(layout.num_shards) if number not in shards]
         threads = 1 if self.options.kind == "tar" else num_threads()
         work = Work(function=_write_shard, shared=(job, layout), numbers=left, threads=threads)
@@ -362,7 +375,8 @@ class _Conversion:
         if is_remote(self.work):
             store, key = open_store(f"{self.work}/", self.storage)
             keys = [info.key for info in store.list(key)]
-            for name in sorted(keys, key=lambda name: name.endswith("publishing.json")):  # which goes last
+            # What is noted of the output goes last: as long as anything is here, it says whose the output is.
+            for name in sorted(keys, key=lambda name: name.endswith(("target.json", "publishing.json"))):
                 store.delete(name)
         elif os.path.isdir(self.work):
             gone = f"{self.work}.removed"

@@ -7,11 +7,19 @@ import glob
 import logging
 import os
 from collections.abc import Callable, Collection, Mapping
+from contextlib import suppress
 from dataclasses import replace
 from typing import TypeVar
 
 from streammega.config import StorageConfig
-from streammega.errors import FormatError, MissingShardsError, ObjectNotFoundError, StorageError, StreammegaError
+from streammega.errors import (
+    FormatError,
+    MissingShardsError,
+    ObjectChangedError,
+    ObjectNotFoundError,
+    StorageError,
+    StreammegaError,
+)
 from streammega.index.manifest import MANIFEST, manifest_shards
 from streammega.index.shards import SUFFIXES, KnownShard, may_belong, missing_shards, named, owner_of, split_name, strip_suffix
 from streammega.storage import ObjectInfo, join_url, open_store, parent_url
@@ -23,16 +31,59 @@ log = logging.getLogger(__name__)
 Opened = TypeVar("Opened")
 SIGNS = "*?["
 """What makes a pattern of a name, if nothing is called just that."""
+TRIES = 5
+"""Times that a dataset is looked up again when it was replaced while it was opened."""
 FEW = 8
 """Up to so many shards of a manifest are asked for one by one; a listing tells of 1,000 objects, but of others too."""
 
 
-def open_shards(name: str, storage: StorageConfig, open_all: Callable[[list[KnownShard]], Opened]) -> Opened:
-    """What `open_all` makes of a dataset's shards. A prefix that is no pair stands for the manifest of that name, if any."""
+def open_shards(
+    name: str,
+    storage: StorageConfig,
+    open_all: Callable[[list[KnownShard]], Opened],
+    finish: Callable[[], None] = lambda: None,
+) -> Opened:
+    """What `open_all` makes of a dataset's shards. A prefix that is no pair stands for the manifest of that name, if any.
+
+    `finish` is called after that, for what is to be read of them at once. A dataset that is replaced meanwhile is looked up and
+    opened again: it is the former one, or the new one.
+    """
+    for left in reversed(range(TRIES)):
+        seen: list[KnownShard] = []
+        try:
+            opened = _open_found(name, storage, open_all, seen)
+            finish()
+        except ObjectChangedError:
+            if not left:
+                raise
+        except (ObjectNotFoundError, FormatError):
+            # Local shards have their plain names again in the end: that nothing seems to have changed says little of them once.
+            again = left == TRIES - 1 and not is_remote(name)
+            if not left or (_look(name, storage) == seen and not again):
+                raise
+        else:
+            return opened
+    raise AssertionError("unreachable")
+
+
+def _look(name: str, storage: StorageConfig) -> list[KnownShard]:
+    """What a name stands for now, as `_open_found` sees it; [] for nothing."""
+    seen: list[KnownShard] = []
+    with suppress(ObjectNotFoundError, ObjectChangedError, FormatError):
+        _open_found(name, storage, lambda shards: None, seen)
+    return seen
+
+
+def _open_found(
+    name: str, storage: StorageConfig, open_all: Callable[[list[KnownShard]], Opened], seen: list[KnownShard]
+) -> Opened:
+    """`open_shards`, once; `seen` gets what was found on the way."""
     shards = find_shards(name, storage)
+    seen += shards
     if not _is_prefix(shards, name):
         return open_all(shards)
     listed, damage = _manifest_beside(name, storage)
+    seen += listed
     if [shard.name for shard in listed] == [shards[0].name]:
         return open_all(listed)
     if listed and owner_of(listed[0].name) == strip_suffix(name):  # the pair of that name was replaced, and is being removed

@@ -74,11 +74,8 @@ class IndexedDataset(Sequence["Item"]):
         self.storage = opening.storage
         self._with_modes = opening.multimodal
         self._cache_dir = local_folder(folder) if folder else default_cache_dir()
-        self.shards: list[str] = open_shards(name, self.storage, self._open)
+        self.shards: list[str] = open_shards(name, self.storage, self._open, self._open_index)
         """The names of what it is made of."""
-        each(lambda own: own.index, self._files, OPENERS)  # looked up together, and kept
-        # Now, for errors belong here; and not by the property, which before Python 3.12 opens one dataset of a blend at a time.
-        self.__dict__["_arrays"] = self._open_arrays()
         if self._with_modes and self._arrays.sequence_modes is None:
             raise FormatError(f"{self.prefix}: has no modes; leave multimodal out, or write it with multimodal=True")
 
@@ -94,6 +91,11 @@ class IndexedDataset(Sequence["Item"]):
             self.bin_info = self.store.info(self.bin_key)
         self._sizes = [info.size for _, info in opened]
         return [shard.name for shard in shards]
+
+    def _open_index(self) -> None:
+        each(lambda own: own.index, self._files, OPENERS)  # looked up together, and kept
+        # Now, for errors belong here; and not by the property, which before Python 3.12 opens one dataset of a blend at a time.
+        self.__dict__["_arrays"] = self._open_arrays()
 
     def __repr__(self) -> str:
         name = self.store.url(self.bin_key)
