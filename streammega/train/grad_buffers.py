@@ -27,6 +27,8 @@ class GradSlot:
     tied: bool = False
     count: int = 0
     ready: bool = False
+    scaled: bool = False
+    """Whether what is in the buffer was multiplied by the reducer's scale."""
     unused: bool = False
     """Whether no rank used the parameter in the step that was reduced last: it has no gradient then, as with torch's DDP."""
     handed: weakref.ref[Tensor] | None = None
@@ -73,6 +75,7 @@ class GradBuffer:
         for slot in (slot for slots in self.slots for slot in slots):
             slot.count = 0
             slot.ready = False
+            slot.scaled = False
 
 
 def make_buffers(

@@ -6,6 +6,7 @@ finish_grad_sync: what is left starts ─► all wait ─► normalised gradient
 
 from __future__ import annotations
 
+import math
 import weakref
 from collections.abc import Iterator
 
@@ -98,15 +99,16 @@ class GradReducer:
             )
         slot.count += 1
         last = slot.count == self.expected if self.expected else self.sync
-        self._add(slot, grad, self._scale if last else 1.0)
+        self._add(slot, grad, last=last)
         if last:
+            self._scale_once(slot)
             slot.ready = True
             buffer.waiting[number] -= 1
             if self.overlap:
                 self.order.start_full()
 
-    def _add(self, slot: GradSlot, grad: Tensor, scale: float) -> None:
-        """Add one micro-batch to the buffer, and multiply what is there by `scale`."""
+    def _add(self, slot: GradSlot, grad: Tensor, *, last: bool = False) -> None:
+        """Add one micro-batch to the buffer; `last`: none comes after it."""
         main = slot.main_grad
         if self.main_grad and self._holds_last:
             raise GradientError("with main_grad the buffers are added to: call zero_grad() before the first backward of a step")
@@ -115,14 +117,25 @@ class GradReducer:
         elif grad.data_ptr() == main.data_ptr():
             pass  # not zeroed since the last step: autograd has added to it
         elif slot.count > 1 or self.main_grad:
-            main.add_(grad)
-        elif scale != 1.0 and grad.dtype == main.dtype:
-            torch.mul(grad, scale, out=main)
-            return
+            main.add_(grad, alpha=self._scale if slot.scaled else 1.0)
+        elif self._scale != 1.0 and grad.dtype == main.dtype and (last or self._scales_exactly(main)):
+            torch.mul(grad, self._scale, out=main)
+            slot.scaled = True
         else:
             main.copy_(grad)
-        if scale != 1.0:
-            main.mul_(scale)
+
+    def _scales_exactly(self, main: Tensor) -> bool:
+        """Whether a sum of scaled gradients has the bits of the scaled sum: then scaling costs no pass over memory of its own.
+
+        So it is for powers of two, but for elements near the least that a float32 can hold; float16 has a least of 6e-8.
+        """
+        return math.frexp(self._scale)[0] == 0.5 and main.dtype != torch.float16
+
+    def _scale_once(self, slot: GradSlot) -> None:
+        """Multiply what is in the buffer by the scale, unless that is done."""
+        if self._scale != 1.0 and not slot.scaled:
+            slot.main_grad.mul_(self._scale)
+        slot.scaled = True
 
     def slots(self) -> Iterator[GradSlot]:
         """All of them, in the order of the buffers."""
@@ -201,12 +214,12 @@ class GradReducer:
             raise GradientError(f"{slot.name} was given a gradient by hand after that of backward began to be reduced")
         if left is not None:  # as pipeline schedules do that take the gradients of weights by themselves
             slot.count += 1
-            self._add(slot, own_grad(slot.parameter, left), 1.0)
+            self._add(slot, own_grad(slot.parameter, left))
             slot.parameter.grad = None
         if slot.count == 0:
             slot.main_grad.zero_()
-        elif not slot.ready and self._scale != 1.0:
-            slot.main_grad.mul_(self._scale)
+        elif not slot.ready:
+            self._scale_once(slot)
 
     def add_tied(self) -> None:
         """Add to the gradients of shared parameters those of the other stage."""
