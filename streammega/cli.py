@@ -58,6 +58,9 @@ def describe(
     from streammega.index import IndexedDataset
 
     settings = commands.storage_config(storage, looks_only=True)
+    if prefix.startswith("http") and "?" in prefix:  # a signed URL is one of a file, and there is nothing beside it
+        typer.echo(describing.describe_input(prefix, settings))
+        return
     try:
         indexed = IndexedDataset(prefix, settings)
     except ObjectNotFoundError as missing:

@@ -9,13 +9,16 @@ import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from streammega.config import StorageConfig
 from streammega.errors import ConfigError
 from streammega.redaction import redact_urls
+
+if TYPE_CHECKING:
+    from streammega.convert import ConvertOptions
 
 StorageOption = Annotated[
     list[str] | None,
@@ -30,8 +33,8 @@ def convert(
     inputs: Annotated[
         list[str],
         typer.Argument(
-            help="Text, .jsonl, .parquet, .arrow, .tar, .npy and nanoGPT/llm.c .bin files ([.gz|.bz2|.zst]); folders, also "
-            "of MDS or litdata shards; .bin/.idx prefixes and manifests; globs, URLs, @lists of files."
+            help="Text, .jsonl, .json, .parquet, .arrow, .tar, .npy and nanoGPT/llm.c .bin files ([.gz|.bz2|.zst]); folders, "
+            "also of MDS or litdata shards; .bin/.idx prefixes and manifests; globs, URLs, @lists of files; - for stdin."
         ),
     ],
     output: Annotated[str, typer.Argument(help="Prefix to write: a path or s3:// URL.")],
@@ -39,7 +42,19 @@ def convert(
         str | None,
         typer.Option(help="tokenizer.json, SentencePiece .model, .tiktoken, tiktoken:NAME, a hub's name, or bytes; for text."),
     ] = None,
-    key: Annotated[list[str] | None, typer.Option(help="JSON key of the text; repeat for more; KEY:MODE gives a mode.")] = None,
+    key: Annotated[
+        list[str] | None,
+        typer.Option(help="Key or column of the text, also nested (meta.text); repeat for more; KEY:MODE gives a mode."),
+    ] = None,
+    include: Annotated[
+        list[str] | None, typer.Option(metavar="PATTERN", help="Of folders and globs, read only such files; repeat for more.")
+    ] = None,
+    exclude: Annotated[
+        list[str] | None, typer.Option(metavar="PATTERN", help="Of folders and globs, leave such files out; repeat for more.")
+    ] = None,
+    member: Annotated[
+        str | None, typer.Option(help="Of samples in .tar with several members, the one that is the document, e.g. txt.")
+    ] = None,
     chat: Annotated[bool, typer.Option(help="Records hold messages; answers get mode 1.")] = False,
     chat_template: Annotated[
         str | None, typer.Option(help="How messages are written: tokenizer (its own template), chatml, llama3, or a file.")
@@ -94,6 +109,9 @@ def convert(
     options = ConvertOptions(
         tokenizer=tokenizer,
         keys=tuple(key or ["text"]),
+        include=tuple(include or ()),
+        exclude=tuple(exclude or ()),
+        member=member,
         chat=chat,
         chat_template=chat_template,
         append_eod=append_eod,
@@ -129,7 +147,7 @@ def convert(
     )
     settings = storage_config(storage)
     _check_outputs(report, plot)
-    with _bar("converting", _total(inputs, settings)) as advance:
+    with _bar("converting", _total(inputs, settings, options)) as advance:
         made = run(inputs, output, options=options, runner=runner, overwrite=overwrite, storage=settings, progress=advance)
     typer.echo(made.as_text())
     if report:
@@ -226,14 +244,16 @@ def _bar(title: str, total: int | None) -> Iterator[Callable[[int, int], None]]:
         yield advance
 
 
-def _total(inputs: Sequence[str], storage: StorageConfig) -> int | None:
-    """Bytes of the inputs, where they are read as they are; what decompression makes of others is not known."""
+def _total(inputs: Sequence[str], storage: StorageConfig, options: ConvertOptions) -> int | None:
+    """Bytes of the inputs, where they are read as they are; what decompression makes of others is not known, nor of a pipe."""
+    from streammega.convert.folders import Choice
     from streammega.convert.inputs import find_inputs
-    from streammega.convert.slices import is_compressed
+    from streammega.convert.pipes import is_pipe
+    from streammega.convert.suffixes import is_compressed
 
-    if not sys.stderr.isatty():
+    if not sys.stderr.isatty() or any(map(is_pipe, inputs)):
         return None
-    found = find_inputs(inputs, storage)
+    found = find_inputs(inputs, storage, Choice(include=options.include, exclude=options.exclude))
     plain = all(item.format in ("text", "jsonl", "megatron", "raw", "npy") and not is_compressed(item.path) for item in found)
     return sum(item.size for item in found) if plain else None
 

@@ -144,12 +144,13 @@ def describe_input(path: str, storage: StorageConfig) -> str:
     from streammega.convert.options import ConvertOptions
     from streammega.convert.readers import read_slice
     from streammega.convert.slices import Skipped, Slice
+    from streammega.convert.suffixes import without_queries
 
     found = find_inputs([path], storage)
     sizes: dict[str, list[int]] = {}
     for item in found:
         sizes.setdefault(item.format, []).append(item.size)
-    lines = [redact_urls(path)]
+    lines = [redact_urls(without_queries(path))]
     lines += [f"  {kind:<10} {len(own):,} inputs, {sum(own):,} bytes" for kind, own in sorted(sizes.items())]
     for document in itertools.islice(read_slice(Slice(input=found[0]), ConvertOptions(), storage, Skipped()), 1):
         if isinstance(document, RawDocument):

@@ -15,23 +15,24 @@ import numpy as np
 from streammega.config import StorageConfig
 from streammega.convert.arrays import load_npy
 from streammega.convert.documents import RawDocument, one_each
-from streammega.convert.inputs import JSON_SUFFIXES, bare_name
+from streammega.convert.json_values import BYTE_ORDER_MARK
+from streammega.convert.members import MemberChoice, document_suffix
 from streammega.convert.options import ConvertOptions
 from streammega.convert.slices import Item, Skipped, Slice, fault, open_stream
+from streammega.convert.suffixes import JSON_SUFFIXES, suffix_of
 from streammega.convert.tar_end import GOES_ON, TarEnd
 from streammega.convert.zstd import ZstdReader
 from streammega.errors import ConvertError
 from streammega.redaction import redact_urls
 
-SUFFIXES = (".txt", ".npy", *JSON_SUFFIXES)
 _COMPRESSED = re.compile(rb"\x1f\x8b\x08|BZh.1AY&SY|\xfd7zXZ|\x5d\0\0\x80", re.S)
 
 
 class _Archive:
     """The file of an archive, as webdataset reads it."""
 
-    def __init__(self, file: Any, path: str) -> None:
-        self._file, self._path = file, redact_urls(path)
+    def __init__(self, file: Any, path: str, choice: MemberChoice) -> None:
+        self._file, self._path, self._choice = file, redact_urls(path), choice
         self._member = ""
         self._end = TarEnd()
         self._begun = False
@@ -43,7 +44,7 @@ class _Archive:
     def wants(self, name: str) -> bool:
         """Whether a member holds documents, or a name that has to be told of."""
         self._member = name
-        return _suffix(name) in SUFFIXES or is_hostile(name)
+        return is_hostile(name) or self._choice.takes(name)
 
     def read(self, size: int) -> bytes:
         """Read on. Raises ConvertError where an archive begins that is compressed, whose end could not be told from a cut."""
@@ -75,28 +76,23 @@ def read_tar(piece: Slice, options: ConvertOptions, storage: StorageConfig, skip
     from webdataset.tariterators import tar_file_iterator  # imports torch, which only conversions of tars shall wait for
 
     path = piece.input.path
-    with open_stream(path, storage) as opened:
-        file = _Archive(opened, path)
+    choice = MemberChoice(options.member, path)
+    with open_stream(piece.input.url, storage) as opened:
+        file = _Archive(opened, path, choice)
         for member in tar_file_iterator(file, skip_meta=None, select_files=file.wants):
             name, data = member["fname"], member["data"]
             where = f"{path}!{name}"
+            choice.check_sample()
             if is_hostile(name):
                 fault(options, skipped, "hostile path", f"{where}: a member outside of its archive; who made this tar?")
             else:
-                yield from _member(_suffix(name), _decompressed(name, data), where)
+                yield from _member(document_suffix(name), _decompressed(name, data), where)
         file.check_end()
-
-
-def _suffix(name: str) -> str:
-    """Of a member, in small letters, without that of its compression; "" where there is none."""
-    bare = bare_name(name)
-    return "." + bare.rpartition(".")[2].lower() if "." in bare else ""
+        choice.check_end(skipped)
 
 
 def _member(suffix: str, data: bytes, where: str) -> Iterator[Item]:
-    if suffix == ".txt":
-        yield RawDocument(data=data, path=where)
-    elif suffix == ".json":
+    if suffix == ".json":
         yield RawDocument(data=data, path=where, record=True)
     elif suffix in JSON_SUFFIXES:
         for line, record in enumerate(io.BytesIO(data), 1):
@@ -105,13 +101,16 @@ def _member(suffix: str, data: bytes, where: str) -> Iterator[Item]:
     elif suffix == ".npy":
         array = load_npy(io.BytesIO(data), where)
         yield one_each(array, np.array([array.size], np.int32), len(data), where)
+    else:  # .txt, or what was asked for by its name
+        yield RawDocument(data=data.removeprefix(BYTE_ORDER_MARK), path=where)
 
 
 def _decompressed(name: str, data: bytes) -> bytes:
-    if name.endswith(".zst"):
+    suffix = suffix_of(name)
+    if suffix == ".zst":
         return io.BufferedReader(ZstdReader(io.BytesIO(data))).read()
-    if name.endswith(".gz"):
+    if suffix == ".gz":
         return gzip.decompress(data)
-    if name.endswith(".bz2"):
+    if suffix == ".bz2":
         return bz2.decompress(data)
-    return lzma.decompress(data) if name.endswith(".xz") else data
+    return lzma.decompress(data) if suffix in (".xz", ".lzma") else data

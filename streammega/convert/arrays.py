@@ -11,7 +11,8 @@ from numpy.typing import NDArray
 from streammega.config import StorageConfig
 from streammega.convert.documents import MOST_TOKENS, one_each
 from streammega.convert.options import ConvertOptions
-from streammega.convert.slices import Item, Skipped, Slice, is_compressed, open_stream
+from streammega.convert.slices import Item, Skipped, Slice, open_stream
+from streammega.convert.suffixes import is_compressed
 from streammega.errors import ConvertError
 
 SCAN_TOKENS = 4 << 20
@@ -26,7 +27,7 @@ LEAST_WIDE = 32
 
 def read_raw(piece: Slice, options: ConvertOptions, storage: StorageConfig, skipped: Skipped) -> Iterator[Item]:
     """nanoGPT's (no header) and llm.c's (256 int32 of header) `.bin`."""
-    with open_stream(piece.input.path, storage) as file:
+    with open_stream(piece.input.url, storage) as file:
         head, dtype = file.read(LLMC_HEADER_BYTES), options.array_dtype
         words = np.frombuffer(head, "<i4") if len(head) == LLMC_HEADER_BYTES else np.zeros(4, np.int32)
         known = LLMC_DTYPES.get((int(words[0]), int(words[1])))
@@ -58,7 +59,7 @@ def _check_width(head: bytes, path: str) -> None:
 
 def read_npy(piece: Slice, options: ConvertOptions, storage: StorageConfig, skipped: Skipped) -> Iterator[Item]:
     """A one-dimensional array is tokens end to end; the rows of a two-dimensional one are documents."""
-    with open_stream(piece.input.path, storage) as file:
+    with open_stream(piece.input.url, storage) as file:
         shape, dtype = _npy_header(file, piece.input.path)
         if len(shape) == 1:
             yield from _split_at_eod(_token_chunks(file, b"", dtype, piece.input.path), options, piece.input.path)

@@ -9,10 +9,13 @@ import numpy as np
 
 from streammega.config import StorageConfig
 from streammega.convert.documents import RawDocument, one_each
+from streammega.convert.keys import splits
 from streammega.convert.options import ConvertOptions
 from streammega.convert.slices import Item, Skipped, Slice, open_plain
 from streammega.errors import ConvertError
 
+Path = tuple[str, ...]
+"""Names of a column, and of the fields within its structs that lead to one."""
 PYTHON_BYTES = 1 << 20
 BATCH_BYTES = 16 << 20
 """Of columns that are held together, decoded; so that rows of a MiB are not held by the thousand."""
@@ -29,13 +32,14 @@ def read_parquet(piece: Slice, options: ConvertOptions, storage: StorageConfig, 
     """Rows of row groups [start, stop)."""
     import pyarrow.parquet as pq
 
-    with open_plain(piece.input.path, storage) as file:
+    with open_plain(piece.input.url, storage) as file:
         table = pq.ParquetFile(file)
         groups = list(range(piece.start, table.num_row_groups if piece.stop < 0 else piece.stop))
-        columns = _columns(table.schema_arrow.names, options, piece.input.path)
+        paths = _paths(table.schema_arrow, options, piece.input.path)
+        columns = [".".join(path) for path in paths]  # of structs, the fields that are wanted alone
         row = sum(table.metadata.row_group(group).num_rows for group in range(piece.start))
         for batch in table.iter_batches(_rows_at_once(table.metadata, groups), row_groups=groups, columns=columns):
-            yield from _rows(batch, piece.input.path, row)
+            yield from _rows(batch, paths, piece.input.path, row)
             row += batch.num_rows
 
 
@@ -43,7 +47,7 @@ def read_arrow(piece: Slice, options: ConvertOptions, storage: StorageConfig, sk
     """Rows of an IPC file (.feather) or stream."""
     import pyarrow as pa
 
-    with open_plain(piece.input.path, storage) as file:
+    with open_plain(piece.input.url, storage) as file:
         try:
             reader = pa.ipc.open_file(file)
             batches = (reader.get_batch(number) for number in range(reader.num_record_batches))
@@ -51,35 +55,56 @@ def read_arrow(piece: Slice, options: ConvertOptions, storage: StorageConfig, sk
             file.seek(0)
             reader = pa.ipc.open_stream(file)
             batches = iter(reader)
-        columns, row = _columns(reader.schema.names, options, piece.input.path), 0
+        paths, row = _paths(reader.schema, options, piece.input.path), 0
+        columns = list(dict.fromkeys(path[0] for path in paths))
         for batch in batches:
-            yield from _rows(batch.select(columns), piece.input.path, row)
+            yield from _rows(batch.select(columns), paths, piece.input.path, row)
             row += batch.num_rows
 
 
-def _columns(names: list[str], options: ConvertOptions, path: str) -> list[str]:
+def _paths(schema: Any, options: ConvertOptions, path: str) -> list[Path]:
+    """Where what is wanted lies. Raises ConvertError for a column that is not there."""
     wanted = ["messages", "conversations"] if options.chat else [key for key, _ in options.key_modes]
-    found = [name for name in wanted if name in names]
-    if found and options.chat_template is not None and "tools" in names:
-        found.append("tools")
+    found = [place for key in wanted if (place := _place(schema, key))]
+    if found and options.chat_template is not None and (tools := _place(schema, "tools")):
+        found.append(tools)
     if not found or (not options.chat and len(found) < len(wanted)):
-        raise ConvertError(f"{path}: has no column {' or '.join(wanted)} (it has: {', '.join(names)}); name it with --key")
+        names = ", ".join(name for field in schema for name in _names(field))
+        raise ConvertError(f"{path}: has no column {' or '.join(wanted)} (it has: {names}); name it with --key")
     return found
 
 
-def _rows(batch: Any, path: str, first: int) -> Iterator[Item]:
-    """Records of a record batch; one column of integer lists is taken as tokens."""
+def _place(fields: Any, key: str) -> Path:
+    """Of a key among fields, by name or within structs, as `value_at` looks for it; empty where it is not."""
     import pyarrow as pa
 
-    if batch.num_columns == 1 and pa.types.is_nested(batch.schema.types[0]) and _is_token_list(batch.schema.types[0]):
-        column = batch.column(0)
-        if column.null_count:
-            column = column.fill_null([])
-        lengths = np.diff(np.asarray(column.offsets)).astype(np.int32)
-        flat = column.flatten()
-        if flat.null_count:
-            raise ConvertError(f"{path}: a list of ids holds a null, from row {first + 1} on; leave such rows out")
-        yield one_each(np.asarray(flat), lengths, batch.nbytes, path)
+    kinds = {field.name: field.type for field in fields}
+    if key in kinds:
+        return (key,)
+    for outer, inner in splits(key):
+        kind = kinds.get(outer)
+        if kind is not None and pa.types.is_struct(kind) and (place := _place(_fields(kind), inner)):
+            return (outer, *place)
+    return ()
+
+
+def _fields(kind: Any) -> list[Any]:
+    """Of a struct."""
+    return [kind.field(number) for number in range(kind.num_fields)]
+
+
+def _names(field: Any) -> list[str]:
+    """Of a column, or of the fields within it."""
+    import pyarrow as pa
+
+    return [f"{field.name}.{inner.name}" for inner in _fields(field.type)] if pa.types.is_struct(field.type) else [field.name]
+
+
+def _rows(batch: Any, paths: list[Path], path: str, first: int) -> Iterator[Item]:
+    """Records of a record batch; one column of integer lists is taken as tokens."""
+    column = _column(batch, paths[0]) if len(paths) == 1 else None
+    if column is not None and _is_token_list(column.type):
+        yield _token_lists(column, batch.nbytes, path, first)
         return
     mean = max(1, batch.nbytes // max(1, batch.num_rows))
     at_once = max(1, PYTHON_BYTES // mean)  # as objects of Python, rows take several times their bytes
@@ -88,7 +113,33 @@ def _rows(batch: Any, path: str, first: int) -> Iterator[Item]:
             yield RawDocument(data=b"", path=path, line=number, record=True, fields=fields, size=mean)
 
 
+def _column(batch: Any, place: Path) -> Any:
+    """The values of a column, or of a field within its structs."""
+    import pyarrow.compute as pc
+
+    column = batch.column(batch.schema.get_field_index(place[0]))
+    for name in place[1:]:
+        column = pc.struct_field(column, [name])
+    return column
+
+
+def _token_lists(column: Any, size: int, path: str, first: int) -> Item:
+    """The lists of ids of a column, each a document. Raises ConvertError for a null within one."""
+    import pyarrow as pa
+
+    if pa.types.is_fixed_size_list(column.type):
+        column = column.cast(pa.list_(column.type.value_type))
+    if column.null_count:
+        column = column.fill_null([])
+    lengths = np.diff(np.asarray(column.offsets)).astype(np.int32)
+    flat = column.flatten()
+    if flat.null_count:
+        raise ConvertError(f"{path}: a list of ids holds a null, from row {first + 1} on; leave such rows out")
+    return one_each(np.asarray(flat), lengths, size, path)
+
+
 def _is_token_list(kind: Any) -> bool:
     import pyarrow as pa
 
-    return bool((pa.types.is_list(kind) or pa.types.is_large_list(kind)) and pa.types.is_integer(kind.value_type))
+    lists = (pa.types.is_list, pa.types.is_large_list, pa.types.is_fixed_size_list)
+    return any(is_one(kind) for is_one in lists) and bool(pa.types.is_integer(kind.value_type))

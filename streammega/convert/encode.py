@@ -9,10 +9,11 @@ from typing import Any
 import numpy as np
 
 from streammega.config import StorageConfig
-from streammega.conversations import encodable, load_record, messages_of, not_utf8, turns_of
+from streammega.conversations import load_record, messages_of, not_utf8, turns_of
 from streammega.convert.chat import ChatEncoder
 from streammega.convert.chat_templates import Rendered
 from streammega.convert.documents import RawDocument, Tokens, check_lengths
+from streammega.convert.keys import texts_at
 from streammega.convert.options import ConvertOptions
 from streammega.convert.readers import with_line
 from streammega.convert.slices import Skipped
@@ -177,7 +178,8 @@ class BatchEncoder:
             record = document.fields if document.fields is not None else load_record(document.data, document.where)
             if self._options.chat:
                 return _conversation(record, document.where)
-            texts = [(_text(record, key, document.where), mode) for key, mode in self._options.key_modes]
+            keys = self._options.key_modes
+            texts = [(text, mode) for key, mode in keys for text in texts_at(record, key, document.where)]
         if self._split is not None:
             texts = [(sentence, mode) for text, mode in texts for sentence in self._split(text) if sentence]
         if not any(text for text, _ in texts):
@@ -196,15 +198,6 @@ def _decode(document: RawDocument) -> str:
         return document.data.decode("utf-8")
     except UnicodeDecodeError as error:
         raise not_utf8(document.where, error) from None
-
-
-def _text(record: Any, key: str, where: str) -> str:
-    if not isinstance(record, dict) or key not in record:
-        has = ", ".join(sorted(map(str, record))) if isinstance(record, dict) else type(record).__name__
-        raise ConvertError(f"{where}: has no key {key!r} (it has: {has}); name the text's key with --key")
-    if not isinstance(record[key], str):
-        raise ConvertError(f"{where}: key {key!r} holds {type(record[key]).__name__}, not text; name the text's key with --key")
-    return encodable(str(record[key]), where)
 
 
 def _conversation(record: Any, where: str) -> list[Part]:

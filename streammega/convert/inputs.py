@@ -6,54 +6,70 @@ import glob
 import json
 import os
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
-from typing import Any, Literal
+from dataclasses import dataclass, field
+from typing import Any
 
 from streammega.config import StorageConfig
+from streammega.convert.folders import Choice, PassedOver
+from streammega.convert.suffixes import Format, format_of, split_query, without_queries
 from streammega.errors import AccessDeniedError, ConvertError, EndpointError, ObjectNotFoundError, StreammegaError
 from streammega.index.manifest import FORMAT as MANIFEST_FORMAT
 from streammega.index.shards import SUFFIXES
 from streammega.redaction import redact
 from streammega.storage.urls import file_system, is_remote
 
-Format = Literal["text", "jsonl", "parquet", "arrow", "tar", "megatron", "raw", "npy", "mds", "litdata"]
-JSON_SUFFIXES = (".jsonl", ".ndjson", ".json")
-COMPRESSIONS = (".gz", ".bz2", ".zst", ".xz")
 PROBE = ".streammega-writable"
 """Of the object by which a conversion tries its rights: no input, where it could not be removed."""
-BY_SUFFIX: dict[str, Format] = {
-    ".parquet": "parquet", ".arrow": "arrow", ".feather": "arrow", ".ipc": "arrow", ".tar": "tar", ".tgz": "tar", ".bin": "raw",
-    ".npy": "npy", ".jsonl": "jsonl", ".ndjson": "jsonl", ".json": "jsonl",
-}  # fmt: skip
+SIGNS = "*?["
+"""What makes a pattern of a name, if nothing is called just that."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Input:
-    """One input file (of mds and litdata, one folder). `etag`: changes when it does; `size` in bytes."""
+    """One input file (of mds and litdata, one folder). `etag`: changes when it does; `size` in bytes.
+
+    path: for messages and records too; `query` of a URL, which may be a secret, is not in it.
+    """
 
     path: str
     format: Format
     size: int
     etag: str
+    query: str = field(default="", repr=False)
+
+    @property
+    def url(self) -> str:
+        """Where it is read."""
+        return self.path + self.query
 
 
-def find_inputs(inputs: Sequence[str], storage: StorageConfig | None = None) -> list[Input]:
+def find_inputs(
+    inputs: Sequence[str],
+    storage: StorageConfig | None = None,
+    choice: Choice | None = None,
+    passed: PassedOver | None = None,
+) -> list[Input]:
     """Input files in a fixed order: files as given, globs and folders expanded in name order, `@list` files line by line.
 
-    Raises ObjectNotFoundError for an input that is not there, ConvertError for a folder without files.
+    What is there by the very name is taken before that is read as a glob. choice: of the files in folders and of globs; what is
+    left out there is counted in `passed`. Raises ObjectNotFoundError for an input that is not there, ConvertError for a folder
+    without files.
     """
+    choice, passed = choice or Choice(), passed if passed is not None else PassedOver()
     found: list[Input] = []
     for item in _listed(inputs):
-        own = _remote(item, storage or StorageConfig()) if is_remote(item) else _local(item)
+        remote = is_remote(item)
+        own = _remote(item, storage or StorageConfig(), choice, passed) if remote else _local(item, choice, passed)
         if not own:
-            raise ConvertError(f"{item}: the folder holds no files")
+            told = passed.as_text()
+            raise ConvertError(f"{split_query(item)[0]}: the folder holds no files{f' but {told} ones' if told else ''}")
         found += own
     return found
 
 
 def _listed(inputs: Sequence[str]) -> Iterator[str]:
     for item in inputs:
-        if not item.startswith("@"):
+        if not item.startswith("@") or os.path.exists(item):
             yield item
             continue
         try:
@@ -63,7 +79,7 @@ def _listed(inputs: Sequence[str]) -> Iterator[str]:
             raise ObjectNotFoundError(f"{item[1:]}: no readable list of files ({error})") from None
 
 
-def _local(item: str) -> list[Input]:
+def _local(item: str, choice: Choice, passed: PassedOver) -> list[Input]:
     def stat(path: str) -> tuple[int, str]:
         info = os.stat(path)
         return info.st_size, f"{info.st_size:x}-{info.st_mtime_ns:x}"
@@ -73,68 +89,82 @@ def _local(item: str) -> list[Input]:
             return file.read()
 
     if os.path.isdir(item):
-        return _files(_walk(item), stat, read)
-    if os.path.isfile(item):
-        return _files([item], stat, read, named=True)
-    if os.path.isfile(f"{item}.idx"):
-        return _files([f"{item}.idx"], stat, read, named=True)
-    if os.path.isfile(f"{item}.manifest.json"):
-        return _files([f"{item}.manifest.json"], stat, read, named=True)
-    if matches := sorted(path for path in glob.glob(item, recursive=True) if os.path.isfile(path)):
-        return _files(matches, stat, read)
+        return _files(choice.of_folder(_walk(item, passed), item, passed), stat, read)
+    for suffix in ("", ".idx", ".manifest.json"):
+        if os.path.isfile(item + suffix):
+            return _files([item + suffix], stat, read, named=True)
+    if os.path.exists(item):
+        raise ConvertError(f"{item}: is no file (a pipe, or a device), which only `streammega convert` reads, and only once")
+    if matches := sorted(path for path in glob.glob(_pattern(item), recursive=True) if os.path.isfile(path)):
+        return _files(choice.of_matches(matches, passed), stat, read)
     raise ObjectNotFoundError(f"{item}: no such file, folder or match; check the path, and quote globs")
 
 
-def _walk(folder: str) -> list[str]:
+def _pattern(item: str) -> str:
+    """A glob in which the signs of folders that are there are letters."""
+    folder, below = "", item
+    while below and os.path.isdir(join := os.path.join(folder, below.partition("/")[0]) or "/"):
+        folder, below = join, below.partition("/")[2].lstrip("/")
+    return os.path.join(glob.escape(folder), below)
+
+
+def _walk(folder: str, passed: PassedOver) -> list[str]:
+    """All files below a folder; folders that are hidden are not looked into, and count as one."""
     found = []
     for root, folders, names in os.walk(folder):
+        passed.add("hidden", sum(name.startswith(".") for name in folders))
         folders[:] = sorted(name for name in folders if not name.startswith("."))
-        found += [os.path.join(root, name) for name in sorted(names) if not name.startswith(".")]
+        found += [os.path.join(root, name) for name in sorted(names)]
     return found
 
 
-def _remote(item: str, storage: StorageConfig) -> list[Input]:
+def _remote(item: str, storage: StorageConfig, choice: Choice, passed: PassedOver) -> list[Input]:
     options = dict(storage.storage_options)
+    shown, query = split_query(item)
     try:
         system, path = file_system(item, storage)
         scheme = item.partition("://")[0]
+        web = scheme in ("http", "https")
 
         def stat(url: str) -> tuple[int, str]:
-            info = system.info(url.partition("://")[2] if scheme not in ("http", "https") else url)
+            info = system.info(f"{url}{query}" if web else url.partition("://")[2])
             return int(info["size"] or 0), str(info.get("ETag") or info.get("etag") or info.get("LastModified") or info["size"])
 
         def read(url: str) -> bytes:
-            return bytes(system.cat_file(url.partition("://")[2] if scheme not in ("http", "https") else url))
+            return bytes(system.cat_file(f"{url}{query}" if web else url.partition("://")[2]))
 
         def full(name: str) -> str:
             return name if "://" in name else f"{scheme}://{name}"
 
-        below_host = path.partition("://")[2].partition("/")[2] if "://" in path else path  # a password may hold any sign
         # What is there by the very name is no pattern, whatever signs are in it.
-        for suffix in ("", ".idx", ".manifest.json"):
+        for suffix in ("", ".idx", ".manifest.json") if not query else ("",):
             if system.isfile(path + suffix):
-                return _files([item + suffix], stat, read, named=True)
-        if any(sign in below_host for sign in "*?[") and (matches := sorted(map(full, system.glob(path)))):
-            return _files(matches, stat, read)
-        found = sorted(full(name) for name in system.find(path) if not name.endswith(PROBE))
-        if found:
-            return _files(found, stat, read)
+                return _files([shown + suffix], stat, read, named=True, query=query)
+        below_host = path.partition("://")[2].partition("/")[2] if "://" in path else path  # a password may hold any sign
+        if any(sign in below_host for sign in SIGNS) and not query and not system.isdir(path):
+            if matches := sorted(map(full, system.glob(path))):
+                return _files(choice.of_matches(matches, passed), stat, read)
+        elif found := sorted(full(name) for name in system.find(path) if not name.endswith(PROBE)):
+            return _files(choice.of_folder(found, full(path), passed), stat, read)
     except PermissionError as error:
-        raise AccessDeniedError(redact(f"{item}: access denied ({error}); check the credentials", options)) from None
+        message = without_queries(f"{item}: access denied ({error}); check the credentials")
+        raise AccessDeniedError(redact(message, options)) from None
     except FileNotFoundError:
         pass
     except StreammegaError:
         raise
     except Exception as error:  # clients raise whatever they like
-        raise EndpointError(redact(f"{item}: cannot be listed ({type(error).__name__}: {error})", options)) from None
-    raise ObjectNotFoundError(f"{item}: no such object, folder or match; check the URL, and quote globs")
+        message = without_queries(f"{item}: cannot be listed ({type(error).__name__}: {error})")
+        raise EndpointError(redact(message, options)) from None
+    mend = "has its signature expired?" if query else "check the URL, and quote globs"
+    raise ObjectNotFoundError(f"{shown}: no such object, folder or match; {mend}")
 
 
 Stat = Callable[[str], tuple[int, str]]
 Read = Callable[[str], bytes]
 
 
-def _files(paths: Sequence[str], stat: Stat, read: Read, *, named: bool = False) -> list[Input]:
+def _files(paths: Sequence[str], stat: Stat, read: Read, *, named: bool = False, query: str = "") -> list[Input]:
     """Inputs of some files; what belongs to another file of a format (its .bin, its index.json) is not one by itself."""
     there, inputs, taken = set(paths), [], set()
     for path in paths:
@@ -151,7 +181,7 @@ def _files(paths: Sequence[str], stat: Stat, read: Read, *, named: bool = False)
             size, etag = stat(path)
             if kind == "megatron" and path.endswith(".idx") and (data := _data_beside(path, stat)):
                 size, etag = data[0], f"{etag}+{data[1]}"
-            inputs.append(Input(path=path, format=kind, size=size, etag=etag))
+            inputs.append(Input(path=path, format=kind, size=size, etag=etag, query=query))
     return inputs
 
 
@@ -168,8 +198,7 @@ def _format(path: str, there: set[str], stat: Stat, read: Read, *, named: bool) 
                 return "megatron"  # its documents and modes are in the .idx
     if path.endswith(".manifest.json") and _is_manifest(read(path)):
         return "megatron" if named else None  # in a folder, its shards are there too
-    bare = bare_name(path)
-    return BY_SUFFIX.get(os.path.splitext(bare)[1].lower(), "text")
+    return format_of(path)
 
 
 def _is_there(path: str, stat: Stat) -> bool:
@@ -201,10 +230,3 @@ def _index_kind(data: bytes) -> Format | None:
 
 def _is_manifest(data: bytes) -> bool:
     return MANIFEST_FORMAT.encode() in data[:200]
-
-
-def bare_name(path: str) -> str:
-    """A path without the suffix of its compression."""
-    for suffix in COMPRESSIONS:
-        path = path.removesuffix(suffix)
-    return path

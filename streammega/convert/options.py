@@ -24,8 +24,14 @@ class ConvertOptions:
     tokenizer: str | None = None
     """A tokenizer.json, a name on the Hugging Face hub, a SentencePiece .model, a .tiktoken file, tiktoken:NAME, or `bytes`;
     None: the inputs hold tokens."""
+    include: tuple[str, ...] = ()
+    exclude: tuple[str, ...] = ()
+    """Of folders and globs, patterns of the files that are read (none: all) and of those that are not; with a slash, of paths."""
     keys: tuple[str, ...] = ("text",)
-    """Keys of a record that hold its text, each a sequence of the document; `key:1` gives its tokens mode 1."""
+    """Keys of a record that hold its text, or paths to them (`meta.text`), each a sequence of the document; `key:1` gives its
+    tokens mode 1."""
+    member: str | None = None
+    """Of WebDataset samples with several members, the one that is the document (`txt`); a pattern takes all that match it."""
     chat: bool = False
     """Records hold `messages`: headers and questions get mode 0, answers of the assistant mode 1."""
     chat_template: str | None = None
@@ -165,8 +171,10 @@ class ConvertOptions:
         )
 
     def digest(self) -> str:
-        """Changes with every setting."""
-        return hashlib.blake2b(json.dumps(asdict(self), sort_keys=True).encode(), digest_size=12).hexdigest()
+        """Changes with every setting but those that choose files: of these, the files that were chosen tell."""
+        settings = asdict(self)
+        del settings["include"], settings["exclude"]
+        return hashlib.blake2b(json.dumps(settings, sort_keys=True).encode(), digest_size=12).hexdigest()
 
 
 @dataclass(frozen=True, kw_only=True)

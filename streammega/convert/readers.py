@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import io
 from collections.abc import Iterator
 from dataclasses import replace
+from typing import Any
 
 from streammega.config import StorageConfig
 from streammega.convert.archives import read_tar
@@ -11,12 +13,17 @@ from streammega.convert.arrays import read_npy, read_raw
 from streammega.convert.columns import read_arrow, read_parquet
 from streammega.convert.documents import RawDocument
 from streammega.convert.foreign import read_litdata, read_mds
+from streammega.convert.json_values import BYTE_ORDER_MARK, HEAD_BYTES, holds_lines, read_values
 from streammega.convert.options import ConvertOptions
 from streammega.convert.pairs import read_pair
 from streammega.convert.slices import Item, Reader, Skipped, Slice, open_stream
+from streammega.convert.suffixes import may_hold_values, without_queries
 from streammega.errors import ConvertError, ObjectNotFoundError, StreammegaError
 from streammega.redaction import redact
 from streammega.storage.urls import is_remote
+
+OPENINGS = (b"[", b"{", b"[{")
+"""First lines of what is JSON, but no lines of it."""
 
 
 def read_slice(piece: Slice, options: ConvertOptions, storage: StorageConfig, skipped: Skipped) -> Iterator[Item]:
@@ -35,7 +42,7 @@ def read_slice(piece: Slice, options: ConvertOptions, storage: StorageConfig, sk
             raise
         skipped.add("unreadable file", str(error))
     except Exception as error:  # the libraries under it raise whatever they like
-        reason = redact(f"{type(error).__name__}: {error}", own)
+        reason = redact(without_queries(f"{type(error).__name__}: {error}"), own)
         message = f"{path}: cannot be read ({reason}); is the file whole, and its suffix true?"
         if options.on_error == "stop":
             raise ConvertError(message) from None
@@ -43,27 +50,46 @@ def read_slice(piece: Slice, options: ConvertOptions, storage: StorageConfig, sk
 
 
 def _text(piece: Slice, options: ConvertOptions, storage: StorageConfig, skipped: Skipped) -> Iterator[Item]:
-    with open_stream(piece.input.path, storage) as file:
-        yield RawDocument(data=file.read(), path=piece.input.path)
+    with open_stream(piece.input.url, storage) as file:
+        yield RawDocument(data=file.read().removeprefix(BYTE_ORDER_MARK), path=piece.input.path)
 
 
 def _jsonl(piece: Slice, options: ConvertOptions, storage: StorageConfig, skipped: Skipped) -> Iterator[Item]:
     path = piece.input.path
-    with open_stream(path, storage) as file:
+    with open_stream(piece.input.url, storage) as file:
+        lines = file
+        if piece.stop < 0 and may_hold_values(path):  # of a part, it is known
+            head = file.read(HEAD_BYTES)
+            if not holds_lines(head):
+                yield from read_values(head, file, path)
+                return
+            lines = _lines(head, file)
         position = piece.start
         if position:  # a line belongs to the slice in which it starts
             file.seek(position - 1)
             position += len(file.readline()) - 1
         line = 0 if not piece.start else -1
-        for data in file:
+        for data in lines:
             if 0 <= piece.stop <= position:
                 return
             line += 1 if line >= 0 else 0
+            if line == 1 and options.on_error == "stop" and data.strip() in OPENINGS:
+                raise ConvertError(
+                    f"{path}:1: is no record; an array, or records over several lines? call the file .json, which is told by "
+                    f"what it holds"
+                )
             if data.strip():
                 # The number of a line in a later slice is counted when somebody asks for it: see `with_line`.
                 offset = position if line < 0 else -1
                 yield RawDocument(data=data, path=path, line=max(line, 0), offset=offset, record=True)
             position += len(data)
+
+
+def _lines(head: bytes, file: Any) -> Iterator[bytes]:
+    """The lines of a file of which `head` was read already."""
+    for line in io.BytesIO(head):
+        yield line if line.endswith(b"\n") else line + file.readline()
+    yield from file
 
 
 def with_line(document: RawDocument, storage: StorageConfig) -> RawDocument:

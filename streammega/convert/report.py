@@ -19,7 +19,10 @@ from streammega.redaction import redact_urls
 
 @dataclass(frozen=True, kw_only=True)
 class ConvertReport:
-    """Documents and tokens written; `dropped`: what happened to others, by reason; histogram: bin b has [2^b, 2^(b+1)) tokens."""
+    """Documents and tokens written; `dropped`: what happened to others, by reason; histogram: bin b has [2^b, 2^(b+1)) tokens.
+
+    files_passed_over: of folders and globs, those that were not read, by reason.
+    """
 
     prefix: str
     kind: str
@@ -36,6 +39,7 @@ class ConvertReport:
     dropped: dict[str, int] = field(default_factory=dict)
     messages: list[str] = field(default_factory=list)
     histogram: list[int] = field(default_factory=list)
+    files_passed_over: dict[str, int] = field(default_factory=dict)
 
     @property
     def empty_documents(self) -> int:
@@ -61,6 +65,9 @@ class ConvertReport:
             f"{mean:,.0f} tokens per document; {self.tokens / max(self.seconds, 1e-9):,.0f} tokens/s, "
             f"{self.text_bytes / 1e6 / max(self.seconds, 1e-9):,.1f} MB/s{dropped}",
         ]
+        if self.files_passed_over:
+            files = ", ".join(f"{count:,} {kind}" for kind, count in sorted(self.files_passed_over.items()))
+            lines.append(f"files not read: {files}")
         shown = self.messages[:10]
         lines += [f"  passed over: {message}" for message in shown]
         if len(self.messages) > len(shown):

@@ -32,10 +32,13 @@ from streammega.convert.assemble import (
 )  # fmt: skip
 from streammega.convert.chat_sources import as_option, find_template
 from streammega.convert.engines import Work, run_tasks
+from streammega.convert.folders import Choice, PassedOver
 from streammega.convert.inputs import Input, find_inputs
 from streammega.convert.labels import Labels, labels_of
 from streammega.convert.options import ConvertOptions, Runner
 from streammega.convert.pairs import dataset_name
+from streammega.convert.pipes import KEPT as KEPT_PIPE
+from streammega.convert.pipes import forget_pipes, is_pipe, keep_pipes
 from streammega.convert.preflight import check_encoder, check_writable, make_work_folder
 from streammega.convert.publish import Publisher
 from streammega.convert.report import ConvertReport, count_parts, make_report
@@ -75,7 +78,7 @@ def convert(
     Nothing appears under the final names unless all of it is done; a manifest, written last, lists the shards.
 
     Args:
-        inputs: files, folders, globs, `@list` files and URLs; see `find_inputs`.
+        inputs: files, folders, globs, `@list` files and URLs, `-` for stdin; see `find_inputs`.
         output: prefix to write, a path or URL.
         options, or its fields by name (`tokenizer="tok.json"`, `key="text"`, ...): see ConvertOptions.
         runner, or its fields by name (`workers=4`, `engine="ray"`, ...): see Runner.
@@ -87,13 +90,16 @@ def convert(
     options, runner = _settings(options, runner, settings)
     storage = storage or StorageConfig()
     began = time.monotonic()
+    if any(map(is_pipe, inputs)):
+        return _convert_pipes(inputs, output, options, runner, overwrite, storage, progress)
     prefix, named = split_name(output)
     if prefix != output and not output.endswith(".idx"):
         options = replace(options, kind=named)
     tokenizer = load_tokenizer(options.tokenizer, **options.tokenizer_settings) if options.tokenizer else None
     if options.chat_template is not None:  # all of it, for workers elsewhere, and so that another one is another conversion
         options = replace(options, chat_template=as_option(find_template(options.chat_template, options.tokenizer)))
-    found = find_inputs(inputs, storage)
+    passed = PassedOver()
+    found = find_inputs(inputs, storage, Choice(include=options.include, exclude=options.exclude), passed)
     labels = labels_of(found, options, tokenizer, storage)
     if tokenizer is None and options.eod_id is None:
         options = replace(options, eod_id=labels["eod_id"])  # what is cut keeps the end of its document
@@ -114,9 +120,33 @@ def convert(
             conversion.leave()
             raise
         conversion.remove_work()
-    return make_report(
-        prefix, storage, manifest, records, conversion.duplicates, conversion.source_bytes, time.monotonic() - began
-    )
+    seconds = time.monotonic() - began
+    made = make_report(prefix, storage, manifest, records, conversion.duplicates, conversion.source_bytes, seconds)
+    return replace(made, files_passed_over=passed.counts)
+
+
+def _convert_pipes(
+    inputs: Sequence[str],
+    output: str,
+    options: ConvertOptions,
+    runner: Runner,
+    overwrite: bool,
+    storage: StorageConfig,
+    progress: Callable[[int, int], None] | None,
+) -> ConvertReport:
+    """Convert inputs some of which can be read once: they are read into the work folder first."""
+    prefix, _ = split_name(output)
+    work = _work_folder(prefix, runner.work)
+    with _locked(work):
+        if not os.path.exists(os.path.join(work, "target.json")):  # else it is half published, perhaps by this very conversion
+            Publisher(prefix, options.kind, work, storage, "").check([], overwrite=overwrite)
+        check_writable(prefix, storage, replaces=overwrite)
+        kept = keep_pipes(inputs, work)
+    try:
+        return convert(kept, output, options=options, runner=runner, overwrite=overwrite, storage=storage, progress=progress)
+    except BaseException:
+        forget_pipes(work)
+        raise
 
 
 def _settings(options: ConvertOptions | None, runner: Runner | None, settings: dict[str, Any]) -> tuple[ConvertOptions, Runner]:
@@ -367,7 +397,7 @@ class _Conversion:
             names = [os.path.join(root, name) for root, _, files in os.walk(key) for name in files]
         kept = {f"{key.rstrip('/')}/{name}" for name in KEPT}
         for name in sorted(names, key=lambda name: not name.endswith(".json")):  # records go before what they speak of
-            if name not in kept:
+            if name not in kept and not name.rpartition("/")[2].startswith(KEPT_PIPE):
                 store.delete(name)
 
     def remove_work(self) -> None:

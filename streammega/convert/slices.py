@@ -3,19 +3,23 @@
 from __future__ import annotations
 
 import io
+import zipfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
+from fsspec.utils import infer_compression
+
 from streammega.config import StorageConfig
 from streammega.convert.documents import RawDocument, Tokens
-from streammega.convert.inputs import COMPRESSIONS, Input
+from streammega.convert.inputs import Input
 from streammega.convert.options import ConvertOptions
+from streammega.convert.suffixes import COMPRESSIONS, split_query, suffix_of
 from streammega.convert.zstd import ZstdReader
 from streammega.errors import ConvertError
 from streammega.redaction import redact_urls
-from streammega.storage.urls import open_file
+from streammega.storage.urls import file_system, open_file
 
 BUFFER_BYTES = 1 << 20
 Item: TypeAlias = "RawDocument | Tokens"
@@ -46,11 +50,30 @@ class Skipped:
 
 @contextmanager
 def open_stream(path: str, storage: StorageConfig) -> Iterator[Any]:
-    """The decompressed bytes of a file, by its suffix; plain ones can be sought in."""
-    zstd = path.endswith(".zst")
-    gzip = path.endswith(".tgz")
-    with open_file(path, storage, None if zstd else "gzip" if gzip else "infer") as file:
-        yield io.BufferedReader(ZstdReader(file), BUFFER_BYTES) if zstd else file
+    """The decompressed bytes of a file, by its suffix; plain ones can be sought in. Raises ConvertError if they cannot be had."""
+    name = split_query(path)[0]
+    suffix = suffix_of(name)
+    own = OWN_READERS.get(suffix)
+    packed = None if own is not None else "gzip" if suffix == ".tgz" else infer_compression(name)
+    if own is None and packed is None and suffix in COMPRESSIONS:
+        raise ConvertError(f"{name}: {suffix} is read with a package that is not installed; decompress it, or install it")
+    with open_file(path, storage, packed) as file:
+        yield own(file, name) if own is not None else file
+
+
+def _zstd(file: Any, name: str) -> Any:
+    return io.BufferedReader(ZstdReader(file), BUFFER_BYTES)
+
+
+def _zip(file: Any, name: str) -> Any:
+    archive = zipfile.ZipFile(file)
+    names = [info.filename for info in archive.infolist() if not info.is_dir()]
+    if len(names) != 1:
+        raise ConvertError(f"{name}: holds {len(names)} files; of a .zip one is read: unpack it, or name it with --exclude")
+    return archive.open(names[0])
+
+
+OWN_READERS: dict[str, Callable[[Any, str], Any]] = {".zst": _zstd, ".zip": _zip}
 
 
 @contextmanager
@@ -60,9 +83,10 @@ def open_plain(path: str, storage: StorageConfig) -> Iterator[Any]:
         yield file
 
 
-def is_compressed(path: str) -> bool:
-    """Whether a file has to be decompressed from its start."""
-    return path.endswith((*COMPRESSIONS, ".tgz"))
+def read_head(path: str, storage: StorageConfig, size: int) -> bytes:
+    """The first stored bytes of a file, and no more than these."""
+    system, name = file_system(path, storage)
+    return bytes(system.cat_file(name, start=0, end=size))
 
 
 def fault(options: ConvertOptions, skipped: Skipped, kind: str, message: str) -> None:

@@ -22,10 +22,12 @@ from streammega.config import StorageConfig
 from streammega.convert.documents import RawDocument, Tokens, concatenate
 from streammega.convert.encode import BatchEncoder
 from streammega.convert.inputs import Input
+from streammega.convert.json_values import HEAD_BYTES, holds_lines
 from streammega.convert.options import ConvertOptions
 from streammega.convert.pairs import dataset_name, document_runs
 from streammega.convert.readers import read_slice
-from streammega.convert.slices import Skipped, Slice, is_compressed, open_plain
+from streammega.convert.slices import Skipped, Slice, open_plain, read_head
+from streammega.convert.suffixes import is_compressed, may_hold_values
 from streammega.convert.tokenizers import load_tokenizer
 from streammega.errors import ConvertError, StorageError
 from streammega.index.format import CODE_OF_DTYPE, smallest_dtype
@@ -61,6 +63,8 @@ class Job:
     def unit_digest(self, number: int) -> str:
         """Changes with the inputs of a unit and with every setting."""
         pieces = [asdict(piece) for piece in self.units[number]]
+        for piece in pieces:
+            piece["input"].pop("query")  # signatures of one object differ, and its ETag says whether it is the same
         what = json.dumps([self.options.digest(), self.tokenizer_digest, pieces], sort_keys=True)
         return hashlib.blake2b(what.encode(), digest_size=12).hexdigest()
 
@@ -107,7 +111,7 @@ def plan_units(inputs: Sequence[Input], options: ConvertOptions, storage: Storag
 
 def _slices(item: Input, most: int, storage: StorageConfig) -> Iterator[tuple[Slice, int]]:
     """(slice, bytes) of an input."""
-    if item.format == "jsonl" and not is_compressed(item.path) and item.size > most:
+    if item.format == "jsonl" and not is_compressed(item.path) and item.size > most and _holds_lines(item, storage):
         for start in range(0, item.size, most):
             yield Slice(input=item, start=start, stop=min(start + most, item.size)), most
     elif item.format == "megatron":
@@ -120,10 +124,15 @@ def _slices(item: Input, most: int, storage: StorageConfig) -> Iterator[tuple[Sl
         yield Slice(input=item), item.size
 
 
+def _holds_lines(item: Input, storage: StorageConfig) -> bool:
+    """Whether a file of JSON may be cut at its lines."""
+    return not may_hold_values(item.path) or holds_lines(read_head(item.url, storage, HEAD_BYTES))
+
+
 def _row_groups(item: Input, most: int, storage: StorageConfig) -> Iterator[tuple[Slice, int]]:
     import pyarrow.parquet as pq
 
-    with open_plain(item.path, storage) as file:
+    with open_plain(item.url, storage) as file:
         metadata = pq.ParquetFile(file).metadata
         first, size = 0, 0
         for group in range(metadata.num_row_groups):

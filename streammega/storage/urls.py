@@ -91,11 +91,21 @@ def file_system(url: str, config: StorageConfig) -> tuple[Any, str]:
     """fsspec's file system of a URL or path, and the path within: its own driver, or for oss:// one over our store."""
     if not url.startswith("oss://"):
         options = dict(config.storage_options) if is_remote(url) else {}
+        if url.startswith(("http://", "https://")) and "?" in url:
+            options.setdefault("encoded", True)  # a signature is of the URL as it is spelt
+        if "::" in url and _is_no_chain(url):
+            kind = fsspec.get_filesystem_class(url.partition("://")[0] if "://" in url else "file")
+            return kind(**{**kind._get_kwargs_from_urls(url), **options}), kind._strip_protocol(url)
         found: tuple[Any, str] = fsspec.core.url_to_fs(url, **options)
         return found
     path = url.removeprefix("oss://")
     store, key = open_store(url, config)
     return OssFiles(store, path[: len(path) - len(key)]), path
+
+
+def _is_no_chain(url: str) -> bool:
+    """Whether `::` in a URL are letters: of a file's or an object's name, where fsspec would see file systems in each other."""
+    return not is_remote(url) or url.partition("://")[0] in {*OBSTORE_SCHEMES, "memory", "abfs", "abfss", "hdfs"}
 
 
 def open_file(url: str, config: StorageConfig, compression: str | None = None) -> fsspec.core.OpenFile:
