@@ -25,8 +25,9 @@ class ConvertOptions:
     """A tokenizer.json, a name on the Hugging Face hub, a SentencePiece .model, a .tiktoken file, tiktoken:NAME, or `bytes`;
     None: the inputs hold tokens."""
     include: tuple[str, ...] = ()
+    """Of folders and globs, patterns of the files that are read (none: all): of their names, or, with a slash, of their paths."""
     exclude: tuple[str, ...] = ()
-    """Of folders and globs, patterns of the files that are read (none: all) and of those that are not; with a slash, of paths."""
+    """Of folders and globs, patterns of the files that are not read."""
     keys: tuple[str, ...] = ("text",)
     """Keys of a record that hold its text, or paths to them (`meta.text`), each a sequence of the document; `key:1` gives its
     tokens mode 1."""
