@@ -53,7 +53,7 @@ def _check_width(head: bytes, path: str) -> None:
     if len(lower) >= LEAST_WIDE and (upper < 16).all() and (lower >= 16).any():
         raise ConvertError(
             f"{path}: every second number of 16 bits is nearly zero, so these are ids of 32 bits, perhaps of a Megatron dataset "
-            f"without its .idx; say so by --input-dtype int32, or uint16 if not"
+            f"without its .idx; say so by --input-dtype int32 or uint32, or uint16 if not"
         )
 
 
