@@ -139,7 +139,7 @@ def describe_input(path: str, storage: StorageConfig) -> str:
 
     Raises ObjectNotFoundError, ConvertError.
     """
-    from streammega.convert.documents import RawDocument
+    from streammega.convert.documents import LongText, RawDocument
     from streammega.convert.inputs import find_inputs
     from streammega.convert.options import ConvertOptions
     from streammega.convert.readers import read_slice
@@ -153,6 +153,8 @@ def describe_input(path: str, storage: StorageConfig) -> str:
     lines = [redact_urls(without_queries(path))]
     lines += [f"  {kind:<10} {len(own):,} inputs, {sum(own):,} bytes" for kind, own in sorted(sizes.items())]
     for document in itertools.islice(read_slice(Slice(input=found[0]), ConvertOptions(), storage, Skipped()), 1):
+        if isinstance(document, LongText):
+            document = RawDocument(data=next(document.pieces), path=document.path)
         if isinstance(document, RawDocument):
             known = document.fields is not None
             shown = json.dumps(document.fields, default=str) if known else document.data.decode(errors="replace")

@@ -185,7 +185,7 @@ def train_tokenizer(inputs: list[str], path: Path) -> None:
             if number % 3 == 0:
                 for document in read_slice(Slice(input=item), options, StorageConfig(), Skipped()):
                     assert isinstance(document, RawDocument), "the demo converts text"
-                    yield from (text for text, _, _ in encoder.parts(document))
+                    yield from (text for text, _, _ in encoder.parts(document) if isinstance(text, str))
 
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -37,6 +38,14 @@ class RawDocument:
         if self.offset >= 0:
             return f"{self.path}@{self.offset}"
         return f"{self.path}:{self.line}" if self.line else self.path
+
+
+@dataclass(frozen=True, kw_only=True)
+class LongText:
+    """A document that is a text too long to be held: its bytes, a few MiB at a time, and where they come from."""
+
+    path: str
+    pieces: Iterator[bytes]
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -3,25 +3,29 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, TypeAlias
 
 import numpy as np
+from numpy.typing import NDArray
 
 from streammega.config import StorageConfig
 from streammega.conversations import load_record, messages_of, not_utf8, turns_of
 from streammega.convert.chat import ChatEncoder
 from streammega.convert.chat_templates import Rendered
-from streammega.convert.documents import RawDocument, Tokens, check_lengths
+from streammega.convert.documents import LongText, RawDocument, Tokens, check_lengths
 from streammega.convert.keys import texts_at
+from streammega.convert.long_texts import LONG, LongTextEncoder, decoded, text_in_pieces
 from streammega.convert.options import ConvertOptions
 from streammega.convert.readers import with_line
 from streammega.convert.slices import Skipped
-from streammega.convert.tokenizers import BytesTokenizer, TextTokenizer, find_eod
+from streammega.convert.tokenizers import TextTokenizer, find_eod
 from streammega.errors import ConfigError, ConvertError, FormatError
 from streammega.index.format import smallest_dtype
 
-Part = tuple[str, int, bool]
+Text: TypeAlias = "str | NDArray[np.int32]"
+"""Of a sequence; if it is long, its ids."""
+Part = tuple[Text, int, bool]
 """Text of a sequence, its mode, and whether it ends with the end-of-document token."""
 
 
@@ -42,6 +46,7 @@ class BatchEncoder:
         self.dtype: np.dtype[Any] = np.dtype(options.dtype) if options.dtype else smallest_dtype(tokenizer.vocab_size)
         if tokenizer.vocab_size - 1 > np.iinfo(self.dtype).max:
             raise ConfigError(f"dtype {self.dtype} cannot hold the {tokenizer.vocab_size} ids of {tokenizer.name}; use int32")
+        self._long = LongTextEncoder(tokenizer)
         self._split: Any = _sentence_splitter(options.split_sentences) if options.split_sentences else None
 
     def __call__(self, documents: Sequence[RawDocument], skipped: Skipped) -> Tokens:
@@ -51,11 +56,38 @@ class BatchEncoder:
             return self._pack_chats(self._read(documents, self._rendered, skipped), size, skipped)
         parts = self._read(documents, self.parts, skipped)
         flat = [part for own in parts for part in own]
-        ids = self.tokenizer.encode([text for text, _, _ in flat]) if flat else []
+        ids = self._encode([text for text, _, _ in flat]) if flat else []
         if not self._options.keep_empty and not all(map(len, ids)):
             parts, ids = self._without_empty(parts, ids, skipped)
             flat = [part for own in parts for part in own]
         return self._pack(parts, flat, ids, size)
+
+    def _encode(self, texts: list[Text]) -> Sequence[Sequence[int]]:
+        """Ids of texts; those of long ones are there already."""
+        plain = [text for text in texts if isinstance(text, str)]
+        ids = self.tokenizer.encode(plain)
+        if len(plain) == len(texts):
+            return ids
+        encoded = iter(ids)
+        return [next(encoded) if isinstance(text, str) else text for text in texts]  # type: ignore[misc]
+
+    def long_text(self, text: LongText) -> Iterator[NDArray[Any]]:
+        """Ids of a document that is not held, a piece at a time; none if it has no token. Raises ConvertError, FormatError."""
+        opening = [] if self.bos is None else [np.array([self.bos], self.dtype)]
+        empty = True
+        for ids in self._long.encode(decoded(text.pieces, text.path), text.path):
+            if not len(ids):
+                continue
+            if empty:
+                yield from opening
+            empty = False
+            yield ids.astype(self.dtype)
+        if empty and not self._options.keep_empty:
+            return
+        if empty:
+            yield from opening
+        if self.eod is not None:
+            yield np.array([self.eod], self.dtype)
 
     def _read(self, documents: Sequence[RawDocument], read: Callable[[RawDocument], Any], skipped: Skipped) -> list[Any]:
         """What `read` makes of documents, without those that are empty or passed over."""
@@ -129,7 +161,7 @@ class BatchEncoder:
             closing = np.cumsum(lengths)[ends > 0] - 1
             where[closing] = False
             tokens[closing] = self.eod
-        if isinstance(self.tokenizer, BytesTokenizer):
+        if any(isinstance(own_ids, np.ndarray) for own_ids in ids):
             tokens[where] = np.concatenate([np.asarray(own_ids) for own_ids in ids] or [tokens[:0]])
         else:
             tokens[where] = np.fromiter(itertools.chain.from_iterable(ids), self.dtype, int(own.sum()))
@@ -186,7 +218,14 @@ class BatchEncoder:
             return []
         last = texts[-1] if self._options.makes_modes else None  # an empty answer is a sequence, with the end of its document
         texts = [part for part in texts if part[0] or part is last]
-        return [(text, mode, number == len(texts)) for number, (text, mode) in enumerate(texts, 1)]
+        where = document.where
+        return [(self._shortened(text, where), mode, number == len(texts)) for number, (text, mode) in enumerate(texts, 1)]
+
+    def _shortened(self, text: str, where: str) -> Text:
+        """A text, or if it is long its ids: they take less than what a tokenizer needs for all of it at once."""
+        if len(text) < LONG:
+            return text
+        return np.concatenate([np.empty(0, np.int32), *self._long.encode(text_in_pieces(text), where)])
 
 
 def _count_empty(skipped: Skipped) -> None:

@@ -11,15 +11,15 @@ from streammega.config import StorageConfig
 from streammega.convert.archives import read_tar
 from streammega.convert.arrays import read_npy, read_raw
 from streammega.convert.columns import read_arrow, read_parquet
-from streammega.convert.documents import RawDocument
+from streammega.convert.documents import LongText, RawDocument
 from streammega.convert.foreign import read_litdata, read_mds
-from streammega.convert.json_values import BYTE_ORDER_MARK, HEAD_BYTES, holds_lines, read_values
+from streammega.convert.json_values import HEAD_BYTES, holds_lines, read_values
 from streammega.convert.options import ConvertOptions
 from streammega.convert.pairs import read_pair
 from streammega.convert.slices import Item, Reader, Skipped, Slice, open_stream
-from streammega.convert.suffixes import may_hold_values, without_queries
+from streammega.convert.suffixes import may_hold_values
+from streammega.convert.whole_files import guarded, read_text, unreadable
 from streammega.errors import ConvertError, ObjectNotFoundError, StreammegaError
-from streammega.redaction import redact
 from streammega.storage.urls import is_remote
 
 OPENINGS = (b"[", b"{", b"[{")
@@ -34,7 +34,8 @@ def read_slice(piece: Slice, options: ConvertOptions, storage: StorageConfig, sk
     """
     path, own = piece.input.path, dict(storage.storage_options) if is_remote(piece.input.path) else {}
     try:
-        yield from READERS[piece.input.format](piece, options, storage, skipped)
+        for item in READERS[piece.input.format](piece, options, storage, skipped):
+            yield guarded(item, own) if isinstance(item, LongText) else item
     except FileNotFoundError:
         raise ObjectNotFoundError(f"{path}: no such file or object; check the path") from None
     except StreammegaError as error:
@@ -42,8 +43,7 @@ def read_slice(piece: Slice, options: ConvertOptions, storage: StorageConfig, sk
             raise
         skipped.add("unreadable file", str(error))
     except Exception as error:  # the libraries under it raise whatever they like
-        reason = redact(without_queries(f"{type(error).__name__}: {error}"), own)
-        message = f"{path}: cannot be read ({reason}); is the file whole, and its suffix true?"
+        message = unreadable(path, error, own)
         if options.on_error == "stop":
             raise ConvertError(message) from None
         skipped.add("unreadable file", message)
@@ -51,7 +51,7 @@ def read_slice(piece: Slice, options: ConvertOptions, storage: StorageConfig, sk
 
 def _text(piece: Slice, options: ConvertOptions, storage: StorageConfig, skipped: Skipped) -> Iterator[Item]:
     with open_stream(piece.input.url, storage) as file:
-        yield RawDocument(data=file.read().removeprefix(BYTE_ORDER_MARK), path=piece.input.path)
+        yield from read_text(file, piece.input.path)
 
 
 def _jsonl(piece: Slice, options: ConvertOptions, storage: StorageConfig, skipped: Skipped) -> Iterator[Item]:

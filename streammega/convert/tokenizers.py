@@ -100,10 +100,23 @@ class HuggingFaceTokenizer:
 
     def encode(self, texts: list[str]) -> Sequence[Ids]:
         """A few texts at a time: the encodings of many are so large that making them waits for memory."""
+        return self._encode(texts, add=self._add)
+
+    def encode_pieces(self, texts: list[str]) -> Sequence[Ids]:
+        """The same without what the post-processor adds: for pieces of one text."""
+        return self._encode(texts, add=False)
+
+    def added_around(self) -> tuple[list[int], list[int]]:
+        """What the post-processor adds before and behind every text, where it is asked to."""
+        bare, whole = self._encode(["a"], add=False)[0], self._encode(["a"], add=self._add)[0]
+        before = next(n for n in range(len(whole) - len(bare) + 1) if list(whole[n : n + len(bare)]) == list(bare))
+        return list(whole[:before]), list(whole[before + len(bare) :])
+
+    def _encode(self, texts: list[str], *, add: bool) -> Sequence[Ids]:
         found: list[Ids] = []
         at_once = AT_ONCE * max(1, _library_threads())
         for first in range(0, len(texts), at_once):
-            encodings = self.model.encode_batch_fast(texts[first : first + at_once], add_special_tokens=self._add)
+            encodings = self.model.encode_batch_fast(texts[first : first + at_once], add_special_tokens=add)
             found += [encoding.ids for encoding in encodings]
         return found
 

@@ -11,7 +11,7 @@ import hashlib
 import json
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -19,17 +19,18 @@ import xxhash
 from numpy.typing import NDArray
 
 from streammega.config import StorageConfig
-from streammega.convert.documents import RawDocument, Tokens, concatenate
+from streammega.convert.documents import LongText, RawDocument, Tokens, concatenate
 from streammega.convert.encode import BatchEncoder
 from streammega.convert.inputs import Input
 from streammega.convert.json_values import HEAD_BYTES, holds_lines
+from streammega.convert.long_documents import TokenStream
 from streammega.convert.options import ConvertOptions
 from streammega.convert.pairs import dataset_name, document_runs
 from streammega.convert.readers import read_slice
 from streammega.convert.slices import Skipped, Slice, open_plain, read_head
 from streammega.convert.suffixes import is_compressed, may_hold_values
 from streammega.convert.tokenizers import load_tokenizer
-from streammega.errors import ConvertError, StorageError
+from streammega.errors import ConvertError, FormatError, StorageError
 from streammega.index.format import CODE_OF_DTYPE, smallest_dtype
 from streammega.index.reader import IndexedDataset
 from streammega.index.writer import IndexedDatasetWriter
@@ -202,6 +203,9 @@ def run_unit(job: Job, number: int, progress: Progress) -> UnitRecord:
     skipped = Skipped()
     writer = _SegmentWriter(job, number, record)
     for batch in _batches(job, number, skipped):
+        if isinstance(batch, LongText):
+            _add_long(job, batch, writer, skipped, progress)
+            continue
         tokens = batch if isinstance(batch, Tokens) else encoder_of(job)(batch, skipped)
         record.source_bytes += tokens.source_bytes
         writer.add(tokens)
@@ -214,19 +218,31 @@ def run_unit(job: Job, number: int, progress: Progress) -> UnitRecord:
     return record
 
 
-def _batches(job: Job, number: int, skipped: Skipped) -> Iterator[list[RawDocument] | Tokens]:
+def _add_long(job: Job, text: LongText, writer: _SegmentWriter, skipped: Skipped, progress: Progress) -> None:
+    """Take in a document that is not held. One that cannot be read to its end, or is no text, is left out where faults may be."""
+    try:
+        writer.add_long(text, progress)
+    except (ConvertError, FormatError) as error:
+        if job.options.on_error == "stop":
+            raise ConvertError(str(error)) from None
+        skipped.add("broken record" if isinstance(error, FormatError) else "unreadable file", str(error))
+
+
+def _batches(job: Job, number: int, skipped: Skipped) -> Iterator[list[RawDocument] | LongText | Tokens]:
     """Documents of a unit in order: raw ones in batches of about a MiB."""
     batch: list[RawDocument] = []
     size = 0
     for piece in job.units[number]:
         for item in read_slice(piece, job.options, job.storage, skipped):
+            if isinstance(item, LongText) and job.options.split_sentences:  # which looks at all of it
+                item = RawDocument(data=b"".join(item.pieces), path=item.path)
             if isinstance(item, RawDocument):
                 batch.append(item)
                 size += len(item.data) or item.size or 4096
-            if batch and (isinstance(item, Tokens) or size >= BATCH_BYTES or len(batch) >= BATCH_DOCUMENTS):
+            if batch and (not isinstance(item, RawDocument) or size >= BATCH_BYTES or len(batch) >= BATCH_DOCUMENTS):
                 yield batch
                 batch, size = [], 0
-            if isinstance(item, Tokens):
+            if not isinstance(item, RawDocument):
                 yield item
     if batch:
         yield batch
@@ -251,6 +267,41 @@ class _SegmentWriter:
         self._size += kept.tokens.nbytes
         if self._size >= self._job.segment_bytes:
             self.flush()
+
+    def add_long(self, text: LongText, progress: Progress) -> None:
+        """Take a document in that is not held: as a segment of its own. Raises ConvertError, FormatError."""
+        self.flush()
+        number = np.array([self._seen])
+        options = self._job.options
+        encoder = encoder_of(self._job)
+        stream = TokenStream(encoder.long_text(self._noted(text, progress)), options, self._eod())
+        writer = self._writer(encoder.dtype, multimodal=options.makes_modes)
+        lengths = np.zeros(1, np.int32)
+        try:
+            writer.add_stream(_as_bytes(stream, lengths, progress), lengths, np.ones(1, np.int64), np.zeros(1, np.int8))
+            if stream.dropped is None:
+                self._save_side(self._keys(number), number, stream.hashes)
+                writer.finalize()
+        finally:
+            writer.abort()
+        self._seen += stream.dropped != "empty"
+        if stream.dropped is None:
+            self._note(encoder.dtype, lengths.astype(np.int64), multimodal=options.makes_modes)
+            self._count("cut", stream.kept < stream.total)
+            self._count("tokens cut off", stream.total - stream.kept)
+        for reason, count in stream.counts.items():
+            self._count(reason, count)
+
+    def _noted(self, text: LongText, progress: Progress) -> LongText:
+        """The same, whose bytes are counted as they are read."""
+
+        def pieces() -> Iterator[bytes]:
+            for piece in text.pieces:
+                self._record.source_bytes += len(piece)
+                progress(len(piece), 0)
+                yield piece
+
+        return replace(text, pieces=pieces())
 
     def _choose(self, batch: Tokens) -> tuple[Tokens, NDArray[np.bool_]]:
         options = self._job.options
@@ -298,35 +349,56 @@ class _SegmentWriter:
             raise ConvertError("some inputs have modes and others have none; convert them apart")
         held = [part for part in held if len(part.documents)]
         batch = concatenate(held, token_dtype([part.tokens for part in held], self._job.options.dtype))
-        side: list[NDArray[Any]] = []
-        if self._job.options.shuffle_seed is not None:
-            keys = shuffle_keys(self._job.options.shuffle_seed, self._unit, numbers)
+        keys = self._keys(numbers)
+        if keys is not None:
             order = np.argsort(keys, kind="stable")
-            batch, numbers = _permuted(batch, order), numbers[order]
-            side.append(keys[order])
-        if self._job.options.dedup:
-            side += [numbers.astype(np.uint64), *document_hashes(batch)]
-        self._write(batch, side)
-
-    def _write(self, batch: Tokens, side: list[NDArray[Any]]) -> None:
-        job, record = self._job, self._record
-        name = f"{unit_name(self._unit)}-{len(record.segments):04d}"
-        url = join_url(job.work, name)
-        if side:
-            save_bytes(f"{url}.side", np.stack([array.astype("<u8", copy=False) for array in side]).tobytes(), job.storage)
+            batch, numbers, keys = _permuted(batch, order), numbers[order], keys[order]
+        self._save_side(keys, numbers, document_hashes(batch) if self._job.options.dedup else ())
         multimodal = batch.modes is not None
-        with IndexedDatasetWriter(url, batch.tokens.dtype, multimodal, job.storage, kind="bin") as writer:
+        with self._writer(batch.tokens.dtype, multimodal=multimodal) as writer:
             writer.add_documents(batch.tokens.view(np.uint8).data, batch.lengths, batch.documents, batch.modes)
-        sizes = batch.document_tokens
+        self._note(batch.tokens.dtype, batch.document_tokens, multimodal=multimodal)
+
+    def _keys(self, numbers: NDArray[np.int64]) -> NDArray[np.uint64] | None:
+        seed = self._job.options.shuffle_seed
+        return None if seed is None else shuffle_keys(seed, self._unit, numbers)
+
+    @property
+    def _name(self) -> str:
+        """Of the next segment."""
+        return f"{unit_name(self._unit)}-{len(self._record.segments):04d}"
+
+    def _save_side(
+        self, keys: NDArray[np.uint64] | None, numbers: NDArray[np.int64], hashes: Sequence[NDArray[np.uint64]]
+    ) -> None:
+        """What is needed of each document beside its tokens, if anything."""
+        side: list[NDArray[Any]] = [] if keys is None else [keys]
+        if self._job.options.dedup:
+            side += [numbers.astype(np.uint64), *hashes]
+        if side:
+            url = join_url(self._job.work, f"{self._name}.side")
+            save_bytes(url, np.stack([array.astype("<u8", copy=False) for array in side]).tobytes(), self._job.storage)
+
+    def _writer(self, dtype: np.dtype[Any], *, multimodal: bool) -> IndexedDatasetWriter:
+        return IndexedDatasetWriter(join_url(self._job.work, self._name), dtype, multimodal, self._job.storage, kind="bin")
+
+    def _note(self, dtype: np.dtype[Any], sizes: NDArray[np.int64], *, multimodal: bool) -> None:
+        """A segment that is written. sizes: tokens of its documents."""
+        record, tokens = self._record, int(sizes.sum())
         bins = np.bincount(np.log2(np.maximum(sizes, 1)).astype(np.int64), minlength=BINS)[:BINS]
         record.histogram = [a + int(b) for a, b in zip(record.histogram, bins, strict=True)]
         record.documents += len(sizes)
-        record.tokens += len(batch.tokens)
-        record.segments.append(
-            Segment(
-                name=name, dtype=str(batch.tokens.dtype), multimodal=multimodal, documents=len(sizes), tokens=len(batch.tokens)
-            )
-        )
+        record.tokens += tokens
+        made = Segment(name=self._name, dtype=str(dtype), multimodal=multimodal, documents=len(sizes), tokens=tokens)
+        record.segments.append(made)
+
+
+def _as_bytes(stream: TokenStream, lengths: NDArray[np.int32], progress: Progress) -> Iterator[memoryview]:
+    """Tokens as they are stored. Their number, which is known last, is written to lengths [1]."""
+    for ids in stream:
+        progress(0, len(ids))
+        yield np.ascontiguousarray(ids).view(np.uint8).data
+    lengths[0] = stream.kept
 
 
 def token_dtype(arrays: Sequence[NDArray[Any]], asked: str | None) -> np.dtype[Any]:

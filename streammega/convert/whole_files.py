@@ -1,0 +1,56 @@
+"""Files that are one text each: held where they are short, passed on in pieces where they are long."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+from streammega.convert.documents import LongText, RawDocument
+from streammega.convert.json_values import BYTE_ORDER_MARK
+from streammega.convert.slices import Item
+from streammega.convert.suffixes import without_queries
+from streammega.errors import ConvertError, StreammegaError
+from streammega.redaction import redact
+
+LONG_BYTES = 4 << 20
+"""From which on a file is not held."""
+PIECE_BYTES = 1 << 20
+
+
+def read_text(file: Any, path: str) -> Iterator[Item]:
+    """The document of an opened file."""
+    head = b""
+    while len(head) < LONG_BYTES and (data := file.read(LONG_BYTES - len(head))):
+        head += data
+    head = head.removeprefix(BYTE_ORDER_MARK)
+    if len(head) < LONG_BYTES - len(BYTE_ORDER_MARK):
+        yield RawDocument(data=head, path=path)
+    else:
+        yield LongText(path=path, pieces=_pieces(head, file))
+
+
+def _pieces(head: bytes, file: Any) -> Iterator[bytes]:
+    yield head
+    while data := file.read(PIECE_BYTES):
+        yield data
+
+
+def guarded(text: LongText, own: dict[str, Any]) -> LongText:
+    """The same, which names the file when it cannot be read on. own: storage options, whose secrets are in no message."""
+
+    def pieces() -> Iterator[bytes]:
+        try:
+            yield from text.pieces
+        except StreammegaError:
+            raise
+        except Exception as error:  # the libraries under it raise whatever they like
+            raise ConvertError(unreadable(text.path, error, own)) from None
+
+    return replace(text, pieces=pieces())
+
+
+def unreadable(path: str, error: Exception, own: dict[str, Any]) -> str:
+    """The message for a file that a library could not read."""
+    reason = redact(without_queries(f"{type(error).__name__}: {error}"), own)
+    return f"{path}: cannot be read ({reason}); is the file whole, and its suffix true?"
