@@ -19,7 +19,7 @@ from streammega.train.checkpoint_writer import _Stream
 from streammega.train.config import load_run
 from streammega.train.loop import Trainer
 
-WRITES = 20
+WRITES = 50
 """Of a file's writes one in so many is a point to be killed at: torch writes a tensor in dozens, of a few bytes each."""
 
 

@@ -29,6 +29,10 @@ class Family:
         path = self._logs[rank]
         return path.read_text() if path.exists() else ""
 
+    def said_last(self, rank: int) -> float:
+        """When a process wrote to its log last, by time.time: what it says of its end is followed by it."""
+        return self._logs[rank].stat().st_mtime
+
     def wait_for(self, text: str, *ranks: int, timeout: float = 60.0) -> None:
         """Return when all of these processes have written a text."""
         deadline = time.monotonic() + timeout

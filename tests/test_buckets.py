@@ -201,6 +201,14 @@ def test_a_loaded_step_lies_where_the_optimizer_reads_it(settings: dict[str, boo
     assert scalar_devices(optimizer) == {id(parameter): torch.device(device)}
 
 
+def test_tokens_that_were_counted_on_the_host_are_divided_by_on_the_device() -> None:
+    """On `meta` for want of a second device here: NCCL sums nothing of the host's."""
+    model = BucketedDataParallel(torch.nn.Linear(4, 4, device="meta"))
+    for tokens in (torch.tensor(3), torch.tensor(3.0, dtype=torch.float64)):
+        inverse = model.inverse_of_tokens(tokens)
+        assert (inverse.device.type, inverse.dtype) == ("meta", torch.float32)
+
+
 def test_wrong_uses_are_named() -> None:
     plain = BucketedDataParallel(make_net())
     with pytest.raises(ConfigError, match="sharded=True"):

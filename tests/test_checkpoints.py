@@ -450,8 +450,9 @@ def test_wherever_a_run_is_killed_its_newest_whole_checkpoint_resumes(
         trainer = resumed(run_file, *place(fatal))
         assert trainer.step in (published[-1], published[-1] + 1), (fatal, published)
         assert all(torch.equal(a, b) for a, b in zip(weights(trainer), truth[trainer.step], strict=True)), fatal
+        left = [2, 3] if trainer.step == 3 else [3]  # killed before the old one went, which goes with the next save
         trainer.run()
-        assert trainer.checkpoints.place.steps() == [3]
+        assert trainer.checkpoints.place.steps() in ([3], left), fatal
     assert killed > 0.9 * len(points), "a run may end some changes earlier than another"
 
 

@@ -24,8 +24,9 @@ from streammega.storage import fetcher, frames, fsspec_store, oss_credentials, r
 from streammega.storage.cache import layout, room
 from streammega.storage.oss import OSS_OPTIONS
 from streammega.stream import engine, planner, reader, staging
-from streammega.train import watch
+from streammega.train import stopping, watch
 from streammega.train.config import load_run
+from tests import test_watch
 from tests.test_structure import LEVELS
 from tools.settings import settings_page
 
@@ -225,8 +226,9 @@ NUMBERS: list[tuple[str, str, Any, Any]] = [
     ("architecture", "Signs of life go to the job's store once a second", watch.BEAT, 1),
     ("architecture", "exponential pauses and jitter", (retry.FIRST_PAUSE, retry.LONGEST_PAUSE), (0.1, 10)),
     ("training", "after 60 s, or `train.timeout`", watch.SILENCE * watch.BEAT, 60),
-    ("training", "ends all ranks within two seconds", 2 * watch.BEAT, 2),
-    ("training", "is named within ten, after torchrun's SIGTERM", watch.SOON * watch.BEAT + 2.5, 7.5),
+    ("training", "A cause that was told ends all ranks within five seconds", test_watch.TOLD_WITHIN, 5),
+    ("training", "is named within fifteen of torchrun's SIGTERM", test_watch.DEAD_WITHIN, 15),
+    ("training", "A second Ctrl-C, more than a second after the first", stopping.ONE_REQUEST, 1),
     ("orders", "the smallest of at least 1024", stream_order.MIN_LANES, 1024),
     ("orders", "of whole samples (256 KiB by default)", stream_order.DEFAULT_BLOCK_BYTES, 256 << 10),
     ("storage", "is read again every five minutes", oss_credentials.READ_AGAIN.total_seconds(), 300),

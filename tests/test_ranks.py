@@ -320,3 +320,13 @@ def test_what_a_rank_reads_for_its_messages_is_not_pinned(config: DataConfig, mo
     monkeypatch.setattr("torch.cuda.is_available", lambda: pytest.fail("CUDA is asked for"))
     with open_loader(config, Ranks(ParallelLayout()), **SIZES) as loader:
         next(RankBatches(loader, Ranks(ParallelLayout()), "cpu"))
+
+
+def test_ranks_that_receive_a_message_copy_nothing_of_their_own_to_the_device(config: DataConfig) -> None:
+    """On `meta` for want of a device here. What the broadcast overwrites was never initialised."""
+    with open_loader(config, Ranks(ParallelLayout()), **SIZES) as loader:
+        exchange = RankBatches(loader, Ranks(ParallelLayout()), "cpu")._exchange
+        on_host = exchange._message(None)
+        exchange._stream, exchange._device = SimpleNamespace(), torch.device("meta")
+        message = exchange._message(None)
+        assert (message.device.type, message.shape) == ("meta", on_host.shape)

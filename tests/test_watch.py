@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import os
+import re
 import signal
 import sys
 import time
@@ -15,11 +16,13 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from streammega.train.watch import Watch
+from streammega.train.watch import BEAT, TAKEN, Watch
 from tests.processes import Family
 
 LONG = timedelta(seconds=600)
 """Of collectives: none of them ends a test."""
+TOLD_WITHIN, DEAD_WITHIN = 5.0, 15.0
+"""Seconds: what docs/training.md says of a cause that was told, and of a rank that died."""
 
 
 def blocked(rank: int, port: int, timeout: float, kind: str) -> None:
@@ -45,6 +48,7 @@ def blocked(rank: int, port: int, timeout: float, kind: str) -> None:
 def fail(watch: Watch, kind: str) -> None:
     if kind in ("cause", "in C"):
         time.sleep(1.0)
+        print(f"told at {time.time()}", flush=True)
         watch.fail("s3://bucket/web.bin: 503 SlowDown")
         os._exit(1)
     if kind == "stalled":
@@ -53,7 +57,9 @@ def fail(watch: Watch, kind: str) -> None:
 
 
 class Scene:
-    """Three ranks of a job of their own."""
+    """Three ranks of a job of their own. `since`: when what ends them happened, by time.time."""
+
+    since: float
 
     def __init__(self, folder: Path, timeout: float, kind: str) -> None:
         folder.mkdir()
@@ -81,9 +87,12 @@ def scenes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Scene
     made = {kind: Scene(folder / kind.replace(" ", "-"), timeout, kind) for kind, timeout in timeouts.items()}
     made["stopped"].ready().signal(signal.SIGSTOP, 1)
     killed = made["killed"].ready()
+    made["killed"].since = time.time()
     killed.signal(signal.SIGKILL, 1)
     killed.signal(signal.SIGTERM, 0, 2)
-    made["interrupted"].ready().signal(signal.SIGINT, 0)
+    interrupted = made["interrupted"].ready()
+    made["interrupted"].since = time.time()
+    interrupted.signal(signal.SIGINT, 0)
     yield made
     for scene in made.values():
         scene.family.close()
@@ -94,7 +103,9 @@ def test_a_blocked_rank_prints_the_cause_of_another_and_ends(scenes: dict[str, S
     """The main threads of ranks 0 and 2 wait for ten minutes, where no signal and no exception reaches them."""
     family = scenes[kind].family
     assert family.ended(0, 1, 2, within=20) == [1, 1, 1]
+    [told] = re.findall(r"told at (\S+)", family.log(1))
     for rank in (0, 2):
+        assert family.said_last(rank) - float(told) < TOLD_WITHIN
         expected = f"error (rank {rank}): in step 5 (reducing): rank 1 ended the job: s3://bucket/web.bin: 503 SlowDown"
         assert expected in family.log(rank)
 
@@ -102,8 +113,9 @@ def test_a_blocked_rank_prints_the_cause_of_another_and_ends(scenes: dict[str, S
 def test_a_blocked_rank_that_is_told_to_end_names_the_one_that_died(scenes: dict[str, Scene]) -> None:
     """As torchrun does it: one rank is gone, the others get SIGTERM, which a blocked main thread cannot see."""
     family = scenes["killed"].family
-    assert family.ended(0, 2, within=25) == [1, 1]
+    assert family.ended(0, 2, within=30) == [1, 1]
     for rank in (0, 2):
+        assert family.said_last(rank) - scenes["killed"].since < DEAD_WITHIN
         assert "rank 1 gives no sign of life; last heard of in step 5 (reducing" in family.log(rank)
 
 
@@ -123,6 +135,7 @@ def test_a_rank_that_stalls_is_named_and_ended_with_the_others(scenes: dict[str,
 def test_ctrl_c_ends_a_blocked_rank_with_one_line(scenes: dict[str, Scene]) -> None:
     family = scenes["interrupted"].family
     assert family.ended(0, 1, 2, within=25) == [130, 1, 1]
+    assert family.said_last(2) - scenes["interrupted"].since < TOLD_WITHIN + BEAT * (TAKEN + 1)
     assert family.log(0).splitlines()[-1] == "[0] interrupted in step 5"
     assert "rank 0 ended the job: interrupted" in family.log(2)
     assert "Traceback" not in family.log(0) + family.log(2)
