@@ -22,9 +22,10 @@ import pytest
 from botocore.config import Config
 
 from streammega import IndexedDataset, StorageConfig
-from streammega.convert import convert
+from streammega.convert import ConvertOptions, convert
 from streammega.convert.folders import Choice, PassedOver
 from streammega.convert.inputs import find_inputs
+from streammega.convert.units import Job, plan_units
 from streammega.errors import ConfigError, ConvertError, ObjectNotFoundError
 from streammega.verify import verify
 from tests.servers import KEY, S3, SECRET, http_server
@@ -86,7 +87,8 @@ def test_the_mark_of_utf8_is_no_text(tmp_path: Path) -> None:
 # --- folders ----------------------------------------------------------------------------------------------------------------
 
 FOLDER = {
-    "README.md": b"# About", "LICENSE": b"Free", ".gitattributes": b"x", "_SUCCESS": b"", 
+    "README.md": b"# About", "LICENSE": b"Free", ".gitattributes": b"x", "_SUCCESS": b"",
+    "data/c.jsonl.incomplete": b'{"te', "data/SHA256SUMS": b"0",
     "data/a.jsonl": b'{"text": "a"}\n',
     "data/b.jsonl": b'{"text": "b"}\n', "data/.a.jsonl.crc": b"\0", "data/notes.txt": b"notes",
     "old/a.jsonl": b'{"text": "old a"}\n',
@@ -104,10 +106,10 @@ def test_what_lies_beside_the_data_is_passed_over_and_counted(tmp_path: Path) ->
     root = tree(tmp_path / "in", FOLDER)
     names, counts = chosen(root)
     assert names == ["data/a.jsonl", "data/b.jsonl", "data/notes.txt", "old/a.jsonl"]
-    assert counts == {"hidden": 3, "left by their writers": 1, "beside the data (README, LICENSE, ...)": 2}
+    assert counts == {"hidden": 3, "leftovers and checksums": 3, "beside the data (README, LICENSE, ...)": 2}
     report = convert([root], str(tmp_path / "out"), tokenizer="bytes", workers=1)
     assert report.files_passed_over == counts
-    assert "files not read: 2 beside the data (README, LICENSE, ...), 3 hidden, 1 left by their writers" in report.as_text()
+    assert "files not read: 2 beside the data (README, LICENSE, ...), 3 hidden, 3 leftovers and checksums" in report.as_text()
     assert json.loads(report.as_json())["files_passed_over"] == counts
 
 
@@ -120,7 +122,7 @@ def test_patterns_choose_files_by_name_or_by_path(tmp_path: Path) -> None:
     assert chosen(root, include=("README*",))[0] == ["README.md"]
     with pytest.raises(ConvertError, match=r"holds no files but .*10 not included|holds no files but"):
         chosen(root, include=("*.parquet",))
-    found = find_inputs([f"{root}/*/*"], None, Choice(exclude=("*.txt",)))
+    found = find_inputs([f"{root}/*/*"], None, Choice(include=("*.jsonl",)))
     assert [item.path for item in found] == [f"{root}/data/a.jsonl", f"{root}/data/b.jsonl", f"{root}/old/a.jsonl"]
 
 
@@ -136,7 +138,12 @@ def test_folders_of_object_stores_are_chosen_from_alike(s3: S3, s3_storage: Stor
     passed = PassedOver()
     found = find_inputs([f"s3://{bucket}/in"], s3_storage, Choice(exclude=("old/*",)), passed)
     assert [item.path for item in found] == [f"s3://{bucket}/in/data/{name}" for name in ("a.jsonl", "b.jsonl", "notes.txt")]
-    assert passed.counts == {"hidden": 3, "left by their writers": 1, "beside the data (README, LICENSE, ...)": 2, "excluded": 1}
+    assert passed.counts == {
+        "hidden": 3,
+        "leftovers and checksums": 3,
+        "beside the data (README, LICENSE, ...)": 2,
+        "excluded": 1,
+    }
 
 
 def test_the_command_takes_patterns_and_says_what_was_left_out(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -279,6 +286,17 @@ def test_a_presigned_url_is_read_and_its_query_is_nowhere(
     assert not [secret for secret in secrets if secret in told]
 
 
+def test_a_url_that_is_signed_again_is_the_same_input(tmp_path: Path) -> None:
+    found = []
+    with http_server({f"/a.jsonl?Signature={n}": LINES for n in range(2)}) as server:
+        for number in range(2):
+            inputs = find_inputs([f"{server.url}/a.jsonl?Signature={number}"])
+            units = plan_units(inputs, ConvertOptions(), StorageConfig())
+            found.append(Job(options=ConvertOptions(), storage=StorageConfig(), work="", units=units).unit_digest(0))
+            assert "Signature" not in repr(inputs)
+    assert found[0] == found[1]
+
+
 def test_a_url_with_any_query_is_read_by_its_path(tmp_path: Path) -> None:
     with http_server({"/a.JSON?key=hidden&x=%2F": b'[{"text": "one"},\n{"text": "two"}]'}) as server:
         assert made([f"{server.url}/a.JSON?key=hidden&x=%2F"], tmp_path / "out") == ["one", "two"]
@@ -307,7 +325,7 @@ def test_signs_in_local_names_are_letters(name: str, tmp_path: Path, monkeypatch
             assert verify(output).problems == []
     convert([f"{root}/{name}/o"], str(tmp_path / "again"), workers=1)
     assert texts(tmp_path / "again") == ["one", "two"]
-    for described in (f"{root}/{name}/o", f"{root}/{name}/far.manifest.json", f"{root}/{name}/{name}.jsonl"):
+    for described in (f"{root}/{name}", f"{root}/{name}/o", f"{root}/{name}/far.manifest.json", f"{root}/{name}/{name}.jsonl"):
         assert main(["describe", described]) == 0
 
 

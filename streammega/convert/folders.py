@@ -10,8 +10,12 @@ from fnmatch import fnmatchcase
 
 from streammega.convert.suffixes import format_of
 
-LEFTOVERS = ("_SUCCESS", "_metadata", "_common_metadata", "_committed_*", "_started_*")
-"""What engines that write folders leave in them, whatever else is there."""
+LEFTOVERS = (
+    *("_SUCCESS", "_metadata", "_common_metadata", "_committed_*", "_started_*", "*.crc"),
+    *("*.tmp", "*.part", "*.partial", "*.incomplete", "*.crdownload", "*~"),
+    *("*.md5", "*.sha1", "*.sha256", "MD5SUMS*", "SHA256SUMS*"),
+)
+"""What engines that write folders leave in them, downloads that were not finished, checksums: whatever else is there."""
 TABLES = ("dataset_info.json", "dataset_infos.json", "dataset_dict.json", "state.json")
 """What the datasets library keeps beside Parquet and Arrow files."""
 _ABOUT = re.compile(r"(readme|licen[sc]e|notice|citation|changelog)(\.(md|txt|rst|html|cff))?", re.I)
@@ -57,7 +61,7 @@ class Choice:
             if any(part.startswith(".") for part in within.split("/")):
                 passed.add("hidden")
             elif not self._included(within) and _matches(within, LEFTOVERS):
-                passed.add("left by their writers")
+                passed.add("leftovers and checksums")
             elif self._wants(within, passed):
                 kept.append(path)
         about = _about(kept, root)

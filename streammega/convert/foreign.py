@@ -11,6 +11,7 @@ import numpy as np
 
 from streammega.config import StorageConfig
 from streammega.convert.documents import RawDocument, one_each
+from streammega.convert.keys import MISSING, value_at
 from streammega.convert.options import ConvertOptions
 from streammega.convert.slices import Item, Skipped, Slice
 from streammega.convert.zstd import ZstdReader
@@ -41,10 +42,10 @@ def _items(items: Iterator[tuple[str, Any]], options: ConvertOptions, path: str)
         if isinstance(value, dict):
             wanted = [key for key, _ in options.key_modes]
             arrays = [name for name, field in value.items() if isinstance(field, (np.ndarray, bytes))]
-            if not any(key in value for key in wanted) and len(arrays) == 1 and not options.chat:
+            if not any(value_at(value, key) is not MISSING for key in wanted) and len(arrays) == 1 and not options.chat:
                 value = value[arrays[0]]
-            elif len(wanted) == 1 and isinstance(value.get(wanted[0]), (np.ndarray, bytes)):
-                value = value[wanted[0]]
+            elif len(wanted) == 1 and isinstance(found := value_at(value, wanted[0]), (np.ndarray, bytes)):
+                value = found
         if isinstance(value, bytes):
             value = np.frombuffer(value, options.array_dtype)
         if isinstance(value, np.ndarray):

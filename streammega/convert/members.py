@@ -29,6 +29,9 @@ class MemberChoice:
     """Follows the names in an archive, and chooses. `wanted`: a member, a pattern of several, or None."""
 
     def __init__(self, wanted: str | None, path: str) -> None:
+        from webdataset.tariterators import base_plus_ext  # imports torch
+
+        self._split = base_plus_ext
         self._wanted, self._path = wanted.lower().removeprefix(".") if wanted is not None else None, path
         self._sample: str | None = None
         self._names: list[str] = []
@@ -43,9 +46,7 @@ class MemberChoice:
 
     def takes(self, name: str) -> bool:
         """Whether the next member is a document."""
-        from webdataset.tariterators import base_plus_ext
-
-        sample, member = base_plus_ext(name)
+        sample, member = self._split(name)
         if sample is None or sample != self._sample:
             self._end_sample()
             self._sample = sample
