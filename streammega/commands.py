@@ -42,6 +42,7 @@ def convert(
         str | None,
         typer.Option(help="tokenizer.json, SentencePiece .model, .tiktoken, tiktoken:NAME, a hub's name, or bytes; for text."),
     ] = None,
+    merges: Annotated[str | None, typer.Option(help="The merges.txt of a --tokenizer that is GPT-2's vocab.json.")] = None,
     key: Annotated[
         list[str] | None,
         typer.Option(help="Key or column of the text, also nested (meta.text); repeat for more; KEY:MODE gives a mode."),
@@ -107,7 +108,7 @@ def convert(
     from streammega.convert import convert as run
 
     options = ConvertOptions(
-        tokenizer=tokenizer,
+        tokenizer=f"{tokenizer},{merges}" if merges else tokenizer,
         keys=tuple(key or ["text"]),
         include=tuple(include or ()),
         exclude=tuple(exclude or ()),

@@ -66,7 +66,7 @@ class ChatEncoder:
     def __init__(
         self,
         tokenizer: str | TextTokenizer,
-        template: str = "tokenizer",
+        template: str | ChatTemplate = "tokenizer",
         *,
         special_tokens: str = "text",
         pattern: str | None = None,
@@ -74,7 +74,7 @@ class ChatEncoder:
         if special_tokens not in ("parse", "text"):
             raise ConfigError(f"special_tokens is {special_tokens!r}; it must be 'parse' or 'text'")
         name = tokenizer if isinstance(tokenizer, str) else tokenizer.name
-        self.template = find_template(template, name)
+        self.template = template if isinstance(template, ChatTemplate) else find_template(template, name)
         loaded = load_tokenizer(tokenizer, pattern=pattern) if isinstance(tokenizer, str) else tokenizer
         self._tokenizer = placing(loaded, name)
         names = tuple(self._tokenizer.special_tokens)

@@ -123,6 +123,7 @@ def _beside(tokenizer: str | None, name: str) -> str | None:
     """The text of a file beside a tokenizer's, or in its place on the hub; None: there is none."""
     if tokenizer is None or tokenizer == "bytes" or tokenizer.startswith("tiktoken:"):
         return None
+    tokenizer = tokenizer.partition(",")[0]  # of a vocabulary and its merges
     path: str | None = None
     if os.path.exists(tokenizer):
         folder = tokenizer if os.path.isdir(tokenizer) else os.path.dirname(tokenizer)

@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 from streammega.config import StorageConfig
 from streammega.conversations import load_record, messages_of, not_utf8, turns_of
 from streammega.convert.chat import ChatEncoder
+from streammega.convert.chat_sources import find_template
 from streammega.convert.chat_templates import Rendered
 from streammega.convert.documents import LongText, RawDocument, Tokens, check_lengths
 from streammega.convert.keys import texts_at
@@ -40,7 +41,8 @@ class BatchEncoder:
             raise ConvertError(f"the tokenizer has no token {options.bos!r}, which --bos names")
         self._chat = None
         if options.chat_template is not None:
-            self._chat = ChatEncoder(tokenizer, options.chat_template, special_tokens=options.special_tokens or "text")
+            template = find_template(options.chat_template, options.tokenizer)
+            self._chat = ChatEncoder(tokenizer, template, special_tokens=options.special_tokens or "text")
         elif options.chat and self.eod is None:
             raise ConfigError("chat ends every message with the end-of-document token; leave append_eod on")
         self.dtype: np.dtype[Any] = np.dtype(options.dtype) if options.dtype else smallest_dtype(tokenizer.vocab_size)

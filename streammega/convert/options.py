@@ -22,8 +22,8 @@ class ConvertOptions:
     """How documents become tokens, which are kept, and how they are laid out."""
 
     tokenizer: str | None = None
-    """A tokenizer.json, a name on the Hugging Face hub, a SentencePiece .model, a .tiktoken file, tiktoken:NAME, or `bytes`;
-    None: the inputs hold tokens."""
+    """A tokenizer.json, a folder with one, `vocab.json,merges.txt` (Megatron's GPT2BPETokenizer), a name on the Hugging Face
+    hub, a SentencePiece .model, a .tiktoken file, tiktoken:NAME, or `bytes`; None: the inputs hold tokens."""
     include: tuple[str, ...] = ()
     """Of folders and globs, patterns of the files that are read (none: all): of their names, or, with a slash, of their paths."""
     exclude: tuple[str, ...] = ()

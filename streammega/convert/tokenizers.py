@@ -10,6 +10,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
+from streammega.convert.gpt2_files import load_pair, pair_of
 from streammega.convert.tiktoken_files import is_tiktoken_file, pattern_of
 from streammega.errors import ConvertError, ObjectNotFoundError
 from streammega.kernels.parallel import num_threads
@@ -43,7 +44,8 @@ class TextTokenizer(Protocol):
 def load_tokenizer(
     name: str, *, special_tokens: str | None = None, add_special_tokens: bool = False, pattern: str | None = None
 ) -> TextTokenizer:
-    """A tokenizer by what its name looks like: a .json, .model or .tiktoken file, tiktoken:NAME, `bytes`, or a hub's name.
+    """A tokenizer by what its name looks like: a .json, .model or .tiktoken file, a folder, `vocab.json,merges.txt`,
+    tiktoken:NAME, `bytes`, or a hub's name.
 
     A .model that is a list of byte pairs (Llama-3's) is a tiktoken file. Settings are those of ConvertOptions. Raises
     ObjectNotFoundError, ConvertError.
@@ -71,26 +73,12 @@ def find_eod(tokenizer: TextTokenizer, name: str | None) -> int:
 
 
 class HuggingFaceTokenizer:
-    """A tokenizer.json, or a tokenizer of the Hugging Face hub by name."""
+    """A tokenizer.json, a folder with one, a vocab.json with its merges.txt, or a tokenizer of the Hugging Face hub by name."""
 
     def __init__(self, name: str, *, add_special_tokens: bool = False, parse: bool = True) -> None:
-        from tokenizers import Tokenizer
-
         self._add = add_special_tokens
-        self.name = os.path.basename(name) if os.path.exists(name) else name
-        if not os.path.isfile(name) and (name.endswith(".json") or name.startswith((".", "/", "~")) or name.count("/") > 1):
-            raise ObjectNotFoundError(f"{name}: no such tokenizer file; give the path of a tokenizer.json")
-        if not os.path.isfile(name) and "/" not in name and (near := difflib.get_close_matches(name, os.listdir("."), 1, 0.8)):
-            raise ObjectNotFoundError(f"{name}: no such tokenizer file; is {near[0]} meant?")
-        try:
-            self.model: Any = Tokenizer.from_file(name) if os.path.isfile(name) else Tokenizer.from_pretrained(name)
-        except Exception as error:  # the library raises bare Exception
-            if os.path.isfile(name):
-                raise ConvertError(f"{name}: is not a tokenizer.json that the tokenizers library reads ({error})") from None
-            reason = str(error).splitlines()[0][:200] if str(error) else type(error).__name__
-            raise ConvertError(
-                f"{name}: neither a file nor a tokenizer that the hub could give ({reason}); give the path of a tokenizer.json"
-            ) from None
+        self.name = ",".join(map(os.path.basename, name.rstrip("/").split(","))) if _is_local(name) else name
+        self.model: Any = _load_huggingface(name)
         self.model.no_truncation()
         self.model.no_padding()
         self.model.encode_special_tokens = not parse
@@ -258,6 +246,40 @@ class BytesTokenizer:
     def usual_eod(self) -> int | None:
         """256."""
         return 256
+
+
+def _is_local(name: str) -> bool:
+    return os.path.exists(name) or pair_of(name) is not None
+
+
+def _load_huggingface(name: str) -> Any:
+    """The library's tokenizer of a file, a folder, a pair of files or a name on the hub. Raises ConvertError."""
+    from tokenizers import Tokenizer
+
+    pair = pair_of(name)
+    in_folder = os.path.join(name, "tokenizer.json")
+    if pair is not None and not os.path.isfile(in_folder):
+        return load_pair(*pair)
+    if os.path.isdir(name):
+        if not os.path.isfile(in_folder):
+            raise ObjectNotFoundError(f"{name}: a folder without a tokenizer.json, and without a vocab.json and its merges.txt")
+        name = in_folder
+    if not os.path.isfile(name) and (name.endswith(".json") or name.startswith((".", "/", "~")) or name.count("/") > 1):
+        raise ObjectNotFoundError(f"{name}: no such tokenizer file; give the path of a tokenizer.json")
+    if not os.path.isfile(name) and "/" not in name and (near := difflib.get_close_matches(name, os.listdir("."), 1, 0.8)):
+        raise ObjectNotFoundError(f"{name}: no such tokenizer file; is {near[0]} meant?")
+    try:
+        return Tokenizer.from_file(name) if os.path.isfile(name) else Tokenizer.from_pretrained(name)
+    except Exception as error:  # the library raises bare Exception
+        if os.path.isfile(name):
+            raise ConvertError(
+                f"{name}: is not a tokenizer.json that the tokenizers library reads ({error}); a vocab.json is given with its "
+                f"merges, as vocab.json,merges.txt"
+            ) from None
+        reason = str(error).splitlines()[0][:200] if str(error) else type(error).__name__
+        raise ConvertError(
+            f"{name}: neither a file nor a tokenizer that the hub could give ({reason}); give the path of a tokenizer.json"
+        ) from None
 
 
 def _library_threads() -> int:
