@@ -98,7 +98,7 @@ documents = st.lists(st.text(max_size=30).filter(lambda text: text[:1] != "\ufef
 
 
 @given(texts=documents, packed=st.sampled_from(sorted(PACKED)), unit=st.sampled_from([7, 60, 1 << 20]))
-@settings(max_examples=5)
+@settings(max_examples=3)
 def test_every_form_gives_megatrons_bytes(
     tmp_path_factory: pytest.TempPathFactory, texts: list[str], packed: str, unit: int
 ) -> None:

@@ -133,8 +133,9 @@ def test_a_folder_of_texts_is_read_with_its_readme(tmp_path: Path) -> None:
 
 
 def test_folders_of_object_stores_are_chosen_from_alike(s3: S3, s3_storage: StorageConfig, bucket: str, tmp_path: Path) -> None:
+    client = s3.client()
     for name, data in FOLDER.items():
-        s3.client().put_object(Bucket=bucket, Key=f"in/{name}", Body=data)
+        client.put_object(Bucket=bucket, Key=f"in/{name}", Body=data)
     passed = PassedOver()
     found = find_inputs([f"s3://{bucket}/in"], s3_storage, Choice(exclude=("old/*",)), passed)
     assert [item.path for item in found] == [f"s3://{bucket}/in/data/{name}" for name in ("a.jsonl", "b.jsonl", "notes.txt")]
@@ -160,6 +161,15 @@ def test_the_command_takes_patterns_and_says_what_was_left_out(tmp_path: Path, c
 
 # --- pipes ------------------------------------------------------------------------------------------------------------------
 
+
+def piped(data: bytes) -> str:
+    """A descriptor of a pipe that holds some bytes, as process substitution makes it."""
+    read, write = os.pipe()
+    os.write(write, data)
+    os.close(write)
+    return f"/dev/fd/{read}"
+
+
 COMMAND = [sys.executable, "-m", "streammega", "convert"]
 
 
@@ -168,10 +178,12 @@ COMMAND = [sys.executable, "-m", "streammega", "convert"]
     [LINES, gzip.compress(LINES), b'\n[{"text": "one"},\n {"text": "two"}]', b'{\n"text": "one"\n}\n{"text": "two"}'],
     ids=["lines", "gzip", "array", "over lines"],
 )
-def test_stdin_is_read(data: bytes, tmp_path: Path) -> None:
-    words = [*COMMAND, "-", str(tmp_path / "out"), "--tokenizer", "bytes"]
-    done = subprocess.run(words, input=data, capture_output=True, check=False)
-    assert done.returncode == 0, done.stderr
+def test_stdin_is_read(data: bytes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from streammega.cli import main
+
+    with open(piped(data), encoding="utf-8") as stream:
+        monkeypatch.setattr("sys.stdin", stream)
+        assert main(["convert", "-", str(tmp_path / "out"), "--tokenizer", "bytes"]) == 0
     assert texts(tmp_path / "out") == ["one", "two"]
     assert sorted(path.name for path in tmp_path.iterdir()) == ["out.bin", "out.idx", "out.manifest.json"]
 
@@ -185,14 +197,6 @@ def test_process_substitution_is_read(tmp_path: Path) -> None:
     )
     assert done.returncode == 0, done.stderr
     assert texts(tmp_path / "out") == ["one", "two", "three", "one", "two"]
-
-
-def piped(data: bytes) -> str:
-    """A descriptor of a pipe that holds some bytes, as process substitution makes it."""
-    read, write = os.pipe()
-    os.write(write, data)
-    os.close(write)
-    return f"/dev/fd/{read}"
 
 
 @pytest.mark.parametrize(
@@ -221,8 +225,8 @@ def test_a_pipe_is_read_once_and_by_this_machine(tmp_path: Path) -> None:
 
 
 def test_a_stream_that_is_given_again_goes_on_where_it_was_killed(tmp_path: Path) -> None:
-    lines = b"".join(json.dumps({"text": f"text {n} " + "word " * 100}).encode() + b"\n" for n in range(30_000))
-    assert len(made([tree(tmp_path / "in", {"a.jsonl": lines})], tmp_path / "whole")) == 30_000
+    lines = b"".join(json.dumps({"text": f"text {n} " + "word " * 100}).encode() + b"\n" for n in range(12_000))
+    assert len(made([tree(tmp_path / "in", {"a.jsonl": lines})], tmp_path / "whole")) == 12_000
     code = (
         "import sys, logging; logging.basicConfig(); from streammega.convert import convert;"
         "convert(['-'], sys.argv[1], tokenizer='bytes', workers=1)"
@@ -329,10 +333,11 @@ def test_signs_in_local_names_are_letters(name: str, tmp_path: Path, monkeypatch
         assert main(["describe", described]) == 0
 
 
-@pytest.mark.parametrize("name", ["br[1]", "a::b what?"])
+@pytest.mark.parametrize("name", ["br[1] a::b what?"])
 def test_signs_in_keys_are_letters(name: str, s3: S3, s3_storage: StorageConfig, bucket: str, tmp_path: Path) -> None:
-    for key in (f"{name}/{name}.jsonl", "br1/br1.jsonl", "whatx/whatx.jsonl"):
-        s3.client().put_object(Bucket=bucket, Key=key, Body=LINES if key.startswith(name) else b"never")
+    client = s3.client()
+    for key in (f"{name}/{name}.jsonl", "br1 a::b whatx/x.jsonl", "br1 a/x.jsonl"):
+        client.put_object(Bucket=bucket, Key=key, Body=LINES if key.startswith(name) else b"never")
     assert [item.path for item in find_inputs([f"s3://{bucket}/{name}"], s3_storage)] == [f"s3://{bucket}/{name}/{name}.jsonl"]
     url = f"s3://{bucket}/{name}/out"
     assert made([f"s3://{bucket}/{name}/{name}.jsonl"], url, storage=s3_storage) == ["one", "two"]
