@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import time
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,7 @@ from tokenizers import Tokenizer
 
 from streammega import DataConfig, IndexedDataset, SFTDataset
 from streammega.convert import ChatEncoder, convert
-from streammega.convert.chat_sources import BUILT_IN
+from streammega.convert.chat_sources import BUILT_IN, find_template
 from streammega.errors import ConfigError, ConvertError, FormatError, ObjectNotFoundError
 from streammega.verify import verify
 
@@ -37,6 +38,11 @@ texts = st.lists(words | st.sampled_from(SPECIAL) | st.sampled_from([token[:n] f
 def chat(*contents: Any) -> dict[str, Any]:
     """Questions and answers in turn."""
     return {"messages": [{"role": ("user", "assistant")[n % 2], "content": text} for n, text in enumerate(contents)]}
+
+
+@lru_cache
+def encoder_of(template: str, special_tokens: str = "text") -> ChatEncoder:
+    return ChatEncoder(TOKENIZER, template, special_tokens=special_tokens)
 
 
 def lines(path: Path, *records: Any) -> str:
@@ -67,8 +73,8 @@ def test_ids_and_masks_are_those_of_transformers(number: int) -> None:
 @settings(max_examples=40, deadline=None)
 def test_without_generation_blocks_answers_are_found_by_prefixes(name: str, contents: list[str]) -> None:
     record = chat(*contents)
-    marked = ChatEncoder(TOKENIZER, name).conversation(record, "a.jsonl:1")
-    found = ChatEncoder(TOKENIZER, BLOCK.sub("", BUILT_IN[name])).conversation(record, "a.jsonl:1")
+    marked = encoder_of(name).conversation(record, "a.jsonl:1")
+    found = encoder_of(BLOCK.sub("", BUILT_IN[name])).conversation(record, "a.jsonl:1")
     assert [part.tolist() for part in marked] == [part.tolist() for part in found]
 
 
@@ -110,14 +116,14 @@ def test_special_tokens_in_messages_are_text_and_the_templates_are_not(name: str
     """Also where two parts of a message make one together, or a message and the template."""
     model = Tokenizer.from_file(TOKENIZER)
     given = [[{"type": "text", "text": text[:3]}, {"type": "text", "text": text[3:]}] if split else text for text in contents]
-    ids, _ = ChatEncoder(TOKENIZER, name).conversation(chat(*given), "a.jsonl:1")
+    ids, _ = encoder_of(name).conversation(chat(*given), "a.jsonl:1")
     plain = ["x" * bool(text.strip()) for text in contents]
     own = [model.token_to_id(token) for token in FOUND["cases"] and SPECIAL]
-    expected, _ = ChatEncoder(TOKENIZER, name).conversation(chat(*plain), "a.jsonl:1")
+    expected, _ = encoder_of(name).conversation(chat(*plain), "a.jsonl:1")
     assert [number for number in ids.tolist() if number in own] == [number for number in expected.tolist() if number in own]
-    text = ChatEncoder(TOKENIZER, name).render(chat(*given), "a.jsonl:1").text
+    text = encoder_of(name).render(chat(*given), "a.jsonl:1").text
     assert model.decode(ids.tolist(), skip_special_tokens=False) == text
-    parsed, _ = ChatEncoder(TOKENIZER, name, special_tokens="parse").conversation(chat(*given), "a.jsonl:1")
+    parsed, _ = encoder_of(name, "parse").conversation(chat(*given), "a.jsonl:1")
     assert parsed.tolist() == model.encode(text, add_special_tokens=False).ids
 
 
@@ -223,6 +229,26 @@ def test_templates_are_found_where_transformers_finds_them(tmp_path: Path) -> No
     assert ChatEncoder(tokenizer, str(tmp_path / "mine.jinja")).render(chat("a", "b"), "a:1").text == "<s>b5</s>"
     with pytest.raises(ObjectNotFoundError, match=r"none of chatml, llama3, tokenizer, and no file"):
         ChatEncoder(tokenizer, "chatlm")
+
+
+def test_templates_of_the_hub_come_with_their_tokenizer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import huggingface_hub
+    from huggingface_hub.errors import EntryNotFoundError, LocalEntryNotFoundError
+
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"eos_token": "</s>", "chat_template": "{{ eos_token }}1"}))
+
+    def download(repository: str, name: str) -> str:
+        if repository == "own/away":
+            raise LocalEntryNotFoundError("no answer")
+        if not (tmp_path / name).exists():
+            raise EntryNotFoundError(name)
+        return str(tmp_path / name)
+
+    monkeypatch.setattr(huggingface_hub, "hf_hub_download", download)
+    assert find_template("tokenizer", "own/model").source == "{{ eos_token }}1"
+    assert find_template("tokenizer", "own/model").variables == {"eos_token": "</s>"}
+    with pytest.raises(ConvertError, match=r"own/away: the hub could not give its special_tokens_map\.json"):
+        find_template("tokenizer", "own/away")
 
 
 def test_tokenizers_that_do_not_suit_a_template_are_refused(tmp_path: Path) -> None:

@@ -7,6 +7,7 @@ import gzip
 import json
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,9 @@ from tokenizers import AddedToken, Regex, Tokenizer, models, normalizers, pre_to
 
 from streammega import IndexedDataset
 from streammega.convert import convert, encode, long_texts, whole_files
+from streammega.convert.long_documents import TokenStream
 from streammega.convert.long_texts import LongTextEncoder
+from streammega.convert.options import ConvertOptions
 from streammega.convert.pattern_cuts import NotUnderstood, PatternCuts
 from streammega.convert.safe_cuts import cuts_of
 from streammega.convert.tiktoken_files import PATTERNS
@@ -354,3 +357,19 @@ def test_memory_does_not_grow_with_a_document(tmp_path: Path) -> None:
     indexed = IndexedDataset(str(tmp_path / "out"))
     assert len(indexed) == 1
     assert Tokenizer.from_file(str(tmp_path / "tokenizer.json")).token_to_id("<s>") == np.asarray(indexed[0])[-1]
+
+
+def test_documents_of_more_tokens_than_an_index_can_say_are_refused_before_they_are_read(tmp_path: Path) -> None:
+    with open(tmp_path / "long.txt", "wb") as file:
+        file.truncate(1 << 31)
+    began = time.monotonic()
+    with pytest.raises(ConvertError, match=r"long\.txt: a document of more than 2,147,483,647 tokens"):
+        convert([str(tmp_path / "long.txt")], str(tmp_path / "out"), tokenizer="bytes", workers=1)
+    assert time.monotonic() - began < 20
+    stream = TokenStream(iter([np.zeros(4, np.int32)] * 3), ConvertOptions(max_tokens=5), None, "a.txt")
+    stream.kept = 2**31 - 6
+    assert sum(len(ids) for ids in stream) == 5
+    stream = TokenStream(iter([np.zeros(4, np.int32)] * 3), ConvertOptions(), None, "a.txt")
+    stream.kept = 2**31 - 6
+    with pytest.raises(ConvertError, match=r"a\.txt: a document of more than"):
+        list(stream)

@@ -42,10 +42,14 @@ class RawDocument:
 
 @dataclass(frozen=True, kw_only=True)
 class LongText:
-    """A document that is a text too long to be held: its bytes, a few MiB at a time, and where they come from."""
+    """A document that is a text too long to be held: its bytes, a few MiB at a time, and where they come from.
+
+    size: how many bytes it has, where that is known; else 0.
+    """
 
     path: str
     pieces: Iterator[bytes]
+    size: int = 0
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -9,22 +9,34 @@ import numpy as np
 import xxhash
 from numpy.typing import NDArray
 
+from streammega.convert.documents import MOST_TOKENS
 from streammega.convert.options import ConvertOptions
+from streammega.errors import ConvertError
+
+
+def check_tokens(count: int, where: str) -> None:
+    """Raise ConvertError for a document of more tokens than an .idx can say."""
+    if count > MOST_TOKENS:
+        raise ConvertError(
+            f"{where}: a document of more than {MOST_TOKENS:,} tokens, the most an .idx can hold; cut the file, or pass "
+            f"--max-tokens"
+        )
 
 
 class TokenStream:
     """Tokens of one document, cut as the options ask. Once it is read, it knows how many there were and what they hash to."""
 
-    def __init__(self, pieces: Iterator[NDArray[Any]], options: ConvertOptions, end: int | None) -> None:
-        self._pieces, self._options, self._end = pieces, options, end
+    def __init__(self, pieces: Iterator[NDArray[Any]], options: ConvertOptions, end: int | None, where: str) -> None:
+        self._pieces, self._options, self._end, self._where = pieces, options, end, where
         self._hash = xxhash.xxh3_128()
         self.total = 0
         self.kept = 0
 
     def __iter__(self) -> Iterator[NDArray[Any]]:
-        """What is kept of the document."""
+        """What is kept of the document. Raises ConvertError when that is more than an .idx can say."""
         for ids in self._chosen():
             self.kept += len(ids)
+            check_tokens(self.kept, self._where)
             if self._options.dedup:
                 self._hash.update(ids.astype("<i8").tobytes())
             yield ids

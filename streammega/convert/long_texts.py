@@ -11,7 +11,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from streammega.conversations import not_utf8
-from streammega.convert.documents import MOST_TOKENS
 from streammega.convert.safe_cuts import Cuts, cuts_of
 from streammega.convert.tokenizers import AT_ONCE, HuggingFaceTokenizer, TextTokenizer
 from streammega.errors import ConvertError
@@ -41,16 +40,11 @@ class LongTextEncoder:
         return [], []
 
     def encode(self, pieces: Iterator[str], where: str) -> Iterator[NDArray[np.int32]]:
-        """Ids of a text that comes in pieces. Raises ConvertError where it cannot be cut, or has too many tokens."""
+        """Ids of a text that comes in pieces. Raises ConvertError where it cannot be cut."""
         before, behind = self._around
         if before:
             yield np.array(before, np.int32)
-        count = 0
-        for ids in self._encode(pieces, where):
-            count += len(ids)
-            if count > MOST_TOKENS:
-                raise ConvertError(f"{where}: a document of over {MOST_TOKENS:,} tokens, the most that an .idx can hold; cut it")
-            yield ids
+        yield from self._encode(pieces, where)
         if behind:
             yield np.array(behind, np.int32)
 

@@ -17,7 +17,7 @@ from streammega.convert.json_values import HEAD_BYTES, holds_lines, read_values
 from streammega.convert.options import ConvertOptions
 from streammega.convert.pairs import read_pair
 from streammega.convert.slices import Item, Reader, Skipped, Slice, open_stream
-from streammega.convert.suffixes import may_hold_values
+from streammega.convert.suffixes import is_compressed, may_hold_values
 from streammega.convert.whole_files import guarded, read_text, unreadable
 from streammega.errors import ConvertError, ObjectNotFoundError, StreammegaError
 from streammega.storage.urls import is_remote
@@ -51,7 +51,7 @@ def read_slice(piece: Slice, options: ConvertOptions, storage: StorageConfig, sk
 
 def _text(piece: Slice, options: ConvertOptions, storage: StorageConfig, skipped: Skipped) -> Iterator[Item]:
     with open_stream(piece.input.url, storage) as file:
-        yield from read_text(file, piece.input.path)
+        yield from read_text(file, piece.input.path, 0 if is_compressed(piece.input.path) else piece.input.size)
 
 
 def _jsonl(piece: Slice, options: ConvertOptions, storage: StorageConfig, skipped: Skipped) -> Iterator[Item]:

@@ -23,7 +23,7 @@ from streammega.convert.documents import LongText, RawDocument, Tokens, concaten
 from streammega.convert.encode import BatchEncoder
 from streammega.convert.inputs import Input
 from streammega.convert.json_values import HEAD_BYTES, holds_lines
-from streammega.convert.long_documents import TokenStream
+from streammega.convert.long_documents import TokenStream, check_tokens
 from streammega.convert.options import ConvertOptions
 from streammega.convert.pairs import dataset_name, document_runs
 from streammega.convert.readers import read_slice
@@ -274,7 +274,9 @@ class _SegmentWriter:
         number = np.array([self._seen])
         options = self._job.options
         encoder = encoder_of(self._job)
-        stream = TokenStream(encoder.long_text(self._noted(text, progress)), options, self._eod())
+        if options.tokenizer == "bytes" and options.max_tokens is None:  # of these the size tells it, before all is read
+            check_tokens(text.size, text.path)
+        stream = TokenStream(encoder.long_text(self._noted(text, progress)), options, self._eod(), text.path)
         writer = self._writer(encoder.dtype, multimodal=options.makes_modes)
         lengths = np.zeros(1, np.int32)
         try:

@@ -18,8 +18,8 @@ LONG_BYTES = 4 << 20
 PIECE_BYTES = 1 << 20
 
 
-def read_text(file: Any, path: str) -> Iterator[Item]:
-    """The document of an opened file."""
+def read_text(file: Any, path: str, size: int) -> Iterator[Item]:
+    """The document of an opened file. size: its bytes, or 0 if they are not known."""
     head = b""
     while len(head) < LONG_BYTES and (data := file.read(LONG_BYTES - len(head))):
         head += data
@@ -27,7 +27,7 @@ def read_text(file: Any, path: str) -> Iterator[Item]:
     if len(head) < LONG_BYTES - len(BYTE_ORDER_MARK):
         yield RawDocument(data=head, path=path)
     else:
-        yield LongText(path=path, pieces=_pieces(head, file))
+        yield LongText(path=path, pieces=_pieces(head, file), size=size)
 
 
 def _pieces(head: bytes, file: Any) -> Iterator[bytes]:
