@@ -23,7 +23,7 @@ app = typer.Typer(
     help="Train language models straight from s3:// or oss://: convert corpora, look at datasets, train.",
     no_args_is_help=True,
     pretty_exceptions_enable=False,
-    add_completion=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
 )
 
 
@@ -200,6 +200,7 @@ def train(
     from streammega.train.__main__ import main as train_main
 
     logging.getLogger().setLevel(logging.INFO)
+    logging.getLogger("botocore").setLevel(logging.WARNING)  # which tells at each start where credentials were found
     raise typer.Exit(train_main([config, *(overrides or [])], name="error"))
 
 

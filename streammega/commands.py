@@ -98,6 +98,9 @@ def convert(
     overwrite: Annotated[bool, typer.Option(help="Replace an existing dataset.")] = False,
     report: Annotated[str | None, typer.Option(help="Write the report as JSON.")] = None,
     plot: Annotated[str | None, typer.Option(help="Write the histogram of document lengths as PNG.")] = None,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Write nothing: print the plan, the first documents as tokens, and an estimate.")
+    ] = False,
     storage: StorageOption = None,
 ) -> None:
     """Make token shards of a corpus: tokenize text, or merge, split, shuffle, filter and re-encode tokens.
@@ -148,6 +151,12 @@ def convert(
     )
     settings = storage_config(storage)
     _check_outputs(report, plot)
+    if dry_run:
+        from streammega.convert.dry_run import plan_conversion
+
+        planned = plan_conversion(inputs, output, options=options, runner=runner, overwrite=overwrite, storage=settings)
+        typer.echo(planned.as_text())
+        return
     with _bar("converting", _total(inputs, settings, options)) as advance:
         made = run(inputs, output, options=options, runner=runner, overwrite=overwrite, storage=settings, progress=advance)
     typer.echo(made.as_text())
@@ -185,7 +194,7 @@ def verify(
     storage: StorageOption = None,
 ) -> None:
     """Check a dataset: structure, bounds, checksums, ids, the ends of documents. Exit status 1 if something is wrong."""
-    from streammega.verify import repair_index
+    from streammega.repair import repair_index
     from streammega.verify import verify as run
 
     settings = storage_config(storage)
@@ -306,18 +315,21 @@ def plot(
     out: Annotated[str | None, typer.Option(help="Where the PNG goes; default: run.png in the folder.")] = None,
 ) -> None:
     """Draw what a run logged: losses, gradient norm, learning rate, speed and waiting."""
-    from streammega.plotting import latest, sparkline, write_run
+    from streammega.plotting import latest, restarts, sparkline, write_run
     from streammega.train.metrics import read_metrics
 
     folder = Path(run) if "://" not in run else _fetched(run)
     path = folder / "metrics.jsonl" if folder.is_dir() else folder
     if not path.is_file():
         raise ConfigError(f"{path}: no such file; give the out_dir of a run that has logged a step")
-    steps = [record for record in latest([r for r in read_metrics(path) if "step" in r]) if record.get("loss") is not None]
+    records = [record for record in read_metrics(path) if "step" in record]
+    steps = [record for record in latest(records) if record.get("loss") is not None]
     if not steps:
         raise ConfigError(f"{path}: holds no step; let the run finish one")
     losses = [float(record["loss"]) for record in steps]
-    typer.echo(f"{len(steps)} steps, loss {losses[0]:.4g} to {losses[-1]:.4g}  {sparkline(losses)}")
+    back = restarts(records)
+    again = f" (begun again with step {', '.join(map(str, back))})" if back else ""
+    typer.echo(f"{len(steps)} steps{again}, loss {losses[0]:.4g} to {losses[-1]:.4g}  {sparkline(losses)}")
     target = out or ("run.png" if "://" in run else str(path.parent / "run.png"))
-    write_run(steps, run.rstrip("/").rpartition("/")[2] if "://" in run else path.parent.name, target)
+    write_run(records, run.rstrip("/").rpartition("/")[2] if "://" in run else path.parent.name, target)
     typer.echo(f"plot written to {target}")

@@ -15,7 +15,7 @@ def pyplot() -> Any:
     try:
         import matplotlib
     except ImportError:
-        raise ConfigError("plots need matplotlib: pip install 'streammega[demo]'") from None
+        raise ConfigError("plots need matplotlib: pip install 'streammega[plot]'") from None
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
@@ -46,36 +46,76 @@ def write_lengths(histogram: Sequence[int], title: str, path: str) -> None:
     figure.savefig(path, dpi=120, bbox_inches="tight")
 
 
+UNITS = {
+    "loss": "loss (nats a token)",
+    "grad_norm": "gradient norm",
+    "lr": "learning rate",
+    "tokens_per_s": "tokens a second",
+}
+"""What is drawn in each of the four fields, by its first curve, and what its axis says."""
+
+
 def write_run(records: Sequence[Mapping[str, Any]], title: str, path: str) -> None:
     """Loss (of training, validation sets and sources), gradient norm, learning rate, speed and waiting by step, as a PNG.
 
-    Of steps that were trained twice the last is drawn; records are those of metrics.jsonl.
+    Steps that a restart gave up are not drawn, where it began again is marked; records are those of metrics.jsonl.
     """
-    steps = latest(records)
-    figure, axes = pyplot().subplots(2, 2, figsize=(12, 8))
-    curves = {
-        axes[0][0]: ["loss", "valid_loss", "valid_loss_of", "source_loss"],
-        axes[0][1]: ["grad_norm"],
-        axes[1][0]: ["lr"],
-        axes[1][1]: ["tokens_per_s"],
+    steps, back = latest(records), restarts(records)
+    figure, axes = pyplot().subplots(2, 2, figsize=(12, 8), layout="constrained")
+    fields = {
+        "loss": ["loss", "valid_loss", "valid_loss_of", "source_loss"],
+        "grad_norm": ["grad_norm"],
+        "lr": ["lr"],
+        "tokens_per_s": ["tokens_per_s"],
     }
-    for own, names in curves.items():
-        for name, points in _curves(steps, names).items():
-            own.plot(*zip(*points, strict=True), label=name, marker="o" if name.startswith("valid") else None, markersize=3)
-        own.set_xlabel("step")
-        own.legend()
+    for own, (name, names) in zip(axes.flat, fields.items(), strict=True):
+        _draw_field(own, _curves(steps, names), back)
+        own.set_ylabel(UNITS[name])
     waiting = axes[1][1].twinx()
     waits = _curves(steps, ["data_wait_s"])
     if waits:
         waiting.plot(*zip(*waits["data_wait_s"], strict=True), color="tab:red", linewidth=0.7)
         waiting.set_ylabel("seconds waited for data", color="tab:red")
     figure.suptitle(title)
-    figure.savefig(path, dpi=120, bbox_inches="tight")
+    figure.savefig(path, dpi=120)
+
+
+def _draw_field(axes: Any, curves: Mapping[str, list[tuple[int, float]]], back: Sequence[int]) -> None:
+    from matplotlib.ticker import MaxNLocator
+
+    for name, points in curves.items():
+        axes.plot(*zip(*points, strict=True), label=name, marker="o" if name.startswith("valid") else None, markersize=3)
+    for number, step in enumerate(back):
+        axes.axvline(step, color="gray", linestyle=":", linewidth=1, label=None if number else "restart")
+    axes.set_xlabel("step")
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True))  # there is no half of a step
+    if len(curves) > 1 or back:
+        axes.legend(loc="best", fontsize="small")
 
 
 def latest(records: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
-    """The last record of each step, in order of steps."""
-    return [record for _, record in sorted({int(record["step"]): record for record in records}.items())]
+    """The records of the run as it is now, in order of steps.
+
+    Where it went back to a step, all that came after that step was given up.
+    """
+    kept: list[Mapping[str, Any]] = []
+    for record in records:
+        while kept and int(kept[-1]["step"]) >= int(record["step"]):
+            kept.pop()
+        kept.append(record)
+    return kept
+
+
+def restarts(records: Sequence[Mapping[str, Any]]) -> list[int]:
+    """The steps, in order, with which a run began again after it had been further; those given up later are left out."""
+    found: list[int] = []
+    last = 0
+    for record in records:
+        step = int(record["step"])
+        if step <= last:
+            found = [*(before for before in found if before < step), step]
+        last = step
+    return found
 
 
 def _curves(steps: Sequence[Mapping[str, Any]], names: Sequence[str]) -> dict[str, list[tuple[int, float]]]:

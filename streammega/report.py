@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import textwrap
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,6 +15,8 @@ from streammega.samples.source import SampleSource
 from streammega.samples.stream import StreamSource
 
 WINDOW_STEPS = 32
+FAR_MORE = 1.5
+"""Bytes fetched for each byte used, above which a word is said on why."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,19 +61,21 @@ def order_report(config: DataConfig, split: str, global_batch_size: int, dp_size
     )
 
 
+NAMES = {
+    "distance_entropy": "entropy of distances between consecutive samples (bits)",
+    "places_per_256": "distinct places among 256 samples",
+    "adjacent_share": "share of samples adjacent to the one before",
+    "neighbour_distance": "median samples between neighbours of one document",
+    "domain_drift": f"drift of domain shares over {WINDOW_STEPS} steps (1 = independent draws)",
+}
+
+
 def as_text(report: OrderReport, dp_size: int) -> str:
     """The report as a table."""
-    names = {
-        "distance_entropy": "entropy of distances between consecutive samples (bits)",
-        "places_per_256": "distinct places among 256 samples",
-        "adjacent_share": "share of samples adjacent to the one before",
-        "neighbour_distance": "median samples between neighbours of one document",
-        "domain_drift": f"drift of domain shares over {WINDOW_STEPS} steps (1 = independent draws)",
-    }
     ours, full = report.quality.row(), report.full.row()
     lines = [f"{report.samples:,} samples" + (f", {report.lanes} lanes" if report.lanes else "")]
     lines.append(f"{'':<68}{'this order':>14}{'full shuffle':>14}")
-    lines += [f"{title:<68}{ours[name]:>14.4g}{full[name]:>14.4g}" for name, title in names.items()]
+    lines += [f"{title:<68}{_figure(ours[name]):>14}{_figure(full[name]):>14}" for name, title in NAMES.items()]
     plan = report.plan
     lines.append(
         f"each of {dp_size} ranks: {plan.requests:,} requests, {plan.fetched_bytes / 2**20:,.1f} MiB fetched, "
@@ -80,23 +85,60 @@ def as_text(report: OrderReport, dp_size: int) -> str:
         lines.append(
             f"blend: at most {max(report.blend_drift):.1f} samples from its target at any of {len(report.blend_drift)} prefixes"
         )
+    lines += [f"note: {note}" for note in _notes(report)]
     return "\n".join(lines)
 
 
+def _figure(value: float) -> str:
+    return "-" if np.isnan(value) else f"{value:.4g}"
+
+
+def _notes(report: OrderReport) -> list[str]:
+    """What figures of little data mean."""
+    notes = []
+    rows = (*report.quality.row().values(), *report.full.row().values())
+    if any(np.isnan(value) for value in rows):
+        notes.append(f"- stands where {report.samples:,} samples are too few for a figure; look at more --steps")
+    if report.plan.amplification > FAR_MORE:
+        notes.append(
+            "more is fetched than used, since every lane has a block open, of which so few samples take little: over a whole "
+            "epoch each byte is fetched about once; look at more --steps"
+        )
+    return notes
+
+
 def write_plot(report: OrderReport, path: str) -> None:
-    """Blend drift and figures against a full shuffle's, as a PNG."""
+    """Figures against a full shuffle's, and of a blend its drift, as a PNG."""
     from streammega.plotting import pyplot
 
-    figure, (left, right) = pyplot().subplots(1, 2, figsize=(11, 4))
+    blended = bool(report.blend_drift)
+    figure, fields = pyplot().subplots(1, 1 + blended, figsize=(12 if blended else 8, 4), squeeze=False, layout="constrained")
+    _draw_quality(fields[0][0], report)
+    if blended:
+        right = fields[0][1]
+        right.plot(report.blend_prefixes, report.blend_drift)
+        right.set_title("Distance of the blend from its target")
+        right.set_xlabel("samples so far")
+        right.set_ylabel("samples, of the dataset that is furthest")
+    figure.suptitle(f"{report.samples:,} samples" + (f", {report.lanes} lanes" if report.lanes else ""))
+    figure.savefig(path, dpi=120)
+
+
+def _draw_quality(axes: Any, report: OrderReport) -> None:
+    """A bar for each figure as a share of a full shuffle's; beside it the figures themselves, which are all where that is 0."""
     ours, full = report.quality.row(), report.full.row()
-    ratio = [ours[name] / full[name] if full[name] else 0.0 for name in ours]
-    left.barh(list(ours), ratio)
-    left.axvline(1.0, color="gray", linestyle="--")
-    left.set_xlabel("this order / full shuffle")
-    right.plot(report.blend_prefixes, report.blend_drift)
-    right.set_xlabel("samples")
-    right.set_ylabel("largest distance from the blend's target (samples)")
-    figure.savefig(path, dpi=120, bbox_inches="tight")
+    titles = [textwrap.fill(title, 34) for title in NAMES.values()]
+    shares = [ours[name] / full[name] if full[name] > 0 else np.nan for name in NAMES]
+    axes.barh(titles, np.nan_to_num(shares))
+    for row, (name, share) in enumerate(zip(NAMES, shares, strict=True)):
+        words = f" {_figure(ours[name])} of {_figure(full[name])}"
+        axes.text(np.nan_to_num(share), row, words, va="center", fontsize="small")
+    axes.axvline(1.0, color="gray", linestyle="--")
+    axes.margins(x=0.25)
+    axes.set_xlim(left=0)
+    axes.invert_yaxis()
+    axes.set_title("Shuffling")
+    axes.set_xlabel("this order / full shuffle")
 
 
 def _fully_shuffled(total: int, count: int) -> Any:

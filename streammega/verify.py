@@ -1,42 +1,32 @@
-"""Is a dataset what it should be? Structure, sizes, checksums, the range of ids, and an end at every document; and a repair."""
+"""Is a dataset what it should be? Structure, sizes, checksums, the range of ids, and an end at every document."""
 
 from __future__ import annotations
 
-import os
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field, replace
-from typing import Any
+from dataclasses import dataclass, field
 
 import numpy as np
 import xxhash
 from numpy.typing import NDArray
 
 from streammega.config import StorageConfig
-from streammega.convert.options import token_dtype_named
-from streammega.convert.units import save_bytes
-from streammega.errors import ConfigError, FormatError, MissingShardsError, ObjectNotFoundError, StreammegaError
+from streammega.errors import FormatError, MissingShardsError, ObjectNotFoundError
 from streammega.index.cache import default_cache_dir, local_view
 from streammega.index.checksums import CHECK_BYTES, HashingWriter
 from streammega.index.find import find_pairs
 from streammega.index.format import (
-    DTYPE_OF_CODE,
-    HEADER,
-    HEADER_BYTES,
-    MAGIC,
     IndexArrays,
     check_end,
     check_index,
-    encode_index,
-    parse_header,
     parse_index,
 )
 from streammega.index.manifest import MANIFEST, Manifest, Shard, read_manifest
 from streammega.index.shard_files import open_tokens
 from streammega.index.shards import SUFFIXES, named, split_name
-from streammega.kernels.check import find_ids, id_range, wrong_ends
+from streammega.kernels.check import id_range, wrong_ends
 from streammega.kernels.parallel import num_threads
 from streammega.redaction import redact_urls
 from streammega.storage import ObjectInfo, Store, join_url, open_store, parent_url
@@ -95,7 +85,7 @@ def verify(
     storage = storage or StorageConfig()
     began = time.monotonic()
     report = VerifyReport(name=redact_urls(name))
-    names, manifest = _shards(name, storage, report)
+    names, manifest = shards_of(name, storage, report)
     vocab_size = vocab_size if vocab_size is not None else manifest.vocab_size if manifest else None
     eod_id = eod_id if eod_id is not None else manifest.eod_id if manifest else None
     report.checksums = manifest is not None
@@ -114,13 +104,14 @@ def verify(
     if manifest and not report.problems and found != (manifest.documents, manifest.sequences, manifest.tokens):
         report.problems.append(
             f"{report.name}: the manifest says {manifest.documents} documents, {manifest.sequences} sequences and "
-            f"{manifest.tokens} tokens in all, there are {found[0]}, {found[1]} and {found[2]}"
+            f"{manifest.tokens} tokens in all, there are {found[0]}, {found[1]} and {found[2]}; copy the manifest again, or "
+            f"convert again"
         )
     report.seconds = time.monotonic() - began
     return report
 
 
-def _shards(name: str, storage: StorageConfig, report: VerifyReport) -> tuple[list[str], Manifest | None]:
+def shards_of(name: str, storage: StorageConfig, report: VerifyReport) -> tuple[list[str], Manifest | None]:
     """The shards of a dataset, and its manifest if there is one."""
     url = name if name.endswith(".json") else split_name(name)[0] + MANIFEST
     try:
@@ -154,7 +145,7 @@ def _check_shard(
         )
         expected = None
     try:
-        found = _read_index(prefix, expected, storage, report)
+        found = read_index(prefix, expected, storage, report)
         _compare(found, entry, manifest, f"{prefix}.idx", report)
         view, view_key = open_tokens(name, storage)
         size = view.info(view_key).size
@@ -197,7 +188,10 @@ def _compare(index: IndexArrays, expected: Shard | None, manifest: Manifest | No
     ]
     for found, said, what in pairs:
         if found != said:
-            report.problems.append(f"{redact_urls(name)}: has {what.format(found)}, the manifest says {what.format(said)}")
+            report.problems.append(
+                f"{redact_urls(name)}: has {what.format(found)}, the manifest says {what.format(said)}; copy both "
+                f"again, or convert again"
+            )
 
 
 def _note_end(end: int, size: int, index: str, tokens: str, report: VerifyReport) -> None:
@@ -211,7 +205,8 @@ def _none(size: int) -> None:
     pass
 
 
-def _read_index(prefix: str, expected: Shard | None, storage: StorageConfig, report: VerifyReport) -> IndexArrays:
+def read_index(prefix: str, expected: Shard | None, storage: StorageConfig, report: VerifyReport) -> IndexArrays:
+    """The arrays of a shard's `.idx`; that it is not the manifest's is noted. Raises FormatError, ObjectNotFoundError."""
     store, key = open_store(f"{prefix}.idx", storage)
     info = store.info(key)
     if isinstance(store, LocalStore):
@@ -256,9 +251,10 @@ class _Tokens:
         if low < 0 or (self._vocab_size is not None and high >= self._vocab_size):
             bad = np.flatnonzero((ids < 0) | (ids.astype(np.int64) >= (self._vocab_size or np.iinfo(np.int64).max)))
             at = start // self.dtype.itemsize + int(bad[0])
+            outside = "below zero" if self._vocab_size is None else f"outside of the {self._vocab_size} ids"
             report.problems.append(
-                f"{self._url}: token {at} is {int(ids[bad[0]])}, outside of the {self._vocab_size} ids ({len(bad)} such in "
-                f"bytes [{start}, {start + data.nbytes}))"
+                f"{self._url}: token {at} is {int(ids[bad[0]])}, {outside} ({len(bad)} such in bytes [{start}, "
+                f"{start + data.nbytes})); was it made by another tokenizer, or damaged? copy it again, or convert again"
             )
         if self._eod_id is not None:
             first = start // self.dtype.itemsize
@@ -268,7 +264,8 @@ class _Tokens:
                 document = int(self._documents[span][place])
                 report.problems.append(
                     f"{self._url}: document {document} does not end with {self._eod_id} ({wrong} such in bytes "
-                    f"[{start}, {start + data.nbytes})); was it cut, or is the .idx another's?"
+                    f"[{start}, {start + data.nbytes})); was it cut, or is the .idx another's? "
+                    f"copy both again, name another id by --eod-id, or let --repair rebuild the .idx"
                 )
         self.progress(data.nbytes)
 
@@ -320,164 +317,3 @@ def _pieces(store: Store, stored: ObjectInfo, start: int, stop: int) -> Iterator
 
 def _look(view: Store, key: str, start: int, stop: int, tokens: _Tokens) -> None:
     tokens.look(np.frombuffer(view.read_ranges(key, [start], [stop])[0], np.uint8), start)
-
-
-def repair_index(
-    name: str, storage: StorageConfig | None = None, *, eod_id: int | None = None, dtype: str | None = None, force: bool = False
-) -> list[str]:
-    """Write each `.idx` anew that is lost or broken, from where its tokens hold the end-of-document id. Returns what was done.
-
-    What is sound stays as it is; a broken `.idx` is kept as `.idx.former`. Every document becomes one sequence, tokens after the
-    last end one more document. So a dataset whose documents have several sequences, or modes, is refused, and an `.idx` that
-    would not be what the manifest says; `force` takes what can be had.
-
-    Raises ConfigError for what is refused, and when the id or the dtype is not known.
-    """
-    storage = storage or StorageConfig()
-    report = VerifyReport(name=redact_urls(name))
-    try:
-        names, manifest = _shards(name, storage, report)
-    except ObjectNotFoundError:
-        names, manifest = [split_name(name)[0]], None
-    eod_id = eod_id if eod_id is not None else manifest.eod_id if manifest else None
-    width = dtype or (manifest.dtype if manifest else None)
-    expected: list[Shard | None] = list(manifest.shards) if manifest else [None] * len(names)
-    broken = [number for number, shard in enumerate(names) if not _is_sound(shard, expected[number], storage)]
-    made = {number: _rebuild(names[number], expected[number], manifest, storage, eod_id, width, force=force) for number in broken}
-    done = [_put_index(names[number], expected[number], made[number], storage) for number in broken]
-    if manifest and any(made[number].shard != expected[number] for number in broken):
-        shards = [made[number].shard if number in made else shard for number, shard in enumerate(manifest.shards)]
-        counts = {what: sum(getattr(shard, what) for shard in shards) for what in ("documents", "sequences", "tokens")}
-        whole = [shard for shard in shards if shard is not None]
-        url = name if name.endswith(".json") else split_name(name)[0] + MANIFEST
-        multimodal = manifest.multimodal and len(broken) < len(names)
-        save_bytes(url, replace(manifest, shards=whole, multimodal=multimodal, **counts).to_json(), storage)
-        done.append(f"{redact_urls(url)}: speaks of the new .idx files now")
-    return done
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Rebuilt:
-    """An `.idx` made of tokens: its bytes, the documents it tells of, and what a manifest is to say of it."""
-
-    data: bytes
-    documents: int
-    shard: Shard | None
-
-
-def _is_sound(name: str, expected: Shard | None, storage: StorageConfig) -> bool:
-    """Whether the `.idx` of a shard is there, is what the manifest speaks of, and fits the tokens."""
-    prefix, kind = split_name(name)
-    seen = VerifyReport(name=name)
-    try:
-        index = _read_index(prefix, expected, storage, seen)
-        view, key = open_tokens(name, storage)
-        size = view.info(key).size
-        check_end(check_index(index, size, f"{prefix}.idx", name), size, f"{prefix}.idx", name)
-    except (FormatError, ObjectNotFoundError):
-        store, key = open_store(prefix + SUFFIXES[kind], storage)
-        store.info(key)  # without tokens there is nothing to rebuild it from
-        return False
-    return not seen.problems
-
-
-def _rebuild(
-    name: str, expected: Shard | None, manifest: Manifest | None, storage: StorageConfig, eod_id: int | None, dtype: str | None,
-    *, force: bool,
-) -> _Rebuilt:  # fmt: skip
-    prefix, kind = split_name(name)
-    if kind == "tar":
-        raise ConfigError(f"{name}: the .idx of a tar cannot be rebuilt from it; convert the tar again")
-    if eod_id is None:
-        raise ConfigError(f"{name}: an .idx is rebuilt from the ends of documents; name their id by --eod-id")
-    if not force and _has_sequences(prefix, expected, manifest, storage):
-        raise ConfigError(
-            f"{redact_urls(prefix)}.idx: its documents have several sequences, or modes, which the tokens do not tell: "
-            f"convert again, or copy the .idx from where it is whole (--force makes one sequence of each document, without modes)"
-        )
-    store, key = open_tokens(name, storage)
-    width = token_dtype_named(dtype) if dtype else _dtype_of(prefix, storage)
-    info = store.info(key)
-    places = np.concatenate([np.zeros(1, np.int64), *_document_ends(store, info, width, eod_id)])
-    if places[-1] < info.size // width.itemsize:
-        places = np.append(places, info.size // width.itemsize)
-    lengths = np.diff(places)
-    if len(lengths) and int(lengths.max()) > np.iinfo(np.int32).max:
-        raise FormatError(f"{name}: {int(lengths.max()):,} tokens without the id {eod_id}; is it the right one?")
-    data = b"".join(encode_index(width, lengths.astype(np.int32), np.arange(len(lengths) + 1), None))
-    check = HashingWriter(None)
-    check.write(data)
-    if expected is None or (check.size, check.checksums) == (expected.index_bytes, expected.index_checksums):
-        return _Rebuilt(data=data, documents=len(lengths), shard=expected)
-    if not force:
-        raise ConfigError(
-            f"{redact_urls(prefix)}.idx: what the tokens tell ({len(lengths):,} documents) is not what the manifest says "
-            f"({expected.documents:,}); are the tokens whole? copy the shard, or convert again (--force writes it all the same)"
-        )
-    shard = replace(
-        expected, documents=len(lengths), sequences=len(lengths), tokens=int(lengths.sum()), index_bytes=check.size,
-        index_checksums=check.checksums,
-    )  # fmt: skip
-    return _Rebuilt(data=data, documents=len(lengths), shard=shard)
-
-
-def _has_sequences(prefix: str, expected: Shard | None, manifest: Manifest | None, storage: StorageConfig) -> bool:
-    """Whether documents have several sequences, or modes, by the manifest or by what is left of the `.idx`."""
-    if manifest is not None and expected is not None:
-        return manifest.multimodal or expected.sequences != expected.documents
-    store, key = open_store(f"{prefix}.idx", storage)
-    try:
-        info = store.info(key)
-        head = bytes(store.read_ranges(key, [0], [min(HEADER_BYTES, info.size)], info.etag)[0])
-    except ObjectNotFoundError:
-        return False
-    if len(head) < HEADER_BYTES:
-        return False
-    magic, _, _, sequences, bounds = HEADER.unpack(head)
-    return bool(magic == MAGIC and sequences != bounds - 1)
-
-
-def _put_index(name: str, expected: Shard | None, made: _Rebuilt, storage: StorageConfig) -> str:
-    prefix = split_name(name)[0]
-    _keep_former(f"{prefix}.idx", storage)
-    save_bytes(f"{prefix}.idx", made.data, storage)
-    text = f"{redact_urls(prefix)}.idx: rebuilt, {made.documents:,} documents"
-    if expected is None:
-        return text
-    return f"{text}; it is what it was" if made.shard == expected else f"{text}; it differs from the first one"
-
-
-def _document_ends(store: Store, info: ObjectInfo, dtype: np.dtype[Any], eod_id: int) -> Iterator[NDArray[np.int64]]:
-    """One past each end, in tokens."""
-    whole = info.size // dtype.itemsize * dtype.itemsize
-    for at in range(0, whole, REMOTE_BYTES):
-        data = store.read_ranges(info.key, [at], [min(at + REMOTE_BYTES, whole)], info.etag)[0]
-        ids = np.frombuffer(data, dtype.newbyteorder("<"))
-        places = np.empty(len(ids), np.int64)
-        count = find_ids(ids, eod_id, places)
-        yield places[:count] + at // dtype.itemsize + 1
-
-
-def _dtype_of(prefix: str, storage: StorageConfig) -> np.dtype[Any]:
-    """From what is left of the `.idx`."""
-    store, key = open_store(f"{prefix}.idx", storage)
-    try:
-        info = store.info(key)
-        head = bytes(store.read_ranges(key, [0], [min(34, info.size)], info.etag)[0])
-        if len(head) >= 18 and head[17] in DTYPE_OF_CODE:
-            return DTYPE_OF_CODE[head[17]]
-        return parse_header(head, info.size, store.url(key)).dtype
-    except StreammegaError:
-        raise ConfigError(f"{prefix}: the dtype of its tokens is not known; name it by --dtype, such as uint16") from None
-
-
-def _keep_former(url: str, storage: StorageConfig) -> None:
-    store, key = open_store(url, storage)
-    try:
-        info = store.info(key)
-    except ObjectNotFoundError:
-        return
-    if isinstance(store, LocalStore):
-        os.replace(key, f"{key}.former")
-    elif info.size:
-        save_bytes(f"{url}.former", bytes(store.read_ranges(key, [0], [info.size], info.etag)[0]), storage)

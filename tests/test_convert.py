@@ -23,7 +23,7 @@ from streammega.cli import main
 from streammega.convert import convert
 from streammega.convert.slices import open_stream
 from streammega.errors import ConvertError, ObjectNotFoundError
-from streammega.plotting import sparkline
+from streammega.plotting import latest, restarts, sparkline
 from tests.conftest import write_random_pair
 from tests.servers import S3
 
@@ -265,6 +265,20 @@ def test_ctrl_c_ends_a_conversion_quietly_and_leaves_no_dataset(tokenizer: str, 
     assert process.returncode == 130
     assert "Traceback" not in error
     assert not list((tmp_path / "out").glob("p*"))
+
+
+def test_steps_that_a_restart_gave_up_are_not_drawn(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    killed = [{"step": step, "loss": 1.0} for step in range(1, 17)]
+    restarted = [{"step": step, "loss": 2.0} for step in range(1, 4)]
+    assert latest([*killed, *restarted]) == restarted
+    assert latest([*killed, {"step": 11, "loss": 3.0}]) == [*killed[:10], {"step": 11, "loss": 3.0}]
+    assert restarts([*killed, {"step": 11, "loss": 3.0}, {"step": 12, "loss": 3.0}, *restarted]) == [1]
+    assert restarts([*killed, {"step": 11}, {"step": 12}, {"step": 12}]) == [11, 12]
+    assert restarts(killed) == []
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(record) + "\n" for record in [*killed, *restarted]))
+    assert main(["plot", str(tmp_path)]) == 0
+    assert "3 steps (begun again with step 1), loss 2 to 2" in capsys.readouterr().out
+    assert (tmp_path / "run.png").stat().st_size > 1000
 
 
 def test_sparklines_follow_the_values() -> None:

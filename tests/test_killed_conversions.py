@@ -42,6 +42,10 @@ class Scene:
         return f"{self.root}/web"
 
     @property
+    def inputs(self) -> list[str]:
+        return [str(self.tmp_path / "in.jsonl")]
+
+    @property
     def storage(self) -> StorageConfig:
         return StorageConfig(storage_options=self.server.options if self.server else {}, timeout=20)
 
@@ -74,7 +78,7 @@ class Scene:
         ours, theirs = context.Pipe(duplex=False)
         process = context.Process(
             target=convert_and_tell,
-            args=(theirs, str(self.tmp_path / "cache"), dict(self.storage.storage_options), [str(self.tmp_path / "in.jsonl")], self.name),
+            args=(theirs, str(self.tmp_path / "cache"), dict(self.storage.storage_options), self.inputs, self.name),
             kwargs={**OPTIONS, "overwrite": True},
             daemon=True,
         )  # fmt: skip

@@ -200,8 +200,8 @@ def test_a_restart_keeps_the_lock_of_the_work_folder(tmp_path: Path, monkeypatch
     lock.touch()
     before = lock.stat().st_ino
     held: list[int] = []
-    real = _Conversion._job
-    monkeypatch.setattr(_Conversion, "_job", lambda self: held.append(lock.stat().st_ino) or real(self))  # type: ignore[func-returns-value]
+    real = _Conversion.job
+    monkeypatch.setattr(_Conversion, "job", lambda self: held.append(lock.stat().st_ino) or real(self))  # type: ignore[func-returns-value]
     convert([str(tmp_path / "in")], str(tmp_path / "out"), restart=True, min_tokens=1, workers=1)
     assert held == [before], "whoever comes now finds the lock that is held"
 

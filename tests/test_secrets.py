@@ -23,11 +23,12 @@ from streammega.cli import main
 from streammega.convert import convert
 from streammega.errors import ConfigError, StreammegaError
 from streammega.redaction import redact, redact_urls
+from streammega.repair import repair_index
 from streammega.samples.prepare import prepare
 from streammega.storage import open_store
 from streammega.train.config import load_run
 from streammega.train.splits import source_names, validation_sets
-from streammega.verify import repair_index, verify
+from streammega.verify import verify
 from tests.conftest import write_random_pair
 from tests.servers import S3, HttpObjects, http_server
 

@@ -28,7 +28,7 @@ LEVELS = [
     {"ranks"},
     {"train"},
     {"convert", "plotting"},
-    {"describe", "report", "verify"},
+    {"describe", "report", "repair", "verify"},
     {"commands"},
     {"cli"},
 ]

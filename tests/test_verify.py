@@ -14,7 +14,8 @@ from streammega.cli import main
 from streammega.convert import convert
 from streammega.errors import ConfigError, ObjectNotFoundError
 from streammega.index.format import encode_index
-from streammega.verify import repair_index, verify
+from streammega.repair import repair_index
+from streammega.verify import verify
 from tests.conftest import write_random_pair
 from tests.servers import S3
 from tests.test_inputs import PEERS, jsonl, parquet, tar

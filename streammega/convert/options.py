@@ -91,15 +91,17 @@ class ConvertOptions:
 
     def __post_init__(self) -> None:
         if self.kind not in SUFFIXES:
-            raise ConfigError(f"format {self.kind!r} is not one of {', '.join(SUFFIXES)}")
+            raise ConfigError(f"kind (--format) {self.kind!r} is not one of {', '.join(SUFFIXES)}")
         if self.long not in ("cut", "drop"):
-            raise ConfigError(f"long is {self.long!r}; it must be 'cut' or 'drop'")
+            raise ConfigError(f"long (--long) is {self.long!r}; it must be 'cut' or 'drop'")
         if self.on_error not in ("stop", "skip"):
-            raise ConfigError(f"on_error is {self.on_error!r}; it must be 'stop' or 'skip'")
+            raise ConfigError(f"on_error (--on-error) is {self.on_error!r}; it must be 'stop' or 'skip'")
         if self.shard_bytes is not None and self.shard_bytes < 1:
             raise ConfigError(f"shard_bytes (--shard-size) is {self.shard_bytes}; it must be a positive number of bytes")
         if self.max_tokens is not None and self.max_tokens < max(1, self.min_tokens):
-            raise ConfigError(f"max_tokens (--max-tokens) is {self.max_tokens}; it must be at least 1, and at least min_tokens")
+            raise ConfigError(
+                f"max_tokens (--max-tokens) is {self.max_tokens}; it must be at least 1, and at least min_tokens (--min-tokens)"
+            )
         if self.shuffle_seed is not None and not 0 <= self.shuffle_seed < 2**64:
             raise ConfigError(f"shuffle_seed is {self.shuffle_seed}; it (--seed) must lie in [0, 2**64)")
         if not 1 <= self.level <= 22:
@@ -111,13 +113,13 @@ class ConvertOptions:
         if self.input_dtype not in (None, "uint32"):  # which is stored as int32, where ids fit
             token_dtype_named(str(self.input_dtype))
         if self.special_tokens not in (None, "parse", "text"):
-            raise ConfigError(f"special_tokens is {self.special_tokens!r}; it must be 'parse' or 'text'")
+            raise ConfigError(f"special_tokens (--special-tokens) is {self.special_tokens!r}; it must be 'parse' or 'text'")
         self._check_chat()
         for mode in self.loss_modes or ():
             if not -128 <= mode <= 127:
-                raise ConfigError(f"loss_modes holds {mode}; modes lie between -128 and 127")
+                raise ConfigError(f"loss_modes (--loss-mode) holds {mode}; modes lie between -128 and 127")
         if not self.keys:
-            raise ConfigError("keys is empty; name the key that holds the text")
+            raise ConfigError("keys (--key) is empty; name the key that holds the text")
         for key in self.keys:
             key_mode(key)
 
@@ -197,7 +199,7 @@ class Runner:
         if self.workers < 0:
             raise ConfigError(f"workers (--workers) is {self.workers}; give a positive number, or 0 for one per core")
         if self.engine not in ("local", "ray"):
-            raise ConfigError(f"engine is {self.engine!r}; it must be 'local' or 'ray'")
+            raise ConfigError(f"engine (--engine) is {self.engine!r}; it must be 'local' or 'ray'")
         if self.memory_bytes < MiB:
             raise ConfigError(f"memory_bytes (--memory) is {self.memory_bytes}; it must be at least {MiB} (1M)")
 

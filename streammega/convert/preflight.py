@@ -11,7 +11,7 @@ from streammega.convert.encode import BatchEncoder
 from streammega.convert.inputs import PROBE, Input
 from streammega.convert.options import ConvertOptions
 from streammega.convert.tokenizers import TextTokenizer
-from streammega.errors import ConvertError, ObjectNotFoundError, StorageError
+from streammega.errors import AccessDeniedError, ConvertError, ObjectNotFoundError, StorageError
 from streammega.redaction import redact_urls
 from streammega.storage import Store, open_store
 from streammega.storage.base import written_whole
@@ -53,6 +53,27 @@ def check_writable(prefix: str, storage: StorageConfig, *, replaces: bool = Fals
             raise
         raise ConvertError(f"{place}: cannot be written: {error}") from None
     _remove_probe(store, key, place, replaces=replaces)
+
+
+def check_may_write(prefix: str, storage: StorageConfig) -> None:
+    """Raise ConvertError if nothing can be written where the output goes, as far as that can be told without writing."""
+    place = redact_urls(prefix)
+    if is_remote(prefix):
+        store, key = open_store(f"{prefix.rpartition('/')[0]}/", storage)
+        try:
+            store.list(key, recursive=False)
+        except ObjectNotFoundError:
+            raise ConvertError(f"{place}: cannot be written: there is no such bucket; create it, or check its name") from None
+        except AccessDeniedError:
+            pass  # who may not list may still write
+        return
+    folder = os.path.dirname(os.path.abspath(prefix))
+    while not os.path.exists(folder):
+        folder = os.path.dirname(folder)
+    if not os.path.isdir(folder):
+        raise ConvertError(f"{place}: cannot be written: {folder} is a file, not a folder")
+    if not os.access(folder, os.W_OK | os.X_OK):
+        raise ConvertError(f"{place}: cannot be written: check the owner and mode of {folder}")
 
 
 def _remove_probe(store: Store, key: str, place: str, *, replaces: bool) -> None:

@@ -87,11 +87,40 @@ def convert(
 
     Raises ConfigError, ConvertError (naming file and line), ObjectNotFoundError, StorageError.
     """
-    options, runner = _settings(options, runner, settings)
     storage = storage or StorageConfig()
     began = time.monotonic()
+    options, runner = _settings(options, runner, settings)
     if any(map(is_pipe, inputs)):
         return _convert_pipes(inputs, output, options, runner, overwrite, storage, progress)
+    conversion, labels, passed = prepare(inputs, output, options, runner, storage, {}, progress)
+    prefix, work = conversion.prefix, conversion.work
+    beside = _work_folder(prefix, None)
+    with _locked(beside, named=beside == work), _locked(work) if work != beside else nullcontext():
+        conversion.publisher.check(conversion.inputs, overwrite=overwrite)
+        check_writable(prefix, storage, replaces=overwrite)
+        try:
+            layout, shards, records = conversion.make()
+            manifest = conversion.publish(layout, shards, labels)
+        except BaseException:
+            conversion.leave()
+            raise
+        conversion.remove_work()
+    seconds = time.monotonic() - began
+    made = make_report(prefix, storage, manifest, records, conversion.duplicates, conversion.source_bytes, seconds)
+    return replace(made, files_passed_over=passed.counts)
+
+
+def prepare(
+    inputs: Sequence[str],
+    output: str,
+    options: ConvertOptions | None,
+    runner: Runner | None,
+    storage: StorageConfig,
+    settings: dict[str, Any],
+    progress: Callable[[int, int], None] | None = None,
+) -> tuple[_Conversion, Labels, PassedOver]:
+    """A conversion that has not begun, and what its manifest will say; raises what can be known before its first document."""
+    options, runner = _settings(options, runner, settings)
     prefix, named = split_name(output)
     if prefix != output and not output.endswith(".idx"):
         options = replace(options, kind=named)
@@ -108,21 +137,8 @@ def convert(
     check_encoder(found, tokenizer, options, storage)
     _check_ray(prefix, runner)
     work = _work_folder(prefix, runner.work)
-    beside = _work_folder(prefix, None)
     conversion = _Conversion(prefix, options, runner, storage, work, found, tokenizer, progress or _no_progress)
-    with _locked(beside, named=beside == work), _locked(work) if work != beside else nullcontext():
-        conversion.publisher.check(found, overwrite=overwrite)
-        check_writable(prefix, storage, replaces=overwrite)
-        try:
-            layout, shards, records = conversion.make()
-            manifest = conversion.publish(layout, shards, labels)
-        except BaseException:
-            conversion.leave()
-            raise
-        conversion.remove_work()
-    seconds = time.monotonic() - began
-    made = make_report(prefix, storage, manifest, records, conversion.duplicates, conversion.source_bytes, seconds)
-    return replace(made, files_passed_over=passed.counts)
+    return conversion, labels, passed
 
 
 def _convert_pipes(
@@ -246,7 +262,7 @@ class _Conversion:
         """All shards, written but not published."""
         if self.runner.restart:
             self.forget()
-        job = self._job()
+        job = self.job()
         records: list[UnitRecord] = []
         if self._direct():
             parts, sources = self._datasets(), [f"{item.path} {item.etag}" for item in self.inputs]
@@ -269,9 +285,10 @@ class _Conversion:
             shards[number] = shard
         return layout, [shards[number] for number in range(layout.num_shards)], records
 
-    def _job(self) -> Job:
+    def job(self, *, all_units: bool = False) -> Job:
+        """All that workers have to know; without units, unless all are asked for, where datasets pass as they are."""
         digest = self.tokenizer.digest if self.tokenizer else ""
-        units = [] if self._direct() else plan_units(self.inputs, self.options, self.storage)
+        units = [] if self._direct() and not all_units else plan_units(self.inputs, self.options, self.storage)
         share = self.runner.memory_bytes // (16 * (self.runner.workers or num_threads()))
         return Job(
             options=self.options,

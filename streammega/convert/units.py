@@ -202,7 +202,7 @@ def run_unit(job: Job, number: int, progress: Progress) -> UnitRecord:
     record = UnitRecord(digest=job.unit_digest(number))
     skipped = Skipped()
     writer = _SegmentWriter(job, number, record)
-    for batch in _batches(job, number, skipped):
+    for batch in batches_of(job, number, skipped):
         if isinstance(batch, LongText):
             _add_long(job, batch, writer, skipped, progress)
             continue
@@ -228,7 +228,7 @@ def _add_long(job: Job, text: LongText, writer: _SegmentWriter, skipped: Skipped
         skipped.add("broken record" if isinstance(error, FormatError) else "unreadable file", str(error))
 
 
-def _batches(job: Job, number: int, skipped: Skipped) -> Iterator[list[RawDocument] | LongText | Tokens]:
+def batches_of(job: Job, number: int, skipped: Skipped) -> Iterator[list[RawDocument] | LongText | Tokens]:
     """Documents of a unit in order: raw ones in batches of about a MiB."""
     batch: list[RawDocument] = []
     size = 0
@@ -248,6 +248,12 @@ def _batches(job: Job, number: int, skipped: Skipped) -> Iterator[list[RawDocume
         yield batch
 
 
+def chooser(job: Job, unit: int, record: UnitRecord) -> Callable[[Tokens], Tokens]:
+    """What leaves out, and cuts, what was asked for; the record counts that."""
+    writer = _SegmentWriter(job, unit, record)
+    return lambda batch: writer.choose(batch)[0]
+
+
 class _SegmentWriter:
     """Applies what was asked for to documents, and writes them as segments."""
 
@@ -261,7 +267,7 @@ class _SegmentWriter:
         """Take documents in."""
         numbers = np.arange(self._seen, self._seen + len(batch.documents))
         self._seen += len(numbers)
-        kept, keep = self._choose(batch)
+        kept, keep = self.choose(batch)
         self._held.append(kept)
         self._numbers.append(numbers[keep])
         self._size += kept.tokens.nbytes
@@ -305,7 +311,8 @@ class _SegmentWriter:
 
         return replace(text, pieces=pieces())
 
-    def _choose(self, batch: Tokens) -> tuple[Tokens, NDArray[np.bool_]]:
+    def choose(self, batch: Tokens) -> tuple[Tokens, NDArray[np.bool_]]:
+        """(what is kept of documents, which of them are kept)."""
         options = self._job.options
         if options.modes is not None:
             modes = batch.modes if batch.modes is not None else np.zeros(len(batch.lengths), np.int8)
