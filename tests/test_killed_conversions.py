@@ -188,7 +188,7 @@ def kill_again_and_again(scene: Scene, phases: Sequence[str], kills: int, seed: 
 
 
 def test_a_conversion_killed_in_any_phase_goes_on_to_the_same_bytes(scene: Scene) -> None:
-    assert kill_again_and_again(scene, PHASES, 1, 0) == len(PHASES)
+    assert kill_again_and_again(scene, ("lay", "publish"), 1, 0) == 2  # in `make soak` all phases, again and again
 
 
 @pytest.mark.soak

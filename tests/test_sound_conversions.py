@@ -53,7 +53,7 @@ def check(inputs: list[str], folder: Path, options: dict[str, Any], segment_byte
 
 
 @given(corpus=token_corpus, multimodal=st.booleans(), eod=st.booleans(), options=asked, cut=st.sampled_from([50, 1 << 20]))
-@settings(max_examples=40)
+@settings(max_examples=25)
 def test_every_conversion_of_tokens_is_sound(
     tmp_path_factory: pytest.TempPathFactory, corpus: Any, multimodal: bool, eod: bool, options: dict[str, Any], cut: int
 ) -> None:
@@ -75,7 +75,7 @@ def test_every_conversion_of_tokens_is_sound(
     append=st.booleans(),
     keep=st.booleans(),
 )
-@settings(max_examples=40)
+@settings(max_examples=25)
 def test_every_conversion_of_text_is_sound(
     tmp_path_factory: pytest.TempPathFactory, texts: list[str], options: dict[str, Any], cut: int, append: bool, keep: bool
 ) -> None:
@@ -88,7 +88,7 @@ def test_every_conversion_of_text_is_sound(
 
 
 @given(chats=st.lists(st.lists(turn, min_size=1, max_size=4), min_size=1, max_size=15), options=asked)
-@settings(max_examples=40)
+@settings(max_examples=25)
 def test_every_conversion_of_chats_is_sound(
     tmp_path_factory: pytest.TempPathFactory, chats: list[list[tuple[str, str]]], options: dict[str, Any]
 ) -> None:

@@ -20,7 +20,8 @@ from streammega.convert.options import ConvertOptions, Runner
 from streammega.convert.pipes import is_pipe
 from streammega.convert.preflight import check_may_write
 from streammega.convert.run import prepare
-from streammega.convert.slices import Skipped, is_compressed, open_plain
+from streammega.convert.slices import Skipped, open_plain
+from streammega.convert.suffixes import is_compressed, suffix_of
 from streammega.convert.tokenizers import TextTokenizer
 from streammega.convert.units import Job, UnitRecord, batches_of, chooser, encoder_of
 from streammega.errors import ConfigError, StorageError
@@ -219,7 +220,7 @@ def _expected_bytes(inputs: Sequence[Input], storage: StorageConfig) -> float:
     growth: dict[str, float] = {}
     total = 0.0
     for item in inputs:
-        suffix = item.path.rpartition(".")[2] if is_compressed(item.path) else ""
+        suffix = suffix_of(item.path) if is_compressed(item.path) else ""
         if suffix not in growth:
             growth[suffix] = _growth(item, suffix, storage) if suffix else 1.0
         total += item.size * growth[suffix]
@@ -229,11 +230,11 @@ def _expected_bytes(inputs: Sequence[Input], storage: StorageConfig) -> float:
 def _growth(item: Input, suffix: str, storage: StorageConfig) -> float:
     """By how much the beginning of a compressed file grows; 1.0 where that cannot be told."""
     openers: dict[str, Any] = {
-        "zst": lambda: zstandard.ZstdDecompressor().decompressobj(),
-        "gz": lambda: zlib.decompressobj(31),
-        "tgz": lambda: zlib.decompressobj(31),
-        "bz2": bz2.BZ2Decompressor,
-        "xz": lzma.LZMADecompressor,
+        ".zst": lambda: zstandard.ZstdDecompressor().decompressobj(),
+        ".gz": lambda: zlib.decompressobj(31),
+        ".tgz": lambda: zlib.decompressobj(31),
+        ".bz2": bz2.BZ2Decompressor,
+        ".xz": lzma.LZMADecompressor,
     }
     try:
         with open_plain(item.path, storage) as file:
