@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -22,6 +23,15 @@ from streammega.storage.local import LocalStore, LocalWriter
 from tests.conftest import write_random_pair
 
 pytestmark = pytest.mark.filterwarnings("ignore::ResourceWarning", "ignore::pytest.PytestUnraisableExceptionWarning")
+
+
+@pytest.fixture(autouse=True)
+def _nothing_is_left_open() -> Iterator[None]:
+    """What a kill left open is closed here, not within another test."""
+    yield
+    gc.collect()
+
+
 OTHER_DISK = Path("/dev/shm")
 STEPS = [
     *((kind, "commit") for kind in (LocalWriter, FsspecWriter, RenamingWriter)),

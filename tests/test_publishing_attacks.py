@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -25,6 +26,13 @@ from tests.conftest import write_random_pair
 from tests.test_publishing import Killed, killed_before, tokens_of
 
 pytestmark = pytest.mark.filterwarnings("ignore::ResourceWarning", "ignore::pytest.PytestUnraisableExceptionWarning")
+
+
+@pytest.fixture(autouse=True)
+def _nothing_is_left_open() -> Iterator[None]:
+    """What a kill left open is closed here, not within another test."""
+    yield
+    gc.collect()
 
 
 @pytest.fixture

@@ -28,7 +28,8 @@ LEVELS = [
     {"ranks"},
     {"train"},
     {"convert", "plotting"},
-    {"describe", "report", "repair", "verify"},
+    {"describe", "report", "verify"},
+    {"repair"},
     {"commands"},
     {"cli"},
 ]
