@@ -15,7 +15,7 @@ import typer
 
 import streammega
 from streammega import commands
-from streammega.errors import ConfigError, ObjectNotFoundError, StreammegaError
+from streammega.errors import ConfigError, FormatError, ObjectNotFoundError, StreammegaError
 from streammega.redaction import redact_urls
 
 app = typer.Typer(
@@ -56,6 +56,7 @@ def describe(
     """Say what a dataset is: counts, dtype, sizes, first tokens, document lengths."""
     from streammega import describe as describing
     from streammega.index import IndexedDataset
+    from streammega.index.manifest import MANIFEST
 
     settings = commands.storage_config(storage, looks_only=True)
     if prefix.startswith("http") and "?" in prefix:  # a signed URL is one of a file, and there is nothing beside it
@@ -63,7 +64,9 @@ def describe(
         return
     try:
         indexed = IndexedDataset(prefix, settings)
-    except ObjectNotFoundError as missing:
+    except (ObjectNotFoundError, FormatError) as missing:
+        if isinstance(missing, FormatError) and (prefix.endswith(MANIFEST) or not prefix.endswith(".json")):
+            raise  # a dataset that is damaged; a .json of other records is an input
         try:
             typer.echo(describing.describe_input(prefix, settings))
         except ObjectNotFoundError:

@@ -84,6 +84,17 @@ def test_the_mark_of_utf8_is_no_text(tmp_path: Path) -> None:
     assert made([str(tmp_path / name) for name in ("a.txt", "b.json", "c.jsonl")], tmp_path / "out") == ["one", "two", "two"]
 
 
+@pytest.mark.parametrize("name", ["a.json", "a.JSON", "a.jsonl", "a.json.gz"])
+def test_what_json_holds_is_described(name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    from streammega.cli import main
+
+    data = LINES if name.endswith("l") else b'[{"text": "one"},\n{"text": "two"}]'
+    tree(tmp_path, {name: gzip.compress(data) if name.endswith("gz") else data, "bad.manifest.json": b"{}"})
+    assert main(["describe", str(tmp_path / name)]) == 0
+    assert """first      '{"text": "one"}""" in capsys.readouterr().out
+    assert main(["describe", str(tmp_path / "bad.manifest.json")]) == 1
+
+
 # --- folders ----------------------------------------------------------------------------------------------------------------
 
 FOLDER = {

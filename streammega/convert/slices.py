@@ -15,10 +15,10 @@ from streammega.config import StorageConfig
 from streammega.convert.documents import LongText, RawDocument, Tokens
 from streammega.convert.inputs import Input
 from streammega.convert.options import ConvertOptions
-from streammega.convert.suffixes import COMPRESSIONS, split_query, suffix_of
+from streammega.convert.suffixes import COMPRESSIONS, split_query, suffix_of, without_queries
 from streammega.convert.zstd import ZstdReader
-from streammega.errors import ConvertError
-from streammega.redaction import redact_urls
+from streammega.errors import ConvertError, StreammegaError
+from streammega.redaction import redact, redact_urls
 from streammega.storage.urls import file_system, open_file
 
 BUFFER_BYTES = 1 << 20
@@ -84,9 +84,15 @@ def open_plain(path: str, storage: StorageConfig) -> Iterator[Any]:
 
 
 def read_head(path: str, storage: StorageConfig, size: int) -> bytes:
-    """The first stored bytes of a file, and no more than these."""
-    system, name = file_system(path, storage)
-    return bytes(system.cat_file(name, start=0, end=size))
+    """The first stored bytes of a file, and no more than these. Raises ConvertError if they cannot be read."""
+    try:
+        system, name = file_system(path, storage)
+        return bytes(system.cat_file(name, start=0, end=size))[:size]
+    except StreammegaError:
+        raise
+    except Exception as error:  # clients raise whatever they like
+        reason = redact(without_queries(f"{type(error).__name__}: {error}"), dict(storage.storage_options))
+        raise ConvertError(f"{split_query(path)[0]}: cannot be read ({reason})") from None
 
 
 def fault(options: ConvertOptions, skipped: Skipped, kind: str, message: str) -> None:
