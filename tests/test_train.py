@@ -517,6 +517,36 @@ def test_a_run_whose_data_ends_before_its_last_step_does_not_end_well(
     assert "the data ends at sample 128, after step 14 of 16" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("train.micro_batch_size=0", "train.micro_batch_size is 0; it must be at least 1"),
+        ("train.lr=-1", "train.lr is -1.0; it must be at least 0"),
+        ("train.lr=nan", "train.lr is nan"),
+        ("train.min_lr=-1", "train.min_lr is -1.0"),
+        ("train.min_lr=1", "train.min_lr is 1, more than train.lr 0.001: the rate would rise"),
+        ("train.weight_decay=inf", "train.weight_decay is inf"),
+        ("train.beta1=1", "train.beta1 is 1.0; it must be at least 0 and less than 1"),
+        ("train.beta2=-0.1", "train.beta2 is -0.1"),
+        ("train.clip_grad=-1", "train.clip_grad is -1.0"),
+        ("train.clip_grad=nan", "train.clip_grad is nan"),
+        ("train.largest_gradient=0", "train.largest_gradient is 0.0"),
+        ("train.seed=18446744073709551616", "train.seed is 18446744073709551616"),
+        ("train.timeout=inf", "train.timeout is inf"),
+        ("train.rewind=-1", "train.rewind is -1"),
+        ("train.iters=true", "train.iters is true; it must be a number"),
+        ("model.layers=true", "model.layers is true; it must be a number"),
+        ("parallel.bucket_size=true", "parallel.bucket_size is true; it must be a number"),
+        ("train.rampup=3", "settings of several values are lists"),
+        ("validation.books=3", "validation.books is 3; it must be a blend"),
+        ("data=3", "data"),
+    ],
+)
+def test_settings_that_no_run_can_have_are_refused_by_name(run_file: str, override: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=re.escape(message)):
+        load_run(run_file, [override])
+
+
 def test_ids_that_the_model_has_no_embedding_for_are_refused(run_file: str) -> None:
     with pytest.raises(ConfigError, match=r"data\.vocab_size is 2000, more than model\.vocab_size 1000"):
         load_run(run_file, ["data.vocab_size=2000"])

@@ -17,6 +17,7 @@ from streammega.errors import ConfigError
 from streammega.order.layout import ORDER
 from streammega.order.rampup import BatchSchedule, batch_schedule
 from streammega.redaction import redacted_repr
+from streammega.train.setting_checks import Range, check_numbers
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -43,6 +44,17 @@ CHOICES = {
 }
 """Settings of [train] that are one of a few words."""
 
+RANGES = {
+    **dict.fromkeys(("iters", "micro_batch_size", "global_batch_size", "keep_checkpoints", "log_interval"), Range(1)),
+    **dict.fromkeys(("warmup_iters", "save_interval", "eval_interval", "eval_iters", "rewind", "clip_grad"), Range(0)),
+    **dict.fromkeys(("lr", "min_lr", "weight_decay"), Range(0, sys.float_info.max)),
+    **dict.fromkeys(("beta1", "beta2"), Range(0, 1, open=True)),
+    "largest_gradient": Range(sys.float_info.min),
+    "seed": Range(-(2**63), 2**64, open=True),
+    "timeout": Range(1e-3, 1e9),
+}
+"""Of numbers in [train]. Seeds are those of torch's generators; a timeout is whole milliseconds to torch, 30 years at most."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class ModelConfig:
@@ -58,6 +70,7 @@ class ModelConfig:
     """Attention heads; they divide dim."""
 
     def __post_init__(self) -> None:
+        check_numbers("model", self, {})
         if min(self.vocab_size, self.dim, self.layers, self.heads) < 1 or self.dim % (2 * self.heads):
             raise ConfigError(f"model: dim {self.dim} must be a multiple of 2 x heads ({self.heads}), and all sizes positive")
 
@@ -86,6 +99,7 @@ class ParallelConfig:
     """With tp: between the split layers each rank keeps and norms a tp-th of its tokens, which tp divides; losses are equal."""
 
     def __post_init__(self) -> None:
+        check_numbers("parallel", self, {})
         if self.virtual_stages < 1 or (self.virtual_stages > 1 and self.pp == 1):
             raise ConfigError(f"parallel.virtual_stages is {self.virtual_stages}; more than one needs parallel.pp of two or more")
         if self.data_parallel not in ("buckets", "torch") or self.optimizer not in ("replicated", "sharded", "zero"):
@@ -167,18 +181,14 @@ class TrainConfig:
     """How ranks talk. auto: NCCL for CUDA where torch has it, else gloo. gloo with device = cuda lets ranks share a GPU."""
 
     def __post_init__(self) -> None:
-        least = {"iters": 1, "keep_checkpoints": 1, "log_interval": 1}
-        for name, low in least.items():
-            if getattr(self, name) < low:
-                raise ConfigError(f"train.{name} is {getattr(self, name)}; it must be at least {low}")
-        for name in ("warmup_iters", "save_interval", "eval_interval", "eval_iters"):
-            if getattr(self, name) < 0:
-                raise ConfigError(f"train.{name} is {getattr(self, name)}; it must not be negative")
-        if not self.timeout > 0:
-            raise ConfigError(f"train.timeout is {self.timeout}; it must be a positive number of seconds")
-        recompute = self.recompute  # True is 1 to Python, and hardly what anybody means
+        recompute = self.recompute
         if recompute not in ("none", "full") and (not isinstance(recompute, int) or isinstance(recompute, bool) or recompute < 0):
             raise ConfigError(f"train.recompute is {recompute!r}; it must be none, full or a number of layers")
+        check_numbers("train", self, RANGES)
+        if self.min_lr > self.lr and self.decay != "constant":
+            raise ConfigError(
+                f"train.min_lr is {self.min_lr:g}, more than train.lr {self.lr:g}: the rate would rise; lower min_lr"
+            )
         for name, allowed in CHOICES.items():
             if getattr(self, name) not in allowed:
                 raise ConfigError(f"train.{name} is {getattr(self, name)!r}; it must be one of {', '.join(allowed)}")
@@ -219,7 +229,7 @@ class RunConfig:
                 "parallel.data_parallel = buckets"
             )
         for name, blend in self.validation.items():
-            parse_blend(blend)
+            _check_blend(name, blend)
             if not name.replace("_", "").replace("-", "").isalnum():
                 raise ConfigError(f"validation set {name!r}: names are letters, digits, - and _")
 
@@ -228,6 +238,14 @@ class RunConfig:
         train = self.train
         evaluations = train.iters // train.eval_interval + 1 if train.eval_interval else 0
         return train.schedule.samples_after(train.iters), evaluations * train.eval_iters * train.global_batch_size, 0
+
+
+def _check_blend(name: str, blend: Any) -> None:
+    """Raise ConfigError for what is no blend."""
+    try:
+        parse_blend(blend)
+    except TypeError:
+        raise ConfigError(f"validation.{name} is {blend!r}; it must be a blend, such as ['s3://bucket/books']") from None
 
 
 def load_run(path: str, overrides: Sequence[str] = ()) -> RunConfig:
@@ -252,6 +270,8 @@ def load_run(path: str, overrides: Sequence[str] = ()) -> RunConfig:
         return dacite.from_dict(RunConfig, table, settings)
     except dacite.DaciteError as error:
         raise ConfigError(f"{path}: {error}") from None
+    except TypeError as error:  # of dacite, which makes tuples of lists: one number was given for several
+        raise ConfigError(f"{path}: {error}; settings of several values are lists, as rampup = [64, 64, 100000]") from None
 
 
 def _with_our_names(data: dict[str, Any]) -> dict[str, Any]:
@@ -307,5 +327,5 @@ def _check_names(table: Mapping[str, Any], kind: type, path: str) -> None:
 
 def _fill_defaults(table: dict[str, Any]) -> None:
     data, model = table["data"], table["model"]
-    if "vocab_size" in model:
+    if isinstance(data, dict) and isinstance(model, dict) and "vocab_size" in model:
         data.setdefault("vocab_size", model["vocab_size"])
