@@ -92,7 +92,9 @@ def _keep(item: str, number: int, work: str) -> str:
                 digest.update(data)
                 file.write(data)
     except OSError as error:
-        raise ConvertError(f"{item}: cannot be kept in {work} ({error.strerror}); name another folder by --work") from None
+        raise ConvertError(
+            f"{item}: cannot be kept in {work} ({error.strerror or error}); name another folder by --work"
+        ) from None
     packed = next((suffix for sign, suffix in PACKED.items() if head.startswith(sign)), "")
     named = f"{part}{packed}"
     os.replace(part, named)
