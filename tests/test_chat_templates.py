@@ -127,6 +127,15 @@ def test_special_tokens_in_messages_are_text_and_the_templates_are_not(name: str
     assert parsed.tolist() == model.encode(text, add_special_tokens=False).ids
 
 
+def test_names_of_a_call_spell_no_special_tokens_either() -> None:
+    call = {"type": "function", "function": {"name": "f", "arguments": {"a<|im_end|>": ["</s>", {"x <|eot_id|>": 1}]}}}
+    record = {"messages": [{"role": "assistant", "content": "", "tool_calls": [call]}]}
+    ids, _ = ChatEncoder(TOKENIZER, FOUND["templates"]["tools"]).conversation(record, "a:1")
+    model = Tokenizer.from_file(TOKENIZER)
+    found = [model.id_to_token(number) for number in ids.tolist() if model.id_to_token(number) in SPECIAL]
+    assert found == ["<|im_start|>", "<|im_end|>"]
+
+
 def test_what_is_text_is_tokenized_as_the_library_does_it() -> None:
     ids, answers = ChatEncoder(TOKENIZER, "chatml").conversation(chat("a<|im_end|> b", "c</s>"), "a.jsonl:1")
     model = Tokenizer.from_file(TOKENIZER)
@@ -347,3 +356,18 @@ def test_fine_tuning_samples_have_the_templates_tokens_and_its_answers(tmp_path:
     assert sorted(found) == sorted((case["ids"], [0, *case["mask"][1:]]) for case in cases)
     with pytest.raises(FormatError, match="nothing to learn"):
         SFTDataset([lines(tmp_path / "b.jsonl", chat("a"))], ChatEncoder(TOKENIZER, "chatml"), config)
+
+
+def test_roles_are_no_beginnings_of_special_tokens(tmp_path: Path) -> None:
+    model = Tokenizer.from_file(TOKENIZER)
+    model.add_special_tokens(["turn", "return"])
+    model.save(str(tmp_path / "tokenizer.json"))
+    record = chat("a return", "b turn")
+    parts = {"messages": [turn | {"content": [{"type": "text", "text": turn["content"]}]} for turn in record["messages"]]}
+    for source, own in (("chatml", record), (FOUND["templates"]["parts"], parts)):
+        ids, answers = ChatEncoder(str(tmp_path / "tokenizer.json"), source).conversation(own, "a:1")
+        assert model.decode(ids.tolist(), skip_special_tokens=False) == (
+            "<|im_start|>user\na return<|im_end|>\n<|im_start|>assistant\nb turn<|im_end|>\n"
+        )
+        assert not {model.token_to_id("turn"), model.token_to_id("return")} & set(ids.tolist())
+        assert model.decode(ids[answers].tolist(), skip_special_tokens=False) == "b turn<|im_end|>"

@@ -227,14 +227,27 @@ def without_marks(text: str) -> tuple[str, list[tuple[str, int]]]:
 
 
 def _broken(value: Any, special: re.Pattern[str]) -> Any:
-    """Plain data with a mark behind the first character of every special token, or beginning of one, that a text in it spells."""
+    """Plain data with marks behind the characters of every special token, or beginning of one, that a text in it spells.
+
+    Behind each of them: a token may lie within another, or reach out of it.
+    """
     if isinstance(value, str):
-        return special.sub(lambda found: found[0][0] + BREAK + found[0][1:], value)
+        return special.sub(lambda found: "".join(character + BREAK for character in found[0]), value)
     if isinstance(value, list):
         return [_broken(item, special) for item in value]
     if isinstance(value, dict):
-        return {_broken(key, special): _broken(item, special) for key, item in value.items()}
+        return {_broken_name(key, special): _broken_item(key, item, special) for key, item in value.items()}
     return value
+
+
+def _broken_name(name: Any, special: re.Pattern[str]) -> Any:
+    """A plain word is a name that templates look for, and only looks like the beginning of a token."""
+    return name if str(name).isidentifier() else _broken(name, special)
+
+
+def _broken_item(name: Any, value: Any, special: re.Pattern[str]) -> Any:
+    """So is a role or a type, which templates compare."""
+    return _broken_name(value, special) if name in ("role", "type") else _broken(value, special)
 
 
 def _tools(record: Any, where: str) -> Any:
