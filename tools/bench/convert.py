@@ -41,6 +41,9 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--figures", nargs="*", choices=list(FIGURES), default=list(FIGURES))
     parser.add_argument("--runs", type=int, default=3)
+    parser.add_argument(
+        "--before", type=Path, help="another checkout of streammega: its conversion beside this one's, and no more"
+    )
     parser.add_argument("--side", help=argparse.SUPPRESS)
     parser.add_argument("--arguments", default="{}", help=argparse.SUPPRESS)
     chosen = parser.parse_args()
@@ -48,6 +51,10 @@ def main() -> int:
         result = SIDES[chosen.side](**json.loads(chosen.arguments))
         result["peak"] = peak_bytes()
         print(json.dumps(result))
+        return 0
+    if chosen.before:
+        prepare_corpus()
+        compare(chosen.before.resolve(), chosen.runs)
         return 0
     prepare()
     names = ("tokenizers", "datatrove", "zstandard", "numpy", "torch", "xxhash")
@@ -78,6 +85,22 @@ def peak_bytes() -> int:
 
 def prepare() -> None:
     """The corpus, its tokenizer, and a pair of tokens."""
+    texts = prepare_corpus()
+    write_corpus(FOLDER / "corpus4.jsonl", texts, 4 * CORPUS_BYTES)
+    if not (FOLDER / "pair.idx").exists():
+        from streammega.convert import convert
+        from streammega.index import IndexedDatasetWriter
+        from streammega.index.reader import IndexedDataset
+
+        convert([str(FOLDER / "corpus4.jsonl")], str(FOLDER / "once"), tokenizer=str(FOLDER / "tokenizer.json"), overwrite=True)
+        once = IndexedDataset(str(FOLDER / "once"))
+        with IndexedDatasetWriter(str(FOLDER / "pair"), np.uint16) as writer:
+            for _ in range(PAIR_BYTES // once.bin_info.size + 1):
+                writer.add_index(str(FOLDER / "once"))
+
+
+def prepare_corpus() -> list[str]:
+    """The corpus and its tokenizer; returns the texts they are made of."""
     FOLDER.mkdir(parents=True, exist_ok=True)
     texts = list(sources())
     if not (FOLDER / "tokenizer.json").exists():
@@ -90,17 +113,21 @@ def prepare() -> None:
         model.train_from_iterator(texts[::2], trainer)
         model.save(str(FOLDER / "tokenizer.json"))
     write_corpus(FOLDER / "corpus.jsonl", texts, CORPUS_BYTES)
-    write_corpus(FOLDER / "corpus4.jsonl", texts, 4 * CORPUS_BYTES)
-    if not (FOLDER / "pair.idx").exists():
-        from streammega.convert import convert
-        from streammega.index import IndexedDatasetWriter
-        from streammega.index.reader import IndexedDataset
+    return texts
 
-        convert([str(FOLDER / "corpus4.jsonl")], str(FOLDER / "once"), tokenizer=str(FOLDER / "tokenizer.json"), overwrite=True)
-        once = IndexedDataset(str(FOLDER / "once"))
-        with IndexedDatasetWriter(str(FOLDER / "pair"), np.uint16) as writer:
-            for _ in range(PAIR_BYTES // once.bin_info.size + 1):
-                writer.add_index(str(FOLDER / "once"))
+
+def compare(before: Path, runs: int) -> None:
+    """Speed and peak memory of two checkouts on the same corpus, in turns."""
+    found: dict[str, list[dict[str, Any]]] = {"before": [], "after": []}
+    here = Path(__file__).resolve().parents[2]
+    for run in range(runs):
+        turns = [("before", before), ("after", here)]
+        for name, checkout in turns if run % 2 else turns[::-1]:
+            found[name].append(run_side("ours", checkout, corpus=str(FOLDER / "corpus.jsonl")))
+    print("| figure | before | after | after / before |\n|---|---|---|---|")
+    for figure, title in (("rate", "text to tokens, tokens/s"), ("peak", "its peak memory, bytes")):
+        old, new = (statistics.median(float(made[figure]) for made in found[name]) for name in ("before", "after"))
+        row(title, f"{old:,.0f}", f"{new:,.0f}", f"{new / old:.2f}")
 
 
 def sources() -> Iterator[str]:
@@ -124,11 +151,13 @@ def write_corpus(path: Path, texts: list[str], size: int) -> None:
             number += 1
 
 
-def run_side(name: str, **arguments: Any) -> dict[str, Any]:
-    """A side in a process of its own, after the disk has come to rest."""
+def run_side(name: str, checkout: Path | None = None, **arguments: Any) -> dict[str, Any]:
+    """A side in a process of its own, after the disk has come to rest; by the program of another checkout, if one is given."""
     os.sync()
-    command = [sys.executable, __file__, "--side", name, "--arguments", json.dumps(arguments)]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    program = __file__ if checkout is None else str(checkout / "tools" / "bench" / "convert.py")
+    command = [sys.executable, program, "--side", name, "--arguments", json.dumps(arguments)]
+    environment = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}  # each side finds its own checkout
+    done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
     if done.returncode:
         raise SystemExit(f"{name} failed:\n{done.stderr[-2000:]}")
     found: dict[str, Any] = json.loads(done.stdout.strip().splitlines()[-1])
