@@ -12,6 +12,7 @@ import pytest
 from streammega import DataConfig, build_datasets
 from streammega.cli import main
 from streammega.order.quality import block_shuffle, full_shuffle, py1e, shuffle_buffer, shuffle_quality
+from streammega.report import as_text, order_report
 from streammega.samples import blended, gpt
 from streammega.samples.prepare import prepare
 from tests.conftest import write_random_pair
@@ -100,6 +101,31 @@ def test_order_reports_as_a_user_asks_for_them(
     assert "each of 4 ranks" in out
     assert ("blend: at most" in out) == (order == "stream")
     assert (tmp_path / "r.png").stat().st_size > 1000
+
+
+def test_a_report_of_one_small_dataset_says_what_it_cannot_know(
+    blend: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    drawn: list[Any] = []
+    monkeypatch.setattr("matplotlib.figure.Figure.savefig", lambda figure, path, **_: drawn.append(figure))
+    words = ["--sequence-length", "8", "--global-batch-size", "2", "--ranks", "1", "--steps", "2"]
+    assert main(["order-report", blend[0][0], *words, "--plot", str(tmp_path / "r.png")]) == 0
+    out = capsys.readouterr().out
+    assert "nan" not in out
+    assert "too few for a figure" in out
+    made = order_report(
+        DataConfig(blend="mock://tokens=100000,length=1000", sequence_length=64, order="stream"), "train", 4, 2, 4
+    )
+    assert "every lane has a block open" not in as_text(made, 2)
+    fetched = replace(made, plan=replace(made.plan, fetched_bytes=36 * made.plan.useful_bytes))
+    assert "36.0000 for each byte used" in as_text(fetched, 2)
+    assert "every lane has a block open" in as_text(fetched, 2)
+    (axes,) = drawn[0].axes  # of one dataset there is no blend to draw
+    titles = " ".join(label.get_text().replace("\n", " ") for label in axes.get_yticklabels())
+    assert "share of samples adjacent to the one before" in titles
+    assert "adjacent_share" not in titles
+    assert axes.get_title()
+    assert len(axes.texts) == len(axes.patches) == 5, "what is a share of nothing is told by its figures"
 
 
 @pytest.mark.parametrize("order", ["stream", "megatron", "sequential"])

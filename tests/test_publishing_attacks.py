@@ -286,6 +286,8 @@ def test_who_may_not_delete_converts_and_is_told_but_replaces_nothing(
         convert(pairs[:1], f"{root}/web", workers=1)
         assert tokens_of(f"{root}/web") == tokens_of(pairs[0])
         assert "right to delete" in caplog.text
+        with pytest.raises(ConvertError, match="a work folder is removed in the end, and so needs the right to delete"):
+            convert(pairs[:1], f"{root}-other/web", workers=1, work=f"{root}-work")
         before = files(root)
         with pytest.raises(ConvertError, match="right to delete"):
             convert(pairs[1:], f"{root}/web", workers=1, overwrite=True)

@@ -34,10 +34,11 @@ def check_encoder(
     BatchEncoder(tokenizer, options, storage)
 
 
-def check_writable(prefix: str, storage: StorageConfig, *, replaces: bool = False) -> None:
+def check_writable(prefix: str, storage: StorageConfig, *, replaces: bool = False, is_work: bool = False) -> None:
     """Raise ConvertError if nothing can be written where the output goes: an object is put there, and removed.
 
-    replaces: whether what is there is to be replaced, which needs the right to delete as well; else a warning tells of that.
+    replaces: whether what is there is to be replaced; is_work: whether this is no output but a work folder. Both need the right
+    to delete as well; else a warning tells of that.
     """
     folder, slash, stem = prefix.rpartition("/")
     store, key = open_store(f"{folder}{slash}.{stem}{PROBE}", storage)
@@ -52,7 +53,10 @@ def check_writable(prefix: str, storage: StorageConfig, *, replaces: bool = Fals
         if error.transient:
             raise
         raise ConvertError(f"{place}: cannot be written: {error}") from None
-    _remove_probe(store, key, place, replaces=replaces)
+    why = "a work folder is removed in the end" if is_work else ""
+    if replaces:
+        why = "--overwrite removes what it replaced"
+    _remove_probe(store, key, place, why)
 
 
 def check_may_write(prefix: str, storage: StorageConfig) -> None:
@@ -76,16 +80,15 @@ def check_may_write(prefix: str, storage: StorageConfig) -> None:
         raise ConvertError(f"{place}: cannot be written: check the owner and mode of {folder}")
 
 
-def _remove_probe(store: Store, key: str, place: str, *, replaces: bool) -> None:
+def _remove_probe(store: Store, key: str, place: str, why: str) -> None:
+    """Raise ConvertError, saying why, where deleting is not allowed but needed."""
     try:
         store.delete(key)
     except StorageError as error:
         if error.transient:
             raise
-        if replaces:
-            raise ConvertError(
-                f"{place}: --overwrite removes what it replaced, and so needs the right to delete: {error}"
-            ) from None
+        if why:
+            raise ConvertError(f"{place}: {why}, and so needs the right to delete: {error}") from None
         log.warning("%s: %s was left there, for want of the right to delete (%s)", place, key.rpartition("/")[2], error)
 
 

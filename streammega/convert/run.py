@@ -98,6 +98,8 @@ def convert(
     with _locked(beside, named=beside == work), _locked(work) if work != beside else nullcontext():
         conversion.publisher.check(conversion.inputs, overwrite=overwrite)
         check_writable(prefix, storage, replaces=overwrite)
+        if is_remote(work):
+            check_writable(work, storage, is_work=True)
         try:
             layout, shards, records = conversion.make()
             manifest = conversion.publish(layout, shards, labels)
