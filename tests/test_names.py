@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import botocore.session
+import fsspec
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -353,6 +354,16 @@ def test_signs_in_keys_are_letters(name: str, s3: S3, s3_storage: StorageConfig,
     url = f"s3://{bucket}/{name}/out"
     assert made([f"s3://{bucket}/{name}/{name}.jsonl"], url, storage=s3_storage) == ["one", "two"]
     assert verify(url, s3_storage).problems == []
+
+
+@pytest.mark.parametrize("name", ["br[1]", "st*r", "what?"])
+def test_signs_in_names_are_letters_where_files_are_renamed(name: str, tmp_path: Path) -> None:
+    tree(tmp_path, {"a.jsonl": LINES})
+    url = f"memory://names/{tmp_path.name}/{name}/out"
+    assert made([str(tmp_path / "a.jsonl")], url) == ["one", "two"]
+    folder = f"/names/{tmp_path.name}/{name}"
+    found = [path for path in fsspec.filesystem("memory").store if path.startswith(folder)]
+    assert sorted(found) == [f"{folder}/out.bin", f"{folder}/out.idx", f"{folder}/out.manifest.json"]
 
 
 def test_a_blend_is_of_names_with_signs(tmp_path: Path) -> None:

@@ -302,7 +302,7 @@ class RenamingWriter:
         """Close, then rename."""
         try:
             self._file.close()
-            self._fs.mv(self._temporary, self._key)
+            _rename(self._fs, self._temporary, self._key)
         except Exception as error:
             raise self._wrap(error) from None
 
@@ -313,6 +313,15 @@ class RenamingWriter:
                 step()
             except Exception:  # the writer is being thrown away: what could be removed, was
                 log.debug("could not remove %s", self._temporary)
+
+
+def _rename(fs: Any, old: str, new: str) -> None:
+    """Move a file. fsspec's own `mv`, of drivers that have none, takes signs of globs in a name for one: then it is copied."""
+    if type(fs).mv is fsspec.AbstractFileSystem.mv and any(sign in old for sign in "*?["):
+        fs.cp_file(old, new)
+        fs.rm_file(old)
+    else:
+        fs.mv(old, new)
 
 
 class FsspecWriter:
