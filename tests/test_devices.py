@@ -5,14 +5,17 @@ from __future__ import annotations
 import threading
 from collections.abc import Sequence
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch.distributed as dist
 
 from streammega.errors import ConfigError
+from streammega.train.__main__ import main as train_main
 from streammega.train.config import ParallelConfig, TrainConfig
 from streammega.train.devices import Choice, Seat, agree, check_backend, choose, place_of, seat_of, take
+from tests.test_train import TOML
 
 NCCL = "cpu:gloo,cuda:nccl"
 BLIND = [Seat(0, "a"), Seat(1, "a")]
@@ -127,6 +130,30 @@ def agreed(seats: Sequence[Seat], train: TrainConfig) -> list[Choice | str]:
     for thread in threads:
         thread.join()
     return [told[seat.rank] for seat in seats]
+
+
+@pytest.mark.parametrize(
+    ("variables", "message"),
+    [
+        ({"WORLD_SIZE": "two"}, "WORLD_SIZE is 'two' in the environment; it must be a whole number"),
+        ({"WORLD_SIZE": "2", "RANK": "-1"}, "RANK is '-1' in the environment"),
+        (
+            {"WORLD_SIZE": "2"},
+            "environment variable RANK expected, but not set): set RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT",
+        ),
+        ({"WORLD_SIZE": "2", "RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "99999"}, "port must have value from 0"),
+    ],
+)
+def test_ranks_that_cannot_meet_say_what_is_missing(
+    variables: dict[str, str], message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    (tmp_path / "run.toml").write_text(TOML.format(prefix="unused", folder=tmp_path))
+    assert train_main([str(tmp_path / "run.toml")]) == 1
+    assert message in capsys.readouterr().err
 
 
 def test_all_ranks_are_told_the_same() -> None:

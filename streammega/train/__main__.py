@@ -13,7 +13,7 @@ from datetime import timedelta
 
 import torch
 import torch.distributed as dist
-from torch.distributed import PrefixStore  # type: ignore[attr-defined]
+from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
 from torch.distributed.rendezvous import rendezvous
 
 from streammega.errors import ConfigError, StorageError, StreammegaError
@@ -112,7 +112,7 @@ def _start_ranks(config: RunConfig) -> tuple[torch.device, Watch]:
     seat = seat_of(place)
     if place.world == 1:
         return take(choose([seat], train, nccl=False), seat), Watch(None, 0, 1)
-    store, rank, world = next(rendezvous("env://"))
+    store, rank, world = _meet()
     patience = timedelta(seconds=max(train.timeout, START_TIMEOUT))
     store.set_timeout(patience)
     attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")  # the store outlives a restart: what was said before is void
@@ -125,6 +125,22 @@ def _start_ranks(config: RunConfig) -> tuple[torch.device, Watch]:
     shared = PrefixStore("default", store)
     dist.init_process_group(choice.backend, store=shared, rank=rank, world_size=world, timeout=patience)
     return device, Watch(PrefixStore("watch", store), rank, world, train.timeout)
+
+
+def _meet() -> tuple[Store, int, int]:
+    """The store of the job, this rank and how many there are, by the variables of torch's launchers. Raises ConfigError."""
+    try:
+        store, rank, world = next(rendezvous("env://"))
+    except (
+        ValueError,
+        RuntimeError,
+    ) as error:  # a variable is missing or wrong; the address is taken, or nobody is there
+        reason = str(error).strip().splitlines()[0]
+        raise ConfigError(
+            f"the ranks cannot meet ({reason}): set RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT for every process, or let "
+            f"torchrun start them"
+        ) from None
+    return store, rank, world
 
 
 def main(arguments: Sequence[str], name: str | None = None) -> int:

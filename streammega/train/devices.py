@@ -58,16 +58,24 @@ def place_of(environment: Mapping[str, str]) -> Place:
 
     Raises ConfigError where several processes were started without saying so to torch: each would train the whole run.
     """
-    world = int(environment.get("WORLD_SIZE", "1"))
+    world = _number(environment, "WORLD_SIZE", 1)
     for name, launcher in TASKS.items():
-        tasks = int(environment.get(name) or "1")
+        tasks = _number(environment, name, 1)
         if "WORLD_SIZE" not in environment and tasks > 1:
             raise ConfigError(
                 f"{launcher} started {tasks} processes, but WORLD_SIZE is not set: each would train the run by itself; set RANK, "
                 "WORLD_SIZE, MASTER_ADDR and MASTER_PORT for every process, or let torchrun start them"
             )
-    local = next((int(environment[name]) for name in LOCAL_RANKS if environment.get(name)), None)
-    return Place(int(environment.get("RANK", "0")), world, local)
+    local = next((_number(environment, name, 0) for name in LOCAL_RANKS if environment.get(name)), None)
+    return Place(_number(environment, "RANK", 0), world, local)
+
+
+def _number(environment: Mapping[str, str], name: str, default: int) -> int:
+    """A variable that counts from 0; `default` where it is not set, or empty."""
+    text = environment.get(name) or str(default)
+    if not text.isdecimal():
+        raise ConfigError(f"{name} is {text!r} in the environment; it must be a whole number, at least 0")
+    return int(text)
 
 
 def seat_of(place: Place) -> Seat:
