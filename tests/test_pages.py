@@ -139,7 +139,7 @@ sys.exit(any(name in sys.modules for name in ("torch", "webdataset")))
 
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 FEATURES = {
-    "matplotlib": "demo",
+    "matplotlib": "plot",
     "oss2": "oss",
     "prometheus_client": "metrics",
     "pysbd": "sentences",
