@@ -104,7 +104,7 @@ class GradReducer:
             self._scale_once(slot)
             slot.ready = True
             buffer.waiting[number] -= 1
-            if self.overlap:
+            if self.overlap and buffer.waiting[number] == 0:
                 self.order.start_full()
 
     def _add(self, slot: GradSlot, grad: Tensor, *, last: bool = False) -> None:
