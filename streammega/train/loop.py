@@ -93,11 +93,9 @@ class Trainer:
             train = config.train
             self.out = OutDir(train.out_dir, config.data.storage)
             self.metrics = MetricsLog(self.out.folder, train.log_interval, train.iters, tensorboard=train.tensorboard)
-            log.info(
-                "%s; tokens are read %d times over all ranks",
-                layout,
-                read_factor(layout, self.loader.dataset.config, every_stage=self.every_stage),
-            )
+            factor = read_factor(layout, self.loader.dataset.config, every_stage=self.every_stage)
+            often = "once" if factor == 1 else f"{factor} times"
+            log.info("%s; each token is read %s, over all ranks", layout, often)
 
     def resume(self) -> None:
         """Load the newest sound checkpoint (with train.rewind, the newest up to there): weights, optimizer, and the cursor."""
