@@ -110,6 +110,8 @@ def convert(
     from streammega.convert import ConvertOptions, Runner
     from streammega.convert import convert as run
 
+    if merges and tokenizer is None:
+        raise ConfigError("--merges goes with the vocab.json of the same tokenizer; give that as --tokenizer")
     options = ConvertOptions(
         tokenizer=f"{tokenizer},{merges}" if merges else tokenizer,
         keys=tuple(key or ["text"]),

@@ -196,6 +196,7 @@ def test_convert_and_describe_as_a_user_runs_them(tokenizer: str, tmp_path: Path
         (["describe", "/no/such/prefix"], "/no/such/prefix.bin: no such file"),
         (["describe", "x", "--storage", "endpoint"], "key=value"),
         (["convert", "/no/such.txt", "/tmp/never", "--tokenizer", "/no/tokenizer.json"], "no such tokenizer file"),
+        (["convert", "in.jsonl", "out", "--merges", "merges.txt"], "give that as --tokenizer"),
         (["train", "/no/run.toml"], "/no/run.toml: No such file"),
     ],
 )

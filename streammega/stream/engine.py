@@ -385,5 +385,5 @@ class Engine:
 def _close_all() -> None:
     """End the threads of iterations that were left open: one that is in torch when Python ends would abort the process."""
     for engine in list(_live):
-        with contextlib.suppress(Exception):
+        with contextlib.suppress(Exception):  # the program has ended: there is nobody left to tell, and others to be closed
             engine.close()

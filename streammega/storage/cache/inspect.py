@@ -90,7 +90,7 @@ def _patiently(room: Room, folder: Path, when: float) -> bool:
     for _ in range(30):
         try:
             return room.remove(folder, when)
-        except Busy:
+        except Busy:  # others hold the lock for as long as it takes to note a chunk
             time.sleep(0.1)
     return False
 
