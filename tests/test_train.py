@@ -274,6 +274,17 @@ def test_the_learning_rate_warms_up_and_falls_to_its_least(run_file: str) -> Non
     assert rates[100] == pytest.approx(0.1)
 
 
+@pytest.mark.parametrize(
+    ("overrides", "lowest"),
+    [([], 1e-4), (["train.lr=5e-5"], 5e-6), (["train.min_lr=2e-5"], 2e-5), (["train.lr=5e-5", "train.min_lr=0"], 0.0)],
+)
+def test_the_learning_rate_falls_to_a_tenth_unless_it_is_said(run_file: str, overrides: list[str], lowest: float) -> None:
+    train = load_run(run_file, overrides).train
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=0.0)
+    set_learning_rate(optimizer, train, train.iters)
+    assert optimizer.param_groups[0]["lr"] == lowest
+
+
 def test_batch_hashes_see_every_token_and_place_but_not_the_layout() -> None:
     batch = {"tokens": torch.arange(32).view(4, 8), "labels": torch.arange(1, 33).view(4, 8)}
     digests = sample_digests(batch)

@@ -126,8 +126,8 @@ class TrainConfig:
     """Where checkpoints and metrics go: one folder for all ranks, or a URL such as s3://bucket/run."""
     lr: float = 1e-3
     """The learning rate after the warmup: the largest."""
-    min_lr: float = 1e-4
-    """What the learning rate falls to by the last step."""
+    min_lr: float | None = None
+    """What the learning rate falls to by the last step. None: a tenth of lr."""
     warmup_iters: int = 0
     """Steps in which the learning rate rises to lr."""
     decay: Literal["cosine", "linear", "constant"] = "cosine"
@@ -185,15 +185,20 @@ class TrainConfig:
         if recompute not in ("none", "full") and (not isinstance(recompute, int) or isinstance(recompute, bool) or recompute < 0):
             raise ConfigError(f"train.recompute is {recompute!r}; it must be none, full or a number of layers")
         check_numbers("train", self, RANGES)
-        if self.min_lr > self.lr and self.decay != "constant":
+        if self.lowest_lr > self.lr and self.decay != "constant":
             raise ConfigError(
-                f"train.min_lr is {self.min_lr:g}, more than train.lr {self.lr:g}: the rate would rise; lower min_lr"
+                f"train.min_lr is {self.lowest_lr:g}, more than train.lr {self.lr:g}: the rate would rise; lower min_lr"
             )
         for name, allowed in CHOICES.items():
             if getattr(self, name) not in allowed:
                 raise ConfigError(f"train.{name} is {getattr(self, name)!r}; it must be one of {', '.join(allowed)}")
         if self.device == "cpu" and self.backend == "nccl":
             raise ConfigError("train.backend = nccl goes with GPUs, and train.device is cpu: set backend to auto or gloo")
+
+    @property
+    def lowest_lr(self) -> float:
+        """What the learning rate falls to by the last step."""
+        return self.lr / 10 if self.min_lr is None else self.min_lr
 
     @property
     def schedule(self) -> BatchSchedule:
