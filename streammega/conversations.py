@@ -56,9 +56,9 @@ def load_record(data: bytes, where: str) -> Any:
         raise FormatError(f"{where}: broken JSON ({error}); mend the line, or leave it out") from None
 
 
-def not_utf8(where: str, error: UnicodeDecodeError) -> FormatError:
-    """For text in another encoding."""
-    return FormatError(f"{where}: is not UTF-8 text (byte {error.start}); convert it with iconv, or leave it out")
+def not_utf8(where: str, error: UnicodeDecodeError, mend: str = "leave it out") -> FormatError:
+    """For text in another encoding. mend: what else can be done than to convert it."""
+    return FormatError(f"{where}: is not UTF-8 text (byte {error.start}); convert it with iconv, or {mend}")
 
 
 def messages_of(record: Any, where: str) -> list[Message]:

@@ -165,7 +165,9 @@ def test_the_command_takes_patterns_and_says_what_was_left_out(tmp_path: Path, c
     root = tree(tmp_path / "in", {**FOLDER, "data/picture.png": b"\x89PNG\xff"})
     words = ["convert", root, str(tmp_path / "out"), "--tokenizer", "bytes"]
     assert main(words) == 1
-    assert "picture.png: is not UTF-8" in capsys.readouterr().err
+    told = capsys.readouterr().err
+    assert "picture.png: is not UTF-8" in told
+    assert "--exclude '*.png'" in told
     assert main([*words, "--include", "*.jsonl", "--exclude", "old/*"]) == 0
     assert "1 excluded" in capsys.readouterr().out
     assert texts(tmp_path / "out") == ["a", "b"]
@@ -198,6 +200,42 @@ def test_stdin_is_read(data: bytes, tmp_path: Path, monkeypatch: pytest.MonkeyPa
         assert main(["convert", "-", str(tmp_path / "out"), "--tokenizer", "bytes"]) == 0
     assert texts(tmp_path / "out") == ["one", "two"]
     assert sorted(path.name for path in tmp_path.iterdir()) == ["out.bin", "out.idx", "out.manifest.json"]
+
+
+def test_what_is_wrong_with_stdin_is_told_of_stdin(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from streammega.cli import main
+
+    def told(data: bytes, *words: str) -> tuple[int, str]:
+        with open(piped(data), encoding="utf-8") as stream:
+            monkeypatch.setattr("sys.stdin", stream)
+            status = main(["convert", "-", str(tmp_path / "out"), "--tokenizer", "bytes", *words])
+        out, err = capsys.readouterr()
+        return status, out + err
+
+    for data, message in ((LINES + b"{broken\n", "stdin:3: broken JSON"), (b"plain text", "stdin: begins with b'plain text'")):
+        status, text = told(data)
+        assert status == 1
+        assert message in text
+        assert "input-" not in text
+        shutil.rmtree(tmp_path / ".out.convert", ignore_errors=True)
+    report = tmp_path / "report.json"
+    status, text = told(LINES + b"{broken\n", "--on-error", "skip", "--report", str(report))
+    assert status == 0
+    assert "stdin:3: broken JSON" in text
+    assert json.loads(report.read_text())["messages"][0].startswith("stdin:3: broken JSON")
+
+
+def test_a_dataset_is_not_written_to_a_pipe(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    from streammega.cli import main
+
+    source = tree(tmp_path, {"a.jsonl": LINES})
+    for words in ([], ["--dry-run"]):
+        for output in ("-", "/dev/stdout"):
+            assert main(["convert", source, output, "--tokenizer", "bytes", *words]) == 1
+            assert f"{output}: a dataset is several files" in capsys.readouterr().err
+    assert not list(Path.cwd().glob("-.*"))
 
 
 @pytest.mark.skipif(shutil.which("bash") is None, reason="process substitution is bash's")
@@ -294,6 +332,7 @@ def test_a_presigned_url_is_read_and_its_query_is_nowhere(
     assert main(words) == 0
     assert texts(tmp_path / "out") == ["one", "two"]
     assert main([*words[:5], "--overwrite"]) == 1
+    assert main([*words[:7], "--overwrite", "--dry-run"]) == 0
     assert main(["describe", url]) == 0
     told = "".join(capsys.readouterr()) + "".join(
         path.read_text(errors="replace") for path in tmp_path.rglob("*") if path.is_file()

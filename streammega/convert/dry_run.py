@@ -20,11 +20,11 @@ from streammega.convert.options import ConvertOptions, Runner
 from streammega.convert.pipes import is_pipe
 from streammega.convert.preflight import check_may_write
 from streammega.convert.run import prepare
-from streammega.convert.slices import Skipped, open_plain
+from streammega.convert.slices import Skipped, read_head
 from streammega.convert.suffixes import is_compressed, suffix_of
 from streammega.convert.tokenizers import TextTokenizer
 from streammega.convert.units import Job, UnitRecord, batches_of, chooser, encoder_of
-from streammega.errors import ConfigError, StorageError
+from streammega.errors import ConfigError, ConvertError, StorageError
 from streammega.kernels.parallel import num_threads
 from streammega.redaction import redact_urls
 
@@ -237,13 +237,12 @@ def _growth(item: Input, suffix: str, storage: StorageConfig) -> float:
         ".xz": lzma.LZMADecompressor,
     }
     try:
-        with open_plain(item.path, storage) as file:
-            head = file.read(HEAD_BYTES)
+        head = read_head(item.url, storage, HEAD_BYTES)
         reader = openers[suffix]()
         grown = reader.decompress(head)
         rest = len(getattr(reader, "unused_data", b"") or b"")  # of further frames
         return len(grown) / max(1, len(head) - rest)
-    except (StorageError, OSError, EOFError, zlib.error, lzma.LZMAError, zstandard.ZstdError, KeyError):
+    except (ConvertError, StorageError, OSError, EOFError, zlib.error, lzma.LZMAError, zstandard.ZstdError, KeyError):
         return 1.0
 
 

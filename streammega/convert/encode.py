@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from streammega.config import StorageConfig
-from streammega.conversations import load_record, messages_of, not_utf8, turns_of
+from streammega.conversations import load_record, messages_of, turns_of
 from streammega.convert.chat import ChatEncoder
 from streammega.convert.chat_sources import find_template
 from streammega.convert.chat_templates import Rendered
@@ -21,6 +21,7 @@ from streammega.convert.options import ConvertOptions
 from streammega.convert.readers import with_line
 from streammega.convert.slices import Skipped
 from streammega.convert.tokenizers import TextTokenizer, find_eod
+from streammega.convert.whole_files import no_text
 from streammega.errors import ConfigError, ConvertError, FormatError
 from streammega.index.format import smallest_dtype
 
@@ -238,7 +239,7 @@ def _decode(document: RawDocument) -> str:
     try:
         return document.data.decode("utf-8")
     except UnicodeDecodeError as error:
-        raise not_utf8(document.where, error) from None
+        raise no_text(document.where, error) from None
 
 
 def _conversation(record: Any, where: str) -> list[Part]:

@@ -10,9 +10,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from streammega.conversations import not_utf8
 from streammega.convert.safe_cuts import Cuts, cuts_of
 from streammega.convert.tokenizers import AT_ONCE, HuggingFaceTokenizer, TextTokenizer
+from streammega.convert.whole_files import no_text
 from streammega.errors import ConvertError
 
 LONG = 1 << 20
@@ -125,13 +125,13 @@ def decoded(pieces: Iterator[bytes], where: str) -> Iterator[str]:
             yield decoder.decode(piece)
         except UnicodeDecodeError as error:
             error.start += done - waiting
-            raise not_utf8(where, error) from None
+            raise no_text(where, error) from None
         done += len(piece)
     try:
         decoder.decode(b"", final=True)
     except UnicodeDecodeError as error:
         error.start = done - len(decoder.getstate()[0])
-        raise not_utf8(where, error) from None
+        raise no_text(where, error) from None
 
 
 def text_in_pieces(text: str) -> Iterator[str]:

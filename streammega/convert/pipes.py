@@ -11,7 +11,8 @@ import os
 import shutil
 import stat
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import xxhash
@@ -19,7 +20,7 @@ import xxhash
 from streammega.config import StorageConfig
 from streammega.convert.json_values import BYTE_ORDER_MARK
 from streammega.convert.slices import open_stream
-from streammega.errors import ConfigError, ConvertError
+from streammega.errors import ConfigError, ConvertError, StreammegaError
 from streammega.storage.urls import is_remote
 
 log = logging.getLogger(__name__)
@@ -29,7 +30,7 @@ KEPT = "input-"
 READ_BYTES = 1 << 20
 PACKED = {b"\x1f\x8b": ".gz", b"BZh": ".bz2", b"\xfd7zXZ": ".xz", b"\x28\xb5\x2f\xfd": ".zst"}
 """How a stream that begins so is compressed."""
-_DESCRIPTORS = ("/dev/fd/", "/dev/stdin", "/proc/self/fd/")
+_DESCRIPTORS = ("/dev/fd/", "/dev/stdin", "/dev/stdout", "/dev/stderr", "/proc/self/fd/")
 
 
 def is_pipe(item: str) -> bool:
@@ -43,8 +44,17 @@ def is_pipe(item: str) -> bool:
     return stat.S_ISFIFO(mode) or stat.S_ISSOCK(mode) or stat.S_ISCHR(mode)
 
 
-def keep_pipes(inputs: Sequence[str], work: str) -> list[str]:
-    """The inputs with files of the work folder in place of pipes, which are read to their ends.
+def check_output(output: str) -> None:
+    """Raise ConfigError for an output that is a pipe."""
+    if is_pipe(output):
+        raise ConfigError(
+            f"{output}: a dataset is several files (tokens, their .idx and a manifest), which a pipe cannot take; give a prefix, "
+            f"out/web for instance"
+        )
+
+
+def keep_pipes(inputs: Sequence[str], work: str) -> dict[str, str]:
+    """For each input that is a pipe, which is read to its end, the file of the work folder that holds its bytes.
 
     Raises ConfigError for a terminal, a pipe that is named twice and a work folder that is not on this machine, ConvertError for
     a stream whose format cannot be told.
@@ -60,7 +70,29 @@ def keep_pipes(inputs: Sequence[str], work: str) -> list[str]:
         forget_pipes(work)
         raise
     _remove(work, but=set(kept.values()))
-    return [kept.get(item, item) for item in inputs]
+    return kept
+
+
+def named_as_given(message: str, kept: Mapping[str, str]) -> str:
+    """A message that speaks of pipes by what they were called, and not of the files in which they are kept."""
+    for item, path in kept.items():
+        message = message.replace(path, _shown(item))
+    return message
+
+
+def _shown(item: str) -> str:
+    """A pipe in messages."""
+    return "stdin" if item == "-" else item
+
+
+@contextmanager
+def tell_of_pipes(kept: Mapping[str, str]) -> Iterator[None]:
+    """What is raised within names pipes as they were given."""
+    try:
+        yield
+    except StreammegaError as error:
+        error.args = tuple(named_as_given(arg, kept) if isinstance(arg, str) else arg for arg in error.args)
+        raise
 
 
 def forget_pipes(work: str) -> None:
@@ -82,7 +114,7 @@ def _remove(work: str, but: set[str]) -> None:
 def _keep(item: str, number: int, work: str) -> str:
     """Read a pipe to its end into a file, whose name tells its content and format."""
     part = os.path.join(work, f"{KEPT}{number}.part")
-    log.info("%s is read to its end, into %s", item, work)
+    log.info("%s is read to its end, into %s", _shown(item), work)
     digest = xxhash.xxh3_128()
     head = b""
     try:
@@ -93,7 +125,7 @@ def _keep(item: str, number: int, work: str) -> str:
                 file.write(data)
     except OSError as error:
         raise ConvertError(
-            f"{item}: cannot be kept in {work} ({error.strerror or error}); name another folder by --work"
+            f"{_shown(item)}: cannot be kept in {work} ({error.strerror or error}); name another folder by --work"
         ) from None
     packed = next((suffix for sign, suffix in PACKED.items() if head.startswith(sign)), "")
     named = f"{part}{packed}"
@@ -110,7 +142,7 @@ def _opened(item: str) -> Any:
     if item != "-":
         return open(item, "rb")
     if sys.stdin is None or sys.stdin.isatty():
-        raise ConfigError("-: stdin is a terminal; pipe a corpus into it, or name files")
+        raise ConfigError("stdin is a terminal; pipe a corpus into it, or name files")
     return open(sys.stdin.fileno(), "rb", closefd=False)
 
 
@@ -127,6 +159,6 @@ def _suffix(path: str, item: str) -> str:
     if head[257:262] == b"ustar":
         return ".tar"
     raise ConvertError(
-        f"{item}: begins with {head[:16]!r}, which is neither JSON nor Parquet, Arrow or tar; save it to a file, whose suffix "
-        f"tells what it is"
+        f"{_shown(item)}: begins with {head[:16]!r}, which is neither JSON nor Parquet, Arrow or tar; save it to a file, "
+        f"whose suffix tells what it is"
     )

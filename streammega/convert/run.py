@@ -38,7 +38,7 @@ from streammega.convert.labels import Labels, labels_of
 from streammega.convert.options import ConvertOptions, Runner
 from streammega.convert.pairs import dataset_name
 from streammega.convert.pipes import KEPT as KEPT_PIPE
-from streammega.convert.pipes import forget_pipes, is_pipe, keep_pipes
+from streammega.convert.pipes import check_output, forget_pipes, is_pipe, keep_pipes, named_as_given, tell_of_pipes
 from streammega.convert.preflight import check_encoder, check_writable, make_work_folder
 from streammega.convert.publish import Publisher
 from streammega.convert.report import ConvertReport, count_parts, make_report
@@ -90,6 +90,7 @@ def convert(
     storage = storage or StorageConfig()
     began = time.monotonic()
     options, runner = _settings(options, runner, settings)
+    check_output(output)
     if any(map(is_pipe, inputs)):
         return _convert_pipes(inputs, output, options, runner, overwrite, storage, progress)
     conversion, labels, passed = prepare(inputs, output, options, runner, storage, {}, progress)
@@ -123,6 +124,7 @@ def prepare(
 ) -> tuple[_Conversion, Labels, PassedOver]:
     """A conversion that has not begun, and what its manifest will say; raises what can be known before its first document."""
     options, runner = _settings(options, runner, settings)
+    check_output(output)
     prefix, named = split_name(output)
     if prefix != output and not output.endswith(".idx"):
         options = replace(options, kind=named)
@@ -160,11 +162,14 @@ def _convert_pipes(
             Publisher(prefix, options.kind, work, storage, "").check([], overwrite=overwrite)
         check_writable(prefix, storage, replaces=overwrite)
         kept = keep_pipes(inputs, work)
+    read = [kept.get(item, item) for item in inputs]
     try:
-        return convert(kept, output, options=options, runner=runner, overwrite=overwrite, storage=storage, progress=progress)
+        with tell_of_pipes(kept):
+            made = convert(read, output, options=options, runner=runner, overwrite=overwrite, storage=storage, progress=progress)
     except BaseException:
         forget_pipes(work)
         raise
+    return replace(made, messages=[named_as_given(message, kept) for message in made.messages])
 
 
 def _settings(options: ConvertOptions | None, runner: Runner | None, settings: dict[str, Any]) -> tuple[ConvertOptions, Runner]:

@@ -6,11 +6,12 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
+from streammega.conversations import not_utf8
 from streammega.convert.documents import LongText, RawDocument
 from streammega.convert.json_values import BYTE_ORDER_MARK
 from streammega.convert.slices import Item
-from streammega.convert.suffixes import without_queries
-from streammega.errors import ConvertError, StreammegaError
+from streammega.convert.suffixes import format_of, suffix_of, without_queries
+from streammega.errors import ConvertError, FormatError, StreammegaError
 from streammega.redaction import redact
 
 LONG_BYTES = 4 << 20
@@ -48,6 +49,15 @@ def guarded(text: LongText, own: dict[str, Any]) -> LongText:
             raise ConvertError(unreadable(text.path, error, own)) from None
 
     return replace(text, pieces=pieces())
+
+
+def no_text(path: str, error: UnicodeDecodeError) -> FormatError:
+    """For a file that is taken for a text, as every file is whose suffix tells nothing else, and is an image perhaps."""
+    archive, _, member = path.partition("!")
+    if member and format_of(archive) == "tar":
+        return not_utf8(path, error, "name another member by --member")
+    name = path.rpartition("/")[2]
+    return not_utf8(path, error, f"leave it out (of a folder or glob by --exclude '*{suffix_of(name) or name}')")
 
 
 def unreadable(path: str, error: Exception, own: dict[str, Any]) -> str:
