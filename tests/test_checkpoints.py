@@ -19,13 +19,15 @@ import pytest
 import torch
 
 from streammega.cli import main as cli_main
+from streammega.config import StorageConfig
 from streammega.errors import ConfigError, EndpointError, StateError, StorageError
+from streammega.storage.base import written_whole
 from streammega.storage.pread import PreadStore
 from streammega.train import checkpoint_hold
 from streammega.train.boxes import Boxes
 from streammega.train.checkpoint import checkpoints
 from streammega.train.checkpoint_bucket import Bucket
-from streammega.train.checkpoint_files import DamagedError, Files, read_metadata
+from streammega.train.checkpoint_files import ALGORITHM, CHECKSUMS, METADATA, Checksums, DamagedError, Files, read_metadata
 from streammega.train.checkpoint_folder import Folder
 from streammega.train.checkpoint_open import open_place
 from streammega.train.config import load_run
@@ -141,6 +143,31 @@ def cut(path: Path) -> None:
     path.write_bytes(path.read_bytes()[:-100])
 
 
+def flip(path: Path) -> None:
+    """One bit of a value, in the middle of the largest tensor."""
+    files = Files(store=PreadStore(StorageConfig()), prefix=str(path))
+    largest = max(read_metadata(files, Checksums()).storage_data.values(), key=lambda place: place.length)
+    data = bytearray((path / largest.relative_path).read_bytes())
+    data[largest.offset + largest.length // 2] ^= 1
+    (path / largest.relative_path).write_bytes(data)
+
+
+def items(path: Path) -> list[tuple[str, str]]:
+    """The file and the offset of all that was written of a checkpoint."""
+    metadata = read_metadata(Files(store=PreadStore(StorageConfig()), prefix=str(path)), Checksums())
+    return sorted([(METADATA, "0"), *((place.relative_path, str(place.offset)) for place in metadata.storage_data.values())])
+
+
+def items_with_checksums(path: Path) -> list[tuple[str, str]]:
+    files = json.loads((path / "position.json").read_text())[CHECKSUMS][ALGORITHM]
+    return sorted((name, start) for name, starts in files.items() for start in starts)
+
+
+def rename_a_tensor(path: Path) -> None:
+    data = (path / METADATA).read_bytes()
+    (path / METADATA).write_bytes(data.replace(b"model.", b"mo`el."))  # one bit of each
+
+
 DAMAGE = {
     "position": lambda path: (path / "position.json").write_text("{"),
     "no-position": lambda path: (path / "position.json").unlink(),
@@ -149,6 +176,8 @@ DAMAGE = {
     "cut": lambda path: cut(path / "__0_0.distcp"),
     "missing": lambda path: (path / "__0_0.distcp").unlink(),
     "other-bytes": lambda path: (path / "__0_0.distcp").write_bytes(bytes((path / "__0_0.distcp").stat().st_size)),
+    "flipped-bit": flip,
+    "flipped-bit-of-metadata": rename_a_tensor,
 }
 
 
@@ -168,6 +197,15 @@ def test_a_damaged_newest_checkpoint_falls_back_to_the_one_before(
     assert all(torch.equal(a, b) for a, b in zip(weights(trainer), weights(truth), strict=True))
     assert "checkpoint of step 6 cannot be used, the one before it is taken" in caplog.text
     assert names(folder) == ["step-00000002", "step-00000004", "step-00000006.damaged"]
+
+
+def test_every_item_has_a_checksum_and_a_checkpoint_of_before_there_were_any_is_loaded(run_file: str, folder: Path) -> None:
+    position = folder / "step-00000006" / "position.json"
+    assert items_with_checksums(position.parent) == items(position.parent)
+    kept = json.loads(position.read_text())
+    del kept[CHECKSUMS]
+    position.write_text(json.dumps(kept))
+    assert resumed(run_file).step == 6
 
 
 def test_a_run_all_of_whose_checkpoints_are_damaged_does_not_begin_anew(run_file: str, folder: Path) -> None:
@@ -200,13 +238,13 @@ def test_metadata_is_read_without_running_what_it_says(run_file: str, folder: Pa
             return os.mkdir, (str(tmp_path / "evil"),)
 
     files = Files(store=PreadStore(load_run(run_file).data.storage), prefix=str(folder / "step-00000006"))
-    assert read_metadata(files).state_dict_metadata
+    assert read_metadata(files, Checksums()).state_dict_metadata
     for payload in (pickle.dumps(Evil()), pickle.dumps({"a": 1}), b"", pickle.dumps(print)):
         (folder / "step-00000006" / ".metadata").write_bytes(payload)
         with pytest.raises(DamagedError, match="metadata: is"):
-            read_metadata(files)
+            read_metadata(files, Checksums())
     assert not (tmp_path / "evil").exists()
-    outside = read_metadata(Files(store=files.store, prefix=str(folder / "step-00000004")))
+    outside = read_metadata(Files(store=files.store, prefix=str(folder / "step-00000004")), Checksums())
     for place in outside.storage_data.values():
         place.relative_path = "../step-00000002/__0_0.distcp"
     (folder / "step-00000006" / ".metadata").write_bytes(pickle.dumps(outside))
@@ -396,6 +434,23 @@ def test_a_damaged_checkpoint_of_an_object_store_falls_back(run_file: str, moto:
     assert place.steps() == [2]
 
 
+def test_a_flipped_bit_in_an_object_store_falls_back(run_file: str, moto: S3, tmp_path: Path) -> None:
+    overrides = on_s3(moto, moto.new_bucket())
+    first = Trainer(load_run(run_file, overrides), CPU)
+    first.run()
+    place = first.checkpoints.place
+    assert isinstance(place, Bucket)
+    files = place.draft(place.find(6).name)
+    for name in (METADATA, "__0_0.distcp"):
+        (tmp_path / name).write_bytes(files.read(name))
+    flip(tmp_path)
+    with written_whole(files.store, files.key("__0_0.distcp")) as writer:
+        writer.write((tmp_path / "__0_0.distcp").read_bytes())
+    second = resumed(run_file, *overrides)
+    assert second.step == 4
+    second.close()
+
+
 def test_a_bucket_that_is_not_there_is_named_before_the_first_step(run_file: str, moto: S3) -> None:
     with pytest.raises(StorageError, match="bucket s3://no-such-bucket does not exist"):
         Trainer(load_run(run_file, on_s3(moto, "no-such-bucket")), CPU)
@@ -483,10 +538,14 @@ def test_an_out_dir_that_is_not_one_for_all_ranks_is_found_before_the_first_step
     assert not (Path(run_file).parent / "node-0" / "metrics.jsonl").exists()
 
 
-def test_ranks_agree_on_the_checkpoint_to_resume_from(gang: Gang, run_file: str, folder: Path) -> None:
-    cut(folder / "step-00000006" / "__0_0.distcp")
-    assert gang.run(2, train_steps, run_file, ["train.iters=8"]) == [4, 4]
+@pytest.mark.parametrize("kind", ["cut", "flipped-bit"])
+def test_ranks_agree_on_the_checkpoint_to_resume_from(gang: Gang, run_file: str, folder: Path, kind: str) -> None:
+    DAMAGE[kind](folder / "step-00000006")
+    assert gang.run(2, train_steps, run_file, ["train.iters=8", "parallel.optimizer=sharded"]) == [4, 4]
     assert [path.name for path in checkpoints(folder)] == ["step-00000004", "step-00000006", "step-00000008"]
+    newest = items(folder / "step-00000008")
+    assert {"__0_0.distcp", "__1_0.distcp"} < {name for name, _ in newest}
+    assert items_with_checksums(folder / "step-00000008") == newest
 
 
 @pytest.mark.parametrize("failing", [0, 1])
@@ -655,6 +714,7 @@ def test_a_folder_tells_what_a_run_of_an_earlier_version_left(run_file: str, fol
     with pytest.warns(UserWarning, match="single process"):
         dcp.save(dict(state_to_save(trainer.model, trainer.optimizer)), checkpoint_id=old, planner=SavePlanner())
     position = json.loads((folder / "step-00000006" / "position.json").read_text()) | {"step": 8}
+    del position[CHECKSUMS]
     (old / "position.json").write_text(json.dumps(position))
     again = resumed(run_file)
     assert again.step == 8

@@ -27,7 +27,7 @@ from torch.distributed.checkpoint.metadata import Metadata
 
 from streammega.errors import ConfigError, StateError, StorageError, StreammegaError
 from streammega.train.boxes import Boxes
-from streammega.train.checkpoint_files import DamagedError, check_files, read_metadata
+from streammega.train.checkpoint_files import DamagedError, check_files, checksums_in, read_metadata
 from streammega.train.checkpoint_folder import Folder, checkpoints
 from streammega.train.checkpoint_hold import Hold
 from streammega.train.checkpoint_place import Found, Place
@@ -198,11 +198,12 @@ class Checkpoints:
         self, step: int, model: ParallelModel, optimizer: Optimizer, accept: Callable[[dict[str, Any]], None]
     ) -> dict[str, Any]:
         found, metadata = self._together.from_first(lambda: self._examine(step))
+        checksums = checksums_in(found.position)
         self._together.call(lambda: accept(found.position))
         files = self.place.draft(found.name)
         try:
             state = self._together.call(lambda: state_to_load(model, optimizer, metadata))
-            reader = Reader(files, metadata, self._together)
+            reader = Reader(files, metadata, checksums, self._together)
             with _quiet():
                 state_dict_loader.load(
                     state,
@@ -227,7 +228,7 @@ class Checkpoints:
         """A checkpoint whose files are all there, as far as can be told without reading them. On the first rank."""
         found = self.place.find(step)
         files = self.place.draft(found.name)
-        metadata = read_metadata(files)
+        metadata = read_metadata(files, checksums_in(found.position))
         check_files(files, metadata)
         return found, metadata
 
@@ -250,7 +251,7 @@ class Checkpoints:
                     process_group=self._group,
                     no_dist=self._group is None,
                 )
-            self._together.from_first(lambda: self._publish(step, name, metadata, position))
+            self._together.from_first(lambda: self._publish(step, name, metadata, writer.checksums.beside(position)))
         except (CheckpointException, DamagedError, StorageError, OSError) as error:
             cause = _cause(error)
             raise StorageError(

@@ -2,17 +2,19 @@
 
 They have the format of torch.distributed.checkpoint. `.metadata`, which says what lies where, is a pickle: it is
 read by an unpickler that knows its few classes and nothing else. Each item is what torch.save made, and read by
-torch.load with `weights_only`.
+torch.load with `weights_only`. Bits that changed since are seen by checksums, which lie beside the position of the run.
 """
 
 from __future__ import annotations
 
 import io
 import pickle
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+import xxhash
 from torch.distributed.checkpoint.metadata import Metadata
 
 from streammega.errors import ObjectNotFoundError, ShortReadError, StateError
@@ -20,9 +22,37 @@ from streammega.storage import Store
 
 METADATA = ".metadata"
 
+CHECKSUMS = "checksums"
+ALGORITHM = "xxh3_64"
+"""A name in files: one that is not known is not checked, so that another may come later."""
+
 
 class DamagedError(StateError):
     """A checkpoint that cannot be read, however often it is tried: files are missing, cut short or not what they should be."""
+
+
+@dataclass(frozen=True)
+class Checksums:
+    """What was written, as it left memory: `hexes` by the name of a file and the offset, as text, at which an item begins."""
+
+    hexes: dict[str, dict[str, str]] = field(default_factory=dict)
+
+    def match(self, name: str, start: int, data: bytes | memoryview) -> bool:
+        """Whether an item has its checksum. True where there is none: checkpoints of earlier versions have none."""
+        expected = self.hexes.get(name, {}).get(str(start))
+        return expected is None or xxhash.xxh3_64_hexdigest(data) == expected
+
+    def beside(self, position: Mapping[str, Any]) -> dict[str, Any]:
+        """A position with them."""
+        return {**position, CHECKSUMS: {ALGORITHM: self.hexes}}
+
+
+def checksums_in(position: Mapping[str, Any]) -> Checksums:
+    """Those that lie beside a position; none for checkpoints of earlier versions."""
+    by_algorithm = position.get(CHECKSUMS)
+    found = by_algorithm.get(ALGORITHM) if isinstance(by_algorithm, dict) else None
+    files = found.items() if isinstance(found, dict) else ()
+    return Checksums({name: items for name, items in files if isinstance(items, dict)})
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,9 +84,11 @@ class Files:
             raise DamagedError(f"{self.url(name)}: is missing or cut short ({error})") from None
 
 
-def read_metadata(files: Files) -> Metadata:
+def read_metadata(files: Files, checksums: Checksums) -> Metadata:
     """What a checkpoint holds, and where. Raises DamagedError; nothing but the classes of such a file is made."""
     data = files.read(METADATA)
+    if not checksums.match(METADATA, 0, data):
+        raise DamagedError(f"{files.url(METADATA)}: is damaged: its checksum is another")
     try:
         metadata = _Unpickler(io.BytesIO(data)).load()
     except Exception as error:  # a damaged pickle raises anything

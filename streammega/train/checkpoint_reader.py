@@ -15,7 +15,7 @@ from torch.distributed.checkpoint.storage import StorageReader
 from torch.futures import Future
 
 from streammega.errors import ObjectNotFoundError, ShortReadError
-from streammega.train.checkpoint_files import DamagedError, Files
+from streammega.train.checkpoint_files import Checksums, DamagedError, Files
 from streammega.train.together import Together
 
 PIECE_BYTES = 8 << 20
@@ -29,8 +29,9 @@ BATCH_BYTES = 256 << 20
 class Reader(StorageReader):
     """Reads what this rank needs of a checkpoint's files: what lies near together by one request, several requests at a time."""
 
-    def __init__(self, files: Files, metadata: Metadata, together: Together) -> None:
+    def __init__(self, files: Files, metadata: Metadata, checksums: Checksums, together: Together) -> None:
         self._files, self._metadata, self._together = files, metadata, together
+        self._checksums = checksums
 
     def reset(self, checkpoint_id: Any = None) -> None:
         """Nothing was begun."""
@@ -82,6 +83,8 @@ class Reader(StorageReader):
         places = [self._metadata.storage_data[index] for index in batch]
         spans = [(place.offset, place.offset + place.length) for place in places]
         for index, (start, stop), data in zip(batch, spans, self._fetch(name, spans), strict=True):
+            if not self._checksums.match(name, start, data):
+                raise DamagedError(f"{self._files.url(name)}: bytes [{start}, {stop}) are damaged: their checksum is another")
             try:
                 tensor = torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
             except Exception as error:  # torch.load raises anything for bytes that torch.save did not make

@@ -1,42 +1,69 @@
-"""How the tensors of a checkpoint are written: by torch's writer, one file a rank, to disks and to object stores."""
+"""How the tensors of a checkpoint are written: by torch's writer, one file a rank, to disks and to object stores.
+
+Each item that it writes gets a checksum on its way. They go with torch's own messages to the first rank.
+"""
 
 from __future__ import annotations
 
 import io
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
 
+import xxhash
 from torch.distributed.checkpoint.filesystem import FileSystemBase, FileSystemWriter
+from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
 from streammega.storage import Store
 from streammega.storage.base import written_whole
-from streammega.train.checkpoint_files import Files
+from streammega.train.checkpoint_files import Checksums, Files
 from streammega.train.together import Together
 
 PIECE_BYTES = 8 << 20
 """Of one write: small enough to see that something moves."""
 
 
-class _Stream(io.RawIOBase):
-    """A file being written, in pieces, each of which says that the save goes on."""
+@dataclass(frozen=True)
+class _Written(WriteResult):
+    """What torch is told of an item that was written, with its checksum; None where torch wrote it in another way."""
 
-    def __init__(self, write: Any, together: Together, file: IO[bytes] | None = None) -> None:
+    checksum: str | None
+
+
+class _Stream(io.RawIOBase):
+    """A file being written, in pieces, each of which says that the save goes on.
+
+    Args:
+        hexes: takes the checksum of every item, by the offset at which it begins, as text.
+        file: on a disk.
+    """
+
+    def __init__(self, write: Any, together: Together, hexes: dict[str, str], file: IO[bytes] | None = None) -> None:
         super().__init__()
         self._write, self._together, self._file = write, together, file
         self._at = 0
+        self._hexes = hexes
+        self._item = 0
+        self._hash = xxhash.xxh3_64()
 
     def writable(self) -> bool:
         """Always."""
         return True
 
     def tell(self) -> int:
-        """Bytes written so far."""
+        """Bytes written so far. torch asks before and after each item, and so its checksum ends here."""
+        self._end_item()
         return self._at
+
+    def close(self) -> None:
+        """All is written."""
+        self._end_item()
+        super().close()
 
     def fileno(self) -> int:
         """Of a file on a disk, to be synced."""
@@ -49,10 +76,18 @@ class _Stream(io.RawIOBase):
         """All of it."""
         view = memoryview(data).cast("B")
         for start in range(0, len(view), PIECE_BYTES):
-            self._write(view[start : start + PIECE_BYTES])
+            piece = view[start : start + PIECE_BYTES]
+            self._hash.update(piece)
+            self._write(piece)
             self._together.progress()
         self._at += len(view)
         return len(view)
+
+    def _end_item(self) -> None:
+        if self._at > self._item:
+            self._hexes[str(self._item)] = self._hash.hexdigest()
+            self._item = self._at
+            self._hash.reset()
 
 
 class _Disk(FileSystemBase):
@@ -60,12 +95,14 @@ class _Disk(FileSystemBase):
 
     def __init__(self, together: Together) -> None:
         self._together = together
+        self.checksums = Checksums()
 
     @contextmanager
     def create_stream(self, path: Any, mode: str) -> Iterator[Any]:
         """Open for writing."""
-        with open(path, mode) as file:
-            yield _Stream(file.write, self._together, file)
+        hexes = self.checksums.hexes.setdefault(_final_name(path), {})
+        with open(path, mode) as file, _Stream(file.write, self._together, hexes, file) as stream:
+            yield stream
 
     def concat_path(self, path: Any, suffix: str) -> Path:
         """Of a file in a folder."""
@@ -102,16 +139,18 @@ class _Objects(FileSystemBase):
 
     def __init__(self, store: Store, together: Together) -> None:
         self._store, self._together = store, together
+        self.checksums = Checksums()
 
     @contextmanager
     def create_stream(self, path: Any, mode: str) -> Iterator[Any]:
         """Upload while it is written; what fails half-way leaves nothing."""
-        with written_whole(self._store, path) as writer:
-            yield _Stream(writer.write, self._together)
+        hexes = self.checksums.hexes.setdefault(_final_name(path), {})
+        with written_whole(self._store, path) as writer, _Stream(writer.write, self._together, hexes) as stream:
+            yield stream
 
     def concat_path(self, path: Any, suffix: str) -> str:
         """The key of an object."""
-        return f"{path}/{suffix.removesuffix('.tmp')}"
+        return f"{path}/{_final_name(suffix)}"
 
     def init_path(self, path: Any) -> str:
         """As it is."""
@@ -141,6 +180,8 @@ class Writer(FileSystemWriter):
 
     Args:
         files: where to; `on_disk`: its keys are paths, whose files are synced.
+
+    On the first rank `checksums` are those of all ranks when a save has ended.
     """
 
     def __init__(self, files: Files, together: Together, *, on_disk: bool) -> None:
@@ -150,6 +191,32 @@ class Writer(FileSystemWriter):
         self.path = self.fs.init_path(files.prefix)
         self._together = together
 
+    @property
+    def checksums(self) -> Checksums:
+        """Of what this rank has written, and those that others have told it."""
+        return self.fs.checksums  # type: ignore[no-any-return]
+
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         """This rank's file; returns when those of all ranks are written."""
-        return self._together.work(lambda: super(Writer, self).write_data(plan, planner), watched=True)
+        written = self._together.work(lambda: super(Writer, self).write_data(plan, planner), watched=True)
+        told: Future[list[WriteResult]] = Future()
+        told.set_result([self._with_checksum(result) for result in written.value()])
+        return told
+
+    def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
+        """On the first rank: write what says which items there are and where they lie."""
+        for result in (result for of_rank in results for result in of_rank):
+            if isinstance(result, _Written) and result.checksum is not None:
+                place = result.storage_data
+                self.checksums.hexes.setdefault(place.relative_path, {})[str(place.offset)] = result.checksum
+        super().finish(metadata, results)
+
+    def _with_checksum(self, result: WriteResult) -> _Written:
+        place = result.storage_data
+        checksum = self.checksums.hexes.get(place.relative_path, {}).get(str(place.offset))
+        return _Written(result.index, result.size_in_bytes, place, checksum)
+
+
+def _final_name(path: Any) -> str:
+    """Of a file: torch writes one of them under another name first, and renames it."""
+    return str(path).rpartition("/")[2].removesuffix(".tmp")
