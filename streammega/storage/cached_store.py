@@ -42,7 +42,7 @@ class CachedStore:
 
         missing = []
         for (start, stop), out in zip(spans, outs, strict=True):
-            if stop - start >= SMALL or self.cached.has(start, stop):
+            if stop - start >= SMALL or self.cached.finds(start, stop):
                 self._count(self.cached.read(start, stop, out, fetch, self._given_up), 0)
             else:
                 missing.append(((start, stop), out))

@@ -167,6 +167,20 @@ class CachedObject:
         """Whether all pages of bytes [start, stop) are known to be there."""
         return bool(self.verified[start // PAGE_BYTES : layout.pages_of(stop)].all())
 
+    def finds(self, start: int, stop: int) -> bool:
+        """Whether all pages of bytes [start, stop) are there, also those that another process or a former one has written."""
+        if self.has(start, stop):
+            return True
+        page = start // PAGE_BYTES
+        end = layout.pages_of(stop)
+        while page < end:
+            last = min(end, self._chunk_end(page))
+            chunk = self._chunk(page, make=False)
+            if chunk is None or self._present(chunk, page, last) < last - page:
+                return False
+            page = last
+        return True
+
     def ensure(self, start: int, stop: int, fetch: Fetch, given_up: GivenUp = never) -> None:
         """Have the pages of bytes [start, stop) on disk and verified, as far as there is room."""
         page = start // PAGE_BYTES
@@ -311,8 +325,8 @@ class CachedObject:
             self._presence.unclaim(self.name, first, last)
             self._released.notify_all()
 
-    def _chunk(self, page: int) -> Chunk | None:
-        """The chunk of a page, mapped; None: there is no room for it now, or the disk failed."""
+    def _chunk(self, page: int, *, make: bool = True) -> Chunk | None:
+        """The chunk of a page, mapped; None: it is not there and is not to be made, there is no room, or the disk failed."""
         if not self.cache.usable:
             return None
         number = page * PAGE_BYTES // self.cache.chunk_bytes
@@ -322,13 +336,13 @@ class CachedObject:
         with self._opening:
             if number not in self._chunks:
                 try:
-                    return self._open_chunk(number)
+                    return self._open_chunk(number, make=make)
                 except OSError as error:
                     self.cache.failed(error)
                     return None
             return self._chunks[number]
 
-    def _open_chunk(self, number: int) -> Chunk | None:
+    def _open_chunk(self, number: int, *, make: bool) -> Chunk | None:
         start = number * self.cache.chunk_bytes
         size = min(self.cache.chunk_bytes, self.size - start)
         path = self.folder / f"{number}.data"
@@ -337,7 +351,7 @@ class CachedObject:
             if chunk is not None:
                 self._show(number, chunk)
                 return chunk
-            if not self.cache.room.reserve(path, layout.file_bytes(size), self._about):
+            if not make or not self.cache.room.reserve(path, layout.file_bytes(size), self._about):
                 return None
         return None  # removed again by others
 
