@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import shutil
+import sys
 import tempfile
 import traceback
 import warnings
@@ -23,6 +25,9 @@ import streammega.ranks
 import streammega.train.loop  # noqa: F401 - imported once, by the server that forks
 
 TIMEOUT = 120.0
+MEETINGS = 3
+"""How often ranks try to connect: now and then gloo closes connections while they are made, before code under test runs."""
+Member = tuple[Any, Connection]
 
 
 class Gang:
@@ -31,15 +36,16 @@ class Gang:
     def __init__(self) -> None:
         self._context = multiprocessing.get_context("forkserver")
         self._context.set_forkserver_preload(["tests.gang"])
-        self._members: list[tuple[Any, Connection]] = []
+        self._members: list[Member] = []
+        self._folders: list[str] = []
 
     def run(self, size: int, function: Callable[..., Any], *arguments: Any) -> list[Any]:
         """function(rank, *arguments) on `size` ranks with gloo; their results. An error of any rank is raised here."""
-        return self._collect(self._start(size, function, arguments))
+        return self._collect(self._met(size, function, arguments))
 
     def run_until(self, due: Callable[[], bool], size: int, function: Callable[..., Any], *arguments: Any) -> bool:
         """The same, but SIGKILL for all ranks at once when `due` says so; whether it came to that."""
-        members = self._start(size, function, arguments)
+        members = self._met(size, function, arguments)
         while not wait([pipe for _, pipe in members], timeout=0.01):
             if due():
                 self.close()
@@ -47,20 +53,44 @@ class Gang:
         self._collect(members)
         return False
 
-    def _start(self, size: int, function: Callable[..., Any], arguments: tuple[Any, ...]) -> list[tuple[Any, Connection]]:
+    def _met(self, size: int, function: Callable[..., Any], arguments: tuple[Any, ...]) -> list[Member]:
+        """Ranks that have met and now run the function. New processes try once more where gloo could not connect them."""
+        for attempt in range(MEETINGS):
+            members = self._start(size, function, arguments)
+            answers = [self._answer(pipe) for _, pipe in members]
+            if all(answer is None for answer in answers):
+                for _, pipe in members:
+                    pipe.send("go on")
+                return members
+            self.close()
+            print(f"ranks did not meet, attempt {attempt + 1}: {answers}", file=sys.stderr)
+        raise AssertionError(f"{size} ranks did not meet: {answers}")
+
+    def _answer(self, pipe: Connection) -> str | None:
+        """What a rank says of the meeting: None is success."""
+        if not pipe.poll(TIMEOUT):
+            return f"no answer within {TIMEOUT:.0f} s"
+        try:
+            answer: str | None = pipe.recv()
+        except EOFError:
+            return "the process died"
+        return answer
+
+    def _start(self, size: int, function: Callable[..., Any], arguments: tuple[Any, ...]) -> list[Member]:
         while len(self._members) < size:
             ours, theirs = self._context.Pipe()
             process = self._context.Process(target=_serve, args=(theirs,), daemon=True)
             process.start()
             theirs.close()
             self._members.append((process, ours))
-        folder = tempfile.mkdtemp(prefix="gang-")
+        self._folders.append(tempfile.mkdtemp(prefix="gang-"))
+        store = os.path.join(self._folders[-1], "store")
         members = self._members[:size]
         for rank, (_, pipe) in enumerate(members):
-            pipe.send((rank, size, os.path.join(folder, "store"), function, arguments))
+            pipe.send((rank, size, store, function, arguments))
         return members
 
-    def _collect(self, members: list[tuple[Any, Connection]]) -> list[Any]:
+    def _collect(self, members: list[Member]) -> list[Any]:
         results: dict[int, Any] = {}
         pipes = {pipe: rank for rank, (_, pipe) in enumerate(members)}
         while pipes:
@@ -86,6 +116,9 @@ class Gang:
             process.join()
             pipe.close()
         self._members.clear()
+        for folder in self._folders:
+            shutil.rmtree(folder, ignore_errors=True)
+        self._folders.clear()
 
 
 def _serve(pipe: Connection) -> None:
@@ -97,9 +130,8 @@ def _serve(pipe: Connection) -> None:
         except EOFError:
             return
         try:
-            if size > 1:
-                timeout = timedelta(seconds=60)
-                dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=size, timeout=timeout)
+            if not _meet(pipe, rank, size, store):
+                return
             value = function(rank, *arguments)
             pipe.send((True, value))
         except BaseException:
@@ -108,6 +140,23 @@ def _serve(pipe: Connection) -> None:
             if dist.is_initialized():
                 dist.destroy_process_group()
                 _forget_meshes()
+
+
+def _meet(pipe: Connection, rank: int, size: int, store: str) -> bool:
+    """Connect to the other ranks; True when all of them have, by the word of the one who started them."""
+    try:
+        if size > 1:
+            timeout = timedelta(seconds=60)
+            dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=size, timeout=timeout)
+    except Exception:
+        pipe.send(traceback.format_exc())
+        return False
+    pipe.send(None)
+    try:
+        pipe.recv()
+    except EOFError:
+        return False
+    return True
 
 
 def _forget_meshes() -> None:
