@@ -1,4 +1,4 @@
-"""A conversion in a process of its own that tells which phase it is in, to be killed in it."""
+"""A conversion in a process of its own that tells which phase it is in: to be killed in it, or to wait there for another."""
 
 from __future__ import annotations
 
@@ -43,3 +43,28 @@ def convert_and_tell(pipe: Connection, cache: str, options: dict[str, Any], inpu
         pipe.send(f"{type(error).__name__}: {error}")
         raise
     pipe.send("done")
+
+
+def waiting(owner: Any, name: str, word: str, pipe: Connection) -> None:
+    """Make a method tell a word before it begins, and wait for one."""
+    real = getattr(owner, name)
+
+    def call(*arguments: Any) -> Any:
+        pipe.send(word)
+        pipe.recv()
+        return real(*arguments)
+
+    setattr(owner, name, call)
+
+
+def convert_as_told(pipe: Connection, cache: str, storage: StorageConfig, inputs: list[str], output: str, **named: Any) -> None:
+    """One conversion of a machine of its own: it waits before it reads its inputs, and before it publishes."""
+    os.environ["XDG_CACHE_HOME"] = cache
+    waiting(run._Conversion, "make", "begun", pipe)
+    waiting(Publisher, "publish", "written", pipe)
+    try:
+        convert(inputs, output, storage=storage, tokenizer="bytes", workers=1, **named)
+    except Exception as error:
+        pipe.send(f"{type(error).__name__}: {error}")
+    else:
+        pipe.send("done")

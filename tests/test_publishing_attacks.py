@@ -134,7 +134,9 @@ def test_of_two_conversions_to_one_output_the_later_sees_that_it_was_published_m
         monkeypatch.setattr(_Conversion, "publish", real)
         with monkeypatch.context() as patch:
             patch.setenv("XDG_CACHE_HOME", str(tmp_path / "elsewhere"))  # a machine of its own
-            convert(pairs[1:], name, workers=1, shard_bytes=2000)
+            with pytest.raises(ConvertError, match="another conversion"):
+                convert(pairs[1:], name, workers=1, shard_bytes=2000)
+            convert(pairs[1:], name, workers=1, shard_bytes=2000, overwrite=True)
         return real(self, *arguments)
 
     monkeypatch.setattr(_Conversion, "publish", late)

@@ -20,6 +20,8 @@ from streammega.storage.urls import file_system, is_remote
 
 PROBE = ".streammega-writable"
 """Of the object by which a conversion tries its rights: no input, where it could not be removed."""
+CLAIM = ".streammega-claim"
+"""Of the object by which a conversion says in a bucket that it writes there; see `claims`."""
 SIGNS = "*?["
 """What makes a pattern of a name, if nothing is called just that."""
 
@@ -144,7 +146,7 @@ def _remote(item: str, storage: StorageConfig, choice: Choice, passed: PassedOve
         if any(sign in below_host for sign in SIGNS) and not query and not system.isdir(path):
             if matches := sorted(map(full, system.glob(path))):
                 return _files(choice.of_matches(matches, passed), stat, read)
-        elif found := sorted(full(name) for name in system.find(path) if not name.endswith(PROBE)):
+        elif found := sorted(full(name) for name in system.find(path) if not name.endswith((PROBE, CLAIM))):
             return _files(choice.of_folder(found, full(path), passed), stat, read)
     except PermissionError as error:
         message = without_queries(f"{item}: access denied ({error}); check the credentials")

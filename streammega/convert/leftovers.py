@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection
 
 from streammega.config import StorageConfig
-from streammega.convert.inputs import PROBE
+from streammega.convert.inputs import CLAIM, PROBE
 from streammega.errors import ConvertError, FormatError, ObjectNotFoundError
 from streammega.index.manifest import MANIFEST, Manifest, read_manifest
 from streammega.index.shards import SUFFIXES, may_belong, owner_of, set_name, split_name
@@ -17,9 +17,10 @@ ENDINGS = (*SUFFIXES.values(), ".idx")
 def find_leftovers(prefix: str, storage: StorageConfig | None = None) -> list[ObjectInfo]:
     """Objects with the names of a dataset's shards that are part of no dataset, in name order; keys are the store's.
 
-    Those are shards with a mark (see `publish`) that the manifest does not list, and tokens of numbered or marked shards
-    without an `.idx`. A pair that stands for itself is a dataset, and no leftover; neither is a lone file of the very name,
-    which may be an input. But where the manifest lists shards with a mark, these have replaced all others of the name.
+    Those are shards with a mark (see `publish`) that the manifest does not list, tokens of numbered or marked shards without an
+    `.idx`, and what tells of a conversion while it runs. A pair that stands for itself is a dataset, and no leftover; neither
+    is a lone file of the very name, which may be an input. But where the manifest lists shards with a mark, these have replaced
+    all others of the name.
 
     Raises FormatError for a damaged manifest, which does not say what belongs to it; StorageError.
     """
@@ -33,7 +34,7 @@ def find_leftovers(prefix: str, storage: StorageConfig | None = None) -> list[Ob
     found = []
     for name, info in sorted(there.items()):
         shard = split_name(name)[0]
-        if name == f".{stem}{PROBE}":
+        if name in (f".{stem}{PROBE}", f".{stem}{CLAIM}"):
             found.append(info)
         if not name.endswith(ENDINGS) or name in own or not may_belong(shard, stem) or _has_manifest(shard, stem, there):
             continue

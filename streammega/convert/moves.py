@@ -42,6 +42,16 @@ def version(url: str, storage: StorageConfig) -> str:
         return ""
 
 
+def read_whole(url: str, storage: StorageConfig) -> bytes | None:
+    """A small object as it is stored; None where there is none. Raises StorageError."""
+    store, key = open_store(url, storage)
+    try:
+        info = store.info(key)
+        return bytes(store.read_ranges(key, [0], [info.size], info.etag)[0])
+    except ObjectNotFoundError:
+        return None
+
+
 def exists(url: str, storage: StorageConfig) -> bool:
     """Whether there is such an object. Raises StorageError."""
     store, key = open_store(url, storage)

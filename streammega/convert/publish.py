@@ -6,7 +6,7 @@ the other at once, and only then the former shards are removed. On a local disk 
 and a second switch.
 
 What is noted of this in the work folder outlives a kill; what others do to the output meanwhile is looked for, and never
-replaced unasked.
+replaced unasked. Names in a bucket are claimed before they are written to.
 """
 
 from __future__ import annotations
@@ -18,14 +18,16 @@ from dataclasses import asdict, dataclass, field, replace
 
 from streammega.config import StorageConfig
 from streammega.convert.assemble import Layout
+from streammega.convert.claims import Claim
 from streammega.convert.inputs import Input
-from streammega.convert.moves import delete, exists, link, move, version
+from streammega.convert.moves import delete, exists, link, move, read_whole, version
 from streammega.convert.units import load_json, save_bytes, save_json
 from streammega.errors import ConvertError, FormatError, ObjectNotFoundError, StorageError
 from streammega.index.manifest import MANIFEST, Manifest, Shard, read_manifest
 from streammega.index.shards import SUFFIXES, Kind, marked, split_name
 from streammega.redaction import redact_urls
 from streammega.storage import join_url, open_store
+from streammega.storage.base import create_object
 from streammega.storage.urls import is_remote
 
 FEW = 8
@@ -66,6 +68,9 @@ class Publisher:
         self._stem = prefix.rpartition("/")[2]
         self._target: Target | None = None
         self._seen = ""
+        self._claim = Claim(prefix, work, storage, job)
+        self._claimed = False
+        self._beside = False
 
     @property
     def _manifest_url(self) -> str:
@@ -80,7 +85,42 @@ class Publisher:
                     raise ConvertError(
                         f"{redact_urls(name)}: exists already; choose another output, or pass --overwrite to replace it"
                     )
+            if self._claims and (refusal := self._claim.refusal()):
+                raise ConvertError(refusal)
         self._check_inputs(inputs, self._former().files)
+
+    @property
+    def _claims(self) -> bool:
+        """Whether names are claimed: not on a disk, where a lock does it, nor beside a dataset, where every name has a mark."""
+        return is_remote(self._prefix) and not self._seen
+
+    def claim(self, *, overwrite: bool) -> None:
+        """Claim the names before the first document is read; after `check`.
+
+        Raises ConvertError where another conversion has; with `overwrite`, what is written goes beside its tokens.
+        """
+        if not self._claims:
+            return
+        self._claimed = self._claim.take()
+        self._beside = not self._claimed
+        if self._beside and not overwrite:
+            raise ConvertError(self._claim.refusal() or self._lost_claim())
+
+    def release(self) -> None:
+        """Let others claim the names: nothing of this conversion is left to go on with."""
+        if is_remote(self._prefix):
+            self._claim.release()
+
+    def _keep_claim(self) -> None:
+        """Raise ConvertError if the names are another conversion's by now."""
+        if self._claimed and not self._claim.take():
+            raise ConvertError(self._lost_claim())
+
+    def _lost_claim(self) -> str:
+        return (
+            f"{redact_urls(self._prefix)}: another conversion claimed it meanwhile; run the same command again when that "
+            f"is done, or choose another output"
+        )
 
     def _check_inputs(self, inputs: Sequence[Input], former: Sequence[str]) -> None:
         own = {_place(split_name(name)[0]) for name in (self._prefix, *former)}
@@ -116,6 +156,7 @@ class Publisher:
             if self._noted() is None:
                 self._check_names(layout, self._former().files)
             return layout
+        self._keep_claim()
         mark = self._decide(layout).mark
         targets = [join_url(self._folder, name) for name in self._names(layout, mark)]
         return replace(layout, targets=targets, digest=layout.digest + mark)
@@ -154,7 +195,9 @@ class Publisher:
     def _decide(self, layout: Layout) -> Target:
         """What was noted for this layout, or a new note. Raises ConvertError for shards of another dataset in the way."""
         noted = self._noted()
-        if noted is None or (noted.layout, noted.job) != (layout.digest, self._job) or self._is_of_others(noted):
+        plain_of_others = self._beside and noted is not None and not noted.mark
+        is_other = noted is None or (noted.layout, noted.job) != (layout.digest, self._job) or plain_of_others
+        if noted is None or is_other or self._is_of_others(noted):
             noted = self._note_anew(layout, noted)
         self._target = noted
         return noted
@@ -164,7 +207,7 @@ class Publisher:
         if noted is None:
             self._check_names(layout, there.files)
         what = f"{layout.digest} {there.version}".encode()
-        mark = f"gen{hashlib.blake2b(what, digest_size=6).hexdigest()}" if there.files else ""
+        mark = f"gen{hashlib.blake2b(what, digest_size=6).hexdigest()}" if there.files or self._beside else ""
         former = list(there.files)
         if noted is not None:  # an interrupted one has left some of what it was to remove
             former += [name for name in noted.former if name not in former]
@@ -230,6 +273,7 @@ class Publisher:
 
     def publish(self, layout: Layout, manifest: Manifest) -> Manifest:
         """Put everything under its final name. Returns the manifest that is there in the end."""
+        self._keep_claim()
         target = self._target or self._decide(layout)
         names = self._names(layout, target.mark)
         shards = [replace(shard, name=name) for shard, name in zip(manifest.shards, names, strict=True)]
@@ -237,10 +281,7 @@ class Publisher:
         there = self._stored_manifest()
         written = [_digest(beside.to_json())] if is_remote(self._prefix) else [_digest(m.to_json()) for m in (beside, manifest)]
         if there is not None and _digest(there) not in written and version(self._manifest_url, self._storage) != self._seen:
-            raise ConvertError(
-                f"{redact_urls(self._manifest_url)}: was written meanwhile, by another conversion; run the same command again "
-                f"with --overwrite to replace that dataset, or choose another output"
-            )
+            raise ConvertError(self._published_by_others())
         local = not is_remote(self._prefix)
         if local and target.mark and there == manifest.to_json():  # the second switch was done
             self._remove_links(names)
@@ -248,13 +289,28 @@ class Publisher:
         self._check_tokens(layout, manifest)
         self._note(replace(target, manifests=written))
         self._bring(layout, names)
-        save_bytes(self._manifest_url, beside.to_json(), self._storage)
+        self._switch(beside.to_json(), there)
         self._remove_former(target, names)
         if not local or not target.mark or not self._link(names, layout.names):
             return beside
         save_bytes(self._manifest_url, manifest.to_json(), self._storage)
         self._remove_links(names)
         return manifest
+
+    def _switch(self, manifest: bytes, there: bytes | None) -> None:
+        """Put the manifest in place of the one that is there; where none is, on the condition that this is still so."""
+        if there is not None or not is_remote(self._prefix):
+            save_bytes(self._manifest_url, manifest, self._storage)
+            return
+        store, key = open_store(self._manifest_url, self._storage)
+        if not create_object(store, key, manifest) and self._stored_manifest() != manifest:
+            raise ConvertError(self._published_by_others())
+
+    def _published_by_others(self) -> str:
+        return (
+            f"{redact_urls(self._manifest_url)}: was written meanwhile, by another conversion; run the same command again with "
+            f"--overwrite to replace that dataset, or choose another output"
+        )
 
     def _check_tokens(self, layout: Layout, manifest: Manifest) -> None:
         """Raise ConvertError if tokens that were written are not there any more: a manifest would speak of nothing."""
@@ -284,12 +340,7 @@ class Publisher:
 
     def _stored_manifest(self) -> bytes | None:
         """The manifest that is there, as it is stored."""
-        store, key = open_store(self._manifest_url, self._storage)
-        try:
-            info = store.info(key)
-            return bytes(store.read_ranges(key, [0], [info.size], info.etag)[0])
-        except ObjectNotFoundError:
-            return None
+        return read_whole(self._manifest_url, self._storage)
 
     def _link(self, marked_names: Sequence[str], names: Sequence[str]) -> bool:
         """Give local shards their plain names too; False on a file system without hard links, where they keep the marked ones."""

@@ -55,7 +55,7 @@ from streammega.storage.urls import is_remote
 
 log = logging.getLogger(__name__)
 
-KEPT = ("lock", "target.json", "publishing.json")
+KEPT = ("lock", "target.json", "publishing.json", "claim.json")
 """What a restart leaves in the work folder: who works there, and which names of the output are its own."""
 THREADS = 4
 """Units that one process works on: nine tenths of their time are outside of the GIL."""
@@ -102,6 +102,7 @@ def convert(
         if is_remote(work):
             check_writable(work, storage, is_work=True)
         try:
+            conversion.publisher.claim(overwrite=overwrite)
             layout, shards, records = conversion.make()
             manifest = conversion.publish(layout, shards, labels)
         except BaseException:
@@ -426,11 +427,12 @@ class _Conversion:
 
     def remove_work(self) -> None:
         """Forget everything unfinished: at once, so that a kill leaves all of it or nothing."""
+        self.publisher.release()
         if is_remote(self.work):
             store, key = open_store(f"{self.work}/", self.storage)
             keys = [info.key for info in store.list(key)]
             # What is noted of the output goes last: as long as anything is here, it says whose the output is.
-            for name in sorted(keys, key=lambda name: name.endswith(("target.json", "publishing.json"))):
+            for name in sorted(keys, key=lambda name: name.endswith(KEPT)):
                 store.delete(name)
         elif os.path.isdir(self.work):
             gone = f"{self.work}.removed"

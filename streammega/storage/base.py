@@ -5,12 +5,19 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import numpy as np
 from numpy.typing import NDArray
 
-from streammega.errors import ConfigError, EndpointError, ShortReadError
+from streammega.errors import (
+    AccessDeniedError,
+    ConfigError,
+    EndpointError,
+    ObjectNotFoundError,
+    ShortReadError,
+    StorageError,
+)
 from streammega.kernels.plan import copy_bytes
 
 Buffer = memoryview
@@ -96,6 +103,39 @@ def written_whole(store: Store, key: str) -> Iterator[ObjectWriter]:
     except BaseException:
         writer.abort()
         raise
+
+
+@runtime_checkable
+class ExclusiveStore(Protocol):
+    """A store that can write an object on the condition that none is there, in one request."""
+
+    def create(self, key: str, data: bytes) -> bool:
+        """Write a small object; False if one is there. Raises StorageError, also where the server knows no conditions."""
+
+
+def create_object(store: Store, key: str, data: bytes) -> bool:
+    """Write a small object where none is; False if one is there, which may be this very one after a lost answer.
+
+    Of several that do so at once one succeeds, where store and server know conditional writes. Else it is a look and a write:
+    between both others may write as well, and the last of them stays. Raises StorageError.
+    """
+    if isinstance(store, ExclusiveStore):
+        try:
+            return store.create(key, data)
+        except (AccessDeniedError, ObjectNotFoundError):
+            raise
+        except StorageError as error:
+            if error.transient:
+                raise
+    try:
+        store.info(key)
+    except ObjectNotFoundError:
+        pass
+    else:
+        return False
+    with written_whole(store, key) as writer:
+        writer.write(data)
+    return True
 
 
 def check_object_key(url: str, key: str) -> None:

@@ -187,6 +187,24 @@ class FsspecStore:
 
         return lambda *args, **kwargs: self._policy.call(lambda: attempt(*args, **kwargs))
 
+    def create(self, key: str, data: bytes) -> bool:
+        """One PUT under the condition that nothing is there, by s3fs. Raises StorageError for drivers that have no such."""
+        self._check_object_key(key)
+        if self.scheme != "s3":
+            raise StorageError(f"{self.url(key)}: its driver has no conditional writes")
+        fs, _ = self._filesystem()
+
+        def attempt() -> bool:
+            try:
+                fs.pipe_file(key, data, mode="create")
+            except FileExistsError:
+                return False
+            except BaseException as error:
+                raise self._error(key, error) from None
+            return True
+
+        return self._policy.call(attempt)
+
     def delete(self, key: str) -> None:
         """Delete an object if it is there."""
         self._check_object_key(key)

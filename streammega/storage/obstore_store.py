@@ -279,6 +279,24 @@ class ObstoreStore:
             if error.silent:
                 raise
 
+    def create(self, key: str, data: bytes) -> bool:
+        """One PUT under the condition that nothing is there (If-None-Match, or what the cloud has for it)."""
+        check_object_key(self.url(key), key)
+        if (instead := self._after_fork()) is not None:
+            return instead.create(self._full(key), data)
+        client, pool = self._client()
+
+        def attempt() -> bool:
+            try:
+                obstore.put(client, key, data, mode="create", use_multipart=False)
+            except obstore.exceptions.AlreadyExistsError:
+                return False
+            except BaseException as error:
+                raise self._error(key, error) from None
+            return True
+
+        return pool.call(lambda: self._policy.call(attempt))
+
     def delete(self, key: str) -> None:
         """Delete an object if it is there."""
         check_object_key(self.url(key), key)
