@@ -138,12 +138,15 @@ def _short(value: Any) -> str:
     return spelt if len(spelt) <= 80 else f"{spelt[:80]}..."
 
 
-def encodable(text: str, where: str) -> str:
-    """The text itself. JSON can spell half a character, which no tokenizer takes: that is a FormatError."""
+def encodable(text: str, where: str, before: int = 0) -> str:
+    """The text itself. JSON can spell half a character, which no tokenizer takes: that is a FormatError.
+
+    before: characters that come before it, if it is a piece of a text.
+    """
     try:
         text.encode()
     except UnicodeEncodeError as error:
         raise FormatError(
-            f"{where}: holds half of a character (a lone surrogate, character {error.start}); leave it out"
+            f"{where}: holds half of a character (a lone surrogate, character {before + error.start}); leave it out"
         ) from None
     return text

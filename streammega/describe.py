@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -139,8 +139,9 @@ def describe_input(path: str, storage: StorageConfig) -> str:
 
     Raises ObjectNotFoundError, ConvertError.
     """
-    from streammega.convert.documents import LongText, RawDocument
+    from streammega.convert.documents import LongRecord, LongText, RawDocument
     from streammega.convert.inputs import find_inputs
+    from streammega.convert.long_records import short
     from streammega.convert.options import ConvertOptions
     from streammega.convert.readers import read_slice
     from streammega.convert.slices import Skipped, Slice
@@ -153,8 +154,10 @@ def describe_input(path: str, storage: StorageConfig) -> str:
     lines = [redact_urls(without_queries(path))]
     lines += [f"  {kind:<10} {len(own):,} inputs, {sum(own):,} bytes" for kind, own in sorted(sizes.items())]
     for document in itertools.islice(read_slice(Slice(input=found[0]), ConvertOptions(), storage, Skipped()), 1):
-        if isinstance(document, LongText):
-            document = RawDocument(data=next(document.pieces), path=document.path)
+        if isinstance(document, LongRecord) and document.document.fields is not None:
+            document = replace(document.document, fields=short(document.document.fields, 200))
+        if isinstance(document, LongText | LongRecord):
+            document = RawDocument(data=next(document.pieces), path=path)
         if isinstance(document, RawDocument):
             known = document.fields is not None
             shown = json.dumps(document.fields, default=str) if known else document.data.decode(errors="replace")

@@ -366,10 +366,11 @@ def test_documents_of_more_tokens_than_an_index_can_say_are_refused_before_they_
     with pytest.raises(ConvertError, match=r"long\.txt: a document of more than 2,147,483,647 tokens"):
         convert([str(tmp_path / "long.txt")], str(tmp_path / "out"), tokenizer="bytes", workers=1)
     assert time.monotonic() - began < 20
-    stream = TokenStream(iter([np.zeros(4, np.int32)] * 3), ConvertOptions(max_tokens=5), None, "a.txt")
-    stream.kept = 2**31 - 6
+    pieces = [(0, np.zeros(4, np.int32))] * 3
+    stream = TokenStream(iter(pieces), [0], ConvertOptions(max_tokens=5), None, "a.txt")
+    stream._kept[0] = 2**31 - 6
     assert sum(len(ids) for ids in stream) == 5
-    stream = TokenStream(iter([np.zeros(4, np.int32)] * 3), ConvertOptions(), None, "a.txt")
-    stream.kept = 2**31 - 6
+    stream = TokenStream(iter(pieces), [0], ConvertOptions(), None, "a.txt")
+    stream._kept[0] = 2**31 - 6
     with pytest.raises(ConvertError, match=r"a\.txt: a document of more than"):
         list(stream)

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 
 from streammega.config import StorageConfig
-from streammega.convert.documents import RawDocument, one_each
+from streammega.conversations import not_utf8
+from streammega.convert.documents import LongRecord, LongString, RawDocument, one_each
 from streammega.convert.keys import splits
+from streammega.convert.long_records import LONG_RECORD, may_be_long
+from streammega.convert.long_texts import decoded
 from streammega.convert.options import ConvertOptions
 from streammega.convert.slices import Item, Skipped, Slice, open_plain
 from streammega.errors import ConvertError
@@ -39,7 +43,7 @@ def read_parquet(piece: Slice, options: ConvertOptions, storage: StorageConfig, 
         columns = [".".join(path) for path in paths]  # of structs, the fields that are wanted alone
         row = sum(table.metadata.row_group(group).num_rows for group in range(piece.start))
         for batch in table.iter_batches(_rows_at_once(table.metadata, groups), row_groups=groups, columns=columns):
-            yield from _rows(batch, paths, piece.input.path, row)
+            yield from _rows(batch, paths, options, piece.input.path, row)
             row += batch.num_rows
 
 
@@ -58,7 +62,7 @@ def read_arrow(piece: Slice, options: ConvertOptions, storage: StorageConfig, sk
         paths, row = _paths(reader.schema, options, piece.input.path), 0
         columns = list(dict.fromkeys(path[0] for path in paths))
         for batch in batches:
-            yield from _rows(batch.select(columns), paths, piece.input.path, row)
+            yield from _rows(batch.select(columns), paths, options, piece.input.path, row)
             row += batch.num_rows
 
 
@@ -100,17 +104,79 @@ def _names(field: Any) -> list[str]:
     return [f"{field.name}.{inner.name}" for inner in _fields(field.type)] if pa.types.is_struct(field.type) else [field.name]
 
 
-def _rows(batch: Any, paths: list[Path], path: str, first: int) -> Iterator[Item]:
+def _rows(batch: Any, paths: list[Path], options: ConvertOptions, path: str, first: int) -> Iterator[Item]:
     """Records of a record batch; one column of integer lists is taken as tokens."""
     column = _column(batch, paths[0]) if len(paths) == 1 else None
     if column is not None and _is_token_list(column.type):
         yield _token_lists(column, batch.nbytes, path, first)
         return
+    long = _long_rows(batch, paths) if batch.nbytes > LONG_RECORD and may_be_long(options) else []
+    low = 0
+    for row in [*long, batch.num_rows]:
+        yield from _short_rows(batch.slice(low, row - low), path, first + low)
+        if row < batch.num_rows:
+            yield _long_row(batch, row, paths, RawDocument(data=b"", path=path, line=first + row + 1, record=True))
+        low = row + 1
+
+
+def _short_rows(batch: Any, path: str, first: int) -> Iterator[Item]:
     mean = max(1, batch.nbytes // max(1, batch.num_rows))
     at_once = max(1, PYTHON_BYTES // mean)  # as objects of Python, rows take several times their bytes
     for low in range(0, batch.num_rows, at_once):
         for number, fields in enumerate(batch.slice(low, at_once).to_pylist(), first + low + 1):
             yield RawDocument(data=b"", path=path, line=number, record=True, fields=fields, size=mean)
+
+
+def _long_rows(batch: Any, paths: list[Path]) -> list[int]:
+    """Rows with a text that is not to be copied."""
+    import pyarrow.compute as pc
+
+    found: set[int] = set()
+    for place in paths:
+        column = _column(batch, place)
+        if _is_text(column.type):
+            sizes = pc.fill_null(pc.binary_length(column), 0).to_numpy(zero_copy_only=False)
+            found.update(np.flatnonzero(sizes > LONG_RECORD).tolist())
+    return sorted(found)
+
+
+def _long_row(batch: Any, row: int, paths: list[Path], place: RawDocument) -> LongRecord:
+    """A record whose long texts are read from where pyarrow holds them."""
+    fields: dict[str, Any] = {}
+    size = 0
+    for path in paths:
+        column = _column(batch, path)
+        cell = column[row]
+        value = _ColumnText(cell.as_buffer(), place.where) if _is_text(column.type) and cell.is_valid else cell.as_py()
+        size += len(value.data) if isinstance(value, _ColumnText) else 0
+        within = fields
+        for name in path[:-1]:
+            within = within.setdefault(name, {})
+        within[path[-1]] = value
+    return LongRecord(document=replace(place, fields=fields, size=size))
+
+
+class _ColumnText(LongString):
+    """A text in a buffer of pyarrow's."""
+
+    def __init__(self, data: Any, where: str) -> None:
+        self.data = memoryview(data)
+        self._where = where
+
+    def __bool__(self) -> bool:
+        return len(self.data) > 0
+
+    def pieces(self) -> Iterator[str]:
+        bytes_of = (bytes(self.data[start : start + PYTHON_BYTES]) for start in range(0, len(self.data), PYTHON_BYTES))
+        return decoded(bytes_of, self._where, not_utf8)
+
+
+def _is_text(kind: Any) -> bool:
+    import pyarrow as pa
+
+    return any(
+        is_one(kind) for is_one in (pa.types.is_string, pa.types.is_large_string, pa.types.is_binary, pa.types.is_large_binary)
+    )
 
 
 def _column(batch: Any, place: Path) -> Any:

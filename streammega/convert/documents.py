@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -50,6 +51,35 @@ class LongText:
     path: str
     pieces: Iterator[bytes]
     size: int = 0
+
+
+class LongString(ABC):
+    """A text of a record that is too long to be held."""
+
+    @abstractmethod
+    def pieces(self) -> Iterator[str]:
+        """All of it, about a MiB at a time. Raises FormatError where it is no text."""
+
+    def beginning(self, most: int) -> str:
+        """Its first characters, for what is only shown."""
+        found = ""
+        for piece in self.pieces():
+            found += piece
+            if len(found) >= most:
+                break
+        return found[:most]
+
+
+@dataclass(frozen=True, kw_only=True)
+class LongRecord:
+    """A record too long to be held.
+
+    document: where it comes from; its fields too, with LongStrings in them, where they are known.
+    pieces: else its bytes of JSON, a MiB or so at a time.
+    """
+
+    document: RawDocument
+    pieces: Iterator[bytes] = field(default_factory=lambda: iter(()))
 
 
 @dataclass(frozen=True, kw_only=True)

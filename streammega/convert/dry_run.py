@@ -3,28 +3,31 @@
 from __future__ import annotations
 
 import bz2
+import io
+import json
 import lzma
 import time
 import zlib
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
 import zstandard
 
 from streammega.config import StorageConfig
-from streammega.convert.documents import LongText, RawDocument, Tokens
+from streammega.convert.documents import LongRecord, LongText, RawDocument, Tokens
 from streammega.convert.inputs import Input
+from streammega.convert.long_records import TextFile, short, with_fields
 from streammega.convert.options import ConvertOptions, Runner
 from streammega.convert.pipes import is_pipe
 from streammega.convert.preflight import check_may_write
 from streammega.convert.run import prepare
-from streammega.convert.slices import Skipped, read_head
+from streammega.convert.slices import Skipped, fault, read_head
 from streammega.convert.suffixes import is_compressed, suffix_of
 from streammega.convert.tokenizers import TextTokenizer
 from streammega.convert.units import Job, UnitRecord, batches_of, chooser, encoder_of
-from streammega.errors import ConfigError, ConvertError, StorageError
+from streammega.errors import ConfigError, ConvertError, FormatError, StorageError
 from streammega.kernels.parallel import num_threads
 from streammega.redaction import redact_urls
 
@@ -169,8 +172,9 @@ class _Sample:
             if size >= SAMPLE_BYTES:
                 self.whole = False
                 break
-            if isinstance(batch, LongText):
-                batch, self.whole = [_beginning(batch)], False
+            if isinstance(batch, LongText | LongRecord):
+                batch = self._begun(batch, skipped)
+                self.whole = False
             tokens = batch if isinstance(batch, Tokens) else encoder_of(self._job)(batch, skipped)
             size += tokens.source_bytes
             self._add(choose(tokens))
@@ -181,6 +185,14 @@ class _Sample:
         for counts in (record.counts, skipped.counts):
             for reason, count in counts.items():
                 self.dropped[reason] = self.dropped.get(reason, 0) + count
+
+    def _begun(self, item: LongText | LongRecord, skipped: Skipped) -> list[RawDocument]:
+        """The beginning of a document that is not held; nothing of one that is broken, where faults are passed over."""
+        try:
+            return [_beginning(item)]
+        except FormatError as error:
+            fault(self._job.options, skipped, "broken record", str(error))
+            return []
 
     def _add(self, batch: Tokens) -> None:
         self.documents += len(batch.documents)
@@ -204,15 +216,19 @@ class _Sample:
         )
 
 
-def _beginning(text: LongText) -> RawDocument:
+def _beginning(item: LongText | LongRecord) -> RawDocument:
     """Of a document that is not held, as much as a sample takes."""
+    if isinstance(item, LongRecord):
+        record = with_fields(item, TextFile(io.BytesIO(), SAMPLE_BYTES))
+        fields = short(record.fields, SAMPLE_BYTES)
+        return replace(record, fields=fields, size=len(json.dumps(fields, default=str)))
     data = b""
-    for piece in text.pieces:
+    for piece in item.pieces:
         data += piece
         if len(data) >= SAMPLE_BYTES:
             break
     whole = data[:SAMPLE_BYTES].decode("utf-8", "ignore")  # which may end within a letter
-    return RawDocument(data=whole.encode(), path=text.path)
+    return RawDocument(data=whole.encode(), path=item.path)
 
 
 def _expected_bytes(inputs: Sequence[Input], storage: StorageConfig) -> float:

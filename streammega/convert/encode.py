@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -14,7 +15,7 @@ from streammega.conversations import load_record, messages_of, turns_of
 from streammega.convert.chat import ChatEncoder
 from streammega.convert.chat_sources import find_template
 from streammega.convert.chat_templates import Rendered
-from streammega.convert.documents import LongText, RawDocument, Tokens, check_lengths
+from streammega.convert.documents import LongString, LongText, RawDocument, Tokens, check_lengths
 from streammega.convert.keys import texts_at
 from streammega.convert.long_texts import LONG, LongTextEncoder, decoded, text_in_pieces
 from streammega.convert.options import ConvertOptions
@@ -29,6 +30,14 @@ Text: TypeAlias = "str | NDArray[np.int32]"
 """Of a sequence; if it is long, its ids."""
 Part = tuple[Text, int, bool]
 """Text of a sequence, its mode, and whether it ends with the end-of-document token."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class LongPart:
+    """A sequence of a document that is not held: its text in pieces, and its mode."""
+
+    pieces: Iterator[str]
+    mode: int = 0
 
 
 class BatchEncoder:
@@ -74,23 +83,40 @@ class BatchEncoder:
         encoded = iter(ids)
         return [next(encoded) if isinstance(text, str) else text for text in texts]  # type: ignore[misc]
 
-    def long_text(self, text: LongText) -> Iterator[NDArray[Any]]:
-        """Ids of a document that is not held, a piece at a time; none if it has no token. Raises ConvertError, FormatError."""
-        opening = [] if self.bos is None else [np.array([self.bos], self.dtype)]
-        empty = True
-        for ids in self._long.encode(decoded(text.pieces, text.path), text.path):
-            if not len(ids):
-                continue
-            if empty:
-                yield from opening
-            empty = False
-            yield ids.astype(self.dtype)
-        if empty and not self._options.keep_empty:
-            return
-        if empty:
+    def long_document(self, texts: Sequence[LongPart], where: str) -> Iterator[tuple[int, NDArray[Any]]]:
+        """(number of the sequence, ids) of a document that is not held, a piece at a time; none if it has no token.
+
+        What `_without_empty` leaves out has no ids. Raises ConvertError, FormatError.
+        """
+        opening = [] if self.bos is None else [(0, np.array([self.bos], self.dtype))]
+        if self._options.keep_empty:
             yield from opening
+            opening = []
+        closed = -1  # the last sequence with a token
+        for number, text in enumerate(texts):
+            for ids in self._long.encode(text.pieces, where):
+                if not len(ids):
+                    continue
+                yield from ((number, bos) for _, bos in opening)
+                opening = []
+                closed = number
+                yield number, ids.astype(self.dtype)
+        if closed < 0 and not self._options.keep_empty:
+            return
+        if self._options.keep_empty or self._options.makes_modes:
+            closed = len(texts) - 1
         if self.eod is not None:
-            yield np.array([self.eod], self.dtype)
+            yield closed, np.array([self.eod], self.dtype)
+
+    def long_parts(self, item: LongText | RawDocument) -> list[LongPart]:
+        """The sequences of a document that is not held; none if it has no text. Raises ConvertError, FormatError."""
+        if isinstance(item, LongText):
+            return [LongPart(pieces=decoded(item.pieces, item.path))]
+        texts = self._texts(item)
+        return [
+            LongPart(pieces=text.pieces() if isinstance(text, LongString) else text_in_pieces(text), mode=mode)
+            for text, mode in texts
+        ]
 
     def _read(self, documents: Sequence[RawDocument], read: Callable[[RawDocument], Any], skipped: Skipped) -> list[Any]:
         """What `read` makes of documents, without those that are empty or passed over."""
@@ -173,7 +199,7 @@ class BatchEncoder:
 
     def _rendered(self, document: RawDocument) -> Rendered | None:
         """A conversation by its template; None: it has no messages."""
-        record = document.fields if document.fields is not None else load_record(document.data, document.where)
+        record = _record(document)
         if self._chat is None or not turns_of(record, document.where):
             return None
         return self._chat.render(record, document.where)
@@ -207,12 +233,19 @@ class BatchEncoder:
 
     def parts(self, document: RawDocument) -> list[Part]:
         """The sequences of a document; none if it has no text. Raises ConvertError, FormatError."""
+        where = document.where
+        if self._options.chat and document.record:
+            return _conversation(_record(document), where)
+        texts = self._texts(document)
+        return [(self._shortened(text, where), mode, number == len(texts)) for number, (text, mode) in enumerate(texts, 1)]
+
+    def _texts(self, document: RawDocument) -> list[tuple[Any, int]]:
+        """(text, mode) of each sequence of a document that is no conversation: str, or LongString."""
+        texts: list[tuple[Any, int]]
         if not document.record:
             texts = [(_decode(document), 0)]
         else:
-            record = document.fields if document.fields is not None else load_record(document.data, document.where)
-            if self._options.chat:
-                return _conversation(record, document.where)
+            record = _record(document)
             keys = self._options.key_modes
             texts = [(text, mode) for key, mode in keys for text in texts_at(record, key, document.where)]
         if self._split is not None:
@@ -220,9 +253,7 @@ class BatchEncoder:
         if not any(text for text, _ in texts):
             return []
         last = texts[-1] if self._options.makes_modes else None  # an empty answer is a sequence, with the end of its document
-        texts = [part for part in texts if part[0] or part is last]
-        where = document.where
-        return [(self._shortened(text, where), mode, number == len(texts)) for number, (text, mode) in enumerate(texts, 1)]
+        return [part for part in texts if part[0] or part is last]
 
     def _shortened(self, text: str, where: str) -> Text:
         """A text, or if it is long its ids: they take less than what a tokenizer needs for all of it at once."""
@@ -233,6 +264,10 @@ class BatchEncoder:
 
 def _count_empty(skipped: Skipped) -> None:
     skipped.counts["empty"] = skipped.counts.get("empty", 0) + 1
+
+
+def _record(document: RawDocument) -> Any:
+    return document.fields if document.fields is not None else load_record(document.data, document.where)
 
 
 def _decode(document: RawDocument) -> str:

@@ -1,4 +1,4 @@
-"""JSON files whose records are no lines: arrays of records, and records over several lines. One record is held at a time.
+"""JSON files whose records are no lines: arrays of records, and records over several lines. At most one record is held.
 
 The parser is the one that reads JSON lines, Python's own. It looks for the end of each record in a text in which a character is a
 byte, so that what follows (`RawDocument.data`) are the record's own bytes: they are parsed, refused and passed over as lines are.
@@ -11,7 +11,8 @@ import re
 from collections.abc import Iterator
 from typing import Any
 
-from streammega.convert.documents import RawDocument
+from streammega.convert.documents import LongRecord, RawDocument
+from streammega.convert.slices import Skipped
 from streammega.errors import ConvertError
 
 HEAD_BYTES = 64 << 10
@@ -24,6 +25,9 @@ _STRICT = json.JSONDecoder()
 _LOOSE = json.JSONDecoder(strict=False)
 """Takes control characters within strings, by which it finds the end of records that are refused later, one by one."""
 _SPACE = re.compile(r"[ \t\n\r]*")
+_BETWEEN = re.compile(r'[^"{}\[\],]*')
+_IN_STRING = re.compile(r'[^"\\]*+(?:\\.[^"\\]*+)*+', re.S)
+_LOST = "; mend it: what comes after it cannot be read"
 
 
 def holds_lines(head: bytes) -> bool:
@@ -46,28 +50,46 @@ def holds_lines(head: bytes) -> bool:
     return "\n" not in text[start:stop]
 
 
-def read_values(head: bytes, file: Any, path: str) -> Iterator[RawDocument]:
+def read_values(
+    head: bytes, file: Any, path: str, *, most: int | None = None, skipped: Skipped | None = None
+) -> Iterator[RawDocument | LongRecord]:
     """The records of a file of which `head` was read already: those of its arrays, and those that stand by themselves.
+
+    most: bytes from which on a record is not held.
+    skipped: where members of arrays that are no JSON are noted and passed over, if their ends can be told.
 
     Raises ConvertError, naming the line, where it is no JSON or ends within a record or an array.
     """
-    values = _Values(head.removeprefix(BYTE_ORDER_MARK), file, path)
+    values = _Values(head.removeprefix(BYTE_ORDER_MARK), file, path, most)
     within, ready = False, True  # an array; and for the next record, which a comma has to come before
+    item: RawDocument | LongRecord | None = None
     while sign := values.next_sign():
-        if not within and sign == "[":
-            values.pass_sign()
-            within, ready = True, True
-        elif within and sign == "]":
-            values.pass_sign()
-            within, ready = False, True
-        elif within and sign == "," and not ready:
-            values.pass_sign()
-            ready = True
-        elif within and not ready:
-            raise values.broken("a comma or the end of the array is missing")
-        else:
-            yield values.take()
-            ready = not within
+        try:
+            if not within and sign == "[":
+                values.pass_sign()
+                within, ready = True, True
+            elif within and sign == "]":
+                values.pass_sign()
+                within, ready = False, True
+            elif within and sign == "," and not ready:
+                values.pass_sign()
+                ready = True
+            elif within and not ready:
+                raise values.broken("a comma or the end of the array is missing")
+            else:
+                item = values.take()
+                ready = not within
+        except ConvertError as error:
+            if skipped is None or not within:
+                raise
+            skipped.add("broken record", values.pass_over(error))
+            ready = False
+            continue
+        if item is not None:
+            yield item
+            if isinstance(item, LongRecord) and not values.finish(item):
+                return
+            item = None
     if within:
         raise values.broken("it ends within an array; is it cut short?")
 
@@ -75,13 +97,15 @@ def read_values(head: bytes, file: Any, path: str) -> Iterator[RawDocument]:
 class _Values:
     """A text of JSON values, taken one after another from a file."""
 
-    def __init__(self, head: bytes, file: Any, path: str) -> None:
-        self._text, self._file, self._path = head.decode("latin-1"), file, path
+    def __init__(self, head: bytes, file: Any, path: str, most: int | None) -> None:
+        self._text, self._file, self._path, self._most = head.decode("latin-1"), file, path, most
         self._at = 0
         self._counted = 0
         """Characters of the text whose lines are in `_line`."""
         self._line = 1
         self._ended = False
+        self._found_end = False
+        """Whether the last long record was read to its end."""
 
     def next_sign(self) -> str:
         """The next character that is no space; "" at the end."""
@@ -96,16 +120,68 @@ class _Values:
         """Go on behind it."""
         self._at += 1
 
-    def take(self) -> RawDocument:
+    def take(self) -> RawDocument | LongRecord:
         """The value that begins here."""
         end = self._end_of_value()
         while end is None or (end > len(self._text) - LONGEST_WORD and not self._ended):  # a number may go on behind a dot
+            if end is None and self._is_long():
+                place = RawDocument(data=b"", path=self._path, line=self._count_lines(), record=True)
+                return LongRecord(document=place, pieces=self._rest_of_value())
             self._read_on()
             end = self._end_of_value()
         data = self._text[self._at : end].encode("latin-1")
         document = RawDocument(data=data, path=self._path, line=self._count_lines(), record=True)
         self._at = end
         return document
+
+    def finish(self, record: LongRecord) -> bool:
+        """Read a long record to its end; False if that could not be reached, as whoever read its pieces was told."""
+        for _ in record.pieces:
+            pass
+        return self._found_end
+
+    def _is_long(self) -> bool:
+        """Whether the value that begins here is one of many bytes that ends by a sign of its own."""
+        return self._most is not None and len(self._text) - self._at > self._most and self._text[self._at] in '{["'
+
+    def _rest_of_value(self) -> Iterator[bytes]:
+        """The bytes of the value that begins here, a block at a time. Raises ConvertError where it has no end."""
+        self._found_end = False
+        nesting = Nesting()
+        while self._text:
+            end = nesting.follow(self._text, self._at)
+            for start in range(self._at, len(self._text) if end is None else end, READ_BYTES):
+                yield self._text[start : min(start + READ_BYTES, len(self._text) if end is None else end)].encode("latin-1")
+            if end is not None:
+                self._at = end
+                self._found_end = True
+                return
+            self._next_block()
+        raise self.broken("it ends within a record; is it cut short?")
+
+    def pass_over(self, error: ConvertError) -> str:
+        """Go on where something broken in an array ends: at a comma, or the end of the array. Returns what to tell of it.
+
+        Raises the error if there is no such place, as where a quote is missing, and text and records have changed places.
+        """
+        nesting = Nesting()
+        while self._text:
+            end = nesting.member_end(self._text, self._at)
+            if end is not None:
+                self._at = end
+                reason = str(error).removesuffix(_LOST)
+                return f"{reason}; passed over up to line {self._count_lines()}"
+            self._next_block()
+        raise error
+
+    def _next_block(self) -> None:
+        """Read on, without what was read so far."""
+        self._at = len(self._text)
+        self._count_lines()
+        self._text = self._file.read(READ_BYTES).decode("latin-1")
+        self._ended = not self._text
+        self._at = 0
+        self._counted = 0
 
     def _end_of_value(self) -> int | None:
         """Where the value that begins here ends; None if that is behind what was read."""
@@ -116,16 +192,14 @@ class _Values:
                 return None
             if error.msg.startswith("Unterminated string") or error.pos >= len(self._text.rstrip()):
                 raise self.broken("it ends within a record; is it cut short?") from None
-            self._at = error.pos
-            raise self.broken(error.msg) from None
+            raise self.broken(error.msg, error.pos) from None
         except RecursionError as error:
             raise self.broken(str(error)) from None
 
-    def broken(self, what: str) -> ConvertError:
-        """An error that names this place."""
-        return ConvertError(
-            f"{self._path}:{self._count_lines()}: broken JSON ({what}); mend it: what comes after it cannot be read"
-        )
+    def broken(self, what: str, place: int | None = None) -> ConvertError:
+        """An error that names this place, or another behind it."""
+        line = self._count_lines() + self._text.count("\n", self._at, self._at if place is None else place)
+        return ConvertError(f"{self._path}:{line}: broken JSON ({what}){_LOST}")
 
     def _count_lines(self) -> int:
         self._line += self._text.count("\n", self._counted, self._at)
@@ -145,9 +219,60 @@ class _Values:
         return not self._ended
 
 
+class Nesting:
+    """Follows brackets through JSON that comes in blocks of text, each of which begins where the one before ended."""
+
+    def __init__(self) -> None:
+        self._depth = 0
+        self._in_string = False
+        self._escaped = False
+        """Whether the next character, of a string, is escaped."""
+
+    def follow(self, text: str, place: int) -> int | None:
+        """Where the value ends that the first block began with; None if it goes on behind this one."""
+        for stop, sign in self._signs(text, place):
+            if self._depth <= 0 and sign in '}]"':
+                return stop
+        return None
+
+    def member_end(self, text: str, place: int) -> int | None:
+        """Where, outside of all brackets but those of an array, a comma is or that array ends; None if that is further on."""
+        for stop, sign in self._signs(text, place):
+            if self._depth < 0 and sign == "]":
+                return stop - 1
+            self._depth = max(self._depth, 0)  # a } without its {
+            if self._depth == 0 and sign == ",":
+                return stop - 1
+        return None
+
+    def _signs(self, text: str, place: int) -> Iterator[tuple[int, str]]:
+        """(place behind it, sign) of each bracket and comma outside of strings, and of each end of a string."""
+        if self._escaped:
+            place += 1
+            self._escaped = False
+        while place < len(text):
+            place = _match_end(_IN_STRING if self._in_string else _BETWEEN, text, place)
+            if place >= len(text):
+                return
+            sign = text[place]
+            place += 1
+            if sign == "\\":  # the last character of this block
+                self._escaped = True
+                return
+            if sign == '"':
+                self._in_string = not self._in_string
+            self._depth += (sign in "{[") - (sign in "}]")
+            if not self._in_string:
+                yield place, sign
+
+
+def _match_end(pattern: re.Pattern[str], text: str, place: int) -> int:
+    found = pattern.match(text, place)
+    return found.end() if found else place
+
+
 def _end_of_space(text: str, start: int) -> int:
-    found = _SPACE.match(text, start)
-    return found.end() if found else start
+    return _match_end(_SPACE, text, start)
 
 
 def _cut(error: json.JSONDecodeError, text: str) -> bool:

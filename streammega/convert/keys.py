@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from streammega.conversations import encodable, not_utf8
+from streammega.convert.documents import LongString
 from streammega.errors import ConvertError
 
 MISSING: Any = object()
@@ -34,7 +35,7 @@ def splits(key: str) -> Iterator[tuple[str, str]]:
         at = key.rfind(".", 0, at)
 
 
-def texts_at(record: Any, key: str, where: str) -> list[str]:
+def texts_at(record: Any, key: str, where: str) -> list[str | LongString]:
     """The texts under a key: one, or those of a list, as Megatron takes sentences that were split before; null is an empty one.
 
     Raises ConvertError, FormatError that name `where`.
@@ -48,9 +49,11 @@ def texts_at(record: Any, key: str, where: str) -> list[str]:
     return [_text(part, key, where, "a list with ") for part in value] or [""]
 
 
-def _text(value: Any, key: str, where: str, of: str = "") -> str:
+def _text(value: Any, key: str, where: str, of: str = "") -> str | LongString:
     if value is None:
         return ""
+    if isinstance(value, LongString):
+        return value
     if isinstance(value, bytes):
         try:
             return value.decode()

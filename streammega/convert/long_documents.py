@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -24,22 +24,69 @@ def check_tokens(count: int, where: str) -> None:
 
 
 class TokenStream:
-    """Tokens of one document, cut as the options ask. Once it is read, it knows how many there were and what they hash to."""
+    """Tokens of one document, cut as the options ask. Once it is read, it knows how many there were and what they hash to.
 
-    def __init__(self, pieces: Iterator[NDArray[Any]], options: ConvertOptions, end: int | None, where: str) -> None:
-        self._pieces, self._options, self._end, self._where = pieces, options, end, where
+    Args:
+        pieces: (number of the sequence, ids), in order.
+        modes: of each sequence.
+        end: the id that ends documents, or None.
+    """
+
+    def __init__(
+        self,
+        pieces: Iterator[tuple[int, NDArray[Any]]],
+        modes: Sequence[int],
+        options: ConvertOptions,
+        end: int | None,
+        where: str,
+    ) -> None:
+        self._pieces, self._modes, self._options, self._end, self._where = pieces, modes, options, end, where
         self._hash = xxhash.xxh3_128()
-        self.total = 0
-        self.kept = 0
+        self._wanted = np.array([options.modes is None or mode in options.modes for mode in modes], np.bool_)
+        self._sizes = np.zeros(len(modes), np.int64)
+        """Tokens of each sequence."""
+        self._kept = np.zeros(len(modes), np.int64)
+        """Those of them that are kept."""
 
     def __iter__(self) -> Iterator[NDArray[Any]]:
         """What is kept of the document. Raises ConvertError when that is more than an .idx can say."""
-        for ids in self._chosen():
-            self.kept += len(ids)
+        for number, ids in self._chosen():
+            self._kept[number] += len(ids)
             check_tokens(self.kept, self._where)
             if self._options.dedup:
                 self._hash.update(ids.astype("<i8").tobytes())
             yield ids
+
+    @property
+    def total(self) -> int:
+        """Tokens, without those of sequences that are not wanted."""
+        return int(self._sizes[self._wanted].sum())
+
+    @property
+    def kept(self) -> int:
+        """Tokens that are kept."""
+        return int(self._kept.sum())
+
+    @property
+    def lengths(self) -> NDArray[np.int32]:
+        """Tokens of each sequence that is left, int32."""
+        return self._kept[self._left].astype(np.int32)
+
+    @property
+    def modes(self) -> NDArray[np.int8]:
+        """Of the sequences that are left, int8."""
+        return np.array(self._modes, np.int8)[self._left]
+
+    @property
+    def _there(self) -> NDArray[np.bool_]:
+        """Which sequences there are; one without a token is none, unless it was asked for."""
+        return (self._sizes > 0) | self._options.keep_empty
+
+    @property
+    def _left(self) -> NDArray[np.bool_]:
+        """Of the sequences that there are, those that are wanted and of which the cut left something."""
+        left: NDArray[np.bool_] = self._there & self._wanted & ((self._kept > 0) | (self._sizes == 0))
+        return left
 
     @property
     def hashes(self) -> list[NDArray[np.uint64]]:
@@ -48,13 +95,16 @@ class TokenStream:
         return [halves[:1], halves[1:]]
 
     @property
+    def is_empty(self) -> bool:
+        """Whether it has no token at all."""
+        return not self._sizes.any()
+
+    @property
     def dropped(self) -> str | None:
         """Why the document is left out, if it is."""
         options = self._options
         if not self.total:
             return "empty"
-        if options.modes is not None and 0 not in options.modes:  # which a text that is no record has
-            return "of another mode"
         if self.total < options.min_tokens:
             return "too short"
         if options.max_tokens is not None and options.long == "drop" and self.total > options.max_tokens:
@@ -64,25 +114,29 @@ class TokenStream:
     @property
     def counts(self) -> dict[str, int]:
         """Of the report, by reasons."""
-        if self.dropped == "of another mode":
-            return {"sequences of other modes": 1, "empty": 1}
-        return {self.dropped: 1} if self.dropped is not None else {}
+        others = 0 if self.is_empty else int((self._there & ~self._wanted).sum())
+        counts = {"sequences of other modes": others} if others else {}
+        if self.dropped is not None:
+            counts[self.dropped] = 1
+        return counts
 
-    def _chosen(self) -> Iterator[NDArray[Any]]:
+    def _chosen(self) -> Iterator[tuple[int, NDArray[Any]]]:
         """All tokens; of more than wanted the first ones, with the end of the document in the place of the last."""
         most = self._options.max_tokens
-        last: NDArray[Any] | None = None
+        last: tuple[int, NDArray[Any]] | None = None
+        wanted: tuple[int, NDArray[Any]] | None = None
         passed = 0
-        wanted: NDArray[Any] | None = None
-        for ids in self._pieces:
-            self.total += len(ids)
-            if most is None:
-                yield ids
+        for number, ids in self._pieces:
+            self._sizes[number] += len(ids)
+            if not self._wanted[number]:
                 continue
-            yield ids[: max(0, most - 1 - passed)]
-            if passed < most <= self.total:
-                wanted = ids[most - 1 - passed : most - passed]
+            if most is None:
+                yield number, ids
+                continue
+            yield number, ids[: max(0, most - 1 - passed)]
+            if passed < most <= passed + len(ids):
+                wanted = number, ids[most - 1 - passed : most - passed]
             passed += len(ids)
-            last = ids[-1:] if len(ids) else last
+            last = (number, ids[-1:]) if len(ids) else last
         if wanted is not None and last is not None:
-            yield last if self._end is not None and int(last[0]) == self._end else wanted
+            yield last if self._end is not None and int(last[1][0]) == self._end else wanted

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import codecs
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import cached_property
 from typing import Any
 
@@ -13,13 +13,15 @@ from numpy.typing import NDArray
 from streammega.convert.safe_cuts import Cuts, cuts_of
 from streammega.convert.tokenizers import AT_ONCE, HuggingFaceTokenizer, TextTokenizer
 from streammega.convert.whole_files import no_text
-from streammega.errors import ConvertError
+from streammega.errors import ConvertError, FormatError
 
 LONG = 1 << 20
 """Characters from which on a text is encoded in pieces: the library holds about 110 bytes for each."""
 PIECE = 64 << 10
 MOST_UNCUT = 16 << 20
 """Characters without a place to cut that are encoded as one, some 2 GiB of memory: more are refused."""
+
+Refused = Callable[[str, UnicodeDecodeError], FormatError]
 
 
 class LongTextEncoder:
@@ -115,8 +117,8 @@ class LongTextEncoder:
         )
 
 
-def decoded(pieces: Iterator[bytes], where: str) -> Iterator[str]:
-    """Text of UTF-8 that comes in pieces. Raises FormatError that names the byte."""
+def decoded(pieces: Iterator[bytes], where: str, refused: Refused = no_text) -> Iterator[str]:
+    """Text of UTF-8 that comes in pieces. Raises FormatError that names the byte, as `refused` makes it."""
     decoder = codecs.getincrementaldecoder("utf-8")()
     done = 0
     for piece in pieces:
@@ -125,13 +127,13 @@ def decoded(pieces: Iterator[bytes], where: str) -> Iterator[str]:
             yield decoder.decode(piece)
         except UnicodeDecodeError as error:
             error.start += done - waiting
-            raise no_text(where, error) from None
+            raise refused(where, error) from None
         done += len(piece)
     try:
         decoder.decode(b"", final=True)
     except UnicodeDecodeError as error:
         error.start = done - len(decoder.getstate()[0])
-        raise no_text(where, error) from None
+        raise refused(where, error) from None
 
 
 def text_in_pieces(text: str) -> Iterator[str]:

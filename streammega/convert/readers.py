@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-import io
 from collections.abc import Iterator
 from dataclasses import replace
-from typing import Any
 
 from streammega.config import StorageConfig
 from streammega.convert.archives import read_tar
 from streammega.convert.arrays import read_npy, read_raw
 from streammega.convert.columns import read_arrow, read_parquet
-from streammega.convert.documents import LongText, RawDocument
+from streammega.convert.documents import LongRecord, LongText, RawDocument
 from streammega.convert.foreign import read_litdata, read_mds
 from streammega.convert.json_values import HEAD_BYTES, holds_lines, read_values
+from streammega.convert.lines import LongLine, read_lines, read_over_line
+from streammega.convert.long_records import LONG_RECORD, may_be_long
 from streammega.convert.options import ConvertOptions
 from streammega.convert.pairs import read_pair
 from streammega.convert.slices import Item, Reader, Skipped, Slice, open_stream
@@ -35,7 +35,7 @@ def read_slice(piece: Slice, options: ConvertOptions, storage: StorageConfig, sk
     path, own = piece.input.path, dict(storage.storage_options) if is_remote(piece.input.path) else {}
     try:
         for item in READERS[piece.input.format](piece, options, storage, skipped):
-            yield guarded(item, own) if isinstance(item, LongText) else item
+            yield guarded(item, own) if isinstance(item, LongText | LongRecord) else item
     except FileNotFoundError:
         raise ObjectNotFoundError(f"{path}: no such file or object; check the path") from None
     except StreammegaError as error:
@@ -56,40 +56,50 @@ def _text(piece: Slice, options: ConvertOptions, storage: StorageConfig, skipped
 
 def _jsonl(piece: Slice, options: ConvertOptions, storage: StorageConfig, skipped: Skipped) -> Iterator[Item]:
     path = piece.input.path
+    most = LONG_RECORD if may_be_long(options) else None
     with open_stream(piece.input.url, storage) as file:
-        lines = file
+        head = b""
         if piece.stop < 0 and may_hold_values(path):  # of a part, it is known
             head = file.read(HEAD_BYTES)
             if not holds_lines(head):
-                yield from read_values(head, file, path)
+                passed_over = skipped if options.on_error == "skip" else None
+                yield from read_values(head, file, path, most=most, skipped=passed_over)
                 return
-            lines = _lines(head, file)
         position = piece.start
         if position:  # a line belongs to the slice in which it starts
             file.seek(position - 1)
-            position += len(file.readline()) - 1
-        line = 0 if not piece.start else -1
-        for data in lines:
-            if 0 <= piece.stop <= position:
+            passed, behind = read_over_line(file, piece.stop - position + 1 if piece.stop >= 0 else None)
+            if behind is None:
                 return
-            line += 1 if line >= 0 else 0
-            if line == 1 and options.on_error == "stop" and data.strip() in OPENINGS:
-                raise ConvertError(
-                    f"{path}:1: is no record; an array, or records over several lines? call the file .json, which is told by "
-                    f"what it holds"
-                )
-            if data.strip():
-                # The number of a line in a later slice is counted when somebody asks for it: see `with_line`.
-                offset = position if line < 0 else -1
-                yield RawDocument(data=data, path=path, line=max(line, 0), offset=offset, record=True)
-            position += len(data)
+            position += passed - 1
+            head = behind
+        yield from _records(read_lines(head, file, most), piece, position, options)
 
 
-def _lines(head: bytes, file: Any) -> Iterator[bytes]:
-    """The lines of a file of which `head` was read already."""
-    for line in io.BytesIO(head):
-        yield line if line.endswith(b"\n") else line + file.readline()
-    yield from file
+def _records(lines: Iterator[bytes | LongLine], piece: Slice, position: int, options: ConvertOptions) -> Iterator[Item]:
+    """The records of lines of which the first begins at a byte of the file."""
+    path = piece.input.path
+    line = 0 if not piece.start else -1
+    for data in lines:
+        if 0 <= piece.stop <= position:
+            return
+        line += 1 if line >= 0 else 0
+        # The number of a line in a later slice is counted when somebody asks for it: see `with_line`.
+        offset = position if line < 0 else -1
+        if isinstance(data, LongLine):
+            place = RawDocument(data=b"", path=path, line=max(line, 0), offset=offset, record=True)
+            yield LongRecord(document=place, pieces=data.pieces)
+            data.finish()
+            position += data.size
+            continue
+        if line == 1 and options.on_error == "stop" and data.strip() in OPENINGS:
+            raise ConvertError(
+                f"{path}:1: is no record; an array, or records over several lines? call the file .json, which is told by "
+                f"what it holds"
+            )
+        if data.strip():
+            yield RawDocument(data=data, path=path, line=max(line, 0), offset=offset, record=True)
+        position += len(data)
 
 
 def with_line(document: RawDocument, storage: StorageConfig) -> RawDocument:

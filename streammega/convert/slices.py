@@ -12,7 +12,7 @@ from typing import Any, TypeAlias
 from fsspec.utils import infer_compression
 
 from streammega.config import StorageConfig
-from streammega.convert.documents import LongText, RawDocument, Tokens
+from streammega.convert.documents import LongRecord, LongText, RawDocument, Tokens
 from streammega.convert.inputs import Input
 from streammega.convert.options import ConvertOptions
 from streammega.convert.suffixes import COMPRESSIONS, split_query, suffix_of, without_queries
@@ -22,7 +22,7 @@ from streammega.redaction import redact, redact_urls
 from streammega.storage.urls import file_system, open_file
 
 BUFFER_BYTES = 1 << 20
-Item: TypeAlias = "RawDocument | LongText | Tokens"
+Item: TypeAlias = "RawDocument | LongText | LongRecord | Tokens"
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -19,14 +19,15 @@ import xxhash
 from numpy.typing import NDArray
 
 from streammega.config import StorageConfig
-from streammega.convert.documents import LongText, RawDocument, Tokens, concatenate
+from streammega.convert.documents import LongRecord, LongText, RawDocument, Tokens, concatenate
 from streammega.convert.encode import BatchEncoder
 from streammega.convert.inputs import Input
 from streammega.convert.json_values import HEAD_BYTES, holds_lines
 from streammega.convert.long_documents import TokenStream, check_tokens
+from streammega.convert.long_records import text_file, with_fields
 from streammega.convert.options import ConvertOptions
 from streammega.convert.pairs import dataset_name, document_runs
-from streammega.convert.readers import read_slice
+from streammega.convert.readers import read_slice, with_line
 from streammega.convert.slices import Skipped, Slice, open_plain, read_head
 from streammega.convert.suffixes import is_compressed, may_hold_values
 from streammega.convert.tokenizers import load_tokenizer
@@ -202,9 +203,15 @@ def run_unit(job: Job, number: int, progress: Progress) -> UnitRecord:
     record = UnitRecord(digest=job.unit_digest(number))
     skipped = Skipped()
     writer = _SegmentWriter(job, number, record)
+
+    def note(size: int) -> None:
+        record.source_bytes += size
+        progress(size, 0)
+
     for batch in batches_of(job, number, skipped):
-        if isinstance(batch, LongText):
-            _add_long(job, batch, writer, skipped, progress)
+        if isinstance(batch, LongText | LongRecord):
+            note(batch.document.size if isinstance(batch, LongRecord) else 0)
+            _add_long(job, counted(batch, note), writer, skipped, progress)
             continue
         tokens = batch if isinstance(batch, Tokens) else encoder_of(job)(batch, skipped)
         record.source_bytes += tokens.source_bytes
@@ -218,17 +225,42 @@ def run_unit(job: Job, number: int, progress: Progress) -> UnitRecord:
     return record
 
 
-def _add_long(job: Job, text: LongText, writer: _SegmentWriter, skipped: Skipped, progress: Progress) -> None:
+def _add_long(job: Job, item: LongText | LongRecord, writer: _SegmentWriter, skipped: Skipped, progress: Progress) -> None:
     """Take in a document that is not held. One that cannot be read to its end, or is no text, is left out where faults may be."""
+    kind = "unreadable file"
     try:
-        writer.add_long(text, progress)
+        if isinstance(item, LongText):
+            writer.add_long(item, progress)
+            return
+        with text_file(job.work) as texts:
+            document = with_fields(item, texts)
+            kind = "broken record"
+            writer.add_long(document, progress)
     except (ConvertError, FormatError) as error:
         if job.options.on_error == "stop":
-            raise ConvertError(str(error)) from None
-        skipped.add("broken record" if isinstance(error, FormatError) else "unreadable file", str(error))
+            raise ConvertError(_with_line(item, str(error), job)) from None
+        skipped.add("broken record" if isinstance(error, FormatError) else kind, str(error))
 
 
-def batches_of(job: Job, number: int, skipped: Skipped) -> Iterator[list[RawDocument] | LongText | Tokens]:
+def _with_line(item: LongText | LongRecord, message: str, job: Job) -> str:
+    """A message that begins with the place of a record, with the number of its line in it."""
+    if isinstance(item, LongText) or not message.startswith(item.document.where):
+        return message
+    return with_line(item.document, job.storage).where + message.removeprefix(item.document.where)
+
+
+def counted(item: LongText | LongRecord, note: Callable[[int], None]) -> LongText | LongRecord:
+    """The same, whose bytes are counted as they are read."""
+
+    def pieces() -> Iterator[bytes]:
+        for piece in item.pieces:
+            note(len(piece))
+            yield piece
+
+    return replace(item, pieces=pieces())
+
+
+def batches_of(job: Job, number: int, skipped: Skipped) -> Iterator[list[RawDocument] | LongText | LongRecord | Tokens]:
     """Documents of a unit in order: raw ones in batches of about a MiB."""
     batch: list[RawDocument] = []
     size = 0
@@ -274,42 +306,43 @@ class _SegmentWriter:
         if self._size >= self._job.segment_bytes:
             self.flush()
 
-    def add_long(self, text: LongText, progress: Progress) -> None:
-        """Take a document in that is not held: as a segment of its own. Raises ConvertError, FormatError."""
+    def add_long(self, item: LongText | RawDocument, progress: Progress) -> None:
+        """Take a document in that is not held: as a segment of its own. Raises ConvertError, FormatError.
+
+        Of a record, its fields are known.
+        """
         self.flush()
         number = np.array([self._seen])
         options = self._job.options
         encoder = encoder_of(self._job)
-        if options.tokenizer == "bytes" and options.max_tokens is None:  # of these the size tells it, before all is read
-            check_tokens(text.size, text.path)
-        stream = TokenStream(encoder.long_text(self._noted(text, progress)), options, self._eod(), text.path)
+        where = item.path if isinstance(item, LongText) else item.where
+        if isinstance(item, LongText) and options.tokenizer == "bytes" and options.max_tokens is None:
+            check_tokens(item.size, where)  # of these the size tells it, before all is read
+        parts = encoder.long_parts(item)
+        if not parts:
+            self._count("empty", 1)
+            return
+        modes = [part.mode for part in parts]
+        stream = TokenStream(encoder.long_document(parts, where), modes, options, self._eod(), where)
         writer = self._writer(encoder.dtype, multimodal=options.makes_modes)
-        lengths = np.zeros(1, np.int32)
         try:
-            writer.add_stream(_as_bytes(stream, lengths, progress), lengths, np.ones(1, np.int64), np.zeros(1, np.int8))
+            writer.add_document_stream(_as_bytes(stream, progress), lambda: (stream.lengths, stream.modes))
             if stream.dropped is None:
                 self._save_side(self._keys(number), number, stream.hashes)
                 writer.finalize()
         finally:
             writer.abort()
-        self._seen += stream.dropped != "empty"
+        self._note_long(stream, encoder.dtype)
+
+    def _note_long(self, stream: TokenStream, dtype: np.dtype[Any]) -> None:
+        """Count a document that was not held, whose segment is written unless it was left out."""
+        self._seen += not stream.is_empty
         if stream.dropped is None:
-            self._note(encoder.dtype, lengths.astype(np.int64), multimodal=options.makes_modes)
+            self._note(dtype, np.array([stream.kept]), multimodal=self._job.options.makes_modes)
             self._count("cut", stream.kept < stream.total)
             self._count("tokens cut off", stream.total - stream.kept)
         for reason, count in stream.counts.items():
             self._count(reason, count)
-
-    def _noted(self, text: LongText, progress: Progress) -> LongText:
-        """The same, whose bytes are counted as they are read."""
-
-        def pieces() -> Iterator[bytes]:
-            for piece in text.pieces:
-                self._record.source_bytes += len(piece)
-                progress(len(piece), 0)
-                yield piece
-
-        return replace(text, pieces=pieces())
 
     def choose(self, batch: Tokens) -> tuple[Tokens, NDArray[np.bool_]]:
         """(what is kept of documents, which of them are kept)."""
@@ -402,12 +435,11 @@ class _SegmentWriter:
         record.segments.append(made)
 
 
-def _as_bytes(stream: TokenStream, lengths: NDArray[np.int32], progress: Progress) -> Iterator[memoryview]:
-    """Tokens as they are stored. Their number, which is known last, is written to lengths [1]."""
+def _as_bytes(stream: TokenStream, progress: Progress) -> Iterator[memoryview]:
+    """Tokens as they are stored."""
     for ids in stream:
         progress(0, len(ids))
         yield np.ascontiguousarray(ids).view(np.uint8).data
-    lengths[0] = stream.kept
 
 
 def token_dtype(arrays: Sequence[NDArray[Any]], asked: str | None) -> np.dtype[Any]:

@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 from streammega.conversations import not_utf8
-from streammega.convert.documents import LongText, RawDocument
+from streammega.convert.documents import LongRecord, LongText, RawDocument
 from streammega.convert.json_values import BYTE_ORDER_MARK
 from streammega.convert.slices import Item
 from streammega.convert.suffixes import format_of, suffix_of, without_queries
@@ -37,18 +37,19 @@ def _pieces(head: bytes, file: Any) -> Iterator[bytes]:
         yield data
 
 
-def guarded(text: LongText, own: dict[str, Any]) -> LongText:
+def guarded(item: LongText | LongRecord, own: dict[str, Any]) -> LongText | LongRecord:
     """The same, which names the file when it cannot be read on. own: storage options, whose secrets are in no message."""
+    path = item.path if isinstance(item, LongText) else item.document.path
 
     def pieces() -> Iterator[bytes]:
         try:
-            yield from text.pieces
+            yield from item.pieces
         except StreammegaError:
             raise
         except Exception as error:  # the libraries under it raise whatever they like
-            raise ConvertError(unreadable(text.path, error, own)) from None
+            raise ConvertError(unreadable(path, error, own)) from None
 
-    return replace(text, pieces=pieces())
+    return replace(item, pieces=pieces())
 
 
 def no_text(path: str, error: UnicodeDecodeError) -> FormatError:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from types import TracebackType
 from typing import Any
 
@@ -118,15 +118,29 @@ class IndexedDatasetWriter:
         """As `add_documents`, with their bytes in pieces of any size."""
         if self._tar is not None:
             return self.add_documents(b"".join(pieces), lengths, documents, modes)
-        first, written = len(self._lengths), 0
+        first = len(self._lengths)
+        self._put_stream(pieces, lambda: (lengths, modes))
+        self._documents.frombytes((first + np.cumsum(documents, dtype=np.int64)).tobytes())
+        return None
+
+    def add_document_stream(
+        self, pieces: Iterator[memoryview], sequences: Callable[[], tuple[NDArray[np.int32], NDArray[np.int8]]]
+    ) -> None:
+        """One document whose bytes come in pieces; not for tar. sequences: asked behind the last, their lengths and modes."""
+        self._put_stream(pieces, sequences)
+        self.end_document()
+
+    def _put_stream(
+        self, pieces: Iterator[memoryview], sequences: Callable[[], tuple[NDArray[np.int32], NDArray[np.int8] | None]]
+    ) -> None:
+        written = 0
         for piece in pieces:
             self._bin.write(piece)  # type: ignore[union-attr]
             written += len(piece)
+        lengths, modes = sequences()
         if written != int(lengths.sum(dtype=np.int64)) * self.dtype.itemsize:
             raise FormatError(f"{self.prefix}: {written} bytes do not belong to these lengths")
         self._note(lengths, modes)
-        self._documents.frombytes((first + np.cumsum(documents, dtype=np.int64)).tobytes())
-        return None
 
     def _put(self, data: memoryview, lengths: NDArray[np.int32], modes: NDArray[np.int8] | None) -> None:
         if self._tar is not None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import importlib.metadata
+import itertools
 import json
 import os
 import platform
@@ -35,6 +36,7 @@ FOLDER = Path("/tmp/streammega-bench/convert")
 VOCAB_SIZE = 32_000
 CORPUS_BYTES = 100 << 20
 PAIR_BYTES = 1 << 30
+DOCUMENT_BYTES = 1 << 30
 
 
 def main() -> int:
@@ -56,7 +58,10 @@ def main() -> int:
         prepare_corpus()
         compare(chosen.before.resolve(), chosen.runs)
         return 0
-    prepare()
+    if chosen.figures == ["document"]:
+        prepare_corpus()
+    else:
+        prepare()
     names = ("tokenizers", "datatrove", "zstandard", "numpy", "torch", "xxhash")
     versions = ", ".join(f"{name} {importlib.metadata.version(name)}" for name in names if installed(name))
     print(f"Python {platform.python_version()}, {os.cpu_count()} cores; {versions}; {chosen.runs} runs, medians\n")
@@ -436,6 +441,41 @@ def memory(runs: int) -> None:
     row("shuffle 1 GiB of tokens in 256 MiB of memory", "", f"{rate / 1e6:,.0f} MB/s", "")
 
 
+def document(runs: int) -> None:
+    """Memory for one document of 1 GiB, by what it lies in."""
+    texts = list(sources())
+    for name in ("document.txt", "document.jsonl", "document.json", "document.parquet"):
+        path = FOLDER / name
+        if not path.exists():
+            write_document(path, texts, DOCUMENT_BYTES)
+        row(f"peak memory, {name} of 1 GiB", "", f"{run_side('ours', corpus=str(path))['peak'] / 1e6:,.0f} MB", "")
+
+
+def write_document(path: Path, texts: list[str], size: int) -> None:
+    """One text, written without being held; for Parquet it has to be."""
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    pieces = until(size, itertools.cycle(texts))
+    if path.suffix == ".parquet":
+        pq.write_table(pa.table({"text": pa.array(["".join(pieces)], pa.large_string())}), path)
+        return
+    before, behind = {".txt": ("", ""), ".jsonl": ('{"text": "', '"}\n'), ".json": ('[\n{"text": "', '"}\n]\n')}[path.suffix]
+    with open(path, "w", encoding="utf-8") as file:
+        file.write(before)
+        for text in pieces:
+            file.write(json.dumps(text)[1:-1] if before else text)
+        file.write(behind)
+
+
+def until(size: int, texts: Iterator[str]) -> Iterator[str]:
+    """Texts up to so many bytes."""
+    while size > 0:
+        text = next(texts)
+        size -= len(text.encode())
+        yield text
+
+
 def zstd(runs: int) -> None:
     """Ratio, writing and reading speed of levels, and of frames."""
     from streammega.convert import convert
@@ -490,7 +530,7 @@ def training(runs: int) -> None:
 
 
 FIGURES: dict[str, Callable[[int], None]] = {
-    "tokenize": tokenize, "reshape": reshape, "verify": verification, "memory": memory, "zstd": zstd, "training": training,
+    "tokenize": tokenize, "reshape": reshape, "verify": verification, "memory": memory, "document": document, "zstd": zstd, "training": training,
 }  # fmt: skip
 
 
