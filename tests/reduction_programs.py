@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import random
 from collections.abc import Callable
 from typing import Any
 
@@ -224,6 +226,59 @@ def right_all_the_same(rank: int) -> dict[str, Any]:
     model.finish_grad_sync()
     found["losses"] = [float(head.weight.grad) for head in two if head.weight.grad is not None]
     return found
+
+
+class Heads(nn.Module):
+    """Layers of which a forward uses some."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(3)
+        self.layers = nn.ModuleList(nn.Linear(3, 3) for _ in range(4))
+
+    def forward(self, x: Tensor, used: list[int]) -> Tensor:
+        """The first is always used."""
+        return torch.stack([self.layers[n](x) for n in {0, *used}]).sum(0).square().mean()
+
+
+def zero(model: nn.Module, how: str) -> None:
+    """As a loop does that zeroes in one of the ways there are."""
+    if how == "by the optimizer":
+        for parameter in model.parameters():
+            parameter.grad = None
+    elif how != "not":
+        model.zero_grad(set_to_none=how == "to none")
+
+
+def any_use_beside_ddp(rank: int, ways: list[str], steps: int, wide: bool) -> list[str]:
+    """Where gradients are others than those of torch's DDP, in steps of some micro-batches, each of which uses some layers.
+
+    wide: accumulate in float64, which is close to DDP; else of two ranks, a sum of which is the same in any order, to the bit.
+    """
+    from torch.nn.parallel import DistributedDataParallel
+
+    theirs = DistributedDataParallel(Heads(), find_unused_parameters=True)
+    ours = BucketedDataParallel(Heads(), bucket_size=12, grad_dtype=torch.float64 if wide else torch.float32)
+    off = 1e-5 if wide or dist.get_world_size() > 2 else 0.0
+    common, own = random.Random(1), random.Random(rank)
+    wrong = []
+    for step in range(steps):
+        how, count = common.choice(ways), common.randint(1, 3)
+        used = [own.sample([1, 2, 3], own.randint(0, 2)) for _ in range(count)]
+        for model in (theirs, ours):
+            zero(model, how)
+            for n in range(count):
+                with model.no_sync() if n < count - 1 else contextlib.nullcontext():
+                    model(torch.full((2, 3), 1.0 + rank + step + n), used[n]).backward()
+        ours.finish_grad_sync()
+        for (name, one), other in zip(theirs.module.named_parameters(), ours.module.parameters(), strict=True):
+            if one.grad is None or other.grad is None:
+                same = one.grad is other.grad
+            else:
+                same = torch.allclose(one.grad, other.grad, rtol=off, atol=off)
+            if not same:
+                wrong.append(f"step {step}, zeroed {how}, {count} micro-batches: {name}")
+    return wrong
 
 
 def unused(rank: int, sharded: bool, frozen: bool) -> tuple[list[bool], float]:

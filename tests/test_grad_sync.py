@@ -64,6 +64,14 @@ def test_unusual_uses_that_are_right_have_right_gradients(gang: Gang) -> None:
         assert found["losses"] == [1.5, 1.5]
 
 
+@pytest.mark.parametrize(("size", "wide"), [(2, False), (2, True), (3, False)])
+@pytest.mark.parametrize("ways", [["to none", "by the optimizer"], ["to none", "not"], ["to zero", "not"]], ids=" or ".join)
+def test_gradients_are_torchs_whatever_is_used_and_however_they_are_zeroed(
+    gang: Gang, ways: list[str], size: int, wide: bool
+) -> None:
+    assert gang.run(size, programs.any_use_beside_ddp, ways, 24, wide) == [[]] * size
+
+
 @pytest.mark.parametrize("frozen", [False, True])
 @pytest.mark.parametrize("sharded", [False, True])
 def test_what_no_rank_used_is_left_alone_as_by_torchs_ddp(gang: Gang, sharded: bool, frozen: bool) -> None:

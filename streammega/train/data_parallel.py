@@ -43,7 +43,8 @@ class BucketedDataParallel(nn.Module):
 
     Every backward of a step but the last is within `no_sync`: one that meets a gradient whose reduction has begun raises
     GradientError. A parameter that no rank used, or that was frozen meanwhile, has no gradient after the reduction, so optimizers
-    leave it alone. What an abandoned backward has added goes with `zero_grad` of this module.
+    leave it alone. What an abandoned backward has added goes with `zero_grad` of this module. Averaged gradients that are not
+    zeroed add up over steps as with torch's DDP; sums (`average=False`, `num_tokens`, `tied`) need a `zero_grad` every step.
 
     Args:
         module: parameters may be DTensors of one tensor-parallel group; every rank works on its own part.

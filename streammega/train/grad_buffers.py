@@ -48,9 +48,15 @@ class GradSlot:
     def left_grad(self) -> Tensor | None:
         """A gradient of the parameter that is none that was handed over, nor came by its hook."""
         grad = self.parameter.grad
-        if grad is None or (self.handed is not None and grad is self.handed()):
-            return None
-        return grad
+        return None if grad is self._handed_over() else grad
+
+    def carried_grad(self) -> Tensor | None:
+        """A gradient that was handed over and not zeroed since, of a parameter that is still trained."""
+        grad = self.parameter.grad
+        return grad if grad is self._handed_over() and self.parameter.requires_grad else None
+
+    def _handed_over(self) -> Tensor | None:
+        return None if self.handed is None else self.handed()
 
 
 @dataclass

@@ -55,6 +55,7 @@ class GradReducer:
         self.expected = 0
         """If not zero, which micro-batch is the last of its step instead."""
         self._scale, self._tied_group = scale, tied_group
+        self._averages = group is None or scale * group.size() == 1.0
         self._left_out = [(name, parameter) for name, parameter in module.named_parameters() if not parameter.requires_grad]
         self._in_order = in_order_of_backward(module, buffers)
         self._next = 0
@@ -212,7 +213,9 @@ class GradReducer:
         left = slot.left_grad()
         if left is not None and slot.ready:
             raise GradientError(f"{slot.name} was given a gradient by hand after that of backward began to be reduced")
-        if left is not None:  # as pipeline schedules do that take the gradients of weights by themselves
+        if left is None and slot.count == 0 and self._averages:
+            left = slot.carried_grad()  # others may add to theirs: a sum without this rank's would be a part of it
+        if left is not None:  # by hand: as pipeline schedules do that take the gradients of weights by themselves
             slot.count += 1
             self._add(slot, own_grad(slot.parameter, left))
             slot.parameter.grad = None
