@@ -7,6 +7,7 @@ import logging
 import multiprocessing
 import os
 import signal
+import socket
 import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
@@ -20,11 +21,12 @@ from concurrent.futures import (
     wait,
 )  # fmt: skip
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
+from streammega.convert.cluster import SharedFiles, check_answer, connected
 from streammega.convert.options import Runner
-from streammega.errors import ConfigError, ConvertError, StreammegaError
+from streammega.errors import ConvertError, StreammegaError
 from streammega.kernels.parallel import num_threads
 
 log = logging.getLogger(__name__)
@@ -42,13 +44,15 @@ class Work:
     """Tasks to be done: `function(shared, number, progress)` for each number.
 
     threads: as many of them do well as threads of one process, since they spend their time outside of the GIL. Threads share
-    what they load, a tokenizer's cache for instance, and those of this process start at once.
+    what they load, a tokenizer's cache for instance, and those of this process start at once. files: what each machine of a
+    cluster must see; those that join it later are asked too.
     """
 
     function: Task
     shared: Any
     numbers: Sequence[int]
     threads: int = 1
+    files: SharedFiles = field(default_factory=SharedFiles)
 
 
 def run_tasks(work: Work, runner: Runner, progress: Progress, most_at_once: int | None = None) -> Iterator[tuple[int, Any]]:
@@ -187,36 +191,27 @@ def _end(pool: ProcessPoolExecutor) -> None:
 
 
 def _on_ray(work: Work, runner: Runner, progress: Progress, most_at_once: int | None) -> Iterator[tuple[int, Any]]:
-    try:
-        import ray
-    except ImportError:
-        raise ConfigError("the ray engine needs Ray: pip install 'streammega[ray]'") from None
-    own = not ray.is_initialized()
-    if own:
-        ray.init(address=os.environ.get("RAY_ADDRESS"), log_to_driver=False, logging_level=logging.ERROR, include_dashboard=False)
-    if most_at_once is not None:  # each holds memory of its own: of every machine as many as of one, and spread over them
-        nodes: Any = ray.nodes
-        most_at_once *= max(1, sum(bool(node["Alive"]) for node in nodes()))
-    spread: Any = "DEFAULT" if most_at_once is None else "SPREAD"
-    remote: Any = ray.remote(max_retries=DEATHS, scheduling_strategy=spread)(_ray_task)
-    shared = ray.put(work.shared)
-    left = list(work.numbers)[::-1]
-    running: dict[Any, int] = {}
-    try:
-        while left or running:
-            while left and (most_at_once is None or len(running) < most_at_once):
-                number = left.pop()
-                running[remote.remote(work.function, shared, number)] = number
-            done, _ = ray.wait(list(running), num_returns=1)
-            number = running.pop(done[0])
-            result, size, tokens = _ray_result(ray, done[0])
-            progress(size, tokens)
-            yield number, result
-    finally:
-        for reference in running:  # on a cluster of somebody else's they would go on
-            ray.cancel(reference, force=True)
-        if own:
-            ray.shutdown()
+    with connected() as ray:
+        if most_at_once is not None:  # each holds memory of its own: of every machine as many as of one, and spread over them
+            most_at_once *= max(1, sum(bool(node["Alive"]) for node in ray.nodes()))
+        spread = "DEFAULT" if most_at_once is None else "SPREAD"
+        remote = ray.remote(max_retries=DEATHS, scheduling_strategy=spread)(_ray_task)
+        shared = ray.put((work.function, work.shared, work.files))
+        left = list(work.numbers)[::-1]
+        running: dict[Any, int] = {}
+        try:
+            while left or running:
+                while left and (most_at_once is None or len(running) < most_at_once):
+                    number = left.pop()
+                    running[remote.remote(shared, number)] = number
+                done, _ = ray.wait(list(running), num_returns=1)
+                number = running.pop(done[0])
+                result, size, tokens = _ray_result(ray, done[0])
+                progress(size, tokens)
+                yield number, result
+        finally:
+            for reference in running:  # on a cluster of somebody else's they would go on
+                ray.cancel(reference, force=True)
 
 
 def _ray_result(ray: Any, reference: Any) -> Any:
@@ -231,7 +226,9 @@ def _ray_result(ray: Any, reference: Any) -> Any:
         ) from None
 
 
-def _ray_task(function: Task, shared: Any, number: int) -> tuple[Any, int, int]:
+def _ray_task(work: tuple[Task, Any, SharedFiles], number: int) -> tuple[Any, int, int]:
+    function, shared, files = work
+    check_answer(socket.gethostname(), files.lacking_marker())
     done = [0, 0]
 
     def progress(size: int, tokens: int) -> None:

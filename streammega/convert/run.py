@@ -9,8 +9,8 @@ import os
 import shutil
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, replace
+from contextlib import ExitStack, contextmanager, nullcontext
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
@@ -31,6 +31,7 @@ from streammega.convert.assemble import (
     write_shard,
 )  # fmt: skip
 from streammega.convert.chat_sources import as_option, find_template
+from streammega.convert.cluster import SharedFiles, shared_files
 from streammega.convert.engines import Work, run_tasks
 from streammega.convert.folders import Choice, PassedOver
 from streammega.convert.inputs import Input, find_inputs
@@ -102,8 +103,11 @@ def convert(
         if is_remote(work):
             check_writable(work, storage, is_work=True)
         try:
-            conversion.publisher.claim(overwrite=overwrite)
-            layout, shards, records = conversion.make()
+            with ExitStack() as cluster:
+                if runner.engine == "ray":
+                    conversion.files = cluster.enter_context(shared_files(work, conversion.inputs))
+                conversion.publisher.claim(overwrite=overwrite)
+                layout, shards, records = conversion.make()
             manifest = conversion.publish(layout, shards, labels)
         except BaseException:
             conversion.leave()
@@ -265,6 +269,7 @@ class _Conversion:
     progress: Callable[[int, int], None]
     duplicates: int = 0
     source_bytes: int = 0
+    files: SharedFiles = field(default_factory=SharedFiles)
 
     def make(self) -> tuple[Layout, list[Shard], list[UnitRecord]]:
         """All shards, written but not published."""
@@ -287,7 +292,7 @@ class _Conversion:
             del shards[number]
         left = [number for number in range(layout.num_shards) if number not in shards]
         threads = 1 if self.options.kind == "tar" else num_threads()
-        work = Work(function=_write_shard, shared=(job, layout), numbers=left, threads=threads)
+        work = Work(function=_write_shard, shared=(job, layout), numbers=left, threads=threads, files=self.files)
         at_once = 4 if layout.buckets else None  # each holds two buckets, of an eighth of the memory
         for number, shard in run_tasks(work, self.runner, self.progress if self._direct() else _no_progress, at_once):
             shards[number] = shard
@@ -321,7 +326,8 @@ class _Conversion:
             log.warning("going on with a conversion that was interrupted: %d of %d units are done", len(done), len(job.units))
             self.progress(sum(r.source_bytes for r in done.values()), sum(r.tokens for r in done.values()))
         left = [number for number in range(len(job.units)) if number not in done]
-        work = Work(function=run_unit, shared=job, numbers=left, threads=1 if self.options.split_sentences else THREADS)
+        threads = 1 if self.options.split_sentences else THREADS
+        work = Work(function=run_unit, shared=job, numbers=left, threads=threads, files=self.files)
         for number, record in run_tasks(work, self.runner, self.progress):
             done[number] = record
         return [done[number] for number in range(len(job.units))]

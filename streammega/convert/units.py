@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import socket
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field, replace
@@ -194,7 +195,13 @@ def encoder_of(job: Job) -> BatchEncoder:
     with _encoders_lock:
         if key not in _encoders:
             _encoders.clear()
-            _encoders[key] = BatchEncoder(load_tokenizer(options.tokenizer, **options.tokenizer_settings), options, job.storage)
+            tokenizer = load_tokenizer(options.tokenizer, **options.tokenizer_settings)
+            if tokenizer.digest != job.tokenizer_digest:  # its tokens would be stored under the name of the other
+                raise ConvertError(
+                    f"{options.tokenizer}: is another tokenizer on {socket.gethostname()} than where the conversion was started, "
+                    f"or was changed meanwhile; put the same one on all machines, and run the same command again"
+                )
+            _encoders[key] = BatchEncoder(tokenizer, options, job.storage)
         return _encoders[key]
 
 
