@@ -11,6 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from streammega.config import StorageConfig
+from streammega.convert.moves import exists
 from streammega.convert.options import token_dtype_named
 from streammega.convert.units import save_bytes
 from streammega.errors import ConfigError, FormatError, ObjectNotFoundError, StreammegaError
@@ -40,9 +41,9 @@ def repair_index(
 ) -> list[str]:
     """Write each `.idx` anew that is lost or broken, from where its tokens hold the end-of-document id. Returns what was done.
 
-    What is sound stays as it is; a broken `.idx` is kept as `.idx.former`. Every document becomes one sequence, tokens after the
-    last end one more document. So a dataset whose documents have several sequences, or modes, is refused, and an `.idx` that
-    would not be what the manifest says; `force` takes what can be had.
+    What is sound stays as it is; a broken `.idx` is kept as `.idx.former`, a later one as `.idx.former-2`. Every document becomes
+    one sequence, tokens after the last end one more document. So a dataset whose documents have several sequences, or modes, is
+    refused, and an `.idx` that would not be what the manifest says; `force` takes what can be had.
 
     Raises ConfigError for what is refused, and when the id or the dtype is not known.
     """
@@ -190,7 +191,12 @@ def _keep_former(url: str, storage: StorageConfig) -> None:
         info = store.info(key)
     except ObjectNotFoundError:
         return
+    ending = ".former"
+    number = 1
+    while exists(url + ending, storage):  # of an earlier repair, perhaps the only copy of what was there first
+        number += 1
+        ending = f".former-{number}"
     if isinstance(store, LocalStore):
-        os.replace(key, f"{key}.former")
+        os.replace(key, key + ending)
     elif info.size:
-        save_bytes(f"{url}.former", bytes(store.read_ranges(key, [0], [info.size], info.etag)[0]), storage)
+        save_bytes(url + ending, bytes(store.read_ranges(key, [0], [info.size], info.etag)[0]), storage)

@@ -126,6 +126,16 @@ def test_a_lost_index_is_rebuilt_as_it_was(dataset: Path, kind: str, loss: str) 
     assert verify(str(dataset / kind)).problems == []
 
 
+def test_what_a_repair_kept_is_not_replaced_by_the_next_one(dataset: Path) -> None:
+    path = sorted(dataset.glob("bin-*.idx"))[1]
+    for broken in (b"first", b"second", b"third"):
+        path.write_bytes(broken)
+        repair_index(str(dataset / "bin"))
+    kept = [f"{path}.former", f"{path}.former-2", f"{path}.former-3"]
+    assert [Path(name).read_bytes() for name in kept] == [b"first", b"second", b"third"]
+    assert verify(str(dataset / "bin")).problems == []
+
+
 def test_an_index_without_a_manifest_is_rebuilt_from_what_is_known(dataset: Path) -> None:
     convert([str(dataset / "bin.manifest.json")], str(dataset / "one"), workers=1)
     (dataset / "one.manifest.json").unlink()

@@ -9,10 +9,15 @@ from typing import Any
 
 
 class Endpoint:
-    """One server, as `storage_options` name it. `answered`: whether it did, whatever it said, in this process or its parent."""
+    """One server, as `storage_options` name it.
+
+    answered: whether it did, whatever it said, in this process or its parent. told: what was said of it, so that it is said once:
+    stores come and go with the datasets that are opened.
+    """
 
     def __init__(self) -> None:
         self.answered = False
+        self.told: set[str] = set()
 
 
 _endpoints: dict[tuple[str, str, bytes], Endpoint] = {}

@@ -196,11 +196,19 @@ class ObstoreStore:
         with self._lock:
             if self._fallback is None:
                 self._fallback = self._make_fallback()
-                log.warning(
-                    "%s: %s; reading by %s, which is slower (transport='fsspec' does so at once)",
-                    self.url(""), reason, self.fallback_name,
-                )  # fmt: skip
+                self._tell_once(reason)
             return self._fallback
+
+    def _tell_once(self, reason: str) -> None:
+        """Warn of a server, once."""
+        told = endpoint_of(self.scheme, self.root, self._config.storage_options).told
+        if reason in told:
+            return
+        told.add(reason)
+        log.warning(
+            "%s: %s; reading by %s, which is slower (transport='fsspec' does so at once)",
+            self.url(""), reason, self.fallback_name,
+        )  # fmt: skip
 
     def _make_fallback(self) -> FsspecStore:
         if self.scheme != "s3":

@@ -178,7 +178,8 @@ def locked(folder: Path) -> Iterator[int]:
 
 
 def _acquire(descriptor: int, deadline: float, folder: Path) -> None:
-    pause = 0.001
+    """Take a lock of the kernel's, by looking again and again: one that waits for it could not end at a deadline."""
+    pause = 0.001  # others hold it for as long as a few bytes take to write
     while True:
         try:
             fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
