@@ -122,6 +122,44 @@ def test_broken_arrays_name_their_line_and_lose_nothing_in_silence(name: str, tm
     assert texts(tmp_path / "out")[-3:] == [record["text"] for record in RECORDS[:3]]
 
 
+BAD_MEMBERS = [
+    "{'text': 'single, quotes}'}",
+    '{"text": "a",}',
+    '{"text": nul, "list": [1, {"a": "}]"}]}',
+    '{"text": "an "inner" word, twice"}',
+    "nul",
+    "",
+    '{"text": "x"} {"text": "no comma"}',
+    '{"text": "x"}}',
+]
+"""Each with as many quotes and brackets as belong together, or one bracket too many."""
+
+
+@pytest.mark.parametrize("read", [5, 1 << 20])
+@pytest.mark.parametrize("bad", BAD_MEMBERS)
+def test_members_behind_a_broken_one_are_read(bad: str, read: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("streammega.convert.json_values.READ_BYTES", read)
+    good = [json.dumps(record) for record in RECORDS[:6]]
+    (tmp_path / "in.json").write_text("[\n" + ",\n".join([*good[:3], bad, *good[3:], bad]) + "\n]\n")
+    with pytest.raises(ConvertError, match=r"in\.json:5: broken JSON"):
+        convert([str(tmp_path / "in.json")], str(tmp_path / "no"), tokenizer="bytes", workers=1)
+    report = convert([str(tmp_path / "in.json")], str(tmp_path / "out"), tokenizer="bytes", workers=1, on_error="skip")
+    first = ["x"] if bad.startswith('{"text": "x"}') else []  # of which only what is behind it is broken
+    wanted = [record["text"] for record in RECORDS[:6]]
+    assert texts(tmp_path / "out") == wanted[:3] + first + wanted[3:] + first
+    assert report.dropped == {"broken record": 2 if bad else 1}, "nothing behind the last comma is nothing"
+    assert re.search(r"in\.json:5: .*; passed over up to line 5$", report.messages[0])
+
+
+def test_what_lies_behind_a_missing_quote_is_left_out_and_said_to_be(tmp_path: Path) -> None:
+    (tmp_path / "in.json").write_text('[{"text": "good"},\n{"text: "x"},\n{"text": "b"}]')
+    report = convert([str(tmp_path / "in.json")], str(tmp_path / "out"), tokenizer="bytes", workers=1, on_error="skip")
+    assert texts(tmp_path / "out") == ["good"]
+    assert report.dropped == {"unreadable file": 1}
+    assert "in.json:2: broken JSON" in report.messages[0]
+    assert "what comes after it cannot be read" in report.messages[0]
+
+
 def test_records_of_an_array_are_refused_one_by_one(tmp_path: Path) -> None:
     broken = [
         b'{"text": "good"}',
