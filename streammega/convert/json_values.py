@@ -61,36 +61,19 @@ def read_values(
     Raises ConvertError, naming the line, where it is no JSON or ends within a record or an array.
     """
     values = _Values(head.removeprefix(BYTE_ORDER_MARK), file, path, most)
-    within, ready = False, True  # an array; and for the next record, which a comma has to come before
-    item: RawDocument | LongRecord | None = None
     while sign := values.next_sign():
         try:
-            if not within and sign == "[":
-                values.pass_sign()
-                within, ready = True, True
-            elif within and sign == "]":
-                values.pass_sign()
-                within, ready = False, True
-            elif within and sign == "," and not ready:
-                values.pass_sign()
-                ready = True
-            elif within and not ready:
-                raise values.broken("a comma or the end of the array is missing")
-            else:
-                item = values.take()
-                ready = not within
+            item = values.step(sign)
         except ConvertError as error:
-            if skipped is None or not within:
+            if skipped is None or not values.within:
                 raise
             skipped.add("broken record", values.pass_over(error))
-            ready = False
             continue
         if item is not None:
             yield item
-            if isinstance(item, LongRecord) and not values.finish(item):
-                return
-            item = None
-    if within:
+        if isinstance(item, LongRecord) and not values.finish(item):
+            return
+    if values.within:
         raise values.broken("it ends within an array; is it cut short?")
 
 
@@ -106,6 +89,10 @@ class _Values:
         self._ended = False
         self._found_end = False
         """Whether the last long record was read to its end."""
+        self.within = False
+        """Whether this place is in an array."""
+        self._ready = True
+        """Whether a record may come next, before which a comma has to be in an array."""
 
     def next_sign(self) -> str:
         """The next character that is no space; "" at the end."""
@@ -116,11 +103,25 @@ class _Values:
             if not self._read_on():
                 return ""
 
-    def pass_sign(self) -> None:
-        """Go on behind it."""
+    def step(self, sign: str) -> RawDocument | LongRecord | None:
+        """Go over the sign at this place, or take the value that begins with it."""
+        if not self.within and sign == "[":
+            self.within = True
+        elif self.within and sign == "]":
+            self.within = False
+            self._ready = True
+        elif self.within and sign == "," and not self._ready:
+            self._ready = True
+        elif not self._ready:
+            raise self.broken("a comma or the end of the array is missing")
+        else:
+            found = self._take()
+            self._ready = not self.within
+            return found
         self._at += 1
+        return None
 
-    def take(self) -> RawDocument | LongRecord:
+    def _take(self) -> RawDocument | LongRecord:
         """The value that begins here."""
         end = self._end_of_value()
         while end is None or (end > len(self._text) - LONGEST_WORD and not self._ended):  # a number may go on behind a dot
@@ -169,6 +170,7 @@ class _Values:
             end = nesting.member_end(self._text, self._at)
             if end is not None:
                 self._at = end
+                self._ready = False
                 reason = str(error).removesuffix(_LOST)
                 return f"{reason}; passed over up to line {self._count_lines()}"
             self._next_block()
