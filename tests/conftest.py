@@ -1,9 +1,12 @@
 from __future__ import annotations
 
+import functools
+import gc
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import botocore.loaders
 import numpy as np
 import pytest
 from hypothesis import HealthCheck, settings
@@ -26,6 +29,24 @@ settings.load_profile("streammega")
 OSS_NAMES = ("ENDPOINT", "REGION", "ACCESS_KEY_ID", "ACCESS_KEY_SECRET", "SESSION_TOKEN", "SECURITY_TOKEN")
 ALIBABA_NAMES = ("ACCESS_KEY_ID", "ACCESS_KEY_SECRET", "SECURITY_TOKEN", "CREDENTIALS_URI")
 AWS_NAMES = ("AWS_ENDPOINT_URL", "AWS_ENDPOINT_URL_S3", "AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_PROFILE")
+
+
+_read_model = functools.cache(botocore.loaders.JSONFileLoader().load_file)
+"""Every client of botocore or s3fs reads the same 100,000 objects from JSON: once in a process is enough."""
+botocore.loaders.JSONFileLoader.load_file = lambda _self, file_path: _read_model(file_path)
+
+gc.disable()  # until all tests are imported: see pytest_collection_finish
+
+
+def pytest_collection_finish() -> None:
+    """Leave what was imported out of garbage collections.
+
+    It is some 300,000 objects, which stay. Going over them for whatever the tests leave took half of the suite's time.
+    """
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(10_000, 10, 10)
+    gc.enable()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

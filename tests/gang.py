@@ -5,6 +5,7 @@ Importing torch takes seconds, forking a process that has done it takes millisec
 
 from __future__ import annotations
 
+import gc
 import multiprocessing
 import os
 import shutil
@@ -28,6 +29,9 @@ TIMEOUT = 120.0
 MEETINGS = 3
 """How often ranks try to connect: now and then gloo closes connections while they are made, before code under test runs."""
 Member = tuple[Any, Connection]
+
+gc.collect()
+gc.freeze()  # what all processes share is gone over by none of their garbage collections
 
 
 class Gang:
