@@ -52,7 +52,7 @@ class ShownSequence:
 
 @dataclass(kw_only=True)
 class Plan:
-    """What a conversion would do. Estimates scale what the sample held by the bytes of all inputs; None where those say nothing.
+    """What a conversion would do. Estimates scale what the sample held by the bytes of all inputs.
 
     inputs: files and bytes by format. units: of how many bytes each. documents, tokens, output_bytes, seconds: estimates.
     dropped: documents of the sample that would be left out, by reason.
@@ -121,6 +121,8 @@ def plan_conversion(
     job = conversion.job(all_units=True)
     sample = _Sample(job, conversion.tokenizer)
     wanted = np.unique(np.linspace(0, max(0, len(job.units) - 1), SAMPLED_UNITS).astype(int)).tolist() if job.units else []
+    if wanted:  # once for nothing: what is loaded on the way is not what takes the time
+        _Sample(job, conversion.tokenizer).take(wanted[0], most=1)
     for number in wanted:
         sample.take(number)
     expected = _expected_bytes(conversion.inputs, storage)
@@ -163,13 +165,13 @@ class _Sample:
         self.shown: list[list[ShownSequence]] = []
         self.dropped: dict[str, int] = {}
 
-    def take(self, unit: int) -> None:
-        """Look into a unit."""
+    def take(self, unit: int, most: int = SAMPLE_BYTES) -> None:
+        """Look into a unit: at batches of it, until these hold `most` bytes."""
         record, skipped, size = UnitRecord(digest=""), Skipped(), 0
         choose = chooser(self._job, unit, record)
         began = time.monotonic()
         for batch in batches_of(self._job, unit, skipped):
-            if size >= SAMPLE_BYTES:
+            if size >= most:
                 self.whole = False
                 break
             if isinstance(batch, LongText | LongRecord):
@@ -178,8 +180,6 @@ class _Sample:
             tokens = batch if isinstance(batch, Tokens) else encoder_of(self._job)(batch, skipped)
             size += tokens.source_bytes
             self._add(choose(tokens))
-            if len(self.shown) < SHOWN_DOCUMENTS:  # the first batch of all: what is loaded on the way is not what takes the time
-                began = time.monotonic() if unit == 0 else began
         self.seconds += time.monotonic() - began
         self.bytes += size
         for counts in (record.counts, skipped.counts):

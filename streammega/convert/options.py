@@ -193,7 +193,6 @@ class Runner:
     memory_bytes: int = 4096 * MiB
     work: str | None = None
     restart: bool = False
-    extra: dict[str, str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         if self.workers < 0:
