@@ -28,7 +28,7 @@ from streammega.train import stopping, watch
 from streammega.train.config import load_run
 from tests import test_watch
 from tests.test_structure import LEVELS
-from tools.settings import settings_page
+from tools.settings import SECTIONS, settings_page
 
 ROOT = Path(__file__).parent.parent
 PACKAGE = ROOT / "streammega"
@@ -83,6 +83,13 @@ def test_every_setting_is_described_where_it_is_defined(file: str, name: str) ->
 
 def test_the_page_of_settings_is_what_the_code_says() -> None:
     assert PAGES["settings"] == settings_page(), "run python tools/settings.py"
+
+
+def test_every_class_of_settings_is_on_the_page() -> None:
+    modules = ("config", "convert/options", "train/config")
+    trees = [ast.parse((ROOT / "streammega" / f"{module}.py").read_text()) for module in modules]
+    found = {node.name for tree in trees for node in tree.body if isinstance(node, ast.ClassDef) and node.decorator_list}
+    assert found - {"RunConfig"} == {section.name for section in SECTIONS}  # of which each field is one of the others
 
 
 def test_the_options_of_oss_are_those_of_the_page() -> None:

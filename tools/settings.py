@@ -42,6 +42,7 @@ SECTIONS = [
     Section("streammega/train/config.py", "ParallelConfig", "`[parallel]`: `ParallelConfig`"),
     Section("streammega/train/config.py", "TrainConfig", "`[train]`: `TrainConfig`"),
     Section("streammega/convert/options.py", "ConvertOptions", "`streammega convert`, by its flags: `ConvertOptions`"),
+    Section("streammega/convert/options.py", "Runner", "`streammega convert`, how the work is done: `Runner`"),
 ]
 
 

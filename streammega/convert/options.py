@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
 import numpy as np
@@ -182,17 +182,19 @@ class ConvertOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class Runner:
-    """How the work is done; the output does not depend on it.
-
-    workers: processes, 0: one per core. memory_bytes: for shuffling. work: a folder or URL for what is unfinished, which all
-    machines of a cluster can write; None: beside the output, or in the cache when that is remote.
-    """
+    """How the work is done; the output does not depend on it."""
 
     workers: int = 0
+    """Units and shards that are worked on at once, by threads and processes of this machine; 0: one per core. Not for Ray."""
     engine: Literal["local", "ray"] = "local"
+    """This machine, or a Ray cluster (`RAY_ADDRESS`)."""
     memory_bytes: int = 4096 * MiB
+    """For shuffling and for the removal of duplicates, on each machine."""
     work: str | None = None
+    """A folder or URL for what is unfinished, which all machines of a cluster can write; None: beside the output, or in the cache
+    when that is remote."""
     restart: bool = False
+    """Forget what an interrupted run has done."""
 
     def __post_init__(self) -> None:
         if self.workers < 0:
