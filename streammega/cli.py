@@ -203,7 +203,6 @@ def train(
     from streammega.train.__main__ import main as train_main
 
     logging.getLogger().setLevel(logging.INFO)
-    logging.getLogger("botocore").setLevel(logging.WARNING)  # which tells at each start where credentials were found
     raise typer.Exit(train_main([config, *(overrides or [])], name="error"))
 
 

@@ -615,3 +615,16 @@ def test_an_out_dir_that_cannot_be_written_is_one_message(
     (tmp_path / "file").write_text("in the way")
     assert train_main([run_file, f"train.out_dir={tmp_path}/file/run"]) == 1
     assert "Not a directory; make room there, or change train.out_dir" in capsys.readouterr().err
+
+
+def test_a_run_does_not_tell_where_credentials_were_found() -> None:
+    code = """
+import logging, sys
+from streammega.train.__main__ import main
+main(["--help"])
+logging.getLogger("botocore.credentials").info("Found credentials in environment variables.")
+logging.getLogger("streammega.train").info("what the run says")
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert "what the run says" in done.stderr
+    assert "credentials" not in done.stderr

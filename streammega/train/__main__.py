@@ -151,6 +151,7 @@ def main(arguments: Sequence[str], name: str | None = None) -> int:
     rank = os.environ.get("RANK", "0")
     level = logging.INFO if rank == "0" else logging.WARNING
     logging.basicConfig(level=level, format=f"[{rank}] %(message)s", stream=sys.stderr)
+    logging.getLogger("botocore").setLevel(logging.WARNING)  # which tells at each start where credentials were found
     if not arguments or arguments[0] in ("-h", "--help"):
         print(f"usage: torchrun --nproc-per-node N -m streammega.train run.toml [section.name=value ...]\n\n{__doc__}")
         return 0 if arguments else 2
