@@ -95,6 +95,14 @@ class Gang:
         return members
 
     def _collect(self, members: list[Member]) -> list[Any]:
+        """The results of all; whatever ends the wait ends the ranks too, or they would answer to the next test."""
+        try:
+            return self._wait_for_all(members)
+        except BaseException:
+            self.close()
+            raise
+
+    def _wait_for_all(self, members: list[Member]) -> list[Any]:
         results: dict[int, Any] = {}
         pipes = {pipe: rank for rank, (_, pipe) in enumerate(members)}
         while pipes:
@@ -106,11 +114,9 @@ class Gang:
                 except EOFError:
                     good, value = False, "the process died"
                 if not good:
-                    self.close()
                     raise AssertionError(f"rank {rank}: {value}")
                 results[rank] = value
             if not ready:
-                self.close()
                 raise AssertionError(f"ranks {sorted(pipes.values())} did not answer within {TIMEOUT:.0f} s")
         return [results[rank] for rank in range(len(members))]
 

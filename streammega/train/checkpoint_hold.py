@@ -58,6 +58,7 @@ class _Shared:
 
 _held: dict[str, _Shared] = {}
 _lock = threading.Lock()
+"""Of `_held`, and over making and releasing a hold: of two threads that ask for one at once, one makes it for both."""
 
 
 def hold_file(path: Path) -> Hold:

@@ -40,6 +40,8 @@ TAKEN = 2
 """Beats in which a main thread that runs Python takes a Ctrl-C by itself, and says more than the watch can."""
 LOOKS = 10
 """Beats between two looks at all ranks: at a thousand ranks each look is a large answer."""
+ANSWER_WITHIN = 30
+"""Beats for which the store is asked what the others say: a host that is gone does not even refuse, and TCP tries for minutes."""
 LAST_WORDS = 5.0
 """Seconds that flushing metrics may take before the process ends."""
 ENDED = "ended"
@@ -66,7 +68,7 @@ class Watch:
         """What is called before the process is ended from the thread: it must not wait for other ranks."""
         self._board = None if store is None else Board(store, rank, world)
         self._ended = threading.Event()
-        self._last_word = threading.Lock()
+        self._last_word = threading.Lock()  # of the main thread and this one's: the cause is printed once, whole
         self._signals = _Signals()
         self._others = _Others(rank, world)
         self._requests = StopRequests()
@@ -118,7 +120,7 @@ class Watch:
         answer: list[str] = []
         asking = threading.Thread(target=lambda: answer.append(self._explain()), name="streammega-asks", daemon=True)
         asking.start()
-        asking.join(30 * BEAT)  # a host that is gone does not even refuse
+        asking.join(ANSWER_WITHIN * BEAT)
         return answer[0] if answer else f"rank {self.rank} cannot ask the others: the job's store does not answer"
 
     def close(self) -> None:
