@@ -19,11 +19,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from streammega.convert import columns, convert, json_values, lines, long_records, long_texts, readers
-from streammega.convert.documents import LongString
+from streammega import StorageConfig
+from streammega.convert import ConvertOptions, columns, convert, json_values, lines, long_records, long_texts, readers
+from streammega.convert.documents import LongRecord, LongString, RawDocument
 from streammega.convert.dry_run import plan_conversion
+from streammega.convert.inputs import find_inputs
 from streammega.convert.lines import LongLine, read_lines
 from streammega.convert.long_records import read_record, text_file
+from streammega.convert.slices import Skipped, Slice
 from streammega.describe import describe_input
 from streammega.errors import ConvertError, FormatError
 from tests.test_long_texts import MAKERS, SENTENCES, WORDS
@@ -118,6 +121,18 @@ def test_lines_are_lines_however_long(texts: list[bytes], begun: int, most: int,
         for line in read_lines(data[:begun], io.BytesIO(data[begun:]), most):
             found.append(b"".join(line.pieces) if isinstance(line, LongLine) else line)
     assert found == list(io.BytesIO(data))
+
+
+@pytest.mark.parametrize("form", ["a.jsonl", "a.json"])
+def test_a_record_is_held_up_to_its_limit_and_no_further(form: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(readers, "LONG_RECORD", 3 << 20)
+    found = []
+    for size in ((3 << 20) - 100, (3 << 20) + 100):
+        data = json.dumps({"text": "x" * (size - 12)}).encode()
+        (tmp_path / form).write_bytes(data + b"\n" if form == "a.jsonl" else b"[" + data + b"]")
+        piece = Slice(input=find_inputs([str(tmp_path / form)])[0])
+        found += [type(item) for item in readers.read_slice(piece, ConvertOptions(), StorageConfig(), Skipped())]
+    assert found == [RawDocument, LongRecord]
 
 
 # --- conversions ------------------------------------------------------------------------------------------------------------
@@ -224,7 +239,7 @@ def test_long_records_are_found_in_every_form(form: str, unit: int, tmp_path: Pa
     assert reports[0].dropped == reports[1].dropped
     planned = plan_conversion([str(tmp_path / form)], str(tmp_path / "planned"), **tokenizer_in(tmp_path))
     assert planned.documents
-    assert "first" in describe_input(str(tmp_path / form), readers.StorageConfig())
+    assert "first" in describe_input(str(tmp_path / form), StorageConfig())
 
 
 @pytest.mark.parametrize(("form", "unit"), [("in.jsonl", 1 << 20), ("in.jsonl", 5000), ("array.json", 1 << 20)])

@@ -145,15 +145,26 @@ def _long_row(batch: Any, row: int, paths: list[Path], place: RawDocument) -> Lo
     fields: dict[str, Any] = {}
     size = 0
     for path in paths:
-        column = _column(batch, path)
-        cell = column[row]
-        value = _ColumnText(cell.as_buffer(), place.where) if _is_text(column.type) and cell.is_valid else cell.as_py()
+        column = _column(batch, path).slice(row, 1)
+        value = (
+            _ColumnText(_bytes_of(column), place.where) if _is_text(column.type) and not column.null_count else column[0].as_py()
+        )
         size += len(value.data) if isinstance(value, _ColumnText) else 0
         within = fields
         for name in path[:-1]:
             within = within.setdefault(name, {})
         within[path[-1]] = value
     return LongRecord(document=replace(place, fields=fields, size=size))
+
+
+def _bytes_of(column: Any) -> Any:
+    """Of a column of one text, its bytes where they are: a scalar of pyarrow's would be a copy."""
+    import pyarrow as pa
+
+    _, offsets, data = column.buffers()
+    wide = pa.types.is_large_string(column.type) or pa.types.is_large_binary(column.type)
+    bounds = np.frombuffer(offsets, np.int64 if wide else np.int32)[column.offset : column.offset + 2].tolist()
+    return b"" if data is None else data.slice(bounds[0], bounds[1] - bounds[0])
 
 
 class _ColumnText(LongString):

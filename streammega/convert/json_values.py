@@ -214,7 +214,10 @@ class _Values:
             return False
         self._count_lines()
         rest = self._text[self._at :]
-        data = self._file.read(max(READ_BYTES, len(rest)))
+        size = max(READ_BYTES, len(rest))
+        if self._most is not None and len(rest) <= self._most:  # no more than tells that a record is a long one
+            size = min(size, self._most + 1 - len(rest))
+        data = self._file.read(size)
         self._ended = not data
         self._text = rest + data.decode("latin-1")
         self._at = self._counted = 0

@@ -54,7 +54,8 @@ def read_lines(begun: bytes, file: Any, most: int | None) -> Iterator[bytes | Lo
                 return
             held = line.behind
             continue
-        data = file.read(max(READ_BYTES, len(held)))  # as much again: a line that is held is copied a few times, not often
+        size = max(READ_BYTES, len(held))  # as much again: a line that is held is copied a few times, not often
+        data = file.read(size if most is None else min(size, most + 1 - len(held)))
         if not data:
             break
         held += data
