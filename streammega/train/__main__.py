@@ -131,10 +131,8 @@ def _meet() -> tuple[Store, int, int]:
     """The store of the job, this rank and how many there are, by the variables of torch's launchers. Raises ConfigError."""
     try:
         store, rank, world = next(rendezvous("env://"))
-    except (
-        ValueError,
-        RuntimeError,
-    ) as error:  # a variable is missing or wrong; the address is taken, or nobody is there
+    except (ValueError, RuntimeError) as error:
+        # A variable is missing or wrong; the address is taken, or nobody is there.
         reason = str(error).strip().splitlines()[0]
         raise ConfigError(
             f"the ranks cannot meet ({reason}): set RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT for every process, or let "

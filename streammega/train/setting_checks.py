@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any
@@ -23,9 +24,12 @@ class Range:
         return self.low <= value and below  # of NaN that is False
 
     def __str__(self) -> str:
+        least = "more than 0" if self.low == sys.float_info.min else f"at least {self.low:g}"
         if self.high == math.inf:
-            return f"at least {self.low:g}"
-        return f"at least {self.low:g} and {'less than' if self.open else 'at most'} {self.high:g}"
+            return least
+        if self.high == sys.float_info.max:
+            return f"{least}, and finite"
+        return f"{least} and {'less than' if self.open else 'at most'} {self.high:g}"
 
 
 def check_numbers(section: str, settings: Any, ranges: Mapping[str, Range]) -> None:
