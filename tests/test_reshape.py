@@ -445,19 +445,18 @@ def test_a_conversion_into_s3_that_fails_at_the_end_leaves_no_dataset(
     from streammega.errors import EndpointError, ObjectNotFoundError
 
     write_random_pair(str(tmp_path / "in"))
-    real = publish.save_bytes
+    real = publish.create_object
 
-    def fails(url: str, *arguments: Any) -> None:
-        if url.endswith(".manifest.json"):
-            raise EndpointError("the endpoint went away")
-        real(url, *arguments)
+    def fails(store: Any, key: str, data: bytes) -> bool:
+        assert key.endswith(".manifest.json")
+        raise EndpointError("the endpoint went away")
 
-    monkeypatch.setattr(publish, "save_bytes", fails)
+    monkeypatch.setattr(publish, "create_object", fails)
     url = f"s3://{bucket}/web"
     with pytest.raises(EndpointError):
         convert([str(tmp_path / "in")], url, shard_bytes=5000, kind="zst", storage=s3_storage, workers=1)
     with pytest.raises(ObjectNotFoundError):
         IndexedDataset(url, s3_storage, tmp_path / "c")
-    monkeypatch.setattr(publish, "save_bytes", real)
+    monkeypatch.setattr(publish, "create_object", real)
     convert([str(tmp_path / "in")], url, shard_bytes=5000, kind="zst", storage=s3_storage, workers=1)
     assert len(IndexedDataset(url, s3_storage, tmp_path / "c")) == 200

@@ -33,7 +33,7 @@ def main() -> int:
     print("| order | memory | entropy (bits) | places / 256 | adjacent | neighbours apart | domain drift |")
     print("|---|---|---|---|---|---|---|")
     row("full shuffle", None, full_shuffle(TOTAL, rng)[: chosen.samples])
-    points: dict[str, list[tuple[float, float]]] = {"stream": [], "py1e": [], "shuffle buffer": [], "block shuffle": []}
+    points: dict[str, list[tuple[float, float]]] = {name: [] for name in ("py1e", "shuffle buffer", "block shuffle")}
     for memory in (64, 256, 1024, 4096):
         held = memory * MiB // SAMPLE_BYTES
         peers: dict[str, Callable[[], Places]] = {
@@ -46,7 +46,9 @@ def main() -> int:
         for lanes, block in ((1024, memory * MiB // 1024), (4096, memory * MiB // 4096)):
             if block >= SAMPLE_BYTES:
                 title = f"stream, {lanes} lanes, {block // 1024} KiB blocks"
-                points["stream"].append((memory, row(title, memory, stream(lanes, block, chosen.samples))))
+                points.setdefault(f"stream, {lanes} lanes", []).append(
+                    (memory, row(title, memory, stream(lanes, block, chosen.samples)))
+                )
     if chosen.plot:
         plot(points, chosen.plot)
     return 0
@@ -82,10 +84,10 @@ def row(name: str, memory: int | None, places: Places) -> float:
 def plot(points: dict[str, list[tuple[float, float]]], path: str) -> None:
     figure, axes = pyplot().subplots(figsize=(7, 4.5))
     for name, pairs in points.items():
-        axes.plot(*zip(*sorted(pairs), strict=True), "o-" if name != "stream" else "o", label=name)
+        axes.plot(*zip(*sorted(pairs), strict=True), "o-", label=name)
     axes.axhline(1.0, color="gray", linestyle="--", label="independent draws")
-    axes.set(xscale="log", yscale="log", xlabel="memory held open (MiB)", ylabel="drift of domain shares over 32 steps")
-    axes.legend()
+    axes.set(xscale="log", yscale="log", xlabel="memory held open (MiB)", ylabel="drift of domain shares over 32 steps (1: none)")
+    axes.legend(loc="upper left", bbox_to_anchor=(1.0, 1.0))  # beside the curves, which leave no corner free
     figure.savefig(path, dpi=120, bbox_inches="tight")
 
 
