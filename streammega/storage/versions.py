@@ -60,12 +60,11 @@ _told: set[str] = set()
 
 
 def tell_unversioned(url: str) -> None:
-    """Say once for each server that nothing but its size shows whether an object changes, so that no cache keeps it."""
-    server = f"unversioned {'/'.join(url.split('/', 3)[:3])}"
-    if server not in _told:
-        _told.add(server)
+    """Say once of an object that nothing but its size shows whether it changes, so that no cache keeps it."""
+    if url not in _told:
+        _told.add(url)
         log.warning(
-            "%s: the server tells neither ETag nor Last-Modified, so a replaced object cannot be noticed; such are read anew in "
+            "%s: the server tells neither ETag nor Last-Modified, so a replaced object cannot be noticed; it is read anew in "
             "every run and kept in no cache. Have the server send ETags",
             url,
         )
