@@ -6,8 +6,10 @@ import gzip
 import hashlib
 import io
 import json
+import signal
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -294,6 +296,28 @@ def test_long_cells_become_what_they_were_when_they_were_copied(
     reports, _ = held_and_long(tmp_path / "wrong.parquet", monkeypatch, **tokenizer_in(tmp_path))
     assert reports[0] == reports[1]
     assert "wrong.parquet:2: is not UTF-8 text (byte 3000)" in reports[0]
+
+
+def test_a_conversion_that_is_killed_within_a_long_record_goes_on_to_the_same_bytes(tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_text('{"text": "first"}\n')
+    (tmp_path / "b.jsonl").write_text(json.dumps({"text": "words and words\n" * (1 << 20)}) + '\n{"text": "last"}\n')
+    inputs = [str(tmp_path / "a.jsonl"), str(tmp_path / "b.jsonl")]
+    convert(inputs, str(tmp_path / "whole"), tokenizer="bytes", workers=1)
+    code = "import sys; from streammega.convert import convert; convert(sys.argv[2:], sys.argv[1], tokenizer='bytes', workers=1)"
+    command = [sys.executable, "-c", code, str(tmp_path / "out"), *inputs]
+    work = tmp_path / ".out.convert"
+    process = subprocess.Popen(command, stderr=subprocess.DEVNULL)
+    while process.poll() is None and not list(work.glob(".unit-000001-*.partial")):
+        time.sleep(0.002)
+    process.send_signal(signal.SIGKILL)
+    process.wait()
+    assert {path.name for path in work.glob("unit-*.json")} == {"unit-000000.json"}
+    assert not list(work.glob("tmp*")), "long texts are kept in a file without a name"
+    done = subprocess.run(command, check=True, stderr=subprocess.PIPE)
+    assert b"1 of 6 units are done" in done.stderr
+    for suffix in (".bin", ".idx"):
+        assert (tmp_path / f"out{suffix}").read_bytes() == (tmp_path / f"whole{suffix}").read_bytes()
+    assert not work.exists()
 
 
 MEASURED = """
