@@ -23,7 +23,7 @@ import pytest
 
 from streammega import StorageConfig
 from streammega.errors import StorageError
-from streammega.samples.fetch import TokenFile
+from streammega.samples.token_file import TokenFile
 from streammega.storage import page_cache
 from streammega.storage.base import Bytes
 from streammega.storage.cache import layout

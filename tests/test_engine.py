@@ -30,7 +30,7 @@ from streammega.order.sharding import zigzag_bounds
 from streammega.storage.memory import BufferPool, rounded
 from streammega.stream.engine import Engine
 from streammega.stream.planner import FileTable, Planner, largest_gap
-from streammega.stream.reader import _whole_pieces, open_reader
+from streammega.stream.reader import _whole_pieces, plan_reading
 from tests.test_faults import config_of, storage_of, stream, write_data
 from tools.bench.object_server import Running, running
 
@@ -180,7 +180,7 @@ def test_the_stream_order_fetches_every_byte_once(server: tuple[Running, Path], 
     storage = replace(storage_of(endpoint, "obstore"), memory_bytes=4_000_000)
     config = replace(config_of("stream", "s3:/", tmp_path, storage), blend=["s3://data/web"], num_samples=None, block_bytes=2048)
     loader = StreamLoader(config, micro_batch_size=4, global_batch_size=8)
-    reader = open_reader(loader.dataset, 0, 1, storage.memory_bytes)
+    reader = plan_reading(loader.dataset.steps, 0, 0, 1, storage.memory_bytes)
     assert reader.planner.pieces is not None
     epoch = int(loader.dataset.samples.order.sizes[0]) // 8  # type: ignore[union-attr]
     loader = StreamLoader(replace(config, num_samples=(epoch * 8, 0, 0)), micro_batch_size=4, global_batch_size=8)
@@ -199,9 +199,10 @@ def test_pieces_are_held_whole_within_three_quarters_of_the_budget_of_datasets_d
     dataset = StreamLoader(config, micro_batch_size=4, global_batch_size=8).dataset
     held = []
     for budget in range(20_000, 600_000, 4_000):
-        pieces, open_bytes, _ = _whole_pieces(dataset, open_reader(dataset, 0, 1, budget).table, 0, 1, budget, 1)
-        held.append((False, False) if pieces is None else tuple(pieces.whole.tolist()))
-        assert open_bytes <= 0.75 * budget
+        steps = dataset.steps
+        whole = _whole_pieces(steps, plan_reading(steps, 0, 0, 1, budget).table, 0, 0, 1, budget, 1)
+        held.append((False, False) if whole.pieces is None else tuple(whole.pieces.whole.tolist()))
+        assert whole.open_bytes <= 0.75 * budget
     assert [held[0], held[-1]] == [(False, False), (True, True)]
     assert list(dict.fromkeys(held)) == [(False, False), (False, True), (True, True)], "the second is drawn more often"
 
@@ -211,7 +212,9 @@ def test_training_starts_with_the_first_parts(server: tuple[Running, Path], tmp_
     endpoint, _ = server
     storage = replace(storage_of(endpoint, "obstore"), memory_bytes=100_000_000)
     config = config_of("stream", "s3:/", tmp_path, storage)
-    engine = Engine(StreamLoader(config, micro_batch_size=4, global_batch_size=8).dataset, iter(range(0, 3000, 4)), 4)
+    engine = Engine(
+        StreamLoader(config, micro_batch_size=4, global_batch_size=8).dataset.steps, iter(range(0, 3000, 4)), 4, start=0
+    )
     engine._keep_pace(0.0)
     planned = []
     for _ in range(6):
@@ -490,7 +493,7 @@ def test_skips_leave_nothing_open_wherever_they_fall(
         skip_samples=tuple((first, first + size) for first in range(every, 3000, every + size)),
     )
     loader = StreamLoader(config, micro_batch_size=4, global_batch_size=8)
-    engine = Engine(loader.dataset, loader.dataset.positions(), 4)
+    engine = Engine(loader.dataset.steps, loader.dataset.positions(), 4, start=0)
     with closing(iter(engine)) as batches:  # type: ignore[type-var]
         got = [batch["tokens"].clone() for _, batch in itertools.islice(batches, len(loader))]
         pieces = engine._reader.planner.pieces
@@ -530,7 +533,7 @@ def test_workers_follow_their_lanes_over_skips(
     open_bytes = lanes // (dp_size * workers) * 2 * (config.block_bytes + 2)  # a piece of both datasets in each of its lanes
     for worker in range(workers):
         positions = itertools.islice(dataset.positions(), worker, None, workers)
-        engine = Engine(dataset, positions, 2, worker=worker, workers=workers)
+        engine = Engine(dataset.steps, positions, 2, start=0, worker=worker, workers=workers)
         with closing(iter(engine)) as batches:  # type: ignore[type-var]
             for consumed, batch in batches:
                 assert torch.equal(batch["tokens"], expected.batch(consumed)["tokens"])
@@ -545,7 +548,7 @@ def test_samples_of_lanes_that_are_not_followed_are_refused(server: tuple[Runnin
     dataset = StreamLoader(
         config_of("stream", "s3:/", tmp_path, storage_of(endpoint, "obstore")), micro_batch_size=4, global_batch_size=4
     ).dataset
-    pieces = open_reader(dataset, 0, 2, 4_000_000).planner.pieces
+    pieces = plan_reading(dataset.steps, 0, 0, 2, 4_000_000).planner.pieces
     assert pieces is not None
     pieces.follow(np.arange(4), np.arange(4))
     with pytest.raises(AssertionError, match="sample 4 lies in lane 4, which this reader does not follow"):
@@ -558,7 +561,9 @@ def test_a_slow_caller_is_not_read_far_ahead_of(server: tuple[Running, Path], tm
     config = replace(config_of("stream", "s3:/", tmp_path, storage), num_samples=(100_000, 0, 0))
     planned = []
     for seconds in (0.0, 1e6):
-        engine = Engine(StreamLoader(config, micro_batch_size=4, global_batch_size=8).dataset, iter(range(0, 100_000, 4)), 4)
+        engine = Engine(
+            StreamLoader(config, micro_batch_size=4, global_batch_size=8).dataset.steps, iter(range(0, 100_000, 4)), 4, start=0
+        )
         engine._keep_pace(seconds)
         engine._plan_ahead()
         while not engine._far_ahead():

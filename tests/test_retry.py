@@ -322,7 +322,7 @@ def test_a_paused_retry_does_not_wait_for_other_requests() -> None:
 
 
 def test_a_closed_stager_does_not_wait_for_its_pauses(tmp_path: Path) -> None:
-    from streammega.samples.fetch import TokenFile
+    from streammega.samples.token_file import TokenFile
     from streammega.storage.cached_store import CachedStore
     from streammega.storage.page_cache import PageCache
     from streammega.stream.staging import Stager

@@ -20,10 +20,10 @@ from streammega.index import cached_arrays
 from streammega.index.cache import ArrayKind, damaged_array
 from streammega.order import Extents
 from streammega.order.blend import blend_indices, normalized
-from streammega.samples.fetch import TokenFile
 from streammega.samples.fields import Batch
 from streammega.samples.gpt import GPTDataset, cache_dir, shared_folder
 from streammega.samples.source import read_samples
+from streammega.samples.token_file import TokenFile
 
 BLEND_NAMES = ("dataset_index", "dataset_sample_index")
 

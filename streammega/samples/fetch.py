@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -13,37 +12,10 @@ from streammega.config import StorageConfig
 from streammega.errors import ShortReadError
 from streammega.kernels.batch import coalesce_sorted, gather_runs
 from streammega.order import Extents
-from streammega.samples.modes import TokenModes
-from streammega.storage import Store
-from streammega.storage.base import ended_early
+from streammega.samples.token_file import TokenFile
 from streammega.storage.local import LocalStore
 
 Ids = NDArray[Any]
-
-
-@dataclass(frozen=True, kw_only=True)
-class TokenFile:
-    """One stored file of tokens: `num_tokens` of `dtype`, little-endian, from its first byte on.
-
-    `etag`: that of the object when it was opened; empty: unknown. `modes`: of its sequences, where they make the loss mask.
-    """
-
-    store: Store
-    key: str
-    dtype: np.dtype[Any]
-    num_tokens: int
-    etag: str = ""
-    modes: TokenModes | None = None
-
-    @property
-    def url(self) -> str:
-        """For messages."""
-        return self.store.url(self.key)
-
-    def check_bytes(self, size: int) -> None:
-        """Raise ShortReadError if `size` bytes do not hold all tokens: addresses in them go to kernels, which look no further."""
-        if size < self.num_tokens * self.dtype.itemsize:
-            raise ended_early(self.url, f"{size} bytes, opened with {self.num_tokens} tokens")
 
 
 def fetch_ids(

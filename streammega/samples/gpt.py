@@ -22,10 +22,11 @@ from streammega.index.cache import SharedFolder, damaged_array
 from streammega.order import Extents
 from streammega.order.megatron import INT32_MAX, GptIndices, GptShape, build_gpt_indices, gpt_shape, index_kinds, locate_gpt
 from streammega.redaction import redact_urls
-from streammega.samples.fetch import Ids, TokenFile
+from streammega.samples.fetch import Ids
 from streammega.samples.fields import Batch
 from streammega.samples.modes import modes_of_dataset
 from streammega.samples.source import read_samples, sample_fields
+from streammega.samples.token_file import TokenFile
 
 log = logging.getLogger(__name__)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -16,11 +16,7 @@ from streammega.index import IndexedDataset
 from streammega.index.bounds import PairBounds
 from streammega.index.labels import loss_modes_of
 from streammega.index.shard_files import ShardFiles
-from streammega.kernels.batch import clear_unlearned
 from streammega.redaction import redact_urls
-
-if TYPE_CHECKING:
-    from streammega.samples.fetch import TokenFile
 
 MODES = 256
 """Values of an int8: mode m is entry m + 128 of a table."""
@@ -83,33 +79,3 @@ def _table(name: str, multimodal: bool, named: tuple[int, ...] | None, config: D
     learned = np.zeros(MODES, np.bool_) if named is not None else np.arange(MODES) != 128
     learned[np.array(named or (), np.int64) + 128] = True
     return learned
-
-
-@dataclass(frozen=True, kw_only=True)
-class Runs:
-    """Where the tokens of samples lie: token `start` of a file and on goes to `column` of a sample and on; int64 [runs] each."""
-
-    file: NDArray[np.int64]
-    start: NDArray[np.int64]
-    size: NDArray[np.int64]
-    sample: NDArray[np.int64]
-    column: NDArray[np.int64]
-
-
-def has_modes(files: Sequence[TokenFile]) -> bool:
-    """Whether any of the files makes a loss mask."""
-    return any(file.modes is not None for file in files)
-
-
-def clear_by_modes(files: Sequence[TokenFile], runs: Runs, out: NDArray[Any]) -> None:
-    """Write 0 to out [samples, width] for every token that is not learned; those of files without modes are."""
-    for number in np.unique(runs.file):
-        own = files[number]
-        if own.modes is None:
-            continue
-        rows = np.flatnonzero(runs.file == number)
-        offsets, modes = own.modes.arrays
-        clear_unlearned(
-            offsets, modes, own.modes.learned, own.dtype.itemsize, runs.start[rows], runs.size[rows], runs.sample[rows],
-            runs.column[rows], out,
-        )  # fmt: skip

@@ -10,9 +10,9 @@ from numpy.typing import NDArray
 
 from streammega.config import DataConfig
 from streammega.order import Extents
-from streammega.samples.fetch import Ids, TokenFile, fetch_ids
+from streammega.samples.fetch import Ids, fetch_ids
 from streammega.samples.fields import Batch, batch_fields
-from streammega.samples.modes import Runs, clear_by_modes, has_modes
+from streammega.samples.token_file import Runs, TokenFile, clear_by_modes, has_modes
 
 OPENERS = 16
 """Pairs of a blend that are opened at once."""

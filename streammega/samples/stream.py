@@ -18,10 +18,10 @@ from streammega.order import Extents
 from streammega.order.split import SPLITS, split_bounds
 from streammega.order.stream import STREAM_VERSION, Part, StreamDataset, StreamOrder, dataset_samples, default_lanes, samples_of
 from streammega.redaction import redact_urls
-from streammega.samples.fetch import TokenFile
 from streammega.samples.modes import modes_of_pairs
 from streammega.samples.source import OPENERS
 from streammega.samples.split_blend import split_blend
+from streammega.samples.token_file import TokenFile
 from streammega.samples.tokenizers import check_tokenizers
 from streammega.storage.threads import each
 

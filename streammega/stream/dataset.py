@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import copy
-import itertools
 import logging
 import operator
 from collections.abc import Generator, Iterator, Mapping
@@ -20,19 +18,17 @@ from streammega.config import DataConfig
 from streammega.errors import ConfigError, StateError
 from streammega.order.cursor import make_state, parse_state
 from streammega.order.rampup import BatchSchedule, batch_schedule
-from streammega.order.sharding import check_resume, every_nth, rank_samples
 from streammega.samples.fields import Batch
 from streammega.samples.open import open_source
-from streammega.samples.source import sample_fields
-from streammega.samples.stream import StreamSource
+from streammega.samples.source import SampleSource
 from streammega.stream.engine import Engine
 from streammega.stream.iteration import Iteration
 from streammega.stream.places import Begun, Places
 from streammega.stream.shares import Share, read_share, write_share
+from streammega.stream.steps import MicroSteps
 
 log = logging.getLogger(__name__)
 
-NO_END = 1 << 62
 AHEAD = 2
 """Micro-batches made ahead when a dataset is iterated without a loader."""
 
@@ -75,22 +71,24 @@ class StreamingDataset(torch.utils.data.IterableDataset[Batch]):
         dp_size: int = 1,
         rampup: tuple[int, int, int] | None = None,
     ) -> None:
-        self.schedule = batch_schedule(global_batch_size, rampup)
-        self.schedule.check(micro_batch_size, dp_rank, dp_size)
-        self.config, self.split = config, split
-        self.micro_batch_size, self.global_batch_size = micro_batch_size, global_batch_size
-        self.dp_rank, self.dp_size = dp_rank, dp_size
-        self.samples = open_source(config, split, global_batch_size)
-        for start, stop in config.skip_samples:
-            if self.schedule.offset_at(start) or self.schedule.offset_at(stop):
-                raise ConfigError(
-                    f"skip_samples [{start}, {stop}) cuts a global batch of {self.schedule.size_at(start)} samples apart"
-                )
-        if self.num_samples == 0:
-            raise ConfigError(
-                f"{split} holds {self.samples.num_samples} samples, less than one global batch of {global_batch_size}; lower "
-                f"global_batch_size or ask for more samples"
-            )
+        schedule = batch_schedule(global_batch_size, rampup)
+        schedule.check(micro_batch_size, dp_rank, dp_size)
+        self.config = config
+        self.split = split
+        self.micro_batch_size = micro_batch_size
+        self.global_batch_size = global_batch_size
+        self.dp_rank = dp_rank
+        self.dp_size = dp_size
+        self.steps = MicroSteps(
+            config=config,
+            split=split,
+            samples=open_source(config, split, global_batch_size),
+            schedule=schedule,
+            micro_batch_size=micro_batch_size,
+            dp_rank=dp_rank,
+            dp_size=dp_size,
+        )
+        self.steps.check()
         self._consumed = 0
         self._places = Places()
         self._share: Share | None = None  # in a worker: of the iteration that runs
@@ -103,14 +101,24 @@ class StreamingDataset(torch.utils.data.IterableDataset[Batch]):
         return sum(len(part) for part in self.parts(0))
 
     @property
+    def samples(self) -> SampleSource:
+        """The samples of the split, in their order."""
+        return self.steps.samples
+
+    @property
+    def schedule(self) -> BatchSchedule:
+        """The sizes of global batches, and where their steps begin."""
+        return self.steps.schedule
+
+    @property
     def num_samples(self) -> int | None:
         """Samples over all ranks, whole global batches only; None: the stream has no end."""
-        return self._num_samples(self.schedule)
+        return self.steps.num_samples
 
     @property
     def step_samples(self) -> int:
         """Samples that one micro-batch on every rank takes from the global stream."""
-        return self.micro_batch_size * self.dp_size
+        return self.steps.step_samples
 
     @property
     def consumed_samples(self) -> int:
@@ -119,27 +127,19 @@ class StreamingDataset(torch.utils.data.IterableDataset[Batch]):
 
     def sample_ids(self, consumed: int | NDArray[np.int64]) -> NDArray[np.int64]:
         """Global sample ids of this rank's micro-batch in the micro-step at `consumed`, int64 [..., micro_batch_size]."""
-        contiguous = self.config.order == "megatron"
-        return rank_samples(consumed, self.micro_batch_size, self.dp_rank, self.dp_size, contiguous=contiguous)
+        return self.steps.sample_ids(consumed)
 
     def batch(self, consumed: int) -> Batch:
         """This rank's micro-batch in the micro-step at `consumed`: a pure function of it."""
-        return sample_fields(self.samples, self.sample_ids(consumed), bounds=True)
+        return self.steps.batch(consumed)
 
     def positions(self) -> Iterator[int]:
         """The micro-steps that are left, as values of `consumed`, without those that are skipped."""
-        return itertools.chain.from_iterable(self.parts(self._consumed))
+        return self.steps.positions(self._consumed)
 
-    def parts(self, start: int, schedule: BatchSchedule | None = None) -> Iterator[range]:
+    def parts(self, start: int) -> Iterator[range]:
         """The ranges of positions from `start` on, between the skipped ones."""
-        num_samples = self._num_samples(schedule or self.schedule)
-        end = NO_END if num_samples is None else num_samples
-        for low, high in sorted(self.config.skip_samples):
-            if start < low:
-                yield range(start, min(low, end), self.step_samples)
-            start = max(start, high)
-        if start < end:
-            yield range(start, end, self.step_samples)
+        return self.steps.parts(start)
 
     def advance(self, consumed: int) -> None:
         """Note that the micro-step at `consumed` was handed out."""
@@ -148,27 +148,26 @@ class StreamingDataset(torch.utils.data.IterableDataset[Batch]):
     def __iter__(self) -> Iterator[Batch]:
         worker = torch.utils.data.get_worker_info()
         begun = self._places.begin(worker)
-        if begun.lanes and isinstance(self.samples, StreamSource):
-            self.samples.adopt_lanes(begun.lanes)
         share = Share(start=begun.start, origin=begun.origin)
         if worker is not None:
             share = replace(share, worker=worker.id, workers=worker.num_workers)
             share, self._loaded = self._loaded or share, None
-        self.schedule = replace(self.schedule, origin=share.origin)
-        self._share, self._consumed = share, share.start
-        return Iteration(self._batches(begun, share))
+        self.steps = self.steps.in_lanes(begun.lanes).from_origin(share.origin)
+        self._share = share
+        self._consumed = share.start
+        return Iteration(self._batches(self.steps, begun, share))
 
-    def _batches(self, begun: Begun, share: Share) -> Generator[Batch, None, None]:
+    def _batches(self, steps: MicroSteps, begun: Begun, share: Share) -> Generator[Batch, None, None]:
         first = share.worker + share.batches * share.workers
-        positions = itertools.chain.from_iterable(every_nth(self.parts(share.start), first, share.workers))
-        if share.worker == share.batches == 0 and share.start and share.start == self.num_samples:
+        positions = steps.positions(share.start, first, share.workers)
+        if share.worker == share.batches == 0 and share.start and share.start == steps.num_samples:
             log.warning(
                 "%s: the position that was set, sample %d, is the end of the data, so this iteration gives nothing; the next "
                 "begins at the first sample",
                 self.split,
                 share.start,
             )
-        with closing(Engine(self, positions, AHEAD, worker=share.worker, workers=share.workers)) as engine:
+        with closing(Engine(steps, positions, AHEAD, start=share.start, worker=share.worker, workers=share.workers)) as engine:
             for consumed, batch in engine:
                 self._places.check(begun)
                 self._count(begun, share, consumed)
@@ -176,7 +175,7 @@ class StreamingDataset(torch.utils.data.IterableDataset[Batch]):
                 del batch
         self._places.check(begun)
         if torch.utils.data.get_worker_info() is None and self._places.is_latest(begun):
-            self.schedule = replace(self.schedule, origin=0)  # the position is now that of the next iteration
+            self.steps = self.steps.from_origin(0)  # the position is now that of the next iteration
             self._consumed = 0
             self._places.finished()
 
@@ -203,9 +202,9 @@ class StreamingDataset(torch.utils.data.IterableDataset[Batch]):
     def seek(self, consumed_samples: int) -> None:
         """Continue at a global sample, whole micro-steps of these ranks from the start of a global batch."""
         consumed_samples = operator.index(consumed_samples)  # of numpy too: states are JSON
-        schedule = self.schedule if consumed_samples else self.schedule.resumed(0, 0)
-        self._check_position(consumed_samples, schedule)
-        self._put(consumed_samples, schedule)
+        steps = self.steps if consumed_samples else self.steps.from_origin(0)
+        steps.check_position(consumed_samples)
+        self._put(consumed_samples, steps)
 
     @property
     def generation(self) -> int:
@@ -223,8 +222,8 @@ class StreamingDataset(torch.utils.data.IterableDataset[Batch]):
             return self._worker_state()
         if num_batches is not None:
             start, origin = self._places.running
-            schedule = replace(self.schedule, origin=origin)
-            return self.state_at(self._after(start, num_batches, schedule), schedule)
+            steps = self.steps.from_origin(origin)
+            return steps.state(steps.after(start, num_batches))
         if self._places.by_workers:
             raise StateError(
                 "worker processes read ahead of what the DataLoader handed out, so the position is not known here; pass "
@@ -233,80 +232,55 @@ class StreamingDataset(torch.utils.data.IterableDataset[Batch]):
             )
         return self.state_at(self._consumed)
 
-    def state_at(self, consumed: int, schedule: BatchSchedule | None = None) -> dict[str, Any]:
+    def state_at(self, consumed: int) -> dict[str, Any]:
         """The state of a run that has handed out all samples before `consumed`."""
-        offset = (schedule or self.schedule).offset_at(consumed)
-        return make_state(self.samples.identity(consumed), consumed, offset)
+        return self.steps.state(consumed)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue at the sample after the last that was handed out. Raises StateError for another order, and changes nothing."""
         saved = parse_state(state)
-        samples = self.samples
-        if isinstance(samples, StreamSource) and saved.lanes is not None:
-            samples = copy.copy(samples)
-            samples.adopt_lanes(saved.lanes)
-        schedule = self.schedule.resumed(saved.consumed, saved.offset)
+        steps = self.steps.in_lanes(saved.lanes).resumed(saved.consumed, saved.offset)
         share = read_share(state, self.step_samples)
         reached = saved.consumed if share is None else share.reached
-        saved.check(samples.identity(reached))
-        if saved.offset >= schedule.size_at(saved.consumed):
+        saved.check(steps.samples.identity(reached))
+        size = steps.schedule.size_at(saved.consumed)
+        if saved.offset >= size:
             raise StateError(
-                f"the state stops {saved.offset} samples into a global batch, which now has {schedule.size_at(saved.consumed)}; "
+                f"the state stops {saved.offset} samples into a global batch, which now has {size}; "
                 f"resume with the former global_batch_size, or from a state saved between global batches"
             )
-        self._check_position(saved.consumed, schedule)
+        steps.check_position(saved.consumed)
         if share is not None:
-            share = replace(share, start=saved.consumed, origin=schedule.origin)
-            if self._reached(share, schedule) != reached:
+            share = replace(share, start=saved.consumed, origin=steps.schedule.origin)
+            if _reached(share, steps) != reached:
                 raise StateError("skip_samples or num_samples changed within what this worker's state counts; restore them")
-        self.samples = samples
-        self._put(saved.consumed, schedule, share)
+        self._put(saved.consumed, steps, share)
 
-    def _check_position(self, consumed: int, schedule: BatchSchedule) -> None:
-        """Raise StateError unless these ranks can go on at `consumed`."""
-        end = self._num_samples(schedule)
-        if not 0 <= consumed <= (NO_END if end is None else end):
-            raise StateError(f"sample {consumed} is not within the {'endless' if end is None else end} samples of {self.split}")
-        check_resume(schedule.offset_at(consumed), self.micro_batch_size, self.dp_size)
-
-    def _put(self, consumed: int, schedule: BatchSchedule, share: Share | None = None) -> None:
+    def _put(self, consumed: int, steps: MicroSteps, share: Share | None = None) -> None:
         """Go somewhere. A worker process goes there by itself: what it is given is only its own."""
-        lanes = self.samples.order.lanes if isinstance(self.samples, StreamSource) else 0
         worker = torch.utils.data.get_worker_info()
-        self.schedule = schedule
+        origin = steps.schedule.origin
+        self.steps = steps
         self._consumed = consumed
         if worker is None:
-            return self._places.put(consumed, lanes, schedule.origin)
-        self._places.adopt_lanes(lanes)
-        alone = Share(start=consumed, origin=schedule.origin, worker=worker.id, workers=worker.num_workers)
+            self._places.put(consumed, steps.lanes, origin)
+            return
+        self._places.adopt_lanes(steps.lanes)
+        alone = Share(start=consumed, origin=origin, worker=worker.id, workers=worker.num_workers)
         self._loaded = share or alone
-
-    def _num_samples(self, schedule: BatchSchedule) -> int | None:
-        total = self.samples.num_samples
-        return None if total is None else schedule.last_whole(total)
-
-    def _after(self, start: int, num_batches: int, schedule: BatchSchedule) -> int:
-        """The position after so many micro-batches from `start`, past those that are skipped."""
-        if num_batches == 0:
-            return start
-        last = next(itertools.chain.from_iterable(every_nth(self.parts(start, schedule), num_batches - 1, 1)), None)
-        if num_batches < 0 or last is None:
-            raise StateError(
-                f"there are no {num_batches} micro-batches from sample {start} on; count those of one iteration alone"
-            )
-        return last + self.step_samples
-
-    def _reached(self, share: Share, schedule: BatchSchedule) -> int:
-        """The position after the last micro-batch that a worker gave."""
-        given = share.worker + (share.batches - 1) * share.workers + 1 if share.batches else 0
-        return self._after(share.start, given, schedule)
 
     def _worker_state(self) -> dict[str, Any]:
         """The state of one worker: where the iteration began, and how many micro-batches this worker gave."""
         share = self._share
         if share is None:
             raise StateError("a worker has a state once its iteration began")
-        schedule = replace(self.schedule, origin=share.origin)
-        reached = self._reached(share, schedule)
-        state = make_state(self.samples.identity(reached), share.start, schedule.offset_at(share.start))
+        steps = self.steps.from_origin(share.origin)
+        reached = _reached(share, steps)
+        state = make_state(steps.samples.identity(reached), share.start, steps.schedule.offset_at(share.start))
         return state | write_share(replace(share, reached=reached), self.step_samples)
+
+
+def _reached(share: Share, steps: MicroSteps) -> int:
+    """The position after the last micro-batch that a worker gave."""
+    given = share.worker + (share.batches - 1) * share.workers + 1 if share.batches else 0
+    return steps.after(share.start, given)

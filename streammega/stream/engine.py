@@ -17,7 +17,7 @@ import weakref
 from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
@@ -28,19 +28,17 @@ from streammega.kernels.batch import fill_tails
 from streammega.kernels.parallel import num_threads
 from streammega.kernels.plan import count_down, gather_rows, gather_shifted
 from streammega.samples.fields import Batch, derive, plain_mask, torch_dtype
-from streammega.samples.modes import Runs, clear_by_modes, has_modes
+from streammega.samples.token_file import Runs, clear_by_modes, has_modes
 from streammega.storage.base import address_of
 from streammega.storage.derived import is_local
 from streammega.storage.fetcher import Fetcher, Holding, Read
-from streammega.stream.planner import Bounds, Span
-from streammega.stream.reader import lanes_from, local_addresses, open_reader
+from streammega.stream.planner import Bounds, PlannedHolding, Span
+from streammega.stream.reader import lanes_from, local_addresses, plan_reading
 from streammega.stream.ring import batch_memory
 from streammega.stream.slab import Finisher, Slab
 from streammega.stream.staging import Stager
 from streammega.stream.stats import Stats
-
-if TYPE_CHECKING:
-    from streammega.stream.dataset import StreamingDataset
+from streammega.stream.steps import MicroSteps
 
 log = logging.getLogger(__name__)
 
@@ -67,14 +65,15 @@ class _Pending:
 
 
 class Engine:
-    """Iterates (consumed, batch) for the positions of a dataset, several batches ahead of its caller.
+    """Iterates (consumed, batch) for positions of micro-steps, several batches ahead of its caller.
 
     An error is raised at the position it belongs to. `close` ends the threads; so does leaving the iteration.
 
     Args:
-        dataset: what is read; only its pure functions are used.
-        positions: micro-steps, as values of `consumed`.
+        steps: what is read.
+        positions: which of the micro-steps, as values of `consumed`.
         ahead: micro-batches made ahead of the caller.
+        start: where the iteration begins, over all workers.
         worker, workers: the reader is one of several that take micro-batches in turn.
         ids_only: batches are {"ids": [micro_batch_size, S + 1] in the stored dtype, "valid": ids that each sample has}, and where
             modes make the loss mask "learned": bool, of each id.
@@ -83,16 +82,20 @@ class Engine:
     """
 
     def __init__(
-        self, dataset: StreamingDataset, positions: Iterator[int], ahead: int, *, worker: int = 0, workers: int = 1,
+        self, steps: MicroSteps, positions: Iterator[int], ahead: int, *, start: int, worker: int = 0, workers: int = 1,
         ids_only: bool = False, stats: Stats | None = None, bounds: Bounds = (), pinned: bool | None = None,
     ) -> None:  # fmt: skip
-        storage = dataset.config.storage
+        storage = steps.config.storage
         budget = storage.memory_bytes // workers
         # A worker process hands every batch over by itself; elsewhere a few share one kernel call.
-        self._reader = open_reader(dataset, worker, workers, budget, slab=1 if workers > 1 or worker else None, bounds=bounds)
-        self._width = bounds[0][1] - bounds[0][0] if bounds else dataset.config.sequence_length + 1
-        self._rows = dataset.micro_batch_size * max(len(bounds), 1)
-        self._dataset, self._positions, self._stride = dataset, positions, dataset.step_samples * workers
+        slab = 1 if workers > 1 or worker else None
+        self._reader = plan_reading(steps, start, worker, workers, budget, slab=slab, bounds=bounds)
+        self._width = bounds[0][1] - bounds[0][0] if bounds else steps.config.sequence_length + 1
+        self._rows = steps.micro_batch_size * max(len(bounds), 1)
+        self._steps = steps
+        self._positions = positions
+        self._workers = workers
+        self._stride = steps.step_samples * workers
         self._ids_only = ids_only
         self.stats = stats or Stats()
         if all(is_local(file.store) for file in self._reader.files):  # shards to be unpacked: work, not waiting
@@ -112,7 +115,8 @@ class Engine:
         self._last: int | None = None
         self._span = 1
         self._pace: float | None = None
-        self._exhausted = self._closed = False
+        self._exhausted = False
+        self._closed = False
         self._at_hand = 0
         self.stats.at_hand = self._is_ready
         self._ready: queue.Queue[Slab | BaseException | None] = queue.Queue(max(READY_SLABS, -(-ahead // self._reader.slab)))
@@ -122,9 +126,9 @@ class Engine:
         self._thread = threading.Thread(target=self._run, name="streammega-batch", daemon=True)
         _live.add(self)
         self._thread.start()
-        if self._reader.scattered and self._dataset.config.storage.cache_dir is not None:
-            self._stager = self.stats.stager = Stager(self._reader.files, self._dataset.config.storage)
-        finish = Finisher(self._dataset.config, self._rows, self._allocate)
+        if self._reader.scattered and self._steps.config.storage.cache_dir is not None:
+            self._stager = self.stats.stager = Stager(self._reader.files, self._steps.config.storage)
+        finish = Finisher(self._steps.config, self._rows, self._allocate)
         asked = time.perf_counter()
         try:
             while True:
@@ -215,37 +219,43 @@ class Engine:
         self._pace = seconds if self._pace is None else 0.75 * self._pace + 0.25 * seconds
 
     def _plan_span(self) -> None:
-        dataset, reader = self._dataset, self._reader
+        """Plan the next micro-steps that follow each other: their reads go to the fetcher, their slabs to be gathered."""
+        steps = self._steps
+        reader = self._reader
         consumed = self._take(min(self._span, max(reader.slab, self._most_ahead() - self._ahead)))
         if not consumed:
             return
         self._ahead += len(consumed)
-        slab, size = min(reader.slab, self._span), self._rows
+        slab = min(reader.slab, self._span)
         self._span = min(reader.span, 2 * self._span)  # the first batches wait neither for a long plan nor for each other
-        ids = np.ascontiguousarray(dataset.sample_ids(np.array(consumed, np.int64)).reshape(-1))
-        span = reader.planner.plan(ids, dataset.samples.locate(ids), slab * dataset.micro_batch_size)
+        ids = np.ascontiguousarray(steps.sample_ids(np.array(consumed, np.int64)).reshape(-1))
+        span = reader.planner.plan(ids, steps.samples.locate(ids), slab * steps.micro_batch_size)
         self.stats.useful_bytes += span.useful_bytes
         self.stats.cached_bytes += span.cached_bytes
         self.stats.planned_bytes += sum(holding.size for holding in span.holdings) + span.cached_bytes
-        slots, holdings = reader.planner.slots, []
-        for planned in span.holdings:
-            reads = [self._read(part.file, part.start, part.stop, part.at) for part in planned.parts]
-            holding = Holding(planned.size, reads, planned.slot)
-            self._holdings[planned.slot] = holding
-            holdings.append(holding)
-        assert len(slots.uses) == len(slots.address)
-        rows = np.array([planned.row for planned in span.holdings], np.int64)
-        samples = np.searchsorted(span.row_splits, rows, side="right") - 1
-        for number in range(0, len(consumed), slab):
-            own = consumed[number : number + slab]
-            low, high = np.searchsorted(samples, [number * size, (number + len(own)) * size])
-            self._planned.append(
-                _Pending(
-                    span=span, consumed=own, first=number * size, last=(number + len(own)) * size, holdings=holdings[low:high]
-                )
-            )
+        holdings = [self._hold(planned) for planned in span.holdings]
+        assert len(reader.planner.slots.uses) == len(reader.planner.slots.address)
+        self._cut_into_slabs(span, consumed, holdings, slab)
         if self._fetcher is not None:
             self._fetcher.submit(holdings)
+
+    def _hold(self, planned: PlannedHolding) -> Holding:
+        """The reads of a holding that was planned, to be submitted."""
+        reads = [self._read(part.file, part.start, part.stop, part.at) for part in planned.parts]
+        holding = Holding(planned.size, reads, planned.slot)
+        self._holdings[planned.slot] = holding
+        return holding
+
+    def _cut_into_slabs(self, span: Span, consumed: list[int], holdings: list[Holding], slab: int) -> None:
+        """Line up the slabs of a span, each with the holdings that no slab before it needs."""
+        rows = np.array([planned.row for planned in span.holdings], np.int64)
+        sample_of_holding = np.searchsorted(span.row_splits, rows, side="right") - 1
+        for number in range(0, len(consumed), slab):
+            of_slab = consumed[number : number + slab]
+            first = number * self._rows
+            last = first + len(of_slab) * self._rows
+            low, high = np.searchsorted(sample_of_holding, [first, last])
+            self._planned.append(_Pending(span=span, consumed=of_slab, first=first, last=last, holdings=holdings[low:high]))
 
     def _read(self, number: int, start: int, stop: int, at: int) -> Read:
         file = self._reader.files[number]
@@ -272,29 +282,35 @@ class Engine:
         """Positions go on at `consumed`, for one of several workers perhaps in other lanes: what was open is forgotten."""
         pieces = self._reader.planner.pieces
         if pieces is not None:
-            workers = self._stride // self._dataset.step_samples
-            lanes = lanes_from(self._dataset, pieces.order, consumed, workers)
+            lanes = lanes_from(self._steps, pieces.order, consumed, self._workers)
             self._release(self._reader.planner.jump(lanes))
 
     def _produce(self, pending: _Pending) -> None:
         """Gather a slab; if a part of it failed, the micro-batches before that part, and then its error."""
-        size = self._rows
         try:
             slab = self._gather(pending)
         except StreammegaError:
             if len(pending.consumed) == 1 or self._closed:
                 raise
-            slots = pending.span.slot[pending.span.row_splits[pending.first] : pending.span.row_splits[pending.last]]
-            order = {int(slot): row for row, slot in reversed(list(enumerate(slots.tolist())))}
-            for number, consumed in enumerate(pending.consumed):
-                first = pending.first + number * size
-                rows = pending.span.row_splits[first] - pending.span.row_splits[pending.first]
-                end = pending.span.row_splits[first + size] - pending.span.row_splits[pending.first]
-                own = [holding for holding in pending.holdings if rows <= order.get(holding.slot, -1) < end]
-                part = _Pending(span=pending.span, consumed=[consumed], first=first, last=first + size, holdings=own)
+            for part in self._one_by_one(pending):
                 self._put(self._gather(part))
             return
         self._put(slab)
+
+    def _one_by_one(self, pending: _Pending) -> Iterator[_Pending]:
+        """The micro-batches of a slab as slabs of one, each with the holdings that it is the first to need."""
+        span = pending.span
+        base = span.row_splits[pending.first]
+        first_row_of_slot: dict[int, int] = {}
+        for row, slot in enumerate(span.slot[base : span.row_splits[pending.last]].tolist()):
+            first_row_of_slot.setdefault(slot, row)
+        for number, consumed in enumerate(pending.consumed):
+            first = pending.first + number * self._rows
+            last = first + self._rows
+            low = span.row_splits[first] - base
+            high = span.row_splits[last] - base
+            holdings = [held for held in pending.holdings if low <= first_row_of_slot.get(held.slot, -1) < high]
+            yield _Pending(span=span, consumed=[consumed], first=first, last=last, holdings=holdings)
 
     def _gather(self, pending: _Pending) -> Slab:
         if self._fetcher is not None and pending.holdings:
@@ -311,7 +327,8 @@ class Engine:
 
     def _gather_ids(self, pending: _Pending) -> Slab:
         """Ids in their stored width, and how many of each row are not padding; the rest of a row is 0."""
-        samples, batches = pending.last - pending.first, len(pending.consumed)
+        samples = pending.last - pending.first
+        batches = len(pending.consumed)
         ids = self._allocate((samples, self._width), torch_dtype(self._reader.dtype))
         valid = self._allocate((samples,), torch.int64)
         self._copy_rows(gather_rows, pending, [ids.numpy()], valid.numpy())
@@ -327,14 +344,14 @@ class Engine:
 
     def _gather_fields(self, pending: _Pending) -> Slab:
         """Tokens, labels and what is derived from them, each contiguous."""
-        batches, shape = len(pending.consumed), (pending.last - pending.first, self._width - 1)
-        tokens, labels = self._allocate(shape, torch.int64), self._allocate(shape, torch.int64)
+        batches = len(pending.consumed)
+        shape = (pending.last - pending.first, self._width - 1)
+        tokens = self._allocate(shape, torch.int64)
+        labels = self._allocate(shape, torch.int64)
         valid = np.empty(shape[0], np.int64)
         self._copy_rows(gather_shifted, pending, [tokens.numpy(), labels.numpy()], valid)
         unsigned = self._reader.dtype.kind == "u"
-        derived = derive(
-            tokens, labels, valid, self._dataset.config, unsigned=unsigned, allocate=self._allocate, rows=self._rows
-        )  # fmt: skip
+        derived = derive(tokens, labels, valid, self._steps.config, unsigned=unsigned, allocate=self._allocate, rows=self._rows)
         mask = derived.loss_mask
         if self._has_modes:
             mask = plain_mask(shape, self._allocate) if mask is None else mask

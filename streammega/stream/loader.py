@@ -15,7 +15,7 @@ from streammega.config import DataConfig
 from streammega.errors import ConfigError, StateError
 from streammega.order.sharding import zigzag_bounds
 from streammega.samples.fields import Batch
-from streammega.samples.modes import has_modes
+from streammega.samples.token_file import has_modes
 from streammega.stream.dataset import StreamingDataset
 from streammega.stream.engine import Engine
 from streammega.stream.iteration import Iteration
@@ -244,7 +244,8 @@ def _batches(
 ) -> Generator[Batch, None, None]:
     """Does not refer to the loader, so that a loader nobody holds is collected, and its threads with it."""
     steps = 0
-    with closing(Engine(dataset, dataset.positions(), ahead, stats=stats, **options)) as engine:
+    start = dataset.consumed_samples
+    with closing(Engine(dataset.steps, dataset.positions(), ahead, start=start, stats=stats, **options)) as engine:
         for consumed, batch in engine:
             if dataset.generation != generation:
                 raise StateError("the dataset was put elsewhere under its loader; use seek and load_state_dict of the loader")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -13,8 +13,8 @@ from streammega.config import StorageConfig
 from streammega.errors import ConfigError
 from streammega.order.pieces import OpenPieces
 from streammega.order.stream import StreamOrder
-from streammega.samples.fetch import TokenFile
 from streammega.samples.stream import StreamSource
+from streammega.samples.token_file import TokenFile
 from streammega.storage.base import address_of
 from streammega.storage.cache.layout import whole_pages
 from streammega.storage.cached_store import SMALL, CachedStore
@@ -24,9 +24,7 @@ from streammega.storage.memory import rounded
 from streammega.storage.page_cache import PAGE_BYTES, CachedObject, PageCache
 from streammega.storage.versions import tell_unversioned
 from streammega.stream.planner import Bounds, FileTable, Planner
-
-if TYPE_CHECKING:
-    from streammega.stream.dataset import StreamingDataset
+from streammega.stream.steps import MicroSteps
 
 SLAB_BYTES = 4 << 20
 """Bytes of int64 ids that one kernel call gathers: few enough to stay in the cache until they are used."""
@@ -35,8 +33,8 @@ SPAN_SAMPLES = 4096
 
 
 @dataclass(frozen=True, kw_only=True)
-class Reader:
-    """The shape of a reader.
+class ReadingPlan:
+    """How one reader reads: what from, how much at a time, and what of it whole.
 
     files: all datasets' files end to end. slab: micro-batches gathered together. span: most micro-batches planned together.
     """
@@ -72,56 +70,65 @@ class Reader:
         return not self.table.local.all()
 
 
-def open_reader(
-    dataset: StreamingDataset, worker: int, workers: int, budget: int, slab: int | None = None, bounds: Bounds = ()
-) -> Reader:
-    """The reader of every `workers`-th micro-batch of a rank, or of the tokens of its samples that `bounds` name.
+def plan_reading(
+    steps: MicroSteps, start: int, worker: int, workers: int, budget: int, slab: int | None = None, bounds: Bounds = ()
+) -> ReadingPlan:
+    """How every `workers`-th micro-batch of a rank from `start` on is read, or the tokens of its samples that `bounds` name.
 
+    budget: bytes that its fetched data may take. slab: micro-batches gathered together; None: as many as serve.
     Raises ConfigError for a budget that cannot hold a micro-batch.
     """
-    source, storage = dataset.samples, dataset.config.storage
-    files = _through_cache([file for own in source.files for file in own], storage)
-    table = FileTable(
-        firsts=np.cumsum([0, *(len(own) for own in source.files)]),
-        itemsize=np.array([file.dtype.itemsize for file in files], np.int64),
-        num_tokens=np.array([file.num_tokens for file in files], np.int64),
-        local=np.array([isinstance(file.store, LocalStore) for file in files], np.bool_),
-        names=[file.url for file in files],
-        verified_at=np.array([address_of(c.verified) if c else 0 for c in map(_cached, files)], np.int64),
-        mapped_at=np.array([c.address.__array_interface__["data"][0] if c else 0 for c in map(_cached, files)], np.int64),
-        page_bytes=PAGE_BYTES,
-        chunk_bytes=whole_pages(storage.chunk_bytes),
-    )
-    width = dataset.config.sequence_length + 1
-    batch_tokens = dataset.micro_batch_size * width
+    storage = steps.config.storage
+    files = _through_cache([file for files in steps.samples.files for file in files], storage)
+    table = _table_of(files, steps)
+    width = steps.config.sequence_length + 1
+    batch_tokens = steps.micro_batch_size * width
     slab = slab or int(np.clip(SLAB_BYTES // (8 * batch_tokens), 1, 64))
-    widest = int(table.itemsize.max())
-    reader = Reader(
+    plan = ReadingPlan(
         files=files,
         table=table,
         dtype=np.result_type(*(file.dtype for file in files)),
         slab=slab,
-        span=SPAN_SAMPLES // dataset.micro_batch_size or 1,
+        span=SPAN_SAMPLES // steps.micro_batch_size or 1,
         planner=Planner(table, storage.coalesce_bytes, storage.part_bytes, None, bounds),
-        order=dataset.config.order,
+        order=steps.config.order,
     )
-    if not reader.remote:
-        return reader
-    least = _held(batch_tokens * widest)
+    if not plan.remote:
+        return plan
+    batch_bytes = batch_tokens * int(table.itemsize.max())
+    least = _held(batch_bytes)
     if least > budget:
         raise ConfigError(
             f"memory_bytes {budget:,} of this reader cannot hold one micro-batch; it needs at least {least * workers:,} "
-            f"({dataset.micro_batch_size} samples of {width} tokens, {workers} readers)"
+            f"({steps.micro_batch_size} samples of {width} tokens, {workers} readers)"
         )
-    pieces, open_bytes, piece_bytes = _whole_pieces(dataset, table, worker, workers, budget, slab)
-    room = budget - open_bytes
-    fits = max(1, int(room // 4 // _held(batch_tokens * widest)))
-    if pieces is None and _held(slab * batch_tokens * widest) * 2 > budget:
-        slab = max(1, budget // 2 // _held(batch_tokens * widest))
-    span = min(reader.span, max(slab, fits), max(slab, SPAN_BYTES // (batch_tokens * widest)))
-    tight = _held(slab * batch_tokens * widest) * 2 > room
-    planner = Planner(table, 0 if tight else storage.coalesce_bytes, storage.part_bytes, pieces, bounds)
-    return replace(reader, slab=slab, span=max(span, slab), planner=planner, piece_bytes=piece_bytes)
+    whole = _whole_pieces(steps, table, start, worker, workers, budget, slab)
+    room = budget - whole.open_bytes
+    # A span takes a quarter of the room at most: others are under way while it is gathered.
+    fitting = max(1, int(room // 4 // _held(batch_bytes)))
+    if whole.pieces is None and _held(slab * batch_bytes) * 2 > budget:
+        slab = max(1, budget // 2 // _held(batch_bytes))
+    span = min(plan.span, max(slab, fitting), max(slab, SPAN_BYTES // batch_bytes))
+    # Where two slabs hardly fit, what neighbours would bring beside what is used has no room.
+    coalesce = 0 if _held(slab * batch_bytes) * 2 > room else storage.coalesce_bytes
+    planner = Planner(table, coalesce, storage.part_bytes, whole.pieces, bounds)
+    return replace(plan, slab=slab, span=max(span, slab), planner=planner, piece_bytes=whole.piece_bytes)
+
+
+def _table_of(files: list[TokenFile], steps: MicroSteps) -> FileTable:
+    """What the planner and its kernels have to know of the files."""
+    cached = [_cached(file) for file in files]
+    return FileTable(
+        firsts=np.cumsum([0, *(len(own) for own in steps.samples.files)]),
+        itemsize=np.array([file.dtype.itemsize for file in files], np.int64),
+        num_tokens=np.array([file.num_tokens for file in files], np.int64),
+        local=np.array([isinstance(file.store, LocalStore) for file in files], np.bool_),
+        names=[file.url for file in files],
+        verified_at=np.array([address_of(one.verified) if one else 0 for one in cached], np.int64),
+        mapped_at=np.array([one.address.__array_interface__["data"][0] if one else 0 for one in cached], np.int64),
+        page_bytes=PAGE_BYTES,
+        chunk_bytes=whole_pages(steps.config.storage.chunk_bytes),
+    )
 
 
 def _through_cache(files: list[TokenFile], storage: StorageConfig) -> list[TokenFile]:
@@ -147,50 +154,74 @@ def _cached(file: TokenFile) -> CachedObject | None:
 
 
 def _held(size: int) -> int:
-    """An upper bound of what holdings of `size` bytes together take of the budget."""
+    """An upper bound of what holdings of `size` bytes together take of the budget: a quarter more for what coalescing adds."""
     return rounded(size + size // 4) + 8192
 
 
+@dataclass(frozen=True, kw_only=True)
+class WholePieces:
+    """The pieces that are fetched whole. `open_bytes`: what they take of memory at most; `piece_bytes`: of the smallest."""
+
+    pieces: OpenPieces | None = None
+    open_bytes: int = 0
+    piece_bytes: int = 0
+
+
 def _whole_pieces(
-    dataset: StreamingDataset, table: FileTable, worker: int, workers: int, budget: int, slab: int
-) -> tuple[OpenPieces | None, int, int]:
-    """(the open pieces, bytes that they take at most, bytes of the smallest); datasets drawn most first, while memory lasts."""
-    source = dataset.samples
+    steps: MicroSteps, table: FileTable, start: int, worker: int, workers: int, budget: int, slab: int
+) -> WholePieces:
+    """Which datasets' pieces are fetched whole: those of the datasets drawn most first, as long as memory lasts."""
+    source = steps.samples
     if not isinstance(source, StreamSource):
-        return None, 0, 0
+        return WholePieces()
     order = source.order
-    stride = dataset.step_samples * workers
-    if order.lanes % stride:
-        return None, 0, 0  # this reader shares its lanes with other workers: a piece would be fetched by each of them
-    lanes = lanes_from(dataset, order, dataset.consumed_samples + worker * dataset.step_samples, workers)
-    itemsizes = np.array([table.itemsize[a] for a in table.firsts[:-1]], np.int64)
-    uniform = np.array([len(np.unique(table.itemsize[a:b])) == 1 for a, b in zip(table.firsts, table.firsts[1:], strict=False)])
-    remote = np.array([not table.local[a:b].any() for a, b in zip(table.firsts, table.firsts[1:], strict=False)])
-    extra = order.width - order.sequence_length
-    piece = (order.block_samples * order.sequence_length + extra) * itemsizes
-    sizes = np.array([rounded(int(size)) + 4096 for size in piece], np.int64)
-    weights = np.array(order.schedule[0][1], np.float64)
-    whole = np.zeros(len(sizes), np.bool_)
-    total = largest = 0
+    if order.lanes % (steps.step_samples * workers):
+        return WholePieces()  # this reader shares its lanes with other workers: a piece would be fetched by each of them
+    lanes = lanes_from(steps, order, start + worker * steps.step_samples, workers)
+    itemsizes = np.array([table.itemsize[first] for first in table.firsts[:-1]], np.int64)
+    tokens = order.block_samples * order.sequence_length + order.width - order.sequence_length
+    piece_bytes = tokens * itemsizes
+    held = np.array([rounded(int(size)) + 4096 for size in piece_bytes], np.int64)
+    shares = np.array(order.schedule[0][1], np.float64)
+    whole = np.zeros(len(held), np.bool_)
+    open_bytes = largest = 0
+    # A quarter of the budget stays for what is read sample by sample, and for pieces that are about to be opened.
     limit = budget * 3 // 4
-    for d in np.argsort(-weights, kind="stable"):
-        if not (uniform[d] and remote[d]) or order.geometry["groups"][d] != 1 or order.block_samples[d] < 2:
+    slab_samples = slab * steps.micro_batch_size
+    for dataset in np.argsort(-shares, kind="stable"):
+        if not _can_be_whole(dataset, order, table):
             continue
-        bound = total + len(lanes) * int(sizes[d]) + slab * dataset.micro_batch_size * max(largest, int(sizes[d]))
-        if bound <= limit:
-            whole[d], total, largest = True, total + len(lanes) * int(sizes[d]), max(largest, int(sizes[d]))
+        with_it = open_bytes + len(lanes) * int(held[dataset])
+        largest_with_it = max(largest, int(held[dataset]))
+        # Each sample of a slab may close a piece and open another, before the first is given back.
+        if with_it + slab_samples * largest_with_it <= limit:
+            whole[dataset] = True
+            open_bytes = with_it
+            largest = largest_with_it
     if not whole.any():
-        return None, 0, 0
-    return OpenPieces(order, lanes, whole, itemsizes), total + slab * dataset.micro_batch_size * largest, int(piece[whole].min())
+        return WholePieces()
+    return WholePieces(
+        pieces=OpenPieces(order, lanes, whole, itemsizes),
+        open_bytes=open_bytes + slab_samples * largest,
+        piece_bytes=int(piece_bytes[whole].min()),
+    )
 
 
-def lanes_from(dataset: StreamingDataset, order: StreamOrder, consumed: int, workers: int) -> NDArray[np.int64]:
+def _can_be_whole(dataset: int, order: StreamOrder, table: FileTable) -> bool:
+    """Whether pieces of a dataset are worth it: remote, of one token width, of no two lanes at once, and of several samples."""
+    files = slice(table.firsts[dataset], table.firsts[dataset + 1])
+    one_width = len(np.unique(table.itemsize[files])) == 1
+    remote = not table.local[files].any()
+    return bool(one_width and remote and order.geometry["groups"][dataset] == 1 and order.block_samples[dataset] >= 2)
+
+
+def lanes_from(steps: MicroSteps, order: StreamOrder, consumed: int, workers: int) -> NDArray[np.int64]:
     """The lanes that a reader takes every sample of, which begins at `consumed` and takes every `workers`-th micro-step.
 
     There are as many wherever it begins, if the lanes are a multiple of what the workers take in turn.
     """
-    starts = consumed + np.arange(0, order.lanes, dataset.step_samples * workers)
-    lanes: NDArray[np.int64] = np.unique(dataset.sample_ids(starts) % order.lanes)
+    starts = consumed + np.arange(0, order.lanes, steps.step_samples * workers)
+    lanes: NDArray[np.int64] = np.unique(steps.sample_ids(starts) % order.lanes)
     return lanes
 
 

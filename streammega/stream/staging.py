@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from streammega.config import StorageConfig
 from streammega.errors import StorageError
-from streammega.samples.fetch import TokenFile
+from streammega.samples.token_file import TokenFile
 from streammega.storage.base import Bytes
 from streammega.storage.cached_store import CachedStore
 from streammega.storage.fetcher import LEAVE_AFTER

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from streammega.samples.fetch import TokenFile
+from streammega.samples.token_file import TokenFile
 from streammega.storage.cached_store import CachedStore
 from streammega.storage.fetcher import Counters, Fetcher
 from streammega.stream.staging import Stager

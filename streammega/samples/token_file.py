@@ -1,0 +1,70 @@
+"""A stored file of tokens as samples read it, and which of its tokens are to be learned."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from streammega.kernels.batch import clear_unlearned
+from streammega.samples.modes import TokenModes
+from streammega.storage import Store
+from streammega.storage.base import ended_early
+
+
+@dataclass(frozen=True, kw_only=True)
+class TokenFile:
+    """One stored file of tokens: `num_tokens` of `dtype`, little-endian, from its first byte on.
+
+    `etag`: that of the object when it was opened; empty: unknown. `modes`: of its sequences, where they make the loss mask.
+    """
+
+    store: Store
+    key: str
+    dtype: np.dtype[Any]
+    num_tokens: int
+    etag: str = ""
+    modes: TokenModes | None = None
+
+    @property
+    def url(self) -> str:
+        """For messages."""
+        return self.store.url(self.key)
+
+    def check_bytes(self, size: int) -> None:
+        """Raise ShortReadError if `size` bytes do not hold all tokens: addresses in them go to kernels, which look no further."""
+        if size < self.num_tokens * self.dtype.itemsize:
+            raise ended_early(self.url, f"{size} bytes, opened with {self.num_tokens} tokens")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Runs:
+    """Where the tokens of samples lie: token `start` of a file and on goes to `column` of a sample and on; int64 [runs] each."""
+
+    file: NDArray[np.int64]
+    start: NDArray[np.int64]
+    size: NDArray[np.int64]
+    sample: NDArray[np.int64]
+    column: NDArray[np.int64]
+
+
+def has_modes(files: Sequence[TokenFile]) -> bool:
+    """Whether any of the files makes a loss mask."""
+    return any(file.modes is not None for file in files)
+
+
+def clear_by_modes(files: Sequence[TokenFile], runs: Runs, out: NDArray[Any]) -> None:
+    """Write 0 to out [samples, width] for every token that is not learned; those of files without modes are."""
+    for number in np.unique(runs.file):
+        own = files[number]
+        if own.modes is None:
+            continue
+        rows = np.flatnonzero(runs.file == number)
+        offsets, modes = own.modes.arrays
+        clear_unlearned(
+            offsets, modes, own.modes.learned, own.dtype.itemsize, runs.start[rows], runs.size[rows], runs.sample[rows],
+            runs.column[rows], out,
+        )  # fmt: skip
