@@ -2,13 +2,16 @@ from __future__ import annotations
 
 import functools
 import gc
+import multiprocessing
+import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import botocore.loaders
+import botocore.session
 import numpy as np
 import pytest
+import torch
 from hypothesis import HealthCheck, settings
 
 from streammega import DataConfig, IndexedDatasetWriter, StorageConfig
@@ -30,10 +33,15 @@ OSS_NAMES = ("ENDPOINT", "REGION", "ACCESS_KEY_ID", "ACCESS_KEY_SECRET", "SESSIO
 ALIBABA_NAMES = ("ACCESS_KEY_ID", "ACCESS_KEY_SECRET", "SECURITY_TOKEN", "CREDENTIALS_URI")
 AWS_NAMES = ("AWS_ENDPOINT_URL", "AWS_ENDPOINT_URL_S3", "AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_PROFILE")
 
+os.environ["OMP_NUM_THREADS"] = "1"
+torch.set_num_threads(1)
+"""Here and in what tests start: threads that share products of 16 by 16 numbers spend their time waiting for each other."""
 
-_read_model = functools.cache(botocore.loaders.JSONFileLoader().load_file)
-"""Every client of botocore or s3fs reads the same 100,000 objects from JSON: once in a process is enough."""
-botocore.loaders.JSONFileLoader.load_file = lambda _self, file_path: _read_model(file_path)
+botocore.session.create_loader = functools.cache(botocore.session.create_loader)
+"""Every client of botocore lists 400 services and reads the same 100,000 objects from JSON: once in a process is enough."""
+
+multiprocessing.set_forkserver_preload(["tests.gang"])
+"""Once for all: the first test that forks from the server starts it."""
 
 gc.disable()  # until all tests are imported: see pytest_collection_finish
 
@@ -56,7 +64,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture(autouse=True)
 def _own_surroundings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """No test reads or writes the user's caches or credentials."""
+    """No test reads or writes the user's caches or credentials, nor waits for the disk: none of them cuts the power."""
+    monkeypatch.setattr(os, "fsync", lambda descriptor: None)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "xdg-cache"))
     monkeypatch.setenv("AWS_CONFIG_FILE", str(tmp_path / "no-aws-config"))
     monkeypatch.setenv("AWS_SHARED_CREDENTIALS_FILE", str(tmp_path / "no-aws-credentials"))
@@ -75,10 +84,20 @@ def gang() -> Iterator[Any]:
     gang.close()
 
 
+@pytest.fixture(scope="session")
+def moto() -> Iterator[S3]:
+    """One for all tests, each with buckets of its own: starting one takes seconds."""
+    with moto_server() as server:
+        yield server
+
+
 @pytest.fixture(scope="session", params=["moto", "rclone"])
 def s3(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[S3]:
     """Two implementations of S3: what uses this runs against both."""
-    with moto_server() if request.param == "moto" else rclone_server(tmp_path_factory.mktemp("rclone")) as server:
+    if request.param == "moto":
+        yield request.getfixturevalue("moto")
+        return
+    with rclone_server(tmp_path_factory.mktemp("rclone")) as server:
         yield server
 
 

@@ -18,12 +18,15 @@ from datetime import timedelta
 from multiprocessing.connection import Connection, wait
 from typing import Any
 
+import hypothesis  # noqa: F401 - as the next ones: imported once, by the server that forks
+import pytest  # noqa: F401
 import torch
 import torch.distributed as dist
 import torch.distributed.tensor.debug as tensor_debug
 
 import streammega.ranks
-import streammega.train.loop  # noqa: F401 - imported once, by the server that forks
+import streammega.train.loop  # noqa: F401
+import tests.kill_programs  # noqa: F401
 
 TIMEOUT = 120.0
 MEETINGS = 3
@@ -39,7 +42,6 @@ class Gang:
 
     def __init__(self) -> None:
         self._context = multiprocessing.get_context("forkserver")
-        self._context.set_forkserver_preload(["tests.gang"])
         self._members: list[Member] = []
         self._folders: list[str] = []
 

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import os
+import signal
 from collections.abc import Callable
 from multiprocessing.connection import Connection
+from pathlib import Path
 from typing import Any
 
 import streammega.convert.run as run
@@ -12,6 +14,7 @@ import streammega.convert.units as units
 from streammega import StorageConfig
 from streammega.convert import convert
 from streammega.convert.publish import Publisher
+from streammega.errors import ConvertError
 
 PHASES = ("read", "lay", "publish", "clean")
 """Units are made of inputs, shards are laid of them, these are published, and what was left of the work is removed."""
@@ -68,3 +71,17 @@ def convert_as_told(pipe: Connection, cache: str, storage: StorageConfig, inputs
         pipe.send(f"{type(error).__name__}: {error}")
     else:
         pipe.send("done")
+
+
+def slow_task(shared: Path, number: int, progress: Any) -> int:
+    """Leaves its process's number; once, waits to be killed."""
+    (shared / f"pid-{number}").write_text(str(os.getpid()))
+    if number == 3 and not (shared / "killed").exists():
+        (shared / "killed").touch()
+        os.kill(os.getpid(), signal.SIGKILL)
+    progress(10, 1)
+    return number * number
+
+
+def failing_task(shared: Path, number: int, progress: Any) -> int:
+    raise ConvertError("this one cannot be done")

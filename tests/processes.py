@@ -4,10 +4,16 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import runpy
+import signal
+import socket
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+
+import torch
 
 
 class Family:
@@ -15,7 +21,6 @@ class Family:
 
     def __init__(self, folder: Path, size: int, program: Callable[..., None], *arguments: Any) -> None:
         context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(["tests.gang"])
         self._logs = [folder / f"rank-{rank}.log" for rank in range(size)]
         self.members = [
             context.Process(target=_run, args=(str(log), program, rank, *arguments), daemon=True)
@@ -66,3 +71,31 @@ def _run(log: str, program: Callable[..., None], rank: int, *arguments: Any) -> 
     os.dup2(descriptor, 1)
     os.dup2(descriptor, 2)
     program(rank, *arguments)
+
+
+def launch(folder: Path, ranks: int, command: list[str], environment: dict[str, str] | None = None) -> Family:
+    """`python COMMAND` on so many ranks, as torchrun would start them, in forks.
+
+    A fresh interpreter would import torch for five seconds. Of torchrun itself this shows nothing.
+    """
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    surroundings = {**os.environ, **(environment or {})}
+    return Family(folder, ranks, _run_program, ranks, port, command, surroundings)
+
+
+def _run_program(rank: int, ranks: int, port: int, command: list[str], environment: dict[str, str]) -> None:
+    os.environ.clear()
+    os.environ.update(environment)
+    if ranks > 1:
+        os.environ.update({"RANK": str(rank), "WORLD_SIZE": str(ranks), "LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": str(ranks)})
+        os.environ.update({"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)})
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # which the server of forks ignores
+    torch.set_num_threads(1)
+    if command[0] == "-m":
+        sys.argv = command[1:]
+        runpy.run_module(command[1], run_name="__main__", alter_sys=True)
+    else:
+        sys.argv = command
+        runpy.run_path(command[0], run_name="__main__")

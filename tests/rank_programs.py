@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from streammega import DataConfig, ParallelLayout, RankBatches, Ranks, StreamingDataset, StreamLoader, get_batch
+from streammega import DataConfig, IndexedDataset, ParallelLayout, RankBatches, Ranks, StreamingDataset, StreamLoader, get_batch
 from streammega.errors import ConfigError
 from streammega.ranks import open_loader
 
@@ -527,3 +527,11 @@ def started_with(rank: int, run_file: str, overrides: list[list[str]]) -> str:
     except ConfigError as error:
         return str(error)
     return "started"
+
+
+# Readers.
+
+
+def open_and_sum(url: str, cache: str, results: Any) -> None:
+    """Put the tokens of a pair into a queue."""
+    results.put(int(IndexedDataset(url, index_cache_dir=cache).sequence_lengths.sum()))

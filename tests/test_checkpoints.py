@@ -112,14 +112,6 @@ def out(request: pytest.FixtureRequest, tmp_path: Path) -> list[str]:
     return on_s3(s3, s3.new_bucket())
 
 
-@pytest.fixture(scope="session")
-def moto() -> Any:
-    from tests.servers import moto_server
-
-    with moto_server() as server:
-        yield server
-
-
 def on_s3(s3: S3, bucket: str) -> list[str]:
     options = [f'data.storage.storage_options.{name}="{value}"' for name, value in s3.options.items()]
     return [f"train.out_dir=s3://{bucket}/deep/run", *options]

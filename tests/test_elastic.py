@@ -22,6 +22,7 @@ from streammega.train.metrics import read_metrics
 from streammega.train.splits import open_plain
 from tests.conftest import write_random_pair
 from tests.gang import Gang
+from tests.processes import launch
 from tests.rank_programs import train
 from tests.test_layouts import TOML
 
@@ -39,7 +40,7 @@ def run_file(tmp_path: Path) -> Path:
     return tmp_path / "run.toml"
 
 
-def launch(run_file: Path, ranks: int, *overrides: str, fault: str = "", restarts: int = 0) -> subprocess.Popen[str]:
+def torchrun(run_file: Path, ranks: int, *overrides: str, fault: str = "", restarts: int = 0) -> subprocess.Popen[str]:
     """A job by torchrun. fault: see faulty_train.py."""
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
     command += [f"--max-restarts={restarts}", "--monitor-interval=0.1", FAULTY, str(run_file), *overrides]
@@ -57,6 +58,14 @@ def ended(process: subprocess.Popen[str]) -> tuple[int, str]:
         kill(process)
         raise
     return process.returncode, log
+
+
+def run_on(run_file: Path, ranks: int, *overrides: str, fault: str = "") -> tuple[list[int | None], str]:
+    """A job of the same program without torchrun: how its ranks end, and what they say."""
+    family = launch(run_file.parent, ranks, [FAULTY, str(run_file), *overrides], {"FAULT": fault})
+    codes = family.ended(*range(ranks), within=80)
+    family.close()
+    return codes, "".join(family.log(rank) for rank in range(ranks))
 
 
 def failed(run_file: Path, process: subprocess.Popen[str]) -> tuple[float, str]:
@@ -118,7 +127,7 @@ def test_a_rank_that_fails_ends_the_job_with_its_cause_and_a_restart_resumes(
 ) -> None:
     """within: seconds from the fault to the end of the job. Others wait for what is hung or stopped for `train.timeout` of 4 s; a
     stopped process ends by SIGKILL, which torchrun sends 30 s after the other rank has ended."""
-    seconds, log = failed(run_file, launch(run_file, 2, fault=f"1:5:{kind}"))
+    seconds, log = failed(run_file, torchrun(run_file, 2, fault=f"1:5:{kind}"))
     assert seconds < within, log[-3000:]
     assert re.search(cause, log), log[-3000:]
     if kind == "storage":
@@ -126,26 +135,26 @@ def test_a_rank_that_fails_ends_the_job_with_its_cause_and_a_restart_resumes(
     assert not re.search(r'File ".*/streammega/', log), log[:3000]
     if kind != "storage":  # the others come back alike
         return
-    code, log = ended(launch(run_file, 2, fault=f"1:5:{kind}"))
-    assert code == 0, log[-3000:]
+    codes, log = run_on(run_file, 2, fault=f"1:5:{kind}")
+    assert codes == [0, 0], log[-3000:]
     assert "resumed from" in log
     check_history(run_file, 20)
 
 
 def test_torchrun_restarts_the_job_by_itself(run_file: Path) -> None:
-    code, log = ended(launch(run_file, 2, "parallel.optimizer=sharded", fault="0:7:kill", restarts=1))
+    code, log = ended(torchrun(run_file, 2, "parallel.optimizer=sharded", fault="0:7:kill", restarts=1))
     assert code == 0, log[-3000:]
     check_history(run_file, 20)
 
 
 def test_sigterm_saves_and_a_restart_goes_on(run_file: Path) -> None:
     """A signal to one rank; all end after the same step."""
-    code, log = ended(launch(run_file, 2, "train.save_interval=0", PATIENT, fault="1:4:term"))
-    assert code != 0
+    codes, log = run_on(run_file, 2, "train.save_interval=0", PATIENT, fault="1:4:term")
+    assert codes == [128 + signal.SIGTERM] * 2
     assert "stopped by SIGTERM after step 4, which is saved" in log, log[-3000:]
     assert [path.name for path in checkpoints(run_file.parent / "run" / "checkpoints")] == ["step-00000004"]
-    code, log = ended(launch(run_file, 1, "train.save_interval=0", PATIENT))
-    assert code == 0, log[-3000:]
+    codes, log = run_on(run_file, 1, "train.save_interval=0", PATIENT)
+    assert codes == [0], log[-3000:]
     records = read_metrics(run_file.parent / "run" / "metrics.jsonl")
     assert [record["step"] for record in records] == list(range(1, 21)), "no step is lost or done twice"
     check_history(run_file, 20)
@@ -155,9 +164,9 @@ LAYOUTS = [
     (2, ["parallel.pp=2", "parallel.optimizer=sharded"]),
     (4, ["parallel.cp=2"]),
     (1, []),
-    (4, ["parallel.tp=2", "parallel.optimizer=sharded"]),
+    (4, ["parallel.tp=2", "parallel.optimizer=sharded", "train.micro_batch_size=4"]),
     (2, ["parallel.data_parallel=torch", "parallel.optimizer=zero"]),
-    (4, ["parallel.cp=2", "parallel.pp=2"]),
+    (4, ["parallel.cp=2", "parallel.pp=2", "train.micro_batch_size=4"]),
 ]
 
 

@@ -9,7 +9,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -22,6 +22,7 @@ from streammega.train.checkpoint import checkpoints
 from streammega.train.loop import Trainer
 from streammega.train.metrics import read_metrics
 from streammega.train.stopping import ONE_REQUEST
+from tests.processes import Family, launch
 from tests.test_train import TOML
 
 FAULTY = str(Path(__file__).with_name("faulty_train.py"))
@@ -46,18 +47,29 @@ def hears_ctrl_c() -> Iterator[None]:
         signal.signal(signal.SIGINT, before)
 
 
-def launch(run_file: Path, *program: str, fault: str = "") -> subprocess.Popen[str]:
+def start(run_file: Path, *program: str, fault: str = "") -> subprocess.Popen[str]:
     """A run that has trained some steps; with `fault` (see faulty_train.py), one that has come to it."""
     environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path(__file__).parent.parent), "FAULT": fault}
     command = [sys.executable, *program, str(run_file), "data.order=stream"]
     with hears_ctrl_c():
         process = subprocess.Popen(command, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
+    wait_for_steps(run_file, process.poll, fault)
+    return process
+
+
+def start_fork(run_file: Path, *program: str, fault: str = "") -> Family:
+    """The same in a fork."""
+    family = launch(run_file.parent, 1, [*program, str(run_file), "data.order=stream"], {"FAULT": fault})
+    wait_for_steps(run_file, lambda: family.ended(0, within=0)[0], fault)
+    return family
+
+
+def wait_for_steps(run_file: Path, code: Callable[[], int | None], fault: str) -> None:
     metrics, deadline = run_file.parent / "run" / "metrics.jsonl", time.monotonic() + 120
     while not (run_file.with_suffix(".fault").exists() if fault else metrics.exists() and len(read_metrics(metrics)) > 3):
-        assert process.poll() is None
+        assert code() is None
         assert time.monotonic() < deadline
         time.sleep(0.05)
-    return process
 
 
 def saved_steps(run_file: Path) -> list[str]:
@@ -66,10 +78,10 @@ def saved_steps(run_file: Path) -> list[str]:
 
 @pytest.mark.parametrize("program", PROGRAM)
 def test_sigterm_saves_and_ends_with_143_and_one_line(run_file: Path, program: str) -> None:
-    process = launch(run_file, *PROGRAM[program])
-    process.send_signal(signal.SIGTERM)
-    _, log = process.communicate(timeout=60)
-    assert process.returncode == 143, log
+    family = start_fork(run_file, *PROGRAM[program])
+    family.signal(signal.SIGTERM, 0)
+    codes, log = family.ended(0, within=60), family.log(0)
+    assert codes == [143], log
     steps = len(read_metrics(run_file.parent / "run" / "metrics.jsonl"))
     assert f"[0] stopped by SIGTERM after step {steps}, which is saved" in log
     assert "Traceback" not in log
@@ -78,10 +90,16 @@ def test_sigterm_saves_and_ends_with_143_and_one_line(run_file: Path, program: s
 
 @pytest.mark.parametrize("program", PROGRAM)
 def test_ctrl_c_saves_and_says_how_to_go_on(run_file: Path, program: str) -> None:
-    process = launch(run_file, *PROGRAM[program])
-    process.send_signal(signal.SIGINT)
-    _, log = process.communicate(timeout=60)
-    assert process.returncode == 130, log
+    if program == "module":
+        process = start(run_file, *PROGRAM[program])
+        process.send_signal(signal.SIGINT)
+        _, log = process.communicate(timeout=60)
+        assert process.returncode == 130, log
+    else:
+        family = start_fork(run_file, *PROGRAM[program])
+        family.signal(signal.SIGINT, 0)
+        assert family.ended(0, within=60) == [130], family.log(0)
+        log = family.log(0)
     steps = len(read_metrics(run_file.parent / "run" / "metrics.jsonl"))
     assert "Ctrl-C: ends after the step under way, with a checkpoint; once more: at once\n" in log
     assert log.endswith(
@@ -93,17 +111,15 @@ def test_ctrl_c_saves_and_says_how_to_go_on(run_file: Path, program: str) -> Non
 
 def test_a_second_ctrl_c_ends_at_once_with_one_line(run_file: Path) -> None:
     """The step under way does not end: its data do not come."""
-    process = launch(run_file, FAULTY, fault="0:5:hang")
-    process.send_signal(signal.SIGINT)
+    family = start_fork(run_file, FAULTY, fault="0:5:hang")
+    family.signal(signal.SIGINT, 0)
     time.sleep(ONE_REQUEST / 2)
-    process.send_signal(signal.SIGINT)  # the same once more, from a launcher
+    family.signal(signal.SIGINT, 0)  # the same once more, from a launcher
     time.sleep(ONE_REQUEST)
-    assert process.poll() is None
-    process.send_signal(signal.SIGINT)
-    began = time.monotonic()
-    _, log = process.communicate(timeout=60)
-    assert time.monotonic() - began < 10
-    assert process.returncode == 130, log
+    assert family.ended(0, within=0) == [None]
+    family.signal(signal.SIGINT, 0)
+    codes, log = family.ended(0, within=10), family.log(0)
+    assert codes == [130], log
     assert log.endswith(
         f"[0] interrupted in step 5; the same command goes on from the last checkpoint in {run_file.parent}/run\n"
     ), log
@@ -134,7 +150,7 @@ TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
 
 def test_ctrl_c_to_torchrun_saves_and_ends_every_rank_with_one_line(run_file: Path) -> None:
     """Terminals signal all processes, and torchrun its ranks once more. It says so itself, with a traceback of its own."""
-    process = launch(run_file, *TORCHRUN, "-m", "streammega.train")
+    process = start(run_file, *TORCHRUN, "-m", "streammega.train")
     ranks = psutil.Process(process.pid).children(recursive=True)
     for member in (*ranks, process):
         member.send_signal(signal.SIGINT)
@@ -151,7 +167,7 @@ def test_ctrl_c_to_torchrun_saves_and_ends_every_rank_with_one_line(run_file: Pa
 
 def test_a_second_ctrl_c_to_torchrun_ends_every_rank_at_once(run_file: Path) -> None:
     """Rank 1 waits for data that do not come, rank 0 for rank 1, where Python cannot reach it."""
-    process = launch(run_file, *TORCHRUN, FAULTY, fault="1:5:hang")
+    process = start(run_file, *TORCHRUN, FAULTY, fault="1:5:hang")
     ranks = psutil.Process(process.pid).children(recursive=True)
     process.send_signal(signal.SIGINT)
     time.sleep(1.5 * ONE_REQUEST)

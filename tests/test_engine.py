@@ -154,7 +154,7 @@ def test_any_budget_gives_the_same_stream_within_it(
 ) -> None:
     endpoint, root = server
     storage = replace(storage_of(endpoint, "obstore"), memory_bytes=budget)
-    config = config_of(order, "s3:/", tmp_path, storage)
+    config = config_of(order, "s3:/", tmp_path, storage, samples=1500 if budget < 100_000 else 3000)  # 130 bytes each
     if order == "sequential":
         config = replace(config, num_samples=None, blend=["s3://data/web"])
     loader = StreamLoader(config, micro_batch_size=4, global_batch_size=8)

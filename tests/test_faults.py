@@ -55,12 +55,12 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Running, 
         yield server, root
 
 
-def config_of(order: str, root: str, cache: Path, storage: StorageConfig) -> DataConfig:
+def config_of(order: str, root: str, cache: Path, storage: StorageConfig, samples: int = 3000) -> DataConfig:
     return DataConfig(
         blend=[(f"{root}/data/web", 0.7), (f"{root}/data/code", 0.3)],
         sequence_length=LENGTH,
         order=order,  # type: ignore[arg-type]
-        num_samples=(3000, 0, 0),
+        num_samples=(samples, 0, 0),
         lanes=16 if order == "stream" else None,
         block_bytes=2048,
         storage=storage,
@@ -94,7 +94,7 @@ def test_faults_change_no_token(server: tuple[Running, Path], tmp_path: Path, fa
     endpoint, root = server
     endpoint.behave()
     storage = storage_of(endpoint, transport)
-    remote = config_of(order, "s3:/", tmp_path, storage)
+    remote = config_of(order, "s3:/", tmp_path, storage, samples=1200)
     expected = stream(replace(remote, blend=[(f"{root}/data/web", 0.7), (f"{root}/data/code", 0.3)]))
     loader = StreamLoader(remote, micro_batch_size=4, global_batch_size=8)
     endpoint.behave(**FAULTS[fault])

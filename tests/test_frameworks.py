@@ -103,7 +103,8 @@ def test_a_state_of_so_many_workers_is_refused_by_others(config: DataConfig, bef
         next(iter(other))
 
 
-def test_persistent_workers_of_torchdata_count_every_pass(config: DataConfig) -> None:
+def test_persistent_workers_of_torchdata_count_every_pass(config: DataConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("torch.utils.data._utils.MP_STATUS_CHECK_INTERVAL", 0.2)  # s that it waits for a worker, and then ends it
     loader = stateful(config, 2, persistent_workers=True)
     first = copied(loader)
     batches = iter(loader)

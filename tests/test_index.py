@@ -22,6 +22,7 @@ from streammega.errors import CacheError, FormatError, ObjectNotFoundError
 from streammega.index.format import DTYPE_OF_CODE, HEADER, MAGIC, smallest_dtype
 from tests import oracle
 from tests.conftest import write_random_pair
+from tests.rank_programs import open_and_sum
 from tests.servers import S3, http_server
 
 DTYPES = sorted(DTYPE_OF_CODE.values(), key=str)
@@ -320,17 +321,12 @@ def objects_of(pair: str) -> dict[str, bytes]:
     return {f"/p{suffix}": Path(f"{pair}{suffix}").read_bytes() for suffix in (".bin", ".idx")}
 
 
-def _open_and_sum(url: str, cache: str, results: Any) -> None:
-    read = IndexedDataset(url, index_cache_dir=cache)
-    results.put(int(read.sequence_lengths.sum()))
-
-
 def test_one_download_per_node_whatever_the_rank_count(pair: str, tmp_path: Path) -> None:
-    context = multiprocessing.get_context("spawn")
+    context = multiprocessing.get_context("forkserver")
     with http_server(objects_of(pair)) as server:
         results = context.Queue()
         arguments = (f"{server.url}/p", str(tmp_path / "cache"), results)
-        ranks = [context.Process(target=_open_and_sum, args=arguments) for _ in range(3)]
+        ranks = [context.Process(target=open_and_sum, args=arguments) for _ in range(3)]
         for rank in ranks:
             rank.start()
         sums = {results.get(timeout=60) for _ in ranks}

@@ -259,7 +259,7 @@ MODES: dict[str, Any] = {
     "forked": {"num_workers": 2},
     "three": {"num_workers": 3},
     "persistent": {"num_workers": 2, "persistent_workers": True},
-    "spawned": {"num_workers": 2, "persistent_workers": True, "multiprocessing_context": "spawn"},
+    "spawned": {"num_workers": 2, "persistent_workers": True, "multiprocessing_context": "forkserver"},
 }
 
 

@@ -7,7 +7,7 @@ import multiprocessing
 import random
 import re
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -20,7 +20,7 @@ from streammega.convert import convert
 from streammega.errors import StreammegaError
 from streammega.verify import verify
 from tests.kill_programs import PHASES, convert_and_tell
-from tests.servers import S3, moto_server
+from tests.servers import S3
 
 OPTIONS: dict[str, Any] = {"tokenizer": "bytes", "shard_bytes": 60_000, "shuffle_seed": 5, "dedup": True}
 OVERHEAD = 60.0
@@ -74,7 +74,6 @@ class Scene:
     def start(self) -> tuple[Any, Any]:
         """(process, its pipe) of the conversion that replaces the dataset."""
         context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(["tests.kill_programs"])
         ours, theirs = context.Pipe(duplex=False)
         process = context.Process(
             target=convert_and_tell,
@@ -137,12 +136,6 @@ def write_corpus(path: Path, seed: int, lines: int) -> None:
     with open(path, "w") as file:
         for number in range(lines):
             file.write('{"text": "' + f"document {number} of {seed} " + "lorem ipsum " * rng.randrange(20) + '"}\n')
-
-
-@pytest.fixture(scope="module")
-def moto() -> Iterator[S3]:
-    with moto_server() as server:
-        yield server
 
 
 @pytest.fixture(params=["s3", pytest.param("local", marks=pytest.mark.soak)])

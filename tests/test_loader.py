@@ -197,7 +197,7 @@ def test_leaving_the_loop_counts_only_what_was_handed_out(config: DataConfig) ->
 def test_dataloader_workers_keep_the_order(config: DataConfig, workers: int) -> None:
     dataset = StreamingDataset(replace(config, num_samples=(200, 0, 0)), micro_batch_size=3, global_batch_size=GLOBAL)
     expected = [dataset.batch(consumed) for consumed in dataset.positions()]
-    options: Any = {"multiprocessing_context": "spawn"} if workers == 1 else {}
+    options: Any = {"multiprocessing_context": "forkserver"} if workers == 1 else {}
     got = list(torch.utils.data.DataLoader(dataset, batch_size=None, num_workers=workers, **options))
     assert len(got) == len(expected) == len(dataset)
     assert all(a["tokens"].equal(b["tokens"]) for a, b in zip(got, expected, strict=True))

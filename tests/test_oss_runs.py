@@ -90,7 +90,7 @@ def local_blend(root: Path) -> list[tuple[str, float]]:
 def test_faults_change_no_token(
     oss: Oss, bucket: str, local: Path, tmp_path: Path, fault: str, order: str, transport: str
 ) -> None:
-    remote = config_of(order, f"oss://{bucket}", tmp_path, storage_of(oss, transport))
+    remote = config_of(order, f"oss://{bucket}", tmp_path, storage_of(oss, transport), samples=1200)
     expected = stream(replace(remote, blend=local_blend(local)))
     loader = StreamLoader(remote, micro_batch_size=4, global_batch_size=8)
     oss.behave(**FAULTS[fault])

@@ -13,6 +13,7 @@ import time
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -25,6 +26,7 @@ from streammega.storage import page_cache
 from streammega.storage.base import Bytes
 from streammega.storage.cached_store import CachedStore
 from streammega.storage.page_cache import PAGE_BYTES, PageCache
+from tests.processes import Family
 from tests.test_faults import config_of, storage_of, stream, write_data
 from tools.bench.object_server import Running, running
 
@@ -175,7 +177,7 @@ def _read_all(folder: str, log_file: str, seed: int) -> None:
 
 def test_processes_and_threads_fetch_each_page_once_together(tmp_path: Path) -> None:
     log_file = tmp_path / "log"
-    context = multiprocessing.get_context("spawn")
+    context = multiprocessing.get_context("forkserver")
     processes = [context.Process(target=_read_all, args=(str(tmp_path / "cache"), str(log_file), seed)) for seed in range(3)]
     for process in processes:
         process.start()
@@ -292,39 +294,31 @@ def wait_until_staged(config: DataConfig, total: int) -> None:
     raise AssertionError(f"{cached} of {total} bytes staged")
 
 
-KILLED = """
-import sys
-from streammega import DataConfig, StorageConfig, StreamLoader
-endpoint, order, folder = sys.argv[1:]
-storage = StorageConfig(
-    storage_options={"anon": True, "endpoint_url": endpoint}, part_bytes=65536, cache_dir=folder + "/cache", chunk_bytes=1 << 20
-)
-config = DataConfig(
-    blend=[("s3://data/web", 0.7), ("s3://data/code", 0.3)], sequence_length=64, order=order, num_samples=(3000, 0, 0),
-    lanes=16 if order == "stream" else None, block_bytes=2048, storage=storage, index_cache_dir=folder + "/idx",
-)
-print("started", flush=True)
-for batch in StreamLoader(config, micro_batch_size=4, global_batch_size=8):
-    pass
-"""
+def read_all(rank: int, endpoint: str, order: Any, folder: str) -> None:
+    """Read a stream through a cache: to be killed meanwhile."""
+    storage = StorageConfig(
+        storage_options={"anon": True, "endpoint_url": endpoint},
+        part_bytes=65536,
+        cache_dir=Path(folder) / "cache",
+        chunk_bytes=1 << 20,
+    )
+    print("started", flush=True)
+    for _ in StreamLoader(config_of(order, "s3:/", Path(folder) / "idx", storage), micro_batch_size=4, global_batch_size=8):
+        pass
 
 
 def kill_at_random_moments(endpoint: Running, order: str, folder: Path, times: int, seed: int) -> None:
     """Runs that share a cache, killed at random moments, two at a time; what they leave is sound and gives the same stream."""
     rng = np.random.default_rng(seed)
     endpoint.behave(latency=0.002)
-    command = [sys.executable, "-c", KILLED, endpoint.endpoint, order, str(folder)]
-    environment = os.environ | {"PYTHONPATH": os.getcwd()}
-    for _ in range(times // 2):
-        runs = [subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, env=environment) for _ in range(2)]
-        for run in runs:
-            assert run.stdout is not None
-            run.stdout.readline()
+    for number in range(times // 2):
+        logs = folder / f"logs-{number}"
+        logs.mkdir()
+        runs = Family(logs, 2, read_all, endpoint.endpoint, order, str(folder))
+        for rank in range(2):
+            runs.wait_for("started", rank)
             time.sleep(float(rng.uniform(0, 0.25)))
-        for run in runs:
-            run.kill()
-            run.wait()
-            run.stdout.close()  # type: ignore[union-attr]
+        runs.close()
         for entry in page_cache.entries(folder / "cache" / "chunks"):
             assert not page_cache.damaged_pages(entry)
             assert not entry.in_use, "locks die with their holders"

@@ -61,7 +61,6 @@ def killed_before(step: int, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[i
 
     with monkeypatch.context() as patch:
         patch.setattr(_Conversion, "leave", lambda self: None)
-        patch.setattr(os, "fsync", lambda descriptor: None)  # which nothing here depends on, and which takes the time
         for owner, name in STEPS:
             patch.setattr(owner, name, counted(getattr(owner, name)))
         yield count

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import re
 import shlex
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,27 +15,21 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 
 import streammega as sm
 from streammega.cli import main
-from tests.servers import S3, moto_server
+from tests.servers import S3
 
 README = Path(__file__).parent.parent / "README.md"
 RUN_IN_OTHER_TESTS = ("cache", "torchrun")
-"""Commands of the README whose own tests start processes or fill a cache first: test_page_cache.py, test_train.py."""
-
-
-@pytest.fixture(scope="module")
-def server() -> Iterator[S3]:
-    with moto_server() as server:
-        yield server
+"""Commands of the README whose own tests start processes or fill a cache first: test_page_cache.py, test_endings.py."""
 
 
 @pytest.fixture
-def _surroundings(server: S3, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def _surroundings(moto: S3, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """What a user has: a bucket, credentials in the environment, and files in the folder they work in."""
-    client = server.client()
+    client = moto.client()
     client.create_bucket(Bucket="bucket")
     for item in client.list_objects_v2(Bucket="bucket").get("Contents", ()):
         client.delete_object(Bucket="bucket", Key=item["Key"])
-    for name, value in server.environment.items():
+    for name, value in moto.environment.items():
         monkeypatch.setenv(name, value)
     monkeypatch.chdir(tmp_path)
 

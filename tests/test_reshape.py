@@ -27,6 +27,7 @@ from streammega.convert.run import _Conversion
 from streammega.errors import ConfigError, ConvertError
 from streammega.verify import verify
 from tests.conftest import write_random_pair
+from tests.kill_programs import failing_task, slow_task
 from tests.oracle import IndexedDatasetBuilder
 from tests.servers import S3
 
@@ -212,24 +213,32 @@ def start(script: Path, source: Path, target: Path, workers: int) -> subprocess.
     )  # fmt: skip
 
 
+def files_below(folder: Path) -> int:
+    """How far a conversion is, however fast the machine: so many files of work and output there are."""
+    return sum(len(files) for _, _, files in os.walk(folder))
+
+
 def kill_again_and_again(tmp_path: Path, kills: int, seed: int, workers: int) -> None:
     """Kill a conversion at random moments until it was killed so often, then let it finish: the bytes must be the same."""
     script, source = tmp_path / "script.py", tmp_path / "in.jsonl"
     script.write_text(CONVERT)
     make_corpus(source)
     whole, broken = tmp_path / "whole", tmp_path / "broken"
-    began = time.monotonic()
-    assert start(script, source, whole, 1).wait(120) == 0
-    duration = time.monotonic() - began
+    process, most = start(script, source, whole, 1), 0
+    while process.poll() is None:
+        most = max(most, files_below(whole))
+        time.sleep(0.005)
+    assert process.wait() == 0
     rng, killed = random.Random(seed), 0
     while killed < kills:
         if (broken / "web.manifest.json").exists() and not (broken / ".web.convert").exists():  # killed when all was done
             assert {name: own for name, own in digest(broken).items() if name.startswith("web")} == digest(whole)
             shutil.rmtree(broken)
+        wanted = files_below(broken) + rng.randint(1, most)
         process = start(script, source, broken, workers)
-        try:
-            process.wait(rng.uniform(0.3, 1.2) * duration)
-        except subprocess.TimeoutExpired:
+        while process.poll() is None and files_below(broken) < wanted:
+            time.sleep(0.005)
+        if process.poll() is None:
             family = psutil.Process(process.pid).children(recursive=True)
             os.killpg(process.pid, signal.SIGKILL)
             process.wait()
@@ -367,20 +376,6 @@ except StreammegaError as error:
 
 
 # --- engines ------------------------------------------------------------------------------------------------------------
-
-
-def slow_task(shared: Path, number: int, progress: Any) -> int:
-    """Leaves its process's number; once, waits to be killed."""
-    (shared / f"pid-{number}").write_text(str(os.getpid()))
-    if number == 3 and not (shared / "killed").exists():
-        (shared / "killed").touch()
-        os.kill(os.getpid(), signal.SIGKILL)
-    progress(10, 1)
-    return number * number
-
-
-def failing_task(shared: Path, number: int, progress: Any) -> int:
-    raise ConvertError("this one cannot be done")
 
 
 @pytest.mark.parametrize("engine", ["local", "ray"])

@@ -409,8 +409,15 @@ OPEN = {
 }
 
 
-@pytest.mark.parametrize("transport", ["obstore", "fsspec"])
-@pytest.mark.parametrize("what", list(OPEN))
+@pytest.mark.parametrize(
+    ("what", "transport"),
+    [
+        ("loader", "obstore"),
+        ("folder", "fsspec"),
+        pytest.param("loader", "fsspec", marks=pytest.mark.soak),
+        pytest.param("folder", "obstore", marks=pytest.mark.soak),
+    ],
+)
 def test_ctrl_c_while_a_hung_endpoint_is_opened_ends_the_program_soon(transport: str, what: str) -> None:
     with deaf_server() as url:
         code = f"""

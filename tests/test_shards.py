@@ -115,7 +115,7 @@ def test_training_from_object_storage_sees_them_too(
     sets: Path, tmp_path: Path, kind: str, s3_storage: StorageConfig, bucket: str
 ) -> None:
     url = f"s3://{bucket}/{kind}"
-    report = convert([str(sets / "pair")], url, kind=kind, shard_bytes=6000, storage=s3_storage, workers=2)  # type: ignore[arg-type]
+    report = convert([str(sets / "pair")], url, kind=kind, shard_bytes=6000, storage=s3_storage, workers=1)  # type: ignore[arg-type]
     assert report.shards > 3
     storage = replace(s3_storage, cache_dir=tmp_path / "pages")
     for order in ("stream", "megatron"):

@@ -9,7 +9,6 @@ import socket
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -35,7 +34,7 @@ from streammega.storage.options import s3_arguments
 from streammega.storage.oss_store import OssStore
 from streammega.storage.parts import MOST_PARTS, PART_BYTES, part_bytes, sized_for
 from streammega.storage.pread import PreadStore
-from tests.servers import KEY, S3, SECRET, http_server, moto_server
+from tests.servers import KEY, S3, SECRET, http_server
 
 
 def put(store: Store, key: str, data: bytes) -> None:
@@ -81,7 +80,10 @@ class StoreContract:
             store.read_into(key, [(0, 3)], [np.empty(3, np.uint8)], opened.etag)
         assert bytes(store.read_ranges(key, [0], [3], store.info(key).etag)[0]) == b"two"
 
-    def test_a_read_past_the_end_is_an_error_never_fewer_bytes(self, store: Store, key: str) -> None:
+    def test_a_read_past_the_end_is_an_error_never_fewer_bytes(
+        self, store: Store, key: str, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr("streammega.storage.retry.FIRST_PAUSE", 0.01)
         put(store, key, b"0123456789")
         for start, stop in ((5, 15), (20, 30)):
             with pytest.raises(ShortReadError) as caught:
@@ -224,18 +226,19 @@ class TestS3ThroughFsspec(S3Contract):
         return f"{bucket}/folder/object"
 
 
-def test_an_upload_of_more_parts_than_a_server_takes_ends_there_and_says_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_upload_of_more_parts_than_a_server_takes_ends_there_and_says_what_to_do(
+    moto: S3, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(obstore_store, "MOST_PARTS", 2)
-    with moto_server() as server:
-        bucket = server.new_bucket()
-        config = StorageConfig(storage_options=server.options, upload_part_bytes=5 << 20)
-        store, key = open_store(f"s3://{bucket}/large", config)
-        writer = store.open_writer(key)
-        with pytest.raises(StorageError, match=r"large: an upload holds .* \(2 parts\).*--shard-size"):
-            writer.write(bytes(16 << 20))
-        writer.abort()
-        with pytest.raises(ObjectNotFoundError):
-            store.info(key)
+    bucket = moto.new_bucket()
+    config = StorageConfig(storage_options=moto.options, upload_part_bytes=5 << 20)
+    store, key = open_store(f"s3://{bucket}/large", config)
+    writer = store.open_writer(key)
+    with pytest.raises(StorageError, match=r"large: an upload holds .* \(2 parts\).*--shard-size"):
+        writer.write(bytes(16 << 20))
+    writer.abort()
+    with pytest.raises(ObjectNotFoundError):
+        store.info(key)
 
 
 def test_parts_grow_so_that_ten_thousand_hold_any_object() -> None:
@@ -250,18 +253,17 @@ def test_parts_grow_so_that_ten_thousand_hold_any_object() -> None:
 
 
 @pytest.mark.parametrize("fixed", [False, True])
-def test_parts_of_s3fs_grow_too(fixed: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_parts_of_s3fs_grow_too(moto: S3, fixed: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("streammega.storage.parts.PART_BYTES", 5 << 20)
     monkeypatch.setattr("streammega.storage.parts.PARTS_OF_A_SIZE", 1)
-    with moto_server() as server:
-        bucket = server.new_bucket()
-        options = {**server.options, "default_block_size": 5 << 20, "fixed_upload_size": fixed}
-        store, key = open_store(f"s3://{bucket}/large", StorageConfig(transport="fsspec", storage_options=options))
-        writer = store.open_writer(key)
-        for _ in range(40):
-            writer.write(bytes(1 << 20))
-        writer.commit()
-        info = store.info(key)
+    bucket = moto.new_bucket()
+    options = {**moto.options, "default_block_size": 5 << 20, "fixed_upload_size": fixed}
+    store, key = open_store(f"s3://{bucket}/large", StorageConfig(transport="fsspec", storage_options=options))
+    writer = store.open_writer(key)
+    for _ in range(40):
+        writer.write(bytes(1 << 20))
+    writer.commit()
+    info = store.info(key)
     assert info.size == 40 << 20
     assert info.etag.strip('"').endswith("-8" if fixed else "-4"), "parts of 5, 10 and 20 MiB, and the rest"
 
@@ -301,11 +303,10 @@ assert os.wait()[1] == 0
 """
 
 
-def test_everything_works_after_a_fork_by_one_client_and_with_one_warning() -> None:
-    with moto_server() as server:
-        command = [sys.executable, "-c", FORK, server.endpoint, server.new_bucket()]
-        environment = os.environ | {"PYTHONPATH": os.getcwd()}
-        run = subprocess.run(command, capture_output=True, text=True, timeout=120, env=environment, check=False)
+def test_everything_works_after_a_fork_by_one_client_and_with_one_warning(moto: S3) -> None:
+    command = [sys.executable, "-c", FORK, moto.endpoint, moto.new_bucket()]
+    environment = os.environ | {"PYTHONPATH": os.getcwd()}
+    run = subprocess.run(command, capture_output=True, text=True, timeout=120, env=environment, check=False)
     assert "child is well" in run.stdout, run.stderr
     assert run.stdout.count("was forked") == 1
 
@@ -342,14 +343,13 @@ ODD_KEYS = ("/lead", "a//b", "a/./b", "a/../b", "tab\t", "a/b\r", "del\x7f")
 
 
 @pytest.fixture(scope="module")
-def named_objects() -> Iterator[tuple[S3, str]]:
+def named_objects(moto: S3) -> tuple[S3, str]:
     """A bucket whose objects hold their names."""
-    with moto_server() as server:
-        bucket = server.new_bucket()
-        client = server.client()
-        for key in (*KEYS, *ODD_KEYS, "a/b", "a/b/", "b"):
-            client.put_object(Bucket=bucket, Key=key, Body=key.encode())
-        yield server, bucket
+    bucket = moto.new_bucket()
+    client = moto.client()
+    for key in (*KEYS, *ODD_KEYS, "a/b", "a/b/", "b"):
+        client.put_object(Bucket=bucket, Key=key, Body=key.encode())
+    return moto, bucket
 
 
 @pytest.mark.parametrize("transport", ["obstore", "fsspec"])
@@ -386,28 +386,27 @@ def test_a_name_that_ends_in_a_slash_is_a_folders_and_never_read_as_the_object_w
             call()
 
 
-def test_listings_by_obstore_hold_objects_and_no_markers_of_folders() -> None:
-    with moto_server() as server:
-        bucket = server.new_bucket()
-        objects = {
-            "lead": b"1",
-            "/lead": b"22",
-            "d/": b"",
-            "d/sub/": b"",
-            "d/sub/x": b"333",
-            "d/sub": b"4444",
-            "d/none/": b"",
-            "d/empty": b"",
-        }
-        client = server.client()
-        for name, body in objects.items():
-            client.put_object(Bucket=bucket, Key=name, Body=body)
-        store, key = open_store(f"s3://{bucket}/", StorageConfig(storage_options=server.options))
-        found = {item.key: item.size for item in store.list(key)}
-        assert found == {"lead": 1, "d/sub": 4, "d/sub/x": 3, "d/empty": 0}
-        client.put_object(Bucket=bucket, Key="d//x", Body=b"")
-        with pytest.raises(StorageError, match=r"transport='fsspec'.*d//x"):
-            store.list("d/")
+def test_listings_by_obstore_hold_objects_and_no_markers_of_folders(moto: S3) -> None:
+    bucket = moto.new_bucket()
+    objects = {
+        "lead": b"1",
+        "/lead": b"22",
+        "d/": b"",
+        "d/sub/": b"",
+        "d/sub/x": b"333",
+        "d/sub": b"4444",
+        "d/none/": b"",
+        "d/empty": b"",
+    }
+    client = moto.client()
+    for name, body in objects.items():
+        client.put_object(Bucket=bucket, Key=name, Body=body)
+    store, key = open_store(f"s3://{bucket}/", StorageConfig(storage_options=moto.options))
+    found = {item.key: item.size for item in store.list(key)}
+    assert found == {"lead": 1, "d/sub": 4, "d/sub/x": 3, "d/empty": 0}
+    client.put_object(Bucket=bucket, Key="d//x", Body=b"")
+    with pytest.raises(StorageError, match=r"transport='fsspec'.*d//x"):
+        store.list("d/")
 
 
 @pytest.mark.parametrize(

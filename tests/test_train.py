@@ -6,6 +6,7 @@ import json
 import logging
 import os
 import re
+import signal
 import subprocess
 import sys
 import time
@@ -14,7 +15,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import psutil
 import pytest
 import torch
 
@@ -32,6 +32,7 @@ from streammega.train.schedule import set_learning_rate
 from streammega.train.splits import has_valid, open_plain
 from tests.conftest import write_random_pair
 from tests.gang import Gang
+from tests.processes import launch
 from tests.rank_programs import run_until_bad
 from tests.servers import S3
 
@@ -82,24 +83,18 @@ def loader_hashes(config: RunConfig) -> list[str]:
 
 
 def train_on(run_file: str, ranks: int, kill_at: int | None, environment: dict[str, str]) -> None:
-    """torchrun with so many ranks; SIGKILL to all of its processes once a step is in the metrics."""
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
-    metrics = Path(run_file).parent / "run" / "metrics.jsonl"
-    environment = os.environ | environment | {"OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "default"}
-    process = subprocess.Popen(
-        [*command, "-m", "streammega.train", run_file], env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE
-    )
+    """Train on so many ranks; SIGKILL to all of them once a step is in the metrics."""
+    folder = Path(run_file).parent
+    family = launch(folder, ranks, ["-m", "streammega.train", run_file], environment)
+    metrics, everyone = folder / "run" / "metrics.jsonl", range(ranks)
     deadline = time.monotonic() + 120
-    while process.poll() is None and time.monotonic() < deadline:
-        time.sleep(0.02)
+    while family.ended(*everyone, within=0.02) == [None] * ranks and time.monotonic() < deadline:
         if kill_at is not None and metrics.exists() and any(r["step"] >= kill_at for r in read_metrics(metrics)):
-            break
-    if process.poll() is None:
-        for member in [*psutil.Process(process.pid).children(recursive=True), process]:
-            member.kill()
-    _, errors = process.communicate()
+            family.signal(signal.SIGKILL, *everyone)
+    codes = family.ended(*everyone, within=10)
+    family.close()
     if kill_at is None:
-        assert process.returncode == 0, errors.decode()[-3000:]
+        assert codes == [0] * ranks, [family.log(rank) for rank in everyone]
 
 
 @pytest.mark.parametrize("s3", ["moto", pytest.param("rclone", marks=pytest.mark.soak)], indirect=True)

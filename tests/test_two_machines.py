@@ -43,7 +43,6 @@ class Machine:
         self._folder.mkdir(exist_ok=True)
         (self._folder / "in.txt").write_text(text)
         context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(["tests.kill_programs"])
         self._pipe, theirs = context.Pipe()
         arguments = (theirs, str(self._folder / "cache"), self._storage, [str(self._folder / "in.txt")], output)
         self._process = context.Process(target=convert_as_told, args=arguments, kwargs=named, daemon=True)
