@@ -93,7 +93,10 @@ def _run_program(rank: int, ranks: int, port: int, command: list[str], environme
         os.environ.update({"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)})
     signal.signal(signal.SIGINT, signal.default_int_handler)  # which the server of forks ignores
     torch.set_num_threads(1)
-    if command[0] == "-m":
+    if command[0] == "-c":
+        sys.argv = ["-c", *command[2:]]
+        exec(command[1], {"__name__": "__main__"})
+    elif command[0] == "-m":
         sys.argv = command[1:]
         runpy.run_module(command[1], run_name="__main__", alter_sys=True)
     else:

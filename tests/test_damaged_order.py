@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +12,7 @@ from streammega import BlendedDataset, DataConfig, GPTDataset, IndexedDataset, b
 from streammega.errors import CacheError, ConfigError, FormatError
 from streammega.samples.build import build_split
 from tests.conftest import write_random_pair
+from tests.processes import launch
 
 SAMPLES = 300
 DAMAGE: dict[str, list[tuple[Any, int]]] = {
@@ -67,11 +66,12 @@ for array, damages in DAMAGE.items():
 
 
 def test_no_value_of_a_cached_order_leads_outside_of_what_is_there(tmp_path: Path) -> None:
-    command = [sys.executable, "-c", EVERY_DAMAGE, str(tmp_path)]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, f"rc {done.returncode} after {done.stdout.splitlines()[-1:]}: {done.stderr[-2000:]}"
+    family = launch(tmp_path, 1, ["-c", EVERY_DAMAGE, str(tmp_path)])
+    codes, printed = family.ended(0, within=120), family.log(0)
+    family.close()
+    assert codes == [0], f"rc {codes}: {printed[-2000:]}"
     expected = [f"{array} {place} {value} True" for array, damages in DAMAGE.items() for place, value in damages]
-    assert done.stdout.splitlines() == expected
+    assert printed.splitlines() == expected
 
 
 @pytest.mark.parametrize("array", ["document_index", "sample_index", "shuffle_index", "dataset_index", "dataset_sample_index"])

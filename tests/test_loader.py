@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from streammega import DataConfig, IndexedDatasetWriter, StorageConfig, StreamingDataset, StreamLoader
@@ -109,10 +109,27 @@ def test_resume_is_exact_at_every_step_and_from_any_rank_count_to_any(
     assert number * 2 * before == 8 * GLOBAL
 
 
-@given(stops=st.lists(st.tuples(st.sampled_from([1, 2, 3, 4, 6, 8, 12, 24]), st.integers(1, 5)), min_size=1, max_size=5))
+STOPS = st.lists(st.tuples(st.sampled_from([1, 2, 3, 4, 6, 8, 12, 24]), st.integers(1, 5)), min_size=1, max_size=5)
+
+
+@settings(max_examples=15)
+@given(stops=STOPS)
 def test_any_chain_of_resumes_is_the_uninterrupted_stream(
     stops: list[tuple[int, int]], tmp_path_factory: pytest.TempPathFactory
 ) -> None:
+    resume_again_and_again(stops, tmp_path_factory)
+
+
+@pytest.mark.soak
+@settings(max_examples=300)
+@given(stops=STOPS)
+def test_three_hundred_chains_of_resumes_are_the_uninterrupted_stream(
+    stops: list[tuple[int, int]], tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    resume_again_and_again(stops, tmp_path_factory)
+
+
+def resume_again_and_again(stops: list[tuple[int, int]], tmp_path_factory: pytest.TempPathFactory) -> None:
     folder = Path(tmp_path_factory.getbasetemp()) / "chain"
     if not folder.exists():
         write_random_pair(str(folder / "pair"))

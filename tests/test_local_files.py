@@ -5,8 +5,6 @@ from __future__ import annotations
 import errno
 import os
 import pickle
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -26,6 +24,7 @@ from streammega import (
 from streammega.errors import ConfigError, ObjectChangedError, StorageError
 from streammega.storage.base import fill
 from streammega.storage.local import LocalStore
+from tests.processes import launch
 
 CHANGES: dict[str, Callable[[Path], object]] = {
     "made smaller": lambda path: replace(path, path.read_bytes()[: path.stat().st_size // 3]),
@@ -50,11 +49,13 @@ def write_shard(name: Path | str, value: int, tokens: int = 40_000) -> str:
     return str(name)
 
 
-def outcome(code: str, *arguments: str | Path) -> str:
-    """What a process of its own printed last; a crash of it is told apart from an error."""
-    done = subprocess.run([sys.executable, "-c", code, *map(str, arguments)], capture_output=True, text=True, check=False)
-    assert done.returncode == 0, f"rc {done.returncode}: {done.stderr[-2000:]}"
-    return done.stdout.strip()
+def outcome(code: str, folder: Path, *arguments: str) -> str:
+    """What a process of its own printed; a crash of it is told apart from an error."""
+    family = launch(folder, 1, ["-c", code, str(folder), *arguments])
+    codes, printed = family.ended(0, within=120), family.log(0)
+    family.close()
+    assert codes == [0], f"rc {codes}: {printed[-2000:]}"
+    return printed.strip()
 
 
 CHANGED_BEFORE_THE_FIRST_BATCH = """
