@@ -117,7 +117,9 @@ def check_history(run_file: Path, steps: int) -> set[int]:
     [
         pytest.param("kill", r"rank 1 gives no sign of life; last heard of in step \d", 20.0, marks=pytest.mark.soak),
         pytest.param("stop", r"rank 1 gives no sign of life; last heard of in step \d", 60.0, marks=pytest.mark.soak),
-        ("hang", r"rank 1 is elsewhere; last heard of in step 5 \(waiting for data, for \d+", 20.0),
+        pytest.param(
+            "hang", r"rank 1 is elsewhere; last heard of in step 5 \(waiting for data, for \d+", 20.0, marks=pytest.mark.soak
+        ),
         ("storage", r"error \(rank 1\): s3://bucket/web.bin: 503 SlowDown", 15.0),
     ],
     ids=["kill", "stop", "hang", "storage"],

@@ -88,8 +88,14 @@ def stream(config: DataConfig) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("transport", ["obstore", "fsspec"])
-@pytest.mark.parametrize("order", ["stream", "megatron"])
-@pytest.mark.parametrize("fault", list(FAULTS))
+@pytest.mark.parametrize(
+    ("fault", "order"),
+    [
+        *((fault, "stream") for fault in FAULTS),
+        ("mixture", "megatron"),  # of all of them
+        *(pytest.param(fault, "megatron", marks=pytest.mark.soak) for fault in FAULTS if fault != "mixture"),
+    ],
+)
 def test_faults_change_no_token(server: tuple[Running, Path], tmp_path: Path, fault: str, order: str, transport: str) -> None:
     endpoint, root = server
     endpoint.behave()

@@ -80,11 +80,9 @@ def local_blend(root: Path) -> list[tuple[str, float]]:
     ("fault", "order"),
     [
         ("503 bursts", "stream"),
-        ("resets", "stream"),
         ("truncation", "stream"),
-        ("stalls", "stream"),
-        ("over-long bodies", "stream"),
-        ("mixture", "megatron"),
+        ("mixture", "megatron"),  # of all of them
+        *(pytest.param(fault, "stream", marks=pytest.mark.soak) for fault in ("resets", "stalls", "over-long bodies")),
     ],
 )
 def test_faults_change_no_token(
