@@ -9,13 +9,19 @@ if TYPE_CHECKING:
     from streammega.config import DataConfig as DataConfig
     from streammega.config import FieldsConfig as FieldsConfig
     from streammega.config import StorageConfig as StorageConfig
+    from streammega.dataset import IndexedDataset as IndexedDataset
+    from streammega.dataset import IndexedDatasetWriter as IndexedDatasetWriter
     from streammega.errors import StreammegaError as StreammegaError
-    from streammega.index import IndexedDataset as IndexedDataset
-    from streammega.index import IndexedDatasetWriter as IndexedDatasetWriter
-    from streammega.order.layout import ParallelLayout as ParallelLayout
-    from streammega.ranks import RankBatches as RankBatches
-    from streammega.ranks import Ranks as Ranks
-    from streammega.ranks import get_batch as get_batch
+    from streammega.gradients.data_parallel import BucketedDataParallel as BucketedDataParallel
+    from streammega.gradients.sharded_optimizer import ShardedOptimizer as ShardedOptimizer
+    from streammega.gradients.sync import finish_grad_sync as finish_grad_sync
+    from streammega.loading import MegatronBatchSampler as MegatronBatchSampler
+    from streammega.loading import StreamingDataset as StreamingDataset
+    from streammega.loading import StreamLoader as StreamLoader
+    from streammega.parallel import RankBatches as RankBatches
+    from streammega.parallel import Ranks as Ranks
+    from streammega.parallel import get_batch as get_batch
+    from streammega.parallel.layout import ParallelLayout as ParallelLayout
     from streammega.samples import BlendedDataset as BlendedDataset
     from streammega.samples import GPTDataset as GPTDataset
     from streammega.samples import SFTDataset as SFTDataset
@@ -26,12 +32,6 @@ if TYPE_CHECKING:
     from streammega.samples.fields import cu_seqlens as cu_seqlens
     from streammega.samples.fields import loss_mask as loss_mask
     from streammega.samples.fields import position_ids as position_ids
-    from streammega.stream import MegatronBatchSampler as MegatronBatchSampler
-    from streammega.stream import StreamingDataset as StreamingDataset
-    from streammega.stream import StreamLoader as StreamLoader
-    from streammega.train.data_parallel import BucketedDataParallel as BucketedDataParallel
-    from streammega.train.grad_sync import finish_grad_sync as finish_grad_sync
-    from streammega.train.sharded_optimizer import ShardedOptimizer as ShardedOptimizer
 
 __version__ = "0.1.0"
 
@@ -41,12 +41,12 @@ _HOMES = {
     "FieldsConfig": "streammega.config",
     "StorageConfig": "streammega.config",
     "StreammegaError": "streammega.errors",
-    "IndexedDataset": "streammega.index",
-    "IndexedDatasetWriter": "streammega.index",
-    "ParallelLayout": "streammega.order.layout",
-    "RankBatches": "streammega.ranks",
-    "Ranks": "streammega.ranks",
-    "get_batch": "streammega.ranks",
+    "IndexedDataset": "streammega.dataset",
+    "IndexedDatasetWriter": "streammega.dataset",
+    "ParallelLayout": "streammega.parallel.layout",
+    "RankBatches": "streammega.parallel",
+    "Ranks": "streammega.parallel",
+    "get_batch": "streammega.parallel",
     "BlendedDataset": "streammega.samples",
     "GPTDataset": "streammega.samples",
     "SFTDataset": "streammega.samples",
@@ -57,12 +57,12 @@ _HOMES = {
     "cu_seqlens": "streammega.samples.fields",
     "loss_mask": "streammega.samples.fields",
     "position_ids": "streammega.samples.fields",
-    "MegatronBatchSampler": "streammega.stream",
-    "StreamingDataset": "streammega.stream",
-    "StreamLoader": "streammega.stream",
-    "BucketedDataParallel": "streammega.train.data_parallel",
-    "finish_grad_sync": "streammega.train.grad_sync",
-    "ShardedOptimizer": "streammega.train.sharded_optimizer",
+    "MegatronBatchSampler": "streammega.loading",
+    "StreamingDataset": "streammega.loading",
+    "StreamLoader": "streammega.loading",
+    "BucketedDataParallel": "streammega.gradients.data_parallel",
+    "finish_grad_sync": "streammega.gradients.sync",
+    "ShardedOptimizer": "streammega.gradients.sharded_optimizer",
 }
 
 __all__ = ["__version__", *sorted(_HOMES)]

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from streammega.errors import ConfigError
-from streammega.redaction import redacted_repr
+from streammega.errors.redaction import redacted_repr
 
 Transport = Literal["auto", "obstore", "fsspec"]
 

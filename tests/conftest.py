@@ -15,10 +15,10 @@ import torch
 from hypothesis import HealthCheck, settings
 
 from streammega import DataConfig, IndexedDatasetWriter, StorageConfig
-from tests.oss_server import KEY as oss_key
-from tests.oss_server import SECRET as oss_secret
-from tests.oss_server import Oss, oss_server
-from tests.servers import S3, moto_server, rclone_server
+from tests.support.oss_server import KEY as oss_key
+from tests.support.oss_server import SECRET as oss_secret
+from tests.support.oss_server import Oss, oss_server
+from tests.support.servers import S3, moto_server, rclone_server
 
 settings.register_profile(
     "streammega",
@@ -40,7 +40,7 @@ torch.set_num_threads(1)
 botocore.session.create_loader = functools.cache(botocore.session.create_loader)
 """Every client of botocore lists 400 services and reads the same 100,000 objects from JSON: once in a process is enough."""
 
-multiprocessing.set_forkserver_preload(["tests.gang"])
+multiprocessing.set_forkserver_preload(["tests.support.gang"])
 """Once for all: the first test that forks from the server starts it."""
 
 gc.disable()  # until all tests are imported: see pytest_collection_finish
@@ -77,7 +77,7 @@ def _own_surroundings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture(scope="session")
 def gang() -> Iterator[Any]:
     """Processes to run as ranks."""
-    from tests.gang import Gang
+    from tests.support.gang import Gang
 
     gang = Gang()
     yield gang

@@ -24,12 +24,12 @@ import psutil
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from streammega import IndexedDataset
+from streammega.cli.plotting import pyplot, sparkline
 from streammega.convert import ConvertOptions, convert
+from streammega.dataset.verify import verify
 from streammega.errors import StreammegaError
-from streammega.plotting import pyplot, sparkline
 from streammega.train.config import RunConfig, load_run
 from streammega.train.metrics import read_metrics
-from streammega.verify import verify
 
 MIN_CORPUS_BYTES = 20_000_000
 MAX_CORPUS_BYTES = 32_000_000
@@ -171,11 +171,11 @@ def train_tokenizer(inputs: list[str], path: Path) -> None:
 
     from streammega.config import StorageConfig
     from streammega.convert.documents import RawDocument
-    from streammega.convert.encode import BatchEncoder
-    from streammega.convert.inputs import find_inputs
-    from streammega.convert.readers import read_slice
-    from streammega.convert.slices import Skipped, Slice
-    from streammega.convert.tokenizers import load_tokenizer
+    from streammega.convert.read.inputs import find_inputs
+    from streammega.convert.read.readers import read_slice
+    from streammega.convert.read.slices import Skipped, Slice
+    from streammega.convert.tokenize.encode import BatchEncoder
+    from streammega.convert.tokenize.tokenizers import load_tokenizer
 
     options = ConvertOptions()
     encoder = BatchEncoder(load_tokenizer("bytes"), options, StorageConfig())

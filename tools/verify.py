@@ -3,7 +3,7 @@
 
 import sys
 
-from streammega.cli import main
+from streammega.cli.main import main
 
 if __name__ == "__main__":
     sys.exit(main(["verify", *sys.argv[1:]]))

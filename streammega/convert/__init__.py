@@ -1,8 +1,8 @@
 """Corpora to token shards: text through a tokenizer, or tokens from one layout to another; in parallel, restartable."""
 
-from streammega.convert.chat import ChatEncoder
 from streammega.convert.options import ConvertOptions, Runner
 from streammega.convert.report import ConvertReport
 from streammega.convert.run import convert
+from streammega.convert.tokenize.chat import ChatEncoder
 
 __all__ = ["ChatEncoder", "ConvertOptions", "ConvertReport", "Runner", "convert"]

@@ -10,9 +10,9 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-from streammega.convert.inputs import Input
+from streammega.convert.read.inputs import Input
 from streammega.errors import ConfigError, ConvertError
-from streammega.storage.urls import is_remote
+from streammega.storage.open import is_remote
 
 ANSWER_WITHIN = 120.0
 """Seconds. A machine starts a process for its first task; a busy one takes this one all the same, as it asks for no CPU."""

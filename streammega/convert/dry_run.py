@@ -17,19 +17,19 @@ import zstandard
 
 from streammega.config import StorageConfig
 from streammega.convert.documents import LongRecord, LongText, RawDocument, Tokens
-from streammega.convert.inputs import Input
-from streammega.convert.long_records import TextFile, short, with_fields
 from streammega.convert.options import ConvertOptions, Runner
-from streammega.convert.pipes import is_pipe
 from streammega.convert.preflight import check_may_write
+from streammega.convert.read.inputs import Input
+from streammega.convert.read.long_records import TextFile, short, with_fields
+from streammega.convert.read.pipes import is_pipe
+from streammega.convert.read.slices import Skipped, fault, read_head
+from streammega.convert.read.suffixes import is_compressed, suffix_of
 from streammega.convert.run import prepare
-from streammega.convert.slices import Skipped, fault, read_head
-from streammega.convert.suffixes import is_compressed, suffix_of
-from streammega.convert.tokenizers import TextTokenizer
-from streammega.convert.units import Job, UnitRecord, batches_of, chooser, encoder_of
+from streammega.convert.tokenize.tokenizers import TextTokenizer
+from streammega.convert.write.units import Job, UnitRecord, batches_of, chooser, encoder_of
 from streammega.errors import ConfigError, ConvertError, FormatError, StorageError
+from streammega.errors.redaction import redact_urls
 from streammega.kernels.parallel import num_threads
-from streammega.redaction import redact_urls
 
 SAMPLED_UNITS = 8
 """Units that are looked into, spread over all: inputs differ."""

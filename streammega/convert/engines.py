@@ -40,7 +40,7 @@ POLL = 0.2
 
 
 @dataclass(frozen=True, kw_only=True)
-class Work:
+class TaskList:
     """Tasks to be done: `function(shared, number, progress)` for each number.
 
     threads: as many of them do well as threads of one process, since they spend their time outside of the GIL. Threads share
@@ -55,7 +55,7 @@ class Work:
     files: SharedFiles = field(default_factory=SharedFiles)
 
 
-def run_tasks(work: Work, runner: Runner, progress: Progress, most_at_once: int | None = None) -> Iterator[tuple[int, Any]]:
+def run_tasks(work: TaskList, runner: Runner, progress: Progress, most_at_once: int | None = None) -> Iterator[tuple[int, Any]]:
     """(number, result) as tasks are done. Raises what a task raised; the others are given up."""
     if not work.numbers:
         return
@@ -89,7 +89,7 @@ def _library_settings(threads: int) -> Iterator[None]:
                 os.environ[name] = value
 
 
-def _on_threads(work: Work, workers: int, progress: Progress) -> Iterator[tuple[int, Any]]:
+def _on_threads(work: TaskList, workers: int, progress: Progress) -> Iterator[tuple[int, Any]]:
     stopped, lock = threading.Event(), threading.Lock()
 
     def note(size: int, tokens: int) -> None:
@@ -139,7 +139,7 @@ def _tasks(function: Task, numbers: Sequence[int], threads: int) -> list[tuple[i
         return list(zip(numbers, pool.map(lambda number: function(_shared, number, progress), numbers), strict=True))
 
 
-def _on_processes(work: Work, workers: int, progress: Progress) -> Iterator[tuple[int, Any]]:
+def _on_processes(work: TaskList, workers: int, progress: Progress) -> Iterator[tuple[int, Any]]:
     context = multiprocessing.get_context("spawn")  # clients and thread pools of this process do not survive a fork
     processes, left, deaths = -(-workers // work.threads), list(work.numbers), 0
     while left:
@@ -161,7 +161,7 @@ def _on_processes(work: Work, workers: int, progress: Progress) -> Iterator[tupl
 
 
 def _results(
-    pool: ProcessPoolExecutor, work: Work, left: Sequence[int], processes: int, counters: Any, progress: Progress
+    pool: ProcessPoolExecutor, work: TaskList, left: Sequence[int], processes: int, counters: Any, progress: Progress
 ) -> Iterator[tuple[int, Any]]:
     size = 1 if work.threads == 1 else 2 * work.threads
     groups = iter([left[at : at + size] for at in range(0, len(left), size)])
@@ -190,7 +190,7 @@ def _end(pool: ProcessPoolExecutor) -> None:
     pool.shutdown(wait=True, cancel_futures=True)
 
 
-def _on_ray(work: Work, runner: Runner, progress: Progress, most_at_once: int | None) -> Iterator[tuple[int, Any]]:
+def _on_ray(work: TaskList, runner: Runner, progress: Progress, most_at_once: int | None) -> Iterator[tuple[int, Any]]:
     with connected() as ray:
         if most_at_once is not None:  # each holds memory of its own: of every machine as many as of one, and spread over them
             most_at_once *= max(1, sum(bool(node["Alive"]) for node in ray.nodes()))

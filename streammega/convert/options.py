@@ -9,9 +9,9 @@ from typing import Any, Literal
 
 import numpy as np
 
+from streammega.dataset.idx import token_dtype_named
+from streammega.dataset.shards import SUFFIXES, Kind
 from streammega.errors import ConfigError
-from streammega.index.format import dtype_code
-from streammega.index.shards import SUFFIXES, Kind
 from streammega.storage.frames import FRAME_BYTES, LEVEL
 
 MiB = 1 << 20
@@ -213,15 +213,3 @@ def key_mode(key: str) -> tuple[str, int]:
     if not mode.lstrip("-").isdigit() or not -128 <= int(mode) <= 127 or not name:
         raise ConfigError(f"key {key!r}: write it as NAME, or NAME:MODE with a mode between -128 and 127")
     return name, int(mode)
-
-
-def token_dtype_named(name: str) -> np.dtype[Any]:
-    """A dtype that tokens can have. Raises ConfigError."""
-    try:
-        dtype = np.dtype(name)
-    except TypeError:
-        raise ConfigError(f"dtype {name!r} is not known; use uint16, int32, uint8, int64, ...") from None
-    if not np.issubdtype(dtype, np.integer):
-        raise ConfigError(f"dtype {name!r} holds no token ids; use uint16, int32, uint8, int64, ...")
-    dtype_code(dtype)
-    return dtype

@@ -7,15 +7,15 @@ import os
 from collections.abc import Sequence
 
 from streammega.config import StorageConfig
-from streammega.convert.encode import BatchEncoder
-from streammega.convert.inputs import PROBE, Input
 from streammega.convert.options import ConvertOptions
-from streammega.convert.tokenizers import TextTokenizer
+from streammega.convert.read.inputs import PROBE, Input
+from streammega.convert.tokenize.encode import BatchEncoder
+from streammega.convert.tokenize.tokenizers import TextTokenizer
 from streammega.errors import AccessDeniedError, ConvertError, ObjectNotFoundError, StorageError
-from streammega.redaction import redact_urls
+from streammega.errors.redaction import redact_urls
 from streammega.storage import Store, open_store
-from streammega.storage.base import written_whole
-from streammega.storage.urls import is_remote
+from streammega.storage.open import is_remote
+from streammega.storage.store import written_whole
 
 log = logging.getLogger(__name__)
 

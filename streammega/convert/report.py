@@ -10,11 +10,11 @@ from typing import Any
 import numpy as np
 
 from streammega.config import StorageConfig
-from streammega.convert.assemble import Part, document_tokens
-from streammega.convert.units import BINS, UnitRecord
-from streammega.index.manifest import MANIFEST, Manifest
-from streammega.index.reader import IndexedDataset
-from streammega.redaction import redact_urls
+from streammega.convert.write.assemble import DocumentSet, document_tokens
+from streammega.convert.write.units import BINS, UnitRecord
+from streammega.dataset.indexed import IndexedDataset
+from streammega.dataset.manifest import MANIFEST, Manifest
+from streammega.errors.redaction import redact_urls
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -89,7 +89,7 @@ class Kinds:
     tokens: int
 
 
-def count_parts(parts: Sequence[Part], storage: StorageConfig) -> Kinds:
+def count_parts(parts: Sequence[DocumentSet], storage: StorageConfig) -> Kinds:
     """dtypes, modes and tokens of parts, by a look at each index."""
     dtypes, multimodal, tokens = [], set(), 0
     for part in parts:

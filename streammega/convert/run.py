@@ -18,11 +18,23 @@ import filelock
 import numpy as np
 
 from streammega.config import StorageConfig
-from streammega.convert import units as unit_limits
-from streammega.convert.assemble import (
-    Documents,
+from streammega.convert.cluster import SharedFiles, shared_files
+from streammega.convert.engines import TaskList, run_tasks
+from streammega.convert.options import ConvertOptions, Runner
+from streammega.convert.preflight import check_encoder, check_writable, make_work_folder
+from streammega.convert.read.folders import FilePatterns, PassedOver
+from streammega.convert.read.inputs import Input, find_inputs
+from streammega.convert.read.pairs import dataset_name
+from streammega.convert.read.pipes import KEPT as KEPT_PIPE
+from streammega.convert.read.pipes import check_output, forget_pipes, is_pipe, keep_pipes, named_as_given, tell_of_pipes
+from streammega.convert.report import ConvertReport, count_parts, make_report
+from streammega.convert.tokenize.chat_sources import as_option, find_template
+from streammega.convert.tokenize.tokenizers import TextTokenizer, load_tokenizer
+from streammega.convert.write import units as unit_limits
+from streammega.convert.write.assemble import (
+    DocumentSet,
     Layout,
-    Part,
+    OrderedDocuments,
     layout_digest,
     number_sequences,
     plan_bounds,
@@ -30,29 +42,17 @@ from streammega.convert.assemble import (
     remove_duplicates,
     write_shard,
 )  # fmt: skip
-from streammega.convert.chat_sources import as_option, find_template
-from streammega.convert.cluster import SharedFiles, shared_files
-from streammega.convert.engines import Work, run_tasks
-from streammega.convert.folders import Choice, PassedOver
-from streammega.convert.inputs import Input, find_inputs
-from streammega.convert.labels import Labels, labels_of
-from streammega.convert.options import ConvertOptions, Runner
-from streammega.convert.pairs import dataset_name
-from streammega.convert.pipes import KEPT as KEPT_PIPE
-from streammega.convert.pipes import check_output, forget_pipes, is_pipe, keep_pipes, named_as_given, tell_of_pipes
-from streammega.convert.preflight import check_encoder, check_writable, make_work_folder
-from streammega.convert.publish import Publisher
-from streammega.convert.report import ConvertReport, count_parts, make_report
-from streammega.convert.tokenizers import TextTokenizer, load_tokenizer
-from streammega.convert.units import Job, UnitRecord, plan_units, read_record, run_unit
+from streammega.convert.write.labels import Labels, labels_of
+from streammega.convert.write.publish import Publisher
+from streammega.convert.write.units import Job, UnitRecord, plan_units, read_record, run_unit
+from streammega.dataset.indexed import IndexedDataset
+from streammega.dataset.manifest import MANIFEST, Manifest, Shard
+from streammega.dataset.node_cache import default_cache_dir
+from streammega.dataset.shards import shard_name, split_name
 from streammega.errors import ConfigError, ConvertError
-from streammega.index.cache import default_cache_dir
-from streammega.index.manifest import MANIFEST, Manifest, Shard
-from streammega.index.reader import IndexedDataset
-from streammega.index.shards import shard_name, split_name
 from streammega.kernels.parallel import num_threads
 from streammega.storage import join_url, open_store, parent_url
-from streammega.storage.urls import is_remote
+from streammega.storage.open import is_remote
 
 log = logging.getLogger(__name__)
 
@@ -137,7 +137,7 @@ def prepare(
     if options.chat_template is not None:  # all of it, for workers elsewhere, and so that another one is another conversion
         options = replace(options, chat_template=as_option(find_template(options.chat_template, options.tokenizer)))
     passed = PassedOver()
-    found = find_inputs(inputs, storage, Choice(include=options.include, exclude=options.exclude), passed)
+    found = find_inputs(inputs, storage, FilePatterns(include=options.include, exclude=options.exclude), passed)
     labels = labels_of(found, options, tokenizer, storage)
     if tokenizer is None and options.eod_id is None:
         options = replace(options, eod_id=labels["eod_id"])  # what is cut keeps the end of its document
@@ -292,7 +292,7 @@ class _Conversion:
             del shards[number]
         left = [number for number in range(layout.num_shards) if number not in shards]
         threads = 1 if self.options.kind == "tar" else num_threads()
-        work = Work(function=_write_shard, shared=(job, layout), numbers=left, threads=threads, files=self.files)
+        work = TaskList(function=_write_shard, shared=(job, layout), numbers=left, threads=threads, files=self.files)
         at_once = 4 if layout.buckets else None  # each holds two buckets, of an eighth of the memory
         for number, shard in run_tasks(work, self.runner, self.progress if self._direct() else _no_progress, at_once):
             shards[number] = shard
@@ -316,9 +316,11 @@ class _Conversion:
         """Whether the inputs can be laid into shards as they are."""
         return self.options.plain and all(item.format == "megatron" for item in self.inputs)
 
-    def _datasets(self) -> list[Part]:
+    def _datasets(self) -> list[DocumentSet]:
         names = [dataset_name(item.path) for item in self.inputs]
-        return [Part(dataset=name, documents=len(IndexedDataset(name, self.storage).document_indices) - 1) for name in names]
+        return [
+            DocumentSet(dataset=name, documents=len(IndexedDataset(name, self.storage).document_indices) - 1) for name in names
+        ]
 
     def _units(self, job: Job) -> list[UnitRecord]:
         done = {number: record for number in range(len(job.units)) if (record := read_record(job, number))}
@@ -327,14 +329,14 @@ class _Conversion:
             self.progress(sum(r.source_bytes for r in done.values()), sum(r.tokens for r in done.values()))
         left = [number for number in range(len(job.units)) if number not in done]
         threads = 1 if self.options.split_sentences else THREADS
-        work = Work(function=run_unit, shared=job, numbers=left, threads=threads, files=self.files)
+        work = TaskList(function=run_unit, shared=job, numbers=left, threads=threads, files=self.files)
         for number, record in run_tasks(work, self.runner, self.progress):
             done[number] = record
         return [done[number] for number in range(len(job.units))]
 
-    def _segments(self, job: Job, records: Sequence[UnitRecord]) -> list[Part]:
+    def _segments(self, job: Job, records: Sequence[UnitRecord]) -> list[DocumentSet]:
         return [
-            Part(
+            DocumentSet(
                 dataset=join_url(job.work, segment.name),
                 documents=segment.documents,
                 side=f"{segment.name}.side" if self.options.dedup or self.options.shuffle_seed is not None else "",
@@ -354,7 +356,7 @@ class _Conversion:
         messages = [message for record in records for message in record.messages]
         return told + "".join(f"\n  {message}" for message in messages[:3])
 
-    def _layout(self, job: Job, parts: list[Part], sources: Sequence[str], records: Sequence[UnitRecord]) -> Layout:
+    def _layout(self, job: Job, parts: list[DocumentSet], sources: Sequence[str], records: Sequence[UnitRecord]) -> Layout:
         if not any(part.documents for part in parts):
             self.remove_work()  # nothing in it is of use
             raise ConvertError(
@@ -368,7 +370,7 @@ class _Conversion:
         buckets = 0
         if self.options.shuffle_seed is not None:
             buckets = max(1, -(-kinds.tokens * dtype.itemsize * 8 // self.runner.memory_bytes))
-        documents = Documents(job, parts, buckets)
+        documents = OrderedDocuments(job, parts, buckets)
         bounds = plan_bounds(documents, dtype.itemsize, self.options.shard_bytes)
         stem = self.prefix.rpartition("/")[2]
         count = len(bounds) - 1

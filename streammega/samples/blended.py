@@ -15,9 +15,9 @@ import torch.utils.data
 from numpy.typing import NDArray
 
 from streammega.config import MOST_DATASETS, DataConfig
+from streammega.dataset import cached_arrays
+from streammega.dataset.node_cache import ArrayKind, damaged_array
 from streammega.errors import ConfigError
-from streammega.index import cached_arrays
-from streammega.index.cache import ArrayKind, damaged_array
 from streammega.order import Extents
 from streammega.order.blend import blend_indices, normalized
 from streammega.samples.fields import Batch

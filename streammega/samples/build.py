@@ -8,8 +8,8 @@ from typing import TypeAlias
 import numpy as np
 
 from streammega.config import DataConfig
+from streammega.dataset import IndexedDataset
 from streammega.errors import ConfigError
-from streammega.index import IndexedDataset
 from streammega.order.blend import normalized, samples_asked
 from streammega.order.split import SPLITS, split_bounds
 from streammega.samples.blended import BlendedDataset
@@ -17,7 +17,7 @@ from streammega.samples.gpt import GPTDataset, check_numbering
 from streammega.samples.source import OPENERS
 from streammega.samples.split_blend import SplitBlend, split_blend
 from streammega.samples.tokenizers import check_tokenizers
-from streammega.storage.threads import each
+from streammega.storage.fetch.threads import each
 
 SplitDataset: TypeAlias = "GPTDataset | BlendedDataset | list[GPTDataset]"
 

@@ -16,15 +16,15 @@ import torch.utils.data
 from numpy.typing import NDArray
 
 from streammega.config import DataConfig
+from streammega.dataset import IndexedDataset, cached_arrays, default_cache_dir
+from streammega.dataset.node_cache import SharedFolder, damaged_array
 from streammega.errors import ConfigError, FormatError
-from streammega.index import IndexedDataset, cached_arrays, default_cache_dir
-from streammega.index.cache import SharedFolder, damaged_array
+from streammega.errors.redaction import redact_urls
 from streammega.order import Extents
 from streammega.order.megatron import INT32_MAX, GptIndices, GptShape, build_gpt_indices, gpt_shape, index_kinds, locate_gpt
-from streammega.redaction import redact_urls
-from streammega.samples.fetch import Ids
 from streammega.samples.fields import Batch
 from streammega.samples.modes import modes_of_dataset
+from streammega.samples.read import Ids
 from streammega.samples.source import read_samples, sample_fields
 from streammega.samples.token_file import TokenFile
 

@@ -11,12 +11,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from streammega.config import DataConfig
+from streammega.dataset import IndexedDataset
+from streammega.dataset.headers import PairBounds
+from streammega.dataset.labels import loss_modes_of
+from streammega.dataset.token_file import ShardFiles
 from streammega.errors import ConfigError, FormatError
-from streammega.index import IndexedDataset
-from streammega.index.bounds import PairBounds
-from streammega.index.labels import loss_modes_of
-from streammega.index.shard_files import ShardFiles
-from streammega.redaction import redact_urls
+from streammega.errors.redaction import redact_urls
 
 MODES = 256
 """Values of an int8: mode m is entry m + 128 of a table."""

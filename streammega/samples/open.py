@@ -10,8 +10,8 @@ from streammega.errors import ConfigError
 from streammega.order import Extents
 from streammega.order.split import SPLITS
 from streammega.samples.build import build_split
+from streammega.samples.lanes import StreamSource
 from streammega.samples.source import SampleSource
-from streammega.samples.stream import StreamSource
 
 
 def open_source(config: DataConfig, split: str, global_batch_size: int) -> SampleSource:

@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from streammega.config import DataConfig
+from streammega.errors.redaction import redact_urls
 from streammega.kernels.parallel import num_threads
-from streammega.redaction import redact_urls
 from streammega.samples.blended import BlendedDataset
 from streammega.samples.build import build_datasets
 from streammega.samples.gpt import GPTDataset, shared_folder

@@ -11,7 +11,7 @@ import torch.utils.data
 from numpy.typing import NDArray
 
 from streammega.config import DataConfig
-from streammega.conversations import Message, load_record, messages_of, turns_of
+from streammega.dataset.conversations import Message, load_record, messages_of, turns_of
 from streammega.errors import ConfigError, FormatError, ObjectNotFoundError
 from streammega.kernels.shuffle import LegacyShuffler
 from streammega.samples.fields import Batch, check_ids

@@ -10,8 +10,8 @@ from numpy.typing import NDArray
 
 from streammega.config import DataConfig
 from streammega.order import Extents
-from streammega.samples.fetch import Ids, fetch_ids
 from streammega.samples.fields import Batch, batch_fields
+from streammega.samples.read import Ids, fetch_ids
 from streammega.samples.token_file import Runs, TokenFile, clear_by_modes, has_modes
 
 OPENERS = 16

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from streammega.kernels.batch import clear_unlearned
 from streammega.samples.modes import TokenModes
 from streammega.storage import Store
-from streammega.storage.base import ended_early
+from streammega.storage.store import ended_early
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from streammega.config import DataConfig
+from streammega.dataset.labels import TokenizerLabel
 from streammega.errors import ConfigError
-from streammega.index.labels import TokenizerLabel
-from streammega.redaction import redact_urls
+from streammega.errors.redaction import redact_urls
 
 
 def check_tokenizers(found: Iterable[tuple[str, set[TokenizerLabel]]], config: DataConfig) -> None:

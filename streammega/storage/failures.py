@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from streammega.errors import AccessDeniedError, EndpointError, ObjectNotFoundError, StorageError
-from streammega.storage.base import ended_early, throttled
+from streammega.storage.store import ended_early, throttled
 
 PASSING = frozenset((408, 409, 425))
 """Statuses below 500 that a second try mends: too slow, a conflict with another request, too early."""

@@ -14,7 +14,7 @@ import zstandard
 from numpy.typing import NDArray
 
 from streammega.errors import FormatError
-from streammega.storage.base import ObjectWriter
+from streammega.storage.store import ObjectWriter
 
 FRAME_BYTES = 32 << 10
 """Decompressed bytes of a frame: an eighth of the stream order's block, so that a block brings little more than itself."""

@@ -14,7 +14,7 @@ from typing import TypeVar
 from streammega.config import StorageConfig
 from streammega.errors import ShortReadError, StorageError
 from streammega.storage.endpoints import Endpoint
-from streammega.storage.threads import pause as interruptible_pause
+from streammega.storage.fetch.threads import pause as interruptible_pause
 
 log = logging.getLogger(__name__)
 

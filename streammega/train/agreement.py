@@ -14,10 +14,10 @@ import torch.distributed as dist
 
 import streammega
 from streammega.errors import ConfigError
-from streammega.ranks import Ranks
-from streammega.ranks.batches import talks_on_cpu
-from streammega.ranks.groups import WORLD
-from streammega.stream import StreamLoader
+from streammega.loading import StreamLoader
+from streammega.parallel import Ranks
+from streammega.parallel.batches import talks_on_cpu
+from streammega.parallel.groups import WORLD
 from streammega.train.config import RunConfig
 
 MAY_DIFFER = {"storage", "index_cache_dir", "shared_index_url", "out_dir", "blend", "blend_per_split", "validation"}

@@ -26,11 +26,11 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import Metadata
 
 from streammega.errors import ConfigError, StateError, StorageError, StreammegaError
-from streammega.train.boxes import Boxes
+from streammega.gradients.boxes import Boxes
 from streammega.train.checkpoint_files import DamagedError, check_files, checksums_in, read_metadata
-from streammega.train.checkpoint_folder import Folder, checkpoints
+from streammega.train.checkpoint_folder import CheckpointFolder, checkpoints
 from streammega.train.checkpoint_hold import Hold
-from streammega.train.checkpoint_place import Found, Place
+from streammega.train.checkpoint_place import CheckpointPlace, Found
 from streammega.train.checkpoint_reader import Reader
 from streammega.train.checkpoint_writer import Writer
 from streammega.train.host_copies import HostCopies
@@ -63,7 +63,9 @@ class Checkpoints:
     Raises ConfigError if the place is not one for all ranks, or another job uses it.
     """
 
-    def __init__(self, place: Place, keep: int, timeout: float = 600.0, before_publish: Callable[[], None] | None = None) -> None:
+    def __init__(
+        self, place: CheckpointPlace, keep: int, timeout: float = 600.0, before_publish: Callable[[], None] | None = None
+    ) -> None:
         self.place, self.keep = place, keep
         self._before_publish = before_publish
         wait = timedelta(seconds=timeout)
@@ -82,7 +84,7 @@ class Checkpoints:
     @property
     def folder(self) -> Path:
         """Where they lie on a disk."""
-        assert isinstance(self.place, Folder)
+        assert isinstance(self.place, CheckpointFolder)
         return self.place.path
 
     @property
@@ -315,7 +317,7 @@ def step_of(path: Path) -> int:
 
 def load_position(path: Path) -> dict[str, Any]:
     """The step and the loader's state of a checkpoint on a disk, and what else was kept with them. Raises StateError."""
-    return Folder(path.parent).find(step_of(path)).position
+    return CheckpointFolder(path.parent).find(step_of(path)).position
 
 
 def rewinds_of(position: Mapping[str, Any]) -> list[int]:

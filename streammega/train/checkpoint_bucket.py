@@ -12,8 +12,8 @@ from typing import Any
 
 from streammega.errors import ObjectNotFoundError, StorageError
 from streammega.storage import Store
-from streammega.storage.base import written_whole
-from streammega.storage.threads import each
+from streammega.storage.fetch.threads import each
+from streammega.storage.store import written_whole
 from streammega.train.checkpoint_files import DamagedError, Files
 from streammega.train.checkpoint_hold import Hold, hold_object
 from streammega.train.checkpoint_place import NAME, SET_ASIDE, Found, folder_of, free_name, parsed, position_in
@@ -23,7 +23,7 @@ log = logging.getLogger(__name__)
 _FILES = re.compile(r"step-\d{8}(/[0-9a-f]{8})?")
 
 
-class Bucket:
+class CheckpointBucket:
     """Checkpoints under a prefix of an object store. Implements `Place`."""
 
     on_disk = False

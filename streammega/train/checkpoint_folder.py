@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from streammega.config import StorageConfig
-from streammega.storage.pread import PreadStore
+from streammega.storage.backends.pread import PreadStore
 from streammega.train.checkpoint_files import Files
 from streammega.train.checkpoint_hold import Hold, hold_file
 from streammega.train.checkpoint_place import NAME, SET_ASIDE, Found, folder_of, free_name, parsed, position_in
@@ -19,7 +19,7 @@ from streammega.train.checkpoint_place import NAME, SET_ASIDE, Found, folder_of,
 log = logging.getLogger(__name__)
 
 
-class Folder:
+class CheckpointFolder:
     """Checkpoints in a folder of a disk that all ranks share. Implements `Place`."""
 
     on_disk = True

@@ -21,7 +21,7 @@ from typing import Any, Protocol
 
 from streammega.errors import ConfigError, ObjectNotFoundError, StorageError
 from streammega.storage import Store
-from streammega.storage.base import written_whole
+from streammega.storage.store import written_whole
 
 log = logging.getLogger(__name__)
 

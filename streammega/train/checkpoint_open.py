@@ -6,17 +6,17 @@ from pathlib import Path
 
 from streammega.config import StorageConfig
 from streammega.storage import join_url, open_store
-from streammega.storage.urls import is_remote
-from streammega.train.checkpoint_bucket import Bucket
-from streammega.train.checkpoint_folder import Folder
-from streammega.train.checkpoint_place import Place
+from streammega.storage.open import is_remote
+from streammega.train.checkpoint_bucket import CheckpointBucket
+from streammega.train.checkpoint_folder import CheckpointFolder
+from streammega.train.checkpoint_place import CheckpointPlace
 
 
-def open_place(out_dir: str, storage: StorageConfig) -> Place:
+def open_place(out_dir: str, storage: StorageConfig) -> CheckpointPlace:
     """The checkpoints of a run in `out_dir`/checkpoints. Raises ConfigError for a URL that cannot work."""
     url = join_url(out_dir, "checkpoints")
     if is_remote(out_dir):
         store, key = open_store(url, storage)
-        return Bucket(store, key)
+        return CheckpointBucket(store, key)
     _, path = open_store(url, storage)
-    return Folder(Path(path), storage)
+    return CheckpointFolder(Path(path), storage)

@@ -33,7 +33,7 @@ class Found:
     position: dict[str, Any]
 
 
-class Place(Protocol):
+class CheckpointPlace(Protocol):
     """Checkpoints by step. Methods are called on the first rank alone, but for `draft` and `sees`."""
 
     url: str

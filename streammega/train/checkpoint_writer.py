@@ -20,7 +20,7 @@ from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
 from streammega.storage import Store
-from streammega.storage.base import written_whole
+from streammega.storage.store import written_whole
 from streammega.train.checkpoint_files import Checksums, Files
 from streammega.train.together import Together
 

@@ -14,9 +14,9 @@ import dacite
 
 from streammega.config import DataConfig, parse_blend
 from streammega.errors import ConfigError
-from streammega.order.layout import ORDER
-from streammega.order.rampup import BatchSchedule, batch_schedule
-from streammega.redaction import redacted_repr
+from streammega.errors.redaction import redacted_repr
+from streammega.order.batch_size import BatchSchedule, batch_schedule
+from streammega.parallel.layout import ORDER
 from streammega.train.setting_checks import Range, check_numbers
 
 if sys.version_info >= (3, 11):

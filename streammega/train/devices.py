@@ -22,7 +22,7 @@ TASKS = {"SLURM_STEP_NUM_TASKS": "srun", "OMPI_COMM_WORLD_SIZE": "mpirun", "PMI_
 
 
 @dataclass(frozen=True)
-class Place:
+class ProcessPlace:
     """This process among those of the job; local_rank: on its host, None where nothing says so."""
 
     rank: int
@@ -45,7 +45,7 @@ class Seat:
 
 
 @dataclass(frozen=True)
-class Choice:
+class DeviceChoice:
     """Of all ranks. device: "cpu" or "cuda"; backend: as init_process_group takes it; said: what a user should know."""
 
     device: str
@@ -53,7 +53,7 @@ class Choice:
     said: str | None = None
 
 
-def place_of(environment: Mapping[str, str]) -> Place:
+def place_of(environment: Mapping[str, str]) -> ProcessPlace:
     """The place that torchrun, srun or mpirun gave this process.
 
     Raises ConfigError where several processes were started without saying so to torch: each would train the whole run.
@@ -67,7 +67,7 @@ def place_of(environment: Mapping[str, str]) -> Place:
                 "WORLD_SIZE, MASTER_ADDR and MASTER_PORT for every process, or let torchrun start them"
             )
     local = next((_number(environment, name, 0) for name in LOCAL_RANKS if environment.get(name)), None)
-    return Place(_number(environment, "RANK", 0), world, local)
+    return ProcessPlace(_number(environment, "RANK", 0), world, local)
 
 
 def _number(environment: Mapping[str, str], name: str, default: int) -> int:
@@ -78,7 +78,7 @@ def _number(environment: Mapping[str, str], name: str, default: int) -> int:
     return int(text)
 
 
-def seat_of(place: Place) -> Seat:
+def seat_of(place: ProcessPlace) -> Seat:
     """The GPU that is meant for this process. Makes no context on any."""
     host = socket.gethostname()
     if not torch.cuda.is_available():
@@ -94,33 +94,35 @@ def seat_of(place: Place) -> Seat:
     return Seat(place.rank, host, index, unique)
 
 
-def choose(seats: Sequence[Seat], train: TrainConfig, *, nccl: bool) -> Choice:
+def choose(seats: Sequence[Seat], train: TrainConfig, *, nccl: bool) -> DeviceChoice:
     """The device and backend of a job of these seats. nccl: whether torch has it.
 
     "auto" takes CUDA where every rank has a GPU to itself, and the CPU where none has, or where there are more ranks than GPUs.
     Raises ConfigError for what cannot work.
     """
     if train.device == "cpu":
-        return Choice("cpu", "gloo")
+        return DeviceChoice("cpu", "gloo")
     without = [seat for seat in seats if seat.gpu is None]
     if without and train.device == "auto" and len(without) == len(seats) and not any(seat.problem for seat in seats):
-        return Choice("cpu", "gloo")
+        return DeviceChoice("cpu", "gloo")
     if without:
         raise ConfigError(_why_no_gpu(without, seats, train))
     shared = _shared(seats)
     if shared and train.device == "auto" and train.backend != "nccl":
-        return Choice("cpu", "gloo", f"{shared}: training on the CPU; start as many ranks as there are GPUs, or set train.device")
+        return DeviceChoice(
+            "cpu", "gloo", f"{shared}: training on the CPU; start as many ranks as there are GPUs, or set train.device"
+        )
     if shared and train.backend != "gloo":
         raise ConfigError(
             f"{shared}, and NCCL takes one rank for each: start as many ranks as there are GPUs, or set train.backend = gloo "
             "(slow: for tests), or train.device = cpu"
         )
     if train.backend == "gloo" or not nccl:
-        return Choice("cuda", "gloo", shared)
-    return Choice("cuda", "cpu:gloo,cuda:nccl")
+        return DeviceChoice("cuda", "gloo", shared)
+    return DeviceChoice("cuda", "cpu:gloo,cuda:nccl")
 
 
-def agree(store: Store, seat: Seat, world: int, train: TrainConfig) -> Choice:
+def agree(store: Store, seat: Seat, world: int, train: TrainConfig) -> DeviceChoice:
     """The same choice on all ranks: rank 0 makes it. Collective; waits as long as the store does. Raises ConfigError on all."""
     store.set(f"seat/{seat.rank}", json.dumps(asdict(seat)))
     if seat.rank == 0:
@@ -135,10 +137,10 @@ def agree(store: Store, seat: Seat, world: int, train: TrainConfig) -> Choice:
     found = json.loads(store.get("choice"))
     if "error" in found:
         raise ConfigError(found["error"])
-    return Choice(**found)
+    return DeviceChoice(**found)
 
 
-def take(choice: Choice, seat: Seat) -> torch.device:
+def take(choice: DeviceChoice, seat: Seat) -> torch.device:
     """The device of this rank, which is torch's current one from here on."""
     if choice.device == "cpu":
         return torch.device("cpu")
@@ -148,7 +150,7 @@ def take(choice: Choice, seat: Seat) -> torch.device:
     return device
 
 
-def check_backend(choice: Choice, parallel: ParallelConfig) -> None:
+def check_backend(choice: DeviceChoice, parallel: ParallelConfig) -> None:
     """Raise ConfigError for what gloo cannot do with CUDA's memory: it would read it as the host's."""
     if choice.device == "cuda" and choice.backend == "gloo" and max(parallel.tp, parallel.pp) > 1:
         raise ConfigError(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator
 
-from streammega.ranks import RankBatches
+from streammega.parallel import RankBatches
 from streammega.samples.fields import Batch
 from streammega.train.watch import Watch
 

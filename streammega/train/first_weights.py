@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
-from streammega.train.grad_buffers import local_part
+from streammega.gradients.buffers import local_part
 from streammega.train.model import GPT, INITIAL_STD
 
 

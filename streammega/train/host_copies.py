@@ -15,7 +15,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from streammega.train.boxes import Boxes
+from streammega.gradients.boxes import Boxes
 
 log = logging.getLogger(__name__)
 

@@ -15,25 +15,25 @@ import torch.distributed as dist
 from numpy.typing import NDArray
 
 from streammega.errors import ConfigError, GradientError, StorageError
-from streammega.order.layout import ParallelLayout
-from streammega.ranks import RankBatches, Ranks
-from streammega.ranks.batches import read_factor
-from streammega.ranks.groups import WORLD
+from streammega.gradients.checks import clip_finite_grads
+from streammega.gradients.data_parallel import BucketedDataParallel, finish_grad_sync
+from streammega.gradients.sharded_optimizer import LossScale, ShardedOptimizer
+from streammega.parallel import RankBatches, Ranks
+from streammega.parallel.batches import read_factor
+from streammega.parallel.groups import WORLD
+from streammega.parallel.layout import ParallelLayout
 from streammega.samples.fields import Batch
 from streammega.train.agreement import check_that_ranks_agree, facts_of
 from streammega.train.batch_hash import global_batch_hash, sample_digests
 from streammega.train.checkpoint import Checkpoints, rewinds_of
 from streammega.train.checkpoint_open import open_place
 from streammega.train.config import RunConfig
-from streammega.train.data_parallel import BucketedDataParallel, finish_grad_sync
 from streammega.train.feed import StepBatches
-from streammega.train.grad_checks import clip_finite_grads
 from streammega.train.metrics import MetricsLog, finite
 from streammega.train.numerics import set_numerics
 from streammega.train.out_dir import OutDir
 from streammega.train.parallel import Losses, ParallelModel
 from streammega.train.schedule import set_learning_rate
-from streammega.train.sharded_optimizer import LossScale, ShardedOptimizer
 from streammega.train.splits import has_valid, open_split, source_names, validation_sets
 from streammega.train.stopping import StopRequests, Terminated, heard
 from streammega.train.watch import Watch

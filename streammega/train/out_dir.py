@@ -11,8 +11,8 @@ from pathlib import Path
 from streammega.config import StorageConfig
 from streammega.errors import ObjectNotFoundError, StorageError
 from streammega.storage import Store, open_store
-from streammega.storage.base import written_whole
-from streammega.storage.urls import is_remote
+from streammega.storage.open import is_remote
+from streammega.storage.store import written_whole
 
 log = logging.getLogger(__name__)
 

@@ -15,17 +15,17 @@ from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleIn
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
-from streammega.order.sharding import zigzag_bounds
-from streammega.ranks import Ranks
-from streammega.ranks.batches import RankBatch
+from streammega.gradients.boxes import offset_of
+from streammega.gradients.buffers import local_part
+from streammega.gradients.collectives import clip, total_norm
+from streammega.gradients.data_parallel import BucketedDataParallel
+from streammega.gradients.sharded_optimizer import ShardedOptimizer
+from streammega.order.rank_samples import zigzag_bounds
+from streammega.parallel import Ranks
+from streammega.parallel.batches import RankBatch
 from streammega.samples.fields import Batch
-from streammega.train.boxes import offset_of
-from streammega.train.collectives import clip, total_norm
 from streammega.train.config import RunConfig
-from streammega.train.data_parallel import BucketedDataParallel
-from streammega.train.grad_buffers import local_part
 from streammega.train.model import GPT, TIED
-from streammega.train.sharded_optimizer import ShardedOptimizer
 from streammega.train.stages import canonical, make_stages
 from streammega.train.visibility import longest_document
 from streammega.train.vocab_loss import VocabPart, vocab_parallel_loss

@@ -7,10 +7,10 @@ from typing import Any
 
 from streammega.config import DataConfig
 from streammega.errors import ConfigError
-from streammega.ranks import Ranks, open_loader
-from streammega.redaction import redact_urls
+from streammega.errors.redaction import redact_urls
+from streammega.loading import StreamLoader
+from streammega.parallel import Ranks, open_loader
 from streammega.samples.split_blend import split_blend
-from streammega.stream import StreamLoader
 from streammega.train.config import RunConfig
 
 

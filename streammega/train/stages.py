@@ -8,8 +8,8 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 
 from streammega.errors import ConfigError
-from streammega.order.layout import ParallelLayout
-from streammega.ranks import Ranks
+from streammega.parallel import Ranks
+from streammega.parallel.layout import ParallelLayout
 from streammega.train.attention import ContextParallel
 from streammega.train.config import RunConfig
 from streammega.train.first_weights import fill_with_first_weights

@@ -20,11 +20,11 @@ from torch.distributed.checkpoint.planner import LoadPlan, ReadItem
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 
 from streammega.errors import StateError
-from streammega.ranks import Ranks
-from streammega.train.boxes import Box, Boxes, boxes_of_range, offset_of
-from streammega.train.grad_buffers import is_split, local_part
+from streammega.gradients.boxes import Box, Boxes, boxes_of_range, offset_of
+from streammega.gradients.buffers import is_split, local_part
+from streammega.gradients.sharded_optimizer import ShardedOptimizer
+from streammega.parallel import Ranks
 from streammega.train.parallel import Optimizer, ParallelModel, names_of
-from streammega.train.sharded_optimizer import ShardedOptimizer
 
 MAIN = "main"
 

@@ -94,8 +94,8 @@ def prepare() -> None:
     write_corpus(FOLDER / "corpus4.jsonl", texts, 4 * CORPUS_BYTES)
     if not (FOLDER / "pair.idx").exists():
         from streammega.convert import convert
-        from streammega.index import IndexedDatasetWriter
-        from streammega.index.reader import IndexedDataset
+        from streammega.dataset import IndexedDatasetWriter
+        from streammega.dataset.indexed import IndexedDataset
 
         convert([str(FOLDER / "corpus4.jsonl")], str(FOLDER / "once"), tokenizer=str(FOLDER / "tokenizer.json"), overwrite=True)
         once = IndexedDataset(str(FOLDER / "once"))
@@ -304,8 +304,8 @@ def side_cp(sync: bool) -> dict[str, Any]:
 
 
 def side_verify() -> dict[str, Any]:
+    from streammega.dataset.verify import verify
     from streammega.kernels import check
-    from streammega.verify import verify
 
     check.id_range(np.zeros(1, np.uint16))
     verify(str(FOLDER / "small"))  # what is compiled is compiled
@@ -479,7 +479,7 @@ def until(size: int, texts: Iterator[str]) -> Iterator[str]:
 def zstd(runs: int) -> None:
     """Ratio, writing and reading speed of levels, and of frames."""
     from streammega.convert import convert
-    from streammega.index.reader import IndexedDataset
+    from streammega.dataset.indexed import IndexedDataset
 
     for level, frame in ((1, 32), (3, 32), (6, 32), (9, 32), (19, 32), (3, 16), (3, 64), (3, 256), (3, 1024)):
         with tempfile.TemporaryDirectory(dir=FOLDER) as folder:

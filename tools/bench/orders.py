@@ -24,7 +24,7 @@ from streammega.kernels.sample_index import build_sample_index
 from streammega.kernels.shuffle import LegacyShuffler
 from streammega.order.blend import normalized
 from streammega.order.cursor import make_state
-from streammega.order.stream import Part, StreamDataset, StreamOrder
+from streammega.order.lanes import FilePart, StreamDataset, StreamOrder
 
 Side = Callable[[], Any]
 
@@ -129,7 +129,8 @@ def blends(runs: int) -> None:
 def stream_order(datasets: int) -> StreamOrder:
     rng = np.random.default_rng(0)
     parts = [
-        StreamDataset(parts=[Part(file=0, start=0, tokens=int(rng.integers(10**9, 10**12)))], itemsize=2) for _ in range(datasets)
+        StreamDataset(parts=[FilePart(file=0, start=0, tokens=int(rng.integers(10**9, 10**12)))], itemsize=2)
+        for _ in range(datasets)
     ]
     return StreamOrder(
         datasets=parts, schedule=[(0, rng.random(datasets).tolist())], sequence_length=4096, extra_token=True, seed=1, lanes=1024

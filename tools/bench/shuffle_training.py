@@ -19,7 +19,7 @@ import torch
 import torch.nn.functional as F
 from numpy.typing import NDArray
 
-from streammega.order.stream import Part, StreamDataset, StreamOrder
+from streammega.order.lanes import FilePart, StreamDataset, StreamOrder
 from streammega.train.config import ModelConfig
 from streammega.train.model import GPT
 
@@ -83,7 +83,7 @@ def ordered(tokens: int, order: str, seed: int) -> Starts:
         blocks = np.array_split(every, 12)
         return np.concatenate([rng.permutation(blocks[n]) for n in rng.permutation(len(blocks))])
     block = 8 if order == "stream" else -(-count // 256)  # samples: fine blocks, or as coarse as 256 lanes allow
-    dataset = StreamDataset(parts=[Part(file=0, start=0, tokens=tokens)], itemsize=1)
+    dataset = StreamDataset(parts=[FilePart(file=0, start=0, tokens=tokens)], itemsize=1)
     stream = StreamOrder(
         datasets=[dataset],
         schedule=[(0, [1.0])],

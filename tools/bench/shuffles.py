@@ -12,9 +12,9 @@ from collections.abc import Callable
 
 import numpy as np
 
+from streammega.cli.plotting import pyplot
+from streammega.order.lanes import FilePart, StreamDataset, StreamOrder
 from streammega.order.quality import Places, block_shuffle, full_shuffle, py1e, shuffle_buffer, shuffle_quality
-from streammega.order.stream import Part, StreamDataset, StreamOrder
-from streammega.plotting import pyplot
 
 TOTAL = 1 << 23
 LENGTH = 4096
@@ -56,7 +56,7 @@ def main() -> int:
 
 def stream(lanes: int, block_bytes: int, samples: int) -> Places:
     """Places of the stream order's first samples."""
-    data = StreamDataset(parts=[Part(file=0, start=0, tokens=TOTAL * LENGTH + 1)], itemsize=2)
+    data = StreamDataset(parts=[FilePart(file=0, start=0, tokens=TOTAL * LENGTH + 1)], itemsize=2)
     order = StreamOrder(
         datasets=[data],
         schedule=[(0, [1.0])],

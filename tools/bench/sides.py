@@ -97,7 +97,7 @@ def ours_workers(a: Result) -> Result:
 
 def imports_only(a: Result) -> Result:
     import streammega as sm
-    import streammega.stream.engine
+    import streammega.loading.engine
 
     _ = sm.StreamLoader
     return {"peak": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss << 10}

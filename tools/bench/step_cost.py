@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from streammega import BucketedDataParallel, DataConfig, ParallelLayout, Ranks, ShardedOptimizer, StorageConfig
-from streammega.ranks import RankBatches, open_loader
+from streammega.parallel import RankBatches, open_loader
 from streammega.samples.fields import Batch
 from streammega.train.config import ModelConfig
 from streammega.train.model import GPT

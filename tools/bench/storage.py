@@ -29,9 +29,9 @@ from typing import Any
 import numpy as np
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
-from streammega.index.format import encode_index
+from streammega.dataset.idx import encode_index
 from streammega.order.quality import places_of, shuffle_quality
-from streammega.samples.stream import StreamSource
+from streammega.samples.lanes import StreamSource
 from tools.bench.object_server import Running, running
 
 HERE = Path(__file__).resolve().parents[2]

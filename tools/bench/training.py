@@ -43,7 +43,7 @@ from streammega import (
     StorageConfig,
     get_batch,
 )
-from streammega.ranks import RankBatches, open_loader
+from streammega.parallel import RankBatches, open_loader
 from streammega.train.config import ModelConfig
 from streammega.train.model import GPT
 from tools.bench.object_server import running

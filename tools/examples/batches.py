@@ -11,7 +11,7 @@ import sys
 import torch.distributed as dist
 
 import streammega as sm
-from streammega.ranks import open_loader
+from streammega.parallel import open_loader
 
 PREFIX = sys.argv[1] if len(sys.argv) > 1 else "mock://tokens=1000000,vocab=1000"
 

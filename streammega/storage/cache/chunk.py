@@ -9,10 +9,10 @@ from pathlib import Path
 
 import numpy as np
 
-from streammega.storage.base import Bytes
+from streammega.storage.backends.mapping import map_file
 from streammega.storage.cache import layout
 from streammega.storage.cache.layout import ENTRY_BYTES, PAGE_BYTES
-from streammega.storage.mapping import map_file
+from streammega.storage.store import Bytes
 
 MOST_MAPPED = 32_000
 """Chunks that a process keeps mapped: half of what Linux allows by default (vm.max_map_count). More are mapped for each read."""

@@ -19,13 +19,13 @@ from pathlib import Path
 import numpy as np
 
 from streammega.errors import StorageError
-from streammega.storage.base import Bytes
 from streammega.storage.cache import layout
 from streammega.storage.cache.chunk import Chunk, mapped, open_chunk
 from streammega.storage.cache.layout import PAGE_BYTES
 from streammega.storage.cache.presence import Presence, presence_in
 from streammega.storage.cache.room import Room
 from streammega.storage.descriptors import TOO_MANY, limit_reached, raise_limit
+from streammega.storage.store import Bytes
 
 log = logging.getLogger(__name__)
 

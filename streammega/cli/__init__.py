@@ -1,0 +1,1 @@
+"""The command line: every command, and what is printed or drawn."""

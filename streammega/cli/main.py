@@ -1,0 +1,228 @@
+"""The `streammega` command line: thin; every command is a library call."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+import streammega
+from streammega.cli import commands
+from streammega.errors import ConfigError, FormatError, ObjectNotFoundError, StreammegaError
+from streammega.errors.redaction import redact_urls
+
+app = typer.Typer(
+    name="streammega",
+    help="Train language models straight from s3:// or oss://: convert corpora, look at datasets, train.",
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+
+
+def _version(show: bool) -> None:
+    if show:
+        typer.echo(f"streammega {streammega.__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _root(
+    version: Annotated[bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version.")] = False,
+) -> None:
+    pass
+
+
+app.command(no_args_is_help=True)(commands.convert)
+app.command(no_args_is_help=True)(commands.verify)
+app.command(no_args_is_help=True)(commands.gc)
+
+
+@app.command(no_args_is_help=True)
+def describe(
+    prefix: Annotated[str, typer.Argument(help="A dataset: a prefix, a manifest, a folder; or an input of any format.")],
+    tokenizer: Annotated[str | None, typer.Option(help="A tokenizer, to decode the first tokens.")] = None,
+    plot: Annotated[str | None, typer.Option(help="Write the document-length histogram to this PNG.")] = None,
+    tokens: Annotated[int, typer.Option(help="How many of the first tokens to show.")] = 32,
+    storage: commands.StorageOption = None,
+) -> None:
+    """Say what a dataset is: counts, dtype, sizes, first tokens, document lengths."""
+    from streammega.cli import describe as describing
+    from streammega.dataset import IndexedDataset
+    from streammega.dataset.manifest import MANIFEST
+
+    settings = commands.storage_config(storage, looks_only=True)
+    if prefix.startswith("http") and "?" in prefix:  # a signed URL is one of a file, and there is nothing beside it
+        typer.echo(describing.describe_input(prefix, settings))
+        return
+    try:
+        indexed = IndexedDataset(prefix, settings)
+    except (ObjectNotFoundError, FormatError) as missing:
+        if isinstance(missing, FormatError) and (prefix.endswith(MANIFEST) or not prefix.endswith(".json")):
+            raise  # a dataset that is damaged; a .json of other records is an input
+        try:
+            typer.echo(describing.describe_input(prefix, settings))
+        except ObjectNotFoundError:
+            raise missing from None
+        return
+    summary = describing.summarize(indexed, tokens)
+    typer.echo(describing.as_text(summary, tokenizer))
+    if plot:
+        describing.write_plot(summary, plot)
+        typer.echo(f"histogram written to {plot}")
+
+
+cache_app = typer.Typer(no_args_is_help=True, help="Look at, check or empty a cache folder (StorageConfig.cache_dir).")
+app.add_typer(cache_app, name="cache")
+CacheFolder = Annotated[str, typer.Argument(help="The folder that cache_dir names.")]
+
+
+@cache_app.command(name="ls", no_args_is_help=True)
+def cache_ls(folder: CacheFolder) -> None:
+    """List cached objects, the most recently used first."""
+    from streammega.storage import cache as page_cache
+
+    found = sorted(page_cache.entries(_cache_folder(folder)), key=lambda entry: -entry.used)
+    for entry in found:
+        when = time.strftime("%Y-%m-%d %H:%M", time.localtime(entry.used))
+        state = "in use" if entry.in_use else f"last used {when}"
+        typer.echo(f"{entry.cached_bytes:>18,} of {entry.size:,} bytes  {state}  {entry.url}")
+    typer.echo(f"{len(found)} objects, {sum(entry.cached_bytes for entry in found):,} bytes")
+
+
+@cache_app.command(name="verify", no_args_is_help=True)
+def cache_verify(folder: CacheFolder) -> None:
+    """Compare all cached pages with their checksums. Exit status 1 if one differs (readers fetch such pages again)."""
+    from streammega.storage import cache as page_cache
+
+    bad = pages = 0
+    for entry in page_cache.entries(_cache_folder(folder)):
+        pages += -(-entry.cached_bytes // page_cache.PAGE_BYTES)
+        for path, page in page_cache.damaged_pages(entry):
+            bad += 1
+            typer.echo(f"{path}: page {page} is damaged ({entry.url})")
+    with contextlib.suppress(OSError):  # somebody else's cache: what is to be noted in it is up to them
+        page_cache.recount(_cache_folder(folder))
+    typer.echo(f"{pages} pages, {bad} damaged")
+    if bad:
+        raise typer.Exit(1)
+
+
+@cache_app.command(name="clear", no_args_is_help=True)
+def cache_clear(folder: CacheFolder) -> None:
+    """Remove all cached objects that nobody uses now."""
+    from streammega.storage import cache as page_cache
+
+    removed, kept = page_cache.clear(_cache_folder(folder))
+    typer.echo(f"{removed} objects removed, {kept} in use and kept")
+
+
+def _cache_folder(folder: str) -> Path:
+    from streammega.config import local_folder
+
+    chunks = local_folder(folder) / "chunks"
+    if not chunks.is_dir():
+        raise ConfigError(f"{folder}: holds no cache; name the folder that cache_dir named in the run")
+    return chunks
+
+
+@app.command(name="order-report", no_args_is_help=True)
+def order_report(
+    blend: Annotated[list[str], typer.Argument(help="Prefixes, or weights and prefixes in turn: 0.3 a 0.7 b.")],
+    sequence_length: Annotated[int, typer.Option(help="Tokens of a sample.")] = 4096,
+    global_batch_size: Annotated[int, typer.Option(help="Samples of a step.")] = 1024,
+    ranks: Annotated[int, typer.Option(help="Data-parallel ranks.")] = 8,
+    steps: Annotated[int, typer.Option(help="Global batches to look at.")] = 256,
+    order: Annotated[str, typer.Option(help="stream, megatron or sequential.")] = "stream",
+    split: Annotated[str, typer.Option(help="Shares of train, valid and test.")] = "1,0,0",
+    seed: Annotated[int, typer.Option()] = 1234,
+    lanes: Annotated[int | None, typer.Option(help="Lanes of the stream order.")] = None,
+    block_kib: Annotated[int, typer.Option(help="KiB of a block of the stream order.")] = 256,
+    plot: Annotated[str | None, typer.Option(help="Write a PNG.")] = None,
+    storage: commands.StorageOption = None,
+) -> None:
+    """Measure an order before it is used: shuffle quality, blend drift, requests and bytes of each rank. Reads no tokens."""
+    from streammega.cli import order_report as reporting
+    from streammega.config import DataConfig
+
+    config = DataConfig(
+        blend=blend if len(blend) > 1 else blend[0],
+        sequence_length=sequence_length,
+        split=split,
+        seed=seed,
+        order=order,  # type: ignore[arg-type]  # checked by the config
+        lanes=lanes,
+        block_bytes=block_kib * 1024,
+        num_samples=(steps * global_batch_size, 0, 0),
+        storage=commands.storage_config(storage, looks_only=True),
+    )
+    made = reporting.order_report(config, "train", global_batch_size, ranks, steps)
+    typer.echo(reporting.as_text(made, ranks))
+    if plot:
+        reporting.write_plot(made, plot)
+        typer.echo(f"plot written to {plot}")
+
+
+app.command(no_args_is_help=True)(commands.plot)
+
+
+@app.command(no_args_is_help=True)
+def prepare(
+    config: Annotated[str, typer.Argument(help="The run's TOML file.")],
+    overrides: Annotated[list[str] | None, typer.Argument(help="Settings over the file's: section.name=value.")] = None,
+) -> None:
+    """Build all indices of a run ahead of it, without GPUs; with data.shared_index_url, publish them for the nodes."""
+    from dataclasses import replace
+
+    from streammega.samples.prepare import prepare as run
+    from streammega.train.config import load_run
+
+    settings = load_run(config, overrides or [])
+    data = settings.data if settings.data.num_samples else replace(settings.data, num_samples=settings.num_samples())
+    count = 0
+    for done in run(data):
+        typer.echo(f"{done.split:<6}{done.samples:>14,} samples {done.seconds:>8.2f} s  {done.prefix}")
+        count += 1
+    where = f", published in {redact_urls(data.shared_index_url)}" if data.shared_index_url else ""
+    typer.echo("the stream order needs no indices" if data.order == "stream" else f"{count} datasets prepared{where}")
+
+
+@app.command(no_args_is_help=True, context_settings={"ignore_unknown_options": True})
+def train(
+    config: Annotated[str, typer.Argument(help="The run's TOML file.")],
+    overrides: Annotated[list[str] | None, typer.Argument(help="Settings over the file's: section.name=value.")] = None,
+) -> None:
+    """Train the example GPT (one rank; use torchrun -m streammega.train for more)."""
+    from streammega.train.__main__ import main as train_main
+
+    logging.getLogger().setLevel(logging.INFO)
+    raise typer.Exit(train_main([config, *(overrides or [])], name="error"))
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command line; returns the exit code. Known errors are one message, not a traceback."""
+    logging.basicConfig(level=os.environ.get("STREAMMEGA_LOG", "WARNING").upper(), format="%(levelname)s %(name)s: %(message)s")
+    try:
+        app(args=list(arguments) if arguments is not None else None, standalone_mode=True)
+    except SystemExit as stop:
+        return stop.code if isinstance(stop.code, int) else 1
+    except StreammegaError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 141
+    except OSError as error:  # a report or plot that cannot be written, a link to nowhere
+        print(f"error: {error.filename or 'i/o'}: {error.strerror or error}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        return 130
+    return 0

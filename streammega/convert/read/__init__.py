@@ -1,0 +1,1 @@
+"""What people have, read as documents: files, archives, arrays, folders, pipes."""

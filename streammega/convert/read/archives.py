@@ -1,0 +1,116 @@
+"""WebDataset tars: .txt, .json, .jsonl and .npy members, themselves compressed or not. Nothing is extracted to disk."""
+
+from __future__ import annotations
+
+import bz2
+import gzip
+import io
+import lzma
+import re
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+
+from streammega.config import StorageConfig
+from streammega.convert.documents import RawDocument, one_each
+from streammega.convert.options import ConvertOptions
+from streammega.convert.read.arrays import load_npy
+from streammega.convert.read.json_values import BYTE_ORDER_MARK
+from streammega.convert.read.members import MemberChoice, document_suffix
+from streammega.convert.read.slices import Item, Skipped, Slice, fault, open_stream
+from streammega.convert.read.suffixes import JSON_SUFFIXES, suffix_of
+from streammega.convert.read.tar_end import GOES_ON, TarEnd
+from streammega.convert.read.zstd import ZstdReader
+from streammega.errors import ConvertError
+from streammega.errors.redaction import redact_urls
+
+_COMPRESSED = re.compile(rb"\x1f\x8b\x08|BZh.1AY&SY|\xfd7zXZ|\x5d\0\0\x80", re.S)
+
+
+class _Archive:
+    """The file of an archive, as webdataset reads it."""
+
+    def __init__(self, file: Any, path: str, choice: MemberChoice) -> None:
+        self._file, self._path, self._choice = file, redact_urls(path), choice
+        self._member = ""
+        self._end = TarEnd()
+        self._begun = False
+
+    def __str__(self) -> str:
+        """For messages: webdataset adds this to errors within a member."""
+        return f"{self._path}!{self._member}"
+
+    def wants(self, name: str) -> bool:
+        """Whether a member holds documents, or a name that has to be told of."""
+        self._member = name
+        return is_hostile(name) or self._choice.takes(name)
+
+    def read(self, size: int) -> bytes:
+        """Read on. Raises ConvertError where an archive begins that is compressed, whose end could not be told from a cut."""
+        data = bytes(self._file.read(size))
+        if not self._begun and _COMPRESSED.match(data):
+            raise ConvertError(
+                f"{self._path}: is compressed, and its name does not say so; rename it to .tar.gz, .tar.bz2 or .tar.xz"
+            )
+        self._begun = True
+        self._end.follow(data)
+        return data
+
+    def check_end(self) -> None:
+        """Raise ConvertError unless the archive has ended, and nothing comes after it."""
+        if problem := self._end.problem():
+            raise ConvertError(f"{self._path}: {problem}")
+        while data := self._file.read(1 << 20):
+            if data.strip(b"\0"):
+                raise ConvertError(f"{self._path}: {GOES_ON}")
+
+
+def is_hostile(name: str) -> bool:
+    """Whether a name leads out of the folder in which an archive would be unpacked."""
+    return name.startswith("/") or ".." in name.split("/")
+
+
+def read_tar(piece: Slice, options: ConvertOptions, storage: StorageConfig, skipped: Skipped) -> Iterator[Item]:
+    """Documents of all members, in their order. Raises ConvertError for an archive without an end."""
+    from webdataset.tariterators import tar_file_iterator  # imports torch, which only conversions of tars shall wait for
+
+    path = piece.input.path
+    choice = MemberChoice(options.member, path)
+    with open_stream(piece.input.url, storage) as opened:
+        file = _Archive(opened, path, choice)
+        for member in tar_file_iterator(file, skip_meta=None, select_files=file.wants):
+            name, data = member["fname"], member["data"]
+            where = f"{path}!{name}"
+            choice.check_sample()
+            if is_hostile(name):
+                fault(options, skipped, "hostile path", f"{where}: a member outside of its archive; who made this tar?")
+            else:
+                yield from _member(document_suffix(name), _decompressed(name, data), where)
+        file.check_end()
+        choice.check_end(skipped)
+
+
+def _member(suffix: str, data: bytes, where: str) -> Iterator[Item]:
+    if suffix == ".json":
+        yield RawDocument(data=data, path=where, record=True)
+    elif suffix in JSON_SUFFIXES:
+        for line, record in enumerate(io.BytesIO(data), 1):
+            if record.strip():
+                yield RawDocument(data=record, path=where, line=line, record=True)
+    elif suffix == ".npy":
+        array = load_npy(io.BytesIO(data), where)
+        yield one_each(array, np.array([array.size], np.int32), len(data), where)
+    else:  # .txt, or what was asked for by its name
+        yield RawDocument(data=data.removeprefix(BYTE_ORDER_MARK), path=where)
+
+
+def _decompressed(name: str, data: bytes) -> bytes:
+    suffix = suffix_of(name)
+    if suffix == ".zst":
+        return io.BufferedReader(ZstdReader(io.BytesIO(data))).read()
+    if suffix == ".gz":
+        return gzip.decompress(data)
+    if suffix == ".bz2":
+        return bz2.decompress(data)
+    return lzma.decompress(data) if suffix in (".xz", ".lzma") else data

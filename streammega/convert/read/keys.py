@@ -1,0 +1,73 @@
+"""What a record holds under a key: one of its own, or a path into records within it (`meta.text`)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from streammega.convert.documents import LongString
+from streammega.dataset.conversations import encodable, not_utf8
+from streammega.errors import ConvertError
+
+MISSING: Any = object()
+"""Where there is no such key."""
+
+
+def value_at(record: Any, key: str) -> Any:
+    """The value under a key, or MISSING. A key that has dots itself comes before a path; within a null all is null."""
+    if not isinstance(record, dict):
+        return MISSING
+    if key in record:
+        return record[key]
+    for outer, inner in splits(key):
+        within = record.get(outer, MISSING)
+        value = None if within is None else value_at(within, inner)
+        if value is not MISSING:
+            return value
+    return MISSING
+
+
+def splits(key: str) -> Iterator[tuple[str, str]]:
+    """(key, rest of the path) of each dot, the longest key first."""
+    at = key.rfind(".")
+    while at > 0:
+        yield key[:at], key[at + 1 :]
+        at = key.rfind(".", 0, at)
+
+
+def texts_at(record: Any, key: str, where: str) -> list[str | LongString]:
+    """The texts under a key: one, or those of a list, as Megatron takes sentences that were split before; null is an empty one.
+
+    Raises ConvertError, FormatError that name `where`.
+    """
+    value = value_at(record, key)
+    if value is MISSING:
+        has = ", ".join(sorted(_names(record))) if isinstance(record, dict) else type(record).__name__
+        raise ConvertError(f"{where}: has no key {key!r} (it has: {has}); name the text's key with --key")
+    if not isinstance(value, list):
+        return [_text(value, key, where)]
+    return [_text(part, key, where, "a list with ") for part in value] or [""]
+
+
+def _text(value: Any, key: str, where: str, of: str = "") -> str | LongString:
+    if value is None:
+        return ""
+    if isinstance(value, LongString):
+        return value
+    if isinstance(value, bytes):
+        try:
+            return value.decode()
+        except UnicodeDecodeError as error:
+            raise not_utf8(where, error) from None
+    if not isinstance(value, str):
+        raise ConvertError(f"{where}: key {key!r} holds {of}{type(value).__name__}, not text; name the text's key with --key")
+    return encodable(value, where)
+
+
+def _names(record: dict[Any, Any]) -> Iterator[str]:
+    """Keys of a record, and the paths to those one level within."""
+    for name, value in record.items():
+        if isinstance(value, dict) and value:
+            yield from (f"{name}.{inner}" for inner in value)
+        else:
+            yield str(name)

@@ -1,0 +1,103 @@
+"""Which members of a WebDataset archive are documents: of a sample one, the only one that may be, or the one that is named.
+
+Samples are webdataset's: members that follow each other and share their name up to its first dot; what comes behind that dot is
+the member (`txt` of 000042.txt, `ocr.txt` of 000042.ocr.txt).
+"""
+
+from __future__ import annotations
+
+from fnmatch import fnmatchcase
+
+from streammega.convert.read.slices import Skipped
+from streammega.convert.read.suffixes import COMPRESSIONS, JSON_SUFFIXES, bare_name, suffix_of
+from streammega.errors import ConfigError, ConvertError
+
+SUFFIXES = (".txt", ".npy", *JSON_SUFFIXES)
+"""Of members that are documents, where none was named."""
+WITHOUT = "samples without the member"
+MOST_NAMES = 20
+"""Of members, in a message."""
+
+
+def document_suffix(name: str) -> str:
+    """The suffix of a member, in small letters, without that of its compression; "" where there is none."""
+    bare = bare_name(name)
+    return "." + bare.rpartition(".")[2].lower() if "." in bare else ""
+
+
+class MemberChoice:
+    """Follows the names in an archive, and chooses. `wanted`: a member, a pattern of several, or None."""
+
+    def __init__(self, wanted: str | None, path: str) -> None:
+        from webdataset.tariterators import base_plus_ext  # imports torch
+
+        self._split = base_plus_ext
+        self._wanted, self._path = wanted.lower().removeprefix(".") if wanted is not None else None, path
+        self._sample: str | None = None
+        self._names: list[str] = []
+        """Of all members of the sample so far."""
+        self._taken: list[str] = []
+        """Those of them that are documents."""
+        self._without = 0
+        """Samples without the member that is wanted."""
+        self._any = False
+        self._known: dict[str, None] = {}
+        """All members of the archive, in order of appearance, as far as a message tells of them."""
+
+    def takes(self, name: str) -> bool:
+        """Whether the next member is a document."""
+        sample, member = self._split(name)
+        if sample is None or sample != self._sample:
+            self._end_sample()
+            self._sample = sample
+        member = _plain(member or document_suffix(name))
+        self._names.append(name)
+        if member and len(self._known) < MOST_NAMES:
+            self._known.setdefault(member)
+        if not self._is_wanted(name, member):
+            return False
+        self._taken.append(name)
+        return True
+
+    def check_sample(self) -> None:
+        """Raise ConfigError if the sample has a second member that may be its document."""
+        if len(self._taken) > 1 and not self._takes_several():
+            raise self._ambiguous()
+
+    def check_end(self, skipped: Skipped) -> None:
+        """Count samples without the member. Raises ConvertError if no sample has it."""
+        self._end_sample()
+        if self._wanted is None:
+            return
+        if not self._any and self._known:
+            raise ConvertError(f"{self._path}: no sample has a member {self._wanted!r} (they have: {', '.join(self._known)})")
+        if self._without:
+            skipped.counts[WITHOUT] = skipped.counts.get(WITHOUT, 0) + self._without
+
+    def _end_sample(self) -> None:
+        self._any |= bool(self._taken)
+        self._without += bool(self._names and not self._taken)
+        self._names = []
+        self._taken = []
+
+    def _is_wanted(self, name: str, member: str) -> bool:
+        if self._wanted in (None, "*"):
+            return document_suffix(name) in SUFFIXES
+        return fnmatchcase(member, str(self._wanted))
+
+    def _takes_several(self) -> bool:
+        """Whether the pattern says that every member is a document by itself."""
+        return self._wanted is not None and any(sign in self._wanted for sign in "*?[")
+
+    def _ambiguous(self) -> ConfigError:
+        members = [_plain(name[len(self._sample or "") + 1 :]) for name in self._taken]
+        return ConfigError(
+            f"{self._path}: of sample {self._sample} more than one member may be the document ({', '.join(self._names)}); name "
+            f"one by --member, {' or '.join(dict.fromkeys(members))} for instance, or take each as a document by --member '*'"
+        )
+
+
+def _plain(member: str) -> str:
+    """A member in small letters, without the suffix of its compression."""
+    member = member.lower().removeprefix(".")
+    return member.rpartition(".")[0] if suffix_of(f"x.{member}") in COMPRESSIONS else member

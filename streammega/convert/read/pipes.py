@@ -1,0 +1,164 @@
+"""Inputs that can be read only once (stdin, pipes, process substitution) are kept in the work folder while they are converted.
+
+A restart is given the same bytes again, by the same command: then what is kept is taken for what it is, and what was made of it,
+too. Other bytes are another input.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import shutil
+import stat
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import xxhash
+
+from streammega.config import StorageConfig
+from streammega.convert.read.json_values import BYTE_ORDER_MARK
+from streammega.convert.read.slices import open_stream
+from streammega.errors import ConfigError, ConvertError, StreammegaError
+from streammega.storage.open import is_remote
+
+log = logging.getLogger(__name__)
+
+KEPT = "input-"
+"""Begins the names of kept inputs in the work folder."""
+READ_BYTES = 1 << 20
+PACKED = {b"\x1f\x8b": ".gz", b"BZh": ".bz2", b"\xfd7zXZ": ".xz", b"\x28\xb5\x2f\xfd": ".zst"}
+"""How a stream that begins so is compressed."""
+_DESCRIPTORS = ("/dev/fd/", "/dev/stdin", "/dev/stdout", "/dev/stderr", "/proc/self/fd/")
+
+
+def is_pipe(item: str) -> bool:
+    """Whether an input can be read only once, and by this process alone."""
+    if item == "-" or item.startswith(_DESCRIPTORS):
+        return True
+    try:
+        mode = os.stat(item).st_mode
+    except (OSError, ValueError):
+        return False
+    return stat.S_ISFIFO(mode) or stat.S_ISSOCK(mode) or stat.S_ISCHR(mode)
+
+
+def check_output(output: str) -> None:
+    """Raise ConfigError for an output that is a pipe."""
+    if is_pipe(output):
+        raise ConfigError(
+            f"{output}: a dataset is several files (tokens, their .idx and a manifest), which a pipe cannot take; give a prefix, "
+            f"out/web for instance"
+        )
+
+
+def keep_pipes(inputs: Sequence[str], work: str) -> dict[str, str]:
+    """For each input that is a pipe, which is read to its end, the file of the work folder that holds its bytes.
+
+    Raises ConfigError for a terminal, a pipe that is named twice and a work folder that is not on this machine, ConvertError for
+    a stream whose format cannot be told.
+    """
+    pipes = [item for item in inputs if is_pipe(item)]
+    if is_remote(work):
+        raise ConfigError(f"{pipes[0]}: what comes by a pipe is kept in the work folder, so --work has to name a local one")
+    if len(set(pipes)) < len(pipes):
+        raise ConfigError(f"{pipes[0]}: is named twice; a pipe can be read once")
+    try:
+        kept = {item: _keep(item, number, work) for number, item in enumerate(pipes)}
+    except BaseException:
+        forget_pipes(work)
+        raise
+    _remove(work, but=set(kept.values()))
+    return kept
+
+
+def named_as_given(message: str, kept: Mapping[str, str]) -> str:
+    """A message that speaks of pipes by what they were called, and not of the files in which they are kept."""
+    for item, path in kept.items():
+        message = message.replace(path, _shown(item))
+    return message
+
+
+def _shown(item: str) -> str:
+    """A pipe in messages."""
+    return "stdin" if item == "-" else item
+
+
+@contextmanager
+def tell_of_pipes(kept: Mapping[str, str]) -> Iterator[None]:
+    """What is raised within names pipes as they were given."""
+    try:
+        yield
+    except StreammegaError as error:
+        error.args = tuple(named_as_given(arg, kept) if isinstance(arg, str) else arg for arg in error.args)
+        raise
+
+
+def forget_pipes(work: str) -> None:
+    """After an error: remove what was kept, unless units were made of it, which the same bytes would not have to make again."""
+    if not os.path.isdir(work) or any(name.startswith("unit-") and name.endswith(".json") for name in os.listdir(work)):
+        return
+    _remove(work, but=set())
+    if set(os.listdir(work)) <= {"lock"}:
+        shutil.rmtree(work, ignore_errors=True)
+
+
+def _remove(work: str, but: set[str]) -> None:
+    for name in os.listdir(work):
+        path = os.path.join(work, name)
+        if name.startswith(KEPT) and path not in but:
+            os.unlink(path)
+
+
+def _keep(item: str, number: int, work: str) -> str:
+    """Read a pipe to its end into a file, whose name tells its content and format."""
+    part = os.path.join(work, f"{KEPT}{number}.part")
+    log.info("%s is read to its end, into %s", _shown(item), work)
+    digest = xxhash.xxh3_128()
+    head = b""
+    try:
+        with _opened(item) as pipe, open(part, "wb") as file:
+            while data := pipe.read(READ_BYTES):
+                head = head or data[:16]
+                digest.update(data)
+                file.write(data)
+    except OSError as error:
+        raise ConvertError(
+            f"{_shown(item)}: cannot be kept in {work} ({error.strerror or error}); name another folder by --work"
+        ) from None
+    packed = next((suffix for sign, suffix in PACKED.items() if head.startswith(sign)), "")
+    named = f"{part}{packed}"
+    os.replace(part, named)
+    path = os.path.join(work, f"{KEPT}{number}-{digest.hexdigest()}{_suffix(named, item)}{packed}")
+    if os.path.exists(path):
+        os.unlink(named)  # the former one has its time, which units of an earlier run know
+    else:
+        os.replace(named, path)
+    return path
+
+
+def _opened(item: str) -> Any:
+    if item != "-":
+        return open(item, "rb")
+    if sys.stdin is None or sys.stdin.isatty():
+        raise ConfigError("stdin is a terminal; pipe a corpus into it, or name files")
+    return open(sys.stdin.fileno(), "rb", closefd=False)
+
+
+def _suffix(path: str, item: str) -> str:
+    """Of the format that a stream is in, by how it begins."""
+    with open_stream(path, StorageConfig()) as file:
+        head = file.read(512)
+    if head.removeprefix(BYTE_ORDER_MARK).lstrip()[:1] in (b"{", b"["):
+        return ".json"
+    if head.startswith(b"PAR1"):
+        return ".parquet"
+    if head.startswith(b"ARROW1"):
+        return ".arrow"
+    if head[257:262] == b"ustar":
+        return ".tar"
+    raise ConvertError(
+        f"{_shown(item)}: begins with {head[:16]!r}, which is neither JSON nor Parquet, Arrow or tar; save it to a file, "
+        f"whose suffix tells what it is"
+    )

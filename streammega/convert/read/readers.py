@@ -1,0 +1,124 @@
+"""Documents out of a slice of an input, whichever its format."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+from streammega.config import StorageConfig
+from streammega.convert.documents import LongRecord, LongText, RawDocument
+from streammega.convert.options import ConvertOptions
+from streammega.convert.read.archives import read_tar
+from streammega.convert.read.arrays import read_npy, read_raw
+from streammega.convert.read.columns import read_arrow, read_parquet
+from streammega.convert.read.foreign import read_litdata, read_mds
+from streammega.convert.read.json_values import HEAD_BYTES, holds_lines, read_values
+from streammega.convert.read.lines import LongLine, read_lines, read_over_line
+from streammega.convert.read.long_records import LONG_RECORD, may_be_long
+from streammega.convert.read.pairs import read_pair
+from streammega.convert.read.slices import Item, Reader, Skipped, Slice, open_stream
+from streammega.convert.read.suffixes import is_compressed, may_hold_values
+from streammega.convert.read.whole_files import guarded, read_text, unreadable
+from streammega.errors import ConvertError, ObjectNotFoundError, StreammegaError
+from streammega.storage.open import is_remote
+
+OPENINGS = (b"[", b"{", b"[{")
+"""First lines of what is JSON, but no lines of it."""
+
+
+def read_slice(piece: Slice, options: ConvertOptions, storage: StorageConfig, skipped: Skipped) -> Iterator[Item]:
+    """The documents of a slice, in order.
+
+    Raises ConvertError that names the file; with `on_error="skip"` what cannot be read is noted instead, and what comes before
+    it is kept.
+    """
+    path, own = piece.input.path, dict(storage.storage_options) if is_remote(piece.input.path) else {}
+    try:
+        for item in READERS[piece.input.format](piece, options, storage, skipped):
+            yield guarded(item, own) if isinstance(item, LongText | LongRecord) else item
+    except FileNotFoundError:
+        raise ObjectNotFoundError(f"{path}: no such file or object; check the path") from None
+    except StreammegaError as error:
+        if options.on_error == "stop" or not isinstance(error, ConvertError):
+            raise
+        skipped.add("unreadable file", str(error))
+    except Exception as error:  # the libraries under it raise whatever they like
+        message = unreadable(path, error, own)
+        if options.on_error == "stop":
+            raise ConvertError(message) from None
+        skipped.add("unreadable file", message)
+
+
+def _text(piece: Slice, options: ConvertOptions, storage: StorageConfig, skipped: Skipped) -> Iterator[Item]:
+    with open_stream(piece.input.url, storage) as file:
+        yield from read_text(file, piece.input.path, 0 if is_compressed(piece.input.path) else piece.input.size)
+
+
+def _jsonl(piece: Slice, options: ConvertOptions, storage: StorageConfig, skipped: Skipped) -> Iterator[Item]:
+    path = piece.input.path
+    most = LONG_RECORD if may_be_long(options) else None
+    with open_stream(piece.input.url, storage) as file:
+        head = b""
+        if piece.stop < 0 and may_hold_values(path):  # of a part, it is known
+            head = file.read(HEAD_BYTES)
+            if not holds_lines(head):
+                passed_over = skipped if options.on_error == "skip" else None
+                yield from read_values(head, file, path, most=most, skipped=passed_over)
+                return
+        position = piece.start
+        if position:  # a line belongs to the slice in which it starts
+            file.seek(position - 1)
+            passed, behind = read_over_line(file, piece.stop - position + 1 if piece.stop >= 0 else None)
+            if behind is None:
+                return
+            position += passed - 1
+            head = behind
+        yield from _records(read_lines(head, file, most), piece, position, options)
+
+
+def _records(lines: Iterator[bytes | LongLine], piece: Slice, position: int, options: ConvertOptions) -> Iterator[Item]:
+    """The records of lines of which the first begins at a byte of the file."""
+    path = piece.input.path
+    line = 0 if not piece.start else -1
+    for data in lines:
+        if 0 <= piece.stop <= position:
+            return
+        line += 1 if line >= 0 else 0
+        # The number of a line in a later slice is counted when somebody asks for it: see `with_line`.
+        offset = position if line < 0 else -1
+        if isinstance(data, LongLine):
+            place = RawDocument(data=b"", path=path, line=max(line, 0), offset=offset, record=True)
+            yield LongRecord(document=place, pieces=data.pieces)
+            data.finish()
+            position += data.size
+            continue
+        if line == 1 and options.on_error == "stop" and data.strip() in OPENINGS:
+            raise ConvertError(
+                f"{path}:1: is no record; an array, or records over several lines? call the file .json, which is told by "
+                f"what it holds"
+            )
+        if data.strip():
+            yield RawDocument(data=data, path=path, line=max(line, 0), offset=offset, record=True)
+        position += len(data)
+
+
+def with_line(document: RawDocument, storage: StorageConfig) -> RawDocument:
+    """The document with the number of its line, where only its byte is known: the lines before it are counted."""
+    if document.offset < 0:
+        return document
+    line = 1
+    try:
+        with open_stream(document.path, storage) as file:
+            left = document.offset
+            while left > 0 and (data := file.read(min(left, 64 << 20))):
+                line += data.count(b"\n")
+                left -= len(data)
+    except Exception:  # of whatever library: its byte tells the place as well
+        return document
+    return replace(document, line=line, offset=-1)
+
+
+READERS: dict[str, Reader] = {
+    "text": _text, "jsonl": _jsonl, "parquet": read_parquet, "arrow": read_arrow, "tar": read_tar, "megatron": read_pair,
+    "raw": read_raw, "npy": read_npy, "mds": read_mds, "litdata": read_litdata,
+}  # fmt: skip

@@ -1,0 +1,105 @@
+"""What readers share: slices of inputs, what was passed over, opened files."""
+
+from __future__ import annotations
+
+import io
+import zipfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any, TypeAlias
+
+from fsspec.utils import infer_compression
+
+from streammega.config import StorageConfig
+from streammega.convert.documents import LongRecord, LongText, RawDocument, Tokens
+from streammega.convert.options import ConvertOptions
+from streammega.convert.read.inputs import Input
+from streammega.convert.read.suffixes import COMPRESSIONS, split_query, suffix_of, without_queries
+from streammega.convert.read.zstd import ZstdReader
+from streammega.errors import ConvertError, StreammegaError
+from streammega.errors.redaction import redact, redact_urls
+from streammega.storage.open import file_system, open_file
+
+BUFFER_BYTES = 1 << 20
+Item: TypeAlias = "RawDocument | LongText | LongRecord | Tokens"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Slice:
+    """A part of an input: bytes of a jsonl, row groups of a parquet, documents of a pair; stop -1: all of it."""
+
+    input: Input
+    start: int = 0
+    stop: int = -1
+
+
+@dataclass
+class Skipped:
+    """What was passed over: how many of each kind of fault, and the first of them with their places."""
+
+    counts: dict[str, int] = field(default_factory=dict)
+    messages: list[str] = field(default_factory=list)
+
+    def add(self, kind: str, message: str) -> None:
+        """Count one."""
+        self.counts[kind] = self.counts.get(kind, 0) + 1
+        if len(self.messages) < 1000:
+            self.messages.append(redact_urls(message))
+
+
+@contextmanager
+def open_stream(path: str, storage: StorageConfig) -> Iterator[Any]:
+    """The decompressed bytes of a file, by its suffix; plain ones can be sought in. Raises ConvertError if they cannot be had."""
+    name = split_query(path)[0]
+    suffix = suffix_of(name)
+    own = OWN_READERS.get(suffix)
+    packed = None if own is not None else "gzip" if suffix == ".tgz" else infer_compression(name)
+    if own is None and packed is None and suffix in COMPRESSIONS:
+        raise ConvertError(f"{name}: {suffix} is read with a package that is not installed; decompress it, or install it")
+    with open_file(path, storage, packed) as file:
+        yield own(file, name) if own is not None else file
+
+
+def _zstd(file: Any, name: str) -> Any:
+    return io.BufferedReader(ZstdReader(file), BUFFER_BYTES)
+
+
+def _zip(file: Any, name: str) -> Any:
+    archive = zipfile.ZipFile(file)
+    names = [info.filename for info in archive.infolist() if not info.is_dir()]
+    if len(names) != 1:
+        raise ConvertError(f"{name}: holds {len(names)} files; of a .zip one is read: unpack it, or name it with --exclude")
+    return archive.open(names[0])
+
+
+OWN_READERS: dict[str, Callable[[Any, str], Any]] = {".zst": _zstd, ".zip": _zip}
+
+
+@contextmanager
+def open_plain(path: str, storage: StorageConfig) -> Iterator[Any]:
+    """The stored bytes of a file."""
+    with open_file(path, storage) as file:
+        yield file
+
+
+def read_head(path: str, storage: StorageConfig, size: int) -> bytes:
+    """The first stored bytes of a file, and no more than these. Raises ConvertError if they cannot be read."""
+    try:
+        system, name = file_system(path, storage)
+        return bytes(system.cat_file(name, start=0, end=size))[:size]
+    except StreammegaError:
+        raise
+    except Exception as error:  # clients raise whatever they like
+        reason = redact(without_queries(f"{type(error).__name__}: {error}"), dict(storage.storage_options))
+        raise ConvertError(f"{split_query(path)[0]}: cannot be read ({reason})") from None
+
+
+def fault(options: ConvertOptions, skipped: Skipped, kind: str, message: str) -> None:
+    """Raise ConvertError, or note it where faults are passed over."""
+    if options.on_error == "stop":
+        raise ConvertError(message)
+    skipped.add(kind, message)
+
+
+Reader = Callable[[Slice, ConvertOptions, StorageConfig, Skipped], Iterator[Item]]

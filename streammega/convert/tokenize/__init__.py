@@ -1,0 +1,1 @@
+"""Documents as tokens: tokenizers, chat templates, texts too long to be held."""

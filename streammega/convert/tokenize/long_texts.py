@@ -1,0 +1,142 @@
+"""Texts of any length to tokens, a piece at a time: memory is that of a piece, and the ids are those of the whole."""
+
+from __future__ import annotations
+
+import codecs
+from collections.abc import Callable, Iterator
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from streammega.convert.read.whole_files import no_text
+from streammega.convert.tokenize.safe_cuts import Cuts, cuts_of
+from streammega.convert.tokenize.tokenizers import AT_ONCE, HuggingFaceTokenizer, TextTokenizer
+from streammega.errors import ConvertError, FormatError
+
+LONG = 1 << 20
+"""Characters from which on a text is encoded in pieces: the library holds about 110 bytes for each."""
+PIECE = 64 << 10
+MOST_UNCUT = 16 << 20
+"""Characters without a place to cut that are encoded as one, some 2 GiB of memory: more are refused."""
+
+Refused = Callable[[str, UnicodeDecodeError], FormatError]
+
+
+class LongTextEncoder:
+    """Encodes long texts by a tokenizer."""
+
+    def __init__(self, tokenizer: TextTokenizer) -> None:
+        self._tokenizer = tokenizer
+
+    @cached_property
+    def _cuts(self) -> Cuts | None:
+        return cuts_of(self._tokenizer)
+
+    @cached_property
+    def _around(self) -> tuple[list[int], list[int]]:
+        """What a post-processor adds before and behind a text."""
+        if isinstance(self._tokenizer, HuggingFaceTokenizer):
+            return self._tokenizer.added_around()
+        return [], []
+
+    def encode(self, pieces: Iterator[str], where: str) -> Iterator[NDArray[np.int32]]:
+        """Ids of a text that comes in pieces. Raises ConvertError where it cannot be cut."""
+        before, behind = self._around
+        if before:
+            yield np.array(before, np.int32)
+        yield from self._encode(pieces, where)
+        if behind:
+            yield np.array(behind, np.int32)
+
+    def _encode(self, pieces: Iterator[str], where: str) -> Iterator[NDArray[np.int32]]:
+        held, done = "", 0  # what is not encoded yet, and characters before it
+        for piece in pieces:
+            held += piece
+            if len(held) < LONG:
+                continue
+            bounds = self._bounds(held)
+            if len(bounds) > 1:
+                yield from self._ids(held, bounds, first=done == 0)
+                done += bounds[-1]
+                held = held[bounds[-1] :]
+            if len(held) > MOST_UNCUT:
+                raise self._cannot_cut(held, done, where)
+        bounds = self._bounds(held)
+        if bounds[-1] < len(held):
+            bounds.append(len(held))
+        yield from self._ids(held, bounds, first=done == 0)
+
+    def _bounds(self, text: str) -> list[int]:
+        """Where a text is cut: 0, and places about PIECE apart."""
+        bounds = [0]
+        cuts = self._cuts
+        if cuts is None:
+            return bounds
+        while len(text) - bounds[-1] > PIECE:
+            low = bounds[-1]
+            place = cuts.find(text, low, low + PIECE)
+            reach = 2 * PIECE
+            while place is None and low + reach // 2 < len(text):
+                place = cuts.find(text, low, min(low + reach, len(text)))
+                reach *= 2
+            if place is None:
+                break
+            bounds.append(place)
+        return bounds
+
+    def _ids(self, text: str, bounds: list[int], *, first: bool) -> Iterator[NDArray[np.int32]]:
+        """Ids of the pieces between bounds, a few together. first: the text begins where its document does."""
+        cuts = self._cuts
+        starts = [cuts.behind(text, low) if cuts is not None and (low or not first) else low for low in bounds[:-1]]
+        spans = list(zip(starts, bounds[1:], strict=True))
+        if cuts is not None and cuts.drops_blank and not first and spans:
+            spans[0] = (1, spans[0][1])
+        for number in range(0, len(spans), AT_ONCE):
+            texts = [text[low:high] for low, high in spans[number : number + AT_ONCE]]
+            for ids in self._encode_alone(texts):
+                yield np.asarray(ids, np.int32)
+
+    def _encode_alone(self, texts: list[str]) -> Any:
+        """Ids without what a post-processor adds."""
+        if isinstance(self._tokenizer, HuggingFaceTokenizer):
+            return self._tokenizer.encode_pieces(texts)
+        return self._tokenizer.encode(texts)
+
+    def _cannot_cut(self, held: str, done: int, where: str) -> ConvertError:
+        most = f"{MOST_UNCUT >> 20} Mi characters"
+        if self._cuts is None:
+            return ConvertError(
+                f"{where}: a text of more than {most}, and for tokenizer {self._tokenizer.name} no place is known where it "
+                f"could be cut without changing its tokens; cut it into documents of less"
+            )
+        return ConvertError(
+            f"{where}: more than {most} from character {done:,} on without a blank between words, where the text could be cut "
+            f"without changing its tokens; is it text? cut it into documents of less, or leave it out"
+        )
+
+
+def decoded(pieces: Iterator[bytes], where: str, refused: Refused = no_text) -> Iterator[str]:
+    """Text of UTF-8 that comes in pieces. Raises FormatError that names the byte, as `refused` makes it."""
+    decoder = codecs.getincrementaldecoder("utf-8")()
+    done = 0
+    for piece in pieces:
+        waiting = len(decoder.getstate()[0])
+        try:
+            yield decoder.decode(piece)
+        except UnicodeDecodeError as error:
+            error.start += done - waiting
+            raise refused(where, error) from None
+        done += len(piece)
+    try:
+        decoder.decode(b"", final=True)
+    except UnicodeDecodeError as error:
+        error.start = done - len(decoder.getstate()[0])
+        raise refused(where, error) from None
+
+
+def text_in_pieces(text: str) -> Iterator[str]:
+    """A text that is held already."""
+    for start in range(0, len(text), LONG):
+        yield text[start : start + LONG]

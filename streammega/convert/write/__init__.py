@@ -1,0 +1,1 @@
+"""Tokens as a dataset: segments, shards, and the moment they appear."""

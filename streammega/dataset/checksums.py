@@ -1,0 +1,51 @@
+"""Checksums of stored objects: xxh3-128 of every 64 MiB, so that many threads check one file, and damage has a place."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import xxhash
+
+from streammega.storage.store import ObjectWriter
+
+CHECK_BYTES = 64 << 20
+
+
+class HashingWriter:
+    """Passes bytes on to a writer (None: nowhere), counts them and keeps their checksums. An ObjectWriter."""
+
+    def __init__(self, inner: ObjectWriter | None) -> None:
+        self._inner = inner
+        self._hash: Any = xxhash.xxh3_128()
+        self._checksums: list[str] = []
+        self.size = 0
+
+    @property
+    def checksums(self) -> list[str]:
+        """One for each CHECK_BYTES of what was written, the last for the rest."""
+        return [*self._checksums, self._hash.hexdigest()] if self.size % CHECK_BYTES or not self.size else list(self._checksums)
+
+    def write(self, data: bytes | memoryview) -> None:
+        """Append bytes."""
+        if self._inner is not None:
+            self._inner.write(data)
+        view = memoryview(data)
+        at = 0
+        while at < len(view):
+            end = min(len(view), at + CHECK_BYTES - self.size % CHECK_BYTES)
+            self._hash.update(view[at:end])
+            self.size += end - at
+            at = end
+            if self.size % CHECK_BYTES == 0:
+                self._checksums.append(self._hash.hexdigest())
+                self._hash = xxhash.xxh3_128()
+
+    def commit(self) -> None:
+        """Publish."""
+        if self._inner is not None:
+            self._inner.commit()
+
+    def abort(self) -> None:
+        """Throw everything away."""
+        if self._inner is not None:
+            self._inner.abort()

@@ -1,0 +1,272 @@
+"""From a dataset's name to its shards."""
+
+from __future__ import annotations
+
+import fnmatch
+import glob
+import logging
+import os
+from collections.abc import Callable, Collection, Mapping
+from contextlib import suppress
+from dataclasses import replace
+from typing import TypeVar
+
+from streammega.config import StorageConfig
+from streammega.dataset.manifest import MANIFEST, manifest_shards
+from streammega.dataset.shards import SUFFIXES, KnownShard, may_belong, missing_shards, named, owner_of, split_name, strip_suffix
+from streammega.errors import (
+    FormatError,
+    MissingShardsError,
+    ObjectChangedError,
+    ObjectNotFoundError,
+    StorageError,
+    StreammegaError,
+)
+from streammega.storage import ObjectInfo, join_url, open_store, parent_url
+from streammega.storage.open import is_remote
+from streammega.storage.versions import same_version
+
+log = logging.getLogger(__name__)
+
+Opened = TypeVar("Opened")
+SIGNS = "*?["
+"""What makes a pattern of a name, if nothing is called just that."""
+TRIES = 5
+"""Times that a dataset is looked up again when it was replaced while it was opened."""
+FEW = 8
+"""Up to so many shards of a manifest are asked for one by one; a listing tells of 1,000 objects, but of others too."""
+
+
+def open_shards(
+    name: str,
+    storage: StorageConfig,
+    open_all: Callable[[list[KnownShard]], Opened],
+    finish: Callable[[], None] = lambda: None,
+) -> Opened:
+    """What `open_all` makes of a dataset's shards. A prefix that is no pair stands for the manifest of that name, if any.
+
+    `finish` is called after that, for what is to be read of them at once. A dataset that is replaced meanwhile is looked up and
+    opened again: it is the former one, or the new one.
+    """
+    for left in reversed(range(TRIES)):
+        seen: list[KnownShard] = []
+        try:
+            opened = _open_found(name, storage, open_all, seen)
+            finish()
+        except ObjectChangedError:
+            if not left:
+                raise
+        except (ObjectNotFoundError, FormatError):
+            # Local shards have their plain names again in the end: that nothing seems to have changed says little of them once.
+            again = left == TRIES - 1 and not is_remote(name)
+            if not left or (_look(name, storage) == seen and not again):
+                raise
+        else:
+            return opened
+    raise AssertionError("unreachable")
+
+
+def _look(name: str, storage: StorageConfig) -> list[KnownShard]:
+    """What a name stands for now, as `_open_found` sees it; [] for nothing."""
+    seen: list[KnownShard] = []
+    with suppress(ObjectNotFoundError, ObjectChangedError, FormatError):
+        _open_found(name, storage, lambda shards: None, seen)
+    return seen
+
+
+def _open_found(
+    name: str, storage: StorageConfig, open_all: Callable[[list[KnownShard]], Opened], seen: list[KnownShard]
+) -> Opened:
+    """`open_shards`, once; `seen` gets what was found on the way."""
+    shards = find_shards(name, storage)
+    seen += shards
+    if not _is_prefix(shards, name):
+        return open_all(shards)
+    listed, damage = _manifest_beside(name, storage)
+    seen += listed
+    if [shard.name for shard in listed] == [shards[0].name]:
+        return open_all(listed)
+    if listed and owner_of(listed[0].name) == strip_suffix(name):  # the pair of that name was replaced, and is being removed
+        return open_all(_with_infos(listed, storage))
+    try:
+        return open_all(shards)
+    except ObjectNotFoundError:
+        if damage is not None:
+            raise damage from None
+        if not listed or shards[0].name != strip_suffix(name):
+            raise
+    return open_all(_with_infos(listed, storage))
+
+
+def find_pairs(name: str, storage: StorageConfig) -> list[str]:
+    """The names of the shards that a dataset's name stands for, in order: see `find_shards`."""
+    return [shard.name for shard in find_shards(name, storage)]
+
+
+def find_shards(name: str, storage: StorageConfig) -> list[KnownShard]:
+    """The shards a dataset's name stands for, in order, with what was told of them on the way.
+
+    A prefix stands for itself, a manifest (`.json`) for what it lists, a folder (a name ending in /) or glob for all shards in
+    it, in name order. What is there by the very name is taken before that is read as a glob. Raises ObjectNotFoundError for a
+    folder or glob without shards, MissingShardsError with some of a set missing.
+    """
+    if name.endswith(".json"):
+        return _with_infos(manifest_shards(name, storage), storage)
+    found = _remote_shards(name, storage) if is_remote(name) else _local_shards(name)
+    if found is None:
+        return [KnownShard(name=named(*split_name(name)))]
+    if not found:
+        raise ObjectNotFoundError(f"{name}: holds no pair of .bin and .idx; check the path")
+    if missing := missing_shards(shard.name for shard in found):
+        raise MissingShardsError(
+            f"{name}: shards of a set are missing, such as {', '.join(missing)}; was the conversion interrupted?"
+        )
+    return found
+
+
+def _is_prefix(shards: list[KnownShard], name: str) -> bool:
+    """Whether a name stands for one shard of its own, and nothing is known of that."""
+    return shards == [KnownShard(name=named(*split_name(name)))]
+
+
+def _manifest_beside(name: str, storage: StorageConfig) -> tuple[list[KnownShard], StreammegaError | None]:
+    """What the manifest of a prefix lists, if there is one; or why it cannot be read, which matters only without a pair."""
+    try:
+        return manifest_shards(strip_suffix(name) + MANIFEST, storage), None
+    except FormatError as error:
+        return [], error
+    except StorageError as error:
+        if error.transient:
+            raise
+        return [], None  # without the right to list, S3 answers 403 for what is not there
+
+
+def _present(prefixes: list[str], storage: StorageConfig) -> list[str]:
+    """Without shards that are being written in place of others, or were replaced: the manifest says which are the dataset's.
+
+    Only where a name has the mark of such shards is a manifest read.
+    """
+    for owner in sorted({owner for prefix in prefixes if (owner := owner_of(prefix))}):
+        own = [prefix for prefix in prefixes if may_belong(prefix, owner)]
+        try:
+            listed = {strip_suffix(shard.name) for shard in manifest_shards(owner + MANIFEST, storage)}
+        except ObjectNotFoundError:
+            listed = {prefix for prefix in own if owner_of(prefix) is None}
+        if listed:
+            prefixes = [prefix for prefix in prefixes if prefix in listed or prefix not in own]
+    return prefixes
+
+
+# --- local ----------------------------------------------------------------------------------------------------------------
+
+
+def _local_shards(name: str) -> list[KnownShard] | None:
+    """Of a folder or glob; None: the name is a prefix."""
+    if _is_folder(name):
+        there = {os.path.join(name, entry) for entry in os.listdir(name)}
+        indices = [path for path in there if path.endswith(".idx")]
+    elif not any(sign in name for sign in SIGNS) or _exists(name):
+        return None
+    else:
+        folder, pattern = os.path.split(name)
+        # The signs in a folder that is there are letters.
+        pattern = os.path.join(glob.escape(folder), pattern) if os.path.isdir(folder) else name
+        indices = [path for path in glob.glob(pattern) if path.endswith(".idx")] or glob.glob(f"{pattern}.idx")
+        folders = {os.path.dirname(path) for path in indices}
+        there = {os.path.join(folder, entry) for folder in folders for entry in os.listdir(folder or ".")}
+    prefixes = _present(sorted({strip_suffix(path) for path in indices}), StorageConfig())
+    return [KnownShard(name=_with_kind(prefix, there)) for prefix in prefixes]
+
+
+def _is_folder(name: str) -> bool:
+    """A local folder, unless there is a dataset of that very name: caches are often put there."""
+    return os.path.isdir(name) and (name.endswith("/") or not _exists(name))
+
+
+def _exists(name: str) -> bool:
+    """Whether a dataset of that very name is there."""
+    return any(os.path.exists(strip_suffix(name) + suffix) for suffix in (".idx", MANIFEST))
+
+
+def _with_kind(prefix: str, there: Collection[str]) -> str:
+    """A shard's name, by what lies beside its `.idx`."""
+    for suffix in SUFFIXES.values():
+        if prefix + suffix in there:
+            return prefix if suffix == ".bin" else prefix + suffix
+    return prefix
+
+
+# --- remote ---------------------------------------------------------------------------------------------------------------
+
+
+def _remote_shards(name: str, storage: StorageConfig) -> list[KnownShard] | None:
+    """Of a folder or glob; None: the name is a prefix."""
+    folder, _, pattern = name.rpartition("/")
+    if pattern and not any(sign in pattern for sign in SIGNS):
+        return None
+    try:
+        there = _listed(folder, storage)
+    except StorageError as error:
+        if not pattern or "*" in pattern or error.transient:
+            raise
+        return None  # this store cannot be listed, and ? and [ are letters of many names
+    exact = strip_suffix(pattern)
+    if pattern and (f"{exact}.idx" in there or f"{exact}{MANIFEST}" in there):
+        return None
+    stems = sorted(strip_suffix(item) for item in there if item.endswith(".idx"))
+    chosen = [stem for stem in stems if not pattern or _matches(stem, pattern)]
+    chosen = [item.rpartition("/")[2] for item in _present([join_url(folder, stem) for stem in chosen], storage)]
+    shards = [KnownShard(name=join_url(folder, _with_kind(stem, there))) for stem in chosen]
+    return _from_listing(shards, there, storage)
+
+
+def _matches(stem: str, pattern: str) -> bool:
+    return fnmatch.fnmatchcase(stem, pattern) or fnmatch.fnmatchcase(f"{stem}.idx", pattern)
+
+
+def _listed(folder: str, storage: StorageConfig) -> dict[str, ObjectInfo]:
+    """The objects of a folder by their names in it; what lies deeper is not listed."""
+    store, key = open_store(f"{folder}/", storage)
+    return {item.key.rpartition("/")[2]: item for item in store.list(key, recursive=False)}
+
+
+def _with_infos(shards: list[KnownShard], storage: StorageConfig) -> list[KnownShard]:
+    """The shards of a manifest with what a listing of their folder tells; few, local or not to be listed: as they are."""
+    if len(shards) <= FEW or not is_remote(shards[0].name):
+        return shards
+    try:
+        there = _listed(parent_url(shards[0].name), storage)
+    except StorageError as error:
+        if error.transient:
+            raise
+        log.debug("the folder of %s cannot be listed: every shard is asked for (%s)", shards[0].name, type(error).__name__)
+        return shards
+    return _from_listing(shards, there, storage)
+
+
+def _from_listing(shards: list[KnownShard], there: Mapping[str, ObjectInfo], storage: StorageConfig) -> list[KnownShard]:
+    """Shards with the sizes and ETags of a listing, where its ETags are those that reads will tell."""
+    if not shards or not _agrees(shards[0], there, storage):
+        return shards
+    found = []
+    for shard in shards:
+        prefix, kind = split_name(shard.name.rpartition("/")[2])
+        stored, index = there.get(prefix + SUFFIXES[kind]), there.get(f"{prefix}.idx")
+        found.append(replace(shard, stored=_told(stored), index=_told(index)))
+    return found
+
+
+def _told(info: ObjectInfo | None) -> ObjectInfo | None:
+    """What a listing told, if it told an ETag: without one, replaced objects would not be noticed."""
+    return info if info is not None and info.etag else None
+
+
+def _agrees(shard: KnownShard, there: Mapping[str, ObjectInfo], storage: StorageConfig) -> bool:
+    """Whether a listing tells the ETags that other answers do: where it does not, a run would end at its first read."""
+    prefix, _ = split_name(shard.name)
+    listed = _told(there.get(f"{prefix.rpartition('/')[2]}.idx"))
+    if listed is None:
+        return False
+    store, key = open_store(f"{prefix}.idx", storage)
+    found = store.info(key)
+    return found.size == listed.size and same_version(found.etag, listed.etag)

@@ -1,0 +1,93 @@
+"""What the stream order needs of a shard, without reading its index: sizes, counts, and the pointers at a split's bounds."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from streammega.config import StorageConfig
+from streammega.dataset.find import open_shards
+from streammega.dataset.idx import HEADER_BYTES, check_end
+from streammega.dataset.shards import KnownShard
+from streammega.dataset.token_file import ShardFiles
+from streammega.errors import FormatError
+from streammega.storage import ObjectInfo, Store
+from streammega.storage.backends.local import LocalStore
+from streammega.storage.fetch.threads import each
+
+OPENERS = 32
+"""Shards of a dataset that are opened at once."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class PairBounds:
+    """A shard of which its sizes and counts are known; `token_at` reads a pointer. `bin_info`: of its tokens, decompressed."""
+
+    files: ShardFiles
+    store: Store
+    bin_info: ObjectInfo
+    dtype: np.dtype[Any]
+    num_sequences: int
+
+    @property
+    def multimodal(self) -> bool:
+        """Whether its sequences have modes: told by sizes alone, where a manifest tells the counts."""
+        entry = self.files.shard.entry
+        if entry is None:
+            return self.files.header.multimodal
+        plain = HEADER_BYTES + 12 * entry.sequences + 8 * (entry.documents + 1)
+        return entry.index_bytes == plain + entry.sequences > plain
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens in the whole `.bin`."""
+        return self.bin_info.size // self.dtype.itemsize
+
+    def token_at(self, sequence: int) -> int:
+        """The token of the `.bin` at which a sequence starts; past the last sequence, all of them."""
+        if sequence >= self.num_sequences:
+            return self.num_tokens
+        if sequence == 0:
+            return 0
+        files = self.files
+        at = files.header.offsets_at + 8 * sequence
+        raw = files.index_store.read_ranges(files.index_key, [at], [at + 8], files.index.etag)[0]
+        offset = int.from_bytes(raw, "little", signed=True)
+        if not 0 <= offset <= self.bin_info.size or offset % self.dtype.itemsize:
+            raise FormatError(
+                f"{files.index_url}: sequence {sequence} starts at byte {offset} of {self.bin_info.size}; rebuild the .idx"
+            )
+        return offset // self.dtype.itemsize
+
+
+def read_bounds(shard: KnownShard | str, storage: StorageConfig, cache_dir: str | Path | None = None) -> PairBounds:
+    """Open a shard by what a manifest says, or by its header.
+
+    What the manifest says, the sizes of both objects must bear out. Without one, the last sequence of the `.idx` must end where
+    the tokens do. Raises ObjectNotFoundError, FormatError, StorageError.
+    """
+    shard = KnownShard(name=shard) if isinstance(shard, str) else shard
+    files = ShardFiles(shard, storage, cache_dir)
+    store, info = files.tokens()
+    entry = shard.entry
+    if entry is not None and not isinstance(files.index_store, LocalStore):  # a local header costs no request
+        _ = files.index  # its size is compared
+        dtype, count = entry.dtype, entry.sequences
+    else:
+        dtype, count = files.header.dtype, files.header.sequence_count
+        check_end(files.read_end(), info.size, files.index_url, files.url)
+    return PairBounds(files=files, store=store, bin_info=info, dtype=dtype.newbyteorder("<"), num_sequences=count)
+
+
+def read_dataset(name: str, storage: StorageConfig, cache_dir: str | Path | None = None) -> list[PairBounds]:
+    """Open all shards of a dataset by their sizes and headers. Raises as read_bounds does."""
+
+    def open_all(shards: Sequence[KnownShard]) -> list[PairBounds]:
+        """Several at once: at most a few requests each."""
+        return each(lambda shard: read_bounds(shard, storage, cache_dir), shards, OPENERS)
+
+    return open_shards(name, storage, open_all)

@@ -1,0 +1,257 @@
+"""Reading a `.bin/.idx` pair from a local path or an object store."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Sequence
+from functools import cached_property
+from pathlib import Path
+from typing import Any, TypeAlias, overload
+
+import numpy as np
+from numpy.typing import NDArray
+
+from streammega.config import StorageConfig, local_folder
+from streammega.dataset.find import open_shards
+from streammega.dataset.idx import IndexArrays
+from streammega.dataset.joined import KEEP_BYTES, join_indices, kept_indices
+from streammega.dataset.labels import TokenizerLabel, loss_modes_of, tokenizers_of
+from streammega.dataset.megatron_names import IndexView, opening_of, pair_exists
+from streammega.dataset.node_cache import default_cache_dir
+from streammega.dataset.shards import KnownShard, strip_suffix
+from streammega.dataset.token_file import ShardFiles
+from streammega.errors import ConfigError, FormatError
+from streammega.errors.redaction import redact_urls
+from streammega.storage import Buffer, ObjectInfo, Store
+from streammega.storage.fetch.threads import each
+from streammega.storage.views import ConcatStore
+
+OPENERS = 32
+"""Shards that are opened at once."""
+Tokens: TypeAlias = NDArray[Any]
+Item: TypeAlias = "Tokens | tuple[Tokens, int]"
+
+
+class IndexedDataset(Sequence["Item"]):
+    """The sequences of one `.bin/.idx` pair, by number; or of all shards that a name stands for (see `find_pairs`), end to end.
+
+    `dataset[i]` is sequence i as an array of the stored dtype, shape [sequence_lengths[i]]; in multimodal
+    files it is the pair (tokens, mode). `dataset[a:b]` is a list of them, read by one range.
+    Local pairs are memory-mapped; of remote ones the `.idx` is copied to the local cache once per node.
+
+    Takes what Megatron's IndexedDataset takes, in its order: with `multimodal=True` slices and `get` are also as Megatron's,
+    (list of tokens, modes) and (tokens, mode).
+
+    Args:
+        path_prefix: the path or URL without `.bin` / `.idx`; `prefix` is the same.
+        multimodal: whether sequences come with their modes; None: where the file has them. Or, for short, `storage`.
+        mmap: map local tokens, or read them (`StorageConfig.local`). Or, for short, `index_cache_dir`.
+        object_storage_config: Megatron's; its `path_to_idx_cache` is `index_cache_dir`.
+        storage: credentials, transport and limits.
+        index_cache_dir: where `.idx` copies go; default `default_cache_dir()`.
+        fast_cache_load, sequences_per_dataset, dtype_code: of Megatron's, at their defaults only: an `.idx` is always looked at.
+
+    Raises ObjectNotFoundError, FormatError (a forged, truncated or foreign file, or no modes where they are asked for),
+    ConfigError, AccessDeniedError, EndpointError.
+    """
+
+    def __init__(
+        self, path_prefix: str = "", multimodal: bool | StorageConfig | None = None, mmap: bool | str | Path | None = None,
+        object_storage_config: Any = None, *, prefix: str = "", storage: StorageConfig | None = None,
+        index_cache_dir: str | Path | None = None, fast_cache_load: bool = False, sequences_per_dataset: Any = None,
+        dtype_code: int | None = None,
+    ) -> None:  # fmt: skip
+        if fast_cache_load or sequences_per_dataset is not None or dtype_code is not None:
+            raise ConfigError("fast_cache_load, sequences_per_dataset and dtype_code open an .idx unseen, which is not done here")
+        name = str(path_prefix or prefix)
+        if not name:
+            raise ConfigError("IndexedDataset needs the name of a dataset, such as 's3://bucket/web'")
+        self.object_storage_config = object_storage_config
+        opening = opening_of(multimodal, mmap, object_storage_config, storage, index_cache_dir)
+        folder = opening.index_cache_dir
+        self._name = name
+        self.prefix = strip_suffix(name)
+        self.storage = opening.storage
+        self._with_modes = opening.multimodal
+        self._cache_dir = local_folder(folder) if folder else default_cache_dir()
+        self.shards: list[str] = open_shards(name, self.storage, self._open, self._open_index)
+        """The names of what it is made of."""
+        if self._with_modes and self._arrays.sequence_modes is None:
+            raise FormatError(f"{self.prefix}: has no modes; leave multimodal out, or write it with multimodal=True")
+
+    def _open(self, shards: list[KnownShard]) -> list[str]:
+        self._files = [ShardFiles(shard, self.storage, self._cache_dir) for shard in shards]
+        opened = each(ShardFiles.tokens, self._files, OPENERS)
+        if len(opened) == 1:
+            self.store: Store = opened[0][0]
+            self.bin_key = self._files[0].key
+            self.bin_info: ObjectInfo = opened[0][1]
+        else:
+            self.store, self.bin_key = ConcatStore(opened, self.prefix), self.prefix
+            self.bin_info = self.store.info(self.bin_key)
+        self._sizes = [info.size for _, info in opened]
+        return [shard.name for shard in shards]
+
+    def _open_index(self) -> None:
+        each(lambda own: own.index, self._files, OPENERS)  # looked up together, and kept
+        # Now, for errors belong here; and not by the property, which before Python 3.12 opens one dataset of a blend at a time.
+        self.__dict__["_arrays"] = self._open_arrays()
+
+    def __repr__(self) -> str:
+        name = self.store.url(self.bin_key)
+        return f"IndexedDataset({name.removesuffix('.bin')!r}, {len(self)} sequences, {self.dtype})"
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {name: value for name, value in self.__dict__.items() if name != "_arrays"}
+
+    @cached_property
+    def _arrays(self) -> IndexArrays:
+        return self._open_arrays()
+
+    def _open_arrays(self) -> IndexArrays:
+        """Maps and checks the `.idx`; maps it again, the same one, in each process that unpickles the dataset."""
+        files = self._files
+        infos = [own.index for own in files]
+        if len(files) == 1:
+            return files[0].checked_arrays(self._sizes[0])
+        try:
+            if sum(info.size for info in infos) < KEEP_BYTES or not all(info.etag for info in infos):
+                return join_indices(self._open_indices(), self._sizes)
+            urls = [own.index_url for own in files]
+            versions = [(info.etag, info.size, size) for info, size in zip(infos, self._sizes, strict=True)]
+            return kept_indices(self._cache_dir / "idx", urls, versions, self._open_indices)
+        except FormatError as error:
+            raise FormatError(f"{self.prefix}: {error}") from None
+
+    def _open_indices(self) -> list[IndexArrays]:
+        pairs = list(zip(self._files, self._sizes, strict=True))
+        return each(lambda pair: pair[0].checked_arrays(pair[1]), pairs, OPENERS)
+
+    @property
+    def dtype(self) -> np.dtype[Any]:
+        """The stored token dtype."""
+        return self._arrays.dtype
+
+    @property
+    def sequence_lengths(self) -> NDArray[np.int32]:
+        """Tokens of each sequence, shape [sequences]."""
+        return self._arrays.sequence_lengths
+
+    @property
+    def sequence_offsets(self) -> NDArray[np.int64]:
+        """Byte position of each sequence in the `.bin`, shape [sequences]."""
+        return self._arrays.sequence_offsets
+
+    @property
+    def document_indices(self) -> NDArray[np.int64]:
+        """Document d holds sequences [document_indices[d], document_indices[d + 1]); shape [documents + 1]."""
+        return self._arrays.document_indices
+
+    @property
+    def sequence_modes(self) -> NDArray[np.int8] | None:
+        """The mode of each sequence in multimodal files, else None (also with `multimodal=False`)."""
+        return None if self._with_modes is False else self._arrays.sequence_modes
+
+    @cached_property
+    def loss_modes(self) -> tuple[int, ...] | None:
+        """The modes of sequences that are to be learned, by the manifest; None where it names none, or there is no manifest."""
+        return None if self.sequence_modes is None else loss_modes_of(self._files, self._name)
+
+    @cached_property
+    def tokenizers(self) -> set[TokenizerLabel]:
+        """Of its shards, as far as manifests tell them."""
+        return tokenizers_of(self._files, self._name)
+
+    @property
+    def path_prefix(self) -> str:
+        """As `prefix`."""
+        return self.prefix
+
+    @property
+    def multimodal(self) -> bool:
+        """Whether sequences come with their modes."""
+        return self.sequence_modes is not None
+
+    @property
+    def mmap(self) -> bool:
+        """Whether local tokens are mapped."""
+        return self.storage.local == "mmap"
+
+    @property
+    def index(self) -> IndexView:  # type: ignore[override]  # Sequence has a method of that name, to search for an item
+        """The arrays of the `.idx` under Megatron's names."""
+        return IndexView(self._arrays, self.sequence_modes)
+
+    def get_document_indices(self) -> NDArray[np.int64]:
+        """As `document_indices`."""
+        return self.document_indices
+
+    exists = staticmethod(pair_exists)
+
+    def __len__(self) -> int:
+        return len(self.sequence_lengths)
+
+    @overload
+    def __getitem__(self, index: int) -> Item: ...
+    @overload
+    def __getitem__(self, index: slice) -> list[Item]: ...
+    def __getitem__(self, index: int | slice) -> Item | list[Item]:
+        if isinstance(index, slice):
+            return self._slice(index)
+        number = self._number(index)
+        tokens = self._part(number, 0, None)
+        modes = self.sequence_modes
+        return tokens if modes is None else (tokens, int(modes[number]))
+
+    def get(self, index: int, offset: int = 0, length: int | None = None) -> Any:
+        """`length` tokens (default: the rest) of a sequence from token `offset` on; a range read of just these.
+
+        Opened with `multimodal=True`, the pair (tokens, mode). Raises IndexError for tokens outside of the sequence.
+        """
+        number = self._number(index)
+        tokens = self._part(number, offset, length)
+        modes = self.sequence_modes if self._with_modes else None
+        return tokens if modes is None else (tokens, int(modes[number]))
+
+    def _part(self, number: int, offset: int, length: int | None) -> Tokens:
+        size = int(self.sequence_lengths[number])
+        stop = size if length is None else offset + length
+        if not 0 <= offset <= stop <= size:
+            raise IndexError(f"tokens [{offset}, {stop}) of sequence {number}, which has {size} tokens")
+        at = int(self.sequence_offsets[number])
+        itemsize = self.dtype.itemsize
+        return self._tokens(self._read(at + offset * itemsize, at + stop * itemsize))
+
+    def _slice(self, index: slice) -> list[Item]:
+        start, stop, step = index.indices(len(self))
+        if step != 1:
+            raise ValueError(f"slices of an IndexedDataset are contiguous; step {step} is not")
+        tokens = self._run(start, stop) if stop > start else []
+        if self.sequence_modes is None:
+            return list(tokens)
+        modes = self.sequence_modes[start:stop]
+        if self._with_modes:
+            return tokens, modes  # type: ignore[return-value]  # as Megatron returns them, to those who call it as Megatron's
+        return [(own, int(mode)) for own, mode in zip(tokens, modes, strict=True)]
+
+    def _run(self, start: int, stop: int) -> list[Tokens]:
+        """The tokens of sequences [start, stop), by one range read where they lie end to end."""
+        sizes = self.sequence_lengths[start:stop].astype(np.int64) * self.dtype.itemsize
+        offsets = self.sequence_offsets[start:stop]
+        if (offsets[1:] != offsets[:-1] + sizes[:-1]).any():
+            return [self._part(number, 0, None) for number in range(start, stop)]
+        low = int(offsets[0])
+        whole = self._read(low, int(offsets[-1] + sizes[-1]))
+        return [self._tokens(whole[int(a) - low : int(a + b) - low]) for a, b in zip(offsets, sizes, strict=True)]
+
+    def _read(self, start: int, stop: int) -> Buffer:
+        return self.store.read_ranges(self.bin_key, [start], [stop], self.bin_info.etag)[0]
+
+    def _tokens(self, data: Buffer) -> Tokens:
+        return np.frombuffer(data, self.dtype.newbyteorder("<"))
+
+    def _number(self, index: int) -> int:
+        number = operator.index(index)
+        if not -len(self) <= number < len(self):
+            raise IndexError(f"sequence {number} of {len(self)} in {redact_urls(self.prefix)}")
+        return number % len(self)

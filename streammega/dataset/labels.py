@@ -1,0 +1,85 @@
+"""What the manifest of a dataset says of its ids, for a dataset opened by any of its names: its tokenizer, and what is learned.
+
+A folder or a glob is opened without a manifest. What is needed is then looked up beside the shards, so that one dataset is
+the same by whatever name.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from streammega.config import StorageConfig
+from streammega.dataset.manifest import MANIFEST, Manifest, read_manifest
+from streammega.dataset.shards import set_name, strip_suffix
+from streammega.dataset.token_file import ShardFiles
+from streammega.errors import FormatError, StorageError
+
+LossModes = tuple[int, ...] | None
+
+
+@dataclass(frozen=True)
+class TokenizerLabel:
+    """A tokenizer by its name, for messages, and its digest."""
+
+    name: str
+    digest: str
+
+    def __str__(self) -> str:
+        return f"{self.name} ({self.digest[:12]})"
+
+
+def loss_modes_of(files: Sequence[ShardFiles], name: str) -> LossModes:
+    """The modes whose sequences are to be learned; None where no manifest names any.
+
+    Raises FormatError where shards differ, StorageError.
+    """
+    beside: dict[str, Manifest | None] = {}
+    found: dict[LossModes, str] = {}
+    for own in files:
+        entry = own.shard.entry
+        if entry is not None:
+            found[entry.loss_modes] = own.prefix
+        elif own.header.multimodal:
+            manifest = _beside(own, name, beside)
+            modes = manifest.loss_modes if manifest is not None else None
+            found[None if modes is None else tuple(modes)] = own.prefix
+    if len(found) > 1:
+        told = " and ".join(f"{prefix} has {modes}" for modes, prefix in found.items())
+        raise FormatError(f"{name}: its shards differ in the modes that are to be learned ({told}); make a blend of them")
+    return next(iter(found), None)
+
+
+def tokenizers_of(files: Sequence[ShardFiles], name: str) -> set[TokenizerLabel]:
+    """The tokenizers of a dataset's shards, as far as manifests tell them. Raises StorageError."""
+    beside: dict[str, Manifest | None] = {}
+    found = set()
+    for own in files:
+        entry = own.shard.entry
+        told = entry.tokenizer if entry is not None else None
+        if entry is None and (manifest := _beside(own, name, beside)) is not None:
+            told = (manifest.tokenizer.get("name", ""), manifest.tokenizer.get("digest", ""))
+        if told is not None and told[1]:
+            found.add(TokenizerLabel(*told))
+    return found
+
+
+def _beside(files: ShardFiles, name: str, known: dict[str, Manifest | None]) -> Manifest | None:
+    """The manifest beside a shard that was opened without one; None where there is none."""
+    if strip_suffix(name) == files.prefix:
+        return None  # it was looked for already
+    stem = set_name(files.prefix)
+    if stem not in known:
+        known[stem] = _manifest(stem + MANIFEST, files.storage)
+    return known[stem]
+
+
+def _manifest(url: str, storage: StorageConfig) -> Manifest | None:
+    try:
+        return read_manifest(url, storage)
+    except FormatError:
+        raise
+    except StorageError as error:
+        if error.transient:
+            raise
+        return None  # without the right to list, S3 answers 403 for what is not there

@@ -1,0 +1,255 @@
+"""Local copies of small remote files (`.idx`) and of built arrays: atomic, locked, one per node.
+
+A copy is keyed by URL, ETag and size, so a changed object is fetched anew and its old copy removed.
+Whatever number of processes ask, one downloads or builds and the others wait for it.
+"""
+
+from __future__ import annotations
+
+import errno
+import hashlib
+import io
+import logging
+import math
+import os
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import filelock
+import numpy as np
+from numpy.typing import DTypeLike, NDArray
+
+from streammega.config import StorageConfig
+from streammega.errors import CacheError, ObjectNotFoundError
+from streammega.storage import ObjectInfo, Store, join_url, open_store
+from streammega.storage.backends.local import LocalStore
+from streammega.storage.backends.mapping import map_file
+from streammega.storage.publish import create_beside
+from streammega.storage.store import written_whole
+from streammega.storage.versions import tell_unversioned
+
+log = logging.getLogger(__name__)
+
+DOWNLOAD_BYTES = 64 << 20
+
+
+def default_cache_dir() -> Path:
+    """$XDG_CACHE_HOME/streammega, or ~/.cache/streammega."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "streammega"
+
+
+def cached_object(store: Store, info: ObjectInfo, cache_dir: Path, part_bytes: int) -> Path:
+    """Path of a local copy of an object, downloaded by at most one process of this node.
+
+    Raises CacheError when the cache cannot hold it, StorageError when it cannot be read.
+    """
+    path = cached_copy(store, info, cache_dir)
+    if path.exists():
+        return path
+    url_hash = _digest(store.url(info.key))
+    with node_lock(cache_dir / "idx" / f"{url_hash}.lock"):
+        if not path.exists():
+            latest = cache_dir / "idx" / f"{url_hash}.latest"
+            stale = _read_name(latest)
+            write_atomically(path, _download(store, info, part_bytes), info.size)
+            # Which copy to remove next is noted: a look through the folder for each of its files would be quadratic.
+            write_atomically(latest, [path.name.encode()], len(path.name))
+            if stale and stale != path.name:
+                (path.parent / stale).unlink(missing_ok=True)
+    return path
+
+
+def local_view(store: Store, info: ObjectInfo, cache_dir: Path, part_bytes: int) -> memoryview:
+    """The bytes of a remote object: its local copy, mapped. One without a version is read into memory: no copy could be trusted
+
+    Raises CacheError when the cache cannot hold it, StorageError when it cannot be read.
+    """
+    if info.etag:
+        return LocalStore().view(str(cached_object(store, info, cache_dir, part_bytes)))
+    tell_unversioned(store.url(info.key))
+    return memoryview(b"".join(_download(store, info, part_bytes)))
+
+
+def cached_copy(store: Store, info: ObjectInfo, cache_dir: Path) -> Path:
+    """Where the local copy of an object lies, if there is one."""
+    return cache_dir / "idx" / f"{_digest(store.url(info.key))}-{_digest(f'{info.etag}:{info.size}')}.idx"
+
+
+def _read_name(path: Path) -> str:
+    """The file name that `path` holds, or nothing."""
+    try:
+        return Path(path.read_text(encoding="ascii")).name
+    except (OSError, ValueError):
+        return ""
+
+
+def _download(store: Store, info: ObjectInfo, part_bytes: int) -> Iterator[memoryview]:
+    """The object's bytes in order, fetched a window of concurrent parts at a time."""
+    for at in range(0, info.size, DOWNLOAD_BYTES):
+        end = min(at + DOWNLOAD_BYTES, info.size)
+        starts = list(range(at, end, part_bytes))
+        yield from store.read_ranges(info.key, starts, [min(start + part_bytes, end) for start in starts], info.etag)
+
+
+ArrayKind = tuple[tuple[DTypeLike, ...], tuple["int | None", ...]]
+"""What a cached array must be: the dtypes it may have, and its shape, None where any number will do."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ArrayParts:
+    """An array of one dimension that is made while it is written, so that it need not fit the memory: parts, end to end."""
+
+    dtype: np.dtype[Any]
+    size: int
+    parts: Callable[[], Iterator[NDArray[Any]]]
+
+    def filled(self) -> NDArray[Any]:
+        """The array in memory."""
+        array, at = np.empty(self.size, self.dtype), 0
+        for part in self.parts():
+            array[at : at + len(part)] = part
+            at += len(part)
+        return array
+
+
+def cached_arrays(
+    folder: Path,
+    key: str,
+    kinds: Mapping[str, ArrayKind],
+    build: Callable[[], Mapping[str, NDArray[Any] | ArrayParts]],
+    published: SharedFolder | None = None,
+) -> dict[str, NDArray[np.generic]]:
+    """Arrays `<key>-<name>.npy`, memory-mapped read-only; built once per node when one of them is missing.
+
+    Where `published` has them all, they are downloaded instead. Each file is written under a temporary name and renamed, so
+    a killed build leaves nothing that is later believed. Raises CacheError for a file that holds no array of its kind.
+    """
+    paths = {name: folder / f"{key}-{name}.npy" for name in kinds}
+    if not all(path.exists() for path in paths.values()):
+        with node_lock(folder / f"{key}.lock"):
+            if not all(path.exists() for path in paths.values()) and not (published and _download_all(published, paths)):
+                arrays = build()
+                for name, path in paths.items():
+                    array = arrays[name]
+                    write_atomically(path, _npy_bytes(array), array.size * array.dtype.itemsize)
+    return {name: load_array(path, kinds[name]) for name, path in paths.items()}
+
+
+@dataclass(frozen=True, kw_only=True)
+class SharedFolder:
+    """A folder of built arrays that all nodes can read: a URL, opened with the run's storage settings."""
+
+    url: str
+    storage: StorageConfig
+
+    def publish(self, path: Path) -> None:
+        """Upload one cached array under its own name, at once."""
+        store, key = open_store(join_url(self.url, path.name), self.storage)
+        with written_whole(store, key) as writer, open(path, "rb") as file:
+            while chunk := file.read(DOWNLOAD_BYTES):
+                writer.write(chunk)
+
+
+def _download_all(published: SharedFolder, paths: Mapping[str, Path]) -> bool:
+    """Fetch all arrays from the shared folder, or none: False when one is not there."""
+    found = []
+    for path in paths.values():
+        store, key = open_store(join_url(published.url, path.name), published.storage)
+        try:
+            found.append((store, store.info(key), path))
+        except ObjectNotFoundError:
+            return False
+    for store, info, path in found:
+        write_atomically(path, _download(store, info, published.storage.part_bytes), info.size)
+    return True
+
+
+def load_array(path: Path, kind: ArrayKind) -> NDArray[np.generic]:
+    """One cached `.npy`, memory-mapped, without a descriptor. Raises CacheError if it is not an array of this kind."""
+    try:
+        with open(path, "rb") as file:
+            version = np.lib.format.read_magic(file)
+            if version != (1, 0):
+                raise ValueError(f"its version is {version}, not that which this library writes")
+            shape, by_columns, dtype = np.lib.format.read_array_header_1_0(file)
+            begin = file.tell()
+            size = math.prod(shape) * dtype.itemsize
+            data = map_file(file.fileno(), begin + size, path)
+    except (ValueError, EOFError, OSError) as error:
+        raise damaged_array(f"{path}: is no readable array ({error})") from None
+    dtypes, expected = kind
+    fits = len(shape) == len(expected) and all(e in (None, n) for n, e in zip(shape, expected, strict=True))
+    if by_columns or dtype not in [np.dtype(known) for known in dtypes] or not fits:
+        raise damaged_array(f"{path}: is {dtype} {list(shape)}, not {np.dtype(dtypes[-1])} {list(expected)}")
+    # Users know mapped arrays by this type; np.load would keep a descriptor for each.
+    return data[begin:].view(dtype).reshape(shape).view(np.memmap)
+
+
+def damaged_array(what: str) -> CacheError:
+    """For a cached array that is not what was built."""
+    return CacheError(f"{what}; remove the file and start again (publish it anew, if it came from shared_index_url)")
+
+
+def _npy_bytes(array: NDArray[Any] | ArrayParts) -> Iterator[memoryview]:
+    shape = array.shape if isinstance(array, np.ndarray) else (array.size,)
+    header = io.BytesIO()
+    np.lib.format.write_array_header_1_0(header, {"descr": array.dtype.str, "fortran_order": False, "shape": shape})
+    yield header.getbuffer()
+    for part in [array] if isinstance(array, np.ndarray) else array.parts():
+        flat = np.ascontiguousarray(part, array.dtype).reshape(-1).view(np.uint8)
+        for at in range(0, flat.size, DOWNLOAD_BYTES):
+            yield flat[at : at + DOWNLOAD_BYTES].data
+
+
+def write_atomically(path: Path, chunks: Iterable[bytes | memoryview], expected_bytes: int) -> None:
+    """Write to a temporary file in the same folder, sync it, rename it. Raises CacheError on a full disk."""
+    temporary = None
+    try:
+        fd, temporary = create_beside(path)
+        with os.fdopen(fd, "wb") as file:
+            for chunk in chunks:
+                file.write(chunk)
+            file.flush()
+            os.fsync(file.fileno())
+            os.replace(temporary, path)  # while it is open, and so held: nobody takes it for an orphan
+        temporary = None
+    except OSError as error:
+        raise cache_error(path, error, expected_bytes) from None
+    finally:
+        if temporary is not None:
+            Path(temporary).unlink(missing_ok=True)
+
+
+@contextmanager
+def node_lock(path: Path) -> Iterator[None]:
+    """Hold an advisory file lock that all processes of this node share; freed by the kernel if its holder dies."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        # An empty file that every user of the cache may lock, whatever the umask of its maker: to lock is to open for writing.
+        lock = filelock.FileLock(path, mode=0o666)
+        lock.acquire()
+    except OSError as error:
+        raise cache_error(path, error, 0) from None
+    try:
+        yield
+    finally:
+        lock.release()
+
+
+def cache_error(path: Path, error: OSError, wanted: int) -> CacheError:
+    """A CacheError that says how many bytes were wanted and where to point the cache instead."""
+    reason = error.strerror or str(error)
+    if error.errno in (errno.EACCES, errno.EPERM):
+        return CacheError(
+            f"{path}: {reason}; the cache belongs to another user or is read-only: make the folder writable for all of its "
+            f"users, or set index_cache_dir to a folder of one's own"
+        )
+    room = f" ({wanted:,} bytes wanted)" if error.errno in (errno.ENOSPC, errno.EDQUOT) and wanted else ""
+    return CacheError(f"{path}: {reason}{room}; free space there, or set index_cache_dir to a disk with room")
+
+
+def _digest(text: str) -> str:
+    return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()

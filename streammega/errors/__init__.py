@@ -1,0 +1,111 @@
+"""Every error that streammega raises on purpose.
+
+    StreammegaError
+    ├── ConfigError                  a setting that cannot work, found before any data is read
+    ├── StorageError                 bytes that could not be had or put
+    │   ├── ObjectNotFoundError      no such object, bucket or file
+    │   │   └── MissingShardsError   some shards of a numbered set are not there
+    │   ├── AccessDeniedError        the endpoint knows us not, or forbids it
+    │   ├── EndpointError            the endpoint refused, timed out or failed
+    │   ├── ShortReadError           fewer bytes came than were asked for
+    │   └── ObjectChangedError       the object is not the one that was opened
+    ├── FormatError                  an .idx, .bin or other file that is not what it should be
+    ├── CacheError                   the local cache cannot hold what it must
+    ├── StateError                   a checkpoint's data state that does not fit this run
+    ├── ConvertError                 a corpus that could not be converted
+    └── GradientError                a gradient that is not finite, or far too large
+
+Messages say what happened, where, and how to mend it. They never hold credentials: what URLs carry is taken out here, what
+`storage_options` carry where a library's words enter a message (`redaction.redact`).
+`ConfigError` and `FormatError` are also `ValueError`s, and `ObjectNotFoundError` is also a
+`FileNotFoundError`, so that code written for the standard errors keeps working.
+"""
+
+from streammega.errors.redaction import redact_urls
+
+__all__ = [
+    "AccessDeniedError",
+    "CacheError",
+    "ConfigError",
+    "ConvertError",
+    "EndpointError",
+    "FormatError",
+    "GradientError",
+    "MissingShardsError",
+    "ObjectChangedError",
+    "ObjectNotFoundError",
+    "ShortReadError",
+    "StateError",
+    "StorageError",
+    "StreammegaError",
+]
+
+
+class StreammegaError(Exception):
+    """The root: catch this to catch everything below."""
+
+    def __init__(self, *args: object) -> None:
+        super().__init__(*(redact_urls(arg) if isinstance(arg, str) else arg for arg in args))
+
+
+class ConfigError(StreammegaError, ValueError):
+    """A setting that cannot work; raised before any data is read."""
+
+
+class StorageError(StreammegaError):
+    """Bytes could not be read from, or written to, where they live.
+
+    `transient`: trying again may help. `throttled`: the endpoint asked for fewer requests. `silent`: no server answered.
+    """
+
+    transient = False
+    throttled = False
+    silent = False
+
+
+class ObjectNotFoundError(StorageError, FileNotFoundError):
+    """No such object, bucket or file."""
+
+
+class MissingShardsError(ObjectNotFoundError):
+    """Of a numbered set of shards, some are there and others are not."""
+
+
+class AccessDeniedError(StorageError):
+    """The endpoint refused the credentials, or there were none."""
+
+
+class EndpointError(StorageError):
+    """The endpoint could not be reached, timed out, or failed."""
+
+    transient = True
+
+
+class ShortReadError(StorageError):
+    """A read returned another number of bytes than was asked for."""
+
+    transient = True
+
+
+class ObjectChangedError(StorageError):
+    """An object is not the one that was opened: its ETag or size differs."""
+
+
+class FormatError(StreammegaError, ValueError):
+    """A file does not hold what its format says."""
+
+
+class CacheError(StreammegaError):
+    """The local cache cannot be written: a full or read-only disk."""
+
+
+class StateError(StreammegaError):
+    """A loader state that belongs to another dataset, seed or order."""
+
+
+class ConvertError(StreammegaError):
+    """A corpus that could not be converted; names the file and line."""
+
+
+class GradientError(StreammegaError):
+    """A gradient that is not finite, or far too large; names the rank and the parameter."""

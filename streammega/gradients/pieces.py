@@ -1,0 +1,66 @@
+"""What a rank steps of the parameters: pieces of buckets, and the optimizer that has their state."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from streammega.gradients.buffers import GradSlot
+
+
+@dataclass(frozen=True)
+class Piece:
+    """Elements [start, stop) of this rank's part of a parameter, flat: what this rank steps. `main`: fp32; `grad`: its place."""
+
+    slot: GradSlot
+    start: int
+    stop: int
+    main: nn.Parameter
+    grad: Tensor
+    counts: bool
+
+
+class BucketedModel(Protocol):
+    """What the state of an optimizer has to know of a model; BucketedDataParallel is one."""
+
+    @property
+    def device(self) -> torch.device:
+        """Where its parameters are."""
+
+    def is_first_copy(self, slot: GradSlot) -> bool:
+        """Whether no tensor-parallel rank before this one has the same elements of a parameter."""
+
+
+class PiecewiseOptimizer(Protocol):
+    """An optimizer of pieces, whose state is saved and loaded; ShardedOptimizer is one.
+
+    offered: by the id of a piece, memory for what it has no state of yet, which a checkpoint is filling.
+    """
+
+    inner: torch.optim.Optimizer
+    pieces: list[Piece]
+    offered: dict[int, dict[str, Any]]
+
+    @property
+    def make_inner(self) -> Callable[..., torch.optim.Optimizer]:
+        """Another inner optimizer of the same settings."""
+
+    @property
+    def group_of(self) -> Mapping[int, int]:
+        """By the id of a slot, its parameter group."""
+
+    @property
+    def models(self) -> Sequence[BucketedModel]:
+        """The models that are stepped."""
+
+    @property
+    def slots(self) -> Sequence[tuple[BucketedModel, GradSlot]]:
+        """All parameters, also those of which this rank has no piece."""
+
+    @property
+    def names_of_groups(self) -> list[list[str]]:
+        """The parameters of each group, on all ranks."""

@@ -1,0 +1,286 @@
+"""Micro-batches of one rank as a torch IterableDataset, and its position."""
+
+from __future__ import annotations
+
+import logging
+import operator
+from collections.abc import Generator, Iterator, Mapping
+from contextlib import closing
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import torch
+import torch.utils.data
+from numpy.typing import NDArray
+
+from streammega.config import DataConfig
+from streammega.errors import ConfigError, StateError
+from streammega.loading.engine import Engine
+from streammega.loading.iteration import Iteration
+from streammega.loading.places import Begun, Places
+from streammega.loading.shares import Share, read_share, write_share
+from streammega.loading.steps import MicroSteps
+from streammega.order.batch_size import BatchSchedule, batch_schedule
+from streammega.order.cursor import make_state, parse_state
+from streammega.samples.fields import Batch
+from streammega.samples.open import open_source
+from streammega.samples.source import SampleSource
+
+log = logging.getLogger(__name__)
+
+AHEAD = 2
+"""Micro-batches made ahead when a dataset is iterated without a loader."""
+
+
+class StreamingDataset(torch.utils.data.IterableDataset[Batch]):
+    """Yields micro-batches: {"tokens", "labels", "position_ids"} int64 and "loss_mask" float32, [micro_batch_size, S];
+    with reset_attention_mask also "cu_seqlens", the bounds of documents, int32 [micro_batch_size, most documents + 1].
+
+    Every rank sees its part of the same global batches, whatever dp_size is. An iteration is one pass over the data (whole global
+    batches only), and every pass has the same samples in the same order.
+
+    **Where an iteration begins**: where `load_state_dict` or `seek` put the dataset, if it is the first one since, and at the
+    first sample otherwise, also after one that was left in the middle. That is so by itself and under a torch DataLoader
+    (`batch_size=None`) with any number of workers, forked, spawned or persistent; worker w builds micro-batches w, w + W, ...,
+    so the order is the same. An iteration from the end of the data gives nothing, with a warning. One that is held while
+    the dataset is put elsewhere, or that ended by an error, raises StateError.
+
+    **State under workers**: torchdata's StatefulDataLoader keeps each worker's own, to be loaded with as many workers. With a
+    plain DataLoader only the caller knows what was taken: `state_dict(num_batches)`.
+
+    Args:
+        config: what is read.
+        split: "train", "valid" or "test".
+        micro_batch_size: samples of one batch of this rank.
+        global_batch_size: samples of one optimizer step over all ranks; a multiple of micro_batch_size * dp_size.
+        dp_rank, dp_size: this data-parallel rank.
+        rampup: (start, increment, samples): the global batch grows from start to global_batch_size over so many samples.
+
+    Raises ConfigError before any token is read, StorageError and FormatError for the files.
+    """
+
+    def __init__(
+        self,
+        config: DataConfig,
+        *,
+        split: str = "train",
+        micro_batch_size: int,
+        global_batch_size: int,
+        dp_rank: int = 0,
+        dp_size: int = 1,
+        rampup: tuple[int, int, int] | None = None,
+    ) -> None:
+        schedule = batch_schedule(global_batch_size, rampup)
+        schedule.check(micro_batch_size, dp_rank, dp_size)
+        self.config = config
+        self.split = split
+        self.micro_batch_size = micro_batch_size
+        self.global_batch_size = global_batch_size
+        self.dp_rank = dp_rank
+        self.dp_size = dp_size
+        self.steps = MicroSteps(
+            config=config,
+            split=split,
+            samples=open_source(config, split, global_batch_size),
+            schedule=schedule,
+            micro_batch_size=micro_batch_size,
+            dp_rank=dp_rank,
+            dp_size=dp_size,
+        )
+        self.steps.check()
+        self._consumed = 0
+        self._places = Places()
+        self._share: Share | None = None  # in a worker: of the iteration that runs
+        self._loaded: Share | None = None  # in a worker: of the iteration that will
+
+    def __len__(self) -> int:
+        """Micro-batches of this rank from the first sample to the last. TypeError for a stream without an end."""
+        if self.num_samples is None:
+            raise TypeError("the stream has no end; num_samples in the config gives it one")
+        return sum(len(part) for part in self.parts(0))
+
+    @property
+    def samples(self) -> SampleSource:
+        """The samples of the split, in their order."""
+        return self.steps.samples
+
+    @property
+    def schedule(self) -> BatchSchedule:
+        """The sizes of global batches, and where their steps begin."""
+        return self.steps.schedule
+
+    @property
+    def num_samples(self) -> int | None:
+        """Samples over all ranks, whole global batches only; None: the stream has no end."""
+        return self.steps.num_samples
+
+    @property
+    def step_samples(self) -> int:
+        """Samples that one micro-batch on every rank takes from the global stream."""
+        return self.steps.step_samples
+
+    @property
+    def consumed_samples(self) -> int:
+        """The next global sample: how many were handed out, over all ranks."""
+        return self._consumed
+
+    def sample_ids(self, consumed: int | NDArray[np.int64]) -> NDArray[np.int64]:
+        """Global sample ids of this rank's micro-batch in the micro-step at `consumed`, int64 [..., micro_batch_size]."""
+        return self.steps.sample_ids(consumed)
+
+    def batch(self, consumed: int) -> Batch:
+        """This rank's micro-batch in the micro-step at `consumed`: a pure function of it."""
+        return self.steps.batch(consumed)
+
+    def positions(self) -> Iterator[int]:
+        """The micro-steps that are left, as values of `consumed`, without those that are skipped."""
+        return self.steps.positions(self._consumed)
+
+    def parts(self, start: int) -> Iterator[range]:
+        """The ranges of positions from `start` on, between the skipped ones."""
+        return self.steps.parts(start)
+
+    def advance(self, consumed: int) -> None:
+        """Note that the micro-step at `consumed` was handed out."""
+        self._consumed = consumed + self.step_samples
+
+    def __iter__(self) -> Iterator[Batch]:
+        worker = torch.utils.data.get_worker_info()
+        begun = self._places.begin(worker)
+        share = Share(start=begun.start, origin=begun.origin)
+        if worker is not None:
+            share = replace(share, worker=worker.id, workers=worker.num_workers)
+            share, self._loaded = self._loaded or share, None
+        self.steps = self.steps.in_lanes(begun.lanes).from_origin(share.origin)
+        self._share = share
+        self._consumed = share.start
+        return Iteration(self._batches(self.steps, begun, share))
+
+    def _batches(self, steps: MicroSteps, begun: Begun, share: Share) -> Generator[Batch, None, None]:
+        first = share.worker + share.batches * share.workers
+        positions = steps.positions(share.start, first, share.workers)
+        if share.worker == share.batches == 0 and share.start and share.start == steps.num_samples:
+            log.warning(
+                "%s: the position that was set, sample %d, is the end of the data, so this iteration gives nothing; the next "
+                "begins at the first sample",
+                self.split,
+                share.start,
+            )
+        with closing(Engine(steps, positions, AHEAD, start=share.start, worker=share.worker, workers=share.workers)) as engine:
+            for consumed, batch in engine:
+                self._places.check(begun)
+                self._count(begun, share, consumed)
+                yield batch
+                del batch
+        self._places.check(begun)
+        if torch.utils.data.get_worker_info() is None and self._places.is_latest(begun):
+            self.steps = self.steps.from_origin(0)  # the position is now that of the next iteration
+            self._consumed = 0
+            self._places.finished()
+
+    def _count(self, begun: Begun, share: Share, consumed: int) -> None:
+        if torch.utils.data.get_worker_info() is not None:
+            assert self._share is not None
+            self._share = replace(self._share, batches=self._share.batches + 1)
+        elif self._places.is_latest(begun):
+            self.advance(consumed)
+
+    def set_epoch(self, epoch: int) -> None:
+        """Called by DataLoaders that accelerate prepared; passes are all alike, so there is nothing to set.
+
+        Raises ConfigError for a dataset of one of several ranks: such a DataLoader deals out what one process reads.
+        """
+        if self.dp_size > 1:
+            raise ConfigError(
+                f"this dataset reads the part of data-parallel rank {self.dp_rank} of {self.dp_size} alone, but accelerate "
+                f"prepared its DataLoader and would deal that part out to all ranks: the others' samples would never be seen. "
+                f"Iterate a StreamLoader(dp_rank=, dp_size=) that is not prepared, with "
+                f"accelerator.register_for_checkpointing(loader), or give the dataset neither dp_rank nor dp_size"
+            )
+
+    def seek(self, consumed_samples: int) -> None:
+        """Continue at a global sample, whole micro-steps of these ranks from the start of a global batch."""
+        consumed_samples = operator.index(consumed_samples)  # of numpy too: states are JSON
+        steps = self.steps if consumed_samples else self.steps.from_origin(0)
+        steps.check_position(consumed_samples)
+        self._put(consumed_samples, steps)
+
+    @property
+    def generation(self) -> int:
+        """How often `seek` and `load_state_dict` have put the dataset somewhere."""
+        return self._places.generation
+
+    def state_dict(self, num_batches: int | None = None) -> dict[str, Any]:
+        """Where to go on, the same on every rank: {"version", "consumed_samples", "batch_offset", "identity", "fingerprint"}.
+
+        Counts what was handed out; after the last batch of an iteration that has ended, the position is the first sample. Under
+        a DataLoader with workers only the caller knows what was handed out: pass `num_batches`, the micro-batches taken from
+        the iteration that began last. In a worker (asked by torchdata's StatefulDataLoader) it is the state of that worker.
+        """
+        if torch.utils.data.get_worker_info() is not None:
+            return self._worker_state()
+        if num_batches is not None:
+            start, origin = self._places.running
+            steps = self.steps.from_origin(origin)
+            return steps.state(steps.after(start, num_batches))
+        if self._places.by_workers:
+            raise StateError(
+                "worker processes read ahead of what the DataLoader handed out, so the position is not known here; pass "
+                "state_dict(num_batches=<micro-batches taken from this iteration>), save the state of torchdata's "
+                "StatefulDataLoader, or use StreamLoader, which needs no workers"
+            )
+        return self.state_at(self._consumed)
+
+    def state_at(self, consumed: int) -> dict[str, Any]:
+        """The state of a run that has handed out all samples before `consumed`."""
+        return self.steps.state(consumed)
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue at the sample after the last that was handed out. Raises StateError for another order, and changes nothing."""
+        saved = parse_state(state)
+        steps = self.steps.in_lanes(saved.lanes).resumed(saved.consumed, saved.offset)
+        share = read_share(state, self.step_samples)
+        reached = saved.consumed if share is None else share.reached
+        saved.check(steps.samples.identity(reached))
+        size = steps.schedule.size_at(saved.consumed)
+        if saved.offset >= size:
+            raise StateError(
+                f"the state stops {saved.offset} samples into a global batch, which now has {size}; "
+                f"resume with the former global_batch_size, or from a state saved between global batches"
+            )
+        steps.check_position(saved.consumed)
+        if share is not None:
+            share = replace(share, start=saved.consumed, origin=steps.schedule.origin)
+            if _reached(share, steps) != reached:
+                raise StateError("skip_samples or num_samples changed within what this worker's state counts; restore them")
+        self._put(saved.consumed, steps, share)
+
+    def _put(self, consumed: int, steps: MicroSteps, share: Share | None = None) -> None:
+        """Go somewhere. A worker process goes there by itself: what it is given is only its own."""
+        worker = torch.utils.data.get_worker_info()
+        origin = steps.schedule.origin
+        self.steps = steps
+        self._consumed = consumed
+        if worker is None:
+            self._places.put(consumed, steps.lanes, origin)
+            return
+        self._places.adopt_lanes(steps.lanes)
+        alone = Share(start=consumed, origin=origin, worker=worker.id, workers=worker.num_workers)
+        self._loaded = share or alone
+
+    def _worker_state(self) -> dict[str, Any]:
+        """The state of one worker: where the iteration began, and how many micro-batches this worker gave."""
+        share = self._share
+        if share is None:
+            raise StateError("a worker has a state once its iteration began")
+        steps = self.steps.from_origin(share.origin)
+        reached = _reached(share, steps)
+        state = make_state(steps.samples.identity(reached), share.start, steps.schedule.offset_at(share.start))
+        return state | write_share(replace(share, reached=reached), self.step_samples)
+
+
+def _reached(share: Share, steps: MicroSteps) -> int:
+    """The position after the last micro-batch that a worker gave."""
+    given = share.worker + (share.batches - 1) * share.workers + 1 if share.batches else 0
+    return steps.after(share.start, given)

@@ -1,0 +1,272 @@
+"""The loader: micro-batches a few ahead of the training step, and a cursor that counts only what was taken."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Generator, Iterator, Mapping
+from contextlib import closing
+from functools import cached_property
+from types import TracebackType
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from streammega.config import DataConfig
+from streammega.errors import ConfigError, StateError
+from streammega.loading.dataset import StreamingDataset
+from streammega.loading.engine import Engine
+from streammega.loading.iteration import Iteration
+from streammega.loading.planner import Bounds
+from streammega.loading.prometheus import MetricsServer
+from streammega.loading.stats import Stats
+from streammega.order.rank_samples import zigzag_bounds
+from streammega.samples.fields import Batch
+from streammega.samples.token_file import has_modes
+
+log = logging.getLogger(__name__)
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
+
+class StreamLoader:
+    """Iterates micro-batches of this rank; no worker processes.
+
+    **Where an iteration begins**: `iter` goes on from the cursor. When the data has ended, it begins the next pass from the first
+    sample: the same samples in the same order. A loader for evaluation begins every iteration at the first sample, unless
+    `seek` or `load_state_dict` was called and no batch was taken since. `take` goes on from the cursor, whatever the loader is
+    for; at the end of the data it raises StopIteration, until `iter`, `seek` or `load_state_dict` goes elsewhere.
+
+    One iteration runs at a time. One that is held while another begins, or while the loader is moved or closed, raises
+    StateError, as does one that ended by an error; `take` and a new `iter` go on from the cursor, with the batch that failed.
+    StopIteration is the end of the data, and nothing else.
+
+    `state_dict` may be called at any time and counts the batches that were handed out, never those read ahead; it is the same on
+    every rank that took as many batches.
+
+    Args:
+        config, split, micro_batch_size, global_batch_size, rampup: as in StreamingDataset.
+        dp_rank, dp_size: this data-parallel rank; or
+        mesh: a DeviceMesh, of which the dimension "dp" (or the only one) says both.
+        prefetch: micro-batches made ahead of the step; how far ahead bytes are fetched, `storage.memory_bytes` says.
+        evaluation: begin every iteration at the first sample; None: for every split but "train".
+        ids_only: batches are {"ids": [micro_batch_size, S + 1] in the stored dtype, "valid": int64 [micro_batch_size], the
+            ids of each sample that are not padding}, from which everything else can be derived on the device. Where modes
+            make the loss mask, also "learned", bool as "ids" are: no loss where a label is an id that is not learned.
+        cp_rank, cp_size: with ids_only, read only what this context-parallel rank keeps of each sample: two of 2 * cp_size parts
+            of P tokens, each with the token after it. "ids" is [2 * micro_batch_size, P + 1], a sample's two parts one after
+            the other.
+        pin_memory: whether batches lie in CUDA's pinned memory; None: where CUDA can be used, on the device that is current when
+            the first batch is asked for. False opens no context on any device.
+        log_every: log one line of `stats()` each so many global batches; 0: never.
+        metrics_port: serve `stats()` to Prometheus on this port (0: a free one, in `metrics_address`); needs
+            `pip install 'streammega[metrics]'`.
+
+    Every field of a batch is contiguous, in memory that no other batch shares; where CUDA can be used, it is pinned by torch, so
+    a batch may be dropped right after `.to("cuda", non_blocking=True)`. "labels" are shifted already: models of Hugging Face,
+    which shift what they get as `labels`, take them as `shift_labels`.
+    """
+
+    def __init__(
+        self,
+        config: DataConfig,
+        *,
+        split: str = "train",
+        micro_batch_size: int,
+        global_batch_size: int,
+        dp_rank: int | None = None,
+        dp_size: int | None = None,
+        mesh: DeviceMesh | None = None,
+        rampup: tuple[int, int, int] | None = None,
+        prefetch: int = 4,
+        evaluation: bool | None = None,
+        ids_only: bool = False,
+        cp_rank: int = 0,
+        cp_size: int = 1,
+        pin_memory: bool | None = None,
+        log_every: int = 0,
+        metrics_port: int | None = None,
+    ) -> None:
+        rank, size = _data_parallel(dp_rank, dp_size, mesh)
+        self.dataset = StreamingDataset(
+            config,
+            split=split,
+            micro_batch_size=micro_batch_size,
+            global_batch_size=global_batch_size,
+            dp_rank=rank,
+            dp_size=size,
+            rampup=rampup,
+        )
+        if cp_size > 1 and not ids_only:
+            raise ConfigError("parts of samples are read as ids: give ids_only=True with cp_rank and cp_size, or use get_batch")
+        parts = zigzag_bounds(config.sequence_length, cp_rank, cp_size)  # one that does not exist would read others' tokens
+        parts = parts if cp_size > 1 else []
+        self._bounds = [(start, stop + 1) for start, stop in parts]
+        self._prefetch, self.ids_only, self._pinned = prefetch, ids_only, pin_memory
+        self._stats, self._log_every = Stats(), log_every
+        self._metrics = None if metrics_port is None else MetricsServer(self._stats, metrics_port, rank)
+        self.evaluation = split != "train" if evaluation is None else evaluation
+        self._running: Iteration | None = None
+        self._following: Iterator[int] | None = None
+        self._placed = 0  # where seek or load_state_dict put the cursor last
+
+    def __len__(self) -> int:
+        """Micro-batches from the first sample to the last. TypeError for a stream without an end."""
+        return len(self.dataset)
+
+    def __iter__(self) -> Iterator[Batch]:
+        self._stop("another iteration of its loader began, and one loader has one cursor")
+        self._go_to_a_pass()
+        return self._begin()
+
+    def __enter__(self) -> StreamLoader:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self.close()
+
+    def take(self) -> Batch:
+        """The next micro-batch from the cursor on. Raises StopIteration after the last."""
+        running = self._running
+        return next(running if running is not None and running.goes_on else self._begin())
+
+    def pass_over(self) -> None:
+        """Count the next micro-batch as handed out without reading it: another rank did. Raises StopIteration after the last."""
+        if self._following is None:
+            self._following = self.dataset.positions()
+        self.dataset.advance(next(self._following))
+
+    @property
+    def ready(self) -> bool:
+        """Whether `take` would not wait for what was read ahead: the next batch, the end, or an error is there."""
+        return self._running is not None and self._stats.at_hand is not None and self._stats.at_hand()
+
+    @property
+    def bounds(self) -> Bounds:
+        """The tokens [start, stop) of each sample that are read, with the token after them; empty: all of it."""
+        return self._bounds
+
+    @cached_property
+    def ids_dtype(self) -> np.dtype[Any]:
+        """The dtype of "ids": the widest of all files."""
+        return np.result_type(*(file.dtype for files in self.dataset.samples.files for file in files))
+
+    @cached_property
+    def has_modes(self) -> bool:
+        """Whether modes of a dataset make the loss mask: then "learned" is beside "ids"."""
+        return has_modes([file for files in self.dataset.samples.files for file in files])
+
+    @property
+    def consumed_samples(self) -> int:
+        """Samples handed out so far, over all ranks: the next global sample."""
+        return self.dataset.consumed_samples
+
+    def seek(self, consumed_samples: int) -> None:
+        """Continue at a global sample. Raises StateError outside of the data."""
+        self.dataset.seek(consumed_samples)
+        self._moved("seek")
+
+    def state_dict(self) -> dict[str, Any]:
+        """The resumable state, under 1 KB and JSON-able: see StreamingDataset.state_dict."""
+        return self.dataset.state_dict()
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue after the last sample that was handed out when the state was taken, on any number of ranks.
+
+        Raises StateError for a damaged state, or one of another order; everything is then as it was.
+        """
+        self.dataset.load_state_dict(state)
+        self._moved("load_state_dict")
+
+    @property
+    def metrics_address(self) -> str | None:
+        """Where Prometheus finds the figures of this loader, if it was asked to serve them."""
+        return None if self._metrics is None else self._metrics.address
+
+    def stats(self) -> dict[str, Any]:
+        """What was read and how long was waited: bytes and requests, seconds.
+
+        `amplification`: bytes asked of storage or cache for each byte that planned samples use; `stall_share`: of the time
+        since the first batch, what the caller spent waiting for one; `wait_p50` and so on: of the last few thousand batches.
+        """
+        return self._stats.summary()
+
+    def close(self) -> None:
+        """End the running iteration and its threads. `take` and `iter` begin another."""
+        self._stop("its loader was closed")
+
+    def _begin(self) -> Iteration:
+        """Iterate from the cursor on."""
+        self._following = None
+        self._running = Iteration(
+            _batches(
+                self.dataset,
+                self.dataset.generation,
+                self._prefetch,
+                self._stats,
+                self._log_every,
+                {"ids_only": self.ids_only, "bounds": self._bounds, "pinned": self._pinned},
+            )
+        )
+        return self._running
+
+    def _stop(self, reason: str) -> None:
+        running = self._running
+        self._running = None
+        self._following = None
+        if running is not None:
+            running.stop(reason)
+
+    def _moved(self, by: str) -> None:
+        self._stop(f"{by} moved its loader elsewhere")
+        self._placed = self.dataset.consumed_samples
+
+    def _go_to_a_pass(self) -> None:
+        """Go where an iteration begins."""
+        dataset = self.dataset
+        untouched = dataset.consumed_samples == self._placed
+        if next(dataset.positions(), None) is not None and (untouched or not self.evaluation):
+            return
+        if untouched and dataset.consumed_samples:
+            log.warning(
+                "%s: the position that was set, sample %d, is the end of the data; iterating begins another pass",
+                dataset.split,
+                dataset.consumed_samples,
+            )
+        elif not self.evaluation:
+            log.info("%s: the data ended at sample %d; the next pass begins", dataset.split, dataset.consumed_samples)
+        dataset.seek(0)
+        self._placed = 0
+
+
+def _batches(
+    dataset: StreamingDataset, generation: int, ahead: int, stats: Stats, log_every: int, options: dict[str, Any]
+) -> Generator[Batch, None, None]:
+    """Does not refer to the loader, so that a loader nobody holds is collected, and its threads with it."""
+    steps = 0
+    start = dataset.consumed_samples
+    with closing(Engine(dataset.steps, dataset.positions(), ahead, start=start, stats=stats, **options)) as engine:
+        for consumed, batch in engine:
+            if dataset.generation != generation:
+                raise StateError("the dataset was put elsewhere under its loader; use seek and load_state_dict of the loader")
+            dataset.advance(consumed)
+            yield batch
+            del batch
+            if log_every and dataset.schedule.offset_at(dataset.consumed_samples) == 0:
+                steps += 1
+                if steps % log_every == 0:
+                    log.info("%s: sample %d; %s", dataset.split, dataset.consumed_samples, stats.line())
+
+
+def _data_parallel(dp_rank: int | None, dp_size: int | None, mesh: DeviceMesh | None) -> tuple[int, int]:
+    if mesh is None:
+        if (dp_rank is None) != (dp_size is None):
+            raise ConfigError("dp_rank and dp_size go together: give both, or a mesh, or neither for a single rank")
+        return (0, 1) if dp_rank is None or dp_size is None else (dp_rank, dp_size)
+    if dp_rank is not None or dp_size is not None:
+        raise ConfigError("give either a mesh or dp_rank and dp_size, not both")
+    names = mesh.mesh_dim_names or ()
+    if mesh.ndim > 1 and "dp" not in names:
+        raise ConfigError(f"the mesh has dimensions {names or mesh.ndim}; name the data-parallel one 'dp'")
+    dim = names.index("dp") if "dp" in names else 0
+    return mesh.get_local_rank(dim), mesh.size(dim)

@@ -1,0 +1,107 @@
+"""Bringing whole files to the page cache in the background, for orders that read small scattered ranges of them."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections import deque
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from streammega.config import StorageConfig
+from streammega.errors import StorageError
+from streammega.samples.token_file import TokenFile
+from streammega.storage.cache.store import CachedStore
+from streammega.storage.fetch.fetcher import LEAVE_AFTER
+from streammega.storage.fetch.threads import Stopped
+from streammega.storage.retry import RetryPolicy
+from streammega.storage.store import Bytes
+
+log = logging.getLogger(__name__)
+
+THREADS = 4
+
+
+@dataclass(frozen=True)
+class _Part:
+    """Bytes [low, high) of a file, within a chunk of the cache."""
+
+    file: TokenFile
+    store: CachedStore
+    low: int
+    high: int
+
+
+class Stager:
+    """Threads that read files into the cache, part by part, beginning to end, while range reads serve what is needed now.
+
+    Readers on one node share the work: a part that another is fetching is passed over and looked at again afterwards.
+    """
+
+    def __init__(self, files: Sequence[TokenFile], storage: StorageConfig) -> None:
+        self.staged_bytes = 0
+        self._closed = threading.Event()
+        self._longest_leave = min(LEAVE_AFTER, storage.stall_timeout)
+        self._policy = RetryPolicy.of(storage)
+        self._parts = _parts_of(files, storage.part_bytes)
+        self._passed_over: deque[_Part] = deque()
+        self._lock = threading.Lock()
+        self._threads = [threading.Thread(target=self._run, name="streammega-stage", daemon=True) for _ in range(THREADS)]
+        for thread in self._threads:
+            thread.start()
+
+    def _run(self) -> None:
+        while not self._closed.is_set():
+            part = self._next()
+            if part is None:
+                return
+            try:
+                self._policy.call(lambda: self._stage(part), self._closed)  # noqa: B023 - called at once
+            except Stopped:
+                return
+            except StorageError as error:
+                log.info("staging stopped, what is needed is read directly: %s", error)
+                return
+
+    def _next(self) -> _Part | None:
+        """The next part that nobody fetches; in the end those that were passed over, which are waited for."""
+        with self._lock:
+            for part in self._parts:
+                if self._closed.is_set():
+                    return None
+                if not part.store.cached.is_fetched_elsewhere(part.low, part.high):
+                    return part
+                self._passed_over.append(part)
+            return self._passed_over.popleft() if self._passed_over else None
+
+    def _stage(self, part: _Part) -> None:
+        if not self._closed.is_set():
+            part.store.cached.ensure(part.low, part.high, lambda a, b, out: self._fetch(part, a, b, out), self._given_up)
+
+    def _given_up(self) -> bool:
+        return self._closed.is_set()
+
+    def _fetch(self, part: _Part, start: int, stop: int, out: Bytes) -> None:
+        part.store.store.read_into(part.file.key, [(start, stop)], [out], part.file.etag)
+        with self._lock:
+            self.staged_bytes += stop - start
+
+    def close(self) -> None:
+        """Stop after the parts under way; those of an endpoint that hangs are not waited for long."""
+        self._closed.set()
+        deadline = time.monotonic() + self._longest_leave
+        for thread in self._threads:
+            if thread is not threading.current_thread():
+                thread.join(max(0.0, deadline - time.monotonic()))
+
+
+def _parts_of(files: Sequence[TokenFile], part_bytes: int) -> Iterator[_Part]:
+    for file in files:
+        if not isinstance(file.store, CachedStore):
+            continue
+        size, chunk_bytes = file.store.cached.size, file.store.cached.chunk_bytes
+        for chunk in range(0, size, chunk_bytes):
+            end = min(chunk + chunk_bytes, size)
+            for low in range(chunk, end, part_bytes):
+                yield _Part(file, file.store, low, min(low + part_bytes, end))

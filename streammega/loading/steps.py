@@ -1,0 +1,136 @@
+"""The micro-steps of one rank: which there are, and which samples the rank reads in each. Frozen, and without a position.
+
+Everything below the dataset (the plan of what is read, the engine) is given this value, and never the dataset itself: what an
+iteration reads cannot change under it.
+"""
+
+from __future__ import annotations
+
+import copy
+import itertools
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from streammega.config import DataConfig
+from streammega.errors import ConfigError, StateError
+from streammega.order.batch_size import BatchSchedule
+from streammega.order.cursor import make_state
+from streammega.order.rank_samples import check_resume, every_nth, rank_samples
+from streammega.samples.fields import Batch
+from streammega.samples.lanes import StreamSource
+from streammega.samples.source import SampleSource, sample_fields
+
+NO_END = 1 << 62
+"""The end of a stream that has none: more samples than any run consumes."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class MicroSteps:
+    """What one data-parallel rank reads. A micro-step is named by the global samples consumed before it.
+
+    split: "train", "valid" or "test", for messages. samples: the samples of that split, in their order. schedule: the sizes of
+    global batches, and where their steps begin.
+    """
+
+    config: DataConfig
+    split: str
+    samples: SampleSource
+    schedule: BatchSchedule
+    micro_batch_size: int
+    dp_rank: int
+    dp_size: int
+
+    def check(self) -> None:
+        """Raise ConfigError where skipped samples cut a global batch apart, or no global batch is whole."""
+        schedule = self.schedule
+        for start, stop in self.config.skip_samples:
+            if schedule.offset_at(start) or schedule.offset_at(stop):
+                size = schedule.size_at(start)
+                raise ConfigError(f"skip_samples [{start}, {stop}) cuts a global batch of {size} samples apart")
+        if self.num_samples == 0:
+            raise ConfigError(
+                f"{self.split} holds {self.samples.num_samples} samples, less than one global batch of {schedule.final}; lower "
+                f"global_batch_size or ask for more samples"
+            )
+
+    @property
+    def step_samples(self) -> int:
+        """Samples that one micro-batch on every rank takes from the global stream."""
+        return self.micro_batch_size * self.dp_size
+
+    @property
+    def num_samples(self) -> int | None:
+        """Samples over all ranks, whole global batches only; None: the stream has no end."""
+        total = self.samples.num_samples
+        return None if total is None else self.schedule.last_whole(total)
+
+    @property
+    def lanes(self) -> int:
+        """Lanes of the stream order; 0 for other orders."""
+        return self.samples.order.lanes if isinstance(self.samples, StreamSource) else 0
+
+    def sample_ids(self, consumed: int | NDArray[np.int64]) -> NDArray[np.int64]:
+        """Global sample ids of this rank's micro-batch in the micro-step at `consumed`, int64 [..., micro_batch_size]."""
+        contiguous = self.config.order == "megatron"
+        return rank_samples(consumed, self.micro_batch_size, self.dp_rank, self.dp_size, contiguous=contiguous)
+
+    def batch(self, consumed: int) -> Batch:
+        """This rank's micro-batch in the micro-step at `consumed`: a pure function of it."""
+        return sample_fields(self.samples, self.sample_ids(consumed), bounds=True)
+
+    def parts(self, start: int) -> Iterator[range]:
+        """The micro-steps from `start` on, as ranges between the skipped samples."""
+        num_samples = self.num_samples
+        end = NO_END if num_samples is None else num_samples
+        for low, high in sorted(self.config.skip_samples):
+            if start < low:
+                yield range(start, min(low, end), self.step_samples)
+            start = max(start, high)
+        if start < end:
+            yield range(start, end, self.step_samples)
+
+    def positions(self, start: int, first: int = 0, every: int = 1) -> Iterator[int]:
+        """The micro-steps from `start` on, one by one: those at first, first + every, ... of them."""
+        return itertools.chain.from_iterable(every_nth(self.parts(start), first, every))
+
+    def after(self, start: int, num_batches: int) -> int:
+        """The position after so many micro-batches from `start`. Raises StateError where the data ends before."""
+        if num_batches == 0:
+            return start
+        last = next(self.positions(start, num_batches - 1), None) if num_batches > 0 else None
+        if last is None:
+            raise StateError(
+                f"there are no {num_batches} micro-batches from sample {start} on; count those of one iteration alone"
+            )
+        return last + self.step_samples
+
+    def state(self, consumed: int) -> dict[str, Any]:
+        """The state of a run that has handed out all samples before `consumed`."""
+        return make_state(self.samples.identity(consumed), consumed, self.schedule.offset_at(consumed))
+
+    def check_position(self, consumed: int) -> None:
+        """Raise StateError unless these ranks can go on at `consumed`."""
+        end = self.num_samples
+        if not 0 <= consumed <= (NO_END if end is None else end):
+            raise StateError(f"sample {consumed} is not within the {'endless' if end is None else end} samples of {self.split}")
+        check_resume(self.schedule.offset_at(consumed), self.micro_batch_size, self.dp_size)
+
+    def resumed(self, consumed: int, offset: int) -> MicroSteps:
+        """The micro-steps of a run that goes on at `consumed`, `offset` samples into a global batch."""
+        return replace(self, schedule=self.schedule.resumed(consumed, offset))
+
+    def from_origin(self, origin: int) -> MicroSteps:
+        """The micro-steps of global batches that are counted from sample `origin`."""
+        return replace(self, schedule=replace(self.schedule, origin=origin))
+
+    def in_lanes(self, lanes: int | None) -> MicroSteps:
+        """The micro-steps of a state in so many lanes, unless the config names its own; None or 0: these."""
+        if not lanes or lanes == self.lanes or not isinstance(self.samples, StreamSource):
+            return self
+        samples = copy.copy(self.samples)
+        samples.adopt_lanes(lanes)
+        return replace(self, samples=samples)

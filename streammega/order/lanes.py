@@ -1,0 +1,233 @@
+"""The stream order: shuffled, blended, elastic, and without an index.
+
+The global stream is L independent lanes, interleaved: sample i is lane i mod L, row i div L. L is a multiple of the global
+batch, so every usable number of ranks divides it, and ranks own disjoint lanes.
+
+A dataset is cut, in every epoch anew, into samples of consecutive tokens of one file (shifted by a keyed phase, so that no
+token is always lost), and into blocks of whole samples. The blocks are permuted by a keyed bijection; the permuted dataset is
+cut into runs, one for each lane (or group of lanes, when there are few blocks), rotated by a keyed offset. A run within a
+block is a piece: contiguous bytes, read in a keyed order. Which dataset a lane takes at a row comes from a binary
+tree of exact fractions. Every part of it is arithmetic on (seed, sizes, weights), so any sample can be located by itself.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+from numpy.typing import NDArray
+
+from streammega.errors import ConfigError
+from streammega.kernels.lanes import FRACTION_BITS, count_draws, keyed, locate_stream
+from streammega.order.extents import Extents
+
+STREAM_VERSION = 1
+MIN_LANES = 1024
+"""Many lanes with fine blocks shuffle better than few with coarse ones of the same memory: docs/orders.md."""
+DEFAULT_BLOCK_BYTES = 1 << 18
+
+
+@dataclass(frozen=True, kw_only=True)
+class FilePart:
+    """Consecutive tokens [start, start + tokens) of a file."""
+
+    file: int
+    start: int
+    tokens: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class StreamDataset:
+    """One dataset of the stream: its parts in order, and the bytes of a token."""
+
+    parts: Sequence[FilePart]
+    itemsize: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class StreamOrder:
+    """The order of a stream over datasets.
+
+    schedule: (first sample, weight of each dataset) segments, the first at sample 0; a later segment starts at the next
+    whole row. Weights are relative; a segment may give a dataset none.
+    """
+
+    datasets: Sequence[StreamDataset]
+    schedule: Sequence[tuple[int, Sequence[float]]]
+    sequence_length: int
+    extra_token: bool
+    seed: int
+    lanes: int
+    block_bytes: int = DEFAULT_BLOCK_BYTES
+
+    @property
+    def width(self) -> int:
+        """Tokens of a sample, with the extra one."""
+        return self.sequence_length + int(self.extra_token)
+
+    def locate(self, sample_ids: NDArray[np.int64]) -> Extents:
+        """Where samples lie: one run of tokens each. Any ids from 0 on; cost per sample O(log datasets)."""
+        count = len(sample_ids)
+        dataset, file = np.empty(count, np.int32), np.empty(count, np.int32)
+        start, stop = np.empty(count, np.int64), np.empty(count, np.int64)
+        g = self.geometry
+        locate_stream(
+            np.ascontiguousarray(sample_ids, np.int64), self.lanes, *self.drawing,
+            g["sizes"], g["blocks"], g["groups"], g["firsts"], g["files"], g["starts"], g["slacks"], g["before"],
+            self.sequence_length, self.width, dataset, file, start, stop,
+        )  # fmt: skip
+        splits = np.arange(count + 1, dtype=np.int64)
+        return Extents(row_splits=splits, dataset=dataset, file=file, start=start, stop=stop)
+
+    @property
+    def drawing(self) -> tuple[np.uint64, NDArray[np.int64], NDArray[np.uint64], NDArray[np.int64]]:
+        """What decides which dataset a lane draws from: the key, and rows, fractions and draws before each segment."""
+        return self._key, self._rows, self._fractions, self._bases
+
+    @property
+    def sizes(self) -> NDArray[np.int64]:
+        """Samples of each dataset in one epoch, int64 [datasets]."""
+        sizes: NDArray[np.int64] = self.geometry["sizes"]
+        return sizes
+
+    @property
+    def block_samples(self) -> NDArray[np.int64]:
+        """Samples of a block of each dataset, int64 [datasets]."""
+        blocks: NDArray[np.int64] = self.geometry["blocks"]
+        return blocks
+
+    @property
+    def num_runs(self) -> NDArray[np.int64]:
+        """Runs of each dataset: as many as lanes where there are blocks enough, else a divisor; int64 [datasets]."""
+        runs: NDArray[np.int64] = self.lanes // self.geometry["groups"]
+        return runs
+
+    def check(self) -> None:
+        """Raise ConfigError if a dataset holds no sample."""
+        _ = self.geometry
+
+    def counts(self, num_samples: int) -> NDArray[np.int64]:
+        """Samples that the first `num_samples` of the stream take from each dataset in each lane, int64 [lanes, datasets].
+
+        In closed form: no sample is located. `num_samples` is rounded down to whole rows.
+        """
+        return self._counts_at(num_samples // self.lanes)
+
+    @cached_property
+    def _key(self) -> np.uint64:
+        return np.uint64(keyed(np.uint64(self.seed), 0, STREAM_VERSION, self.lanes))
+
+    @cached_property
+    def geometry(self) -> dict[str, NDArray[np.int64]]:
+        """The sizes that the kernels read, of all datasets end to end."""
+        return _geometry(self)
+
+    @cached_property
+    def _rows(self) -> NDArray[np.int64]:
+        return np.array([-(-first // self.lanes) for first, _ in self.schedule], np.int64)
+
+    @cached_property
+    def _fractions(self) -> NDArray[np.uint64]:
+        return np.stack([tree_fractions(weights) for _, weights in self.schedule])
+
+    @cached_property
+    def _bases(self) -> NDArray[np.int64]:
+        """Draws of each lane from each dataset before each segment, [segments, lanes, datasets]."""
+        bases = np.zeros((len(self.schedule), self.lanes, len(self.datasets)), np.int64)
+        for segment in range(1, len(self.schedule)):
+            bases[segment] = bases[segment - 1]
+            self._add_draws(segment - 1, int(self._rows[segment] - self._rows[segment - 1]), bases[segment])
+        return bases
+
+    def _counts_at(self, row: int) -> NDArray[np.int64]:
+        segment = int(np.searchsorted(self._rows, row, side="right")) - 1
+        counts: NDArray[np.int64] = self._bases[segment].copy()
+        self._add_draws(segment, row - int(self._rows[segment]), counts)
+        return counts
+
+    def _add_draws(self, segment: int, draws: int, counts: NDArray[np.int64]) -> None:
+        count_draws(draws, self.lanes, segment, self._fractions[segment], len(self.datasets), self._key, counts)
+
+
+def default_lanes(global_batch_size: int) -> int:
+    """The smallest multiple of the global batch that is at least 1024."""
+    return global_batch_size * -(-MIN_LANES // global_batch_size)
+
+
+def samples_of(tokens: int, sequence_length: int, extra: int) -> int:
+    """Samples that a part of so many tokens has in every epoch."""
+    return max(0, (tokens - extra) // sequence_length)
+
+
+def dataset_samples(dataset: StreamDataset, sequence_length: int, extra: int) -> int:
+    """Samples of a dataset in one epoch."""
+    return sum(samples_of(part.tokens, sequence_length, extra) for part in dataset.parts)
+
+
+def tree_fractions(weights: Sequence[float]) -> NDArray[np.uint64]:
+    """The fraction that goes left at each node of a balanced tree over the datasets, in 2**-44ths; uint64 [nodes].
+
+    Node 1 is the root and covers all datasets; node n covers [low, high), its children 2n and 2n + 1 the halves.
+    """
+    fractions = np.zeros(1 << (max(1, len(weights)) - 1).bit_length() + 1, np.uint64)
+    largest = max(weights)
+    # Integers: sums of them do not depend on their order. Divided first: a weight near the largest float, times 2**80, is none.
+    exact = [int(weight / largest * 2.0**80) for weight in weights]
+    todo = [(1, 0, len(weights))]
+    while todo:
+        node, low, high = todo.pop()
+        if high - low < 2:
+            continue
+        middle = (low + high) // 2
+        left, right = sum(exact[low:middle]), sum(exact[middle:high])
+        if left + right:
+            fractions[node] = ((left << FRACTION_BITS) + (left + right) // 2) // (left + right)
+        todo += [(2 * node, low, middle), (2 * node + 1, middle, high)]
+    return fractions
+
+
+def _geometry(order: StreamOrder) -> dict[str, NDArray[np.int64]]:
+    """The arrays that the kernel reads, of all datasets end to end. Parts too short for one sample are left out."""
+    extra, length = int(order.extra_token), order.sequence_length
+    sizes, blocks, groups, firsts = [], [], [], [0]
+    files, starts, slacks, before, ends = [], [], [], [], []
+    for number, dataset in enumerate(order.datasets):
+        size = 0
+        for part in dataset.parts:
+            count = samples_of(part.tokens, length, extra)
+            if count:
+                files.append(part.file)
+                starts.append(part.start)
+                slacks.append(part.tokens - extra - count * length)
+                before.append(size)
+                size += count
+                ends.append(size)
+        if not size:
+            longest = max((part.tokens for part in dataset.parts), default=0)
+            raise ConfigError(
+                f"dataset {number} of the blend holds no sample: its longest file has {longest} tokens, a sample needs "
+                f"{length} + {extra}; lower sequence_length, or give it more data"
+            )
+        block = max(1, order.block_bytes // (length * dataset.itemsize))
+        sizes.append(size)
+        blocks.append(block)
+        groups.append(order.lanes // _num_runs(size, -(-size // block), order.lanes))
+        firsts.append(len(files))
+    columns = {"sizes": sizes, "blocks": blocks, "groups": groups, "firsts": firsts}
+    columns |= {"files": files, "starts": starts, "slacks": slacks, "before": before, "ends": ends}
+    return {name: np.array(column, np.int64) for name, column in columns.items()}
+
+
+def _num_runs(size: int, blocks: int, lanes: int) -> int:
+    """As many runs as lanes, or the largest divisor of the lanes that leaves every run a block; one when samples are few."""
+    if size < lanes:
+        return 1
+    return max(runs for runs in _divisors(lanes) if runs <= max(1, blocks))
+
+
+def _divisors(number: int) -> list[int]:
+    small = [n for n in range(1, math.isqrt(number) + 1) if number % n == 0]
+    return small + [number // n for n in small]

@@ -1,0 +1,6 @@
+"""What the ranks of a layout say to each other about data: groups, one broadcast of ids, the parts of context parallelism."""
+
+from streammega.parallel.batches import RankBatches, get_batch, open_loader
+from streammega.parallel.groups import Ranks, device_mesh
+
+__all__ = ["RankBatches", "Ranks", "device_mesh", "get_batch", "open_loader"]

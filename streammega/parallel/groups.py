@@ -1,0 +1,92 @@
+"""The process groups of a layout, and this process's place among them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+
+from streammega.errors import ConfigError
+from streammega.parallel.layout import ParallelLayout
+
+WORLD = "tp-cp-dp-pp"
+GROUPS = ("tp", "cp", "pp", "dp", "dp-cp", "tp-pp", "embedding", WORLD)
+
+
+class Ranks:
+    """This rank of a layout: coordinates, and a process group for every name in GROUPS.
+
+    Every process of the world makes one, at the same place of its program: groups are made collectively, once for each set of
+    ranks. Without torch.distributed it is the one rank of a world of one.
+
+    Args:
+        layout: of all ranks of the world.
+        timeout: of the groups' collectives; None: torch's default, half an hour with gloo.
+
+    Raises ConfigError if the world has another size than the layout.
+    """
+
+    def __init__(self, layout: ParallelLayout, timeout: timedelta | None = None) -> None:
+        self.layout = layout
+        self.rank = dist.get_rank() if dist.is_initialized() else 0
+        world = dist.get_world_size() if dist.is_initialized() else 1
+        if world != layout.world_size:
+            raise ConfigError(
+                f"the layout has {layout.world_size} ranks (tp {layout.tp} x cp {layout.cp} x dp {layout.dp} x pp {layout.pp}), "
+                f"the world {world}; ParallelLayout.of_world fits dp to it"
+            )
+        self.at = layout.coordinates(self.rank)
+        self._members = {name: layout.group_of(self.rank, name) or [self.rank] for name in GROUPS}
+        self._groups = _make_groups(layout, self.rank, timeout)
+
+    def group(self, name: str) -> dist.ProcessGroup | None:
+        """The named group of this rank; None where this rank is alone in it."""
+        return self._groups.get(tuple(self._members[name]))
+
+    def members(self, name: str) -> list[int]:
+        """Global ranks of the named group of this rank."""
+        return self._members[name]
+
+    def size(self, name: str) -> int:
+        """How many ranks the named group has."""
+        return len(self._members[name])
+
+    @property
+    def is_first_stage(self) -> bool:
+        """Whether this rank holds the first layers."""
+        return self.at["pp"] == 0
+
+    @property
+    def is_last_stage(self) -> bool:
+        """Whether this rank computes the loss."""
+        return self.at["pp"] == self.layout.pp - 1
+
+    def all_reduce(self, tensor: torch.Tensor, name: str, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM) -> torch.Tensor:
+        """Reduce in place over the named group, where it has others."""
+        group = self.group(name)
+        if group is not None:
+            dist.all_reduce(tensor, op=op, group=group)
+        return tensor
+
+
+def device_mesh(layout: ParallelLayout, device_type: str, names: Sequence[str] = ("pp", "dp", "cp", "tp")) -> DeviceMesh:
+    """A DeviceMesh over all ranks of a layout, with these dimensions. `ParallelLayout.from_mesh` goes the other way."""
+    return DeviceMesh(device_type, torch.from_numpy(layout.grid(names)), mesh_dim_names=tuple(names))
+
+
+def _make_groups(layout: ParallelLayout, rank: int, timeout: timedelta | None) -> dict[tuple[int, ...], dist.ProcessGroup]:
+    """A process group for every set of at least two ranks, made in the same order by all; those of this rank are kept."""
+    own: dict[tuple[int, ...], dist.ProcessGroup] = {}
+    made: set[tuple[int, ...]] = set()
+    for name in GROUPS:
+        for members in map(tuple, layout.groups(name)):
+            if len(members) < 2 or members in made:
+                continue
+            made.add(members)
+            group = dist.new_group(list(members), timeout=timeout)
+            if rank in members:
+                own[members] = group
+    return own

@@ -1,0 +1,1 @@
+"""Where bytes lie: a store for each kind of place."""

@@ -1,0 +1,193 @@
+"""Local files by mmap: reads are views of the page cache, without a copy."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from streammega.errors import AccessDeniedError, ObjectNotFoundError, StorageError
+from streammega.storage.backends.mapping import map_file
+from streammega.storage.descriptors import blame_limit
+from streammega.storage.publish import create_beside
+from streammega.storage.store import Buffer, Bytes, ObjectInfo, Span, checked, fill
+from streammega.storage.versions import check_version
+
+LARGE_BYTES = 256 << 10
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Mapped:
+    """A mapped file: its ETag and place on the disk when it was mapped, and its bytes."""
+
+    etag: str
+    place: tuple[int, int]
+    view: memoryview
+
+
+class LocalStore:
+    """The local disk. Keys are file paths; implements `storage.base.Store`."""
+
+    def __init__(self) -> None:
+        self._maps: dict[str, _Mapped] = {}
+        self._lock = threading.Lock()
+
+    def __getstate__(self) -> dict[str, object]:
+        return {}
+
+    def __setstate__(self, state: dict[str, object]) -> None:
+        self.__init__()  # type: ignore[misc]
+
+    def url(self, key: str) -> str:
+        """The path itself."""
+        return key
+
+    def info(self, key: str) -> ObjectInfo:
+        """Size, and an ETag made of size and modification time."""
+        try:
+            stat = os.stat(key)
+        except OSError as error:
+            raise local_error(key, error) from None
+        if not os.path.isfile(key):
+            raise ObjectNotFoundError(f"{key}: is a folder, not a file")
+        return ObjectInfo(key=key, size=stat.st_size, etag=etag_of(stat))
+
+    def read_ranges(self, key: str, starts: Sequence[int], stops: Sequence[int], etag: str = "") -> list[Buffer]:
+        """Views of the mapped file; no bytes move until they are used."""
+        view = self.view(key, etag)
+        return [checked(key, a, b, view[a:b]) for a, b in zip(starts, stops, strict=True)]
+
+    def read_into(self, key: str, spans: Sequence[Span], outs: Sequence[Bytes], etag: str = "") -> None:
+        """A copy out of the mapped file."""
+        view = self.view(key, etag)
+        fill(key, spans, [view[a:b] for a, b in spans], outs)
+
+    def view(self, key: str, etag: str = "") -> memoryview:
+        """The whole file, read-only: the one that had `etag` when it was opened, mapped once; without an ETag, as it is now.
+
+        A file that was renamed over stays what it was, where it is mapped already. Raises ObjectChangedError where it is not,
+        so what is mapped is always what was opened; ObjectNotFoundError, AccessDeniedError, StorageError.
+        """
+        with self._lock:
+            mapped = self._maps.get(key)
+            if mapped is None or not etag or mapped.etag != etag:
+                mapped = self._maps[key] = _map(key, etag, mapped)
+            return mapped.view
+
+    def list(self, prefix: str, recursive: bool = True) -> list[ObjectInfo]:
+        """Files whose path starts with `prefix`: at any depth, or only those with no slash after it."""
+        if not recursive:
+            try:
+                with os.scandir(os.path.dirname(prefix) or ".") as entries:
+                    inside = sorted(entry.path for entry in entries if entry.is_file())
+            except FileNotFoundError:
+                return []
+            return [self.info(path) for path in inside if path.startswith(prefix)]
+        root = Path(prefix) if os.path.isdir(prefix) else Path(prefix).parent
+        found = (str(path) for path in root.rglob("*") if path.is_file())
+        return [self.info(path) for path in sorted(found) if path.startswith(prefix)]
+
+    def open_writer(self, key: str) -> LocalWriter:
+        """A writer into a temporary file beside the target, renamed by `commit`."""
+        return LocalWriter(key)
+
+    def delete(self, key: str) -> None:
+        """Remove the file if it is there."""
+        with self._lock:
+            self._maps.pop(key, None)
+        try:
+            os.unlink(key)
+        except FileNotFoundError:
+            pass
+        except OSError as error:
+            raise local_error(key, error) from None
+
+
+class LocalWriter:
+    """Writes beside the target, flushes to disk, then renames: readers see all or nothing."""
+
+    def __init__(self, path: str) -> None:
+        self._path = path
+        try:
+            fd, self._temporary = create_beside(path)
+        except OSError as error:
+            raise local_error(path, error) from None
+        self._file: Any = os.fdopen(fd, "wb", buffering=1 << 20)
+
+    def write(self, data: bytes | memoryview) -> None:
+        """Append bytes; a full disk is a StorageError that names the path."""
+        try:
+            if len(data) < LARGE_BYTES:
+                self._file.write(data)
+                return
+            self._file.flush()  # a large write needs no copy into the buffer
+            view = memoryview(data).cast("B")
+            while view:
+                view = view[self._file.raw.write(view) :]
+        except OSError as error:
+            raise local_error(self._path, error) from None
+
+    def commit(self) -> None:
+        """Flush, sync and rename."""
+        try:
+            self._file.flush()
+            os.fsync(self._file.fileno())
+            os.replace(self._temporary, self._path)  # while it is open, and so held: nobody takes it for an orphan
+            self._file.close()
+        except OSError as error:
+            self.abort()
+            raise local_error(self._path, error) from None
+
+    def abort(self) -> None:
+        """Remove the temporary file."""
+        try:
+            self._file.close()
+        except OSError:
+            pass
+        try:
+            os.unlink(self._temporary)
+        except OSError:
+            pass
+
+
+def local_error(path: str, error: OSError) -> StorageError:
+    """The streammega error for an OSError on a local path."""
+    reason = error.strerror or str(error)
+    if isinstance(error, (FileNotFoundError, NotADirectoryError)):
+        return ObjectNotFoundError(f"{path}: no such file; check the path (a prefix is named without .bin or .idx)")
+    if isinstance(error, PermissionError):
+        return AccessDeniedError(f"{path}: {reason}; check the owner and mode of the file and its folders")
+    limit = blame_limit(error)
+    if limit:
+        return StorageError(f"{path}: {limit}")
+    if error.errno == 28:
+        return StorageError(f"{path}: no space left on the device; free some, or write elsewhere")
+    return StorageError(f"{path}: {reason}")
+
+
+def etag_of(stat: os.stat_result) -> str:
+    """Size and modification time: what changes with the bytes, and with nothing else (a mode, a link, another mount)."""
+    return f"{stat.st_size:x}-{stat.st_mtime_ns:x}"
+
+
+def _map(path: str, etag: str, known: _Mapped | None) -> _Mapped:
+    """A file as it is now; `known` where that is the same. Raises ObjectChangedError if `etag` is given, and another one's."""
+    try:
+        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    except OSError as error:
+        raise local_error(path, error) from None
+    try:
+        stat = os.fstat(fd)  # of the very file that is mapped: its name may stand for another one by now
+        check_version(path, etag, etag_of(stat))
+        place = (stat.st_dev, stat.st_ino)
+        if known is not None and (known.etag, known.place) == (etag_of(stat), place):
+            return known
+        data = map_file(fd, stat.st_size, path)
+        return _Mapped(etag=etag_of(stat), place=place, view=memoryview(data))  # type: ignore[arg-type]
+    except OSError as error:
+        raise local_error(path, error) from None
+    finally:
+        os.close(fd)

@@ -1,0 +1,183 @@
+"""`storage_options` for Alibaba OSS, in the manner of ossfs: endpoints, regions, and the arguments of obstore's S3 client.
+
+OSS speaks two dialects at hosts of their own: its native one (`bucket.oss-cn-hangzhou.aliyuncs.com`) and S3's
+(`bucket.s3.oss-cn-hangzhou.aliyuncs.com`). Both take buckets by host name only.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+import os
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from datetime import datetime, timedelta, timezone
+from typing import Any
+from urllib.parse import urlsplit
+
+from streammega.config import StorageConfig
+from streammega.errors import ConfigError
+from streammega.storage.backends.options import client_options
+from streammega.storage.backends.oss_credentials import OssKey
+
+OSS_OPTIONS = frozenset(
+    (
+        "anon",
+        "client_kwargs",
+        "credentials_file",
+        "credentials_provider",
+        "default_block_size",
+        "default_cache_type",
+        "endpoint",
+        "endpoint_url",
+        "key",
+        "region",
+        "secret",
+        "token",
+        "use_listings_cache",
+    )
+)
+INSTALL = "pip install 'streammega[oss]'"
+_ALIYUN = ".aliyuncs.com"
+_REGION_OF_HOST = (
+    re.compile(r"(?:vpc100-)?oss-(?!accelerate)([a-z]+-[a-z0-9-]+?)(?:-internal)?\..+"),
+    re.compile(r"([a-z]+-[a-z0-9-]+)\.oss\.aliyuncs\.com"),  # dual stack
+)
+_REGION_OF_NO_REGION = "us-east-1"
+"""What Alibaba's example for AWS's Java SDK signs for (`Region.AWS_GLOBAL`); accelerate endpoints name no region."""
+_OBSTORE_ENVIRONMENT = ("AWS_SERVER_SIDE_ENCRYPTION", "AWS_CHECKSUM_ALGORITHM")
+"""Settings of AWS that obstore takes from the environment, and that its arguments cannot take back."""
+_CREDENTIALS_LAST = timedelta(minutes=10)
+"""obstore asks again five minutes before that."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class OssEndpoint:
+    """Where buckets are. `host` is the native one, without a bucket and with its port; `region` is "" if nothing tells it."""
+
+    scheme: str
+    host: str
+    region: str
+
+    @property
+    def is_address(self) -> bool:
+        """Whether the host is an IP address or localhost, of which no bucket can be a sub-domain: path style, as in oss2."""
+        name = urlsplit(f"//{self.host}").hostname or ""
+        try:
+            return bool(ipaddress.ip_address(name))
+        except ValueError:
+            return name == "localhost"
+
+    @property
+    def native_url(self) -> str:
+        """The endpoint for oss2, which puts the bucket before it."""
+        return f"{self.scheme}://{self.host}"
+
+    def s3_url(self, bucket: str) -> str:
+        """The bucket's URL in S3's dialect."""
+        if self.is_address:
+            return self.native_url
+        prefix = "s3." if self.host.startswith("oss-") and self.host.endswith(_ALIYUN) else ""
+        return f"{self.scheme}://{bucket}.{prefix}{self.host}"
+
+
+def oss_endpoint(bucket: str, options: Mapping[str, Any], environment: Mapping[str, str]) -> OssEndpoint:
+    """The endpoint of the options, or else of OSS_ENDPOINT, or else the public one of the region.
+
+    It may be given with or without a scheme (https then), the bucket, and the `s3.` of the other dialect. The region: the
+    option, what the host's name says, OSS_REGION; `oss-cn-hangzhou` and `cn-hangzhou` are the same. Raises ConfigError.
+    """
+    given = str(options.get("endpoint") or options.get("endpoint_url") or environment.get("OSS_ENDPOINT") or "").strip()
+    region = _region(options.get("region"))
+    if not given:
+        region = region or _region(environment.get("OSS_REGION"))
+        if not region:
+            raise ConfigError(
+                f"oss://{bucket}: no endpoint; pass storage_options={{'endpoint': 'oss-cn-hangzhou.aliyuncs.com'}} with the "
+                f"bucket's region ('oss-cn-hangzhou-internal.aliyuncs.com' from within Alibaba Cloud), or set OSS_ENDPOINT"
+            )
+        given = f"oss-{region}{_ALIYUN}"
+    scheme, host = _parsed(bucket, given)
+    host = host.removeprefix(f"{bucket}.").removeprefix("s3.")
+    return OssEndpoint(scheme=scheme, host=host, region=region or _region_of(host) or _region(environment.get("OSS_REGION")))
+
+
+def _parsed(bucket: str, given: str) -> tuple[str, str]:
+    parts = urlsplit(given if "://" in given else f"https://{given}")
+    plain = parts.hostname and not parts.username and not parts.query and parts.path in ("", "/")
+    if parts.scheme not in ("http", "https") or not plain:
+        raise ConfigError(
+            f"oss://{bucket}: the endpoint is no http(s) host; it is given like 'https://oss-cn-hangzhou.aliyuncs.com', "
+            f"without a path or a user"
+        )
+    return parts.scheme, parts.netloc.lower()
+
+
+def _region(given: Any) -> str:
+    return str(given or "").strip().removeprefix("oss-")
+
+
+def _region_of(host: str) -> str:
+    for pattern in _REGION_OF_HOST:
+        if found := pattern.fullmatch(host):
+            return found[1]
+    return ""
+
+
+def check_options(bucket: str, options: Mapping[str, Any]) -> None:
+    """Raise ConfigError for an option that is not known: most are misspelled."""
+    unknown = sorted(set(options) - OSS_OPTIONS)
+    if unknown:
+        raise ConfigError(
+            f"oss://{bucket}: storage_options hold {', '.join(unknown)}, which is not known; they may hold "
+            f"{', '.join(sorted(OSS_OPTIONS))}"
+        )
+
+
+def obstore_arguments(bucket: str, config: StorageConfig, current: Callable[[], OssKey] | None) -> dict[str, Any]:
+    """Keyword arguments for `obstore.store.S3Store`, which asks `current` for the key. Raises ConfigError.
+
+    Without it requests are anonymous.
+    """
+    options = config.storage_options
+    check_options(bucket, options)
+    for name in _OBSTORE_ENVIRONMENT:
+        if os.environ.get(name):
+            raise ConfigError(
+                f"oss://{bucket}: {name} is set, and obstore would send it to OSS; unset it, or set transport='fsspec'"
+            )
+    endpoint = oss_endpoint(bucket, options, os.environ)
+    url = endpoint.s3_url(bucket)
+    # obstore reads AWS_* too, so that everything of them that would show is said here.
+    store: dict[str, Any] = {
+        "endpoint": url,
+        "aws_endpoint_url_s3": url,  # would win over `endpoint`
+        "region": endpoint.region or _REGION_OF_NO_REGION,
+        "virtual_hosted_style_request": not endpoint.is_address,
+        "skip_signature": current is None,
+        "unsigned_payload": False,
+        "request_payer": False,
+        "s3_express": False,
+        "disable_bulk_delete": True,  # OSS asks for a Content-MD5 there, which obstore does not send
+    }
+    arguments: dict[str, Any] = {
+        "config": store,
+        "client_options": client_options(config, url, options.get("client_kwargs") or {}),
+    }
+    if current is not None:
+        arguments["credential_provider"] = _provider(current)
+    return arguments
+
+
+def _provider(current: Callable[[], OssKey]) -> Any:
+    def provide() -> dict[str, Any]:
+        key = current()
+        soon = datetime.now(timezone.utc) + _CREDENTIALS_LAST
+        return {
+            "access_key_id": key.access_key_id,
+            "secret_access_key": key.access_key_secret,
+            "token": key.token or None,
+            "expires_at": min(soon, key.expires) if key.expires else soon,
+        }
+
+    return provide

@@ -1,0 +1,104 @@
+"""`oss://` by obstore's S3 client, at OSS's S3-compatible endpoint."""
+
+from __future__ import annotations
+
+import re
+import threading
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
+
+from streammega.config import StorageConfig
+from streammega.errors import AccessDeniedError, StreammegaError
+from streammega.storage.backends.obstore_store import ObstoreStore
+from streammega.storage.backends.oss import obstore_arguments
+from streammega.storage.backends.oss_credentials import OssCredentials, OssKey
+from streammega.storage.backends.oss_native import OssNativeStore
+from streammega.storage.store import Bytes, ObjectInfo, ObjectWriter, Span, ended_early
+
+Result = TypeVar("Result")
+_CODE = re.compile(r"<Code>(\w+)</Code>")
+
+
+class OssStore(ObstoreStore):
+    """One bucket. Implements `storage.base.Store`; after a fork, which obstore does not survive, it is read by oss2."""
+
+    fallback_name = "oss2"
+
+    def __init__(self, scheme: str, root: str, config: StorageConfig) -> None:
+        super().__init__(scheme, root, config)
+        self._own: OssCredentials | None = None
+        self._own_lock = threading.Lock()
+        self._given: OssKey | None = None
+        """The key that the client now open was given last."""
+
+    def info(self, key: str) -> ObjectInfo:
+        """One HEAD request."""
+        return self._renewing(lambda: super(OssStore, self).info(key))
+
+    def read_into(self, key: str, spans: Sequence[Span], outs: Sequence[Bytes], etag: str = "") -> None:
+        """One GET each; a refused key is renewed once."""
+        return self._renewing(lambda: super(OssStore, self).read_into(key, spans, outs, etag))
+
+    def list(self, prefix: str, recursive: bool = True) -> list[ObjectInfo]:
+        """Objects under a prefix, 1,000 a request; the prefix may end inside a name."""
+        return self._renewing(lambda: super(OssStore, self).list(prefix, recursive))
+
+    def open_writer(self, key: str) -> ObjectWriter:
+        """A multipart upload, with a key that was accepted or renewed just now: its parts cannot be sent again."""
+        credentials = self._credentials()
+        if credentials is not None:
+            credentials.refresh()
+        return super().open_writer(key)
+
+    def delete(self, key: str) -> None:
+        """Delete an object if it is there."""
+        self._renewing(lambda: super(OssStore, self).delete(key))
+
+    def _s3_arguments(self) -> dict[str, Any]:
+        credentials = self._credentials()
+        if credentials is not None:
+            credentials.current()  # so that missing ones are told by our error, not from within obstore
+        return obstore_arguments(self.root, self._config, None if credentials is None else self._give)
+
+    def _credentials(self) -> OssCredentials | None:
+        with self._own_lock:
+            if self._own is None:
+                self._own = OssCredentials.of(self.root, self._config.storage_options)
+            return self._own
+
+    def _give(self) -> OssKey:
+        credentials = self._credentials()
+        assert credentials is not None
+        self._given = credentials.current()
+        return self._given
+
+    def _renewing(self, call: Callable[[], Result]) -> Result:
+        """`call()`, and once more by a new client if the server refused a key and there is another one now."""
+        credentials = self._credentials()
+        if credentials is None:
+            return call()
+        # Seen before the call: its client may have a newer key, which is then taken for renewed, but never an older one.
+        used = self._given or credentials.current()
+        try:
+            return call()
+        except AccessDeniedError:
+            if not credentials.renew(used):
+                raise
+        with self._lock:
+            if self._given is None or self._given == used:  # else another thread has done so
+                self._opened = None  # a client holds the key it was given until that expires
+                self._given = None
+        return call()
+
+    def _make_fallback(self) -> OssNativeStore:
+        return OssNativeStore("oss", self._config)
+
+    def _error(self, key: str, error: BaseException) -> BaseException:
+        text = str(error)
+        if isinstance(error, Exception) and not isinstance(error, StreammegaError) and "non-partial response" in text:
+            return ended_early(self.url(key), "OSS answers a range that reaches past the end with the whole object")
+        made = super()._error(key, error)
+        code = _CODE.search(text)
+        if isinstance(made, AccessDeniedError) and made is not error and code:
+            return AccessDeniedError(f"{made}; OSS says {code[1]}")
+        return made

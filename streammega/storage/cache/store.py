@@ -1,0 +1,79 @@
+"""A store whose reads go through the page cache."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+
+from streammega.storage.cache import PAGE_BYTES, CachedObject
+from streammega.storage.store import Buffer, Bytes, ObjectInfo, ObjectWriter, Span, Store
+
+SMALL = PAGE_BYTES // 4
+"""Reads below this size are not worth their pages: what is missing of them is fetched as it is."""
+
+
+class CachedStore:
+    """One object of a store behind its cached pages. Implements `storage.base.Store` for reading that object."""
+
+    def __init__(self, store: Store, cached: CachedObject) -> None:
+        self.store, self.cached = store, cached
+        self.hit_bytes = self.fetched_bytes = 0
+        self._lock = threading.Lock()
+        self._closed = False
+
+    def url(self, key: str) -> str:
+        """That of the object itself."""
+        return self.store.url(key)
+
+    def info(self, key: str) -> ObjectInfo:
+        """From the object itself."""
+        return self.store.info(key)
+
+    def read_ranges(self, key: str, starts: Sequence[int], stops: Sequence[int], etag: str = "") -> list[Buffer]:
+        """From the object itself."""
+        return self.store.read_ranges(key, starts, stops, etag)
+
+    def read_into(self, key: str, spans: Sequence[Span], outs: Sequence[Bytes], etag: str = "") -> None:
+        """From pages where they are there; large reads bring their pages to the cache."""
+
+        def fetch(start: int, stop: int, out: Bytes) -> None:
+            self.store.read_into(key, [(start, stop)], [out], etag)
+            self._count(0, stop - start)
+
+        missing = []
+        for (start, stop), out in zip(spans, outs, strict=True):
+            if stop - start >= SMALL or self.cached.finds(start, stop):
+                self._count(self.cached.read(start, stop, out, fetch, self._given_up), 0)
+            else:
+                missing.append(((start, stop), out))
+        if missing:
+            self.read_past_cache(key, [span for span, _ in missing], [out for _, out in missing], etag)
+
+    def read_past_cache(self, key: str, spans: Sequence[Span], outs: Sequence[Bytes], etag: str = "") -> None:
+        """From the object itself, and counted: for reads that must not wait for those of others."""
+        self.store.read_into(key, spans, outs, etag)
+        self._count(0, sum(stop - start for start, stop in spans))
+
+    def list(self, prefix: str, recursive: bool = True) -> list[ObjectInfo]:
+        """From the store."""
+        return self.store.list(prefix, recursive)
+
+    def open_writer(self, key: str) -> ObjectWriter:
+        """From the store."""
+        return self.store.open_writer(key)
+
+    def delete(self, key: str) -> None:
+        """From the store."""
+        self.store.delete(key)
+
+    def close(self) -> None:
+        """End all waiting for pages that others fetch: nobody wants them any more."""
+        self._closed = True
+
+    def _given_up(self) -> bool:
+        return self._closed
+
+    def _count(self, hits: int, fetched: int) -> None:
+        with self._lock:
+            self.hit_bytes += hits
+            self.fetched_bytes += fetched

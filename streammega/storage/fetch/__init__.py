@@ -1,0 +1,1 @@
+"""Reads in flight: in order of need, under limits, tried again."""

@@ -1,0 +1,108 @@
+"""Files of a dataset from one place to another: moved, linked, copied, removed; each may be interrupted and repeated."""
+
+from __future__ import annotations
+
+import errno
+import os
+from collections.abc import Iterable
+from functools import partial
+
+from streammega.config import StorageConfig
+from streammega.errors import ObjectNotFoundError
+from streammega.storage import open_store
+from streammega.storage.backends.local import local_error
+from streammega.storage.open import is_remote
+from streammega.storage.parts import sized_for
+from streammega.storage.store import written_whole
+
+COPY_BYTES = 16 << 20
+
+
+def link(source: str, target: str) -> bool:
+    """Give a file a second name, in place of whatever had it; False where the file system has no hard links."""
+    try:
+        if os.path.exists(target):
+            if os.path.samefile(source, target):
+                return True
+            os.unlink(target)
+        os.link(source, target)
+    except OSError as error:
+        if error.errno in (errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK, errno.EXDEV):
+            return False
+        raise local_error(target, error) from None
+    return True
+
+
+def version(url: str, storage: StorageConfig) -> str:
+    """What changes with an object: its ETag; "" where there is none."""
+    store, key = open_store(url, storage)
+    try:
+        return store.info(key).etag
+    except ObjectNotFoundError:
+        return ""
+
+
+def read_whole(url: str, storage: StorageConfig) -> bytes | None:
+    """A small object as it is stored; None where there is none. Raises StorageError."""
+    store, key = open_store(url, storage)
+    try:
+        info = store.info(key)
+        return bytes(store.read_ranges(key, [0], [info.size], info.etag)[0])
+    except ObjectNotFoundError:
+        return None
+
+
+def exists(url: str, storage: StorageConfig) -> bool:
+    """Whether there is such an object. Raises StorageError."""
+    store, key = open_store(url, storage)
+    try:
+        store.info(key)
+    except ObjectNotFoundError:
+        return False
+    return True
+
+
+def delete(url: str, storage: StorageConfig) -> None:
+    """Remove an object; one that is not there is no error."""
+    store, key = open_store(url, storage)
+    store.delete(key)
+
+
+def move(source: str, target: str, storage: StorageConfig) -> None:
+    """Rename within a local file system, else copy; nothing to do if it was done before an interruption.
+
+    Raises StorageError.
+    """
+    if not is_remote(source) and not is_remote(target):
+        _move_file(open_store(source, storage)[1], open_store(target, storage)[1], storage)
+        return
+    store, key = open_store(source, storage)
+    try:
+        info = store.info(key)
+    except ObjectNotFoundError:
+        return
+    starts = range(0, info.size, COPY_BYTES)
+    chunks = (store.read_ranges(key, [at], [min(at + COPY_BYTES, info.size)], info.etag)[0] for at in starts)
+    _write(target, chunks, sized_for(storage, info.size))
+
+
+def _move_file(source: str, target: str, storage: StorageConfig) -> None:
+    if not os.path.exists(source):
+        return
+    try:
+        os.makedirs(os.path.dirname(target), exist_ok=True)
+        os.replace(source, target)
+        return
+    except OSError as error:
+        if error.errno != errno.EXDEV:
+            raise local_error(target, error) from None
+    with open(source, "rb", buffering=0) as file:  # another file system: a copy, which appears whole
+        _write(target, iter(partial(file.read, COPY_BYTES), b""), storage)
+    os.unlink(source)
+
+
+def _write(target: str, chunks: Iterable[bytes | memoryview], storage: StorageConfig) -> None:
+    store, key = open_store(target, storage)
+    with written_whole(store, key) as writer:
+        for chunk in chunks:
+            writer.write(chunk)

@@ -1,0 +1,487 @@
+"""Every input format gives the documents it holds; every tokenizer its own ids; what is broken is named, or counted."""
+
+from __future__ import annotations
+
+import bz2
+import gzip
+import io
+import json
+import tarfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import webdataset
+import zstandard
+
+from streammega import IndexedDataset, IndexedDatasetWriter, StorageConfig
+from streammega.convert import ConvertOptions, ConvertReport, convert
+from streammega.convert.read.inputs import find_inputs
+from streammega.convert.tokenize.tokenizers import load_tokenizer
+from streammega.convert.write.units import plan_units
+from streammega.errors import ConfigError, ConvertError, ObjectNotFoundError, StreammegaError
+from tests.conftest import write_random_pair
+from tests.support.data.make_peers import TEXTS, tokens
+from tests.support.servers import S3
+
+PEERS = Path(__file__).parents[1] / "support" / "data" / "peers"
+EOD = 256
+
+
+def as_bytes(texts: list[str]) -> list[list[int]]:
+    return [[*text.encode(), EOD] for text in texts]
+
+
+def read(prefix: str | Path, storage: StorageConfig | None = None) -> list[list[int]]:
+    return [np.asarray(item).tolist() for item in IndexedDataset(str(prefix), storage)[:]]  # type: ignore[arg-type]
+
+
+def jsonl(path: Path, pack: Callable[[bytes], bytes] = bytes) -> str:
+    path.write_bytes(pack(b"".join(json.dumps({"text": text}).encode() + b"\n" for text in TEXTS)))
+    return str(path)
+
+
+def parquet(path: Path) -> str:
+    pq.write_table(pa.table({"id": list(range(len(TEXTS))), "text": TEXTS}), path, row_group_size=5)
+    return str(path)
+
+
+def arrow(path: Path, *, stream: bool) -> str:
+    table = pa.table({"text": TEXTS})
+    with pa.OSFile(str(path), "wb") as sink:
+        make = pa.ipc.new_stream if stream else pa.ipc.new_file
+        with make(sink, table.schema) as writer:
+            writer.write_table(table, max_chunksize=4)
+    return str(path)
+
+
+def tar(path: Path, suffix: str, *, outer: str = "") -> str:
+    with webdataset.TarWriter(str(path) + outer) as writer:
+        for number, text in enumerate(TEXTS):
+            data = text.encode() if "txt" in suffix else json.dumps({"text": text}).encode()
+            pack = {"zst": zstandard.compress}.get(suffix.rpartition(".")[2], bytes)  # the writer packs .gz itself
+            writer.write({"__key__": f"{number:04d}", suffix: pack(data)})
+    return str(path) + outer
+
+
+def folder(path: Path) -> str:
+    (path / "sub").mkdir(parents=True)
+    for number, text in enumerate(TEXTS):
+        (path / "sub" / f"{number:02d}.txt").write_text(text, encoding="utf-8")
+    return str(path)
+
+
+def listed(path: Path) -> str:
+    folder(path)
+    (path / "list").write_text("# in order\n" + "\n".join(sorted(map(str, (path / "sub").glob("*.txt")))))
+    return f"@{path}/list"
+
+
+TEXT_INPUTS: dict[str, Callable[[Path], str]] = {
+    "jsonl": lambda p: jsonl(p / "a.jsonl"),
+    "jsonl.gz": lambda p: jsonl(p / "a.jsonl.gz", gzip.compress),
+    "jsonl.bz2": lambda p: jsonl(p / "a.jsonl.bz2", bz2.compress),
+    "jsonl.zst": lambda p: jsonl(p / "a.jsonl.zst", zstandard.compress),
+    "parquet": lambda p: parquet(p / "a.parquet"),
+    "arrow file": lambda p: arrow(p / "a.arrow", stream=False),
+    "arrow stream": lambda p: arrow(p / "a.arrow", stream=True),
+    "tar of txt": lambda p: tar(p / "a.tar", "txt"),
+    "tar of json": lambda p: tar(p / "a.tar", "json"),
+    "tar of txt.zst": lambda p: tar(p / "a.tar", "txt.zst"),
+    "tar of json.gz": lambda p: tar(p / "a.tar", "json.gz"),
+    "tar.gz": lambda p: tar(p / "a.tar", "txt", outer=".gz"),
+    "folder": lambda p: folder(p / "folder"),
+    "list": lambda p: listed(p / "folder"),
+    "mds": lambda p: str(PEERS / "mds_text"),
+    "litdata": lambda p: str(PEERS / "litdata_text"),
+}
+
+
+@pytest.mark.parametrize("name", TEXT_INPUTS)
+def test_texts_arrive_from_every_format(name: str, tmp_path: Path) -> None:
+    report = convert([TEXT_INPUTS[name](tmp_path)], str(tmp_path / "out"), tokenizer="bytes", workers=1)
+    assert read(tmp_path / "out") == as_bytes(TEXTS)
+    assert report.documents == len(TEXTS)
+    assert not report.dropped
+
+
+def token_arrays() -> list[list[int]]:
+    return [tokens(number).tolist() for number in range(12)]
+
+
+def pair(path: Path, **options: Any) -> str:
+    with IndexedDatasetWriter(str(path), np.uint16, **options) as writer:
+        for number in range(12):
+            writer.add_item(tokens(number))
+            writer.end_document()
+    return str(path)
+
+
+def token_tar(path: Path) -> str:
+    with webdataset.TarWriter(str(path)) as writer:
+        for number in range(12):
+            writer.write({"__key__": f"{number:04d}", "npy": tokens(number)})
+    return str(path)
+
+
+def token_parquet(path: Path) -> str:
+    pq.write_table(
+        pa.table({"text": [tokens(number).tolist() for number in range(12)]}, pa.schema({"text": pa.list_(pa.int32())})), path
+    )
+    return str(path)
+
+
+TOKEN_INPUTS: dict[str, Callable[[Path], str]] = {
+    "pair": lambda p: pair(p / "in"),
+    "zst": lambda p: pair(p / "in.bin.zst"),
+    "tar of ours": lambda p: pair(p / "in.tar"),
+    "tar of npy": lambda p: token_tar(p / "in.tar"),
+    "parquet of lists": lambda p: token_parquet(p / "in.parquet"),
+    "mds of arrays": lambda p: str(PEERS / "mds_tokens"),
+    "mds of bytes": lambda p: str(PEERS / "mds_bytes"),
+    "litdata of tokens": lambda p: str(PEERS / "litdata_tokens"),
+}
+
+
+@pytest.mark.parametrize("name", TOKEN_INPUTS)
+def test_tokens_arrive_from_every_format(name: str, tmp_path: Path) -> None:
+    report = convert([TOKEN_INPUTS[name](tmp_path)], str(tmp_path / "out"), workers=1)
+    assert read(tmp_path / "out") == token_arrays()
+    assert report.dtype in ("uint16", "int32")
+
+
+def raw(path: Path, kind: str, eod: int = 50_000) -> tuple[str, list[list[int]]]:
+    """Documents end to end, each closed by eod, the last one open."""
+    documents = [[*[t % 50_000 for t in item], eod] for item in token_arrays()]
+    documents[-1].pop()
+    flat = np.array([token for document in documents for token in document], np.uint16)
+    if kind == "nanogpt":
+        flat.tofile(path / "train.bin")
+        return str(path / "train.bin"), documents
+    if kind == "llm.c":
+        header = np.zeros(256, "<i4")
+        header[:3] = 20240520, 1, len(flat)
+        (path / "train.bin").write_bytes(header.tobytes() + flat.tobytes())
+        return str(path / "train.bin"), documents
+    np.save(path / "train.npy", flat.astype(np.int64))
+    return str(path / "train.npy"), documents
+
+
+@pytest.mark.parametrize("kind", ["nanogpt", "llm.c", "npy"])
+def test_raw_arrays_are_cut_at_the_ends_of_documents(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("streammega.convert.read.arrays.SCAN_TOKENS", 7)
+    path, documents = raw(tmp_path, kind)
+    convert([path], str(tmp_path / "out"), eod_id=50_000, workers=1)
+    assert read(tmp_path / "out") == documents
+    convert([path], str(tmp_path / "one"), workers=1)
+    assert read(tmp_path / "one") == [[token for document in documents for token in document]]
+
+
+def test_rows_of_an_array_are_documents(tmp_path: Path) -> None:
+    rows = np.arange(30, dtype=np.int32).reshape(6, 5)
+    np.save(tmp_path / "rows.npy", rows)
+    convert([str(tmp_path / "rows.npy")], str(tmp_path / "out"), workers=1)
+    assert read(tmp_path / "out") == rows.tolist()
+
+
+def test_inputs_are_read_from_object_storage(s3: S3, s3_storage: StorageConfig, bucket: str, tmp_path: Path) -> None:
+    import s3fs
+
+    system = s3fs.S3FileSystem(**s3.options, skip_instance_cache=True)
+    for name, data in (("in/a.jsonl.gz", Path(jsonl(tmp_path / "a.jsonl.gz", gzip.compress)).read_bytes()),
+                       ("in/b.parquet", Path(parquet(tmp_path / "b.parquet")).read_bytes())):  # fmt: skip
+        system.pipe_file(f"{bucket}/{name}", data)
+    for item in (f"s3://{bucket}/in", f"s3://{bucket}/in/*"):
+        convert([item], str(tmp_path / "out"), tokenizer="bytes", storage=s3_storage, workers=1, overwrite=True)
+        assert read(tmp_path / "out") == as_bytes(TEXTS) * 2
+    convert([str(tmp_path / "out")], f"s3://{bucket}/pair", storage=s3_storage, workers=1)
+    convert([f"s3://{bucket}/pair"], str(tmp_path / "back"), storage=s3_storage, workers=1)
+    assert (tmp_path / "back.bin").read_bytes() == (tmp_path / "out.bin").read_bytes()
+    with pytest.raises(StreammegaError, match="nothing-here"):
+        find_inputs([f"s3://{bucket}/nothing-here"], s3_storage)
+
+
+@pytest.mark.parametrize("unit", [1, 50, 333, 4096])
+def test_large_files_are_cut_into_units_and_nothing_is_lost(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, unit: int) -> None:
+    monkeypatch.setattr("streammega.convert.write.units.UNIT_BYTES", unit)
+    monkeypatch.setattr("streammega.convert.write.units.SEGMENT_BYTES", 100)
+    inputs = [jsonl(tmp_path / "a.jsonl"), parquet(tmp_path / "b.parquet"), pair(tmp_path / "c")]
+    assert len(plan_units(find_inputs(inputs), ConvertOptions(), StorageConfig())) >= (10 if unit < 300 else 1)
+    convert(inputs[:2], str(tmp_path / "out"), tokenizer="bytes", workers=1)
+    assert read(tmp_path / "out") == as_bytes(TEXTS) * 2
+    convert(inputs[2:], str(tmp_path / "out2"), min_tokens=1, workers=1)
+    assert read(tmp_path / "out2") == token_arrays()
+
+
+# --- tokenizers ---------------------------------------------------------------------------------------------------------
+
+
+def test_sentencepiece(tmp_path: Path) -> None:
+    import sentencepiece
+
+    (tmp_path / "text.txt").write_text("\n".join(f"{text} the quick brown fox {n}" for n, text in enumerate(TEXTS * 20)))
+    sentencepiece.SentencePieceTrainer.train(
+        input=str(tmp_path / "text.txt"), model_prefix=str(tmp_path / "sp"), vocab_size=60, minloglevel=2, hard_vocab_limit=False
+    )
+    model = sentencepiece.SentencePieceProcessor(model_file=str(tmp_path / "sp.model"))
+    report = convert([jsonl(tmp_path / "a.jsonl")], str(tmp_path / "out"), tokenizer=str(tmp_path / "sp.model"), workers=1)
+    assert read(tmp_path / "out") == [[*model.encode(text), model.eos_id()] for text in TEXTS]
+    assert (report.vocab_size, report.eod_id) == (model.vocab_size(), model.eos_id())
+
+
+def test_tiktoken(tmp_path: Path) -> None:
+    import base64
+
+    import tiktoken
+
+    from streammega.convert.tokenize.tiktoken_files import PATTERNS
+
+    ranks = {bytes([value]): value for value in range(256)} | {b"do": 256, b"doc": 257}
+    lines = [base64.b64encode(token) + f" {rank}".encode() for token, rank in ranks.items()]
+    (tmp_path / "small.tiktoken").write_bytes(b"\n".join(lines))
+    pattern = next(own.expression for own in PATTERNS if own.name == "cl100k_base")
+    model = tiktoken.Encoding("x", pat_str=pattern, mergeable_ranks=ranks, special_tokens={"<|endoftext|>": 258})
+    settings = {"tokenizer": str(tmp_path / "small.tiktoken"), "tiktoken_pattern": "cl100k_base"}
+    convert([jsonl(tmp_path / "a.jsonl")], str(tmp_path / "out"), workers=1, **settings)
+    assert read(tmp_path / "out") == [[*model.encode_ordinary(text), 258] for text in TEXTS]
+    assert load_tokenizer(str(tmp_path / "small.tiktoken"), pattern="cl100k_base").decode(model.encode_ordinary("doc")) == "doc"
+
+
+@pytest.mark.parametrize("name", ["no.json", "no.model", "no.tiktoken", "/no/such", "./here"])
+def test_tokenizers_that_are_not_there_are_named(name: str) -> None:
+    with pytest.raises(ObjectNotFoundError, match="no such tokenizer file"):
+        load_tokenizer(name)
+
+
+@pytest.mark.parametrize("name", ["x.json", "x.model", "x.tiktoken"])
+def test_files_that_are_no_tokenizers_are_named(name: str, tmp_path: Path) -> None:
+    (tmp_path / name).write_text("nothing of the kind")
+    with pytest.raises(ConvertError, match=name):
+        load_tokenizer(str(tmp_path / name))
+
+
+# --- what is made of documents ----------------------------------------------------------------------------------------
+
+
+def records(path: Path, rows: list[dict[str, Any]]) -> str:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return str(path)
+
+
+def test_several_keys_are_sequences_with_modes(tmp_path: Path) -> None:
+    path = records(tmp_path / "a.jsonl", [{"q": "one?", "a": "1"}, {"q": "", "a": "2"}])
+    convert([path], str(tmp_path / "out"), tokenizer="bytes", keys=("q", "a:1"), workers=1)
+    made = IndexedDataset(str(tmp_path / "out"))
+    assert [(bytes(t[t < 256].astype(np.uint8)).decode(), mode) for t, mode in made[:]] == [("one?", 0), ("1", 1), ("2", 1)]  # type: ignore[misc]
+    assert made.document_indices.tolist() == [0, 2, 3]
+    assert [int(t[-1]) == EOD for t, _ in made[:]] == [False, True, True]  # type: ignore[misc]
+
+
+def test_chats_have_modes(tmp_path: Path) -> None:
+    turns = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "yes"}]
+    path = records(tmp_path / "a.jsonl", [{"messages": turns}, {"conversations": [{"from": "gpt", "value": "x"}]}])
+    convert([path], str(tmp_path / "out"), tokenizer="bytes", chat=True, workers=1)
+    made = IndexedDataset(str(tmp_path / "out"))
+    assert [(bytes(t[t < 256].astype(np.uint8)).decode(), mode) for t, mode in made[:]] == [  # type: ignore[misc]
+        ("<|user|>\n", 0), ("hi", 0), ("<|assistant|>\n", 0), ("yes", 1), ("<|assistant|>\n", 0), ("x", 1),
+    ]  # fmt: skip
+    convert([str(tmp_path / "out")], str(tmp_path / "answers"), modes=(1,), workers=1)
+    assert [t.tolist() for t, _ in IndexedDataset(str(tmp_path / "answers"))[:]] == [  # type: ignore[misc]
+        [*b"yes", EOD], [*b"x", EOD],
+    ]  # fmt: skip
+
+
+def test_sentences_are_sequences(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text("Dr. Smith came. He saw.")
+    convert([str(tmp_path / "a.txt")], str(tmp_path / "out"), tokenizer="bytes", split_sentences="en", workers=1)
+    made = IndexedDataset(str(tmp_path / "out"))
+    assert [bytes(t[t < 256].astype(np.uint8)).decode().strip() for t in made[:]] == ["Dr. Smith came.", "He saw."]  # type: ignore[index]
+    assert made.document_indices.tolist() == [0, 2]
+
+
+def test_long_and_short_documents_are_counted(tmp_path: Path) -> None:
+    path = records(tmp_path / "a.jsonl", [{"text": "x" * size} for size in (0, 1, 5, 9, 20)])
+    cut = convert([path], str(tmp_path / "cut"), tokenizer="bytes", min_tokens=3, max_tokens=8, workers=1)
+    assert read(tmp_path / "cut") == [[*b"x" * 5, EOD], [*b"x" * 7, EOD], [*b"x" * 7, EOD]]
+    assert cut.dropped == {"empty": 1, "too short": 1, "cut": 2, "tokens cut off": 2 + 13}
+    dropped = convert([path], str(tmp_path / "d"), tokenizer="bytes", max_tokens=8, long="drop", workers=1)
+    assert read(tmp_path / "d") == [[120, EOD], [*b"x" * 5, EOD]]
+    assert dropped.dropped == {"empty": 1, "too long": 2}
+
+
+def test_a_dtype_that_cannot_hold_the_ids_is_an_error(tmp_path: Path) -> None:
+    np.save(tmp_path / "a.npy", np.array([1, 70_000]))
+    with pytest.raises(ConvertError, match="70000, which uint16 cannot hold"):
+        convert([str(tmp_path / "a.npy")], str(tmp_path / "out"), dtype="uint16", workers=1)
+    convert([str(tmp_path / "a.npy")], str(tmp_path / "out"), workers=1)
+    assert IndexedDataset(str(tmp_path / "out")).dtype == np.int32
+    with pytest.raises(ConvertError, match="which uint16 cannot hold"):
+        convert([str(tmp_path / "out")], str(tmp_path / "narrow"), dtype="uint16", workers=1)
+    with pytest.raises(ConfigError, match="cannot hold the 257 ids of bytes"):
+        convert([jsonl(tmp_path / "t.jsonl")], str(tmp_path / "o"), tokenizer="bytes", dtype="uint8", workers=1)
+
+
+def test_the_dtype_can_be_changed(tmp_path: Path) -> None:
+    sequences = write_random_pair(str(tmp_path / "in"), vocab=60_000)
+    convert([str(tmp_path / "in")], str(tmp_path / "wide"), dtype="int32", workers=1)
+    assert IndexedDataset(str(tmp_path / "wide")).dtype == np.int32
+    assert read(tmp_path / "wide") == [sequence.tolist() for sequence in sequences]
+
+
+# --- what is broken -----------------------------------------------------------------------------------------------------
+
+GOOD = b'{"text": "good"}\n'
+
+
+def hostile_tar() -> bytes:
+    packed = io.BytesIO()
+    with tarfile.open(fileobj=packed, mode="w") as archive:
+        for name in ("good.txt", "../../etc/evil.txt", "/abs.txt", "also good.txt"):
+            member = tarfile.TarInfo(name)
+            member.size = 4
+            archive.addfile(member, io.BytesIO(b"good"))
+    return packed.getvalue()
+
+
+def plain_tar(texts: int = 30) -> bytes:
+    packed = io.BytesIO()
+    with tarfile.open(fileobj=packed, mode="w") as archive:
+        for number in range(texts):
+            member = tarfile.TarInfo(f"{number}.txt")
+            member.size = 4
+            archive.addfile(member, io.BytesIO(b"good"))
+    return packed.getvalue()
+
+
+def zeroed(data: bytes, at: int) -> bytes:
+    """As a copy leaves it that reserved the file and lost a part."""
+    return data[:at] + bytes(2048) + data[at + 2048 :]
+
+
+def damaged(data: bytes, at: int) -> bytes:
+    return data[:at] + bytes([data[at] ^ 1]) + data[at + 1 :]
+
+
+BROKEN: dict[str, tuple[str, bytes, str, dict[str, int], int]] = {
+    # file name, content, the error, what is counted under --on-error skip, documents that are left
+    "broken JSON": ("a.jsonl", GOOD + b'{"text": \n' + GOOD, r"a\.jsonl:2: broken JSON", {"broken record": 1}, 2),
+    "not UTF-8": ("a.jsonl", b'{"text": "\xff"}\n' + GOOD, r"a\.jsonl:1: is not UTF-8", {"broken record": 1}, 1),
+    "half a character": ("a.jsonl", b'{"text": "\\ud800"}\n' + GOOD, r"a\.jsonl:1: holds half", {"broken record": 1}, 1),
+    "no such key": ("a.jsonl", GOOD * 2 + b'{"body": "x"}\n', r"a\.jsonl:3: has no key", {"broken record": 1}, 2),
+    "deep JSON": ("a.jsonl", GOOD + b"[" * 100_000 + b"\n", r"a\.jsonl:2: broken JSON", {"broken record": 1}, 1),
+    "gz cut short": (
+        "a.jsonl.gz",
+        gzip.compress(GOOD * 9999, 1)[:-900],
+        "a.jsonl.gz: cannot be read",
+        {"unreadable file": 1},
+        -1,
+    ),
+    "zst cut short": ("a.jsonl.zst", zstandard.compress(GOOD * 9999)[:-4], "cannot be read", {"unreadable file": 1}, -1),
+    "tar cut in a member": ("a.tar", plain_tar()[: 512 * 9 + 2], r"cannot be read .*a\.tar!4\.txt", {"unreadable file": 1}, 4),
+    "tar with a damaged header": (
+        "a.tar",
+        damaged(plain_tar(), 4096),
+        "header at byte 4,096 is damaged",
+        {"unreadable file": 1},
+        4,
+    ),
+    "tar with a damaged last header": ("a.tar", damaged(plain_tar(), 29696), "header at byte 29,696", {"unreadable file": 1}, 29),
+    "tar with zeros in it": ("a.tar", zeroed(plain_tar(), 1024 * 9), "goes on after its end", {"unreadable file": 1}, 9),
+    "two tars in one": ("a.tar", plain_tar() + plain_tar(), "goes on after its end", {"unreadable file": 1}, 30),
+    "tar compressed in secret": ("a.tar", gzip.compress(plain_tar()), "is compressed", {"unreadable file": 1}, 0),
+    "tar that is none": ("a.tar", GOOD * 999, r"a\.tar: cannot be read", {"unreadable file": 1}, 0),
+    "tar cut between members": ("a.tar", plain_tar()[: 512 * 8], "no end; it is cut short", {"unreadable file": 1}, 4),
+    "hostile names": ("a.tar", hostile_tar(), "outside of its archive", {"hostile path": 2}, 2),
+    "no parquet": ("a.parquet", b"PAR1 nothing", "a.parquet: cannot be read", {"unreadable file": 1}, 0),
+    "no arrow": ("a.arrow", b"nothing at all", "a.arrow: cannot be read", {"unreadable file": 1}, 0),
+    "no npy": ("a.npy", b"nothing", "a.npy: cannot be read", {"unreadable file": 1}, 0),
+    "odd bytes": ("a.bin", b"\1\0\2", "ends inside a token of 2 bytes", {"unreadable file": 1}, 0),
+}
+
+
+@pytest.mark.parametrize("name", BROKEN)
+def test_broken_inputs_are_named_or_counted(name: str, tmp_path: Path) -> None:
+    file, data, message, counts, left = BROKEN[name]
+    (tmp_path / file).write_bytes(data)
+    with pytest.raises(ConvertError, match=message):
+        convert([str(tmp_path / file)], str(tmp_path / "out" / "p"), tokenizer="bytes", workers=1)
+    assert not list((tmp_path / "out").glob("*"))
+    jsonl(tmp_path / "z.jsonl")
+    report = convert(
+        [str(tmp_path / file), str(tmp_path / "z.jsonl")], str(tmp_path / "p"), tokenizer="bytes", on_error="skip", workers=1
+    )
+    assert {kind: report.dropped.get(kind) for kind in counts} == counts
+    assert len(report.messages) == sum(counts.values())
+    assert file in report.messages[0]
+    if left >= 0:
+        assert report.documents == left + len(TEXTS)
+    else:
+        assert report.documents >= len(TEXTS)
+
+
+@pytest.mark.parametrize("kind", ["parquet", "arrow"])
+def test_rows_weigh_what_they_hold(tmp_path: Path, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    from streammega.convert.tokenize.encode import BatchEncoder
+
+    texts = ["x" * 300_000] * 30
+    table = pa.table({"text": texts})
+    if kind == "parquet":
+        pq.write_table(table, tmp_path / "a.parquet", use_dictionary=False, compression="none")
+    else:
+        with pa.ipc.new_file(tmp_path / "a.arrow", table.schema) as file:
+            file.write_table(table)
+    sizes: list[int] = []
+    real = BatchEncoder.__call__
+    monkeypatch.setattr(
+        BatchEncoder, "__call__", lambda self, documents, skipped: sizes.append(len(documents)) or real(self, documents, skipped)
+    )
+    report = convert([str(tmp_path / f"a.{kind}")], str(tmp_path / "out"), tokenizer="bytes", workers=1)
+    assert max(sizes) <= 4, "a MiB together, and the one that made it full"
+    assert sum(map(len, texts)) <= report.text_bytes <= 1.1 * sum(map(len, texts))
+
+
+def test_lines_of_later_units_have_their_true_numbers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("streammega.convert.write.units.UNIT_BYTES", 100)
+    (tmp_path / "a.jsonl").write_bytes(GOOD * 40 + b"{\n" + GOOD * 40)
+    with pytest.raises(ConvertError, match=r"a\.jsonl:41: broken JSON"):
+        convert([str(tmp_path / "a.jsonl")], str(tmp_path / "out"), tokenizer="bytes", workers=1)
+
+
+def test_a_column_that_is_not_there_is_named(tmp_path: Path) -> None:
+    pq.write_table(pa.table({"body": TEXTS}), tmp_path / "a.parquet")
+    with pytest.raises(ConvertError, match=r"has no column text \(it has: body\)"):
+        convert([str(tmp_path / "a.parquet")], str(tmp_path / "out"), tokenizer="bytes", workers=1)
+    assert report_of(tmp_path / "a.parquet", tmp_path, keys=("body",)).documents == len(TEXTS)
+
+
+def report_of(path: Path, tmp_path: Path, **options: Any) -> ConvertReport:
+    return convert([str(path)], str(tmp_path / "made"), tokenizer="bytes", workers=1, **options)
+
+
+def test_text_needs_a_tokenizer_and_says_so(tmp_path: Path) -> None:
+    with pytest.raises(ConvertError, match="--tokenizer"):
+        convert([jsonl(tmp_path / "a.jsonl")], str(tmp_path / "out"), workers=1)
+
+
+def test_a_document_longer_than_an_index_can_say_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("streammega.convert.read.arrays.MOST_TOKENS", 1000)
+    np.arange(2000, dtype=np.uint16).tofile(tmp_path / "a.bin")
+    with pytest.raises(ConvertError, match="over 1,000 tokens; name the id"):
+        convert([str(tmp_path / "a.bin")], str(tmp_path / "out"), workers=1)
+
+
+def test_pickles_are_never_read(tmp_path: Path) -> None:
+    (tmp_path / "index.json").write_text(json.dumps({"version": 2, "shards": [{
+        "format": "mds", "version": 2, "column_names": ["text"], "column_encodings": ["pkl"], "column_sizes": [None],
+        "compression": None, "hashes": [], "raw_data": {"basename": "s.mds", "bytes": 20, "hashes": {}}, "samples": 1,
+        "size_limit": 9, "zip_data": None}]}))  # fmt: skip
+    (tmp_path / "s.mds").write_bytes(np.array([1, 12, 20, 4], "<u4").tobytes() + b"boom")
+    with pytest.raises(ConvertError, match="has no key 'text'"):
+        convert([str(tmp_path)], str(tmp_path / "out"), tokenizer="bytes", workers=1)
+    np.save(tmp_path / "evil.npy", np.array([{}], object), allow_pickle=True)
+    with pytest.raises(ConvertError, match="token arrays are integers"):
+        convert([str(tmp_path / "evil.npy")], str(tmp_path / "out"), workers=1)

@@ -1,0 +1,214 @@
+"""Two conversions to one prefix of a bucket at once, from machines that share nothing else: never a dataset of both."""
+
+from __future__ import annotations
+
+import multiprocessing
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import fsspec
+import pytest
+
+from streammega import IndexedDataset, StorageConfig
+from streammega.cli.main import main
+from streammega.convert import convert
+from streammega.convert.dry_run import plan_conversion
+from streammega.convert.run import _Conversion
+from streammega.convert.write.claims import Claim
+from streammega.dataset.verify import verify
+from streammega.errors import AccessDeniedError, ConvertError, ObjectNotFoundError
+from streammega.storage import open_store, save_bytes
+from streammega.storage.backends.fsspec_store import FsspecStore
+from streammega.storage.store import create_object
+from tests.support.kill_programs import convert_as_told
+from tests.support.servers import S3
+
+WAIT = 60.0
+"""Seconds that a process may take to its next word, on a busy machine."""
+
+
+class Machine:
+    """A process with a cache folder, and so a work folder, of its own."""
+
+    def __init__(self, folder: Path, storage: StorageConfig) -> None:
+        self._folder = folder
+        self._storage = storage
+        self._process: Any = None
+        self._pipe: Any = None
+
+    def convert(self, text: str, output: str, **named: Any) -> str:
+        """Start; returns "begun" where it may begin, or an error."""
+        self._folder.mkdir(exist_ok=True)
+        (self._folder / "in.txt").write_text(text)
+        context = multiprocessing.get_context("forkserver")
+        self._pipe, theirs = context.Pipe()
+        arguments = (theirs, str(self._folder / "cache"), self._storage, [str(self._folder / "in.txt")], output)
+        self._process = context.Process(target=convert_as_told, args=arguments, kwargs=named, daemon=True)
+        self._process.start()
+        theirs.close()
+        return self._word()
+
+    def go_on(self) -> str:
+        """To where its tokens are "written", and from there to where all is "done"; or returns an error."""
+        self._pipe.send("go on")
+        return self._word()
+
+    def end(self) -> None:
+        """SIGKILL, if it is there still."""
+        if self._process is not None:
+            self._process.kill()
+            self._process.join()
+            self._pipe.close()
+
+    def _word(self) -> str:
+        assert self._pipe.poll(WAIT)
+        return str(self._pipe.recv())
+
+
+@pytest.fixture
+def machine(tmp_path: Path, s3_storage: StorageConfig) -> Iterator[Callable[[str], Machine]]:
+    made: list[Machine] = []
+
+    def make(name: str) -> Machine:
+        made.append(Machine(tmp_path / name, s3_storage))
+        return made[-1]
+
+    yield make
+    for one in made:
+        one.end()
+
+
+def text_of(name: str, storage: StorageConfig) -> str:
+    """What is stored, once it was found to be sound."""
+    assert verify(name, storage).problems == []
+    return bytes(IndexedDataset(name, storage)[0][:-1].astype("uint8")).decode()
+
+
+def test_of_two_first_conversions_at_once_the_second_is_told_before_it_reads(
+    machine: Callable[[str], Machine], bucket: str, s3_storage: StorageConfig
+) -> None:
+    name = f"s3://{bucket}/web"
+    one = machine("one")
+    two = machine("two")
+    words = [one.convert("a" * 1000, name), two.convert("b" * 1000, name), one.go_on()]
+    if words[1] == "begun":
+        words.append(two.go_on())
+    assert one.go_on() == "done"
+    assert text_of(name, s3_storage) == "a" * 1000, words
+    assert "another conversion" in words[1]
+    assert "--overwrite" in words[1]
+
+
+@pytest.mark.parametrize("s3", ["moto"], indirect=True)
+@pytest.mark.parametrize("s3_storage", ["obstore"], indirect=True)
+@pytest.mark.parametrize("first", ["plain", "beside"])
+def test_what_overwrites_beside_a_conversion_that_runs_leaves_one_of_both_whole(
+    machine: Callable[[str], Machine], bucket: str, s3_storage: StorageConfig, first: str
+) -> None:
+    name = f"s3://{bucket}/web"
+    plain = machine("one")
+    beside = machine("two")
+    assert plain.convert("a" * 1000, name) == beside.convert("b" * 1000, name, overwrite=True) == "begun"
+    assert plain.go_on() == beside.go_on() == "written"
+    order = [plain, beside] if first == "plain" else [beside, plain]
+    assert order[0].go_on() == "done"
+    assert "meanwhile" in order[1].go_on()
+    assert text_of(name, s3_storage) == ("a" if first == "plain" else "b") * 1000
+    assert text_of(f"{name}.manifest.json", s3_storage) == text_of(name, s3_storage)
+
+
+def test_an_object_is_created_only_where_none_is(bucket: str, s3: S3, s3_storage: StorageConfig) -> None:
+    store, key = open_store(f"s3://{bucket}/a", s3_storage)
+    assert create_object(store, key, b"first")
+    if s3.name == "moto":  # rclone knows no conditions: whoever needs to know looks again
+        assert not create_object(store, key, b"second")
+        assert bytes(store.read_ranges(key, [0], [5])[0]) == b"first"
+    with pytest.raises(ObjectNotFoundError):
+        create_object(*open_store("s3://no-such-bucket/a", s3_storage), b"x")
+
+
+# --- one after the other --------------------------------------------------------------------------------------------------
+
+
+class Killed(BaseException):
+    """In place of SIGKILL: nothing is cleaned up."""
+
+
+@pytest.fixture
+def inputs(tmp_path: Path) -> list[str]:
+    for letter in "ab":
+        (tmp_path / f"{letter}.txt").write_text(letter * 1000)
+    return [str(tmp_path / "a.txt"), str(tmp_path / "b.txt")]
+
+
+def kill_before(method: str, monkeypatch: pytest.MonkeyPatch, *arguments: Any, **named: Any) -> None:
+    """A conversion that is killed before a method of it is called."""
+    with monkeypatch.context() as patch, pytest.raises(Killed):
+        patch.setattr(_Conversion, "leave", lambda self: None)
+        patch.setattr(_Conversion, method, lambda *_: (_ for _ in ()).throw(Killed))
+        convert(*arguments, tokenizer="bytes", workers=1, **named)
+
+
+def objects(name: str) -> list[str]:
+    system, path = fsspec.core.url_to_fs(name.rpartition("/")[0])
+    return sorted(found.rpartition("/")[2] for found in system.find(path))
+
+
+@pytest.mark.parametrize("killed_in", ["make", "publish"])
+def test_a_killed_conversion_goes_on_on_another_machine_and_with_other_options_on_its_own(
+    tmp_path: Path, inputs: list[str], killed_in: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for number, (cache, named) in enumerate([("elsewhere", {}), ("here", {"min_tokens": 3})]):
+        name = f"memory://{tmp_path.name}-{number}/web"
+        monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "here"))
+        kill_before(killed_in, monkeypatch, inputs[:1], name, shard_bytes=10_000)
+        assert ".web.streammega-claim" in objects(name)
+        monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / cache))
+        convert(inputs[:1], name, tokenizer="bytes", workers=1, shard_bytes=10_000, **named)
+        assert verify(name).problems == []
+        assert len(objects(name)) == 3, "the claim is given back"
+
+
+def test_the_claim_of_a_killed_conversion_is_told_and_removed_by_gc(
+    tmp_path: Path, inputs: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    name = f"memory://{tmp_path.name}-told/web"
+    kill_before("publish", monkeypatch, inputs[:1], name, shard_bytes=10_000)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "elsewhere"))
+    for run in (convert, plan_conversion):
+        with pytest.raises(ConvertError, match=r"gc .* --remove"):
+            run(inputs[1:], name, tokenizer="bytes", workers=1, shard_bytes=10_000)
+    assert main(["gc", name, "--remove"]) == 0
+    assert objects(name) == []
+    convert(inputs[1:], name, tokenizer="bytes", workers=1, shard_bytes=10_000)
+    assert text_of(f"{name}.manifest.json", StorageConfig()) == "b" * 1000
+
+
+def test_a_conversion_that_fails_at_once_leaves_no_claim(
+    tmp_path: Path, inputs: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    name = f"memory://{tmp_path.name}-fails/web"
+
+    def denied(self: Any, key: str) -> None:
+        raise AccessDeniedError(f"{key}: access denied")
+
+    for rights in ("all", "none to delete"):
+        with monkeypatch.context() as patch, pytest.raises(ConvertError, match="no text"):
+            if rights != "all":
+                patch.setattr(FsspecStore, "delete", denied)
+            convert(inputs[:1], name, tokenizer="bytes", workers=1, min_tokens=5000)
+        assert rights != "all" or objects(name) == []
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "elsewhere"))
+    convert(inputs[1:], name, tokenizer="bytes", workers=1)
+    assert text_of(name, StorageConfig()) == "b" * 1000
+
+
+def test_of_two_claims_where_the_server_knows_no_conditions_the_first_learns_of_the_last(tmp_path: Path) -> None:
+    prefix = f"memory://{tmp_path.name}-claims/web"
+    one, two = (Claim(prefix, str(tmp_path / job), StorageConfig(), job) for job in ("one", "two"))
+    assert one.take()
+    save_bytes(f"memory://{tmp_path.name}-claims/.web.streammega-claim", b'{"job": "two"}', StorageConfig())  # is obeyed
+    assert two.take()
+    assert not one.take()
+    assert one.refusal() is not None

@@ -1,0 +1,412 @@
+"""`.bin/.idx` pairs: round trips, parity with Megatron's reader and writer, forged files, the local cache."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import pickle
+import struct
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from streammega import IndexedDataset, IndexedDatasetWriter, StorageConfig
+from streammega.dataset.idx import DTYPE_OF_CODE, HEADER, MAGIC, smallest_dtype
+from streammega.errors import CacheError, FormatError, ObjectNotFoundError
+from tests.conftest import write_random_pair
+from tests.support import oracle
+from tests.support.rank_programs import open_and_sum
+from tests.support.servers import S3, http_server
+
+DTYPES = sorted(DTYPE_OF_CODE.values(), key=str)
+
+
+def plain(tokens: Any) -> np.ndarray:
+    assert isinstance(tokens, np.ndarray)
+    return tokens
+
+
+@st.composite
+def corpora(draw: st.DrawFn) -> tuple[list[list[list[int]]], list[list[int]]]:
+    """Documents of sequences of token ids, and a mode for each sequence."""
+    sequence = st.lists(st.integers(0, 100), max_size=8)
+    documents = draw(st.lists(st.lists(sequence, max_size=4), max_size=8))
+    modes = [draw(st.lists(st.integers(-2, 5), min_size=len(d), max_size=len(d))) for d in documents]
+    return documents, modes
+
+
+@given(corpus=corpora(), dtype=st.sampled_from(DTYPES), multimodal=st.booleans())
+def test_what_is_written_is_read_back(tmp_path_factory: Any, corpus: Any, dtype: np.dtype, multimodal: bool) -> None:
+    prefix = str(tmp_path_factory.mktemp("pair") / "p")
+    documents, modes = corpus
+    with IndexedDatasetWriter(prefix, dtype, multimodal) as writer:
+        for document, document_modes in zip(documents, modes, strict=True):
+            flat = [token for sequence in document for token in sequence]
+            writer.add_document(flat, [len(sequence) for sequence in document], document_modes)
+    read = IndexedDataset(prefix)
+    sequences = [np.array(s, dtype) for d in documents for s in d]
+    flat_modes = [mode for document_modes in modes for mode in document_modes]
+    assert read.dtype == dtype
+    assert len(read) == len(sequences)
+    assert read.document_indices.tolist() == np.cumsum([0, *map(len, documents)]).tolist()
+    got: list[Any] = [read[i] for i in range(len(read))]
+    if multimodal and len(read):
+        assert [mode for _, mode in got] == flat_modes
+        got = [tokens for tokens, _ in got]
+    for ours, expected in zip(got, sequences, strict=True):
+        assert ours.dtype == dtype
+        np.testing.assert_array_equal(ours, expected)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_megatron_reads_what_we_write(tmp_path: Path, dtype: np.dtype) -> None:
+    rng = np.random.default_rng(1)
+    sequences = [rng.integers(0, 100, rng.integers(0, 20)).astype(dtype) for _ in range(40)]
+    prefix = str(tmp_path / "ours")
+    with IndexedDatasetWriter(prefix, dtype) as writer:
+        for number, sequence in enumerate(sequences):
+            writer.add_item(sequence)
+            if number % 3 == 2:
+                writer.end_document()
+        writer.end_document()
+    theirs = oracle.IndexedDataset(prefix)
+    ours = IndexedDataset(prefix)
+    assert len(theirs) == len(ours) == 40
+    np.testing.assert_array_equal(theirs.document_indices, ours.document_indices)
+    for number, sequence in enumerate(sequences):
+        assert theirs[number].dtype == dtype
+        np.testing.assert_array_equal(theirs[number], sequence)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_we_write_the_very_bytes_that_megatron_writes(tmp_path: Path, dtype: np.dtype) -> None:
+    rng = np.random.default_rng(2)
+    sequences = [rng.integers(0, 100, rng.integers(0, 20)) for _ in range(30)]
+    bounds = [1, 2, 9, 30]
+    oracle.write_pair(str(tmp_path / "theirs"), sequences, dtype, bounds)
+    with IndexedDatasetWriter(str(tmp_path / "ours"), dtype) as writer:
+        for number, sequence in enumerate(sequences):
+            writer.add_item(sequence)
+            if number + 1 in bounds:
+                writer.end_document()
+    for suffix in (".bin", ".idx"):
+        assert (tmp_path / f"ours{suffix}").read_bytes() == (tmp_path / f"theirs{suffix}").read_bytes()
+    read = IndexedDataset(str(tmp_path / "theirs"))
+    for number, sequence in enumerate(sequences):
+        np.testing.assert_array_equal(plain(read[number]), sequence)
+
+
+def test_multimodal_files_are_megatrons(tmp_path: Path) -> None:
+    prefix = str(tmp_path / "m")
+    with IndexedDatasetWriter(prefix, np.int32, multimodal=True) as writer:
+        writer.add_item([1, 2, 3], mode=1)
+        writer.add_item([4], mode=0)
+        writer.end_document()
+    theirs, ours = oracle.IndexedDataset(prefix, multimodal=True), IndexedDataset(prefix)
+    assert ours.sequence_modes is not None
+    assert ours.sequence_modes.tolist() == theirs.index.sequence_modes.tolist() == [1, 0]
+    assert theirs[0][1] == ours[0][1] == 1  # type: ignore[index]
+
+
+def test_merging_is_megatrons_bit_for_bit(tmp_path: Path) -> None:
+    for name, seed in (("a", 1), ("b", 2)):
+        write_random_pair(str(tmp_path / name), 30, 20, seed)
+    with IndexedDatasetWriter(str(tmp_path / "ours"), np.uint16) as writer:
+        writer.add_index(str(tmp_path / "a"))
+        writer.add_index(str(tmp_path / "b"))
+    oracle.merge_pairs([str(tmp_path / "a"), str(tmp_path / "b")], str(tmp_path / "theirs"), np.uint16)
+    for suffix in (".bin", ".idx"):
+        assert (tmp_path / f"ours{suffix}").read_bytes() == (tmp_path / f"theirs{suffix}").read_bytes()
+
+
+def test_slices_and_parts_read_just_those_tokens(pair: str) -> None:
+    read = IndexedDataset(pair)
+    every = [plain(read[i]) for i in range(len(read))]
+    for low, high in ((0, 5), (190, 250), (7, 7), (-3, 200)):
+        got = read[low:high]
+        assert len(got) == len(every[low:high])
+        for ours, expected in zip(got, every[low:high], strict=True):
+            np.testing.assert_array_equal(plain(ours), expected)
+    longest = int(np.argmax(read.sequence_lengths))
+    np.testing.assert_array_equal(read.get(longest, 3, 10), every[longest][3:13])
+    np.testing.assert_array_equal(read.get(longest, 5), every[longest][5:])
+    np.testing.assert_array_equal(plain(read[-1]), every[-1])
+    for bad in (200, -201):
+        with pytest.raises(IndexError, match="of 200"):
+            read[bad]
+    with pytest.raises(IndexError, match="tokens"):
+        read.get(longest, 0, 10_000)
+    with pytest.raises(ValueError, match="contiguous"):
+        read[::2]
+
+
+def test_survives_pickling_and_names_either_suffix(pair: str) -> None:
+    read = IndexedDataset(f"{pair}.idx")
+    copy = pickle.loads(pickle.dumps(read))  # noqa: S301
+    np.testing.assert_array_equal(plain(copy[7]), plain(read[7]))
+
+
+def test_pairs_in_s3_by_both_transports(tmp_path: Path, s3_storage: StorageConfig, bucket: str) -> None:
+    url = f"s3://{bucket}/deep/pair"
+    write_random_pair(str(tmp_path / "local"))
+    with IndexedDatasetWriter(url, np.uint16, storage=s3_storage) as writer:
+        writer.add_index(str(tmp_path / "local"))
+    read, local = IndexedDataset(url, s3_storage, tmp_path / "cache"), IndexedDataset(str(tmp_path / "local"))
+    np.testing.assert_array_equal(read.sequence_lengths, local.sequence_lengths)
+    for ours, expected in zip(read[0:200], local[0:200], strict=True):
+        np.testing.assert_array_equal(plain(ours), plain(expected))
+    np.testing.assert_array_equal(plain(read[3]), plain(local[3]))
+
+
+# --- what is forged, truncated or foreign ---------------------------------------------------------------------------------
+
+
+def forge(pair: str, at: int, data: bytes) -> None:
+    path = Path(f"{pair}.idx")
+    raw = bytearray(path.read_bytes())
+    raw[at : at + len(data)] = data
+    path.write_bytes(raw)
+
+
+HUGE = struct.pack("<Q", 2**60)
+FORGERIES = {
+    "magic": (0, b"NOTMEGA", "starts with"),
+    "version": (9, struct.pack("<Q", 7), "version 7"),
+    "dtype code": (17, b"\x63", "dtype code 99"),
+    "sequence count": (18, HUGE, "header tells of 1152921504606846976 sequences"),
+    "document count": (26, HUGE, "1152921504606846976 document bounds"),
+    "negative length": (34 + 4 * 5, struct.pack("<i", -3), "sequence 5 has the negative length -3"),
+    "length past the end": (34 + 4 * 199, struct.pack("<i", 2**31 - 1), "sequence 199 lies at bytes"),
+    "offset past the end": (34 + 800 + 8 * 7, struct.pack("<q", 2**62), "sequence 7 lies at bytes"),
+    "negative offset": (34 + 800 + 8 * 7, struct.pack("<q", -2), "sequence 7 lies at bytes"),
+    "offset inside a token": (34 + 800 + 8 * 7, struct.pack("<q", 3), "inside a 2-byte token"),
+    "document bounds": (34 + 800 + 1600 + 8 * 200, struct.pack("<q", 12), "document bounds run"),
+    "document order": (34 + 800 + 1600 + 8 * 3, struct.pack("<q", 100), "document bound 4 lies before bound 3"),
+}
+
+
+@pytest.mark.parametrize("name", FORGERIES)
+def test_a_forged_index_is_refused_by_name_and_without_allocating(pair: str, name: str) -> None:
+    at, data, message = FORGERIES[name]
+    forge(pair, at, data)
+    with pytest.raises(FormatError, match=message) as caught:
+        IndexedDataset(pair)
+    assert f"{pair}.idx" in str(caught.value)
+
+
+@pytest.mark.parametrize("keep", [0, 10, 33, 34, 1000])
+def test_a_truncated_index_is_refused(pair: str, keep: int) -> None:
+    path = Path(f"{pair}.idx")
+    path.write_bytes(path.read_bytes()[:keep])
+    with pytest.raises(FormatError, match=r"pair\.idx"):
+        IndexedDataset(pair)
+
+
+def test_a_truncated_bin_is_refused(pair: str) -> None:
+    path = Path(f"{pair}.bin")
+    path.write_bytes(path.read_bytes()[:-2])
+    with pytest.raises(FormatError, match="truncated or belongs to another"):
+        IndexedDataset(pair)
+
+
+def test_missing_files_are_named(pair: str, tmp_path: Path) -> None:
+    with pytest.raises(ObjectNotFoundError, match=r"nothing\.bin"):
+        IndexedDataset(str(tmp_path / "nothing"))
+    os.unlink(f"{pair}.idx")
+    with pytest.raises(ObjectNotFoundError, match=r"pair\.idx"):
+        IndexedDataset(pair)
+
+
+def test_a_foreign_object_is_refused_before_it_is_downloaded(pair: str, tmp_path: Path) -> None:
+    foreign = b"x" * 50_000_000
+    with http_server({"/a.bin": b"12", "/a.idx": foreign}) as server:
+        with pytest.raises(FormatError, match="starts with"):
+            IndexedDataset(f"{server.url}/a", index_cache_dir=tmp_path / "cache")
+        assert {span for _, path, span in server.requests if path == "/a.idx" and span} == {"bytes=0-33"}
+
+
+@given(data=st.binary(max_size=400))
+def test_no_bytes_crash_the_parser(tmp_path_factory: Any, data: bytes) -> None:
+    prefix = tmp_path_factory.mktemp("noise") / "p"
+    Path(f"{prefix}.bin").write_bytes(b"\0" * 64)
+    header = HEADER.pack(MAGIC, 1, 4, len(data) // 12, 0)
+    for content in (data, header + data):
+        Path(f"{prefix}.idx").write_bytes(content)
+        with pytest.raises(FormatError):
+            IndexedDataset(str(prefix))
+
+
+# --- the writer -----------------------------------------------------------------------------------------------------------
+
+
+def test_values_that_do_not_fit_are_refused_not_wrapped(tmp_path: Path) -> None:
+    with IndexedDatasetWriter(str(tmp_path / "p"), np.uint16) as writer:
+        writer.add_item([1, 2])
+        for bad in ([70_000], [-1], [0.5]):
+            with pytest.raises(FormatError, match="sequence 1 holds"):
+                writer.add_item(bad)
+        writer.end_document()
+    assert len(IndexedDataset(str(tmp_path / "p"))) == 1
+
+
+def test_lengths_that_do_not_add_up_are_refused(tmp_path: Path) -> None:
+    with IndexedDatasetWriter(str(tmp_path / "p"), np.uint16) as writer:
+        with pytest.raises(FormatError, match="add up to 3"):
+            writer.add_document([1, 2], [1, 2])
+        writer.add_document([1, 2], [1, 1])
+
+
+def test_an_exception_leaves_no_half_written_pair(tmp_path: Path) -> None:
+    def interrupted() -> None:
+        with IndexedDatasetWriter(str(tmp_path / "p"), np.uint16) as writer:
+            writer.add_item([1])
+            raise RuntimeError("stop")
+
+    with pytest.raises(RuntimeError, match="stop"):
+        interrupted()
+    assert list(tmp_path.iterdir()) == [] or {p.name for p in tmp_path.iterdir()} == {"xdg-cache"}
+
+
+def test_a_sigkill_leaves_nothing_under_the_final_name(tmp_path: Path, s3: S3, bucket: str) -> None:
+    for prefix in (str(tmp_path / "p"), f"s3://{bucket}/p"):
+        code = f"""
+import numpy as np, streammega as sm, os
+w = sm.IndexedDatasetWriter({prefix!r}, np.uint16)
+for _ in range(40): w.add_item(np.zeros(1 << 20, np.uint16))
+print("written", flush=True); import time; time.sleep(60)
+"""
+        process = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, env=os.environ | s3.environment)
+        assert process.stdout is not None
+        assert process.stdout.readline() == b"written\n"
+        process.kill()
+        process.communicate()
+        with pytest.raises(ObjectNotFoundError):
+            IndexedDataset(prefix, StorageConfig(storage_options=s3.options))
+
+
+def test_no_index_describes_another_bin_while_a_pair_is_replaced(pair: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    from streammega.storage.backends.local import LocalWriter
+
+    writer = IndexedDatasetWriter(pair, np.uint16)
+    writer.add_item([1, 2, 3])
+    commit = LocalWriter.commit
+
+    def killed_after_bin(self: LocalWriter) -> None:
+        commit(self)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(LocalWriter, "commit", killed_after_bin)
+    with pytest.raises(KeyboardInterrupt):
+        writer.finalize()
+    with pytest.raises(ObjectNotFoundError):
+        IndexedDataset(pair)
+
+
+def test_dtype_by_vocabulary() -> None:
+    assert smallest_dtype(65499) == np.uint16
+    assert smallest_dtype(65500) == np.int32
+
+
+# --- the local cache ------------------------------------------------------------------------------------------------------
+
+
+def objects_of(pair: str) -> dict[str, bytes]:
+    return {f"/p{suffix}": Path(f"{pair}{suffix}").read_bytes() for suffix in (".bin", ".idx")}
+
+
+def test_one_download_per_node_whatever_the_rank_count(pair: str, tmp_path: Path) -> None:
+    context = multiprocessing.get_context("forkserver")
+    with http_server(objects_of(pair)) as server:
+        results = context.Queue()
+        arguments = (f"{server.url}/p", str(tmp_path / "cache"), results)
+        ranks = [context.Process(target=open_and_sum, args=arguments) for _ in range(3)]
+        for rank in ranks:
+            rank.start()
+        sums = {results.get(timeout=60) for _ in ranks}
+        for rank in ranks:
+            rank.join()
+        size = len(server.objects["/p.idx"])
+        whole = [span for method, path, span in server.requests if path == "/p.idx" and span == f"bytes=0-{size - 1}"]
+    assert sums == {int(IndexedDataset(pair).sequence_lengths.sum())}
+    assert len(whole) == 1, "the .idx was downloaded by more than one process"
+
+
+def test_a_cached_index_is_used_again_and_refreshed_when_the_object_changed(pair: str, tmp_path: Path) -> None:
+    cache = tmp_path / "cache"
+    with http_server(objects_of(pair)) as server:
+        IndexedDataset(f"{server.url}/p", index_cache_dir=cache)
+        before = len([1 for m, p, span in server.requests if p == "/p.idx" and m == "GET"])
+        IndexedDataset(f"{server.url}/p", index_cache_dir=cache)
+        again = [span for m, p, span in server.requests if p == "/p.idx" and m == "GET"][before:]
+        assert again == ["bytes=0-33"], "only the header is looked at again"
+        write_random_pair(pair, seed=9)
+        server.objects = objects_of(pair)
+        server.etags = {"/p.idx": "2", "/p.bin": "2"}
+        fresh = IndexedDataset(f"{server.url}/p", index_cache_dir=cache)
+        np.testing.assert_array_equal(fresh.sequence_lengths, IndexedDataset(pair).sequence_lengths)
+    assert len(list((cache / "idx").glob("*.idx"))) == 1, "the stale copy is removed"
+
+
+def test_a_killed_download_is_not_believed(pair: str, tmp_path: Path) -> None:
+    cache = tmp_path / "cache"
+    with http_server(objects_of(pair)) as server:
+        process = subprocess.Popen(
+            [
+                sys.executable,
+                "-c",
+                f"""
+import streammega.dataset.node_cache as c, time
+real = c.write_atomically
+def slow(path, chunks, size):
+    def stuck():
+        for chunk in chunks:
+            yield chunk[: len(chunk) // 2]
+            print("half", flush=True); time.sleep(60)
+    real(path, stuck(), size)
+c.write_atomically = slow
+import streammega as sm
+sm.IndexedDataset({server.url + "/p"!r}, index_cache_dir={str(cache)!r})
+""",
+            ],
+            stdout=subprocess.PIPE,
+        )
+        assert process.stdout is not None
+        assert process.stdout.readline() == b"half\n"
+        process.kill()
+        process.communicate()
+        began = time.monotonic()
+        read = IndexedDataset(f"{server.url}/p", index_cache_dir=cache)
+        assert time.monotonic() - began < 30, "the dead process's lock was not freed"
+        np.testing.assert_array_equal(read.sequence_lengths, IndexedDataset(pair).sequence_lengths)
+
+
+def test_a_full_disk_under_the_cache_is_an_error_that_says_where(
+    pair: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import errno
+
+    def full(fd: int) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    cache = tmp_path / "cache"
+    with http_server(objects_of(pair)) as server:
+        with monkeypatch.context() as patched:
+            patched.setattr(os, "fsync", full)
+            with pytest.raises(CacheError, match=r"No space left.*bytes wanted.*index_cache_dir"):
+                IndexedDataset(f"{server.url}/p", index_cache_dir=cache)
+        assert not [path for path in (cache / "idx").iterdir() if path.suffix != ".lock"], "nothing half-written is left"
+        assert len(IndexedDataset(f"{server.url}/p", index_cache_dir=cache)) == 200, "and it works once there is room"
+
+
+def test_a_cache_that_cannot_be_made_is_an_error_that_says_where(pair: str, tmp_path: Path) -> None:
+    blocked = tmp_path / "file"
+    blocked.write_text("in the way")
+    with http_server(objects_of(pair)) as server, pytest.raises(CacheError, match="index_cache_dir"):
+        IndexedDataset(f"{server.url}/p", index_cache_dir=blocked)

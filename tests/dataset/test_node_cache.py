@@ -1,0 +1,123 @@
+"""The node-wide cache of `.idx` copies and built arrays: shared between users, cleaned of what was killed."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import stat
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from streammega.dataset.node_cache import ArrayKind, cache_error, cached_arrays, write_atomically
+from streammega.errors import CacheError
+from streammega.storage.backends.local import LocalStore
+from streammega.storage.publish import ORPHAN_SECONDS, create_beside
+
+NOBODY = 65534
+KIND: dict[str, ArrayKind] = {"a": ((np.int64,), (3,))}
+
+
+@pytest.fixture(params=[0o022, 0o002, 0o077], ids=oct)
+def umask(request: pytest.FixtureRequest) -> Iterator[int]:
+    before = os.umask(request.param)
+    yield request.param
+    os.umask(before)
+
+
+def mode(path: Path) -> int:
+    return stat.S_IMODE(path.stat().st_mode)
+
+
+def build(value: int) -> dict[str, np.ndarray]:
+    return {"a": np.full(3, value)}
+
+
+def test_cached_files_are_readable_as_the_umask_says_and_their_locks_can_be_taken_by_all(tmp_path: Path, umask: int) -> None:
+    cached_arrays(tmp_path / "order", "key", KIND, lambda: build(1))
+    writer = LocalStore().open_writer(str(tmp_path / "written"))
+    writer.write(b"x")
+    writer.commit()
+    for path in (tmp_path / "order" / "key-a.npy", tmp_path / "written"):
+        assert mode(path) == 0o666 & ~umask
+    assert mode(tmp_path / "order" / "key.lock") == 0o666
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="needs two users")
+def test_a_second_user_takes_the_lock_of_the_first_and_reads_what_is_cached() -> None:
+    folder = Path(tempfile.mkdtemp())
+    try:
+        assert cached_arrays(folder / "order", "key", KIND, lambda: build(1))["a"][0] == 1
+        for path in (folder, folder / "order"):  # as an administrator makes a folder for all
+            path.chmod(0o777)
+        child = os.fork()
+        if child == 0:
+            code = 100
+            try:
+                os.setuid(NOBODY)
+                read = int(cached_arrays(folder / "order", "key", KIND, lambda: build(2))["a"][0])
+                (folder / "order" / "key-a.npy").unlink()  # now the first user's lock is needed
+                code = 10 * read + int(cached_arrays(folder / "order", "key", KIND, lambda: build(2))["a"][0])
+            finally:
+                os._exit(code)
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 12
+    finally:
+        shutil.rmtree(folder)
+
+
+def test_a_cache_of_another_user_says_so() -> None:
+    error = cache_error(Path("/cache/idx"), PermissionError(13, "Permission denied"), 0)
+    assert isinstance(error, CacheError)
+    assert "another user" in str(error)
+    assert "index_cache_dir" in str(error)
+
+
+WRITE_FOR_EVER = """
+import sys, time
+from pathlib import Path
+from streammega.dataset.node_cache import write_atomically
+def chunks():
+    yield b"half"
+    print("begun", flush=True)
+    time.sleep(60)
+write_atomically(Path(sys.argv[1]) / "array.npy", chunks(), 8)
+"""
+
+
+def test_what_a_killed_process_left_is_removed_once_it_is_old_and_what_is_written_is_not(tmp_path: Path) -> None:
+    held, temporary = create_beside(tmp_path / "held")
+    with subprocess.Popen([sys.executable, "-c", WRITE_FOR_EVER, str(tmp_path)], stdout=subprocess.PIPE) as child:
+        assert child.stdout is not None
+        child.stdout.readline()
+        child.kill()
+    (orphan,) = tmp_path.glob(".array.npy.*.partial")
+    (tmp_path / ".unrelated.partial").write_bytes(b"")
+    sweep = [
+        sys.executable,
+        "-c",
+        f"from streammega.dataset.node_cache import *; write_atomically(Path({str(tmp_path)!r}) / 'x', [], 0)",
+    ]
+    subprocess.run(sweep, check=True)
+    assert orphan.exists(), "perhaps somebody on another node writes it"
+    old = time.time() - ORPHAN_SECONDS - 60
+    for path in tmp_path.iterdir():
+        os.utime(path, (old, old))
+    subprocess.run(sweep, check=True)
+    assert sorted(path.name for path in tmp_path.iterdir()) == sorted([".unrelated.partial", Path(temporary).name, "x"])
+    os.close(held)
+
+
+def test_a_write_that_fails_leaves_nothing(tmp_path: Path) -> None:
+    def chunks() -> Iterator[bytes]:
+        yield b"half"
+        raise OSError(28, "No space left on device")
+
+    with pytest.raises(CacheError, match="8 bytes wanted"):
+        write_atomically(tmp_path / "array.npy", chunks(), 8)
+    assert list(tmp_path.iterdir()) == []

@@ -1,0 +1,146 @@
+"""Opening datasets: what does not belong together is refused, and few requests are sent."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from streammega import DataConfig, IndexedDataset, IndexedDatasetWriter, StorageConfig, StreamLoader
+from streammega.config import parse_blend
+from streammega.convert.write.assemble import DocumentSet, remove_duplicates
+from streammega.dataset.find import find_pairs
+from streammega.dataset.shards import SUFFIXES
+from streammega.dataset.verify import verify
+from streammega.errors import ConfigError, FormatError, MissingShardsError
+from streammega.order.lanes import tree_fractions
+
+KINDS = ["bin", "zst", "tar"]
+
+
+def write(name: str, lengths: list[int], dtype: Any = np.uint16) -> None:
+    """A shard of sequences of so many tokens, one document each."""
+    with IndexedDatasetWriter(name, dtype) as writer:
+        for length in lengths:
+            writer.add_item(np.arange(length) % 1000)
+            writer.end_document()
+
+
+def open_in(order: Any, name: str, cache: Path) -> None:
+    """Open a dataset as a run in that order does."""
+    config = DataConfig(blend=[name], sequence_length=8, order=order, num_samples=(40, 0, 0), index_cache_dir=cache)
+    StreamLoader(config, micro_batch_size=1, global_batch_size=1).close()
+
+
+@pytest.mark.parametrize("order", ["stream", "megatron", "sequential"])
+@pytest.mark.parametrize("size", [-1, -20, 2, 20])
+def test_a_bin_of_another_size_than_its_index_says_is_refused_in_every_order(tmp_path: Path, order: str, size: int) -> None:
+    write(str(tmp_path / "a"), [30, 50, 20])
+    path = tmp_path / "a.bin"
+    data = path.read_bytes()
+    path.write_bytes(data[:size] if size < 0 else data + bytes(size))
+    with pytest.raises(FormatError, match=r"a\.idx.*200|a\.idx.*sequence 2 lies") as caught:
+        open_in(order, str(tmp_path / "a"), tmp_path)
+    assert str(tmp_path / "a.bin") in str(caught.value)
+    assert str(len(data) + size) in str(caught.value)
+
+
+@pytest.mark.parametrize("order", ["stream", "megatron"])
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("other", [[30, 50], [30, 50, 20, 40]])
+def test_the_index_of_another_dataset_is_refused(tmp_path: Path, order: str, kind: Any, other: list[int]) -> None:
+    name = str(tmp_path / "a") + SUFFIXES[kind]
+    write(name, [30, 50, 20])
+    write(str(tmp_path / "b") + SUFFIXES[kind], other)
+    (tmp_path / "a.idx").write_bytes((tmp_path / "b.idx").read_bytes())
+    with pytest.raises(FormatError, match=r"a\.(idx|tar)"):
+        open_in(order, name, tmp_path)
+
+
+@pytest.mark.parametrize("order", ["stream", "megatron"])
+def test_an_index_without_sequences_over_tokens_is_refused(tmp_path: Path, order: str) -> None:
+    write(str(tmp_path / "a"), [30])
+    write(str(tmp_path / "b"), [])
+    (tmp_path / "a.idx").write_bytes((tmp_path / "b.idx").read_bytes())
+    with pytest.raises(FormatError, match=r"end at byte 0, but .*a\.bin has 60 bytes"):
+        open_in(order, str(tmp_path / "a"), tmp_path)
+
+
+def test_an_index_of_sequences_that_end_before_they_begin_is_refused(tmp_path: Path) -> None:
+    write(str(tmp_path / "a"), [30, 50, 20])
+    data = bytearray((tmp_path / "a.idx").read_bytes())
+    data[34 + 8 : 34 + 12] = (-1).to_bytes(4, "little", signed=True)
+    (tmp_path / "a.idx").write_bytes(data)
+    for order in ("stream", "megatron"):
+        with pytest.raises(FormatError, match=r"rebuild the \.idx"):
+            open_in(order, str(tmp_path / "a"), tmp_path)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_dataset_of_no_sequence_opens(tmp_path: Path, kind: Any) -> None:
+    name = str(tmp_path / "a") + SUFFIXES[kind]
+    write(name, [])
+    assert len(IndexedDataset(name)) == 0
+
+
+# --- names and blends -----------------------------------------------------------------------------------------------------
+
+
+def test_mock_datasets_need_no_import_first() -> None:
+    program = """
+import sys
+from streammega.config import StorageConfig
+from streammega.storage import open_store
+assert "streammega.dataset" not in sys.modules
+store, key = open_store("mock://tokens=1000,length=100.bin", StorageConfig())
+assert store.info(key).size == 4000
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+
+
+def test_shards_that_are_missing_are_known_by_their_error_not_by_its_words(tmp_path: Path) -> None:
+    folder = tmp_path / "what are missing"
+    write(str(folder / "a-00000-of-00002"), [30])
+    with pytest.raises(MissingShardsError):
+        find_pairs(str(folder), StorageConfig())
+    assert any("a-00001-of-00002" in problem for problem in verify(str(folder)).problems)
+    with pytest.raises(FileNotFoundError):  # there is nothing to look at, whatever its name says
+        verify(str(folder / "nothing"))
+
+
+def test_the_first_of_duplicates_is_that_of_the_lowest_unit_also_past_a_million(tmp_path: Path) -> None:
+    sides = np.array([[0], [11], [22]], "<u8")  # number in its unit, and the two halves of its hash
+    parts = []
+    for unit in (999_999, 1_000_000):
+        sides.tofile(tmp_path / f"unit-{unit:06d}-0000.side")
+        parts.append(DocumentSet(dataset="", documents=1, side=f"unit-{unit:06d}-0000.side", unit=unit))
+    job: Any = SimpleNamespace(work=str(tmp_path), storage=StorageConfig())
+    kept, removed = remove_duplicates(job, parts, 1 << 20)
+    bits = [np.unpackbits(np.fromfile(tmp_path / part.keep, np.uint8), count=1)[0] for part in kept]
+    assert (bits, removed) == ([1, 0], 1)
+
+
+@pytest.mark.parametrize("weight", [None, 1.0])
+def test_a_blend_of_more_datasets_than_an_int16_holds_is_refused(weight: float | None) -> None:
+    names = [f"d{number}" for number in range(32_767)]
+    blend: Any = names if weight is None else [(name, weight) for name in names]
+    with pytest.raises(ConfigError, match="has 32767 datasets; there may be 32766"):
+        DataConfig(blend=blend, sequence_length=8)
+    assert len(parse_blend(blend[:-1])[0]) == 32_766
+
+
+def test_large_weights_are_relative_like_others_and_infinite_sums_are_refused(tmp_path: Path) -> None:
+    for factor in (1.0, 1e300, 1e-300):
+        np.testing.assert_array_equal(tree_fractions([factor * 1.0, factor * 3.0]), tree_fractions([1.0, 3.0]))
+    blend: Any = [("a", 1e308), ("b", 1e308)]
+    with pytest.raises(ConfigError, match="weights of the blend add up"):
+        DataConfig(blend=blend, sequence_length=8)
+    schedule = [(0, [1e308, 1e308])]
+    with pytest.raises(ConfigError, match="finite sum"):
+        DataConfig(blend=["a", "b"], sequence_length=8, order="stream", blend_schedule=schedule)

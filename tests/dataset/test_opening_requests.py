@@ -1,0 +1,288 @@
+"""How many requests it takes to open a dataset, and what is listed for it."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import threading
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from streammega import DataConfig, IndexedDataset, IndexedDatasetWriter, StorageConfig, StreamLoader
+from streammega.cli.main import main
+from streammega.convert.read.inputs import find_inputs
+from streammega.dataset.find import find_pairs, find_shards
+from streammega.dataset.manifest import MANIFEST, Manifest, Shard
+from streammega.dataset.mock import MockStore
+from streammega.dataset.shards import SUFFIXES, shard_name
+from streammega.errors import FormatError, StreammegaError
+from streammega.storage import ObjectInfo
+from streammega.storage.open import register_scheme
+from tests.dataset.test_opening import KINDS, write
+from tools.bench.object_server import Running, running
+
+SHARDS = 60
+
+
+def write_set(folder: Path, stem: str, kind: Any, count: int = SHARDS) -> None:
+    """So many equal shards, and their manifest."""
+    write(str(folder / "one") + SUFFIXES[kind], [30, 50, 20])
+    tokens, index = ((folder / f"one{suffix}").read_bytes() for suffix in (SUFFIXES[kind], ".idx"))
+    shards = []
+    for number in range(count):
+        name = shard_name(stem, number, count)
+        (folder / f"{name}{SUFFIXES[kind]}").write_bytes(tokens)
+        (folder / f"{name}.idx").write_bytes(index)
+        shard = Shard(
+            name=name, documents=3, sequences=3, tokens=100, bytes=len(tokens), checksums=[], index_bytes=len(index),
+            index_checksums=[],
+        )  # fmt: skip
+        shards.append(shard)
+    made = Manifest(
+        kind=kind, dtype="uint16", documents=3 * count, sequences=3 * count, tokens=100 * count, shards=shards
+    )  # fmt: skip
+    (folder / f"{stem}{MANIFEST}").write_bytes(made.to_json())
+    for suffix in (SUFFIXES[kind], ".idx"):
+        (folder / f"one{suffix}").unlink()
+
+
+@pytest.fixture(scope="module")
+def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Running, Path]]:
+    """A bucket `b` of sets of shards of every kind, and a deep tree beside them."""
+    root = tmp_path_factory.mktemp("served")
+    for kind in KINDS:
+        (root / "b" / kind).mkdir(parents=True)
+        write_set(root / "b" / kind, "web", kind)
+    deep = root / "b" / "bin" / "deep" / "deeper"
+    deep.mkdir(parents=True)
+    for number in range(1200):
+        (deep / f"{number}.idx").touch()
+    with running(root) as server:
+        yield server, root
+
+
+def config_of(server: Running, name: str, order: Any, cache: Path, **options: Any) -> DataConfig:
+    storage = StorageConfig(storage_options=server.storage_options)
+    return DataConfig(
+        blend=[f"s3://b/{name}"],
+        sequence_length=8,
+        order=order,
+        num_samples=(40, 0, 0),
+        index_cache_dir=cache,
+        storage=storage,
+        **options,
+    )
+
+
+def asked(server: Running, config: DataConfig) -> tuple[int, int]:
+    """(requests of all kinds, objects listed) that opening takes."""
+    before = server.counts()
+    StreamLoader(config, micro_batch_size=1, global_batch_size=1).close()
+    after = server.counts()
+    spent = {name: after[name] - before[name] for name in after}
+    return spent["requests"] + spent["lists"], spent["listed"]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("split", ["1,0,0", "90,10,0"])
+def test_a_manifest_is_opened_without_a_request_for_each_shard(
+    served: tuple[Running, Path], tmp_path: Path, kind: str, split: str
+) -> None:
+    server, _ = served
+    for name in (f"{kind}/web.manifest.json", f"{kind}/web"):
+        requests, listed = asked(server, config_of(server, name, "stream", tmp_path, split=split))
+        assert requests <= -(-2 * SHARDS // 1000) + 9, "the manifest, a listing, one look at an ETag, a pointer of the split"
+        assert listed <= 2 * SHARDS + 2
+
+
+def test_a_folder_or_glob_is_opened_by_three_small_reads_of_each_shard_and_no_head(
+    served: tuple[Running, Path], tmp_path: Path
+) -> None:
+    server, _ = served
+    for name in ("bin/", "bin/web-*", "bin/*"):
+        requests, listed = asked(server, config_of(server, name, "stream", tmp_path))
+        assert requests <= 3 * SHARDS + 4
+        assert listed <= 2 * SHARDS + 2, "what lies deeper was listed too"
+
+
+def test_the_megatron_order_opened_again_asks_for_no_shard(served: tuple[Running, Path], tmp_path: Path) -> None:
+    server, _ = served
+    for name in ("bin/web", "zst/", "tar/web.manifest.json"):
+        first, _ = asked(server, config_of(server, name, "megatron", tmp_path))
+        again, _ = asked(server, config_of(server, name, "megatron", tmp_path))
+        assert first <= 3 * SHARDS + 9
+        assert again <= (9 if name != "zst/" else SHARDS + 9), "without a manifest the tables of frames are read"
+
+
+def test_copies_of_indices_are_kept_without_a_look_through_their_folder(
+    served: tuple[Running, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    looks: list[Any] = []
+    for owner, name in ((os, "scandir"), (os, "listdir")):
+        real = getattr(owner, name)
+        monkeypatch.setattr(owner, name, lambda *path, real=real: looks.append(path) or real(*path))
+    server, _ = served
+    asked(server, config_of(server, "bin/web", "megatron", tmp_path / "own"))
+    assert len(list((tmp_path / "own" / "idx").glob("*.idx"))) == SHARDS
+    assert len(looks) < SHARDS / 2, "a look for each shard is quadratic"
+
+
+class Together(MockStore):
+    """A mock store whose answers about an `.idx` and its header come when as many threads as there are shards have asked."""
+
+    looks, reads = threading.Barrier(4), threading.Barrier(4)
+
+    def info(self, key: str) -> ObjectInfo:
+        if key.endswith(".idx"):
+            self.looks.wait(60)
+        return super().info(key)
+
+    def read_ranges(self, key: str, starts: Any, stops: Any, etag: str = "") -> Any:
+        if stops == [34]:
+            self.reads.wait(60)
+        return super().read_ranges(key, starts, stops, etag)
+
+
+def test_shards_and_datasets_are_looked_up_at_once() -> None:
+    register_scheme("together", Together)
+    names = [f"together://tokens=100,length=10,seed={number}" for number in range(4)]
+    blend = DataConfig(blend=names, sequence_length=8, order="stream")
+    StreamLoader(blend, micro_batch_size=1, global_batch_size=1).close()
+    with ThreadPoolExecutor(4) as pool:
+        assert [len(found) for found in pool.map(IndexedDataset, names)] == [10] * 4
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("order", ["stream", "megatron"])
+def test_what_was_opened_by_a_manifest_reads_the_same_tokens(
+    served: tuple[Running, Path], tmp_path: Path, kind: str, order: str
+) -> None:
+    server, root = served
+    found = []
+    for config in (
+        config_of(server, f"{kind}/web", order, tmp_path / "a", split="70,30,0"),
+        config_of(server, f"{kind}/", order, tmp_path / "b", split="70,30,0"),
+    ):
+        with StreamLoader(config, micro_batch_size=4, global_batch_size=4) as loader:
+            batches = [batch["tokens"].numpy().tobytes() for _, batch in zip(range(10), loader, strict=False)]
+            found.append((batches, loader.state_dict()["identity"]))
+    local = IndexedDataset(str(root / "b" / kind / "web"))
+    url = f"s3://b/{kind}/web"
+    opened = IndexedDataset(url, StorageConfig(storage_options=server.storage_options), tmp_path / "c")
+    again = pickle.loads(pickle.dumps(opened))  # noqa: S301  (our own)
+    np.testing.assert_array_equal(np.concatenate(opened[100:130]), np.concatenate(local[100:130]))  # type: ignore[arg-type]
+    np.testing.assert_array_equal(np.concatenate(again[7:9]), np.concatenate(local[7:9]))  # type: ignore[arg-type]
+    assert found[0] == found[1]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("change", ["tokens cut", "index cut", "tokens gone", "index gone"])
+def test_shards_that_are_not_the_manifests_are_refused(tmp_path: Path, kind: Any, change: str) -> None:
+    (tmp_path / "b").mkdir()
+    write_set(tmp_path / "b", "web", kind, 10)
+    what, how = change.split()
+    path = next((tmp_path / "b").glob(f"web-00004*{SUFFIXES[kind] if what == 'tokens' else '.idx'}"))
+    path.unlink() if how == "gone" else path.write_bytes(path.read_bytes()[:-8])
+    with running(tmp_path) as server:
+        for order in ("stream", "megatron"):
+            for name in (str(tmp_path / "b" / "web"), "s3"):
+                config = config_of(server, "web", order, tmp_path / "cache")
+                config = config if name == "s3" else DataConfig(**{**vars(config), "blend": [name]})
+                with pytest.raises(StreammegaError, match="web-00004"):
+                    StreamLoader(config, micro_batch_size=1, global_batch_size=1).close()
+
+
+@pytest.mark.parametrize("order", ["stream", "megatron"])
+def test_an_index_that_is_not_the_manifests_is_refused_also_where_it_ends_at_the_same_byte(tmp_path: Path, order: Any) -> None:
+    write(str(tmp_path / "a"), [20, 30, 50], np.int32)
+    write(str(tmp_path / "web"), [40, 60, 100], np.uint16)
+    index = (tmp_path / "web.idx").read_bytes()
+    entry = Shard(
+        name="web", documents=3, sequences=3, tokens=100, bytes=400, checksums=[], index_bytes=len(index), index_checksums=[]
+    )
+    made = Manifest(kind="bin", dtype="int32", documents=3, sequences=3, tokens=100, shards=[entry])
+    (tmp_path / "web.bin").write_bytes((tmp_path / "a.bin").read_bytes())
+    config = DataConfig(
+        blend=[str(tmp_path / "web")], sequence_length=8, order=order, num_samples=(9, 0, 0), index_cache_dir=tmp_path / "c"
+    )
+    StreamLoader(config, micro_batch_size=1, global_batch_size=1).close()  # nothing tells them apart
+    (tmp_path / f"web{MANIFEST}").write_bytes(made.to_json())
+    with pytest.raises(FormatError, match=r"web\.idx: has uint16 as dtype, its manifest says int32"):
+        StreamLoader(config, micro_batch_size=1, global_batch_size=1).close()
+
+
+def test_the_cache_of_the_config_is_used_for_tars_in_the_stream_order_too(served: tuple[Running, Path], tmp_path: Path) -> None:
+    server, _ = served
+    config = config_of(server, "tar/", "stream", tmp_path / "own")
+    StreamLoader(config, micro_batch_size=1, global_batch_size=1).close()
+    assert len(list((tmp_path / "own" / "idx").glob("*.idx"))) == SHARDS
+    assert not (tmp_path / "xdg-cache").exists()
+
+
+def test_listings_of_more_than_a_thousand_objects_are_whole(tmp_path: Path) -> None:
+    (tmp_path / "b" / "w").mkdir(parents=True)
+    for number in range(1101):
+        (tmp_path / "b" / "w" / f"{number:04d}.idx").write_bytes(b"x")
+        (tmp_path / "b" / "w" / f"{number:04d}.bin").write_bytes(b"x")
+    with running(tmp_path) as server:
+        storage = StorageConfig(storage_options=server.storage_options)
+        found = find_shards("s3://b/w/", storage)
+        assert server.counts()["lists"] == 3
+    assert len(found) == 1101
+    assert all(shard.index is not None and shard.stored is not None for shard in found)
+
+
+# --- names ----------------------------------------------------------------------------------------------------------------
+
+ODD = ["br[1]", "a?b", "s*r", "[", "[!x]"]
+
+
+@pytest.mark.parametrize("odd", ODD)
+def test_paths_that_are_there_are_no_patterns(tmp_path: Path, odd: str) -> None:
+    folder = tmp_path / odd
+    write(str(folder / "one"), [30])
+    write(str(folder / odd), [40])
+    write(str(folder / "bx"), [50])
+    assert find_pairs(str(folder), StorageConfig()) == sorted(str(folder / name) for name in ("bx", odd, "one"))
+    assert find_pairs(str(folder / odd), StorageConfig()) == [str(folder / odd)]
+    assert find_pairs(f"{folder}/{odd}.bin", StorageConfig()) == [str(folder / odd)]
+    assert find_pairs(f"{folder}/o*", StorageConfig()) == [str(folder / "one")]
+    assert find_pairs(f"{folder}/[b]?", StorageConfig()) == [str(folder / "bx")]
+    assert len(IndexedDataset(str(folder / odd)).sequence_lengths) == 1
+    for order in ("stream", "megatron"):
+        config = DataConfig(
+            blend=[str(folder / odd)], sequence_length=8, order=order, num_samples=(4, 0, 0), index_cache_dir=tmp_path
+        )
+        StreamLoader(config, micro_batch_size=1, global_batch_size=1).close()
+
+
+@pytest.mark.parametrize("odd", ODD[:3])
+def test_keys_that_are_there_are_no_patterns(s3_storage: StorageConfig, bucket: str, odd: str, tmp_path: Path) -> None:
+    for name in (odd, "bx", "one"):
+        with IndexedDatasetWriter(f"s3://{bucket}/{odd}/{name}", np.uint16, storage=s3_storage) as writer:
+            writer.add_document(np.arange(30), [30])
+    folder = f"s3://{bucket}/{odd}"
+    assert find_pairs(f"{folder}/{odd}", s3_storage) == [f"{folder}/{odd}"]
+    assert find_pairs(f"{folder}/", s3_storage) == sorted(f"{folder}/{name}" for name in ("bx", odd, "one"))
+    assert find_pairs(f"{folder}/[b]?", s3_storage) == [f"{folder}/bx"]
+    assert len(IndexedDataset(f"{folder}/{odd}", s3_storage, tmp_path / "cache")) == 1
+    (found,) = find_inputs([f"{folder}/{odd}"], s3_storage)
+    assert (found.path, found.format) == (f"{folder}/{odd}.idx", "megatron")
+
+
+def test_commands_take_odd_names_and_mock_datasets(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    write(str(tmp_path / "br[1]" / "a[1]"), [30])
+    for name in (tmp_path / "br[1]" / "a[1]", tmp_path / "br[1]"):
+        assert main(["describe", str(name)]) == 0
+        assert "tokens     30" in capsys.readouterr().out
+        assert main(["verify", str(name)]) == 0
+        assert "sound" in capsys.readouterr().out
+    assert main(["describe", "mock://tokens=1000,length=100"]) == 0
+    assert "documents  10 (" in capsys.readouterr().out
+    assert main(["convert", str(tmp_path / "br[1]" / "a[1]"), str(tmp_path / "br[1]" / "out[p]"), "--shard-size", "20"]) == 0
+    assert len(IndexedDataset(str(tmp_path / "br[1]" / "out[p]"))) == 1

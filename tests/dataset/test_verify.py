@@ -1,0 +1,288 @@
+"""Verify says exactly what is wrong and where; repair rebuilds an index; describe shows every format."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from streammega import IndexedDataset, StorageConfig
+from streammega.cli.main import main
+from streammega.convert import convert
+from streammega.dataset.idx import encode_index
+from streammega.dataset.repair import repair_index
+from streammega.dataset.verify import verify
+from streammega.errors import ConfigError, ObjectNotFoundError
+from tests.conftest import write_random_pair
+from tests.convert.test_inputs import PEERS, jsonl, parquet, tar
+from tests.support.servers import S3
+
+KINDS = ["bin", "zst", "tar"]
+EOD = 256
+
+
+@pytest.fixture
+def dataset(tmp_path: Path) -> Path:
+    """The folder of a text corpus in shards of every kind, its manifest beside each."""
+    for number in range(40):
+        (tmp_path / "texts" / f"{number:02d}.txt").parent.mkdir(exist_ok=True)
+        (tmp_path / "texts" / f"{number:02d}.txt").write_text(f"text number {number} " * (number % 7 + 1))
+    for kind in KINDS:
+        convert([str(tmp_path / "texts")], str(tmp_path / kind), tokenizer="bytes", kind=kind, shard_bytes=2000, workers=1)  # type: ignore[arg-type]
+    return tmp_path
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_sound_dataset_is_sound(dataset: Path, kind: str) -> None:
+    report = verify(str(dataset / kind))
+    assert report.problems == []
+    assert report.notes == []
+    assert report.checksums
+    assert (report.documents, report.lowest_id, report.highest_id) == (40, 32, EOD)
+    assert report.checked_bytes == sum(path.stat().st_size for path in dataset.glob(f"{kind}-*") if path.suffix != ".idx")
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_one_flipped_bit_is_found_wherever_it_is(dataset: Path, kind: str) -> None:
+    rng = np.random.default_rng(0)
+    shards = sorted(path for path in dataset.glob(f"{kind}-*") if not path.name.endswith(".json"))
+    for path in shards:
+        good = path.read_bytes()
+        for at in rng.integers(0, len(good), 4):
+            bad = bytearray(good)
+            bad[at] ^= 1 << int(rng.integers(0, 8))
+            path.write_bytes(bad)
+            report = verify(str(dataset / f"{kind}.manifest.json"))
+            assert any(path.name in problem or path.stem in problem for problem in report.problems), (path, at)
+        path.write_bytes(good)
+    assert verify(str(dataset / kind)).problems == []
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_lost_bytes_and_shards_are_named(dataset: Path, kind: str) -> None:
+    path = sorted(path for path in dataset.glob(f"{kind}-*") if path.suffix != ".idx")[0]
+    good = path.read_bytes()
+    path.write_bytes(good[:-600])
+    assert any("the manifest says" in problem and path.name in problem for problem in verify(str(dataset / kind)).problems)
+    path.unlink()
+    assert any(path.name in problem and "no such file" in problem for problem in verify(str(dataset / kind)).problems)
+    (dataset / f"{kind}.manifest.json").unlink()
+    path.write_bytes(good)
+    sorted(dataset.glob(f"{kind}-*.idx"))[1].unlink()
+    assert any("are missing" in problem for problem in verify(f"{dataset}/{kind}-*").problems)
+
+
+def test_ids_and_ends_are_checked(tmp_path: Path) -> None:
+    write_random_pair(str(tmp_path / "p"), count=50)
+    tokens = np.fromfile(tmp_path / "p.bin", np.uint16)
+    highest = int(tokens.max())
+    assert verify(str(tmp_path / "p"), vocab_size=highest + 1).problems == []
+    first = int(np.flatnonzero(tokens == highest)[0])
+    (problem,) = verify(str(tmp_path / "p"), vocab_size=highest).problems
+    assert f"token {first} is {highest}, outside of the {highest} ids" in problem
+    lengths = IndexedDataset(str(tmp_path / "p")).sequence_lengths
+    report = verify(str(tmp_path / "p"), eod_id=highest + 5)
+    assert (
+        f"document {int(np.flatnonzero(lengths)[0])} does not end with {highest + 5} ({int((lengths > 0).sum())} such"
+        in report.problems[0]
+    )
+    assert "not checked: name the id" in verify(str(tmp_path / "p")).notes[0]
+    with open(tmp_path / "p.bin", "ab") as file:
+        file.write(b"1234")
+    assert "4 bytes belong to no sequence" in verify(str(tmp_path / "p")).notes[-1]
+
+
+def test_structure_is_checked_without_a_manifest(tmp_path: Path) -> None:
+    np.arange(20, dtype=np.uint16).tofile(tmp_path / "p.bin")
+    bad = encode_index(np.dtype(np.uint16), np.array([10, 11], np.int32), np.array([0, 2]), None)
+    (tmp_path / "p.idx").write_bytes(b"".join(bad))
+    assert "sequence 1 lies at bytes [20, +22), but the .bin has 40 bytes" in verify(str(tmp_path / "p")).problems[0]
+    with pytest.raises(ObjectNotFoundError):
+        verify(str(tmp_path / "nothing"))
+
+
+def test_verify_reads_object_storage(dataset: Path, s3: S3, s3_storage: StorageConfig, bucket: str) -> None:
+    url = f"s3://{bucket}/web"
+    convert([str(dataset / "zst.manifest.json")], url, kind="zst", shard_bytes=2000, eod_id=EOD, storage=s3_storage, workers=1)
+    report = verify(url, s3_storage, vocab_size=257)
+    assert (report.problems, report.documents) == ([], 40)
+
+
+@pytest.mark.parametrize("kind", ["bin", "zst"])
+@pytest.mark.parametrize("loss", ["gone", "garbage", "cut short"])
+def test_a_lost_index_is_rebuilt_as_it_was(dataset: Path, kind: str, loss: str) -> None:
+    path = sorted(dataset.glob(f"{kind}-*.idx"))[1]
+    good = path.read_bytes()
+    damage = {"gone": None, "garbage": b"x" * len(good), "cut short": good[:40]}[loss]
+    path.unlink() if damage is None else path.write_bytes(damage)
+    assert verify(str(dataset / kind)).problems
+    done = repair_index(str(dataset / kind))
+    assert sum("it is what it was" in line for line in done) == len(done)
+    assert path.read_bytes() == good
+    assert damage is None or path.with_suffix(".idx.former").read_bytes() == damage
+    assert verify(str(dataset / kind)).problems == []
+
+
+def test_what_a_repair_kept_is_not_replaced_by_the_next_one(dataset: Path) -> None:
+    path = sorted(dataset.glob("bin-*.idx"))[1]
+    for broken in (b"first", b"second", b"third"):
+        path.write_bytes(broken)
+        repair_index(str(dataset / "bin"))
+    kept = [f"{path}.former", f"{path}.former-2", f"{path}.former-3"]
+    assert [Path(name).read_bytes() for name in kept] == [b"first", b"second", b"third"]
+    assert verify(str(dataset / "bin")).problems == []
+
+
+def test_an_index_without_a_manifest_is_rebuilt_from_what_is_known(dataset: Path) -> None:
+    convert([str(dataset / "bin.manifest.json")], str(dataset / "one"), workers=1)
+    (dataset / "one.manifest.json").unlink()
+    good = (dataset / "one.idx").read_bytes()
+    (dataset / "one.idx").unlink()
+    with pytest.raises(ConfigError, match="--eod-id"):
+        repair_index(str(dataset / "one"))
+    with pytest.raises(ConfigError, match="--dtype"):
+        repair_index(str(dataset / "one"), eod_id=EOD)
+    repair_index(str(dataset / "one"), eod_id=EOD, dtype="uint16")
+    assert (dataset / "one.idx").read_bytes() == good
+
+
+def chat(path: Path) -> str:
+    """A dataset of documents of several sequences with modes."""
+    turns = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello"}]
+    (path / "chat.jsonl").write_text((json.dumps({"messages": turns}) + "\n") * 5)
+    convert([str(path / "chat.jsonl")], str(path / "chat"), tokenizer="bytes", chat=True, workers=1)
+    return str(path / "chat")
+
+
+def stored(path: Path) -> dict[str, bytes]:
+    return {file.name: file.read_bytes() for file in sorted(path.iterdir()) if file.is_file()}
+
+
+def test_repair_leaves_what_is_sound_as_it_is(dataset: Path) -> None:
+    name = chat(dataset)
+    before = stored(dataset)
+    assert repair_index(name) == repair_index(str(dataset / "bin")) == repair_index(str(dataset / "tar")) == []
+    sorted(dataset.glob("bin-*.idx"))[1].write_bytes(b"x")
+    assert len(repair_index(str(dataset / "bin"))) == 1
+    after = stored(dataset)
+    assert [file for file in after if file not in before] == [f"{sorted(dataset.glob('bin-*.idx'))[1].name}.former"]
+    assert {file: after[file] for file in before} == before
+
+
+@pytest.mark.parametrize("known", ["manifest", "header"])
+def test_documents_of_several_sequences_are_not_rebuilt_as_something_else(
+    tmp_path: Path, known: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    name = chat(tmp_path)
+    index = tmp_path / "chat.idx"
+    index.write_bytes(index.read_bytes()[:60])
+    if known == "header":
+        (tmp_path / "chat.manifest.json").unlink()
+    before = stored(tmp_path)
+    with pytest.raises(ConfigError, match="convert again"):
+        repair_index(name, eod_id=EOD)
+    assert stored(tmp_path) == before
+    assert main(["verify", name, "--repair", "--eod-id", str(EOD)]) == 1
+    assert "several sequences" in capsys.readouterr().err
+    assert len(repair_index(name, eod_id=EOD, force=True)) == (2 if known == "manifest" else 1)
+    assert verify(name).problems == []
+    assert not json.loads((tmp_path / "chat.manifest.json").read_text())["multimodal"] if known == "manifest" else True
+
+
+def test_an_index_that_would_be_another_is_not_written(dataset: Path) -> None:
+    tokens, index = (sorted(dataset.glob(f"bin-*{suffix}"))[0] for suffix in (".bin", ".idx"))
+    data = bytearray(tokens.read_bytes())
+    data[data.index(b"\x00\x01")] ^= 1  # an end of a document is lost
+    tokens.write_bytes(data)
+    index.unlink()
+    before = stored(dataset)
+    with pytest.raises(ConfigError, match="not what the manifest says"):
+        repair_index(str(dataset / "bin"))
+    assert stored(dataset) == before
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [({"multimodal": False}, "modes"), ({"dtype": "int16"}, "int16"), ({"sequences": 3}, "3 sequences")],
+)
+def test_verify_compares_with_all_that_the_manifest_says(tmp_path: Path, change: dict[str, Any], message: str) -> None:
+    name = chat(tmp_path)
+    assert verify(name).problems == []
+    path = tmp_path / "chat.manifest.json"
+    found = json.loads(path.read_text())
+    path.write_text(json.dumps(found | change))
+    assert any(message in problem for problem in verify(name).problems)
+    path.write_text(json.dumps(found | {"shards": [found["shards"][0] | change]} if "sequences" in change else found | change))
+    assert any(message in problem for problem in verify(name).problems)
+
+
+def test_the_command_says_what_is_wrong_and_exits_with_1(dataset: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["verify", str(dataset / "bin")]) == 0
+    assert "sound; " in capsys.readouterr().out
+    path = sorted(dataset.glob("bin-*.bin"))[0]
+    data = bytearray(path.read_bytes())
+    data[4:6] = b"\xff\xff"
+    path.write_bytes(data)
+    assert main(["verify", str(dataset / "bin")]) == 1
+    out = capsys.readouterr().out
+    assert f"{path}: bytes [0, {len(data)}) are damaged" in out
+    assert "token 2 is 65535, outside of the 257 ids" in out
+    assert main(["verify", str(dataset / "nothing")]) == 1
+    assert "error: " in capsys.readouterr().err
+
+
+DESCRIBED: dict[str, tuple[Any, str]] = {
+    "zst": (lambda d: str(d / "zst"), "zstd shards (.bin.zst) in"),
+    "tar": (lambda d: str(d / "tar.manifest.json"), "WebDataset tars in"),
+    "pair": (lambda d: str(d / "bin-00000-of-00004"), "Megatron .bin/.idx"),
+    "folder of text": (lambda d: str(d / "texts"), "40 inputs"),
+    "jsonl": (lambda d: jsonl(d / "x.jsonl"), "document 0"),
+    "parquet": (lambda d: parquet(d / "x.parquet"), "document 0"),
+    "webdataset": (lambda d: tar(d / "x.tar", "txt"), "document 0"),
+    "mds": (lambda d: str(PEERS / "mds_tokens"), "uint16 tokens ["),
+    "litdata": (lambda d: str(PEERS / "litdata_text"), "document 0"),
+}
+
+
+@pytest.mark.parametrize("name", DESCRIBED)
+def test_describe_shows_every_format(dataset: Path, name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    make, expected = DESCRIBED[name]
+    if name == "pair":
+        make = lambda d: str(sorted(d.glob("bin-*.bin"))[0])[:-4]  # noqa: E731
+    assert main(["describe", make(dataset)]) == 0
+    assert expected in capsys.readouterr().out
+
+
+def test_the_report_tells_everything(dataset: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (dataset / "bad.jsonl").write_text('{"text": "one"}\n{\n{"text": ""}\n{"text": "one"}\n')
+    words = ["convert", str(dataset / "bad.jsonl"), str(dataset / "out"), "--tokenizer", "bytes", "--on-error", "skip", "--dedup"]
+    words += ["--format", "zst", "--shard-size", "1M", "--report", str(dataset / "r.json"), "--plot", str(dataset / "r.png")]
+    assert main(words) == 0
+    text = capsys.readouterr().out
+    assert "1 documents (1 empty ones left out), 4 tokens of uint16" in text
+    assert "1 broken record; 1 duplicates" in text
+    assert "bad.jsonl:2: broken JSON" in text
+    found = json.loads((dataset / "r.json").read_text())
+    assert found["dropped"] == {"broken record": 1, "empty": 1, "duplicates": 1}
+    assert sum(found["histogram"]) == 2, "of what was encoded"
+    assert (dataset / "r.png").read_bytes().startswith(b"\x89PNG")
+    assert main(["convert", str(dataset / "bad.jsonl"), str(dataset / "o"), "--tokenizer", "bytes", "--shard-size", "x"]) == 1
+    assert "write a size as 512M" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--report", "/no/such/folder/r.json"], "/no/such/folder/r.json: No such file"),
+        (["--shuffle", "--seed", "-1"], "shuffle_seed is -1"),
+        (["--dtype", "float32"], "holds no token ids"),
+        (["--input-dtype", "nothing"], "is not known"),
+    ],
+)
+def test_odd_settings_are_one_message(tmp_path: Path, words: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "a.txt").write_text("text")
+    assert main(["convert", str(tmp_path / "a.txt"), str(tmp_path / "o"), "--tokenizer", "bytes", *words]) == 1
+    assert message in capsys.readouterr().err

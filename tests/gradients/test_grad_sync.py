@@ -1,0 +1,103 @@
+"""The reduction of gradients in unusual uses: right as torch's DDP is right, or an error before a wrong number is used."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from tests.support import reduction_programs as programs
+from tests.support.gang import Gang
+
+
+def test_tokens_are_counted_after_the_buckets_whichever_parameters_a_rank_used(gang: Gang) -> None:
+    assert max(gang.run(2, programs.tokens_where_a_rank_leaves_a_parameter_out)) < 1e-6
+
+
+def test_models_of_one_group_may_be_finished_one_by_one(gang: Gang) -> None:
+    for differences in gang.run(2, programs.models_finished_apart, False):
+        assert max(differences) < 1e-12
+
+
+def test_models_that_were_finished_together_and_are_not_any_more_are_an_error(gang: Gang) -> None:
+    for message in gang.run(2, programs.models_finished_apart, True):
+        assert "finish_grad_sync([first, second])" in message
+
+
+def test_models_of_two_groups_are_finished_in_one_call(gang: Gang) -> None:
+    for differences in gang.run(2, programs.two_groups_of_two):
+        assert max(differences) < 1e-12
+
+
+@pytest.mark.parametrize("sharded", [False, True])
+def test_what_an_abandoned_backward_added_goes_with_zero_grad(gang: Gang, sharded: bool) -> None:
+    assert gang.run(2, programs.abandoned, sharded) == [pytest.approx([2.0] * 3)] * 2
+
+
+@pytest.mark.parametrize(
+    ("use", "message"),
+    [
+        (programs.zeroed_while_reducing, "GradientError: zero_grad was called while"),
+        (programs.shared_by_two, "another BucketedDataParallel has the parameter"),
+        (programs.split_over_the_group_itself, "ConfigError: the module's DTensors are split over ranks [0, 1]"),
+        (programs.unfrozen_later, "ConfigError: 0.weight was frozen when it was wrapped"),
+        (programs.complex_parameters, "ConfigError: weight is complex"),
+        (programs.checkpointed_twice, "use_reentrant=False"),
+        (programs.moved_away, "ConfigError: weight no longer lies in its bucket"),
+        (programs.assigned, "ConfigError: load_state_dict(assign=True)"),
+    ],
+    ids=lambda value: getattr(value, "__name__", ""),
+)
+def test_uses_that_would_give_wrong_gradients_are_errors(gang: Gang, use: Callable[[int], Any], message: str) -> None:
+    for told in gang.run(2, programs.message_of, use):
+        assert message in told
+
+
+def test_unusual_uses_that_are_right_have_right_gradients(gang: Gang) -> None:
+    for found in gang.run(2, programs.right_all_the_same):
+        assert found["sparse"] == [0.0, 2.0, 0.5, 0.5]
+        assert found["by hand 0"] == [2.5, 2.5]
+        assert found["by hand 1"] == [3.5, 3.5]
+        assert found["forwards"] == 3.0
+        assert found["losses"] == [1.5, 1.5]
+
+
+@pytest.mark.parametrize(("size", "wide"), [(2, False), (2, True), (3, False)])
+@pytest.mark.parametrize("ways", [["to none", "by the optimizer"], ["to none", "not"], ["to zero", "not"]], ids=" or ".join)
+def test_gradients_are_torchs_whatever_is_used_and_however_they_are_zeroed(
+    gang: Gang, ways: list[str], size: int, wide: bool
+) -> None:
+    assert gang.run(size, programs.any_use_beside_ddp, ways, 24, wide) == [[]] * size
+
+
+@pytest.mark.parametrize("frozen", [False, True])
+@pytest.mark.parametrize("sharded", [False, True])
+def test_what_no_rank_used_is_left_alone_as_by_torchs_ddp(gang: Gang, sharded: bool, frozen: bool) -> None:
+    for moved, off in gang.run(2, programs.unused, sharded, frozen):
+        assert moved == [True, True, False, False, True, True]
+        assert off < 1e-6
+
+
+def test_a_replicated_dtensor_counts_once_in_a_norm(gang: Gang) -> None:
+    expected = math.sqrt(2 * sum(n * n for n in range(8)) + sum(n * n for n in range(48)))
+    for norm, _ in gang.run(2, programs.sequence_parallel_norm):
+        assert norm == pytest.approx(expected, rel=1e-6)
+
+
+@pytest.mark.parametrize("micro_batches", [1, 3])
+@pytest.mark.parametrize("sharded", [False, True])
+def test_kernels_that_add_to_main_grad_give_the_same_steps(gang: Gang, sharded: bool, micro_batches: int) -> None:
+    for off, message in gang.run(2, programs.main_grads, sharded, micro_batches):
+        assert off < 1e-6
+        assert "zero_grad()" in message
+
+
+@pytest.mark.parametrize(
+    ("how", "sharded"),
+    [("before", False), ("before", True), ("whole graph", True), ("in place", True), ("wrapper", False), ("wrapper", True)],
+)
+def test_compiled_models_step_as_eager_ones(gang: Gang, how: str, sharded: bool) -> None:
+    for off in gang.run(2, programs.compiled, how, sharded):
+        assert off == [0.0] * 3

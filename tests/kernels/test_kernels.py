@@ -1,0 +1,191 @@
+"""Kernels against plain NumPy."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from streammega import DataConfig
+from streammega.kernels.batch import document_bounds
+from streammega.kernels.plan import gather_rows, gather_shifted
+from streammega.kernels.sample_index import build_sample_index
+from streammega.kernels.shuffle import LegacyShuffler
+from streammega.samples.fields import batch_fields
+from streammega.samples.read import coalesce
+
+
+@given(seed=st.integers(0, 2**32 - 1), sizes=st.lists(st.integers(0, 3000), max_size=5))
+def test_shuffles_are_numpys_legacy_shuffles_one_after_the_other(seed: int, sizes: list[int]) -> None:
+    theirs, ours = np.random.RandomState(seed), LegacyShuffler(seed)
+    for number, size in enumerate(sizes):
+        dtype = (np.int32, np.uint32, np.int64)[number % 3]
+        expected, got = np.arange(size, dtype=dtype), np.arange(size, dtype=dtype)
+        theirs.shuffle(expected)
+        ours.shuffle(got)
+        np.testing.assert_array_equal(got, expected)
+
+
+@pytest.mark.parametrize("size", [2**16 - 1, 2**16, 2**16 + 1, 300_000])
+def test_shuffles_agree_around_powers_of_two(size: int) -> None:
+    expected, got = np.arange(size), np.arange(size)
+    np.random.RandomState(7).shuffle(expected)
+    LegacyShuffler(7).shuffle(got)
+    np.testing.assert_array_equal(got, expected)
+
+
+def sample_index_by_search(lengths: np.ndarray, index: np.ndarray, rows: int, size: int, a: int) -> np.ndarray:
+    """The closed form, one row at a time."""
+    sizes = lengths[index].astype(np.int64)
+    before = np.cumsum(sizes) - sizes
+    result = [(0, 0)]
+    for k in range(1, rows + 1):
+        t = k * size
+        if t > sizes.sum() - a:
+            result.append((len(index) - 1, sizes[-1] - a))
+            continue
+        d = np.searchsorted(before, t, "right" if a else "left") - 1
+        result.append((d, t - before[d]))
+    return np.array(result)
+
+
+def test_kernels_work_where_no_cache_can_be_written() -> None:
+    code = """
+import numba.core.caching as caching
+for name in dir(caching):
+    kind = getattr(caching, name)
+    if isinstance(kind, type) and hasattr(kind, "_locator_classes"):
+        kind._locator_classes = []
+import numpy as np
+from streammega.kernels.shuffle import LegacyShuffler
+a, b = np.arange(1000), np.arange(1000)
+LegacyShuffler(1).shuffle(a); np.random.RandomState(1).shuffle(b)
+assert (a == b).all()
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+
+
+@given(
+    lengths=st.lists(st.integers(0, 12), min_size=1, max_size=30).filter(lambda x: sum(x) > 1),
+    size=st.integers(1, 20),
+    a=st.integers(0, 1),
+    seed=st.integers(0, 100),
+    dtype=st.sampled_from([np.int32, np.int64]),
+    chunk=st.integers(1, 8),
+)
+def test_sample_index_is_its_closed_form_however_it_is_chunked(
+    lengths: list[int], size: int, a: int, seed: int, dtype: Any, chunk: int
+) -> None:
+    array = np.array(lengths, np.int32)
+    index = np.random.default_rng(seed).integers(0, len(array), 40).astype(np.int32)
+    total = int(array[index].sum())
+    rows = max(0, (total - a) // size)
+    with pytest.MonkeyPatch.context() as patch:
+        import streammega.kernels.sample_index as module
+
+        patch.setattr(module, "CHUNK", chunk)
+        got = build_sample_index(array, index, rows, size, a, dtype)
+    assert got.dtype == dtype
+    np.testing.assert_array_equal(got, sample_index_by_search(array, index, rows, size, a))
+
+
+@given(
+    runs=st.lists(st.tuples(st.integers(0, 500), st.integers(1, 60)), min_size=1, max_size=40),
+    gap=st.integers(0, 50),
+    largest=st.integers(1, 200),
+)
+def test_requests_cover_every_run_and_keep_their_limits(runs: list[tuple[int, int]], gap: int, largest: int) -> None:
+    starts = np.array([a for a, _ in runs])
+    stops = starts + np.array([n for _, n in runs])
+    low, high, request = coalesce(starts, stops, gap, largest)
+    assert (low[request] <= starts).all()
+    assert (stops <= high[request]).all()
+    assert (np.diff(low) >= 0).all()
+    sizes = high - low
+    for number, size in enumerate(sizes):
+        assert size <= largest or size == (stops - starts)[request == number].max()
+    covered = np.zeros(600, bool)
+    for a, b in zip(starts, stops, strict=True):
+        covered[a:b] = True
+    for a, b in zip(low, high, strict=True):  # no hole in a request is wider than the gap
+        holes = np.flatnonzero(covered[a:b])
+        assert (np.diff(holes) <= gap + 1).all()
+
+
+@given(
+    rows=st.lists(st.lists(st.integers(0, 5), min_size=0, max_size=9), min_size=1, max_size=4),
+    extra=st.integers(0, 1),
+    pad=st.sampled_from([-1, 3]),
+    mask_eod=st.booleans(),
+    reset=st.booleans(),
+)
+def test_fields_are_what_numpy_says(rows: list[list[int]], extra: int, pad: int, mask_eod: bool, reset: bool) -> None:
+    length, eod = 8, 2
+    ids = np.zeros((len(rows), length + extra), np.uint16)
+    valid = np.array([min(len(row), length + extra) for row in rows])
+    for r, row in enumerate(rows):
+        ids[r, : valid[r]] = row[: valid[r]]
+    config = DataConfig(
+        blend=["unused"], sequence_length=length, add_extra_token=bool(extra), eod_id=eod, pad_id=None if pad < 0 else pad,
+        eod_mask_loss=mask_eod, reset_position_ids=reset,
+    )  # fmt: skip
+    got = {name: field.numpy() for name, field in batch_fields(ids, valid, config).items()}
+    for r in range(len(rows)):
+        x = np.full(length + extra, pad, np.int64)
+        x[: valid[r]] = ids[r, : valid[r]]
+        tokens = x[:-1] if extra else x
+        labels = x[1:] if extra else np.append(x[1:], pad)
+        expected = np.where((labels == pad) | (mask_eod & (tokens == eod)), 0.0, 1.0)
+        positions = np.arange(length)
+        if reset:
+            for at in np.flatnonzero(tokens == eod):
+                positions[at + 1 :] = np.arange(length - at - 1)
+        np.testing.assert_array_equal(got["tokens"][r], np.where(tokens == pad, 0, tokens))
+        np.testing.assert_array_equal(got["labels"][r], np.where(labels == pad, 0, labels))
+        np.testing.assert_array_equal(got["loss_mask"][r], expected)
+        np.testing.assert_array_equal(got["position_ids"][r], positions)
+
+
+@given(
+    samples=st.lists(st.lists(st.integers(0, 5), max_size=5), min_size=1, max_size=5),
+    width=st.integers(2, 9),
+    dtype=st.sampled_from([np.uint8, np.uint16, np.int32, np.int64]),
+)
+def test_tokens_and_labels_are_gathered_as_rows_of_all_ids_would_be(samples: list[list[int]], width: int, dtype: Any) -> None:
+    """Samples of several runs, some of them empty, some samples short."""
+    stored = np.arange(1, 100, dtype=dtype)
+    size, column, splits = [], [], [0]
+    for sample in samples:
+        at = 0
+        for run in sample:
+            size.append(min(run, width - at))
+            column.append(at)
+            at += size[-1]
+        splits.append(len(size))
+    start = np.random.default_rng(len(size)).integers(0, 60, len(size))
+    rows = [
+        np.array(values, np.int64) for values in (np.zeros(len(size)), start * stored.itemsize, size, np.zeros(len(size)), column)
+    ]
+    common = (np.empty(0, dtype), 0, np.zeros(1, np.int64), np.array([stored.ctypes.data]), *rows, np.array(splits))
+    whole, tokens, labels = (np.full((len(samples), n), -9, np.int64) for n in (width, width - 1, width - 1))
+    counts, again = np.empty(len(samples), np.int64), np.empty(len(samples), np.int64)
+    assert gather_rows(*common, whole, counts)
+    assert gather_shifted(*common, tokens, labels, again)
+    np.testing.assert_array_equal(again, counts)
+    np.testing.assert_array_equal(tokens, whole[:, :-1])
+    np.testing.assert_array_equal(labels, whole[:, 1:])
+
+
+@given(rows=st.lists(st.lists(st.integers(0, 3), min_size=7, max_size=7), min_size=1, max_size=5))
+def test_document_bounds_are_the_places_after_ends_of_documents(rows: list[list[int]]) -> None:
+    bounds = np.empty((len(rows), 8), np.int32)
+    most = document_bounds(np.array(rows), 2, bounds)
+    expected = [[0, *(c + 1 for c, token in enumerate(row[:-1]) if token == 2)] for row in rows]
+    assert most == max(map(len, expected))
+    assert bounds.tolist() == [row + [7] * (8 - len(row)) for row in expected]

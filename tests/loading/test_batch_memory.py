@@ -1,0 +1,278 @@
+"""Who owns the memory of a batch: its caller, also after the batch was dropped, and nobody else before."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import itertools
+import weakref
+from collections import Counter, defaultdict
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import psutil
+import pytest
+import torch
+
+from streammega import (
+    DataConfig,
+    IndexedDatasetWriter,
+    ParallelLayout,
+    Ranks,
+    StreamingDataset,
+    StreamLoader,
+    batch_fields,
+    get_batch,
+)
+from streammega.loading.batch_memory import PinnedMemory, ReusedMemory, batch_memory
+from streammega.parallel import open_loader
+from streammega.parallel.derive import device_fields
+from streammega.samples.fields import new_memory
+
+EOD = 7
+FIELDS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "documents": {"reset_position_ids": True, "reset_attention_mask": True, "eod_mask_loss": True, "create_attention_mask": True},
+}
+
+
+@pytest.fixture
+def data(tmp_path: Path) -> DataConfig:
+    rng = np.random.default_rng(3)
+    with IndexedDatasetWriter(str(tmp_path / "d"), np.uint16) as writer:
+        for _ in range(40):
+            writer.add_item(rng.integers(0, 50, 3000).astype(np.uint16))
+            writer.end_document()
+    return DataConfig(
+        blend=[str(tmp_path / "d")], sequence_length=64, num_samples=(800, 0, 0), eod_id=EOD, index_cache_dir=tmp_path / "cache"
+    )
+
+
+class PinnedBlocks:
+    """Stands for torch's pinned allocator, and for a device that is behind with its copies.
+
+    As there: a block is handed out again at once when its storage is gone and no copy of it is waiting; a copy is known only from
+    the very storage that was handed out (its context in torch), not from an alias of its memory.
+    """
+
+    def __init__(self) -> None:
+        self.empty = torch.empty
+        self.free: dict[int, list[np.ndarray]] = defaultdict(list)
+        self.block_of: dict[int, np.ndarray] = {}
+        self.copying: Counter[int] = Counter()
+        self.given_up: dict[int, np.ndarray] = {}
+        self.every_block: list[np.ndarray] = []
+
+    def allocate(self, *shape: Any, dtype: torch.dtype = torch.float32, pin_memory: bool = False, **options: Any) -> torch.Tensor:
+        if not pin_memory:
+            return self.empty(*shape, dtype=dtype, **options)
+        size = int(np.prod(shape[0] if len(shape) == 1 else shape)) * dtype.itemsize
+        whole = 1 << max(size - 1, 0).bit_length()
+        if not self.free[whole]:
+            self.every_block.append(np.empty(whole, np.uint8))
+            self.free[whole].append(self.every_block[-1])
+        block = self.free[whole].pop()
+        view = block[:size]
+        storage = torch.from_numpy(view)
+        key = storage.untyped_storage()._cdata
+        self.block_of[key] = block
+        weakref.finalize(view, self._gone, key, block).atexit = False
+        return storage.view(dtype).view(*shape)
+
+    def _gone(self, key: int, block: np.ndarray) -> None:
+        self.block_of.pop(key, None)
+        if self.copying[id(block)]:
+            self.given_up[id(block)] = block
+        else:
+            self.free[len(block)].append(block)
+
+    def copy_later(self, tensor: torch.Tensor) -> Copy:
+        """What `tensor.to("cuda", non_blocking=True)` does on the host."""
+        assert tensor.is_contiguous(), "torch would copy it into pageable memory first, and wait"
+        block = self.block_of.get(tensor.untyped_storage()._cdata)
+        if block is not None:
+            self.copying[id(block)] += 1
+        return Copy(tensor.data_ptr(), tensor.numel() * tensor.element_size(), block, tensor.clone().numpy().tobytes())
+
+    def arrive(self, copy: Copy) -> bool:
+        """Make a copy that was waiting; whether it has the bytes that were meant."""
+        same = ctypes.string_at(copy.address, copy.size) == copy.meant
+        if copy.block is not None:
+            self.copying[id(copy.block)] -= 1
+            if not self.copying[id(copy.block)] and id(copy.block) in self.given_up:
+                self.free[len(copy.block)].append(self.given_up.pop(id(copy.block)))
+        return same
+
+
+@dataclass
+class Copy:
+    address: int
+    size: int
+    block: np.ndarray | None
+    meant: bytes
+
+
+@pytest.fixture
+def pinned(monkeypatch: pytest.MonkeyPatch) -> Iterator[PinnedBlocks]:
+    """This process believes that it has CUDA, as far as host memory goes."""
+    blocks = PinnedBlocks()
+    with monkeypatch.context() as patch:
+        patch.setattr(torch.cuda, "is_available", lambda: True)
+        patch.setattr(torch.cuda, "current_device", lambda: 0)
+        patch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
+        patch.setattr(torch, "empty", blocks.allocate)
+        yield blocks
+
+
+@pytest.mark.parametrize("fields", FIELDS)
+@pytest.mark.parametrize("micro", [1, 4])
+@pytest.mark.parametrize("ids_only", [False, True])
+@pytest.mark.parametrize("late", [1, 16])
+def test_copies_that_run_late_read_the_batch_they_were_issued_for(
+    data: DataConfig, pinned: PinnedBlocks, fields: str, micro: int, ids_only: bool, late: int
+) -> None:
+    config = replace(data, **FIELDS[fields])
+    waiting: list[Copy] = []
+    with StreamLoader(config, micro_batch_size=micro, global_batch_size=4, ids_only=ids_only) as loader:
+        for batch in itertools.islice(loader, 200):
+            for name, field in batch.items():
+                copy = pinned.copy_later(field)
+                assert copy.block is not None, f"{name} is not the allocator's own storage: its copy is not known there"
+                waiting.append(copy)
+            number = len(batch)
+            del batch, field
+            while len(waiting) > late * number:
+                assert pinned.arrive(waiting.pop(0))
+    assert all(pinned.arrive(copy) for copy in waiting)
+
+
+def test_dataloaders_without_workers_hand_out_the_allocators_own_storage(data: DataConfig, pinned: PinnedBlocks) -> None:
+    """With pin_memory, torch passes on what is pinned already."""
+    dataset = StreamingDataset(data, micro_batch_size=4, global_batch_size=4)
+    for batch in itertools.islice(torch.utils.data.DataLoader(dataset, batch_size=None), 5):
+        assert all(field.untyped_storage()._cdata in pinned.block_of for field in batch.values())
+
+
+def test_blocks_are_used_again_once_nothing_reads_them(data: DataConfig, pinned: PinnedBlocks) -> None:
+    """Pinned memory costs milliseconds: after a while no block is new."""
+    with StreamLoader(replace(data, num_samples=(20_000, 0, 0)), micro_batch_size=1, global_batch_size=4) as loader:
+        made = []
+        for batch in loader:
+            del batch
+            made.append(len(pinned.every_block))
+    assert made[-1] <= made[len(made) // 2] + 8, "of 20,000 micro-batches"
+
+
+def test_memory_is_chosen_by_who_may_read_it_late(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(torch.accelerator, "is_available", lambda: False)
+    assert isinstance(batch_memory().__self__, ReusedMemory)  # type: ignore[attr-defined]
+    monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
+    assert batch_memory() is new_memory, "of the copies of other accelerators nothing is known"
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 3)
+    memory = batch_memory().__self__  # type: ignore[attr-defined]
+    assert isinstance(memory, PinnedMemory)
+    monkeypatch.setattr(torch.cuda, "_is_in_bad_fork", lambda: True)
+    assert batch_memory() is new_memory, "a forked child cannot use CUDA"
+    monkeypatch.setattr(torch.utils.data, "get_worker_info", lambda: object())
+    assert batch_memory() is new_memory
+
+
+def test_pinned_memory_is_made_on_the_device_of_the_thread_that_opened_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[Any] = []
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 3)
+    monkeypatch.setattr(torch.cuda, "device", lambda device: asked.append(device) or contextlib.nullcontext())
+    monkeypatch.setattr(torch, "empty", lambda shape, **options: asked.append(options))
+    PinnedMemory().take((2, 3), torch.int64)
+    assert asked == [3, {"dtype": torch.int64, "pin_memory": True}]
+
+
+def test_the_ring_uses_memory_again_and_only_when_nothing_refers_to_it() -> None:
+    ring = ReusedMemory()
+    tensor = ring.take((4, 8), torch.int64)
+    address = tensor.data_ptr()
+    kept: list[Any] = [tensor[1:, ::2], tensor.numpy(), tensor.view(-1).detach()]
+    del tensor
+    while kept:
+        assert ring.take((4, 8), torch.int64).data_ptr() != address
+        kept.pop(0)
+    assert address in [tensor.data_ptr() for tensor in [ring.take((4, 8), torch.int64) for _ in range(3)]]
+
+
+@pytest.mark.parametrize("fields", FIELDS)
+def test_writes_past_torchs_notice_reach_no_other_batch(data: DataConfig, fields: str) -> None:
+    config = replace(data, **FIELDS[fields])
+    with StreamLoader(config, micro_batch_size=2, global_batch_size=4) as loader:
+        expected = [{name: field.clone() for name, field in batch.items()} for batch in loader]
+    with StreamLoader(config, micro_batch_size=2, global_batch_size=4) as loader:
+        for wanted, batch in zip(expected, loader, strict=True):
+            for name, field in batch.items():
+                assert torch.equal(field, wanted[name])
+                field.numpy()[:] = 0
+                field.data.zero_()
+
+
+@pytest.mark.parametrize("fields", FIELDS)
+def test_batches_held_together_share_no_element(data: DataConfig, fields: str) -> None:
+    with StreamLoader(replace(data, **FIELDS[fields]), micro_batch_size=2, global_batch_size=4) as loader:
+        held = [field for batch in itertools.islice(loader, 40) for field in batch.values()]
+    spans = sorted((field.data_ptr(), field.data_ptr() + field.numel() * field.element_size()) for field in held)
+    assert all(stop <= start for (_, stop), (start, _) in itertools.pairwise(spans))
+
+
+def batches_of_all_kinds(config: DataConfig) -> list[dict[str, torch.Tensor]]:
+    """One batch from every maker of batches."""
+    loader = StreamLoader(config, micro_batch_size=4, global_batch_size=4)
+    ranks = Ranks(ParallelLayout())
+    ids = torch.from_numpy(np.arange(130, dtype=np.uint16).reshape(2, 65))
+    with loader:
+        return [
+            next(iter(loader)),
+            loader.dataset.batch(0),
+            get_batch(open_loader(config, ranks, micro_batch_size=4, global_batch_size=4), ranks),
+            device_fields(ids, torch.tensor([65, 3]), config),
+            batch_fields(ids, None, config),
+        ]
+
+
+@pytest.mark.parametrize("fields", FIELDS)
+def test_every_field_can_be_viewed_flat(data: DataConfig, fields: str) -> None:
+    for batch in batches_of_all_kinds(replace(data, **FIELDS[fields])):
+        for field in batch.values():
+            field.view(-1)
+
+
+@pytest.mark.parametrize("fields", FIELDS)
+def test_writing_to_one_field_alters_no_other(data: DataConfig, fields: str) -> None:
+    for batch in batches_of_all_kinds(replace(data, **FIELDS[fields])):
+        before = {name: field.clone() for name, field in batch.items()}
+        batch["labels"][batch["position_ids"] % 2 == 0] = -100
+        for name in batch.keys() - {"labels"}:
+            assert torch.equal(batch[name], before[name]), name
+
+
+def test_attention_masks_take_the_memory_of_those_that_are_held(tmp_path: Path) -> None:
+    length = 2048
+    with IndexedDatasetWriter(str(tmp_path / "d"), np.uint16) as writer:
+        writer.add_item(np.zeros(300 * length, np.uint16))
+        writer.end_document()
+    config = DataConfig(
+        blend=[str(tmp_path / "d")],
+        sequence_length=length,
+        order="sequential",
+        create_attention_mask=True,
+        index_cache_dir=tmp_path,
+    )
+    with StreamLoader(config, micro_batch_size=1, global_batch_size=1, prefetch=4) as loader:
+        batches = iter(loader)
+        next(batches)  # compiles, and makes what is not a mask
+        before = most = psutil.Process().memory_info().rss
+        for _ in range(100):
+            batch = next(batches)
+            assert batch["attention_mask"].shape == (1, 1, length, length)
+            most = max(most, psutil.Process().memory_info().rss)
+    assert most - before <= 3 * length * length + (48 << 20), "slabs of ids and a few masks, not hundreds"

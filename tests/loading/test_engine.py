@@ -1,0 +1,606 @@
+"""The planner and the engine: what is requested, what is held, and that nothing is left behind."""
+
+from __future__ import annotations
+
+import gc
+import itertools
+import os
+import subprocess
+import sys
+import threading
+import time
+import urllib.request
+from collections.abc import Iterator
+from contextlib import closing
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import psutil
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from streammega import DataConfig, IndexedDatasetWriter, StreamingDataset, StreamLoader
+from streammega.errors import ConfigError, FormatError
+from streammega.loading.engine import Engine
+from streammega.loading.planner import FileTable, Planner, largest_gap
+from streammega.loading.reading_plan import _whole_pieces, plan_reading
+from streammega.order import Extents
+from streammega.order.rank_samples import zigzag_bounds
+from streammega.storage.fetch.memory import BufferPool, rounded
+from tests.storage.test_faults import config_of, storage_of, stream, write_data
+from tools.bench.object_server import Running, running
+
+FILES = 3
+TOKENS = 5000
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Running, Path]]:
+    root = tmp_path_factory.mktemp("objects")
+    write_data(root)
+    with running(root) as server:
+        yield server, root
+
+
+def table(local: list[bool]) -> FileTable:
+    zeros = np.zeros(FILES, np.int64)
+    return FileTable(
+        firsts=np.arange(FILES + 1),
+        itemsize=np.array([2, 4, 2]),
+        num_tokens=np.full(FILES, TOKENS),
+        local=np.array(local),
+        names=[f"file {n}" for n in range(FILES)],
+        verified_at=zeros,
+        mapped_at=zeros,
+        page_bytes=4096,
+        chunk_bytes=1 << 20,
+    )
+
+
+row = st.tuples(st.integers(0, FILES - 1), st.integers(0, TOKENS - 1), st.integers(0, 300))
+
+
+@given(
+    samples=st.lists(st.lists(row, min_size=1, max_size=4), min_size=1, max_size=20),
+    gap=st.sampled_from([0, 64, 4096]),
+    part=st.sampled_from([4096, 1 << 20]),
+    slab=st.integers(1, 6),
+    local=st.lists(st.booleans(), min_size=FILES, max_size=FILES),
+)
+def test_every_row_is_served_by_bytes_that_are_requested_in_order_of_need(
+    samples: list[list[tuple[int, int, int]]], gap: int, part: int, slab: int, local: list[bool]
+) -> None:
+    rows = [item for sample in samples for item in sample]
+    start = np.array([a for _, a, _ in rows])
+    stop = np.minimum(start + np.array([n for _, _, n in rows]), TOKENS)
+    extents = Extents(
+        row_splits=np.cumsum([0, *map(len, samples)]),
+        dataset=np.array([f for f, _, _ in rows], np.int32),
+        file=np.zeros(len(rows), np.int32),
+        start=start,
+        stop=stop,
+    )
+    files = [np.random.default_rng(n).integers(0, 60_000, TOKENS).astype(np.uint16 if n != 1 else np.int32) for n in range(FILES)]
+    planner = Planner(table(local), gap, part, None)
+    span = planner.plan(np.arange(len(samples)), extents, slab)
+    held: dict[int, np.ndarray] = {}
+    for planned in span.holdings:
+        buffer = held[planned.slot] = np.zeros(planned.size, np.uint8)
+        for request in planned.parts:
+            size = request.stop - request.start
+            assert 0 < size <= part
+            assert not local[request.file]
+            buffer[request.at : request.at + size] = files[request.file].view(np.uint8)[request.start : request.stop]
+    for r, (file, _, _) in enumerate(rows):
+        size = int(span.size[r]) * files[file].itemsize
+        if not size:
+            continue
+        if local[file]:
+            assert span.slot[r] == file
+            source = files[file].view(np.uint8)
+        else:
+            source = held[int(span.slot[r])]
+        at = int(span.offset[r])
+        np.testing.assert_array_equal(source[at : at + size].view(files[file].dtype), files[file][start[r] : stop[r]])
+    needs = [planned.row for planned in span.holdings]
+    assert needs == sorted(needs)
+    for slot in held:
+        assert planner.slots.uses[slot] == int(((span.slot == slot) & (span.size > 0)).sum())
+    used = sum(len(np.unique(np.concatenate([np.arange(a, b) for f, a, b in zip(extents.dataset, start, stop, strict=True)
+                if f == n] or [np.zeros(0, int)]))) * files[n].itemsize for n in range(FILES) if not local[n])  # fmt: skip
+    fetched = sum(request.stop - request.start for planned in span.holdings for request in planned.parts)
+    assert used <= fetched
+    if part > 8 * TOKENS:  # nothing is cut: waste is gaps alone
+        wanted = sum(int(stop[r] - start[r]) * files[f].itemsize for r, (f, _, _) in enumerate(rows) if not local[f])
+        assert fetched <= used + 0.2 * wanted
+
+
+@given(st.lists(st.tuples(st.integers(0, 2000), st.integers(1, 50)), min_size=1, max_size=60), st.integers(0, 500))
+def test_gaps_are_bridged_while_they_are_a_fifth_of_what_is_used(rows: list[tuple[int, int]], limit: int) -> None:
+    start = np.sort(np.array([a for a, _ in rows]))
+    stop = start + np.array([n for _, n in rows])
+    gap = largest_gap(np.zeros(len(rows), np.int64), start, stop, limit)
+    ends = np.maximum.accumulate(stop)
+    gaps = start[1:] - ends[:-1]
+    bridged = gaps[(gaps > 0) & (gaps < gap)]
+    assert gap <= limit
+    assert bridged.sum() <= 0.2 * (stop - start).sum()
+
+
+@given(st.lists(st.tuples(st.booleans(), st.integers(1, 40_000)), max_size=80), st.integers(50_000, 200_000))
+def test_a_pool_never_has_more_than_its_budget(steps: list[tuple[bool, int]], budget: int) -> None:
+    pool = BufferPool(budget)
+    taken: list[np.ndarray] = []
+    for take, size in steps:
+        if take and pool.has_room(size):
+            taken.append(pool.take(size))
+            assert len(taken[-1]) >= size
+        elif taken:
+            pool.give_back(taken.pop(0))
+        kept = sum(len(buffer) for buffers in pool._free.values() for buffer in buffers)
+        assert pool.in_use == sum(map(len, taken))
+        assert pool.in_use + kept <= budget
+    assert all(size <= rounded(size) <= max(4096, size * 9 / 8 + 4096) for _, size in steps)
+
+
+@pytest.mark.parametrize("order", ["stream", "megatron", "sequential"])
+@pytest.mark.parametrize("budget", [13_000, 14_000, 20_000, 60_000, 250_000, 2_000_000])
+def test_any_budget_gives_the_same_stream_within_it(
+    server: tuple[Running, Path], tmp_path: Path, order: str, budget: int
+) -> None:
+    endpoint, root = server
+    storage = replace(storage_of(endpoint, "obstore"), memory_bytes=budget)
+    config = config_of(order, "s3:/", tmp_path, storage, samples=1500 if budget < 100_000 else 3000)  # 130 bytes each
+    if order == "sequential":
+        config = replace(config, num_samples=None, blend=["s3://data/web"])
+    loader = StreamLoader(config, micro_batch_size=4, global_batch_size=8)
+    with loader:
+        got = torch.cat([torch.cat([batch["tokens"], batch["labels"]], 1).clone() for batch in loader])
+    blend: Any = [f"{root}/data/web"] if order == "sequential" else [(f"{root}/data/web", 0.7), (f"{root}/data/code", 0.3)]
+    assert torch.equal(got, stream(replace(config, blend=blend)))
+    assert 0 < loader.stats()["most_held_bytes"] <= budget
+
+
+def test_a_budget_too_small_for_one_micro_batch_says_what_would_do(server: tuple[Running, Path], tmp_path: Path) -> None:
+    endpoint, _ = server
+    config = config_of("stream", "s3:/", tmp_path, replace(storage_of(endpoint, "obstore"), memory_bytes=5000))
+    with pytest.raises(ConfigError, match=r"memory_bytes 5,000 .* needs at least ([\d,]+)") as caught:
+        next(iter(StreamLoader(config, micro_batch_size=8, global_batch_size=8)))
+    least = int(str(caught.value).split("at least ")[1].split(" ")[0].replace(",", ""))
+    enough = replace(config, storage=replace(config.storage, memory_bytes=least))
+    next(iter(StreamLoader(enough, micro_batch_size=8, global_batch_size=8)))
+
+
+def test_the_stream_order_fetches_every_byte_once(server: tuple[Running, Path], tmp_path: Path) -> None:
+    endpoint, _ = server
+    storage = replace(storage_of(endpoint, "obstore"), memory_bytes=4_000_000)
+    config = replace(config_of("stream", "s3:/", tmp_path, storage), blend=["s3://data/web"], num_samples=None, block_bytes=2048)
+    loader = StreamLoader(config, micro_batch_size=4, global_batch_size=8)
+    reader = plan_reading(loader.dataset.steps, 0, 0, 1, storage.memory_bytes)
+    assert reader.planner.pieces is not None
+    epoch = int(loader.dataset.samples.order.sizes[0]) // 8  # type: ignore[union-attr]
+    loader = StreamLoader(replace(config, num_samples=(epoch * 8, 0, 0)), micro_batch_size=4, global_batch_size=8)
+    endpoint.behave()
+    assert len(list(loader)) == epoch * 2
+    assert loader.stats()["amplification"] < 1.05, "an extra token for each piece of 16 samples"
+    assert loader.stats()["requests"] < epoch * 8 / 4
+
+
+def test_pieces_are_held_whole_within_three_quarters_of_the_budget_of_datasets_drawn_most_first(
+    server: tuple[Running, Path], tmp_path: Path
+) -> None:
+    endpoint, _ = server
+    config = config_of("stream", "s3:/", tmp_path, storage_of(endpoint, "obstore"))
+    config = replace(config, blend=[("s3://data/web", 0.3), ("s3://data/code", 0.7)])
+    dataset = StreamLoader(config, micro_batch_size=4, global_batch_size=8).dataset
+    held = []
+    for budget in range(20_000, 600_000, 4_000):
+        steps = dataset.steps
+        whole = _whole_pieces(steps, plan_reading(steps, 0, 0, 1, budget).table, 0, 0, 1, budget, 1)
+        held.append((False, False) if whole.pieces is None else tuple(whole.pieces.whole.tolist()))
+        assert whole.open_bytes <= 0.75 * budget
+    assert [held[0], held[-1]] == [(False, False), (True, True)]
+    assert list(dict.fromkeys(held)) == [(False, False), (False, True), (True, True)], "the second is drawn more often"
+
+
+def test_training_starts_with_the_first_parts(server: tuple[Running, Path], tmp_path: Path) -> None:
+    """Spans grow from one micro-batch, so that the first does not wait for a long plan."""
+    endpoint, _ = server
+    storage = replace(storage_of(endpoint, "obstore"), memory_bytes=100_000_000)
+    config = config_of("stream", "s3:/", tmp_path, storage)
+    engine = Engine(
+        StreamLoader(config, micro_batch_size=4, global_batch_size=8).dataset.steps, iter(range(0, 3000, 4)), 4, start=0
+    )
+    engine._keep_pace(0.0)
+    planned = []
+    for _ in range(6):
+        before = engine._ahead
+        engine._plan_span()
+        planned.append(engine._ahead - before)
+    engine.close()
+    assert planned[0] <= engine._reader.slab
+    assert planned == sorted(planned)
+    assert planned[-1] > planned[0]
+
+
+@pytest.mark.parametrize("ids_only", [False, True])
+def test_batches_that_are_kept_stay_what_they_were(tmp_path: Path, config: DataConfig, ids_only: bool) -> None:
+    kept, copies = [], []
+    with StreamLoader(config, micro_batch_size=2, global_batch_size=4, ids_only=ids_only) as loader:
+        for batch in loader:
+            kept.append(batch)
+            copies.append({name: tensor.clone() for name, tensor in batch.items()})
+    for batch, copy in zip(kept, copies, strict=True):
+        for name in copy:
+            assert torch.equal(batch[name], copy[name])
+
+
+def test_what_a_caller_writes_into_a_batch_reaches_no_other_batch(config: DataConfig) -> None:
+    with StreamLoader(config, micro_batch_size=2, global_batch_size=4) as loader:
+        for batch in loader:
+            assert bool((batch["loss_mask"] == 1).all())
+            assert batch["position_ids"].tolist() == [list(range(16))] * 2
+            batch["loss_mask"].zero_()
+            batch["position_ids"].add_(7)
+            batch["tokens"].fill_(-1)
+
+
+def test_ids_in_their_stored_width_are_the_tokens_and_labels(config: DataConfig) -> None:
+    with (
+        StreamLoader(config, micro_batch_size=2, global_batch_size=4) as plain,
+        StreamLoader(config, micro_batch_size=2, global_batch_size=4, ids_only=True) as stored,
+    ):
+        for batch, raw in zip(plain, stored, strict=True):
+            assert raw["ids"].dtype == torch.uint16
+            ids = raw["ids"].to(torch.int64)
+            assert torch.equal(ids[:, :-1], batch["tokens"])
+            assert torch.equal(ids[:, 1:], batch["labels"])
+            assert raw["valid"].tolist() == [17, 17]
+
+
+@pytest.mark.parametrize("remote", [False, True])
+@pytest.mark.parametrize("order", ["megatron", "stream", "sequential"])
+def test_context_parallel_ranks_read_their_parts_and_no_more(
+    server: tuple[Running, Path], tmp_path: Path, order: Any, remote: bool
+) -> None:
+    """Two of four parts each, with the token after them; pieces are fetched and freed as often as they are used."""
+    endpoint, root = server
+    config = config_of(order, "s3:/" if remote else str(root), tmp_path, storage_of(endpoint, "obstore"))
+    config = replace(config, skip_samples=((64, 72),))
+    sizes: Any = {"micro_batch_size": 4, "global_batch_size": 8, "ids_only": True}
+    with StreamLoader(config, **sizes) as loader:
+        whole = [(batch["ids"].clone(), batch["valid"].clone()) for batch in loader]
+        everything = loader.stats()["useful_bytes"]
+    length = config.sequence_length
+    for rank in (0, 1):
+        bounds = [(a, b + 1) for a, b in zigzag_bounds(length, rank, 2)]
+        with StreamLoader(config, **sizes, cp_rank=rank, cp_size=2) as loader:
+            for (ids, valid), batch in zip(whole, loader, strict=True):
+                parts = torch.stack([ids[:, a:b] for a, b in bounds], 1).flatten(0, 1)
+                assert torch.equal(batch["ids"], parts)
+                has = torch.stack([(valid - a).clamp(0, b - a) for a, b in bounds], 1).flatten()
+                assert torch.equal(batch["valid"], has)
+        if remote and order != "stream":
+            assert loader.stats()["useful_bytes"] < 0.55 * everything
+
+
+def test_parts_are_read_as_ids_only(config: DataConfig) -> None:
+    with pytest.raises(ConfigError, match="give ids_only=True"):
+        StreamLoader(config, micro_batch_size=2, global_batch_size=4, cp_rank=0, cp_size=2)
+    with pytest.raises(ConfigError, match="not a multiple of 2 x cp"):
+        StreamLoader(config, micro_batch_size=2, global_batch_size=4, ids_only=True, cp_rank=0, cp_size=3)
+
+
+def test_an_error_waits_for_the_step_it_belongs_to(tmp_path: Path) -> None:
+    tokens = np.zeros(16 * 64 + 1, np.uint16)
+    tokens[16 * 40 + 3] = 999
+    with IndexedDatasetWriter(str(tmp_path / "p"), np.uint16) as writer:
+        writer.add_item(tokens)
+        writer.end_document()
+    config = DataConfig(
+        blend=[str(tmp_path / "p")], sequence_length=16, order="sequential", vocab_size=900, index_cache_dir=tmp_path
+    )
+    loader = StreamLoader(config, micro_batch_size=1, global_batch_size=1)
+    with pytest.raises(FormatError, match="999"):
+        for _ in loader:
+            pass
+    assert loader.consumed_samples == 40
+
+
+def flat(values: list[int], allowed: int) -> bool:
+    """Whether the second half lies at some time no more than `allowed` above the first: what leaks, never does."""
+    half = len(values) // 2
+    return min(values[half:]) <= max(values[:half]) + allowed
+
+
+def open_and_close(config: DataConfig, times: int) -> None:
+    process = psutil.Process()
+    threads, files, memory = [], [], []
+    for _ in range(times):
+        loader = StreamLoader(config, micro_batch_size=4, global_batch_size=8)
+        batches = iter(loader)
+        next(batches)
+        loader.close()
+        del loader, batches
+        gc.collect()
+        threads.append(threading.active_count())
+        files.append(process.num_fds())
+        memory.append(process.memory_info().rss)
+    assert flat(threads, 0), threads
+    assert flat(files, 0), files
+    assert flat(memory, 8 << 20), memory
+
+
+@pytest.mark.parametrize("where", ["s3:/", "local", "cache"])
+def test_nothing_is_left_of_loaders_that_were_closed(server: tuple[Running, Path], tmp_path: Path, where: str) -> None:
+    endpoint, root = server
+    endpoint.behave()
+    storage = storage_of(endpoint, "obstore")
+    if where == "cache":
+        storage = replace(storage, cache_dir=tmp_path / "cache", chunk_bytes=1 << 20)
+    config = config_of("megatron", str(root) if where == "local" else "s3:/", tmp_path, storage)
+    open_and_close(config, 16)
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("where", ["s3:/", "local"])
+def test_nothing_is_left_of_two_hundred_loaders(server: tuple[Running, Path], tmp_path: Path, where: str) -> None:
+    endpoint, root = server
+    endpoint.behave()
+    open_and_close(config_of("stream", str(root) if where == "local" else "s3:/", tmp_path, storage_of(endpoint, "obstore")), 200)
+
+
+@pytest.mark.soak
+def test_a_hundred_thousand_batches_leave_everything_flat(server: tuple[Running, Path], tmp_path: Path) -> None:
+    endpoint, _ = server
+    endpoint.behave()
+    storage = replace(storage_of(endpoint, "obstore"), memory_bytes=4_000_000)
+    config = replace(config_of("stream", "s3:/", tmp_path, storage), num_samples=None)
+    process = psutil.Process()
+    threads, files, memory = [], [], []
+    with StreamLoader(config, micro_batch_size=4, global_batch_size=8) as loader:
+        for number, _ in enumerate(loader):
+            if number % 2000 == 1999:
+                threads.append(threading.active_count())
+                files.append(process.num_fds())
+                memory.append(process.memory_info().rss)
+            if number == 100_000:
+                break
+    assert flat(threads, 0), threads
+    assert flat(files, 0), files
+    assert flat(memory, 8 << 20), memory
+
+
+def test_stats_say_what_was_read_and_how_long_was_waited(server: tuple[Running, Path], tmp_path: Path) -> None:
+    endpoint, _ = server
+    endpoint.behave()
+    loader = StreamLoader(
+        config_of("megatron", "s3:/", tmp_path, storage_of(endpoint, "obstore")), micro_batch_size=4, global_batch_size=8
+    )
+    before = endpoint.counts()
+    with loader:
+        for _ in loader:
+            time.sleep(0.0005)
+    stats, after = loader.stats(), endpoint.counts()
+    assert stats["batches"] == len(loader)
+    assert stats["requests"] == after["requests"] - before["requests"]
+    assert stats["fetched_bytes"] == after["bytes"] - before["bytes"]
+    assert stats["useful_bytes"] == 3000 * 65 * 2
+    assert 0 < stats["amplification"] == pytest.approx(stats["fetched_bytes"] / stats["useful_bytes"], abs=0.01)
+    assert stats["amplification"] < 1.3
+    assert stats["retries"] == stats["errors"] == 0
+    assert 0 <= stats["wait_p50"] <= stats["wait_p95"] <= stats["wait_p99"]
+    assert 0 < stats["stall_share"] < 1
+
+
+def test_a_forked_child_reads_by_itself(server: tuple[Running, Path], tmp_path: Path) -> None:
+    """A dataset used before a fork (as torch's workers are made) works in the child."""
+    endpoint, _ = server
+    endpoint.behave()
+    config = config_of("stream", "s3:/", tmp_path, storage_of(endpoint, "obstore"))
+    loader = StreamLoader(config, micro_batch_size=4, global_batch_size=8)
+    expected = stream(config)
+    workers = torch.utils.data.DataLoader(loader.dataset, batch_size=None, num_workers=2, multiprocessing_context="fork")
+    got = torch.cat([torch.cat([batch["tokens"], batch["labels"]], 1) for batch in workers])
+    assert torch.equal(got, expected)
+
+
+LEFT_OPEN = """
+import atexit, sys, threading
+atexit.register(lambda: print(sorted({t.name for t in threading.enumerate() if t.name.startswith("streammega")})))
+from streammega import DataConfig, StreamLoader
+config = DataConfig(
+    blend=[sys.argv[1]], sequence_length=64, order="stream", num_samples=(100_000, 0, 0), lanes=16, index_cache_dir=sys.argv[2],
+)
+batches = iter(StreamLoader(config, micro_batch_size=4, global_batch_size=8))
+next(batches)
+"""
+
+
+def test_a_program_may_end_with_an_iteration_open(server: tuple[Running, Path], tmp_path: Path) -> None:
+    """Exit functions run before Python takes threads away: one that is in torch then would abort the process."""
+    _, root = server
+    command = [sys.executable, "-c", LEFT_OPEN, str(root / "data" / "web"), str(tmp_path)]
+    environment = os.environ | {"PYTHONPATH": os.getcwd()}
+    run = subprocess.run(command, capture_output=True, text=True, timeout=120, env=environment, check=False)
+    assert (run.returncode, run.stdout) == (0, "[]\n"), run.stderr
+
+
+FORK = """
+import gc, os, sys, time
+from streammega import StorageConfig
+from streammega.storage import open_store
+options = {"anon": True, "endpoint_url": sys.argv[1]}
+store, key = open_store("s3://data/web.bin", StorageConfig(transport="fsspec", storage_options=options))
+expected = [bytes(part) for part in store.read_ranges(key, range(8), range(1, 9))]
+if os.fork() == 0:
+    assert [bytes(part) for part in store.read_ranges(key, range(8), range(1, 9))] == expected
+    gc.collect()
+    time.sleep(0.2)
+    print("well", flush=True)
+    os._exit(0)
+assert os.wait()[1] == 0
+"""
+
+
+def test_a_forked_child_leaves_the_connections_of_its_parent_alone(server: tuple[Running, Path]) -> None:
+    """s3fs would try to close them in the child, and print a traceback for each that it could not."""
+    endpoint, _ = server
+    endpoint.behave()
+    command = [sys.executable, "-W", "ignore", "-c", FORK, endpoint.endpoint]
+    environment = os.environ | {"PYTHONPATH": os.getcwd()}
+    run = subprocess.run(command, capture_output=True, text=True, timeout=120, env=environment, check=False)
+    assert (run.stdout, run.stderr) == ("well\n", "")
+
+
+@settings(max_examples=12)
+@given(seek=st.integers(0, 370), dp_size=st.sampled_from([1, 2, 4]), skip=st.sampled_from([(), ((800, 960), (1600, 1608))]))
+def test_pieces_survive_seeks_skips_and_any_ranks(
+    server: tuple[Running, Path], tmp_path_factory: pytest.TempPathFactory, seek: int, dp_size: int, skip: Any
+) -> None:
+    endpoint, root = server
+    tmp_path = tmp_path_factory.mktemp("t")
+    storage = replace(storage_of(endpoint, "obstore"), memory_bytes=1_000_000)
+    config = replace(config_of("stream", "s3:/", tmp_path, storage), skip_samples=skip)
+    local = replace(config, blend=[(f"{root}/data/web", 0.7), (f"{root}/data/code", 0.3)])
+    for rank in range(dp_size):
+        both = []
+        for own in (config, local):
+            with StreamLoader(own, micro_batch_size=2, global_batch_size=8, dp_rank=rank, dp_size=dp_size) as loader:
+                loader.seek(8 * seek)
+                both.append([batch["tokens"].clone() for batch in loader])
+                stats = loader.stats()
+                if own is config and both[0]:
+                    assert stats["held_bytes"] == 0 or stats["requests_in_flight"] == 0
+        assert len(both[0]) == len(both[1])
+        assert all(torch.equal(a, b) for a, b in zip(*both, strict=True))
+
+
+@settings(max_examples=20)
+@given(every=st.sampled_from([8, 16, 32, 64, 128, 1024]), size=st.sampled_from([8, 64, 256, 264]))
+def test_skips_leave_nothing_open_wherever_they_fall(
+    server: tuple[Running, Path], tmp_path_factory: pytest.TempPathFactory, every: int, size: int
+) -> None:
+    """Each jump forgets the pieces that are open; one that stayed would keep its memory, and in the end there would be none."""
+    endpoint, root = server
+    storage = replace(storage_of(endpoint, "obstore"), memory_bytes=4_000_000)
+    config = replace(
+        config_of("stream", "s3:/", tmp_path_factory.mktemp("t"), storage),
+        skip_samples=tuple((first, first + size) for first in range(every, 3000, every + size)),
+    )
+    loader = StreamLoader(config, micro_batch_size=4, global_batch_size=8)
+    engine = Engine(loader.dataset.steps, loader.dataset.positions(), 4, start=0)
+    with closing(iter(engine)) as batches:  # type: ignore[type-var]
+        got = [batch["tokens"].clone() for _, batch in itertools.islice(batches, len(loader))]
+        pieces = engine._reader.planner.pieces
+        assert pieces is not None
+        assert set(engine._holdings) <= set(pieces._slot[pieces._slot >= 0].tolist())
+    blend: Any = [(f"{root}/data/web", 0.7), (f"{root}/data/code", 0.3)]
+    with StreamLoader(replace(config, blend=blend), micro_batch_size=4, global_batch_size=8) as local:
+        assert all(torch.equal(tokens, batch["tokens"]) for tokens, batch in zip(got, local, strict=True))
+
+
+@settings(max_examples=12)
+@given(
+    micro=st.sampled_from([1, 4]),
+    dp_size=st.sampled_from([1, 2]),
+    steps=st.sampled_from([1, 2, 3]),
+    workers=st.sampled_from([1, 2, 3]),
+    skip=st.lists(st.tuples(st.integers(0, 60), st.integers(1, 5)), min_size=1, max_size=3),
+    memory=st.sampled_from([400_000, 4_000_000]),
+)
+def test_workers_follow_their_lanes_over_skips(
+    server: tuple[Running, Path], tmp_path_factory: pytest.TempPathFactory, micro: int, dp_size: int, steps: int, workers: int,
+    skip: list[tuple[int, int]], memory: int,
+) -> None:  # fmt: skip
+    """A skip of an odd number of micro-steps moves each worker to the lanes of another."""
+    endpoint, root = server
+    size = micro * dp_size * steps
+    lanes = size * workers
+    config = config_of(
+        "stream", "s3:/", tmp_path_factory.mktemp("t"), replace(storage_of(endpoint, "obstore"), memory_bytes=memory)
+    )
+    ranges = tuple((first * size, (first + count) * size) for first, count in skip)
+    config = replace(config, lanes=lanes, num_samples=(70 * size, 0, 0), skip_samples=ranges)
+    blend: Any = [(f"{root}/data/web", 0.7), (f"{root}/data/code", 0.3)]
+    sizes: Any = {"micro_batch_size": micro, "global_batch_size": size, "dp_rank": dp_size - 1, "dp_size": dp_size}
+    expected = StreamingDataset(replace(config, blend=blend), **sizes)
+    dataset = StreamingDataset(config, **sizes)
+    open_bytes = lanes // (dp_size * workers) * 2 * (config.block_bytes + 2)  # a piece of both datasets in each of its lanes
+    for worker in range(workers):
+        positions = itertools.islice(dataset.positions(), worker, None, workers)
+        engine = Engine(dataset.steps, positions, 2, start=0, worker=worker, workers=workers)
+        with closing(iter(engine)) as batches:  # type: ignore[type-var]
+            for consumed, batch in batches:
+                assert torch.equal(batch["tokens"], expected.batch(consumed)["tokens"])
+        planned = engine.stats.planned_bytes
+        assert planned <= 1.3 * engine.stats.useful_bytes + (len(skip) + 2) * open_bytes, (
+            "pieces are opened once, and once more at a jump"
+        )
+
+
+def test_samples_of_lanes_that_are_not_followed_are_refused(server: tuple[Running, Path], tmp_path: Path) -> None:
+    endpoint, _ = server
+    dataset = StreamLoader(
+        config_of("stream", "s3:/", tmp_path, storage_of(endpoint, "obstore")), micro_batch_size=4, global_batch_size=4
+    ).dataset
+    pieces = plan_reading(dataset.steps, 0, 0, 2, 4_000_000).planner.pieces
+    assert pieces is not None
+    pieces.follow(np.arange(4), np.arange(4))
+    with pytest.raises(AssertionError, match="sample 4 lies in lane 4, which this reader does not follow"):
+        pieces.follow(np.arange(4, 8), np.arange(4))
+
+
+def test_a_slow_caller_is_not_read_far_ahead_of(server: tuple[Running, Path], tmp_path: Path) -> None:
+    endpoint, _ = server
+    storage = replace(storage_of(endpoint, "obstore"), memory_bytes=100_000_000)
+    config = replace(config_of("stream", "s3:/", tmp_path, storage), num_samples=(100_000, 0, 0))
+    planned = []
+    for seconds in (0.0, 1e6):
+        engine = Engine(
+            StreamLoader(config, micro_batch_size=4, global_batch_size=8).dataset.steps, iter(range(0, 100_000, 4)), 4, start=0
+        )
+        engine._keep_pace(seconds)
+        engine._plan_ahead()
+        while not engine._far_ahead():
+            engine._plan_span()
+        planned.append(engine._ahead)
+        engine.close()
+    assert planned[0] >= 8 * planned[1] > 0
+
+
+def test_the_whole_epoch_frees_what_it_held(server: tuple[Running, Path], tmp_path: Path) -> None:
+    endpoint, _ = server
+    storage = replace(storage_of(endpoint, "obstore"), memory_bytes=4_000_000)
+    config = replace(config_of("stream", "s3:/", tmp_path, storage), num_samples=None)
+    loader = StreamLoader(config, micro_batch_size=4, global_batch_size=8)
+    batches = iter(loader)
+    held = []
+    for number in range(6000):
+        next(batches)
+        if number % 100 == 0:
+            held.append(loader.stats()["held_bytes"])
+    assert flat(held[10:], 400_000), "pieces of the epochs before are freed"
+    loader.close()
+
+
+def test_the_log_and_prometheus_tell_the_same_figures(config: DataConfig, caplog: pytest.LogCaptureFixture) -> None:
+    loader = StreamLoader(config, micro_batch_size=2, global_batch_size=8, log_every=10, metrics_port=0)
+    with caplog.at_level("INFO", logger="streammega"):
+        list(loader)
+    lines = [record.message for record in caplog.records if "stalled" in record.message]
+    assert len(lines) == len(loader) // 4 // 10 > 0
+    assert "train: sample 80; " in lines[0]
+    assert loader.metrics_address is not None
+    with urllib.request.urlopen(loader.metrics_address) as answer:
+        text = answer.read().decode()
+    assert f'streammega_batches_total{{dp_rank="0"}} {len(loader)}.0' in text
+    address = loader.metrics_address
+    del loader, answer
+    gc.collect()
+    with pytest.raises(OSError, match="refused"):
+        urllib.request.urlopen(address)

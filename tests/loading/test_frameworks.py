@@ -1,0 +1,207 @@
+"""In other people's loops, each the real one: torchdata, accelerate, Lightning, torch's distributed checkpoints."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from streammega import DataConfig, StreamingDataset, StreamLoader
+from streammega.errors import StateError
+from tests.conftest import write_random_pair
+from tests.support.gang import Gang
+from tests.support.rank_programs import (
+    accelerate_checkpoint,
+    accelerate_prepared_dataset,
+    load_by_dcp,
+    numbers_of,
+    save_by_dcp,
+)
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:This DataLoader will create"),  # more workers than a small machine has cores
+    pytest.mark.filterwarnings("ignore:'set_vital' is deprecated"),  # torchdata's
+]
+
+SIZES: Any = {"micro_batch_size": 4, "global_batch_size": 4}
+TOTAL = 13
+"""Micro-batches: workers end at different times."""
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> DataConfig:
+    write_random_pair(str(tmp_path / "pair"))
+    return DataConfig(
+        blend=[str(tmp_path / "pair")],
+        sequence_length=16,
+        order="stream",
+        num_samples=(4 * TOTAL, 0, 0),
+        index_cache_dir=tmp_path / "cache",
+    )
+
+
+# torchdata.
+
+
+def stateful(config: DataConfig, workers: int, every: int = 1, **options: Any) -> Any:
+    from torchdata.stateful_dataloader import StatefulDataLoader
+
+    dataset = StreamingDataset(config, **SIZES)
+    return StatefulDataLoader(dataset, batch_size=None, num_workers=workers, snapshot_every_n_steps=every, **options)
+
+
+def copied(batches: Any) -> list[torch.Tensor]:
+    return [batch["tokens"].clone() for batch in batches]
+
+
+@pytest.mark.parametrize("every", [1, 4])
+@pytest.mark.parametrize("workers", [0, 1, 2, 3])
+def test_torchdatas_loader_resumes_exactly(config: DataConfig, workers: int, every: int) -> None:
+    """In the middle, when the last batch was given but its end not yet seen, and at the end; then whole passes."""
+    config = replace(config, skip_samples=((20, 24), (36, 40)), num_samples=(4 * TOTAL + 8, 0, 0))
+    reference = [StreamingDataset(config, **SIZES).batch(at)["tokens"] for at in StreamingDataset(config, **SIZES).positions()]
+    assert len(reference) == TOTAL
+    for taken in (1, 6, TOTAL, TOTAL + 1):
+        loader = stateful(config, workers, every)
+        batches = iter(loader)
+        got = [batch["tokens"].clone() for _, batch in zip(range(taken), batches, strict=False)]
+        state = loader.state_dict()
+        assert len(json.dumps(state, default=str)) < 6000
+        del batches, loader
+        again = stateful(config, workers, every)
+        again.load_state_dict(state)
+        if taken <= TOTAL:
+            got += copied(again)
+            assert len(got) == TOTAL
+            assert all(map(torch.equal, got, reference))
+        whole = copied(again)
+        assert len(whole) == TOTAL
+        assert all(map(torch.equal, whole, reference))
+
+
+@pytest.mark.parametrize(("before", "after"), [(2, 3), (3, 2)])
+def test_a_state_of_so_many_workers_is_refused_by_others(config: DataConfig, before: int, after: int) -> None:
+    loader = stateful(config, before)
+    batches = iter(loader)
+    for _ in range(3):
+        next(batches)
+    state = loader.state_dict()
+    again = stateful(config, after)
+    again.load_state_dict(state)
+    with pytest.raises(StateError, match=f"resume with num_workers={before}"):
+        next(iter(again))
+    workers = state["_snapshot"]["_worker_snapshots"]["worker_0"]["dataset_state"]
+    with pytest.raises(StateError, match=f"of DataLoader worker 0 of {before}"):
+        StreamingDataset(config, **SIZES).load_state_dict(workers)
+    other = stateful(replace(config, seed=9), before)
+    other.load_state_dict(state)
+    with pytest.raises(StateError, match="seed"):
+        next(iter(other))
+
+
+def test_persistent_workers_of_torchdata_count_every_pass(config: DataConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("torch.utils.data._utils.MP_STATUS_CHECK_INTERVAL", 0.2)  # s that it waits for a worker, and then ends it
+    loader = stateful(config, 2, persistent_workers=True)
+    first = copied(loader)
+    batches = iter(loader)
+    for _ in range(5):
+        next(batches)
+    again = stateful(config, 2, persistent_workers=True)
+    again.load_state_dict(loader.state_dict())
+    rest = copied(again)
+    assert len(rest) == TOTAL - 5
+    assert all(map(torch.equal, rest, first[5:]))
+    assert all(map(torch.equal, copied(again), first))
+
+
+# torch's distributed checkpoints.
+
+
+def test_a_distributed_checkpoint_of_another_order_is_refused_in_words(gang: Gang, config: DataConfig, tmp_path: Path) -> None:
+    folder = str(tmp_path / "dcp")
+    gang.run(2, save_by_dcp, config, folder, 3)
+    for other, words in (
+        (replace(config, order="sequential"), "order: "),
+        (replace(config, blend=[config.blend[0], config.blend[0]]), "datasets"),  # type: ignore[index]
+        (replace(config, seed=3), "seed: the checkpoint has 1234, this run 3"),
+    ):
+        for answer in gang.run(2, load_by_dcp, other, folder):
+            assert answer.startswith("StateError: the checkpoint counts samples of another order")
+            assert words in answer
+    assert gang.run(1, load_by_dcp, config, folder) == ["24"]
+    assert gang.run(3, load_by_dcp, config, folder) == ["24"] * 3
+
+
+# accelerate.
+
+
+def test_a_rank_of_several_that_accelerate_would_deal_out_is_refused_before_the_first_batch(
+    gang: Gang, config: DataConfig
+) -> None:
+    for answer in gang.run(2, accelerate_prepared_dataset, config, True):
+        assert answer.startswith("ConfigError: this dataset reads the part of data-parallel rank ")
+        assert "register_for_checkpointing" in answer
+    dealt = gang.run(2, accelerate_prepared_dataset, config, False)
+    assert sorted(number for rank in dealt for number in rank) == list(range(4 * TOTAL)), "without ranks accelerate deals out"
+
+
+def test_a_loader_that_accelerate_checkpoints_goes_on_exactly(gang: Gang, config: DataConfig, tmp_path: Path) -> None:
+    whole = gang.run(2, numbers_of, config, 6)
+    before = gang.run(2, accelerate_checkpoint, config, str(tmp_path / "acc"), 0, 2)
+    after = gang.run(2, accelerate_checkpoint, config, str(tmp_path / "acc"), 2, 4)
+    assert [a + b for a, b in zip(before, after, strict=True)] == whole
+
+
+# Lightning.
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_lightning_trains_whole_passes_validates_the_same_and_resumes_exactly(config: DataConfig, tmp_path: Path) -> None:
+    from pytorch_lightning import LightningModule, Trainer
+    from pytorch_lightning.callbacks import ModelCheckpoint
+
+    data = replace(config, num_samples=(4 * TOTAL, 16, 0), split="80,20,0")
+
+    class Module(LightningModule):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = torch.nn.Parameter(torch.zeros(()))
+            self.trained: list[int] = []
+            self.validated: list[list[int]] = []
+
+        def training_step(self, batch: Any, number: int) -> Any:
+            self.trained.append(int(batch["tokens"].sum()))
+            return self.weight * 1.0
+
+        def on_validation_epoch_start(self) -> None:
+            self.validated.append([])
+
+        def validation_step(self, batch: Any, number: int) -> None:
+            self.validated[-1].append(int(batch["tokens"].sum()))
+
+        def configure_optimizers(self) -> Any:
+            return torch.optim.SGD(self.parameters(), lr=0.1)
+
+    def fit(checkpoint: str | None = None, **options: Any) -> Module:
+        module, quiet = Module(), {"logger": False, "enable_progress_bar": False, "enable_model_summary": False}
+        saving = ModelCheckpoint(tmp_path, "{step}", every_n_train_steps=TOTAL + 5)
+        trainer = Trainer(accelerator="cpu", devices=1, callbacks=[saving], **quiet, **options)
+        with StreamLoader(data, **SIZES) as train, StreamLoader(data, split="valid", **SIZES) as valid:
+            trainer.fit(module, train, valid, ckpt_path=checkpoint)
+        return module
+
+    whole = fit(max_epochs=3)
+    passes = [whole.trained[TOTAL * n : TOTAL * (n + 1)] for n in range(3)]
+    assert len(whole.trained) == 3 * TOTAL
+    assert passes[0] == passes[1] == passes[2]
+    assert len(set(passes[0])) == TOTAL
+    *_, first, second, third = whole.validated
+    assert first == second == third
+    assert len(first) == 4
+    before = fit(max_steps=TOTAL + 5)
+    after = fit(str(tmp_path / f"step={TOTAL + 5}.ckpt"), max_epochs=3)
+    assert before.trained + after.trained == whole.trained

@@ -1,0 +1,568 @@
+"""Iterating, again, after leaving, over a load, after an error: one rule for each, by StreamLoader and DataLoaders."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import itertools
+import json
+import pickle
+from collections.abc import Callable, Iterable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.utils.data import DataLoader
+
+from streammega import DataConfig, ParallelLayout, RankBatches, Ranks, StorageConfig, StreamingDataset, StreamLoader
+from streammega.errors import AccessDeniedError, FormatError, StateError
+from streammega.parallel import open_loader
+from tests.conftest import write_random_pair
+from tests.support.servers import http_server
+
+pytestmark = pytest.mark.filterwarnings("ignore:This DataLoader will create")  # more workers than a small machine has cores
+
+SIZES: Any = {"micro_batch_size": 4, "global_batch_size": 8}
+TOTAL = 104
+EVERY = list(range(0, TOTAL, 4))
+
+
+@pytest.fixture
+def config(pair: str, tmp_path: Path) -> DataConfig:
+    return DataConfig(
+        blend=[pair],
+        sequence_length=16,
+        order="stream",
+        num_samples=(TOTAL, 40, 0),
+        split="70,30,0",
+        index_cache_dir=tmp_path / "cache",
+    )
+
+
+class Numbered:
+    """Says which micro-step a batch is of: the value of `consumed` that it was made at."""
+
+    def __init__(self, config: DataConfig, split: str = "train") -> None:
+        dataset = StreamingDataset(config, split=split, **SIZES)
+        self._step = {self._key(dataset.batch(at)): at for at in dataset.positions()}
+
+    @staticmethod
+    def _key(batch: dict[str, torch.Tensor]) -> bytes:
+        return batch["tokens"].numpy().tobytes()
+
+    def __call__(self, batches: Iterable[dict[str, torch.Tensor]], most: int | None = None) -> list[int]:
+        return [self._step[self._key(batch)] for batch in itertools.islice(batches, most)]
+
+
+# StreamLoader.
+
+
+def test_a_pass_goes_on_where_it_was_left_and_after_the_end_comes_the_next(
+    config: DataConfig, caplog: pytest.LogCaptureFixture
+) -> None:
+    number = Numbered(config)
+    with caplog.at_level("INFO", "streammega.loading.loader"), StreamLoader(config, **SIZES) as loader:
+        assert number(loader, 5) == EVERY[:5]
+        assert number(loader) == EVERY[5:]
+        assert loader.consumed_samples == TOTAL
+        assert not caplog.records
+        for _ in range(2):
+            assert number(loader) == EVERY
+    assert [record.levelname for record in caplog.records] == ["INFO", "INFO"]
+    assert "the next pass begins" in caplog.text
+
+
+def test_take_stays_at_the_end_until_the_loader_goes_elsewhere(config: DataConfig) -> None:
+    number = Numbered(config)
+    with StreamLoader(config, **SIZES) as loader:
+        end = loader.state_dict()
+        loader.seek(TOTAL - 8)
+        end = loader.state_dict()
+        for go in (lambda: iter(loader), lambda: loader.seek(16), lambda: loader.load_state_dict(end)):
+            loader.seek(TOTAL - 4)
+            loader.take()
+            for _ in range(3):
+                with pytest.raises(StopIteration):
+                    loader.take()
+            go()
+            assert number([loader.take()]) == [loader.consumed_samples - 4]
+        assert loader.consumed_samples == TOTAL - 4
+
+
+def test_a_state_of_the_end_begins_another_pass_with_a_warning(config: DataConfig, caplog: pytest.LogCaptureFixture) -> None:
+    number = Numbered(config)
+    with StreamLoader(config, **SIZES) as loader:
+        assert number(loader) == EVERY
+        end = loader.state_dict()
+    with StreamLoader(config, **SIZES) as loader:
+        loader.load_state_dict(end)
+        with pytest.raises(StopIteration):
+            loader.take()
+        assert number(loader) == EVERY
+    assert [record.levelname for record in caplog.records] == ["WARNING"]
+    assert f"sample {TOTAL}, is the end of the data; iterating begins another pass" in caplog.text
+
+
+@pytest.mark.parametrize(("split", "evaluation"), [("valid", None), ("train", True)])
+def test_evaluation_begins_at_the_first_sample_every_time(config: DataConfig, split: str, evaluation: bool | None) -> None:
+    number = Numbered(config, split)
+    with StreamLoader(config, split=split, evaluation=evaluation, **SIZES) as loader:
+        every = list(range(0, 4 * len(loader), 4))
+        for most in (6, 3, None, None):
+            assert number(loader, most) == every[:most]
+        loader.seek(16)
+        state = loader.state_dict()
+        iter(loader)  # frameworks look whether a loader can be iterated; nothing was taken
+        assert number(loader, 2) == [16, 20]
+        assert number([loader.take()]) == [24], "take goes on from the cursor"
+        assert number(loader, 2) == [0, 4]
+        loader.load_state_dict(state)
+        assert number(loader, 1) == [16]
+
+
+def test_a_valid_split_may_be_trained_on(config: DataConfig) -> None:
+    number = Numbered(config, "valid")
+    with StreamLoader(config, split="valid", evaluation=False, **SIZES) as loader:
+        assert number(loader, 3) == [0, 4, 8]
+        assert number(loader, 1) == [12]
+
+
+@pytest.mark.parametrize(
+    ("act", "words"),
+    [
+        (lambda loader: loader.load_state_dict(loader.state_dict()), "load_state_dict moved its loader"),
+        (lambda loader: loader.seek(0), "seek moved its loader"),
+        (lambda loader: loader.close(), "its loader was closed"),
+        (lambda loader: iter(loader), "another iteration of its loader began"),
+        (lambda loader: loader.dataset.seek(0), "put elsewhere under its loader"),
+    ],
+    ids=["load_state_dict", "seek", "close", "iter", "dataset"],
+)
+def test_an_iteration_that_is_held_over_a_move_raises(config: DataConfig, act: Callable[[StreamLoader], Any], words: str) -> None:
+    loader = StreamLoader(config, **SIZES)
+    held = iter(loader)
+    next(held)
+    act(loader)
+    for _ in range(2):
+        with pytest.raises(StateError, match=words):
+            next(held)
+        words = "cannot go on"
+    loader.close()
+
+
+def test_an_iteration_that_gave_everything_stays_over(config: DataConfig) -> None:
+    loader = StreamLoader(config, **SIZES)
+    held = iter(loader)
+    assert len(list(held)) == len(EVERY)
+    loader.seek(0)
+    assert list(held) == []
+
+
+def test_after_an_error_the_loader_goes_on_with_the_batch_that_failed(config: DataConfig) -> None:
+    objects = {f"/p{suffix}": Path(f"{config.blend[0]}{suffix}").read_bytes() for suffix in (".bin", ".idx")}  # type: ignore[index]
+    number = Numbered(config)
+    with http_server(objects) as server:
+        storage = StorageConfig(retries=0, timeout=5, memory_bytes=1 << 20)
+        remote = replace(config, blend=[f"{server.url}/p"], storage=storage)
+        with StreamLoader(remote, **SIZES) as loader:
+            server.status = 403
+            for _ in range(2):
+                with pytest.raises(AccessDeniedError):
+                    loader.take()
+            held = iter(loader)
+            with pytest.raises(AccessDeniedError):
+                next(held)
+            server.status = None
+            for _ in range(2):
+                with pytest.raises(StateError, match="ended by AccessDeniedError"):
+                    next(held)
+            assert number([loader.take() for _ in range(3)]) == EVERY[:3]
+            assert number(loader) == EVERY[3:]
+
+
+# RankBatches.
+
+
+def alone(config: DataConfig, **options: Any) -> tuple[StreamLoader, RankBatches]:
+    ranks = Ranks(ParallelLayout())
+    loader = open_loader(config, ranks, **SIZES, **options)
+    return loader, RankBatches(loader, ranks)
+
+
+def test_an_error_ahead_costs_rank_batches_nothing(config: DataConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+    number = Numbered(config)
+    loader, batches = alone(config)
+    take, asked = loader.take, itertools.count(1)
+
+    def failing() -> Any:
+        if next(asked) in (3, 4):
+            raise AccessDeniedError("the third is refused twice")
+        return take()
+
+    monkeypatch.setattr(loader, "take", failing)
+    got, errors = [], 0
+    while True:
+        try:
+            got.append(next(batches))
+        except AccessDeniedError:
+            errors += 1
+            assert batches.consumed_samples == 8
+        except StopIteration:
+            break
+    assert number(got) == EVERY
+    assert errors == 2
+    batches.close()
+
+
+def test_rank_batches_begin_passes_as_their_loader_does(config: DataConfig) -> None:
+    number = Numbered(config)
+    _, batches = alone(config)
+    assert number(batches, 5) == EVERY[:5]
+    assert number(batches) == EVERY[5:]
+    assert next(batches, None) is None
+    for _ in range(2):
+        assert number(batches) == EVERY
+    batches.close()
+    valid = Numbered(config, "valid")
+    _, batches = alone(config, split="valid")
+    for most in (3, None, None):
+        assert valid(batches, most) == list(range(0, 40, 4))[:most]
+    batches.close()
+
+
+def test_what_virtual_stages_kept_is_not_given_after_a_load(config: DataConfig) -> None:
+    number = Numbered(config)
+    loader, batches = alone(config)
+    state = batches.state_dict()
+    first, second = batches.handles(2)
+    assert number(first, 3) == EVERY[:3]
+    batches.load_state_dict(state)
+    for handle in (first, second):
+        with pytest.raises(StateError, match="load_state_dict moved them"):
+            next(handle)
+    first, second = batches.handles(2)
+    assert number(first, 2) == number(second, 2) == EVERY[:2]
+    loader.seek(0)
+    with pytest.raises(StateError, match="moved under its RankBatches"):
+        next(first)
+
+
+# StreamingDataset under DataLoaders.
+
+MODES: dict[str, Any] = {
+    "alone": None,
+    "none": {"num_workers": 0},
+    "forked": {"num_workers": 2},
+    "three": {"num_workers": 3},
+    "persistent": {"num_workers": 2, "persistent_workers": True},
+    "spawned": {"num_workers": 2, "persistent_workers": True, "multiprocessing_context": "forkserver"},
+}
+
+
+def feed(dataset: StreamingDataset, mode: str) -> Iterable[Any]:
+    options = MODES[mode]
+    return dataset if options is None else DataLoader(dataset, batch_size=None, **options)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_the_first_iteration_begins_where_the_dataset_was_put_and_others_at_the_first_sample(
+    config: DataConfig, mode: str
+) -> None:
+    number = Numbered(config)
+    dataset = StreamingDataset(config, **SIZES)
+    batches = feed(dataset, mode)
+    if mode != "spawned":  # starting those takes seconds
+        assert number(batches, 3) == EVERY[:3]
+        assert number(batches) == EVERY
+    dataset.seek(16)
+    assert number(batches, 5) == EVERY[4:9]
+    assert number(batches, 2) == EVERY[:2]
+    if mode != "spawned":
+        assert number(batches) == EVERY
+        dataset.load_state_dict(dataset.state_dict(num_batches=7))
+        assert number(batches) == EVERY[7:]
+        assert number(batches) == EVERY
+
+
+@pytest.mark.parametrize("mode", ["none", "forked", "persistent"])
+def test_iterations_with_the_same_seed_are_told_apart(config: DataConfig, mode: str) -> None:
+    number = Numbered(config)
+    dataset = StreamingDataset(config, **SIZES)
+    batches = feed(dataset, mode)
+    dataset.seek(16)
+    for begins in (4, 0, 0):
+        torch.manual_seed(1234)
+        assert number(batches, 4) == EVERY[begins : begins + 4]
+    dataset.seek(24)
+    torch.manual_seed(1234)
+    assert number(batches, 4) == EVERY[6:10]
+
+
+@pytest.mark.parametrize("mode", ["none", "forked"])
+def test_two_iterations_at_once_do_not_share_a_place(config: DataConfig, mode: str) -> None:
+    number = Numbered(config)
+    dataset = StreamingDataset(config, **SIZES)
+    dataset.seek(16)
+    first = iter(feed(dataset, mode))
+    assert number(first, 2) == EVERY[4:6]
+    second = iter(feed(dataset, mode))
+    assert number(second, 4) == EVERY[:4]
+    assert number(first) == EVERY[6:]
+    assert number(second) == EVERY[4:]
+
+
+@pytest.mark.parametrize("mode", ["alone", "none", "forked", "persistent"])
+def test_an_iteration_of_a_dataset_held_over_a_load_raises(config: DataConfig, mode: str) -> None:
+    number = Numbered(config)
+    dataset = StreamingDataset(config, **SIZES)
+    batches = feed(dataset, mode)
+    held = iter(batches)
+    next(held)
+    dataset.seek(16)
+    with pytest.raises(StateError, match="given another position"):
+        list(held)
+    assert number(batches) == EVERY[4:]
+
+
+@pytest.mark.parametrize("mode", ["alone", "none", "forked"])
+def test_an_iteration_that_ended_by_an_error_is_not_over(config: DataConfig, mode: str) -> None:
+    dataset = StreamingDataset(replace(config, vocab_size=10), **SIZES)
+    held = iter(feed(dataset, mode))
+    with pytest.raises(FormatError, match="outside of the vocabulary"):
+        next(held)
+    for _ in range(4):
+        with pytest.raises((StateError, FormatError), match=r"outside of the vocabulary|ended by FormatError"):
+            next(held)
+
+
+@pytest.mark.parametrize("mode", ["alone", "none", "forked"])
+def test_the_end_that_was_loaded_is_an_empty_pass_with_a_warning(
+    config: DataConfig, mode: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As torchdata's loader resumes a pass of which everything was handed out."""
+    number = Numbered(config)
+    dataset = StreamingDataset(config, **SIZES)
+    batches = feed(dataset, mode)
+    dataset.seek(TOTAL)
+    assert number(batches) == []
+    assert number(batches) == EVERY
+    if mode != "forked":
+        assert "is the end of the data, so this iteration gives nothing" in caplog.text
+        assert dataset.state_dict()["consumed_samples"] == 0, "the next iteration begins at the first sample"
+
+
+@pytest.mark.parametrize("mode", ["alone", "forked"])
+@pytest.mark.parametrize("start", [0, 40])
+def test_a_state_after_so_many_batches_is_that_of_having_taken_them(config: DataConfig, mode: str, start: int) -> None:
+    config = replace(config, skip_samples=((16, 32), (48, 56), (96, 104)))
+    reference = StreamLoader(config, **SIZES)
+    reference.seek(start)
+    states = [reference.state_dict(), *(reference.state_dict() for _ in reference)]
+    dataset = StreamingDataset(config, **SIZES)
+    dataset.seek(start)
+    next(iter(feed(dataset, mode)))
+    for count, state in enumerate(states):
+        assert dataset.state_dict(num_batches=count) == state
+    with pytest.raises(StateError, match="there are no"):
+        dataset.state_dict(num_batches=len(states))
+
+
+@pytest.mark.parametrize("mode", ["forked", "persistent"])
+def test_where_only_the_caller_can_count_he_is_asked(config: DataConfig, mode: str) -> None:
+    dataset = StreamingDataset(config, **SIZES)
+    batches = feed(dataset, mode)
+    dataset.seek(16)
+    for begins in (16, 0):
+        taken = len(list(itertools.islice(batches, 3)))
+        with pytest.raises(StateError, match="StatefulDataLoader"):
+            dataset.state_dict()
+        assert dataset.state_dict(num_batches=taken)["consumed_samples"] == begins + 12
+    dataset.seek(24)
+    assert dataset.state_dict()["consumed_samples"] == 24, "what was set is known"
+
+
+def test_persistent_workers_follow_the_lanes_and_steps_of_a_state(config: DataConfig) -> None:
+    config = replace(config, order="stream", num_samples=(400, 0, 0))
+    with StreamLoader(config, micro_batch_size=4, global_batch_size=24) as former:
+        for _ in range(6):
+            former.take()
+        state = former.state_dict()
+        rest = [batch["tokens"].clone() for batch in former]
+    dataset = StreamingDataset(config, micro_batch_size=4, global_batch_size=40)
+    batches = feed(dataset, "persistent")
+    next(iter(batches))
+    dataset.load_state_dict(state)
+    got = [batch["tokens"].clone() for batch in batches]
+    assert len(got) == (400 - 24) // 40 * 10
+    assert all(a.equal(b) for a, b in zip(got, rest, strict=False))
+    assert dataset.state_dict(num_batches=10)["batch_offset"] == 0
+    assert len(list(batches)) == 100, "a pass has the steps that it would have had from its start"
+
+
+def pickled(dataset: StreamingDataset) -> Any:
+    return pickle.loads(pickle.dumps(dataset))  # noqa: S301
+
+
+@pytest.mark.parametrize("make", [copy.deepcopy, pickled], ids=["deepcopy", "pickle"])
+def test_copies_of_a_dataset_have_places_of_their_own(config: DataConfig, make: Callable[[Any], Any]) -> None:
+    number = Numbered(config)
+    dataset = StreamingDataset(config, **SIZES)
+    dataset.seek(16)
+    other = make(dataset)
+    dataset.seek(40)
+    for _ in range(2):
+        assert number(feed(other, "forked"), 2) == EVERY[4:6]
+        other.seek(16)
+    assert number(feed(dataset, "forked"), 2) == EVERY[10:12]
+
+
+def test_ranks_that_were_forked_with_their_loader_have_cursors_of_their_own(config: DataConfig) -> None:
+    import multiprocessing
+
+    number = Numbered(config)
+    loader = StreamLoader(config, **SIZES)
+    context = multiprocessing.get_context("fork")
+    results = context.Queue()
+
+    def rank(start: int) -> None:
+        loader.seek(start)
+        held = iter(loader)
+        results.put((start, number(held, 4)))
+
+    processes = [context.Process(target=rank, args=(8 * start,)) for start in range(3)]
+    held = iter(loader)
+    next(held)
+    for process in processes:
+        process.start()
+    found = dict(results.get(timeout=60) for _ in processes)
+    for process in processes:
+        process.join()
+    assert found == {start: list(range(start, start + 16, 4)) for start in (0, 8, 16)}
+    assert number(held, 2) == EVERY[1:3]
+    loader.close()
+
+
+# States.
+
+
+def test_weights_of_the_same_shares_are_the_same_order(pair: str, config: DataConfig, tmp_path: Path) -> None:
+    write_random_pair(str(tmp_path / "b"), seed=1)
+    other = str(tmp_path / "b")
+    stream = replace(config, order="stream", blend=[(pair, 0.3), (other, 0.7)], split="1,0,0")
+    state = StreamLoader(stream, **SIZES).state_dict()
+    StreamLoader(replace(stream, blend=[(pair, 3), (other, 7)]), **SIZES).load_state_dict(state)
+    with pytest.raises(StateError, match="datasets"):
+        StreamLoader(replace(stream, blend=[(pair, 3), (other, 7.00001)]), **SIZES).load_state_dict(state)
+
+
+STATES_OF_VERSION_1: dict[str, Any] = {
+    "stream": {
+        "version": 1,
+        "consumed_samples": 48,
+        "batch_offset": 0,
+        "identity": {
+            "order": "stream",
+            "order_version": 1,
+            "split": "train",
+            "sequence_length": 16,
+            "add_extra_token": True,
+            "seed": 1234,
+            "lanes": 1024,
+            "block_bytes": 262144,
+            "datasets": ["40dbcafeb362*0.1", "f26615e302f5*0.33333333"],
+            "schedule": [[24, [3.0, 1.0]]],
+        },
+        "fingerprint": "295586880163dc211e1989fa4adac515",
+    },
+    "megatron": {
+        "version": 1,
+        "consumed_samples": 48,
+        "batch_offset": 0,
+        "identity": {
+            "order": "megatron",
+            "order_version": 1,
+            "split": "train",
+            "sequence_length": 16,
+            "seed": 1234,
+            "add_extra_token": True,
+            "drop_last": True,
+            "num_samples": 104,
+            "exhaustive": False,
+            "datasets": ["30c92e5c788e*0.23076923", "7b7d7341e389*0.76923077"],
+        },
+        "fingerprint": "e56fa196130d1a58d6e951d2e0d7fb94",
+    },
+}
+"""Written by the release before states were flat."""
+
+
+@pytest.mark.parametrize("order", ["stream", "megatron"])
+def test_a_state_of_the_first_version_goes_on(pair: str, config: DataConfig, tmp_path: Path, order: Any) -> None:
+    write_random_pair(str(tmp_path / "b"), seed=1)
+    config = replace(config, order=order, blend=[(pair, 0.1), (str(tmp_path / "b"), 1 / 3)], split="1,0,0")
+    if order == "stream":
+        config = replace(config, blend_schedule=((24, (3.0, 1.0)), (1000, (1.0, 1.0))))
+    state = STATES_OF_VERSION_1[order]
+    with StreamLoader(config, **SIZES) as loader:
+        loader.load_state_dict(state)
+        assert loader.consumed_samples == 48
+        assert loader.state_dict()["version"] == 2
+    with StreamLoader(replace(config, seed=5), **SIZES) as loader, pytest.raises(StateError, match="seed"):
+        loader.load_state_dict(state)
+    if order == "stream":
+        changed = replace(config, blend=[(pair, 0.1), (str(tmp_path / "b"), 0.3333)])
+        with StreamLoader(changed, **SIZES) as loader, pytest.raises(StateError, match="datasets"):
+            loader.load_state_dict(state)
+
+
+@settings(max_examples=25)
+@given(data=st.data())
+def test_a_load_that_is_refused_changes_nothing(data: st.DataObject, tmp_path_factory: pytest.TempPathFactory) -> None:
+    folder = Path(tmp_path_factory.getbasetemp()) / "refused"
+    if not folder.exists():
+        write_random_pair(str(folder / "pair"))
+    config = DataConfig(
+        blend=[str(folder / "pair")], sequence_length=16, order="stream", num_samples=(960, 0, 0), index_cache_dir=folder
+    )
+    foreign = replace(config, seed=7, lanes=64)
+    with StreamLoader(foreign, micro_batch_size=4, global_batch_size=16) as other:
+        other.seek(32)
+        states = [other.state_dict()]
+    with StreamLoader(config, micro_batch_size=3, global_batch_size=24) as other:
+        other.seek(24 * 3)
+        other.take()
+        states.append(other.state_dict())
+    state = dict(data.draw(st.sampled_from(states)))
+    damage: Any = st.one_of(
+        st.none(), st.integers(-3, 2000), st.just([]), st.just({}), st.just("{}"), st.just("x"), st.just(10**30), st.floats()
+    )
+    for name in data.draw(st.lists(st.sampled_from(sorted(state)), max_size=2, unique=True)):
+        state[name] = data.draw(damage)
+    with StreamLoader(config, micro_batch_size=4, global_batch_size=32) as loader:
+        loader.take()
+        held = iter(loader)
+        next(held)
+        before, lanes = loader.state_dict(), loader.dataset.samples.order.lanes  # type: ignore[attr-defined]
+        schedule, generation = loader.dataset.schedule, loader.dataset.generation
+        with contextlib.suppress(StateError):
+            loader.load_state_dict(state)
+            return  # it was whole, or whole enough
+        assert loader.state_dict() == before
+        assert loader.dataset.samples.order.lanes == lanes  # type: ignore[attr-defined]
+        assert (loader.dataset.schedule, loader.dataset.generation) == (schedule, generation)
+        next(held)
+        assert loader.consumed_samples == before["consumed_samples"] + 4
+
+
+def test_states_have_the_same_keys_in_every_order(config: DataConfig) -> None:
+    keys = set()
+    for order in ("stream", "megatron", "sequential"):
+        state = StreamLoader(replace(config, order=order), **SIZES).state_dict()  # type: ignore[arg-type]
+        keys.add(tuple(state))
+        assert all(type(value) in (int, str) for value in state.values())
+        assert json.loads(state["identity"])["order"] == order
+    assert len(keys) == 1

@@ -1,0 +1,399 @@
+"""StreamLoader and StreamingDataset: one stream for every rank count, exact resume, errors on their step, no leftovers."""
+
+from __future__ import annotations
+
+import gc
+import itertools
+import json
+import threading
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from streammega import DataConfig, IndexedDatasetWriter, StorageConfig, StreamingDataset, StreamLoader
+from streammega.config import parse_blend
+from streammega.errors import ConfigError, FormatError, ShortReadError, StateError, StorageError
+from tests.conftest import write_random_pair
+from tests.support.servers import http_server
+
+GLOBAL = 24
+RANKS = (1, 2, 4)
+
+
+def loaders(config: DataConfig, dp_size: int, micro: int, state: dict[str, Any] | None = None) -> list[StreamLoader]:
+    made = [
+        StreamLoader(config, micro_batch_size=micro, global_batch_size=GLOBAL, dp_rank=rank, dp_size=dp_size, prefetch=1)
+        for rank in range(dp_size)
+    ]
+    for loader in made:
+        if state is not None:
+            loader.load_state_dict(state)
+    return made
+
+
+def micro_steps(ranks: list[StreamLoader]) -> Iterator[dict[int, bytes]]:
+    """{global sample id: its tokens and labels} of each micro-step over all ranks."""
+    iterators = [iter(loader) for loader in ranks]
+    while True:
+        found: dict[int, bytes] = {}
+        for loader, iterator in zip(ranks, iterators, strict=True):
+            ids = loader.dataset.sample_ids(loader.consumed_samples)
+            batch = next(iterator, None)
+            if batch is None:
+                return
+            for sample, tokens, labels in zip(ids.tolist(), batch["tokens"], batch["labels"], strict=True):
+                assert sample not in found
+                found[sample] = tokens.numpy().tobytes() + labels.numpy().tobytes()
+        yield found
+
+
+@pytest.fixture
+def stream(config: DataConfig) -> dict[int, bytes]:
+    """The whole global stream, from one rank with micro-batches of one sample."""
+    whole: dict[int, bytes] = {}
+    for step in micro_steps(loaders(config, 1, 1)):
+        whole.update(step)
+    return whole
+
+
+@pytest.mark.parametrize("order", ["megatron", "sequential"])
+def test_every_rank_count_sees_the_same_stream(config: DataConfig, order: Any) -> None:
+    config = replace(config, order=order)
+    streams = []
+    for dp_size, micro in ((1, 1), (1, 8), (2, 3), (4, 2), (8, 3), (24, 1)):
+        whole: dict[int, bytes] = {}
+        for number, step in enumerate(micro_steps(loaders(config, dp_size, micro))):
+            assert sorted(step) == list(range(number * dp_size * micro, (number + 1) * dp_size * micro))
+            whole.update(step)
+        streams.append(whole)
+    assert all(other == streams[0] for other in streams)
+    assert len(streams[0]) % GLOBAL == 0
+
+
+@pytest.mark.parametrize("before", RANKS)
+@pytest.mark.parametrize("after", RANKS)
+def test_resume_is_exact_at_every_step_and_from_any_rank_count_to_any(
+    config: DataConfig, stream: dict[int, bytes], before: int, after: int
+) -> None:
+    """Saves after every micro-step of a run of eight steps; each state is resumed for two steps or to the end of the data."""
+    total = len(stream)
+    running = loaders(config, before, 2)
+    for loader in running:
+        loader.seek(total - 8 * GLOBAL)
+    for number, step in enumerate(micro_steps(running), 1):
+        states = [loader.state_dict() for loader in running]
+        assert all(state == states[0] for state in states), "the state differs between ranks"
+        assert {sample: stream[sample] for sample in step} == step
+        consumed = states[0]["consumed_samples"]
+        assert consumed == total - 8 * GLOBAL + number * 2 * before, "the state counts more than was handed out"
+        if consumed % GLOBAL % (2 * after):
+            continue
+        resumed = loaders(config, after, 2, json.loads(json.dumps(states[0])))
+        first = checked = consumed % total  # after the end of the data comes another pass
+        for later in micro_steps(resumed):
+            assert {sample: stream[sample] for sample in later} == later
+            assert min(later) == checked
+            checked += len(later)
+            if checked >= first + 2 * GLOBAL:
+                break
+        assert checked >= min(total, first + 2 * GLOBAL)
+        for loader in resumed:
+            loader.close()
+    assert number * 2 * before == 8 * GLOBAL
+
+
+STOPS = st.lists(st.tuples(st.sampled_from([1, 2, 3, 4, 6, 8, 12, 24]), st.integers(1, 5)), min_size=1, max_size=5)
+
+
+@settings(max_examples=15)
+@given(stops=STOPS)
+def test_any_chain_of_resumes_is_the_uninterrupted_stream(
+    stops: list[tuple[int, int]], tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    resume_again_and_again(stops, tmp_path_factory)
+
+
+@pytest.mark.soak
+@settings(max_examples=300)
+@given(stops=STOPS)
+def test_three_hundred_chains_of_resumes_are_the_uninterrupted_stream(
+    stops: list[tuple[int, int]], tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    resume_again_and_again(stops, tmp_path_factory)
+
+
+def resume_again_and_again(stops: list[tuple[int, int]], tmp_path_factory: pytest.TempPathFactory) -> None:
+    folder = Path(tmp_path_factory.getbasetemp()) / "chain"
+    if not folder.exists():
+        write_random_pair(str(folder / "pair"))
+    config = DataConfig(
+        blend=[str(folder / "pair")], sequence_length=16, num_samples=(960, 0, 0), index_cache_dir=folder / "cache"
+    )
+    reference = StreamingDataset(config, micro_batch_size=1, global_batch_size=GLOBAL)
+    state: dict[str, Any] | None = None
+    position = 0
+    for dp_size, batches in stops:
+        ranks = loaders(config, dp_size, 1, state)
+        for step in itertools.islice(micro_steps(ranks), batches * GLOBAL // dp_size):
+            for sample, data in step.items():
+                expected = reference.batch(sample)
+                assert data == expected["tokens"].numpy().tobytes() + expected["labels"].numpy().tobytes()
+            assert min(step) == position
+            position += len(step)
+        state = ranks[0].state_dict()
+        for loader in ranks:
+            loader.close()
+
+
+def test_the_state_is_small_and_readable(config: DataConfig) -> None:
+    state = loaders(config, 1, 1)[0].state_dict()
+    assert len(json.dumps(state)) < 1024
+    assert json.loads(state["identity"])["seed"] == 1234
+
+
+@pytest.mark.parametrize(
+    ("change", "named"),
+    [
+        ({"seed": 9}, "seed: the checkpoint has 1234, this run 9"),
+        ({"sequence_length": 32}, "sequence_length: the checkpoint has 16, this run 32"),
+        ({"num_samples": (1200, 0, 0)}, "num_samples: the checkpoint has 960, this run 1200"),
+        ({"split": "50,50,0"}, "sequences"),
+        ({"order": "sequential"}, "order: "),
+    ],
+)
+def test_a_state_of_another_order_is_refused(config: DataConfig, change: dict[str, Any], named: str) -> None:
+    state = loaders(config, 1, 1)[0].state_dict()
+    other = loaders(replace(config, **change), 1, 1)[0]
+    with pytest.raises(StateError) as caught:
+        other.load_state_dict(state)
+    assert named in str(caught.value)
+
+
+def test_a_state_of_another_dataset_is_refused_but_a_copy_elsewhere_is_the_same(config: DataConfig, tmp_path: Path) -> None:
+    state = loaders(config, 1, 1)[0].state_dict()
+    write_random_pair(str(tmp_path / "copy"))
+    loaders(replace(config, blend=[str(tmp_path / "copy")]), 1, 1, state)
+    write_random_pair(str(tmp_path / "other"), seed=5)
+    with pytest.raises(StateError, match="dataset: the checkpoint has"):
+        loaders(replace(config, blend=[str(tmp_path / "other")]), 1, 1, state)
+
+
+def test_seek_goes_anywhere_and_nowhere_else(config: DataConfig, stream: dict[int, bytes]) -> None:
+    loader = loaders(config, 1, 2)[0]
+    for sample in (GLOBAL * 7, 0, len(stream) - 2):
+        loader.seek(sample)
+        step = next(micro_steps([loader]))
+        assert step == {number: stream[number] for number in (sample, sample + 1)}
+    for bad in (-1, len(stream) + 1):
+        with pytest.raises(StateError, match="not within"):
+            loader.seek(bad)
+    with pytest.raises(StateError, match="resume with the former sizes"):
+        loader.seek(3)
+
+
+def test_leaving_the_loop_counts_only_what_was_handed_out(config: DataConfig) -> None:
+    loader = StreamLoader(config, micro_batch_size=2, global_batch_size=GLOBAL, prefetch=8)
+    for _number, _batch in zip(range(5), loader, strict=False):
+        pass
+    assert loader.consumed_samples == 10
+    first = next(iter(loader))
+    assert loader.consumed_samples == 12
+    expected = StreamingDataset(config, micro_batch_size=2, global_batch_size=GLOBAL).batch(10)
+    assert first["tokens"].equal(expected["tokens"])
+    loader.close()
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_dataloader_workers_keep_the_order(config: DataConfig, workers: int) -> None:
+    dataset = StreamingDataset(replace(config, num_samples=(200, 0, 0)), micro_batch_size=3, global_batch_size=GLOBAL)
+    expected = [dataset.batch(consumed) for consumed in dataset.positions()]
+    options: Any = {"multiprocessing_context": "forkserver"} if workers == 1 else {}
+    got = list(torch.utils.data.DataLoader(dataset, batch_size=None, num_workers=workers, **options))
+    assert len(got) == len(expected) == len(dataset)
+    assert all(a["tokens"].equal(b["tokens"]) for a, b in zip(got, expected, strict=True))
+    with pytest.raises(StateError, match="num_batches"):
+        dataset.state_dict()
+    assert dataset.state_dict(num_batches=5)["consumed_samples"] == 15
+
+
+def test_the_iterable_dataset_counts_what_it_yields(config: DataConfig) -> None:
+    dataset = StreamingDataset(config, micro_batch_size=3, global_batch_size=GLOBAL)
+    batches = list(zip(range(4), dataset, strict=False))
+    assert dataset.state_dict()["consumed_samples"] == 12
+    again = StreamingDataset(config, micro_batch_size=3, global_batch_size=GLOBAL)
+    again.load_state_dict(dataset.state_dict())
+    assert not next(iter(again))["tokens"].equal(batches[-1][1]["tokens"])
+
+
+def test_batches_are_the_same_from_s3_by_both_transports(
+    config: DataConfig, stream: dict[int, bytes], s3_storage: StorageConfig, bucket: str
+) -> None:
+    with IndexedDatasetWriter(f"s3://{bucket}/pair", np.uint16, storage=s3_storage) as writer:
+        writer.add_index(config.blend[0])
+    remote = replace(config, blend=[f"s3://{bucket}/pair"], storage=s3_storage)
+    whole: dict[int, bytes] = {}
+    for step in micro_steps(loaders(remote, 2, 6)):
+        whole.update(step)
+    assert whole == stream
+
+
+def test_a_mesh_gives_rank_and_size(config: DataConfig) -> None:
+    class Mesh:
+        ndim, mesh_dim_names = 2, ("dp", "tp")
+
+        def get_local_rank(self, dim: int) -> int:
+            return (1, 0)[dim]
+
+        def size(self, dim: int) -> int:
+            return (4, 2)[dim]
+
+    mesh: Any = Mesh()
+    loader = StreamLoader(config, micro_batch_size=2, global_batch_size=GLOBAL, mesh=mesh)
+    assert (loader.dataset.dp_rank, loader.dataset.dp_size) == (1, 4)
+    with pytest.raises(ConfigError, match="either a mesh"):
+        StreamLoader(config, micro_batch_size=2, global_batch_size=GLOBAL, mesh=mesh, dp_rank=0, dp_size=1)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"global_batch_size": 25, "micro_batch_size": 2}, "not a multiple"),
+        ({"dp_rank": 1}, "go together"),
+        ({"dp_rank": 0, "dp_size": 0}, "dp_size is 0"),
+        ({"cp_rank": 2, "cp_size": 2, "ids_only": True}, r"cp_rank 2 is not in \[0, 2\)"),
+        ({"cp_rank": -1, "cp_size": 2, "ids_only": True}, "cp_rank -1 is not in"),
+        ({"cp_rank": 1}, "cp_rank 1 is not in"),
+        ({"cp_size": 0}, "cp_rank 0 is not in"),
+        ({"rampup": (2, 2)}, "rampup is .*three"),
+        ({"split": "validation"}, "not one of train, valid, test"),
+        ({"split": "valid"}, "leaves nothing for valid"),
+        ({"global_batch_size": 10**6}, "less than one global batch"),
+    ],
+)
+def test_settings_that_cannot_work_are_refused(config: DataConfig, arguments: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        StreamLoader(config, **({"micro_batch_size": 1, "global_batch_size": 2} | arguments))
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"sequence_length": 0}, "sequence_length is 0"),
+        ({"seed": -1}, "seed is -1"),
+        ({"blend": []}, "one prefix"),
+        ({"order": "random"}, "order is 'random'"),
+        ({"eod_mask_loss": True}, "need eod_id"),
+        ({"num_samples": (1, 2)}, "three counts"),
+        ({"num_samples": 5}, "three counts"),
+        ({"num_samples": (5.5, 0, 0)}, "three counts"),
+        ({"seed": 1.5}, "seed is 1.5; it must be a whole number"),
+        ({"lanes": 4.0}, "lanes is 4.0"),
+        ({"eod_id": 1.5}, "eod_id is 1.5"),
+        ({"eod_id": -1}, "eod_id is -1"),
+    ],
+)
+def test_data_settings_that_cannot_work_are_refused(config: DataConfig, change: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        replace(config, **change)
+
+
+def test_numbers_of_numpy_and_paths_of_pathlib_are_taken_for_what_they_are(config: DataConfig) -> None:
+    plain = replace(config, seed=3, num_samples=(60, 0, 0))
+    assert isinstance(config.blend, list | str)
+    prefix = config.blend if isinstance(config.blend, str) else str(config.blend[0])
+    weighted: Any = [(Path(prefix), 0.5)]
+    assert parse_blend(weighted) == ((prefix,), (0.5,))
+    given: list[Any] = [Path(prefix), [Path(prefix)]]
+    for blend in given:
+        other = replace(plain, blend=blend, seed=np.int64(3), num_samples=tuple(np.array([60, 0, 0])))
+        with StreamLoader(other, micro_batch_size=1, global_batch_size=2) as loader:
+            loader.seek(np.int64(4))  # type: ignore[arg-type]
+            state = json.loads(json.dumps(loader.state_dict()))
+        with StreamLoader(plain, micro_batch_size=1, global_batch_size=2) as loader:
+            loader.load_state_dict(state)
+            assert loader.consumed_samples == 4
+
+
+def test_the_megatron_order_asks_for_the_number_of_samples(config: DataConfig) -> None:
+    with pytest.raises(ConfigError, match=r"set num_samples=\(train, valid, test\)"):
+        StreamLoader(replace(config, num_samples=None), micro_batch_size=1, global_batch_size=1)
+
+
+def test_a_sequence_longer_than_the_data_is_refused(config: DataConfig) -> None:
+    with pytest.raises(ConfigError, match="lower sequence_length"):
+        StreamLoader(
+            replace(config, sequence_length=10**6, order="sequential", num_samples=None), micro_batch_size=1, global_batch_size=1
+        )
+
+
+def test_a_token_id_past_the_vocabulary_is_an_error_on_its_step(config: DataConfig) -> None:
+    loader = StreamLoader(replace(config, vocab_size=900), micro_batch_size=1, global_batch_size=GLOBAL)
+    with pytest.raises(FormatError, match="outside of the vocabulary of 900"):
+        list(loader)
+    assert loader.consumed_samples < 960
+
+
+def test_an_error_of_the_storage_reaches_the_step_that_needs_the_bytes(config: DataConfig) -> None:
+    objects = {f"/p{suffix}": Path(f"{config.blend[0]}{suffix}").read_bytes() for suffix in (".bin", ".idx")}
+    storage = StorageConfig(retries=0, timeout=5)
+    with http_server(dict(objects)) as server:
+        remote = replace(config, blend=[f"{server.url}/p"], storage=storage, order="sequential", num_samples=None)
+        loader = StreamLoader(remote, micro_batch_size=1, global_batch_size=1)
+        server.objects["/p.bin"] = objects["/p.bin"][: len(objects["/p.bin"]) // 2]
+        batches = iter(loader)
+        next(batches)
+        with pytest.raises(ShortReadError, match=r"p\.bin"):
+            list(batches)
+        half = loader.consumed_samples
+        assert 0 < half < len(loader)
+        server.objects["/p.bin"] = objects["/p.bin"]
+        assert len(list(loader)) == len(loader) - half, "after the mend it goes on where it stopped"
+        server.status = 403
+        with pytest.raises(StorageError, match="access denied"):
+            loader.seek(0)
+            next(iter(loader))
+
+
+def test_no_threads_are_left(config: DataConfig) -> None:
+    before = set(threading.enumerate())
+    for _ in range(20):
+        loader = StreamLoader(config, micro_batch_size=1, global_batch_size=1)
+        batches = iter(loader)
+        next(batches)
+        del loader, batches
+    gc.collect()
+    with StreamLoader(config, micro_batch_size=1, global_batch_size=1) as loader:
+        next(iter(loader))
+    assert set(threading.enumerate()) <= before
+
+
+def test_document_bounds_come_with_the_batches_that_need_them(config: DataConfig) -> None:
+    with StreamLoader(replace(config, eod_id=7, reset_attention_mask=True), micro_batch_size=6, global_batch_size=6) as loader:
+        found = 0
+        for batch in loader:
+            for row, bounds in zip(batch["tokens"], batch["cu_seqlens"], strict=True):
+                starts = [0, *(int(n) + 1 for n in torch.nonzero(row == 7) if n + 1 < 16)]
+                assert [int(b) for b in bounds if b < 16] == starts
+                assert bounds[-1] == 16
+                found += len(starts) - 1
+        assert found
+
+
+def test_the_golden_sequential_order(tmp_path: Path) -> None:
+    """Changing these numbers is a breaking change: bump the order version, and say so first in the CHANGELOG."""
+    with IndexedDatasetWriter(str(tmp_path / "g"), np.uint16) as writer:
+        for n in range(5):
+            writer.add_item(np.arange(10 * n, 10 * n + 3 + n))
+            writer.end_document()
+    config = DataConfig(blend=str(tmp_path / "g"), sequence_length=6, order="sequential", index_cache_dir=tmp_path)
+    batches = list(StreamLoader(config, micro_batch_size=2, global_batch_size=2))
+    assert batches[0]["tokens"].tolist() == [[0, 1, 2, 10, 11, 12], [13, 20, 21, 22, 23, 24]]
+    assert batches[1]["tokens"].tolist() == [[30, 31, 32, 33, 34, 35], [40, 41, 42, 43, 44, 45]]
+    assert len(batches) == 2

@@ -1,0 +1,496 @@
+"""The stream order: every epoch is exact, ranks own their lanes, blends keep their shares, all from arithmetic."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import assume, given
+from hypothesis import strategies as st
+
+import streammega
+from streammega import DataConfig, IndexedDataset, IndexedDatasetWriter, StreamLoader
+from streammega.errors import ConfigError, ObjectNotFoundError, StateError
+from streammega.kernels.lanes import keyed, permute, permute_back
+from streammega.order.batch_size import BatchSchedule
+from streammega.order.extents import Extents
+from streammega.order.lanes import FilePart, StreamDataset, StreamOrder, default_lanes, samples_of
+from streammega.samples.lanes import StreamSource
+from tests.conftest import write_random_pair
+from tests.support.servers import http_server
+
+LANES = st.sampled_from([1, 2, 6, 8, 12, 48, 96])
+
+
+@st.composite
+def datasets(draw: st.DrawFn) -> StreamDataset:
+    """Files of no, one and many samples, whole and cut out of larger ones."""
+    tokens = draw(st.lists(st.sampled_from([0, 1, 2, 5, 17, 60, 300]) | st.integers(0, 400), min_size=1, max_size=6))
+    starts = [draw(st.integers(0, 50)) for _ in tokens]
+    parts = [FilePart(file=n, start=s, tokens=t) for n, (s, t) in enumerate(zip(starts, tokens, strict=True))]
+    return StreamDataset(parts=parts, itemsize=draw(st.sampled_from([1, 2, 4])))
+
+
+@st.composite
+def orders(draw: st.DrawFn, count: int = 1) -> StreamOrder:
+    order = StreamOrder(
+        datasets=[draw(datasets()) for _ in range(count)],
+        schedule=[(0, [draw(st.sampled_from([1e-6, 0.1, 0.3, 0.9, 5.0])) for _ in range(count)])],
+        sequence_length=draw(st.integers(1, 9)),
+        extra_token=draw(st.booleans()),
+        seed=draw(st.integers(0, 2**32 - 1)),
+        lanes=draw(LANES),
+        block_bytes=draw(st.integers(1, 300)),
+    )
+    try:
+        order.check()
+    except ConfigError:
+        assume(False)
+    return order
+
+
+def rows(extents: Extents) -> list[tuple[int, int, int, int]]:
+    columns = (extents.dataset, extents.file, extents.start, extents.stop)
+    return list(zip(*(column.tolist() for column in columns), strict=True))
+
+
+@given(order=orders())
+def test_the_first_samples_of_a_lone_dataset_are_one_exact_epoch(order: StreamOrder) -> None:
+    size = int(order.sizes[0])
+    found = order.locate(np.arange(size))
+    for part in order.datasets[0].parts:
+        starts = np.sort(found.start[found.file == part.file])
+        assert len(starts) == samples_of(part.tokens, order.sequence_length, int(order.extra_token))
+        if len(starts):
+            assert (np.diff(starts) == order.sequence_length).all(), "samples of a file lie end to end, each once"
+            assert starts[0] >= part.start
+            assert starts[-1] + order.width <= part.start + part.tokens
+            assert starts[0] - part.start < order.sequence_length
+
+
+@given(order=orders(), epoch=st.integers(0, 3))
+def test_each_lanes_epoch_covers_its_run_once_and_runs_tile_the_dataset(order: StreamOrder, epoch: int) -> None:
+    """Groups of lanes that share a run are taken together. In sample numbers: (file, start without the phase) of each."""
+    size, lanes = int(order.sizes[0]), order.lanes
+    runs = int(order.num_runs[0])
+    group = lanes // runs
+    assert runs * group == lanes
+    seen: list[tuple[int, int]] = []
+    for run in range(runs):
+        members = range(run * group, (run + 1) * group)
+        length = sum(size // lanes + (lane < size % lanes) for lane in members)
+        if size < lanes:
+            assert runs == 1
+            length = size
+        draws = np.arange(epoch * length, (epoch + 1) * length)
+        ids = (draws // group) * lanes + run * group + draws % group
+        found = order.locate(ids)
+        mine = [(f, s // order.sequence_length) for _, f, s, _ in rows(found)]
+        assert len(set(rows(found))) == length, "a run gives a sample twice in one epoch"
+        seen += mine
+    assert len(seen) == size
+
+
+@given(order=orders(count=3), start=st.integers(0, 5000), count=st.integers(1, 200), cut=st.integers(0, 200))
+def test_locating_is_a_function_of_the_id_alone(order: StreamOrder, start: int, count: int, cut: int) -> None:
+    ids = np.arange(start, start + count)
+    whole = rows(order.locate(ids))
+    parts = rows(order.locate(ids[: cut % count])) + rows(order.locate(ids[cut % count :]))
+    assert whole == parts
+    shuffled = np.random.default_rng(0).permutation(ids)
+    assert sorted(whole) == sorted(rows(order.locate(shuffled)))
+
+
+@given(order=orders(count=4), steps=st.integers(1, 60))
+def test_blend_counts_are_close_to_exact_in_every_lane_and_over_all(order: StreamOrder, steps: int) -> None:
+    """At every prefix: within 4 samples in each lane, within L / 4 (but no closer than 4) over all lanes."""
+    shares = np.array(order.schedule[0][1]) / sum(order.schedule[0][1])
+    counts = order.counts(steps * order.lanes)
+    assert (counts.sum(axis=1) == steps).all()
+    assert np.abs(counts - steps * shares).max() <= 4
+    taken = np.bincount(order.locate(np.arange(steps * order.lanes)).dataset, minlength=4)
+    np.testing.assert_array_equal(taken, counts.sum(axis=0))
+    if order.lanes >= 48:
+        assert np.abs(taken - steps * order.lanes * shares).max() <= max(4, order.lanes / 4)
+
+
+def test_counts_of_large_blends_stay_within_their_bounds() -> None:
+    rng = np.random.default_rng(0)
+    part = [StreamDataset(parts=[FilePart(file=0, start=0, tokens=10_000)], itemsize=2)]
+    for weights in (rng.random(1000) + 1e-3, [1e-6] * 5 + [0.9] * 3, 1 / np.arange(1, 65)):
+        order = StreamOrder(
+            datasets=part * len(weights), schedule=[(0, list(weights))], sequence_length=64, extra_token=True, seed=1, lanes=256
+        )
+        shares = np.array(weights) / np.sum(weights)
+        for samples in (256, 256 * 77, 256 * 10**6, 256 * 10**9):
+            counts = order.counts(samples)
+            assert np.abs(counts - samples // 256 * shares).max() <= 4
+            assert np.abs(counts.sum(axis=0) - samples * shares).max() <= 64
+
+
+def test_a_later_segment_of_a_schedule_never_changes_the_past_and_adds_a_dataset_late() -> None:
+    parts = [StreamDataset(parts=[FilePart(file=0, start=0, tokens=5_000)], itemsize=2) for _ in range(3)]
+    shape: dict[str, Any] = {"sequence_length": 8, "extra_token": True, "seed": 5, "lanes": 12}
+    alone = StreamOrder(datasets=parts, schedule=[(0, [0.6, 0.4, 0.0])], **shape)
+    later = StreamOrder(datasets=parts, schedule=[(0, [0.6, 0.4, 0.0]), (600, [0.2, 0.2, 0.6])], **shape)
+    ids = np.arange(3000)
+    a, b = alone.locate(ids), later.locate(ids)
+    assert rows(a)[:600] == rows(b)[:600]
+    assert not (b.dataset[:600] == 2).any()
+    assert abs((b.dataset[600:] == 2).mean() - 0.6) < 0.02
+    for d in range(3):  # a dataset goes on where it was: no sample twice before its epoch ends
+        mine = [row for row in rows(b) if row[0] == d][: int(later.sizes[d]) // 2]
+        assert len(set(mine)) == len(mine)
+    np.testing.assert_array_equal(later.counts(3000).sum(axis=0), np.bincount(b.dataset, minlength=3))
+
+
+@given(size=st.integers(1, 5000), key=st.integers(0, 2**63))
+def test_keyed_permutations_are_permutations_with_an_inverse(size: int, key: int) -> None:
+    key64 = np.uint64(key)
+    images = [permute(np.int64(x), np.int64(size), key64) for x in range(min(size, 300))]
+    assert len(set(images)) == len(images)
+    assert all(0 <= y < size for y in images)
+    assert [permute_back(np.int64(y), np.int64(size), key64) for y in images] == list(range(len(images)))
+
+
+@pytest.mark.parametrize("size", [2, 3, 5, 8, 31, 33, 64, 100])
+def test_keyed_permutations_put_every_element_everywhere(size: int) -> None:
+    """Each place is as likely as any other: chi-square over 4,000 keys, far from its tail."""
+    counts = np.zeros((size, size))
+    for n in range(4000):
+        key = np.uint64(keyed(np.uint64(1), 1, n, 0))
+        for x in range(size):
+            counts[x, permute(np.int64(x), np.int64(size), key)] += 1
+    expected = 4000 / size
+    chi = ((counts - expected) ** 2 / expected).sum()
+    freedom = (size - 1) ** 2
+    assert chi < freedom + 5 * np.sqrt(2 * freedom) + 5
+
+
+def test_in_the_plan_every_byte_is_fetched_once() -> None:
+    """With blocks enough for the lanes, the pieces of an epoch overlap by the label token alone: under one per cent."""
+    tokens = 64 * 1024 * 300
+    order = StreamOrder(
+        datasets=[StreamDataset(parts=[FilePart(file=0, start=0, tokens=tokens)], itemsize=2)],
+        schedule=[(0, [1.0])],
+        sequence_length=64,
+        extra_token=True,
+        seed=3,
+        lanes=16,
+        block_bytes=1 << 14,
+    )
+    size = int(order.sizes[0])
+    assert int(order.num_runs[0]) == 16
+    fetched = 0
+    for lane in range(16):
+        found = order.locate(np.arange(lane, size, 16))
+        breaks = np.flatnonzero(np.abs(np.diff(found.start)) >= order.block_bytes)  # a lane moves to its next piece
+        for piece in np.split(np.arange(len(found.start)), breaks + 1):
+            fetched += int(found.stop[piece].max() - found.start[piece].min())
+    assert fetched <= 1.01 * size * 64
+
+
+def test_ranks_own_disjoint_lanes_and_samples() -> None:
+    order = StreamOrder(
+        datasets=[StreamDataset(parts=[FilePart(file=0, start=0, tokens=100_000)], itemsize=2)],
+        schedule=[(0, [1.0])],
+        sequence_length=8,
+        extra_token=False,
+        seed=3,
+        lanes=default_lanes(96),
+        block_bytes=64,
+    )
+    assert order.lanes == 1056
+    for ranks in (48, 96):
+        places = [set(order.locate(np.arange(rank, int(order.sizes[0]), ranks)).start.tolist()) for rank in range(ranks)]
+        assert sum(map(len, places)) == len(set().union(*places)) == int(order.sizes[0])
+
+
+# --- over stored data -----------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def shards(tmp_path: Path) -> str:
+    """A folder of seven pairs, of which one is short and one empty of samples."""
+    folder = tmp_path / "web"
+    for number, count in enumerate((40, 3, 60, 0, 25, 1, 33)):
+        write_random_pair(str(folder / f"shard-{number}"), count, 60, seed=number)
+    return str(folder)
+
+
+def stream_config(blend: Any, tmp_path: Path, **options: Any) -> DataConfig:
+    options = {"lanes": 240} | options
+    return DataConfig(
+        blend=blend, sequence_length=16, order="stream", block_bytes=128, index_cache_dir=tmp_path / "cache", **options
+    )
+
+
+def tokens_of(config: DataConfig, ranks: int, micro: int, count: int, state: Any = None, size: int = 24) -> dict[int, bytes]:
+    """{sample: tokens and labels} of the next `count` samples, over all ranks."""
+    found: dict[int, bytes] = {}
+    for rank in range(ranks):
+        with StreamLoader(config, micro_batch_size=micro, global_batch_size=size, dp_rank=rank, dp_size=ranks) as loader:
+            if state is not None:
+                loader.load_state_dict(state)
+            first = loader.consumed_samples
+            for batch in loader:
+                before = loader.consumed_samples - ranks * micro
+                for sample, tokens, labels in zip(
+                    loader.dataset.sample_ids(before), batch["tokens"], batch["labels"], strict=True
+                ):
+                    found[int(sample)] = tokens.numpy().tobytes() + labels.numpy().tobytes()
+                if loader.consumed_samples - first >= count:
+                    break
+    return found
+
+
+def test_every_rank_count_and_micro_batch_sees_the_same_stream(shards: str, tmp_path: Path) -> None:
+    config = stream_config([(shards, 0.7), (f"{shards}/shard-2", 0.3)], tmp_path)
+    reference = tokens_of(config, 1, 1, 480)
+    assert len(reference) == 480
+    for ranks, micro in ((1, 24), (2, 4), (4, 3), (8, 1), (24, 1)):
+        assert tokens_of(config, ranks, micro, 480) == reference
+
+
+def test_the_samples_are_the_tokens_that_lie_there(shards: str, tmp_path: Path) -> None:
+    config = stream_config(shards, tmp_path, split="80,20,0")
+    source = StreamSource(config, "valid", 8)
+    raw = [np.fromfile(f"{shards}/shard-{n}.bin", np.uint16) for n in range(7)]
+    lengths = [IndexedDataset(f"{shards}/shard-{n}").sequence_lengths.tolist() for n in range(7)]
+    every = [length for shard in lengths for length in shard]
+    first_token = sum(every[: round(0.8 * len(every))])
+    ids = np.arange(int(source.order.sizes[0]))
+    extents = source.locate(ids)
+    before = np.cumsum([0, *map(len, raw)])
+    assert (before[extents.file] + extents.start >= first_token).all(), "a token of train is in valid"
+    loader = StreamLoader(config, split="valid", micro_batch_size=4, global_batch_size=8)
+    for step, batch in zip(range(6), loader, strict=False):
+        for k, tokens in zip(loader.dataset.sample_ids(step * 4), batch["tokens"], strict=True):
+            at = extents.start[k]
+            np.testing.assert_array_equal(tokens, raw[extents.file[k]][at : at + 16])
+    loader.close()
+
+
+def test_resume_anywhere_on_any_ranks(shards: str, tmp_path: Path) -> None:
+    config = stream_config([(shards, 2.0), (f"{shards}/shard-0", 1.0)], tmp_path)
+    reference = tokens_of(config, 1, 1, 24 * 30)
+    loader = StreamLoader(config, micro_batch_size=4, global_batch_size=24, dp_rank=0, dp_size=2)
+    for step, _ in enumerate(loader, 1):
+        state = json.loads(json.dumps(loader.state_dict()))
+        if step % 3 == 0 or step < 8:
+            consumed = state["consumed_samples"]
+            ranks = (1, 3, 6, 2)[step % 4] if consumed % 24 == 0 else 1
+            got = tokens_of(config, ranks, 1, 24, state)
+            assert got == {sample: reference[sample] for sample in range(consumed, consumed + 24)}
+        if step == 60:
+            break
+    loader.close()
+
+
+def test_lanes_are_kept_in_the_state_so_the_global_batch_may_change(shards: str, tmp_path: Path) -> None:
+    config = stream_config(shards, tmp_path, lanes=None)
+    reference = tokens_of(config, 1, 1, 600, size=24)
+    with StreamLoader(config, micro_batch_size=24, global_batch_size=24) as loader:
+        next(iter(loader))
+        state = loader.state_dict()
+    assert json.loads(state["identity"])["lanes"] == 1032
+    after = tokens_of(config, 2, 20, 120, state, size=40)
+    assert after == {sample: reference[sample] for sample in range(24, 144)}
+    with pytest.raises(StateError, match="lanes: the checkpoint has 1032, this run 512"):
+        tokens_of(replace(config, lanes=512), 1, 1, 1, state, size=8)
+
+
+@pytest.mark.parametrize("change", [{"seed": 2}, {"sequence_length": 8}, {"block_bytes": 256}, {"split": "50,50,0"}])
+def test_another_order_is_refused(shards: str, tmp_path: Path, change: dict[str, Any]) -> None:
+    config = stream_config(shards, tmp_path)
+    with StreamLoader(config, micro_batch_size=24, global_batch_size=24) as loader:
+        state = loader.state_dict()
+    with pytest.raises(StateError, match="another order"):
+        tokens_of(replace(config, **change), 1, 1, 1, state)
+
+
+def test_a_copy_in_a_bucket_is_the_same_order_and_is_opened_without_its_index(shards: str, tmp_path: Path) -> None:
+    objects = {f"/web/{path.name}": path.read_bytes() for path in Path(shards).iterdir()}
+    local = stream_config([(f"{shards}/shard-0", 1.0), (f"{shards}/shard-2", 3.0)], tmp_path, split="70,30,0")
+    with http_server(objects) as server:
+        remote = replace(local, blend=[(f"{server.url}/web/shard-0", 1.0), (f"{server.url}/web/shard-2", 3.0)])
+        with StreamLoader(local, micro_batch_size=8, global_batch_size=8) as loader:
+            state = loader.state_dict()
+        assert tokens_of(remote, 1, 8, 80, state, size=8) == tokens_of(local, 1, 8, 80, size=8)
+        spans = {span for _, path, span in server.requests if path.endswith(".idx") and span}
+    assert all(int(s[6:].split("-")[1]) - int(s[6:].split("-")[0]) < 34 for s in spans), "an index was read"
+
+
+def test_no_token_is_always_lost_and_epochs_are_cut_in_other_places() -> None:
+    """A file of 5 samples and 7 tokens more: in each epoch some 8 tokens are left out, and never the same ones."""
+    order = StreamOrder(
+        datasets=[StreamDataset(parts=[FilePart(file=0, start=30, tokens=58)], itemsize=2)],
+        schedule=[(0, [1.0])],
+        sequence_length=10,
+        extra_token=True,
+        seed=3,
+        lanes=1,
+        block_bytes=20,
+    )
+    size = int(order.sizes[0])
+    assert size == 5
+    found = order.locate(np.arange(40 * size))
+    phases = {int(found.start[epoch * size : (epoch + 1) * size].min()) for epoch in range(40)}
+    assert phases == set(range(30, 38)), "every place where five samples fit"
+    labelled = {token for start in found.start.tolist() for token in range(start + 1, start + 11)}
+    assert labelled == set(range(31, 88)), "every token but the first, which follows none, is to be predicted in some epoch"
+
+
+def test_a_stream_begins_at_any_sample(shards: str, tmp_path: Path) -> None:
+    config = stream_config([(shards, 0.7), (f"{shards}/shard-2", 0.3)], tmp_path)
+    raw = [np.fromfile(f"{shards}/shard-{n}.bin", np.uint16) for n in range(7)]
+    with StreamLoader(config, micro_batch_size=24, global_batch_size=24) as loader:
+        far = 24 * (10**10 // 24)
+        loader.seek(far)
+        batch = loader.take()
+        found = streammega.locate(config, range(far, far + 24), global_batch_size=24)
+        for k, tokens in enumerate(batch["tokens"]):
+            file = 2 if found.dataset[k] else found.file[k]
+            np.testing.assert_array_equal(tokens, raw[file][found.start[k] : found.start[k] + 16])
+        assert loader.state_dict()["consumed_samples"] == far + 24
+
+
+def test_folders_and_globs_in_s3_are_one_dataset(shards: str, tmp_path: Path, s3_storage: Any, bucket: str) -> None:
+    for path in sorted(Path(shards).glob("*.idx")):
+        with IndexedDatasetWriter(f"s3://{bucket}/web/{path.stem}", np.uint16, storage=s3_storage) as writer:
+            writer.add_index(str(path))
+    reference = tokens_of(stream_config(shards, tmp_path), 1, 8, 48)
+    for name in (f"s3://{bucket}/web/", f"s3://{bucket}/web/shard-*"):
+        assert tokens_of(stream_config(name, tmp_path, storage=s3_storage), 1, 8, 48) == reference
+    assert tokens_of(stream_config(f"{shards}/shard-*", tmp_path), 1, 8, 48) == reference
+    with pytest.raises(ObjectNotFoundError, match="holds no pair"):
+        tokens_of(stream_config(f"s3://{bucket}/nothing/", tmp_path, storage=s3_storage), 1, 8, 48)
+
+
+def test_skipped_ranges_are_passed_over_and_the_rest_stays_where_it_was(shards: str, tmp_path: Path) -> None:
+    config = stream_config(shards, tmp_path)
+    reference = tokens_of(config, 1, 1, 24 * 12)
+    skipping = replace(config, skip_samples=[(48, 96), (144, 168)])
+    got = tokens_of(skipping, 2, 2, 24 * 9)
+    assert sorted(got) == [n for n in range(24 * 9) if not (48 <= n < 96 or 144 <= n < 168)]
+    assert all(reference[sample] == data for sample, data in got.items())
+    with pytest.raises(ConfigError, match="cuts a global batch"):
+        tokens_of(replace(config, skip_samples=[(48, 90)]), 1, 1, 1)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"split": "100,0,0"}, "leaves nothing"),
+        ({"lanes": 100}, "lanes 100 is not a multiple"),
+        ({"sequence_length": 10**7}, "holds no sample"),
+    ],
+)
+def test_settings_that_cannot_work_are_refused(shards: str, tmp_path: Path, change: dict[str, Any], message: str) -> None:
+    config = replace(stream_config(shards, tmp_path, split="90,10,0"), **change)
+    with pytest.raises(ConfigError, match=message):
+        StreamLoader(config, split="valid", micro_batch_size=1, global_batch_size=24)
+
+
+@pytest.mark.parametrize(
+    ("schedule", "message"),
+    [([(9, [1.0]), (9, [1.0])], "starts must rise"), ([(24, [1.0, 1.0])], "needs 1 weights"), ([(24, [0.0])], "not all zero")],
+)
+def test_schedules_that_mean_nothing_are_refused(tmp_path: Path, schedule: Any, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        stream_config("a", tmp_path, blend_schedule=schedule)
+
+
+def test_golden_stream_order() -> None:
+    """Changing these numbers is a breaking change: bump STREAM_VERSION, and say so first in the CHANGELOG."""
+    parts = [FilePart(file=0, start=0, tokens=901), FilePart(file=1, start=7, tokens=333)]
+    order = StreamOrder(
+        datasets=[StreamDataset(parts=parts, itemsize=2), StreamDataset(parts=parts[1:], itemsize=2)],
+        schedule=[(0, [0.7, 0.3])],
+        sequence_length=10,
+        extra_token=True,
+        seed=1234,
+        lanes=8,
+        block_bytes=100,
+    )
+    found = order.locate(np.arange(0, 400, 25))
+    assert found.dataset.tolist() == GOLDEN_DATASETS
+    assert found.start.tolist() == GOLDEN_STARTS
+
+
+GOLDEN_DATASETS = [0, 0, 0, 1, 1, 0, 1, 1, 0, 1, 1, 0, 0, 0, 0, 0]
+GOLDEN_STARTS = [60, 650, 860, 49, 299, 120, 98, 228, 620, 158, 308, 180, 238, 560, 47, 127]
+
+
+# --- ramp-up --------------------------------------------------------------------------------------------------------------
+
+
+def test_ramp_up_is_megatrons_step_by_step() -> None:
+    """By hand: 4 to 12 by 4 over 40 samples: two increments of 20 samples each."""
+    schedule = BatchSchedule(final=12, start=4, increment=4, samples=40)
+    sizes, at = [], 0
+    while at < 90:
+        sizes.append(schedule.size_at(at))
+        at += sizes[-1]
+    assert sizes == [4, 4, 4, 4, 4, 8, 8, 8, 12, 12, 12, 12]
+    assert schedule.stages == [(0, 4), (20, 8), (44, 12)]
+    assert schedule.micro_batches_at(20, 2, 2) == 2
+    assert (schedule.offset_at(31), schedule.last_whole(60)) == (3, 56)
+
+
+@given(start=st.integers(1, 6), increment=st.integers(1, 5), count=st.integers(1, 5), samples=st.integers(1, 300))
+def test_ramp_up_follows_the_formula_at_every_step(start: int, increment: int, count: int, samples: int) -> None:
+    final = start + increment * count
+    schedule = BatchSchedule(final=final, start=start, increment=increment, samples=samples)
+    consumed = 0
+    while consumed < samples + 3 * final:
+        expected = final if consumed >= samples else start + increment * int(consumed / (samples / count))
+        assert schedule.size_at(consumed) == expected
+        assert schedule.offset_at(consumed) == 0
+        assert schedule.offset_at(consumed + expected - 1) == expected - 1
+        consumed += expected
+
+
+def test_every_stage_of_a_ramp_up_must_divide_among_the_ranks(shards: str, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="global_batch_size 6 is not a multiple"):
+        StreamLoader(stream_config(shards, tmp_path), micro_batch_size=4, global_batch_size=8, rampup=(4, 2, 100))
+    with pytest.raises(ConfigError, match="whole number of increments"):
+        StreamLoader(stream_config(shards, tmp_path), micro_batch_size=1, global_batch_size=8, rampup=(4, 3, 100))
+
+
+def test_locate_is_public_and_checks_its_ids(shards: str, tmp_path: Path) -> None:
+    config = stream_config(shards, tmp_path)
+    found = streammega.locate(config, [5, 7, 5], global_batch_size=24)
+    assert rows(found)[0] == rows(found)[2] != rows(found)[1]
+    assert (found.stop - found.start == 17).all()
+    with pytest.raises(IndexError, match="sample ids run from -1"):
+        streammega.locate(config, -1)
+    whole = replace(config, order="megatron", num_samples=(50, 0, 0), blend=f"{shards}/shard-2")
+    assert len(streammega.locate(whole, range(50))) == 50
+    with pytest.raises(IndexError, match="train has"):
+        streammega.locate(whole, 10**6)
+
+
+def test_the_future_of_a_schedule_may_be_changed_at_a_resume_and_the_past_not(shards: str, tmp_path: Path) -> None:
+    blend = [(f"{shards}/shard-0", 1.0), (f"{shards}/shard-2", 1.0)]
+    early, late = (0, [1.0, 0.0]), (480, [0.5, 0.5])
+    config = stream_config(blend, tmp_path, blend_schedule=[early, late])
+    source = StreamSource(config, "train", 24)
+    dataset = source.locate(np.arange(960)).dataset
+    assert set(dataset[:480].tolist()) == {0}
+    assert set(dataset[480:].tolist()) == {0, 1}
+    with StreamLoader(config, micro_batch_size=24, global_batch_size=24) as loader:
+        loader.seek(240)
+        before = loader.state_dict()
+        loader.seek(720)
+        after = loader.state_dict()
+    changed = replace(config, blend_schedule=[early, (480, [0.1, 0.9])])
+    assert len(tokens_of(changed, 1, 24, 24, before)) == 24
+    with pytest.raises(StateError, match="schedule"):
+        tokens_of(changed, 1, 24, 24, after)
+    with pytest.raises(StateError, match="datasets"):
+        tokens_of(replace(config, blend_schedule=[(0, [0.5, 0.5]), late]), 1, 24, 24, before)

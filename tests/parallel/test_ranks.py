@@ -1,0 +1,332 @@
+"""What each rank of a layout is given: the right fields of the right tokens, sent once, resumable anywhere."""
+
+from __future__ import annotations
+
+import threading
+import time
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from streammega import DataConfig, IndexedDatasetWriter, ParallelLayout, RankBatches, Ranks, StreamLoader, get_batch
+from streammega.errors import ConfigError, FormatError
+from streammega.loading import StreamingDataset
+from streammega.order.rank_samples import zigzag_bounds
+from streammega.parallel import open_loader
+from streammega.parallel.batches import rank_device, read_factor
+from streammega.parallel.context import split_cu_seqlens
+from streammega.parallel.derive import device_fields, documents_of, rank_fields
+from streammega.samples.fields import Batch, batch_fields
+from tests.support.gang import Gang
+from tests.support.rank_programs import mesh_both_ways, prepared, read_batches, to_the_end
+
+LENGTH, MICRO, GLOBAL = 16, 2, 8
+SIZES: dict[str, Any] = {"micro_batch_size": MICRO, "global_batch_size": GLOBAL}
+EOD = 7
+
+
+def data(config: DataConfig, **changes: Any) -> DataConfig:
+    return replace(config, **changes)
+
+
+def documents(**more: bool) -> dict[str, Any]:
+    return {"eod_id": EOD, **more}
+
+
+def expected(config: DataConfig, dp_rank: int, dp_size: int, steps: int) -> list[Batch]:
+    dataset = StreamingDataset(config, dp_rank=dp_rank, dp_size=dp_size, **SIZES)
+    return [dataset.batch(n * MICRO * dp_size) for n in range(steps)]
+
+
+FIELDS = {"first": {"tokens", "position_ids"}, "last": {"labels", "loss_mask"}}
+
+LAYOUTS = [
+    ParallelLayout(tp=2, dp=2),
+    ParallelLayout(tp=2, cp=2, pp=2),
+    ParallelLayout(cp=2, dp=2, order="dp-cp-tp-pp"),
+    ParallelLayout(tp=2, pp=3),
+]
+
+
+@pytest.mark.parametrize("layout", LAYOUTS, ids=lambda x: f"tp{x.tp}-cp{x.cp}-dp{x.dp}-pp{x.pp}")
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        documents(eod_mask_loss=True),
+        documents(reset_position_ids=True, reset_attention_mask=True, create_attention_mask=True),
+    ],
+    ids=["plain", "mask", "documents"],
+)
+def test_every_rank_is_given_the_fields_of_its_stage_and_its_parts(
+    gang: Gang, config: DataConfig, layout: ParallelLayout, changes: dict[str, Any]
+) -> None:
+    config, steps = data(config, order="stream", lanes=GLOBAL, **changes), 6
+    results = gang.run(layout.world_size, read_batches, layout, config, SIZES, steps, 1, False)
+    states = [result["state"] for result in results]
+    assert all(state == states[0] for state in states)
+    assert states[0]["consumed_samples"] == steps * MICRO * layout.dp
+    extra = {"cu_seqlens", "attention_mask"} if "create_attention_mask" in changes else set()
+    for result in results:
+        at = result["at"]
+        wanted = set(FIELDS["first"] if at["pp"] == 0 else ()) | set(FIELDS["last"] if at["pp"] == layout.pp - 1 else ())
+        wanted |= extra if wanted else set()
+        bounds = zigzag_bounds(LENGTH, at["cp"], layout.cp)
+        kept = np.concatenate([np.arange(a, b) for a, b in bounds])
+        for batch, whole in zip(result["batches"], expected(config, at["dp"], layout.dp, steps), strict=True):
+            assert set(batch) - {"cu_seqlens_whole"} == wanted
+            for name in wanted - extra:
+                np.testing.assert_array_equal(batch[name], whole[name].numpy()[:, kept])
+                assert batch[name].dtype == whole[name].numpy().dtype
+            if "attention_mask" in batch:
+                np.testing.assert_array_equal(batch["attention_mask"], whole["attention_mask"].numpy()[:, :, kept])
+            if "cu_seqlens_whole" in batch:
+                np.testing.assert_array_equal(batch["cu_seqlens_whole"], whole["cu_seqlens"].numpy())
+        reads = bool(wanted) and at["tp"] == 0
+        assert (result["planned"] > 0) == reads, "only tensor-parallel rank 0 of the first and last stage reads"
+    readers = sum(result["planned"] > 0 for result in results)
+    twice = read_factor(layout, config)
+    assert readers == layout.dp * layout.cp * min(layout.pp, 2)
+    assert twice == min(layout.pp, 2) * (layout.cp if extra else 1)
+
+
+@pytest.mark.parametrize(("dtype", "least"), [(np.uint16, 13.0), (np.int32, 6.5)])
+def test_one_message_is_many_times_smaller_than_megatrons_fields(gang: Gang, tmp_path: Path, dtype: Any, least: float) -> None:
+    """Megatron sends tokens, labels, position_ids of 8 bytes and loss_mask of 4: 28 bytes a token."""
+    with IndexedDatasetWriter(str(tmp_path / "p"), dtype) as writer:
+        writer.add_item(np.arange(20_000, dtype=dtype))
+        writer.end_document()
+    config = DataConfig(blend=[str(tmp_path / "p")], sequence_length=1024, order="stream", lanes=8, index_cache_dir=tmp_path)
+    layout = ParallelLayout(tp=2)
+    for result in gang.run(2, read_batches, layout, config, SIZES, 4, 1, False):
+        sent = result["sent"] / (MICRO * 1024) / 4  # bytes a token of the four that were taken
+        assert 28 / sent >= least
+
+
+@pytest.mark.parametrize("ahead", [0, 1, 3])
+def test_reading_ahead_changes_nothing_and_is_not_counted(gang: Gang, config: DataConfig, ahead: int) -> None:
+    config = data(config, order="stream", lanes=GLOBAL, skip_samples=((8, 16),))
+    layout = ParallelLayout(tp=2, dp=1)
+    for result in gang.run(2, read_batches, layout, config, SIZES, 4, ahead, False):
+        assert result["state"]["consumed_samples"] == 8, "what is under way lies past the skipped samples"
+        for batch, whole in zip(result["batches"], expected(config, 0, 1, 4), strict=True):
+            np.testing.assert_array_equal(batch["tokens"], whole["tokens"].numpy())
+
+
+@pytest.mark.parametrize("order", ["tp-cp-ep-dp-pp", "pp-dp-tp-cp-ep"])
+def test_device_meshes_and_layouts_say_the_same(gang: Gang, config: DataConfig, order: str) -> None:
+    layout = ParallelLayout(tp=2, dp=2, pp=2, order=order)
+    assert gang.run(8, mesh_both_ways, layout, config, SIZES) == [(True, True)] * 8
+
+
+def test_middle_stages_may_ask_for_positions(gang: Gang, config: DataConfig) -> None:
+    config = data(config, **documents(reset_position_ids=True, reset_attention_mask=True))
+    results = gang.run(3, read_batches, ParallelLayout(pp=3), config, SIZES, 2, 1, True)
+    assert set(results[1]["batches"][0]) == {"position_ids", "cu_seqlens"}
+    for name in ("position_ids", "cu_seqlens"):
+        np.testing.assert_array_equal(results[1]["batches"][1][name], results[0]["batches"][1][name])
+
+
+def test_all_ranks_end_together_and_virtual_stages_share_a_cursor(gang: Gang, config: DataConfig) -> None:
+    counts = gang.run(4, to_the_end, ParallelLayout(tp=2, pp=2), config, SIZES)
+    assert counts == [(len(StreamLoader(config, **SIZES)),) * 3] * 4
+
+
+@given(
+    samples=st.integers(1, 4),
+    cp=st.integers(1, 4),
+    part=st.integers(1, 5),
+    seed=st.integers(0, 2**16),
+    eods=st.floats(0, 1),
+)
+def test_cu_seqlens_of_parts_are_those_of_the_kept_tokens(samples: int, cp: int, part: int, seed: int, eods: float) -> None:
+    length = 2 * cp * part
+    rng = np.random.default_rng(seed)
+    ids = np.where(rng.random((samples, length + 1)) < eods, EOD, 1)
+    config = DataConfig(blend="x", sequence_length=length, eod_id=EOD, reset_attention_mask=True)
+    whole = batch_fields(ids, np.full(samples, length + 1), config, bounds=True)["cu_seqlens"]
+    for rank in range(cp):
+        bounds = zigzag_bounds(length, rank, cp)
+        kept = np.concatenate([np.arange(a, b) for a, b in bounds])
+        rows = split_cu_seqlens(whole, bounds)
+        for row, document in zip(rows.tolist(), np.cumsum(np.pad(ids[:, :-1] == EOD, ((0, 0), (1, 0)))[:, :-1], 1), strict=True):
+            own = document[kept]
+            begins = [0] + [n for n in range(1, len(kept)) if own[n] != own[n - 1] or kept[n] != kept[n - 1] + 1]
+            assert [bound for bound in row if bound < len(kept)] == begins
+            assert row[-1] == len(kept)
+
+
+@given(
+    samples=st.integers(1, 4),
+    length=st.integers(1, 20),
+    seed=st.integers(0, 2**16),
+    dtype=st.sampled_from([np.uint16, np.int32, np.uint8, np.int64]),
+    pad=st.sampled_from([None, 3, EOD]),
+    flags=st.tuples(*[st.booleans()] * 5),
+)
+def test_fields_made_on_a_device_are_those_made_by_kernels(
+    samples: int, length: int, seed: int, dtype: Any, pad: int | None, flags: tuple[bool, ...]
+) -> None:
+    mask, positions, attention, create, ambiguous = flags
+    rng = np.random.default_rng(seed)
+    ids = rng.integers(0, 10, (samples, length + 1)).astype(dtype)
+    valid = rng.integers(0, length + 2, samples)
+    config = DataConfig(
+        blend="x", sequence_length=length, eod_id=EOD, pad_id=pad, eod_mask_loss=mask, reset_position_ids=positions,
+        reset_attention_mask=attention, create_attention_mask=create, allow_ambiguous_pad_tokens=ambiguous,
+    )  # fmt: skip
+    by_kernels = batch_fields(ids, valid, config, bounds=True)
+    on_device = device_fields(torch.from_numpy(ids), torch.from_numpy(valid), config)
+    assert set(by_kernels) == set(on_device)
+    for name, field in by_kernels.items():
+        assert field.dtype == on_device[name].dtype, name
+        assert torch.equal(field, on_device[name]), name
+
+
+def test_wrong_loaders_are_named(config: DataConfig) -> None:
+    ranks = Ranks(ParallelLayout())
+    with pytest.raises(ConfigError, match="ids_only=True"):
+        get_batch(StreamLoader(config, **SIZES), ranks)
+    with pytest.raises(ConfigError, match="this rank keeps"):
+        get_batch(StreamLoader(config, **SIZES, ids_only=True, cp_rank=1, cp_size=2), ranks)
+    with pytest.raises(ConfigError, match=r"the layout has 2 ranks .* the world 1"):
+        Ranks(ParallelLayout(dp=2))
+    cut: Any = SimpleNamespace(layout=ParallelLayout(cp=3), at={"cp": 0, "dp": 0})
+    with pytest.raises(ConfigError, match="not a multiple of 2 x cp"):
+        open_loader(config, cut, **SIZES)
+
+
+def test_ids_outside_of_the_vocabulary_are_named(config: DataConfig) -> None:
+    loader = StreamLoader(data(config, vocab_size=10), **SIZES, ids_only=True)
+    with pytest.raises(FormatError, match="outside of the vocabulary"):
+        get_batch(loader, Ranks(ParallelLayout()))
+
+
+class Slow:
+    """What a loader reads, given when it is asked for and let through."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, loader: StreamLoader) -> None:
+        self.take, self.asked, self.let = loader.take, 0, threading.Event()
+        monkeypatch.setattr(loader, "take", self._slowly)
+
+    def _slowly(self) -> Any:
+        self.asked += 1
+        if self.asked > 1:
+            assert self.let.wait(20), "the second micro-batch is waited for"
+        return self.take()
+
+
+def test_a_micro_batch_is_given_without_waiting_for_the_next(config: DataConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing is at hand yet when the first is asked for: the loader's thread begins with it."""
+    ranks = Ranks(ParallelLayout())
+    loader = open_loader(config, ranks, **SIZES)
+    monkeypatch.setattr(StreamLoader, "ready", property(lambda _: False))
+    slow = Slow(monkeypatch, loader)
+    batches = RankBatches(loader, ranks, ahead=2)
+    next(batches)
+    assert slow.asked == 1
+    slow.let.set()
+    next(batches)
+    assert slow.asked == 2
+    batches.close()
+
+
+def test_what_is_there_already_is_prepared_ahead(config: DataConfig) -> None:
+    ranks = Ranks(ParallelLayout())
+    with open_loader(config, ranks, **SIZES) as loader:
+        assert not loader.ready, "nothing was asked for"
+        batches = RankBatches(loader, ranks, ahead=3)
+        next(batches)
+        deadline = time.monotonic() + 20
+        while not loader.ready and time.monotonic() < deadline:
+            time.sleep(0.01)
+        next(batches)
+        assert loader.consumed_samples > batches.consumed_samples
+        assert loader.ready
+        assert batches.state_dict()["consumed_samples"] == batches.consumed_samples == 2 * MICRO
+        batches.close()
+        loader.close()
+        assert not loader.ready
+
+
+def test_ranks_that_share_messages_prepare_the_next_together(gang: Gang, config: DataConfig) -> None:
+    for before, after, same in gang.run(2, prepared, ParallelLayout(tp=2), config, SIZES):
+        assert (before, after) == (1, 2), "messages sent: with the first asked for, and with the second prepared"
+        assert same
+
+
+@given(
+    samples=st.integers(1, 4),
+    cp=st.integers(1, 3),
+    part=st.integers(1, 5),
+    seed=st.integers(0, 2**16),
+    eods=st.floats(0, 1),
+    pad=st.sampled_from([None, 3, EOD]),
+    dtype=st.sampled_from([np.uint16, np.int32]),
+)
+def test_documents_are_counted_where_ids_are_read_as_a_device_would(
+    samples: int, cp: int, part: int, seed: int, eods: float, pad: int | None, dtype: Any
+) -> None:
+    length = 2 * cp * part
+    rng = np.random.default_rng(seed)
+    ids = torch.from_numpy(np.where(rng.random((samples, length + 1)) < eods, EOD, 1).astype(dtype))
+    valid = torch.from_numpy(rng.integers(0, length + 2, samples))
+    config = DataConfig(
+        blend="x", sequence_length=length, eod_id=EOD, pad_id=pad, reset_attention_mask=True, allow_ambiguous_pad_tokens=True
+    )
+    asked = device_fields(ids, valid, config)["cu_seqlens"]
+    for rank in range(cp):
+        bounds = zigzag_bounds(length, rank, cp)
+        counted = documents_of(ids, valid, config, bounds)
+        assert torch.equal(device_fields(ids, valid, config, most=counted.most)["cu_seqlens"], asked)
+        assert torch.equal(split_cu_seqlens(asked, bounds, counted.most_kept), split_cu_seqlens(asked, bounds))
+        assert counted.longest == int(asked.diff(dim=1).max())
+
+
+def test_fields_whose_documents_are_counted_never_ask_the_device() -> None:
+    """Nothing can be read back from a device like this one: asking it for a number raises."""
+    config = DataConfig(blend="x", sequence_length=8, eod_id=EOD, reset_attention_mask=True, reset_position_ids=True)
+    ids = torch.tensor([[1, EOD, 1, 1, EOD, 1, 1, 1, 1]])
+    valid = torch.tensor([9])
+    for rank in range(2):
+        bounds = zigzag_bounds(8, rank, 2)
+        counted = documents_of(ids, valid, config, bounds)
+        fields = rank_fields(ids.to("meta"), valid.to("meta"), config, bounds, parts=False, documents=counted)
+        expected = rank_fields(ids, valid, config, bounds, parts=False)
+        assert {name: field.shape for name, field in fields.items()} == {name: field.shape for name, field in expected.items()}
+
+
+def test_a_group_that_only_talks_on_cuda_is_given_its_batches_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    ranks: Any = SimpleNamespace(group=lambda _: SimpleNamespace(_get_backend=no_backend))
+    monkeypatch.setattr("torch.cuda.current_device", lambda: 3)
+    assert rank_device(None, ranks) == torch.device("cuda", 3)
+    assert rank_device("cpu", ranks) == torch.device("cpu")
+    assert rank_device(None, Ranks(ParallelLayout())) == torch.device("cpu")
+
+
+def no_backend(device: torch.device) -> None:
+    raise RuntimeError(f"No backend type associated with device type {device.type}")
+
+
+def test_what_a_rank_reads_for_its_messages_is_not_pinned(config: DataConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Asking for pinned memory opens a context, on the first GPU of the host if no other was chosen yet."""
+    monkeypatch.setattr("torch.cuda.is_available", lambda: pytest.fail("CUDA is asked for"))
+    with open_loader(config, Ranks(ParallelLayout()), **SIZES) as loader:
+        next(RankBatches(loader, Ranks(ParallelLayout()), "cpu"))
+
+
+def test_ranks_that_receive_a_message_copy_nothing_of_their_own_to_the_device(config: DataConfig) -> None:
+    """On `meta` for want of a device here. What the broadcast overwrites was never initialised."""
+    with open_loader(config, Ranks(ParallelLayout()), **SIZES) as loader:
+        exchange = RankBatches(loader, Ranks(ParallelLayout()), "cpu")._exchange
+        on_host = exchange._message(None)
+        exchange._stream, exchange._device = SimpleNamespace(), torch.device("meta")
+        message = exchange._message(None)
+        assert (message.device.type, message.shape) == ("meta", on_host.shape)

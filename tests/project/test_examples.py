@@ -1,0 +1,68 @@
+"""The examples run as they say."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.support.processes import launch
+
+EXAMPLES = Path(__file__).parents[2] / "tools" / "examples"
+
+
+def run(folder: Path, name: str, ranks: int, monkeypatch: pytest.MonkeyPatch) -> str:
+    """What an example prints on so many ranks, in forks."""
+    monkeypatch.chdir(folder)
+    logs = folder / f"logs-{ranks}"
+    logs.mkdir()
+    family = launch(logs, ranks, [str(EXAMPLES / name)], {"PYTHONWARNINGS": "ignore"})
+    codes = family.ended(*range(ranks), within=120)
+    printed = "".join(family.log(rank) for rank in range(ranks))
+    family.close()
+    assert codes == [0] * ranks, printed[-3000:]
+    return printed
+
+
+@pytest.mark.parametrize("name", ["batches.py", "buckets.py"])
+def test_an_example_of_several_ranks_says_so_where_it_is_run_as_one(tmp_path: Path, name: str) -> None:
+    environment = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE")}
+    done = subprocess.run(
+        [sys.executable, str(EXAMPLES / name)], cwd=tmp_path, env=environment, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 1
+    assert re.fullmatch(rf"this is one rank of several: run torchrun --nproc-per-node \d tools/examples/{name}\n", done.stderr)
+
+
+def test_only_the_loader_goes_on_where_it_stopped_on_other_ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    first = run(tmp_path, "loader.py", 1, monkeypatch)
+    second = run(tmp_path, "loader.py", 2, monkeypatch)
+    samples = [int(number) for number in re.findall(r"sample (\d+)", first + second)]
+    assert samples == [16 * (n + 1) for n in range(10)]
+
+
+def test_only_get_batch_gives_every_rank_its_part(tmp_path: Path) -> None:
+    """By torchrun, as users start them."""
+    done = subprocess.run(
+        [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", str(EXAMPLES / "batches.py")],
+        cwd=tmp_path, env=os.environ | {"OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"},
+        capture_output=True, text=True, check=False, timeout=120,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-3000:]
+    lines = done.stdout.splitlines()
+    assert len(lines) == 6
+    assert all(line.endswith("(2, 64) tokens, from position 0") for line in lines), "tensor-parallel ranks have the same"
+
+
+def test_the_buckets_go_on_where_they_stopped_on_other_ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    lines = run(tmp_path, "buckets.py", 2, monkeypatch) + run(tmp_path, "buckets.py", 3, monkeypatch)
+    steps = [int(value) for value in re.findall(r"step (\d+)", lines)]
+    losses = [float(value) for value in re.findall(r"loss (\S+),", lines)]
+    assert steps == list(range(4, 40, 5))
+    assert losses[3] < losses[0]
+    assert losses[4] < losses[3] * 1.2, "of the parameters and moments that were saved"
+    assert losses[-1] < losses[3]

@@ -1,0 +1,257 @@
+"""What the pages say of the code by name or by number: settings, options, layers, extras, constants, links."""
+
+from __future__ import annotations
+
+import ast
+import re
+import subprocess
+import sys
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
+
+from streammega import StorageConfig
+from streammega.dataset import checksums
+from streammega.loading import engine, planner, staging
+from streammega.loading import reading_plan as reader
+from streammega.order import lanes as stream_order
+from streammega.storage import frames, retry
+from streammega.storage.backends import fsspec_store, oss_credentials
+from streammega.storage.backends.oss import OSS_OPTIONS
+from streammega.storage.cache import layout, room
+from streammega.storage.fetch import fetcher
+from streammega.train import stopping, watch
+from streammega.train.config import load_run
+from tests.project.test_structure import LEVELS
+from tests.train import test_watch
+from tools.settings import SECTIONS, settings_page
+
+ROOT = Path(__file__).parents[2]
+PACKAGE = ROOT / "streammega"
+PAGES = {path.stem: path.read_text() for path in [*(ROOT / "docs").glob("*.md"), *ROOT.glob("*.md")]}
+
+
+def blocks(page: str, language: str) -> list[str]:
+    """The fenced blocks of a language, "" for those without one."""
+    fenced = re.findall(r"^```(\w*)\n(.*?)^```$", PAGES[page], re.M | re.S)
+    return [body for named, body in fenced if named == language]
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_links_lead_to_files_that_are_there(page: str) -> None:
+    folder = ROOT if (ROOT / f"{page}.md").exists() else ROOT / "docs"
+    links = re.findall(r"\]\((?!https?:)([^)#]+)", PAGES[page])
+    assert not [link for link in links if not (folder / link).exists()]
+
+
+# Settings.
+
+
+def test_the_run_of_the_page_is_one(tmp_path: Path) -> None:
+    """The file and the overrides of training.md, as they stand there."""
+    (run_file,) = blocks("training", "toml")
+    (tmp_path / "run.toml").write_text(run_file)
+    (command,) = [block for block in blocks("training", "") if "-m streammega.train" in block]
+    overrides = command.split("run.toml", 1)[1].split()
+    assert overrides
+    config = load_run(str(tmp_path / "run.toml"), overrides)
+    assert config.num_samples()[0] == config.train.schedule.samples_after(10_000)
+    assert set(config.validation) == {"books"}
+    assert config.parallel.optimizer == "sharded", "what the narrow dtype of the page needs"
+
+
+SETTINGS = {"config": ["StorageConfig", "FieldsConfig", "DataConfig"]}
+SETTINGS["train/config"] = ["ModelConfig", "ParallelConfig", "TrainConfig"]
+SETTINGS["convert/options"] = ["ConvertOptions"]
+
+
+@pytest.mark.parametrize(("file", "name"), [(file, name) for file, names in SETTINGS.items() for name in names])
+def test_every_setting_is_described_where_it_is_defined(file: str, name: str) -> None:
+    tree = ast.parse((PACKAGE / f"{file}.py").read_text())
+    (settings,) = [node for node in tree.body if isinstance(node, ast.ClassDef) and node.name == name]
+    without = []
+    for item, after in zip(settings.body, [*settings.body[1:], None], strict=True):
+        described = isinstance(after, ast.Expr) and isinstance(after.value, ast.Constant) and isinstance(after.value.value, str)
+        if isinstance(item, ast.AnnAssign) and not described:
+            without.append(ast.unparse(item.target))
+    assert not without
+
+
+def test_the_page_of_settings_is_what_the_code_says() -> None:
+    assert PAGES["settings"] == settings_page(), "run python tools/settings.py"
+
+
+def test_every_class_of_settings_is_on_the_page() -> None:
+    modules = ("config", "convert/options", "train/config")
+    trees = [ast.parse((ROOT / "streammega" / f"{module}.py").read_text()) for module in modules]
+    found = {node.name for tree in trees for node in tree.body if isinstance(node, ast.ClassDef) and node.decorator_list}
+    assert found - {"RunConfig"} == {section.name for section in SECTIONS}  # of which each field is one of the others
+
+
+def test_the_options_of_oss_are_those_of_the_page() -> None:
+    table = PAGES["storage"].split("| option | meaning |")[1].split("\n\n")[0]
+    cells = [line.split("|")[1] for line in table.splitlines() if line.startswith("| ")]
+    assert {name for cell in cells for name in re.findall(r"`(\w+)`", cell)} == OSS_OPTIONS
+
+
+# The code.
+
+
+def test_the_layers_of_the_page_are_those_that_are_checked() -> None:
+    """Read from below, as imports go."""
+    (diagram,) = [block for block in blocks("architecture", "") if "kernels/" in block and "──►" not in block]
+    drawn = [re.match(r" *(\w+)", line)[1] for line in reversed(diagram.splitlines())]  # type: ignore[index]
+    assert sorted(drawn) == sorted(LEVELS)
+    place = {unit: number for number, unit in enumerate(drawn)}
+    level = {unit: number for number, unit in enumerate(LEVELS)}
+    wrong = [(a, b) for a in level for b in level if level[a] < level[b] and place[a] > place[b]]
+    assert not wrong, "one lies above the other on the page, and below it in tests/project/test_structure.py"
+
+
+@pytest.mark.parametrize("page", ["docs/architecture.md", "CONTRIBUTING.md", "docs/glossary.md"])
+def test_files_that_a_page_of_the_code_names_are_there(page: str) -> None:
+    named = set(re.findall(r"`((?:[a-z_0-9]+/)*[a-z_0-9]+\.py)`", (ROOT / page).read_text()))
+    there = [str(path) for folder in ("streammega", "tests", "tools") for path in (ROOT / folder).rglob("*.py")]
+    assert not [name for name in sorted(named) if not any(path.endswith(f"/{name}") for path in there)]
+
+
+def test_kernels_hold_neither_the_gil_nor_numbas_threads_nor_fast_math() -> None:
+    jitted = []
+    for path in PACKAGE.rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Call) and ast.unparse(node.func) in ("numba.njit", "numba.jit", "njit"):
+                options = {item.arg: ast.unparse(item.value) for item in node.keywords}
+                assert not {"parallel", "fastmath"} & set(options)
+                if "inline" not in options:  # those become a part of who calls them
+                    assert options.get("nogil") == "True"
+                    jitted.append(path.name)
+            assert not (
+                isinstance(node, ast.Attribute) and node.attr in ("prange", "set_num_threads") and "numba" in ast.dump(node)
+            )
+    assert set(jitted) == {"jit.py"}, "one place decides how kernels are compiled"
+
+
+def test_converting_verifying_and_describing_need_no_torch(tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_text('{"text": "one"}\n{"text": "another"}\n')
+    code = f"""
+import os, sys
+from streammega.cli.main import main
+os.chdir({str(tmp_path)!r})
+for words in ("convert a.jsonl out --tokenizer bytes --workers 1 --format zst", "verify out", "describe out"):
+    assert main(words.split()) == 0
+sys.exit(any(name in sys.modules for name in ("torch", "webdataset")))
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+
+
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+FEATURES = {
+    "matplotlib": "plot",
+    "oss2": "oss",
+    "prometheus_client": "metrics",
+    "pysbd": "sentences",
+    "ray": "ray",
+    "sentencepiece": "tokenizers",
+    "tensorboard": "tensorboard",
+    "tiktoken": "tokenizers",
+}
+"""What only some features import, and the extra that brings it."""
+BROUGHT_BY_OTHERS = {"botocore": "s3fs", "llvmlite": "numba", "huggingface_hub": "tokenizers"}
+
+
+def distributions(requirements: list[str]) -> set[str]:
+    """The names of requirements, as metadata spells them."""
+    return {re.match(r"[\w.-]+", line)[0].lower().replace("_", "-") for line in requirements}  # type: ignore[index]
+
+
+def imported() -> dict[str, list[str]]:
+    """Every module of others that the package imports anywhere, and the files that do."""
+    found: dict[str, list[str]] = {}
+    for path in PACKAGE.rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+            names += [node.module] if isinstance(node, ast.ImportFrom) and node.module else []
+            for name in {name.split(".")[0] for name in names} - {"streammega", *sys.stdlib_module_names}:
+                found.setdefault(name, []).append(str(path.relative_to(PACKAGE)))
+    return found
+
+
+def test_every_import_is_a_dependency_or_what_an_extra_installs() -> None:
+    always = distributions(PROJECT["dependencies"])
+    extras: dict[str, list[str]] = PROJECT["optional-dependencies"]
+    for module, files in imported().items():
+        name = BROUGHT_BY_OTHERS.get(module, module).replace("_", "-")
+        wanted = distributions(extras[FEATURES[module]]) if module in FEATURES else always
+        assert name in wanted, f"{module}, imported by {files}"
+    for module in BROUGHT_BY_OTHERS.values():
+        assert module in always
+    assert "torch.utils.tensorboard" in (PACKAGE / "train/metrics.py").read_text()
+
+
+def test_messages_and_pages_name_the_extra_that_brings_what_is_missing() -> None:
+    """A module that only a feature imports is imported beside a message that names its extra; no other extra is ever named."""
+    extras = PROJECT["optional-dependencies"]
+    for text in (*PAGES.values(), *(path.read_text() for path in PACKAGE.rglob("*.py"))):
+        assert set(re.findall(r"streammega\[(\w+)\]", text)) <= set(extras)
+    places = imported() | {"tensorboard": ["train/metrics.py"], "oss2": ["storage/backends/oss.py"]}
+    for module, extra in FEATURES.items():
+        sources = "".join((PACKAGE / file).read_text() for file in places[module])
+        assert f"streammega[{extra}]" in sources, module
+
+
+def test_drivers_are_those_that_the_page_says_were_tested() -> None:
+    said = re.search(r"with obstore ([\d.]+) and oss2\s+([\d.]+)\.\s", PAGES["storage"])
+    assert said
+    constraints = (ROOT / "constraints.txt").read_text()
+    assert f"oss2=={said[2]}" in constraints
+    assert f"obstore=={said[1]}" in constraints
+    assert metadata.version("oss2") == said[2]
+
+
+def test_torchrun_waits_thirty_seconds_between_its_signals() -> None:
+    from torch.distributed.run import get_args_parser
+
+    (option,) = [action for action in get_args_parser()._actions if "--shutdown-timeout" in action.option_strings]
+    assert float(option.default or 30) == 30  # type: ignore[arg-type]
+
+
+STORAGE = StorageConfig()
+NUMBERS: list[tuple[str, str, Any, Any]] = [
+    ("architecture", "other fsspec drivers are asked every 30 seconds", fsspec_store.RECHECK, 30),
+    ("architecture", "a piece (256 KiB by default)", stream_order.DEFAULT_BLOCK_BYTES, 256 << 10),
+    ("architecture", "while at most a fifth more is fetched than is used", planner.MOST_WASTE, 0.2),
+    ("architecture", "as far as the caller goes in twenty seconds", engine.SECONDS_AHEAD, 20),
+    ("architecture", "`give_up_after` (ten minutes by default)", STORAGE.give_up_after, 600),
+    ("architecture", "a second time (at most one in twenty)", fetcher.HEDGE_SHARE, 1 / 20),
+    ("architecture", "pass through 128 KiB pages", layout.PAGE_BYTES, 128 << 10),
+    ("architecture", "staged by four threads", staging.THREADS, 4),
+    ("architecture", "(1 GiB or 1 % stay free)", (room.DISK_RESERVE, room.DISK_SHARE), (1 << 30, 0.01)),
+    ("architecture", "is not looked at again for half a minute", room.FULL_FOR, 30),
+    ("architecture", "Slabs of micro-batches (4 MiB of tokens", reader.SLAB_BYTES, 4 << 20),
+    ("architecture", "**Frames of 32 KiB.**", frames.FRAME_BYTES, 32 << 10),
+    ("architecture", "**Checksums per 64 MiB**", checksums.CHECK_BYTES, 64 << 20),
+    ("architecture", "Signs of life go to the job's store once a second", watch.BEAT, 1),
+    ("architecture", "exponential pauses and jitter", (retry.FIRST_PAUSE, retry.LONGEST_PAUSE), (0.1, 10)),
+    ("training", "after 60 s, or `train.timeout`", watch.SILENCE * watch.BEAT, 60),
+    ("training", "A cause that was told ends all ranks within five seconds", test_watch.TOLD_WITHIN, 5),
+    ("training", "is named within fifteen of torchrun's SIGTERM", test_watch.DEAD_WITHIN, 15),
+    ("training", "A second Ctrl-C, more than a second after the first", stopping.ONE_REQUEST, 1),
+    ("orders", "the smallest of at least 1024", stream_order.MIN_LANES, 1024),
+    ("orders", "of whole samples (256 KiB by default)", stream_order.DEFAULT_BLOCK_BYTES, 256 << 10),
+    ("storage", "is read again every five minutes", oss_credentials.READ_AGAIN.total_seconds(), 300),
+    ("storage", "two minutes before it expires", oss_credentials.MARGIN.total_seconds(), 120),
+]
+
+
+@pytest.mark.parametrize(("page", "words", "number", "said"), NUMBERS, ids=[words for _, words, _, _ in NUMBERS])
+def test_numbers_of_the_pages_are_those_of_the_code(page: str, words: str, number: Any, said: Any) -> None:
+    assert words in " ".join(PAGES[page].split())
+    assert number == said

@@ -1,0 +1,146 @@
+"""The README's code and commands, run as they stand there."""
+
+from __future__ import annotations
+
+import json
+import re
+import shlex
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import zstandard
+from tokenizers import Tokenizer, models, pre_tokenizers
+
+import streammega as sm
+from streammega.cli.main import main
+from tests.support.servers import S3
+
+README = Path(__file__).parents[2] / "README.md"
+RUN_IN_OTHER_TESTS = ("cache", "torchrun")
+"""Commands of the README whose own tests start processes or fill a cache first: test_page_cache.py, test_endings.py."""
+
+
+@pytest.fixture
+def _surroundings(moto: S3, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a user has: a bucket, credentials in the environment, and files in the folder they work in."""
+    client = moto.client()
+    client.create_bucket(Bucket="bucket")
+    for item in client.list_objects_v2(Bucket="bucket").get("Contents", ()):
+        client.delete_object(Bucket="bucket", Key=item["Key"])
+    for name, value in moto.environment.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.chdir(tmp_path)
+
+
+def section(title: str) -> str:
+    found = re.search(rf"^## {title}\n(.*?)(?=^## |\Z)", README.read_text(), re.M | re.S)
+    assert found, f"the README has no section {title!r}"
+    return found[1]
+
+
+def blocks(text: str, language: str) -> list[str]:
+    """The fenced blocks of a language, "" for those without one."""
+    fenced = re.findall(r"^```(\w*)\n(.*?)^```$", text, re.M | re.S)
+    return [body for named, body in fenced if named == language]
+
+
+def put_dataset(name: str, tokens: int = 600_000) -> None:
+    rng = np.random.default_rng(len(name))
+    with sm.IndexedDatasetWriter(f"s3://bucket/{name}", np.uint16) as writer:
+        for _ in range(tokens // 2000):
+            writer.add_item(rng.integers(0, 200, 2000).astype(np.uint16))
+            writer.end_document()
+
+
+class Stop(Exception):
+    pass
+
+
+@pytest.mark.usefixtures("_surroundings")
+def test_the_ten_lines_train_save_and_resume() -> None:
+    """The code block is run as it is, with a user's few names around it."""
+    put_dataset("web")
+    put_dataset("code")
+    (code,) = blocks(section("Ten lines"), "python")
+    saved: list[dict[str, Any]] = []
+    seen: list[Any] = []
+
+    def train_step(batch: dict[str, Any]) -> None:
+        seen.append(batch["tokens"].clone())
+        assert {name: tuple(batch[name].shape) for name in ("tokens", "labels", "loss_mask", "position_ids")} == dict.fromkeys(
+            ("tokens", "labels", "loss_mask", "position_ids"), (4, 4096)
+        )
+        if len(seen) in (3, 5):
+            raise Stop
+
+    names = {
+        "rank": 0, "world": 2, "model": None, "time_to_save": True, "train_step": train_step,
+        "save": lambda model, state: saved.append(state),
+    }  # fmt: skip
+    loop, resume = code.rsplit("loader.load_state_dict(state)", 1)[0], "loader.load_state_dict(state)"
+    with pytest.raises(Stop):
+        exec(compile(loop, "README", "exec"), names)
+    state = json.loads(json.dumps(saved[-1]))
+    assert len(json.dumps(state)) < 1024
+    exec(compile(resume, "README", "exec"), names | {"state": state})
+    batch = next(iter(names["loader"]))  # type: ignore[call-overload]
+    assert batch["tokens"].equal(seen[2]), "two batches were handed out before the state was saved"
+    names["loader"].close()  # type: ignore[attr-defined]
+
+
+def commands() -> list[str]:
+    text = README.read_text()
+    lines = [line for block in blocks(text, "") for line in block.splitlines()]
+    return [line.split("  #")[0].strip() for line in lines if line.startswith(("streammega ", "torchrun "))]
+
+
+@pytest.mark.usefixtures("_surroundings")
+def test_the_commands_do_what_the_readme_says(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Each line is run on data of its own; settings of the torchrun line are checked by test_train.py."""
+    corpus = tmp_path / "corpus"
+    corpus.mkdir()
+    texts = [json.dumps({"text": f"document {n} " + "some words and more of them " * 40}) for n in range(400)]
+    (corpus / "a.jsonl.zst").write_bytes(zstandard.compress("\n".join(texts).encode()))
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    tokenizer = Tokenizer(models.BPE({"<|endoftext|>": 0, **{symbol: i + 1 for i, symbol in enumerate(alphabet)}}, []))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.save("tokenizer.json")
+    put_dataset("code")
+    (tmp_path / "run.toml").write_text(
+        '[data]\nblend = ["s3://bucket/code"]\nsequence_length = 64\n[model]\nvocab_size = 300\n[train]\niters = 4\n'
+        'micro_batch_size = 1\nglobal_batch_size = 2\nout_dir = "runs/one"\n'
+    )
+    (tmp_path / "runs" / "one").mkdir(parents=True)
+    steps = [
+        {"step": n, "loss": 2.0 - n / 10, "grad_norm": 1.0, "lr": 1e-3, "tokens_per_s": 9.0, "data_wait_s": 0.0} for n in range(4)
+    ]
+    (tmp_path / "runs" / "one" / "metrics.jsonl").write_text("".join(json.dumps(step) + "\n" for step in steps))
+    ran = []
+    for line in commands():
+        program, *arguments = shlex.split(line)
+        arguments = [path for word in arguments for path in (sorted(map(str, Path().glob(word))) if "*" in word else [word])]
+        if program == "torchrun" or arguments[0] in RUN_IN_OTHER_TESTS:
+            continue
+        if arguments[0] == "order-report":
+            arguments += ["--sequence-length", "64"]  # the corpus of this test is small
+        assert main(arguments) == 0, f"{line}\n{capsys.readouterr().err}"
+        ran.append(arguments[0])
+    assert {"convert", "verify", "describe", "order-report", "prepare", "plot"} <= set(ran)
+    assert main(["verify", "s3://bucket/web"]) == 0
+    assert "sound" in capsys.readouterr().out
+
+
+def test_the_tree_of_files_is_the_tree() -> None:
+    """Every folder and file that the README's tree names is there."""
+    (tree,) = blocks(section("The files"), "")
+    root = README.parent
+    missing = []
+    for line in tree.splitlines():
+        indent = len(line) - len(line.lstrip())
+        for name in re.findall(r"[a-z_]+(?:/|\.py|\.md)", re.split(r" {2,}(?=\S)", line.strip())[0]):
+            folder = root / "streammega" if indent else root
+            if not (folder / name).exists():
+                missing.append(name)
+    assert not missing

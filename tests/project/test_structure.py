@@ -1,0 +1,135 @@
+"""The shape of the package: imports go down only, and the public names are what is promised."""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import streammega
+from streammega import errors
+
+ROOT = Path(streammega.__file__).parent
+# From the bottom to the top it is the way of the data. Lower may not import higher.
+LEVELS = [
+    "errors",
+    "config",
+    "kernels",
+    "order",
+    "storage",
+    "dataset",
+    "samples",
+    "loading",
+    "parallel",
+    "gradients",
+    "train",
+    "convert",
+    "cli",
+]
+LEVEL = {unit: number for number, unit in enumerate(LEVELS)}
+NOT_FROM_CONVERT = {"order", "samples", "loading", "parallel", "gradients", "train"}
+"""A corpus is converted on machines that never train: nothing of the order, of loaders or of gradients is needed there."""
+FACES = {"__init__.py", "__main__.py"}
+
+
+def unit_of(path: Path) -> str:
+    parts = path.relative_to(ROOT).parts
+    return parts[0].removesuffix(".py")
+
+
+def imported_units(path: Path) -> set[str]:
+    found: set[str] = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        names = []
+        if isinstance(node, ast.ImportFrom) and node.module:
+            names = [node.module] if node.module != "streammega" else [f"streammega.{alias.name}" for alias in node.names]
+        elif isinstance(node, ast.Import):
+            names = [alias.name for alias in node.names]
+        found |= {name.split(".")[1] for name in names if name.startswith("streammega.")}
+    return found
+
+
+SOURCES = [path for path in ROOT.rglob("*.py") if path.name not in FACES or path.parent != ROOT]
+
+
+@pytest.mark.parametrize("path", SOURCES, ids=lambda path: str(path.relative_to(ROOT)))
+def test_imports_go_down_only(path: Path) -> None:
+    unit = unit_of(path)
+    for other in imported_units(path) - {unit}:
+        assert LEVEL[other] < LEVEL[unit], f"{path.relative_to(ROOT)} ({unit}) imports {other}, which lies above it"
+        if unit == "convert":
+            assert other not in NOT_FROM_CONVERT
+
+
+def test_every_source_has_a_level() -> None:
+    assert {unit_of(path) for path in SOURCES} == set(LEVEL)
+    assert {path.name for path in ROOT.glob("*.py")} == FACES | {"config.py"}, "every other file has a room"
+
+
+def module_of(path: Path) -> str:
+    parts = path.relative_to(ROOT.parent).with_suffix("").parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+def imported_modules(path: Path, modules: set[str]) -> set[str]:
+    """The modules of this package that a file names in its imports, also in those that only type checkers read."""
+    found = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.ImportFrom) and node.module:
+            inner = {f"{node.module}.{alias.name}" for alias in node.names}
+            found |= (inner & modules) or {node.module}
+        elif isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+    return found & modules
+
+
+def test_no_two_modules_need_each_other() -> None:
+    paths = {module_of(path): path for path in SOURCES}
+    todo = {name: imported_modules(path, set(paths)) - {name} for name, path in paths.items()}
+    while free := {name for name, needs in todo.items() if not needs & set(todo)}:
+        todo = {name: needs for name, needs in todo.items() if name not in free}
+    inside = {name: sorted(needs & set(todo)) for name, needs in todo.items()}
+    assert not inside, "these modules import each other in a circle, or what does"
+
+
+def test_a_name_of_a_class_has_one_meaning() -> None:
+    """As in docs/glossary.md: nobody has to know which of two is meant."""
+    homes: dict[str, list[str]] = {}
+    for path in SOURCES:
+        for node in ast.parse(path.read_text()).body:
+            if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
+                homes.setdefault(node.name, []).append(module_of(path))
+    assert not {name: modules for name, modules in homes.items() if len(modules) > 1}
+
+
+@pytest.mark.parametrize("path", [p for p in SOURCES if unit_of(p) == "order"], ids=lambda path: path.name)
+def test_order_is_pure(path: Path) -> None:
+    forbidden = {"torch", "time", "datetime", "os", "pathlib", "random", "io"}
+    for node in ast.walk(ast.parse(path.read_text())):
+        names = [a.name for a in node.names] if isinstance(node, ast.Import) else []
+        names += [node.module] if isinstance(node, ast.ImportFrom) and node.module else []
+        assert not {name.split(".")[0] for name in names} & forbidden
+
+
+def test_all_public_names_are_importable() -> None:
+    for name in streammega.__all__:
+        assert getattr(streammega, name) is not None
+    with pytest.raises(AttributeError, match="no attribute 'nothing'"):
+        _ = streammega.nothing  # type: ignore[attr-defined]
+
+
+def test_errors_are_one_documented_tree() -> None:
+    classes = [value for value in vars(errors).values() if inspect.isclass(value)]
+    assert sorted(errors.__all__) == sorted(item.__name__ for item in classes)
+    for item in classes:
+        assert issubclass(item, errors.StreammegaError)
+        assert item.__name__ in (errors.__doc__ or "")
+
+
+def test_command_line_starts_without_torch() -> None:
+    code = "import sys, streammega.cli.main; sys.exit(any(name in sys.modules for name in ('torch', 'numba')))"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

@@ -1,0 +1,169 @@
+"""Indices built ahead, published beside the data, and downloaded instead of built; reports of orders."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from streammega import DataConfig, build_datasets
+from streammega.cli.main import main
+from streammega.cli.order_report import as_text, order_report
+from streammega.order.quality import block_shuffle, full_shuffle, py1e, shuffle_buffer, shuffle_quality
+from streammega.samples import blended, gpt
+from streammega.samples.prepare import prepare
+from tests.conftest import write_random_pair
+from tests.support.servers import http_server
+
+
+@pytest.fixture
+def blend(tmp_path: Path) -> list[tuple[str, float]]:
+    for number in range(3):
+        write_random_pair(str(tmp_path / "data" / f"p{number}"), 60, 50, seed=number)
+    return [(str(tmp_path / "data" / f"p{number}"), 1.0 + number) for number in range(3)]
+
+
+def config_of(blend: Any, tmp_path: Path, **options: Any) -> DataConfig:
+    return DataConfig(
+        blend=blend, sequence_length=8, split="80,20,0", num_samples=(300, 30, 0), index_cache_dir=tmp_path / "c", **options
+    )
+
+
+@pytest.mark.parametrize("where", ["local", "s3"])
+def test_prepared_indices_are_downloaded_by_other_nodes_not_built(
+    blend: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, where: str, s3: Any, bucket: str
+) -> None:
+    from streammega import StorageConfig
+
+    url = f"s3://{bucket}/order" if where == "s3" else str(tmp_path / "shared")
+    storage = StorageConfig(storage_options=s3.options)
+    config = config_of(blend, tmp_path, shared_index_url=url, storage=storage)
+    done = list(prepare(config))
+    assert sorted((item.split, item.prefix[-2:]) for item in done) == [(s, f"p{n}") for s in ("train", "valid") for n in range(3)]
+    built = build_datasets(config)[0]
+
+    def refuse(*_: Any) -> None:
+        raise AssertionError("this node builds what was published")
+
+    monkeypatch.setattr(gpt, "build_gpt_indices", refuse)
+    monkeypatch.setattr(blended, "blend_indices", refuse)
+    fetched = build_datasets(replace(config, index_cache_dir=tmp_path / "other-node"))[0]
+    for a, b in zip(built.datasets, fetched.datasets, strict=True):  # type: ignore[union-attr]
+        np.testing.assert_array_equal(a.document_index, b.document_index)
+        np.testing.assert_array_equal(a.shuffle_index, b.shuffle_index)
+
+
+def test_an_empty_shared_folder_means_building(blend: Any, tmp_path: Path) -> None:
+    config = config_of(blend, tmp_path, shared_index_url=str(tmp_path / "nothing"))
+    dataset = build_datasets(config)[0]
+    assert dataset is not None
+    assert dataset[0]["tokens"].shape == (8,)  # type: ignore[index, union-attr]
+
+
+def test_prepare_as_a_user_runs_it(blend: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    toml = f"""
+[data]
+blend = {[list(item) for item in blend]}
+sequence_length = 8
+split = "80,20,0"
+index_cache_dir = "{tmp_path}/cache"
+[model]
+vocab_size = 1000
+[train]
+iters = 10
+micro_batch_size = 2
+global_batch_size = 8
+eval_interval = 5
+eval_iters = 1
+out_dir = "{tmp_path}/run"
+"""
+    (tmp_path / "run.toml").write_text(toml)
+    assert main(["prepare", str(tmp_path / "run.toml")]) == 0
+    out = capsys.readouterr().out
+    assert "6 datasets prepared" in out
+    assert out.count("samples") == 6
+    assert main(["prepare", str(tmp_path / "run.toml"), "data.order=stream"]) == 0
+    assert "needs no indices" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("order", ["stream", "megatron"])
+def test_order_reports_as_a_user_asks_for_them(
+    blend: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str], order: str
+) -> None:
+    words = [word for prefix, weight in blend for word in (str(weight), prefix)]
+    options = ["--sequence-length", "8", "--global-batch-size", "16", "--ranks", "4", "--steps", "64", "--order", order]
+    assert main(["order-report", *words, *options, "--plot", str(tmp_path / "r.png")]) == 0
+    out = capsys.readouterr().out
+    assert "1,024 samples" in out
+    assert "each of 4 ranks" in out
+    assert ("blend: at most" in out) == (order == "stream")
+    assert (tmp_path / "r.png").stat().st_size > 1000
+
+
+def test_a_report_of_one_small_dataset_says_what_it_cannot_know(
+    blend: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    drawn: list[Any] = []
+    monkeypatch.setattr("matplotlib.figure.Figure.savefig", lambda figure, path, **_: drawn.append(figure))
+    words = ["--sequence-length", "8", "--global-batch-size", "2", "--ranks", "1", "--steps", "2"]
+    assert main(["order-report", blend[0][0], *words, "--plot", str(tmp_path / "r.png")]) == 0
+    out = capsys.readouterr().out
+    assert "nan" not in out
+    assert "too few for a figure" in out
+    made = order_report(
+        DataConfig(blend="mock://tokens=100000,length=1000", sequence_length=64, order="stream"), "train", 4, 2, 4
+    )
+    assert "every lane has a block open" not in as_text(made, 2)
+    fetched = replace(made, plan=replace(made.plan, fetched_bytes=36 * made.plan.useful_bytes))
+    assert "36.0000 for each byte used" in as_text(fetched, 2)
+    assert "every lane has a block open" in as_text(fetched, 2)
+    (axes,) = drawn[0].axes  # of one dataset there is no blend to draw
+    titles = " ".join(label.get_text().replace("\n", " ") for label in axes.get_yticklabels())
+    assert "share of samples adjacent to the one before" in titles
+    assert "adjacent_share" not in titles
+    assert axes.get_title()
+    assert len(axes.texts) == len(axes.patches) == 5, "what is a share of nothing is told by its figures"
+
+
+@pytest.mark.parametrize("order", ["stream", "megatron", "sequential"])
+def test_a_report_reads_no_token(blend: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str], order: str) -> None:
+    objects = {f"/{path.name}": path.read_bytes() for path in (tmp_path / "data").iterdir()}
+    with http_server(objects) as server:
+        options = ["--sequence-length", "8", "--global-batch-size", "16", "--steps", "16", "--order", order]
+        assert main(["order-report", f"{server.url}/p0", *options]) == 0
+        asked = [(method, path) for method, path, _ in server.requests]
+    assert "256 samples" in capsys.readouterr().out
+    assert ("GET", "/p0.idx") in asked
+    assert ("GET", "/p0.bin") not in asked
+
+
+@pytest.mark.parametrize("make", [full_shuffle, block_shuffle, shuffle_buffer, py1e])
+def test_modelled_shuffles_are_permutations(make: Any) -> None:
+    rng = np.random.default_rng(0)
+    arguments = {full_shuffle: (), block_shuffle: (64,), shuffle_buffer: (32, 100), py1e: (32, 100)}[make]
+    assert sorted(make(1000, *arguments, rng).tolist()) == list(range(1000))
+
+
+def test_quality_tells_a_shuffle_from_none() -> None:
+    total, rng = 1 << 15, np.random.default_rng(0)
+    good = shuffle_quality(full_shuffle(total, rng), total, 1024)
+    none = shuffle_quality(np.arange(total), total, 1024)
+    blocks = shuffle_quality(block_shuffle(total, 1024, rng), total, 1024)
+    assert (none.adjacent_share, none.neighbour_distance, none.distance_entropy) == (1.0, 1.0, 0.0)
+    assert good.domain_drift == pytest.approx(1.0, abs=0.15)
+    assert good.places_per_256 > 240 > 150 > blocks.places_per_256 > none.places_per_256
+    assert none.domain_drift > blocks.domain_drift * 0.9 > 10 * good.domain_drift
+
+
+def test_a_report_needs_memory_for_what_it_looks_at_only(capsys: pytest.CaptureFixture[str]) -> None:
+    import tracemalloc
+
+    tracemalloc.start()
+    assert main(["order-report", "mock://tokens=1000000000,length=1000000", "--sequence-length", "8", "--steps", "16"]) == 0
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert "full shuffle" in capsys.readouterr().out
+    assert peak < 200 << 20, "the modelled full shuffle is as large as the data"

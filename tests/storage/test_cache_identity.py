@@ -1,0 +1,92 @@
+"""What is cached belongs to the very objects it was read from."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from streammega import DataConfig, IndexedDataset, IndexedDatasetWriter, StorageConfig
+from streammega.dataset.manifest import Manifest, Shard
+from streammega.dataset.shards import shard_name
+from streammega.storage.backends.local import LocalStore
+from streammega.storage.store import ObjectInfo
+from streammega.storage.views import ConcatStore
+from tests.storage.test_faults import stream
+from tools.bench.object_server import running
+
+
+def write_shards(root: Path, ids: list[int]) -> None:
+    """Shards of one id each, all of the same size, and their manifest."""
+    shards = []
+    for number, one in enumerate(ids):
+        with IndexedDatasetWriter(str(root / "data" / shard_name("web", number, len(ids))), np.uint16) as writer:
+            for _ in range(40):
+                writer.add_item(np.full(500, one, np.uint16))
+                writer.end_document()
+        shards.append(
+            Shard(
+                name=shard_name("web", number, len(ids)), documents=40, sequences=40, tokens=20_000,
+                bytes=40_000, checksums=[], index_bytes=writer.index.size, index_checksums=[],
+            )
+        )  # fmt: skip
+    manifest = Manifest(kind="bin", dtype="uint16", documents=80, sequences=80, tokens=40_000, shards=shards)
+    (root / "data" / "web.manifest.json").write_bytes(manifest.to_json())
+
+
+@pytest.mark.parametrize("order", ["megatron", "sequential", "stream"])
+def test_shards_that_are_replaced_by_others_of_the_same_size_are_read_anew(tmp_path: Path, order: str) -> None:
+    (tmp_path / "data").mkdir()
+    write_shards(tmp_path, [5, 6])
+    with running(tmp_path) as server:
+        storage = StorageConfig(storage_options=server.storage_options, cache_dir=tmp_path / "cache", chunk_bytes=1 << 20)
+        config = DataConfig(
+            blend=["s3://data/web.manifest.json"], sequence_length=64, order=order,  # type: ignore[arg-type]
+            num_samples=(300, 0, 0), storage=storage, index_cache_dir=tmp_path / "idx", lanes=8 if order == "stream" else None,
+        )  # fmt: skip
+        assert set(stream(config).unique().tolist()) == {5, 6}
+        write_shards(tmp_path, [7, 8])
+        got = stream(config)
+        assert set(got.unique().tolist()) == {7, 8}
+        assert torch.equal(got, stream(replace(config, storage=replace(storage, cache_dir=None))))
+        if order == "sequential":
+            before = server.counts()["bytes"]
+            assert torch.equal(stream(config), got)
+            assert server.counts()["bytes"] - before < 40_000, "the new ones are cached in turn, but for their ends"
+
+
+def test_the_etag_of_several_objects_is_made_of_all_of_theirs() -> None:
+    store = LocalStore()
+
+    def etag_of(*parts: tuple[str, int, str]) -> str:
+        infos = [(store, ObjectInfo(key=key, size=size, etag=etag)) for key, size, etag in parts]
+        return ConcatStore(infos, "all").info("all").etag
+
+    one = etag_of(("/a", 4, "x"), ("/b", 6, "y"))
+    assert one == etag_of(("/a", 4, "x"), ("/b", 6, "y"))
+    others = [
+        etag_of(("/a", 4, "x"), ("/b", 6, "z")),
+        etag_of(("/a", 4, "x"), ("/c", 6, "y")),
+        etag_of(("/a", 6, "x"), ("/b", 4, "y")),
+        etag_of(("/b", 6, "y"), ("/a", 4, "x")),
+    ]
+    assert len({one, *others}) == 5
+    assert etag_of(("/a", 4, "x"), ("/b", 6, "")) == "", "one of unknown version makes the whole unknown"
+
+
+def test_a_folder_below_the_home_folder_is_found_by_its_tilde(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    monkeypatch.chdir(tmp_path)
+    assert str(StorageConfig(cache_dir="~/x").cache_dir) == str(tmp_path / "home" / "x")
+    assert str(StorageConfig(cache_dir=Path("~/x")).cache_dir) == str(tmp_path / "home" / "x")
+    config = DataConfig(blend=["a"], sequence_length=8, index_cache_dir="~/y")
+    assert str(config.index_cache_dir) == str(tmp_path / "home" / "y")
+    (tmp_path / "data").mkdir()
+    write_shards(tmp_path, [5, 6])
+    with running(tmp_path) as server:
+        IndexedDataset("s3://data/web.manifest.json", StorageConfig(storage_options=server.storage_options), "~/z")
+    assert (tmp_path / "home" / "z").is_dir()
+    assert not (tmp_path / "~").exists()

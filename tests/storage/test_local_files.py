@@ -1,0 +1,276 @@
+"""Local files that change under a run: what is read is what was opened, or an error that names the file. Never a crash."""
+
+from __future__ import annotations
+
+import errno
+import os
+import pickle
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from streammega import (
+    DataConfig,
+    IndexedDataset,
+    IndexedDatasetWriter,
+    StorageConfig,
+    StreamingDataset,
+    StreamLoader,
+    build_datasets,
+)
+from streammega.errors import ConfigError, ObjectChangedError, StorageError
+from streammega.storage.backends.local import LocalStore
+from streammega.storage.store import fill
+from tests.support.processes import launch
+
+CHANGES: dict[str, Callable[[Path], object]] = {
+    "made smaller": lambda path: replace(path, path.read_bytes()[: path.stat().st_size // 3]),
+    "emptied": lambda path: path.write_bytes(b""),
+    "made anew with the same size": lambda path: replace(path, bytes(path.stat().st_size)),
+}
+
+
+def replace(path: Path, data: bytes) -> None:
+    """As converters do: a file of its own, renamed over the old one."""
+    beside = path.with_suffix(".beside")
+    beside.write_bytes(data)
+    os.utime(beside, ns=(0, path.stat().st_mtime_ns + 1_000_000))  # however coarse the clock is
+    os.replace(beside, path)
+
+
+def write_shard(name: Path | str, value: int, tokens: int = 40_000) -> str:
+    with IndexedDatasetWriter(str(name), np.uint16) as writer:
+        for _ in range(20):
+            writer.add_item(np.full(tokens // 20, value, np.uint16))
+            writer.end_document()
+    return str(name)
+
+
+def outcome(code: str, folder: Path, *arguments: str) -> str:
+    """What a process of its own printed; a crash of it is told apart from an error."""
+    family = launch(folder, 1, ["-c", code, str(folder), *arguments])
+    codes, printed = family.ended(0, within=120), family.log(0)
+    family.close()
+    assert codes == [0], f"rc {codes}: {printed[-2000:]}"
+    return printed.strip()
+
+
+CHANGED_BEFORE_THE_FIRST_BATCH = """
+import sys
+from pathlib import Path
+from streammega import DataConfig, StreamLoader
+from streammega.errors import StorageError
+from tests.storage.test_local_files import CHANGES, write_shard
+
+folder, order = Path(sys.argv[1]), sys.argv[2]
+for suffix in ("", ".tar", ".bin.zst"):
+    for number, (name, change) in enumerate(CHANGES.items()):
+        if suffix == ".bin.zst" and name == "emptied":
+            continue  # its table of frames was read at opening: it is mapped, and would end the process
+        shard = write_shard(folder / f"shard{number}{suffix}", 5)
+        config = DataConfig(blend=[shard], sequence_length=512, order=order, num_samples=(60, 0, 0))
+        loader = StreamLoader(config, micro_batch_size=4, global_batch_size=8, dp_rank=0, dp_size=1)
+        stored = Path(shard if suffix else f"{shard}.bin")
+        change(stored)
+        try:
+            for batch in loader:
+                assert (batch["tokens"] == 5).all(), "memory that is none of the file's"
+            print(name, "no error")
+        except StorageError as error:
+            print(name, type(error).__name__, stored.name in str(error))
+"""
+
+
+@pytest.mark.parametrize("order", ["stream", "megatron"])
+def test_a_file_that_changed_before_it_is_mapped_is_an_error_that_names_it(tmp_path: Path, order: str) -> None:
+    printed = outcome(CHANGED_BEFORE_THE_FIRST_BATCH, tmp_path, order)
+    changed = [f"{name} ObjectChangedError True" for name in CHANGES]
+    mapped = [f"{name} no error" for name in CHANGES if name != "emptied"]
+    assert printed.splitlines() == [*changed, *changed, *mapped]
+
+
+def test_a_loader_made_later_in_the_same_process_reads_the_file_that_is_there_then(tmp_path: Path) -> None:
+    for value in (5, 7):
+        shard = write_shard(tmp_path / "shard", value)
+        config = DataConfig(blend=[shard], sequence_length=64, order="stream")
+        with StreamLoader(config, micro_batch_size=2, global_batch_size=2, dp_rank=0, dp_size=1) as loader:
+            assert (next(iter(loader))["tokens"] == value).all()
+
+
+def test_a_worker_that_maps_the_file_anew_notices_that_it_changed(tmp_path: Path) -> None:
+    shard = write_shard(tmp_path / "shard", 5)
+    config = DataConfig(blend=[shard], sequence_length=64, order="stream")
+    dataset = StreamingDataset(config, micro_batch_size=2, global_batch_size=2, dp_rank=0, dp_size=1)
+    assert (next(iter(dataset))["tokens"] == 5).all()
+    sent = pickle.dumps(dataset)
+    CHANGES["made smaller"](Path(f"{shard}.bin"))
+    with pytest.raises(ObjectChangedError, match=r"shard\.bin"):
+        next(iter(pickle.loads(sent)))  # noqa: S301
+
+
+MORE_SHARDS_THAN_DESCRIPTORS = """
+import resource, sys
+from pathlib import Path
+from streammega import DataConfig, StreamLoader
+from tests.storage.test_local_files import write_shard
+
+for number in range(150):
+    write_shard(Path(sys.argv[1]) / "data" / f"{number:03d}", number, tokens=400)
+resource.setrlimit(resource.RLIMIT_NOFILE, (100, 100))
+for order in ("stream", "megatron"):
+    config = DataConfig(blend=[f"{sys.argv[1]}/data/"], sequence_length=16, order=order, num_samples=(3000, 0, 0),
+                        index_cache_dir=Path(sys.argv[1]) / "cache")
+    with StreamLoader(config, micro_batch_size=100, global_batch_size=100, dp_rank=0, dp_size=1) as loader:
+        print(order, len({int(token) for batch in loader for token in batch["tokens"].reshape(-1)}))
+"""
+
+
+def test_more_shards_than_there_may_be_open_files_are_read(tmp_path: Path) -> None:
+    assert outcome(MORE_SHARDS_THAN_DESCRIPTORS, tmp_path).splitlines() == ["stream 150", "megatron 150"]
+
+
+class TestViews:
+    """What the local store maps."""
+
+    def test_a_file_is_mapped_once_and_again_when_it_is_another(self, tmp_path: Path) -> None:
+        path = tmp_path / "file"
+        path.write_bytes(b"old")
+        store, key = LocalStore(), str(path)
+        etag = store.info(key).etag
+        first = store.view(key, etag)
+        assert store.view(key, etag) is first
+        assert store.view(key) is first
+        replace(path, b"new")
+        assert bytes(store.view(key, etag)) == b"old", "mapped, and still what was opened"
+        assert bytes(store.view(key)) == b"new"
+        with pytest.raises(ObjectChangedError, match="file: the object was replaced"):
+            store.view(key, etag)
+
+    def test_a_thousand_mapped_files_need_no_descriptors(self, tmp_path: Path) -> None:
+        store = LocalStore()
+        before = len(os.listdir("/proc/self/fd"))
+        for number in range(1000):
+            (tmp_path / str(number)).write_bytes(b"x")
+            assert bytes(store.view(str(tmp_path / str(number)))) == b"x"
+        assert len(os.listdir("/proc/self/fd")) == before
+
+
+def test_nothing_is_copied_to_an_array_of_another_size() -> None:
+    for out in (np.empty(3, np.uint8), np.empty(8, np.uint8)[::2]):
+        with pytest.raises(ValueError, match="4 bytes are to be written"):
+            fill("key", [(0, 4)], [memoryview(b"abcd")], [out])
+    with pytest.raises(ValueError, match="zip"):
+        fill("key", [(0, 4), (4, 8)], [memoryview(b"abcd")] * 2, [np.empty(4, np.uint8)])
+
+
+@pytest.mark.parametrize("suffix", ["", ".tar", ".bin.zst"])
+def test_map_style_reads_are_of_the_file_that_was_opened(tmp_path: Path, suffix: str) -> None:
+    shard = write_shard(tmp_path / f"shard{suffix}", 5)
+    opened, used = IndexedDataset(shard), IndexedDataset(shard)
+    config = DataConfig(blend=[shard], sequence_length=64, num_samples=(8, 0, 0), index_cache_dir=tmp_path / "cache")
+    samples = build_datasets(config)[0]
+    assert (used[3] == 5).all()
+    stored = Path(shard if suffix else f"{shard}.bin")
+    again = Path(write_shard(tmp_path / f"other{suffix}", 7))
+    replace(stored, (again if suffix else Path(f"{again}.bin")).read_bytes())
+    assert (used[3] == 5).all(), "mapped before: what it was"
+    for read in (lambda: opened[3], lambda: samples[0]["tokens"].numpy()):  # type: ignore[index]
+        if suffix == ".bin.zst":  # mapped when its table of frames was read
+            assert (read() == 5).all()
+            continue
+        with pytest.raises(ObjectChangedError, match=stored.name):
+            read()
+    assert (IndexedDataset(shard)[3] == 7).all(), "opened now: what it is"
+
+
+def test_an_idx_that_changed_is_not_taken_for_the_one_that_was_opened(tmp_path: Path) -> None:
+    shard = write_shard(tmp_path / "shard", 5)
+    dataset = IndexedDataset(shard)
+    sent = pickle.dumps(dataset)
+    assert len(pickle.loads(sent)) == 20  # noqa: S301  (as a spawned worker does)
+    with IndexedDatasetWriter(str(tmp_path / "other"), np.uint16) as writer:
+        writer.add_item(np.full(40_000, 5, np.uint16))
+        writer.end_document()
+    replace(Path(f"{shard}.idx"), (tmp_path / "other.idx").read_bytes())
+    with pytest.raises(ObjectChangedError, match=r"shard\.idx"):
+        len(pickle.loads(sent))  # noqa: S301
+
+
+# --- by reads instead of maps --------------------------------------------------------------------------------------------------
+
+
+def first_batches(shard: str, order: str, storage: StorageConfig, cache: Path) -> list[Any]:
+    config = DataConfig(
+        blend=[shard],
+        sequence_length=512,
+        order=order,  # type: ignore[arg-type]
+        num_samples=(40, 0, 0),
+        storage=storage,
+        index_cache_dir=cache,
+    )
+    with StreamLoader(config, micro_batch_size=2, global_batch_size=4, dp_rank=0, dp_size=1) as loader:
+        return [batch["tokens"].numpy().copy() for batch, _ in zip(loader, range(16), strict=False)]
+
+
+@pytest.mark.parametrize("order", ["stream", "megatron", "sequential"])
+@pytest.mark.parametrize("suffix", ["", ".tar", ".bin.zst"])
+def test_reads_give_the_tokens_that_maps_give(tmp_path: Path, order: str, suffix: str) -> None:
+    with IndexedDatasetWriter(str(tmp_path / f"shard{suffix}"), np.uint16) as writer:
+        for number in range(50):
+            writer.add_item(np.arange(number, number + 700))
+            writer.end_document()
+    shard = str(tmp_path / f"shard{suffix}")
+    mapped = first_batches(shard, order, StorageConfig(), tmp_path / "a")
+    assert len(mapped) == 16
+    for storage in (StorageConfig(local="pread"), StorageConfig(local="pread", cache_dir=tmp_path / "pages")):
+        np.testing.assert_array_equal(first_batches(shard, order, storage, tmp_path / "b"), mapped)
+
+
+CUT_WHILE_ITERATING = """
+import os, sys
+from pathlib import Path
+from streammega import DataConfig, StorageConfig, StreamLoader
+from streammega.errors import StorageError
+from tests.storage.test_local_files import write_shard
+
+shard = write_shard(Path(sys.argv[1]) / "shard", 5, tokens=2_000_000)
+storage = StorageConfig(local="pread", memory_bytes=1 << 20)
+config = DataConfig(blend=[shard], sequence_length=512, order="stream", storage=storage)
+try:
+    with StreamLoader(config, micro_batch_size=2, global_batch_size=4, dp_rank=0, dp_size=1) as loader:
+        for number, batch in enumerate(loader):
+            assert (batch["tokens"] == 5).all()
+            if number == 3:
+                os.truncate(f"{shard}.bin", 0)
+except StorageError as error:
+    print(type(error).__name__, "shard.bin" in str(error))
+"""
+
+
+def test_a_file_that_is_cut_while_it_is_read_is_an_error_that_names_it(tmp_path: Path) -> None:
+    assert outcome(CUT_WHILE_ITERATING, tmp_path) == "ObjectChangedError True"
+
+
+def test_errors_of_a_server_behind_a_file_system_are_tried_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_shard(tmp_path / "shard", 5)
+    dataset = IndexedDataset(str(tmp_path / "shard"), StorageConfig(local="pread", retries=2), tmp_path / "cache")
+    read, failures = os.preadv, iter([errno.EIO, errno.ESTALE])
+
+    def failing(*arguments: Any) -> int:
+        if number := next(failures, 0):
+            raise OSError(number, os.strerror(number))
+        return read(*arguments)
+
+    monkeypatch.setattr(os, "preadv", failing)
+    assert (dataset[3] == 5).all()
+    failures = iter([errno.EIO] * 99)
+    with pytest.raises(StorageError, match=r"shard\.bin: Input/output error"):
+        dataset[3]
+
+
+def test_a_way_to_read_that_does_not_exist_is_refused() -> None:
+    with pytest.raises(ConfigError, match="'mmap' or 'pread'"):
+        StorageConfig(local="direct")  # type: ignore[arg-type]

@@ -1,0 +1,250 @@
+"""Whole runs on oss://: the stream under faults and expiring credentials, conversion, verification, training and its resume."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import os
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from streammega import (
+    DataConfig,
+    GPTDataset,
+    IndexedDataset,
+    IndexedDatasetWriter,
+    StorageConfig,
+    StreamLoader,
+)
+from streammega.cli.main import main
+from streammega.convert import convert
+from streammega.errors import AccessDeniedError, ObjectChangedError
+from streammega.storage import open_store
+from streammega.train.config import load_run
+from streammega.train.loop import Trainer
+from streammega.train.metrics import read_metrics
+from tests.conftest import write_random_pair
+from tests.convert.test_convert import tokenizer as tokenizer
+from tests.storage.test_faults import FAULTS, config_of, stream, write_data
+from tests.storage.test_storage import put
+from tests.support.oss_server import KEY, SECRET, Oss
+from tests.train.test_train import TOML, loader_hashes
+
+TRANSPORTS = ("obstore", "fsspec")
+
+
+@pytest.fixture(scope="module")
+def local(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    root = tmp_path_factory.mktemp("local")
+    write_data(root)
+    return root
+
+
+@pytest.fixture
+def bucket(oss: Oss, local: Path) -> str:
+    """A bucket with the datasets data/web and data/code."""
+    name = oss.new_bucket()
+    for path in (local / "data").iterdir():
+        store, key = open_store(f"oss://{name}/data/{path.name}", StorageConfig(storage_options=oss.options))
+        put(store, key, path.read_bytes())
+    return name
+
+
+def storage_of(oss: Oss, transport: Any, **options: Any) -> StorageConfig:
+    return StorageConfig(
+        transport=transport,
+        storage_options=options or oss.options,
+        part_bytes=4096,
+        stall_timeout=0.6,
+        timeout=20,
+        retries=12,
+        max_requests=16,
+        coalesce_bytes=512,
+        memory_bytes=400_000,
+    )
+
+
+def local_blend(root: Path) -> list[tuple[str, float]]:
+    return [(f"{root}/data/web", 0.7), (f"{root}/data/code", 0.3)]
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+@pytest.mark.parametrize(
+    ("fault", "order"),
+    [
+        ("503 bursts", "stream"),
+        ("truncation", "stream"),
+        ("mixture", "megatron"),  # of all of them
+        *(pytest.param(fault, "stream", marks=pytest.mark.soak) for fault in ("resets", "stalls", "over-long bodies")),
+    ],
+)
+def test_faults_change_no_token(
+    oss: Oss, bucket: str, local: Path, tmp_path: Path, fault: str, order: str, transport: str
+) -> None:
+    remote = config_of(order, f"oss://{bucket}", tmp_path, storage_of(oss, transport), samples=1200)
+    expected = stream(replace(remote, blend=local_blend(local)))
+    loader = StreamLoader(remote, micro_batch_size=4, global_batch_size=8)
+    oss.behave(**FAULTS[fault])
+    before = oss.counts()["faults"]
+    with loader:
+        got = torch.cat([torch.cat([batch["tokens"], batch["labels"]], 1).clone() for batch in loader])
+    assert torch.equal(got, expected)
+    assert oss.counts()["faults"] > before, "the fault did not happen: the test shows nothing"
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_an_object_that_is_replaced_stops_the_run(oss: Oss, bucket: str, tmp_path: Path, transport: str) -> None:
+    config = config_of("stream", f"oss://{bucket}", tmp_path, storage_of(oss, transport))
+    loader = StreamLoader(config, micro_batch_size=4, global_batch_size=8)
+    batches = iter(loader)
+    next(batches)
+    store, key = open_store(f"oss://{bucket}/data/web.bin", config.storage)
+    put(store, key, bytes(store.info(key).size))
+    with pytest.raises(ObjectChangedError, match=r"web\.bin: the object was replaced"):
+        list(batches)
+
+
+def settle(loader: StreamLoader) -> None:
+    """Wait until no request is under way: a read that meets two changes of keys is refused twice, and ends the run."""
+    deadline = time.monotonic() + 10
+    idle = 0
+    while idle < 10 and time.monotonic() < deadline:
+        stats = loader.stats()
+        idle = idle + 1 if stats["requests_in_flight"] == stats["requests_queued"] == 0 else 0
+        time.sleep(0.01)
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_credentials_that_expire_during_a_run_are_replaced(
+    oss: Oss, bucket: str, local: Path, tmp_path: Path, transport: str
+) -> None:
+    path = tmp_path / "sts.json"
+
+    def hand_out(number: int) -> None:
+        """The next key; a moment later the server knows no former one."""
+        known = {f"STS.{n}": {"secret": "s", "token": f"token-{n}"} for n in (number - 100, number)}
+        oss.know(**known)
+        fields = {"AccessKeyId": f"STS.{number}", "AccessKeySecret": "s", "SecurityToken": f"token-{number}"}
+        (tmp_path / "next").write_text(json.dumps(fields))
+        os.replace(tmp_path / "next", path)
+        del known[f"STS.{number - 100}"]
+        oss.know(**known)
+
+    hand_out(0)
+    storage = storage_of(oss, transport, endpoint=oss.endpoint, credentials_file=str(path))
+    storage = replace(storage, memory_bytes=120_000)  # a fraction of the data, so that much is left to be read with later keys
+    config = config_of("stream", f"oss://{bucket}", tmp_path, storage)
+    got = []
+    with StreamLoader(config, micro_batch_size=4, global_batch_size=8) as loader:
+        for number, batch in enumerate(loader):
+            if number and number % 100 == 0:
+                settle(loader)
+                hand_out(number)
+            got.append(torch.cat([batch["tokens"], batch["labels"]], 1).clone())
+    assert torch.equal(torch.cat(got), stream(replace(config, blend=local_blend(local))))
+    seen = {request["headers"]["authorization"].split("=")[1].split("/")[0] for request in oss.take_log()[-2000:]}
+    assert len(seen) > 2, "the run lived through several keys"
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_refused_credentials_end_the_run_soon(oss: Oss, bucket: str, tmp_path: Path, transport: str) -> None:
+    config = config_of("stream", f"oss://{bucket}", tmp_path, storage_of(oss, transport))
+    loader = StreamLoader(config, micro_batch_size=4, global_batch_size=8)
+    oss.know(other={"secret": "x"})
+    began = time.monotonic()
+    with pytest.raises(AccessDeniedError, match="InvalidAccessKeyId"):
+        list(loader)
+    assert time.monotonic() - began < 10
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_map_style_datasets_pages_and_workers_read_the_same(
+    oss: Oss, bucket: str, local: Path, tmp_path: Path, transport: Any
+) -> None:
+    storage = StorageConfig(transport=transport, storage_options=oss.options)
+    remote, own = IndexedDataset(f"oss://{bucket}/data/web", storage), IndexedDataset(f"{local}/data/web")
+    assert len(remote) == len(own)
+    assert all(np.array_equal(remote[i], own[i]) for i in (0, 7, len(own) - 1))
+    config = config_of("megatron", f"oss://{bucket}", tmp_path, storage)
+    assert config.blend is not None
+    ours = replace(config, blend=[f"oss://{bucket}/data/web"], num_samples=(64, 0, 0))
+    theirs = replace(ours, blend=[f"{local}/data/web"])
+    for remote_sample, own_sample in zip(_samples(ours), _samples(theirs), strict=True):
+        assert torch.equal(remote_sample, own_sample)
+    cached = replace(config, order="stream", lanes=16, storage=replace(storage, cache_dir=tmp_path / "pages"))
+    expected = stream(replace(cached, blend=local_blend(local), storage=StorageConfig()))
+    assert torch.equal(stream(cached), expected)
+    oss.take_log()
+    assert torch.equal(stream(cached), expected)
+    bodies = [request for request in oss.take_log() if request["method"] == "GET" and "range" in request["headers"]]
+    assert not [request for request in bodies if request["path"].endswith(".bin")], "the second run reads the disk"
+    loader = StreamLoader(replace(cached, storage=storage), micro_batch_size=4, global_batch_size=8)
+    workers: Any = torch.utils.data.DataLoader(loader.dataset, batch_size=None, num_workers=2, multiprocessing_context="fork")
+    got = torch.cat([torch.cat([batch["tokens"], batch["labels"]], 1) for batch in workers])
+    assert torch.equal(got, expected)
+
+
+def _samples(config: DataConfig) -> Iterator[torch.Tensor]:
+    assert config.blend is not None
+    dataset = GPTDataset(IndexedDataset(str(config.blend[0]), config.storage), None, 8, config)
+    for index in range(8):
+        yield torch.as_tensor(dataset[index]["tokens"])
+
+
+def test_a_corpus_becomes_a_dataset_within_oss_by_the_command_line(
+    oss: Oss, tokenizer: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Inputs, shards and manifest all lie in one bucket."""
+    bucket = oss.new_bucket()
+    texts = [f"document {n} " + "wörd " * (n * 7 % 50) for n in range(300)]
+    lines = [json.dumps({"text": text}).encode() + b"\n" for text in texts]
+    for name, part in (("a.jsonl", lines[:200]), ("b.jsonl.gz", lines[200:])):
+        store, key = open_store(f"oss://{bucket}/in/{name}", StorageConfig(storage_options=oss.options))
+        put(store, key, gzip.compress(b"".join(part)) if name.endswith(".gz") else b"".join(part))
+    told = [word for name, value in oss.options.items() for word in ("--storage", f"{name}={value}")]
+    target = f"oss://{bucket}/out/web"
+    words = ["convert", f"oss://{bucket}/in", target, "--tokenizer", tokenizer, "--shard-size", "16K", "--shuffle", *told]
+    assert main(words) == 0, capsys.readouterr().err
+    assert main(["verify", target, *told]) == 0, capsys.readouterr().err
+    assert main(["describe", target, "--tokenizer", tokenizer, *told]) == 0
+    shown = capsys.readouterr()
+    assert "300" in shown.out
+    assert SECRET not in shown.out + shown.err
+    (tmp_path / "in").mkdir()
+    (tmp_path / "in" / "a.jsonl").write_bytes(b"".join(lines))
+    convert([str(tmp_path / "in")], str(tmp_path / "out" / "web"), tokenizer=tokenizer)
+    remote = IndexedDataset(target, StorageConfig(storage_options=oss.options))
+    own = IndexedDataset(str(tmp_path / "out" / "web"))
+    assert sorted(bytes(remote[i]) for i in range(len(remote))) == sorted(bytes(own[i]) for i in range(len(own)))
+
+
+def test_a_run_on_oss_resumes_on_exactly_the_next_token(oss: Oss, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in (("ENDPOINT", oss.endpoint), ("ACCESS_KEY_ID", KEY), ("ACCESS_KEY_SECRET", SECRET)):
+        monkeypatch.setenv(f"OSS_{name}", value)
+    write_random_pair(str(tmp_path / "pair"))
+    prefix = f"oss://{oss.new_bucket()}/pair"
+    with IndexedDatasetWriter(prefix, np.uint16) as writer:
+        writer.add_index(str(tmp_path / "pair"))
+    path = tmp_path / "run.toml"
+    path.write_text(TOML.format(prefix=prefix, folder=tmp_path))
+    config = load_run(str(path), ["train.iters=8", "train.eval_interval=100"])
+    first = Trainer(config, torch.device("cpu"))
+    for _ in range(4):
+        first.train_step()
+        first.step += 1
+    first.save()
+    second = Trainer(config, torch.device("cpu"))
+    second.resume()
+    assert second.step == 4
+    second.run()
+    expected = loader_hashes(config)
+    records = read_metrics(tmp_path / "run" / "metrics.jsonl")
+    assert {record["step"] for record in records} == set(range(5, 9))
+    assert all(record["batch_hash"] == expected[record["step"] - 1] for record in records)

@@ -1,0 +1,341 @@
+"""The page cache: each byte is fetched once for a node, nothing is believed that was not written whole."""
+
+from __future__ import annotations
+
+import logging
+import multiprocessing
+import os
+import resource
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from streammega import DataConfig, StorageConfig, StreamLoader
+from streammega.storage import cache as page_cache
+from streammega.storage.cache import PAGE_BYTES, PageCache
+from streammega.storage.cache.store import CachedStore
+from streammega.storage.store import Bytes
+from tests.storage.test_faults import config_of, storage_of, stream, write_data
+from tests.support.processes import Family
+from tools.bench.object_server import Running, running
+
+SIZE = 5 * PAGE_BYTES + 1000
+CHUNK = 1 << 20
+
+
+def data_of(size: int = SIZE) -> Bytes:
+    return np.random.default_rng(1).integers(0, 256, size, dtype=np.uint8)
+
+
+class Source:
+    """An object that counts what is asked of it."""
+
+    def __init__(self, data: Bytes) -> None:
+        self.data = data
+        self.asked: list[tuple[int, int]] = []
+
+    def __call__(self, start: int, stop: int, out: Bytes) -> None:
+        self.asked.append((start, stop))
+        out[:] = self.data[start:stop]
+
+    @property
+    def fetched(self) -> int:
+        return sum(stop - start for start, stop in self.asked)
+
+
+class Through:
+    """A store of one object that is read from a source."""
+
+    def __init__(self, source: Source) -> None:
+        self.source = source
+
+    def read_into(self, key: str, spans: Sequence[tuple[int, int]], outs: Sequence[Bytes], etag: str = "") -> None:
+        for (start, stop), out in zip(spans, outs, strict=True):
+            self.source(start, stop, out)
+
+
+@given(spans=st.lists(st.tuples(st.integers(0, SIZE - 1), st.integers(1, SIZE)), min_size=1, max_size=12))
+def test_reads_are_right_and_no_page_is_fetched_twice(
+    tmp_path_factory: pytest.TempPathFactory, spans: list[tuple[int, int]]
+) -> None:
+    source = Source(data_of())
+    cached = PageCache(tmp_path_factory.mktemp("cache"), 1 << 30, 2 * PAGE_BYTES).open("s3://b/k", "e", SIZE)
+    assert cached is not None
+    for start, length in spans:
+        stop = min(start + length, SIZE)
+        out = np.empty(stop - start, np.uint8)
+        cached.read(start, stop, out, source)
+        np.testing.assert_array_equal(out, source.data[start:stop])
+    pages = {page for start, stop in source.asked for page in range(start // PAGE_BYTES, -(-stop // PAGE_BYTES))}
+    assert sum(-(-(stop - start) // PAGE_BYTES) for start, stop in source.asked) == len(pages)
+
+
+def test_another_opening_finds_the_pages_and_another_etag_does_not(tmp_path: Path) -> None:
+    out = np.empty(SIZE, np.uint8)
+    for etag, expected in (("one", SIZE), ("one", 0), ("two", SIZE)):
+        source = Source(data_of())
+        cached = PageCache(tmp_path, 1 << 30, CHUNK).open("s3://b/k", etag, SIZE)
+        assert cached is not None
+        cached.read(0, SIZE, out, source)
+        assert source.fetched == expected
+        del cached
+
+
+def test_small_reads_find_what_a_former_run_has_cached(tmp_path: Path) -> None:
+    """They fetch no page, but one that lies on the disk is read there: also before this process has looked at it."""
+    for fetched in (SIZE, 0):
+        source = Source(data_of())
+        cached = PageCache(tmp_path, 1 << 30, CHUNK).open("s3://b/k", "e", SIZE)
+        assert cached is not None
+        if fetched:
+            cached.read(0, SIZE, np.empty(SIZE, np.uint8), source)
+        store = CachedStore(Through(source), cached)  # type: ignore[arg-type]
+        spans = [(10, 200), (PAGE_BYTES - 5, PAGE_BYTES + 5), (SIZE - 7, SIZE)]
+        outs = [np.empty(stop - start, np.uint8) for start, stop in spans]
+        store.read_into("k", spans, outs)
+        for (start, stop), out in zip(spans, outs, strict=True):
+            np.testing.assert_array_equal(out, source.data[start:stop])
+        assert source.fetched == fetched
+        del cached, store
+
+
+def test_small_reads_make_no_pages(tmp_path: Path) -> None:
+    source = Source(data_of())
+    cached = PageCache(tmp_path, 1 << 30, CHUNK).open("s3://b/k", "e", SIZE)
+    assert cached is not None
+    CachedStore(Through(source), cached).read_into("k", [(10, 200)], [np.empty(190, np.uint8)])  # type: ignore[arg-type]
+    assert source.asked == [(10, 200)]
+    assert not list(tmp_path.glob("chunks/*/*.data"))
+
+
+def test_a_damaged_page_is_fetched_again_and_verify_names_it(tmp_path: Path) -> None:
+    out = np.empty(SIZE, np.uint8)
+    cached = PageCache(tmp_path, 1 << 30, CHUNK).open("s3://b/k", "e", SIZE)
+    assert cached is not None
+    cached.read(0, SIZE, out, Source(data_of()))
+    del cached
+    path = next(tmp_path.glob("chunks/*/0.data"))
+    with open(path, "r+b") as file:
+        file.seek(2 * PAGE_BYTES + 5)
+        file.write(b"damage")
+    command = [sys.executable, "-m", "streammega", "cache"]
+    found = subprocess.run([*command, "verify", str(tmp_path)], capture_output=True, text=True)
+    assert (found.returncode, "page 2 is damaged" in found.stdout) == (1, True)
+    source = Source(data_of())
+    cached = PageCache(tmp_path, 1 << 30, CHUNK).open("s3://b/k", "e", SIZE)
+    assert cached is not None
+    cached.read(0, SIZE, out, source)
+    assert source.asked == [(2 * PAGE_BYTES, 3 * PAGE_BYTES)]
+    np.testing.assert_array_equal(out, source.data)
+    assert "in use  s3://b/k" in subprocess.run([*command, "ls", str(tmp_path)], capture_output=True, text=True).stdout
+    assert "1 in use and kept" in subprocess.run([*command, "clear", str(tmp_path)], capture_output=True, text=True).stdout
+    del cached
+    assert "0 damaged" in subprocess.run([*command, "verify", str(tmp_path)], capture_output=True, text=True).stdout
+    assert "1 objects removed" in subprocess.run([*command, "clear", str(tmp_path)], capture_output=True, text=True).stdout
+    assert not list(tmp_path.glob("chunks/*/*.data"))
+    assert "holds no cache" in subprocess.run([*command, "ls", "/nonexistent"], capture_output=True, text=True).stderr
+
+
+def _read_all(folder: str, log_file: str, seed: int) -> None:
+    data = data_of(40 * PAGE_BYTES)
+
+    def fetch(start: int, stop: int, out: Bytes) -> None:
+        time.sleep(0.01)
+        out[:] = data[start:stop]
+        with open(log_file, "a") as file:
+            file.write(f"{start} {stop}\n")
+
+    cached = PageCache(folder, 1 << 30, CHUNK).open("s3://b/k", "e", len(data))
+    assert cached is not None
+    rng = np.random.default_rng(seed)
+
+    def work(starts: list[int]) -> None:
+        for start in starts:
+            stop = min(start + 300_000, len(data))
+            out = np.empty(stop - start, np.uint8)
+            cached.read(start, stop, out, fetch)
+            assert (out == data[start:stop]).all()
+
+    starts = rng.permutation(np.arange(0, len(data), 100_000)).tolist()
+    threads = [threading.Thread(target=work, args=(starts[n::3],)) for n in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+
+
+def test_processes_and_threads_fetch_each_page_once_together(tmp_path: Path) -> None:
+    log_file = tmp_path / "log"
+    context = multiprocessing.get_context("forkserver")
+    processes = [context.Process(target=_read_all, args=(str(tmp_path / "cache"), str(log_file), seed)) for seed in range(3)]
+    for process in processes:
+        process.start()
+    for process in processes:
+        process.join()
+        assert process.exitcode == 0
+    pages = [
+        page
+        for line in log_file.read_text().splitlines()
+        for page in range(int(line.split()[0]) // PAGE_BYTES, int(line.split()[1]) // PAGE_BYTES)
+    ]
+    assert sorted(pages) == list(range(40))
+
+
+def test_what_nobody_uses_makes_room_oldest_first_and_what_is_used_stays(tmp_path: Path) -> None:
+    out = np.empty(SIZE, np.uint8)
+    for number, name in enumerate(("old", "newer")):
+        cached = PageCache(tmp_path, 1 << 30, CHUNK).open(f"s3://b/{name}", "e", SIZE)
+        assert cached is not None
+        cached.read(0, SIZE, out, Source(data_of()))
+        used = cached.folder / "used"
+        del cached
+        os.utime(used, (1000 + number, 1000 + number))
+    cache = PageCache(tmp_path, int(2.5 * SIZE), CHUNK)
+    kept = cache.open("s3://b/third", "e", SIZE)
+    assert kept is not None
+    kept.read(0, SIZE, out, Source(data_of()))
+    names = {entry.url for entry in page_cache.entries(tmp_path / "chunks") if entry.cached_bytes}
+    assert names == {"s3://b/newer", "s3://b/third"}
+    source = Source(data_of())
+    second = PageCache(tmp_path, SIZE, CHUNK).open("s3://b/fourth", "e", SIZE)
+    assert second is not None
+    for _ in range(2):
+        second.read(0, SIZE, out, source)
+        np.testing.assert_array_equal(out, source.data)
+    assert source.fetched == 2 * SIZE, "no room: not admitted, and nothing in use was evicted for it"
+    assert kept.has(0, SIZE)
+
+
+@pytest.mark.skipif(os.geteuid() == 0 and not hasattr(resource, "RLIMIT_FSIZE"), reason="needs a limit on file sizes")
+def test_a_full_disk_turns_the_cache_off_with_one_warning(tmp_path: Path) -> None:
+    code = f"""
+import logging, resource, signal, sys
+import numpy as np
+from streammega.storage.cache import PageCache
+signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+resource.setrlimit(resource.RLIMIT_FSIZE, (300_000, 300_000))
+logging.basicConfig(stream=sys.stdout)
+data = np.arange({SIZE}, dtype=np.uint8)
+cached = PageCache({str(tmp_path)!r}, 1 << 30, 1 << 20).open("s3://b/k", "e", {SIZE})
+def fetch(a, b, out): out[:] = data[a:b]
+for at in range(0, {SIZE}, 100_000):
+    out = np.empty(min(100_000, {SIZE} - at), np.uint8)
+    cached.read(at, at + len(out), out, fetch)
+    assert (out == data[at:at + len(out)]).all()
+"""
+    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert found.returncode == 0, found.stderr
+    assert found.stdout.count("going on without a cache") == 1
+
+
+def test_a_cache_dir_that_cannot_be_made_is_one_warning(
+    server: tuple[Running, Path], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    endpoint, _ = server
+    (tmp_path / "file").write_text("not a folder")
+    storage = replace(storage_of(endpoint, "obstore"), cache_dir=tmp_path / "file")
+    plain = config_of("stream", "s3:/", tmp_path / "idx", storage_of(endpoint, "obstore"))
+    with caplog.at_level(logging.WARNING):
+        assert torch.equal(stream(replace(plain, storage=storage)), stream(plain))
+    assert len([record for record in caplog.records if "without a cache" in record.message]) == 1
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Running, Path]]:
+    root = tmp_path_factory.mktemp("objects")
+    write_data(root)
+    with running(root) as server:
+        yield server, root
+
+
+def bin_bytes(root: Path) -> int:
+    return sum(path.stat().st_size for path in root.glob("data/*.bin"))
+
+
+@pytest.mark.parametrize("order", ["stream", "megatron"])
+def test_a_second_run_fetches_nothing_and_sees_the_same_tokens(server: tuple[Running, Path], tmp_path: Path, order: str) -> None:
+    endpoint, root = server
+    plain = config_of(order, "s3:/", tmp_path / "idx", storage_of(endpoint, "obstore"))
+    expected = stream(plain)
+    storage = replace(plain.storage, cache_dir=tmp_path / "cache", chunk_bytes=CHUNK, memory_bytes=4_000_000)
+    config = replace(plain, storage=storage)
+    assert torch.equal(stream(config), expected)
+    wait_until_staged(config, bin_bytes(root))
+    before = endpoint.counts()["bytes"]
+    config = replace(config, storage=replace(storage, hedge=False))  # on a busy machine a cached page may be asked for twice
+    loader = StreamLoader(config, micro_batch_size=4, global_batch_size=8)
+    with loader:
+        got = torch.cat([torch.cat([batch["tokens"], batch["labels"]], 1).clone() for batch in loader])
+    assert torch.equal(got, expected)
+    assert endpoint.counts()["bytes"] - before < 200, "headers of .idx files, and no token"
+    assert loader.stats()["cache_hit_bytes"] > 0
+    assert not [bad for entry in page_cache.entries(tmp_path / "cache" / "chunks") for bad in page_cache.damaged_pages(entry)]
+
+
+def wait_until_staged(config: DataConfig, total: int) -> None:
+    """Run epochs until all of the data is in the cache."""
+    for _ in range(50):
+        cached = sum(entry.cached_bytes for entry in page_cache.entries(Path(config.storage.cache_dir or "") / "chunks"))
+        if cached >= total:
+            return
+        stream(config)
+        time.sleep(0.05)
+    raise AssertionError(f"{cached} of {total} bytes staged")
+
+
+def read_all(rank: int, endpoint: str, order: Any, folder: str) -> None:
+    """Read a stream through a cache: to be killed meanwhile."""
+    storage = StorageConfig(
+        storage_options={"anon": True, "endpoint_url": endpoint},
+        part_bytes=65536,
+        cache_dir=Path(folder) / "cache",
+        chunk_bytes=1 << 20,
+    )
+    print("started", flush=True)
+    for _ in StreamLoader(config_of(order, "s3:/", Path(folder) / "idx", storage), micro_batch_size=4, global_batch_size=8):
+        pass
+
+
+def kill_at_random_moments(endpoint: Running, order: str, folder: Path, times: int, seed: int) -> None:
+    """Runs that share a cache, killed at random moments, two at a time; what they leave is sound and gives the same stream."""
+    rng = np.random.default_rng(seed)
+    endpoint.behave(latency=0.002)
+    for number in range(times // 2):
+        logs = folder / f"logs-{number}"
+        logs.mkdir()
+        runs = Family(logs, 2, read_all, endpoint.endpoint, order, str(folder))
+        for rank in range(2):
+            runs.wait_for("started", rank)
+            time.sleep(float(rng.uniform(0, 0.25)))
+        runs.close()
+        for entry in page_cache.entries(folder / "cache" / "chunks"):
+            assert not page_cache.damaged_pages(entry)
+            assert not entry.in_use, "locks die with their holders"
+    endpoint.behave()
+    plain = config_of(order, "s3:/", folder / "idx", storage_of(endpoint, "obstore"))
+    cached = replace(plain, storage=StorageConfig(
+        storage_options=endpoint.storage_options, part_bytes=65536, cache_dir=folder / "cache", chunk_bytes=1 << 20
+    ))  # fmt: skip
+    assert torch.equal(stream(cached), stream(plain))
+
+
+@pytest.mark.parametrize("order", ["stream", "megatron"])
+def test_a_cache_of_killed_runs_is_sound(server: tuple[Running, Path], tmp_path: Path, order: str) -> None:
+    kill_at_random_moments(server[0], order, tmp_path, times=4, seed=1)
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("order", ["stream", "megatron"])
+def test_a_cache_of_fifty_killed_runs_is_sound(server: tuple[Running, Path], tmp_path: Path, order: str) -> None:
+    kill_at_random_moments(server[0], order, tmp_path, times=50, seed=2)

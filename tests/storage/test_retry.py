@@ -1,0 +1,483 @@
+"""How long failures are waited for: outages of minutes by default, what waiting cannot mend not at all, and Ctrl-C at once."""
+
+from __future__ import annotations
+
+import logging
+import os
+import pickle
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from streammega import StorageConfig
+from streammega.errors import (
+    AccessDeniedError,
+    ConfigError,
+    EndpointError,
+    ObjectChangedError,
+    ObjectNotFoundError,
+    ShortReadError,
+    StorageError,
+)
+from streammega.storage import endpoints, failures, open_store, retry
+from streammega.storage.endpoints import Endpoint
+from streammega.storage.fetch import threads
+from streammega.storage.fetch.fetcher import Fetcher, Holding, Read
+from streammega.storage.retry import LONGEST_PAUSE, SHORT_READS, RetryPolicy
+from streammega.storage.store import Bytes, Span
+from tests.support.servers import KEY, SECRET, HttpObjects, http_server
+
+
+class Clock:
+    """Time that passes only while somebody sleeps, or a try takes some."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def monotonic(self) -> float:
+        return self.now
+
+    def sleep(self, seconds: float, stop: Any = None) -> None:
+        self.now += seconds
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    clock = Clock()
+    monkeypatch.setattr(retry.time, "monotonic", clock.monotonic)
+    monkeypatch.setattr(retry, "interruptible_pause", clock.sleep)
+    monkeypatch.setattr(retry, "_outages", retry._Outages())
+    return clock
+
+
+def failing(error: StorageError, clock: Clock, until: float = float("inf"), takes: float = 0.0) -> Callable[[], str]:
+    def attempt() -> str:
+        if clock.now >= until:
+            return "answer"
+        clock.now += takes
+        raise type(error)(*error.args)
+
+    return attempt
+
+
+@pytest.mark.parametrize("outage", [8, 20, 120, 500])
+@pytest.mark.parametrize("takes", [0.0, 10.0])
+def test_by_default_an_outage_of_minutes_is_waited_for(clock: Clock, outage: float, takes: float) -> None:
+    policy = RetryPolicy.of(StorageConfig())
+    assert policy.call(failing(EndpointError("down"), clock, outage, takes)) == "answer"
+    assert clock.now <= outage + LONGEST_PAUSE + takes, "its end is noticed soon"
+
+
+def test_an_outage_that_does_not_end_is_given_up_at_the_deadline_and_says_so(clock: Clock) -> None:
+    with pytest.raises(EndpointError, match=r"down \[given up after \d+ tries in [56]\d\d"):
+        RetryPolicy.of(StorageConfig()).call(failing(EndpointError("down"), clock))
+    assert 600 - LONGEST_PAUSE <= clock.now <= 600
+
+
+@pytest.mark.parametrize("kind", [AccessDeniedError, ObjectNotFoundError, ObjectChangedError, StorageError])
+def test_what_waiting_cannot_mend_is_raised_at_once(clock: Clock, kind: type[StorageError]) -> None:
+    with pytest.raises(kind, match=r"^no$"):
+        RetryPolicy.of(StorageConfig()).call(failing(kind("no"), clock))
+    assert clock.now == 0
+
+
+def test_bodies_that_stay_short_are_given_up_after_a_few_tries(clock: Clock) -> None:
+    with pytest.raises(ShortReadError, match=f"after {SHORT_READS + 1} tries"):
+        RetryPolicy.of(StorageConfig()).call(failing(ShortReadError("short"), clock))
+    assert clock.now < 10
+
+
+def test_retries_bound_the_tries_where_they_are_given(clock: Clock) -> None:
+    for retries in (0, 1, 4):
+        policy = RetryPolicy.of(StorageConfig(retries=retries))
+        pauses = [policy.pause(EndpointError("x"), attempt, 0.0) for attempt in range(1, retries + 2)]
+        assert pauses[-1] is None
+        assert None not in pauses[:-1]
+    with pytest.raises(ConfigError, match="retries is -1"):
+        StorageConfig(retries=-1)
+    with pytest.raises(ConfigError, match="give_up_after is 0"):
+        StorageConfig(give_up_after=0)
+
+
+def test_pauses_grow_to_their_cap_with_jitter_and_never_overflow() -> None:
+    policy = RetryPolicy(deadline=1e9)
+    seen = {attempt: [policy.pause(EndpointError("x"), attempt, 0.0) or 0.0 for _ in range(50)] for attempt in (1, 3, 8, 10_000)}
+    assert 0.05 <= min(seen[1]) < max(seen[1]) <= 0.1
+    assert 0.2 <= min(seen[3]) < max(seen[3]) <= 0.4
+    for attempt in (8, 10_000):
+        assert LONGEST_PAUSE / 2 <= min(seen[attempt]) < max(seen[attempt]) <= LONGEST_PAUSE
+
+
+def test_waiting_is_said_now_and_then_with_the_object_and_the_end(clock: Clock, caplog: pytest.LogCaptureFixture) -> None:
+    policy = RetryPolicy.of(StorageConfig())
+    with caplog.at_level(logging.WARNING):
+        policy.call(failing(EndpointError("s3://bucket/web.bin: refused"), clock, until=100))
+    said = [record.getMessage() for record in caplog.records]
+    assert 3 <= len(said) <= 5, "one every thirty seconds"
+    assert all("s3://bucket/web.bin: refused" in text and "600 s (give_up_after)" in text for text in said)
+    caplog.clear()
+    with caplog.at_level(logging.WARNING):
+        policy.call(failing(EndpointError("x"), clock, until=clock.now + 1))
+    assert not caplog.records, "what a second mends is not said"
+
+
+def silent(clock: Clock, until: float = float("inf")) -> Callable[[], str]:
+    def attempt() -> str:
+        if clock.now >= until:
+            return "answer"
+        raise failures.no_answer("s3://bucket/key", "refused")
+
+    return attempt
+
+
+def test_an_endpoint_that_never_answered_is_given_up_soon_and_one_that_did_is_waited_for(
+    clock: Clock, caplog: pytest.LogCaptureFixture
+) -> None:
+    policy = RetryPolicy.of(StorageConfig(), Endpoint())
+    with pytest.raises(EndpointError, match="this endpoint never answered"):
+        policy.call(silent(clock))
+    assert 30 - LONGEST_PAUSE <= clock.now <= 30
+    assert "given up after 30 s (first_answer_within)" in caplog.text
+
+    policy = RetryPolicy.of(StorageConfig(), Endpoint())
+    with pytest.raises(ObjectNotFoundError):
+        policy.call(failing(ObjectNotFoundError("none"), clock))  # an answer, too
+    assert policy.call(silent(clock, until=clock.now + 500)) == "answer"
+
+    policy = RetryPolicy.of(StorageConfig(), Endpoint())
+    assert policy.call(failing(EndpointError("503"), clock, until=clock.now + 500)) == "answer"
+    assert RetryPolicy.of(StorageConfig()).call(silent(clock, until=clock.now + 500)) == "answer", "of what was opened before"
+
+
+def test_the_shorter_of_both_deadlines_holds(clock: Clock) -> None:
+    for config, seconds in ((StorageConfig(give_up_after=5), 5), (StorageConfig(first_answer_within=60), 60)):
+        began = clock.now
+        with pytest.raises(EndpointError) as caught:
+            RetryPolicy.of(config, Endpoint()).call(silent(clock))
+        assert seconds / 2 < clock.now - began <= seconds
+        assert ("never answered" in str(caught.value)) == (seconds == 60)
+    with pytest.raises(ConfigError, match="first_answer_within is 0"):
+        StorageConfig(first_answer_within=0)
+
+
+def refused_port() -> str:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return f"http://127.0.0.1:{probe.getsockname()[1]}"
+
+
+def upload(store: Any, key: str) -> None:
+    writer = store.open_writer(key)
+    try:
+        writer.write(b"abc")
+        writer.commit()
+    except BaseException:
+        writer.abort()
+        raise
+
+
+ASK: dict[str, Callable[[Any, str], Any]] = {
+    "info": lambda store, key: store.info(key),
+    "read": lambda store, key: store.read_ranges(key, [0], [4]),
+    "list": lambda store, key: store.list(key),
+    "write": upload,
+    "delete": lambda store, key: store.delete(key),
+}
+
+
+@pytest.mark.parametrize("transport", ["obstore", "fsspec"])
+@pytest.mark.parametrize("endpoint", ["refused", "http://no-such-endpoint.invalid:9000"])
+def test_whatever_is_asked_of_an_endpoint_that_is_not_there_ends_soon(transport: Any, endpoint: str) -> None:
+    config = StorageConfig(
+        transport=transport,
+        first_answer_within=0.5,
+        storage_options={"key": KEY, "secret": SECRET, "endpoint_url": refused_port() if endpoint == "refused" else endpoint},
+    )
+    store, key = open_store("s3://bucket/key", config)
+    for what, ask in ASK.items():
+        began = time.monotonic()
+        with pytest.raises(EndpointError, match=r"bucket/key.*this endpoint never answered"):
+            ask(store, key)
+        assert time.monotonic() - began < 10, what
+
+
+@pytest.mark.parametrize("transport", ["obstore", "fsspec"])
+def test_an_outage_after_an_answer_is_waited_for_in_other_buckets_and_processes_too(
+    transport: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    objects = {"/bucket/key": b"abcdef", "/other/key": b"abcdef"}
+    with http_server(objects) as server:
+        config = StorageConfig(transport=transport, first_answer_within=0.2, give_up_after=2.5, storage_options=options(server))
+        store, key = open_store("s3://bucket/key", config)
+        store.info(key)
+    other, other_key = open_store("s3://other/key", replace(config, max_requests=7))  # has no connection that is still open
+    there = pickle.dumps(store)
+    monkeypatch.setattr(endpoints, "_endpoints", {})  # as a process has it that was spawned
+    spawned = pickle.loads(there)  # noqa: S301 - of our own making
+    for kept, kept_key in ((spawned, key), (other, other_key)):
+        with pytest.raises(EndpointError, match="given up after") as caught:
+            kept.read_ranges(kept_key, [0], [4])
+        assert "never answered" not in str(caught.value)
+
+
+def test_an_upload_by_obstore_waits_for_an_outage_as_long_as_all_else() -> None:
+    with http_server({"/bucket/key": b"abcdef"}) as server:
+        config = StorageConfig(give_up_after=5, storage_options=options(server))
+        store, key = open_store("s3://bucket/key", config)
+        store.info(key)
+        server.status = 503
+        began = time.monotonic()
+        with pytest.raises(EndpointError):
+            upload(store, key)
+        assert time.monotonic() - began > 3
+
+
+@contextmanager
+def answering_after(seconds: float, objects: dict[str, bytes], status: int = 503) -> Iterator[HttpObjects]:
+    """A server that answers `status` for a while."""
+    with http_server(objects) as server:
+        server.status = status
+        timer = threading.Timer(seconds, lambda: setattr(server, "status", None))
+        timer.start()
+        yield server
+        timer.join()
+
+
+def options(server: HttpObjects) -> dict[str, Any]:
+    return {"key": KEY, "secret": SECRET, "endpoint_url": server.url}
+
+
+@pytest.mark.parametrize("transport", ["obstore", "fsspec"])
+def test_reads_outlive_an_outage_longer_than_six_pauses(transport: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(retry, "LONGEST_PAUSE", 0.2)  # so that six pauses, the former end, are over soon
+    with answering_after(3.0, {"/bucket/key": b"abcdef"}) as server:
+        store, key = open_store("s3://bucket/key", StorageConfig(transport=transport, storage_options=options(server)))
+        assert bytes(store.read_ranges(key, [2], [5], store.info(key).etag)[0]) == b"cde"
+
+
+@pytest.mark.parametrize("transport", ["obstore", "fsspec"])
+def test_uploads_and_removals_outlive_an_outage(transport: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(retry, "LONGEST_PAUSE", 0.2)
+    monkeypatch.setattr("streammega.storage.backends.obstore_store.LONGEST_PAUSE", 0.2)
+    with answering_after(3.0, {"/bucket/old": b"x"}) as server:
+        config = StorageConfig(transport=transport, storage_options=options(server))
+        store, key = open_store("s3://bucket/key", config)
+        writer = store.open_writer(key)
+        writer.write(b"abcdef")
+        writer.commit()
+        assert server.objects["/bucket/key"] == b"abcdef"
+        server.status = 503
+        threading.Timer(1.0, lambda: setattr(server, "status", None)).start()
+        store.delete(key.replace("key", "old"))
+        assert "/bucket/old" not in server.objects
+
+
+class Scripted:
+    """A store whose reads do what a test says, by their first byte."""
+
+    def __init__(self, act: Callable[[int], None]) -> None:
+        self.act = act
+
+    def read_into(self, key: str, spans: Sequence[Span], outs: Sequence[Bytes], etag: str = "") -> None:
+        for (start, _), out in zip(spans, outs, strict=True):
+            self.act(start)
+            out[:] = 1
+
+
+def test_a_paused_retry_does_not_wait_for_other_requests() -> None:
+    """The only thread that could time the pause is busy with another read by then."""
+    failed, slow_ends, done = threading.Event(), threading.Event(), threading.Event()
+
+    def act(start: int) -> None:
+        if start == 0 and not failed.is_set():
+            failed.set()
+            raise EndpointError("once")
+        if start == 0:
+            done.set()
+        if start == 1000:
+            slow_ends.wait(20)
+
+    store: Any = Scripted(act)
+    fetcher = Fetcher(StorageConfig(memory_bytes=1 << 20, max_requests=4, hedge=False))
+    first, slow = (Holding(10, [Read(store, "key", "", start, start + 10, 0)]) for start in (0, 1000))
+    fetcher.submit([first])
+    assert failed.wait(10)
+    fetcher.submit([slow])
+    try:
+        assert done.wait(5), "the retry waited for the slow read"
+        fetcher.wait([first])
+    finally:
+        slow_ends.set()
+        fetcher.close()
+
+
+def test_a_closed_stager_does_not_wait_for_its_pauses(tmp_path: Path) -> None:
+    from streammega.loading.staging import Stager
+    from streammega.samples.token_file import TokenFile
+    from streammega.storage.cache import PageCache
+    from streammega.storage.cache.store import CachedStore
+
+    tried = threading.Event()
+
+    def refuse(start: int) -> None:
+        tried.set()
+        raise EndpointError("refused")
+
+    store: Any = Scripted(refuse)
+    config = StorageConfig(cache_dir=tmp_path)
+    cached = PageCache(tmp_path, 1 << 30, config.chunk_bytes).open("s3://b/k", "etag", 1 << 20)
+    assert cached is not None
+    file = TokenFile(store=CachedStore(store, cached), key="k", dtype=np.dtype("<u2"), num_tokens=1 << 19, etag="etag")
+    stager = Stager([file], config)
+    assert tried.wait(10)
+    time.sleep(1.0)  # its pauses are longer than a second by now
+    began = time.monotonic()
+    stager.close()
+    assert time.monotonic() - began < 1.0
+    assert not any(thread.is_alive() for thread in stager._threads)
+
+
+class TestPool:
+    def test_results_come_in_order_and_the_first_error_in_that_order(self) -> None:
+        pool = threads.Pool(4)
+        assert pool.map(lambda x: x * x, range(50)) == [x * x for x in range(50)]
+
+        def fail(x: int) -> int:
+            time.sleep(0.2 if x == 3 else 0.0)
+            if x in (3, 5):
+                raise ValueError(x)
+            return x
+
+        with pytest.raises(ValueError, match="3"):
+            pool.map(fail, range(8))
+        assert threads.each(str, [1, 2, 3], 2) == ["1", "2", "3"]
+        assert threads.each(str, [], 2) == []
+
+    def test_an_error_stops_what_others_still_wait_for(self) -> None:
+        """Also through work that waits for other work."""
+        stopped = threading.Event()
+
+        def inner(_: int) -> None:
+            try:
+                threads.pause(60)
+            except threads.Stopped:
+                stopped.set()
+                raise
+
+        def outer(x: int) -> None:
+            if x == 0:
+                time.sleep(0.2)
+                raise ValueError("first")
+            threads.each(inner, [1, 2], 2)
+
+        with pytest.raises(ValueError, match="first"):
+            threads.each(outer, [0, 1], 2)
+        assert stopped.wait(5)
+
+    def test_threads_without_work_leave(self) -> None:
+        before = threading.active_count()
+        pool = threads.Pool(8, leave_after=0.1)
+        pool.map(lambda _: time.sleep(0.01), range(16))
+        deadline = time.monotonic() + 10
+        while threading.active_count() > before and time.monotonic() < deadline:
+            time.sleep(0.02)
+        assert threading.active_count() <= before
+        assert pool.map(str, [1]) == ["1"], "and come again"
+
+
+@contextmanager
+def deaf_server() -> Iterator[str]:
+    """Takes connections and never answers."""
+    with socket.create_server(("127.0.0.1", 0), backlog=64) as listener:
+        yield f"http://127.0.0.1:{listener.getsockname()[1]}"
+
+
+OPEN = {
+    "loader": "StreamLoader(DataConfig(blend=['s3://data/web', 's3://data/code'], sequence_length=8, order='stream', storage=s), "
+    "micro_batch_size=1, global_batch_size=1)",
+    "folder": "IndexedDataset('s3://data/', s)",
+}
+
+
+@pytest.mark.parametrize(
+    ("what", "transport"),
+    [
+        ("loader", "obstore"),
+        ("folder", "fsspec"),
+        pytest.param("loader", "fsspec", marks=pytest.mark.soak),
+        pytest.param("folder", "obstore", marks=pytest.mark.soak),
+    ],
+)
+def test_ctrl_c_while_a_hung_endpoint_is_opened_ends_the_program_soon(transport: str, what: str) -> None:
+    with deaf_server() as url:
+        code = f"""
+from streammega import DataConfig, IndexedDataset, StorageConfig, StreamLoader
+s = StorageConfig(transport={transport!r}, storage_options={{"key": "k" * 8, "secret": "s" * 8, "endpoint_url": {url!r}}})
+print("ready", flush=True)
+{OPEN[what]}
+"""
+        pipe = subprocess.PIPE
+        environment = os.environ | {"PYTHONPATH": os.getcwd()}
+        run = subprocess.Popen([sys.executable, "-c", code], stdout=pipe, stderr=pipe, text=True, env=environment)
+        assert run.stdout is not None
+        run.stdout.readline()
+        time.sleep(1.5)
+        began = time.monotonic()
+        run.send_signal(signal.SIGINT)
+        _, errors = run.communicate(timeout=60)
+        assert time.monotonic() - began < 5
+        assert errors.strip().endswith("KeyboardInterrupt"), errors
+        assert "Exception ignored" not in errors
+
+
+def test_settings_of_retries_may_be_replaced() -> None:
+    assert RetryPolicy.of(replace(StorageConfig(), give_up_after=5, retries=2)) == RetryPolicy(deadline=5, retries=2)
+
+
+@pytest.mark.parametrize(
+    ("status", "text", "kind", "passing"),
+    [
+        (503, "Slow Down", EndpointError, True),
+        (429, "Too Many Requests", EndpointError, True),
+        (500, "Internal Server Error", EndpointError, True),
+        (502, "Bad Gateway", EndpointError, True),
+        (408, "Request Timeout", EndpointError, True),
+        (400, "RequestTimeout: your socket was idle", EndpointError, True),
+        (501, "Not Implemented", StorageError, False),
+        (400, "AuthorizationHeaderMalformed: the region is wrong", StorageError, False),
+        (301, "PermanentRedirect", StorageError, False),
+        (403, "Forbidden", AccessDeniedError, False),
+        (400, "ExpiredToken", AccessDeniedError, False),
+        (404, "NoSuchKey", ObjectNotFoundError, False),
+        (416, "InvalidRange", ShortReadError, False),
+    ],
+)
+def test_a_status_means_one_error_whatever_met_it(status: int, text: str, kind: type[StorageError], passing: bool) -> None:
+    error = failures.failure_of_status("s3://bucket/key", status, text)
+    assert type(error) is kind
+    assert error.transient is passing
+    assert "s3://bucket/key" in str(error)
+
+
+@pytest.mark.parametrize("transport", ["obstore", "fsspec"])
+@pytest.mark.parametrize("status", [400, 501])
+def test_answers_that_no_second_try_changes_are_raised_at_once(transport: Any, status: int) -> None:
+    with http_server({"/bucket/key": b"abc"}) as server:
+        server.status = status
+        store, key = open_store("s3://bucket/key", StorageConfig(transport=transport, storage_options=options(server)))
+        for call in (lambda: store.info(key), lambda: store.read_ranges(key, [0], [3]), lambda: store.delete(key)):
+            before = len(server.requests)
+            with pytest.raises(StorageError, match="s3://bucket/key"):
+                call()
+            assert len(server.requests) - before <= 2

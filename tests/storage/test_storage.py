@@ -1,0 +1,649 @@
+"""One contract for every store, then what is particular to each."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import pickle
+import socket
+import subprocess
+import sys
+import threading
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from streammega import StorageConfig
+from streammega.errors import (
+    AccessDeniedError,
+    ConfigError,
+    EndpointError,
+    ObjectChangedError,
+    ObjectNotFoundError,
+    ShortReadError,
+    StorageError,
+)
+from streammega.errors.redaction import redact
+from streammega.storage import Store, open_store
+from streammega.storage.backends import fsspec_store, obstore_store
+from streammega.storage.backends.fsspec_store import FsspecStore
+from streammega.storage.backends.local import LocalStore
+from streammega.storage.backends.obstore_store import ObstoreStore
+from streammega.storage.backends.options import s3_arguments
+from streammega.storage.backends.oss_store import OssStore
+from streammega.storage.backends.pread import PreadStore
+from streammega.storage.parts import MOST_PARTS, PART_BYTES, part_bytes, sized_for
+from tests.support.servers import KEY, S3, SECRET, http_server
+
+
+def put(store: Store, key: str, data: bytes) -> None:
+    writer = store.open_writer(key)
+    writer.write(data)
+    writer.commit()
+
+
+class StoreContract:
+    """What every store does; subclasses give `store` and `key`, a key that does not exist yet."""
+
+    @pytest.fixture
+    def store(self) -> Store:
+        raise NotImplementedError
+
+    @pytest.fixture
+    def key(self) -> str:
+        raise NotImplementedError
+
+    def test_reads_back_the_ranges_asked_in_their_order(self, store: Store, key: str) -> None:
+        data = bytes(range(256)) * 40
+        put(store, key, data)
+        spans = [(500, 900), (0, 1), (10_239, 10_240), (7, 7), (0, 10_240)]
+        got = store.read_ranges(key, [a for a, _ in spans], [b for _, b in spans])
+        assert [bytes(part) for part in got] == [data[a:b] for a, b in spans]
+
+    def test_info_tells_size_and_an_etag_that_changes_with_the_bytes(self, store: Store, key: str) -> None:
+        put(store, key, b"one")
+        first = store.info(key)
+        put(store, key, b"three")
+        second = store.info(key)
+        assert (first.size, second.size) == (3, 5)
+        assert first.etag != second.etag
+
+    def test_a_read_of_another_object_than_was_opened_is_an_error(self, store: Store, key: str) -> None:
+        put(store, key, b"one")
+        opened = store.info(key)
+        put(store, key, b"two")
+        for starts, stops in (([0], [3]), ([0, 1], [1, 3])):
+            with pytest.raises(ObjectChangedError, match=key.rsplit("/", 1)[-1]):
+                store.read_ranges(key, starts, stops, opened.etag)
+        with pytest.raises(ObjectChangedError, match=key.rsplit("/", 1)[-1]):
+            store.read_into(key, [(0, 3)], [np.empty(3, np.uint8)], opened.etag)
+        assert bytes(store.read_ranges(key, [0], [3], store.info(key).etag)[0]) == b"two"
+
+    def test_a_read_past_the_end_is_an_error_never_fewer_bytes(
+        self, store: Store, key: str, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr("streammega.storage.retry.FIRST_PAUSE", 0.01)
+        put(store, key, b"0123456789")
+        for start, stop in ((5, 15), (20, 30)):
+            with pytest.raises(ShortReadError) as caught:
+                store.read_ranges(key, [start], [stop])
+            assert key.rsplit("/", 1)[-1] in str(caught.value)
+
+    def test_a_missing_object_is_named(self, store: Store, key: str) -> None:
+        for call in (lambda: store.info(key), lambda: store.read_ranges(key, [0], [4])):
+            with pytest.raises(ObjectNotFoundError, match=key.rsplit("/", 1)[-1]):
+                call()
+
+    def test_nothing_shows_before_commit_nor_after_abort(self, store: Store, key: str) -> None:
+        writer = store.open_writer(key)
+        writer.write(b"x" * 100_000)
+        with pytest.raises(ObjectNotFoundError):
+            store.info(key)
+        writer.abort()
+        with pytest.raises(ObjectNotFoundError):
+            store.info(key)
+
+    def test_an_aborted_overwrite_keeps_what_was_there(self, store: Store, key: str) -> None:
+        put(store, key, b"old")
+        writer = store.open_writer(key)
+        writer.write(b"newer")
+        writer.abort()
+        assert bytes(store.read_ranges(key, [0], [3])[0]) == b"old"
+
+    def test_list_finds_by_prefix_in_name_order(self, store: Store, key: str) -> None:
+        names = [f"{key}-2", f"{key}-1", f"{key}-dir/3"]
+        for name in names:
+            put(store, name, name.encode())
+        found = store.list(f"{key}-")
+        assert [item.key.lstrip("/") for item in found] == [name.lstrip("/") for name in sorted(names)]
+        assert [item.size for item in found] == [len(name) for name in sorted(names)]
+        assert store.list(f"{key}-nothing") == []
+
+    def test_list_leaves_out_what_lies_deeper_if_asked(self, store: Store, key: str) -> None:
+        for name in ("dir/2", "dir/1", "dir/deep/3", "dir/deep/er/4"):
+            put(store, f"{key}-{name}", name.encode())
+        found = store.list(f"{key}-dir/", recursive=False)
+        assert [item.key.lstrip("/") for item in found] == [f"{key}-dir/{number}".lstrip("/") for number in (1, 2)]
+        assert [item.size for item in found] == [5, 5]
+        assert [item.etag for item in found if item.etag] in ([], [store.info(item.key).etag for item in found])
+        assert store.list(f"{key}-nothing/", recursive=False) == []
+
+    def test_delete_removes_and_forgives(self, store: Store, key: str) -> None:
+        put(store, key, b"x")
+        store.delete(key)
+        store.delete(key)
+        with pytest.raises(ObjectNotFoundError):
+            store.info(key)
+
+    def test_survives_pickling(self, store: Store, key: str) -> None:
+        put(store, key, b"abc")
+        assert bytes(pickle.loads(pickle.dumps(store)).read_ranges(key, [0], [3])[0]) == b"abc"  # noqa: S301
+
+    def test_many_ranges_at_once(self, store: Store, key: str) -> None:
+        data = bytes(i % 251 for i in range(4000))
+        put(store, key, data)
+        starts = list(range(0, 3900, 13))
+        got = store.read_ranges(key, starts, [start + 50 for start in starts])
+        assert all(bytes(part) == data[start : start + 50] for part, start in zip(got, starts, strict=True))
+
+
+class TestLocalStore(StoreContract):
+    @pytest.fixture
+    def store(self) -> Store:
+        return LocalStore()
+
+    @pytest.fixture
+    def key(self, tmp_path: Path) -> str:
+        return str(tmp_path / "folder" / "object")
+
+    def test_a_writer_that_fails_leaves_no_temporary_files(self, store: Store, key: str) -> None:
+        writer = store.open_writer(key)
+        writer.write(b"x")
+        writer.abort()
+        assert list(Path(key).parent.iterdir()) == []
+
+
+class TestLocalByReads(TestLocalStore):
+    @pytest.fixture
+    def store(self) -> Store:
+        return PreadStore(StorageConfig(local="pread"))
+
+
+class TestMemoryThroughFsspec(StoreContract):
+    @pytest.fixture
+    def store(self) -> Store:
+        return FsspecStore("memory", StorageConfig())
+
+    @pytest.fixture
+    def key(self, request: pytest.FixtureRequest) -> str:
+        return f"{request.node.name}/object"
+
+    @pytest.fixture(autouse=True)
+    def _always_look(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """Drivers that tell no ETag with a body are asked for it now and then; here each time."""
+        monkeypatch.setattr("streammega.storage.backends.fsspec_store.RECHECK", 0.0)
+
+
+class S3Contract(StoreContract):
+    @pytest.fixture
+    def key(self, bucket: str) -> str:
+        return "folder/object"
+
+    def test_large_uploads_are_multipart_and_whole(self, store: Store, key: str, s3: S3) -> None:
+        part = bytes(range(256)) * 4096
+        writer = store.open_writer(key)
+        for _ in range(66):
+            writer.write(part)
+        writer.commit()
+        assert store.info(key).size == 66 << 20
+        assert s3.name != "moto" or "-" in store.info(key).etag, "an ETag of several parts"
+        at = PART_BYTES - 128
+        assert bytes(store.read_ranges(key, [at], [at + 256])[0]) == part[-128:] + part[:128]
+
+    def test_an_aborted_multipart_upload_leaves_no_parts_behind(self, store: Store, key: str, bucket: str, s3: S3) -> None:
+        writer = store.open_writer(key)
+        for _ in range(70):
+            writer.write(b"x" * (1 << 20))
+        writer.abort()
+        assert not s3.client().list_multipart_uploads(Bucket=bucket).get("Uploads")
+        assert not s3.client().list_objects_v2(Bucket=bucket).get("Contents")
+
+
+class TestS3ThroughObstore(S3Contract):
+    @pytest.fixture
+    def store(self, s3: S3, bucket: str) -> Store:
+        return ObstoreStore("s3", bucket, StorageConfig(storage_options=s3.options))
+
+
+class TestS3ThroughFsspec(S3Contract):
+    @pytest.fixture
+    def store(self, s3: S3) -> Store:
+        return FsspecStore("s3", StorageConfig(storage_options=s3.options))
+
+    @pytest.fixture
+    def key(self, bucket: str) -> str:
+        return f"{bucket}/folder/object"
+
+
+def test_an_upload_of_more_parts_than_a_server_takes_ends_there_and_says_what_to_do(
+    moto: S3, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(obstore_store, "MOST_PARTS", 2)
+    bucket = moto.new_bucket()
+    config = StorageConfig(storage_options=moto.options, upload_part_bytes=5 << 20)
+    store, key = open_store(f"s3://{bucket}/large", config)
+    writer = store.open_writer(key)
+    with pytest.raises(StorageError, match=r"large: an upload holds .* \(2 parts\).*--shard-size"):
+        writer.write(bytes(16 << 20))
+    writer.abort()
+    with pytest.raises(ObjectNotFoundError):
+        store.info(key)
+
+
+def test_parts_grow_so_that_ten_thousand_hold_any_object() -> None:
+    assert part_bytes(0) == PART_BYTES
+    assert all(part_bytes(number) <= part_bytes(number + 1) for number in range(MOST_PARTS))
+    assert sum(part_bytes(number) for number in range(MOST_PARTS)) > 1.89 * 2**40
+    assert part_bytes(MOST_PARTS - 1) <= 5 << 30, "no store takes larger ones"
+    plain = StorageConfig()
+    assert sized_for(plain, 280 << 30) is plain, "most uploads hold what they always did"
+    for size in (313 << 30, 5 << 40):
+        assert size < sized_for(plain, size).upload_part_bytes * MOST_PARTS <= 1.2 * size
+
+
+@pytest.mark.parametrize("fixed", [False, True])
+def test_parts_of_s3fs_grow_too(moto: S3, fixed: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("streammega.storage.parts.PART_BYTES", 5 << 20)
+    monkeypatch.setattr("streammega.storage.parts.PARTS_OF_A_SIZE", 1)
+    bucket = moto.new_bucket()
+    options = {**moto.options, "default_block_size": 5 << 20, "fixed_upload_size": fixed}
+    store, key = open_store(f"s3://{bucket}/large", StorageConfig(transport="fsspec", storage_options=options))
+    writer = store.open_writer(key)
+    for _ in range(40):
+        writer.write(bytes(1 << 20))
+    writer.commit()
+    info = store.info(key)
+    assert info.size == 40 << 20
+    assert info.etag.strip('"').endswith("-8" if fixed else "-4"), "parts of 5, 10 and 20 MiB, and the rest"
+
+
+FORK = """
+import logging, os, sys, warnings
+warnings.filterwarnings("ignore")
+logging.basicConfig(level=logging.WARNING, stream=sys.stdout, format="%(message)s")
+from streammega import StorageConfig
+from streammega.storage import fsspec_store, open_store
+endpoint, bucket = sys.argv[1:]
+options = {"key": "k" * 16, "secret": "s" * 16, "endpoint_url": endpoint}
+store, key = open_store(f"s3://{bucket}/folder/small", StorageConfig(storage_options=options))
+
+def put(key, data):
+    writer = store.open_writer(key)
+    writer.write(data)
+    writer.commit()
+
+put(key, b"0123456789")
+if os.fork() == 0:
+    opened, open_driver = [], fsspec_store.FsspecStore._open
+    fsspec_store.FsspecStore._open = lambda self: opened.append(self) or open_driver(self)
+    info = store.info(key)
+    assert (info.key, info.size) == (key, 10), info
+    for _ in range(3):
+        assert bytes(store.read_ranges(info.key, [2], [5], info.etag)[0]) == b"234"
+    assert [item.key for item in store.list("folder/")] == ["folder/small"]
+    store.delete(key)
+    assert store.list("folder/") == []
+    assert len(opened) == 1, "one client reads"
+    put("folder/made", b"abc")
+    assert store.info("folder/made").size == 3
+    print("child is well", flush=True)
+    os._exit(0)
+assert os.wait()[1] == 0
+"""
+
+
+def test_everything_works_after_a_fork_by_one_client_and_with_one_warning(moto: S3) -> None:
+    command = [sys.executable, "-c", FORK, moto.endpoint, moto.new_bucket()]
+    environment = os.environ | {"PYTHONPATH": os.getcwd()}
+    run = subprocess.run(command, capture_output=True, text=True, timeout=120, env=environment, check=False)
+    assert "child is well" in run.stdout, run.stderr
+    assert run.stdout.count("was forked") == 1
+
+
+@pytest.mark.parametrize("transport", ["obstore", "fsspec"])
+def test_a_bucket_that_does_not_exist_is_named_whatever_is_asked_of_it(transport: Any, s3: S3) -> None:
+    config = StorageConfig(transport=transport, storage_options=s3.options)
+
+    def write(size: int) -> None:
+        store, key = open_store("s3://no-such-bucket/key", config)
+        writer = store.open_writer(key)
+        try:
+            writer.write(bytes(size))
+            writer.commit()
+        except BaseException:
+            writer.abort()
+            raise
+
+    store, key = open_store("s3://no-such-bucket/key", config)
+    calls = [lambda: store.info(key), lambda: store.read_ranges(key, [0], [4]), lambda: write(3), lambda: write(65 << 20)]
+    for call in calls:
+        with pytest.raises(ObjectNotFoundError, match="the bucket s3://no-such-bucket does not exist") as caught:
+            call()
+        assert "prefix has no" not in str(caught.value)
+
+
+KEYS = (
+    "lead", "trail", "trail ", " trail", "p q", "p+q", "p%20q", "p%2Bq", "100%", "%zz", "a%2Fb",
+    "caf\u00e9", "cafe\u0301", "\u65e5/\u672c",
+    "q", "q?x=1", "q#f", "x\\y", "star*", "br[1]", "{a}", "~t", "a:b", "a&b=c;d", "\"'", "dot.", "..x", "a/...", "a/ /b", "<|^`>",
+)  # fmt: skip
+WRITTEN_KEYS = ("trail ", "p+q", "p%20q", "a//b")
+ODD_KEYS = ("/lead", "a//b", "a/./b", "a/../b", "tab\t", "a/b\r", "del\x7f")
+
+
+@pytest.fixture(scope="module")
+def named_objects(moto: S3) -> tuple[S3, str]:
+    """A bucket whose objects hold their names."""
+    bucket = moto.new_bucket()
+    client = moto.client()
+    for key in (*KEYS, *ODD_KEYS, "a/b", "a/b/", "b"):
+        client.put_object(Bucket=bucket, Key=key, Body=key.encode())
+    return moto, bucket
+
+
+@pytest.mark.parametrize("transport", ["obstore", "fsspec"])
+def test_an_object_of_any_name_is_the_one_that_is_read_and_written_or_an_error_names_it(
+    transport: Any, named_objects: tuple[S3, str]
+) -> None:
+    server, bucket = named_objects
+    client, config = server.client(), StorageConfig(transport=transport, storage_options=server.options)
+    for key in (*KEYS, *ODD_KEYS):
+        url = f"s3://{bucket}/{key}"
+        if transport == "obstore" and key in ODD_KEYS:
+            with pytest.raises(ConfigError, match="transport='fsspec'") as caught:
+                open_store(url, config)
+            assert url in str(caught.value)
+            continue
+        store, own = open_store(url, config)
+        info = store.info(own)
+        assert bytes(store.read_ranges(own, [0], [info.size], info.etag)[0]) == key.encode()
+        if key in WRITTEN_KEYS:
+            put(store, own, b"new")
+            assert client.get_object(Bucket=bucket, Key=key)["Body"].read() == b"new"
+            put(store, own, key.encode())
+
+
+@pytest.mark.parametrize("transport", ["obstore", "fsspec"])
+def test_a_name_that_ends_in_a_slash_is_a_folders_and_never_read_as_the_object_without_it(
+    transport: Any, named_objects: tuple[S3, str]
+) -> None:
+    server, bucket = named_objects
+    store, key = open_store(f"s3://{bucket}/a/b/", StorageConfig(transport=transport, storage_options=server.options))
+    calls = [lambda: store.info(key), lambda: store.read_ranges(key, [0], [3]), lambda: store.open_writer(key)]
+    for call in [*calls, lambda: store.delete(key)]:
+        with pytest.raises(ConfigError, match="a/b/: what ends in a slash is a folder"):
+            call()
+
+
+def test_listings_by_obstore_hold_objects_and_no_markers_of_folders(moto: S3) -> None:
+    bucket = moto.new_bucket()
+    objects = {
+        "lead": b"1",
+        "/lead": b"22",
+        "d/": b"",
+        "d/sub/": b"",
+        "d/sub/x": b"333",
+        "d/sub": b"4444",
+        "d/none/": b"",
+        "d/empty": b"",
+    }
+    client = moto.client()
+    for name, body in objects.items():
+        client.put_object(Bucket=bucket, Key=name, Body=body)
+    store, key = open_store(f"s3://{bucket}/", StorageConfig(storage_options=moto.options))
+    found = {item.key: item.size for item in store.list(key)}
+    assert found == {"lead": 1, "d/sub": 4, "d/sub/x": 3, "d/empty": 0}
+    client.put_object(Bucket=bucket, Key="d//x", Body=b"")
+    with pytest.raises(StorageError, match=r"transport='fsspec'.*d//x"):
+        store.list("d/")
+
+
+@pytest.mark.parametrize(
+    "url", ["gs://bucket/../b", "az://container/a//b", "oss://bucket//lead", "http://host/a//b", "s3://bucket//"]
+)
+def test_keys_that_obstore_would_read_otherwise_are_refused(url: str) -> None:
+    with pytest.raises(ConfigError, match="transport='fsspec'"):
+        open_store(url, StorageConfig())
+    open_store("s3://bucket/folder/", StorageConfig())
+
+
+@pytest.mark.parametrize("transport", ["obstore", "fsspec"])
+def test_urls_of_http_may_be_quoted(transport: Any) -> None:
+    with http_server({"/a%20b%25": b"0123456789"}) as server:
+        for name in ("a b%25", "a%20b%25"):
+            store, key = open_store(f"{server.url}/{name}", StorageConfig(transport=transport))
+            assert bytes(store.read_ranges(key, [2], [5])[0]) == b"234"
+
+
+@pytest.mark.parametrize(
+    ("url", "kind"),
+    [
+        ("s3://b/k", ObstoreStore),
+        ("gs://b/k", ObstoreStore),
+        ("az://b/k", ObstoreStore),
+        ("https://h/k", ObstoreStore),
+        ("oss://b/k", OssStore),
+        ("memory://b/k", FsspecStore),
+        ("/tmp/k", LocalStore),
+        ("file:///tmp/k", LocalStore),
+    ],
+)
+def test_auto_transport_by_scheme(url: str, kind: type) -> None:
+    assert isinstance(open_store(url, StorageConfig())[0], kind)
+
+
+def test_urls_without_a_bucket_and_transports_that_do_not_serve_are_refused() -> None:
+    with pytest.raises(ConfigError, match="no bucket"):
+        open_store("s3:///key", StorageConfig())
+    with pytest.raises(ConfigError, match="'auto' or 'fsspec'"):
+        open_store("hdfs://b/k", StorageConfig(transport="obstore"))
+    with pytest.raises(ConfigError, match="transport is 'boto'"):
+        StorageConfig(transport="boto")  # type: ignore[arg-type]
+
+
+def test_secrets_show_nowhere(s3_storage: StorageConfig, s3: S3) -> None:
+    store, key = open_store("s3://no-such-bucket/key", s3_storage)
+    texts = [repr(store), repr(s3_storage), str(s3_storage), store.url(key), repr(dataclasses.replace(s3_storage, retries=1))]
+    with pytest.raises(StorageError) as caught:
+        store.read_ranges(key, [0], [1])
+    texts += [str(caught.value), repr(caught.value), repr(caught.value.__cause__)]
+    assert not [text for text in texts if SECRET in text or KEY in text]
+
+
+def test_redact_hides_passwords_and_signatures_in_urls() -> None:
+    text = "https://user:hunter22@host/k?X-Amz-Signature=abcdef&x=1 token=tokenvalue"
+    clean = redact(text, {"token": "tokenvalue", "client_kwargs": {"aws_secret_access_key": "deepsecret"}})
+    assert "hunter22" not in clean
+    assert "abcdef" not in clean
+    assert "tokenvalue" not in clean
+    assert "x=1" in clean
+    assert "deepsecret" not in redact("deepsecret", {"client_kwargs": {"aws_secret_access_key": "deepsecret"}})
+
+
+@pytest.mark.parametrize("transport", ["obstore", "fsspec"])
+def test_an_endpoint_that_refuses_is_named(transport: Any) -> None:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    options = {"key": KEY, "secret": SECRET, "endpoint_url": f"http://127.0.0.1:{port}"}
+    store, key = open_store("s3://bucket/key", StorageConfig(transport=transport, storage_options=options, retries=1))
+    with pytest.raises(EndpointError, match="endpoint_url"):
+        store.info(key)
+
+
+@pytest.mark.parametrize("transport", ["obstore", "fsspec"])
+def test_an_endpoint_that_denies_is_told_apart(transport: Any) -> None:
+    with http_server({}) as server:
+        server.status = 403
+        options = {"key": KEY, "secret": SECRET, "endpoint_url": server.url}
+        store, key = open_store("s3://bucket/key", StorageConfig(transport=transport, storage_options=options, retries=1))
+        for call in (lambda: store.info(key), lambda: store.read_ranges(key, [0], [4])):
+            with pytest.raises(AccessDeniedError, match="s3://bucket/key: access denied"):
+                call()
+
+
+@pytest.mark.parametrize("transport", ["obstore", "fsspec"])
+def test_no_credentials_at_all_say_how_to_give_some(transport: Any, s3: S3) -> None:
+    options = {"endpoint_url": s3.endpoint}
+    store, key = open_store("s3://bucket/key", StorageConfig(transport=transport, storage_options=options, retries=1))
+    with pytest.raises(AccessDeniedError, match="credentials"):
+        store.info(key)
+
+
+def test_anonymous_access_sends_no_signature() -> None:
+    with http_server({"/public/key": b"abc"}) as server:
+        options = {"anon": True, "endpoint_url": server.url}
+        store, key = open_store("s3://public/key", StorageConfig(storage_options=options))
+        assert bytes(store.read_ranges(key, [0], [3])[0]) == b"abc"
+
+
+def test_the_credential_chain_is_used_when_no_key_is_given(s3: S3, bucket: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in s3.environment.items():
+        monkeypatch.setenv(name, value)
+    for transport in ("obstore", "fsspec"):
+        store, key = open_store(f"s3://{bucket}/{transport}", StorageConfig(transport=transport))  # type: ignore[arg-type]
+        put(store, key, b"abc")
+        assert store.info(key).size == 3
+
+
+def test_virtual_host_addressing_puts_the_bucket_in_the_host() -> None:
+    options = {"key": KEY, "secret": SECRET, "endpoint_url": "https://oss-cn-hangzhou.aliyuncs.com"}
+    options |= {"config_kwargs": {"s3": {"addressing_style": "virtual"}}, "client_kwargs": {"region_name": "cn-hangzhou"}}  # type: ignore[dict-item]
+    made = s3_arguments("web", StorageConfig(storage_options=options))["config"]
+    assert made["endpoint"] == "https://web.oss-cn-hangzhou.aliyuncs.com"
+    assert made["virtual_hosted_style_request"] is True
+    assert made["region"] == "cn-hangzhou"
+
+
+def test_virtual_host_requests_carry_the_bucket_as_host(monkeypatch: pytest.MonkeyPatch) -> None:
+    with http_server({"/key": b"abc"}) as server:  # as a proxy, which stands in for DNS
+        monkeypatch.setenv("http_proxy", server.url)
+        options = {"key": KEY, "secret": SECRET, "endpoint_url": "http://oss.test"}
+        options |= {"config_kwargs": {"s3": {"addressing_style": "virtual"}}}  # type: ignore[dict-item]
+        store, key = open_store("s3://web/key", StorageConfig(storage_options=options, retries=0))
+        assert bytes(store.read_ranges(key, [0], [3])[0]) == b"abc"
+        assert server.hosts == ["web.oss.test"]
+
+
+def test_an_endpoint_that_is_given_wins_over_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    with http_server({"/web/key": b"abc"}) as server:
+        for name in ("AWS_ENDPOINT_URL", "AWS_ENDPOINT_URL_S3"):
+            monkeypatch.setenv(name, "http://127.0.0.1:1")
+        options = {"key": KEY, "secret": SECRET, "endpoint_url": server.url}
+        store, key = open_store("s3://web/key", StorageConfig(storage_options=options, retries=0))
+        assert bytes(store.read_ranges(key, [0], [3])[0]) == b"abc"
+
+
+def test_misspelled_and_half_given_options_are_refused() -> None:
+    with pytest.raises(ConfigError, match="endpoint_ulr"):
+        s3_arguments("b", StorageConfig(storage_options={"endpoint_ulr": "x"}))
+    with pytest.raises(ConfigError, match="both 'key' and 'secret'"):
+        s3_arguments("b", StorageConfig(storage_options={"key": "only"}))
+
+
+def test_explicit_session_tokens_are_not_mixed_with_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("AWS_SESSION_TOKEN", "stale")
+    made = s3_arguments("b", StorageConfig(storage_options={"key": "k" * 8, "secret": "s" * 8}))
+    assert made["credential_provider"]()["token"] is None
+
+
+def test_full_disk_while_writing_is_named_and_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import errno
+    import os
+
+    def full(fd: int) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(os, "fsync", full)
+    writer = LocalStore().open_writer(str(tmp_path / "out"))
+    writer.write(b"x")
+    with pytest.raises(StorageError, match="no space left"):
+        writer.commit()
+    assert list(tmp_path.glob("*out*")) == []
+
+
+def test_errors_are_told_by_their_status_not_by_digits_in_a_name() -> None:
+    with http_server({}) as server:
+        server.status = 500
+        options = {"key": KEY, "secret": SECRET, "endpoint_url": server.url}
+        store, key = open_store("s3://bucket-403/416-key", StorageConfig(storage_options=options, retries=0))
+        with pytest.raises(EndpointError, match="did not answer"):
+            store.info(key)
+
+
+@pytest.mark.parametrize("transport", ["obstore", "fsspec"])
+def test_a_transport_tries_once(transport: Any) -> None:
+    """All further tries are the one policy's."""
+    with http_server({"/bucket/key": b"abcdef"}) as server:
+        options = {"key": KEY, "secret": SECRET, "endpoint_url": server.url}
+        store, key = open_store("s3://bucket/key", StorageConfig(transport=transport, storage_options=options, retries=0))
+        etag = store.info(key).etag
+        out = np.empty(3, np.uint8)
+        for status in (500, 503):
+            server.status = status
+            for call in (
+                lambda: store.info(key),
+                lambda: store.read_ranges(key, [0], [3], etag),
+                lambda: store.read_into(key, [(0, 3)], [out], etag),
+            ):
+                before = len(server.requests)
+                with pytest.raises(EndpointError):
+                    call()
+                assert len(server.requests) - before == 1
+
+
+def test_the_last_of_several_reads_goes_out_after_the_others_and_its_etag_vouches_for_all(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """obstore tells no ETag of several reads: an object that is replaced among them must show in the answer that has one."""
+    get_ranges = obstore_store.obstore.get_ranges
+    with http_server({"/bucket/key": b"0123456789"}) as server:
+        options = {"key": KEY, "secret": SECRET, "endpoint_url": server.url}
+        store, key = open_store("s3://bucket/key", StorageConfig(storage_options=options, retries=0))
+        etag = store.info(key).etag
+
+        def replaced(*arguments: Any, **named: Any) -> Any:
+            server.objects["/bucket/key"] = b"9876543210"
+            server.etags["/bucket/key"] = "2"
+            return get_ranges(*arguments, **named)
+
+        monkeypatch.setattr(obstore_store.obstore, "get_ranges", replaced)
+        outs = [np.empty(2, np.uint8) for _ in range(3)]
+        with pytest.raises(ObjectChangedError, match="was replaced"):
+            store.read_into(key, [(0, 2), (4, 6), (8, 10)], outs, etag)
+
+
+def test_drivers_that_tell_no_etag_are_asked_for_it_every_thirty_seconds(monkeypatch: pytest.MonkeyPatch) -> None:
+    store, now, asked = FsspecStore("memory", StorageConfig()), [1000.0], []
+    put(store, "recheck/object", b"0123")
+    etag = store.info("recheck/object").etag
+    info = FsspecStore.info
+    monkeypatch.setattr(FsspecStore, "info", lambda self, key: asked.append(key) or info(self, key))
+    monkeypatch.setattr(fsspec_store.time, "monotonic", lambda: now[0])
+    for seconds, looks in ((0.0, 1), (29.0, 1), (1.0, 2), (29.9, 2), (0.1, 3)):
+        now[0] += seconds
+        store.read_ranges("recheck/object", [0], [2], etag)
+        assert len(asked) == looks
+
+
+@pytest.mark.parametrize("url", ["gs://bucket/key", "az://container/key", "https://host/key"])
+def test_what_no_other_transport_serves_says_after_a_fork_how_to_start_workers(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    lost = threading.Event()
+    monkeypatch.setattr(obstore_store, "_lost", lost)
+    store, key = open_store(url, StorageConfig())
+    lost.set()
+    for call in (lambda: store.info(key), lambda: store.read_ranges(key, [0], [3]), lambda: store.open_writer(key)):
+        with pytest.raises(ConfigError, match=r"'spawn' or 'forkserver'.*StreamLoader"):
+            call()

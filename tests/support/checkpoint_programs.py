@@ -1,0 +1,162 @@
+"""What tests of checkpoints run as ranks, in processes of their own that may be killed anywhere."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from streammega.storage.backends import obstore_store
+from streammega.train import checkpoint, checkpoint_hold
+from streammega.train.checkpoint_writer import _Stream
+from streammega.train.config import load_run
+from streammega.train.loop import Trainer
+
+WRITES = 50
+"""Of a file's writes one in so many is a point to be killed at: torch writes a tensor in dozens, of a few bytes each."""
+
+
+def train_steps(rank: int, run_file: str, overrides: list[str], device: str = "cpu") -> int:
+    """Resume and train to the end; the step that was resumed from."""
+    trainer = Trainer(load_run(run_file, overrides), torch.device(device))
+    trainer.resume()
+    began = trainer.step
+    trainer.run()
+    return began
+
+
+def train_and_die(rank: int, run_file: str, overrides: list[str], fatal: int | None, done: str) -> int:
+    """Train to the end, but SIGKILL before the `fatal`-th change of what is stored; else how many there were.
+
+    done: a file to which the step of every checkpoint is appended that was published.
+    """
+    checkpoint_hold.SETTLE_SECONDS = 0.02  # nobody else begins at the same moment
+    changes = 0
+    lock = threading.Lock()
+
+    def counted(function: Callable[..., Any], of_them: int = 1) -> Callable[..., Any]:
+        """The function, every `of_them`-th call of which is a change."""
+        calls = 0
+
+        def change(*args: Any, **kwargs: Any) -> Any:
+            nonlocal changes, calls
+            with lock:
+                if calls % of_them == 0:
+                    if changes == fatal:
+                        os.kill(os.getpid(), signal.SIGKILL)
+                    changes += 1
+                calls += 1
+            return function(*args, **kwargs)
+
+        return change
+
+    for owner, name in ((os, "replace"), (os, "mkdir"), (shutil, "rmtree"), (os, "fsync")):
+        setattr(owner, name, counted(getattr(owner, name)))
+    for kind, name in ((obstore_store.ObstoreWriter, "commit"), (obstore_store.ObstoreStore, "delete")):
+        setattr(kind, name, counted(getattr(kind, name)))
+    _Stream.write = counted(_Stream.write, WRITES)  # type: ignore[method-assign]
+    publish = checkpoint.Checkpoints._publish
+
+    def noted(self: Any, step: int, *rest: Any) -> None:
+        place = self.place.publish
+
+        def and_noted(*args: Any) -> None:
+            place(*args)
+            with open(done, "a") as file:
+                file.write(f"{step}\n")
+
+        self.place.publish = and_noted
+        publish(self, step, *rest)
+
+    checkpoint.Checkpoints._publish = noted  # type: ignore[method-assign]
+    train_steps(rank, run_file, overrides)
+    return changes
+
+
+def train_slowly(rank: int, run_file: str, overrides: list[str], seconds: float, begun: str, device: str = "cpu") -> int:
+    """Train while every write of a checkpoint takes some time; `begun`: a file that comes with the second save."""
+    write, saves = _Stream.write, Trainer.save
+    count = 0
+
+    def slow(self: Any, data: Any) -> int:
+        time.sleep(seconds)
+        return write(self, data)
+
+    def counted(self: Any, **options: Any) -> None:
+        nonlocal count
+        count += 1
+        saves(self, **options)
+        if count == 2 and rank == 0:
+            Path(begun).touch()
+
+    _Stream.write = slow  # type: ignore[method-assign]
+    Trainer.save = counted  # type: ignore[method-assign]
+    return train_steps(rank, run_file, overrides, device)
+
+
+def outcome(rank: int, run_file: str, overrides: list[str], patience: float) -> tuple[str, float]:
+    """How a run ended on a rank, and the seconds that its making took. The error's kind and text, or nothing."""
+    checkpoint.SEEN_WITHIN = patience
+    began = time.monotonic()
+    try:
+        trainer = Trainer(load_run(run_file, [text.replace("RANK", str(rank)) for text in overrides]), torch.device("cpu"))
+        trainer.resume()
+        trainer.run()
+    except Exception as error:
+        return f"{type(error).__name__}: {error}", time.monotonic() - began
+    return "", time.monotonic() - began
+
+
+def failing_save(rank: int, run_file: str, overrides: list[str], failing: int, at_step: int) -> tuple[str, int]:
+    """A run of which one rank cannot write its second file: the error of this rank, and its step."""
+    from streammega.train.checkpoint_writer import Writer
+
+    write_data = Writer.write_data
+
+    def limited(self: Any, plan: Any, planner: Any) -> Any:
+        if rank == failing and f"{at_step:08d}" in str(self.path):
+            work = self._together.work
+
+            def full(_: Any, **__: Any) -> Any:
+                def fail() -> None:
+                    raise OSError(28, "No space left on device", "somewhere")
+
+                return work(fail, watched=True)
+
+            self._together.work = full
+        return write_data(self, plan, planner)
+
+    Writer.write_data = limited  # type: ignore[method-assign]
+    trainer = Trainer(load_run(run_file, overrides), torch.device("cpu"))
+    step = Trainer.train_step
+
+    def slow(self: Any) -> Any:
+        time.sleep(0.05)
+        return step(self)
+
+    Trainer.train_step = slow  # type: ignore[method-assign]
+    try:
+        trainer.run()
+    except Exception as error:
+        return f"{type(error).__name__}: {error}", trainer.step
+    finally:
+        Trainer.train_step = step  # type: ignore[method-assign]
+        Writer.write_data = write_data  # type: ignore[method-assign]
+    return "", trainer.step
+
+
+def hold(rank: int, run_file: str, overrides: list[str], held: str) -> None:
+    """Train a step, and stay."""
+    trainer = Trainer(load_run(run_file, overrides), torch.device("cpu"))
+    trainer.train_step()
+    trainer.step += 1
+    trainer.save()
+    Path(held).touch()
+    time.sleep(1000)

@@ -1,0 +1,56 @@
+"""The training program with a fault: FAULT=rank:step:kind makes that rank, in that step, die, stop, hang or fail, once.
+
+`kill`: SIGKILL. `stop`: SIGSTOP. `hang`: sleeps while it should take a batch. `storage`: its storage fails. `term`: SIGTERM.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import time
+from pathlib import Path
+
+from streammega.errors import EndpointError
+from streammega.parallel import RankBatches
+from streammega.train.__main__ import main
+from streammega.train.loop import Trainer
+
+
+def act(kind: str) -> None:
+    if kind == "storage":
+        raise EndpointError("s3://bucket/web.bin: 503 SlowDown, after 6 tries; lower max_requests")
+    if kind == "hang":
+        time.sleep(1000)
+    os.kill(os.getpid(), {"kill": signal.SIGKILL, "stop": signal.SIGSTOP, "term": signal.SIGTERM}[kind])
+
+
+def inject(rank: int, step: int, kind: str, marker: Path) -> None:
+    if int(os.environ.get("RANK", "0")) != rank or marker.exists():
+        return
+    take, seen = RankBatches.__next__, {"step": 0}
+
+    def faulty(self: RankBatches) -> object:
+        if seen["step"] == step and not marker.exists():
+            marker.touch()
+            act(kind)
+        return take(self)
+
+    train_step = Trainer.train_step
+
+    def counted(self: Trainer) -> object:
+        seen["step"] = self.step + 1
+        return train_step(self)
+
+    RankBatches.__next__ = faulty  # type: ignore[assignment, method-assign]
+    Trainer.train_step = counted  # type: ignore[assignment, method-assign]
+
+
+if __name__ == "__main__":
+    fault = os.environ.get("FAULT")
+    if fault:
+        number, when, what = fault.split(":")
+        inject(int(number), int(when), what, Path(sys.argv[1]).with_suffix(".fault"))
+    code = main(sys.argv[1:])
+    sys.stderr.flush()
+    os._exit(code)

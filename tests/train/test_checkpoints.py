@@ -1,0 +1,714 @@
+"""Checkpoints: whole wherever they lie and whenever a run is killed, told apart when damaged, of one job at a time."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import json
+import logging
+import os
+import pickle
+import shutil
+import signal
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from streammega.cli.main import main as cli_main
+from streammega.config import StorageConfig
+from streammega.errors import ConfigError, EndpointError, StateError, StorageError
+from streammega.gradients.boxes import Boxes
+from streammega.storage.backends.pread import PreadStore
+from streammega.storage.store import written_whole
+from streammega.train import checkpoint_hold
+from streammega.train.checkpoint import checkpoints
+from streammega.train.checkpoint_bucket import CheckpointBucket
+from streammega.train.checkpoint_files import ALGORITHM, CHECKSUMS, METADATA, Checksums, DamagedError, Files, read_metadata
+from streammega.train.checkpoint_folder import CheckpointFolder
+from streammega.train.checkpoint_open import open_place
+from streammega.train.config import load_run
+from streammega.train.host_copies import HostCopies
+from streammega.train.loop import Trainer
+from streammega.train.metrics import read_metrics
+from streammega.train.stopping import Terminated
+from tests.conftest import write_random_pair
+from tests.support.checkpoint_programs import failing_save, hold, outcome, train_and_die, train_slowly, train_steps
+from tests.support.gang import Gang
+from tests.support.servers import S3
+
+TOML = """
+[data]
+blend = ["{folder}/pair"]
+sequence_length = 16
+split = "90,10,0"
+order = "stream"
+index_cache_dir = "{folder}/cache"
+[model]
+vocab_size = 1000
+dim = 16
+layers = 1
+heads = 2
+[train]
+iters = 6
+micro_batch_size = 2
+global_batch_size = 8
+save_interval = 2
+log_interval = 4
+decay = "constant"
+hash_batches = true
+timeout = 20.0
+out_dir = "{folder}/run"
+"""
+CPU = torch.device("cpu")
+
+
+@pytest.fixture(autouse=True)
+def _no_rival(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nobody else begins at the same moment."""
+    monkeypatch.setattr(checkpoint_hold, "SETTLE_SECONDS", 0.02)
+
+
+def write_run(folder: Path) -> str:
+    write_random_pair(str(folder / "pair"))
+    path = folder / "run.toml"
+    path.write_text(TOML.format(folder=folder))
+    return str(path)
+
+
+@pytest.fixture
+def run_file(tmp_path: Path) -> str:
+    return write_run(tmp_path)
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The out_dir of a finished run."""
+    folder = tmp_path_factory.mktemp("finished")
+    Trainer(load_run(write_run(folder)), CPU).run()
+    return folder / "run"
+
+
+@pytest.fixture
+def folder(run_file: str, finished: Path) -> Path:
+    """A copy of its checkpoints, of steps 2, 4 and 6."""
+    copied = shutil.copytree(finished, Path(run_file).parent / "run")
+    return copied / "checkpoints"
+
+
+@pytest.fixture(params=["disk", "s3"])
+def out(request: pytest.FixtureRequest, tmp_path: Path) -> list[str]:
+    """Settings of a run whose results go to a disk, or to an object store."""
+    if request.param == "disk":
+        return [f"train.out_dir={tmp_path}/out"]
+    if request.param == "oss":
+        oss = request.getfixturevalue("oss")
+        options = [f"data.storage.storage_options.{name}={json.dumps(value)}" for name, value in oss.options.items()]
+        return [f"train.out_dir=oss://{oss.new_bucket()}/deep/run", *options]
+    s3: S3 = request.getfixturevalue("moto")
+    return on_s3(s3, s3.new_bucket())
+
+
+def on_s3(s3: S3, bucket: str) -> list[str]:
+    options = [f'data.storage.storage_options.{name}="{value}"' for name, value in s3.options.items()]
+    return [f"train.out_dir=s3://{bucket}/deep/run", *options]
+
+
+def weights(trainer: Trainer) -> list[torch.Tensor]:
+    return [parameter.detach().clone() for parameter in trainer.model.chunks[0].parameters()]
+
+
+def resumed(run_file: str, *overrides: str) -> Trainer:
+    trainer = Trainer(load_run(run_file, overrides), CPU)
+    trainer.resume()
+    return trainer
+
+
+def names(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.iterdir())
+
+
+def cut(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[:-100])
+
+
+def flip(path: Path) -> None:
+    """One bit of a value, in the middle of the largest tensor."""
+    files = Files(store=PreadStore(StorageConfig()), prefix=str(path))
+    largest = max(read_metadata(files, Checksums()).storage_data.values(), key=lambda place: place.length)
+    data = bytearray((path / largest.relative_path).read_bytes())
+    data[largest.offset + largest.length // 2] ^= 1
+    (path / largest.relative_path).write_bytes(data)
+
+
+def items(path: Path) -> list[tuple[str, str]]:
+    """The file and the offset of all that was written of a checkpoint."""
+    metadata = read_metadata(Files(store=PreadStore(StorageConfig()), prefix=str(path)), Checksums())
+    return sorted([(METADATA, "0"), *((place.relative_path, str(place.offset)) for place in metadata.storage_data.values())])
+
+
+def items_with_checksums(path: Path) -> list[tuple[str, str]]:
+    files = json.loads((path / "position.json").read_text())[CHECKSUMS][ALGORITHM]
+    return sorted((name, start) for name, starts in files.items() for start in starts)
+
+
+def rename_a_tensor(path: Path) -> None:
+    data = (path / METADATA).read_bytes()
+    (path / METADATA).write_bytes(data.replace(b"model.", b"mo`el."))  # one bit of each
+
+
+DAMAGE = {
+    "position": lambda path: (path / "position.json").write_text("{"),
+    "no-position": lambda path: (path / "position.json").unlink(),
+    "metadata": lambda path: cut(path / ".metadata"),
+    "no-metadata": lambda path: (path / ".metadata").unlink(),
+    "cut": lambda path: cut(path / "__0_0.distcp"),
+    "missing": lambda path: (path / "__0_0.distcp").unlink(),
+    "other-bytes": lambda path: (path / "__0_0.distcp").write_bytes(bytes((path / "__0_0.distcp").stat().st_size)),
+    "flipped-bit": flip,
+    "flipped-bit-of-metadata": rename_a_tensor,
+}
+
+
+@pytest.mark.parametrize("kind", DAMAGE)
+def test_a_damaged_newest_checkpoint_falls_back_to_the_one_before(
+    run_file: str, folder: Path, kind: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    before = folder / "step-00000004"
+    whole = replace(load_run(run_file), train=replace(load_run(run_file).train, out_dir=f"{folder}/../../whole"))
+    shutil.copytree(before, Path(whole.train.out_dir) / "checkpoints" / before.name)
+    truth = Trainer(whole, CPU)
+    truth.resume()
+    DAMAGE[kind](folder / "step-00000006")
+    with caplog.at_level(logging.WARNING):
+        trainer = resumed(run_file)
+    assert trainer.step == 4
+    assert all(torch.equal(a, b) for a, b in zip(weights(trainer), weights(truth), strict=True))
+    assert "checkpoint of step 6 cannot be used, the one before it is taken" in caplog.text
+    assert names(folder) == ["step-00000002", "step-00000004", "step-00000006.damaged"]
+
+
+def test_every_item_has_a_checksum_and_a_checkpoint_of_before_there_were_any_is_loaded(run_file: str, folder: Path) -> None:
+    position = folder / "step-00000006" / "position.json"
+    assert items_with_checksums(position.parent) == items(position.parent)
+    kept = json.loads(position.read_text())
+    del kept[CHECKSUMS]
+    position.write_text(json.dumps(kept))
+    assert resumed(run_file).step == 6
+
+
+def test_a_run_all_of_whose_checkpoints_are_damaged_does_not_begin_anew(run_file: str, folder: Path) -> None:
+    for path in checkpoints(folder):
+        cut(path / "__0_0.distcp")
+    with pytest.raises(StateError, match=r"no checkpoint can be read, of steps 6, 4, 2 .*is cut short.*restore one"):
+        resumed(run_file)
+    assert names(folder) == ["step-00000002", "step-00000004", "step-00000006"]
+
+
+def test_storage_that_fails_is_named_and_is_no_reason_to_go_back(
+    run_file: str, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    read = PreadStore.read_ranges
+
+    def failing(self: PreadStore, key: str, *rest: Any) -> Any:
+        if key.endswith(".distcp"):
+            raise EndpointError(f"{key}: the endpoint did not answer")
+        return read(self, key, *rest)
+
+    monkeypatch.setattr(PreadStore, "read_ranges", failing)
+    with pytest.raises(EndpointError, match=r"step-00000006/__0_0.distcp: the endpoint did not answer"):
+        resumed(run_file)
+    assert len(checkpoints(folder)) == 3
+
+
+def test_metadata_is_read_without_running_what_it_says(run_file: str, folder: Path, tmp_path: Path) -> None:
+    class Evil:
+        def __reduce__(self) -> Any:
+            return os.mkdir, (str(tmp_path / "evil"),)
+
+    files = Files(store=PreadStore(load_run(run_file).data.storage), prefix=str(folder / "step-00000006"))
+    assert read_metadata(files, Checksums()).state_dict_metadata
+    for payload in (pickle.dumps(Evil()), pickle.dumps({"a": 1}), b"", pickle.dumps(print)):
+        (folder / "step-00000006" / ".metadata").write_bytes(payload)
+        with pytest.raises(DamagedError, match="metadata: is"):
+            read_metadata(files, Checksums())
+    assert not (tmp_path / "evil").exists()
+    outside = read_metadata(Files(store=files.store, prefix=str(folder / "step-00000004")), Checksums())
+    for place in outside.storage_data.values():
+        place.relative_path = "../step-00000002/__0_0.distcp"
+    (folder / "step-00000006" / ".metadata").write_bytes(pickle.dumps(outside))
+    assert resumed(run_file).step == 4
+
+
+def test_an_old_checkpoint_that_cannot_be_removed_ends_no_run(
+    run_file: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def busy(path: Any, *_: Any, **__: Any) -> None:
+        raise OSError(16, "Device or resource busy", ".nfs0001")
+
+    monkeypatch.setattr(shutil, "rmtree", busy)
+    Trainer(load_run(run_file, ["train.keep_checkpoints=1"]), CPU).run()
+    folder = Path(run_file).parent / "run" / "checkpoints"
+    assert [path.name for path in checkpoints(folder)] == ["step-00000006"], "what is half removed bears no final name"
+    assert "cannot be removed" in caplog.text
+    monkeypatch.undo()
+    trainer = resumed(run_file)
+    trainer.save()
+    assert names(folder) == ["step-00000006"], "a later save removes it"
+
+
+def test_a_step_is_replaced_without_a_moment_in_which_it_is_not_there(
+    run_file: str, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What a kill between the two renames leaves is mended by the next run."""
+    rename = os.replace
+
+    def killed(source: Any, target: Any) -> None:
+        if str(source).endswith(".partial"):
+            raise KeyboardInterrupt
+        rename(source, target)
+
+    trainer = resumed(run_file)
+    monkeypatch.setattr(os, "replace", killed)
+    with pytest.raises(KeyboardInterrupt):
+        trainer.save()
+    monkeypatch.undo()
+    assert "step-00000006" not in names(folder)
+    assert resumed(run_file).step == 6
+
+
+def test_what_is_evaluated_is_opened_before_the_first_step(run_file: str) -> None:
+    with pytest.raises(ConfigError, match="valid"):
+        Trainer(load_run(run_file, ["data.split=100,0.0001,0", "train.eval_interval=4", "train.eval_iters=1"]), CPU)
+    overrides = ["validation.other=/no/such/pair", "train.eval_interval=4", "train.eval_iters=1"]
+    with pytest.raises(StorageError, match="/no/such/pair"):
+        Trainer(load_run(run_file, overrides), CPU)
+
+
+def test_an_evaluation_that_fails_costs_no_steps(run_file: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = load_run(run_file, ["train.eval_interval=4", "train.eval_iters=1"])
+    trainer = Trainer(config, CPU)
+
+    def failing() -> Any:
+        raise EndpointError("s3://bucket/valid.bin: 503")
+
+    monkeypatch.setattr(trainer, "evaluate_all", failing)
+    with pytest.raises(EndpointError, match=r"valid\.bin"):
+        trainer.run()
+    trainer.checkpoints.wait()
+    metrics = Path(config.train.out_dir) / "metrics.jsonl"
+    assert [record["step"] for record in read_metrics(metrics)] == [1, 2, 3, 4]
+    kept = metrics.read_text().splitlines()[:-1]
+    metrics.write_text("\n".join(kept) + "\n")  # as SIGKILL leaves it
+    again = Trainer(config, CPU)
+    again.resume()
+    assert again.step == 4
+    again.run()
+    records = read_metrics(metrics)
+    assert [record["step"] for record in records] == [1, 2, 3, 4, 5, 6]
+    assert all("batch_hash" in record for record in records)
+
+
+def test_a_rewind_is_done_once_and_not_again_by_an_old_command_line(run_file: str, folder: Path) -> None:
+    resumed(run_file, "train.rewind=2", "train.iters=6").run()
+    assert [record["step"] for record in read_metrics(folder.parent / "metrics.jsonl")] == [1, 2, 3, 4, 5, 6, 3, 4, 5, 6]
+    resumed(run_file, "train.iters=8").run()  # without it
+    again = resumed(run_file, "train.rewind=2", "train.iters=8")
+    assert again.step == 8, "these steps have gone back to 2 already"
+    again.close()
+    further = resumed(run_file, "train.rewind=4", "train.iters=8")
+    assert further.step == 4
+    further.close()
+
+
+def test_earlier_rewinds_are_marked_and_what_was_set_aside_is_kept_apart_and_not_for_ever(run_file: str, folder: Path) -> None:
+    position = folder / "step-00000006" / "position.json"
+    position.write_text(json.dumps(json.loads(position.read_text()) | {"rewind": 4}))  # as earlier versions wrote it
+    resumed(run_file, "train.rewind=4").close()
+    assert names(folder) == ["step-00000002", "step-00000004", "step-00000006"]
+    for number in range(3):
+        resumed(run_file, f"train.rewind={4 + number % 2}").close()
+        trainer = resumed(run_file, "train.rewind=5")
+        trainer.rewinds = []
+        trainer.step = 6
+        trainer.save()
+        trainer.close()
+    aside = [name for name in names(folder) if "rewound" in name]
+    assert len(aside) == 3, aside
+    assert len({name.partition(".")[2] for name in aside}) == 3, "none takes the place of another"
+
+
+def test_a_stopped_run_waits_for_its_save_and_makes_no_second_one_where_that_is_recent(
+    run_file: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trainer = Trainer(load_run(run_file, ["train.iters=16", "train.save_interval=3"]), CPU)
+    step = trainer.train_step
+
+    def stopped() -> Any:
+        record, stop = step()
+        return record, stop or record["step"] == 4
+
+    monkeypatch.setattr(trainer, "train_step", stopped)
+    with pytest.raises(Terminated, match=r"after step 4; step 3, of less than 30 s before, is saved"):
+        trainer.run()
+    assert resumed(run_file).step == 3
+    late = resumed(run_file, "train.iters=16", "train.save_interval=3")
+    late.checkpoints.last = (3, time.monotonic() - 31)
+    late.requests.note(signal.SIGTERM, 0.0)
+    with pytest.raises(Terminated, match=r"after step 4, which is saved"):
+        late.run()
+    assert resumed(run_file).step == 4
+
+
+@pytest.mark.parametrize("out", ["disk", "s3", "oss"], indirect=True)
+def test_runs_on_a_disk_and_in_an_object_store_save_keep_rewind_and_resume(
+    run_file: str,
+    out: list[str],
+    moto: S3,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    straight = Trainer(load_run(run_file, ["train.iters=10"]), CPU)
+    straight.run()
+    overrides = [*out, "train.keep_checkpoints=2"]
+    first = Trainer(load_run(run_file, overrides), CPU)
+    first.run()
+    assert first.checkpoints.place.steps() == [4, 6]
+    second = resumed(run_file, *overrides, "train.iters=10")
+    assert second.step == 6
+    second.run()
+    assert all(torch.equal(a, b) for a, b in zip(weights(second), weights(straight), strict=True))
+    assert second.checkpoints.place.steps() == [8, 10]
+    back = resumed(run_file, *overrides, "train.rewind=8")
+    assert back.step == 8
+    assert back.checkpoints.place.steps() == [8]
+    back.close()
+    place = back.checkpoints.place
+    if isinstance(place, CheckpointBucket):
+        stored = [item.key for item in place._store.list("deep/run/")]
+        assert "deep/run/metrics.jsonl" in stored
+        assert {key for key in stored if key.endswith(".json")} == {
+            "deep/run/checkpoints/step-00000008.json", "deep/run/checkpoints/step-00000010.rewound.json"
+        }  # fmt: skip
+        assert len([key for key in stored if key.endswith(".metadata")]) == 2, "what is dropped is dropped with its files"
+        data = bytes(
+            place._store.read_ranges("deep/run/metrics.jsonl", [0], [place._store.info("deep/run/metrics.jsonl").size])[0]
+        )
+        assert [json.loads(line)["step"] for line in data.splitlines()] == list(range(1, 11))
+        assert not Path("s3:").exists()
+        if "s3:" in out[0]:
+            for name, value in moto.environment.items():
+                monkeypatch.setenv(name, value)
+            assert cli_main(["plot", out[0].removeprefix("train.out_dir="), "--out", str(tmp_path / "run.png")]) == 0
+            assert "10 steps, loss" in capsys.readouterr().out
+
+
+def test_a_damaged_checkpoint_of_an_object_store_falls_back(run_file: str, moto: S3) -> None:
+    overrides = on_s3(moto, moto.new_bucket())
+    first = Trainer(load_run(run_file, overrides), CPU)
+    first.run()
+    place = first.checkpoints.place
+    assert isinstance(place, CheckpointBucket)
+    place._store.delete(f"deep/run/checkpoints/{place.find(6).name}/__0_0.distcp")
+    second = resumed(run_file, *overrides)
+    assert second.step == 4
+    second.close()
+    assert place.steps() == [2, 4]
+    place._put("step-00000004.json", b"{")
+    third = resumed(run_file, *overrides)
+    assert third.step == 2
+    third.save()
+    third.close()
+    assert place.steps() == [2]
+
+
+def test_a_flipped_bit_in_an_object_store_falls_back(run_file: str, moto: S3, tmp_path: Path) -> None:
+    overrides = on_s3(moto, moto.new_bucket())
+    first = Trainer(load_run(run_file, overrides), CPU)
+    first.run()
+    place = first.checkpoints.place
+    assert isinstance(place, CheckpointBucket)
+    files = place.draft(place.find(6).name)
+    for name in (METADATA, "__0_0.distcp"):
+        (tmp_path / name).write_bytes(files.read(name))
+    flip(tmp_path)
+    with written_whole(files.store, files.key("__0_0.distcp")) as writer:
+        writer.write((tmp_path / "__0_0.distcp").read_bytes())
+    second = resumed(run_file, *overrides)
+    assert second.step == 4
+    second.close()
+
+
+def test_a_bucket_that_is_not_there_is_named_before_the_first_step(run_file: str, moto: S3) -> None:
+    with pytest.raises(StorageError, match="bucket s3://no-such-bucket does not exist"):
+        Trainer(load_run(run_file, on_s3(moto, "no-such-bucket")), CPU)
+
+
+@pytest.fixture
+def truth(run_file: str) -> dict[int, list[torch.Tensor]]:
+    """The weights of a run after each step."""
+    trainer = Trainer(load_run(run_file, [f"train.out_dir={Path(run_file).parent}/truth", "train.save_interval=0"]), CPU)
+    found = {0: weights(trainer)}
+    for step in range(1, 7):
+        trainer.train_step()
+        trainer.step = step
+        found[step] = weights(trainer)
+    trainer.close()
+    return found
+
+
+def dies(gang: Gang, run_file: str, overrides: list[str], fatal: int, done: Path) -> bool:
+    """Whether a run was killed; its process is not used again."""
+    try:
+        gang.run(1, train_and_die, run_file, overrides, fatal, str(done))
+    except AssertionError as error:
+        if "the process died" not in str(error):
+            raise
+        return True
+    return False
+
+
+KILLS = 3
+"""Kill points of a run, evenly over all of its changes of what is stored; all of them by `make soak`."""
+
+
+@pytest.mark.parametrize("every", [pytest.param(False, id="some"), pytest.param(True, id="all", marks=pytest.mark.soak)])
+def test_wherever_a_run_is_killed_its_newest_whole_checkpoint_resumes(
+    gang: Gang, run_file: str, out: list[str], truth: dict[int, list[torch.Tensor]], tmp_path: Path, every: bool
+) -> None:
+    def place(number: int) -> list[str]:
+        settings = [out[0].replace("/run", f"/run-{number}") + ("" if "s3:" in out[0] else str(number)), *out[1:]]
+        return [*settings, "train.save_interval=1", "train.keep_checkpoints=1", "train.iters=3"]
+
+    count = gang.run(1, train_and_die, run_file, place(0), None, str(tmp_path / "done"))[0]
+    gang.close()  # its process counts what is no longer of interest
+    assert count > 10
+    points = range(1, count) if every else [1 + (2 * n + 1) * count // (2 * KILLS) for n in range(KILLS)]
+    killed = 0
+    for fatal in points:
+        done = tmp_path / f"done-{fatal}"
+        killed += dies(gang, run_file, place(fatal), fatal, done)
+        gang.close()
+        published = [int(line) for line in done.read_text().split()] if done.exists() else [0]
+        trainer = resumed(run_file, *place(fatal))
+        assert trainer.step in (published[-1], published[-1] + 1), (fatal, published)
+        assert all(torch.equal(a, b) for a, b in zip(weights(trainer), truth[trainer.step], strict=True)), fatal
+        left = [2, 3] if trainer.step == 3 else [3]  # killed before the old one went, which goes with the next save
+        trainer.run()
+        assert trainer.checkpoints.place.steps() in ([3], left), fatal
+    assert killed > 0.9 * len(points), "a run may end some changes earlier than another"
+
+
+def test_ranks_that_are_killed_while_they_upload_in_the_background_resume_on_another_layout(
+    gang: Gang, run_file: str, truth: dict[int, list[torch.Tensor]], moto: S3, tmp_path: Path
+) -> None:
+    overrides = on_s3(moto, moto.new_bucket())
+    begun = tmp_path / "begun"
+    sharded = ["parallel.optimizer=sharded", "parallel.bucket_size=2000"]
+    assert gang.run_until(begun.exists, 2, train_slowly, run_file, [*overrides, *sharded], 0.004, str(begun))
+    place = open_place(load_run(run_file, overrides).train.out_dir, load_run(run_file, overrides).data.storage)
+    assert place.steps() == [2]
+    trainer = resumed(run_file, *overrides)
+    assert trainer.step == 2
+    for a, b in zip(weights(trainer), truth[2], strict=True):
+        assert torch.allclose(a, b, atol=1e-5)
+    trainer.run()
+    assert gang.run(2, train_steps, run_file, [*overrides, *sharded]) == [6, 6]
+    assert place.steps() == [2, 4, 6]
+
+
+def test_an_out_dir_that_is_not_one_for_all_ranks_is_found_before_the_first_step(gang: Gang, run_file: str) -> None:
+    apart = gang.run(2, outcome, run_file, [f"train.out_dir={Path(run_file).parent}/node-RANK"], 0.5)
+    for message, seconds in apart:
+        assert "does not see what rank 0 wrote there" in message
+        assert "train.out_dir must be one folder for all ranks" in message
+        assert seconds < 15
+    assert not (Path(run_file).parent / "node-0" / "metrics.jsonl").exists()
+
+
+@pytest.mark.parametrize("kind", ["cut", "flipped-bit"])
+def test_ranks_agree_on_the_checkpoint_to_resume_from(gang: Gang, run_file: str, folder: Path, kind: str) -> None:
+    DAMAGE[kind](folder / "step-00000006")
+    assert gang.run(2, train_steps, run_file, ["train.iters=8", "parallel.optimizer=sharded"]) == [4, 4]
+    assert [path.name for path in checkpoints(folder)] == ["step-00000004", "step-00000006", "step-00000008"]
+    newest = items(folder / "step-00000008")
+    assert {"__0_0.distcp", "__1_0.distcp"} < {name for name, _ in newest}
+    assert items_with_checksums(folder / "step-00000008") == newest
+
+
+@pytest.mark.parametrize("failing", [0, 1])
+def test_a_save_that_fails_in_the_background_is_told_within_seconds_on_all_ranks(gang: Gang, run_file: str, failing: int) -> None:
+    began = time.monotonic()
+    ended = gang.run(2, failing_save, run_file, ["train.iters=60", "train.save_interval=20", "train.timeout=60"], failing, 20)
+    assert time.monotonic() - began < 40
+    for message, step in ended:
+        assert "No space left on device" in message
+        assert "The checkpoints before it are whole" in message
+        assert 20 <= step < 50
+    assert len({step for _, step in ended}) == 1, "all ranks end after the same step"
+
+
+def test_a_second_job_on_an_out_dir_is_refused_and_a_killed_one_is_no_job(
+    gang: Gang, run_file: str, out: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(checkpoint_hold, "WAIT_SECONDS", 0.3)
+    monkeypatch.setattr(checkpoint_hold, "PATIENCE_SECONDS", 15.0)
+    refused: list[str] = []
+    held = tmp_path / "held"
+
+    def look() -> bool:
+        if held.exists():
+            try:
+                Trainer(load_run(run_file, out), CPU)
+            except ConfigError as error:
+                refused.append(str(error))
+        return bool(refused)
+
+    assert gang.run_until(look, 1, hold, run_file, out, str(held))
+    assert "another job trains there (process" in refused[0]
+    began = time.monotonic()
+    trainer = resumed(run_file, *out)  # of the same machine: its process can be seen to be gone
+    assert time.monotonic() - began < 10
+    assert trainer.step == 1
+    trainer.close()
+
+
+def test_an_object_that_nobody_renews_is_taken_over_and_its_owner_stops_writing(
+    moto: S3, monkeypatch: pytest.MonkeyPatch, run_file: str
+) -> None:
+    monkeypatch.setattr(checkpoint_hold, "PATIENCE_SECONDS", 0.5)
+    monkeypatch.setattr(checkpoint_hold, "RENEW_SECONDS", 0.2)
+    monkeypatch.setattr(checkpoint_hold, "SETTLE_SECONDS", 0.1)
+    bucket = moto.new_bucket()
+    place: Any = open_place(f"s3://{bucket}/run", load_run(run_file, on_s3(moto, bucket)).data.storage)
+    other = {"owner": "x", "host": "elsewhere", "pid": 7, "system": "another", "started": "1"}
+    writer = place._store.open_writer("run/lock.json")
+    writer.write(json.dumps(other).encode())
+    writer.commit()
+    held = place.hold()
+    held.check()
+    writer = place._store.open_writer("run/lock.json")
+    writer.write(json.dumps(other).encode())
+    writer.commit()
+    deadline = time.monotonic() + 10
+    with pytest.raises(StorageError, match="process 7 on elsewhere has taken over"):
+        while time.monotonic() < deadline:
+            held.check()
+            time.sleep(0.05)
+    held.release()
+    assert (
+        json.loads(bytes(place._store.read_ranges("run/lock.json", [0], [place._store.info("run/lock.json").size])[0])) == other
+    )
+
+
+class FakeDevice:
+    """A GPU's streams, on the CPU: copies happen when their stream is waited for, and all that is ordered is noted."""
+
+    def __init__(self) -> None:
+        self.log: list[str] = []
+        self.buffers = 0
+
+    def holds(self, tensor: torch.Tensor) -> bool:
+        return tensor.dim() > 0
+
+    def buffer(self, size: int) -> torch.Tensor:
+        self.buffers += 1
+        return torch.empty(size, dtype=torch.uint8)
+
+    def stream(self) -> Any:
+        return FakeStream("side", self.log)
+
+    def current(self) -> Any:
+        return FakeStream("main", self.log)
+
+    @contextlib.contextmanager
+    def using(self, stream: Any) -> Any:
+        self.log.append(f"copy on {stream.name}")
+        yield
+
+    def event(self) -> Any:
+        return FakeEvent(self.log)
+
+
+class FakeStream:
+    def __init__(self, name: str, log: list[str]) -> None:
+        self.name, self.log = name, log
+
+    def wait_stream(self, other: Any) -> None:
+        self.log.append(f"{self.name} waits for {other.name}")
+
+    def wait_event(self, event: Any) -> None:
+        self.log.append(f"{self.name} waits for the copies")
+
+
+class FakeEvent:
+    def __init__(self, log: list[str]) -> None:
+        self.log = log
+
+    def record(self, stream: Any) -> None:
+        self.log.append(f"event on {stream.name}")
+
+    def synchronize(self) -> None:
+        self.log.append("host waits")
+
+
+def test_copies_from_a_device_use_one_kept_buffer_and_order_themselves_before_the_next_change() -> None:
+    device = FakeDevice()
+    copies = HostCopies(device)
+    values = {"a": torch.arange(6.0).view(2, 3), "b": torch.arange(5).to(torch.bfloat16)}
+    step = torch.tensor(3.0)
+    state = {name: Boxes(value.shape, [((0,) * value.dim(), value)]) for name, value in values.items()}
+    state["step"] = Boxes((), [((), step)])
+    taken = copies.take(state, background=True)
+    assert list(taken) == ["a", "b", "step"]
+    assert device.log == ["side waits for main", "copy on side", "event on side"], "the host waits for nothing"
+    copies.before_change()
+    copies.before_change()
+    assert device.log[3:] == ["main waits for the copies"], "once, on the device"
+    for value in (*values.values(), step):
+        value.add_(1)
+    copies.wait()
+    assert torch.equal(taken["a"].boxes[0][1], torch.arange(6.0).view(2, 3))
+    assert torch.equal(taken["b"].boxes[0][1], torch.arange(5).to(torch.bfloat16))
+    assert float(taken["step"].boxes[0][1]) == 3.0
+    again = copies.take(state, background=True)
+    assert device.buffers == 1
+    assert again["a"].boxes[0][1].data_ptr() == taken["a"].boxes[0][1].data_ptr()
+    assert torch.equal(again["a"].boxes[0][1], values["a"])
+    copies.take({"c": Boxes((2,), [((0,), torch.zeros(2))])}, background=False)
+    assert device.buffers == 2, "another layout, another buffer"
+    buffer = io.BytesIO()
+    torch.save(again["a"].boxes[0][1].clone(), buffer)
+
+
+def test_a_run_says_before_each_change_that_copies_must_be_done(run_file: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    trainer = Trainer(load_run(run_file), CPU)
+    calls: list[str] = []
+    monkeypatch.setattr(trainer.checkpoints, "before_change", lambda: calls.append("before"))
+    step = trainer.optimizer.step
+    monkeypatch.setattr(trainer.optimizer, "step", lambda *args: (calls.append("step"), step(*args))[1])
+    trainer.train_step()
+    assert calls == ["before", "step"]
+
+
+def test_a_folder_tells_what_a_run_of_an_earlier_version_left(run_file: str, folder: Path) -> None:
+    """Checkpoints of earlier versions are those of torch's own writer, and are read."""
+    import torch.distributed.checkpoint as dcp
+
+    trainer = resumed(run_file)
+    from streammega.train.state import SavePlanner, state_to_save
+
+    old = folder / "step-00000008"
+    with pytest.warns(UserWarning, match="single process"):
+        dcp.save(dict(state_to_save(trainer.model, trainer.optimizer)), checkpoint_id=old, planner=SavePlanner())
+    position = json.loads((folder / "step-00000006" / "position.json").read_text()) | {"step": 8}
+    del position[CHECKSUMS]
+    (old / "position.json").write_text(json.dumps(position))
+    again = resumed(run_file)
+    assert again.step == 8
+    assert all(torch.equal(a, b) for a, b in zip(weights(again), weights(trainer), strict=True))
+    assert CheckpointFolder(folder).steps() == [2, 4, 6, 8]

@@ -1,0 +1,200 @@
+"""How runs end that are told to: SIGTERM, Ctrl-C, errors. One line, the right code, nothing lost, nobody left."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import psutil
+import pytest
+
+from streammega.errors import GradientError
+from streammega.train.__main__ import main as train_main
+from streammega.train.checkpoint import checkpoints
+from streammega.train.loop import Trainer
+from streammega.train.metrics import read_metrics
+from streammega.train.stopping import ONE_REQUEST
+from tests.support.processes import Family, launch
+from tests.train.test_train import TOML
+
+FAULTY = str(Path(__file__).parents[1] / "support" / "faulty_train.py")
+PROGRAM = {"command": ["-m", "streammega", "train"], "module": ["-m", "streammega.train"]}
+
+
+@pytest.fixture
+def run_file(tmp_path: Path, pair: str) -> Path:
+    path = tmp_path / "run.toml"
+    text = TOML.format(prefix=pair, folder=tmp_path).replace("iters = 16", "iters = 100000")
+    path.write_text(text.replace("save_interval = 2", "save_interval = 100000").replace("eval_interval = 8", "eval_interval = 0"))
+    return path
+
+
+@contextmanager
+def hears_ctrl_c() -> Iterator[None]:
+    """Processes that are started here do: a shell's background jobs ignore it, and so would all that they start."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+def start(run_file: Path, *program: str, fault: str = "") -> subprocess.Popen[str]:
+    """A run that has trained some steps; with `fault` (see faulty_train.py), one that has come to it."""
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path(__file__).parents[2]), "FAULT": fault}
+    command = [sys.executable, *program, str(run_file), "data.order=stream"]
+    with hears_ctrl_c():
+        process = subprocess.Popen(command, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
+    wait_for_steps(run_file, process.poll, fault)
+    return process
+
+
+def start_fork(run_file: Path, *program: str, fault: str = "") -> Family:
+    """The same in a fork."""
+    family = launch(run_file.parent, 1, [*program, str(run_file), "data.order=stream"], {"FAULT": fault})
+    wait_for_steps(run_file, lambda: family.ended(0, within=0)[0], fault)
+    return family
+
+
+def wait_for_steps(run_file: Path, code: Callable[[], int | None], fault: str) -> None:
+    metrics, deadline = run_file.parent / "run" / "metrics.jsonl", time.monotonic() + 120
+    while not (run_file.with_suffix(".fault").exists() if fault else metrics.exists() and len(read_metrics(metrics)) > 3):
+        assert code() is None
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
+def saved_steps(run_file: Path) -> list[str]:
+    return [path.name for path in checkpoints(run_file.parent / "run" / "checkpoints")]
+
+
+@pytest.mark.parametrize("program", PROGRAM)
+def test_sigterm_saves_and_ends_with_143_and_one_line(run_file: Path, program: str) -> None:
+    family = start_fork(run_file, *PROGRAM[program])
+    family.signal(signal.SIGTERM, 0)
+    codes, log = family.ended(0, within=60), family.log(0)
+    assert codes == [143], log
+    steps = len(read_metrics(run_file.parent / "run" / "metrics.jsonl"))
+    assert f"[0] stopped by SIGTERM after step {steps}, which is saved" in log
+    assert "Traceback" not in log
+    assert [path.name for path in checkpoints(run_file.parent / "run" / "checkpoints")] == [f"step-{steps:08d}"]
+
+
+@pytest.mark.parametrize("program", PROGRAM)
+def test_ctrl_c_saves_and_says_how_to_go_on(run_file: Path, program: str) -> None:
+    if program == "module":
+        process = start(run_file, *PROGRAM[program])
+        process.send_signal(signal.SIGINT)
+        _, log = process.communicate(timeout=60)
+        assert process.returncode == 130, log
+    else:
+        family = start_fork(run_file, *PROGRAM[program])
+        family.signal(signal.SIGINT, 0)
+        assert family.ended(0, within=60) == [130], family.log(0)
+        log = family.log(0)
+    steps = len(read_metrics(run_file.parent / "run" / "metrics.jsonl"))
+    assert "Ctrl-C: ends after the step under way, with a checkpoint; once more: at once\n" in log
+    assert log.endswith(
+        f"[0] interrupted after step {steps}, which is saved in {run_file.parent}/run; the same command goes on from there\n"
+    ), log
+    assert "Traceback" not in log
+    assert saved_steps(run_file) == [f"step-{steps:08d}"]
+
+
+def test_a_second_ctrl_c_ends_at_once_with_one_line(run_file: Path) -> None:
+    """The step under way does not end: its data do not come."""
+    family = start_fork(run_file, FAULTY, fault="0:5:hang")
+    family.signal(signal.SIGINT, 0)
+    time.sleep(ONE_REQUEST / 2)
+    family.signal(signal.SIGINT, 0)  # the same once more, from a launcher
+    time.sleep(ONE_REQUEST)
+    assert family.ended(0, within=0) == [None]
+    family.signal(signal.SIGINT, 0)
+    codes, log = family.ended(0, within=10), family.log(0)
+    assert codes == [130], log
+    assert log.endswith(
+        f"[0] interrupted in step 5; the same command goes on from the last checkpoint in {run_file.parent}/run\n"
+    ), log
+    assert "Traceback" not in log
+
+
+def test_ctrl_c_before_the_first_step_ends_at_once_with_one_line(run_file: Path) -> None:
+    """The endpoint takes the connection, and never answers."""
+    with socket.create_server(("127.0.0.1", 0)) as listener, hears_ctrl_c():
+        endpoint = f"http://127.0.0.1:{listener.getsockname()[1]}"
+        options = f'data.storage.storage_options={{endpoint_url="{endpoint}", anon=true}}'
+        command = [sys.executable, *PROGRAM["command"], str(run_file), 'data.blend="s3://bucket/web"', options]
+        process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
+        listener.settimeout(60)
+        connection, _ = listener.accept()
+        with connection:
+            process.send_signal(signal.SIGINT)
+            began = time.monotonic()
+            _, log = process.communicate(timeout=60)
+    assert time.monotonic() - began < 10
+    assert process.returncode == 130, log
+    assert re.search(r"\[0\] interrupted in step 0; the same command goes on from the last checkpoint in \S+\n\Z", log), log
+    assert "Traceback" not in log
+
+
+TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+
+
+def test_ctrl_c_to_torchrun_saves_and_ends_every_rank_with_one_line(run_file: Path) -> None:
+    """Terminals signal all processes, and torchrun its ranks once more. It says so itself, with a traceback of its own."""
+    process = start(run_file, *TORCHRUN, "-m", "streammega.train")
+    ranks = psutil.Process(process.pid).children(recursive=True)
+    for member in (*ranks, process):
+        member.send_signal(signal.SIGINT)
+    _, log = process.communicate(timeout=60)
+    assert process.returncode != 0
+    _, alive = psutil.wait_procs(ranks, timeout=10)
+    assert not alive, "no rank outlives torchrun"
+    steps = len(read_metrics(run_file.parent / "run" / "metrics.jsonl"))
+    assert saved_steps(run_file) == [f"step-{steps:08d}"]
+    for rank in range(2):
+        assert f"[{rank}] interrupted after step {steps}, which is saved in" in log, log[-3000:]
+    assert not re.search(r'File ".*/streammega/', log), log[-3000:]
+
+
+def test_a_second_ctrl_c_to_torchrun_ends_every_rank_at_once(run_file: Path) -> None:
+    """Rank 1 waits for data that do not come, rank 0 for rank 1, where Python cannot reach it."""
+    process = start(run_file, *TORCHRUN, FAULTY, fault="1:5:hang")
+    ranks = psutil.Process(process.pid).children(recursive=True)
+    process.send_signal(signal.SIGINT)
+    time.sleep(1.5 * ONE_REQUEST)
+    assert all(rank.is_running() for rank in ranks)
+    process.send_signal(signal.SIGINT)
+    began = time.monotonic()
+    _, log = process.communicate(timeout=60)
+    assert time.monotonic() - began < 15
+    _, alive = psutil.wait_procs(ranks, timeout=10)
+    assert not alive
+    assert "[1] interrupted in step 5" in log, log[-3000:]
+    assert not re.search(r'File ".*/streammega/', log), log[-3000:]
+
+
+def test_what_tensorboard_kept_back_is_written_when_a_run_ends_by_an_error(
+    run_file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from tensorboard.backend.event_processing.event_file_loader import EventFileLoader
+
+    step = Trainer.train_step
+
+    def faulty(self: Trainer) -> object:
+        if self.step == 5:
+            raise GradientError("rank 0: the gradient of embedding.weight is not finite")
+        return step(self)
+
+    monkeypatch.setattr(Trainer, "train_step", faulty)
+    assert train_main([str(run_file), "data.order=stream", "train.tensorboard=true"]) == 1
+    [events] = (run_file.parent / "run" / "tensorboard").glob("events*")
+    assert {event.step for event in EventFileLoader(str(events)).Load() if event.HasField("summary")} == {1, 2, 3, 4, 5}

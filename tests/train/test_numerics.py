@@ -1,0 +1,95 @@
+"""How the trainer computes is a setting: TF32, determinism; and nothing is computed that it does not use."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from streammega.errors import ConfigError
+from streammega.train.config import load_run
+from streammega.train.loop import Trainer
+from streammega.train.numerics import set_numerics
+from tests.train.test_train import TOML
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture
+def run_file(tmp_path: Path, pair: str) -> str:
+    path = tmp_path / "run.toml"
+    path.write_text(TOML.format(prefix=pair, folder=tmp_path))
+    return str(path)
+
+
+@pytest.fixture
+def _switches_as_before() -> Iterator[None]:
+    """torch's own switches belong to the process: give them back."""
+    tf32, deterministic = torch.backends.cuda.matmul.allow_tf32, torch.are_deterministic_algorithms_enabled()
+    fill, workspace = torch.utils.deterministic.fill_uninitialized_memory, os.environ.get("CUBLAS_WORKSPACE_CONFIG")
+    yield
+    torch.backends.cuda.matmul.allow_tf32 = tf32
+    torch.use_deterministic_algorithms(deterministic)
+    torch.utils.deterministic.fill_uninitialized_memory = fill
+    os.environ.pop("CUBLAS_WORKSPACE_CONFIG", None)
+    if workspace is not None:
+        os.environ["CUBLAS_WORKSPACE_CONFIG"] = workspace
+
+
+@pytest.mark.usefixtures("_switches_as_before")
+def test_tf32_and_determinism_are_what_the_settings_say(run_file: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("CUBLAS_WORKSPACE_CONFIG", raising=False)
+    set_numerics(load_run(run_file).train)
+    assert not torch.backends.cuda.matmul.allow_tf32
+    assert not torch.are_deterministic_algorithms_enabled()
+    assert "CUBLAS_WORKSPACE_CONFIG" not in os.environ
+    set_numerics(load_run(run_file, ["train.tf32=true", "train.deterministic=true"]).train)
+    assert torch.backends.cuda.matmul.allow_tf32
+    assert torch.are_deterministic_algorithms_enabled()
+    assert not torch.is_deterministic_algorithms_warn_only_enabled()
+    assert os.environ["CUBLAS_WORKSPACE_CONFIG"] == ":4096:8"
+
+
+@pytest.mark.usefixtures("_switches_as_before")
+def test_a_caller_who_chose_determinism_keeps_it(run_file: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":16:8")
+    torch.use_deterministic_algorithms(True)
+    set_numerics(load_run(run_file).train)
+    assert torch.are_deterministic_algorithms_enabled()
+    set_numerics(load_run(run_file, ["train.deterministic=true"]).train)
+    assert os.environ["CUBLAS_WORKSPACE_CONFIG"] == ":16:8"
+
+
+@pytest.mark.usefixtures("_switches_as_before")
+def test_a_deterministic_run_trains_as_another(run_file: str, tmp_path: Path) -> None:
+    records = []
+    for settings in ([], ["train.deterministic=true"]):
+        trainer = Trainer(load_run(run_file, [*settings, f"train.out_dir={tmp_path / str(len(settings))}"]), CPU)
+        records.append([trainer.train_step()[0]["loss"] for _ in range(3)])
+        trainer.close()
+    assert torch.are_deterministic_algorithms_enabled()
+    assert records[0] == records[1]
+
+
+def test_attention_masks_that_the_trainer_does_not_use_are_not_made(run_file: str) -> None:
+    trainer = Trainer(load_run(run_file, ["data.create_attention_mask=true"]), CPU)
+    batch = next(trainer.batches)
+    trainer.close()
+    assert "tokens" in batch
+    assert "attention_mask" not in batch
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("train.recompute=some", r"train\.recompute"),
+        ("train.recompute=-1", "train.recompute is -1; it must be none, full or a number of layers"),
+        ("train.recompute=true", r"train\.recompute is True; it must be none, full or a number of layers"),
+    ],
+)
+def test_wrong_settings_are_named(run_file: str, override: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        load_run(run_file, [override])

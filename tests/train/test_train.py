@@ -1,0 +1,625 @@
+"""The training program: settings, checkpoints, and a real run of several processes that is killed and resumed."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from streammega import IndexedDatasetWriter, ParallelLayout
+from streammega.errors import ConfigError, FormatError, GradientError, StateError, StorageError
+from streammega.samples.open import open_source
+from streammega.train import checkpoint
+from streammega.train.__main__ import _is_of_others
+from streammega.train.__main__ import main as train_main
+from streammega.train.batch_hash import global_batch_hash, sample_digests
+from streammega.train.config import RunConfig, load_run
+from streammega.train.loop import Trainer, _check_pipeline
+from streammega.train.metrics import MetricsLog, read_metrics
+from streammega.train.schedule import set_learning_rate
+from streammega.train.splits import has_valid, open_plain
+from tests.conftest import write_random_pair
+from tests.support.gang import Gang
+from tests.support.processes import launch
+from tests.support.rank_programs import run_until_bad
+from tests.support.servers import S3
+
+TOML = """
+[data]
+blend = ["{prefix}"]
+sequence_length = 16
+split = "90,10,0"
+index_cache_dir = "{folder}/cache"
+[model]
+vocab_size = 1000
+dim = 16
+layers = 1
+heads = 2
+[train]
+iters = 16
+micro_batch_size = 2
+global_batch_size = 8
+save_interval = 2
+eval_interval = 8
+eval_iters = 2
+log_interval = 4
+device = "cpu"
+hash_batches = true
+out_dir = "{folder}/run"
+"""
+
+
+@pytest.fixture
+def run_file(tmp_path: Path, pair: str) -> str:
+    path = tmp_path / "run.toml"
+    path.write_text(TOML.format(prefix=pair, folder=tmp_path))
+    return str(path)
+
+
+def loader_hashes(config: RunConfig) -> list[str]:
+    """The hash of every global batch, from the loader alone."""
+    hashes, digests = [], {}
+    loader = open_plain(config, "train", 0, 1)
+    before = 0
+    for batch in loader:
+        digests.update(zip(loader.dataset.sample_ids(before).tolist(), sample_digests(batch), strict=True))
+        before = loader.consumed_samples
+        if before % config.train.global_batch_size == 0:
+            hashes.append(global_batch_hash(digests))
+            digests = {}
+    return hashes[: config.train.iters]
+
+
+def train_on(run_file: str, ranks: int, kill_at: int | None, environment: dict[str, str]) -> None:
+    """Train on so many ranks; SIGKILL to all of them once a step is in the metrics."""
+    folder = Path(run_file).parent
+    family = launch(folder, ranks, ["-m", "streammega.train", run_file], environment)
+    metrics, everyone = folder / "run" / "metrics.jsonl", range(ranks)
+    deadline = time.monotonic() + 120
+    while family.ended(*everyone, within=0.02) == [None] * ranks and time.monotonic() < deadline:
+        if kill_at is not None and metrics.exists() and any(r["step"] >= kill_at for r in read_metrics(metrics)):
+            family.signal(signal.SIGKILL, *everyone)
+    codes = family.ended(*everyone, within=10)
+    family.close()
+    if kill_at is None:
+        assert codes == [0] * ranks, [family.log(rank) for rank in everyone]
+
+
+@pytest.mark.parametrize("s3", ["moto", pytest.param("rclone", marks=pytest.mark.soak)], indirect=True)
+def test_killed_runs_resume_on_exactly_the_next_token_with_any_rank_count(tmp_path: Path, s3: S3, bucket: str) -> None:
+    """From s3://: two ranks, SIGKILL, one rank, SIGKILL, two ranks to the end."""
+    write_random_pair(str(tmp_path / "pair"))
+    for name, value in s3.environment.items():
+        os.environ[name] = value
+    try:
+        with IndexedDatasetWriter(f"s3://{bucket}/pair", np.uint16) as writer:
+            writer.add_index(str(tmp_path / "pair"))
+        path = tmp_path / "run.toml"
+        path.write_text(TOML.format(prefix=f"s3://{bucket}/pair", folder=tmp_path))
+        for ranks, kill_at in ((2, 5), (1, 11), (2, None)):
+            train_on(str(path), ranks, kill_at, s3.environment)
+        records = read_metrics(tmp_path / "run" / "metrics.jsonl")
+        expected = loader_hashes(load_run(str(path)))
+    finally:
+        for name in s3.environment:
+            os.environ.pop(name, None)
+    assert {record["step"] for record in records} == set(range(1, 17))
+    assert {record["ranks"] for record in records} == {1, 2}
+    for record in records:
+        assert record["batch_hash"] == expected[record["step"] - 1], record
+    assert len({r["batch_hash"] for r in records}) == 16
+
+
+@pytest.fixture
+def trained(run_file: str) -> RunConfig:
+    config = load_run(run_file)
+    Trainer(config, torch.device("cpu")).run()
+    return config
+
+
+@pytest.mark.parametrize("order", ["megatron", "stream"])
+def test_a_resumed_run_ends_with_the_weights_of_an_uninterrupted_one(run_file: str, tmp_path: Path, order: str) -> None:
+    trained = load_run(run_file, [f"data.order={order}"])
+    Trainer(trained, torch.device("cpu")).run()
+    half = replace(trained, train=replace(trained.train, out_dir=str(tmp_path / "half")))
+    first = Trainer(half, torch.device("cpu"))
+    for _ in range(7):
+        first.train_step()
+        first.step += 1
+    first.save()
+    second = Trainer(half, torch.device("cpu"))
+    second.resume()
+    assert second.step == 7
+    second.run()
+    whole = Trainer(trained, torch.device("cpu"))
+    whole.resume()
+    assert whole.step == 16
+    for a, b in zip(second.model.chunks[0].parameters(), whole.model.chunks[0].parameters(), strict=True):
+        assert torch.equal(a, b)
+
+
+def test_the_run_learns_keeps_the_last_checkpoints_and_evaluates(trained: RunConfig) -> None:
+    folder = Path(trained.train.out_dir)
+    assert [path.name for path in checkpoint.checkpoints(folder / "checkpoints")] == [f"step-{n:08d}" for n in (12, 14, 16)]
+    records = read_metrics(folder / "metrics.jsonl")
+    assert [record["step"] for record in records if "valid_loss" in record] == [8, 16]
+    assert records[-1]["samples"] == [120, 128]
+    said_of_each = {"step", "loss", "grad_norm", "lr", "tokens_per_s", "data_wait_s", "samples"}
+    assert all(said_of_each <= set(record) for record in records)
+    position = json.loads((folder / "checkpoints" / "step-00000016" / "position.json").read_text())
+    assert position["data"]["consumed_samples"] == 128
+
+
+@pytest.mark.parametrize(
+    ("override", "named"),
+    [
+        ("data.seed=5", "seed: the checkpoint has 1234, this run 5"),
+        ("data.sequence_length=8", "sequence_length: the checkpoint has 16, this run 8"),
+        ("model.dim=32", "does not fit this model"),
+    ],
+)
+def test_a_checkpoint_of_another_run_is_refused(trained: RunConfig, run_file: str, override: str, named: str) -> None:
+    other = Trainer(load_run(run_file, [override]), torch.device("cpu"))
+    with pytest.raises(StateError, match=named):
+        other.resume()
+
+
+def test_a_checkpoint_of_another_dataset_is_refused(trained: RunConfig, run_file: str, pair: str) -> None:
+    write_random_pair(pair, seed=77)
+    with pytest.raises(StateError, match="dataset: the checkpoint has"):
+        Trainer(load_run(run_file), torch.device("cpu")).resume()
+
+
+def test_a_half_written_checkpoint_is_not_believed(trained: RunConfig) -> None:
+    folder = Path(trained.train.out_dir) / "checkpoints"
+    (folder / "step-00000099.partial").mkdir()
+    resumed = Trainer(trained, torch.device("cpu"))
+    resumed.resume()
+    assert resumed.step == 16
+    resumed.save()
+    assert not list(folder.glob("*.partial")), "the next save clears what a kill left"
+    (folder / "step-00000016" / "position.json").write_text("{")
+    before = Trainer(trained, torch.device("cpu"))
+    before.resume()
+    assert before.step == 14, "the one before it is taken"
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("train.itres=5", r"unknown setting train\.itres; did you mean train\.iters"),
+        ("data.storage.timeuot=5", r"did you mean data\.storage\.timeout"),
+        ("train.iters=many", "iters"),
+        ("train.iters=0", "must be at least 1"),
+        ("train.iters", "write it as section.name=value"),
+        ("model.heads=3", "multiple of 2 x heads"),
+        ("data.num_samples=[8, 0, 0]", "asks 8 training samples"),
+    ],
+)
+def test_wrong_settings_are_named(run_file: str, override: str, message: str) -> None:
+    def start() -> Any:
+        return open_plain(load_run(run_file, [override]), "train", 0, 1)
+
+    with pytest.raises(ConfigError, match=message):
+        start()
+
+
+def test_settings_come_from_the_file_and_the_command_line(run_file: str) -> None:
+    config = load_run(run_file, ["train.lr=1", 'data.storage.transport="fsspec"', "data.storage.storage_options.anon=true"])
+    assert (config.train.lr, config.data.storage.transport) == (1.0, "fsspec")
+    assert config.data.storage.storage_options == {"anon": True}
+    assert config.data.vocab_size == config.model.vocab_size
+    assert config.num_samples() == (128, 48, 0)
+
+
+def test_names_and_blends_of_megatron_are_understood(run_file: str, pair: str) -> None:
+    config = load_run(run_file, ["data.path_to_idx_cache=/tmp/c"])
+    assert str(config.data.index_cache_dir) == "/tmp/c"
+    config = load_run(run_file, ["data.bin_chunk_nbytes=2097152", "data.random_seed=7", "data.storage.retries=3"])
+    assert (config.data.storage.chunk_bytes, config.data.storage.retries, config.data.seed) == (2097152, 3, 7)
+    weighted = load_run(run_file, [f'data.blend=[["{pair}", 0.3], ["{pair}", 0.7]]'])
+    assert len(open_plain(weighted, "train", 0, 1)) == 64
+    text = Path(run_file).read_text().replace(f'blend = ["{pair}"]', f'data_path = "0.3 {pair} 0.7 {pair}"')
+    Path(run_file).write_text(text)
+    assert load_run(run_file).data.blend == f"0.3 {pair} 0.7 {pair}"
+    assert len(open_plain(load_run(run_file), "train", 0, 1)) == 64
+
+
+@pytest.mark.parametrize(
+    ("text", "message"), [("x = [", "no valid TOML"), ("[data]\nblend='a'\nsequence_length=1", "no .model. section")]
+)
+def test_broken_run_files_are_named(tmp_path: Path, text: str, message: str) -> None:
+    (tmp_path / "run.toml").write_text(text)
+    with pytest.raises(ConfigError, match=message):
+        load_run(str(tmp_path / "run.toml"))
+
+
+def test_an_error_in_a_real_rank_is_one_message(run_file: str) -> None:
+    command = [sys.executable, "-m", "streammega.train", run_file, "data.blend=['/no/such/pair']"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 1
+    assert "error (rank 0): /no/such/pair.bin: no such file" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_the_learning_rate_warms_up_and_falls_to_its_least(run_file: str) -> None:
+    train = replace(load_run(run_file).train, iters=100, warmup_iters=10, lr=1.0, min_lr=0.1)
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=0.0)
+
+    def at(step: int) -> float:
+        set_learning_rate(optimizer, train, step)
+        return float(optimizer.param_groups[0]["lr"])
+
+    rates = [at(step) for step in range(101)]
+    assert rates[0] == pytest.approx(0.1)
+    assert rates[9] == rates[10] == 1.0
+    assert rates == sorted(rates[:10]) + sorted(rates[10:], reverse=True)
+    assert rates[100] == pytest.approx(0.1)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "lowest"),
+    [([], 1e-4), (["train.lr=5e-5"], 5e-6), (["train.min_lr=2e-5"], 2e-5), (["train.lr=5e-5", "train.min_lr=0"], 0.0)],
+)
+def test_the_learning_rate_falls_to_a_tenth_unless_it_is_said(run_file: str, overrides: list[str], lowest: float) -> None:
+    train = load_run(run_file, overrides).train
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=0.0)
+    set_learning_rate(optimizer, train, train.iters)
+    assert optimizer.param_groups[0]["lr"] == lowest
+
+
+def test_batch_hashes_see_every_token_and_place_but_not_the_layout() -> None:
+    batch = {"tokens": torch.arange(32).view(4, 8), "labels": torch.arange(1, 33).view(4, 8)}
+    digests = sample_digests(batch)
+    whole = global_batch_hash(dict(zip(range(4), digests, strict=True)))
+    assert global_batch_hash(dict(reversed(list(zip(range(4), digests, strict=True))))) == whole
+    assert global_batch_hash(dict(zip((1, 0, 2, 3), digests, strict=True))) != whole
+    batch["tokens"][2, 5] += 1
+    assert global_batch_hash(dict(zip(range(4), sample_digests(batch), strict=True))) != whole
+
+
+@pytest.mark.parametrize(
+    ("split", "valid"),
+    [("99,1,0", True), ("99 1 0", True), ("99/1/0", True), ("99, 1, 0", True), (".9 .1", True), ("1,0,0", False), ("100", False),
+     ("0 0 1", False), ("9;0;1", False), ("[90, 5, 5]", True)],
+)  # fmt: skip
+def test_a_run_evaluates_what_its_split_gives_to_valid_however_it_is_written(run_file: str, split: str, valid: bool) -> None:
+    for order in ("stream", "megatron"):
+        config = load_run(run_file, [f'data.split="{split}"', f"data.order={order}", "data.num_samples=[8, 8, 8]"])
+        assert has_valid(config.data) == valid
+        if not valid:
+            with pytest.raises(ConfigError, match="leaves nothing for valid"):
+                open_source(config.data, "valid", 1)
+    if valid:
+        run = load_run(run_file, [f'data.split="{split}"', "train.iters=2", "train.eval_iters=1"])
+        assert "valid_loss" in Trainer(run, torch.device("cpu")).evaluate_all()
+
+
+def test_several_validation_sets_are_read_from_their_start_every_time(run_file: str, tmp_path: Path) -> None:
+    write_random_pair(str(tmp_path / "other"), seed=9)
+    config = load_run(
+        run_file, [f'validation.other=["{tmp_path}/other"]', f'validation.both="0.5 {tmp_path}/other 0.5 {tmp_path}/data/pair"']
+    )
+    trainer = Trainer(config, torch.device("cpu"))
+    first, second = trainer.evaluate_all(), trainer.evaluate_all()
+    assert first == second
+    assert set(first["valid_loss_of"]) == {"other", "both"}
+    assert len({first["valid_loss"], *first["valid_loss_of"].values()}) == 3
+    per_split = [f'["{tmp_path}/data/pair"]', f'["{tmp_path}/data/pair", "{tmp_path}/other"]', '["unused"]']
+    text = Path(run_file).read_text()
+    several = re.sub(r"blend = .*", f"blend_per_split = [{', '.join(per_split)}]\nmultiple_validation_sets = true", text)
+    Path(run_file).write_text(several)
+    sets = Trainer(load_run(run_file), torch.device("cpu")).evaluate_all()
+    assert set(sets) == {"valid_loss_of"}
+    assert set(sets["valid_loss_of"]) == {"pair", "other"}
+    with pytest.raises(ConfigError, match="validation set 'a/b'"):
+        load_run(run_file, ["validation.a/b=x"])
+
+
+def test_the_global_batch_ramps_up(run_file: str) -> None:
+    config = load_run(run_file, ["train.rampup=[4, 2, 24]", "train.micro_batch_size=2", "train.save_interval=0"])
+    Trainer(config, torch.device("cpu")).run()
+    records = read_metrics(Path(config.train.out_dir) / "metrics.jsonl")
+    sizes = [record["samples"][1] - record["samples"][0] for record in records]
+    assert sizes == [4, 4, 4, 6, 6, *[8] * 11]
+    assert [r["samples"][0] for r in records[1:]] == [r["samples"][1] for r in records[:-1]]
+    assert config.num_samples()[0] == records[-1]["samples"][1] == config.train.schedule.samples_after(16)
+
+
+def test_rewinding_replays_steps_and_skipping_passes_over_samples(trained: RunConfig, run_file: str) -> None:
+    folder = Path(trained.train.out_dir)
+    before = {record["step"]: record for record in read_metrics(folder / "metrics.jsonl")}
+    again = Trainer(load_run(run_file, ["train.rewind=13"]), torch.device("cpu"))
+    again.resume()
+    assert again.step == 12
+    record, _ = again.train_step()
+    assert (record["loss"], record["batch_hash"]) == (before[13]["loss"], before[13]["batch_hash"])
+    again.close()
+    assert sorted(path.name for path in (folder / "checkpoints").iterdir()) == [
+        "step-00000012", "step-00000014.rewound", "step-00000016.rewound"
+    ]  # fmt: skip
+    again.step = 13
+    again.save()
+    again.close()
+    restarted = Trainer(load_run(run_file, ["train.rewind=12"]), torch.device("cpu"))
+    restarted.resume()
+    assert restarted.step == 12, "another rewind"
+    assert "step-00000013.rewound" in {path.name for path in (folder / "checkpoints").iterdir()}
+    restarted.train_step()
+    restarted.step = 13
+    restarted.save()
+    restarted.close()
+    once_more = Trainer(load_run(run_file, ["train.rewind=12"]), torch.device("cpu"))
+    once_more.resume()
+    assert once_more.step == 13, "a restart of the same rewind goes on"
+    once_more.close()
+    skipping = Trainer(
+        load_run(run_file, ["data.skip_samples=[[96, 112]]", "data.num_samples=[200, 48, 0]"]), torch.device("cpu")
+    )
+    with pytest.raises(StateError, match="num_samples"):
+        skipping.resume()  # in the Megatron order the number of samples is part of the order
+    skipping = Trainer(load_run(run_file, ["data.skip_samples=[[96, 112]]", "train.rewind=12"]), torch.device("cpu"))
+    skipping.step = 12
+    skipping.batches.load_state_dict(checkpoint.load_position(folder / "checkpoints" / "step-00000012")["data"])
+    record, _ = skipping.train_step()
+    assert record["samples"] == [112, 120]
+    assert record["batch_hash"] == before[15]["batch_hash"]
+    skipping.close()
+    with pytest.raises(ConfigError, match="no checkpoint at or before that step"):
+        Trainer(load_run(run_file, ["train.rewind=3"]), torch.device("cpu")).resume()
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_narrow_parameters_train_with_wide_main_ones_and_resume(run_file: str, dtype: str) -> None:
+    wide_run = load_run(run_file, ["train.lr=0.01", f"train.out_dir={Path(run_file).parent}/wide"])
+    Trainer(wide_run, torch.device("cpu")).run()
+    wanted = read_metrics(Path(wide_run.train.out_dir) / "metrics.jsonl")
+    options = [
+        f"train.dtype={dtype}",
+        "parallel.optimizer=sharded",
+        "train.lr=0.01",
+        "train.save_interval=8",
+        "train.keep_checkpoints=2",
+    ]
+    config = load_run(run_file, options)
+    Trainer(config, torch.device("cpu")).run()
+    records = read_metrics(Path(config.train.out_dir) / "metrics.jsonl")
+    assert [r["loss"] for r in records] == pytest.approx([r["loss"] for r in wanted], rel=0.01)
+    assert [r["grad_norm"] for r in records] == pytest.approx([r["grad_norm"] for r in wanted], rel=0.1)
+    assert ("loss_scale" in records[-1]) == (dtype == "float16")
+    back = Trainer(load_run(run_file, [*options, "train.rewind=8"]), torch.device("cpu"))
+    back.resume()
+    back.run()
+    whole = [record["loss"] for record in records[8:]]
+    assert [r["loss"] for r in read_metrics(Path(config.train.out_dir) / "metrics.jsonl")[16:]] == whole
+    wide = Trainer(load_run(run_file), torch.device("cpu"))
+    wide.resume()
+    narrow = back.model.chunks[0].norm.weight  # type: ignore[union-attr]
+    main = wide.model.chunks[0].norm.weight  # type: ignore[union-attr]
+    assert torch.equal(main.to(narrow.dtype), narrow)
+    assert not torch.equal(main, narrow.float()), "a float32 run takes the fp32 main parameters"
+    with pytest.raises(ConfigError, match=r"parallel\.optimizer = sharded"):
+        load_run(run_file, [f"train.dtype={dtype}"])
+
+
+def test_a_narrow_run_takes_the_stored_wide_parameters_of_a_wide_one(trained: RunConfig, run_file: str) -> None:
+    wide = Trainer(trained, torch.device("cpu"))
+    wide.resume()
+    narrow = Trainer(load_run(run_file, ["train.dtype=bfloat16", "parallel.optimizer=sharded"]), torch.device("cpu"))
+    narrow.resume()
+    stored = dict(wide.model.chunks[0].named_parameters())
+    for piece in narrow.optimizer.pieces:  # type: ignore[union-attr]
+        assert torch.equal(piece.main, stored[piece.slot.name].detach().flatten()[piece.start : piece.stop]), piece.slot.name
+    for name, parameter in narrow.model.chunks[0].named_parameters():
+        assert torch.equal(parameter, stored[name].to(torch.bfloat16)), name
+
+
+def test_a_run_is_drawn_and_logged_for_tensorboard(run_file: str, capsys: pytest.CaptureFixture[str]) -> None:
+    from streammega.cli.main import main
+
+    config = load_run(run_file, ["train.tensorboard=true", "train.save_interval=0"])
+    Trainer(config, torch.device("cpu")).run()
+    folder = Path(config.train.out_dir)
+    assert list((folder / "tensorboard").glob("events*"))
+    assert main(["plot", str(folder)]) == 0
+    assert "16 steps, loss" in capsys.readouterr().out
+    assert (folder / "run.png").read_bytes().startswith(b"\x89PNG")
+    assert main(["plot", str(folder / "nothing")]) == 1
+    assert "give the out_dir of a run" in capsys.readouterr().err
+
+
+def test_a_gradient_that_explodes_ends_the_run_with_its_parameter(run_file: str) -> None:
+    trainer = Trainer(load_run(run_file, ["train.largest_gradient=1e-9"]), torch.device("cpu"))
+    with pytest.raises(GradientError, match=r"rank 0: the gradient of \S+ has an element of"):
+        trainer.train_step()
+
+
+def test_a_run_by_torchs_ddp_ends_at_a_gradient_that_is_not_finite(gang: Gang, run_file: str) -> None:
+    ddp = ["parallel.data_parallel=torch", "train.lr=1e30", "train.warmup_iters=0", "train.save_interval=0"]
+    for message in gang.run(2, run_until_bad, run_file, ddp):
+        assert re.search(r"the gradient of \S+ is not finite, averaged over the ranks", message), message
+    with pytest.raises(ConfigError, match=r"parallel\.data_parallel = buckets"):
+        load_run(run_file, ["parallel.data_parallel=torch", "train.largest_gradient=1.0"])
+
+
+def test_a_checkpoint_that_cannot_be_written_is_named_and_the_one_before_stays(run_file: str) -> None:
+    trainer = Trainer(load_run(run_file), torch.device("cpu"))
+    trainer.train_step()
+    trainer.save(background=True)
+    trainer.checkpoints.wait()
+    folder = trainer.checkpoints.folder
+    (folder / "step-00000000.partial").write_text("a file is in the way")
+    for background in (True, False):
+        with pytest.raises(StorageError, match=r"cannot be written .* The checkpoints before it are whole"):
+            trainer.save(background=background)
+            trainer.checkpoints.wait()
+    assert [path.name for path in checkpoint.checkpoints(folder)] == ["step-00000000"]
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("parallel.tp=2", "1 ranks are not a multiple of tp 2"),
+        ("parallel.virtual_stages=2", r"needs parallel\.pp of two"),
+        ("parallel.optimizer=zero", "goes with parallel.data_parallel = torch"),
+        ("parallel.optimiser=zero", "did you mean parallel.optimizer"),
+        ("train.decay=sine", "train.decay"),
+        ("parallel.order=tp-tp", "name each of"),
+        ("parallel.pp=2", "1 ranks are not a multiple"),
+    ],
+)
+def test_layouts_that_cannot_work_are_named(run_file: str, override: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        Trainer(load_run(run_file, [override]), torch.device("cpu"))
+
+
+def test_a_pipeline_without_enough_micro_batches_is_named_before_it_starts(run_file: str) -> None:
+    for stages, message in (
+        (1, "has 2 micro-batches on each rank; parallel.pp 4 needs at least 4"),
+        (2, "needs a multiple of 4"),
+    ):
+        overrides = ["parallel.pp=4", f"parallel.virtual_stages={stages}", "train.micro_batch_size=4"]
+        with pytest.raises(ConfigError, match=message):
+            _check_pipeline(load_run(run_file, overrides), ParallelLayout(pp=4))
+
+
+@pytest.mark.parametrize(("order", "steps"), [("stream", 16), ("megatron", 14)])
+def test_skipped_samples_are_made_up_for_where_the_order_has_no_end(run_file: str, order: str, steps: int) -> None:
+    """In the Megatron order the number of samples is part of the order: the run ends with them, and is saved."""
+    config = load_run(run_file, [f"data.order={order}", "data.skip_samples=[[16, 32]]", "train.eval_interval=0"])
+    if order == "megatron":
+        pair = config.data.blend[0]  # type: ignore[index]
+        config = replace(config, data=replace(config.data, blend=[(pair, 0.5), (pair, 0.5)], num_samples=(128, 0, 0)))  # type: ignore[list-item]
+    trainer = Trainer(config, torch.device("cpu"))
+    trainer.run()
+    records = read_metrics(Path(config.train.out_dir) / "metrics.jsonl")
+    assert [record["step"] for record in records] == list(range(1, steps + 1))
+    assert checkpoint.checkpoints(trainer.checkpoints.folder)[-1].name == f"step-{steps:08d}"
+
+
+def test_a_run_whose_data_ends_before_its_last_step_does_not_end_well(
+    run_file: str, pair: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    overrides = [
+        f'data.blend=[["{pair}", 0.5], ["{pair}", 0.5]]',
+        "data.order=megatron",
+        "data.skip_samples=[[16, 32]]",
+        "train.eval_interval=0",
+        "data.num_samples=[128,0,0]",
+    ]
+    assert train_main([run_file, *overrides]) == 1
+    assert "the data ends at sample 128, after step 14 of 16" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("train.micro_batch_size=0", "train.micro_batch_size is 0; it must be at least 1"),
+        ("train.lr=-1", "train.lr is -1.0; it must be at least 0"),
+        ("train.lr=nan", "train.lr is nan"),
+        ("train.min_lr=-1", "train.min_lr is -1.0"),
+        ("train.min_lr=1", "train.min_lr is 1, more than train.lr 0.001: the rate would rise"),
+        ("train.weight_decay=inf", "train.weight_decay is inf; it must be at least 0, and finite"),
+        ("train.beta1=1", "train.beta1 is 1.0; it must be at least 0 and less than 1"),
+        ("train.beta2=-0.1", "train.beta2 is -0.1"),
+        ("train.clip_grad=-1", "train.clip_grad is -1.0"),
+        ("train.clip_grad=nan", "train.clip_grad is nan"),
+        ("train.largest_gradient=0", "train.largest_gradient is 0.0; it must be more than 0"),
+        ("train.seed=18446744073709551616", "train.seed is 18446744073709551616"),
+        ("train.timeout=inf", "train.timeout is inf"),
+        ("train.rewind=-1", "train.rewind is -1"),
+        ("train.iters=true", "train.iters is true; it must be a number"),
+        ("model.layers=true", "model.layers is true; it must be a number"),
+        ("parallel.bucket_size=true", "parallel.bucket_size is true; it must be a number"),
+        ("train.rampup=3", "settings of several values are lists"),
+        ("validation.books=3", "validation.books is 3; it must be a blend"),
+        ("data=3", "data"),
+    ],
+)
+def test_settings_that_no_run_can_have_are_refused_by_name(run_file: str, override: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=re.escape(message)):
+        load_run(run_file, [override])
+
+
+def test_ids_that_the_model_has_no_embedding_for_are_refused(run_file: str) -> None:
+    with pytest.raises(ConfigError, match=r"data\.vocab_size is 2000, more than model\.vocab_size 1000"):
+        load_run(run_file, ["data.vocab_size=2000"])
+    with pytest.raises(FormatError, match="outside of the vocabulary of 500"):
+        Trainer(load_run(run_file, ["data.vocab_size=500"]), torch.device("cpu")).run()
+
+
+def test_a_finished_run_says_so(trained: RunConfig, run_file: str, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.INFO):
+        assert train_main([run_file]) == 0
+    assert "step 16: train.iters = 16 is reached, and nothing left to train; raise it to go on" in caplog.messages
+
+
+@pytest.mark.parametrize("size", [4, 16])
+def test_a_resumed_run_with_another_global_batch_size_goes_on_to_its_last_step(run_file: str, size: int) -> None:
+    settings = ["data.order=stream", "train.eval_interval=0"]
+    first = Trainer(load_run(run_file, [*settings, "train.iters=6"]), torch.device("cpu"))
+    first.run()
+    consumed = first.batches.consumed_samples
+    again = Trainer(load_run(run_file, [*settings, f"train.global_batch_size={size}", "train.iters=20"]), torch.device("cpu"))
+    again.resume()
+    again.run()
+    assert again.step == 20
+    assert again.batches.consumed_samples == consumed + 14 * size
+
+
+def test_metrics_are_json_whatever_happens_to_the_numbers(tmp_path: Path) -> None:
+    log = MetricsLog(tmp_path, 1, 10)
+    log.write({"step": 1, "loss": float("nan"), "grad_norm": float("inf"), "source_loss": {"web": float("nan"), "code": 1.5}})
+    line = (tmp_path / "metrics.jsonl").read_text()
+    record = json.loads(line, parse_constant=lambda name: pytest.fail(f"{name} is no JSON"))
+    assert record == {"step": 1, "loss": None, "grad_norm": None, "source_loss": {"web": None, "code": 1.5}}
+
+
+@pytest.mark.parametrize(
+    ("error", "others"),
+    [
+        (RuntimeError("[gloo/transport/tcp/pair.cc:537] Read error: Connection reset by peer"), True),
+        (RuntimeError("Application timeout caused pair closure"), True),
+        (RuntimeError("CUDA out of memory. Tried to allocate 2.00 GiB"), False),
+        (RuntimeError("The size of tensor a (50) must match the size of tensor b (100)"), False),
+        (KeyError("x"), False),
+    ],
+)
+def test_what_fails_on_a_rank_itself_is_not_blamed_on_others(error: Exception, others: bool) -> None:
+    assert _is_of_others(error) is others
+    wrapped = RuntimeError("Failed to run stage backward")
+    wrapped.__cause__ = error
+    assert _is_of_others(wrapped) is others
+
+
+def test_an_out_dir_that_cannot_be_written_is_one_message(
+    run_file: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "file").write_text("in the way")
+    assert train_main([run_file, f"train.out_dir={tmp_path}/file/run"]) == 1
+    assert "Not a directory; make room there, or change train.out_dir" in capsys.readouterr().err
+
+
+def test_a_run_does_not_tell_where_credentials_were_found() -> None:
+    code = """
+import logging, sys
+from streammega.train.__main__ import main
+main(["--help"])
+logging.getLogger("botocore.credentials").info("Found credentials in environment variables.")
+logging.getLogger("streammega.train").info("what the run says")
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert "what the run says" in done.stderr
+    assert "credentials" not in done.stderr

@@ -1,0 +1,215 @@
+"""One loss, one order, one checkpoint: training on any layout of ranks is training on one."""
+
+from __future__ import annotations
+
+import itertools
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.distributed.checkpoint.filesystem import FileSystemReader
+
+from streammega.train.checkpoint import checkpoints
+from streammega.train.config import load_run
+from streammega.train.loop import Trainer
+from tests.conftest import write_random_pair
+from tests.support.gang import Gang
+from tests.support.rank_programs import train
+
+TOML = """
+[data]
+blend = [["{folder}/web", 0.7], ["{folder}/code", 0.3]]
+sequence_length = 16
+split = "90,10,0"
+order = "stream"
+eod_id = 3
+index_cache_dir = "{folder}/cache"
+[model]
+vocab_size = 100
+dim = 16
+layers = 4
+heads = 2
+[train]
+iters = 20
+micro_batch_size = 2
+global_batch_size = 16
+lr = 0.003
+hash_batches = true
+device = "cpu"
+timeout = 60.0
+out_dir = "{folder}/run"
+[parallel]
+bucket_size = 2000
+"""
+SOON_STEPS, STEPS = 8, 20
+"""Of a comparison in `make test` and in `make soak`: a rank whose share of a gradient is wrong shows in the second step."""
+TOLERANCE = 2e-5
+"""Of losses; ten times that of parameters after 20 steps. They add the same fp32 numbers in another order: a matrix product split
+in two, a softmax over gathered keys, gradients summed over ranks. That is some 1e-7 a step in a gradient; AdamW divides by the
+gradient's own size, so a parameter whose gradient is itself that small can differ by a part of lr = 0.003 after a step."""
+LAYOUTS = [
+    (dp, tp, cp, pp) for dp, tp, cp, pp in itertools.product((1, 2, 4), (1, 2), (1, 2), (1, 2)) if 1 < dp * tp * cp * pp <= 8
+]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("layouts")
+    write_random_pair(str(folder / "web"), count=400, vocab=100)
+    write_random_pair(str(folder / "code"), count=200, vocab=100, seed=5)
+    (folder / "run.toml").write_text(TOML.format(folder=folder))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def alone() -> dict[tuple[str, int], tuple[list[dict[str, Any]], dict[str, torch.Tensor]]]:
+    """Of each variant of the data and number of steps: the records and the final parameters of one rank."""
+    return {}
+
+
+DOCUMENTS = ["data.reset_position_ids=true", "data.reset_attention_mask=true", "data.eod_mask_loss=true"]
+VARIANTS: dict[str, list[str]] = {"plain": [], "documents": DOCUMENTS}
+
+
+def parameters(run_file: Path, out: str) -> dict[str, torch.Tensor]:
+    """The parameters of the last checkpoint of a run, loaded on one rank."""
+    trainer = Trainer(load_run(str(run_file), [f"train.out_dir={out}"]), torch.device("cpu"))
+    trainer.resume()
+    trainer.close()
+    return {name: value.detach().clone() for name, value in trainer.model.chunks[0].named_parameters()}
+
+
+def run_on(
+    gang: Gang, folder: Path, name: str, size: int, overrides: list[str], steps: int
+) -> tuple[list[Any], dict[str, torch.Tensor]]:
+    out = str(folder / name)
+    records = gang.run(size, train, str(folder / "run.toml"), [f"train.out_dir={out}", *overrides], steps)[0]
+    return records, parameters(folder / "run.toml", out)
+
+
+def run_alone(
+    gang: Gang, folder: Path, alone: dict[Any, Any], variant: str, steps: int
+) -> tuple[list[Any], dict[str, torch.Tensor]]:
+    if (variant, steps) not in alone:
+        alone[variant, steps] = run_on(gang, folder, f"alone-{variant}-{steps}", 1, VARIANTS[variant], steps)
+    records, weights = alone[variant, steps]
+    return records, weights
+
+
+def compare(
+    gang: Gang,
+    folder: Path,
+    alone: dict[Any, Any],
+    variant: str,
+    layout: tuple[int, int, int, int],
+    overrides: list[str],
+    steps: int,
+) -> None:
+    truth, weights = run_alone(gang, folder, alone, variant, steps)
+    dp, tp, cp, pp = layout
+    sizes = [f"parallel.tp={tp}", f"parallel.cp={cp}", f"parallel.pp={pp}", micro_batches(dp, tp, overrides)]
+    name = f"{variant}-{dp}-{tp}-{cp}-{pp}-{steps}-{abs(hash(tuple(overrides)))}"
+    records, final = run_on(gang, folder, name, dp * tp * cp * pp, [*VARIANTS[variant], *sizes, *overrides], steps)
+    assert len(records) == steps
+    for record, wanted in zip(records, truth, strict=True):
+        assert record["batch_hash"] == wanted["batch_hash"]
+        assert record["loss"] == pytest.approx(wanted["loss"], abs=TOLERANCE)
+        assert record["grad_norm"] == pytest.approx(wanted["grad_norm"], rel=1e-4)
+        assert record["source_loss"] == pytest.approx(wanted["source_loss"], abs=10 * TOLERANCE)
+    assert len({record["batch_hash"] for record in records}) == steps
+    for key, value in weights.items():
+        assert torch.allclose(final[key], value, atol=10 * TOLERANCE, rtol=0), (key, float((final[key] - value).abs().max()))
+
+
+def micro_batches(dp: int, tp: int, overrides: list[str]) -> str:
+    """Another cut of the same global batches than that of one rank, where the layout leaves room for one.
+
+    Two micro-batches a step on tensor-parallel ranks: on a CPU each costs a tenth of a second of dispatching, whatever its size.
+    """
+    if tp > 1:
+        return f"train.micro_batch_size={8 // dp}"
+    return "train.micro_batch_size=4" if dp < 4 and not any("virtual" in own for own in overrides) else "train.micro_batch_size=2"
+
+
+SOON = [(4, 1, 1, 1), (1, 1, 2, 1), (2, 1, 1, 2), (1, 2, 2, 2)]
+"""Every pair of two kinds is in one of them or of those with other optimizers; all, over more steps, run in `make soak`."""
+
+
+@pytest.mark.parametrize(
+    ("layout", "steps"),
+    [
+        *((own, SOON_STEPS) for own in SOON),
+        *(pytest.param(own, STEPS, marks=pytest.mark.soak) for own in LAYOUTS),
+    ],
+    ids=str,
+)
+def test_one_loss_for_all_layouts(
+    gang: Gang, folder: Path, alone: dict[Any, Any], layout: tuple[int, int, int, int], steps: int
+) -> None:
+    compare(gang, folder, alone, "plain", layout, [], steps)
+
+
+@pytest.mark.parametrize("steps", [SOON_STEPS, pytest.param(STEPS, marks=pytest.mark.soak)])
+@pytest.mark.parametrize(
+    "layout",
+    [(2, 1, 2, 1), (1, 1, 1, 4), pytest.param((1, 2, 2, 2), marks=pytest.mark.soak)],
+    ids=["cp", "four-stages", "tp-cp-pp"],
+)
+def test_one_loss_with_documents_apart(
+    gang: Gang, folder: Path, alone: dict[Any, Any], layout: tuple[int, int, int, int], steps: int
+) -> None:
+    compare(gang, folder, alone, "documents", layout, [], steps)
+
+
+@pytest.mark.parametrize("steps", [SOON_STEPS, pytest.param(STEPS, marks=pytest.mark.soak)])
+@pytest.mark.parametrize(
+    ("layout", "overrides"),
+    [
+        ((2, 1, 1, 1), ["parallel.data_parallel=torch"]),
+        ((2, 1, 2, 1), ["parallel.data_parallel=torch", "parallel.optimizer=zero"]),
+        ((4, 1, 1, 1), ["parallel.optimizer=sharded"]),
+        ((1, 1, 1, 4), ["train.micro_batch_size=1"]),
+        pytest.param((2, 2, 1, 2), ["parallel.optimizer=sharded"], marks=pytest.mark.soak),
+        pytest.param((2, 1, 1, 2), ["parallel.virtual_stages=2"], marks=pytest.mark.soak),
+        ((1, 1, 2, 2), ["parallel.virtual_stages=2", "parallel.optimizer=sharded"]),
+        ((2, 2, 1, 1), ['parallel.order="dp-tp-cp-pp"', "parallel.optimizer=sharded"]),
+    ],
+    ids=["ddp", "zero", "sharded", "four-stages", "sharded-tp-pp", "virtual", "virtual-sharded-cp", "sharded-dp-first"],
+)
+def test_one_loss_for_all_optimizers_and_schedules(
+    gang: Gang, folder: Path, alone: dict[Any, Any], layout: tuple[int, int, int, int], overrides: list[str], steps: int
+) -> None:
+    compare(gang, folder, alone, "plain", layout, overrides, steps)
+
+
+def test_a_run_that_changes_its_layout_and_optimizer_is_one_run(gang: Gang, folder: Path, alone: dict[Any, Any]) -> None:
+    """Weights, moments and cursor cross from each layout and optimizer to each other: the losses are those of one rank."""
+    whole, _ = run_alone(gang, folder, alone, "plain", STEPS)
+    chain = [
+        (4, ["parallel.optimizer=sharded"]),
+        (4, ["parallel.tp=2", "parallel.pp=2", "parallel.optimizer=sharded", "train.micro_batch_size=8"]),
+        (2, ["parallel.data_parallel=torch", "parallel.optimizer=zero"]),
+        (4, ["parallel.pp=2", "parallel.virtual_stages=2"]),
+        (2, ["parallel.tp=2", "train.micro_batch_size=8"]),
+        (1, ["parallel.optimizer=sharded", "parallel.bucket_size=333"]),
+        (1, []),
+    ]
+    out, records = str(folder / "chain"), []
+    for size, overrides in chain:
+        records += gang.run(size, train, str(folder / "run.toml"), [f"train.out_dir={out}", *overrides], 2)[0]
+    for record, wanted in zip(records, whole, strict=False):
+        assert record["batch_hash"] == wanted["batch_hash"]
+        assert record["loss"] == pytest.approx(wanted["loss"], abs=TOLERANCE)
+        assert record["grad_norm"] == pytest.approx(wanted["grad_norm"], rel=1e-4)
+    assert len(records) == 14
+    written = checkpoints(Path(out) / "checkpoints")
+    assert len(written) == 3
+    first, *others = map(what_is_stored, written)
+    assert all(other == first for other in others), "what a checkpoint holds depends on no layout, optimizer or bucket"
+
+
+def what_is_stored(path: Path) -> dict[str, tuple[Any, ...]]:
+    """The shape and dtype of each tensor of a checkpoint, by its name."""
+    stored = FileSystemReader(path).read_metadata().state_dict_metadata
+    return {name: (tuple(item.size), item.properties.dtype) for name, item in stored.items()}  # type: ignore[union-attr]
