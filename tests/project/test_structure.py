@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import inspect
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -113,6 +114,20 @@ def test_order_is_pure(path: Path) -> None:
         names = [a.name for a in node.names] if isinstance(node, ast.Import) else []
         names += [node.module] if isinstance(node, ast.ImportFrom) and node.module else []
         assert not {name.split(".")[0] for name in names} & forbidden
+
+
+LATER_REPEATS = re.compile(r"(?<!\\)[*+?}]\+|\(\?>")
+"""Possessive repeats and atomic groups: Python's own expressions have them from 3.11 on."""
+
+
+@pytest.mark.parametrize("path", SOURCES, ids=lambda path: str(path.relative_to(ROOT)))
+def test_expressions_are_those_of_the_oldest_python(path: Path) -> None:
+    for node in ast.walk(ast.parse(path.read_text())):
+        if not isinstance(node, ast.Call) or ast.unparse(node.func) != "re.compile" or not isinstance(node.args[0], ast.Constant):
+            continue
+        expression = node.args[0].value
+        text = expression.decode("latin-1") if isinstance(expression, bytes) else expression
+        assert not LATER_REPEATS.search(re.sub(r"\[\^?\]?[^]]*\]", "[]", text)), text
 
 
 def test_all_public_names_are_importable() -> None:

@@ -26,7 +26,7 @@ _LOOSE = json.JSONDecoder(strict=False)
 """Takes control characters within strings, by which it finds the end of records that are refused later, one by one."""
 _SPACE = re.compile(r"[ \t\n\r]*")
 _BETWEEN = re.compile(r'[^"{}\[\],]*')
-_IN_STRING = re.compile(r'[^"\\]*+(?:\\.[^"\\]*+)*+', re.S)
+_IN_STRING = re.compile(r'[^"\\]*(?:\\.[^"\\]*)*', re.S)
 _LOST = "; mend it: what comes after it cannot be read"
 
 

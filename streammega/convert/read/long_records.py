@@ -24,7 +24,7 @@ LONG_RECORD = 16 << 20
 LONG_TEXT = 1 << 20
 """Bytes of JSON from which on a text of such a record is kept in a file."""
 READ_BYTES = 1 << 20
-_WITHIN = re.compile(rb'[^"\\]*+(?:\\(?:u[^"\\]{4}|[^u])[^"\\]*+)*+', re.S)
+_WITHIN = re.compile(rb'[^"\\]*(?:\\(?:u[^"\\]{4}|[^u])[^"\\]*)*', re.S)
 """Of a string, as far as escapes are whole."""
 ESCAPE_BYTES = 6
 """Of \\uXXXX, the longest escape."""
