@@ -130,10 +130,10 @@ class OssNativeStore(FsspecStore):
         return attempt()  # oss2 asks for the key with every request
 
     def _bucket(self, root: str) -> Any:
-        self._filesystem()  # oss2 itself: a message if it is not installed
+        oss2, _ = self._filesystem()  # a message if it is not installed
         with self._lock:
             if (os.getpid(), root) not in self._buckets:
-                self._buckets[os.getpid(), root] = self._make_bucket(root)
+                self._buckets[os.getpid(), root] = self._make_bucket(oss2, root)
             return self._buckets[os.getpid(), root]
 
     def _open_credentials(self, root: str) -> OssCredentials | None:
@@ -142,9 +142,7 @@ class OssNativeStore(FsspecStore):
                 self._credentials = OssCredentials.of(root, self._config.storage_options)
             return self._credentials
 
-    def _make_bucket(self, root: str) -> Any:
-        import oss2
-
+    def _make_bucket(self, oss2: Any, root: str) -> Any:
         options = self._config.storage_options
         check_options(root, options)
         endpoint = oss_endpoint(root, options, os.environ)
