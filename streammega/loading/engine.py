@@ -36,7 +36,8 @@ from streammega.loading.stats import Stats
 from streammega.loading.steps import MicroSteps
 from streammega.samples.fields import Batch, derive, plain_mask, torch_dtype
 from streammega.samples.token_file import Runs, clear_by_modes, has_modes
-from streammega.storage.fetch.fetcher import Fetcher, Holding, Read
+from streammega.storage.fetch.fetcher import Fetcher
+from streammega.storage.fetch.reads import Holding, Read
 from streammega.storage.store import address_of
 from streammega.storage.views import is_local
 

@@ -14,7 +14,8 @@ import numpy as np
 from streammega.loading.staging import Stager
 from streammega.samples.token_file import TokenFile
 from streammega.storage.cache.store import CachedStore
-from streammega.storage.fetch.fetcher import Counters, Fetcher
+from streammega.storage.fetch.fetcher import Fetcher
+from streammega.storage.fetch.reads import Counters
 
 WINDOW = 4096
 """Batches over which waiting times are kept."""

@@ -28,7 +28,8 @@ from streammega.samples.token_file import TokenFile
 from streammega.storage import cache as page_cache
 from streammega.storage.cache import PAGE_BYTES, CachedObject, PageCache, layout
 from streammega.storage.cache.store import CachedStore
-from streammega.storage.fetch.fetcher import Fetcher, Holding, Read
+from streammega.storage.fetch.fetcher import Fetcher
+from streammega.storage.fetch.reads import Holding, Read
 from streammega.storage.store import Bytes
 from tests.storage.test_page_cache import CHUNK, SIZE, Source, data_of
 

@@ -12,8 +12,9 @@ import pytest
 
 from streammega import StorageConfig
 from streammega.errors import EndpointError
-from streammega.storage.fetch import fetcher
-from streammega.storage.fetch.fetcher import ADAPT_EVERY, HEDGE_SHARE, JOB_READS, NEAR_JOB_READS, Counters, Fetcher, Holding, Read
+from streammega.storage.fetch.fetcher import Fetcher
+from streammega.storage.fetch.limits import ADAPT_EVERY, HEDGE_SHARE, JOB_READS, LEAST_REQUESTS, NEAR_JOB_READS
+from streammega.storage.fetch.reads import Counters, Holding, Read
 from streammega.storage.store import Bytes, Span
 
 SIZE = 1000
@@ -95,11 +96,11 @@ def test_throttling_halves_what_is_in_flight_once_for_all_refused_together() -> 
     for read in reads:
         Holding(1, [read])
         made._failed(read, refused, alone=True)
-    assert made._limit == 32
+    assert made.limits.requests == 32
     assert made.counters.throttled == 10
-    made._slowed -= 1.0
+    made.limits = replace(made.limits, halved_at=made.limits.halved_at - 1.0)
     made._failed(reads[0], refused, alone=True)
-    assert made._limit == 16
+    assert made.limits.requests == 16
     made.close()
 
 
@@ -111,15 +112,15 @@ def test_fewer_are_sent_where_answers_queue_behind_each_other_and_more_again_aft
         for _ in range(3 * ADAPT_EVERY):
             made.counters.requests += 1
             made._observe(job, seconds)
-        return made._limit
+        return made.limits.requests
 
     assert answers(0.01) == 400
     slower = answers(0.2)
     assert slower < 400
     for _ in range(20):
         answers(0.2)
-    assert made._limit == fetcher.LEAST_REQUESTS, "no fewer: small reads are what object stores are good at"
+    assert made.limits.requests == LEAST_REQUESTS, "no fewer: small reads are what object stores are good at"
     for _ in range(20):
         answers(0.01)
-    assert made._limit == 400
+    assert made.limits.requests == 400
     made.close()

@@ -33,7 +33,8 @@ from streammega.errors import (
 from streammega.storage import endpoints, failures, open_store, retry
 from streammega.storage.endpoints import Endpoint
 from streammega.storage.fetch import threads
-from streammega.storage.fetch.fetcher import Fetcher, Holding, Read
+from streammega.storage.fetch.fetcher import Fetcher
+from streammega.storage.fetch.reads import Holding, Read
 from streammega.storage.retry import LONGEST_PAUSE, SHORT_READS, RetryPolicy
 from streammega.storage.store import Bytes, Span
 from tests.support.servers import KEY, SECRET, HttpObjects, http_server

@@ -2,103 +2,42 @@
 
 A *holding* is one buffer and the reads that fill it. Holdings are admitted in the order submitted, while memory lasts; their
 reads are issued in that order too. Threads wait in the transport, outside of the GIL; there are as many as requests were ever
-in flight at once.
+in flight at once. What a read is and where it stands is told in `reads.py`, how many may be in flight in `limits.py`.
 """
 
 from __future__ import annotations
 
 import atexit
 import contextlib
-import heapq
 import math
-import statistics
 import threading
 import time
 import weakref
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 
 from streammega.config import StorageConfig
 from streammega.errors import StorageError
-from streammega.storage.cache.store import SMALL, CachedStore
+from streammega.storage.cache.store import CachedStore
+from streammega.storage.fetch.jobs import send, together
+from streammega.storage.fetch.limits import (
+    ADAPT_EVERY,
+    JOB_READS,
+    Latencies,
+    Limits,
+    may_hedge,
+)
 from streammega.storage.fetch.memory import BufferPool
+from streammega.storage.fetch.reads import Counters, Holding, Read, ReadQueue
 from streammega.storage.retry import RetryPolicy, given_up
-from streammega.storage.store import Bytes, Store
 
 _live: weakref.WeakSet[Fetcher] = weakref.WeakSet()
 TICK = 0.02
 """Seconds between two looks for stragglers while somebody waits."""
-HEDGE_SHARE, HEDGE_AFTER, HEDGE_FLOOR = 0.05, 32, 0.01
-"""At most this share of reads is sent twice; after so many answers; none before so many seconds."""
-LATENCIES = 256
-ADAPT_EVERY, QUEUEING = 64, 5.0
-"""How often the number of requests in flight is adapted, in requests; the latency, in multiples of the least, above which it
-shrinks."""
-LEAST_REQUESTS, LEAST_BYTES = 192, 8 << 20
-"""It shrinks to so many, or to fewer that have so many bytes together: more than a cache holds only waits in socket buffers."""
-JOB_READS, JOB_BYTES = 8, 2 << 20
-"""Reads that one thread sends together, and their bytes: every return from the transport waits for the GIL."""
-NEAR, NEAR_JOB_READS = 0.004, 24
-"""Below so many seconds for the quickest answers, more go together: the round trip is less than the work of a thread."""
 LEAVE_AFTER = 5.0
 """Seconds that closing waits for requests in flight; the threads of slower ones end later, by themselves."""
-
-
-class Read:
-    """Bytes [start, stop) of an object, into a part of a holding's buffer."""
-
-    __slots__ = (
-        "at", "began", "copies", "done", "etag", "failures", "first", "holding", "key", "serial", "start", "stop", "store",
-    )  # fmt: skip
-
-    def __init__(self, store: Store, key: str, etag: str, start: int, stop: int, at: int) -> None:
-        self.store, self.key, self.etag, self.start, self.stop, self.at = store, key, etag, start, stop, at
-        self.holding: Holding
-        self.copies, self.failures, self.serial, self.done = 0, 0, 0, False
-        self.began, self.first = 0.0, 0.0
-
-    @property
-    def out(self) -> Bytes:
-        """Where its bytes go. Its holding is kept while it is busy."""
-        buffer = self.holding.buffer
-        assert buffer is not None
-        return buffer[self.at : self.at + self.stop - self.start]
-
-
-class Holding:
-    """One buffer, held from admission until it is released."""
-
-    __slots__ = ("awaited", "buffer", "busy", "error", "missing", "reads", "released", "size", "slot")
-
-    def __init__(self, size: int, reads: list[Read], slot: int = -1) -> None:
-        self.size, self.reads, self.slot = size, reads, slot
-        self.missing, self.busy, self.awaited = len(reads), 0, False
-        self.buffer: Bytes | None = None
-        self.error: BaseException | None = None
-        self.released = False
-        for read in reads:
-            read.holding = self
-
-    @property
-    def ready(self) -> bool:
-        """Whether waiting for it is over: everything is there, or never will be."""
-        return self.missing == 0 or self.error is not None
-
-
-@dataclass
-class Counters:
-    """What was fetched, since the fetcher was made."""
-
-    requests: int = 0
-    fetched_bytes: int = 0
-    duplicate_bytes: int = 0
-    retries: int = 0
-    hedges: int = 0
-    hedges_won: int = 0
-    throttled: int = 0
-    errors: int = 0
-    latencies: deque[float] = field(default_factory=lambda: deque(maxlen=1024))
+SHORTEST_WAIT = 0.001
+"""Seconds that a thread waits for a pause to end, at least: in them the others get the lock."""
 
 
 class Fetcher:
@@ -112,23 +51,28 @@ class Fetcher:
         self.pool = BufferPool(config.memory_bytes if budget is None else budget)
         self.counters = Counters()
         self._policy = RetryPolicy.of(config)
+        # One lock for all of the state below: what is done under it takes microseconds, requests are sent outside of it.
+        # Two conditions of it, so that work wakes a thread, and what is ready wakes whoever waits for it, and not the reverse.
         self._lock = threading.Lock()
         self._work = threading.Condition(self._lock)
         self._ready = threading.Condition(self._lock)
-        self._unadmitted: deque[Holding] = deque()
-        self._queue: list[tuple[int, Read]] = []
-        self._paused: list[tuple[float, int, Read]] = []
-        self._flying: dict[int, Read] = {}
-        self._threads: list[threading.Thread] = []
-        self._idle = self._serial = self._requests = self._flying_bytes = self._missing = 0
-        self.unadmitted_bytes = 0
-        self._limit = float(config.max_requests)
-        self._slowed = 0.0
-        self._latency: dict[int, deque[float]] = {}
-        self._given_up: float = math.inf
-        self._quickest: dict[int, float] = {}
-        self._adapted = 0
         self._closed = False
+        self._threads: list[threading.Thread] = []
+        self._idle = 0  # threads that send nothing now
+        # Reads, in the order of their way.
+        self._unadmitted: deque[Holding] = deque()
+        self.unadmitted_bytes = 0
+        self._serial = 0  # of the read admitted last
+        self._given_up: float = math.inf  # serial of the first read that was given up: none after it is sent
+        self._queue = ReadQueue()
+        self._flying: dict[int, Read] = {}  # by id; in the order they took off, so that hedging looks at the oldest first
+        self._missing = 0  # holdings that are waited for
+        # What is in flight, and what may be.
+        self._requests = 0
+        self._flying_bytes = 0
+        self.limits = Limits.of(config)
+        self._latencies = Latencies()
+        self._looked_at = 0  # requests sent when the limits were adapted last
         _live.add(self)
 
     def submit(self, holdings: Sequence[Holding]) -> None:
@@ -148,7 +92,7 @@ class Fetcher:
             while self._missing and not any(holding.error for holding in holdings):
                 if self._closed:
                     raise StorageError("the loader was closed while a batch was awaited")
-                self._hedge()
+                self._hedge()  # all threads may be in requests: nobody else would look
                 self._ready.wait(TICK)
             for holding in missing:
                 holding.awaited = False
@@ -170,11 +114,11 @@ class Fetcher:
             self._closed = True
             self._unadmitted.clear()
             self._queue.clear()
-            self._paused.clear()
             self._work.notify_all()
             self._ready.notify_all()
             threads = list(self._threads)
-            for store in {read.store for read in self._flying.values() if isinstance(read.store, CachedStore)}:
+            flying_from = [read.store for read in self._flying.values()]
+            for store in {store for store in flying_from if isinstance(store, CachedStore)}:
                 store.close()  # its reads may wait for another process
         deadline = time.monotonic() + min(LEAVE_AFTER, self.config.stall_timeout)
         for thread in threads:
@@ -185,11 +129,12 @@ class Fetcher:
     @property
     def depth(self) -> tuple[int, int, int]:
         """(requests in flight, reads queued, bytes held)."""
-        return self._requests, len(self._queue) + len(self._paused), self.pool.in_use
+        return self._requests, len(self._queue), self.pool.in_use
 
-    # Everything below runs under the lock, but for `_run` and `_fetch`.
+    # --- Everything below runs under the lock, but for `send`. ---
 
     def _admit(self) -> None:
+        """Give buffers to holdings in the order submitted, none out of turn, and queue their reads."""
         while self._unadmitted and self.pool.has_room(self._unadmitted[0].size):
             holding = self._unadmitted.popleft()
             self.unadmitted_bytes -= holding.size
@@ -197,119 +142,118 @@ class Fetcher:
             for read in holding.reads:
                 self._serial += 1
                 read.serial = self._serial
-                heapq.heappush(self._queue, (read.serial, read))
+                self._queue.push(read)
         self._wake()
+
+    # Threads: each looks for work, and has the next one look when it found some.
 
     def _wake(self) -> None:
         """Have one more thread look for work. It wakes the next one when it finds some: as many as there is work for."""
-        if not self._closed and self._next_fits():
+        read = self._queue.first()
+        if read is not None and not self._closed and self._fits(read):
             self._call_thread()
 
     def _have_somebody_wait(self) -> None:
         """Have a thread that is idle wake up when the first pause is over: who does so now may take other work meanwhile."""
-        if self._paused and not self._closed:
+        if not self._closed and self._queue.next_resume is not None:
             self._call_thread()
 
     def _call_thread(self) -> None:
         if self._idle:
             self._work.notify()
         elif len(self._threads) < self.config.max_requests:
+            # A daemon: a request that hangs does not hold up the end of the program.
             thread = threading.Thread(target=self._run, name="streammega-read", daemon=True)
             self._threads.append(thread)
-            self._idle += 1
+            self._idle += 1  # from now on, lest another one is started for the same work
             thread.start()
 
-    def _next_fits(self) -> bool:
-        if not self._queue or self._requests >= self._limit:
-            return False
-        read = self._queue[0][1]
-        return not self._requests or self._flying_bytes + read.stop - read.start <= self.config.in_flight_bytes
+    def _run(self) -> None:
+        """What a thread does until the fetcher is closed."""
+        with self._lock:
+            while not self._closed:
+                job = self._next()
+                if job:
+                    self._serve(job)
+                    continue
+                resume = self._queue.next_resume
+                if resume is None:
+                    self._work.wait()
+                else:
+                    self._work.wait(max(resume - time.monotonic(), SHORTEST_WAIT))
+
+    def _serve(self, job: list[Read]) -> None:
+        """Send reads together, outside of the lock, and note how they ended."""
+        self._idle -= 1
+        self._wake()
+        self._have_somebody_wait()
+        self._lock.release()
+        try:
+            began = time.monotonic()  # without the wait for the lock: that is no latency of the storage
+            error = send(job)
+            seconds = time.monotonic() - began
+        finally:
+            self._lock.acquire()
+        self._idle += 1
+        if error is None:
+            self._observe(job, seconds)
+        alone = len(job) == 1
+        for read in job:
+            self._finish(read, error, alone=alone)
+
+    # The way of a read, as in the table of `Read`: queued, flying, perhaps hedged or paused, done.
 
     def _next(self) -> list[Read]:
         """The reads to send now, as far as limits allow: several small ones of an object go out together."""
         now = time.monotonic()
-        while self._paused and self._paused[0][0] <= now:
-            read = heapq.heappop(self._paused)[2]
-            heapq.heappush(self._queue, (read.serial, read))
+        self._queue.resume(now)
         job: list[Read] = []
-        size = 0
+        job_bytes = 0
         most = JOB_READS
-        while self._clean() and self._next_fits() and len(job) < most:
-            read = self._queue[0][1]
-            if not job and self._quickest.get((read.stop - read.start).bit_length(), 1.0) < NEAR:
-                most = NEAR_JOB_READS
-            if job and not _together(job[0], read, size):
+        while (read := self._first_wanted()) is not None and self._fits(read) and len(job) < most:
+            if not job:
+                most = self._latencies.most_together(read.size_class)
+            elif not together(job[0], read, job_bytes):
                 break
-            heapq.heappop(self._queue)
+            self._queue.pop()
             self._take_off(read, now)
             job.append(read)
-            size += read.stop - read.start
+            job_bytes += read.size
         return job
 
-    def _clean(self) -> bool:
-        """Drop what is not wanted any more from the head of the queue; whether something is left."""
-        while self._queue:
-            read = self._queue[0][1]
+    def _fits(self, read: Read) -> bool:
+        return self.limits.admit(self._requests, self._flying_bytes, read.size)
+
+    def _first_wanted(self) -> Read | None:
+        """The head of the queue, after what is not wanted any more was dropped from it."""
+        while (read := self._queue.first()) is not None:
             if not (read.done or read.holding.released or read.serial > self._given_up):
-                break
-            self._land(heapq.heappop(self._queue)[1])
-        return bool(self._queue)
-
-    def _take_off(self, read: Read, now: float) -> None:
-        read.holding.busy += 1
-        if read.copies == 0:
-            read.copies, read.began = 1, now
-            self._flying[id(read)] = read
-        if not read.first:
-            read.first = now
-        self._requests += 1
-        self._flying_bytes += read.stop - read.start
-        self.counters.requests += 1
-
-    def _run(self) -> None:
-        with self._lock:
-            while not self._closed:
-                job = self._next()
-                if not job:
-                    timeout = self._paused[0][0] - time.monotonic() if self._paused else None
-                    self._work.wait(None if timeout is None else max(timeout, 0.001))
-                    continue
-                self._idle -= 1
-                self._wake()
-                self._have_somebody_wait()
-                self._lock.release()
-                try:
-                    began = time.monotonic()
-                    error = self._fetch(job)
-                    taken = time.monotonic() - began
-                finally:
-                    self._lock.acquire()
-                self._idle += 1
-                if error is None:
-                    self._observe(job, taken)
-                for read in job:
-                    self._finish(read, error, alone=len(job) == 1)
-
-    def _fetch(self, job: list[Read]) -> BaseException | None:
-        first = job[0]
-        read_into = first.store.read_into
-        if isinstance(first.store, CachedStore) and any(read.copies > 1 for read in job):
-            read_into = first.store.read_past_cache  # a second request would wait for the page that the first one fetches
-        try:
-            outs = [read.out for read in job]
-            read_into(first.key, [(read.start, read.stop) for read in job], outs, first.etag)
-        except BaseException as error:
-            return error
+                return read
+            self._land(self._queue.pop())
         return None
 
+    def _take_off(self, read: Read, now: float) -> None:
+        """A request is about to be sent: the first of a try, or the second of a read that is hedged."""
+        if read.copies == 0:  # queued, now flying. A second request was counted by `_hedge`, and its read flies already
+            read.copies = 1
+            read.try_began = now
+            self._flying[id(read)] = read
+        if not read.first_began:
+            read.first_began = now
+        read.holding.busy += 1
+        self._requests += 1
+        self._flying_bytes += read.size
+        self.counters.requests += 1
+
     def _finish(self, read: Read, error: BaseException | None, *, alone: bool) -> None:
-        size, holding = read.stop - read.start, read.holding
+        """A request ended, by itself or as one of several."""
+        holding = read.holding
         self._requests -= 1
-        self._flying_bytes -= size
+        self._flying_bytes -= read.size
         holding.busy -= 1
         self._land(read)
         if error is None:
-            self._succeeded(read, size)
+            self._succeeded(read)
         elif not read.done and not holding.released:
             self._failed(read, error, alone=alone)
         if holding.released:
@@ -318,76 +262,60 @@ class Fetcher:
 
     def _land(self, read: Read) -> None:
         """One copy of a read fewer in flight, or queued."""
-        read.copies = max(0, read.copies - 1)
+        read.copies = max(0, read.copies - 1)  # one that is dropped before it took off has none
         if read.copies == 0:
             self._flying.pop(id(read), None)
 
-    def _succeeded(self, read: Read, size: int) -> None:
+    def _succeeded(self, read: Read) -> None:
         if not isinstance(read.store, CachedStore):  # which counts by itself what it did not have
-            self.counters.fetched_bytes += size
-        if read.done:
-            self.counters.duplicate_bytes += size
+            self.counters.fetched_bytes += read.size
+        if read.done:  # by its other request: both wrote the same bytes to the same place
+            self.counters.duplicate_bytes += read.size
             return
         read.done = True
-        self.counters.hedges_won += read.copies > 0
+        if read.copies > 0:
+            self.counters.hedges_won += 1
         holding = read.holding
         holding.missing -= 1
         if holding.missing == 0:
             self._settled(holding)
 
-    def _observe(self, job: list[Read], taken: float) -> None:
-        """Note how long reads took, and adapt how many are in flight.
-
-        Where answers take many times as long as the quickest did, requests queue behind each other: fewer do as well, and cost
-        less. Else the limit grows back to what is configured.
-        """
-        self.counters.latencies.append(taken)
-        kind = (job[0].stop - job[0].start).bit_length()
-        seen = self._latency.setdefault(kind, deque(maxlen=LATENCIES))
-        seen.append(taken)
-        self._quickest[kind] = min(taken, self._quickest.get(kind, math.inf))
-        most = float(self.config.max_requests)
-        if self.counters.requests - self._adapted < ADAPT_EVERY:
-            self._limit = min(most, self._limit + len(job) / self._limit)
-            return
-        self._adapted = self.counters.requests
-        self._hedge()  # before anybody waits
-        queueing = statistics.median(list(seen)[-ADAPT_EVERY:]) / max(self._quickest[kind], 1e-4)
-        if queueing > QUEUEING:
-            size = job[0].stop - job[0].start
-            least = min(LEAST_REQUESTS, max(8, LEAST_BYTES // size), most)
-            self._limit = max(least, self._limit * 0.8)
-        elif queueing < QUEUEING / 2:
-            self._limit = min(most, self._limit * 1.25 + 1)
-
     def _failed(self, read: Read, error: BaseException, *, alone: bool) -> None:
         if isinstance(error, StorageError) and error.throttled:
-            self._slow_down()
+            self.counters.throttled += 1
+            self.limits = self.limits.after_refusal(time.monotonic())
         if read.copies:
-            return  # its other copy is still under way
+            return  # its other copy is still under way: hedged, now flying
+        if alone:
+            self._pause_or_give_up(read, error)
+            return
+        # One of several failed, who knows which: each is tried by itself, at once. `together` keeps those with failures apart.
+        read.failures = max(read.failures, 1)
+        self.counters.retries += 1
+        self._queue.push(read)
+        self._wake()
+
+    def _pause_or_give_up(self, read: Read, error: BaseException) -> None:
         now = time.monotonic()
-        if not alone:  # one of several failed, who knows which: each is tried by itself
-            read.failures = max(read.failures, 1)
-            self.counters.retries += 1
-            heapq.heappush(self._queue, (read.serial, read))
-            return self._wake()
+        elapsed = now - read.first_began
         read.failures += 1
-        elapsed = now - read.first
         pause = self._policy.pause(error, read.failures, elapsed)
         if pause is None:
-            if isinstance(error, StorageError):
-                error = given_up(error, read.failures, elapsed)
-            self.counters.errors += 1
-            self._given_up = min(self._given_up, read.serial)  # what is needed later will not be asked for
-            if read.holding.error is None:
-                read.holding.error = error
-                self._settled(read.holding)
-            return None
+            self._give_up(read, error, elapsed)
+            return
         self._policy.say(error, elapsed)
         self.counters.retries += 1
-        heapq.heappush(self._paused, (now + pause, read.serial, read))
+        self._queue.pause(read, now + pause)
         self._have_somebody_wait()
-        return None
+
+    def _give_up(self, read: Read, error: BaseException, elapsed: float) -> None:
+        if isinstance(error, StorageError):
+            error = given_up(error, read.failures, elapsed)
+        self.counters.errors += 1
+        self._given_up = min(self._given_up, read.serial)  # what is needed later will not be asked for
+        if read.holding.error is None:
+            read.holding.error = error
+            self._settled(read.holding)
 
     def _settled(self, holding: Holding) -> None:
         """Waiting for this holding is over; tell whoever waits when it was the last."""
@@ -397,52 +325,46 @@ class Fetcher:
             if self._missing == 0 or holding.error is not None:
                 self._ready.notify_all()
 
-    def _slow_down(self) -> None:
-        """Half as many requests in flight, once for all that were refused together; more again as answers come."""
-        self.counters.throttled += 1
-        now = time.monotonic()
-        if now - self._slowed > 0.25:
-            self._slowed = now
-            self._limit = max(1.0, self._limit / 2)
-
-    def _hedge(self) -> None:
-        """Send a second request for reads that take longer than nearly all of their size did."""
-        if not self.config.hedge:
-            return
-        now, slowest = time.monotonic(), {size: _slowest(seen) for size, seen in self._latency.items()}
-        for read in list(self._flying.values()):
-            if self.counters.hedges >= 4 + HEDGE_SHARE * self.counters.requests:
-                return
-            if read.copies == 1 and now - read.began > slowest.get((read.stop - read.start).bit_length(), math.inf):
-                self.counters.hedges += 1
-                read.copies += 1  # queued counts, so that it is not queued twice
-                heapq.heappush(self._queue, (-self.counters.hedges, read))
-                self._wake()
-
     def _free(self, holding: Holding) -> None:
         if holding.busy == 0 and holding.buffer is not None:
             self.pool.give_back(holding.buffer)
             holding.buffer = None
 
+    # What answers tell of the storage.
 
-def _slowest(seen: deque[float]) -> float:
-    """The time after which a read is a straggler: above the 99th percentile, unless stragglers make up that percentile."""
-    if len(seen) < HEDGE_AFTER:
-        return math.inf
-    ordered = sorted(seen)
-    return max(HEDGE_FLOOR, min(1.5 * ordered[int(len(ordered) * 0.99)], 6 * ordered[len(ordered) // 2]))
+    def _observe(self, job: list[Read], seconds: float) -> None:
+        """Note how long reads that were sent together took, and adapt how many are in flight."""
+        first = job[0]
+        self.counters.latencies.append(seconds)
+        self._latencies.note(first.size_class, seconds)
+        if self.counters.requests - self._looked_at < ADAPT_EVERY:
+            self.limits = self.limits.after_answers(len(job))
+            return
+        self._looked_at = self.counters.requests
+        self._hedge()  # before anybody waits
+        queueing = self._latencies.queueing(first.size_class)
+        self.limits = self.limits.after_look(queueing, first.size)
 
-
-def _together(first: Read, read: Read, size: int) -> bool:
-    """Whether a read may go out with others, of `size` bytes so far: of the same object, small, and none that failed before."""
-    if isinstance(first.store, CachedStore) and first.stop - first.start >= SMALL:
-        return False  # its pages are looked for one after the other
-    same = read.store is first.store and read.key == first.key and read.etag == first.etag
-    return same and not read.failures and not first.failures and size + read.stop - read.start <= JOB_BYTES
+    def _hedge(self) -> None:
+        """Send a second request for reads that take longer than nearly all of their size did."""
+        if not self.config.hedge:
+            return
+        now = time.monotonic()
+        straggling_after = self._latencies.straggling_after()
+        for read in self._flying.values():
+            if not may_hedge(self.counters.hedges, self.counters.requests):
+                return
+            longest = straggling_after.get(read.size_class, math.inf)
+            if read.copies == 1 and now - read.try_began > longest:
+                self.counters.hedges += 1
+                read.copies += 1
+                self._queue.push_second(read, self.counters.hedges)
+                self._wake()
 
 
 @atexit.register
 def _close_all() -> None:
+    """Before the interpreter goes away, under threads that still write to buffers."""
     for fetcher in list(_live):
         with contextlib.suppress(Exception):
             fetcher.close()

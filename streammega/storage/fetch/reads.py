@@ -1,0 +1,172 @@
+"""What is fetched: reads, the holdings that they fill, the queue in which they wait, and what is counted of them."""
+
+from __future__ import annotations
+
+import heapq
+from collections import deque
+from dataclasses import dataclass, field
+
+from streammega.storage.fetch.limits import size_class_of
+from streammega.storage.store import Bytes, Store
+
+
+class Read:
+    """Bytes [start, stop) of an object, into a part of a holding's buffer, from byte `at` of it on.
+
+    Where a read stands, and which method of `Fetcher` moves it on:
+
+    | state  | `copies` | `done` | where it is                    | goes to                                                     |
+    |--------|----------|--------|--------------------------------|-------------------------------------------------------------|
+    | queued | 0        | no     | the queue, by `serial`         | flying, by `_take_off`; dropped, by `_first_wanted`         |
+    | flying | 1        | no     | `_flying`                      | hedged, by `_hedge`; done, by `_succeeded`; by `_failed`:   |
+    |        |          |        |                                | queued (was one of several), paused, or given up            |
+    | hedged | 2        | no     | `_flying`, its second request  | done, by `_succeeded`, whichever is answered first;         |
+    |        |          |        | in the queue until taken off   | flying, by `_land`, when one of the two fails               |
+    | paused | 0        | no     | the queue's pauses             | queued, by `ReadQueue.resume`, when its pause is over       |
+    | done   | 0 or 1   | yes    | `_flying`, while 1             | nowhere; its other request lands, or is dropped             |
+
+    A second request counts as a copy from when it is queued, the first one from when it takes off: so no read is hedged twice.
+    One that nobody wants any more (its holding was released, or an earlier read was given up) is dropped at the queue's head.
+    """
+
+    __slots__ = (
+        "at",
+        "copies",
+        "done",
+        "etag",
+        "failures",
+        "first_began",
+        "holding",
+        "key",
+        "serial",
+        "size",
+        "size_class",
+        "start",
+        "stop",
+        "store",
+        "try_began",
+    )
+
+    def __init__(self, store: Store, key: str, etag: str, start: int, stop: int, at: int) -> None:
+        self.store = store
+        self.key = key
+        self.etag = etag
+        self.start = start
+        self.stop = stop
+        self.at = at
+        self.size = stop - start
+        self.size_class = size_class_of(self.size)
+        self.holding: Holding
+        self.serial = 0
+        """Its place in the order of need, given at admission."""
+        self.copies = 0
+        self.done = False
+        self.failures = 0
+        self.first_began = 0.0
+        """When its first request took off: what says how long it has been failing. 0: none did."""
+        self.try_began = 0.0
+        """When the latest one did that is no second request: what says whether it is a straggler."""
+
+    @property
+    def out(self) -> Bytes:
+        """Where its bytes go. Its holding is kept while it is busy."""
+        buffer = self.holding.buffer
+        assert buffer is not None
+        return buffer[self.at : self.at + self.size]
+
+
+class Holding:
+    """One buffer of `size` bytes, held from admission until it is released. `slot` is its user's."""
+
+    __slots__ = (
+        "awaited",
+        "buffer",
+        "busy",
+        "error",
+        "missing",
+        "reads",
+        "released",
+        "size",
+        "slot",
+    )
+
+    def __init__(self, size: int, reads: list[Read], slot: int = -1) -> None:
+        self.size = size
+        self.reads = reads
+        self.slot = slot
+        self.missing = len(reads)
+        """Reads that are not done."""
+        self.busy = 0
+        """Requests that may still write to the buffer: it is not used again before they end."""
+        self.awaited = False
+        self.released = False
+        self.buffer: Bytes | None = None
+        self.error: BaseException | None = None
+        for read in reads:
+            read.holding = self
+
+    @property
+    def ready(self) -> bool:
+        """Whether waiting for it is over: everything is there, or never will be."""
+        return self.missing == 0 or self.error is not None
+
+
+class ReadQueue:
+    """Reads that are to be sent, most needed first, and those whose pause has to end before. Its user holds a lock."""
+
+    def __init__(self) -> None:
+        self._waiting: list[tuple[int, Read]] = []
+        self._paused: list[tuple[float, int, Read]] = []
+
+    def __len__(self) -> int:
+        return len(self._waiting) + len(self._paused)
+
+    def push(self, read: Read) -> None:
+        """Queue a read in its place of the order of need."""
+        heapq.heappush(self._waiting, (read.serial, read))
+
+    def push_second(self, read: Read, hedge: int) -> None:
+        """Queue the second request of a read before everything else, as hedge number so and so: somebody waits for it."""
+        heapq.heappush(self._waiting, (-hedge, read))
+
+    def first(self) -> Read | None:
+        """The one to send next."""
+        return self._waiting[0][1] if self._waiting else None
+
+    def pop(self) -> Read:
+        """Take that one."""
+        return heapq.heappop(self._waiting)[1]
+
+    def pause(self, read: Read, until: float) -> None:
+        """Keep a read until then."""
+        heapq.heappush(self._paused, (until, read.serial, read))
+
+    def resume(self, now: float) -> None:
+        """Queue the reads whose pause is over."""
+        while self._paused and self._paused[0][0] <= now:
+            self.push(heapq.heappop(self._paused)[2])
+
+    @property
+    def next_resume(self) -> float | None:
+        """When the first pause ends; None: there is none."""
+        return self._paused[0][0] if self._paused else None
+
+    def clear(self) -> None:
+        """Forget all reads."""
+        self._waiting.clear()
+        self._paused.clear()
+
+
+@dataclass
+class Counters:
+    """What was fetched, since the fetcher was made."""
+
+    requests: int = 0
+    fetched_bytes: int = 0
+    duplicate_bytes: int = 0
+    retries: int = 0
+    hedges: int = 0
+    hedges_won: int = 0
+    throttled: int = 0
+    errors: int = 0
+    latencies: deque[float] = field(default_factory=lambda: deque(maxlen=1024))
