@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 
 from streammega.dataset.idx import HEADER_BYTES, encode_index
 from streammega.errors import ConfigError, ObjectNotFoundError, StorageError
+from streammega.kernels.mix import GOLDEN, mix
 from streammega.storage import Buffer, ObjectInfo, ObjectWriter
 from streammega.storage.open import register_scheme
 from streammega.storage.store import Bytes, Span, fill
@@ -93,10 +94,7 @@ def _tokens(settings: dict[str, int], start: int, stop: int) -> Buffer:
 
 def _hash(place: NDArray[np.uint64], seed: int) -> NDArray[np.uint64]:
     """SplitMix64 of places."""
-    x = (place + np.uint64(seed + 1)) * np.uint64(0x9E3779B97F4A7C15)
-    x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-    x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    return x ^ (x >> np.uint64(31))
+    return mix((place + np.uint64(seed + 1)) * GOLDEN)
 
 
 register_scheme("mock", MockStore)

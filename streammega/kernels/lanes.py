@@ -9,6 +9,7 @@ import numba
 import numpy as np
 
 from streammega.kernels.jit import kernel
+from streammega.kernels.mix import GOLDEN, mix_one
 
 FRACTION_BITS = 44
 """Fixed point of a blend's fractions: exact for rows below 2**41."""
@@ -21,29 +22,18 @@ _LOW = np.uint64((1 << (FRACTION_BITS // 2)) - 1)
 BLOCKS, PIECES, ROTATIONS, PHASES, NODES = range(1, 6)
 
 
-@numba.njit(inline="always")
-def _mix(value):  # type: ignore[no-untyped-def]  # pragma: no cover - compiled
-    """A bijection of 64 bits with full avalanche (the finaliser of SplitMix64)."""
-    value ^= value >> np.uint64(30)
-    value *= np.uint64(0xBF58476D1CE4E5B9)
-    value ^= value >> np.uint64(27)
-    value *= np.uint64(0x94D049BB133111EB)
-    return value ^ (value >> np.uint64(31))
-
-
 @kernel
 def keyed(key, purpose, a, b):  # type: ignore[no-untyped-def]  # pragma: no cover - compiled
     """A 64-bit key for (key, purpose, a, b)."""
-    golden = np.uint64(0x9E3779B97F4A7C15)
-    state = _mix(np.uint64(key) + np.uint64(purpose) * golden)
-    state = _mix(state + np.uint64(a) * golden + _ONE)
-    return _mix(state + np.uint64(b) * golden + _ONE)
+    state = mix_one(np.uint64(key) + np.uint64(purpose) * GOLDEN)
+    state = mix_one(state + np.uint64(a) * GOLDEN + _ONE)
+    return mix_one(state + np.uint64(b) * GOLDEN + _ONE)
 
 
 @numba.njit(inline="always")
 def _round(key, value, turn):  # type: ignore[no-untyped-def]  # pragma: no cover - compiled
     """The round function of the Feistel walk: 64 bits of which the upper half is used."""
-    bits = (key + np.uint64(turn) * np.uint64(0xD1342543DE82EF95)) ^ (np.uint64(value) * np.uint64(0x9E3779B97F4A7C15))
+    bits = (key + np.uint64(turn) * np.uint64(0xD1342543DE82EF95)) ^ (np.uint64(value) * GOLDEN)
     bits ^= bits >> np.uint64(32)
     return bits * np.uint64(0xBF58476D1CE4E5B9)
 
@@ -65,7 +55,7 @@ def permute(value, size, key):  # type: ignore[no-untyped-def]  # pragma: no cov
     key = np.uint64(key)
     if size <= _SHUFFLED:
         for i in range(size - 1, 0, -1):
-            j = below(_mix(key + np.uint64(i)), i + 1)
+            j = below(mix_one(key + np.uint64(i)), i + 1)
             value = j if value == i else (i if value == j else value)
         return value
     a = np.int64(np.ceil(np.sqrt(np.float64(size))))
@@ -88,7 +78,7 @@ def permute_back(value, size, key):  # type: ignore[no-untyped-def]  # pragma: n
     key = np.uint64(key)
     if size <= _SHUFFLED:
         for i in range(1, size):
-            j = below(_mix(key + np.uint64(i)), i + 1)
+            j = below(mix_one(key + np.uint64(i)), i + 1)
             value = j if value == i else (i if value == j else value)
         return value
     a = np.int64(np.ceil(np.sqrt(np.float64(size))))
@@ -117,7 +107,7 @@ def _lefts(draws, fraction, phase):  # type: ignore[no-untyped-def]  # pragma: n
 @numba.njit(inline="always")
 def _phase(lane_key, node):  # type: ignore[no-untyped-def]  # pragma: no cover - compiled
     """Where the counting of a node starts, in 2**-44ths of a draw: another in every lane, so that lanes do not burst together."""
-    return _mix(lane_key + np.uint64(node) * np.uint64(0x9E3779B97F4A7C15)) >> np.uint64(64 - FRACTION_BITS)
+    return mix_one(lane_key + np.uint64(node) * GOLDEN) >> np.uint64(64 - FRACTION_BITS)
 
 
 @kernel

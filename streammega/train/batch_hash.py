@@ -13,8 +13,9 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
+from streammega.kernels.mix import GOLDEN, mix
+
 Digests = NDArray[np.uint64]
-GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 FIELDS = ("tokens", "labels")
 
 
@@ -29,7 +30,7 @@ def sample_digests(batch: Mapping[str, Tensor], places: Tensor | None = None) ->
             values = batch[name].cpu().numpy().astype(np.uint64)
             at = np.arange(values.shape[1]) if places is None else places.cpu().numpy()
             column = at.astype(np.uint64) * np.uint64(2) + np.uint64(number)
-            total += _mix(values + _mix(column)).sum(axis=1, dtype=np.uint64)
+            total += mix(values + mix(column + GOLDEN) + GOLDEN).sum(axis=1, dtype=np.uint64)
     return [int(value) for value in total]
 
 
@@ -37,12 +38,3 @@ def global_batch_hash(digests: Mapping[int, int]) -> str:
     """The hash of a global batch from {global sample id: digest}, 32 hex digits."""
     pairs = np.array([[sample, digest % 2**64] for sample, digest in sorted(digests.items())], np.uint64)
     return hashlib.blake2b(pairs.astype("<u8").tobytes(), digest_size=16).hexdigest()
-
-
-def _mix(x: Digests) -> Digests:
-    """A bijection of 64 bits whose every output bit depends on every input bit (the finalizer of splitmix64)."""
-    x = x + GOLDEN
-    x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-    x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    mixed: Digests = x ^ (x >> np.uint64(31))
-    return mixed

@@ -36,6 +36,7 @@ from streammega.dataset.idx import CODE_OF_DTYPE, smallest_dtype
 from streammega.dataset.indexed import IndexedDataset
 from streammega.dataset.writer import IndexedDatasetWriter
 from streammega.errors import ConvertError, FormatError, StorageError
+from streammega.kernels.mix import GOLDEN, mix
 from streammega.kernels.plan import copy_bytes
 from streammega.storage import join_url, open_store, save_bytes
 from streammega.storage.store import address_of
@@ -464,14 +465,11 @@ def token_dtype(arrays: Sequence[NDArray[Any]], asked: str | None) -> np.dtype[A
 
 
 def shuffle_keys(seed: int, unit: int, numbers: NDArray[np.int64]) -> NDArray[np.uint64]:
-    """A keyed hash of each document, by which documents are sorted: splitmix64 rounds over (seed, unit, document)."""
+    """A keyed hash of each document, by which documents are sorted: SplitMix64 rounds over (seed, unit, document)."""
     with np.errstate(over="ignore"):
         state = np.full(len(numbers), seed, np.uint64)
         for word in (np.full(len(numbers), unit, np.uint64), numbers.astype(np.uint64)):
-            state = state + np.uint64(0x9E3779B97F4A7C15) + word
-            state = (state ^ (state >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-            state = (state ^ (state >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-            state ^= state >> np.uint64(31)
+            state = mix(state + GOLDEN + word)
     return state
 
 
