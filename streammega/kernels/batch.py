@@ -129,21 +129,6 @@ def forbid(bounds, mask) -> None:  # type: ignore[no-untyped-def]  # pragma: no 
 
 
 @kernel
-def coalesce_sorted(starts, stops, gap, largest):  # type: ignore[no-untyped-def]  # pragma: no cover - compiled
-    """(low, high, request of each run) for runs sorted by start; the rule is that of `samples.fetch.coalesce`."""
-    low, high = np.empty(len(starts), np.int64), np.empty(len(starts), np.int64)
-    request = np.empty(len(starts), np.int64)
-    last = -1
-    for i in range(len(starts)):
-        if last < 0 or starts[i] > high[last] + gap or max(stops[i], high[last]) - low[last] > largest:
-            last += 1
-            low[last], high[last] = starts[i], stops[i]
-        high[last] = max(high[last], stops[i])
-        request[i] = last
-    return low[: last + 1], high[: last + 1], request
-
-
-@kernel
 def document_bounds(tokens, eod, bounds):  # type: ignore[no-untyped-def]  # pragma: no cover - compiled
     """Fill bounds int32 [samples, S + 1] with the starts of documents in tokens [samples, S]; returns the most of any row.
 

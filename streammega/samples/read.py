@@ -10,7 +10,8 @@ from numpy.typing import NDArray
 
 from streammega.config import StorageConfig
 from streammega.errors import ShortReadError
-from streammega.kernels.batch import coalesce_sorted, gather_runs
+from streammega.kernels.batch import gather_runs
+from streammega.kernels.plan import coalesce_rows
 from streammega.order import Extents
 from streammega.samples.token_file import TokenFile
 from streammega.storage.backends.local import LocalStore
@@ -67,7 +68,11 @@ def coalesce(
     A run lies whole in its request. Cost: one sort.
     """
     order = np.argsort(starts, kind="stable")
-    low, high, sorted_request = coalesce_sorted(starts[order], stops[order], gap, largest)
-    request = np.empty(len(starts), np.int64)
-    request[order] = sorted_request
-    return low, high, request
+    rows = len(starts)
+    one_file = np.zeros(rows, np.int64)
+    request = np.empty(rows, np.int64)
+    low = np.empty(rows, np.int64)
+    high = np.empty(rows, np.int64)
+    of_file = np.empty(rows, np.int64)
+    made = coalesce_rows(one_file, starts, stops, order, gap, largest, request, low, high, of_file)
+    return low[:made], high[:made], request
