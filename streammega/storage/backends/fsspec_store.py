@@ -15,7 +15,6 @@ from typing import Any
 
 import fsspec
 import fsspec.asyn
-import numpy as np
 
 from streammega.config import StorageConfig
 from streammega.errors import (
@@ -26,6 +25,7 @@ from streammega.errors import (
     StreammegaError,
 )
 from streammega.errors.redaction import redact
+from streammega.storage.backends.ranges import read_side_by_side
 from streammega.storage.descriptors import blame_limit, blame_limit_of_connection
 from streammega.storage.endpoints import endpoint_of
 from streammega.storage.failures import (
@@ -104,16 +104,7 @@ class FsspecStore:
     def read_ranges(self, key: str, starts: Sequence[int], stops: Sequence[int], etag: str = "") -> list[Buffer]:
         """Concurrent range requests; each body's length is checked, failures are tried again."""
         _, pool = self._filesystem()
-
-        def read(start: int, stop: int) -> Buffer:
-            out = np.empty(stop - start, np.uint8)
-            if start < stop:
-                self._policy.call(lambda: self.read_into(key, [(start, stop)], [out], etag))
-            return out.data
-
-        if len(starts) == 1:
-            return [read(int(starts[0]), int(stops[0]))]
-        return pool.map(lambda span: read(*span), list(zip(map(int, starts), map(int, stops), strict=True)))
+        return read_side_by_side(self, key, starts, stops, etag, self._policy, pool)
 
     def read_into(self, key: str, spans: Sequence[Span], outs: Sequence[Bytes], etag: str = "") -> None:
         """One request each; drivers other than s3fs do not tell the ETag of a body, so the object's is asked for now and then."""

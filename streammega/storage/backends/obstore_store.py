@@ -31,6 +31,7 @@ from streammega.errors.redaction import redact
 from streammega.storage.backends.clouds import cloud_arguments
 from streammega.storage.backends.fsspec_store import FsspecStore
 from streammega.storage.backends.options import client_options, s3_arguments
+from streammega.storage.backends.ranges import read_side_by_side
 from streammega.storage.descriptors import blame_limit, blame_limit_of_connection
 from streammega.storage.endpoints import endpoint_of
 from streammega.storage.failures import denied, failure_of_status, missing, no_answer
@@ -150,16 +151,7 @@ class ObstoreStore:
         if instead is not None:
             return instead.read_ranges(self._full(key), starts, stops, etag)
         _, pool = self._client()
-
-        def read(start: int, stop: int) -> Buffer:
-            out = np.empty(stop - start, np.uint8)
-            if start < stop:
-                self._policy.call(lambda: self.read_into(key, [(start, stop)], [out], etag))
-            return out.data
-
-        if len(starts) == 1:
-            return [read(int(starts[0]), int(stops[0]))]
-        return pool.map(lambda span: read(*span), list(zip(map(int, starts), map(int, stops), strict=True)))
+        return read_side_by_side(self, key, starts, stops, etag, self._policy, pool)
 
     def read_into(self, key: str, spans: Sequence[Span], outs: Sequence[Bytes], etag: str = "") -> None:
         """One GET each: all but the last by one concurrent call; the last one's answer then tells the ETag, after the others."""

@@ -1,0 +1,37 @@
+"""Ranges of an object of which each is a request of its own."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+import numpy as np
+
+from streammega.storage.fetch.threads import Pool
+from streammega.storage.retry import RetryPolicy
+from streammega.storage.store import Buffer, Bytes, Span
+
+
+class ReadsInto(Protocol):
+    """The part of a `Store` that reads once, without trying again."""
+
+    def read_into(self, key: str, spans: Sequence[Span], outs: Sequence[Bytes], etag: str = "") -> None:
+        """As of `Store`."""
+
+
+def read_side_by_side(
+    store: ReadsInto, key: str, starts: Sequence[int], stops: Sequence[int], etag: str, policy: RetryPolicy, pool: Pool
+) -> list[Buffer]:
+    """Bytes [starts[i], stops[i]) of an object, for each i: concurrent requests, each tried again by itself as `policy` says."""
+
+    def read(span: Span) -> Buffer:
+        start, stop = span
+        out = np.empty(stop - start, np.uint8)
+        if start < stop:  # there is no range request for no bytes
+            policy.call(lambda: store.read_into(key, [span], [out], etag))
+        return out.data
+
+    spans = [(int(start), int(stop)) for start, stop in zip(starts, stops, strict=True)]
+    if len(spans) == 1:  # nothing goes on beside it: the thread that asks may do it
+        return [read(spans[0])]
+    return pool.map(read, spans)
