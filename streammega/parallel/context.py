@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import pairwise
 
 import torch
 from torch import Tensor
@@ -22,7 +23,8 @@ def split_batch(batch: Batch, bounds: Bounds, most: int | None = None) -> Batch:
     kept: Batch = {}
     for name, field in batch.items():
         if name == "cu_seqlens":
-            kept["cu_seqlens"], kept["cu_seqlens_whole"] = split_cu_seqlens(field, bounds, most), field
+            kept["cu_seqlens"] = split_cu_seqlens(field, bounds, most)
+            kept["cu_seqlens_whole"] = field
         else:
             dim = 2 if name == "attention_mask" else 1
             kept[name] = torch.cat([field.narrow(dim, start, stop - start) for start, stop in bounds], dim)
@@ -35,27 +37,38 @@ def split_cu_seqlens(cu_seqlens: Tensor, bounds: Bounds, most: int | None = None
     cu_seqlens: int32 [samples, m], rising from 0 to S. The seam between two parts bounds a document, unless they are neighbours.
     most: documents of the row that has most, n - 1; None: asked of the device, which the host then waits for.
     """
-    pieces, offset = [], 0
-    for start, stop in bounds:
-        pieces.append(cu_seqlens.clamp(start, stop) - start + offset)
-        offset += stop - start
-    rows = torch.cat(pieces, 1)
-    for (_, stop), (start, _), seam in zip(bounds, bounds[1:], _seams(bounds), strict=False):
-        if stop == start:  # neighbours: the seam is a bound only if a document begins there
-            begins = (cu_seqlens == start).any(1, keepdim=True)
-            rows = torch.where((rows == seam) & ~begins, torch.full_like(rows, offset), rows)
+    rows = _bounds_within(cu_seqlens, bounds)
+    kept = sum(stop - start for start, stop in bounds)
+    for start, seam in _joins(bounds):
+        # Both neighbours were clamped to the seam, as if a document began there; where none does, the seam is none of its bounds.
+        begins = (cu_seqlens == start).any(1, keepdim=True)
+        rows = rows.masked_fill((rows == seam) & ~begins, kept)
     rows = rows.sort(1).values
+    # Documents outside of a part were clamped to its ends: of equal bounds the first stays, the others move behind all others.
     repeated = rows[:, 1:] == rows[:, :-1]
-    rows[:, 1:] = rows[:, 1:].masked_fill(repeated, offset)
+    rows[:, 1:] = rows[:, 1:].masked_fill(repeated, kept)
     rows = rows.sort(1).values
     if most is None:
-        most = int((rows < offset).sum(1).max())
+        most = int((rows < kept).sum(1).max())
     return rows[:, : most + 1].contiguous()
 
 
-def _seams(bounds: Bounds) -> list[int]:
-    seams, at = [], 0
-    for start, stop in bounds[:-1]:
-        at += stop - start
-        seams.append(at)
-    return seams
+def _bounds_within(cu_seqlens: Tensor, bounds: Bounds) -> Tensor:
+    """Every bound as each of the parts sees it, counted from the first kept token, [samples, m * parts]."""
+    seen = []
+    before = 0
+    for start, stop in bounds:
+        seen.append(cu_seqlens.clamp(start, stop) - start + before)
+        before += stop - start
+    return torch.cat(seen, 1)
+
+
+def _joins(bounds: Bounds) -> list[tuple[int, int]]:
+    """(place in the whole sample, place among the kept tokens) of each seam between parts that are neighbours."""
+    joins = []
+    seam = 0
+    for (start, stop), (following, _) in pairwise(bounds):
+        seam += stop - start
+        if following == stop:
+            joins.append((following, seam))
+    return joins
