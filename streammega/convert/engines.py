@@ -22,6 +22,7 @@ from concurrent.futures import (
 )  # fmt: skip
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from itertools import islice
 from typing import Any
 
 from streammega.convert.cluster import SharedFiles, check_answer, connected
@@ -163,24 +164,33 @@ def _on_processes(work: TaskList, workers: int, progress: Progress) -> Iterator[
 def _results(
     pool: ProcessPoolExecutor, work: TaskList, left: Sequence[int], processes: int, counters: Any, progress: Progress
 ) -> Iterator[tuple[int, Any]]:
-    size = 1 if work.threads == 1 else 2 * work.threads
-    groups = iter([left[at : at + size] for at in range(0, len(left), size)])
+    """(number, result) of the tasks `left`, as groups of them are done. counters: bytes and tokens, which all workers add to."""
+    # A worker's threads begin the next task of a group while the last ones of it still run, so a group has two for each.
+    group_size = 1 if work.threads == 1 else 2 * work.threads
+    groups = iter([left[at : at + group_size] for at in range(0, len(left), group_size)])
+    # For each process one at work and one that waits for it, and one to spare: who is done finds the next there at once.
+    most_running = 2 * processes + 1
     running: set[Future[Any]] = set()
-    seen = [0, 0]
+    told = [0, 0]
     while True:
-        for numbers in groups:
+        for numbers in islice(groups, most_running - len(running)):
             running.add(pool.submit(_tasks, work.function, numbers, work.threads))
-            if len(running) > 2 * processes:
-                break
         if not running:
             return
+        # Not longer than POLL, since what is counted is to be seen while tasks run.
         done, running = wait(running, timeout=POLL, return_when=FIRST_COMPLETED)
-        now = list(counters)
-        if now != seen:
-            progress(now[0] - seen[0], now[1] - seen[1])
-            seen = now
+        told = _tell(told, list(counters), progress)
         for future in done:
             yield from future.result()
+
+
+def _tell(told: list[int], counted: list[int], progress: Progress) -> list[int]:
+    """Tell `progress` what has been counted since; returns what it knows now."""
+    size = counted[0] - told[0]
+    tokens = counted[1] - told[1]
+    if size or tokens:
+        progress(size, tokens)
+    return counted
 
 
 def _end(pool: ProcessPoolExecutor) -> None:
