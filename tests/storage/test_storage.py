@@ -274,7 +274,8 @@ import logging, os, sys, warnings
 warnings.filterwarnings("ignore")
 logging.basicConfig(level=logging.WARNING, stream=sys.stdout, format="%(message)s")
 from streammega import StorageConfig
-from streammega.storage import fsspec_store, open_store
+from streammega.storage import open_store
+from streammega.storage.backends import fsspec_store
 endpoint, bucket = sys.argv[1:]
 options = {"key": "k" * 16, "secret": "s" * 16, "endpoint_url": endpoint}
 store, key = open_store(f"s3://{bucket}/folder/small", StorageConfig(storage_options=options))
