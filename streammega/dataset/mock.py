@@ -23,7 +23,7 @@ ITEMSIZE = 4
 
 
 class MockStore:
-    """Computed pairs. Implements `storage.base.Store`, for reading."""
+    """Computed pairs. Implements `storage.store.Store`, for reading."""
 
     def url(self, key: str) -> str:
         """mock:// and the name."""

@@ -69,7 +69,7 @@ class LateView:
 
 
 class DerivedStore:
-    """One object, as its view shows it. Implements `storage.base.Store` for reading; keys are those of the object."""
+    """One object, as its view shows it. Implements `storage.store.Store` for reading; keys are those of the object."""
 
     def __init__(self, store: Store, info: ObjectInfo, view: View) -> None:
         self.store, self.view, self._info = store, view, info
@@ -224,7 +224,7 @@ class Members:
 
 
 class ConcatStore:
-    """Objects of several stores end to end, as one. Implements `storage.base.Store` for reading."""
+    """Objects of several stores end to end, as one. Implements `storage.store.Store` for reading."""
 
     def __init__(self, parts: Sequence[tuple[Store, ObjectInfo]], name: str) -> None:
         self.parts = parts

@@ -55,7 +55,7 @@ _of_parents: list[Any] = []
 
 
 class FsspecStore:
-    """One fsspec file system. Implements `storage.base.Store`; opened lazily, per process."""
+    """One fsspec file system. Implements `storage.store.Store`; opened lazily, per process."""
 
     def __init__(self, scheme: str, config: StorageConfig) -> None:
         self.scheme = scheme

@@ -29,7 +29,7 @@ class _Mapped:
 
 
 class LocalStore:
-    """The local disk. Keys are file paths; implements `storage.base.Store`."""
+    """The local disk. Keys are file paths; implements `storage.store.Store`."""
 
     def __init__(self) -> None:
         self._maps: dict[str, _Mapped] = {}

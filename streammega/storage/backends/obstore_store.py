@@ -79,7 +79,7 @@ os.register_at_fork(after_in_child=_note_fork)
 
 
 class ObstoreStore:
-    """One bucket, container or host. Implements `storage.base.Store`; opens its client lazily, per process.
+    """One bucket, container or host. Implements `storage.store.Store`; opens its client lazily, per process.
 
     A process that was forked after obstore had been used is served by another transport, where there is one: by one client
     for all calls, and with one warning.

@@ -36,7 +36,7 @@ STANDARD_RANGES = {"x-oss-range-behavior": "standard"}
 
 
 class OssNativeStore(FsspecStore):
-    """All buckets of an endpoint; keys are bucket/name. Implements `storage.base.Store`; lazily opened, per process."""
+    """All buckets of an endpoint; keys are bucket/name. Implements `storage.store.Store`; lazily opened, per process."""
 
     def __init__(self, scheme: str, config: StorageConfig) -> None:
         super().__init__(scheme, config)

@@ -20,7 +20,7 @@ _CODE = re.compile(r"<Code>(\w+)</Code>")
 
 
 class OssStore(ObstoreStore):
-    """One bucket. Implements `storage.base.Store`; after a fork, which obstore does not survive, it is read by oss2."""
+    """One bucket. Implements `storage.store.Store`; after a fork, which obstore does not survive, it is read by oss2."""
 
     fallback_name = "oss2"
 

@@ -24,7 +24,7 @@ PASSING = frozenset({errno.EIO, errno.ESTALE, errno.ETIMEDOUT, errno.EAGAIN, err
 
 
 class PreadStore:
-    """The local disk, read by `pread`. Keys are file paths; implements `storage.base.Store`."""
+    """The local disk, read by `pread`. Keys are file paths; implements `storage.store.Store`."""
 
     def __init__(self, config: StorageConfig) -> None:
         self._local, self._retry = LocalStore(), RetryPolicy.of(config)

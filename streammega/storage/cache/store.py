@@ -13,7 +13,7 @@ SMALL = PAGE_BYTES // 4
 
 
 class CachedStore:
-    """One object of a store behind its cached pages. Implements `storage.base.Store` for reading that object."""
+    """One object of a store behind its cached pages. Implements `storage.store.Store` for reading that object."""
 
     def __init__(self, store: Store, cached: CachedObject) -> None:
         self.store, self.cached = store, cached
