@@ -71,9 +71,12 @@ class RetryPolicy:
         """
         if not isinstance(error, StorageError) or not error.transient or attempt > self._most(error):
             return None
+        left = self._deadline_of(error) - elapsed
+        if left < FIRST_PAUSE / 2:
+            return None
         longest = longest_pause(attempt)
         pause = random.uniform(longest / 2, longest)  # so that ranks that failed together do not return together
-        return pause if elapsed + pause < self._deadline_of(error) else None
+        return min(pause, left)  # the last try is at the deadline: what was promised is waited for, whatever the pauses were
 
     def _deadline_of(self, error: BaseException) -> float:
         return min(self.deadline, self.first_answer) if self._unheard(error) else self.deadline

@@ -83,7 +83,7 @@ def test_by_default_an_outage_of_minutes_is_waited_for(clock: Clock, outage: flo
 def test_an_outage_that_does_not_end_is_given_up_at_the_deadline_and_says_so(clock: Clock) -> None:
     with pytest.raises(EndpointError, match=r"down \[given up after \d+ tries in [56]\d\d"):
         RetryPolicy.of(StorageConfig()).call(failing(EndpointError("down"), clock))
-    assert 600 - LONGEST_PAUSE <= clock.now <= 600
+    assert clock.now == pytest.approx(600)
 
 
 @pytest.mark.parametrize("kind", [AccessDeniedError, ObjectNotFoundError, ObjectChangedError, StorageError])
@@ -148,7 +148,7 @@ def test_an_endpoint_that_never_answered_is_given_up_soon_and_one_that_did_is_wa
     policy = RetryPolicy.of(StorageConfig(), Endpoint())
     with pytest.raises(EndpointError, match="this endpoint never answered"):
         policy.call(silent(clock))
-    assert 30 - LONGEST_PAUSE <= clock.now <= 30
+    assert clock.now == pytest.approx(30)
     assert "given up after 30 s (first_answer_within)" in caplog.text
 
     policy = RetryPolicy.of(StorageConfig(), Endpoint())
@@ -166,7 +166,7 @@ def test_the_shorter_of_both_deadlines_holds(clock: Clock) -> None:
         began = clock.now
         with pytest.raises(EndpointError) as caught:
             RetryPolicy.of(config, Endpoint()).call(silent(clock))
-        assert seconds / 2 < clock.now - began <= seconds
+        assert clock.now - began == pytest.approx(seconds), "the last try is at the deadline"
         assert ("never answered" in str(caught.value)) == (seconds == 60)
     with pytest.raises(ConfigError, match="first_answer_within is 0"):
         StorageConfig(first_answer_within=0)
