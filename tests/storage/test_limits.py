@@ -115,6 +115,12 @@ def test_queueing_answers_lower_them_to_the_least_for_their_size(start: float, q
     assert limits.requests == limits_least(size)
 
 
+@given(start=st.floats(1.0, 400.0), queueing=st.floats(QUEUEING, 1e6, exclude_min=True), size=st.just(0) | SIZES)
+def test_queueing_answers_never_raise_them(start: float, queueing: float, size: int) -> None:
+    """Also where refusals have taken them below the least: overload does not follow on being refused."""
+    assert below(start).after_look(queueing, size).requests <= start
+
+
 def limits_least(size: int) -> int:
     """As many as are `LEAST_BYTES` together, within `FEWEST` and `LEAST_REQUESTS`."""
     return sorted([FEWEST, LEAST_BYTES // size, LEAST_REQUESTS])[1]

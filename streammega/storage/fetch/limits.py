@@ -65,7 +65,7 @@ class Limits:
     |------------------------------|--------------------------------------------------------------------------|
     | a refusal (429, 503)         | half, at least 1; once for all that were refused together                |
     | an answer                    | a little more: one more after as many answers as it allows               |
-    | a look: answers queue        | `SHRINK` of it, or the least for their size if that is more              |
+    | a look: answers queue        | `SHRINK` of it, not below the least for their size; below that it stays  |
     | a look: answers do not queue | `GROW` of it, and one                                                    |
     """
 
@@ -102,8 +102,9 @@ class Limits:
         Where answers queue behind each other, fewer in flight do as well and cost less.
         """
         if queueing > QUEUEING:
-            least = min(LEAST_REQUESTS, max(FEWEST, LEAST_BYTES // size))
-            return self._with_requests(max(least, self.requests * SHRINK))
+            least = min(LEAST_REQUESTS, max(FEWEST, LEAST_BYTES // max(1, size)))
+            # Below the least already, by refusals: answers that queue are no reason to send more.
+            return self._with_requests(min(self.requests, max(least, self.requests * SHRINK)))
         if queueing < QUEUEING / 2:
             return self._with_requests(self.requests * GROW + 1)
         return self
