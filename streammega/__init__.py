@@ -20,7 +20,9 @@ if TYPE_CHECKING:
     from streammega.loading import StreamLoader as StreamLoader
     from streammega.parallel import RankBatches as RankBatches
     from streammega.parallel import Ranks as Ranks
+    from streammega.parallel import device_mesh as device_mesh
     from streammega.parallel import get_batch as get_batch
+    from streammega.parallel import open_loader as open_loader
     from streammega.parallel.layout import ParallelLayout as ParallelLayout
     from streammega.samples import BlendedDataset as BlendedDataset
     from streammega.samples import GPTDataset as GPTDataset
@@ -46,7 +48,9 @@ _HOMES = {
     "ParallelLayout": "streammega.parallel.layout",
     "RankBatches": "streammega.parallel",
     "Ranks": "streammega.parallel",
+    "device_mesh": "streammega.parallel",
     "get_batch": "streammega.parallel",
+    "open_loader": "streammega.parallel",
     "BlendedDataset": "streammega.samples",
     "GPTDataset": "streammega.samples",
     "SFTDataset": "streammega.samples",

@@ -5,7 +5,7 @@
     ├── StorageError                 bytes that could not be had or put
     │   ├── ObjectNotFoundError      no such object, bucket or file
     │   │   └── MissingShardsError   some shards of a numbered set are not there
-    │   ├── AccessDeniedError        the endpoint knows us not, or forbids it
+    │   ├── AccessDeniedError        the endpoint takes no such credentials, or forbids it
     │   ├── EndpointError            the endpoint refused, timed out or failed
     │   ├── ShortReadError           fewer bytes came than were asked for
     │   └── ObjectChangedError       the object is not the one that was opened

@@ -11,7 +11,6 @@ import sys
 import torch.distributed as dist
 
 import streammega as sm
-from streammega.parallel import open_loader
 
 PREFIX = sys.argv[1] if len(sys.argv) > 1 else "mock://tokens=1000000,vocab=1000"
 
@@ -24,7 +23,7 @@ def main() -> None:
     layout = sm.ParallelLayout.of_world(world, tp=2 if world % 2 == 0 else 1, cp=2 if world % 4 == 0 else 1)
     ranks = sm.Ranks(layout)
     data = sm.DataConfig(blend=[PREFIX], sequence_length=64, order="stream")
-    with open_loader(data, ranks, micro_batch_size=2, global_batch_size=8) as loader:
+    with sm.open_loader(data, ranks, micro_batch_size=2, global_batch_size=8) as loader:
         for step in range(3):
             batch = sm.get_batch(loader, ranks)  # or iterate sm.RankBatches(loader, ranks, device): one batch ahead
             kept = batch["position_ids"][0]
