@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, AnyStr
 
 from streammega.convert.documents import LongRecord, RawDocument
 from streammega.convert.read.slices import Skipped
@@ -26,7 +26,9 @@ _LOOSE = json.JSONDecoder(strict=False)
 """Takes control characters within strings, by which it finds the end of records that are refused later, one by one."""
 _SPACE = re.compile(r"[ \t\n\r]*")
 _BETWEEN = re.compile(r'[^"{}\[\],]*')
-_IN_STRING = re.compile(r'[^"\\]*(?:\\.[^"\\]*)*', re.S)
+REPEATS = 1000
+"""Of a group, by one match: each takes some hundred bytes until that ends. `match_all` goes on behind them."""
+_IN_STRING = re.compile(rf'[^"\\]*(?:\\.[^"\\]*){{,{REPEATS}}}', re.S)
 _LOST = "; mend it: what comes after it cannot be read"
 
 
@@ -256,7 +258,7 @@ class Nesting:
             place += 1
             self._escaped = False
         while place < len(text):
-            place = _match_end(_IN_STRING if self._in_string else _BETWEEN, text, place)
+            place = match_all(_IN_STRING, text, place) if self._in_string else _match_end(_BETWEEN, text, place)
             if place >= len(text):
                 return
             sign = text[place]
@@ -269,6 +271,13 @@ class Nesting:
             self._depth += (sign in "{[") - (sign in "}]")
             if not self._in_string:
                 yield place, sign
+
+
+def match_all(pattern: re.Pattern[AnyStr], text: AnyStr, place: int) -> int:
+    """Where an expression ends that is matched again and again, from this place on."""
+    while (found := pattern.match(text, place)) and found.end() > place:
+        place = found.end()
+    return place
 
 
 def _match_end(pattern: re.Pattern[str], text: str, place: int) -> int:

@@ -16,6 +16,7 @@ from typing import IO, Any
 
 from streammega.convert.documents import LongRecord, LongString, RawDocument
 from streammega.convert.options import ConvertOptions
+from streammega.convert.read.json_values import REPEATS, match_all
 from streammega.dataset.conversations import encodable, not_utf8
 from streammega.errors import FormatError
 
@@ -24,7 +25,7 @@ LONG_RECORD = 16 << 20
 LONG_TEXT = 1 << 20
 """Bytes of JSON from which on a text of such a record is kept in a file."""
 READ_BYTES = 1 << 20
-_WITHIN = re.compile(rb'[^"\\]*(?:\\(?:u[^"\\]{4}|[^u])[^"\\]*)*', re.S)
+_WITHIN = re.compile(rb'[^"\\]*(?:\\(?:u[^"\\]{4}|[^u])[^"\\]*){,%d}' % REPEATS, re.S)
 """Of a string, as far as escapes are whole."""
 ESCAPE_BYTES = 6
 """Of \\uXXXX, the longest escape."""
@@ -182,7 +183,7 @@ class _Strings:
     def pieces(self) -> Iterator[tuple[bytes, bool]]:
         """The rest of a string, cut between its escapes; with the last piece comes True. Raises FormatError without an end."""
         while True:
-            stop = self._end_of_escapes()
+            stop = match_all(_WITHIN, self._data, self._place)
             if stop < len(self._data) and self._data[stop : stop + 1] == b'"':
                 piece = self._data[self._place : stop]
                 self._place = stop + 1
@@ -196,10 +197,6 @@ class _Strings:
                 yield piece, False
             if not self._read():
                 raise _broken("Unterminated string", self._where)
-
-    def _end_of_escapes(self) -> int:
-        found = _WITHIN.match(self._data, self._place)
-        return found.end() if found else self._place
 
     def _read(self) -> bool:
         """Take in the next block, behind what is left of this one."""
