@@ -76,7 +76,9 @@ class RetryPolicy:
             return None
         longest = longest_pause(attempt)
         pause = random.uniform(longest / 2, longest)  # so that ranks that failed together do not return together
-        return min(pause, left)  # the last try is at the deadline: what was promised is waited for, whatever the pauses were
+        if left - pause < FIRST_PAUSE / 2:
+            return left  # the last try is at the deadline: what was promised is waited for, whatever the pauses were
+        return pause
 
     def _deadline_of(self, error: BaseException) -> float:
         return min(self.deadline, self.first_answer) if self._unheard(error) else self.deadline

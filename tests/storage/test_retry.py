@@ -86,6 +86,16 @@ def test_an_outage_that_does_not_end_is_given_up_at_the_deadline_and_says_so(clo
     assert clock.now == pytest.approx(600)
 
 
+@pytest.mark.parametrize("deadline", [0.13, 0.3, 0.72, 1.0])
+def test_a_pause_that_would_leave_next_to_nothing_lasts_until_the_deadline_too(
+    clock: Clock, monkeypatch: pytest.MonkeyPatch, deadline: float
+) -> None:
+    monkeypatch.setattr(retry.random, "uniform", lambda least, most: most)  # tries after 0.1, 0.3 and 0.7 seconds
+    with pytest.raises(EndpointError):
+        RetryPolicy(deadline=deadline).call(failing(EndpointError("down"), clock))
+    assert clock.now == pytest.approx(deadline)
+
+
 @pytest.mark.parametrize("kind", [AccessDeniedError, ObjectNotFoundError, ObjectChangedError, StorageError])
 def test_what_waiting_cannot_mend_is_raised_at_once(clock: Clock, kind: type[StorageError]) -> None:
     with pytest.raises(kind, match=r"^no$"):
