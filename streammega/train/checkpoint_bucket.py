@@ -24,7 +24,7 @@ _FILES = re.compile(r"step-\d{8}(/[0-9a-f]{8})?")
 
 
 class CheckpointBucket:
-    """Checkpoints under a prefix of an object store. Implements `Place`."""
+    """Checkpoints under a prefix of an object store. Implements `CheckpointPlace`."""
 
     on_disk = False
 

@@ -8,6 +8,7 @@ torch.load with `weights_only`. Bits that changed since are seen by checksums, w
 from __future__ import annotations
 
 import io
+import json
 import pickle
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -23,6 +24,7 @@ from streammega.storage import Store
 METADATA = ".metadata"
 
 CHECKSUMS = "checksums"
+POSITION = "position"
 ALGORITHM = "xxh3_64"
 """A name in files: one that is not known is not checked, so that another may come later."""
 
@@ -43,16 +45,32 @@ class Checksums:
         return expected is None or xxhash.xxh3_64_hexdigest(data) == expected
 
     def beside(self, position: Mapping[str, Any]) -> dict[str, Any]:
-        """A position with them."""
-        return {**position, CHECKSUMS: {ALGORITHM: self.hexes}}
+        """A position with them, and with one of its own."""
+        own = {ALGORITHM: _checksum_of_position(position)}
+        return {**position, CHECKSUMS: {ALGORITHM: self.hexes, POSITION: own}}
 
 
 def checksums_in(position: Mapping[str, Any]) -> Checksums:
     """Those that lie beside a position; none for checkpoints of earlier versions."""
-    by_algorithm = position.get(CHECKSUMS)
-    found = by_algorithm.get(ALGORITHM) if isinstance(by_algorithm, dict) else None
-    files = found.items() if isinstance(found, dict) else ()
-    return Checksums({name: items for name, items in files if isinstance(items, dict)})
+    files = _within(_within(position, CHECKSUMS), ALGORITHM)
+    return Checksums({name: items for name, items in files.items() if isinstance(items, dict)})
+
+
+def is_as_written(position: Mapping[str, Any]) -> bool:
+    """Whether a position that was read has its own checksum. True where there is none, as in checkpoints of earlier versions."""
+    expected = _within(_within(position, CHECKSUMS), POSITION).get(ALGORITHM)
+    return expected is None or _checksum_of_position(position) == expected
+
+
+def _within(values: Mapping[str, Any], name: str) -> dict[str, Any]:
+    found = values.get(name)
+    return found if isinstance(found, dict) else {}
+
+
+def _checksum_of_position(position: Mapping[str, Any]) -> str:
+    """Of what it says, not of its bytes, which spaces and the order of names change. Other checksums beside it do not count."""
+    said = json.loads(json.dumps({name: value for name, value in position.items() if name != CHECKSUMS}))
+    return xxhash.xxh3_64_hexdigest(json.dumps(said, sort_keys=True).encode())
 
 
 @dataclass(frozen=True, kw_only=True)

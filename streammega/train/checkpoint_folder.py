@@ -20,7 +20,7 @@ log = logging.getLogger(__name__)
 
 
 class CheckpointFolder:
-    """Checkpoints in a folder of a disk that all ranks share. Implements `Place`."""
+    """Checkpoints in a folder of a disk that all ranks share. Implements `CheckpointPlace`."""
 
     on_disk = True
 

@@ -17,7 +17,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from streammega.train.checkpoint_files import DamagedError, Files
+from streammega.train.checkpoint_files import DamagedError, Files, is_as_written
 from streammega.train.checkpoint_hold import Hold
 
 NAME = re.compile(r"step-(\d{8})")
@@ -100,6 +100,8 @@ def parsed(text: bytes, url: str) -> Any:
 
 def position_in(position: Any, url: str) -> dict[str, Any]:
     """What was written beside the tensors, which `url` holds. Raises DamagedError where a run's step or state is not there."""
+    if isinstance(position, dict) and not is_as_written(position):
+        raise DamagedError(f"{url}: is damaged: its checksum is another")
     try:
         return dict(position) | {"step": int(position["step"]), "data": dict(position["data"])}
     except (KeyError, TypeError, ValueError) as error:

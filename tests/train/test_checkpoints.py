@@ -160,6 +160,14 @@ def rename_a_tensor(path: Path) -> None:
     (path / METADATA).write_bytes(data.replace(b"model.", b"mo`el."))  # one bit of each
 
 
+def change_a_digit(path: Path) -> None:
+    """One bit of the samples that were consumed: still a number, and one that a run could have."""
+    text = (path / "position.json").read_text()
+    consumed = json.loads(text)["data"]["consumed_samples"]
+    assert consumed == 48
+    (path / "position.json").write_text(text.replace('"consumed_samples": 48', '"consumed_samples": 40'))
+
+
 DAMAGE = {
     "position": lambda path: (path / "position.json").write_text("{"),
     "no-position": lambda path: (path / "position.json").unlink(),
@@ -170,6 +178,7 @@ DAMAGE = {
     "other-bytes": lambda path: (path / "__0_0.distcp").write_bytes(bytes((path / "__0_0.distcp").stat().st_size)),
     "flipped-bit": flip,
     "flipped-bit-of-metadata": rename_a_tensor,
+    "flipped-bit-of-position": change_a_digit,
 }
 
 
@@ -326,7 +335,9 @@ def test_a_rewind_is_done_once_and_not_again_by_an_old_command_line(run_file: st
 
 def test_earlier_rewinds_are_marked_and_what_was_set_aside_is_kept_apart_and_not_for_ever(run_file: str, folder: Path) -> None:
     position = folder / "step-00000006" / "position.json"
-    position.write_text(json.dumps(json.loads(position.read_text()) | {"rewind": 4}))  # as earlier versions wrote it
+    kept = json.loads(position.read_text()) | {"rewind": 4}  # as earlier versions wrote it
+    del kept[CHECKSUMS]
+    position.write_text(json.dumps(kept))
     resumed(run_file, "train.rewind=4").close()
     assert names(folder) == ["step-00000002", "step-00000004", "step-00000006"]
     for number in range(3):
