@@ -1,4 +1,6 @@
-"""Train a language model straight from s3:// or oss://: Megatron's bytes and order, resumable to the token."""
+"""Train a language model straight from s3:// or oss://: Megatron's bytes and order, resumable to
+the token.
+"""
 
 from __future__ import annotations
 
@@ -37,7 +39,8 @@ if TYPE_CHECKING:
 
 __version__ = "0.1.0"
 
-# Loaded at first use: `import streammega` and the command line stay fast, and torch is not needed to convert.
+# Loaded at first use: `import streammega` and the command line stay fast, and torch is not needed
+# to convert.
 _HOMES = {
     "DataConfig": "streammega.config",
     "FieldsConfig": "streammega.config",

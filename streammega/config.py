@@ -24,13 +24,17 @@ STORAGE_LEAST = {
 
 
 def set_whole_numbers(settings: Any, names: Sequence[str]) -> None:
-    """Have fields be plain ints, whatever kind of whole number was given: states are JSON. Raises ConfigError for others."""
+    """Have fields be plain ints, whatever kind of whole number was given: states are JSON.
+
+    Raises ConfigError for others.
+    """
     for name in names:
         value = getattr(settings, name)
         if value is None:
             continue
         try:
-            object.__setattr__(settings, name, operator.index(value))  # the way to set a field of what is frozen
+            # the way to set a field of what is frozen
+            object.__setattr__(settings, name, operator.index(value))
         except TypeError:
             raise ConfigError(f"{name} is {value!r}; it must be a whole number") from None
 
@@ -45,11 +49,17 @@ class StorageConfig:
     """How bytes are fetched. Nothing here changes what is read, only how fast and from where."""
 
     transport: Transport = "auto"
-    """`auto` takes obstore for s3, oss, gs, az and http(s), fsspec for every other scheme; for oss, `fsspec` is oss2."""
+    """`auto` takes obstore for s3, oss, gs, az and http(s), fsspec for every other scheme; for oss,
+    `fsspec` is oss2.
+    """
     local: Literal["mmap", "pread"] = "mmap"
-    """How local files are read: mapped, or by reads, whose I/O errors (of NFS, of FUSE) are tried again, and end no process."""
+    """How local files are read: mapped, or by reads, whose I/O errors (of NFS, of FUSE) are tried
+    again, and end no process.
+    """
     storage_options: Mapping[str, Any] = field(default_factory=dict, repr=False)
-    """Credentials, endpoint and so on, as fsspec takes them (`key`, `secret`, `endpoint_url`, `anon`, ...): docs/storage.md."""
+    """Credentials, endpoint and so on, as fsspec takes them (`key`, `secret`, `endpoint_url`,
+    `anon`, ...): docs/storage.md.
+    """
     part_bytes: int = 8 * MiB
     """Largest single range request."""
     max_requests: int = 384
@@ -59,11 +69,18 @@ class StorageConfig:
     memory_bytes: int = 1024 * MiB
     """Bytes a loader may hold of what it fetched ahead; what is in flight counts."""
     coalesce_bytes: int = 64 * 1024
-    """Ranges with at most this gap between them are fetched as one, while at most a fifth more is fetched than is used."""
+    """Ranges with at most this gap between them are fetched as one, while at most a fifth more is
+    fetched than is used.
+    """
     cache_dir: str | Path | None = None
-    """A folder on a local disk that keeps what was fetched, for all processes and runs of this node; None: no cache."""
+    """A folder on a local disk that keeps what was fetched, for all processes and runs of this
+    node; None: no cache.
+    """
     cache_bytes: int = 64 * 1024 * MiB
-    """Largest size of everything in `cache_dir`. The larger of 1 GiB and 1 % of its disk stays free; of a small one, a tenth."""
+    """Largest size of everything in `cache_dir`.
+
+    The larger of 1 GiB and 1 % of its disk stays free; of a small one, a tenth.
+    """
     chunk_bytes: int = 256 * MiB
     """Bytes of an object that are one file of the cache."""
     timeout: float = 60.0
@@ -71,14 +88,20 @@ class StorageConfig:
     stall_timeout: float = 10.0
     """Seconds without a single byte after which a request is given up and tried again."""
     upload_part_bytes: int = 32 * MiB
-    """Bytes of one part of an upload by obstore, which holds seven in memory. Stores take 10,000 parts: this times as much is the
-    largest object. Conversions raise it by themselves where a shard will be larger."""
+    """Bytes of one part of an upload by obstore, which holds seven in memory. Stores take 10,000
+    parts: this times as much is the largest object. Conversions raise it by themselves where a
+    shard will be larger.
+    """
     give_up_after: float = 600.0
-    """Seconds for which a request that fails for a passing reason (503, 429, refused, reset, no answer, name not found) is
-    tried again, with pauses that grow to 10 seconds, before its error is raised. Other errors are raised at once."""
+    """Seconds for which a request that fails for a passing reason (503, 429, refused, reset, no
+    answer, name not found) is tried again, with pauses that grow to 10 seconds, before its error is
+    raised. Other errors are raised at once.
+    """
     first_answer_within: float = 30.0
-    """Seconds after which an endpoint that has never answered this process is given up, if that is less than `give_up_after`: a
-    mistyped name is no outage. Any answer counts, of any bucket of the endpoint; spawned workers know of their parent's."""
+    """Seconds after which an endpoint that has never answered this process is given up, if that is
+    less than `give_up_after`: a mistyped name is no outage. Any answer counts, of any bucket of the
+    endpoint; spawned workers know of their parent's.
+    """
     retries: int | None = None
     """Times a failed request is tried again at most; None: as often as `give_up_after` allows."""
     hedge: bool = True
@@ -86,7 +109,9 @@ class StorageConfig:
 
     def __post_init__(self) -> None:
         if self.transport not in ("auto", "obstore", "fsspec"):
-            raise ConfigError(f"transport is {self.transport!r}; it must be 'auto', 'obstore' or 'fsspec'")
+            raise ConfigError(
+                f"transport is {self.transport!r}; it must be 'auto', 'obstore' or 'fsspec'"
+            )
         if self.local not in ("mmap", "pread"):
             raise ConfigError(f"local is {self.local!r}; it must be 'mmap' or 'pread'")
         for name, least in STORAGE_LEAST.items():
@@ -95,9 +120,12 @@ class StorageConfig:
                 raise ConfigError(f"{name} is {value}; it must be at least {least}")
         for name in ("timeout", "stall_timeout", "give_up_after", "first_answer_within"):
             if not getattr(self, name) > 0:
-                raise ConfigError(f"{name} is {getattr(self, name)}; it must be a positive number of seconds")
+                raise ConfigError(
+                    f"{name} is {getattr(self, name)}; it must be a positive number of seconds"
+                )
         if self.cache_dir:
-            object.__setattr__(self, "cache_dir", local_folder(self.cache_dir))  # the way to set a field of what is frozen
+            # the way to set a field of what is frozen
+            object.__setattr__(self, "cache_dir", local_folder(self.cache_dir))
 
 
 Order = Literal["megatron", "stream", "sequential"]
@@ -109,7 +137,9 @@ MOST_DATASETS = 32766
 
 @dataclass(frozen=True, kw_only=True)
 class FieldsConfig:
-    """Which fields are made of the ids of a sample: what `batch_fields` needs of a DataConfig, for ids from elsewhere."""
+    """Which fields are made of the ids of a sample: what `batch_fields` needs of a DataConfig, for
+    ids from elsewhere.
+    """
 
     sequence_length: int
     """Tokens of a sample, S."""
@@ -124,7 +154,9 @@ class FieldsConfig:
     reset_position_ids: bool = False
     """Positions restart after every eod_id."""
     reset_attention_mask: bool = False
-    """Tokens do not attend over an eod_id: the loader adds "cu_seqlens", and an attention mask that is made says so."""
+    """Tokens do not attend over an eod_id: the loader adds "cu_seqlens", and an attention mask that
+    is made says so.
+    """
     create_attention_mask: bool = False
     """Add "attention_mask", bool [batch, 1, S, S], True where attention is forbidden."""
     vocab_size: int | None = None
@@ -135,16 +167,24 @@ class FieldsConfig:
         if self.sequence_length < 1:
             raise ConfigError(f"sequence_length is {self.sequence_length}; it must be at least 1")
         if self.eod_id is not None and self.eod_id < 0:
-            raise ConfigError(f"eod_id is {self.eod_id}, which no stored id is; leave it out if the data has none")
-        if (self.eod_mask_loss or self.reset_position_ids or self.reset_attention_mask) and self.eod_id is None:
+            raise ConfigError(
+                f"eod_id is {self.eod_id}, which no stored id is; leave it out if the data has none"
+            )
+        if (
+            self.eod_mask_loss or self.reset_position_ids or self.reset_attention_mask
+        ) and self.eod_id is None:
             raise ConfigError(
                 "eod_mask_loss, reset_position_ids and reset_attention_mask need eod_id, the id that ends documents"
             )
 
     @property
     def effective_pad_id(self) -> int:
-        """The padding id in use: -1 when there is none, or when it collides with eod_id and that is not allowed."""
-        if self.pad_id is None or (self.pad_id == self.eod_id and not self.allow_ambiguous_pad_tokens):
+        """The padding id in use: -1 when there is none, or when it collides with eod_id and that is
+        not allowed.
+        """
+        if self.pad_id is None or (
+            self.pad_id == self.eod_id and not self.allow_ambiguous_pad_tokens
+        ):
             return -1
         return self.pad_id
 
@@ -154,18 +194,28 @@ class DataConfig(FieldsConfig):
     """What is read, and in which order."""
 
     blend: Blend | None = None
-    """Datasets: a prefix, [prefix, ...], [(prefix, weight), ...], or a string "0.3 a 0.7 b". Paths or URLs."""
+    """Datasets: a prefix, [prefix, ...], [(prefix, weight), ...], or a string "0.3 a 0.7 b".
+
+    Paths or URLs.
+    """
     blend_per_split: Sequence[Blend | None] | None = None
-    """Instead of `blend` and `split`: a blend for train, valid and test each; None where there is none."""
+    """Instead of `blend` and `split`: a blend for train, valid and test each; None where there is
+    none.
+    """
     blend_schedule: Sequence[tuple[int, Sequence[float]]] | None = None
-    """Stream order: [(first sample, weights)], weights for the datasets of `blend` from then on; one may be zero for a while.
-    A segment at 0 replaces the blend's own weights. Segments past the cursor of a run may still be changed."""
+    """Stream order: [(first sample, weights)], weights for the datasets of `blend` from then on;
+    one may be zero for a while. A segment at 0 replaces the blend's own weights. Segments past the
+    cursor of a run may still be changed.
+    """
     split: str = "1,0,0"
     """Shares of train, valid and test, cut by sequence."""
     seed: int = 1234
     """Of the order, in [0, 2**32)."""
     order: Order = "megatron"
-    """`megatron`: Megatron's shuffle, bit for bit. `stream`: shuffled for object storage. `sequential`: as files lie."""
+    """`megatron`: Megatron's shuffle, bit for bit.
+
+    `stream`: shuffled for object storage. `sequential`: as files lie.
+    """
     num_samples: tuple[int, int, int] | None = None
     """Samples asked of train, valid and test; they define the Megatron order, epochs included."""
     add_extra_token: bool = True
@@ -175,16 +225,24 @@ class DataConfig(FieldsConfig):
     full_validation: bool = False
     """Valid is one epoch of everything, whatever num_samples says."""
     loss_from_modes: bool | None = None
-    """Loss only where the label lies in a sequence whose mode is learned. None: in datasets whose manifest names such modes (that
-    of `convert --chat` does); True: in every dataset, those without such a manifest learning all modes but 0; False: never."""
+    """Loss only where the label lies in a sequence whose mode is learned. None: in datasets whose
+    manifest names such modes (that of `convert --chat` does); True: in every dataset, those without
+    such a manifest learning all modes but 0; False: never.
+    """
     mix_tokenizers: bool = False
-    """Blend datasets whose manifests name different tokenizers, whose ids mean different things; else that is an error."""
+    """Blend datasets whose manifests name different tokenizers, whose ids mean different things;
+    else that is an error.
+    """
     multiple_validation_sets: bool = False
     """With blend_per_split: every prefix of valid is a dataset of its own, not blended."""
     surplus: float = 0.005
-    """Megatron order: share by which a blend asks its datasets for more samples than it will take."""
+    """Megatron order: share by which a blend asks its datasets for more samples
+    than it will take.
+    """
     lanes: int | None = None
-    """Stream order: lanes, a multiple of the global batch; default the smallest of at least 1024, kept in the state."""
+    """Stream order: lanes, a multiple of the global batch; default the smallest of at least 1024,
+    kept in the state.
+    """
     block_bytes: int = MiB // 4
     """Stream order: bytes that are shuffled as one."""
     skip_samples: Sequence[tuple[int, int]] = ()
@@ -192,7 +250,9 @@ class DataConfig(FieldsConfig):
     index_cache_dir: str | Path | None = None
     """Where `.idx` copies and built indices go; default ~/.cache/streammega."""
     shared_index_url: str | None = None
-    """A folder, beside the data for instance, that `streammega prepare` fills with built indices for nodes to download."""
+    """A folder, beside the data for instance, that `streammega prepare` fills with built indices
+    for nodes to download.
+    """
     storage: StorageConfig = field(default_factory=StorageConfig)
     """How its bytes are fetched."""
 
@@ -203,17 +263,23 @@ class DataConfig(FieldsConfig):
         if (self.blend is None) == (self.blend_per_split is None):
             raise ConfigError("give either blend or blend_per_split, and not both")
         if self.blend_per_split is not None and len(self.blend_per_split) != 3:
-            raise ConfigError(f"blend_per_split has {len(self.blend_per_split)} entries; it takes three: train, valid, test")
+            raise ConfigError(
+                f"blend_per_split has {len(self.blend_per_split)} entries; it takes three: train, valid, test"
+            )
         for blend in (self.blend, *(self.blend_per_split or ())):
             if blend is not None:
                 parse_blend(blend)
         super().__post_init__()
         self._check_numbers()
         if self.multiple_validation_sets and self.blend_per_split is None:
-            raise ConfigError("multiple_validation_sets needs blend_per_split, whose valid entry names them")
+            raise ConfigError(
+                "multiple_validation_sets needs blend_per_split, whose valid entry names them"
+            )
         for start, stop in self.skip_samples:
             if not 0 <= start < stop:
-                raise ConfigError(f"skip_samples holds [{start}, {stop}); ranges run upwards from 0 or more")
+                raise ConfigError(
+                    f"skip_samples holds [{start}, {stop}); ranges run upwards from 0 or more"
+                )
         if self.blend_schedule is not None:
             self._check_schedule()
         if self.index_cache_dir:
@@ -228,11 +294,15 @@ class DataConfig(FieldsConfig):
         if not 0 <= self.seed < 2**32:
             raise ConfigError(f"seed is {self.seed}; it must lie in [0, 2**32)")
         if self.order not in ORDERS:
-            raise ConfigError(f"order is {self.order!r}; it must be 'megatron', 'stream' or 'sequential'")
+            raise ConfigError(
+                f"order is {self.order!r}; it must be 'megatron', 'stream' or 'sequential'"
+            )
         if self.num_samples is not None:
             object.__setattr__(self, "num_samples", _three_counts(self.num_samples))
         if not self.surplus >= 0:
-            raise ConfigError(f"surplus is {self.surplus}; it must be a share of at least 0, such as 0.005")
+            raise ConfigError(
+                f"surplus is {self.surplus}; it must be a share of at least 0, such as 0.005"
+            )
 
     def _check_schedule(self) -> None:
         if self.order != "stream" or self.blend is None:
@@ -241,8 +311,14 @@ class DataConfig(FieldsConfig):
         first = -1
         for start, weights in self.blend_schedule or ():
             if start <= first:
-                raise ConfigError(f"blend_schedule starts a segment at sample {start}; starts must rise, from 0 or later")
-            if len(weights) != datasets or not all(0 <= w < math.inf for w in weights) or not 0 < sum(weights) < math.inf:
+                raise ConfigError(
+                    f"blend_schedule starts a segment at sample {start}; starts must rise, from 0 or later"
+                )
+            if (
+                len(weights) != datasets
+                or not all(0 <= w < math.inf for w in weights)
+                or not 0 < sum(weights) < math.inf
+            ):
                 raise ConfigError(
                     f"blend_schedule at sample {start} needs {datasets} weights, none negative, not all zero, and a finite sum"
                 )
@@ -262,18 +338,25 @@ def _three_counts(given: Any) -> tuple[int, int, int]:
 def parse_blend(blend: Blend) -> tuple[tuple[str, ...], tuple[float, ...] | None]:
     """(prefixes, weights or None) of a blend in any of its forms.
 
-    A string without blanks is one prefix; "0.3 a 0.7 b" gives weights, "a b" none. Raises ConfigError for an empty
-    blend, weights that are not positive numbers, or weights for some of the prefixes only.
+    A string without blanks is one prefix; "0.3 a 0.7 b" gives weights, "a b" none. Raises
+    ConfigError for an empty blend, weights that are not positive numbers, or weights for some of
+    the prefixes only.
     """
     if isinstance(blend, os.PathLike):
         blend = [os.fspath(blend)]
-    items: list[Any] = blend.split() if isinstance(blend, str) else [_as_text(item) for item in blend]
+    items: list[Any] = (
+        blend.split() if isinstance(blend, str) else [_as_text(item) for item in blend]
+    )
     if items and all(isinstance(item, str) for item in items) and _is_number(items[0]):
         if len(items) % 2:
-            raise ConfigError(f"blend {blend!r}: weights and prefixes must alternate, as in '0.3 a 0.7 b'")
+            raise ConfigError(
+                f"blend {blend!r}: weights and prefixes must alternate, as in '0.3 a 0.7 b'"
+            )
         items = [(prefix, weight) for weight, prefix in zip(items[::2], items[1::2], strict=True)]
     if not items:
-        raise ConfigError("the blend is empty; it takes one prefix, such as ['s3://bucket/web'], or more with weights")
+        raise ConfigError(
+            "the blend is empty; it takes one prefix, such as ['s3://bucket/web'], or more with weights"
+        )
     pairs = [(item, None) if isinstance(item, str) else tuple(item) for item in items]
     if any(len(pair) != 2 or not isinstance(pair[0], str) or not pair[0] for pair in pairs):
         raise ConfigError(f"blend {blend!r}: each entry is a prefix or a (prefix, weight) pair")
@@ -309,7 +392,9 @@ def _weight(prefix: str, weight: Any) -> float:
     except (TypeError, ValueError):
         raise ConfigError(f"the weight of {prefix} is {weight!r}, which is no number") from None
     if not 0 < value < math.inf:
-        raise ConfigError(f"the weight of {prefix} is {value}; weights are positive numbers (leave the dataset out instead)")
+        raise ConfigError(
+            f"the weight of {prefix} is {value}; weights are positive numbers (leave the dataset out instead)"
+        )
     return value
 
 

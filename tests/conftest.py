@@ -29,16 +29,33 @@ settings.register_profile(
 )
 settings.load_profile("streammega")
 
-OSS_NAMES = ("ENDPOINT", "REGION", "ACCESS_KEY_ID", "ACCESS_KEY_SECRET", "SESSION_TOKEN", "SECURITY_TOKEN")
+OSS_NAMES = (
+    "ENDPOINT",
+    "REGION",
+    "ACCESS_KEY_ID",
+    "ACCESS_KEY_SECRET",
+    "SESSION_TOKEN",
+    "SECURITY_TOKEN",
+)
 ALIBABA_NAMES = ("ACCESS_KEY_ID", "ACCESS_KEY_SECRET", "SECURITY_TOKEN", "CREDENTIALS_URI")
-AWS_NAMES = ("AWS_ENDPOINT_URL", "AWS_ENDPOINT_URL_S3", "AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_PROFILE")
+AWS_NAMES = (
+    "AWS_ENDPOINT_URL",
+    "AWS_ENDPOINT_URL_S3",
+    "AWS_ACCESS_KEY_ID",
+    "AWS_SECRET_ACCESS_KEY",
+    "AWS_PROFILE",
+)
 
 os.environ["OMP_NUM_THREADS"] = "1"
 torch.set_num_threads(1)
-"""Here and in what tests start: threads that share products of 16 by 16 numbers spend their time waiting for each other."""
+"""Here and in what tests start: threads that share products of 16 by 16 numbers spend their time
+waiting for each other.
+"""
 
 botocore.session.create_loader = functools.cache(botocore.session.create_loader)
-"""Every client of botocore lists 400 services and reads the same 100,000 objects from JSON: once in a process is enough."""
+"""Every client of botocore lists 400 services and reads the same 100,000 objects from JSON: once in
+a process is enough.
+"""
 
 multiprocessing.set_forkserver_preload(["tests.support.gang"])
 """Once for all: the first test that forks from the server starts it."""
@@ -49,7 +66,8 @@ gc.disable()  # until all tests are imported: see pytest_collection_finish
 def pytest_collection_finish() -> None:
     """Leave what was imported out of garbage collections.
 
-    It is some 300,000 objects, which stay. Going over them for whatever the tests leave took half of the suite's time.
+    It is some 300,000 objects, which stay. Going over them for whatever the tests leave took half
+    of the suite's time.
     """
     gc.collect()
     gc.freeze()
@@ -64,13 +82,19 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture(autouse=True)
 def _own_surroundings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """No test reads or writes the user's caches or credentials, nor waits for the disk: none of them cuts the power."""
+    """No test reads or writes the user's caches or credentials, nor waits for the disk: none of
+    them cuts the power.
+    """
     monkeypatch.setattr(os, "fsync", lambda descriptor: None)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "xdg-cache"))
     monkeypatch.setenv("AWS_CONFIG_FILE", str(tmp_path / "no-aws-config"))
     monkeypatch.setenv("AWS_SHARED_CREDENTIALS_FILE", str(tmp_path / "no-aws-credentials"))
     monkeypatch.setenv("AWS_EC2_METADATA_DISABLED", "true")
-    for name in (*AWS_NAMES, *(f"OSS_{name}" for name in OSS_NAMES), *(f"ALIBABA_CLOUD_{name}" for name in ALIBABA_NAMES)):
+    for name in (
+        *AWS_NAMES,
+        *(f"OSS_{name}" for name in OSS_NAMES),
+        *(f"ALIBABA_CLOUD_{name}" for name in ALIBABA_NAMES),
+    ):
         monkeypatch.delenv(name, raising=False)
 
 
@@ -128,10 +152,14 @@ def s3_storage(request: pytest.FixtureRequest, s3: S3) -> StorageConfig:
     return StorageConfig(transport=request.param, storage_options=s3.options, timeout=20, retries=2)
 
 
-def write_random_pair(prefix: str, count: int = 200, longest: int = 100, seed: int = 0, vocab: int = 1000) -> list[np.ndarray]:
+def write_random_pair(
+    prefix: str, count: int = 200, longest: int = 100, seed: int = 0, vocab: int = 1000
+) -> list[np.ndarray]:
     """A pair of random sequences of 0..longest tokens, one document each; returns the sequences."""
     rng = np.random.default_rng(seed)
-    sequences = [rng.integers(0, vocab, rng.integers(0, longest + 1)).astype(np.uint16) for _ in range(count)]
+    sequences = [
+        rng.integers(0, vocab, rng.integers(0, longest + 1)).astype(np.uint16) for _ in range(count)
+    ]
     with IndexedDatasetWriter(prefix, np.uint16) as writer:
         for sequence in sequences:
             writer.add_item(sequence)
@@ -149,4 +177,9 @@ def pair(tmp_path: Path) -> str:
 
 @pytest.fixture
 def config(pair: str, tmp_path: Path) -> DataConfig:
-    return DataConfig(blend=[pair], sequence_length=16, num_samples=(960, 0, 0), index_cache_dir=tmp_path / "cache")
+    return DataConfig(
+        blend=[pair],
+        sequence_length=16,
+        num_samples=(960, 0, 0),
+        index_cache_dir=tmp_path / "cache",
+    )

@@ -1,7 +1,9 @@
 #!/usr/bin/env python3
-"""The main job, end to end, on one machine: corpus, tokenizer, S3 server, training, kills, resumes, proof.
+"""The main job, end to end, on one machine: corpus, tokenizer, S3 server, training, kills, resumes,
+proof.
 
-Everything it makes goes under one folder; nothing outside of it is touched, and no network but loopback is used.
+Everything it makes goes under one folder; nothing outside of it is touched, and no network but
+loopback is used.
 """
 
 from __future__ import annotations
@@ -84,15 +86,29 @@ def main() -> int:
     except KeyboardInterrupt:
         print("interrupted; the server and the ranks are stopped", file=sys.stderr)
         return 130
-    print(f"\n{'The demo passed' if passed else 'THE DEMO FAILED'} in {time.monotonic() - began:.0f} s; everything is in {work}/")
+    print(
+        f"\n{'The demo passed' if passed else 'THE DEMO FAILED'} in {time.monotonic() - began:.0f} s; everything is in {work}/"
+    )
     return 0 if passed else 1
 
 
 def parse_arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("inputs", nargs="*", help="folders or .jsonl files to train on (default: Python's own sources)")
-    parser.add_argument("--work", default="demo-run", help="folder for everything the demo makes (default: %(default)s)")
-    parser.add_argument("--iters", type=int, default=120, help="training iterations (default: %(default)s)")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "inputs",
+        nargs="*",
+        help="folders or .jsonl files to train on (default: Python's own sources)",
+    )
+    parser.add_argument(
+        "--work",
+        default="demo-run",
+        help="folder for everything the demo makes (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--iters", type=int, default=120, help="training iterations (default: %(default)s)"
+    )
     arguments = parser.parse_args()
     if arguments.iters < 60:
         parser.error("--iters must be at least 60: the run is killed twice on its way")
@@ -105,10 +121,19 @@ def run_demo(arguments: argparse.Namespace, work: Path, server: S3Server) -> boo
     inputs = arguments.inputs or python_sources()
     say(2, "training a tokenizer")
     train_tokenizer(inputs, work / "tokenizer.json")
-    say(3, f"converting into s3://{BUCKET} at {server.endpoint}: shuffled, in zstd shards, with a manifest")
+    say(
+        3,
+        f"converting into s3://{BUCKET} at {server.endpoint}: shuffled, in zstd shards, with a manifest",
+    )
     os.environ.update(server.environment(), XDG_CACHE_HOME=str((work / "cache").resolve()))
     make_bucket(server)
-    options = ConvertOptions(tokenizer=str(work / "tokenizer.json"), eod=EOD, kind="zst", shard_bytes=SHARD_BYTES, shuffle_seed=1)
+    options = ConvertOptions(
+        tokenizer=str(work / "tokenizer.json"),
+        eod=EOD,
+        kind="zst",
+        shard_bytes=SHARD_BYTES,
+        shuffle_seed=1,
+    )
     report = convert(inputs, f"s3://{BUCKET}/corpus", options=options, progress=Progress())
     size = f"{report.text_bytes / 1e6:.1f} MB of text, {report.tokens:,} tokens in {report.shards} shards"
     print(f"\n    {report.documents:,} documents, {size}")
@@ -135,7 +160,9 @@ def say(step: int, text: str) -> None:
 
 
 def python_sources() -> list[str]:
-    """Files of this Python installation: its library's sources and texts, then packages', until there is enough."""
+    """Files of this Python installation: its library's sources and texts, then packages', until
+    there is enough.
+    """
     paths = sysconfig.get_paths()
     found: list[str] = []
     size = 0
@@ -185,14 +212,19 @@ def train_tokenizer(inputs: list[str], path: Path) -> None:
             if number % 3 == 0:
                 for document in read_slice(Slice(input=item), options, StorageConfig(), Skipped()):
                     assert isinstance(document, RawDocument), "the demo converts text"
-                    yield from (text for text, _, _ in encoder.parts(document) if isinstance(text, str))
+                    yield from (
+                        text for text, _, _ in encoder.parts(document) if isinstance(text, str)
+                    )
 
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
     alphabet = pre_tokenizers.ByteLevel.alphabet()
     trainer = trainers.BpeTrainer(
-        vocab_size=VOCAB_SIZE, special_tokens=[EOD], initial_alphabet=alphabet, show_progress=sys.stderr.isatty()
+        vocab_size=VOCAB_SIZE,
+        special_tokens=[EOD],
+        initial_alphabet=alphabet,
+        show_progress=sys.stderr.isatty(),
     )
     tokenizer.train_from_iterator(texts(), trainer)
     tokenizer.save(str(path))
@@ -207,14 +239,21 @@ class Progress:
 
     def __call__(self, text_bytes: int, tokens: int) -> None:
         """Note what a batch added."""
-        self.text_bytes, self.tokens = self.text_bytes + text_bytes, self.tokens + tokens
+        self.text_bytes = self.text_bytes + text_bytes
+        self.tokens = self.tokens + tokens
         end = "\r" if sys.stdout.isatty() else ""
         if end:
-            print(f"    {self.text_bytes / 1e6:6.1f} MB -> {self.tokens:,} tokens", end=end, flush=True)
+            print(
+                f"    {self.text_bytes / 1e6:6.1f} MB -> {self.tokens:,} tokens",
+                end=end,
+                flush=True,
+            )
 
 
 def unigram_entropy() -> float:
-    """Entropy of the token frequencies, in nats: the loss of a model that knows nothing but them."""
+    """Entropy of the token frequencies, in nats: the loss of a model that knows
+    nothing but them.
+    """
     counts = np.zeros(VOCAB_SIZE, np.int64)
     for tokens in IndexedDataset(f"s3://{BUCKET}/corpus")[:]:
         counts += np.bincount(np.asarray(tokens), minlength=VOCAB_SIZE)
@@ -223,7 +262,9 @@ def unigram_entropy() -> float:
 
 
 class S3Server:
-    """moto's S3 server in a thread of this process, on a free loopback port: it cannot outlive the demo."""
+    """moto's S3 server in a thread of this process, on a free loopback port: it cannot outlive the
+    demo.
+    """
 
     def __enter__(self) -> S3Server:
         import logging
@@ -268,12 +309,24 @@ def train_with_kills(work: Path, iters: int) -> None:
 
 
 def train(work: Path, ranks: int, kill_at: int | None) -> None:
-    """Run torchrun; kill all of its processes with SIGKILL once step `kill_at` is in the metrics."""
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
+    """Run torchrun; kill all of its processes with SIGKILL once step `kill_at` is
+    in the metrics.
+    """
+    command = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        f"--nproc-per-node={ranks}",
+    ]
     command += ["-m", "streammega.train", str(work / "run.toml")]
     threads = str(max(1, (os.cpu_count() or 1) // ranks))
     root = str(Path(__file__).resolve().parent.parent)
-    environment = os.environ | {"OMP_NUM_THREADS": threads, "PYTHONPATH": root, "TORCH_CPP_LOG_LEVEL": "ERROR"}
+    environment = os.environ | {
+        "OMP_NUM_THREADS": threads,
+        "PYTHONPATH": root,
+        "TORCH_CPP_LOG_LEVEL": "ERROR",
+    }
     log_path = work / f"train-{ranks}-ranks.log"
     with open(log_path, "ab") as log:
         process = subprocess.Popen(command, env=environment, stderr=log, stdout=log)
@@ -283,7 +336,10 @@ def train(work: Path, ranks: int, kill_at: int | None) -> None:
             kill_tree(process)
     if kill_at is None and process.returncode != 0:
         tail = log_path.read_text(encoding="utf-8", errors="replace").splitlines()[-15:]
-        raise StreammegaError(f"training ended with code {process.returncode}; the end of {log_path}:\n" + "\n".join(tail))
+        raise StreammegaError(
+            f"training ended with code {process.returncode}; the end of {log_path}:\n"
+            + "\n".join(tail)
+        )
 
 
 def follow(process: subprocess.Popen[bytes], metrics: Path, kill_at: int | None) -> None:
@@ -309,9 +365,14 @@ def follow(process: subprocess.Popen[bytes], metrics: Path, kill_at: int | None)
 
 
 def kill_tree(process: subprocess.Popen[bytes]) -> None:
-    """SIGKILL to a process and all of its descendants (torchrun's workers lead sessions of their own)."""
+    """SIGKILL to a process and all of its descendants (torchrun's workers lead sessions of their
+    own).
+    """
     try:
-        family = [*psutil.Process(process.pid).children(recursive=True), psutil.Process(process.pid)]
+        family = [
+            *psutil.Process(process.pid).children(recursive=True),
+            psutil.Process(process.pid),
+        ]
     except psutil.NoSuchProcess:
         family = []
     for member in family:
@@ -323,7 +384,9 @@ def kill_tree(process: subprocess.Popen[bytes]) -> None:
 
 
 def prove(work: Path, config: RunConfig, entropy: float) -> bool:
-    """Compare every global batch that training saw with an uninterrupted pass of the loader alone; plot the loss."""
+    """Compare every global batch that training saw with an uninterrupted pass of the loader alone;
+    plot the loss.
+    """
     say(6, "proof: an uninterrupted pass over the loader alone")
     records = read_metrics(work / "run" / "metrics.jsonl")
     expected = loader_hashes(config)
@@ -331,17 +394,26 @@ def prove(work: Path, config: RunConfig, entropy: float) -> bool:
     equal = sum(expected[record["step"] - 1] == record["batch_hash"] for record in records)
     exact = equal == len(records) and seen == set(range(1, config.train.iters + 1))
     repeated = len(records) - len(seen)
-    print(f"    {equal} of {len(records)} global batches ({len(seen)} steps, {repeated} of them repeated after kills) are equal,")
-    print(f"    token by token, to those of the uninterrupted pass; last hash {records[-1]['batch_hash']}")
+    print(
+        f"    {equal} of {len(records)} global batches ({len(seen)} steps, {repeated} of them repeated after kills) are equal,"
+    )
+    print(
+        f"    token by token, to those of the uninterrupted pass; last hash {records[-1]['batch_hash']}"
+    )
     losses = [record["loss"] for record in {record["step"]: record for record in records}.values()]
     final = float(np.mean(losses[-10:]))
     learned = final <= entropy - 0.3
     plot_loss(work / "loss.png", records, entropy)
-    print(f"    loss {losses[0]:.2f} {sparkline(losses)} {final:.2f} nat; unigram entropy of the corpus {entropy:.2f} nat")
+    print(
+        f"    loss {losses[0]:.2f} {sparkline(losses)} {final:.2f} nat; unigram entropy of the corpus {entropy:.2f} nat"
+    )
     valid = [record["valid_loss"] for record in records if "valid_loss" in record]
     print(f"    validation loss {valid[-1]:.2f} nat; loss curve in {work / 'loss.png'}")
     (work / "proof.json").write_text(
-        json.dumps({"exact": exact, "final_loss": final, "unigram_entropy": entropy, "hashes": expected}, indent=1)
+        json.dumps(
+            {"exact": exact, "final_loss": final, "unigram_entropy": entropy, "hashes": expected},
+            indent=1,
+        )
     )
     return exact and learned
 
@@ -357,7 +429,9 @@ def loader_hashes(config: RunConfig) -> list[str]:
     with open_plain(config, "train", 0, 1) as loader:
         before = 0
         for batch in loader:
-            digests.update(zip(loader.dataset.sample_ids(before).tolist(), sample_digests(batch), strict=True))
+            digests.update(
+                zip(loader.dataset.sample_ids(before).tolist(), sample_digests(batch), strict=True)
+            )
             before = loader.consumed_samples
             if before % size == 0:
                 hashes.append(global_batch_hash(digests))

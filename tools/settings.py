@@ -1,4 +1,5 @@
-"""Write docs/settings.md: every setting with its type, its default and what it says, taken from where it is defined.
+"""Write docs/settings.md: every setting with its type, its default and what it says, taken from
+where it is defined.
 
 python tools/settings.py [--check]
 """
@@ -35,27 +36,56 @@ class Section:
 
 
 SECTIONS = [
-    Section("streammega/config.py", "FieldsConfig", "`[data]`, the fields of a batch: `FieldsConfig`, and part of `DataConfig`"),
-    Section("streammega/config.py", "DataConfig", "`[data]`, what is read and in which order: `DataConfig`"),
-    Section("streammega/config.py", "StorageConfig", "`[data.storage]`, how bytes are fetched: `StorageConfig`"),
+    Section(
+        "streammega/config.py",
+        "FieldsConfig",
+        "`[data]`, the fields of a batch: `FieldsConfig`, and part of `DataConfig`",
+    ),
+    Section(
+        "streammega/config.py",
+        "DataConfig",
+        "`[data]`, what is read and in which order: `DataConfig`",
+    ),
+    Section(
+        "streammega/config.py",
+        "StorageConfig",
+        "`[data.storage]`, how bytes are fetched: `StorageConfig`",
+    ),
     Section("streammega/train/config.py", "ModelConfig", "`[model]`: `ModelConfig`"),
     Section("streammega/train/config.py", "ParallelConfig", "`[parallel]`: `ParallelConfig`"),
     Section("streammega/train/config.py", "TrainConfig", "`[train]`: `TrainConfig`"),
-    Section("streammega/convert/options.py", "ConvertOptions", "`streammega convert`, by its flags: `ConvertOptions`"),
-    Section("streammega/convert/options.py", "Runner", "`streammega convert`, how the work is done: `Runner`"),
+    Section(
+        "streammega/convert/options.py",
+        "ConvertOptions",
+        "`streammega convert`, by its flags: `ConvertOptions`",
+    ),
+    Section(
+        "streammega/convert/options.py",
+        "Runner",
+        "`streammega convert`, how the work is done: `Runner`",
+    ),
 ]
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--check", action="store_true", help="write nothing; fail where the page is not what would be written")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--check",
+        action="store_true",
+        help="write nothing; fail where the page is not what would be written",
+    )
     page = settings_page()
     if not parser.parse_args().check:
         PAGE.write_text(page)
         return 0
     if PAGE.read_text() == page:
         return 0
-    print(f"{PAGE.relative_to(ROOT)} is not what the code says: run python tools/settings.py", file=sys.stderr)
+    print(
+        f"{PAGE.relative_to(ROOT)} is not what the code says: run python tools/settings.py",
+        file=sys.stderr,
+    )
     return 1
 
 
@@ -67,10 +97,15 @@ def settings_page() -> str:
 def section_text(section: Section) -> str:
     """One class as a table."""
     tree = ast.parse((ROOT / section.file).read_text())
-    (settings,) = (node for node in tree.body if isinstance(node, ast.ClassDef) and node.name == section.name)
+    (settings,) = (
+        node for node in tree.body if isinstance(node, ast.ClassDef) and node.name == section.name
+    )
     about = ast.get_docstring(settings) or ""
     module = importlib.import_module(section.file.removesuffix(".py").replace("/", "."))
-    rows = [f"| `{name}` | {kind} | {default} | {text} |" for name, kind, default, text in fields_of(settings, module)]
+    rows = [
+        f"| `{name}` | {kind} | {default} | {text} |"
+        for name, kind, default, text in fields_of(settings, module)
+    ]
     first_paragraph = " ".join(about.split("\n\n")[0].split())
     return "\n".join(
         [
@@ -87,13 +122,20 @@ def section_text(section: Section) -> str:
 
 
 def fields_of(settings: ast.ClassDef, module: Any) -> Iterator[tuple[str, str, str, str]]:
-    """(name, type, default, meaning) of each public field, as cells of a table; constants of the module by their values."""
+    """(name, type, default, meaning) of each public field, as cells of a table; constants of the
+    module by their values.
+    """
     for item, after in zip(settings.body, [*settings.body[1:], None], strict=True):
         if not isinstance(item, ast.AnnAssign) or ast.unparse(item.target).startswith("_"):
             continue
         described = isinstance(after, ast.Expr) and isinstance(after.value, ast.Constant)
         meaning = str(after.value.value) if described else ""  # type: ignore[union-attr]
-        yield ast.unparse(item.target), code(ast.unparse(item.annotation)), default_of(item.value, module), cell(meaning)
+        yield (
+            ast.unparse(item.target),
+            code(ast.unparse(item.annotation)),
+            default_of(item.value, module),
+            cell(meaning),
+        )
 
 
 def default_of(value: ast.expr | None, module: Any) -> str:

@@ -1,18 +1,20 @@
-"""How dense the code of a folder is: figures of each Python file, and of all of them together. A report, no gate.
+"""How dense the code of a folder is: figures of each Python file, and of all of them together. A
+report, no gate.
 
 python tools/style_report.py [folder]        (default: streammega)
 
     functions   how many, methods and inner functions too
     median p90  lines of a function, from its `def` to its end, docstring and all
     expr/line   expressions in a line of a function's body: calls, attributes, subscripts, operators, comparisons, conditions,
-                comprehensions, lambdas, awaits and yields. Names, literals and f-strings compute nothing and do not count;
-                neither do docstrings, blank lines, and lines of comments alone
+                comprehensions, lambdas, awaits and yields. Names, literals and f-strings compute
+                nothing and do not count; neither do docstrings, blank lines, and lines of comments
+                alone
     tuples      assignments of a tuple to a tuple (`a, b = 1, 2`) per 1000 lines of code: all but docstrings, blank lines and
                 comments. Taking apart what a call returns is none
     long        lines of more than 100 columns, per 1000 lines
     why         lines of comments, and of docstrings of attributes (a string after an assignment of a module or class), per
-                1000 lines. Headings of sections (`# ----`, `# --- reading ---`) and what is said to tools
-                (`# type: ignore`, `# noqa`, `# fmt: skip`, `# pragma: no cover`) do not count
+                1000 lines. Headings of sections (`# ----`, `# --- reading ---`) and what is said to
+                tools (`# type: ignore`, `# noqa`, `# fmt: skip`, `# pragma: no cover`) do not count
 """
 
 from __future__ import annotations
@@ -39,7 +41,14 @@ FOR_TOOLS = re.compile(r"#\s*(!|-\*-|type:|noqa|fmt:|pragma|ruff:|mypy:)")
 """Begins of comments that say nothing to a reader."""
 HEADING = re.compile(r"#\s*$|#.*[-=#*─]{3}")
 """A heading of a section has a rule drawn with it; an empty comment is part of its frame."""
-LAYOUT = (tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER)
+LAYOUT = (
+    tokenize.COMMENT,
+    tokenize.NL,
+    tokenize.NEWLINE,
+    tokenize.INDENT,
+    tokenize.DEDENT,
+    tokenize.ENDMARKER,
+)
 """Tokens that make no line a line of code."""
 
 Function = ast.FunctionDef | ast.AsyncFunctionDef
@@ -60,12 +69,19 @@ class Figures:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("folder", type=Path, nargs="?", default=ROOT / "streammega", help="a folder, or one file")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "folder", type=Path, nargs="?", default=ROOT / "streammega", help="a folder, or one file"
+    )
     folder: Path = parser.parse_args().folder
     paths = sorted(folder.rglob("*.py")) if folder.is_dir() else [folder]
     try:
-        figures = {str(path.relative_to(folder) if folder.is_dir() else path): count(path.read_text()) for path in paths}
+        figures = {
+            str(path.relative_to(folder) if folder.is_dir() else path): count(path.read_text())
+            for path in paths
+        }
     except (OSError, SyntaxError, UnicodeDecodeError) as error:
         print(f"cannot be read as Python: {error}", file=sys.stderr)
         return 1
@@ -90,10 +106,13 @@ def count(source: str) -> Figures:
         code_lines=len(code),
         body_lines=len(body_lines),
         function_lines=tuple(len(_span([function])) for function in functions),
-        expressions=sum(isinstance(node, COMPUTING) for function in bodies for node in _walk_body(function)),
+        expressions=sum(
+            isinstance(node, COMPUTING) for function in bodies for node in _walk_body(function)
+        ),
         tuple_assignments=sum(_assigns_tuple(node) for node in ast.walk(tree)),
         long_lines=sum(len(line) > WIDTH for line in lines),
-        why_lines=sum(_says_why(comment) for comment in comments) + _attribute_docstring_lines(tree),
+        why_lines=sum(_says_why(comment) for comment in comments)
+        + _attribute_docstring_lines(tree),
     )
 
 
@@ -130,7 +149,9 @@ def median(row: Figures) -> float:
 
 
 def p90(row: Figures) -> int:
-    """Lines of the shortest function that is longer than nine in ten, or as long; 0 where there is none."""
+    """Lines of the shortest function that is longer than nine in ten, or as long; 0 where there is
+    none.
+    """
     if not row.function_lines:
         return 0
     ranked = sorted(row.function_lines)
@@ -167,7 +188,11 @@ def _span(body: list[ast.stmt] | list[Function]) -> range:
 
 def _is_string(node: ast.AST) -> bool:
     """Whether a statement is a string alone: a docstring."""
-    return isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str)
+    return (
+        isinstance(node, ast.Expr)
+        and isinstance(node.value, ast.Constant)
+        and isinstance(node.value.value, str)
+    )
 
 
 def _lines_of_strings(tree: ast.Module) -> set[int]:
@@ -176,8 +201,12 @@ def _lines_of_strings(tree: ast.Module) -> set[int]:
 
 
 def _outermost(functions: list[Function]) -> list[Function]:
-    """Functions that lie in no other: what is inside of one is part of its body, and counts once."""
-    inside = {id(node) for function in functions for node in ast.walk(function) if node is not function}
+    """Functions that lie in no other: what is inside of one is part of its body,
+    and counts once.
+    """
+    inside = {
+        id(node) for function in functions for node in ast.walk(function) if node is not function
+    }
     return [function for function in functions if id(function) not in inside]
 
 

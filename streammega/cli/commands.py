@@ -22,7 +22,11 @@ if TYPE_CHECKING:
 
 StorageOption = Annotated[
     list[str] | None,
-    typer.Option("--storage", metavar="KEY=VALUE", help="A storage option, e.g. endpoint_url=http://host:9000 or anon=true."),
+    typer.Option(
+        "--storage",
+        metavar="KEY=VALUE",
+        help="A storage option, e.g. endpoint_url=http://host:9000 or anon=true.",
+    ),
 ]
 
 
@@ -40,70 +44,138 @@ def convert(
     output: Annotated[str, typer.Argument(help="Prefix to write: a path or s3:// URL.")],
     tokenizer: Annotated[
         str | None,
-        typer.Option(help="tokenizer.json, SentencePiece .model, .tiktoken, tiktoken:NAME, a hub's name, or bytes; for text."),
+        typer.Option(
+            help="tokenizer.json, SentencePiece .model, .tiktoken, tiktoken:NAME, a hub's name, or bytes; for text."
+        ),
     ] = None,
-    merges: Annotated[str | None, typer.Option(help="The merges.txt of a --tokenizer that is GPT-2's vocab.json.")] = None,
+    merges: Annotated[
+        str | None, typer.Option(help="The merges.txt of a --tokenizer that is GPT-2's vocab.json.")
+    ] = None,
     key: Annotated[
         list[str] | None,
-        typer.Option(help="Key or column of the text, also nested (meta.text); repeat for more; KEY:MODE gives a mode."),
+        typer.Option(
+            help="Key or column of the text, also nested (meta.text); repeat for more; KEY:MODE gives a mode."
+        ),
     ] = None,
     include: Annotated[
-        list[str] | None, typer.Option(metavar="PATTERN", help="Of folders and globs, read only such files; repeat for more.")
+        list[str] | None,
+        typer.Option(
+            metavar="PATTERN", help="Of folders and globs, read only such files; repeat for more."
+        ),
     ] = None,
     exclude: Annotated[
-        list[str] | None, typer.Option(metavar="PATTERN", help="Of folders and globs, leave such files out; repeat for more.")
+        list[str] | None,
+        typer.Option(
+            metavar="PATTERN", help="Of folders and globs, leave such files out; repeat for more."
+        ),
     ] = None,
     member: Annotated[
-        str | None, typer.Option(help="Of samples in .tar with several members, the one that is the document, e.g. txt.")
+        str | None,
+        typer.Option(
+            help="Of samples in .tar with several members, the one that is the document, e.g. txt."
+        ),
     ] = None,
     chat: Annotated[bool, typer.Option(help="Records hold messages; answers get mode 1.")] = False,
     chat_template: Annotated[
-        str | None, typer.Option(help="How messages are written: tokenizer (its own template), chatml, llama3, or a file.")
+        str | None,
+        typer.Option(
+            help="How messages are written: tokenizer (its own template), chatml, llama3, or a file."
+        ),
     ] = None,
-    eod: Annotated[str | None, typer.Option(help="The end-of-document token; found by its usual names by default.")] = None,
-    append_eod: Annotated[bool, typer.Option(help="End every document with the end-of-document token.")] = True,
-    eod_id: Annotated[int | None, typer.Option(help="For inputs of tokens: the id that ends documents.")] = None,
-    input_dtype: Annotated[str | None, typer.Option(help="Of raw token arrays without a header; uint16 by default.")] = None,
-    keep_empty: Annotated[bool, typer.Option(help="Keep texts without a single token, as an end alone.")] = False,
+    eod: Annotated[
+        str | None,
+        typer.Option(help="The end-of-document token; found by its usual names by default."),
+    ] = None,
+    append_eod: Annotated[
+        bool, typer.Option(help="End every document with the end-of-document token.")
+    ] = True,
+    eod_id: Annotated[
+        int | None, typer.Option(help="For inputs of tokens: the id that ends documents.")
+    ] = None,
+    input_dtype: Annotated[
+        str | None, typer.Option(help="Of raw token arrays without a header; uint16 by default.")
+    ] = None,
+    keep_empty: Annotated[
+        bool, typer.Option(help="Keep texts without a single token, as an end alone.")
+    ] = False,
     special_tokens: Annotated[
-        str | None, typer.Option(help="Special tokens spelt in a text: parse or text; as the tokenizer's library by default.")
+        str | None,
+        typer.Option(
+            help="Special tokens spelt in a text: parse or text; as the tokenizer's library by default."
+        ),
     ] = None,
     bos: Annotated[str | None, typer.Option(help="A token that begins every document.")] = None,
-    add_special_tokens: Annotated[bool, typer.Option(help="Let a tokenizer.json's post-processor add its tokens.")] = False,
+    add_special_tokens: Annotated[
+        bool, typer.Option(help="Let a tokenizer.json's post-processor add its tokens.")
+    ] = False,
     tiktoken_pattern: Annotated[
-        str | None, typer.Option(help="How a .tiktoken file cuts text: gpt2, cl100k_base, o200k_base, llama3, ...")
+        str | None,
+        typer.Option(
+            help="How a .tiktoken file cuts text: gpt2, cl100k_base, o200k_base, llama3, ..."
+        ),
     ] = None,
-    split_sentences: Annotated[str | None, typer.Option(metavar="LANG", help="Make each sentence a sequence, e.g. en.")] = None,
-    dtype: Annotated[str | None, typer.Option(help="Of the output; by the vocabulary by default.")] = None,
+    split_sentences: Annotated[
+        str | None, typer.Option(metavar="LANG", help="Make each sentence a sequence, e.g. en.")
+    ] = None,
+    dtype: Annotated[
+        str | None, typer.Option(help="Of the output; by the vocabulary by default.")
+    ] = None,
     min_tokens: Annotated[int, typer.Option(help="Drop shorter documents.")] = 0,
     max_tokens: Annotated[int | None, typer.Option(help="Cut or drop longer documents.")] = None,
     long: Annotated[str, typer.Option(help="What to do with them: cut or drop.")] = "cut",
-    mode: Annotated[list[int] | None, typer.Option(help="Keep only sequences of this mode; repeat for more.")] = None,
-    loss_mode: Annotated[
-        list[int] | None, typer.Option(help="A mode that is to be learned, in training; of --chat it is 1; repeat for more.")
+    mode: Annotated[
+        list[int] | None, typer.Option(help="Keep only sequences of this mode; repeat for more.")
     ] = None,
-    mix_tokenizers: Annotated[bool, typer.Option(help="Let tokens of different tokenizers into one dataset.")] = False,
-    dedup: Annotated[bool, typer.Option(help="Keep the first of documents with the same tokens.")] = False,
+    loss_mode: Annotated[
+        list[int] | None,
+        typer.Option(
+            help="A mode that is to be learned, in training; of --chat it is 1; repeat for more."
+        ),
+    ] = None,
+    mix_tokenizers: Annotated[
+        bool, typer.Option(help="Let tokens of different tokenizers into one dataset.")
+    ] = False,
+    dedup: Annotated[
+        bool, typer.Option(help="Keep the first of documents with the same tokens.")
+    ] = False,
     shuffle: Annotated[bool, typer.Option(help="Shuffle all documents.")] = False,
     seed: Annotated[int, typer.Option(help="Of the shuffle.")] = 0,
-    memory: Annotated[str, typer.Option(help="Memory for shuffling and deduplication, e.g. 16G.")] = "4G",
-    format: Annotated[str, typer.Option(help="bin, zst (seekable zstd) or tar (WebDataset).")] = "bin",
+    memory: Annotated[
+        str, typer.Option(help="Memory for shuffling and deduplication, e.g. 16G.")
+    ] = "4G",
+    format: Annotated[
+        str, typer.Option(help="bin, zst (seekable zstd) or tar (WebDataset).")
+    ] = "bin",
     level: Annotated[int, typer.Option(help="Of zstd, 1 to 22.")] = 3,
-    shard_size: Annotated[str | None, typer.Option(help="Token bytes of a shard, e.g. 1G; one shard by default.")] = None,
-    on_error: Annotated[str, typer.Option(help="stop, or skip: count and report what cannot be read.")] = "stop",
+    shard_size: Annotated[
+        str | None, typer.Option(help="Token bytes of a shard, e.g. 1G; one shard by default.")
+    ] = None,
+    on_error: Annotated[
+        str, typer.Option(help="stop, or skip: count and report what cannot be read.")
+    ] = "stop",
     workers: Annotated[int, typer.Option(help="Processes; 0: one per core.")] = 0,
     engine: Annotated[str, typer.Option(help="local, or ray (see RAY_ADDRESS).")] = "local",
-    work: Annotated[str | None, typer.Option(help="Folder or URL for what is unfinished; beside the output by default.")] = None,
+    work: Annotated[
+        str | None,
+        typer.Option(help="Folder or URL for what is unfinished; beside the output by default."),
+    ] = None,
     restart: Annotated[bool, typer.Option(help="Forget what an interrupted run has done.")] = False,
     overwrite: Annotated[bool, typer.Option(help="Replace an existing dataset.")] = False,
     report: Annotated[str | None, typer.Option(help="Write the report as JSON.")] = None,
-    plot: Annotated[str | None, typer.Option(help="Write the histogram of document lengths as PNG.")] = None,
+    plot: Annotated[
+        str | None, typer.Option(help="Write the histogram of document lengths as PNG.")
+    ] = None,
     dry_run: Annotated[
-        bool, typer.Option("--dry-run", help="Write nothing: print the plan, the first documents as tokens, and an estimate.")
+        bool,
+        typer.Option(
+            "--dry-run",
+            help="Write nothing: print the plan, the first documents as tokens, and an estimate.",
+        ),
     ] = False,
     storage: StorageOption = None,
 ) -> None:
-    """Make token shards of a corpus: tokenize text, or merge, split, shuffle, filter and re-encode tokens.
+    """Make token shards of a corpus: tokenize text, or merge, split, shuffle, filter and re-encode
+    tokens.
 
     Started again after an interruption, it goes on where it stopped.
     """
@@ -111,7 +183,9 @@ def convert(
     from streammega.convert import convert as run
 
     if merges and tokenizer is None:
-        raise ConfigError("--merges goes with the vocab.json of the same tokenizer; give that as --tokenizer")
+        raise ConfigError(
+            "--merges goes with the vocab.json of the same tokenizer; give that as --tokenizer"
+        )
     options = ConvertOptions(
         tokenizer=f"{tokenizer},{merges}" if merges else tokenizer,
         keys=tuple(key or ["text"]),
@@ -156,11 +230,21 @@ def convert(
     if dry_run:
         from streammega.convert.dry_run import plan_conversion
 
-        planned = plan_conversion(inputs, output, options=options, runner=runner, overwrite=overwrite, storage=settings)
+        planned = plan_conversion(
+            inputs, output, options=options, runner=runner, overwrite=overwrite, storage=settings
+        )
         typer.echo(planned.as_text())
         return
     with _bar("converting", _total(inputs, settings, options)) as advance:
-        made = run(inputs, output, options=options, runner=runner, overwrite=overwrite, storage=settings, progress=advance)
+        made = run(
+            inputs,
+            output,
+            options=options,
+            runner=runner,
+            overwrite=overwrite,
+            storage=settings,
+            progress=advance,
+        )
     typer.echo(made.as_text())
     if report:
         with open(report, "w", encoding="utf-8") as file:
@@ -168,7 +252,11 @@ def convert(
     if plot:
         from streammega.cli.plotting import write_lengths
 
-        write_lengths(made.histogram, f"{made.prefix}: {made.documents:,} documents, {made.tokens:,} tokens", plot)
+        write_lengths(
+            made.histogram,
+            f"{made.prefix}: {made.documents:,} documents, {made.tokens:,} tokens",
+            plot,
+        )
 
 
 def _check_outputs(report: str | None, plot: str | None) -> None:
@@ -187,15 +275,31 @@ def _check_outputs(report: str | None, plot: str | None) -> None:
 
 
 def verify(
-    name: Annotated[str, typer.Argument(help="A prefix, a manifest, a folder or a glob; path or URL.")],
-    eod_id: Annotated[int | None, typer.Option(help="Every document must end with it; the manifest's by default.")] = None,
-    vocab_size: Annotated[int | None, typer.Option(help="Ids must be below it; the manifest's by default.")] = None,
-    repair: Annotated[bool, typer.Option(help="First rebuild each lost or broken .idx from the ends of documents.")] = False,
-    force: Annotated[bool, typer.Option(help="With --repair: also where sequences and modes are lost by it.")] = False,
-    dtype: Annotated[str | None, typer.Option(help="With --repair: of the tokens, where nothing else says it.")] = None,
+    name: Annotated[
+        str, typer.Argument(help="A prefix, a manifest, a folder or a glob; path or URL.")
+    ],
+    eod_id: Annotated[
+        int | None, typer.Option(help="Every document must end with it; the manifest's by default.")
+    ] = None,
+    vocab_size: Annotated[
+        int | None, typer.Option(help="Ids must be below it; the manifest's by default.")
+    ] = None,
+    repair: Annotated[
+        bool,
+        typer.Option(help="First rebuild each lost or broken .idx from the ends of documents."),
+    ] = False,
+    force: Annotated[
+        bool, typer.Option(help="With --repair: also where sequences and modes are lost by it.")
+    ] = False,
+    dtype: Annotated[
+        str | None, typer.Option(help="With --repair: of the tokens, where nothing else says it.")
+    ] = None,
     storage: StorageOption = None,
 ) -> None:
-    """Check a dataset: structure, bounds, checksums, ids, the ends of documents. Exit status 1 if something is wrong."""
+    """Check a dataset: structure, bounds, checksums, ids, the ends of documents.
+
+    Exit status 1 if something is wrong.
+    """
     from streammega.dataset.repair import repair_index
     from streammega.dataset.verify import verify as run
 
@@ -204,7 +308,13 @@ def verify(
         for line in repair_index(name, settings, eod_id=eod_id, dtype=dtype, force=force):
             typer.echo(line)
     with _bar("verifying", None) as advance:
-        found = run(name, settings, vocab_size=vocab_size, eod_id=eod_id, progress=lambda size: advance(size, 0))
+        found = run(
+            name,
+            settings,
+            vocab_size=vocab_size,
+            eod_id=eod_id,
+            progress=lambda size: advance(size, 0),
+        )
     typer.echo(found.as_text())
     if found.problems:
         raise typer.Exit(1)
@@ -212,12 +322,15 @@ def verify(
 
 def gc(
     prefix: Annotated[str, typer.Argument(help="A dataset: its prefix or manifest, path or URL.")],
-    remove: Annotated[bool, typer.Option("--remove", help="Remove them; without it they are only listed.")] = False,
+    remove: Annotated[
+        bool, typer.Option("--remove", help="Remove them; without it they are only listed.")
+    ] = False,
     storage: StorageOption = None,
 ) -> None:
     """List what killed conversions left beside a dataset, or what it replaced; --remove removes it.
 
-    Not while a conversion to this dataset is running, here or elsewhere: what it has written so far is no part of a dataset yet.
+    Not while a conversion to this dataset is running, here or elsewhere: what it has written so far
+    is no part of a dataset yet.
     """
     from streammega.convert.run import held_by_another
     from streammega.convert.write.leftovers import find_leftovers, remove_leftovers
@@ -228,7 +341,9 @@ def gc(
         typer.echo(f"{info.size:>18,} bytes  {info.key}")
     size = sum(info.size for info in found)
     if not remove or not found:
-        typer.echo(f"{len(found)} files, {size:,} bytes{'; --remove removes them' if found else ''}")
+        typer.echo(
+            f"{len(found)} files, {size:,} bytes{'; --remove removes them' if found else ''}"
+        )
         return
     if held_by_another(prefix):
         raise ConfigError(f"{redact_urls(prefix)}: a conversion to it is running; wait for it")
@@ -238,10 +353,14 @@ def gc(
 
 @contextmanager
 def _bar(title: str, total: int | None) -> Iterator[Callable[[int, int], None]]:
-    """A progress bar on a terminal: bytes, tokens, their speed, and the time left where the total is known."""
+    """A progress bar on a terminal: bytes, tokens, their speed, and the time left where the total
+    is known.
+    """
     from tqdm import tqdm
 
-    with tqdm(unit="B", unit_scale=True, desc=title, total=total, disable=not sys.stderr.isatty()) as bar:
+    with tqdm(
+        unit="B", unit_scale=True, desc=title, total=total, disable=not sys.stderr.isatty()
+    ) as bar:
         tokens = 0
 
         def advance(size: int, more: int) -> None:
@@ -250,14 +369,18 @@ def _bar(title: str, total: int | None) -> Iterator[Callable[[int, int], None]]:
             tokens += more
             if tokens and not bar.disable:
                 elapsed = max(bar.format_dict["elapsed"], 1e-3)
-                bar.set_postfix_str(f"{tokens:,} tokens, {tokens / elapsed:,.0f} tokens/s", refresh=False)
+                bar.set_postfix_str(
+                    f"{tokens:,} tokens, {tokens / elapsed:,.0f} tokens/s", refresh=False
+                )
             bar.update(size)
 
         yield advance
 
 
 def _total(inputs: Sequence[str], storage: StorageConfig, options: ConvertOptions) -> int | None:
-    """Bytes of the inputs, where they are read as they are; what decompression makes of others is not known, nor of a pipe."""
+    """Bytes of the inputs, where they are read as they are; what decompression makes of others is
+    not known, nor of a pipe.
+    """
     from streammega.convert.read.folders import FilePatterns
     from streammega.convert.read.inputs import find_inputs
     from streammega.convert.read.pipes import is_pipe
@@ -265,8 +388,13 @@ def _total(inputs: Sequence[str], storage: StorageConfig, options: ConvertOption
 
     if not sys.stderr.isatty() or any(map(is_pipe, inputs)):
         return None
-    found = find_inputs(inputs, storage, FilePatterns(include=options.include, exclude=options.exclude))
-    plain = all(item.format in ("text", "jsonl", "megatron", "raw", "npy") and not is_compressed(item.path) for item in found)
+    found = find_inputs(
+        inputs, storage, FilePatterns(include=options.include, exclude=options.exclude)
+    )
+    plain = all(
+        item.format in ("text", "jsonl", "megatron", "raw", "npy") and not is_compressed(item.path)
+        for item in found
+    )
     return sum(item.size for item in found) if plain else None
 
 
@@ -279,24 +407,33 @@ def parse_size(text: str, option: str) -> int:
 
 
 GIVE_UP_LOOKING = 5.0
-"""Seconds. A dropped connection is back sooner; somebody at a terminal with a mistyped endpoint waits no longer."""
+"""Seconds.
+
+A dropped connection is back sooner; somebody at a terminal with a mistyped endpoint waits no
+longer.
+"""
 
 
 def storage_config(pairs: Sequence[str] | None, *, looks_only: bool = False) -> StorageConfig:
     """A StorageConfig from `key=value` words; values true/false are booleans, the rest text.
 
-    looks_only: for a command whose answer somebody waits for, which does not wait for minutes for an endpoint that fails.
+    looks_only: for a command whose answer somebody waits for, which does not wait for minutes for
+    an endpoint that fails.
     """
     options: dict[str, Any] = {}
     for pair in pairs or ():
         name, equals, value = pair.partition("=")
         if not equals or not name:
             word = re.split(r"[^\w.-]", pair, maxsplit=1)[0]  # what follows may be a secret
-            raise ConfigError(f"--storage {word!r}: write it as key=value, for instance endpoint_url=http://127.0.0.1:9000")
+            raise ConfigError(
+                f"--storage {word!r}: write it as key=value, for instance endpoint_url=http://127.0.0.1:9000"
+            )
         options[name] = {"true": True, "false": False}.get(value.lower(), value)
     transport = options.pop("transport", "auto")
     if looks_only:
-        return StorageConfig(storage_options=options, transport=transport, give_up_after=GIVE_UP_LOOKING)
+        return StorageConfig(
+            storage_options=options, transport=transport, give_up_after=GIVE_UP_LOOKING
+        )
     return StorageConfig(storage_options=options, transport=transport)
 
 
@@ -308,13 +445,19 @@ def _fetched(run: str) -> Path:
     folder = Path(tempfile.mkdtemp(prefix="streammega-plot-"))
     store, key = open_store(run.rstrip("/"), StorageConfig(give_up_after=GIVE_UP_LOOKING))
     if not fetch_record(store, f"{key}/metrics.jsonl".lstrip("/"), folder / "metrics.jsonl"):
-        raise ConfigError(f"{store.url(key)}/metrics.jsonl: no such object; give the out_dir of a run that has logged a step")
+        raise ConfigError(
+            f"{store.url(key)}/metrics.jsonl: no such object; give the out_dir of a run that has logged a step"
+        )
     return folder
 
 
 def plot(
-    run: Annotated[str, typer.Argument(help="A run's out_dir, with metrics.jsonl in it; a folder or a URL.")],
-    out: Annotated[str | None, typer.Option(help="Where the PNG goes; default: run.png in the folder.")] = None,
+    run: Annotated[
+        str, typer.Argument(help="A run's out_dir, with metrics.jsonl in it; a folder or a URL.")
+    ],
+    out: Annotated[
+        str | None, typer.Option(help="Where the PNG goes; default: run.png in the folder.")
+    ] = None,
 ) -> None:
     """Draw what a run logged: losses, gradient norm, learning rate, speed and waiting."""
     from streammega.cli.plotting import latest, restarts, sparkline, write_run
@@ -331,7 +474,11 @@ def plot(
     losses = [float(record["loss"]) for record in steps]
     back = restarts(records)
     again = f" (begun again with step {', '.join(map(str, back))})" if back else ""
-    typer.echo(f"{len(steps)} steps{again}, loss {losses[0]:.4g} to {losses[-1]:.4g}  {sparkline(losses)}")
+    typer.echo(
+        f"{len(steps)} steps{again}, loss {losses[0]:.4g} to {losses[-1]:.4g}  {sparkline(losses)}"
+    )
     target = out or ("run.png" if "://" in run else str(path.parent / "run.png"))
-    write_run(records, run.rstrip("/").rpartition("/")[2] if "://" in run else path.parent.name, target)
+    write_run(
+        records, run.rstrip("/").rpartition("/")[2] if "://" in run else path.parent.name, target
+    )
     typer.echo(f"plot written to {target}")

@@ -42,7 +42,9 @@ class Summary:
 
 def document_lengths(indexed: IndexedDataset) -> NDArray[np.int64]:
     """Tokens of each document, int64 [documents]."""
-    before = np.concatenate([np.zeros(1, np.int64), np.cumsum(indexed.sequence_lengths, dtype=np.int64)])
+    before = np.concatenate(
+        [np.zeros(1, np.int64), np.cumsum(indexed.sequence_lengths, dtype=np.int64)]
+    )
     return np.diff(before[indexed.document_indices])
 
 
@@ -86,15 +88,20 @@ def first_tokens(indexed: IndexedDataset, count: int) -> list[int]:
 
 
 def as_text(summary: Summary, tokenizer: str | None) -> str:
-    """The summary as lines of text, with the first tokens decoded when a tokenizer.json is given."""
+    """The summary as lines of text, with the first tokens decoded when a
+    tokenizer.json is given.
+    """
     mode = ", multimodal" if summary.multimodal else ""
-    kind = {"bin": "Megatron .bin/.idx", "zst": "zstd shards (.bin.zst)", "tar": "WebDataset tars"}[summary.kind]
+    kind = {"bin": "Megatron .bin/.idx", "zst": "zstd shards (.bin.zst)", "tar": "WebDataset tars"}[
+        summary.kind
+    ]
     shards = f" in {summary.shards:,} shards" if summary.shards > 1 else ""
     lines = [
         f"{summary.prefix}: {kind}{shards}, {summary.dtype}{mode}",
         f"  documents  {summary.documents:,} ({summary.sequences:,} sequences, {summary.empty:,} empty documents)",
         f"  tokens     {summary.tokens:,}",
-        f"  .bin       {summary.bin_bytes:,} bytes" + (", decompressed" if summary.kind == "zst" else ""),
+        f"  .bin       {summary.bin_bytes:,} bytes"
+        + (", decompressed" if summary.kind == "zst" else ""),
         f"  lengths    shortest {summary.shortest:,}, median {summary.median:,.0f}, longest {summary.longest:,} tokens",
         f"  first ids  {' '.join(map(str, summary.first_tokens))}",
     ]
@@ -135,7 +142,8 @@ def _decoded(summary: Summary, name: str) -> str:
 
 
 def describe_input(path: str, storage: StorageConfig) -> str:
-    """What an input of another format is (text, JSON lines, Parquet, MDS, ...), with its first document.
+    """What an input of another format is (text, JSON lines, Parquet, MDS, ...), with its first
+    document.
 
     Raises ObjectNotFoundError, ConvertError.
     """
@@ -152,17 +160,28 @@ def describe_input(path: str, storage: StorageConfig) -> str:
     for item in found:
         sizes.setdefault(item.format, []).append(item.size)
     lines = [redact_urls(without_queries(path))]
-    lines += [f"  {kind:<10} {len(own):,} inputs, {sum(own):,} bytes" for kind, own in sorted(sizes.items())]
-    for document in itertools.islice(read_slice(Slice(input=found[0]), ConvertOptions(), storage, Skipped()), 1):
+    lines += [
+        f"  {kind:<10} {len(own):,} inputs, {sum(own):,} bytes"
+        for kind, own in sorted(sizes.items())
+    ]
+    for document in itertools.islice(
+        read_slice(Slice(input=found[0]), ConvertOptions(), storage, Skipped()), 1
+    ):
         if isinstance(document, LongRecord) and document.document.fields is not None:
             document = replace(document.document, fields=short(document.document.fields, 200))
         if isinstance(document, LongText | LongRecord):
             document = RawDocument(data=next(document.pieces), path=path)
         if isinstance(document, RawDocument):
             known = document.fields is not None
-            shown = json.dumps(document.fields, default=str) if known else document.data.decode(errors="replace")
+            shown = (
+                json.dumps(document.fields, default=str)
+                if known
+                else document.data.decode(errors="replace")
+            )
             lines.append(f"  first      {shown[:200]!r}")
         else:
-            lines.append(f"  first      {document.tokens.dtype} tokens {document.tokens[:32].tolist()}")
+            lines.append(
+                f"  first      {document.tokens.dtype} tokens {document.tokens[:32].tolist()}"
+            )
     lines.append("  streammega convert makes shards of it")
     return "\n".join(lines)

@@ -35,7 +35,9 @@ def _version(show: bool) -> None:
 
 @app.callback()
 def _root(
-    version: Annotated[bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version.")] = False,
+    version: Annotated[
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version.")
+    ] = False,
 ) -> None:
     pass
 
@@ -47,9 +49,18 @@ app.command(no_args_is_help=True)(commands.gc)
 
 @app.command(no_args_is_help=True)
 def describe(
-    prefix: Annotated[str, typer.Argument(help="A dataset: a prefix, a manifest, a folder; or an input of any format.")],
-    tokenizer: Annotated[str | None, typer.Option(help="A tokenizer, to decode the first tokens.")] = None,
-    plot: Annotated[str | None, typer.Option(help="Write the document-length histogram to this PNG.")] = None,
+    prefix: Annotated[
+        str,
+        typer.Argument(
+            help="A dataset: a prefix, a manifest, a folder; or an input of any format."
+        ),
+    ],
+    tokenizer: Annotated[
+        str | None, typer.Option(help="A tokenizer, to decode the first tokens.")
+    ] = None,
+    plot: Annotated[
+        str | None, typer.Option(help="Write the document-length histogram to this PNG.")
+    ] = None,
     tokens: Annotated[int, typer.Option(help="How many of the first tokens to show.")] = 32,
     storage: commands.StorageOption = None,
 ) -> None:
@@ -59,13 +70,16 @@ def describe(
     from streammega.dataset.manifest import MANIFEST
 
     settings = commands.storage_config(storage, looks_only=True)
-    if prefix.startswith("http") and "?" in prefix:  # a signed URL is one of a file, and there is nothing beside it
+    # a signed URL is one of a file, and there is nothing beside it
+    if prefix.startswith("http") and "?" in prefix:
         typer.echo(describing.describe_input(prefix, settings))
         return
     try:
         indexed = IndexedDataset(prefix, settings)
     except (ObjectNotFoundError, FormatError) as missing:
-        if isinstance(missing, FormatError) and (prefix.endswith(MANIFEST) or not prefix.endswith(".json")):
+        if isinstance(missing, FormatError) and (
+            prefix.endswith(MANIFEST) or not prefix.endswith(".json")
+        ):
             raise  # a dataset that is damaged; a .json of other records is an input
         try:
             typer.echo(describing.describe_input(prefix, settings))
@@ -79,7 +93,9 @@ def describe(
         typer.echo(f"histogram written to {plot}")
 
 
-cache_app = typer.Typer(no_args_is_help=True, help="Look at, check or empty a cache folder (StorageConfig.cache_dir).")
+cache_app = typer.Typer(
+    no_args_is_help=True, help="Look at, check or empty a cache folder (StorageConfig.cache_dir)."
+)
 app.add_typer(cache_app, name="cache")
 CacheFolder = Annotated[str, typer.Argument(help="The folder that cache_dir names.")]
 
@@ -99,7 +115,10 @@ def cache_ls(folder: CacheFolder) -> None:
 
 @cache_app.command(name="verify", no_args_is_help=True)
 def cache_verify(folder: CacheFolder) -> None:
-    """Compare all cached pages with their checksums. Exit status 1 if one differs (readers fetch such pages again)."""
+    """Compare all cached pages with their checksums.
+
+    Exit status 1 if one differs (readers fetch such pages again).
+    """
     from streammega.storage import cache as page_cache
 
     bad = pages = 0
@@ -108,7 +127,8 @@ def cache_verify(folder: CacheFolder) -> None:
         for path, page in page_cache.damaged_pages(entry):
             bad += 1
             typer.echo(f"{path}: page {page} is damaged ({entry.url})")
-    with contextlib.suppress(OSError):  # somebody else's cache: what is to be noted in it is up to them
+    # somebody else's cache: what is to be noted in it is up to them
+    with contextlib.suppress(OSError):
         page_cache.recount(_cache_folder(folder))
     typer.echo(f"{pages} pages, {bad} damaged")
     if bad:
@@ -129,13 +149,17 @@ def _cache_folder(folder: str) -> Path:
 
     chunks = local_folder(folder) / "chunks"
     if not chunks.is_dir():
-        raise ConfigError(f"{folder}: holds no cache; name the folder that cache_dir named in the run")
+        raise ConfigError(
+            f"{folder}: holds no cache; name the folder that cache_dir named in the run"
+        )
     return chunks
 
 
 @app.command(name="order-report", no_args_is_help=True)
 def order_report(
-    blend: Annotated[list[str], typer.Argument(help="Prefixes, or weights and prefixes in turn: 0.3 a 0.7 b.")],
+    blend: Annotated[
+        list[str], typer.Argument(help="Prefixes, or weights and prefixes in turn: 0.3 a 0.7 b.")
+    ],
     sequence_length: Annotated[int, typer.Option(help="Tokens of a sample.")] = 4096,
     global_batch_size: Annotated[int, typer.Option(help="Samples of a step.")] = 1024,
     ranks: Annotated[int, typer.Option(help="Data-parallel ranks.")] = 8,
@@ -148,7 +172,9 @@ def order_report(
     plot: Annotated[str | None, typer.Option(help="Write a PNG.")] = None,
     storage: commands.StorageOption = None,
 ) -> None:
-    """Measure an order before it is used: shuffle quality, blend drift, requests and bytes of each rank. Reads no tokens."""
+    """Measure an order before it is used: shuffle quality, blend drift, requests and bytes of each
+    rank. Reads no tokens.
+    """
     from streammega.cli import order_report as reporting
     from streammega.config import DataConfig
 
@@ -176,28 +202,44 @@ app.command(no_args_is_help=True)(commands.plot)
 @app.command(no_args_is_help=True)
 def prepare(
     config: Annotated[str, typer.Argument(help="The run's TOML file.")],
-    overrides: Annotated[list[str] | None, typer.Argument(help="Settings over the file's: section.name=value.")] = None,
+    overrides: Annotated[
+        list[str] | None, typer.Argument(help="Settings over the file's: section.name=value.")
+    ] = None,
 ) -> None:
-    """Build all indices of a run ahead of it, without GPUs; with data.shared_index_url, publish them for the nodes."""
+    """Build all indices of a run ahead of it, without GPUs; with data.shared_index_url, publish
+    them for the nodes.
+    """
     from dataclasses import replace
 
     from streammega.samples.prepare import prepare as run
     from streammega.train.config import load_run
 
     settings = load_run(config, overrides or [])
-    data = settings.data if settings.data.num_samples else replace(settings.data, num_samples=settings.num_samples())
+    data = (
+        settings.data
+        if settings.data.num_samples
+        else replace(settings.data, num_samples=settings.num_samples())
+    )
     count = 0
     for done in run(data):
-        typer.echo(f"{done.split:<6}{done.samples:>14,} samples {done.seconds:>8.2f} s  {done.prefix}")
+        typer.echo(
+            f"{done.split:<6}{done.samples:>14,} samples {done.seconds:>8.2f} s  {done.prefix}"
+        )
         count += 1
     where = f", published in {redact_urls(data.shared_index_url)}" if data.shared_index_url else ""
-    typer.echo("the stream order needs no indices" if data.order == "stream" else f"{count} datasets prepared{where}")
+    typer.echo(
+        "the stream order needs no indices"
+        if data.order == "stream"
+        else f"{count} datasets prepared{where}"
+    )
 
 
 @app.command(no_args_is_help=True, context_settings={"ignore_unknown_options": True})
 def train(
     config: Annotated[str, typer.Argument(help="The run's TOML file.")],
-    overrides: Annotated[list[str] | None, typer.Argument(help="Settings over the file's: section.name=value.")] = None,
+    overrides: Annotated[
+        list[str] | None, typer.Argument(help="Settings over the file's: section.name=value.")
+    ] = None,
 ) -> None:
     """Train the example GPT (one rank; use torchrun -m streammega.train for more)."""
     from streammega.train.__main__ import main as train_main
@@ -207,8 +249,14 @@ def train(
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command line; returns the exit code. Known errors are one message, not a traceback."""
-    logging.basicConfig(level=os.environ.get("STREAMMEGA_LOG", "WARNING").upper(), format="%(levelname)s %(name)s: %(message)s")
+    """Run the command line; returns the exit code.
+
+    Known errors are one message, not a traceback.
+    """
+    logging.basicConfig(
+        level=os.environ.get("STREAMMEGA_LOG", "WARNING").upper(),
+        format="%(levelname)s %(name)s: %(message)s",
+    )
     try:
         app(args=list(arguments) if arguments is not None else None, standalone_mode=True)
     except SystemExit as stop:

@@ -1,4 +1,6 @@
-"""What an order is like before a run is started: shuffle quality, blend drift, and what each rank would fetch."""
+"""What an order is like before a run is started: shuffle quality, blend drift, and what each rank
+would fetch.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +11,13 @@ from typing import Any
 import numpy as np
 
 from streammega.config import DataConfig
-from streammega.order.quality import FetchPlan, ShuffleQuality, fetch_plan, places_of, shuffle_quality
+from streammega.order.quality import (
+    FetchPlan,
+    ShuffleQuality,
+    fetch_plan,
+    places_of,
+    shuffle_quality,
+)
 from streammega.samples.lanes import StreamSource
 from streammega.samples.open import open_source
 from streammega.samples.source import SampleSource
@@ -21,7 +29,10 @@ FAR_MORE = 1.5
 
 @dataclass(frozen=True, kw_only=True)
 class OrderReport:
-    """Figures of the first `samples` samples. `blend_drift`: largest distance from the target share, in samples, by prefix."""
+    """Figures of the first `samples` samples.
+
+    `blend_drift`: largest distance from the target share, in samples, by prefix.
+    """
 
     samples: int
     quality: ShuffleQuality
@@ -33,7 +44,9 @@ class OrderReport:
     lanes: int | None
 
 
-def order_report(config: DataConfig, split: str, global_batch_size: int, dp_size: int, steps: int) -> OrderReport:
+def order_report(
+    config: DataConfig, split: str, global_batch_size: int, dp_size: int, steps: int
+) -> OrderReport:
     """Measure `steps` global batches of an order from its plan; no token is read."""
     source = open_source(config, split, global_batch_size)
     count = steps * global_batch_size
@@ -53,7 +66,13 @@ def order_report(config: DataConfig, split: str, global_batch_size: int, dp_size
         samples=count,
         quality=shuffle_quality(places, total, window),
         full=shuffle_quality(_fully_shuffled(max(total, count), count), max(total, count), window),
-        plan=fetch_plan(source.locate(own), own % order.lanes if order else own, itemsize, block, int(config.add_extra_token)),
+        plan=fetch_plan(
+            source.locate(own),
+            own % order.lanes if order else own,
+            itemsize,
+            block,
+            int(config.add_extra_token),
+        ),
         open_bytes=order.lanes // dp_size * config.block_bytes if order else 0,
         blend_prefixes=prefixes,
         blend_drift=drift,
@@ -72,10 +91,14 @@ NAMES = {
 
 def as_text(report: OrderReport, dp_size: int) -> str:
     """The report as a table."""
-    ours, full = report.quality.row(), report.full.row()
+    ours = report.quality.row()
+    full = report.full.row()
     lines = [f"{report.samples:,} samples" + (f", {report.lanes} lanes" if report.lanes else "")]
     lines.append(f"{'':<68}{'this order':>14}{'full shuffle':>14}")
-    lines += [f"{title:<68}{_figure(ours[name]):>14}{_figure(full[name]):>14}" for name, title in NAMES.items()]
+    lines += [
+        f"{title:<68}{_figure(ours[name]):>14}{_figure(full[name]):>14}"
+        for name, title in NAMES.items()
+    ]
     plan = report.plan
     lines.append(
         f"each of {dp_size} ranks: {plan.requests:,} requests, {plan.fetched_bytes / 2**20:,.1f} MiB fetched, "
@@ -98,7 +121,9 @@ def _notes(report: OrderReport) -> list[str]:
     notes = []
     rows = (*report.quality.row().values(), *report.full.row().values())
     if any(np.isnan(value) for value in rows):
-        notes.append(f"- stands where {report.samples:,} samples are too few for a figure; look at more --steps")
+        notes.append(
+            f"- stands where {report.samples:,} samples are too few for a figure; look at more --steps"
+        )
     if report.plan.amplification > FAR_MORE:
         notes.append(
             "more is fetched than used, since every lane has a block open, of which so few samples take little: over a whole "
@@ -112,7 +137,9 @@ def write_plot(report: OrderReport, path: str) -> None:
     from streammega.cli.plotting import pyplot
 
     blended = bool(report.blend_drift)
-    figure, fields = pyplot().subplots(1, 1 + blended, figsize=(12 if blended else 8, 4), squeeze=False, layout="constrained")
+    figure, fields = pyplot().subplots(
+        1, 1 + blended, figsize=(12 if blended else 8, 4), squeeze=False, layout="constrained"
+    )
     _draw_quality(fields[0][0], report)
     if blended:
         right = fields[0][1]
@@ -120,13 +147,18 @@ def write_plot(report: OrderReport, path: str) -> None:
         right.set_title("Distance of the blend from its target")
         right.set_xlabel("samples so far")
         right.set_ylabel("samples, of the dataset that is furthest")
-    figure.suptitle(f"{report.samples:,} samples" + (f", {report.lanes} lanes" if report.lanes else ""))
+    figure.suptitle(
+        f"{report.samples:,} samples" + (f", {report.lanes} lanes" if report.lanes else "")
+    )
     figure.savefig(path, dpi=120)
 
 
 def _draw_quality(axes: Any, report: OrderReport) -> None:
-    """A bar for each figure as a share of a full shuffle's; beside it the figures themselves, which are all where that is 0."""
-    ours, full = report.quality.row(), report.full.row()
+    """A bar for each figure as a share of a full shuffle's; beside it the figures themselves, which
+    are all where that is 0.
+    """
+    ours = report.quality.row()
+    full = report.full.row()
     titles = [textwrap.fill(title, 34) for title in NAMES.values()]
     shares = [ours[name] / full[name] if full[name] > 0 else np.nan for name in NAMES]
     axes.barh(titles, np.nan_to_num(shares))
@@ -142,13 +174,17 @@ def _draw_quality(axes: Any, report: OrderReport) -> None:
 
 
 def _fully_shuffled(total: int, count: int) -> Any:
-    """The first `count` places of a full shuffle, in memory of that order however many places there are."""
+    """The first `count` places of a full shuffle, in memory of that order however many places there
+    are.
+    """
     return np.random.default_rng(0).choice(total, count, replace=False)
 
 
 def _file_starts(source: SampleSource) -> tuple[list[Any], int]:
     """Samples before each file of each dataset, and of all."""
-    length, starts, total = source.config.sequence_length, [], 0
+    length = source.config.sequence_length
+    starts = []
+    total = 0
     for files in source.files:
         sizes = [file.num_tokens // length for file in files]
         starts.append(np.cumsum([total, *sizes[:-1]]))
@@ -161,7 +197,9 @@ def _blend_drift(dataset: Any, order: Any) -> tuple[list[int], list[float]]:
         return [], []
     shares = np.array(order.schedule[0][1]) / np.sum(order.schedule[0][1])
     prefixes = [int(n) for n in np.unique(np.linspace(1, len(dataset), 200).astype(np.int64))]
-    drift, counts, before = [], np.zeros(len(shares)), 0
+    drift = []
+    counts = np.zeros(len(shares))
+    before = 0
     for prefix in prefixes:
         counts += np.bincount(dataset[before:prefix], minlength=len(shares))
         drift.append(float(np.abs(counts - prefix * shares).max()))

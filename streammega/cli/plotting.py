@@ -29,9 +29,12 @@ def sparkline(values: Sequence[float], width: int = 60) -> str:
     cells = min(width, len(values))
     edges = [len(values) * i // cells for i in range(cells + 1)]
     means = [sum(values[a:b]) / (b - a) for a, b in zip(edges[:-1], edges[1:], strict=True)]
-    low, high = min(means), max(means)
+    low = min(means)
+    high = max(means)
     span = (high - low) or 1.0
-    return "".join(BLOCKS[min(int((mean - low) / span * len(BLOCKS)), len(BLOCKS) - 1)] for mean in means)
+    return "".join(
+        BLOCKS[min(int((mean - low) / span * len(BLOCKS)), len(BLOCKS) - 1)] for mean in means
+    )
 
 
 def write_lengths(histogram: Sequence[int], title: str, path: str) -> None:
@@ -56,11 +59,14 @@ UNITS = {
 
 
 def write_run(records: Sequence[Mapping[str, Any]], title: str, path: str) -> None:
-    """Loss (of training, validation sets and sources), gradient norm, learning rate, speed and waiting by step, as a PNG.
+    """Loss (of training, validation sets and sources), gradient norm, learning rate, speed and
+    waiting by step, as a PNG.
 
-    Steps that a restart gave up are not drawn, where it began again is marked; records are those of metrics.jsonl.
+    Steps that a restart gave up are not drawn, where it began again is marked; records are those of
+    metrics.jsonl.
     """
-    steps, back = latest(records), restarts(records)
+    steps = latest(records)
+    back = restarts(records)
     figure, axes = pyplot().subplots(2, 2, figsize=(12, 8), layout="constrained")
     fields = {
         "loss": ["loss", "valid_loss", "valid_loss_of", "source_loss"],
@@ -80,13 +86,22 @@ def write_run(records: Sequence[Mapping[str, Any]], title: str, path: str) -> No
     figure.savefig(path, dpi=120)
 
 
-def _draw_field(axes: Any, curves: Mapping[str, list[tuple[int, float]]], back: Sequence[int]) -> None:
+def _draw_field(
+    axes: Any, curves: Mapping[str, list[tuple[int, float]]], back: Sequence[int]
+) -> None:
     from matplotlib.ticker import MaxNLocator
 
     for name, points in curves.items():
-        axes.plot(*zip(*points, strict=True), label=name, marker="o" if name.startswith("valid") else None, markersize=3)
+        axes.plot(
+            *zip(*points, strict=True),
+            label=name,
+            marker="o" if name.startswith("valid") else None,
+            markersize=3,
+        )
     for number, step in enumerate(back):
-        axes.axvline(step, color="gray", linestyle=":", linewidth=1, label=None if number else "restart")
+        axes.axvline(
+            step, color="gray", linestyle=":", linewidth=1, label=None if number else "restart"
+        )
     axes.set_xlabel("step")
     axes.xaxis.set_major_locator(MaxNLocator(integer=True))  # there is no half of a step
     if len(curves) > 1 or back:
@@ -107,7 +122,9 @@ def latest(records: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
 
 
 def restarts(records: Sequence[Mapping[str, Any]]) -> list[int]:
-    """The steps, in order, with which a run began again after it had been further; those given up later are left out."""
+    """The steps, in order, with which a run began again after it had been further; those given up
+    later are left out.
+    """
     found: list[int] = []
     last = 0
     for record in records:
@@ -118,14 +135,20 @@ def restarts(records: Sequence[Mapping[str, Any]]) -> list[int]:
     return found
 
 
-def _curves(steps: Sequence[Mapping[str, Any]], names: Sequence[str]) -> dict[str, list[tuple[int, float]]]:
-    """The points of all curves of these names; those of sets and sources have names of their own."""
+def _curves(
+    steps: Sequence[Mapping[str, Any]], names: Sequence[str]
+) -> dict[str, list[tuple[int, float]]]:
+    """The points of all curves of these names; those of sets and sources have names
+    of their own.
+    """
     found: dict[str, list[tuple[int, float]]] = {}
     for record in steps:
         for name in names:
             value = record.get(name)
             values = (
-                {f"{name.removesuffix('_of')} {key}": v for key, v in value.items()} if isinstance(value, dict) else {name: value}
+                {f"{name.removesuffix('_of')} {key}": v for key, v in value.items()}
+                if isinstance(value, dict)
+                else {name: value}
             )
             for key, number in values.items():
                 if isinstance(number, (int, float)):

@@ -1,4 +1,6 @@
-"""Corpora to token shards: text through a tokenizer, or tokens from one layout to another; in parallel, restartable."""
+"""Corpora to token shards: text through a tokenizer, or tokens from one layout to another; in
+parallel, restartable.
+"""
 
 from streammega.convert.options import ConvertOptions, Runner
 from streammega.convert.report import ConvertReport

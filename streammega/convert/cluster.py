@@ -1,4 +1,6 @@
-"""A Ray cluster, and whether its machines see the files that they are to share: found before the first document is read."""
+"""A Ray cluster, and whether its machines see the files that they are to share: found before the
+first document is read.
+"""
 
 from __future__ import annotations
 
@@ -15,14 +17,19 @@ from streammega.errors import ConfigError, ConvertError
 from streammega.storage.open import is_remote
 
 ANSWER_WITHIN = 120.0
-"""Seconds. A machine starts a process for its first task; a busy one takes this one all the same, as it asks for no CPU."""
+"""Seconds.
+
+A machine starts a process for its first task; a busy one takes this one all the same, as it asks
+for no CPU.
+"""
 LOOKED_AT = 1000
 """Inputs that are looked for on each machine: of more, so many spread over all."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class SharedFiles:
-    """What lies on disks and is needed on every machine. marker: a file in the work folder, "" where that is a URL.
+    """What lies on disks and is needed on every machine. marker: a file in the work folder, ""
+    where that is a URL.
 
     inputs: (path, bytes) of local ones.
     """
@@ -31,7 +38,9 @@ class SharedFiles:
     inputs: tuple[tuple[str, int], ...] = ()
 
     def lacking_marker(self) -> str | None:
-        """Whether the work folder is another one on this machine: then a message with the remedy."""
+        """Whether the work folder is another one on this machine: then a message
+        with the remedy.
+        """
         if not self.marker or os.path.exists(self.marker):
             return None
         return (
@@ -62,7 +71,12 @@ def connected() -> Iterator[Any]:
         raise ConfigError("the ray engine needs Ray: pip install 'streammega[ray]'") from None
     own = not ray.is_initialized()
     if own:
-        ray.init(address=os.environ.get("RAY_ADDRESS"), log_to_driver=False, logging_level=logging.ERROR, include_dashboard=False)
+        ray.init(
+            address=os.environ.get("RAY_ADDRESS"),
+            log_to_driver=False,
+            logging_level=logging.ERROR,
+            include_dashboard=False,
+        )
     try:
         yield ray
     finally:
@@ -72,9 +86,14 @@ def connected() -> Iterator[Any]:
 
 @contextmanager
 def shared_files(work: str, inputs: Sequence[Input]) -> Iterator[SharedFiles]:
-    """Of a conversion on the cluster that is connected, once all its machines were asked. Raises ConvertError naming one."""
+    """Of a conversion on the cluster that is connected, once all its machines were asked.
+
+    Raises ConvertError naming one.
+    """
     local = [(os.path.abspath(item.path), item.size) for item in inputs if not is_remote(item.path)]
-    local = [item for item in local if os.path.isfile(item[0])][:: -(-max(1, len(local)) // LOOKED_AT)]
+    local = [item for item in local if os.path.isfile(item[0])][
+        :: -(-max(1, len(local)) // LOOKED_AT)
+    ]
     marker = "" if is_remote(work) else os.path.join(work, f"cluster-{uuid.uuid4().hex}")
     files = SharedFiles(marker=marker, inputs=tuple(local))
     try:
@@ -90,7 +109,9 @@ def shared_files(work: str, inputs: Sequence[Input]) -> Iterator[SharedFiles]:
 
 
 def _check_machines(ray: Any, files: SharedFiles) -> None:
-    """Ask every machine that may get tasks; one without CPUs, as the head of many clusters, gets none."""
+    """Ask every machine that may get tasks; one without CPUs, as the head of many clusters, gets
+    none.
+    """
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
     asked = {}
@@ -99,7 +120,9 @@ def _check_machines(ray: Any, files: SharedFiles) -> None:
             there = NodeAffinitySchedulingStrategy(node["NodeID"], soft=False)
             look = ray.remote(num_cpus=0, scheduling_strategy=there)(SharedFiles.lacking)
             asked[look.remote(files)] = node["NodeManagerHostname"]
-    done, waiting = ray.wait(list(asked), num_returns=len(asked), timeout=ANSWER_WITHIN) if asked else ([], [])
+    done, waiting = (
+        ray.wait(list(asked), num_returns=len(asked), timeout=ANSWER_WITHIN) if asked else ([], [])
+    )
     for reference in waiting:
         raise ConvertError(
             f"{asked[reference]}: this machine of the cluster starts no task within {ANSWER_WITHIN:.0f} s; see Ray's own logs"
@@ -109,7 +132,9 @@ def _check_machines(ray: Any, files: SharedFiles) -> None:
             lacking = ray.get(reference)
         except ray.exceptions.RayError as error:
             reason = (str(error).strip().splitlines() or [""])[-1]
-            lacking = f"{type(error).__name__}: {reason}; is streammega installed there, in this version?"
+            lacking = (
+                f"{type(error).__name__}: {reason}; is streammega installed there, in this version?"
+            )
         check_answer(asked[reference], lacking)
 
 

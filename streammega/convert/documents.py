@@ -20,9 +20,9 @@ MOST_TOKENS = 2**31 - 1
 class RawDocument:
     """A document before parsing: its bytes, and where they came from (line 0: the whole file).
 
-    offset: the byte of the file at which it begins, where its line is not known, else -1.
-    record: whether the bytes are a JSON record; else they are text. A record that was parsed already is in `fields`, and `size`
-    is about how many bytes it takes.
+    offset: the byte of the file at which it begins, where its line is not known, else -1. record:
+    whether the bytes are a JSON record; else they are text. A record that was parsed already is in
+    `fields`, and `size` is about how many bytes it takes.
     """
 
     data: bytes
@@ -43,7 +43,8 @@ class RawDocument:
 
 @dataclass(frozen=True, kw_only=True)
 class LongText:
-    """A document that is a text too long to be held: its bytes, a few MiB at a time, and where they come from.
+    """A document that is a text too long to be held: its bytes, a few MiB at a time, and where they
+    come from.
 
     size: how many bytes it has, where that is known; else 0.
     """
@@ -84,7 +85,9 @@ class LongRecord:
 
 @dataclass(frozen=True, kw_only=True)
 class Tokens:
-    """Some documents: tokens end to end, tokens of each sequence, sequences of each document, modes of sequences or None."""
+    """Some documents: tokens end to end, tokens of each sequence, sequences of each document, modes
+    of sequences or None.
+    """
 
     tokens: NDArray[Any]
     lengths: NDArray[np.int32]
@@ -130,14 +133,19 @@ class Tokens:
         starts = np.cumsum(size) - size
         keep = np.ones(len(self.tokens), np.bool_)
         for number in np.flatnonzero(size > most):
-            first, last = int(starts[number]), int(starts[number] + size[number])
+            first = int(starts[number])
+            last = int(starts[number] + size[number])
             closed = end is not None and int(self.tokens[last - 1]) == end
             keep[first + most - closed : last - closed] = False
         kept = np.concatenate([np.zeros(1, np.int64), np.cumsum(keep)])
         ends = np.cumsum(self.lengths, dtype=np.int64)
         lengths = (kept[ends] - kept[ends - self.lengths]).astype(np.int32)
         whole = Tokens(
-            tokens=self.tokens[keep], lengths=lengths, documents=self.documents, modes=self.modes, source_bytes=self.source_bytes
+            tokens=self.tokens[keep],
+            lengths=lengths,
+            documents=self.documents,
+            modes=self.modes,
+            source_bytes=self.source_bytes,
         )
         return whole.take_sequences((lengths > 0) | (self.lengths == 0))
 
@@ -148,7 +156,9 @@ def concatenate(parts: list[Tokens], dtype: np.dtype[Any]) -> Tokens:
         return parts[0]
     modes = [part.modes for part in parts if part.modes is not None]
     return Tokens(
-        tokens=np.concatenate([part.tokens.astype(dtype, copy=False) for part in parts] or [np.empty(0, dtype)]),
+        tokens=np.concatenate(
+            [part.tokens.astype(dtype, copy=False) for part in parts] or [np.empty(0, dtype)]
+        ),
         lengths=np.concatenate([part.lengths for part in parts] or [np.empty(0, np.int32)]),
         documents=np.concatenate([part.documents for part in parts] or [np.empty(0, np.int64)]),
         modes=np.concatenate(modes) if modes else None,
@@ -157,14 +167,21 @@ def concatenate(parts: list[Tokens], dtype: np.dtype[Any]) -> Tokens:
 
 
 def one_each(tokens: NDArray[Any], lengths: NDArray[Any], size: int, where: str) -> Tokens:
-    """Every document is one sequence. Raises ConvertError, naming `where`, for what is no token id."""
+    """Every document is one sequence.
+
+    Raises ConvertError, naming `where`, for what is no token id.
+    """
     if not np.issubdtype(tokens.dtype, np.integer):
         raise ConvertError(f"{where}: token arrays hold integers, not {tokens.dtype}")
     if tokens.dtype.kind == "i" and len(tokens) and int(tokens.min()) < 0:
-        raise ConvertError(f"{where}: holds the id {int(tokens.min())}; ids are not below zero: was it padded or masked?")
+        raise ConvertError(
+            f"{where}: holds the id {int(tokens.min())}; ids are not below zero: was it padded or masked?"
+        )
     counts = np.ones(len(lengths), np.int64)
     check_lengths(lengths)
-    return Tokens(tokens=tokens, lengths=lengths.astype(np.int32), documents=counts, source_bytes=size)
+    return Tokens(
+        tokens=tokens, lengths=lengths.astype(np.int32), documents=counts, source_bytes=size
+    )
 
 
 def check_lengths(lengths: NDArray[Any]) -> None:

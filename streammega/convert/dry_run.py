@@ -1,4 +1,6 @@
-"""What a conversion would do, before it does anything: its plan, its first documents as tokens, and an estimate by a sample."""
+"""What a conversion would do, before it does anything: its plan, its first documents as tokens, and
+an estimate by a sample.
+"""
 
 from __future__ import annotations
 
@@ -35,14 +37,17 @@ SAMPLED_UNITS = 8
 """Units that are looked into, spread over all: inputs differ."""
 SAMPLE_BYTES = 1 << 20
 """Of each of them."""
-SHOWN_DOCUMENTS, SHOWN_TOKENS = 3, 24
+SHOWN_DOCUMENTS = 3
+SHOWN_TOKENS = 24
 HEAD_BYTES = 1 << 20
 """Of a compressed file, to see by how much it grows."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ShownSequence:
-    """The beginning of a sequence: its ids, what each stands for ([] for tokens without a tokenizer), its mode or None."""
+    """The beginning of a sequence: its ids, what each stands for ([] for tokens without a
+    tokenizer), its mode or None.
+    """
 
     ids: list[int]
     pieces: list[str]
@@ -54,8 +59,9 @@ class ShownSequence:
 class Plan:
     """What a conversion would do. Estimates scale what the sample held by the bytes of all inputs.
 
-    inputs: files and bytes by format. units: of how many bytes each. documents, tokens, output_bytes, seconds: estimates.
-    dropped: documents of the sample that would be left out, by reason.
+    inputs: files and bytes by format. units: of how many bytes each. documents, tokens,
+    output_bytes, seconds: estimates. dropped: documents of the sample that would be left out, by
+    reason.
     """
 
     prefix: str
@@ -80,7 +86,10 @@ class Plan:
     def as_text(self) -> str:
         """For a terminal."""
         lines = [f"{self.prefix}: nothing is written; this is what would be done"]
-        lines += [f"  input      {count:,} {name}, {size:,} bytes" for name, (count, size) in sorted(self.inputs.items())]
+        lines += [
+            f"  input      {count:,} {name}, {size:,} bytes"
+            for name, (count, size) in sorted(self.inputs.items())
+        ]
         lines += [
             f"  work       {self.units:,} units, {self.workers} at a time",
             f"  tokenizer  {self.tokenizer or 'none: the inputs hold tokens'}; documents end with id {self.eod_id}",
@@ -88,8 +97,13 @@ class Plan:
         for number, document in enumerate(self.shown):
             for sequence in document:
                 mode = "" if sequence.mode is None else f" mode {sequence.mode},"
-                lines.append(f"  document {number},{mode} {sequence.length:,} tokens: {_shown(sequence)}")
-        lines += [f"  left out   {count:,} of the sample: {reason}" for reason, count in sorted(self.dropped.items())]
+                lines.append(
+                    f"  document {number},{mode} {sequence.length:,} tokens: {_shown(sequence)}"
+                )
+        lines += [
+            f"  left out   {count:,} of the sample: {reason}"
+            for reason, count in sorted(self.dropped.items())
+        ]
         lines.append(
             f"  output     about {self.documents:,} documents, {self.tokens:,} tokens of {self.dtype}, "
             f"{self.output_bytes / 1e6:,.1f} MB in {self.shards:,} {self.kind} shard{'s' * (self.shards > 1)}, "
@@ -108,25 +122,37 @@ def plan_conversion(
     storage: StorageConfig | None = None,
     **settings: Any,
 ) -> Plan:
-    """What `convert` would do with the same arguments. Writes nothing; a little of the inputs is read.
+    """What `convert` would do with the same arguments. Writes nothing; a little of the inputs is
+    read.
 
-    Raises what `convert` would raise before its first document, and for the documents of the sample.
+    Raises what `convert` would raise before its first document, and for the documents of the
+    sample.
     """
     storage = storage or StorageConfig()
     for name in filter(is_pipe, inputs):
-        raise ConfigError(f"{name}: can be read only once, so a dry run would take it away; give files")
+        raise ConfigError(
+            f"{name}: can be read only once, so a dry run would take it away; give files"
+        )
     conversion, labels, passed = prepare(inputs, output, options, runner, storage, settings)
     conversion.publisher.check(conversion.inputs, overwrite=overwrite)
     check_may_write(conversion.prefix, storage)
     job = conversion.job(all_units=True)
     sample = _Sample(job, conversion.tokenizer)
-    wanted = np.unique(np.linspace(0, max(0, len(job.units) - 1), SAMPLED_UNITS).astype(int)).tolist() if job.units else []
+    wanted = (
+        np.unique(np.linspace(0, max(0, len(job.units) - 1), SAMPLED_UNITS).astype(int)).tolist()
+        if job.units
+        else []
+    )
     if wanted:  # once for nothing: what is loaded on the way is not what takes the time
         _Sample(job, conversion.tokenizer).take(wanted[0], most=1)
     for number in wanted:
         sample.take(number)
     expected = _expected_bytes(conversion.inputs, storage)
-    scale = max(1.0, expected / max(1, sample.bytes)) if not sample.whole or len(wanted) < len(job.units) else 1.0
+    scale = (
+        max(1.0, expected / max(1, sample.bytes))
+        if not sample.whole or len(wanted) < len(job.units)
+        else 1.0
+    )
     dtype = np.dtype(conversion.options.dtype or sample.dtype)
     tokens = round(sample.tokens * scale)
     workers = min(conversion.runner.workers or num_threads(), max(1, len(job.units)))
@@ -157,7 +183,8 @@ class _Sample:
     """Some of the documents of some units, as they would be stored."""
 
     def __init__(self, job: Job, tokenizer: TextTokenizer | None) -> None:
-        self._job, self._tokenizer = job, tokenizer
+        self._job = job
+        self._tokenizer = tokenizer
         self.documents = self.tokens = self.bytes = 0
         self.seconds = 0.0
         self.whole = True
@@ -167,7 +194,9 @@ class _Sample:
 
     def take(self, unit: int, most: int = SAMPLE_BYTES) -> None:
         """Look into a unit: at batches of it, until these hold `most` bytes."""
-        record, skipped, size = UnitRecord(digest=""), Skipped(), 0
+        record = UnitRecord(digest="")
+        skipped = Skipped()
+        size = 0
         choose = chooser(self._job, unit, record)
         began = time.monotonic()
         for batch in batches_of(self._job, unit, skipped):
@@ -187,7 +216,9 @@ class _Sample:
                 self.dropped[reason] = self.dropped.get(reason, 0) + count
 
     def _begun(self, item: LongText | LongRecord, skipped: Skipped) -> list[RawDocument]:
-        """The beginning of a document that is not held; nothing of one that is broken, where faults are passed over."""
+        """The beginning of a document that is not held; nothing of one that is broken, where faults
+        are passed over.
+        """
         try:
             return [_beginning(item)]
         except FormatError as error:
@@ -198,12 +229,20 @@ class _Sample:
         self.documents += len(batch.documents)
         self.tokens += len(batch.tokens)
         if len(batch.tokens):
-            self.dtype = np.result_type(self.dtype, batch.tokens.dtype) if self.documents else batch.tokens.dtype
+            self.dtype = (
+                np.result_type(self.dtype, batch.tokens.dtype)
+                if self.documents
+                else batch.tokens.dtype
+            )
         starts = np.cumsum(batch.lengths, dtype=np.int64) - batch.lengths
         firsts = np.cumsum(batch.documents) - batch.documents
         for document in range(min(len(firsts), SHOWN_DOCUMENTS - len(self.shown))):
-            sequences = range(int(firsts[document]), int(firsts[document] + batch.documents[document]))
-            self.shown.append([self._sequence(batch, number, int(starts[number])) for number in sequences])
+            sequences = range(
+                int(firsts[document]), int(firsts[document] + batch.documents[document])
+            )
+            self.shown.append(
+                [self._sequence(batch, number, int(starts[number])) for number in sequences]
+            )
 
     def _sequence(self, batch: Tokens, number: int, start: int) -> ShownSequence:
         length = int(batch.lengths[number])
@@ -258,7 +297,16 @@ def _growth(item: Input, suffix: str, storage: StorageConfig) -> float:
         grown = reader.decompress(head)
         rest = len(getattr(reader, "unused_data", b"") or b"")  # of further frames
         return len(grown) / max(1, len(head) - rest)
-    except (ConvertError, StorageError, OSError, EOFError, zlib.error, lzma.LZMAError, zstandard.ZstdError, KeyError):
+    except (
+        ConvertError,
+        StorageError,
+        OSError,
+        EOFError,
+        zlib.error,
+        lzma.LZMAError,
+        zstandard.ZstdError,
+        KeyError,
+    ):
         return 1.0
 
 
@@ -270,14 +318,21 @@ def _by_format(inputs: Sequence[Input]) -> dict[str, tuple[int, int]]:
     return found
 
 
-def _notes(options: ConvertOptions, inputs: Sequence[Input], passed_over: dict[str, int]) -> list[str]:
-    notes = [f"{count:,} files of folders are passed over: {reason}" for reason, count in sorted(passed_over.items())]
+def _notes(
+    options: ConvertOptions, inputs: Sequence[Input], passed_over: dict[str, int]
+) -> list[str]:
+    notes = [
+        f"{count:,} files of folders are passed over: {reason}"
+        for reason, count in sorted(passed_over.items())
+    ]
     if options.dedup:
         notes.append("duplicates are not looked for in the sample: less may be left")
     if options.kind == "zst":
         notes.append("the bytes of the output are those before their compression")
     if any(item.format not in ("text", "jsonl", "megatron", "raw", "npy") for item in inputs):
-        notes.append("columns and archives hold more or less than their bytes tell: a rough estimate")
+        notes.append(
+            "columns and archives hold more or less than their bytes tell: a rough estimate"
+        )
     return notes
 
 
@@ -285,7 +340,12 @@ def _shown(sequence: ShownSequence) -> str:
     more = " ..." if sequence.length > len(sequence.ids) else ""
     if not sequence.pieces:
         return " ".join(map(str, sequence.ids)) + more
-    return " ".join(f"{id_}={piece!r}" for id_, piece in zip(sequence.ids, sequence.pieces, strict=True)) + more
+    return (
+        " ".join(
+            f"{id_}={piece!r}" for id_, piece in zip(sequence.ids, sequence.pieces, strict=True)
+        )
+        + more
+    )
 
 
 def _time(seconds: float) -> str:

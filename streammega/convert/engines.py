@@ -1,4 +1,7 @@
-"""Who does the work: processes of this machine, or a Ray cluster. The tasks are the same, and so is what they make."""
+"""Who does the work: processes of this machine, or a Ray cluster.
+
+The tasks are the same, and so is what they make.
+"""
 
 from __future__ import annotations
 
@@ -44,9 +47,10 @@ POLL = 0.2
 class TaskList:
     """Tasks to be done: `function(shared, number, progress)` for each number.
 
-    threads: as many of them do well as threads of one process, since they spend their time outside of the GIL. Threads share
-    what they load, a tokenizer's cache for instance, and those of this process start at once. files: what each machine of a
-    cluster must see; those that join it later are asked too.
+    threads: as many of them do well as threads of one process, since they spend their time outside
+    of the GIL. Threads share what they load, a tokenizer's cache for instance, and those of this
+    process start at once. files: what each machine of a cluster must see; those that join it later
+    are asked too.
     """
 
     function: Task
@@ -56,7 +60,9 @@ class TaskList:
     files: SharedFiles = field(default_factory=SharedFiles)
 
 
-def run_tasks(work: TaskList, runner: Runner, progress: Progress, most_at_once: int | None = None) -> Iterator[tuple[int, Any]]:
+def run_tasks(
+    work: TaskList, runner: Runner, progress: Progress, most_at_once: int | None = None
+) -> Iterator[tuple[int, Any]]:
     """(number, result) as tasks are done. Raises what a task raised; the others are given up."""
     if not work.numbers:
         return
@@ -77,8 +83,12 @@ def run_tasks(work: TaskList, runner: Runner, progress: Progress, most_at_once: 
 
 @contextmanager
 def _library_settings(threads: int) -> Iterator[None]:
-    """The environment of `_prepare` while tasks run in this process; the caller's own comes back after them."""
-    before = {name: os.environ.get(name) for name in ("TOKENIZERS_PARALLELISM", "RAYON_NUM_THREADS")}
+    """The environment of `_prepare` while tasks run in this process; the caller's own comes back
+    after them.
+    """
+    before = {
+        name: os.environ.get(name) for name in ("TOKENIZERS_PARALLELISM", "RAYON_NUM_THREADS")
+    }
     _prepare(threads)
     try:
         yield
@@ -91,7 +101,8 @@ def _library_settings(threads: int) -> Iterator[None]:
 
 
 def _on_threads(work: TaskList, workers: int, progress: Progress) -> Iterator[tuple[int, Any]]:
-    stopped, lock = threading.Event(), threading.Lock()
+    stopped = threading.Event()
+    lock = threading.Lock()
 
     def note(size: int, tokens: int) -> None:
         if stopped.is_set():
@@ -100,7 +111,9 @@ def _on_threads(work: TaskList, workers: int, progress: Progress) -> Iterator[tu
             progress(size, tokens)
 
     with ThreadPoolExecutor(workers) as pool:
-        running = {pool.submit(work.function, work.shared, number, note): number for number in work.numbers}
+        running = {
+            pool.submit(work.function, work.shared, number, note): number for number in work.numbers
+        }
         try:
             for future in as_completed(running):
                 yield running[future], future.result()
@@ -125,7 +138,8 @@ def _start(function_shared: Any, counters: Any) -> None:
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # a worker does not outlive its parent
     _prepare(1)
-    _shared, _counters = function_shared, counters
+    _shared = function_shared
+    _counters = counters
 
 
 def _tasks(function: Task, numbers: Sequence[int], threads: int) -> list[tuple[int, Any]]:
@@ -137,15 +151,26 @@ def _tasks(function: Task, numbers: Sequence[int], threads: int) -> list[tuple[i
             _counters[1] += tokens
 
     with ThreadPoolExecutor(threads) as pool:
-        return list(zip(numbers, pool.map(lambda number: function(_shared, number, progress), numbers), strict=True))
+        return list(
+            zip(
+                numbers,
+                pool.map(lambda number: function(_shared, number, progress), numbers),
+                strict=True,
+            )
+        )
 
 
 def _on_processes(work: TaskList, workers: int, progress: Progress) -> Iterator[tuple[int, Any]]:
-    context = multiprocessing.get_context("spawn")  # clients and thread pools of this process do not survive a fork
-    processes, left, deaths = -(-workers // work.threads), list(work.numbers), 0
+    # clients and thread pools of this process do not survive a fork
+    context = multiprocessing.get_context("spawn")
+    processes = -(-workers // work.threads)
+    left = list(work.numbers)
+    deaths = 0
     while left:
         counters = context.Array("q", 2)
-        pool = ProcessPoolExecutor(processes, mp_context=context, initializer=_start, initargs=(work.shared, counters))
+        pool = ProcessPoolExecutor(
+            processes, mp_context=context, initializer=_start, initargs=(work.shared, counters)
+        )
         try:
             for number, result in _results(pool, work, left, processes, counters, progress):
                 left.remove(number)
@@ -156,19 +181,32 @@ def _on_processes(work: TaskList, workers: int, progress: Progress) -> Iterator[
                 raise ConvertError(
                     "workers were killed again and again (out of memory?); use fewer --workers, or less --memory"
                 ) from None
-            log.warning("a worker was killed; what it was doing is done again (%d of at most %d times)", deaths, DEATHS)
+            log.warning(
+                "a worker was killed; what it was doing is done again (%d of at most %d times)",
+                deaths,
+                DEATHS,
+            )
         finally:
             _end(pool)
 
 
 def _results(
-    pool: ProcessPoolExecutor, work: TaskList, left: Sequence[int], processes: int, counters: Any, progress: Progress
+    pool: ProcessPoolExecutor,
+    work: TaskList,
+    left: Sequence[int],
+    processes: int,
+    counters: Any,
+    progress: Progress,
 ) -> Iterator[tuple[int, Any]]:
-    """(number, result) of the tasks `left`, as groups of them are done. counters: bytes and tokens, which all workers add to."""
-    # A worker's threads begin the next task of a group while the last ones of it still run, so a group has two for each.
+    """(number, result) of the tasks `left`, as groups of them are done. counters: bytes and tokens,
+    which all workers add to.
+    """
+    # A worker's threads begin the next task of a group while the last ones of it still run, so a
+    # group has two for each.
     group_size = 1 if work.threads == 1 else 2 * work.threads
     groups = iter([left[at : at + group_size] for at in range(0, len(left), group_size)])
-    # For each process one at work and one that waits for it, and one to spare: who is done finds the next there at once.
+    # For each process one at work and one that waits for it, and one to spare: who is done finds
+    # the next there at once.
     most_running = 2 * processes + 1
     running: set[Future[Any]] = set()
     told = [0, 0]
@@ -200,9 +238,12 @@ def _end(pool: ProcessPoolExecutor) -> None:
     pool.shutdown(wait=True, cancel_futures=True)
 
 
-def _on_ray(work: TaskList, runner: Runner, progress: Progress, most_at_once: int | None) -> Iterator[tuple[int, Any]]:
+def _on_ray(
+    work: TaskList, runner: Runner, progress: Progress, most_at_once: int | None
+) -> Iterator[tuple[int, Any]]:
     with connected() as ray:
-        if most_at_once is not None:  # each holds memory of its own: of every machine as many as of one, and spread over them
+        # each holds memory of its own: of every machine as many as of one, and spread over them
+        if most_at_once is not None:
             most_at_once *= max(1, sum(bool(node["Alive"]) for node in ray.nodes()))
         spread = "DEFAULT" if most_at_once is None else "SPREAD"
         remote = ray.remote(max_retries=DEATHS, scheduling_strategy=spread)(_ray_task)
@@ -225,11 +266,18 @@ def _on_ray(work: TaskList, runner: Runner, progress: Progress, most_at_once: in
 
 
 def _ray_result(ray: Any, reference: Any) -> Any:
-    """What a task returned. Raises what it raised, ConvertError if its workers were killed too often."""
+    """What a task returned.
+
+    Raises what it raised, ConvertError if its workers were killed too often.
+    """
     try:
         return ray.get(reference)
     except ray.exceptions.RayTaskError as error:
-        raise error.cause if isinstance(error.cause, StreammegaError) else ConvertError(str(error.cause)) from None
+        raise (
+            error.cause
+            if isinstance(error.cause, StreammegaError)
+            else ConvertError(str(error.cause))
+        ) from None
     except (ray.exceptions.WorkerCrashedError, ray.exceptions.OutOfMemoryError) as error:
         raise ConvertError(
             f"workers of the cluster were killed again and again ({type(error).__name__}); see Ray's own logs, use less --memory"

@@ -22,22 +22,33 @@ class ConvertOptions:
     """How documents become tokens, which are kept, and how they are laid out."""
 
     tokenizer: str | None = None
-    """A tokenizer.json, a folder with one, `vocab.json,merges.txt` (Megatron's GPT2BPETokenizer), a name on the Hugging Face
-    hub, a SentencePiece .model, a .tiktoken file, tiktoken:NAME, or `bytes`; None: the inputs hold tokens."""
+    """A tokenizer.json, a folder with one, `vocab.json,merges.txt` (Megatron's GPT2BPETokenizer), a
+    name on the Hugging Face hub, a SentencePiece .model, a .tiktoken file, tiktoken:NAME, or
+    `bytes`; None: the inputs hold tokens.
+    """
     include: tuple[str, ...] = ()
-    """Of folders and globs, patterns of the files that are read (none: all): of their names, or, with a slash, of their paths."""
+    """Of folders and globs, patterns of the files that are read (none: all): of their names, or,
+    with a slash, of their paths.
+    """
     exclude: tuple[str, ...] = ()
     """Of folders and globs, patterns of the files that are not read."""
     keys: tuple[str, ...] = ("text",)
-    """Keys of a record that hold its text, or paths to them (`meta.text`), each a sequence of the document; `key:1` gives its
-    tokens mode 1."""
+    """Keys of a record that hold its text, or paths to them (`meta.text`), each a sequence of the
+    document; `key:1` gives its tokens mode 1.
+    """
     member: str | None = None
-    """Of WebDataset samples with several members, the one that is the document (`txt`); a pattern takes all that match it."""
+    """Of WebDataset samples with several members, the one that is the document (`txt`); a pattern
+    takes all that match it.
+    """
     chat: bool = False
-    """Records hold `messages`: headers and questions get mode 0, answers of the assistant mode 1."""
+    """Records hold `messages`: headers and questions get mode 0, answers of the
+    assistant mode 1.
+    """
     chat_template: str | None = None
-    """How messages are written: `tokenizer` (its own chat template; `tokenizer:NAME`), `chatml`, `llama3`, or a file; answers
-    of the assistant get mode 1, all else 0. None: `<|role|>`, a newline, the text and the end-of-document token."""
+    """How messages are written: `tokenizer` (its own chat template; `tokenizer:NAME`), `chatml`,
+    `llama3`, or a file; answers of the assistant get mode 1, all else 0. None: `<|role|>`, a
+    newline, the text and the end-of-document token.
+    """
     append_eod: bool = True
     """End every document with the end-of-document token."""
     eod: str | None = None
@@ -47,19 +58,26 @@ class ConvertOptions:
     split_sentences: str | None = None
     """A language code, such as `en`: every sentence is a sequence of its document."""
     input_dtype: str | None = None
-    """Of raw token arrays without a header; None: uint16, unless they look like 32-bit ids, which is an error."""
+    """Of raw token arrays without a header; None: uint16, unless they look like 32-bit ids, which
+    is an error.
+    """
     keep_empty: bool = False
-    """Keep texts without a single token as documents of an end alone; Megatron drops them, and so does this by default."""
+    """Keep texts without a single token as documents of an end alone; Megatron drops them, and so
+    does this by default.
+    """
     special_tokens: Literal["parse", "text"] | None = None
-    """What a special token that is spelt in a text becomes: its id, or text like any other. None: as the tokenizer's library
-    does, which is `parse` for Hugging Face (Megatron too) and `text` for tiktoken."""
+    """What a special token that is spelt in a text becomes: its id, or text like any other. None:
+    as the tokenizer's library does, which is `parse` for Hugging Face (Megatron too) and `text` for
+    tiktoken.
+    """
     bos: str | None = None
     """A token that begins every document."""
     add_special_tokens: bool = False
     """Let the post-processor of a tokenizer.json add what it adds to every text."""
     tiktoken_pattern: str | None = None
-    """How a .tiktoken file cuts text: gpt2, p50k_base, cl100k_base, o200k_base, llama3, qwen, or a regular expression; None: by
-    the number of its tokens, where that is one of these."""
+    """How a .tiktoken file cuts text: gpt2, p50k_base, cl100k_base, o200k_base, llama3, qwen, or a
+    regular expression; None: by the number of its tokens, where that is one of these.
+    """
     dtype: str | None = None
     """Of the output; None: that of the tokens."""
     min_tokens: int = 0
@@ -67,11 +85,15 @@ class ConvertOptions:
     max_tokens: int | None = None
     """Documents with more are treated as `long` says."""
     long: Literal["cut", "drop"] = "cut"
-    """Longer documents keep their first tokens and, in the last place, the end-of-document token; or they are dropped."""
+    """Longer documents keep their first tokens and, in the last place, the end-of-document token;
+    or they are dropped.
+    """
     modes: tuple[int, ...] | None = None
     """Keep only sequences of these modes."""
     loss_modes: tuple[int, ...] | None = None
-    """The modes that are to be learned, as the manifest is to say; None: with `chat`, 1; else what the inputs' manifests say."""
+    """The modes that are to be learned, as the manifest is to say; None: with `chat`, 1; else what
+    the inputs' manifests say.
+    """
     mix_tokenizers: bool = False
     """Let tokens of different tokenizers into one dataset, whose manifest then names none."""
     dedup: bool = False
@@ -79,7 +101,9 @@ class ConvertOptions:
     shuffle_seed: int | None = None
     """Shuffle all documents by this seed; None: the order of the inputs."""
     kind: Kind = "bin"
-    """The form of the output: a Megatron pair, a pair whose tokens are .bin.zst, or a tar file of both."""
+    """The form of the output: a Megatron pair, a pair whose tokens are .bin.zst, or a tar file of
+    both.
+    """
     level: int = LEVEL
     """Compression of .bin.zst, from 1 (fast) to 22 (small)."""
     frame_bytes: int = FRAME_BYTES
@@ -95,29 +119,41 @@ class ConvertOptions:
         if self.long not in ("cut", "drop"):
             raise ConfigError(f"long (--long) is {self.long!r}; it must be 'cut' or 'drop'")
         if self.on_error not in ("stop", "skip"):
-            raise ConfigError(f"on_error (--on-error) is {self.on_error!r}; it must be 'stop' or 'skip'")
+            raise ConfigError(
+                f"on_error (--on-error) is {self.on_error!r}; it must be 'stop' or 'skip'"
+            )
         if self.shard_bytes is not None and self.shard_bytes < 1:
-            raise ConfigError(f"shard_bytes (--shard-size) is {self.shard_bytes}; it must be a positive number of bytes")
+            raise ConfigError(
+                f"shard_bytes (--shard-size) is {self.shard_bytes}; it must be a positive number of bytes"
+            )
         if self.max_tokens is not None and self.max_tokens < max(1, self.min_tokens):
             raise ConfigError(
                 f"max_tokens (--max-tokens) is {self.max_tokens}; it must be at least 1, and at least min_tokens (--min-tokens)"
             )
         if self.shuffle_seed is not None and not 0 <= self.shuffle_seed < 2**64:
-            raise ConfigError(f"shuffle_seed is {self.shuffle_seed}; it (--seed) must lie in [0, 2**64)")
+            raise ConfigError(
+                f"shuffle_seed is {self.shuffle_seed}; it (--seed) must lie in [0, 2**64)"
+            )
         if not 1 <= self.level <= 22:
             raise ConfigError(f"level (--level) is {self.level}; zstd has levels 1 to 22")
         if not 1024 <= self.frame_bytes <= 1 << 30:
-            raise ConfigError(f"frame_bytes is {self.frame_bytes}; it must lie between 1 KiB and 1 GiB")
+            raise ConfigError(
+                f"frame_bytes is {self.frame_bytes}; it must lie between 1 KiB and 1 GiB"
+            )
         if self.dtype is not None:
             token_dtype_named(self.dtype)
         if self.input_dtype not in (None, "uint32"):  # which is stored as int32, where ids fit
             token_dtype_named(str(self.input_dtype))
         if self.special_tokens not in (None, "parse", "text"):
-            raise ConfigError(f"special_tokens (--special-tokens) is {self.special_tokens!r}; it must be 'parse' or 'text'")
+            raise ConfigError(
+                f"special_tokens (--special-tokens) is {self.special_tokens!r}; it must be 'parse' or 'text'"
+            )
         self._check_chat()
         for mode in self.loss_modes or ():
             if not -128 <= mode <= 127:
-                raise ConfigError(f"loss_modes (--loss-mode) holds {mode}; modes lie between -128 and 127")
+                raise ConfigError(
+                    f"loss_modes (--loss-mode) holds {mode}; modes lie between -128 and 127"
+                )
         if not self.keys:
             raise ConfigError("keys (--key) is empty; name the key that holds the text")
         for key in self.keys:
@@ -127,9 +163,13 @@ class ConvertOptions:
         if self.chat_template is None:
             return
         if not self.chat:
-            raise ConfigError("chat_template (--chat-template) is for conversations; set chat (--chat) too")
+            raise ConfigError(
+                "chat_template (--chat-template) is for conversations; set chat (--chat) too"
+            )
         if self.bos is not None or self.add_special_tokens:
-            raise ConfigError("a chat template writes its special tokens itself: leave out bos (--bos) and add_special_tokens")
+            raise ConfigError(
+                "a chat template writes its special tokens itself: leave out bos (--bos) and add_special_tokens"
+            )
 
     @property
     def key_modes(self) -> list[tuple[str, int]]:
@@ -143,7 +183,9 @@ class ConvertOptions:
 
     @property
     def learned_modes(self) -> list[int] | None:
-        """Of the modes that text gets, those that are to be learned; None: modes mean something else, or there are none."""
+        """Of the modes that text gets, those that are to be learned; None: modes mean something
+        else, or there are none.
+        """
         if self.loss_modes is not None:
             return list(self.loss_modes)
         return [1] if self.chat else None
@@ -174,10 +216,14 @@ class ConvertOptions:
         )
 
     def digest(self) -> str:
-        """Changes with every setting but those that choose files: of these, the files that were chosen tell."""
+        """Changes with every setting but those that choose files: of these, the files that were
+        chosen tell.
+        """
         settings = asdict(self)
         del settings["include"], settings["exclude"]
-        return hashlib.blake2b(json.dumps(settings, sort_keys=True).encode(), digest_size=12).hexdigest()
+        return hashlib.blake2b(
+            json.dumps(settings, sort_keys=True).encode(), digest_size=12
+        ).hexdigest()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -185,24 +231,31 @@ class Runner:
     """How the work is done; the output does not depend on it."""
 
     workers: int = 0
-    """Units and shards that are worked on at once, by threads and processes of this machine; 0: one per core. Not for Ray."""
+    """Units and shards that are worked on at once, by threads and processes of this machine; 0: one
+    per core. Not for Ray.
+    """
     engine: Literal["local", "ray"] = "local"
     """This machine, or a Ray cluster (`RAY_ADDRESS`)."""
     memory_bytes: int = 4096 * MiB
     """For shuffling and for the removal of duplicates, on each machine."""
     work: str | None = None
-    """A folder or URL for what is unfinished, which all machines of a cluster can write; None: beside the output, or in the cache
-    when that is remote."""
+    """A folder or URL for what is unfinished, which all machines of a cluster can write; None:
+    beside the output, or in the cache when that is remote.
+    """
     restart: bool = False
     """Forget what an interrupted run has done."""
 
     def __post_init__(self) -> None:
         if self.workers < 0:
-            raise ConfigError(f"workers (--workers) is {self.workers}; give a positive number, or 0 for one per core")
+            raise ConfigError(
+                f"workers (--workers) is {self.workers}; give a positive number, or 0 for one per core"
+            )
         if self.engine not in ("local", "ray"):
             raise ConfigError(f"engine (--engine) is {self.engine!r}; it must be 'local' or 'ray'")
         if self.memory_bytes < MiB:
-            raise ConfigError(f"memory_bytes (--memory) is {self.memory_bytes}; it must be at least {MiB} (1M)")
+            raise ConfigError(
+                f"memory_bytes (--memory) is {self.memory_bytes}; it must be at least {MiB} (1M)"
+            )
 
 
 def key_mode(key: str) -> tuple[str, int]:
@@ -211,5 +264,7 @@ def key_mode(key: str) -> tuple[str, int]:
     if not colon:
         return key, 0
     if not mode.lstrip("-").isdigit() or not -128 <= int(mode) <= 127 or not name:
-        raise ConfigError(f"key {key!r}: write it as NAME, or NAME:MODE with a mode between -128 and 127")
+        raise ConfigError(
+            f"key {key!r}: write it as NAME, or NAME:MODE with a mode between -128 and 127"
+        )
     return name, int(mode)

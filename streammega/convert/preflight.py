@@ -1,4 +1,6 @@
-"""What would fail in the end is tried before the first document is read: rights, buckets, disks, tokenizers."""
+"""What would fail in the end is tried before the first document is read: rights, buckets, disks,
+tokenizers.
+"""
 
 from __future__ import annotations
 
@@ -24,21 +26,31 @@ TEXT = ("text", "jsonl")
 
 
 def check_encoder(
-    inputs: Sequence[Input], tokenizer: TextTokenizer | None, options: ConvertOptions, storage: StorageConfig
+    inputs: Sequence[Input],
+    tokenizer: TextTokenizer | None,
+    options: ConvertOptions,
+    storage: StorageConfig,
 ) -> None:
-    """Raise what encoding would raise at the first text: no tokenizer, a dtype that is too narrow, a package that is missing."""
+    """Raise what encoding would raise at the first text: no tokenizer, a dtype that is too narrow,
+    a package that is missing.
+    """
     if not any(item.format in TEXT for item in inputs):
         return
     if tokenizer is None:
-        raise ConvertError("the inputs hold text, so a tokenizer is needed: --tokenizer tokenizer.json (or `bytes`)")
+        raise ConvertError(
+            "the inputs hold text, so a tokenizer is needed: --tokenizer tokenizer.json (or `bytes`)"
+        )
     BatchEncoder(tokenizer, options, storage)
 
 
-def check_writable(prefix: str, storage: StorageConfig, *, replaces: bool = False, is_work: bool = False) -> None:
-    """Raise ConvertError if nothing can be written where the output goes: an object is put there, and removed.
+def check_writable(
+    prefix: str, storage: StorageConfig, *, replaces: bool = False, is_work: bool = False
+) -> None:
+    """Raise ConvertError if nothing can be written where the output goes: an object is put there,
+    and removed.
 
-    replaces: whether what is there is to be replaced; is_work: whether this is no output but a work folder. Both need the right
-    to delete as well; else a warning tells of that.
+    replaces: whether what is there is to be replaced; is_work: whether this is no output but a work
+    folder. Both need the right to delete as well; else a warning tells of that.
     """
     folder, slash, stem = prefix.rpartition("/")
     store, key = open_store(f"{folder}{slash}.{stem}{PROBE}", storage)
@@ -47,7 +59,11 @@ def check_writable(prefix: str, storage: StorageConfig, *, replaces: bool = Fals
         with written_whole(store, key) as writer:
             writer.write(b"streammega convert tries whether it can write here")
     except ObjectNotFoundError:
-        what = "there is no such bucket; create it, or check its name" if is_remote(prefix) else "there is no such folder"
+        what = (
+            "there is no such bucket; create it, or check its name"
+            if is_remote(prefix)
+            else "there is no such folder"
+        )
         raise ConvertError(f"{place}: cannot be written: {what}") from None
     except StorageError as error:
         if error.transient:
@@ -60,14 +76,18 @@ def check_writable(prefix: str, storage: StorageConfig, *, replaces: bool = Fals
 
 
 def check_may_write(prefix: str, storage: StorageConfig) -> None:
-    """Raise ConvertError if nothing can be written where the output goes, as far as that can be told without writing."""
+    """Raise ConvertError if nothing can be written where the output goes, as far as that can be
+    told without writing.
+    """
     place = redact_urls(prefix)
     if is_remote(prefix):
         store, key = open_store(f"{prefix.rpartition('/')[0]}/", storage)
         try:
             store.list(key, recursive=False)
         except ObjectNotFoundError:
-            raise ConvertError(f"{place}: cannot be written: there is no such bucket; create it, or check its name") from None
+            raise ConvertError(
+                f"{place}: cannot be written: there is no such bucket; create it, or check its name"
+            ) from None
         except AccessDeniedError:
             pass  # who may not list may still write
         return
@@ -88,8 +108,15 @@ def _remove_probe(store: Store, key: str, place: str, why: str) -> None:
         if error.transient:
             raise
         if why:
-            raise ConvertError(f"{place}: {why}, and so needs the right to delete: {error}") from None
-        log.warning("%s: %s was left there, for want of the right to delete (%s)", place, key.rpartition("/")[2], error)
+            raise ConvertError(
+                f"{place}: {why}, and so needs the right to delete: {error}"
+            ) from None
+        log.warning(
+            "%s: %s was left there, for want of the right to delete (%s)",
+            place,
+            key.rpartition("/")[2],
+            error,
+        )
 
 
 def make_work_folder(work: str) -> None:

@@ -19,7 +19,8 @@ from streammega.errors.redaction import redact_urls
 
 @dataclass(frozen=True, kw_only=True)
 class ConvertReport:
-    """Documents and tokens written; `dropped`: what happened to others, by reason; histogram: bin b has [2^b, 2^(b+1)) tokens.
+    """Documents and tokens written; `dropped`: what happened to others, by reason; histogram: bin b
+    has [2^b, 2^(b+1)) tokens.
 
     files_passed_over: of folders and globs, those that were not read, by reason.
     """
@@ -53,7 +54,9 @@ class ConvertReport:
 
     def as_text(self) -> str:
         """For a terminal."""
-        others = sorted((reason, count) for reason, count in self.dropped.items() if reason != "empty")
+        others = sorted(
+            (reason, count) for reason, count in self.dropped.items() if reason != "empty"
+        )
         dropped = "".join(f"; {count:,} {reason}" for reason, count in others)
         empty = f" ({self.empty_documents} empty ones left out)" if self.empty_documents else ""
         size = f", {self.stored_bytes / 1e6:,.1f} MB in {self.shards} {self.kind} shard{'s' * (self.shards > 1)}"
@@ -66,18 +69,25 @@ class ConvertReport:
             f"{self.text_bytes / 1e6 / max(self.seconds, 1e-9):,.1f} MB/s{dropped}",
         ]
         if self.files_passed_over:
-            files = ", ".join(f"{count:,} {kind}" for kind, count in sorted(self.files_passed_over.items()))
+            files = ", ".join(
+                f"{count:,} {kind}" for kind, count in sorted(self.files_passed_over.items())
+            )
             lines.append(f"files not read: {files}")
         shown = self.messages[:10]
         lines += [f"  passed over: {message}" for message in shown]
         if len(self.messages) > len(shown):
-            lines.append(f"  and {len(self.messages) - len(shown)} more; --report FILE.json has them")
+            lines.append(
+                f"  and {len(self.messages) - len(shown)} more; --report FILE.json has them"
+            )
         return "\n".join(lines)
 
     def as_json(self) -> str:
         """Everything."""
-        edges = [2**bin for bin in range(len(self.histogram) + 1)]  # tokens of a document: [edge, next edge)
-        return json.dumps(asdict(self) | {"compression": self.compression, "histogram_edges": edges}, indent=1)
+        # tokens of a document: [edge, next edge)
+        edges = [2**bin for bin in range(len(self.histogram) + 1)]
+        return json.dumps(
+            asdict(self) | {"compression": self.compression, "histogram_edges": edges}, indent=1
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -91,7 +101,9 @@ class Kinds:
 
 def count_parts(parts: Sequence[DocumentSet], storage: StorageConfig) -> Kinds:
     """dtypes, modes and tokens of parts, by a look at each index."""
-    dtypes, multimodal, tokens = [], set(), 0
+    dtypes = []
+    multimodal = set()
+    tokens = 0
     for part in parts:
         indexed = IndexedDataset(part.dataset, storage)
         dtypes.append(indexed.dtype)
@@ -140,4 +152,7 @@ def make_report(
 def _histogram(indexed: IndexedDataset) -> list[int]:
     """Of a dataset as it is."""
     sizes = document_tokens(indexed)
-    return [int(n) for n in np.bincount(np.log2(np.maximum(sizes, 1)).astype(np.int64), minlength=BINS)[:BINS]]
+    return [
+        int(n)
+        for n in np.bincount(np.log2(np.maximum(sizes, 1)).astype(np.int64), minlength=BINS)[:BINS]
+    ]

@@ -26,7 +26,14 @@ from streammega.convert.read.folders import FilePatterns, PassedOver
 from streammega.convert.read.inputs import Input, find_inputs
 from streammega.convert.read.pairs import dataset_name
 from streammega.convert.read.pipes import KEPT as KEPT_PIPE
-from streammega.convert.read.pipes import check_output, forget_pipes, is_pipe, keep_pipes, named_as_given, tell_of_pipes
+from streammega.convert.read.pipes import (
+    check_output,
+    forget_pipes,
+    is_pipe,
+    keep_pipes,
+    named_as_given,
+    tell_of_pipes,
+)
 from streammega.convert.report import ConvertReport, count_parts, make_report
 from streammega.convert.tokenize.chat_sources import as_option, find_template
 from streammega.convert.tokenize.tokenizers import TextTokenizer, load_tokenizer
@@ -57,7 +64,9 @@ from streammega.storage.open import is_remote
 log = logging.getLogger(__name__)
 
 KEPT = ("lock", "target.json", "publishing.json", "claim.json")
-"""What a restart leaves in the work folder: who works there, and which names of the output are its own."""
+"""What a restart leaves in the work folder: who works there, and which names of the output are its
+own.
+"""
 THREADS = 4
 """Units that one process works on: nine tenths of their time are outside of the GIL."""
 
@@ -73,17 +82,17 @@ def convert(
     progress: Callable[[int, int], None] | None = None,
     **settings: Any,
 ) -> ConvertReport:
-    """Convert a corpus to token shards: text through a tokenizer, or tokens from one layout to another.
+    """Convert a corpus to token shards: text through a tokenizer, or tokens from one layout to
+    another.
 
-    What is made depends on the inputs and the options alone: not on workers, engine, memory, or how often it was interrupted.
-    Nothing appears under the final names unless all of it is done; a manifest, written last, lists the shards.
+    What is made depends on the inputs and the options alone: not on workers, engine, memory, or how
+    often it was interrupted. Nothing appears under the final names unless all of it is done; a
+    manifest, written last, lists the shards.
 
-    Args:
-        inputs: files, folders, globs, `@list` files and URLs, `-` for stdin; see `find_inputs`.
-        output: prefix to write, a path or URL.
-        options, or its fields by name (`tokenizer="tok.json"`, `key="text"`, ...): see ConvertOptions.
-        runner, or its fields by name (`workers=4`, `engine="ray"`, ...): see Runner.
-        overwrite: replace an existing dataset.
+    Args: inputs: files, folders, globs, `@list` files and URLs, `-` for stdin; see `find_inputs`.
+        output: prefix to write, a path or URL. options, or its fields by name
+        (`tokenizer="tok.json"`, `key="text"`, ...): see ConvertOptions. runner, or its fields by
+        name (`workers=4`, `engine="ray"`, ...): see Runner. overwrite: replace an existing dataset.
         progress: called with the bytes and tokens of what was just done.
 
     Raises ConfigError, ConvertError (naming file and line), ObjectNotFoundError, StorageError.
@@ -95,7 +104,8 @@ def convert(
     if any(map(is_pipe, inputs)):
         return _convert_pipes(inputs, output, options, runner, overwrite, storage, progress)
     conversion, labels, passed = prepare(inputs, output, options, runner, storage, {}, progress)
-    prefix, work = conversion.prefix, conversion.work
+    prefix = conversion.prefix
+    work = conversion.work
     beside = _work_folder(prefix, None)
     with _locked(beside, named=beside == work), _locked(work) if work != beside else nullcontext():
         conversion.publisher.check(conversion.inputs, overwrite=overwrite)
@@ -114,7 +124,9 @@ def convert(
             raise
         conversion.remove_work()
     seconds = time.monotonic() - began
-    made = make_report(prefix, storage, manifest, records, conversion.duplicates, conversion.source_bytes, seconds)
+    made = make_report(
+        prefix, storage, manifest, records, conversion.duplicates, conversion.source_bytes, seconds
+    )
     return replace(made, files_passed_over=passed.counts)
 
 
@@ -127,26 +139,41 @@ def prepare(
     settings: dict[str, Any],
     progress: Callable[[int, int], None] | None = None,
 ) -> tuple[_Conversion, Labels, PassedOver]:
-    """A conversion that has not begun, and what its manifest will say; raises what can be known before its first document."""
+    """A conversion that has not begun, and what its manifest will say; raises what can be known
+    before its first document.
+    """
     options, runner = _settings(options, runner, settings)
     check_output(output)
     prefix, named = split_name(output)
     if prefix != output and not output.endswith(".idx"):
         options = replace(options, kind=named)
-    tokenizer = load_tokenizer(options.tokenizer, **options.tokenizer_settings) if options.tokenizer else None
-    if options.chat_template is not None:  # all of it, for workers elsewhere, and so that another one is another conversion
-        options = replace(options, chat_template=as_option(find_template(options.chat_template, options.tokenizer)))
+    tokenizer = (
+        load_tokenizer(options.tokenizer, **options.tokenizer_settings)
+        if options.tokenizer
+        else None
+    )
+    # all of it, for workers elsewhere, and so that another one is another conversion
+    if options.chat_template is not None:
+        options = replace(
+            options,
+            chat_template=as_option(find_template(options.chat_template, options.tokenizer)),
+        )
     passed = PassedOver()
-    found = find_inputs(inputs, storage, FilePatterns(include=options.include, exclude=options.exclude), passed)
+    found = find_inputs(
+        inputs, storage, FilePatterns(include=options.include, exclude=options.exclude), passed
+    )
     labels = labels_of(found, options, tokenizer, storage)
     if tokenizer is None and options.eod_id is None:
-        options = replace(options, eod_id=labels["eod_id"])  # what is cut keeps the end of its document
+        # what is cut keeps the end of its document
+        options = replace(options, eod_id=labels["eod_id"])
     if options.modes is not None:
         labels = labels | {"eod_id": None}  # the sequence with the end may be one of those left out
     check_encoder(found, tokenizer, options, storage)
     _check_ray(prefix, runner)
     work = _work_folder(prefix, runner.work)
-    conversion = _Conversion(prefix, options, runner, storage, work, found, tokenizer, progress or _no_progress)
+    conversion = _Conversion(
+        prefix, options, runner, storage, work, found, tokenizer, progress or _no_progress
+    )
     return conversion, labels, passed
 
 
@@ -163,31 +190,51 @@ def _convert_pipes(
     prefix, _ = split_name(output)
     work = _work_folder(prefix, runner.work)
     with _locked(work):
-        if not os.path.exists(os.path.join(work, "target.json")):  # else it is half published, perhaps by this very conversion
+        # else it is half published, perhaps by this very conversion
+        if not os.path.exists(os.path.join(work, "target.json")):
             Publisher(prefix, options.kind, work, storage, "").check([], overwrite=overwrite)
         check_writable(prefix, storage, replaces=overwrite)
         kept = keep_pipes(inputs, work)
     read = [kept.get(item, item) for item in inputs]
     try:
         with tell_of_pipes(kept):
-            made = convert(read, output, options=options, runner=runner, overwrite=overwrite, storage=storage, progress=progress)
+            made = convert(
+                read,
+                output,
+                options=options,
+                runner=runner,
+                overwrite=overwrite,
+                storage=storage,
+                progress=progress,
+            )
     except BaseException:
         forget_pipes(work)
         raise
     return replace(made, messages=[named_as_given(message, kept) for message in made.messages])
 
 
-def _settings(options: ConvertOptions | None, runner: Runner | None, settings: dict[str, Any]) -> tuple[ConvertOptions, Runner]:
+def _settings(
+    options: ConvertOptions | None, runner: Runner | None, settings: dict[str, Any]
+) -> tuple[ConvertOptions, Runner]:
     """Fields given by name, sorted into the two."""
     if "key" in settings:
         settings["keys"] = (settings.pop("key"),)
-    own = {name: settings.pop(name) for name in list(settings) if name in Runner.__dataclass_fields__}
+    own = {
+        name: settings.pop(name) for name in list(settings) if name in Runner.__dataclass_fields__
+    }
     return replace(options or ConvertOptions(), **settings), replace(runner or Runner(), **own)
 
 
 def _check_ray(prefix: str, runner: Runner) -> None:
-    """Raise ConfigError for a work folder of this machine alone, where other machines are to write to it."""
-    if runner.engine == "ray" and runner.work is None and is_remote(prefix) and os.environ.get("RAY_ADDRESS", "local") != "local":
+    """Raise ConfigError for a work folder of this machine alone, where other machines are to write
+    to it.
+    """
+    if (
+        runner.engine == "ray"
+        and runner.work is None
+        and is_remote(prefix)
+        and os.environ.get("RAY_ADDRESS", "local") != "local"
+    ):
         raise ConfigError(
             f"{prefix}: the machines of a Ray cluster need a work folder that all of them can write; name one by --work, a URL "
             f"beside the output for instance"
@@ -199,8 +246,11 @@ def _no_progress(size: int, tokens: int) -> None:
 
 
 def _work_folder(prefix: str, given: str | None) -> str:
-    """A folder of this conversion alone, removed in the end: within the one given, beside a local output, or in the cache."""
-    stem, own = prefix.rpartition("/")[2], hashlib.blake2b(prefix.encode(), digest_size=6).hexdigest()
+    """A folder of this conversion alone, removed in the end: within the one given, beside a local
+    output, or in the cache.
+    """
+    stem = prefix.rpartition("/")[2]
+    own = hashlib.blake2b(prefix.encode(), digest_size=6).hexdigest()
     if given:
         return join_url(given, f"{stem}.convert-{own}")
     if not is_remote(prefix):
@@ -213,8 +263,8 @@ def _work_folder(prefix: str, given: str | None) -> str:
 def _locked(work: str, *, named: bool = True) -> Iterator[None]:
     """One conversion at a time in a work folder of this machine.
 
-    Without `named`, the folder is that of conversions which name none: locked too, so that two to one output do not meet whatever
-    their folders are; but it is not needed.
+    Without `named`, the folder is that of conversions which name none: locked too, so that two to
+    one output do not meet whatever their folders are; but it is not needed.
     """
     if is_remote(work):
         yield
@@ -239,11 +289,14 @@ def _locked(work: str, *, named: bool = True) -> Iterator[None]:
         lock.release()
         if os.path.isdir(work) and set(os.listdir(work)) <= {"lock"}:
             shutil.rmtree(work, ignore_errors=True)
-        shutil.rmtree(f"{work}.removed", ignore_errors=True)  # of a run that was killed at its very end
+        # of a run that was killed at its very end
+        shutil.rmtree(f"{work}.removed", ignore_errors=True)
 
 
 def held_by_another(output: str) -> bool:
-    """Whether a conversion to this output is running on this machine, in a work folder that was not named."""
+    """Whether a conversion to this output is running on this machine, in a work folder that was not
+    named.
+    """
     prefix = split_name(output.removesuffix(MANIFEST))[0]
     lock = os.path.join(_work_folder(prefix, None), "lock")
     if not os.path.exists(lock):
@@ -278,30 +331,51 @@ class _Conversion:
         job = self.job()
         records: list[UnitRecord] = []
         if self._direct():
-            parts, sources = self._datasets(), [f"{item.path} {item.etag}" for item in self.inputs]
+            parts = self._datasets()
+            sources = [f"{item.path} {item.etag}" for item in self.inputs]
             self.source_bytes = sum(item.size for item in self.inputs)
         else:
             records = self._units(job)
-            parts, sources = self._segments(job, records), [record.digest for record in records]
+            parts = self._segments(job, records)
+            sources = [record.digest for record in records]
             self.source_bytes = sum(record.source_bytes for record in records)
             if self.options.dedup and parts:
                 parts, self.duplicates = remove_duplicates(job, parts, self.runner.memory_bytes)
         layout = self._layout(job, parts, sources, records)
-        shards = {number: shard for number in range(layout.num_shards) if (shard := read_shard(job, layout, number))}
+        shards = {
+            number: shard
+            for number in range(layout.num_shards)
+            if (shard := read_shard(job, layout, number))
+        }
         for number in self.publisher.lost(layout, shards):
             del shards[number]
         left = [number for number in range(layout.num_shards) if number not in shards]
         threads = 1 if self.options.kind == "tar" else num_threads()
-        work = TaskList(function=_write_shard, shared=(job, layout), numbers=left, threads=threads, files=self.files)
-        at_once = 4 if layout.buckets else None  # each holds two buckets, of an eighth of the memory
-        for number, shard in run_tasks(work, self.runner, self.progress if self._direct() else _no_progress, at_once):
+        work = TaskList(
+            function=_write_shard,
+            shared=(job, layout),
+            numbers=left,
+            threads=threads,
+            files=self.files,
+        )
+        # each holds two buckets, of an eighth of the memory
+        at_once = 4 if layout.buckets else None
+        for number, shard in run_tasks(
+            work, self.runner, self.progress if self._direct() else _no_progress, at_once
+        ):
             shards[number] = shard
         return layout, [shards[number] for number in range(layout.num_shards)], records
 
     def job(self, *, all_units: bool = False) -> Job:
-        """All that workers have to know; without units, unless all are asked for, where datasets pass as they are."""
+        """All that workers have to know; without units, unless all are asked for, where datasets
+        pass as they are.
+        """
         digest = self.tokenizer.digest if self.tokenizer else ""
-        units = [] if self._direct() and not all_units else plan_units(self.inputs, self.options, self.storage)
+        units = (
+            []
+            if self._direct() and not all_units
+            else plan_units(self.inputs, self.options, self.storage)
+        )
         share = self.runner.memory_bytes // (16 * (self.runner.workers or num_threads()))
         return Job(
             options=self.options,
@@ -319,17 +393,32 @@ class _Conversion:
     def _datasets(self) -> list[DocumentSet]:
         names = [dataset_name(item.path) for item in self.inputs]
         return [
-            DocumentSet(dataset=name, documents=len(IndexedDataset(name, self.storage).document_indices) - 1) for name in names
+            DocumentSet(
+                dataset=name, documents=len(IndexedDataset(name, self.storage).document_indices) - 1
+            )
+            for name in names
         ]
 
     def _units(self, job: Job) -> list[UnitRecord]:
-        done = {number: record for number in range(len(job.units)) if (record := read_record(job, number))}
+        done = {
+            number: record
+            for number in range(len(job.units))
+            if (record := read_record(job, number))
+        }
         if done:
-            log.warning("going on with a conversion that was interrupted: %d of %d units are done", len(done), len(job.units))
-            self.progress(sum(r.source_bytes for r in done.values()), sum(r.tokens for r in done.values()))
+            log.warning(
+                "going on with a conversion that was interrupted: %d of %d units are done",
+                len(done),
+                len(job.units),
+            )
+            self.progress(
+                sum(r.source_bytes for r in done.values()), sum(r.tokens for r in done.values())
+            )
         left = [number for number in range(len(job.units)) if number not in done]
         threads = 1 if self.options.split_sentences else THREADS
-        work = TaskList(function=run_unit, shared=job, numbers=left, threads=threads, files=self.files)
+        work = TaskList(
+            function=run_unit, shared=job, numbers=left, threads=threads, files=self.files
+        )
         for number, record in run_tasks(work, self.runner, self.progress):
             done[number] = record
         return [done[number] for number in range(len(job.units))]
@@ -339,7 +428,9 @@ class _Conversion:
             DocumentSet(
                 dataset=join_url(job.work, segment.name),
                 documents=segment.documents,
-                side=f"{segment.name}.side" if self.options.dedup or self.options.shuffle_seed is not None else "",
+                side=f"{segment.name}.side"
+                if self.options.dedup or self.options.shuffle_seed is not None
+                else "",
                 unit=unit,
             )
             for unit, record in enumerate(records)
@@ -347,7 +438,9 @@ class _Conversion:
         ]
 
     def _reasons(self, records: Sequence[UnitRecord]) -> str:
-        """Why nothing is left, for a message: counts by reason, and the first faults with their places."""
+        """Why nothing is left, for a message: counts by reason, and the first faults with their
+        places.
+        """
         counts: dict[str, int] = {}
         for record in records:
             for reason, count in record.counts.items():
@@ -356,7 +449,13 @@ class _Conversion:
         messages = [message for record in records for message in record.messages]
         return told + "".join(f"\n  {message}" for message in messages[:3])
 
-    def _layout(self, job: Job, parts: list[DocumentSet], sources: Sequence[str], records: Sequence[UnitRecord]) -> Layout:
+    def _layout(
+        self,
+        job: Job,
+        parts: list[DocumentSet],
+        sources: Sequence[str],
+        records: Sequence[UnitRecord],
+    ) -> Layout:
         if not any(part.documents for part in parts):
             self.remove_work()  # nothing in it is of use
             raise ConvertError(
@@ -374,8 +473,14 @@ class _Conversion:
         bounds = plan_bounds(documents, dtype.itemsize, self.options.shard_bytes)
         stem = self.prefix.rpartition("/")[2]
         count = len(bounds) - 1
-        names = [stem] if self.options.shard_bytes is None else [shard_name(stem, n, count) for n in range(count)]
-        folder = join_url(self.work, "out") if not is_remote(self.prefix) else parent_url(self.prefix)
+        names = (
+            [stem]
+            if self.options.shard_bytes is None
+            else [shard_name(stem, n, count) for n in range(count)]
+        )
+        folder = (
+            join_url(self.work, "out") if not is_remote(self.prefix) else parent_url(self.prefix)
+        )
         layout = Layout(
             parts=parts,
             dtype=str(dtype),
@@ -384,7 +489,9 @@ class _Conversion:
             bounds=bounds,
             names=names,
             targets=[join_url(folder, name) for name in names],
-            first_sequences=number_sequences(documents, bounds) if self.options.kind == "tar" else [0] * count,
+            first_sequences=number_sequences(documents, bounds)
+            if self.options.kind == "tar"
+            else [0] * count,
         )
         return self.publisher.aim(replace(layout, digest=layout_digest(job, layout, sources)))
 
@@ -406,7 +513,9 @@ class _Conversion:
     def publisher(self) -> Publisher:
         """Of this conversion: what is published under which names."""
         inputs = [f"{item.path} {item.format} {item.size} {item.etag}" for item in self.inputs]
-        asked = json.dumps([self.options.digest(), self.tokenizer.digest if self.tokenizer else "", inputs])
+        asked = json.dumps(
+            [self.options.digest(), self.tokenizer.digest if self.tokenizer else "", inputs]
+        )
         job = hashlib.blake2b(asked.encode(), digest_size=12).hexdigest()
         return Publisher(self.prefix, self.options.kind, self.work, self.storage, job)
 
@@ -416,12 +525,16 @@ class _Conversion:
             return
         names = os.listdir(self.work)
         if any(name.startswith(("unit-", "shard-")) and name.endswith(".json") for name in names):
-            log.warning("what is done is kept in %s; run the same command again to go on", self.work)
+            log.warning(
+                "what is done is kept in %s; run the same command again to go on", self.work
+            )
         else:
             self.remove_work()
 
     def forget(self) -> None:
-        """Remove what an interrupted run has done; the lock is held, and what is noted of the output's names stays true."""
+        """Remove what an interrupted run has done; the lock is held, and what is noted of the
+        output's names stays true.
+        """
         if is_remote(self.work):
             store, key = open_store(f"{self.work}/", self.storage)
             names = [info.key for info in store.list(key)]
@@ -429,7 +542,8 @@ class _Conversion:
             store, key = open_store(self.work, self.storage)
             names = [os.path.join(root, name) for root, _, files in os.walk(key) for name in files]
         kept = {f"{key.rstrip('/')}/{name}" for name in KEPT}
-        for name in sorted(names, key=lambda name: not name.endswith(".json")):  # records go before what they speak of
+        # records go before what they speak of
+        for name in sorted(names, key=lambda name: not name.endswith(".json")):
             if name not in kept and not name.rpartition("/")[2].startswith(KEPT_PIPE):
                 store.delete(name)
 
@@ -439,7 +553,8 @@ class _Conversion:
         if is_remote(self.work):
             store, key = open_store(f"{self.work}/", self.storage)
             keys = [info.key for info in store.list(key)]
-            # What is noted of the output goes last: as long as anything is here, it says whose the output is.
+            # What is noted of the output goes last: as long as anything is here, it says whose the
+            # output is.
             for name in sorted(keys, key=lambda name: name.endswith(KEPT)):
                 store.delete(name)
         elif os.path.isdir(self.work):
@@ -449,5 +564,7 @@ class _Conversion:
             shutil.rmtree(gone, ignore_errors=True)
 
 
-def _write_shard(shared: tuple[Job, Layout], number: int, progress: Callable[[int, int], None]) -> Shard:
+def _write_shard(
+    shared: tuple[Job, Layout], number: int, progress: Callable[[int, int], None]
+) -> Shard:
     return write_shard(*shared, number, progress)

@@ -5,4 +5,10 @@ from streammega.dataset.indexed import IndexedDataset
 from streammega.dataset.node_cache import cached_arrays, default_cache_dir
 from streammega.dataset.writer import IndexedDatasetWriter
 
-__all__ = ["IndexedDataset", "IndexedDatasetWriter", "cached_arrays", "default_cache_dir", "smallest_dtype"]
+__all__ = [
+    "IndexedDataset",
+    "IndexedDatasetWriter",
+    "cached_arrays",
+    "default_cache_dir",
+    "smallest_dtype",
+]

@@ -1,4 +1,6 @@
-"""Checksums of stored objects: xxh3-128 of every 64 MiB, so that many threads check one file, and damage has a place."""
+"""Checksums of stored objects: xxh3-128 of every 64 MiB, so that many threads check one file, and
+damage has a place.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +14,10 @@ CHECK_BYTES = 64 << 20
 
 
 class HashingWriter:
-    """Passes bytes on to a writer (None: nowhere), counts them and keeps their checksums. An ObjectWriter."""
+    """Passes bytes on to a writer (None: nowhere), counts them and keeps their checksums.
+
+    An ObjectWriter.
+    """
 
     def __init__(self, inner: ObjectWriter | None) -> None:
         self._inner = inner
@@ -23,7 +28,11 @@ class HashingWriter:
     @property
     def checksums(self) -> list[str]:
         """One for each CHECK_BYTES of what was written, the last for the rest."""
-        return [*self._checksums, self._hash.hexdigest()] if self.size % CHECK_BYTES or not self.size else list(self._checksums)
+        return (
+            [*self._checksums, self._hash.hexdigest()]
+            if self.size % CHECK_BYTES or not self.size
+            else list(self._checksums)
+        )
 
     def write(self, data: bytes | memoryview) -> None:
         """Append bytes."""

@@ -1,7 +1,9 @@
-"""Records of conversations: `{"messages": [{"role", "content"}, ...]}` or `{"conversations": [{"from", "value"}, ...]}`.
+"""Records of conversations: `{"messages": [{"role", "content"}, ...]}` or `{"conversations":
+[{"from", "value"}, ...]}`.
 
-Read in one way by fine-tuning and by conversion. Either list may hold turns of either spelling, and a list or a turn that is null
-in one of them (as columns of a table are) is looked for in the other. Anything else is refused.
+Read in one way by fine-tuning and by conversion. Either list may hold turns of either spelling, and
+a list or a turn that is null in one of them (as columns of a table are) is looked for in the other.
+Anything else is refused.
 """
 
 from __future__ import annotations
@@ -53,30 +55,43 @@ def load_record(data: bytes, where: str) -> Any:
     except UnicodeDecodeError as error:
         raise not_utf8(where, error) from None
     except (ValueError, RecursionError) as error:
-        raise FormatError(f"{where}: broken JSON ({error}); mend the line, or leave it out") from None
+        raise FormatError(
+            f"{where}: broken JSON ({error}); mend the line, or leave it out"
+        ) from None
 
 
 def not_utf8(where: str, error: UnicodeDecodeError, mend: str = "leave it out") -> FormatError:
     """For text in another encoding. mend: what else can be done than to convert it."""
-    return FormatError(f"{where}: is not UTF-8 text (byte {error.start}); convert it with iconv, or {mend}")
+    return FormatError(
+        f"{where}: is not UTF-8 text (byte {error.start}); convert it with iconv, or {mend}"
+    )
 
 
 def messages_of(record: Any, where: str) -> list[Message]:
-    """The turns of a record, in order; none for an empty list. Raises FormatError that names where it came from."""
+    """The turns of a record, in order; none for an empty list.
+
+    Raises FormatError that names where it came from.
+    """
     return [_message(turn, number, where) for number, turn in enumerate(_turns(record, where), 1)]
 
 
 def turns_of(record: Any, where: str) -> list[dict[str, Any]]:
-    """The turns of a record as a chat template takes them: `role` (a value of ROLES), `content` and all else that is not null.
+    """The turns of a record as a chat template takes them: `role` (a value of ROLES), `content` and
+    all else that is not null.
 
-    The content is text or a list of parts; only the assistant's may be missing, beside its tool calls. Raises FormatError.
+    The content is text or a list of parts; only the assistant's may be missing, beside its tool
+    calls. Raises FormatError.
     """
     turns = []
     for number, turn in enumerate(_turns(record, where), 1):
         role, content, spelling = _role_and_content(turn, number, where)
         if content is not None or not turn.get("tool_calls"):
             _text_of(content, role, number, where)
-        others = {name: value for name, value in turn.items() if value is not None and name not in spelling}
+        others = {
+            name: value
+            for name, value in turn.items()
+            if value is not None and name not in spelling
+        }
         own = {"role": role} if content is None else {"role": role, "content": content}
         turns.append(own | others)
     return turns
@@ -112,11 +127,14 @@ def _role_and_content(turn: Any, number: int, where: str) -> tuple[str, Any, tup
     spelling = SPELLINGS[0]
     if isinstance(turn, dict):
         for spelling in SPELLINGS:
-            role, content = turn.get(spelling[0]), turn.get(spelling[1])
+            role = turn.get(spelling[0])
+            content = turn.get(spelling[1])
             if role is not None or content is not None:
                 break
     if not isinstance(role, str) or role not in ROLES:
-        raise FormatError(f"{where}: message {number} needs a role of {', '.join(ROLES)}, not {_short(role)}")
+        raise FormatError(
+            f"{where}: message {number} needs a role of {', '.join(ROLES)}, not {_short(role)}"
+        )
     return ROLES[role], content, spelling
 
 
@@ -126,10 +144,18 @@ def _text_of(content: Any, role: str, number: int, where: str) -> str:
     if isinstance(content, str):
         return content
     if not isinstance(content, list):
-        raise FormatError(f"{place} needs a text, or a list of parts of type 'text', not {_short(content)}")
+        raise FormatError(
+            f"{place} needs a text, or a list of parts of type 'text', not {_short(content)}"
+        )
     for part in content:
-        if not isinstance(part, dict) or part.get("type") != "text" or not isinstance(part.get("text"), str):
-            raise FormatError(f"{place} has a part that is no text: {_short(part)}; a part is {{'type': 'text', 'text': ...}}")
+        if (
+            not isinstance(part, dict)
+            or part.get("type") != "text"
+            or not isinstance(part.get("text"), str)
+        ):
+            raise FormatError(
+                f"{place} has a part that is no text: {_short(part)}; a part is {{'type': 'text', 'text': ...}}"
+            )
     return str(joined_content(content))
 
 
@@ -139,7 +165,8 @@ def _short(value: Any) -> str:
 
 
 def encodable(text: str, where: str, before: int = 0) -> str:
-    """The text itself. JSON can spell half a character, which no tokenizer takes: that is a FormatError.
+    """The text itself. JSON can spell half a character, which no tokenizer takes: that is a
+    FormatError.
 
     before: characters that come before it, if it is a piece of a text.
     """

@@ -13,7 +13,16 @@ from typing import TypeVar
 
 from streammega.config import StorageConfig
 from streammega.dataset.manifest import MANIFEST, manifest_shards
-from streammega.dataset.shards import SUFFIXES, KnownShard, may_belong, missing_shards, named, owner_of, split_name, strip_suffix
+from streammega.dataset.shards import (
+    SUFFIXES,
+    KnownShard,
+    may_belong,
+    missing_shards,
+    named,
+    owner_of,
+    split_name,
+    strip_suffix,
+)
 from streammega.errors import (
     FormatError,
     MissingShardsError,
@@ -34,7 +43,9 @@ SIGNS = "*?["
 TRIES = 5
 """Times that a dataset is looked up again when it was replaced while it was opened."""
 FEW = 8
-"""Up to so many shards of a manifest are asked for one by one; a listing tells of 1,000 objects, but of others too."""
+"""Up to so many shards of a manifest are asked for one by one; a listing tells of 1,000 objects,
+but of others too.
+"""
 
 
 def open_shards(
@@ -43,10 +54,11 @@ def open_shards(
     open_all: Callable[[list[KnownShard]], Opened],
     finish: Callable[[], None] = lambda: None,
 ) -> Opened:
-    """What `open_all` makes of a dataset's shards. A prefix that is no pair stands for the manifest of that name, if any.
+    """What `open_all` makes of a dataset's shards. A prefix that is no pair stands for the manifest
+    of that name, if any.
 
-    `finish` is called after that, for what is to be read of them at once. A dataset that is replaced meanwhile is looked up and
-    opened again: it is the former one, or the new one.
+    `finish` is called after that, for what is to be read of them at once. A dataset that is
+    replaced meanwhile is looked up and opened again: it is the former one, or the new one.
     """
     for left in reversed(range(TRIES)):
         seen: list[KnownShard] = []
@@ -57,7 +69,8 @@ def open_shards(
             if not left:
                 raise
         except (ObjectNotFoundError, FormatError):
-            # Local shards have their plain names again in the end: that nothing seems to have changed says little of them once.
+            # Local shards have their plain names again in the end: that nothing seems to have
+            # changed says little of them once.
             again = left == TRIES - 1 and not is_remote(name)
             if not left or (_look(name, storage) == seen and not again):
                 raise
@@ -75,7 +88,10 @@ def _look(name: str, storage: StorageConfig) -> list[KnownShard]:
 
 
 def _open_found(
-    name: str, storage: StorageConfig, open_all: Callable[[list[KnownShard]], Opened], seen: list[KnownShard]
+    name: str,
+    storage: StorageConfig,
+    open_all: Callable[[list[KnownShard]], Opened],
+    seen: list[KnownShard],
 ) -> Opened:
     """`open_shards`, once; `seen` gets what was found on the way."""
     shards = find_shards(name, storage)
@@ -86,7 +102,8 @@ def _open_found(
     seen += listed
     if [shard.name for shard in listed] == [shards[0].name]:
         return open_all(listed)
-    if listed and owner_of(listed[0].name) == strip_suffix(name):  # the pair of that name was replaced, and is being removed
+    # the pair of that name was replaced, and is being removed
+    if listed and owner_of(listed[0].name) == strip_suffix(name):
         return open_all(_with_infos(listed, storage))
     try:
         return open_all(shards)
@@ -106,9 +123,10 @@ def find_pairs(name: str, storage: StorageConfig) -> list[str]:
 def find_shards(name: str, storage: StorageConfig) -> list[KnownShard]:
     """The shards a dataset's name stands for, in order, with what was told of them on the way.
 
-    A prefix stands for itself, a manifest (`.json`) for what it lists, a folder (a name ending in /) or glob for all shards in
-    it, in name order. What is there by the very name is taken before that is read as a glob. Raises ObjectNotFoundError for a
-    folder or glob without shards, MissingShardsError with some of a set missing.
+    A prefix stands for itself, a manifest (`.json`) for what it lists, a folder (a name ending in
+    /) or glob for all shards in it, in name order. What is there by the very name is taken before
+    that is read as a glob. Raises ObjectNotFoundError for a folder or glob without shards,
+    MissingShardsError with some of a set missing.
     """
     if name.endswith(".json"):
         return _with_infos(manifest_shards(name, storage), storage)
@@ -129,8 +147,12 @@ def _is_prefix(shards: list[KnownShard], name: str) -> bool:
     return shards == [KnownShard(name=named(*split_name(name)))]
 
 
-def _manifest_beside(name: str, storage: StorageConfig) -> tuple[list[KnownShard], StreammegaError | None]:
-    """What the manifest of a prefix lists, if there is one; or why it cannot be read, which matters only without a pair."""
+def _manifest_beside(
+    name: str, storage: StorageConfig
+) -> tuple[list[KnownShard], StreammegaError | None]:
+    """What the manifest of a prefix lists, if there is one; or why it cannot be read, which matters
+    only without a pair.
+    """
     try:
         return manifest_shards(strip_suffix(name) + MANIFEST, storage), None
     except FormatError as error:
@@ -142,14 +164,17 @@ def _manifest_beside(name: str, storage: StorageConfig) -> tuple[list[KnownShard
 
 
 def _present(prefixes: list[str], storage: StorageConfig) -> list[str]:
-    """Without shards that are being written in place of others, or were replaced: the manifest says which are the dataset's.
+    """Without shards that are being written in place of others, or were replaced: the manifest says
+    which are the dataset's.
 
     Only where a name has the mark of such shards is a manifest read.
     """
     for owner in sorted({owner for prefix in prefixes if (owner := owner_of(prefix))}):
         own = [prefix for prefix in prefixes if may_belong(prefix, owner)]
         try:
-            listed = {strip_suffix(shard.name) for shard in manifest_shards(owner + MANIFEST, storage)}
+            listed = {
+                strip_suffix(shard.name) for shard in manifest_shards(owner + MANIFEST, storage)
+            }
         except ObjectNotFoundError:
             listed = {prefix for prefix in own if owner_of(prefix) is None}
         if listed:
@@ -171,9 +196,13 @@ def _local_shards(name: str) -> list[KnownShard] | None:
         folder, pattern = os.path.split(name)
         # The signs in a folder that is there are letters.
         pattern = os.path.join(glob.escape(folder), pattern) if os.path.isdir(folder) else name
-        indices = [path for path in glob.glob(pattern) if path.endswith(".idx")] or glob.glob(f"{pattern}.idx")
+        indices = [path for path in glob.glob(pattern) if path.endswith(".idx")] or glob.glob(
+            f"{pattern}.idx"
+        )
         folders = {os.path.dirname(path) for path in indices}
-        there = {os.path.join(folder, entry) for folder in folders for entry in os.listdir(folder or ".")}
+        there = {
+            os.path.join(folder, entry) for folder in folders for entry in os.listdir(folder or ".")
+        }
     prefixes = _present(sorted({strip_suffix(path) for path in indices}), StorageConfig())
     return [KnownShard(name=_with_kind(prefix, there)) for prefix in prefixes]
 
@@ -215,7 +244,10 @@ def _remote_shards(name: str, storage: StorageConfig) -> list[KnownShard] | None
         return None
     stems = sorted(strip_suffix(item) for item in there if item.endswith(".idx"))
     chosen = [stem for stem in stems if not pattern or _matches(stem, pattern)]
-    chosen = [item.rpartition("/")[2] for item in _present([join_url(folder, stem) for stem in chosen], storage)]
+    chosen = [
+        item.rpartition("/")[2]
+        for item in _present([join_url(folder, stem) for stem in chosen], storage)
+    ]
     shards = [KnownShard(name=join_url(folder, _with_kind(stem, there))) for stem in chosen]
     return _from_listing(shards, there, storage)
 
@@ -231,7 +263,9 @@ def _listed(folder: str, storage: StorageConfig) -> dict[str, ObjectInfo]:
 
 
 def _with_infos(shards: list[KnownShard], storage: StorageConfig) -> list[KnownShard]:
-    """The shards of a manifest with what a listing of their folder tells; few, local or not to be listed: as they are."""
+    """The shards of a manifest with what a listing of their folder tells; few, local or not to be
+    listed: as they are.
+    """
     if len(shards) <= FEW or not is_remote(shards[0].name):
         return shards
     try:
@@ -239,30 +273,43 @@ def _with_infos(shards: list[KnownShard], storage: StorageConfig) -> list[KnownS
     except StorageError as error:
         if error.transient:
             raise
-        log.debug("the folder of %s cannot be listed: every shard is asked for (%s)", shards[0].name, type(error).__name__)
+        log.debug(
+            "the folder of %s cannot be listed: every shard is asked for (%s)",
+            shards[0].name,
+            type(error).__name__,
+        )
         return shards
     return _from_listing(shards, there, storage)
 
 
-def _from_listing(shards: list[KnownShard], there: Mapping[str, ObjectInfo], storage: StorageConfig) -> list[KnownShard]:
-    """Shards with the sizes and ETags of a listing, where its ETags are those that reads will tell."""
+def _from_listing(
+    shards: list[KnownShard], there: Mapping[str, ObjectInfo], storage: StorageConfig
+) -> list[KnownShard]:
+    """Shards with the sizes and ETags of a listing, where its ETags are those that
+    reads will tell.
+    """
     if not shards or not _agrees(shards[0], there, storage):
         return shards
     found = []
     for shard in shards:
         prefix, kind = split_name(shard.name.rpartition("/")[2])
-        stored, index = there.get(prefix + SUFFIXES[kind]), there.get(f"{prefix}.idx")
+        stored = there.get(prefix + SUFFIXES[kind])
+        index = there.get(f"{prefix}.idx")
         found.append(replace(shard, stored=_told(stored), index=_told(index)))
     return found
 
 
 def _told(info: ObjectInfo | None) -> ObjectInfo | None:
-    """What a listing told, if it told an ETag: without one, replaced objects would not be noticed."""
+    """What a listing told, if it told an ETag: without one, replaced objects would
+    not be noticed.
+    """
     return info if info is not None and info.etag else None
 
 
 def _agrees(shard: KnownShard, there: Mapping[str, ObjectInfo], storage: StorageConfig) -> bool:
-    """Whether a listing tells the ETags that other answers do: where it does not, a run would end at its first read."""
+    """Whether a listing tells the ETags that other answers do: where it does not, a run would end
+    at its first read.
+    """
     prefix, _ = split_name(shard.name)
     listed = _told(there.get(f"{prefix.rpartition('/')[2]}.idx"))
     if listed is None:

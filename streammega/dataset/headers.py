@@ -1,4 +1,6 @@
-"""What the stream order needs of a shard, without reading its index: sizes, counts, and the pointers at a split's bounds."""
+"""What the stream order needs of a shard, without reading its index: sizes, counts, and the
+pointers at a split's bounds.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +27,10 @@ OPENERS = 32
 
 @dataclass(frozen=True, kw_only=True)
 class PairBounds:
-    """A shard of which its sizes and counts are known; `token_at` reads a pointer. `bin_info`: of its tokens, decompressed."""
+    """A shard of which its sizes and counts are known; `token_at` reads a pointer.
+
+    `bin_info`: of its tokens, decompressed.
+    """
 
     files: ShardFiles
     store: Store
@@ -35,7 +40,9 @@ class PairBounds:
 
     @property
     def multimodal(self) -> bool:
-        """Whether its sequences have modes: told by sizes alone, where a manifest tells the counts."""
+        """Whether its sequences have modes: told by sizes alone, where a manifest
+        tells the counts.
+        """
         entry = self.files.shard.entry
         if entry is None:
             return self.files.header.multimodal
@@ -48,7 +55,9 @@ class PairBounds:
         return self.bin_info.size // self.dtype.itemsize
 
     def token_at(self, sequence: int) -> int:
-        """The token of the `.bin` at which a sequence starts; past the last sequence, all of them."""
+        """The token of the `.bin` at which a sequence starts; past the last
+        sequence, all of them.
+        """
         if sequence >= self.num_sequences:
             return self.num_tokens
         if sequence == 0:
@@ -64,26 +73,36 @@ class PairBounds:
         return offset // self.dtype.itemsize
 
 
-def read_bounds(shard: KnownShard | str, storage: StorageConfig, cache_dir: str | Path | None = None) -> PairBounds:
+def read_bounds(
+    shard: KnownShard | str, storage: StorageConfig, cache_dir: str | Path | None = None
+) -> PairBounds:
     """Open a shard by what a manifest says, or by its header.
 
-    What the manifest says, the sizes of both objects must bear out. Without one, the last sequence of the `.idx` must end where
-    the tokens do. Raises ObjectNotFoundError, FormatError, StorageError.
+    What the manifest says, the sizes of both objects must bear out. Without one, the last sequence
+    of the `.idx` must end where the tokens do. Raises ObjectNotFoundError, FormatError,
+    StorageError.
     """
     shard = KnownShard(name=shard) if isinstance(shard, str) else shard
     files = ShardFiles(shard, storage, cache_dir)
     store, info = files.tokens()
     entry = shard.entry
-    if entry is not None and not isinstance(files.index_store, LocalStore):  # a local header costs no request
+    # a local header costs no request
+    if entry is not None and not isinstance(files.index_store, LocalStore):
         _ = files.index  # its size is compared
-        dtype, count = entry.dtype, entry.sequences
+        dtype = entry.dtype
+        count = entry.sequences
     else:
-        dtype, count = files.header.dtype, files.header.sequence_count
+        dtype = files.header.dtype
+        count = files.header.sequence_count
         check_end(files.read_end(), info.size, files.index_url, files.url)
-    return PairBounds(files=files, store=store, bin_info=info, dtype=dtype.newbyteorder("<"), num_sequences=count)
+    return PairBounds(
+        files=files, store=store, bin_info=info, dtype=dtype.newbyteorder("<"), num_sequences=count
+    )
 
 
-def read_dataset(name: str, storage: StorageConfig, cache_dir: str | Path | None = None) -> list[PairBounds]:
+def read_dataset(
+    name: str, storage: StorageConfig, cache_dir: str | Path | None = None
+) -> list[PairBounds]:
     """Open all shards of a dataset by their sizes and headers. Raises as read_bounds does."""
 
     def open_all(shards: Sequence[KnownShard]) -> list[PairBounds]:

@@ -1,8 +1,8 @@
 """The `.idx` format: the one place that knows its bytes.
 
-Little-endian: magic (9 bytes), version u64 = 1, dtype code u8, sequence_count u64, document_count u64, then
-int32 lengths, int64 byte offsets, int64 document_indices, and in multimodal files int8 modes.
-Counts are checked against the size of the file before anything is allocated.
+Little-endian: magic (9 bytes), version u64 = 1, dtype code u8, sequence_count u64, document_count
+u64, then int32 lengths, int64 byte offsets, int64 document_indices, and in multimodal files int8
+modes. Counts are checked against the size of the file before anything is allocated.
 """
 
 from __future__ import annotations
@@ -33,7 +33,9 @@ DTYPE_OF_CODE: dict[int, np.dtype[Any]] = {
 }
 CODE_OF_DTYPE = {dtype: code for code, dtype in DTYPE_OF_CODE.items()}
 _CHECK_ROWS = 1 << 17
-"""Sequences looked at together: a few arrays of them are made at once, by each of the threads that open shards."""
+"""Sequences looked at together: a few arrays of them are made at once, by each of the threads that
+open shards.
+"""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -95,9 +97,13 @@ def token_dtype_named(name: str) -> np.dtype[Any]:
     try:
         dtype = np.dtype(name)
     except TypeError:
-        raise ConfigError(f"dtype {name!r} is not known; use uint16, int32, uint8, int64, ...") from None
+        raise ConfigError(
+            f"dtype {name!r} is not known; use uint16, int32, uint8, int64, ..."
+        ) from None
     if not np.issubdtype(dtype, np.integer):
-        raise ConfigError(f"dtype {name!r} holds no token ids; use uint16, int32, uint8, int64, ...")
+        raise ConfigError(
+            f"dtype {name!r} holds no token ids; use uint16, int32, uint8, int64, ..."
+        )
     dtype_code(dtype)
     return dtype
 
@@ -110,19 +116,26 @@ def smallest_dtype(vocab_size: int) -> np.dtype[Any]:
 def parse_header(data: bytes | memoryview, file_bytes: int, path: str) -> IndexHeader:
     """The header of an `.idx` of `file_bytes` bytes whose first bytes are `data`.
 
-    Raises FormatError for a wrong magic, version or dtype code, and for counts that the size contradicts.
+    Raises FormatError for a wrong magic, version or dtype code, and for counts that the size
+    contradicts.
     """
     mend = "is this the .idx of a Megatron dataset, and whole? copy it again, or rebuild it with 'streammega convert'"
     if file_bytes < HEADER_BYTES or len(data) < HEADER_BYTES:
-        raise FormatError(f"{path}: {file_bytes} bytes are fewer than the {HEADER_BYTES} of an .idx header; {mend}")
+        raise FormatError(
+            f"{path}: {file_bytes} bytes are fewer than the {HEADER_BYTES} of an .idx header; {mend}"
+        )
     code: int
     magic, version, code, sequence_count, document_count = HEADER.unpack(bytes(data[:HEADER_BYTES]))
     if magic != MAGIC:
         raise FormatError(f"{path}: starts with {magic!r}, an .idx with {MAGIC!r}; {mend}")
     if version != VERSION:
-        raise FormatError(f"{path}: .idx version {version}; this reader knows version {VERSION}; {mend}")
+        raise FormatError(
+            f"{path}: .idx version {version}; this reader knows version {VERSION}; {mend}"
+        )
     if code not in DTYPE_OF_CODE:
-        raise FormatError(f"{path}: dtype code {code} is not one of {sorted(DTYPE_OF_CODE)}; {mend}")
+        raise FormatError(
+            f"{path}: dtype code {code} is not one of {sorted(DTYPE_OF_CODE)}; {mend}"
+        )
     plain = HEADER_BYTES + 12 * sequence_count + 8 * document_count
     if file_bytes not in (plain, plain + sequence_count):
         raise FormatError(
@@ -131,7 +144,10 @@ def parse_header(data: bytes | memoryview, file_bytes: int, path: str) -> IndexH
         )
     multimodal = file_bytes != plain
     return IndexHeader(
-        dtype=DTYPE_OF_CODE[code], sequence_count=sequence_count, document_count=document_count, multimodal=multimodal
+        dtype=DTYPE_OF_CODE[code],
+        sequence_count=sequence_count,
+        document_count=document_count,
+        multimodal=multimodal,
     )
 
 
@@ -151,31 +167,45 @@ def parse_index(data: memoryview, path: str) -> IndexArrays:
 
 
 def check_index(arrays: IndexArrays, bin_bytes: int, path: str, tokens: str = "the .bin") -> int:
-    """Raise FormatError if a sequence or document lies outside of what exists; return where the furthest sequence ends.
+    """Raise FormatError if a sequence or document lies outside of what exists; return where the
+    furthest sequence ends.
 
-    In bytes; bin_bytes: of the tokens, decompressed; path, tokens: the names of both files. One pass, bounded memory.
+    In bytes; bin_bytes: of the tokens, decompressed; path, tokens: the names of both files. One
+    pass, bounded memory.
     """
-    lengths, offsets = arrays.sequence_lengths, arrays.sequence_offsets
+    lengths = arrays.sequence_lengths
+    offsets = arrays.sequence_offsets
     end = 0
     for at in range(0, len(lengths), _CHECK_ROWS):
         rows = slice(at, at + _CHECK_ROWS)
-        end = max(end, _check_sequences(lengths[rows], offsets[rows], arrays.dtype.itemsize, at, bin_bytes, path, tokens))
+        end = max(
+            end,
+            _check_sequences(
+                lengths[rows], offsets[rows], arrays.dtype.itemsize, at, bin_bytes, path, tokens
+            ),
+        )
     documents = arrays.document_indices
     if len(documents) == 0 or documents[0] != 0 or documents[-1] != len(lengths):
         ends = (int(documents[0]), int(documents[-1])) if len(documents) else ()
-        raise FormatError(f"{path}: document bounds run {ends}, not from 0 to the {len(lengths)} sequences; rebuild the .idx")
+        raise FormatError(
+            f"{path}: document bounds run {ends}, not from 0 to the {len(lengths)} sequences; rebuild the .idx"
+        )
     for at in range(0, len(documents) - 1, _CHECK_ROWS):
         part = documents[at : at + _CHECK_ROWS + 1]
         if (part[1:] < part[:-1]).any():
             bad = at + int(np.argmax(part[1:] < part[:-1]))
-            raise FormatError(f"{path}: document bound {bad + 1} lies before bound {bad}; rebuild the .idx")
+            raise FormatError(
+                f"{path}: document bound {bad + 1} lies before bound {bad}; rebuild the .idx"
+            )
     return end
 
 
 def check_end(end: int, bin_bytes: int, path: str, tokens: str) -> None:
-    """Raise FormatError unless an `.idx` ends where its tokens do: else one of the two is cut short, or another dataset's.
+    """Raise FormatError unless an `.idx` ends where its tokens do: else one of the two is cut
+    short, or another dataset's.
 
-    end: one past the last byte of its last sequence; bin_bytes: of the tokens, decompressed; path, tokens: the names of both.
+    end: one past the last byte of its last sequence; bin_bytes: of the tokens, decompressed; path,
+    tokens: the names of both.
     """
     if end == bin_bytes:
         return
@@ -186,13 +216,17 @@ def check_end(end: int, bin_bytes: int, path: str, tokens: str) -> None:
             "the .idx belongs to another .bin, or the .bin has grown since: copy both again, or rebuild the .idx by "
             "'streammega verify --repair'"
         )
-    raise FormatError(f"{path}: its sequences end at byte {end:,}, but {tokens} has {bin_bytes:,} bytes of tokens; {cause}")
+    raise FormatError(
+        f"{path}: its sequences end at byte {end:,}, but {tokens} has {bin_bytes:,} bytes of tokens; {cause}"
+    )
 
 
 def check_whole_end(arrays: IndexArrays, end: int, bin_bytes: int, path: str, tokens: str) -> None:
-    """`check_end` where sequences lie end to end, as writers put them: `end` is where the furthest one ends.
+    """`check_end` where sequences lie end to end, as writers put them: `end` is where the furthest
+    one ends.
 
-    An `.idx` made by hand may name parts of a `.bin`, in any order; it is then right wherever the last of them ends.
+    An `.idx` made by hand may name parts of a `.bin`, in any order; it is then right wherever the
+    last of them ends.
     """
     covered = int(arrays.sequence_lengths.sum(dtype=np.int64)) * arrays.dtype.itemsize
     if covered == end:
@@ -208,17 +242,22 @@ def _check_sequences(
     path: str,
     tokens: str,
 ) -> int:
-    """Check some sequences, the first of which is number `at`; returns where the furthest of them ends, in bytes."""
+    """Check some sequences, the first of which is number `at`; returns where the furthest of them
+    ends, in bytes.
+    """
     if lengths.min() < 0:
         bad = int(np.argmax(lengths < 0))
-        raise FormatError(f"{path}: sequence {at + bad} has the negative length {lengths[bad]}; rebuild the .idx")
+        raise FormatError(
+            f"{path}: sequence {at + bad} has the negative length {lengths[bad]}; rebuild the .idx"
+        )
     size = lengths.astype(np.int64) * itemsize
     if (offsets % itemsize).any():
         bad = int(np.argmax(offsets % itemsize != 0))
         raise FormatError(
             f"{path}: sequence {at + bad} starts at byte {offsets[bad]}, inside a {itemsize}-byte token; rebuild the .idx"
         )
-    outside = (offsets < 0) | (offsets > bin_bytes - size)  # never offset + size, which a forged offset overflows
+    # never offset + size, which a forged offset overflows
+    outside = (offsets < 0) | (offsets > bin_bytes - size)
     if outside.any():
         bad = int(np.argmax(outside))
         raise FormatError(

@@ -33,26 +33,27 @@ Item: TypeAlias = "Tokens | tuple[Tokens, int]"
 
 
 class IndexedDataset(Sequence["Item"]):
-    """The sequences of one `.bin/.idx` pair, by number; or of all shards that a name stands for (see `find_pairs`), end to end.
+    """The sequences of one `.bin/.idx` pair, by number; or of all shards that a name stands for
+    (see `find_pairs`), end to end.
 
-    `dataset[i]` is sequence i as an array of the stored dtype, shape [sequence_lengths[i]]; in multimodal
-    files it is the pair (tokens, mode). `dataset[a:b]` is a list of them, read by one range.
-    Local pairs are memory-mapped; of remote ones the `.idx` is copied to the local cache once per node.
+    `dataset[i]` is sequence i as an array of the stored dtype, shape [sequence_lengths[i]]; in
+    multimodal files it is the pair (tokens, mode). `dataset[a:b]` is a list of them, read by one
+    range. Local pairs are memory-mapped; of remote ones the `.idx` is copied to the local cache
+    once per node.
 
-    Takes what Megatron's IndexedDataset takes, in its order: with `multimodal=True` slices and `get` are also as Megatron's,
-    (list of tokens, modes) and (tokens, mode).
+    Takes what Megatron's IndexedDataset takes, in its order: with `multimodal=True` slices and
+    `get` are also as Megatron's, (list of tokens, modes) and (tokens, mode).
 
-    Args:
-        path_prefix: the path or URL without `.bin` / `.idx`; `prefix` is the same.
-        multimodal: whether sequences come with their modes; None: where the file has them. Or, for short, `storage`.
-        mmap: map local tokens, or read them (`StorageConfig.local`). Or, for short, `index_cache_dir`.
-        object_storage_config: Megatron's; its `path_to_idx_cache` is `index_cache_dir`.
-        storage: credentials, transport and limits.
-        index_cache_dir: where `.idx` copies go; default `default_cache_dir()`.
-        fast_cache_load, sequences_per_dataset, dtype_code: of Megatron's, at their defaults only: an `.idx` is always looked at.
+    Args: path_prefix: the path or URL without `.bin` / `.idx`; `prefix` is the same. multimodal:
+        whether sequences come with their modes; None: where the file has them. Or, for short,
+        `storage`. mmap: map local tokens, or read them (`StorageConfig.local`). Or, for short,
+        `index_cache_dir`. object_storage_config: Megatron's; its `path_to_idx_cache` is
+        `index_cache_dir`. storage: credentials, transport and limits. index_cache_dir: where `.idx`
+        copies go; default `default_cache_dir()`. fast_cache_load, sequences_per_dataset,
+        dtype_code: of Megatron's, at their defaults only: an `.idx` is always looked at.
 
-    Raises ObjectNotFoundError, FormatError (a forged, truncated or foreign file, or no modes where they are asked for),
-    ConfigError, AccessDeniedError, EndpointError.
+    Raises ObjectNotFoundError, FormatError (a forged, truncated or foreign file, or no modes where
+    they are asked for), ConfigError, AccessDeniedError, EndpointError.
     """
 
     def __init__(
@@ -62,10 +63,14 @@ class IndexedDataset(Sequence["Item"]):
         dtype_code: int | None = None,
     ) -> None:  # fmt: skip
         if fast_cache_load or sequences_per_dataset is not None or dtype_code is not None:
-            raise ConfigError("fast_cache_load, sequences_per_dataset and dtype_code open an .idx unseen, which is not done here")
+            raise ConfigError(
+                "fast_cache_load, sequences_per_dataset and dtype_code open an .idx unseen, which is not done here"
+            )
         name = str(path_prefix or prefix)
         if not name:
-            raise ConfigError("IndexedDataset needs the name of a dataset, such as 's3://bucket/web'")
+            raise ConfigError(
+                "IndexedDataset needs the name of a dataset, such as 's3://bucket/web'"
+            )
         self.object_storage_config = object_storage_config
         opening = opening_of(multimodal, mmap, object_storage_config, storage, index_cache_dir)
         folder = opening.index_cache_dir
@@ -77,7 +82,9 @@ class IndexedDataset(Sequence["Item"]):
         self.shards: list[str] = open_shards(name, self.storage, self._open, self._open_index)
         """The names of what it is made of."""
         if self._with_modes and self._arrays.sequence_modes is None:
-            raise FormatError(f"{self.prefix}: has no modes; leave multimodal out, or write it with multimodal=True")
+            raise FormatError(
+                f"{self.prefix}: has no modes; leave multimodal out, or write it with multimodal=True"
+            )
 
     def _open(self, shards: list[KnownShard]) -> list[str]:
         self._files = [ShardFiles(shard, self.storage, self._cache_dir) for shard in shards]
@@ -87,14 +94,16 @@ class IndexedDataset(Sequence["Item"]):
             self.bin_key = self._files[0].key
             self.bin_info: ObjectInfo = opened[0][1]
         else:
-            self.store, self.bin_key = ConcatStore(opened, self.prefix), self.prefix
+            self.store = ConcatStore(opened, self.prefix)
+            self.bin_key = self.prefix
             self.bin_info = self.store.info(self.bin_key)
         self._sizes = [info.size for _, info in opened]
         return [shard.name for shard in shards]
 
     def _open_index(self) -> None:
         each(lambda own: own.index, self._files, OPENERS)  # looked up together, and kept
-        # Now, for errors belong here; and not by the property, which before Python 3.12 opens one dataset of a blend at a time.
+        # Now, for errors belong here; and not by the property, which before Python 3.12 opens one
+        # dataset of a blend at a time.
         self.__dict__["_arrays"] = self._open_arrays()
 
     def __repr__(self) -> str:
@@ -109,16 +118,22 @@ class IndexedDataset(Sequence["Item"]):
         return self._open_arrays()
 
     def _open_arrays(self) -> IndexArrays:
-        """Maps and checks the `.idx`; maps it again, the same one, in each process that unpickles the dataset."""
+        """Maps and checks the `.idx`; maps it again, the same one, in each process that unpickles
+        the dataset.
+        """
         files = self._files
         infos = [own.index for own in files]
         if len(files) == 1:
             return files[0].checked_arrays(self._sizes[0])
         try:
-            if sum(info.size for info in infos) < KEEP_BYTES or not all(info.etag for info in infos):
+            if sum(info.size for info in infos) < KEEP_BYTES or not all(
+                info.etag for info in infos
+            ):
                 return join_indices(self._open_indices(), self._sizes)
             urls = [own.index_url for own in files]
-            versions = [(info.etag, info.size, size) for info, size in zip(infos, self._sizes, strict=True)]
+            versions = [
+                (info.etag, info.size, size) for info, size in zip(infos, self._sizes, strict=True)
+            ]
             return kept_indices(self._cache_dir / "idx", urls, versions, self._open_indices)
         except FormatError as error:
             raise FormatError(f"{self.prefix}: {error}") from None
@@ -144,17 +159,23 @@ class IndexedDataset(Sequence["Item"]):
 
     @property
     def document_indices(self) -> NDArray[np.int64]:
-        """Document d holds sequences [document_indices[d], document_indices[d + 1]); shape [documents + 1]."""
+        """Document d holds sequences [document_indices[d], document_indices[d + 1]); shape
+        [documents + 1].
+        """
         return self._arrays.document_indices
 
     @property
     def sequence_modes(self) -> NDArray[np.int8] | None:
-        """The mode of each sequence in multimodal files, else None (also with `multimodal=False`)."""
+        """The mode of each sequence in multimodal files, else None (also with
+        `multimodal=False`).
+        """
         return None if self._with_modes is False else self._arrays.sequence_modes
 
     @cached_property
     def loss_modes(self) -> tuple[int, ...] | None:
-        """The modes of sequences that are to be learned, by the manifest; None where it names none, or there is no manifest."""
+        """The modes of sequences that are to be learned, by the manifest; None where it names none,
+        or there is no manifest.
+        """
         return None if self.sequence_modes is None else loss_modes_of(self._files, self._name)
 
     @cached_property
@@ -204,9 +225,11 @@ class IndexedDataset(Sequence["Item"]):
         return tokens if modes is None else (tokens, int(modes[number]))
 
     def get(self, index: int, offset: int = 0, length: int | None = None) -> Any:
-        """`length` tokens (default: the rest) of a sequence from token `offset` on; a range read of just these.
+        """`length` tokens (default: the rest) of a sequence from token `offset` on; a range read of
+        just these.
 
-        Opened with `multimodal=True`, the pair (tokens, mode). Raises IndexError for tokens outside of the sequence.
+        Opened with `multimodal=True`, the pair (tokens, mode). Raises IndexError for tokens outside
+        of the sequence.
         """
         number = self._number(index)
         tokens = self._part(number, offset, length)
@@ -217,7 +240,9 @@ class IndexedDataset(Sequence["Item"]):
         size = int(self.sequence_lengths[number])
         stop = size if length is None else offset + length
         if not 0 <= offset <= stop <= size:
-            raise IndexError(f"tokens [{offset}, {stop}) of sequence {number}, which has {size} tokens")
+            raise IndexError(
+                f"tokens [{offset}, {stop}) of sequence {number}, which has {size} tokens"
+            )
         at = int(self.sequence_offsets[number])
         itemsize = self.dtype.itemsize
         return self._tokens(self._read(at + offset * itemsize, at + stop * itemsize))
@@ -242,7 +267,10 @@ class IndexedDataset(Sequence["Item"]):
             return [self._part(number, 0, None) for number in range(start, stop)]
         low = int(offsets[0])
         whole = self._read(low, int(offsets[-1] + sizes[-1]))
-        return [self._tokens(whole[int(a) - low : int(a + b) - low]) for a, b in zip(offsets, sizes, strict=True)]
+        return [
+            self._tokens(whole[int(a) - low : int(a + b) - low])
+            for a, b in zip(offsets, sizes, strict=True)
+        ]
 
     def _read(self, start: int, stop: int) -> Buffer:
         return self.store.read_ranges(self.bin_key, [start], [stop], self.bin_info.etag)[0]

@@ -1,7 +1,8 @@
-"""What the manifest of a dataset says of its ids, for a dataset opened by any of its names: its tokenizer, and what is learned.
+"""What the manifest of a dataset says of its ids, for a dataset opened by any of its names: its
+tokenizer, and what is learned.
 
-A folder or a glob is opened without a manifest. What is needed is then looked up beside the shards, so that one dataset is
-the same by whatever name.
+A folder or a glob is opened without a manifest. What is needed is then looked up beside the shards,
+so that one dataset is the same by whatever name.
 """
 
 from __future__ import annotations
@@ -46,7 +47,9 @@ def loss_modes_of(files: Sequence[ShardFiles], name: str) -> LossModes:
             found[None if modes is None else tuple(modes)] = own.prefix
     if len(found) > 1:
         told = " and ".join(f"{prefix} has {modes}" for modes, prefix in found.items())
-        raise FormatError(f"{name}: its shards differ in the modes that are to be learned ({told}); make a blend of them")
+        raise FormatError(
+            f"{name}: its shards differ in the modes that are to be learned ({told}); make a blend of them"
+        )
     return next(iter(found), None)
 
 

@@ -32,11 +32,16 @@ def opening_of(
     storage: StorageConfig | None,
     index_cache_dir: str | Path | None,
 ) -> Opening:
-    """What the arguments of Megatron's constructor and of ours mean together. Raises ConfigError for what cannot work."""
+    """What the arguments of Megatron's constructor and of ours mean together.
+
+    Raises ConfigError for what cannot work.
+    """
     if isinstance(multimodal, StorageConfig):  # IndexedDataset(prefix, storage, index_cache_dir)
-        storage, multimodal = multimodal, None
+        storage = multimodal
+        multimodal = None
     if isinstance(mmap, (str, Path)):
-        index_cache_dir, mmap = mmap, None
+        index_cache_dir = mmap
+        mmap = None
     storage = storage or StorageConfig()
     if mmap is not None:
         storage = replace(storage, local="mmap" if mmap else "pread")
@@ -44,15 +49,20 @@ def opening_of(
         folder = getattr(object_storage_config, "path_to_idx_cache", None)
         chunk_bytes = getattr(object_storage_config, "bin_chunk_nbytes", MiB)
         if not folder or not chunk_bytes > 0:
-            raise ConfigError("object_storage_config needs path_to_idx_cache, a folder, and a bin_chunk_nbytes above zero")
-        # Megatron reads the tokens in blocks of that size; here just what is asked for is read, and only a cache has blocks.
+            raise ConfigError(
+                "object_storage_config needs path_to_idx_cache, a folder, and a bin_chunk_nbytes above zero"
+            )
+        # Megatron reads the tokens in blocks of that size; here just what is asked for is read, and
+        # only a cache has blocks.
         storage = replace(storage, chunk_bytes=max(MiB, int(chunk_bytes)))
         index_cache_dir = index_cache_dir or folder
     return Opening(storage=storage, index_cache_dir=index_cache_dir, multimodal=multimodal)
 
 
 class IndexView:
-    """The arrays of an `.idx` under Megatron's names; `view[i]` is (byte of the `.bin`, length, mode or None) of sequence i."""
+    """The arrays of an `.idx` under Megatron's names; `view[i]` is (byte of the `.bin`, length,
+    mode or None) of sequence i.
+    """
 
     def __init__(self, arrays: IndexArrays, modes: NDArray[np.int8] | None) -> None:
         self.sequence_lengths = arrays.sequence_lengths
@@ -73,7 +83,10 @@ class IndexView:
 
 
 def pair_exists(path_prefix: str, storage: StorageConfig | None = None) -> bool:
-    """Whether a shard's tokens and its `.idx` are there. Raises AccessDeniedError, EndpointError where that cannot be told."""
+    """Whether a shard's tokens and its `.idx` are there.
+
+    Raises AccessDeniedError, EndpointError where that cannot be told.
+    """
     prefix, kind = split_name(str(path_prefix))
     try:
         for url in (f"{prefix}.idx", prefix + SUFFIXES[kind]):

@@ -1,7 +1,9 @@
-"""Datasets that do not exist: `mock://tokens=1000000,vocab=50257` is a pair whose bytes are computed when they are read.
+"""Datasets that do not exist: `mock://tokens=1000000,vocab=50257` is a pair whose bytes are
+computed when they are read.
 
-For dry runs and tests of everything above. Every document has `length` tokens, the last of them `eod`; the others are
-a keyed hash of their place in [0, vocab), without the eod. The same name always holds the same bytes.
+For dry runs and tests of everything above. Every document has `length` tokens, the last of them
+`eod`; the others are a keyed hash of their place in [0, vocab), without the eod. The same name
+always holds the same bytes.
 """
 
 from __future__ import annotations
@@ -38,7 +40,9 @@ class MockStore:
             size = HEADER_BYTES + 12 * documents + 8 * (documents + 1)
         return ObjectInfo(key=key, size=size, etag="mock")
 
-    def read_ranges(self, key: str, starts: Sequence[int], stops: Sequence[int], etag: str = "") -> list[Buffer]:
+    def read_ranges(
+        self, key: str, starts: Sequence[int], stops: Sequence[int], etag: str = ""
+    ) -> list[Buffer]:
         """Bytes computed on the spot."""
         settings = self._settings(key)
         if key.endswith(".idx"):
@@ -46,9 +50,16 @@ class MockStore:
             return [whole[a:b] for a, b in zip(starts, stops, strict=True)]
         return [_tokens(settings, int(a), int(b)) for a, b in zip(starts, stops, strict=True)]
 
-    def read_into(self, key: str, spans: Sequence[Span], outs: Sequence[Bytes], etag: str = "") -> None:
+    def read_into(
+        self, key: str, spans: Sequence[Span], outs: Sequence[Bytes], etag: str = ""
+    ) -> None:
         """Bytes computed on the spot."""
-        fill(self.url(key), spans, self.read_ranges(key, [a for a, _ in spans], [b for _, b in spans]), outs)
+        fill(
+            self.url(key),
+            spans,
+            self.read_ranges(key, [a for a, _ in spans], [b for _, b in spans]),
+            outs,
+        )
 
     def list(self, prefix: str, recursive: bool = True) -> list[ObjectInfo]:
         """Nothing lies there."""
@@ -70,23 +81,31 @@ class MockStore:
         for pair in filter(None, name.split(",")):
             setting, _, value = pair.partition("=")
             if setting not in DEFAULTS or not value.isdigit():
-                raise ConfigError(f"{self.url(name)}: {pair!r} is not one of {', '.join(DEFAULTS)}, followed by = and a number")
+                raise ConfigError(
+                    f"{self.url(name)}: {pair!r} is not one of {', '.join(DEFAULTS)}, followed by = and a number"
+                )
             settings[setting] = int(value)
         if not 0 < settings["length"] <= settings["tokens"] or settings["vocab"] < 2:
-            raise ConfigError(f"{self.url(name)}: needs 0 < length <= tokens, and a vocab of at least 2")
+            raise ConfigError(
+                f"{self.url(name)}: needs 0 < length <= tokens, and a vocab of at least 2"
+            )
         return settings
 
 
 def _index(settings: dict[str, int]) -> bytes:
-    documents, length = settings["tokens"] // settings["length"], settings["length"]
+    documents = settings["tokens"] // settings["length"]
+    length = settings["length"]
     lengths = np.full(documents, length, np.int32)
     return b"".join(encode_index(np.dtype(np.int32), lengths, np.arange(documents + 1), None))
 
 
 def _tokens(settings: dict[str, int], start: int, stop: int) -> Buffer:
-    first, last = start // ITEMSIZE, -(-stop // ITEMSIZE)
+    first = start // ITEMSIZE
+    last = -(-stop // ITEMSIZE)
     place = np.arange(first, last, dtype=np.uint64)
-    tokens: NDArray[np.int32] = (_hash(place, settings["seed"]) % np.uint64(settings["vocab"] - 1)).astype("<i4")
+    tokens: NDArray[np.int32] = (
+        _hash(place, settings["seed"]) % np.uint64(settings["vocab"] - 1)
+    ).astype("<i4")
     tokens += tokens >= settings["eod"]
     tokens[place % np.uint64(settings["length"]) == settings["length"] - 1] = settings["eod"]
     return memoryview(tokens.tobytes())[start - first * ITEMSIZE : stop - first * ITEMSIZE]

@@ -55,7 +55,8 @@ def cached_object(store: Store, info: ObjectInfo, cache_dir: Path, part_bytes: i
             latest = cache_dir / "idx" / f"{url_hash}.latest"
             stale = _read_name(latest)
             write_atomically(path, _download(store, info, part_bytes), info.size)
-            # Which copy to remove next is noted: a look through the folder for each of its files would be quadratic.
+            # Which copy to remove next is noted: a look through the folder for each of its files
+            # would be quadratic.
             write_atomically(latest, [path.name.encode()], len(path.name))
             if stale and stale != path.name:
                 (path.parent / stale).unlink(missing_ok=True)
@@ -63,7 +64,8 @@ def cached_object(store: Store, info: ObjectInfo, cache_dir: Path, part_bytes: i
 
 
 def local_view(store: Store, info: ObjectInfo, cache_dir: Path, part_bytes: int) -> memoryview:
-    """The bytes of a remote object: its local copy, mapped. One without a version is read into memory: no copy could be trusted
+    """The bytes of a remote object: its local copy, mapped. One without a version is read into
+    memory: no copy could be trusted
 
     Raises CacheError when the cache cannot hold it, StorageError when it cannot be read.
     """
@@ -75,7 +77,11 @@ def local_view(store: Store, info: ObjectInfo, cache_dir: Path, part_bytes: int)
 
 def cached_copy(store: Store, info: ObjectInfo, cache_dir: Path) -> Path:
     """Where the local copy of an object lies, if there is one."""
-    return cache_dir / "idx" / f"{_digest(store.url(info.key))}-{_digest(f'{info.etag}:{info.size}')}.idx"
+    return (
+        cache_dir
+        / "idx"
+        / f"{_digest(store.url(info.key))}-{_digest(f'{info.etag}:{info.size}')}.idx"
+    )
 
 
 def _read_name(path: Path) -> str:
@@ -91,16 +97,22 @@ def _download(store: Store, info: ObjectInfo, part_bytes: int) -> Iterator[memor
     for at in range(0, info.size, DOWNLOAD_BYTES):
         end = min(at + DOWNLOAD_BYTES, info.size)
         starts = list(range(at, end, part_bytes))
-        yield from store.read_ranges(info.key, starts, [min(start + part_bytes, end) for start in starts], info.etag)
+        yield from store.read_ranges(
+            info.key, starts, [min(start + part_bytes, end) for start in starts], info.etag
+        )
 
 
 ArrayKind = tuple[tuple[DTypeLike, ...], tuple["int | None", ...]]
-"""What a cached array must be: the dtypes it may have, and its shape, None where any number will do."""
+"""What a cached array must be: the dtypes it may have, and its shape, None where any number will
+do.
+"""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ArrayParts:
-    """An array of one dimension that is made while it is written, so that it need not fit the memory: parts, end to end."""
+    """An array of one dimension that is made while it is written, so that it need not fit the
+    memory: parts, end to end.
+    """
 
     dtype: np.dtype[Any]
     size: int
@@ -108,7 +120,8 @@ class ArrayParts:
 
     def filled(self) -> NDArray[Any]:
         """The array in memory."""
-        array, at = np.empty(self.size, self.dtype), 0
+        array = np.empty(self.size, self.dtype)
+        at = 0
         for part in self.parts():
             array[at : at + len(part)] = part
             at += len(part)
@@ -122,15 +135,19 @@ def cached_arrays(
     build: Callable[[], Mapping[str, NDArray[Any] | ArrayParts]],
     published: SharedFolder | None = None,
 ) -> dict[str, NDArray[np.generic]]:
-    """Arrays `<key>-<name>.npy`, memory-mapped read-only; built once per node when one of them is missing.
+    """Arrays `<key>-<name>.npy`, memory-mapped read-only; built once per node when one of them is
+    missing.
 
-    Where `published` has them all, they are downloaded instead. Each file is written under a temporary name and renamed, so
-    a killed build leaves nothing that is later believed. Raises CacheError for a file that holds no array of its kind.
+    Where `published` has them all, they are downloaded instead. Each file is written under a
+    temporary name and renamed, so a killed build leaves nothing that is later believed. Raises
+    CacheError for a file that holds no array of its kind.
     """
     paths = {name: folder / f"{key}-{name}.npy" for name in kinds}
     if not all(path.exists() for path in paths.values()):
         with node_lock(folder / f"{key}.lock"):
-            if not all(path.exists() for path in paths.values()) and not (published and _download_all(published, paths)):
+            if not all(path.exists() for path in paths.values()) and not (
+                published and _download_all(published, paths)
+            ):
                 arrays = build()
                 for name, path in paths.items():
                     array = arrays[name]
@@ -140,7 +157,9 @@ def cached_arrays(
 
 @dataclass(frozen=True, kw_only=True)
 class SharedFolder:
-    """A folder of built arrays that all nodes can read: a URL, opened with the run's storage settings."""
+    """A folder of built arrays that all nodes can read: a URL, opened with the run's storage
+    settings.
+    """
 
     url: str
     storage: StorageConfig
@@ -168,7 +187,10 @@ def _download_all(published: SharedFolder, paths: Mapping[str, Path]) -> bool:
 
 
 def load_array(path: Path, kind: ArrayKind) -> NDArray[np.generic]:
-    """One cached `.npy`, memory-mapped, without a descriptor. Raises CacheError if it is not an array of this kind."""
+    """One cached `.npy`, memory-mapped, without a descriptor.
+
+    Raises CacheError if it is not an array of this kind.
+    """
     try:
         with open(path, "rb") as file:
             version = np.lib.format.read_magic(file)
@@ -181,22 +203,30 @@ def load_array(path: Path, kind: ArrayKind) -> NDArray[np.generic]:
     except (ValueError, EOFError, OSError) as error:
         raise damaged_array(f"{path}: is no readable array ({error})") from None
     dtypes, expected = kind
-    fits = len(shape) == len(expected) and all(e in (None, n) for n, e in zip(shape, expected, strict=True))
+    fits = len(shape) == len(expected) and all(
+        e in (None, n) for n, e in zip(shape, expected, strict=True)
+    )
     if by_columns or dtype not in [np.dtype(known) for known in dtypes] or not fits:
-        raise damaged_array(f"{path}: is {dtype} {list(shape)}, not {np.dtype(dtypes[-1])} {list(expected)}")
+        raise damaged_array(
+            f"{path}: is {dtype} {list(shape)}, not {np.dtype(dtypes[-1])} {list(expected)}"
+        )
     # Users know mapped arrays by this type; np.load would keep a descriptor for each.
     return data[begin:].view(dtype).reshape(shape).view(np.memmap)
 
 
 def damaged_array(what: str) -> CacheError:
     """For a cached array that is not what was built."""
-    return CacheError(f"{what}; remove the file and start again (publish it anew, if it came from shared_index_url)")
+    return CacheError(
+        f"{what}; remove the file and start again (publish it anew, if it came from shared_index_url)"
+    )
 
 
 def _npy_bytes(array: NDArray[Any] | ArrayParts) -> Iterator[memoryview]:
     shape = array.shape if isinstance(array, np.ndarray) else (array.size,)
     header = io.BytesIO()
-    np.lib.format.write_array_header_1_0(header, {"descr": array.dtype.str, "fortran_order": False, "shape": shape})
+    np.lib.format.write_array_header_1_0(
+        header, {"descr": array.dtype.str, "fortran_order": False, "shape": shape}
+    )
     yield header.getbuffer()
     for part in [array] if isinstance(array, np.ndarray) else array.parts():
         flat = np.ascontiguousarray(part, array.dtype).reshape(-1).view(np.uint8)
@@ -205,7 +235,10 @@ def _npy_bytes(array: NDArray[Any] | ArrayParts) -> Iterator[memoryview]:
 
 
 def write_atomically(path: Path, chunks: Iterable[bytes | memoryview], expected_bytes: int) -> None:
-    """Write to a temporary file in the same folder, sync it, rename it. Raises CacheError on a full disk."""
+    """Write to a temporary file in the same folder, sync it, rename it.
+
+    Raises CacheError on a full disk.
+    """
     temporary = None
     try:
         fd, temporary = create_beside(path)
@@ -214,7 +247,8 @@ def write_atomically(path: Path, chunks: Iterable[bytes | memoryview], expected_
                 file.write(chunk)
             file.flush()
             os.fsync(file.fileno())
-            os.replace(temporary, path)  # while it is open, and so held: nobody takes it for an orphan
+            # while it is open, and so held: nobody takes it for an orphan
+            os.replace(temporary, path)
         temporary = None
     except OSError as error:
         raise cache_error(path, error, expected_bytes) from None
@@ -225,10 +259,13 @@ def write_atomically(path: Path, chunks: Iterable[bytes | memoryview], expected_
 
 @contextmanager
 def node_lock(path: Path) -> Iterator[None]:
-    """Hold an advisory file lock that all processes of this node share; freed by the kernel if its holder dies."""
+    """Hold an advisory file lock that all processes of this node share; freed by the kernel if its
+    holder dies.
+    """
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        # An empty file that every user of the cache may lock, whatever the umask of its maker: to lock is to open for writing.
+        # An empty file that every user of the cache may lock, whatever the umask of its maker: to
+        # lock is to open for writing.
         lock = filelock.FileLock(path, mode=0o666)
         lock.acquire()
     except OSError as error:
@@ -247,8 +284,14 @@ def cache_error(path: Path, error: OSError, wanted: int) -> CacheError:
             f"{path}: {reason}; the cache belongs to another user or is read-only: make the folder writable for all of its "
             f"users, or set index_cache_dir to a folder of one's own"
         )
-    room = f" ({wanted:,} bytes wanted)" if error.errno in (errno.ENOSPC, errno.EDQUOT) and wanted else ""
-    return CacheError(f"{path}: {reason}{room}; free space there, or set index_cache_dir to a disk with room")
+    room = (
+        f" ({wanted:,} bytes wanted)"
+        if error.errno in (errno.ENOSPC, errno.EDQUOT) and wanted
+        else ""
+    )
+    return CacheError(
+        f"{path}: {reason}{room}; free space there, or set index_cache_dir to a disk with room"
+    )
 
 
 def _digest(text: str) -> str:

@@ -1,4 +1,6 @@
-"""Lost and broken `.idx` files, rebuilt from the ends of documents in the tokens; what these do not tell is refused."""
+"""Lost and broken `.idx` files, rebuilt from the ends of documents in the tokens; what these do not
+tell is refused.
+"""
 
 from __future__ import annotations
 
@@ -36,13 +38,20 @@ from streammega.storage.moves import exists
 
 
 def repair_index(
-    name: str, storage: StorageConfig | None = None, *, eod_id: int | None = None, dtype: str | None = None, force: bool = False
+    name: str,
+    storage: StorageConfig | None = None,
+    *,
+    eod_id: int | None = None,
+    dtype: str | None = None,
+    force: bool = False,
 ) -> list[str]:
-    """Write each `.idx` anew that is lost or broken, from where its tokens hold the end-of-document id. Returns what was done.
+    """Write each `.idx` anew that is lost or broken, from where its tokens hold the end-of-document
+    id. Returns what was done.
 
-    What is sound stays as it is; a broken `.idx` is kept as `.idx.former`, a later one as `.idx.former-2`. Every document becomes
-    one sequence, tokens after the last end one more document. So a dataset whose documents have several sequences, or modes, is
-    refused, and an `.idx` that would not be what the manifest says; `force` takes what can be had.
+    What is sound stays as it is; a broken `.idx` is kept as `.idx.former`, a later one as
+    `.idx.former-2`. Every document becomes one sequence, tokens after the last end one more
+    document. So a dataset whose documents have several sequences, or modes, is refused, and an
+    `.idx` that would not be what the manifest says; `force` takes what can be had.
 
     Raises ConfigError for what is refused, and when the id or the dtype is not known.
     """
@@ -51,27 +60,47 @@ def repair_index(
     try:
         names, manifest = shards_of(name, storage, report)
     except ObjectNotFoundError:
-        names, manifest = [split_name(name)[0]], None
+        names = [split_name(name)[0]]
+        manifest = None
     eod_id = eod_id if eod_id is not None else manifest.eod_id if manifest else None
     width = dtype or (manifest.dtype if manifest else None)
     expected: list[Shard | None] = list(manifest.shards) if manifest else [None] * len(names)
-    broken = [number for number, shard in enumerate(names) if not _is_sound(shard, expected[number], storage)]
-    made = {number: _rebuild(names[number], expected[number], manifest, storage, eod_id, width, force=force) for number in broken}
+    broken = [
+        number
+        for number, shard in enumerate(names)
+        if not _is_sound(shard, expected[number], storage)
+    ]
+    made = {
+        number: _rebuild(
+            names[number], expected[number], manifest, storage, eod_id, width, force=force
+        )
+        for number in broken
+    }
     done = [_put_index(names[number], expected[number], made[number], storage) for number in broken]
     if manifest and any(made[number].shard != expected[number] for number in broken):
-        shards = [made[number].shard if number in made else shard for number, shard in enumerate(manifest.shards)]
-        counts = {what: sum(getattr(shard, what) for shard in shards) for what in ("documents", "sequences", "tokens")}
+        shards = [
+            made[number].shard if number in made else shard
+            for number, shard in enumerate(manifest.shards)
+        ]
+        counts = {
+            what: sum(getattr(shard, what) for shard in shards)
+            for what in ("documents", "sequences", "tokens")
+        }
         whole = [shard for shard in shards if shard is not None]
         url = name if name.endswith(".json") else split_name(name)[0] + MANIFEST
         multimodal = manifest.multimodal and len(broken) < len(names)
-        save_bytes(url, replace(manifest, shards=whole, multimodal=multimodal, **counts).to_json(), storage)
+        save_bytes(
+            url, replace(manifest, shards=whole, multimodal=multimodal, **counts).to_json(), storage
+        )
         done.append(f"{redact_urls(url)}: speaks of the new .idx files now")
     return done
 
 
 @dataclass(frozen=True, kw_only=True)
 class _Rebuilt:
-    """An `.idx` made of tokens: its bytes, the documents it tells of, and what a manifest is to say of it."""
+    """An `.idx` made of tokens: its bytes, the documents it tells of, and what a manifest is to say
+    of it.
+    """
 
     data: bytes
     documents: int
@@ -79,7 +108,9 @@ class _Rebuilt:
 
 
 def _is_sound(name: str, expected: Shard | None, storage: StorageConfig) -> bool:
-    """Whether the `.idx` of a shard is there, is what the manifest speaks of, and fits the tokens."""
+    """Whether the `.idx` of a shard is there, is what the manifest speaks of, and
+    fits the tokens.
+    """
     prefix, kind = split_name(name)
     seen = VerifyReport(name=name)
     try:
@@ -100,9 +131,13 @@ def _rebuild(
 ) -> _Rebuilt:  # fmt: skip
     prefix, kind = split_name(name)
     if kind == "tar":
-        raise ConfigError(f"{name}: the .idx of a tar cannot be rebuilt from it; convert the tar again")
+        raise ConfigError(
+            f"{name}: the .idx of a tar cannot be rebuilt from it; convert the tar again"
+        )
     if eod_id is None:
-        raise ConfigError(f"{name}: an .idx is rebuilt from the ends of documents; name their id by --eod-id")
+        raise ConfigError(
+            f"{name}: an .idx is rebuilt from the ends of documents; name their id by --eod-id"
+        )
     if not force and _has_sequences(prefix, expected, manifest, storage):
         raise ConfigError(
             f"{redact_urls(prefix)}.idx: its documents have several sequences, or modes, which the tokens do not tell: "
@@ -116,11 +151,18 @@ def _rebuild(
         places = np.append(places, info.size // width.itemsize)
     lengths = np.diff(places)
     if len(lengths) and int(lengths.max()) > np.iinfo(np.int32).max:
-        raise FormatError(f"{name}: {int(lengths.max()):,} tokens without the id {eod_id}; is it the right one?")
-    data = b"".join(encode_index(width, lengths.astype(np.int32), np.arange(len(lengths) + 1), None))
+        raise FormatError(
+            f"{name}: {int(lengths.max()):,} tokens without the id {eod_id}; is it the right one?"
+        )
+    data = b"".join(
+        encode_index(width, lengths.astype(np.int32), np.arange(len(lengths) + 1), None)
+    )
     check = HashingWriter(None)
     check.write(data)
-    if expected is None or (check.size, check.checksums) == (expected.index_bytes, expected.index_checksums):
+    if expected is None or (check.size, check.checksums) == (
+        expected.index_bytes,
+        expected.index_checksums,
+    ):
         return _Rebuilt(data=data, documents=len(lengths), shard=expected)
     if not force:
         raise ConfigError(
@@ -134,8 +176,12 @@ def _rebuild(
     return _Rebuilt(data=data, documents=len(lengths), shard=shard)
 
 
-def _has_sequences(prefix: str, expected: Shard | None, manifest: Manifest | None, storage: StorageConfig) -> bool:
-    """Whether documents have several sequences, or modes, by the manifest or by what is left of the `.idx`."""
+def _has_sequences(
+    prefix: str, expected: Shard | None, manifest: Manifest | None, storage: StorageConfig
+) -> bool:
+    """Whether documents have several sequences, or modes, by the manifest or by what is left of the
+    `.idx`.
+    """
     if manifest is not None and expected is not None:
         return manifest.multimodal or expected.sequences != expected.documents
     store, key = open_store(f"{prefix}.idx", storage)
@@ -157,10 +203,16 @@ def _put_index(name: str, expected: Shard | None, made: _Rebuilt, storage: Stora
     text = f"{redact_urls(prefix)}.idx: rebuilt, {made.documents:,} documents"
     if expected is None:
         return text
-    return f"{text}; it is what it was" if made.shard == expected else f"{text}; it differs from the first one"
+    return (
+        f"{text}; it is what it was"
+        if made.shard == expected
+        else f"{text}; it differs from the first one"
+    )
 
 
-def _document_ends(store: Store, info: ObjectInfo, dtype: np.dtype[Any], eod_id: int) -> Iterator[NDArray[np.int64]]:
+def _document_ends(
+    store: Store, info: ObjectInfo, dtype: np.dtype[Any], eod_id: int
+) -> Iterator[NDArray[np.int64]]:
     """One past each end, in tokens."""
     whole = info.size // dtype.itemsize * dtype.itemsize
     for at in range(0, whole, REMOTE_BYTES):
@@ -181,7 +233,9 @@ def _dtype_of(prefix: str, storage: StorageConfig) -> np.dtype[Any]:
             return DTYPE_OF_CODE[head[17]]
         return parse_header(head, info.size, store.url(key)).dtype
     except StreammegaError:
-        raise ConfigError(f"{prefix}: the dtype of its tokens is not known; name it by --dtype, such as uint16") from None
+        raise ConfigError(
+            f"{prefix}: the dtype of its tokens is not known; name it by --dtype, such as uint16"
+        ) from None
 
 
 def _keep_former(url: str, storage: StorageConfig) -> None:
@@ -192,10 +246,13 @@ def _keep_former(url: str, storage: StorageConfig) -> None:
         return
     ending = ".former"
     number = 1
-    while exists(url + ending, storage):  # of an earlier repair, perhaps the only copy of what was there first
+    # of an earlier repair, perhaps the only copy of what was there first
+    while exists(url + ending, storage):
         number += 1
         ending = f".former-{number}"
     if isinstance(store, LocalStore):
         os.replace(key, key + ending)
     elif info.size:
-        save_bytes(url + ending, bytes(store.read_ranges(key, [0], [info.size], info.etag)[0]), storage)
+        save_bytes(
+            url + ending, bytes(store.read_ranges(key, [0], [info.size], info.etag)[0]), storage
+        )

@@ -1,4 +1,6 @@
-"""Names of token shards, `.bin`, `.bin.zst` or `.tar` with an `.idx` each, and what is known of one before it is opened."""
+"""Names of token shards, `.bin`, `.bin.zst` or `.tar` with an `.idx` each, and what is known of one
+before it is opened.
+"""
 
 from __future__ import annotations
 
@@ -41,7 +43,9 @@ class ManifestEntry:
 
 @dataclass(frozen=True, kw_only=True)
 class KnownShard:
-    """A shard's name, and what was told of it by a listing (`stored`: its tokens, `index`: its `.idx`) and by a manifest."""
+    """A shard's name, and what was told of it by a listing (`stored`: its tokens, `index`: its
+    `.idx`) and by a manifest.
+    """
 
     name: str
     stored: ObjectInfo | None = None
@@ -50,7 +54,9 @@ class KnownShard:
 
 
 def split_name(name: str) -> tuple[str, Kind]:
-    """(prefix, kind) of a shard: a prefix alone is a `.bin`; users paste names with any of the suffixes."""
+    """(prefix, kind) of a shard: a prefix alone is a `.bin`; users paste names with any of the
+    suffixes.
+    """
     for kind, suffix in (("zst", ".bin.zst"), ("tar", ".tar"), ("bin", ".bin"), ("bin", ".idx")):
         if name.endswith(suffix):
             return name[: -len(suffix)], kind  # type: ignore[return-value]
@@ -74,12 +80,17 @@ def set_name(prefix: str) -> str:
 
 
 def shard_name(prefix: str, number: int, count: int) -> str:
-    """The prefix of one of several shards. The count is part of it, so that a missing one is noticed."""
+    """The prefix of one of several shards.
+
+    The count is part of it, so that a missing one is noticed.
+    """
     return f"{prefix}-{number:05d}-of-{count:05d}"
 
 
 def marked(name: str, stem: str, mark: str) -> str:
-    """The name of a shard of the dataset `stem` with a mark after that, by which it lies beside the shards it is to replace."""
+    """The name of a shard of the dataset `stem` with a mark after that, by which it lies beside the
+    shards it is to replace.
+    """
     return f"{stem}-{mark}{name[len(stem) :]}" if mark else name
 
 
@@ -90,14 +101,18 @@ def owner_of(name: str) -> str | None:
 
 
 def may_belong(name: str, prefix: str) -> bool:
-    """Whether a shard's name is one that shards of the dataset `prefix` have: itself, numbered, or with a mark."""
+    """Whether a shard's name is one that shards of the dataset `prefix` have: itself, numbered, or
+    with a mark.
+    """
     plain = split_name(name)[0]
     numbered = _NUMBERED.match(plain)
     return prefix in (plain, numbered[1] if numbered else None, owner_of(plain))
 
 
 def missing_shards(names: Iterable[str]) -> list[str]:
-    """Of numbered shards, the prefixes that should be there too and are not, at most a few of each set."""
+    """Of numbered shards, the prefixes that should be there too and are not, at most a few of each
+    set.
+    """
     sets: dict[tuple[str, int], set[int]] = {}
     for name in names:
         if found := _NUMBERED.match(split_name(name)[0]):
@@ -105,5 +120,7 @@ def missing_shards(names: Iterable[str]) -> list[str]:
     missing = []
     for (stem, count), there in sets.items():
         gone = (number for number in range(count) if number not in there)
-        missing += [shard_name(stem, number, count) for number, _ in zip(gone, range(3), strict=False)]
+        missing += [
+            shard_name(stem, number, count) for number, _ in zip(gone, range(3), strict=False)
+        ]
     return missing

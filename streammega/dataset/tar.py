@@ -1,10 +1,11 @@
-"""Token shards as WebDataset tars: one sample for each sequence, `000000042.npy`, and its mode in `000000042.cls`.
+"""Token shards as WebDataset tars: one sample for each sequence, `000000042.npy`, and its mode in
+`000000042.cls`.
 
-The number is that of the sequence in the dataset, so that no two samples of it have the same key. Readers do not look at it:
-shards of earlier versions counted from zero each.
+The number is that of the sequence in the dataset, so that no two samples of it have the same key.
+Readers do not look at it: shards of earlier versions counted from zero each.
 
-Every member begins with a 512-byte ustar header, every payload with a 128-byte .npy header, and is padded to 512 bytes; so the
-places of all payloads follow from the lengths in the shard's `.idx`.
+Every member begins with a 512-byte ustar header, every payload with a 128-byte .npy header, and is
+padded to 512 bytes; so the places of all payloads follow from the lengths in the shard's `.idx`.
 """
 
 from __future__ import annotations
@@ -37,17 +38,28 @@ def layout(lengths: NDArray[np.int32], itemsize: int, multimodal: bool) -> Membe
 def stored_bytes(lengths: NDArray[np.int32], itemsize: int, multimodal: bool) -> int:
     """Bytes of such a shard: all members, and two empty records at its end."""
     size = NPY_HEADER + lengths.astype(np.int64) * itemsize
-    return int((RECORD + -(-size // RECORD) * RECORD).sum()) + len(lengths) * (2 * RECORD if multimodal else 0) + 2 * RECORD
+    return (
+        int((RECORD + -(-size // RECORD) * RECORD).sum())
+        + len(lengths) * (2 * RECORD if multimodal else 0)
+        + 2 * RECORD
+    )
 
 
 class TarWriter:
-    """Writes sequences as members. The same sequences, from the same `first` number on, give the same bytes."""
+    """Writes sequences as members.
 
-    def __init__(self, inner: ObjectWriter, dtype: np.dtype[Any], multimodal: bool, first: int = 0) -> None:
+    The same sequences, from the same `first` number on, give the same bytes.
+    """
+
+    def __init__(
+        self, inner: ObjectWriter, dtype: np.dtype[Any], multimodal: bool, first: int = 0
+    ) -> None:
         self._inner, self._dtype, self._multimodal = inner, dtype.newbyteorder("<"), multimodal
         self._number = first
 
-    def add(self, data: memoryview, lengths: NDArray[np.int32], modes: NDArray[np.int8] | None) -> None:
+    def add(
+        self, data: memoryview, lengths: NDArray[np.int32], modes: NDArray[np.int8] | None
+    ) -> None:
         """Append sequences, whose tokens lie end to end in `data`."""
         at = 0
         for place, length in enumerate(lengths.tolist()):
@@ -80,7 +92,9 @@ class TarWriter:
 def _header(name: str, size: int) -> bytes:
     """A ustar header of a plain file."""
     if size > MOST_BYTES:
-        raise FormatError(f"{name}: {size:,} bytes are more than a tar member can have; write this corpus as .bin or zst shards")
+        raise FormatError(
+            f"{name}: {size:,} bytes are more than a tar member can have; write this corpus as .bin or zst shards"
+        )
     block = bytearray(RECORD)
     struct.pack_into("100s8s8s8s12s12s8sc", block, 0, name.encode(), b"0000644\0", b"0000000\0", b"0000000\0",
                      b"%011o\0" % size, b"%011o\0" % 0, b" " * 8, b"0")  # fmt: skip
@@ -92,4 +106,9 @@ def _header(name: str, size: int) -> bytes:
 def _npy_header(dtype: np.dtype[Any], length: int) -> bytes:
     """A .npy header, version 1.0, always of 128 bytes."""
     text = f"{{'descr': '{dtype.str}', 'fortran_order': False, 'shape': ({length},), }}"
-    return b"\x93NUMPY\x01\x00" + struct.pack("<H", NPY_HEADER - 10) + text.encode().ljust(NPY_HEADER - 11) + b"\n"
+    return (
+        b"\x93NUMPY\x01\x00"
+        + struct.pack("<H", NPY_HEADER - 10)
+        + text.encode().ljust(NPY_HEADER - 11)
+        + b"\n"
+    )

@@ -1,4 +1,6 @@
-"""The two objects of a shard, its tokens and its `.idx`: looked up once, compared with each other and with the manifest."""
+"""The two objects of a shard, its tokens and its `.idx`: looked up once, compared with each other
+and with the manifest.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +32,8 @@ Shown = TypeVar("Shown", Frames, Members)
 
 
 class ShardFiles:
-    """Both objects of one shard. Nothing is asked of the storage before it is needed, and nothing that is known already.
+    """Both objects of one shard. Nothing is asked of the storage before it is needed, and nothing
+    that is known already.
 
     Args:
         shard: its name, and what a listing and a manifest told of it.
@@ -39,13 +42,17 @@ class ShardFiles:
     What is looked up is compared with the manifest at once: FormatError where they differ.
     """
 
-    def __init__(self, shard: KnownShard, storage: StorageConfig, cache_dir: str | Path | None = None) -> None:
-        self.shard, self.storage = shard, storage
+    def __init__(
+        self, shard: KnownShard, storage: StorageConfig, cache_dir: str | Path | None = None
+    ) -> None:
+        self.shard = shard
+        self.storage = storage
         self.cache_dir = local_folder(cache_dir) if cache_dir else default_cache_dir()
         self.prefix, self.kind = split_name(shard.name)
         self.store, self.key = open_store(self.prefix + SUFFIXES[self.kind], storage)
         self.index_store, self.index_key = open_store(f"{self.prefix}.idx", storage)
-        # Not cached_property: before Python 3.12 it holds one lock for all shards, and they would be looked up one by one.
+        # Not cached_property: before Python 3.12 it holds one lock for all shards, and they would
+        # be looked up one by one.
         self._stored: ObjectInfo | None = None
         self._index: ObjectInfo | None = None
         self._header: IndexHeader | None = None
@@ -62,7 +69,10 @@ class ShardFiles:
 
     @property
     def stored(self) -> ObjectInfo:
-        """The object that holds the tokens, as it is stored. Raises ObjectNotFoundError, FormatError, StorageError."""
+        """The object that holds the tokens, as it is stored.
+
+        Raises ObjectNotFoundError, FormatError, StorageError.
+        """
         if self._stored is None:
             known = self.shard.stored
             found = self.store.info(self.key) if known is None else replace(known, key=self.key)
@@ -95,14 +105,19 @@ class ShardFiles:
         """What the `.idx` begins with: one small read. Raises FormatError, StorageError."""
         if self._header is None:
             info = self.index
-            head = self.index_store.read_ranges(self.index_key, [0], [min(HEADER_BYTES, info.size)], info.etag)[0]
+            head = self.index_store.read_ranges(
+                self.index_key, [0], [min(HEADER_BYTES, info.size)], info.etag
+            )[0]
             header = parse_header(head, info.size, self.index_url)
             self._compare_counts(header.dtype, header.sequence_count, header.document_count - 1)
             self._header = header
         return self._header
 
     def arrays(self) -> IndexArrays:
-        """The whole `.idx`, mapped: of a remote one, this node's copy. Raises CacheError, FormatError, StorageError."""
+        """The whole `.idx`, mapped: of a remote one, this node's copy.
+
+        Raises CacheError, FormatError, StorageError.
+        """
         store = self.index_store
         if isinstance(store, LocalStore):
             data = store.view(self.index_key, self.index.etag)
@@ -112,22 +127,29 @@ class ShardFiles:
                 _ = self.header  # before a large foreign file is downloaded
             data = local_view(store, self.index, self.cache_dir, self.storage.part_bytes)
         arrays = parse_index(data, self.index_url)
-        self._compare_counts(arrays.dtype, len(arrays.sequence_lengths), len(arrays.document_indices) - 1)
+        self._compare_counts(
+            arrays.dtype, len(arrays.sequence_lengths), len(arrays.document_indices) - 1
+        )
         return arrays
 
     def checked_arrays(self, token_bytes: int) -> IndexArrays:
-        """The whole `.idx`, every sequence of which lies within `token_bytes`, and the last one ends there."""
+        """The whole `.idx`, every sequence of which lies within `token_bytes`, and the last one
+        ends there.
+        """
         arrays = self.arrays()
         end = check_index(arrays, token_bytes, self.index_url, self.url)
         check_whole_end(arrays, end, token_bytes, self.index_url, self.url)
         return arrays
 
     def read_end(self) -> int:
-        """One past the last byte of the last sequence, as the `.idx` has it: two reads, of 4 and 8 bytes. Raises FormatError."""
+        """One past the last byte of the last sequence, as the `.idx` has it: two reads, of 4 and 8
+        bytes. Raises FormatError.
+        """
         last = self.header.sequence_count - 1
         if last < 0:
             return 0
-        length_at, offset_at = self.header.lengths_at + 4 * last, self.header.offsets_at + 8 * last
+        length_at = self.header.lengths_at + 4 * last
+        offset_at = self.header.offsets_at + 8 * last
         found = self.index_store.read_ranges(
             self.index_key, [length_at, offset_at], [length_at + 4, offset_at + 8], self.index.etag
         )
@@ -139,15 +161,17 @@ class ShardFiles:
         return offset + length * self.header.dtype.itemsize
 
     def tokens(self) -> tuple[Store, ObjectInfo]:
-        """The store that shows the tokens as one little-endian array, whatever the kind, and how large that is.
+        """The store that shows the tokens as one little-endian array, whatever the kind, and how
+        large that is.
 
-        Where a manifest tells the size of a remote shard, tables of frames and members are read with the first tokens.
-        Raises FormatError, StorageError.
+        Where a manifest tells the size of a remote shard, tables of frames and members are read
+        with the first tokens. Raises FormatError, StorageError.
         """
         if self.kind == "bin":
             return self.store, self.stored
         make = self._frames if self.kind == "zst" else self._members
-        entry, local = self.shard.entry, isinstance(self.store, LocalStore)
+        entry = self.shard.entry
+        local = isinstance(self.store, LocalStore)
         view = make() if entry is None or local else LateView(entry.token_bytes, make)
         store = DerivedStore(self.store, self.stored, view)
         return store, store.info(self.key)
@@ -157,12 +181,15 @@ class ShardFiles:
 
     def _members(self) -> Members:
         arrays = self.arrays()
-        if len(arrays.sequence_lengths) and int(arrays.sequence_lengths.min()) < 0:  # where members lie follows from them
+        # where members lie follows from them
+        if len(arrays.sequence_lengths) and int(arrays.sequence_lengths.min()) < 0:
             bad = int(np.argmax(arrays.sequence_lengths < 0))
             raise FormatError(
                 f"{self.index_url}: sequence {bad} has the negative length {arrays.sequence_lengths[bad]}; rebuild the .idx"
             )
-        lengths, width, multimodal = arrays.sequence_lengths, arrays.dtype.itemsize, arrays.sequence_modes is not None
+        lengths = arrays.sequence_lengths
+        width = arrays.dtype.itemsize
+        multimodal = arrays.sequence_modes is not None
         expected = stored_bytes(lengths, width, multimodal)
         if self.stored.size != expected:
             raise FormatError(
@@ -190,8 +217,11 @@ class ShardFiles:
             )
 
 
-def open_tokens(name: str, storage: StorageConfig, index_cache_dir: Path | None = None) -> tuple[Store, str]:
-    """The store and key from which a shard's tokens are read as one little-endian array, whatever its kind.
+def open_tokens(
+    name: str, storage: StorageConfig, index_cache_dir: Path | None = None
+) -> tuple[Store, str]:
+    """The store and key from which a shard's tokens are read as one little-endian array, whatever
+    its kind.
 
     Raises FormatError, StorageError.
     """

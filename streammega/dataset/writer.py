@@ -1,4 +1,6 @@
-"""Writing a token shard (`.bin`, `.bin.zst` or `.tar`, and its `.idx`) to a local path or an object store."""
+"""Writing a token shard (`.bin`, `.bin.zst` or `.tar`, and its `.idx`) to a local path or an object
+store.
+"""
 
 from __future__ import annotations
 
@@ -24,21 +26,20 @@ COPY_BYTES = 32 << 20
 
 
 class IndexedDatasetWriter:
-    """Streams sequences into `prefix.bin` (or `.bin.zst`, `.tar`), and writes `prefix.idx` at the end.
+    """Streams sequences into `prefix.bin` (or `.bin.zst`, `.tar`), and writes `prefix.idx` at the
+    end.
 
-    Nothing shows under the final names before `finalize`: a writer that is interrupted (an exception in its
-    `with`, a kill) leaves no half-written pair. The `.bin` is published first and a former `.idx` removed before
-    it, so that no `.idx` ever describes another `.bin`.
+    Nothing shows under the final names before `finalize`: a writer that is interrupted (an
+    exception in its `with`, a kill) leaves no half-written pair. The `.bin` is published first and
+    a former `.idx` removed before it, so that no `.idx` ever describes another `.bin`.
 
-    Args:
-        prefix: path or URL without `.bin` / `.idx`.
-        dtype: token dtype, one of the eight of the format.
-        multimodal: store a mode (int8) with each sequence.
-        storage: credentials, transport and limits.
-        kind: "bin"; "zst", seekable zstd frames; "tar", a WebDataset sample for each sequence. Default: by the prefix's suffix.
-        level, frame_bytes: of the zstd frames.
-        index_prefix: write the `.idx` elsewhere, for a caller that publishes it when several shards are done.
-        first_sequence: of a dataset of several shards, the number of this one's first sequence: a tar's members are named by it.
+    Args: prefix: path or URL without `.bin` / `.idx`. dtype: token dtype, one of the eight of the
+        format. multimodal: store a mode (int8) with each sequence. storage: credentials, transport
+        and limits. kind: "bin"; "zst", seekable zstd frames; "tar", a WebDataset sample for each
+        sequence. Default: by the prefix's suffix. level, frame_bytes: of the zstd frames.
+        index_prefix: write the `.idx` elsewhere, for a caller that publishes it when several shards
+        are done. first_sequence: of a dataset of several shards, the number of this one's first
+        sequence: a tar's members are named by it.
     """
 
     def __init__(
@@ -59,13 +60,24 @@ class IndexedDatasetWriter:
         self.stored = HashingWriter(self._store.open_writer(self._key))
         """Counts and checksums of what was written so far, as stored."""
         self.index = HashingWriter(None)
-        self._tar = TarWriter(self.stored, self.dtype, multimodal, first_sequence) if self.kind == "tar" else None
-        self._bin = self._tar or (FrameWriter(self.stored, level, frame_bytes) if self.kind == "zst" else self.stored)
+        self._tar = (
+            TarWriter(self.stored, self.dtype, multimodal, first_sequence)
+            if self.kind == "tar"
+            else None
+        )
+        self._bin = self._tar or (
+            FrameWriter(self.stored, level, frame_bytes) if self.kind == "zst" else self.stored
+        )
 
     def __enter__(self) -> IndexedDatasetWriter:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
         if kind is not None:
             self.abort()
         elif self._open:
@@ -83,14 +95,26 @@ class IndexedDatasetWriter:
         data = self._cast(tokens)
         self._put(_bytes(data), np.array([data.size], np.int32), np.array([mode], np.int8))
 
-    def add_document(self, tokens: Any, lengths: Sequence[int], modes: Sequence[int] | None = None) -> None:
-        """Append one document of several sequences: their tokens end to end, and the length of each."""
+    def add_document(
+        self, tokens: Any, lengths: Sequence[int], modes: Sequence[int] | None = None
+    ) -> None:
+        """Append one document of several sequences: their tokens end to end, and the length of
+        each.
+        """
         data = self._cast(tokens)
         if sum(lengths) != data.size or min(lengths, default=0) < 0:
-            raise FormatError(f"{self.prefix}: lengths add up to {sum(lengths)}, the document has {data.size} tokens")
+            raise FormatError(
+                f"{self.prefix}: lengths add up to {sum(lengths)}, the document has {data.size} tokens"
+            )
         if self.multimodal and len(modes or ()) != len(lengths):
-            raise FormatError(f"{self.prefix}: {len(lengths)} sequences need as many modes, got {len(modes or ())}")
-        self._put(_bytes(data), np.array(lengths, np.int32), np.array(modes or [0] * len(lengths), np.int8))
+            raise FormatError(
+                f"{self.prefix}: {len(lengths)} sequences need as many modes, got {len(modes or ())}"
+            )
+        self._put(
+            _bytes(data),
+            np.array(lengths, np.int32),
+            np.array(modes or [0] * len(lengths), np.int8),
+        )
         self.end_document()
 
     def add_documents(
@@ -105,8 +129,12 @@ class IndexedDatasetWriter:
             documents: sequences of each document.
             modes: of each sequence, in multimodal files.
         """
-        if len(data) != int(lengths.sum(dtype=np.int64)) * self.dtype.itemsize or int(documents.sum()) != len(lengths):
-            raise FormatError(f"{self.prefix}: {len(data)} bytes do not belong to these lengths and documents")
+        if len(data) != int(lengths.sum(dtype=np.int64)) * self.dtype.itemsize or int(
+            documents.sum()
+        ) != len(lengths):
+            raise FormatError(
+                f"{self.prefix}: {len(data)} bytes do not belong to these lengths and documents"
+            )
         first = len(self._lengths)
         self._put(memoryview(data), lengths, modes)
         self._documents.frombytes((first + np.cumsum(documents, dtype=np.int64)).tobytes())
@@ -124,14 +152,20 @@ class IndexedDatasetWriter:
         return None
 
     def add_document_stream(
-        self, pieces: Iterator[memoryview], sequences: Callable[[], tuple[NDArray[np.int32], NDArray[np.int8]]]
+        self,
+        pieces: Iterator[memoryview],
+        sequences: Callable[[], tuple[NDArray[np.int32], NDArray[np.int8]]],
     ) -> None:
-        """One document whose bytes come in pieces; not for tar. sequences: asked behind the last, their lengths and modes."""
+        """One document whose bytes come in pieces; not for tar. sequences: asked behind the last,
+        their lengths and modes.
+        """
         self._put_stream(pieces, sequences)
         self.end_document()
 
     def _put_stream(
-        self, pieces: Iterator[memoryview], sequences: Callable[[], tuple[NDArray[np.int32], NDArray[np.int8] | None]]
+        self,
+        pieces: Iterator[memoryview],
+        sequences: Callable[[], tuple[NDArray[np.int32], NDArray[np.int8] | None]],
     ) -> None:
         written = 0
         for piece in pieces:
@@ -142,7 +176,9 @@ class IndexedDatasetWriter:
             raise FormatError(f"{self.prefix}: {written} bytes do not belong to these lengths")
         self._note(lengths, modes)
 
-    def _put(self, data: memoryview, lengths: NDArray[np.int32], modes: NDArray[np.int8] | None) -> None:
+    def _put(
+        self, data: memoryview, lengths: NDArray[np.int32], modes: NDArray[np.int8] | None
+    ) -> None:
         if self._tar is not None:
             self._tar.add(data, lengths, modes)
         elif isinstance(self._bin, (HashingWriter, FrameWriter)):
@@ -162,19 +198,31 @@ class IndexedDatasetWriter:
         """Append all sequences and documents of another dataset of the same dtype (a merge)."""
         other = IndexedDataset(prefix, self._storage)
         if other.dtype != self.dtype or (other.sequence_modes is not None) != self.multimodal:
-            raise FormatError(f"{prefix}: {other.dtype} tokens cannot be appended to the {self.dtype} of {self.prefix}")
+            raise FormatError(
+                f"{prefix}: {other.dtype} tokens cannot be appended to the {self.dtype} of {self.prefix}"
+            )
         sizes = other.sequence_lengths.astype(np.int64) * other.dtype.itemsize
         end_to_end = np.array_equal(other.sequence_offsets, np.cumsum(sizes) - sizes)
         limit = COPY_BYTES if end_to_end else 0
-        shift, documents, modes = len(self._lengths), other.document_indices, other.sequence_modes
+        shift = len(self._lengths)
+        documents = other.document_indices
+        modes = other.sequence_modes
         for first, last in _runs(sizes, limit):
-            start, stop = int(other.sequence_offsets[first]), int(other.sequence_offsets[last - 1] + sizes[last - 1])
+            start = int(other.sequence_offsets[first])
+            stop = int(other.sequence_offsets[last - 1] + sizes[last - 1])
             data = other.store.read_ranges(other.bin_key, [start], [stop], other.bin_info.etag)[0]
-            self._put(data, other.sequence_lengths[first:last], None if modes is None else modes[first:last])
+            self._put(
+                data,
+                other.sequence_lengths[first:last],
+                None if modes is None else modes[first:last],
+            )
         self._documents.frombytes((documents[1:] + shift).tobytes())
 
     def finalize(self, idx_path: str | None = None) -> None:
-        """Publish the `.bin`, then the `.idx`, beside it or at `idx_path`. The writer cannot be used afterwards."""
+        """Publish the `.bin`, then the `.idx`, beside it or at `idx_path`.
+
+        The writer cannot be used afterwards.
+        """
         if idx_path is not None:
             self._index_prefix = strip_suffix(str(idx_path))
         if not self._open:
@@ -205,7 +253,11 @@ class IndexedDatasetWriter:
     @property
     def num_tokens(self) -> int:
         """Tokens so far; a pass over the lengths."""
-        return int(np.frombuffer(self._lengths, np.int32).sum(dtype=np.int64)) if len(self._lengths) else 0
+        return (
+            int(np.frombuffer(self._lengths, np.int32).sum(dtype=np.int64))
+            if len(self._lengths)
+            else 0
+        )
 
     def abort(self) -> None:
         """Throw away what was written. Does nothing after `finalize`."""
@@ -225,7 +277,8 @@ class IndexedDatasetWriter:
             return np.ascontiguousarray(data, self.dtype)
         if np.issubdtype(self.dtype, np.integer):
             limits = np.iinfo(self.dtype)
-            low, high = data.min(), data.max()
+            low = data.min()
+            high = data.max()
             if low < limits.min or high > limits.max or not np.issubdtype(data.dtype, np.integer):
                 raise FormatError(
                     f"{self.prefix}: sequence {len(self._lengths)} holds {data.dtype} values from {low} to {high}, which "

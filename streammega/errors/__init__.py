@@ -15,10 +15,11 @@
     ├── ConvertError                 a corpus that could not be converted
     └── GradientError                a gradient that is not finite, or far too large
 
-Messages say what happened, where, and how to mend it. They never hold credentials: what URLs carry is taken out here, what
-`storage_options` carry where a library's words enter a message (`redaction.redact`).
-`ConfigError` and `FormatError` are also `ValueError`s, and `ObjectNotFoundError` is also a
-`FileNotFoundError`, so that code written for the standard errors keeps working.
+Messages say what happened, where, and how to mend it. They never hold credentials: what URLs carry
+is taken out here, what `storage_options` carry where a library's words enter a message
+(`redaction.redact`). `ConfigError` and `FormatError` are also `ValueError`s, and
+`ObjectNotFoundError` is also a `FileNotFoundError`, so that code written for the standard errors
+keeps working.
 """
 
 from streammega.errors.redaction import redact_urls
@@ -55,7 +56,8 @@ class ConfigError(StreammegaError, ValueError):
 class StorageError(StreammegaError):
     """Bytes could not be read from, or written to, where they live.
 
-    `transient`: trying again may help. `throttled`: the endpoint asked for fewer requests. `silent`: no server answered.
+    `transient`: trying again may help. `throttled`: the endpoint asked for fewer requests.
+    `silent`: no server answered.
     """
 
     transient = False

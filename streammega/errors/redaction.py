@@ -1,7 +1,9 @@
-"""Secrets kept out of what people read: messages, logs, reports, and files that say where data lies.
+"""Secrets kept out of what people read: messages, logs, reports, and files that say where data
+lies.
 
-What a URL carries (a password, a signature, a token) is known by its form: `redact_urls`, which every error applies to its own
-message. What `storage_options` carry is known by their names: `redact`, where a library's words enter a message.
+What a URL carries (a password, a signature, a token) is known by its form: `redact_urls`, which
+every error applies to its own message. What `storage_options` carry is known by their names:
+`redact`, where a library's words enter a message.
 """
 
 from __future__ import annotations
@@ -15,7 +17,9 @@ from urllib.parse import quote, quote_plus
 
 HIDDEN = "***"
 SHORTEST = 4
-"""Characters from which on a value is looked for: shorter ones would blank out half of a message, and are no secrets."""
+"""Characters from which on a value is looked for: shorter ones would blank out half of a message,
+and are no secrets.
+"""
 
 _USER_INFO = re.compile(
     r""":/{2,3}(
@@ -27,7 +31,8 @@ _USER_INFO = re.compile(
 _CONTAINER_SCHEMES = ("abfs", "abfss", "wasb", "wasbs")
 """Of these, what stands before the @ is a container's name."""
 _SIGNATURES = (
-    r"sig|[\w-]*signature|x-(?:amz|goog|oss)-(?:credential|security-token)|AccountKey|(?:OSS|AWS)AccessKeyId|GoogleAccessId"
+    r"sig|[\w-]*signature|x-(?:amz|goog|oss)-(?:credential|security-token)"
+    r"|AccountKey|(?:OSS|AWS)AccessKeyId|GoogleAccessId"
 )
 _SECRET_WORDS = r"token|secret|passw|credential|api-?_?key|access-?_?key|auth|session"
 _QUERY = re.compile(
@@ -36,13 +41,36 @@ _QUERY = re.compile(
     re.I | re.X,
 )
 _SECRET_NAME = re.compile(
-    rf"{_SECRET_WORDS}|signature|account_key|private_key|passphrase|pwd|cookie|connection_string|\bsas\b|sas_|_sas|^key$", re.I
+    rf"{_SECRET_WORDS}|signature|account_key|private_key|passphrase|pwd|cookie|connection_string|\bsas\b|sas_|_sas|^key$",
+    re.I,
 )
 _PUBLIC = frozenset(
-    ("type", "project_id", "client_email", "client_id", "universe_domain", "token_uri", "auth_uri", "quota_project_id")
+    (
+        "type",
+        "project_id",
+        "client_email",
+        "client_id",
+        "universe_domain",
+        "token_uri",
+        "auth_uri",
+        "quota_project_id",
+    )
 )
 """Of a mapping of credentials, what is none itself and may well be a bucket's or project's name."""
-_KEYWORDS = frozenset(("anon", "anonymous", "cloud", "cache", "browser", "google_default", "default", "true", "false", "none"))
+_KEYWORDS = frozenset(
+    (
+        "anon",
+        "anonymous",
+        "cloud",
+        "cache",
+        "browser",
+        "google_default",
+        "default",
+        "true",
+        "false",
+        "none",
+    )
+)
 """What `token` and `auth` may say instead of a secret."""
 
 
@@ -61,9 +89,12 @@ def _without_user(found: re.Match[str]) -> str:
 
 
 def redact(text: str, options: Mapping[str, Any]) -> str:
-    """`text` without secrets of URLs in it, and without the values of secret options, however they are written."""
+    """`text` without secrets of URLs in it, and without the values of secret options, however they
+    are written.
+    """
     text = redact_urls(text)
-    for value in sorted(set(_secrets(options)), key=len, reverse=True):  # a longer one may contain a shorter one
+    # a longer one may contain a shorter one
+    for value in sorted(set(_secrets(options)), key=len, reverse=True):
         for form in _forms(value):
             text = text.replace(form, HIDDEN)
     return text
@@ -82,8 +113,13 @@ def _leaves(value: Any, secret: bool) -> Iterator[str]:
     elif isinstance(value, (bytes, bytearray)):
         yield from _leaves(bytes(value).decode(errors="replace"), secret)
     elif isinstance(value, str):
-        lines = [line.strip() for line in value.splitlines() if not line.startswith("-----")]  # a message may show one of them
-        yield from (line for line in lines if secret and len(line) >= SHORTEST and line.lower() not in _KEYWORDS)
+        # a message may show one of them
+        lines = [line.strip() for line in value.splitlines() if not line.startswith("-----")]
+        yield from (
+            line
+            for line in lines
+            if secret and len(line) >= SHORTEST and line.lower() not in _KEYWORDS
+        )
     elif isinstance(value, Sequence):
         for item in value:
             yield from _leaves(item, secret)
@@ -92,11 +128,21 @@ def _leaves(value: Any, secret: bool) -> Iterator[str]:
 def _forms(value: str) -> set[str]:
     """As it is, as URLs spell it, and as JSON does."""
     return (
-        {value} if value.isalnum() else {value, quote(value), quote(value, safe=""), quote_plus(value), json.dumps(value)[1:-1]}
+        {value}
+        if value.isalnum()
+        else {
+            value,
+            quote(value),
+            quote(value, safe=""),
+            quote_plus(value),
+            json.dumps(value)[1:-1],
+        }
     )
 
 
 def redacted_repr(settings: Any) -> str:
     """The repr of a dataclass, without the secrets of URLs in its fields."""
-    shown = ", ".join(f"{item.name}={getattr(settings, item.name)!r}" for item in fields(settings) if item.repr)
+    shown = ", ".join(
+        f"{item.name}={getattr(settings, item.name)!r}" for item in fields(settings) if item.repr
+    )
     return redact_urls(f"{type(settings).__name__}({shown})")

@@ -1,4 +1,6 @@
-"""Parts of tensors as torch.distributed.checkpoint takes them: boxes at offsets of the whole, in memory of their owner."""
+"""Parts of tensors as torch.distributed.checkpoint takes them: boxes at offsets of the whole, in
+memory of their owner.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +9,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    MetadataIndex,
+    TensorProperties,
+)
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
@@ -18,21 +24,32 @@ from streammega.gradients.buffers import local_part
 Box = tuple[tuple[int, ...], Tensor]
 
 _aten = torch.ops.aten
-_BOX_BY_BOX = {_aten.detach.default, _aten.alias.default, _aten.clone.default, _aten._to_copy.default}
+_BOX_BY_BOX = {
+    _aten.detach.default,
+    _aten.alias.default,
+    _aten.clone.default,
+    _aten._to_copy.default,
+}
 
 
 class Boxes:
-    """A tensor of which this rank has some boxes. torch.distributed.checkpoint writes them, and fills them from any others.
+    """A tensor of which this rank has some boxes. torch.distributed.checkpoint writes them, and
+    fills them from any others.
 
-    shape: of the whole tensor. boxes: (offsets, values), in memory of their owner: loading fills it.
+    shape: of the whole tensor. boxes: (offsets, values), in memory of their owner: loading fills
+    it.
     """
 
     def __init__(self, shape: Sequence[int], boxes: Sequence[Box]) -> None:
-        self.shape, self.boxes = torch.Size(shape), list(boxes)
+        self.shape = torch.Size(shape)
+        self.boxes = list(boxes)
 
     def copied(self) -> Boxes:
         """The same values in memory of their own, on the host."""
-        return Boxes(self.shape, [(offsets, box.detach().to("cpu", copy=True)) for offsets, box in self.boxes])
+        return Boxes(
+            self.shape,
+            [(offsets, box.detach().to("cpu", copy=True)) for offsets, box in self.boxes],
+        )
 
     def chunks(self) -> list[ChunkStorageMetadata]:
         """Where the boxes lie in the whole."""
@@ -48,7 +65,9 @@ class Boxes:
                 index=MetadataIndex(name, torch.Size(offsets), number),
                 type=WriteItemType.SHARD,
                 tensor_data=TensorWriteData(
-                    chunk=_chunk(offsets, box), properties=TensorProperties.create_from_tensor(box), size=self.shape
+                    chunk=_chunk(offsets, box),
+                    properties=TensorProperties.create_from_tensor(box),
+                    size=self.shape,
                 ),
             )
             for number, (offsets, box) in enumerate(self.boxes)
@@ -56,10 +75,12 @@ class Boxes:
 
 
 class BoxedTensor(torch.Tensor):
-    """`Boxes` that torch takes for a tensor: for states that torch's own planners save and load, with no planner of ours.
+    """`Boxes` that torch takes for a tensor: for states that torch's own planners save and load,
+    with no planner of ours.
 
-    It takes no part in computations: it can be copied, saved and loaded. Bears torch's protocol for tensors that are written
-    in parts, so that the planners of torch.distributed.checkpoint need not know of it.
+    It takes no part in computations: it can be copied, saved and loaded. Bears torch's protocol for
+    tensors that are written in parts, so that the planners of torch.distributed.checkpoint need not
+    know of it.
 
     Args:
         shape: of the whole tensor.
@@ -72,9 +93,13 @@ class BoxedTensor(torch.Tensor):
     saves: bool
 
     @staticmethod
-    def __new__(cls, shape: Sequence[int], boxes: Sequence[Box], like: Tensor, saves: bool = True) -> BoxedTensor:
+    def __new__(
+        cls, shape: Sequence[int], boxes: Sequence[Box], like: Tensor, saves: bool = True
+    ) -> BoxedTensor:
         """A tensor without memory of its own."""
-        self: BoxedTensor = torch.Tensor._make_wrapper_subclass(cls, torch.Size(shape), dtype=like.dtype, device=like.device)
+        self: BoxedTensor = torch.Tensor._make_wrapper_subclass(
+            cls, torch.Size(shape), dtype=like.dtype, device=like.device
+        )
         self.boxes = list(boxes)
         self.saves = saves
         return self
@@ -88,13 +113,26 @@ class BoxedTensor(torch.Tensor):
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
-        cls, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+        cls,
+        function: Any,
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
     ) -> Any:
-        """Copies, box by box; and one without boxes, which torch's background saves give copies of this one's attributes."""
+        """Copies, box by box; and one without boxes, which torch's background saves give copies of
+        this one's attributes.
+        """
         if function is _aten.new_empty.default:
-            return cls(args[1], [], torch.empty(0, dtype=args[0].dtype, **_device(kwargs, args[0])), args[0].saves)
+            return cls(
+                args[1],
+                [],
+                torch.empty(0, dtype=args[0].dtype, **_device(kwargs, args[0])),
+                args[0].saves,
+            )
         if function not in _BOX_BY_BOX:
-            raise NotImplementedError(f"{function}: a tensor of which a rank has some boxes can be copied, saved and loaded only")
+            raise NotImplementedError(
+                f"{function}: a tensor of which a rank has some boxes can be copied, saved and loaded only"
+            )
         own = args[0]
         options = {name: value for name, value in (kwargs or {}).items() if name != "memory_format"}
         boxes = [(offsets, function(box, *args[1:], **options)) for offsets, box in own.boxes]
@@ -112,9 +150,11 @@ class BoxedTensor(torch.Tensor):
 
 
 def boxes_of_range(whole: Tensor, start: int, stop: int, values: Tensor) -> list[Box]:
-    """Flat values of elements [start, stop) of this rank's part of a tensor, as boxes of the whole one.
+    """Flat values of elements [start, stop) of this rank's part of a tensor, as boxes of the whole
+    one.
 
-    whole: the tensor, of which a DTensor's part begins somewhere. values: [stop - start]; the boxes are views of it.
+    whole: the tensor, of which a DTensor's part begins somewhere. values: [stop - start]; the boxes
+    are views of it.
     """
     base = offset_of(whole)
     found: list[Box] = []
@@ -131,11 +171,15 @@ def offset_of(tensor: Tensor) -> tuple[int, ...]:
     """Where this rank's part of a tensor begins in the whole one."""
     if not isinstance(tensor, DTensor):
         return (0,) * tensor.dim()
-    _, offset = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
+    _, offset = compute_local_shape_and_global_offset(
+        tensor.shape, tensor.device_mesh, tensor.placements
+    )
     return tuple(offset)
 
 
-def _unpickle(shape: tuple[int, ...], boxes: list[Box], dtype: torch.dtype, saves: bool) -> BoxedTensor:
+def _unpickle(
+    shape: tuple[int, ...], boxes: list[Box], dtype: torch.dtype, saves: bool
+) -> BoxedTensor:
     like = boxes[0][1] if boxes else torch.empty(0, dtype=dtype)
     return BoxedTensor(shape, boxes, like, saves)
 

@@ -1,4 +1,6 @@
-"""Where each parameter's gradient lies: contiguous buckets, filled in about the order in which backward makes them. Pure."""
+"""Where each parameter's gradient lies: contiguous buckets, filled in about the order in which
+backward makes them. Pure.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +25,10 @@ class Slot:
 
 @dataclass(frozen=True)
 class Bucket:
-    """Elements [start, stop) of a buffer that are reduced together, padding included. `waits`: its collective starts last."""
+    """Elements [start, stop) of a buffer that are reduced together, padding included.
+
+    `waits`: its collective starts last.
+    """
 
     start: int
     stop: int
@@ -41,12 +46,16 @@ def default_bucket_size(dp: int) -> int:
     return max(40_000_000, 1_000_000 * dp)
 
 
-def plan_buckets(sizes: Sequence[int], bucket_size: int, *, shards: int = 0, waiting: Collection[int] = ()) -> list[Bucket]:
-    """Buckets of parameters of `sizes` elements, given in registration order and laid out in reverse.
+def plan_buckets(
+    sizes: Sequence[int], bucket_size: int, *, shards: int = 0, waiting: Collection[int] = ()
+) -> list[Bucket]:
+    """Buckets of parameters of `sizes` elements, given in registration order and laid out in
+    reverse.
 
-    A bucket closes when it holds bucket_size elements, the crossing parameter included. With `shards` > 0 parameters start on
-    multiples of 64 and buckets end on multiples of lcm(shards, 128), so that each divides into equal, aligned parts.
-    `waiting`: parameters that other ranks must add to first; they come last, in a bucket of their own.
+    A bucket closes when it holds bucket_size elements, the crossing parameter included. With
+    `shards` > 0 parameters start on multiples of 64 and buckets end on multiples of lcm(shards,
+    128), so that each divides into equal, aligned parts. `waiting`: parameters that other ranks
+    must add to first; they come last, in a bucket of their own.
     """
     buckets: list[Bucket] = []
     slots: list[Slot] = []
@@ -57,7 +66,8 @@ def plan_buckets(sizes: Sequence[int], bucket_size: int, *, shards: int = 0, wai
         if slots:
             at = _up(at, math.lcm(shards, SHARD_ALIGNMENT)) if shards else at
             buckets.append(Bucket(begin, at, tuple(slots), waits))
-            begin, slots = at, []
+            begin = at
+            slots = []
 
     reverse = list(range(len(sizes)))[::-1]
     for waits in (False, True):
@@ -73,20 +83,30 @@ def plan_buckets(sizes: Sequence[int], bucket_size: int, *, shards: int = 0, wai
     return buckets
 
 
-def rectangles(shape: Sequence[int], start: int, stop: int) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:
-    """The boxes (offsets, sizes) that elements [start, stop) of a row-major array make up, in their order; at most 2 * dims - 1.
+def rectangles(
+    shape: Sequence[int], start: int, stop: int
+) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:
+    """The boxes (offsets, sizes) that elements [start, stop) of a row-major array make up, in their
+    order; at most 2 * dims - 1.
 
-    What lets a flat range of a parameter be saved as parts of the parameter, and loaded with any other sharding.
+    What lets a flat range of a parameter be saved as parts of the parameter, and loaded with any
+    other sharding.
     """
     if start >= stop:
         return []
     if len(shape) <= 1:
         return [((start,), (stop - start,))] if shape else [((), ())]
     row = math.prod(shape[1:])
-    first, last = -(-start // row), stop // row
-    if first > last or (first == last and start % row and stop % row and start // row == stop // row):
+    first = -(-start // row)
+    last = stop // row
+    if first > last or (
+        first == last and start % row and stop % row and start // row == stop // row
+    ):
         at = start // row  # within one row
-        return [((at, *offsets), (1, *sizes)) for offsets, sizes in rectangles(shape[1:], start - at * row, stop - at * row)]
+        return [
+            ((at, *offsets), (1, *sizes))
+            for offsets, sizes in rectangles(shape[1:], start - at * row, stop - at * row)
+        ]
     boxes: list[tuple[tuple[int, ...], tuple[int, ...]]] = []
     if start < first * row:
         at = first - 1

@@ -1,4 +1,5 @@
-"""Whether gradients are sound: looked at before they are reduced, told to all ranks, and raised when the step is reduced.
+"""Whether gradients are sound: looked at before they are reduced, told to all ranks, and raised
+when the step is reduced.
 
 A device is asked once a step, and not for every bucket: its launch queue would drain each time.
 """
@@ -15,33 +16,44 @@ from streammega.errors import GradientError
 from streammega.gradients.buffers import GradSlot
 from streammega.gradients.collectives import Group, Work, reduce_all
 
-MEND = "look at this step's batch and learning rate, resume from the last checkpoint, skip its samples"
+MEND = (
+    "look at this step's batch and learning rate, resume from the last checkpoint, skip its samples"
+)
 
 
 class GradientChecks:
     """Looks at the gradients of one step on this rank.
 
-    Args:
-        largest: an element that is larger is as bad as one that is not finite; None: only the latter.
-        at_once: what is bad is looked up before the reduction changes it, so its elements are counted: for the CPU, where
+    Args: largest: an element that is larger is as bad as one that is not finite; None: only the
+        latter. at_once: what is bad is looked up before the reduction changes it, so its elements
+        are counted: for the CPU, where
             nothing waits for a look. Else norms stay on the device, one for each parameter.
     """
 
     def __init__(self, largest: float | None, *, at_once: bool) -> None:
-        self._largest, self._at_once = largest, at_once
+        self._largest = largest
+        self._at_once = at_once
         self._norms: list[Tensor] = []
         self._names: list[str] = []
         self._found = ""
 
     def look(self, grads: Tensor, slots: Sequence[GradSlot], note: str = "") -> None:
-        """Look at a bucket that is about to be reduced. `grads`: all of it; `note`: what to say of it besides its parameter."""
+        """Look at a bucket that is about to be reduced.
+
+        `grads`: all of it; `note`: what to say of it besides its parameter.
+        """
         if not self._at_once:
-            filled = [slot for slot in slots if slot.main_grad.numel()]  # a largest element of none is an error in torch
+            # a largest element of none is an error in torch
+            filled = [slot for slot in slots if slot.main_grad.numel()]
             order = 2 if self._largest is None else torch.inf
-            self._norms += torch._foreach_norm([slot.main_grad for slot in filled], order, dtype=_wide(grads))
+            self._norms += torch._foreach_norm(
+                [slot.main_grad for slot in filled], order, dtype=_wide(grads)
+            )
             self._names += [slot.name + note for slot in filled]
         elif not self._found and not self._sound(grads):
-            self._found = next((fault for slot in slots if (fault := self._fault_of(slot, note))), "")
+            self._found = next(
+                (fault for slot in slots if (fault := self._fault_of(slot, note))), ""
+            )
 
     def count_bad(self) -> Tensor | float:
         """1 where this rank saw something bad, else 0; on the device, where the norms are."""
@@ -50,11 +62,22 @@ class GradientChecks:
         return float(bool(self._found))
 
     def take(self, *, some_bad: bool) -> str:
-        """What was bad of this step on this rank, or nothing; the next step begins. `some_bad`: whether any rank saw it."""
+        """What was bad of this step on this rank, or nothing; the next step begins.
+
+        `some_bad`: whether any rank saw it.
+        """
         found = self._found
         if self._norms and some_bad:  # else the device would be asked a second time
-            worst = [name for name, good in zip(self._names, self._good().tolist(), strict=True) if not good]
-            what = "is not finite" if self._largest is None else f"is not finite, or has an element above {self._largest:.4g}"
+            worst = [
+                name
+                for name, good in zip(self._names, self._good().tolist(), strict=True)
+                if not good
+            ]
+            what = (
+                "is not finite"
+                if self._largest is None
+                else f"is not finite, or has an element above {self._largest:.4g}"
+            )
             found = f"the gradient of {worst[0]} {what}; {MEND}" if worst else ""
         self._norms = []
         self._names = []
@@ -63,7 +86,8 @@ class GradientChecks:
 
     def _good(self) -> Tensor:
         norms = torch.stack(self._norms)
-        return norms.isfinite() if self._largest is None else norms <= self._largest  # of NaN that is False
+        # of NaN that is False
+        return norms.isfinite() if self._largest is None else norms <= self._largest
 
     def _sound(self, grads: Tensor) -> bool:
         if self._largest is None:
@@ -87,15 +111,22 @@ class GradientChecks:
 
 
 class Report:
-    """What the ranks of a model tell each other of a step: who saw a bad gradient, and which parameters were used.
+    """What the ranks of a model tell each other of a step: who saw a bad gradient, and which
+    parameters were used.
 
-    One small sum beside those of the buckets. It is made on the device, and read only where something is to be learned.
+    One small sum beside those of the buckets. It is made on the device, and read only where
+    something is to be learned.
     """
 
     def __init__(
-        self, slots: Sequence[GradSlot], checks: GradientChecks | None, group: Group | None, device: torch.device
+        self,
+        slots: Sequence[GradSlot],
+        checks: GradientChecks | None,
+        group: Group | None,
+        device: torch.device,
     ) -> None:
-        self._slots, self._checks = slots, checks
+        self._slots = slots
+        self._checks = checks
         used = [slot.is_used for slot in slots]
         self._must_read = checks is not None or not all(used)
         if all(used):  # nothing has to be copied to the device
@@ -130,7 +161,9 @@ class Report:
 
 
 def raise_if_bad(reports: Sequence[Report]) -> None:
-    """Raise GradientError on every rank where some rank saw a bad gradient, after all of them were read."""
+    """Raise GradientError on every rank where some rank saw a bad gradient, after all of them were
+    read.
+    """
     found = [message for message in [report.read() for report in reports] if message]
     if found:
         raise GradientError(found[0])
@@ -139,13 +172,28 @@ def raise_if_bad(reports: Sequence[Report]) -> None:
 def clip_finite_grads(module: nn.Module, max_norm: float) -> Tensor:
     """torch's clip_grad_norm_ for gradients that nothing else looks at; returns the norm before.
 
-    Raises GradientError, with the parameter's name, where one is not finite: before clipping, which would spread it to all.
+    Raises GradientError, with the parameter's name, where one is not finite: before clipping, which
+    would spread it to all.
     """
-    named = [(name, parameter) for name, parameter in module.named_parameters() if parameter.grad is not None]
-    norm = torch.nn.utils.get_total_norm([parameter.grad for _, parameter in named if parameter.grad is not None])
+    named = [
+        (name, parameter)
+        for name, parameter in module.named_parameters()
+        if parameter.grad is not None
+    ]
+    norm = torch.nn.utils.get_total_norm(
+        [parameter.grad for _, parameter in named if parameter.grad is not None]
+    )
     if not norm.isfinite():
-        bad = [name for name, parameter in named if parameter.grad is not None and not parameter.grad.isfinite().all()]
-        what = f"the gradient of {bad[0]} is not finite" if bad else f"the gradient norm is {float(norm)}"
+        bad = [
+            name
+            for name, parameter in named
+            if parameter.grad is not None and not parameter.grad.isfinite().all()
+        ]
+        what = (
+            f"the gradient of {bad[0]} is not finite"
+            if bad
+            else f"the gradient norm is {float(norm)}"
+        )
         raise GradientError(f"{what}, averaged over the ranks; {MEND}")
     torch.nn.utils.clip_grads_with_norm_([parameter for _, parameter in named], max_norm, norm)
     return norm

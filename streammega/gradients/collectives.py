@@ -38,35 +38,51 @@ def reduce_all(tensor: Tensor, group: Group) -> Work:
 
 
 def reduce_to_shards(tensor: Tensor, group: Group) -> Work:
-    """Start to sum a tensor over a group, in place; only the part of this rank, of as many equal ones, is then valid.
+    """Start to sum a tensor over a group, in place; only the part of this rank, of as many equal
+    ones, is then valid.
 
-    gloo has no reduce-scatter of its own: summing all of it in place takes half the time of its stand-in.
+    gloo has no reduce-scatter of its own: summing all of it in place takes half the time of its
+    stand-in.
     """
     if dist.get_backend(group) == "gloo":
         return reduce_all(tensor, group)
     own = tensor.chunk(group.size())[group.rank()]
-    reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor  # renamed by torch
+    # renamed by torch
+    reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
     return reduce_scatter(own, tensor, group=group, async_op=True)  # type: ignore[no-any-return]
 
 
 def gather_shards(tensor: Tensor, group: Group) -> Work:
     """Start to fill a tensor from its parts, of which every rank has its own, in place.
 
-    gloo's all-gather copies everything twice more; a broadcast of each part takes a quarter of its time.
+    gloo's all-gather copies everything twice more; a broadcast of each part takes a quarter of its
+    time.
     """
     shards = tensor.chunk(group.size())
     if dist.get_backend(group) == "gloo":
         ranks = dist.get_process_group_ranks(group)
-        return Works(dist.broadcast(shard, rank, group=group, async_op=True) for shard, rank in zip(shards, ranks, strict=True))
+        return Works(
+            dist.broadcast(shard, rank, group=group, async_op=True)
+            for shard, rank in zip(shards, ranks, strict=True)
+        )
     all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
     return all_gather(tensor, shards[group.rank()], group=group, async_op=True)  # type: ignore[no-any-return]
 
 
-def total_norm(once: Sequence[Tensor], groups: Iterable[Group | None], device: torch.device) -> Tensor:
-    """The 2-norm of tensors over all ranks of `groups`, one after the other, float32 []. `once`: what no other rank counts."""
+def total_norm(
+    once: Sequence[Tensor], groups: Iterable[Group | None], device: torch.device
+) -> Tensor:
+    """The 2-norm of tensors over all ranks of `groups`, one after the other, float32 [].
+
+    `once`: what no other rank counts.
+    """
     squares = torch.zeros((), dtype=torch.float32, device=device)
     if once:
-        squares = torch.stack([torch.linalg.vector_norm(tensor, dtype=torch.float32) for tensor in once]).square().sum()
+        squares = (
+            torch.stack([torch.linalg.vector_norm(tensor, dtype=torch.float32) for tensor in once])
+            .square()
+            .sum()
+        )
     for group in groups:
         if group is not None:
             dist.all_reduce(squares, group=group)
@@ -74,6 +90,8 @@ def total_norm(once: Sequence[Tensor], groups: Iterable[Group | None], device: t
 
 
 def clip(tensors: Sequence[Tensor], norm: Tensor, max_norm: float) -> None:
-    """Scale tensors so that a total norm beyond max_norm becomes max_norm; a norm that is not finite is left to the caller."""
+    """Scale tensors so that a total norm beyond max_norm becomes max_norm; a norm that is not
+    finite is left to the caller.
+    """
     if tensors and 0 < max_norm < math.inf:
         torch._foreach_mul_(list(tensors), (max_norm / (norm + 1e-6)).clamp(max=1.0))

@@ -12,7 +12,13 @@ from torch import Tensor, nn
 
 from streammega.errors import ConfigError
 from streammega.gradients.buckets import default_bucket_size
-from streammega.gradients.buffers import GradSlot, is_split, local_part, make_buffers, tensor_parallel_group
+from streammega.gradients.buffers import (
+    GradSlot,
+    is_split,
+    local_part,
+    make_buffers,
+    tensor_parallel_group,
+)
 from streammega.gradients.checks import GradientChecks
 from streammega.gradients.collectives import clip, total_norm
 from streammega.gradients.reducer import GradReducer
@@ -23,7 +29,8 @@ __all__ = ["BucketedDataParallel", "finish_grad_sync"]
 
 
 class BucketedDataParallel(nn.Module):
-    """A module whose gradients are accumulated in wide contiguous buckets, and reduced bucket by bucket during backward::
+    """A module whose gradients are accumulated in wide contiguous buckets, and reduced bucket by
+    bucket during backward::
 
         model = BucketedDataParallel(model)
         for n, batch in enumerate(micro_batches):
@@ -34,33 +41,37 @@ class BucketedDataParallel(nn.Module):
         optimizer.step()
         model.zero_grad()
 
-    All ranks begin with the parameters of the first. Gradients are averaged over them as by torch's DDP; where
-    that adds up micro-batches in the parameters' dtype, this does in `grad_dtype`. Buckets are laid out in reverse registration
-    order (see `plan_buckets`), and their collectives start in that order on every rank, whichever gradient is ready first: over
-    the parameters of all dtypes, and over all models of a group, the last made first. Models of one group overlap their
-    collectives with backward where `streammega.finish_grad_sync` is called with all of them; a model that is stepped apart from
-    another overlaps in a group of its own.
+    All ranks begin with the parameters of the first. Gradients are averaged over them as by torch's
+    DDP; where that adds up micro-batches in the parameters' dtype, this does in `grad_dtype`.
+    Buckets are laid out in reverse registration order (see `plan_buckets`), and their collectives
+    start in that order on every rank, whichever gradient is ready first: over the parameters of all
+    dtypes, and over all models of a group, the last made first. Models of one group overlap their
+    collectives with backward where `streammega.finish_grad_sync` is called with all of them; a
+    model that is stepped apart from another overlaps in a group of its own.
 
-    Every backward of a step but the last is within `no_sync`: one that meets a gradient whose reduction has begun raises
-    GradientError. A parameter that no rank used, or that was frozen meanwhile, has no gradient after the reduction, so optimizers
-    leave it alone. What an abandoned backward has added goes with `zero_grad` of this module. Averaged gradients that are not
-    zeroed add up over steps as with torch's DDP; sums (`average=False`, `num_tokens`, `tied`) need a `zero_grad` every step.
+    Every backward of a step but the last is within `no_sync`: one that meets a gradient whose
+    reduction has begun raises GradientError. A parameter that no rank used, or that was frozen
+    meanwhile, has no gradient after the reduction, so optimizers leave it alone. What an abandoned
+    backward has added goes with `zero_grad` of this module. Averaged gradients that are not zeroed
+    add up over steps as with torch's DDP; sums (`average=False`, `num_tokens`, `tied`) need a
+    `zero_grad` every step.
 
-    Args:
-        module: parameters may be DTensors of one tensor-parallel group; every rank works on its own part.
-        group: the ranks that hold copies; None: all.
-        ranks: instead of `group`, this rank of a layout: copies are its dp-cp group, and norms are taken over all groups.
-        bucket_size: elements; None: max(40M, 1M * ranks).
-        grad_dtype: of the buffer.
-        average: divide by the number of ranks; else gradients are summed, to be normalised by `finish_grad_sync(num_tokens)`.
-        sharded: lay out for ShardedOptimizer: each rank is given its part of every bucket only.
-        overlap: start a bucket when it is full, else all at the end.
-        tied: names of parameters that the first and last pipeline stage share: summed over `ranks`' embedding group.
-        check_gradients: `finish_grad_sync` raises GradientError on every rank, before anything is stepped, where a gradient of
+    Args: module: parameters may be DTensors of one tensor-parallel group; every rank works on its
+        own part. group: the ranks that hold copies; None: all. ranks: instead of `group`, this rank
+        of a layout: copies are its dp-cp group, and norms are taken over all groups. bucket_size:
+        elements; None: max(40M, 1M * ranks). grad_dtype: of the buffer. average: divide by the
+        number of ranks; else gradients are summed, to be normalised by
+        `finish_grad_sync(num_tokens)`. sharded: lay out for ShardedOptimizer: each rank is given
+        its part of every bucket only. overlap: start a bucket when it is full, else all at the end.
+        tied: names of parameters that the first and last pipeline stage share: summed over `ranks`'
+        embedding group. check_gradients: `finish_grad_sync` raises GradientError on every rank,
+        before anything is stepped, where a gradient of
             some rank is not finite; that rank's error names the parameter.
-        largest_gradient: with check_gradients, also for an element that is larger.
-        main_grad: every parameter has `main_grad`, its place in the buffer, and `grad_added_to_main_grad`, which kernels set that
-            add to it themselves (Transformer Engine's fuse_wgrad_accumulation). `zero_grad` begins every step then.
+        largest_gradient: with check_gradients, also for an element that is larger. main_grad: every
+        parameter has `main_grad`, its place in the buffer, and `grad_added_to_main_grad`, which
+        kernels set that
+            add to it themselves (Transformer Engine's fuse_wgrad_accumulation). `zero_grad` begins
+            every step then.
     """
 
     def __init__(
@@ -84,7 +95,8 @@ class BucketedDataParallel(nn.Module):
             raise ConfigError("give either group or ranks, not both")
         if bucket_size is not None and bucket_size < 1:
             raise ConfigError(f"bucket_size is {bucket_size}; it counts elements, at least 1")
-        self.module, self.ranks = module, ranks
+        self.module = module
+        self.ranks = ranks
         self.group = ranks.group("dp-cp") if ranks else _world(group)
         self.size = self.group.size() if self.group is not None else 1
         self.index = self.group.rank() if self.group is not None else 0
@@ -122,7 +134,8 @@ class BucketedDataParallel(nn.Module):
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
         """Backward within it only accumulates."""
-        before, self.reducer.sync = self.reducer.sync, False
+        before = self.reducer.sync
+        self.reducer.sync = False
         try:
             yield
         finally:
@@ -130,7 +143,9 @@ class BucketedDataParallel(nn.Module):
 
     @contextlib.contextmanager
     def expect(self, micro_batches: int) -> Iterator[None]:
-        """Within it collectives start with the last of so many backward passes: for pipeline schedules."""
+        """Within it collectives start with the last of so many backward passes: for pipeline
+        schedules.
+        """
         self.reducer.expected = micro_batches
         try:
             yield
@@ -138,16 +153,21 @@ class BucketedDataParallel(nn.Module):
             self.reducer.expected = 0
 
     def finish_grad_sync(self, num_tokens: Tensor | None = None) -> None:
-        """Wait until gradients are reduced, and put them where optimizers look: `param.grad` (with `sharded`, this rank's parts).
+        """Wait until gradients are reduced, and put them where optimizers look: `param.grad` (with
+        `sharded`, this rank's parts).
 
-        Args:
-            num_tokens: unmasked tokens of this step on this rank (0 on all but the last pipeline stage): gradients are divided by
-                their number over all data- and context-parallel ranks, at least 1. For losses that are summed over tokens.
+        Args: num_tokens: unmasked tokens of this step on this rank (0 on all but the last pipeline
+            stage): gradients are divided by
+                their number over all data- and context-parallel ranks, at least 1. For losses that
+                are summed over tokens.
         """
         finish_grad_sync([self], num_tokens)
 
     def clip_grad_norm_(self, max_norm: float) -> Tensor:
-        """Clip gradients to a global norm, over all ranks of the layout; returns the norm before. For replicated optimizers."""
+        """Clip gradients to a global norm, over all ranks of the layout; returns the norm before.
+
+        For replicated optimizers.
+        """
         if self.sharded:
             raise ConfigError("sharded gradients are clipped by ShardedOptimizer.clip_grad_norm_")
         norm = total_norm(self.grads(once=True), [self.model_group], self.device)
@@ -156,16 +176,25 @@ class BucketedDataParallel(nn.Module):
 
     @property
     def model_group(self) -> dist.ProcessGroup | None:
-        """The ranks among which one copy of the model is divided: norms are summed over them. None: this rank alone."""
+        """The ranks among which one copy of the model is divided: norms are summed over them.
+
+        None: this rank alone.
+        """
         return self.ranks.group("tp-pp") if self.ranks is not None else self._split_over
 
     def grads(self, *, once: bool = False) -> list[Tensor]:
-        """This rank's parts of all gradients that optimizers will see; `once`: of those that no other rank counts too."""
+        """This rank's parts of all gradients that optimizers will see; `once`: of those that no
+        other rank counts too.
+        """
         every = [slot for slot in self.reducer.slots() if not once or self.counts(slot)]
-        return [local_part(slot.parameter.grad) for slot in every if slot.parameter.grad is not None]
+        return [
+            local_part(slot.parameter.grad) for slot in every if slot.parameter.grad is not None
+        ]
 
     def counts(self, slot: GradSlot) -> bool:
-        """Whether this rank counts a parameter in a norm, so that each is counted once over tensor and pipeline ranks."""
+        """Whether this rank counts a parameter in a norm, so that each is counted once over tensor
+        and pipeline ranks.
+        """
         if self.ranks is None:
             return self.is_first_copy(slot)
         copied = slot.name in self._tied and not self.ranks.is_first_stage
@@ -180,7 +209,8 @@ class BucketedDataParallel(nn.Module):
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop all gradients, also those that micro-batches of an unfinished step have added.
 
-        Raises GradientError where their reduction has begun: other ranks wait for it in `finish_grad_sync`.
+        Raises GradientError where their reduction has begun: other ranks wait for it in
+        `finish_grad_sync`.
         """
         self.reducer.forget()
         super().zero_grad(set_to_none)
@@ -189,10 +219,16 @@ class BucketedDataParallel(nn.Module):
         """The module's own."""
         return self.module.state_dict(*args, **kwargs)
 
-    def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
-        """The module's own; never with `assign`, which would put other tensors in place of those whose gradients are kept."""
+    def load_state_dict(
+        self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False
+    ) -> Any:
+        """The module's own; never with `assign`, which would put other tensors in place of those
+        whose gradients are kept.
+        """
         if assign:
-            raise ConfigError("load_state_dict(assign=True) replaces parameters that are wrapped already: load before wrapping")
+            raise ConfigError(
+                "load_state_dict(assign=True) replaces parameters that are wrapped already: load before wrapping"
+            )
         return self.module.load_state_dict(state_dict, strict)
 
     @torch.no_grad()
@@ -202,19 +238,27 @@ class BucketedDataParallel(nn.Module):
             return
         source = dist.get_process_group_ranks(self.group)[0]
         moved = [buffer.params for buffer in self.buffers_of_grads if buffer.params is not None]
-        rest = [parameter for parameter in self.module.parameters() if not (moved and parameter.requires_grad)]
+        rest = [
+            parameter
+            for parameter in self.module.parameters()
+            if not (moved and parameter.requires_grad)
+        ]
         for tensor in [*moved, *(local_part(own) for own in (*rest, *self.module.buffers()))]:
             dist.broadcast(tensor, source, group=self.group)
 
     def _check_group(self) -> None:
-        """Raise ConfigError where the ranks that hold copies are said to be those among which parameters are split."""
+        """Raise ConfigError where the ranks that hold copies are said to be those among which
+        parameters are split.
+        """
         if (
             self.group is None
             or self._split_over is None
             or not any(is_split(parameter) for parameter in self.module.parameters())
         ):
             return
-        both = set(dist.get_process_group_ranks(self.group)) & set(dist.get_process_group_ranks(self._split_over))
+        both = set(dist.get_process_group_ranks(self.group)) & set(
+            dist.get_process_group_ranks(self._split_over)
+        )
         if len(both) > 1:
             raise ConfigError(
                 f"the module's DTensors are split over ranks {sorted(both)}, and gradients would be summed over the same ranks: "
@@ -222,7 +266,9 @@ class BucketedDataParallel(nn.Module):
             )
 
     def inverse_of_tokens(self, num_tokens: Tensor) -> Tensor:
-        """1 / the sum of num_tokens over data-parallel ranks and pipeline stages, which is taken as at least 1; float32 []."""
+        """1 / the sum of num_tokens over data-parallel ranks and pipeline stages, which is taken as
+        at least 1; float32 [].
+        """
         total = num_tokens.detach().to(self.device, torch.float32, copy=True)
         groups = [self.group, self.ranks.group("pp") if self.ranks else None]
         for group in groups:

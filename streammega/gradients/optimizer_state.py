@@ -1,10 +1,12 @@
-"""The state of a ShardedOptimizer under the names of torch's own optimizer state dicts, in parts of whole tensors.
+"""The state of a ShardedOptimizer under the names of torch's own optimizer state dicts, in parts of
+whole tensors.
 
     state.<parameter>.<state>      what the inner optimizer keeps (exp_avg, step, ...); `main`: the fp32 copy, if the parameter is
                                    narrower
     param_groups                   settings; `params`: names of parameters
 
-That is the form of torch.distributed.checkpoint.state_dict.get_optimizer_state_dict, so what one writes the other reads.
+That is the form of torch.distributed.checkpoint.state_dict.get_optimizer_state_dict, so what one
+writes the other reads.
 """
 
 from __future__ import annotations
@@ -23,12 +25,17 @@ from streammega.gradients.pieces import Piece, PiecewiseOptimizer
 
 MAIN = "main"
 STAY = ("params", "foreach", "fused", "capturable", "differentiable")
-"""Settings of a parameter group that say how this process computes, and not what: a checkpoint does not change them."""
+"""Settings of a parameter group that say how this process computes, and not what: a checkpoint does
+not change them.
+"""
 
 
 @dataclass
 class _Entry:
-    """What this rank holds of one parameter. `values`: of its piece, where new ones are made for what is not there yet."""
+    """What this rank holds of one parameter.
+
+    `values`: of its piece, where new ones are made for what is not there yet.
+    """
 
     name: str
     slot: GradSlot
@@ -50,12 +57,18 @@ class _Entry:
         if self.piece is None:
             return BoxedTensor(shape, [], template, self.saves)
         value: Tensor = self.piece.main.detach() if state == MAIN else self.values[state]
-        boxes: list[Box] = [((), value)] if scalar else boxes_of_range(whole, self.piece.start, self.piece.stop, value)
+        boxes: list[Box] = (
+            [((), value)]
+            if scalar
+            else boxes_of_range(whole, self.piece.start, self.piece.stop, value)
+        )
         return BoxedTensor(shape, boxes, value, self.saves)
 
 
 def state_dict_of(optimizer: PiecewiseOptimizer) -> dict[str, Any]:
-    """The state of this rank's parts, in memory of the optimizer: {"state": ..., "param_groups": ...}."""
+    """The state of this rank's parts, in memory of the optimizer: {"state": ..., "param_groups":
+    ...}.
+    """
     state: dict[str, dict[str, Any]] = {}
     for entry in _entries(optimizer):
         own: dict[str, Any] = {}
@@ -68,19 +81,26 @@ def state_dict_of(optimizer: PiecewiseOptimizer) -> dict[str, Any]:
             own[MAIN] = entry.boxed(MAIN)
         state[entry.name] = own
     groups = [
-        {name: value for name, value in group.items() if name != "params"} | {"params": sorted(names)}
-        for group, names in zip(optimizer.inner.param_groups, optimizer.names_of_groups, strict=True)
+        {name: value for name, value in group.items() if name != "params"}
+        | {"params": sorted(names)}
+        for group, names in zip(
+            optimizer.inner.param_groups, optimizer.names_of_groups, strict=True
+        )
     ]
     return {"state": state, "param_groups": groups}
 
 
 @torch.no_grad()
 def load_state_dict_into(optimizer: PiecewiseOptimizer, state: Mapping[str, Any]) -> None:
-    """Take a state: one that `state_dict_of` made and a checkpoint has filled, of as many ranks, or of whole tensors."""
+    """Take a state: one that `state_dict_of` made and a checkpoint has filled, of as many ranks, or
+    of whole tensors.
+    """
     for entry in _entries(optimizer):
         given = state["state"].get(entry.name)
         if given is None:
-            raise StateError(f"the optimizer state has no parameter {entry.name}: it is another model's")
+            raise StateError(
+                f"the optimizer state has no parameter {entry.name}: it is another model's"
+            )
         if entry.piece is not None:
             _load_entry(optimizer, entry, entry.piece, given)
     optimizer.offered.clear()
@@ -88,10 +108,14 @@ def load_state_dict_into(optimizer: PiecewiseOptimizer, state: Mapping[str, Any]
         _load_settings(group, names, state["param_groups"])
 
 
-def _load_entry(optimizer: PiecewiseOptimizer, entry: _Entry, piece: Piece, given: Mapping[str, Any]) -> None:
+def _load_entry(
+    optimizer: PiecewiseOptimizer, entry: _Entry, piece: Piece, given: Mapping[str, Any]
+) -> None:
     for name, value in entry.template.items():
         if name not in given:
-            raise StateError(f"the optimizer state of {entry.name} has no {name}: it is another optimizer's")
+            raise StateError(
+                f"the optimizer state of {entry.name} has no {name}: it is another optimizer's"
+            )
         if isinstance(value, Tensor):
             _fill(f"{entry.name}.{name}", entry.boxed(name), given[name])
         else:
@@ -105,12 +129,16 @@ def _load_entry(optimizer: PiecewiseOptimizer, entry: _Entry, piece: Piece, give
 
 
 def is_fresh(values: Mapping[str, Any]) -> bool:
-    """Whether a state is that of a parameter that was never stepped: the optimizer makes it anew, as it makes its first."""
+    """Whether a state is that of a parameter that was never stepped: the optimizer makes it anew,
+    as it makes its first.
+    """
     return "step" in values and float(values["step"]) == 0
 
 
 def _begin_anew(optimizer: PiecewiseOptimizer, entry: _Entry, piece: Piece) -> None:
-    """Drop the state of a piece; what an optimizer makes when it is built, as Adagrad did up to torch 2.12, is made again."""
+    """Drop the state of a piece; what an optimizer makes when it is built, as Adagrad did up to
+    torch 2.12, is made again.
+    """
     state = optimizer.inner.state
     state.pop(piece.main, None)
     group = optimizer.inner.param_groups[optimizer.group_of[id(entry.slot)]]
@@ -129,13 +157,19 @@ def _entries(optimizer: PiecewiseOptimizer) -> list[_Entry]:
     for model, slot in optimizer.slots:
         name = plain_name(slot.name)
         if name in entries:
-            raise ConfigError(f"two of the models have a parameter {name}: give their modules names of their own")
+            raise ConfigError(
+                f"two of the models have a parameter {name}: give their modules names of their own"
+            )
         piece = pieces.get(id(slot))
         template = templates[optimizer.group_of[id(slot)]]
         entry = _Entry(name, slot, piece, template, saves=model.is_first_copy(slot))
         if piece is not None:
             held = inner.state.get(piece.main)
-            entry.values = held if held else optimizer.offered.setdefault(id(piece), _zeros(template, piece.main))
+            entry.values = (
+                held
+                if held
+                else optimizer.offered.setdefault(id(piece), _zeros(template, piece.main))
+            )
         entries[name] = entry
     return list(entries.values())
 
@@ -146,7 +180,9 @@ def plain_name(name: str) -> str:
 
 
 def _template(optimizer: PiecewiseOptimizer, group: Mapping[str, Any]) -> dict[str, Any]:
-    """What the inner optimizer keeps of a parameter of a group after a step, shown by one of two elements."""
+    """What the inner optimizer keeps of a parameter of a group after a step, shown by one of two
+    elements.
+    """
     device = optimizer.models[0].device
     probe = nn.Parameter(torch.zeros(2, device=device))
     probe.grad = torch.zeros_like(probe)
@@ -156,7 +192,9 @@ def _template(optimizer: PiecewiseOptimizer, group: Mapping[str, Any]) -> dict[s
     template = {name: value for name, value in shown.state[probe].items() if value is not None}
     for name, value in template.items():
         if isinstance(value, Tensor) and value.dim() and value.shape != probe.shape:
-            raise ConfigError(f"the optimizer's {name} is no value for each element of a parameter, so it has no parts to save")
+            raise ConfigError(
+                f"the optimizer's {name} is no value for each element of a parameter, so it has no parts to save"
+            )
     return template
 
 
@@ -176,24 +214,41 @@ def _zeros(template: Mapping[str, Any], main: Tensor) -> dict[str, Any]:
 def _fill(name: str, own: BoxedTensor, given: Any) -> None:
     """Copy a state that lies elsewhere into this rank's boxes."""
     if tuple(given.shape) != tuple(own.shape):
-        raise StateError(f"{name} is {list(given.shape)} in the optimizer state, {list(own.shape)} here: it is another model's")
-    theirs = {(offsets, box.shape): box for offsets, box in given.boxes} if isinstance(given, BoxedTensor) else None
+        raise StateError(
+            f"{name} is {list(given.shape)} in the optimizer state, {list(own.shape)} here: it is another model's"
+        )
+    theirs = (
+        {(offsets, box.shape): box for offsets, box in given.boxes}
+        if isinstance(given, BoxedTensor)
+        else None
+    )
     for offsets, box in own.boxes:
         if theirs is None:
-            source = given[tuple(slice(first, first + size) for first, size in zip(offsets, box.shape, strict=True))]
+            source = given[
+                tuple(
+                    slice(first, first + size)
+                    for first, size in zip(offsets, box.shape, strict=True)
+                )
+            ]
         elif (offsets, box.shape) in theirs:
             source = theirs[offsets, box.shape]
         else:
-            raise StateError(f"{name} was cut for other ranks: save and load it by torch.distributed.checkpoint, for any number")
+            raise StateError(
+                f"{name} was cut for other ranks: save and load it by torch.distributed.checkpoint, for any number"
+            )
         if source.data_ptr() != box.data_ptr():
             box.copy_(source)
 
 
-def _load_settings(group: dict[str, Any], names: Sequence[str], given: Sequence[Mapping[str, Any]]) -> None:
+def _load_settings(
+    group: dict[str, Any], names: Sequence[str], given: Sequence[Mapping[str, Any]]
+) -> None:
     """The settings of a parameter group from those of the same parameters."""
     found = next((other for other in given if set(other["params"]) & set(names)), None)
     if found is None:
-        raise StateError(f"the optimizer state has no settings for {sorted(names)[0]}: it is another model's")
+        raise StateError(
+            f"the optimizer state has no settings for {sorted(names)[0]}: it is another model's"
+        )
     for name, value in found.items():
         if name in STAY:
             continue

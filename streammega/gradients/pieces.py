@@ -1,4 +1,6 @@
-"""What a rank steps of the parameters: pieces of buckets, and the optimizer that has their state."""
+"""What a rank steps of the parameters: pieces of buckets, and the optimizer that
+has their state.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,10 @@ from streammega.gradients.buffers import GradSlot
 
 @dataclass(frozen=True)
 class Piece:
-    """Elements [start, stop) of this rank's part of a parameter, flat: what this rank steps. `main`: fp32; `grad`: its place."""
+    """Elements [start, stop) of this rank's part of a parameter, flat: what this rank steps.
+
+    `main`: fp32; `grad`: its place.
+    """
 
     slot: GradSlot
     start: int
@@ -38,7 +43,8 @@ class BucketedModel(Protocol):
 class PiecewiseOptimizer(Protocol):
     """An optimizer of pieces, whose state is saved and loaded; ShardedOptimizer is one.
 
-    offered: by the id of a piece, memory for what it has no state of yet, which a checkpoint is filling.
+    offered: by the id of a piece, memory for what it has no state of yet, which a checkpoint is
+    filling.
     """
 
     inner: torch.optim.Optimizer

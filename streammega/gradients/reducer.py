@@ -1,7 +1,8 @@
-"""One model's gradients on their way: from hooks in backward to buckets, over the ranks, to where optimizers look.
+"""One model's gradients on their way: from hooks in backward to buckets, over the ranks, to where
+optimizers look.
 
-hook of a parameter: main_grad (+)= grad ─► bucket full on the last micro-batch ─► its collective starts
-finish_grad_sync: what is left starts ─► all wait ─► normalised gradients in param.grad
+hook of a parameter: main_grad (+)= grad ─► bucket full on the last micro-batch ─► its collective
+starts finish_grad_sync: what is left starts ─► all wait ─► normalised gradients in param.grad
 """
 
 from __future__ import annotations
@@ -47,16 +48,25 @@ class GradReducer:
         overlap: bool,
         main_grad: bool,
     ) -> None:
-        self.buffers, self.group, self.checks = buffers, group, checks
-        self.sharded, self.overlap, self.main_grad = sharded, overlap, main_grad
+        self.buffers = buffers
+        self.group = group
+        self.checks = checks
+        self.sharded = sharded
+        self.overlap = overlap
+        self.main_grad = main_grad
         self.device = buffers[0].grads.device
         self.sync = True
         """Whether a backward is the last of its step."""
         self.expected = 0
         """If not zero, which micro-batch is the last of its step instead."""
-        self._scale, self._tied_group = scale, tied_group
+        self._scale = scale
+        self._tied_group = tied_group
         self._averages = group is None or scale * group.size() == 1.0
-        self._left_out = [(name, parameter) for name, parameter in module.named_parameters() if not parameter.requires_grad]
+        self._left_out = [
+            (name, parameter)
+            for name, parameter in module.named_parameters()
+            if not parameter.requires_grad
+        ]
         self._in_order = in_order_of_backward(module, buffers)
         self._next = 0
         self._holds_last = False
@@ -72,7 +82,8 @@ class GradReducer:
         if self.main_grad:
             slot.parameter.main_grad = slot.main_grad  # type: ignore[attr-defined]
             slot.parameter.grad_added_to_main_grad = False  # type: ignore[attr-defined]
-        reference = weakref.ref(self)  # or the parameter would keep this, and its process group, for ever
+        # or the parameter would keep this, and its process group, for ever
+        reference = weakref.ref(self)
 
         @torch.no_grad()
         def take(parameter: nn.Parameter) -> None:
@@ -112,23 +123,29 @@ class GradReducer:
         """Add one micro-batch to the buffer; `last`: none comes after it."""
         main = slot.main_grad
         if self.main_grad and self._holds_last:
-            raise GradientError("with main_grad the buffers are added to: call zero_grad() before the first backward of a step")
+            raise GradientError(
+                "with main_grad the buffers are added to: call zero_grad() before the first backward of a step"
+            )
         if self.main_grad and slot.parameter.grad_added_to_main_grad:  # type: ignore[attr-defined]
             slot.parameter.grad_added_to_main_grad = False  # type: ignore[attr-defined]
         elif grad.data_ptr() == main.data_ptr():
             pass  # not zeroed since the last step: autograd has added to it
         elif slot.count > 1 or self.main_grad:
             main.add_(grad, alpha=self._scale if slot.scaled else 1.0)
-        elif self._scale != 1.0 and grad.dtype == main.dtype and (last or self._scales_exactly(main)):
+        elif (
+            self._scale != 1.0 and grad.dtype == main.dtype and (last or self._scales_exactly(main))
+        ):
             torch.mul(grad, self._scale, out=main)
             slot.scaled = True
         else:
             main.copy_(grad)
 
     def _scales_exactly(self, main: Tensor) -> bool:
-        """Whether a sum of scaled gradients has the bits of the scaled sum: then scaling costs no pass over memory of its own.
+        """Whether a sum of scaled gradients has the bits of the scaled sum: then scaling costs no
+        pass over memory of its own.
 
-        So it is for powers of two, but for elements near the least that a float32 can hold; float16 has a least of 6e-8.
+        So it is for powers of two, but for elements near the least that a float32 can hold; float16
+        has a least of 6e-8.
         """
         return math.frexp(self._scale)[0] == 0.5 and main.dtype != torch.float16
 
@@ -145,14 +162,21 @@ class GradReducer:
                 yield from own
 
     def own_grads(self, buffer: GradBuffer) -> list[Tensor]:
-        """The gradients that are valid on this rank after a reduction: everything, or with `sharded` its part of every bucket."""
+        """The gradients that are valid on this rank after a reduction: everything, or with
+        `sharded` its part of every bucket.
+        """
         if not self.sharded or self.group is None:
             return [buffer.grads]
-        index, size = self.group.rank(), self.group.size()
+        index = self.group.rank()
+        size = self.group.size()
         return [buffer.grads[slice(*bucket.shard(index, size))] for bucket in buffer.buckets]
 
     def forget(self) -> None:
-        """Begin a step anew. Raises GradientError where the reduction of this one has begun, in which other ranks take part."""
+        """Begin a step anew.
+
+        Raises GradientError where the reduction of this one has begun, in which other ranks take
+        part.
+        """
         if self._next > 0:
             raise GradientError(
                 "zero_grad was called while gradients are being reduced: call finish_grad_sync first, or run a backward whose "
@@ -170,7 +194,8 @@ class GradReducer:
         return any(slot.count for slot in self.slots())
 
     def start_full(self) -> bool:
-        """Start the buckets that are full, in their order, up to the first that is not; whether all have started.
+        """Start the buckets that are full, in their order, up to the first that is not; whether all
+        have started.
 
         Buckets to which another stage adds first are left to `finish_grad_sync`.
         """
@@ -198,7 +223,9 @@ class GradReducer:
     # The steps of `finish_grad_sync`, which takes each over all models before the next.
 
     def complete(self) -> None:
-        """Complete what backward left: parameters without a gradient, used in some micro-batches only, or given one by hand."""
+        """Complete what backward left: parameters without a gradient, used in some micro-batches
+        only, or given one by hand.
+        """
         for name, parameter in self._left_out:
             if parameter.requires_grad:
                 raise ConfigError(
@@ -212,10 +239,14 @@ class GradReducer:
     def _complete_slot(self, slot: GradSlot, started: bool) -> None:
         left = slot.left_grad()
         if left is not None and slot.ready:
-            raise GradientError(f"{slot.name} was given a gradient by hand after that of backward began to be reduced")
+            raise GradientError(
+                f"{slot.name} was given a gradient by hand after that of backward began to be reduced"
+            )
         if left is None and slot.count == 0 and self._averages:
-            left = slot.carried_grad()  # others may add to theirs: a sum without this rank's would be a part of it
-        if left is not None:  # by hand: as pipeline schedules do that take the gradients of weights by themselves
+            # others may add to theirs: a sum without this rank's would be a part of it
+            left = slot.carried_grad()
+        # by hand: as pipeline schedules do that take the gradients of weights by themselves
+        if left is not None:
             slot.count += 1
             self._add(slot, own_grad(slot.parameter, left))
             slot.parameter.grad = None
@@ -269,4 +300,6 @@ class GradReducer:
 
     def _tied_buckets(self) -> Iterator[tuple[GradBuffer, int]]:
         for buffer in self.buffers:
-            yield from ((buffer, number) for number, bucket in enumerate(buffer.buckets) if bucket.waits)
+            yield from (
+                (buffer, number) for number, bucket in enumerate(buffer.buckets) if bucket.waits
+            )

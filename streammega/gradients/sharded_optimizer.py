@@ -1,6 +1,8 @@
-"""The distributed optimizer: each rank steps its part of every bucket, in fp32, and the parameters are gathered after it.
+"""The distributed optimizer: each rank steps its part of every bucket, in fp32, and the parameters
+are gathered after it.
 
-reduced part of a bucket ─► any torch optimizer on fp32 main parts ─► the parameters' dtype ─► gathered during the next forward
+reduced part of a bucket ─► any torch optimizer on fp32 main parts ─► the parameters' dtype ─►
+gathered during the next forward
 """
 
 from __future__ import annotations
@@ -24,7 +26,9 @@ from streammega.gradients.pieces import Piece
 
 @dataclass
 class _Watched:
-    """A parameter that lies in a bucket, where it lay, and which version of it the fp32 parameters know."""
+    """A parameter that lies in a bucket, where it lay, and which version of it the fp32 parameters
+    know.
+    """
 
     slot: GradSlot
     gathering: _Gathering
@@ -34,7 +38,10 @@ class _Watched:
 
 @dataclass
 class _Gathering:
-    """One bucket of one buffer. `own`: this rank's part of the parameters; `main`: its fp32 copy; None: they are the same."""
+    """One bucket of one buffer.
+
+    `own`: this rank's part of the parameters; `main`: its fp32 copy; None: they are the same.
+    """
 
     params: Tensor
     own: Tensor
@@ -43,7 +50,8 @@ class _Gathering:
 
 
 class ShardedOptimizer:
-    """Any elementwise torch optimizer, its state and fp32 main parameters divided among the ranks that hold copies::
+    """Any elementwise torch optimizer, its state and fp32 main parameters divided among the ranks
+    that hold copies::
 
         model = BucketedDataParallel(model, sharded=True)
         optimizer = ShardedOptimizer(model, torch.optim.AdamW, lr=3e-4, weight_decay=0.1, fused=True)
@@ -52,26 +60,28 @@ class ShardedOptimizer:
         optimizer.clip_grad_norm_(1.0)
         optimizer.step()
 
-    After `step` the parameters are gathered while the next forward begins: a module waits for its own before it runs, and so
-    does the model's `state_dict`. Code that uses a parameter in another way, or ends the process group, calls
-    `finish_param_sync` first.
+    After `step` the parameters are gathered while the next forward begins: a module waits for its
+    own before it runs, and so does the model's `state_dict`. Code that uses a parameter in another
+    way, or ends the process group, calls `finish_param_sync` first.
 
-    What is written into the model's parameters (`load_state_dict`, in-place operations on them) counts from the next step on.
+    What is written into the model's parameters (`load_state_dict`, in-place operations on them)
+    counts from the next step on.
 
-    `state_dict` and `load_state_dict` are for torch.distributed.checkpoint, and for any number of ranks::
+    `state_dict` and `load_state_dict` are for torch.distributed.checkpoint, and for any number of
+    ranks::
 
         dcp.save({"model": model, "optimizer": optimizer}, checkpoint_id=folder)
         dcp.load({"model": model, "optimizer": optimizer}, checkpoint_id=folder)
 
-    Args:
-        models: BucketedDataParallel with sharded=True; several for virtual pipeline stages.
-        optimizer: the class of the inner optimizer; `defaults` are its settings.
-        settings_of: (name, parameter) -> settings of its own, for instance {"weight_decay": 0.0}; parameters of equal settings
+    Args: models: BucketedDataParallel with sharded=True; several for virtual pipeline stages.
+        optimizer: the class of the inner optimizer; `defaults` are its settings. settings_of:
+        (name, parameter) -> settings of its own, for instance {"weight_decay": 0.0}; parameters of
+        equal settings
             form a group.
         overlap: gather during the next forward; else before `step` returns.
 
-    `optimizer.inner` is the torch optimizer: learning-rate schedulers take it. Optimizers that look at whole matrices (Muon,
-    Shampoo, LAMB) would see pieces of them, and are not for this.
+    `optimizer.inner` is the torch optimizer: learning-rate schedulers take it. Optimizers that look
+    at whole matrices (Muon, Shampoo, LAMB) would see pieces of them, and are not for this.
     """
 
     def __init__(
@@ -85,7 +95,9 @@ class ShardedOptimizer:
     ) -> None:
         self.models = [models] if isinstance(models, BucketedDataParallel) else list(models)
         if any(not model.sharded for model in self.models):
-            raise ConfigError("ShardedOptimizer steps parts of buckets: make BucketedDataParallel with sharded=True")
+            raise ConfigError(
+                "ShardedOptimizer steps parts of buckets: make BucketedDataParallel with sharded=True"
+            )
         self._gatherings: list[_Gathering] = []
         self._watched: list[_Watched] = []
         self.pieces: list[Piece] = []
@@ -94,10 +106,16 @@ class ShardedOptimizer:
             for buffer in model.buffers_of_grads:
                 self._add_buffer(model, buffer, of_parameter)
         self.slots = [
-            (model, slot) for model in self.models for buffer in model.buffers_of_grads for own in buffer.slots for slot in own
+            (model, slot)
+            for model in self.models
+            for buffer in model.buffers_of_grads
+            for own in buffer.slots
+            for slot in own
         ]
         settings = _groups([slot for _, slot in self.slots], settings_of)
-        self.group_of = {slot: number for number, (_, slots) in enumerate(settings) for slot in slots}
+        self.group_of = {
+            slot: number for number, (_, slots) in enumerate(settings) for slot in slots
+        }
         """By the id of a slot, which parameter group it belongs to."""
         groups: list[dict[str, Any]] = [{"params": [], **own} for own, _ in settings]
         for piece in self.pieces:
@@ -105,7 +123,9 @@ class ShardedOptimizer:
         self.make_inner = functools.partial(optimizer, **defaults)
         self.inner = self.make_inner(groups)
         self.offered: dict[int, dict[str, Any]] = {}
-        """By the id of a piece, memory for what it has no state of yet, which a checkpoint is filling."""
+        """By the id of a piece, memory for what it has no state of yet, which a checkpoint is
+        filling.
+        """
         self._overlap = overlap
         for model in self.models:
             _wait_before_reading(model.module, list(self._of_model(model)))
@@ -130,7 +150,9 @@ class ShardedOptimizer:
         """Clip gradients to a global norm over all ranks of the layout; returns the norm before."""
         model = self.models[0]
         groups = [model.group, model.model_group]
-        norm = total_norm([piece.grad for piece in self.pieces if piece.counts], groups, model.device)
+        norm = total_norm(
+            [piece.grad for piece in self.pieces if piece.counts], groups, model.device
+        )
         clip([piece.grad for piece in self.pieces], norm, max_norm)
         return norm
 
@@ -141,7 +163,8 @@ class ShardedOptimizer:
 
     @torch.no_grad()
     def step(self) -> None:
-        """Step this rank's parts, and begin to gather the parameters. Call `finish_grad_sync` of the models before it.
+        """Step this rank's parts, and begin to gather the parameters. Call `finish_grad_sync` of
+        the models before it.
 
         Raises ConfigError where a parameter was moved out of its bucket.
         """
@@ -171,26 +194,33 @@ class ShardedOptimizer:
             _wait(gathering)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Drop what an unfinished step has added. After a step nothing is to be done: the first micro-batch overwrites it."""
+        """Drop what an unfinished step has added.
+
+        After a step nothing is to be done: the first micro-batch overwrites it.
+        """
         for model in self.models:
             model.zero_grad(set_to_none)
 
     def state_dict(self) -> dict[str, Any]:
-        """This rank's parts of the state, in memory of the optimizer, in the form and under the names of torch's
-        get_optimizer_state_dict: `state` by the names of parameters, and `param_groups`.
+        """This rank's parts of the state, in memory of the optimizer, in the form and under the
+        names of torch's get_optimizer_state_dict: `state` by the names of parameters, and
+        `param_groups`.
 
-        torch.distributed.checkpoint saves it, and loads it with any number of ranks, also into a torch optimizer on every rank or
-        from one; torch.save keeps the parts of one rank. What was never stepped has a step of 0.
+        torch.distributed.checkpoint saves it, and loads it with any number of ranks, also into a
+        torch optimizer on every rank or from one; torch.save keeps the parts of one rank. What was
+        never stepped has a step of 0.
         """
         self.finish_param_sync()
         self._take_written()
         return state_dict_of(self)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take a state that torch.distributed.checkpoint has filled, or of as many ranks, or of whole tensors.
+        """Take a state that torch.distributed.checkpoint has filled, or of as many ranks, or of
+        whole tensors.
 
-        Called on all ranks together: parameters that are narrower than fp32 are made anew of their main ones. Where the state has
-        none of these, they are taken from the model. Raises StateError for the state of another model, or of other ranks.
+        Called on all ranks together: parameters that are narrower than fp32 are made anew of their
+        main ones. Where the state has none of these, they are taken from the model. Raises
+        StateError for the state of another model, or of other ranks.
         """
         self.finish_param_sync()
         load_state_dict_into(self, state)
@@ -199,7 +229,9 @@ class ShardedOptimizer:
 
     @torch.no_grad()
     def reload_main(self) -> None:
-        """Take the fp32 main parameters from the model's: after a checkpoint without them was loaded."""
+        """Take the fp32 main parameters from the model's: after a checkpoint without them was
+        loaded.
+        """
         for gathering in self._gatherings:
             if gathering.main is not None:
                 gathering.main.copy_(gathering.own)
@@ -217,7 +249,9 @@ class ShardedOptimizer:
 
     @torch.no_grad()
     def _take_written(self) -> None:
-        """Take over what was written into parameters since the last step, where it is not the rounding of the main ones."""
+        """Take over what was written into parameters since the last step, where it is not the
+        rounding of the main ones.
+        """
         written: dict[int, _Gathering] = {}
         for watched in self._watched:
             parameter = watched.slot.parameter
@@ -231,7 +265,9 @@ class ShardedOptimizer:
         for gathering in written.values():
             if gathering.main is not None:
                 same = gathering.own == gathering.main.to(gathering.own.dtype)
-                gathering.main.copy_(torch.where(same, gathering.main, gathering.own.to(torch.float32)))
+                gathering.main.copy_(
+                    torch.where(same, gathering.main, gathering.own.to(torch.float32))
+                )
         if written:
             self._note_versions()
 
@@ -239,47 +275,73 @@ class ShardedOptimizer:
         for watched in self._watched:
             watched.version = watched.slot.parameter._version
 
-    def _add_buffer(self, model: BucketedDataParallel, buffer: GradBuffer, of_parameter: dict[Any, list[_Gathering]]) -> None:
+    def _add_buffer(
+        self,
+        model: BucketedDataParallel,
+        buffer: GradBuffer,
+        of_parameter: dict[Any, list[_Gathering]],
+    ) -> None:
         assert buffer.params is not None
         if buffer.grads.dtype != torch.float32:
-            raise ConfigError(f"ShardedOptimizer steps in float32: grad_dtype {buffer.grads.dtype} is too narrow")
+            raise ConfigError(
+                f"ShardedOptimizer steps in float32: grad_dtype {buffer.grads.dtype} is too narrow"
+            )
         for bucket, slots in zip(buffer.buckets, buffer.slots, strict=True):
             low, high = bucket.shard(model.index, model.size)
             own = buffer.params[low:high]
             wide = own.dtype == torch.float32
             main = own if wide else own.to(torch.float32)
-            gathering = _Gathering(buffer.params[bucket.start : bucket.stop], own, None if wide else main)
+            gathering = _Gathering(
+                buffer.params[bucket.start : bucket.stop], own, None if wide else main
+            )
             self._gatherings.append(gathering)
             for slot in slots:
                 of_parameter.setdefault(slot.parameter, []).append(gathering)
                 parameter = slot.parameter
-                self._watched.append(_Watched(slot, gathering, address_of(parameter), parameter._version))
-                start, stop = max(slot.slot.start, low), min(slot.slot.stop, high)
+                self._watched.append(
+                    _Watched(slot, gathering, address_of(parameter), parameter._version)
+                )
+                start = max(slot.slot.start, low)
+                stop = min(slot.slot.stop, high)
                 if start < stop:
                     base = slot.slot.start
                     stepped = nn.Parameter(main[start - low : stop - low])
                     grad = buffer.grads[start:stop]
-                    self.pieces.append(Piece(slot, start - base, stop - base, stepped, grad, model.counts(slot)))
+                    self.pieces.append(
+                        Piece(slot, start - base, stop - base, stepped, grad, model.counts(slot))
+                    )
 
     def _of_model(self, model: BucketedDataParallel) -> Iterator[_Gathering]:
-        first = sum(len(buffer.buckets) for other in self.models[: self.models.index(model)] for buffer in other.buffers_of_grads)
+        first = sum(
+            len(buffer.buckets)
+            for other in self.models[: self.models.index(model)]
+            for buffer in other.buffers_of_grads
+        )
         count = sum(len(buffer.buckets) for buffer in model.buffers_of_grads)
-        return iter(self._gatherings[first : first + count][::-1])  # first layers first: they are needed first
+        # first layers first: they are needed first
+        return iter(self._gatherings[first : first + count][::-1])
 
 
 class LossScale:
-    """The factor that keeps fp16 gradients from vanishing: doubled after `interval` good steps, halved after a bad one.
+    """The factor that keeps fp16 gradients from vanishing: doubled after `interval` good steps,
+    halved after a bad one.
 
-    Multiply the loss by `value`; after the reduction `unscale(optimizer)` says whether the step is good, on all ranks alike.
+    Multiply the loss by `value`; after the reduction `unscale(optimizer)` says whether the step is
+    good, on all ranks alike.
     """
 
     def __init__(self, value: float = 2.0**16, interval: int = 1000, least: float = 1.0) -> None:
-        self.value, self.interval, self.least, self.good = value, interval, least, 0
+        self.value = value
+        self.interval = interval
+        self.least = least
+        self.good = 0
 
     def unscale(self, optimizer: ShardedOptimizer, divided_by: float = 1.0) -> bool:
-        """Divide the gradients by the scale; False, and a smaller scale, where they are not finite on some rank.
+        """Divide the gradients by the scale; False, and a smaller scale, where they are not finite
+        on some rank.
 
-        divided_by: what the loss was divided by besides, so that a sum over many tokens keeps within fp16.
+        divided_by: what the loss was divided by besides, so that a sum over many tokens keeps
+        within fp16.
         """
         grads = [piece.grad for piece in optimizer.pieces]
         device = optimizer.models[0].device
@@ -290,12 +352,14 @@ class LossScale:
         if dist.is_initialized():
             dist.all_reduce(bad, op=dist.ReduceOp.MAX)
         if bad:
-            self.value, self.good = max(self.value / 2, self.least), 0
+            self.value = max(self.value / 2, self.least)
+            self.good = 0
             return False
         optimizer.scale_grads(divided_by / self.value)
         self.good += 1
         if self.good == self.interval:
-            self.value, self.good = self.value * 2, 0
+            self.value = self.value * 2
+            self.good = 0
         return True
 
     def state_dict(self) -> dict[str, float]:
@@ -310,7 +374,9 @@ class LossScale:
 def _groups(
     slots: Sequence[GradSlot], settings_of: Callable[[str, nn.Parameter], Mapping[str, Any]] | None
 ) -> list[tuple[dict[str, Any], list[int]]]:
-    """(settings, ids of slots) of each parameter group, the same on all ranks: some of which a rank may own nothing."""
+    """(settings, ids of slots) of each parameter group, the same on all ranks: some of which a rank
+    may own nothing.
+    """
     found: dict[tuple[tuple[str, Any], ...], list[int]] = {}
     for slot in slots:
         settings = settings_of(slot.name, slot.parameter) if settings_of else {}
@@ -319,7 +385,8 @@ def _groups(
 
 
 def _wait(gathering: _Gathering) -> None:
-    work, gathering.work = gathering.work, None
+    work = gathering.work
+    gathering.work = None
     if work is not None:
         work.wait()
 
@@ -327,7 +394,11 @@ def _wait(gathering: _Gathering) -> None:
 def _wait_before_use(module: nn.Module, of_parameter: Mapping[Any, Sequence[_Gathering]]) -> None:
     """Every submodule with parameters of its own waits for them before its forward."""
     for submodule in module.modules():
-        found = {id(g): g for parameter in submodule.parameters(recurse=False) for g in of_parameter.get(parameter, ())}
+        found = {
+            id(g): g
+            for parameter in submodule.parameters(recurse=False)
+            for g in of_parameter.get(parameter, ())
+        }
         if found:
             submodule.register_forward_pre_hook(_waiter(list(found.values())))
 

@@ -15,7 +15,9 @@ class Starter(Protocol):
     """A model whose buckets are started in turn."""
 
     def start_full(self) -> bool:
-        """Start the buckets that are full, up to the first that is not; whether all that may start in backward have."""
+        """Start the buckets that are full, up to the first that is not; whether all that may start
+        in backward have.
+        """
 
     @property
     def has_begun(self) -> bool:
@@ -26,13 +28,16 @@ Model = TypeVar("Model", bound=Starter)
 
 
 class StartOrder:
-    """The models of a group in the order in which their buckets start: the last made first, as backward comes to it first.
+    """The models of a group in the order in which their buckets start: the last made first, as
+    backward comes to it first.
 
-    A collective meets those of other ranks by its place in the group's sequence alone. That place must follow from the program,
-    and not from which gradient was ready first: ranks that leave parameters out would else add up gradients of different ones.
+    A collective meets those of other ranks by its place in the group's sequence alone. That place
+    must follow from the program, and not from which gradient was ready first: ranks that leave
+    parameters out would else add up gradients of different ones.
 
-    Buckets of several models start during backward only where the program finished all of these models together the step before.
-    Which of them it will finish, and in which order, is otherwise not known before it does.
+    Buckets of several models start during backward only where the program finished all of these
+    models together the step before. Which of them it will finish, and in which order, is otherwise
+    not known before it does.
     """
 
     def __init__(self) -> None:
@@ -41,7 +46,10 @@ class StartOrder:
 
     def add(self, model: Starter) -> None:
         """Put a model before those that were made earlier."""
-        self._models = [weakref.ref(model), *(reference for reference in self._models if reference() is not None)]
+        self._models = [
+            weakref.ref(model),
+            *(reference for reference in self._models if reference() is not None),
+        ]
 
     def start_full(self) -> None:
         """Start what is full and next."""
@@ -51,7 +59,10 @@ class StartOrder:
                     return
 
     def finish(self, models: Sequence[Starter]) -> None:
-        """Note which models are finished together. Raises GradientError where collectives of another may have begun."""
+        """Note which models are finished together.
+
+        Raises GradientError where collectives of another may have begun.
+        """
         given = {id(model) for model in models}
         others = [model for model in self._alive() if id(model) not in given]
         if self._starts_in_backward() and any(model.has_begun for model in others):
@@ -77,7 +88,8 @@ class StartOrder:
                 yield model
 
 
-# Wrappers of one group need not know of each other, so the group itself leads to their order. Weak: it keeps no group alive.
+# Wrappers of one group need not know of each other, so the group itself leads to their order. Weak:
+# it keeps no group alive.
 _orders: weakref.WeakKeyDictionary[ProcessGroup, StartOrder] = weakref.WeakKeyDictionary()
 
 

@@ -1,4 +1,6 @@
-"""The end of a step's backward: what is left starts, all wait, gradients are looked at and given to optimizers."""
+"""The end of a step's backward: what is left starts, all wait, gradients are looked at and given to
+optimizers.
+"""
 
 from __future__ import annotations
 
@@ -25,9 +27,10 @@ class ReducedModel(Protocol):
 def finish_grad_sync(models: Sequence[ReducedModel], num_tokens: Tensor | None = None) -> None:
     """`finish_grad_sync` of several models that this rank holds, such as virtual pipeline stages.
 
-    Together, since a stage that shares a parameter with another rank's may be the first here and the last there, and since the
-    collectives of one group have one order. Whatever else is summed over the group comes after its buckets: how many of those
-    started in backward differs from rank to rank.
+    Together, since a stage that shares a parameter with another rank's may be the first here and
+    the last there, and since the collectives of one group have one order. Whatever else is summed
+    over the group comes after its buckets: how many of those started in backward differs from rank
+    to rank.
     """
     reducers = _in_start_order([model.reducer for model in models])
     for reducer in reducers:
@@ -48,7 +51,10 @@ def finish_grad_sync(models: Sequence[ReducedModel], num_tokens: Tensor | None =
 
 
 def _in_start_order(reducers: Sequence[GradReducer]) -> list[GradReducer]:
-    """Those of one group after those of another, each group's in its order. Raises GradientError where one is missing."""
+    """Those of one group after those of another, each group's in its order.
+
+    Raises GradientError where one is missing.
+    """
     orders = {id(reducer.order): reducer.order for reducer in reducers}
     ordered: list[GradReducer] = []
     for order in orders.values():

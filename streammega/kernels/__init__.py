@@ -1,5 +1,6 @@
-"""numba kernels: arrays in, arrays out. Compiled once per machine (cached on disk), without the GIL.
+"""numba kernels: arrays in, arrays out. Compiled once per machine (cached on disk), without the
+GIL.
 
-No kernel uses numba's own threads: their pools survive neither a fork nor calls from several threads.
-What runs in parallel runs independent chunks on Python threads.
+No kernel uses numba's own threads: their pools survive neither a fork nor calls from several
+threads. What runs in parallel runs independent chunks on Python threads.
 """

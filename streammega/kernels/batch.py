@@ -9,12 +9,14 @@ from streammega.kernels.jit import kernel
 
 @kernel
 def gather_runs(source, source_starts, sizes, out, out_starts) -> None:  # type: ignore[no-untyped-def]  # pragma: no cover
-    """out[out_starts[i] : +sizes[i]] = source[source_starts[i] : +sizes[i]] for each i, widening where dtypes differ.
+    """out[out_starts[i] : +sizes[i]] = source[source_starts[i] : +sizes[i]] for each i, widening
+    where dtypes differ.
 
     All in tokens. Cost: one copy. The caller has checked that every run lies inside both arrays.
     """
     for i in range(len(sizes)):
-        a, b = source[source_starts[i] : source_starts[i] + sizes[i]], out[out_starts[i] : out_starts[i] + sizes[i]]
+        a = source[source_starts[i] : source_starts[i] + sizes[i]]
+        b = out[out_starts[i] : out_starts[i] + sizes[i]]
         for k in range(len(b)):
             b[k] = a[k]
 
@@ -30,8 +32,12 @@ def fill_tails(ids, valid, pad) -> None:  # type: ignore[no-untyped-def]  # prag
 
 @kernel
 def scan_ids(ids, pad):  # type: ignore[no-untyped-def]  # pragma: no cover - compiled
-    """(how many ids are `pad`, the least and the greatest of the others); 0 and 0 when there is none."""
-    padding, low, high = np.int64(0), np.int64(1 << 62), np.int64(-(1 << 62))
+    """(how many ids are `pad`, the least and the greatest of the others); 0 and 0 when there is
+    none.
+    """
+    padding = np.int64(0)
+    low = np.int64(1 << 62)
+    high = np.int64(-(1 << 62))
     for r in range(len(ids)):
         row = ids[r]
         for c in range(len(row)):
@@ -54,12 +60,15 @@ def zero_padding(ids, pad) -> None:  # type: ignore[no-untyped-def]  # pragma: n
 
 @kernel
 def make_mask(tokens, labels, pad, eod, mask_eod, mask) -> None:  # type: ignore[no-untyped-def]  # pragma: no cover
-    """mask float32 [samples, S]: 0 where the label is `pad` and, with `mask_eod`, where the token is `eod`.
+    """mask float32 [samples, S]: 0 where the label is `pad` and, with `mask_eod`, where the token
+    is `eod`.
 
     tokens, labels: int64 [samples, S].
     """
     for r in range(len(mask)):
-        row, token, label = mask[r], tokens[r], labels[r]
+        row = mask[r]
+        token = tokens[r]
+        label = labels[r]
         for c in range(len(row)):
             masked = label[c] == pad or (mask_eod and token[c] == eod)
             row[c] = np.float32(0.0) if masked else np.float32(1.0)
@@ -69,13 +78,16 @@ def make_mask(tokens, labels, pad, eod, mask_eod, mask) -> None:  # type: ignore
 def clear_unlearned(offsets, modes, learned, itemsize, start, size, sample, column, out):  # type: ignore[no-untyped-def]  # pragma: no cover
     """Write 0 to `out` where tokens of one file lie in sequences that are not learned.
 
-    Row r of the request is tokens [start[r], start[r] + size[r]) of the file, from column[r] of out[sample[r]] on; columns
-    outside of `out` are passed over. offsets (bytes, rising), modes [sequences]; learned [256]: whether mode m - 128 is.
-    Cost: a binary search for each row, then one step for each sequence in it.
+    Row r of the request is tokens [start[r], start[r] + size[r]) of the file, from column[r] of
+    out[sample[r]] on; columns outside of `out` are passed over. offsets (bytes, rising), modes
+    [sequences]; learned [256]: whether mode m - 128 is. Cost: a binary search for each row, then
+    one step for each sequence in it.
     """
     width = out.shape[1]
     for r in range(len(start)):
-        at, end, first = start[r], start[r] + size[r], column[r] - start[r]
+        at = start[r]
+        end = start[r] + size[r]
+        first = column[r] - start[r]
         sequence = max(np.searchsorted(offsets, at * itemsize, "right") - 1, 0)
         while at < end:
             stop = end
@@ -90,7 +102,9 @@ def clear_unlearned(offsets, modes, learned, itemsize, start, size, sample, colu
 
 @kernel
 def make_positions(tokens, eod, positions) -> None:  # type: ignore[no-untyped-def]  # pragma: no cover - compiled
-    """positions int64 [samples, S]: counted from 0, and anew after every `eod` of tokens [samples, S]."""
+    """positions int64 [samples, S]: counted from 0, and anew after every `eod` of tokens [samples,
+    S].
+    """
     samples, length = positions.shape
     for r in range(samples):
         position = 0
@@ -110,15 +124,19 @@ def count_up(positions) -> None:  # type: ignore[no-untyped-def]  # pragma: no c
 
 @kernel
 def forbid(bounds, mask) -> None:  # type: ignore[no-untyped-def]  # pragma: no cover - compiled
-    """mask bool [samples, S, S]: True where row r, a token, may not attend to column c: later ones and other documents.
+    """mask bool [samples, S, S]: True where row r, a token, may not attend to column c: later ones
+    and other documents.
 
-    bounds: int32 [samples, n], where the documents of each sample begin, from 0 on, filled up with S.
+    bounds: int32 [samples, n], where the documents of each sample begin, from 0 on, filled up with
+    S.
     """
     for s in range(len(mask)):
-        first, following = 0, 1
+        first = 0
+        following = 1
         for r in range(mask.shape[1]):
             while following < bounds.shape[1] and bounds[s, following] <= r:
-                first, following = bounds[s, following], following + 1
+                first = bounds[s, following]
+                following = following + 1
             row = mask[s, r]
             for c in range(first):
                 row[c] = True
@@ -130,9 +148,11 @@ def forbid(bounds, mask) -> None:  # type: ignore[no-untyped-def]  # pragma: no 
 
 @kernel
 def document_bounds(tokens, eod, bounds):  # type: ignore[no-untyped-def]  # pragma: no cover - compiled
-    """Fill bounds int32 [samples, S + 1] with the starts of documents in tokens [samples, S]; returns the most of any row.
+    """Fill bounds int32 [samples, S + 1] with the starts of documents in tokens [samples, S];
+    returns the most of any row.
 
-    A document begins at 0 and after every `eod`; the rest of a row is S, which is also the end of its last document.
+    A document begins at 0 and after every `eod`; the rest of a row is S, which is also the end of
+    its last document.
     """
     samples, length = tokens.shape
     most = 1

@@ -10,7 +10,8 @@ from streammega.kernels.jit import kernel
 @kernel
 def id_range(ids):  # type: ignore[no-untyped-def]  # pragma: no cover - compiled
     """(least, greatest) of at least one id. Cost: one read, vectorised in the ids' own width."""
-    low, high = ids[0], ids[0]
+    low = ids[0]
+    high = ids[0]
     for k in range(len(ids)):
         low = min(low, ids[k])
         high = max(high, ids[k])
@@ -19,8 +20,11 @@ def id_range(ids):  # type: ignore[no-untyped-def]  # pragma: no cover - compile
 
 @kernel
 def wrong_ends(ids, first, ends, eod):  # type: ignore[no-untyped-def]  # pragma: no cover - compiled
-    """(how many, the first of) `ends` at which ids, that begin at token `first`, do not hold `eod`; (0, -1) if all do."""
-    wrong, at = 0, -1
+    """(how many, the first of) `ends` at which ids, that begin at token `first`, do not hold `eod`;
+    (0, -1) if all do.
+    """
+    wrong = 0
+    at = -1
     for k in range(len(ends)):
         if ids[ends[k] - first] != eod:
             if wrong == 0:

@@ -20,13 +20,15 @@ def _float_bits(typing_context: Any, value: Any) -> Any:
 def _prefetch(typing_context: Any, array: Any, index: Any) -> Any:
     def codegen(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         data = context.make_array(signature.args[0])(context, builder, arguments[0]).data
-        pointer, word = ir.IntType(8).as_pointer(), ir.IntType(32)
+        pointer = ir.IntType(8).as_pointer()
+        word = ir.IntType(32)
         place = builder.bitcast(builder.gep(data, [arguments[1]]), pointer)
         kind = ir.FunctionType(ir.VoidType(), [pointer, word, word, word])
         function: Any = cgutils.get_or_insert_function(  # type: ignore[no-untyped-call]
             builder.module, kind, "llvm.prefetch"
         )
-        builder.call(function, [place, word(0), word(3), word(1)])  # a read, into all caches, of data
+        # a read, into all caches, of data
+        builder.call(function, [place, word(0), word(3), word(1)])
         return context.get_dummy_value()
 
     return types.none(array, index), codegen
@@ -43,6 +45,11 @@ def _pointer_to(typing_context: Any, address: Any, like: Any) -> Any:
 float_bits: Any = intrinsic(_float_bits)
 """float_bits(x): the bits of a float64 as int64."""
 prefetch: Any = intrinsic(_prefetch)
-"""prefetch(array, index): ask for array[index] (one-dimensional, contiguous) ahead of its use. Never faults."""
+"""prefetch(array, index): ask for array[index] (one-dimensional, contiguous) ahead of its use.
+
+Never faults.
+"""
 pointer_to: Any = intrinsic(_pointer_to)
-"""pointer_to(address, like): an int64 address as a pointer to elements of the dtype of array `like`."""
+"""pointer_to(address, like): an int64 address as a pointer to elements of the dtype of array
+`like`.
+"""

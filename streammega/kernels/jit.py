@@ -9,10 +9,12 @@ import numba
 
 
 def kernel(function: Callable[..., Any]) -> Any:
-    """`numba.njit` with the result cached on disk: beside the source, or in the user's cache when the install is read-only.
+    """`numba.njit` with the result cached on disk: beside the source, or in the user's cache when
+    the install is read-only.
 
-    numba writes cache entries under temporary names and renames them, so several processes may compile at once. Where nothing can
-    be written at all, the kernel is compiled anew by each process.
+    numba writes cache entries under temporary names and renames them, so several processes may
+    compile at once. Where nothing can be written at all, the kernel is compiled anew by each
+    process.
     """
     try:
         return numba.njit(function, cache=True, nogil=True)

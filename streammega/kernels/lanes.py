@@ -1,6 +1,8 @@
-"""The stream order: from sample ids to places, by closed forms and keyed bijections. See order/lanes.py for what it means.
+"""The stream order: from sample ids to places, by closed forms and keyed bijections. See
+order/lanes.py for what it means.
 
-Cost: O(log datasets) multiplications and two short Feistel walks per sample; nothing is looked up but a few sizes.
+Cost: O(log datasets) multiplications and two short Feistel walks per sample; nothing is looked up
+but a few sizes.
 """
 
 from __future__ import annotations
@@ -48,9 +50,11 @@ def below(bits, limit):  # type: ignore[no-untyped-def]  # pragma: no cover - co
 
 @kernel
 def permute(value, size, key):  # type: ignore[no-untyped-def]  # pragma: no cover - compiled
-    """The image of `value` under a keyed permutation of range(size): a Feistel walk on an almost square domain.
+    """The image of `value` under a keyed permutation of range(size): a Feistel walk on an almost
+    square domain.
 
-    Few rounds are not random enough on tiny domains: there the place is followed through the swaps of a shuffle.
+    Few rounds are not random enough on tiny domains: there the place is followed through the swaps
+    of a shuffle.
     """
     key = np.uint64(key)
     if size <= _SHUFFLED:
@@ -61,7 +65,8 @@ def permute(value, size, key):  # type: ignore[no-untyped-def]  # pragma: no cov
     a = np.int64(np.ceil(np.sqrt(np.float64(size))))
     b = (size + a - 1) // a
     while True:
-        left, right = value % a, value // a
+        left = value % a
+        right = value // a
         for turn in range(0, _ROUNDS, 2):
             left += below(_round(key, right, turn), a)
             left -= a if left >= a else 0
@@ -84,7 +89,8 @@ def permute_back(value, size, key):  # type: ignore[no-untyped-def]  # pragma: n
     a = np.int64(np.ceil(np.sqrt(np.float64(size))))
     b = (size + a - 1) // a
     while True:
-        left, right = value % a, value // a
+        left = value % a
+        right = value // a
         for back in range(0, _ROUNDS, 2):
             turn = _ROUNDS - 2 - back
             right -= below(_round(key, left, turn + 1), b)
@@ -106,44 +112,63 @@ def _lefts(draws, fraction, phase):  # type: ignore[no-untyped-def]  # pragma: n
 
 @numba.njit(inline="always")
 def _phase(lane_key, node):  # type: ignore[no-untyped-def]  # pragma: no cover - compiled
-    """Where the counting of a node starts, in 2**-44ths of a draw: another in every lane, so that lanes do not burst together."""
+    """Where the counting of a node starts, in 2**-44ths of a draw: another in every lane, so that
+    lanes do not burst together.
+    """
     return mix_one(lane_key + np.uint64(node) * GOLDEN) >> np.uint64(64 - FRACTION_BITS)
 
 
 @kernel
 def choose(draw, lane, segment, fractions, num, key):  # type: ignore[no-untyped-def]  # pragma: no cover - compiled
-    """(dataset, how many draws it had before) of a lane's draw within a segment of the blend schedule.
+    """(dataset, how many draws it had before) of a lane's draw within a segment of the blend
+    schedule.
 
     A binary tree over the datasets: of m draws at a node, floor(m * fraction + phase) go left.
     """
-    low, high, node = np.int64(0), np.int64(num), np.int64(1)
+    low = np.int64(0)
+    high = np.int64(num)
+    node = np.int64(1)
     lane_key = keyed(key, NODES, lane, segment)
     while high - low > 1:
-        fraction, phase = fractions[node], _phase(lane_key, node)
+        fraction = fractions[node]
+        phase = _phase(lane_key, node)
         before = _lefts(draw, fraction, phase)
         middle = (low + high) // 2
         if _lefts(draw + 1, fraction, phase) > before:
-            draw, high, node = before, middle, 2 * node
+            draw = before
+            high = middle
+            node = 2 * node
         else:
-            draw, low, node = draw - before, middle, 2 * node + 1
+            draw = draw - before
+            low = middle
+            node = 2 * node + 1
     return low, draw
 
 
 @kernel
 def count_draws(draws, lanes, segment, fractions, num, key, counts):  # type: ignore[no-untyped-def]  # pragma: no cover
-    """Add to counts [lanes, datasets] what the first `draws` draws of each lane in a segment take from each dataset."""
-    low, high, node = np.empty(64, np.int64), np.empty(64, np.int64), np.empty(64, np.int64)
+    """Add to counts [lanes, datasets] what the first `draws` draws of each lane in a segment take
+    from each dataset.
+    """
+    low = np.empty(64, np.int64)
+    high = np.empty(64, np.int64)
+    node = np.empty(64, np.int64)
     many = np.empty(64, np.int64)
     for lane in range(lanes):
-        lane_key, top = keyed(key, NODES, lane, segment), 0
+        lane_key = keyed(key, NODES, lane, segment)
+        top = 0
         low[0], high[0], node[0], many[0] = 0, num, 1, draws
         while top >= 0:
-            a, b, n, m = low[top], high[top], node[top], many[top]
+            a = low[top]
+            b = high[top]
+            n = node[top]
+            m = many[top]
             top -= 1
             if b - a == 1:
                 counts[lane, a] += m
                 continue
-            left, middle = _lefts(m, fractions[n], _phase(lane_key, n)), (a + b) // 2
+            left = _lefts(m, fractions[n], _phase(lane_key, n))
+            middle = (a + b) // 2
             top += 1
             low[top], high[top], node[top], many[top] = a, middle, 2 * n, left
             top += 1
@@ -154,7 +179,8 @@ def count_draws(draws, lanes, segment, fractions, num, key, counts):  # type: ig
 def run_bounds(run, lanes, group, num):  # type: ignore[no-untyped-def]  # pragma: no cover - compiled
     """[start, start + length) of a run in the permuted dataset; `group` lanes share it.
 
-    Lengths are what the lanes of the run draw from the first `num` samples of a lone dataset, so that those are one epoch.
+    Lengths are what the lanes of the run draw from the first `num` samples of a lone dataset, so
+    that those are one epoch.
     """
     first = run * group
     start = first * (num // lanes) + min(num % lanes, first)
@@ -164,8 +190,11 @@ def run_bounds(run, lanes, group, num):  # type: ignore[no-untyped-def]  # pragm
 
 @kernel
 def piece_of(place, start, length, rotation, slot_low, slot_high):  # type: ignore[no-untyped-def]  # pragma: no cover
-    """[low, high) of the piece that holds a place: its block cut to its run, and where the run's rotation begins."""
-    low, high = max(slot_low, start), min(slot_high, start + length)
+    """[low, high) of the piece that holds a place: its block cut to its run, and where the run's
+    rotation begins.
+    """
+    low = max(slot_low, start)
+    high = min(slot_high, start + length)
     cut = start + rotation
     if place >= cut:
         low = max(low, cut)
@@ -176,7 +205,9 @@ def piece_of(place, start, length, rotation, slot_low, slot_high):  # type: igno
 
 @kernel
 def slot_of(place, num, block, blocks, short_slot):  # type: ignore[no-untyped-def]  # pragma: no cover - compiled
-    """(slot, its first place, the place after its last) of a place in the permuted blocks, one of which is short."""
+    """(slot, its first place, the place after its last) of a place in the permuted blocks, one of
+    which is short.
+    """
     short = num - (blocks - 1) * block
     before = short_slot * block
     if place < before:
@@ -200,7 +231,8 @@ def _short_slot(d, epoch, key, blocks, epoch_of, short_slots):  # type: ignore[n
 @numba.njit(inline="always")
 def _draw_of(sample, lanes, key, rows, fractions, bases, num):  # type: ignore[no-untyped-def]  # pragma: no cover
     """(lane, dataset, which draw of the lane from that dataset) of a sample id."""
-    lane, row = sample % lanes, sample // lanes
+    lane = sample % lanes
+    row = sample // lanes
     segment = len(rows) - 1
     while rows[segment] > row:
         segment -= 1
@@ -210,12 +242,15 @@ def _draw_of(sample, lanes, key, rows, fractions, bases, num):  # type: ignore[n
 
 @numba.njit(inline="always")
 def _place_of(lane, d, draw, lanes, key, size, block, group, epoch_of, short_slots):  # type: ignore[no-untyped-def]  # pragma: no cover
-    """(epoch's key, epoch, sample of the dataset, first sample and samples of its piece, draws left of it with this one)."""
+    """(epoch's key, epoch, sample of the dataset, first sample and samples of its piece, draws left
+    of it with this one).
+    """
     blocks = (size + block - 1) // block
     run = lane // group
     run_start, run_length = run_bounds(run, lanes, group, size)
     place = draw * group + lane % group
-    epoch, place = place // run_length, place % run_length
+    epoch = place // run_length
+    place = place % run_length
     dataset_key = keyed(key, BLOCKS, d, epoch)
     short = _short_slot(d, epoch, dataset_key, blocks, epoch_of, short_slots)
     rotation = below(keyed(dataset_key, ROTATIONS, run, 0), run_length)
@@ -236,19 +271,23 @@ def locate_stream(  # type: ignore[no-untyped-def]  # pragma: no cover - compile
 ) -> None:  # fmt: skip
     """Fill dataset, file, start and stop (in tokens) of each sample id.
 
-    rows [segments]: first row of each schedule segment; fractions [segments, nodes]; bases [segments, lanes, datasets]:
-    draws before it. sizes [datasets] in samples, blocks_of [datasets] samples of a block, groups [datasets] lanes that share a
-    run; firsts [datasets + 1] into the parts: files, starts, slacks [parts] and before [parts], samples before the part.
-    length: tokens from one sample to the next; width: tokens of a sample.
+    rows [segments]: first row of each schedule segment; fractions [segments, nodes]; bases
+    [segments, lanes, datasets]: draws before it. sizes [datasets] in samples, blocks_of [datasets]
+    samples of a block, groups [datasets] lanes that share a run; firsts [datasets + 1] into the
+    parts: files, starts, slacks [parts] and before [parts], samples before the part. length: tokens
+    from one sample to the next; width: tokens of a sample.
     """
     num = len(sizes)
-    epoch_of, short_slots = np.full(num, -1, np.int64), np.zeros(num, np.int64)
+    epoch_of = np.full(num, -1, np.int64)
+    short_slots = np.zeros(num, np.int64)
     for i in range(len(samples)):
         lane, d, draw = _draw_of(samples[i], lanes, key, rows, fractions, bases, num)
         dataset_key, _, sample, _, _, _ = _place_of(
             lane, d, draw, lanes, key, sizes[d], blocks_of[d], groups[d], epoch_of, short_slots
         )
-        part = np.searchsorted(before[firsts[d] : firsts[d + 1]], sample, side="right") - 1 + firsts[d]
+        part = (
+            np.searchsorted(before[firsts[d] : firsts[d + 1]], sample, side="right") - 1 + firsts[d]
+        )
         phase = below(keyed(dataset_key, PHASES, part - firsts[d], 0), slacks[part] + 1)
         dataset[i], file[i] = d, files[part]
         start[i] = starts[part] + phase + (sample - before[part]) * length
@@ -261,15 +300,19 @@ def follow_pieces(  # type: ignore[no-untyped-def]  # pragma: no cover - compile
     length, width, itemsizes, whole, local, open_piece, open_epoch, open_slot, open_left, free,
     slot, offset, new_dataset, new_epoch, new_first, new_count, new_uses, new_row,
 ):  # fmt: skip
-    """Which piece each sample lies in: its slot and the byte offset of the sample in it, -1 for datasets not in `whole`.
+    """Which piece each sample lies in: its slot and the byte offset of the sample in it, -1 for
+    datasets not in `whole`.
 
-    The state of each (lane, dataset): open_piece, open_epoch, open_slot, open_left [local lanes, datasets], where `local` [lanes]
-    numbers the reader's lanes. A piece that was not open takes the next slot of `free` and a row of the new_* arrays; returns
-    how many did, or -1 - i if sample i lies in none of the reader's lanes. open_left counts the draws of the piece that are still
-    to come.
+    The state of each (lane, dataset): open_piece, open_epoch, open_slot, open_left [local lanes,
+    datasets], where `local` [lanes] numbers the reader's lanes. A piece that was not open takes the
+    next slot of `free` and a row of the new_* arrays; returns how many did, or -1 - i if sample i
+    lies in none of the reader's lanes. open_left counts the draws of the piece that are still to
+    come.
     """
-    num, made = len(sizes), 0
-    epoch_of, short_slots = np.full(num, -1, np.int64), np.zeros(num, np.int64)
+    num = len(sizes)
+    made = 0
+    epoch_of = np.full(num, -1, np.int64)
+    short_slots = np.zeros(num, np.int64)
     for i in range(len(samples)):
         lane, d, draw = _draw_of(samples[i], lanes, key, rows, fractions, bases, num)
         slot[i] = -1
@@ -283,7 +326,12 @@ def follow_pieces(  # type: ignore[no-untyped-def]  # pragma: no cover - compile
             return -1 - i  # as an index it would be the state of another lane
         if open_slot[own, d] < 0 or open_piece[own, d] != first or open_epoch[own, d] != epoch:
             open_piece[own, d], open_epoch[own, d], open_slot[own, d] = first, epoch, free[made]
-            new_dataset[made], new_epoch[made], new_first[made], new_count[made] = d, epoch, first, count
+            new_dataset[made], new_epoch[made], new_first[made], new_count[made] = (
+                d,
+                epoch,
+                first,
+                count,
+            )
             new_uses[made], new_row[made] = left, i
             made += 1
         open_left[own, d] = left - 1
@@ -302,18 +350,25 @@ def follow_pieces(  # type: ignore[no-untyped-def]  # pragma: no cover - compile
 def piece_runs(  # type: ignore[no-untyped-def]  # pragma: no cover - compiled
     key, dataset, epoch, first, count, firsts, files, starts, slacks, before, ends, length, width, piece, file, start, stop
 ):  # fmt: skip
-    """The runs of tokens that make up pieces: piece, file, start, stop of each; returns how many. In the order of their offsets.
+    """The runs of tokens that make up pieces: piece, file, start, stop of each; returns how many.
+    In the order of their offsets.
 
-    ends [parts]: before, plus the samples of the part. The outputs have room for count + 1 runs of each piece.
+    ends [parts]: before, plus the samples of the part. The outputs have room for count + 1 runs of
+    each piece.
     """
     made = 0
     for i in range(len(dataset)):
-        d, sample = dataset[i], first[i]
+        d = dataset[i]
+        sample = first[i]
         dataset_key = keyed(key, BLOCKS, d, epoch[i])
-        part = np.searchsorted(before[firsts[d] : firsts[d + 1]], sample, side="right") - 1 + firsts[d]
+        part = (
+            np.searchsorted(before[firsts[d] : firsts[d + 1]], sample, side="right") - 1 + firsts[d]
+        )
         while sample < first[i] + count[i]:
             stop_sample = min(ends[part], first[i] + count[i])
-            base = starts[part] + below(keyed(dataset_key, PHASES, part - firsts[d], 0), slacks[part] + 1)
+            base = starts[part] + below(
+                keyed(dataset_key, PHASES, part - firsts[d], 0), slacks[part] + 1
+            )
             piece[made], file[made] = i, files[part]
             start[made] = base + (sample - before[part]) * length
             stop[made] = base + (stop_sample - 1 - before[part]) * length + width

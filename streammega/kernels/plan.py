@@ -10,10 +10,11 @@ from streammega.kernels.jit import kernel
 
 @kernel
 def coalesce_rows(file, start, stop, order, gap, largest, request, low, high, of_file):  # type: ignore[no-untyped-def]  # pragma: no cover
-    """Requests that cover rows [start, stop) of files; returns how many. `order` sorts the rows by file and start.
+    """Requests that cover rows [start, stop) of files; returns how many. `order` sorts the rows by
+    file and start.
 
-    Neighbours with at most `gap` between them share a request until it would pass `largest`; a row lies whole in its request.
-    Fills request [rows], and low, high, of_file of each request.
+    Neighbours with at most `gap` between them share a request until it would pass `largest`; a row
+    lies whole in its request. Fills request [rows], and low, high, of_file of each request.
     """
     last = -1
     for i in order:
@@ -30,11 +31,13 @@ def coalesce_rows(file, start, stop, order, gap, largest, request, low, high, of
 def gather_rows(  # type: ignore[no-untyped-def]  # pragma: no cover - compiled
     like, kind, kinds, table, slot, offset, size, file, column, splits, out, valid
 ):
-    """The ids of samples into out [samples, width], widened, and how many each has into `valid`; False if one has too many.
+    """The ids of samples into out [samples, width], widened, and how many each has into `valid`;
+    False if one has too many.
 
-    Rows splits[i] .. splits[i + 1] are those of sample i: size[r] tokens of like's dtype at byte offset[r] of the memory at
-    table[slot[r]], to token column[r] of the sample. Only rows whose file is of `kind` are copied. Cost: one copy. The caller
-    vouches that what rows refer to is there, and aligned to a token.
+    Rows splits[i] .. splits[i + 1] are those of sample i: size[r] tokens of like's dtype at byte
+    offset[r] of the memory at table[slot[r]], to token column[r] of the sample. Only rows whose
+    file is of `kind` are copied. Cost: one copy. The caller vouches that what rows refer to is
+    there, and aligned to a token.
     """
     width = out.shape[1]
     for i in range(len(valid)):
@@ -57,7 +60,8 @@ def gather_rows(  # type: ignore[no-untyped-def]  # pragma: no cover - compiled
 def gather_shifted(  # type: ignore[no-untyped-def]  # pragma: no cover - compiled
     like, kind, kinds, table, slot, offset, size, file, column, splits, tokens, labels, valid
 ):
-    """As `gather_rows`, of samples of S + 1 ids: the first S into tokens [samples, S], the last S into labels [samples, S].
+    """As `gather_rows`, of samples of S + 1 ids: the first S into tokens [samples, S], the last S
+    into labels [samples, S].
 
     Each is contiguous. Cost: two writes for each read.
     """
@@ -65,7 +69,8 @@ def gather_shifted(  # type: ignore[no-untyped-def]  # pragma: no cover - compil
     for i in range(len(valid)):
         valid[i] = 0
         for r in range(splits[i], splits[i + 1]):
-            n, first = size[r], column[r]
+            n = size[r]
+            first = column[r]
             valid[i] += n
             if first < 0 or n < 0 or first + n > width:
                 return False
@@ -78,7 +83,8 @@ def gather_shifted(  # type: ignore[no-untyped-def]  # pragma: no cover - compil
                 tokens[i, 0] = source[0]
             if high < n:
                 labels[i, width - 2] = source[n - 1]
-            token, label = tokens[i, first + low : first + high], labels[i, first + low - 1 : first + high - 1]
+            token = tokens[i, first + low : first + high]
+            label = labels[i, first + low - 1 : first + high - 1]
             rest = source[low:high]
             for k in range(len(rest)):  # one loop for both: two cost a quarter more
                 x = rest[k]
@@ -89,16 +95,22 @@ def gather_shifted(  # type: ignore[no-untyped-def]  # pragma: no cover - compil
 
 @kernel
 def copy_bytes(like, source, size, target) -> None:  # type: ignore[no-untyped-def]  # pragma: no cover - compiled
-    """Copy size[i] bytes from address source[i] to address target[i], for each i. `like`: an empty uint8 array."""
+    """Copy size[i] bytes from address source[i] to address target[i], for each i.
+
+    `like`: an empty uint8 array.
+    """
     for i in range(len(source)):
-        a, b = carray(pointer_to(source[i], like), (size[i],)), carray(pointer_to(target[i], like), (size[i],))
+        a = carray(pointer_to(source[i], like), (size[i],))
+        b = carray(pointer_to(target[i], like), (size[i],))
         for k in range(len(b)):
             b[k] = a[k]
 
 
 @kernel
 def count_down(uses, slot, size, freed):  # type: ignore[no-untyped-def]  # pragma: no cover - compiled
-    """Take one use off the slot of each row that has a size; slots without any left go to `freed`; returns how many."""
+    """Take one use off the slot of each row that has a size; slots without any left go to `freed`;
+    returns how many.
+    """
     made = 0
     for r in range(len(slot)):
         if size[r] > 0:
@@ -111,12 +123,25 @@ def count_down(uses, slot, size, freed):  # type: ignore[no-untyped-def]  # prag
 
 @kernel
 def cached_rows(  # type: ignore[no-untyped-def]  # pragma: no cover - compiled
-    bytes_like, address_like, verified_at, mapped_at, file, start, stop, page_bytes, chunk_bytes, zero, slot, offset
+    bytes_like,
+    address_like,
+    verified_at,
+    mapped_at,
+    file,
+    start,
+    stop,
+    page_bytes,
+    chunk_bytes,
+    zero,
+    slot,
+    offset,
 ):
-    """Serve rows that have no slot from cached pages: slot `zero`, whose address is 0, and the row's own address as offset.
+    """Serve rows that have no slot from cached pages: slot `zero`, whose address is 0, and the
+    row's own address as offset.
 
-    verified_at, mapped_at [files]: addresses of an object's page states (uint8) and of its chunks' addresses (int64), or 0.
-    A row needs all of its pages, in one chunk. Returns the bytes served so.
+    verified_at, mapped_at [files]: addresses of an object's page states (uint8) and of its chunks'
+    addresses (int64), or 0. A row needs all of its pages, in one chunk. Returns the bytes served
+    so.
     """
     served = 0
     for r in range(len(file)):
@@ -124,7 +149,8 @@ def cached_rows(  # type: ignore[no-untyped-def]  # pragma: no cover - compiled
         if slot[r] >= 0 or verified_at[f] == 0 or stop[r] <= start[r]:
             continue
         chunk = start[r] // chunk_bytes
-        first, last = start[r] // page_bytes, (stop[r] - 1) // page_bytes
+        first = start[r] // page_bytes
+        last = (stop[r] - 1) // page_bytes
         if (stop[r] - 1) // chunk_bytes != chunk:
             continue
         verified = carray(pointer_to(verified_at[f], bytes_like), (last + 1,))

@@ -1,8 +1,8 @@
 """Megatron's sample index by its closed form: where, in the shuffled documents, each sample starts.
 
-Chunks of document_index, in parallel: their lengths are gathered (asked of memory ahead of use) and summed; then, where the
-chunk starts being known, the rows that fall into it are written. No prefix sum of the corpus is stored: beyond the returned
-array, memory is a few chunks.
+Chunks of document_index, in parallel: their lengths are gathered (asked of memory ahead of use) and
+summed; then, where the chunk starts being known, the rows that fall into it are written. No prefix
+sum of the corpus is stored: beyond the returned array, memory is a few chunks.
 """
 
 from __future__ import annotations
@@ -20,7 +20,10 @@ from streammega.kernels.parallel import num_threads
 
 CHUNK = 1 << 18
 _PREFETCH = 128
-SOUND, BAD_DOCUMENT_INDEX, BAD_SAMPLE_INDEX, BAD_SHUFFLE_INDEX = 0, 1, 2, 3
+SOUND = 0
+BAD_DOCUMENT_INDEX = 1
+BAD_SAMPLE_INDEX = 2
+BAD_SHUFFLE_INDEX = 3
 """What `sample_pieces` found in the arrays that it was given."""
 
 
@@ -34,9 +37,10 @@ def build_sample_index(
 ) -> NDArray[np.int32] | NDArray[np.int64]:
     """Rows 0..num_rows (inclusive) of the sample index, shape [num_rows + 1, 2].
 
-    Column 0 is a position in document_index, column 1 a token offset in that sequence. Row k is the place of
-    token k * sequence_length: with the extra token the sequence that holds it, without it the one that holds
-    the token before. Rows past the last token stay at the end: (last position, its length - extra_token).
+    Column 0 is a position in document_index, column 1 a token offset in that sequence. Row k is the
+    place of token k * sequence_length: with the extra token the sequence that holds it, without it
+    the one that holds the token before. Rows past the last token stay at the end: (last position,
+    its length - extra_token).
 
     Args:
         lengths: tokens of each sequence, int32 [sequences].
@@ -54,23 +58,38 @@ def build_sample_index(
 
 
 def _fill_rows(
-    rows: NDArray[Any], lengths: NDArray[np.int32], document_index: NDArray[np.int32], sequence_length: int, extra_token: int
+    rows: NDArray[Any],
+    lengths: NDArray[np.int32],
+    document_index: NDArray[np.int32],
+    sequence_length: int,
+    extra_token: int,
 ) -> int:
     """Write all rows that lie within the tokens; returns how many tokens there are."""
-    ids, positions, threads = document_index.view(np.uint32), len(document_index), num_threads()
+    ids = document_index.view(np.uint32)
+    positions = len(document_index)
+    threads = num_threads()
     gathered: deque[tuple[int, Future[tuple[NDArray[np.int32], int]]]] = deque()
     written: deque[Future[None]] = deque()
     tokens = 0
     with ThreadPoolExecutor(threads) as pool:
         for start in [*range(0, positions, CHUNK), *[positions] * (2 * threads)]:
             if start < positions:
-                gathered.append((start, pool.submit(_gather_chunk, lengths, ids, start, min(start + CHUNK, positions))))
+                gathered.append(
+                    (
+                        start,
+                        pool.submit(
+                            _gather_chunk, lengths, ids, start, min(start + CHUNK, positions)
+                        ),
+                    )
+                )
                 if len(gathered) < 2 * threads:
                     continue
             if gathered:
                 first, future = gathered.popleft()
                 sizes, total = future.result()
-                written.append(pool.submit(_fill, rows, sizes, first, tokens, sequence_length, 1 - extra_token))
+                written.append(
+                    pool.submit(_fill, rows, sizes, first, tokens, sequence_length, 1 - extra_token)
+                )
                 tokens += total
             if len(written) > 2 * threads:
                 written.popleft().result()
@@ -79,7 +98,9 @@ def _fill_rows(
     return tokens
 
 
-def _gather_chunk(lengths: NDArray[np.int32], ids: NDArray[np.uint32], start: int, stop: int) -> tuple[NDArray[np.int32], int]:
+def _gather_chunk(
+    lengths: NDArray[np.int32], ids: NDArray[np.uint32], start: int, stop: int
+) -> tuple[NDArray[np.int32], int]:
     sizes = np.empty(stop - start, np.int32)
     return sizes, int(_gather(lengths, ids, start, sizes))
 
@@ -90,7 +111,8 @@ def _gather(lengths, ids, start, sizes):  # type: ignore[no-untyped-def]  # prag
     count = len(sizes)
     for i in range(count):
         prefetch(lengths, np.int64(ids[start + min(i + _PREFETCH, count - 1)]))
-        sizes[i] = max(lengths[ids[start + i]], 0)  # a negative one, of a damaged file, would lead before the rows
+        # a negative one, of a damaged file, would lead before the rows
+        sizes[i] = max(lengths[ids[start + i]], 0)
     total = np.int64(0)
     for i in range(count):
         total += sizes[i]
@@ -99,12 +121,15 @@ def _gather(lengths, ids, start, sizes):  # type: ignore[no-untyped-def]  # prag
 
 @kernel
 def _fill(rows, sizes, start, base, sequence_length, shift) -> None:  # type: ignore[no-untyped-def]  # pragma: no cover - compiled
-    """The rows whose token lies in the positions from `start` on, which have `sizes` and begin at token `base`.
+    """The rows whose token lies in the positions from `start` on, which have `sizes` and begin at
+    token `base`.
 
     Without the extra token (`shift` 1) a row belongs to the sequence of the token before it.
     """
-    row = (base + shift + sequence_length - 1) // sequence_length  # the first k with k * S - shift >= base
-    token, at = row * sequence_length - shift, np.int64(base)
+    # the first k with k * S - shift >= base
+    row = (base + shift + sequence_length - 1) // sequence_length
+    token = row * sequence_length - shift
+    at = np.int64(base)
     last = (len(rows) - 1) * sequence_length - shift
     for i in range(len(sizes)):
         end = at + sizes[i]
@@ -123,9 +148,9 @@ def sample_pieces(  # type: ignore[no-untyped-def]  # pragma: no cover - compile
 ):
     """For each row of the sample index its (sequence, start, stop) pieces; empty ones are left out.
 
-    The arrays come from files, so every value is looked at before it is used as a place. The first of the five results says
-    which array holds a value that cannot be, for samples of up to `width` tokens: see the constants below; the others
-    are then empty.
+    The arrays come from files, so every value is looked at before it is used as a place. The first
+    of the five results says which array holds a value that cannot be, for samples of up to `width`
+    tokens: see the constants below; the others are then empty.
     """
     splits = np.zeros(len(rows) + 1, np.int64)
     none = np.empty(0, np.int64)
@@ -133,14 +158,18 @@ def sample_pieces(  # type: ignore[no-untyped-def]  # pragma: no cover - compile
     for row in rows:
         if row < 0 or row + 1 >= len(sample_index):
             return BAD_SHUFFLE_INDEX, splits, none, none, none
-        first, last = np.int64(sample_index[row, 0]), np.int64(sample_index[row + 1, 0])
+        first = np.int64(sample_index[row, 0])
+        last = np.int64(sample_index[row + 1, 0])
         if first < 0 or last < first or last >= len(document_index):
             return BAD_SAMPLE_INDEX, splits, none, none, none
         bound += last - first + 1
-    sequence, start, stop = np.empty(bound, np.int64), np.empty(bound, np.int64), np.empty(bound, np.int64)
+    sequence = np.empty(bound, np.int64)
+    start = np.empty(bound, np.int64)
+    stop = np.empty(bound, np.int64)
     at = np.int64(0)
     for i in range(len(rows)):
-        first, last = np.int64(sample_index[rows[i], 0]), np.int64(sample_index[rows[i] + 1, 0])
+        first = np.int64(sample_index[rows[i], 0])
+        last = np.int64(sample_index[rows[i] + 1, 0])
         room = np.int64(width)
         for position in range(first, last + 1):
             document = np.int64(document_index[position])

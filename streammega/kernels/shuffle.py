@@ -1,7 +1,8 @@
 """NumPy's legacy `RandomState.shuffle`, bit for bit, in compiled code.
 
-Cost: one Mersenne Twister word per element (about 1.3 with rejections), one random swap. The swap targets do
-not depend on the data, so they are drawn a block ahead, without branches, and asked of memory before their turn.
+Cost: one Mersenne Twister word per element (about 1.3 with rejections), one random swap. The swap
+targets do not depend on the data, so they are drawn a block ahead, without branches, and asked of
+memory before their turn.
 """
 
 from __future__ import annotations
@@ -20,7 +21,8 @@ _PREFETCH = 96
 class LegacyShuffler:
     """The generator of `numpy.random.RandomState(seed)`, for shuffles only.
 
-    Successive calls to `shuffle` continue the stream, as they do on a RandomState. Seeds are [0, 2**32).
+    Successive calls to `shuffle` continue the stream, as they do on a RandomState. Seeds are [0,
+    2**32).
     """
 
     def __init__(self, seed: int) -> None:
@@ -36,7 +38,9 @@ class LegacyShuffler:
 @kernel
 def _refill(key, words) -> None:  # type: ignore[no-untyped-def]  # pragma: no cover - compiled
     """The next 624 words of the Mersenne Twister: the state, and what it puts out."""
-    upper, lower, matrix = np.uint32(0x80000000), np.uint32(0x7FFFFFFF), np.uint32(0x9908B0DF)
+    upper = np.uint32(0x80000000)
+    lower = np.uint32(0x7FFFFFFF)
+    matrix = np.uint32(0x9908B0DF)
     for i in range(227):
         y = (key[i] & upper) | (key[i + 1] & lower)
         key[i] = key[i + 397] ^ (y >> np.uint32(1)) ^ (matrix * (y & np.uint32(1)))
@@ -60,8 +64,11 @@ def _temper(key, words) -> None:  # type: ignore[no-untyped-def]  # pragma: no c
 
 @kernel
 def _shuffle(values, key, position) -> None:  # type: ignore[no-untyped-def]  # pragma: no cover - compiled
-    """Fisher-Yates from the end; element i swaps with a uniform draw from [0, i] by mask and rejection."""
-    targets, words = np.empty(_AHEAD + _STATE_WORDS, np.uint32), np.empty(_STATE_WORDS, np.uint32)
+    """Fisher-Yates from the end; element i swaps with a uniform draw from [0, i] by mask and
+    rejection.
+    """
+    targets = np.empty(_AHEAD + _STATE_WORDS, np.uint32)
+    words = np.empty(_STATE_WORDS, np.uint32)
     wide = np.empty(1, np.int64)
     _temper(key, words)
     i = np.int64(len(values) - 1)
@@ -84,11 +91,14 @@ def _shuffle(values, key, position) -> None:  # type: ignore[no-untyped-def]  # 
 
 @kernel
 def _draw(i, targets, key, words, position):  # type: ignore[no-untyped-def]  # pragma: no cover - compiled
-    """Targets for elements i, i - 1, ... that share a mask; returns how many (at most about _AHEAD)."""
+    """Targets for elements i, i - 1, ... that share a mask; returns how many (at most about
+    _AHEAD).
+    """
     mask = np.uint32(i)
     for shift in (1, 2, 4, 8, 16):
         mask |= mask >> np.uint32(shift)
-    most = min(np.int64(_AHEAD), i - np.int64(mask >> np.uint32(1)))  # below that, one bit less is drawn
+    # below that, one bit less is drawn
+    most = min(np.int64(_AHEAD), i - np.int64(mask >> np.uint32(1)))
     count = np.int64(0)
     while count < most:
         if position[0] == _STATE_WORDS:

@@ -1,8 +1,9 @@
 """The memory that batches lie in, and who owns it.
 
-A batch may be read after its caller has dropped it: `.to("cuda", non_blocking=True)` from pinned memory only queues the copy.
-Only torch knows when such a copy is done: its pinned allocator notes an event on a block that is copied from, and keeps the block
-until then. So where CUDA is, all of a batch is torch's own pinned memory, and nothing here uses any of it again.
+A batch may be read after its caller has dropped it: `.to("cuda", non_blocking=True)` from pinned
+memory only queues the copy. Only torch knows when such a copy is done: its pinned allocator notes
+an event on a block that is copied from, and keeps the block until then. So where CUDA is, all of a
+batch is torch's own pinned memory, and nothing here uses any of it again.
 """
 
 from __future__ import annotations
@@ -25,40 +26,51 @@ KEPT = 8
 
 
 def batch_memory(pinned: bool | None = None) -> Allocate:
-    """What makes the tensors of batches in this process. Call it in the thread whose CUDA device is meant.
+    """What makes the tensors of batches in this process. Call it in the thread whose CUDA device is
+    meant.
 
-    pinned: None: where CUDA can be used; False: they are copied on the host before any device is told of them.
+    pinned: None: where CUDA can be used; False: they are copied on the host before any device is
+    told of them.
 
-    Torch's pinned memory where CUDA can be used, arrays that are used again where there is no accelerator at all. Memory that is
-    new every time serves worker processes, whose memory is read after they have forgotten it, children of processes that use
-    CUDA, and other accelerators, of whose copies nothing is known here.
+    Torch's pinned memory where CUDA can be used, arrays that are used again where there is no
+    accelerator at all. Memory that is new every time serves worker processes, whose memory is read
+    after they have forgotten it, children of processes that use CUDA, and other accelerators, of
+    whose copies nothing is known here.
     """
     if torch.utils.data.get_worker_info() is not None:
         return new_memory
     if pinned is False:
-        return ReusedMemory().take  # asks nothing of CUDA: a process that only passes batches on opens no context
+        # asks nothing of CUDA: a process that only passes batches on opens no context
+        return ReusedMemory().take
     if torch.cuda.is_available() and not torch.cuda._is_in_bad_fork():
         return PinnedMemory().take
     return new_memory if torch.accelerator.is_available() else ReusedMemory().take
 
 
 class PinnedMemory:
-    """Tensors in blocks of torch's pinned allocator, which uses a block again when no tensor and no copy on a device needs it.
+    """Tensors in blocks of torch's pinned allocator, which uses a block again when no tensor and no
+    copy on a device needs it.
 
-    Blocks are powers of two. Slabs of up to 4 MiB waste little (see `reader.SLAB_BYTES`), and after the first few none is new.
+    Blocks are powers of two. Slabs of up to 4 MiB waste little (see `reader.SLAB_BYTES`), and after
+    the first few none is new.
     """
 
     def __init__(self) -> None:
         self._device = torch.cuda.current_device()
 
     def take(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        """A tensor with arbitrary content. Only views of it may leave here: an alias, as of numpy, is not known to torch."""
-        with torch.cuda.device(self._device):  # a thread of its own begins on device 0, and would make a context there
+        """A tensor with arbitrary content.
+
+        Only views of it may leave here: an alias, as of numpy, is not known to torch.
+        """
+        # a thread of its own begins on device 0, and would make a context there
+        with torch.cuda.device(self._device):
             return torch.empty(shape, dtype=dtype, pin_memory=True)
 
 
 class ReusedMemory:
-    """Tensors in memory that is used again, warm in cache, as soon as no tensor, view or array refers to it.
+    """Tensors in memory that is used again, warm in cache, as soon as no tensor, view or array
+    refers to it.
 
     For processes without an accelerator: there, whatever reads memory refers to it.
     """
@@ -72,7 +84,9 @@ class ReusedMemory:
         whole = rounded(size)  # cu_seqlens have any size: of each there would be some to keep
         free = self._free[whole]
         memory = free.pop() if free else np.empty(whole, np.uint8)
-        array = memory[:size]  # the tensor's storage keeps this very object; when it is collected, nothing is left that reads
+        # the tensor's storage keeps this very object; when it is collected, nothing is left that
+        # reads
+        array = memory[:size]
         weakref.finalize(array, _give_back, free, memory).atexit = False
         return torch.from_numpy(array).view(dtype).view(shape)
 

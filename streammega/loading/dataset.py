@@ -34,28 +34,30 @@ AHEAD = 2
 
 
 class StreamingDataset(torch.utils.data.IterableDataset[Batch]):
-    """Yields micro-batches: {"tokens", "labels", "position_ids"} int64 and "loss_mask" float32, [micro_batch_size, S];
-    with reset_attention_mask also "cu_seqlens", the bounds of documents, int32 [micro_batch_size, most documents + 1].
+    """Yields micro-batches: {"tokens", "labels", "position_ids"} int64 and "loss_mask" float32,
+    [micro_batch_size, S]; with reset_attention_mask also "cu_seqlens", the bounds of documents,
+    int32 [micro_batch_size, most documents + 1].
 
-    Every rank sees its part of the same global batches, whatever dp_size is. An iteration is one pass over the data (whole global
-    batches only), and every pass has the same samples in the same order.
+    Every rank sees its part of the same global batches, whatever dp_size is. An iteration is one
+    pass over the data (whole global batches only), and every pass has the same samples in the same
+    order.
 
-    **Where an iteration begins**: where `load_state_dict` or `seek` put the dataset, if it is the first one since, and at the
-    first sample otherwise, also after one that was left in the middle. That is so by itself and under a torch DataLoader
-    (`batch_size=None`) with any number of workers, forked, spawned or persistent; worker w builds micro-batches w, w + W, ...,
-    so the order is the same. An iteration from the end of the data gives nothing, with a warning. One that is held while
-    the dataset is put elsewhere, or that ended by an error, raises StateError.
+    **Where an iteration begins**: where `load_state_dict` or `seek` put the dataset, if it is the
+    first one since, and at the first sample otherwise, also after one that was left in the middle.
+    That is so by itself and under a torch DataLoader (`batch_size=None`) with any number of
+    workers, forked, spawned or persistent; worker w builds micro-batches w, w + W, ..., so the
+    order is the same. An iteration from the end of the data gives nothing, with a warning. One that
+    is held while the dataset is put elsewhere, or that ended by an error, raises StateError.
 
-    **State under workers**: torchdata's StatefulDataLoader keeps each worker's own, to be loaded with as many workers. With a
-    plain DataLoader only the caller knows what was taken: `state_dict(num_batches)`.
+    **State under workers**: torchdata's StatefulDataLoader keeps each worker's own, to be loaded
+    with as many workers. With a plain DataLoader only the caller knows what was taken:
+    `state_dict(num_batches)`.
 
-    Args:
-        config: what is read.
-        split: "train", "valid" or "test".
-        micro_batch_size: samples of one batch of this rank.
-        global_batch_size: samples of one optimizer step over all ranks; a multiple of micro_batch_size * dp_size.
-        dp_rank, dp_size: this data-parallel rank.
-        rampup: (start, increment, samples): the global batch grows from start to global_batch_size over so many samples.
+    Args: config: what is read. split: "train", "valid" or "test". micro_batch_size: samples of one
+        batch of this rank. global_batch_size: samples of one optimizer step over all ranks; a
+        multiple of micro_batch_size * dp_size. dp_rank, dp_size: this data-parallel rank. rampup:
+        (start, increment, samples): the global batch grows from start to global_batch_size over so
+        many samples.
 
     Raises ConfigError before any token is read, StorageError and FormatError for the files.
     """
@@ -95,7 +97,10 @@ class StreamingDataset(torch.utils.data.IterableDataset[Batch]):
         self._loaded: Share | None = None  # in a worker: of the iteration that will
 
     def __len__(self) -> int:
-        """Micro-batches of this rank from the first sample to the last. TypeError for a stream without an end."""
+        """Micro-batches of this rank from the first sample to the last.
+
+        TypeError for a stream without an end.
+        """
         if self.num_samples is None:
             raise TypeError("the stream has no end; num_samples in the config gives it one")
         return sum(len(part) for part in self.parts(0))
@@ -126,7 +131,9 @@ class StreamingDataset(torch.utils.data.IterableDataset[Batch]):
         return self._consumed
 
     def sample_ids(self, consumed: int | NDArray[np.int64]) -> NDArray[np.int64]:
-        """Global sample ids of this rank's micro-batch in the micro-step at `consumed`, int64 [..., micro_batch_size]."""
+        """Global sample ids of this rank's micro-batch in the micro-step at `consumed`, int64 [...,
+        micro_batch_size].
+        """
         return self.steps.sample_ids(consumed)
 
     def batch(self, consumed: int) -> Batch:
@@ -134,7 +141,9 @@ class StreamingDataset(torch.utils.data.IterableDataset[Batch]):
         return self.steps.batch(consumed)
 
     def positions(self) -> Iterator[int]:
-        """The micro-steps that are left, as values of `consumed`, without those that are skipped."""
+        """The micro-steps that are left, as values of `consumed`, without those
+        that are skipped.
+        """
         return self.steps.positions(self._consumed)
 
     def parts(self, start: int) -> Iterator[range]:
@@ -151,13 +160,16 @@ class StreamingDataset(torch.utils.data.IterableDataset[Batch]):
         share = Share(start=begun.start, origin=begun.origin)
         if worker is not None:
             share = replace(share, worker=worker.id, workers=worker.num_workers)
-            share, self._loaded = self._loaded or share, None
+            share = self._loaded or share
+            self._loaded = None
         self.steps = self.steps.in_lanes(begun.lanes).from_origin(share.origin)
         self._share = share
         self._consumed = share.start
         return Iteration(self._batches(self.steps, begun, share))
 
-    def _batches(self, steps: MicroSteps, begun: Begun, share: Share) -> Generator[Batch, None, None]:
+    def _batches(
+        self, steps: MicroSteps, begun: Begun, share: Share
+    ) -> Generator[Batch, None, None]:
         first = share.worker + share.batches * share.workers
         positions = steps.positions(share.start, first, share.workers)
         if share.worker == share.batches == 0 and share.start and share.start == steps.num_samples:
@@ -167,7 +179,16 @@ class StreamingDataset(torch.utils.data.IterableDataset[Batch]):
                 self.split,
                 share.start,
             )
-        with closing(Engine(steps, positions, AHEAD, start=share.start, worker=share.worker, workers=share.workers)) as engine:
+        with closing(
+            Engine(
+                steps,
+                positions,
+                AHEAD,
+                start=share.start,
+                worker=share.worker,
+                workers=share.workers,
+            )
+        ) as engine:
             for consumed, batch in engine:
                 self._places.check(begun)
                 self._count(begun, share, consumed)
@@ -187,9 +208,11 @@ class StreamingDataset(torch.utils.data.IterableDataset[Batch]):
             self.advance(consumed)
 
     def set_epoch(self, epoch: int) -> None:
-        """Called by DataLoaders that accelerate prepared; passes are all alike, so there is nothing to set.
+        """Called by DataLoaders that accelerate prepared; passes are all alike, so there is nothing
+        to set.
 
-        Raises ConfigError for a dataset of one of several ranks: such a DataLoader deals out what one process reads.
+        Raises ConfigError for a dataset of one of several ranks: such a DataLoader deals out what
+        one process reads.
         """
         if self.dp_size > 1:
             raise ConfigError(
@@ -200,7 +223,9 @@ class StreamingDataset(torch.utils.data.IterableDataset[Batch]):
             )
 
     def seek(self, consumed_samples: int) -> None:
-        """Continue at a global sample, whole micro-steps of these ranks from the start of a global batch."""
+        """Continue at a global sample, whole micro-steps of these ranks from the start of a global
+        batch.
+        """
         consumed_samples = operator.index(consumed_samples)  # of numpy too: states are JSON
         steps = self.steps if consumed_samples else self.steps.from_origin(0)
         steps.check_position(consumed_samples)
@@ -212,11 +237,13 @@ class StreamingDataset(torch.utils.data.IterableDataset[Batch]):
         return self._places.generation
 
     def state_dict(self, num_batches: int | None = None) -> dict[str, Any]:
-        """Where to go on, the same on every rank: {"version", "consumed_samples", "batch_offset", "identity", "fingerprint"}.
+        """Where to go on, the same on every rank: {"version", "consumed_samples", "batch_offset",
+        "identity", "fingerprint"}.
 
-        Counts what was handed out; after the last batch of an iteration that has ended, the position is the first sample. Under
-        a DataLoader with workers only the caller knows what was handed out: pass `num_batches`, the micro-batches taken from
-        the iteration that began last. In a worker (asked by torchdata's StatefulDataLoader) it is the state of that worker.
+        Counts what was handed out; after the last batch of an iteration that has ended, the
+        position is the first sample. Under a DataLoader with workers only the caller knows what was
+        handed out: pass `num_batches`, the micro-batches taken from the iteration that began last.
+        In a worker (asked by torchdata's StatefulDataLoader) it is the state of that worker.
         """
         if torch.utils.data.get_worker_info() is not None:
             return self._worker_state()
@@ -237,7 +264,10 @@ class StreamingDataset(torch.utils.data.IterableDataset[Batch]):
         return self.steps.state(consumed)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue at the sample after the last that was handed out. Raises StateError for another order, and changes nothing."""
+        """Continue at the sample after the last that was handed out.
+
+        Raises StateError for another order, and changes nothing.
+        """
         saved = parse_state(state)
         steps = self.steps.in_lanes(saved.lanes).resumed(saved.consumed, saved.offset)
         share = read_share(state, self.step_samples)
@@ -253,7 +283,9 @@ class StreamingDataset(torch.utils.data.IterableDataset[Batch]):
         if share is not None:
             share = replace(share, start=saved.consumed, origin=steps.schedule.origin)
             if _reached(share, steps) != reached:
-                raise StateError("skip_samples or num_samples changed within what this worker's state counts; restore them")
+                raise StateError(
+                    "skip_samples or num_samples changed within what this worker's state counts; restore them"
+                )
         self._put(saved.consumed, steps, share)
 
     def _put(self, consumed: int, steps: MicroSteps, share: Share | None = None) -> None:
@@ -270,13 +302,17 @@ class StreamingDataset(torch.utils.data.IterableDataset[Batch]):
         self._loaded = share or alone
 
     def _worker_state(self) -> dict[str, Any]:
-        """The state of one worker: where the iteration began, and how many micro-batches this worker gave."""
+        """The state of one worker: where the iteration began, and how many micro-batches this
+        worker gave.
+        """
         share = self._share
         if share is None:
             raise StateError("a worker has a state once its iteration began")
         steps = self.steps.from_origin(share.origin)
         reached = _reached(share, steps)
-        state = make_state(steps.samples.identity(reached), share.start, steps.schedule.offset_at(share.start))
+        state = make_state(
+            steps.samples.identity(reached), share.start, steps.schedule.offset_at(share.start)
+        )
         return state | write_share(replace(share, reached=reached), self.step_samples)
 
 

@@ -1,6 +1,8 @@
-"""From positions to batches: one thread plans, waits for what was fetched, and gathers; the transport's threads fetch.
+"""From positions to batches: one thread plans, waits for what was fetched, and gathers; the
+transport's threads fetch.
 
-    positions ─► Planner ─► holdings ─► Fetcher (threads) ─► buffers ─► gather_* ─► ready slabs ─► the training loop
+    positions ─► Planner ─► holdings ─► Fetcher (threads) ─► buffers ─► gather_* ─► ready slabs ─►
+    the training loop
 
 The order of everything is that of need. Nothing is fetched that the plan does not use.
 """
@@ -46,7 +48,9 @@ log = logging.getLogger(__name__)
 LOOKAHEAD = 8
 """Spans planned ahead at most; memory_bytes is what limits them otherwise."""
 SECONDS_AHEAD = 20.0
-"""What the caller will take in this time is planned ahead, no more: a slow caller needs its cores for other things."""
+"""What the caller will take in this time is planned ahead, no more: a slow caller needs its cores
+for other things.
+"""
 READY_SLABS = 4
 """Slabs made ahead at least: with fewer, the two threads wait for each other at every one."""
 
@@ -56,7 +60,9 @@ _live: weakref.WeakSet[Engine] = weakref.WeakSet()
 
 @dataclass(frozen=True, kw_only=True)
 class _Pending:
-    """A slab that is planned: samples [first, last) of a span, and the holdings it is the first to need."""
+    """A slab that is planned: samples [first, last) of a span, and the holdings it is the first to
+    need.
+    """
 
     span: Span
     consumed: list[int]
@@ -68,18 +74,17 @@ class _Pending:
 class Engine:
     """Iterates (consumed, batch) for positions of micro-steps, several batches ahead of its caller.
 
-    An error is raised at the position it belongs to. `close` ends the threads; so does leaving the iteration.
+    An error is raised at the position it belongs to. `close` ends the threads; so does leaving the
+    iteration.
 
-    Args:
-        steps: what is read.
-        positions: which of the micro-steps, as values of `consumed`.
-        ahead: micro-batches made ahead of the caller.
-        start: where the iteration begins, over all workers.
-        worker, workers: the reader is one of several that take micro-batches in turn.
-        ids_only: batches are {"ids": [micro_batch_size, S + 1] in the stored dtype, "valid": ids that each sample has}, and where
+    Args: steps: what is read. positions: which of the micro-steps, as values of `consumed`. ahead:
+        micro-batches made ahead of the caller. start: where the iteration begins, over all workers.
+        worker, workers: the reader is one of several that take micro-batches in turn. ids_only:
+        batches are {"ids": [micro_batch_size, S + 1] in the stored dtype, "valid": ids that each
+        sample has}, and where
             modes make the loss mask "learned": bool, of each id.
-        bounds: with ids_only, equally long tokens [start, stop) of every sample, which are then rows of their own.
-        pinned: see `batch_memory`.
+        bounds: with ids_only, equally long tokens [start, stop) of every sample, which are then
+        rows of their own. pinned: see `batch_memory`.
     """
 
     def __init__(
@@ -99,8 +104,11 @@ class Engine:
         self._stride = steps.step_samples * workers
         self._ids_only = ids_only
         self.stats = stats or Stats()
-        if all(is_local(file.store) for file in self._reader.files):  # shards to be unpacked: work, not waiting
-            storage = replace(storage, max_requests=min(storage.max_requests, num_threads()), hedge=False)
+        # shards to be unpacked: work, not waiting
+        if all(is_local(file.store) for file in self._reader.files):
+            storage = replace(
+                storage, max_requests=min(storage.max_requests, num_threads()), hedge=False
+            )
         self._fetcher = Fetcher(storage, budget) if self._reader.remote else None
         self.stats.attach(self._fetcher, self._reader.files)
         self._stager: Stager | None = None
@@ -120,7 +128,9 @@ class Engine:
         self._closed = False
         self._at_hand = 0
         self.stats.at_hand = self._is_ready
-        self._ready: queue.Queue[Slab | BaseException | None] = queue.Queue(max(READY_SLABS, -(-ahead // self._reader.slab)))
+        self._ready: queue.Queue[Slab | BaseException | None] = queue.Queue(
+            max(READY_SLABS, -(-ahead // self._reader.slab))
+        )
         self._thread: threading.Thread | None = None
 
     def __iter__(self) -> Iterator[tuple[int, Batch]]:
@@ -128,7 +138,9 @@ class Engine:
         _live.add(self)
         self._thread.start()
         if self._reader.scattered and self._steps.config.storage.cache_dir is not None:
-            self._stager = self.stats.stager = Stager(self._reader.files, self._steps.config.storage)
+            self._stager = self.stats.stager = Stager(
+                self._reader.files, self._steps.config.storage
+            )
         finish = Finisher(self._steps.config, self._rows, self._allocate)
         asked = time.perf_counter()
         try:
@@ -140,13 +152,15 @@ class Engine:
                     return
                 given = time.perf_counter()
                 self.stats.handed_out(len(slab.consumed), given - asked, self._ready.qsize())
-                batches, taken = slab.batches(), len(slab.consumed)
+                batches = slab.batches()
+                taken = len(slab.consumed)
                 del slab
                 while batches:
                     if not self._ids_only:
                         finish.complete(batches[0][1])
                     self._at_hand = len(batches) - 1
-                    yield batches.popleft()  # not referred to here: its memory is free as soon as the caller lets go
+                    # not referred to here: its memory is free as soon as the caller lets go
+                    yield batches.popleft()
                 asked = time.perf_counter()
                 self.stats.step(asked - given)
                 self._keep_pace((asked - given) / taken)
@@ -172,7 +186,9 @@ class Engine:
         self._holdings.clear()
 
     def _is_ready(self) -> bool:
-        """Whether the next batch, the end, or the error in its place is there: the caller would not wait."""
+        """Whether the next batch, the end, or the error in its place is there: the caller would not
+        wait.
+        """
         return self._at_hand > 0 or not self._ready.empty()
 
     # The thread.
@@ -200,9 +216,13 @@ class Engine:
                 continue
 
     def _plan_ahead(self) -> None:
-        """Plan while there is nothing to gather, or nothing waits for memory: reads never run out of work."""
+        """Plan while there is nothing to gather, or nothing waits for memory: reads never run out
+        of work.
+        """
         while not self._exhausted:
-            if self._planned and (self._fetcher is None or self._fetcher.unadmitted_bytes > 0 or self._far_ahead()):
+            if self._planned and (
+                self._fetcher is None or self._fetcher.unadmitted_bytes > 0 or self._far_ahead()
+            ):
                 return
             self._plan_span()
 
@@ -210,8 +230,11 @@ class Engine:
         return self._ahead >= self._most_ahead()
 
     def _most_ahead(self) -> int:
-        """Micro-batches to be planned ahead: by the time that the caller itself needs for one, once that is known."""
-        least, most = READY_SLABS * self._reader.slab, LOOKAHEAD * self._reader.span
+        """Micro-batches to be planned ahead: by the time that the caller itself needs for one, once
+        that is known.
+        """
+        least = READY_SLABS * self._reader.slab
+        most = LOOKAHEAD * self._reader.span
         if self._pace is None:
             return min(2 * least, most)
         return int(min(max(SECONDS_AHEAD / max(self._pace, 1e-9), least), most))
@@ -220,7 +243,9 @@ class Engine:
         self._pace = seconds if self._pace is None else 0.75 * self._pace + 0.25 * seconds
 
     def _plan_span(self) -> None:
-        """Plan the next micro-steps that follow each other: their reads go to the fetcher, their slabs to be gathered."""
+        """Plan the next micro-steps that follow each other: their reads go to the fetcher, their
+        slabs to be gathered.
+        """
         steps = self._steps
         reader = self._reader
         consumed = self._take(min(self._span, max(reader.slab, self._most_ahead() - self._ahead)))
@@ -228,12 +253,15 @@ class Engine:
             return
         self._ahead += len(consumed)
         slab = min(reader.slab, self._span)
-        self._span = min(reader.span, 2 * self._span)  # the first batches wait neither for a long plan nor for each other
+        # the first batches wait neither for a long plan nor for each other
+        self._span = min(reader.span, 2 * self._span)
         ids = np.ascontiguousarray(steps.sample_ids(np.array(consumed, np.int64)).reshape(-1))
         span = reader.planner.plan(ids, steps.samples.locate(ids), slab * steps.micro_batch_size)
         self.stats.useful_bytes += span.useful_bytes
         self.stats.cached_bytes += span.cached_bytes
-        self.stats.planned_bytes += sum(holding.size for holding in span.holdings) + span.cached_bytes
+        self.stats.planned_bytes += (
+            sum(holding.size for holding in span.holdings) + span.cached_bytes
+        )
         holdings = [self._hold(planned) for planned in span.holdings]
         assert len(reader.planner.slots.uses) == len(reader.planner.slots.address)
         self._cut_into_slabs(span, consumed, holdings, slab)
@@ -247,7 +275,9 @@ class Engine:
         self._holdings[planned.slot] = holding
         return holding
 
-    def _cut_into_slabs(self, span: Span, consumed: list[int], holdings: list[Holding], slab: int) -> None:
+    def _cut_into_slabs(
+        self, span: Span, consumed: list[int], holdings: list[Holding], slab: int
+    ) -> None:
         """Line up the slabs of a span, each with the holdings that no slab before it needs."""
         rows = np.array([planned.row for planned in span.holdings], np.int64)
         sample_of_holding = np.searchsorted(span.row_splits, rows, side="right") - 1
@@ -256,7 +286,11 @@ class Engine:
             first = number * self._rows
             last = first + len(of_slab) * self._rows
             low, high = np.searchsorted(sample_of_holding, [first, last])
-            self._planned.append(_Pending(span=span, consumed=of_slab, first=first, last=last, holdings=holdings[low:high]))
+            self._planned.append(
+                _Pending(
+                    span=span, consumed=of_slab, first=first, last=last, holdings=holdings[low:high]
+                )
+            )
 
     def _read(self, number: int, start: int, stop: int, at: int) -> Read:
         file = self._reader.files[number]
@@ -276,18 +310,23 @@ class Engine:
                     break
                 self._jump(self._next)
             taken.append(self._next)
-            self._last, self._next = self._next, None
+            self._last = self._next
+            self._next = None
         return taken
 
     def _jump(self, consumed: int) -> None:
-        """Positions go on at `consumed`, for one of several workers perhaps in other lanes: what was open is forgotten."""
+        """Positions go on at `consumed`, for one of several workers perhaps in other lanes: what
+        was open is forgotten.
+        """
         pieces = self._reader.planner.pieces
         if pieces is not None:
             lanes = lanes_from(self._steps, pieces.order, consumed, self._workers)
             self._release(self._reader.planner.jump(lanes))
 
     def _produce(self, pending: _Pending) -> None:
-        """Gather a slab; if a part of it failed, the micro-batches before that part, and then its error."""
+        """Gather a slab; if a part of it failed, the micro-batches before that part, and then its
+        error.
+        """
         try:
             slab = self._gather(pending)
         except StreammegaError:
@@ -299,7 +338,9 @@ class Engine:
         self._put(slab)
 
     def _one_by_one(self, pending: _Pending) -> Iterator[_Pending]:
-        """The micro-batches of a slab as slabs of one, each with the holdings that it is the first to need."""
+        """The micro-batches of a slab as slabs of one, each with the holdings that it is the first
+        to need.
+        """
         span = pending.span
         base = span.row_splits[pending.first]
         first_row_of_slot: dict[int, int] = {}
@@ -310,8 +351,14 @@ class Engine:
             last = first + self._rows
             low = span.row_splits[first] - base
             high = span.row_splits[last] - base
-            holdings = [held for held in pending.holdings if low <= first_row_of_slot.get(held.slot, -1) < high]
-            yield _Pending(span=span, consumed=[consumed], first=first, last=last, holdings=holdings)
+            holdings = [
+                held
+                for held in pending.holdings
+                if low <= first_row_of_slot.get(held.slot, -1) < high
+            ]
+            yield _Pending(
+                span=span, consumed=[consumed], first=first, last=last, holdings=holdings
+            )
 
     def _gather(self, pending: _Pending) -> Slab:
         if self._fetcher is not None and pending.holdings:
@@ -327,7 +374,9 @@ class Engine:
         return slab
 
     def _gather_ids(self, pending: _Pending) -> Slab:
-        """Ids in their stored width, and how many of each row are not padding; the rest of a row is 0."""
+        """Ids in their stored width, and how many of each row are not padding; the rest of a row is
+        0.
+        """
         samples = pending.last - pending.first
         batches = len(pending.consumed)
         ids = self._allocate((samples, self._width), torch_dtype(self._reader.dtype))
@@ -335,7 +384,10 @@ class Engine:
         self._copy_rows(gather_rows, pending, [ids.numpy()], valid.numpy())
         if bool((valid < self._width).any()):
             fill_tails(ids.numpy(), valid.numpy(), 0)
-        fields = {"ids": ids.view(batches, self._rows, self._width), "valid": valid.view(batches, self._rows)}
+        fields = {
+            "ids": ids.view(batches, self._rows, self._width),
+            "valid": valid.view(batches, self._rows),
+        }
         if self._has_modes:
             learned = self._allocate((samples, self._width), torch.bool)
             learned.numpy().fill(True)
@@ -352,17 +404,36 @@ class Engine:
         valid = np.empty(shape[0], np.int64)
         self._copy_rows(gather_shifted, pending, [tokens.numpy(), labels.numpy()], valid)
         unsigned = self._reader.dtype.kind == "u"
-        derived = derive(tokens, labels, valid, self._steps.config, unsigned=unsigned, allocate=self._allocate, rows=self._rows)
+        derived = derive(
+            tokens,
+            labels,
+            valid,
+            self._steps.config,
+            unsigned=unsigned,
+            allocate=self._allocate,
+            rows=self._rows,
+        )
         mask = derived.loss_mask
         if self._has_modes:
             mask = plain_mask(shape, self._allocate) if mask is None else mask
             self._clear_by_modes(pending, mask.numpy(), -1)
-        made = {"tokens": tokens, "labels": labels, "loss_mask": mask, "position_ids": derived.position_ids}
-        fields = {name: field.view(batches, self._rows, -1) for name, field in made.items() if field is not None}
+        made = {
+            "tokens": tokens,
+            "labels": labels,
+            "loss_mask": mask,
+            "position_ids": derived.position_ids,
+        }
+        fields = {
+            name: field.view(batches, self._rows, -1)
+            for name, field in made.items()
+            if field is not None
+        }
         return Slab(consumed=pending.consumed, fields=fields, cu_seqlens=derived.cu_seqlens)
 
     def _clear_by_modes(self, pending: _Pending, out: NDArray[Any], shift: int) -> None:
-        """Write 0 to `out` for tokens of a slab that are not learned, `shift` columns from where each lies in its sample."""
+        """Write 0 to `out` for tokens of a slab that are not learned, `shift` columns from where
+        each lies in its sample.
+        """
         span = pending.span
         splits = span.row_splits[pending.first : pending.last + 1]
         rows = slice(splits[0], splits[-1])
@@ -375,9 +446,14 @@ class Engine:
         )
         clear_by_modes(self._reader.files, runs, out)
 
-    def _copy_rows(self, gather: Any, pending: _Pending, out: list[NDArray[Any]], valid: NDArray[np.int64]) -> None:
-        """The ids of a slab's samples into `out`, as the kernel `gather` lays them, and how many each has into `valid`."""
-        span, reader = pending.span, self._reader
+    def _copy_rows(
+        self, gather: Any, pending: _Pending, out: list[NDArray[Any]], valid: NDArray[np.int64]
+    ) -> None:
+        """The ids of a slab's samples into `out`, as the kernel `gather` lays them, and how many
+        each has into `valid`.
+        """
+        span = pending.span
+        reader = self._reader
         for dtype, kind in reader.kind_of.items():
             good = gather(
                 np.empty(0, dtype), kind, reader.kinds, reader.planner.slots.address, span.slot, span.offset, span.size,
@@ -387,7 +463,8 @@ class Engine:
                 raise AssertionError("rows of a sample exceed its width")
 
     def _count_down(self, pending: _Pending) -> None:
-        span, slots = pending.span, self._reader.planner.slots
+        span = pending.span
+        slots = self._reader.planner.slots
         rows = slice(span.row_splits[pending.first], span.row_splits[pending.last])
         freed = np.empty(len(pending.holdings) + len(self._holdings), np.int64)
         made = count_down(slots.uses, span.slot[rows], span.size[rows], freed)
@@ -401,7 +478,10 @@ class Engine:
 
 @atexit.register
 def _close_all() -> None:
-    """End the threads of iterations that were left open: one that is in torch when Python ends would abort the process."""
+    """End the threads of iterations that were left open: one that is in torch when Python ends
+    would abort the process.
+    """
     for engine in list(_live):
-        with contextlib.suppress(Exception):  # the program has ended: there is nobody left to tell, and others to be closed
+        # the program has ended: there is nobody left to tell, and others to be closed
+        with contextlib.suppress(Exception):
             engine.close()

@@ -11,8 +11,9 @@ from streammega.samples.fields import Batch
 class Iteration(Iterator[Batch]):
     """The batches of a generator. StopIteration means the end of the data, and nothing else.
 
-    A bare generator that was closed, or that an error went through, answers with StopIteration too, which a training loop takes
-    for the end of the data. This one raises StateError with the reason instead.
+    A bare generator that was closed, or that an error went through, answers with StopIteration too,
+    which a training loop takes for the end of the data. This one raises StateError with the reason
+    instead.
     """
 
     def __init__(self, batches: Generator[Batch, None, None]) -> None:
@@ -22,14 +23,18 @@ class Iteration(Iterator[Batch]):
 
     def __next__(self) -> Batch:
         if self._reason is not None:
-            raise StateError(f"this iteration cannot go on: {self._reason}; begin another with iter()")
+            raise StateError(
+                f"this iteration cannot go on: {self._reason}; begin another with iter()"
+            )
         try:
             return next(self._batches)
         except StopIteration:
             self._ended = True
             raise
         except BaseException as error:  # Ctrl-C too: it went through the generator, which is over
-            self._reason = f"it ended by {type(error).__name__}, which was raised where it was waited for"
+            self._reason = (
+                f"it ended by {type(error).__name__}, which was raised where it was waited for"
+            )
             raise
 
     @property

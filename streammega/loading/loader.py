@@ -1,4 +1,6 @@
-"""The loader: micro-batches a few ahead of the training step, and a cursor that counts only what was taken."""
+"""The loader: micro-batches a few ahead of the training step, and a cursor that counts only what
+was taken.
+"""
 
 from __future__ import annotations
 
@@ -32,39 +34,44 @@ if TYPE_CHECKING:
 class StreamLoader:
     """Iterates micro-batches of this rank; no worker processes.
 
-    **Where an iteration begins**: `iter` goes on from the cursor. When the data has ended, it begins the next pass from the first
-    sample: the same samples in the same order. A loader for evaluation begins every iteration at the first sample, unless
-    `seek` or `load_state_dict` was called and no batch was taken since. `take` goes on from the cursor, whatever the loader is
-    for; at the end of the data it raises StopIteration, until `iter`, `seek` or `load_state_dict` goes elsewhere.
+    **Where an iteration begins**: `iter` goes on from the cursor. When the data has ended, it
+    begins the next pass from the first sample: the same samples in the same order. A loader for
+    evaluation begins every iteration at the first sample, unless `seek` or `load_state_dict` was
+    called and no batch was taken since. `take` goes on from the cursor, whatever the loader is for;
+    at the end of the data it raises StopIteration, until `iter`, `seek` or `load_state_dict` goes
+    elsewhere.
 
-    One iteration runs at a time. One that is held while another begins, or while the loader is moved or closed, raises
-    StateError, as does one that ended by an error; `take` and a new `iter` go on from the cursor, with the batch that failed.
-    StopIteration is the end of the data, and nothing else.
+    One iteration runs at a time. One that is held while another begins, or while the loader is
+    moved or closed, raises StateError, as does one that ended by an error; `take` and a new `iter`
+    go on from the cursor, with the batch that failed. StopIteration is the end of the data, and
+    nothing else.
 
-    `state_dict` may be called at any time and counts the batches that were handed out, never those read ahead; it is the same on
-    every rank that took as many batches.
+    `state_dict` may be called at any time and counts the batches that were handed out, never those
+    read ahead; it is the same on every rank that took as many batches.
 
-    Args:
-        config, split, micro_batch_size, global_batch_size, rampup: as in StreamingDataset.
-        dp_rank, dp_size: this data-parallel rank; or
-        mesh: a DeviceMesh, of which the dimension "dp" (or the only one) says both.
-        prefetch: micro-batches made ahead of the step; how far ahead bytes are fetched, `storage.memory_bytes` says.
-        evaluation: begin every iteration at the first sample; None: for every split but "train".
-        ids_only: batches are {"ids": [micro_batch_size, S + 1] in the stored dtype, "valid": int64 [micro_batch_size], the
-            ids of each sample that are not padding}, from which everything else can be derived on the device. Where modes
-            make the loss mask, also "learned", bool as "ids" are: no loss where a label is an id that is not learned.
-        cp_rank, cp_size: with ids_only, read only what this context-parallel rank keeps of each sample: two of 2 * cp_size parts
-            of P tokens, each with the token after it. "ids" is [2 * micro_batch_size, P + 1], a sample's two parts one after
-            the other.
-        pin_memory: whether batches lie in CUDA's pinned memory; None: where CUDA can be used, on the device that is current when
-            the first batch is asked for. False opens no context on any device.
-        log_every: log one line of `stats()` each so many global batches; 0: never.
-        metrics_port: serve `stats()` to Prometheus on this port (0: a free one, in `metrics_address`); needs
+    Args: config, split, micro_batch_size, global_batch_size, rampup: as in StreamingDataset.
+        dp_rank, dp_size: this data-parallel rank; or mesh: a DeviceMesh, of which the dimension
+        "dp" (or the only one) says both. prefetch: micro-batches made ahead of the step; how far
+        ahead bytes are fetched, `storage.memory_bytes` says. evaluation: begin every iteration at
+        the first sample; None: for every split but "train". ids_only: batches are {"ids":
+        [micro_batch_size, S + 1] in the stored dtype, "valid": int64 [micro_batch_size], the
+            ids of each sample that are not padding}, from which everything else can be derived on
+            the device. Where modes make the loss mask, also "learned", bool as "ids" are: no loss
+            where a label is an id that is not learned.
+        cp_rank, cp_size: with ids_only, read only what this context-parallel rank keeps of each
+            sample: two of 2 * cp_size parts of P tokens, each with the token after it. "ids" is [2
+            * micro_batch_size, P + 1], a sample's two parts one after the other.
+        pin_memory: whether batches lie in CUDA's pinned memory; None: where CUDA can be used, on
+            the device that is current when the first batch is asked for. False opens no context on
+            any device.
+        log_every: log one line of `stats()` each so many global batches; 0: never. metrics_port:
+        serve `stats()` to Prometheus on this port (0: a free one, in `metrics_address`); needs
             `pip install 'streammega[metrics]'`.
 
-    Every field of a batch is contiguous, in memory that no other batch shares; where CUDA can be used, it is pinned by torch, so
-    a batch may be dropped right after `.to("cuda", non_blocking=True)`. "labels" are shifted already: models of Hugging Face,
-    which shift what they get as `labels`, take them as `shift_labels`.
+    Every field of a batch is contiguous, in memory that no other batch shares; where CUDA can be
+    used, it is pinned by torch, so a batch may be dropped right after `.to("cuda",
+    non_blocking=True)`. "labels" are shifted already: models of Hugging Face, which shift what they
+    get as `labels`, take them as `shift_labels`.
     """
 
     def __init__(
@@ -98,20 +105,31 @@ class StreamLoader:
             rampup=rampup,
         )
         if cp_size > 1 and not ids_only:
-            raise ConfigError("parts of samples are read as ids: give ids_only=True with cp_rank and cp_size, or use get_batch")
-        parts = zigzag_bounds(config.sequence_length, cp_rank, cp_size)  # one that does not exist would read others' tokens
+            raise ConfigError(
+                "parts of samples are read as ids: give ids_only=True with cp_rank and cp_size, or use get_batch"
+            )
+        # one that does not exist would read others' tokens
+        parts = zigzag_bounds(config.sequence_length, cp_rank, cp_size)
         parts = parts if cp_size > 1 else []
         self._bounds = [(start, stop + 1) for start, stop in parts]
-        self._prefetch, self.ids_only, self._pinned = prefetch, ids_only, pin_memory
-        self._stats, self._log_every = Stats(), log_every
-        self._metrics = None if metrics_port is None else MetricsServer(self._stats, metrics_port, rank)
+        self._prefetch = prefetch
+        self.ids_only = ids_only
+        self._pinned = pin_memory
+        self._stats = Stats()
+        self._log_every = log_every
+        self._metrics = (
+            None if metrics_port is None else MetricsServer(self._stats, metrics_port, rank)
+        )
         self.evaluation = split != "train" if evaluation is None else evaluation
         self._running: Iteration | None = None
         self._following: Iterator[int] | None = None
         self._placed = 0  # where seek or load_state_dict put the cursor last
 
     def __len__(self) -> int:
-        """Micro-batches from the first sample to the last. TypeError for a stream without an end."""
+        """Micro-batches from the first sample to the last.
+
+        TypeError for a stream without an end.
+        """
         return len(self.dataset)
 
     def __iter__(self) -> Iterator[Batch]:
@@ -122,7 +140,12 @@ class StreamLoader:
     def __enter__(self) -> StreamLoader:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
         self.close()
 
     def take(self) -> Batch:
@@ -131,25 +154,36 @@ class StreamLoader:
         return next(running if running is not None and running.goes_on else self._begin())
 
     def pass_over(self) -> None:
-        """Count the next micro-batch as handed out without reading it: another rank did. Raises StopIteration after the last."""
+        """Count the next micro-batch as handed out without reading it: another rank did.
+
+        Raises StopIteration after the last.
+        """
         if self._following is None:
             self._following = self.dataset.positions()
         self.dataset.advance(next(self._following))
 
     @property
     def ready(self) -> bool:
-        """Whether `take` would not wait for what was read ahead: the next batch, the end, or an error is there."""
-        return self._running is not None and self._stats.at_hand is not None and self._stats.at_hand()
+        """Whether `take` would not wait for what was read ahead: the next batch, the end, or an
+        error is there.
+        """
+        return (
+            self._running is not None and self._stats.at_hand is not None and self._stats.at_hand()
+        )
 
     @property
     def bounds(self) -> Bounds:
-        """The tokens [start, stop) of each sample that are read, with the token after them; empty: all of it."""
+        """The tokens [start, stop) of each sample that are read, with the token after them; empty:
+        all of it.
+        """
         return self._bounds
 
     @cached_property
     def ids_dtype(self) -> np.dtype[Any]:
         """The dtype of "ids": the widest of all files."""
-        return np.result_type(*(file.dtype for files in self.dataset.samples.files for file in files))
+        return np.result_type(
+            *(file.dtype for files in self.dataset.samples.files for file in files)
+        )
 
     @cached_property
     def has_modes(self) -> bool:
@@ -171,9 +205,11 @@ class StreamLoader:
         return self.dataset.state_dict()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue after the last sample that was handed out when the state was taken, on any number of ranks.
+        """Continue after the last sample that was handed out when the state was taken, on any
+        number of ranks.
 
-        Raises StateError for a damaged state, or one of another order; everything is then as it was.
+        Raises StateError for a damaged state, or one of another order; everything is then as it
+        was.
         """
         self.dataset.load_state_dict(state)
         self._moved("load_state_dict")
@@ -186,8 +222,9 @@ class StreamLoader:
     def stats(self) -> dict[str, Any]:
         """What was read and how long was waited: bytes and requests, seconds.
 
-        `amplification`: bytes asked of storage or cache for each byte that planned samples use; `stall_share`: of the time
-        since the first batch, what the caller spent waiting for one; `wait_p50` and so on: of the last few thousand batches.
+        `amplification`: bytes asked of storage or cache for each byte that planned samples use;
+        `stall_share`: of the time since the first batch, what the caller spent waiting for one;
+        `wait_p50` and so on: of the last few thousand batches.
         """
         return self._stats.summary()
 
@@ -234,39 +271,62 @@ class StreamLoader:
                 dataset.consumed_samples,
             )
         elif not self.evaluation:
-            log.info("%s: the data ended at sample %d; the next pass begins", dataset.split, dataset.consumed_samples)
+            log.info(
+                "%s: the data ended at sample %d; the next pass begins",
+                dataset.split,
+                dataset.consumed_samples,
+            )
         dataset.seek(0)
         self._placed = 0
 
 
 def _batches(
-    dataset: StreamingDataset, generation: int, ahead: int, stats: Stats, log_every: int, options: dict[str, Any]
+    dataset: StreamingDataset,
+    generation: int,
+    ahead: int,
+    stats: Stats,
+    log_every: int,
+    options: dict[str, Any],
 ) -> Generator[Batch, None, None]:
-    """Does not refer to the loader, so that a loader nobody holds is collected, and its threads with it."""
+    """Does not refer to the loader, so that a loader nobody holds is collected, and its threads
+    with it.
+    """
     steps = 0
     start = dataset.consumed_samples
-    with closing(Engine(dataset.steps, dataset.positions(), ahead, start=start, stats=stats, **options)) as engine:
+    with closing(
+        Engine(dataset.steps, dataset.positions(), ahead, start=start, stats=stats, **options)
+    ) as engine:
         for consumed, batch in engine:
             if dataset.generation != generation:
-                raise StateError("the dataset was put elsewhere under its loader; use seek and load_state_dict of the loader")
+                raise StateError(
+                    "the dataset was put elsewhere under its loader; use seek and load_state_dict of the loader"
+                )
             dataset.advance(consumed)
             yield batch
             del batch
             if log_every and dataset.schedule.offset_at(dataset.consumed_samples) == 0:
                 steps += 1
                 if steps % log_every == 0:
-                    log.info("%s: sample %d; %s", dataset.split, dataset.consumed_samples, stats.line())
+                    log.info(
+                        "%s: sample %d; %s", dataset.split, dataset.consumed_samples, stats.line()
+                    )
 
 
-def _data_parallel(dp_rank: int | None, dp_size: int | None, mesh: DeviceMesh | None) -> tuple[int, int]:
+def _data_parallel(
+    dp_rank: int | None, dp_size: int | None, mesh: DeviceMesh | None
+) -> tuple[int, int]:
     if mesh is None:
         if (dp_rank is None) != (dp_size is None):
-            raise ConfigError("dp_rank and dp_size go together: give both, or a mesh, or neither for a single rank")
+            raise ConfigError(
+                "dp_rank and dp_size go together: give both, or a mesh, or neither for a single rank"
+            )
         return (0, 1) if dp_rank is None or dp_size is None else (dp_rank, dp_size)
     if dp_rank is not None or dp_size is not None:
         raise ConfigError("give either a mesh or dp_rank and dp_size, not both")
     names = mesh.mesh_dim_names or ()
     if mesh.ndim > 1 and "dp" not in names:
-        raise ConfigError(f"the mesh has dimensions {names or mesh.ndim}; name the data-parallel one 'dp'")
+        raise ConfigError(
+            f"the mesh has dimensions {names or mesh.ndim}; name the data-parallel one 'dp'"
+        )
     dim = names.index("dp") if "dp" in names else 0
     return mesh.get_local_rank(dim), mesh.size(dim)

@@ -1,8 +1,9 @@
-"""Where the iterations of a dataset begin: a few numbers in memory that it shares with its DataLoader workers.
+"""Where the iterations of a dataset begin: a few numbers in memory that it shares with its
+DataLoader workers.
 
-The first iteration after `put` begins there, every other at the first sample. Workers begin by themselves, in processes that the
-dataset does not see, before or after each other; so the workers of one iteration must come to the same answer, and those
-of the next to another one.
+The first iteration after `put` begins there, every other at the first sample. Workers begin by
+themselves, in processes that the dataset does not see, before or after each other; so the workers
+of one iteration must come to the same answer, and those of the next to another one.
 """
 
 from __future__ import annotations
@@ -20,18 +21,23 @@ from torch.utils.data._utils.worker import WorkerInfo
 from streammega.errors import StateError
 
 GENERATION, BASE, LANES, ORIGIN, CLAIM, START, BY_WORKERS, TAKEN = range(8)
-"""The numbers. GENERATION: how often the dataset was put somewhere; BASE, LANES, ORIGIN: where, and in which order and steps.
+"""The numbers. GENERATION: how often the dataset was put somewhere; BASE, LANES, ORIGIN: where, and
+in which order and steps.
 
-CLAIM: which iteration of workers took BASE, -1 for none. START: where the last iteration began; BY_WORKERS: whether in workers.
-TAKEN and after: for each worker number, the generation whose BASE it took, plus one.
+CLAIM: which iteration of workers took BASE, -1 for none. START: where the last iteration began;
+BY_WORKERS: whether in workers. TAKEN and after: for each worker number, the generation whose BASE
+it took, plus one.
 """
 MOST_WORKERS = 1024
-"""Workers beyond these cannot be told apart from those of a second iteration with the same seed; nobody has so many."""
+"""Workers beyond these cannot be told apart from those of a second iteration with the same seed;
+nobody has so many.
+"""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Begun:
-    """An iteration that began: at global sample `start`, of the order of `lanes` (0: as it is), with steps from `origin`.
+    """An iteration that began: at global sample `start`, of the order of `lanes` (0: as it is),
+    with steps from `origin`.
 
     number: which of the iterations of this process.
     """
@@ -44,7 +50,10 @@ class Begun:
 
 
 class Places:
-    """The numbers of one dataset. Forked and spawned workers share them; any other copy has its own."""
+    """The numbers of one dataset.
+
+    Forked and spawned workers share them; any other copy has its own.
+    """
 
     def __init__(self) -> None:
         self._cells = torch.zeros(TAKEN + MOST_WORKERS, dtype=torch.int64)
@@ -61,7 +70,8 @@ class Places:
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
-        self._share_cells()  # of a spawned worker they are shared already; a copy made by pickle or deepcopy has its own
+        # of a spawned worker they are shared already; a copy made by pickle or deepcopy has its own
+        self._share_cells()
 
     @property
     def generation(self) -> int:
@@ -76,16 +86,27 @@ class Places:
 
     @property
     def running(self) -> tuple[int, int]:
-        """(start, origin) of the iteration that began last, or that would begin now if none did since `put`."""
+        """(start, origin) of the iteration that began last, or that would begin now if none did
+        since `put`.
+        """
         if self._claimed != self.generation and self._get(CLAIM) < 0:
             return self._get(BASE), self._get(ORIGIN)
         start = self._get(START)
         return start, self._get(ORIGIN) if start else 0
 
     def put(self, base: int, lanes: int, origin: int) -> None:
-        """The next iteration begins at `base`. Called where the dataset lives, never in a worker."""
+        """The next iteration begins at `base`.
+
+        Called where the dataset lives, never in a worker.
+        """
         self._leave_parent()
-        for name, value in ((CLAIM, -1), (BASE, base), (LANES, lanes), (ORIGIN, origin), (BY_WORKERS, 0)):
+        for name, value in (
+            (CLAIM, -1),
+            (BASE, base),
+            (LANES, lanes),
+            (ORIGIN, origin),
+            (BY_WORKERS, 0),
+        ):
             self._numbers[name] = value
         self._put_here = self.generation + 1
         self._numbers[GENERATION] = self._put_here  # last: who sees it sees the others
@@ -99,7 +120,10 @@ class Places:
         self._numbers[START] = 0
 
     def begin(self, worker: WorkerInfo | None) -> Begun:
-        """Begin an iteration, or a worker's share of one. Raises StateError if the dataset was moved while workers started."""
+        """Begin an iteration, or a worker's share of one.
+
+        Raises StateError if the dataset was moved while workers started.
+        """
         process = os.getpid()
         first = process != self._counted_in
         if first:
@@ -108,13 +132,25 @@ class Places:
         self._number += 1
         generation = self.generation
         if worker is not None and first and generation != self._put_here:
-            raise StateError("the dataset was given another position while the workers of a DataLoader started; iterate it again")
-        base, lanes, origin = self._get(BASE), self._get(LANES), self._get(ORIGIN)
+            raise StateError(
+                "the dataset was given another position while the workers of a DataLoader started; iterate it again"
+            )
+        base = self._get(BASE)
+        lanes = self._get(LANES)
+        origin = self._get(ORIGIN)
         if generation != self.generation:
-            raise StateError("the dataset was given another position while an iteration of it began; iterate it again")
+            raise StateError(
+                "the dataset was given another position while an iteration of it began; iterate it again"
+            )
         start = base if self._takes_base(worker, generation) else 0
         self._numbers[START], self._numbers[BY_WORKERS] = start, int(worker is not None)
-        return Begun(generation=generation, number=self._number, start=start, lanes=lanes, origin=origin if start else 0)
+        return Begun(
+            generation=generation,
+            number=self._number,
+            start=start,
+            lanes=lanes,
+            origin=origin if start else 0,
+        )
 
     def is_latest(self, begun: Begun) -> bool:
         """Whether no other iteration began in this process since."""
@@ -131,8 +167,9 @@ class Places:
     def _takes_base(self, worker: WorkerInfo | None, generation: int) -> bool:
         """Whether the iteration that begins is the first since `put`, and hence begins there.
 
-        The workers of one iteration have seeds that differ by their numbers alone; persistent ones keep them, and count. A caller
-        that seeds torch anew gives a later iteration the same ones: then a worker knows that it was here before.
+        The workers of one iteration have seeds that differ by their numbers alone; persistent ones
+        keep them, and count. A caller that seeds torch anew gives a later iteration the same ones:
+        then a worker knows that it was here before.
         """
         if self._claimed == generation:
             return False
@@ -142,7 +179,8 @@ class Places:
         token = hash((worker.seed - worker.id, worker.num_workers, self._number)) & ((1 << 62) - 1)
         claim = self._get(CLAIM)
         if claim < 0:
-            self._numbers[CLAIM] = token  # several workers of an iteration may: it is the same number
+            # several workers of an iteration may: it is the same number
+            self._numbers[CLAIM] = token
         elif claim != token:
             return False
         if worker.id >= MOST_WORKERS:
@@ -152,7 +190,9 @@ class Places:
         return before != generation + 1
 
     def _leave_parent(self) -> None:
-        """In a fork that is no worker, such as a rank that was forked with its loader: numbers of its own from now on."""
+        """In a fork that is no worker, such as a rank that was forked with its loader: numbers of
+        its own from now on.
+        """
         process = os.getpid()
         if process == self._owner or get_worker_info() is not None:
             return
@@ -161,7 +201,9 @@ class Places:
         self._share_cells()
 
     def _share_cells(self) -> None:
-        """Put the numbers into shared memory, if they are not there; as numpy, since they are looked at for every batch."""
+        """Put the numbers into shared memory, if they are not there; as numpy, since they are
+        looked at for every batch.
+        """
         self._cells.share_memory_()  # type: ignore[no-untyped-call]
         self._numbers: NDArray[np.int64] = self._cells.numpy()
 

@@ -16,7 +16,8 @@ COUNTERS = frozenset(
 
 
 class MetricsServer:
-    """Serves `stats` on a port of this machine until it is garbage-collected, with the loader that holds it.
+    """Serves `stats` on a port of this machine until it is garbage-collected, with the loader that
+    holds it.
 
     Raises ConfigError without prometheus_client, or for a port that is taken.
     """
@@ -25,13 +26,17 @@ class MetricsServer:
         try:
             import prometheus_client
         except ImportError:
-            raise ConfigError("metrics_port needs prometheus_client: pip install 'streammega[metrics]'") from None
+            raise ConfigError(
+                "metrics_port needs prometheus_client: pip install 'streammega[metrics]'"
+            ) from None
         registry = prometheus_client.CollectorRegistry()
         registry.register(_Collector(stats, rank))
         try:
             server, thread = prometheus_client.start_http_server(port, "127.0.0.1", registry)
         except OSError as error:
-            raise ConfigError(f"metrics_port {port}: {error.strerror}; choose another, or 0 for any that is free") from None
+            raise ConfigError(
+                f"metrics_port {port}: {error.strerror}; choose another, or 0 for any that is free"
+            ) from None
         self.address = f"http://127.0.0.1:{server.server_address[1]}/metrics"
         weakref.finalize(self, _stop, server, thread)
 

@@ -1,4 +1,6 @@
-"""What one reader (a rank, or a worker of it) reads: its files, its lanes, and which pieces it may fetch whole."""
+"""What one reader (a rank, or a worker of it) reads: its files, its lanes, and which pieces it may
+fetch whole.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +29,9 @@ from streammega.storage.versions import tell_unversioned
 from streammega.storage.views import is_local
 
 SLAB_BYTES = 4 << 20
-"""Bytes of int64 ids that one kernel call gathers: few enough to stay in the cache until they are used."""
+"""Bytes of int64 ids that one kernel call gathers: few enough to stay in the cache until they are
+used.
+"""
 SPAN_BYTES = 64 << 20
 SPAN_SAMPLES = 4096
 
@@ -36,7 +40,8 @@ SPAN_SAMPLES = 4096
 class ReadingPlan:
     """How one reader reads: what from, how much at a time, and what of it whole.
 
-    files: all datasets' files end to end. slab: micro-batches gathered together. span: most micro-batches planned together.
+    files: all datasets' files end to end. slab: micro-batches gathered together. span: most
+    micro-batches planned together.
     """
 
     files: list[TokenFile]
@@ -60,9 +65,13 @@ class ReadingPlan:
 
     @property
     def scattered(self) -> bool:
-        """Whether some reads are so small that only whole files fetched in the background would fill a cache."""
+        """Whether some reads are so small that only whole files fetched in the background would
+        fill a cache.
+        """
         pieces = self.planner.pieces
-        return self.order != "sequential" and (pieces is None or not pieces.whole.all() or self.piece_bytes < SMALL)
+        return self.order != "sequential" and (
+            pieces is None or not pieces.whole.all() or self.piece_bytes < SMALL
+        )
 
     @property
     def remote(self) -> bool:
@@ -71,12 +80,19 @@ class ReadingPlan:
 
 
 def plan_reading(
-    steps: MicroSteps, start: int, worker: int, workers: int, budget: int, slab: int | None = None, bounds: Bounds = ()
+    steps: MicroSteps,
+    start: int,
+    worker: int,
+    workers: int,
+    budget: int,
+    slab: int | None = None,
+    bounds: Bounds = (),
 ) -> ReadingPlan:
-    """How every `workers`-th micro-batch of a rank from `start` on is read, or the tokens of its samples that `bounds` name.
+    """How every `workers`-th micro-batch of a rank from `start` on is read, or the tokens of its
+    samples that `bounds` name.
 
-    budget: bytes that its fetched data may take. slab: micro-batches gathered together; None: as many as serve.
-    Raises ConfigError for a budget that cannot hold a micro-batch.
+    budget: bytes that its fetched data may take. slab: micro-batches gathered together; None: as
+    many as serve. Raises ConfigError for a budget that cannot hold a micro-batch.
     """
     storage = steps.config.storage
     files = _through_cache([file for files in steps.samples.files for file in files], storage)
@@ -112,7 +128,9 @@ def plan_reading(
     # Where two slabs hardly fit, what neighbours would bring beside what is used has no room.
     coalesce = 0 if _held(slab * batch_bytes) * 2 > room else storage.coalesce_bytes
     planner = Planner(table, coalesce, storage.part_bytes, whole.pieces, bounds)
-    return replace(plan, slab=slab, span=max(span, slab), planner=planner, piece_bytes=whole.piece_bytes)
+    return replace(
+        plan, slab=slab, span=max(span, slab), planner=planner, piece_bytes=whole.piece_bytes
+    )
 
 
 def _table_of(files: list[TokenFile], steps: MicroSteps) -> FileTable:
@@ -125,7 +143,9 @@ def _table_of(files: list[TokenFile], steps: MicroSteps) -> FileTable:
         local=np.array([isinstance(file.store, LocalStore) for file in files], np.bool_),
         names=[file.url for file in files],
         verified_at=np.array([address_of(one.verified) if one else 0 for one in cached], np.int64),
-        mapped_at=np.array([one.address.__array_interface__["data"][0] if one else 0 for one in cached], np.int64),
+        mapped_at=np.array(
+            [one.address.__array_interface__["data"][0] if one else 0 for one in cached], np.int64
+        ),
         page_bytes=PAGE_BYTES,
         chunk_bytes=whole_pages(steps.config.storage.chunk_bytes),
     )
@@ -154,13 +174,18 @@ def _cached(file: TokenFile) -> CachedObject | None:
 
 
 def _held(size: int) -> int:
-    """An upper bound of what holdings of `size` bytes together take of the budget: a quarter more for what coalescing adds."""
+    """An upper bound of what holdings of `size` bytes together take of the budget: a quarter more
+    for what coalescing adds.
+    """
     return rounded(size + size // 4) + 8192
 
 
 @dataclass(frozen=True, kw_only=True)
 class WholePieces:
-    """The pieces that are fetched whole. `open_bytes`: what they take of memory at most; `piece_bytes`: of the smallest."""
+    """The pieces that are fetched whole.
+
+    `open_bytes`: what they take of memory at most; `piece_bytes`: of the smallest.
+    """
 
     pieces: OpenPieces | None = None
     open_bytes: int = 0
@@ -168,15 +193,24 @@ class WholePieces:
 
 
 def _whole_pieces(
-    steps: MicroSteps, table: FileTable, start: int, worker: int, workers: int, budget: int, slab: int
+    steps: MicroSteps,
+    table: FileTable,
+    start: int,
+    worker: int,
+    workers: int,
+    budget: int,
+    slab: int,
 ) -> WholePieces:
-    """Which datasets' pieces are fetched whole: those of the datasets drawn most first, as long as memory lasts."""
+    """Which datasets' pieces are fetched whole: those of the datasets drawn most first, as long as
+    memory lasts.
+    """
     source = steps.samples
     if not isinstance(source, StreamSource):
         return WholePieces()
     order = source.order
     if order.lanes % (steps.step_samples * workers):
-        return WholePieces()  # this reader shares its lanes with other workers: a piece would be fetched by each of them
+        # this reader shares its lanes with other workers: a piece would be fetched by each of them
+        return WholePieces()
     lanes = lanes_from(steps, order, start + worker * steps.step_samples, workers)
     itemsizes = np.array([table.itemsize[first] for first in table.firsts[:-1]], np.int64)
     tokens = order.block_samples * order.sequence_length + order.width - order.sequence_length
@@ -185,7 +219,8 @@ def _whole_pieces(
     shares = np.array(order.schedule[0][1], np.float64)
     whole = np.zeros(len(held), np.bool_)
     open_bytes = largest = 0
-    # A quarter of the budget stays for what is read sample by sample, and for pieces that are about to be opened.
+    # A quarter of the budget stays for what is read sample by sample, and for pieces that are about
+    # to be opened.
     limit = budget * 3 // 4
     slab_samples = slab * steps.micro_batch_size
     for dataset in np.argsort(-shares, kind="stable"):
@@ -208,17 +243,28 @@ def _whole_pieces(
 
 
 def _can_be_whole(dataset: int, order: StreamOrder, table: FileTable) -> bool:
-    """Whether pieces of a dataset are worth it: remote, of one token width, of no two lanes at once, and of several samples."""
+    """Whether pieces of a dataset are worth it: remote, of one token width, of no two lanes at
+    once, and of several samples.
+    """
     files = slice(table.firsts[dataset], table.firsts[dataset + 1])
     one_width = len(np.unique(table.itemsize[files])) == 1
     remote = not table.local[files].any()
-    return bool(one_width and remote and order.geometry["groups"][dataset] == 1 and order.block_samples[dataset] >= 2)
+    return bool(
+        one_width
+        and remote
+        and order.geometry["groups"][dataset] == 1
+        and order.block_samples[dataset] >= 2
+    )
 
 
-def lanes_from(steps: MicroSteps, order: StreamOrder, consumed: int, workers: int) -> NDArray[np.int64]:
-    """The lanes that a reader takes every sample of, which begins at `consumed` and takes every `workers`-th micro-step.
+def lanes_from(
+    steps: MicroSteps, order: StreamOrder, consumed: int, workers: int
+) -> NDArray[np.int64]:
+    """The lanes that a reader takes every sample of, which begins at `consumed` and takes every
+    `workers`-th micro-step.
 
-    There are as many wherever it begins, if the lanes are a multiple of what the workers take in turn.
+    There are as many wherever it begins, if the lanes are a multiple of what the workers take in
+    turn.
     """
     starts = consumed + np.arange(0, order.lanes, steps.step_samples * workers)
     lanes: NDArray[np.int64] = np.unique(steps.sample_ids(starts) % order.lanes)

@@ -1,4 +1,6 @@
-"""What one DataLoader worker gives of an iteration, and its state: where the iteration began, and how much of it was given."""
+"""What one DataLoader worker gives of an iteration, and its state: where the iteration began, and
+how much of it was given.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,8 @@ KEYS = ("worker", "workers", "batches", "step_samples", "reached")
 
 @dataclass(frozen=True, kw_only=True)
 class Share:
-    """Micro-batches worker, worker + workers, ... of an iteration from global sample `start`, with steps from `origin`.
+    """Micro-batches worker, worker + workers, ... of an iteration from global sample `start`, with
+    steps from `origin`.
 
     batches: how many of them were given. reached: the position after the last of those.
     """
@@ -37,13 +40,16 @@ def write_share(share: Share, step_samples: int) -> dict[str, int]:
 def read_share(state: Mapping[str, Any], step_samples: int) -> Share | None:
     """The share in a state that was asked of a worker; None for a state of a whole dataset.
 
-    Raises StateError for that of another worker, of another number of workers, or of other micro-steps.
+    Raises StateError for that of another worker, of another number of workers, or of other
+    micro-steps.
     """
     if not any(name in state for name in KEYS):
         return None
     values = [state.get(name) for name in KEYS]
     if any(type(value) is not int or value < 0 for value in values):
-        raise StateError(f"{', '.join(KEYS)} of a DataLoader worker's state are counts, not {values}; the checkpoint is damaged")
+        raise StateError(
+            f"{', '.join(KEYS)} of a DataLoader worker's state are counts, not {values}; the checkpoint is damaged"
+        )
     worker, workers, batches, step, reached = (int(value) for value in values if value is not None)
     here = torch.utils.data.get_worker_info()
     if here is None:

@@ -12,18 +12,21 @@ from streammega.config import FieldsConfig
 from streammega.samples.fields import Allocate, Batch, causal_mask, plain_mask, plain_positions
 
 PLAIN_BYTES = 1 << 19
-"""Bytes of plain masks or positions that are written together: so few that they stay in a core's own cache when used again."""
+"""Bytes of plain masks or positions that are written together: so few that they stay in a core's
+own cache when used again.
+"""
 PLAIN_BATCHES = 64
-"""Most micro-batches they are written for: of short sequences those bytes hold thousands, and making so many tensors delays the
-first batch by tens of milliseconds."""
+"""Most micro-batches they are written for: of short sequences those bytes hold thousands, and
+making so many tensors delays the first batch by tens of milliseconds.
+"""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Slab:
     """Gathered micro-batches: their positions, and their fields.
 
-    fields: by name, [micro-batches, ...] in memory of the slab's own: no two micro-batches share an element.
-    cu_seqlens: of each micro-batch, where the config asks for them; their widths differ.
+    fields: by name, [micro-batches, ...] in memory of the slab's own: no two micro-batches share an
+    element. cu_seqlens: of each micro-batch, where the config asks for them; their widths differ.
     """
 
     consumed: list[int]
@@ -32,37 +35,52 @@ class Slab:
 
     def batches(self) -> deque[tuple[int, Batch]]:
         """(consumed, batch) of each micro-batch, in order."""
-        names, columns = list(self.fields), [field.unbind() for field in self.fields.values()]
+        names = list(self.fields)
+        columns = [field.unbind() for field in self.fields.values()]
         if self.cu_seqlens is not None:
             names.append("cu_seqlens")
             columns.append(tuple(self.cu_seqlens))
         rows = zip(*columns, strict=True)
-        return deque((consumed, dict(zip(names, row, strict=True))) for consumed, row in zip(self.consumed, rows, strict=True))
+        return deque(
+            (consumed, dict(zip(names, row, strict=True)))
+            for consumed, row in zip(self.consumed, rows, strict=True)
+        )
 
 
 class Finisher:
-    """Adds to batches what need not be gathered, when they are handed out: until then it would only take memory.
+    """Adds to batches what need not be gathered, when they are handed out: until then it would only
+    take memory.
 
-    Each batch gets masks and positions of its own, though they are mostly alike: a batch is its caller's, to write to as well.
+    Each batch gets masks and positions of its own, though they are mostly alike: a batch is its
+    caller's, to write to as well.
     """
 
     def __init__(self, config: FieldsConfig, micro_batch_size: int, allocate: Allocate) -> None:
-        self._shape, self._allocate = (micro_batch_size, config.sequence_length), allocate
+        self._shape = (micro_batch_size, config.sequence_length)
+        self._allocate = allocate
         self._masks: deque[torch.Tensor] = deque()
         self._positions: deque[torch.Tensor] = deque()
         self._attention = config.create_attention_mask
 
     def complete(self, batch: Batch) -> None:
-        """Add loss_mask and position_ids, where they are plain, and the attention mask, where the config asks for one."""
+        """Add loss_mask and position_ids, where they are plain, and the attention mask, where the
+        config asks for one.
+        """
         if "loss_mask" not in batch:
             batch["loss_mask"] = self._next(self._masks, plain_mask, 4)
         if "position_ids" not in batch:
             batch["position_ids"] = self._next(self._positions, plain_positions, 8)
         if self._attention:
-            batch["attention_mask"] = causal_mask(*self._shape, batch.get("cu_seqlens"), self._allocate)
+            batch["attention_mask"] = causal_mask(
+                *self._shape, batch.get("cu_seqlens"), self._allocate
+            )
 
-    def _next(self, stock: deque[torch.Tensor], make: Callable[..., torch.Tensor], itemsize: int) -> torch.Tensor:
+    def _next(
+        self, stock: deque[torch.Tensor], make: Callable[..., torch.Tensor], itemsize: int
+    ) -> torch.Tensor:
         if not stock:
-            several = min(PLAIN_BATCHES, max(1, PLAIN_BYTES // (itemsize * self._shape[0] * self._shape[1])))
+            several = min(
+                PLAIN_BATCHES, max(1, PLAIN_BYTES // (itemsize * self._shape[0] * self._shape[1]))
+            )
             stock.extend(make((several, *self._shape), self._allocate).unbind())
         return stock.popleft()

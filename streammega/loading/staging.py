@@ -1,4 +1,6 @@
-"""Bringing whole files to the page cache in the background, for orders that read small scattered ranges of them."""
+"""Bringing whole files to the page cache in the background, for orders that read small scattered
+ranges of them.
+"""
 
 from __future__ import annotations
 
@@ -34,9 +36,11 @@ class _Part:
 
 
 class Stager:
-    """Threads that read files into the cache, part by part, beginning to end, while range reads serve what is needed now.
+    """Threads that read files into the cache, part by part, beginning to end, while range reads
+    serve what is needed now.
 
-    Readers on one node share the work: a part that another is fetching is passed over and looked at again afterwards.
+    Readers on one node share the work: a part that another is fetching is passed over and looked at
+    again afterwards.
     """
 
     def __init__(self, files: Sequence[TokenFile], storage: StorageConfig) -> None:
@@ -47,7 +51,10 @@ class Stager:
         self._parts = _parts_of(files, storage.part_bytes)
         self._passed_over: deque[_Part] = deque()
         self._lock = threading.Lock()
-        self._threads = [threading.Thread(target=self._run, name="streammega-stage", daemon=True) for _ in range(THREADS)]
+        self._threads = [
+            threading.Thread(target=self._run, name="streammega-stage", daemon=True)
+            for _ in range(THREADS)
+        ]
         for thread in self._threads:
             thread.start()
 
@@ -65,7 +72,9 @@ class Stager:
                 return
 
     def _next(self) -> _Part | None:
-        """The next part that nobody fetches; in the end those that were passed over, which are waited for."""
+        """The next part that nobody fetches; in the end those that were passed over, which are
+        waited for.
+        """
         with self._lock:
             for part in self._parts:
                 if self._closed.is_set():
@@ -77,7 +86,9 @@ class Stager:
 
     def _stage(self, part: _Part) -> None:
         if not self._closed.is_set():
-            part.store.cached.ensure(part.low, part.high, lambda a, b, out: self._fetch(part, a, b, out), self._given_up)
+            part.store.cached.ensure(
+                part.low, part.high, lambda a, b, out: self._fetch(part, a, b, out), self._given_up
+            )
 
     def _given_up(self) -> bool:
         return self._closed.is_set()
@@ -88,7 +99,9 @@ class Stager:
             self.staged_bytes += stop - start
 
     def close(self) -> None:
-        """Stop after the parts under way; those of an endpoint that hangs are not waited for long."""
+        """Stop after the parts under way; those of an endpoint that hangs are not
+        waited for long.
+        """
         self._closed.set()
         deadline = time.monotonic() + self._longest_leave
         for thread in self._threads:
@@ -100,7 +113,8 @@ def _parts_of(files: Sequence[TokenFile], part_bytes: int) -> Iterator[_Part]:
     for file in files:
         if not isinstance(file.store, CachedStore):
             continue
-        size, chunk_bytes = file.store.cached.size, file.store.cached.chunk_bytes
+        size = file.store.cached.size
+        chunk_bytes = file.store.cached.chunk_bytes
         for chunk in range(0, size, chunk_bytes):
             end = min(chunk + chunk_bytes, size)
             for low in range(chunk, end, part_bytes):

@@ -44,7 +44,9 @@ class Stats:
     _done: Counters = field(default_factory=Counters)
 
     def attach(self, fetcher: Fetcher | None, files: Sequence[TokenFile]) -> None:
-        """Count what a fetcher does, and the cached stores of files; those before are added up and let go."""
+        """Count what a fetcher does, and the cached stores of files; those before are added up and
+        let go.
+        """
         for old in self._fetchers:
             _add(self._done, old.counters)
         self.cached_bytes += self._store_hits()
@@ -58,7 +60,9 @@ class Stats:
         return sum(store.hit_bytes for store in self._stores)
 
     def handed_out(self, batches: int, waited: float, ready: int) -> None:
-        """Batches were handed out together after their caller had waited for the first; `ready` more slabs are made."""
+        """Batches were handed out together after their caller had waited for the first; `ready`
+        more slabs are made.
+        """
         self.batches += batches
         self.wait += waited
         self.waits.append(waited)
@@ -79,7 +83,9 @@ class Stats:
             in_flight, queued, held = fetcher.depth
             most = fetcher.pool.most
         counted.fetched_bytes += sum(store.fetched_bytes for store in self._stores)
-        counted.fetched_bytes += self.staged_bytes + (self.stager.staged_bytes if self.stager else 0)
+        counted.fetched_bytes += self.staged_bytes + (
+            self.stager.staged_bytes if self.stager else 0
+        )
         waits = np.array(self.waits or [0.0])
         p50, p95, p99 = np.percentile(waits, [50, 95, 99])
         latency = np.percentile(np.array(counted.latencies or [0.0]), [50, 99])
@@ -89,7 +95,8 @@ class Stats:
             "fetched_bytes": counted.fetched_bytes,
             "staged_bytes": self.staged_bytes + (self.stager.staged_bytes if self.stager else 0),
             "cache_hit_bytes": self.cached_bytes + self._store_hits(),
-            "amplification": (self.planned_bytes + counted.duplicate_bytes) / max(self.useful_bytes, 1),
+            "amplification": (self.planned_bytes + counted.duplicate_bytes)
+            / max(self.useful_bytes, 1),
             "requests": counted.requests,
             "retries": counted.retries,
             "hedges": counted.hedges,

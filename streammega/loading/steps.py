@@ -1,7 +1,8 @@
-"""The micro-steps of one rank: which there are, and which samples the rank reads in each. Frozen, and without a position.
+"""The micro-steps of one rank: which there are, and which samples the rank reads in each. Frozen,
+and without a position.
 
-Everything below the dataset (the plan of what is read, the engine) is given this value, and never the dataset itself: what an
-iteration reads cannot change under it.
+Everything below the dataset (the plan of what is read, the engine) is given this value, and never
+the dataset itself: what an iteration reads cannot change under it.
 """
 
 from __future__ import annotations
@@ -30,10 +31,11 @@ NO_END = 1 << 62
 
 @dataclass(frozen=True, kw_only=True)
 class MicroSteps:
-    """What one data-parallel rank reads. A micro-step is named by the global samples consumed before it.
+    """What one data-parallel rank reads. A micro-step is named by the global samples consumed
+    before it.
 
-    split: "train", "valid" or "test", for messages. samples: the samples of that split, in their order. schedule: the sizes of
-    global batches, and where their steps begin.
+    split: "train", "valid" or "test", for messages. samples: the samples of that split, in their
+    order. schedule: the sizes of global batches, and where their steps begin.
     """
 
     config: DataConfig
@@ -45,12 +47,16 @@ class MicroSteps:
     dp_size: int
 
     def check(self) -> None:
-        """Raise ConfigError where skipped samples cut a global batch apart, or no global batch is whole."""
+        """Raise ConfigError where skipped samples cut a global batch apart, or no global batch is
+        whole.
+        """
         schedule = self.schedule
         for start, stop in self.config.skip_samples:
             if schedule.offset_at(start) or schedule.offset_at(stop):
                 size = schedule.size_at(start)
-                raise ConfigError(f"skip_samples [{start}, {stop}) cuts a global batch of {size} samples apart")
+                raise ConfigError(
+                    f"skip_samples [{start}, {stop}) cuts a global batch of {size} samples apart"
+                )
         if self.num_samples == 0:
             raise ConfigError(
                 f"{self.split} holds {self.samples.num_samples} samples, less than one global batch of {schedule.final}; lower "
@@ -74,9 +80,13 @@ class MicroSteps:
         return self.samples.order.lanes if isinstance(self.samples, StreamSource) else 0
 
     def sample_ids(self, consumed: int | NDArray[np.int64]) -> NDArray[np.int64]:
-        """Global sample ids of this rank's micro-batch in the micro-step at `consumed`, int64 [..., micro_batch_size]."""
+        """Global sample ids of this rank's micro-batch in the micro-step at `consumed`, int64 [...,
+        micro_batch_size].
+        """
         contiguous = self.config.order == "megatron"
-        return rank_samples(consumed, self.micro_batch_size, self.dp_rank, self.dp_size, contiguous=contiguous)
+        return rank_samples(
+            consumed, self.micro_batch_size, self.dp_rank, self.dp_size, contiguous=contiguous
+        )
 
     def batch(self, consumed: int) -> Batch:
         """This rank's micro-batch in the micro-step at `consumed`: a pure function of it."""
@@ -94,11 +104,16 @@ class MicroSteps:
             yield range(start, end, self.step_samples)
 
     def positions(self, start: int, first: int = 0, every: int = 1) -> Iterator[int]:
-        """The micro-steps from `start` on, one by one: those at first, first + every, ... of them."""
+        """The micro-steps from `start` on, one by one: those at first, first +
+        every, ... of them.
+        """
         return itertools.chain.from_iterable(every_nth(self.parts(start), first, every))
 
     def after(self, start: int, num_batches: int) -> int:
-        """The position after so many micro-batches from `start`. Raises StateError where the data ends before."""
+        """The position after so many micro-batches from `start`.
+
+        Raises StateError where the data ends before.
+        """
         if num_batches == 0:
             return start
         last = next(self.positions(start, num_batches - 1), None) if num_batches > 0 else None
@@ -110,17 +125,23 @@ class MicroSteps:
 
     def state(self, consumed: int) -> dict[str, Any]:
         """The state of a run that has handed out all samples before `consumed`."""
-        return make_state(self.samples.identity(consumed), consumed, self.schedule.offset_at(consumed))
+        return make_state(
+            self.samples.identity(consumed), consumed, self.schedule.offset_at(consumed)
+        )
 
     def check_position(self, consumed: int) -> None:
         """Raise StateError unless these ranks can go on at `consumed`."""
         end = self.num_samples
         if not 0 <= consumed <= (NO_END if end is None else end):
-            raise StateError(f"sample {consumed} is not within the {'endless' if end is None else end} samples of {self.split}")
+            raise StateError(
+                f"sample {consumed} is not within the {'endless' if end is None else end} samples of {self.split}"
+            )
         check_resume(self.schedule.offset_at(consumed), self.micro_batch_size, self.dp_size)
 
     def resumed(self, consumed: int, offset: int) -> MicroSteps:
-        """The micro-steps of a run that goes on at `consumed`, `offset` samples into a global batch."""
+        """The micro-steps of a run that goes on at `consumed`, `offset` samples into a global
+        batch.
+        """
         return replace(self, schedule=self.schedule.resumed(consumed, offset))
 
     def from_origin(self, origin: int) -> MicroSteps:
@@ -128,7 +149,9 @@ class MicroSteps:
         return replace(self, schedule=replace(self.schedule, origin=origin))
 
     def in_lanes(self, lanes: int | None) -> MicroSteps:
-        """The micro-steps of a state in so many lanes, unless the config names its own; None or 0: these."""
+        """The micro-steps of a state in so many lanes, unless the config names its own; None or 0:
+        these.
+        """
         if not lanes or lanes == self.lanes or not isinstance(self.samples, StreamSource):
             return self
         samples = copy.copy(self.samples)

@@ -12,10 +12,12 @@ from streammega.order.rank_samples import check_batch_sizes
 
 @dataclass(frozen=True, kw_only=True)
 class BatchSchedule:
-    """The global batch size of every step: constant, or rising from `start` by `increment` over `samples` samples.
+    """The global batch size of every step: constant, or rising from `start` by `increment` over
+    `samples` samples.
 
-    Equal shares of samples are spent at each size before the last, counted from sample 0; a step ends with the size it began
-    with. Steps follow each other from `origin`, the start of some step: 0, or where a run resumed with another batch size.
+    Equal shares of samples are spent at each size before the last, counted from sample 0; a step
+    ends with the size it began with. Steps follow each other from `origin`, the start of some step:
+    0, or where a run resumed with another batch size.
     """
 
     final: int
@@ -42,13 +44,15 @@ class BatchSchedule:
         if self.start is None or self.start == self.final:
             return [(self.origin, self.final)]
         count = (self.final - self.start) // self.increment
-        found, at = [], self.origin
+        found = []
+        at = self.origin
         for number in range(count):
             size = self.start + number * self.increment
             end = self.samples * (number + 1) / count
             if at < end:
                 found.append((at, size))
-                at += -int((at - end) // size) * size  # the first step that starts at or past the stage's end
+                # the first step that starts at or past the stage's end
+                at += -int((at - end) // size) * size
         return [*found, (at, self.final)]
 
     def size_at(self, consumed: int) -> int:
@@ -84,24 +88,36 @@ class BatchSchedule:
             check_batch_sizes(size, micro_batch_size, dp_rank, dp_size)
 
     def resumed(self, consumed: int, offset: int) -> BatchSchedule:
-        """The schedule of a run that resumes at `consumed`, `offset` samples into a global batch."""
+        """The schedule of a run that resumes at `consumed`, `offset` samples into a
+        global batch.
+        """
         return replace(self, origin=consumed - offset)
 
     def _stage(self, consumed: int) -> tuple[int, int]:
-        """The stage of a sample; before `origin` the steps are taken to be those of a run that began at 0."""
+        """The stage of a sample; before `origin` the steps are taken to be those of a run that
+        began at 0.
+        """
         if consumed < self.origin:
-            return replace(self, origin=self.origin % self.final if self.start is None else 0)._stage_from(consumed)
+            return replace(
+                self, origin=self.origin % self.final if self.start is None else 0
+            )._stage_from(consumed)
         return self._stage_from(consumed)
 
     def _stage_from(self, consumed: int) -> tuple[int, int]:
-        return self.stages[max(0, bisect_right(self.stages, consumed, key=lambda stage: stage[0]) - 1)]
+        return self.stages[
+            max(0, bisect_right(self.stages, consumed, key=lambda stage: stage[0]) - 1)
+        ]
 
 
 def batch_schedule(global_batch_size: int, rampup: tuple[int, int, int] | None) -> BatchSchedule:
-    """The schedule of a global batch size, which (start, increment, samples) of a ramp-up begins smaller."""
+    """The schedule of a global batch size, which (start, increment, samples) of a ramp-up begins
+    smaller.
+    """
     if rampup is None:
         return BatchSchedule(final=global_batch_size)
     if len(rampup) != 3:
-        raise ConfigError(f"rampup is {rampup}; it takes three numbers: (first size, increment, samples)")
+        raise ConfigError(
+            f"rampup is {rampup}; it takes three numbers: (first size, increment, samples)"
+        )
     start, increment, samples = rampup
     return BatchSchedule(final=global_batch_size, start=start, increment=increment, samples=samples)

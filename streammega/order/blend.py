@@ -1,4 +1,6 @@
-"""Megatron's blend of several datasets: how many samples are asked of each, and which sample comes from where."""
+"""Megatron's blend of several datasets: how many samples are asked of each, and which sample comes
+from where.
+"""
 
 from __future__ import annotations
 
@@ -21,16 +23,20 @@ def normalized(weights: Sequence[float]) -> list[float]:
 
 
 def samples_asked(weights: Sequence[float], size: int, surplus: float) -> list[int]:
-    """Samples to build of each dataset for a blend of `size`: ceil(ceil(size * w) * (1 + surplus)), w normalised."""
+    """Samples to build of each dataset for a blend of `size`: ceil(ceil(size * w) * (1 + surplus)),
+    w normalised.
+    """
     return [math.ceil(math.ceil(size * weight) * (1 + surplus)) for weight in weights]
 
 
-def blend_indices(weights: Sequence[float], size: int | None, lengths: Sequence[int]) -> BlendIndices:
+def blend_indices(
+    weights: Sequence[float], size: int | None, lengths: Sequence[int]
+) -> BlendIndices:
     """(dataset_index int16, dataset_sample_index int64) of a blend.
 
-    `weights` with a `size`: as `normalized` gives them (once more would round again). Without: sizes of the datasets, all of
-    whose samples are taken.
-    Raises ConfigError when the blend takes more of a dataset than its length.
+    `weights` with a `size`: as `normalized` gives them (once more would round again). Without:
+    sizes of the datasets, all of whose samples are taken. Raises ConfigError when the blend takes
+    more of a dataset than its length.
     """
     if size is None:
         indices = blend_exhaustive(np.array(weights, np.int64))

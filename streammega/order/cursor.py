@@ -12,17 +12,25 @@ from typing import Any
 from streammega.errors import StateError
 
 STATE_VERSION = 2
-"""2: the identity is one JSON string, and blend weights in it are divided by their sum. 1: a dict, with weights as given."""
+"""2: the identity is one JSON string, and blend weights in it are divided by their sum.
+
+1: a dict, with weights as given.
+"""
 
 KEYS = ("version", "consumed_samples", "batch_offset", "identity", "fingerprint")
 
 ROUNDING = 2e-7
-"""What weights of version 1, kept with eight digits, may be off by when they are divided by their sum."""
+"""What weights of version 1, kept with eight digits, may be off by when they are divided by their
+sum.
+"""
 
 
 @dataclass(frozen=True, kw_only=True)
 class SavedState:
-    """A state that was read, and is whole. Nothing is known yet of whether it counts in the order of this run."""
+    """A state that was read, and is whole.
+
+    Nothing is known yet of whether it counts in the order of this run.
+    """
 
     version: int
     consumed: int
@@ -36,7 +44,9 @@ class SavedState:
         return lanes if type(lanes) is int and lanes > 0 else None
 
     def check(self, identity: Mapping[str, Any]) -> None:
-        """Raise StateError, listing what differs, unless `identity` describes the order this state counts in."""
+        """Raise StateError, listing what differs, unless `identity` describes the order this state
+        counts in.
+        """
         saved = self.identity if self.version > 1 else _in_shares(self.identity, identity)
         differences = describe_differences(saved, identity)
         if differences:
@@ -47,12 +57,15 @@ class SavedState:
             )
 
 
-def make_state(identity: Mapping[str, Any], consumed_samples: int, batch_offset: int = 0) -> dict[str, Any]:
-    """A small, JSON-able state: version, consumed_samples, the identity as JSON, and its fingerprint.
+def make_state(
+    identity: Mapping[str, Any], consumed_samples: int, batch_offset: int = 0
+) -> dict[str, Any]:
+    """A small, JSON-able state: version, consumed_samples, the identity as JSON, and its
+    fingerprint.
 
-    Its keys are the same for every order, so that checkpoints which keep one entry a key (torch's DCP) hand a state of
-    another order over to be refused here, in words. `batch_offset`: how many of the consumed samples belong to a global
-    batch that is not finished.
+    Its keys are the same for every order, so that checkpoints which keep one entry a key (torch's
+    DCP) hand a state of another order over to be refused here, in words. `batch_offset`: how many
+    of the consumed samples belong to a global batch that is not finished.
     """
     return {
         "version": STATE_VERSION,
@@ -64,34 +77,51 @@ def make_state(identity: Mapping[str, Any], consumed_samples: int, batch_offset:
 
 
 def parse_state(state: Mapping[str, Any]) -> SavedState:
-    """A state of this release or of an earlier one. Raises StateError for an empty, foreign or damaged state."""
+    """A state of this release or of an earlier one.
+
+    Raises StateError for an empty, foreign or damaged state.
+    """
     if not isinstance(state, Mapping):
-        raise StateError(f"the data state is a {type(state).__name__}, not a dict; pass what state_dict() returned")
+        raise StateError(
+            f"the data state is a {type(state).__name__}, not a dict; pass what state_dict() returned"
+        )
     if not state:
-        raise StateError("the data state is empty; was the checkpoint written by another program, or before the loader existed?")
+        raise StateError(
+            "the data state is empty; was the checkpoint written by another program, or before the loader existed?"
+        )
     missing = [name for name in KEYS if name not in state]
     if missing:
-        raise StateError(f"the data state lacks {', '.join(sorted(missing))}; it is not a state of this loader")
+        raise StateError(
+            f"the data state lacks {', '.join(sorted(missing))}; it is not a state of this loader"
+        )
     version = state["version"]
     if type(version) is not int or not 1 <= version <= STATE_VERSION:
-        raise StateError(f"the data state has version {version!r}, this release reads versions 1 to {STATE_VERSION}")
+        raise StateError(
+            f"the data state has version {version!r}, this release reads versions 1 to {STATE_VERSION}"
+        )
     for name in ("consumed_samples", "batch_offset"):
         count = state[name]
         if type(count) is not int or count < 0:
             raise StateError(f"{name} of the data state is {count!r}, not a count")
-    consumed, offset = state["consumed_samples"], state["batch_offset"]
+    consumed = state["consumed_samples"]
+    offset = state["batch_offset"]
     if offset > consumed:
-        raise StateError(f"batch_offset {offset} of the data state is more than its {consumed} consumed samples")
+        raise StateError(
+            f"batch_offset {offset} of the data state is more than its {consumed} consumed samples"
+        )
     identity = _parse_identity(state["identity"])
     if identity is None or fingerprint(identity) != state["fingerprint"]:
-        raise StateError("the data state does not match its own fingerprint; the checkpoint is damaged or was edited")
+        raise StateError(
+            "the data state does not match its own fingerprint; the checkpoint is damaged or was edited"
+        )
     return SavedState(version=version, consumed=consumed, offset=offset, identity=identity)
 
 
 def read_state(state: Mapping[str, Any], identity: Mapping[str, Any]) -> tuple[int, int]:
     """(consumed_samples, batch_offset) of a state that counts in the order `identity` describes.
 
-    Raises StateError for an empty, foreign or damaged state, and for another order: it lists what differs.
+    Raises StateError for an empty, foreign or damaged state, and for another order: it lists what
+    differs.
     """
     saved = parse_state(state)
     saved.check(identity)
@@ -115,11 +145,21 @@ def describe_differences(saved: Any, current: Any, path: str = "") -> list[str]:
         return [
             line
             for name in names
-            for line in describe_differences(saved.get(name), current.get(name), f"{path}.{name}" if path else str(name))
+            for line in describe_differences(
+                saved.get(name), current.get(name), f"{path}.{name}" if path else str(name)
+            )
         ]
-    if isinstance(saved, (list, tuple)) and isinstance(current, (list, tuple)) and len(saved) == len(current):
+    if (
+        isinstance(saved, (list, tuple))
+        and isinstance(current, (list, tuple))
+        and len(saved) == len(current)
+    ):
         pairs = zip(saved, current, strict=True)
-        return [line for i, (a, b) in enumerate(pairs) for line in describe_differences(a, b, f"{path}[{i}]")]
+        return [
+            line
+            for i, (a, b) in enumerate(pairs)
+            for line in describe_differences(a, b, f"{path}[{i}]")
+        ]
     if json.dumps(saved, sort_keys=True) == json.dumps(current, sort_keys=True):
         return []
     return [f"{path}: the checkpoint has {json.dumps(saved)}, this run {json.dumps(current)}"]
@@ -142,9 +182,11 @@ def _parse_identity(identity: Any) -> Mapping[str, Any] | None:
 
 
 def _in_shares(saved: Mapping[str, Any], current: Mapping[str, Any]) -> Mapping[str, Any]:
-    """A version 1 identity of a stream order with its weights divided by their sum; those that equal the current ones, as those.
+    """A version 1 identity of a stream order with its weights divided by their sum; those that
+    equal the current ones, as those.
 
-    A dataset is "digest*weight" there, and a later segment of the blend schedule [first sample, weights].
+    A dataset is "digest*weight" there, and a later segment of the blend schedule [first sample,
+    weights].
     """
     if saved.get("order") != "stream" or not isinstance(saved.get("datasets"), list):
         return saved
@@ -157,16 +199,25 @@ def _in_shares(saved: Mapping[str, Any], current: Mapping[str, Any]) -> Mapping[
         for number, (first, weights) in enumerate(saved.get("schedule", [])):
             now = later[number][1] if number < len(later) else []
             schedule.append([first, [float(share) for share in _shares(weights, now)]])
-    except (TypeError, ValueError, ZeroDivisionError):  # no weights of ours: the differences will be listed
+    except (
+        TypeError,
+        ValueError,
+        ZeroDivisionError,
+    ):  # no weights of ours: the differences will be listed
         return saved
     datasets = [f"{digest}*{share}" for (digest, _, _), share in zip(pairs, shares, strict=True)]
     return {**saved, "datasets": datasets, "schedule": schedule}
 
 
 def _shares(weights: list[Any], now: list[Any]) -> list[str]:
-    """Weights divided by their sum, eight digits; a share that rounding alone tells from the current one is the current one."""
+    """Weights divided by their sum, eight digits; a share that rounding alone tells from the
+    current one is the current one.
+    """
     total = sum(float(weight) for weight in weights)
     shares = [f"{float(weight) / total:.8g}" for weight in weights]
     if len(now) != len(shares):
         return shares
-    return [str(b) if math.isclose(float(a), float(b), rel_tol=ROUNDING) else a for a, b in zip(shares, now, strict=True)]
+    return [
+        str(b) if math.isclose(float(a), float(b), rel_tol=ROUNDING) else a
+        for a, b in zip(shares, now, strict=True)
+    ]

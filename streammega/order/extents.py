@@ -30,27 +30,37 @@ class Extents:
 
 
 def cut_extents(extents: Extents, bounds: Sequence[tuple[int, int]]) -> Extents:
-    """Parts of samples, as samples of their own: of every sample its tokens [start, stop) for each of `bounds`, in their order.
+    """Parts of samples, as samples of their own: of every sample its tokens [start, stop) for each
+    of `bounds`, in their order.
 
-    Where a sample ends before a bound, its part is shorter, or empty. Cost: a few passes over the rows for each bound.
+    Where a sample ends before a bound, its part is shorter, or empty. Cost: a few passes over the
+    rows for each bound.
     """
-    splits, size = extents.row_splits, extents.stop - extents.start
+    splits = extents.row_splits
+    size = extents.stop - extents.start
     sample = np.repeat(np.arange(len(extents)), np.diff(splits))
     before = np.cumsum(size) - size
     column = before - (before[splits[:-1][sample]] if len(before) else before)
-    rows, parts, starts, stops = [], [], [], []
+    rows = []
+    parts = []
+    starts = []
+    stops = []
     for number, (low, high) in enumerate(bounds):
-        begin, end = np.maximum(low - column, 0), np.minimum(high - column, size)
+        begin = np.maximum(low - column, 0)
+        end = np.minimum(high - column, size)
         own = np.flatnonzero(end > begin)
         rows.append(own)
         parts.append(sample[own] * len(bounds) + number)
         starts.append(extents.start[own] + begin[own])
         stops.append(extents.start[own] + end[own])
-    row, part = np.concatenate(rows), np.concatenate(parts)
+    row = np.concatenate(rows)
+    part = np.concatenate(parts)
     by_part = np.argsort(part, kind="stable")
     row = row[by_part]
     return Extents(
-        row_splits=np.searchsorted(part[by_part], np.arange(len(extents) * len(bounds) + 1)).astype(np.int64),
+        row_splits=np.searchsorted(part[by_part], np.arange(len(extents) * len(bounds) + 1)).astype(
+            np.int64
+        ),
         dataset=extents.dataset[row],
         file=extents.file[row],
         start=np.concatenate(starts)[by_part],

@@ -1,13 +1,16 @@
 """The stream order: shuffled, blended, elastic, and without an index.
 
-The global stream is L independent lanes, interleaved: sample i is lane i mod L, row i div L. L is a multiple of the global
-batch, so every usable number of ranks divides it, and ranks own disjoint lanes.
+The global stream is L independent lanes, interleaved: sample i is lane i mod L, row i div L. L is a
+multiple of the global batch, so every usable number of ranks divides it, and ranks own disjoint
+lanes.
 
-A dataset is cut, in every epoch anew, into samples of consecutive tokens of one file (shifted by a keyed phase, so that no
-token is always lost), and into blocks of whole samples. The blocks are permuted by a keyed bijection; the permuted dataset is
-cut into runs, one for each lane (or group of lanes, when there are few blocks), rotated by a keyed offset. A run within a
-block is a piece: contiguous bytes, read in a keyed order. Which dataset a lane takes at a row comes from a binary
-tree of exact fractions. Every part of it is arithmetic on (seed, sizes, weights), so any sample can be located by itself.
+A dataset is cut, in every epoch anew, into samples of consecutive tokens of one file (shifted by a
+keyed phase, so that no token is always lost), and into blocks of whole samples. The blocks are
+permuted by a keyed bijection; the permuted dataset is cut into runs, one for each lane (or group of
+lanes, when there are few blocks), rotated by a keyed offset. A run within a block is a piece:
+contiguous bytes, read in a keyed order. Which dataset a lane takes at a row comes from a binary
+tree of exact fractions. Every part of it is arithmetic on (seed, sizes, weights), so any sample can
+be located by itself.
 """
 
 from __future__ import annotations
@@ -26,7 +29,9 @@ from streammega.order.extents import Extents
 
 STREAM_VERSION = 1
 MIN_LANES = 1024
-"""Many lanes with fine blocks shuffle better than few with coarse ones of the same memory: docs/orders.md."""
+"""Many lanes with fine blocks shuffle better than few with coarse ones of the same memory:
+docs/orders.md.
+"""
 DEFAULT_BLOCK_BYTES = 1 << 18
 
 
@@ -51,8 +56,8 @@ class StreamDataset:
 class StreamOrder:
     """The order of a stream over datasets.
 
-    schedule: (first sample, weight of each dataset) segments, the first at sample 0; a later segment starts at the next
-    whole row. Weights are relative; a segment may give a dataset none.
+    schedule: (first sample, weight of each dataset) segments, the first at sample 0; a later
+    segment starts at the next whole row. Weights are relative; a segment may give a dataset none.
     """
 
     datasets: Sequence[StreamDataset]
@@ -69,10 +74,15 @@ class StreamOrder:
         return self.sequence_length + int(self.extra_token)
 
     def locate(self, sample_ids: NDArray[np.int64]) -> Extents:
-        """Where samples lie: one run of tokens each. Any ids from 0 on; cost per sample O(log datasets)."""
+        """Where samples lie: one run of tokens each.
+
+        Any ids from 0 on; cost per sample O(log datasets).
+        """
         count = len(sample_ids)
-        dataset, file = np.empty(count, np.int32), np.empty(count, np.int32)
-        start, stop = np.empty(count, np.int64), np.empty(count, np.int64)
+        dataset = np.empty(count, np.int32)
+        file = np.empty(count, np.int32)
+        start = np.empty(count, np.int64)
+        stop = np.empty(count, np.int64)
         g = self.geometry
         locate_stream(
             np.ascontiguousarray(sample_ids, np.int64), self.lanes, *self.drawing,
@@ -84,7 +94,9 @@ class StreamOrder:
 
     @property
     def drawing(self) -> tuple[np.uint64, NDArray[np.int64], NDArray[np.uint64], NDArray[np.int64]]:
-        """What decides which dataset a lane draws from: the key, and rows, fractions and draws before each segment."""
+        """What decides which dataset a lane draws from: the key, and rows, fractions and draws
+        before each segment.
+        """
         return self._key, self._rows, self._fractions, self._bases
 
     @property
@@ -101,7 +113,9 @@ class StreamOrder:
 
     @property
     def num_runs(self) -> NDArray[np.int64]:
-        """Runs of each dataset: as many as lanes where there are blocks enough, else a divisor; int64 [datasets]."""
+        """Runs of each dataset: as many as lanes where there are blocks enough, else a divisor;
+        int64 [datasets].
+        """
         runs: NDArray[np.int64] = self.lanes // self.geometry["groups"]
         return runs
 
@@ -110,7 +124,8 @@ class StreamOrder:
         _ = self.geometry
 
     def counts(self, num_samples: int) -> NDArray[np.int64]:
-        """Samples that the first `num_samples` of the stream take from each dataset in each lane, int64 [lanes, datasets].
+        """Samples that the first `num_samples` of the stream take from each dataset in each lane,
+        int64 [lanes, datasets].
 
         In closed form: no sample is located. `num_samples` is rounded down to whole rows.
         """
@@ -139,7 +154,9 @@ class StreamOrder:
         bases = np.zeros((len(self.schedule), self.lanes, len(self.datasets)), np.int64)
         for segment in range(1, len(self.schedule)):
             bases[segment] = bases[segment - 1]
-            self._add_draws(segment - 1, int(self._rows[segment] - self._rows[segment - 1]), bases[segment])
+            self._add_draws(
+                segment - 1, int(self._rows[segment] - self._rows[segment - 1]), bases[segment]
+            )
         return bases
 
     def _counts_at(self, row: int) -> NDArray[np.int64]:
@@ -149,7 +166,15 @@ class StreamOrder:
         return counts
 
     def _add_draws(self, segment: int, draws: int, counts: NDArray[np.int64]) -> None:
-        count_draws(draws, self.lanes, segment, self._fractions[segment], len(self.datasets), self._key, counts)
+        count_draws(
+            draws,
+            self.lanes,
+            segment,
+            self._fractions[segment],
+            len(self.datasets),
+            self._key,
+            counts,
+        )
 
 
 def default_lanes(global_batch_size: int) -> int:
@@ -168,13 +193,16 @@ def dataset_samples(dataset: StreamDataset, sequence_length: int, extra: int) ->
 
 
 def tree_fractions(weights: Sequence[float]) -> NDArray[np.uint64]:
-    """The fraction that goes left at each node of a balanced tree over the datasets, in 2**-44ths; uint64 [nodes].
+    """The fraction that goes left at each node of a balanced tree over the datasets, in 2**-44ths;
+    uint64 [nodes].
 
-    Node 1 is the root and covers all datasets; node n covers [low, high), its children 2n and 2n + 1 the halves.
+    Node 1 is the root and covers all datasets; node n covers [low, high), its children 2n and 2n +
+    1 the halves.
     """
     fractions = np.zeros(1 << (max(1, len(weights)) - 1).bit_length() + 1, np.uint64)
     largest = max(weights)
-    # Integers: sums of them do not depend on their order. Divided first: a weight near the largest float, times 2**80, is none.
+    # Integers: sums of them do not depend on their order. Divided first: a weight near the largest
+    # float, times 2**80, is none.
     exact = [int(weight / largest * 2.0**80) for weight in weights]
     todo = [(1, 0, len(weights))]
     while todo:
@@ -182,7 +210,8 @@ def tree_fractions(weights: Sequence[float]) -> NDArray[np.uint64]:
         if high - low < 2:
             continue
         middle = (low + high) // 2
-        left, right = sum(exact[low:middle]), sum(exact[middle:high])
+        left = sum(exact[low:middle])
+        right = sum(exact[middle:high])
         if left + right:
             fractions[node] = ((left << FRACTION_BITS) + (left + right) // 2) // (left + right)
         todo += [(2 * node, low, middle), (2 * node + 1, middle, high)]
@@ -190,10 +219,21 @@ def tree_fractions(weights: Sequence[float]) -> NDArray[np.uint64]:
 
 
 def _geometry(order: StreamOrder) -> dict[str, NDArray[np.int64]]:
-    """The arrays that the kernel reads, of all datasets end to end. Parts too short for one sample are left out."""
-    extra, length = int(order.extra_token), order.sequence_length
-    sizes, blocks, groups, firsts = [], [], [], [0]
-    files, starts, slacks, before, ends = [], [], [], [], []
+    """The arrays that the kernel reads, of all datasets end to end.
+
+    Parts too short for one sample are left out.
+    """
+    extra = int(order.extra_token)
+    length = order.sequence_length
+    sizes = []
+    blocks = []
+    groups = []
+    firsts = [0]
+    files = []
+    starts = []
+    slacks = []
+    before = []
+    ends = []
     for number, dataset in enumerate(order.datasets):
         size = 0
         for part in dataset.parts:
@@ -222,7 +262,9 @@ def _geometry(order: StreamOrder) -> dict[str, NDArray[np.int64]]:
 
 
 def _num_runs(size: int, blocks: int, lanes: int) -> int:
-    """As many runs as lanes, or the largest divisor of the lanes that leaves every run a block; one when samples are few."""
+    """As many runs as lanes, or the largest divisor of the lanes that leaves every run a block; one
+    when samples are few.
+    """
     if size < lanes:
         return 1
     return max(runs for runs in _divisors(lanes) if runs <= max(1, blocks))

@@ -1,7 +1,7 @@
 """The Megatron order of one dataset: document, sample and shuffle index, bit for bit.
 
-Integers in, integers out: lengths, ids, counts and a seed give three arrays; the arrays give, for any sample,
-its runs of tokens.
+Integers in, integers out: lengths, ids, counts and a seed give three arrays; the arrays give, for
+any sample, its runs of tokens.
 """
 
 from __future__ import annotations
@@ -63,7 +63,10 @@ class GptShape:
 
     @property
     def num_rows(self) -> int:
-        """Samples there are. Not dropping, it is a ceil in float32, whose inexactness Megatron's users rely on."""
+        """Samples there are.
+
+        Not dropping, it is a ceil in float32, whose inexactness Megatron's users rely on.
+        """
         if self.drop_last:
             return self.tokens // self.sequence_length
         return int(np.ceil(np.float32(self.tokens) / self.sequence_length))
@@ -90,8 +93,9 @@ class GptShape:
 
 @dataclass(frozen=True, kw_only=True)
 class GptIndices:
-    """document_index int32 [positions]: sequence ids (Megatron's name for them); sample_index int32 or int64
-    [samples + 1, 2]: (position, token offset); shuffle_index uint32 or int64 [samples]: sample -> sample_index row.
+    """document_index int32 [positions]: sequence ids (Megatron's name for them); sample_index int32
+    or int64 [samples + 1, 2]: (position, token offset); shuffle_index uint32 or int64 [samples]:
+    sample -> sample_index row.
     """
 
     document_index: NDArray[np.int32]
@@ -99,8 +103,12 @@ class GptIndices:
     shuffle_index: NDArray[np.uint32] | NDArray[np.int64]
 
 
-def index_kinds(shape: GptShape, num_sequences: int) -> dict[str, tuple[tuple[DTypeLike, ...], tuple[int, ...]]]:
-    """What each of the three arrays must be, for a split of so many sequences: the dtypes it may have, and its shape."""
+def index_kinds(
+    shape: GptShape, num_sequences: int
+) -> dict[str, tuple[tuple[DTypeLike, ...], tuple[int, ...]]]:
+    """What each of the three arrays must be, for a split of so many sequences: the dtypes it may
+    have, and its shape.
+    """
     return {
         "document_index": ((np.int32,), (shape.num_epochs * num_sequences,)),
         "sample_index": ((np.int32, np.int64), (shape.num_rows + 1, 2)),
@@ -147,21 +155,31 @@ def build_gpt_indices(
     document_index = _document_index(np.asarray(sequence_ids, np.int32), shape, shuffler)
     longest = max(len(document_index), int(_lengths_of(lengths, sequence_ids).max()))
     dtype = np.int32 if longest <= INT32_MAX else np.int64
-    sample_index = build_sample_index(lengths, document_index, shape.num_rows, shape.sequence_length, shape.a, dtype)
+    sample_index = build_sample_index(
+        lengths, document_index, shape.num_rows, shape.sequence_length, shape.a, dtype
+    )
     shuffle_index = _shuffle_index(shape, shuffler)
-    return GptIndices(document_index=document_index, sample_index=sample_index, shuffle_index=shuffle_index)
+    return GptIndices(
+        document_index=document_index, sample_index=sample_index, shuffle_index=shuffle_index
+    )
 
 
 def _lengths_of(lengths: NDArray[np.int32], ids: NDArray[np.int32]) -> NDArray[np.int32]:
     """lengths[ids], without a copy when the ids are a range; in bounded memory."""
-    first, step = int(ids[0]) if len(ids) else 0, 1 << 20
+    first = int(ids[0]) if len(ids) else 0
+    step = 1 << 20
     parts = range(0, len(ids), step)
-    if all(np.array_equal(ids[at : at + step], np.arange(first + at, first + min(at + step, len(ids)))) for at in parts):
+    if all(
+        np.array_equal(ids[at : at + step], np.arange(first + at, first + min(at + step, len(ids))))
+        for at in parts
+    ):
         return lengths[first : first + len(ids)]
     return lengths[ids]
 
 
-def _document_index(ids: NDArray[np.int32], shape: GptShape, shuffler: LegacyShuffler | None) -> NDArray[np.int32]:
+def _document_index(
+    ids: NDArray[np.int32], shape: GptShape, shuffler: LegacyShuffler | None
+) -> NDArray[np.int32]:
     index = np.tile(ids, shape.num_epochs)
     if shuffler is None:
         return index
@@ -177,7 +195,9 @@ def _shuffle_dtype(shape: GptShape) -> type[np.uint32] | type[np.int64]:
     return np.uint32 if shape.num_rows < 2**32 - 2 else np.int64
 
 
-def _shuffle_index(shape: GptShape, shuffler: LegacyShuffler | None) -> NDArray[np.uint32] | NDArray[np.int64]:
+def _shuffle_index(
+    shape: GptShape, shuffler: LegacyShuffler | None
+) -> NDArray[np.uint32] | NDArray[np.int64]:
     total = shape.num_rows
     first = shape.samples_sans_final_epoch if shape.separate_final_epoch else total
     index: NDArray[Any] = np.arange(total, dtype=_shuffle_dtype(shape))
@@ -199,15 +219,25 @@ def locate_gpt(
 ) -> Extents:
     """The token runs of `samples`, int64 [n], each in [0, len(shuffle_index)).
 
-    `byte_offsets`: where each sequence starts in its file, int64 [sequences]; `itemsize`: bytes of a token.
-    Raises FormatError, which begins with `<array>.npy`, if one of the indices holds what cannot be.
+    `byte_offsets`: where each sequence starts in its file, int64 [sequences]; `itemsize`: bytes of
+    a token. Raises FormatError, which begins with `<array>.npy`, if one of the indices holds what
+    cannot be.
     """
     rows = indices.shuffle_index[samples].astype(np.int64)
     damage, splits, sequence, start, stop = sample_pieces(
-        indices.document_index, indices.sample_index, lengths, rows, shape.a, shape.sequence_length + shape.a
+        indices.document_index,
+        indices.sample_index,
+        lengths,
+        rows,
+        shape.a,
+        shape.sequence_length + shape.a,
     )
     if damage:
-        raise FormatError(f"{_ARRAY_OF_DAMAGE[damage]}.npy: holds a value that leads outside of the data")
+        raise FormatError(
+            f"{_ARRAY_OF_DAMAGE[damage]}.npy: holds a value that leads outside of the data"
+        )
     base = byte_offsets[sequence] // itemsize
     zeros = np.zeros(len(sequence), np.int32)
-    return Extents(row_splits=splits, dataset=zeros, file=zeros, start=base + start, stop=base + stop)
+    return Extents(
+        row_splits=splits, dataset=zeros, file=zeros, start=base + start, stop=base + stop
+    )

@@ -1,7 +1,9 @@
-"""Which samples of the global stream a data-parallel rank takes, and which parts of them a context-parallel rank.
+"""Which samples of the global stream a data-parallel rank takes, and which parts of them a
+context-parallel rank.
 
-A micro-step is one micro-batch on every rank: samples [consumed, consumed + micro_batch_size * dp_size).
-Whatever the rank count, micro-batch size or accumulation, the micro-steps of a global batch tile it.
+A micro-step is one micro-batch on every rank: samples [consumed, consumed + micro_batch_size *
+dp_size). Whatever the rank count, micro-batch size or accumulation, the micro-steps of a global
+batch tile it.
 """
 
 from __future__ import annotations
@@ -14,8 +16,12 @@ from numpy.typing import NDArray
 from streammega.errors import ConfigError, StateError
 
 
-def check_batch_sizes(global_batch_size: int, micro_batch_size: int, dp_rank: int, dp_size: int) -> None:
-    """Raise ConfigError unless micro_batch_size * dp_size divides global_batch_size and the rank exists."""
+def check_batch_sizes(
+    global_batch_size: int, micro_batch_size: int, dp_rank: int, dp_size: int
+) -> None:
+    """Raise ConfigError unless micro_batch_size * dp_size divides global_batch_size and the rank
+    exists.
+    """
     for name, value in (
         ("global_batch_size", global_batch_size),
         ("micro_batch_size", micro_batch_size),
@@ -33,7 +39,9 @@ def check_batch_sizes(global_batch_size: int, micro_batch_size: int, dp_rank: in
 
 
 def check_resume(offset: int, micro_batch_size: int, dp_size: int) -> None:
-    """Raise StateError if a global batch of which `offset` samples are consumed cannot be finished by these ranks."""
+    """Raise StateError if a global batch of which `offset` samples are consumed cannot be finished
+    by these ranks.
+    """
     if offset % (micro_batch_size * dp_size):
         raise StateError(
             f"the state stops {offset} samples into a global batch, which "
@@ -43,12 +51,19 @@ def check_resume(offset: int, micro_batch_size: int, dp_size: int) -> None:
 
 
 def rank_samples(
-    consumed: int | NDArray[np.int64], micro_batch_size: int, dp_rank: int, dp_size: int, *, contiguous: bool
+    consumed: int | NDArray[np.int64],
+    micro_batch_size: int,
+    dp_rank: int,
+    dp_size: int,
+    *,
+    contiguous: bool,
 ) -> NDArray[np.int64]:
-    """Sample ids of one rank's micro-batch in the micro-step at `consumed`, int64 [..., micro_batch_size].
+    """Sample ids of one rank's micro-batch in the micro-step at `consumed`, int64 [...,
+    micro_batch_size].
 
-    `contiguous`: the rank takes its part of the run in one piece, as Megatron's sampler does (the Megatron
-    order); else it takes all i with i % dp_size == dp_rank (ranks then own disjoint lanes of a stream).
+    `contiguous`: the rank takes its part of the run in one piece, as Megatron's sampler does (the
+    Megatron order); else it takes all i with i % dp_size == dp_rank (ranks then own disjoint lanes
+    of a stream).
     """
     start = np.asarray(consumed, np.int64)[..., None]
     if contiguous:
@@ -58,7 +73,10 @@ def rank_samples(
 
 
 def every_nth(parts: Iterable[range], first: int, step: int) -> Iterator[range]:
-    """Of the numbers of several ranges end to end, those at first, first + step, ... as ranges. Nothing is counted through."""
+    """Of the numbers of several ranges end to end, those at first, first + step, ... as ranges.
+
+    Nothing is counted through.
+    """
     for part in parts:
         taken = part[first::step]
         yield taken
@@ -66,12 +84,15 @@ def every_nth(parts: Iterable[range], first: int, step: int) -> Iterator[range]:
 
 
 def zigzag_parts(cp_rank: int, cp_size: int) -> tuple[int, int]:
-    """Of 2 * cp_size equal parts of a sequence, the two that a rank keeps: causal attention costs all ranks the same."""
+    """Of 2 * cp_size equal parts of a sequence, the two that a rank keeps: causal attention costs
+    all ranks the same.
+    """
     return cp_rank, 2 * cp_size - 1 - cp_rank
 
 
 def zigzag_bounds(length: int, cp_rank: int, cp_size: int) -> list[tuple[int, int]]:
-    """[start, stop) of the parts of a sequence of `length` that a rank keeps, in their order; all of it for one rank.
+    """[start, stop) of the parts of a sequence of `length` that a rank keeps, in their order; all
+    of it for one rank.
 
     Raises ConfigError unless the length is a multiple of 2 * cp_size, and the rank exists.
     """
@@ -80,6 +101,8 @@ def zigzag_bounds(length: int, cp_rank: int, cp_size: int) -> list[tuple[int, in
     if cp_size == 1:
         return [(0, length)]
     if length % (2 * cp_size):
-        raise ConfigError(f"sequence_length {length} is not a multiple of 2 x cp ({cp_size}); change one of them")
+        raise ConfigError(
+            f"sequence_length {length} is not a multiple of 2 x cp ({cp_size}); change one of them"
+        )
     part = length // (2 * cp_size)
     return [(number * part, (number + 1) * part) for number in zigzag_parts(cp_rank, cp_size)]

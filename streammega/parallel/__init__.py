@@ -1,4 +1,6 @@
-"""What the ranks of a layout say to each other about data: groups, one broadcast of ids, the parts of context parallelism."""
+"""What the ranks of a layout say to each other about data: groups, one broadcast of ids, the parts
+of context parallelism.
+"""
 
 from streammega.parallel.batches import RankBatches, get_batch, open_loader
 from streammega.parallel.groups import Ranks, device_mesh

@@ -1,6 +1,8 @@
-"""Micro-batches for every rank of a layout: read once, sent once as ids in their stored width, derived where they are used.
+"""Micro-batches for every rank of a layout: read once, sent once as ids in their stored width,
+derived where they are used.
 
-reading rank ─► ids, valid ─► one message to its tensor-parallel group ─► fields on every rank ─► its parts, its stage's fields
+reading rank ─► ids, valid ─► one message to its tensor-parallel group ─► fields on every rank ─►
+its parts, its stage's fields
 """
 
 from __future__ import annotations
@@ -19,12 +21,19 @@ from streammega.config import DataConfig
 from streammega.errors import ConfigError, StateError, StreammegaError
 from streammega.loading import StreamLoader
 from streammega.order.rank_samples import zigzag_bounds
-from streammega.parallel.derive import DocumentCounts, documents_of, needs_whole_samples, rank_fields, torch_dtype
+from streammega.parallel.derive import (
+    DocumentCounts,
+    documents_of,
+    needs_whole_samples,
+    rank_fields,
+    torch_dtype,
+)
 from streammega.parallel.groups import Ranks
 from streammega.parallel.layout import ParallelLayout
 from streammega.samples.fields import Batch, check_ids
 
-FIRST, LAST = ("tokens", "position_ids"), ("labels", "loss_mask")
+FIRST = ("tokens", "position_ids")
+LAST = ("labels", "loss_mask")
 BOTH = ("cu_seqlens", "cu_seqlens_whole", "attention_mask")
 MIDDLE = ("position_ids", *BOTH)
 
@@ -32,39 +41,50 @@ MIDDLE = ("position_ids", *BOTH)
 class RankBatch(dict[str, Tensor]):
     """The fields of a micro-batch, by name.
 
-    longest: tokens of its longest document, where the host knows it without asking the device; else None.
+    longest: tokens of its longest document, where the host knows it without asking the device; else
+    None.
     """
 
     longest: int | None = None
 
 
 def open_loader(config: DataConfig, ranks: Ranks, **options: Any) -> StreamLoader:
-    """The StreamLoader of a rank: its data-parallel share, and of each sample only the parts it keeps, if no field needs more.
+    """The StreamLoader of a rank: its data-parallel share, and of each sample only the parts it
+    keeps, if no field needs more.
 
-    `options` are those of StreamLoader (split, micro_batch_size, global_batch_size, rampup, ...). Every rank opens one, since the
-    cursor is the same everywhere; only ranks that read will fetch tokens.
+    `options` are those of StreamLoader (split, micro_batch_size, global_batch_size, rampup, ...).
+    Every rank opens one, since the cursor is the same everywhere; only ranks that read will fetch
+    tokens.
     """
-    layout, at = ranks.layout, ranks.at
-    zigzag_bounds(config.sequence_length, at["cp"], layout.cp)  # a length that cannot be cut is named on every rank
+    layout = ranks.layout
+    at = ranks.at
+    # a length that cannot be cut is named on every rank
+    zigzag_bounds(config.sequence_length, at["cp"], layout.cp)
     if layout.cp > 1 and not needs_whole_samples(config):
         options |= {"cp_rank": at["cp"], "cp_size": layout.cp}
-    options.setdefault("pin_memory", False)  # ids are copied into a message on the host, which is pinned where that serves
+    # ids are copied into a message on the host, which is pinned where that serves
+    options.setdefault("pin_memory", False)
     return StreamLoader(config, dp_rank=at["dp"], dp_size=layout.dp, ids_only=True, **options)
 
 
 def get_batch(
-    loader: StreamLoader, ranks: Ranks, device: torch.device | str | None = None, *, every_stage: bool = False
+    loader: StreamLoader,
+    ranks: Ranks,
+    device: torch.device | str | None = None,
+    *,
+    every_stage: bool = False,
 ) -> Batch:
-    """The next micro-batch of this rank: the fields that its pipeline stage needs, of the tokens that it keeps.
+    """The next micro-batch of this rank: the fields that its pipeline stage needs, of the tokens
+    that it keeps.
 
-    Collective over the tensor-parallel group, whose rank 0 reads and sends the ids as one message. First stage: tokens,
-    position_ids; last stage: labels, loss_mask; both also what the config adds (cu_seqlens, attention_mask); middle stages:
-    nothing, or with `every_stage` position_ids and what the config adds. Shapes as in StreamingDataset, [micro_batch_size, kept].
+    Collective over the tensor-parallel group, whose rank 0 reads and sends the ids as one message.
+    First stage: tokens, position_ids; last stage: labels, loss_mask; both also what the config adds
+    (cu_seqlens, attention_mask); middle stages: nothing, or with `every_stage` position_ids and
+    what the config adds. Shapes as in StreamingDataset, [micro_batch_size, kept].
 
-    Args:
-        loader: with ids_only, made on every rank (see `open_loader`). Its cursor moves on every rank: save its state on any.
-        ranks: this rank's place and groups.
-        device: where the fields are wanted; None: the CPU, or the current CUDA device where the group can only talk there.
+    Args: loader: with ids_only, made on every rank (see `open_loader`). Its cursor moves on every
+        rank: save its state on any. ranks: this rank's place and groups. device: where the fields
+        are wanted; None: the CPU, or the current CUDA device where the group can only talk there.
 
     Raises StopIteration after the last micro-batch, on every rank.
     """
@@ -73,22 +93,27 @@ def get_batch(
 
 
 def read_factor(layout: ParallelLayout, config: DataConfig, *, every_stage: bool = False) -> int:
-    """How often each token is read, over all ranks: by each stage that needs it, and by each cp rank where whole samples are."""
+    """How often each token is read, over all ranks: by each stage that needs it, and by each cp
+    rank where whole samples are.
+    """
     stages = layout.pp if every_stage else min(layout.pp, 2)
     return stages * (layout.cp if needs_whole_samples(config) else 1)
 
 
 class RankBatches:
-    """Iterates the micro-batches that `get_batch` would give, each prepared while the one before is used.
+    """Iterates the micro-batches that `get_batch` would give, each prepared while the one before is
+    used.
 
-    On CUDA the next micro-batch's copy to the device and its fields are made on a side stream, while the device computes. `next`
-    waits for the micro-batch that it returns, never for a later one. It begins with the next ones if they are there already;
-    ranks that share messages cannot each decide that, and begin where they are asked, or all of them in `prepare`. The state
-    counts what was handed out.
+    On CUDA the next micro-batch's copy to the device and its fields are made on a side stream,
+    while the device computes. `next` waits for the micro-batch that it returns, never for a later
+    one. It begins with the next ones if they are there already; ranks that share messages cannot
+    each decide that, and begin where they are asked, or all of them in `prepare`. The state counts
+    what was handed out.
 
-    `next` goes on from the cursor and raises StopIteration after the last micro-batch. `iter` then begins the next pass, and with
-    a loader for evaluation it always begins at the first sample, by the rule of StreamLoader. An error of storage is raised
-    where its micro-batch is due; `next` then tries it again. After moving the loader itself: StateError.
+    `next` goes on from the cursor and raises StopIteration after the last micro-batch. `iter` then
+    begins the next pass, and with a loader for evaluation it always begins at the first sample, by
+    the rule of StreamLoader. An error of storage is raised where its micro-batch is due; `next`
+    then tries it again. After moving the loader itself: StateError.
 
     Args:
         loader, ranks, device, every_stage: as in get_batch.
@@ -104,7 +129,8 @@ class RankBatches:
         every_stage: bool = False,
         ahead: int = 1,
     ) -> None:
-        self.loader, self.ranks = loader, ranks
+        self.loader = loader
+        self.ranks = ranks
         self._exchange = _Exchange(loader, ranks, rank_device(device, ranks), every_stage)
         self._ahead, self._started = ahead, deque[_Started]()
         self._exhausted = False
@@ -121,8 +147,11 @@ class RankBatches:
 
     def __next__(self) -> Batch:
         if self.loader.dataset.generation != self._generation:
-            raise StateError("the loader was moved under its RankBatches; use load_state_dict of RankBatches, or make another")
-        error, self._failed = self._failed, None
+            raise StateError(
+                "the loader was moved under its RankBatches; use load_state_dict of RankBatches, or make another"
+            )
+        error = self._failed
+        self._failed = None
         if error is not None:
             raise error
         self._start(1)
@@ -131,25 +160,32 @@ class RankBatches:
         started = self._started.popleft()
         batch = self._exchange.finish(started)
         self._consumed = started.consumed
-        while len(self._started) < self._ahead and not self._exhausted and self._failed is None and self._exchange.ready:
+        while (
+            len(self._started) < self._ahead
+            and not self._exhausted
+            and self._failed is None
+            and self._exchange.ready
+        ):
             self._start_later(len(self._started) + 1)
         return batch
 
     def prepare(self) -> None:
         """Begin with the micro-batches after those handed out, also if that takes waiting for them.
 
-        For ranks whose messages are shared (tensor-parallel ones), where they would wait anyway, for instance before reading a
-        norm back from the device: all of them, at the same place of their programs. What fails is raised by the `next` that is
-        due.
+        For ranks whose messages are shared (tensor-parallel ones), where they would wait anyway,
+        for instance before reading a norm back from the device: all of them, at the same place of
+        their programs. What fails is raised by the `next` that is due.
         """
         if self._exchange.shared and self._ahead and self._failed is None:
             self._start_later(self._ahead)
 
     def handles(self, count: int) -> list[Iterator[Batch]]:
-        """Iterators that each give every micro-batch: one for each virtual pipeline stage of this rank, on one cursor.
+        """Iterators that each give every micro-batch: one for each virtual pipeline stage of this
+        rank, on one cursor.
 
-        A micro-batch counts as handed out when the first of them takes it; it is kept until the last has. Handles made before
-        `load_state_dict`, `close` or another pass raise StateError: what they kept is of another place.
+        A micro-batch counts as handed out when the first of them takes it; it is kept until the
+        last has. Handles made before `load_state_dict`, `close` or another pass raise StateError:
+        what they kept is of another place.
         """
         queues: list[deque[Batch]] = [deque() for _ in range(count)]
         made = [_Handle(self, queue, queues) for queue in queues]
@@ -171,7 +207,10 @@ class RankBatches:
         return self.loader.dataset.state_at(self._consumed)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue after the last micro-batch that was handed out, on any layout. A state that is refused changes nothing."""
+        """Continue after the last micro-batch that was handed out, on any layout.
+
+        A state that is refused changes nothing.
+        """
         self._move(lambda: self.loader.load_state_dict(state), "load_state_dict moved them")
 
     def close(self) -> None:
@@ -211,15 +250,23 @@ class RankBatches:
 
 
 class _Handle(Iterator[Batch]):
-    """One of several iterators over the same micro-batches: what others took and this one did not is kept in `own`."""
+    """One of several iterators over the same micro-batches: what others took and this one did not
+    is kept in `own`.
+    """
 
-    def __init__(self, batches: RankBatches, own: deque[Batch], queues: Sequence[deque[Batch]]) -> None:
-        self._batches, self._own, self._queues = batches, own, queues
+    def __init__(
+        self, batches: RankBatches, own: deque[Batch], queues: Sequence[deque[Batch]]
+    ) -> None:
+        self._batches = batches
+        self._own = own
+        self._queues = queues
         self._reason: str | None = None
 
     def __next__(self) -> Batch:
         if self._reason is not None:
-            raise StateError(f"this handle is of batches that are gone: {self._reason}; make others by handles()")
+            raise StateError(
+                f"this handle is of batches that are gone: {self._reason}; make others by handles()"
+            )
         if not self._own:
             batch = next(self._batches)
             for queue in self._queues:
@@ -234,7 +281,10 @@ class _Handle(Iterator[Batch]):
 
 @dataclass(frozen=True, kw_only=True)
 class _Started:
-    """A micro-batch under way: its message, or on CUDA its fields and when they are there. `consumed`: the cursor after it."""
+    """A micro-batch under way: its message, or on CUDA its fields and when they are there.
+
+    `consumed`: the cursor after it.
+    """
 
     consumed: int
     message: Tensor | None = None
@@ -246,33 +296,52 @@ class _Started:
 class _Exchange:
     """Reads or receives micro-batches of one loader, and derives their fields."""
 
-    def __init__(self, loader: StreamLoader, ranks: Ranks, device: torch.device, every_stage: bool) -> None:
+    def __init__(
+        self, loader: StreamLoader, ranks: Ranks, device: torch.device, every_stage: bool
+    ) -> None:
         if not loader.ids_only:
-            raise ConfigError("get_batch sends ids in their stored width: make the loader with ids_only=True, or by open_loader")
-        config, layout = loader.dataset.config, ranks.layout
+            raise ConfigError(
+                "get_batch sends ids in their stored width: make the loader with ids_only=True, or by open_loader"
+            )
+        config = loader.dataset.config
+        layout = ranks.layout
         whole = zigzag_bounds(config.sequence_length, ranks.at["cp"], layout.cp)
-        self._loader, self._config, self._device = loader, config, device
+        self._loader = loader
+        self._config = config
+        self._device = device
         self._parts = bool(loader.bounds)
-        self._bounds: Sequence[tuple[int, int]] = [(a, b - 1) for a, b in loader.bounds] if self._parts else whole
+        self._bounds: Sequence[tuple[int, int]] = (
+            [(a, b - 1) for a, b in loader.bounds] if self._parts else whole
+        )
         if list(self._bounds) != whole:
-            raise ConfigError(f"the loader reads tokens {list(loader.bounds)}, this rank keeps {whole}: use open_loader")
+            raise ConfigError(
+                f"the loader reads tokens {list(loader.bounds)}, this rank keeps {whole}: use open_loader"
+            )
         self._fields = stage_fields(ranks, every_stage)
         self._group, self._source = ranks.group("tp"), ranks.members("tp")[0]
         self._reads = bool(self._fields) and ranks.at["tp"] == 0
         rows = loader.dataset.micro_batch_size * (len(self._bounds) if self._parts else 1)
-        width = self._bounds[0][1] + 1 - self._bounds[0][0] if self._parts else config.sequence_length + 1
+        width = (
+            self._bounds[0][1] + 1 - self._bounds[0][0]
+            if self._parts
+            else config.sequence_length + 1
+        )
         self._shape, self._dtype = (rows, width), torch_dtype(loader.ids_dtype)
         self._ids_bytes = rows * width * self._dtype.itemsize
         self._valid_at = -(-self._ids_bytes // 4) * 4
         self._learned_at = self._valid_at + 4 * rows
         self._learned_bytes = rows * width if loader.has_modes else 0
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
-        self._told = device.type != "cpu" and config.reset_attention_mask and talks_on_cpu(self._group)
+        self._told = (
+            device.type != "cpu" and config.reset_attention_mask and talks_on_cpu(self._group)
+        )
         self.broadcast_bytes = 0
 
     @property
     def shared(self) -> bool:
-        """Whether messages go to other ranks: all of them begin with a micro-batch at the same place of their programs."""
+        """Whether messages go to other ranks: all of them begin with a micro-batch at the same
+        place of their programs.
+        """
         return self._group is not None and bool(self._fields)
 
     @property
@@ -292,7 +361,9 @@ class _Exchange:
             return _Started(consumed=consumed)
         if self._stream is None and self._group is None:
             assert raw is not None
-            return _Started(consumed=consumed, batch=self._derive(raw["ids"], raw["valid"], raw.get("learned")))
+            return _Started(
+                consumed=consumed, batch=self._derive(raw["ids"], raw["valid"], raw.get("learned"))
+            )
         documents = self._documents(raw) if self._told else None
         message = self._message(raw)
         if self._stream is not None:
@@ -314,15 +385,21 @@ class _Exchange:
         return self._derive(*self._unpack(started.message))
 
     def _documents(self, raw: Batch | None) -> DocumentCounts:
-        """Counted where the ids are, and told to the other ranks by the host's transport: no host waits for a device."""
+        """Counted where the ids are, and told to the other ranks by the host's transport: no host
+        waits for a device.
+        """
         numbers = torch.zeros(len(DocumentCounts._fields), dtype=torch.int64)
         if raw is not None:
-            numbers = torch.tensor(documents_of(raw["ids"], raw["valid"], self._config, self._bounds))
+            numbers = torch.tensor(
+                documents_of(raw["ids"], raw["valid"], self._config, self._bounds)
+            )
         if self._group is not None:
             dist.broadcast(numbers, self._source, group=self._group)
         return DocumentCounts(*numbers.tolist())
 
-    def _start_on_device(self, consumed: int, message: Tensor, documents: DocumentCounts | None) -> _Started:
+    def _start_on_device(
+        self, consumed: int, message: Tensor, documents: DocumentCounts | None
+    ) -> _Started:
         """Copy, broadcast and derive on the side stream."""
         with torch.cuda.stream(self._stream):
             message = message.to(self._device, non_blocking=True)
@@ -335,10 +412,14 @@ class _Exchange:
         return _Started(consumed=consumed, batch=batch, event=event)
 
     def _message(self, raw: Batch | None) -> Tensor:
-        """Ids, as int32 how many each row has, and which are learned if that is asked: bytes. Without a batch, room for one."""
+        """Ids, as int32 how many each row has, and which are learned if that is asked: bytes.
+
+        Without a batch, room for one.
+        """
         size = self._learned_at + self._learned_bytes
         if raw is None and self._stream is not None:
-            return torch.empty(size, dtype=torch.uint8, device=self._device)  # the broadcast fills it: nothing to copy there
+            # the broadcast fills it: nothing to copy there
+            return torch.empty(size, dtype=torch.uint8, device=self._device)
         message = torch.empty(size, dtype=torch.uint8, pin_memory=self._stream is not None)
         if raw is not None:
             if self._stream is not None:
@@ -358,18 +439,43 @@ class _Exchange:
 
     def _unpack(self, message: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
         ids = message[: self._ids_bytes].view(self._dtype).view(self._shape)
-        learned = message[self._learned_at :].view(torch.bool).view(self._shape) if self._learned_bytes else None
-        return ids, message[self._valid_at : self._learned_at].view(torch.int32).to(torch.int64), learned
+        learned = (
+            message[self._learned_at :].view(torch.bool).view(self._shape)
+            if self._learned_bytes
+            else None
+        )
+        return (
+            ids,
+            message[self._valid_at : self._learned_at].view(torch.int32).to(torch.int64),
+            learned,
+        )
 
-    def _derive(self, ids: Tensor, valid: Tensor, learned: Tensor | None, documents: DocumentCounts | None = None) -> RankBatch:
-        fields = rank_fields(ids, valid, self._config, self._bounds, parts=self._parts, documents=documents, learned=learned)
+    def _derive(
+        self,
+        ids: Tensor,
+        valid: Tensor,
+        learned: Tensor | None,
+        documents: DocumentCounts | None = None,
+    ) -> RankBatch:
+        fields = rank_fields(
+            ids,
+            valid,
+            self._config,
+            self._bounds,
+            parts=self._parts,
+            documents=documents,
+            learned=learned,
+        )
         batch = RankBatch({name: field for name, field in fields.items() if name in self._fields})
         batch.longest = None if documents is None else documents.longest
         return batch
 
 
 def talks_on_cpu(group: dist.ProcessGroup | None) -> bool:
-    """Whether tensors of the CPU can be sent in a group: not with NCCL alone. True where there is nobody to send to."""
+    """Whether tensors of the CPU can be sent in a group: not with NCCL alone.
+
+    True where there is nobody to send to.
+    """
     if group is None:
         return True
     try:
@@ -387,6 +493,10 @@ def rank_device(device: torch.device | str | None, ranks: Ranks) -> torch.device
 
 
 def stage_fields(ranks: Ranks, every_stage: bool) -> tuple[str, ...]:
-    """The fields that this rank's pipeline stage needs; none in the middle, unless every stage is asked for its positions."""
-    fields = ((*FIRST, *BOTH) if ranks.is_first_stage else ()) + ((*LAST, *BOTH) if ranks.is_last_stage else ())
+    """The fields that this rank's pipeline stage needs; none in the middle, unless every stage is
+    asked for its positions.
+    """
+    fields = ((*FIRST, *BOTH) if ranks.is_first_stage else ()) + (
+        (*LAST, *BOTH) if ranks.is_last_stage else ()
+    )
     return tuple(dict.fromkeys(fields + (MIDDLE if every_stage else ())))

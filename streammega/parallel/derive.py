@@ -1,4 +1,6 @@
-"""The fields of a rank: from ids in their stored width, on the device that trains, of the tokens that it keeps."""
+"""The fields of a rank: from ids in their stored width, on the device that trains, of the tokens
+that it keeps.
+"""
 
 from __future__ import annotations
 
@@ -19,14 +21,17 @@ __all__ = ["device_fields", "needs_whole_samples", "rank_fields", "torch_dtype"]
 
 
 def needs_whole_samples(config: DataConfig) -> bool:
-    """Whether some field of a part depends on tokens before it: then every context-parallel rank reads whole samples."""
+    """Whether some field of a part depends on tokens before it: then every context-parallel rank
+    reads whole samples.
+    """
     return config.reset_position_ids or config.reset_attention_mask or config.create_attention_mask
 
 
 class DocumentCounts(NamedTuple):
     """What the shapes of a micro-batch's document bounds depend on, known where its ids were read.
 
-    most, most_kept: documents of the sample that has most, and of what a rank keeps of it; longest: tokens of the longest of all.
+    most, most_kept: documents of the sample that has most, and of what a rank keeps of it; longest:
+    tokens of the longest of all.
     """
 
     most: int
@@ -35,7 +40,9 @@ class DocumentCounts(NamedTuple):
 
 
 def documents_of(ids: Tensor, valid: Tensor, config: DataConfig, bounds: Bounds) -> DocumentCounts:
-    """The same numbers as those of the bounds that a device makes of ids [samples, S + 1], on the host."""
+    """The same numbers as those of the bounds that a device makes of ids [samples, S + 1], on the
+    host.
+    """
     length = config.sequence_length
     tokens = ids[:, :length].numpy().astype(np.int64)
     if int(valid.min()) < length:
@@ -55,30 +62,46 @@ def rank_fields(
     documents: DocumentCounts | None = None,
     learned: Tensor | None = None,
 ) -> Batch:
-    """tokens, labels, loss_mask, position_ids [samples, kept], and what the config adds, of the tokens that a rank keeps.
+    """tokens, labels, loss_mask, position_ids [samples, kept], and what the config adds, of the
+    tokens that a rank keeps.
 
-    Args:
-        ids: in the stored dtype, [samples, S + 1]; or with `parts` [samples * len(bounds), P + 1], the rows of a sample in order.
-        valid: int64 [rows of ids], how many ids of a row are not padding.
-        bounds: [start, stop) of the kept parts; one of [0, S) where everything is kept.
-        parts: the rows are the parts, already.
-        documents: of these ids; None: where they are needed, the host waits for the device to count them.
-        learned: bool, of each of `ids`: there is no loss where a label is not learned; None: all are.
+    Args: ids: in the stored dtype, [samples, S + 1]; or with `parts` [samples * len(bounds), P +
+        1], the rows of a sample in order. valid: int64 [rows of ids], how many ids of a row are not
+        padding. bounds: [start, stop) of the kept parts; one of [0, S) where everything is kept.
+        parts: the rows are the parts, already. documents: of these ids; None: where they are
+        needed, the host waits for the device to count them. learned: bool, of each of `ids`: there
+        is no loss where a label is not learned; None: all are.
     """
     if not parts:
         batch = _fields(ids, valid, config, documents, learned)
-        return batch if len(bounds) == 1 else split_batch(batch, bounds, documents and documents.most_kept)
+        return (
+            batch
+            if len(bounds) == 1
+            else split_batch(batch, bounds, documents and documents.most_kept)
+        )
     if needs_whole_samples(config):
-        raise ConfigError("document bounds need whole samples: open the loader without cp_rank and cp_size, or by open_loader")
-    count, length = len(bounds), bounds[0][1] - bounds[0][0]
+        raise ConfigError(
+            "document bounds need whole samples: open the loader without cp_rank and cp_size, or by open_loader"
+        )
+    count = len(bounds)
+    length = bounds[0][1] - bounds[0][0]
     batch = _fields(ids, valid, replace(config, sequence_length=length), None, learned)
     samples = len(ids) // count
-    kept = {name: batch[name].reshape(samples, count * length) for name in ("tokens", "labels", "loss_mask")}
+    kept = {
+        name: batch[name].reshape(samples, count * length)
+        for name in ("tokens", "labels", "loss_mask")
+    }
     starts = torch.cat([torch.arange(start, stop, device=ids.device) for start, stop in bounds])
     return kept | {"position_ids": starts.repeat(samples, 1)}
 
 
-def _fields(ids: Tensor, valid: Tensor, config: DataConfig, documents: DocumentCounts | None, learned: Tensor | None) -> Batch:
+def _fields(
+    ids: Tensor,
+    valid: Tensor,
+    config: DataConfig,
+    documents: DocumentCounts | None,
+    learned: Tensor | None,
+) -> Batch:
     if ids.device.type == "cpu":
         batch = batch_fields(ids, valid, config, bounds=True)
     else:

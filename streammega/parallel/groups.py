@@ -19,8 +19,9 @@ GROUPS = ("tp", "cp", "pp", "dp", "dp-cp", "tp-pp", "embedding", WORLD)
 class Ranks:
     """This rank of a layout: coordinates, and a process group for every name in GROUPS.
 
-    Every process of the world makes one, at the same place of its program: groups are made collectively, once for each set of
-    ranks. Without torch.distributed it is the one rank of a world of one.
+    Every process of the world makes one, at the same place of its program: groups are made
+    collectively, once for each set of ranks. Without torch.distributed it is the one rank of a
+    world of one.
 
     Args:
         layout: of all ranks of the world.
@@ -64,7 +65,9 @@ class Ranks:
         """Whether this rank computes the loss."""
         return self.at["pp"] == self.layout.pp - 1
 
-    def all_reduce(self, tensor: torch.Tensor, name: str, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM) -> torch.Tensor:
+    def all_reduce(
+        self, tensor: torch.Tensor, name: str, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM
+    ) -> torch.Tensor:
         """Reduce in place over the named group, where it has others."""
         group = self.group(name)
         if group is not None:
@@ -72,13 +75,24 @@ class Ranks:
         return tensor
 
 
-def device_mesh(layout: ParallelLayout, device_type: str, names: Sequence[str] = ("pp", "dp", "cp", "tp")) -> DeviceMesh:
-    """A DeviceMesh over all ranks of a layout, with these dimensions. `ParallelLayout.from_mesh` goes the other way."""
-    return DeviceMesh(device_type, torch.from_numpy(layout.grid(names)), mesh_dim_names=tuple(names))
+def device_mesh(
+    layout: ParallelLayout, device_type: str, names: Sequence[str] = ("pp", "dp", "cp", "tp")
+) -> DeviceMesh:
+    """A DeviceMesh over all ranks of a layout, with these dimensions.
+
+    `ParallelLayout.from_mesh` goes the other way.
+    """
+    return DeviceMesh(
+        device_type, torch.from_numpy(layout.grid(names)), mesh_dim_names=tuple(names)
+    )
 
 
-def _make_groups(layout: ParallelLayout, rank: int, timeout: timedelta | None) -> dict[tuple[int, ...], dist.ProcessGroup]:
-    """A process group for every set of at least two ranks, made in the same order by all; those of this rank are kept."""
+def _make_groups(
+    layout: ParallelLayout, rank: int, timeout: timedelta | None
+) -> dict[tuple[int, ...], dist.ProcessGroup]:
+    """A process group for every set of at least two ranks, made in the same order by all; those of
+    this rank are kept.
+    """
     own: dict[tuple[int, ...], dist.ProcessGroup] = {}
     made: set[tuple[int, ...]] = set()
     for name in GROUPS:

@@ -29,31 +29,43 @@ BLEND_NAMES = ("dataset_index", "dataset_sample_index")
 
 
 class BlendedDataset(torch.utils.data.Dataset[Batch]):
-    """Samples of several datasets in Megatron's order: sample k is sample dataset_sample_index[k] of dataset_index[k].
+    """Samples of several datasets in Megatron's order: sample k is sample dataset_sample_index[k]
+    of dataset_index[k].
 
     `blended[k]` has the fields of a GPTDataset and "dataset_id", an int64 scalar.
 
-    Args:
-        datasets: of one config and split; a blend of blends is refused.
-        weights: relative weights; with `size` None the datasets' lengths, all samples of which are taken.
-        size: samples of the blend.
+    Args: datasets: of one config and split; a blend of blends is refused. weights: relative
+        weights; with `size` None the datasets' lengths, all samples of which are taken. size:
+        samples of the blend.
 
-    Raises ConfigError when the blend takes more of a dataset than it has, naming it and both numbers.
+    Raises ConfigError when the blend takes more of a dataset than it has, naming it and both
+    numbers.
     """
 
-    def __init__(self, datasets: Sequence[GPTDataset], weights: Sequence[float], size: int | None) -> None:
+    def __init__(
+        self, datasets: Sequence[GPTDataset], weights: Sequence[float], size: int | None
+    ) -> None:
         if not datasets or len(datasets) != len(weights):
-            raise ConfigError(f"a blend needs as many weights as datasets, got {len(weights)} for {len(datasets)}")
+            raise ConfigError(
+                f"a blend needs as many weights as datasets, got {len(weights)} for {len(datasets)}"
+            )
         if len(datasets) > MOST_DATASETS:
-            raise ConfigError(f"the blend has {len(datasets)} datasets; there may be {MOST_DATASETS}")
+            raise ConfigError(
+                f"the blend has {len(datasets)} datasets; there may be {MOST_DATASETS}"
+            )
         for dataset in datasets:
             if not isinstance(dataset, GPTDataset):
                 raise ConfigError(
                     f"a blend is made of GPT datasets, not of {type(dataset).__name__}: blends of blends have no order"
                 )
-        if size is None and [int(weight) for weight in weights] != [len(dataset) for dataset in datasets]:
-            raise ConfigError("a blend without a size takes every sample once: its weights are the lengths of its datasets")
-        self.datasets, self.size = list(datasets), size
+        if size is None and [int(weight) for weight in weights] != [
+            len(dataset) for dataset in datasets
+        ]:
+            raise ConfigError(
+                "a blend without a size takes every sample once: its weights are the lengths of its datasets"
+            )
+        self.datasets = list(datasets)
+        self.size = size
         self.weights = list(weights) if size is None else normalized(weights)
         self.config: DataConfig = datasets[0].config
         self.split = datasets[0].split
@@ -66,7 +78,8 @@ class BlendedDataset(torch.utils.data.Dataset[Batch]):
         number = 0 if index is None else index + len(self) if index < 0 else index
         if not 0 <= number < len(self):
             raise IndexError(f"sample {index} of {len(self)} in the {self.split} blend")
-        dataset, sample = int(self.dataset_index[number]), int(self.dataset_sample_index[number])
+        dataset = int(self.dataset_index[number])
+        sample = int(self.dataset_sample_index[number])
         self._check(np.array([dataset]), np.array([sample]))
         fields = self.datasets[dataset][sample]
         if index is None:
@@ -100,16 +113,24 @@ class BlendedDataset(torch.utils.data.Dataset[Batch]):
         self._check(dataset, sample)
         present = np.unique(dataset)
         return merge_extents(
-            [(int(d), at, self.datasets[d].locate(sample[at])) for d in present for at in [np.flatnonzero(dataset == d)]]
+            [
+                (int(d), at, self.datasets[d].locate(sample[at]))
+                for d in present
+                for at in [np.flatnonzero(dataset == d)]
+            ]
         )
 
     def _check(self, dataset: NDArray[np.int64], sample: NDArray[np.int64]) -> None:
-        """Raise CacheError if the cached indices name samples that do not exist: their files may be damaged."""
+        """Raise CacheError if the cached indices name samples that do not exist: their files may be
+        damaged.
+        """
         if not len(dataset):
             return
         dataset_file, sample_file = self.index_files()
         if int(dataset.min()) < 0 or int(dataset.max()) >= len(self.datasets):
-            raise damaged_array(f"{dataset_file}: names a dataset that is not one of the {len(self.datasets)}")
+            raise damaged_array(
+                f"{dataset_file}: names a dataset that is not one of the {len(self.datasets)}"
+            )
         if int(sample.min()) < 0 or (sample >= self._lengths[dataset]).any():
             raise damaged_array(f"{sample_file}: names a sample that its dataset has not")
 
@@ -119,23 +140,35 @@ class BlendedDataset(torch.utils.data.Dataset[Batch]):
         return np.array([len(dataset) for dataset in self.datasets], np.int64)
 
     def read(self, sample_ids: NDArray[np.int64]) -> tuple[NDArray[Any], NDArray[np.int64]]:
-        """Token ids of samples, [n, S + a] in the widest stored dtype, and how many of them each has."""
+        """Token ids of samples, [n, S + a] in the widest stored dtype, and how many of them each
+        has.
+        """
         return read_samples(self, sample_ids)
 
     def identity(self, consumed: int | None = None) -> dict[str, Any]:
         """The scalars that define the order, and a digest and weight of each dataset."""
         own = self.datasets[0].identity()
-        shared = {name: own[name] for name in own if name not in ("dataset", "sequences", "num_samples")}
+        shared = {
+            name: own[name] for name in own if name not in ("dataset", "sequences", "num_samples")
+        }
         parts = [f"{d.key[:12]}*{w:.8g}" for d, w in zip(self.datasets, self.weights, strict=True)]
-        return shared | {"num_samples": len(self), "exhaustive": self.size is None, "datasets": parts}
+        return shared | {
+            "num_samples": len(self),
+            "exhaustive": self.size is None,
+            "datasets": parts,
+        }
 
     def index_files(self) -> list[Path]:
         """The cached files of the two indices."""
-        return [cache_dir(self.config) / "order" / f"{self._key}-{name}.npy" for name in BLEND_NAMES]
+        return [
+            cache_dir(self.config) / "order" / f"{self._key}-{name}.npy" for name in BLEND_NAMES
+        ]
 
     @property
     def _key(self) -> str:
-        description = json.dumps([self.weights, self.size, [len(dataset) for dataset in self.datasets]])
+        description = json.dumps(
+            [self.weights, self.size, [len(dataset) for dataset in self.datasets]]
+        )
         return f"{hashlib.blake2b(description.encode(), digest_size=16).hexdigest()}-BlendedDataset-{self.split}"
 
     @cached_property
@@ -144,9 +177,14 @@ class BlendedDataset(torch.utils.data.Dataset[Batch]):
         rows = (sum(lengths) if self.size is None else self.size,)
 
         def build() -> dict[str, NDArray[Any]]:
-            return dict(zip(BLEND_NAMES, blend_indices(self.weights, self.size, lengths), strict=True))
+            return dict(
+                zip(BLEND_NAMES, blend_indices(self.weights, self.size, lengths), strict=True)
+            )
 
-        kinds: dict[str, ArrayKind] = {"dataset_index": ((np.int16,), rows), "dataset_sample_index": ((np.int64,), rows)}
+        kinds: dict[str, ArrayKind] = {
+            "dataset_index": ((np.int16,), rows),
+            "dataset_sample_index": ((np.int64,), rows),
+        }
         arrays: dict[str, Any] = cached_arrays(
             cache_dir(self.config) / "order", self._key, kinds, build, shared_folder(self.config)
         )
@@ -157,16 +195,22 @@ class BlendedDataset(torch.utils.data.Dataset[Batch]):
 
 
 def merge_extents(parts: Sequence[tuple[int, NDArray[np.int64], Extents]]) -> Extents:
-    """One Extents from those of several datasets: (dataset, places of its samples among all, their extents)."""
+    """One Extents from those of several datasets: (dataset, places of its samples among all, their
+    extents).
+    """
     total = sum(len(at) for _, at, _ in parts)
     runs = np.zeros(total, np.int64)
     for _, at, extents in parts:
         runs[at] = np.diff(extents.row_splits)
     splits = np.concatenate([np.zeros(1, np.int64), np.cumsum(runs)])
-    dataset, file = np.empty(splits[-1], np.int32), np.empty(splits[-1], np.int32)
-    start, stop = np.empty(splits[-1], np.int64), np.empty(splits[-1], np.int64)
+    dataset = np.empty(splits[-1], np.int32)
+    file = np.empty(splits[-1], np.int32)
+    start = np.empty(splits[-1], np.int64)
+    stop = np.empty(splits[-1], np.int64)
     for number, at, extents in parts:
-        own = np.repeat(splits[at] - extents.row_splits[:-1], np.diff(extents.row_splits)) + np.arange(len(extents.start))
+        own = np.repeat(
+            splits[at] - extents.row_splits[:-1], np.diff(extents.row_splits)
+        ) + np.arange(len(extents.start))
         dataset[own], file[own] = number, extents.file
         start[own], stop[own] = extents.start, extents.stop
     return Extents(row_splits=splits, dataset=dataset, file=file, start=start, stop=stop)

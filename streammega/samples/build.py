@@ -22,20 +22,29 @@ from streammega.storage.fetch.threads import each
 SplitDataset: TypeAlias = "GPTDataset | BlendedDataset | list[GPTDataset]"
 
 
-def build_datasets(config: DataConfig, num_samples: Sequence[int | None] | None = None) -> tuple[SplitDataset | None, ...]:
-    """The train, valid and test datasets; None where the split has no share or nothing is asked of it.
+def build_datasets(
+    config: DataConfig, num_samples: Sequence[int | None] | None = None
+) -> tuple[SplitDataset | None, ...]:
+    """The train, valid and test datasets; None where the split has no share or nothing is asked of
+    it.
 
     `num_samples` (train, valid, test) overrides the config's; None: one epoch of everything. With
-    `multiple_validation_sets`, valid is a list of datasets. The Megatron order (or `sequential`); the stream order builds
-    nothing. Raises ConfigError for a split or blend that cannot be served, StorageError and FormatError for the files.
+    `multiple_validation_sets`, valid is a list of datasets. The Megatron order (or `sequential`);
+    the stream order builds nothing. Raises ConfigError for a split or blend that cannot be served,
+    StorageError and FormatError for the files.
     """
     wanted = list(num_samples or config.num_samples or (None, None, None))
     opened: dict[str, IndexedDataset] = {}
-    return tuple(build_split(config, split, wanted[number], opened) for number, split in enumerate(SPLITS))
+    return tuple(
+        build_split(config, split, wanted[number], opened) for number, split in enumerate(SPLITS)
+    )
 
 
 def build_split(
-    config: DataConfig, split: str, num_samples: int | None, opened: dict[str, IndexedDataset] | None = None
+    config: DataConfig,
+    split: str,
+    num_samples: int | None,
+    opened: dict[str, IndexedDataset] | None = None,
 ) -> SplitDataset | None:
     """One split. `opened` keeps pairs that several splits share."""
     opened = {} if opened is None else opened
@@ -46,19 +55,27 @@ def build_split(
     blend = split_blend(config, split)
     if blend is None:
         return None
-    # As Megatron builds them: the only dataset of a split is blended with itself where `blend` gives it a weight, never where
-    # `blend_per_split` does.
+    # As Megatron builds them: the only dataset of a split is blended with itself where `blend`
+    # gives it a weight, never where `blend_per_split` does.
     alone = len(blend.prefixes) == 1 and (blend.weights is None or config.blend is None)
     if alone:
         return _single(config, blend.prefixes[0], blend.shares, split, num_samples, opened)
     if split == "valid" and config.multiple_validation_sets:
-        sets = [_single(config, prefix, blend.shares, split, num_samples, opened) for prefix in blend.prefixes]
+        sets = [
+            _single(config, prefix, blend.shares, split, num_samples, opened)
+            for prefix in blend.prefixes
+        ]
         return [dataset for dataset in sets if dataset is not None]
     return _blended(config, blend, split, num_samples, opened)
 
 
 def _single(
-    config: DataConfig, prefix: str, shares: str, split: str, num_samples: int | None, opened: dict[str, IndexedDataset]
+    config: DataConfig,
+    prefix: str,
+    shares: str,
+    split: str,
+    num_samples: int | None,
+    opened: dict[str, IndexedDataset],
 ) -> GPTDataset | None:
     if prefix not in opened:
         opened[prefix] = IndexedDataset(prefix, config.storage, config.index_cache_dir)
@@ -76,7 +93,10 @@ def _blended(
     num_samples: int | None,
     opened: dict[str, IndexedDataset],
 ) -> BlendedDataset | None:
-    """Weights with a size: a weighted blend. No weights: in proportion to the lengths, everything when no size is asked."""
+    """Weights with a size: a weighted blend.
+
+    No weights: in proportion to the lengths, everything when no size is asked.
+    """
     prefixes = blend.prefixes
     weights: Sequence[float] | None = blend.weights
     if weights is not None and num_samples is None:
@@ -90,13 +110,19 @@ def _blended(
         weights = normalized(weights)
         asked = samples_asked(weights, num_samples, config.surplus)
     wanted = list(zip(prefixes, asked, strict=True))
-    parts = each(lambda one: _single(config, one[0], blend.shares, split, one[1], opened), wanted, OPENERS)
+    parts = each(
+        lambda one: _single(config, one[0], blend.shares, split, one[1], opened), wanted, OPENERS
+    )
     datasets = [part for part in parts if part is not None]
     if len(datasets) > 1 and not config.mix_tokenizers:
-        check_tokenizers([(part.indexed.prefix, part.indexed.tokenizers) for part in datasets], config)
+        check_tokenizers(
+            [(part.indexed.prefix, part.indexed.tokenizers) for part in datasets], config
+        )
     if len(datasets) < len(prefixes):
         return None  # the split string gives this split no share
     if weights is not None and num_samples is not None:
         return BlendedDataset(datasets, weights, sum(samples_asked(weights, num_samples, 0.0)))
     lengths = [len(dataset) for dataset in datasets]
-    return BlendedDataset(datasets, lengths, None if num_samples is None else min(num_samples, sum(lengths)))
+    return BlendedDataset(
+        datasets, lengths, None if num_samples is None else min(num_samples, sum(lengths))
+    )

@@ -1,7 +1,8 @@
-"""Token ids to the fields of a batch: tokens, labels, loss_mask, position_ids, and what describes documents.
+"""Token ids to the fields of a batch: tokens, labels, loss_mask, position_ids, and what describes
+documents.
 
-The functions of `__all__` are public, for ids from anywhere. They take NumPy arrays or torch tensors of any integer dtype; what
-they return is contiguous, and memory of its own.
+The functions of `__all__` are public, for ids from anywhere. They take NumPy arrays or torch
+tensors of any integer dtype; what they return is contiguous, and memory of its own.
 """
 
 from __future__ import annotations
@@ -40,40 +41,55 @@ NO_ID = -1
 """Stands for an eod_id or pad_id that there is not: no stored id."""
 
 
-def batch_fields(ids: IdsLike, valid: IdsLike | None, config: FieldsConfig, *, bounds: bool = False) -> Batch:
+def batch_fields(
+    ids: IdsLike, valid: IdsLike | None, config: FieldsConfig, *, bounds: bool = False
+) -> Batch:
     """The fields of samples as Megatron makes them, from ids of any source.
 
-    "tokens", "labels", "position_ids": int64 [samples, S]; "loss_mask": float32 [samples, S], zero where there is no label.
-    Labels are shifted already: labels[:, i] is the token after tokens[:, i]. Models of Hugging Face shift what they get as
-    `labels`: give these as `shift_labels`. With create_attention_mask also "attention_mask"; with `bounds` and
-    reset_attention_mask also "cu_seqlens".
+    "tokens", "labels", "position_ids": int64 [samples, S]; "loss_mask": float32 [samples, S], zero
+    where there is no label. Labels are shifted already: labels[:, i] is the token after tokens[:,
+    i]. Models of Hugging Face shift what they get as `labels`: give these as `shift_labels`. With
+    create_attention_mask also "attention_mask"; with `bounds` and reset_attention_mask also
+    "cu_seqlens".
 
-    Args:
-        ids: [samples, S + 1], or [samples, S] where the last token has no label; an array or tensor of integers. For ids on an
+    Args: ids: [samples, S + 1], or [samples, S] where the last token has no label; an array or
+        tensor of integers. For ids on an
             accelerator, the fields are made there.
         valid: integers [samples], how many ids of each row are not padding; None: all of them.
         config: sequence_length and the fields wanted, a FieldsConfig or DataConfig.
         bounds: add "cu_seqlens", whose width differs from batch to batch.
 
-    Raises ConfigError for ids of another shape or kind, FormatError for an id at or past `vocab_size`, when the config gives one.
+    Raises ConfigError for ids of another shape or kind, FormatError for an id at or past
+    `vocab_size`, when the config gives one.
     """
     if isinstance(ids, Tensor) and ids.device.type != "cpu":
         return _fields_there(ids, valid, config, bounds)
-    length, stored = config.sequence_length, _array(ids, "ids")
+    length = config.sequence_length
+    stored = _array(ids, "ids")
     _check_ids(stored.dtype.kind in "iu", str(stored.dtype), stored.shape, length)
     if stored.dtype == np.uint64 and (stored >> np.uint64(63)).any():
         raise FormatError(
             f"token id {stored.max()} is no int64, which tokens are; are these bytes the ids that they are taken for?"
         )
-    counts = _valid_counts(_array(valid, "valid"), stored.shape) if valid is not None else np.full(len(stored), stored.shape[1])
-    tokens, labels = new_memory((len(stored), length), torch.int64), new_memory((len(stored), length), torch.int64)
+    counts = (
+        _valid_counts(_array(valid, "valid"), stored.shape)
+        if valid is not None
+        else np.full(len(stored), stored.shape[1])
+    )
+    tokens = new_memory((len(stored), length), torch.int64)
+    labels = new_memory((len(stored), length), torch.int64)
     tokens.numpy()[:] = stored[:, :length]
     labels.numpy()[:, : stored.shape[1] - 1] = stored[:, 1:]
-    derived = derive(tokens, labels, counts, config, unsigned=stored.dtype.kind == "u", allocate=new_memory)
-    mask, positions = derived.loss_mask, derived.position_ids
+    derived = derive(
+        tokens, labels, counts, config, unsigned=stored.dtype.kind == "u", allocate=new_memory
+    )
+    mask = derived.loss_mask
+    positions = derived.position_ids
     batch = {"tokens": tokens, "labels": labels}
     batch["loss_mask"] = plain_mask(tuple(tokens.shape), new_memory) if mask is None else mask
-    batch["position_ids"] = plain_positions(tuple(tokens.shape), new_memory) if positions is None else positions
+    batch["position_ids"] = (
+        plain_positions(tuple(tokens.shape), new_memory) if positions is None else positions
+    )
     seqlens = derived.cu_seqlens[0] if derived.cu_seqlens else None
     if bounds and seqlens is not None:
         batch["cu_seqlens"] = seqlens
@@ -82,15 +98,21 @@ def batch_fields(ids: IdsLike, valid: IdsLike | None, config: FieldsConfig, *, b
     return batch
 
 
-def loss_mask(tokens: IdsLike, labels: IdsLike, *, pad_id: int = NO_ID, eod_id: int | None = None) -> Tensor:
-    """float32 [samples, S]: 0 where the label is pad_id and, if given, where the token is eod_id; else 1.
+def loss_mask(
+    tokens: IdsLike, labels: IdsLike, *, pad_id: int = NO_ID, eod_id: int | None = None
+) -> Tensor:
+    """float32 [samples, S]: 0 where the label is pad_id and, if given, where the token is eod_id;
+    else 1.
 
-    tokens, labels: integers [samples, S]. pad_id: -1 stands for padding where a tokenizer has none, as in Megatron.
-    Raises ConfigError for other shapes and kinds.
+    tokens, labels: integers [samples, S]. pad_id: -1 stands for padding where a tokenizer has none,
+    as in Megatron. Raises ConfigError for other shapes and kinds.
     """
-    inputs, targets = _matrix(tokens, "tokens"), _matrix(labels, "labels")
+    inputs = _matrix(tokens, "tokens")
+    targets = _matrix(labels, "labels")
     if inputs.shape != targets.shape:
-        raise ConfigError(f"tokens are {list(inputs.shape)}, labels {list(targets.shape)}; a loss mask needs one label a token")
+        raise ConfigError(
+            f"tokens are {list(inputs.shape)}, labels {list(targets.shape)}; a loss mask needs one label a token"
+        )
     mask = new_memory(inputs.shape, torch.float32)
     make_mask(inputs, targets, pad_id, _or_none(eod_id), eod_id is not None, mask.numpy())
     return mask
@@ -110,21 +132,25 @@ def position_ids(tokens: IdsLike, *, eod_id: int | None = None) -> Tensor:
 
 
 def cu_seqlens(tokens: IdsLike, eod_id: int) -> Tensor:
-    """Document bounds of samples, int32 [samples, most documents + 1], from 0 to S; rows are filled up with S.
+    """Document bounds of samples, int32 [samples, most documents + 1], from 0 to S; rows are filled
+    up with S.
 
-    tokens: integers [samples, S]; a document ends with eod_id. The form that variable-length attention kernels take, row by row.
-    Raises ConfigError for other shapes and kinds.
+    tokens: integers [samples, S]; a document ends with eod_id. The form that variable-length
+    attention kernels take, row by row. Raises ConfigError for other shapes and kinds.
     """
     return _bounds_of([_matrix(tokens, "tokens")], eod_id, new_memory)[0]
 
 
 def attention_mask(tokens: IdsLike, *, eod_id: int | None = None) -> Tensor:
-    """bool [samples, 1, S, S], True where attention is forbidden: to later tokens and, if eod_id is given, over it.
+    """bool [samples, 1, S, S], True where attention is forbidden: to later tokens and, if eod_id is
+    given, over it.
 
     tokens: integers [samples, S]. Raises ConfigError for other shapes and kinds.
     """
     ids = _matrix(tokens, "tokens")
-    return causal_mask(len(ids), ids.shape[1], None if eod_id is None else cu_seqlens(ids, eod_id), new_memory)
+    return causal_mask(
+        len(ids), ids.shape[1], None if eod_id is None else cu_seqlens(ids, eod_id), new_memory
+    )
 
 
 # What the loader shares with these.
@@ -134,8 +160,8 @@ def attention_mask(tokens: IdsLike, *, eod_id: int | None = None) -> Tensor:
 class Derived:
     """What is derived from tokens and labels [samples, S].
 
-    loss_mask, position_ids: None where they would be plain: all ones, and 0 to S - 1. cu_seqlens: of each batch; None where
-    the config asks for none.
+    loss_mask, position_ids: None where they would be plain: all ones, and 0 to S - 1. cu_seqlens:
+    of each batch; None where the config asks for none.
     """
 
     loss_mask: Tensor | None
@@ -147,10 +173,11 @@ def derive(
     tokens: Tensor, labels: Tensor, valid: NDArray[np.int64], config: FieldsConfig, *, unsigned: bool, allocate: Allocate,
     rows: int | None = None,
 ) -> Derived:  # fmt: skip
-    """Loss mask, positions and document bounds of samples of which row r has valid[r] ids; padding among them becomes 0.
+    """Loss mask, positions and document bounds of samples of which row r has valid[r] ids; padding
+    among them becomes 0.
 
-    The mask is zero where the label is padding and, with eod_mask_loss, where the token is eod_id. Positions restart after
-    every eod_id with reset_position_ids.
+    The mask is zero where the label is padding and, with eod_mask_loss, where the token is eod_id.
+    Positions restart after every eod_id with reset_position_ids.
 
     Args:
         tokens, labels: int64 [samples, S], written to.
@@ -160,8 +187,11 @@ def derive(
 
     Raises FormatError for an id outside of the vocabulary.
     """
-    inputs, targets, shape = tokens.numpy(), labels.numpy(), tuple(tokens.shape)
-    pad, eod = config.effective_pad_id, _or_none(config.eod_id)
+    inputs = tokens.numpy()
+    targets = labels.numpy()
+    shape = tuple(tokens.shape)
+    pad = config.effective_pad_id
+    eod = _or_none(config.eod_id)
     partial = bool((valid <= shape[1]).any())
     if partial:
         fill_tails(inputs, valid, pad)
@@ -171,7 +201,9 @@ def derive(
         padding = _scan(inputs, targets, config)
     seqlens = None
     if config.reset_attention_mask:
-        seqlens = _bounds_of(np.split(inputs, shape[0] // (rows or shape[0] or 1) or 1), eod, allocate)
+        seqlens = _bounds_of(
+            np.split(inputs, shape[0] // (rows or shape[0] or 1) or 1), eod, allocate
+        )
     mask = positions = None
     if padding or config.eod_mask_loss:
         mask = allocate(shape, torch.float32)
@@ -194,7 +226,9 @@ def _bounds_of(batches: list[Ids], eod: int, allocate: Allocate) -> list[Tensor]
         found.append(bounds[:, : most + 1])
     memory = allocate((sum(bounds.size for bounds in found),), torch.int32)
     made = []
-    for bounds, part in zip(found, torch.split(memory, [bounds.size for bounds in found]), strict=True):
+    for bounds, part in zip(
+        found, torch.split(memory, [bounds.size for bounds in found]), strict=True
+    ):
         made.append(part.view(bounds.shape))
         made[-1].numpy()[:] = bounds
     return made
@@ -215,7 +249,9 @@ def plain_positions(shape: tuple[int, ...], allocate: Allocate) -> Tensor:
 
 
 def causal_mask(samples: int, length: int, bounds: Tensor | None, allocate: Allocate) -> Tensor:
-    """bool [samples, 1, S, S], True where attention is forbidden. bounds: cu_seqlens, where documents do not see each other."""
+    """bool [samples, 1, S, S], True where attention is forbidden. bounds: cu_seqlens, where
+    documents do not see each other.
+    """
     mask = allocate((samples, 1, length, length), torch.bool)
     firsts = np.zeros((samples, 1), np.int32) if bounds is None else bounds.numpy()
     forbid(firsts, mask.numpy()[:, 0])
@@ -228,7 +264,9 @@ def new_memory(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
 
 
 def check_ids(ids: NDArray[Any], config: FieldsConfig) -> None:
-    """Raise FormatError for an id that is neither padding nor within `vocab_size` of the config, where it has one."""
+    """Raise FormatError for an id that is neither padding nor within `vocab_size` of the config,
+    where it has one.
+    """
     if config.vocab_size is not None:
         _, low, high = scan_ids(ids, config.effective_pad_id)
         _check_vocabulary(low, high, config.vocab_size)
@@ -243,7 +281,9 @@ def torch_dtype(dtype: np.dtype[np.generic]) -> torch.dtype:
 def _scan(tokens: Ids, labels: Ids, config: FieldsConfig) -> int:
     """How many ids of samples are padding. Raises FormatError for one outside of the vocabulary."""
     padding, low, high = scan_ids(tokens, config.effective_pad_id)
-    last, last_low, last_high = scan_ids(np.ascontiguousarray(labels[:, -1:]), config.effective_pad_id)
+    last, last_low, last_high = scan_ids(
+        np.ascontiguousarray(labels[:, -1:]), config.effective_pad_id
+    )
     if config.vocab_size is not None:
         _check_vocabulary(min(low, last_low), max(high, last_high), config.vocab_size)
     return int(padding + last)
@@ -271,9 +311,19 @@ def _fields_there(ids: Tensor, valid: IdsLike | None, config: FieldsConfig, boun
     _check_ids(integers, str(ids.dtype), tuple(ids.shape), config.sequence_length)
     counts = np.full(len(ids), ids.shape[1])
     if valid is not None:
-        counts = _valid_counts(valid.cpu().numpy() if isinstance(valid, Tensor) else np.asarray(valid), tuple(ids.shape))
+        counts = _valid_counts(
+            valid.cpu().numpy() if isinstance(valid, Tensor) else np.asarray(valid),
+            tuple(ids.shape),
+        )
     if config.vocab_size is not None:
-        check_ids(np.where(np.arange(ids.shape[1]) < counts[:, None], ids.cpu().numpy(), config.effective_pad_id), config)
+        check_ids(
+            np.where(
+                np.arange(ids.shape[1]) < counts[:, None],
+                ids.cpu().numpy(),
+                config.effective_pad_id,
+            ),
+            config,
+        )
     return device_fields(ids, torch.from_numpy(counts).to(ids.device), config, bounds=bounds)
 
 
@@ -291,7 +341,9 @@ def _matrix(values: IdsLike, name: str) -> Ids:
     """Ids [samples, S] as contiguous int64."""
     array = _array(values, name)
     if array.dtype.kind not in "iu" or array.ndim != 2:
-        raise ConfigError(f"{name} are {array.dtype} {list(array.shape)}; they must be integers of the shape [samples, S]")
+        raise ConfigError(
+            f"{name} are {array.dtype} {list(array.shape)}; they must be integers of the shape [samples, S]"
+        )
     return np.ascontiguousarray(array, np.int64)
 
 
@@ -310,5 +362,7 @@ def _valid_counts(counts: NDArray[Any], shape: tuple[int, ...]) -> NDArray[np.in
             f"valid is {counts.dtype} {list(counts.shape)}; it must be integers of the shape [{shape[0]}], one a row"
         )
     if len(counts) and (counts.min() < 0 or counts.max() > shape[1]):
-        raise ConfigError(f"valid counts lie between {counts.min()} and {counts.max()}; rows have 0 to {shape[1]} ids")
+        raise ConfigError(
+            f"valid counts lie between {counts.min()} and {counts.max()}; rows have 0 to {shape[1]} ids"
+        )
     return np.ascontiguousarray(counts, np.int64)

@@ -1,4 +1,7 @@
-"""Fields from ids by torch, on the device that trains. Equal to what `samples.fields` makes by kernels for the CPU."""
+"""Fields from ids by torch, on the device that trains.
+
+Equal to what `samples.fields` makes by kernels for the CPU.
+"""
 
 from __future__ import annotations
 
@@ -9,15 +12,24 @@ from streammega.config import FieldsConfig
 
 
 def device_fields(
-    ids: Tensor, valid: Tensor, config: FieldsConfig, *, bounds: bool = True, most: int | None = None
+    ids: Tensor,
+    valid: Tensor,
+    config: FieldsConfig,
+    *,
+    bounds: bool = True,
+    most: int | None = None,
 ) -> dict[str, Tensor]:
-    """What `batch_fields` makes, by torch on any device, without waiting for it. Ids are not checked.
+    """What `batch_fields` makes, by torch on any device, without waiting for it. Ids are not
+    checked.
 
-    ids: [samples, S + 1] or [samples, S], of any integer dtype; valid: int64 [samples], ids of a row that are not padding.
-    most: documents of the row that has most; None: for cu_seqlens it is asked of the device, which the host then waits for.
+    ids: [samples, S + 1] or [samples, S], of any integer dtype; valid: int64 [samples], ids of a
+    row that are not padding. most: documents of the row that has most; None: for cu_seqlens it is
+    asked of the device, which the host then waits for.
     """
-    samples, length = len(ids), config.sequence_length
-    pad, eod = config.effective_pad_id, -1 if config.eod_id is None else config.eod_id
+    samples = len(ids)
+    length = config.sequence_length
+    pad = config.effective_pad_id
+    eod = -1 if config.eod_id is None else config.eod_id
     whole = torch.nn.functional.pad(_widen(ids), (0, length + 1 - ids.shape[1]), value=pad)
     column = torch.arange(length + 1, device=ids.device)
     whole = torch.where(column < valid[:, None], whole, pad)
@@ -41,7 +53,11 @@ def device_fields(
     if bounds and config.reset_attention_mask:
         batch["cu_seqlens"] = _cu_seqlens(first, most)
     if config.create_attention_mask:
-        later = torch.ones(length, length, dtype=torch.bool, device=ids.device).triu(1).expand(samples, -1, -1)
+        later = (
+            torch.ones(length, length, dtype=torch.bool, device=ids.device)
+            .triu(1)
+            .expand(samples, -1, -1)
+        )
         other = first[:, :, None] != first[:, None, :] if config.reset_attention_mask else later
         batch["attention_mask"] = (later | other)[:, None]
     return batch
@@ -61,6 +77,8 @@ def _cu_seqlens(first: Tensor, most: int | None) -> Tensor:
 def _widen(ids: Tensor) -> Tensor:
     """int64; where a device has no unsigned integers, their bits are widened by hand."""
     if ids.dtype in (torch.uint16, torch.uint32):
-        signed, mask = (torch.int16, 0xFFFF) if ids.dtype == torch.uint16 else (torch.int32, 0xFFFFFFFF)
+        signed, mask = (
+            (torch.int16, 0xFFFF) if ids.dtype == torch.uint16 else (torch.int32, 0xFFFFFFFF)
+        )
         return ids.view(signed).to(torch.int64) & mask
     return ids.to(torch.int64)

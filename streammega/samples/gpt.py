@@ -1,4 +1,6 @@
-"""GPT samples of one dataset: the Megatron order over a `.bin/.idx` pair, or its sequences as they lie."""
+"""GPT samples of one dataset: the Megatron order over a `.bin/.idx` pair, or its sequences as they
+lie.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,15 @@ from streammega.dataset.node_cache import SharedFolder, damaged_array
 from streammega.errors import ConfigError, FormatError
 from streammega.errors.redaction import redact_urls
 from streammega.order import Extents
-from streammega.order.megatron import INT32_MAX, GptIndices, GptShape, build_gpt_indices, gpt_shape, index_kinds, locate_gpt
+from streammega.order.megatron import (
+    INT32_MAX,
+    GptIndices,
+    GptShape,
+    build_gpt_indices,
+    gpt_shape,
+    index_kinds,
+    locate_gpt,
+)
 from streammega.samples.fields import Batch
 from streammega.samples.modes import modes_of_dataset
 from streammega.samples.read import Ids
@@ -41,7 +51,11 @@ def cache_dir(config: DataConfig) -> Path:
 
 def shared_folder(config: DataConfig) -> SharedFolder | None:
     """Where indices may have been published, if the config names a place."""
-    return SharedFolder(url=config.shared_index_url, storage=config.storage) if config.shared_index_url else None
+    return (
+        SharedFolder(url=config.shared_index_url, storage=config.storage)
+        if config.shared_index_url
+        else None
+    )
 
 
 def check_numbering(name: str, sequences: int) -> None:
@@ -69,9 +83,9 @@ def _checked_ids(indexed: IndexedDataset, ids: NDArray[np.int32]) -> NDArray[np.
 class GPTDataset(torch.utils.data.Dataset[Batch]):
     """Samples of `sequence_length` tokens from one split of a dataset, in Megatron's order.
 
-    `dataset[k]` is sample k as {"tokens", "labels", "loss_mask", "position_ids"}, each of shape [S];
-    `dataset[None]` is padding for a batch: the tokens of sample 0 without loss.
-    The three indices are built once per node and memory-mapped from `index_cache_dir` afterwards.
+    `dataset[k]` is sample k as {"tokens", "labels", "loss_mask", "position_ids"}, each of shape
+    [S]; `dataset[None]` is padding for a batch: the tokens of sample 0 without loss. The three
+    indices are built once per node and memory-mapped from `index_cache_dir` afterwards.
 
     Args:
         indexed: the open pair.
@@ -91,12 +105,20 @@ class GPTDataset(torch.utils.data.Dataset[Batch]):
         config: DataConfig,
         split: str = "train",
     ) -> None:
-        self.indexed, self.config, self.split = indexed, config, split
+        self.indexed = indexed
+        self.config = config
+        self.split = split
         check_numbering(indexed.prefix, len(indexed))
-        ids = np.arange(len(indexed), dtype=np.int32) if sequence_ids is None else _checked_ids(indexed, sequence_ids)
+        ids = (
+            np.arange(len(indexed), dtype=np.int32)
+            if sequence_ids is None
+            else _checked_ids(indexed, sequence_ids)
+        )
         self.sequence_ids: NDArray[np.int32] = ids
         if len(ids) == 0:
-            raise ConfigError(f"{indexed.prefix}: the {split} split holds no sequences; give it a larger share")
+            raise ConfigError(
+                f"{indexed.prefix}: the {split} split holds no sequences; give it a larger share"
+            )
         try:
             self.shape: GptShape = gpt_shape(
                 indexed.sequence_lengths,
@@ -127,7 +149,9 @@ class GPTDataset(torch.utils.data.Dataset[Batch]):
     def __getitem__(self, index: int | None) -> Batch:
         number = 0 if index is None else index + len(self) if index < 0 else index
         if not 0 <= number < len(self):
-            raise IndexError(f"sample {index} of {len(self)} in {redact_urls(self.indexed.prefix)} ({self.split})")
+            raise IndexError(
+                f"sample {index} of {len(self)} in {redact_urls(self.indexed.prefix)} ({self.split})"
+            )
         batch = sample_fields(self, np.array([number], np.int64))
         fields = {name: field[0] for name, field in batch.items()}
         if index is None:
@@ -155,7 +179,10 @@ class GPTDataset(torch.utils.data.Dataset[Batch]):
         return self._indices.shuffle_index
 
     def locate(self, sample_ids: NDArray[np.int64]) -> Extents:
-        """The token runs of samples, int64 [n], each in [0, len(self)). Raises CacheError if a cached index is damaged."""
+        """The token runs of samples, int64 [n], each in [0, len(self)).
+
+        Raises CacheError if a cached index is damaged.
+        """
         indexed = self.indexed
         try:
             return locate_gpt(
@@ -167,7 +194,9 @@ class GPTDataset(torch.utils.data.Dataset[Batch]):
                 self.shape,
             )
         except FormatError as error:
-            raise damaged_array(f"{cache_dir(self.config) / 'order' / self._files_key}-{error}") from None
+            raise damaged_array(
+                f"{cache_dir(self.config) / 'order' / self._files_key}-{error}"
+            ) from None
 
     def read(self, sample_ids: NDArray[np.int64]) -> tuple[Ids, NDArray[np.int64]]:
         """Token ids of samples, [n, S + a] in the stored dtype, and how many of them each has."""
@@ -175,7 +204,9 @@ class GPTDataset(torch.utils.data.Dataset[Batch]):
 
     @cached_property
     def digest(self) -> str:
-        """What the order depends on in this dataset, and nothing of where it lies: dtype and sequence lengths."""
+        """What the order depends on in this dataset, and nothing of where it lies: dtype and
+        sequence lengths.
+        """
         hasher = hashlib.blake2b(str(self.indexed.dtype).encode(), digest_size=8)
         hasher.update(np.ascontiguousarray(self.indexed.sequence_lengths).data)
         return hasher.hexdigest()
@@ -183,7 +214,10 @@ class GPTDataset(torch.utils.data.Dataset[Batch]):
     @cached_property
     def key(self) -> str:
         """A digest of everything that defines this order, 32 hex digits."""
-        description = json.dumps([self.identity(), hashlib.blake2b(self.sequence_ids.tobytes()).hexdigest()], sort_keys=True)
+        description = json.dumps(
+            [self.identity(), hashlib.blake2b(self.sequence_ids.tobytes()).hexdigest()],
+            sort_keys=True,
+        )
         return hashlib.blake2b(description.encode(), digest_size=16).hexdigest()
 
     def identity(self, consumed: int | None = None) -> dict[str, Any]:
@@ -227,7 +261,12 @@ class GPTDataset(torch.utils.data.Dataset[Batch]):
         return [folder / f"{self._files_key}-{name}.npy" for name in INDEX_NAMES]
 
     def _build(self, *, shuffled: bool) -> GptIndices:
-        log.info("building the %s order of %s: %d samples", self.split, redact_urls(self.indexed.prefix), len(self))
+        log.info(
+            "building the %s order of %s: %d samples",
+            self.split,
+            redact_urls(self.indexed.prefix),
+            len(self),
+        )
         seed = self.config.seed if shuffled else None
         return build_gpt_indices(self.indexed.sequence_lengths, self.sequence_ids, self.shape, seed)
 

@@ -1,4 +1,6 @@
-"""The stream order over stored datasets: headers and a few pointers are all that is read before the first sample."""
+"""The stream order over stored datasets: headers and a few pointers are all that is read before the
+first sample.
+"""
 
 from __future__ import annotations
 
@@ -37,27 +39,39 @@ log = logging.getLogger(__name__)
 
 
 class StreamSource:
-    """Samples of one split in the stream order. It has no end; `num_samples` of the config ends it, where given.
+    """Samples of one split in the stream order. It has no end; `num_samples` of the config ends it,
+    where given.
 
-    Raises ConfigError for a split or dataset that holds no sample, StorageError and FormatError for the files.
+    Raises ConfigError for a split or dataset that holds no sample, StorageError and FormatError for
+    the files.
     """
 
     def __init__(self, config: DataConfig, split: str, global_batch_size: int) -> None:
-        self.config, self.split = config, split
+        self.config = config
+        self.split = split
         if config.lanes is not None and config.lanes % global_batch_size:
             raise ConfigError(
                 f"lanes {config.lanes} is not a multiple of global_batch_size {global_batch_size}; change one of them"
             )
         blend = split_blend(config, split)
         if blend is None:
-            missing = f"split {config.split!r} leaves nothing" if config.blend is not None else "blend_per_split has no blend"
+            missing = (
+                f"split {config.split!r} leaves nothing"
+                if config.blend is not None
+                else "blend_per_split has no blend"
+            )
             raise ConfigError(f"{missing} for {split}")
         shares = blend.shares
-        opened = each(lambda name: _open_dataset(name, shares, split, config), blend.prefixes, OPENERS)
+        opened = each(
+            lambda name: _open_dataset(name, shares, split, config), blend.prefixes, OPENERS
+        )
         self.files: Sequence[Sequence[TokenFile]] = [files for files, _, _ in opened]
         self._datasets = [dataset for _, dataset, _ in opened]
         if len(opened) > 1 and not config.mix_tokenizers:
-            shards = [(name, [pair.files for pair in pairs]) for name, (_, _, pairs) in zip(blend.prefixes, opened, strict=True)]
+            shards = [
+                (name, [pair.files for pair in pairs])
+                for name, (_, _, pairs) in zip(blend.prefixes, opened, strict=True)
+            ]
             check_tokenizers([(name, tokenizers_of(files, name)) for name, files in shards], config)
         self._weights = blend.weights
         self.order = self._with_lanes(config.lanes or default_lanes(global_batch_size))
@@ -65,7 +79,9 @@ class StreamSource:
     @property
     def num_samples(self) -> int | None:
         """Samples the config asks of this split; None: no end."""
-        return self.config.num_samples[SPLITS.index(self.split)] if self.config.num_samples else None
+        return (
+            self.config.num_samples[SPLITS.index(self.split)] if self.config.num_samples else None
+        )
 
     def adopt_lanes(self, lanes: int) -> None:
         """Take the lanes of a saved state, unless the config names its own."""
@@ -77,12 +93,18 @@ class StreamSource:
         return self.order.locate(sample_ids)
 
     def identity(self, consumed: int | None = None) -> dict[str, Any]:
-        """The scalars that define the order, and a digest of sizes and dtype of each dataset with its share.
+        """The scalars that define the order, and a digest of sizes and dtype of each dataset with
+        its share.
 
-        Of the blend schedule it holds what began before `consumed`: the future may still be changed. None: all of it.
+        Of the blend schedule it holds what began before `consumed`: the future may still be
+        changed. None: all of it.
         """
         order = self.order
-        schedule = [(first, w) for first, w in order.schedule if first == 0 or consumed is None or first < consumed]
+        schedule = [
+            (first, w)
+            for first, w in order.schedule
+            if first == 0 or consumed is None or first < consumed
+        ]
         digests = [_digest(dataset) for dataset in order.datasets]
         shares = [_shares(weights) for _, weights in schedule]
         return {
@@ -94,13 +116,21 @@ class StreamSource:
             "seed": order.seed,
             "lanes": order.lanes,
             "block_bytes": order.block_bytes,
-            "datasets": [f"{digest}*{share}" for digest, share in zip(digests, shares[0], strict=True)],
-            "schedule": [[first, [float(w) for w in own]] for (first, _), own in zip(schedule[1:], shares[1:], strict=True)],
+            "datasets": [
+                f"{digest}*{share}" for digest, share in zip(digests, shares[0], strict=True)
+            ],
+            "schedule": [
+                [first, [float(w) for w in own]]
+                for (first, _), own in zip(schedule[1:], shares[1:], strict=True)
+            ],
         }
 
     def _with_lanes(self, lanes: int) -> StreamOrder:
-        config, extra = self.config, int(self.config.add_extra_token)
-        own = [dataset_samples(dataset, config.sequence_length, extra) for dataset in self._datasets]
+        config = self.config
+        extra = int(self.config.add_extra_token)
+        own = [
+            dataset_samples(dataset, config.sequence_length, extra) for dataset in self._datasets
+        ]
         weights = [float(weight) for weight in (self._weights or own)]
         later = [(first, list(segment)) for first, segment in config.blend_schedule or ()]
         order = StreamOrder(
@@ -122,12 +152,16 @@ class StreamSource:
 def _open_dataset(
     name: str, share: str, split: str, config: DataConfig
 ) -> tuple[list[TokenFile], StreamDataset, list[PairBounds]]:
-    """The files of a dataset, the parts of them that belong to a split (all pairs end to end, cut as a whole), and the pairs."""
+    """The files of a dataset, the parts of them that belong to a split (all pairs end to end, cut
+    as a whole), and the pairs.
+    """
     pairs = read_dataset(name, config.storage, config.index_cache_dir)
     counts = [pair.num_sequences for pair in pairs]
     bounds = split_bounds(share, sum(counts))[split]
     if bounds is None or bounds[0] == bounds[1]:
-        raise ConfigError(f"{name}: split {share!r} leaves nothing of its {sum(counts)} sequences for {split}")
+        raise ConfigError(
+            f"{name}: split {share!r} leaves nothing of its {sum(counts)} sequences for {split}"
+        )
     modes = modes_of_pairs(name, pairs, config)
     files = [
         TokenFile(
@@ -141,7 +175,8 @@ def _open_dataset(
         for pair, own in zip(pairs, modes, strict=True)
     ]
     itemsizes = {pair.dtype.itemsize for pair in pairs}
-    parts, first = [], 0
+    parts = []
+    first = 0
     for number, (pair, count) in enumerate(zip(pairs, counts, strict=True)):
         part = _part(pair, number, max(0, bounds[0] - first), min(count, bounds[1] - first))
         parts += [part] if part else []
@@ -153,7 +188,11 @@ def _open_dataset(
 def _warn_of_short(name: str, parts: Sequence[FilePart], shards: int, config: DataConfig) -> None:
     """Samples lie within a file: one that is shorter gives none, which nobody would notice."""
     extra = int(config.add_extra_token)
-    short = [part.tokens for part in parts if part.tokens and not samples_of(part.tokens, config.sequence_length, extra)]
+    short = [
+        part.tokens
+        for part in parts
+        if part.tokens and not samples_of(part.tokens, config.sequence_length, extra)
+    ]
     if short:
         log.warning(
             "%s: %d of its %d shards have fewer than the %d tokens of a sample; their %d tokens are never read in the "
@@ -181,6 +220,9 @@ def _shares(weights: Sequence[float]) -> list[str]:
 
 
 def _digest(dataset: StreamDataset) -> str:
-    """Of the token counts of a dataset's parts and its token width: what its order depends on. 12 hex digits."""
+    """Of the token counts of a dataset's parts and its token width: what its order depends on.
+
+    12 hex digits.
+    """
     sizes = np.array([[part.start, part.tokens] for part in dataset.parts], "<i8")
     return hashlib.blake2b(sizes.tobytes() + bytes([dataset.itemsize]), digest_size=6).hexdigest()

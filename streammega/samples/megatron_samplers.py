@@ -13,11 +13,13 @@ from streammega.order.rank_samples import check_batch_sizes, rank_samples
 
 
 class MegatronBatchSampler(torch.utils.data.Sampler[list[int]]):
-    """Sample numbers of this rank's micro-batches: `DataLoader(dataset, batch_sampler=MegatronBatchSampler(...))`.
+    """Sample numbers of this rank's micro-batches: `DataLoader(dataset,
+    batch_sampler=MegatronBatchSampler(...))`.
 
-    single: indices go up from consumed_samples; each run of micro_batch_size * dp_size is cut into dp_size contiguous parts.
-    cyclic: epochs without end, each permuted by a generator seeded with the epoch's number alone; an iteration ends with its
-    epoch. With data_sharding a rank stays within its own part of the data.
+    single: indices go up from consumed_samples; each run of micro_batch_size * dp_size is cut into
+    dp_size contiguous parts. cyclic: epochs without end, each permuted by a generator seeded with
+    the epoch's number alone; an iteration ends with its epoch. With data_sharding a rank stays
+    within its own part of the data.
 
     Args:
         total_samples: the dataset's length.
@@ -39,13 +41,24 @@ class MegatronBatchSampler(torch.utils.data.Sampler[list[int]]):
         check_batch_sizes(micro_batch_size * dp_size, micro_batch_size, dp_rank, dp_size)
         if kind not in ("single", "cyclic"):
             raise ConfigError(f"sampler {kind!r} is not one of 'single' and 'cyclic'")
-        if total_samples < (1 if kind == "single" and not drop_last else micro_batch_size * dp_size):
-            raise ConfigError(f"{total_samples} samples are less than one micro-batch of {micro_batch_size} on {dp_size} ranks")
+        if total_samples < (
+            1 if kind == "single" and not drop_last else micro_batch_size * dp_size
+        ):
+            raise ConfigError(
+                f"{total_samples} samples are less than one micro-batch of {micro_batch_size} on {dp_size} ranks"
+            )
         if kind == "single" and not 0 <= consumed_samples < total_samples:
-            raise StateError(f"{consumed_samples} samples are consumed of {total_samples}; nothing is left")
-        self.total_samples, self.consumed_samples = total_samples, consumed_samples
-        self.micro_batch_size, self.dp_rank, self.dp_size = micro_batch_size, dp_rank, dp_size
-        self.kind, self.data_sharding, self.drop_last = kind, data_sharding, drop_last
+            raise StateError(
+                f"{consumed_samples} samples are consumed of {total_samples}; nothing is left"
+            )
+        self.total_samples = total_samples
+        self.consumed_samples = consumed_samples
+        self.micro_batch_size = micro_batch_size
+        self.dp_rank = dp_rank
+        self.dp_size = dp_size
+        self.kind = kind
+        self.data_sharding = data_sharding
+        self.drop_last = drop_last
 
     def __iter__(self) -> Iterator[list[int]]:
         return self._single() if self.kind == "single" else self._cyclic()
@@ -54,22 +67,30 @@ class MegatronBatchSampler(torch.utils.data.Sampler[list[int]]):
         step = self.micro_batch_size * self.dp_size
         for first in range(self.consumed_samples, self.total_samples, step):
             if first + step <= self.total_samples:
-                yield rank_samples(first, self.micro_batch_size, self.dp_rank, self.dp_size, contiguous=True).tolist()
+                yield rank_samples(
+                    first, self.micro_batch_size, self.dp_rank, self.dp_size, contiguous=True
+                ).tolist()
             elif not self.drop_last:
                 low = first + self.dp_rank * self.micro_batch_size
                 yield list(range(low, min(low + self.micro_batch_size, self.total_samples)))
 
     def _cyclic(self) -> Iterator[list[int]]:
-        size, step = self.micro_batch_size, self.micro_batch_size * self.dp_size
+        size = self.micro_batch_size
+        step = self.micro_batch_size * self.dp_size
         active = self.total_samples - self.total_samples % step
         epoch, offset = divmod(self.consumed_samples, active)
         if offset % step:
-            raise StateError(f"{offset} samples into an epoch is inside a micro-batch of {size} on {self.dp_size} ranks")
+            raise StateError(
+                f"{offset} samples into an epoch is inside a micro-batch of {size} on {self.dp_size} ranks"
+            )
         generator = torch.Generator()
         generator.manual_seed(epoch)
         if self.data_sharding:
             bucket = self.total_samples // step * size
-            mine = self.dp_rank * bucket + torch.randperm(bucket, generator=generator)[offset // self.dp_size :]
+            mine = (
+                self.dp_rank * bucket
+                + torch.randperm(bucket, generator=generator)[offset // self.dp_size :]
+            )
         else:
             everything = torch.randperm(self.total_samples // size * size, generator=generator)
             mine = everything[offset:][self.dp_rank :: self.dp_size]

@@ -24,9 +24,11 @@ MODES = 256
 
 @dataclass(frozen=True, kw_only=True)
 class TokenModes:
-    """The modes of a file's tokens. `index`: where its sequences lie, and their modes; `learned`: bool [256], of mode m - 128.
+    """The modes of a file's tokens. `index`: where its sequences lie, and their modes; `learned`:
+    bool [256], of mode m - 128.
 
-    The arrays are opened when they are first needed, in each process by itself: they are maps of files.
+    The arrays are opened when they are first needed, in each process by itself: they are maps of
+    files.
     """
 
     index: IndexedDataset | ShardFiles
@@ -34,16 +36,21 @@ class TokenModes:
 
     @cached_property
     def arrays(self) -> tuple[NDArray[np.int64], NDArray[np.int8]]:
-        """(byte offset, mode) of each sequence. Raises FormatError where sequences do not lie in their order."""
+        """(byte offset, mode) of each sequence.
+
+        Raises FormatError where sequences do not lie in their order.
+        """
         source: Any = self.index if isinstance(self.index, IndexedDataset) else self.index.arrays()
-        offsets, modes = source.sequence_offsets.view(), source.sequence_modes.view()
+        offsets = source.sequence_offsets.view()
+        modes = source.sequence_modes.view()
         if (offsets[1:] < offsets[:-1]).any():
             name = self.index.prefix
             raise FormatError(
                 f"{name}: its sequences lie in no order, so tokens have no mode; convert it, or set loss_from_modes=False"
             )
         for array in (offsets, modes):
-            array.flags.writeable = False  # one kind of argument for the kernel, whether mapped or joined in memory
+            # one kind of argument for the kernel, whether mapped or joined in memory
+            array.flags.writeable = False
         return offsets, modes
 
     def __getstate__(self) -> dict[str, Any]:
@@ -51,23 +58,31 @@ class TokenModes:
 
 
 def modes_of_dataset(indexed: IndexedDataset, config: DataConfig) -> TokenModes | None:
-    """The modes that make the loss mask of an open dataset, as the config asks; None: all of it is learned."""
+    """The modes that make the loss mask of an open dataset, as the config asks; None: all of it is
+    learned.
+    """
     if config.loss_from_modes is False:
         return None
     table = _table(indexed.prefix, indexed.multimodal, indexed.loss_modes, config)
     return None if table is None else TokenModes(index=indexed, learned=table)
 
 
-def modes_of_pairs(name: str, pairs: Sequence[PairBounds], config: DataConfig) -> list[TokenModes | None]:
+def modes_of_pairs(
+    name: str, pairs: Sequence[PairBounds], config: DataConfig
+) -> list[TokenModes | None]:
     """The same for each shard of a dataset of which no index was read."""
     if config.loss_from_modes is False:
         return [None] * len(pairs)
     multimodal = all(pair.multimodal for pair in pairs)
     table = _table(name, multimodal, loss_modes_of([pair.files for pair in pairs], name), config)
-    return [None if table is None else TokenModes(index=pair.files, learned=table) for pair in pairs]
+    return [
+        None if table is None else TokenModes(index=pair.files, learned=table) for pair in pairs
+    ]
 
 
-def _table(name: str, multimodal: bool, named: tuple[int, ...] | None, config: DataConfig) -> NDArray[np.bool_] | None:
+def _table(
+    name: str, multimodal: bool, named: tuple[int, ...] | None, config: DataConfig
+) -> NDArray[np.bool_] | None:
     """Which modes are learned; None: no mask is made of them."""
     asked = config.loss_from_modes is True
     if named is None and not asked:

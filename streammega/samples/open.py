@@ -21,27 +21,43 @@ def open_source(config: DataConfig, split: str, global_batch_size: int) -> Sampl
     if config.order == "stream":
         return StreamSource(config, split, global_batch_size)
     wanted = config.num_samples[SPLITS.index(split)] if config.num_samples else None
-    if config.order == "megatron" and wanted is None and not (split == "valid" and config.full_validation):
+    if (
+        config.order == "megatron"
+        and wanted is None
+        and not (split == "valid" and config.full_validation)
+    ):
         raise ConfigError(
             "the Megatron order depends on how many samples are asked: set num_samples=(train, valid, test), for instance "
             "(train_iters * global_batch_size, 0, 0)"
         )
     source = build_split(config, split, wanted)
     if isinstance(source, list):
-        raise ConfigError("multiple_validation_sets makes several datasets: open each by a config of its own, or build_datasets")
+        raise ConfigError(
+            "multiple_validation_sets makes several datasets: open each by a config of its own, or build_datasets"
+        )
     if source is None:
-        raise ConfigError(f"split {config.split!r} with num_samples {config.num_samples} leaves nothing for {split}")
+        raise ConfigError(
+            f"split {config.split!r} with num_samples {config.num_samples} leaves nothing for {split}"
+        )
     return source
 
 
-def locate(config: DataConfig, sample_ids: ArrayLike, *, split: str = "train", global_batch_size: int = 1) -> Extents:
-    """Where samples of the global stream lie: arrays dataset, file, start, stop (in tokens), and `row_splits` of samples.
+def locate(
+    config: DataConfig, sample_ids: ArrayLike, *, split: str = "train", global_batch_size: int = 1
+) -> Extents:
+    """Where samples of the global stream lie: arrays dataset, file, start, stop (in tokens), and
+    `row_splits` of samples.
 
-    A pure function of sizes, seed and config; no token is read. In the stream order every sample is one row, and
-    `global_batch_size` chooses the lanes unless the config names them. In the others a sample may have several.
+    A pure function of sizes, seed and config; no token is read. In the stream order every sample is
+    one row, and `global_batch_size` chooses the lanes unless the config names them. In the others a
+    sample may have several.
     """
     ids = np.asarray(sample_ids, np.int64).reshape(-1)
     source = open_source(config, split, global_batch_size)
-    if len(ids) and (ids.min() < 0 or (source.num_samples is not None and ids.max() >= source.num_samples)):
-        raise IndexError(f"sample ids run from {ids.min()} to {ids.max()}; {split} has {source.num_samples}")
+    if len(ids) and (
+        ids.min() < 0 or (source.num_samples is not None and ids.max() >= source.num_samples)
+    ):
+        raise IndexError(
+            f"sample ids run from {ids.min()} to {ids.max()}; {split} has {source.num_samples}"
+        )
     return source.locate(ids)

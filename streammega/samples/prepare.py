@@ -18,7 +18,9 @@ from streammega.samples.gpt import GPTDataset, shared_folder
 
 @dataclass(frozen=True, kw_only=True)
 class Prepared:
-    """One dataset whose indices are in the cache (and published, where the config names a shared folder)."""
+    """One dataset whose indices are in the cache (and published, where the config names a shared
+    folder).
+    """
 
     prefix: str
     split: str
@@ -29,7 +31,8 @@ class Prepared:
 def prepare(config: DataConfig) -> Iterator[Prepared]:
     """Build the indices of all splits and datasets, several at once; yields each when it is done.
 
-    With `shared_index_url` each is also published there, for nodes to download. The stream order needs no indices.
+    With `shared_index_url` each is also published there, for nodes to download. The stream order
+    needs no indices.
     """
     if config.order == "stream":
         return
@@ -55,7 +58,12 @@ def _prepare_one(dataset: GPTDataset) -> Prepared:
     began = time.monotonic()
     _publish(dataset.config, dataset.index_files())
     seconds = time.monotonic() - began
-    return Prepared(prefix=redact_urls(dataset.indexed.prefix), split=dataset.split, samples=len(dataset), seconds=seconds)
+    return Prepared(
+        prefix=redact_urls(dataset.indexed.prefix),
+        split=dataset.split,
+        samples=len(dataset),
+        seconds=seconds,
+    )
 
 
 def _publish(config: DataConfig, files: Sequence[Path]) -> None:

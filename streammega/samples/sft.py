@@ -1,4 +1,6 @@
-"""Supervised fine-tuning: conversations from JSON lines, packed into samples, with loss on answers only."""
+"""Supervised fine-tuning: conversations from JSON lines, packed into samples, with loss on answers
+only.
+"""
 
 from __future__ import annotations
 
@@ -28,34 +30,45 @@ class ConversationEncoder(Protocol):
 class SFTDataset(torch.utils.data.Dataset[Batch]):
     """Samples of whole conversations end to end, none of which sees another.
 
-    A line holds {"messages": [{"role", "content"}, ...]} or {"conversations": [{"from", "value"}, ...]}. A message becomes
-    `<|role|>` and a newline, its text, and eod_id; loss is on the text and eod of assistant messages. With a `ChatEncoder` the
-    chat template writes them, and loss is on what it says the assistant writes. Conversations are
-    shuffled by the seed and laid into a sample until one does not fit; one longer than a sample is cut (`num_cut` counts them).
+    A line holds {"messages": [{"role", "content"}, ...]} or {"conversations": [{"from", "value"},
+    ...]}. A message becomes `<|role|>` and a newline, its text, and eod_id; loss is on the text and
+    eod of assistant messages. With a `ChatEncoder` the chat template writes them, and loss is on
+    what it says the assistant writes. Conversations are shuffled by the seed and laid into a sample
+    until one does not fit; one longer than a sample is cut (`num_cut` counts them).
 
-    `dataset[k]` has tokens, labels, position_ids int64 [S] (positions restart with each conversation), loss_mask float32
-    [S], and cu_seqlens int32 [conversations + 1 (+ 1 for padding)], from 0 to S. `SFTDataset.collate` stacks samples.
+    `dataset[k]` has tokens, labels, position_ids int64 [S] (positions restart with each
+    conversation), loss_mask float32 [S], and cu_seqlens int32 [conversations + 1 (+ 1 for
+    padding)], from 0 to S. `SFTDataset.collate` stacks samples.
 
-    Args:
-        paths: JSON-lines files.
-        encode: text to token ids, without special tokens added; or a `streammega.convert.ChatEncoder`.
-        config: sequence_length, seed, eod_id (needed without a ChatEncoder), pad_id.
+    Args: paths: JSON-lines files. encode: text to token ids, without special tokens added; or a
+        `streammega.convert.ChatEncoder`. config: sequence_length, seed, eod_id (needed without a
+        ChatEncoder), pad_id.
 
-    Raises ConfigError without eod_id, FormatError naming file and line, or an id at or past vocab_size, ObjectNotFoundError.
+    Raises ConfigError without eod_id, FormatError naming file and line, or an id at or past
+    vocab_size, ObjectNotFoundError.
     """
 
     def __init__(
-        self, paths: Sequence[str], encode: Callable[[str], Sequence[int]] | ConversationEncoder, config: DataConfig
+        self,
+        paths: Sequence[str],
+        encode: Callable[[str], Sequence[int]] | ConversationEncoder,
+        config: DataConfig,
     ) -> None:
         self.config = config
         conversations = list(_encoded(paths, encode, config))
         if not conversations:
             raise FormatError(f"{', '.join(paths)}: hold no conversations")
         self.num_cut = sum(len(tokens) > config.sequence_length for tokens, _ in conversations)
-        lengths = np.array([min(len(tokens), config.sequence_length) for tokens, _ in conversations], np.int64)
+        lengths = np.array(
+            [min(len(tokens), config.sequence_length) for tokens, _ in conversations], np.int64
+        )
         self._starts = np.concatenate([np.zeros(1, np.int64), np.cumsum(lengths)])
-        self._tokens = np.concatenate([t[:n] for (t, _), n in zip(conversations, lengths, strict=True)])
-        self._answers = np.concatenate([a[:n] for (_, a), n in zip(conversations, lengths, strict=True)])
+        self._tokens = np.concatenate(
+            [t[:n] for (t, _), n in zip(conversations, lengths, strict=True)]
+        )
+        self._answers = np.concatenate(
+            [a[:n] for (_, a), n in zip(conversations, lengths, strict=True)]
+        )
         check_ids(self._tokens[None], config)
         self._order = np.arange(len(conversations))
         LegacyShuffler(config.seed).shuffle(self._order)
@@ -67,15 +80,21 @@ class SFTDataset(torch.utils.data.Dataset[Batch]):
     def __getitem__(self, index: int) -> Batch:
         if not 0 <= index < len(self):
             raise IndexError(f"sample {index} of {len(self)}")
-        length, pad = self.config.sequence_length, max(self.config.effective_pad_id, 0)
+        length = self.config.sequence_length
+        pad = max(self.config.effective_pad_id, 0)
         fields = {name: np.full(length, pad, np.int64) for name in ("tokens", "labels")}
-        positions, mask, bounds, at = np.zeros(length, np.int64), np.zeros(length, np.float32), [0], 0
+        positions = np.zeros(length, np.int64)
+        mask = np.zeros(length, np.float32)
+        bounds = [0]
+        at = 0
         for number in self._order[self._samples[index] : self._samples[index + 1]]:
-            low, high = self._starts[number], self._starts[number + 1]
+            low = self._starts[number]
+            high = self._starts[number + 1]
             end = at + int(high - low)
             fields["tokens"][at:end] = self._tokens[low:high]
             fields["labels"][at : end - 1] = self._tokens[low + 1 : high]
-            mask[at : end - 1] = self._answers[low + 1 : high]  # the label of a conversation's last token is another's
+            # the label of a conversation's last token is another's
+            mask[at : end - 1] = self._answers[low + 1 : high]
             positions[at:end] = np.arange(end - at)
             bounds.append(end)
             at = end
@@ -88,10 +107,17 @@ class SFTDataset(torch.utils.data.Dataset[Batch]):
 
     @staticmethod
     def collate(samples: Sequence[Batch]) -> Batch:
-        """Stack samples; cu_seqlens become [samples, longest], filled up with S (empty sequences)."""
-        batch = {name: torch.stack([s[name] for s in samples]) for name in samples[0] if name != "cu_seqlens"}
+        """Stack samples; cu_seqlens become [samples, longest], filled up with S
+        (empty sequences).
+        """
+        batch = {
+            name: torch.stack([s[name] for s in samples])
+            for name in samples[0]
+            if name != "cu_seqlens"
+        }
         bounds = [s["cu_seqlens"] for s in samples]
-        width, length = max(map(len, bounds)), int(bounds[0][-1])
+        width = max(map(len, bounds))
+        length = int(bounds[0][-1])
         rows = torch.full((len(samples), width), length, dtype=torch.int32)
         for row, own in zip(rows, bounds, strict=True):
             row[: len(own)] = own
@@ -99,8 +125,11 @@ class SFTDataset(torch.utils.data.Dataset[Batch]):
 
 
 def pack(lengths: NDArray[np.int64], size: int) -> NDArray[np.int64]:
-    """First item of each sample, and one past the last: items in order, a new sample when one does not fit; int64."""
-    firsts, held = [0], 0
+    """First item of each sample, and one past the last: items in order, a new sample when one does
+    not fit; int64.
+    """
+    firsts = [0]
+    held = 0
     for number, length in enumerate(lengths.tolist()):
         if held + length > size and held:
             firsts.append(number)
@@ -110,7 +139,9 @@ def pack(lengths: NDArray[np.int64], size: int) -> NDArray[np.int64]:
 
 
 def _encoded(
-    paths: Sequence[str], encode: Callable[[str], Sequence[int]] | ConversationEncoder, config: DataConfig
+    paths: Sequence[str],
+    encode: Callable[[str], Sequence[int]] | ConversationEncoder,
+    config: DataConfig,
 ) -> Iterator[tuple[NDArray[np.int32], NDArray[np.float32]]]:
     """Token ids of each conversation, and 1.0 where a token belongs to an answer."""
     if isinstance(encode, ConversationEncoder):
@@ -141,7 +172,9 @@ def _records(paths: Sequence[str]) -> Iterator[tuple[Any, str]]:
 
 def _check_answered(roles: Sequence[str], where: str) -> None:
     if "assistant" not in roles:
-        raise FormatError(f"{where}: no message of the assistant: there is nothing to learn from it")
+        raise FormatError(
+            f"{where}: no message of the assistant: there is nothing to learn from it"
+        )
 
 
 def _encode(

@@ -1,4 +1,6 @@
-"""What every order gives the layers above: samples by global number, their reads, and an identity."""
+"""What every order gives the layers above: samples by global number, their reads,
+and an identity.
+"""
 
 from __future__ import annotations
 
@@ -35,16 +37,26 @@ class SampleSource(Protocol):
         """Where samples lie."""
 
     def identity(self, consumed: int | None = None) -> dict[str, Any]:
-        """What defines the order of the first `consumed` samples (None: all): small, JSON-able, without where the data lies."""
+        """What defines the order of the first `consumed` samples (None: all): small, JSON-able,
+        without where the data lies.
+        """
 
 
-def read_samples(source: SampleSource, sample_ids: NDArray[np.int64]) -> tuple[Ids, NDArray[np.int64]]:
-    """Token ids of samples, [n, S + a] in the widest stored dtype, and how many of them each has."""
+def read_samples(
+    source: SampleSource, sample_ids: NDArray[np.int64]
+) -> tuple[Ids, NDArray[np.int64]]:
+    """Token ids of samples, [n, S + a] in the widest stored dtype, and how many of
+    them each has.
+    """
     return _read(source, source.locate(sample_ids))
 
 
-def sample_fields(source: SampleSource, sample_ids: NDArray[np.int64], *, bounds: bool = False) -> Batch:
-    """The fields of samples, as `batch_fields` makes them, with no loss on what the modes of their datasets leave out."""
+def sample_fields(
+    source: SampleSource, sample_ids: NDArray[np.int64], *, bounds: bool = False
+) -> Batch:
+    """The fields of samples, as `batch_fields` makes them, with no loss on what the modes of their
+    datasets leave out.
+    """
     extents = source.locate(sample_ids)
     batch = batch_fields(*_read(source, extents), source.config, bounds=bounds)
     files = _flat(source)
@@ -55,7 +67,9 @@ def sample_fields(source: SampleSource, sample_ids: NDArray[np.int64], *, bounds
 
 def _read(source: SampleSource, extents: Extents) -> tuple[Ids, NDArray[np.int64]]:
     width = source.config.sequence_length + int(source.config.add_extra_token)
-    return fetch_ids(_flat(source), _file_ids(source, extents), extents, width, source.config.storage)
+    return fetch_ids(
+        _flat(source), _file_ids(source, extents), extents, width, source.config.storage
+    )
 
 
 def _flat(source: SampleSource) -> list[TokenFile]:
@@ -76,4 +90,10 @@ def _runs(source: SampleSource, extents: Extents) -> Runs:
     before = np.concatenate([np.zeros(1, np.int64), ends])[extents.row_splits]
     sample = np.repeat(np.arange(len(extents)), np.diff(extents.row_splits))
     column = ends - size - before[:-1][sample] - 1
-    return Runs(file=_file_ids(source, extents), start=extents.start, size=size, sample=sample, column=column)
+    return Runs(
+        file=_file_ids(source, extents),
+        start=extents.start,
+        size=size,
+        sample=sample,
+        column=column,
+    )

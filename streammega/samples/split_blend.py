@@ -1,4 +1,7 @@
-"""What one split of a config is made of. Every order, and the trainer, decode blends and splits here."""
+"""What one split of a config is made of.
+
+Every order, and the trainer, decode blends and splits here.
+"""
 
 from __future__ import annotations
 
@@ -12,8 +15,8 @@ from streammega.order.split import SPLITS, split_fractions
 class SplitBlend:
     """The datasets of a split, and how they are cut.
 
-    weights: None where the config gives none. shares: the split string by which every dataset is cut; with `blend_per_split`,
-    the one that gives all of it to the split.
+    weights: None where the config gives none. shares: the split string by which every dataset is
+    cut; with `blend_per_split`, the one that gives all of it to the split.
     """
 
     prefixes: tuple[str, ...]
@@ -27,7 +30,8 @@ def split_blend(config: DataConfig, split: str) -> SplitBlend | None:
     Raises ConfigError for a split string that means nothing.
     """
     number = SPLITS.index(split)
-    blend, shares = config.blend, config.split
+    blend = config.blend
+    shares = config.split
     if blend is None:
         blend = (config.blend_per_split or ())[number]
         shares = ",".join("1" if name == split else "0" for name in SPLITS)

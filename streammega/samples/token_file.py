@@ -19,7 +19,8 @@ from streammega.storage.store import ended_early
 class TokenFile:
     """One stored file of tokens: `num_tokens` of `dtype`, little-endian, from its first byte on.
 
-    `etag`: that of the object when it was opened; empty: unknown. `modes`: of its sequences, where they make the loss mask.
+    `etag`: that of the object when it was opened; empty: unknown. `modes`: of its sequences, where
+    they make the loss mask.
     """
 
     store: Store
@@ -35,14 +36,18 @@ class TokenFile:
         return self.store.url(self.key)
 
     def check_bytes(self, size: int) -> None:
-        """Raise ShortReadError if `size` bytes do not hold all tokens: addresses in them go to kernels, which look no further."""
+        """Raise ShortReadError if `size` bytes do not hold all tokens: addresses in them go to
+        kernels, which look no further.
+        """
         if size < self.num_tokens * self.dtype.itemsize:
             raise ended_early(self.url, f"{size} bytes, opened with {self.num_tokens} tokens")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Runs:
-    """Where the tokens of samples lie: token `start` of a file and on goes to `column` of a sample and on; int64 [runs] each."""
+    """Where the tokens of samples lie: token `start` of a file and on goes to `column` of a sample
+    and on; int64 [runs] each.
+    """
 
     file: NDArray[np.int64]
     start: NDArray[np.int64]
@@ -57,7 +62,9 @@ def has_modes(files: Sequence[TokenFile]) -> bool:
 
 
 def clear_by_modes(files: Sequence[TokenFile], runs: Runs, out: NDArray[Any]) -> None:
-    """Write 0 to out [samples, width] for every token that is not learned; those of files without modes are."""
+    """Write 0 to out [samples, width] for every token that is not learned; those of files without
+    modes are.
+    """
     for number in np.unique(runs.file):
         own = files[number]
         if own.modes is None:

@@ -11,7 +11,9 @@ from streammega.errors.redaction import redact_urls
 
 
 def check_tokenizers(found: Iterable[tuple[str, set[TokenizerLabel]]], config: DataConfig) -> None:
-    """Raise ConfigError for (name, tokenizers) of datasets of which two differ, naming both; datasets without any pass."""
+    """Raise ConfigError for (name, tokenizers) of datasets of which two differ, naming both;
+    datasets without any pass.
+    """
     if config.mix_tokenizers:
         return
     by_digest: dict[str, tuple[str, TokenizerLabel]] = {}

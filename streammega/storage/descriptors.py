@@ -1,4 +1,6 @@
-"""Open files: as many as the system allows, and an error that names the limit instead of the network."""
+"""Open files: as many as the system allows, and an error that names the limit instead of the
+network.
+"""
 
 from __future__ import annotations
 
@@ -14,13 +16,17 @@ TOO_MANY = frozenset({errno.EMFILE, errno.ENFILE})
 _SIGNS = ("too many open files", "os error 24)", "os error 23)")
 """How libraries that keep no errno word it: the C library's text, and Rust's."""
 NEARLY = 4
-"""Descriptors short of the limit at which a failed connection is blamed on it: sockets that could not be made are closed again
-before their error arrives, and looking up a name takes a few at once."""
+"""Descriptors short of the limit at which a failed connection is blamed on it: sockets that could
+not be made are closed again before their error arrives, and looking up a name takes a few at once.
+"""
 
 
 @functools.cache
 def raise_limit() -> None:
-    """Raise the soft limit of open files to the hard one, once in a process; it is never lowered. Never raises an error."""
+    """Raise the soft limit of open files to the hard one, once in a process; it is never lowered.
+
+    Never raises an error.
+    """
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft == hard or soft == resource.RLIM_INFINITY:
         return
@@ -33,7 +39,9 @@ def raise_limit() -> None:
 
 
 def blame_limit(error: BaseException) -> str:
-    """What to say where an error, or one behind it, is that no more files may be open; "" for all other errors."""
+    """What to say where an error, or one behind it, is that no more files may be open; "" for all
+    other errors.
+    """
     seen: set[int] = set()
     behind: BaseException | None = error
     while behind is not None and id(behind) not in seen:
@@ -45,7 +53,9 @@ def blame_limit(error: BaseException) -> str:
 
 
 def blame_limit_of_connection(error: BaseException) -> str:
-    """As `blame_limit`, for a failed connection: also where the limit is all but reached, whatever the error says."""
+    """As `blame_limit`, for a failed connection: also where the limit is all but reached, whatever
+    the error says.
+    """
     found = blame_limit(error)
     if found:
         return found
@@ -57,7 +67,11 @@ def limit_reached() -> str:
     """How many files are open, how many may be, and what to do."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     most = "unlimited" if soft == resource.RLIM_INFINITY else f"{soft:,}"
-    remedy = "raise `ulimit -n`" if soft == hard else f"raise `ulimit -n` (up to {hard:,} without asking anybody)"
+    remedy = (
+        "raise `ulimit -n`"
+        if soft == hard
+        else f"raise `ulimit -n` (up to {hard:,} without asking anybody)"
+    )
     return f"too many open files: {open_files():,} of {most}; {remedy}, or lower max_requests"
 
 

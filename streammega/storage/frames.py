@@ -1,7 +1,9 @@
-"""The zstd seekable format: independent frames, then their sizes in a skippable frame, which every zstd tool passes over.
+"""The zstd seekable format: independent frames, then their sizes in a skippable frame, which every
+zstd tool passes over.
 
-The table: magic 0x184D2A5E u32, its size u32, then for each frame its compressed and decompressed size u32 u32 (and a checksum
-u32 where the descriptor's bit 7 is set), the number of frames u32, the descriptor u8, and 0x8F92EAB1 u32. All little-endian.
+The table: magic 0x184D2A5E u32, its size u32, then for each frame its compressed and decompressed
+size u32 u32 (and a checksum u32 where the descriptor's bit 7 is set), the number of frames u32, the
+descriptor u8, and 0x8F92EAB1 u32. All little-endian.
 """
 
 from __future__ import annotations
@@ -17,20 +19,31 @@ from streammega.errors import FormatError
 from streammega.storage.store import ObjectWriter
 
 FRAME_BYTES = 32 << 10
-"""Decompressed bytes of a frame: an eighth of the stream order's block, so that a block brings little more than itself."""
+"""Decompressed bytes of a frame: an eighth of the stream order's block, so that a block brings
+little more than itself.
+"""
 LEVEL = 3
-SKIPPABLE, SEEKABLE = 0x184D2A5E, 0x8F92EAB1
+SKIPPABLE = 0x184D2A5E
+SEEKABLE = 0x8F92EAB1
 FOOTER = struct.Struct("<IBI")
 HEADER = struct.Struct("<II")
 MOST_FRAMES = 0x8000000
 
 
 class FrameWriter:
-    """Compresses what is written into frames of `frame_bytes`, and ends the file with their table. An ObjectWriter."""
+    """Compresses what is written into frames of `frame_bytes`, and ends the file with their table.
 
-    def __init__(self, inner: ObjectWriter, level: int = LEVEL, frame_bytes: int = FRAME_BYTES) -> None:
-        self._inner, self._frame_bytes = inner, frame_bytes
-        self._compressor = zstandard.ZstdCompressor(level=level, write_checksum=True, write_content_size=True)
+    An ObjectWriter.
+    """
+
+    def __init__(
+        self, inner: ObjectWriter, level: int = LEVEL, frame_bytes: int = FRAME_BYTES
+    ) -> None:
+        self._inner = inner
+        self._frame_bytes = frame_bytes
+        self._compressor = zstandard.ZstdCompressor(
+            level=level, write_checksum=True, write_content_size=True
+        )
         self._pending = bytearray()
         self._table = array("I")
 
@@ -82,17 +95,28 @@ def table_bytes(footer: bytes | memoryview, size: int, url: str) -> int:
         total = int(HEADER.size + frames * entry + FOOTER.size)
         if magic == SEEKABLE and frames <= MOST_FRAMES and total <= size:
             return total
-    raise FormatError(f"{url}: is not a seekable zstd file, or cut short: its table of frames is missing; write it again")
+    raise FormatError(
+        f"{url}: is not a seekable zstd file, or cut short: its table of frames is missing; write it again"
+    )
 
 
-def parse_table(table: bytes | memoryview, size: int, url: str) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Where frames begin and end: (compressed, decompressed) bytes, int64 [frames + 1] each. Raises FormatError."""
+def parse_table(
+    table: bytes | memoryview, size: int, url: str
+) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """Where frames begin and end: (compressed, decompressed) bytes, int64 [frames + 1] each.
+
+    Raises FormatError.
+    """
     magic, content = HEADER.unpack(table[: HEADER.size])
     frames, descriptor, _ = FOOTER.unpack(table[-FOOTER.size :])
     if magic != SKIPPABLE or content != len(table) - HEADER.size:
         raise FormatError(f"{url}: its table of frames is damaged; write it again")
     words = 3 if descriptor & 0x80 else 2
-    entries = np.frombuffer(table, "<u4", frames * words, HEADER.size).reshape(frames, words).astype(np.int64)
+    entries = (
+        np.frombuffer(table, "<u4", frames * words, HEADER.size)
+        .reshape(frames, words)
+        .astype(np.int64)
+    )
     bounds = np.zeros((frames + 1, 2), np.int64)
     np.cumsum(entries[:, :2], axis=0, out=bounds[1:])
     if bounds[-1, 0] + len(table) != size:

@@ -1,4 +1,6 @@
-"""Files of a dataset from one place to another: moved, linked, copied, removed; each may be interrupted and repeated."""
+"""Files of a dataset from one place to another: moved, linked, copied, removed; each may be
+interrupted and repeated.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,9 @@ COPY_BYTES = 16 << 20
 
 
 def link(source: str, target: str) -> bool:
-    """Give a file a second name, in place of whatever had it; False where the file system has no hard links."""
+    """Give a file a second name, in place of whatever had it; False where the file system has no
+    hard links.
+    """
     try:
         if os.path.exists(target):
             if os.path.samefile(source, target):
@@ -69,7 +73,8 @@ def delete(url: str, storage: StorageConfig) -> None:
 
 
 def move(source: str, target: str, storage: StorageConfig) -> None:
-    """Rename within a local file system, else copy; nothing to do if it was done before an interruption.
+    """Rename within a local file system, else copy; nothing to do if it was done before an
+    interruption.
 
     Raises StorageError.
     """
@@ -82,7 +87,10 @@ def move(source: str, target: str, storage: StorageConfig) -> None:
     except ObjectNotFoundError:
         return
     starts = range(0, info.size, COPY_BYTES)
-    chunks = (store.read_ranges(key, [at], [min(at + COPY_BYTES, info.size)], info.etag)[0] for at in starts)
+    chunks = (
+        store.read_ranges(key, [at], [min(at + COPY_BYTES, info.size)], info.etag)[0]
+        for at in starts
+    )
     _write(target, chunks, sized_for(storage, info.size))
 
 
@@ -96,7 +104,8 @@ def _move_file(source: str, target: str, storage: StorageConfig) -> None:
     except OSError as error:
         if error.errno != errno.EXDEV:
             raise local_error(target, error) from None
-    with open(source, "rb", buffering=0) as file:  # another file system: a copy, which appears whole
+    # another file system: a copy, which appears whole
+    with open(source, "rb", buffering=0) as file:
         _write(target, iter(partial(file.read, COPY_BYTES), b""), storage)
     os.unlink(source)
 

@@ -30,7 +30,9 @@ _stores: weakref.WeakValueDictionary[Any, Any] = weakref.WeakValueDictionary()
 _lock = threading.Lock()
 _registered: dict[str, Callable[[], Store]] = {}
 _BUILT_IN = {"mock": "streammega.dataset.mock"}
-"""Modules above this layer that register a scheme of ours when they are imported: imported when it is first asked for."""
+"""Modules above this layer that register a scheme of ours when they are imported: imported when it
+is first asked for.
+"""
 _CONTROL = re.compile(r"[\x00-\x1f\x7f]")
 OBSTORE_SCHEMES = frozenset({"s3", "s3a", "gs", "gcs", "az", "oss", "http", "https"})
 
@@ -65,12 +67,16 @@ def open_store(url: str, config: StorageConfig) -> tuple[Store, str]:
     root, _, key = rest.partition("/")
     if not root and scheme != "memory":
         raise ConfigError(f"{url}: no bucket or host after '{scheme}://'")
-    use_obstore = config.transport == "obstore" or (config.transport == "auto" and scheme in OBSTORE_SCHEMES)
+    use_obstore = config.transport == "obstore" or (
+        config.transport == "auto" and scheme in OBSTORE_SCHEMES
+    )
     if not use_obstore:
         store = _shared(OssNativeStore if scheme == "oss" else FsspecStore, scheme, "", config)
         return store, url if scheme in ("http", "https") else rest
     if scheme not in OBSTORE_SCHEMES:
-        raise ConfigError(f"{url}: transport 'obstore' serves s3, oss, gs, az and http; use 'auto' or 'fsspec' for {scheme}://")
+        raise ConfigError(
+            f"{url}: transport 'obstore' serves s3, oss, gs, az and http; use 'auto' or 'fsspec' for {scheme}://"
+        )
     if scheme in ("http", "https"):
         key = unquote(key)  # which obstore quotes again
     _check_key(url, key)
@@ -78,7 +84,9 @@ def open_store(url: str, config: StorageConfig) -> tuple[Store, str]:
 
 
 def _check_key(url: str, key: str) -> None:
-    """obstore takes keys for paths: it refuses empty and dotted segments, or reads the key without them."""
+    """obstore takes keys for paths: it refuses empty and dotted segments, or reads the key without
+    them.
+    """
     inner = key.removesuffix("/").split("/") if key else []  # a folder's name ends in one
     if any(part in ("", ".", "..") for part in inner) or _CONTROL.search(key):
         raise ConfigError(
@@ -88,7 +96,9 @@ def _check_key(url: str, key: str) -> None:
 
 
 def file_system(url: str, config: StorageConfig) -> tuple[Any, str]:
-    """fsspec's file system of a URL or path, and the path within: its own driver, or for oss:// one over our store."""
+    """fsspec's file system of a URL or path, and the path within: its own driver, or for oss:// one
+    over our store.
+    """
     if not url.startswith("oss://"):
         options = dict(config.storage_options) if is_remote(url) else {}
         if url.startswith(("http://", "https://")) and "?" in url:
@@ -104,19 +114,33 @@ def file_system(url: str, config: StorageConfig) -> tuple[Any, str]:
 
 
 def _is_no_chain(url: str) -> bool:
-    """Whether `::` in a URL are letters: of a file's or an object's name, where fsspec would see file systems in each other."""
-    return not is_remote(url) or url.partition("://")[0] in {*OBSTORE_SCHEMES, "memory", "abfs", "abfss", "hdfs"}
+    """Whether `::` in a URL are letters: of a file's or an object's name, where fsspec would see
+    file systems in each other.
+    """
+    return not is_remote(url) or url.partition("://")[0] in {
+        *OBSTORE_SCHEMES,
+        "memory",
+        "abfs",
+        "abfss",
+        "hdfs",
+    }
 
 
-def open_file(url: str, config: StorageConfig, compression: str | None = None) -> fsspec.core.OpenFile:
+def open_file(
+    url: str, config: StorageConfig, compression: str | None = None
+) -> fsspec.core.OpenFile:
     """A file to read, for a `with` block; `compression` as fsspec has it, "infer" by the suffix."""
     system, path = file_system(url, config)
     return fsspec.core.OpenFile(system, path, "rb", fsspec.core.get_compression(path, compression))
 
 
 def _shared(kind: type[Any], scheme: str, root: str, config: StorageConfig) -> Store:
-    """One store, with its connections and threads, for all that is open under the same root and settings."""
-    identity = hashlib.blake2b(repr((config, sorted(config.storage_options.items(), key=str))).encode()).digest()
+    """One store, with its connections and threads, for all that is open under the same root and
+    settings.
+    """
+    identity = hashlib.blake2b(
+        repr((config, sorted(config.storage_options.items(), key=str))).encode()
+    ).digest()
     with _lock:
         store = _stores.get((kind, scheme, root, identity))
         if store is None:

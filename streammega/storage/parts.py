@@ -9,7 +9,9 @@ from streammega.config import StorageConfig
 PART_BYTES = 32 << 20
 MOST_PARTS = 10_000
 PARTS_OF_A_SIZE = 2000
-"""Parts are doubled after so many: objects up to 1.9 TiB, while what most uploads hold in memory stays small."""
+"""Parts are doubled after so many: objects up to 1.9 TiB, while what most uploads hold in memory
+stays small.
+"""
 MiB = 1 << 20
 
 
@@ -21,7 +23,8 @@ def part_bytes(sent: int) -> int:
 def sized_for(storage: StorageConfig, size: int) -> StorageConfig:
     """`storage` with `upload_part_bytes` large enough for an object of about `size` bytes.
 
-    obstore cuts an upload into equal parts, so it has to know beforehand. A tenth of them is left for a size that was too low.
+    obstore cuts an upload into equal parts, so it has to know beforehand. A tenth of them is left
+    for a size that was too low.
     """
     needed = -(-size * 10 // (9 * MOST_PARTS))
     if needed <= storage.upload_part_bytes:

@@ -12,23 +12,26 @@ import time
 
 _TEMPORARY = re.compile(r"\..+\.[0-9a-z_]{8,}\.partial")
 ORPHAN_SECONDS = 86400.0
-"""A temporary file that nobody holds is removed when nothing was written to it for so long: its writer may be on a node whose
-locks are not seen here."""
+"""A temporary file that nobody holds is removed when nothing was written to it for so long: its
+writer may be on a node whose locks are not seen here.
+"""
 _swept: set[str] = set()
 _lock = threading.Lock()
 
 
 def create_beside(path: str | os.PathLike[str]) -> tuple[int, str]:
-    """(descriptor, name) of a new, empty file in the folder of `path`, which is made; its mode is as the umask says.
+    """(descriptor, name) of a new, empty file in the folder of `path`, which is made; its mode is
+    as the umask says.
 
-    It is locked as long as it is open: what a killed process left is told from what is being written by its lock, and removed.
-    Raises OSError.
+    It is locked as long as it is open: what a killed process left is told from what is being
+    written by its lock, and removed. Raises OSError.
     """
     folder, name = os.path.split(os.fspath(path))
     os.makedirs(folder or ".", exist_ok=True)
     _sweep(folder or ".")
     temporary = os.path.join(folder, f".{name}.{secrets.token_hex(6)}.partial")
-    # Not mkstemp: that makes files which only their owner can read, and the umask can only be read by setting it.
+    # Not mkstemp: that makes files which only their owner can read, and the umask can only be read
+    # by setting it.
     fd = os.open(temporary, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
     with contextlib.suppress(OSError):  # a file system without locks: there nothing is removed
         fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
@@ -44,7 +47,11 @@ def _sweep(folder: str) -> None:
         _swept.add(folder)
     now = time.time()
     with os.scandir(folder) as found:
-        old = [entry.path for entry in found if _TEMPORARY.fullmatch(entry.name) and _age(entry, now) > ORPHAN_SECONDS]
+        old = [
+            entry.path
+            for entry in found
+            if _TEMPORARY.fullmatch(entry.name) and _age(entry, now) > ORPHAN_SECONDS
+        ]
     for path in old:
         with contextlib.suppress(OSError):  # it is gone, another user's, or being written
             _remove_unheld(path)

@@ -21,9 +21,15 @@ log = logging.getLogger(__name__)
 Result = TypeVar("Result")
 FIRST_PAUSE = 0.1
 LONGEST_PAUSE = 10.0
-"""Seconds. Longer pauses spare an overloaded endpoint little, and a run that waits would notice its recovery late."""
+"""Seconds.
+
+Longer pauses spare an overloaded endpoint little, and a run that waits would notice its recovery
+late.
+"""
 SHORT_READS = 6
-"""Times a body of another length is tried again: connections cut bodies now and then, but a truncated object stays truncated."""
+"""Times a body of another length is tried again: connections cut bodies now and then, but a
+truncated object stays truncated.
+"""
 SAY_AFTER = 3.0
 """Seconds of failing before a word is said: what a second try mends is nobody's concern."""
 SAY_EVERY = 30.0
@@ -34,8 +40,9 @@ SAY_EVERY = 30.0
 class RetryPolicy:
     """Capped exponential backoff with jitter, until something has failed for `deadline` seconds.
 
-    `retries`: at most so many times, whatever the deadline; None: the deadline alone counts. `endpoint`: whose answers are
-    noted; what fails for want of one, before there was any, is given up after `first_answer` seconds. None: it has answered.
+    `retries`: at most so many times, whatever the deadline; None: the deadline alone counts.
+    `endpoint`: whose answers are noted; what fails for want of one, before there was any, is given
+    up after `first_answer` seconds. None: it has answered.
     """
 
     deadline: float
@@ -64,20 +71,28 @@ class RetryPolicy:
             self._note_answer()
 
     def pause(self, error: BaseException, attempt: int, elapsed: float) -> float | None:
-        """Seconds to wait before trying again after the `attempt`-th failure (from 1), or None: give up.
+        """Seconds to wait before trying again after the `attempt`-th failure (from 1), or None:
+        give up.
 
-        `elapsed`: seconds since the first try began. What waiting cannot mend (no such object, no access, a changed object)
-        is given up at once.
+        `elapsed`: seconds since the first try began. What waiting cannot mend (no such object, no
+        access, a changed object) is given up at once.
         """
-        if not isinstance(error, StorageError) or not error.transient or attempt > self._most(error):
+        if (
+            not isinstance(error, StorageError)
+            or not error.transient
+            or attempt > self._most(error)
+        ):
             return None
         left = self._deadline_of(error) - elapsed
         if left < FIRST_PAUSE / 2:
             return None
         longest = longest_pause(attempt)
-        pause = random.uniform(longest / 2, longest)  # so that ranks that failed together do not return together
+        # so that ranks that failed together do not return together
+        pause = random.uniform(longest / 2, longest)
         if left - pause < FIRST_PAUSE / 2:
-            return left  # the last try is at the deadline: what was promised is waited for, whatever the pauses were
+            # the last try is at the deadline: what was promised is waited for, whatever the pauses
+            # were
+            return left
         return pause
 
     def _deadline_of(self, error: BaseException) -> float:
@@ -95,9 +110,11 @@ class RetryPolicy:
     def call(self, attempt: Callable[[], Result], stop: threading.Event | None = None) -> Result:
         """`attempt()` until it succeeds or is given up; then its last error is raised.
 
-        A pause ends at once, by `threads.Stopped`, when `stop` is set or nobody waits for this thread's work any more.
+        A pause ends at once, by `threads.Stopped`, when `stop` is set or nobody waits for this
+        thread's work any more.
         """
-        began, failures = time.monotonic(), 0
+        began = time.monotonic()
+        failures = 0
         while True:
             try:
                 result = attempt()
@@ -121,18 +138,25 @@ class RetryPolicy:
     def _ended(self, error: StorageError, failures: int, elapsed: float) -> StorageError:
         error = given_up(error, failures, elapsed)
         if self._unheard(error) and self.first_answer < self.deadline and error.args:
-            error.args = (f"{error.args[0]}; this endpoint never answered (first_answer_within)", *error.args[1:])
+            error.args = (
+                f"{error.args[0]}; this endpoint never answered (first_answer_within)",
+                *error.args[1:],
+            )
         return error
 
     def say(self, error: BaseException, elapsed: float) -> None:
-        """A warning that something is waited for, now and then: what, since when, until when, and why."""
+        """A warning that something is waited for, now and then: what, since when, until when, and
+        why.
+        """
         if elapsed >= SAY_AFTER and _outages.may_speak(time.monotonic()):
             deadline = self._deadline_of(error)
             setting = "give_up_after" if deadline == self.deadline else "first_answer_within"
             until = f"given up after {deadline:.0f} s ({setting})"
             if self.retries is not None:
                 until += f" or {self.retries} retries"
-            log.warning("storage has failed for %.0f s and is tried again; %s: %s", elapsed, until, error)
+            log.warning(
+                "storage has failed for %.0f s and is tried again; %s: %s", elapsed, until, error
+            )
 
 
 TRY_ONCE = RetryPolicy(deadline=0.0, retries=0)
@@ -167,5 +191,8 @@ def longest_pause(attempt: int) -> float:
 def given_up(error: StorageError, failures: int, elapsed: float) -> StorageError:
     """The error, saying how often it was tried again, if it was."""
     if error.transient and failures > 1 and error.args:
-        error.args = (f"{error.args[0]} [given up after {failures} tries in {elapsed:.1f} s]", *error.args[1:])
+        error.args = (
+            f"{error.args[0]} [given up after {failures} tries in {elapsed:.1f} s]",
+            *error.args[1:],
+        )
     return error

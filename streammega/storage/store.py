@@ -66,22 +66,30 @@ class Store(Protocol):
     def info(self, key: str) -> ObjectInfo:
         """Size and ETag. Raises ObjectNotFoundError, AccessDeniedError, EndpointError."""
 
-    def read_ranges(self, key: str, starts: Sequence[int], stops: Sequence[int], etag: str = "") -> list[Buffer]:
+    def read_ranges(
+        self, key: str, starts: Sequence[int], stops: Sequence[int], etag: str = ""
+    ) -> list[Buffer]:
         """Bytes [starts[i], stops[i]) for each i, fetched concurrently, in the order asked.
 
-        Each buffer has exactly the bytes asked for, or ShortReadError is raised. `etag` is that of the object that was
-        opened: ObjectChangedError if the object has another one now; empty: whatever is there is read.
+        Each buffer has exactly the bytes asked for, or ShortReadError is raised. `etag` is that of
+        the object that was opened: ObjectChangedError if the object has another one now; empty:
+        whatever is there is read.
         """
 
-    def read_into(self, key: str, spans: Sequence[Span], outs: Sequence[Bytes], etag: str = "") -> None:
-        """Fill each of `outs`, uint8 [stop - start], with the bytes [start, stop) of its span: one request each, one try.
+    def read_into(
+        self, key: str, spans: Sequence[Span], outs: Sequence[Bytes], etag: str = ""
+    ) -> None:
+        """Fill each of `outs`, uint8 [stop - start], with the bytes [start, stop) of its span: one
+        request each, one try.
 
-        Raises ObjectChangedError if `etag` is given and the object has another one now, ShortReadError for any other number of
-        bytes than asked, EndpointError and so on; what `error.transient` says may be tried again. Several spans fail together.
+        Raises ObjectChangedError if `etag` is given and the object has another one now,
+        ShortReadError for any other number of bytes than asked, EndpointError and so on; what
+        `error.transient` says may be tried again. Several spans fail together.
         """
 
     def list(self, prefix: str, recursive: bool = True) -> list[ObjectInfo]:
-        """All objects whose key starts with `prefix`, sorted by key; not `recursive`: only those with no slash after it.
+        """All objects whose key starts with `prefix`, sorted by key; not `recursive`: only those
+        with no slash after it.
 
         Where the store's listings tell no ETag, theirs is empty.
         """
@@ -95,7 +103,9 @@ class Store(Protocol):
 
 @contextmanager
 def written_whole(store: Store, key: str) -> Iterator[ObjectWriter]:
-    """A writer of an object, which appears when the block ends, with all that was written; after an error in it, nothing does."""
+    """A writer of an object, which appears when the block ends, with all that was written; after an
+    error in it, nothing does.
+    """
     writer = store.open_writer(key)
     try:
         yield writer
@@ -110,14 +120,19 @@ class ExclusiveStore(Protocol):
     """A store that can write an object on the condition that none is there, in one request."""
 
     def create(self, key: str, data: bytes) -> bool:
-        """Write a small object; False if one is there. Raises StorageError, also where the server knows no conditions."""
+        """Write a small object; False if one is there.
+
+        Raises StorageError, also where the server knows no conditions.
+        """
 
 
 def create_object(store: Store, key: str, data: bytes) -> bool:
-    """Write a small object where none is; False if one is there, which may be this very one after a lost answer.
+    """Write a small object where none is; False if one is there, which may be this very one after a
+    lost answer.
 
-    Of several that do so at once one succeeds, where store and server know conditional writes. Else it is a look and a write:
-    between both others may write as well, and the last of them stays. Raises StorageError.
+    Of several that do so at once one succeeds, where store and server know conditional writes. Else
+    it is a look and a write: between both others may write as well, and the last of them stays.
+    Raises StorageError.
     """
     if isinstance(store, ExclusiveStore):
         try:
@@ -139,9 +154,13 @@ def create_object(store: Store, key: str, data: bytes) -> bool:
 
 
 def check_object_key(url: str, key: str) -> None:
-    """Raise ConfigError for a key that ends in a slash, which clients leave out of some requests and send with others."""
+    """Raise ConfigError for a key that ends in a slash, which clients leave out of some requests
+    and send with others.
+    """
     if key.endswith("/"):
-        raise ConfigError(f"{url}: what ends in a slash is a folder and no object; leave the slash out if it is one")
+        raise ConfigError(
+            f"{url}: what ends in a slash is a folder and no object; leave the slash out if it is one"
+        )
 
 
 def checked(url: str, start: int, stop: int, data: Buffer) -> Buffer:
@@ -161,24 +180,38 @@ def wrong_length(url: str, start: int, stop: int, got: int) -> ShortReadError:
 
 def ended_early(url: str, reason: str) -> ShortReadError:
     """For a range outside of the object: trying again does not help."""
-    error = ShortReadError(f"{url}: the object ends before the bytes that were asked for; is it truncated? ({reason})")
+    error = ShortReadError(
+        f"{url}: the object ends before the bytes that were asked for; is it truncated? ({reason})"
+    )
     error.transient = False
     return error
 
 
 def throttled(url: str, reason: str) -> EndpointError:
     """For an endpoint that asks for fewer requests."""
-    error = EndpointError(f"{url}: the endpoint is overloaded or limits requests; lower max_requests if this goes on ({reason})")
+    error = EndpointError(
+        f"{url}: the endpoint is overloaded or limits requests; lower max_requests if this goes on ({reason})"
+    )
     error.throttled = True
     return error
 
 
 def fill(url: str, spans: Sequence[Span], bodies: Sequence[Buffer], outs: Sequence[Bytes]) -> None:
-    """Copy bodies that came whole, after a look at their lengths and at those of `outs`, in one call without the GIL."""
-    source = [np.frombuffer(checked(url, a, b, body), np.uint8) for (a, b), body in zip(spans, bodies, strict=True)]
+    """Copy bodies that came whole, after a look at their lengths and at those of `outs`, in one
+    call without the GIL.
+    """
+    source = [
+        np.frombuffer(checked(url, a, b, body), np.uint8)
+        for (a, b), body in zip(spans, bodies, strict=True)
+    ]
     for (start, stop), out in zip(spans, outs, strict=True):
         check_room(out, stop - start)
-    copy_bytes(_NOTHING, _addresses(source), np.array([len(body) for body in source], np.int64), _addresses(outs))
+    copy_bytes(
+        _NOTHING,
+        _addresses(source),
+        np.array([len(body) for body in source], np.int64),
+        _addresses(outs),
+    )
 
 
 def _addresses(arrays: Sequence[Bytes]) -> NDArray[np.int64]:
@@ -186,9 +219,13 @@ def _addresses(arrays: Sequence[Bytes]) -> NDArray[np.int64]:
 
 
 def check_room(out: Bytes, size: int) -> None:
-    """Raise ValueError if `out` is not the place for `size` bytes: kernels write to its address, without a look at its end."""
+    """Raise ValueError if `out` is not the place for `size` bytes: kernels write to its address,
+    without a look at its end.
+    """
     if out.nbytes != size or not out.flags.c_contiguous or not out.flags.writeable:
-        raise ValueError(f"{size} bytes are to be written to an array of {out.nbytes} (contiguous and writeable, it must be)")
+        raise ValueError(
+            f"{size} bytes are to be written to an array of {out.nbytes} (contiguous and writeable, it must be)"
+        )
 
 
 def address_of(array: Bytes) -> int:
@@ -197,7 +234,10 @@ def address_of(array: Bytes) -> int:
 
 
 def listed_etag(etag: str | None) -> str:
-    """The ETag of a listing as other answers spell it: some servers leave its quotes out there. Empty where there is none."""
+    """The ETag of a listing as other answers spell it: some servers leave its quotes out there.
+
+    Empty where there is none.
+    """
     if not etag or etag.endswith('"'):
         return etag or ""
     return f'"{etag}"'

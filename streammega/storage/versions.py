@@ -1,4 +1,6 @@
-"""Which version of an object an answer is of: its ETag, or else its Last-Modified; compared with their own kind only."""
+"""Which version of an object an answer is of: its ETag, or else its Last-Modified; compared with
+their own kind only.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,8 @@ MODIFIED = "modified "
 
 
 def version_of(etag: str | None, modified: datetime | None) -> str:
-    """The version that an answer tells: the ETag as it is spelled, else the time of the last change; empty where it tells none.
+    """The version that an answer tells: the ETag as it is spelled, else the time of the last
+    change; empty where it tells none.
 
     Transports say 1970 where the header is missing.
     """
@@ -26,20 +29,25 @@ def version_of(etag: str | None, modified: datetime | None) -> str:
 
 
 def version_like(expected: str, etag: str | None, modified: datetime | None) -> str:
-    """What an answer tells of the kind of version that is expected; empty where it tells none of that kind."""
+    """What an answer tells of the kind of version that is expected; empty where it tells none of
+    that kind.
+    """
     return version_of(None, modified) if expected.startswith(MODIFIED) else (etag or "")
 
 
 def same_version(one: str, other: str) -> bool:
-    """Whether two versions of one kind are the same. Some answers leave the quotes out, some servers weaken their ETags."""
+    """Whether two versions of one kind are the same.
+
+    Some answers leave the quotes out, some servers weaken their ETags.
+    """
     return _bare(one) == _bare(other)
 
 
 def check_version(url: str, expected: str, found: str) -> None:
     """Raise ObjectChangedError if an answer is of another version than the object that was opened.
 
-    One without a version, or with one of the other kind, tells nothing: some servers send ETags with some answers only. That
-    is said once.
+    One without a version, or with one of the other kind, tells nothing: some servers send ETags
+    with some answers only. That is said once.
     """
     if not expected:
         return
@@ -60,7 +68,9 @@ _told: set[str] = set()
 
 
 def tell_unversioned(url: str) -> None:
-    """Say once of an object that nothing but its size shows whether it changes, so that no cache keeps it."""
+    """Say once of an object that nothing but its size shows whether it changes, so that no cache
+    keeps it.
+    """
     if url not in _told:
         _told.add(url)
         log.warning(

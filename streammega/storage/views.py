@@ -1,4 +1,6 @@
-"""Stores that show another form of one stored object: decompressed frames, or the payloads of an archive's members."""
+"""Stores that show another form of one stored object: decompressed frames, or the payloads of an
+archive's members.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,17 @@ from streammega.errors.redaction import redact_urls
 from streammega.kernels.plan import copy_bytes
 from streammega.storage.backends.local import LocalStore
 from streammega.storage.frames import FOOTER, parse_table, table_bytes
-from streammega.storage.store import Buffer, Bytes, ObjectInfo, ObjectWriter, Span, Store, address_of, check_room, ended_early
+from streammega.storage.store import (
+    Buffer,
+    Bytes,
+    ObjectInfo,
+    ObjectWriter,
+    Span,
+    Store,
+    address_of,
+    check_room,
+    ended_early,
+)
 
 Integers = NDArray[np.int64]
 _NOTHING = np.empty(0, np.uint8)
@@ -39,10 +51,13 @@ class View(Protocol):
 
 
 class LateView:
-    """A view that is made when bytes are first asked of it: its size is known, and making it costs requests."""
+    """A view that is made when bytes are first asked of it: its size is known, and making it costs
+    requests.
+    """
 
     def __init__(self, size: int, make: Callable[[], View]) -> None:
-        self.size, self._make = size, make
+        self.size = size
+        self._make = make
         self._made: View | None = None
         self._lock = threading.Lock()
 
@@ -69,10 +84,15 @@ class LateView:
 
 
 class DerivedStore:
-    """One object, as its view shows it. Implements `storage.store.Store` for reading; keys are those of the object."""
+    """One object, as its view shows it.
+
+    Implements `storage.store.Store` for reading; keys are those of the object.
+    """
 
     def __init__(self, store: Store, info: ObjectInfo, view: View) -> None:
-        self.store, self.view, self._info = store, view, info
+        self.store = store
+        self.view = view
+        self._info = info
 
     @property
     def local(self) -> bool:
@@ -87,21 +107,32 @@ class DerivedStore:
         """The shown size, and the object's ETag."""
         return ObjectInfo(key=self._info.key, size=self.view.size, etag=self._info.etag)
 
-    def read_ranges(self, key: str, starts: Sequence[int], stops: Sequence[int], etag: str = "") -> list[Buffer]:
-        """Shown bytes; the stored ones are read as the store reads ranges, of the object that was opened."""
+    def read_ranges(
+        self, key: str, starts: Sequence[int], stops: Sequence[int], etag: str = ""
+    ) -> list[Buffer]:
+        """Shown bytes; the stored ones are read as the store reads ranges, of the object that was
+        opened.
+        """
         spans = [self._stored(int(a), int(b)) for a, b in zip(starts, stops, strict=True)]
         outs = [np.empty(int(b) - int(a), np.uint8) for a, b in zip(starts, stops, strict=True)]
-        bodies = self.store.read_ranges(key, [a for a, _ in spans], [b for _, b in spans], etag or self._info.etag)
+        bodies = self.store.read_ranges(
+            key, [a for a, _ in spans], [b for _, b in spans], etag or self._info.etag
+        )
         for body, a, b, out in zip(bodies, starts, stops, outs, strict=True):
             self.view.show(np.frombuffer(body, np.uint8), int(a), int(b), out)
         return [out.data for out in outs]
 
-    def read_into(self, key: str, spans: Sequence[Span], outs: Sequence[Bytes], etag: str = "") -> None:
+    def read_into(
+        self, key: str, spans: Sequence[Span], outs: Sequence[Bytes], etag: str = ""
+    ) -> None:
         """Shown bytes; the stored ones are read at once, one request for each span."""
         stored = [self._stored(a, b) for a, b in spans]
-        etag = etag or self._info.etag  # the view was made for that object, and would show another one wrongly
+        # the view was made for that object, and would show another one wrongly
+        etag = etag or self._info.etag
         if isinstance(self.store, LocalStore):
-            views = self.store.read_ranges(key, [a for a, _ in stored], [b for _, b in stored], etag)
+            views = self.store.read_ranges(
+                key, [a for a, _ in stored], [b for _, b in stored], etag
+            )
             bodies = [np.frombuffer(view, np.uint8) for view in views]
         else:
             bodies = [np.empty(b - a, np.uint8) for a, b in stored]
@@ -123,15 +154,22 @@ class DerivedStore:
 
     def _stored(self, start: int, stop: int) -> Span:
         if not 0 <= start <= stop <= self.view.size:
-            raise ended_early(self.url(self._info.key), f"bytes [{start}, {stop}) of {self.view.size}")
+            raise ended_early(
+                self.url(self._info.key), f"bytes [{start}, {stop}) of {self.view.size}"
+            )
         return self.view.stored(start, stop) if stop > start else (0, 0)
 
 
 class Frames:
-    """The decompressed bytes of a seekable zstd file. `compressed`, `decompressed`: bounds of frames, int64 [frames + 1]."""
+    """The decompressed bytes of a seekable zstd file.
+
+    `compressed`, `decompressed`: bounds of frames, int64 [frames + 1].
+    """
 
     def __init__(self, url: str, compressed: Integers, decompressed: Integers) -> None:
-        self.url, self._compressed, self._decompressed = url, compressed, decompressed
+        self.url = url
+        self._compressed = compressed
+        self._decompressed = decompressed
         self.size = int(decompressed[-1])
 
     def stored(self, start: int, stop: int) -> Span:
@@ -148,7 +186,8 @@ class Frames:
         if stop <= start:
             return
         first, last = self._frames(start, stop)
-        bounds, shown = self._compressed[first : last + 1], self._decompressed[first : last + 1]
+        bounds = self._compressed[first : last + 1]
+        shown = self._decompressed[first : last + 1]
         segments = np.stack([bounds[:-1] - bounds[0], np.diff(bounds)], 1).astype("<u8").tobytes()
         try:  # one call: every return from it would wait for the GIL
             found = _decompressor().multi_decompress_to_buffer(
@@ -156,15 +195,24 @@ class Frames:
                 decompressed_sizes=np.diff(shown).astype("<u8").tobytes(),
                 threads=0,
             )
-        except (zstandard.ZstdError, ValueError, AttributeError):  # or this zstandard is one without the call
+        except (
+            zstandard.ZstdError,
+            ValueError,
+            AttributeError,
+        ):  # or this zstandard is one without the call
             inside = (bounds - bounds[0]).tolist()
             frames = [stored[a:b] for a, b in zip(inside, inside[1:], strict=False)]
-            found = [self._one(frame, number) for number, frame in enumerate(frames, first)]  # which says what is damaged
+            # which says what is damaged
+            found = [self._one(frame, number) for number, frame in enumerate(frames, first)]
         edges = shown.tolist()
         for number in range(last - first):
-            low, high = edges[number], edges[number + 1]
-            begin, end = max(low, start), min(high, stop)
-            out[begin - start : end - start] = np.frombuffer(found[number], np.uint8)[begin - low : end - low]
+            low = edges[number]
+            high = edges[number + 1]
+            begin = max(low, start)
+            end = min(high, stop)
+            out[begin - start : end - start] = np.frombuffer(found[number], np.uint8)[
+                begin - low : end - low
+            ]
 
     def _one(self, frame: Bytes, number: int) -> bytes:
         size = int(self._decompressed[number + 1] - self._decompressed[number])
@@ -177,8 +225,11 @@ class Frames:
         return shown
 
     def _damaged(self, number: int, reason: str) -> FormatError:
-        low, high = int(self._compressed[number]), int(self._compressed[number + 1])
-        return FormatError(f"{self.url}: frame {number}, bytes [{low}, {high}), is damaged ({reason}); copy or convert it again")
+        low = int(self._compressed[number])
+        high = int(self._compressed[number + 1])
+        return FormatError(
+            f"{self.url}: frame {number}, bytes [{low}, {high}), is damaged ({reason}); copy or convert it again"
+        )
 
 
 def _decompressor() -> Any:
@@ -189,19 +240,23 @@ def _decompressor() -> Any:
 
 
 class Members:
-    """The payloads of an archive's members end to end: shown[i] and at[i] are where payload i begins in both forms.
+    """The payloads of an archive's members end to end: shown[i] and at[i] are where payload i
+    begins in both forms.
 
     Both int64 [members + 1]; the last of `shown` is the size.
     """
 
     def __init__(self, shown: Integers, at: Integers) -> None:
-        self._shown, self._at = shown, at
+        self._shown = shown
+        self._at = at
         self.size = int(shown[-1])
 
     def stored(self, start: int, stop: int) -> Span:
         """From the first payload byte to the last, with the headers between them."""
         first, last = self._members(start, stop)
-        return int(self._at[first] + start - self._shown[first]), int(self._at[last - 1] + stop - self._shown[last - 1])
+        return int(self._at[first] + start - self._shown[first]), int(
+            self._at[last - 1] + stop - self._shown[last - 1]
+        )
 
     def _members(self, start: int, stop: int) -> tuple[int, int]:
         first = int(np.searchsorted(self._shown, start, "right")) - 1
@@ -213,7 +268,9 @@ class Members:
             return
         begin, end = self.stored(start, stop)
         if len(stored) != end - begin:
-            raise ValueError(f"{len(stored)} stored bytes do not show [{start}, {stop}), which lies in [{begin}, {end})")
+            raise ValueError(
+                f"{len(stored)} stored bytes do not show [{start}, {stop}), which lies in [{begin}, {end})"
+            )
         check_room(out, stop - start)
         first, last = self._members(start, stop)
         low = np.maximum(self._shown[first:last], start)
@@ -224,7 +281,10 @@ class Members:
 
 
 class ConcatStore:
-    """Objects of several stores end to end, as one. Implements `storage.store.Store` for reading."""
+    """Objects of several stores end to end, as one.
+
+    Implements `storage.store.Store` for reading.
+    """
 
     def __init__(self, parts: Sequence[tuple[Store, ObjectInfo]], name: str) -> None:
         self.parts = parts
@@ -240,11 +300,18 @@ class ConcatStore:
         """All sizes together, and a digest of which objects these are."""
         return ObjectInfo(key=key, size=int(self._ends[-1]), etag=self._etag)
 
-    def read_ranges(self, key: str, starts: Sequence[int], stops: Sequence[int], etag: str = "") -> list[Buffer]:
-        """From the objects that hold them, each compared with its own ETag; bytes of two objects are copied together."""
+    def read_ranges(
+        self, key: str, starts: Sequence[int], stops: Sequence[int], etag: str = ""
+    ) -> list[Buffer]:
+        """From the objects that hold them, each compared with its own ETag; bytes of two objects
+        are copied together.
+        """
         found: list[Buffer] = []
         for start, stop in zip(starts, stops, strict=True):
-            pieces = [self._read_part(number, low, high) for number, low, high, _ in self._pieces(int(start), int(stop))]
+            pieces = [
+                self._read_part(number, low, high)
+                for number, low, high, _ in self._pieces(int(start), int(stop))
+            ]
             found.append(pieces[0] if len(pieces) == 1 else memoryview(b"".join(pieces)))
         return found
 
@@ -252,7 +319,9 @@ class ConcatStore:
         store, info = self.parts[number]
         return store.read_ranges(info.key, [start], [stop], info.etag)[0]
 
-    def read_into(self, key: str, spans: Sequence[Span], outs: Sequence[Bytes], etag: str = "") -> None:
+    def read_into(
+        self, key: str, spans: Sequence[Span], outs: Sequence[Bytes], etag: str = ""
+    ) -> None:
         """From the objects that hold them, each compared with its own ETag."""
         jobs: dict[int, tuple[list[Span], list[Bytes]]] = {}
         for (start, stop), out in zip(spans, outs, strict=True):
@@ -287,13 +356,16 @@ class ConcatStore:
             end = min(stop, int(self._ends[number]))
             if end > at:
                 yield number, at - first, end - first, at - start
-            at, number = end, number + 1
+            at = end
+            number = number + 1
 
 
 def _etag_of_all(parts: Sequence[tuple[Store, ObjectInfo]]) -> str:
-    """What changes when any of several objects does; "" where one of them says nothing of its version.
+    """What changes when any of several objects does; "" where one of them says nothing of its
+    version.
 
-    Sizes are part of it: they say where each object begins in the whole. So are URLs: two objects may change places.
+    Sizes are part of it: they say where each object begins in the whole. So are URLs: two objects
+    may change places.
     """
     digest = hashlib.blake2b(digest_size=16)
     for store, info in parts:
@@ -304,8 +376,12 @@ def _etag_of_all(parts: Sequence[tuple[Store, ObjectInfo]]) -> str:
 
 
 def read_frames(store: Store, info: ObjectInfo) -> Frames:
-    """How the bytes of a seekable zstd object lie: one read of its end, seldom two. Raises FormatError, StorageError."""
-    url, size = store.url(info.key), info.size
+    """How the bytes of a seekable zstd object lie: one read of its end, seldom two.
+
+    Raises FormatError, StorageError.
+    """
+    url = store.url(info.key)
+    size = info.size
     # A frame of 32 KiB is 8 bytes of the table, and most are stored in more than 8 KiB.
     low = size - min(size, max(TABLE_GUESS, size // 1024))
     end = bytes(store.read_ranges(info.key, [low], [size], info.etag)[0])

@@ -31,10 +31,12 @@ START_TIMEOUT = 300.0
 
 
 def run(path: str, overrides: Sequence[str]) -> None:
-    """Train as the TOML file says, on the ranks that torchrun started (one, without it). Resumes by itself.
+    """Train as the TOML file says, on the ranks that torchrun started (one, without it). Resumes by
+    itself.
 
-    Raises StreammegaError for what is wrong with the run, RankError where a collective with other ranks failed,
-    Terminated where a signal ended it with a checkpoint, and Interrupted where Ctrl-C did so at once.
+    Raises StreammegaError for what is wrong with the run, RankError where a collective with other
+    ranks failed, Terminated where a signal ended it with a checkpoint, and Interrupted where Ctrl-C
+    did so at once.
     """
     config = load_run(path, overrides)
     device, watch = _start_ranks(config)
@@ -69,24 +71,44 @@ class Interrupted(Exception):
 def _failure(error: BaseException, watch: Watch, config: RunConfig) -> BaseException:
     """What this rank ends with, after it has told the others why, or asked them."""
     interrupted = isinstance(error, KeyboardInterrupt) or watch.interrupted
-    if watch.world > 1 and not interrupted and not isinstance(error, StreammegaError | OSError) and _is_of_others(error):
+    if (
+        watch.world > 1
+        and not interrupted
+        and not isinstance(error, StreammegaError | OSError)
+        and _is_of_others(error)
+    ):
         return _failure_of_others(error, watch)
     watch.claim()
     if interrupted:
         watch.fail("interrupted")
-        saves = "" if watch.rank else f"; the same command goes on from the last checkpoint in {config.train.out_dir}"
-        return Interrupted(f"interrupted in step {watch.step}{saves if config.train.save_interval else ''}")
+        saves = (
+            ""
+            if watch.rank
+            else f"; the same command goes on from the last checkpoint in {config.train.out_dir}"
+        )
+        return Interrupted(
+            f"interrupted in step {watch.step}{saves if config.train.save_interval else ''}"
+        )
     if isinstance(error, OSError) and not isinstance(error, StreammegaError):
         place = error.filename or config.train.out_dir
-        error = StorageError(f"{place}: {error.strerror or error}; make room there, or change train.out_dir")
-    watch.fail(str(error) if isinstance(error, StreammegaError) else f"{type(error).__name__}: {error}")
+        error = StorageError(
+            f"{place}: {error.strerror or error}; make room there, or change train.out_dir"
+        )
+    watch.fail(
+        str(error) if isinstance(error, StreammegaError) else f"{type(error).__name__}: {error}"
+    )
     return error
 
 
 def _failure_of_others(error: BaseException, watch: Watch) -> BaseException:
     reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # torchrun ends ranks when one has failed: a few seconds, to say why
-    print(f"error (rank {watch.rank}): in step {watch.step}: {reason}; asking the other ranks", file=sys.stderr, flush=True)
+    # torchrun ends ranks when one has failed: a few seconds, to say why
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    print(
+        f"error (rank {watch.rank}): in step {watch.step}: {reason}; asking the other ranks",
+        file=sys.stderr,
+        flush=True,
+    )
     explained = watch.explain()
     watch.claim()
     watch.fail(explained, seen=True)  # one that hangs does not know yet that the job is over
@@ -98,24 +120,32 @@ class RankError(Exception):
 
 
 def _is_of_others(error: BaseException | None) -> bool:
-    """Whether a collective failed, rather than something on this rank: transports only tell by their text."""
+    """Whether a collective failed, rather than something on this rank: transports only tell by
+    their text.
+    """
     while error is not None:
-        if isinstance(error, dist.DistError) or (isinstance(error, RuntimeError) and TRANSPORT.search(str(error))):
+        if isinstance(error, dist.DistError) or (
+            isinstance(error, RuntimeError) and TRANSPORT.search(str(error))
+        ):
             return True
         error = error.__cause__
     return False
 
 
 def _start_ranks(config: RunConfig) -> tuple[torch.device, Watch]:
-    """Join the job's process group, if there is more than one rank: the device of this rank, and its watch."""
-    train, place = config.train, place_of(os.environ)
+    """Join the job's process group, if there is more than one rank: the device of this rank, and
+    its watch.
+    """
+    train = config.train
+    place = place_of(os.environ)
     seat = seat_of(place)
     if place.world == 1:
         return take(choose([seat], train, nccl=False), seat), Watch(None, 0, 1)
     store, rank, world = _meet()
     patience = timedelta(seconds=max(train.timeout, START_TIMEOUT))
     store.set_timeout(patience)
-    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")  # the store outlives a restart: what was said before is void
+    # the store outlives a restart: what was said before is void
+    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
     store = PrefixStore(f"attempt-{attempt}", store)
     choice = agree(PrefixStore("devices", store), seat, world, train)
     check_backend(choice, config.parallel)
@@ -123,12 +153,16 @@ def _start_ranks(config: RunConfig) -> tuple[torch.device, Watch]:
         log.warning("%s", choice.said)
     device = take(choice, seat)
     shared = PrefixStore("default", store)
-    dist.init_process_group(choice.backend, store=shared, rank=rank, world_size=world, timeout=patience)
+    dist.init_process_group(
+        choice.backend, store=shared, rank=rank, world_size=world, timeout=patience
+    )
     return device, Watch(PrefixStore("watch", store), rank, world, train.timeout)
 
 
 def _meet() -> tuple[Store, int, int]:
-    """The store of the job, this rank and how many there are, by the variables of torch's launchers. Raises ConfigError."""
+    """The store of the job, this rank and how many there are, by the variables of torch's
+    launchers. Raises ConfigError.
+    """
     try:
         store, rank, world = next(rendezvous("env://"))
     except (ValueError, RuntimeError) as error:
@@ -149,9 +183,12 @@ def main(arguments: Sequence[str], name: str | None = None) -> int:
     rank = os.environ.get("RANK", "0")
     level = logging.INFO if rank == "0" else logging.WARNING
     logging.basicConfig(level=level, format=f"[{rank}] %(message)s", stream=sys.stderr)
-    logging.getLogger("botocore").setLevel(logging.WARNING)  # which tells at each start where credentials were found
+    # which tells at each start where credentials were found
+    logging.getLogger("botocore").setLevel(logging.WARNING)
     if not arguments or arguments[0] in ("-h", "--help"):
-        print(f"usage: torchrun --nproc-per-node N -m streammega.train run.toml [section.name=value ...]\n\n{__doc__}")
+        print(
+            f"usage: torchrun --nproc-per-node N -m streammega.train run.toml [section.name=value ...]\n\n{__doc__}"
+        )
         return 0 if arguments else 2
     try:
         run(arguments[0], arguments[1:])
@@ -175,5 +212,6 @@ if __name__ == "__main__":
     sys.stdout.flush()
     sys.stderr.flush()
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
-        os._exit(code)  # threads that wait for ranks which are gone keep a process; gloo's may abort it as it ends
+        # threads that wait for ranks which are gone keep a process; gloo's may abort it as it ends
+        os._exit(code)
     sys.exit(code)

@@ -1,10 +1,13 @@
-"""Causal attention over documents, and over sequences whose tokens are spread over context-parallel ranks. Exact.
+"""Causal attention over documents, and over sequences whose tokens are spread over context-parallel
+ranks. Exact.
 
-Every rank gathers the keys and values of all, and its queries, two parts of the sequence in zig-zag, attend to what comes
-before them: the two parts of any rank cost the same together. Backward gathers keys and values again, so that between forward
-and backward a layer keeps those of this rank only (a ring would send them again too), and sums what ranks owe to each key.
+Every rank gathers the keys and values of all, and its queries, two parts of the sequence in
+zig-zag, attend to what comes before them: the two parts of any rank cost the same together.
+Backward gathers keys and values again, so that between forward and backward a layer keeps those of
+this rank only (a ring would send them again too), and sums what ranks owe to each key.
 
-No kernel is given a matrix of what is seen, except on the CPU for parts of one document, and then one for all layers.
+No kernel is given a matrix of what is seen, except on the CPU for parts of one document, and then
+one for all layers.
 """
 
 from __future__ import annotations
@@ -27,7 +30,9 @@ from streammega.order.rank_samples import zigzag_parts
 from streammega.train.visibility import Visibility
 
 CAUSAL: dict[str, Any] = (
-    {"window_size": (-1, 0)} if "window_size" in inspect.signature(varlen_attn).parameters else {"is_causal": True}
+    {"window_size": (-1, 0)}
+    if "window_size" in inspect.signature(varlen_attn).parameters
+    else {"is_causal": True}
 )
 """How varlen_attn is told that queries see no later keys: torch 2.10 had another name for it."""
 
@@ -50,10 +55,11 @@ def attend(
     *,
     gather_again: bool = True,
 ) -> Tensor:
-    """Attention of q, k, v [batch, kept, heads, head_dim] to the keys that each query sees: [batch, kept, heads, head_dim].
+    """Attention of q, k, v [batch, kept, heads, head_dim] to the keys that each query sees: [batch,
+    kept, heads, head_dim].
 
-    gather_again: keep this rank's own keys and values for backward, and gather the others' again. False: keep all, for layers
-    whose forward is computed again anyway.
+    gather_again: keep this rank's own keys and values for backward, and gather the others' again.
+    False: keep all, for layers whose forward is computed again anyway.
     """
     if context is None:
         return _attend_to_all(q, k, v, visibility)
@@ -65,7 +71,9 @@ def attend(
 
 
 def _attend_to_all(q: Tensor, k: Tensor, v: Tensor, visibility: Visibility) -> Tensor:
-    """Attention of the kept queries to keys and values of whole samples [batch, whole, heads, head_dim]."""
+    """Attention of the kept queries to keys and values of whole samples [batch, whole, heads,
+    head_dim].
+    """
     length = visibility.parts[0][1] - visibility.parts[0][0]
     parts = torch.split(q, length, 1)
     mixed = [_attend_part(part, k, v, visibility, number) for number, part in enumerate(parts)]
@@ -78,20 +86,36 @@ def _attend_part(q: Tensor, k: Tensor, v: Tensor, visibility: Visibility, number
         return _dense(q, k[:, :stop], v[:, :stop], visibility)
     if _has_packed_kernel(q, k, v):
         packed = visibility.packed(number)
-        queries, keys, values = q.flatten(0, 1), k.flatten(0, 1), v.flatten(0, 1)
+        queries = q.flatten(0, 1)
+        keys = k.flatten(0, 1)
+        values = v.flatten(0, 1)
         mixed: Any = varlen_attn(
-            queries, keys, values, packed.queries, packed.keys, packed.most_queries, packed.most_keys, **CAUSAL
+            queries,
+            keys,
+            values,
+            packed.queries,
+            packed.keys,
+            packed.most_queries,
+            packed.most_keys,
+            **CAUSAL,
         )
         return cast(Tensor, mixed.view_as(q))
     return _by_document(q, k, v, visibility, number)
 
 
 def _dense(q: Tensor, k: Tensor, v: Tensor, visibility: Visibility) -> Tensor:
-    """Queries that are the tokens of the last keys, of one document: [batch, queries, heads, head_dim] as q."""
-    queries, keys = q.shape[1], k.shape[1]
+    """Queries that are the tokens of the last keys, of one document: [batch, queries, heads,
+    head_dim] as q.
+    """
+    queries = q.shape[1]
+    keys = k.shape[1]
     bias = None if queries == keys else visibility.lower_right(queries, keys, q)
     mixed = F.scaled_dot_product_attention(
-        q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), attn_mask=bias, is_causal=bias is None
+        q.transpose(1, 2),
+        k.transpose(1, 2),
+        v.transpose(1, 2),
+        attn_mask=bias,
+        is_causal=bias is None,
     )
     return mixed.transpose(1, 2)
 
@@ -99,8 +123,8 @@ def _dense(q: Tensor, k: Tensor, v: Tensor, visibility: Visibility) -> Tensor:
 def _by_document(q: Tensor, k: Tensor, v: Tensor, visibility: Visibility, number: int) -> Tensor:
     """One call for each document, where there is no kernel for several at once.
 
-    Forward and backward on two cores, against all pairs with one mask: samples of 256 tokens take as long, of 1024 half of it, of
-    2048 a seventh.
+    Forward and backward on two cores, against all pairs with one mask: samples of 256 tokens take
+    as long, of 1024 half of it, of 2048 a seventh.
     """
     pieces = visibility.pieces(number)
     queries = torch.split(q.flatten(0, 1), pieces.query_lengths)
@@ -114,16 +138,22 @@ def _by_document(q: Tensor, k: Tensor, v: Tensor, visibility: Visibility, number
 
 
 def _has_packed_kernel(q: Tensor, k: Tensor, v: Tensor) -> bool:
-    """Whether flash attention, the only kernel of varlen_attn, takes such tensors: 16 bits wide, on a GPU that has it."""
+    """Whether flash attention, the only kernel of varlen_attn, takes such tensors: 16 bits wide, on
+    a GPU that has it.
+    """
     if not q.is_cuda:
         return False
     parameters: Any = SDPAParams  # its stub lacks the last argument
-    wanted = parameters(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), None, 0.0, False, False)
+    wanted = parameters(
+        q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), None, 0.0, False, False
+    )
     return can_use_flash_attention(wanted)
 
 
 class _GatherSequence(torch.autograd.Function):
-    """[..., kept, heads, head_dim] of every rank -> [..., S, heads, head_dim] as in the sequence; gradients are summed back."""
+    """[..., kept, heads, head_dim] of every rank -> [..., S, heads, head_dim] as in the sequence;
+    gradients are summed back.
+    """
 
     @staticmethod
     def forward(ctx: Any, local: Tensor, context: ContextParallel) -> Tensor:
@@ -133,7 +163,9 @@ class _GatherSequence(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        """The sum of what all ranks owe to this one's keys and values: queries of every rank have seen them."""
+        """The sum of what all ranks owe to this one's keys and values: queries of every rank have
+        seen them.
+        """
         context: ContextParallel = ctx.context
         grad = grad.contiguous()
         dist.all_reduce(grad, group=context.group)
@@ -143,13 +175,16 @@ class _GatherSequence(torch.autograd.Function):
 
 
 class _GatherAgain:
-    """Hooks for what a layer saves: of gathered keys and values only where they lay, to be gathered again in backward.
+    """Hooks for what a layer saves: of gathered keys and values only where they lay, to be gathered
+    again in backward.
 
-    All ranks of the group save and use them at the same places of their programs. The first use gathers, the last forgets.
+    All ranks of the group save and use them at the same places of their programs. The first use
+    gathers, the last forgets.
     """
 
     def __init__(self, local: Tensor, context: ContextParallel, gathered: Tensor) -> None:
-        self._local, self._context = local, context
+        self._local = local
+        self._context = context
         self._address = gathered.untyped_storage().data_ptr()
         self._gathered: Tensor | None = None
         self._saved = 0

@@ -1,7 +1,9 @@
-"""Hashes of global batches: equal exactly when the same tokens came at the same places of the same samples.
+"""Hashes of global batches: equal exactly when the same tokens came at the same places of the same
+samples.
 
-They do not depend on how a batch was cut into ranks, parts, stages and micro-batches, which is what makes them a proof: the
-digest of a sample is a sum over its tokens and labels, so each rank adds up what it was given.
+They do not depend on how a batch was cut into ranks, parts, stages and micro-batches, which is what
+makes them a proof: the digest of a sample is a sum over its tokens and labels, so each rank adds up
+what it was given.
 """
 
 from __future__ import annotations
@@ -20,7 +22,8 @@ FIELDS = ("tokens", "labels")
 
 
 def sample_digests(batch: Mapping[str, Tensor], places: Tensor | None = None) -> list[int]:
-    """A 64-bit digest of the tokens and labels of each sample, or of the part of them that is there; parts add up modulo 2**64.
+    """A 64-bit digest of the tokens and labels of each sample, or of the part of them that is
+    there; parts add up modulo 2**64.
 
     places: of the columns in the whole sample, int64 [kept]; None: all of it.
     """
@@ -36,5 +39,7 @@ def sample_digests(batch: Mapping[str, Tensor], places: Tensor | None = None) ->
 
 def global_batch_hash(digests: Mapping[int, int]) -> str:
     """The hash of a global batch from {global sample id: digest}, 32 hex digits."""
-    pairs = np.array([[sample, digest % 2**64] for sample, digest in sorted(digests.items())], np.uint64)
+    pairs = np.array(
+        [[sample, digest % 2**64] for sample, digest in sorted(digests.items())], np.uint64
+    )
     return hashlib.blake2b(pairs.astype("<u8").tobytes(), digest_size=16).hexdigest()

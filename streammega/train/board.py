@@ -1,4 +1,6 @@
-"""What ranks tell each other through the store of the job: signs of life, and why one of them ended it."""
+"""What ranks tell each other through the store of the job: signs of life, and why one of them ended
+it.
+"""
 
 from __future__ import annotations
 
@@ -10,22 +12,27 @@ from typing import Any, TypeVar
 from torch.distributed import Store  # type: ignore[attr-defined]
 
 CLIENT_TIMEOUT = timedelta(seconds=10)
-"""Of one request: what is asked for is there already, so a store that takes longer does not answer."""
-FAILURES, CAUSE = "streammega/failures", "streammega/cause"
+"""Of one request: what is asked for is there already, so a store that takes longer
+does not answer.
+"""
+FAILURES = "streammega/failures"
+CAUSE = "streammega/cause"
 T = TypeVar("T")
 
 
 class Board:
     """The notices of all ranks, read and written by a client of its own.
 
-    A store's client is locked while it waits, and that of training waits for other ranks (groups that are made, ids that NCCL
-    exchanges): signs of life must not stop meanwhile. After an error the next request takes a new connection.
+    A store's client is locked while it waits, and that of training waits for other ranks (groups
+    that are made, ids that NCCL exchanges): signs of life must not stop meanwhile. After an error
+    the next request takes a new connection.
 
     Every method raises RuntimeError where the store does not answer.
     """
 
     def __init__(self, store: Store, rank: int, world: int) -> None:
-        self.rank, self.world = rank, world
+        self.rank = rank
+        self.world = world
         self._origin = store
         self._store: Store | None = None
 
@@ -42,7 +49,10 @@ class Board:
         return self.read(range(self.world))
 
     def blame(self, rank: int | None, cause: str) -> None:
-        """Say why the job ends: `rank` by its own fault, or None: what was seen of others. The first cause is kept."""
+        """Say why the job ends: `rank` by its own fault, or None: what was seen of others.
+
+        The first cause is kept.
+        """
 
         def write(store: Store) -> None:
             if store.add(FAILURES, 1) == 1:

@@ -1,4 +1,6 @@
-"""Checkpoints in an object store: files under names of their own, and a small object that makes them a checkpoint."""
+"""Checkpoints in an object store: files under names of their own, and a small object that makes
+them a checkpoint.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,15 @@ from streammega.storage.fetch.threads import each
 from streammega.storage.store import written_whole
 from streammega.train.checkpoint_files import DamagedError, Files
 from streammega.train.checkpoint_hold import Hold, hold_object
-from streammega.train.checkpoint_place import NAME, SET_ASIDE, Found, folder_of, free_name, parsed, position_in
+from streammega.train.checkpoint_place import (
+    NAME,
+    SET_ASIDE,
+    Found,
+    folder_of,
+    free_name,
+    parsed,
+    position_in,
+)
 
 log = logging.getLogger(__name__)
 
@@ -29,7 +39,8 @@ class CheckpointBucket:
     on_disk = False
 
     def __init__(self, store: Store, prefix: str) -> None:
-        self._store, self._prefix = store, prefix
+        self._store = store
+        self._prefix = prefix
         self.url = store.url(prefix)
 
     def prepare(self) -> None:
@@ -37,19 +48,31 @@ class CheckpointBucket:
 
     def steps(self) -> list[int]:
         """Of the small objects."""
-        return sorted(int(name.removeprefix("step-")) for name in self._records() if NAME.fullmatch(name))
+        return sorted(
+            int(name.removeprefix("step-")) for name in self._records() if NAME.fullmatch(name)
+        )
 
     def find(self, step: int) -> Found:
         """By its small object."""
         record = self._record(folder_of(step))
-        return Found(step=step, name=record["files"], position=position_in(record.get("position"), self._url(folder_of(step))))
+        return Found(
+            step=step,
+            name=record["files"],
+            position=position_in(record.get("position"), self._url(folder_of(step))),
+        )
 
     def begin(self, step: int) -> str:
-        """A new name. Files that no small object names are of saves that were killed, or of checkpoints that are gone."""
+        """A new name.
+
+        Files that no small object names are of saves that were killed, or of checkpoints that are
+        gone.
+        """
         try:
             self._remove_orphans()
         except (StorageError, DamagedError) as error:
-            log.warning("%s: what killed saves left there could not be removed: %s", self.url, error)
+            log.warning(
+                "%s: what killed saves left there could not be removed: %s", self.url, error
+            )
         return f"{folder_of(step)}/{secrets.token_hex(4)}"
 
     def draft(self, name: str) -> Files:
@@ -71,8 +94,11 @@ class CheckpointBucket:
         try:
             record = self._record(folder_of(step))
         except DamagedError:
-            record = {"version": 1, "step": step, "files": folder_of(step)}  # all that were ever written for the step
-        self._put(f"{name}.json", json.dumps(record | {"set_aside": time.time()}, indent=1).encode())
+            # all that were ever written for the step
+            record = {"version": 1, "step": step, "files": folder_of(step)}
+        self._put(
+            f"{name}.json", json.dumps(record | {"set_aside": time.time()}, indent=1).encode()
+        )
         self._store.delete(f"{self._prefix}/{folder_of(step)}.json")
         return self._url(name)
 
@@ -113,7 +139,9 @@ class CheckpointBucket:
         return self._store.url(f"{self._prefix}/{name}.json")
 
     def _record(self, name: str) -> dict[str, Any]:
-        record = parsed(Files(store=self._store, prefix=self._prefix).read(f"{name}.json"), self._url(name))
+        record = parsed(
+            Files(store=self._store, prefix=self._prefix).read(f"{name}.json"), self._url(name)
+        )
         folder = record.get("files") if isinstance(record, dict) else None
         # What it names is removed with it: it must be a folder of ours.
         if not isinstance(folder, str) or not _FILES.fullmatch(folder):
@@ -131,7 +159,11 @@ class CheckpointBucket:
 
     def _remove_orphans(self) -> None:
         kept = [f"/{self._record(name)['files']}/" for name in self._records()]
-        stored = [item.key for item in self._store.list(f"{self._prefix}/step-") if not item.key.endswith(".json")]
+        stored = [
+            item.key
+            for item in self._store.list(f"{self._prefix}/step-")
+            if not item.key.endswith(".json")
+        ]
         self._delete([key for key in stored if not any(folder in key for folder in kept)])
 
     def _delete(self, keys: list[str]) -> None:

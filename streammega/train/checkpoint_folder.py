@@ -1,4 +1,6 @@
-"""Checkpoints on a disk: folders that are written under another name and renamed when they are whole."""
+"""Checkpoints on a disk: folders that are written under another name and renamed when they are
+whole.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,15 @@ from streammega.config import StorageConfig
 from streammega.storage.backends.pread import PreadStore
 from streammega.train.checkpoint_files import Files
 from streammega.train.checkpoint_hold import Hold, hold_file
-from streammega.train.checkpoint_place import NAME, SET_ASIDE, Found, folder_of, free_name, parsed, position_in
+from streammega.train.checkpoint_place import (
+    NAME,
+    SET_ASIDE,
+    Found,
+    folder_of,
+    free_name,
+    parsed,
+    position_in,
+)
 
 log = logging.getLogger(__name__)
 
@@ -30,7 +40,9 @@ class CheckpointFolder:
         self._store = PreadStore(storage or StorageConfig())
 
     def prepare(self) -> None:
-        """A step that was being replaced gets its old checkpoint back, unless the new one is there."""
+        """A step that was being replaced gets its old checkpoint back, unless the
+        new one is there.
+        """
         self.path.mkdir(parents=True, exist_ok=True)
         for old in self.path.glob("step-*.replaced*"):
             if old.with_suffix("").exists():
@@ -46,7 +58,11 @@ class CheckpointFolder:
         """By its position.json."""
         files = self.draft(folder_of(step))
         url = files.url("position.json")
-        return Found(step=step, name=folder_of(step), position=position_in(parsed(files.read("position.json"), url), url))
+        return Found(
+            step=step,
+            name=folder_of(step),
+            position=position_in(parsed(files.read("position.json"), url), url),
+        )
 
     def begin(self, step: int) -> str:
         """Remove what runs left that were killed while they saved."""
@@ -65,8 +81,13 @@ class CheckpointFolder:
         return Files(store=self._store, prefix=str(self.path / name))
 
     def publish(self, step: int, name: str, position: Mapping[str, Any]) -> None:
-        """Rename. Of a step that is there already, the old folder is kept beside it until the new one bears its name."""
-        draft, final = self.path / name, self.path / folder_of(step)
+        """Rename.
+
+        Of a step that is there already, the old folder is kept beside it until the new one bears
+        its name.
+        """
+        draft = self.path / name
+        final = self.path / folder_of(step)
         with open(draft / "position.json", "w", encoding="utf-8") as file:
             json.dump(position, file, indent=1)
             file.flush()
@@ -126,14 +147,20 @@ def checkpoints(folder: Path) -> list[Path]:
 
 
 def _remove_tree(path: Path) -> None:
-    """What nobody needs any more: one that cannot be removed is no reason to end a run, and is tried again at later saves."""
+    """What nobody needs any more: one that cannot be removed is no reason to end a run, and is
+    tried again at later saves.
+    """
     try:
         if path.is_dir():
             shutil.rmtree(path)
         else:
             path.unlink()
     except OSError as error:
-        log.warning("%s: cannot be removed (%s); it is not used any more, remove it by hand", path, error.strerror or error)
+        log.warning(
+            "%s: cannot be removed (%s); it is not used any more, remove it by hand",
+            path,
+            error.strerror or error,
+        )
 
 
 def _sync_folder(path: Path) -> None:

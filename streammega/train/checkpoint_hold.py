@@ -1,8 +1,9 @@
 """One job to an out_dir: two would remove each other's drafts and mix their metrics.
 
-On a disk, a lock of the kernel's on a file: it ends with its process, however that ends. Object stores have no
-locks: there a small object says who is at work, and is renewed all the time. One that is renewed no more is taken
-over; at once where its process can be seen to be gone, else after a while of watching it.
+On a disk, a lock of the kernel's on a file: it ends with its process, however that ends. Object
+stores have no locks: there a small object says who is at work, and is renewed all the time. One
+that is renewed no more is taken over; at once where its process can be seen to be gone, else after
+a while of watching it.
 """
 
 from __future__ import annotations
@@ -28,13 +29,19 @@ log = logging.getLogger(__name__)
 WAIT_SECONDS = 10.0
 """For which a lock is asked again: a job that is being ended holds it a little longer."""
 ASK_EVERY = 0.1
-"""Seconds between two tries for a lock; not by waiting for it in the kernel, which over NFS no signal ends."""
+"""Seconds between two tries for a lock; not by waiting for it in the kernel, which over NFS no
+signal ends.
+"""
 RENEW_SECONDS = 10.0
-"""Between two writes of the object, and so the time in which a holder sees that another has taken over."""
+"""Between two writes of the object, and so the time in which a holder sees that another has taken
+over.
+"""
 PATIENCE_SECONDS = 35.0
 """For which an object that nobody renews is watched: three renewals may fail or be late."""
 LOOK_EVERY = 1.0
-"""Seconds between two looks at an object that may be renewed: one that goes lets this job in within a second."""
+"""Seconds between two looks at an object that may be renewed: one that goes lets this job in within
+a second.
+"""
 SETTLE_SECONDS = 0.5
 """After which a new holder looks whether another one wrote at the same time."""
 
@@ -58,11 +65,16 @@ class _Shared:
 
 _held: dict[str, _Shared] = {}
 _lock = threading.Lock()
-"""Of `_held`, and over making and releasing a hold: of two threads that ask for one at once, one makes it for both."""
+"""Of `_held`, and over making and releasing a hold: of two threads that ask for one at once, one
+makes it for both.
+"""
 
 
 def hold_file(path: Path) -> Hold:
-    """Hold a file on a disk. Raises ConfigError while another process does, OSError where no file can be made."""
+    """Hold a file on a disk.
+
+    Raises ConfigError while another process does, OSError where no file can be made.
+    """
     return _of_process(os.path.realpath(path), lambda: _FileHold(path))
 
 
@@ -84,7 +96,9 @@ class _Use:
     """One user's part of a hold."""
 
     def __init__(self, name: str, shared: _Shared) -> None:
-        self._name, self._shared, self._released = name, shared, False
+        self._name = name
+        self._shared = shared
+        self._released = False
 
     def check(self) -> None:
         """Raise StorageError if another job has taken over."""
@@ -103,7 +117,9 @@ class _Use:
 
 
 class _FileHold:
-    """POSIX locks, not flock's: they work over NFS, and are not inherited by the workers that a process forks."""
+    """POSIX locks, not flock's: they work over NFS, and are not inherited by the workers that a
+    process forks.
+    """
 
     def __init__(self, path: Path) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -125,7 +141,11 @@ class _FileHold:
                     who = os.pread(self._fd, 200, 0).decode("utf-8", "replace").strip()
                     raise _occupied(str(path.parent), who) from None
             except OSError as error:  # a file system without locks
-                log.warning("%s: cannot be locked (%s): see to it that one job at a time trains there", path, error.strerror)
+                log.warning(
+                    "%s: cannot be locked (%s): see to it that one job at a time trains there",
+                    path,
+                    error.strerror,
+                )
                 return
             time.sleep(ASK_EVERY)
         os.ftruncate(self._fd, 0)
@@ -143,14 +163,16 @@ class _ObjectHold:
     """Renewed by a thread."""
 
     def __init__(self, store: Store, key: str) -> None:
-        self._store, self._key = store, key
+        self._store = store
+        self._key = key
         self._me = _myself()
         self._renewals = 0
         self._lost: str | None = None
         self._ended = threading.Event()
         self._wait_for_other(self._read())
         self._write()
-        time.sleep(SETTLE_SECONDS)  # one that found nobody a moment ago has written by now: of two, the later keeps it
+        # one that found nobody a moment ago has written by now: of two, the later keeps it
+        time.sleep(SETTLE_SECONDS)
         self._look()
         self.check()
         self._thread = threading.Thread(target=self._renew, name="streammega-hold", daemon=True)
@@ -159,7 +181,9 @@ class _ObjectHold:
     def check(self) -> None:
         """By what the last renewal saw."""
         if self._lost is not None:
-            raise StorageError(f"{self._store.url(self._key)}: {self._lost} has taken over; this job writes no more there")
+            raise StorageError(
+                f"{self._store.url(self._key)}: {self._lost} has taken over; this job writes no more there"
+            )
 
     def release(self) -> None:
         """Remove the object, unless it is another's by now."""
@@ -176,7 +200,12 @@ class _ObjectHold:
         if other is None or _is_gone(other):
             return
         url = self._store.url(self._key)
-        log.warning("%s: was held by %s; waiting %.0f s to see whether it still is", url, _who(other), PATIENCE_SECONDS)
+        log.warning(
+            "%s: was held by %s; waiting %.0f s to see whether it still is",
+            url,
+            _who(other),
+            PATIENCE_SECONDS,
+        )
         until = time.monotonic() + PATIENCE_SECONDS
         while time.monotonic() < until:
             time.sleep(min(LOOK_EVERY, PATIENCE_SECONDS / 10))
@@ -236,21 +265,33 @@ def _who(record: dict[str, Any]) -> str:
 def _system() -> str:
     """Where process numbers have one meaning: a boot of a machine, and a container of it."""
     try:
-        return Path("/proc/sys/kernel/random/boot_id").read_text().strip() + " " + os.readlink("/proc/self/ns/pid")
+        return (
+            Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+            + " "
+            + os.readlink("/proc/self/ns/pid")
+        )
     except OSError:
         return ""
 
 
 def _started(pid: int) -> str:
-    """When a process started, in the kernel's ticks: numbers of processes are given again. Empty: there is none."""
+    """When a process started, in the kernel's ticks: numbers of processes are given again.
+
+    Empty: there is none.
+    """
     try:
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except OSError:
         return ""
-    return "" if fields[0] in "ZX" else fields[19]  # a zombie has ended, and only waits for its parent
+    # a zombie has ended, and only waits for its parent
+    return "" if fields[0] in "ZX" else fields[19]
 
 
 def _is_gone(record: dict[str, Any]) -> bool:
     """Whether the process of a record can be seen to have ended."""
     system = _system()
-    return bool(system) and record.get("system") == system and _started(int(record.get("pid") or 0)) != record.get("started")
+    return (
+        bool(system)
+        and record.get("system") == system
+        and _started(int(record.get("pid") or 0)) != record.get("started")
+    )

@@ -13,7 +13,10 @@ from streammega.train.checkpoint_place import CheckpointPlace
 
 
 def open_place(out_dir: str, storage: StorageConfig) -> CheckpointPlace:
-    """The checkpoints of a run in `out_dir`/checkpoints. Raises ConfigError for a URL that cannot work."""
+    """The checkpoints of a run in `out_dir`/checkpoints.
+
+    Raises ConfigError for a URL that cannot work.
+    """
     url = join_url(out_dir, "checkpoints")
     if is_remote(out_dir):
         store, key = open_store(url, storage)

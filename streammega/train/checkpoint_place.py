@@ -1,12 +1,14 @@
-"""Where the checkpoints of a run lie, and how they appear there whole: a folder on a disk, or a prefix of an object store.
+"""Where the checkpoints of a run lie, and how they appear there whole: a folder on a disk, or a
+prefix of an object store.
 
     on disk     step-00000100/            the files and position.json; written as step-00000100.partial, then renamed
     elsewhere   step-00000100.json        the position, and the name of the folder of the files
                 step-00000100/3f09c1a2/   the files
 
-No object store can rename a folder. There the small object is what makes a checkpoint: it is written when all files
-are there, replaced at once where the step had one, and removed before them. Every save writes to a folder of a new
-name, so that nothing which an earlier save left behind, or still sends, gets among its files.
+No object store can rename a folder. There the small object is what makes a checkpoint: it is
+written when all files are there, replaced at once where the step had one, and removed before them.
+Every save writes to a folder of a new name, so that nothing which an earlier save left behind, or
+still sends, gets among its files.
 """
 
 from __future__ import annotations
@@ -26,7 +28,9 @@ SET_ASIDE = re.compile(r"step-\d{8}\.(rewound|damaged)(-\d+)?")
 
 @dataclass(frozen=True, kw_only=True)
 class Found:
-    """A checkpoint: its step, the name of the folder of its files, and what was written beside the tensors."""
+    """A checkpoint: its step, the name of the folder of its files, and what was written beside the
+    tensors.
+    """
 
     step: int
     name: str
@@ -34,7 +38,10 @@ class Found:
 
 
 class CheckpointPlace(Protocol):
-    """Checkpoints by step. Methods are called on the first rank alone, but for `draft` and `sees`."""
+    """Checkpoints by step.
+
+    Methods are called on the first rank alone, but for `draft` and `sees`.
+    """
 
     url: str
     on_disk: bool
@@ -58,7 +65,10 @@ class CheckpointPlace(Protocol):
         """Make a draft, whose files are all there, the checkpoint of its step."""
 
     def remove(self, step: int) -> None:
-        """A checkpoint that is not wanted any more. Raises StorageError or OSError; it is gone from `steps` nevertheless."""
+        """A checkpoint that is not wanted any more.
+
+        Raises StorageError or OSError; it is gone from `steps` nevertheless.
+        """
 
     def set_aside(self, step: int, why: str) -> str:
         """Take a checkpoint out of `steps` and keep it, under another name, which is returned."""
@@ -99,7 +109,10 @@ def parsed(text: bytes, url: str) -> Any:
 
 
 def position_in(position: Any, url: str) -> dict[str, Any]:
-    """What was written beside the tensors, which `url` holds. Raises DamagedError where a run's step or state is not there."""
+    """What was written beside the tensors, which `url` holds.
+
+    Raises DamagedError where a run's step or state is not there.
+    """
     if isinstance(position, dict) and not is_as_written(position):
         raise DamagedError(f"{url}: is damaged: its checksum is another")
     try:

@@ -1,4 +1,6 @@
-"""How the tensors of a checkpoint are read: by ranges of its files, each rank what fills its own memory."""
+"""How the tensors of a checkpoint are read: by ranges of its files, each rank what fills its own
+memory.
+"""
 
 from __future__ import annotations
 
@@ -27,10 +29,16 @@ BATCH_BYTES = 256 << 20
 
 
 class Reader(StorageReader):
-    """Reads what this rank needs of a checkpoint's files: what lies near together by one request, several requests at a time."""
+    """Reads what this rank needs of a checkpoint's files: what lies near together by one request,
+    several requests at a time.
+    """
 
-    def __init__(self, files: Files, metadata: Metadata, checksums: Checksums, together: Together) -> None:
-        self._files, self._metadata, self._together = files, metadata, together
+    def __init__(
+        self, files: Files, metadata: Metadata, checksums: Checksums, together: Together
+    ) -> None:
+        self._files = files
+        self._metadata = metadata
+        self._together = together
         self._checksums = checksums
 
     def reset(self, checkpoint_id: Any = None) -> None:
@@ -40,7 +48,9 @@ class Reader(StorageReader):
         """Which was read by one rank for all."""
         return self._metadata
 
-    def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *_: Any, **__: Any) -> None:
+    def set_up_storage_reader(
+        self, metadata: Metadata, is_coordinator: bool, *_: Any, **__: Any
+    ) -> None:
         """It is known already."""
 
     def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
@@ -78,18 +88,28 @@ class Reader(StorageReader):
                 self._together.progress()
 
     def _fill(
-        self, name: str, batch: Sequence[MetadataIndex], wanted: Mapping[MetadataIndex, list[ReadItem]], planner: LoadPlanner
+        self,
+        name: str,
+        batch: Sequence[MetadataIndex],
+        wanted: Mapping[MetadataIndex, list[ReadItem]],
+        planner: LoadPlanner,
     ) -> None:
         places = [self._metadata.storage_data[index] for index in batch]
         spans = [(place.offset, place.offset + place.length) for place in places]
         for index, (start, stop), data in zip(batch, spans, self._fetch(name, spans), strict=True):
             if not self._checksums.match(name, start, data):
-                raise DamagedError(f"{self._files.url(name)}: bytes [{start}, {stop}) are damaged: their checksum is another")
+                raise DamagedError(
+                    f"{self._files.url(name)}: bytes [{start}, {stop}) are damaged: their checksum is another"
+                )
             try:
                 tensor = torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
-            except Exception as error:  # torch.load raises anything for bytes that torch.save did not make
+            except (
+                Exception
+            ) as error:  # torch.load raises anything for bytes that torch.save did not make
                 reason = (str(error).splitlines() or [type(error).__name__])[0]
-                raise DamagedError(f"{self._files.url(name)}: bytes [{start}, {stop}) are damaged ({reason})") from None
+                raise DamagedError(
+                    f"{self._files.url(name)}: bytes [{start}, {stop}) are damaged ({reason})"
+                ) from None
             for item in wanted[index]:
                 self._copy(tensor, item, planner, name)
 
@@ -97,7 +117,9 @@ class Reader(StorageReader):
         target = planner.resolve_tensor(item).detach()
         for dim, (start, length) in enumerate(zip(item.storage_offsets, item.lengths, strict=True)):
             if tensor.dim() != len(item.lengths) or start + length > tensor.shape[dim]:
-                raise DamagedError(f"{self._files.url(name)}: holds {item.storage_index.fqn} in another shape than it says")
+                raise DamagedError(
+                    f"{self._files.url(name)}: holds {item.storage_index.fqn} in another shape than it says"
+                )
             tensor = tensor.narrow(dim, start, length)
         target.copy_(tensor)
         planner.commit_tensor(item, target)
@@ -105,17 +127,27 @@ class Reader(StorageReader):
     def _fetch(self, name: str, spans: Sequence[tuple[int, int]]) -> list[memoryview]:
         """The bytes of spans of a file, which rise."""
         runs = list(_runs(spans))
-        pieces = [(at, min(at + PIECE_BYTES, stop)) for start, stop in runs for at in range(start, stop, PIECE_BYTES)]
+        pieces = [
+            (at, min(at + PIECE_BYTES, stop))
+            for start, stop in runs
+            for at in range(start, stop, PIECE_BYTES)
+        ]
         key = self._files.key(name)
         try:
-            bodies = self._files.store.read_ranges(key, [start for start, _ in pieces], [stop for _, stop in pieces])
+            bodies = self._files.store.read_ranges(
+                key, [start for start, _ in pieces], [stop for _, stop in pieces]
+            )
         except (ObjectNotFoundError, ShortReadError) as error:
-            raise DamagedError(f"{self._files.url(name)}: is missing or cut short ({error})") from None
+            raise DamagedError(
+                f"{self._files.url(name)}: is missing or cut short ({error})"
+            ) from None
         whole: list[memoryview] = []
         at = 0
         for start, stop in runs:
             count = -(-(stop - start) // PIECE_BYTES)
-            whole.append(memoryview(bodies[at] if count == 1 else b"".join(bodies[at : at + count])))
+            whole.append(
+                memoryview(bodies[at] if count == 1 else b"".join(bodies[at : at + count]))
+            )
             at += count
         firsts = [start for start, _ in runs]
         found = []
@@ -125,7 +157,9 @@ class Reader(StorageReader):
         return found
 
 
-def _batches(indices: Sequence[MetadataIndex], places: Mapping[MetadataIndex, Any]) -> Iterator[list[MetadataIndex]]:
+def _batches(
+    indices: Sequence[MetadataIndex], places: Mapping[MetadataIndex, Any]
+) -> Iterator[list[MetadataIndex]]:
     """Some at a time, of no more than BATCH_BYTES unless one is larger."""
     batch: list[MetadataIndex] = []
     size = 0
@@ -148,5 +182,6 @@ def _runs(spans: Sequence[tuple[int, int]]) -> Iterator[tuple[int, int]]:
             stop = max(stop, high)
         else:
             yield start, stop
-            start, stop = low, high
+            start = low
+            stop = high
     yield start, stop

@@ -1,6 +1,8 @@
-"""How the tensors of a checkpoint are written: by torch's writer, one file a rank, to disks and to object stores.
+"""How the tensors of a checkpoint are written: by torch's writer, one file a rank, to disks and to
+object stores.
 
-Each item that it writes gets a checksum on its way. They go with torch's own messages to the first rank.
+Each item that it writes gets a checksum on its way. They go with torch's own messages to the first
+rank.
 """
 
 from __future__ import annotations
@@ -30,7 +32,9 @@ PIECE_BYTES = 8 << 20
 
 @dataclass(frozen=True)
 class _Written(WriteResult):
-    """What torch is told of an item that was written, with its checksum; None where torch wrote it in another way."""
+    """What torch is told of an item that was written, with its checksum; None where torch wrote it
+    in another way.
+    """
 
     checksum: str | None
 
@@ -43,9 +47,13 @@ class _Stream(io.RawIOBase):
         file: on a disk.
     """
 
-    def __init__(self, write: Any, together: Together, hexes: dict[str, str], file: IO[bytes] | None = None) -> None:
+    def __init__(
+        self, write: Any, together: Together, hexes: dict[str, str], file: IO[bytes] | None = None
+    ) -> None:
         super().__init__()
-        self._write, self._together, self._file = write, together, file
+        self._write = write
+        self._together = together
+        self._file = file
         self._at = 0
         self._hexes = hexes
         self._item = 0
@@ -56,7 +64,9 @@ class _Stream(io.RawIOBase):
         return True
 
     def tell(self) -> int:
-        """Bytes written so far. torch asks before and after each item, and so its checksum ends here."""
+        """Bytes written so far. torch asks before and after each item, and so its checksum ends
+        here.
+        """
         self._end_item()
         return self._at
 
@@ -117,7 +127,9 @@ class _Disk(FileSystemBase):
         Path(path).rename(new_path)
 
     def mkdir(self, path: Any) -> None:
-        """With its parents, if it is not there: every rank does so, and so each node looks for it."""
+        """With its parents, if it is not there: every rank does so, and so each
+        node looks for it.
+        """
         Path(path).mkdir(parents=True, exist_ok=True)
 
     @classmethod
@@ -135,17 +147,25 @@ class _Disk(FileSystemBase):
 
 
 class _Objects(FileSystemBase):
-    """Objects of a store. Each appears whole, when all of it was written: so the metadata needs no name to be renamed from."""
+    """Objects of a store.
+
+    Each appears whole, when all of it was written: so the metadata needs no name to be renamed
+    from.
+    """
 
     def __init__(self, store: Store, together: Together) -> None:
-        self._store, self._together = store, together
+        self._store = store
+        self._together = together
         self.checksums = Checksums()
 
     @contextmanager
     def create_stream(self, path: Any, mode: str) -> Iterator[Any]:
         """Upload while it is written; what fails half-way leaves nothing."""
         hexes = self.checksums.hexes.setdefault(_final_name(path), {})
-        with written_whole(self._store, path) as writer, _Stream(writer.write, self._together, hexes) as stream:
+        with (
+            written_whole(self._store, path) as writer,
+            _Stream(writer.write, self._together, hexes) as stream,
+        ):
             yield stream
 
     def concat_path(self, path: Any, suffix: str) -> str:
@@ -185,7 +205,8 @@ class Writer(FileSystemWriter):
     """
 
     def __init__(self, files: Files, together: Together, *, on_disk: bool) -> None:
-        # Nothing is copied ahead: values are on the host, and torch would make a context on the first GPU for it.
+        # Nothing is copied ahead: values are on the host, and torch would make a context on the
+        # first GPU for it.
         super().__init__(files.prefix, sync_files=on_disk, per_thread_copy_ahead=0)
         self.fs: Any = _Disk(together) if on_disk else _Objects(files.store, together)
         self.path = self.fs.init_path(files.prefix)
@@ -198,7 +219,9 @@ class Writer(FileSystemWriter):
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         """This rank's file; returns when those of all ranks are written."""
-        written = self._together.work(lambda: super(Writer, self).write_data(plan, planner), watched=True)
+        written = self._together.work(
+            lambda: super(Writer, self).write_data(plan, planner), watched=True
+        )
         told: Future[list[WriteResult]] = Future()
         told.set_result([self._with_checksum(result) for result in written.value()])
         return told
@@ -208,7 +231,9 @@ class Writer(FileSystemWriter):
         for result in (result for of_rank in results for result in of_rank):
             if isinstance(result, _Written) and result.checksum is not None:
                 place = result.storage_data
-                self.checksums.hexes.setdefault(place.relative_path, {})[str(place.offset)] = result.checksum
+                self.checksums.hexes.setdefault(place.relative_path, {})[str(place.offset)] = (
+                    result.checksum
+                )
         super().finish(metadata, results)
 
     def _with_checksum(self, result: WriteResult) -> _Written:

@@ -45,15 +45,24 @@ CHOICES = {
 """Settings of [train] that are one of a few words."""
 
 RANGES = {
-    **dict.fromkeys(("iters", "micro_batch_size", "global_batch_size", "keep_checkpoints", "log_interval"), Range(1)),
-    **dict.fromkeys(("warmup_iters", "save_interval", "eval_interval", "eval_iters", "rewind", "clip_grad"), Range(0)),
+    **dict.fromkeys(
+        ("iters", "micro_batch_size", "global_batch_size", "keep_checkpoints", "log_interval"),
+        Range(1),
+    ),
+    **dict.fromkeys(
+        ("warmup_iters", "save_interval", "eval_interval", "eval_iters", "rewind", "clip_grad"),
+        Range(0),
+    ),
     **dict.fromkeys(("lr", "min_lr", "weight_decay"), Range(0, sys.float_info.max)),
     **dict.fromkeys(("beta1", "beta2"), Range(0, 1, open=True)),
     "largest_gradient": Range(sys.float_info.min),
     "seed": Range(-(2**63), 2**64, open=True),
     "timeout": Range(1e-3, 1e9),
 }
-"""Of numbers in [train]. Seeds are those of torch's generators; a timeout is whole milliseconds to torch, 30 years at most."""
+"""Of numbers in [train].
+
+Seeds are those of torch's generators; a timeout is whole milliseconds to torch, 30 years at most.
+"""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,8 +80,12 @@ class ModelConfig:
 
     def __post_init__(self) -> None:
         check_numbers("model", self, {})
-        if min(self.vocab_size, self.dim, self.layers, self.heads) < 1 or self.dim % (2 * self.heads):
-            raise ConfigError(f"model: dim {self.dim} must be a multiple of 2 x heads ({self.heads}), and all sizes positive")
+        if min(self.vocab_size, self.dim, self.layers, self.heads) < 1 or self.dim % (
+            2 * self.heads
+        ):
+            raise ConfigError(
+                f"model: dim {self.dim} must be a multiple of 2 x heads ({self.heads}), and all sizes positive"
+            )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -92,27 +105,48 @@ class ParallelConfig:
     data_parallel: Literal["buckets", "torch"] = "buckets"
     """Gradients by BucketedDataParallel, or by torch's DistributedDataParallel (tp = pp = 1)."""
     optimizer: Literal["replicated", "sharded", "zero"] = "replicated"
-    """State on every rank; divided by ShardedOptimizer; or by torch's ZeroRedundancyOptimizer (with data_parallel = "torch")."""
+    """State on every rank; divided by ShardedOptimizer; or by torch's ZeroRedundancyOptimizer (with
+    data_parallel = "torch").
+    """
     bucket_size: int | None = None
     """Elements of a gradient bucket; default max(40M, 1M x ranks)."""
     sequence_parallel: bool = True
-    """With tp: between the split layers each rank keeps and norms a tp-th of its tokens, which tp divides; losses are equal."""
+    """With tp: between the split layers each rank keeps and norms a tp-th of its tokens, which tp
+    divides; losses are equal.
+    """
 
     def __post_init__(self) -> None:
         check_numbers("parallel", self, {})
         if self.virtual_stages < 1 or (self.virtual_stages > 1 and self.pp == 1):
-            raise ConfigError(f"parallel.virtual_stages is {self.virtual_stages}; more than one needs parallel.pp of two or more")
-        if self.data_parallel not in ("buckets", "torch") or self.optimizer not in ("replicated", "sharded", "zero"):
-            raise ConfigError("parallel.data_parallel is buckets or torch, parallel.optimizer is replicated, sharded or zero")
-        if self.data_parallel == "torch" and (self.tp > 1 or self.pp > 1 or self.optimizer == "sharded"):
-            raise ConfigError("parallel.data_parallel = torch goes with tp = pp = 1 and a replicated or zero optimizer")
+            raise ConfigError(
+                f"parallel.virtual_stages is {self.virtual_stages}; more than one needs parallel.pp of two or more"
+            )
+        if self.data_parallel not in ("buckets", "torch") or self.optimizer not in (
+            "replicated",
+            "sharded",
+            "zero",
+        ):
+            raise ConfigError(
+                "parallel.data_parallel is buckets or torch, parallel.optimizer is replicated, sharded or zero"
+            )
+        if self.data_parallel == "torch" and (
+            self.tp > 1 or self.pp > 1 or self.optimizer == "sharded"
+        ):
+            raise ConfigError(
+                "parallel.data_parallel = torch goes with tp = pp = 1 and a replicated or zero optimizer"
+            )
         if self.optimizer == "zero" and self.data_parallel != "torch":
-            raise ConfigError("parallel.optimizer = zero goes with parallel.data_parallel = torch; with buckets take sharded")
+            raise ConfigError(
+                "parallel.optimizer = zero goes with parallel.data_parallel = torch; with buckets take sharded"
+            )
 
 
 @dataclass(frozen=True, kw_only=True)
 class TrainConfig:
-    """Steps, batches, optimizer, intervals. Intervals and lengths in iterations; a zero interval means never."""
+    """Steps, batches, optimizer, intervals.
+
+    Intervals and lengths in iterations; a zero interval means never.
+    """
 
     iters: int
     """Optimizer steps of the whole run; the learning-rate schedule ends here."""
@@ -121,9 +155,13 @@ class TrainConfig:
     global_batch_size: int
     """Samples of one optimizer step over all ranks."""
     rampup: tuple[int, int, int] | None = None
-    """(start, increment, samples): the global batch grows from start to global_batch_size over so many samples."""
+    """(start, increment, samples): the global batch grows from start to global_batch_size over so
+    many samples.
+    """
     out_dir: str
-    """Where checkpoints and metrics go: one folder for all ranks, or a URL such as s3://bucket/run."""
+    """Where checkpoints and metrics go: one folder for all ranks, or a URL such as
+    s3://bucket/run.
+    """
     lr: float = 1e-3
     """The learning rate after the warmup: the largest."""
     min_lr: float | None = None
@@ -141,28 +179,39 @@ class TrainConfig:
     clip_grad: float = 1.0
     """Largest global gradient norm; 0: no clipping."""
     largest_gradient: float | None = None
-    """A gradient with a larger element ends the run, with the parameter's name; of a rank's sum over its tokens, with
-    parallel.data_parallel = buckets. One that is not finite always does."""
+    """A gradient with a larger element ends the run, with the parameter's name; of a rank's sum
+    over its tokens, with parallel.data_parallel = buckets. One that is not finite always does.
+    """
     dtype: Literal["float32", "bfloat16", "float16"] = "float32"
-    """Of parameters and activations; the narrow ones with fp32 main parameters, of parallel.optimizer = sharded."""
+    """Of parameters and activations; the narrow ones with fp32 main parameters, of
+    parallel.optimizer = sharded.
+    """
     seed: int = 1234
     """Of the model's initial weights."""
     recompute: Literal["none", "full"] | int = "none"
-    """Layers whose activations are not kept for backward but computed again: none, all, or so many on each pipeline stage. Memory
-    for a third more compute in those layers; losses and gradients are the same to the bit."""
+    """Layers whose activations are not kept for backward but computed again: none, all, or so many
+    on each pipeline stage. Memory for a third more compute in those layers; losses and gradients
+    are the same to the bit.
+    """
     tf32: bool = False
     """On CUDA, multiply float32 matrices by TF32: faster, with 10 bits of mantissa."""
     deterministic: bool = False
-    """Only algorithms of torch that give the same bits every time; an operation that has none is an error. Slower on CUDA."""
+    """Only algorithms of torch that give the same bits every time; an operation that has none is an
+    error. Slower on CUDA.
+    """
     save_interval: int = 0
-    """Steps from one checkpoint to the next; the last step is saved too. 0: no checkpoints but after SIGTERM or Ctrl-C."""
+    """Steps from one checkpoint to the next; the last step is saved too.
+
+    0: no checkpoints but after SIGTERM or Ctrl-C.
+    """
     keep_checkpoints: int = 3
     """The last so many are kept."""
     async_save: bool = True
     """Train on while a checkpoint is written, or uploaded."""
     rewind: int | None = None
-    """Resume from the last checkpoint at or before this step; later ones are set aside, under *.rewound. It is done once: what
-    was trained after it is gone on with."""
+    """Resume from the last checkpoint at or before this step; later ones are set aside, under
+    *.rewound. It is done once: what was trained after it is gone on with.
+    """
     eval_interval: int = 0
     """Steps from one evaluation to the next; the last step is evaluated too."""
     eval_iters: int = 0
@@ -176,14 +225,22 @@ class TrainConfig:
     timeout: float = 600.0
     """Seconds after which a collective that does not end ends the run."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
-    """Where the model is. auto: CUDA where every rank has a GPU to itself; the CPU where none has, or ranks outnumber GPUs."""
+    """Where the model is. auto: CUDA where every rank has a GPU to itself; the CPU where none has,
+    or ranks outnumber GPUs.
+    """
     backend: Literal["auto", "gloo", "nccl"] = "auto"
-    """How ranks talk. auto: NCCL for CUDA where torch has it, else gloo. gloo with device = cuda lets ranks share a GPU."""
+    """How ranks talk. auto: NCCL for CUDA where torch has it, else gloo. gloo with device = cuda
+    lets ranks share a GPU.
+    """
 
     def __post_init__(self) -> None:
         recompute = self.recompute
-        if recompute not in ("none", "full") and (not isinstance(recompute, int) or isinstance(recompute, bool) or recompute < 0):
-            raise ConfigError(f"train.recompute is {recompute!r}; it must be none, full or a number of layers")
+        if recompute not in ("none", "full") and (
+            not isinstance(recompute, int) or isinstance(recompute, bool) or recompute < 0
+        ):
+            raise ConfigError(
+                f"train.recompute is {recompute!r}; it must be none, full or a number of layers"
+            )
         check_numbers("train", self, RANGES)
         if self.lowest_lr > self.lr and self.decay != "constant":
             raise ConfigError(
@@ -191,9 +248,13 @@ class TrainConfig:
             )
         for name, allowed in CHOICES.items():
             if getattr(self, name) not in allowed:
-                raise ConfigError(f"train.{name} is {getattr(self, name)!r}; it must be one of {', '.join(allowed)}")
+                raise ConfigError(
+                    f"train.{name} is {getattr(self, name)!r}; it must be one of {', '.join(allowed)}"
+                )
         if self.device == "cpu" and self.backend == "nccl":
-            raise ConfigError("train.backend = nccl goes with GPUs, and train.device is cpu: set backend to auto or gloo")
+            raise ConfigError(
+                "train.backend = nccl goes with GPUs, and train.device is cpu: set backend to auto or gloo"
+            )
 
     @property
     def lowest_lr(self) -> float:
@@ -208,14 +269,18 @@ class TrainConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class RunConfig:
-    """All of a run: [data] with [data.storage], [model], [train], and where wanted [parallel] and [validation]."""
+    """All of a run: [data] with [data.storage], [model], [train], and where wanted [parallel] and
+    [validation].
+    """
 
     data: DataConfig
     model: ModelConfig
     train: TrainConfig = field()
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
     validation: Mapping[str, Any] = field(default_factory=dict)
-    """Name -> blend, each evaluated by itself, besides the valid split of [data]; they are read from their start every time."""
+    """Name -> blend, each evaluated by itself, besides the valid split of [data]; they are read
+    from their start every time.
+    """
 
     def __repr__(self) -> str:
         return redacted_repr(self)
@@ -227,7 +292,9 @@ class RunConfig:
                 f"no embedding for the ids between; leave data.vocab_size out, or raise model.vocab_size"
             )
         if self.train.dtype != "float32" and self.parallel.optimizer != "sharded":
-            raise ConfigError(f"train.dtype = {self.train.dtype} needs fp32 main parameters: set parallel.optimizer = sharded")
+            raise ConfigError(
+                f"train.dtype = {self.train.dtype} needs fp32 main parameters: set parallel.optimizer = sharded"
+            )
         if self.train.largest_gradient is not None and self.parallel.data_parallel == "torch":
             raise ConfigError(
                 "train.largest_gradient is of gradients before they are averaged, which torch's DDP shows to nobody: set "
@@ -242,7 +309,11 @@ class RunConfig:
         """Samples the run asks of train, valid and test, as Megatron counts them."""
         train = self.train
         evaluations = train.iters // train.eval_interval + 1 if train.eval_interval else 0
-        return train.schedule.samples_after(train.iters), evaluations * train.eval_iters * train.global_batch_size, 0
+        return (
+            train.schedule.samples_after(train.iters),
+            evaluations * train.eval_iters * train.global_batch_size,
+            0,
+        )
 
 
 def _check_blend(name: str, blend: Any) -> None:
@@ -250,18 +321,24 @@ def _check_blend(name: str, blend: Any) -> None:
     try:
         parse_blend(blend)
     except TypeError:
-        raise ConfigError(f"validation.{name} is {blend!r}; it must be a blend, such as ['s3://bucket/books']") from None
+        raise ConfigError(
+            f"validation.{name} is {blend!r}; it must be a blend, such as ['s3://bucket/books']"
+        ) from None
 
 
 def load_run(path: str, overrides: Sequence[str] = ()) -> RunConfig:
-    """A RunConfig from a TOML file and `section.name=value` overrides (values as in TOML, or bare text).
+    """A RunConfig from a TOML file and `section.name=value` overrides (values as in TOML, or bare
+    text).
 
-    Raises ConfigError for a missing file, broken TOML, an unknown name (with the nearest known one), a wrong type.
+    Raises ConfigError for a missing file, broken TOML, an unknown name (with the nearest known
+    one), a wrong type.
     """
     try:
         table = tomllib.loads(Path(path).read_text(encoding="utf-8"))
     except OSError as error:
-        raise ConfigError(f"{path}: {error.strerror}; give the path of the run's TOML file") from None
+        raise ConfigError(
+            f"{path}: {error.strerror}; give the path of the run's TOML file"
+        ) from None
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise ConfigError(f"{path}: is no valid TOML ({error})") from None
     for override in overrides:
@@ -275,12 +352,18 @@ def load_run(path: str, overrides: Sequence[str] = ()) -> RunConfig:
         return dacite.from_dict(RunConfig, table, settings)
     except dacite.DaciteError as error:
         raise ConfigError(f"{path}: {error}") from None
-    except TypeError as error:  # of dacite, which makes tuples of lists: one number was given for several
-        raise ConfigError(f"{path}: {error}; settings of several values are lists, as rampup = [64, 64, 100000]") from None
+    except (
+        TypeError
+    ) as error:  # of dacite, which makes tuples of lists: one number was given for several
+        raise ConfigError(
+            f"{path}: {error}; settings of several values are lists, as rampup = [64, 64, 100000]"
+        ) from None
 
 
 def _with_our_names(data: dict[str, Any]) -> dict[str, Any]:
-    """[data] with our names for Megatron's; of two names of one setting the later counts, as an override does."""
+    """[data] with our names for Megatron's; of two names of one setting the later counts, as an
+    override does.
+    """
     renamed: dict[str, Any] = {}
     for name, value in data.items():
         ours = MEGATRON_NAMES.get(name, name)
@@ -295,14 +378,17 @@ def _with_our_names(data: dict[str, Any]) -> dict[str, Any]:
 
 
 def _to_float(value: Any) -> Any:
-    return float(value) if isinstance(value, int) and not isinstance(value, bool) else value  # `lr = 1` is meant as 1.0
+    # `lr = 1` is meant as 1.0
+    return float(value) if isinstance(value, int) and not isinstance(value, bool) else value
 
 
 def _apply(table: dict[str, Any], override: str) -> None:
     name, equals, text = override.lstrip("-").partition("=")
     if not equals:
         word = re.split(r"[^\w.-]", override, maxsplit=1)[0]  # what follows may be a secret
-        raise ConfigError(f"override {word!r}: write it as section.name=value, for instance train.iters=100")
+        raise ConfigError(
+            f"override {word!r}: write it as section.name=value, for instance train.iters=100"
+        )
     try:
         value = tomllib.loads(f"value = {text}")["value"]
     except tomllib.TOMLDecodeError:
@@ -321,7 +407,11 @@ def _check_names(table: Mapping[str, Any], kind: type, path: str) -> None:
     for name, value in table.items():
         if name not in known:
             near = difflib.get_close_matches(name, known, 1)
-            hint = f"did you mean {path}{near[0]}?" if near else f"known: {', '.join(path + other for other in known)}"
+            hint = (
+                f"did you mean {path}{near[0]}?"
+                if near
+                else f"known: {', '.join(path + other for other in known)}"
+            )
             raise ConfigError(f"unknown setting {path}{name}; {hint}")
         if is_dataclass(hints[name]) and isinstance(value, Mapping):
             _check_names(value, hints[name], f"{path}{name}.")
@@ -331,6 +421,7 @@ def _check_names(table: Mapping[str, Any], kind: type, path: str) -> None:
 
 
 def _fill_defaults(table: dict[str, Any]) -> None:
-    data, model = table["data"], table["model"]
+    data = table["data"]
+    model = table["model"]
     if isinstance(data, dict) and isinstance(model, dict) and "vocab_size" in model:
         data.setdefault("vocab_size", model["vocab_size"])

@@ -1,4 +1,6 @@
-"""Which device and which transport the ranks of a run take: one choice for all of them, made where all are known."""
+"""Which device and which transport the ranks of a run take: one choice for all of them, made where
+all are known.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,9 @@ from streammega.errors import ConfigError
 from streammega.train.config import ParallelConfig, TrainConfig
 
 LOCAL_RANKS = ("LOCAL_RANK", "SLURM_LOCALID", "OMPI_COMM_WORLD_LOCAL_RANK", "MPI_LOCALRANKID")
-"""What torchrun, srun, Open MPI, and MPICH and Intel MPI call the number of a process on its host."""
+"""What torchrun, srun, Open MPI, and MPICH and Intel MPI call the number of a
+process on its host.
+"""
 TASKS = {"SLURM_STEP_NUM_TASKS": "srun", "OMPI_COMM_WORLD_SIZE": "mpirun", "PMI_SIZE": "mpirun"}
 """How many processes were started together, and by what."""
 
@@ -46,7 +50,9 @@ class Seat:
 
 @dataclass(frozen=True)
 class DeviceChoice:
-    """Of all ranks. device: "cpu" or "cuda"; backend: as init_process_group takes it; said: what a user should know."""
+    """Of all ranks. device: "cpu" or "cuda"; backend: as init_process_group takes it; said: what a
+    user should know.
+    """
 
     device: str
     backend: str
@@ -56,7 +62,8 @@ class DeviceChoice:
 def place_of(environment: Mapping[str, str]) -> ProcessPlace:
     """The place that torchrun, srun or mpirun gave this process.
 
-    Raises ConfigError where several processes were started without saying so to torch: each would train the whole run.
+    Raises ConfigError where several processes were started without saying so to torch: each would
+    train the whole run.
     """
     world = _number(environment, "WORLD_SIZE", 1)
     for name, launcher in TASKS.items():
@@ -66,7 +73,9 @@ def place_of(environment: Mapping[str, str]) -> ProcessPlace:
                 f"{launcher} started {tasks} processes, but WORLD_SIZE is not set: each would train the run by itself; set RANK, "
                 "WORLD_SIZE, MASTER_ADDR and MASTER_PORT for every process, or let torchrun start them"
             )
-    local = next((_number(environment, name, 0) for name in LOCAL_RANKS if environment.get(name)), None)
+    local = next(
+        (_number(environment, name, 0) for name in LOCAL_RANKS if environment.get(name)), None
+    )
     return ProcessPlace(_number(environment, "RANK", 0), world, local)
 
 
@@ -74,7 +83,9 @@ def _number(environment: Mapping[str, str], name: str, default: int) -> int:
     """A variable that counts from 0; `default` where it is not set, or empty."""
     text = environment.get(name) or str(default)
     if not text.isdecimal():
-        raise ConfigError(f"{name} is {text!r} in the environment; it must be a whole number, at least 0")
+        raise ConfigError(
+            f"{name} is {text!r} in the environment; it must be a whole number, at least 0"
+        )
     return int(text)
 
 
@@ -83,13 +94,17 @@ def seat_of(place: ProcessPlace) -> Seat:
     host = socket.gethostname()
     if not torch.cuda.is_available():
         return Seat(place.rank, host)
-    count, local = torch.cuda.device_count(), place.local_rank
+    count = torch.cuda.device_count()
+    local = place.local_rank
     if local is None and place.world > 1 and count > 1:
+        others = ", ".join(LOCAL_RANKS[1:])
         problem = (
-            f"LOCAL_RANK is not set, and none of {', '.join(LOCAL_RANKS[1:])}, so it cannot tell which of {count} GPUs is its own"
+            f"LOCAL_RANK is not set, and none of {others}, "
+            f"so it cannot tell which of {count} GPUs is its own"
         )
         return Seat(place.rank, host, problem=problem)
-    index = (local or 0) % count  # a launcher may show each rank its own GPU only; ranks that share one are found by its id
+    # a launcher may show each rank its own GPU only; ranks that share one are found by its id
+    index = (local or 0) % count
     unique = str(getattr(torch.cuda.get_device_properties(index), "uuid", index))
     return Seat(place.rank, host, index, unique)
 
@@ -97,20 +112,27 @@ def seat_of(place: ProcessPlace) -> Seat:
 def choose(seats: Sequence[Seat], train: TrainConfig, *, nccl: bool) -> DeviceChoice:
     """The device and backend of a job of these seats. nccl: whether torch has it.
 
-    "auto" takes CUDA where every rank has a GPU to itself, and the CPU where none has, or where there are more ranks than GPUs.
-    Raises ConfigError for what cannot work.
+    "auto" takes CUDA where every rank has a GPU to itself, and the CPU where none has, or where
+    there are more ranks than GPUs. Raises ConfigError for what cannot work.
     """
     if train.device == "cpu":
         return DeviceChoice("cpu", "gloo")
     without = [seat for seat in seats if seat.gpu is None]
-    if without and train.device == "auto" and len(without) == len(seats) and not any(seat.problem for seat in seats):
+    if (
+        without
+        and train.device == "auto"
+        and len(without) == len(seats)
+        and not any(seat.problem for seat in seats)
+    ):
         return DeviceChoice("cpu", "gloo")
     if without:
         raise ConfigError(_why_no_gpu(without, seats, train))
     shared = _shared(seats)
     if shared and train.device == "auto" and train.backend != "nccl":
         return DeviceChoice(
-            "cpu", "gloo", f"{shared}: training on the CPU; start as many ranks as there are GPUs, or set train.device"
+            "cpu",
+            "gloo",
+            f"{shared}: training on the CPU; start as many ranks as there are GPUs, or set train.device",
         )
     if shared and train.backend != "gloo":
         raise ConfigError(
@@ -123,7 +145,10 @@ def choose(seats: Sequence[Seat], train: TrainConfig, *, nccl: bool) -> DeviceCh
 
 
 def agree(store: Store, seat: Seat, world: int, train: TrainConfig) -> DeviceChoice:
-    """The same choice on all ranks: rank 0 makes it. Collective; waits as long as the store does. Raises ConfigError on all."""
+    """The same choice on all ranks: rank 0 makes it.
+
+    Collective; waits as long as the store does. Raises ConfigError on all.
+    """
     store.set(f"seat/{seat.rank}", json.dumps(asdict(seat)))
     if seat.rank == 0:
         names = [f"seat/{rank}" for rank in range(world)]
@@ -151,7 +176,9 @@ def take(choice: DeviceChoice, seat: Seat) -> torch.device:
 
 
 def check_backend(choice: DeviceChoice, parallel: ParallelConfig) -> None:
-    """Raise ConfigError for what gloo cannot do with CUDA's memory: it would read it as the host's."""
+    """Raise ConfigError for what gloo cannot do with CUDA's memory: it would read
+    it as the host's.
+    """
     if choice.device == "cuda" and choice.backend == "gloo" and max(parallel.tp, parallel.pp) > 1:
         raise ConfigError(
             f"train.backend = gloo on CUDA reduces and broadcasts only: parallel.tp {parallel.tp} and parallel.pp {parallel.pp} "
@@ -164,7 +191,9 @@ def _why_no_gpu(without: Sequence[Seat], seats: Sequence[Seat], train: TrainConf
     if unclear is not None:
         return f"rank {unclear.rank} on {unclear.host}: {unclear.problem}; export LOCAL_RANK for every process, or use torchrun"
     if len(without) < len(seats):
-        names = ", ".join(str(seat.rank) for seat in without[:8]) + (", ..." if len(without) > 8 else "")
+        names = ", ".join(str(seat.rank) for seat in without[:8]) + (
+            ", ..." if len(without) > 8 else ""
+        )
         who = f"{_ranks(len(without))} ({names}; host {without[0].host})"
         return f"{who} see no GPU, others do: mend that host, or set train.device = cpu"
     where = f"torch.cuda.is_available() is False on {without[0].host}"

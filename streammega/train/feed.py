@@ -1,4 +1,6 @@
-"""The micro-batches of a step, taken while the device computes: only the first is waited for before anything is under way."""
+"""The micro-batches of a step, taken while the device computes: only the first is waited for before
+anything is under way.
+"""
 
 from __future__ import annotations
 
@@ -13,17 +15,21 @@ from streammega.train.watch import Watch
 class StepBatches(Iterator[Batch]):
     """So many micro-batches of one step; StopIteration after them.
 
-    The data ends with a whole step: `empty` says that there is no further one, before anything was computed.
+    The data ends with a whole step: `empty` says that there is no further one, before anything was
+    computed.
 
-    Args:
-        batches: what they are taken from.
-        count: micro-batches of the step.
-        step: its number, for the watch.
-        keep: hold on to them, for who looks at them afterwards; otherwise each is gone with its computation.
+    Args: batches: what they are taken from. count: micro-batches of the step. step: its number, for
+        the watch. keep: hold on to them, for who looks at them afterwards; otherwise each is gone
+        with its computation.
     """
 
-    def __init__(self, batches: RankBatches, count: int, watch: Watch, step: int, *, keep: bool) -> None:
-        self._batches, self._left, self._watch, self._step = batches, count, watch, step
+    def __init__(
+        self, batches: RankBatches, count: int, watch: Watch, step: int, *, keep: bool
+    ) -> None:
+        self._batches = batches
+        self._left = count
+        self._watch = watch
+        self._step = step
         self.count = count
         self.kept: list[Batch] | None = [] if keep else None
         self.consumed: list[int] = []
@@ -36,7 +42,8 @@ class StepBatches(Iterator[Batch]):
     def __next__(self) -> Batch:
         if not self._left:
             raise StopIteration
-        first, self._first = self._first, None
+        first = self._first
+        self._first = None
         batch = self._take() if first is None else first
         if batch is None:
             raise RuntimeError("the data ended within a step, of which it has only whole ones")

@@ -1,7 +1,9 @@
-"""The first weights of a model: on any layout those that one rank alone would draw, without the whole model in memory.
+"""The first weights of a model: on any layout those that one rank alone would draw, without the
+whole model in memory.
 
-`torch.manual_seed(seed); GPT(config)` draws numbers for one parameter after the other from one generator. Here every rank draws
-the same ones in the same order, into memory for one parameter at a time, and keeps what is its own.
+`torch.manual_seed(seed); GPT(config)` draws numbers for one parameter after the other from one
+generator. Here every rank draws the same ones in the same order, into memory for one parameter at a
+time, and keeps what is its own.
 """
 
 from __future__ import annotations
@@ -18,7 +20,9 @@ from streammega.train.model import GPT, INITIAL_STD
 
 
 @torch.no_grad()
-def fill_with_first_weights(chunks: Sequence[nn.Module], whole: GPT, seed: int, name_of: Callable[[str], str]) -> None:
+def fill_with_first_weights(
+    chunks: Sequence[nn.Module], whole: GPT, seed: int, name_of: Callable[[str], str]
+) -> None:
     """Give the parameters of some stages their first values.
 
     Args:
@@ -45,7 +49,10 @@ def fill_with_first_weights(chunks: Sequence[nn.Module], whole: GPT, seed: int, 
 
 
 def _drawn(whole: GPT) -> Iterator[tuple[str, torch.Size]]:
-    """(name, shape) of what `Module.apply` reaches, in its order. One that is shared is drawn twice, and the later counts."""
+    """(name, shape) of what `Module.apply` reaches, in its order.
+
+    One that is shared is drawn twice, and the later counts.
+    """
     for name, module in whole.named_modules():
         if isinstance(module, (nn.Linear, nn.Embedding)):
             yield f"{name}.weight", module.weight.shape
@@ -55,7 +62,9 @@ def _own(values: Tensor, parameter: Tensor) -> Tensor:
     """This rank's part of the values of a whole parameter."""
     if not isinstance(parameter, DTensor):
         return values
-    sizes, offsets = compute_local_shape_and_global_offset(parameter.shape, parameter.device_mesh, parameter.placements)
+    sizes, offsets = compute_local_shape_and_global_offset(
+        parameter.shape, parameter.device_mesh, parameter.placements
+    )
     for dim, (size, offset) in enumerate(zip(sizes, offsets, strict=True)):
         values = values.narrow(dim, offset, size)
     return values

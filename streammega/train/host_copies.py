@@ -1,8 +1,8 @@
 """Copies of a checkpoint's values on the host, so that training goes on while they are written.
 
-From a GPU they are made on a side stream into one pinned buffer, which is kept from save to save: the host waits for
-nothing, and the device copies while it computes. Whatever changes the values next waits for the copies, on the device
-(`before_change`).
+From a GPU they are made on a side stream into one pinned buffer, which is kept from save to save:
+the host waits for nothing, and the device copies while it computes. Whatever changes the values
+next waits for the copies, on the device (`before_change`).
 """
 
 from __future__ import annotations
@@ -62,15 +62,27 @@ class HostCopies:
         self._unordered = False
 
     def take(self, state: Mapping[str, Boxes], *, background: bool) -> dict[str, Boxes]:
-        """The values on the host. What lies there already is copied for the background only; `wait` before they are used."""
-        there = {name: boxes for name, boxes in state.items() if any(self._device.holds(box) for _, box in boxes.boxes)}
-        copies = {name: boxes.copied() if background else boxes for name, boxes in state.items() if name not in there}
+        """The values on the host.
+
+        What lies there already is copied for the background only; `wait` before they are used.
+        """
+        there = {
+            name: boxes
+            for name, boxes in state.items()
+            if any(self._device.holds(box) for _, box in boxes.boxes)
+        }
+        copies = {
+            name: boxes.copied() if background else boxes
+            for name, boxes in state.items()
+            if name not in there
+        }
         if not there:
             return copies
         places = self._places(there)
         if self._stream is None:
             self._stream = self._device.stream()
-        self._stream.wait_stream(self._device.current())  # the values are those that were computed until now
+        # the values are those that were computed until now
+        self._stream.wait_stream(self._device.current())
         with self._device.using(self._stream):
             for name, boxes in there.items():
                 held = []
@@ -95,8 +107,15 @@ class HostCopies:
             self._event.synchronize()
 
     def _places(self, state: Mapping[str, Boxes]) -> dict[str, list[Tensor]]:
-        """Memory for each box, in the kept buffer. That is made anew where the layout is another one than before."""
-        boxes = [(name, n, box.shape, box.dtype) for name, own in state.items() for n, (_, box) in enumerate(own.boxes)]
+        """Memory for each box, in the kept buffer.
+
+        That is made anew where the layout is another one than before.
+        """
+        boxes = [
+            (name, n, box.shape, box.dtype)
+            for name, own in state.items()
+            for n, (_, box) in enumerate(own.boxes)
+        ]
         sizes = [shape.numel() * dtype.itemsize for _, _, shape, dtype in boxes]
         if self._buffer is None or self._layout != tuple(boxes):
             self._buffer = None  # before the next one is made: there may be no room for both
@@ -105,7 +124,9 @@ class HostCopies:
         places: dict[str, list[Tensor]] = {}
         start = 0
         for (name, _, shape, dtype), size in zip(boxes, sizes, strict=True):
-            places.setdefault(name, []).append(self._buffer[start : start + size].view(dtype).view(shape))
+            places.setdefault(name, []).append(
+                self._buffer[start : start + size].view(dtype).view(shape)
+            )
             start += _aligned(size)
         return places
 
@@ -118,7 +139,9 @@ class _Cuda:
         return tensor.is_cuda
 
     def buffer(self, size: int) -> Tensor:
-        """Pinned as it is: torch's own allocator would round it up to a power of two, and this is as large as the state."""
+        """Pinned as it is: torch's own allocator would round it up to a power of two, and this is
+        as large as the state.
+        """
         buffer = torch.empty(size, dtype=torch.uint8)
         cudart: Any = torch.cuda.cudart()  # type: ignore[no-untyped-call]
         if size == 0:

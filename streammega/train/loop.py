@@ -1,4 +1,6 @@
-"""The training loop: iterations over global batches, from the loader to the optimizer, on any layout of ranks."""
+"""The training loop: iterations over global batches, from the loader to the optimizer, on any
+layout of ranks.
+"""
 
 from __future__ import annotations
 
@@ -41,9 +43,13 @@ from streammega.train.watch import Watch
 log = logging.getLogger(__name__)
 
 NCCL_MARGIN = 60.0
-"""Seconds: NCCL's own watchdog aborts the process without saying which rank was missing, so it must come after the watch."""
+"""Seconds: NCCL's own watchdog aborts the process without saying which rank was missing, so it must
+come after the watch.
+"""
 RECENT_SECONDS = 30.0
-"""A checkpoint of so few seconds ago is enough when a run is stopped: torchrun leaves it as long before it kills it."""
+"""A checkpoint of so few seconds ago is enough when a run is stopped: torchrun leaves it as long
+before it kills it.
+"""
 
 
 class DataEnded(Exception):
@@ -53,17 +59,26 @@ class DataEnded(Exception):
 class Trainer:
     """One run on one rank: model, optimizer, loader and position. `run` trains to the end.
 
-    Every rank of the world makes one. Raises ConfigError for a layout that the world or the model does not fit.
+    Every rank of the world makes one. Raises ConfigError for a layout that the world or the model
+    does not fit.
     """
 
     def __init__(self, config: RunConfig, device: torch.device, watch: Watch | None = None) -> None:
-        self.config, self.device = config, device
+        self.config = config
+        self.device = device
         set_numerics(config.train)
         parallel = config.parallel
         world = dist.get_world_size() if dist.is_initialized() else 1
-        layout = ParallelLayout.of_world(world, tp=parallel.tp, cp=parallel.cp, pp=parallel.pp, order=parallel.order)
+        layout = ParallelLayout.of_world(
+            world, tp=parallel.tp, cp=parallel.cp, pp=parallel.pp, order=parallel.order
+        )
         _check_pipeline(config, layout)
-        self.ranks = Ranks(layout, timedelta(seconds=config.train.timeout + (NCCL_MARGIN if device.type == "cuda" else 0.0)))
+        self.ranks = Ranks(
+            layout,
+            timedelta(
+                seconds=config.train.timeout + (NCCL_MARGIN if device.type == "cuda" else 0.0)
+            ),
+        )
         self.watch = watch or Watch(None, self.ranks.rank, world)
         self.step = 0
         self.every_stage = config.data.reset_position_ids or config.data.reset_attention_mask
@@ -92,16 +107,23 @@ class Trainer:
         if self.ranks.rank == 0:
             train = config.train
             self.out = OutDir(train.out_dir, config.data.storage)
-            self.metrics = MetricsLog(self.out.folder, train.log_interval, train.iters, tensorboard=train.tensorboard)
+            self.metrics = MetricsLog(
+                self.out.folder, train.log_interval, train.iters, tensorboard=train.tensorboard
+            )
             factor = read_factor(layout, self.loader.dataset.config, every_stage=self.every_stage)
             often = "once" if factor == 1 else f"{factor} times"
             log.info("%s; each token is read %s, over all ranks", layout, often)
 
     def resume(self) -> None:
-        """Load the newest sound checkpoint (with train.rewind, the newest up to there): weights, optimizer, and the cursor."""
+        """Load the newest sound checkpoint (with train.rewind, the newest up to there): weights,
+        optimizer, and the cursor.
+        """
         rewind = self.config.train.rewind
         position = self.checkpoints.resume(
-            self.model, self.optimizer, lambda found: self.batches.load_state_dict(found["data"]), rewind
+            self.model,
+            self.optimizer,
+            lambda found: self.batches.load_state_dict(found["data"]),
+            rewind,
         )
         if position is None:
             return
@@ -117,11 +139,16 @@ class Trainer:
     def run(self) -> None:
         """Train until `iters`, saving and evaluating at their intervals and at the end.
 
-        Raises Terminated after SIGTERM or Ctrl-C, and KeyboardInterrupt where a second Ctrl-C wants the end at once.
+        Raises Terminated after SIGTERM or Ctrl-C, and KeyboardInterrupt where a second Ctrl-C wants
+        the end at once.
         """
         train = self.config.train
         if self.step >= train.iters and self.ranks.rank == 0:
-            log.info("step %d: train.iters = %d is reached, and nothing left to train; raise it to go on", self.step, train.iters)
+            log.info(
+                "step %d: train.iters = %d is reached, and nothing left to train; raise it to go on",
+                self.step,
+                train.iters,
+            )
         with heard(self.requests, says=self.ranks.rank == 0), self.watch.gentle():
             while self.step < train.iters:
                 try:
@@ -134,12 +161,18 @@ class Trainer:
                     break
                 self.step += 1
                 last = self.step == train.iters
-                evaluates = bool(train.eval_iters and train.eval_interval) and (last or self.step % train.eval_interval == 0)
+                evaluates = bool(train.eval_iters and train.eval_interval) and (
+                    last or self.step % train.eval_interval == 0
+                )
                 if stop and not last:
                     self._stop_here(record)
                 due = train.save_interval and self.step % train.save_interval == 0
-                if due or (train.save_interval and last):  # first, so that what fails in an evaluation costs no steps
-                    self.save(background=train.async_save and not last, record=record if evaluates else None)
+                # first, so that what fails in an evaluation costs no steps
+                if due or (train.save_interval and last):
+                    self.save(
+                        background=train.async_save and not last,
+                        record=record if evaluates else None,
+                    )
                 try:
                     if evaluates:
                         record |= self.evaluate_all()
@@ -175,27 +208,38 @@ class Trainer:
         self.watch.phase("saving", self.step)
         position: dict[str, Any] = {"step": self.step, "data": self.batches.state_dict()}
         if self.rewinds:
-            position["rewinds"] = self.rewinds  # a restart with one of these settings goes on from here
+            # a restart with one of these settings goes on from here
+            position["rewinds"] = self.rewinds
         if record is not None:
             position["record"] = finite(record)
         if self.scale is not None:
             position["loss_scale"] = self.scale.state_dict()
         if isinstance(self.optimizer, ShardedOptimizer):
             self.optimizer.finish_param_sync()
-        self.checkpoints.save(self.step, self.model, self.optimizer, position, background=background)
+        self.checkpoints.save(
+            self.step, self.model, self.optimizer, position, background=background
+        )
 
     def train_step(self) -> tuple[dict[str, Any], bool]:
         """One optimizer step: its record, and whether some rank was asked to stop."""
-        train, dataset = self.config.train, self.loader.dataset
-        began, start = time.perf_counter(), next(dataset.parts(self.batches.consumed_samples), range(0)).start
+        train = self.config.train
+        dataset = self.loader.dataset
+        began = time.perf_counter()
+        start = next(dataset.parts(self.batches.consumed_samples), range(0)).start
         set_learning_rate(self.optimizer, train, self.step)
         size = dataset.schedule.size_at(start)
-        micro_steps = dataset.schedule.micro_batches_at(start, train.micro_batch_size, self.ranks.layout.dp)
+        micro_steps = dataset.schedule.micro_batches_at(
+            start, train.micro_batch_size, self.ranks.layout.dp
+        )
         batches = self._take(micro_steps)
         tokens = float(size * self.config.data.sequence_length)
-        losses = self.model.forward_backward(batches, micro_steps, self.scale.value / tokens if self.scale else 1.0)
+        losses = self.model.forward_backward(
+            batches, micro_steps, self.scale.value / tokens if self.scale else 1.0
+        )
         self.watch.phase("reducing")
-        ids = dataset.sample_ids(np.array(batches.consumed, np.int64) - dataset.step_samples).reshape(-1)
+        ids = dataset.sample_ids(
+            np.array(batches.consumed, np.int64) - dataset.step_samples
+        ).reshape(-1)
         norm = self._reduce_and_step(losses, tokens)
         totals = self._totals(losses, ids)
         record: dict[str, Any] = {
@@ -217,7 +261,9 @@ class Trainer:
         return record, totals["stop"]
 
     def _stop_here(self, record: dict[str, Any]) -> None:
-        """End the run as a signal asked: when the save under way is whole, and with another one unless that is recent enough."""
+        """End the run as a signal asked: when the save under way is whole, and with another one
+        unless that is recent enough.
+        """
         if self.metrics:
             self.metrics.write(record)
         self.watch.phase("saving", self.step)
@@ -226,7 +272,11 @@ class Trainer:
         if saved is None:
             self.save()
         self.close()
-        how = "interrupted" if self._stop_signal == signal.SIGINT else f"stopped by {self._stop_signal.name}"
+        how = (
+            "interrupted"
+            if self._stop_signal == signal.SIGINT
+            else f"stopped by {self._stop_signal.name}"
+        )
         what = ", which is saved"
         if saved not in (None, self.step):
             what = f"; step {saved}, of less than {RECENT_SECONDS:.0f} s before, is saved"
@@ -236,7 +286,9 @@ class Trainer:
         )
 
     def _try_validation(self) -> None:
-        """Open what will be evaluated: what is wrong with it should not be found after hours of training."""
+        """Open what will be evaluated: what is wrong with it should not be found after hours of
+        training.
+        """
         train = self.config.train
         if not (train.eval_iters and train.eval_interval):
             return
@@ -251,11 +303,15 @@ class Trainer:
             self.out.upload()
 
     def evaluate(self) -> float:
-        """Mean loss over eval_iters global batches of the valid split, always the same ones from its start."""
+        """Mean loss over eval_iters global batches of the valid split, always the same ones from
+        its start.
+        """
         return self._evaluate(self.config)
 
     def evaluate_all(self) -> dict[str, Any]:
-        """{"valid_loss": ...}, and with validation sets of their own {"valid_loss_of": {name: ...}}."""
+        """{"valid_loss": ...}, and with validation sets of their own {"valid_loss_of": {name:
+        ...}}.
+        """
         record: dict[str, Any] = {}
         if has_valid(self.config.data):
             record["valid_loss"] = self.evaluate()
@@ -272,7 +328,9 @@ class Trainer:
             micro_steps = train.global_batch_size // loader.dataset.step_samples
             for _ in range(train.eval_iters):
                 self.watch.phase("evaluating")
-                taken = [batch for _ in range(micro_steps) if (batch := next(batches, None)) is not None]
+                taken = [
+                    batch for _ in range(micro_steps) if (batch := next(batches, None)) is not None
+                ]
                 if len(taken) < micro_steps:
                     break
                 losses = self.model.evaluate(taken)
@@ -284,7 +342,13 @@ class Trainer:
 
     def _take(self, micro_steps: int) -> StepBatches:
         """The micro-batches of a step on this rank. Raises DataEnded where there is none."""
-        batches = StepBatches(self.batches, micro_steps, self.watch, self.step + 1, keep=self.config.train.hash_batches)
+        batches = StepBatches(
+            self.batches,
+            micro_steps,
+            self.watch,
+            self.step + 1,
+            keep=self.config.train.hash_batches,
+        )
         if batches.empty:
             raise DataEnded(
                 f"the data ends at sample {self.batches.consumed_samples}, after step {self.step} of "
@@ -293,11 +357,16 @@ class Trainer:
         return batches
 
     def _reduce_and_step(self, losses: Losses, divided_by: float) -> float:
-        """Normalise gradients by the unmasked tokens of the global batch, clip and step; returns the norm before clipping."""
-        tokens, limit = losses.tokens.sum(), self.config.train.clip_grad or math.inf
+        """Normalise gradients by the unmasked tokens of the global batch, clip and step; returns
+        the norm before clipping.
+        """
+        tokens = losses.tokens.sum()
+        limit = self.config.train.clip_grad or math.inf
         optimizer = self.optimizer
         if isinstance(self.model.wrapped[0], BucketedDataParallel):
-            models = [model for model in self.model.wrapped if isinstance(model, BucketedDataParallel)]
+            models = [
+                model for model in self.model.wrapped if isinstance(model, BucketedDataParallel)
+            ]
             finish_grad_sync(models, tokens)  # none on all but the last stage
             if isinstance(optimizer, ShardedOptimizer):
                 if self.scale is not None and not self.scale.unscale(optimizer, divided_by):
@@ -315,11 +384,14 @@ class Trainer:
         for model in self.model.wrapped:
             model.zero_grad()
         if self.device.type == "cuda":
-            self.batches.prepare()  # all of the step is under way, and the host would wait for it here
+            # all of the step is under way, and the host would wait for it here
+            self.batches.prepare()
         return self._finite(float(norm))
 
     def _finite(self, norm: float) -> float:
-        """The norm of a step that was taken; looked at here, where the host waits for it anyway, and before anything is saved."""
+        """The norm of a step that was taken; looked at here, where the host waits for it anyway,
+        and before anything is saved.
+        """
         if not math.isfinite(norm):
             raise GradientError(
                 f"the gradient norm of step {self.step + 1} is {norm}, though no rank's gradients were: their sum is too large; "
@@ -333,14 +405,17 @@ class Trainer:
         return self.model.is_last and self.ranks.at["tp"] == 0
 
     def _totals(self, losses: Losses, ids: NDArray[np.int64]) -> dict[str, Any]:
-        """Means over the global batch, by source too, and whether to stop: one small collective a step."""
+        """Means over the global batch, by source too, and whether to stop: one small collective a
+        step.
+        """
         count = len(self.sources)
         total = torch.zeros(5 + 2 * count, dtype=torch.float64)
         total[0] = self.requests.first is not None
         total[1] = self.requests.first == signal.SIGINT
         total[2] = self.checkpoints.failed
         if self._contributes:
-            loss, tokens = losses.loss.double().cpu(), losses.tokens.double().cpu()
+            loss = losses.loss.double().cpu()
+            tokens = losses.tokens.double().cpu()
             total[3:5] = torch.stack((loss.sum(), tokens.sum()))
             if count > 1:
                 located = self.loader.dataset.samples.locate(ids)
@@ -350,27 +425,44 @@ class Trainer:
         total = total.to(self.device)
         self.ranks.all_reduce(total, WORLD)
         stops, interrupts, failed_saves, loss_sum, token_sum, *by_source = total.tolist()
-        if failed_saves:  # known to all ranks now: none goes on into a collective that another one has left
+        # known to all ranks now: none goes on into a collective that another one has left
+        if failed_saves:
             self.checkpoints.wait()
             raise StorageError("a checkpoint could not be written: another rank says why")
-        self._stop_signal = signal.SIGINT if interrupts else signal.SIGTERM  # one for all ranks, whichever were signalled
-        sums, counts = by_source[:count], by_source[count:]
-        sources = {name: s / n for name, s, n in zip(self.sources, sums, counts, strict=True) if n} if count > 1 else {}
+        # one for all ranks, whichever were signalled
+        self._stop_signal = signal.SIGINT if interrupts else signal.SIGTERM
+        sums = by_source[:count]
+        counts = by_source[count:]
+        sources = (
+            {name: s / n for name, s, n in zip(self.sources, sums, counts, strict=True) if n}
+            if count > 1
+            else {}
+        )
         return {"stop": stops > 0, "loss": loss_sum / max(token_sum, 1.0), "sources": sources}
 
     def _hash(self, batches: list[Batch], ids: NDArray[np.int64], start: int, size: int) -> str:
-        """The hash of the global batch that all ranks together were given. Tensor-parallel copies must agree."""
+        """The hash of the global batch that all ranks together were given.
+
+        Tensor-parallel copies must agree.
+        """
         digests = torch.zeros(size, dtype=torch.int64)
         places = torch.cat([torch.arange(a, b) for a, b in self.model.bounds])
-        rows = [digest for batch in batches for digest in (sample_digests(batch, places) if batch else [])]
+        rows = [
+            digest
+            for batch in batches
+            for digest in (sample_digests(batch, places) if batch else [])
+        ]
         for sample, digest in zip(ids.tolist(), rows, strict=bool(rows)):
             digests[sample - start] += digest - 2**64 if digest >= 2**63 else digest
         digests = digests.to(self.device)
-        low, high = digests.clone(), digests.clone()
+        low = digests.clone()
+        high = digests.clone()
         self.ranks.all_reduce(low, "tp", dist.ReduceOp.MIN)
         self.ranks.all_reduce(high, "tp", dist.ReduceOp.MAX)
         if not torch.equal(low, high):
-            raise RuntimeError(f"tensor-parallel ranks were given different tokens in step {self.step + 1}")
+            raise RuntimeError(
+                f"tensor-parallel ranks were given different tokens in step {self.step + 1}"
+            )
         if self.ranks.at["tp"] > 0:
             digests.zero_()
         self.ranks.all_reduce(digests, WORLD)
@@ -379,7 +471,8 @@ class Trainer:
 
 def _check_pipeline(config: RunConfig, layout: ParallelLayout) -> None:
     """Raise ConfigError for steps of too few micro-batches to keep the pipeline's stages busy."""
-    micro, rounds = config.train.micro_batch_size * layout.dp, config.parallel.virtual_stages > 1
+    micro = config.train.micro_batch_size * layout.dp
+    rounds = config.parallel.virtual_stages > 1
     for _, size in config.train.schedule.stages:
         if size // micro < layout.pp or (rounds and size // micro % layout.pp):
             raise ConfigError(

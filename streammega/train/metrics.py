@@ -1,4 +1,6 @@
-"""What a run reports: metrics.jsonl, one object a step, TensorBoard where wanted, and a line in the log now and then."""
+"""What a run reports: metrics.jsonl, one object a step, TensorBoard where wanted, and a line in the
+log now and then.
+"""
 
 from __future__ import annotations
 
@@ -16,9 +18,13 @@ log = logging.getLogger(__name__)
 class MetricsLog:
     """Appends to `metrics.jsonl`; steps repeated after a resume are appended again."""
 
-    def __init__(self, folder: Path, log_interval: int, total: int, *, tensorboard: bool = False) -> None:
+    def __init__(
+        self, folder: Path, log_interval: int, total: int, *, tensorboard: bool = False
+    ) -> None:
         folder.mkdir(parents=True, exist_ok=True)
-        self._path, self._interval, self._total = folder / "metrics.jsonl", log_interval, total
+        self._path = folder / "metrics.jsonl"
+        self._interval = log_interval
+        self._total = total
         self._board = _open_board(folder / "tensorboard") if tensorboard else None
         self._end_torn_line()
 
@@ -26,16 +32,28 @@ class MetricsLog:
         """One line, flushed: a killed run keeps every step that it finished."""
         with open(self._path, "a", encoding="utf-8") as file:
             file.write(json.dumps(finite(record)) + "\n")
-        step, numbers = record["step"], scalars(record)
+        step = record["step"]
+        numbers = scalars(record)
         if self._board is not None:
             for name, value in numbers.items():
                 self._board.add_scalar(name, value, step)
-        if step % self._interval == 0 or step == self._total or any(name.startswith("valid_loss") for name in record):
-            log.info("step %d/%d %s", step, self._total, " ".join(f"{name} {_short(value)}" for name, value in numbers.items()))
+        if (
+            step % self._interval == 0
+            or step == self._total
+            or any(name.startswith("valid_loss") for name in record)
+        ):
+            log.info(
+                "step %d/%d %s",
+                step,
+                self._total,
+                " ".join(f"{name} {_short(value)}" for name, value in numbers.items()),
+            )
 
     def has(self, step: int) -> bool:
         """Whether a line of a step was written."""
-        return self._path.exists() and any(record.get("step") == step for record in read_metrics(self._path))
+        return self._path.exists() and any(
+            record.get("step") == step for record in read_metrics(self._path)
+        )
 
     def close(self) -> None:
         """Write out what TensorBoard has not written yet."""
@@ -44,7 +62,11 @@ class MetricsLog:
 
     def _end_torn_line(self) -> None:
         """A kill in the middle of a write must not spoil the next line."""
-        if self._path.exists() and self._path.stat().st_size and not self._path.read_bytes().endswith(b"\n"):
+        if (
+            self._path.exists()
+            and self._path.stat().st_size
+            and not self._path.read_bytes().endswith(b"\n")
+        ):
             with open(self._path, "a", encoding="utf-8") as file:
                 file.write("\n")
 
@@ -67,12 +89,16 @@ def scalars(record: dict[str, Any]) -> dict[str, float]:
         if isinstance(value, float):
             found[name] = value
         elif isinstance(value, dict):
-            found |= {f"{name}/{key}": float(own) for key, own in value.items() if isinstance(own, float)}
+            found |= {
+                f"{name}/{key}": float(own) for key, own in value.items() if isinstance(own, float)
+            }
     return found
 
 
 def finite(value: Any) -> Any:
-    """The same with None for what JSON has no number for: an fp16 norm that overflowed, the loss of a run that diverged."""
+    """The same with None for what JSON has no number for: an fp16 norm that overflowed, the loss of
+    a run that diverged.
+    """
     if isinstance(value, dict):
         return {key: finite(own) for key, own in value.items()}
     return None if isinstance(value, float) and not math.isfinite(value) else value
@@ -82,7 +108,9 @@ def _open_board(folder: Path) -> Any:
     try:
         from torch.utils.tensorboard import SummaryWriter
     except ImportError:
-        raise ConfigError("train.tensorboard needs: pip install 'streammega[tensorboard]'") from None
+        raise ConfigError(
+            "train.tensorboard needs: pip install 'streammega[tensorboard]'"
+        ) from None
     return SummaryWriter(str(folder))
 
 

@@ -9,12 +9,14 @@ import torch
 from streammega.train.config import TrainConfig
 
 WORKSPACE = ":4096:8"
-"""Of cuBLAS: eight buffers of 4 MiB, one of the two values with which it always sums in one order. Source: NVIDIA's cuBLAS
-documentation, "Results reproducibility"."""
+"""Of cuBLAS: eight buffers of 4 MiB, one of the two values with which it always sums in one order.
+Source: NVIDIA's cuBLAS documentation, "Results reproducibility".
+"""
 
 
 def set_numerics(train: TrainConfig) -> None:
-    """Set torch's switches for TF32 and determinism. Call before the first matrix product: cuBLAS looks at its variable then.
+    """Set torch's switches for TF32 and determinism. Call before the first matrix product: cuBLAS
+    looks at its variable then.
 
     A setting that is off leaves what the process has chosen by itself.
     """

@@ -1,4 +1,6 @@
-"""Where a run's records go: a folder; or, for a URL, a folder of this machine whose files are copied there as they grow."""
+"""Where a run's records go: a folder; or, for a URL, a folder of this machine whose files are
+copied there as they grow.
+"""
 
 from __future__ import annotations
 
@@ -35,7 +37,9 @@ def fetch_record(store: Store, key: str, path: Path) -> bool:
 
 
 class OutDir:
-    """`folder` is where the first rank writes; `upload` copies what changed to the URL, as does a thread now and then."""
+    """`folder` is where the first rank writes; `upload` copies what changed to the URL, as does a
+    thread now and then.
+    """
 
     def __init__(self, out_dir: str, storage: StorageConfig) -> None:
         store, self._key = open_store(out_dir.rstrip("/") or out_dir, storage)

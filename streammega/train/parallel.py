@@ -1,4 +1,6 @@
-"""The model of a run on one rank: its stages, split, wrapped for data parallelism, and driven over the micro-batches."""
+"""The model of a run on one rank: its stages, split, wrapped for data parallelism, and driven over
+the micro-batches.
+"""
 
 from __future__ import annotations
 
@@ -40,7 +42,8 @@ Wrapped = BucketedDataParallel | DistributedDataParallel
 
 @dataclass(frozen=True)
 class Losses:
-    """Of some micro-batches on this rank: loss summed over the unmasked tokens of every sample, and how many those are.
+    """Of some micro-batches on this rank: loss summed over the unmasked tokens of every sample, and
+    how many those are.
 
     Both float32 [samples]; without samples where the loss is not computed.
     """
@@ -56,19 +59,28 @@ class ParallelModel:
     """
 
     def __init__(self, config: RunConfig, ranks: Ranks, device: torch.device) -> None:
-        self.config, self.ranks, self.device = config, ranks, device
+        self.config = config
+        self.ranks = ranks
+        self.device = device
         self.dtype: torch.dtype = getattr(torch, config.train.dtype)
         parallel = config.parallel
         self.num_stages = parallel.pp * parallel.virtual_stages
         self.stage_ids = [ranks.at["pp"] + parallel.pp * n for n in range(parallel.virtual_stages)]
-        self.chunks, self.all_names = make_stages(config, ranks, self.num_stages, self.stage_ids, device)
+        self.chunks, self.all_names = make_stages(
+            config, ranks, self.num_stages, self.stage_ids, device
+        )
         self.wrapped = [_wrap(chunk, config, ranks, self.num_stages) for chunk in self.chunks]
         self._schedules: dict[int, Any] = {}
 
     def make_optimizer(self) -> Optimizer:
         """AdamW over this rank's parameters; vectors are not decayed."""
-        train, kind = self.config.train, self.config.parallel.optimizer
-        settings: dict[str, Any] = {"lr": train.lr, "betas": (train.beta1, train.beta2), "fused": kind == "sharded"}
+        train = self.config.train
+        kind = self.config.parallel.optimizer
+        settings: dict[str, Any] = {
+            "lr": train.lr,
+            "betas": (train.beta1, train.beta2),
+            "fused": kind == "sharded",
+        }
         if kind == "sharded":
             wrapped = [model for model in self.wrapped if isinstance(model, BucketedDataParallel)]
 
@@ -97,15 +109,18 @@ class ParallelModel:
     @property
     def _vocab_part(self) -> VocabPart | None:
         """The part of the vocabulary of which this rank computes logits; None: all, or none."""
-        head, group = self.chunks[-1].head, self.ranks.group("tp")
+        head = self.chunks[-1].head
+        group = self.ranks.group("tp")
         if head is None or not isinstance(head.weight, DTensor) or group is None:
             return None
         return VocabPart(group, offset_of(head.weight)[0])
 
     def forward_backward(self, batches: Iterable[Batch], count: int, scale: float = 1.0) -> Losses:
-        """Gradients of all micro-batches of a step, of the summed loss times `scale`; and their losses.
+        """Gradients of all micro-batches of a step, of the summed loss times `scale`; and their
+        losses.
 
-        Each of the `count` micro-batches is taken when the computation of the one before is under way; pipelines take all first.
+        Each of the `count` micro-batches is taken when the computation of the one before is under
+        way; pipelines take all first.
         """
         losses = _LossList(scale, self._vocab_part)
         if self.num_stages == 1:
@@ -122,7 +137,9 @@ class ParallelModel:
         return losses.taken(self.device)
 
     def clip_grad_norm_(self, max_norm: float) -> Tensor:
-        """Clip the gradients of all stages of a replicated optimizer to their global norm; returns the norm before."""
+        """Clip the gradients of all stages of a replicated optimizer to their global norm; returns
+        the norm before.
+        """
         models = [model for model in self.wrapped if isinstance(model, BucketedDataParallel)]
         once = [grad for model in models for grad in model.grads(once=True)]
         norm = total_norm(once, [self.ranks.group("tp-pp")], self.device)
@@ -143,8 +160,9 @@ class ParallelModel:
     def _all_inputs(self, batches: Iterable[Batch]) -> Iterator[tuple[Inputs, Tensor | None]]:
         """`_inputs` of the micro-batches of a step, one by one, and the longest document of each.
 
-        Kernels for documents want that number on the host. Where nobody counted it, it is asked of the device once for all of a
-        step, before anything is under way: in each micro-batch, the host would wait for the computation of the one before.
+        Kernels for documents want that number on the host. Where nobody counted it, it is asked of
+        the device once for all of a step, before anything is under way: in each micro-batch, the
+        host would wait for the computation of the one before.
         """
         batches = iter(batches)
         for batch in batches:
@@ -169,37 +187,56 @@ class ParallelModel:
         return made
 
     def _inputs(self, batch: Batch) -> tuple[Inputs, Tensor | None]:
-        """((tokens, if any), keywords of every stage, labels with IGNORED where there is no loss)."""
+        """((tokens, if any), keywords of every stage, labels with IGNORED where
+        there is no loss).
+        """
         samples = self.config.train.micro_batch_size
         positions = batch.get("position_ids")
         bounds = self.bounds
         if positions is None:
-            kept = torch.cat([torch.arange(start, stop, device=self.device) for start, stop in bounds])
+            kept = torch.cat(
+                [torch.arange(start, stop, device=self.device) for start, stop in bounds]
+            )
             positions = kept.expand(samples, -1)
         keywords = {"position_ids": positions}
         whole = batch.get("cu_seqlens_whole", batch.get("cu_seqlens"))
         if whole is not None:
             keywords["cu_seqlens"] = whole
-        target = batch["labels"].masked_fill(batch["loss_mask"] == 0, IGNORED) if "labels" in batch else None
+        target = (
+            batch["labels"].masked_fill(batch["loss_mask"] == 0, IGNORED)
+            if "labels" in batch
+            else None
+        )
         return ((batch["tokens"],) if "tokens" in batch else (), keywords), target
 
     @property
     def bounds(self) -> list[tuple[int, int]]:
         """Tokens [start, stop) of every sample that this rank keeps."""
-        return zigzag_bounds(self.config.data.sequence_length, self.ranks.at["cp"], self.ranks.layout.cp)
+        return zigzag_bounds(
+            self.config.data.sequence_length, self.ranks.at["cp"], self.ranks.layout.cp
+        )
 
     def _run_schedule(self, batches: Sequence[Batch], losses: _LossList, *, train: bool) -> None:
-        """torch's pipeline schedule over the micro-batches, which it takes end to end and cuts again."""
+        """torch's pipeline schedule over the micro-batches, which it takes end to end and cuts
+        again.
+        """
         schedule = self._schedule(len(batches))
         made = list(self._all_inputs(batches))
-        arguments = [torch.cat(parts) for parts in zip(*(inputs[0] for inputs, _ in made), strict=True)]
-        keywords = {name: _end_to_end([inputs[1][name] for inputs, _ in made]) for name in made[0][0][1]}
+        arguments = [
+            torch.cat(parts) for parts in zip(*(inputs[0] for inputs, _ in made), strict=True)
+        ]
+        keywords = {
+            name: _end_to_end([inputs[1][name] for inputs, _ in made]) for name in made[0][0][1]
+        }
         targets = [target for _, target in made if target is not None]
-        first, last = 0 in self.stage_ids, self.is_last
+        first = 0 in self.stage_ids
+        last = self.is_last
         options: dict[str, Any] = {"target": torch.cat(targets)} if last else {}
         self._losses.current = losses
         if train:
-            schedule.step(*(arguments if first else ()), **options, **keywords, return_outputs=False)
+            schedule.step(
+                *(arguments if first else ()), **options, **keywords, return_outputs=False
+            )
         else:
             schedule.eval(*(arguments if first else ()), **options, **keywords)
 
@@ -208,20 +245,38 @@ class ParallelModel:
             parallel = self.config.parallel
             if not self._schedules:
                 self._losses = _CurrentLosses()
-                self._stages = [self._stage(chunk, stage) for chunk, stage in zip(self.wrapped, self.stage_ids, strict=True)]
+                self._stages = [
+                    self._stage(chunk, stage)
+                    for chunk, stage in zip(self.wrapped, self.stage_ids, strict=True)
+                ]
             options: dict[str, Any] = {"loss_fn": self._losses, "scale_grads": False}
             if parallel.virtual_stages > 1:
-                self._schedules[micro_batches] = ScheduleInterleaved1F1B(self._stages, micro_batches, **options)  # type: ignore[arg-type]
+                self._schedules[micro_batches] = ScheduleInterleaved1F1B(
+                    self._stages,  # type: ignore[arg-type]
+                    micro_batches,
+                    **options,
+                )
             else:
-                self._schedules[micro_batches] = Schedule1F1B(self._stages[0], micro_batches, **options)
+                self._schedules[micro_batches] = Schedule1F1B(
+                    self._stages[0], micro_batches, **options
+                )
         return self._schedules[micro_batches]
 
     def _stage(self, model: nn.Module, stage: int) -> PipelineStage:
         """A stage whose inputs and outputs have known shapes: nothing has to be tried out."""
-        rows, kept = self.config.train.micro_batch_size, self.config.data.sequence_length // self.ranks.layout.cp
-        first, last = stage == 0, stage == self.num_stages - 1
+        rows = self.config.train.micro_batch_size
+        kept = self.config.data.sequence_length // self.ranks.layout.cp
+        first = stage == 0
+        last = stage == self.num_stages - 1
         between = kept // self.ranks.layout.tp if self.config.parallel.sequence_parallel else kept
-        wide = torch.empty(rows, between, self.config.model.dim, dtype=self.dtype, device="meta", requires_grad=True)
+        wide = torch.empty(
+            rows,
+            between,
+            self.config.model.dim,
+            dtype=self.dtype,
+            device="meta",
+            requires_grad=True,
+        )
         tokens = torch.empty(rows, kept, dtype=torch.int64, device="meta")
         head = self.chunks[-1].head
         entries = 0 if head is None else len(local_part(head.weight))
@@ -238,21 +293,32 @@ class ParallelModel:
 
 
 def _end_to_end(tensors: Sequence[Tensor]) -> Tensor:
-    """Rows of several tensors in one; those of bounds, of other lengths, filled up with their last."""
+    """Rows of several tensors in one; those of bounds, of other lengths, filled up
+    with their last.
+    """
     if tensors[0].dim() > 1:
         width = max(tensor.shape[1] for tensor in tensors)
-        tensors = [torch.cat((own, own[:, -1:].expand(-1, width - own.shape[1])), 1) for own in tensors]
+        tensors = [
+            torch.cat((own, own[:, -1:].expand(-1, width - own.shape[1])), 1) for own in tensors
+        ]
     return torch.cat(list(tensors))
 
 
-def _make_zero(groups: Sequence[Mapping[str, Any]], ranks: Ranks, **settings: Any) -> torch.optim.Optimizer:
+def _make_zero(
+    groups: Sequence[Mapping[str, Any]], ranks: Ranks, **settings: Any
+) -> torch.optim.Optimizer:
     """torch's ZeroRedundancyOptimizer of AdamW."""
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)  # its package compiles other optimizers when it is imported
+        # its package compiles other optimizers when it is imported
+        warnings.simplefilter("ignore", DeprecationWarning)
         from torch.distributed.optim import ZeroRedundancyOptimizer
     first = groups[0]
     zero = ZeroRedundancyOptimizer(
-        first["params"], torch.optim.AdamW, process_group=ranks.group("dp-cp"), weight_decay=first["weight_decay"], **settings
+        first["params"],
+        torch.optim.AdamW,
+        process_group=ranks.group("dp-cp"),
+        weight_decay=first["weight_decay"],
+        **settings,
     )
     for group in groups[1:]:
         zero.add_param_group(dict(group))
@@ -263,14 +329,18 @@ class _LossList:
     """The loss function of one step: sums over unmasked tokens, kept by sample."""
 
     def __init__(self, scale: float, part: VocabPart | None) -> None:
-        self.scale, self.part = scale, part
+        self.scale = scale
+        self.part = part
         self.loss: list[Tensor] = []
         self.tokens: list[Tensor] = []
 
     def __call__(self, logits: Tensor, target: Tensor | None) -> Tensor:
-        """The scaled sum; logits [samples, S, vocab_size] or this rank's part of them, target [samples, S] with IGNORED."""
+        """The scaled sum; logits [samples, S, vocab_size] or this rank's part of them, target
+        [samples, S] with IGNORED.
+        """
         assert target is not None
-        rows, labels = logits.flatten(0, 1), target.flatten()
+        rows = logits.flatten(0, 1)
+        labels = target.flatten()
         if self.part is not None:
             losses = vocab_parallel_loss(rows, labels, self.part, IGNORED)
         else:
@@ -310,7 +380,11 @@ def _wrap(chunk: GPT, config: RunConfig, ranks: Ranks, num_stages: int) -> Wrapp
     """A stage in its data-parallel wrapper."""
     parallel = config.parallel
     if parallel.data_parallel == "torch" and ranks.group("dp-cp") is not None:
-        size: dict[str, Any] = {} if parallel.bucket_size is None else {"bucket_cap_mb": parallel.bucket_size * 4 / (1 << 20)}
+        size: dict[str, Any] = (
+            {}
+            if parallel.bucket_size is None
+            else {"bucket_cap_mb": parallel.bucket_size * 4 / (1 << 20)}
+        )
         return DistributedDataParallel(chunk, process_group=ranks.group("dp-cp"), **size)
     tied = {"embedding.weight", TIED} if num_stages > 1 else ()
     return BucketedDataParallel(

@@ -1,4 +1,6 @@
-"""What the numbers of a run's settings may be: refused by name where they stand, before torch meets them."""
+"""What the numbers of a run's settings may be: refused by name where they stand, before torch meets
+them.
+"""
 
 from __future__ import annotations
 
@@ -33,7 +35,8 @@ class Range:
 
 
 def check_numbers(section: str, settings: Any, ranges: Mapping[str, Range]) -> None:
-    """Raise ConfigError for a setting out of its range, and for true or false where a number is meant: Python takes them for one.
+    """Raise ConfigError for a setting out of its range, and for true or false where a number is
+    meant: Python takes them for one.
 
     settings: a dataclass; ranges: by the name of a field, of which None is in no range and good.
     """

@@ -15,27 +15,38 @@ from streammega.train.config import RunConfig
 
 
 def open_split(config: RunConfig, split: str, ranks: Ranks) -> StreamLoader:
-    """The loader of a split for a rank of a layout, with the number of samples that the run asks of it."""
+    """The loader of a split for a rank of a layout, with the number of samples that the run asks of
+    it.
+    """
     return open_loader(_data_of(config, split), ranks, split=split, **_batch_sizes(config, split))
 
 
 def open_plain(config: RunConfig, split: str, dp_rank: int, dp_size: int) -> StreamLoader:
-    """The loader of a split by itself, whole batches and all: what the batches of a run are compared with."""
+    """The loader of a split by itself, whole batches and all: what the batches of a run are
+    compared with.
+    """
     data = _data_of(config, split)
-    if data.num_samples is None:  # a whole run with these settings, from its first sample to its last
+    # a whole run with these settings, from its first sample to its last
+    if data.num_samples is None:
         train, valid, test = config.num_samples()
         train += sum(stop - start for start, stop in data.skip_samples)
         data = replace(data, num_samples=(train, valid, test))
-    return StreamLoader(data, split=split, dp_rank=dp_rank, dp_size=dp_size, **_batch_sizes(config, split))
+    return StreamLoader(
+        data, split=split, dp_rank=dp_rank, dp_size=dp_size, **_batch_sizes(config, split)
+    )
 
 
 def validation_sets(config: RunConfig) -> dict[str, RunConfig]:
-    """Name -> the run with that set as its valid split: those of [validation], or each valid prefix of blend_per_split."""
+    """Name -> the run with that set as its valid split: those of [validation], or each valid prefix
+    of blend_per_split.
+    """
     sets: dict[str, Any] = dict(config.validation)
     data = config.data
     valid = split_blend(data, "valid") if data.multiple_validation_sets else None
     if valid is not None:
-        sets |= dict(zip(_short_names(valid.prefixes), [[prefix] for prefix in valid.prefixes], strict=True))
+        sets |= dict(
+            zip(_short_names(valid.prefixes), [[prefix] for prefix in valid.prefixes], strict=True)
+        )
     own: dict[str, Any] = {
         "blend": None,
         "split": "1,0,0",
@@ -44,14 +55,18 @@ def validation_sets(config: RunConfig) -> dict[str, RunConfig]:
         "skip_samples": (),
     }
     return {
-        name: replace(config, data=replace(data, **own, blend_per_split=(None, blend, None)), validation={})
+        name: replace(
+            config, data=replace(data, **own, blend_per_split=(None, blend, None)), validation={}
+        )
         for name, blend in sets.items()
     }
 
 
 def _data_of(config: RunConfig, split: str) -> DataConfig:
-    data = replace(config.data, create_attention_mask=False)  # the trainer's attention makes none, and needs none
-    # The stream order has no end. Counting one from the settings would be wrong for a run that began with another global batch.
+    # the trainer's attention makes none, and needs none
+    data = replace(config.data, create_attention_mask=False)
+    # The stream order has no end. Counting one from the settings would be wrong for a run that
+    # began with another global batch.
     if data.num_samples is None and data.order != "stream":
         data = replace(data, num_samples=config.num_samples())
     wanted = config.num_samples()[0]
@@ -65,7 +80,10 @@ def _data_of(config: RunConfig, split: str) -> DataConfig:
 
 def _batch_sizes(config: RunConfig, split: str) -> dict[str, Any]:
     train = config.train
-    sizes: dict[str, Any] = {"micro_batch_size": train.micro_batch_size, "global_batch_size": train.global_batch_size}
+    sizes: dict[str, Any] = {
+        "micro_batch_size": train.micro_batch_size,
+        "global_batch_size": train.global_batch_size,
+    }
     return sizes | ({"rampup": train.rampup} if split == "train" else {})
 
 
@@ -83,4 +101,6 @@ def source_names(data: DataConfig) -> list[str]:
 def _short_names(prefixes: Any) -> list[str]:
     """The last parts of prefixes, numbered where they repeat."""
     names = [redact_urls(prefix).rstrip("/").rpartition("/")[2] for prefix in prefixes]
-    return [name if names.count(name) == 1 else f"{name}-{number}" for number, name in enumerate(names)]
+    return [
+        name if names.count(name) == 1 else f"{name}-{number}" for number, name in enumerate(names)
+    ]

@@ -1,4 +1,6 @@
-"""The stages of the model that a rank holds: cut out of the whole, split over its groups, with the first weights."""
+"""The stages of the model that a rank holds: cut out of the whole, split over its groups, with the
+first weights.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,9 @@ from streammega.train.model import GPT, TIED
 def make_stages(
     config: RunConfig, ranks: Ranks, num_stages: int, stage_ids: Sequence[int], device: torch.device
 ) -> tuple[list[GPT], Mapping[str, torch.Size]]:
-    """Stages of the model that one rank alone would make, and the shapes of all of its parameters."""
+    """Stages of the model that one rank alone would make, and the shapes of all of
+    its parameters.
+    """
     check_tensor_parallel(config, ranks.layout)
     dtype: torch.dtype = getattr(torch, config.train.dtype)
     with torch.device("meta"):  # shapes only: memory is for what this rank keeps
@@ -33,7 +37,9 @@ def make_stages(
         chunk.to_empty(device=device)
         chunk.tie()
     fill_with_first_weights(chunks, whole, config.train.seed, canonical)
-    return chunks, {canonical(name): parameter.shape for name, parameter in whole.named_parameters()}
+    return chunks, {
+        canonical(name): parameter.shape for name, parameter in whole.named_parameters()
+    }
 
 
 def canonical(name: str) -> str:
@@ -43,9 +49,12 @@ def canonical(name: str) -> str:
 
 def check_tensor_parallel(config: RunConfig, layout: ParallelLayout) -> None:
     """Raise ConfigError for sizes that do not divide over tensor-parallel ranks."""
-    tp, model = layout.tp, config.model
+    tp = layout.tp
+    model = config.model
     if model.heads % tp:
-        raise ConfigError(f"model.heads {model.heads} do not divide over parallel.tp {tp}; change one of them")
+        raise ConfigError(
+            f"model.heads {model.heads} do not divide over parallel.tp {tp}; change one of them"
+        )
     share = -(-model.vocab_size // tp)
     if share * (tp - 1) >= model.vocab_size:
         raise ConfigError(
@@ -62,7 +71,8 @@ def check_tensor_parallel(config: RunConfig, layout: ParallelLayout) -> None:
 
 def _split(chunk: GPT, config: RunConfig, ranks: Ranks, device: torch.device) -> None:
     """Divide a stage over tensor- and context-parallel ranks."""
-    tensor_group, context_group = ranks.group("tp"), ranks.group("cp")
+    tensor_group = ranks.group("tp")
+    context_group = ranks.group("cp")
     if tensor_group is not None:
         mesh = DeviceMesh.from_group(tensor_group, device.type)
         chunk.parallelize(mesh, sequence_parallel=config.parallel.sequence_parallel)

@@ -1,9 +1,11 @@
-"""What a checkpoint holds: boxes of whole tensors, by the names of the whole model, whatever the layout and the optimizer.
+"""What a checkpoint holds: boxes of whole tensors, by the names of the whole model, whatever the
+layout and the optimizer.
 
     model.<name>                  a parameter
     optimizer.<name>.<state>      what the optimizer keeps of it (exp_avg, step, ...); `main`: its fp32 copy, if it is narrower
 
-Replicated, ZeRO and sharded optimizers write the same, and each reads what another wrote, on any layout.
+Replicated, ZeRO and sharded optimizers write the same, and each reads what another wrote, on any
+layout.
 """
 
 from __future__ import annotations
@@ -40,10 +42,17 @@ class SavePlanner(DefaultSavePlanner):
 class LoadPlanner(DefaultLoadPlanner):
     """Reads what fills boxes, from whatever boxes were written."""
 
-    def set_up_planner(self, state_dict: dict[str, Any], metadata: Metadata | None = None, is_coordinator: bool = False) -> None:
+    def set_up_planner(
+        self,
+        state_dict: dict[str, Any],
+        metadata: Metadata | None = None,
+        is_coordinator: bool = False,
+    ) -> None:
         """Nothing has to be flattened, or made anew."""
-        self.state_dict, self.original_state_dict = state_dict, state_dict
-        self.metadata, self.is_coordinator = metadata, is_coordinator
+        self.state_dict = state_dict
+        self.original_state_dict = state_dict
+        self.metadata = metadata
+        self.is_coordinator = is_coordinator
 
     def create_local_plan(self) -> LoadPlan:
         """Raises StateError for what the checkpoint lacks, or has in another shape."""
@@ -52,7 +61,9 @@ class LoadPlanner(DefaultLoadPlanner):
         for name, boxes in self.state_dict.items():
             stored = self.metadata.state_dict_metadata.get(name)
             if not isinstance(stored, TensorStorageMetadata) or stored.size != boxes.shape:
-                raise StateError(f"{name} is {'another thing' if stored else 'missing'} in the checkpoint")
+                raise StateError(
+                    f"{name} is {'another thing' if stored else 'missing'} in the checkpoint"
+                )
             items += create_read_items_for_chunk_list(name, stored, boxes.chunks())
         return LoadPlan(items)
 
@@ -66,8 +77,8 @@ class LoadPlanner(DefaultLoadPlanner):
 class _Part:
     """What a rank holds of a parameter for its optimizer.
 
-    key: of its state in the optimizer. like: the parameter. span: of elements [start, stop) of this rank's part, flat; None: of
-    all of it, in its shape.
+    key: of its state in the optimizer. like: the parameter. span: of elements [start, stop) of this
+    rank's part, flat; None: of all of it, in its shape.
     """
 
     name: str
@@ -90,13 +101,17 @@ class _Part:
 
 
 def state_to_save(model: ParallelModel, optimizer: Optimizer) -> dict[str, Boxes]:
-    """What this rank writes: each value of the whole state is written by one rank, or by several alike."""
+    """What this rank writes: each value of the whole state is written by one rank, or by several
+    alike.
+    """
     ranks = model.ranks
     found: dict[str, Boxes] = {}
     if ranks.group("dp-cp") is None or ranks.members("dp-cp")[0] == ranks.rank:
         for name, parameter in names_of(model).items():
             if _saves(name, parameter, ranks):
-                found[f"model.{name}"] = Boxes(parameter.shape, [(offset_of(parameter), local_part(parameter.detach()))])
+                found[f"model.{name}"] = Boxes(
+                    parameter.shape, [(offset_of(parameter), local_part(parameter.detach()))]
+                )
     inner = inner_optimizer(optimizer)
     by_key: dict[str, list[Box]] = {}
     shapes: dict[str, torch.Size] = {}
@@ -107,14 +122,28 @@ def state_to_save(model: ParallelModel, optimizer: Optimizer) -> dict[str, Boxes
             key = f"optimizer.{part.name}.{state}"
             whole = isinstance(value, Tensor) and value.dim() > 0
             shapes[key] = part.shape if whole else torch.Size()
-            by_key.setdefault(key, []).extend(part.boxes(value) if whole else [((), torch.as_tensor(value))])
-    return found | {key: Boxes(shapes[key], boxes if shapes[key] else boxes[:1]) for key, boxes in by_key.items()}
+            by_key.setdefault(key, []).extend(
+                part.boxes(value) if whole else [((), torch.as_tensor(value))]
+            )
+    return found | {
+        key: Boxes(shapes[key], boxes if shapes[key] else boxes[:1])
+        for key, boxes in by_key.items()
+    }
 
 
-def state_to_load(model: ParallelModel, optimizer: Optimizer, metadata: Metadata) -> dict[str, Boxes]:
-    """The memory of this rank that a checkpoint with such metadata fills. Raises StateError for one of another model."""
+def state_to_load(
+    model: ParallelModel, optimizer: Optimizer, metadata: Metadata
+) -> dict[str, Boxes]:
+    """The memory of this rank that a checkpoint with such metadata fills.
+
+    Raises StateError for one of another model.
+    """
     stored = metadata.state_dict_metadata
-    theirs = {name.removeprefix("model."): value for name, value in stored.items() if name.startswith("model.")}
+    theirs = {
+        name.removeprefix("model."): value
+        for name, value in stored.items()
+        if name.startswith("model.")
+    }
     _check_shapes(theirs, model.all_names)
     found: dict[str, Boxes] = {}
     inner = inner_optimizer(optimizer)
@@ -123,11 +152,19 @@ def state_to_load(model: ParallelModel, optimizer: Optimizer, metadata: Metadata
     for name, parameter in names_of(model).items():
         main = f"optimizer.{name}.{MAIN}"
         key = main if main in stored and parameter.dtype == torch.float32 else f"model.{name}"
-        found[key] = Boxes(parameter.shape, [(offset_of(parameter), local_part(parameter.detach()))])
+        found[key] = Boxes(
+            parameter.shape, [(offset_of(parameter), local_part(parameter.detach()))]
+        )
     for part in parts:
         key = f"model.{part.name}"
-        if _is_main(part) and key in found and f"optimizer.{part.name}.{MAIN}" not in stored and _is_wide(stored[key]):
-            # A wide run's own values are the main parameters. The narrow copies are made of them, so they are not read.
+        if (
+            _is_main(part)
+            and key in found
+            and f"optimizer.{part.name}.{MAIN}" not in stored
+            and _is_wide(stored[key])
+        ):
+            # A wide run's own values are the main parameters. The narrow copies are made of them,
+            # so they are not read.
             held = [] if found[key].boxes[0][1].dtype != torch.float32 else found[key].boxes
             found[key] = Boxes(part.shape, [*held, *part.boxes(part.key)])
     states = _states_of(stored)
@@ -142,15 +179,21 @@ def state_to_load(model: ParallelModel, optimizer: Optimizer, metadata: Metadata
                 held = inner.state[part.key].setdefault(state, scalar)
                 found[key] = Boxes((), [((), held)]) if key not in found else found[key]
             else:
-                held = inner.state[part.key].setdefault(state, torch.zeros_like(part.key, dtype=value.properties.dtype))
+                held = inner.state[part.key].setdefault(
+                    state, torch.zeros_like(part.key, dtype=value.properties.dtype)
+                )
                 _add(found, key, part, held)
     return found
 
 
-def after_load(model: ParallelModel, optimizer: Optimizer, state: Mapping[str, Boxes], metadata: Metadata) -> None:
-    """Bring what was loaded to where it was not: scalars to the other parts of a parameter, main parameters to the model.
+def after_load(
+    model: ParallelModel, optimizer: Optimizer, state: Mapping[str, Boxes], metadata: Metadata
+) -> None:
+    """Bring what was loaded to where it was not: scalars to the other parts of a parameter, main
+    parameters to the model.
 
-    Of the checkpoint's metadata, so that all ranks do the same: one that owns no part of any parameter loads no main ones.
+    Of the checkpoint's metadata, so that all ranks do the same: one that owns no part of any
+    parameter loads no main ones.
     """
     inner = inner_optimizer(optimizer)
     devices = scalar_devices(inner)
@@ -161,14 +204,19 @@ def after_load(model: ParallelModel, optimizer: Optimizer, state: Mapping[str, B
                 inner.state[part.key][key] = boxes.boxes[0][1].to(devices[id(part.key)], copy=True)
     if isinstance(optimizer, ShardedOptimizer):
         stored = metadata.state_dict_metadata
-        if any(key.endswith(f".{MAIN}") or (key.startswith("model.") and _is_wide(value)) for key, value in stored.items()):
+        if any(
+            key.endswith(f".{MAIN}") or (key.startswith("model.") and _is_wide(value))
+            for key, value in stored.items()
+        ):
             optimizer.publish_main()
         else:
             optimizer.reload_main()
 
 
 def _states_of(stored: Mapping[str, Any]) -> dict[str, dict[str, TensorStorageMetadata]]:
-    """By parameter and by state, what a checkpoint has of optimizers: looked up once, there may be ten thousands."""
+    """By parameter and by state, what a checkpoint has of optimizers: looked up once, there may be
+    ten thousands.
+    """
     found: dict[str, dict[str, TensorStorageMetadata]] = {}
     for key, value in stored.items():
         if key.startswith("optimizer.") and isinstance(value, TensorStorageMetadata):
@@ -181,15 +229,17 @@ def inner_optimizer(optimizer: Optimizer) -> torch.optim.Optimizer:
     """The torch optimizer that holds the state of this rank."""
     if isinstance(optimizer, ShardedOptimizer):
         return optimizer.inner
-    inner: torch.optim.Optimizer = getattr(optimizer, "optim", optimizer)  # of a ZeroRedundancyOptimizer
+    # of a ZeroRedundancyOptimizer
+    inner: torch.optim.Optimizer = getattr(optimizer, "optim", optimizer)
     return inner
 
 
 def scalar_devices(inner: torch.optim.Optimizer) -> dict[int, torch.device]:
-    """By the id of each parameter, where its optimizer looks for the scalars of its state, such as its step.
+    """By the id of each parameter, where its optimizer looks for the scalars of its state, such as
+    its step.
 
-    Fused and capturable kernels read them on the parameter's device, by address; all others on the CPU. Source: torch's own
-    Optimizer.load_state_dict, which checkpoints of boxes go around.
+    Fused and capturable kernels read them on the parameter's device, by address; all others on the
+    CPU. Source: torch's own Optimizer.load_state_dict, which checkpoints of boxes go around.
     """
     found = {}
     for group in inner.param_groups:
@@ -200,7 +250,9 @@ def scalar_devices(inner: torch.optim.Optimizer) -> dict[int, torch.device]:
 
 
 def _values(inner: torch.optim.Optimizer, part: _Part) -> Iterator[tuple[str, Any]]:
-    yield from ((name, value) for name, value in inner.state.get(part.key, {}).items() if value is not None)
+    yield from (
+        (name, value) for name, value in inner.state.get(part.key, {}).items() if value is not None
+    )
     if _is_main(part):
         yield MAIN, part.key
 
@@ -222,7 +274,13 @@ def _parts(model: ParallelModel, optimizer: Optimizer) -> Iterator[_Part]:
         for piece in optimizer.pieces:
             parameter = piece.slot.parameter
             name = names[id(parameter)]
-            yield _Part(name, piece.main, parameter, (piece.start, piece.stop), _saves(name, parameter, ranks))
+            yield _Part(
+                name,
+                piece.main,
+                parameter,
+                (piece.start, piece.stop),
+                _saves(name, parameter, ranks),
+            )
         return
     inner = inner_optimizer(optimizer)
     first = ranks.members("dp-cp")[0] == ranks.rank or inner is not optimizer
@@ -247,8 +305,12 @@ def _add(found: dict[str, Boxes], key: str, part: _Part, tensor: Tensor) -> None
 
 def _check_shapes(theirs: Mapping[str, Any], ours: Mapping[str, torch.Size]) -> None:
     for name in sorted(set(theirs) ^ set(ours)):
-        where, other = ("the checkpoint", "this model") if name in theirs else ("this model", "the checkpoint")
+        where, other = (
+            ("the checkpoint", "this model") if name in theirs else ("this model", "the checkpoint")
+        )
         raise StateError(f"{where} has a parameter {name}, {other} has not")
     for name, shape in ours.items():
         if tuple(theirs[name].size) != tuple(shape):
-            raise StateError(f"{name} is {list(theirs[name].size)} in the checkpoint, {list(shape)} in this model")
+            raise StateError(
+                f"{name} is {list(theirs[name].size)} in the checkpoint, {list(shape)} in this model"
+            )

@@ -1,4 +1,5 @@
-"""How a run is asked to stop: SIGTERM, or Ctrl-C. It ends after the step under way, with a checkpoint; or at once.
+"""How a run is asked to stop: SIGTERM, or Ctrl-C. It ends after the step under way, with a
+checkpoint; or at once.
 
 | first | later | the run ends |
 |---|---|---|
@@ -19,7 +20,9 @@ from contextlib import contextmanager
 from typing import Any
 
 ONE_REQUEST = 1.0
-"""Seconds in which all signals are one request: a launcher passes on what the terminal has sent to every process already."""
+"""Seconds in which all signals are one request: a launcher passes on what the terminal has sent to
+every process already.
+"""
 SIGNALS = (signal.SIGTERM, signal.SIGINT)
 
 
@@ -54,9 +57,11 @@ class StopRequests:
 
 @contextmanager
 def heard(requests: StopRequests, *, says: bool) -> Iterator[None]:
-    """Note signals instead of ending by them; KeyboardInterrupt where the end is wanted at once. `says`: tell what a first does.
+    """Note signals instead of ending by them; KeyboardInterrupt where the end is wanted at once.
+    `says`: tell what a first does.
 
-    Signals that are ignored stay so: a shell's background jobs are no business of Ctrl-C. They reach main threads only.
+    Signals that are ignored stay so: a shell's background jobs are no business of Ctrl-C. They
+    reach main threads only.
     """
     if threading.current_thread() is not threading.main_thread():
         yield
@@ -68,10 +73,13 @@ def heard(requests: StopRequests, *, says: bool) -> Iterator[None]:
         if requests.at_once:
             raise KeyboardInterrupt
         if says and not told and number == signal.SIGINT:
-            os.write(2, b"Ctrl-C: ends after the step under way, with a checkpoint; once more: at once\n")
+            os.write(
+                2, b"Ctrl-C: ends after the step under way, with a checkpoint; once more: at once\n"
+            )
 
     before = {number: signal.getsignal(number) for number in SIGNALS}
-    ours = [number for number in SIGNALS if before[number] not in (signal.SIG_IGN, None)]  # None: of C, cannot be put back
+    # None: of C, cannot be put back
+    ours = [number for number in SIGNALS if before[number] not in (signal.SIG_IGN, None)]
     for number in ours:
         signal.signal(number, handle)
     try:

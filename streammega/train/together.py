@@ -1,4 +1,6 @@
-"""What all ranks do at once, each at its own pace: none waits for one that has failed, and none goes on alone."""
+"""What all ranks do at once, each at its own pace: none waits for one that has failed, and none
+goes on alone.
+"""
 
 from __future__ import annotations
 
@@ -15,16 +17,18 @@ from streammega.errors import StorageError, StreammegaError
 Result = TypeVar("Result")
 FIRST_PAUSE = 0.005
 LONGEST_PAUSE = 1.0
-"""Seconds between two meetings of ranks: what is done within milliseconds is not waited for, an upload of minutes costs
-few messages, and a failure is known everywhere within this time."""
+"""Seconds between two meetings of ranks: what is done within milliseconds is not waited for, an
+upload of minutes costs few messages, and a failure is known everywhere within this time.
+"""
 
 
 class Together:
-    """Calls of a function on every rank of a group that return on all of them, or raise one error on all of them.
+    """Calls of a function on every rank of a group that return on all of them, or raise one error
+    on all of them.
 
-    A collective by itself would make ranks wait for one that failed, and fail them when another is merely slow. So the function
-    runs in a thread, and the ranks meet now and then to say whether they are done: each meeting has the timeout of the group,
-    the work has none but `patience`.
+    A collective by itself would make ranks wait for one that failed, and fail them when another is
+    merely slow. So the function runs in a thread, and the ranks meet now and then to say whether
+    they are done: each meeting has the timeout of the group, the work has none but `patience`.
 
     Args:
         group: with a backend for the CPU; None: a rank by itself.
@@ -32,19 +36,24 @@ class Together:
     """
 
     def __init__(self, group: dist.ProcessGroup | None, patience: float) -> None:
-        self.group, self._patience = group, patience
+        self.group = group
+        self._patience = patience
         self.rank = dist.get_rank(group) if group is not None else 0
         self._progress = 0
         self._unwanted = threading.Event()
 
     def progress(self) -> None:
-        """Say that the work goes on. Raises StorageError if it is not wanted any more, since it has failed on another rank."""
+        """Say that the work goes on.
+
+        Raises StorageError if it is not wanted any more, since it has failed on another rank.
+        """
         self._progress += 1
         if self._unwanted.is_set():
             raise StorageError("it failed on another rank")
 
     def work(self, function: Callable[[], Result], *, watched: bool = False) -> Result:
-        """`function()` on every rank, however long it takes; `watched`: as long as it calls `progress`.
+        """`function()` on every rank, however long it takes; `watched`: as long as it calls
+        `progress`.
 
         Raises the error of the first rank that has one, on all ranks, within about a second.
         """
@@ -52,7 +61,9 @@ class Together:
             return function()
         self._unwanted = threading.Event()
         call = _Call(function)
-        since, last, pause = time.monotonic(), -1, FIRST_PAUSE
+        since = time.monotonic()
+        last = -1
+        pause = FIRST_PAUSE
         while True:
             call.join(pause)
             pause = min(2 * pause, LONGEST_PAUSE)
@@ -65,16 +76,22 @@ class Together:
             if failures or impatient or not at_work:
                 break
             if progress != last:
-                since, last = time.monotonic(), progress
+                since = time.monotonic()
+                last = progress
         if failures or impatient:
             self._unwanted.set()
         if impatient and not failures:  # known to all ranks by the same message
-            raise StorageError(f"nothing was read or written for {self._patience:.0f} s (train.timeout)")
+            raise StorageError(
+                f"nothing was read or written for {self._patience:.0f} s (train.timeout)"
+            )
         result: Result = self._settle(call.error if done else None, call.result)
         return result
 
     def call(self, function: Callable[[], Result]) -> Result:
-        """`function()` on every rank, in this thread: for what is quick. Raises the error of the first rank that has one."""
+        """`function()` on every rank, in this thread: for what is quick.
+
+        Raises the error of the first rank that has one.
+        """
         error: BaseException | None = None
         result: Any = None
         try:
@@ -122,7 +139,9 @@ class _Call(threading.Thread):
         """Keep the function's result or error."""
         try:
             self.result = self._function()
-        except BaseException as error:  # of a thread: `work` raises it where it was called, on every rank
+        except (
+            BaseException
+        ) as error:  # of a thread: `work` raises it where it was called, on every rank
             self.error = error
 
 

@@ -1,4 +1,7 @@
-"""Which keys the queries of a micro-batch see. Made once for each micro-batch, and used by all layers."""
+"""Which keys the queries of a micro-batch see.
+
+Made once for each micro-batch, and used by all layers.
+"""
 
 from __future__ import annotations
 
@@ -13,10 +16,12 @@ from torch.nn.attention.bias import causal_lower_right
 
 @dataclass(frozen=True)
 class Packed:
-    """Documents of all samples laid end to end, as kernels for sequences of several lengths take them.
+    """Documents of all samples laid end to end, as kernels for sequences of several lengths take
+    them.
 
-    Document n has queries [queries[n], queries[n + 1]) and keys [keys[n], keys[n + 1]); its queries are the tokens of its last
-    keys. int32 [documents + 1], on the device; and on the host, what no document has more of.
+    Document n has queries [queries[n], queries[n + 1]) and keys [keys[n], keys[n + 1]); its queries
+    are the tokens of its last keys. int32 [documents + 1], on the device; and on the host, what no
+    document has more of.
     """
 
     queries: Tensor
@@ -27,7 +32,10 @@ class Packed:
 
 @dataclass(frozen=True)
 class Pieces:
-    """The same for one call a document: lengths on the host. `key_lengths` tile all keys; `seen` are those that have queries."""
+    """The same for one call a document: lengths on the host.
+
+    `key_lengths` tile all keys; `seen` are those that have queries.
+    """
 
     query_lengths: list[int] = field(default_factory=list)
     key_lengths: list[int] = field(default_factory=list)
@@ -35,30 +43,39 @@ class Pieces:
 
 
 class Visibility:
-    """Queries of the kept parts of each sample see the keys at or before them, of their own document.
+    """Queries of the kept parts of each sample see the keys at or before them, of their own
+    document.
 
-    Args:
-        parts: [start, stop) in the sample of what this rank keeps, all of one length.
-        whole: tokens of a sample.
-        cu_seqlens: int32 [samples, n], the bounds of each sample's documents from 0 to `whole`, filled up with `whole`. None: a
+    Args: parts: [start, stop) in the sample of what this rank keeps, all of one length. whole:
+        tokens of a sample. cu_seqlens: int32 [samples, n], the bounds of each sample's documents
+        from 0 to `whole`, filled up with `whole`. None: a
             sample is one document.
-        longest: tokens of the longest document; None: looked up where it is needed, for which a device is waited for.
+        longest: tokens of the longest document; None: looked up where it is needed, for which a
+        device is waited for.
     """
 
     def __init__(
-        self, parts: Sequence[tuple[int, int]], whole: int, cu_seqlens: Tensor | None = None, longest: int | None = None
+        self,
+        parts: Sequence[tuple[int, int]],
+        whole: int,
+        cu_seqlens: Tensor | None = None,
+        longest: int | None = None,
     ) -> None:
-        self.parts, self.whole, self.cu_seqlens = list(parts), whole, cu_seqlens
+        self.parts = list(parts)
+        self.whole = whole
+        self.cu_seqlens = cu_seqlens
         self._longest = longest
         self._packed: dict[int, Packed] = {}
         self._pieces: dict[int, Pieces] = {}
         self._triangle: Tensor | None = None
 
     def lower_right(self, queries: int, keys: int, like: Tensor) -> Tensor:
-        """The bias [queries, keys] by which the queries are the tokens of the last of the keys, and see no later ones.
+        """The bias [queries, keys] by which the queries are the tokens of the last of the keys, and
+        see no later ones.
 
-        On CUDA torch's own, which is no matrix. Elsewhere one matrix for all layers and lengths, of the numbers that kernels add:
-        they would turn a matrix of booleans into these for each layer, and keep it for backward.
+        On CUDA torch's own, which is no matrix. Elsewhere one matrix for all layers and lengths, of
+        the numbers that kernels add: they would turn a matrix of booleans into these for each
+        layer, and keep it for backward.
         """
         if like.is_cuda:
             bias: Tensor = causal_lower_right(queries, keys)
@@ -76,7 +93,8 @@ class Visibility:
         if number not in self._packed:
             assert self.cu_seqlens is not None
             start, stop = self.parts[number]
-            # A document that goes on after the part is cut there, so that the part's queries are its last.
+            # A document that goes on after the part is cut there, so that the part's queries are
+            # its last.
             cut = torch.full_like(self.cu_seqlens[:, :1], stop)
             bounds = torch.cat((self.cu_seqlens, cut), 1).sort(1).values
             self._packed[number] = Packed(
@@ -91,13 +109,16 @@ class Visibility:
         """The documents of part `number`, those of which it holds something."""
         if number not in self._pieces:
             start, stop = self.parts[number]
-            pieces, reached = Pieces(), 0
+            pieces = Pieces()
+            reached = 0
             for row, bounds in enumerate(self._bounds):
                 first = row * self.whole
                 for begin, end in zip(bounds, bounds[1:], strict=False):
                     queries = min(end, stop) - max(begin, start)
                     if queries > 0:
-                        reached = _add_piece(pieces, reached, queries, first + begin, first + min(end, stop))
+                        reached = _add_piece(
+                            pieces, reached, queries, first + begin, first + min(end, stop)
+                        )
             pieces.key_lengths.append(len(self._bounds) * self.whole - reached)
             self._pieces[number] = pieces
         return self._pieces[number]
@@ -123,7 +144,9 @@ def longest_document(cu_seqlens: Tensor) -> Tensor:
 
 
 def _add_piece(pieces: Pieces, reached: int, queries: int, begin: int, end: int) -> int:
-    """Add a document with keys [begin, end); keys before `begin` that were not reached yet are seen by none. Returns `end`."""
+    """Add a document with keys [begin, end); keys before `begin` that were not reached yet are seen
+    by none. Returns `end`.
+    """
     if begin > reached:
         pieces.key_lengths.append(begin - reached)
     pieces.query_lengths.append(queries)
@@ -133,6 +156,8 @@ def _add_piece(pieces: Pieces, reached: int, queries: int, begin: int, end: int)
 
 
 def _end_to_end(bounds: Tensor, length: int) -> Tensor:
-    """Bounds within samples [samples, n], from 0 to `length`, as those of all samples end to end [samples * (n - 1) + 1]."""
+    """Bounds within samples [samples, n], from 0 to `length`, as those of all samples end to end
+    [samples * (n - 1) + 1].
+    """
     first = torch.arange(len(bounds), dtype=bounds.dtype, device=bounds.device)[:, None] * length
     return torch.cat((bounds.new_zeros(1), (bounds[:, 1:] + first).flatten()))

@@ -1,8 +1,10 @@
-"""Cross entropy of logits whose vocabulary is divided over tensor-parallel ranks: no rank ever holds a whole row.
+"""Cross entropy of logits whose vocabulary is divided over tensor-parallel ranks: no rank ever
+holds a whole row.
 
-Of each row two numbers go over all ranks, beside its largest logit: the sum of its exponentials, and the target's logit, which
-one rank has. torch has the same as `loss_parallel`, for code that holds it open around forward and backward both; here backward
-belongs to pipeline schedules, and this keeps one array of the logits' size instead of three.
+Of each row two numbers go over all ranks, beside its largest logit: the sum of its exponentials,
+and the target's logit, which one rank has. torch has the same as `loss_parallel`, for code that
+holds it open around forward and backward both; here backward belongs to pipeline schedules, and
+this keeps one array of the logits' size instead of three.
 """
 
 from __future__ import annotations
@@ -17,27 +19,36 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class VocabPart:
-    """Entries [start, start + its logits) of the vocabulary are this rank's; `group` has all of it."""
+    """Entries [start, start + its logits) of the vocabulary are this rank's;
+    `group` has all of it.
+    """
 
     group: dist.ProcessGroup
     start: int
 
 
 def vocab_parallel_loss(logits: Tensor, target: Tensor, part: VocabPart, ignored: int) -> Tensor:
-    """The cross entropy of each row, float32 [rows], the same on all ranks of the group; 0 where the target is `ignored`.
+    """The cross entropy of each row, float32 [rows], the same on all ranks of the group; 0 where
+    the target is `ignored`.
 
-    logits: [rows, entries of this rank], of any float dtype. target: int64 [rows], of the whole vocabulary.
+    logits: [rows, entries of this rank], of any float dtype. target: int64 [rows], of the whole
+    vocabulary.
     """
     loss: Tensor = _VocabParallelLoss.apply(logits, target, part, ignored)  # type: ignore[no-untyped-call]
     return loss
 
 
 class _VocabParallelLoss(torch.autograd.Function):
-    """log(sum exp(x)) - x[target] of each row x. Its gradient is softmax(x), less 1 at the target."""
+    """log(sum exp(x)) - x[target] of each row x.
+
+    Its gradient is softmax(x), less 1 at the target.
+    """
 
     @staticmethod
     def forward(ctx: Any, logits: Tensor, target: Tensor, part: VocabPart, ignored: int) -> Tensor:
-        """Two small collectives: the largest logits first, or the exponentials would overflow; then both sums as one."""
+        """Two small collectives: the largest logits first, or the exponentials would overflow; then
+        both sums as one.
+        """
         values = logits.to(torch.float32, copy=True)  # becomes the probabilities, in place
         largest = values.amax(1)
         dist.all_reduce(largest, dist.ReduceOp.MAX, group=part.group)
@@ -56,7 +67,10 @@ class _VocabParallelLoss(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
-        """grad: [rows], the same on all ranks. No collective: each rank has what its own logits need."""
+        """grad: [rows], the same on all ranks.
+
+        No collective: each rank has what its own logits need.
+        """
         probabilities, place, here, used = ctx.saved_tensors
         grad = grad.masked_fill(~used, 0.0)[:, None]
         grad_logits = probabilities * grad

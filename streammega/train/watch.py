@@ -1,7 +1,9 @@
-"""Who is where: every rank tells the others what it is doing, and ends with the cause when one of them has stopped the job.
+"""Who is where: every rank tells the others what it is doing, and ends with the cause when one of
+them has stopped the job.
 
-A rank whose main thread waits in a collective cannot be told anything: Python runs neither signal handlers nor other code there,
-and with NCCL no collective raises when another rank is gone. So a thread watches, prints why the job ends, and ends the process.
+A rank whose main thread waits in a collective cannot be told anything: Python runs neither signal
+handlers nor other code there, and with NCCL no collective raises when another rank is gone. So a
+thread watches, prints why the job ends, and ends the process.
 
 | what is seen | after |
 |---|---|
@@ -33,42 +35,61 @@ log = logging.getLogger(__name__)
 BEAT = 1.0
 """Seconds between two signs of life."""
 SILENCE = 60
-"""Beats: some libraries hold Python's lock for many seconds, and a job of thousands of ranks must not end for that."""
+"""Beats: some libraries hold Python's lock for many seconds, and a job of thousands of ranks must
+not end for that.
+"""
 SOON = 5
 """Beats after which silence counts where a signal says that the job is ending."""
 TAKEN = 2
-"""Beats in which a main thread that runs Python takes a Ctrl-C by itself, and says more than the watch can."""
+"""Beats in which a main thread that runs Python takes a Ctrl-C by itself, and says more than the
+watch can.
+"""
 LOOKS = 10
 """Beats between two looks at all ranks: at a thousand ranks each look is a large answer."""
 ANSWER_WITHIN = 30
-"""Beats for which the store is asked what the others say: a host that is gone does not even refuse, and TCP tries for minutes."""
+"""Beats for which the store is asked what the others say: a host that is gone does not even refuse,
+and TCP tries for minutes.
+"""
 LAST_WORDS = 5.0
 """Seconds that flushing metrics may take before the process ends."""
 ENDED = "ended"
-PHASES = ("starting", "waiting for data", "computing", "reducing", "saving", "evaluating", "ending", ENDED)
+PHASES = (
+    "starting",
+    "waiting for data",
+    "computing",
+    "reducing",
+    "saving",
+    "evaluating",
+    "ending",
+    ENDED,
+)
 """What a rank does, in the order of a step: one that is behind is what those before it wait for."""
 
 
 class Watch:
     """Signs of life of this rank in the store of the job, and what those of the others say.
 
-    `phase` is cheap: it sets attributes. A thread writes them, and watches the others. Make it in the main thread, or signals
-    are not seen.
+    `phase` is cheap: it sets attributes. A thread writes them, and watches the others. Make it in
+    the main thread, or signals are not seen.
 
-    Args:
-        store: that all ranks joined; None: a rank by itself, which nobody watches.
-        rank, world: of this process, and of the job.
-        patience: seconds that this rank may wait for others at one place; they are then named, and the job ended.
+    Args: store: that all ranks joined; None: a rank by itself, which nobody watches. rank, world:
+        of this process, and of the job. patience: seconds that this rank may wait for others at one
+        place; they are then named, and the job ended.
     """
 
     def __init__(self, store: Store | None, rank: int, world: int, patience: float = 600.0) -> None:
-        self.rank, self.world, self.patience = rank, world, patience
+        self.rank = rank
+        self.world = world
+        self.patience = patience
         self.step, self._phase, self._since, self._beats = 0, "starting", time.monotonic(), 0
         self.before_exit: list[Callable[[], None]] = []
-        """What is called before the process is ended from the thread: it must not wait for other ranks."""
+        """What is called before the process is ended from the thread: it must not wait for other
+        ranks.
+        """
         self._board = None if store is None else Board(store, rank, world)
         self._ended = threading.Event()
-        self._last_word = threading.Lock()  # of the main thread and this one's: the cause is printed once, whole
+        # of the main thread and this one's: the cause is printed once, whole
+        self._last_word = threading.Lock()
         self._signals = _Signals()
         self._others = _Others(rank, world)
         self._requests = StopRequests()
@@ -86,7 +107,9 @@ class Watch:
         self.step = self.step if step is None else step
 
     def fail(self, cause: str, *, seen: bool = False) -> None:
-        """Let the others know why this rank ends the job, by its own fault or because of what was seen of others."""
+        """Let the others know why this rank ends the job, by its own fault or because of what was
+        seen of others.
+        """
         if self._board is None:
             return
         try:
@@ -95,13 +118,18 @@ class Watch:
             log.debug("the cause could not be told: %s", error)
 
     def claim(self) -> None:
-        """Take the last word: what follows is printed by the caller. Does not return where the thread has it already."""
+        """Take the last word: what follows is printed by the caller.
+
+        Does not return where the thread has it already.
+        """
         if self._board is not None:
             self._last_word.acquire()
 
     @contextlib.contextmanager
     def gentle(self) -> Iterator[None]:
-        """Meanwhile the main thread takes a first Ctrl-C as a request to end after the step; else each ends the run at once."""
+        """Meanwhile the main thread takes a first Ctrl-C as a request to end after the step; else
+        each ends the run at once.
+        """
         self._gentle = True
         try:
             yield
@@ -114,21 +142,30 @@ class Watch:
         return self._asked_at_once is not None
 
     def explain(self) -> str:
-        """What the others say after a collective failed: who failed first, who gives no sign of life, what each was doing."""
+        """What the others say after a collective failed: who failed first, who gives no sign of
+        life, what each was doing.
+        """
         if self._board is None:
             return ""
         answer: list[str] = []
-        asking = threading.Thread(target=lambda: answer.append(self._explain()), name="streammega-asks", daemon=True)
+        asking = threading.Thread(
+            target=lambda: answer.append(self._explain()), name="streammega-asks", daemon=True
+        )
         asking.start()
         asking.join(ANSWER_WITHIN * BEAT)
-        return answer[0] if answer else f"rank {self.rank} cannot ask the others: the job's store does not answer"
+        return (
+            answer[0]
+            if answer
+            else f"rank {self.rank} cannot ask the others: the job's store does not answer"
+        )
 
     def close(self) -> None:
         """End the signs of life; the silence that follows is no failure."""
         self._ended.set()
         self._signals.close()
         if self._board is not None:
-            with contextlib.suppress(Exception):  # the store may have ended with rank 0: nobody is left who would read it
+            # the store may have ended with rank 0: nobody is left who would read it
+            with contextlib.suppress(Exception):
                 self._board.tell(self._status() | {"phase": ENDED})
 
     def _status(self) -> dict[str, Any]:
@@ -139,16 +176,22 @@ class Watch:
         assert self._board is not None
         failures = 0
         while not self._ended.is_set():
-            reason, code = None, 1
+            reason = None
+            code = 1
             try:
                 self._beat()
                 reason = self._reason_to_end()
                 failures = 0
             except Exception as error:  # a connection that broke; the next beat takes another
                 failures += 1
-                log.log(logging.WARNING if failures == SILENCE else logging.DEBUG, "the job's store does not answer: %s", error)
+                log.log(
+                    logging.WARNING if failures == SILENCE else logging.DEBUG,
+                    "the job's store does not answer: %s",
+                    error,
+                )
             if reason is None and self._beats_since(self._asked_at_once) > TAKEN:
-                reason, code = "interrupted", 128 + signal.SIGINT
+                reason = "interrupted"
+                code = 128 + signal.SIGINT
                 self.fail(reason)
             if reason is not None and not self._ended.is_set():
                 self._end(reason, code)
@@ -174,12 +217,14 @@ class Watch:
         assert self._board is not None
         cause = self._board.cause()
         if cause is not None:
-            return _as_words(cause) if cause["rank"] != self.rank else None  # its own: the main thread is about to say it
+            # its own: the main thread is about to say it
+            return _as_words(cause) if cause["rank"] != self.rank else None
         told = self._beats_since(self._asked)
         limit = max(SOON, min(self.patience / BEAT, SILENCE))
         suspicious = self._others.silence(self._board) >= (SOON if told else limit)
         waits = time.monotonic() - self._since > self.patience
-        # Whoever is told to end looks at all ranks: the one that is gone may have its neighbour on another host.
+        # Whoever is told to end looks at all ranks: the one that is gone may have its neighbour on
+        # another host.
         if suspicious or ((waits or told >= SOON) and self._beats - self._looked >= LOOKS):
             self._looked = self._beats
             return self._seen(waits)
@@ -199,7 +244,9 @@ class Watch:
     def _explain(self) -> str:
         assert self._board is not None
         try:
-            words = self._compare(lambda: None, ("silent", "behind")) or self._compare(lambda: None, ("ahead",))
+            words = self._compare(lambda: None, ("silent", "behind")) or self._compare(
+                lambda: None, ("ahead",)
+            )
             cause = self._board.cause()
         except Exception as error:
             return f"rank {self.rank} cannot ask the others ({error}): the host of the job's store is gone, see its log"
@@ -208,7 +255,9 @@ class Watch:
         return words or f"no other rank says why; this one was in step {self.step} ({self._phase})"
 
     def _compare(self, meanwhile: Callable[[], None], kinds: Sequence[str]) -> str:
-        """The ranks of these kinds, in words: "silent" between two looks, or "behind" or "ahead" of this one; empty if none."""
+        """The ranks of these kinds, in words: "silent" between two looks, or "behind" or "ahead" of
+        this one; empty if none.
+        """
         assert self._board is not None
         before = self._board.read_all()
         for _ in range(5):  # two beats and a half; others look at this rank at the same time
@@ -225,13 +274,16 @@ class Watch:
     def _kind(self, before: dict[str, Any], after: dict[str, Any]) -> str:
         if after["phase"] != ENDED and after["beats"] == before.get("beats"):
             return "silent"
-        here, there = _place(self.step, self._phase), _place(after["step"], after["phase"])
+        here = _place(self.step, self._phase)
+        there = _place(after["step"], after["phase"])
         if there == here:
             return "here"
         return "behind" if there < here else "ahead"
 
     def _end(self, reason: str, code: int) -> None:
-        """Print why, and end the process; if the main thread is saying it already, leave that to it."""
+        """Print why, and end the process; if the main thread is saying it already, leave that to
+        it.
+        """
         if not self._last_word.acquire(blocking=False):
             return
         interrupted = code != 1
@@ -249,26 +301,34 @@ class Watch:
 
     def _flush(self) -> None:
         for action in self.before_exit:
-            with contextlib.suppress(Exception):  # the process ends now, with a cause that is told already
+            # the process ends now, with a cause that is told already
+            with contextlib.suppress(Exception):
                 action()
 
 
 class _Others:
-    """Watches one other rank, the next that has not ended: every rank is watched by one, so the store's load is linear."""
+    """Watches one other rank, the next that has not ended: every rank is watched by one, so the
+    store's load is linear.
+    """
 
     def __init__(self, rank: int, world: int) -> None:
-        self._own, self._world = rank, world
+        self._own = rank
+        self._world = world
         self._next = (rank + 1) % world
         self._seen: int | None = None
         self._silence = 0
 
     def silence(self, board: Board) -> int:
-        """Beats of this process without one of the other. Of this process: where all are slow, nobody is silent."""
+        """Beats of this process without one of the other.
+
+        Of this process: where all are slow, nobody is silent.
+        """
         status = board.read([self._next]).get(self._next) if self._next != self._own else None
         if status is None:  # it has not begun, or all others have ended
             return 0
         if status["phase"] == ENDED:
-            self._next, self._seen = (self._next + 1) % self._world, None
+            self._next = (self._next + 1) % self._world
+            self._seen = None
         self._silence = self._silence + 1 if status["beats"] == self._seen else 0
         self._seen = status["beats"]
         return self._silence
@@ -277,7 +337,8 @@ class _Others:
 class _Signals:
     """Numbers of the signals that reach this process, whatever its main thread waits in.
 
-    Python's own handlers run between two instructions of the main thread; what is read here is written by the handler in C.
+    Python's own handlers run between two instructions of the main thread; what is read here is
+    written by the handler in C.
     """
 
     def __init__(self) -> None:
@@ -314,7 +375,11 @@ def _place(step: int, phase: str) -> tuple[int, int]:
 
 
 def _as_words(cause: dict[str, Any]) -> str:
-    return str(cause["cause"]) if cause["rank"] is None else f"rank {cause['rank']} ended the job: {cause['cause']}"
+    return (
+        str(cause["cause"])
+        if cause["rank"] is None
+        else f"rank {cause['rank']} ended the job: {cause['cause']}"
+    )
 
 
 def _describe(status: dict[str, Any]) -> str:

@@ -1,4 +1,6 @@
-"""Chat templates: the tokens that transformers makes, loss on what the assistant writes, and nothing that is guessed."""
+"""Chat templates: the tokens that transformers makes, loss on what the assistant writes, and
+nothing that is guessed.
+"""
 
 from __future__ import annotations
 
@@ -30,14 +32,21 @@ FOUND = json.loads((CHATS / "cases.json").read_text())
 SPECIAL = ("<|im_start|>", "<|im_end|>", "</s>", "<|eot_id|>")
 BLOCK = re.compile(r"\{% (end)?generation %\}")
 words = st.text(st.sampled_from("abc \n<>|é😀"), max_size=12)
-texts = st.lists(words | st.sampled_from(SPECIAL) | st.sampled_from([token[:n] for token in SPECIAL for n in (1, 4, 9)])).map(
-    "".join
-)
+texts = st.lists(
+    words
+    | st.sampled_from(SPECIAL)
+    | st.sampled_from([token[:n] for token in SPECIAL for n in (1, 4, 9)])
+).map("".join)
 
 
 def chat(*contents: Any) -> dict[str, Any]:
     """Questions and answers in turn."""
-    return {"messages": [{"role": ("user", "assistant")[n % 2], "content": text} for n, text in enumerate(contents)]}
+    return {
+        "messages": [
+            {"role": ("user", "assistant")[n % 2], "content": text}
+            for n, text in enumerate(contents)
+        ]
+    }
 
 
 @lru_cache
@@ -71,7 +80,9 @@ def test_ids_and_masks_are_those_of_transformers(number: int) -> None:
 @pytest.mark.parametrize("name", BUILT_IN)
 @given(contents=st.lists(texts, min_size=1, max_size=6))
 @settings(max_examples=40, deadline=None)
-def test_without_generation_blocks_answers_are_found_by_prefixes(name: str, contents: list[str]) -> None:
+def test_without_generation_blocks_answers_are_found_by_prefixes(
+    name: str, contents: list[str]
+) -> None:
     record = chat(*contents)
     marked = encoder_of(name).conversation(record, "a.jsonl:1")
     found = encoder_of(BLOCK.sub("", BUILT_IN[name])).conversation(record, "a.jsonl:1")
@@ -96,11 +107,16 @@ def test_an_answer_is_learned_with_the_token_that_ends_it() -> None:
             "{% for m in messages %}{{ m.role + m.content }}{% endfor %}{% if add_generation_prompt %}bot{% endif %}",
             "does not begin as the generation prompt",
         ),
-        ("{% generation %}{{ messages[0].content }}{% endgeneration %}{% set x %}{% endset %}", None),
+        (
+            "{% generation %}{{ messages[0].content }}{% endgeneration %}{% set x %}{% endset %}",
+            None,
+        ),
     ],
     ids=["prefix", "headers", "prompt", "blocks"],
 )
-def test_where_answers_cannot_be_told_is_an_error_and_no_guess(source: str, reason: str | None) -> None:
+def test_where_answers_cannot_be_told_is_an_error_and_no_guess(
+    source: str, reason: str | None
+) -> None:
     encoder = ChatEncoder(TOKENIZER, source)
     if reason is None:
         assert learned(encoder, chat("a", "b")) == ["a"]
@@ -112,15 +128,22 @@ def test_where_answers_cannot_be_told_is_an_error_and_no_guess(source: str, reas
 @pytest.mark.parametrize("name", BUILT_IN)
 @given(contents=st.lists(texts, min_size=1, max_size=5), split=st.booleans())
 @settings(max_examples=60, deadline=None)
-def test_special_tokens_in_messages_are_text_and_the_templates_are_not(name: str, contents: list[str], split: bool) -> None:
+def test_special_tokens_in_messages_are_text_and_the_templates_are_not(
+    name: str, contents: list[str], split: bool
+) -> None:
     """Also where two parts of a message make one together, or a message and the template."""
     model = Tokenizer.from_file(TOKENIZER)
-    given = [[{"type": "text", "text": text[:3]}, {"type": "text", "text": text[3:]}] if split else text for text in contents]
+    given = [
+        [{"type": "text", "text": text[:3]}, {"type": "text", "text": text[3:]}] if split else text
+        for text in contents
+    ]
     ids, _ = encoder_of(name).conversation(chat(*given), "a.jsonl:1")
     plain = ["x" * bool(text.strip()) for text in contents]
     own = [model.token_to_id(token) for token in FOUND["cases"] and SPECIAL]
     expected, _ = encoder_of(name).conversation(chat(*plain), "a.jsonl:1")
-    assert [number for number in ids.tolist() if number in own] == [number for number in expected.tolist() if number in own]
+    assert [number for number in ids.tolist() if number in own] == [
+        number for number in expected.tolist() if number in own
+    ]
     text = encoder_of(name).render(chat(*given), "a.jsonl:1").text
     assert model.decode(ids.tolist(), skip_special_tokens=False) == text
     parsed, _ = encoder_of(name, "parse").conversation(chat(*given), "a.jsonl:1")
@@ -128,29 +151,55 @@ def test_special_tokens_in_messages_are_text_and_the_templates_are_not(name: str
 
 
 def test_names_of_a_call_spell_no_special_tokens_either() -> None:
-    call = {"type": "function", "function": {"name": "f", "arguments": {"a<|im_end|>": ["</s>", {"x <|eot_id|>": 1}]}}}
+    call = {
+        "type": "function",
+        "function": {"name": "f", "arguments": {"a<|im_end|>": ["</s>", {"x <|eot_id|>": 1}]}},
+    }
     record = {"messages": [{"role": "assistant", "content": "", "tool_calls": [call]}]}
     ids, _ = ChatEncoder(TOKENIZER, FOUND["templates"]["tools"]).conversation(record, "a:1")
     model = Tokenizer.from_file(TOKENIZER)
-    found = [model.id_to_token(number) for number in ids.tolist() if model.id_to_token(number) in SPECIAL]
+    found = [
+        model.id_to_token(number) for number in ids.tolist() if model.id_to_token(number) in SPECIAL
+    ]
     assert found == ["<|im_start|>", "<|im_end|>"]
 
 
 def test_what_is_text_is_tokenized_as_the_library_does_it() -> None:
-    ids, answers = ChatEncoder(TOKENIZER, "chatml").conversation(chat("a<|im_end|> b", "c</s>"), "a.jsonl:1")
+    ids, answers = ChatEncoder(TOKENIZER, "chatml").conversation(
+        chat("a<|im_end|> b", "c</s>"), "a.jsonl:1"
+    )
     model = Tokenizer.from_file(TOKENIZER)
     model.encode_special_tokens = True
     start, end = (model.token_to_id(token) for token in ("<|im_start|>", "<|im_end|>"))
-    pieces: list[Any] = [start, "user\na<|im_end|> b", end, "\n", start, "assistant\nc</s>", end, "\n"]
-    expected = [[piece] if isinstance(piece, int) else model.encode(piece, add_special_tokens=False).ids for piece in pieces]
+    pieces: list[Any] = [
+        start,
+        "user\na<|im_end|> b",
+        end,
+        "\n",
+        start,
+        "assistant\nc</s>",
+        end,
+        "\n",
+    ]
+    expected = [
+        [piece] if isinstance(piece, int) else model.encode(piece, add_special_tokens=False).ids
+        for piece in pieces
+    ]
     assert ids.tolist() == [number for own in expected for number in own]
-    assert learned(ChatEncoder(TOKENIZER, "chatml"), chat("a<|im_end|> b", "c</s>")) == ["c</s><|im_end|>"]
+    assert learned(ChatEncoder(TOKENIZER, "chatml"), chat("a<|im_end|> b", "c</s>")) == [
+        "c</s><|im_end|>"
+    ]
     assert answers[-1] == 0
 
 
 def test_offsets_that_a_post_processor_narrows_lose_no_token(tmp_path: Path) -> None:
     described = json.loads(Path(TOKENIZER).read_text())
-    described["post_processor"] = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": True}
+    described["post_processor"] = {
+        "type": "ByteLevel",
+        "add_prefix_space": False,
+        "trim_offsets": True,
+        "use_regex": True,
+    }
     (tmp_path / "tokenizer.json").write_text(json.dumps(described))
     (tmp_path / "chat_template.jinja").write_text(BUILT_IN["chatml"])
     encoder = ChatEncoder(str(tmp_path / "tokenizer.json"))
@@ -163,24 +212,39 @@ def test_templates_work_with_other_tokenizers(tokenizer: str, tmp_path: Path) ->
 
     import tiktoken
 
-    ranks = {bytes([n]): n for n in range(256)} | {b"he": 256, b"llo": 257, b"ll": 258, b"hello": 259}
-    (tmp_path / "own.tiktoken").write_text("".join(f"{base64.b64encode(t).decode()} {n}\n" for t, n in ranks.items()))
-    name = str(tmp_path / tokenizer) if tokenizer != "bytes" else tokenizer
-    source = (
-        "{% for m in messages %}{{ m.role }}:{% generation %}{{ m.content + '<|endoftext|>' }}{% endgeneration %}{% endfor %}"
+    ranks = {bytes([n]): n for n in range(256)} | {
+        b"he": 256,
+        b"llo": 257,
+        b"ll": 258,
+        b"hello": 259,
+    }
+    (tmp_path / "own.tiktoken").write_text(
+        "".join(f"{base64.b64encode(t).decode()} {n}\n" for t, n in ranks.items())
     )
+    name = str(tmp_path / tokenizer) if tokenizer != "bytes" else tokenizer
+    answer = "{% generation %}{{ m.content + '<|endoftext|>' }}{% endgeneration %}"
+    source = "{% for m in messages %}{{ m.role }}:" + answer + "{% endfor %}"
     encoder = ChatEncoder(name, source, pattern="gpt2")
-    ids, answers = encoder.conversation({"messages": [{"role": "assistant", "content": "hello é<|endoftext|>"}]}, "a:1")
+    ids, answers = encoder.conversation(
+        {"messages": [{"role": "assistant", "content": "hello é<|endoftext|>"}]}, "a:1"
+    )
     eod = 256 if tokenizer == "bytes" else 260
-    model = tiktoken.Encoding("own", pat_str=r"\w+| ", mergeable_ranks=ranks, special_tokens={"<|endoftext|>": 260})
-    content = [*model.encode_ordinary("hello é<|endoftext|>")] if eod == 260 else [*"hello é<|endoftext|>".encode()]
+    model = tiktoken.Encoding(
+        "own", pat_str=r"\w+| ", mergeable_ranks=ranks, special_tokens={"<|endoftext|>": 260}
+    )
+    content = (
+        [*model.encode_ordinary("hello é<|endoftext|>")]
+        if eod == 260
+        else [*"hello é<|endoftext|>".encode()]
+    )
     assert ids.tolist().count(eod) == 1
     assert ids[-1] == eod
     if eod == 256:
         assert ids.tolist() == [*b"assistant:", *content, 256]
-    assert b"".join(bytes([n]) if n < 256 else next(t for t, r in ranks.items() if r == n) for n in ids[:-1].tolist()) == (
-        "assistant:hello é<|endoftext|>".encode()
-    )
+    assert b"".join(
+        bytes([n]) if n < 256 else next(t for t, r in ranks.items() if r == n)
+        for n in ids[:-1].tolist()
+    ) == ("assistant:hello é<|endoftext|>".encode())
     start = int(np.argmax(answers))
     assert answers.tolist() == [False] * start + [True] * (len(ids) - start)
     assert bytes(ids[:start].tolist()) == b"assistant:"
@@ -205,14 +269,20 @@ def test_templates_are_foreign_code_and_kept_within_bounds(source: str, message:
 
 
 def test_what_a_template_would_leave_out_is_refused() -> None:
-    call = {"role": "assistant", "content": "x", "tool_calls": [{"function": {"name": "f", "arguments": {}}}]}
+    call = {
+        "role": "assistant",
+        "content": "x",
+        "tool_calls": [{"function": {"name": "f", "arguments": {}}}],
+    }
     source = "{% for m in messages %}{{ m.role + m.content }}{% endfor %}"
     with pytest.raises(FormatError, match=r"a:1: message 1 has tool calls"):
         ChatEncoder(TOKENIZER, source).conversation({"messages": [call]}, "a:1")
     with pytest.raises(FormatError, match="tool calls"):
         ChatEncoder(TOKENIZER, "chatml").conversation({"messages": [call]}, "a:1")
     with pytest.raises(FormatError, match=r"a:1: names tools"):
-        ChatEncoder(TOKENIZER, "chatml").conversation(chat("a", "b") | {"tools": [{"name": "f"}]}, "a:1")
+        ChatEncoder(TOKENIZER, "chatml").conversation(
+            chat("a", "b") | {"tools": [{"name": "f"}]}, "a:1"
+        )
     with pytest.raises(FormatError, match="noncharacter"):
         ChatEncoder(TOKENIZER, "chatml").conversation(chat("a", "\U0010fffe"), "a:1")
 
@@ -223,10 +293,17 @@ def test_templates_are_found_where_transformers_finds_them(tmp_path: Path) -> No
     source = "{{ bos_token }}{{ messages[1].content }}%s{%% generation %%}{{ eos_token }}{%% endgeneration %%}"
     with pytest.raises(ConvertError, match=r"no chat template of its own.*chat_template\.jinja"):
         ChatEncoder(tokenizer)
-    settings: dict[str, Any] = {"bos_token": "<s>", "eos_token": {"content": "</s>"}, "chat_template": source % "1"}
+    settings: dict[str, Any] = {
+        "bos_token": "<s>",
+        "eos_token": {"content": "</s>"},
+        "chat_template": source % "1",
+    }
     (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings))
     assert ChatEncoder(tokenizer).render(chat("a", "b"), "a:1").text == "<s>b1</s>"
-    settings["chat_template"] = [{"name": "default", "template": source % "2"}, {"name": "rag", "template": source % "3"}]
+    settings["chat_template"] = [
+        {"name": "default", "template": source % "2"},
+        {"name": "rag", "template": source % "3"},
+    ]
     (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings))
     assert ChatEncoder(tokenizer).render(chat("a", "b"), "a:1").text == "<s>b2</s>"
     assert ChatEncoder(tokenizer, "tokenizer:rag").render(chat("a", "b"), "a:1").text == "<s>b3</s>"
@@ -235,16 +312,25 @@ def test_templates_are_found_where_transformers_finds_them(tmp_path: Path) -> No
     (tmp_path / "chat_template.jinja").write_text(source % "4")
     assert ChatEncoder(tokenizer).render(chat("a", "b"), "a:1").text == "<s>b4</s>"
     (tmp_path / "mine.jinja").write_text(source % "5")
-    assert ChatEncoder(tokenizer, str(tmp_path / "mine.jinja")).render(chat("a", "b"), "a:1").text == "<s>b5</s>"
-    with pytest.raises(ObjectNotFoundError, match=r"none of chatml, llama3, tokenizer, and no file"):
+    assert (
+        ChatEncoder(tokenizer, str(tmp_path / "mine.jinja")).render(chat("a", "b"), "a:1").text
+        == "<s>b5</s>"
+    )
+    with pytest.raises(
+        ObjectNotFoundError, match=r"none of chatml, llama3, tokenizer, and no file"
+    ):
         ChatEncoder(tokenizer, "chatlm")
 
 
-def test_templates_of_the_hub_come_with_their_tokenizer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_templates_of_the_hub_come_with_their_tokenizer(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     import huggingface_hub
     from huggingface_hub.errors import EntryNotFoundError, LocalEntryNotFoundError
 
-    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"eos_token": "</s>", "chat_template": "{{ eos_token }}1"}))
+    (tmp_path / "tokenizer_config.json").write_text(
+        json.dumps({"eos_token": "</s>", "chat_template": "{{ eos_token }}1"})
+    )
 
     def download(repository: str, name: str) -> str:
         if repository == "own/away":
@@ -256,7 +342,9 @@ def test_templates_of_the_hub_come_with_their_tokenizer(tmp_path: Path, monkeypa
     monkeypatch.setattr(huggingface_hub, "hf_hub_download", download)
     assert find_template("tokenizer", "own/model").source == "{{ eos_token }}1"
     assert find_template("tokenizer", "own/model").variables == {"eos_token": "</s>"}
-    with pytest.raises(ConvertError, match=r"own/away: the hub could not give its special_tokens_map\.json"):
+    with pytest.raises(
+        ConvertError, match=r"own/away: the hub could not give its special_tokens_map\.json"
+    ):
         find_template("tokenizer", "own/away")
 
 
@@ -264,12 +352,19 @@ def test_tokenizers_that_do_not_suit_a_template_are_refused(tmp_path: Path) -> N
     described = json.loads(Path(TOKENIZER).read_text())
     described["added_tokens"] = described["added_tokens"][:1]
     (tmp_path / "other.json").write_text(json.dumps(described))
-    with pytest.raises(ConvertError, match=r"no special token <\|im_start\|>, <\|im_end\|>, which chat template chatml writes"):
+    with pytest.raises(
+        ConvertError,
+        match=r"no special token <\|im_start\|>, <\|im_end\|>, which chat template chatml writes",
+    ):
         ChatEncoder(str(tmp_path / "other.json"), "chatml")
     source = iter(["some words to learn from", "and some more words"] * 20)
     with open(tmp_path / "sp.model", "wb") as file:
         sentencepiece.SentencePieceTrainer.train(
-            sentence_iterator=source, model_writer=file, vocab_size=40, minloglevel=2, model_type="bpe"
+            sentence_iterator=source,
+            model_writer=file,
+            vocab_size=40,
+            minloglevel=2,
+            model_type="bpe",
         )
     with pytest.raises(ConfigError, match="SentencePiece"):
         ChatEncoder(str(tmp_path / "sp.model"), "chatml")
@@ -283,13 +378,22 @@ def test_conversions_by_a_template_have_its_tokens_and_modes(kind: str, tmp_path
         pq.write_table(pa.Table.from_pylist(records), source)
     else:
         source = lines(tmp_path / "in.jsonl", *records, {"messages": []})
-    report = convert([source], str(tmp_path / "out"), tokenizer=TOKENIZER, chat=True, chat_template="chatml", workers=1)
+    report = convert(
+        [source],
+        str(tmp_path / "out"),
+        tokenizer=TOKENIZER,
+        chat=True,
+        chat_template="chatml",
+        workers=1,
+    )
     assert not verify(str(tmp_path / "out")).problems
     indexed = IndexedDataset(str(tmp_path / "out"))
     assert indexed.sequence_modes is not None
     eod = Tokenizer.from_file(TOKENIZER).token_to_id("<|endoftext|>")
     cases = [case for case in FOUND["cases"] if case["template"] == "chatml"]
-    for case, low, high in zip(cases, indexed.document_indices[:-1], indexed.document_indices[1:], strict=True):
+    for case, low, high in zip(
+        cases, indexed.document_indices[:-1], indexed.document_indices[1:], strict=True
+    ):
         sequences = [np.asarray(indexed[n][0]) for n in range(low, high)]
         modes = np.repeat(indexed.sequence_modes[low:high], [len(own) for own in sequences])
         assert np.concatenate(sequences).tolist() == [*case["ids"], eod]
@@ -299,8 +403,15 @@ def test_conversions_by_a_template_have_its_tokens_and_modes(kind: str, tmp_path
 
 
 def test_what_a_template_cannot_write_is_named_with_its_line_or_passed_over(tmp_path: Path) -> None:
-    source = lines(tmp_path / "in.jsonl", chat("a", "b"), {"messages": [{"role": "user"}]}, chat("c", "d"))
-    options: dict[str, Any] = {"tokenizer": TOKENIZER, "chat": True, "chat_template": "llama3", "workers": 1}
+    source = lines(
+        tmp_path / "in.jsonl", chat("a", "b"), {"messages": [{"role": "user"}]}, chat("c", "d")
+    )
+    options: dict[str, Any] = {
+        "tokenizer": TOKENIZER,
+        "chat": True,
+        "chat_template": "llama3",
+        "workers": 1,
+    }
     with pytest.raises(ConvertError, match=r"in\.jsonl:2: message 1, of role 'user', needs a text"):
         convert([source], str(tmp_path / "no"), **options)
     report = convert([source], str(tmp_path / "out"), on_error="skip", **options)
@@ -313,8 +424,17 @@ def test_what_a_template_cannot_write_is_named_with_its_line_or_passed_over(tmp_
 
 def test_another_template_is_another_conversion(tmp_path: Path) -> None:
     template = tmp_path / "own.jinja"
-    source = lines(tmp_path / "in.jsonl", *(chat(f"ask {n}", "tell") for n in range(50)), {"messages": [{"role": "x"}]})
-    options: dict[str, Any] = {"tokenizer": TOKENIZER, "chat": True, "chat_template": str(template), "workers": 1}
+    source = lines(
+        tmp_path / "in.jsonl",
+        *(chat(f"ask {n}", "tell") for n in range(50)),
+        {"messages": [{"role": "x"}]},
+    )
+    options: dict[str, Any] = {
+        "tokenizer": TOKENIZER,
+        "chat": True,
+        "chat_template": str(template),
+        "workers": 1,
+    }
     for word in ("one", "two"):
         template.write_text(word + "{% generation %}{{ messages[1].content }}{% endgeneration %}")
         with pytest.raises(ConvertError, match=r"in\.jsonl:51"):
@@ -322,7 +442,10 @@ def test_another_template_is_another_conversion(tmp_path: Path) -> None:
     lines(tmp_path / "in.jsonl", chat("ask", "tell"))
     convert([source], str(tmp_path / "out"), **options, append_eod=False)
     indexed = IndexedDataset(str(tmp_path / "out"))
-    text = "".join(Tokenizer.from_file(TOKENIZER).decode(np.asarray(indexed[n][0]).tolist()) for n in range(len(indexed)))
+    text = "".join(
+        Tokenizer.from_file(TOKENIZER).decode(np.asarray(indexed[n][0]).tolist())
+        for n in range(len(indexed))
+    )
     assert text == "twotell"
 
 
@@ -335,9 +458,13 @@ def test_long_conversations_take_time_by_their_length_alone() -> None:
     end = model.token_to_id("<|im_end|>")
     ends = np.flatnonzero(ids == end)
     assert answers[ends].tolist() == [False, True] * 3000
-    text = "".join(f"<|im_start|>{('user', 'assistant')[n % 2]}\nmessage {n}<|im_end|>\n" for n in range(6000))
+    text = "".join(
+        f"<|im_start|>{('user', 'assistant')[n % 2]}\nmessage {n}<|im_end|>\n" for n in range(6000)
+    )
     assert ids.tolist() == model.encode(text).ids
-    with pytest.raises(FormatError, match=r"a\.jsonl:1: has 3,000 answers in 6,000 messages.*generation blocks"):
+    with pytest.raises(
+        FormatError, match=r"a\.jsonl:1: has 3,000 answers in 6,000 messages.*generation blocks"
+    ):
         ChatEncoder(TOKENIZER, BLOCK.sub("", BUILT_IN["chatml"])).conversation(record, "a.jsonl:1")
 
 
@@ -352,10 +479,14 @@ def test_fine_tuning_samples_have_the_templates_tokens_and_its_answers(tmp_path:
         for low, high in zip(bounds[:-1], bounds[1:], strict=True):
             own = sample["tokens"][low:high].tolist()
             if any(own):
-                found.append((own, [0, *(int(m) for m in sample["loss_mask"][low : high - 1].tolist())]))
+                found.append(
+                    (own, [0, *(int(m) for m in sample["loss_mask"][low : high - 1].tolist())])
+                )
     assert sorted(found) == sorted((case["ids"], [0, *case["mask"][1:]]) for case in cases)
     with pytest.raises(FormatError, match="nothing to learn"):
-        SFTDataset([lines(tmp_path / "b.jsonl", chat("a"))], ChatEncoder(TOKENIZER, "chatml"), config)
+        SFTDataset(
+            [lines(tmp_path / "b.jsonl", chat("a"))], ChatEncoder(TOKENIZER, "chatml"), config
+        )
 
 
 def test_roles_are_no_beginnings_of_special_tokens(tmp_path: Path) -> None:
@@ -363,9 +494,16 @@ def test_roles_are_no_beginnings_of_special_tokens(tmp_path: Path) -> None:
     model.add_special_tokens(["turn", "return"])
     model.save(str(tmp_path / "tokenizer.json"))
     record = chat("a return", "b turn")
-    parts = {"messages": [turn | {"content": [{"type": "text", "text": turn["content"]}]} for turn in record["messages"]]}
+    parts = {
+        "messages": [
+            turn | {"content": [{"type": "text", "text": turn["content"]}]}
+            for turn in record["messages"]
+        ]
+    }
     for source, own in (("chatml", record), (FOUND["templates"]["parts"], parts)):
-        ids, answers = ChatEncoder(str(tmp_path / "tokenizer.json"), source).conversation(own, "a:1")
+        ids, answers = ChatEncoder(str(tmp_path / "tokenizer.json"), source).conversation(
+            own, "a:1"
+        )
         assert model.decode(ids.tolist(), skip_special_tokens=False) == (
             "<|im_start|>user\na return<|im_end|>\n<|im_start|>assistant\nb turn<|im_end|>\n"
         )

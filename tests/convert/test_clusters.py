@@ -19,14 +19,19 @@ from streammega.convert.write.units import Job, encoder_of
 from streammega.dataset.verify import verify
 from streammega.errors import ConvertError
 
-WARNINGS = ("ignore::ResourceWarning", "ignore::pytest.PytestUnraisableExceptionWarning", "ignore::FutureWarning")
+WARNINGS = (
+    "ignore::ResourceWarning",
+    "ignore::pytest.PytestUnraisableExceptionWarning",
+    "ignore::FutureWarning",
+)
 ROOT = str(Path(__file__).parents[2])
 
 
 def test_a_machine_says_what_it_lacks(tmp_path: Path) -> None:
     (tmp_path / "marker").touch()
     (tmp_path / "in.txt").write_text("text")
-    marker, path = str(tmp_path / "marker"), str(tmp_path / "in.txt")
+    marker = str(tmp_path / "marker")
+    path = str(tmp_path / "in.txt")
     assert SharedFiles(marker=marker, inputs=((path, 4),)).lacking() is None
     assert "--work" in (SharedFiles(marker=f"{marker}.gone").lacking() or "")
     assert "has 4 bytes there, not 5" in (SharedFiles(inputs=((path, 5),)).lacking() or "")
@@ -35,18 +40,30 @@ def test_a_machine_says_what_it_lacks(tmp_path: Path) -> None:
 
 def test_a_worker_with_another_tokenizer_makes_no_tokens() -> None:
     options = ConvertOptions(tokenizer="bytes")
-    job = Job(options=options, storage=StorageConfig(), work="", units=[], tokenizer_digest="of the driver", segment_bytes=1)
+    job = Job(
+        options=options,
+        storage=StorageConfig(),
+        work="",
+        units=[],
+        tokenizer_digest="of the driver",
+        segment_bytes=1,
+    )
     with pytest.raises(ConvertError, match="bytes: is another tokenizer on"):
         encoder_of(job)
 
 
 @pytest.fixture
 def two_machines(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """A Ray of two nodes; on the second one `<folder>/apart` is a disk of its own. Yields the folder."""
+    """A Ray of two nodes; on the second one `<folder>/apart` is a disk of its own.
+
+    Yields the folder.
+    """
     (tmp_path / "apart").mkdir()
     try:
         subprocess.run(
-            ["unshare", "-m", "mount", "-t", "tmpfs", "none", str(tmp_path / "apart")], check=True, capture_output=True
+            ["unshare", "-m", "mount", "-t", "tmpfs", "none", str(tmp_path / "apart")],
+            check=True,
+            capture_output=True,
         )
     except (OSError, subprocess.CalledProcessError):
         pytest.skip("needs the right to mount")
@@ -55,13 +72,18 @@ def two_machines(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Pa
 
     monkeypatch.setenv("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
     monkeypatch.setenv("PYTHONPATH", ROOT)
-    cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 1, "include_dashboard": False})
+    cluster = Cluster(
+        initialize_head=True, head_node_args={"num_cpus": 1, "include_dashboard": False}
+    )
     start = f"exec {Path(sys.executable).parent}/ray start --address={cluster.address} --num-cpus=1 --block"
     command = ["unshare", "-m", "sh", "-c", f"mount -t tmpfs none '{tmp_path}/apart' && {start}"]
     second = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     try:
         ray.init(
-            address=cluster.address, log_to_driver=False, logging_level="ERROR", runtime_env={"env_vars": {"PYTHONPATH": ROOT}}
+            address=cluster.address,
+            log_to_driver=False,
+            logging_level="ERROR",
+            runtime_env={"env_vars": {"PYTHONPATH": ROOT}},
         )
         until = time.monotonic() + 60
         while sum(bool(node["Alive"]) for node in ray.nodes()) < 2:
@@ -81,12 +103,16 @@ def test_a_work_folder_or_an_input_that_one_machine_does_not_see_is_told_before_
 ) -> None:
     read: list[int] = []
     monkeypatch.setattr(_Conversion, "make", lambda self: read.append(1))
-    shared, apart = two_machines / "shared", two_machines / "apart"
+    shared = two_machines / "shared"
+    apart = two_machines / "apart"
     shared.mkdir()
     for folder in (shared, apart):
         (folder / "in.txt").write_text("text")
     options: dict[str, Any] = {"tokenizer": "bytes", "engine": "ray"}
-    with pytest.raises(ConvertError, match=r"this machine of the cluster cannot take part: the work folder .*apart.*--work"):
+    with pytest.raises(
+        ConvertError,
+        match=r"this machine of the cluster cannot take part: the work folder .*apart.*--work",
+    ):
         convert([str(shared / "in.txt")], str(shared / "web"), work=str(apart / "work"), **options)
     with pytest.raises(ConvertError, match=r"the work folder .*apart"):
         convert([str(shared / "in.txt")], str(apart / "web"), **options)
@@ -97,4 +123,9 @@ def test_a_work_folder_or_an_input_that_one_machine_does_not_see_is_told_before_
     monkeypatch.undo()
     convert([str(shared / "in.txt")], str(shared / "web"), **options)
     assert verify(str(shared / "web")).problems == []
-    assert sorted(path.name for path in shared.iterdir()) == ["in.txt", "web.bin", "web.idx", "web.manifest.json"]
+    assert sorted(path.name for path in shared.iterdir()) == [
+        "in.txt",
+        "web.bin",
+        "web.idx",
+        "web.manifest.json",
+    ]

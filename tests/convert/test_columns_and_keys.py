@@ -1,4 +1,6 @@
-"""Keys within records, text as bytes, nulls and lists of sentences: from JSON, Parquet and Arrow alike."""
+"""Keys within records, text as bytes, nulls and lists of sentences: from JSON, Parquet and Arrow
+alike.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,9 @@ from streammega.errors import ConvertError
 
 
 def texts(prefix: Path) -> list[str]:
-    items = [item[0] if isinstance(item, tuple) else item for item in IndexedDataset(str(prefix))[:]]  # type: ignore[union-attr]
+    items = [
+        item[0] if isinstance(item, tuple) else item for item in IndexedDataset(str(prefix))[:]
+    ]  # type: ignore[union-attr]
     return [bytes(ids[ids < 256].astype(np.uint8)).decode() for ids in map(np.asarray, items)]
 
 
@@ -41,12 +45,23 @@ def written(path: Path, rows: list[Any]) -> str:
 
 @pytest.mark.parametrize("name", ["in.jsonl", "in.parquet", "in.arrow"])
 def test_keys_lead_into_records(name: str, tmp_path: Path) -> None:
-    rows = [{"id": n, "meta": {"lang": "en", "deep": {"text": f"text {n}"}, "answer": f"answer {n}"}} for n in range(8)]
+    rows = [
+        {"id": n, "meta": {"lang": "en", "deep": {"text": f"text {n}"}, "answer": f"answer {n}"}}
+        for n in range(8)
+    ]
     path = written(tmp_path / name, rows)
     convert([path], str(tmp_path / "out"), tokenizer="bytes", key="meta.deep.text", workers=1)
     assert texts(tmp_path / "out") == [f"text {n}" for n in range(8)]
-    convert([path], str(tmp_path / "two"), tokenizer="bytes", keys=("meta.deep.text", "meta.answer:1"), workers=1)
-    assert texts(tmp_path / "two") == [f"{part} {n}" for n in range(8) for part in ("text", "answer")]
+    convert(
+        [path],
+        str(tmp_path / "two"),
+        tokenizer="bytes",
+        keys=("meta.deep.text", "meta.answer:1"),
+        workers=1,
+    )
+    assert texts(tmp_path / "two") == [
+        f"{part} {n}" for n in range(8) for part in ("text", "answer")
+    ]
     assert [mode for _, mode in IndexedDataset(str(tmp_path / "two"))[:]] == [0, 1] * 8  # type: ignore[misc]
     with pytest.raises(ConvertError, match=r"meta\.txt.*\(it has: id, meta\.(answer|lang)"):
         convert([path], str(tmp_path / "no"), tokenizer="bytes", key="meta.txt", workers=1)
@@ -54,7 +69,9 @@ def test_keys_lead_into_records(name: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", ["in.jsonl", "in.parquet", "in.arrow"])
 def test_a_key_with_a_dot_of_its_own_comes_first(name: str, tmp_path: Path) -> None:
-    path = written(tmp_path / name, [{"meta.text": f"flat {n}", "meta": {"text": "nested"}} for n in range(5)])
+    path = written(
+        tmp_path / name, [{"meta.text": f"flat {n}", "meta": {"text": "nested"}} for n in range(5)]
+    )
     convert([path], str(tmp_path / "out"), tokenizer="bytes", key="meta.text", workers=1)
     assert texts(tmp_path / "out") == [f"flat {n}" for n in range(5)]
 
@@ -68,12 +85,19 @@ def test_paths_prefer_the_longest_key_and_end_in_nulls() -> None:
     assert value_at({"": {"": 1}, ".": 2}, ".") == 2
 
 
-@pytest.mark.parametrize("kind", [pa.binary(), pa.large_binary(), pa.large_string(), pa.dictionary(pa.int8(), pa.string())])
+@pytest.mark.parametrize(
+    "kind",
+    [pa.binary(), pa.large_binary(), pa.large_string(), pa.dictionary(pa.int8(), pa.string())],
+)
 @pytest.mark.parametrize("name", ["in.parquet", "in.arrow"])
 def test_text_columns_may_be_bytes(name: str, kind: Any, tmp_path: Path) -> None:
     wanted = ["eins", "zwei é", "", "drei"]
     values: list[Any] = [text.encode() for text in wanted] if "binary" in str(kind) else wanted
-    made = pa.table({"text": pa.array([*values, None]).cast(kind)}) if "dict" not in str(kind) else None
+    made = (
+        pa.table({"text": pa.array([*values, None]).cast(kind)})
+        if "dict" not in str(kind)
+        else None
+    )
     made = made or pa.table({"text": pa.array([*values, None]).dictionary_encode()})
     if name.endswith("parquet"):
         pq.write_table(made, tmp_path / name)
@@ -85,7 +109,9 @@ def test_text_columns_may_be_bytes(name: str, kind: Any, tmp_path: Path) -> None
 
 
 def test_bytes_that_are_no_text_are_named_by_their_row(tmp_path: Path) -> None:
-    path = table(tmp_path / "in.parquet", [{"text": b"good"}, {"text": b"\xff\xfe"}, {"text": b"too"}])
+    path = table(
+        tmp_path / "in.parquet", [{"text": b"good"}, {"text": b"\xff\xfe"}, {"text": b"too"}]
+    )
     with pytest.raises(ConvertError, match=r"in\.parquet:2: is not UTF-8"):
         convert([path], str(tmp_path / "out"), tokenizer="bytes", workers=1)
     report = convert([path], str(tmp_path / "out"), tokenizer="bytes", workers=1, on_error="skip")
@@ -111,7 +137,8 @@ def test_lists_of_sentences_are_sequences_as_megatron_makes_them(name: str, tmp_
     path = written(tmp_path / name, [{"text": row} for row in rows])
     report = convert([path], str(tmp_path / "out"), tokenizer="bytes", workers=1)
     builder = IndexedDatasetBuilder(f"{tmp_path}/theirs.bin", dtype=np.uint16)
-    for row in rows:  # as tools/preprocess_data.py: sentences without a token are left out, the last one has the end
+    # as tools/preprocess_data.py: sentences without a token are left out, the last one has the end
+    for row in rows:
         ids = [list(sentence.encode()) for sentence in row if sentence]
         if ids:
             ids[-1].append(256)
@@ -120,7 +147,9 @@ def test_lists_of_sentences_are_sequences_as_megatron_makes_them(name: str, tmp_
             builder.end_document()
     finalize(builder, f"{tmp_path}/theirs.idx")
     for suffix in (".bin", ".idx"):
-        assert (tmp_path / f"out{suffix}").read_bytes() == (tmp_path / f"theirs{suffix}").read_bytes()
+        assert (tmp_path / f"out{suffix}").read_bytes() == (
+            tmp_path / f"theirs{suffix}"
+        ).read_bytes()
     assert report.dropped == {"empty": 2}
 
 
@@ -133,10 +162,16 @@ def test_lists_of_anything_else_are_refused(tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", ["in.parquet", "in.arrow"])
 def test_lists_of_ids_lie_in_structs_and_have_any_layout(name: str, tmp_path: Path) -> None:
     ids = [[1, 2, 3], [4, 5, 6], [7, 8, 9], None]
-    kinds = {"list": pa.list_(pa.int32()), "large": pa.large_list(pa.int32()), "fixed": pa.list_(pa.int32(), 3)}
+    kinds = {
+        "list": pa.list_(pa.int32()),
+        "large": pa.large_list(pa.int32()),
+        "fixed": pa.list_(pa.int32(), 3),
+    }
     for key, kind in kinds.items():
         schema = pa.schema({"doc": pa.struct({"ids": kind, "id": pa.int8()})})
         path = table(tmp_path / name, [{"doc": {"ids": row, "id": 1}} for row in ids], schema)
         report = convert([path], str(tmp_path / key), key="doc.ids", workers=1)
-        assert [np.asarray(item).tolist() for item in IndexedDataset(str(tmp_path / key))[:]] == ids[:3]
+        assert [
+            np.asarray(item).tolist() for item in IndexedDataset(str(tmp_path / key))[:]
+        ] == ids[:3]
         assert report.dropped == {"empty": 1}

@@ -1,4 +1,6 @@
-"""Conversion: text and JSON lines to pairs, whatever the workers; errors with file and line; the command lines."""
+"""Conversion: text and JSON lines to pairs, whatever the workers; errors with file and line; the
+command lines.
+"""
 
 from __future__ import annotations
 
@@ -34,7 +36,9 @@ EOD = "<|endoftext|>"
 def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> str:
     """One id per byte-level character, and an end-of-document token."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    model = Tokenizer(models.BPE({EOD: 0, **{symbol: i + 1 for i, symbol in enumerate(alphabet)}}, []))
+    model = Tokenizer(
+        models.BPE({EOD: 0, **{symbol: i + 1 for i, symbol in enumerate(alphabet)}}, [])
+    )
     model.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     model.decoder = decoders.ByteLevel()
     path = tmp_path_factory.mktemp("tokenizer") / "tokenizer.json"
@@ -56,7 +60,9 @@ def corpus(tmp_path: Path) -> tuple[list[str], list[str]]:
     (folder / "texts" / "1.txt").write_text(texts[599], encoding="utf-8")
     (folder / "texts" / "deep" / "0.txt").write_text(texts[598], encoding="utf-8")
     (folder / "texts" / "empty.txt").write_text("")
-    inputs = [str(folder / name) for name in ("a.jsonl", "b.jsonl.gz", "c.jsonl.zst", "*.bz2", "texts")]
+    inputs = [
+        str(folder / name) for name in ("a.jsonl", "b.jsonl.gz", "c.jsonl.zst", "*.bz2", "texts")
+    ]
     return inputs, [*texts[:598], texts[599], texts[598]]
 
 
@@ -72,14 +78,25 @@ def test_every_document_arrives_in_order_whatever_the_workers(
     inputs, texts = corpus
     report = convert(inputs, str(tmp_path / "out"), tokenizer=tokenizer, workers=workers)
     read = IndexedDataset(str(tmp_path / "out"))
-    assert [np.asarray(read[i]).tolist() for i in range(len(read))] == expected_ids(texts, tokenizer)
+    assert [np.asarray(read[i]).tolist() for i in range(len(read))] == expected_ids(
+        texts, tokenizer
+    )
     assert read.document_indices.tolist() == list(range(601))
-    assert (report.documents, report.dtype, report.eod_id, report.vocab_size) == (600, "uint16", 0, 257)
+    assert (report.documents, report.dtype, report.eod_id, report.vocab_size) == (
+        600,
+        "uint16",
+        0,
+        257,
+    )
     assert report.tokens == read.sequence_lengths.sum()
 
 
 def test_conversion_straight_into_s3(
-    corpus: tuple[list[str], list[str]], tokenizer: str, s3_storage: StorageConfig, bucket: str, tmp_path: Path
+    corpus: tuple[list[str], list[str]],
+    tokenizer: str,
+    s3_storage: StorageConfig,
+    bucket: str,
+    tmp_path: Path,
 ) -> None:
     inputs, texts = corpus
     convert(inputs, f"s3://{bucket}/web", tokenizer=tokenizer, storage=s3_storage)
@@ -89,7 +106,10 @@ def test_conversion_straight_into_s3(
 
 BROKEN: dict[str, tuple[bytes, str]] = {
     "broken JSON": (b'{"text": "a"}\n{"text": \n', r"in\.jsonl:2: broken JSON"),
-    "no such key": (b'{"text": "a"}\n{"body": "b", "id": 1}\n', r"in\.jsonl:2: has no key 'text' \(it has: body, id\)"),
+    "no such key": (
+        b'{"text": "a"}\n{"body": "b", "id": 1}\n',
+        r"in\.jsonl:2: has no key 'text' \(it has: body, id\)",
+    ),
     "not an object": (b'["text"]\n', r"in\.jsonl:1: has no key 'text' \(it has: list\)"),
     "not text": (b'{"text": 5}\n', r"in\.jsonl:1: key 'text' holds int"),
     "not UTF-8": (b'{"text": "\xff\xfe"}\n', r"in\.jsonl:1: is not UTF-8"),
@@ -106,35 +126,62 @@ def test_lines_that_are_passed_over_cost_no_second_reading(
     opened: list[str] = []
     real = open_stream
     monkeypatch.setattr(
-        "streammega.convert.read.readers.open_stream", lambda path, storage: opened.append(path) or real(path, storage)
+        "streammega.convert.read.readers.open_stream",
+        lambda path, storage: opened.append(path) or real(path, storage),
     )
-    report = convert([str(tmp_path / "in.jsonl")], str(tmp_path / "p"), tokenizer=tokenizer, on_error="skip", workers=1)
+    report = convert(
+        [str(tmp_path / "in.jsonl")],
+        str(tmp_path / "p"),
+        tokenizer=tokenizer,
+        on_error="skip",
+        workers=1,
+    )
     assert (report.documents, report.dropped["broken record"]) == (900, 100)
     assert len(opened) == -(-(tmp_path / "in.jsonl").stat().st_size // 4000), "once for each unit"
     assert report.messages[0].startswith(f"{tmp_path}/in.jsonl:10: broken JSON")
-    assert report.messages[-1].startswith(f"{tmp_path}/in.jsonl@"), "the byte, where the lines before were not counted"
+    assert report.messages[-1].startswith(f"{tmp_path}/in.jsonl@"), (
+        "the byte, where the lines before were not counted"
+    )
 
 
 def test_why_nothing_is_left_is_told(tokenizer: str, tmp_path: Path) -> None:
     (tmp_path / "in.jsonl").write_text('{"body": "a"}\n{\n')
     with pytest.raises(
-        ConvertError, match=r"nothing was written; 2 broken record\n.*in.jsonl:1: has no key 'text' \(it has: body\)"
+        ConvertError,
+        match=r"nothing was written; 2 broken record\n.*in.jsonl:1: has no key 'text' \(it has: body\)",
     ):
-        convert([str(tmp_path / "in.jsonl")], str(tmp_path / "p"), tokenizer=tokenizer, on_error="skip", workers=1)
+        convert(
+            [str(tmp_path / "in.jsonl")],
+            str(tmp_path / "p"),
+            tokenizer=tokenizer,
+            on_error="skip",
+            workers=1,
+        )
 
 
 @pytest.mark.parametrize("name", BROKEN)
-def test_broken_input_names_file_and_line_and_leaves_nothing(name: str, tokenizer: str, tmp_path: Path) -> None:
+def test_broken_input_names_file_and_line_and_leaves_nothing(
+    name: str, tokenizer: str, tmp_path: Path
+) -> None:
     data, message = BROKEN[name]
     (tmp_path / "in.jsonl").write_bytes(data)
     with pytest.raises(ConvertError, match=message):
-        convert([str(tmp_path / "in.jsonl")], str(tmp_path / "out" / "p"), tokenizer=tokenizer, workers=1)
+        convert(
+            [str(tmp_path / "in.jsonl")],
+            str(tmp_path / "out" / "p"),
+            tokenizer=tokenizer,
+            workers=1,
+        )
     assert not list((tmp_path / "out").glob("*"))
 
 
 def test_archives_cut_short_are_named(tokenizer: str, tmp_path: Path) -> None:
     data = b'{"text": "abc def"}\n' * 5000
-    packed_by = {".gz": gzip.compress(data), ".bz2": bz2.compress(data), ".zst": zstandard.compress(data)}
+    packed_by = {
+        ".gz": gzip.compress(data),
+        ".bz2": bz2.compress(data),
+        ".zst": zstandard.compress(data),
+    }
     for suffix, packed in packed_by.items():
         path = tmp_path / f"in.jsonl{suffix}"
         path.write_bytes(packed[: len(packed) // 2])
@@ -145,7 +192,12 @@ def test_archives_cut_short_are_named(tokenizer: str, tmp_path: Path) -> None:
 def test_all_frames_of_a_zst_file_are_read(tokenizer: str, tmp_path: Path) -> None:
     frames = [zstandard.compress(f'{{"text": "frame {n}"}}\n'.encode()) for n in range(5)]
     (tmp_path / "in.jsonl.zst").write_bytes(b"".join(frames))
-    assert convert([str(tmp_path / "in.jsonl.zst")], str(tmp_path / "p"), tokenizer=tokenizer, workers=1).documents == 5
+    assert (
+        convert(
+            [str(tmp_path / "in.jsonl.zst")], str(tmp_path / "p"), tokenizer=tokenizer, workers=1
+        ).documents
+        == 5
+    )
 
 
 def test_existing_datasets_are_not_replaced_unasked(tokenizer: str, tmp_path: Path) -> None:
@@ -153,16 +205,34 @@ def test_existing_datasets_are_not_replaced_unasked(tokenizer: str, tmp_path: Pa
     write_random_pair(str(tmp_path / "p"))
     with pytest.raises(ConvertError, match="--overwrite"):
         convert([str(tmp_path / "in.txt")], str(tmp_path / "p"), tokenizer=tokenizer, workers=1)
-    convert([str(tmp_path / "in.txt")], str(tmp_path / "p"), tokenizer=tokenizer, workers=1, overwrite=True)
+    convert(
+        [str(tmp_path / "in.txt")],
+        str(tmp_path / "p"),
+        tokenizer=tokenizer,
+        workers=1,
+        overwrite=True,
+    )
     assert len(IndexedDataset(str(tmp_path / "p"))) == 1
 
 
 def test_end_of_document_can_be_named_and_left_out(tokenizer: str, tmp_path: Path) -> None:
     (tmp_path / "in.txt").write_text("ab")
-    convert([str(tmp_path / "in.txt")], str(tmp_path / "p"), tokenizer=tokenizer, workers=1, append_eod=False)
+    convert(
+        [str(tmp_path / "in.txt")],
+        str(tmp_path / "p"),
+        tokenizer=tokenizer,
+        workers=1,
+        append_eod=False,
+    )
     assert len(np.asarray(IndexedDataset(str(tmp_path / "p"))[0])) == 2
     with pytest.raises(ConvertError, match="name it with --eod"):
-        convert([str(tmp_path / "in.txt")], str(tmp_path / "q"), tokenizer=tokenizer, eod="<nope>", workers=1)
+        convert(
+            [str(tmp_path / "in.txt")],
+            str(tmp_path / "q"),
+            tokenizer=tokenizer,
+            eod="<nope>",
+            workers=1,
+        )
     with pytest.raises(ObjectNotFoundError, match="nope"):
         convert([str(tmp_path / "nope.txt")], str(tmp_path / "q"), tokenizer=tokenizer, workers=1)
 
@@ -175,14 +245,26 @@ def run(*words: str, **options: Any) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, capture_output=True, text=True, check=False, **options)
 
 
-def test_convert_and_describe_as_a_user_runs_them(tokenizer: str, tmp_path: Path, s3: S3, bucket: str) -> None:
+def test_convert_and_describe_as_a_user_runs_them(
+    tokenizer: str, tmp_path: Path, s3: S3, bucket: str
+) -> None:
     (tmp_path / "in.jsonl").write_text('{"text": "hello world"}\n{"text": ""}\n{"text": "more"}\n')
     environment = os.environ | s3.environment
     url = f"s3://{bucket}/web"
-    made = run("convert", str(tmp_path / "in.jsonl"), url, "--tokenizer", tokenizer, env=environment)
+    made = run(
+        "convert", str(tmp_path / "in.jsonl"), url, "--tokenizer", tokenizer, env=environment
+    )
     assert made.returncode == 0, made.stderr
     assert "2 documents (1 empty ones left out), 17 tokens of uint16" in made.stdout
-    told = run("describe", url, "--tokenizer", tokenizer, "--plot", str(tmp_path / "h.png"), env=environment)
+    told = run(
+        "describe",
+        url,
+        "--tokenizer",
+        tokenizer,
+        "--plot",
+        str(tmp_path / "h.png"),
+        env=environment,
+    )
     assert told.returncode == 0, told.stderr
     assert "documents  2 (2 sequences, 0 empty documents)" in told.stdout
     assert "hello world<|endoftext|>more<|endoftext|>" in told.stdout
@@ -192,15 +274,30 @@ def test_convert_and_describe_as_a_user_runs_them(tokenizer: str, tmp_path: Path
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["describe", "s3://nobucket/x", "--storage", "endpoint_url=http://127.0.0.1:1", "--storage", "anon=true"], "endpoint"),
+        (
+            [
+                "describe",
+                "s3://nobucket/x",
+                "--storage",
+                "endpoint_url=http://127.0.0.1:1",
+                "--storage",
+                "anon=true",
+            ],
+            "endpoint",
+        ),
         (["describe", "/no/such/prefix"], "/no/such/prefix.bin: no such file"),
         (["describe", "x", "--storage", "endpoint"], "key=value"),
-        (["convert", "/no/such.txt", "/tmp/never", "--tokenizer", "/no/tokenizer.json"], "no such tokenizer file"),
+        (
+            ["convert", "/no/such.txt", "/tmp/never", "--tokenizer", "/no/tokenizer.json"],
+            "no such tokenizer file",
+        ),
         (["convert", "in.jsonl", "out", "--merges", "merges.txt"], "give that as --tokenizer"),
         (["train", "/no/run.toml"], "/no/run.toml: No such file"),
     ],
 )
-def test_mistakes_are_one_message_without_a_traceback(words: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_mistakes_are_one_message_without_a_traceback(
+    words: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert main(words) == 1
     error = capsys.readouterr().err
     assert error.startswith("error: ")
@@ -208,7 +305,9 @@ def test_mistakes_are_one_message_without_a_traceback(words: list[str], message:
     assert "Traceback" not in error
 
 
-@pytest.mark.parametrize("what", ["bucket", "report", "plot", "work", "folder", "tokenizer", "mistyped"])
+@pytest.mark.parametrize(
+    "what", ["bucket", "report", "plot", "work", "folder", "tokenizer", "mistyped"]
+)
 def test_what_would_fail_in_the_end_fails_before_a_document_is_read(
     what: str,
     s3: S3,
@@ -221,20 +320,32 @@ def test_what_would_fail_in_the_end_fails_before_a_document_is_read(
     for name, value in s3.environment.items():
         monkeypatch.setenv(name, value)
     monkeypatch.chdir(Path(tokenizer).parent)
-    monkeypatch.setattr("streammega.convert.run.run_unit", lambda *_: pytest.fail("a document was read"))
+    monkeypatch.setattr(
+        "streammega.convert.run.run_unit", lambda *_: pytest.fail("a document was read")
+    )
     (tmp_path / "in.jsonl").write_text('{"text": "a"}\n')
     (tmp_path / "file").write_text("no folder")
     options = {
         "bucket": ("s3://no-such-bucket/x", [], "no such bucket"),
-        "report": (f"s3://{bucket}/x", ["--report", str(tmp_path / "no" / "r.json")], "No such file"),
+        "report": (
+            f"s3://{bucket}/x",
+            ["--report", str(tmp_path / "no" / "r.json")],
+            "No such file",
+        ),
         "plot": (f"s3://{bucket}/x", ["--plot", str(tmp_path / "no" / "r.png")], "No such file"),
         "work": (f"s3://{bucket}/x", ["--work", str(tmp_path / "file")], "name another by --work"),
         "folder": (str(tmp_path / "file" / "x"), [], "file"),
         "tokenizer": (str(tmp_path / "x"), ["--dtype", "uint8"], "cannot hold the 257 ids"),
-        "mistyped": (str(tmp_path / "x"), ["--tokenizer", "tokeniser.jsn"], "is tokenizer.json meant?"),
+        "mistyped": (
+            str(tmp_path / "x"),
+            ["--tokenizer", "tokeniser.jsn"],
+            "is tokenizer.json meant?",
+        ),
     }
     output, words, message = options[what]
-    assert main(["convert", str(tmp_path / "in.jsonl"), output, "--tokenizer", tokenizer, *words]) == 1
+    assert (
+        main(["convert", str(tmp_path / "in.jsonl"), output, "--tokenizer", tokenizer, *words]) == 1
+    )
     assert message in capsys.readouterr().err
     assert not (tmp_path / "no").exists()
     assert list(tmp_path.glob("*x*")) in ([], [tmp_path / "xdg-cache"])
@@ -247,18 +358,36 @@ def test_misspelled_commands_and_options_are_usage_errors() -> None:
         assert "Traceback" not in done.stderr
 
 
-def test_describe_says_when_the_tokenizer_is_another(tokenizer: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_describe_says_when_the_tokenizer_is_another(
+    tokenizer: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     write_random_pair(str(tmp_path / "p"), vocab=1000)
     assert main(["describe", str(tmp_path / "p"), "--tokenizer", tokenizer]) == 1
     assert "made with another tokenizer" in capsys.readouterr().err
 
 
-def test_ctrl_c_ends_a_conversion_quietly_and_leaves_no_dataset(tokenizer: str, tmp_path: Path) -> None:
+def test_ctrl_c_ends_a_conversion_quietly_and_leaves_no_dataset(
+    tokenizer: str, tmp_path: Path
+) -> None:
     (tmp_path / "in.jsonl").write_text(('{"text": "' + "word " * 2000 + '"}\n') * 20000)
-    command = [sys.executable, "-m", "streammega", "convert", str(tmp_path / "in.jsonl"), str(tmp_path / "out" / "p")]
-    process = subprocess.Popen([*command, "--tokenizer", tokenizer], stderr=subprocess.PIPE, text=True, start_new_session=True)
+    command = [
+        sys.executable,
+        "-m",
+        "streammega",
+        "convert",
+        str(tmp_path / "in.jsonl"),
+        str(tmp_path / "out" / "p"),
+    ]
+    process = subprocess.Popen(
+        [*command, "--tokenizer", tokenizer],
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
     deadline = time.monotonic() + 60
-    while time.monotonic() < deadline and not list((tmp_path / "out" / ".p.convert").glob("unit-*")):
+    while time.monotonic() < deadline and not list(
+        (tmp_path / "out" / ".p.convert").glob("unit-*")
+    ):
         time.sleep(0.02)
     assert process.poll() is None
     os.killpg(process.pid, signal.SIGINT)  # as a terminal sends it: to the workers too
@@ -268,15 +397,21 @@ def test_ctrl_c_ends_a_conversion_quietly_and_leaves_no_dataset(tokenizer: str, 
     assert not list((tmp_path / "out").glob("p*"))
 
 
-def test_steps_that_a_restart_gave_up_are_not_drawn(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_steps_that_a_restart_gave_up_are_not_drawn(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     killed = [{"step": step, "loss": 1.0} for step in range(1, 17)]
     restarted = [{"step": step, "loss": 2.0} for step in range(1, 4)]
     assert latest([*killed, *restarted]) == restarted
     assert latest([*killed, {"step": 11, "loss": 3.0}]) == [*killed[:10], {"step": 11, "loss": 3.0}]
-    assert restarts([*killed, {"step": 11, "loss": 3.0}, {"step": 12, "loss": 3.0}, *restarted]) == [1]
+    assert restarts(
+        [*killed, {"step": 11, "loss": 3.0}, {"step": 12, "loss": 3.0}, *restarted]
+    ) == [1]
     assert restarts([*killed, {"step": 11}, {"step": 12}, {"step": 12}]) == [11, 12]
     assert restarts(killed) == []
-    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(record) + "\n" for record in [*killed, *restarted]))
+    (tmp_path / "metrics.jsonl").write_text(
+        "".join(json.dumps(record) + "\n" for record in [*killed, *restarted])
+    )
     assert main(["plot", str(tmp_path)]) == 0
     assert "3 steps (begun again with step 1), loss 2 to 2" in capsys.readouterr().out
     assert (tmp_path / "run.png").stat().st_size > 1000

@@ -1,4 +1,6 @@
-"""`convert --dry-run`: nothing is written, the documents shown are those that are stored, the estimate is near."""
+"""`convert --dry-run`: nothing is written, the documents shown are those that are stored, the
+estimate is near.
+"""
 
 from __future__ import annotations
 
@@ -21,13 +23,19 @@ from tests.conftest import write_random_pair
 
 
 def tree(folder: Path) -> dict[str, tuple[int, int]]:
-    return {str(path): (path.stat().st_size, path.stat().st_mtime_ns) for path in sorted(folder.rglob("*"))}
+    return {
+        str(path): (path.stat().st_size, path.stat().st_mtime_ns)
+        for path in sorted(folder.rglob("*"))
+    }
 
 
 @pytest.fixture
 def corpus(tmp_path: Path) -> Path:
     rng = np.random.default_rng(0)
-    lines = [json.dumps({"text": f"document {n} " + "word " * int(rng.integers(1, 60))}) for n in range(4000)]
+    lines = [
+        json.dumps({"text": f"document {n} " + "word " * int(rng.integers(1, 60))})
+        for n in range(4000)
+    ]
     (tmp_path / "in").mkdir()
     (tmp_path / "in" / "a.jsonl").write_text("\n".join(lines) + "\n")
     with gzip.open(tmp_path / "in" / "b.jsonl.gz", "wt") as file:
@@ -36,13 +44,26 @@ def corpus(tmp_path: Path) -> Path:
 
 
 @pytest.mark.parametrize("name", ["a.jsonl", "b.jsonl.gz", ""])
-@pytest.mark.parametrize("settings", [{}, {"max_tokens": 40, "long": "cut"}, {"min_tokens": 60, "dtype": "int32"}])
-def test_the_plan_is_what_comes_out(corpus: Path, tmp_path: Path, name: str, settings: dict[str, Any]) -> None:
+@pytest.mark.parametrize(
+    "settings", [{}, {"max_tokens": 40, "long": "cut"}, {"min_tokens": 60, "dtype": "int32"}]
+)
+def test_the_plan_is_what_comes_out(
+    corpus: Path, tmp_path: Path, name: str, settings: dict[str, Any]
+) -> None:
     inputs = [str(corpus / name)]
     before = tree(tmp_path)
-    plan = plan_conversion(inputs, str(tmp_path / "out" / "web"), tokenizer="bytes", shard_bytes=100_000, **settings)
+    plan = plan_conversion(
+        inputs, str(tmp_path / "out" / "web"), tokenizer="bytes", shard_bytes=100_000, **settings
+    )
     assert tree(tmp_path) == before
-    made = convert(inputs, str(tmp_path / "out" / "web"), tokenizer="bytes", shard_bytes=100_000, workers=1, **settings)
+    made = convert(
+        inputs,
+        str(tmp_path / "out" / "web"),
+        tokenizer="bytes",
+        shard_bytes=100_000,
+        workers=1,
+        **settings,
+    )
     assert plan.documents == pytest.approx(made.documents, rel=0.25)
     assert plan.tokens == pytest.approx(made.tokens, rel=0.25)
     assert plan.shards == pytest.approx(made.shards, abs=3)
@@ -57,9 +78,17 @@ def test_the_plan_is_what_comes_out(corpus: Path, tmp_path: Path, name: str, set
 def test_a_small_corpus_is_counted_not_estimated(tmp_path: Path) -> None:
     for name in ("q", "r"):
         (tmp_path / f"{name}.jsonl").write_text('{"q": "Hi", "a": "Hello"}\n{"q": "", "a": ""}\n')
-    plan = plan_conversion([str(tmp_path / "q.jsonl")], str(tmp_path / "o"), tokenizer="bytes", keys=("q", "a:1"))
+    plan = plan_conversion(
+        [str(tmp_path / "q.jsonl")], str(tmp_path / "o"), tokenizer="bytes", keys=("q", "a:1")
+    )
     assert [[sequence.mode for sequence in document] for document in plan.shown] == [[0, 1]]
-    made = convert([str(tmp_path / "q.jsonl")], str(tmp_path / "o"), tokenizer="bytes", keys=("q", "a:1"), workers=1)
+    made = convert(
+        [str(tmp_path / "q.jsonl")],
+        str(tmp_path / "o"),
+        tokenizer="bytes",
+        keys=("q", "a:1"),
+        workers=1,
+    )
     assert (plan.documents, plan.tokens) == (made.documents, made.tokens)
     assert plan.dropped == made.dropped
 
@@ -82,7 +111,9 @@ def test_the_time_of_the_first_batch_counts_where_there_is_no_other(
     monkeypatch.setattr(dry_run, "encoder_of", slow)
     text = ("word " * (2 << 20))[: (8 << 20) // documents]
     (tmp_path / "a.jsonl").write_text((json.dumps({"text": text}) + "\n") * documents)
-    plan = plan_conversion([str(tmp_path / "a.jsonl")], str(tmp_path / "out"), tokenizer="bytes", workers=1)
+    plan = plan_conversion(
+        [str(tmp_path / "a.jsonl")], str(tmp_path / "out"), tokenizer="bytes", workers=1
+    )
     assert plan.seconds > 0.09 * (8 << 20) / plan.sampled_bytes
 
 
@@ -105,7 +136,10 @@ def test_the_command_prints_it_and_ends_as_the_conversion_would(
     assert "100='d' 111='o'" in out
     assert main(words) == 1
     assert "a tokenizer is needed" in capsys.readouterr().err
-    assert main([*words[:2], str(corpus / "a.jsonl" / "web"), "--dry-run", "--tokenizer", "bytes"]) == 1
+    assert (
+        main([*words[:2], str(corpus / "a.jsonl" / "web"), "--dry-run", "--tokenizer", "bytes"])
+        == 1
+    )
     assert "is a file, not a folder" in capsys.readouterr().err
     assert tree(tmp_path) == before
     convert([str(corpus / "a.jsonl")], str(tmp_path / "out" / "web"), tokenizer="bytes", workers=1)

@@ -1,4 +1,6 @@
-"""The same documents, in whatever form people have them: the same bytes, and those of megatron-core's builder."""
+"""The same documents, in whatever form people have them: the same bytes, and those of
+megatron-core's builder.
+"""
 
 from __future__ import annotations
 
@@ -33,7 +35,10 @@ NESTED = {"key": "doc.body.text"}
 
 def records(texts: list[str], *, nested: bool = False) -> list[dict[str, Any]]:
     if nested:
-        return [{"doc": {"body": {"text": text, "id": n}, "text": "no"}, "text": "no"} for n, text in enumerate(texts)]
+        return [
+            {"doc": {"body": {"text": text, "id": n}, "text": "no"}, "text": "no"}
+            for n, text in enumerate(texts)
+        ]
     return [{"id": n, "text": text} for n, text in enumerate(texts)]
 
 
@@ -49,7 +54,10 @@ def member_tar(texts: list[str]) -> bytes:
     packed = io.BytesIO()
     with tarfile.open(fileobj=packed, mode="w") as archive:
         for number, text in enumerate(texts):
-            for suffix, data in (("json", json.dumps({"text": "metadata", "n": number}).encode()), ("txt", text.encode())):
+            for suffix, data in (
+                ("json", json.dumps({"text": "metadata", "n": number}).encode()),
+                ("txt", text.encode()),
+            ):
                 member = tarfile.TarInfo(f"{number:05d}.{suffix}")
                 member.size = len(data)
                 archive.addfile(member, io.BytesIO(data))
@@ -60,25 +68,48 @@ PACKABLE: dict[str, tuple[str, Callable[[list[str]], bytes], dict[str, Any]]] = 
     "lines": ("a.jsonl", lambda texts: lines(records(texts)), {}),
     "lines called .json": ("a.json", lambda texts: lines(records(texts)), {}),
     "array": ("a.json", lambda texts: json.dumps(records(texts)).encode(), {}),
-    "array over lines": ("a.JSON", lambda texts: json.dumps(records(texts), indent=1, ensure_ascii=False).encode(), {}),
+    "array over lines": (
+        "a.JSON",
+        lambda texts: json.dumps(records(texts), indent=1, ensure_ascii=False).encode(),
+        {},
+    ),
     "records over lines": ("a.json", lambda texts: over_lines(records(texts)), {}),
     "nested lines": ("a.ndjson", lambda texts: lines(records(texts, nested=True)), NESTED),
-    "nested array": ("a.json", lambda texts: json.dumps(records(texts, nested=True), indent="\t").encode(), NESTED),
+    "nested array": (
+        "a.json",
+        lambda texts: json.dumps(records(texts, nested=True), indent="\t").encode(),
+        NESTED,
+    ),
     "member": ("a.tar", member_tar, {"member": "txt"}),
 }
 TABLES: dict[str, tuple[Callable[[list[str]], pa.Table], dict[str, Any]]] = {
     "string": (lambda texts: pa.table({"text": pa.array(texts, pa.string())}), {}),
-    "binary": (lambda texts: pa.table({"text": pa.array([text.encode() for text in texts], pa.binary())}), {}),
-    "large binary": (lambda texts: pa.table({"text": pa.array([text.encode() for text in texts], pa.large_binary())}), {}),
+    "binary": (
+        lambda texts: pa.table({"text": pa.array([text.encode() for text in texts], pa.binary())}),
+        {},
+    ),
+    "large binary": (
+        lambda texts: pa.table(
+            {"text": pa.array([text.encode() for text in texts], pa.large_binary())}
+        ),
+        {},
+    ),
     "struct": (lambda texts: pa.Table.from_pylist(records(texts, nested=True)), NESTED),
-    "dictionary": (lambda texts: pa.table({"text": pa.array(texts, pa.string()).dictionary_encode()}), {}),
+    "dictionary": (
+        lambda texts: pa.table({"text": pa.array(texts, pa.string()).dictionary_encode()}),
+        {},
+    ),
 }
 
 
 def by_megatron(prefix: Path, texts: list[str]) -> list[bytes]:
     from tests.support.oracle import write_pair
 
-    write_pair(str(prefix), [np.array([*text.encode(), EOD], np.uint16) for text in texts if text], np.uint16)
+    write_pair(
+        str(prefix),
+        [np.array([*text.encode(), EOD], np.uint16) for text in texts if text],
+        np.uint16,
+    )
     return [Path(f"{prefix}{suffix}").read_bytes() for suffix in (".bin", ".idx")]
 
 
@@ -94,10 +125,14 @@ def piped(data: bytes) -> str:
     return f"/dev/fd/{read}"
 
 
-documents = st.lists(st.text(max_size=30).filter(lambda text: text[:1] != "\ufeff"), min_size=1, max_size=6).filter(any)
+documents = st.lists(
+    st.text(max_size=30).filter(lambda text: text[:1] != "\ufeff"), min_size=1, max_size=6
+).filter(any)
 
 
-@given(texts=documents, packed=st.sampled_from(sorted(PACKED)), unit=st.sampled_from([7, 60, 1 << 20]))
+@given(
+    texts=documents, packed=st.sampled_from(sorted(PACKED)), unit=st.sampled_from([7, 60, 1 << 20])
+)
 @settings(max_examples=3)
 def test_every_form_gives_megatrons_bytes(
     tmp_path_factory: pytest.TempPathFactory, texts: list[str], packed: str, unit: int
@@ -110,14 +145,20 @@ def test_every_form_gives_megatrons_bytes(
         for form, (name, make, options) in PACKABLE.items():
             data = PACKED[packed](make(texts))
             (folder / f"{name}{packed}").write_bytes(data)
-            assert converted(f"{folder}/{name}{packed}", folder / "ours", **options) == wanted, (form, packed)
+            assert converted(f"{folder}/{name}{packed}", folder / "ours", **options) == wanted, (
+                form,
+                packed,
+            )
             assert converted(piped(data), folder / "piped", **options) == wanted, (form, packed)
         for form, (make_table, options) in TABLES.items():
             table = make_table(texts)
             pq.write_table(table, folder / "a.parquet", row_group_size=2)
             pyarrow.feather.write_feather(table, folder / "a.arrow", chunksize=2)
             for name in ("a.parquet", "a.arrow"):
-                assert converted(f"{folder}/{name}", folder / "ours", **options) == wanted, (form, name)
+                assert converted(f"{folder}/{name}", folder / "ours", **options) == wanted, (
+                    form,
+                    name,
+                )
 
 
 def test_ids_of_32_bits_are_trained_on_as_they_are(tmp_path: Path) -> None:
@@ -126,7 +167,13 @@ def test_ids_of_32_bits_are_trained_on_as_they_are(tmp_path: Path) -> None:
     ids = np.random.default_rng(0).integers(100_000, 128_256, 40 * 33).astype("<u4")
     ids[32::33] = 128_001
     ids.tofile(tmp_path / "llama.bin")
-    convert([str(tmp_path / "llama.bin")], str(tmp_path / "out"), input_dtype="uint32", eod_id=128_001, workers=1)
+    convert(
+        [str(tmp_path / "llama.bin")],
+        str(tmp_path / "out"),
+        input_dtype="uint32",
+        eod_id=128_001,
+        workers=1,
+    )
     config = DataConfig(
         blend=[str(tmp_path / "out")],
         sequence_length=32,

@@ -1,4 +1,6 @@
-"""A vocab.json with its merges.txt is Megatron's GPT2BPETokenizer: the same ids, the same end of documents."""
+"""A vocab.json with its merges.txt is Megatron's GPT2BPETokenizer: the same ids, the same end of
+documents.
+"""
 
 from __future__ import annotations
 
@@ -26,17 +28,24 @@ TEXT = ["Hello world, it's 3.14 o'clock; don't WAIT   for two\n\nlines. être �
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Files as GPT-2's are: bytes in the order of the ones that are printed, then merges, then the end."""
+    """Files as GPT-2's are: bytes in the order of the ones that are printed, then merges, then the
+    end.
+    """
     folder = tmp_path_factory.mktemp("gpt2")
     model = Tokenizer(models.BPE())
     model.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    model.train_from_iterator(TEXT, trainers.BpeTrainer(vocab_size=330, initial_alphabet=pre_tokenizers.ByteLevel.alphabet()))
+    model.train_from_iterator(
+        TEXT,
+        trainers.BpeTrainer(vocab_size=330, initial_alphabet=pre_tokenizers.ByteLevel.alphabet()),
+    )
     merges = ["".join(pair) for pair in json.loads(model.to_str())["model"]["merges"]]
     printed = [n for n in range(256) if chr(n).isprintable() and chr(n) != " "]
     order = [*printed, *(n for n in range(256) if n not in printed)]
     signs = [chr(n) if n in printed else chr(256 + order.index(n) - len(printed)) for n in order]
     tokens = [*signs, *merges, "<|endoftext|>"]
-    (folder / "vocab.json").write_text(json.dumps({token: number for number, token in enumerate(tokens)}))
+    (folder / "vocab.json").write_text(
+        json.dumps({token: number for number, token in enumerate(tokens)})
+    )
     lines = [" ".join(pair) for pair in json.loads(model.to_str())["model"]["merges"]]
     (folder / "merges.txt").write_text("#version: 0.2\n" + "\n".join(lines) + "\n")
     return folder
@@ -46,7 +55,9 @@ def test_ids_are_those_of_gpt2(folder: Path) -> None:
     """Of tiktoken, which reads these very files for its gpt2."""
     ranks = data_gym_to_mergeable_bpe_ranks(str(folder / "merges.txt"), str(folder / "vocab.json"))
     pattern = next(pattern.expression for pattern in PATTERNS if pattern.name == "gpt2")
-    theirs = tiktoken.Encoding("gpt2", pat_str=pattern, mergeable_ranks=ranks, special_tokens={"<|endoftext|>": len(ranks)})
+    theirs = tiktoken.Encoding(
+        "gpt2", pat_str=pattern, mergeable_ranks=ranks, special_tokens={"<|endoftext|>": len(ranks)}
+    )
     ours = load_tokenizer(f"{folder / 'vocab.json'},{folder / 'merges.txt'}")
 
     @given(text=st.text(max_size=40) | st.text(st.sampled_from("ab 1'tslre\n\té日😀"), max_size=40))
@@ -60,12 +71,24 @@ def test_ids_are_those_of_gpt2(folder: Path) -> None:
 
 def test_the_files_are_named_together_or_by_their_folder(folder: Path, tmp_path: Path) -> None:
     (tmp_path / "in.jsonl").write_text(json.dumps({"text": TEXT[0]}) + "\n")
-    vocab, merges = str(folder / "vocab.json"), str(folder / "merges.txt")
+    vocab = str(folder / "vocab.json")
+    merges = str(folder / "merges.txt")
     source = str(tmp_path / "in.jsonl")
     convert([source], str(tmp_path / "pair"), tokenizer=f"{vocab},{merges}", workers=1)
     convert([source], str(tmp_path / "folder"), tokenizer=str(folder), workers=1)
     done = CliRunner().invoke(
-        app, ["convert", source, str(tmp_path / "command"), "--tokenizer", vocab, "--merges", merges, "--workers", "1"]
+        app,
+        [
+            "convert",
+            source,
+            str(tmp_path / "command"),
+            "--tokenizer",
+            vocab,
+            "--merges",
+            merges,
+            "--workers",
+            "1",
+        ],
     )
     assert done.exit_code == 0, done.output
     found = [(tmp_path / f"{name}.bin").read_bytes() for name in ("pair", "folder", "command")]
@@ -84,10 +107,13 @@ def test_a_folder_with_a_tokenizer_json_is_that_tokenizer(folder: Path, tmp_path
 
 
 def test_files_that_do_not_belong_together_are_named(folder: Path, tmp_path: Path) -> None:
-    vocab, merges = folder / "vocab.json", folder / "merges.txt"
+    vocab = folder / "vocab.json"
+    merges = folder / "merges.txt"
     with pytest.raises(ObjectNotFoundError, match=r"nothing\.txt: no such tokenizer file"):
         load_tokenizer(f"{vocab},{tmp_path / 'nothing.txt'}")
-    with pytest.raises(ObjectNotFoundError, match=r"without a tokenizer\.json, and without a vocab\.json"):
+    with pytest.raises(
+        ObjectNotFoundError, match=r"without a tokenizer\.json, and without a vocab\.json"
+    ):
         load_tokenizer(str(tmp_path))
     with pytest.raises(ConvertError, match=r"vocab\.json,merges\.txt"):
         load_tokenizer(str(vocab))

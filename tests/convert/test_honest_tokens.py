@@ -1,4 +1,6 @@
-"""What is stored is what was meant: ends of documents, ids, special tokens, formats told by what files hold."""
+"""What is stored is what was meant: ends of documents, ids, special tokens, formats told by what
+files hold.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,10 @@ from streammega.errors import ConvertError
 
 
 def read(prefix: str | Path) -> list[list[int]]:
-    return [np.asarray(item[0] if isinstance(item, tuple) else item).tolist() for item in IndexedDataset(str(prefix))[:]]  # type: ignore[arg-type]
+    return [
+        np.asarray(item[0] if isinstance(item, tuple) else item).tolist()
+        for item in IndexedDataset(str(prefix))[:]
+    ]  # type: ignore[arg-type]
 
 
 def lines(path: Path, *records: Any) -> str:
@@ -30,16 +35,24 @@ def lines(path: Path, *records: Any) -> str:
 @pytest.fixture
 def words(tmp_path: Path) -> str:
     """Words, </s> a special token that ends documents, <s> one that may begin them."""
-    model = Tokenizer(models.WordLevel({"[UNK]": 0, "<s>": 1, "</s>": 2, "hello": 3, "world": 4}, unk_token="[UNK]"))
+    model = Tokenizer(
+        models.WordLevel(
+            {"[UNK]": 0, "<s>": 1, "</s>": 2, "hello": 3, "world": 4}, unk_token="[UNK]"
+        )
+    )
     model.pre_tokenizer = pre_tokenizers.Whitespace()
     model.add_special_tokens([AddedToken("<s>"), AddedToken("</s>")])
-    model.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 1)])
+    model.post_processor = processors.TemplateProcessing(
+        single="<s> $A", special_tokens=[("<s>", 1)]
+    )
     model.save(str(tmp_path / "words.json"))
     return str(tmp_path / "words.json")
 
 
 @pytest.mark.parametrize("settings", [{"max_tokens": 8}, {"modes": (0,)}], ids=["cut", "mode"])
-def test_cut_tokens_keep_the_end_of_their_documents(settings: dict[str, Any], tmp_path: Path) -> None:
+def test_cut_tokens_keep_the_end_of_their_documents(
+    settings: dict[str, Any], tmp_path: Path
+) -> None:
     source = lines(tmp_path / "in.jsonl", *({"q": "ask " * n, "a": "tell"} for n in range(1, 9)))
     convert([source], str(tmp_path / "tokens"), tokenizer="bytes", keys=("q", "a:1"), workers=1)
     convert([str(tmp_path / "tokens")], str(tmp_path / "out"), workers=1, **settings)
@@ -71,7 +84,9 @@ def test_raw_ids_of_32_bits_are_read_where_they_fit(tmp_path: Path) -> None:
     assert read(tmp_path / "out") == [[1, 128_000, 5]]
     np.array([1, 1 << 31], "<u4").tofile(tmp_path / "large.bin")
     with pytest.raises(ConvertError, match=r"2147483648.*cannot hold"):
-        convert([str(tmp_path / "large.bin")], str(tmp_path / "no"), workers=1, input_dtype="uint32")
+        convert(
+            [str(tmp_path / "large.bin")], str(tmp_path / "no"), workers=1, input_dtype="uint32"
+        )
 
 
 def test_a_bin_that_lost_its_idx_is_not_taken_for_narrow_ids(tmp_path: Path) -> None:
@@ -86,7 +101,9 @@ def test_a_bin_that_lost_its_idx_is_not_taken_for_narrow_ids(tmp_path: Path) -> 
 
 
 def test_texts_without_a_token_are_no_documents(words: str, tmp_path: Path) -> None:
-    source = lines(tmp_path / "in.jsonl", {"text": "hello"}, {"text": " "}, {"text": "\n"}, {"text": "world"})
+    source = lines(
+        tmp_path / "in.jsonl", {"text": "hello"}, {"text": " "}, {"text": "\n"}, {"text": "world"}
+    )
     report = convert([source], str(tmp_path / "out"), tokenizer=words, workers=1)
     assert read(tmp_path / "out") == [[3, 2], [4, 2]]
     assert report.dropped["empty"] == 2
@@ -94,8 +111,13 @@ def test_texts_without_a_token_are_no_documents(words: str, tmp_path: Path) -> N
     assert read(tmp_path / "kept") == [[3, 2], [2], [2], [4, 2]]
 
 
-@pytest.mark.parametrize(("special", "ids"), [(None, [3, 2, 4, 2]), ("parse", [3, 2, 4, 2]), ("text", [3, 0, 0, 0, 4, 2])])
-def test_special_tokens_in_texts_are_parsed_or_not_as_asked(words: str, tmp_path: Path, special: Any, ids: list[int]) -> None:
+@pytest.mark.parametrize(
+    ("special", "ids"),
+    [(None, [3, 2, 4, 2]), ("parse", [3, 2, 4, 2]), ("text", [3, 0, 0, 0, 4, 2])],
+)
+def test_special_tokens_in_texts_are_parsed_or_not_as_asked(
+    words: str, tmp_path: Path, special: Any, ids: list[int]
+) -> None:
     source = lines(tmp_path / "in.jsonl", {"text": "hello </s> world"})
     convert([source], str(tmp_path / "out"), tokenizer=words, workers=1, special_tokens=special)
     own = read(tmp_path / "out")[0]
@@ -103,8 +125,12 @@ def test_special_tokens_in_texts_are_parsed_or_not_as_asked(words: str, tmp_path
 
 
 def test_an_answer_without_text_is_a_sequence_with_the_end_of_its_document(tmp_path: Path) -> None:
-    source = lines(tmp_path / "in.jsonl", {"q": "a", "a": ""}, {"q": "", "a": "b"}, {"q": "", "a": ""})
-    report = convert([source], str(tmp_path / "out"), tokenizer="bytes", keys=("q", "a:1"), workers=1)
+    source = lines(
+        tmp_path / "in.jsonl", {"q": "a", "a": ""}, {"q": "", "a": "b"}, {"q": "", "a": ""}
+    )
+    report = convert(
+        [source], str(tmp_path / "out"), tokenizer="bytes", keys=("q", "a:1"), workers=1
+    )
     indexed = IndexedDataset(str(tmp_path / "out"))
     assert read(tmp_path / "out") == [[97], [256], [98, 256]]
     assert indexed.sequence_modes is not None
@@ -112,7 +138,9 @@ def test_an_answer_without_text_is_a_sequence_with_the_end_of_its_document(tmp_p
     assert report.dropped["empty"] == 1
 
 
-def test_a_beginning_of_documents_is_added_where_it_is_asked_for(words: str, tmp_path: Path) -> None:
+def test_a_beginning_of_documents_is_added_where_it_is_asked_for(
+    words: str, tmp_path: Path
+) -> None:
     source = lines(tmp_path / "in.jsonl", {"text": "hello"}, {"text": "world hello"})
     convert([source], str(tmp_path / "out"), tokenizer=words, workers=1, bos="<s>")
     assert read(tmp_path / "out") == [[1, 3, 2], [1, 4, 3, 2]]
@@ -123,13 +151,20 @@ def test_a_beginning_of_documents_is_added_where_it_is_asked_for(words: str, tmp
 
 
 def test_ids_below_zero_are_refused_and_named(tmp_path: Path) -> None:
-    pq.write_table(pa.table({"input_ids": pa.array([[1, 2], [5, -1, 3]], pa.list_(pa.int32()))}), tmp_path / "t.parquet")
+    pq.write_table(
+        pa.table({"input_ids": pa.array([[1, 2], [5, -1, 3]], pa.list_(pa.int32()))}),
+        tmp_path / "t.parquet",
+    )
     with pytest.raises(ConvertError, match=r"t\.parquet.*-1"):
-        convert([str(tmp_path / "t.parquet")], str(tmp_path / "out"), keys=("input_ids",), workers=1)
+        convert(
+            [str(tmp_path / "t.parquet")], str(tmp_path / "out"), keys=("input_ids",), workers=1
+        )
 
 
 def test_nulls_in_lists_of_ids_are_named_with_their_file(tmp_path: Path) -> None:
-    pq.write_table(pa.table({"ids": pa.array([[1, None, 3]], pa.list_(pa.int32()))}), tmp_path / "t.parquet")
+    pq.write_table(
+        pa.table({"ids": pa.array([[1, None, 3]], pa.list_(pa.int32()))}), tmp_path / "t.parquet"
+    )
     with pytest.raises(ConvertError, match=r"t\.parquet.*null"):
         convert([str(tmp_path / "t.parquet")], str(tmp_path / "out"), keys=("ids",), workers=1)
 
@@ -141,11 +176,17 @@ def test_a_tiktoken_file_of_an_unknown_vocabulary_needs_its_pattern(tmp_path: Pa
 
     ranks = {bytes([n]): n for n in range(256)} | {b"12": 256, b"34": 257, b"1234": 258}
     path = tmp_path / "own.tiktoken"
-    path.write_text("".join(f"{base64.b64encode(token).decode()} {rank}\n" for token, rank in ranks.items()))
+    path.write_text(
+        "".join(f"{base64.b64encode(token).decode()} {rank}\n" for token, rank in ranks.items())
+    )
     source = lines(tmp_path / "in.jsonl", {"text": "it's 1234 ok"})
     with pytest.raises(ConvertError, match=r"own\.tiktoken.*259.*--tiktoken-pattern"):
         convert([source], str(tmp_path / "no"), tokenizer=str(path), workers=1)
-    for name, pattern in {"gpt2": r"'(?:[sdmt]|ll|ve|re)| ?\p{L}++| ?\p{N}++| ?[^\s\p{L}\p{N}]++|\s++$|\s+(?!\S)|\s"}.items():
-        convert([source], str(tmp_path / name), tokenizer=str(path), tiktoken_pattern=name, workers=1)
+    for name, pattern in {
+        "gpt2": r"'(?:[sdmt]|ll|ve|re)| ?\p{L}++| ?\p{N}++| ?[^\s\p{L}\p{N}]++|\s++$|\s+(?!\S)|\s"
+    }.items():
+        convert(
+            [source], str(tmp_path / name), tokenizer=str(path), tiktoken_pattern=name, workers=1
+        )
         theirs = tiktoken.Encoding("own", pat_str=pattern, mergeable_ranks=ranks, special_tokens={})
         assert read(tmp_path / name) == [[*theirs.encode_ordinary("it's 1234 ok"), 259]]

@@ -1,4 +1,6 @@
-"""Every input format gives the documents it holds; every tokenizer its own ids; what is broken is named, or counted."""
+"""Every input format gives the documents it holds; every tokenizer its own ids; what is broken is
+named, or counted.
+"""
 
 from __future__ import annotations
 
@@ -63,7 +65,8 @@ def tar(path: Path, suffix: str, *, outer: str = "") -> str:
     with webdataset.TarWriter(str(path) + outer) as writer:
         for number, text in enumerate(TEXTS):
             data = text.encode() if "txt" in suffix else json.dumps({"text": text}).encode()
-            pack = {"zst": zstandard.compress}.get(suffix.rpartition(".")[2], bytes)  # the writer packs .gz itself
+            # the writer packs .gz itself
+            pack = {"zst": zstandard.compress}.get(suffix.rpartition(".")[2], bytes)
             writer.write({"__key__": f"{number:04d}", suffix: pack(data)})
     return str(path) + outer
 
@@ -77,7 +80,9 @@ def folder(path: Path) -> str:
 
 def listed(path: Path) -> str:
     folder(path)
-    (path / "list").write_text("# in order\n" + "\n".join(sorted(map(str, (path / "sub").glob("*.txt")))))
+    (path / "list").write_text(
+        "# in order\n" + "\n".join(sorted(map(str, (path / "sub").glob("*.txt"))))
+    )
     return f"@{path}/list"
 
 
@@ -103,7 +108,9 @@ TEXT_INPUTS: dict[str, Callable[[Path], str]] = {
 
 @pytest.mark.parametrize("name", TEXT_INPUTS)
 def test_texts_arrive_from_every_format(name: str, tmp_path: Path) -> None:
-    report = convert([TEXT_INPUTS[name](tmp_path)], str(tmp_path / "out"), tokenizer="bytes", workers=1)
+    report = convert(
+        [TEXT_INPUTS[name](tmp_path)], str(tmp_path / "out"), tokenizer="bytes", workers=1
+    )
     assert read(tmp_path / "out") == as_bytes(TEXTS)
     assert report.documents == len(TEXTS)
     assert not report.dropped
@@ -130,7 +137,11 @@ def token_tar(path: Path) -> str:
 
 def token_parquet(path: Path) -> str:
     pq.write_table(
-        pa.table({"text": [tokens(number).tolist() for number in range(12)]}, pa.schema({"text": pa.list_(pa.int32())})), path
+        pa.table(
+            {"text": [tokens(number).tolist() for number in range(12)]},
+            pa.schema({"text": pa.list_(pa.int32())}),
+        ),
+        path,
     )
     return str(path)
 
@@ -172,7 +183,9 @@ def raw(path: Path, kind: str, eod: int = 50_000) -> tuple[str, list[list[int]]]
 
 
 @pytest.mark.parametrize("kind", ["nanogpt", "llm.c", "npy"])
-def test_raw_arrays_are_cut_at_the_ends_of_documents(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_raw_arrays_are_cut_at_the_ends_of_documents(
+    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("streammega.convert.read.arrays.SCAN_TOKENS", 7)
     path, documents = raw(tmp_path, kind)
     convert([path], str(tmp_path / "out"), eod_id=50_000, workers=1)
@@ -188,7 +201,9 @@ def test_rows_of_an_array_are_documents(tmp_path: Path) -> None:
     assert read(tmp_path / "out") == rows.tolist()
 
 
-def test_inputs_are_read_from_object_storage(s3: S3, s3_storage: StorageConfig, bucket: str, tmp_path: Path) -> None:
+def test_inputs_are_read_from_object_storage(
+    s3: S3, s3_storage: StorageConfig, bucket: str, tmp_path: Path
+) -> None:
     import s3fs
 
     system = s3fs.S3FileSystem(**s3.options, skip_instance_cache=True)
@@ -196,7 +211,14 @@ def test_inputs_are_read_from_object_storage(s3: S3, s3_storage: StorageConfig, 
                        ("in/b.parquet", Path(parquet(tmp_path / "b.parquet")).read_bytes())):  # fmt: skip
         system.pipe_file(f"{bucket}/{name}", data)
     for item in (f"s3://{bucket}/in", f"s3://{bucket}/in/*"):
-        convert([item], str(tmp_path / "out"), tokenizer="bytes", storage=s3_storage, workers=1, overwrite=True)
+        convert(
+            [item],
+            str(tmp_path / "out"),
+            tokenizer="bytes",
+            storage=s3_storage,
+            workers=1,
+            overwrite=True,
+        )
         assert read(tmp_path / "out") == as_bytes(TEXTS) * 2
     convert([str(tmp_path / "out")], f"s3://{bucket}/pair", storage=s3_storage, workers=1)
     convert([f"s3://{bucket}/pair"], str(tmp_path / "back"), storage=s3_storage, workers=1)
@@ -206,11 +228,15 @@ def test_inputs_are_read_from_object_storage(s3: S3, s3_storage: StorageConfig, 
 
 
 @pytest.mark.parametrize("unit", [1, 50, 333, 4096])
-def test_large_files_are_cut_into_units_and_nothing_is_lost(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, unit: int) -> None:
+def test_large_files_are_cut_into_units_and_nothing_is_lost(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, unit: int
+) -> None:
     monkeypatch.setattr("streammega.convert.write.units.UNIT_BYTES", unit)
     monkeypatch.setattr("streammega.convert.write.units.SEGMENT_BYTES", 100)
     inputs = [jsonl(tmp_path / "a.jsonl"), parquet(tmp_path / "b.parquet"), pair(tmp_path / "c")]
-    assert len(plan_units(find_inputs(inputs), ConvertOptions(), StorageConfig())) >= (10 if unit < 300 else 1)
+    assert len(plan_units(find_inputs(inputs), ConvertOptions(), StorageConfig())) >= (
+        10 if unit < 300 else 1
+    )
     convert(inputs[:2], str(tmp_path / "out"), tokenizer="bytes", workers=1)
     assert read(tmp_path / "out") == as_bytes(TEXTS) * 2
     convert(inputs[2:], str(tmp_path / "out2"), min_tokens=1, workers=1)
@@ -223,12 +249,23 @@ def test_large_files_are_cut_into_units_and_nothing_is_lost(tmp_path: Path, monk
 def test_sentencepiece(tmp_path: Path) -> None:
     import sentencepiece
 
-    (tmp_path / "text.txt").write_text("\n".join(f"{text} the quick brown fox {n}" for n, text in enumerate(TEXTS * 20)))
+    (tmp_path / "text.txt").write_text(
+        "\n".join(f"{text} the quick brown fox {n}" for n, text in enumerate(TEXTS * 20))
+    )
     sentencepiece.SentencePieceTrainer.train(
-        input=str(tmp_path / "text.txt"), model_prefix=str(tmp_path / "sp"), vocab_size=60, minloglevel=2, hard_vocab_limit=False
+        input=str(tmp_path / "text.txt"),
+        model_prefix=str(tmp_path / "sp"),
+        vocab_size=60,
+        minloglevel=2,
+        hard_vocab_limit=False,
     )
     model = sentencepiece.SentencePieceProcessor(model_file=str(tmp_path / "sp.model"))
-    report = convert([jsonl(tmp_path / "a.jsonl")], str(tmp_path / "out"), tokenizer=str(tmp_path / "sp.model"), workers=1)
+    report = convert(
+        [jsonl(tmp_path / "a.jsonl")],
+        str(tmp_path / "out"),
+        tokenizer=str(tmp_path / "sp.model"),
+        workers=1,
+    )
     assert read(tmp_path / "out") == [[*model.encode(text), model.eos_id()] for text in TEXTS]
     assert (report.vocab_size, report.eod_id) == (model.vocab_size(), model.eos_id())
 
@@ -244,11 +281,18 @@ def test_tiktoken(tmp_path: Path) -> None:
     lines = [base64.b64encode(token) + f" {rank}".encode() for token, rank in ranks.items()]
     (tmp_path / "small.tiktoken").write_bytes(b"\n".join(lines))
     pattern = next(own.expression for own in PATTERNS if own.name == "cl100k_base")
-    model = tiktoken.Encoding("x", pat_str=pattern, mergeable_ranks=ranks, special_tokens={"<|endoftext|>": 258})
+    model = tiktoken.Encoding(
+        "x", pat_str=pattern, mergeable_ranks=ranks, special_tokens={"<|endoftext|>": 258}
+    )
     settings = {"tokenizer": str(tmp_path / "small.tiktoken"), "tiktoken_pattern": "cl100k_base"}
     convert([jsonl(tmp_path / "a.jsonl")], str(tmp_path / "out"), workers=1, **settings)
     assert read(tmp_path / "out") == [[*model.encode_ordinary(text), 258] for text in TEXTS]
-    assert load_tokenizer(str(tmp_path / "small.tiktoken"), pattern="cl100k_base").decode(model.encode_ordinary("doc")) == "doc"
+    assert (
+        load_tokenizer(str(tmp_path / "small.tiktoken"), pattern="cl100k_base").decode(
+            model.encode_ordinary("doc")
+        )
+        == "doc"
+    )
 
 
 @pytest.mark.parametrize("name", ["no.json", "no.model", "no.tiktoken", "/no/such", "./here"])
@@ -276,14 +320,21 @@ def test_several_keys_are_sequences_with_modes(tmp_path: Path) -> None:
     path = records(tmp_path / "a.jsonl", [{"q": "one?", "a": "1"}, {"q": "", "a": "2"}])
     convert([path], str(tmp_path / "out"), tokenizer="bytes", keys=("q", "a:1"), workers=1)
     made = IndexedDataset(str(tmp_path / "out"))
-    assert [(bytes(t[t < 256].astype(np.uint8)).decode(), mode) for t, mode in made[:]] == [("one?", 0), ("1", 1), ("2", 1)]  # type: ignore[misc]
+    assert [(bytes(t[t < 256].astype(np.uint8)).decode(), mode) for t, mode in made[:]] == [
+        ("one?", 0),
+        ("1", 1),
+        ("2", 1),
+    ]  # type: ignore[misc]
     assert made.document_indices.tolist() == [0, 2, 3]
     assert [int(t[-1]) == EOD for t, _ in made[:]] == [False, True, True]  # type: ignore[misc]
 
 
 def test_chats_have_modes(tmp_path: Path) -> None:
     turns = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "yes"}]
-    path = records(tmp_path / "a.jsonl", [{"messages": turns}, {"conversations": [{"from": "gpt", "value": "x"}]}])
+    path = records(
+        tmp_path / "a.jsonl",
+        [{"messages": turns}, {"conversations": [{"from": "gpt", "value": "x"}]}],
+    )
     convert([path], str(tmp_path / "out"), tokenizer="bytes", chat=True, workers=1)
     made = IndexedDataset(str(tmp_path / "out"))
     assert [(bytes(t[t < 256].astype(np.uint8)).decode(), mode) for t, mode in made[:]] == [  # type: ignore[misc]
@@ -297,18 +348,31 @@ def test_chats_have_modes(tmp_path: Path) -> None:
 
 def test_sentences_are_sequences(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_text("Dr. Smith came. He saw.")
-    convert([str(tmp_path / "a.txt")], str(tmp_path / "out"), tokenizer="bytes", split_sentences="en", workers=1)
+    convert(
+        [str(tmp_path / "a.txt")],
+        str(tmp_path / "out"),
+        tokenizer="bytes",
+        split_sentences="en",
+        workers=1,
+    )
     made = IndexedDataset(str(tmp_path / "out"))
-    assert [bytes(t[t < 256].astype(np.uint8)).decode().strip() for t in made[:]] == ["Dr. Smith came.", "He saw."]  # type: ignore[index]
+    assert [bytes(t[t < 256].astype(np.uint8)).decode().strip() for t in made[:]] == [
+        "Dr. Smith came.",
+        "He saw.",
+    ]  # type: ignore[index]
     assert made.document_indices.tolist() == [0, 2]
 
 
 def test_long_and_short_documents_are_counted(tmp_path: Path) -> None:
     path = records(tmp_path / "a.jsonl", [{"text": "x" * size} for size in (0, 1, 5, 9, 20)])
-    cut = convert([path], str(tmp_path / "cut"), tokenizer="bytes", min_tokens=3, max_tokens=8, workers=1)
+    cut = convert(
+        [path], str(tmp_path / "cut"), tokenizer="bytes", min_tokens=3, max_tokens=8, workers=1
+    )
     assert read(tmp_path / "cut") == [[*b"x" * 5, EOD], [*b"x" * 7, EOD], [*b"x" * 7, EOD]]
     assert cut.dropped == {"empty": 1, "too short": 1, "cut": 2, "tokens cut off": 2 + 13}
-    dropped = convert([path], str(tmp_path / "d"), tokenizer="bytes", max_tokens=8, long="drop", workers=1)
+    dropped = convert(
+        [path], str(tmp_path / "d"), tokenizer="bytes", max_tokens=8, long="drop", workers=1
+    )
     assert read(tmp_path / "d") == [[120, EOD], [*b"x" * 5, EOD]]
     assert dropped.dropped == {"empty": 1, "too long": 2}
 
@@ -322,7 +386,13 @@ def test_a_dtype_that_cannot_hold_the_ids_is_an_error(tmp_path: Path) -> None:
     with pytest.raises(ConvertError, match="which uint16 cannot hold"):
         convert([str(tmp_path / "out")], str(tmp_path / "narrow"), dtype="uint16", workers=1)
     with pytest.raises(ConfigError, match="cannot hold the 257 ids of bytes"):
-        convert([jsonl(tmp_path / "t.jsonl")], str(tmp_path / "o"), tokenizer="bytes", dtype="uint8", workers=1)
+        convert(
+            [jsonl(tmp_path / "t.jsonl")],
+            str(tmp_path / "o"),
+            tokenizer="bytes",
+            dtype="uint8",
+            workers=1,
+        )
 
 
 def test_the_dtype_can_be_changed(tmp_path: Path) -> None:
@@ -368,11 +438,41 @@ def damaged(data: bytes, at: int) -> bytes:
 
 BROKEN: dict[str, tuple[str, bytes, str, dict[str, int], int]] = {
     # file name, content, the error, what is counted under --on-error skip, documents that are left
-    "broken JSON": ("a.jsonl", GOOD + b'{"text": \n' + GOOD, r"a\.jsonl:2: broken JSON", {"broken record": 1}, 2),
-    "not UTF-8": ("a.jsonl", b'{"text": "\xff"}\n' + GOOD, r"a\.jsonl:1: is not UTF-8", {"broken record": 1}, 1),
-    "half a character": ("a.jsonl", b'{"text": "\\ud800"}\n' + GOOD, r"a\.jsonl:1: holds half", {"broken record": 1}, 1),
-    "no such key": ("a.jsonl", GOOD * 2 + b'{"body": "x"}\n', r"a\.jsonl:3: has no key", {"broken record": 1}, 2),
-    "deep JSON": ("a.jsonl", GOOD + b"[" * 100_000 + b"\n", r"a\.jsonl:2: broken JSON", {"broken record": 1}, 1),
+    "broken JSON": (
+        "a.jsonl",
+        GOOD + b'{"text": \n' + GOOD,
+        r"a\.jsonl:2: broken JSON",
+        {"broken record": 1},
+        2,
+    ),
+    "not UTF-8": (
+        "a.jsonl",
+        b'{"text": "\xff"}\n' + GOOD,
+        r"a\.jsonl:1: is not UTF-8",
+        {"broken record": 1},
+        1,
+    ),
+    "half a character": (
+        "a.jsonl",
+        b'{"text": "\\ud800"}\n' + GOOD,
+        r"a\.jsonl:1: holds half",
+        {"broken record": 1},
+        1,
+    ),
+    "no such key": (
+        "a.jsonl",
+        GOOD * 2 + b'{"body": "x"}\n',
+        r"a\.jsonl:3: has no key",
+        {"broken record": 1},
+        2,
+    ),
+    "deep JSON": (
+        "a.jsonl",
+        GOOD + b"[" * 100_000 + b"\n",
+        r"a\.jsonl:2: broken JSON",
+        {"broken record": 1},
+        1,
+    ),
     "gz cut short": (
         "a.jsonl.gz",
         gzip.compress(GOOD * 9999, 1)[:-900],
@@ -380,8 +480,20 @@ BROKEN: dict[str, tuple[str, bytes, str, dict[str, int], int]] = {
         {"unreadable file": 1},
         -1,
     ),
-    "zst cut short": ("a.jsonl.zst", zstandard.compress(GOOD * 9999)[:-4], "cannot be read", {"unreadable file": 1}, -1),
-    "tar cut in a member": ("a.tar", plain_tar()[: 512 * 9 + 2], r"cannot be read .*a\.tar!4\.txt", {"unreadable file": 1}, 4),
+    "zst cut short": (
+        "a.jsonl.zst",
+        zstandard.compress(GOOD * 9999)[:-4],
+        "cannot be read",
+        {"unreadable file": 1},
+        -1,
+    ),
+    "tar cut in a member": (
+        "a.tar",
+        plain_tar()[: 512 * 9 + 2],
+        r"cannot be read .*a\.tar!4\.txt",
+        {"unreadable file": 1},
+        4,
+    ),
     "tar with a damaged header": (
         "a.tar",
         damaged(plain_tar(), 4096),
@@ -389,15 +501,57 @@ BROKEN: dict[str, tuple[str, bytes, str, dict[str, int], int]] = {
         {"unreadable file": 1},
         4,
     ),
-    "tar with a damaged last header": ("a.tar", damaged(plain_tar(), 29696), "header at byte 29,696", {"unreadable file": 1}, 29),
-    "tar with zeros in it": ("a.tar", zeroed(plain_tar(), 1024 * 9), "goes on after its end", {"unreadable file": 1}, 9),
-    "two tars in one": ("a.tar", plain_tar() + plain_tar(), "goes on after its end", {"unreadable file": 1}, 30),
-    "tar compressed in secret": ("a.tar", gzip.compress(plain_tar()), "is compressed", {"unreadable file": 1}, 0),
+    "tar with a damaged last header": (
+        "a.tar",
+        damaged(plain_tar(), 29696),
+        "header at byte 29,696",
+        {"unreadable file": 1},
+        29,
+    ),
+    "tar with zeros in it": (
+        "a.tar",
+        zeroed(plain_tar(), 1024 * 9),
+        "goes on after its end",
+        {"unreadable file": 1},
+        9,
+    ),
+    "two tars in one": (
+        "a.tar",
+        plain_tar() + plain_tar(),
+        "goes on after its end",
+        {"unreadable file": 1},
+        30,
+    ),
+    "tar compressed in secret": (
+        "a.tar",
+        gzip.compress(plain_tar()),
+        "is compressed",
+        {"unreadable file": 1},
+        0,
+    ),
     "tar that is none": ("a.tar", GOOD * 999, r"a\.tar: cannot be read", {"unreadable file": 1}, 0),
-    "tar cut between members": ("a.tar", plain_tar()[: 512 * 8], "no end; it is cut short", {"unreadable file": 1}, 4),
+    "tar cut between members": (
+        "a.tar",
+        plain_tar()[: 512 * 8],
+        "no end; it is cut short",
+        {"unreadable file": 1},
+        4,
+    ),
     "hostile names": ("a.tar", hostile_tar(), "outside of its archive", {"hostile path": 2}, 2),
-    "no parquet": ("a.parquet", b"PAR1 nothing", "a.parquet: cannot be read", {"unreadable file": 1}, 0),
-    "no arrow": ("a.arrow", b"nothing at all", "a.arrow: cannot be read", {"unreadable file": 1}, 0),
+    "no parquet": (
+        "a.parquet",
+        b"PAR1 nothing",
+        "a.parquet: cannot be read",
+        {"unreadable file": 1},
+        0,
+    ),
+    "no arrow": (
+        "a.arrow",
+        b"nothing at all",
+        "a.arrow: cannot be read",
+        {"unreadable file": 1},
+        0,
+    ),
     "no npy": ("a.npy", b"nothing", "a.npy: cannot be read", {"unreadable file": 1}, 0),
     "odd bytes": ("a.bin", b"\1\0\2", "ends inside a token of 2 bytes", {"unreadable file": 1}, 0),
 }
@@ -412,7 +566,11 @@ def test_broken_inputs_are_named_or_counted(name: str, tmp_path: Path) -> None:
     assert not list((tmp_path / "out").glob("*"))
     jsonl(tmp_path / "z.jsonl")
     report = convert(
-        [str(tmp_path / file), str(tmp_path / "z.jsonl")], str(tmp_path / "p"), tokenizer="bytes", on_error="skip", workers=1
+        [str(tmp_path / file), str(tmp_path / "z.jsonl")],
+        str(tmp_path / "p"),
+        tokenizer="bytes",
+        on_error="skip",
+        workers=1,
     )
     assert {kind: report.dropped.get(kind) for kind in counts} == counts
     assert len(report.messages) == sum(counts.values())
@@ -424,7 +582,9 @@ def test_broken_inputs_are_named_or_counted(name: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("kind", ["parquet", "arrow"])
-def test_rows_weigh_what_they_hold(tmp_path: Path, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rows_weigh_what_they_hold(
+    tmp_path: Path, kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     from streammega.convert.tokenize.encode import BatchEncoder
 
     texts = ["x" * 300_000] * 30
@@ -437,14 +597,22 @@ def test_rows_weigh_what_they_hold(tmp_path: Path, kind: str, monkeypatch: pytes
     sizes: list[int] = []
     real = BatchEncoder.__call__
     monkeypatch.setattr(
-        BatchEncoder, "__call__", lambda self, documents, skipped: sizes.append(len(documents)) or real(self, documents, skipped)
+        BatchEncoder,
+        "__call__",
+        lambda self, documents, skipped: (
+            sizes.append(len(documents)) or real(self, documents, skipped)
+        ),
     )
-    report = convert([str(tmp_path / f"a.{kind}")], str(tmp_path / "out"), tokenizer="bytes", workers=1)
+    report = convert(
+        [str(tmp_path / f"a.{kind}")], str(tmp_path / "out"), tokenizer="bytes", workers=1
+    )
     assert max(sizes) <= 4, "a MiB together, and the one that made it full"
     assert sum(map(len, texts)) <= report.text_bytes <= 1.1 * sum(map(len, texts))
 
 
-def test_lines_of_later_units_have_their_true_numbers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_lines_of_later_units_have_their_true_numbers(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("streammega.convert.write.units.UNIT_BYTES", 100)
     (tmp_path / "a.jsonl").write_bytes(GOOD * 40 + b"{\n" + GOOD * 40)
     with pytest.raises(ConvertError, match=r"a\.jsonl:41: broken JSON"):
@@ -467,7 +635,9 @@ def test_text_needs_a_tokenizer_and_says_so(tmp_path: Path) -> None:
         convert([jsonl(tmp_path / "a.jsonl")], str(tmp_path / "out"), workers=1)
 
 
-def test_a_document_longer_than_an_index_can_say_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_document_longer_than_an_index_can_say_is_an_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("streammega.convert.read.arrays.MOST_TOKENS", 1000)
     np.arange(2000, dtype=np.uint16).tofile(tmp_path / "a.bin")
     with pytest.raises(ConvertError, match="over 1,000 tokens; name the id"):

@@ -1,4 +1,6 @@
-"""JSON files that are arrays, or records over several lines: told by what they hold, streamed, and as exact as lines."""
+"""JSON files that are arrays, or records over several lines: told by what they hold, streamed, and
+as exact as lines.
+"""
 
 from __future__ import annotations
 
@@ -33,25 +35,41 @@ from streammega.errors import ConvertError
 from tests.support.servers import S3
 
 RECORDS = [
-    {"text": f'text {n} with [brackets], {{braces}}, "quotes" \\ and é\n', "meta": {"n": n, "tags": ["a", []]}} for n in range(40)
+    {
+        "text": f'text {n} with [brackets], {{braces}}, "quotes" \\ and é\n',
+        "meta": {"n": n, "tags": ["a", []]},
+    }
+    for n in range(40)
 ]
 FORMS = {
     "lines": lambda records: "".join(json.dumps(record) + "\n" for record in records),
     "array": lambda records: json.dumps(records),
     "array over lines": lambda records: json.dumps(records, indent=2, ensure_ascii=False) + "\n",
-    "a record a line in an array": lambda records: "[\n" + ",\n".join(map(json.dumps, records)) + "\n]",
-    "records over lines": lambda records: "\n".join(json.dumps(record, indent="\t") for record in records),
-    "arrays end to end": lambda records: json.dumps(records[:7]) + "\n" + json.dumps([]) + json.dumps(records[7:]),
+    "a record a line in an array": lambda records: (
+        "[\n" + ",\n".join(map(json.dumps, records)) + "\n]"
+    ),
+    "records over lines": lambda records: "\n".join(
+        json.dumps(record, indent="\t") for record in records
+    ),
+    "arrays end to end": lambda records: (
+        json.dumps(records[:7]) + "\n" + json.dumps([]) + json.dumps(records[7:])
+    ),
     "with CRLF": lambda records: json.dumps(records, indent=1).replace("\n", "\r\n"),
 }
 
 
 def digests(prefix: Path) -> list[str]:
-    return [hashlib.sha256(Path(f"{prefix}{suffix}").read_bytes()).hexdigest() for suffix in (".bin", ".idx")]
+    return [
+        hashlib.sha256(Path(f"{prefix}{suffix}").read_bytes()).hexdigest()
+        for suffix in (".bin", ".idx")
+    ]
 
 
 def texts(prefix: Path) -> list[str]:
-    return [bytes(np.asarray(ids[:-1]).astype(np.uint8)).decode() for ids in IndexedDataset(str(prefix))[:]]  # type: ignore[union-attr]
+    return [
+        bytes(np.asarray(ids[:-1]).astype(np.uint8)).decode()
+        for ids in IndexedDataset(str(prefix))[:]
+    ]  # type: ignore[union-attr]
 
 
 @pytest.mark.parametrize("form", FORMS)
@@ -80,13 +98,21 @@ def test_large_files_are_cut_into_units_only_where_they_are_lines(
     assert texts(tmp_path / "out") == [record["text"] for record in RECORDS]
 
 
-def test_arrays_are_read_from_object_storage(s3: S3, s3_storage: StorageConfig, bucket: str, tmp_path: Path) -> None:
+def test_arrays_are_read_from_object_storage(
+    s3: S3, s3_storage: StorageConfig, bucket: str, tmp_path: Path
+) -> None:
     import s3fs
 
     system = s3fs.S3FileSystem(**s3.options, skip_instance_cache=True)
     system.pipe_file(f"{bucket}/in/a.json", FORMS["array over lines"](RECORDS).encode())
     system.pipe_file(f"{bucket}/in/b.json.gz", gzip.compress(FORMS["array"](RECORDS).encode()))
-    convert([f"s3://{bucket}/in"], str(tmp_path / "out"), tokenizer="bytes", storage=s3_storage, workers=1)
+    convert(
+        [f"s3://{bucket}/in"],
+        str(tmp_path / "out"),
+        tokenizer="bytes",
+        storage=s3_storage,
+        workers=1,
+    )
     assert texts(tmp_path / "out") == [record["text"] for record in RECORDS] * 2
 
 
@@ -105,17 +131,24 @@ GO_ON = {"no comma": 3, "no JSON": 4}
 
 
 @pytest.mark.parametrize("name", BROKEN)
-def test_broken_arrays_name_their_line_and_lose_nothing_in_silence(name: str, tmp_path: Path) -> None:
+def test_broken_arrays_name_their_line_and_lose_nothing_in_silence(
+    name: str, tmp_path: Path
+) -> None:
     text, message = BROKEN[name]
     (tmp_path / "in.json").write_text(text)
     (tmp_path / "good.json").write_text(FORMS["array"](RECORDS[:3]))
-    with pytest.raises(ConvertError, match=rf"in\.json.*{message}" if not message.startswith(":") else rf"in\.json{message}"):
+    with pytest.raises(
+        ConvertError,
+        match=rf"in\.json.*{message}" if not message.startswith(":") else rf"in\.json{message}",
+    ):
         convert([str(tmp_path / "in.json")], str(tmp_path / "no"), tokenizer="bytes", workers=1)
     inputs = [str(tmp_path / "in.json"), str(tmp_path / "good.json")]
     report = convert(inputs, str(tmp_path / "out"), tokenizer="bytes", workers=1, on_error="skip")
     if name in GO_ON:
         assert report.dropped == {"broken record": 1}
-        assert re.fullmatch(rf".*in\.json{message}.*; passed over up to line {GO_ON[name]}", report.messages[0])
+        assert re.fullmatch(
+            rf".*in\.json{message}.*; passed over up to line {GO_ON[name]}", report.messages[0]
+        )
     else:
         assert report.dropped == {"unreadable file": 1}
         assert "what comes after it cannot be read" in report.messages[0]
@@ -137,23 +170,42 @@ BAD_MEMBERS = [
 
 @pytest.mark.parametrize("read", [5, 1 << 20])
 @pytest.mark.parametrize("bad", BAD_MEMBERS)
-def test_members_behind_a_broken_one_are_read(bad: str, read: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_members_behind_a_broken_one_are_read(
+    bad: str, read: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("streammega.convert.read.json_values.READ_BYTES", read)
     good = [json.dumps(record) for record in RECORDS[:6]]
-    (tmp_path / "in.json").write_text("[\n" + ",\n".join([*good[:3], bad, *good[3:], bad]) + "\n]\n")
+    (tmp_path / "in.json").write_text(
+        "[\n" + ",\n".join([*good[:3], bad, *good[3:], bad]) + "\n]\n"
+    )
     with pytest.raises(ConvertError, match=r"in\.json:5: broken JSON"):
         convert([str(tmp_path / "in.json")], str(tmp_path / "no"), tokenizer="bytes", workers=1)
-    report = convert([str(tmp_path / "in.json")], str(tmp_path / "out"), tokenizer="bytes", workers=1, on_error="skip")
-    first = ["x"] if bad.startswith('{"text": "x"}') else []  # of which only what is behind it is broken
+    report = convert(
+        [str(tmp_path / "in.json")],
+        str(tmp_path / "out"),
+        tokenizer="bytes",
+        workers=1,
+        on_error="skip",
+    )
+    # of which only what is behind it is broken
+    first = ["x"] if bad.startswith('{"text": "x"}') else []
     wanted = [record["text"] for record in RECORDS[:6]]
     assert texts(tmp_path / "out") == wanted[:3] + first + wanted[3:] + first
-    assert report.dropped == {"broken record": 2 if bad else 1}, "nothing behind the last comma is nothing"
+    assert report.dropped == {"broken record": 2 if bad else 1}, (
+        "nothing behind the last comma is nothing"
+    )
     assert re.search(r"in\.json:5: .*; passed over up to line 5$", report.messages[0])
 
 
 def test_what_lies_behind_a_missing_quote_is_left_out_and_said_to_be(tmp_path: Path) -> None:
     (tmp_path / "in.json").write_text('[{"text": "good"},\n{"text: "x"},\n{"text": "b"}]')
-    report = convert([str(tmp_path / "in.json")], str(tmp_path / "out"), tokenizer="bytes", workers=1, on_error="skip")
+    report = convert(
+        [str(tmp_path / "in.json")],
+        str(tmp_path / "out"),
+        tokenizer="bytes",
+        workers=1,
+        on_error="skip",
+    )
     assert texts(tmp_path / "out") == ["good"]
     assert report.dropped == {"unreadable file": 1}
     assert "in.json:2: broken JSON" in report.messages[0]
@@ -171,7 +223,13 @@ def test_records_of_an_array_are_refused_one_by_one(tmp_path: Path) -> None:
         b'{"text": "x"}',
     ]
     (tmp_path / "in.json").write_bytes(b"[\n" + b",\n".join(broken) + b"\n]\n")
-    report = convert([str(tmp_path / "in.json")], str(tmp_path / "out"), tokenizer="bytes", workers=1, on_error="skip")
+    report = convert(
+        [str(tmp_path / "in.json")],
+        str(tmp_path / "out"),
+        tokenizer="bytes",
+        workers=1,
+        on_error="skip",
+    )
     assert texts(tmp_path / "out") == ["good", "x"]
     assert report.dropped == {"broken record": 5}
     places = [message.partition(": ")[0].rpartition(":")[2] for message in report.messages]
@@ -184,7 +242,12 @@ def test_a_file_of_lines_whose_first_is_broken_stays_one_of_lines(tmp_path: Path
     for first in ('{"text": ', '{"text": "a', "{", '{"text": "a"} {'):
         (tmp_path / "in.json").write_text(f'{first}\n{{"text": "b"}}\n{{"text": "c"}}\n')
         report = convert(
-            [str(tmp_path / "in.json")], str(tmp_path / "out"), tokenizer="bytes", workers=1, on_error="skip", overwrite=True
+            [str(tmp_path / "in.json")],
+            str(tmp_path / "out"),
+            tokenizer="bytes",
+            workers=1,
+            on_error="skip",
+            overwrite=True,
         )
         assert texts(tmp_path / "out") == ["b", "c"], first
         assert report.dropped == {"broken record": 1}
@@ -200,7 +263,9 @@ class Pieces(io.RawIOBase):
     """A file that gives few bytes at a time."""
 
     def __init__(self, data: bytes, size: int) -> None:
-        self.data, self.size, self.at = data, size, 0
+        self.data = data
+        self.size = size
+        self.at = 0
 
     def read(self, size: int = -1) -> bytes:
         piece = self.data[self.at : self.at + self.size]
@@ -226,7 +291,9 @@ values = st.recursive(
 def test_values_are_found_wherever_reads_end(
     records: list[Any], indent: int | None, ascii_only: bool, head: int, size: int
 ) -> None:
-    data = json.dumps(records, indent=indent, ensure_ascii=ascii_only).encode("utf-8", "surrogatepass")
+    data = json.dumps(records, indent=indent, ensure_ascii=ascii_only).encode(
+        "utf-8", "surrogatepass"
+    )
     found = list(read_values(data[:head], Pieces(data[head:], size), "x"))
     assert repr([json.loads(document.data) for document in found]) == repr(records)
     for document in found:
@@ -234,9 +301,12 @@ def test_values_are_found_wherever_reads_end(
 
 
 @given(
-    records=st.lists(st.dictionaries(st.text(), values, max_size=3), min_size=1, max_size=4), indent=st.sampled_from([None, 2])
+    records=st.lists(st.dictionaries(st.text(), values, max_size=3), min_size=1, max_size=4),
+    indent=st.sampled_from([None, 2]),
 )
-def test_what_a_file_holds_is_told_by_its_first_record(records: list[Any], indent: int | None) -> None:
+def test_what_a_file_holds_is_told_by_its_first_record(
+    records: list[Any], indent: int | None
+) -> None:
     data = "\n".join(json.dumps(record, indent=indent) for record in records).encode()
     over_lines = b"\n" in json.dumps(records[0], indent=indent).encode()
     assert holds_lines(data) == (not over_lines)
@@ -291,7 +361,10 @@ def test_a_killed_conversion_of_arrays_goes_on_to_the_same_bytes(tmp_path: Path)
     for seed in range(1, 3):
         process = subprocess.Popen(command, env=os.environ, stderr=subprocess.DEVNULL)
         wanted = seed + 1
-        while process.poll() is None and len(list((tmp_path / ".out.convert").glob("unit-*.json"))) < wanted:
+        while (
+            process.poll() is None
+            and len(list((tmp_path / ".out.convert").glob("unit-*.json"))) < wanted
+        ):
             time.sleep(0.01)
         time.sleep(random.Random(seed).random() / 20)
         process.send_signal(signal.SIGKILL)

@@ -1,4 +1,6 @@
-"""SIGKILL in every phase of a conversion, onto a disk and into S3: the former dataset or the new one, then the same bytes."""
+"""SIGKILL in every phase of a conversion, onto a disk and into S3: the former dataset or the new
+one, then the same bytes.
+"""
 
 from __future__ import annotations
 
@@ -22,14 +24,21 @@ from streammega.errors import StreammegaError
 from tests.support.kill_programs import PHASES, convert_and_tell
 from tests.support.servers import S3
 
-OPTIONS: dict[str, Any] = {"tokenizer": "bytes", "shard_bytes": 60_000, "shuffle_seed": 5, "dedup": True}
+OPTIONS: dict[str, Any] = {
+    "tokenizer": "bytes",
+    "shard_bytes": 60_000,
+    "shuffle_seed": 5,
+    "dedup": True,
+}
 OVERHEAD = 60.0
 """Seconds that any one process may take, on a busy machine."""
 
 
 @dataclass
 class Scene:
-    """Where a dataset is replaced: by its name and a cache of its own, with what is there before."""
+    """Where a dataset is replaced: by its name and a cache of its own, with what is
+    there before.
+    """
 
     root: str
     tmp_path: Path
@@ -50,11 +59,18 @@ class Scene:
         return StorageConfig(storage_options=self.server.options if self.server else {}, timeout=20)
 
     def files(self) -> dict[str, bytes]:
-        """All that is stored, temporary files of killed writers aside, which are removed a day later."""
+        """All that is stored, temporary files of killed writers aside, which are removed a day
+        later.
+        """
         if self.server is None:
-            found = (path for path in Path(self.root).iterdir() if path.is_file() and path.suffix != ".partial")
+            found = (
+                path
+                for path in Path(self.root).iterdir()
+                if path.is_file() and path.suffix != ".partial"
+            )
             return {path.name: path.read_bytes() for path in found}
-        client, bucket = self.server.client(), self.root.partition("://")[2]
+        client = self.server.client()
+        bucket = self.root.partition("://")[2]
         keys = [item["Key"] for item in client.list_objects_v2(Bucket=bucket).get("Contents", [])]
         return {key: client.get_object(Bucket=bucket, Key=key)["Body"].read() for key in keys}
 
@@ -69,7 +85,9 @@ class Scene:
             if self.server is None:
                 (Path(self.root) / name).write_bytes(data)
             else:
-                self.server.client().put_object(Bucket=self.root.partition("://")[2], Key=name, Body=data)
+                self.server.client().put_object(
+                    Bucket=self.root.partition("://")[2], Key=name, Body=data
+                )
 
     def start(self) -> tuple[Any, Any]:
         """(process, its pipe) of the conversion that replaces the dataset."""
@@ -88,13 +106,15 @@ class Scene:
     def run(self) -> None:
         """The conversion to its end; how long its phases took is noted."""
         process, pipe = self.start()
-        began, phase = time.monotonic(), ""
+        began = time.monotonic()
+        phase = ""
         while True:
             assert pipe.poll(OVERHEAD), phase
             word = pipe.recv()
             now = time.monotonic()
             self.durations[phase] = now - began
-            began, phase = now, word
+            began = now
+            phase = word
             if word not in PHASES:
                 break
         process.join(OVERHEAD)
@@ -120,7 +140,10 @@ class Scene:
 
     def readable(self) -> list[Any]:
         """What is read by each of the dataset's names."""
-        return [tokens_of(by, self.storage) for by in (self.name, f"{self.name}.manifest.json", f"{self.root}/")]
+        return [
+            tokens_of(by, self.storage)
+            for by in (self.name, f"{self.name}.manifest.json", f"{self.root}/")
+        ]
 
 
 def tokens_of(name: str, storage: StorageConfig) -> str | None:
@@ -135,7 +158,12 @@ def write_corpus(path: Path, seed: int, lines: int) -> None:
     rng = random.Random(seed)
     with open(path, "w") as file:
         for number in range(lines):
-            file.write('{"text": "' + f"document {number} of {seed} " + "lorem ipsum " * rng.randrange(20) + '"}\n')
+            file.write(
+                '{"text": "'
+                + f"document {number} of {seed} "
+                + "lorem ipsum " * rng.randrange(20)
+                + '"}\n'
+            )
 
 
 @pytest.fixture(params=["s3", pytest.param("local", marks=pytest.mark.soak)])
@@ -145,32 +173,47 @@ def scene(request: pytest.FixtureRequest, tmp_path: Path, moto: S3) -> Scene:
     write_corpus(tmp_path / "in.jsonl", 1, 600)
     write_corpus(tmp_path / "former.jsonl", 2, 100)
     made = Scene(root, tmp_path, server)
-    convert([str(tmp_path / "former.jsonl")], made.name, tokenizer="bytes", shard_bytes=20_000, workers=1, storage=made.storage)
+    convert(
+        [str(tmp_path / "former.jsonl")],
+        made.name,
+        tokenizer="bytes",
+        shard_bytes=20_000,
+        workers=1,
+        storage=made.storage,
+    )
     made.former = made.files()
     return made
 
 
 def kill_again_and_again(scene: Scene, phases: Sequence[str], kills: int, seed: int) -> int:
-    """So many kills in each of these phases, at random moments of it; each time, the conversion then goes on to its end."""
+    """So many kills in each of these phases, at random moments of it; each time, the conversion
+    then goes on to its end.
+    """
     former = scene.readable()
     scene.run()
-    whole, new = scene.files(), scene.readable()
+    whole = scene.files()
+    new = scene.readable()
     assert len(set(former)) == len(set(new)) == 1
-    rng, all_killed = random.Random(seed), 0
+    rng = random.Random(seed)
+    all_killed = 0
     for phase in phases:
-        killed, tried = 0, 0
+        killed = 0
+        tried = 0
         while killed < kills:
             tried += 1
             assert tried < 4 * kills + 10, "ends before it can be killed"
             scene.reset()
             killed += scene.kill(phase, rng.uniform(0, scene.durations[phase]))
-            assert set(scene.readable()) in (set(former), set(new)), "the former dataset or the new one, by every name"
+            assert set(scene.readable()) in (set(former), set(new)), (
+                "the former dataset or the new one, by every name"
+            )
             while kills > 1 and rng.random() < 0.3:  # on its way to the end it may be killed again
                 killed += scene.kill(rng.choice(PHASES), rng.uniform(0, scene.durations[phase]))
                 assert set(scene.readable()) in (set(former), set(new))
             scene.run()
             left = scene.files()
-            if scene.server is None:  # else the mark in the names of shards, and so in the manifest, says what they replaced
+            # else the mark in the names of shards, and so in the manifest, says what they replaced
+            if scene.server is None:
                 assert left == whole
             assert plain(left) == plain(whole)
             assert set(scene.readable()) == set(new)
@@ -181,7 +224,8 @@ def kill_again_and_again(scene: Scene, phases: Sequence[str], kills: int, seed: 
 
 
 def test_a_conversion_killed_in_any_phase_goes_on_to_the_same_bytes(scene: Scene) -> None:
-    assert kill_again_and_again(scene, ("lay", "publish"), 1, 0) == 2  # in `make soak` all phases, again and again
+    # in `make soak` all phases, again and again
+    assert kill_again_and_again(scene, ("lay", "publish"), 1, 0) == 2
 
 
 @pytest.mark.soak
@@ -194,6 +238,9 @@ def test_fifty_kills_in_each_phase_change_no_byte(scene: Scene, phase: str) -> N
 def plain(files: dict[str, bytes]) -> dict[str, str]:
     """Digests of shards by their names without marks."""
     shards = {name: data for name, data in files.items() if not name.endswith(".json")}
-    found = {re.sub("-gen[0-9a-f]{12}", "", name): hashlib.sha256(data).hexdigest() for name, data in shards.items()}
+    found = {
+        re.sub("-gen[0-9a-f]{12}", "", name): hashlib.sha256(data).hexdigest()
+        for name, data in shards.items()
+    }
     assert len(found) == len(shards), "nothing else is left"
     return found

@@ -1,4 +1,6 @@
-"""Records too long to be held become what they would become if they were, in memory that does not grow with them."""
+"""Records too long to be held become what they would become if they were, in memory that does not
+grow with them.
+"""
 
 from __future__ import annotations
 
@@ -37,7 +39,15 @@ from tests.convert.test_long_texts import MAKERS, SENTENCES, WORDS
 
 WORDS_OF_SENTENCES = " ".join(SENTENCES).split()
 DAMAGED = st.sampled_from(
-    [(b'"', b""), (b"\\", b""), (b"u", b"x"), (b",", b",,"), (b"}", b""), (b'"', b'"\n'), (b"\xc3", b"\xff")]
+    [
+        (b'"', b""),
+        (b"\\", b""),
+        (b"u", b"x"),
+        (b",", b",,"),
+        (b"}", b""),
+        (b'"', b'"\n'),
+        (b"\xc3", b"\xff"),
+    ]
 )
 
 
@@ -66,8 +76,15 @@ def read_in_blocks(data: bytes, size: int, folder: Path) -> Any:
 
 
 VALUES = st.recursive(
-    st.none() | st.booleans() | st.integers() | st.floats() | st.text() | st.lists(WORDS, max_size=9).map("".join),
-    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=3),
+    st.none()
+    | st.booleans()
+    | st.integers()
+    | st.floats()
+    | st.text()
+    | st.lists(WORDS, max_size=9).map("".join),
+    lambda inner: (
+        st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=3)
+    ),
     max_leaves=8,
 )
 
@@ -89,7 +106,11 @@ def test_records_in_blocks_are_what_they_are_as_a_whole(tmp_path: Path) -> None:
 
 @pytest.mark.usefixtures("small")
 def test_what_is_refused_as_a_whole_is_refused_in_blocks(tmp_path: Path) -> None:
-    @given(value=st.dictionaries(st.text(max_size=3), VALUES, min_size=1, max_size=3), damage=DAMAGED, size=st.integers(1, 40))
+    @given(
+        value=st.dictionaries(st.text(max_size=3), VALUES, min_size=1, max_size=3),
+        damage=DAMAGED,
+        size=st.integers(1, 40),
+    )
     @settings(max_examples=150, deadline=None)
     def check(value: Any, damage: tuple[bytes, bytes], size: int) -> None:
         data = json.dumps(value, ensure_ascii=len(value) % 2 == 0).encode().replace(*damage)
@@ -104,7 +125,9 @@ def test_what_is_refused_as_a_whole_is_refused_in_blocks(tmp_path: Path) -> None
 
     check()
     lone = r'{"text": "long enough to be one of those \ud83d"}'
-    with pytest.raises(FormatError, match=r"half of a character \(a lone surrogate, character 31\)"):
+    with pytest.raises(
+        FormatError, match=r"half of a character \(a lone surrogate, character 31\)"
+    ):
         read_in_blocks(lone.encode(), 5, tmp_path)
     for number in ('1"long enough"', '-"long enough"', '"long enough" "long enough"'):
         with pytest.raises(FormatError, match="broken JSON"):
@@ -114,7 +137,10 @@ def test_what_is_refused_as_a_whole_is_refused_in_blocks(tmp_path: Path) -> None
 
 
 @given(
-    texts=st.lists(st.binary(max_size=60), max_size=8), begun=st.integers(0, 30), most=st.integers(1, 40), read=st.integers(1, 9)
+    texts=st.lists(st.binary(max_size=60), max_size=8),
+    begun=st.integers(0, 30),
+    most=st.integers(1, 40),
+    read=st.integers(1, 9),
 )
 @settings(max_examples=100, deadline=None)
 def test_lines_are_lines_however_long(texts: list[bytes], begun: int, most: int, read: int) -> None:
@@ -128,14 +154,19 @@ def test_lines_are_lines_however_long(texts: list[bytes], begun: int, most: int,
 
 
 @pytest.mark.parametrize("form", ["a.jsonl", "a.json"])
-def test_a_record_is_held_up_to_its_limit_and_no_further(form: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_record_is_held_up_to_its_limit_and_no_further(
+    form: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(readers, "LONG_RECORD", 3 << 20)
     found = []
     for size in ((3 << 20) - 100, (3 << 20) + 100):
         data = json.dumps({"text": "x" * (size - 12)}).encode()
         (tmp_path / form).write_bytes(data + b"\n" if form == "a.jsonl" else b"[" + data + b"]")
         piece = Slice(input=find_inputs([str(tmp_path / form)])[0])
-        found += [type(item) for item in readers.read_slice(piece, ConvertOptions(), StorageConfig(), Skipped())]
+        found += [
+            type(item)
+            for item in readers.read_slice(piece, ConvertOptions(), StorageConfig(), Skipped())
+        ]
     assert found == [RawDocument, LongRecord]
 
 
@@ -149,12 +180,36 @@ def records() -> list[dict[str, Any]]:
         return " ".join(rng.choice(WORDS_OF_SENTENCES, count))
 
     found = [
-        {"id": 1, "text": text(900), "b": text(5), "list": [text(3), text(700), "", text(800)], "meta": {"text": text(600)}},
+        {
+            "id": 1,
+            "text": text(900),
+            "b": text(5),
+            "list": [text(3), text(700), "", text(800)],
+            "meta": {"text": text(600)},
+        },
         {"id": 2, "text": text(3), "b": text(4), "list": [text(5)], "meta": {"text": text(2)}},
-        {"id": 3, "text": text(4), "b": text(900), "list": ["", " " * 900, text(4)], "meta": {"text": text(2)}},
-        {"id": 4, "text": " " * 900, "b": "", "list": [" " * 900, ""], "meta": {"text": None, "else": text(900)}},
+        {
+            "id": 3,
+            "text": text(4),
+            "b": text(900),
+            "list": ["", " " * 900, text(4)],
+            "meta": {"text": text(2)},
+        },
+        {
+            "id": 4,
+            "text": " " * 900,
+            "b": "",
+            "list": [" " * 900, ""],
+            "meta": {"text": None, "else": text(900)},
+        },
         {"id": 5, "text": "", "b": "", "list": [], "meta": {"text": ""}, "else": text(900)},
-        {"id": 6, "text": text(50), "b": " " * 900, "list": [text(900), text(900)], "meta": {"text": text(3)}},
+        {
+            "id": 6,
+            "text": text(50),
+            "b": " " * 900,
+            "list": [text(900), text(900)],
+            "meta": {"text": text(3)},
+        },
     ]
     return [*found, found[0], found[2]]
 
@@ -180,14 +235,18 @@ SETTINGS: dict[str, dict[str, Any]] = {
 }
 FORMS = {
     "in.jsonl": lambda found: "".join(json.dumps(record) + "\n" for record in found),
-    "letters.jsonl": lambda found: "\ufeff" + "\n".join(json.dumps(record, ensure_ascii=False) for record in found),
+    "letters.jsonl": lambda found: (
+        "\ufeff" + "\n".join(json.dumps(record, ensure_ascii=False) for record in found)
+    ),
     "array.json": lambda found: json.dumps(found),
     "over lines.json": lambda found: "\n".join(json.dumps(record, indent=1) for record in found),
     "packed.json.gz": lambda found: json.dumps(found, indent=1),
 }
 
 
-def held_and_long(path: Path, monkeypatch: pytest.MonkeyPatch, **options: Any) -> tuple[list[Any], list[list[str]]]:
+def held_and_long(
+    path: Path, monkeypatch: pytest.MonkeyPatch, **options: Any
+) -> tuple[list[Any], list[list[str]]]:
     """Reports of both, and digests of what was written."""
     reports: list[Any] = []
     digests = []
@@ -207,7 +266,9 @@ def held_and_long(path: Path, monkeypatch: pytest.MonkeyPatch, **options: Any) -
         except ConvertError as error:
             reports.append(str(error))
         files = [Path(f"{out}{suffix}") for suffix in (".bin", ".idx")]
-        digests.append([hashlib.sha256(file.read_bytes()).hexdigest() for file in files if file.exists()])
+        digests.append(
+            [hashlib.sha256(file.read_bytes()).hexdigest() for file in files if file.exists()]
+        )
     return reports, digests
 
 
@@ -222,18 +283,30 @@ def test_long_records_become_what_they_were_when_they_were_held(
 ) -> None:
     form = list(FORMS)[list(SETTINGS).index(name) % 2]
     (tmp_path / form).write_text(FORMS[form](records()))
-    reports, digests = held_and_long(tmp_path / form, monkeypatch, **tokenizer_in(tmp_path) | SETTINGS[name])
+    reports, digests = held_and_long(
+        tmp_path / form, monkeypatch, **tokenizer_in(tmp_path) | SETTINGS[name]
+    )
     assert digests[0] == digests[1]
     if isinstance(reports[0], str):
         assert reports[0] == reports[1]
         return
-    for figure in ("tokens", "documents", "sequences", "dropped", "histogram", "text_bytes", "messages"):
+    for figure in (
+        "tokens",
+        "documents",
+        "sequences",
+        "dropped",
+        "histogram",
+        "text_bytes",
+        "messages",
+    ):
         assert getattr(reports[0], figure) == getattr(reports[1], figure), figure
 
 
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("unit", [1 << 20, 5000])
-def test_long_records_are_found_in_every_form(form: str, unit: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_long_records_are_found_in_every_form(
+    form: str, unit: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("streammega.convert.write.units.UNIT_BYTES", unit)
     data = FORMS[form](records()).encode()
     (tmp_path / form).write_bytes(gzip.compress(data) if form.endswith(".gz") else data)
@@ -241,12 +314,16 @@ def test_long_records_are_found_in_every_form(form: str, unit: int, tmp_path: Pa
     assert len(digests[0]) == 2
     assert digests[0] == digests[1]
     assert reports[0].dropped == reports[1].dropped
-    planned = plan_conversion([str(tmp_path / form)], str(tmp_path / "planned"), **tokenizer_in(tmp_path))
+    planned = plan_conversion(
+        [str(tmp_path / form)], str(tmp_path / "planned"), **tokenizer_in(tmp_path)
+    )
     assert planned.documents
     assert "first" in describe_input(str(tmp_path / form), StorageConfig())
 
 
-@pytest.mark.parametrize(("form", "unit"), [("in.jsonl", 1 << 20), ("in.jsonl", 5000), ("array.json", 1 << 20)])
+@pytest.mark.parametrize(
+    ("form", "unit"), [("in.jsonl", 1 << 20), ("in.jsonl", 5000), ("array.json", 1 << 20)]
+)
 def test_broken_long_records_are_refused_as_others_are(
     form: str, unit: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -264,11 +341,18 @@ def test_broken_long_records_are_refused_as_others_are(
     assert digests[0] == digests[1]
 
 
-def test_long_records_whose_file_ends_early_are_unreadable_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    for form, cut in (("array.json", lambda data: data[:-9000]), ("in.json.gz", lambda data: gzip.compress(data)[:-2000])):
+def test_long_records_whose_file_ends_early_are_unreadable_files(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for form, cut in (
+        ("array.json", lambda data: data[:-9000]),
+        ("in.json.gz", lambda data: gzip.compress(data)[:-2000]),
+    ):
         data = FORMS["array.json"](records()).encode()
         (tmp_path / form).write_bytes(cut(data))
-        reports, digests = held_and_long(tmp_path / form, monkeypatch, on_error="skip", **tokenizer_in(tmp_path))
+        reports, digests = held_and_long(
+            tmp_path / form, monkeypatch, on_error="skip", **tokenizer_in(tmp_path)
+        )
         assert reports[0].dropped["unreadable file"] == reports[1].dropped["unreadable file"] == 1
         assert digests[0] == digests[1]
 
@@ -300,9 +384,13 @@ def test_long_cells_become_what_they_were_when_they_were_copied(
     assert "wrong.parquet:2: is not UTF-8 text (byte 3000)" in reports[0]
 
 
-def test_a_conversion_that_is_killed_within_a_long_record_goes_on_to_the_same_bytes(tmp_path: Path) -> None:
+def test_a_conversion_that_is_killed_within_a_long_record_goes_on_to_the_same_bytes(
+    tmp_path: Path,
+) -> None:
     (tmp_path / "a.jsonl").write_text('{"text": "first"}\n')
-    (tmp_path / "b.jsonl").write_text(json.dumps({"text": "words and words\n" * (1 << 20)}) + '\n{"text": "last"}\n')
+    (tmp_path / "b.jsonl").write_text(
+        json.dumps({"text": "words and words\n" * (1 << 20)}) + '\n{"text": "last"}\n'
+    )
     inputs = [str(tmp_path / "a.jsonl"), str(tmp_path / "b.jsonl")]
     convert(inputs, str(tmp_path / "whole"), tokenizer="bytes", workers=1)
     code = "import sys; from streammega.convert import convert; convert(sys.argv[2:], sys.argv[1], tokenizer='bytes', workers=1)"
@@ -318,7 +406,9 @@ def test_a_conversion_that_is_killed_within_a_long_record_goes_on_to_the_same_by
     done = subprocess.run(command, check=True, stderr=subprocess.PIPE)
     assert b"1 of 6 units are done" in done.stderr
     for suffix in (".bin", ".idx"):
-        assert (tmp_path / f"out{suffix}").read_bytes() == (tmp_path / f"whole{suffix}").read_bytes()
+        assert (tmp_path / f"out{suffix}").read_bytes() == (
+            tmp_path / f"whole{suffix}"
+        ).read_bytes()
     assert not work.exists()
 
 
@@ -333,7 +423,9 @@ print((resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) // 1024)
 
 @pytest.mark.parametrize("form", ["a.jsonl", "a.json"])
 @pytest.mark.parametrize(("words", "times"), [("words and words\\n", 100 << 16), ("\\n", 12 << 20)])
-def test_memory_does_not_grow_with_a_record(form: str, words: str, times: int, tmp_path: Path) -> None:
+def test_memory_does_not_grow_with_a_record(
+    form: str, words: str, times: int, tmp_path: Path
+) -> None:
     with open(tmp_path / form, "w") as file:
         file.write('{"text": "' if form.endswith("l") else '[{"text": "')
         for _ in range(100):
@@ -341,4 +433,6 @@ def test_memory_does_not_grow_with_a_record(form: str, words: str, times: int, t
         file.write('"}\n{"text": "b"}' if form.endswith("l") else '"},\n{"text": "b"}]')
     command = [sys.executable, "-c", MEASURED, str(tmp_path / form), str(tmp_path / "out")]
     done = subprocess.run(command, capture_output=True, text=True, check=True)
-    assert int(done.stdout) < 200, "MiB; of 107 MB, which were held some four times, and of 24 MB of escapes"
+    assert int(done.stdout) < 200, (
+        "MiB; of 107 MB, which were held some four times, and of 24 MB of escapes"
+    )

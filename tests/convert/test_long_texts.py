@@ -1,4 +1,6 @@
-"""Texts too long to be held are cut where no token changes, whatever the tokenizer; memory does not grow with them."""
+"""Texts too long to be held are cut where no token changes, whatever the tokenizer; memory does not
+grow with them.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,16 @@ import pytest
 import sentencepiece
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tokenizers import AddedToken, Regex, Tokenizer, models, normalizers, pre_tokenizers, processors, trainers
+from tokenizers import (
+    AddedToken,
+    Regex,
+    Tokenizer,
+    models,
+    normalizers,
+    pre_tokenizers,
+    processors,
+    trainers,
+)
 
 from streammega import IndexedDataset
 from streammega.convert import convert
@@ -27,7 +38,11 @@ from streammega.convert.tokenize.long_texts import LongTextEncoder
 from streammega.convert.tokenize.pattern_cuts import NotUnderstood, PatternCuts
 from streammega.convert.tokenize.safe_cuts import cuts_of
 from streammega.convert.tokenize.tiktoken_files import PATTERNS
-from streammega.convert.tokenize.tokenizers import SentencePieceTokenizer, TiktokenTokenizer, load_tokenizer
+from streammega.convert.tokenize.tokenizers import (
+    SentencePieceTokenizer,
+    TiktokenTokenizer,
+    load_tokenizer,
+)
 from streammega.convert.write.long_documents import TokenStream
 from streammega.errors import ConvertError
 
@@ -41,11 +56,25 @@ SENTENCES = [
 PATTERN = {pattern.name: pattern.expression for pattern in PATTERNS}
 HAN = "[一-龥\u0800-一가-퟿]+"
 WORDS = st.sampled_from(
-    [*" ".join(SENTENCES).split(), " ", "  ", "\n", "\r\n", "\u3000", "，", "。", "<s>", "<sep>", "x", "é", "e\u0301"]
+    [
+        *" ".join(SENTENCES).split(),
+        " ",
+        "  ",
+        "\n",
+        "\r\n",
+        "\u3000",
+        "，",
+        "。",
+        "<s>",
+        "<sep>",
+        "x",
+        "é",
+        "e\u0301",
+    ]
 )
-TEXTS = st.lists(WORDS | st.text(st.sampled_from("ab 1.,'\n，。中한é\u0301İΣ_<>|"), max_size=4), max_size=25).map(
-    lambda words: "".join(word if n % 3 else f"{word} " for n, word in enumerate(words))
-)
+TEXTS = st.lists(
+    WORDS | st.text(st.sampled_from("ab 1.,'\n，。中한é\u0301İΣ_<>|"), max_size=4), max_size=25
+).map(lambda words: "".join(word if n % 3 else f"{word} " for n, word in enumerate(words)))
 
 
 def pairs(normalizer: Any, pre_tokenizer: Any, *added: AddedToken, **options: Any) -> Tokenizer:
@@ -56,7 +85,9 @@ def pairs(normalizer: Any, pre_tokenizer: Any, *added: AddedToken, **options: An
     if pre_tokenizer is not None:
         tokenizer.pre_tokenizer = pre_tokenizer
     alphabet = pre_tokenizers.ByteLevel.alphabet() if "ByteLevel" in repr(pre_tokenizer) else []
-    trainer = trainers.BpeTrainer(vocab_size=600, special_tokens=["<unk>", "<s>"], initial_alphabet=alphabet)
+    trainer = trainers.BpeTrainer(
+        vocab_size=600, special_tokens=["<unk>", "<s>"], initial_alphabet=alphabet
+    )
     whole = pre_tokenizer is None or not getattr(pre_tokenizer, "split", True)
     if whole:  # words are to be cut while it learns, or it learns whole sentences
         tokenizer.pre_tokenizer = pre_tokenizers.Metaspace()
@@ -64,7 +95,9 @@ def pairs(normalizer: Any, pre_tokenizer: Any, *added: AddedToken, **options: An
     if whole:
         tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(split=False, prepend_scheme="first")
     if pre_tokenizer is None:
-        tokenizer = Tokenizer.from_str(json.dumps(json.loads(tokenizer.to_str()) | {"pre_tokenizer": None}))
+        tokenizer = Tokenizer.from_str(
+            json.dumps(json.loads(tokenizer.to_str()) | {"pre_tokenizer": None})
+        )
     tokenizer.add_tokens(list(added) or [AddedToken("<sep>")])
     return tokenizer
 
@@ -85,7 +118,8 @@ def unigram() -> Tokenizer:
     tokenizer = Tokenizer(models.Unigram())
     tokenizer.pre_tokenizer = steps(pre_tokenizers.WhitespaceSplit(), pre_tokenizers.Metaspace())
     tokenizer.train_from_iterator(
-        SENTENCES * 3, trainers.UnigramTrainer(vocab_size=200, unk_token="<unk>", special_tokens=["<unk>"])
+        SENTENCES * 3,
+        trainers.UnigramTrainer(vocab_size=200, unk_token="<unk>", special_tokens=["<unk>"]),
     )
     return tokenizer
 
@@ -94,7 +128,9 @@ def bert() -> Tokenizer:
     tokenizer = Tokenizer(models.WordPiece(unk_token="[UNK]"))  # type: ignore[call-arg]
     tokenizer.normalizer = normalizers.BertNormalizer()
     tokenizer.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
-    tokenizer.train_from_iterator(SENTENCES * 3, trainers.WordPieceTrainer(vocab_size=300, special_tokens=["[UNK]"]))
+    tokenizer.train_from_iterator(
+        SENTENCES * 3, trainers.WordPieceTrainer(vocab_size=300, special_tokens=["[UNK]"])
+    )
     return tokenizer
 
 
@@ -104,21 +140,37 @@ MAKERS: dict[str, Any] = {
     "gpt2 with a prefix": lambda: pairs(None, pre_tokenizers.ByteLevel(add_prefix_space=True)),
     "qwen": lambda: pairs(normalizers.NFC(), steps(split(PATTERN["qwen"]), raw_bytes())),
     "llama3": lambda: pairs(None, steps(split(PATTERN["llama3"]), raw_bytes())),
-    "matches": lambda: pairs(None, steps(split(PATTERN["o200k_base"], "removed", invert=True), raw_bytes())),
+    "matches": lambda: pairs(
+        None, steps(split(PATTERN["o200k_base"], "removed", invert=True), raw_bytes())
+    ),
     "deepseek": lambda: pairs(
         None,
         steps(
-            split(r"[\r\n]"), split(r"\s?\p{L}+"), split(r"\s?\p{P}+"), split(HAN), split(r"\p{N}+"), split(r"\s+"), raw_bytes()
+            split(r"[\r\n]"),
+            split(r"\s?\p{L}+"),
+            split(r"\s?\p{P}+"),
+            split(HAN),
+            split(r"\p{N}+"),
+            split(r"\s+"),
+            raw_bytes(),
         ),
     ),
-    "digits": lambda: pairs(None, steps(pre_tokenizers.Digits(True), pre_tokenizers.ByteLevel(add_prefix_space=False))),
+    "digits": lambda: pairs(
+        None, steps(pre_tokenizers.Digits(True), pre_tokenizers.ByteLevel(add_prefix_space=False))
+    ),
     "metaspace": lambda: pairs(None, pre_tokenizers.Metaspace()),
-    "metaspace at first": lambda: pairs(normalizers.NFKC(), pre_tokenizers.Metaspace(prepend_scheme="first")),
+    "metaspace at first": lambda: pairs(
+        normalizers.NFKC(), pre_tokenizers.Metaspace(prepend_scheme="first")
+    ),
     "llama2": lambda: pairs(LLAMA2, None, fuse_unk=True),
-    "metaspace without words": lambda: pairs(None, pre_tokenizers.Metaspace(split=False, prepend_scheme="first")),
+    "metaspace without words": lambda: pairs(
+        None, pre_tokenizers.Metaspace(split=False, prepend_scheme="first")
+    ),
     "words": lambda: pairs(normalizers.Lowercase(), pre_tokenizers.Whitespace()),
     "folded": lambda: pairs(
-        normalizers.Sequence([normalizers.NFKD(), normalizers.Lowercase(), normalizers.StripAccents()]),
+        normalizers.Sequence(
+            [normalizers.NFKD(), normalizers.Lowercase(), normalizers.StripAccents()]
+        ),
         steps(pre_tokenizers.Punctuation(), pre_tokenizers.ByteLevel()),
     ),
     "added tokens that eat blanks": lambda: pairs(
@@ -142,7 +194,11 @@ def small(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def ids_in_pieces(tokenizer: Any, text: str, chunk: int) -> list[int]:
     chunks = (text[start : start + chunk] for start in range(0, len(text), chunk))
-    return [number for ids in LongTextEncoder(tokenizer).encode(chunks, "a.txt") for number in ids.tolist()]
+    return [
+        number
+        for ids in LongTextEncoder(tokenizer).encode(chunks, "a.txt")
+        for number in ids.tolist()
+    ]
 
 
 def check(tokenizer: Any, text: str, chunk: int) -> None:
@@ -166,7 +222,9 @@ def is_cut(tokenizer: Any) -> int:
 
 @pytest.mark.usefixtures("small")
 @pytest.mark.parametrize("name", MAKERS)
-def test_pieces_have_the_ids_of_the_whole_with_tokenizers_of_hugging_face(name: str, tmp_path: Path) -> None:
+def test_pieces_have_the_ids_of_the_whole_with_tokenizers_of_hugging_face(
+    name: str, tmp_path: Path
+) -> None:
     MAKERS[name]().save(str(tmp_path / "tokenizer.json"))
     for special in ("parse", "text"):
         tokenizer = load_tokenizer(str(tmp_path / "tokenizer.json"), special_tokens=special)
@@ -183,7 +241,9 @@ def test_pieces_have_the_ids_of_the_whole_with_tiktoken(name: str, tmp_path: Pat
         data = word.encode()
         for size in range(2, len(data) + 1):
             ranks.setdefault(data[:size], len(ranks))
-    (tmp_path / "own.tiktoken").write_text("".join(f"{base64.b64encode(t).decode()} {n}\n" for t, n in ranks.items()))
+    (tmp_path / "own.tiktoken").write_text(
+        "".join(f"{base64.b64encode(t).decode()} {n}\n" for t, n in ranks.items())
+    )
     tokenizer = TiktokenTokenizer(str(tmp_path / "own.tiktoken"), name, parse=True)
 
     compare(tokenizer, 40)
@@ -195,16 +255,31 @@ def test_pieces_have_the_ids_of_the_whole_with_tiktoken(name: str, tmp_path: Pat
     "options",
     [
         {},
-        {"normalization_rule_name": "identity", "remove_extra_whitespaces": False, "byte_fallback": True},
-        {"normalization_rule_name": "identity", "remove_extra_whitespaces": False, "add_dummy_prefix": False},
+        {
+            "normalization_rule_name": "identity",
+            "remove_extra_whitespaces": False,
+            "byte_fallback": True,
+        },
+        {
+            "normalization_rule_name": "identity",
+            "remove_extra_whitespaces": False,
+            "add_dummy_prefix": False,
+        },
         {"user_defined_symbols": ["<sep>", "a b"]},
     ],
     ids=["usual", "llama", "no prefix", "symbols"],
 )
-def test_pieces_have_the_ids_of_the_whole_with_sentencepiece(options: dict[str, Any], tmp_path: Path) -> None:
+def test_pieces_have_the_ids_of_the_whole_with_sentencepiece(
+    options: dict[str, Any], tmp_path: Path
+) -> None:
     with open(tmp_path / "sp.model", "wb") as file:
         sentencepiece.SentencePieceTrainer.train(
-            sentence_iterator=iter(SENTENCES * 3), model_writer=file, vocab_size=380, model_type="bpe", minloglevel=2, **options
+            sentence_iterator=iter(SENTENCES * 3),
+            model_writer=file,
+            vocab_size=380,
+            model_type="bpe",
+            minloglevel=2,
+            **options,
         )
     tokenizer = SentencePieceTokenizer(str(tmp_path / "sp.model"))
 
@@ -213,14 +288,27 @@ def test_pieces_have_the_ids_of_the_whole_with_sentencepiece(options: dict[str, 
 
 
 def test_what_is_not_understood_is_not_cut(tmp_path: Path) -> None:
-    for expression in (r"(?<=a)b", r"\bword", r"^a", r"[[a]&&b]", r"\p{Han}", r"a(?!bc)", r"(?:a(?!b))+", r"(?m)a"):
+    for expression in (
+        r"(?<=a)b",
+        r"\bword",
+        r"^a",
+        r"[[a]&&b]",
+        r"\p{Han}",
+        r"a(?!bc)",
+        r"(?:a(?!b))+",
+        r"(?m)a",
+    ):
         with pytest.raises(NotUnderstood):
             PatternCuts(expression)
     assert not PatternCuts(r"[^\n]+|\n").never_joins("a", " ")
     assert not PatternCuts(r"\p{L}+(?!\S)|\s").never_joins("a", " ")
     with open(tmp_path / "sp.model", "wb") as file:
         sentencepiece.SentencePieceTrainer.train(
-            sentence_iterator=iter(SENTENCES * 3), model_writer=file, vocab_size=110, model_type="unigram", minloglevel=2
+            sentence_iterator=iter(SENTENCES * 3),
+            model_writer=file,
+            vocab_size=110,
+            model_type="unigram",
+            minloglevel=2,
         )
     assert cuts_of(SentencePieceTokenizer(str(tmp_path / "sp.model"))) is None
     for normalizer in (normalizers.Strip(), normalizers.Replace(Regex(" +"), " ")):
@@ -230,18 +318,24 @@ def test_what_is_not_understood_is_not_cut(tmp_path: Path) -> None:
     assert cuts_of(load_tokenizer(str(tmp_path / "tokenizer.json"))) is None
 
 
-def test_what_cannot_be_cut_is_refused_with_its_place(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_what_cannot_be_cut_is_refused_with_its_place(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     monkeypatch.setattr(long_texts, "LONG", 1 << 10)
     monkeypatch.setattr(long_texts, "PIECE", 1 << 8)
     monkeypatch.setattr(long_texts, "MOST_UNCUT", 1 << 20)
     MAKERS["gpt2"]().save(str(tmp_path / "tokenizer.json"))
     tokenizer = load_tokenizer(str(tmp_path / "tokenizer.json"))
     text = "words and " * 200 + "x" * (1 << 20) + "ends"
-    with pytest.raises(ConvertError, match=r"a\.txt: more than 1 Mi characters from character 1,9\d\d on without a blank"):
+    with pytest.raises(
+        ConvertError,
+        match=r"a\.txt: more than 1 Mi characters from character 1,9\d\d on without a blank",
+    ):
         ids_in_pieces(tokenizer, text, 1 << 12)
     pairs(normalizers.Strip(), pre_tokenizers.ByteLevel()).save(str(tmp_path / "other.json"))
     with pytest.raises(
-        ConvertError, match=r"a\.txt: a text of more than 1 Mi characters, and for tokenizer other\.json no place"
+        ConvertError,
+        match=r"a\.txt: a text of more than 1 Mi characters, and for tokenizer other\.json no place",
     ):
         ids_in_pieces(load_tokenizer(str(tmp_path / "other.json")), "a b " * (1 << 19), 1 << 16)
 
@@ -250,7 +344,8 @@ def test_what_cannot_be_cut_is_refused_with_its_place(monkeypatch: pytest.Monkey
 def test_what_a_post_processor_adds_is_added_once(tmp_path: Path) -> None:
     model = MAKERS["gpt2"]()
     model.post_processor = processors.TemplateProcessing(
-        single="<s> $A <sep> <s>", special_tokens=[("<s>", model.token_to_id("<s>")), ("<sep>", model.token_to_id("<sep>"))]
+        single="<s> $A <sep> <s>",
+        special_tokens=[("<s>", model.token_to_id("<s>")), ("<sep>", model.token_to_id("<sep>"))],
     )
     model.save(str(tmp_path / "tokenizer.json"))
     tokenizer = load_tokenizer(str(tmp_path / "tokenizer.json"), add_special_tokens=True)
@@ -287,7 +382,11 @@ def test_documents_that_are_not_held_become_what_they_were_when_they_were(
     with gzip.open(folder / "c.txt.gz", "wt") as file:
         file.write("\ufeff" + " ".join(rng.choice(words, 2000)))
     MAKERS["words"]().save(str(tmp_path / "tokenizer.json"))
-    options: dict[str, Any] = {"tokenizer": str(tmp_path / "tokenizer.json"), "workers": 1, "eod": "<sep>"}
+    options: dict[str, Any] = {
+        "tokenizer": str(tmp_path / "tokenizer.json"),
+        "workers": 1,
+        "eod": "<sep>",
+    }
     reports = []
     for kind, size in (("held", 1 << 30), ("long", 512)):
         monkeypatch.setattr(whole_files, "LONG_BYTES", size)
@@ -295,7 +394,9 @@ def test_documents_that_are_not_held_become_what_they_were_when_they_were(
         monkeypatch.setattr(long_texts, "LONG", size)
         monkeypatch.setattr(long_texts, "PIECE", 100)
         try:
-            reports.append(convert([str(folder)], str(tmp_path / kind), **(options | SETTINGS[name])))
+            reports.append(
+                convert([str(folder)], str(tmp_path / kind), **(options | SETTINGS[name]))
+            )
         except ConvertError as error:
             reports.append(str(error))
     if name == "another mode":
@@ -306,25 +407,35 @@ def test_documents_that_are_not_held_become_what_they_were_when_they_were(
         assert getattr(held, figure) == getattr(long, figure)
     assert held.histogram == long.histogram
     for suffix in (".bin", ".idx"):
-        assert (tmp_path / f"held{suffix}").read_bytes() == (tmp_path / f"long{suffix}").read_bytes()
+        assert (tmp_path / f"held{suffix}").read_bytes() == (
+            tmp_path / f"long{suffix}"
+        ).read_bytes()
 
 
 def test_long_texts_of_records_are_cut_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     text = " ".join(SENTENCES * 40)
-    (tmp_path / "in.jsonl").write_text("".join(json.dumps({"text": own}) + "\n" for own in ("short", text, "end")))
+    (tmp_path / "in.jsonl").write_text(
+        "".join(json.dumps({"text": own}) + "\n" for own in ("short", text, "end"))
+    )
     MAKERS["qwen"]().save(str(tmp_path / "tokenizer.json"))
     for name, size in (("held", 1 << 30), ("long", 512)):
         monkeypatch.setattr(encode, "LONG", size)
         monkeypatch.setattr(long_texts, "LONG", size)
         monkeypatch.setattr(long_texts, "PIECE", 100)
         convert(
-            [str(tmp_path / "in.jsonl")], str(tmp_path / name), tokenizer=str(tmp_path / "tokenizer.json"), eod="<s>", workers=1
+            [str(tmp_path / "in.jsonl")],
+            str(tmp_path / name),
+            tokenizer=str(tmp_path / "tokenizer.json"),
+            eod="<s>",
+            workers=1,
         )
     assert (tmp_path / "held.bin").read_bytes() == (tmp_path / "long.bin").read_bytes()
     assert (tmp_path / "held.idx").read_bytes() == (tmp_path / "long.idx").read_bytes()
 
 
-def test_long_files_that_are_no_text_are_named_or_left_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_long_files_that_are_no_text_are_named_or_left_out(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(whole_files, "LONG_BYTES", 512)
     folder = tmp_path / "in"
     folder.mkdir()
@@ -332,10 +443,15 @@ def test_long_files_that_are_no_text_are_named_or_left_out(tmp_path: Path, monke
     (folder / "b.txt").write_text("words " * 200)
     packed = gzip.compress(("words and more " * 20000).encode())
     (folder / "c.txt.gz").write_bytes(packed[: len(packed) // 2])
-    for name, message in (("a.txt", r"a\.txt: is not UTF-8 text \(byte 1200\)"), ("c.txt.gz", r"c\.txt\.gz: cannot be read")):
+    for name, message in (
+        ("a.txt", r"a\.txt: is not UTF-8 text \(byte 1200\)"),
+        ("c.txt.gz", r"c\.txt\.gz: cannot be read"),
+    ):
         with pytest.raises(ConvertError, match=message):
             convert([str(folder / name)], str(tmp_path / "no"), tokenizer="bytes", workers=1)
-    report = convert([str(folder)], str(tmp_path / "out"), tokenizer="bytes", workers=1, on_error="skip")
+    report = convert(
+        [str(folder)], str(tmp_path / "out"), tokenizer="bytes", workers=1, on_error="skip"
+    )
     assert report.documents == 1
     assert report.dropped == {"broken record": 1, "unreadable file": 1}
 
@@ -352,20 +468,36 @@ print((resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) // 1024)
 def test_memory_does_not_grow_with_a_document(tmp_path: Path) -> None:
     MAKERS["gpt2"]().save(str(tmp_path / "tokenizer.json"))
     source = tmp_path / "long.txt"
-    source.write_text(" ".join(SENTENCES * 8) * (6_000_000 // len((" ".join(SENTENCES) * 8).encode())))
-    command = [sys.executable, "-c", MEASURED, str(source), str(tmp_path / "out"), str(tmp_path / "tokenizer.json")]
+    source.write_text(
+        " ".join(SENTENCES * 8) * (6_000_000 // len((" ".join(SENTENCES) * 8).encode()))
+    )
+    command = [
+        sys.executable,
+        "-c",
+        MEASURED,
+        str(source),
+        str(tmp_path / "out"),
+        str(tmp_path / "tokenizer.json"),
+    ]
     done = subprocess.run(command, capture_output=True, text=True, check=True)
     assert int(done.stdout) < 300, "MiB; the library alone would take 700 MiB for all of it"
     indexed = IndexedDataset(str(tmp_path / "out"))
     assert len(indexed) == 1
-    assert Tokenizer.from_file(str(tmp_path / "tokenizer.json")).token_to_id("<s>") == np.asarray(indexed[0])[-1]
+    assert (
+        Tokenizer.from_file(str(tmp_path / "tokenizer.json")).token_to_id("<s>")
+        == np.asarray(indexed[0])[-1]
+    )
 
 
-def test_documents_of_more_tokens_than_an_index_can_say_are_refused_before_they_are_read(tmp_path: Path) -> None:
+def test_documents_of_more_tokens_than_an_index_can_say_are_refused_before_they_are_read(
+    tmp_path: Path,
+) -> None:
     with open(tmp_path / "long.txt", "wb") as file:
         file.truncate(1 << 31)
     began = time.monotonic()
-    with pytest.raises(ConvertError, match=r"long\.txt: a document of more than 2,147,483,647 tokens"):
+    with pytest.raises(
+        ConvertError, match=r"long\.txt: a document of more than 2,147,483,647 tokens"
+    ):
         convert([str(tmp_path / "long.txt")], str(tmp_path / "out"), tokenizer="bytes", workers=1)
     assert time.monotonic() - began < 20
     pieces = [(0, np.zeros(4, np.int32))] * 3

@@ -1,4 +1,6 @@
-"""WebDataset samples with several members: one of them is the document, by its name, and never two in silence."""
+"""WebDataset samples with several members: one of them is the document, by its name, and never two
+in silence.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,10 @@ from streammega.errors import ConfigError, ConvertError
 
 
 def texts(prefix: Path) -> list[str]:
-    return [bytes(np.asarray(ids[:-1]).astype(np.uint8)).decode() for ids in IndexedDataset(str(prefix))[:]]  # type: ignore[union-attr]
+    return [
+        bytes(np.asarray(ids[:-1]).astype(np.uint8)).decode()
+        for ids in IndexedDataset(str(prefix))[:]
+    ]  # type: ignore[union-attr]
 
 
 def archive(path: Path, members: list[tuple[str, bytes]]) -> str:
@@ -36,7 +41,15 @@ def images(path: Path, **more: Any) -> str:
     with webdataset.TarWriter(str(path)) as writer:
         for n in range(5):
             meta = {"caption": f"meta caption {n}", "width": n, "text": f"meta text {n}"}
-            writer.write({"__key__": f"{n:05d}", "jpg": b"\xff\xd8", "json": meta, "txt": f"caption {n}", **more})
+            writer.write(
+                {
+                    "__key__": f"{n:05d}",
+                    "jpg": b"\xff\xd8",
+                    "json": meta,
+                    "txt": f"caption {n}",
+                    **more,
+                }
+            )
     return str(path)
 
 
@@ -49,8 +62,16 @@ def images(path: Path, **more: Any) -> str:
         ({"member": "json", "key": "caption"}, "meta caption"),
     ],
 )
-def test_the_member_that_is_named_is_the_document(settings: dict[str, Any], wanted: str, tmp_path: Path) -> None:
-    report = convert([images(tmp_path / "a.tar")], str(tmp_path / "out"), tokenizer="bytes", workers=1, **settings)
+def test_the_member_that_is_named_is_the_document(
+    settings: dict[str, Any], wanted: str, tmp_path: Path
+) -> None:
+    report = convert(
+        [images(tmp_path / "a.tar")],
+        str(tmp_path / "out"),
+        tokenizer="bytes",
+        workers=1,
+        **settings,
+    )
     assert texts(tmp_path / "out") == [f"{wanted} {n}" for n in range(5)]
     assert not report.dropped
 
@@ -59,20 +80,41 @@ MANY = r"a\.tar: of sample 00000 .*00000\.jpg, 00000\.json, 00000\.txt\); name o
 
 
 @pytest.mark.parametrize("on_error", ["stop", "skip"])
-def test_samples_with_two_documents_are_an_error_that_lists_them(on_error: Any, tmp_path: Path) -> None:
+def test_samples_with_two_documents_are_an_error_that_lists_them(
+    on_error: Any, tmp_path: Path
+) -> None:
     with pytest.raises(ConfigError, match=MANY) as caught:
-        convert([images(tmp_path / "a.tar")], str(tmp_path / "out"), tokenizer="bytes", workers=1, on_error=on_error)
+        convert(
+            [images(tmp_path / "a.tar")],
+            str(tmp_path / "out"),
+            tokenizer="bytes",
+            workers=1,
+            on_error=on_error,
+        )
     assert "@" not in str(caught.value)
     assert not list(tmp_path.glob("out*"))
 
 
 def test_every_member_can_be_a_document(tmp_path: Path) -> None:
-    members = [("2101.00001.txt", b"one"), ("2101.00002.txt", b"two"), ("a.jpg", b""), ("a.txt", b"three"), ("a.txt", b"four")]
+    members = [
+        ("2101.00001.txt", b"one"),
+        ("2101.00002.txt", b"two"),
+        ("a.jpg", b""),
+        ("a.txt", b"three"),
+        ("a.txt", b"four"),
+    ]
     path = archive(tmp_path / "a.tar", members)
     with pytest.raises(ConfigError, match=r"00001\.txt or 00002\.txt"):
         convert([path], str(tmp_path / "out"), tokenizer="bytes", workers=1)
     for pattern in ("*", "*txt"):
-        convert([path], str(tmp_path / "out"), tokenizer="bytes", workers=1, member=pattern, overwrite=True)
+        convert(
+            [path],
+            str(tmp_path / "out"),
+            tokenizer="bytes",
+            workers=1,
+            member=pattern,
+            overwrite=True,
+        )
         assert texts(tmp_path / "out") == ["one", "two", "three", "four"]
     convert([path], str(tmp_path / "second"), tokenizer="bytes", workers=1, member="00002.txt")
     assert texts(tmp_path / "second") == ["two"]
@@ -86,20 +128,37 @@ def test_members_of_any_suffix_and_compression_can_be_named(tmp_path: Path) -> N
     path = archive(tmp_path / "a.tar", members)
     wanted = {"txt": ["typed", "typed alone"], "ocr.txt": ["scanned"], "md": ["marked"]}
     for member, found in wanted.items():
-        report = convert([path], str(tmp_path / "out"), tokenizer="bytes", workers=1, member=member, overwrite=True)
+        report = convert(
+            [path],
+            str(tmp_path / "out"),
+            tokenizer="bytes",
+            workers=1,
+            member=member,
+            overwrite=True,
+        )
         assert texts(tmp_path / "out") == found
         assert report.dropped == {"samples without the member": 3 - len(found)}
 
 
 def test_a_member_that_no_sample_has_is_an_error_that_lists_what_there_is(tmp_path: Path) -> None:
-    with pytest.raises(ConvertError, match=r"a\.tar: no sample has a member 'text' \(they have: jpg, json, txt\)"):
-        convert([images(tmp_path / "a.tar")], str(tmp_path / "out"), tokenizer="bytes", workers=1, member="text")
+    with pytest.raises(
+        ConvertError, match=r"a\.tar: no sample has a member 'text' \(they have: jpg, json, txt\)"
+    ):
+        convert(
+            [images(tmp_path / "a.tar")],
+            str(tmp_path / "out"),
+            tokenizer="bytes",
+            workers=1,
+            member="text",
+        )
 
 
 def test_tokens_beside_their_metadata_are_chosen_too(tmp_path: Path) -> None:
     with webdataset.TarWriter(str(tmp_path / "a.tar")) as writer:
         for n in range(3):
-            writer.write({"__key__": f"{n}", "json": {"n": n}, "npy": np.arange(n, n + 4, dtype=np.int32)})
+            writer.write(
+                {"__key__": f"{n}", "json": {"n": n}, "npy": np.arange(n, n + 4, dtype=np.int32)}
+            )
     with pytest.raises(ConfigError, match="json or npy"):
         convert([str(tmp_path / "a.tar")], str(tmp_path / "out"), workers=1)
     convert([str(tmp_path / "a.tar")], str(tmp_path / "out"), workers=1, member="npy")
@@ -115,5 +174,7 @@ def test_samples_with_one_document_need_no_choice(tmp_path: Path) -> None:
         ("b.json", json.dumps({"text": "two"}).encode()),
         ("c.jsonl", b'{"text": "three"}\n{"text": "four"}\n'),
     ]
-    convert([archive(tmp_path / "a.tar", members)], str(tmp_path / "out"), tokenizer="bytes", workers=1)
+    convert(
+        [archive(tmp_path / "a.tar", members)], str(tmp_path / "out"), tokenizer="bytes", workers=1
+    )
     assert texts(tmp_path / "out") == ["one", "two", "three", "four"]

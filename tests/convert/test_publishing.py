@@ -1,4 +1,6 @@
-"""Publishing: a kill at any moment leaves the former dataset or the new one, by every name; the same command goes on."""
+"""Publishing: a kill at any moment leaves the former dataset or the new one, by every name; the
+same command goes on.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,9 @@ from streammega.storage.backends.fsspec_store import FsspecStore, FsspecWriter, 
 from streammega.storage.backends.local import LocalStore, LocalWriter
 from tests.conftest import write_random_pair
 
-pytestmark = pytest.mark.filterwarnings("ignore::ResourceWarning", "ignore::pytest.PytestUnraisableExceptionWarning")
+pytestmark = pytest.mark.filterwarnings(
+    "ignore::ResourceWarning", "ignore::pytest.PytestUnraisableExceptionWarning"
+)
 
 
 @pytest.fixture(autouse=True)
@@ -47,7 +51,9 @@ class Killed(BaseException):
 
 @contextmanager
 def killed_before(step: int, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
-    """The process "dies" before its `step`-th change of what is stored; yields how many there were."""
+    """The process "dies" before its `step`-th change of what is stored; yields how
+    many there were.
+    """
     count = [0]
 
     def counted(real: Callable[..., Any]) -> Callable[..., Any]:
@@ -80,14 +86,19 @@ def other_disk(tmp_path: Path) -> Iterator[Path]:
 
 
 @pytest.mark.parametrize("kind", ["bin", "zst"])
-def test_the_work_folder_may_be_on_another_file_system(tmp_path: Path, other_disk: Path, kind: Any) -> None:
+def test_the_work_folder_may_be_on_another_file_system(
+    tmp_path: Path, other_disk: Path, kind: Any
+) -> None:
     write_random_pair(str(tmp_path / "in"))
     options: dict[str, Any] = {"kind": kind, "shard_bytes": 3000, "min_tokens": 1, "workers": 1}
     convert([str(tmp_path / "in")], str(tmp_path / "one" / "web"), **options)
     convert([str(tmp_path / "in")], str(tmp_path / "two" / "web"), work=str(other_disk), **options)
     names = sorted(path.name for path in (tmp_path / "one").iterdir())
     assert sorted(path.name for path in (tmp_path / "two").iterdir()) == names
-    assert all((tmp_path / "one" / name).read_bytes() == (tmp_path / "two" / name).read_bytes() for name in names)
+    assert all(
+        (tmp_path / "one" / name).read_bytes() == (tmp_path / "two" / name).read_bytes()
+        for name in names
+    )
     assert list(other_disk.iterdir()) == []
 
 
@@ -122,7 +133,8 @@ def test_an_overwrite_killed_at_any_moment_leaves_the_former_or_the_new_dataset(
     name = f"{root}/web"
     write_random_pair(str(tmp_path / "a"), 40, 40, seed=1)
     write_random_pair(str(tmp_path / "b"), 40, 40, seed=2)
-    old, new = tokens_of(str(tmp_path / "a")), tokens_of(str(tmp_path / "b"))
+    old = tokens_of(str(tmp_path / "a"))
+    new = tokens_of(str(tmp_path / "b"))
     replaces: dict[str, Any] = {"shard_bytes": 1200, "workers": 1, "overwrite": True}
 
     def begin() -> None:
@@ -133,7 +145,8 @@ def test_an_overwrite_killed_at_any_moment_leaves_the_former_or_the_new_dataset(
         if former == "a pair without a manifest":
             system.rm(f"{path}/web.manifest.json")
 
-    step, done = 0, False
+    step = 0
+    done = False
     while not done:
         begin()
         try:
@@ -141,14 +154,19 @@ def test_an_overwrite_killed_at_any_moment_leaves_the_former_or_the_new_dataset(
                 convert([str(tmp_path / "b")], name, **replaces)
                 done = True
         except Killed:
-            names = [name, f"{root}/"] + ([f"{name}.manifest.json"] if former != "a pair without a manifest" else [])
+            names = [name, f"{root}/"] + (
+                [f"{name}.manifest.json"] if former != "a pair without a manifest" else []
+            )
             for by in names:
                 assert tokens_of(by) in (old, new), (step, by)
             convert([str(tmp_path / "b")], name, **replaces)
         assert all(tokens_of(by) == new for by in (name, f"{root}/", f"{name}.manifest.json")), step
         system, path = fsspec.core.url_to_fs(root)
-        left = [found for found in system.find(path) if not found.endswith(".partial")]  # which are removed after a day
-        assert len(left) == 2 * len(IndexedDataset(f"{name}.manifest.json").shards) + 1, "nothing else is left"
+        # which are removed after a day
+        left = [found for found in system.find(path) if not found.endswith(".partial")]
+        assert len(left) == 2 * len(IndexedDataset(f"{name}.manifest.json").shards) + 1, (
+            "nothing else is left"
+        )
         step += stride
     assert step > 8
 
@@ -165,7 +183,11 @@ def test_a_first_conversion_killed_at_any_moment_is_no_dataset_and_goes_on(
     write_random_pair(str(tmp_path / "in"), 40, 40)
     expected = tokens_of(str(tmp_path / "in"))
     for step in range(1000):
-        name = f"memory://{tmp_path.name}-{step}/web" if where == "remote" else str(tmp_path / f"out{step}" / "web")
+        name = (
+            f"memory://{tmp_path.name}-{step}/web"
+            if where == "remote"
+            else str(tmp_path / f"out{step}" / "web")
+        )
         try:
             with killed_before(step, monkeypatch):
                 convert([str(tmp_path / "in")], name, shard_bytes=shard_bytes, workers=1)
@@ -185,7 +207,9 @@ def test_a_dataset_is_not_replaced_because_its_conversion_was_killed_at_its_very
     write_random_pair(str(tmp_path / "a"), seed=1)
     write_random_pair(str(tmp_path / "b"), seed=2)
     with monkeypatch.context() as patch:
-        patch.setattr(_Conversion, "remove_work", lambda self: (_ for _ in ()).throw(KeyboardInterrupt))
+        patch.setattr(
+            _Conversion, "remove_work", lambda self: (_ for _ in ()).throw(KeyboardInterrupt)
+        )
         with pytest.raises(KeyboardInterrupt):
             convert([str(tmp_path / "a")], str(tmp_path / "web"), workers=1)
     with pytest.raises(ConvertError, match="--overwrite"):
@@ -199,10 +223,14 @@ def test_shards_of_a_set_without_a_manifest_are_not_replaced(tmp_path: Path) -> 
     convert([str(tmp_path / "a")], str(tmp_path / "o" / "web"), shard_bytes=3000, workers=1)
     (tmp_path / "o" / "web.manifest.json").unlink()
     with pytest.raises(ConvertError, match="exists already"):
-        convert([str(tmp_path / "a")], str(tmp_path / "o" / "web"), shard_bytes=3000, level=4, workers=1)
+        convert(
+            [str(tmp_path / "a")], str(tmp_path / "o" / "web"), shard_bytes=3000, level=4, workers=1
+        )
 
 
-def test_a_restart_keeps_the_lock_of_the_work_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_restart_keeps_the_lock_of_the_work_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     write_random_pair(str(tmp_path / "in"))
     lock = tmp_path / ".out.convert" / "lock"
     lock.parent.mkdir()
@@ -210,12 +238,16 @@ def test_a_restart_keeps_the_lock_of_the_work_folder(tmp_path: Path, monkeypatch
     before = lock.stat().st_ino
     held: list[int] = []
     real = _Conversion.job
-    monkeypatch.setattr(_Conversion, "job", lambda self: held.append(lock.stat().st_ino) or real(self))  # type: ignore[func-returns-value]
+    monkeypatch.setattr(
+        _Conversion, "job", lambda self: held.append(lock.stat().st_ino) or real(self)
+    )  # type: ignore[func-returns-value]
     convert([str(tmp_path / "in")], str(tmp_path / "out"), restart=True, min_tokens=1, workers=1)
     assert held == [before], "whoever comes now finds the lock that is held"
 
 
-def test_a_server_setting_of_the_caller_is_left_as_it_was(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_server_setting_of_the_caller_is_left_as_it_was(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (tmp_path / "a.txt").write_text("text")
     monkeypatch.delenv("TOKENIZERS_PARALLELISM", raising=False)
     monkeypatch.setenv("RAYON_NUM_THREADS", "3")

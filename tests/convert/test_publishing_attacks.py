@@ -1,4 +1,6 @@
-"""Publishing under attack: others write, remove and read at the same time, rights are missing, work folders are lost."""
+"""Publishing under attack: others write, remove and read at the same time, rights are missing, work
+folders are lost.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +27,9 @@ from streammega.storage.backends.fsspec_store import FsspecStore
 from tests.conftest import write_random_pair
 from tests.convert.test_publishing import Killed, killed_before, tokens_of
 
-pytestmark = pytest.mark.filterwarnings("ignore::ResourceWarning", "ignore::pytest.PytestUnraisableExceptionWarning")
+pytestmark = pytest.mark.filterwarnings(
+    "ignore::ResourceWarning", "ignore::pytest.PytestUnraisableExceptionWarning"
+)
 
 
 @pytest.fixture(autouse=True)
@@ -94,7 +98,10 @@ def test_tokens_that_are_removed_while_a_conversion_runs_are_an_error_and_no_dat
         system.rm_file(path)  # by a gc on another machine
         return real(self, *arguments)
 
-    with monkeypatch.context() as patch, pytest.raises(ConvertError, match="run the same command again"):
+    with (
+        monkeypatch.context() as patch,
+        pytest.raises(ConvertError, match="run the same command again"),
+    ):
         patch.setattr(_Conversion, "publish", cleaned)
         convert(pairs[:1], name, workers=1, shard_bytes=1200)
     assert tokens_of(f"{name}.manifest.json") is None
@@ -106,12 +113,17 @@ def test_tokens_that_are_removed_while_a_conversion_runs_are_an_error_and_no_dat
 def test_a_dataset_that_another_published_meanwhile_is_not_replaced_unasked(
     tmp_path: Path, pairs: list[str], monkeypatch: pytest.MonkeyPatch, where: str
 ) -> None:
-    name = f"memory://{tmp_path.name}-meanwhile/web" if where == "remote" else str(tmp_path / "out" / "web")
+    name = (
+        f"memory://{tmp_path.name}-meanwhile/web"
+        if where == "remote"
+        else str(tmp_path / "out" / "web")
+    )
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
         patch.setattr(_Conversion, "publish", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
         convert(pairs[:1], name, workers=1, shard_bytes=1200)
     other = {"work": str(tmp_path / "elsewhere"), "workers": 1}
-    convert(pairs[1:], name, overwrite=True, **other)  # which finds tokens of the one that was killed
+    # which finds tokens of the one that was killed
+    convert(pairs[1:], name, overwrite=True, **other)
     with pytest.raises(ConvertError, match="exists already"):
         convert(pairs[:1], name, workers=1, shard_bytes=1200)
     assert tokens_of(name) == tokens_of(pairs[1])
@@ -167,7 +179,11 @@ def test_one_conversion_at_a_time_whatever_the_work_folders(
     convert(pairs[:1], name, workers=1, work=str(tmp_path / "one"))
     assert seen == ["refused"]
     assert tokens_of(name) == tokens_of(pairs[0])
-    assert sorted(path.name for path in (tmp_path / "out").iterdir()) == ["web.bin", "web.idx", "web.manifest.json"]
+    assert sorted(path.name for path in (tmp_path / "out").iterdir()) == [
+        "web.bin",
+        "web.idx",
+        "web.manifest.json",
+    ]
 
 
 def test_a_dataset_that_was_replaced_is_not_replaced_by_one_killed_before_unasked(
@@ -212,11 +228,20 @@ def test_an_input_is_not_replaced_whatever_its_format(tmp_path: Path, suffix: st
     before = path.read_bytes()
     kind: Any = "tar" if suffix == ".tar" else "bin"
     with suppress(ConvertError):
-        convert([str(path)], str(tmp_path / "web"), kind=kind, tokenizer="bytes", overwrite=True, workers=1)
+        convert(
+            [str(path)],
+            str(tmp_path / "web"),
+            kind=kind,
+            tokenizer="bytes",
+            overwrite=True,
+            workers=1,
+        )
     assert path.read_bytes() == before
 
 
-def test_shards_of_another_set_are_not_replaced_by_an_overwrite(tmp_path: Path, pairs: list[str]) -> None:
+def test_shards_of_another_set_are_not_replaced_by_an_overwrite(
+    tmp_path: Path, pairs: list[str]
+) -> None:
     convert(pairs[:1], str(tmp_path / "o" / "web"), shard_bytes=1200, workers=1)
     (tmp_path / "o" / "web.manifest.json").unlink()
     before = {name: (tmp_path / "o" / name).read_bytes() for name in files(str(tmp_path / "o"))}
@@ -224,17 +249,28 @@ def test_shards_of_another_set_are_not_replaced_by_an_overwrite(tmp_path: Path, 
     for name in files(str(tmp_path / "p")):
         (tmp_path / "o" / name).write_bytes((tmp_path / "p" / name).read_bytes())
     with pytest.raises(ConvertError, match="exists already"):
-        convert(pairs[:1], str(tmp_path / "o" / "web"), shard_bytes=1200, workers=1, overwrite=True, level=4)
+        convert(
+            pairs[:1],
+            str(tmp_path / "o" / "web"),
+            shard_bytes=1200,
+            workers=1,
+            overwrite=True,
+            level=4,
+        )
     assert {name: (tmp_path / "o" / name).read_bytes() for name in before} == before
 
 
 @pytest.mark.parametrize("damage", ["version", "cut"])
-def test_a_dataset_whose_shards_are_not_known_is_not_replaced(tmp_path: Path, pairs: list[str], damage: str) -> None:
+def test_a_dataset_whose_shards_are_not_known_is_not_replaced(
+    tmp_path: Path, pairs: list[str], damage: str
+) -> None:
     name = str(tmp_path / "o" / "web")
     convert(pairs[:1], name, shard_bytes=1200, workers=1)
     path = tmp_path / "o" / "web.manifest.json"
     found = json.loads(path.read_text())
-    path.write_text(json.dumps(found | {"version": 99}) if damage == "version" else path.read_text()[:300])
+    path.write_text(
+        json.dumps(found | {"version": 99}) if damage == "version" else path.read_text()[:300]
+    )
     before = files(str(tmp_path / "o"))
     with pytest.raises(ConvertError, match="which shards belong to it is not known"):
         convert(pairs[1:], name, workers=1, overwrite=True)
@@ -244,7 +280,9 @@ def test_a_dataset_whose_shards_are_not_known_is_not_replaced(tmp_path: Path, pa
 # --- gc -------------------------------------------------------------------------------------------------------------------
 
 
-def test_datasets_whose_names_look_like_leftovers_are_none(tmp_path: Path, pairs: list[str]) -> None:
+def test_datasets_whose_names_look_like_leftovers_are_none(
+    tmp_path: Path, pairs: list[str]
+) -> None:
     root = tmp_path / "o"
     for name in ("web", "web-2", "web-gen0123456789ab", "web-2-gen0123456789ab"):
         convert(pairs[:1], str(root / name), workers=1, shard_bytes=1200)
@@ -258,12 +296,16 @@ def test_datasets_whose_names_look_like_leftovers_are_none(tmp_path: Path, pairs
 def test_what_a_replaced_dataset_left_is_found_without_the_work_folder(
     tmp_path: Path, pairs: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Killed between the switch and the removal of the former shards, then gone on with on another machine."""
+    """Killed between the switch and the removal of the former shards, then gone on with on another
+    machine.
+    """
     for sizes in (None, 1200):
         name = f"memory://{tmp_path.name}-left-{sizes}/web"
         with monkeypatch.context() as patch:
             convert(pairs[:1], name, workers=1, shard_bytes=sizes)
-            patch.setattr(FsspecStore, "delete", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
+            patch.setattr(
+                FsspecStore, "delete", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt)
+            )
             patch.setattr("streammega.convert.run.check_writable", lambda *_, **__: None)
             with pytest.raises(KeyboardInterrupt):
                 convert(pairs[1:], name, workers=1, overwrite=True)
@@ -276,7 +318,10 @@ def test_what_a_replaced_dataset_left_is_found_without_the_work_folder(
 
 
 def test_who_may_not_delete_converts_and_is_told_but_replaces_nothing(
-    tmp_path: Path, pairs: list[str], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    tmp_path: Path,
+    pairs: list[str],
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     root = f"memory://{tmp_path.name}-rights"
 
@@ -288,7 +333,10 @@ def test_who_may_not_delete_converts_and_is_told_but_replaces_nothing(
         convert(pairs[:1], f"{root}/web", workers=1)
         assert tokens_of(f"{root}/web") == tokens_of(pairs[0])
         assert "right to delete" in caplog.text
-        with pytest.raises(ConvertError, match="a work folder is removed in the end, and so needs the right to delete"):
+        with pytest.raises(
+            ConvertError,
+            match="a work folder is removed in the end, and so needs the right to delete",
+        ):
             convert(pairs[:1], f"{root}-other/web", workers=1, work=f"{root}-work")
         before = files(root)
         with pytest.raises(ConvertError, match="right to delete"):
@@ -332,7 +380,13 @@ def test_whoever_opens_a_dataset_while_it_is_replaced_has_the_former_or_the_new_
     reader.start()
     try:
         for number in range(8):
-            convert([pairs[1 - number % 2]], f"{root}/web", workers=1, overwrite=True, shard_bytes=sizes[number // 2 % 2])
+            convert(
+                [pairs[1 - number % 2]],
+                f"{root}/web",
+                workers=1,
+                overwrite=True,
+                shard_bytes=sizes[number // 2 % 2],
+            )
     finally:
         done.set()
         reader.join()

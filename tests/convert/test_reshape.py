@@ -1,4 +1,6 @@
-"""Tokens from one layout to another: nothing is lost, killed runs go on to the same bytes, workers and memory change nothing."""
+"""Tokens from one layout to another: nothing is lost, killed runs go on to the same bytes, workers
+and memory change nothing.
+"""
 
 from __future__ import annotations
 
@@ -57,7 +59,11 @@ corpus = st.lists(st.lists(sequence, min_size=1, max_size=3), min_size=1, max_si
 
 
 def digest(folder: Path) -> dict[str, str]:
-    return {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in sorted(folder.iterdir()) if path.is_file()}
+    return {
+        path.name: hashlib.sha256(path.read_bytes()).hexdigest()
+        for path in sorted(folder.iterdir())
+        if path.is_file()
+    }
 
 
 @given(
@@ -68,7 +74,11 @@ def digest(folder: Path) -> dict[str, str]:
 )
 @settings(max_examples=30)
 def test_any_chain_of_layouts_keeps_every_token_bound_and_mode(
-    tmp_path_factory: pytest.TempPathFactory, documents: Any, multimodal: bool, kinds: list[Any], sizes: list[int | None]
+    tmp_path_factory: pytest.TempPathFactory,
+    documents: Any,
+    multimodal: bool,
+    kinds: list[Any],
+    sizes: list[int | None],
 ) -> None:
     folder = tmp_path_factory.mktemp("chain")
     write(str(folder / "0"), documents, multimodal=multimodal)
@@ -81,18 +91,31 @@ def test_any_chain_of_layouts_keeps_every_token_bound_and_mode(
         assert (folder / f"last{suffix}").read_bytes() == (folder / f"0{suffix}").read_bytes()
 
 
-@given(documents=corpus, multimodal=st.booleans(), seed=st.integers(0, 9), size=st.sampled_from([None, 60, 400]))
+@given(
+    documents=corpus,
+    multimodal=st.booleans(),
+    seed=st.integers(0, 9),
+    size=st.sampled_from([None, 60, 400]),
+)
 @settings(max_examples=25)
 def test_a_shuffle_is_one_permutation_whatever_the_memory(
-    tmp_path_factory: pytest.TempPathFactory, documents: Any, multimodal: bool, seed: int, size: int | None
+    tmp_path_factory: pytest.TempPathFactory,
+    documents: Any,
+    multimodal: bool,
+    seed: int,
+    size: int | None,
 ) -> None:
     folder = tmp_path_factory.mktemp("shuffle")
     write(str(folder / "in"), documents, multimodal=multimodal)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("streammega.convert.write.units.SEGMENT_BYTES", 50)
-        convert([str(folder / "in")], str(folder / "a"), shuffle_seed=seed, shard_bytes=size, workers=1)
+        convert(
+            [str(folder / "in")], str(folder / "a"), shuffle_seed=seed, shard_bytes=size, workers=1
+        )
         patch.setattr("streammega.convert.run.Runner.__post_init__", lambda self: None)
-        convert([str(folder / "in")], str(folder / "b"), shuffle_seed=seed, workers=1, memory_bytes=100)
+        convert(
+            [str(folder / "in")], str(folder / "b"), shuffle_seed=seed, workers=1, memory_bytes=100
+        )
     got = documents_of(folder / "a")
     assert sorted(got) == sorted(documents_of(folder / "in"))
     assert got == documents_of(folder / "b")
@@ -106,20 +129,28 @@ def test_a_shuffle_is_uniform_and_its_seed_matters(tmp_path: Path) -> None:
     order = []
     for seed in (1, 2):
         convert([str(tmp_path / "in")], str(tmp_path / str(seed)), shuffle_seed=seed, workers=1)
-        order.append(np.array([int(item[0]) for item in IndexedDataset(str(tmp_path / str(seed)))[:]]))  # type: ignore[index]
+        order.append(
+            np.array([int(item[0]) for item in IndexedDataset(str(tmp_path / str(seed)))[:]])
+        )  # type: ignore[index]
         assert sorted(order[-1]) == list(range(2000))
         assert abs(np.corrcoef(order[-1], np.arange(2000))[0, 1]) < 0.08
         assert (np.diff(order[-1]) == 1).sum() < 10
     assert (order[0] != order[1]).mean() > 0.98
 
 
-@given(numbers=st.lists(st.integers(0, 12), min_size=1, max_size=40), shuffled=st.booleans(), cut=st.sampled_from([20, 1 << 20]))
+@given(
+    numbers=st.lists(st.integers(0, 12), min_size=1, max_size=40),
+    shuffled=st.booleans(),
+    cut=st.sampled_from([20, 1 << 20]),
+)
 @settings(max_examples=30)
 def test_the_first_of_equal_documents_stays(
     tmp_path_factory: pytest.TempPathFactory, numbers: list[int], shuffled: bool, cut: int
 ) -> None:
     folder = tmp_path_factory.mktemp("dedup")
-    write(str(folder / "in"), [[([number] * (number + 1), 0)] for number in numbers], multimodal=False)
+    write(
+        str(folder / "in"), [[([number] * (number + 1), 0)] for number in numbers], multimodal=False
+    )
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("streammega.convert.write.units.SEGMENT_BYTES", cut)
         patch.setattr("streammega.convert.run.Runner.__post_init__", lambda self: None)
@@ -148,14 +179,25 @@ def test_merging_is_megatrons_own_merge(tmp_path: Path) -> None:
     builder.finalize(str(tmp_path / "theirs.idx"))
     convert(names, str(tmp_path / "ours"), workers=1)
     for suffix in (".bin", ".idx"):
-        assert (tmp_path / f"ours{suffix}").read_bytes() == (tmp_path / f"theirs{suffix}").read_bytes()
+        assert (tmp_path / f"ours{suffix}").read_bytes() == (
+            tmp_path / f"theirs{suffix}"
+        ).read_bytes()
 
 
-def test_a_named_shard_keeps_its_documents_and_modes_and_what_is_known_of_its_ids(tmp_path: Path) -> None:
+def test_a_named_shard_keeps_its_documents_and_modes_and_what_is_known_of_its_ids(
+    tmp_path: Path,
+) -> None:
     (tmp_path / "a.jsonl").write_text('{"q": "one", "a": "two"}\n{"q": "x", "a": "y"}\n')
     for kind, suffix in (("bin", ".bin"), ("zst", ".bin.zst"), ("tar", ".tar")):
         name = str(tmp_path / f"in-{kind}")
-        convert([str(tmp_path / "a.jsonl")], name, tokenizer="bytes", keys=("q", "a:1"), kind=kind, workers=1)  # type: ignore[arg-type]
+        convert(
+            [str(tmp_path / "a.jsonl")],
+            name,
+            tokenizer="bytes",
+            keys=("q", "a:1"),
+            kind=kind,
+            workers=1,
+        )  # type: ignore[arg-type]
         convert([name + suffix], str(tmp_path / f"out-{kind}"), workers=1)
         assert documents_of(tmp_path / f"out-{kind}") == documents_of(name) != []
         report = verify(str(tmp_path / f"out-{kind}"))
@@ -177,11 +219,23 @@ def test_sequences_that_do_not_lie_end_to_end_are_read_where_they_are(tmp_path: 
 
     tokens = np.arange(100, dtype=np.uint16)
     tokens.tofile(tmp_path / "odd.bin")
-    lengths, offsets = np.array([10, 5, 20], np.int32), np.array([120, 0, 20], np.int64)
-    (tmp_path / "odd.idx").write_bytes(b"".join(encode_index(np.dtype(np.uint16), lengths, np.array([0, 2, 3]), None, offsets)))
+    lengths = np.array([10, 5, 20], np.int32)
+    offsets = np.array([120, 0, 20], np.int64)
+    (tmp_path / "odd.idx").write_bytes(
+        b"".join(encode_index(np.dtype(np.uint16), lengths, np.array([0, 2, 3]), None, offsets))
+    )
     expected = documents_of(tmp_path / "odd")
-    for options in ({}, {"kind": "tar"}, {"dtype": "int32"}, {"min_tokens": 1}, {"shuffle_seed": 1}, {"shard_bytes": 20}):
-        convert([str(tmp_path / "odd")], str(tmp_path / "out"), workers=1, overwrite=True, **options)  # type: ignore[arg-type]
+    for options in (
+        {},
+        {"kind": "tar"},
+        {"dtype": "int32"},
+        {"min_tokens": 1},
+        {"shuffle_seed": 1},
+        {"shard_bytes": 20},
+    ):
+        convert(
+            [str(tmp_path / "odd")], str(tmp_path / "out"), workers=1, overwrite=True, **options
+        )  # type: ignore[arg-type]
         assert sorted(documents_of(tmp_path / "out")) == sorted(expected)
 
 
@@ -192,7 +246,9 @@ def make_corpus(path: Path, lines: int = 6000) -> None:
     rng = random.Random(0)
     with open(path, "w") as file:
         for number in range(lines):
-            file.write('{"text": "' + f"document {number} " + "lorem ipsum " * rng.randrange(30) + '"}\n')
+            file.write(
+                '{"text": "' + f"document {number} " + "lorem ipsum " * rng.randrange(30) + '"}\n'
+            )
 
 
 CONVERT = """
@@ -214,25 +270,36 @@ def start(script: Path, source: Path, target: Path, workers: int) -> subprocess.
 
 
 def files_below(folder: Path) -> int:
-    """How far a conversion is, however fast the machine: so many files of work and output there are."""
+    """How far a conversion is, however fast the machine: so many files of work and output there
+    are.
+    """
     return sum(len(files) for _, _, files in os.walk(folder))
 
 
 def kill_again_and_again(tmp_path: Path, kills: int, seed: int, workers: int) -> None:
-    """Kill a conversion at random moments until it was killed so often, then let it finish: the bytes must be the same."""
-    script, source = tmp_path / "script.py", tmp_path / "in.jsonl"
+    """Kill a conversion at random moments until it was killed so often, then let it finish: the
+    bytes must be the same.
+    """
+    script = tmp_path / "script.py"
+    source = tmp_path / "in.jsonl"
     script.write_text(CONVERT)
     make_corpus(source)
-    whole, broken = tmp_path / "whole", tmp_path / "broken"
-    process, most = start(script, source, whole, 1), 0
+    whole = tmp_path / "whole"
+    broken = tmp_path / "broken"
+    process = start(script, source, whole, 1)
+    most = 0
     while process.poll() is None:
         most = max(most, files_below(whole))
         time.sleep(0.005)
     assert process.wait() == 0
-    rng, killed = random.Random(seed), 0
+    rng = random.Random(seed)
+    killed = 0
     while killed < kills:
-        if (broken / "web.manifest.json").exists() and not (broken / ".web.convert").exists():  # killed when all was done
-            assert {name: own for name, own in digest(broken).items() if name.startswith("web")} == digest(whole)
+        # killed when all was done
+        if (broken / "web.manifest.json").exists() and not (broken / ".web.convert").exists():
+            assert {
+                name: own for name, own in digest(broken).items() if name.startswith("web")
+            } == digest(whole)
             shutil.rmtree(broken)
         wanted = files_below(broken) + rng.randint(1, most)
         process = start(script, source, broken, workers)
@@ -254,7 +321,9 @@ def kill_again_and_again(tmp_path: Path, kills: int, seed: int, workers: int) ->
     shutil.rmtree(broken, ignore_errors=True) if (broken / "web.manifest.json").exists() else None
     assert start(script, source, broken, workers).wait(120) == 0
     assert digest(broken) == digest(whole)
-    assert [path.name for path in broken.iterdir() if path.is_dir()] == [], "nothing of the work is left"
+    assert [path.name for path in broken.iterdir() if path.is_dir()] == [], (
+        "nothing of the work is left"
+    )
 
 
 def test_a_killed_conversion_goes_on_to_the_same_bytes(tmp_path: Path) -> None:
@@ -267,12 +336,15 @@ def test_fifty_kills_change_no_byte(tmp_path: Path, workers: int) -> None:
     kill_again_and_again(tmp_path, 25, workers, workers)
 
 
-def test_a_conversion_killed_while_it_publishes_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_conversion_killed_while_it_publishes_goes_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     write_random_pair(str(tmp_path / "in"))
     convert([str(tmp_path / "in")], str(tmp_path / "whole" / "web"), shard_bytes=3000, workers=1)
     from streammega.convert.write import publish
 
-    real, count = publish.move, [0]
+    real = publish.move
+    count = [0]
     for stop_at in range(1, 14, 3):
 
         def dies(*arguments: Any, stop_at: int = stop_at) -> None:
@@ -284,20 +356,30 @@ def test_a_conversion_killed_while_it_publishes_goes_on(tmp_path: Path, monkeypa
         count[0] = 0
         monkeypatch.setattr(publish, "move", dies)
         with pytest.raises(KeyboardInterrupt):
-            convert([str(tmp_path / "in")], str(tmp_path / "broken" / "web"), shard_bytes=3000, workers=1)
+            convert(
+                [str(tmp_path / "in")],
+                str(tmp_path / "broken" / "web"),
+                shard_bytes=3000,
+                workers=1,
+            )
         monkeypatch.setattr(publish, "move", real)
-        convert([str(tmp_path / "in")], str(tmp_path / "broken" / "web"), shard_bytes=3000, workers=1)
+        convert(
+            [str(tmp_path / "in")], str(tmp_path / "broken" / "web"), shard_bytes=3000, workers=1
+        )
         assert digest(tmp_path / "broken") == digest(tmp_path / "whole")
         for path in (tmp_path / "broken").glob("web*"):
             path.unlink()
 
 
-def test_only_changed_inputs_are_read_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_changed_inputs_are_read_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("streammega.convert.write.units.UNIT_BYTES", 1)
     for name in "abc":
         (tmp_path / f"{name}.txt").write_text(f"text of {name}")
     (tmp_path / "b.txt").write_bytes(b"\xff")
-    inputs, target = [str(tmp_path / f"{name}.txt") for name in "abc"], str(tmp_path / "out" / "p")
+    inputs = [str(tmp_path / f"{name}.txt") for name in "abc"]
+    target = str(tmp_path / "out" / "p")
     with pytest.raises(ConvertError, match=r"b\.txt: is not UTF-8"):
         convert(inputs, target, tokenizer="bytes", workers=1)
     (tmp_path / "b.txt").write_text("mended")
@@ -305,7 +387,9 @@ def test_only_changed_inputs_are_read_again(tmp_path: Path, monkeypatch: pytest.
     real = _Conversion._units
 
     def counted(self: Any, job: Any) -> Any:
-        done.append(sum((tmp_path / "out" / ".p.convert" / f"unit-{n:06d}.json").exists() for n in range(3)))
+        done.append(
+            sum((tmp_path / "out" / ".p.convert" / f"unit-{n:06d}.json").exists() for n in range(3))
+        )
         return real(self, job)
 
     monkeypatch.setattr(_Conversion, "_units", counted)
@@ -319,7 +403,10 @@ def test_two_conversions_to_one_output_do_not_mix(tmp_path: Path) -> None:
 
     write_random_pair(str(tmp_path / "in"))
     (tmp_path / ".out.convert").mkdir()
-    with filelock.FileLock(tmp_path / ".out.convert" / "lock"), pytest.raises(ConvertError, match="another conversion"):
+    with (
+        filelock.FileLock(tmp_path / ".out.convert" / "lock"),
+        pytest.raises(ConvertError, match="another conversion"),
+    ):
         convert([str(tmp_path / "in")], str(tmp_path / "out"), workers=1)
 
 
@@ -328,8 +415,14 @@ def test_replacing_a_dataset_leaves_nothing_of_the_former(tmp_path: Path) -> Non
     convert([str(tmp_path / "in")], str(tmp_path / "o" / "p"), shard_bytes=2000, workers=1)
     with pytest.raises(ConvertError, match="--overwrite"):
         convert([str(tmp_path / "in")], str(tmp_path / "o" / "p"), kind="zst", workers=1)
-    convert([str(tmp_path / "in")], str(tmp_path / "o" / "p"), kind="zst", overwrite=True, workers=1)
-    assert sorted(path.name for path in (tmp_path / "o").iterdir()) == ["p.bin.zst", "p.idx", "p.manifest.json"]
+    convert(
+        [str(tmp_path / "in")], str(tmp_path / "o" / "p"), kind="zst", overwrite=True, workers=1
+    )
+    assert sorted(path.name for path in (tmp_path / "o").iterdir()) == [
+        "p.bin.zst",
+        "p.idx",
+        "p.manifest.json",
+    ]
 
 
 def test_inputs_are_never_removed(tmp_path: Path) -> None:
@@ -341,9 +434,12 @@ def test_inputs_are_never_removed(tmp_path: Path) -> None:
     data = (tmp_path / "web.tar").read_bytes()
     convert([str(tmp_path / "web.tar")], str(tmp_path / "web"), workers=1)
     assert (tmp_path / "web.tar").read_bytes() == data
-    for name in ("web", "web.idx", "web.manifest.json", "web.tar"):  # the last is read with web.idx, now that it is there
+    # the last is read with web.idx, now that it is there
+    for name in ("web", "web.idx", "web.manifest.json", "web.tar"):
         with pytest.raises(ConvertError, match="replace its own input"):
-            convert([str(tmp_path / name)], str(tmp_path / "web"), kind="zst", workers=1, overwrite=True)
+            convert(
+                [str(tmp_path / name)], str(tmp_path / "web"), kind="zst", workers=1, overwrite=True
+            )
     assert len(IndexedDataset(str(tmp_path / "web"))) == full
 
 
@@ -351,7 +447,14 @@ def test_a_work_folder_keeps_what_else_is_in_it(tmp_path: Path) -> None:
     write_random_pair(str(tmp_path / "in"))
     (tmp_path / "work").mkdir()
     (tmp_path / "work" / "precious").write_text("not ours")
-    convert([str(tmp_path / "in")], str(tmp_path / "out"), min_tokens=1, work=str(tmp_path / "work"), restart=True, workers=1)
+    convert(
+        [str(tmp_path / "in")],
+        str(tmp_path / "out"),
+        min_tokens=1,
+        work=str(tmp_path / "work"),
+        restart=True,
+        workers=1,
+    )
     assert [path.name for path in (tmp_path / "work").iterdir()] == ["precious"]
     assert len(IndexedDataset(str(tmp_path / "out"))) > 100
 
@@ -370,7 +473,9 @@ try:
 except StreammegaError as error:
     print(error)
 """
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, check=False
+    )
     assert "File too large" in done.stdout, done.stderr
     assert not list((tmp_path / "out").glob("p*"))
 
@@ -379,8 +484,14 @@ except StreammegaError as error:
 
 
 @pytest.mark.parametrize("engine", ["local", "ray"])
-@pytest.mark.filterwarnings("ignore::ResourceWarning", "ignore::pytest.PytestUnraisableExceptionWarning", "ignore::FutureWarning")
-def test_a_worker_that_is_killed_is_replaced(tmp_path: Path, engine: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.filterwarnings(
+    "ignore::ResourceWarning",
+    "ignore::pytest.PytestUnraisableExceptionWarning",
+    "ignore::FutureWarning",
+)
+def test_a_worker_that_is_killed_is_replaced(
+    tmp_path: Path, engine: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     with ray_cluster(engine, monkeypatch):
         work = TaskList(function=slow_task, shared=tmp_path, numbers=range(8))
         results = dict(run_tasks(work, Runner(workers=2, engine=engine), lambda size, tokens: None))
@@ -389,24 +500,39 @@ def test_a_worker_that_is_killed_is_replaced(tmp_path: Path, engine: Any, monkey
         with pytest.raises(ConvertError, match="this one cannot be done"):
             list(
                 run_tasks(
-                    TaskList(function=failing_task, shared=tmp_path, numbers=range(3)), Runner(workers=2, engine=engine), print
+                    TaskList(function=failing_task, shared=tmp_path, numbers=range(3)),
+                    Runner(workers=2, engine=engine),
+                    print,
                 )
             )
 
 
-@pytest.mark.filterwarnings("ignore::ResourceWarning", "ignore::pytest.PytestUnraisableExceptionWarning", "ignore::FutureWarning")
+@pytest.mark.filterwarnings(
+    "ignore::ResourceWarning",
+    "ignore::pytest.PytestUnraisableExceptionWarning",
+    "ignore::FutureWarning",
+)
 def test_a_cluster_makes_the_same_bytes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     make_corpus(tmp_path / "in.jsonl", 800)
-    options: dict[str, Any] = {"tokenizer": "bytes", "shard_bytes": 40_000, "shuffle_seed": 1, "kind": "zst"}
+    options: dict[str, Any] = {
+        "tokenizer": "bytes",
+        "shard_bytes": 40_000,
+        "shuffle_seed": 1,
+        "kind": "zst",
+    }
     monkeypatch.setattr("streammega.convert.write.units.UNIT_BYTES", 20_000)
     convert([str(tmp_path / "in.jsonl")], str(tmp_path / "local" / "web"), workers=1, **options)
     with ray_cluster("ray", monkeypatch):
-        report = convert([str(tmp_path / "in.jsonl")], str(tmp_path / "ray" / "web"), engine="ray", **options)
+        report = convert(
+            [str(tmp_path / "in.jsonl")], str(tmp_path / "ray" / "web"), engine="ray", **options
+        )
     assert report.documents == 800
     assert digest(tmp_path / "ray") == digest(tmp_path / "local")
 
 
-def test_a_cluster_needs_a_work_folder_of_all_its_machines(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_cluster_needs_a_work_folder_of_all_its_machines(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("RAY_ADDRESS", "ray.example:6379")
     (tmp_path / "a.txt").write_text("text")
     with pytest.raises(ConfigError, match="--work"):
@@ -451,9 +577,13 @@ def test_a_conversion_into_s3_that_fails_at_the_end_leaves_no_dataset(
     monkeypatch.setattr(publish, "create_object", fails)
     url = f"s3://{bucket}/web"
     with pytest.raises(EndpointError):
-        convert([str(tmp_path / "in")], url, shard_bytes=5000, kind="zst", storage=s3_storage, workers=1)
+        convert(
+            [str(tmp_path / "in")], url, shard_bytes=5000, kind="zst", storage=s3_storage, workers=1
+        )
     with pytest.raises(ObjectNotFoundError):
         IndexedDataset(url, s3_storage, tmp_path / "c")
     monkeypatch.setattr(publish, "create_object", real)
-    convert([str(tmp_path / "in")], url, shard_bytes=5000, kind="zst", storage=s3_storage, workers=1)
+    convert(
+        [str(tmp_path / "in")], url, shard_bytes=5000, kind="zst", storage=s3_storage, workers=1
+    )
     assert len(IndexedDataset(url, s3_storage, tmp_path / "c")) == 200

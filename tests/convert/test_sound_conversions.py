@@ -1,4 +1,6 @@
-"""Whatever a conversion is asked for, `verify` finds what it made sound, and the report tells of every document."""
+"""Whatever a conversion is asked for, `verify` finds what it made sound, and the report tells of
+every document.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +33,11 @@ asked = st.fixed_dictionaries(
     }
 )
 token_corpus = st.lists(
-    st.lists(st.tuples(st.lists(st.integers(0, 60_000), min_size=1, max_size=30), st.integers(0, 2)), min_size=1, max_size=3),
+    st.lists(
+        st.tuples(st.lists(st.integers(0, 60_000), min_size=1, max_size=30), st.integers(0, 2)),
+        min_size=1,
+        max_size=3,
+    ),
     min_size=1,
     max_size=25,
 )
@@ -48,14 +54,29 @@ def check(inputs: list[str], folder: Path, options: dict[str, Any], segment_byte
             return
     found = verify(str(folder / "out"))
     assert found.problems == []
-    assert (found.documents, found.sequences, found.tokens) == (report.documents, report.sequences, report.tokens)
+    assert (found.documents, found.sequences, found.tokens) == (
+        report.documents,
+        report.sequences,
+        report.tokens,
+    )
     assert sum(report.histogram) >= report.documents
 
 
-@given(corpus=token_corpus, multimodal=st.booleans(), eod=st.booleans(), options=asked, cut=st.sampled_from([50, 1 << 20]))
+@given(
+    corpus=token_corpus,
+    multimodal=st.booleans(),
+    eod=st.booleans(),
+    options=asked,
+    cut=st.sampled_from([50, 1 << 20]),
+)
 @settings(max_examples=25)
 def test_every_conversion_of_tokens_is_sound(
-    tmp_path_factory: pytest.TempPathFactory, corpus: Any, multimodal: bool, eod: bool, options: dict[str, Any], cut: int
+    tmp_path_factory: pytest.TempPathFactory,
+    corpus: Any,
+    multimodal: bool,
+    eod: bool,
+    options: dict[str, Any],
+    cut: int,
 ) -> None:
     folder = tmp_path_factory.mktemp("tokens")
     end = 60_001
@@ -77,22 +98,35 @@ def test_every_conversion_of_tokens_is_sound(
 )
 @settings(max_examples=25)
 def test_every_conversion_of_text_is_sound(
-    tmp_path_factory: pytest.TempPathFactory, texts: list[str], options: dict[str, Any], cut: int, append: bool, keep: bool
+    tmp_path_factory: pytest.TempPathFactory,
+    texts: list[str],
+    options: dict[str, Any],
+    cut: int,
+    append: bool,
+    keep: bool,
 ) -> None:
     folder = tmp_path_factory.mktemp("text")
-    (folder / "in.jsonl").write_text("".join(json.dumps({"text": text, "answer": text[:3]}) + "\n" for text in texts))
+    (folder / "in.jsonl").write_text(
+        "".join(json.dumps({"text": text, "answer": text[:3]}) + "\n" for text in texts)
+    )
     keys = ("text", "answer:1") if options["modes"] else ("text",)
     check([str(folder / "in.jsonl")], folder, options | {
         "tokenizer": "bytes", "keys": keys, "append_eod": append, "keep_empty": keep,
     }, cut)  # fmt: skip
 
 
-@given(chats=st.lists(st.lists(turn, min_size=1, max_size=4), min_size=1, max_size=15), options=asked)
+@given(
+    chats=st.lists(st.lists(turn, min_size=1, max_size=4), min_size=1, max_size=15), options=asked
+)
 @settings(max_examples=25)
 def test_every_conversion_of_chats_is_sound(
-    tmp_path_factory: pytest.TempPathFactory, chats: list[list[tuple[str, str]]], options: dict[str, Any]
+    tmp_path_factory: pytest.TempPathFactory,
+    chats: list[list[tuple[str, str]]],
+    options: dict[str, Any],
 ) -> None:
     folder = tmp_path_factory.mktemp("chats")
-    records = [{"messages": [{"role": role, "content": text} for role, text in chat]} for chat in chats]
+    records = [
+        {"messages": [{"role": role, "content": text} for role, text in chat]} for chat in chats
+    ]
     (folder / "in.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
     check([str(folder / "in.jsonl")], folder, options | {"tokenizer": "bytes", "chat": True}, 50)

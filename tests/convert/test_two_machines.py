@@ -1,4 +1,6 @@
-"""Two conversions to one prefix of a bucket at once, from machines that share nothing else: never a dataset of both."""
+"""Two conversions to one prefix of a bucket at once, from machines that share nothing else: never a
+dataset of both.
+"""
 
 from __future__ import annotations
 
@@ -43,14 +45,24 @@ class Machine:
         (self._folder / "in.txt").write_text(text)
         context = multiprocessing.get_context("forkserver")
         self._pipe, theirs = context.Pipe()
-        arguments = (theirs, str(self._folder / "cache"), self._storage, [str(self._folder / "in.txt")], output)
-        self._process = context.Process(target=convert_as_told, args=arguments, kwargs=named, daemon=True)
+        arguments = (
+            theirs,
+            str(self._folder / "cache"),
+            self._storage,
+            [str(self._folder / "in.txt")],
+            output,
+        )
+        self._process = context.Process(
+            target=convert_as_told, args=arguments, kwargs=named, daemon=True
+        )
         self._process.start()
         theirs.close()
         return self._word()
 
     def go_on(self) -> str:
-        """To where its tokens are "written", and from there to where all is "done"; or returns an error."""
+        """To where its tokens are "written", and from there to where all is "done"; or returns an
+        error.
+        """
         self._pipe.send("go on")
         return self._word()
 
@@ -109,7 +121,11 @@ def test_what_overwrites_beside_a_conversion_that_runs_leaves_one_of_both_whole(
     name = f"s3://{bucket}/web"
     plain = machine("one")
     beside = machine("two")
-    assert plain.convert("a" * 1000, name) == beside.convert("b" * 1000, name, overwrite=True) == "begun"
+    assert (
+        plain.convert("a" * 1000, name)
+        == beside.convert("b" * 1000, name, overwrite=True)
+        == "begun"
+    )
     assert plain.go_on() == beside.go_on() == "written"
     order = [plain, beside] if first == "plain" else [beside, plain]
     assert order[0].go_on() == "done"
@@ -118,7 +134,9 @@ def test_what_overwrites_beside_a_conversion_that_runs_leaves_one_of_both_whole(
     assert text_of(f"{name}.manifest.json", s3_storage) == text_of(name, s3_storage)
 
 
-def test_an_object_is_created_only_where_none_is(bucket: str, s3: S3, s3_storage: StorageConfig) -> None:
+def test_an_object_is_created_only_where_none_is(
+    bucket: str, s3: S3, s3_storage: StorageConfig
+) -> None:
     store, key = open_store(f"s3://{bucket}/a", s3_storage)
     assert create_object(store, key, b"first")
     if s3.name == "moto":  # rclone knows no conditions: whoever needs to know looks again
@@ -142,7 +160,9 @@ def inputs(tmp_path: Path) -> list[str]:
     return [str(tmp_path / "a.txt"), str(tmp_path / "b.txt")]
 
 
-def kill_before(method: str, monkeypatch: pytest.MonkeyPatch, *arguments: Any, **named: Any) -> None:
+def kill_before(
+    method: str, monkeypatch: pytest.MonkeyPatch, *arguments: Any, **named: Any
+) -> None:
     """A conversion that is killed before a method of it is called."""
     with monkeypatch.context() as patch, pytest.raises(Killed):
         patch.setattr(_Conversion, "leave", lambda self: None)
@@ -171,7 +191,10 @@ def test_a_killed_conversion_goes_on_on_another_machine_and_with_other_options_o
 
 
 def test_the_claim_of_a_killed_conversion_is_told_and_removed_by_gc(
-    tmp_path: Path, inputs: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path,
+    inputs: list[str],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     name = f"memory://{tmp_path.name}-told/web"
     kill_before("publish", monkeypatch, inputs[:1], name, shard_bytes=10_000)
@@ -204,11 +227,16 @@ def test_a_conversion_that_fails_at_once_leaves_no_claim(
     assert text_of(name, StorageConfig()) == "b" * 1000
 
 
-def test_of_two_claims_where_the_server_knows_no_conditions_the_first_learns_of_the_last(tmp_path: Path) -> None:
+def test_of_two_claims_where_the_server_knows_no_conditions_the_first_learns_of_the_last(
+    tmp_path: Path,
+) -> None:
     prefix = f"memory://{tmp_path.name}-claims/web"
     one, two = (Claim(prefix, str(tmp_path / job), StorageConfig(), job) for job in ("one", "two"))
     assert one.take()
-    save_bytes(f"memory://{tmp_path.name}-claims/.web.streammega-claim", b'{"job": "two"}', StorageConfig())  # is obeyed
+    # is obeyed
+    save_bytes(
+        f"memory://{tmp_path.name}-claims/.web.streammega-claim", b'{"job": "two"}', StorageConfig()
+    )
     assert two.take()
     assert not one.take()
     assert one.refusal() is not None

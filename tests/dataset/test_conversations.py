@@ -1,4 +1,6 @@
-"""Fine-tuning and conversion read conversations in one way: what one takes, the other takes, and means the same by it."""
+"""Fine-tuning and conversion read conversations in one way: what one takes, the other takes, and
+means the same by it.
+"""
 
 from __future__ import annotations
 
@@ -21,24 +23,49 @@ TWO = [("user", "q"), ("assistant", "a")]
 
 GOOD: dict[str, tuple[Any, list[tuple[str, str]]]] = {
     "messages": ({"messages": [ASKED, ANSWERED]}, TWO),
-    "conversations": ({"conversations": [{"from": "human", "value": "q"}, {"from": "gpt", "value": "a"}]}, TWO),
-    "messages of the other spelling": ({"messages": [{"from": "user", "value": "q"}, ANSWERED]}, TWO),
+    "conversations": (
+        {"conversations": [{"from": "human", "value": "q"}, {"from": "gpt", "value": "a"}]},
+        TWO,
+    ),
+    "messages of the other spelling": (
+        {"messages": [{"from": "user", "value": "q"}, ANSWERED]},
+        TWO,
+    ),
     "conversations of the other spelling": ({"conversations": [ASKED, ANSWERED]}, TWO),
     "messages that are null": ({"messages": None, "conversations": [ASKED, ANSWERED]}, TWO),
     "conversations that are null": ({"messages": [ASKED, ANSWERED], "conversations": None}, TWO),
     "both": ({"messages": [ASKED, ANSWERED], "conversations": [ANSWERED]}, TWO),
-    "a spelling that is null": ({"messages": [{"role": None, "content": None, "from": "human", "value": "q"}, ANSWERED]}, TWO),
+    "a spelling that is null": (
+        {"messages": [{"role": None, "content": None, "from": "human", "value": "q"}, ANSWERED]},
+        TWO,
+    ),
     "other keys": ({"id": 7, "messages": [ASKED | {"weight": 0}, ANSWERED]}, TWO),
-    "empty texts": ({"messages": [{"role": "system", "content": ""}, ANSWERED]}, [("system", ""), ("assistant", "a")]),
+    "empty texts": (
+        {"messages": [{"role": "system", "content": ""}, ANSWERED]},
+        [("system", ""), ("assistant", "a")],
+    ),
     "roles of every kind": (
-        {"messages": [{"role": role, "content": "x"} for role in ("developer", "tool", "function", "model")]},
+        {
+            "messages": [
+                {"role": role, "content": "x"}
+                for role in ("developer", "tool", "function", "model")
+            ]
+        },
         [("developer", "x"), ("tool", "x"), ("function", "x"), ("assistant", "x")],
     ),
     "texts in parts": (
-        {"messages": [ASKED | {"content": [{"type": "text", "text": "q"}, {"type": "text", "text": "r"}]}, ANSWERED]},
+        {
+            "messages": [
+                ASKED | {"content": [{"type": "text", "text": "q"}, {"type": "text", "text": "r"}]},
+                ANSWERED,
+            ]
+        },
         [("user", "qr"), ("assistant", "a")],
     ),
-    "letters of every kind": ({"messages": [ASKED, ANSWERED | {"content": "é 😀"}]}, [("user", "q"), ("assistant", "é 😀")]),
+    "letters of every kind": (
+        {"messages": [ASKED, ANSWERED | {"content": "é 😀"}]},
+        [("user", "q"), ("assistant", "é 😀")],
+    ),
 }
 
 BAD: dict[str, tuple[bytes, str]] = {
@@ -49,25 +76,46 @@ BAD: dict[str, tuple[bytes, str]] = {
     "text": (b'"text"', "has neither"),
     "nothing": (b"null", "has neither"),
     "no list": (b'{"text": "x"}', "has neither"),
-    "messages that are text": (b'{"messages": "q", "conversations": [{"from": "gpt", "value": "a"}]}', "has neither"),
-    "messages that are a mapping": (b'{"messages": {"role": "assistant", "content": "a"}}', "has neither"),
+    "messages that are text": (
+        b'{"messages": "q", "conversations": [{"from": "gpt", "value": "a"}]}',
+        "has neither",
+    ),
+    "messages that are a mapping": (
+        b'{"messages": {"role": "assistant", "content": "a"}}',
+        "has neither",
+    ),
     "both null": (b'{"messages": null, "conversations": null}', "has neither"),
     "a turn that is text": (b'{"messages": ["q"]}', "needs a role"),
     "a turn that is null": (b'{"messages": [null]}', "needs a role"),
     "no role": (b'{"messages": [{"content": "a"}]}', "needs a role"),
-    "an unknown role": (b'{"messages": [{"role": "robot", "content": "a"}]}', "needs a role.*'robot'"),
-    "a role that is a list": (b'{"messages": [{"role": ["assistant"], "content": "a"}]}', "needs a role"),
-    "no text": (b'{"messages": [{"role": "assistant"}]}', "message 1, of role .assistant., needs a text.*not None"),
+    "an unknown role": (
+        b'{"messages": [{"role": "robot", "content": "a"}]}',
+        "needs a role.*'robot'",
+    ),
+    "a role that is a list": (
+        b'{"messages": [{"role": ["assistant"], "content": "a"}]}',
+        "needs a role",
+    ),
+    "no text": (
+        b'{"messages": [{"role": "assistant"}]}',
+        "message 1, of role .assistant., needs a text.*not None",
+    ),
     "text that is null": (
         b'{"messages": [{"role": "assistant", "content": null}]}',
         "message 1, of role .assistant., needs a text.*not None",
     ),
-    "text of several parts": (b'{"messages": [{"role": "assistant", "content": [{"text": "a"}]}]}', "a part that is no text"),
+    "text of several parts": (
+        b'{"messages": [{"role": "assistant", "content": [{"text": "a"}]}]}',
+        "a part that is no text",
+    ),
     "a picture": (
         b'{"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": "x"}]}]}',
         "message 1, of role .user., has a part that is no text: .*image_url",
     ),
-    "tool calls": (b'{"messages": [{"role": "assistant", "content": null, "tool_calls": [1]}]}', "tool calls.*--chat-template"),
+    "tool calls": (
+        b'{"messages": [{"role": "assistant", "content": null, "tool_calls": [1]}]}',
+        "tool calls.*--chat-template",
+    ),
     "a wrong text behind a right one": (
         b'{"messages": [{"role": "user", "content": "q"}, {"role": "gpt"}]}',
         "message 2, of role",
@@ -77,7 +125,10 @@ BAD: dict[str, tuple[bytes, str]] = {
         "message 1, of role .assistant., needs a text.*not None",
     ),
     "the other two": (b'{"conversations": [{"from": "gpt", "content": "a"}]}', "needs a role"),
-    "half a character": (b'{"messages": [{"role": "assistant", "content": "\\ud800"}]}', "half of a character"),
+    "half a character": (
+        b'{"messages": [{"role": "assistant", "content": "\\ud800"}]}',
+        "half of a character",
+    ),
 }
 
 
@@ -90,14 +141,20 @@ def by_fine_tuning(data: bytes, folder: Path) -> list[tuple[str, str]]:
         seen.append(text)
         return [1]
 
-    SFTDataset([str(folder / "a.jsonl")], encode, DataConfig(blend="unused", sequence_length=64, eod_id=0))
+    SFTDataset(
+        [str(folder / "a.jsonl")], encode, DataConfig(blend="unused", sequence_length=64, eod_id=0)
+    )
     return [(header[2:-3], text) for header, text in zip(seen[::2], seen[1::2], strict=True)]
 
 
 def by_conversion(data: bytes) -> list[tuple[str, str]]:
-    encoder = BatchEncoder(load_tokenizer("bytes"), ConvertOptions(tokenizer="bytes", chat=True), StorageConfig())
+    encoder = BatchEncoder(
+        load_tokenizer("bytes"), ConvertOptions(tokenizer="bytes", chat=True), StorageConfig()
+    )
     parts = encoder.parts(RawDocument(data=data, path="a.jsonl", line=1, record=True))
-    turns = [(header[0][2:-3], text[0]) for header, text in zip(parts[::2], parts[1::2], strict=True)]
+    turns = [
+        (header[0][2:-3], text[0]) for header, text in zip(parts[::2], parts[1::2], strict=True)
+    ]
     assert [mode for _, mode, _ in parts[1::2]] == [int(role == "assistant") for role, _ in turns]
     return turns
 

@@ -1,4 +1,6 @@
-"""`.bin/.idx` pairs: round trips, parity with Megatron's reader and writer, forged files, the local cache."""
+"""`.bin/.idx` pairs: round trips, parity with Megatron's reader and writer, forged files, the local
+cache.
+"""
 
 from __future__ import annotations
 
@@ -38,12 +40,16 @@ def corpora(draw: st.DrawFn) -> tuple[list[list[list[int]]], list[list[int]]]:
     """Documents of sequences of token ids, and a mode for each sequence."""
     sequence = st.lists(st.integers(0, 100), max_size=8)
     documents = draw(st.lists(st.lists(sequence, max_size=4), max_size=8))
-    modes = [draw(st.lists(st.integers(-2, 5), min_size=len(d), max_size=len(d))) for d in documents]
+    modes = [
+        draw(st.lists(st.integers(-2, 5), min_size=len(d), max_size=len(d))) for d in documents
+    ]
     return documents, modes
 
 
 @given(corpus=corpora(), dtype=st.sampled_from(DTYPES), multimodal=st.booleans())
-def test_what_is_written_is_read_back(tmp_path_factory: Any, corpus: Any, dtype: np.dtype, multimodal: bool) -> None:
+def test_what_is_written_is_read_back(
+    tmp_path_factory: Any, corpus: Any, dtype: np.dtype, multimodal: bool
+) -> None:
     prefix = str(tmp_path_factory.mktemp("pair") / "p")
     documents, modes = corpus
     with IndexedDatasetWriter(prefix, dtype, multimodal) as writer:
@@ -97,7 +103,9 @@ def test_we_write_the_very_bytes_that_megatron_writes(tmp_path: Path, dtype: np.
             if number + 1 in bounds:
                 writer.end_document()
     for suffix in (".bin", ".idx"):
-        assert (tmp_path / f"ours{suffix}").read_bytes() == (tmp_path / f"theirs{suffix}").read_bytes()
+        assert (tmp_path / f"ours{suffix}").read_bytes() == (
+            tmp_path / f"theirs{suffix}"
+        ).read_bytes()
     read = IndexedDataset(str(tmp_path / "theirs"))
     for number, sequence in enumerate(sequences):
         np.testing.assert_array_equal(plain(read[number]), sequence)
@@ -109,7 +117,8 @@ def test_multimodal_files_are_megatrons(tmp_path: Path) -> None:
         writer.add_item([1, 2, 3], mode=1)
         writer.add_item([4], mode=0)
         writer.end_document()
-    theirs, ours = oracle.IndexedDataset(prefix, multimodal=True), IndexedDataset(prefix)
+    theirs = oracle.IndexedDataset(prefix, multimodal=True)
+    ours = IndexedDataset(prefix)
     assert ours.sequence_modes is not None
     assert ours.sequence_modes.tolist() == theirs.index.sequence_modes.tolist() == [1, 0]
     assert theirs[0][1] == ours[0][1] == 1  # type: ignore[index]
@@ -121,9 +130,13 @@ def test_merging_is_megatrons_bit_for_bit(tmp_path: Path) -> None:
     with IndexedDatasetWriter(str(tmp_path / "ours"), np.uint16) as writer:
         writer.add_index(str(tmp_path / "a"))
         writer.add_index(str(tmp_path / "b"))
-    oracle.merge_pairs([str(tmp_path / "a"), str(tmp_path / "b")], str(tmp_path / "theirs"), np.uint16)
+    oracle.merge_pairs(
+        [str(tmp_path / "a"), str(tmp_path / "b")], str(tmp_path / "theirs"), np.uint16
+    )
     for suffix in (".bin", ".idx"):
-        assert (tmp_path / f"ours{suffix}").read_bytes() == (tmp_path / f"theirs{suffix}").read_bytes()
+        assert (tmp_path / f"ours{suffix}").read_bytes() == (
+            tmp_path / f"theirs{suffix}"
+        ).read_bytes()
 
 
 def test_slices_and_parts_read_just_those_tokens(pair: str) -> None:
@@ -153,12 +166,15 @@ def test_survives_pickling_and_names_either_suffix(pair: str) -> None:
     np.testing.assert_array_equal(plain(copy[7]), plain(read[7]))
 
 
-def test_pairs_in_s3_by_both_transports(tmp_path: Path, s3_storage: StorageConfig, bucket: str) -> None:
+def test_pairs_in_s3_by_both_transports(
+    tmp_path: Path, s3_storage: StorageConfig, bucket: str
+) -> None:
     url = f"s3://{bucket}/deep/pair"
     write_random_pair(str(tmp_path / "local"))
     with IndexedDatasetWriter(url, np.uint16, storage=s3_storage) as writer:
         writer.add_index(str(tmp_path / "local"))
-    read, local = IndexedDataset(url, s3_storage, tmp_path / "cache"), IndexedDataset(str(tmp_path / "local"))
+    read = IndexedDataset(url, s3_storage, tmp_path / "cache")
+    local = IndexedDataset(str(tmp_path / "local"))
     np.testing.assert_array_equal(read.sequence_lengths, local.sequence_lengths)
     for ours, expected in zip(read[0:200], local[0:200], strict=True):
         np.testing.assert_array_equal(plain(ours), plain(expected))
@@ -183,12 +199,20 @@ FORGERIES = {
     "sequence count": (18, HUGE, "header tells of 1152921504606846976 sequences"),
     "document count": (26, HUGE, "1152921504606846976 document bounds"),
     "negative length": (34 + 4 * 5, struct.pack("<i", -3), "sequence 5 has the negative length -3"),
-    "length past the end": (34 + 4 * 199, struct.pack("<i", 2**31 - 1), "sequence 199 lies at bytes"),
+    "length past the end": (
+        34 + 4 * 199,
+        struct.pack("<i", 2**31 - 1),
+        "sequence 199 lies at bytes",
+    ),
     "offset past the end": (34 + 800 + 8 * 7, struct.pack("<q", 2**62), "sequence 7 lies at bytes"),
     "negative offset": (34 + 800 + 8 * 7, struct.pack("<q", -2), "sequence 7 lies at bytes"),
     "offset inside a token": (34 + 800 + 8 * 7, struct.pack("<q", 3), "inside a 2-byte token"),
     "document bounds": (34 + 800 + 1600 + 8 * 200, struct.pack("<q", 12), "document bounds run"),
-    "document order": (34 + 800 + 1600 + 8 * 3, struct.pack("<q", 100), "document bound 4 lies before bound 3"),
+    "document order": (
+        34 + 800 + 1600 + 8 * 3,
+        struct.pack("<q", 100),
+        "document bound 4 lies before bound 3",
+    ),
 }
 
 
@@ -229,7 +253,9 @@ def test_a_foreign_object_is_refused_before_it_is_downloaded(pair: str, tmp_path
     with http_server({"/a.bin": b"12", "/a.idx": foreign}) as server:
         with pytest.raises(FormatError, match="starts with"):
             IndexedDataset(f"{server.url}/a", index_cache_dir=tmp_path / "cache")
-        assert {span for _, path, span in server.requests if path == "/a.idx" and span} == {"bytes=0-33"}
+        assert {span for _, path, span in server.requests if path == "/a.idx" and span} == {
+            "bytes=0-33"
+        }
 
 
 @given(data=st.binary(max_size=400))
@@ -282,7 +308,9 @@ w = sm.IndexedDatasetWriter({prefix!r}, np.uint16)
 for _ in range(40): w.add_item(np.zeros(1 << 20, np.uint16))
 print("written", flush=True); import time; time.sleep(60)
 """
-        process = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, env=os.environ | s3.environment)
+        process = subprocess.Popen(
+            [sys.executable, "-c", code], stdout=subprocess.PIPE, env=os.environ | s3.environment
+        )
         assert process.stdout is not None
         assert process.stdout.readline() == b"written\n"
         process.kill()
@@ -291,7 +319,9 @@ print("written", flush=True); import time; time.sleep(60)
             IndexedDataset(prefix, StorageConfig(storage_options=s3.options))
 
 
-def test_no_index_describes_another_bin_while_a_pair_is_replaced(pair: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_index_describes_another_bin_while_a_pair_is_replaced(
+    pair: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     from streammega.storage.backends.local import LocalWriter
 
     writer = IndexedDatasetWriter(pair, np.uint16)
@@ -333,12 +363,18 @@ def test_one_download_per_node_whatever_the_rank_count(pair: str, tmp_path: Path
         for rank in ranks:
             rank.join()
         size = len(server.objects["/p.idx"])
-        whole = [span for method, path, span in server.requests if path == "/p.idx" and span == f"bytes=0-{size - 1}"]
+        whole = [
+            span
+            for method, path, span in server.requests
+            if path == "/p.idx" and span == f"bytes=0-{size - 1}"
+        ]
     assert sums == {int(IndexedDataset(pair).sequence_lengths.sum())}
     assert len(whole) == 1, "the .idx was downloaded by more than one process"
 
 
-def test_a_cached_index_is_used_again_and_refreshed_when_the_object_changed(pair: str, tmp_path: Path) -> None:
+def test_a_cached_index_is_used_again_and_refreshed_when_the_object_changed(
+    pair: str, tmp_path: Path
+) -> None:
     cache = tmp_path / "cache"
     with http_server(objects_of(pair)) as server:
         IndexedDataset(f"{server.url}/p", index_cache_dir=cache)
@@ -401,12 +437,19 @@ def test_a_full_disk_under_the_cache_is_an_error_that_says_where(
             patched.setattr(os, "fsync", full)
             with pytest.raises(CacheError, match=r"No space left.*bytes wanted.*index_cache_dir"):
                 IndexedDataset(f"{server.url}/p", index_cache_dir=cache)
-        assert not [path for path in (cache / "idx").iterdir() if path.suffix != ".lock"], "nothing half-written is left"
-        assert len(IndexedDataset(f"{server.url}/p", index_cache_dir=cache)) == 200, "and it works once there is room"
+        assert not [path for path in (cache / "idx").iterdir() if path.suffix != ".lock"], (
+            "nothing half-written is left"
+        )
+        assert len(IndexedDataset(f"{server.url}/p", index_cache_dir=cache)) == 200, (
+            "and it works once there is room"
+        )
 
 
 def test_a_cache_that_cannot_be_made_is_an_error_that_says_where(pair: str, tmp_path: Path) -> None:
     blocked = tmp_path / "file"
     blocked.write_text("in the way")
-    with http_server(objects_of(pair)) as server, pytest.raises(CacheError, match="index_cache_dir"):
+    with (
+        http_server(objects_of(pair)) as server,
+        pytest.raises(CacheError, match="index_cache_dir"),
+    ):
         IndexedDataset(f"{server.url}/p", index_cache_dir=blocked)

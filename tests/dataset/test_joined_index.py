@@ -29,7 +29,11 @@ def _keep_all(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
     for number in range(SHARDS):
-        write_random_pair(str(tmp_path / "data" / f"x-{number:05d}-of-{SHARDS:05d}"), count=50 + number, seed=number)
+        write_random_pair(
+            str(tmp_path / "data" / f"x-{number:05d}-of-{SHARDS:05d}"),
+            count=50 + number,
+            seed=number,
+        )
     return tmp_path / "data"
 
 
@@ -38,7 +42,9 @@ def open_dataset(folder: Path) -> IndexedDataset:
 
 
 def files(folder: Path) -> dict[str, int]:
-    return {path.name: path.stat().st_ino for path in (folder.parent / "cache" / "idx").glob("*.npy")}
+    return {
+        path.name: path.stat().st_ino for path in (folder.parent / "cache" / "idx").glob("*.npy")
+    }
 
 
 def same_arrays(a: IndexedDataset, b: IndexedDataset) -> None:
@@ -48,7 +54,9 @@ def same_arrays(a: IndexedDataset, b: IndexedDataset) -> None:
     assert all(np.array_equal(x, y) for x, y in zip(a, b, strict=True))
 
 
-def test_it_is_that_of_the_shards_merged_and_mapped_from_files(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_it_is_that_of_the_shards_merged_and_mapped_from_files(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     kept = open_dataset(folder)
     monkeypatch.setattr("streammega.dataset.indexed.KEEP_BYTES", 1 << 40)
     same_arrays(kept, open_dataset(folder))
@@ -59,9 +67,13 @@ def test_it_is_that_of_the_shards_merged_and_mapped_from_files(folder: Path, mon
 
 
 @pytest.mark.parametrize("multimodal", [False, True])
-def test_modes_and_dtypes_are_kept(tmp_path: Path, multimodal: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_modes_and_dtypes_are_kept(
+    tmp_path: Path, multimodal: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     for number in range(2):
-        with IndexedDatasetWriter(str(tmp_path / "data" / f"{number}"), np.int64, multimodal) as writer:
+        with IndexedDatasetWriter(
+            str(tmp_path / "data" / f"{number}"), np.int64, multimodal
+        ) as writer:
             for k in range(4):
                 writer.add_item(np.arange(number + k), k - 1)
             writer.end_document()
@@ -86,18 +98,26 @@ print(len(dataset), int(dataset.sequence_lengths.sum()), sorted(files(Path(sys.a
 
 def test_a_second_process_maps_the_files_of_the_first(folder: Path) -> None:
     first = open_dataset(folder)
-    done = subprocess.run([sys.executable, "-c", AGAIN, str(folder)], capture_output=True, text=True, check=False)
-    assert done.stdout.strip() == f"{len(first)} {int(first.sequence_lengths.sum())} {sorted(files(folder).items())}", done.stderr
+    done = subprocess.run(
+        [sys.executable, "-c", AGAIN, str(folder)], capture_output=True, text=True, check=False
+    )
+    assert (
+        done.stdout.strip()
+        == f"{len(first)} {int(first.sequence_lengths.sum())} {sorted(files(folder).items())}"
+    ), done.stderr
 
 
 def test_a_changed_shard_makes_it_anew_and_the_former_is_removed(folder: Path) -> None:
-    before, names = open_dataset(folder), set(files(folder))
+    before = open_dataset(folder)
+    names = set(files(folder))
     write_random_pair(str(folder / f"x-00001-of-{SHARDS:05d}"), count=77, seed=9)
     again = open_dataset(folder)
     assert len(again) == len(before) - 51 + 77
     assert len(files(folder)) == len(names)
     assert not names & set(files(folder))
-    np.testing.assert_array_equal(again[60], IndexedDataset(str(folder / f"x-00001-of-{SHARDS:05d}"))[10])
+    np.testing.assert_array_equal(
+        again[60], IndexedDataset(str(folder / f"x-00001-of-{SHARDS:05d}"))[10]
+    )
 
 
 def test_a_damaged_file_is_named_and_one_that_cannot_be_kept_is_done_without(
@@ -108,7 +128,9 @@ def test_a_damaged_file_is_named_and_one_that_cannot_be_kept_is_done_without(
     sound = path.read_bytes()
     path.unlink()
     path.write_bytes(sound[:-8])
-    with pytest.raises(CacheError, match=r"sequence_offsets\.npy: is no readable array .*remove the file"):
+    with pytest.raises(
+        CacheError, match=r"sequence_offsets\.npy: is no readable array .*remove the file"
+    ):
         open_dataset(folder)
     np.save(path, np.zeros(3, np.int64))
     with pytest.raises(CacheError, match="not of the same number of sequences"):
@@ -125,7 +147,11 @@ def test_joining_takes_little_memory(tmp_path: Path) -> None:
     for number in range(SHARDS):
         prefix = tmp_path / "data" / f"{number}"
         prefix.with_suffix(".idx").write_bytes(
-            b"".join(encode_index(np.dtype(np.uint8), np.ones(count, np.int32), np.arange(count + 1), None))
+            b"".join(
+                encode_index(
+                    np.dtype(np.uint8), np.ones(count, np.int32), np.arange(count + 1), None
+                )
+            )
         )
         prefix.with_suffix(".bin").write_bytes(bytes(count))
     tracemalloc.start()

@@ -1,4 +1,6 @@
-"""Tokens of different tokenizers are never merged, blended or given another name unless somebody says so."""
+"""Tokens of different tokenizers are never merged, blended or given another name unless somebody
+says so.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,12 @@ from streammega.errors import ConfigError, ConvertError
 
 
 def tokenizer(path: Path, words: list[str]) -> str:
-    model = Tokenizer(models.WordLevel({word: n for n, word in enumerate(["<|endoftext|>", "[UNK]", *words])}, unk_token="[UNK]"))
+    model = Tokenizer(
+        models.WordLevel(
+            {word: n for n, word in enumerate(["<|endoftext|>", "[UNK]", *words])},
+            unk_token="[UNK]",
+        )
+    )
     model.pre_tokenizer = pre_tokenizers.Whitespace()
     model.save(str(path))
     return str(path)
@@ -25,7 +32,9 @@ def tokenizer(path: Path, words: list[str]) -> str:
 @pytest.fixture
 def sets(tmp_path: Path) -> dict[str, str]:
     text = tmp_path / "in.jsonl"
-    text.write_text("".join(json.dumps({"text": "one two three four five"}) + "\n" for _ in range(60)))
+    text.write_text(
+        "".join(json.dumps({"text": "one two three four five"}) + "\n" for _ in range(60))
+    )
     made = {"text": str(text)}
     for name, words in {"first": ["one", "two"], "second": ["two", "one"]}.items():
         made[f"{name}.json"] = tokenizer(tmp_path / f"{name}.json", words)
@@ -34,34 +43,56 @@ def sets(tmp_path: Path) -> dict[str, str]:
     return made
 
 
-def test_a_merge_of_two_tokenizers_is_refused_and_names_both(sets: dict[str, str], tmp_path: Path) -> None:
+def test_a_merge_of_two_tokenizers_is_refused_and_names_both(
+    sets: dict[str, str], tmp_path: Path
+) -> None:
     inputs = [f"{sets[name]}.manifest.json" for name in ("first", "second")]
-    with pytest.raises(ConvertError, match=r"first.*first\.json.*second.*second\.json.*--mix-tokenizers"):
+    with pytest.raises(
+        ConvertError, match=r"first.*first\.json.*second.*second\.json.*--mix-tokenizers"
+    ):
         convert(inputs, str(tmp_path / "out" / "mixed"), workers=1)
     assert not list(tmp_path.glob("out/*"))
     convert(inputs, str(tmp_path / "mixed"), workers=1, mix_tokenizers=True)
     assert read_manifest(str(tmp_path / "mixed.manifest.json"), StorageConfig()).tokenizer == {}
 
 
-def test_tokens_do_not_take_the_name_of_another_tokenizer(sets: dict[str, str], tmp_path: Path) -> None:
+def test_tokens_do_not_take_the_name_of_another_tokenizer(
+    sets: dict[str, str], tmp_path: Path
+) -> None:
     name = f"{sets['first']}.manifest.json"
     with pytest.raises(ConvertError, match=r"second\.json.*first\.json"):
         convert([name], str(tmp_path / "renamed"), tokenizer=sets["second.json"], workers=1)
     convert([name, sets["text"]], str(tmp_path / "same"), tokenizer=sets["first.json"], workers=1)
     own = read_manifest(str(tmp_path / "same.manifest.json"), StorageConfig())
     assert own.tokenizer == read_manifest(name, StorageConfig()).tokenizer
-    convert([str(tmp_path / "first-*.idx")], str(tmp_path / "shards"), workers=1)  # by the names of their shards
-    assert read_manifest(str(tmp_path / "shards.manifest.json"), StorageConfig()).tokenizer == own.tokenizer
+    # by the names of their shards
+    convert([str(tmp_path / "first-*.idx")], str(tmp_path / "shards"), workers=1)
+    assert (
+        read_manifest(str(tmp_path / "shards.manifest.json"), StorageConfig()).tokenizer
+        == own.tokenizer
+    )
 
 
 @pytest.mark.parametrize("order", ["megatron", "stream", "sequential"])
 @pytest.mark.parametrize("by", ["{}", "{}-*"])
-def test_a_blend_of_two_tokenizers_is_refused_and_names_both(sets: dict[str, str], tmp_path: Path, order: Any, by: str) -> None:
-    settings: dict[str, Any] = {"sequence_length": 4, "num_samples": (8, 0, 0), "order": order, "index_cache_dir": tmp_path / "c"}
+def test_a_blend_of_two_tokenizers_is_refused_and_names_both(
+    sets: dict[str, str], tmp_path: Path, order: Any, by: str
+) -> None:
+    settings: dict[str, Any] = {
+        "sequence_length": 4,
+        "num_samples": (8, 0, 0),
+        "order": order,
+        "index_cache_dir": tmp_path / "c",
+    }
     blend = [(by.format(sets[name]), 0.5) for name in ("first", "second")]
     sizes = {"micro_batch_size": 2, "global_batch_size": 4}
-    with pytest.raises(ConfigError, match=r"first.*first\.json.*second.*second\.json.*mix_tokenizers"):
+    with pytest.raises(
+        ConfigError, match=r"first.*first\.json.*second.*second\.json.*mix_tokenizers"
+    ):
         StreamLoader(DataConfig(blend=blend, **settings), **sizes)  # type: ignore[arg-type]
-    for config in (DataConfig(blend=blend, mix_tokenizers=True, **settings), DataConfig(blend=blend[:1], **settings)):
+    for config in (
+        DataConfig(blend=blend, mix_tokenizers=True, **settings),
+        DataConfig(blend=blend[:1], **settings),
+    ):
         with StreamLoader(config, **sizes) as loader:  # type: ignore[arg-type]
             assert next(iter(loader))["tokens"].shape == (2, 4)

@@ -1,4 +1,6 @@
-"""IndexedDataset under Megatron's own calls, side by side with megatron-core's on the same files."""
+"""IndexedDataset under Megatron's own calls, side by side with megatron-core's on
+the same files.
+"""
 
 from __future__ import annotations
 
@@ -21,9 +23,16 @@ CALLS: dict[str, Open] = {
     "prefix": lambda kind, prefix: kind(prefix),
     "positional": lambda kind, prefix: kind(prefix, False, True),
     "positional, unmapped": lambda kind, prefix: kind(prefix, False, False),
-    "keywords": lambda kind, prefix: kind(path_prefix=prefix, multimodal=False, mmap=True, object_storage_config=None),
+    "keywords": lambda kind, prefix: kind(
+        path_prefix=prefix, multimodal=False, mmap=True, object_storage_config=None
+    ),
     "as GPTDataset": lambda kind, prefix: kind(
-        prefix, multimodal=False, mmap=False, fast_cache_load=False, sequences_per_dataset=None, dtype_code=None
+        prefix,
+        multimodal=False,
+        mmap=False,
+        fast_cache_load=False,
+        sequences_per_dataset=None,
+        dtype_code=None,
     ),
 }
 WITH_MODES: dict[str, Open] = {
@@ -39,7 +48,9 @@ def write(prefix: str, multimodal: bool, dtype: Any = np.uint16) -> None:
     with IndexedDatasetWriter(prefix, dtype, multimodal) as writer:
         for document in range(12):
             for _ in range(document % 4):
-                writer.add_item(rng.integers(0, 99, rng.integers(1, 30)), mode=int(rng.integers(-2, 3)))
+                writer.add_item(
+                    rng.integers(0, 99, rng.integers(1, 30)), mode=int(rng.integers(-2, 3))
+                )
             writer.end_document()
 
 
@@ -68,7 +79,14 @@ def compare(ours: Any, theirs: Any) -> None:
         same(ours[part], theirs[part])
     for name in ("sequence_lengths", "document_indices"):
         same(getattr(ours, name), getattr(theirs, name))
-    for name in ("sequence_lengths", "sequence_pointers", "document_indices", "sequence_count", "document_count", "dtype_size"):
+    for name in (
+        "sequence_lengths",
+        "sequence_pointers",
+        "document_indices",
+        "sequence_count",
+        "document_count",
+        "dtype_size",
+    ):
         same(getattr(ours.index, name), getattr(theirs.index, name))
     assert ours.index.dtype == theirs.index.dtype
     assert (ours.index.sequence_modes is None) == (theirs.index.sequence_modes is None)
@@ -88,7 +106,10 @@ def compare(ours: Any, theirs: Any) -> None:
 @pytest.mark.parametrize("call", CALLS)
 def test_megatrons_calls_give_what_megatron_gives(tmp_path: Path, call: str, dtype: Any) -> None:
     write(str(tmp_path / "pair"), multimodal=False, dtype=dtype)
-    ours, theirs = (CALLS[call](kind, str(tmp_path / "pair")) for kind in (IndexedDataset, oracle.IndexedDataset))
+    ours, theirs = (
+        CALLS[call](kind, str(tmp_path / "pair"))
+        for kind in (IndexedDataset, oracle.IndexedDataset)
+    )
     compare(ours, theirs)
     compare(pickle.loads(pickle.dumps(ours)), theirs)  # noqa: S301
 
@@ -96,7 +117,10 @@ def test_megatrons_calls_give_what_megatron_gives(tmp_path: Path, call: str, dty
 @pytest.mark.parametrize("call", WITH_MODES)
 def test_megatrons_calls_of_multimodal_files_do_too(tmp_path: Path, call: str) -> None:
     write(str(tmp_path / "pair"), multimodal=True)
-    ours, theirs = (WITH_MODES[call](kind, str(tmp_path / "pair")) for kind in (IndexedDataset, oracle.IndexedDataset))
+    ours, theirs = (
+        WITH_MODES[call](kind, str(tmp_path / "pair"))
+        for kind in (IndexedDataset, oracle.IndexedDataset)
+    )
     compare(ours, theirs)
     compare(pickle.loads(pickle.dumps(ours)), theirs)  # noqa: S301
 
@@ -107,7 +131,11 @@ def test_existence_is_told_alike(tmp_path: Path) -> None:
     (tmp_path / "other.bin").write_bytes(b"")
     for name in ("pair", "half", "other", "none"):
         prefix = str(tmp_path / name)
-        assert IndexedDataset.exists(prefix) == oracle.IndexedDataset.exists(prefix) == (name == "pair")
+        assert (
+            IndexedDataset.exists(prefix)
+            == oracle.IndexedDataset.exists(prefix)
+            == (name == "pair")
+        )
 
 
 def test_modes_that_are_not_there_are_an_error(tmp_path: Path) -> None:
@@ -124,7 +152,9 @@ def test_without_megatrons_arguments_a_file_with_modes_gives_pairs(tmp_path: Pat
     np.testing.assert_array_equal(read.get(0), read[0][0])
 
 
-@pytest.mark.parametrize("settings", [{"fast_cache_load": True}, {"sequences_per_dataset": (1, 1)}, {"dtype_code": 4}])
+@pytest.mark.parametrize(
+    "settings", [{"fast_cache_load": True}, {"sequences_per_dataset": (1, 1)}, {"dtype_code": 4}]
+)
 def test_what_has_no_meaning_here_is_refused(tmp_path: Path, settings: dict[str, Any]) -> None:
     write(str(tmp_path / "pair"), multimodal=False)
     with pytest.raises(ConfigError, match="fast_cache_load"):
@@ -136,7 +166,9 @@ def test_what_has_no_meaning_here_is_refused(tmp_path: Path, settings: dict[str,
 
 
 @pytest.mark.parametrize("s3", ["moto"], indirect=True)
-def test_object_storage_is_read_by_megatrons_config(tmp_path: Path, s3: S3, bucket: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_object_storage_is_read_by_megatrons_config(
+    tmp_path: Path, s3: S3, bucket: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     for name, value in s3.environment.items():
         monkeypatch.setenv(name, value)
     write(f"s3://{bucket}/pair", multimodal=False)
@@ -144,7 +176,9 @@ def test_object_storage_is_read_by_megatrons_config(tmp_path: Path, s3: S3, buck
     from megatron.core.datasets.object_storage_utils import ObjectStorageConfig
 
     where = ObjectStorageConfig(path_to_idx_cache=str(tmp_path / "idx"))
-    read = IndexedDataset(f"s3://{bucket}/pair", multimodal=False, mmap=False, object_storage_config=where)
+    read = IndexedDataset(
+        f"s3://{bucket}/pair", multimodal=False, mmap=False, object_storage_config=where
+    )
     theirs = oracle.IndexedDataset(str(tmp_path / "pair"))
     same(read[:], theirs[:])
     assert list((tmp_path / "idx").rglob("*.idx"))
@@ -157,7 +191,9 @@ def test_our_own_calls_mean_what_they_did(tmp_path: Path) -> None:
     storage = StorageConfig(retries=1)
     for read in (
         IndexedDataset(str(tmp_path / "pair"), storage, tmp_path / "cache"),
-        IndexedDataset(str(tmp_path / "pair"), storage=storage, index_cache_dir=str(tmp_path / "cache")),
+        IndexedDataset(
+            str(tmp_path / "pair"), storage=storage, index_cache_dir=str(tmp_path / "cache")
+        ),
         IndexedDataset(prefix=str(tmp_path / "pair"), storage=storage),
     ):
         assert read.storage == storage
@@ -171,9 +207,14 @@ def test_megatrons_samples_come_out_of_our_dataset(tmp_path: Path) -> None:
     write(str(tmp_path / "pair"), multimodal=False)
     config = oracle.gpt_config(None, 16, 7)
     samples = []
-    for indexed in (IndexedDataset(str(tmp_path / "pair")), oracle.IndexedDataset(str(tmp_path / "pair"))):
+    for indexed in (
+        IndexedDataset(str(tmp_path / "pair")),
+        oracle.IndexedDataset(str(tmp_path / "pair")),
+    ):
         ids = np.arange(len(indexed), dtype=np.int32)
-        dataset = oracle.GPTDataset(indexed, str(tmp_path / "pair"), ids, 40, oracle.Split.train, config)
+        dataset = oracle.GPTDataset(
+            indexed, str(tmp_path / "pair"), ids, 40, oracle.Split.train, config
+        )
         samples.append([dataset[number]["tokens"].tolist() for number in range(40)])
     assert samples[0] == samples[1]
 
@@ -187,4 +228,6 @@ def test_the_writer_takes_the_paths_of_megatrons_builder(tmp_path: Path) -> None
         builder.add_document(np.array([4, 5]), [1, 1])
         oracle.finalize(builder, str(tmp_path / f"{name}.idx"))
     for suffix in (".bin", ".idx"):
-        assert (tmp_path / f"ours{suffix}").read_bytes() == (tmp_path / f"theirs{suffix}").read_bytes()
+        assert (tmp_path / f"ours{suffix}").read_bytes() == (
+            tmp_path / f"theirs{suffix}"
+        ).read_bytes()

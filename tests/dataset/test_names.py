@@ -1,4 +1,6 @@
-"""Which files are read, by their names: folders, patterns, pipes, URLs with signatures, names with any sign in them."""
+"""Which files are read, by their names: folders, patterns, pipes, URLs with signatures, names with
+any sign in them.
+"""
 
 from __future__ import annotations
 
@@ -35,7 +37,10 @@ LINES = b'{"text": "one"}\n{"text": "two"}\n'
 
 
 def texts(prefix: str | Path, storage: StorageConfig | None = None) -> list[str]:
-    return [bytes(np.asarray(ids[:-1]).astype(np.uint8)).decode() for ids in IndexedDataset(str(prefix), storage)[:]]  # type: ignore[union-attr]
+    return [
+        bytes(np.asarray(ids[:-1]).astype(np.uint8)).decode()
+        for ids in IndexedDataset(str(prefix), storage)[:]
+    ]  # type: ignore[union-attr]
 
 
 def made(inputs: list[str], out: str | Path, **settings: Any) -> list[str]:
@@ -57,7 +62,11 @@ def test_suffixes_may_be_in_capitals(tmp_path: Path) -> None:
     pq.write_table(pa.table({"text": ["one", "two"]}), tmp_path / "c.PARQUET")
     tree(
         tmp_path,
-        {"a.JSONL.GZ": gzip.compress(LINES), "b.Json": b'[{"text": "one"},\n{"text": "two"}]', "d.TXT.Gz": gzip.compress(b"one")},
+        {
+            "a.JSONL.GZ": gzip.compress(LINES),
+            "b.Json": b'[{"text": "one"},\n{"text": "two"}]',
+            "d.TXT.Gz": gzip.compress(b"one"),
+        },
     )
     for name, wanted in {"a.JSONL.GZ": 2, "b.Json": 2, "c.PARQUET": 2, "d.TXT.Gz": 1}.items():
         assert made([str(tmp_path / name)], tmp_path / "out") == ["one", "two"][:wanted], name
@@ -82,15 +91,22 @@ def test_the_mark_of_utf8_is_no_text(tmp_path: Path) -> None:
             "c.jsonl": '\ufeff{"text": "two"}\n'.encode(),
         },
     )
-    assert made([str(tmp_path / name) for name in ("a.txt", "b.json", "c.jsonl")], tmp_path / "out") == ["one", "two", "two"]
+    assert made(
+        [str(tmp_path / name) for name in ("a.txt", "b.json", "c.jsonl")], tmp_path / "out"
+    ) == ["one", "two", "two"]
 
 
 @pytest.mark.parametrize("name", ["a.json", "a.JSON", "a.jsonl", "a.json.gz"])
-def test_what_json_holds_is_described(name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_json_holds_is_described(
+    name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     from streammega.cli.main import main
 
     data = LINES if name.endswith("l") else b'[{"text": "one"},\n{"text": "two"}]'
-    tree(tmp_path, {name: gzip.compress(data) if name.endswith("gz") else data, "bad.manifest.json": b"{}"})
+    tree(
+        tmp_path,
+        {name: gzip.compress(data) if name.endswith("gz") else data, "bad.manifest.json": b"{}"},
+    )
     assert main(["describe", str(tmp_path / name)]) == 0
     assert """first      '{"text": "one"}""" in capsys.readouterr().out
     assert main(["describe", str(tmp_path / "bad.manifest.json")]) == 1
@@ -118,10 +134,17 @@ def test_what_lies_beside_the_data_is_passed_over_and_counted(tmp_path: Path) ->
     root = tree(tmp_path / "in", FOLDER)
     names, counts = chosen(root)
     assert names == ["data/a.jsonl", "data/b.jsonl", "data/notes.txt", "old/a.jsonl"]
-    assert counts == {"hidden": 3, "leftovers and checksums": 3, "beside the data (README, LICENSE, ...)": 2}
+    assert counts == {
+        "hidden": 3,
+        "leftovers and checksums": 3,
+        "beside the data (README, LICENSE, ...)": 2,
+    }
     report = convert([root], str(tmp_path / "out"), tokenizer="bytes", workers=1)
     assert report.files_passed_over == counts
-    assert "files not read: 2 beside the data (README, LICENSE, ...), 3 hidden, 3 leftovers and checksums" in report.as_text()
+    assert (
+        "files not read: 2 beside the data (README, LICENSE, ...), 3 hidden, 3 leftovers and checksums"
+        in report.as_text()
+    )
     assert json.loads(report.as_json())["files_passed_over"] == counts
 
 
@@ -132,25 +155,37 @@ def test_patterns_choose_files_by_name_or_by_path(tmp_path: Path) -> None:
     assert names == ["data/a.jsonl"]
     assert (counts["excluded"], counts["not included"]) == (2, 3)
     assert chosen(root, include=("README*",))[0] == ["README.md"]
-    with pytest.raises(ConvertError, match=r"holds no files but .*10 not included|holds no files but"):
+    with pytest.raises(
+        ConvertError, match=r"holds no files but .*10 not included|holds no files but"
+    ):
         chosen(root, include=("*.parquet",))
     found = find_inputs([f"{root}/*/*"], None, FilePatterns(include=("*.jsonl",)))
-    assert [item.path for item in found] == [f"{root}/data/a.jsonl", f"{root}/data/b.jsonl", f"{root}/old/a.jsonl"]
+    assert [item.path for item in found] == [
+        f"{root}/data/a.jsonl",
+        f"{root}/data/b.jsonl",
+        f"{root}/old/a.jsonl",
+    ]
 
 
 def test_a_folder_of_texts_is_read_with_its_readme(tmp_path: Path) -> None:
     root = tree(tmp_path / "in", {"README.md": b"read me", "a.md": b"a", "LICENSE": b"free"})
     assert chosen(root) == (["LICENSE", "README.md", "a.md"], {})
-    assert [item.path for item in find_inputs([f"{tree(tmp_path / 'b', FOLDER)}/README.md"])] == [f"{tmp_path}/b/README.md"]
+    assert [item.path for item in find_inputs([f"{tree(tmp_path / 'b', FOLDER)}/README.md"])] == [
+        f"{tmp_path}/b/README.md"
+    ]
 
 
-def test_folders_of_object_stores_are_chosen_from_alike(s3: S3, s3_storage: StorageConfig, bucket: str, tmp_path: Path) -> None:
+def test_folders_of_object_stores_are_chosen_from_alike(
+    s3: S3, s3_storage: StorageConfig, bucket: str, tmp_path: Path
+) -> None:
     client = s3.client()
     for name, data in FOLDER.items():
         client.put_object(Bucket=bucket, Key=f"in/{name}", Body=data)
     passed = PassedOver()
     found = find_inputs([f"s3://{bucket}/in"], s3_storage, FilePatterns(exclude=("old/*",)), passed)
-    assert [item.path for item in found] == [f"s3://{bucket}/in/data/{name}" for name in ("a.jsonl", "b.jsonl", "notes.txt")]
+    assert [item.path for item in found] == [
+        f"s3://{bucket}/in/data/{name}" for name in ("a.jsonl", "b.jsonl", "notes.txt")
+    ]
     assert passed.counts == {
         "hidden": 3,
         "leftovers and checksums": 3,
@@ -159,7 +194,9 @@ def test_folders_of_object_stores_are_chosen_from_alike(s3: S3, s3_storage: Stor
     }
 
 
-def test_the_command_takes_patterns_and_says_what_was_left_out(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_command_takes_patterns_and_says_what_was_left_out(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     from streammega.cli.main import main
 
     root = tree(tmp_path / "in", {**FOLDER, "data/picture.png": b"\x89PNG\xff"})
@@ -189,7 +226,12 @@ COMMAND = [sys.executable, "-m", "streammega", "convert"]
 
 @pytest.mark.parametrize(
     "data",
-    [LINES, gzip.compress(LINES), b'\n[{"text": "one"},\n {"text": "two"}]', b'{\n"text": "one"\n}\n{"text": "two"}'],
+    [
+        LINES,
+        gzip.compress(LINES),
+        b'\n[{"text": "one"},\n {"text": "two"}]',
+        b'{\n"text": "one"\n}\n{"text": "two"}',
+    ],
     ids=["lines", "gzip", "array", "over lines"],
 )
 def test_stdin_is_read(data: bytes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -199,7 +241,11 @@ def test_stdin_is_read(data: bytes, tmp_path: Path, monkeypatch: pytest.MonkeyPa
         monkeypatch.setattr("sys.stdin", stream)
         assert main(["convert", "-", str(tmp_path / "out"), "--tokenizer", "bytes"]) == 0
     assert texts(tmp_path / "out") == ["one", "two"]
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["out.bin", "out.idx", "out.manifest.json"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == [
+        "out.bin",
+        "out.idx",
+        "out.manifest.json",
+    ]
 
 
 def test_what_is_wrong_with_stdin_is_told_of_stdin(
@@ -214,7 +260,10 @@ def test_what_is_wrong_with_stdin_is_told_of_stdin(
         out, err = capsys.readouterr()
         return status, out + err
 
-    for data, message in ((LINES + b"{broken\n", "stdin:3: broken JSON"), (b"plain text", "stdin: begins with b'plain text'")):
+    for data, message in (
+        (LINES + b"{broken\n", "stdin:3: broken JSON"),
+        (b"plain text", "stdin: begins with b'plain text'"),
+    ):
         status, text = told(data)
         assert status == 1
         assert message in text
@@ -227,7 +276,9 @@ def test_what_is_wrong_with_stdin_is_told_of_stdin(
     assert json.loads(report.read_text())["messages"][0].startswith("stdin:3: broken JSON")
 
 
-def test_a_dataset_is_not_written_to_a_pipe(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_dataset_is_not_written_to_a_pipe(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     from streammega.cli.main import main
 
     source = tree(tmp_path, {"a.jsonl": LINES})
@@ -241,9 +292,15 @@ def test_a_dataset_is_not_written_to_a_pipe(tmp_path: Path, capsys: pytest.Captu
 @pytest.mark.skipif(shutil.which("bash") is None, reason="process substitution is bash's")
 def test_process_substitution_is_read(tmp_path: Path) -> None:
     tree(tmp_path, {"a.jsonl": LINES, "b.txt": b"three"})
-    command = " ".join([*COMMAND, "<(cat a.jsonl)", "b.txt", "<(gzip -c a.jsonl)", "out", "--tokenizer", "bytes"])
+    command = " ".join(
+        [*COMMAND, "<(cat a.jsonl)", "b.txt", "<(gzip -c a.jsonl)", "out", "--tokenizer", "bytes"]
+    )
     done = subprocess.run(
-        ["bash", "-c", command], cwd=tmp_path, capture_output=True, check=False, env=os.environ | {"PYTHONPATH": os.getcwd()}
+        ["bash", "-c", command],
+        cwd=tmp_path,
+        capture_output=True,
+        check=False,
+        env=os.environ | {"PYTHONPATH": os.getcwd()},
     )
     assert done.returncode == 0, done.stderr
     assert texts(tmp_path / "out") == ["one", "two", "three", "one", "two"]
@@ -251,9 +308,15 @@ def test_process_substitution_is_read(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("data", "message"),
-    [(b"plain text", r"/dev/fd/\d+: begins with b'plain text'"), (b"", "begins with b''"), (b'[{"text": 1}]', "holds int")],
+    [
+        (b"plain text", r"/dev/fd/\d+: begins with b'plain text'"),
+        (b"", "begins with b''"),
+        (b'[{"text": 1}]', "holds int"),
+    ],
 )
-def test_streams_that_cannot_be_read_are_named_and_leave_nothing(data: bytes, message: str, tmp_path: Path) -> None:
+def test_streams_that_cannot_be_read_are_named_and_leave_nothing(
+    data: bytes, message: str, tmp_path: Path
+) -> None:
     with pytest.raises(ConvertError, match=message):
         made([piped(data)], tmp_path / "out")
     assert not list(tmp_path.iterdir())
@@ -275,7 +338,9 @@ def test_a_pipe_is_read_once_and_by_this_machine(tmp_path: Path) -> None:
 
 
 def test_a_stream_that_is_given_again_goes_on_where_it_was_killed(tmp_path: Path) -> None:
-    lines = b"".join(json.dumps({"text": f"text {n} " + "word " * 100}).encode() + b"\n" for n in range(12_000))
+    lines = b"".join(
+        json.dumps({"text": f"text {n} " + "word " * 100}).encode() + b"\n" for n in range(12_000)
+    )
     assert len(made([tree(tmp_path / "in", {"a.jsonl": lines})], tmp_path / "whole")) == 12_000
     code = (
         "import sys, logging; logging.basicConfig(); from streammega.convert import convert;"
@@ -293,7 +358,9 @@ def test_a_stream_that_is_given_again_goes_on_where_it_was_killed(tmp_path: Path
     done = subprocess.run(command, input=lines, capture_output=True, check=True)
     assert b"going on with a conversion that was interrupted" in done.stderr
     for suffix in (".bin", ".idx"):
-        assert (tmp_path / f"out{suffix}").read_bytes() == (tmp_path / f"whole{suffix}").read_bytes()
+        assert (tmp_path / f"out{suffix}").read_bytes() == (
+            tmp_path / f"whole{suffix}"
+        ).read_bytes()
     assert not (tmp_path / ".out.convert").exists()
 
 
@@ -305,7 +372,9 @@ def test_a_presigned_url_is_read_and_its_query_is_nowhere(
 ) -> None:
     from streammega.cli.main import main
 
-    s3.client().put_object(Bucket=bucket, Key="in/a b.jsonl.gz", Body=gzip.compress(LINES + b'{"text": 1}\n'))
+    s3.client().put_object(
+        Bucket=bucket, Key="in/a b.jsonl.gz", Body=gzip.compress(LINES + b'{"text": 1}\n')
+    )
     signer = botocore.session.Session().create_client(
         "s3",
         "us-east-1",
@@ -314,7 +383,9 @@ def test_a_presigned_url_is_read_and_its_query_is_nowhere(
         aws_secret_access_key=SECRET,
         config=Config(signature_version="s3v4"),
     )
-    url = signer.generate_presigned_url("get_object", Params={"Bucket": bucket, "Key": "in/a b.jsonl.gz"})
+    url = signer.generate_presigned_url(
+        "get_object", Params={"Bucket": bucket, "Key": "in/a b.jsonl.gz"}
+    )
     secrets = [part.partition("=")[2] for part in url.partition("?")[2].split("&")]
     secrets = [secret for secret in secrets if len(secret) > 6]
     assert secrets
@@ -347,15 +418,23 @@ def test_a_url_that_is_signed_again_is_the_same_input(tmp_path: Path) -> None:
         for number in range(2):
             inputs = find_inputs([f"{server.url}/a.jsonl?Signature={number}"])
             units = plan_units(inputs, ConvertOptions(), StorageConfig())
-            found.append(Job(options=ConvertOptions(), storage=StorageConfig(), work="", units=units).unit_digest(0))
+            found.append(
+                Job(
+                    options=ConvertOptions(), storage=StorageConfig(), work="", units=units
+                ).unit_digest(0)
+            )
             assert "Signature" not in repr(inputs)
     assert found[0] == found[1]
 
 
 def test_a_url_with_any_query_is_read_by_its_path(tmp_path: Path) -> None:
-    with http_server({"/a.JSON?key=hidden&x=%2F": b'[{"text": "one"},\n{"text": "two"}]'}) as server:
+    with http_server(
+        {"/a.JSON?key=hidden&x=%2F": b'[{"text": "one"},\n{"text": "two"}]'}
+    ) as server:
         assert made([f"{server.url}/a.JSON?key=hidden&x=%2F"], tmp_path / "out") == ["one", "two"]
-        with pytest.raises(ObjectNotFoundError, match=r"/b\.json: no such object.*signature expired") as caught:
+        with pytest.raises(
+            ObjectNotFoundError, match=r"/b\.json: no such object.*signature expired"
+        ) as caught:
             made([f"{server.url}/b.json?key=hidden"], tmp_path / "no")
         assert "hidden" not in str(caught.value)
 
@@ -366,12 +445,19 @@ NAMES = ["br[1]", "what?", "a::b", "st*r", "per%20 pl+us h#sh é"]
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_signs_in_local_names_are_letters(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_signs_in_local_names_are_letters(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     from streammega.cli.main import main
 
     root = tree(
         tmp_path,
-        {f"{name}/{name}.jsonl": LINES, f"{name}/x.jsonl": LINES, "br1/br1.jsonl": b"never", "whatx/whatx.jsonl": b"never"},
+        {
+            f"{name}/{name}.jsonl": LINES,
+            f"{name}/x.jsonl": LINES,
+            "br1/br1.jsonl": b"never",
+            "whatx/whatx.jsonl": b"never",
+        },
     )
     monkeypatch.chdir(tmp_path / name)
     for item in (f"{name}.jsonl", f"{root}/{name}/{name}.jsonl", f"{root}/{name}/x.jso*"):
@@ -380,16 +466,25 @@ def test_signs_in_local_names_are_letters(name: str, tmp_path: Path, monkeypatch
             assert verify(output).problems == []
     convert([f"{root}/{name}/o"], str(tmp_path / "again"), workers=1)
     assert texts(tmp_path / "again") == ["one", "two"]
-    for described in (f"{root}/{name}", f"{root}/{name}/o", f"{root}/{name}/far.manifest.json", f"{root}/{name}/{name}.jsonl"):
+    for described in (
+        f"{root}/{name}",
+        f"{root}/{name}/o",
+        f"{root}/{name}/far.manifest.json",
+        f"{root}/{name}/{name}.jsonl",
+    ):
         assert main(["describe", described]) == 0
 
 
 @pytest.mark.parametrize("name", ["br[1] a::b what?"])
-def test_signs_in_keys_are_letters(name: str, s3: S3, s3_storage: StorageConfig, bucket: str, tmp_path: Path) -> None:
+def test_signs_in_keys_are_letters(
+    name: str, s3: S3, s3_storage: StorageConfig, bucket: str, tmp_path: Path
+) -> None:
     client = s3.client()
     for key in (f"{name}/{name}.jsonl", "br1 a::b whatx/x.jsonl", "br1 a/x.jsonl"):
         client.put_object(Bucket=bucket, Key=key, Body=LINES if key.startswith(name) else b"never")
-    assert [item.path for item in find_inputs([f"s3://{bucket}/{name}"], s3_storage)] == [f"s3://{bucket}/{name}/{name}.jsonl"]
+    assert [item.path for item in find_inputs([f"s3://{bucket}/{name}"], s3_storage)] == [
+        f"s3://{bucket}/{name}/{name}.jsonl"
+    ]
     url = f"s3://{bucket}/{name}/out"
     assert made([f"s3://{bucket}/{name}/{name}.jsonl"], url, storage=s3_storage) == ["one", "two"]
     assert verify(url, s3_storage).problems == []
@@ -402,21 +497,39 @@ def test_signs_in_names_are_letters_where_files_are_renamed(name: str, tmp_path:
     assert made([str(tmp_path / "a.jsonl")], url) == ["one", "two"]
     folder = f"/names/{tmp_path.name}/{name}"
     found = [path for path in fsspec.filesystem("memory").store if path.startswith(folder)]
-    assert sorted(found) == [f"{folder}/out.bin", f"{folder}/out.idx", f"{folder}/out.manifest.json"]
+    assert sorted(found) == [
+        f"{folder}/out.bin",
+        f"{folder}/out.idx",
+        f"{folder}/out.manifest.json",
+    ]
 
 
 def test_a_blend_is_of_names_with_signs(tmp_path: Path) -> None:
     from streammega import DataConfig, StreamLoader
 
     (tmp_path / "br[1]").mkdir()
-    tree(tmp_path, {"in.jsonl": b"".join(json.dumps({"text": "word " * 40}).encode() + b"\n" for _ in range(20))})
+    tree(
+        tmp_path,
+        {
+            "in.jsonl": b"".join(
+                json.dumps({"text": "word " * 40}).encode() + b"\n" for _ in range(20)
+            )
+        },
+    )
     made([str(tmp_path / "in.jsonl")], tmp_path / "br[1]" / "web")
-    config = DataConfig(blend=[str(tmp_path / "br[1]" / "web")], sequence_length=32, split="1,0,0", num_samples=(8, 0, 0))
+    config = DataConfig(
+        blend=[str(tmp_path / "br[1]" / "web")],
+        sequence_length=32,
+        split="1,0,0",
+        num_samples=(8, 0, 0),
+    )
     loader = StreamLoader(config, micro_batch_size=2, global_batch_size=4, dp_rank=0, dp_size=1)
     assert next(iter(loader))["tokens"].shape == (2, 32)
 
 
-def test_the_environment_of_the_caller_is_left_as_it_was(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_environment_of_the_caller_is_left_as_it_was(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("RAYON_NUM_THREADS", "3")
     monkeypatch.delenv("TOKENIZERS_PARALLELISM", raising=False)
     tree(tmp_path, {"a.jsonl": LINES})

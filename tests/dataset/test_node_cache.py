@@ -1,4 +1,6 @@
-"""The node-wide cache of `.idx` copies and built arrays: shared between users, cleaned of what was killed."""
+"""The node-wide cache of `.idx` copies and built arrays: shared between users, cleaned of what was
+killed.
+"""
 
 from __future__ import annotations
 
@@ -39,7 +41,9 @@ def build(value: int) -> dict[str, np.ndarray]:
     return {"a": np.full(3, value)}
 
 
-def test_cached_files_are_readable_as_the_umask_says_and_their_locks_can_be_taken_by_all(tmp_path: Path, umask: int) -> None:
+def test_cached_files_are_readable_as_the_umask_says_and_their_locks_can_be_taken_by_all(
+    tmp_path: Path, umask: int
+) -> None:
     cached_arrays(tmp_path / "order", "key", KIND, lambda: build(1))
     writer = LocalStore().open_writer(str(tmp_path / "written"))
     writer.write(b"x")
@@ -63,7 +67,9 @@ def test_a_second_user_takes_the_lock_of_the_first_and_reads_what_is_cached() ->
                 os.setuid(NOBODY)
                 read = int(cached_arrays(folder / "order", "key", KIND, lambda: build(2))["a"][0])
                 (folder / "order" / "key-a.npy").unlink()  # now the first user's lock is needed
-                code = 10 * read + int(cached_arrays(folder / "order", "key", KIND, lambda: build(2))["a"][0])
+                code = 10 * read + int(
+                    cached_arrays(folder / "order", "key", KIND, lambda: build(2))["a"][0]
+                )
             finally:
                 os._exit(code)
         assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 12
@@ -90,9 +96,13 @@ write_atomically(Path(sys.argv[1]) / "array.npy", chunks(), 8)
 """
 
 
-def test_what_a_killed_process_left_is_removed_once_it_is_old_and_what_is_written_is_not(tmp_path: Path) -> None:
+def test_what_a_killed_process_left_is_removed_once_it_is_old_and_what_is_written_is_not(
+    tmp_path: Path,
+) -> None:
     held, temporary = create_beside(tmp_path / "held")
-    with subprocess.Popen([sys.executable, "-c", WRITE_FOR_EVER, str(tmp_path)], stdout=subprocess.PIPE) as child:
+    with subprocess.Popen(
+        [sys.executable, "-c", WRITE_FOR_EVER, str(tmp_path)], stdout=subprocess.PIPE
+    ) as child:
         assert child.stdout is not None
         child.stdout.readline()
         child.kill()
@@ -109,7 +119,9 @@ def test_what_a_killed_process_left_is_removed_once_it_is_old_and_what_is_writte
     for path in tmp_path.iterdir():
         os.utime(path, (old, old))
     subprocess.run(sweep, check=True)
-    assert sorted(path.name for path in tmp_path.iterdir()) == sorted([".unrelated.partial", Path(temporary).name, "x"])
+    assert sorted(path.name for path in tmp_path.iterdir()) == sorted(
+        [".unrelated.partial", Path(temporary).name, "x"]
+    )
     os.close(held)
 
 

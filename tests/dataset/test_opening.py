@@ -33,13 +33,17 @@ def write(name: str, lengths: list[int], dtype: Any = np.uint16) -> None:
 
 def open_in(order: Any, name: str, cache: Path) -> None:
     """Open a dataset as a run in that order does."""
-    config = DataConfig(blend=[name], sequence_length=8, order=order, num_samples=(40, 0, 0), index_cache_dir=cache)
+    config = DataConfig(
+        blend=[name], sequence_length=8, order=order, num_samples=(40, 0, 0), index_cache_dir=cache
+    )
     StreamLoader(config, micro_batch_size=1, global_batch_size=1).close()
 
 
 @pytest.mark.parametrize("order", ["stream", "megatron", "sequential"])
 @pytest.mark.parametrize("size", [-1, -20, 2, 20])
-def test_a_bin_of_another_size_than_its_index_says_is_refused_in_every_order(tmp_path: Path, order: str, size: int) -> None:
+def test_a_bin_of_another_size_than_its_index_says_is_refused_in_every_order(
+    tmp_path: Path, order: str, size: int
+) -> None:
     write(str(tmp_path / "a"), [30, 50, 20])
     path = tmp_path / "a.bin"
     data = path.read_bytes()
@@ -53,7 +57,9 @@ def test_a_bin_of_another_size_than_its_index_says_is_refused_in_every_order(tmp
 @pytest.mark.parametrize("order", ["stream", "megatron"])
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("other", [[30, 50], [30, 50, 20, 40]])
-def test_the_index_of_another_dataset_is_refused(tmp_path: Path, order: str, kind: Any, other: list[int]) -> None:
+def test_the_index_of_another_dataset_is_refused(
+    tmp_path: Path, order: str, kind: Any, other: list[int]
+) -> None:
     name = str(tmp_path / "a") + SUFFIXES[kind]
     write(name, [30, 50, 20])
     write(str(tmp_path / "b") + SUFFIXES[kind], other)
@@ -100,7 +106,9 @@ assert "streammega.dataset" not in sys.modules
 store, key = open_store("mock://tokens=1000,length=100.bin", StorageConfig())
 assert store.info(key).size == 4000
 """
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, check=False
+    )
     assert done.returncode == 0, done.stderr
 
 
@@ -114,12 +122,16 @@ def test_shards_that_are_missing_are_known_by_their_error_not_by_its_words(tmp_p
         verify(str(folder / "nothing"))
 
 
-def test_the_first_of_duplicates_is_that_of_the_lowest_unit_also_past_a_million(tmp_path: Path) -> None:
+def test_the_first_of_duplicates_is_that_of_the_lowest_unit_also_past_a_million(
+    tmp_path: Path,
+) -> None:
     sides = np.array([[0], [11], [22]], "<u8")  # number in its unit, and the two halves of its hash
     parts = []
     for unit in (999_999, 1_000_000):
         sides.tofile(tmp_path / f"unit-{unit:06d}-0000.side")
-        parts.append(DocumentSet(dataset="", documents=1, side=f"unit-{unit:06d}-0000.side", unit=unit))
+        parts.append(
+            DocumentSet(dataset="", documents=1, side=f"unit-{unit:06d}-0000.side", unit=unit)
+        )
     job: Any = SimpleNamespace(work=str(tmp_path), storage=StorageConfig())
     kept, removed = remove_duplicates(job, parts, 1 << 20)
     bits = [np.unpackbits(np.fromfile(tmp_path / part.keep, np.uint8), count=1)[0] for part in kept]
@@ -135,9 +147,13 @@ def test_a_blend_of_more_datasets_than_an_int16_holds_is_refused(weight: float |
     assert len(parse_blend(blend[:-1])[0]) == 32_766
 
 
-def test_large_weights_are_relative_like_others_and_infinite_sums_are_refused(tmp_path: Path) -> None:
+def test_large_weights_are_relative_like_others_and_infinite_sums_are_refused(
+    tmp_path: Path,
+) -> None:
     for factor in (1.0, 1e300, 1e-300):
-        np.testing.assert_array_equal(tree_fractions([factor * 1.0, factor * 3.0]), tree_fractions([1.0, 3.0]))
+        np.testing.assert_array_equal(
+            tree_fractions([factor * 1.0, factor * 3.0]), tree_fractions([1.0, 3.0])
+        )
     blend: Any = [("a", 1e308), ("b", 1e308)]
     with pytest.raises(ConfigError, match="weights of the blend add up"):
         DataConfig(blend=blend, sequence_length=8)

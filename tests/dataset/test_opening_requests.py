@@ -96,7 +96,9 @@ def test_a_manifest_is_opened_without_a_request_for_each_shard(
     server, _ = served
     for name in (f"{kind}/web.manifest.json", f"{kind}/web"):
         requests, listed = asked(server, config_of(server, name, "stream", tmp_path, split=split))
-        assert requests <= -(-2 * SHARDS // 1000) + 9, "the manifest, a listing, one look at an ETag, a pointer of the split"
+        assert requests <= -(-2 * SHARDS // 1000) + 9, (
+            "the manifest, a listing, one look at an ETag, a pointer of the split"
+        )
         assert listed <= 2 * SHARDS + 2
 
 
@@ -110,13 +112,17 @@ def test_a_folder_or_glob_is_opened_by_three_small_reads_of_each_shard_and_no_he
         assert listed <= 2 * SHARDS + 2, "what lies deeper was listed too"
 
 
-def test_the_megatron_order_opened_again_asks_for_no_shard(served: tuple[Running, Path], tmp_path: Path) -> None:
+def test_the_megatron_order_opened_again_asks_for_no_shard(
+    served: tuple[Running, Path], tmp_path: Path
+) -> None:
     server, _ = served
     for name in ("bin/web", "zst/", "tar/web.manifest.json"):
         first, _ = asked(server, config_of(server, name, "megatron", tmp_path))
         again, _ = asked(server, config_of(server, name, "megatron", tmp_path))
         assert first <= 3 * SHARDS + 9
-        assert again <= (9 if name != "zst/" else SHARDS + 9), "without a manifest the tables of frames are read"
+        assert again <= (9 if name != "zst/" else SHARDS + 9), (
+            "without a manifest the tables of frames are read"
+        )
 
 
 def test_copies_of_indices_are_kept_without_a_look_through_their_folder(
@@ -133,9 +139,12 @@ def test_copies_of_indices_are_kept_without_a_look_through_their_folder(
 
 
 class Together(MockStore):
-    """A mock store whose answers about an `.idx` and its header come when as many threads as there are shards have asked."""
+    """A mock store whose answers about an `.idx` and its header come when as many threads as there
+    are shards have asked.
+    """
 
-    looks, reads = threading.Barrier(4), threading.Barrier(4)
+    looks = threading.Barrier(4)
+    reads = threading.Barrier(4)
 
     def info(self, key: str) -> ObjectInfo:
         if key.endswith(".idx"):
@@ -169,11 +178,16 @@ def test_what_was_opened_by_a_manifest_reads_the_same_tokens(
         config_of(server, f"{kind}/", order, tmp_path / "b", split="70,30,0"),
     ):
         with StreamLoader(config, micro_batch_size=4, global_batch_size=4) as loader:
-            batches = [batch["tokens"].numpy().tobytes() for _, batch in zip(range(10), loader, strict=False)]
+            batches = [
+                batch["tokens"].numpy().tobytes()
+                for _, batch in zip(range(10), loader, strict=False)
+            ]
             found.append((batches, loader.state_dict()["identity"]))
     local = IndexedDataset(str(root / "b" / kind / "web"))
     url = f"s3://b/{kind}/web"
-    opened = IndexedDataset(url, StorageConfig(storage_options=server.storage_options), tmp_path / "c")
+    opened = IndexedDataset(
+        url, StorageConfig(storage_options=server.storage_options), tmp_path / "c"
+    )
     again = pickle.loads(pickle.dumps(opened))  # noqa: S301  (our own)
     np.testing.assert_array_equal(np.concatenate(opened[100:130]), np.concatenate(local[100:130]))  # type: ignore[arg-type]
     np.testing.assert_array_equal(np.concatenate(again[7:9]), np.concatenate(local[7:9]))  # type: ignore[arg-type]
@@ -182,11 +196,15 @@ def test_what_was_opened_by_a_manifest_reads_the_same_tokens(
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("change", ["tokens cut", "index cut", "tokens gone", "index gone"])
-def test_shards_that_are_not_the_manifests_are_refused(tmp_path: Path, kind: Any, change: str) -> None:
+def test_shards_that_are_not_the_manifests_are_refused(
+    tmp_path: Path, kind: Any, change: str
+) -> None:
     (tmp_path / "b").mkdir()
     write_set(tmp_path / "b", "web", kind, 10)
     what, how = change.split()
-    path = next((tmp_path / "b").glob(f"web-00004*{SUFFIXES[kind] if what == 'tokens' else '.idx'}"))
+    path = next(
+        (tmp_path / "b").glob(f"web-00004*{SUFFIXES[kind] if what == 'tokens' else '.idx'}")
+    )
     path.unlink() if how == "gone" else path.write_bytes(path.read_bytes()[:-8])
     with running(tmp_path) as server:
         for order in ("stream", "megatron"):
@@ -198,25 +216,43 @@ def test_shards_that_are_not_the_manifests_are_refused(tmp_path: Path, kind: Any
 
 
 @pytest.mark.parametrize("order", ["stream", "megatron"])
-def test_an_index_that_is_not_the_manifests_is_refused_also_where_it_ends_at_the_same_byte(tmp_path: Path, order: Any) -> None:
+def test_an_index_that_is_not_the_manifests_is_refused_also_where_it_ends_at_the_same_byte(
+    tmp_path: Path, order: Any
+) -> None:
     write(str(tmp_path / "a"), [20, 30, 50], np.int32)
     write(str(tmp_path / "web"), [40, 60, 100], np.uint16)
     index = (tmp_path / "web.idx").read_bytes()
     entry = Shard(
-        name="web", documents=3, sequences=3, tokens=100, bytes=400, checksums=[], index_bytes=len(index), index_checksums=[]
+        name="web",
+        documents=3,
+        sequences=3,
+        tokens=100,
+        bytes=400,
+        checksums=[],
+        index_bytes=len(index),
+        index_checksums=[],
     )
     made = Manifest(kind="bin", dtype="int32", documents=3, sequences=3, tokens=100, shards=[entry])
     (tmp_path / "web.bin").write_bytes((tmp_path / "a.bin").read_bytes())
     config = DataConfig(
-        blend=[str(tmp_path / "web")], sequence_length=8, order=order, num_samples=(9, 0, 0), index_cache_dir=tmp_path / "c"
+        blend=[str(tmp_path / "web")],
+        sequence_length=8,
+        order=order,
+        num_samples=(9, 0, 0),
+        index_cache_dir=tmp_path / "c",
     )
-    StreamLoader(config, micro_batch_size=1, global_batch_size=1).close()  # nothing tells them apart
+    # nothing tells them apart
+    StreamLoader(config, micro_batch_size=1, global_batch_size=1).close()
     (tmp_path / f"web{MANIFEST}").write_bytes(made.to_json())
-    with pytest.raises(FormatError, match=r"web\.idx: has uint16 as dtype, its manifest says int32"):
+    with pytest.raises(
+        FormatError, match=r"web\.idx: has uint16 as dtype, its manifest says int32"
+    ):
         StreamLoader(config, micro_batch_size=1, global_batch_size=1).close()
 
 
-def test_the_cache_of_the_config_is_used_for_tars_in_the_stream_order_too(served: tuple[Running, Path], tmp_path: Path) -> None:
+def test_the_cache_of_the_config_is_used_for_tars_in_the_stream_order_too(
+    served: tuple[Running, Path], tmp_path: Path
+) -> None:
     server, _ = served
     config = config_of(server, "tar/", "stream", tmp_path / "own")
     StreamLoader(config, micro_batch_size=1, global_batch_size=1).close()
@@ -248,7 +284,9 @@ def test_paths_that_are_there_are_no_patterns(tmp_path: Path, odd: str) -> None:
     write(str(folder / "one"), [30])
     write(str(folder / odd), [40])
     write(str(folder / "bx"), [50])
-    assert find_pairs(str(folder), StorageConfig()) == sorted(str(folder / name) for name in ("bx", odd, "one"))
+    assert find_pairs(str(folder), StorageConfig()) == sorted(
+        str(folder / name) for name in ("bx", odd, "one")
+    )
     assert find_pairs(str(folder / odd), StorageConfig()) == [str(folder / odd)]
     assert find_pairs(f"{folder}/{odd}.bin", StorageConfig()) == [str(folder / odd)]
     assert find_pairs(f"{folder}/o*", StorageConfig()) == [str(folder / "one")]
@@ -256,26 +294,38 @@ def test_paths_that_are_there_are_no_patterns(tmp_path: Path, odd: str) -> None:
     assert len(IndexedDataset(str(folder / odd)).sequence_lengths) == 1
     for order in ("stream", "megatron"):
         config = DataConfig(
-            blend=[str(folder / odd)], sequence_length=8, order=order, num_samples=(4, 0, 0), index_cache_dir=tmp_path
+            blend=[str(folder / odd)],
+            sequence_length=8,
+            order=order,
+            num_samples=(4, 0, 0),
+            index_cache_dir=tmp_path,
         )
         StreamLoader(config, micro_batch_size=1, global_batch_size=1).close()
 
 
 @pytest.mark.parametrize("odd", ODD[:3])
-def test_keys_that_are_there_are_no_patterns(s3_storage: StorageConfig, bucket: str, odd: str, tmp_path: Path) -> None:
+def test_keys_that_are_there_are_no_patterns(
+    s3_storage: StorageConfig, bucket: str, odd: str, tmp_path: Path
+) -> None:
     for name in (odd, "bx", "one"):
-        with IndexedDatasetWriter(f"s3://{bucket}/{odd}/{name}", np.uint16, storage=s3_storage) as writer:
+        with IndexedDatasetWriter(
+            f"s3://{bucket}/{odd}/{name}", np.uint16, storage=s3_storage
+        ) as writer:
             writer.add_document(np.arange(30), [30])
     folder = f"s3://{bucket}/{odd}"
     assert find_pairs(f"{folder}/{odd}", s3_storage) == [f"{folder}/{odd}"]
-    assert find_pairs(f"{folder}/", s3_storage) == sorted(f"{folder}/{name}" for name in ("bx", odd, "one"))
+    assert find_pairs(f"{folder}/", s3_storage) == sorted(
+        f"{folder}/{name}" for name in ("bx", odd, "one")
+    )
     assert find_pairs(f"{folder}/[b]?", s3_storage) == [f"{folder}/bx"]
     assert len(IndexedDataset(f"{folder}/{odd}", s3_storage, tmp_path / "cache")) == 1
     (found,) = find_inputs([f"{folder}/{odd}"], s3_storage)
     assert (found.path, found.format) == (f"{folder}/{odd}.idx", "megatron")
 
 
-def test_commands_take_odd_names_and_mock_datasets(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_commands_take_odd_names_and_mock_datasets(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     write(str(tmp_path / "br[1]" / "a[1]"), [30])
     for name in (tmp_path / "br[1]" / "a[1]", tmp_path / "br[1]"):
         assert main(["describe", str(name)]) == 0
@@ -284,5 +334,16 @@ def test_commands_take_odd_names_and_mock_datasets(tmp_path: Path, capsys: pytes
         assert "sound" in capsys.readouterr().out
     assert main(["describe", "mock://tokens=1000,length=100"]) == 0
     assert "documents  10 (" in capsys.readouterr().out
-    assert main(["convert", str(tmp_path / "br[1]" / "a[1]"), str(tmp_path / "br[1]" / "out[p]"), "--shard-size", "20"]) == 0
+    assert (
+        main(
+            [
+                "convert",
+                str(tmp_path / "br[1]" / "a[1]"),
+                str(tmp_path / "br[1]" / "out[p]"),
+                "--shard-size",
+                "20",
+            ]
+        )
+        == 0
+    )
     assert len(IndexedDataset(str(tmp_path / "br[1]" / "out[p]"))) == 1

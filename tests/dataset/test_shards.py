@@ -1,4 +1,6 @@
-"""Token shards of every kind: what is written is read, trained on in every order, and damage is named."""
+"""Token shards of every kind: what is written is read, trained on in every order, and damage is
+named.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,14 @@ import webdataset
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from streammega import DataConfig, IndexedDataset, IndexedDatasetWriter, StorageConfig, StreamLoader, build_datasets
+from streammega import (
+    DataConfig,
+    IndexedDataset,
+    IndexedDatasetWriter,
+    StorageConfig,
+    StreamLoader,
+    build_datasets,
+)
 from streammega.convert import convert
 from streammega.dataset.find import find_pairs
 from streammega.dataset.shards import SUFFIXES, missing_shards, split_name
@@ -44,16 +53,23 @@ sequence = st.tuples(st.lists(st.integers(0, 60_000), max_size=40), st.integers(
     at=st.tuples(st.floats(0, 1), st.floats(0, 1)),
 )
 def test_what_is_written_is_read(
-    tmp_path_factory: pytest.TempPathFactory, documents: Any, multimodal: bool, kind: Any, frame: int, at: tuple[float, float]
+    tmp_path_factory: pytest.TempPathFactory,
+    documents: Any,
+    multimodal: bool,
+    kind: Any,
+    frame: int,
+    at: tuple[float, float],
 ) -> None:
     folder = tmp_path_factory.mktemp("s")
-    pair, shard = str(folder / "pair"), str(folder / f"shard{SUFFIXES[kind]}")
+    pair = str(folder / "pair")
+    shard = str(folder / f"shard{SUFFIXES[kind]}")
     with IndexedDatasetWriter(pair, np.uint16, multimodal) as plain, IndexedDatasetWriter(
         shard, np.uint16, multimodal, frame_bytes=frame
     ) as other:  # fmt: skip
         fill(plain, documents)
         fill(other, documents)
-    a, b = IndexedDataset(pair), IndexedDataset(shard)
+    a = IndexedDataset(pair)
+    b = IndexedDataset(shard)
     assert Path(f"{pair}.idx").read_bytes() == Path(f"{folder}/shard.idx").read_bytes()
     tokens = Path(f"{pair}.bin").read_bytes()
     low, high = sorted(int(share * len(tokens)) for share in at)
@@ -62,19 +78,27 @@ def test_what_is_written_is_read(
     b.store.read_into(b.bin_key, [(low, high)], [out])
     assert out.tobytes() == tokens[low:high]
     for x, y in zip(a[:], b[:], strict=True):
-        np.testing.assert_array_equal(np.asarray(x[0] if multimodal else x), np.asarray(y[0] if multimodal else y))
+        np.testing.assert_array_equal(
+            np.asarray(x[0] if multimodal else x), np.asarray(y[0] if multimodal else y)
+        )
 
 
-def batches(config: DataConfig, steps: int | None = None, seek: int = 0, dp_size: int = 1) -> torch.Tensor:
+def batches(
+    config: DataConfig, steps: int | None = None, seek: int = 0, dp_size: int = 1
+) -> torch.Tensor:
     found = []
     for rank in range(dp_size):
-        with StreamLoader(config, micro_batch_size=2, global_batch_size=4, dp_rank=rank, dp_size=dp_size) as loader:
+        with StreamLoader(
+            config, micro_batch_size=2, global_batch_size=4, dp_rank=rank, dp_size=dp_size
+        ) as loader:
             loader.seek(seek)
             found.append(torch.stack([batch["tokens"].clone() for batch in loader]))
     return torch.cat(found, 1) if dp_size > 1 else found[0]
 
 
-def config_of(blend: Any, order: str, cache: Path, storage: StorageConfig | None = None) -> DataConfig:
+def config_of(
+    blend: Any, order: str, cache: Path, storage: StorageConfig | None = None
+) -> DataConfig:
     return DataConfig(
         blend=blend,
         sequence_length=32,
@@ -99,8 +123,11 @@ def sets(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.parametrize("order", ["stream", "megatron", "sequential"])
 @pytest.mark.parametrize("kind", KINDS)
-def test_training_sees_the_same_tokens_whatever_the_shards_are(sets: Path, tmp_path: Path, order: str, kind: str) -> None:
-    whole = "pair" if order != "stream" else "bin"  # files of a dataset are part of the stream order
+def test_training_sees_the_same_tokens_whatever_the_shards_are(
+    sets: Path, tmp_path: Path, order: str, kind: str
+) -> None:
+    # files of a dataset are part of the stream order
+    whole = "pair" if order != "stream" else "bin"
     expected = batches(config_of([str(sets / whole)], order, tmp_path))
     got = batches(config_of([str(sets / f"{kind}.manifest.json")], order, tmp_path))
     assert torch.equal(got, expected)
@@ -110,12 +137,16 @@ def test_training_sees_the_same_tokens_whatever_the_shards_are(sets: Path, tmp_p
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("s3_storage", ["obstore", pytest.param("fsspec", marks=pytest.mark.soak)], indirect=True)
+@pytest.mark.parametrize(
+    "s3_storage", ["obstore", pytest.param("fsspec", marks=pytest.mark.soak)], indirect=True
+)
 def test_training_from_object_storage_sees_them_too(
     sets: Path, tmp_path: Path, kind: str, s3_storage: StorageConfig, bucket: str
 ) -> None:
     url = f"s3://{bucket}/{kind}"
-    report = convert([str(sets / "pair")], url, kind=kind, shard_bytes=6000, storage=s3_storage, workers=1)  # type: ignore[arg-type]
+    report = convert(
+        [str(sets / "pair")], url, kind=kind, shard_bytes=6000, storage=s3_storage, workers=1
+    )  # type: ignore[arg-type]
     assert report.shards > 3
     storage = replace(s3_storage, cache_dir=tmp_path / "pages")
     for order in ("stream", "megatron"):
@@ -125,7 +156,9 @@ def test_training_from_object_storage_sees_them_too(
 
 
 def test_a_manifest_is_what_a_merge_of_its_shards_would_be(sets: Path, tmp_path: Path) -> None:
-    assert find_pairs(str(sets / "bin.manifest.json"), StorageConfig()) == find_pairs(f"{sets}/bin-*", StorageConfig())
+    assert find_pairs(str(sets / "bin.manifest.json"), StorageConfig()) == find_pairs(
+        f"{sets}/bin-*", StorageConfig()
+    )
     convert([str(sets / "zst.manifest.json")], str(tmp_path / "merged"), workers=1)
     for suffix in (".bin", ".idx"):
         assert (tmp_path / f"merged{suffix}").read_bytes() == (sets / f"pair{suffix}").read_bytes()
@@ -136,7 +169,8 @@ def test_a_manifest_is_what_a_merge_of_its_shards_would_be(sets: Path, tmp_path:
         assert torch.equal(ours[k]["tokens"], expected[k]["tokens"])  # type: ignore[index, union-attr]
 
 
-@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # it leaves its files open
+# it leaves its files open
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 def test_webdataset_itself_reads_the_tars(sets: Path) -> None:
     tars = sorted(map(str, sets.glob("tar-*.tar")))
     samples = webdataset.WebDataset(tars, shardshuffle=False, empty_check=False).decode()
@@ -150,10 +184,15 @@ def test_webdataset_itself_reads_the_tars(sets: Path) -> None:
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 @pytest.mark.parametrize(
-    "settings", [{"workers": 1}, {"dedup": True, "workers": 2}, {"shuffle_seed": 3, "memory_bytes": 1 << 20}]
+    "settings",
+    [{"workers": 1}, {"dedup": True, "workers": 2}, {"shuffle_seed": 3, "memory_bytes": 1 << 20}],
 )
-def test_samples_of_all_tars_of_a_dataset_have_keys_of_their_own(tmp_path: Path, settings: dict[str, Any]) -> None:
-    """The key is the number of the sequence in the dataset; the bytes do not depend on who writes them."""
+def test_samples_of_all_tars_of_a_dataset_have_keys_of_their_own(
+    tmp_path: Path, settings: dict[str, Any]
+) -> None:
+    """The key is the number of the sequence in the dataset; the bytes do not depend on who writes
+    them.
+    """
     rng = np.random.default_rng(0)
     with IndexedDatasetWriter(str(tmp_path / "pair"), np.uint16, multimodal=True) as writer:
         for document in range(60):
@@ -164,7 +203,9 @@ def test_samples_of_all_tars_of_a_dataset_have_keys_of_their_own(tmp_path: Path,
     convert([str(tmp_path / "pair")], str(tmp_path / "set"), **options)
     tars = sorted(tmp_path.glob("set-*.tar"))
     assert len(tars) > 3
-    samples = list(webdataset.WebDataset(list(map(str, tars)), shardshuffle=False, empty_check=False).decode())
+    samples = list(
+        webdataset.WebDataset(list(map(str, tars)), shardshuffle=False, empty_check=False).decode()
+    )
     made = IndexedDataset(str(tmp_path / "set.manifest.json"))
     assert len({sample["__key__"] for sample in samples}) == len(samples) == len(made)
     for sample in samples:
@@ -173,8 +214,14 @@ def test_samples_of_all_tars_of_a_dataset_have_keys_of_their_own(tmp_path: Path,
         assert sample["cls"] == mode
     assert not verify(str(tmp_path / "set")).problems
     (tmp_path / "again").mkdir()
-    convert([str(tmp_path / "pair")], str(tmp_path / "again" / "set"), **options | {"workers": 3 - settings.get("workers", 1)})
-    assert [tar.read_bytes() for tar in tars] == [(tmp_path / "again" / tar.name).read_bytes() for tar in tars]
+    convert(
+        [str(tmp_path / "pair")],
+        str(tmp_path / "again" / "set"),
+        **options | {"workers": 3 - settings.get("workers", 1)},
+    )
+    assert [tar.read_bytes() for tar in tars] == [
+        (tmp_path / "again" / tar.name).read_bytes() for tar in tars
+    ]
 
 
 def test_tars_whose_keys_begin_anew_are_read_as_before(tmp_path: Path) -> None:
@@ -201,7 +248,8 @@ def test_zstd_itself_reads_the_frames(sets: Path) -> None:
 def test_megatron_itself_reads_the_shards(sets: Path) -> None:
     from tests.support.oracle import IndexedDataset as Theirs
 
-    number, ours = 0, IndexedDataset(str(sets / "pair"))
+    number = 0
+    ours = IndexedDataset(str(sets / "pair"))
     for path in sorted(sets.glob("bin-*.bin")):
         theirs = Theirs(str(path)[:-4])
         for item in theirs:
@@ -240,7 +288,9 @@ def test_a_set_with_a_missing_shard_is_no_dataset(sets: Path, tmp_path: Path) ->
     sorted((tmp_path / "d").glob("*.idx"))[2].unlink()
     with pytest.raises(ObjectNotFoundError, match=r"missing, such as .*bin-00002-of-"):
         find_pairs(str(tmp_path / "d"), StorageConfig())
-    assert missing_shards(["a-00000-of-00003", "a-00002-of-00003.tar", "other"]) == ["a-00001-of-00003"]
+    assert missing_shards(["a-00000-of-00003", "a-00002-of-00003.tar", "other"]) == [
+        "a-00001-of-00003"
+    ]
 
 
 def test_a_dataset_wins_over_a_folder_of_its_name(sets: Path) -> None:
@@ -278,9 +328,13 @@ def test_names_say_the_kind() -> None:
     assert split_name("a/b.idx") == split_name("a/b.bin") == split_name("a/b") == ("a/b", "bin")
 
 
-def test_an_object_of_several_that_changes_is_noticed(sets: Path, s3_storage: StorageConfig, bucket: str, tmp_path: Path) -> None:
+def test_an_object_of_several_that_changes_is_noticed(
+    sets: Path, s3_storage: StorageConfig, bucket: str, tmp_path: Path
+) -> None:
     url = f"s3://{bucket}/set"
-    convert([str(sets / "pair")], url, kind="zst", shard_bytes=20_000, storage=s3_storage, workers=1)
+    convert(
+        [str(sets / "pair")], url, kind="zst", shard_bytes=20_000, storage=s3_storage, workers=1
+    )
     indexed = IndexedDataset(url, s3_storage, tmp_path)
     with IndexedDatasetWriter(indexed.shards[0], np.uint16, storage=s3_storage) as writer:
         writer.add_item(np.arange(30_000) % 7)
@@ -292,7 +346,9 @@ def test_an_object_of_several_that_changes_is_noticed(sets: Path, s3_storage: St
 
 @settings(max_examples=25)
 @given(cut=st.integers(0, 400), kind=st.sampled_from(["zst"]))
-def test_any_truncation_of_a_small_shard_is_an_error(tmp_path_factory: pytest.TempPathFactory, cut: int, kind: str) -> None:
+def test_any_truncation_of_a_small_shard_is_an_error(
+    tmp_path_factory: pytest.TempPathFactory, cut: int, kind: str
+) -> None:
     folder = tmp_path_factory.mktemp("t")
     with IndexedDatasetWriter(str(folder / "a.bin.zst"), np.uint16, frame_bytes=1024) as writer:
         writer.add_item(np.arange(3000) % 1000)
@@ -306,19 +362,27 @@ def test_any_truncation_of_a_small_shard_is_an_error(tmp_path_factory: pytest.Te
 
 def test_standard_tools_see_plain_archives(sets: Path) -> None:
     tar = sorted(sets.glob("tar-*.tar"))[0]
-    listed = subprocess.run(["tar", "tf", str(tar)], capture_output=True, text=True, check=True).stdout.split()
+    listed = subprocess.run(
+        ["tar", "tf", str(tar)], capture_output=True, text=True, check=True
+    ).stdout.split()
     assert listed[0] == "000000000.npy"
 
 
-def test_shards_too_short_for_a_sample_are_told_of_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_shards_too_short_for_a_sample_are_told_of_once(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     for number, tokens in enumerate([16, 500, 3, 17, 0]):
         with IndexedDatasetWriter(str(tmp_path / "set" / f"{number}"), np.uint16) as writer:
             writer.add_item(np.full(tokens, number, np.uint16))
             writer.end_document()
     config = DataConfig(blend=[f"{tmp_path / 'set'}/"], sequence_length=16, order="stream")
-    with StreamLoader(config, micro_batch_size=1, global_batch_size=1, dp_rank=0, dp_size=1) as loader:
+    with StreamLoader(
+        config, micro_batch_size=1, global_batch_size=1, dp_rank=0, dp_size=1
+    ) as loader:
         assert set(np.unique([next(iter(loader))["tokens"].numpy() for _ in range(200)])) <= {1, 3}
-    (warning,) = [record.getMessage() for record in caplog.records if record.name.startswith("streammega")]
+    (warning,) = [
+        record.getMessage() for record in caplog.records if record.name.startswith("streammega")
+    ]
     assert str(tmp_path / "set") in warning
     assert "2 of its 5 shards have fewer than the 17 tokens of a sample" in warning
     assert "19 tokens" in warning

@@ -33,30 +33,45 @@ def test_members_are_read_in_their_order_by_their_suffixes(tmp_path: Path) -> No
             member.size = len(data)
             archive.addfile(member, io.BytesIO(data))
         link = tarfile.TarInfo("link.txt")
-        link.type, link.linkname = tarfile.SYMTYPE, "/etc/passwd"
+        link.type = tarfile.SYMTYPE
+        link.linkname = "/etc/passwd"
         archive.addfile(link)
         again = tarfile.TarInfo("a.txt")
         again.size = 5
         archive.addfile(again, io.BytesIO(b"eight"))
     convert([str(tmp_path / "a.tar")], str(tmp_path / "out"), tokenizer="bytes", workers=1)
-    texts = [bytes(ids[:-1].astype(np.uint8)).decode() for ids in IndexedDataset(str(tmp_path / "out"))[:]]  # type: ignore[union-attr]
+    texts = [
+        bytes(ids[:-1].astype(np.uint8)).decode()
+        for ids in IndexedDataset(str(tmp_path / "out"))[:]
+    ]  # type: ignore[union-attr]
     assert texts == ["one", "two", "three", "four", "five", "six", "seven", "eight"]
 
 
 @given(data=st.data())
-def test_no_cut_and_no_damage_of_a_header_loses_documents_in_silence(tmp_path_factory: pytest.TempPathFactory, data: Any) -> None:
-    """Of archives as Python, GNU tar and others write them: with extended headers, long names, links and folders."""
+def test_no_cut_and_no_damage_of_a_header_loses_documents_in_silence(
+    tmp_path_factory: pytest.TempPathFactory, data: Any
+) -> None:
+    """Of archives as Python, GNU tar and others write them: with extended headers, long names,
+    links and folders.
+    """
     folder = tmp_path_factory.mktemp("tar")
     headers = []
     packed = io.BytesIO()
-    style = data.draw(st.sampled_from([tarfile.PAX_FORMAT, tarfile.GNU_FORMAT, tarfile.USTAR_FORMAT]))
+    style = data.draw(
+        st.sampled_from([tarfile.PAX_FORMAT, tarfile.GNU_FORMAT, tarfile.USTAR_FORMAT])
+    )
     count = data.draw(st.integers(1, 40))
     with tarfile.open(fileobj=packed, mode="w", format=style) as archive:
         for number in range(count):
             headers.append(archive.offset)
-            name = f"{number}.txt" if number % 3 or style == tarfile.USTAR_FORMAT else f"{'é' * 120}{number}.txt"
+            name = (
+                f"{number}.txt"
+                if number % 3 or style == tarfile.USTAR_FORMAT
+                else f"{'é' * 120}{number}.txt"
+            )
             member = tarfile.TarInfo(name)
-            member.size, member.mtime = data.draw(st.integers(1, 3000)), 0.5 if style == tarfile.PAX_FORMAT else 0
+            member.size = data.draw(st.integers(1, 3000))
+            member.mtime = 0.5 if style == tarfile.PAX_FORMAT else 0
             archive.addfile(member, io.BytesIO(b"x" * member.size))
             if number % 5 == 0:
                 folder_member = tarfile.TarInfo(f"folder{number}")
@@ -66,12 +81,17 @@ def test_no_cut_and_no_damage_of_a_header_loses_documents_in_silence(tmp_path_fa
 
     def texts(content: bytes) -> int:
         (folder / "a.tar").write_bytes(content)
-        piece = Slice(input=Input(path=str(folder / "a.tar"), format="tar", size=len(content), etag=""))
-        return len(list(read_slice(piece, ConvertOptions(tokenizer="bytes"), StorageConfig(), Skipped())))
+        piece = Slice(
+            input=Input(path=str(folder / "a.tar"), format="tar", size=len(content), etag="")
+        )
+        return len(
+            list(read_slice(piece, ConvertOptions(tokenizer="bytes"), StorageConfig(), Skipped()))
+        )
 
     assert texts(whole) == count
     at = data.draw(st.sampled_from(headers))
-    byte = data.draw(st.integers(0, 499).filter(lambda byte: not 148 <= byte < 156))  # a checksum may be spelt in many ways
+    # a checksum may be spelt in many ways
+    byte = data.draw(st.integers(0, 499).filter(lambda byte: not 148 <= byte < 156))
     broken = bytearray(whole)
     broken[at + byte] ^= 1 << data.draw(st.integers(0, 7))
     with pytest.raises(ConvertError):

@@ -1,4 +1,6 @@
-"""Verify says exactly what is wrong and where; repair rebuilds an index; describe shows every format."""
+"""Verify says exactly what is wrong and where; repair rebuilds an index; describe shows every
+format.
+"""
 
 from __future__ import annotations
 
@@ -29,9 +31,18 @@ def dataset(tmp_path: Path) -> Path:
     """The folder of a text corpus in shards of every kind, its manifest beside each."""
     for number in range(40):
         (tmp_path / "texts" / f"{number:02d}.txt").parent.mkdir(exist_ok=True)
-        (tmp_path / "texts" / f"{number:02d}.txt").write_text(f"text number {number} " * (number % 7 + 1))
+        (tmp_path / "texts" / f"{number:02d}.txt").write_text(
+            f"text number {number} " * (number % 7 + 1)
+        )
     for kind in KINDS:
-        convert([str(tmp_path / "texts")], str(tmp_path / kind), tokenizer="bytes", kind=kind, shard_bytes=2000, workers=1)  # type: ignore[arg-type]
+        convert(
+            [str(tmp_path / "texts")],
+            str(tmp_path / kind),
+            tokenizer="bytes",
+            kind=kind,
+            shard_bytes=2000,
+            workers=1,
+        )  # type: ignore[arg-type]
     return tmp_path
 
 
@@ -42,7 +53,9 @@ def test_a_sound_dataset_is_sound(dataset: Path, kind: str) -> None:
     assert report.notes == []
     assert report.checksums
     assert (report.documents, report.lowest_id, report.highest_id) == (40, 32, EOD)
-    assert report.checked_bytes == sum(path.stat().st_size for path in dataset.glob(f"{kind}-*") if path.suffix != ".idx")
+    assert report.checked_bytes == sum(
+        path.stat().st_size for path in dataset.glob(f"{kind}-*") if path.suffix != ".idx"
+    )
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -56,7 +69,9 @@ def test_one_flipped_bit_is_found_wherever_it_is(dataset: Path, kind: str) -> No
             bad[at] ^= 1 << int(rng.integers(0, 8))
             path.write_bytes(bad)
             report = verify(str(dataset / f"{kind}.manifest.json"))
-            assert any(path.name in problem or path.stem in problem for problem in report.problems), (path, at)
+            assert any(
+                path.name in problem or path.stem in problem for problem in report.problems
+            ), (path, at)
         path.write_bytes(good)
     assert verify(str(dataset / kind)).problems == []
 
@@ -66,9 +81,15 @@ def test_lost_bytes_and_shards_are_named(dataset: Path, kind: str) -> None:
     path = sorted(path for path in dataset.glob(f"{kind}-*") if path.suffix != ".idx")[0]
     good = path.read_bytes()
     path.write_bytes(good[:-600])
-    assert any("the manifest says" in problem and path.name in problem for problem in verify(str(dataset / kind)).problems)
+    assert any(
+        "the manifest says" in problem and path.name in problem
+        for problem in verify(str(dataset / kind)).problems
+    )
     path.unlink()
-    assert any(path.name in problem and "no such file" in problem for problem in verify(str(dataset / kind)).problems)
+    assert any(
+        path.name in problem and "no such file" in problem
+        for problem in verify(str(dataset / kind)).problems
+    )
     (dataset / f"{kind}.manifest.json").unlink()
     path.write_bytes(good)
     sorted(dataset.glob(f"{kind}-*.idx"))[1].unlink()
@@ -99,14 +120,27 @@ def test_structure_is_checked_without_a_manifest(tmp_path: Path) -> None:
     np.arange(20, dtype=np.uint16).tofile(tmp_path / "p.bin")
     bad = encode_index(np.dtype(np.uint16), np.array([10, 11], np.int32), np.array([0, 2]), None)
     (tmp_path / "p.idx").write_bytes(b"".join(bad))
-    assert "sequence 1 lies at bytes [20, +22), but the .bin has 40 bytes" in verify(str(tmp_path / "p")).problems[0]
+    assert (
+        "sequence 1 lies at bytes [20, +22), but the .bin has 40 bytes"
+        in verify(str(tmp_path / "p")).problems[0]
+    )
     with pytest.raises(ObjectNotFoundError):
         verify(str(tmp_path / "nothing"))
 
 
-def test_verify_reads_object_storage(dataset: Path, s3: S3, s3_storage: StorageConfig, bucket: str) -> None:
+def test_verify_reads_object_storage(
+    dataset: Path, s3: S3, s3_storage: StorageConfig, bucket: str
+) -> None:
     url = f"s3://{bucket}/web"
-    convert([str(dataset / "zst.manifest.json")], url, kind="zst", shard_bytes=2000, eod_id=EOD, storage=s3_storage, workers=1)
+    convert(
+        [str(dataset / "zst.manifest.json")],
+        url,
+        kind="zst",
+        shard_bytes=2000,
+        eod_id=EOD,
+        storage=s3_storage,
+        workers=1,
+    )
     report = verify(url, s3_storage, vocab_size=257)
     assert (report.problems, report.documents) == ([], 40)
 
@@ -164,11 +198,18 @@ def stored(path: Path) -> dict[str, bytes]:
 def test_repair_leaves_what_is_sound_as_it_is(dataset: Path) -> None:
     name = chat(dataset)
     before = stored(dataset)
-    assert repair_index(name) == repair_index(str(dataset / "bin")) == repair_index(str(dataset / "tar")) == []
+    assert (
+        repair_index(name)
+        == repair_index(str(dataset / "bin"))
+        == repair_index(str(dataset / "tar"))
+        == []
+    )
     sorted(dataset.glob("bin-*.idx"))[1].write_bytes(b"x")
     assert len(repair_index(str(dataset / "bin"))) == 1
     after = stored(dataset)
-    assert [file for file in after if file not in before] == [f"{sorted(dataset.glob('bin-*.idx'))[1].name}.former"]
+    assert [file for file in after if file not in before] == [
+        f"{sorted(dataset.glob('bin-*.idx'))[1].name}.former"
+    ]
     assert {file: after[file] for file in before} == before
 
 
@@ -189,7 +230,11 @@ def test_documents_of_several_sequences_are_not_rebuilt_as_something_else(
     assert "several sequences" in capsys.readouterr().err
     assert len(repair_index(name, eod_id=EOD, force=True)) == (2 if known == "manifest" else 1)
     assert verify(name).problems == []
-    assert not json.loads((tmp_path / "chat.manifest.json").read_text())["multimodal"] if known == "manifest" else True
+    assert (
+        not json.loads((tmp_path / "chat.manifest.json").read_text())["multimodal"]
+        if known == "manifest"
+        else True
+    )
 
 
 def test_an_index_that_would_be_another_is_not_written(dataset: Path) -> None:
@@ -206,20 +251,34 @@ def test_an_index_that_would_be_another_is_not_written(dataset: Path) -> None:
 
 @pytest.mark.parametrize(
     ("change", "message"),
-    [({"multimodal": False}, "modes"), ({"dtype": "int16"}, "int16"), ({"sequences": 3}, "3 sequences")],
+    [
+        ({"multimodal": False}, "modes"),
+        ({"dtype": "int16"}, "int16"),
+        ({"sequences": 3}, "3 sequences"),
+    ],
 )
-def test_verify_compares_with_all_that_the_manifest_says(tmp_path: Path, change: dict[str, Any], message: str) -> None:
+def test_verify_compares_with_all_that_the_manifest_says(
+    tmp_path: Path, change: dict[str, Any], message: str
+) -> None:
     name = chat(tmp_path)
     assert verify(name).problems == []
     path = tmp_path / "chat.manifest.json"
     found = json.loads(path.read_text())
     path.write_text(json.dumps(found | change))
     assert any(message in problem for problem in verify(name).problems)
-    path.write_text(json.dumps(found | {"shards": [found["shards"][0] | change]} if "sequences" in change else found | change))
+    path.write_text(
+        json.dumps(
+            found | {"shards": [found["shards"][0] | change]}
+            if "sequences" in change
+            else found | change
+        )
+    )
     assert any(message in problem for problem in verify(name).problems)
 
 
-def test_the_command_says_what_is_wrong_and_exits_with_1(dataset: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_command_says_what_is_wrong_and_exits_with_1(
+    dataset: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert main(["verify", str(dataset / "bin")]) == 0
     assert "sound; " in capsys.readouterr().out
     path = sorted(dataset.glob("bin-*.bin"))[0]
@@ -248,7 +307,9 @@ DESCRIBED: dict[str, tuple[Any, str]] = {
 
 
 @pytest.mark.parametrize("name", DESCRIBED)
-def test_describe_shows_every_format(dataset: Path, name: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_describe_shows_every_format(
+    dataset: Path, name: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     make, expected = DESCRIBED[name]
     if name == "pair":
         make = lambda d: str(sorted(d.glob("bin-*.bin"))[0])[:-4]  # noqa: E731
@@ -258,8 +319,26 @@ def test_describe_shows_every_format(dataset: Path, name: str, capsys: pytest.Ca
 
 def test_the_report_tells_everything(dataset: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (dataset / "bad.jsonl").write_text('{"text": "one"}\n{\n{"text": ""}\n{"text": "one"}\n')
-    words = ["convert", str(dataset / "bad.jsonl"), str(dataset / "out"), "--tokenizer", "bytes", "--on-error", "skip", "--dedup"]
-    words += ["--format", "zst", "--shard-size", "1M", "--report", str(dataset / "r.json"), "--plot", str(dataset / "r.png")]
+    words = [
+        "convert",
+        str(dataset / "bad.jsonl"),
+        str(dataset / "out"),
+        "--tokenizer",
+        "bytes",
+        "--on-error",
+        "skip",
+        "--dedup",
+    ]
+    words += [
+        "--format",
+        "zst",
+        "--shard-size",
+        "1M",
+        "--report",
+        str(dataset / "r.json"),
+        "--plot",
+        str(dataset / "r.png"),
+    ]
     assert main(words) == 0
     text = capsys.readouterr().out
     assert "1 documents (1 empty ones left out), 4 tokens of uint16" in text
@@ -269,7 +348,20 @@ def test_the_report_tells_everything(dataset: Path, capsys: pytest.CaptureFixtur
     assert found["dropped"] == {"broken record": 1, "empty": 1, "duplicates": 1}
     assert sum(found["histogram"]) == 2, "of what was encoded"
     assert (dataset / "r.png").read_bytes().startswith(b"\x89PNG")
-    assert main(["convert", str(dataset / "bad.jsonl"), str(dataset / "o"), "--tokenizer", "bytes", "--shard-size", "x"]) == 1
+    assert (
+        main(
+            [
+                "convert",
+                str(dataset / "bad.jsonl"),
+                str(dataset / "o"),
+                "--tokenizer",
+                "bytes",
+                "--shard-size",
+                "x",
+            ]
+        )
+        == 1
+    )
     assert "write a size as 512M" in capsys.readouterr().err
 
 
@@ -282,7 +374,21 @@ def test_the_report_tells_everything(dataset: Path, capsys: pytest.CaptureFixtur
         (["--input-dtype", "nothing"], "is not known"),
     ],
 )
-def test_odd_settings_are_one_message(tmp_path: Path, words: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_odd_settings_are_one_message(
+    tmp_path: Path, words: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     (tmp_path / "a.txt").write_text("text")
-    assert main(["convert", str(tmp_path / "a.txt"), str(tmp_path / "o"), "--tokenizer", "bytes", *words]) == 1
+    assert (
+        main(
+            [
+                "convert",
+                str(tmp_path / "a.txt"),
+                str(tmp_path / "o"),
+                "--tokenizer",
+                "bytes",
+                *words,
+            ]
+        )
+        == 1
+    )
     assert message in capsys.readouterr().err

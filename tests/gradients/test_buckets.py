@@ -1,4 +1,6 @@
-"""Gradient buckets and the sharded optimizer: the rules of their layout, and that they compute what torch's own do."""
+"""Gradient buckets and the sharded optimizer: the rules of their layout, and that they compute what
+torch's own do.
+"""
 
 from __future__ import annotations
 
@@ -39,13 +41,17 @@ from tests.support.rank_programs import (
     shards=st.sampled_from([0, 1, 2, 3, 8]),
     data=st.data(),
 )
-def test_buckets_follow_the_rules(sizes: list[int], bucket_size: int, shards: int, data: Any) -> None:
+def test_buckets_follow_the_rules(
+    sizes: list[int], bucket_size: int, shards: int, data: Any
+) -> None:
     waiting = data.draw(st.sets(st.integers(0, len(sizes) - 1), max_size=2))
     buckets = plan_buckets(sizes, bucket_size, shards=shards, waiting=waiting)
     slots = [slot for bucket in buckets for slot in bucket.slots]
     backwards = list(range(len(sizes)))[::-1]
     order = [n for n in backwards if n not in waiting] + [n for n in backwards if n in waiting]
-    assert [slot.parameter for slot in slots] == order, "reverse registration order, those that wait last"
+    assert [slot.parameter for slot in slots] == order, (
+        "reverse registration order, those that wait last"
+    )
     assert [bucket.start for bucket in buckets] == [0, *(bucket.stop for bucket in buckets[:-1])]
     end = 0
     for slot in slots:
@@ -59,10 +65,15 @@ def test_buckets_follow_the_rules(sizes: list[int], bucket_size: int, shards: in
         own = [slot.parameter in waiting for slot in bucket.slots]
         assert set(own) == {bucket.waits}
         held = bucket.slots[-1].stop - bucket.start
-        if bucket not in (buckets[-1], *(b for b in buckets[:-1] if buckets[buckets.index(b) + 1].waits)):
+        if bucket not in (
+            buckets[-1],
+            *(b for b in buckets[:-1] if buckets[buckets.index(b) + 1].waits),
+        ):
             assert held >= bucket_size
         if len(bucket.slots) > 1 and not bucket.waits:
-            assert bucket.slots[-2].stop - bucket.start < bucket_size, "the crossing parameter is the last"
+            assert bucket.slots[-2].stop - bucket.start < bucket_size, (
+                "the crossing parameter is the last"
+            )
         if shards:
             assert bucket.stop % math.lcm(shards, 128) == 0
             assert all(slot.start % 64 == 0 for slot in bucket.slots)
@@ -80,13 +91,19 @@ def test_rectangles_tile_a_flat_range_in_order(shape: list[int], data: Any) -> N
     stop = data.draw(st.integers(start, total))
     array = np.arange(total).reshape(shape)
     boxes = rectangles(shape, start, stop)
-    got = [array[tuple(slice(o, o + s) for o, s in zip(*box, strict=True))].ravel() for box in boxes]
+    got = [
+        array[tuple(slice(o, o + s) for o, s in zip(*box, strict=True))].ravel() for box in boxes
+    ]
     assert (np.concatenate(got) if got else np.empty(0)).tolist() == list(range(start, stop))
     assert len(boxes) <= max(1, 2 * len(shape) - 1)
 
 
-@pytest.mark.parametrize(("micro_batches", "bucket_size", "overlap"), [(1, 1000, True), (3, 1, True), (2, 10**9, False)])
-def test_gradients_are_those_of_torchs_ddp_to_the_bit(gang: Gang, micro_batches: int, bucket_size: int, overlap: bool) -> None:
+@pytest.mark.parametrize(
+    ("micro_batches", "bucket_size", "overlap"), [(1, 1000, True), (3, 1, True), (2, 10**9, False)]
+)
+def test_gradients_are_those_of_torchs_ddp_to_the_bit(
+    gang: Gang, micro_batches: int, bucket_size: int, overlap: bool
+) -> None:
     """Two ranks: a sum of two is the same in any order."""
     assert gang.run(2, grads_beside_ddp, micro_batches, bucket_size, overlap) == [True, True]
 
@@ -109,12 +126,22 @@ def test_fp32_accumulation_of_bf16_gradients_is_better(gang: Gang) -> None:
 @pytest.mark.parametrize(
     ("value", "limit", "at_once", "message"),
     [
-        (math.nan, None, True, r"rank 1: the gradient of layers\.1\.weight is not finite in 24 of 576"),
+        (
+            math.nan,
+            None,
+            True,
+            r"rank 1: the gradient of layers\.1\.weight is not finite in 24 of 576",
+        ),
         (math.inf, None, True, r"layers\.1\.weight is not finite"),
         (1e6, 1e3, True, r"layers\.1\.weight has an element of 5e\+05, more than 1000"),
         (-1e6, 1e3, True, r"layers\.1\.weight has an element of 5e\+05, more than 1000"),
         (math.nan, None, False, r"rank 1: the gradient of layers\.1\.weight is not finite"),
-        (math.inf, 1e3, False, r"rank 1: the gradient of layers\.1\.weight is not finite, or has an element above 1000"),
+        (
+            math.inf,
+            1e3,
+            False,
+            r"rank 1: the gradient of layers\.1\.weight is not finite, or has an element above 1000",
+        ),
         (-1e6, 1e3, False, r"layers\.1\.weight is not finite, or has an element above 1000"),
     ],
 )
@@ -130,11 +157,16 @@ def test_bad_gradients_end_the_step_on_every_rank_and_name_their_parameter(
 def test_a_bad_shared_gradient_is_named_where_it_came_from(gang: Gang, at_once: bool) -> None:
     first, last = gang.run(2, bad_shared_gradient, at_once)
     assert "rank 1: the gradient of shared.weight is not finite" in last
-    assert "rank 0: the gradient of shared.weight, with what another stage added, is not finite" in first
+    assert (
+        "rank 0: the gradient of shared.weight, with what another stage added, is not finite"
+        in first
+    )
 
 
 @pytest.mark.parametrize("retained", [False, True])
-def test_a_second_backward_after_the_reduction_began_is_an_error_not_a_wrong_gradient(gang: Gang, retained: bool) -> None:
+def test_a_second_backward_after_the_reduction_began_is_an_error_not_a_wrong_gradient(
+    gang: Gang, retained: bool
+) -> None:
     """Accumulating without no_sync, or two losses of one forward."""
     for message in gang.run(2, second_backward, retained):
         assert "no_sync" in message
@@ -148,7 +180,9 @@ def test_buckets_of_several_buffers_and_models_start_in_one_order(gang: Gang, ch
 
 
 @pytest.mark.parametrize("sharded", [False, True])
-def test_split_parameters_are_clipped_by_the_norm_of_all_their_parts(gang: Gang, sharded: bool) -> None:
+def test_split_parameters_are_clipped_by_the_norm_of_all_their_parts(
+    gang: Gang, sharded: bool
+) -> None:
     torch.manual_seed(5)
     whole = torch.nn.Sequential(torch.nn.LayerNorm(8), torch.nn.Linear(8, 6, bias=False))
     (whole(torch.arange(16.0).view(2, 8)) * torch.arange(6.0).add(1)).square().sum().backward()
@@ -173,11 +207,17 @@ def test_per_token_gradients_are_divided_by_the_tokens_of_all_ranks(gang: Gang) 
 
 def test_a_loss_scale_falls_together_and_rises_after_good_steps(gang: Gang) -> None:
     for seen in gang.run(2, fp16_steps):
-        assert seen == [(True, 1024.0, True), (False, 512.0, False), (True, 512.0, True), (True, 1024.0, True)]
+        assert seen == [
+            (True, 1024.0, True),
+            (False, 512.0, False),
+            (True, 512.0, True),
+            (True, 1024.0, True),
+        ]
 
 
 def test_a_backward_that_was_not_zeroed_adds_up_as_in_torch() -> None:
-    ours, theirs = BucketedDataParallel(make_net()), make_net()
+    ours = BucketedDataParallel(make_net())
+    theirs = make_net()
     for step in range(2):
         ids = torch.arange(24).view(4, 6) + step
         for model in (ours, theirs):
@@ -192,10 +232,15 @@ def test_a_backward_that_was_not_zeroed_adds_up_as_in_torch() -> None:
 
 
 @pytest.mark.parametrize(
-    ("settings", "device"), [({"capturable": True}, "meta"), ({"foreach": True}, "cpu"), ({"capturable": False}, "cpu")]
+    ("settings", "device"),
+    [({"capturable": True}, "meta"), ({"foreach": True}, "cpu"), ({"capturable": False}, "cpu")],
 )
-def test_a_loaded_step_lies_where_the_optimizer_reads_it(settings: dict[str, bool], device: str) -> None:
-    """On `meta` for want of a second device here: a fused kernel reads the step by its address on the parameter's."""
+def test_a_loaded_step_lies_where_the_optimizer_reads_it(
+    settings: dict[str, bool], device: str
+) -> None:
+    """On `meta` for want of a second device here: a fused kernel reads the step by its address on
+    the parameter's.
+    """
     parameter = torch.nn.Parameter(torch.empty(4, device="meta"))
     optimizer = torch.optim.AdamW([{"params": [parameter], **settings}])
     assert scalar_devices(optimizer) == {id(parameter): torch.device(device)}
@@ -220,4 +265,7 @@ def test_wrong_uses_are_named() -> None:
     with pytest.raises(ConfigError, match=r"clipped by ShardedOptimizer"):
         BucketedDataParallel(make_net(), sharded=True).clip_grad_norm_(1.0)
     with pytest.raises(ConfigError, match="too narrow"):
-        ShardedOptimizer(BucketedDataParallel(make_net(), sharded=True, grad_dtype=torch.bfloat16), torch.optim.SGD)
+        ShardedOptimizer(
+            BucketedDataParallel(make_net(), sharded=True, grad_dtype=torch.bfloat16),
+            torch.optim.SGD,
+        )

@@ -1,4 +1,6 @@
-"""The reduction of gradients in unusual uses: right as torch's DDP is right, or an error before a wrong number is used."""
+"""The reduction of gradients in unusual uses: right as torch's DDP is right, or an error before a
+wrong number is used.
+"""
 
 from __future__ import annotations
 
@@ -41,7 +43,10 @@ def test_what_an_abandoned_backward_added_goes_with_zero_grad(gang: Gang, sharde
     [
         (programs.zeroed_while_reducing, "GradientError: zero_grad was called while"),
         (programs.shared_by_two, "another BucketedDataParallel has the parameter"),
-        (programs.split_over_the_group_itself, "ConfigError: the module's DTensors are split over ranks [0, 1]"),
+        (
+            programs.split_over_the_group_itself,
+            "ConfigError: the module's DTensors are split over ranks [0, 1]",
+        ),
         (programs.unfrozen_later, "ConfigError: 0.weight was frozen when it was wrapped"),
         (programs.complex_parameters, "ConfigError: weight is complex"),
         (programs.checkpointed_twice, "use_reentrant=False"),
@@ -50,7 +55,9 @@ def test_what_an_abandoned_backward_added_goes_with_zero_grad(gang: Gang, sharde
     ],
     ids=lambda value: getattr(value, "__name__", ""),
 )
-def test_uses_that_would_give_wrong_gradients_are_errors(gang: Gang, use: Callable[[int], Any], message: str) -> None:
+def test_uses_that_would_give_wrong_gradients_are_errors(
+    gang: Gang, use: Callable[[int], Any], message: str
+) -> None:
     for told in gang.run(2, programs.message_of, use):
         assert message in told
 
@@ -65,7 +72,11 @@ def test_unusual_uses_that_are_right_have_right_gradients(gang: Gang) -> None:
 
 
 @pytest.mark.parametrize(("size", "wide"), [(2, False), (2, True), (3, False)])
-@pytest.mark.parametrize("ways", [["to none", "by the optimizer"], ["to none", "not"], ["to zero", "not"]], ids=" or ".join)
+@pytest.mark.parametrize(
+    "ways",
+    [["to none", "by the optimizer"], ["to none", "not"], ["to zero", "not"]],
+    ids=" or ".join,
+)
 def test_gradients_are_torchs_whatever_is_used_and_however_they_are_zeroed(
     gang: Gang, ways: list[str], size: int, wide: bool
 ) -> None:
@@ -74,7 +85,9 @@ def test_gradients_are_torchs_whatever_is_used_and_however_they_are_zeroed(
 
 @pytest.mark.parametrize("frozen", [False, True])
 @pytest.mark.parametrize("sharded", [False, True])
-def test_what_no_rank_used_is_left_alone_as_by_torchs_ddp(gang: Gang, sharded: bool, frozen: bool) -> None:
+def test_what_no_rank_used_is_left_alone_as_by_torchs_ddp(
+    gang: Gang, sharded: bool, frozen: bool
+) -> None:
     for moved, off in gang.run(2, programs.unused, sharded, frozen):
         assert moved == [True, True, False, False, True, True]
         assert off < 1e-6
@@ -88,7 +101,9 @@ def test_a_replicated_dtensor_counts_once_in_a_norm(gang: Gang) -> None:
 
 @pytest.mark.parametrize("micro_batches", [1, 3])
 @pytest.mark.parametrize("sharded", [False, True])
-def test_kernels_that_add_to_main_grad_give_the_same_steps(gang: Gang, sharded: bool, micro_batches: int) -> None:
+def test_kernels_that_add_to_main_grad_give_the_same_steps(
+    gang: Gang, sharded: bool, micro_batches: int
+) -> None:
     for off, message in gang.run(2, programs.main_grads, sharded, micro_batches):
         assert off < 1e-6
         assert "zero_grad()" in message
@@ -96,7 +111,14 @@ def test_kernels_that_add_to_main_grad_give_the_same_steps(gang: Gang, sharded: 
 
 @pytest.mark.parametrize(
     ("how", "sharded"),
-    [("before", False), ("before", True), ("whole graph", True), ("in place", True), ("wrapper", False), ("wrapper", True)],
+    [
+        ("before", False),
+        ("before", True),
+        ("whole graph", True),
+        ("in place", True),
+        ("wrapper", False),
+        ("wrapper", True),
+    ],
 )
 def test_compiled_models_step_as_eager_ones(gang: Gang, how: str, sharded: bool) -> None:
     for off in gang.run(2, programs.compiled, how, sharded):

@@ -21,11 +21,15 @@ from streammega.samples.read import coalesce
 
 
 @given(seed=st.integers(0, 2**32 - 1), sizes=st.lists(st.integers(0, 3000), max_size=5))
-def test_shuffles_are_numpys_legacy_shuffles_one_after_the_other(seed: int, sizes: list[int]) -> None:
-    theirs, ours = np.random.RandomState(seed), LegacyShuffler(seed)
+def test_shuffles_are_numpys_legacy_shuffles_one_after_the_other(
+    seed: int, sizes: list[int]
+) -> None:
+    theirs = np.random.RandomState(seed)
+    ours = LegacyShuffler(seed)
     for number, size in enumerate(sizes):
         dtype = (np.int32, np.uint32, np.int64)[number % 3]
-        expected, got = np.arange(size, dtype=dtype), np.arange(size, dtype=dtype)
+        expected = np.arange(size, dtype=dtype)
+        got = np.arange(size, dtype=dtype)
         theirs.shuffle(expected)
         ours.shuffle(got)
         np.testing.assert_array_equal(got, expected)
@@ -33,13 +37,16 @@ def test_shuffles_are_numpys_legacy_shuffles_one_after_the_other(seed: int, size
 
 @pytest.mark.parametrize("size", [2**16 - 1, 2**16, 2**16 + 1, 300_000])
 def test_shuffles_agree_around_powers_of_two(size: int) -> None:
-    expected, got = np.arange(size), np.arange(size)
+    expected = np.arange(size)
+    got = np.arange(size)
     np.random.RandomState(7).shuffle(expected)
     LegacyShuffler(7).shuffle(got)
     np.testing.assert_array_equal(got, expected)
 
 
-def sample_index_by_search(lengths: np.ndarray, index: np.ndarray, rows: int, size: int, a: int) -> np.ndarray:
+def sample_index_by_search(
+    lengths: np.ndarray, index: np.ndarray, rows: int, size: int, a: int
+) -> np.ndarray:
     """The closed form, one row at a time."""
     sizes = lengths[index].astype(np.int64)
     before = np.cumsum(sizes) - sizes
@@ -100,7 +107,9 @@ def test_sample_index_is_its_closed_form_however_it_is_chunked(
     gap=st.integers(0, 50),
     largest=st.integers(1, 200),
 )
-def test_requests_cover_every_run_and_keep_their_limits(runs: list[tuple[int, int]], gap: int, largest: int) -> None:
+def test_requests_cover_every_run_and_keep_their_limits(
+    runs: list[tuple[int, int]], gap: int, largest: int
+) -> None:
     starts = np.array([a for a, _ in runs])
     stops = starts + np.array([n for _, n in runs])
     low, high, request = coalesce(starts, stops, gap, largest)
@@ -125,8 +134,11 @@ def test_requests_cover_every_run_and_keep_their_limits(runs: list[tuple[int, in
     mask_eod=st.booleans(),
     reset=st.booleans(),
 )
-def test_fields_are_what_numpy_says(rows: list[list[int]], extra: int, pad: int, mask_eod: bool, reset: bool) -> None:
-    length, eod = 8, 2
+def test_fields_are_what_numpy_says(
+    rows: list[list[int]], extra: int, pad: int, mask_eod: bool, reset: bool
+) -> None:
+    length = 8
+    eod = 2
     ids = np.zeros((len(rows), length + extra), np.uint16)
     valid = np.array([min(len(row), length + extra) for row in rows])
     for r, row in enumerate(rows):
@@ -157,10 +169,14 @@ def test_fields_are_what_numpy_says(rows: list[list[int]], extra: int, pad: int,
     width=st.integers(2, 9),
     dtype=st.sampled_from([np.uint8, np.uint16, np.int32, np.int64]),
 )
-def test_tokens_and_labels_are_gathered_as_rows_of_all_ids_would_be(samples: list[list[int]], width: int, dtype: Any) -> None:
+def test_tokens_and_labels_are_gathered_as_rows_of_all_ids_would_be(
+    samples: list[list[int]], width: int, dtype: Any
+) -> None:
     """Samples of several runs, some of them empty, some samples short."""
     stored = np.arange(1, 100, dtype=dtype)
-    size, column, splits = [], [], [0]
+    size = []
+    column = []
+    splits = [0]
     for sample in samples:
         at = 0
         for run in sample:
@@ -170,11 +186,28 @@ def test_tokens_and_labels_are_gathered_as_rows_of_all_ids_would_be(samples: lis
         splits.append(len(size))
     start = np.random.default_rng(len(size)).integers(0, 60, len(size))
     rows = [
-        np.array(values, np.int64) for values in (np.zeros(len(size)), start * stored.itemsize, size, np.zeros(len(size)), column)
+        np.array(values, np.int64)
+        for values in (
+            np.zeros(len(size)),
+            start * stored.itemsize,
+            size,
+            np.zeros(len(size)),
+            column,
+        )
     ]
-    common = (np.empty(0, dtype), 0, np.zeros(1, np.int64), np.array([stored.ctypes.data]), *rows, np.array(splits))
-    whole, tokens, labels = (np.full((len(samples), n), -9, np.int64) for n in (width, width - 1, width - 1))
-    counts, again = np.empty(len(samples), np.int64), np.empty(len(samples), np.int64)
+    common = (
+        np.empty(0, dtype),
+        0,
+        np.zeros(1, np.int64),
+        np.array([stored.ctypes.data]),
+        *rows,
+        np.array(splits),
+    )
+    whole, tokens, labels = (
+        np.full((len(samples), n), -9, np.int64) for n in (width, width - 1, width - 1)
+    )
+    counts = np.empty(len(samples), np.int64)
+    again = np.empty(len(samples), np.int64)
     assert gather_rows(*common, whole, counts)
     assert gather_shifted(*common, tokens, labels, again)
     np.testing.assert_array_equal(again, counts)

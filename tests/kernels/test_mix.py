@@ -1,4 +1,6 @@
-"""The one SplitMix64: its published numbers, for arrays and inside of kernels, and what is made of it."""
+"""The one SplitMix64: its published numbers, for arrays and inside of kernels, and what is made of
+it.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +10,13 @@ import numpy as np
 from streammega.convert.write.units import shuffle_keys
 from streammega.kernels.mix import GOLDEN, mix, mix_one
 
-OF_SEED_0 = [0xE220A8397B1DCDAF, 0x6E789E6AA1B965F4, 0x06C45D188009454F, 0xF88BB8A8724C81EC, 0x1B39896A51A8749B]
+OF_SEED_0 = [
+    0xE220A8397B1DCDAF,
+    0x6E789E6AA1B965F4,
+    0x06C45D188009454F,
+    0xF88BB8A8724C81EC,
+    0x1B39896A51A8749B,
+]
 """The first five numbers of SplitMix64 seeded with 0, as java.util.SplittableRandom gives them."""
 
 

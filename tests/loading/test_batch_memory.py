@@ -1,4 +1,6 @@
-"""Who owns the memory of a batch: its caller, also after the batch was dropped, and nobody else before."""
+"""Who owns the memory of a batch: its caller, also after the batch was dropped, and nobody else
+before.
+"""
 
 from __future__ import annotations
 
@@ -35,7 +37,12 @@ from streammega.samples.fields import new_memory
 EOD = 7
 FIELDS: dict[str, dict[str, Any]] = {
     "plain": {},
-    "documents": {"reset_position_ids": True, "reset_attention_mask": True, "eod_mask_loss": True, "create_attention_mask": True},
+    "documents": {
+        "reset_position_ids": True,
+        "reset_attention_mask": True,
+        "eod_mask_loss": True,
+        "create_attention_mask": True,
+    },
 }
 
 
@@ -47,15 +54,20 @@ def data(tmp_path: Path) -> DataConfig:
             writer.add_item(rng.integers(0, 50, 3000).astype(np.uint16))
             writer.end_document()
     return DataConfig(
-        blend=[str(tmp_path / "d")], sequence_length=64, num_samples=(800, 0, 0), eod_id=EOD, index_cache_dir=tmp_path / "cache"
+        blend=[str(tmp_path / "d")],
+        sequence_length=64,
+        num_samples=(800, 0, 0),
+        eod_id=EOD,
+        index_cache_dir=tmp_path / "cache",
     )
 
 
 class PinnedBlocks:
     """Stands for torch's pinned allocator, and for a device that is behind with its copies.
 
-    As there: a block is handed out again at once when its storage is gone and no copy of it is waiting; a copy is known only from
-    the very storage that was handed out (its context in torch), not from an alias of its memory.
+    As there: a block is handed out again at once when its storage is gone and no copy of it is
+    waiting; a copy is known only from the very storage that was handed out (its context in torch),
+    not from an alias of its memory.
     """
 
     def __init__(self) -> None:
@@ -66,7 +78,13 @@ class PinnedBlocks:
         self.given_up: dict[int, np.ndarray] = {}
         self.every_block: list[np.ndarray] = []
 
-    def allocate(self, *shape: Any, dtype: torch.dtype = torch.float32, pin_memory: bool = False, **options: Any) -> torch.Tensor:
+    def allocate(
+        self,
+        *shape: Any,
+        dtype: torch.dtype = torch.float32,
+        pin_memory: bool = False,
+        **options: Any,
+    ) -> torch.Tensor:
         if not pin_memory:
             return self.empty(*shape, dtype=dtype, **options)
         size = int(np.prod(shape[0] if len(shape) == 1 else shape)) * dtype.itemsize
@@ -95,7 +113,12 @@ class PinnedBlocks:
         block = self.block_of.get(tensor.untyped_storage()._cdata)
         if block is not None:
             self.copying[id(block)] += 1
-        return Copy(tensor.data_ptr(), tensor.numel() * tensor.element_size(), block, tensor.clone().numpy().tobytes())
+        return Copy(
+            tensor.data_ptr(),
+            tensor.numel() * tensor.element_size(),
+            block,
+            tensor.clone().numpy().tobytes(),
+        )
 
     def arrive(self, copy: Copy) -> bool:
         """Make a copy that was waiting; whether it has the bytes that were meant."""
@@ -136,11 +159,15 @@ def test_copies_that_run_late_read_the_batch_they_were_issued_for(
 ) -> None:
     config = replace(data, **FIELDS[fields])
     waiting: list[Copy] = []
-    with StreamLoader(config, micro_batch_size=micro, global_batch_size=4, ids_only=ids_only) as loader:
+    with StreamLoader(
+        config, micro_batch_size=micro, global_batch_size=4, ids_only=ids_only
+    ) as loader:
         for batch in itertools.islice(loader, 200):
             for name, field in batch.items():
                 copy = pinned.copy_later(field)
-                assert copy.block is not None, f"{name} is not the allocator's own storage: its copy is not known there"
+                assert copy.block is not None, (
+                    f"{name} is not the allocator's own storage: its copy is not known there"
+                )
                 waiting.append(copy)
             number = len(batch)
             del batch, field
@@ -149,16 +176,22 @@ def test_copies_that_run_late_read_the_batch_they_were_issued_for(
     assert all(pinned.arrive(copy) for copy in waiting)
 
 
-def test_dataloaders_without_workers_hand_out_the_allocators_own_storage(data: DataConfig, pinned: PinnedBlocks) -> None:
+def test_dataloaders_without_workers_hand_out_the_allocators_own_storage(
+    data: DataConfig, pinned: PinnedBlocks
+) -> None:
     """With pin_memory, torch passes on what is pinned already."""
     dataset = StreamingDataset(data, micro_batch_size=4, global_batch_size=4)
     for batch in itertools.islice(torch.utils.data.DataLoader(dataset, batch_size=None), 5):
         assert all(field.untyped_storage()._cdata in pinned.block_of for field in batch.values())
 
 
-def test_blocks_are_used_again_once_nothing_reads_them(data: DataConfig, pinned: PinnedBlocks) -> None:
+def test_blocks_are_used_again_once_nothing_reads_them(
+    data: DataConfig, pinned: PinnedBlocks
+) -> None:
     """Pinned memory costs milliseconds: after a while no block is new."""
-    with StreamLoader(replace(data, num_samples=(20_000, 0, 0)), micro_batch_size=1, global_batch_size=4) as loader:
+    with StreamLoader(
+        replace(data, num_samples=(20_000, 0, 0)), micro_batch_size=1, global_batch_size=4
+    ) as loader:
         made = []
         for batch in loader:
             del batch
@@ -182,10 +215,14 @@ def test_memory_is_chosen_by_who_may_read_it_late(monkeypatch: pytest.MonkeyPatc
     assert batch_memory() is new_memory
 
 
-def test_pinned_memory_is_made_on_the_device_of_the_thread_that_opened_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_pinned_memory_is_made_on_the_device_of_the_thread_that_opened_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     asked: list[Any] = []
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 3)
-    monkeypatch.setattr(torch.cuda, "device", lambda device: asked.append(device) or contextlib.nullcontext())
+    monkeypatch.setattr(
+        torch.cuda, "device", lambda device: asked.append(device) or contextlib.nullcontext()
+    )
     monkeypatch.setattr(torch, "empty", lambda shape, **options: asked.append(options))
     PinnedMemory().take((2, 3), torch.int64)
     assert asked == [3, {"dtype": torch.int64, "pin_memory": True}]
@@ -200,7 +237,9 @@ def test_the_ring_uses_memory_again_and_only_when_nothing_refers_to_it() -> None
     while kept:
         assert ring.take((4, 8), torch.int64).data_ptr() != address
         kept.pop(0)
-    assert address in [tensor.data_ptr() for tensor in [ring.take((4, 8), torch.int64) for _ in range(3)]]
+    assert address in [
+        tensor.data_ptr() for tensor in [ring.take((4, 8), torch.int64) for _ in range(3)]
+    ]
 
 
 @pytest.mark.parametrize("fields", FIELDS)
@@ -218,9 +257,14 @@ def test_writes_past_torchs_notice_reach_no_other_batch(data: DataConfig, fields
 
 @pytest.mark.parametrize("fields", FIELDS)
 def test_batches_held_together_share_no_element(data: DataConfig, fields: str) -> None:
-    with StreamLoader(replace(data, **FIELDS[fields]), micro_batch_size=2, global_batch_size=4) as loader:
+    with StreamLoader(
+        replace(data, **FIELDS[fields]), micro_batch_size=2, global_batch_size=4
+    ) as loader:
         held = [field for batch in itertools.islice(loader, 40) for field in batch.values()]
-    spans = sorted((field.data_ptr(), field.data_ptr() + field.numel() * field.element_size()) for field in held)
+    spans = sorted(
+        (field.data_ptr(), field.data_ptr() + field.numel() * field.element_size())
+        for field in held
+    )
     assert all(stop <= start for (_, stop), (start, _) in itertools.pairwise(spans))
 
 
@@ -275,4 +319,6 @@ def test_attention_masks_take_the_memory_of_those_that_are_held(tmp_path: Path) 
             batch = next(batches)
             assert batch["attention_mask"].shape == (1, 1, length, length)
             most = max(most, psutil.Process().memory_info().rss)
-    assert most - before <= 3 * length * length + (48 << 20), "slabs of ids and a few masks, not hundreds"
+    assert most - before <= 3 * length * length + (48 << 20), (
+        "slabs of ids and a few masks, not hundreds"
+    )

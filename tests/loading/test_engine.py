@@ -84,7 +84,12 @@ def test_every_row_is_served_by_bytes_that_are_requested_in_order_of_need(
         start=start,
         stop=stop,
     )
-    files = [np.random.default_rng(n).integers(0, 60_000, TOKENS).astype(np.uint16 if n != 1 else np.int32) for n in range(FILES)]
+    files = [
+        np.random.default_rng(n)
+        .integers(0, 60_000, TOKENS)
+        .astype(np.uint16 if n != 1 else np.int32)
+        for n in range(FILES)
+    ]
     planner = Planner(table(local), gap, part, None)
     span = planner.plan(np.arange(len(samples)), extents, slab)
     held: dict[int, np.ndarray] = {}
@@ -94,7 +99,9 @@ def test_every_row_is_served_by_bytes_that_are_requested_in_order_of_need(
             size = request.stop - request.start
             assert 0 < size <= part
             assert not local[request.file]
-            buffer[request.at : request.at + size] = files[request.file].view(np.uint8)[request.start : request.stop]
+            buffer[request.at : request.at + size] = files[request.file].view(np.uint8)[
+                request.start : request.stop
+            ]
     for r, (file, _, _) in enumerate(rows):
         size = int(span.size[r]) * files[file].itemsize
         if not size:
@@ -105,22 +112,35 @@ def test_every_row_is_served_by_bytes_that_are_requested_in_order_of_need(
         else:
             source = held[int(span.slot[r])]
         at = int(span.offset[r])
-        np.testing.assert_array_equal(source[at : at + size].view(files[file].dtype), files[file][start[r] : stop[r]])
+        np.testing.assert_array_equal(
+            source[at : at + size].view(files[file].dtype), files[file][start[r] : stop[r]]
+        )
     needs = [planned.row for planned in span.holdings]
     assert needs == sorted(needs)
     for slot in held:
         assert planner.slots.uses[slot] == int(((span.slot == slot) & (span.size > 0)).sum())
     used = sum(len(np.unique(np.concatenate([np.arange(a, b) for f, a, b in zip(extents.dataset, start, stop, strict=True)
                 if f == n] or [np.zeros(0, int)]))) * files[n].itemsize for n in range(FILES) if not local[n])  # fmt: skip
-    fetched = sum(request.stop - request.start for planned in span.holdings for request in planned.parts)
+    fetched = sum(
+        request.stop - request.start for planned in span.holdings for request in planned.parts
+    )
     assert used <= fetched
     if part > 8 * TOKENS:  # nothing is cut: waste is gaps alone
-        wanted = sum(int(stop[r] - start[r]) * files[f].itemsize for r, (f, _, _) in enumerate(rows) if not local[f])
+        wanted = sum(
+            int(stop[r] - start[r]) * files[f].itemsize
+            for r, (f, _, _) in enumerate(rows)
+            if not local[f]
+        )
         assert fetched <= used + 0.2 * wanted
 
 
-@given(st.lists(st.tuples(st.integers(0, 2000), st.integers(1, 50)), min_size=1, max_size=60), st.integers(0, 500))
-def test_gaps_are_bridged_while_they_are_a_fifth_of_what_is_used(rows: list[tuple[int, int]], limit: int) -> None:
+@given(
+    st.lists(st.tuples(st.integers(0, 2000), st.integers(1, 50)), min_size=1, max_size=60),
+    st.integers(0, 500),
+)
+def test_gaps_are_bridged_while_they_are_a_fifth_of_what_is_used(
+    rows: list[tuple[int, int]], limit: int
+) -> None:
     start = np.sort(np.array([a for a, _ in rows]))
     stop = start + np.array([n for _, n in rows])
     gap = largest_gap(np.zeros(len(rows), np.int64), start, stop, limit)
@@ -131,7 +151,10 @@ def test_gaps_are_bridged_while_they_are_a_fifth_of_what_is_used(rows: list[tupl
     assert bridged.sum() <= 0.2 * (stop - start).sum()
 
 
-@given(st.lists(st.tuples(st.booleans(), st.integers(1, 40_000)), max_size=80), st.integers(50_000, 200_000))
+@given(
+    st.lists(st.tuples(st.booleans(), st.integers(1, 40_000)), max_size=80),
+    st.integers(50_000, 200_000),
+)
 def test_a_pool_never_has_more_than_its_budget(steps: list[tuple[bool, int]], budget: int) -> None:
     pool = BufferPool(budget)
     taken: list[np.ndarray] = []
@@ -154,36 +177,58 @@ def test_any_budget_gives_the_same_stream_within_it(
 ) -> None:
     endpoint, root = server
     storage = replace(storage_of(endpoint, "obstore"), memory_bytes=budget)
-    config = config_of(order, "s3:/", tmp_path, storage, samples=1500 if budget < 100_000 else 3000)  # 130 bytes each
+    # 130 bytes each
+    config = config_of(order, "s3:/", tmp_path, storage, samples=1500 if budget < 100_000 else 3000)
     if order == "sequential":
         config = replace(config, num_samples=None, blend=["s3://data/web"])
     loader = StreamLoader(config, micro_batch_size=4, global_batch_size=8)
     with loader:
-        got = torch.cat([torch.cat([batch["tokens"], batch["labels"]], 1).clone() for batch in loader])
-    blend: Any = [f"{root}/data/web"] if order == "sequential" else [(f"{root}/data/web", 0.7), (f"{root}/data/code", 0.3)]
+        got = torch.cat(
+            [torch.cat([batch["tokens"], batch["labels"]], 1).clone() for batch in loader]
+        )
+    blend: Any = (
+        [f"{root}/data/web"]
+        if order == "sequential"
+        else [(f"{root}/data/web", 0.7), (f"{root}/data/code", 0.3)]
+    )
     assert torch.equal(got, stream(replace(config, blend=blend)))
     assert 0 < loader.stats()["most_held_bytes"] <= budget
 
 
-def test_a_budget_too_small_for_one_micro_batch_says_what_would_do(server: tuple[Running, Path], tmp_path: Path) -> None:
+def test_a_budget_too_small_for_one_micro_batch_says_what_would_do(
+    server: tuple[Running, Path], tmp_path: Path
+) -> None:
     endpoint, _ = server
-    config = config_of("stream", "s3:/", tmp_path, replace(storage_of(endpoint, "obstore"), memory_bytes=5000))
-    with pytest.raises(ConfigError, match=r"memory_bytes 5,000 .* needs at least ([\d,]+)") as caught:
+    config = config_of(
+        "stream", "s3:/", tmp_path, replace(storage_of(endpoint, "obstore"), memory_bytes=5000)
+    )
+    with pytest.raises(
+        ConfigError, match=r"memory_bytes 5,000 .* needs at least ([\d,]+)"
+    ) as caught:
         next(iter(StreamLoader(config, micro_batch_size=8, global_batch_size=8)))
     least = int(str(caught.value).split("at least ")[1].split(" ")[0].replace(",", ""))
     enough = replace(config, storage=replace(config.storage, memory_bytes=least))
     next(iter(StreamLoader(enough, micro_batch_size=8, global_batch_size=8)))
 
 
-def test_the_stream_order_fetches_every_byte_once(server: tuple[Running, Path], tmp_path: Path) -> None:
+def test_the_stream_order_fetches_every_byte_once(
+    server: tuple[Running, Path], tmp_path: Path
+) -> None:
     endpoint, _ = server
     storage = replace(storage_of(endpoint, "obstore"), memory_bytes=4_000_000)
-    config = replace(config_of("stream", "s3:/", tmp_path, storage), blend=["s3://data/web"], num_samples=None, block_bytes=2048)
+    config = replace(
+        config_of("stream", "s3:/", tmp_path, storage),
+        blend=["s3://data/web"],
+        num_samples=None,
+        block_bytes=2048,
+    )
     loader = StreamLoader(config, micro_batch_size=4, global_batch_size=8)
     reader = plan_reading(loader.dataset.steps, 0, 0, 1, storage.memory_bytes)
     assert reader.planner.pieces is not None
     epoch = int(loader.dataset.samples.order.sizes[0]) // 8  # type: ignore[union-attr]
-    loader = StreamLoader(replace(config, num_samples=(epoch * 8, 0, 0)), micro_batch_size=4, global_batch_size=8)
+    loader = StreamLoader(
+        replace(config, num_samples=(epoch * 8, 0, 0)), micro_batch_size=4, global_batch_size=8
+    )
     endpoint.behave()
     assert len(list(loader)) == epoch * 2
     assert loader.stats()["amplification"] < 1.05, "an extra token for each piece of 16 samples"
@@ -204,7 +249,9 @@ def test_pieces_are_held_whole_within_three_quarters_of_the_budget_of_datasets_d
         held.append((False, False) if whole.pieces is None else tuple(whole.pieces.whole.tolist()))
         assert whole.open_bytes <= 0.75 * budget
     assert [held[0], held[-1]] == [(False, False), (True, True)]
-    assert list(dict.fromkeys(held)) == [(False, False), (False, True), (True, True)], "the second is drawn more often"
+    assert list(dict.fromkeys(held)) == [(False, False), (False, True), (True, True)], (
+        "the second is drawn more often"
+    )
 
 
 def test_training_starts_with_the_first_parts(server: tuple[Running, Path], tmp_path: Path) -> None:
@@ -213,7 +260,10 @@ def test_training_starts_with_the_first_parts(server: tuple[Running, Path], tmp_
     storage = replace(storage_of(endpoint, "obstore"), memory_bytes=100_000_000)
     config = config_of("stream", "s3:/", tmp_path, storage)
     engine = Engine(
-        StreamLoader(config, micro_batch_size=4, global_batch_size=8).dataset.steps, iter(range(0, 3000, 4)), 4, start=0
+        StreamLoader(config, micro_batch_size=4, global_batch_size=8).dataset.steps,
+        iter(range(0, 3000, 4)),
+        4,
+        start=0,
     )
     engine._keep_pace(0.0)
     planned = []
@@ -228,8 +278,11 @@ def test_training_starts_with_the_first_parts(server: tuple[Running, Path], tmp_
 
 
 @pytest.mark.parametrize("ids_only", [False, True])
-def test_batches_that_are_kept_stay_what_they_were(tmp_path: Path, config: DataConfig, ids_only: bool) -> None:
-    kept, copies = [], []
+def test_batches_that_are_kept_stay_what_they_were(
+    tmp_path: Path, config: DataConfig, ids_only: bool
+) -> None:
+    kept = []
+    copies = []
     with StreamLoader(config, micro_batch_size=2, global_batch_size=4, ids_only=ids_only) as loader:
         for batch in loader:
             kept.append(batch)
@@ -267,9 +320,13 @@ def test_ids_in_their_stored_width_are_the_tokens_and_labels(config: DataConfig)
 def test_context_parallel_ranks_read_their_parts_and_no_more(
     server: tuple[Running, Path], tmp_path: Path, order: Any, remote: bool
 ) -> None:
-    """Two of four parts each, with the token after them; pieces are fetched and freed as often as they are used."""
+    """Two of four parts each, with the token after them; pieces are fetched and freed as often as
+    they are used.
+    """
     endpoint, root = server
-    config = config_of(order, "s3:/" if remote else str(root), tmp_path, storage_of(endpoint, "obstore"))
+    config = config_of(
+        order, "s3:/" if remote else str(root), tmp_path, storage_of(endpoint, "obstore")
+    )
     config = replace(config, skip_samples=((64, 72),))
     sizes: Any = {"micro_batch_size": 4, "global_batch_size": 8, "ids_only": True}
     with StreamLoader(config, **sizes) as loader:
@@ -292,7 +349,9 @@ def test_parts_are_read_as_ids_only(config: DataConfig) -> None:
     with pytest.raises(ConfigError, match="give ids_only=True"):
         StreamLoader(config, micro_batch_size=2, global_batch_size=4, cp_rank=0, cp_size=2)
     with pytest.raises(ConfigError, match="not a multiple of 2 x cp"):
-        StreamLoader(config, micro_batch_size=2, global_batch_size=4, ids_only=True, cp_rank=0, cp_size=3)
+        StreamLoader(
+            config, micro_batch_size=2, global_batch_size=4, ids_only=True, cp_rank=0, cp_size=3
+        )
 
 
 def test_an_error_waits_for_the_step_it_belongs_to(tmp_path: Path) -> None:
@@ -302,7 +361,11 @@ def test_an_error_waits_for_the_step_it_belongs_to(tmp_path: Path) -> None:
         writer.add_item(tokens)
         writer.end_document()
     config = DataConfig(
-        blend=[str(tmp_path / "p")], sequence_length=16, order="sequential", vocab_size=900, index_cache_dir=tmp_path
+        blend=[str(tmp_path / "p")],
+        sequence_length=16,
+        order="sequential",
+        vocab_size=900,
+        index_cache_dir=tmp_path,
     )
     loader = StreamLoader(config, micro_batch_size=1, global_batch_size=1)
     with pytest.raises(FormatError, match="999"):
@@ -312,14 +375,18 @@ def test_an_error_waits_for_the_step_it_belongs_to(tmp_path: Path) -> None:
 
 
 def flat(values: list[int], allowed: int) -> bool:
-    """Whether the second half lies at some time no more than `allowed` above the first: what leaks, never does."""
+    """Whether the second half lies at some time no more than `allowed` above the first: what leaks,
+    never does.
+    """
     half = len(values) // 2
     return min(values[half:]) <= max(values[:half]) + allowed
 
 
 def open_and_close(config: DataConfig, times: int) -> None:
     process = psutil.Process()
-    threads, files, memory = [], [], []
+    threads = []
+    files = []
+    memory = []
     for _ in range(times):
         loader = StreamLoader(config, micro_batch_size=4, global_batch_size=8)
         batches = iter(loader)
@@ -336,7 +403,9 @@ def open_and_close(config: DataConfig, times: int) -> None:
 
 
 @pytest.mark.parametrize("where", ["s3:/", "local", "cache"])
-def test_nothing_is_left_of_loaders_that_were_closed(server: tuple[Running, Path], tmp_path: Path, where: str) -> None:
+def test_nothing_is_left_of_loaders_that_were_closed(
+    server: tuple[Running, Path], tmp_path: Path, where: str
+) -> None:
     endpoint, root = server
     endpoint.behave()
     storage = storage_of(endpoint, "obstore")
@@ -348,20 +417,34 @@ def test_nothing_is_left_of_loaders_that_were_closed(server: tuple[Running, Path
 
 @pytest.mark.soak
 @pytest.mark.parametrize("where", ["s3:/", "local"])
-def test_nothing_is_left_of_two_hundred_loaders(server: tuple[Running, Path], tmp_path: Path, where: str) -> None:
+def test_nothing_is_left_of_two_hundred_loaders(
+    server: tuple[Running, Path], tmp_path: Path, where: str
+) -> None:
     endpoint, root = server
     endpoint.behave()
-    open_and_close(config_of("stream", str(root) if where == "local" else "s3:/", tmp_path, storage_of(endpoint, "obstore")), 200)
+    open_and_close(
+        config_of(
+            "stream",
+            str(root) if where == "local" else "s3:/",
+            tmp_path,
+            storage_of(endpoint, "obstore"),
+        ),
+        200,
+    )
 
 
 @pytest.mark.soak
-def test_a_hundred_thousand_batches_leave_everything_flat(server: tuple[Running, Path], tmp_path: Path) -> None:
+def test_a_hundred_thousand_batches_leave_everything_flat(
+    server: tuple[Running, Path], tmp_path: Path
+) -> None:
     endpoint, _ = server
     endpoint.behave()
     storage = replace(storage_of(endpoint, "obstore"), memory_bytes=4_000_000)
     config = replace(config_of("stream", "s3:/", tmp_path, storage), num_samples=None)
     process = psutil.Process()
-    threads, files, memory = [], [], []
+    threads = []
+    files = []
+    memory = []
     with StreamLoader(config, micro_batch_size=4, global_batch_size=8) as loader:
         for number, _ in enumerate(loader):
             if number % 2000 == 1999:
@@ -375,22 +458,31 @@ def test_a_hundred_thousand_batches_leave_everything_flat(server: tuple[Running,
     assert flat(memory, 8 << 20), memory
 
 
-def test_stats_say_what_was_read_and_how_long_was_waited(server: tuple[Running, Path], tmp_path: Path) -> None:
+def test_stats_say_what_was_read_and_how_long_was_waited(
+    server: tuple[Running, Path], tmp_path: Path
+) -> None:
     endpoint, _ = server
     endpoint.behave()
     loader = StreamLoader(
-        config_of("megatron", "s3:/", tmp_path, storage_of(endpoint, "obstore")), micro_batch_size=4, global_batch_size=8
+        config_of("megatron", "s3:/", tmp_path, storage_of(endpoint, "obstore")),
+        micro_batch_size=4,
+        global_batch_size=8,
     )
     before = endpoint.counts()
     with loader:
         for _ in loader:
             time.sleep(0.0005)
-    stats, after = loader.stats(), endpoint.counts()
+    stats = loader.stats()
+    after = endpoint.counts()
     assert stats["batches"] == len(loader)
     assert stats["requests"] == after["requests"] - before["requests"]
     assert stats["fetched_bytes"] == after["bytes"] - before["bytes"]
     assert stats["useful_bytes"] == 3000 * 65 * 2
-    assert 0 < stats["amplification"] == pytest.approx(stats["fetched_bytes"] / stats["useful_bytes"], abs=0.01)
+    assert (
+        0
+        < stats["amplification"]
+        == pytest.approx(stats["fetched_bytes"] / stats["useful_bytes"], abs=0.01)
+    )
     assert stats["amplification"] < 1.3
     assert stats["retries"] == stats["errors"] == 0
     assert 0 <= stats["wait_p50"] <= stats["wait_p95"] <= stats["wait_p99"]
@@ -404,7 +496,9 @@ def test_a_forked_child_reads_by_itself(server: tuple[Running, Path], tmp_path: 
     config = config_of("stream", "s3:/", tmp_path, storage_of(endpoint, "obstore"))
     loader = StreamLoader(config, micro_batch_size=4, global_batch_size=8)
     expected = stream(config)
-    workers = torch.utils.data.DataLoader(loader.dataset, batch_size=None, num_workers=2, multiprocessing_context="fork")
+    workers = torch.utils.data.DataLoader(
+        loader.dataset, batch_size=None, num_workers=2, multiprocessing_context="fork"
+    )
     got = torch.cat([torch.cat([batch["tokens"], batch["labels"]], 1) for batch in workers])
     assert torch.equal(got, expected)
 
@@ -421,12 +515,18 @@ next(batches)
 """
 
 
-def test_a_program_may_end_with_an_iteration_open(server: tuple[Running, Path], tmp_path: Path) -> None:
-    """Exit functions run before Python takes threads away: one that is in torch then would abort the process."""
+def test_a_program_may_end_with_an_iteration_open(
+    server: tuple[Running, Path], tmp_path: Path
+) -> None:
+    """Exit functions run before Python takes threads away: one that is in torch then would abort
+    the process.
+    """
     _, root = server
     command = [sys.executable, "-c", LEFT_OPEN, str(root / "data" / "web"), str(tmp_path)]
     environment = os.environ | {"PYTHONPATH": os.getcwd()}
-    run = subprocess.run(command, capture_output=True, text=True, timeout=120, env=environment, check=False)
+    run = subprocess.run(
+        command, capture_output=True, text=True, timeout=120, env=environment, check=False
+    )
     assert (run.returncode, run.stdout) == (0, "[]\n"), run.stderr
 
 
@@ -447,20 +547,34 @@ assert os.wait()[1] == 0
 """
 
 
-def test_a_forked_child_leaves_the_connections_of_its_parent_alone(server: tuple[Running, Path]) -> None:
-    """s3fs would try to close them in the child, and print a traceback for each that it could not."""
+def test_a_forked_child_leaves_the_connections_of_its_parent_alone(
+    server: tuple[Running, Path],
+) -> None:
+    """s3fs would try to close them in the child, and print a traceback for each
+    that it could not.
+    """
     endpoint, _ = server
     endpoint.behave()
     command = [sys.executable, "-W", "ignore", "-c", FORK, endpoint.endpoint]
     environment = os.environ | {"PYTHONPATH": os.getcwd()}
-    run = subprocess.run(command, capture_output=True, text=True, timeout=120, env=environment, check=False)
+    run = subprocess.run(
+        command, capture_output=True, text=True, timeout=120, env=environment, check=False
+    )
     assert (run.stdout, run.stderr) == ("well\n", "")
 
 
 @settings(max_examples=12)
-@given(seek=st.integers(0, 370), dp_size=st.sampled_from([1, 2, 4]), skip=st.sampled_from([(), ((800, 960), (1600, 1608))]))
+@given(
+    seek=st.integers(0, 370),
+    dp_size=st.sampled_from([1, 2, 4]),
+    skip=st.sampled_from([(), ((800, 960), (1600, 1608))]),
+)
 def test_pieces_survive_seeks_skips_and_any_ranks(
-    server: tuple[Running, Path], tmp_path_factory: pytest.TempPathFactory, seek: int, dp_size: int, skip: Any
+    server: tuple[Running, Path],
+    tmp_path_factory: pytest.TempPathFactory,
+    seek: int,
+    dp_size: int,
+    skip: Any,
 ) -> None:
     endpoint, root = server
     tmp_path = tmp_path_factory.mktemp("t")
@@ -470,7 +584,9 @@ def test_pieces_survive_seeks_skips_and_any_ranks(
     for rank in range(dp_size):
         both = []
         for own in (config, local):
-            with StreamLoader(own, micro_batch_size=2, global_batch_size=8, dp_rank=rank, dp_size=dp_size) as loader:
+            with StreamLoader(
+                own, micro_batch_size=2, global_batch_size=8, dp_rank=rank, dp_size=dp_size
+            ) as loader:
                 loader.seek(8 * seek)
                 both.append([batch["tokens"].clone() for batch in loader])
                 stats = loader.stats()
@@ -485,7 +601,9 @@ def test_pieces_survive_seeks_skips_and_any_ranks(
 def test_skips_leave_nothing_open_wherever_they_fall(
     server: tuple[Running, Path], tmp_path_factory: pytest.TempPathFactory, every: int, size: int
 ) -> None:
-    """Each jump forgets the pieces that are open; one that stayed would keep its memory, and in the end there would be none."""
+    """Each jump forgets the pieces that are open; one that stayed would keep its memory, and in the
+    end there would be none.
+    """
     endpoint, root = server
     storage = replace(storage_of(endpoint, "obstore"), memory_bytes=4_000_000)
     config = replace(
@@ -500,8 +618,12 @@ def test_skips_leave_nothing_open_wherever_they_fall(
         assert pieces is not None
         assert set(engine._holdings) <= set(pieces._slot[pieces._slot >= 0].tolist())
     blend: Any = [(f"{root}/data/web", 0.7), (f"{root}/data/code", 0.3)]
-    with StreamLoader(replace(config, blend=blend), micro_batch_size=4, global_batch_size=8) as local:
-        assert all(torch.equal(tokens, batch["tokens"]) for tokens, batch in zip(got, local, strict=True))
+    with StreamLoader(
+        replace(config, blend=blend), micro_batch_size=4, global_batch_size=8
+    ) as local:
+        assert all(
+            torch.equal(tokens, batch["tokens"]) for tokens, batch in zip(got, local, strict=True)
+        )
 
 
 @settings(max_examples=12)
@@ -522,15 +644,24 @@ def test_workers_follow_their_lanes_over_skips(
     size = micro * dp_size * steps
     lanes = size * workers
     config = config_of(
-        "stream", "s3:/", tmp_path_factory.mktemp("t"), replace(storage_of(endpoint, "obstore"), memory_bytes=memory)
+        "stream",
+        "s3:/",
+        tmp_path_factory.mktemp("t"),
+        replace(storage_of(endpoint, "obstore"), memory_bytes=memory),
     )
     ranges = tuple((first * size, (first + count) * size) for first, count in skip)
     config = replace(config, lanes=lanes, num_samples=(70 * size, 0, 0), skip_samples=ranges)
     blend: Any = [(f"{root}/data/web", 0.7), (f"{root}/data/code", 0.3)]
-    sizes: Any = {"micro_batch_size": micro, "global_batch_size": size, "dp_rank": dp_size - 1, "dp_size": dp_size}
+    sizes: Any = {
+        "micro_batch_size": micro,
+        "global_batch_size": size,
+        "dp_rank": dp_size - 1,
+        "dp_size": dp_size,
+    }
     expected = StreamingDataset(replace(config, blend=blend), **sizes)
     dataset = StreamingDataset(config, **sizes)
-    open_bytes = lanes // (dp_size * workers) * 2 * (config.block_bytes + 2)  # a piece of both datasets in each of its lanes
+    # a piece of both datasets in each of its lanes
+    open_bytes = lanes // (dp_size * workers) * 2 * (config.block_bytes + 2)
     for worker in range(workers):
         positions = itertools.islice(dataset.positions(), worker, None, workers)
         engine = Engine(dataset.steps, positions, 2, start=0, worker=worker, workers=workers)
@@ -543,26 +674,37 @@ def test_workers_follow_their_lanes_over_skips(
         )
 
 
-def test_samples_of_lanes_that_are_not_followed_are_refused(server: tuple[Running, Path], tmp_path: Path) -> None:
+def test_samples_of_lanes_that_are_not_followed_are_refused(
+    server: tuple[Running, Path], tmp_path: Path
+) -> None:
     endpoint, _ = server
     dataset = StreamLoader(
-        config_of("stream", "s3:/", tmp_path, storage_of(endpoint, "obstore")), micro_batch_size=4, global_batch_size=4
+        config_of("stream", "s3:/", tmp_path, storage_of(endpoint, "obstore")),
+        micro_batch_size=4,
+        global_batch_size=4,
     ).dataset
     pieces = plan_reading(dataset.steps, 0, 0, 2, 4_000_000).planner.pieces
     assert pieces is not None
     pieces.follow(np.arange(4), np.arange(4))
-    with pytest.raises(AssertionError, match="sample 4 lies in lane 4, which this reader does not follow"):
+    with pytest.raises(
+        AssertionError, match="sample 4 lies in lane 4, which this reader does not follow"
+    ):
         pieces.follow(np.arange(4, 8), np.arange(4))
 
 
-def test_a_slow_caller_is_not_read_far_ahead_of(server: tuple[Running, Path], tmp_path: Path) -> None:
+def test_a_slow_caller_is_not_read_far_ahead_of(
+    server: tuple[Running, Path], tmp_path: Path
+) -> None:
     endpoint, _ = server
     storage = replace(storage_of(endpoint, "obstore"), memory_bytes=100_000_000)
     config = replace(config_of("stream", "s3:/", tmp_path, storage), num_samples=(100_000, 0, 0))
     planned = []
     for seconds in (0.0, 1e6):
         engine = Engine(
-            StreamLoader(config, micro_batch_size=4, global_batch_size=8).dataset.steps, iter(range(0, 100_000, 4)), 4, start=0
+            StreamLoader(config, micro_batch_size=4, global_batch_size=8).dataset.steps,
+            iter(range(0, 100_000, 4)),
+            4,
+            start=0,
         )
         engine._keep_pace(seconds)
         engine._plan_ahead()
@@ -588,8 +730,12 @@ def test_the_whole_epoch_frees_what_it_held(server: tuple[Running, Path], tmp_pa
     loader.close()
 
 
-def test_the_log_and_prometheus_tell_the_same_figures(config: DataConfig, caplog: pytest.LogCaptureFixture) -> None:
-    loader = StreamLoader(config, micro_batch_size=2, global_batch_size=8, log_every=10, metrics_port=0)
+def test_the_log_and_prometheus_tell_the_same_figures(
+    config: DataConfig, caplog: pytest.LogCaptureFixture
+) -> None:
+    loader = StreamLoader(
+        config, micro_batch_size=2, global_batch_size=8, log_every=10, metrics_port=0
+    )
     with caplog.at_level("INFO", logger="streammega"):
         list(loader)
     lines = [record.message for record in caplog.records if "stalled" in record.message]

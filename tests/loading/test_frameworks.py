@@ -1,4 +1,6 @@
-"""In other people's loops, each the real one: torchdata, accelerate, Lightning, torch's distributed checkpoints."""
+"""In other people's loops, each the real one: torchdata, accelerate, Lightning, torch's distributed
+checkpoints.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +25,8 @@ from tests.support.rank_programs import (
 )
 
 pytestmark = [
-    pytest.mark.filterwarnings("ignore:This DataLoader will create"),  # more workers than a small machine has cores
+    # more workers than a small machine has cores
+    pytest.mark.filterwarnings("ignore:This DataLoader will create"),
     pytest.mark.filterwarnings("ignore:'set_vital' is deprecated"),  # torchdata's
 ]
 
@@ -51,7 +54,9 @@ def stateful(config: DataConfig, workers: int, every: int = 1, **options: Any) -
     from torchdata.stateful_dataloader import StatefulDataLoader
 
     dataset = StreamingDataset(config, **SIZES)
-    return StatefulDataLoader(dataset, batch_size=None, num_workers=workers, snapshot_every_n_steps=every, **options)
+    return StatefulDataLoader(
+        dataset, batch_size=None, num_workers=workers, snapshot_every_n_steps=every, **options
+    )
 
 
 def copied(batches: Any) -> list[torch.Tensor]:
@@ -61,9 +66,14 @@ def copied(batches: Any) -> list[torch.Tensor]:
 @pytest.mark.parametrize("every", [1, 4])
 @pytest.mark.parametrize("workers", [0, 1, 2, 3])
 def test_torchdatas_loader_resumes_exactly(config: DataConfig, workers: int, every: int) -> None:
-    """In the middle, when the last batch was given but its end not yet seen, and at the end; then whole passes."""
+    """In the middle, when the last batch was given but its end not yet seen, and at the end; then
+    whole passes.
+    """
     config = replace(config, skip_samples=((20, 24), (36, 40)), num_samples=(4 * TOTAL + 8, 0, 0))
-    reference = [StreamingDataset(config, **SIZES).batch(at)["tokens"] for at in StreamingDataset(config, **SIZES).positions()]
+    reference = [
+        StreamingDataset(config, **SIZES).batch(at)["tokens"]
+        for at in StreamingDataset(config, **SIZES).positions()
+    ]
     assert len(reference) == TOTAL
     for taken in (1, 6, TOTAL, TOTAL + 1):
         loader = stateful(config, workers, every)
@@ -84,7 +94,9 @@ def test_torchdatas_loader_resumes_exactly(config: DataConfig, workers: int, eve
 
 
 @pytest.mark.parametrize(("before", "after"), [(2, 3), (3, 2)])
-def test_a_state_of_so_many_workers_is_refused_by_others(config: DataConfig, before: int, after: int) -> None:
+def test_a_state_of_so_many_workers_is_refused_by_others(
+    config: DataConfig, before: int, after: int
+) -> None:
     loader = stateful(config, before)
     batches = iter(loader)
     for _ in range(3):
@@ -103,8 +115,11 @@ def test_a_state_of_so_many_workers_is_refused_by_others(config: DataConfig, bef
         next(iter(other))
 
 
-def test_persistent_workers_of_torchdata_count_every_pass(config: DataConfig, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("torch.utils.data._utils.MP_STATUS_CHECK_INTERVAL", 0.2)  # s that it waits for a worker, and then ends it
+def test_persistent_workers_of_torchdata_count_every_pass(
+    config: DataConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # s that it waits for a worker, and then ends it
+    monkeypatch.setattr("torch.utils.data._utils.MP_STATUS_CHECK_INTERVAL", 0.2)
     loader = stateful(config, 2, persistent_workers=True)
     first = copied(loader)
     batches = iter(loader)
@@ -121,7 +136,9 @@ def test_persistent_workers_of_torchdata_count_every_pass(config: DataConfig, mo
 # torch's distributed checkpoints.
 
 
-def test_a_distributed_checkpoint_of_another_order_is_refused_in_words(gang: Gang, config: DataConfig, tmp_path: Path) -> None:
+def test_a_distributed_checkpoint_of_another_order_is_refused_in_words(
+    gang: Gang, config: DataConfig, tmp_path: Path
+) -> None:
     folder = str(tmp_path / "dcp")
     gang.run(2, save_by_dcp, config, folder, 3)
     for other, words in (
@@ -146,10 +163,14 @@ def test_a_rank_of_several_that_accelerate_would_deal_out_is_refused_before_the_
         assert answer.startswith("ConfigError: this dataset reads the part of data-parallel rank ")
         assert "register_for_checkpointing" in answer
     dealt = gang.run(2, accelerate_prepared_dataset, config, False)
-    assert sorted(number for rank in dealt for number in rank) == list(range(4 * TOTAL)), "without ranks accelerate deals out"
+    assert sorted(number for rank in dealt for number in rank) == list(range(4 * TOTAL)), (
+        "without ranks accelerate deals out"
+    )
 
 
-def test_a_loader_that_accelerate_checkpoints_goes_on_exactly(gang: Gang, config: DataConfig, tmp_path: Path) -> None:
+def test_a_loader_that_accelerate_checkpoints_goes_on_exactly(
+    gang: Gang, config: DataConfig, tmp_path: Path
+) -> None:
     whole = gang.run(2, numbers_of, config, 6)
     before = gang.run(2, accelerate_checkpoint, config, str(tmp_path / "acc"), 0, 2)
     after = gang.run(2, accelerate_checkpoint, config, str(tmp_path / "acc"), 2, 4)
@@ -160,7 +181,9 @@ def test_a_loader_that_accelerate_checkpoints_goes_on_exactly(gang: Gang, config
 
 
 @pytest.mark.filterwarnings("ignore")
-def test_lightning_trains_whole_passes_validates_the_same_and_resumes_exactly(config: DataConfig, tmp_path: Path) -> None:
+def test_lightning_trains_whole_passes_validates_the_same_and_resumes_exactly(
+    config: DataConfig, tmp_path: Path
+) -> None:
     from pytorch_lightning import LightningModule, Trainer
     from pytorch_lightning.callbacks import ModelCheckpoint
 
@@ -187,10 +210,14 @@ def test_lightning_trains_whole_passes_validates_the_same_and_resumes_exactly(co
             return torch.optim.SGD(self.parameters(), lr=0.1)
 
     def fit(checkpoint: str | None = None, **options: Any) -> Module:
-        module, quiet = Module(), {"logger": False, "enable_progress_bar": False, "enable_model_summary": False}
+        module = Module()
+        quiet = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False}
         saving = ModelCheckpoint(tmp_path, "{step}", every_n_train_steps=TOTAL + 5)
         trainer = Trainer(accelerator="cpu", devices=1, callbacks=[saving], **quiet, **options)
-        with StreamLoader(data, **SIZES) as train, StreamLoader(data, split="valid", **SIZES) as valid:
+        with (
+            StreamLoader(data, **SIZES) as train,
+            StreamLoader(data, split="valid", **SIZES) as valid,
+        ):
             trainer.fit(module, train, valid, ckpt_path=checkpoint)
         return module
 

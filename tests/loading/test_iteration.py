@@ -1,4 +1,6 @@
-"""Iterating, again, after leaving, over a load, after an error: one rule for each, by StreamLoader and DataLoaders."""
+"""Iterating, again, after leaving, over a load, after an error: one rule for each, by StreamLoader
+and DataLoaders.
+"""
 
 from __future__ import annotations
 
@@ -18,13 +20,22 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils.data import DataLoader
 
-from streammega import DataConfig, ParallelLayout, RankBatches, Ranks, StorageConfig, StreamingDataset, StreamLoader
+from streammega import (
+    DataConfig,
+    ParallelLayout,
+    RankBatches,
+    Ranks,
+    StorageConfig,
+    StreamingDataset,
+    StreamLoader,
+)
 from streammega.errors import AccessDeniedError, FormatError, StateError
 from streammega.parallel import open_loader
 from tests.conftest import write_random_pair
 from tests.support.servers import http_server
 
-pytestmark = pytest.mark.filterwarnings("ignore:This DataLoader will create")  # more workers than a small machine has cores
+# more workers than a small machine has cores
+pytestmark = pytest.mark.filterwarnings("ignore:This DataLoader will create")
 
 SIZES: Any = {"micro_batch_size": 4, "global_batch_size": 8}
 TOTAL = 104
@@ -54,7 +65,9 @@ class Numbered:
     def _key(batch: dict[str, torch.Tensor]) -> bytes:
         return batch["tokens"].numpy().tobytes()
 
-    def __call__(self, batches: Iterable[dict[str, torch.Tensor]], most: int | None = None) -> list[int]:
+    def __call__(
+        self, batches: Iterable[dict[str, torch.Tensor]], most: int | None = None
+    ) -> list[int]:
         return [self._step[self._key(batch)] for batch in itertools.islice(batches, most)]
 
 
@@ -65,7 +78,10 @@ def test_a_pass_goes_on_where_it_was_left_and_after_the_end_comes_the_next(
     config: DataConfig, caplog: pytest.LogCaptureFixture
 ) -> None:
     number = Numbered(config)
-    with caplog.at_level("INFO", "streammega.loading.loader"), StreamLoader(config, **SIZES) as loader:
+    with (
+        caplog.at_level("INFO", "streammega.loading.loader"),
+        StreamLoader(config, **SIZES) as loader,
+    ):
         assert number(loader, 5) == EVERY[:5]
         assert number(loader) == EVERY[5:]
         assert loader.consumed_samples == TOTAL
@@ -82,7 +98,11 @@ def test_take_stays_at_the_end_until_the_loader_goes_elsewhere(config: DataConfi
         end = loader.state_dict()
         loader.seek(TOTAL - 8)
         end = loader.state_dict()
-        for go in (lambda: iter(loader), lambda: loader.seek(16), lambda: loader.load_state_dict(end)):
+        for go in (
+            lambda: iter(loader),
+            lambda: loader.seek(16),
+            lambda: loader.load_state_dict(end),
+        ):
             loader.seek(TOTAL - 4)
             loader.take()
             for _ in range(3):
@@ -93,7 +113,9 @@ def test_take_stays_at_the_end_until_the_loader_goes_elsewhere(config: DataConfi
         assert loader.consumed_samples == TOTAL - 4
 
 
-def test_a_state_of_the_end_begins_another_pass_with_a_warning(config: DataConfig, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_state_of_the_end_begins_another_pass_with_a_warning(
+    config: DataConfig, caplog: pytest.LogCaptureFixture
+) -> None:
     number = Numbered(config)
     with StreamLoader(config, **SIZES) as loader:
         assert number(loader) == EVERY
@@ -108,7 +130,9 @@ def test_a_state_of_the_end_begins_another_pass_with_a_warning(config: DataConfi
 
 
 @pytest.mark.parametrize(("split", "evaluation"), [("valid", None), ("train", True)])
-def test_evaluation_begins_at_the_first_sample_every_time(config: DataConfig, split: str, evaluation: bool | None) -> None:
+def test_evaluation_begins_at_the_first_sample_every_time(
+    config: DataConfig, split: str, evaluation: bool | None
+) -> None:
     number = Numbered(config, split)
     with StreamLoader(config, split=split, evaluation=evaluation, **SIZES) as loader:
         every = list(range(0, 4 * len(loader), 4))
@@ -134,7 +158,10 @@ def test_a_valid_split_may_be_trained_on(config: DataConfig) -> None:
 @pytest.mark.parametrize(
     ("act", "words"),
     [
-        (lambda loader: loader.load_state_dict(loader.state_dict()), "load_state_dict moved its loader"),
+        (
+            lambda loader: loader.load_state_dict(loader.state_dict()),
+            "load_state_dict moved its loader",
+        ),
         (lambda loader: loader.seek(0), "seek moved its loader"),
         (lambda loader: loader.close(), "its loader was closed"),
         (lambda loader: iter(loader), "another iteration of its loader began"),
@@ -142,7 +169,9 @@ def test_a_valid_split_may_be_trained_on(config: DataConfig) -> None:
     ],
     ids=["load_state_dict", "seek", "close", "iter", "dataset"],
 )
-def test_an_iteration_that_is_held_over_a_move_raises(config: DataConfig, act: Callable[[StreamLoader], Any], words: str) -> None:
+def test_an_iteration_that_is_held_over_a_move_raises(
+    config: DataConfig, act: Callable[[StreamLoader], Any], words: str
+) -> None:
     loader = StreamLoader(config, **SIZES)
     held = iter(loader)
     next(held)
@@ -163,7 +192,10 @@ def test_an_iteration_that_gave_everything_stays_over(config: DataConfig) -> Non
 
 
 def test_after_an_error_the_loader_goes_on_with_the_batch_that_failed(config: DataConfig) -> None:
-    objects = {f"/p{suffix}": Path(f"{config.blend[0]}{suffix}").read_bytes() for suffix in (".bin", ".idx")}  # type: ignore[index]
+    objects = {
+        f"/p{suffix}": Path(f"{config.blend[0]}{suffix}").read_bytes()
+        for suffix in (".bin", ".idx")
+    }  # type: ignore[index]
     number = Numbered(config)
     with http_server(objects) as server:
         storage = StorageConfig(retries=0, timeout=5, memory_bytes=1 << 20)
@@ -193,10 +225,13 @@ def alone(config: DataConfig, **options: Any) -> tuple[StreamLoader, RankBatches
     return loader, RankBatches(loader, ranks)
 
 
-def test_an_error_ahead_costs_rank_batches_nothing(config: DataConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_error_ahead_costs_rank_batches_nothing(
+    config: DataConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
     number = Numbered(config)
     loader, batches = alone(config)
-    take, asked = loader.take, itertools.count(1)
+    take = loader.take
+    asked = itertools.count(1)
 
     def failing() -> Any:
         if next(asked) in (3, 4):
@@ -204,7 +239,8 @@ def test_an_error_ahead_costs_rank_batches_nothing(config: DataConfig, monkeypat
         return take()
 
     monkeypatch.setattr(loader, "take", failing)
-    got, errors = [], 0
+    got = []
+    errors = 0
     while True:
         try:
             got.append(next(batches))
@@ -259,7 +295,11 @@ MODES: dict[str, Any] = {
     "forked": {"num_workers": 2},
     "three": {"num_workers": 3},
     "persistent": {"num_workers": 2, "persistent_workers": True},
-    "spawned": {"num_workers": 2, "persistent_workers": True, "multiprocessing_context": "forkserver"},
+    "spawned": {
+        "num_workers": 2,
+        "persistent_workers": True,
+        "multiprocessing_context": "forkserver",
+    },
 }
 
 
@@ -335,7 +375,9 @@ def test_an_iteration_that_ended_by_an_error_is_not_over(config: DataConfig, mod
     with pytest.raises(FormatError, match="outside of the vocabulary"):
         next(held)
     for _ in range(4):
-        with pytest.raises((StateError, FormatError), match=r"outside of the vocabulary|ended by FormatError"):
+        with pytest.raises(
+            (StateError, FormatError), match=r"outside of the vocabulary|ended by FormatError"
+        ):
             next(held)
 
 
@@ -352,12 +394,16 @@ def test_the_end_that_was_loaded_is_an_empty_pass_with_a_warning(
     assert number(batches) == EVERY
     if mode != "forked":
         assert "is the end of the data, so this iteration gives nothing" in caplog.text
-        assert dataset.state_dict()["consumed_samples"] == 0, "the next iteration begins at the first sample"
+        assert dataset.state_dict()["consumed_samples"] == 0, (
+            "the next iteration begins at the first sample"
+        )
 
 
 @pytest.mark.parametrize("mode", ["alone", "forked"])
 @pytest.mark.parametrize("start", [0, 40])
-def test_a_state_after_so_many_batches_is_that_of_having_taken_them(config: DataConfig, mode: str, start: int) -> None:
+def test_a_state_after_so_many_batches_is_that_of_having_taken_them(
+    config: DataConfig, mode: str, start: int
+) -> None:
     config = replace(config, skip_samples=((16, 32), (48, 56), (96, 104)))
     reference = StreamLoader(config, **SIZES)
     reference.seek(start)
@@ -408,7 +454,9 @@ def pickled(dataset: StreamingDataset) -> Any:
 
 
 @pytest.mark.parametrize("make", [copy.deepcopy, pickled], ids=["deepcopy", "pickle"])
-def test_copies_of_a_dataset_have_places_of_their_own(config: DataConfig, make: Callable[[Any], Any]) -> None:
+def test_copies_of_a_dataset_have_places_of_their_own(
+    config: DataConfig, make: Callable[[Any], Any]
+) -> None:
     number = Numbered(config)
     dataset = StreamingDataset(config, **SIZES)
     dataset.seek(16)
@@ -420,7 +468,9 @@ def test_copies_of_a_dataset_have_places_of_their_own(config: DataConfig, make: 
     assert number(feed(dataset, "forked"), 2) == EVERY[10:12]
 
 
-def test_ranks_that_were_forked_with_their_loader_have_cursors_of_their_own(config: DataConfig) -> None:
+def test_ranks_that_were_forked_with_their_loader_have_cursors_of_their_own(
+    config: DataConfig,
+) -> None:
     import multiprocessing
 
     number = Numbered(config)
@@ -449,14 +499,18 @@ def test_ranks_that_were_forked_with_their_loader_have_cursors_of_their_own(conf
 # States.
 
 
-def test_weights_of_the_same_shares_are_the_same_order(pair: str, config: DataConfig, tmp_path: Path) -> None:
+def test_weights_of_the_same_shares_are_the_same_order(
+    pair: str, config: DataConfig, tmp_path: Path
+) -> None:
     write_random_pair(str(tmp_path / "b"), seed=1)
     other = str(tmp_path / "b")
     stream = replace(config, order="stream", blend=[(pair, 0.3), (other, 0.7)], split="1,0,0")
     state = StreamLoader(stream, **SIZES).state_dict()
     StreamLoader(replace(stream, blend=[(pair, 3), (other, 7)]), **SIZES).load_state_dict(state)
     with pytest.raises(StateError, match="datasets"):
-        StreamLoader(replace(stream, blend=[(pair, 3), (other, 7.00001)]), **SIZES).load_state_dict(state)
+        StreamLoader(replace(stream, blend=[(pair, 3), (other, 7.00001)]), **SIZES).load_state_dict(
+            state
+        )
 
 
 STATES_OF_VERSION_1: dict[str, Any] = {
@@ -501,9 +555,13 @@ STATES_OF_VERSION_1: dict[str, Any] = {
 
 
 @pytest.mark.parametrize("order", ["stream", "megatron"])
-def test_a_state_of_the_first_version_goes_on(pair: str, config: DataConfig, tmp_path: Path, order: Any) -> None:
+def test_a_state_of_the_first_version_goes_on(
+    pair: str, config: DataConfig, tmp_path: Path, order: Any
+) -> None:
     write_random_pair(str(tmp_path / "b"), seed=1)
-    config = replace(config, order=order, blend=[(pair, 0.1), (str(tmp_path / "b"), 1 / 3)], split="1,0,0")
+    config = replace(
+        config, order=order, blend=[(pair, 0.1), (str(tmp_path / "b"), 1 / 3)], split="1,0,0"
+    )
     if order == "stream":
         config = replace(config, blend_schedule=((24, (3.0, 1.0)), (1000, (1.0, 1.0))))
     state = STATES_OF_VERSION_1[order]
@@ -511,7 +569,10 @@ def test_a_state_of_the_first_version_goes_on(pair: str, config: DataConfig, tmp
         loader.load_state_dict(state)
         assert loader.consumed_samples == 48
         assert loader.state_dict()["version"] == 2
-    with StreamLoader(replace(config, seed=5), **SIZES) as loader, pytest.raises(StateError, match="seed"):
+    with (
+        StreamLoader(replace(config, seed=5), **SIZES) as loader,
+        pytest.raises(StateError, match="seed"),
+    ):
         loader.load_state_dict(state)
     if order == "stream":
         changed = replace(config, blend=[(pair, 0.1), (str(tmp_path / "b"), 0.3333)])
@@ -521,12 +582,18 @@ def test_a_state_of_the_first_version_goes_on(pair: str, config: DataConfig, tmp
 
 @settings(max_examples=25)
 @given(data=st.data())
-def test_a_load_that_is_refused_changes_nothing(data: st.DataObject, tmp_path_factory: pytest.TempPathFactory) -> None:
+def test_a_load_that_is_refused_changes_nothing(
+    data: st.DataObject, tmp_path_factory: pytest.TempPathFactory
+) -> None:
     folder = Path(tmp_path_factory.getbasetemp()) / "refused"
     if not folder.exists():
         write_random_pair(str(folder / "pair"))
     config = DataConfig(
-        blend=[str(folder / "pair")], sequence_length=16, order="stream", num_samples=(960, 0, 0), index_cache_dir=folder
+        blend=[str(folder / "pair")],
+        sequence_length=16,
+        order="stream",
+        num_samples=(960, 0, 0),
+        index_cache_dir=folder,
     )
     foreign = replace(config, seed=7, lanes=64)
     with StreamLoader(foreign, micro_batch_size=4, global_batch_size=16) as other:
@@ -538,7 +605,14 @@ def test_a_load_that_is_refused_changes_nothing(data: st.DataObject, tmp_path_fa
         states.append(other.state_dict())
     state = dict(data.draw(st.sampled_from(states)))
     damage: Any = st.one_of(
-        st.none(), st.integers(-3, 2000), st.just([]), st.just({}), st.just("{}"), st.just("x"), st.just(10**30), st.floats()
+        st.none(),
+        st.integers(-3, 2000),
+        st.just([]),
+        st.just({}),
+        st.just("{}"),
+        st.just("x"),
+        st.just(10**30),
+        st.floats(),
     )
     for name in data.draw(st.lists(st.sampled_from(sorted(state)), max_size=2, unique=True)):
         state[name] = data.draw(damage)
@@ -546,8 +620,11 @@ def test_a_load_that_is_refused_changes_nothing(data: st.DataObject, tmp_path_fa
         loader.take()
         held = iter(loader)
         next(held)
-        before, lanes = loader.state_dict(), loader.dataset.samples.order.lanes  # type: ignore[attr-defined]
-        schedule, generation = loader.dataset.schedule, loader.dataset.generation
+        # type: ignore[attr-defined]
+        before = loader.state_dict()
+        lanes = loader.dataset.samples.order.lanes
+        schedule = loader.dataset.schedule
+        generation = loader.dataset.generation
         with contextlib.suppress(StateError):
             loader.load_state_dict(state)
             return  # it was whole, or whole enough

@@ -1,4 +1,6 @@
-"""StreamLoader and StreamingDataset: one stream for every rank count, exact resume, errors on their step, no leftovers."""
+"""StreamLoader and StreamingDataset: one stream for every rank count, exact resume, errors on their
+step, no leftovers.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,13 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from streammega import DataConfig, IndexedDatasetWriter, StorageConfig, StreamingDataset, StreamLoader
+from streammega import (
+    DataConfig,
+    IndexedDatasetWriter,
+    StorageConfig,
+    StreamingDataset,
+    StreamLoader,
+)
 from streammega.config import parse_blend
 from streammega.errors import ConfigError, FormatError, ShortReadError, StateError, StorageError
 from tests.conftest import write_random_pair
@@ -27,9 +35,18 @@ GLOBAL = 24
 RANKS = (1, 2, 4)
 
 
-def loaders(config: DataConfig, dp_size: int, micro: int, state: dict[str, Any] | None = None) -> list[StreamLoader]:
+def loaders(
+    config: DataConfig, dp_size: int, micro: int, state: dict[str, Any] | None = None
+) -> list[StreamLoader]:
     made = [
-        StreamLoader(config, micro_batch_size=micro, global_batch_size=GLOBAL, dp_rank=rank, dp_size=dp_size, prefetch=1)
+        StreamLoader(
+            config,
+            micro_batch_size=micro,
+            global_batch_size=GLOBAL,
+            dp_rank=rank,
+            dp_size=dp_size,
+            prefetch=1,
+        )
         for rank in range(dp_size)
     ]
     for loader in made:
@@ -48,7 +65,9 @@ def micro_steps(ranks: list[StreamLoader]) -> Iterator[dict[int, bytes]]:
             batch = next(iterator, None)
             if batch is None:
                 return
-            for sample, tokens, labels in zip(ids.tolist(), batch["tokens"], batch["labels"], strict=True):
+            for sample, tokens, labels in zip(
+                ids.tolist(), batch["tokens"], batch["labels"], strict=True
+            ):
                 assert sample not in found
                 found[sample] = tokens.numpy().tobytes() + labels.numpy().tobytes()
         yield found
@@ -70,7 +89,9 @@ def test_every_rank_count_sees_the_same_stream(config: DataConfig, order: Any) -
     for dp_size, micro in ((1, 1), (1, 8), (2, 3), (4, 2), (8, 3), (24, 1)):
         whole: dict[int, bytes] = {}
         for number, step in enumerate(micro_steps(loaders(config, dp_size, micro))):
-            assert sorted(step) == list(range(number * dp_size * micro, (number + 1) * dp_size * micro))
+            assert sorted(step) == list(
+                range(number * dp_size * micro, (number + 1) * dp_size * micro)
+            )
             whole.update(step)
         streams.append(whole)
     assert all(other == streams[0] for other in streams)
@@ -82,7 +103,9 @@ def test_every_rank_count_sees_the_same_stream(config: DataConfig, order: Any) -
 def test_resume_is_exact_at_every_step_and_from_any_rank_count_to_any(
     config: DataConfig, stream: dict[int, bytes], before: int, after: int
 ) -> None:
-    """Saves after every micro-step of a run of eight steps; each state is resumed for two steps or to the end of the data."""
+    """Saves after every micro-step of a run of eight steps; each state is resumed for two steps or
+    to the end of the data.
+    """
     total = len(stream)
     running = loaders(config, before, 2)
     for loader in running:
@@ -92,7 +115,9 @@ def test_resume_is_exact_at_every_step_and_from_any_rank_count_to_any(
         assert all(state == states[0] for state in states), "the state differs between ranks"
         assert {sample: stream[sample] for sample in step} == step
         consumed = states[0]["consumed_samples"]
-        assert consumed == total - 8 * GLOBAL + number * 2 * before, "the state counts more than was handed out"
+        assert consumed == total - 8 * GLOBAL + number * 2 * before, (
+            "the state counts more than was handed out"
+        )
         if consumed % GLOBAL % (2 * after):
             continue
         resumed = loaders(config, after, 2, json.loads(json.dumps(states[0])))
@@ -109,7 +134,11 @@ def test_resume_is_exact_at_every_step_and_from_any_rank_count_to_any(
     assert number * 2 * before == 8 * GLOBAL
 
 
-STOPS = st.lists(st.tuples(st.sampled_from([1, 2, 3, 4, 6, 8, 12, 24]), st.integers(1, 5)), min_size=1, max_size=5)
+STOPS = st.lists(
+    st.tuples(st.sampled_from([1, 2, 3, 4, 6, 8, 12, 24]), st.integers(1, 5)),
+    min_size=1,
+    max_size=5,
+)
 
 
 @settings(max_examples=15)
@@ -129,12 +158,17 @@ def test_three_hundred_chains_of_resumes_are_the_uninterrupted_stream(
     resume_again_and_again(stops, tmp_path_factory)
 
 
-def resume_again_and_again(stops: list[tuple[int, int]], tmp_path_factory: pytest.TempPathFactory) -> None:
+def resume_again_and_again(
+    stops: list[tuple[int, int]], tmp_path_factory: pytest.TempPathFactory
+) -> None:
     folder = Path(tmp_path_factory.getbasetemp()) / "chain"
     if not folder.exists():
         write_random_pair(str(folder / "pair"))
     config = DataConfig(
-        blend=[str(folder / "pair")], sequence_length=16, num_samples=(960, 0, 0), index_cache_dir=folder / "cache"
+        blend=[str(folder / "pair")],
+        sequence_length=16,
+        num_samples=(960, 0, 0),
+        index_cache_dir=folder / "cache",
     )
     reference = StreamingDataset(config, micro_batch_size=1, global_batch_size=GLOBAL)
     state: dict[str, Any] | None = None
@@ -144,7 +178,10 @@ def resume_again_and_again(stops: list[tuple[int, int]], tmp_path_factory: pytes
         for step in itertools.islice(micro_steps(ranks), batches * GLOBAL // dp_size):
             for sample, data in step.items():
                 expected = reference.batch(sample)
-                assert data == expected["tokens"].numpy().tobytes() + expected["labels"].numpy().tobytes()
+                assert (
+                    data
+                    == expected["tokens"].numpy().tobytes() + expected["labels"].numpy().tobytes()
+                )
             assert min(step) == position
             position += len(step)
         state = ranks[0].state_dict()
@@ -168,7 +205,9 @@ def test_the_state_is_small_and_readable(config: DataConfig) -> None:
         ({"order": "sequential"}, "order: "),
     ],
 )
-def test_a_state_of_another_order_is_refused(config: DataConfig, change: dict[str, Any], named: str) -> None:
+def test_a_state_of_another_order_is_refused(
+    config: DataConfig, change: dict[str, Any], named: str
+) -> None:
     state = loaders(config, 1, 1)[0].state_dict()
     other = loaders(replace(config, **change), 1, 1)[0]
     with pytest.raises(StateError) as caught:
@@ -176,7 +215,9 @@ def test_a_state_of_another_order_is_refused(config: DataConfig, change: dict[st
     assert named in str(caught.value)
 
 
-def test_a_state_of_another_dataset_is_refused_but_a_copy_elsewhere_is_the_same(config: DataConfig, tmp_path: Path) -> None:
+def test_a_state_of_another_dataset_is_refused_but_a_copy_elsewhere_is_the_same(
+    config: DataConfig, tmp_path: Path
+) -> None:
     state = loaders(config, 1, 1)[0].state_dict()
     write_random_pair(str(tmp_path / "copy"))
     loaders(replace(config, blend=[str(tmp_path / "copy")]), 1, 1, state)
@@ -212,10 +253,14 @@ def test_leaving_the_loop_counts_only_what_was_handed_out(config: DataConfig) ->
 
 @pytest.mark.parametrize("workers", [1, 2])
 def test_dataloader_workers_keep_the_order(config: DataConfig, workers: int) -> None:
-    dataset = StreamingDataset(replace(config, num_samples=(200, 0, 0)), micro_batch_size=3, global_batch_size=GLOBAL)
+    dataset = StreamingDataset(
+        replace(config, num_samples=(200, 0, 0)), micro_batch_size=3, global_batch_size=GLOBAL
+    )
     expected = [dataset.batch(consumed) for consumed in dataset.positions()]
     options: Any = {"multiprocessing_context": "forkserver"} if workers == 1 else {}
-    got = list(torch.utils.data.DataLoader(dataset, batch_size=None, num_workers=workers, **options))
+    got = list(
+        torch.utils.data.DataLoader(dataset, batch_size=None, num_workers=workers, **options)
+    )
     assert len(got) == len(expected) == len(dataset)
     assert all(a["tokens"].equal(b["tokens"]) for a, b in zip(got, expected, strict=True))
     with pytest.raises(StateError, match="num_batches"):
@@ -246,7 +291,8 @@ def test_batches_are_the_same_from_s3_by_both_transports(
 
 def test_a_mesh_gives_rank_and_size(config: DataConfig) -> None:
     class Mesh:
-        ndim, mesh_dim_names = 2, ("dp", "tp")
+        ndim = 2
+        mesh_dim_names = ("dp", "tp")
 
         def get_local_rank(self, dim: int) -> int:
             return (1, 0)[dim]
@@ -258,7 +304,9 @@ def test_a_mesh_gives_rank_and_size(config: DataConfig) -> None:
     loader = StreamLoader(config, micro_batch_size=2, global_batch_size=GLOBAL, mesh=mesh)
     assert (loader.dataset.dp_rank, loader.dataset.dp_size) == (1, 4)
     with pytest.raises(ConfigError, match="either a mesh"):
-        StreamLoader(config, micro_batch_size=2, global_batch_size=GLOBAL, mesh=mesh, dp_rank=0, dp_size=1)
+        StreamLoader(
+            config, micro_batch_size=2, global_batch_size=GLOBAL, mesh=mesh, dp_rank=0, dp_size=1
+        )
 
 
 @pytest.mark.parametrize(
@@ -277,7 +325,9 @@ def test_a_mesh_gives_rank_and_size(config: DataConfig) -> None:
         ({"global_batch_size": 10**6}, "less than one global batch"),
     ],
 )
-def test_settings_that_cannot_work_are_refused(config: DataConfig, arguments: dict[str, Any], message: str) -> None:
+def test_settings_that_cannot_work_are_refused(
+    config: DataConfig, arguments: dict[str, Any], message: str
+) -> None:
     with pytest.raises(ConfigError, match=message):
         StreamLoader(config, **({"micro_batch_size": 1, "global_batch_size": 2} | arguments))
 
@@ -299,12 +349,16 @@ def test_settings_that_cannot_work_are_refused(config: DataConfig, arguments: di
         ({"eod_id": -1}, "eod_id is -1"),
     ],
 )
-def test_data_settings_that_cannot_work_are_refused(config: DataConfig, change: dict[str, Any], message: str) -> None:
+def test_data_settings_that_cannot_work_are_refused(
+    config: DataConfig, change: dict[str, Any], message: str
+) -> None:
     with pytest.raises(ConfigError, match=message):
         replace(config, **change)
 
 
-def test_numbers_of_numpy_and_paths_of_pathlib_are_taken_for_what_they_are(config: DataConfig) -> None:
+def test_numbers_of_numpy_and_paths_of_pathlib_are_taken_for_what_they_are(
+    config: DataConfig,
+) -> None:
     plain = replace(config, seed=3, num_samples=(60, 0, 0))
     assert isinstance(config.blend, list | str)
     prefix = config.blend if isinstance(config.blend, str) else str(config.blend[0])
@@ -312,7 +366,9 @@ def test_numbers_of_numpy_and_paths_of_pathlib_are_taken_for_what_they_are(confi
     assert parse_blend(weighted) == ((prefix,), (0.5,))
     given: list[Any] = [Path(prefix), [Path(prefix)]]
     for blend in given:
-        other = replace(plain, blend=blend, seed=np.int64(3), num_samples=tuple(np.array([60, 0, 0])))
+        other = replace(
+            plain, blend=blend, seed=np.int64(3), num_samples=tuple(np.array([60, 0, 0]))
+        )
         with StreamLoader(other, micro_batch_size=1, global_batch_size=2) as loader:
             loader.seek(np.int64(4))  # type: ignore[arg-type]
             state = json.loads(json.dumps(loader.state_dict()))
@@ -329,22 +385,31 @@ def test_the_megatron_order_asks_for_the_number_of_samples(config: DataConfig) -
 def test_a_sequence_longer_than_the_data_is_refused(config: DataConfig) -> None:
     with pytest.raises(ConfigError, match="lower sequence_length"):
         StreamLoader(
-            replace(config, sequence_length=10**6, order="sequential", num_samples=None), micro_batch_size=1, global_batch_size=1
+            replace(config, sequence_length=10**6, order="sequential", num_samples=None),
+            micro_batch_size=1,
+            global_batch_size=1,
         )
 
 
 def test_a_token_id_past_the_vocabulary_is_an_error_on_its_step(config: DataConfig) -> None:
-    loader = StreamLoader(replace(config, vocab_size=900), micro_batch_size=1, global_batch_size=GLOBAL)
+    loader = StreamLoader(
+        replace(config, vocab_size=900), micro_batch_size=1, global_batch_size=GLOBAL
+    )
     with pytest.raises(FormatError, match="outside of the vocabulary of 900"):
         list(loader)
     assert loader.consumed_samples < 960
 
 
 def test_an_error_of_the_storage_reaches_the_step_that_needs_the_bytes(config: DataConfig) -> None:
-    objects = {f"/p{suffix}": Path(f"{config.blend[0]}{suffix}").read_bytes() for suffix in (".bin", ".idx")}
+    objects = {
+        f"/p{suffix}": Path(f"{config.blend[0]}{suffix}").read_bytes()
+        for suffix in (".bin", ".idx")
+    }
     storage = StorageConfig(retries=0, timeout=5)
     with http_server(dict(objects)) as server:
-        remote = replace(config, blend=[f"{server.url}/p"], storage=storage, order="sequential", num_samples=None)
+        remote = replace(
+            config, blend=[f"{server.url}/p"], storage=storage, order="sequential", num_samples=None
+        )
         loader = StreamLoader(remote, micro_batch_size=1, global_batch_size=1)
         server.objects["/p.bin"] = objects["/p.bin"][: len(objects["/p.bin"]) // 2]
         batches = iter(loader)
@@ -375,7 +440,11 @@ def test_no_threads_are_left(config: DataConfig) -> None:
 
 
 def test_document_bounds_come_with_the_batches_that_need_them(config: DataConfig) -> None:
-    with StreamLoader(replace(config, eod_id=7, reset_attention_mask=True), micro_batch_size=6, global_batch_size=6) as loader:
+    with StreamLoader(
+        replace(config, eod_id=7, reset_attention_mask=True),
+        micro_batch_size=6,
+        global_batch_size=6,
+    ) as loader:
         found = 0
         for batch in loader:
             for row, bounds in zip(batch["tokens"], batch["cu_seqlens"], strict=True):
@@ -387,12 +456,16 @@ def test_document_bounds_come_with_the_batches_that_need_them(config: DataConfig
 
 
 def test_the_golden_sequential_order(tmp_path: Path) -> None:
-    """Changing these numbers is a breaking change: bump the order version, and say so first in the CHANGELOG."""
+    """Changing these numbers is a breaking change: bump the order version, and say so first in the
+    CHANGELOG.
+    """
     with IndexedDatasetWriter(str(tmp_path / "g"), np.uint16) as writer:
         for n in range(5):
             writer.add_item(np.arange(10 * n, 10 * n + 3 + n))
             writer.end_document()
-    config = DataConfig(blend=str(tmp_path / "g"), sequence_length=6, order="sequential", index_cache_dir=tmp_path)
+    config = DataConfig(
+        blend=str(tmp_path / "g"), sequence_length=6, order="sequential", index_cache_dir=tmp_path
+    )
     batches = list(StreamLoader(config, micro_batch_size=2, global_batch_size=2))
     assert batches[0]["tokens"].tolist() == [[0, 1, 2, 10, 11, 12], [13, 20, 21, 22, 23, 24]]
     assert batches[1]["tokens"].tolist() == [[30, 31, 32, 33, 34, 35], [40, 41, 42, 43, 44, 45]]

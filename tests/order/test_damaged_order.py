@@ -1,4 +1,6 @@
-"""Built order arrays that are damaged, on disk or in a shared folder: an error that names the file, never a crash."""
+"""Built order arrays that are damaged, on disk or in a shared folder: an error that names the file,
+never a crash.
+"""
 
 from __future__ import annotations
 
@@ -26,14 +28,20 @@ DAMAGE: dict[str, list[tuple[Any, int]]] = {
 
 
 def config_of(folder: Path, **changes: Any) -> DataConfig:
-    settings: dict[str, Any] = {"sequence_length": 16, "num_samples": (SAMPLES, 0, 0), "index_cache_dir": folder / "cache"}
+    settings: dict[str, Any] = {
+        "sequence_length": 16,
+        "num_samples": (SAMPLES, 0, 0),
+        "index_cache_dir": folder / "cache",
+    }
     return DataConfig(**settings | {"blend": [str(folder / "a")]} | changes)
 
 
 def write(folder: Path) -> tuple[DataConfig, DataConfig]:
     for seed, name in enumerate("ab"):
         write_random_pair(str(folder / name), seed=seed)
-    return config_of(folder), config_of(folder, blend=[(str(folder / "a"), 0.5), (str(folder / "b"), 0.5)])
+    return config_of(folder), config_of(
+        folder, blend=[(str(folder / "a"), 0.5), (str(folder / "b"), 0.5)]
+    )
 
 
 EVERY_DAMAGE = """
@@ -67,16 +75,26 @@ for array, damages in DAMAGE.items():
 
 def test_no_value_of_a_cached_order_leads_outside_of_what_is_there(tmp_path: Path) -> None:
     family = launch(tmp_path, 1, ["-c", EVERY_DAMAGE, str(tmp_path)])
-    codes, printed = family.ended(0, within=120), family.log(0)
+    codes = family.ended(0, within=120)
+    printed = family.log(0)
     family.close()
     assert codes == [0], f"rc {codes}: {printed[-2000:]}"
-    expected = [f"{array} {place} {value} True" for array, damages in DAMAGE.items() for place, value in damages]
+    expected = [
+        f"{array} {place} {value} True"
+        for array, damages in DAMAGE.items()
+        for place, value in damages
+    ]
     assert printed.splitlines() == expected
 
 
-@pytest.mark.parametrize("array", ["document_index", "sample_index", "shuffle_index", "dataset_index", "dataset_sample_index"])
+@pytest.mark.parametrize(
+    "array",
+    ["document_index", "sample_index", "shuffle_index", "dataset_index", "dataset_sample_index"],
+)
 @pytest.mark.parametrize("wrong", ["shorter", "of floats", "Fortran's", "cut", "empty"])
-def test_a_cached_array_of_another_shape_or_type_is_refused(tmp_path: Path, array: str, wrong: str) -> None:
+def test_a_cached_array_of_another_shape_or_type_is_refused(
+    tmp_path: Path, array: str, wrong: str
+) -> None:
     single, blend = write(tmp_path)
     config = blend if array.startswith("dataset") else single
     built = build_datasets(config)[0]
@@ -84,7 +102,11 @@ def test_a_cached_array_of_another_shape_or_type_is_refused(tmp_path: Path, arra
     files = built.index_files()
     (path,) = (path for path in files if path.name.endswith(f"-{array}.npy"))
     data = np.load(path)
-    changed = {"shorter": data[:-1], "of floats": data.astype(np.float64), "Fortran's": np.asfortranarray(np.stack([data, data]))}
+    changed = {
+        "shorter": data[:-1],
+        "of floats": data.astype(np.float64),
+        "Fortran's": np.asfortranarray(np.stack([data, data])),
+    }
     if wrong in changed:
         np.save(path, changed[wrong])
     else:
@@ -96,7 +118,9 @@ def test_a_cached_array_of_another_shape_or_type_is_refused(tmp_path: Path, arra
 
 
 @pytest.mark.parametrize("ids", [[0, 200], [-1, 0], [5, 2**40], [[0, 1]], [0.5]])
-def test_sequence_ids_that_are_not_the_datasets_are_refused(pair: str, config: DataConfig, ids: list[Any]) -> None:
+def test_sequence_ids_that_are_not_the_datasets_are_refused(
+    pair: str, config: DataConfig, ids: list[Any]
+) -> None:
     with pytest.raises(ConfigError, match="sequence_ids"):
         GPTDataset(IndexedDataset(pair), np.array(ids), 10, config)
 

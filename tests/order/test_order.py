@@ -21,7 +21,9 @@ from streammega.order.rank_samples import check_batch_sizes, check_resume, rank_
     contiguous=st.booleans(),
     start=st.integers(0, 50),
 )
-def test_ranks_tile_the_global_batch_exactly_once(ranks: int, micro: int, steps: int, contiguous: bool, start: int) -> None:
+def test_ranks_tile_the_global_batch_exactly_once(
+    ranks: int, micro: int, steps: int, contiguous: bool, start: int
+) -> None:
     size = ranks * micro
     ids = [
         rank_samples(start + step * size, micro, rank, ranks, contiguous=contiguous)
@@ -43,8 +45,13 @@ def test_contiguous_ranks_are_megatrons_single_sampler() -> None:
     assert [rank_samples(c, 2, 1, 3, contiguous=True).tolist() for c in (0, 6)] == [[2, 3], [8, 9]]
 
 
-@pytest.mark.parametrize(("sizes", "message"), [((10, 3, 0, 2), "not a multiple"), ((8, 0, 0, 2), "micro_batch_size is 0")])
-def test_sizes_that_do_not_divide_are_refused(sizes: tuple[int, int, int, int], message: str) -> None:
+@pytest.mark.parametrize(
+    ("sizes", "message"),
+    [((10, 3, 0, 2), "not a multiple"), ((8, 0, 0, 2), "micro_batch_size is 0")],
+)
+def test_sizes_that_do_not_divide_are_refused(
+    sizes: tuple[int, int, int, int], message: str
+) -> None:
     with pytest.raises(ConfigError, match=message):
         check_batch_sizes(*sizes)
 
@@ -60,12 +67,20 @@ def test_half_a_global_batch_resumes_only_where_the_rest_divides() -> None:
         check_resume(4, 3, 2)
 
 
-IDENTITY = {"order": "megatron", "seed": 1, "sequence_length": 64, "datasets": [{"digest": "aa", "weight": 0.3}]}
+IDENTITY = {
+    "order": "megatron",
+    "seed": 1,
+    "sequence_length": 64,
+    "datasets": [{"digest": "aa", "weight": 0.3}],
+}
 
 
 @given(consumed=st.integers(0, 10**12))
 def test_a_state_survives_json_and_says_where_to_go_on(consumed: int) -> None:
-    assert read_state(json.loads(json.dumps(make_state(IDENTITY, consumed))), IDENTITY) == (consumed, 0)
+    assert read_state(json.loads(json.dumps(make_state(IDENTITY, consumed))), IDENTITY) == (
+        consumed,
+        0,
+    )
 
 
 def test_a_state_of_another_order_is_refused_and_lists_what_differs() -> None:

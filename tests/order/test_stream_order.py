@@ -1,4 +1,6 @@
-"""The stream order: every epoch is exact, ranks own their lanes, blends keep their shares, all from arithmetic."""
+"""The stream order: every epoch is exact, ranks own their lanes, blends keep their shares, all from
+arithmetic.
+"""
 
 from __future__ import annotations
 
@@ -29,9 +31,16 @@ LANES = st.sampled_from([1, 2, 6, 8, 12, 48, 96])
 @st.composite
 def datasets(draw: st.DrawFn) -> StreamDataset:
     """Files of no, one and many samples, whole and cut out of larger ones."""
-    tokens = draw(st.lists(st.sampled_from([0, 1, 2, 5, 17, 60, 300]) | st.integers(0, 400), min_size=1, max_size=6))
+    tokens = draw(
+        st.lists(
+            st.sampled_from([0, 1, 2, 5, 17, 60, 300]) | st.integers(0, 400), min_size=1, max_size=6
+        )
+    )
     starts = [draw(st.integers(0, 50)) for _ in tokens]
-    parts = [FilePart(file=n, start=s, tokens=t) for n, (s, t) in enumerate(zip(starts, tokens, strict=True))]
+    parts = [
+        FilePart(file=n, start=s, tokens=t)
+        for n, (s, t) in enumerate(zip(starts, tokens, strict=True))
+    ]
     return StreamDataset(parts=parts, itemsize=draw(st.sampled_from([1, 2, 4])))
 
 
@@ -66,16 +75,24 @@ def test_the_first_samples_of_a_lone_dataset_are_one_exact_epoch(order: StreamOr
         starts = np.sort(found.start[found.file == part.file])
         assert len(starts) == samples_of(part.tokens, order.sequence_length, int(order.extra_token))
         if len(starts):
-            assert (np.diff(starts) == order.sequence_length).all(), "samples of a file lie end to end, each once"
+            assert (np.diff(starts) == order.sequence_length).all(), (
+                "samples of a file lie end to end, each once"
+            )
             assert starts[0] >= part.start
             assert starts[-1] + order.width <= part.start + part.tokens
             assert starts[0] - part.start < order.sequence_length
 
 
 @given(order=orders(), epoch=st.integers(0, 3))
-def test_each_lanes_epoch_covers_its_run_once_and_runs_tile_the_dataset(order: StreamOrder, epoch: int) -> None:
-    """Groups of lanes that share a run are taken together. In sample numbers: (file, start without the phase) of each."""
-    size, lanes = int(order.sizes[0]), order.lanes
+def test_each_lanes_epoch_covers_its_run_once_and_runs_tile_the_dataset(
+    order: StreamOrder, epoch: int
+) -> None:
+    """Groups of lanes that share a run are taken together.
+
+    In sample numbers: (file, start without the phase) of each.
+    """
+    size = int(order.sizes[0])
+    lanes = order.lanes
     runs = int(order.num_runs[0])
     group = lanes // runs
     assert runs * group == lanes
@@ -95,8 +112,15 @@ def test_each_lanes_epoch_covers_its_run_once_and_runs_tile_the_dataset(order: S
     assert len(seen) == size
 
 
-@given(order=orders(count=3), start=st.integers(0, 5000), count=st.integers(1, 200), cut=st.integers(0, 200))
-def test_locating_is_a_function_of_the_id_alone(order: StreamOrder, start: int, count: int, cut: int) -> None:
+@given(
+    order=orders(count=3),
+    start=st.integers(0, 5000),
+    count=st.integers(1, 200),
+    cut=st.integers(0, 200),
+)
+def test_locating_is_a_function_of_the_id_alone(
+    order: StreamOrder, start: int, count: int, cut: int
+) -> None:
     ids = np.arange(start, start + count)
     whole = rows(order.locate(ids))
     parts = rows(order.locate(ids[: cut % count])) + rows(order.locate(ids[cut % count :]))
@@ -106,8 +130,12 @@ def test_locating_is_a_function_of_the_id_alone(order: StreamOrder, start: int, 
 
 
 @given(order=orders(count=4), steps=st.integers(1, 60))
-def test_blend_counts_are_close_to_exact_in_every_lane_and_over_all(order: StreamOrder, steps: int) -> None:
-    """At every prefix: within 4 samples in each lane, within L / 4 (but no closer than 4) over all lanes."""
+def test_blend_counts_are_close_to_exact_in_every_lane_and_over_all(
+    order: StreamOrder, steps: int
+) -> None:
+    """At every prefix: within 4 samples in each lane, within L / 4 (but no closer than 4) over all
+    lanes.
+    """
     shares = np.array(order.schedule[0][1]) / sum(order.schedule[0][1])
     counts = order.counts(steps * order.lanes)
     assert (counts.sum(axis=1) == steps).all()
@@ -123,7 +151,12 @@ def test_counts_of_large_blends_stay_within_their_bounds() -> None:
     part = [StreamDataset(parts=[FilePart(file=0, start=0, tokens=10_000)], itemsize=2)]
     for weights in (rng.random(1000) + 1e-3, [1e-6] * 5 + [0.9] * 3, 1 / np.arange(1, 65)):
         order = StreamOrder(
-            datasets=part * len(weights), schedule=[(0, list(weights))], sequence_length=64, extra_token=True, seed=1, lanes=256
+            datasets=part * len(weights),
+            schedule=[(0, list(weights))],
+            sequence_length=64,
+            extra_token=True,
+            seed=1,
+            lanes=256,
         )
         shares = np.array(weights) / np.sum(weights)
         for samples in (256, 256 * 77, 256 * 10**6, 256 * 10**9):
@@ -133,19 +166,26 @@ def test_counts_of_large_blends_stay_within_their_bounds() -> None:
 
 
 def test_a_later_segment_of_a_schedule_never_changes_the_past_and_adds_a_dataset_late() -> None:
-    parts = [StreamDataset(parts=[FilePart(file=0, start=0, tokens=5_000)], itemsize=2) for _ in range(3)]
+    parts = [
+        StreamDataset(parts=[FilePart(file=0, start=0, tokens=5_000)], itemsize=2) for _ in range(3)
+    ]
     shape: dict[str, Any] = {"sequence_length": 8, "extra_token": True, "seed": 5, "lanes": 12}
     alone = StreamOrder(datasets=parts, schedule=[(0, [0.6, 0.4, 0.0])], **shape)
-    later = StreamOrder(datasets=parts, schedule=[(0, [0.6, 0.4, 0.0]), (600, [0.2, 0.2, 0.6])], **shape)
+    later = StreamOrder(
+        datasets=parts, schedule=[(0, [0.6, 0.4, 0.0]), (600, [0.2, 0.2, 0.6])], **shape
+    )
     ids = np.arange(3000)
-    a, b = alone.locate(ids), later.locate(ids)
+    a = alone.locate(ids)
+    b = later.locate(ids)
     assert rows(a)[:600] == rows(b)[:600]
     assert not (b.dataset[:600] == 2).any()
     assert abs((b.dataset[600:] == 2).mean() - 0.6) < 0.02
     for d in range(3):  # a dataset goes on where it was: no sample twice before its epoch ends
         mine = [row for row in rows(b) if row[0] == d][: int(later.sizes[d]) // 2]
         assert len(set(mine)) == len(mine)
-    np.testing.assert_array_equal(later.counts(3000).sum(axis=0), np.bincount(b.dataset, minlength=3))
+    np.testing.assert_array_equal(
+        later.counts(3000).sum(axis=0), np.bincount(b.dataset, minlength=3)
+    )
 
 
 @given(size=st.integers(1, 5000), key=st.integers(0, 2**63))
@@ -154,7 +194,9 @@ def test_keyed_permutations_are_permutations_with_an_inverse(size: int, key: int
     images = [permute(np.int64(x), np.int64(size), key64) for x in range(min(size, 300))]
     assert len(set(images)) == len(images)
     assert all(0 <= y < size for y in images)
-    assert [permute_back(np.int64(y), np.int64(size), key64) for y in images] == list(range(len(images)))
+    assert [permute_back(np.int64(y), np.int64(size), key64) for y in images] == list(
+        range(len(images))
+    )
 
 
 @pytest.mark.parametrize("size", [2, 3, 5, 8, 31, 33, 64, 100])
@@ -172,7 +214,9 @@ def test_keyed_permutations_put_every_element_everywhere(size: int) -> None:
 
 
 def test_in_the_plan_every_byte_is_fetched_once() -> None:
-    """With blocks enough for the lanes, the pieces of an epoch overlap by the label token alone: under one per cent."""
+    """With blocks enough for the lanes, the pieces of an epoch overlap by the label token alone:
+    under one per cent.
+    """
     tokens = 64 * 1024 * 300
     order = StreamOrder(
         datasets=[StreamDataset(parts=[FilePart(file=0, start=0, tokens=tokens)], itemsize=2)],
@@ -188,7 +232,8 @@ def test_in_the_plan_every_byte_is_fetched_once() -> None:
     fetched = 0
     for lane in range(16):
         found = order.locate(np.arange(lane, size, 16))
-        breaks = np.flatnonzero(np.abs(np.diff(found.start)) >= order.block_bytes)  # a lane moves to its next piece
+        # a lane moves to its next piece
+        breaks = np.flatnonzero(np.abs(np.diff(found.start)) >= order.block_bytes)
         for piece in np.split(np.arange(len(found.start)), breaks + 1):
             fetched += int(found.stop[piece].max() - found.start[piece].min())
     assert fetched <= 1.01 * size * 64
@@ -206,7 +251,10 @@ def test_ranks_own_disjoint_lanes_and_samples() -> None:
     )
     assert order.lanes == 1056
     for ranks in (48, 96):
-        places = [set(order.locate(np.arange(rank, int(order.sizes[0]), ranks)).start.tolist()) for rank in range(ranks)]
+        places = [
+            set(order.locate(np.arange(rank, int(order.sizes[0]), ranks)).start.tolist())
+            for rank in range(ranks)
+        ]
         assert sum(map(len, places)) == len(set().union(*places)) == int(order.sizes[0])
 
 
@@ -225,15 +273,24 @@ def shards(tmp_path: Path) -> str:
 def stream_config(blend: Any, tmp_path: Path, **options: Any) -> DataConfig:
     options = {"lanes": 240} | options
     return DataConfig(
-        blend=blend, sequence_length=16, order="stream", block_bytes=128, index_cache_dir=tmp_path / "cache", **options
+        blend=blend,
+        sequence_length=16,
+        order="stream",
+        block_bytes=128,
+        index_cache_dir=tmp_path / "cache",
+        **options,
     )
 
 
-def tokens_of(config: DataConfig, ranks: int, micro: int, count: int, state: Any = None, size: int = 24) -> dict[int, bytes]:
+def tokens_of(
+    config: DataConfig, ranks: int, micro: int, count: int, state: Any = None, size: int = 24
+) -> dict[int, bytes]:
     """{sample: tokens and labels} of the next `count` samples, over all ranks."""
     found: dict[int, bytes] = {}
     for rank in range(ranks):
-        with StreamLoader(config, micro_batch_size=micro, global_batch_size=size, dp_rank=rank, dp_size=ranks) as loader:
+        with StreamLoader(
+            config, micro_batch_size=micro, global_batch_size=size, dp_rank=rank, dp_size=ranks
+        ) as loader:
             if state is not None:
                 loader.load_state_dict(state)
             first = loader.consumed_samples
@@ -266,7 +323,9 @@ def test_the_samples_are_the_tokens_that_lie_there(shards: str, tmp_path: Path) 
     ids = np.arange(int(source.order.sizes[0]))
     extents = source.locate(ids)
     before = np.cumsum([0, *map(len, raw)])
-    assert (before[extents.file] + extents.start >= first_token).all(), "a token of train is in valid"
+    assert (before[extents.file] + extents.start >= first_token).all(), (
+        "a token of train is in valid"
+    )
     loader = StreamLoader(config, split="valid", micro_batch_size=4, global_batch_size=8)
     for step, batch in zip(range(6), loader, strict=False):
         for k, tokens in zip(loader.dataset.sample_ids(step * 4), batch["tokens"], strict=True):
@@ -291,7 +350,9 @@ def test_resume_anywhere_on_any_ranks(shards: str, tmp_path: Path) -> None:
     loader.close()
 
 
-def test_lanes_are_kept_in_the_state_so_the_global_batch_may_change(shards: str, tmp_path: Path) -> None:
+def test_lanes_are_kept_in_the_state_so_the_global_batch_may_change(
+    shards: str, tmp_path: Path
+) -> None:
     config = stream_config(shards, tmp_path, lanes=None)
     reference = tokens_of(config, 1, 1, 600, size=24)
     with StreamLoader(config, micro_batch_size=24, global_batch_size=24) as loader:
@@ -304,7 +365,9 @@ def test_lanes_are_kept_in_the_state_so_the_global_batch_may_change(shards: str,
         tokens_of(replace(config, lanes=512), 1, 1, 1, state, size=8)
 
 
-@pytest.mark.parametrize("change", [{"seed": 2}, {"sequence_length": 8}, {"block_bytes": 256}, {"split": "50,50,0"}])
+@pytest.mark.parametrize(
+    "change", [{"seed": 2}, {"sequence_length": 8}, {"block_bytes": 256}, {"split": "50,50,0"}]
+)
 def test_another_order_is_refused(shards: str, tmp_path: Path, change: dict[str, Any]) -> None:
     config = stream_config(shards, tmp_path)
     with StreamLoader(config, micro_batch_size=24, global_batch_size=24) as loader:
@@ -313,20 +376,30 @@ def test_another_order_is_refused(shards: str, tmp_path: Path, change: dict[str,
         tokens_of(replace(config, **change), 1, 1, 1, state)
 
 
-def test_a_copy_in_a_bucket_is_the_same_order_and_is_opened_without_its_index(shards: str, tmp_path: Path) -> None:
+def test_a_copy_in_a_bucket_is_the_same_order_and_is_opened_without_its_index(
+    shards: str, tmp_path: Path
+) -> None:
     objects = {f"/web/{path.name}": path.read_bytes() for path in Path(shards).iterdir()}
-    local = stream_config([(f"{shards}/shard-0", 1.0), (f"{shards}/shard-2", 3.0)], tmp_path, split="70,30,0")
+    local = stream_config(
+        [(f"{shards}/shard-0", 1.0), (f"{shards}/shard-2", 3.0)], tmp_path, split="70,30,0"
+    )
     with http_server(objects) as server:
-        remote = replace(local, blend=[(f"{server.url}/web/shard-0", 1.0), (f"{server.url}/web/shard-2", 3.0)])
+        remote = replace(
+            local, blend=[(f"{server.url}/web/shard-0", 1.0), (f"{server.url}/web/shard-2", 3.0)]
+        )
         with StreamLoader(local, micro_batch_size=8, global_batch_size=8) as loader:
             state = loader.state_dict()
         assert tokens_of(remote, 1, 8, 80, state, size=8) == tokens_of(local, 1, 8, 80, size=8)
         spans = {span for _, path, span in server.requests if path.endswith(".idx") and span}
-    assert all(int(s[6:].split("-")[1]) - int(s[6:].split("-")[0]) < 34 for s in spans), "an index was read"
+    assert all(int(s[6:].split("-")[1]) - int(s[6:].split("-")[0]) < 34 for s in spans), (
+        "an index was read"
+    )
 
 
 def test_no_token_is_always_lost_and_epochs_are_cut_in_other_places() -> None:
-    """A file of 5 samples and 7 tokens more: in each epoch some 8 tokens are left out, and never the same ones."""
+    """A file of 5 samples and 7 tokens more: in each epoch some 8 tokens are left out, and never
+    the same ones.
+    """
     order = StreamOrder(
         datasets=[StreamDataset(parts=[FilePart(file=0, start=30, tokens=58)], itemsize=2)],
         schedule=[(0, [1.0])],
@@ -342,7 +415,9 @@ def test_no_token_is_always_lost_and_epochs_are_cut_in_other_places() -> None:
     phases = {int(found.start[epoch * size : (epoch + 1) * size].min()) for epoch in range(40)}
     assert phases == set(range(30, 38)), "every place where five samples fit"
     labelled = {token for start in found.start.tolist() for token in range(start + 1, start + 11)}
-    assert labelled == set(range(31, 88)), "every token but the first, which follows none, is to be predicted in some epoch"
+    assert labelled == set(range(31, 88)), (
+        "every token but the first, which follows none, is to be predicted in some epoch"
+    )
 
 
 def test_a_stream_begins_at_any_sample(shards: str, tmp_path: Path) -> None:
@@ -359,9 +434,13 @@ def test_a_stream_begins_at_any_sample(shards: str, tmp_path: Path) -> None:
         assert loader.state_dict()["consumed_samples"] == far + 24
 
 
-def test_folders_and_globs_in_s3_are_one_dataset(shards: str, tmp_path: Path, s3_storage: Any, bucket: str) -> None:
+def test_folders_and_globs_in_s3_are_one_dataset(
+    shards: str, tmp_path: Path, s3_storage: Any, bucket: str
+) -> None:
     for path in sorted(Path(shards).glob("*.idx")):
-        with IndexedDatasetWriter(f"s3://{bucket}/web/{path.stem}", np.uint16, storage=s3_storage) as writer:
+        with IndexedDatasetWriter(
+            f"s3://{bucket}/web/{path.stem}", np.uint16, storage=s3_storage
+        ) as writer:
             writer.add_index(str(path))
     reference = tokens_of(stream_config(shards, tmp_path), 1, 8, 48)
     for name in (f"s3://{bucket}/web/", f"s3://{bucket}/web/shard-*"):
@@ -371,7 +450,9 @@ def test_folders_and_globs_in_s3_are_one_dataset(shards: str, tmp_path: Path, s3
         tokens_of(stream_config(f"s3://{bucket}/nothing/", tmp_path, storage=s3_storage), 1, 8, 48)
 
 
-def test_skipped_ranges_are_passed_over_and_the_rest_stays_where_it_was(shards: str, tmp_path: Path) -> None:
+def test_skipped_ranges_are_passed_over_and_the_rest_stays_where_it_was(
+    shards: str, tmp_path: Path
+) -> None:
     config = stream_config(shards, tmp_path)
     reference = tokens_of(config, 1, 1, 24 * 12)
     skipping = replace(config, skip_samples=[(48, 96), (144, 168)])
@@ -390,7 +471,9 @@ def test_skipped_ranges_are_passed_over_and_the_rest_stays_where_it_was(shards: 
         ({"sequence_length": 10**7}, "holds no sample"),
     ],
 )
-def test_settings_that_cannot_work_are_refused(shards: str, tmp_path: Path, change: dict[str, Any], message: str) -> None:
+def test_settings_that_cannot_work_are_refused(
+    shards: str, tmp_path: Path, change: dict[str, Any], message: str
+) -> None:
     config = replace(stream_config(shards, tmp_path, split="90,10,0"), **change)
     with pytest.raises(ConfigError, match=message):
         StreamLoader(config, split="valid", micro_batch_size=1, global_batch_size=24)
@@ -398,18 +481,29 @@ def test_settings_that_cannot_work_are_refused(shards: str, tmp_path: Path, chan
 
 @pytest.mark.parametrize(
     ("schedule", "message"),
-    [([(9, [1.0]), (9, [1.0])], "starts must rise"), ([(24, [1.0, 1.0])], "needs 1 weights"), ([(24, [0.0])], "not all zero")],
+    [
+        ([(9, [1.0]), (9, [1.0])], "starts must rise"),
+        ([(24, [1.0, 1.0])], "needs 1 weights"),
+        ([(24, [0.0])], "not all zero"),
+    ],
 )
-def test_schedules_that_mean_nothing_are_refused(tmp_path: Path, schedule: Any, message: str) -> None:
+def test_schedules_that_mean_nothing_are_refused(
+    tmp_path: Path, schedule: Any, message: str
+) -> None:
     with pytest.raises(ConfigError, match=message):
         stream_config("a", tmp_path, blend_schedule=schedule)
 
 
 def test_golden_stream_order() -> None:
-    """Changing these numbers is a breaking change: bump STREAM_VERSION, and say so first in the CHANGELOG."""
+    """Changing these numbers is a breaking change: bump STREAM_VERSION, and say so first in the
+    CHANGELOG.
+    """
     parts = [FilePart(file=0, start=0, tokens=901), FilePart(file=1, start=7, tokens=333)]
     order = StreamOrder(
-        datasets=[StreamDataset(parts=parts, itemsize=2), StreamDataset(parts=parts[1:], itemsize=2)],
+        datasets=[
+            StreamDataset(parts=parts, itemsize=2),
+            StreamDataset(parts=parts[1:], itemsize=2),
+        ],
         schedule=[(0, [0.7, 0.3])],
         sequence_length=10,
         extra_token=True,
@@ -432,7 +526,8 @@ GOLDEN_STARTS = [60, 650, 860, 49, 299, 120, 98, 228, 620, 158, 308, 180, 238, 5
 def test_ramp_up_is_megatrons_step_by_step() -> None:
     """By hand: 4 to 12 by 4 over 40 samples: two increments of 20 samples each."""
     schedule = BatchSchedule(final=12, start=4, increment=4, samples=40)
-    sizes, at = [], 0
+    sizes = []
+    at = 0
     while at < 90:
         sizes.append(schedule.size_at(at))
         at += sizes[-1]
@@ -442,13 +537,22 @@ def test_ramp_up_is_megatrons_step_by_step() -> None:
     assert (schedule.offset_at(31), schedule.last_whole(60)) == (3, 56)
 
 
-@given(start=st.integers(1, 6), increment=st.integers(1, 5), count=st.integers(1, 5), samples=st.integers(1, 300))
-def test_ramp_up_follows_the_formula_at_every_step(start: int, increment: int, count: int, samples: int) -> None:
+@given(
+    start=st.integers(1, 6),
+    increment=st.integers(1, 5),
+    count=st.integers(1, 5),
+    samples=st.integers(1, 300),
+)
+def test_ramp_up_follows_the_formula_at_every_step(
+    start: int, increment: int, count: int, samples: int
+) -> None:
     final = start + increment * count
     schedule = BatchSchedule(final=final, start=start, increment=increment, samples=samples)
     consumed = 0
     while consumed < samples + 3 * final:
-        expected = final if consumed >= samples else start + increment * int(consumed / (samples / count))
+        expected = (
+            final if consumed >= samples else start + increment * int(consumed / (samples / count))
+        )
         assert schedule.size_at(consumed) == expected
         assert schedule.offset_at(consumed) == 0
         assert schedule.offset_at(consumed + expected - 1) == expected - 1
@@ -457,9 +561,19 @@ def test_ramp_up_follows_the_formula_at_every_step(start: int, increment: int, c
 
 def test_every_stage_of_a_ramp_up_must_divide_among_the_ranks(shards: str, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="global_batch_size 6 is not a multiple"):
-        StreamLoader(stream_config(shards, tmp_path), micro_batch_size=4, global_batch_size=8, rampup=(4, 2, 100))
+        StreamLoader(
+            stream_config(shards, tmp_path),
+            micro_batch_size=4,
+            global_batch_size=8,
+            rampup=(4, 2, 100),
+        )
     with pytest.raises(ConfigError, match="whole number of increments"):
-        StreamLoader(stream_config(shards, tmp_path), micro_batch_size=1, global_batch_size=8, rampup=(4, 3, 100))
+        StreamLoader(
+            stream_config(shards, tmp_path),
+            micro_batch_size=1,
+            global_batch_size=8,
+            rampup=(4, 3, 100),
+        )
 
 
 def test_locate_is_public_and_checks_its_ids(shards: str, tmp_path: Path) -> None:
@@ -475,9 +589,12 @@ def test_locate_is_public_and_checks_its_ids(shards: str, tmp_path: Path) -> Non
         streammega.locate(whole, 10**6)
 
 
-def test_the_future_of_a_schedule_may_be_changed_at_a_resume_and_the_past_not(shards: str, tmp_path: Path) -> None:
+def test_the_future_of_a_schedule_may_be_changed_at_a_resume_and_the_past_not(
+    shards: str, tmp_path: Path
+) -> None:
     blend = [(f"{shards}/shard-0", 1.0), (f"{shards}/shard-2", 1.0)]
-    early, late = (0, [1.0, 0.0]), (480, [0.5, 0.5])
+    early = (0, [1.0, 0.0])
+    late = (480, [0.5, 0.5])
     config = stream_config(blend, tmp_path, blend_schedule=[early, late])
     source = StreamSource(config, "train", 24)
     dataset = source.locate(np.arange(960)).dataset

@@ -28,8 +28,12 @@ def test_groups_are_megatrons(tp: int, cp: int, dp: int, pp: int, order: str) ->
             assert layout.groups(name) == oracle.get_ranks(name), name
     assert layout.groups("dp-cp") == layout.groups("cp-dp") == oracle.get_ranks("dp-cp")
     pipelines = oracle.get_ranks("pp")
-    assert layout.groups("embedding") == [parallel_state.default_embedding_ranks(ranks) for ranks in pipelines]
-    assert layout.groups("position-embedding") == [parallel_state.default_position_embedding_ranks(ranks) for ranks in pipelines]
+    assert layout.groups("embedding") == [
+        parallel_state.default_embedding_ranks(ranks) for ranks in pipelines
+    ]
+    assert layout.groups("position-embedding") == [
+        parallel_state.default_position_embedding_ranks(ranks) for ranks in pipelines
+    ]
 
 
 @given(tp=SIZES, cp=SIZES, ep=SIZES, dp=SIZES, pp=SIZES)
@@ -39,7 +43,9 @@ def test_groups_of_experts_are_megatrons(tp: int, cp: int, ep: int, dp: int, pp:
             ParallelLayout(tp=tp, cp=cp, ep=ep, dp=dp, pp=pp)
         return
     layout = ParallelLayout(tp=tp, cp=cp, ep=ep, dp=dp, pp=pp)
-    oracle = parallel_state.RankGenerator(tp=tp, ep=ep, dp=cp * dp // ep, pp=pp, cp=1, order="tp-cp-ep-dp-pp")
+    oracle = parallel_state.RankGenerator(
+        tp=tp, ep=ep, dp=cp * dp // ep, pp=pp, cp=1, order="tp-cp-ep-dp-pp"
+    )
     assert layout.groups("ep") == oracle.get_ranks("ep")
     assert layout.groups("edp") == oracle.get_ranks("dp")
     assert layout.groups("etp-ep") == oracle.get_ranks("tp-ep")
@@ -47,7 +53,9 @@ def test_groups_of_experts_are_megatrons(tp: int, cp: int, ep: int, dp: int, pp:
 
 
 @given(tp=SIZES, cp=SIZES, dp=SIZES, pp=SIZES, order=ORDERS)
-def test_coordinates_are_a_bijection_and_every_group_partitions_the_world(tp: int, cp: int, dp: int, pp: int, order: str) -> None:
+def test_coordinates_are_a_bijection_and_every_group_partitions_the_world(
+    tp: int, cp: int, dp: int, pp: int, order: str
+) -> None:
     layout = ParallelLayout(tp=tp, cp=cp, dp=dp, pp=pp, order=order)
     everyone = list(range(layout.world_size))
     for rank in everyone:
@@ -67,8 +75,17 @@ def test_the_default_order_is_the_documented_formula() -> None:
         assert rank == at["tp"] + 2 * (at["cp"] + 3 * (at["dp"] + 4 * at["pp"]))
 
 
-@given(tp=SIZES, cp=SIZES, dp=SIZES, pp=SIZES, order=ORDERS, names=st.permutations(["tp", "cp", "dp", "pp"]))
-def test_meshes_go_both_ways(tp: int, cp: int, dp: int, pp: int, order: str, names: list[str]) -> None:
+@given(
+    tp=SIZES,
+    cp=SIZES,
+    dp=SIZES,
+    pp=SIZES,
+    order=ORDERS,
+    names=st.permutations(["tp", "cp", "dp", "pp"]),
+)
+def test_meshes_go_both_ways(
+    tp: int, cp: int, dp: int, pp: int, order: str, names: list[str]
+) -> None:
     layout = ParallelLayout(tp=tp, cp=cp, dp=dp, pp=pp, order=order)
     mesh = SimpleNamespace(mesh_dim_names=tuple(names), ndim=4, mesh=layout.grid(names))
     again = ParallelLayout.from_mesh(mesh)
@@ -115,15 +132,25 @@ def test_a_world_says_what_does_not_divide_it() -> None:
     with pytest.raises(ConfigError, match="name each of them"):
         ParallelLayout.from_mesh(SimpleNamespace(mesh_dim_names=("x",), ndim=1, mesh=np.arange(2)))
     with pytest.raises(ConfigError, match="does not number the ranks"):
-        ParallelLayout.from_mesh(SimpleNamespace(mesh_dim_names=("dp",), ndim=1, mesh=np.array([1, 0])))
+        ParallelLayout.from_mesh(
+            SimpleNamespace(mesh_dim_names=("dp",), ndim=1, mesh=np.array([1, 0]))
+        )
 
 
 @given(cp=st.integers(1, 8), part=st.integers(1, 9))
 def test_zigzag_parts_tile_the_sequence_and_cost_every_rank_the_same(cp: int, part: int) -> None:
     length = 2 * cp * part
-    kept = [position for rank in range(cp) for start, stop in zigzag_bounds(length, rank, cp) for position in range(start, stop)]
+    kept = [
+        position
+        for rank in range(cp)
+        for start, stop in zigzag_bounds(length, rank, cp)
+        for position in range(start, stop)
+    ]
     assert sorted(kept) == list(range(length))
-    costs = {sum(k + 1 for a, b in zigzag_bounds(length, rank, cp) for k in range(a, b)) for rank in range(cp)}
+    costs = {
+        sum(k + 1 for a, b in zigzag_bounds(length, rank, cp) for k in range(a, b))
+        for rank in range(cp)
+    }
     assert len(costs) == 1, "causal attention costs k + 1 at position k"
 
 

@@ -1,4 +1,6 @@
-"""What each rank of a layout is given: the right fields of the right tokens, sent once, resumable anywhere."""
+"""What each rank of a layout is given: the right fields of the right tokens, sent once, resumable
+anywhere.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,15 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from streammega import DataConfig, IndexedDatasetWriter, ParallelLayout, RankBatches, Ranks, StreamLoader, get_batch
+from streammega import (
+    DataConfig,
+    IndexedDatasetWriter,
+    ParallelLayout,
+    RankBatches,
+    Ranks,
+    StreamLoader,
+    get_batch,
+)
 from streammega.errors import ConfigError, FormatError
 from streammega.loading import StreamingDataset
 from streammega.order.rank_samples import zigzag_bounds
@@ -27,7 +37,9 @@ from streammega.samples.fields import Batch, batch_fields
 from tests.support.gang import Gang
 from tests.support.rank_programs import mesh_both_ways, prepared, read_batches, to_the_end
 
-LENGTH, MICRO, GLOBAL = 16, 2, 8
+LENGTH = 16
+MICRO = 2
+GLOBAL = 8
 SIZES: dict[str, Any] = {"micro_batch_size": MICRO, "global_batch_size": GLOBAL}
 EOD = 7
 
@@ -68,7 +80,8 @@ LAYOUTS = [
 def test_every_rank_is_given_the_fields_of_its_stage_and_its_parts(
     gang: Gang, config: DataConfig, layout: ParallelLayout, changes: dict[str, Any]
 ) -> None:
-    config, steps = data(config, order="stream", lanes=GLOBAL, **changes), 6
+    config = data(config, order="stream", lanes=GLOBAL, **changes)
+    steps = 6
     results = gang.run(layout.world_size, read_batches, layout, config, SIZES, steps, 1, False)
     states = [result["state"] for result in results]
     assert all(state == states[0] for state in states)
@@ -76,21 +89,31 @@ def test_every_rank_is_given_the_fields_of_its_stage_and_its_parts(
     extra = {"cu_seqlens", "attention_mask"} if "create_attention_mask" in changes else set()
     for result in results:
         at = result["at"]
-        wanted = set(FIELDS["first"] if at["pp"] == 0 else ()) | set(FIELDS["last"] if at["pp"] == layout.pp - 1 else ())
+        wanted = set(FIELDS["first"] if at["pp"] == 0 else ()) | set(
+            FIELDS["last"] if at["pp"] == layout.pp - 1 else ()
+        )
         wanted |= extra if wanted else set()
         bounds = zigzag_bounds(LENGTH, at["cp"], layout.cp)
         kept = np.concatenate([np.arange(a, b) for a, b in bounds])
-        for batch, whole in zip(result["batches"], expected(config, at["dp"], layout.dp, steps), strict=True):
+        for batch, whole in zip(
+            result["batches"], expected(config, at["dp"], layout.dp, steps), strict=True
+        ):
             assert set(batch) - {"cu_seqlens_whole"} == wanted
             for name in wanted - extra:
                 np.testing.assert_array_equal(batch[name], whole[name].numpy()[:, kept])
                 assert batch[name].dtype == whole[name].numpy().dtype
             if "attention_mask" in batch:
-                np.testing.assert_array_equal(batch["attention_mask"], whole["attention_mask"].numpy()[:, :, kept])
+                np.testing.assert_array_equal(
+                    batch["attention_mask"], whole["attention_mask"].numpy()[:, :, kept]
+                )
             if "cu_seqlens_whole" in batch:
-                np.testing.assert_array_equal(batch["cu_seqlens_whole"], whole["cu_seqlens"].numpy())
+                np.testing.assert_array_equal(
+                    batch["cu_seqlens_whole"], whole["cu_seqlens"].numpy()
+                )
         reads = bool(wanted) and at["tp"] == 0
-        assert (result["planned"] > 0) == reads, "only tensor-parallel rank 0 of the first and last stage reads"
+        assert (result["planned"] > 0) == reads, (
+            "only tensor-parallel rank 0 of the first and last stage reads"
+        )
     readers = sum(result["planned"] > 0 for result in results)
     twice = read_factor(layout, config)
     assert readers == layout.dp * layout.cp * min(layout.pp, 2)
@@ -98,12 +121,22 @@ def test_every_rank_is_given_the_fields_of_its_stage_and_its_parts(
 
 
 @pytest.mark.parametrize(("dtype", "least"), [(np.uint16, 13.0), (np.int32, 6.5)])
-def test_one_message_is_many_times_smaller_than_megatrons_fields(gang: Gang, tmp_path: Path, dtype: Any, least: float) -> None:
-    """Megatron sends tokens, labels, position_ids of 8 bytes and loss_mask of 4: 28 bytes a token."""
+def test_one_message_is_many_times_smaller_than_megatrons_fields(
+    gang: Gang, tmp_path: Path, dtype: Any, least: float
+) -> None:
+    """Megatron sends tokens, labels, position_ids of 8 bytes and loss_mask of 4: 28
+    bytes a token.
+    """
     with IndexedDatasetWriter(str(tmp_path / "p"), dtype) as writer:
         writer.add_item(np.arange(20_000, dtype=dtype))
         writer.end_document()
-    config = DataConfig(blend=[str(tmp_path / "p")], sequence_length=1024, order="stream", lanes=8, index_cache_dir=tmp_path)
+    config = DataConfig(
+        blend=[str(tmp_path / "p")],
+        sequence_length=1024,
+        order="stream",
+        lanes=8,
+        index_cache_dir=tmp_path,
+    )
     layout = ParallelLayout(tp=2)
     for result in gang.run(2, read_batches, layout, config, SIZES, 4, 1, False):
         sent = result["sent"] / (MICRO * 1024) / 4  # bytes a token of the four that were taken
@@ -111,11 +144,15 @@ def test_one_message_is_many_times_smaller_than_megatrons_fields(gang: Gang, tmp
 
 
 @pytest.mark.parametrize("ahead", [0, 1, 3])
-def test_reading_ahead_changes_nothing_and_is_not_counted(gang: Gang, config: DataConfig, ahead: int) -> None:
+def test_reading_ahead_changes_nothing_and_is_not_counted(
+    gang: Gang, config: DataConfig, ahead: int
+) -> None:
     config = data(config, order="stream", lanes=GLOBAL, skip_samples=((8, 16),))
     layout = ParallelLayout(tp=2, dp=1)
     for result in gang.run(2, read_batches, layout, config, SIZES, 4, ahead, False):
-        assert result["state"]["consumed_samples"] == 8, "what is under way lies past the skipped samples"
+        assert result["state"]["consumed_samples"] == 8, (
+            "what is under way lies past the skipped samples"
+        )
         for batch, whole in zip(result["batches"], expected(config, 0, 1, 4), strict=True):
             np.testing.assert_array_equal(batch["tokens"], whole["tokens"].numpy())
 
@@ -131,10 +168,14 @@ def test_middle_stages_may_ask_for_positions(gang: Gang, config: DataConfig) -> 
     results = gang.run(3, read_batches, ParallelLayout(pp=3), config, SIZES, 2, 1, True)
     assert set(results[1]["batches"][0]) == {"position_ids", "cu_seqlens"}
     for name in ("position_ids", "cu_seqlens"):
-        np.testing.assert_array_equal(results[1]["batches"][1][name], results[0]["batches"][1][name])
+        np.testing.assert_array_equal(
+            results[1]["batches"][1][name], results[0]["batches"][1][name]
+        )
 
 
-def test_all_ranks_end_together_and_virtual_stages_share_a_cursor(gang: Gang, config: DataConfig) -> None:
+def test_all_ranks_end_together_and_virtual_stages_share_a_cursor(
+    gang: Gang, config: DataConfig
+) -> None:
     counts = gang.run(4, to_the_end, ParallelLayout(tp=2, pp=2), config, SIZES)
     assert counts == [(len(StreamLoader(config, **SIZES)),) * 3] * 4
 
@@ -146,7 +187,9 @@ def test_all_ranks_end_together_and_virtual_stages_share_a_cursor(gang: Gang, co
     seed=st.integers(0, 2**16),
     eods=st.floats(0, 1),
 )
-def test_cu_seqlens_of_parts_are_those_of_the_kept_tokens(samples: int, cp: int, part: int, seed: int, eods: float) -> None:
+def test_cu_seqlens_of_parts_are_those_of_the_kept_tokens(
+    samples: int, cp: int, part: int, seed: int, eods: float
+) -> None:
     length = 2 * cp * part
     rng = np.random.default_rng(seed)
     ids = np.where(rng.random((samples, length + 1)) < eods, EOD, 1)
@@ -156,9 +199,15 @@ def test_cu_seqlens_of_parts_are_those_of_the_kept_tokens(samples: int, cp: int,
         bounds = zigzag_bounds(length, rank, cp)
         kept = np.concatenate([np.arange(a, b) for a, b in bounds])
         rows = split_cu_seqlens(whole, bounds)
-        for row, document in zip(rows.tolist(), np.cumsum(np.pad(ids[:, :-1] == EOD, ((0, 0), (1, 0)))[:, :-1], 1), strict=True):
+        for row, document in zip(
+            rows.tolist(),
+            np.cumsum(np.pad(ids[:, :-1] == EOD, ((0, 0), (1, 0)))[:, :-1], 1),
+            strict=True,
+        ):
             own = document[kept]
-            begins = [0] + [n for n in range(1, len(kept)) if own[n] != own[n - 1] or kept[n] != kept[n - 1] + 1]
+            begins = [0] + [
+                n for n in range(1, len(kept)) if own[n] != own[n - 1] or kept[n] != kept[n - 1] + 1
+            ]
             assert [bound for bound in row if bound < len(kept)] == begins
             assert row[-1] == len(kept)
 
@@ -223,7 +272,9 @@ class Slow:
         return self.take()
 
 
-def test_a_micro_batch_is_given_without_waiting_for_the_next(config: DataConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_micro_batch_is_given_without_waiting_for_the_next(
+    config: DataConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Nothing is at hand yet when the first is asked for: the loader's thread begins with it."""
     ranks = Ranks(ParallelLayout())
     loader = open_loader(config, ranks, **SIZES)
@@ -256,9 +307,13 @@ def test_what_is_there_already_is_prepared_ahead(config: DataConfig) -> None:
         assert not loader.ready
 
 
-def test_ranks_that_share_messages_prepare_the_next_together(gang: Gang, config: DataConfig) -> None:
+def test_ranks_that_share_messages_prepare_the_next_together(
+    gang: Gang, config: DataConfig
+) -> None:
     for before, after, same in gang.run(2, prepared, ParallelLayout(tp=2), config, SIZES):
-        assert (before, after) == (1, 2), "messages sent: with the first asked for, and with the second prepared"
+        assert (before, after) == (1, 2), (
+            "messages sent: with the first asked for, and with the second prepared"
+        )
         assert same
 
 
@@ -279,31 +334,48 @@ def test_documents_are_counted_where_ids_are_read_as_a_device_would(
     ids = torch.from_numpy(np.where(rng.random((samples, length + 1)) < eods, EOD, 1).astype(dtype))
     valid = torch.from_numpy(rng.integers(0, length + 2, samples))
     config = DataConfig(
-        blend="x", sequence_length=length, eod_id=EOD, pad_id=pad, reset_attention_mask=True, allow_ambiguous_pad_tokens=True
+        blend="x",
+        sequence_length=length,
+        eod_id=EOD,
+        pad_id=pad,
+        reset_attention_mask=True,
+        allow_ambiguous_pad_tokens=True,
     )
     asked = device_fields(ids, valid, config)["cu_seqlens"]
     for rank in range(cp):
         bounds = zigzag_bounds(length, rank, cp)
         counted = documents_of(ids, valid, config, bounds)
-        assert torch.equal(device_fields(ids, valid, config, most=counted.most)["cu_seqlens"], asked)
-        assert torch.equal(split_cu_seqlens(asked, bounds, counted.most_kept), split_cu_seqlens(asked, bounds))
+        assert torch.equal(
+            device_fields(ids, valid, config, most=counted.most)["cu_seqlens"], asked
+        )
+        assert torch.equal(
+            split_cu_seqlens(asked, bounds, counted.most_kept), split_cu_seqlens(asked, bounds)
+        )
         assert counted.longest == int(asked.diff(dim=1).max())
 
 
 def test_fields_whose_documents_are_counted_never_ask_the_device() -> None:
     """Nothing can be read back from a device like this one: asking it for a number raises."""
-    config = DataConfig(blend="x", sequence_length=8, eod_id=EOD, reset_attention_mask=True, reset_position_ids=True)
+    config = DataConfig(
+        blend="x", sequence_length=8, eod_id=EOD, reset_attention_mask=True, reset_position_ids=True
+    )
     ids = torch.tensor([[1, EOD, 1, 1, EOD, 1, 1, 1, 1]])
     valid = torch.tensor([9])
     for rank in range(2):
         bounds = zigzag_bounds(8, rank, 2)
         counted = documents_of(ids, valid, config, bounds)
-        fields = rank_fields(ids.to("meta"), valid.to("meta"), config, bounds, parts=False, documents=counted)
+        fields = rank_fields(
+            ids.to("meta"), valid.to("meta"), config, bounds, parts=False, documents=counted
+        )
         expected = rank_fields(ids, valid, config, bounds, parts=False)
-        assert {name: field.shape for name, field in fields.items()} == {name: field.shape for name, field in expected.items()}
+        assert {name: field.shape for name, field in fields.items()} == {
+            name: field.shape for name, field in expected.items()
+        }
 
 
-def test_a_group_that_only_talks_on_cuda_is_given_its_batches_there(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_group_that_only_talks_on_cuda_is_given_its_batches_there(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     ranks: Any = SimpleNamespace(group=lambda _: SimpleNamespace(_get_backend=no_backend))
     monkeypatch.setattr("torch.cuda.current_device", lambda: 3)
     assert rank_device(None, ranks) == torch.device("cuda", 3)
@@ -315,14 +387,20 @@ def no_backend(device: torch.device) -> None:
     raise RuntimeError(f"No backend type associated with device type {device.type}")
 
 
-def test_what_a_rank_reads_for_its_messages_is_not_pinned(config: DataConfig, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Asking for pinned memory opens a context, on the first GPU of the host if no other was chosen yet."""
+def test_what_a_rank_reads_for_its_messages_is_not_pinned(
+    config: DataConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Asking for pinned memory opens a context, on the first GPU of the host if no other was chosen
+    yet.
+    """
     monkeypatch.setattr("torch.cuda.is_available", lambda: pytest.fail("CUDA is asked for"))
     with open_loader(config, Ranks(ParallelLayout()), **SIZES) as loader:
         next(RankBatches(loader, Ranks(ParallelLayout()), "cpu"))
 
 
-def test_ranks_that_receive_a_message_copy_nothing_of_their_own_to_the_device(config: DataConfig) -> None:
+def test_ranks_that_receive_a_message_copy_nothing_of_their_own_to_the_device(
+    config: DataConfig,
+) -> None:
     """On `meta` for want of a device here. What the broadcast overwrites was never initialised."""
     with open_loader(config, Ranks(ParallelLayout()), **SIZES) as loader:
         exchange = RankBatches(loader, Ranks(ParallelLayout()), "cpu")._exchange

@@ -29,16 +29,30 @@ def run(folder: Path, name: str, ranks: int, monkeypatch: pytest.MonkeyPatch) ->
 
 
 @pytest.mark.parametrize("name", ["batches.py", "buckets.py"])
-def test_an_example_of_several_ranks_says_so_where_it_is_run_as_one(tmp_path: Path, name: str) -> None:
-    environment = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE")}
+def test_an_example_of_several_ranks_says_so_where_it_is_run_as_one(
+    tmp_path: Path, name: str
+) -> None:
+    environment = {
+        name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE")
+    }
     done = subprocess.run(
-        [sys.executable, str(EXAMPLES / name)], cwd=tmp_path, env=environment, capture_output=True, text=True, check=False
+        [sys.executable, str(EXAMPLES / name)],
+        cwd=tmp_path,
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=False,
     )
     assert done.returncode == 1
-    assert re.fullmatch(rf"this is one rank of several: run torchrun --nproc-per-node \d tools/examples/{name}\n", done.stderr)
+    assert re.fullmatch(
+        rf"this is one rank of several: run torchrun --nproc-per-node \d tools/examples/{name}\n",
+        done.stderr,
+    )
 
 
-def test_only_the_loader_goes_on_where_it_stopped_on_other_ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_the_loader_goes_on_where_it_stopped_on_other_ranks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     first = run(tmp_path, "loader.py", 1, monkeypatch)
     second = run(tmp_path, "loader.py", 2, monkeypatch)
     samples = [int(number) for number in re.findall(r"sample (\d+)", first + second)]
@@ -55,11 +69,17 @@ def test_only_get_batch_gives_every_rank_its_part(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr[-3000:]
     lines = done.stdout.splitlines()
     assert len(lines) == 6
-    assert all(line.endswith("(2, 64) tokens, from position 0") for line in lines), "tensor-parallel ranks have the same"
+    assert all(line.endswith("(2, 64) tokens, from position 0") for line in lines), (
+        "tensor-parallel ranks have the same"
+    )
 
 
-def test_the_buckets_go_on_where_they_stopped_on_other_ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    lines = run(tmp_path, "buckets.py", 2, monkeypatch) + run(tmp_path, "buckets.py", 3, monkeypatch)
+def test_the_buckets_go_on_where_they_stopped_on_other_ranks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lines = run(tmp_path, "buckets.py", 2, monkeypatch) + run(
+        tmp_path, "buckets.py", 3, monkeypatch
+    )
     steps = [int(value) for value in re.findall(r"step (\d+)", lines)]
     losses = [float(value) for value in re.findall(r"loss (\S+),", lines)]
     assert steps == list(range(4, 40, 5))

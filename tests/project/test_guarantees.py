@@ -20,13 +20,19 @@ NAMED = sorted(set(re.findall(r"`(test_\w+\.py::[\w:]+)`", PAGE)))
 def named_in(name: str) -> frozenset[str]:
     """The tests of a file: functions, and methods with the classes that have or inherit them."""
     tree = ast.parse(FILES[name].read_text())
-    found: dict[str, set[str]] = {"": {node.name for node in tree.body if isinstance(node, ast.FunctionDef)}}
+    found: dict[str, set[str]] = {
+        "": {node.name for node in tree.body if isinstance(node, ast.FunctionDef)}
+    }
     for node in tree.body:
         if isinstance(node, ast.ClassDef):
-            inherited = [found.get(base.id, set()) for base in node.bases if isinstance(base, ast.Name)]
+            inherited = [
+                found.get(base.id, set()) for base in node.bases if isinstance(base, ast.Name)
+            ]
             own = {item.name for item in node.body if isinstance(item, ast.FunctionDef)}
             found[node.name] = own.union(*inherited)
-    return frozenset(f"{owner}::{test}".lstrip(":") for owner, tests in found.items() for test in tests)
+    return frozenset(
+        f"{owner}::{test}".lstrip(":") for owner, tests in found.items() for test in tests
+    )
 
 
 @pytest.mark.parametrize("named", NAMED)
@@ -37,7 +43,11 @@ def test_a_named_test_exists(named: str) -> None:
 
 
 def rows() -> list[list[str]]:
-    lines = [line for line in PAGE.splitlines() if line.startswith("|") and not line.startswith(("|---", "| promise"))]
+    lines = [
+        line
+        for line in PAGE.splitlines()
+        if line.startswith("|") and not line.startswith(("|---", "| promise"))
+    ]
     return [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
 
 

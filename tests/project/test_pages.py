@@ -1,4 +1,6 @@
-"""What the pages say of the code by name or by number: settings, options, layers, extras, constants, links."""
+"""What the pages say of the code by name or by number: settings, options, layers, extras,
+constants, links.
+"""
 
 from __future__ import annotations
 
@@ -35,7 +37,9 @@ from tools.settings import SECTIONS, settings_page
 
 ROOT = Path(__file__).parents[2]
 PACKAGE = ROOT / "streammega"
-PAGES = {path.stem: path.read_text() for path in [*(ROOT / "docs").glob("*.md"), *ROOT.glob("*.md")]}
+PAGES = {
+    path.stem: path.read_text() for path in [*(ROOT / "docs").glob("*.md"), *ROOT.glob("*.md")]
+}
 
 
 def blocks(page: str, language: str) -> list[str]:
@@ -72,13 +76,21 @@ SETTINGS["train/config"] = ["ModelConfig", "ParallelConfig", "TrainConfig"]
 SETTINGS["convert/options"] = ["ConvertOptions"]
 
 
-@pytest.mark.parametrize(("file", "name"), [(file, name) for file, names in SETTINGS.items() for name in names])
+@pytest.mark.parametrize(
+    ("file", "name"), [(file, name) for file, names in SETTINGS.items() for name in names]
+)
 def test_every_setting_is_described_where_it_is_defined(file: str, name: str) -> None:
     tree = ast.parse((PACKAGE / f"{file}.py").read_text())
-    (settings,) = [node for node in tree.body if isinstance(node, ast.ClassDef) and node.name == name]
+    (settings,) = [
+        node for node in tree.body if isinstance(node, ast.ClassDef) and node.name == name
+    ]
     without = []
     for item, after in zip(settings.body, [*settings.body[1:], None], strict=True):
-        described = isinstance(after, ast.Expr) and isinstance(after.value, ast.Constant) and isinstance(after.value.value, str)
+        described = (
+            isinstance(after, ast.Expr)
+            and isinstance(after.value, ast.Constant)
+            and isinstance(after.value.value, str)
+        )
         if isinstance(item, ast.AnnAssign) and not described:
             without.append(ast.unparse(item.target))
     assert not without
@@ -91,8 +103,14 @@ def test_the_page_of_settings_is_what_the_code_says() -> None:
 def test_every_class_of_settings_is_on_the_page() -> None:
     modules = ("config", "convert/options", "train/config")
     trees = [ast.parse((ROOT / "streammega" / f"{module}.py").read_text()) for module in modules]
-    found = {node.name for tree in trees for node in tree.body if isinstance(node, ast.ClassDef) and node.decorator_list}
-    assert found - {"RunConfig"} == {section.name for section in SECTIONS}  # of which each field is one of the others
+    found = {
+        node.name
+        for tree in trees
+        for node in tree.body
+        if isinstance(node, ast.ClassDef) and node.decorator_list
+    }
+    # of which each field is one of the others
+    assert found - {"RunConfig"} == {section.name for section in SECTIONS}
 
 
 def test_the_options_of_oss_are_those_of_the_page() -> None:
@@ -106,34 +124,50 @@ def test_the_options_of_oss_are_those_of_the_page() -> None:
 
 def test_the_layers_of_the_page_are_those_that_are_checked() -> None:
     """Read from below, as imports go."""
-    (diagram,) = [block for block in blocks("architecture", "") if "kernels/" in block and "──►" not in block]
+    (diagram,) = [
+        block for block in blocks("architecture", "") if "kernels/" in block and "──►" not in block
+    ]
     drawn = [re.match(r" *(\w+)", line)[1] for line in reversed(diagram.splitlines())]  # type: ignore[index]
     assert sorted(drawn) == sorted(LEVELS)
     place = {unit: number for number, unit in enumerate(drawn)}
     level = {unit: number for number, unit in enumerate(LEVELS)}
     wrong = [(a, b) for a in level for b in level if level[a] < level[b] and place[a] > place[b]]
-    assert not wrong, "one lies above the other on the page, and below it in tests/project/test_structure.py"
+    assert not wrong, (
+        "one lies above the other on the page, and below it in tests/project/test_structure.py"
+    )
 
 
 @pytest.mark.parametrize("page", ["docs/architecture.md", "CONTRIBUTING.md", "docs/glossary.md"])
 def test_files_that_a_page_of_the_code_names_are_there(page: str) -> None:
     named = set(re.findall(r"`((?:[a-z_0-9]+/)*[a-z_0-9]+\.py)`", (ROOT / page).read_text()))
-    there = [str(path) for folder in ("streammega", "tests", "tools") for path in (ROOT / folder).rglob("*.py")]
-    assert not [name for name in sorted(named) if not any(path.endswith(f"/{name}") for path in there)]
+    there = [
+        str(path)
+        for folder in ("streammega", "tests", "tools")
+        for path in (ROOT / folder).rglob("*.py")
+    ]
+    assert not [
+        name for name in sorted(named) if not any(path.endswith(f"/{name}") for path in there)
+    ]
 
 
 def test_kernels_hold_neither_the_gil_nor_numbas_threads_nor_fast_math() -> None:
     jitted = []
     for path in PACKAGE.rglob("*.py"):
         for node in ast.walk(ast.parse(path.read_text())):
-            if isinstance(node, ast.Call) and ast.unparse(node.func) in ("numba.njit", "numba.jit", "njit"):
+            if isinstance(node, ast.Call) and ast.unparse(node.func) in (
+                "numba.njit",
+                "numba.jit",
+                "njit",
+            ):
                 options = {item.arg: ast.unparse(item.value) for item in node.keywords}
                 assert not {"parallel", "fastmath"} & set(options)
                 if "inline" not in options:  # those become a part of who calls them
                     assert options.get("nogil") == "True"
                     jitted.append(path.name)
             assert not (
-                isinstance(node, ast.Attribute) and node.attr in ("prange", "set_num_threads") and "numba" in ast.dump(node)
+                isinstance(node, ast.Attribute)
+                and node.attr in ("prange", "set_num_threads")
+                and "numba" in ast.dump(node)
             )
     assert set(jitted) == {"jit.py"}, "one place decides how kernels are compiled"
 
@@ -179,7 +213,10 @@ def imported() -> dict[str, list[str]]:
         for node in ast.walk(ast.parse(path.read_text())):
             names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
             names += [node.module] if isinstance(node, ast.ImportFrom) and node.module else []
-            for name in {name.split(".")[0] for name in names} - {"streammega", *sys.stdlib_module_names}:
+            for name in {name.split(".")[0] for name in names} - {
+                "streammega",
+                *sys.stdlib_module_names,
+            }:
                 found.setdefault(name, []).append(str(path.relative_to(PACKAGE)))
     return found
 
@@ -197,7 +234,9 @@ def test_every_import_is_a_dependency_or_what_an_extra_installs() -> None:
 
 
 def test_messages_and_pages_name_the_extra_that_brings_what_is_missing() -> None:
-    """A module that only a feature imports is imported beside a message that names its extra; no other extra is ever named."""
+    """A module that only a feature imports is imported beside a message that names its extra; no
+    other extra is ever named.
+    """
     extras = PROJECT["optional-dependencies"]
     for text in (*PAGES.values(), *(path.read_text() for path in PACKAGE.rglob("*.py"))):
         assert set(re.findall(r"streammega\[(\w+)\]", text)) <= set(extras)
@@ -219,7 +258,11 @@ def test_drivers_are_those_that_the_page_says_were_tested() -> None:
 def test_torchrun_waits_thirty_seconds_between_its_signals() -> None:
     from torch.distributed.run import get_args_parser
 
-    (option,) = [action for action in get_args_parser()._actions if "--shutdown-timeout" in action.option_strings]
+    (option,) = [
+        action
+        for action in get_args_parser()._actions
+        if "--shutdown-timeout" in action.option_strings
+    ]
     assert float(option.default or 30) == 30  # type: ignore[arg-type]
 
 
@@ -233,25 +276,54 @@ NUMBERS: list[tuple[str, str, Any, Any]] = [
     ("architecture", "a second time (at most one in twenty)", limits.HEDGE_SHARE, 1 / 20),
     ("architecture", "pass through 128 KiB pages", layout.PAGE_BYTES, 128 << 10),
     ("architecture", "staged by four threads", staging.THREADS, 4),
-    ("architecture", "(1 GiB or 1 % stay free)", (room.DISK_RESERVE, room.DISK_SHARE), (1 << 30, 0.01)),
+    (
+        "architecture",
+        "(1 GiB or 1 % stay free)",
+        (room.DISK_RESERVE, room.DISK_SHARE),
+        (1 << 30, 0.01),
+    ),
     ("architecture", "is not looked at again for half a minute", room.FULL_FOR, 30),
     ("architecture", "Slabs of micro-batches (4 MiB of tokens", reader.SLAB_BYTES, 4 << 20),
     ("architecture", "**Frames of 32 KiB.**", frames.FRAME_BYTES, 32 << 10),
     ("architecture", "**Checksums per 64 MiB**", checksums.CHECK_BYTES, 64 << 20),
     ("architecture", "Signs of life go to the job's store once a second", watch.BEAT, 1),
-    ("architecture", "exponential pauses and jitter", (retry.FIRST_PAUSE, retry.LONGEST_PAUSE), (0.1, 10)),
+    (
+        "architecture",
+        "exponential pauses and jitter",
+        (retry.FIRST_PAUSE, retry.LONGEST_PAUSE),
+        (0.1, 10),
+    ),
     ("training", "after 60 s, or `train.timeout`", watch.SILENCE * watch.BEAT, 60),
-    ("training", "A cause that was told ends all ranks within five seconds", test_watch.TOLD_WITHIN, 5),
+    (
+        "training",
+        "A cause that was told ends all ranks within five seconds",
+        test_watch.TOLD_WITHIN,
+        5,
+    ),
     ("training", "is named within fifteen of torchrun's SIGTERM", test_watch.DEAD_WITHIN, 15),
     ("training", "A second Ctrl-C, more than a second after the first", stopping.ONE_REQUEST, 1),
     ("orders", "the smallest of at least 1024", stream_order.MIN_LANES, 1024),
-    ("orders", "of whole samples (256 KiB by default)", stream_order.DEFAULT_BLOCK_BYTES, 256 << 10),
-    ("storage", "is read again every five minutes", oss_credentials.READ_AGAIN.total_seconds(), 300),
+    (
+        "orders",
+        "of whole samples (256 KiB by default)",
+        stream_order.DEFAULT_BLOCK_BYTES,
+        256 << 10,
+    ),
+    (
+        "storage",
+        "is read again every five minutes",
+        oss_credentials.READ_AGAIN.total_seconds(),
+        300,
+    ),
     ("storage", "two minutes before it expires", oss_credentials.MARGIN.total_seconds(), 120),
 ]
 
 
-@pytest.mark.parametrize(("page", "words", "number", "said"), NUMBERS, ids=[words for _, words, _, _ in NUMBERS])
-def test_numbers_of_the_pages_are_those_of_the_code(page: str, words: str, number: Any, said: Any) -> None:
+@pytest.mark.parametrize(
+    ("page", "words", "number", "said"), NUMBERS, ids=[words for _, words, _, _ in NUMBERS]
+)
+def test_numbers_of_the_pages_are_those_of_the_code(
+    page: str, words: str, number: Any, said: Any
+) -> None:
     assert words in " ".join(PAGES[page].split())
     assert number == said

@@ -19,12 +19,16 @@ from tests.support.servers import S3
 
 README = Path(__file__).parents[2] / "README.md"
 RUN_IN_OTHER_TESTS = ("cache", "torchrun")
-"""Commands of the README whose own tests start processes or fill a cache first: test_page_cache.py, test_endings.py."""
+"""Commands of the README whose own tests start processes or fill a cache first: test_page_cache.py,
+test_endings.py.
+"""
 
 
 @pytest.fixture
 def _surroundings(moto: S3, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What a user has: a bucket, credentials in the environment, and files in the folder they work in."""
+    """What a user has: a bucket, credentials in the environment, and files in the folder they work
+    in.
+    """
     client = moto.client()
     client.create_bucket(Bucket="bucket")
     for item in client.list_objects_v2(Bucket="bucket").get("Contents", ()):
@@ -69,9 +73,10 @@ def test_the_ten_lines_train_save_and_resume() -> None:
 
     def train_step(batch: dict[str, Any]) -> None:
         seen.append(batch["tokens"].clone())
-        assert {name: tuple(batch[name].shape) for name in ("tokens", "labels", "loss_mask", "position_ids")} == dict.fromkeys(
-            ("tokens", "labels", "loss_mask", "position_ids"), (4, 4096)
-        )
+        assert {
+            name: tuple(batch[name].shape)
+            for name in ("tokens", "labels", "loss_mask", "position_ids")
+        } == dict.fromkeys(("tokens", "labels", "loss_mask", "position_ids"), (4, 4096))
         if len(seen) in (3, 5):
             raise Stop
 
@@ -79,7 +84,8 @@ def test_the_ten_lines_train_save_and_resume() -> None:
         "rank": 0, "world": 2, "model": None, "time_to_save": True, "train_step": train_step,
         "save": lambda model, state: saved.append(state),
     }  # fmt: skip
-    loop, resume = code.rsplit("loader.load_state_dict(state)", 1)[0], "loader.load_state_dict(state)"
+    loop = code.rsplit("loader.load_state_dict(state)", 1)[0]
+    resume = "loader.load_state_dict(state)"
     with pytest.raises(Stop):
         exec(compile(loop, "README", "exec"), names)
     state = json.loads(json.dumps(saved[-1]))
@@ -93,18 +99,31 @@ def test_the_ten_lines_train_save_and_resume() -> None:
 def commands() -> list[str]:
     text = README.read_text()
     lines = [line for block in blocks(text, "") for line in block.splitlines()]
-    return [line.split("  #")[0].strip() for line in lines if line.startswith(("streammega ", "torchrun "))]
+    return [
+        line.split("  #")[0].strip()
+        for line in lines
+        if line.startswith(("streammega ", "torchrun "))
+    ]
 
 
 @pytest.mark.usefixtures("_surroundings")
-def test_the_commands_do_what_the_readme_says(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Each line is run on data of its own; settings of the torchrun line are checked by test_train.py."""
+def test_the_commands_do_what_the_readme_says(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Each line is run on data of its own; settings of the torchrun line are checked by
+    test_train.py.
+    """
     corpus = tmp_path / "corpus"
     corpus.mkdir()
-    texts = [json.dumps({"text": f"document {n} " + "some words and more of them " * 40}) for n in range(400)]
+    texts = [
+        json.dumps({"text": f"document {n} " + "some words and more of them " * 40})
+        for n in range(400)
+    ]
     (corpus / "a.jsonl.zst").write_bytes(zstandard.compress("\n".join(texts).encode()))
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    tokenizer = Tokenizer(models.BPE({"<|endoftext|>": 0, **{symbol: i + 1 for i, symbol in enumerate(alphabet)}}, []))
+    tokenizer = Tokenizer(
+        models.BPE({"<|endoftext|>": 0, **{symbol: i + 1 for i, symbol in enumerate(alphabet)}}, [])
+    )
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.save("tokenizer.json")
     put_dataset("code")
@@ -114,13 +133,27 @@ def test_the_commands_do_what_the_readme_says(tmp_path: Path, capsys: pytest.Cap
     )
     (tmp_path / "runs" / "one").mkdir(parents=True)
     steps = [
-        {"step": n, "loss": 2.0 - n / 10, "grad_norm": 1.0, "lr": 1e-3, "tokens_per_s": 9.0, "data_wait_s": 0.0} for n in range(4)
+        {
+            "step": n,
+            "loss": 2.0 - n / 10,
+            "grad_norm": 1.0,
+            "lr": 1e-3,
+            "tokens_per_s": 9.0,
+            "data_wait_s": 0.0,
+        }
+        for n in range(4)
     ]
-    (tmp_path / "runs" / "one" / "metrics.jsonl").write_text("".join(json.dumps(step) + "\n" for step in steps))
+    (tmp_path / "runs" / "one" / "metrics.jsonl").write_text(
+        "".join(json.dumps(step) + "\n" for step in steps)
+    )
     ran = []
     for line in commands():
         program, *arguments = shlex.split(line)
-        arguments = [path for word in arguments for path in (sorted(map(str, Path().glob(word))) if "*" in word else [word])]
+        arguments = [
+            path
+            for word in arguments
+            for path in (sorted(map(str, Path().glob(word))) if "*" in word else [word])
+        ]
         if program == "torchrun" or arguments[0] in RUN_IN_OTHER_TESTS:
             continue
         if arguments[0] == "order-report":
@@ -139,7 +172,9 @@ def test_the_tree_of_files_is_the_tree() -> None:
     missing = []
     for line in tree.splitlines():
         indent = len(line) - len(line.lstrip())
-        for name in re.findall(r"[a-z_]+(?:/|\.py|\.md)", re.split(r" {2,}(?=\S)", line.strip())[0]):
+        for name in re.findall(
+            r"[a-z_]+(?:/|\.py|\.md)", re.split(r" {2,}(?=\S)", line.strip())[0]
+        ):
             folder = root / "streammega" if indent else root
             if not (folder / name).exists():
                 missing.append(name)

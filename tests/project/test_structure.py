@@ -33,7 +33,9 @@ LEVELS = [
 ]
 LEVEL = {unit: number for number, unit in enumerate(LEVELS)}
 NOT_FROM_CONVERT = {"order", "samples", "loading", "parallel", "gradients", "train"}
-"""A corpus is converted on machines that never train: nothing of the order, of loaders or of gradients is needed there."""
+"""A corpus is converted on machines that never train: nothing of the order, of loaders or of
+gradients is needed there.
+"""
 FACES = {"__init__.py", "__main__.py"}
 
 
@@ -47,7 +49,11 @@ def imported_units(path: Path) -> set[str]:
     for node in ast.walk(ast.parse(path.read_text())):
         names = []
         if isinstance(node, ast.ImportFrom) and node.module:
-            names = [node.module] if node.module != "streammega" else [f"streammega.{alias.name}" for alias in node.names]
+            names = (
+                [node.module]
+                if node.module != "streammega"
+                else [f"streammega.{alias.name}" for alias in node.names]
+            )
         elif isinstance(node, ast.Import):
             names = [alias.name for alias in node.names]
         found |= {name.split(".")[1] for name in names if name.startswith("streammega.")}
@@ -61,14 +67,18 @@ SOURCES = [path for path in ROOT.rglob("*.py") if path.name not in FACES or path
 def test_imports_go_down_only(path: Path) -> None:
     unit = unit_of(path)
     for other in imported_units(path) - {unit}:
-        assert LEVEL[other] < LEVEL[unit], f"{path.relative_to(ROOT)} ({unit}) imports {other}, which lies above it"
+        assert LEVEL[other] < LEVEL[unit], (
+            f"{path.relative_to(ROOT)} ({unit}) imports {other}, which lies above it"
+        )
         if unit == "convert":
             assert other not in NOT_FROM_CONVERT
 
 
 def test_every_source_has_a_level() -> None:
     assert {unit_of(path) for path in SOURCES} == set(LEVEL)
-    assert {path.name for path in ROOT.glob("*.py")} == FACES | {"config.py"}, "every other file has a room"
+    assert {path.name for path in ROOT.glob("*.py")} == FACES | {"config.py"}, (
+        "every other file has a room"
+    )
 
 
 def module_of(path: Path) -> str:
@@ -77,7 +87,9 @@ def module_of(path: Path) -> str:
 
 
 def imported_modules(path: Path, modules: set[str]) -> set[str]:
-    """The modules of this package that a file names in its imports, also in those that only type checkers read."""
+    """The modules of this package that a file names in its imports, also in those that only type
+    checkers read.
+    """
     found = set()
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.ImportFrom) and node.module:
@@ -107,7 +119,9 @@ def test_a_name_of_a_class_has_one_meaning() -> None:
     assert not {name: modules for name, modules in homes.items() if len(modules) > 1}
 
 
-@pytest.mark.parametrize("path", [p for p in SOURCES if unit_of(p) == "order"], ids=lambda path: path.name)
+@pytest.mark.parametrize(
+    "path", [p for p in SOURCES if unit_of(p) == "order"], ids=lambda path: path.name
+)
 def test_order_is_pure(path: Path) -> None:
     forbidden = {"torch", "time", "datetime", "os", "pathlib", "random", "io"}
     for node in ast.walk(ast.parse(path.read_text())):
@@ -123,7 +137,11 @@ LATER_REPEATS = re.compile(r"(?<!\\)[*+?}]\+|\(\?>")
 @pytest.mark.parametrize("path", SOURCES, ids=lambda path: str(path.relative_to(ROOT)))
 def test_expressions_are_those_of_the_oldest_python(path: Path) -> None:
     for node in ast.walk(ast.parse(path.read_text())):
-        if not isinstance(node, ast.Call) or ast.unparse(node.func) != "re.compile" or not isinstance(node.args[0], ast.Constant):
+        if (
+            not isinstance(node, ast.Call)
+            or ast.unparse(node.func) != "re.compile"
+            or not isinstance(node.args[0], ast.Constant)
+        ):
             continue
         expression = node.args[0].value
         text = expression.decode("latin-1") if isinstance(expression, bytes) else expression

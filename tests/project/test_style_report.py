@@ -45,7 +45,9 @@ def test_figures_of_a_known_source() -> None:
     assert figures.body_lines == 6, "what an inner function has is counted once"
     assert figures.expressions == 3 + 1 + 2 + 2
     assert figures.tuple_assignments == 1, "what a call returns may be taken apart"
-    assert figures.why_lines == 2 + 2, "an attribute's docstring of two lines and two comments, no heading, no noqa"
+    assert figures.why_lines == 2 + 2, (
+        "an attribute's docstring of two lines and two comments, no heading, no noqa"
+    )
     assert figures.long_lines == 0
 
 
@@ -89,7 +91,9 @@ def test_the_command_prints_every_file_and_the_total(tmp_path: Path) -> None:
     (tmp_path / "room").mkdir()
     (tmp_path / "room" / "a.py").write_text(SOURCE)
     (tmp_path / "b.py").write_text("x, y = 1, 2\n")
-    done = subprocess.run([sys.executable, str(REPORT), str(tmp_path)], capture_output=True, text=True, check=True)
+    done = subprocess.run(
+        [sys.executable, str(REPORT), str(tmp_path)], capture_output=True, text=True, check=True
+    )
     rows = {line.split()[0]: line.split()[1:] for line in done.stdout.splitlines()}
     assert list(rows) == ["file", "b.py", "room/a.py", "total"]
     assert rows["room/a.py"] == ["23", "3", "6", "6", "1.33", "111.1", "0.0", "173.9"]
@@ -97,13 +101,18 @@ def test_the_command_prints_every_file_and_the_total(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "told"), [("nothing", "cannot be read"), ("broken.py", "cannot be read"), ("", "no Python files")]
+    ("name", "told"),
+    [("nothing", "cannot be read"), ("broken.py", "cannot be read"), ("", "no Python files")],
 )
-def test_what_cannot_be_read_is_told_without_a_traceback(tmp_path: Path, name: str, told: str) -> None:
+def test_what_cannot_be_read_is_told_without_a_traceback(
+    tmp_path: Path, name: str, told: str
+) -> None:
     target = tmp_path / name
     if name.endswith(".py"):
         target.write_text("def f(:\n")
-    done = subprocess.run([sys.executable, str(REPORT), str(target)], capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        [sys.executable, str(REPORT), str(target)], capture_output=True, text=True, check=False
+    )
     assert done.returncode == 1
     assert told in done.stderr
     assert "Traceback" not in done.stderr

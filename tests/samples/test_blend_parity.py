@@ -10,7 +10,13 @@ from typing import Any
 import numpy as np
 import pytest
 
-from streammega import BlendedDataset, DataConfig, IndexedDatasetWriter, StreamLoader, build_datasets
+from streammega import (
+    BlendedDataset,
+    DataConfig,
+    IndexedDatasetWriter,
+    StreamLoader,
+    build_datasets,
+)
 from streammega.config import parse_blend
 from streammega.errors import ConfigError
 from streammega.kernels.blending import blend_exhaustive, blend_weighted
@@ -40,9 +46,11 @@ def test_the_greedy_choice_is_megatrons(block: int) -> None:
 
     rng = np.random.default_rng(block)
     for _ in range(150):
-        count, size = int(rng.integers(1, 201)), int(rng.integers(1, 3000))
+        count = int(rng.integers(1, 201))
+        size = int(rng.integers(1, 3000))
         weights = np.array(normalized(random_weights(rng, count).tolist()))
-        dataset, sample = np.zeros(size, np.int16), np.zeros(size, np.int64)
+        dataset = np.zeros(size, np.int16)
+        sample = np.zeros(size, np.int64)
         helpers.build_blending_indices(dataset, sample, weights.tolist(), count, size, False)
         ours = blend_weighted(weights, size)
         for theirs, got in zip((dataset, sample), ours, strict=True):
@@ -57,7 +65,8 @@ def test_the_exhaustive_choice_is_megatrons(block: int) -> None:
     rng = np.random.default_rng(100 + block)
     for _ in range(150):
         sizes = rng.integers(1, int(rng.integers(2, 60)), int(rng.integers(1, 201)))
-        dataset, sample = np.zeros(sizes.sum(), np.int16), np.zeros(sizes.sum(), np.int64)
+        dataset = np.zeros(sizes.sum(), np.int16)
+        sample = np.zeros(sizes.sum(), np.int64)
         helpers.build_exhaustive_blending_indices(dataset, sample, sizes, len(sizes))
         ours = blend_exhaustive(sizes)
         np.testing.assert_array_equal(dataset, ours[0])
@@ -66,7 +75,9 @@ def test_the_exhaustive_choice_is_megatrons(block: int) -> None:
 
 @pytest.mark.parametrize("kind", range(len(KINDS)))
 @pytest.mark.parametrize("threads", [2, 5])
-def test_guessed_parts_are_the_sequential_choice(kind: int, threads: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_guessed_parts_are_the_sequential_choice(
+    kind: int, threads: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Whether the guess of a part's beginning is right or wrong; each way occurs."""
     from streammega.kernels import blending
 
@@ -75,16 +86,22 @@ def test_guessed_parts_are_the_sequential_choice(kind: int, threads: int, monkey
         weights = np.array(normalized(random_weights(rng, count).tolist()))
         sizes = rng.integers(1, 60, count)
         monkeypatch.setattr(blending, "_WORTH_GUESSING", 1 << 60)
-        alone, exhausted = blend_weighted(weights, 9_000), blend_exhaustive(sizes)
+        alone = blend_weighted(weights, 9_000)
+        exhausted = blend_exhaustive(sizes)
         monkeypatch.setattr(blending, "_WORTH_GUESSING", 1)
         monkeypatch.setattr(blending, "num_threads", lambda: threads)
-        for a, b in zip((*alone, *exhausted), (*blend_weighted(weights, 9_000), *blend_exhaustive(sizes)), strict=True):
+        for a, b in zip(
+            (*alone, *exhausted),
+            (*blend_weighted(weights, 9_000), *blend_exhaustive(sizes)),
+            strict=True,
+        ):
             np.testing.assert_array_equal(a, b)
 
 
 def test_a_longer_blend_starts_with_a_shorter_ones_choices() -> None:
     weights = np.array(normalized(np.random.default_rng(1).random(90).tolist()))
-    long, short = blend_weighted(weights, 20_000), blend_weighted(weights, 7_001)
+    long = blend_weighted(weights, 20_000)
+    short = blend_weighted(weights, 7_001)
     np.testing.assert_array_equal(long[0][:7_001], short[0])
 
 
@@ -93,14 +110,18 @@ def pairs(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
     folder = tmp_path_factory.mktemp("pairs")
     rng = np.random.default_rng(3)
     for number in range(PAIRS):
-        with IndexedDatasetWriter(str(folder / f"p{number:02}"), np.uint16 if number % 3 else np.int32) as writer:
+        with IndexedDatasetWriter(
+            str(folder / f"p{number:02}"), np.uint16 if number % 3 else np.int32
+        ) as writer:
             for _ in range(int(rng.integers(12, 60))):
                 writer.add_item(rng.integers(0, 1000, rng.integers(0, 50)))
                 writer.end_document()
     return [str(folder / f"p{number:02}") for number in range(PAIRS)]
 
 
-def random_blend(rng: np.random.Generator, pairs: list[str], weighted: bool) -> tuple[list[str], list[float] | None]:
+def random_blend(
+    rng: np.random.Generator, pairs: list[str], weighted: bool
+) -> tuple[list[str], list[float] | None]:
     count = int(rng.integers(1, 9))
     chosen = [pairs[n] for n in rng.choice(len(pairs), count, replace=False)]
     return chosen, [round(float(w), 6) + 1e-3 for w in rng.random(count)] if weighted else None
@@ -112,7 +133,9 @@ def ours_of(blend: tuple[list[str], list[float] | None]) -> Any:
 
 
 def theirs_of(sizes: list[int | None], config: Any) -> list[Any]:
-    from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
+    from megatron.core.datasets.blended_megatron_dataset_builder import (
+        BlendedMegatronDatasetBuilder,
+    )
     from megatron.core.datasets.gpt_dataset import GPTDataset
 
     with warnings.catch_warnings():
@@ -124,44 +147,73 @@ def assert_same(theirs: Any, ours: Any, where: str) -> None:
     assert len(theirs) == len(ours), where
     if hasattr(theirs, "dataset_index"):
         for name in ("dataset_index", "dataset_sample_index"):
-            a, b = getattr(theirs, name), getattr(ours, name)
+            a = getattr(theirs, name)
+            b = getattr(ours, name)
             assert a.dtype == b.dtype, where
             np.testing.assert_array_equal(a, b, err_msg=where)
     for k in range(0, len(theirs), max(1, len(theirs) // 7)):
         for part in getattr(theirs, "datasets", [theirs]):
             part.masks_and_position_ids_are_cached = False
-        expected, got = theirs[k], ours[k]
+        expected = theirs[k]
+        got = ours[k]
         assert set(expected) == set(got), where
         for name in expected:
-            np.testing.assert_array_equal(np.asarray(expected[name]).reshape(got[name].shape), got[name].numpy(), err_msg=where)
+            np.testing.assert_array_equal(
+                np.asarray(expected[name]).reshape(got[name].shape),
+                got[name].numpy(),
+                err_msg=where,
+            )
 
 
 @pytest.mark.parametrize("block", range(4))
 def test_built_datasets_are_megatrons(block: int, pairs: list[str], tmp_path: Path) -> None:
-    """240 configurations of blend or blend_per_split, with and without weights, sizes, masks and several validation sets."""
+    """240 configurations of blend or blend_per_split, with and without weights, sizes, masks and
+    several validation sets.
+    """
     compared = 0
     for number in range(60):
         rng = np.random.default_rng(1000 * block + number)
-        weighted, per_split = bool(rng.integers(0, 2)), bool(rng.integers(0, 2))
+        weighted = bool(rng.integers(0, 2))
+        per_split = bool(rng.integers(0, 2))
         several = per_split and rng.random() < 0.4
         sizes: list[int | None] = [int(n) for n in rng.integers(1, 400, 3)]
         if not weighted and rng.random() < 0.4:
             sizes = [None, None, None]
-        shared: dict[str, Any] = {"eod_mask_loss": bool(rng.integers(0, 2)), "reset_position_ids": bool(rng.integers(0, 2))}
-        shared |= {"create_attention_mask": bool(rng.integers(0, 2)), "reset_attention_mask": bool(rng.integers(0, 2))}
-        surplus, length = float(rng.choice([0.005, 0.05])), int(rng.integers(4, 20))
+        shared: dict[str, Any] = {
+            "eod_mask_loss": bool(rng.integers(0, 2)),
+            "reset_position_ids": bool(rng.integers(0, 2)),
+        }
+        shared |= {
+            "create_attention_mask": bool(rng.integers(0, 2)),
+            "reset_attention_mask": bool(rng.integers(0, 2)),
+        }
+        surplus = float(rng.choice([0.005, 0.05]))
+        length = int(rng.integers(4, 20))
         if per_split:
             blends = [random_blend(rng, pairs, weighted) for _ in range(3)]
             sources: dict[str, Any] = {"blend": None, "blend_per_split": blends, "split": None}
             sources |= {"multiple_validation_sets": several}
-            own: dict[str, Any] = {"blend_per_split": [ours_of(b) for b in blends], "multiple_validation_sets": several}
+            own: dict[str, Any] = {
+                "blend_per_split": [ours_of(b) for b in blends],
+                "multiple_validation_sets": several,
+            }
         else:
-            blend, split = random_blend(rng, pairs, weighted), str(rng.choice(["90,10,0", "70,20,10", "1,0,0"]))
-            sources, own = {"blend": blend, "split": split}, {"blend": ours_of(blend), "split": split}
+            blend = random_blend(rng, pairs, weighted)
+            split = str(rng.choice(["90,10,0", "70,20,10", "1,0,0"]))
+            sources = {"blend": blend, "split": split}
+            own = {"blend": ours_of(blend), "split": split}
         where = f"block {block}, case {number}"
-        theirs_config = oracle.gpt_config(None, length, 77, eod=5, mid_level_dataset_surplus=surplus, **sources, **shared)
+        theirs_config = oracle.gpt_config(
+            None, length, 77, eod=5, mid_level_dataset_surplus=surplus, **sources, **shared
+        )
         config = DataConfig(
-            sequence_length=length, seed=77, eod_id=5, surplus=surplus, index_cache_dir=tmp_path / "ours", **own, **shared
+            sequence_length=length,
+            seed=77,
+            eod_id=5,
+            surplus=surplus,
+            index_cache_dir=tmp_path / "ours",
+            **own,
+            **shared,
         )
         try:
             theirs = theirs_of(sizes, theirs_config)
@@ -187,7 +239,8 @@ def test_padding_of_a_batch_is_sample_zero_without_loss(pairs: list[str], tmp_pa
     blended = build_datasets(config, (20, None, None))[0]
     assert isinstance(blended, BlendedDataset)
     for dataset in (blended, blended.datasets[0]):
-        padding, first = dataset[None], dataset[0]
+        padding = dataset[None]
+        first = dataset[0]
         assert padding["tokens"].equal(first["tokens"])
         assert not padding["loss_mask"].any()
         assert first["loss_mask"].any()
@@ -197,27 +250,40 @@ def test_what_a_blend_cannot_give_is_refused_by_number(pairs: list[str], tmp_pat
     config = DataConfig(blend=pairs[:2], sequence_length=8, index_cache_dir=tmp_path)
     parts = [build_datasets(replace(config, blend=[p]), (None, None, None))[0] for p in pairs[:2]]
     lengths = [len(part) for part in parts]  # type: ignore[arg-type]
-    with pytest.raises(ConfigError, match=f"takes {sum(lengths) * 2 - 1} samples of dataset 0, which has {lengths[0]}"):
+    with pytest.raises(
+        ConfigError,
+        match=f"takes {sum(lengths) * 2 - 1} samples of dataset 0, which has {lengths[0]}",
+    ):
         BlendedDataset(parts, [1e9, 1.0], sum(lengths) * 2)  # type: ignore[arg-type]
     blend = BlendedDataset(parts, lengths, None)  # type: ignore[arg-type]
     assert len(blend) == sum(lengths)
     with pytest.raises(ConfigError, match="blends of blends"):
         BlendedDataset([blend], [1.0], 3)  # type: ignore[list-item]
     with pytest.raises(ConfigError, match="needs a number of samples"):
-        build_datasets(replace(config, blend=[(pairs[0], 0.5), (pairs[1], 0.5)]), (None, None, None))
+        build_datasets(
+            replace(config, blend=[(pairs[0], 0.5), (pairs[1], 0.5)]), (None, None, None)
+        )
 
 
 def test_full_validation_takes_everything_once(pairs: list[str], tmp_path: Path) -> None:
-    config = DataConfig(blend=pairs[:3], sequence_length=8, split="50,50,0", full_validation=True, index_cache_dir=tmp_path)
+    config = DataConfig(
+        blend=pairs[:3],
+        sequence_length=8,
+        split="50,50,0",
+        full_validation=True,
+        index_cache_dir=tmp_path,
+    )
     valid = build_datasets(config, (10, 5, None))[1]
     assert isinstance(valid, BlendedDataset)
     assert len(valid) == sum(len(part) for part in valid.datasets)
-    assert sorted(zip(valid.dataset_index.tolist(), valid.dataset_sample_index.tolist(), strict=True)) == [
-        (d, k) for d in range(3) for k in range(len(valid.datasets[d]))
-    ]
+    assert sorted(
+        zip(valid.dataset_index.tolist(), valid.dataset_sample_index.tolist(), strict=True)
+    ) == [(d, k) for d in range(3) for k in range(len(valid.datasets[d]))]
 
 
-def test_the_loader_serves_a_blend_with_mixed_token_widths(pairs: list[str], tmp_path: Path) -> None:
+def test_the_loader_serves_a_blend_with_mixed_token_widths(
+    pairs: list[str], tmp_path: Path
+) -> None:
     config = DataConfig(
         blend=[(pairs[0], 0.2), (pairs[1], 0.5), (pairs[3], 0.3)],
         sequence_length=8,
@@ -226,7 +292,9 @@ def test_the_loader_serves_a_blend_with_mixed_token_widths(pairs: list[str], tmp
     )
     blended = build_datasets(config)[0]
     assert isinstance(blended, BlendedDataset)
-    with StreamLoader(config, micro_batch_size=3, global_batch_size=12, dp_rank=1, dp_size=2) as loader:
+    with StreamLoader(
+        config, micro_batch_size=3, global_batch_size=12, dp_rank=1, dp_size=2
+    ) as loader:
         for step, batch in enumerate(loader):
             ids = loader.dataset.sample_ids(step * 6)
             assert ids.tolist() == [step * 6 + 3, step * 6 + 4, step * 6 + 5]
@@ -273,7 +341,9 @@ def test_blends_that_mean_nothing_are_refused(blend: Any, message: str) -> None:
 
 
 def test_the_golden_blend() -> None:
-    """Changing these numbers is a breaking change: bump the order version, and say so first in the CHANGELOG."""
+    """Changing these numbers is a breaking change: bump the order version, and say so first in the
+    CHANGELOG.
+    """
     dataset, sample = blend_weighted(np.array(normalized([0.5, 0.3, 0.2])), 12)
     assert dataset.tolist() == [0, 1, 2, 0, 1, 0, 2, 0, 1, 0, 0, 1]
     assert sample.tolist() == [0, 0, 0, 1, 1, 2, 1, 3, 2, 4, 5, 3]

@@ -26,19 +26,24 @@ DOCUMENTS: dict[str, Any] = {
 DTYPES = [np.uint8, np.int8, np.uint16, np.int16, np.uint32, np.int32, np.uint64, np.int64]
 
 
-@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # it leaves its files open
+# it leaves its files open
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 def test_a_webdataset_pipeline_makes_the_batches_of_the_loader(tmp_path: Path) -> None:
     rng = np.random.default_rng(5)
     (tmp_path / "tars").mkdir()
     for shard in range(3):
-        with sm.IndexedDatasetWriter(str(tmp_path / "tars" / f"a-0000{shard}-of-00003.tar"), np.uint16) as writer:
+        with sm.IndexedDatasetWriter(
+            str(tmp_path / "tars" / f"a-0000{shard}-of-00003.tar"), np.uint16
+        ) as writer:
             for _ in range(30):
                 writer.add_item(rng.integers(0, 50, rng.integers(1, 80)).astype(np.uint16))
                 writer.end_document()
     length = 32
 
     def pack(samples: Iterable[tuple[np.ndarray]]) -> Iterator[np.ndarray]:
-        """Sequences end to end, cut into samples of S + 1 ids, of which the last is the next one's first."""
+        """Sequences end to end, cut into samples of S + 1 ids, of which the last is the next one's
+        first.
+        """
         held = np.empty(0, np.uint16)
         for (tokens,) in samples:
             held = np.concatenate([held, tokens])
@@ -48,7 +53,9 @@ def test_a_webdataset_pipeline_makes_the_batches_of_the_loader(tmp_path: Path) -
 
     fields = sm.FieldsConfig(sequence_length=length, **DOCUMENTS)
     pipeline = (
-        webdataset.WebDataset(sorted(map(str, tmp_path.glob("tars/*.tar"))), shardshuffle=False, empty_check=False)
+        webdataset.WebDataset(
+            sorted(map(str, tmp_path.glob("tars/*.tar"))), shardshuffle=False, empty_check=False
+        )
         .decode()
         .to_tuple("npy")
         .compose(pack)
@@ -56,7 +63,11 @@ def test_a_webdataset_pipeline_makes_the_batches_of_the_loader(tmp_path: Path) -
         .map(lambda ids: sm.batch_fields(ids, None, fields, bounds=True))
     )
     data = sm.DataConfig(
-        blend=[str(tmp_path / "tars")], sequence_length=length, order="sequential", index_cache_dir=tmp_path / "c", **DOCUMENTS
+        blend=[str(tmp_path / "tars")],
+        sequence_length=length,
+        order="sequential",
+        index_cache_dir=tmp_path / "c",
+        **DOCUMENTS,
     )
     compared = 0
     with sm.StreamLoader(data, micro_batch_size=4, global_batch_size=4) as loader:
@@ -83,7 +94,9 @@ def test_the_pieces_are_what_batch_fields_puts_together(
     array = np.array(rows, dtype)
     counts = np.full(len(rows), valid, np.int16)
     ids: Any = torch.from_numpy(array) if as_tensor else array
-    batch = sm.batch_fields(ids, torch.from_numpy(counts) if as_tensor else counts, config, bounds=True)
+    batch = sm.batch_fields(
+        ids, torch.from_numpy(counts) if as_tensor else counts, config, bounds=True
+    )
     whole = np.where(np.arange(9) < valid, array.astype(np.int64), pad)
     tokens: Any = torch.from_numpy(whole[:, :-1]) if as_tensor else whole[:, :-1]
     labels: Any = torch.from_numpy(whole[:, 1:]) if as_tensor else whole[:, 1:]
@@ -94,8 +107,13 @@ def test_the_pieces_are_what_batch_fields_puts_together(
     assert all(field.is_contiguous() for field in batch.values())
 
 
-@given(rows=st.lists(st.lists(st.integers(5, 8), min_size=9, max_size=9), min_size=1, max_size=4), reset=st.booleans())
-def test_attention_masks_forbid_later_tokens_and_other_documents(rows: list[list[int]], reset: bool) -> None:
+@given(
+    rows=st.lists(st.lists(st.integers(5, 8), min_size=9, max_size=9), min_size=1, max_size=4),
+    reset=st.booleans(),
+)
+def test_attention_masks_forbid_later_tokens_and_other_documents(
+    rows: list[list[int]], reset: bool
+) -> None:
     tokens = np.array(rows)
     document = np.cumsum(np.pad(tokens == EOD, ((0, 0), (1, 0)))[:, :-1], axis=1)
     forbidden = np.triu(np.ones((9, 9), bool), 1)[None].repeat(len(rows), 0)
@@ -119,7 +137,9 @@ def test_without_an_end_of_document_everything_is_plain() -> None:
 
 
 def test_ids_without_the_token_after_them_have_no_last_label() -> None:
-    batch = sm.batch_fields(np.array([[5, 6, 1]], np.uint8), None, sm.FieldsConfig(sequence_length=3))
+    batch = sm.batch_fields(
+        np.array([[5, 6, 1]], np.uint8), None, sm.FieldsConfig(sequence_length=3)
+    )
     assert batch["labels"].tolist() == [[6, 1, 0]]
     assert batch["loss_mask"].tolist() == [[1, 1, 0]]
 
@@ -138,15 +158,31 @@ CONFIG = sm.FieldsConfig(sequence_length=4, vocab_size=100)
 @pytest.mark.parametrize(
     ("ids", "valid", "message"),
     [
-        (np.zeros((2, 5)), None, r"ids are float64 \[2, 5\]; they must be integers of the shape \[samples, 5\]"),
-        (np.zeros((2, 7), int), None, r"ids are int64 \[2, 7\]; .* or \[samples, 4\] where the last token has no label"),
+        (
+            np.zeros((2, 5)),
+            None,
+            r"ids are float64 \[2, 5\]; they must be integers of the shape \[samples, 5\]",
+        ),
+        (
+            np.zeros((2, 7), int),
+            None,
+            r"ids are int64 \[2, 7\]; .* or \[samples, 4\] where the last token has no label",
+        ),
         (np.zeros(5, int), None, r"ids are int64 \[5\]; they must be integers"),
         (torch.zeros(2, 5, dtype=torch.bool), None, r"ids are bool \[2, 5\]"),
-        (np.zeros((2, 5), int), [5, 5, 5], r"valid is int64 \[3\]; it must be integers of the shape \[2\]"),
+        (
+            np.zeros((2, 5), int),
+            [5, 5, 5],
+            r"valid is int64 \[3\]; it must be integers of the shape \[2\]",
+        ),
         (np.zeros((2, 5), int), [1.0, 5.0], r"valid is float64 \[2\]"),
         (np.zeros((2, 5), int), [6, 5], "valid counts lie between 5 and 6; rows have 0 to 5 ids"),
         (np.zeros((2, 5), int), [-1, 5], "valid counts lie between -1 and 5"),
-        (torch.zeros(2, 5, dtype=torch.int64, device="meta"), [5, 5, 5], r"valid is .* \[3\]; it must be integers"),
+        (
+            torch.zeros(2, 5, dtype=torch.int64, device="meta"),
+            [5, 5, 5],
+            r"valid is .* \[3\]; it must be integers",
+        ),
     ],
 )
 def test_ids_of_another_shape_or_kind_are_refused(ids: Any, valid: Any, message: str) -> None:
@@ -155,11 +191,17 @@ def test_ids_of_another_shape_or_kind_are_refused(ids: Any, valid: Any, message:
 
 
 def test_pieces_refuse_other_shapes_and_kinds() -> None:
-    with pytest.raises(ConfigError, match=r"tokens are float64 \[2, 3\]; they must be integers of the shape \[samples, S\]"):
+    with pytest.raises(
+        ConfigError,
+        match=r"tokens are float64 \[2, 3\]; they must be integers of the shape \[samples, S\]",
+    ):
         sm.position_ids(np.zeros((2, 3)))
     with pytest.raises(ConfigError, match=r"labels are int64 \[3\]"):
         sm.loss_mask(np.zeros((1, 3), int), np.zeros(3, int))
-    with pytest.raises(ConfigError, match=r"tokens are \[1, 3\], labels \[1, 4\]; a loss mask needs one label a token"):
+    with pytest.raises(
+        ConfigError,
+        match=r"tokens are \[1, 3\], labels \[1, 4\]; a loss mask needs one label a token",
+    ):
         sm.loss_mask(np.zeros((1, 3), int), np.zeros((1, 4), int))
     with pytest.raises(ConfigError, match="tokens are on meta; move them to the CPU"):
         sm.cu_seqlens(torch.zeros(2, 3, dtype=torch.int64, device="meta"), EOD)
@@ -170,7 +212,9 @@ def test_ids_outside_of_the_vocabulary_are_refused(dtype: Any) -> None:
     with pytest.raises(FormatError, match="token id 100 is outside of the vocabulary of 100"):
         sm.batch_fields(np.array([[1, 2, 3, 4, 100]], dtype), None, CONFIG)
     with pytest.raises(FormatError, match="token id 9223372036854775808 is no int64"):
-        sm.batch_fields(np.array([[1, 2, 3, 4, 2**63]], np.uint64), None, sm.FieldsConfig(sequence_length=4))
+        sm.batch_fields(
+            np.array([[1, 2, 3, 4, 2**63]], np.uint64), None, sm.FieldsConfig(sequence_length=4)
+        )
 
 
 def test_no_samples_are_fields_without_samples() -> None:
@@ -179,8 +223,12 @@ def test_no_samples_are_fields_without_samples() -> None:
         create_attention_mask=True,
     )  # fmt: skip
     none = sm.batch_fields(np.zeros((0, 5), np.int64), None, config, bounds=True)
-    there = device_fields(torch.zeros(0, 5, dtype=torch.int64), torch.zeros(0, dtype=torch.int64), config)
-    assert {name: field.shape for name, field in none.items()} == {name: field.shape for name, field in there.items()}
+    there = device_fields(
+        torch.zeros(0, 5, dtype=torch.int64), torch.zeros(0, dtype=torch.int64), config
+    )
+    assert {name: field.shape for name, field in none.items()} == {
+        name: field.shape for name, field in there.items()
+    }
     assert len(none["tokens"]) == len(none["cu_seqlens"]) == 0
 
 

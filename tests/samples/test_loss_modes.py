@@ -1,4 +1,6 @@
-"""The modes of a chat dataset are its loss mask wherever it is trained on: in every order, with every field, on every reader."""
+"""The modes of a chat dataset are its loss mask wherever it is trained on: in every order, with
+every field, on every reader.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +27,10 @@ from tests.support.gang import Gang
 from tests.support.rank_programs import read_batches
 from tests.train.test_train import TOML
 
-LENGTH, MICRO, GLOBAL, STEPS = 32, 2, 8, 6
+LENGTH = 32
+MICRO = 2
+GLOBAL = 8
+STEPS = 6
 SIZES: dict[str, Any] = {"micro_batch_size": MICRO, "global_batch_size": GLOBAL}
 ORDERS = ("megatron", "stream", "sequential")
 
@@ -35,7 +40,14 @@ def chats(path: Path, count: int) -> str:
     records = []
     for _ in range(count):
         turns = [("user", "asks "), ("assistant", "tells ")] * int(rng.integers(1, 4))
-        records.append({"messages": [{"role": role, "content": text * int(rng.integers(0, 9))} for role, text in turns]})
+        records.append(
+            {
+                "messages": [
+                    {"role": role, "content": text * int(rng.integers(0, 9))}
+                    for role, text in turns
+                ]
+            }
+        )
     path.write_text("".join(json.dumps(record) + "\n" for record in records))
     return str(path)
 
@@ -43,14 +55,22 @@ def chats(path: Path, count: int) -> str:
 @pytest.fixture(scope="module")
 def chat(tmp_path_factory: pytest.TempPathFactory) -> str:
     folder = tmp_path_factory.mktemp("chat")
-    convert([chats(folder / "chat.jsonl", 200)], str(folder / "chat"), tokenizer="bytes", chat=True, workers=1)
+    convert(
+        [chats(folder / "chat.jsonl", 200)],
+        str(folder / "chat"),
+        tokenizer="bytes",
+        chat=True,
+        workers=1,
+    )
     return str(folder / "chat")
 
 
 @pytest.fixture(scope="module")
 def plain(tmp_path_factory: pytest.TempPathFactory) -> str:
     folder = tmp_path_factory.mktemp("plain")
-    (folder / "text.jsonl").write_text("".join(json.dumps({"text": f"plain {n} " * 9}) + "\n" for n in range(200)))
+    (folder / "text.jsonl").write_text(
+        "".join(json.dumps({"text": f"plain {n} " * 9}) + "\n" for n in range(200))
+    )
     convert([str(folder / "text.jsonl")], str(folder / "plain"), tokenizer="bytes", workers=1)
     return str(folder / "plain")
 
@@ -58,7 +78,10 @@ def plain(tmp_path_factory: pytest.TempPathFactory) -> str:
 @pytest.fixture
 def config(chat: str, tmp_path: Path) -> DataConfig:
     return DataConfig(
-        blend=[chat], sequence_length=LENGTH, num_samples=(GLOBAL * STEPS, 0, 0), index_cache_dir=tmp_path / "cache"
+        blend=[chat],
+        sequence_length=LENGTH,
+        num_samples=(GLOBAL * STEPS, 0, 0),
+        index_cache_dir=tmp_path / "cache",
     )
 
 
@@ -99,10 +122,20 @@ def test_loss_is_on_answers_alone_in_every_order(config: DataConfig, chat: str, 
 
 
 @pytest.mark.parametrize("order", ORDERS)
-def test_with_other_fields_the_mask_is_the_product_and_all_else_stays(config: DataConfig, chat: str, order: Any) -> None:
-    fields = {"eod_mask_loss": True, "reset_position_ids": True, "reset_attention_mask": True, "create_attention_mask": True}
+def test_with_other_fields_the_mask_is_the_product_and_all_else_stays(
+    config: DataConfig, chat: str, order: Any
+) -> None:
+    fields = {
+        "eod_mask_loss": True,
+        "reset_position_ids": True,
+        "reset_attention_mask": True,
+        "create_attention_mask": True,
+    }
     config = replace(config, order=order, eod_id=256, **fields)
-    with StreamLoader(config, **SIZES) as ours, StreamLoader(replace(config, loss_from_modes=False), **SIZES) as without:
+    with (
+        StreamLoader(config, **SIZES) as ours,
+        StreamLoader(replace(config, loss_from_modes=False), **SIZES) as without,
+    ):
         pairs = list(islice(zip(ours, without, strict=True), STEPS))
     expected = expected_masks(StreamingDataset(config, **SIZES), STEPS, [learned_tokens(chat)])
     for (batch, whole), mask in zip(pairs, expected, strict=True):
@@ -113,24 +146,38 @@ def test_with_other_fields_the_mask_is_the_product_and_all_else_stays(config: Da
 
 def test_map_style_samples_have_the_mask(config: DataConfig, chat: str) -> None:
     dataset = build_datasets(config)[0]
-    expected = expected_masks(StreamingDataset(config, **SIZES), STEPS, [learned_tokens(chat)]).reshape(-1, LENGTH)
-    assert np.array_equal(np.stack([dataset[n]["loss_mask"].numpy() for n in range(STEPS * MICRO)]), expected)  # type: ignore[index, union-attr]
+    expected = expected_masks(
+        StreamingDataset(config, **SIZES), STEPS, [learned_tokens(chat)]
+    ).reshape(-1, LENGTH)
+    assert np.array_equal(
+        np.stack([dataset[n]["loss_mask"].numpy() for n in range(STEPS * MICRO)]), expected
+    )  # type: ignore[index, union-attr]
 
 
 @pytest.mark.parametrize("order", ["megatron", "stream"])
-def test_in_a_blend_plain_datasets_are_learned_whole(config: DataConfig, chat: str, plain: str, order: Any) -> None:
+def test_in_a_blend_plain_datasets_are_learned_whole(
+    config: DataConfig, chat: str, plain: str, order: Any
+) -> None:
     config = replace(config, blend=[(chat, 0.5), (plain, 0.5)], order=order)
     every = np.ones(int(IndexedDataset(plain).sequence_lengths.sum()), np.bool_)
-    expected = expected_masks(StreamingDataset(config, **SIZES), 2 * STEPS, [learned_tokens(chat), every])
+    expected = expected_masks(
+        StreamingDataset(config, **SIZES), 2 * STEPS, [learned_tokens(chat), every]
+    )
     with StreamLoader(config, **SIZES) as loader:
-        assert np.array_equal(np.stack([b["loss_mask"].numpy() for b in islice(loader, 2 * STEPS)]), expected)
+        assert np.array_equal(
+            np.stack([b["loss_mask"].numpy() for b in islice(loader, 2 * STEPS)]), expected
+        )
 
 
 @pytest.mark.parametrize("kind", ["bin", "zst", "tar"])
 def test_reshaped_and_merged_datasets_keep_the_mark(chat: str, tmp_path: Path, kind: Any) -> None:
     convert([chat, chat], str(tmp_path / "both"), kind=kind, shard_bytes=1 << 14, workers=1)
     for name in ("both", "", "both-*"):  # a prefix, a folder and a glob
-        config = DataConfig(blend=[str(tmp_path / name) + ("/" if not name else "")], sequence_length=LENGTH, order="stream")
+        config = DataConfig(
+            blend=[str(tmp_path / name) + ("/" if not name else "")],
+            sequence_length=LENGTH,
+            order="stream",
+        )
         with StreamLoader(config, **SIZES) as loader:
             masks = np.stack([batch["loss_mask"].numpy() for batch in islice(loader, STEPS)])
         learned = learned_tokens(str(tmp_path / "both"))
@@ -138,7 +185,9 @@ def test_reshaped_and_merged_datasets_keep_the_mark(chat: str, tmp_path: Path, k
         assert abs(masks.mean() - learned.mean()) < 0.15
 
 
-def test_the_mask_is_the_same_from_a_bucket(config: DataConfig, chat: str, s3_storage: StorageConfig, bucket: str) -> None:
+def test_the_mask_is_the_same_from_a_bucket(
+    config: DataConfig, chat: str, s3_storage: StorageConfig, bucket: str
+) -> None:
     convert([chat], f"s3://{bucket}/chat", storage=s3_storage, workers=1)
     for order in ("megatron", "stream"):
         with StreamLoader(replace(config, order=order), **SIZES) as loader:
@@ -154,24 +203,33 @@ def test_the_mask_is_the_same_in_worker_processes(config: DataConfig) -> None:
     with StreamLoader(config, **SIZES) as loader:
         here = [batch["loss_mask"] for batch in islice(loader, STEPS)]
     dataset = StreamingDataset(config, **SIZES)
-    workers = torch.utils.data.DataLoader(dataset, batch_size=None, num_workers=1, multiprocessing_context="forkserver")
+    workers = torch.utils.data.DataLoader(
+        dataset, batch_size=None, num_workers=1, multiprocessing_context="forkserver"
+    )
     there = [batch["loss_mask"] for batch in islice(workers, STEPS)]
     assert all(torch.equal(a, b) for a, b in zip(here, there, strict=True))
 
 
 @pytest.mark.parametrize("changes", [{}, {"reset_position_ids": True}], ids=["parts", "whole"])
-def test_ranks_of_a_layout_get_the_mask_of_their_parts(gang: Gang, config: DataConfig, changes: dict[str, Any]) -> None:
+def test_ranks_of_a_layout_get_the_mask_of_their_parts(
+    gang: Gang, config: DataConfig, changes: dict[str, Any]
+) -> None:
     config = replace(config, order="stream", lanes=GLOBAL, eod_id=256, **changes)
     layout = ParallelLayout(tp=2, cp=2)
-    expected = expected_masks(StreamingDataset(config, **SIZES), STEPS, [learned_tokens(config.blend[0])])  # type: ignore[index, arg-type]
+    expected = expected_masks(
+        StreamingDataset(config, **SIZES), STEPS, [learned_tokens(config.blend[0])]
+    )  # type: ignore[index, arg-type]
     for result in gang.run(layout.world_size, read_batches, layout, config, SIZES, STEPS, 1, False):
-        cp, quarter = result["at"]["cp"], LENGTH // 4
+        cp = result["at"]["cp"]
+        quarter = LENGTH // 4
         kept = np.concatenate([np.arange(n * quarter, (n + 1) * quarter) for n in (cp, 3 - cp)])
         masks = np.stack([batch["loss_mask"] for batch in result["batches"]])
         assert np.array_equal(masks, expected[:, :, kept])
 
 
-def test_modes_that_no_manifest_speaks_of_are_a_mask_where_that_is_asked_for(config: DataConfig, chat: str, plain: str) -> None:
+def test_modes_that_no_manifest_speaks_of_are_a_mask_where_that_is_asked_for(
+    config: DataConfig, chat: str, plain: str
+) -> None:
     manifest = Path(f"{chat}.manifest.json")
     said = manifest.read_text()
     manifest.unlink()
@@ -182,7 +240,9 @@ def test_modes_that_no_manifest_speaks_of_are_a_mask_where_that_is_asked_for(con
             asked = replace(config, order=order, loss_from_modes=True)
             with StreamLoader(asked, **SIZES) as loader:
                 mask = next(iter(loader))["loss_mask"].numpy()
-            assert np.array_equal(mask, expected_masks(StreamingDataset(asked, **SIZES), 1, [learned_tokens(chat)])[0])
+            assert np.array_equal(
+                mask, expected_masks(StreamingDataset(asked, **SIZES), 1, [learned_tokens(chat)])[0]
+            )
     finally:
         manifest.write_text(said)
     for order in ORDERS:
@@ -199,7 +259,13 @@ def test_a_run_on_a_chat_dataset_learns_its_answers_alone(
         chat = str(tmp_path / "chat")
         convert([source], chat, tokenizer="bytes", chat=True, chat_template=template, workers=1)
     (tmp_path / "run.toml").write_text(TOML.format(prefix=chat, folder=tmp_path))
-    settings = ["train.iters=3", "train.log_interval=1", "train.eval_interval=0", "data.order=stream", "data.split=1,0,0"]
+    settings = [
+        "train.iters=3",
+        "train.log_interval=1",
+        "train.eval_interval=0",
+        "data.order=stream",
+        "data.split=1,0,0",
+    ]
     trained: list[float] = []
     forward_backward = ParallelModel.forward_backward
 

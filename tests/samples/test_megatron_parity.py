@@ -18,7 +18,9 @@ CONFIGURATIONS = 400
 
 
 def random_case(number: int) -> dict[str, Any]:
-    """One random configuration: lengths with empty sequences, parts of an epoch to many, splits, seeds, options."""
+    """One random configuration: lengths with empty sequences, parts of an epoch to many, splits,
+    seeds, options.
+    """
     rng = np.random.default_rng(number)
     count = int(rng.integers(1, 60))
     lengths = rng.integers(0, int(rng.integers(2, 80)), count)
@@ -34,7 +36,9 @@ def random_case(number: int) -> dict[str, Any]:
         "sequence_length": size,
         "num_samples": None if rng.random() < 0.15 else max(1, int(share * epoch / size)),
         "seed": int(rng.integers(0, 2**31)),
-        "ids": np.arange(low, int(rng.integers(low, count)) + 1) if rng.random() < 0.5 else np.arange(count),
+        "ids": np.arange(low, int(rng.integers(low, count)) + 1)
+        if rng.random() < 0.5
+        else np.arange(count),
         "split": str(rng.choice(["train", "valid", "test"])),
         "extra": bool(rng.integers(0, 2)),
         "drop_last": bool(rng.integers(0, 2)),
@@ -81,11 +85,19 @@ def build_both(case: dict[str, Any], folder: Path) -> tuple[Any, GPTDataset | No
     theirs = None
     try:
         if case["lengths"][case["ids"]].sum():  # Megatron never returns from a split without tokens
-            theirs = oracle.gpt_dataset(prefix, case["ids"], case["num_samples"], case["split"], theirs_config)
+            theirs = oracle.gpt_dataset(
+                prefix, case["ids"], case["num_samples"], case["split"], theirs_config
+            )
     except (AssertionError, ZeroDivisionError, IndexError, ValueError):
         pass
     try:
-        ours = GPTDataset(IndexedDataset(prefix), case["ids"].astype(np.int32), case["num_samples"], config, case["split"])
+        ours = GPTDataset(
+            IndexedDataset(prefix),
+            case["ids"].astype(np.int32),
+            case["num_samples"],
+            config,
+            case["split"],
+        )
     except ConfigError:
         ours = None
     return theirs, ours
@@ -98,22 +110,32 @@ def test_indices_and_every_sample_are_megatrons(block: int, tmp_path: Path) -> N
         case = random_case(number)
         theirs, ours = build_both(case, tmp_path / str(number))
         if theirs is None or len(theirs) == 0:
-            # Megatron trips over an empty last sequence when it keeps the partial sample (offset -1); we read it.
-            tail = ours is not None and not ours.shape.drop_last and ours.sample_index[-1].tolist()[1] == -case["extra"]
-            assert ours is None or tail, f"case {number}: Megatron refuses or has no samples, we have {len(ours)}"
+            # Megatron trips over an empty last sequence when it keeps the partial sample (offset
+            # -1); we read it.
+            tail = (
+                ours is not None
+                and not ours.shape.drop_last
+                and ours.sample_index[-1].tolist()[1] == -case["extra"]
+            )
+            assert ours is None or tail, (
+                f"case {number}: Megatron refuses or has no samples, we have {len(ours)}"
+            )
             continue
         assert ours is not None, f"case {number}: we refuse what Megatron builds"
         compared += 1
         for name in ("document_index", "sample_index", "shuffle_index"):
-            a, b = getattr(theirs, name), getattr(ours, name)
+            a = getattr(theirs, name)
+            b = getattr(ours, name)
             assert a.dtype == b.dtype, (number, name)
             np.testing.assert_array_equal(a, b, err_msg=f"case {number}: {name}")
         assert len(theirs) == len(ours)
         for k in range(len(theirs)):
-            # It caches the first sample's loss mask and then writes padding into it, so that its later masks depend on
-            # what was read first. Forget the cache: the comparison is with what each sample says by itself.
+            # It caches the first sample's loss mask and then writes padding into it, so that its
+            # later masks depend on what was read first. Forget the cache: the comparison is with
+            # what each sample says by itself.
             theirs.masks_and_position_ids_are_cached = False
-            expected, got = theirs[k], ours[k]
+            expected = theirs[k]
+            got = ours[k]
             assert set(expected) == set(got)
             for name in expected:
                 assert expected[name].dtype == got[name].dtype
@@ -129,14 +151,21 @@ def test_splits_are_megatrons() -> None:
 
     rng = np.random.default_rng(0)
     for number in range(400):
-        parts = [f"{rng.random() * 10.0 ** rng.integers(-3, 4):.{rng.integers(0, 5)}f}" for _ in range(rng.integers(1, 4))]
+        parts = [
+            f"{rng.random() * 10.0 ** rng.integers(-3, 4):.{rng.integers(0, 5)}f}"
+            for _ in range(rng.integers(1, 4))
+        ]
         split = str(rng.choice([",", " ", "/"])).join(parts)
         if not sum(map(float, parts)):
             continue
         matrix = convert_split_vector_to_split_matrix(parse_and_normalize_split(split))
         count = int(rng.integers(0, 10**6))
         for share, (_name, ours) in zip(matrix, split_bounds(split, count).items(), strict=True):
-            theirs = None if share is None else (round(share[0] * float(count)), round(share[1] * float(count)))
+            theirs = (
+                None
+                if share is None
+                else (round(share[0] * float(count)), round(share[1] * float(count)))
+            )
             assert ours == theirs, (number, split, count)
 
 
@@ -146,13 +175,19 @@ def test_splits_that_mean_nothing_are_refused(split: str) -> None:
         split_bounds(split, 10)
 
 
-def test_built_indices_are_kept_and_a_killed_build_is_not_believed(pair: str, tmp_path: Path) -> None:
+def test_built_indices_are_kept_and_a_killed_build_is_not_believed(
+    pair: str, tmp_path: Path
+) -> None:
     config = DataConfig(blend=[pair], sequence_length=16, index_cache_dir=tmp_path / "cache")
     first = build_datasets(config, (500, None, None))[0]
     assert first is not None
     index = np.array(first.shuffle_index)
     files = sorted((tmp_path / "cache" / "order").glob("*.npy"))
-    assert [path.name.rsplit("-", 1)[1] for path in files] == ["document_index.npy", "sample_index.npy", "shuffle_index.npy"]
+    assert [path.name.rsplit("-", 1)[1] for path in files] == [
+        "document_index.npy",
+        "sample_index.npy",
+        "shuffle_index.npy",
+    ]
     files[2].unlink()
     (files[2].parent / f".{files[2].name}.killed.partial").write_bytes(b"half")
     again = build_datasets(config, (500, None, None))[0]
@@ -161,7 +196,9 @@ def test_built_indices_are_kept_and_a_killed_build_is_not_believed(pair: str, tm
     assert isinstance(again.shuffle_index, np.memmap)
 
 
-def test_a_cached_array_that_is_no_array_is_refused_not_unpickled(pair: str, tmp_path: Path) -> None:
+def test_a_cached_array_that_is_no_array_is_refused_not_unpickled(
+    pair: str, tmp_path: Path
+) -> None:
     from streammega.errors import CacheError
 
     config = DataConfig(blend=[pair], sequence_length=16, index_cache_dir=tmp_path / "cache")
@@ -189,13 +226,17 @@ def test_one_cache_serves_the_same_data_wherever_it_lies(pair: str, tmp_path: Pa
 
 
 def test_golden_order_of_a_small_dataset(tmp_path: Path) -> None:
-    """Changing these numbers is a breaking change: bump the order version, and say so first in the CHANGELOG."""
+    """Changing these numbers is a breaking change: bump the order version, and say so first in the
+    CHANGELOG.
+    """
     prefix = str(tmp_path / "golden")
     with IndexedDatasetWriter(prefix, np.uint16) as writer:
         for n in range(12):
             writer.add_item(np.arange(100 * n, 100 * n + (n * 5) % 17))
             writer.end_document()
-    config = DataConfig(blend=[prefix], sequence_length=16, seed=1234, index_cache_dir=tmp_path / "cache")
+    config = DataConfig(
+        blend=[prefix], sequence_length=16, seed=1234, index_cache_dir=tmp_path / "cache"
+    )
     dataset = build_datasets(config, (9, None, None))[0]
     assert dataset is not None
     assert dataset.document_index.tolist() == GOLDEN_DOCUMENTS
@@ -205,7 +246,20 @@ def test_golden_order_of_a_small_dataset(tmp_path: Path) -> None:
 
 
 GOLDEN_DOCUMENTS = [7, 4, 2, 3, 1, 6, 5, 4, 0, 8, 1, 9, 10, 10, 8, 2, 11, 9, 5, 11, 0, 6, 7, 3]
-GOLDEN_SAMPLES = [[0, 0], [3, 2], [4, 3], [6, 1], [10, 0], [12, 0], [13, 0], [14, 0], [16, 0], [18, 1], [21, 5], [23, 7]]
+GOLDEN_SAMPLES = [
+    [0, 0],
+    [3, 2],
+    [4, 3],
+    [6, 1],
+    [10, 0],
+    [12, 0],
+    [13, 0],
+    [14, 0],
+    [16, 0],
+    [18, 1],
+    [21, 5],
+    [23, 7],
+]
 GOLDEN_SHUFFLE = [8, 1, 9, 4, 3, 7, 6, 10, 5, 0, 2]
 GOLDEN_TOKENS = [1100, 1101, 1102, 1103, 900, 901, 902, 903, 904, 905, 906, 907, 908, 909, 910, 500]
 
@@ -217,9 +271,11 @@ def test_peak_memory_of_a_build_is_the_arrays_returned() -> None:
     from streammega.order.megatron import build_gpt_indices, gpt_shape
 
     rng = np.random.default_rng(0)
-    lengths, ids = rng.integers(0, 60, 2_000_000).astype(np.int32), np.arange(2_000_000, dtype=np.int32)
+    lengths = rng.integers(0, 60, 2_000_000).astype(np.int32)
+    ids = np.arange(2_000_000, dtype=np.int32)
     shape = gpt_shape(lengths, ids, 1_500_000, 64)
-    build_gpt_indices(lengths[:100], ids[:100], gpt_shape(lengths[:100], ids[:100], 10, 8), 1)  # compile outside of the measure
+    # compile outside of the measure
+    build_gpt_indices(lengths[:100], ids[:100], gpt_shape(lengths[:100], ids[:100], 10, 8), 1)
     tracemalloc.start()
     indices = build_gpt_indices(lengths, ids, shape, 1)
     _, peak = tracemalloc.get_traced_memory()
@@ -238,15 +294,21 @@ def test_twenty_thousand_configurations_are_megatrons(block: int, tmp_path: Path
         case = random_case(100_000 + number)
         theirs, ours = build_both(case, tmp_path / "one")
         if theirs is None or len(theirs) == 0:
-            tail = ours is not None and not ours.shape.drop_last and ours.sample_index[-1].tolist()[1] == -case["extra"]
+            tail = (
+                ours is not None
+                and not ours.shape.drop_last
+                and ours.sample_index[-1].tolist()[1] == -case["extra"]
+            )
             assert ours is None or tail, number
             continue
         assert ours is not None, number
         for name in ("document_index", "sample_index", "shuffle_index"):
-            a, b = getattr(theirs, name), getattr(ours, name)
+            a = getattr(theirs, name)
+            b = getattr(ours, name)
             assert a.dtype == b.dtype, (number, name)
             np.testing.assert_array_equal(a, b, err_msg=f"case {number}: {name}")
         for k in {0, len(ours) // 2, len(ours) - 1}:
             theirs.masks_and_position_ids_are_cached = False
-            expected, got = theirs[k], ours[k]
+            expected = theirs[k]
+            got = ours[k]
             assert all(expected[name].equal(got[name]) for name in expected), (number, k)

@@ -1,4 +1,6 @@
-"""Indices built ahead, published beside the data, and downloaded instead of built; reports of orders."""
+"""Indices built ahead, published beside the data, and downloaded instead of built; reports of
+orders.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +14,13 @@ import pytest
 from streammega import DataConfig, build_datasets
 from streammega.cli.main import main
 from streammega.cli.order_report import as_text, order_report
-from streammega.order.quality import block_shuffle, full_shuffle, py1e, shuffle_buffer, shuffle_quality
+from streammega.order.quality import (
+    block_shuffle,
+    full_shuffle,
+    py1e,
+    shuffle_buffer,
+    shuffle_quality,
+)
 from streammega.samples import blended, gpt
 from streammega.samples.prepare import prepare
 from tests.conftest import write_random_pair
@@ -28,7 +36,12 @@ def blend(tmp_path: Path) -> list[tuple[str, float]]:
 
 def config_of(blend: Any, tmp_path: Path, **options: Any) -> DataConfig:
     return DataConfig(
-        blend=blend, sequence_length=8, split="80,20,0", num_samples=(300, 30, 0), index_cache_dir=tmp_path / "c", **options
+        blend=blend,
+        sequence_length=8,
+        split="80,20,0",
+        num_samples=(300, 30, 0),
+        index_cache_dir=tmp_path / "c",
+        **options,
     )
 
 
@@ -42,7 +55,9 @@ def test_prepared_indices_are_downloaded_by_other_nodes_not_built(
     storage = StorageConfig(storage_options=s3.options)
     config = config_of(blend, tmp_path, shared_index_url=url, storage=storage)
     done = list(prepare(config))
-    assert sorted((item.split, item.prefix[-2:]) for item in done) == [(s, f"p{n}") for s in ("train", "valid") for n in range(3)]
+    assert sorted((item.split, item.prefix[-2:]) for item in done) == [
+        (s, f"p{n}") for s in ("train", "valid") for n in range(3)
+    ]
     built = build_datasets(config)[0]
 
     def refuse(*_: Any) -> None:
@@ -63,7 +78,9 @@ def test_an_empty_shared_folder_means_building(blend: Any, tmp_path: Path) -> No
     assert dataset[0]["tokens"].shape == (8,)  # type: ignore[index, union-attr]
 
 
-def test_prepare_as_a_user_runs_it(blend: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_prepare_as_a_user_runs_it(
+    blend: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     toml = f"""
 [data]
 blend = {[list(item) for item in blend]}
@@ -94,7 +111,18 @@ def test_order_reports_as_a_user_asks_for_them(
     blend: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str], order: str
 ) -> None:
     words = [word for prefix, weight in blend for word in (str(weight), prefix)]
-    options = ["--sequence-length", "8", "--global-batch-size", "16", "--ranks", "4", "--steps", "64", "--order", order]
+    options = [
+        "--sequence-length",
+        "8",
+        "--global-batch-size",
+        "16",
+        "--ranks",
+        "4",
+        "--steps",
+        "64",
+        "--order",
+        order,
+    ]
     assert main(["order-report", *words, *options, "--plot", str(tmp_path / "r.png")]) == 0
     out = capsys.readouterr().out
     assert "1,024 samples" in out
@@ -107,14 +135,20 @@ def test_a_report_of_one_small_dataset_says_what_it_cannot_know(
     blend: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     drawn: list[Any] = []
-    monkeypatch.setattr("matplotlib.figure.Figure.savefig", lambda figure, path, **_: drawn.append(figure))
+    monkeypatch.setattr(
+        "matplotlib.figure.Figure.savefig", lambda figure, path, **_: drawn.append(figure)
+    )
     words = ["--sequence-length", "8", "--global-batch-size", "2", "--ranks", "1", "--steps", "2"]
     assert main(["order-report", blend[0][0], *words, "--plot", str(tmp_path / "r.png")]) == 0
     out = capsys.readouterr().out
     assert "nan" not in out
     assert "too few for a figure" in out
     made = order_report(
-        DataConfig(blend="mock://tokens=100000,length=1000", sequence_length=64, order="stream"), "train", 4, 2, 4
+        DataConfig(blend="mock://tokens=100000,length=1000", sequence_length=64, order="stream"),
+        "train",
+        4,
+        2,
+        4,
     )
     assert "every lane has a block open" not in as_text(made, 2)
     fetched = replace(made, plan=replace(made.plan, fetched_bytes=36 * made.plan.useful_bytes))
@@ -125,14 +159,27 @@ def test_a_report_of_one_small_dataset_says_what_it_cannot_know(
     assert "share of samples adjacent to the one before" in titles
     assert "adjacent_share" not in titles
     assert axes.get_title()
-    assert len(axes.texts) == len(axes.patches) == 5, "what is a share of nothing is told by its figures"
+    assert len(axes.texts) == len(axes.patches) == 5, (
+        "what is a share of nothing is told by its figures"
+    )
 
 
 @pytest.mark.parametrize("order", ["stream", "megatron", "sequential"])
-def test_a_report_reads_no_token(blend: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str], order: str) -> None:
+def test_a_report_reads_no_token(
+    blend: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str], order: str
+) -> None:
     objects = {f"/{path.name}": path.read_bytes() for path in (tmp_path / "data").iterdir()}
     with http_server(objects) as server:
-        options = ["--sequence-length", "8", "--global-batch-size", "16", "--steps", "16", "--order", order]
+        options = [
+            "--sequence-length",
+            "8",
+            "--global-batch-size",
+            "16",
+            "--steps",
+            "16",
+            "--order",
+            order,
+        ]
         assert main(["order-report", f"{server.url}/p0", *options]) == 0
         asked = [(method, path) for method, path, _ in server.requests]
     assert "256 samples" in capsys.readouterr().out
@@ -143,12 +190,18 @@ def test_a_report_reads_no_token(blend: Any, tmp_path: Path, capsys: pytest.Capt
 @pytest.mark.parametrize("make", [full_shuffle, block_shuffle, shuffle_buffer, py1e])
 def test_modelled_shuffles_are_permutations(make: Any) -> None:
     rng = np.random.default_rng(0)
-    arguments = {full_shuffle: (), block_shuffle: (64,), shuffle_buffer: (32, 100), py1e: (32, 100)}[make]
+    arguments = {
+        full_shuffle: (),
+        block_shuffle: (64,),
+        shuffle_buffer: (32, 100),
+        py1e: (32, 100),
+    }[make]
     assert sorted(make(1000, *arguments, rng).tolist()) == list(range(1000))
 
 
 def test_quality_tells_a_shuffle_from_none() -> None:
-    total, rng = 1 << 15, np.random.default_rng(0)
+    total = 1 << 15
+    rng = np.random.default_rng(0)
     good = shuffle_quality(full_shuffle(total, rng), total, 1024)
     none = shuffle_quality(np.arange(total), total, 1024)
     blocks = shuffle_quality(block_shuffle(total, 1024, rng), total, 1024)
@@ -158,11 +211,25 @@ def test_quality_tells_a_shuffle_from_none() -> None:
     assert none.domain_drift > blocks.domain_drift * 0.9 > 10 * good.domain_drift
 
 
-def test_a_report_needs_memory_for_what_it_looks_at_only(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_report_needs_memory_for_what_it_looks_at_only(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     import tracemalloc
 
     tracemalloc.start()
-    assert main(["order-report", "mock://tokens=1000000000,length=1000000", "--sequence-length", "8", "--steps", "16"]) == 0
+    assert (
+        main(
+            [
+                "order-report",
+                "mock://tokens=1000000000,length=1000000",
+                "--sequence-length",
+                "8",
+                "--steps",
+                "16",
+            ]
+        )
+        == 0
+    )
     _, peak = tracemalloc.get_traced_memory()
     tracemalloc.stop()
     assert "full shuffle" in capsys.readouterr().out

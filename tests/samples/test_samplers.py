@@ -9,12 +9,20 @@ import numpy as np
 import pytest
 import torch
 
-from streammega import DataConfig, IndexedDataset, MegatronBatchSampler, StreamLoader, build_datasets
+from streammega import (
+    DataConfig,
+    IndexedDataset,
+    MegatronBatchSampler,
+    StreamLoader,
+    build_datasets,
+)
 from streammega.errors import ConfigError, StateError
 
 
 def test_single_by_hand() -> None:
-    """11 samples, micro-batches of 2 on 2 ranks, 1 consumed: runs [1..4], [5..8], and the tail [9, 10]."""
+    """11 samples, micro-batches of 2 on 2 ranks, 1 consumed: runs [1..4], [5..8], and the tail [9,
+    10].
+    """
     assert list(MegatronBatchSampler(11, 1, 2, 0, 2)) == [[1, 2], [5, 6]]
     assert list(MegatronBatchSampler(11, 1, 2, 1, 2)) == [[3, 4], [7, 8]]
     assert list(MegatronBatchSampler(11, 1, 2, 0, 2, drop_last=False)) == [[1, 2], [5, 6], [9, 10]]
@@ -28,22 +36,32 @@ def permutation(size: int, epoch: int) -> list[int]:
 
 
 def test_cyclic_with_data_sharding_by_hand() -> None:
-    """11 samples, 2 x 2: active 8, buckets of 4. Sample 12 is epoch 1, offset 4: each rank has done 2 of its bucket."""
+    """11 samples, 2 x 2: active 8, buckets of 4.
+
+    Sample 12 is epoch 1, offset 4: each rank has done 2 of its bucket.
+    """
     own = permutation(4, 1)[2:]
     assert list(MegatronBatchSampler(11, 12, 2, 0, 2, "cyclic")) == [own]
     assert list(MegatronBatchSampler(11, 12, 2, 1, 2, "cyclic")) == [[4 + n for n in own]]
 
 
 def test_cyclic_without_data_sharding_by_hand() -> None:
-    """The permuted 10 (whole micro-batches of 11 samples), from offset 4 on, dealt to the ranks in turn."""
+    """The permuted 10 (whole micro-batches of 11 samples), from offset 4 on, dealt to the ranks in
+    turn.
+    """
     rest = permutation(10, 1)[4:]
-    assert list(MegatronBatchSampler(11, 12, 2, 0, 2, "cyclic", data_sharding=False)) == [rest[0:4:2]]
-    assert list(MegatronBatchSampler(11, 12, 2, 1, 2, "cyclic", data_sharding=False)) == [rest[1:4:2]]
+    assert list(MegatronBatchSampler(11, 12, 2, 0, 2, "cyclic", data_sharding=False)) == [
+        rest[0:4:2]
+    ]
+    assert list(MegatronBatchSampler(11, 12, 2, 1, 2, "cyclic", data_sharding=False)) == [
+        rest[1:4:2]
+    ]
 
 
 def test_cyclic_goes_on_with_the_next_epoch() -> None:
     sampler = MegatronBatchSampler(9, 0, 1, 0, 2, "cyclic")
-    first, second = list(sampler), list(sampler)
+    first = list(sampler)
+    second = list(sampler)
     assert sorted(first) == sorted(second) == [[n] for n in range(4)]
     assert [n for (n,) in second] == permutation(4, 1)
     assert sampler.consumed_samples == 16
@@ -65,7 +83,9 @@ def test_a_plain_dataloader_with_the_sampler_gives_the_loaders_batches(config: D
     dataset = build_datasets(config)[0]
     sampler = MegatronBatchSampler(len(dataset), 24, 3, 1, 2)  # type: ignore[arg-type]
     batches: Any = torch.utils.data.DataLoader(dataset, batch_sampler=sampler)  # type: ignore[arg-type]
-    with StreamLoader(config, micro_batch_size=3, global_batch_size=24, dp_rank=1, dp_size=2) as loader:
+    with StreamLoader(
+        config, micro_batch_size=3, global_batch_size=24, dp_rank=1, dp_size=2
+    ) as loader:
         loader.seek(24)
         for theirs, ours, _ in zip(batches, loader, range(8), strict=False):
             assert theirs["tokens"].equal(ours["tokens"])
@@ -82,13 +102,23 @@ def test_mock_datasets_serve_every_order_without_any_data(tmp_path: Path) -> Non
     orders: Any = ("megatron", "stream", "sequential")
     for order in orders:
         config = DataConfig(
-            blend=name, sequence_length=64, order=order, num_samples=(200, 0, 0), vocab_size=500, index_cache_dir=tmp_path
+            blend=name,
+            sequence_length=64,
+            order=order,
+            num_samples=(200, 0, 0),
+            vocab_size=500,
+            index_cache_dir=tmp_path,
         )
-        first = [next(iter(StreamLoader(config, micro_batch_size=4, global_batch_size=8)))["tokens"] for _ in range(2)]
+        first = [
+            next(iter(StreamLoader(config, micro_batch_size=4, global_batch_size=8)))["tokens"]
+            for _ in range(2)
+        ]
         assert first[0].equal(first[1])
 
 
-@pytest.mark.parametrize("name", ["mock://tokns=5", "mock://tokens=x", "mock://tokens=5,length=10", "mock://vocab=1"])
+@pytest.mark.parametrize(
+    "name", ["mock://tokns=5", "mock://tokens=x", "mock://tokens=5,length=10", "mock://vocab=1"]
+)
 def test_mock_names_that_mean_nothing_are_refused(name: str) -> None:
     with pytest.raises(ConfigError, match="mock://"):
         IndexedDataset(name)

@@ -1,4 +1,6 @@
-"""Fine-tuning samples: loss on answers only, conversations kept apart, every one of them there once."""
+"""Fine-tuning samples: loss on answers only, conversations kept apart, every one of them there
+once.
+"""
 
 from __future__ import annotations
 
@@ -33,7 +35,12 @@ def config(size: int = 64, **options: Any) -> DataConfig:
 
 
 def chat(question: str, answer: str) -> dict[str, Any]:
-    return {"messages": [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]}
+    return {
+        "messages": [
+            {"role": "user", "content": question},
+            {"role": "assistant", "content": answer},
+        ]
+    }
 
 
 def test_one_conversation_by_hand(tmp_path: Path) -> None:
@@ -62,23 +69,40 @@ def test_every_conversation_is_there_once_and_the_order_is_the_seeds(tmp_path: P
                 found.append("".join(chr(t) for t in sample["tokens"][low:high].tolist() if t))
         texts.append([text for text in found if text])
     assert texts[0] == texts[1] != texts[2]
-    assert sorted(texts[0]) == sorted(texts[2]) == sorted(f"<|user|>\nq{n}<|assistant|>\nanswer {n}" for n in range(50))
+    assert (
+        sorted(texts[0])
+        == sorted(texts[2])
+        == sorted(f"<|user|>\nq{n}<|assistant|>\nanswer {n}" for n in range(50))
+    )
 
 
 def test_both_spellings_and_several_turns(tmp_path: Path) -> None:
     sharegpt = {
-        "conversations": [{"from": "human", "value": "a"}, {"from": "gpt", "value": "b"}, {"from": "human", "value": "c"}]
+        "conversations": [
+            {"from": "human", "value": "a"},
+            {"from": "gpt", "value": "b"},
+            {"from": "human", "value": "c"},
+        ]
     }
     openai = {
-        "messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}, {"role": "user", "content": "c"}]
+        "messages": [
+            {"role": "user", "content": "a"},
+            {"role": "assistant", "content": "b"},
+            {"role": "user", "content": "c"},
+        ]
     }
-    samples = [SFTDataset([write(tmp_path / f"{n}.jsonl", [r])], encode, config())[0] for n, r in enumerate((sharegpt, openai))]
+    samples = [
+        SFTDataset([write(tmp_path / f"{n}.jsonl", [r])], encode, config())[0]
+        for n, r in enumerate((sharegpt, openai))
+    ]
     assert all(samples[0][name].equal(samples[1][name]) for name in samples[0])
     assert samples[0]["loss_mask"].sum() == 2
 
 
 def test_long_conversations_are_cut_and_counted(tmp_path: Path) -> None:
-    dataset = SFTDataset([write(tmp_path / "a.jsonl", [chat("q", "x" * 500), chat("q", "y")])], encode, config(64))
+    dataset = SFTDataset(
+        [write(tmp_path / "a.jsonl", [chat("q", "x" * 500), chat("q", "y")])], encode, config(64)
+    )
     assert dataset.num_cut == 1
     assert {len(dataset[k]["tokens"]) for k in range(len(dataset))} == {64}
 
@@ -94,8 +118,18 @@ def test_packing_keeps_order_and_never_overflows(lengths: list[int]) -> None:
 
 
 def test_samples_collate(tmp_path: Path) -> None:
-    dataset = SFTDataset([write(tmp_path / "a.jsonl", [chat("q" * n, "a" * n) for n in range(1, 30)])], encode, config(64))
-    batch = next(iter(torch.utils.data.DataLoader(dataset, batch_size=len(dataset), collate_fn=SFTDataset.collate)))
+    dataset = SFTDataset(
+        [write(tmp_path / "a.jsonl", [chat("q" * n, "a" * n) for n in range(1, 30)])],
+        encode,
+        config(64),
+    )
+    batch = next(
+        iter(
+            torch.utils.data.DataLoader(
+                dataset, batch_size=len(dataset), collate_fn=SFTDataset.collate
+            )
+        )
+    )
     assert batch["tokens"].shape == (len(dataset), 64)
     assert (batch["cu_seqlens"][:, -1] == 64).all()
     assert (batch["cu_seqlens"].diff(dim=1) >= 0).all()
@@ -122,7 +156,9 @@ def test_broken_lines_are_named(tmp_path: Path, line: str, message: str) -> None
 def test_ids_outside_of_the_vocabulary_are_refused(tmp_path: Path) -> None:
     path = write(tmp_path / "a.jsonl", [chat("a", "\u65e5")])
     SFTDataset([path], encode, config(vocab_size=2**16))
-    with pytest.raises(FormatError, match=f"token id {ord(chr(0x65E5))} is outside of the vocabulary of 300"):
+    with pytest.raises(
+        FormatError, match=f"token id {ord(chr(0x65E5))} is outside of the vocabulary of 300"
+    ):
         SFTDataset([path], encode, config(vocab_size=300))
 
 

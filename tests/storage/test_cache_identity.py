@@ -23,7 +23,9 @@ def write_shards(root: Path, ids: list[int]) -> None:
     """Shards of one id each, all of the same size, and their manifest."""
     shards = []
     for number, one in enumerate(ids):
-        with IndexedDatasetWriter(str(root / "data" / shard_name("web", number, len(ids))), np.uint16) as writer:
+        with IndexedDatasetWriter(
+            str(root / "data" / shard_name("web", number, len(ids))), np.uint16
+        ) as writer:
             for _ in range(40):
                 writer.add_item(np.full(500, one, np.uint16))
                 writer.end_document()
@@ -33,16 +35,24 @@ def write_shards(root: Path, ids: list[int]) -> None:
                 bytes=40_000, checksums=[], index_bytes=writer.index.size, index_checksums=[],
             )
         )  # fmt: skip
-    manifest = Manifest(kind="bin", dtype="uint16", documents=80, sequences=80, tokens=40_000, shards=shards)
+    manifest = Manifest(
+        kind="bin", dtype="uint16", documents=80, sequences=80, tokens=40_000, shards=shards
+    )
     (root / "data" / "web.manifest.json").write_bytes(manifest.to_json())
 
 
 @pytest.mark.parametrize("order", ["megatron", "sequential", "stream"])
-def test_shards_that_are_replaced_by_others_of_the_same_size_are_read_anew(tmp_path: Path, order: str) -> None:
+def test_shards_that_are_replaced_by_others_of_the_same_size_are_read_anew(
+    tmp_path: Path, order: str
+) -> None:
     (tmp_path / "data").mkdir()
     write_shards(tmp_path, [5, 6])
     with running(tmp_path) as server:
-        storage = StorageConfig(storage_options=server.storage_options, cache_dir=tmp_path / "cache", chunk_bytes=1 << 20)
+        storage = StorageConfig(
+            storage_options=server.storage_options,
+            cache_dir=tmp_path / "cache",
+            chunk_bytes=1 << 20,
+        )
         config = DataConfig(
             blend=["s3://data/web.manifest.json"], sequence_length=64, order=order,  # type: ignore[arg-type]
             num_samples=(300, 0, 0), storage=storage, index_cache_dir=tmp_path / "idx", lanes=8 if order == "stream" else None,
@@ -55,7 +65,9 @@ def test_shards_that_are_replaced_by_others_of_the_same_size_are_read_anew(tmp_p
         if order == "sequential":
             before = server.counts()["bytes"]
             assert torch.equal(stream(config), got)
-            assert server.counts()["bytes"] - before < 40_000, "the new ones are cached in turn, but for their ends"
+            assert server.counts()["bytes"] - before < 40_000, (
+                "the new ones are cached in turn, but for their ends"
+            )
 
 
 def test_the_etag_of_several_objects_is_made_of_all_of_theirs() -> None:
@@ -74,10 +86,14 @@ def test_the_etag_of_several_objects_is_made_of_all_of_theirs() -> None:
         etag_of(("/b", 6, "y"), ("/a", 4, "x")),
     ]
     assert len({one, *others}) == 5
-    assert etag_of(("/a", 4, "x"), ("/b", 6, "")) == "", "one of unknown version makes the whole unknown"
+    assert etag_of(("/a", 4, "x"), ("/b", 6, "")) == "", (
+        "one of unknown version makes the whole unknown"
+    )
 
 
-def test_a_folder_below_the_home_folder_is_found_by_its_tilde(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_folder_below_the_home_folder_is_found_by_its_tilde(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("HOME", str(tmp_path / "home"))
     monkeypatch.chdir(tmp_path)
     assert str(StorageConfig(cache_dir="~/x").cache_dir) == str(tmp_path / "home" / "x")
@@ -87,6 +103,10 @@ def test_a_folder_below_the_home_folder_is_found_by_its_tilde(tmp_path: Path, mo
     (tmp_path / "data").mkdir()
     write_shards(tmp_path, [5, 6])
     with running(tmp_path) as server:
-        IndexedDataset("s3://data/web.manifest.json", StorageConfig(storage_options=server.storage_options), "~/z")
+        IndexedDataset(
+            "s3://data/web.manifest.json",
+            StorageConfig(storage_options=server.storage_options),
+            "~/z",
+        )
     assert (tmp_path / "home" / "z").is_dir()
     assert not (tmp_path / "~").exists()

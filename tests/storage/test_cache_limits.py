@@ -1,4 +1,6 @@
-"""The page cache at its limits: many objects, few descriptors, full disks, other processes and other users."""
+"""The page cache at its limits: many objects, few descriptors, full disks, other processes and
+other users.
+"""
 
 from __future__ import annotations
 
@@ -42,7 +44,9 @@ def open_object(cache: PageCache, url: str, size: int = SMALL) -> CachedObject:
     return cached
 
 
-def read(cached: CachedObject, start: int = 0, stop: int | None = None, source: Source | None = None) -> int:
+def read(
+    cached: CachedObject, start: int = 0, stop: int | None = None, source: Source | None = None
+) -> int:
     """Read a part, compare it; returns the bytes that were fetched."""
     source = source or Source(data_of(cached.size))
     stop = cached.size if stop is None else stop
@@ -76,7 +80,9 @@ def counted(monkeypatch: pytest.MonkeyPatch) -> Iterator[collections.Counter[str
         yield calls
 
 
-def _counting(calls: collections.Counter[str], name: str, original: Callable[..., Any]) -> Callable[..., Any]:
+def _counting(
+    calls: collections.Counter[str], name: str, original: Callable[..., Any]
+) -> Callable[..., Any]:
     def call(*arguments: Any, **named: Any) -> Any:
         calls[name] += 1
         return original(*arguments, **named)
@@ -84,7 +90,9 @@ def _counting(calls: collections.Counter[str], name: str, original: Callable[...
     return call
 
 
-def test_a_new_chunk_costs_the_same_among_many_objects_as_among_few(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_new_chunk_costs_the_same_among_many_objects_as_among_few(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     cache = PageCache(tmp_path, 1 << 30, CHUNK)
     kept = []
     cost = []
@@ -98,7 +106,9 @@ def test_a_new_chunk_costs_the_same_among_many_objects_as_among_few(tmp_path: Pa
     assert max(cost) < 60
 
 
-def test_a_full_cache_costs_little_among_many_objects(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_full_cache_costs_little_among_many_objects(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     cache = PageCache(tmp_path, 1 << 30, CHUNK)
     kept = [open_object(cache, f"s3://b/{number}") for number in range(300)]
     for cached in kept:
@@ -113,7 +123,9 @@ def test_a_full_cache_costs_little_among_many_objects(tmp_path: Path, monkeypatc
     assert all(cached.has(0, SMALL) for cached in kept)
 
 
-def test_making_way_looks_at_all_objects_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_making_way_looks_at_all_objects_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     cache = PageCache(tmp_path, 1 << 30, CHUNK)
     for number in range(300):
         read(open_object(cache, f"s3://b/{number}"))  # let go of at once: nobody uses it
@@ -155,7 +167,9 @@ def test_descriptors_do_not_grow_with_objects(tmp_path: Path) -> None:
     assert int(found) < 32
 
 
-def test_a_process_that_reached_its_limit_of_files_reads_on(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_process_that_reached_its_limit_of_files_reads_on(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     cached = open_object(PageCache(tmp_path, 1 << 30, CHUNK), "s3://b/k", SIZE)
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     with caplog.at_level(logging.WARNING):
@@ -232,7 +246,11 @@ def test_a_stopped_process_that_holds_a_page_is_waited_for_no_longer_than_the_ti
         assert read(cached) == 0, "what was fetched without the claim is kept"
         assert sum("held by another process" in record.message for record in caplog.records) == 1
         process.send_signal(signal.SIGCONT)
-    assert not [bad for entry in page_cache.entries(tmp_path / "chunks") for bad in page_cache.damaged_pages(entry)]
+    assert not [
+        bad
+        for entry in page_cache.entries(tmp_path / "chunks")
+        for bad in page_cache.damaged_pages(entry)
+    ]
 
 
 LOCKER = """
@@ -282,21 +300,27 @@ def test_closing_ends_the_wait_for_a_page_that_another_process_fetches(tmp_path:
         assert not any(thread.is_alive() for thread in fetcher._threads)
 
 
-def test_a_second_request_does_not_wait_for_the_page_that_the_first_one_fetches(tmp_path: Path) -> None:
+def test_a_second_request_does_not_wait_for_the_page_that_the_first_one_fetches(
+    tmp_path: Path,
+) -> None:
     cached = open_object(PageCache(tmp_path, 1 << 30, 8 << 20), "s3://b/k", 50 * PAGE_BYTES)
     stuck = _Stuck(data_of(50 * PAGE_BYTES), 49 * PAGE_BYTES)
     fetcher = Fetcher(StorageConfig(max_requests=4), 1 << 26)
     store = CachedStore(stuck, cached)  # type: ignore[arg-type]
     try:
         for page in range(50):
-            holding = Holding(PAGE_BYTES, [Read(store, "k", "e", page * PAGE_BYTES, (page + 1) * PAGE_BYTES, 0)])
+            holding = Holding(
+                PAGE_BYTES, [Read(store, "k", "e", page * PAGE_BYTES, (page + 1) * PAGE_BYTES, 0)]
+            )
             fetcher.submit([holding])
             waiter = threading.Thread(target=fetcher.wait, args=([holding],), daemon=True)
             waiter.start()
             waiter.join(20)
             assert not waiter.is_alive(), f"page {page} was waited for"
             assert holding.buffer is not None
-            np.testing.assert_array_equal(holding.buffer[:PAGE_BYTES], stuck.data[page * PAGE_BYTES : (page + 1) * PAGE_BYTES])
+            np.testing.assert_array_equal(
+                holding.buffer[:PAGE_BYTES], stuck.data[page * PAGE_BYTES : (page + 1) * PAGE_BYTES]
+            )
             fetcher.release([holding])
         assert stuck.asked == 2
         assert fetcher.counters.hedges_won >= 1
@@ -310,7 +334,8 @@ class _Stuck:
     """A store whose first read at one place does not end."""
 
     def __init__(self, data: Bytes, place: int) -> None:
-        self.data, self.place = data, place
+        self.data = data
+        self.place = place
         self.asked = 0
         self.go_on = threading.Event()
 
@@ -329,7 +354,9 @@ def test_staging_passes_over_what_another_process_fetches(tmp_path: Path) -> Non
     with other_process(tmp_path, "fetch", size) as process:
         cached = open_object(PageCache(tmp_path, 1 << 30, CHUNK), "s3://b/k", size)
         store = CachedStore(_Stuck(data_of(size), -1), cached)  # type: ignore[arg-type]
-        file = TokenFile(store=store, key="k", dtype=np.dtype("<u2"), num_tokens=size // 2, etag="e")
+        file = TokenFile(
+            store=store, key="k", dtype=np.dtype("<u2"), num_tokens=size // 2, etag="e"
+        )
         stager = Stager([file], StorageConfig(part_bytes=PAGE_BYTES, chunk_bytes=CHUNK))
         wait_for(lambda: cached.has(PAGE_BYTES, size))
         assert not cached.has(0, 1)
@@ -349,7 +376,11 @@ def test_staging_keeps_to_the_chunks_of_the_cache(tmp_path: Path) -> None:
     wait_for(lambda: not any(thread.is_alive() for thread in stager._threads))
     assert cached.has(0, size)
     assert read(cached) == 0
-    assert not [bad for entry in page_cache.entries(tmp_path / "chunks") for bad in page_cache.damaged_pages(entry)]
+    assert not [
+        bad
+        for entry in page_cache.entries(tmp_path / "chunks")
+        for bad in page_cache.damaged_pages(entry)
+    ]
 
 
 def wait_for(happens: Callable[[], bool]) -> None:
@@ -372,7 +403,9 @@ def test_what_another_process_uses_stays_and_goes_when_it_is_killed(tmp_path: Pa
         assert [entry.in_use for entry in page_cache.entries(tmp_path / "chunks")] == [True]
         assert page_cache.clear(tmp_path / "chunks") == (0, 1)
         full = PageCache(tmp_path, SIZE, CHUNK)
-        assert [read(open_object(full, "s3://b/new", 100_000)) for _ in range(2)] == [100_000] * 2, "nothing makes way"
+        assert [read(open_object(full, "s3://b/new", 100_000)) for _ in range(2)] == [
+            100_000
+        ] * 2, "nothing makes way"
     assert [entry.in_use for entry in page_cache.entries(tmp_path / "chunks")] == [False]
     assert page_cache.clear(tmp_path / "chunks") == (1, 0)
     assert not list(tmp_path.glob(f"chunks/users/{process.pid}-*"))
@@ -432,7 +465,9 @@ def test_pages_of_an_object_that_was_removed_and_made_anew_are_not_mixed(tmp_pat
     read(cached, 0, PAGE_BYTES)
     shutil.rmtree(cached.folder)  # as another process that does not know of this one might
     with other_process(tmp_path, "use"):
-        assert [read(cached) > 0 for _ in range(2)] == [True, True], "read directly: what is mapped is the old file"
+        assert [read(cached) > 0 for _ in range(2)] == [True, True], (
+            "read directly: what is mapped is the old file"
+        )
         assert cached.has(0, PAGE_BYTES)
         assert not cached.has(0, SIZE)
         assert cache.usable
@@ -504,7 +539,9 @@ class Disk:
     """What os.statvfs says: a disk of some size of which the cache's own files take their part."""
 
     def __init__(self, folder: Path, size: int, taken: int) -> None:
-        self.folder, self.size, self.taken = folder, size, taken
+        self.folder = folder
+        self.size = size
+        self.taken = taken
 
     def __call__(self, path: Any) -> os.statvfs_result:
         own = sum(found.stat().st_blocks * 512 for found in self.folder.rglob("*.data"))
@@ -526,7 +563,8 @@ def test_the_last_of_the_disk_is_left_free(
             read(cached)
     assert 8 << 20 <= (20 << 20) - _free(disk) <= 10 << 20
     assert cache.usable
-    disk.taken += 9 << 20  # somebody writes a checkpoint: pages of chunks that are there are not added to either
+    # somebody writes a checkpoint: pages of chunks that are there are not added to either
+    disk.taken += 9 << 20
     cache.room._short_until = cache.room._full_until = cache.room._allowed_until = 0.0
     before = _free(disk)
     for cached in big:
@@ -545,7 +583,9 @@ def _free(disk: Disk) -> int:
     return found.f_bavail * found.f_frsize
 
 
-def test_what_nobody_uses_makes_way_for_others_on_the_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_nobody_uses_makes_way_for_others_on_the_disk(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     disk = Disk(tmp_path, 100 << 20, 80 << 20)
     monkeypatch.setattr(os, "statvfs", disk)
     cache = PageCache(tmp_path, 1 << 40, 4 << 20)
@@ -572,7 +612,9 @@ def test_a_lost_count_of_bytes_is_made_anew(tmp_path: Path, left: bytes | None) 
     assert len(list(tmp_path.glob("chunks/*/0.data"))) == 4
 
 
-def test_a_count_that_is_too_high_is_mended_once_it_is_old(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_count_that_is_too_high_is_mended_once_it_is_old(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     import shutil
 
     from streammega.storage.cache import room
@@ -678,7 +720,9 @@ def open_folder() -> Iterator[Path]:
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="becomes another user")
 @pytest.mark.parametrize(("umask", "fetched"), [(0o002, SIZE), (0o022, None)])
-def test_a_second_user_of_the_group_shares_what_the_umask_lets_them(open_folder: Path, umask: int, fetched: int | None) -> None:
+def test_a_second_user_of_the_group_shares_what_the_umask_lets_them(
+    open_folder: Path, umask: int, fetched: int | None
+) -> None:
     root = open_folder / "cache"
     root.mkdir()
     os.chown(root, 0, 1234)
@@ -700,6 +744,8 @@ def test_a_second_user_of_the_group_shares_what_the_umask_lets_them(open_folder:
 
 def _python(code: str, *arguments: str) -> str:
     environment = os.environ | {"PYTHONPATH": os.getcwd()}
-    found = subprocess.run([sys.executable, "-c", code, *arguments], capture_output=True, text=True, env=environment)
+    found = subprocess.run(
+        [sys.executable, "-c", code, *arguments], capture_output=True, text=True, env=environment
+    )
     assert found.returncode == 0, found.stderr
     return found.stdout

@@ -1,4 +1,6 @@
-"""Whatever reads an object reads the one that was opened: map-style reads, merges, downloads and pointers, as streams do."""
+"""Whatever reads an object reads the one that was opened: map-style reads, merges, downloads and
+pointers, as streams do.
+"""
 
 from __future__ import annotations
 
@@ -39,7 +41,9 @@ def write_pair(prefix: Path, token: int, documents: int = 50) -> None:
 
 @dataclass
 class Place:
-    """A served folder with two pairs of the same shape: `web` of fives; `replace` puts sevens in its place."""
+    """A served folder with two pairs of the same shape: `web` of fives; `replace` puts sevens in
+    its place.
+    """
 
     root: Path
     endpoint: Running
@@ -86,7 +90,9 @@ def gpt(place: Place) -> Callable[[], Any]:
 
 
 def blended(place: Place) -> Callable[[], Any]:
-    dataset = build_datasets(place.config("megatron", [("s3://data/web", 0.9), ("s3://data/code", 0.1)]))[0]
+    dataset = build_datasets(
+        place.config("megatron", [("s3://data/web", 0.9), ("s3://data/code", 0.1)])
+    )[0]
     assert isinstance(dataset, BlendedDataset)
     return lambda: [dataset[k]["tokens"] for k in range(10)]
 
@@ -98,7 +104,9 @@ def shards(place: Place) -> Callable[[], Any]:
 
 
 def one_batch(place: Place) -> Callable[[], Any]:
-    dataset = StreamingDataset(place.config("stream", ["s3://data/web"]), micro_batch_size=2, global_batch_size=2)
+    dataset = StreamingDataset(
+        place.config("stream", ["s3://data/web"]), micro_batch_size=2, global_batch_size=2
+    )
     return lambda: dataset.batch(0)["tokens"]
 
 
@@ -106,7 +114,9 @@ READS = [indexed, indexed_slice, gpt, blended, shards, one_batch]
 
 
 @pytest.mark.parametrize("opened", READS)
-def test_map_style_reads_notice_an_object_that_was_replaced(place: Place, opened: Callable[[Place], Any]) -> None:
+def test_map_style_reads_notice_an_object_that_was_replaced(
+    place: Place, opened: Callable[[Place], Any]
+) -> None:
     read = opened(place)
     read()
     place.replace()
@@ -114,7 +124,9 @@ def test_map_style_reads_notice_an_object_that_was_replaced(place: Place, opened
         read()
 
 
-def test_a_merge_notices_that_its_source_was_replaced(place: Place, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_merge_notices_that_its_source_was_replaced(
+    place: Place, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     class Replaced(IndexedDataset):
         def __init__(self, *args: Any) -> None:
             super().__init__(*args)
@@ -126,7 +138,9 @@ def test_a_merge_notices_that_its_source_was_replaced(place: Place, tmp_path: Pa
         writer.add_index("s3://data/web")
 
 
-def test_an_index_replaced_between_its_head_and_its_download_is_not_cached(place: Place, tmp_path: Path) -> None:
+def test_an_index_replaced_between_its_head_and_its_download_is_not_cached(
+    place: Place, tmp_path: Path
+) -> None:
     store, key = open_store("s3://data/web.idx", place.storage)
     info = store.info(key)
     place.replace(".idx")
@@ -143,7 +157,9 @@ def test_pointers_are_read_from_the_index_that_was_opened(place: Place) -> None:
         bounds.token_at(2)
 
 
-def test_order_arrays_of_a_shared_folder_are_those_that_were_found(place: Place, tmp_path: Path, monkeypatch: Any) -> None:
+def test_order_arrays_of_a_shared_folder_are_those_that_were_found(
+    place: Place, tmp_path: Path, monkeypatch: Any
+) -> None:
     folder = SharedFolder(url="s3://data/order", storage=place.storage)
     np.save(place.root / "made.npy", np.arange(100))
     (place.root / "data" / "order").mkdir()

@@ -1,7 +1,8 @@
 """gs:// and az://: what reaches obstore, and the stores' contract against what can be run here.
 
-gs://: obstore speaks Google's XML API, which is S3's but for the signature, so that moto answers it: no emulator of Google's.
-az://: against Azurite, which is installed by npm alone. By hand: `azurite-blob --inMemoryPersistence --skipApiVersionCheck`, then
+gs://: obstore speaks Google's XML API, which is S3's but for the signature, so that moto answers
+it: no emulator of Google's. az://: against Azurite, which is installed by npm alone. By hand:
+`azurite-blob --inMemoryPersistence --skipApiVersionCheck`, then
 `STREAMMEGA_AZURITE=http://127.0.0.1:10000 pytest tests/storage/test_clouds.py`.
 """
 
@@ -29,28 +30,52 @@ from tests.support.servers import S3
 
 AZURITE = os.environ.get("STREAMMEGA_AZURITE", "")
 ACCOUNT = "devstoreaccount1"  # Azurite's own, which it documents
-ACCOUNT_KEY = "Eby8vdM02xNOcqFlqUwJPLlmEtlCDXJ1OUzFT50uSRZ6IFsuFq2UVErCz4I6tq/K1SZFPTOtr/KBHBeksoGMGw=="
+ACCOUNT_KEY = (
+    "Eby8vdM02xNOcqFlqUwJPLlmEtlCDXJ1OUzFT50uSRZ6IFsuFq2UVErCz4I6tq/K1SZFPTOtr/KBHBeksoGMGw=="
+)
 
 
 def test_options_of_gcsfs_and_adlfs_reach_obstore() -> None:
     def made(scheme: str, **options: object) -> dict[str, object]:
-        config: dict[str, object] = cloud_arguments(scheme, StorageConfig(storage_options=options))["config"]
+        config: dict[str, object] = cloud_arguments(scheme, StorageConfig(storage_options=options))[
+            "config"
+        ]
         return config
 
-    emulator = {"anon": True, "endpoint_url": "http://127.0.0.1:4443", "project": "p", "use_listings_cache": False}
+    emulator = {
+        "anon": True,
+        "endpoint_url": "http://127.0.0.1:4443",
+        "project": "p",
+        "use_listings_cache": False,
+    }
     assert made("gs", **emulator) == {"skip_signature": True, "base_url": "http://127.0.0.1:4443"}
     assert made("gs", token="anon") == {"skip_signature": True}
-    assert made("gs", token="/keys/service.json") == {"application_credentials": "/keys/service.json"}
+    assert made("gs", token="/keys/service.json") == {
+        "application_credentials": "/keys/service.json"
+    }
     assert made("gs", token="google_default") == {}
-    assert json.loads(str(made("gs", token={"client_email": "a"})["service_account_key"])) == {"client_email": "a"}
+    assert json.loads(str(made("gs", token={"client_email": "a"})["service_account_key"])) == {
+        "client_email": "a"
+    }
     named = {"account_name": "a", "account_key": "k", "endpoint_url": "https://host/a"}
-    assert made("az", **named) == {"account_name": "a", "account_key": "k", "endpoint": "https://host/a"}
+    assert made("az", **named) == {
+        "account_name": "a",
+        "account_key": "k",
+        "endpoint": "https://host/a",
+    }
 
 
-@pytest.mark.parametrize(("endpoint", "plain"), [("http://127.0.0.1:10000/a", True), ("https://host", False), (None, False)])
-def test_plain_http_is_spoken_only_where_the_endpoint_asks_for_it(endpoint: str | None, plain: bool) -> None:
+@pytest.mark.parametrize(
+    ("endpoint", "plain"),
+    [("http://127.0.0.1:10000/a", True), ("https://host", False), (None, False)],
+)
+def test_plain_http_is_spoken_only_where_the_endpoint_asks_for_it(
+    endpoint: str | None, plain: bool
+) -> None:
     for scheme in ("gs", "az"):
-        made = cloud_arguments(scheme, StorageConfig(storage_options={"endpoint_url": endpoint} if endpoint else {}))
+        made = cloud_arguments(
+            scheme, StorageConfig(storage_options={"endpoint_url": endpoint} if endpoint else {})
+        )
         assert made["client_options"]["allow_http"] is plain
 
 
@@ -67,7 +92,10 @@ class CloudContract(StoreContract):
             writer.write(bytes([number]) * (1 << 20))
         writer.commit()
         assert store.info(key).size == 66 << 20
-        assert bytes(store.read_ranges(key, [(33 << 20) - 2], [(33 << 20) + 2])[0]) == b"\x20\x20\x21\x21"
+        assert (
+            bytes(store.read_ranges(key, [(33 << 20) - 2], [(33 << 20) + 2])[0])
+            == b"\x20\x20\x21\x21"
+        )
 
     def test_pairs_are_written_and_read(self, store: ObstoreStore, tmp_path: Path) -> None:
         sequences = write_random_pair(str(tmp_path / "pair"), count=20)
@@ -82,7 +110,8 @@ class CloudContract(StoreContract):
 class TestGoogleThroughMoto(CloudContract):
     @pytest.fixture
     def store(self, s3: S3) -> Store:
-        name = f"gs{os.urandom(6).hex()}"  # without hyphens, which obstore encodes in Google's paths and moto does not decode
+        # without hyphens, which obstore encodes in Google's paths and moto does not decode
+        name = f"gs{os.urandom(6).hex()}"
         s3.client().create_bucket(Bucket=name)
         options = {"endpoint_url": s3.endpoint, "bearer_token": "not-looked-at"}
         return ObstoreStore("gs", name, StorageConfig(storage_options=options, retries=1))
@@ -94,7 +123,11 @@ class TestAzureThroughAzurite(CloudContract):
     def store(self) -> Store:
         container = f"c-{os.urandom(6).hex()}"
         make_container(container)
-        options = {"endpoint_url": f"{AZURITE}/{ACCOUNT}", "account_name": ACCOUNT, "account_key": ACCOUNT_KEY}
+        options = {
+            "endpoint_url": f"{AZURITE}/{ACCOUNT}",
+            "account_name": ACCOUNT,
+            "account_key": ACCOUNT_KEY,
+        }
         return ObstoreStore("az", container, StorageConfig(storage_options=options, retries=1))
 
 
@@ -104,6 +137,11 @@ def make_container(name: str) -> None:
     own = "".join(f"{key}:{value}\n" for key, value in headers.items())
     text = f"PUT{chr(10) * 12}{own}/{ACCOUNT}/{ACCOUNT}/{name}\nrestype:container"
     digest = hmac.new(base64.b64decode(ACCOUNT_KEY), text.encode(), hashlib.sha256).digest()
-    headers |= {"Authorization": f"SharedKey {ACCOUNT}:{base64.b64encode(digest).decode()}", "Content-Length": "0"}
-    request = urllib.request.Request(f"{AZURITE}/{ACCOUNT}/{name}?restype=container", headers=headers, method="PUT")
+    headers |= {
+        "Authorization": f"SharedKey {ACCOUNT}:{base64.b64encode(digest).decode()}",
+        "Content-Length": "0",
+    }
+    request = urllib.request.Request(
+        f"{AZURITE}/{ACCOUNT}/{name}?restype=container", headers=headers, method="PUT"
+    )
     urllib.request.urlopen(request, timeout=10).close()

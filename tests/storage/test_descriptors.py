@@ -63,7 +63,9 @@ print(chr(10).join(found))
 
 def _python(code: str, *arguments: str) -> str:
     environment = os.environ | {"PYTHONPATH": os.getcwd()}
-    found = subprocess.run([sys.executable, "-c", code, *arguments], capture_output=True, text=True, env=environment)
+    found = subprocess.run(
+        [sys.executable, "-c", code, *arguments], capture_output=True, text=True, env=environment
+    )
     assert found.returncode == 0, found.stderr
     return found.stdout
 
@@ -72,12 +74,18 @@ def test_the_soft_limit_is_raised_once_and_never_lowered() -> None:
     _python(RAISED)
 
 
-@pytest.mark.parametrize(("transport", "built"), [("obstore", False), ("obstore", True), ("fsspec", False)])
-def test_too_many_open_files_are_blamed_on_the_limit_and_not_on_the_network(tmp_path: Path, transport: str, built: bool) -> None:
+@pytest.mark.parametrize(
+    ("transport", "built"), [("obstore", False), ("obstore", True), ("fsspec", False)]
+)
+def test_too_many_open_files_are_blamed_on_the_limit_and_not_on_the_network(
+    tmp_path: Path, transport: str, built: bool
+) -> None:
     (tmp_path / "data").mkdir()
     (tmp_path / "data" / "k").write_bytes(bytes(1000))
     with running(tmp_path) as server:
-        remote, local = _python(EXHAUSTED, server.endpoint, transport, str(built), str(tmp_path / "data" / "k")).splitlines()
+        remote, local = _python(
+            EXHAUSTED, server.endpoint, transport, str(built), str(tmp_path / "data" / "k")
+        ).splitlines()
     for message in (remote, local):
         assert "too many open files: " in message
         assert " of 64; raise `ulimit -n`" in message

@@ -1,4 +1,6 @@
-"""The same tokens, bit for bit, whatever the endpoint does; or an error that names the object, on the step that needs it."""
+"""The same tokens, bit for bit, whatever the endpoint does; or an error that names the object, on
+the step that needs it.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,13 @@ import pytest
 import torch
 
 from streammega import DataConfig, IndexedDatasetWriter, StorageConfig, StreamLoader
-from streammega.errors import AccessDeniedError, EndpointError, ObjectChangedError, ObjectNotFoundError, StorageError
+from streammega.errors import (
+    AccessDeniedError,
+    EndpointError,
+    ObjectChangedError,
+    ObjectNotFoundError,
+    StorageError,
+)
 from streammega.storage.retry import _Outages
 from tools.bench.object_server import Running, running, start
 
@@ -55,7 +63,9 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Running, 
         yield server, root
 
 
-def config_of(order: str, root: str, cache: Path, storage: StorageConfig, samples: int = 3000) -> DataConfig:
+def config_of(
+    order: str, root: str, cache: Path, storage: StorageConfig, samples: int = 3000
+) -> DataConfig:
     return DataConfig(
         blend=[(f"{root}/data/web", 0.7), (f"{root}/data/code", 0.3)],
         sequence_length=LENGTH,
@@ -84,7 +94,9 @@ def storage_of(server: Running, transport: str) -> StorageConfig:
 
 def stream(config: DataConfig) -> torch.Tensor:
     with StreamLoader(config, micro_batch_size=4, global_batch_size=8) as loader:
-        return torch.cat([torch.cat([batch["tokens"], batch["labels"]], 1).clone() for batch in loader])
+        return torch.cat(
+            [torch.cat([batch["tokens"], batch["labels"]], 1).clone() for batch in loader]
+        )
 
 
 @pytest.mark.parametrize("transport", ["obstore", "fsspec"])
@@ -93,20 +105,30 @@ def stream(config: DataConfig) -> torch.Tensor:
     [
         *((fault, "stream") for fault in FAULTS),
         ("mixture", "megatron"),  # of all of them
-        *(pytest.param(fault, "megatron", marks=pytest.mark.soak) for fault in FAULTS if fault != "mixture"),
+        *(
+            pytest.param(fault, "megatron", marks=pytest.mark.soak)
+            for fault in FAULTS
+            if fault != "mixture"
+        ),
     ],
 )
-def test_faults_change_no_token(server: tuple[Running, Path], tmp_path: Path, fault: str, order: str, transport: str) -> None:
+def test_faults_change_no_token(
+    server: tuple[Running, Path], tmp_path: Path, fault: str, order: str, transport: str
+) -> None:
     endpoint, root = server
     endpoint.behave()
     storage = storage_of(endpoint, transport)
     remote = config_of(order, "s3:/", tmp_path, storage, samples=1200)
-    expected = stream(replace(remote, blend=[(f"{root}/data/web", 0.7), (f"{root}/data/code", 0.3)]))
+    expected = stream(
+        replace(remote, blend=[(f"{root}/data/web", 0.7), (f"{root}/data/code", 0.3)])
+    )
     loader = StreamLoader(remote, micro_batch_size=4, global_batch_size=8)
     endpoint.behave(**FAULTS[fault])
     before = endpoint.counts()["faults"]
     with loader:
-        got = torch.cat([torch.cat([batch["tokens"], batch["labels"]], 1).clone() for batch in loader])
+        got = torch.cat(
+            [torch.cat([batch["tokens"], batch["labels"]], 1).clone() for batch in loader]
+        )
     assert torch.equal(got, expected)
     assert endpoint.counts()["faults"] > before, "the fault did not happen: the test shows nothing"
     endpoint.behave()
@@ -119,7 +141,9 @@ def test_a_server_that_restarts_is_waited_for(tmp_path: Path, order: str, transp
     endpoint = start(tmp_path)
     storage = storage_of(endpoint, transport)
     config = config_of(order, "s3:/", tmp_path / "cache", storage)
-    expected = stream(replace(config, blend=[(f"{tmp_path}/data/web", 0.7), (f"{tmp_path}/data/code", 0.3)]))
+    expected = stream(
+        replace(config, blend=[(f"{tmp_path}/data/web", 0.7), (f"{tmp_path}/data/code", 0.3)])
+    )
     again: list[Running] = []
 
     def restart() -> None:
@@ -153,18 +177,27 @@ def test_an_outage_is_waited_for_as_long_as_the_deadline_allows(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     monkeypatch.setattr("streammega.storage.retry._outages", _Outages())
-    monkeypatch.setattr("streammega.storage.retry.LONGEST_PAUSE", 0.3)  # so that a few seconds hold a dozen pauses
+    # so that a few seconds hold a dozen pauses
+    monkeypatch.setattr("streammega.storage.retry.LONGEST_PAUSE", 0.3)
     endpoint, root = server
     endpoint.behave()
     storage = replace(storage_of(endpoint, transport), retries=None)
     config = config_of("stream", "s3:/", tmp_path, storage)
-    expected = stream(replace(config, blend=[(f"{root}/data/web", 0.7), (f"{root}/data/code", 0.3)]))
+    expected = stream(
+        replace(config, blend=[(f"{root}/data/web", 0.7), (f"{root}/data/code", 0.3)])
+    )
     with StreamLoader(config, micro_batch_size=4, global_batch_size=8) as loader:
         endpoint.behave(status=503)
         threading.Timer(5.0, endpoint.behave).start()
-        got = torch.cat([torch.cat([batch["tokens"], batch["labels"]], 1).clone() for batch in loader])
+        got = torch.cat(
+            [torch.cat([batch["tokens"], batch["labels"]], 1).clone() for batch in loader]
+        )
     assert torch.equal(got, expected)
-    said = [record.getMessage() for record in caplog.records if "storage has failed for" in record.getMessage()]
+    said = [
+        record.getMessage()
+        for record in caplog.records
+        if "storage has failed for" in record.getMessage()
+    ]
     assert len(said) == 1
     assert "given up after 600 s" in said[0]
 
@@ -172,17 +205,26 @@ def test_an_outage_is_waited_for_as_long_as_the_deadline_allows(
 @pytest.mark.parametrize("transport", ["obstore", "fsspec"])
 @pytest.mark.parametrize(
     ("status", "kind", "words"),
-    [(403, AccessDeniedError, "check the credentials"), (404, ObjectNotFoundError, "check the bucket and the key")],
+    [
+        (403, AccessDeniedError, "check the credentials"),
+        (404, ObjectNotFoundError, "check the bucket and the key"),
+    ],
 )
 def test_what_waiting_cannot_mend_fails_at_once(
-    server: tuple[Running, Path], tmp_path: Path, transport: str, status: int, kind: type[StorageError], words: str
+    server: tuple[Running, Path],
+    tmp_path: Path,
+    transport: str,
+    status: int,
+    kind: type[StorageError],
+    words: str,
 ) -> None:
     endpoint, _ = server
     endpoint.behave()
     config = config_of("stream", "s3:/", tmp_path, storage_of(endpoint, transport))
     loader = StreamLoader(config, micro_batch_size=4, global_batch_size=8)
     endpoint.behave(status=status)
-    before, began = endpoint.counts()["requests"], time.monotonic()
+    before = endpoint.counts()["requests"]
+    began = time.monotonic()
     with pytest.raises(kind, match=rf"(web|code)\.bin: .*{words}"):
         next(iter(loader))
     assert time.monotonic() - began < 5
@@ -195,7 +237,9 @@ def test_retries_end(server: tuple[Running, Path], tmp_path: Path, transport: st
     endpoint, _ = server
     endpoint.behave()
     storage = replace(storage_of(endpoint, transport), retries=2)
-    loader = StreamLoader(config_of("stream", "s3:/", tmp_path, storage), micro_batch_size=4, global_batch_size=8)
+    loader = StreamLoader(
+        config_of("stream", "s3:/", tmp_path, storage), micro_batch_size=4, global_batch_size=8
+    )
     endpoint.behave(status=503)
     with pytest.raises(EndpointError, match="lower max_requests if this goes on"):
         next(iter(loader))
@@ -205,7 +249,9 @@ def test_retries_end(server: tuple[Running, Path], tmp_path: Path, transport: st
 
 @pytest.mark.parametrize("transport", ["obstore", "fsspec"])
 @pytest.mark.parametrize("order", ["stream", "megatron"])
-def test_an_object_that_is_replaced_stops_the_run(tmp_path: Path, order: str, transport: str) -> None:
+def test_an_object_that_is_replaced_stops_the_run(
+    tmp_path: Path, order: str, transport: str
+) -> None:
     write_data(tmp_path)
     with running(tmp_path) as endpoint:
         config = config_of(order, "s3:/", tmp_path / "cache", storage_of(endpoint, transport))
@@ -213,7 +259,8 @@ def test_an_object_that_is_replaced_stops_the_run(tmp_path: Path, order: str, tr
         batches = iter(loader)
         next(batches)
         path = tmp_path / "data" / "web.bin"
-        (tmp_path / "other").write_bytes(bytes(path.stat().st_size))  # as long as before, and other bytes
+        # as long as before, and other bytes
+        (tmp_path / "other").write_bytes(bytes(path.stat().st_size))
         os.replace(tmp_path / "other", path)
         with pytest.raises(ObjectChangedError, match=r"web\.bin: the object was replaced"):
             list(batches)
@@ -225,7 +272,9 @@ def test_stragglers_are_asked_for_twice(server: tuple[Running, Path], tmp_path: 
     endpoint, _ = server
     endpoint.behave()
     storage = replace(storage_of(endpoint, "obstore"), stall_timeout=20, timeout=30)
-    loader = StreamLoader(config_of("megatron", "s3:/", tmp_path, storage), micro_batch_size=4, global_batch_size=8)
+    loader = StreamLoader(
+        config_of("megatron", "s3:/", tmp_path, storage), micro_batch_size=4, global_batch_size=8
+    )
     endpoint.behave(latency=0.003, slow_share=0.02, slow_factor=300, seed=3)
     began = time.monotonic()
     assert len(list(loader)) == len(loader)
@@ -236,11 +285,15 @@ def test_stragglers_are_asked_for_twice(server: tuple[Running, Path], tmp_path: 
     endpoint.behave()
 
 
-def test_closing_does_not_wait_for_a_stalled_endpoint(server: tuple[Running, Path], tmp_path: Path) -> None:
+def test_closing_does_not_wait_for_a_stalled_endpoint(
+    server: tuple[Running, Path], tmp_path: Path
+) -> None:
     endpoint, _ = server
     endpoint.behave()
     storage = replace(storage_of(endpoint, "obstore"), stall_timeout=3, timeout=30)
-    loader = StreamLoader(config_of("stream", "s3:/", tmp_path, storage), micro_batch_size=4, global_batch_size=8)
+    loader = StreamLoader(
+        config_of("stream", "s3:/", tmp_path, storage), micro_batch_size=4, global_batch_size=8
+    )
     next(iter(loader))
     endpoint.behave(stall_share=1.0)
     loader.seek(0)
@@ -258,10 +311,14 @@ def test_ranges_answered_by_200_are_read_by_s3fs_with_one_warning(
     endpoint.behave(plain_200=True)
     config = config_of("stream", "s3:/", tmp_path, storage_of(endpoint, "obstore"))
     got = stream(config)
-    assert torch.equal(got, stream(replace(config, blend=[(f"{root}/data/web", 0.7), (f"{root}/data/code", 0.3)])))
+    assert torch.equal(
+        got, stream(replace(config, blend=[(f"{root}/data/web", 0.7), (f"{root}/data/code", 0.3)]))
+    )
     gc.collect()  # the stores of that stream are gone, those of the next are new
     stream(config)
-    warnings = [record for record in caplog.records if "answers range requests with 200" in record.message]
+    warnings = [
+        record for record in caplog.records if "answers range requests with 200" in record.message
+    ]
     assert len(warnings) == 1
     endpoint.behave()
 
@@ -285,7 +342,14 @@ for batch in loader:
 """
     environment = os.environ | {"PYTHONPATH": os.getcwd()}
     pipe = subprocess.PIPE
-    run = subprocess.Popen([sys.executable, "-c", code], stdin=pipe, stdout=pipe, stderr=pipe, text=True, env=environment)
+    run = subprocess.Popen(
+        [sys.executable, "-c", code],
+        stdin=pipe,
+        stdout=pipe,
+        stderr=pipe,
+        text=True,
+        env=environment,
+    )
     assert run.stdout is not None
     assert run.stdin is not None
     run.stdout.readline()

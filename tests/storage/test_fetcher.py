@@ -1,4 +1,6 @@
-"""The limits of what is in flight: how many, how large, how often twice, and what makes them smaller."""
+"""The limits of what is in flight: how many, how large, how often twice, and what makes them
+smaller.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,13 @@ import pytest
 from streammega import StorageConfig
 from streammega.errors import EndpointError
 from streammega.storage.fetch.fetcher import Fetcher
-from streammega.storage.fetch.limits import ADAPT_EVERY, HEDGE_SHARE, JOB_READS, LEAST_REQUESTS, NEAR_JOB_READS
+from streammega.storage.fetch.limits import (
+    ADAPT_EVERY,
+    HEDGE_SHARE,
+    JOB_READS,
+    LEAST_REQUESTS,
+    NEAR_JOB_READS,
+)
 from streammega.storage.fetch.reads import Counters, Holding, Read
 from streammega.storage.store import Bytes, Span
 
@@ -22,7 +30,9 @@ CONFIG = StorageConfig(memory_bytes=1 << 24, hedge=False)
 
 
 class Recorded:
-    """A store that notes what is asked of it together, and how many reads and bytes are in flight at once."""
+    """A store that notes what is asked of it together, and how many reads and bytes are in flight
+    at once.
+    """
 
     def __init__(self, act: Callable[[int], None] = lambda start: None) -> None:
         self.act = act
@@ -30,13 +40,18 @@ class Recorded:
         self.most = self.most_bytes = self._reads = self._bytes = 0
         self._lock = threading.Lock()
 
-    def read_into(self, key: str, spans: Sequence[Span], outs: Sequence[Bytes], etag: str = "") -> None:
+    def read_into(
+        self, key: str, spans: Sequence[Span], outs: Sequence[Bytes], etag: str = ""
+    ) -> None:
         size = sum(stop - start for start, stop in spans)
         with self._lock:
             self.calls.append((key, len(spans)))
             self._reads += len(spans)
             self._bytes += size
-            self.most, self.most_bytes = max(self.most, self._reads), max(self.most_bytes, self._bytes)
+            self.most, self.most_bytes = (
+                max(self.most, self._reads),
+                max(self.most_bytes, self._bytes),
+            )
         try:
             for (start, _), out in zip(spans, outs, strict=True):
                 self.act(start)
@@ -47,10 +62,14 @@ class Recorded:
                 self._bytes -= size
 
 
-def fetch(store: Any, config: StorageConfig, count: int, key: Callable[[int], str] = lambda n: "key") -> Counters:
+def fetch(
+    store: Any, config: StorageConfig, count: int, key: Callable[[int], str] = lambda n: "key"
+) -> Counters:
     """Fetch so many reads, each of a holding of its own."""
     made = Fetcher(config)
-    holdings = [Holding(SIZE, [Read(store, key(n), "", n * SIZE, (n + 1) * SIZE, 0)]) for n in range(count)]
+    holdings = [
+        Holding(SIZE, [Read(store, key(n), "", n * SIZE, (n + 1) * SIZE, 0)]) for n in range(count)
+    ]
     try:
         made.submit(holdings)
         made.wait(holdings)
@@ -61,10 +80,17 @@ def fetch(store: Any, config: StorageConfig, count: int, key: Callable[[int], st
 
 @pytest.mark.parametrize(("requests", "size", "most"), [(3, 1 << 20, 3), (300, 5 * SIZE, 5)])
 @pytest.mark.parametrize("objects", [1, 7])
-def test_requests_in_flight_keep_to_both_limits(requests: int, size: int, most: int, objects: int) -> None:
+def test_requests_in_flight_keep_to_both_limits(
+    requests: int, size: int, most: int, objects: int
+) -> None:
     """Of one object several go out by one thread, of many each by its own."""
     store = Recorded(lambda start: time.sleep(0.002))
-    fetch(store, replace(CONFIG, max_requests=requests, in_flight_bytes=size), 120, key=lambda n: str(n % objects))
+    fetch(
+        store,
+        replace(CONFIG, max_requests=requests, in_flight_bytes=size),
+        120,
+        key=lambda n: str(n % objects),
+    )
     assert store.most == most
     assert store.most_bytes == most * SIZE
 
@@ -82,10 +108,14 @@ def test_small_reads_of_an_object_go_out_together_and_those_of_others_apart() ->
 
 def test_stragglers_are_sent_twice_one_in_twenty_at_most() -> None:
     """A third of all answers are slow: without the bound each of them would be asked for again."""
-    store = Recorded(lambda start: time.sleep(0.15 if start // SIZE % 3 == 0 and start > 60 * SIZE else 0.001))
+    store = Recorded(
+        lambda start: time.sleep(0.15 if start // SIZE % 3 == 0 and start > 60 * SIZE else 0.001)
+    )
     config = replace(CONFIG, max_requests=24, hedge=True)
     counters = fetch(store, config, 300, key=str)
-    assert 0 < counters.hedges <= 5 + HEDGE_SHARE * counters.requests, "a few, however few requests there were"
+    assert 0 < counters.hedges <= 5 + HEDGE_SHARE * counters.requests, (
+        "a few, however few requests there were"
+    )
 
 
 def test_throttling_halves_what_is_in_flight_once_for_all_refused_together() -> None:
@@ -119,7 +149,9 @@ def test_fewer_are_sent_where_answers_queue_behind_each_other_and_more_again_aft
     assert slower < 400
     for _ in range(20):
         answers(0.2)
-    assert made.limits.requests == LEAST_REQUESTS, "no fewer: small reads are what object stores are good at"
+    assert made.limits.requests == LEAST_REQUESTS, (
+        "no fewer: small reads are what object stores are good at"
+    )
     for _ in range(20):
         answers(0.01)
     assert made.limits.requests == 400

@@ -82,10 +82,16 @@ EVENTS = st.one_of(
 
 
 @given(most=st.integers(1, 2000), events=st.lists(EVENTS, max_size=60))
-def test_whatever_happens_they_stay_between_one_and_what_is_configured(most: int, events: list[tuple[str, float, int]]) -> None:
+def test_whatever_happens_they_stay_between_one_and_what_is_configured(
+    most: int, events: list[tuple[str, float, int]]
+) -> None:
     limits = Limits.of(StorageConfig(max_requests=most))
     for what, *told in events:
-        limits = {"answers": limits.after_answers, "look": limits.after_look, "refusal": limits.after_refusal}[what](*told)  # type: ignore[operator]
+        limits = {
+            "answers": limits.after_answers,
+            "look": limits.after_look,
+            "refusal": limits.after_refusal,
+        }[what](*told)  # type: ignore[operator]
         assert 1.0 <= limits.requests <= most
         assert (limits.most_requests, limits.most_bytes) == (most, StorageConfig().in_flight_bytes)
 
@@ -106,18 +112,32 @@ def test_they_are_what_is_configured_again_after_answers_that_do_not_queue(start
     assert limits.requests == 400
 
 
-@given(start=st.floats(LEAST_REQUESTS, 400.0), queueing=st.floats(QUEUEING, 1e6, exclude_min=True), size=SIZES)
-def test_queueing_answers_lower_them_to_the_least_for_their_size(start: float, queueing: float, size: int) -> None:
+@given(
+    start=st.floats(LEAST_REQUESTS, 400.0),
+    queueing=st.floats(QUEUEING, 1e6, exclude_min=True),
+    size=SIZES,
+)
+def test_queueing_answers_lower_them_to_the_least_for_their_size(
+    start: float, queueing: float, size: int
+) -> None:
     limits = below(start)
-    assert limits.after_look(queueing, size).requests == pytest.approx(max(0.8 * start, limits_least(size)))
+    assert limits.after_look(queueing, size).requests == pytest.approx(
+        max(0.8 * start, limits_least(size))
+    )
     for _ in range(40):
         limits = limits.after_look(queueing, size)
     assert limits.requests == limits_least(size)
 
 
-@given(start=st.floats(1.0, 400.0), queueing=st.floats(QUEUEING, 1e6, exclude_min=True), size=st.just(0) | SIZES)
+@given(
+    start=st.floats(1.0, 400.0),
+    queueing=st.floats(QUEUEING, 1e6, exclude_min=True),
+    size=st.just(0) | SIZES,
+)
 def test_queueing_answers_never_raise_them(start: float, queueing: float, size: int) -> None:
-    """Also where refusals have taken them below the least: overload does not follow on being refused."""
+    """Also where refusals have taken them below the least: overload does not follow on being
+    refused.
+    """
     assert below(start).after_look(queueing, size).requests <= start
 
 
@@ -157,7 +177,9 @@ def test_refusals_never_end_all_requests() -> None:
 
 
 @given(seconds=st.lists(st.floats(1e-3, 10.0), min_size=1, max_size=2 * LATENCIES))
-def test_queueing_is_the_latest_median_in_multiples_of_the_quickest_ever(seconds: list[float]) -> None:
+def test_queueing_is_the_latest_median_in_multiples_of_the_quickest_ever(
+    seconds: list[float],
+) -> None:
     latencies = Latencies()
     for each in seconds:
         latencies.note(10, each)

@@ -1,4 +1,6 @@
-"""Local files that change under a run: what is read is what was opened, or an error that names the file. Never a crash."""
+"""Local files that change under a run: what is read is what was opened, or an error that names the
+file. Never a crash.
+"""
 
 from __future__ import annotations
 
@@ -52,7 +54,8 @@ def write_shard(name: Path | str, value: int, tokens: int = 40_000) -> str:
 def outcome(code: str, folder: Path, *arguments: str) -> str:
     """What a process of its own printed; a crash of it is told apart from an error."""
     family = launch(folder, 1, ["-c", code, str(folder), *arguments])
-    codes, printed = family.ended(0, within=120), family.log(0)
+    codes = family.ended(0, within=120)
+    printed = family.log(0)
     family.close()
     assert codes == [0], f"rc {codes}: {printed[-2000:]}"
     return printed.strip()
@@ -85,25 +88,33 @@ for suffix in ("", ".tar", ".bin.zst"):
 
 
 @pytest.mark.parametrize("order", ["stream", "megatron"])
-def test_a_file_that_changed_before_it_is_mapped_is_an_error_that_names_it(tmp_path: Path, order: str) -> None:
+def test_a_file_that_changed_before_it_is_mapped_is_an_error_that_names_it(
+    tmp_path: Path, order: str
+) -> None:
     printed = outcome(CHANGED_BEFORE_THE_FIRST_BATCH, tmp_path, order)
     changed = [f"{name} ObjectChangedError True" for name in CHANGES]
     mapped = [f"{name} no error" for name in CHANGES if name != "emptied"]
     assert printed.splitlines() == [*changed, *changed, *mapped]
 
 
-def test_a_loader_made_later_in_the_same_process_reads_the_file_that_is_there_then(tmp_path: Path) -> None:
+def test_a_loader_made_later_in_the_same_process_reads_the_file_that_is_there_then(
+    tmp_path: Path,
+) -> None:
     for value in (5, 7):
         shard = write_shard(tmp_path / "shard", value)
         config = DataConfig(blend=[shard], sequence_length=64, order="stream")
-        with StreamLoader(config, micro_batch_size=2, global_batch_size=2, dp_rank=0, dp_size=1) as loader:
+        with StreamLoader(
+            config, micro_batch_size=2, global_batch_size=2, dp_rank=0, dp_size=1
+        ) as loader:
             assert (next(iter(loader))["tokens"] == value).all()
 
 
 def test_a_worker_that_maps_the_file_anew_notices_that_it_changed(tmp_path: Path) -> None:
     shard = write_shard(tmp_path / "shard", 5)
     config = DataConfig(blend=[shard], sequence_length=64, order="stream")
-    dataset = StreamingDataset(config, micro_batch_size=2, global_batch_size=2, dp_rank=0, dp_size=1)
+    dataset = StreamingDataset(
+        config, micro_batch_size=2, global_batch_size=2, dp_rank=0, dp_size=1
+    )
     assert (next(iter(dataset))["tokens"] == 5).all()
     sent = pickle.dumps(dataset)
     CHANGES["made smaller"](Path(f"{shard}.bin"))
@@ -129,7 +140,10 @@ for order in ("stream", "megatron"):
 
 
 def test_more_shards_than_there_may_be_open_files_are_read(tmp_path: Path) -> None:
-    assert outcome(MORE_SHARDS_THAN_DESCRIPTORS, tmp_path).splitlines() == ["stream 150", "megatron 150"]
+    assert outcome(MORE_SHARDS_THAN_DESCRIPTORS, tmp_path).splitlines() == [
+        "stream 150",
+        "megatron 150",
+    ]
 
 
 class TestViews:
@@ -138,7 +152,8 @@ class TestViews:
     def test_a_file_is_mapped_once_and_again_when_it_is_another(self, tmp_path: Path) -> None:
         path = tmp_path / "file"
         path.write_bytes(b"old")
-        store, key = LocalStore(), str(path)
+        store = LocalStore()
+        key = str(path)
         etag = store.info(key).etag
         first = store.view(key, etag)
         assert store.view(key, etag) is first
@@ -169,8 +184,11 @@ def test_nothing_is_copied_to_an_array_of_another_size() -> None:
 @pytest.mark.parametrize("suffix", ["", ".tar", ".bin.zst"])
 def test_map_style_reads_are_of_the_file_that_was_opened(tmp_path: Path, suffix: str) -> None:
     shard = write_shard(tmp_path / f"shard{suffix}", 5)
-    opened, used = IndexedDataset(shard), IndexedDataset(shard)
-    config = DataConfig(blend=[shard], sequence_length=64, num_samples=(8, 0, 0), index_cache_dir=tmp_path / "cache")
+    opened = IndexedDataset(shard)
+    used = IndexedDataset(shard)
+    config = DataConfig(
+        blend=[shard], sequence_length=64, num_samples=(8, 0, 0), index_cache_dir=tmp_path / "cache"
+    )
     samples = build_datasets(config)[0]
     assert (used[3] == 5).all()
     stored = Path(shard if suffix else f"{shard}.bin")
@@ -211,7 +229,9 @@ def first_batches(shard: str, order: str, storage: StorageConfig, cache: Path) -
         storage=storage,
         index_cache_dir=cache,
     )
-    with StreamLoader(config, micro_batch_size=2, global_batch_size=4, dp_rank=0, dp_size=1) as loader:
+    with StreamLoader(
+        config, micro_batch_size=2, global_batch_size=4, dp_rank=0, dp_size=1
+    ) as loader:
         return [batch["tokens"].numpy().copy() for batch, _ in zip(loader, range(16), strict=False)]
 
 
@@ -225,7 +245,10 @@ def test_reads_give_the_tokens_that_maps_give(tmp_path: Path, order: str, suffix
     shard = str(tmp_path / f"shard{suffix}")
     mapped = first_batches(shard, order, StorageConfig(), tmp_path / "a")
     assert len(mapped) == 16
-    for storage in (StorageConfig(local="pread"), StorageConfig(local="pread", cache_dir=tmp_path / "pages")):
+    for storage in (
+        StorageConfig(local="pread"),
+        StorageConfig(local="pread", cache_dir=tmp_path / "pages"),
+    ):
         np.testing.assert_array_equal(first_batches(shard, order, storage, tmp_path / "b"), mapped)
 
 
@@ -254,10 +277,15 @@ def test_a_file_that_is_cut_while_it_is_read_is_an_error_that_names_it(tmp_path:
     assert outcome(CUT_WHILE_ITERATING, tmp_path) == "ObjectChangedError True"
 
 
-def test_errors_of_a_server_behind_a_file_system_are_tried_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_errors_of_a_server_behind_a_file_system_are_tried_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     write_shard(tmp_path / "shard", 5)
-    dataset = IndexedDataset(str(tmp_path / "shard"), StorageConfig(local="pread", retries=2), tmp_path / "cache")
-    read, failures = os.preadv, iter([errno.EIO, errno.ESTALE])
+    dataset = IndexedDataset(
+        str(tmp_path / "shard"), StorageConfig(local="pread", retries=2), tmp_path / "cache"
+    )
+    read = os.preadv
+    failures = iter([errno.EIO, errno.ESTALE])
 
     def failing(*arguments: Any) -> int:
         if number := next(failures, 0):

@@ -20,7 +20,9 @@ def map_path(path: Path, size: int) -> np.ndarray:
         os.close(fd)
 
 
-def test_mapped_files_hold_no_descriptors_and_are_unmapped_with_their_last_view(tmp_path: Path) -> None:
+def test_mapped_files_hold_no_descriptors_and_are_unmapped_with_their_last_view(
+    tmp_path: Path,
+) -> None:
     path = tmp_path / "bytes"
     data = os.urandom(10_000)
     path.write_bytes(data)

@@ -1,4 +1,6 @@
-"""oss:// by both transports against a server of OSS's REST interface: the stores' contract, then what is particular to OSS."""
+"""oss:// by both transports against a server of OSS's REST interface: the stores' contract, then
+what is particular to OSS.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,13 @@ import pytest
 from streammega import StorageConfig
 from streammega.convert.read.inputs import find_inputs
 from streammega.convert.read.slices import open_stream
-from streammega.errors import AccessDeniedError, ConfigError, ObjectChangedError, ObjectNotFoundError, ShortReadError
+from streammega.errors import (
+    AccessDeniedError,
+    ConfigError,
+    ObjectChangedError,
+    ObjectNotFoundError,
+    ShortReadError,
+)
 from streammega.storage import Store, open_store
 from streammega.storage import open as storage_open
 from streammega.storage.backends.oss_native import OssNativeStore
@@ -45,9 +53,15 @@ class OssContract(StoreContract):
         assert store.info(key).etag.endswith('-3"'), "an ETag of several parts"
         at = PART_BYTES - 128
         assert bytes(store.read_ranges(key, [at], [at + 256])[0]) == part[-128:] + part[:128]
-        assert not [request for request in oss.take_log() if any("copy-source" in name for name in request["headers"])]
+        assert not [
+            request
+            for request in oss.take_log()
+            if any("copy-source" in name for name in request["headers"])
+        ]
 
-    def test_an_aborted_multipart_upload_leaves_no_parts_behind(self, store: Store, key: str, oss: Oss) -> None:
+    def test_an_aborted_multipart_upload_leaves_no_parts_behind(
+        self, store: Store, key: str, oss: Oss
+    ) -> None:
         before = oss.counts()["uploads"]
         writer = store.open_writer(key)
         for _ in range(70):
@@ -63,9 +77,13 @@ class OssContract(StoreContract):
         prefix = "many/" if isinstance(store, OssStore) else f"{bucket}/many/"
         found = store.list(prefix)
         assert [item.key for item in found] == [f"{prefix}{i:05d}" for i in range(2345)]
-        assert {(item.size, item.etag) for item in found} == {(1, store.info(f"{prefix}00000").etag)}
+        assert {(item.size, item.etag) for item in found} == {
+            (1, store.info(f"{prefix}00000").etag)
+        }
 
-    def test_a_read_of_another_object_than_was_opened_is_refused(self, store: Store, key: str) -> None:
+    def test_a_read_of_another_object_than_was_opened_is_refused(
+        self, store: Store, key: str
+    ) -> None:
         put(store, key, b"0123456789")
         opened = store.info(key).etag
         spans = [(0, 4), (6, 10)]
@@ -88,7 +106,9 @@ class OssContract(StoreContract):
 class TestOssThroughObstore(OssContract):
     @pytest.fixture
     def store(self, oss: Oss) -> Store:
-        return OssStore("oss", oss.new_bucket(), StorageConfig(storage_options=oss.options, retries=2))
+        return OssStore(
+            "oss", oss.new_bucket(), StorageConfig(storage_options=oss.options, retries=2)
+        )
 
     @pytest.fixture
     def key(self) -> str:
@@ -111,19 +131,25 @@ def transport(request: pytest.FixtureRequest) -> Any:
 
 
 def config_of(oss: Oss, transport: Any, **options: Any) -> StorageConfig:
-    return StorageConfig(transport=transport, storage_options=oss.options | options, retries=1, timeout=10)
+    return StorageConfig(
+        transport=transport, storage_options=oss.options | options, retries=1, timeout=10
+    )
 
 
 def opened(oss: Oss, transport: Any, name: str = "dir/object", **options: Any) -> tuple[Store, str]:
     return open_store(f"oss://{oss.new_bucket()}/{name}", config_of(oss, transport, **options))
 
 
-def test_buckets_are_named_by_the_host_and_each_dialect_has_hosts_of_its_own(oss: Oss, transport: Any) -> None:
+def test_buckets_are_named_by_the_host_and_each_dialect_has_hosts_of_its_own(
+    oss: Oss, transport: Any
+) -> None:
     store, key = opened(oss, transport)
     put(store, key, b"abc")
     assert bytes(store.read_ranges(key, [0], [3])[0]) == b"abc"
     dialect = "s3." if transport == "obstore" else ""
-    assert {request["host"] for request in oss.take_log()} == {f"bucket-{oss.buckets}.{dialect}{DOMAIN}"}
+    assert {request["host"] for request in oss.take_log()} == {
+        f"bucket-{oss.buckets}.{dialect}{DOMAIN}"
+    }
 
 
 def test_the_server_refuses_path_style_bad_signatures_and_chunked_bodies(oss: Oss) -> None:
@@ -134,7 +160,9 @@ def test_the_server_refuses_path_style_bad_signatures_and_chunked_bodies(oss: Os
         proxied.open(f"http://{DOMAIN}/{bucket}/key", timeout=10)
     assert b"SecondLevelDomainForbidden" in caught.value.read()
     for transport in TRANSPORTS:
-        store, key = open_store(f"oss://{bucket}/key", config_of(oss, transport, secret="another-secret"))
+        store, key = open_store(
+            f"oss://{bucket}/key", config_of(oss, transport, secret="another-secret")
+        )
         with pytest.raises(AccessDeniedError, match="SignatureDoesNotMatch"):
             store.read_ranges(key, [0], [3])
         with pytest.raises(AccessDeniedError) as denied:
@@ -143,7 +171,9 @@ def test_the_server_refuses_path_style_bad_signatures_and_chunked_bodies(oss: Os
 
 
 def test_what_is_sent_is_what_oss_takes(oss: Oss, transport: Any) -> None:
-    """Bodies signed whole, or with their MD5; objects removed one by one; ranges that may reach past the end."""
+    """Bodies signed whole, or with their MD5; objects removed one by one; ranges that may reach
+    past the end.
+    """
     store, key = opened(oss, transport)
     put(store, key, b"abc")
     writer = store.open_writer(key)
@@ -157,17 +187,23 @@ def test_what_is_sent_is_what_oss_takes(oss: Oss, transport: Any) -> None:
     assert len(bodies) == 3, "a small object, and two parts of a large one"
     for headers in bodies:
         if transport == "obstore":
-            assert re.fullmatch("[0-9a-f]{64}", headers["x-amz-content-sha256"]), "not in chunks, nor unsigned"
+            assert re.fullmatch("[0-9a-f]{64}", headers["x-amz-content-sha256"]), (
+                "not in chunks, nor unsigned"
+            )
         else:
             assert headers["content-md5"]
     ranges = [headers for method, headers in log if method == "GET" and "range" in headers]
     assert ranges
-    assert transport == "obstore" or {headers["x-oss-range-behavior"] for headers in ranges} == {"standard"}
+    assert transport == "obstore" or {headers["x-oss-range-behavior"] for headers in ranges} == {
+        "standard"
+    }
     assert [method for method, _ in log].count("DELETE") == 1
 
 
 def test_credentials_are_read_again_before_an_upload_by_obstore(oss: Oss) -> None:
-    """It cannot be repeated with another key. oss2 asks for the key with every request, and what was refused is sent again."""
+    """It cannot be repeated with another key. oss2 asks for the key with every request, and what
+    was refused is sent again.
+    """
     calls: list[int] = []
 
     def provide() -> dict[str, Any]:
@@ -189,7 +225,9 @@ def test_the_internal_endpoint_serves_both_transports(oss: Oss, transport: Any) 
     assert all("-internal.aliyuncs.com" in request["host"] for request in oss.take_log())
 
 
-def test_the_environment_alone_is_enough(oss: Oss, transport: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_environment_alone_is_enough(
+    oss: Oss, transport: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     oss.know(STSkey={"secret": "sts-secret", "token": "sts-token", "expires": time.time() + 600})
     monkeypatch.setenv("OSS_ENDPOINT", oss.endpoint)
     monkeypatch.setenv("OSS_ACCESS_KEY_ID", "STSkey")
@@ -200,12 +238,26 @@ def test_the_environment_alone_is_enough(oss: Oss, transport: Any, monkeypatch: 
     assert store.info(key).size == 3
 
 
-def test_nothing_of_aws_reaches_oss(oss: Oss, transport: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("ACCESS_KEY_ID", "SECRET_ACCESS_KEY", "SESSION_TOKEN", "ROLE_ARN", "DEFAULT_REGION", "REGION"):
+def test_nothing_of_aws_reaches_oss(
+    oss: Oss, transport: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in (
+        "ACCESS_KEY_ID",
+        "SECRET_ACCESS_KEY",
+        "SESSION_TOKEN",
+        "ROLE_ARN",
+        "DEFAULT_REGION",
+        "REGION",
+    ):
         monkeypatch.setenv(f"AWS_{name}", "aws-marker")
     for name in ("AWS_ENDPOINT_URL", "AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT"):
         monkeypatch.setenv(name, "http://aws-marker.example")
-    for name in ("AWS_SKIP_SIGNATURE", "AWS_REQUEST_PAYER", "AWS_UNSIGNED_PAYLOAD", "AWS_S3_EXPRESS"):
+    for name in (
+        "AWS_SKIP_SIGNATURE",
+        "AWS_REQUEST_PAYER",
+        "AWS_UNSIGNED_PAYLOAD",
+        "AWS_S3_EXPRESS",
+    ):
         monkeypatch.setenv(name, "true")
     store, key = opened(oss, transport)
     put(store, key, b"abc" * 100)
@@ -224,7 +276,9 @@ def test_public_buckets_are_read_without_a_signature(oss: Oss, transport: Any) -
     store, key = open_store(f"oss://{bucket}/key", config_of(oss, transport))
     put(store, key, b"abc")
     oss.take_log()
-    anonymous = StorageConfig(transport=transport, storage_options={"endpoint": oss.endpoint, "anon": True})
+    anonymous = StorageConfig(
+        transport=transport, storage_options={"endpoint": oss.endpoint, "anon": True}
+    )
     store, key = open_store(f"oss://{bucket}/key", anonymous)
     assert bytes(store.read_ranges(key, [0], [3])[0]) == b"abc"
     assert not any("authorization" in request["headers"] for request in oss.take_log())
@@ -235,7 +289,9 @@ def test_an_endpoint_of_no_known_region_is_signed_the_older_way(oss: Oss) -> Non
     store = OssNativeStore("oss", StorageConfig(storage_options=oss.options))
     bucket = oss.new_bucket()
     put(store, f"{bucket}/new", b"abc")
-    assert {request["headers"]["authorization"].split()[0] for request in oss.take_log()} == {"OSS4-HMAC-SHA256"}
+    assert {request["headers"]["authorization"].split()[0] for request in oss.take_log()} == {
+        "OSS4-HMAC-SHA256"
+    }
     options = {"endpoint": "http://oss-accelerate.aliyuncs.com", "key": KEY, "secret": SECRET}
     store = OssNativeStore("oss", StorageConfig(storage_options=options))
     put(store, f"{bucket}/old", b"abc" * 3)
@@ -244,7 +300,9 @@ def test_an_endpoint_of_no_known_region_is_signed_the_older_way(oss: Oss) -> Non
     assert {request["headers"]["authorization"].split()[0] for request in oss.take_log()} == {"OSS"}
 
 
-def test_a_range_past_the_end_is_told_without_reading_the_whole_object(oss: Oss, transport: Any) -> None:
+def test_a_range_past_the_end_is_told_without_reading_the_whole_object(
+    oss: Oss, transport: Any
+) -> None:
     store, key = opened(oss, transport)
     put(store, key, b"x" * (8 << 20))
     for start, stop in (((8 << 20) - 4, (8 << 20) + 4), (9 << 20, (9 << 20) + 4)):
@@ -254,10 +312,20 @@ def test_a_range_past_the_end_is_told_without_reading_the_whole_object(oss: Oss,
         assert time.monotonic() - began < 5
 
 
-def test_temporary_credentials_that_expire_are_replaced_while_reading(oss: Oss, transport: Any, tmp_path: Path) -> None:
-    """The file is renewed by somebody else, as agents do; the server refuses the former key from then on."""
-    first, second = ({"AccessKeyId": f"STS.{n}", "AccessKeySecret": f"secret-{n}", "SecurityToken": f"token-{n}"} for n in (1, 2))
-    known = {"STS.1": {"secret": "secret-1", "token": "token-1"}, "STS.2": {"secret": "secret-2", "token": "token-2"}}
+def test_temporary_credentials_that_expire_are_replaced_while_reading(
+    oss: Oss, transport: Any, tmp_path: Path
+) -> None:
+    """The file is renewed by somebody else, as agents do; the server refuses the former key from
+    then on.
+    """
+    first, second = (
+        {"AccessKeyId": f"STS.{n}", "AccessKeySecret": f"secret-{n}", "SecurityToken": f"token-{n}"}
+        for n in (1, 2)
+    )
+    known = {
+        "STS.1": {"secret": "secret-1", "token": "token-1"},
+        "STS.2": {"secret": "secret-2", "token": "token-2"},
+    }
     path = tmp_path / "sts.json"
     path.write_text(json.dumps(first))
     oss.know(**known)
@@ -302,23 +370,35 @@ def _read_in_child(url: str, config: StorageConfig, answers: Any) -> None:
 
 
 @pytest.mark.parametrize("method", ["fork", "spawn"])
-def test_children_of_a_process_that_has_read_read_too(oss: Oss, transport: Any, method: str) -> None:
+def test_children_of_a_process_that_has_read_read_too(
+    oss: Oss, transport: Any, method: str
+) -> None:
     """obstore does not survive a fork: there oss2 takes over."""
     store, key = opened(oss, transport, "key")
     put(store, key, b"0123456789")
     context: Any = multiprocessing.get_context(method)
     answers = context.Queue()
-    child = context.Process(target=_read_in_child, args=(f"oss://bucket-{oss.buckets}/key", config_of(oss, transport), answers))
+    child = context.Process(
+        target=_read_in_child,
+        args=(f"oss://bucket-{oss.buckets}/key", config_of(oss, transport), answers),
+    )
     child.start()
     assert answers.get(timeout=60) == (10, b"123")
     child.join()
 
 
-def test_a_missing_driver_names_the_extra_to_install(oss: Oss, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_driver_names_the_extra_to_install(
+    oss: Oss, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setitem(sys.modules, "oss2", None)
-    monkeypatch.setattr(storage_open, "_stores", weakref.WeakValueDictionary())  # one that is open may have the driver
+    # one that is open may have the driver
+    monkeypatch.setattr(storage_open, "_stores", weakref.WeakValueDictionary())
     store, key = opened(oss, "fsspec")
-    for call in (lambda: store.info(key), lambda: store.read_ranges(key, [0], [1]), lambda: store.open_writer(key).commit()):
+    for call in (
+        lambda: store.info(key),
+        lambda: store.read_ranges(key, [0], [1]),
+        lambda: store.open_writer(key).commit(),
+    ):
         with pytest.raises(ConfigError, match=r"pip install 'streammega\[oss\]'"):
             call()
     store, key = opened(oss, "auto")
@@ -326,7 +406,11 @@ def test_a_missing_driver_names_the_extra_to_install(oss: Oss, monkeypatch: pyte
 
 
 def test_parts_grow_so_that_ten_thousand_hold_the_largest_shards() -> None:
-    assert [part_bytes(sent) for sent in (0, 1999, 2000)] == [PART_BYTES, PART_BYTES, 2 * PART_BYTES]
+    assert [part_bytes(sent) for sent in (0, 1999, 2000)] == [
+        PART_BYTES,
+        PART_BYTES,
+        2 * PART_BYTES,
+    ]
     assert sum(map(part_bytes, range(10_000))) > 1900 << 30
 
 
@@ -334,7 +418,9 @@ def test_parts_grow_so_that_ten_thousand_hold_the_largest_shards() -> None:
 def test_an_address_as_endpoint_is_addressed_by_path(s3: S3) -> None:
     """Private gateways; moto stands for one, and looks at no signature."""
     options = {"endpoint": s3.endpoint, "key": KEY, "secret": SECRET}
-    store, key = open_store(f"oss://{s3.new_bucket()}/dir/key", StorageConfig(storage_options=options))
+    store, key = open_store(
+        f"oss://{s3.new_bucket()}/dir/key", StorageConfig(storage_options=options)
+    )
     put(store, key, b"0123456789")
     assert store.info(key).size == 10
     assert bytes(store.read_ranges(key, [2], [5])[0]) == b"234"
@@ -343,14 +429,21 @@ def test_an_address_as_endpoint_is_addressed_by_path(s3: S3) -> None:
 def test_inputs_of_convert_are_found_and_read_as_files(oss: Oss, transport: Any) -> None:
     """By folder, glob and name; larger than one read, and sought in."""
     data = bytes(range(256)) * (40 << 10)
-    config, root = config_of(oss, transport), f"oss://{oss.new_bucket()}"
+    config = config_of(oss, transport)
+    root = f"oss://{oss.new_bucket()}"
     for name in ("in/a.txt", "in/deep/b.txt", "other/c.txt"):
         store, key = open_store(f"{root}/{name}", config)
         put(store, key, data if name == "in/a.txt" else b"abc")
     found = find_inputs([f"{root}/in"], config)
-    assert [(item.path, item.size) for item in found] == [(f"{root}/in/a.txt", 10 << 20), (f"{root}/in/deep/b.txt", 3)]
+    assert [(item.path, item.size) for item in found] == [
+        (f"{root}/in/a.txt", 10 << 20),
+        (f"{root}/in/deep/b.txt", 3),
+    ]
     assert all(item.etag.startswith('"') for item in found)
-    assert [item.path for item in find_inputs([f"{root}/*/*.txt"], config)] == [f"{root}/in/a.txt", f"{root}/other/c.txt"]
+    assert [item.path for item in find_inputs([f"{root}/*/*.txt"], config)] == [
+        f"{root}/in/a.txt",
+        f"{root}/other/c.txt",
+    ]
     with open_stream(f"{root}/in/a.txt", config) as file:
         file.seek(9_000_001)
         assert file.read(3) == data[9_000_001:9_000_004]
@@ -359,7 +452,10 @@ def test_inputs_of_convert_are_found_and_read_as_files(oss: Oss, transport: Any)
     with pytest.raises(ObjectNotFoundError, match="no such object, folder or match"):
         find_inputs([f"{root}/none"], config)
     with pytest.raises(ConfigError, match="no endpoint"):
-        find_inputs([f"{root}/in"], StorageConfig(transport=transport, storage_options={"key": KEY, "secret": SECRET}))
+        find_inputs(
+            [f"{root}/in"],
+            StorageConfig(transport=transport, storage_options={"key": KEY, "secret": SECRET}),
+        )
     denied = config_of(oss, transport, secret="another-secret")
     with pytest.raises(AccessDeniedError):
         find_inputs([f"{root}/in"], denied)
@@ -373,10 +469,16 @@ def test_s3_buckets_by_virtual_host_are_read_and_written(oss: Oss, transport: An
         "key": KEY,
         "secret": SECRET,
         "endpoint_url": f"http://s3.{DOMAIN}",
-        "config_kwargs": {"s3": {"addressing_style": "virtual"}, "request_checksum_calculation": "when_required"},
+        "config_kwargs": {
+            "s3": {"addressing_style": "virtual"},
+            "request_checksum_calculation": "when_required",
+        },
         "client_kwargs": {"region_name": "cn-nowhere"},
     }
-    store, key = open_store(f"s3://{bucket}/dir/key", StorageConfig(transport=transport, storage_options=options, retries=1))
+    store, key = open_store(
+        f"s3://{bucket}/dir/key",
+        StorageConfig(transport=transport, storage_options=options, retries=1),
+    )
     put(store, key, b"0123456789")
     assert store.info(key).size == 10
     assert [bytes(part) for part in store.read_ranges(key, [0, 4], [2, 9])] == [b"01", b"45678"]

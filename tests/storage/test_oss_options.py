@@ -1,4 +1,6 @@
-"""What `storage_options` and the environment become for oss://: endpoints, regions, credentials, and their renewal."""
+"""What `storage_options` and the environment become for oss://: endpoints, regions, credentials,
+and their renewal.
+"""
 
 from __future__ import annotations
 
@@ -46,26 +48,39 @@ FIXED = {"key": "LTAIfixed0000", "secret": "fixed-secret"}
         ("http://localhost:9000", "http://localhost:9000", "http://localhost:9000", ""),
     ],
 )  # fmt: skip
-def test_endpoints_of_all_kinds_lead_to_both_dialects(given: str, native: str, s3: str, region: str) -> None:
+def test_endpoints_of_all_kinds_lead_to_both_dialects(
+    given: str, native: str, s3: str, region: str
+) -> None:
     found = oss_endpoint("web", {"endpoint": given}, {})
     assert (found.native_url, found.s3_url("web"), found.region) == (native, s3, region)
 
 
 def test_the_region_alone_names_the_public_endpoint_and_an_explicit_one_wins() -> None:
-    assert oss_endpoint("b", {"region": "oss-cn-beijing"}, {}).native_url == "https://oss-cn-beijing.aliyuncs.com"
+    assert (
+        oss_endpoint("b", {"region": "oss-cn-beijing"}, {}).native_url
+        == "https://oss-cn-beijing.aliyuncs.com"
+    )
     assert oss_endpoint("b", {}, {"OSS_REGION": "cn-beijing"}).region == "cn-beijing"
     named = {"endpoint": "oss-cn-hangzhou.aliyuncs.com"}
     assert oss_endpoint("b", named, {"OSS_REGION": "cn-beijing"}).region == "cn-hangzhou"
     assert oss_endpoint("b", named | {"region": "cn-other"}, {}).region == "cn-other"
     environment = {"OSS_ENDPOINT": "oss-accelerate.aliyuncs.com", "OSS_REGION": "cn-beijing"}
     assert oss_endpoint("b", {}, environment).region == "cn-beijing"
-    assert oss_endpoint("b", {"endpoint_url": "oss-cn-wuhan.aliyuncs.com"}, environment).region == "cn-wuhan"
+    assert (
+        oss_endpoint("b", {"endpoint_url": "oss-cn-wuhan.aliyuncs.com"}, environment).region
+        == "cn-wuhan"
+    )
 
 
 def test_a_missing_or_impossible_endpoint_says_what_to_set() -> None:
     with pytest.raises(ConfigError, match=r"oss://web: no endpoint.*OSS_ENDPOINT"):
         oss_endpoint("web", {}, {})
-    for wrong in ("ftp://oss-cn-x.aliyuncs.com", "https://host/path", "https://user:hunter2secret@host", "https://"):
+    for wrong in (
+        "ftp://oss-cn-x.aliyuncs.com",
+        "https://host/path",
+        "https://user:hunter2secret@host",
+        "https://",
+    ):
         with pytest.raises(ConfigError, match="no http") as caught:
             oss_endpoint("web", {"endpoint": wrong}, {})
         assert "hunter2" not in str(caught.value)
@@ -80,25 +95,42 @@ def test_options_become_arguments_for_obstore(monkeypatch: pytest.MonkeyPatch) -
     assert made["config"]["region"] == "cn-hangzhou"
     assert made["client_options"]["allow_http"] is False
     told = made["credential_provider"]()
-    assert (told["access_key_id"], told["secret_access_key"], told["token"]) == (*FIXED.values(), "sts-token")
-    address = obstore_arguments("web", StorageConfig(storage_options={"endpoint": "http://127.0.0.1:9"}), None)
-    assert address["config"]["virtual_hosted_style_request"] is False, "an address has no sub-domains"
+    assert (told["access_key_id"], told["secret_access_key"], told["token"]) == (
+        *FIXED.values(),
+        "sts-token",
+    )
+    address = obstore_arguments(
+        "web", StorageConfig(storage_options={"endpoint": "http://127.0.0.1:9"}), None
+    )
+    assert address["config"]["virtual_hosted_style_request"] is False, (
+        "an address has no sub-domains"
+    )
     assert address["config"]["skip_signature"] is True
     with pytest.raises(ConfigError, match="endpoint_ulr"):
         obstore_arguments("web", StorageConfig(storage_options={"endpoint_ulr": "x"}), None)
-    for name, value in (("AWS_SERVER_SIDE_ENCRYPTION", "aws:kms"), ("AWS_CHECKSUM_ALGORITHM", "SHA256")):
+    for name, value in (
+        ("AWS_SERVER_SIDE_ENCRYPTION", "aws:kms"),
+        ("AWS_CHECKSUM_ALGORITHM", "SHA256"),
+    ):
         with monkeypatch.context() as patch, pytest.raises(ConfigError, match=f"{name} is set"):
             patch.setenv(name, value)
             obstore_arguments("web", config, None)
 
 
 def test_options_of_ossfs_that_are_not_used_are_taken_and_certificates_are(tmp_path: Path) -> None:
-    unused = {"use_listings_cache": False, "default_block_size": 1 << 20, "default_cache_type": "none"}
+    unused = {
+        "use_listings_cache": False,
+        "default_block_size": 1 << 20,
+        "default_cache_type": "none",
+    }
     endpoint = {"endpoint": "oss-cn-hangzhou.aliyuncs.com"}
     made = obstore_arguments("web", StorageConfig(storage_options=endpoint | unused), None)
     assert not set(unused) & set(made["config"])
     assert "allow_invalid_certificates" not in made["client_options"]
-    for verify, name, value in ((False, "allow_invalid_certificates", True), (str(tmp_path / "ca"), "root_certificate", b"pem")):
+    for verify, name, value in (
+        (False, "allow_invalid_certificates", True),
+        (str(tmp_path / "ca"), "root_certificate", b"pem"),
+    ):
         (tmp_path / "ca").write_bytes(b"pem")
         given = StorageConfig(storage_options=endpoint | {"client_kwargs": {"verify": verify}})
         assert obstore_arguments("web", given, None)["client_options"][name] == value
@@ -129,10 +161,17 @@ class Wrapped:
 def test_credentials_come_from_options_files_functions_and_the_environment(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with pytest.raises(AccessDeniedError, match=r"oss://web: no credentials found; set OSS_ACCESS_KEY_ID"):
+    with pytest.raises(
+        AccessDeniedError, match=r"oss://web: no credentials found; set OSS_ACCESS_KEY_ID"
+    ):
         credential({})
     assert OssCredentials.of("web", {"anon": True}) is None
-    answer = {"AccessKeyId": "LTAIuri", "AccessKeySecret": "u", "SecurityToken": "t", "Expiration": "2099-01-01T00:00:00Z"}
+    answer = {
+        "AccessKeyId": "LTAIuri",
+        "AccessKeySecret": "u",
+        "SecurityToken": "t",
+        "Expiration": "2099-01-01T00:00:00Z",
+    }
     with http_server({"/role": json.dumps(answer).encode()}) as server:
         monkeypatch.setenv("ALIBABA_CLOUD_CREDENTIALS_URI", f"{server.url}/role")
         found = credential({})
@@ -141,7 +180,9 @@ def test_credentials_come_from_options_files_functions_and_the_environment(
     monkeypatch.setenv("ALIBABA_CLOUD_ACCESS_KEY_ID", "LTAIalibaba")
     monkeypatch.setenv("ALIBABA_CLOUD_ACCESS_KEY_SECRET", "a")
     monkeypatch.setenv("ALIBABA_CLOUD_SECURITY_TOKEN", "alibaba-token")
-    assert credential({}) == OssKey(access_key_id="LTAIalibaba", access_key_secret="a", token="alibaba-token")
+    assert credential({}) == OssKey(
+        access_key_id="LTAIalibaba", access_key_secret="a", token="alibaba-token"
+    )
     monkeypatch.setenv("OSS_ACCESS_KEY_ID", "LTAIoss")
     monkeypatch.setenv("OSS_ACCESS_KEY_SECRET", "o")
     assert credential({}) == OssKey(access_key_id="LTAIoss", access_key_secret="o")
@@ -150,9 +191,16 @@ def test_credentials_come_from_options_files_functions_and_the_environment(
     path = tmp_path / "sts.json"
     path.write_text(json.dumps({"Credentials": answer | {"AccessKeyId": "LTAIfile"}}))
     assert credential({"credentials_file": str(path)}).access_key_id == "LTAIfile"
-    assert credential({"credentials_provider": lambda: {"key": "LTAIcall", "secret": "c"}}).access_key_id == "LTAIcall"
+    assert (
+        credential(
+            {"credentials_provider": lambda: {"key": "LTAIcall", "secret": "c"}}
+        ).access_key_id
+        == "LTAIcall"
+    )
     assert credential({"credentials_provider": Wrapped()}).token == "wrapped-token"
-    assert credential(FIXED).access_key_id == FIXED["key"], "what is given is taken, whatever the environment holds"
+    assert credential(FIXED).access_key_id == FIXED["key"], (
+        "what is given is taken, whatever the environment holds"
+    )
 
 
 def test_half_given_and_contradicting_credentials_are_refused(tmp_path: Path) -> None:
@@ -172,7 +220,9 @@ def test_half_given_and_contradicting_credentials_are_refused(tmp_path: Path) ->
         key_of(FIXED | {"expires": "soon"}, "the file")
 
 
-def test_credentials_are_read_again_before_they_expire_and_when_they_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_credentials_are_read_again_before_they_expire_and_when_they_are_refused(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(oss_credentials, "LEAST_PAUSE", 0.0)
     given: list[Any] = []
     keys = iter(range(100))
@@ -199,15 +249,24 @@ def test_credentials_are_read_again_before_they_expire_and_when_they_are_refused
     assert fixed.renew(fixed.current()) is False
 
 
-def test_what_is_not_fixed_is_read_again_every_five_minutes_and_two_before_its_end(monkeypatch: pytest.MonkeyPatch) -> None:
-    now, calls, expires = [1000.0], [], [0.0]
+def test_what_is_not_fixed_is_read_again_every_five_minutes_and_two_before_its_end(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    now = [1000.0]
+    calls = []
+    expires = [0.0]
     monkeypatch.setattr(oss_credentials.time, "monotonic", lambda: now[0])
 
     def read() -> dict[str, Any]:
         calls.append(1)
         return {"key": "LTAI", "secret": "s", "expires": expires[0]}
 
-    for lasts, looks in ((None, [1, 1, 2]), (3600.0, [1, 1, 2]), (150.0, [1, 1, 2]), (100.0, [1, 2, 3])):
+    for lasts, looks in (
+        (None, [1, 1, 2]),
+        (3600.0, [1, 1, 2]),
+        (150.0, [1, 1, 2]),
+        (100.0, [1, 2, 3]),
+    ):
         expires[0] = time.time() + lasts if lasts else 0.0
         calls.clear()
         made = OssCredentials.of("web", {"credentials_provider": read})
@@ -235,7 +294,10 @@ def test_neither_cloud_is_sent_the_others_credentials(monkeypatch: pytest.Monkey
     monkeypatch.setenv("OSS_ENDPOINT", "oss-cn-hangzhou.aliyuncs.com")
     with pytest.raises(AccessDeniedError, match="AWS_ACCESS_KEY_ID"):
         s3_arguments("web", StorageConfig())
-    assert "endpoint" not in s3_arguments("web", StorageConfig(storage_options={"anon": True}))["config"]
+    assert (
+        "endpoint"
+        not in s3_arguments("web", StorageConfig(storage_options={"anon": True}))["config"]
+    )
 
 
 def test_keys_do_not_show_their_secrets() -> None:

@@ -1,4 +1,6 @@
-"""Whole runs on oss://: the stream under faults and expiring credentials, conversion, verification, training and its resume."""
+"""Whole runs on oss://: the stream under faults and expiring credentials, conversion, verification,
+training and its resume.
+"""
 
 from __future__ import annotations
 
@@ -52,7 +54,9 @@ def bucket(oss: Oss, local: Path) -> str:
     """A bucket with the datasets data/web and data/code."""
     name = oss.new_bucket()
     for path in (local / "data").iterdir():
-        store, key = open_store(f"oss://{name}/data/{path.name}", StorageConfig(storage_options=oss.options))
+        store, key = open_store(
+            f"oss://{name}/data/{path.name}", StorageConfig(storage_options=oss.options)
+        )
         put(store, key, path.read_bytes())
     return name
 
@@ -82,7 +86,10 @@ def local_blend(root: Path) -> list[tuple[str, float]]:
         ("503 bursts", "stream"),
         ("truncation", "stream"),
         ("mixture", "megatron"),  # of all of them
-        *(pytest.param(fault, "stream", marks=pytest.mark.soak) for fault in ("resets", "stalls", "over-long bodies")),
+        *(
+            pytest.param(fault, "stream", marks=pytest.mark.soak)
+            for fault in ("resets", "stalls", "over-long bodies")
+        ),
     ],
 )
 def test_faults_change_no_token(
@@ -94,13 +101,17 @@ def test_faults_change_no_token(
     oss.behave(**FAULTS[fault])
     before = oss.counts()["faults"]
     with loader:
-        got = torch.cat([torch.cat([batch["tokens"], batch["labels"]], 1).clone() for batch in loader])
+        got = torch.cat(
+            [torch.cat([batch["tokens"], batch["labels"]], 1).clone() for batch in loader]
+        )
     assert torch.equal(got, expected)
     assert oss.counts()["faults"] > before, "the fault did not happen: the test shows nothing"
 
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
-def test_an_object_that_is_replaced_stops_the_run(oss: Oss, bucket: str, tmp_path: Path, transport: str) -> None:
+def test_an_object_that_is_replaced_stops_the_run(
+    oss: Oss, bucket: str, tmp_path: Path, transport: str
+) -> None:
     config = config_of("stream", f"oss://{bucket}", tmp_path, storage_of(oss, transport))
     loader = StreamLoader(config, micro_batch_size=4, global_batch_size=8)
     batches = iter(loader)
@@ -112,7 +123,9 @@ def test_an_object_that_is_replaced_stops_the_run(oss: Oss, bucket: str, tmp_pat
 
 
 def settle(loader: StreamLoader) -> None:
-    """Wait until no request is under way: a read that meets two changes of keys is refused twice, and ends the run."""
+    """Wait until no request is under way: a read that meets two changes of keys is refused twice,
+    and ends the run.
+    """
     deadline = time.monotonic() + 10
     idle = 0
     while idle < 10 and time.monotonic() < deadline:
@@ -131,7 +144,11 @@ def test_credentials_that_expire_during_a_run_are_replaced(
         """The next key; a moment later the server knows no former one."""
         known = {f"STS.{n}": {"secret": "s", "token": f"token-{n}"} for n in (number - 100, number)}
         oss.know(**known)
-        fields = {"AccessKeyId": f"STS.{number}", "AccessKeySecret": "s", "SecurityToken": f"token-{number}"}
+        fields = {
+            "AccessKeyId": f"STS.{number}",
+            "AccessKeySecret": "s",
+            "SecurityToken": f"token-{number}",
+        }
         (tmp_path / "next").write_text(json.dumps(fields))
         os.replace(tmp_path / "next", path)
         del known[f"STS.{number - 100}"]
@@ -139,7 +156,8 @@ def test_credentials_that_expire_during_a_run_are_replaced(
 
     hand_out(0)
     storage = storage_of(oss, transport, endpoint=oss.endpoint, credentials_file=str(path))
-    storage = replace(storage, memory_bytes=120_000)  # a fraction of the data, so that much is left to be read with later keys
+    # a fraction of the data, so that much is left to be read with later keys
+    storage = replace(storage, memory_bytes=120_000)
     config = config_of("stream", f"oss://{bucket}", tmp_path, storage)
     got = []
     with StreamLoader(config, micro_batch_size=4, global_batch_size=8) as loader:
@@ -149,12 +167,17 @@ def test_credentials_that_expire_during_a_run_are_replaced(
                 hand_out(number)
             got.append(torch.cat([batch["tokens"], batch["labels"]], 1).clone())
     assert torch.equal(torch.cat(got), stream(replace(config, blend=local_blend(local))))
-    seen = {request["headers"]["authorization"].split("=")[1].split("/")[0] for request in oss.take_log()[-2000:]}
+    seen = {
+        request["headers"]["authorization"].split("=")[1].split("/")[0]
+        for request in oss.take_log()[-2000:]
+    }
     assert len(seen) > 2, "the run lived through several keys"
 
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
-def test_refused_credentials_end_the_run_soon(oss: Oss, bucket: str, tmp_path: Path, transport: str) -> None:
+def test_refused_credentials_end_the_run_soon(
+    oss: Oss, bucket: str, tmp_path: Path, transport: str
+) -> None:
     config = config_of("stream", f"oss://{bucket}", tmp_path, storage_of(oss, transport))
     loader = StreamLoader(config, micro_batch_size=4, global_batch_size=8)
     oss.know(other={"secret": "x"})
@@ -169,7 +192,8 @@ def test_map_style_datasets_pages_and_workers_read_the_same(
     oss: Oss, bucket: str, local: Path, tmp_path: Path, transport: Any
 ) -> None:
     storage = StorageConfig(transport=transport, storage_options=oss.options)
-    remote, own = IndexedDataset(f"oss://{bucket}/data/web", storage), IndexedDataset(f"{local}/data/web")
+    remote = IndexedDataset(f"oss://{bucket}/data/web", storage)
+    own = IndexedDataset(f"{local}/data/web")
     assert len(remote) == len(own)
     assert all(np.array_equal(remote[i], own[i]) for i in (0, 7, len(own) - 1))
     config = config_of("megatron", f"oss://{bucket}", tmp_path, storage)
@@ -178,15 +202,25 @@ def test_map_style_datasets_pages_and_workers_read_the_same(
     theirs = replace(ours, blend=[f"{local}/data/web"])
     for remote_sample, own_sample in zip(_samples(ours), _samples(theirs), strict=True):
         assert torch.equal(remote_sample, own_sample)
-    cached = replace(config, order="stream", lanes=16, storage=replace(storage, cache_dir=tmp_path / "pages"))
+    cached = replace(
+        config, order="stream", lanes=16, storage=replace(storage, cache_dir=tmp_path / "pages")
+    )
     expected = stream(replace(cached, blend=local_blend(local), storage=StorageConfig()))
     assert torch.equal(stream(cached), expected)
     oss.take_log()
     assert torch.equal(stream(cached), expected)
-    bodies = [request for request in oss.take_log() if request["method"] == "GET" and "range" in request["headers"]]
-    assert not [request for request in bodies if request["path"].endswith(".bin")], "the second run reads the disk"
+    bodies = [
+        request
+        for request in oss.take_log()
+        if request["method"] == "GET" and "range" in request["headers"]
+    ]
+    assert not [request for request in bodies if request["path"].endswith(".bin")], (
+        "the second run reads the disk"
+    )
     loader = StreamLoader(replace(cached, storage=storage), micro_batch_size=4, global_batch_size=8)
-    workers: Any = torch.utils.data.DataLoader(loader.dataset, batch_size=None, num_workers=2, multiprocessing_context="fork")
+    workers: Any = torch.utils.data.DataLoader(
+        loader.dataset, batch_size=None, num_workers=2, multiprocessing_context="fork"
+    )
     got = torch.cat([torch.cat([batch["tokens"], batch["labels"]], 1) for batch in workers])
     assert torch.equal(got, expected)
 
@@ -206,11 +240,25 @@ def test_a_corpus_becomes_a_dataset_within_oss_by_the_command_line(
     texts = [f"document {n} " + "wörd " * (n * 7 % 50) for n in range(300)]
     lines = [json.dumps({"text": text}).encode() + b"\n" for text in texts]
     for name, part in (("a.jsonl", lines[:200]), ("b.jsonl.gz", lines[200:])):
-        store, key = open_store(f"oss://{bucket}/in/{name}", StorageConfig(storage_options=oss.options))
+        store, key = open_store(
+            f"oss://{bucket}/in/{name}", StorageConfig(storage_options=oss.options)
+        )
         put(store, key, gzip.compress(b"".join(part)) if name.endswith(".gz") else b"".join(part))
-    told = [word for name, value in oss.options.items() for word in ("--storage", f"{name}={value}")]
+    told = [
+        word for name, value in oss.options.items() for word in ("--storage", f"{name}={value}")
+    ]
     target = f"oss://{bucket}/out/web"
-    words = ["convert", f"oss://{bucket}/in", target, "--tokenizer", tokenizer, "--shard-size", "16K", "--shuffle", *told]
+    words = [
+        "convert",
+        f"oss://{bucket}/in",
+        target,
+        "--tokenizer",
+        tokenizer,
+        "--shard-size",
+        "16K",
+        "--shuffle",
+        *told,
+    ]
     assert main(words) == 0, capsys.readouterr().err
     assert main(["verify", target, *told]) == 0, capsys.readouterr().err
     assert main(["describe", target, "--tokenizer", tokenizer, *told]) == 0
@@ -222,11 +270,19 @@ def test_a_corpus_becomes_a_dataset_within_oss_by_the_command_line(
     convert([str(tmp_path / "in")], str(tmp_path / "out" / "web"), tokenizer=tokenizer)
     remote = IndexedDataset(target, StorageConfig(storage_options=oss.options))
     own = IndexedDataset(str(tmp_path / "out" / "web"))
-    assert sorted(bytes(remote[i]) for i in range(len(remote))) == sorted(bytes(own[i]) for i in range(len(own)))
+    assert sorted(bytes(remote[i]) for i in range(len(remote))) == sorted(
+        bytes(own[i]) for i in range(len(own))
+    )
 
 
-def test_a_run_on_oss_resumes_on_exactly_the_next_token(oss: Oss, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    for name, value in (("ENDPOINT", oss.endpoint), ("ACCESS_KEY_ID", KEY), ("ACCESS_KEY_SECRET", SECRET)):
+def test_a_run_on_oss_resumes_on_exactly_the_next_token(
+    oss: Oss, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in (
+        ("ENDPOINT", oss.endpoint),
+        ("ACCESS_KEY_ID", KEY),
+        ("ACCESS_KEY_SECRET", SECRET),
+    ):
         monkeypatch.setenv(f"OSS_{name}", value)
     write_random_pair(str(tmp_path / "pair"))
     prefix = f"oss://{oss.new_bucket()}/pair"

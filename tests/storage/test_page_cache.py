@@ -1,4 +1,6 @@
-"""The page cache: each byte is fetched once for a node, nothing is believed that was not written whole."""
+"""The page cache: each byte is fetched once for a node, nothing is believed that was not written
+whole.
+"""
 
 from __future__ import annotations
 
@@ -60,24 +62,36 @@ class Through:
     def __init__(self, source: Source) -> None:
         self.source = source
 
-    def read_into(self, key: str, spans: Sequence[tuple[int, int]], outs: Sequence[Bytes], etag: str = "") -> None:
+    def read_into(
+        self, key: str, spans: Sequence[tuple[int, int]], outs: Sequence[Bytes], etag: str = ""
+    ) -> None:
         for (start, stop), out in zip(spans, outs, strict=True):
             self.source(start, stop, out)
 
 
-@given(spans=st.lists(st.tuples(st.integers(0, SIZE - 1), st.integers(1, SIZE)), min_size=1, max_size=12))
+@given(
+    spans=st.lists(
+        st.tuples(st.integers(0, SIZE - 1), st.integers(1, SIZE)), min_size=1, max_size=12
+    )
+)
 def test_reads_are_right_and_no_page_is_fetched_twice(
     tmp_path_factory: pytest.TempPathFactory, spans: list[tuple[int, int]]
 ) -> None:
     source = Source(data_of())
-    cached = PageCache(tmp_path_factory.mktemp("cache"), 1 << 30, 2 * PAGE_BYTES).open("s3://b/k", "e", SIZE)
+    cached = PageCache(tmp_path_factory.mktemp("cache"), 1 << 30, 2 * PAGE_BYTES).open(
+        "s3://b/k", "e", SIZE
+    )
     assert cached is not None
     for start, length in spans:
         stop = min(start + length, SIZE)
         out = np.empty(stop - start, np.uint8)
         cached.read(start, stop, out, source)
         np.testing.assert_array_equal(out, source.data[start:stop])
-    pages = {page for start, stop in source.asked for page in range(start // PAGE_BYTES, -(-stop // PAGE_BYTES))}
+    pages = {
+        page
+        for start, stop in source.asked
+        for page in range(start // PAGE_BYTES, -(-stop // PAGE_BYTES))
+    }
     assert sum(-(-(stop - start) // PAGE_BYTES) for start, stop in source.asked) == len(pages)
 
 
@@ -93,7 +107,9 @@ def test_another_opening_finds_the_pages_and_another_etag_does_not(tmp_path: Pat
 
 
 def test_small_reads_find_what_a_former_run_has_cached(tmp_path: Path) -> None:
-    """They fetch no page, but one that lies on the disk is read there: also before this process has looked at it."""
+    """They fetch no page, but one that lies on the disk is read there: also before this process has
+    looked at it.
+    """
     for fetched in (SIZE, 0):
         source = Source(data_of())
         cached = PageCache(tmp_path, 1 << 30, CHUNK).open("s3://b/k", "e", SIZE)
@@ -138,13 +154,30 @@ def test_a_damaged_page_is_fetched_again_and_verify_names_it(tmp_path: Path) -> 
     cached.read(0, SIZE, out, source)
     assert source.asked == [(2 * PAGE_BYTES, 3 * PAGE_BYTES)]
     np.testing.assert_array_equal(out, source.data)
-    assert "in use  s3://b/k" in subprocess.run([*command, "ls", str(tmp_path)], capture_output=True, text=True).stdout
-    assert "1 in use and kept" in subprocess.run([*command, "clear", str(tmp_path)], capture_output=True, text=True).stdout
+    assert (
+        "in use  s3://b/k"
+        in subprocess.run([*command, "ls", str(tmp_path)], capture_output=True, text=True).stdout
+    )
+    assert (
+        "1 in use and kept"
+        in subprocess.run([*command, "clear", str(tmp_path)], capture_output=True, text=True).stdout
+    )
     del cached
-    assert "0 damaged" in subprocess.run([*command, "verify", str(tmp_path)], capture_output=True, text=True).stdout
-    assert "1 objects removed" in subprocess.run([*command, "clear", str(tmp_path)], capture_output=True, text=True).stdout
+    assert (
+        "0 damaged"
+        in subprocess.run(
+            [*command, "verify", str(tmp_path)], capture_output=True, text=True
+        ).stdout
+    )
+    assert (
+        "1 objects removed"
+        in subprocess.run([*command, "clear", str(tmp_path)], capture_output=True, text=True).stdout
+    )
     assert not list(tmp_path.glob("chunks/*/*.data"))
-    assert "holds no cache" in subprocess.run([*command, "ls", "/nonexistent"], capture_output=True, text=True).stderr
+    assert (
+        "holds no cache"
+        in subprocess.run([*command, "ls", "/nonexistent"], capture_output=True, text=True).stderr
+    )
 
 
 def _read_all(folder: str, log_file: str, seed: int) -> None:
@@ -178,7 +211,10 @@ def _read_all(folder: str, log_file: str, seed: int) -> None:
 def test_processes_and_threads_fetch_each_page_once_together(tmp_path: Path) -> None:
     log_file = tmp_path / "log"
     context = multiprocessing.get_context("forkserver")
-    processes = [context.Process(target=_read_all, args=(str(tmp_path / "cache"), str(log_file), seed)) for seed in range(3)]
+    processes = [
+        context.Process(target=_read_all, args=(str(tmp_path / "cache"), str(log_file), seed))
+        for seed in range(3)
+    ]
     for process in processes:
         process.start()
     for process in processes:
@@ -213,11 +249,16 @@ def test_what_nobody_uses_makes_room_oldest_first_and_what_is_used_stays(tmp_pat
     for _ in range(2):
         second.read(0, SIZE, out, source)
         np.testing.assert_array_equal(out, source.data)
-    assert source.fetched == 2 * SIZE, "no room: not admitted, and nothing in use was evicted for it"
+    assert source.fetched == 2 * SIZE, (
+        "no room: not admitted, and nothing in use was evicted for it"
+    )
     assert kept.has(0, SIZE)
 
 
-@pytest.mark.skipif(os.geteuid() == 0 and not hasattr(resource, "RLIMIT_FSIZE"), reason="needs a limit on file sizes")
+@pytest.mark.skipif(
+    os.geteuid() == 0 and not hasattr(resource, "RLIMIT_FSIZE"),
+    reason="needs a limit on file sizes",
+)
 def test_a_full_disk_turns_the_cache_off_with_one_warning(tmp_path: Path) -> None:
     code = f"""
 import logging, resource, signal, sys
@@ -264,29 +305,43 @@ def bin_bytes(root: Path) -> int:
 
 
 @pytest.mark.parametrize("order", ["stream", "megatron"])
-def test_a_second_run_fetches_nothing_and_sees_the_same_tokens(server: tuple[Running, Path], tmp_path: Path, order: str) -> None:
+def test_a_second_run_fetches_nothing_and_sees_the_same_tokens(
+    server: tuple[Running, Path], tmp_path: Path, order: str
+) -> None:
     endpoint, root = server
     plain = config_of(order, "s3:/", tmp_path / "idx", storage_of(endpoint, "obstore"))
     expected = stream(plain)
-    storage = replace(plain.storage, cache_dir=tmp_path / "cache", chunk_bytes=CHUNK, memory_bytes=4_000_000)
+    storage = replace(
+        plain.storage, cache_dir=tmp_path / "cache", chunk_bytes=CHUNK, memory_bytes=4_000_000
+    )
     config = replace(plain, storage=storage)
     assert torch.equal(stream(config), expected)
     wait_until_staged(config, bin_bytes(root))
     before = endpoint.counts()["bytes"]
-    config = replace(config, storage=replace(storage, hedge=False))  # on a busy machine a cached page may be asked for twice
+    # on a busy machine a cached page may be asked for twice
+    config = replace(config, storage=replace(storage, hedge=False))
     loader = StreamLoader(config, micro_batch_size=4, global_batch_size=8)
     with loader:
-        got = torch.cat([torch.cat([batch["tokens"], batch["labels"]], 1).clone() for batch in loader])
+        got = torch.cat(
+            [torch.cat([batch["tokens"], batch["labels"]], 1).clone() for batch in loader]
+        )
     assert torch.equal(got, expected)
     assert endpoint.counts()["bytes"] - before < 200, "headers of .idx files, and no token"
     assert loader.stats()["cache_hit_bytes"] > 0
-    assert not [bad for entry in page_cache.entries(tmp_path / "cache" / "chunks") for bad in page_cache.damaged_pages(entry)]
+    assert not [
+        bad
+        for entry in page_cache.entries(tmp_path / "cache" / "chunks")
+        for bad in page_cache.damaged_pages(entry)
+    ]
 
 
 def wait_until_staged(config: DataConfig, total: int) -> None:
     """Run epochs until all of the data is in the cache."""
     for _ in range(50):
-        cached = sum(entry.cached_bytes for entry in page_cache.entries(Path(config.storage.cache_dir or "") / "chunks"))
+        cached = sum(
+            entry.cached_bytes
+            for entry in page_cache.entries(Path(config.storage.cache_dir or "") / "chunks")
+        )
         if cached >= total:
             return
         stream(config)
@@ -303,12 +358,20 @@ def read_all(rank: int, endpoint: str, order: Any, folder: str) -> None:
         chunk_bytes=1 << 20,
     )
     print("started", flush=True)
-    for _ in StreamLoader(config_of(order, "s3:/", Path(folder) / "idx", storage), micro_batch_size=4, global_batch_size=8):
+    for _ in StreamLoader(
+        config_of(order, "s3:/", Path(folder) / "idx", storage),
+        micro_batch_size=4,
+        global_batch_size=8,
+    ):
         pass
 
 
-def kill_at_random_moments(endpoint: Running, order: str, folder: Path, times: int, seed: int) -> None:
-    """Runs that share a cache, killed at random moments, two at a time; what they leave is sound and gives the same stream."""
+def kill_at_random_moments(
+    endpoint: Running, order: str, folder: Path, times: int, seed: int
+) -> None:
+    """Runs that share a cache, killed at random moments, two at a time; what they leave is sound
+    and gives the same stream.
+    """
     rng = np.random.default_rng(seed)
     endpoint.behave(latency=0.002)
     for number in range(times // 2):
@@ -331,11 +394,15 @@ def kill_at_random_moments(endpoint: Running, order: str, folder: Path, times: i
 
 
 @pytest.mark.parametrize("order", ["stream", "megatron"])
-def test_a_cache_of_killed_runs_is_sound(server: tuple[Running, Path], tmp_path: Path, order: str) -> None:
+def test_a_cache_of_killed_runs_is_sound(
+    server: tuple[Running, Path], tmp_path: Path, order: str
+) -> None:
     kill_at_random_moments(server[0], order, tmp_path, times=4, seed=1)
 
 
 @pytest.mark.soak
 @pytest.mark.parametrize("order", ["stream", "megatron"])
-def test_a_cache_of_fifty_killed_runs_is_sound(server: tuple[Running, Path], tmp_path: Path, order: str) -> None:
+def test_a_cache_of_fifty_killed_runs_is_sound(
+    server: tuple[Running, Path], tmp_path: Path, order: str
+) -> None:
     kill_at_random_moments(server[0], order, tmp_path, times=50, seed=2)

@@ -1,4 +1,6 @@
-"""How long failures are waited for: outages of minutes by default, what waiting cannot mend not at all, and Ctrl-C at once."""
+"""How long failures are waited for: outages of minutes by default, what waiting cannot mend not at
+all, and Ctrl-C at once.
+"""
 
 from __future__ import annotations
 
@@ -62,7 +64,9 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     return clock
 
 
-def failing(error: StorageError, clock: Clock, until: float = float("inf"), takes: float = 0.0) -> Callable[[], str]:
+def failing(
+    error: StorageError, clock: Clock, until: float = float("inf"), takes: float = 0.0
+) -> Callable[[], str]:
     def attempt() -> str:
         if clock.now >= until:
             return "answer"
@@ -74,7 +78,9 @@ def failing(error: StorageError, clock: Clock, until: float = float("inf"), take
 
 @pytest.mark.parametrize("outage", [8, 20, 120, 500])
 @pytest.mark.parametrize("takes", [0.0, 10.0])
-def test_by_default_an_outage_of_minutes_is_waited_for(clock: Clock, outage: float, takes: float) -> None:
+def test_by_default_an_outage_of_minutes_is_waited_for(
+    clock: Clock, outage: float, takes: float
+) -> None:
     policy = RetryPolicy.of(StorageConfig())
     assert policy.call(failing(EndpointError("down"), clock, outage, takes)) == "answer"
     assert clock.now <= outage + LONGEST_PAUSE + takes, "its end is noticed soon"
@@ -90,13 +96,16 @@ def test_an_outage_that_does_not_end_is_given_up_at_the_deadline_and_says_so(clo
 def test_a_pause_that_would_leave_next_to_nothing_lasts_until_the_deadline_too(
     clock: Clock, monkeypatch: pytest.MonkeyPatch, deadline: float
 ) -> None:
-    monkeypatch.setattr(retry.random, "uniform", lambda least, most: most)  # tries after 0.1, 0.3 and 0.7 seconds
+    # tries after 0.1, 0.3 and 0.7 seconds
+    monkeypatch.setattr(retry.random, "uniform", lambda least, most: most)
     with pytest.raises(EndpointError):
         RetryPolicy(deadline=deadline).call(failing(EndpointError("down"), clock))
     assert clock.now == pytest.approx(deadline)
 
 
-@pytest.mark.parametrize("kind", [AccessDeniedError, ObjectNotFoundError, ObjectChangedError, StorageError])
+@pytest.mark.parametrize(
+    "kind", [AccessDeniedError, ObjectNotFoundError, ObjectChangedError, StorageError]
+)
 def test_what_waiting_cannot_mend_is_raised_at_once(clock: Clock, kind: type[StorageError]) -> None:
     with pytest.raises(kind, match=r"^no$"):
         RetryPolicy.of(StorageConfig()).call(failing(kind("no"), clock))
@@ -112,7 +121,9 @@ def test_bodies_that_stay_short_are_given_up_after_a_few_tries(clock: Clock) -> 
 def test_retries_bound_the_tries_where_they_are_given(clock: Clock) -> None:
     for retries in (0, 1, 4):
         policy = RetryPolicy.of(StorageConfig(retries=retries))
-        pauses = [policy.pause(EndpointError("x"), attempt, 0.0) for attempt in range(1, retries + 2)]
+        pauses = [
+            policy.pause(EndpointError("x"), attempt, 0.0) for attempt in range(1, retries + 2)
+        ]
         assert pauses[-1] is None
         assert None not in pauses[:-1]
     with pytest.raises(ConfigError, match="retries is -1"):
@@ -123,20 +134,27 @@ def test_retries_bound_the_tries_where_they_are_given(clock: Clock) -> None:
 
 def test_pauses_grow_to_their_cap_with_jitter_and_never_overflow() -> None:
     policy = RetryPolicy(deadline=1e9)
-    seen = {attempt: [policy.pause(EndpointError("x"), attempt, 0.0) or 0.0 for _ in range(50)] for attempt in (1, 3, 8, 10_000)}
+    seen = {
+        attempt: [policy.pause(EndpointError("x"), attempt, 0.0) or 0.0 for _ in range(50)]
+        for attempt in (1, 3, 8, 10_000)
+    }
     assert 0.05 <= min(seen[1]) < max(seen[1]) <= 0.1
     assert 0.2 <= min(seen[3]) < max(seen[3]) <= 0.4
     for attempt in (8, 10_000):
         assert LONGEST_PAUSE / 2 <= min(seen[attempt]) < max(seen[attempt]) <= LONGEST_PAUSE
 
 
-def test_waiting_is_said_now_and_then_with_the_object_and_the_end(clock: Clock, caplog: pytest.LogCaptureFixture) -> None:
+def test_waiting_is_said_now_and_then_with_the_object_and_the_end(
+    clock: Clock, caplog: pytest.LogCaptureFixture
+) -> None:
     policy = RetryPolicy.of(StorageConfig())
     with caplog.at_level(logging.WARNING):
         policy.call(failing(EndpointError("s3://bucket/web.bin: refused"), clock, until=100))
     said = [record.getMessage() for record in caplog.records]
     assert 3 <= len(said) <= 5, "one every thirty seconds"
-    assert all("s3://bucket/web.bin: refused" in text and "600 s (give_up_after)" in text for text in said)
+    assert all(
+        "s3://bucket/web.bin: refused" in text and "600 s (give_up_after)" in text for text in said
+    )
     caplog.clear()
     with caplog.at_level(logging.WARNING):
         policy.call(failing(EndpointError("x"), clock, until=clock.now + 1))
@@ -168,11 +186,16 @@ def test_an_endpoint_that_never_answered_is_given_up_soon_and_one_that_did_is_wa
 
     policy = RetryPolicy.of(StorageConfig(), Endpoint())
     assert policy.call(failing(EndpointError("503"), clock, until=clock.now + 500)) == "answer"
-    assert RetryPolicy.of(StorageConfig()).call(silent(clock, until=clock.now + 500)) == "answer", "of what was opened before"
+    assert RetryPolicy.of(StorageConfig()).call(silent(clock, until=clock.now + 500)) == "answer", (
+        "of what was opened before"
+    )
 
 
 def test_the_shorter_of_both_deadlines_holds(clock: Clock) -> None:
-    for config, seconds in ((StorageConfig(give_up_after=5), 5), (StorageConfig(first_answer_within=60), 60)):
+    for config, seconds in (
+        (StorageConfig(give_up_after=5), 5),
+        (StorageConfig(first_answer_within=60), 60),
+    ):
         began = clock.now
         with pytest.raises(EndpointError) as caught:
             RetryPolicy.of(config, Endpoint()).call(silent(clock))
@@ -209,11 +232,17 @@ ASK: dict[str, Callable[[Any, str], Any]] = {
 
 @pytest.mark.parametrize("transport", ["obstore", "fsspec"])
 @pytest.mark.parametrize("endpoint", ["refused", "http://no-such-endpoint.invalid:9000"])
-def test_whatever_is_asked_of_an_endpoint_that_is_not_there_ends_soon(transport: Any, endpoint: str) -> None:
+def test_whatever_is_asked_of_an_endpoint_that_is_not_there_ends_soon(
+    transport: Any, endpoint: str
+) -> None:
     config = StorageConfig(
         transport=transport,
         first_answer_within=0.5,
-        storage_options={"key": KEY, "secret": SECRET, "endpoint_url": refused_port() if endpoint == "refused" else endpoint},
+        storage_options={
+            "key": KEY,
+            "secret": SECRET,
+            "endpoint_url": refused_port() if endpoint == "refused" else endpoint,
+        },
     )
     store, key = open_store("s3://bucket/key", config)
     for what, ask in ASK.items():
@@ -229,10 +258,16 @@ def test_an_outage_after_an_answer_is_waited_for_in_other_buckets_and_processes_
 ) -> None:
     objects = {"/bucket/key": b"abcdef", "/other/key": b"abcdef"}
     with http_server(objects) as server:
-        config = StorageConfig(transport=transport, first_answer_within=0.2, give_up_after=2.5, storage_options=options(server))
+        config = StorageConfig(
+            transport=transport,
+            first_answer_within=0.2,
+            give_up_after=2.5,
+            storage_options=options(server),
+        )
         store, key = open_store("s3://bucket/key", config)
         store.info(key)
-    other, other_key = open_store("s3://other/key", replace(config, max_requests=7))  # has no connection that is still open
+    # has no connection that is still open
+    other, other_key = open_store("s3://other/key", replace(config, max_requests=7))
     there = pickle.dumps(store)
     monkeypatch.setattr(endpoints, "_endpoints", {})  # as a process has it that was spawned
     spawned = pickle.loads(there)  # noqa: S301 - of our own making
@@ -255,7 +290,9 @@ def test_an_upload_by_obstore_waits_for_an_outage_as_long_as_all_else() -> None:
 
 
 @contextmanager
-def answering_after(seconds: float, objects: dict[str, bytes], status: int = 503) -> Iterator[HttpObjects]:
+def answering_after(
+    seconds: float, objects: dict[str, bytes], status: int = 503
+) -> Iterator[HttpObjects]:
     """A server that answers `status` for a while."""
     with http_server(objects) as server:
         server.status = status
@@ -270,15 +307,22 @@ def options(server: HttpObjects) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("transport", ["obstore", "fsspec"])
-def test_reads_outlive_an_outage_longer_than_six_pauses(transport: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(retry, "LONGEST_PAUSE", 0.2)  # so that six pauses, the former end, are over soon
+def test_reads_outlive_an_outage_longer_than_six_pauses(
+    transport: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # so that six pauses, the former end, are over soon
+    monkeypatch.setattr(retry, "LONGEST_PAUSE", 0.2)
     with answering_after(3.0, {"/bucket/key": b"abcdef"}) as server:
-        store, key = open_store("s3://bucket/key", StorageConfig(transport=transport, storage_options=options(server)))
+        store, key = open_store(
+            "s3://bucket/key", StorageConfig(transport=transport, storage_options=options(server))
+        )
         assert bytes(store.read_ranges(key, [2], [5], store.info(key).etag)[0]) == b"cde"
 
 
 @pytest.mark.parametrize("transport", ["obstore", "fsspec"])
-def test_uploads_and_removals_outlive_an_outage(transport: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_uploads_and_removals_outlive_an_outage(
+    transport: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(retry, "LONGEST_PAUSE", 0.2)
     monkeypatch.setattr("streammega.storage.backends.obstore_store.LONGEST_PAUSE", 0.2)
     with answering_after(3.0, {"/bucket/old": b"x"}) as server:
@@ -300,7 +344,9 @@ class Scripted:
     def __init__(self, act: Callable[[int], None]) -> None:
         self.act = act
 
-    def read_into(self, key: str, spans: Sequence[Span], outs: Sequence[Bytes], etag: str = "") -> None:
+    def read_into(
+        self, key: str, spans: Sequence[Span], outs: Sequence[Bytes], etag: str = ""
+    ) -> None:
         for (start, _), out in zip(spans, outs, strict=True):
             self.act(start)
             out[:] = 1
@@ -308,7 +354,9 @@ class Scripted:
 
 def test_a_paused_retry_does_not_wait_for_other_requests() -> None:
     """The only thread that could time the pause is busy with another read by then."""
-    failed, slow_ends, done = threading.Event(), threading.Event(), threading.Event()
+    failed = threading.Event()
+    slow_ends = threading.Event()
+    done = threading.Event()
 
     def act(start: int) -> None:
         if start == 0 and not failed.is_set():
@@ -321,7 +369,9 @@ def test_a_paused_retry_does_not_wait_for_other_requests() -> None:
 
     store: Any = Scripted(act)
     fetcher = Fetcher(StorageConfig(memory_bytes=1 << 20, max_requests=4, hedge=False))
-    first, slow = (Holding(10, [Read(store, "key", "", start, start + 10, 0)]) for start in (0, 1000))
+    first, slow = (
+        Holding(10, [Read(store, "key", "", start, start + 10, 0)]) for start in (0, 1000)
+    )
     fetcher.submit([first])
     assert failed.wait(10)
     fetcher.submit([slow])
@@ -349,7 +399,13 @@ def test_a_closed_stager_does_not_wait_for_its_pauses(tmp_path: Path) -> None:
     config = StorageConfig(cache_dir=tmp_path)
     cached = PageCache(tmp_path, 1 << 30, config.chunk_bytes).open("s3://b/k", "etag", 1 << 20)
     assert cached is not None
-    file = TokenFile(store=CachedStore(store, cached), key="k", dtype=np.dtype("<u2"), num_tokens=1 << 19, etag="etag")
+    file = TokenFile(
+        store=CachedStore(store, cached),
+        key="k",
+        dtype=np.dtype("<u2"),
+        num_tokens=1 << 19,
+        etag="etag",
+    )
     stager = Stager([file], config)
     assert tried.wait(10)
     time.sleep(1.0)  # its pauses are longer than a second by now
@@ -430,7 +486,9 @@ OPEN = {
         pytest.param("folder", "obstore", marks=pytest.mark.soak),
     ],
 )
-def test_ctrl_c_while_a_hung_endpoint_is_opened_ends_the_program_soon(transport: str, what: str) -> None:
+def test_ctrl_c_while_a_hung_endpoint_is_opened_ends_the_program_soon(
+    transport: str, what: str
+) -> None:
     with deaf_server() as url:
         code = f"""
 from streammega import DataConfig, IndexedDataset, StorageConfig, StreamLoader
@@ -440,7 +498,9 @@ print("ready", flush=True)
 """
         pipe = subprocess.PIPE
         environment = os.environ | {"PYTHONPATH": os.getcwd()}
-        run = subprocess.Popen([sys.executable, "-c", code], stdout=pipe, stderr=pipe, text=True, env=environment)
+        run = subprocess.Popen(
+            [sys.executable, "-c", code], stdout=pipe, stderr=pipe, text=True, env=environment
+        )
         assert run.stdout is not None
         run.stdout.readline()
         time.sleep(1.5)
@@ -453,7 +513,9 @@ print("ready", flush=True)
 
 
 def test_settings_of_retries_may_be_replaced() -> None:
-    assert RetryPolicy.of(replace(StorageConfig(), give_up_after=5, retries=2)) == RetryPolicy(deadline=5, retries=2)
+    assert RetryPolicy.of(replace(StorageConfig(), give_up_after=5, retries=2)) == RetryPolicy(
+        deadline=5, retries=2
+    )
 
 
 @pytest.mark.parametrize(
@@ -474,7 +536,9 @@ def test_settings_of_retries_may_be_replaced() -> None:
         (416, "InvalidRange", ShortReadError, False),
     ],
 )
-def test_a_status_means_one_error_whatever_met_it(status: int, text: str, kind: type[StorageError], passing: bool) -> None:
+def test_a_status_means_one_error_whatever_met_it(
+    status: int, text: str, kind: type[StorageError], passing: bool
+) -> None:
     error = failures.failure_of_status("s3://bucket/key", status, text)
     assert type(error) is kind
     assert error.transient is passing
@@ -486,8 +550,14 @@ def test_a_status_means_one_error_whatever_met_it(status: int, text: str, kind: 
 def test_answers_that_no_second_try_changes_are_raised_at_once(transport: Any, status: int) -> None:
     with http_server({"/bucket/key": b"abc"}) as server:
         server.status = status
-        store, key = open_store("s3://bucket/key", StorageConfig(transport=transport, storage_options=options(server)))
-        for call in (lambda: store.info(key), lambda: store.read_ranges(key, [0], [3]), lambda: store.delete(key)):
+        store, key = open_store(
+            "s3://bucket/key", StorageConfig(transport=transport, storage_options=options(server))
+        )
+        for call in (
+            lambda: store.info(key),
+            lambda: store.read_ranges(key, [0], [3]),
+            lambda: store.delete(key),
+        ):
             before = len(server.requests)
             with pytest.raises(StorageError, match="s3://bucket/key"):
                 call()

@@ -1,4 +1,6 @@
-"""Secrets of URLs and settings are in no message, log, report, printed line or written file, whatever fails or succeeds."""
+"""Secrets of URLs and settings are in no message, log, report, printed line or written file,
+whatever fails or succeeds.
+"""
 
 from __future__ import annotations
 
@@ -80,8 +82,12 @@ def seen(operation: Callable[[], Any]) -> str:
     try:
         result = operation()
     except (StreammegaError, LookupError) as error:
-        shown = [*traceback.format_exception(error, chain=True), repr(error), str(pickle.loads(pickle.dumps(error)))]  # noqa: S301
-        return "\n".join(line for part in shown for line in part.splitlines() if not line.startswith("    "))  # no source lines
+        copied = pickle.loads(pickle.dumps(error))  # noqa: S301
+        shown = [*traceback.format_exception(error, chain=True), repr(error), str(copied)]
+        # no source lines
+        return "\n".join(
+            line for part in shown for line in part.splitlines() if not line.startswith("    ")
+        )
     return f"{result!r}\n{result}"
 
 
@@ -89,18 +95,27 @@ FAST = StorageConfig(timeout=2, retries=0, stall_timeout=2)
 
 
 def config(*blend: str, **settings: Any) -> DataConfig:
-    settings = {"order": "stream", "sequence_length": 16, "num_samples": (40, 0, 0), "storage": FAST} | settings
+    settings = {
+        "order": "stream",
+        "sequence_length": 16,
+        "num_samples": (40, 0, 0),
+        "storage": FAST,
+    } | settings
     return DataConfig(blend=list(blend), **settings)
 
 
 def one_batch(settings: DataConfig) -> str:
-    loader = StreamLoader(settings, split="train", micro_batch_size=2, global_batch_size=2, dp_rank=0, dp_size=1)
+    loader = StreamLoader(
+        settings, split="train", micro_batch_size=2, global_batch_size=2, dp_rank=0, dp_size=1
+    )
     next(iter(loader))
     return f"{loader} {json.dumps(loader.state_dict())} {loader.stats()}"
 
 
 def by_command(*words: str) -> Callable[[Site], Any]:
-    return lambda site: main([word.replace("HTTP", site.url).replace("MEMORY", site.memory) for word in words])
+    return lambda site: main(
+        [word.replace("HTTP", site.url).replace("MEMORY", site.memory) for word in words]
+    )
 
 
 OPERATIONS: dict[str, Callable[[Site], Any]] = {
@@ -165,12 +180,21 @@ OPERATIONS: dict[str, Callable[[Site], Any]] = {
 
 @pytest.mark.parametrize("name", OPERATIONS)
 def test_passwords_of_urls_show_nowhere(
-    name: str, site: Site, tmp_path: Path, capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
+    name: str,
+    site: Site,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     caplog.set_level(logging.DEBUG, "streammega")
     text = seen(lambda: OPERATIONS[name](site))
     printed = capsys.readouterr()
-    for kind, shown in {"message": text, "out": printed.out, "err": printed.err, "log": caplog.text}.items():
+    for kind, shown in {
+        "message": text,
+        "out": printed.out,
+        "err": printed.err,
+        "log": caplog.text,
+    }.items():
         assert site.password not in shown, f"{kind}: {shown}"
     assert not files_with(site.password, tmp_path)
     assert not memory_with(site)
@@ -179,7 +203,9 @@ def test_passwords_of_urls_show_nowhere(
 def files_with(secret: str, folder: Path) -> list[str]:
     """Files whose name or content holds a secret."""
     files = [path for path in folder.rglob("*") if path.is_file()]
-    return [str(path) for path in files if secret in str(path) or secret.encode() in path.read_bytes()]
+    return [
+        str(path) for path in files if secret in str(path) or secret.encode() in path.read_bytes()
+    ]
 
 
 def memory_with(site: Site) -> list[str]:
@@ -191,9 +217,15 @@ def memory_with(site: Site) -> list[str]:
 def test_files_of_a_run_hold_no_passwords(site: Site, tmp_path: Path) -> None:
     storage = StorageConfig(cache_dir=tmp_path / "cache", retries=0)
     for order in ("stream", "megatron"):
-        one_batch(config(f"{site.url}/set", order=order, storage=storage, index_cache_dir=tmp_path / "index"))
+        one_batch(
+            config(
+                f"{site.url}/set", order=order, storage=storage, index_cache_dir=tmp_path / "index"
+            )
+        )
     assert list((tmp_path / "cache").rglob("object.json"))
-    made = convert([f"{site.url}/texts.jsonl"], str(tmp_path / "out" / "set"), tokenizer="bytes", storage=FAST)
+    made = convert(
+        [f"{site.url}/texts.jsonl"], str(tmp_path / "out" / "set"), tokenizer="bytes", storage=FAST
+    )
     (tmp_path / "report.json").write_text(made.as_json())
     assert main(["convert", f"{site.url}/broken.jsonl", f"{site.memory}/r", "--tokenizer", "bytes", "--on-error", "skip",
                  "--report", str(tmp_path / "other.json")]) == 0  # fmt: skip
@@ -207,15 +239,30 @@ def test_a_conversion_that_stopped_keeps_no_passwords(site: Site, tmp_path: Path
     with pytest.raises(StreammegaError):
         convert(inputs, str(tmp_path / "o"), tokenizer="bytes", storage=FAST, workers=1)
     with pytest.raises(StreammegaError):
-        convert(inputs, f"{site.memory}/o", tokenizer="bytes", storage=FAST, work=str(tmp_path / "work"), workers=1)
+        convert(
+            inputs,
+            f"{site.memory}/o",
+            tokenizer="bytes",
+            storage=FAST,
+            work=str(tmp_path / "work"),
+            workers=1,
+        )
     assert not files_with(site.password, tmp_path)
 
 
-def test_a_line_behind_a_password_is_counted(site: Site, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_line_behind_a_password_is_counted(
+    site: Site, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("streammega.convert.write.units.UNIT_BYTES", 100)
     site.put("long.jsonl", b'{"text": "fine"}\n' * 40 + b"{\n" + b'{"text": "fine"}\n' * 40)
     with pytest.raises(StreammegaError, match=r"long\.jsonl:41: broken JSON") as caught:
-        convert([f"{site.url}/long.jsonl"], str(tmp_path / "o"), tokenizer="bytes", storage=FAST, workers=1)
+        convert(
+            [f"{site.url}/long.jsonl"],
+            str(tmp_path / "o"),
+            tokenizer="bytes",
+            storage=FAST,
+            workers=1,
+        )
     assert site.password not in str(caught.value)
 
 
@@ -265,9 +312,17 @@ def test_secret_options_are_taken_out_however_they_are_written(name: str, seed: 
         "an endpoint": options.get("endpoint_url"),
     }.get(name, secret)
     in_url = name in ("a SAS", "an endpoint")  # spelt as URLs spell it already
-    for said in [plain] if in_url else [plain, quote(plain), quote_plus(plain), json.dumps({"said": plain})]:
+    for said in (
+        [plain] if in_url else [plain, quote(plain), quote_plus(plain), json.dumps({"said": plain})]
+    ):
         shown = redact(f"Error: the server said {said} and hung up", options)
-        for form in (secret, quote(secret), quote(secret, safe=""), quote_plus(secret), json.dumps(secret)[1:-1]):
+        for form in (
+            secret,
+            quote(secret),
+            quote(secret, safe=""),
+            quote_plus(secret),
+            json.dumps(secret)[1:-1],
+        ):
             assert form not in shown
         assert shown.startswith("Error: the server said ")
         assert shown.endswith(" and hung up")
@@ -286,8 +341,14 @@ def test_signatures_of_urls_are_taken_out(name: str) -> None:
             f"GET https://host/key.bin?Expires=1735689600&{name}={value}&se=2030-01-01&sp=r: refused (403), try later"
         )
         assert value not in shown
-        assert shown == f"GET https://host/key.bin?Expires=1735689600&{name}=***&se=2030-01-01&sp=r: refused (403), try later"
-        assert redact_urls(f"https://host/key?{name}={value}: no") == f"https://host/key?{name}=***: no"
+        assert (
+            shown
+            == f"GET https://host/key.bin?Expires=1735689600&{name}=***&se=2030-01-01&sp=r: refused (403), try later"
+        )
+        assert (
+            redact_urls(f"https://host/key?{name}={value}: no")
+            == f"https://host/key?{name}=***: no"
+        )
 
 
 @pytest.mark.parametrize(
@@ -304,7 +365,18 @@ def test_signatures_of_urls_are_taken_out(name: str) -> None:
 )
 def test_what_is_no_secret_stays(text: str) -> None:
     assert redact_urls(text) == text
-    assert redact(text, {"anon": True, "token": "anon", "endpoint_url": "http://127.0.0.1:9000", "project": "bucket"}) == text
+    assert (
+        redact(
+            text,
+            {
+                "anon": True,
+                "token": "anon",
+                "endpoint_url": "http://127.0.0.1:9000",
+                "project": "bucket",
+            },
+        )
+        == text
+    )
 
 
 @pytest.mark.parametrize(
@@ -313,7 +385,11 @@ def test_what_is_no_secret_stays(text: str) -> None:
      ("verify", "auto")],
 )  # fmt: skip
 def test_secret_options_show_nowhere_whatever_fails(
-    transport: Any, operation: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
+    transport: Any,
+    operation: str,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     caplog.set_level(logging.DEBUG, "streammega")
     with socket.socket() as probe:
@@ -321,25 +397,46 @@ def test_secret_options_show_nowhere_whatever_fails(
         port = probe.getsockname()[1]
     rng = random.Random(f"{transport}{operation}")
     secrets = [some_secret(rng, string.ascii_letters + string.digits + "+/=") for _ in range(3)]
-    options = {"key": secrets[0], "secret": secrets[1], "token": secrets[2], "endpoint_url": f"http://127.0.0.1:{port}"}
+    options = {
+        "key": secrets[0],
+        "secret": secrets[1],
+        "token": secrets[2],
+        "endpoint_url": f"http://127.0.0.1:{port}",
+    }
     options |= {"config_kwargs": {"retries": {"total_max_attempts": 1}}}  # type: ignore[dict-item]
     storage = StorageConfig(transport=transport, storage_options=options, timeout=1, retries=0)
     (tmp_path / "in.txt").write_text("text")
     operations: dict[str, Callable[[], Any]] = {
         "open": lambda: IndexedDataset("s3://bucket/web", storage),
-        "convert in": lambda: convert(["s3://bucket/web.jsonl"], str(tmp_path / "o"), tokenizer="bytes", storage=storage),
-        "convert out": lambda: convert([str(tmp_path / "in.txt")], "s3://bucket/o", tokenizer="bytes", storage=storage),
+        "convert in": lambda: convert(
+            ["s3://bucket/web.jsonl"], str(tmp_path / "o"), tokenizer="bytes", storage=storage
+        ),
+        "convert out": lambda: convert(
+            [str(tmp_path / "in.txt")], "s3://bucket/o", tokenizer="bytes", storage=storage
+        ),
         "verify": lambda: verify("s3://bucket/web", storage),
     }
-    shown = [seen(operations[operation]), f"{storage!r} {storage}", caplog.text, *capsys.readouterr()]
-    assert not [text for text in shown for secret in secrets if secret in text or quote(secret, safe="") in text]
+    shown = [
+        seen(operations[operation]),
+        f"{storage!r} {storage}",
+        caplog.text,
+        *capsys.readouterr(),
+    ]
+    assert not [
+        text
+        for text in shown
+        for secret in secrets
+        if secret in text or quote(secret, safe="") in text
+    ]
     assert not [secret for secret in secrets if files_with(secret, tmp_path)]
 
 
 def test_what_a_server_says_back_is_cleaned(s3: S3, s3_storage: StorageConfig) -> None:
     wrong = "wrong-secret/with+signs="
     storage = StorageConfig(
-        transport=s3_storage.transport, storage_options={**s3.options, "secret": wrong, "token": wrong}, retries=0
+        transport=s3_storage.transport,
+        storage_options={**s3.options, "secret": wrong, "token": wrong},
+        retries=0,
     )
     text = seen(lambda: IndexedDataset("s3://no-such-bucket/web", storage))
     assert wrong not in text

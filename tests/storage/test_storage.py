@@ -62,7 +62,9 @@ class StoreContract:
         got = store.read_ranges(key, [a for a, _ in spans], [b for _, b in spans])
         assert [bytes(part) for part in got] == [data[a:b] for a, b in spans]
 
-    def test_info_tells_size_and_an_etag_that_changes_with_the_bytes(self, store: Store, key: str) -> None:
+    def test_info_tells_size_and_an_etag_that_changes_with_the_bytes(
+        self, store: Store, key: str
+    ) -> None:
         put(store, key, b"one")
         first = store.info(key)
         put(store, key, b"three")
@@ -70,7 +72,9 @@ class StoreContract:
         assert (first.size, second.size) == (3, 5)
         assert first.etag != second.etag
 
-    def test_a_read_of_another_object_than_was_opened_is_an_error(self, store: Store, key: str) -> None:
+    def test_a_read_of_another_object_than_was_opened_is_an_error(
+        self, store: Store, key: str
+    ) -> None:
         put(store, key, b"one")
         opened = store.info(key)
         put(store, key, b"two")
@@ -117,7 +121,9 @@ class StoreContract:
         for name in names:
             put(store, name, name.encode())
         found = store.list(f"{key}-")
-        assert [item.key.lstrip("/") for item in found] == [name.lstrip("/") for name in sorted(names)]
+        assert [item.key.lstrip("/") for item in found] == [
+            name.lstrip("/") for name in sorted(names)
+        ]
         assert [item.size for item in found] == [len(name) for name in sorted(names)]
         assert store.list(f"{key}-nothing") == []
 
@@ -125,9 +131,14 @@ class StoreContract:
         for name in ("dir/2", "dir/1", "dir/deep/3", "dir/deep/er/4"):
             put(store, f"{key}-{name}", name.encode())
         found = store.list(f"{key}-dir/", recursive=False)
-        assert [item.key.lstrip("/") for item in found] == [f"{key}-dir/{number}".lstrip("/") for number in (1, 2)]
+        assert [item.key.lstrip("/") for item in found] == [
+            f"{key}-dir/{number}".lstrip("/") for number in (1, 2)
+        ]
         assert [item.size for item in found] == [5, 5]
-        assert [item.etag for item in found if item.etag] in ([], [store.info(item.key).etag for item in found])
+        assert [item.etag for item in found if item.etag] in (
+            [],
+            [store.info(item.key).etag for item in found],
+        )
         assert store.list(f"{key}-nothing/", recursive=False) == []
 
     def test_delete_removes_and_forgives(self, store: Store, key: str) -> None:
@@ -146,7 +157,9 @@ class StoreContract:
         put(store, key, data)
         starts = list(range(0, 3900, 13))
         got = store.read_ranges(key, starts, [start + 50 for start in starts])
-        assert all(bytes(part) == data[start : start + 50] for part, start in zip(got, starts, strict=True))
+        assert all(
+            bytes(part) == data[start : start + 50] for part, start in zip(got, starts, strict=True)
+        )
 
 
 class TestLocalStore(StoreContract):
@@ -202,7 +215,9 @@ class S3Contract(StoreContract):
         at = PART_BYTES - 128
         assert bytes(store.read_ranges(key, [at], [at + 256])[0]) == part[-128:] + part[:128]
 
-    def test_an_aborted_multipart_upload_leaves_no_parts_behind(self, store: Store, key: str, bucket: str, s3: S3) -> None:
+    def test_an_aborted_multipart_upload_leaves_no_parts_behind(
+        self, store: Store, key: str, bucket: str, s3: S3
+    ) -> None:
         writer = store.open_writer(key)
         for _ in range(70):
             writer.write(b"x" * (1 << 20))
@@ -259,14 +274,18 @@ def test_parts_of_s3fs_grow_too(moto: S3, fixed: bool, monkeypatch: pytest.Monke
     monkeypatch.setattr("streammega.storage.parts.PARTS_OF_A_SIZE", 1)
     bucket = moto.new_bucket()
     options = {**moto.options, "default_block_size": 5 << 20, "fixed_upload_size": fixed}
-    store, key = open_store(f"s3://{bucket}/large", StorageConfig(transport="fsspec", storage_options=options))
+    store, key = open_store(
+        f"s3://{bucket}/large", StorageConfig(transport="fsspec", storage_options=options)
+    )
     writer = store.open_writer(key)
     for _ in range(40):
         writer.write(bytes(1 << 20))
     writer.commit()
     info = store.info(key)
     assert info.size == 40 << 20
-    assert info.etag.strip('"').endswith("-8" if fixed else "-4"), "parts of 5, 10 and 20 MiB, and the rest"
+    assert info.etag.strip('"').endswith("-8" if fixed else "-4"), (
+        "parts of 5, 10 and 20 MiB, and the rest"
+    )
 
 
 FORK = """
@@ -308,13 +327,17 @@ assert os.wait()[1] == 0
 def test_everything_works_after_a_fork_by_one_client_and_with_one_warning(moto: S3) -> None:
     command = [sys.executable, "-c", FORK, moto.endpoint, moto.new_bucket()]
     environment = os.environ | {"PYTHONPATH": os.getcwd()}
-    run = subprocess.run(command, capture_output=True, text=True, timeout=120, env=environment, check=False)
+    run = subprocess.run(
+        command, capture_output=True, text=True, timeout=120, env=environment, check=False
+    )
     assert "child is well" in run.stdout, run.stderr
     assert run.stdout.count("was forked") == 1
 
 
 @pytest.mark.parametrize("transport", ["obstore", "fsspec"])
-def test_a_bucket_that_does_not_exist_is_named_whatever_is_asked_of_it(transport: Any, s3: S3) -> None:
+def test_a_bucket_that_does_not_exist_is_named_whatever_is_asked_of_it(
+    transport: Any, s3: S3
+) -> None:
     config = StorageConfig(transport=transport, storage_options=s3.options)
 
     def write(size: int) -> None:
@@ -328,9 +351,16 @@ def test_a_bucket_that_does_not_exist_is_named_whatever_is_asked_of_it(transport
             raise
 
     store, key = open_store("s3://no-such-bucket/key", config)
-    calls = [lambda: store.info(key), lambda: store.read_ranges(key, [0], [4]), lambda: write(3), lambda: write(65 << 20)]
+    calls = [
+        lambda: store.info(key),
+        lambda: store.read_ranges(key, [0], [4]),
+        lambda: write(3),
+        lambda: write(65 << 20),
+    ]
     for call in calls:
-        with pytest.raises(ObjectNotFoundError, match="the bucket s3://no-such-bucket does not exist") as caught:
+        with pytest.raises(
+            ObjectNotFoundError, match="the bucket s3://no-such-bucket does not exist"
+        ) as caught:
             call()
         assert "prefix has no" not in str(caught.value)
 
@@ -359,7 +389,8 @@ def test_an_object_of_any_name_is_the_one_that_is_read_and_written_or_an_error_n
     transport: Any, named_objects: tuple[S3, str]
 ) -> None:
     server, bucket = named_objects
-    client, config = server.client(), StorageConfig(transport=transport, storage_options=server.options)
+    client = server.client()
+    config = StorageConfig(transport=transport, storage_options=server.options)
     for key in (*KEYS, *ODD_KEYS):
         url = f"s3://{bucket}/{key}"
         if transport == "obstore" and key in ODD_KEYS:
@@ -381,8 +412,14 @@ def test_a_name_that_ends_in_a_slash_is_a_folders_and_never_read_as_the_object_w
     transport: Any, named_objects: tuple[S3, str]
 ) -> None:
     server, bucket = named_objects
-    store, key = open_store(f"s3://{bucket}/a/b/", StorageConfig(transport=transport, storage_options=server.options))
-    calls = [lambda: store.info(key), lambda: store.read_ranges(key, [0], [3]), lambda: store.open_writer(key)]
+    store, key = open_store(
+        f"s3://{bucket}/a/b/", StorageConfig(transport=transport, storage_options=server.options)
+    )
+    calls = [
+        lambda: store.info(key),
+        lambda: store.read_ranges(key, [0], [3]),
+        lambda: store.open_writer(key),
+    ]
     for call in [*calls, lambda: store.delete(key)]:
         with pytest.raises(ConfigError, match="a/b/: what ends in a slash is a folder"):
             call()
@@ -412,7 +449,14 @@ def test_listings_by_obstore_hold_objects_and_no_markers_of_folders(moto: S3) ->
 
 
 @pytest.mark.parametrize(
-    "url", ["gs://bucket/../b", "az://container/a//b", "oss://bucket//lead", "http://host/a//b", "s3://bucket//"]
+    "url",
+    [
+        "gs://bucket/../b",
+        "az://container/a//b",
+        "oss://bucket//lead",
+        "http://host/a//b",
+        "s3://bucket//",
+    ],
 )
 def test_keys_that_obstore_would_read_otherwise_are_refused(url: str) -> None:
     with pytest.raises(ConfigError, match="transport='fsspec'"):
@@ -456,7 +500,13 @@ def test_urls_without_a_bucket_and_transports_that_do_not_serve_are_refused() ->
 
 def test_secrets_show_nowhere(s3_storage: StorageConfig, s3: S3) -> None:
     store, key = open_store("s3://no-such-bucket/key", s3_storage)
-    texts = [repr(store), repr(s3_storage), str(s3_storage), store.url(key), repr(dataclasses.replace(s3_storage, retries=1))]
+    texts = [
+        repr(store),
+        repr(s3_storage),
+        str(s3_storage),
+        store.url(key),
+        repr(dataclasses.replace(s3_storage, retries=1)),
+    ]
     with pytest.raises(StorageError) as caught:
         store.read_ranges(key, [0], [1])
     texts += [str(caught.value), repr(caught.value), repr(caught.value.__cause__)]
@@ -465,12 +515,16 @@ def test_secrets_show_nowhere(s3_storage: StorageConfig, s3: S3) -> None:
 
 def test_redact_hides_passwords_and_signatures_in_urls() -> None:
     text = "https://user:hunter22@host/k?X-Amz-Signature=abcdef&x=1 token=tokenvalue"
-    clean = redact(text, {"token": "tokenvalue", "client_kwargs": {"aws_secret_access_key": "deepsecret"}})
+    clean = redact(
+        text, {"token": "tokenvalue", "client_kwargs": {"aws_secret_access_key": "deepsecret"}}
+    )
     assert "hunter22" not in clean
     assert "abcdef" not in clean
     assert "tokenvalue" not in clean
     assert "x=1" in clean
-    assert "deepsecret" not in redact("deepsecret", {"client_kwargs": {"aws_secret_access_key": "deepsecret"}})
+    assert "deepsecret" not in redact(
+        "deepsecret", {"client_kwargs": {"aws_secret_access_key": "deepsecret"}}
+    )
 
 
 @pytest.mark.parametrize("transport", ["obstore", "fsspec"])
@@ -479,7 +533,9 @@ def test_an_endpoint_that_refuses_is_named(transport: Any) -> None:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     options = {"key": KEY, "secret": SECRET, "endpoint_url": f"http://127.0.0.1:{port}"}
-    store, key = open_store("s3://bucket/key", StorageConfig(transport=transport, storage_options=options, retries=1))
+    store, key = open_store(
+        "s3://bucket/key", StorageConfig(transport=transport, storage_options=options, retries=1)
+    )
     with pytest.raises(EndpointError, match="endpoint_url"):
         store.info(key)
 
@@ -489,7 +545,10 @@ def test_an_endpoint_that_denies_is_told_apart(transport: Any) -> None:
     with http_server({}) as server:
         server.status = 403
         options = {"key": KEY, "secret": SECRET, "endpoint_url": server.url}
-        store, key = open_store("s3://bucket/key", StorageConfig(transport=transport, storage_options=options, retries=1))
+        store, key = open_store(
+            "s3://bucket/key",
+            StorageConfig(transport=transport, storage_options=options, retries=1),
+        )
         for call in (lambda: store.info(key), lambda: store.read_ranges(key, [0], [4])):
             with pytest.raises(AccessDeniedError, match="s3://bucket/key: access denied"):
                 call()
@@ -498,7 +557,9 @@ def test_an_endpoint_that_denies_is_told_apart(transport: Any) -> None:
 @pytest.mark.parametrize("transport", ["obstore", "fsspec"])
 def test_no_credentials_at_all_say_how_to_give_some(transport: Any, s3: S3) -> None:
     options = {"endpoint_url": s3.endpoint}
-    store, key = open_store("s3://bucket/key", StorageConfig(transport=transport, storage_options=options, retries=1))
+    store, key = open_store(
+        "s3://bucket/key", StorageConfig(transport=transport, storage_options=options, retries=1)
+    )
     with pytest.raises(AccessDeniedError, match="credentials"):
         store.info(key)
 
@@ -510,7 +571,9 @@ def test_anonymous_access_sends_no_signature() -> None:
         assert bytes(store.read_ranges(key, [0], [3])[0]) == b"abc"
 
 
-def test_the_credential_chain_is_used_when_no_key_is_given(s3: S3, bucket: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_credential_chain_is_used_when_no_key_is_given(
+    s3: S3, bucket: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     for name, value in s3.environment.items():
         monkeypatch.setenv(name, value)
     for transport in ("obstore", "fsspec"):
@@ -521,7 +584,10 @@ def test_the_credential_chain_is_used_when_no_key_is_given(s3: S3, bucket: str, 
 
 def test_virtual_host_addressing_puts_the_bucket_in_the_host() -> None:
     options = {"key": KEY, "secret": SECRET, "endpoint_url": "https://oss-cn-hangzhou.aliyuncs.com"}
-    options |= {"config_kwargs": {"s3": {"addressing_style": "virtual"}}, "client_kwargs": {"region_name": "cn-hangzhou"}}  # type: ignore[dict-item]
+    options |= {
+        "config_kwargs": {"s3": {"addressing_style": "virtual"}},
+        "client_kwargs": {"region_name": "cn-hangzhou"},
+    }  # type: ignore[dict-item]
     made = s3_arguments("web", StorageConfig(storage_options=options))["config"]
     assert made["endpoint"] == "https://web.oss-cn-hangzhou.aliyuncs.com"
     assert made["virtual_hosted_style_request"] is True
@@ -538,7 +604,9 @@ def test_virtual_host_requests_carry_the_bucket_as_host(monkeypatch: pytest.Monk
         assert server.hosts == ["web.oss.test"]
 
 
-def test_an_endpoint_that_is_given_wins_over_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_endpoint_that_is_given_wins_over_the_environment(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     with http_server({"/web/key": b"abc"}) as server:
         for name in ("AWS_ENDPOINT_URL", "AWS_ENDPOINT_URL_S3"):
             monkeypatch.setenv(name, "http://127.0.0.1:1")
@@ -554,13 +622,17 @@ def test_misspelled_and_half_given_options_are_refused() -> None:
         s3_arguments("b", StorageConfig(storage_options={"key": "only"}))
 
 
-def test_explicit_session_tokens_are_not_mixed_with_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_explicit_session_tokens_are_not_mixed_with_the_environment(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setenv("AWS_SESSION_TOKEN", "stale")
     made = s3_arguments("b", StorageConfig(storage_options={"key": "k" * 8, "secret": "s" * 8}))
     assert made["credential_provider"]()["token"] is None
 
 
-def test_full_disk_while_writing_is_named_and_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_full_disk_while_writing_is_named_and_leaves_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     import errno
     import os
 
@@ -579,7 +651,9 @@ def test_errors_are_told_by_their_status_not_by_digits_in_a_name() -> None:
     with http_server({}) as server:
         server.status = 500
         options = {"key": KEY, "secret": SECRET, "endpoint_url": server.url}
-        store, key = open_store("s3://bucket-403/416-key", StorageConfig(storage_options=options, retries=0))
+        store, key = open_store(
+            "s3://bucket-403/416-key", StorageConfig(storage_options=options, retries=0)
+        )
         with pytest.raises(EndpointError, match="did not answer"):
             store.info(key)
 
@@ -589,7 +663,10 @@ def test_a_transport_tries_once(transport: Any) -> None:
     """All further tries are the one policy's."""
     with http_server({"/bucket/key": b"abcdef"}) as server:
         options = {"key": KEY, "secret": SECRET, "endpoint_url": server.url}
-        store, key = open_store("s3://bucket/key", StorageConfig(transport=transport, storage_options=options, retries=0))
+        store, key = open_store(
+            "s3://bucket/key",
+            StorageConfig(transport=transport, storage_options=options, retries=0),
+        )
         etag = store.info(key).etag
         out = np.empty(3, np.uint8)
         for status in (500, 503):
@@ -608,11 +685,15 @@ def test_a_transport_tries_once(transport: Any) -> None:
 def test_the_last_of_several_reads_goes_out_after_the_others_and_its_etag_vouches_for_all(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """obstore tells no ETag of several reads: an object that is replaced among them must show in the answer that has one."""
+    """obstore tells no ETag of several reads: an object that is replaced among them must show in
+    the answer that has one.
+    """
     get_ranges = obstore_store.obstore.get_ranges
     with http_server({"/bucket/key": b"0123456789"}) as server:
         options = {"key": KEY, "secret": SECRET, "endpoint_url": server.url}
-        store, key = open_store("s3://bucket/key", StorageConfig(storage_options=options, retries=0))
+        store, key = open_store(
+            "s3://bucket/key", StorageConfig(storage_options=options, retries=0)
+        )
         etag = store.info(key).etag
 
         def replaced(*arguments: Any, **named: Any) -> Any:
@@ -626,8 +707,12 @@ def test_the_last_of_several_reads_goes_out_after_the_others_and_its_etag_vouche
             store.read_into(key, [(0, 2), (4, 6), (8, 10)], outs, etag)
 
 
-def test_drivers_that_tell_no_etag_are_asked_for_it_every_thirty_seconds(monkeypatch: pytest.MonkeyPatch) -> None:
-    store, now, asked = FsspecStore("memory", StorageConfig()), [1000.0], []
+def test_drivers_that_tell_no_etag_are_asked_for_it_every_thirty_seconds(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    store = FsspecStore("memory", StorageConfig())
+    now = [1000.0]
+    asked = []
     put(store, "recheck/object", b"0123")
     etag = store.info("recheck/object").etag
     info = FsspecStore.info
@@ -640,11 +725,17 @@ def test_drivers_that_tell_no_etag_are_asked_for_it_every_thirty_seconds(monkeyp
 
 
 @pytest.mark.parametrize("url", ["gs://bucket/key", "az://container/key", "https://host/key"])
-def test_what_no_other_transport_serves_says_after_a_fork_how_to_start_workers(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_no_other_transport_serves_says_after_a_fork_how_to_start_workers(
+    url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     lost = threading.Event()
     monkeypatch.setattr(obstore_store, "_lost", lost)
     store, key = open_store(url, StorageConfig())
     lost.set()
-    for call in (lambda: store.info(key), lambda: store.read_ranges(key, [0], [3]), lambda: store.open_writer(key)):
+    for call in (
+        lambda: store.info(key),
+        lambda: store.read_ranges(key, [0], [3]),
+        lambda: store.open_writer(key),
+    ):
         with pytest.raises(ConfigError, match=r"'spawn' or 'forkserver'.*StreamLoader"):
             call()

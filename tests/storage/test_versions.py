@@ -1,4 +1,6 @@
-"""Which version of an object was read: ETags, times, neither; and servers that tell them with some answers only."""
+"""Which version of an object was read: ETags, times, neither; and servers that tell them with some
+answers only.
+"""
 
 from __future__ import annotations
 
@@ -37,7 +39,9 @@ NEVER = datetime(1970, 1, 1, tzinfo=timezone.utc)
     ],
 )
 def test_versions_are_compared_with_their_own_kind(
-    opened: tuple[str | None, datetime | None], answer: tuple[str | None, datetime | None], changed: bool
+    opened: tuple[str | None, datetime | None],
+    answer: tuple[str | None, datetime | None],
+    changed: bool,
 ) -> None:
     expected = version_of(*opened)
     found = version_like(expected, *answer)
@@ -57,16 +61,22 @@ def put_pair(server: HttpObjects, folder: Path, token: int) -> None:
 
 
 @pytest.mark.parametrize("transport", ["obstore", "fsspec"])
-@pytest.mark.parametrize("left_out", [{("GET", "ETag")}, {("HEAD", "ETag")}, {("GET", "ETag"), ("GET", "Last-Modified")}])
+@pytest.mark.parametrize(
+    "left_out", [{("GET", "ETag")}, {("HEAD", "ETag")}, {("GET", "ETag"), ("GET", "Last-Modified")}]
+)
 def test_an_object_whose_answers_tell_different_things_is_read(
     tmp_path: Path, left_out: set[tuple[str, str]], transport: str
 ) -> None:
     with http_server({}) as server:
         put_pair(server, tmp_path, 5)
         server.left_out = left_out
-        store, key = open_store(f"{server.url}/p.bin", StorageConfig(transport=transport, retries=0))  # type: ignore[arg-type]
+        store, key = open_store(
+            f"{server.url}/p.bin", StorageConfig(transport=transport, retries=0)
+        )  # type: ignore[arg-type]
         info = store.info(key)
-        assert bytes(store.read_ranges(info.key, [0, 8], [4, 12], info.etag)[1]) == bytes([5, 0, 5, 0])
+        assert bytes(store.read_ranges(info.key, [0, 8], [4, 12], info.etag)[1]) == bytes(
+            [5, 0, 5, 0]
+        )
 
 
 def test_a_weak_etag_is_that_of_the_strong_one(tmp_path: Path) -> None:
@@ -97,9 +107,13 @@ def test_a_replaced_object_without_etag_is_noticed_by_its_time(tmp_path: Path) -
 def test_what_has_no_version_is_kept_in_no_cache(
     tmp_path: Path, order: str, transport: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Neither the pages nor the .idx of an object that was replaced by one of the same size are used again."""
+    """Neither the pages nor the .idx of an object that was replaced by one of the same size are
+    used again.
+    """
     with http_server({}) as server:
-        server.left_out = {(method, name) for method in ("HEAD", "GET") for name in ("ETag", "Last-Modified")}
+        server.left_out = {
+            (method, name) for method in ("HEAD", "GET") for name in ("ETag", "Last-Modified")
+        }
         storage = StorageConfig(transport=transport, cache_dir=tmp_path / "pages", retries=0)  # type: ignore[arg-type]
         config = DataConfig(
             blend=[f"{server.url}/p"], sequence_length=16, order=order, num_samples=(64, 0, 0), storage=storage,  # type: ignore[arg-type]
@@ -113,7 +127,11 @@ def test_what_has_no_version_is_kept_in_no_cache(
                     if loader.consumed_samples >= 64:
                         break
         assert not list((tmp_path / "indices").glob("idx/*.idx"))
-        told = [record.message for record in caplog.records if "neither ETag nor Last-Modified" in record.message]
+        told = [
+            record.message
+            for record in caplog.records
+            if "neither ETag nor Last-Modified" in record.message
+        ]
         assert len(told) == len(set(told))
         assert any("p.bin" in message for message in told)
 
@@ -121,7 +139,9 @@ def test_what_has_no_version_is_kept_in_no_cache(
 def test_urls_of_http_by_fsspec_have_one_scheme(tmp_path: Path) -> None:
     with http_server({}) as server:
         put_pair(server, tmp_path, 5)
-        indexed = IndexedDataset(f"{server.url}/p", StorageConfig(transport="fsspec"), tmp_path / "indices")
+        indexed = IndexedDataset(
+            f"{server.url}/p", StorageConfig(transport="fsspec"), tmp_path / "indices"
+        )
         assert repr(indexed).startswith(f"IndexedDataset('{server.url}/p'")
 
 
@@ -131,4 +151,13 @@ def test_answers_that_cannot_be_compared_are_told_of_once(caplog: pytest.LogCapt
         for name in ("a", "b", "a"):
             store, key = open_store(f"{server.url}/{name}", StorageConfig())
             assert bytes(store.read_ranges(key, [2], [5], store.info(key).etag)[0]) == b"234"
-    assert len([record for record in caplog.records if "noticed only if it became shorter" in record.getMessage()]) == 1
+    assert (
+        len(
+            [
+                record
+                for record in caplog.records
+                if "noticed only if it became shorter" in record.getMessage()
+            ]
+        )
+        == 1
+    )

@@ -20,7 +20,9 @@ from streammega.train.config import load_run
 from streammega.train.loop import Trainer
 
 WRITES = 50
-"""Of a file's writes one in so many is a point to be killed at: torch writes a tensor in dozens, of a few bytes each."""
+"""Of a file's writes one in so many is a point to be killed at: torch writes a tensor in dozens, of
+a few bytes each.
+"""
 
 
 def train_steps(rank: int, run_file: str, overrides: list[str], device: str = "cpu") -> int:
@@ -32,8 +34,11 @@ def train_steps(rank: int, run_file: str, overrides: list[str], device: str = "c
     return began
 
 
-def train_and_die(rank: int, run_file: str, overrides: list[str], fatal: int | None, done: str) -> int:
-    """Train to the end, but SIGKILL before the `fatal`-th change of what is stored; else how many there were.
+def train_and_die(
+    rank: int, run_file: str, overrides: list[str], fatal: int | None, done: str
+) -> int:
+    """Train to the end, but SIGKILL before the `fatal`-th change of what is stored; else how many
+    there were.
 
     done: a file to which the step of every checkpoint is appended that was published.
     """
@@ -59,7 +64,10 @@ def train_and_die(rank: int, run_file: str, overrides: list[str], fatal: int | N
 
     for owner, name in ((os, "replace"), (os, "mkdir"), (shutil, "rmtree"), (os, "fsync")):
         setattr(owner, name, counted(getattr(owner, name)))
-    for kind, name in ((obstore_store.ObstoreWriter, "commit"), (obstore_store.ObstoreStore, "delete")):
+    for kind, name in (
+        (obstore_store.ObstoreWriter, "commit"),
+        (obstore_store.ObstoreStore, "delete"),
+    ):
         setattr(kind, name, counted(getattr(kind, name)))
     _Stream.write = counted(_Stream.write, WRITES)  # type: ignore[method-assign]
     publish = checkpoint.Checkpoints._publish
@@ -80,9 +88,14 @@ def train_and_die(rank: int, run_file: str, overrides: list[str], fatal: int | N
     return changes
 
 
-def train_slowly(rank: int, run_file: str, overrides: list[str], seconds: float, begun: str, device: str = "cpu") -> int:
-    """Train while every write of a checkpoint takes some time; `begun`: a file that comes with the second save."""
-    write, saves = _Stream.write, Trainer.save
+def train_slowly(
+    rank: int, run_file: str, overrides: list[str], seconds: float, begun: str, device: str = "cpu"
+) -> int:
+    """Train while every write of a checkpoint takes some time; `begun`: a file that comes with the
+    second save.
+    """
+    write = _Stream.write
+    saves = Trainer.save
     count = 0
 
     def slow(self: Any, data: Any) -> int:
@@ -102,11 +115,17 @@ def train_slowly(rank: int, run_file: str, overrides: list[str], seconds: float,
 
 
 def outcome(rank: int, run_file: str, overrides: list[str], patience: float) -> tuple[str, float]:
-    """How a run ended on a rank, and the seconds that its making took. The error's kind and text, or nothing."""
+    """How a run ended on a rank, and the seconds that its making took.
+
+    The error's kind and text, or nothing.
+    """
     checkpoint.SEEN_WITHIN = patience
     began = time.monotonic()
     try:
-        trainer = Trainer(load_run(run_file, [text.replace("RANK", str(rank)) for text in overrides]), torch.device("cpu"))
+        trainer = Trainer(
+            load_run(run_file, [text.replace("RANK", str(rank)) for text in overrides]),
+            torch.device("cpu"),
+        )
         trainer.resume()
         trainer.run()
     except Exception as error:
@@ -114,8 +133,12 @@ def outcome(rank: int, run_file: str, overrides: list[str], patience: float) -> 
     return "", time.monotonic() - began
 
 
-def failing_save(rank: int, run_file: str, overrides: list[str], failing: int, at_step: int) -> tuple[str, int]:
-    """A run of which one rank cannot write its second file: the error of this rank, and its step."""
+def failing_save(
+    rank: int, run_file: str, overrides: list[str], failing: int, at_step: int
+) -> tuple[str, int]:
+    """A run of which one rank cannot write its second file: the error of this rank,
+    and its step.
+    """
     from streammega.train.checkpoint_writer import Writer
 
     write_data = Writer.write_data

@@ -1,6 +1,8 @@
-"""The training program with a fault: FAULT=rank:step:kind makes that rank, in that step, die, stop, hang or fail, once.
+"""The training program with a fault: FAULT=rank:step:kind makes that rank, in that step, die, stop,
+hang or fail, once.
 
-`kill`: SIGKILL. `stop`: SIGSTOP. `hang`: sleeps while it should take a batch. `storage`: its storage fails. `term`: SIGTERM.
+`kill`: SIGKILL. `stop`: SIGSTOP. `hang`: sleeps while it should take a batch. `storage`: its
+storage fails. `term`: SIGTERM.
 """
 
 from __future__ import annotations
@@ -22,13 +24,16 @@ def act(kind: str) -> None:
         raise EndpointError("s3://bucket/web.bin: 503 SlowDown, after 6 tries; lower max_requests")
     if kind == "hang":
         time.sleep(1000)
-    os.kill(os.getpid(), {"kill": signal.SIGKILL, "stop": signal.SIGSTOP, "term": signal.SIGTERM}[kind])
+    os.kill(
+        os.getpid(), {"kill": signal.SIGKILL, "stop": signal.SIGSTOP, "term": signal.SIGTERM}[kind]
+    )
 
 
 def inject(rank: int, step: int, kind: str, marker: Path) -> None:
     if int(os.environ.get("RANK", "0")) != rank or marker.exists():
         return
-    take, seen = RankBatches.__next__, {"step": 0}
+    take = RankBatches.__next__
+    seen = {"step": 0}
 
     def faulty(self: RankBatches) -> object:
         if seen["step"] == step and not marker.exists():

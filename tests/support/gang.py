@@ -1,4 +1,5 @@
-"""Processes that stay: each test hands them a function to run as ranks of a process group of its own.
+"""Processes that stay: each test hands them a function to run as ranks of a process group of its
+own.
 
 Importing torch takes seconds, forking a process that has done it takes milliseconds.
 """
@@ -30,7 +31,9 @@ import tests.support.kill_programs  # noqa: F401
 
 TIMEOUT = 120.0
 MEETINGS = 3
-"""How often ranks try to connect: now and then gloo closes connections while they are made, before code under test runs."""
+"""How often ranks try to connect: now and then gloo closes connections while they are made, before
+code under test runs.
+"""
 Member = tuple[Any, Connection]
 
 gc.collect()
@@ -46,11 +49,18 @@ class Gang:
         self._folders: list[str] = []
 
     def run(self, size: int, function: Callable[..., Any], *arguments: Any) -> list[Any]:
-        """function(rank, *arguments) on `size` ranks with gloo; their results. An error of any rank is raised here."""
+        """function(rank, *arguments) on `size` ranks with gloo; their results.
+
+        An error of any rank is raised here.
+        """
         return self._collect(self._met(size, function, arguments))
 
-    def run_until(self, due: Callable[[], bool], size: int, function: Callable[..., Any], *arguments: Any) -> bool:
-        """The same, but SIGKILL for all ranks at once when `due` says so; whether it came to that."""
+    def run_until(
+        self, due: Callable[[], bool], size: int, function: Callable[..., Any], *arguments: Any
+    ) -> bool:
+        """The same, but SIGKILL for all ranks at once when `due` says so; whether
+        it came to that.
+        """
         members = self._met(size, function, arguments)
         while not wait([pipe for _, pipe in members], timeout=0.01):
             if due():
@@ -59,8 +69,13 @@ class Gang:
         self._collect(members)
         return False
 
-    def _met(self, size: int, function: Callable[..., Any], arguments: tuple[Any, ...]) -> list[Member]:
-        """Ranks that have met and now run the function. New processes try once more where gloo could not connect them."""
+    def _met(
+        self, size: int, function: Callable[..., Any], arguments: tuple[Any, ...]
+    ) -> list[Member]:
+        """Ranks that have met and now run the function.
+
+        New processes try once more where gloo could not connect them.
+        """
         for attempt in range(MEETINGS):
             members = self._start(size, function, arguments)
             answers = [self._answer(pipe) for _, pipe in members]
@@ -82,7 +97,9 @@ class Gang:
             return "the process died"
         return answer
 
-    def _start(self, size: int, function: Callable[..., Any], arguments: tuple[Any, ...]) -> list[Member]:
+    def _start(
+        self, size: int, function: Callable[..., Any], arguments: tuple[Any, ...]
+    ) -> list[Member]:
         while len(self._members) < size:
             ours, theirs = self._context.Pipe()
             process = self._context.Process(target=_serve, args=(theirs,), daemon=True)
@@ -97,7 +114,9 @@ class Gang:
         return members
 
     def _collect(self, members: list[Member]) -> list[Any]:
-        """The results of all; whatever ends the wait ends the ranks too, or they would answer to the next test."""
+        """The results of all; whatever ends the wait ends the ranks too, or they would answer to
+        the next test.
+        """
         try:
             return self._wait_for_all(members)
         except BaseException:
@@ -114,12 +133,15 @@ class Gang:
                 try:
                     good, value = pipe.recv()  # type: ignore[union-attr]
                 except EOFError:
-                    good, value = False, "the process died"
+                    good = False
+                    value = "the process died"
                 if not good:
                     raise AssertionError(f"rank {rank}: {value}")
                 results[rank] = value
             if not ready:
-                raise AssertionError(f"ranks {sorted(pipes.values())} did not answer within {TIMEOUT:.0f} s")
+                raise AssertionError(
+                    f"ranks {sorted(pipes.values())} did not answer within {TIMEOUT:.0f} s"
+                )
         return [results[rank] for rank in range(len(members))]
 
     def close(self) -> None:
@@ -155,11 +177,15 @@ def _serve(pipe: Connection) -> None:
 
 
 def _meet(pipe: Connection, rank: int, size: int, store: str) -> bool:
-    """Connect to the other ranks; True when all of them have, by the word of the one who started them."""
+    """Connect to the other ranks; True when all of them have, by the word of the one who started
+    them.
+    """
     try:
         if size > 1:
             timeout = timedelta(seconds=60)
-            dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=size, timeout=timeout)
+            dist.init_process_group(
+                "gloo", init_method=f"file://{store}", rank=rank, world_size=size, timeout=timeout
+            )
     except Exception:
         pipe.send(traceback.format_exc())
         return False
@@ -172,6 +198,8 @@ def _meet(pipe: Connection, rank: int, size: int, store: str) -> bool:
 
 
 def _forget_meshes() -> None:
-    """DTensor's caches hold meshes, and take one of a group that is gone for an equal one of the next."""
+    """DTensor's caches hold meshes, and take one of a group that is gone for an equal one of the
+    next.
+    """
     for name in ("_clear_sharding_prop_cache", "_clear_python_sharding_prop_cache"):
         getattr(tensor_debug, name, lambda: None)()

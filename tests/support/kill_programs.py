@@ -1,4 +1,6 @@
-"""A conversion in a process of its own that tells which phase it is in: to be killed in it, or to wait there for another."""
+"""A conversion in a process of its own that tells which phase it is in: to be killed in it, or to
+wait there for another.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,9 @@ from streammega.convert.write.publish import Publisher
 from streammega.errors import ConvertError
 
 PHASES = ("read", "lay", "publish", "clean")
-"""Units are made of inputs, shards are laid of them, these are published, and what was left of the work is removed."""
+"""Units are made of inputs, shards are laid of them, these are published, and what was left of the
+work is removed.
+"""
 
 
 def telling(owner: Any, name: str, phase: str, tell: Callable[[str], None]) -> None:
@@ -31,7 +35,14 @@ def telling(owner: Any, name: str, phase: str, tell: Callable[[str], None]) -> N
     setattr(owner, name, call)
 
 
-def convert_and_tell(pipe: Connection, cache: str, options: dict[str, Any], inputs: list[str], output: str, **named: Any) -> None:
+def convert_and_tell(
+    pipe: Connection,
+    cache: str,
+    options: dict[str, Any],
+    inputs: list[str],
+    output: str,
+    **named: Any,
+) -> None:
     """One conversion; phases go to `pipe`, then "done" or the error."""
     os.environ["XDG_CACHE_HOME"] = cache
     units.UNIT_BYTES = units.LEAST_UNIT_BYTES = 20_000
@@ -41,7 +52,13 @@ def convert_and_tell(pipe: Connection, cache: str, options: dict[str, Any], inpu
     telling(Publisher, "publish", "publish", pipe.send)
     telling(run._Conversion, "remove_work", "clean", pipe.send)
     try:
-        convert(inputs, output, storage=StorageConfig(storage_options=options, timeout=20), workers=1, **named)
+        convert(
+            inputs,
+            output,
+            storage=StorageConfig(storage_options=options, timeout=20),
+            workers=1,
+            **named,
+        )
     except Exception as error:
         pipe.send(f"{type(error).__name__}: {error}")
         raise
@@ -60,8 +77,17 @@ def waiting(owner: Any, name: str, word: str, pipe: Connection) -> None:
     setattr(owner, name, call)
 
 
-def convert_as_told(pipe: Connection, cache: str, storage: StorageConfig, inputs: list[str], output: str, **named: Any) -> None:
-    """One conversion of a machine of its own: it waits before it reads its inputs, and before it publishes."""
+def convert_as_told(
+    pipe: Connection,
+    cache: str,
+    storage: StorageConfig,
+    inputs: list[str],
+    output: str,
+    **named: Any,
+) -> None:
+    """One conversion of a machine of its own: it waits before it reads its inputs, and before it
+    publishes.
+    """
     os.environ["XDG_CACHE_HOME"] = cache
     waiting(run._Conversion, "make", "begun", pipe)
     waiting(Publisher, "publish", "written", pipe)

@@ -1,4 +1,6 @@
-"""What tests of the trainer's model run as ranks: functions of (rank, ...) that return plain values."""
+"""What tests of the trainer's model run as ranks: functions of (rank, ...) that return plain
+values.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,9 @@ CPU = torch.device("cpu")
 
 @contextlib.contextmanager
 def saved_for_backward() -> Iterator[dict[int, int]]:
-    """{address: bytes} of all storages that autograd keeps for backward within it, also under hooks of the attention's own."""
+    """{address: bytes} of all storages that autograd keeps for backward within it, also under hooks
+    of the attention's own.
+    """
     found: dict[int, int] = {}
     kept: list[Any] = []  # an address must not be used twice
 
@@ -52,7 +56,9 @@ def saved_for_backward() -> Iterator[dict[int, int]]:
             attention.saved_tensors_hooks = before
 
 
-def model_of(run_file: str, overrides: list[str], device: torch.device = CPU) -> tuple[ParallelModel, RunConfig]:
+def model_of(
+    run_file: str, overrides: list[str], device: torch.device = CPU
+) -> tuple[ParallelModel, RunConfig]:
     """The model of a run on this world's ranks."""
     import torch.distributed as dist
 
@@ -63,22 +69,40 @@ def model_of(run_file: str, overrides: list[str], device: torch.device = CPU) ->
     return ParallelModel(config, Ranks(layout), device), config
 
 
-def batch_of(model: ParallelModel, config: RunConfig, cu_seqlens: list[list[int]] | None = None, seed: int = 0) -> Any:
-    """A micro-batch of random ids, of the tokens that this rank keeps; the same samples on every rank."""
-    samples, length = config.train.micro_batch_size, config.data.sequence_length
+def batch_of(
+    model: ParallelModel,
+    config: RunConfig,
+    cu_seqlens: list[list[int]] | None = None,
+    seed: int = 0,
+) -> Any:
+    """A micro-batch of random ids, of the tokens that this rank keeps; the same samples on every
+    rank.
+    """
+    samples = config.train.micro_batch_size
+    length = config.data.sequence_length
     generator = torch.Generator().manual_seed(seed)
     ids = torch.randint(0, config.model.vocab_size, (samples, length + 1), generator=generator)
     mask = (torch.rand(samples, length, generator=generator) > 0.2).float()
     position = torch.arange(length).repeat(samples, 1)
-    whole = {"tokens": ids[:, :-1], "labels": ids[:, 1:], "loss_mask": mask, "position_ids": position}
-    batch = {name: torch.cat([field[:, a:b] for a, b in model.bounds], 1) for name, field in whole.items()}
+    whole = {
+        "tokens": ids[:, :-1],
+        "labels": ids[:, 1:],
+        "loss_mask": mask,
+        "position_ids": position,
+    }
+    batch = {
+        name: torch.cat([field[:, a:b] for a, b in model.bounds], 1)
+        for name, field in whole.items()
+    }
     if cu_seqlens is not None:
         batch["cu_seqlens_whole"] = torch.tensor(cu_seqlens, dtype=torch.int32)
     return {name: field.to(model.device) for name, field in batch.items()}
 
 
 def gradients(model: ParallelModel, tokens: torch.Tensor) -> dict[str, torch.Tensor]:
-    """The gradients that optimizers would see, by name, divided by the unmasked tokens of all ranks; none of both divided."""
+    """The gradients that optimizers would see, by name, divided by the unmasked tokens of all
+    ranks; none of both divided.
+    """
     from torch.distributed.tensor import DTensor
 
     from streammega.gradients.data_parallel import finish_grad_sync
@@ -87,7 +111,11 @@ def gradients(model: ParallelModel, tokens: torch.Tensor) -> dict[str, torch.Ten
     finish_grad_sync(model.wrapped, tokens)
     found = {}
     if model.config.parallel.optimizer == "sharded" and model.ranks.group("tp") is None:
-        return {canonical(slot.name): slot.main_grad.clone() for own in model.wrapped for slot in own.reducer.slots()}
+        return {
+            canonical(slot.name): slot.main_grad.clone()
+            for own in model.wrapped
+            for slot in own.reducer.slots()
+        }
     for name, parameter in names_of(model).items():
         grad = parameter.grad
         if isinstance(grad, DTensor):
@@ -121,15 +149,20 @@ def steps_of(
     return {
         "loss": losses.loss.tolist(),
         "tokens": losses.tokens.tolist(),
-        "grads": {name: grad.float().cpu().numpy() for name, grad in gradients(model, losses.tokens.sum()).items()},
+        "grads": {
+            name: grad.float().cpu().numpy()
+            for name, grad in gradients(model, losses.tokens.sum()).items()
+        },
         "norm": float(norm_of(model)),
         "saved": sorted(saved.values()),
     }
 
 
 def gathered_again(rank: int, documents: list[list[int]] | None) -> list[int]:
-    """How often backward gathers keys and values of two context-parallel ranks: kept whole, gathered again, and of a graph that
-    is walked twice the second time. Gradients must be the same to the bit."""
+    """How often backward gathers keys and values of two context-parallel ranks: kept whole,
+    gathered again, and of a graph that is walked twice the second time. Gradients must be the same
+    to the bit.
+    """
     import torch.distributed as dist
 
     context = attention.ContextParallel(dist.group.WORLD, rank, 2)  # type: ignore[arg-type]
@@ -144,7 +177,8 @@ def gathered_again(rank: int, documents: list[list[int]] | None) -> list[int]:
 
     generator = torch.Generator().manual_seed(rank)
     q, k, v = (torch.randn(1, 256, 2, 8, generator=generator, requires_grad=True) for _ in range(3))
-    found, grads = [], []
+    found = []
+    grads = []
     attention._gather = counted
     try:
         for again in (False, True):
@@ -162,14 +196,17 @@ def gathered_again(rank: int, documents: list[list[int]] | None) -> list[int]:
 
 
 def divided_loss(rank: int, ranks: int) -> tuple[float, float, bool]:
-    """How far losses, and gradients of a weighted sum of them, lie from those of whole logits; and whether ranks agree."""
+    """How far losses, and gradients of a weighted sum of them, lie from those of whole logits; and
+    whether ranks agree.
+    """
     import torch.distributed as dist
     import torch.nn.functional as F
 
     from streammega.train.vocab_loss import VocabPart, vocab_parallel_loss
 
     generator = torch.Generator().manual_seed(3)
-    rows, entries = 200, 50
+    rows = 200
+    entries = 50
     whole = torch.randn(rows, entries, generator=generator) * torch.logspace(-2, 2, rows)[:, None]
     target = torch.randint(0, entries, (rows,), generator=generator)
     target[::7] = -100
@@ -185,14 +222,17 @@ def divided_loss(rank: int, ranks: int) -> tuple[float, float, bool]:
     assert whole.grad is not None
     of_first = losses.detach().clone()
     dist.broadcast(of_first, 0)
-    losses, wanted = losses.detach(), wanted.detach()
+    losses = losses.detach()
+    wanted = wanted.detach()
     relative = ((losses - wanted).abs() / wanted.abs().clamp(min=1.0)).max()
     worst = (own.grad - whole.grad.chunk(ranks, 1)[rank]).abs().max()
     return float(relative), float(worst), torch.equal(of_first, losses)
 
 
 def first_weights(rank: int, run_file: str, overrides: list[str]) -> bool:
-    """Whether this rank's parameters are its part of those that one rank alone draws by the model's own constructor."""
+    """Whether this rank's parameters are its part of those that one rank alone draws by the model's
+    own constructor.
+    """
     from torch.distributed.tensor import DTensor
 
     from streammega.train.model import GPT
@@ -204,18 +244,24 @@ def first_weights(rank: int, run_file: str, overrides: list[str]) -> bool:
     same = True
     for name, parameter in names_of(model).items():
         value = parameter.detach()
-        same &= torch.equal(value.full_tensor() if isinstance(value, DTensor) else value, whole[name])
+        same &= torch.equal(
+            value.full_tensor() if isinstance(value, DTensor) else value, whole[name]
+        )
     return same
 
 
 def memory_of_a_stage(rank: int, run_file: str, overrides: list[str]) -> tuple[int, int, int]:
-    """Bytes of resident memory that making the second of four stages takes at its height; of its parameters, and of all."""
+    """Bytes of resident memory that making the second of four stages takes at its height; of its
+    parameters, and of all.
+    """
     from types import SimpleNamespace
 
     from streammega.train.stages import make_stages
 
     config = load_run(run_file, overrides)
-    ranks: Any = SimpleNamespace(layout=ParallelLayout(pp=4), group=lambda _: None, at={"cp": 0, "tp": 0, "pp": 1})
+    ranks: Any = SimpleNamespace(
+        layout=ParallelLayout(pp=4), group=lambda _: None, at={"cp": 0, "tp": 0, "pp": 1}
+    )
 
     def resident(name: str) -> int:
         with open("/proc/self/status") as status:

@@ -19,7 +19,14 @@ with warnings.catch_warnings():
 
 SPLITS = {"train": Split.train, "valid": Split.valid, "test": Split.test}
 
-__all__ = ["IndexedDataset", "IndexedDatasetBuilder", "gpt_config", "gpt_dataset", "parallel_state", "write_pair"]
+__all__ = [
+    "IndexedDataset",
+    "IndexedDatasetBuilder",
+    "gpt_config",
+    "gpt_dataset",
+    "parallel_state",
+    "write_pair",
+]
 
 
 class Tokenizer(SimpleNamespace):
@@ -31,7 +38,11 @@ class Tokenizer(SimpleNamespace):
 
 
 def gpt_config(cache: Path | None, sequence_length: int, seed: int, **options: Any) -> Any:
-    tokenizer = Tokenizer(eod=options.pop("eod", 0), pad=options.pop("pad", -1), vocab_size=options.pop("vocab_size", 1000))
+    tokenizer = Tokenizer(
+        eod=options.pop("eod", 0),
+        pad=options.pop("pad", -1),
+        vocab_size=options.pop("vocab_size", 1000),
+    )
     defaults: dict[str, Any] = {
         "reset_position_ids": False,
         "reset_attention_mask": False,
@@ -51,13 +62,19 @@ def gpt_config(cache: Path | None, sequence_length: int, seed: int, **options: A
         )
 
 
-def gpt_dataset(prefix: str, ids: np.ndarray, num_samples: int | None, split: str, config: Any) -> Any:
+def gpt_dataset(
+    prefix: str, ids: np.ndarray, num_samples: int | None, split: str, config: Any
+) -> Any:
     indexed = IndexedDataset(prefix, multimodal=False, mmap=True)
     return GPTDataset(indexed, prefix, ids.astype(np.int32), num_samples, SPLITS[split], config)
 
 
-def write_pair(prefix: str, sequences: list[np.ndarray], dtype: Any, documents: list[int] | None = None) -> None:
-    """A pair written by Megatron: a document per sequence, or bounds after the given sequence numbers."""
+def write_pair(
+    prefix: str, sequences: list[np.ndarray], dtype: Any, documents: list[int] | None = None
+) -> None:
+    """A pair written by Megatron: a document per sequence, or bounds after the given sequence
+    numbers.
+    """
     builder = IndexedDatasetBuilder(f"{prefix}.bin", dtype=np.dtype(dtype).type)
     import torch
 

@@ -1,12 +1,15 @@
 #!/usr/bin/env python3
-"""A server of Alibaba OSS's REST interface for tests, native and S3-compatible, faithful where a client could trip.
+"""A server of Alibaba OSS's REST interface for tests, native and S3-compatible, faithful where a
+client could trip.
 
-Buckets are found by the Host header alone (`bucket.oss-…` natively, `bucket.s3.oss-…` for S3's dialect); path style is refused.
-Ranges have inclusive ends, and one that is not wholly within the object is ignored (200 and the whole object), unless
-`x-oss-range-behavior: standard` is sent. Signatures are checked, temporary credentials expire, aws-chunked bodies, bulk deletes
-without Content-MD5 and small parts are refused. Faults on demand are those of `tools.bench.object_server`.
+Buckets are found by the Host header alone (`bucket.oss-…` natively, `bucket.s3.oss-…` for S3's
+dialect); path style is refused. Ranges have inclusive ends, and one that is not wholly within the
+object is ignored (200 and the whole object), unless `x-oss-range-behavior: standard` is sent.
+Signatures are checked, temporary credentials expire, aws-chunked bodies, bulk deletes without
+Content-MD5 and small parts are refused. Faults on demand are those of `tools.bench.object_server`.
 
-It is reached as an HTTP proxy, which stands in for DNS. Standard library only; everything is held in memory.
+It is reached as an HTTP proxy, which stands in for DNS. Standard library only; everything is held
+in memory.
 """
 
 from __future__ import annotations
@@ -38,7 +41,8 @@ from xml.sax.saxutils import escape
 from tests.support.oss_signatures import Request, is_signed_by, read_claim
 from tools.bench.object_server import Behaviour, Faults
 
-KEY, SECRET = "LTAItestkeyid0000", "oss-test-secret-never-shown"
+KEY = "LTAItestkeyid0000"
+SECRET = "oss-test-secret-never-shown"
 REGION = "cn-nowhere"
 DOMAIN = f"oss-{REGION}.aliyuncs.com"
 DOMAINS = (DOMAIN, f"oss-{REGION}-internal.aliyuncs.com", "oss-accelerate.aliyuncs.com")
@@ -68,7 +72,9 @@ class Stored:
 
 @dataclass
 class Credential:
-    """A key that the server knows; `token` makes it a temporary one, `expires` is in seconds since the epoch."""
+    """A key that the server knows; `token` makes it a temporary one, `expires` is in seconds since
+    the epoch.
+    """
 
     secret: str
     token: str = ""
@@ -117,10 +123,22 @@ class Handler(BaseHTTPRequestHandler):
             return self._answer(200, self._control(target.path[3:], body))
         host = headers.get("host", "").split(":")[0]
         bucket, s3 = _bucket_of(host)
-        request = Request(method=self.command, bucket=bucket, path=target.path or "/", query=target.query, headers=headers)
+        request = Request(
+            method=self.command,
+            bucket=bucket,
+            path=target.path or "/",
+            query=target.query,
+            headers=headers,
+        )
         with self.state.lock:
             self.state.log.append(
-                {"method": self.command, "host": host, "path": request.path, "query": target.query, "headers": headers}
+                {
+                    "method": self.command,
+                    "host": host,
+                    "path": request.path,
+                    "query": target.query,
+                    "headers": headers,
+                }
             )
         try:
             self._check(request, s3)
@@ -140,27 +158,50 @@ class Handler(BaseHTTPRequestHandler):
     def _check(self, request: Request, s3: bool) -> None:
         """Whether the server lets a request in: its host, its signature, its encoding."""
         if not request.bucket:
-            raise Refusal(403, "SecondLevelDomainForbidden", "Please use virtual hosted style to access.")
+            raise Refusal(
+                403, "SecondLevelDomainForbidden", "Please use virtual hosted style to access."
+            )
         authorization = request.headers.get("authorization")
         if authorization is None:
             if request.bucket not in self.state.public or request.method not in ("GET", "HEAD"):
-                raise Refusal(403, "AccessDenied", "Anonymous access is forbidden for this operation.")
+                raise Refusal(
+                    403, "AccessDenied", "Anonymous access is forbidden for this operation."
+                )
             return
         claim = read_claim(authorization)
         if claim is None or (claim.kind == "aws-v4") != s3:
             raise Refusal(400, "InvalidArgument", "Authorization header is invalid.")
         if claim.kind != "oss-v1" and claim.scope[1] != REGION:
-            raise Refusal(400, "InvalidArgument", f"Invalid signing region in Authorization header: {claim.scope[1]}.")
+            raise Refusal(
+                400,
+                "InvalidArgument",
+                f"Invalid signing region in Authorization header: {claim.scope[1]}.",
+            )
         credential = self.state.keys.get(claim.access_key_id)
         if credential is None:
-            raise Refusal(403, "InvalidAccessKeyId", "The OSS Access Key Id you provided does not exist in our records.")
+            raise Refusal(
+                403,
+                "InvalidAccessKeyId",
+                "The OSS Access Key Id you provided does not exist in our records.",
+            )
         if credential.expires and credential.expires < time.time():
-            raise Refusal(403, "SecurityTokenExpired", "The security token you provided has expired.")
-        if request.headers.get("x-amz-security-token" if s3 else "x-oss-security-token", "") != credential.token:
-            raise Refusal(403, "InvalidSecurityToken", "The security token you provided is invalid.")
+            raise Refusal(
+                403, "SecurityTokenExpired", "The security token you provided has expired."
+            )
+        if (
+            request.headers.get("x-amz-security-token" if s3 else "x-oss-security-token", "")
+            != credential.token
+        ):
+            raise Refusal(
+                403, "InvalidSecurityToken", "The security token you provided is invalid."
+            )
         if not is_signed_by(request, claim, credential.secret):
-            raise Refusal(403, "SignatureDoesNotMatch", "The request signature we calculated does not match.")
-        if "aws-chunked" in request.headers.get("content-encoding", "") or "STREAMING" in str(request.headers):
+            raise Refusal(
+                403, "SignatureDoesNotMatch", "The request signature we calculated does not match."
+            )
+        if "aws-chunked" in request.headers.get("content-encoding", "") or "STREAMING" in str(
+            request.headers
+        ):
             raise Refusal(400, "InvalidArgument", "aws-chunked encoding is not supported.")
 
     def _dispatch(self, request: Request, body: bytes) -> None:
@@ -171,7 +212,9 @@ class Handler(BaseHTTPRequestHandler):
         query = dict(request.parameters)
         action = f"{request.method} {'object' if request.key else 'bucket'}"
         if action == "GET bucket":
-            self._answer(200, _listing(request, objects, query), {"Content-Type": "application/xml"})
+            self._answer(
+                200, _listing(request, objects, query), {"Content-Type": "application/xml"}
+            )
         elif action in ("GET object", "HEAD object"):
             self._object(request, objects)
         elif action == "PUT object" and "uploadId" in query:
@@ -188,7 +231,9 @@ class Handler(BaseHTTPRequestHandler):
             self._answer(204, b"")
         elif action == "POST bucket" and "delete" in query:
             if "content-md5" not in request.headers:
-                raise Refusal(400, "MissingArgument", "Missing Some Required Arguments: Content-MD5.")
+                raise Refusal(
+                    400, "MissingArgument", "Missing Some Required Arguments: Content-MD5."
+                )
             for item in ElementTree.fromstring(body).findall(".//{*}Key"):
                 objects.pop(item.text or "", None)
             self._answer(200, b"<DeleteResult/>")
@@ -198,13 +243,19 @@ class Handler(BaseHTTPRequestHandler):
     def _object(self, request: Request, objects: dict[str, Stored]) -> None:
         behaviour = self.state.behaviour
         if behaviour.status:
-            raise Refusal(behaviour.status, "ServiceUnavailable" if behaviour.status == 503 else "Forced")
+            raise Refusal(
+                behaviour.status, "ServiceUnavailable" if behaviour.status == 503 else "Forced"
+            )
         stored = objects.get(request.key)
         if stored is None:
             raise Refusal(404, "NoSuchKey", "The specified key does not exist.")
         wanted = request.headers.get("if-match")
         if wanted and wanted.strip('"') != stored.etag:
-            raise Refusal(412, "PreconditionFailed", "At least one of the pre-conditions you specified did not hold.")
+            raise Refusal(
+                412,
+                "PreconditionFailed",
+                "At least one of the pre-conditions you specified did not hold.",
+            )
         headers = {
             "ETag": f'"{stored.etag}"',
             "Last-Modified": email.utils.formatdate(stored.modified, usegmt=True),
@@ -223,7 +274,15 @@ class Handler(BaseHTTPRequestHandler):
         time.sleep(delay)
         return self._faulty(fault, status, stored.data, start, stop, headers)
 
-    def _faulty(self, fault: str | None, status: int, data: bytes, start: int, stop: int, headers: dict[str, str]) -> None:
+    def _faulty(
+        self,
+        fault: str | None,
+        status: int,
+        data: bytes,
+        start: int,
+        stop: int,
+        headers: dict[str, str],
+    ) -> None:
         if fault == "error":
             raise Refusal(503, "ServiceUnavailable", "Please reduce your request rate.")
         if fault == "short":
@@ -241,19 +300,30 @@ class Handler(BaseHTTPRequestHandler):
             with contextlib.suppress(OSError):
                 self.connection.recv(1)  # until the client gives up
         if fault == "reset":
-            self.connection.setsockopt(1, 13, struct.pack("ii", 1, 0))  # SOL_SOCKET, SO_LINGER: close sends RST
+            # SOL_SOCKET, SO_LINGER: close sends RST
+            self.connection.setsockopt(1, 13, struct.pack("ii", 1, 0))
         self.close_connection = True
         return None
 
     def _put(self, request: Request, objects: dict[str, Stored], body: bytes) -> None:
         if "if-match" in request.headers or "if-none-match" in request.headers:
-            raise Refusal(400, "NotImplemented", "A header you provided implies functionality that is not implemented.")
-        source = request.headers.get("x-oss-copy-source") or request.headers.get("x-amz-copy-source")
+            raise Refusal(
+                400,
+                "NotImplemented",
+                "A header you provided implies functionality that is not implemented.",
+            )
+        source = request.headers.get("x-oss-copy-source") or request.headers.get(
+            "x-amz-copy-source"
+        )
         if source is not None:
             bucket, _, key = urllib.parse.unquote(source).lstrip("/").partition("/")
             body = self.state.buckets[bucket][key].data
             if len(body) > MOST_COPY_BYTES:
-                raise Refusal(400, "EntityTooLarge", "Your proposed copy source exceeds the maximum allowed size.")
+                raise Refusal(
+                    400,
+                    "EntityTooLarge",
+                    "Your proposed copy source exceeds the maximum allowed size.",
+                )
         stored = Stored(body, _md5(body))
         objects[request.key] = stored
         self._answer(200, b"", {"ETag": f'"{stored.etag}"'})
@@ -266,11 +336,18 @@ class Handler(BaseHTTPRequestHandler):
         upload[2][int(query["partNumber"])] = part
         self._answer(200, b"", {"ETag": f'"{part.etag}"'})
 
-    def _multipart(self, request: Request, objects: dict[str, Stored], query: dict[str, str], body: bytes) -> None:
+    def _multipart(
+        self, request: Request, objects: dict[str, Stored], query: dict[str, str], body: bytes
+    ) -> None:
         if "uploads" in query:
             number = os.urandom(16).hex().upper()
             self.state.uploads[number] = (request.bucket, request.key, {})
-            return self._xml("InitiateMultipartUploadResult", Bucket=request.bucket, Key=request.key, UploadId=number)
+            return self._xml(
+                "InitiateMultipartUploadResult",
+                Bucket=request.bucket,
+                Key=request.key,
+                UploadId=number,
+            )
         upload = self.state.uploads.get(query.get("uploadId", ""))
         if upload is None:
             raise Refusal(404, "NoSuchUpload", "The specified upload does not exist.")
@@ -279,15 +356,26 @@ class Handler(BaseHTTPRequestHandler):
         held = [upload[2].get(number) for number, _ in parts]
         if not parts:
             raise Refusal(400, "MalformedXML", "The XML you provided was not well-formed.")
-        if any(part is None or part.etag != etag for part, (_, etag) in zip(held, parts, strict=True)):
-            raise Refusal(400, "InvalidPart", "One or more of the specified parts could not be found.")
+        if any(
+            part is None or part.etag != etag for part, (_, etag) in zip(held, parts, strict=True)
+        ):
+            raise Refusal(
+                400, "InvalidPart", "One or more of the specified parts could not be found."
+            )
         bodies = [part.data for part in held if part is not None]
         if any(len(data) < LEAST_PART_BYTES for data in bodies[:-1]):
-            raise Refusal(400, "EntityTooSmall", "Your proposed upload smaller than the minimum allowed size.")
+            raise Refusal(
+                400, "EntityTooSmall", "Your proposed upload smaller than the minimum allowed size."
+            )
         etag = f"{_md5(''.join(etag for _, etag in parts).encode())}-{len(parts)}"
         objects[request.key] = Stored(b"".join(bodies), etag)
         del self.state.uploads[query["uploadId"]]
-        return self._xml("CompleteMultipartUploadResult", Bucket=request.bucket, Key=request.key, ETag=f'"{etag}"')
+        return self._xml(
+            "CompleteMultipartUploadResult",
+            Bucket=request.bucket,
+            Key=request.key,
+            ETag=f'"{etag}"',
+        )
 
     def _xml(self, name: str, **fields: str) -> None:
         inner = "".join(f"<{tag}>{escape(text)}</{tag}>" for tag, text in fields.items())
@@ -322,14 +410,19 @@ class Handler(BaseHTTPRequestHandler):
                 state.buckets[told["name"]] = {}
                 state.public |= {told["name"]} if told["public"] else set()
             elif name == "fill":
-                state.buckets[told["bucket"]].update({f"many/{i:05d}": Stored(b"x", _md5(b"x")) for i in range(told["count"])})
+                state.buckets[told["bucket"]].update(
+                    {f"many/{i:05d}": Stored(b"x", _md5(b"x")) for i in range(told["count"])}
+                )
             elif name == "keys":
                 state.keys = {key: Credential(**fields) for key, fields in told.items()}
             elif name == "log":
-                taken, state.log = state.log, []
+                taken = state.log
+                state.log = []
                 return json.dumps(taken).encode()
             uploads = len(state.uploads)
-            return json.dumps({"faults": state.faults_made, "requests": len(state.log), "uploads": uploads}).encode()
+            return json.dumps(
+                {"faults": state.faults_made, "requests": len(state.log), "uploads": uploads}
+            ).encode()
 
     def log_message(self, *_: Any) -> None:
         """Nothing on stderr."""
@@ -345,7 +438,10 @@ def _bucket_of(host: str) -> tuple[str, bool]:
 
 
 def _range_of(request: Request, size: int) -> tuple[int, int, bool]:
-    """[start, stop) of the body, and whether it is a part. A range that reaches out of the object does not take effect."""
+    """[start, stop) of the body, and whether it is a part.
+
+    A range that reaches out of the object does not take effect.
+    """
     found = re.fullmatch(r"bytes=(\d+)-(\d*)", request.headers.get("range", ""))
     if not found:
         return 0, size, False
@@ -375,18 +471,26 @@ def _listing(request: Request, objects: dict[str, Stored], query: dict[str, str]
     prefix = query.get("prefix", "")
     delimiter = query.get("delimiter", "")
     after = query.get("continuation-token") or query.get("start-after") or query.get("marker") or ""
-    most = min(1000, int(query.get("max-keys") or (1000 if "x-amz-date" in request.headers else 100)))
+    most = min(
+        1000, int(query.get("max-keys") or (1000 if "x-amz-date" in request.headers else 100))
+    )
     rows: dict[str, Stored | None] = {}
     for key in sorted(objects):
         rest = key[len(prefix) :]
         if not key.startswith(prefix):
             continue
-        name = prefix + rest.split(delimiter)[0] + delimiter if delimiter and delimiter in rest else key
+        name = (
+            prefix + rest.split(delimiter)[0] + delimiter
+            if delimiter and delimiter in rest
+            else key
+        )
         if name > after:
             rows.setdefault(name, objects[key] if name == key else None)
     names = list(rows)[:most]
     encode = urllib.parse.quote if query.get("encoding-type") == "url" else escape
-    fields = [f"<Name>{request.bucket}</Name><Prefix>{encode(prefix)}</Prefix><MaxKeys>{most}</MaxKeys>"]
+    fields = [
+        f"<Name>{request.bucket}</Name><Prefix>{encode(prefix)}</Prefix><MaxKeys>{most}</MaxKeys>"
+    ]
     if "encoding-type" in query:
         fields.append("<EncodingType>url</EncodingType>")
     truncated = len(rows) > most
@@ -457,7 +561,9 @@ class Oss:
         self._tell("behaviour", **dataclasses.asdict(Behaviour(**fields)))
 
     def know(self, **keys: dict[str, Any]) -> None:
-        """The keys that the server knows from now on: {id: {"secret": ..., "token": ..., "expires": ...}}."""
+        """The keys that the server knows from now on: {id: {"secret": ..., "token": ..., "expires":
+        ...}}.
+        """
         self._tell("keys", **keys)
 
     def counts(self) -> dict[str, int]:
@@ -471,7 +577,9 @@ class Oss:
 
     def _tell(self, what: str, /, **fields: Any) -> Any:
         opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
-        with opener.open(f"{self.proxy}/-/{what}", json.dumps(fields).encode(), timeout=30) as answer:
+        with opener.open(
+            f"{self.proxy}/-/{what}", json.dumps(fields).encode(), timeout=30
+        ) as answer:
             return json.load(answer)
 
 

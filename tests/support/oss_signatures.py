@@ -1,4 +1,6 @@
-"""The three signatures that OSS understands, computed by a server's side: OSS V1, OSS V4, and AWS's V4 on its S3 side."""
+"""The three signatures that OSS understands, computed by a server's side: OSS V1, OSS V4, and AWS's
+V4 on its S3 side.
+"""
 
 from __future__ import annotations
 
@@ -10,13 +12,26 @@ import urllib.parse
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-SUBRESOURCES = ("acl", "continuation-token", "delete", "partNumber", "security-token", "uploadId", "uploads")
-"""Those of OSS's V1 signature that this server serves; other query parameters are not signed there."""
+SUBRESOURCES = (
+    "acl",
+    "continuation-token",
+    "delete",
+    "partNumber",
+    "security-token",
+    "uploadId",
+    "uploads",
+)
+"""Those of OSS's V1 signature that this server serves; other query parameters are
+not signed there.
+"""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Request:
-    """What a signature covers. `path` is as it was sent, percent-encoded; `headers` have lower-case names."""
+    """What a signature covers.
+
+    `path` is as it was sent, percent-encoded; `headers` have lower-case names.
+    """
 
     method: str
     bucket: str
@@ -72,12 +87,20 @@ def is_signed_by(request: Request, claim: Claim, secret: str) -> bool:
 
 def _oss_v1(request: Request, claim: Claim, secret: str) -> str:
     headers = request.headers
-    own = "".join(f"{name}:{headers[name]}\n" for name in sorted(headers) if name.startswith("x-oss-"))
+    own = "".join(
+        f"{name}:{headers[name]}\n" for name in sorted(headers) if name.startswith("x-oss-")
+    )
     signed = sorted(pair for pair in request.parameters if pair[0] in SUBRESOURCES)
     query = "&".join(f"{name}={value}" if value else name for name, value in signed)
     resource = f"/{request.bucket}/{request.key}" + (f"?{query}" if query else "")
     date = headers.get("x-oss-date") or headers.get("date", "")
-    lines = [request.method, headers.get("content-md5", ""), headers.get("content-type", ""), date, own + resource]
+    lines = [
+        request.method,
+        headers.get("content-md5", ""),
+        headers.get("content-type", ""),
+        date,
+        own + resource,
+    ]
     digest = hmac.new(secret.encode(), "\n".join(lines).encode(), hashlib.sha1).digest()
     return base64.b64encode(digest).decode()
 
@@ -86,7 +109,9 @@ def _oss_v4(request: Request, claim: Claim, secret: str) -> str:
     own = sorted(
         name
         for name in request.headers
-        if name.startswith("x-oss-") or name in ("content-type", "content-md5") or name in claim.signed_headers
+        if name.startswith("x-oss-")
+        or name in ("content-type", "content-md5")
+        or name in claim.signed_headers
     )
     canonical = "\n".join(
         [
@@ -98,7 +123,9 @@ def _oss_v4(request: Request, claim: Claim, secret: str) -> str:
             request.headers.get("x-oss-content-sha256", "UNSIGNED-PAYLOAD"),
         ]
     )
-    return _signed("OSS4-HMAC-SHA256", request.headers["x-oss-date"], claim, f"aliyun_v4{secret}", canonical)
+    return _signed(
+        "OSS4-HMAC-SHA256", request.headers["x-oss-date"], claim, f"aliyun_v4{secret}", canonical
+    )
 
 
 def _aws_v4(request: Request, claim: Claim, secret: str) -> str:
@@ -108,7 +135,10 @@ def _aws_v4(request: Request, claim: Claim, secret: str) -> str:
             request.method,
             request.path,
             _canonical_query(request, blank="="),
-            "".join(f"{name}:{' '.join(headers.get(name, '').split())}\n" for name in claim.signed_headers),
+            "".join(
+                f"{name}:{' '.join(headers.get(name, '').split())}\n"
+                for name in claim.signed_headers
+            ),
             ";".join(claim.signed_headers),
             headers.get("x-amz-content-sha256", ""),
         ]

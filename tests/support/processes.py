@@ -17,9 +17,13 @@ import torch
 
 
 class Family:
-    """So many processes, forked from one that has imported torch; `program(rank, *arguments)` runs in each."""
+    """So many processes, forked from one that has imported torch; `program(rank, *arguments)` runs
+    in each.
+    """
 
-    def __init__(self, folder: Path, size: int, program: Callable[..., None], *arguments: Any) -> None:
+    def __init__(
+        self, folder: Path, size: int, program: Callable[..., None], *arguments: Any
+    ) -> None:
         context = multiprocessing.get_context("forkserver")
         self._logs = [folder / f"rank-{rank}.log" for rank in range(size)]
         self.members = [
@@ -35,7 +39,9 @@ class Family:
         return path.read_text() if path.exists() else ""
 
     def said_last(self, rank: int) -> float:
-        """When a process wrote to its log last, by time.time: what it says of its end is followed by it."""
+        """When a process wrote to its log last, by time.time: what it says of its end is followed
+        by it.
+        """
         return self._logs[rank].stat().st_mtime
 
     def wait_for(self, text: str, *ranks: int, timeout: float = 60.0) -> None:
@@ -73,7 +79,9 @@ def _run(log: str, program: Callable[..., None], rank: int, *arguments: Any) -> 
     program(rank, *arguments)
 
 
-def launch(folder: Path, ranks: int, command: list[str], environment: dict[str, str] | None = None) -> Family:
+def launch(
+    folder: Path, ranks: int, command: list[str], environment: dict[str, str] | None = None
+) -> Family:
     """`python COMMAND` on so many ranks, as torchrun would start them, in forks.
 
     A fresh interpreter would import torch for five seconds. Of torchrun itself this shows nothing.
@@ -85,11 +93,20 @@ def launch(folder: Path, ranks: int, command: list[str], environment: dict[str, 
     return Family(folder, ranks, _run_program, ranks, port, command, surroundings)
 
 
-def _run_program(rank: int, ranks: int, port: int, command: list[str], environment: dict[str, str]) -> None:
+def _run_program(
+    rank: int, ranks: int, port: int, command: list[str], environment: dict[str, str]
+) -> None:
     os.environ.clear()
     os.environ.update(environment)
     if ranks > 1:
-        os.environ.update({"RANK": str(rank), "WORLD_SIZE": str(ranks), "LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": str(ranks)})
+        os.environ.update(
+            {
+                "RANK": str(rank),
+                "WORLD_SIZE": str(ranks),
+                "LOCAL_RANK": str(rank),
+                "LOCAL_WORLD_SIZE": str(ranks),
+            }
+        )
         os.environ.update({"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)})
     signal.signal(signal.SIGINT, signal.default_int_handler)  # which the server of forks ignores
     torch.set_num_threads(1)

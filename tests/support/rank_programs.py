@@ -1,4 +1,7 @@
-"""What tests run as ranks: functions of (rank, ...) that return plain values. They import nothing slow."""
+"""What tests run as ranks: functions of (rank, ...) that return plain values.
+
+They import nothing slow.
+"""
 
 from __future__ import annotations
 
@@ -11,38 +14,66 @@ from typing import Any
 
 import torch
 
-from streammega import DataConfig, IndexedDataset, ParallelLayout, RankBatches, Ranks, StreamingDataset, StreamLoader, get_batch
+from streammega import (
+    DataConfig,
+    IndexedDataset,
+    ParallelLayout,
+    RankBatches,
+    Ranks,
+    StreamingDataset,
+    StreamLoader,
+    get_batch,
+)
 from streammega.errors import ConfigError
 from streammega.parallel import open_loader
 
 
 def read_batches(
-    rank: int, layout: ParallelLayout, config: DataConfig, sizes: dict[str, Any], steps: int, ahead: int, every_stage: bool
+    rank: int,
+    layout: ParallelLayout,
+    config: DataConfig,
+    sizes: dict[str, Any],
+    steps: int,
+    ahead: int,
+    every_stage: bool,
 ) -> dict[str, Any]:
-    """The first micro-batches of a rank, its state after them, and what was sent and read for them."""
+    """The first micro-batches of a rank, its state after them, and what was sent
+    and read for them.
+    """
     ranks = Ranks(layout)
     with open_loader(config, ranks, **sizes) as loader:
         if ahead:
             batches = RankBatches(loader, ranks, every_stage=every_stage, ahead=ahead)
             got = list(itertools.islice(batches, steps))
-            state, sent = batches.state_dict(), batches.broadcast_bytes
+            state = batches.state_dict()
+            sent = batches.broadcast_bytes
             batches.close()
         else:
             got = [get_batch(loader, ranks, every_stage=every_stage) for _ in range(steps)]
-            state, sent = loader.state_dict(), 0
+            state = loader.state_dict()
+            sent = 0
         return {
             "at": ranks.at,
-            "batches": [{name: field.clone().numpy() for name, field in batch.items()} for batch in got],
+            "batches": [
+                {name: field.clone().numpy() for name, field in batch.items()} for batch in got
+            ],
             "state": state,
             "sent": sent,
             "planned": loader.stats()["batches"],
         }
 
 
-def prepared(rank: int, layout: ParallelLayout, config: DataConfig, sizes: dict[str, Any]) -> tuple[float, float, bool]:
-    """Messages sent when the first micro-batch was given, and after `prepare`; whether the next is then the right one."""
+def prepared(
+    rank: int, layout: ParallelLayout, config: DataConfig, sizes: dict[str, Any]
+) -> tuple[float, float, bool]:
+    """Messages sent when the first micro-batch was given, and after `prepare`; whether the next is
+    then the right one.
+    """
     ranks = Ranks(layout)
-    with open_loader(config, ranks, **sizes) as loader, open_loader(config, ranks, **sizes) as other:
+    with (
+        open_loader(config, ranks, **sizes) as loader,
+        open_loader(config, ranks, **sizes) as other,
+    ):
         batches = RankBatches(loader, ranks)
         first = next(batches)
         before = batches.broadcast_bytes
@@ -50,13 +81,21 @@ def prepared(rank: int, layout: ParallelLayout, config: DataConfig, sizes: dict[
         after = batches.broadcast_bytes
         second = next(batches)
         expected = [get_batch(other, ranks) for _ in range(2)]
-        same = all(torch.equal(a[name], b[name]) for a, b in zip((first, second), expected, strict=True) for name in b)
+        same = all(
+            torch.equal(a[name], b[name])
+            for a, b in zip((first, second), expected, strict=True)
+            for name in b
+        )
         batches.close()
         return before / before, after / before, same
 
 
-def to_the_end(rank: int, layout: ParallelLayout, config: DataConfig, sizes: dict[str, Any]) -> tuple[int, int, int]:
-    """How many micro-batches a rank gets until the end: by itself, and by two handles that drift apart."""
+def to_the_end(
+    rank: int, layout: ParallelLayout, config: DataConfig, sizes: dict[str, Any]
+) -> tuple[int, int, int]:
+    """How many micro-batches a rank gets until the end: by itself, and by two handles that drift
+    apart.
+    """
     ranks = Ranks(layout)
     with open_loader(config, ranks, **sizes) as loader:
         alone = sum(1 for _ in RankBatches(loader, ranks))
@@ -71,14 +110,21 @@ def to_the_end(rank: int, layout: ParallelLayout, config: DataConfig, sizes: dic
     return alone, len(a), len(b)
 
 
-def mesh_both_ways(rank: int, layout: ParallelLayout, config: DataConfig, sizes: dict[str, Any]) -> tuple[bool, bool]:
-    """Whether a DeviceMesh of a layout gives the layout back, and whether a loader takes its rank from it."""
+def mesh_both_ways(
+    rank: int, layout: ParallelLayout, config: DataConfig, sizes: dict[str, Any]
+) -> tuple[bool, bool]:
+    """Whether a DeviceMesh of a layout gives the layout back, and whether a loader takes its rank
+    from it.
+    """
     from streammega import StreamLoader
     from streammega.parallel import device_mesh
 
     mesh = device_mesh(layout, "cpu")
     again = ParallelLayout.from_mesh(mesh)
-    same = all(again.groups(name) == layout.groups(name) for name in ("tp", "cp", "dp-cp", "pp", "tp-pp", "embedding"))
+    same = all(
+        again.groups(name) == layout.groups(name)
+        for name in ("tp", "cp", "dp-cp", "pp", "tp-pp", "embedding")
+    )
     loader = StreamLoader(config, **sizes, mesh=mesh)
     at = layout.coordinates(rank)
     return same, (loader.dataset.dp_rank, loader.dataset.dp_size) == (at["dp"], layout.dp)
@@ -112,7 +158,9 @@ def make_net(dtype: torch.dtype = torch.float32) -> Net:
 
 
 def ids_of(rank: int, step: int, micro: int) -> torch.Tensor:
-    return torch.randint(0, 50, (4, 6), generator=torch.Generator().manual_seed(100 * rank + 10 * step + micro))
+    return torch.randint(
+        0, 50, (4, 6), generator=torch.Generator().manual_seed(100 * rank + 10 * step + micro)
+    )
 
 
 def loss_of(model: Any, ids: torch.Tensor, **options: Any) -> torch.Tensor:
@@ -136,10 +184,16 @@ def grads_beside_ddp(rank: int, micro_batches: int, bucket_size: int, overlap: b
             for micro in range(micro_batches):
                 last = micro == micro_batches - 1
                 with contextlib.nullcontext() if last else model.no_sync():
-                    (loss_of(model, ids_of(rank, step, micro), seldom=step == 1) / micro_batches).backward()
+                    (
+                        loss_of(model, ids_of(rank, step, micro), seldom=step == 1) / micro_batches
+                    ).backward()
         ours.finish_grad_sync()
         for a, b in zip(theirs.module.parameters(), ours.module.parameters(), strict=True):
-            same &= a.grad is b.grad if a.grad is None or b.grad is None else torch.equal(a.grad, b.grad)
+            same &= (
+                a.grad is b.grad
+                if a.grad is None or b.grad is None
+                else torch.equal(a.grad, b.grad)
+            )
         norm = torch.nn.utils.clip_grad_norm_(theirs.parameters(), 0.1)
         same &= bool(torch.isclose(norm, ours.clip_grad_norm_(0.1), rtol=1e-6))
         for a, b in zip(theirs.module.parameters(), ours.module.parameters(), strict=True):
@@ -148,8 +202,12 @@ def grads_beside_ddp(rank: int, micro_batches: int, bucket_size: int, overlap: b
     return same
 
 
-def sharded_beside_replicated(rank: int, optimizer: str, bucket_size: int, overlap: bool, steps: int) -> float:
-    """The largest difference of parameters after some steps of ShardedOptimizer and of the same optimizer, replicated."""
+def sharded_beside_replicated(
+    rank: int, optimizer: str, bucket_size: int, overlap: bool, steps: int
+) -> float:
+    """The largest difference of parameters after some steps of ShardedOptimizer and of the same
+    optimizer, replicated.
+    """
     from streammega import BucketedDataParallel, ShardedOptimizer
 
     kind = getattr(torch.optim, optimizer)
@@ -159,7 +217,13 @@ def sharded_beside_replicated(rank: int, optimizer: str, bucket_size: int, overl
     decayed = [p for n, p in whole.module.named_parameters() if "norm" not in n]
     replicated = kind([{"params": decayed, **decay}, {"params": plain}], lr=0.01)
     parts = BucketedDataParallel(make_net(), bucket_size=bucket_size, sharded=True)
-    sharded = ShardedOptimizer(parts, kind, settings_of=lambda name, _: {} if "norm" in name else decay, overlap=overlap, lr=0.01)
+    sharded = ShardedOptimizer(
+        parts,
+        kind,
+        settings_of=lambda name, _: {} if "norm" in name else decay,
+        overlap=overlap,
+        lr=0.01,
+    )
     worst = 0.0
     for step in range(steps):
         norms = []
@@ -180,12 +244,17 @@ def sharded_beside_replicated(rank: int, optimizer: str, bucket_size: int, overl
 
 
 def bf16_accumulation(rank: int, micro_batches: int) -> tuple[float, float]:
-    """Relative errors of gradients of a bf16 model over many micro-batches: accumulated by torch in bf16, and by us in fp32."""
+    """Relative errors of gradients of a bf16 model over many micro-batches: accumulated by torch in
+    bf16, and by us in fp32.
+    """
     from streammega import BucketedDataParallel
 
     exact = make_net().double()
-    exact.load_state_dict({name: value.double() for name, value in make_net(torch.bfloat16).state_dict().items()})
-    narrow, wide = make_net(torch.bfloat16), BucketedDataParallel(make_net(torch.bfloat16))
+    exact.load_state_dict(
+        {name: value.double() for name, value in make_net(torch.bfloat16).state_dict().items()}
+    )
+    narrow = make_net(torch.bfloat16)
+    wide = BucketedDataParallel(make_net(torch.bfloat16))
     for micro in range(micro_batches):
         ids = ids_of(rank, 0, micro)
         logits = exact(ids[:, :-1])
@@ -198,14 +267,19 @@ def bf16_accumulation(rank: int, micro_batches: int) -> tuple[float, float]:
 
     def error(grads: dict[str, torch.Tensor]) -> float:
         truth = {name: p.grad for name, p in exact.named_parameters() if p.grad is not None}
-        off = sum(float((grads[name].double() - value).square().sum()) for name, value in truth.items())
+        off = sum(
+            float((grads[name].double() - value).square().sum()) for name, value in truth.items()
+        )
         return float((off / sum(float(value.square().sum()) for value in truth.values())) ** 0.5)
 
-    return error({name: p.grad for name, p in narrow.named_parameters() if p.grad is not None}), error(mains)
+    return error(
+        {name: p.grad for name, p in narrow.named_parameters() if p.grad is not None}
+    ), error(mains)
 
 
 def bad_gradient(rank: int, value: float, limit: float | None, at_once: bool) -> str:
-    """What a rank is told where the gradient of one layer is `value` somewhere on rank 1; that the next step is sound again.
+    """What a rank is told where the gradient of one layer is `value` somewhere on rank 1; that the
+    next step is sound again.
 
     at_once: as on the CPU; else as on a device that is asked once a step.
     """
@@ -224,21 +298,30 @@ def bad_gradient(rank: int, value: float, limit: float | None, at_once: bool) ->
         model.finish_grad_sync()
     except GradientError as error:
         message = str(error)
-    assert all(parameter.grad is None for parameter in model.parameters()), "nothing is left to step with"
+    assert all(parameter.grad is None for parameter in model.parameters()), (
+        "nothing is left to step with"
+    )
     handle.remove()
     loss_of(model, ids_of(rank, 1, 0)).backward()
     model.finish_grad_sync()
-    assert all(parameter.grad is None or parameter.grad.isfinite().all() for parameter in model.parameters())
+    assert all(
+        parameter.grad is None or parameter.grad.isfinite().all()
+        for parameter in model.parameters()
+    )
     return message
 
 
 def bad_shared_gradient(rank: int, at_once: bool) -> str:
-    """What two pipeline stages are told that share an embedding, of which the second makes something of it that is not finite."""
+    """What two pipeline stages are told that share an embedding, of which the second makes
+    something of it that is not finite.
+    """
     from streammega import BucketedDataParallel
     from streammega.errors import GradientError
     from streammega.gradients.checks import GradientChecks
 
-    stage = torch.nn.ModuleDict({"own": torch.nn.Linear(4, 4), "shared": torch.nn.Linear(4, 4, bias=False)})
+    stage = torch.nn.ModuleDict(
+        {"own": torch.nn.Linear(4, 4), "shared": torch.nn.Linear(4, 4, bias=False)}
+    )
     model = BucketedDataParallel(stage, ranks=Ranks(ParallelLayout(pp=2)), tied={"shared.weight"})
     model.reducer.checks = GradientChecks(None, at_once=at_once)
     shared = stage["shared"](torch.ones(1, 4)) * (float("nan") if rank == 1 else 1.0)
@@ -298,7 +381,9 @@ class Expert(torch.nn.Module):
 
 
 def two_buffers(rank: int, chunks: int) -> list[float]:
-    """How far gradients lie from the true averages where rank 1 leaves a parameter out, for one or two models of a group."""
+    """How far gradients lie from the true averages where rank 1 leaves a parameter out, for one or
+    two models of a group.
+    """
     import torch.distributed as dist
 
     from streammega import BucketedDataParallel
@@ -309,7 +394,10 @@ def two_buffers(rank: int, chunks: int) -> list[float]:
         return Expert()
 
     plain = [made(n) for n in range(chunks)]
-    ours = [BucketedDataParallel(made(n), bucket_size=1, grad_dtype=torch.float64) for n in range(chunks)]
+    ours = [
+        BucketedDataParallel(made(n), bucket_size=1, grad_dtype=torch.float64)
+        for n in range(chunks)
+    ]
     for step in range(2):
         x = torch.randn(4, 16, generator=torch.Generator().manual_seed(7 * rank + step))
         for models in (plain, ours):
@@ -317,7 +405,8 @@ def two_buffers(rank: int, chunks: int) -> list[float]:
             for number, model in enumerate(models):
                 model.zero_grad()
                 total = total + model(x, use=rank == 0).square().mean() * (number + 1)
-            total.backward()  # one graph: the models' gradients come ready in an order of their own on each rank
+            # one graph: the models' gradients come ready in an order of their own on each rank
+            total.backward()
         finish_grad_sync(ours)
     worst = []
     for one, other in zip(plain, ours, strict=True):
@@ -329,7 +418,9 @@ def two_buffers(rank: int, chunks: int) -> list[float]:
 
 
 def clipped_tensor_parallel(rank: int, sharded: bool) -> tuple[float, list[float]]:
-    """The norm before clipping, and a replicated gradient after it, of a model whose weight is split over two ranks."""
+    """The norm before clipping, and a replicated gradient after it, of a model whose weight is
+    split over two ranks.
+    """
     import torch.distributed as dist
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
@@ -356,7 +447,9 @@ def clipped_tensor_parallel(rank: int, sharded: bool) -> tuple[float, list[float
 
 
 def first_weights(rank: int, sharded: bool) -> list[float]:
-    """Some of the parameters, and a buffer, of a model that was made from another seed on each rank."""
+    """Some of the parameters, and a buffer, of a model that was made from another seed on each
+    rank.
+    """
     from streammega import BucketedDataParallel
 
     torch.manual_seed(rank)
@@ -385,7 +478,8 @@ def fp16_steps(rank: int) -> list[tuple[bool, float, bool]]:
 
     model = BucketedDataParallel(make_net(torch.float16), sharded=True, check_gradients=False)
     optimizer = ShardedOptimizer(model, torch.optim.AdamW, lr=0.01)
-    scale, seen = LossScale(1024.0, interval=2), []
+    scale = LossScale(1024.0, interval=2)
+    seen = []
     for step in range(4):
         before = model.module.norm.weight.clone()
         loss = loss_of(model, ids_of(rank, step, 0)) * scale.value
@@ -402,12 +496,18 @@ def fp16_steps(rank: int) -> list[tuple[bool, float, bool]]:
 # Training.
 
 
-def train(rank: int, run_file: str, overrides: list[str], steps: int | None) -> list[dict[str, Any]]:
-    """Train (or resume) a run on this world's ranks to its end, or for some steps; the records of rank 0."""
+def train(
+    rank: int, run_file: str, overrides: list[str], steps: int | None
+) -> list[dict[str, Any]]:
+    """Train (or resume) a run on this world's ranks to its end, or for some steps; the records of
+    rank 0.
+    """
     return train_on_device(rank, run_file, overrides, steps, "cpu")
 
 
-def train_on_device(rank: int, run_file: str, overrides: list[str], steps: int | None, device: str) -> list[dict[str, Any]]:
+def train_on_device(
+    rank: int, run_file: str, overrides: list[str], steps: int | None, device: str
+) -> list[dict[str, Any]]:
     """The same with the model on this device, which ranks may share."""
     from streammega.train.config import load_run
     from streammega.train.loop import Trainer
@@ -436,7 +536,9 @@ def _steps_of(batches: Any) -> list[int]:
 
 def numbers_of(rank: int, config: DataConfig, count: int) -> list[int]:
     """Sums of the first micro-batches of a rank of two, by its loader alone."""
-    with StreamLoader(config, micro_batch_size=4, global_batch_size=8, dp_rank=rank, dp_size=2) as loader:
+    with StreamLoader(
+        config, micro_batch_size=4, global_batch_size=8, dp_rank=rank, dp_size=2
+    ) as loader:
         return _steps_of(itertools.islice(loader, count))
 
 
@@ -444,7 +546,9 @@ def save_by_dcp(rank: int, config: DataConfig, folder: str, steps: int) -> None:
     """Save the state of a rank of two in a distributed checkpoint, after so many micro-steps."""
     import torch.distributed.checkpoint as dcp
 
-    with StreamLoader(config, micro_batch_size=4, global_batch_size=8, dp_rank=rank, dp_size=2) as loader:
+    with StreamLoader(
+        config, micro_batch_size=4, global_batch_size=8, dp_rank=rank, dp_size=2
+    ) as loader:
         for _ in range(steps):
             loader.take()
         dcp.save({"data": loader}, checkpoint_id=folder)
@@ -456,7 +560,9 @@ def load_by_dcp(rank: int, config: DataConfig, folder: str) -> str:
     import torch.distributed.checkpoint as dcp
 
     size = dist.get_world_size() if dist.is_initialized() else 1
-    with StreamLoader(config, micro_batch_size=1, global_batch_size=6, dp_rank=rank, dp_size=size) as loader:
+    with StreamLoader(
+        config, micro_batch_size=1, global_batch_size=6, dp_rank=rank, dp_size=size
+    ) as loader:
         try:
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")  # one process by itself
@@ -468,13 +574,17 @@ def load_by_dcp(rank: int, config: DataConfig, folder: str) -> str:
 
 @contextlib.contextmanager
 def accelerator_of(rank: int) -> Iterator[Any]:
-    """An Accelerator of two processes, in a process that has been a rank before and will be again."""
+    """An Accelerator of two processes, in a process that has been a rank before and
+    will be again.
+    """
     from accelerate import Accelerator
     from accelerate.state import AcceleratorState, GradientState, PartialState
 
     names = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
     before = dict(os.environ)
-    os.environ.update(names | {"ACCELERATE_USE_CPU": "true", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"})
+    os.environ.update(
+        names | {"ACCELERATE_USE_CPU": "true", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
+    )
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         try:
@@ -489,8 +599,14 @@ def accelerator_of(rank: int) -> Iterator[Any]:
 
 
 def accelerate_prepared_dataset(rank: int, config: DataConfig, ranked: bool) -> Any:
-    """Iterate a DataLoader of a dataset that accelerate prepared: the error, or the global micro-steps this rank was given."""
-    sizes: dict[str, Any] = {"dp_rank": rank, "dp_size": 2, "global_batch_size": 8} if ranked else {"global_batch_size": 4}
+    """Iterate a DataLoader of a dataset that accelerate prepared: the error, or the global
+    micro-steps this rank was given.
+    """
+    sizes: dict[str, Any] = (
+        {"dp_rank": rank, "dp_size": 2, "global_batch_size": 8}
+        if ranked
+        else {"global_batch_size": 4}
+    )
     with accelerator_of(rank) as accelerator:
         dataset = StreamingDataset(config, micro_batch_size=4, **sizes)
         loader = accelerator.prepare(torch.utils.data.DataLoader(dataset, batch_size=None))
@@ -498,14 +614,24 @@ def accelerate_prepared_dataset(rank: int, config: DataConfig, ranked: bool) -> 
             given = [row for batch in loader for row in batch["tokens"]]
         except ConfigError as error:
             return f"{type(error).__name__}: {error}"
-        places = {dataset.batch(at)["tokens"][n].numpy().tobytes(): at + n for at in dataset.positions() for n in range(4)}
+        places = {
+            dataset.batch(at)["tokens"][n].numpy().tobytes(): at + n
+            for at in dataset.positions()
+            for n in range(4)
+        }
         return [places[row.numpy().tobytes()] for row in given]
 
 
-def accelerate_checkpoint(rank: int, config: DataConfig, folder: str, start: int, count: int) -> list[int]:
-    """The next micro-batches of a loader that accelerate checkpoints, from its checkpoint on if `start` says there is one."""
+def accelerate_checkpoint(
+    rank: int, config: DataConfig, folder: str, start: int, count: int
+) -> list[int]:
+    """The next micro-batches of a loader that accelerate checkpoints, from its checkpoint on if
+    `start` says there is one.
+    """
     with accelerator_of(rank) as accelerator:
-        loader = StreamLoader(config, micro_batch_size=4, global_batch_size=8, dp_rank=rank, dp_size=2)
+        loader = StreamLoader(
+            config, micro_batch_size=4, global_batch_size=8, dp_rank=rank, dp_size=2
+        )
         assert accelerator.prepare(loader) is loader, "as it is"
         accelerator.register_for_checkpointing(loader)
         if start:

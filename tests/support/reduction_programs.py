@@ -27,7 +27,10 @@ def _pair(count: int, **options: Any) -> tuple[list[Expert], list[BucketedDataPa
     copies = [Expert() for _ in range(count)]
     for one, other in zip(plain, copies, strict=True):
         other.load_state_dict(one.state_dict())
-    return plain, [BucketedDataParallel(model, bucket_size=1, grad_dtype=torch.float64, **options) for model in copies]
+    return plain, [
+        BucketedDataParallel(model, bucket_size=1, grad_dtype=torch.float64, **options)
+        for model in copies
+    ]
 
 
 def _off(plain: nn.Module, wrapped: BucketedDataParallel, divided_by: float) -> float:
@@ -51,7 +54,8 @@ def tokens_where_a_rank_leaves_a_parameter_out(rank: int) -> float:
 
 
 def models_finished_apart(rank: int, together_first: bool) -> list[float] | str:
-    """How far gradients of two models of one group lie, of one graph, finished one after the other; or the error.
+    """How far gradients of two models of one group lie, of one graph, finished one after the other;
+    or the error.
 
     together_first: a step before in which they are finished in one call.
     """
@@ -60,7 +64,9 @@ def models_finished_apart(rank: int, together_first: bool) -> list[float] | str:
         for models in (plain, ours):
             for model in models:
                 model.zero_grad()
-            sum(model(_input(rank, step), use=rank == 0).square().mean() for model in models).backward()
+            sum(
+                model(_input(rank, step), use=rank == 0).square().mean() for model in models
+            ).backward()
         if together_first and step == 0:
             finish_grad_sync(ours)
             continue
@@ -74,9 +80,12 @@ def models_finished_apart(rank: int, together_first: bool) -> list[float] | str:
 
 
 def two_groups_of_two(rank: int) -> list[float]:
-    """How far gradients of two models in each of two groups lie, all finished in one call and in the order they were made."""
+    """How far gradients of two models in each of two groups lie, all finished in one call and in
+    the order they were made.
+    """
     torch.manual_seed(4)
-    plain, ours = [], []
+    plain = []
+    ours = []
     for group in (None, dist.new_group([0, 1])):
         one, other = _pair(2, group=group)
         plain += one
@@ -85,7 +94,9 @@ def two_groups_of_two(rank: int) -> list[float]:
         for models in (plain, ours):
             for model in models:
                 model.zero_grad()
-            sum(model(_input(rank, step), use=rank == 0).square().mean() for model in models).backward()
+            sum(
+                model(_input(rank, step), use=rank == 0).square().mean() for model in models
+            ).backward()
         finish_grad_sync(ours)
     return [_off(one, other, 2.0) for one, other in zip(plain, ours, strict=True)]
 
@@ -121,7 +132,10 @@ def zeroed_while_reducing(rank: int) -> None:
 
 def shared_by_two(rank: int) -> None:
     shared = nn.Linear(3, 3)
-    models = [BucketedDataParallel(nn.Sequential(shared)), BucketedDataParallel(nn.Sequential(shared, nn.Linear(3, 3)))]
+    models = [
+        BucketedDataParallel(nn.Sequential(shared)),
+        BucketedDataParallel(nn.Sequential(shared, nn.Linear(3, 3))),
+    ]
     sum(model(torch.ones(1, 3)).sum() for model in models).backward()
 
 
@@ -200,11 +214,14 @@ def right_all_the_same(rank: int) -> dict[str, Any]:
 
     weight = nn.Linear(2, 1, bias=False)
     model = BucketedDataParallel(weight)
-    for step in range(2):  # as schedules do that take the gradients of weights later, and by themselves
+    # as schedules do that take the gradients of weights later, and by themselves
+    for step in range(2):
         model.zero_grad()
         with model.no_sync():
             model(torch.ones(1, 2)).sum().backward()
-        (weight.weight.grad,) = torch.autograd.grad(model(torch.ones(1, 2)).sum() * (rank + 1 + step), [weight.weight])
+        (weight.weight.grad,) = torch.autograd.grad(
+            model(torch.ones(1, 2)).sum() * (rank + 1 + step), [weight.weight]
+        )
         model.finish_grad_sync()
         found[f"by hand {step}"] = weight.weight.grad.flatten().tolist()
 
@@ -251,19 +268,25 @@ def zero(model: nn.Module, how: str) -> None:
 
 
 def any_use_beside_ddp(rank: int, ways: list[str], steps: int, wide: bool) -> list[str]:
-    """Where gradients are others than those of torch's DDP, in steps of some micro-batches, each of which uses some layers.
+    """Where gradients are others than those of torch's DDP, in steps of some micro-batches, each of
+    which uses some layers.
 
-    wide: accumulate in float64, which is close to DDP; else of two ranks, a sum of which is the same in any order, to the bit.
+    wide: accumulate in float64, which is close to DDP; else of two ranks, a sum of which is the
+    same in any order, to the bit.
     """
     from torch.nn.parallel import DistributedDataParallel
 
     theirs = DistributedDataParallel(Heads(), find_unused_parameters=True)
-    ours = BucketedDataParallel(Heads(), bucket_size=12, grad_dtype=torch.float64 if wide else torch.float32)
+    ours = BucketedDataParallel(
+        Heads(), bucket_size=12, grad_dtype=torch.float64 if wide else torch.float32
+    )
     off = 1e-5 if wide or dist.get_world_size() > 2 else 0.0
-    common, own = random.Random(1), random.Random(rank)
+    common = random.Random(1)
+    own = random.Random(rank)
     wrong = []
     for step in range(steps):
-        how, count = common.choice(ways), common.randint(1, 3)
+        how = common.choice(ways)
+        count = common.randint(1, 3)
         used = [own.sample([1, 2, 3], own.randint(0, 2)) for _ in range(count)]
         for model in (theirs, ours):
             zero(model, how)
@@ -271,7 +294,9 @@ def any_use_beside_ddp(rank: int, ways: list[str], steps: int, wide: bool) -> li
                 with model.no_sync() if n < count - 1 else contextlib.nullcontext():
                     model(torch.full((2, 3), 1.0 + rank + step + n), used[n]).backward()
         ours.finish_grad_sync()
-        for (name, one), other in zip(theirs.module.named_parameters(), ours.module.parameters(), strict=True):
+        for (name, one), other in zip(
+            theirs.module.named_parameters(), ours.module.parameters(), strict=True
+        ):
             if one.grad is None or other.grad is None:
                 same = one.grad is other.grad
             else:
@@ -284,7 +309,8 @@ def any_use_beside_ddp(rank: int, ways: list[str], steps: int, wide: bool) -> li
 def unused(rank: int, sharded: bool, frozen: bool) -> tuple[list[bool], float]:
     """Which parameters have moved in three steps of AdamW with decay, and how far from torch's DDP.
 
-    The second is used by no rank, the third by rank 0 only. frozen: the second is, after it was wrapped, and used by all.
+    The second is used by no rank, the third by rank 0 only. frozen: the second is, after it was
+    wrapped, and used by all.
     """
     from torch.nn.parallel import DistributedDataParallel
 
@@ -325,7 +351,10 @@ def unused(rank: int, sharded: bool, frozen: bool) -> tuple[list[bool], float]:
     if sharded:
         optimizers[1].finish_param_sync()
     moved = [not torch.equal(a, b) for a, b in zip(before, ours.parameters(), strict=True)]
-    off = max(float((a - b).detach().abs().max()) for a, b in zip(theirs.parameters(), ours.parameters(), strict=True))
+    off = max(
+        float((a - b).detach().abs().max())
+        for a, b in zip(theirs.parameters(), ours.parameters(), strict=True)
+    )
     return moved, off
 
 
@@ -345,7 +374,9 @@ def sequence_parallel_norm(rank: int) -> tuple[float, list[float]]:
     mesh = DeviceMesh.from_group(group, "cpu")
     norm = module[0]
     for name, parameter in list(norm.named_parameters()):
-        setattr(norm, name, nn.Parameter(distribute_tensor(parameter.detach(), mesh, [Replicate()])))
+        setattr(
+            norm, name, nn.Parameter(distribute_tensor(parameter.detach(), mesh, [Replicate()]))
+        )
     parallelize_module(module, mesh, {"1": ColwiseParallel(output_layouts=None)})
     model = BucketedDataParallel(module, ranks=ranks, check_gradients=False)
     with torch.no_grad():
@@ -365,7 +396,8 @@ def sequence_parallel_norm(rank: int) -> tuple[float, list[float]]:
 def compiled(rank: int, how: str, sharded: bool) -> list[float]:
     """How far parameters are from those of an eager model after each of three steps.
 
-    how: the module is compiled before it is wrapped, as a whole graph, in place after it, or with its wrapper.
+    how: the module is compiled before it is wrapped, as a whole graph, in place after it, or with
+    its wrapper.
     """
     import warnings
 
@@ -384,7 +416,9 @@ def compiled(rank: int, how: str, sharded: bool) -> list[float]:
             optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
         if compiles and how == "in place":
             module.compile(backend="aot_eager")
-        called = torch.compile(model, backend="aot_eager") if compiles and how == "wrapper" else model
+        called = (
+            torch.compile(model, backend="aot_eager") if compiles and how == "wrapper" else model
+        )
         return called, model, optimizer
 
     sides = [make(compiles) for compiles in (False, True)]
@@ -392,7 +426,9 @@ def compiled(rank: int, how: str, sharded: bool) -> list[float]:
     for step in range(3):
         for called, model, optimizer in sides:
             for micro in range(2):
-                x = torch.randn(4, 6, generator=torch.Generator().manual_seed(100 * step + 10 * micro + rank))
+                x = torch.randn(
+                    4, 6, generator=torch.Generator().manual_seed(100 * step + 10 * micro + rank)
+                )
                 if micro == 0:
                     with model.no_sync():
                         called(x).square().mean().backward()
@@ -410,7 +446,9 @@ def compiled(rank: int, how: str, sharded: bool) -> list[float]:
 
 
 class _AddsItself(torch.autograd.Function):
-    """A linear layer whose backward adds the weight's gradient to its buffer, as fused kernels do."""
+    """A linear layer whose backward adds the weight's gradient to its buffer, as
+    fused kernels do.
+    """
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Any) -> Tensor:
@@ -427,28 +465,41 @@ class _AddsItself(torch.autograd.Function):
 
 
 def main_grads(rank: int, sharded: bool, micro_batches: int) -> tuple[float, str]:
-    """How far a model whose kernels add to the buffers is from one without; what a forgotten zero_grad is told."""
+    """How far a model whose kernels add to the buffers is from one without; what a forgotten
+    zero_grad is told.
+    """
 
     class Layers(nn.Module):
         def __init__(self, fused: bool) -> None:
             super().__init__()
             torch.manual_seed(1)
-            self.first, self.second, self.fused = nn.Linear(3, 3), nn.Linear(3, 3, bias=False), fused
+            self.first, self.second, self.fused = (
+                nn.Linear(3, 3),
+                nn.Linear(3, 3, bias=False),
+                fused,
+            )
 
         def forward(self, x: Tensor) -> Tensor:
             x = self.first(x)
             return _AddsItself.apply(x, self.second.weight) if self.fused else self.second(x)  # type: ignore[no-any-return]
 
-    models = [BucketedDataParallel(Layers(fused), sharded=sharded, main_grad=fused) for fused in (False, True)]
+    models = [
+        BucketedDataParallel(Layers(fused), sharded=sharded, main_grad=fused)
+        for fused in (False, True)
+    ]
     optimizers: list[Any] = [
-        ShardedOptimizer(model, torch.optim.SGD, lr=0.1) if sharded else torch.optim.SGD(model.parameters(), lr=0.1)
+        ShardedOptimizer(model, torch.optim.SGD, lr=0.1)
+        if sharded
+        else torch.optim.SGD(model.parameters(), lr=0.1)
         for model in models
     ]
     for step in range(2):
         for model, optimizer in zip(models, optimizers, strict=True):
             model.zero_grad()
             for micro in range(micro_batches):
-                x = torch.randn(2, 3, generator=torch.Generator().manual_seed(100 * step + 10 * micro + rank))
+                x = torch.randn(
+                    2, 3, generator=torch.Generator().manual_seed(100 * step + 10 * micro + rank)
+                )
                 if micro < micro_batches - 1:
                     with model.no_sync():
                         model(x).square().mean().backward()
@@ -458,7 +509,10 @@ def main_grads(rank: int, sharded: bool, micro_batches: int) -> tuple[float, str
             optimizer.step()
             if sharded:
                 optimizer.finish_param_sync()
-    off = max(float((a - b).detach().abs().max()) for a, b in zip(*(model.parameters() for model in models), strict=True))
+    off = max(
+        float((a - b).detach().abs().max())
+        for a, b in zip(*(model.parameters() for model in models), strict=True)
+    )
     try:
         models[1](torch.ones(1, 3)).sum().backward()
     except GradientError as error:

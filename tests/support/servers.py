@@ -1,4 +1,6 @@
-"""Object servers for tests: moto's S3 in another process, and a small HTTP server that records and misbehaves."""
+"""Object servers for tests: moto's S3 in another process, and a small HTTP server that records and
+misbehaves.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,8 @@ from typing import Any
 
 import botocore.session
 
-KEY, SECRET = "AKIATESTKEY00000", "test-secret-value-never-shown"
+KEY = "AKIATESTKEY00000"
+SECRET = "test-secret-value-never-shown"
 
 
 @dataclass
@@ -63,7 +66,17 @@ def moto_server() -> Iterator[S3]:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    command = [sys.executable, "-W", "ignore", "-m", "moto.server", "-H", "127.0.0.1", "-p", str(port)]
+    command = [
+        sys.executable,
+        "-W",
+        "ignore",
+        "-m",
+        "moto.server",
+        "-H",
+        "127.0.0.1",
+        "-p",
+        str(port),
+    ]
     process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     try:
         wait_for_port(port, process)
@@ -90,7 +103,15 @@ def rclone_server(root: Path) -> Iterator[S3]:
         "--vfs-cache-mode",
         "off",
     ]
-    command = [str(rclone), "serve", "s3", *options, "--config", str(root / "rclone.conf"), str(root)]
+    command = [
+        str(rclone),
+        "serve",
+        "s3",
+        *options,
+        "--config",
+        str(root / "rclone.conf"),
+        str(root),
+    ]
     process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     try:
         wait_for_port(port, process)
@@ -112,7 +133,10 @@ def wait_for_port(port: int, process: subprocess.Popen[bytes]) -> None:
 
 @dataclass
 class HttpObjects:
-    """Objects by path over plain HTTP with ranges. `requests` records (method, path, range); `status` overrides answers."""
+    """Objects by path over plain HTTP with ranges.
+
+    `requests` records (method, path, range); `status` overrides answers.
+    """
 
     objects: dict[str, bytes]
     requests: list[tuple[str, str, str | None]] = field(default_factory=list)
@@ -180,11 +204,21 @@ def _handler(state: HttpObjects) -> type[BaseHTTPRequestHandler]:
                 return self._send(200, b"<DeleteResult>" + deleted + b"</DeleteResult>", {}, True)
             if "uploadId" not in query:
                 return self._send(
-                    200, b"<InitiateMultipartUploadResult><UploadId>1</UploadId></InitiateMultipartUploadResult>", {}, True
+                    200,
+                    b"<InitiateMultipartUploadResult><UploadId>1</UploadId></InitiateMultipartUploadResult>",
+                    {},
+                    True,
                 )
-            parts = sorted((key for key in state.objects if key.startswith(f"{path}?")), key=_part_number)
+            parts = sorted(
+                (key for key in state.objects if key.startswith(f"{path}?")), key=_part_number
+            )
             state.objects[path] = b"".join(state.objects.pop(part) for part in parts)
-            return self._send(200, b"<CompleteMultipartUploadResult><ETag>1</ETag></CompleteMultipartUploadResult>", {}, True)
+            return self._send(
+                200,
+                b"<CompleteMultipartUploadResult><ETag>1</ETag></CompleteMultipartUploadResult>",
+                {},
+                True,
+            )
 
         def do_DELETE(self) -> None:
             if not state.status:
@@ -201,10 +235,14 @@ def _handler(state: HttpObjects) -> type[BaseHTTPRequestHandler]:
             if status != 200 or data is None:
                 return self._send(status, b"denied or gone", {}, body)
             etag = state.etags.get(path, "1")
-            headers = {"ETag": etag if etag.startswith("W/") else f'"{etag}"', "Accept-Ranges": "bytes"}
+            headers = {
+                "ETag": etag if etag.startswith("W/") else f'"{etag}"',
+                "Accept-Ranges": "bytes",
+            }
             headers["Last-Modified"] = "Sat, 21 Nov 2026 00:00:00 GMT"
             if wanted and (span := re.fullmatch(r"bytes=(\d+)-(\d+)", wanted)):
-                start, last = int(span[1]), min(int(span[2]), len(data) - 1)
+                start = int(span[1])
+                last = min(int(span[2]), len(data) - 1)
                 if start >= len(data):
                     return self._send(416, b"", {}, body)
                 headers["Content-Range"] = f"bytes {start}-{last}/{len(data)}"

@@ -46,7 +46,9 @@ def _decay(name: str, parameter: Tensor) -> dict[str, float]:
 
 
 class Run:
-    """A model and its optimizer, whose steps are the same on any number of ranks: all get the same batch."""
+    """A model and its optimizer, whose steps are the same on any number of ranks: all get the same
+    batch.
+    """
 
     def __init__(self, kind: str, sharded: bool, dtype: torch.dtype = torch.float32) -> None:
         make, settings = OPTIMIZERS[kind]
@@ -73,7 +75,9 @@ class Run:
             self.optimizer.zero_grad()
         if isinstance(self.optimizer, ShardedOptimizer):
             self.optimizer.finish_param_sync()
-        return [parameter.detach().float().flatten().tolist() for parameter in self.model.parameters()]
+        return [
+            parameter.detach().float().flatten().tolist() for parameter in self.model.parameters()
+        ]
 
     def save(self, folder: str) -> None:
         with warnings.catch_warnings():
@@ -85,7 +89,9 @@ class Run:
         planner = dcp.DefaultLoadPlanner(allow_partial_load=partial)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            dcp.load(state, checkpoint_id=folder, planner=planner, no_dist=not dist.is_initialized())
+            dcp.load(
+                state, checkpoint_id=folder, planner=planner, no_dist=not dist.is_initialized()
+            )
             if not isinstance(self.optimizer, ShardedOptimizer):
                 from torch.distributed.checkpoint.state_dict import set_optimizer_state_dict
 
@@ -96,34 +102,53 @@ class Run:
             return {"model": self.model, "optimizer": self.optimizer}
         from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 
-        return {"model": self.model, "optimizer": get_optimizer_state_dict(self.model.module, self.optimizer)}
+        return {
+            "model": self.model,
+            "optimizer": get_optimizer_state_dict(self.model.module, self.optimizer),
+        }
 
 
 def uninterrupted(rank: int, kind: str, dtype: torch.dtype) -> list[list[float]]:
     return Run(kind, sharded=True, dtype=dtype).steps(0, 6)
 
 
-def save_after(rank: int, kind: str, sharded: bool, dtype: torch.dtype, folder: str, steps: int) -> None:
+def save_after(
+    rank: int, kind: str, sharded: bool, dtype: torch.dtype, folder: str, steps: int
+) -> None:
     run = Run(kind, sharded, dtype)
     run.steps(0, steps)
     run.save(folder)
 
 
 def go_on(
-    rank: int, kind: str, sharded: bool, dtype: torch.dtype, folder: str, steps: int, partial: bool = False
+    rank: int,
+    kind: str,
+    sharded: bool,
+    dtype: torch.dtype,
+    folder: str,
+    steps: int,
+    partial: bool = False,
 ) -> list[list[float]]:
-    """Parameters after the sixth step of a run that another one began; of another implementation, and other settings before."""
+    """Parameters after the sixth step of a run that another one began; of another implementation,
+    and other settings before.
+    """
     run = Run(kind, sharded, dtype)
     for group in run.optimizer.param_groups:
         group["lr"] = 123.0
     run.load(folder, partial)
     flags = {name: OPTIMIZERS[kind][1].get(name) for name in ("fused", "foreach")}
     if sharded:
-        assert all(group.get(name, value) == value for group in run.optimizer.param_groups for name, value in flags.items())
+        assert all(
+            group.get(name, value) == value
+            for group in run.optimizer.param_groups
+            for name, value in flags.items()
+        )
         assert steps == 0 or run.optimizer.param_groups[0]["lr"] == 0.002 * steps
         decays = {
             n: g["weight_decay"]
-            for g, names in zip(run.optimizer.param_groups, run.optimizer.names_of_groups, strict=True)
+            for g, names in zip(
+                run.optimizer.param_groups, run.optimizer.names_of_groups, strict=True
+            )
             for n in names
         }
         assert decays["cube"] == 0.1
@@ -132,7 +157,9 @@ def go_on(
 
 
 def narrow_from_wide(rank: int, folder: str) -> list[float]:
-    """How far fp32 main parameters are from those of the model, of a bf16 run that loads a replicated fp32 one."""
+    """How far fp32 main parameters are from those of the model, of a bf16 run that loads a
+    replicated fp32 one.
+    """
     run = Run("AdamW", True, torch.bfloat16)
     run.load(folder, partial=True)
     wide = Run("AdamW", False)
@@ -146,7 +173,9 @@ def narrow_from_wide(rank: int, folder: str) -> list[float]:
 
 
 def loaded_into_the_model(rank: int, how: str) -> list[float]:
-    """Some bf16 parameters after a step of no learning rate, which were loaded or written after the optimizer was made."""
+    """Some bf16 parameters after a step of no learning rate, which were loaded or written after the
+    optimizer was made.
+    """
     module = nn.Linear(4, 4).to(torch.bfloat16)
     model = BucketedDataParallel(module, sharded=True)
     optimizer = ShardedOptimizer(model, torch.optim.SGD, lr=0.0)
@@ -170,9 +199,14 @@ def main_parameters_keep_their_tails(rank: int) -> float:
     run = Run("AdamW", True, torch.bfloat16)
     run.steps(0, 2)
     before = [piece.main.detach().clone() for piece in run.optimizer.pieces]
-    run.model.load_state_dict({name: value.clone() for name, value in run.model.state_dict().items()})
+    run.model.load_state_dict(
+        {name: value.clone() for name, value in run.model.state_dict().items()}
+    )
     run.optimizer._take_written()
-    return max(float((a - b.main.detach()).abs().max()) for a, b in zip(before, run.optimizer.pieces, strict=True))
+    return max(
+        float((a - b.main.detach()).abs().max())
+        for a, b in zip(before, run.optimizer.pieces, strict=True)
+    )
 
 
 def by_torch_save(rank: int, folder: str) -> str:
@@ -201,7 +235,8 @@ def asynchronous(rank: int, folder: str) -> list[list[float]]:
     run.steps(0, 3)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        group = dist.new_group(backend="gloo")  # of its own, or messages of saving would meet those of training
+        # of its own, or messages of saving would meet those of training
+        group = dist.new_group(backend="gloo")
         pending: Any = dcp.async_save(run._state(), checkpoint_id=folder, process_group=group)
     run.steps(3, 6)
     pending.result()

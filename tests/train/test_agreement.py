@@ -11,7 +11,9 @@ from tests.support.rank_programs import started_with
 from tests.train.test_training_layouts import TOML
 
 
-def test_a_rank_with_other_data_or_settings_is_named_on_every_rank(gang: Gang, tmp_path: Path) -> None:
+def test_a_rank_with_other_data_or_settings_is_named_on_every_rank(
+    gang: Gang, tmp_path: Path
+) -> None:
     for name, seed in (("web", 0), ("code", 1)):
         write_random_pair(str(tmp_path / name), count=400, vocab=100, seed=seed)
         write_random_pair(str(tmp_path / "copy" / name), count=400, vocab=100, seed=seed)
@@ -23,7 +25,11 @@ def test_a_rank_with_other_data_or_settings_is_named_on_every_rank(gang: Gang, t
             3,
             started_with,
             str(tmp_path / "run.toml"),
-            [["train.global_batch_size=24"], ["train.global_batch_size=24", *second], ["train.global_batch_size=24"]],
+            [
+                ["train.global_batch_size=24"],
+                ["train.global_batch_size=24", *second],
+                ["train.global_batch_size=24"],
+            ],
         )
 
     copy = f'data.blend=[["{tmp_path}/copy/web", 0.7], ["{tmp_path}/copy/code", 0.3]]'
@@ -39,5 +45,8 @@ def test_a_rank_with_other_data_or_settings_is_named_on_every_rank(gang: Gang, t
 def test_what_differs_is_said_once_for_all_ranks_that_have_it() -> None:
     told = [{"a": "1", "b": "x" * 100}] * 20 + [{"a": "2"}] * 12
     first, second = differences(told).split("; ")
-    assert first == "a is 2 on ranks 20, 21, 22, 23, 24, 25, 26, 27 and 4 more, 1 on ranks 0, 1, 2, 3, 4, 5, 6, 7 and 12 more"
+    assert (
+        first
+        == "a is 2 on ranks 20, 21, 22, 23, 24, 25, 26, 27 and 4 more, 1 on ranks 0, 1, 2, 3, 4, 5, 6, 7 and 12 more"
+    )
     assert second.startswith("b is missing on ranks 20, ")

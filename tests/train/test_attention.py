@@ -1,4 +1,6 @@
-"""Attention over documents and parts of sequences: exact, without masks, and with little kept for backward."""
+"""Attention over documents and parts of sequences: exact, without masks, and with little kept for
+backward.
+"""
 
 from __future__ import annotations
 
@@ -32,7 +34,9 @@ global_batch_size = 4
 out_dir = "{folder}/run"
 """
 DOCUMENTS = [[0, 5, 100, 130, 260, 261, 400, 512, 512]]
-"""Of one sample: within a part, over several parts, of one token; and a bound that only fills the row."""
+"""Of one sample: within a part, over several parts, of one token; and a bound that only fills the
+row.
+"""
 
 
 @pytest.fixture
@@ -48,13 +52,21 @@ def largest(saved: list[int], limit: int) -> list[int]:
 
 
 ACTIVATIONS = 60_000
-"""Bytes: more than any activation of the tokens that a rank keeps (256 of 512, of at most 50 float32 values), less than the keys
-and values of a whole sequence together (65,536) and than any mask (128 x 512 x 4)."""
+"""Bytes: more than any activation of the tokens that a rank keeps (256 of 512, of at most 50
+float32 values), less than the keys and values of a whole sequence together (65,536) and than any
+mask (128 x 512 x 4).
+"""
 
 
-def test_parts_of_a_sequence_keep_no_mask_and_no_gathered_keys_for_each_layer(gang: Gang, run_files: dict[int, str]) -> None:
-    saved = {layers: gang.run(2, steps_of, file, ["parallel.cp=2"], None, 1)[1]["saved"] for layers, file in run_files.items()}
-    assert largest(saved[3], ACTIVATIONS) == [128 * 384 * 4]  # of rank 1, whose parts are the second and the third of four
+def test_parts_of_a_sequence_keep_no_mask_and_no_gathered_keys_for_each_layer(
+    gang: Gang, run_files: dict[int, str]
+) -> None:
+    saved = {
+        layers: gang.run(2, steps_of, file, ["parallel.cp=2"], None, 1)[1]["saved"]
+        for layers, file in run_files.items()
+    }
+    # of rank 1, whose parts are the second and the third of four
+    assert largest(saved[3], ACTIVATIONS) == [128 * 384 * 4]
     assert largest(saved[1], ACTIVATIONS) == largest(saved[3], ACTIVATIONS)
 
 
@@ -62,7 +74,8 @@ def test_documents_keep_no_mask_of_a_sample(gang: Gang, run_files: dict[int, str
     whole = steps_of(0, run_files[3], [], DOCUMENTS, 1)["saved"]
     assert largest(whole, 2 * ACTIVATIONS) == []
     for part in gang.run(2, steps_of, run_files[3], ["parallel.cp=2"], DOCUMENTS, 1):
-        assert largest(part["saved"], ACTIVATIONS) == [128 * 139 * 4]  # for the documents that began before a part: the longest
+        # for the documents that began before a part: the longest
+        assert largest(part["saved"], ACTIVATIONS) == [128 * 139 * 4]
 
 
 @pytest.mark.parametrize("documents", [None, DOCUMENTS], ids=["one", "several"])
@@ -75,10 +88,14 @@ def test_parts_of_a_sequence_give_the_losses_and_gradients_of_the_whole(
     assert together == pytest.approx(whole["loss"], rel=1e-5)
     for name, grad in whole["grads"].items():
         for part in parts:
-            np.testing.assert_allclose(part["grads"][name], grad, atol=1e-6, rtol=1e-4, err_msg=name)
+            np.testing.assert_allclose(
+                part["grads"][name], grad, atol=1e-6, rtol=1e-4, err_msg=name
+            )
 
 
-def reference(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cu_seqlens: Any, parts: list[tuple[int, int]]) -> torch.Tensor:
+def reference(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cu_seqlens: Any, parts: list[tuple[int, int]]
+) -> torch.Tensor:
     """Attention by all pairs, of the kept queries [samples, kept, heads, head_dim], in float64."""
     place = torch.cat([torch.arange(a, b) for a, b in parts])
     key = torch.arange(k.shape[1])
@@ -91,7 +108,9 @@ def reference(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cu_seqlens: Any
     return (scores.softmax(-1) @ v).transpose(1, 2)
 
 
-def packed_kernel(q: Any, k: Any, v: Any, cu_q: Any, cu_k: Any, most_q: int, most_k: int, **causal: Any) -> torch.Tensor:
+def packed_kernel(
+    q: Any, k: Any, v: Any, cu_q: Any, cu_k: Any, most_q: int, most_k: int, **causal: Any
+) -> torch.Tensor:
     """What varlen_attn does, in the words of its documentation, and what it needs."""
     assert causal in ({"window_size": (-1, 0)}, {"is_causal": True})
     assert q.is_contiguous()
@@ -99,13 +118,20 @@ def packed_kernel(q: Any, k: Any, v: Any, cu_q: Any, cu_k: Any, most_q: int, mos
     assert (cu_q.dtype, cu_k.dtype) == (torch.int32, torch.int32)
     assert (int(cu_q[-1]), int(cu_k[-1])) == (len(q), len(k))
     mixed = []
-    for (q0, q1), (k0, k1) in zip(itertools.pairwise(cu_q.tolist()), itertools.pairwise(cu_k.tolist()), strict=True):
-        queries, keys = q1 - q0, k1 - k0
+    for (q0, q1), (k0, k1) in zip(
+        itertools.pairwise(cu_q.tolist()), itertools.pairwise(cu_k.tolist()), strict=True
+    ):
+        queries = q1 - q0
+        keys = k1 - k0
         assert 0 <= queries <= min(keys, most_q)
         assert keys <= most_k
         seen = torch.ones(queries, keys, dtype=torch.bool).tril(keys - queries)
         scores = torch.einsum("qhd,khd->hqk", q[q0:q1], k[k0:k1]) / q.shape[-1] ** 0.5
-        mixed.append(torch.einsum("hqk,khd->qhd", scores.masked_fill(~seen, -torch.inf).softmax(-1), v[k0:k1]))
+        mixed.append(
+            torch.einsum(
+                "hqk,khd->qhd", scores.masked_fill(~seen, -torch.inf).softmax(-1), v[k0:k1]
+            )
+        )
     return torch.cat(mixed)
 
 
@@ -118,7 +144,9 @@ BOUNDS: dict[str, Any] = {
 
 
 @pytest.mark.parametrize("kernel", ["calls", "packed"])
-@pytest.mark.parametrize("parts", [[(0, 48)], [(0, 12), (36, 48)], [(12, 24), (24, 36)], [(8, 16), (32, 40)]], ids=str)
+@pytest.mark.parametrize(
+    "parts", [[(0, 48)], [(0, 12), (36, 48)], [(12, 24), (24, 36)], [(8, 16), (32, 40)]], ids=str
+)
 @pytest.mark.parametrize("name", BOUNDS)
 def test_queries_see_the_keys_before_them_of_their_document(
     name: str, parts: list[tuple[int, int]], kernel: str, monkeypatch: pytest.MonkeyPatch
@@ -129,7 +157,10 @@ def test_queries_see_the_keys_before_them_of_their_document(
     bounds = None if BOUNDS[name] is None else torch.tensor(BOUNDS[name], dtype=torch.int32)
     generator = torch.Generator().manual_seed(1)
     kept = sum(stop - start for start, stop in parts)
-    q, k, v = (torch.randn(2, length, 2, 8, generator=generator, requires_grad=True) for length in (kept, WHOLE, WHOLE))
+    q, k, v = (
+        torch.randn(2, length, 2, 8, generator=generator, requires_grad=True)
+        for length in (kept, WHOLE, WHOLE)
+    )
     visibility = Visibility(parts, WHOLE, bounds)
     results = []
     for mixed in (_attend_to_all(q, k, v, visibility), reference(q, k, v, bounds, parts)):

@@ -1,4 +1,6 @@
-"""Checkpoints: whole wherever they lie and whenever a run is killed, told apart when damaged, of one job at a time."""
+"""Checkpoints: whole wherever they lie and whenever a run is killed, told apart when damaged, of
+one job at a time.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +29,15 @@ from streammega.storage.store import written_whole
 from streammega.train import checkpoint_hold
 from streammega.train.checkpoint import checkpoints
 from streammega.train.checkpoint_bucket import CheckpointBucket
-from streammega.train.checkpoint_files import ALGORITHM, CHECKSUMS, METADATA, Checksums, DamagedError, Files, read_metadata
+from streammega.train.checkpoint_files import (
+    ALGORITHM,
+    CHECKSUMS,
+    METADATA,
+    Checksums,
+    DamagedError,
+    Files,
+    read_metadata,
+)
 from streammega.train.checkpoint_folder import CheckpointFolder
 from streammega.train.checkpoint_open import open_place
 from streammega.train.config import load_run
@@ -36,7 +46,14 @@ from streammega.train.loop import Trainer
 from streammega.train.metrics import read_metrics
 from streammega.train.stopping import Terminated
 from tests.conftest import write_random_pair
-from tests.support.checkpoint_programs import failing_save, hold, outcome, train_and_die, train_slowly, train_steps
+from tests.support.checkpoint_programs import (
+    failing_save,
+    hold,
+    outcome,
+    train_and_die,
+    train_slowly,
+    train_steps,
+)
 from tests.support.gang import Gang
 from tests.support.servers import S3
 
@@ -106,14 +123,19 @@ def out(request: pytest.FixtureRequest, tmp_path: Path) -> list[str]:
         return [f"train.out_dir={tmp_path}/out"]
     if request.param == "oss":
         oss = request.getfixturevalue("oss")
-        options = [f"data.storage.storage_options.{name}={json.dumps(value)}" for name, value in oss.options.items()]
+        options = [
+            f"data.storage.storage_options.{name}={json.dumps(value)}"
+            for name, value in oss.options.items()
+        ]
         return [f"train.out_dir=oss://{oss.new_bucket()}/deep/run", *options]
     s3: S3 = request.getfixturevalue("moto")
     return on_s3(s3, s3.new_bucket())
 
 
 def on_s3(s3: S3, bucket: str) -> list[str]:
-    options = [f'data.storage.storage_options.{name}="{value}"' for name, value in s3.options.items()]
+    options = [
+        f'data.storage.storage_options.{name}="{value}"' for name, value in s3.options.items()
+    ]
     return [f"train.out_dir=s3://{bucket}/deep/run", *options]
 
 
@@ -138,7 +160,9 @@ def cut(path: Path) -> None:
 def flip(path: Path) -> None:
     """One bit of a value, in the middle of the largest tensor."""
     files = Files(store=PreadStore(StorageConfig()), prefix=str(path))
-    largest = max(read_metadata(files, Checksums()).storage_data.values(), key=lambda place: place.length)
+    largest = max(
+        read_metadata(files, Checksums()).storage_data.values(), key=lambda place: place.length
+    )
     data = bytearray((path / largest.relative_path).read_bytes())
     data[largest.offset + largest.length // 2] ^= 1
     (path / largest.relative_path).write_bytes(data)
@@ -146,8 +170,15 @@ def flip(path: Path) -> None:
 
 def items(path: Path) -> list[tuple[str, str]]:
     """The file and the offset of all that was written of a checkpoint."""
-    metadata = read_metadata(Files(store=PreadStore(StorageConfig()), prefix=str(path)), Checksums())
-    return sorted([(METADATA, "0"), *((place.relative_path, str(place.offset)) for place in metadata.storage_data.values())])
+    metadata = read_metadata(
+        Files(store=PreadStore(StorageConfig()), prefix=str(path)), Checksums()
+    )
+    return sorted(
+        [
+            (METADATA, "0"),
+            *((place.relative_path, str(place.offset)) for place in metadata.storage_data.values()),
+        ]
+    )
 
 
 def items_with_checksums(path: Path) -> list[tuple[str, str]]:
@@ -165,7 +196,9 @@ def change_a_digit(path: Path) -> None:
     text = (path / "position.json").read_text()
     consumed = json.loads(text)["data"]["consumed_samples"]
     assert consumed == 48
-    (path / "position.json").write_text(text.replace('"consumed_samples": 48', '"consumed_samples": 40'))
+    (path / "position.json").write_text(
+        text.replace('"consumed_samples": 48', '"consumed_samples": 40')
+    )
 
 
 DAMAGE = {
@@ -175,7 +208,9 @@ DAMAGE = {
     "no-metadata": lambda path: (path / ".metadata").unlink(),
     "cut": lambda path: cut(path / "__0_0.distcp"),
     "missing": lambda path: (path / "__0_0.distcp").unlink(),
-    "other-bytes": lambda path: (path / "__0_0.distcp").write_bytes(bytes((path / "__0_0.distcp").stat().st_size)),
+    "other-bytes": lambda path: (path / "__0_0.distcp").write_bytes(
+        bytes((path / "__0_0.distcp").stat().st_size)
+    ),
     "flipped-bit": flip,
     "flipped-bit-of-metadata": rename_a_tensor,
     "flipped-bit-of-position": change_a_digit,
@@ -187,7 +222,9 @@ def test_a_damaged_newest_checkpoint_falls_back_to_the_one_before(
     run_file: str, folder: Path, kind: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     before = folder / "step-00000004"
-    whole = replace(load_run(run_file), train=replace(load_run(run_file).train, out_dir=f"{folder}/../../whole"))
+    whole = replace(
+        load_run(run_file), train=replace(load_run(run_file).train, out_dir=f"{folder}/../../whole")
+    )
     shutil.copytree(before, Path(whole.train.out_dir) / "checkpoints" / before.name)
     truth = Trainer(whole, CPU)
     truth.resume()
@@ -200,7 +237,9 @@ def test_a_damaged_newest_checkpoint_falls_back_to_the_one_before(
     assert names(folder) == ["step-00000002", "step-00000004", "step-00000006.damaged"]
 
 
-def test_every_item_has_a_checksum_and_a_checkpoint_of_before_there_were_any_is_loaded(run_file: str, folder: Path) -> None:
+def test_every_item_has_a_checksum_and_a_checkpoint_of_before_there_were_any_is_loaded(
+    run_file: str, folder: Path
+) -> None:
     position = folder / "step-00000006" / "position.json"
     assert items_with_checksums(position.parent) == items(position.parent)
     kept = json.loads(position.read_text())
@@ -209,10 +248,14 @@ def test_every_item_has_a_checksum_and_a_checkpoint_of_before_there_were_any_is_
     assert resumed(run_file).step == 6
 
 
-def test_a_run_all_of_whose_checkpoints_are_damaged_does_not_begin_anew(run_file: str, folder: Path) -> None:
+def test_a_run_all_of_whose_checkpoints_are_damaged_does_not_begin_anew(
+    run_file: str, folder: Path
+) -> None:
     for path in checkpoints(folder):
         cut(path / "__0_0.distcp")
-    with pytest.raises(StateError, match=r"no checkpoint can be read, of steps 6, 4, 2 .*is cut short.*restore one"):
+    with pytest.raises(
+        StateError, match=r"no checkpoint can be read, of steps 6, 4, 2 .*is cut short.*restore one"
+    ):
         resumed(run_file)
     assert names(folder) == ["step-00000002", "step-00000004", "step-00000006"]
 
@@ -228,24 +271,32 @@ def test_storage_that_fails_is_named_and_is_no_reason_to_go_back(
         return read(self, key, *rest)
 
     monkeypatch.setattr(PreadStore, "read_ranges", failing)
-    with pytest.raises(EndpointError, match=r"step-00000006/__0_0.distcp: the endpoint did not answer"):
+    with pytest.raises(
+        EndpointError, match=r"step-00000006/__0_0.distcp: the endpoint did not answer"
+    ):
         resumed(run_file)
     assert len(checkpoints(folder)) == 3
 
 
-def test_metadata_is_read_without_running_what_it_says(run_file: str, folder: Path, tmp_path: Path) -> None:
+def test_metadata_is_read_without_running_what_it_says(
+    run_file: str, folder: Path, tmp_path: Path
+) -> None:
     class Evil:
         def __reduce__(self) -> Any:
             return os.mkdir, (str(tmp_path / "evil"),)
 
-    files = Files(store=PreadStore(load_run(run_file).data.storage), prefix=str(folder / "step-00000006"))
+    files = Files(
+        store=PreadStore(load_run(run_file).data.storage), prefix=str(folder / "step-00000006")
+    )
     assert read_metadata(files, Checksums()).state_dict_metadata
     for payload in (pickle.dumps(Evil()), pickle.dumps({"a": 1}), b"", pickle.dumps(print)):
         (folder / "step-00000006" / ".metadata").write_bytes(payload)
         with pytest.raises(DamagedError, match="metadata: is"):
             read_metadata(files, Checksums())
     assert not (tmp_path / "evil").exists()
-    outside = read_metadata(Files(store=files.store, prefix=str(folder / "step-00000004")), Checksums())
+    outside = read_metadata(
+        Files(store=files.store, prefix=str(folder / "step-00000004")), Checksums()
+    )
     for place in outside.storage_data.values():
         place.relative_path = "../step-00000002/__0_0.distcp"
     (folder / "step-00000006" / ".metadata").write_bytes(pickle.dumps(outside))
@@ -261,7 +312,9 @@ def test_an_old_checkpoint_that_cannot_be_removed_ends_no_run(
     monkeypatch.setattr(shutil, "rmtree", busy)
     Trainer(load_run(run_file, ["train.keep_checkpoints=1"]), CPU).run()
     folder = Path(run_file).parent / "run" / "checkpoints"
-    assert [path.name for path in checkpoints(folder)] == ["step-00000006"], "what is half removed bears no final name"
+    assert [path.name for path in checkpoints(folder)] == ["step-00000006"], (
+        "what is half removed bears no final name"
+    )
     assert "cannot be removed" in caplog.text
     monkeypatch.undo()
     trainer = resumed(run_file)
@@ -291,13 +344,20 @@ def test_a_step_is_replaced_without_a_moment_in_which_it_is_not_there(
 
 def test_what_is_evaluated_is_opened_before_the_first_step(run_file: str) -> None:
     with pytest.raises(ConfigError, match="valid"):
-        Trainer(load_run(run_file, ["data.split=100,0.0001,0", "train.eval_interval=4", "train.eval_iters=1"]), CPU)
+        Trainer(
+            load_run(
+                run_file, ["data.split=100,0.0001,0", "train.eval_interval=4", "train.eval_iters=1"]
+            ),
+            CPU,
+        )
     overrides = ["validation.other=/no/such/pair", "train.eval_interval=4", "train.eval_iters=1"]
     with pytest.raises(StorageError, match="/no/such/pair"):
         Trainer(load_run(run_file, overrides), CPU)
 
 
-def test_an_evaluation_that_fails_costs_no_steps(run_file: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_evaluation_that_fails_costs_no_steps(
+    run_file: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     config = load_run(run_file, ["train.eval_interval=4", "train.eval_iters=1"])
     trainer = Trainer(config, CPU)
 
@@ -321,9 +381,22 @@ def test_an_evaluation_that_fails_costs_no_steps(run_file: str, monkeypatch: pyt
     assert all("batch_hash" in record for record in records)
 
 
-def test_a_rewind_is_done_once_and_not_again_by_an_old_command_line(run_file: str, folder: Path) -> None:
+def test_a_rewind_is_done_once_and_not_again_by_an_old_command_line(
+    run_file: str, folder: Path
+) -> None:
     resumed(run_file, "train.rewind=2", "train.iters=6").run()
-    assert [record["step"] for record in read_metrics(folder.parent / "metrics.jsonl")] == [1, 2, 3, 4, 5, 6, 3, 4, 5, 6]
+    assert [record["step"] for record in read_metrics(folder.parent / "metrics.jsonl")] == [
+        1,
+        2,
+        3,
+        4,
+        5,
+        6,
+        3,
+        4,
+        5,
+        6,
+    ]
     resumed(run_file, "train.iters=8").run()  # without it
     again = resumed(run_file, "train.rewind=2", "train.iters=8")
     assert again.step == 8, "these steps have gone back to 2 already"
@@ -333,7 +406,9 @@ def test_a_rewind_is_done_once_and_not_again_by_an_old_command_line(run_file: st
     further.close()
 
 
-def test_earlier_rewinds_are_marked_and_what_was_set_aside_is_kept_apart_and_not_for_ever(run_file: str, folder: Path) -> None:
+def test_earlier_rewinds_are_marked_and_what_was_set_aside_is_kept_apart_and_not_for_ever(
+    run_file: str, folder: Path
+) -> None:
     position = folder / "step-00000006" / "position.json"
     kept = json.loads(position.read_text()) | {"rewind": 4}  # as earlier versions wrote it
     del kept[CHECKSUMS]
@@ -363,7 +438,9 @@ def test_a_stopped_run_waits_for_its_save_and_makes_no_second_one_where_that_is_
         return record, stop or record["step"] == 4
 
     monkeypatch.setattr(trainer, "train_step", stopped)
-    with pytest.raises(Terminated, match=r"after step 4; step 3, of less than 30 s before, is saved"):
+    with pytest.raises(
+        Terminated, match=r"after step 4; step 3, of less than 30 s before, is saved"
+    ):
         trainer.run()
     assert resumed(run_file).step == 3
     late = resumed(run_file, "train.iters=16", "train.save_interval=3")
@@ -405,16 +482,30 @@ def test_runs_on_a_disk_and_in_an_object_store_save_keep_rewind_and_resume(
         assert {key for key in stored if key.endswith(".json")} == {
             "deep/run/checkpoints/step-00000008.json", "deep/run/checkpoints/step-00000010.rewound.json"
         }  # fmt: skip
-        assert len([key for key in stored if key.endswith(".metadata")]) == 2, "what is dropped is dropped with its files"
+        assert len([key for key in stored if key.endswith(".metadata")]) == 2, (
+            "what is dropped is dropped with its files"
+        )
         data = bytes(
-            place._store.read_ranges("deep/run/metrics.jsonl", [0], [place._store.info("deep/run/metrics.jsonl").size])[0]
+            place._store.read_ranges(
+                "deep/run/metrics.jsonl", [0], [place._store.info("deep/run/metrics.jsonl").size]
+            )[0]
         )
         assert [json.loads(line)["step"] for line in data.splitlines()] == list(range(1, 11))
         assert not Path("s3:").exists()
         if "s3:" in out[0]:
             for name, value in moto.environment.items():
                 monkeypatch.setenv(name, value)
-            assert cli_main(["plot", out[0].removeprefix("train.out_dir="), "--out", str(tmp_path / "run.png")]) == 0
+            assert (
+                cli_main(
+                    [
+                        "plot",
+                        out[0].removeprefix("train.out_dir="),
+                        "--out",
+                        str(tmp_path / "run.png"),
+                    ]
+                )
+                == 0
+            )
             assert "10 steps, loss" in capsys.readouterr().out
 
 
@@ -437,7 +528,9 @@ def test_a_damaged_checkpoint_of_an_object_store_falls_back(run_file: str, moto:
     assert place.steps() == [2]
 
 
-def test_a_flipped_bit_in_an_object_store_falls_back(run_file: str, moto: S3, tmp_path: Path) -> None:
+def test_a_flipped_bit_in_an_object_store_falls_back(
+    run_file: str, moto: S3, tmp_path: Path
+) -> None:
     overrides = on_s3(moto, moto.new_bucket())
     first = Trainer(load_run(run_file, overrides), CPU)
     first.run()
@@ -462,7 +555,12 @@ def test_a_bucket_that_is_not_there_is_named_before_the_first_step(run_file: str
 @pytest.fixture
 def truth(run_file: str) -> dict[int, list[torch.Tensor]]:
     """The weights of a run after each step."""
-    trainer = Trainer(load_run(run_file, [f"train.out_dir={Path(run_file).parent}/truth", "train.save_interval=0"]), CPU)
+    trainer = Trainer(
+        load_run(
+            run_file, [f"train.out_dir={Path(run_file).parent}/truth", "train.save_interval=0"]
+        ),
+        CPU,
+    )
     found = {0: weights(trainer)}
     for step in range(1, 7):
         trainer.train_step()
@@ -484,21 +582,35 @@ def dies(gang: Gang, run_file: str, overrides: list[str], fatal: int, done: Path
 
 
 KILLS = 3
-"""Kill points of a run, evenly over all of its changes of what is stored; all of them by `make soak`."""
+"""Kill points of a run, evenly over all of its changes of what is stored; all of them by `make
+soak`.
+"""
 
 
-@pytest.mark.parametrize("every", [pytest.param(False, id="some"), pytest.param(True, id="all", marks=pytest.mark.soak)])
+@pytest.mark.parametrize(
+    "every", [pytest.param(False, id="some"), pytest.param(True, id="all", marks=pytest.mark.soak)]
+)
 def test_wherever_a_run_is_killed_its_newest_whole_checkpoint_resumes(
-    gang: Gang, run_file: str, out: list[str], truth: dict[int, list[torch.Tensor]], tmp_path: Path, every: bool
+    gang: Gang,
+    run_file: str,
+    out: list[str],
+    truth: dict[int, list[torch.Tensor]],
+    tmp_path: Path,
+    every: bool,
 ) -> None:
     def place(number: int) -> list[str]:
-        settings = [out[0].replace("/run", f"/run-{number}") + ("" if "s3:" in out[0] else str(number)), *out[1:]]
+        settings = [
+            out[0].replace("/run", f"/run-{number}") + ("" if "s3:" in out[0] else str(number)),
+            *out[1:],
+        ]
         return [*settings, "train.save_interval=1", "train.keep_checkpoints=1", "train.iters=3"]
 
     count = gang.run(1, train_and_die, run_file, place(0), None, str(tmp_path / "done"))[0]
     gang.close()  # its process counts what is no longer of interest
     assert count > 10
-    points = range(1, count) if every else [1 + (2 * n + 1) * count // (2 * KILLS) for n in range(KILLS)]
+    points = (
+        range(1, count) if every else [1 + (2 * n + 1) * count // (2 * KILLS) for n in range(KILLS)]
+    )
     killed = 0
     for fatal in points:
         done = tmp_path / f"done-{fatal}"
@@ -507,8 +619,11 @@ def test_wherever_a_run_is_killed_its_newest_whole_checkpoint_resumes(
         published = [int(line) for line in done.read_text().split()] if done.exists() else [0]
         trainer = resumed(run_file, *place(fatal))
         assert trainer.step in (published[-1], published[-1] + 1), (fatal, published)
-        assert all(torch.equal(a, b) for a, b in zip(weights(trainer), truth[trainer.step], strict=True)), fatal
-        left = [2, 3] if trainer.step == 3 else [3]  # killed before the old one went, which goes with the next save
+        assert all(
+            torch.equal(a, b) for a, b in zip(weights(trainer), truth[trainer.step], strict=True)
+        ), fatal
+        # killed before the old one went, which goes with the next save
+        left = [2, 3] if trainer.step == 3 else [3]
         trainer.run()
         assert trainer.checkpoints.place.steps() in ([3], left), fatal
     assert killed > 0.9 * len(points), "a run may end some changes earlier than another"
@@ -520,8 +635,12 @@ def test_ranks_that_are_killed_while_they_upload_in_the_background_resume_on_ano
     overrides = on_s3(moto, moto.new_bucket())
     begun = tmp_path / "begun"
     sharded = ["parallel.optimizer=sharded", "parallel.bucket_size=2000"]
-    assert gang.run_until(begun.exists, 2, train_slowly, run_file, [*overrides, *sharded], 0.004, str(begun))
-    place = open_place(load_run(run_file, overrides).train.out_dir, load_run(run_file, overrides).data.storage)
+    assert gang.run_until(
+        begun.exists, 2, train_slowly, run_file, [*overrides, *sharded], 0.004, str(begun)
+    )
+    place = open_place(
+        load_run(run_file, overrides).train.out_dir, load_run(run_file, overrides).data.storage
+    )
     assert place.steps() == [2]
     trainer = resumed(run_file, *overrides)
     assert trainer.step == 2
@@ -532,8 +651,12 @@ def test_ranks_that_are_killed_while_they_upload_in_the_background_resume_on_ano
     assert place.steps() == [2, 4, 6]
 
 
-def test_an_out_dir_that_is_not_one_for_all_ranks_is_found_before_the_first_step(gang: Gang, run_file: str) -> None:
-    apart = gang.run(2, outcome, run_file, [f"train.out_dir={Path(run_file).parent}/node-RANK"], 0.5)
+def test_an_out_dir_that_is_not_one_for_all_ranks_is_found_before_the_first_step(
+    gang: Gang, run_file: str
+) -> None:
+    apart = gang.run(
+        2, outcome, run_file, [f"train.out_dir={Path(run_file).parent}/node-RANK"], 0.5
+    )
     for message, seconds in apart:
         assert "does not see what rank 0 wrote there" in message
         assert "train.out_dir must be one folder for all ranks" in message
@@ -542,19 +665,37 @@ def test_an_out_dir_that_is_not_one_for_all_ranks_is_found_before_the_first_step
 
 
 @pytest.mark.parametrize("kind", ["cut", "flipped-bit"])
-def test_ranks_agree_on_the_checkpoint_to_resume_from(gang: Gang, run_file: str, folder: Path, kind: str) -> None:
+def test_ranks_agree_on_the_checkpoint_to_resume_from(
+    gang: Gang, run_file: str, folder: Path, kind: str
+) -> None:
     DAMAGE[kind](folder / "step-00000006")
-    assert gang.run(2, train_steps, run_file, ["train.iters=8", "parallel.optimizer=sharded"]) == [4, 4]
-    assert [path.name for path in checkpoints(folder)] == ["step-00000004", "step-00000006", "step-00000008"]
+    assert gang.run(2, train_steps, run_file, ["train.iters=8", "parallel.optimizer=sharded"]) == [
+        4,
+        4,
+    ]
+    assert [path.name for path in checkpoints(folder)] == [
+        "step-00000004",
+        "step-00000006",
+        "step-00000008",
+    ]
     newest = items(folder / "step-00000008")
     assert {"__0_0.distcp", "__1_0.distcp"} < {name for name, _ in newest}
     assert items_with_checksums(folder / "step-00000008") == newest
 
 
 @pytest.mark.parametrize("failing", [0, 1])
-def test_a_save_that_fails_in_the_background_is_told_within_seconds_on_all_ranks(gang: Gang, run_file: str, failing: int) -> None:
+def test_a_save_that_fails_in_the_background_is_told_within_seconds_on_all_ranks(
+    gang: Gang, run_file: str, failing: int
+) -> None:
     began = time.monotonic()
-    ended = gang.run(2, failing_save, run_file, ["train.iters=60", "train.save_interval=20", "train.timeout=60"], failing, 20)
+    ended = gang.run(
+        2,
+        failing_save,
+        run_file,
+        ["train.iters=60", "train.save_interval=20", "train.timeout=60"],
+        failing,
+        20,
+    )
     assert time.monotonic() - began < 40
     for message, step in ended:
         assert "No space left on device" in message
@@ -595,7 +736,9 @@ def test_an_object_that_nobody_renews_is_taken_over_and_its_owner_stops_writing(
     monkeypatch.setattr(checkpoint_hold, "RENEW_SECONDS", 0.2)
     monkeypatch.setattr(checkpoint_hold, "SETTLE_SECONDS", 0.1)
     bucket = moto.new_bucket()
-    place: Any = open_place(f"s3://{bucket}/run", load_run(run_file, on_s3(moto, bucket)).data.storage)
+    place: Any = open_place(
+        f"s3://{bucket}/run", load_run(run_file, on_s3(moto, bucket)).data.storage
+    )
     other = {"owner": "x", "host": "elsewhere", "pid": 7, "system": "another", "started": "1"}
     writer = place._store.open_writer("run/lock.json")
     writer.write(json.dumps(other).encode())
@@ -612,12 +755,21 @@ def test_an_object_that_nobody_renews_is_taken_over_and_its_owner_stops_writing(
             time.sleep(0.05)
     held.release()
     assert (
-        json.loads(bytes(place._store.read_ranges("run/lock.json", [0], [place._store.info("run/lock.json").size])[0])) == other
+        json.loads(
+            bytes(
+                place._store.read_ranges(
+                    "run/lock.json", [0], [place._store.info("run/lock.json").size]
+                )[0]
+            )
+        )
+        == other
     )
 
 
 class FakeDevice:
-    """A GPU's streams, on the CPU: copies happen when their stream is waited for, and all that is ordered is noted."""
+    """A GPU's streams, on the CPU: copies happen when their stream is waited for, and all that is
+    ordered is noted.
+    """
 
     def __init__(self) -> None:
         self.log: list[str] = []
@@ -647,7 +799,8 @@ class FakeDevice:
 
 class FakeStream:
     def __init__(self, name: str, log: list[str]) -> None:
-        self.name, self.log = name, log
+        self.name = name
+        self.log = log
 
     def wait_stream(self, other: Any) -> None:
         self.log.append(f"{self.name} waits for {other.name}")
@@ -667,16 +820,22 @@ class FakeEvent:
         self.log.append("host waits")
 
 
-def test_copies_from_a_device_use_one_kept_buffer_and_order_themselves_before_the_next_change() -> None:
+def test_copies_from_a_device_use_one_kept_buffer_and_order_themselves_before_the_next_change() -> (
+    None
+):
     device = FakeDevice()
     copies = HostCopies(device)
     values = {"a": torch.arange(6.0).view(2, 3), "b": torch.arange(5).to(torch.bfloat16)}
     step = torch.tensor(3.0)
-    state = {name: Boxes(value.shape, [((0,) * value.dim(), value)]) for name, value in values.items()}
+    state = {
+        name: Boxes(value.shape, [((0,) * value.dim(), value)]) for name, value in values.items()
+    }
     state["step"] = Boxes((), [((), step)])
     taken = copies.take(state, background=True)
     assert list(taken) == ["a", "b", "step"]
-    assert device.log == ["side waits for main", "copy on side", "event on side"], "the host waits for nothing"
+    assert device.log == ["side waits for main", "copy on side", "event on side"], (
+        "the host waits for nothing"
+    )
     copies.before_change()
     copies.before_change()
     assert device.log[3:] == ["main waits for the copies"], "once, on the device"
@@ -696,12 +855,16 @@ def test_copies_from_a_device_use_one_kept_buffer_and_order_themselves_before_th
     torch.save(again["a"].boxes[0][1].clone(), buffer)
 
 
-def test_a_run_says_before_each_change_that_copies_must_be_done(run_file: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_run_says_before_each_change_that_copies_must_be_done(
+    run_file: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     trainer = Trainer(load_run(run_file), CPU)
     calls: list[str] = []
     monkeypatch.setattr(trainer.checkpoints, "before_change", lambda: calls.append("before"))
     step = trainer.optimizer.step
-    monkeypatch.setattr(trainer.optimizer, "step", lambda *args: (calls.append("step"), step(*args))[1])
+    monkeypatch.setattr(
+        trainer.optimizer, "step", lambda *args: (calls.append("step"), step(*args))[1]
+    )
     trainer.train_step()
     assert calls == ["before", "step"]
 
@@ -715,7 +878,11 @@ def test_a_folder_tells_what_a_run_of_an_earlier_version_left(run_file: str, fol
 
     old = folder / "step-00000008"
     with pytest.warns(UserWarning, match="single process"):
-        dcp.save(dict(state_to_save(trainer.model, trainer.optimizer)), checkpoint_id=old, planner=SavePlanner())
+        dcp.save(
+            dict(state_to_save(trainer.model, trainer.optimizer)),
+            checkpoint_id=old,
+            planner=SavePlanner(),
+        )
     position = json.loads((folder / "step-00000006" / "position.json").read_text()) | {"step": 8}
     del position[CHECKSUMS]
     (old / "position.json").write_text(json.dumps(position))

@@ -1,4 +1,6 @@
-"""What only a CUDA device can show: batches that were copied asynchronously and dropped arrive as they were."""
+"""What only a CUDA device can show: batches that were copied asynchronously and dropped arrive as
+they were.
+"""
 
 from __future__ import annotations
 
@@ -12,14 +14,25 @@ import numpy as np
 import pytest
 import torch
 
-from streammega import DataConfig, IndexedDatasetWriter, ParallelLayout, RankBatches, Ranks, StreamingDataset, StreamLoader
+from streammega import (
+    DataConfig,
+    IndexedDatasetWriter,
+    ParallelLayout,
+    RankBatches,
+    Ranks,
+    StreamingDataset,
+    StreamLoader,
+)
 from streammega.parallel import open_loader
 from streammega.parallel.derive import device_fields
 from streammega.samples.fields import Batch, batch_fields
 
 pytestmark = [
     pytest.mark.cuda,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device: torch.cuda.is_available() is False"),
+    pytest.mark.skipif(
+        not torch.cuda.is_available(),
+        reason="needs a CUDA device: torch.cuda.is_available() is False",
+    ),
 ]
 
 BATCHES = 96
@@ -29,7 +42,12 @@ CYCLES = 200_000_000
 """Of the long kernel: a tenth of a second and more."""
 FIELDS: dict[str, dict[str, Any]] = {
     "plain": {},
-    "documents": {"reset_position_ids": True, "reset_attention_mask": True, "eod_mask_loss": True, "create_attention_mask": True},
+    "documents": {
+        "reset_position_ids": True,
+        "reset_attention_mask": True,
+        "eod_mask_loss": True,
+        "create_attention_mask": True,
+    },
 }
 
 
@@ -51,13 +69,17 @@ def data(request: pytest.FixtureRequest, tmp_path: Path) -> DataConfig:
 
 
 def copy_and_drop(batches: Iterator[Batch]) -> Iterator[Batch]:
-    """The batches on the device, copied behind a long kernel, their originals dropped before it ended and many others made."""
+    """The batches on the device, copied behind a long kernel, their originals dropped before it
+    ended and many others made.
+    """
     while True:
         torch.cuda._sleep(CYCLES)
         copies = []
         for batch in itertools.islice(batches, AT_ONCE):
             assert all(field.is_pinned() for field in batch.values())
-            copies.append({name: field.to("cuda", non_blocking=True) for name, field in batch.items()})
+            copies.append(
+                {name: field.to("cuda", non_blocking=True) for name, field in batch.items()}
+            )
             del batch
         for _ in range(4):  # more are made in what the dropped ones lay in, if that was given away
             next(batches, None)
@@ -80,12 +102,16 @@ def assert_equal(got: Batch, expected: Batch) -> None:
 
 @pytest.mark.parametrize("micro", [1, 4])
 @pytest.mark.parametrize("ids_only", [False, True])
-def test_a_loaders_batches_may_be_dropped_after_an_asynchronous_copy(data: DataConfig, micro: int, ids_only: bool) -> None:
+def test_a_loaders_batches_may_be_dropped_after_an_asynchronous_copy(
+    data: DataConfig, micro: int, ids_only: bool
+) -> None:
     sizes = {"micro_batch_size": micro, "global_batch_size": micro}
     truth = StreamingDataset(data, **sizes)
     with StreamLoader(data, **sizes, ids_only=ids_only) as loader:
         compared = 0
-        for number, got in zip(numbers(BATCHES), copy_and_drop(itertools.islice(loader, BATCHES)), strict=True):
+        for number, got in zip(
+            numbers(BATCHES), copy_and_drop(itertools.islice(loader, BATCHES)), strict=True
+        ):
             expected = truth.batch(number * micro)
             if ids_only:
                 got = {name: field.cpu() for name, field in got.items()}
@@ -96,12 +122,18 @@ def test_a_loaders_batches_may_be_dropped_after_an_asynchronous_copy(data: DataC
 
 
 @pytest.mark.parametrize("workers", [0, 2])
-def test_a_dataloader_that_pins_hands_out_batches_that_may_be_dropped(data: DataConfig, workers: int) -> None:
+def test_a_dataloader_that_pins_hands_out_batches_that_may_be_dropped(
+    data: DataConfig, workers: int
+) -> None:
     dataset = StreamingDataset(data, micro_batch_size=4, global_batch_size=4)
     options: Any = {"multiprocessing_context": "spawn"} if workers else {}
-    loader = torch.utils.data.DataLoader(dataset, batch_size=None, pin_memory=True, num_workers=workers, **options)
+    loader = torch.utils.data.DataLoader(
+        dataset, batch_size=None, pin_memory=True, num_workers=workers, **options
+    )
     truth = StreamingDataset(data, micro_batch_size=4, global_batch_size=4)
-    for number, got in zip(numbers(BATCHES), copy_and_drop(itertools.islice(iter(loader), BATCHES)), strict=True):
+    for number, got in zip(
+        numbers(BATCHES), copy_and_drop(itertools.islice(iter(loader), BATCHES)), strict=True
+    ):
         assert_equal(got, truth.batch(number * 4))
 
 
@@ -115,16 +147,28 @@ def test_rank_batches_arrive_as_they_were_made_on_the_cpu(data: DataConfig, ahea
     for number, batch in enumerate(itertools.islice(batches, BATCHES)):
         if number % AT_ONCE == 0:
             torch.cuda._sleep(CYCLES)
-        kept.append({name: field * 1 for name, field in batch.items()})  # a kernel that reads it, behind the long one
+        # a kernel that reads it, behind the long one
+        kept.append({name: field * 1 for name, field in batch.items()})
     torch.cuda.synchronize()
     batches.close()
     for number, got in enumerate(kept):
         expected = truth.batch(4 * number)
-        assert_equal({name: field.bool() if name == "attention_mask" else field for name, field in got.items()}, expected)
+        assert_equal(
+            {
+                name: field.bool() if name == "attention_mask" else field
+                for name, field in got.items()
+            },
+            expected,
+        )
 
 
 def test_fields_made_on_the_device_are_those_made_on_the_cpu(data: DataConfig) -> None:
     ids = torch.randint(0, 300, (4, 513), dtype=torch.int32)
     valid = torch.tensor([513, 512, 0, 77])
-    assert_equal(batch_fields(ids.cuda(), valid, data, bounds=True), batch_fields(ids, valid, data, bounds=True))
-    assert_equal(device_fields(ids.cuda(), valid.cuda(), data), batch_fields(ids, valid, data, bounds=True))
+    assert_equal(
+        batch_fields(ids.cuda(), valid, data, bounds=True),
+        batch_fields(ids, valid, data, bounds=True),
+    )
+    assert_equal(
+        device_fields(ids.cuda(), valid.cuda(), data), batch_fields(ids, valid, data, bounds=True)
+    )

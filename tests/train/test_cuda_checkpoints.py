@@ -1,4 +1,6 @@
-"""What only a CUDA device can show of checkpoints: values are those of the moment, whatever is computed while they are copied."""
+"""What only a CUDA device can show of checkpoints: values are those of the moment, whatever is
+computed while they are copied.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,10 @@ from tests.train.test_checkpoints import TOML
 
 pytestmark = [
     pytest.mark.cuda,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device: torch.cuda.is_available() is False"),
+    pytest.mark.skipif(
+        not torch.cuda.is_available(),
+        reason="needs a CUDA device: torch.cuda.is_available() is False",
+    ),
 ]
 
 CYCLES = 500_000_000
@@ -37,7 +42,9 @@ def test_copies_are_of_the_moment_and_the_host_waits_for_nothing() -> None:
     values = {f"v{n}": torch.full((1 << 18,), float(n), device="cuda") for n in range(8)}
     step = torch.tensor(3.0)
     copies = HostCopies()
-    state = {name: Boxes(value.shape, [((0,), value)]) for name, value in values.items()} | {"step": Boxes((), [((), step)])}
+    state = {name: Boxes(value.shape, [((0,), value)]) for name, value in values.items()} | {
+        "step": Boxes((), [((), step)])
+    }
     copies.take(state, background=True)  # makes the buffer
     copies.before_change()
     copies.wait()
@@ -60,8 +67,14 @@ def test_copies_are_of_the_moment_and_the_host_waits_for_nothing() -> None:
     assert float(taken["step"].boxes[0][1]) == 3.0
 
 
-@pytest.mark.parametrize("overrides", [[], ["parallel.optimizer=sharded", "train.dtype=bfloat16"]], ids=["replicated", "sharded"])
-def test_background_checkpoints_of_a_gpu_resume_there_and_on_a_cpu(run_file: str, overrides: list[str]) -> None:
+@pytest.mark.parametrize(
+    "overrides",
+    [[], ["parallel.optimizer=sharded", "train.dtype=bfloat16"]],
+    ids=["replicated", "sharded"],
+)
+def test_background_checkpoints_of_a_gpu_resume_there_and_on_a_cpu(
+    run_file: str, overrides: list[str]
+) -> None:
     config = load_run(run_file, overrides)
     trainer = Trainer(config, torch.device("cuda"))
     truth = {}
@@ -69,7 +82,10 @@ def test_background_checkpoints_of_a_gpu_resume_there_and_on_a_cpu(run_file: str
         trainer.train_step()
         trainer.step = step
         if step == 2:
-            truth = {name: value.detach().cpu().clone() for name, value in trainer.model.chunks[0].named_parameters()}
+            truth = {
+                name: value.detach().cpu().clone()
+                for name, value in trainer.model.chunks[0].named_parameters()
+            }
             trainer.save(background=True)  # and the third step changes everything meanwhile
     trainer.checkpoints.wait()
     losses = [trainer.train_step()[0]["loss"]]
@@ -81,11 +97,15 @@ def test_background_checkpoints_of_a_gpu_resume_there_and_on_a_cpu(run_file: str
         for name, value in again.model.chunks[0].named_parameters():
             assert torch.equal(value.detach().cpu(), truth[name]), (device, name)
         again.train_step()
-        assert again.train_step()[0]["loss"] == pytest.approx(losses[0], rel=2e-2 if overrides else 1e-4)
+        assert again.train_step()[0]["loss"] == pytest.approx(
+            losses[0], rel=2e-2 if overrides else 1e-4
+        )
         again.close()
 
 
-def test_a_gpu_run_that_is_killed_during_a_background_save_resumes(gang: Gang, run_file: str, tmp_path: Path) -> None:
+def test_a_gpu_run_that_is_killed_during_a_background_save_resumes(
+    gang: Gang, run_file: str, tmp_path: Path
+) -> None:
     begun = tmp_path / "begun"
     assert gang.run_until(begun.exists, 1, train_slowly, run_file, [], 0.004, str(begun), "cuda")
     again = Trainer(load_run(run_file), torch.device("cuda"))

@@ -1,4 +1,6 @@
-"""What only a CUDA device can show of buckets and the sharded optimizer: no waiting in backward, and states that go on there."""
+"""What only a CUDA device can show of buckets and the sharded optimizer: no waiting in backward,
+and states that go on there.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,10 @@ from streammega.errors import GradientError
 
 pytestmark = [
     pytest.mark.cuda,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device: torch.cuda.is_available() is False"),
+    pytest.mark.skipif(
+        not torch.cuda.is_available(),
+        reason="needs a CUDA device: torch.cuda.is_available() is False",
+    ),
 ]
 
 SETTINGS: dict[str, dict[str, Any]] = {
@@ -26,7 +31,9 @@ SETTINGS: dict[str, dict[str, Any]] = {
 }
 
 
-def make(device: str, dtype: torch.dtype, **settings: Any) -> tuple[BucketedDataParallel, ShardedOptimizer]:
+def make(
+    device: str, dtype: torch.dtype, **settings: Any
+) -> tuple[BucketedDataParallel, ShardedOptimizer]:
     torch.manual_seed(3)
     module = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 8)).to(device, dtype)
     model = BucketedDataParallel(module, sharded=True, bucket_size=100)
@@ -35,7 +42,9 @@ def make(device: str, dtype: torch.dtype, **settings: Any) -> tuple[BucketedData
 
 def step(model: BucketedDataParallel, optimizer: ShardedOptimizer, number: int) -> None:
     parameter = next(model.parameters())
-    x = torch.randn(4, 8, generator=torch.Generator().manual_seed(number)).to(parameter.device, parameter.dtype)
+    x = torch.randn(4, 8, generator=torch.Generator().manual_seed(number)).to(
+        parameter.device, parameter.dtype
+    )
     model(x).float().square().mean().backward()
     model.finish_grad_sync()
     optimizer.clip_grad_norm_(1.0)
@@ -67,7 +76,9 @@ def test_a_bad_gradient_is_named_by_norms_that_stayed_on_the_device(largest: flo
     torch.manual_seed(3)
     module = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 8)).cuda()
     model = BucketedDataParallel(module, bucket_size=100, largest_gradient=largest)
-    module[2].weight.register_hook(lambda grad: grad.index_fill(0, torch.tensor([2], device="cuda"), float("nan")))
+    module[2].weight.register_hook(
+        lambda grad: grad.index_fill(0, torch.tensor([2], device="cuda"), float("nan"))
+    )
     model(torch.ones(4, 8, device="cuda")).square().mean().backward()
     with pytest.raises(GradientError, match=r"the gradient of 2\.weight is not finite"):
         model.finish_grad_sync()

@@ -1,4 +1,6 @@
-"""What only a CUDA device can show of the trainer's model: which kernels attention takes, what they keep, and equal numbers."""
+"""What only a CUDA device can show of the trainer's model: which kernels attention takes, what they
+keep, and equal numbers.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,10 @@ from tests.train.test_numerics import _switches_as_before  # noqa: F401 - a fixt
 
 pytestmark = [
     pytest.mark.cuda,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device: torch.cuda.is_available() is False"),
+    pytest.mark.skipif(
+        not torch.cuda.is_available(),
+        reason="needs a CUDA device: torch.cuda.is_available() is False",
+    ),
 ]
 
 WHOLE = 512
@@ -37,11 +42,17 @@ DOCUMENTS = [[0, 5, 30, 64], [0, 13, 64, 64]]
 def tensors(lengths: tuple[int, int, int], dtype: torch.dtype, rows: int = 2) -> list[torch.Tensor]:
     """q, k and v of so many tokens, for 8 heads of 64."""
     generator = torch.Generator("cuda").manual_seed(1)
-    made = (torch.randn(rows, length, 8, 64, generator=generator, device="cuda") for length in lengths)
+    made = (
+        torch.randn(rows, length, 8, 64, generator=generator, device="cuda") for length in lengths
+    )
     return [tensor.to(dtype).requires_grad_() for tensor in made]
 
 
-@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-4), (torch.bfloat16, 3e-2), (torch.float16, 4e-3)], ids=str)
+@pytest.mark.parametrize(
+    ("dtype", "tolerance"),
+    [(torch.float32, 1e-4), (torch.bfloat16, 3e-2), (torch.float16, 4e-3)],
+    ids=str,
+)
 @pytest.mark.parametrize("parts", PARTS, ids=str)
 @pytest.mark.parametrize("name", BOUNDS)
 def test_kernels_see_what_all_pairs_with_a_mask_see(
@@ -59,36 +70,55 @@ def test_kernels_see_what_all_pairs_with_a_mask_see(
     truth = [wanted, *torch.autograd.grad((wanted * weights.cpu()).sum(), exact)]
     for one, other in zip(got, truth, strict=True):
         scale = float(other.detach().abs().max())
-        torch.testing.assert_close(one.double().cpu(), other, atol=tolerance * scale, rtol=tolerance)
+        torch.testing.assert_close(
+            one.double().cpu(), other, atol=tolerance * scale, rtol=tolerance
+        )
 
 
 def kernels_and_bytes(run: Callable[[], torch.Tensor]) -> tuple[list[str], int]:
-    """The kernels of a forward and backward, and how much more memory than before was in use at its height."""
+    """The kernels of a forward and backward, and how much more memory than before was in use at its
+    height.
+    """
     run().sum().backward()  # libraries take their workspaces once
     torch.cuda.synchronize()
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated()
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA], acc_events=True) as profile:
+    with torch.profiler.profile(
+        activities=[torch.profiler.ProfilerActivity.CUDA], acc_events=True
+    ) as profile:
         run().sum().backward()
         torch.cuda.synchronize()
-    return [event.key for event in profile.key_averages()], torch.cuda.max_memory_allocated() - before
+    return [
+        event.key for event in profile.key_averages()
+    ], torch.cuda.max_memory_allocated() - before
 
 
 @pytest.mark.parametrize("length", [8192, 32768, 65536])
 @pytest.mark.parametrize("documents", [False, True], ids=["one", "several"])
-def test_long_parts_take_a_flash_kernel_and_memory_of_their_tokens(length: int, documents: bool) -> None:
+def test_long_parts_take_a_flash_kernel_and_memory_of_their_tokens(
+    length: int, documents: bool
+) -> None:
     part = length // 4
     parts = [(part, 2 * part), (2 * part, 3 * part)]  # of the second of two context-parallel ranks
     q, k, v = tensors((2 * part, length, length), torch.bfloat16, rows=1)
-    bounds = torch.arange(0, length + 1, length // 16, dtype=torch.int32, device="cuda")[None] if documents else None
+    bounds = (
+        torch.arange(0, length + 1, length // 16, dtype=torch.int32, device="cuda")[None]
+        if documents
+        else None
+    )
     longest = length // 16 if documents else None
-    kernels, height = kernels_and_bytes(lambda: _attend_to_all(q, k, v, Visibility(parts, length, bounds, longest)))
+    kernels, height = kernels_and_bytes(
+        lambda: _attend_to_all(q, k, v, Visibility(parts, length, bounds, longest))
+    )
     assert any("flash" in name.lower() for name in kernels), kernels
     of_tokens = sum(tensor.nbytes for tensor in (q, k, v))
-    assert height < 8 * of_tokens + (64 << 20)  # a mask of booleans alone would be part * length bytes for each part
+    # a mask of booleans alone would be part * length bytes for each part
+    assert height < 8 * of_tokens + (64 << 20)
 
 
-def test_documents_go_through_one_kernel_in_16_bits_and_one_by_one_in_32(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_documents_go_through_one_kernel_in_16_bits_and_one_by_one_in_32(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     calls: list[torch.dtype] = []
     kernel = attention.varlen_attn
 

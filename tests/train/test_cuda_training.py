@@ -1,4 +1,6 @@
-"""Training on a CUDA device, beside the same on the CPU: losses, hashes, layouts, checkpoints, failures, compilation."""
+"""Training on a CUDA device, beside the same on the CPU: losses, hashes, layouts, checkpoints,
+failures, compilation.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,14 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from streammega import DataConfig, IndexedDatasetWriter, ParallelLayout, RankBatches, Ranks, StreamingDataset
+from streammega import (
+    DataConfig,
+    IndexedDatasetWriter,
+    ParallelLayout,
+    RankBatches,
+    Ranks,
+    StreamingDataset,
+)
 from streammega.parallel import open_loader
 from streammega.train.config import ModelConfig, load_run
 from streammega.train.loop import Trainer
@@ -38,13 +47,23 @@ LOSS = {"float32": 1e-4, "bfloat16": 2e-2, "float16": 5e-3}
 def run_file(tmp_path: Path) -> Path:
     write_random_pair(str(tmp_path / "web"), count=400, vocab=100)
     write_random_pair(str(tmp_path / "code"), count=200, vocab=100, seed=5)
-    text = TOML.format(folder=tmp_path).replace('device = "cpu"\n', "").replace("timeout = 60.0", "timeout = 20.0")
+    text = (
+        TOML.format(folder=tmp_path)
+        .replace('device = "cpu"\n', "")
+        .replace("timeout = 60.0", "timeout = 20.0")
+    )
     (tmp_path / "run.toml").write_text(text)
     return tmp_path / "run.toml"
 
 
 def trained(
-    run_file: Path, name: str, device: str, overrides: list[str], steps: int, *, resume: bool = False
+    run_file: Path,
+    name: str,
+    device: str,
+    overrides: list[str],
+    steps: int,
+    *,
+    resume: bool = False,
 ) -> list[dict[str, Any]]:
     """The records of so many steps of a run of one rank, which is saved after them."""
     out = f"train.out_dir={run_file.parent / name}"
@@ -63,12 +82,16 @@ def trained(
 
 def assert_alike(got: list[dict[str, Any]], wanted: list[dict[str, Any]], tolerance: float) -> None:
     assert [record["batch_hash"] for record in got] == [record["batch_hash"] for record in wanted]
-    assert [record["loss"] for record in got] == pytest.approx([record["loss"] for record in wanted], rel=tolerance)
+    assert [record["loss"] for record in got] == pytest.approx(
+        [record["loss"] for record in wanted], rel=tolerance
+    )
 
 
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize(
-    ("before", "after"), [(NARROW, NARROW), (SHARDED, []), ([], SHARDED)], ids=["bf16", "to-replicated", "to-sharded"]
+    ("before", "after"),
+    [(NARROW, NARROW), (SHARDED, []), ([], SHARDED)],
+    ids=["bf16", "to-replicated", "to-sharded"],
 )
 def test_a_run_goes_on_with_the_same_losses_from_the_checkpoint_of_another_optimizer(
     run_file: Path, device: str, before: list[str], after: list[str]
@@ -83,7 +106,9 @@ def test_a_run_goes_on_with_the_same_losses_from_the_checkpoint_of_another_optim
 
 @pytest.mark.parametrize("dtype", LOSS)
 @pytest.mark.parametrize("device", DEVICES)
-def test_losses_are_those_of_the_cpu_and_hashes_are_equal(run_file: Path, device: str, dtype: str) -> None:
+def test_losses_are_those_of_the_cpu_and_hashes_are_equal(
+    run_file: Path, device: str, dtype: str
+) -> None:
     options = [*SHARDED, f"train.dtype={dtype}"]
     wanted = trained(run_file, "host", "cpu", SHARDED, 6)
     assert_alike(trained(run_file, "device", device, options, 6), wanted, LOSS[dtype])
@@ -108,7 +133,11 @@ def test_two_gloo_ranks_on_one_device_have_the_loss_of_one_rank(
         pytest.skip("tests/train/test_training_layouts.py has it for the CPU")
     wanted = trained(run_file, "alone", "cpu", [], 6)
     out = f"train.out_dir={run_file.parent / 'two'}"
-    assert_alike(gang.run(2, train_on_device, str(run_file), [out, *overrides], 6, device)[0], wanted, LOSS["float32"])
+    assert_alike(
+        gang.run(2, train_on_device, str(run_file), [out, *overrides], 6, device)[0],
+        wanted,
+        LOSS["float32"],
+    )
 
 
 @pytest.mark.parametrize(
@@ -117,9 +146,13 @@ def test_two_gloo_ranks_on_one_device_have_the_loss_of_one_rank(
     ids=["sharded", "bf16", "tp", "cp", "pp"],
 )
 @pytest.mark.parametrize("backend", [pytest.param("nccl", marks=NEEDS_TWO)])
-def test_two_gpus_have_the_loss_of_one_rank(run_file: Path, backend: str, overrides: list[str]) -> None:
+def test_two_gpus_have_the_loss_of_one_rank(
+    run_file: Path, backend: str, overrides: list[str]
+) -> None:
     wanted = trained(run_file, "alone", "cpu", [], 20)
-    code, log = ended(launch(run_file, 2, "train.device=cuda", f"train.backend={backend}", *overrides))
+    code, log = ended(
+        launch(run_file, 2, "train.device=cuda", f"train.backend={backend}", *overrides)
+    )
     assert code == 0, log[-3000:]
     records = read_metrics(run_file.parent / "run" / "metrics.jsonl")
     assert_alike(records, wanted, LOSS["bfloat16" if overrides is NARROW else "float32"])
@@ -130,8 +163,10 @@ FAULTS = {
     "stop": (r"rank 1 gives no sign of life; last heard of in step \d", 80.0),
     "storage": (r"rank 1 ended the job: s3://bucket/web.bin: 503 SlowDown", 15.0),
 }
-"""What the log says of a fault, and within how many seconds of it the job has ended. A rank that is stopped says nothing: the
-other waits for `train.timeout` of 20 s; torchrun then sends SIGKILL to the stopped one 30 s after SIGTERM."""
+"""What the log says of a fault, and within how many seconds of it the job has ended. A rank that is
+stopped says nothing: the other waits for `train.timeout` of 20 s; torchrun then sends SIGKILL to
+the stopped one 30 s after SIGTERM.
+"""
 GPU = ["train.device=cuda", "train.backend=gloo"]
 GPUS = ["train.device=cuda", "train.backend=nccl"]
 
@@ -148,7 +183,9 @@ GPUS = ["train.device=cuda", "train.backend=nccl"]
 def test_a_job_ends_with_the_cause_in_its_log_within_seconds_and_a_restart_resumes(
     run_file: Path, options: list[str], kind: str
 ) -> None:
-    """A collective would wait for 20 s; torchrun alone waits 30 s for ranks whose main thread is blocked."""
+    """A collective would wait for 20 s; torchrun alone waits 30 s for ranks whose main thread is
+    blocked.
+    """
     cause, within = FAULTS[kind]
     options = ["train.save_interval=2", *options]
     seconds, log = failed(run_file, launch(run_file, 2, *options, fault=f"1:5:{kind}"))
@@ -160,15 +197,31 @@ def test_a_job_ends_with_the_cause_in_its_log_within_seconds_and_a_restart_resum
     check_history(run_file, 20)
 
 
-@pytest.mark.skipif(shutil.which("compute-sanitizer") is None, reason="needs compute-sanitizer, of the CUDA toolkit")
+@pytest.mark.skipif(
+    shutil.which("compute-sanitizer") is None, reason="needs compute-sanitizer, of the CUDA toolkit"
+)
 @pytest.mark.parametrize("device", [on_cuda("cuda")])
 def test_no_kernel_of_a_run_reads_outside_of_its_memory(run_file: Path, device: str) -> None:
     """Saved and resumed, since that is where an optimizer's state is put together anew."""
-    command = ["compute-sanitizer", "--error-exitcode", "7", sys.executable, "-m", "streammega.train", str(run_file), *NARROW]
+    command = [
+        "compute-sanitizer",
+        "--error-exitcode",
+        "7",
+        sys.executable,
+        "-m",
+        "streammega.train",
+        str(run_file),
+        *NARROW,
+    ]
     for iters in (2, 4):
         options = [f"train.iters={iters}", "train.save_interval=2", f"train.device={device}"]
         done = subprocess.run(
-            [*command, *options], capture_output=True, text=True, timeout=280, check=False, env=os.environ | {"PYTHONPATH": "."}
+            [*command, *options],
+            capture_output=True,
+            text=True,
+            timeout=280,
+            check=False,
+            env=os.environ | {"PYTHONPATH": "."},
         )
         assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
 
@@ -182,9 +235,18 @@ def test_a_compiled_model_computes_what_the_plain_one_does(device: str) -> None:
 
     def gradients(run: Any) -> list[torch.Tensor]:
         model.zero_grad()
-        loss = F.cross_entropy(run(tokens[:, :-1], positions).flatten(0, 1).float(), tokens[:, 1:].flatten())
+        loss = F.cross_entropy(
+            run(tokens[:, :-1], positions).flatten(0, 1).float(), tokens[:, 1:].flatten()
+        )
         loss.backward()  # type: ignore[no-untyped-call]
-        return [loss.detach(), *(parameter.grad.clone() for parameter in model.parameters() if parameter.grad is not None)]
+        return [
+            loss.detach(),
+            *(
+                parameter.grad.clone()
+                for parameter in model.parameters()
+                if parameter.grad is not None
+            ),
+        ]
 
     plain = gradients(model)
     compiled = gradients(torch.compile(model, backend="inductor" if device == "cuda" else "eager"))
@@ -198,13 +260,20 @@ FLAGS: list[dict[str, Any]] = [
     {"eod_mask_loss": True},
     {"reset_attention_mask": True},
     {"create_attention_mask": True},
-    {"reset_position_ids": True, "reset_attention_mask": True, "eod_mask_loss": True, "create_attention_mask": True},
+    {
+        "reset_position_ids": True,
+        "reset_attention_mask": True,
+        "eod_mask_loss": True,
+        "create_attention_mask": True,
+    },
 ]
 
 
 @pytest.mark.parametrize("dtype", [np.uint8, np.uint16, np.int16, np.int32, np.int64])
 @pytest.mark.parametrize("device", DEVICES)
-def test_rank_batches_of_a_device_are_those_of_the_cpu(tmp_path: Path, device: str, dtype: Any) -> None:
+def test_rank_batches_of_a_device_are_those_of_the_cpu(
+    tmp_path: Path, device: str, dtype: Any
+) -> None:
     with IndexedDatasetWriter(str(tmp_path / "d"), dtype) as writer:
         for _ in range(40):
             writer.add_item(np.random.default_rng(3).integers(0, 100, 700).astype(dtype))
@@ -220,10 +289,12 @@ def test_rank_batches_of_a_device_are_those_of_the_cpu(tmp_path: Path, device: s
         )
         micro = 1 if number % 2 else 4
         sizes: Any = {"micro_batch_size": micro, "global_batch_size": 4}
-        truth, ranks = StreamingDataset(config, **sizes), Ranks(ParallelLayout())
+        truth = StreamingDataset(config, **sizes)
+        ranks = Ranks(ParallelLayout())
         batches = RankBatches(open_loader(config, ranks, **sizes), ranks, device)
         for consumed in range(0, 64, micro):
-            got, expected = next(batches), truth.batch(consumed)
+            got = next(batches)
+            expected = truth.batch(consumed)
             assert set(got) == set(expected)
             for name, field in expected.items():
                 assert got[name].device.type == device

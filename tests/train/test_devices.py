@@ -1,4 +1,6 @@
-"""Which device and transport a run takes: on machines without GPUs, with fewer than ranks, and with enough."""
+"""Which device and transport a run takes: on machines without GPUs, with fewer than ranks, and with
+enough.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,16 @@ import torch.distributed as dist
 from streammega.errors import ConfigError
 from streammega.train.__main__ import main as train_main
 from streammega.train.config import ParallelConfig, TrainConfig
-from streammega.train.devices import DeviceChoice, Seat, agree, check_backend, choose, place_of, seat_of, take
+from streammega.train.devices import (
+    DeviceChoice,
+    Seat,
+    agree,
+    check_backend,
+    choose,
+    place_of,
+    seat_of,
+    take,
+)
 from tests.train.test_train import TOML
 
 NCCL = "cpu:gloo,cuda:nccl"
@@ -23,7 +34,10 @@ ONE_GPU = [Seat(0, "a", 0, "x"), Seat(1, "a", 0, "x")]
 TWO_GPUS = [Seat(0, "a", 0, "x"), Seat(1, "a", 1, "y")]
 TWO_HOSTS = [Seat(0, "a", 0, "x"), Seat(1, "b", 0, "x")]
 MIXED = [Seat(0, "a", 0, "x"), Seat(1, "b")]
-UNCLEAR = [Seat(0, "a", problem="LOCAL_RANK is not set"), Seat(1, "a", problem="LOCAL_RANK is not set")]
+UNCLEAR = [
+    Seat(0, "a", problem="LOCAL_RANK is not set"),
+    Seat(1, "a", problem="LOCAL_RANK is not set"),
+]
 
 
 def settings(**chosen: Any) -> TrainConfig:
@@ -68,10 +82,16 @@ def test_without_nccl_cuda_takes_gloo() -> None:
         (ONE_GPU, {"backend": "nccl"}, r"2 ranks on a have 1 GPU"),
         (BLIND, {"device": "cuda"}, r"torch.cuda.is_available\(\) is False on a"),
         (MIXED, {}, r"1 rank \(1; host b\) see no GPU, others do"),
-        (UNCLEAR, {}, r"rank 0 on a: LOCAL_RANK is not set; export LOCAL_RANK for every process, or use torchrun"),
+        (
+            UNCLEAR,
+            {},
+            r"rank 0 on a: LOCAL_RANK is not set; export LOCAL_RANK for every process, or use torchrun",
+        ),
     ],
 )
-def test_what_cannot_work_is_one_line(seats: Sequence[Seat], chosen: dict[str, Any], message: str) -> None:
+def test_what_cannot_work_is_one_line(
+    seats: Sequence[Seat], chosen: dict[str, Any], message: str
+) -> None:
     with pytest.raises(ConfigError, match=message) as error:
         choose(seats, settings(**chosen), nccl=True)
     assert "\n" not in str(error.value)
@@ -93,21 +113,37 @@ def test_settings_that_contradict_each_other_are_named() -> None:
     [
         ({}, (0, 1, None)),
         ({"RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "SLURM_LOCALID": "0"}, (3, 4, 1)),
-        ({"RANK": "3", "WORLD_SIZE": "4", "SLURM_LOCALID": "1", "SLURM_STEP_NUM_TASKS": "4"}, (3, 4, 1)),
-        ({"RANK": "3", "WORLD_SIZE": "4", "OMPI_COMM_WORLD_LOCAL_RANK": "2", "OMPI_COMM_WORLD_SIZE": "4"}, (3, 4, 2)),
+        (
+            {"RANK": "3", "WORLD_SIZE": "4", "SLURM_LOCALID": "1", "SLURM_STEP_NUM_TASKS": "4"},
+            (3, 4, 1),
+        ),
+        (
+            {
+                "RANK": "3",
+                "WORLD_SIZE": "4",
+                "OMPI_COMM_WORLD_LOCAL_RANK": "2",
+                "OMPI_COMM_WORLD_SIZE": "4",
+            },
+            (3, 4, 2),
+        ),
         ({"RANK": "3", "WORLD_SIZE": "4"}, (3, 4, None)),
         ({"SLURM_STEP_NUM_TASKS": "1", "SLURM_LOCALID": "0"}, (0, 1, 0)),
     ],
 )
-def test_the_local_rank_is_the_launchers(environment: dict[str, str], place: tuple[int, int, int | None]) -> None:
+def test_the_local_rank_is_the_launchers(
+    environment: dict[str, str], place: tuple[int, int, int | None]
+) -> None:
     found = place_of(environment)
     assert (found.rank, found.world, found.local_rank) == place
 
 
-@pytest.mark.parametrize(("name", "launcher"), [("SLURM_STEP_NUM_TASKS", "srun"), ("OMPI_COMM_WORLD_SIZE", "mpirun")])
+@pytest.mark.parametrize(
+    ("name", "launcher"), [("SLURM_STEP_NUM_TASKS", "srun"), ("OMPI_COMM_WORLD_SIZE", "mpirun")]
+)
 def test_processes_that_do_not_know_of_each_other_are_refused(name: str, launcher: str) -> None:
     with pytest.raises(
-        ConfigError, match=rf"{launcher} started 4 processes, but WORLD_SIZE is not set: each would train the run"
+        ConfigError,
+        match=rf"{launcher} started 4 processes, but WORLD_SIZE is not set: each would train the run",
     ):
         place_of({name: "4"})
 
@@ -135,17 +171,27 @@ def agreed(seats: Sequence[Seat], train: TrainConfig) -> list[DeviceChoice | str
 @pytest.mark.parametrize(
     ("variables", "message"),
     [
-        ({"WORLD_SIZE": "two"}, "WORLD_SIZE is 'two' in the environment; it must be a whole number"),
+        (
+            {"WORLD_SIZE": "two"},
+            "WORLD_SIZE is 'two' in the environment; it must be a whole number",
+        ),
         ({"WORLD_SIZE": "2", "RANK": "-1"}, "RANK is '-1' in the environment"),
         (
             {"WORLD_SIZE": "2"},
             "environment variable RANK expected, but not set): set RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT",
         ),
-        ({"WORLD_SIZE": "2", "RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "99999"}, "port must have value from 0"),
+        (
+            {"WORLD_SIZE": "2", "RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "99999"},
+            "port must have value from 0",
+        ),
     ],
 )
 def test_ranks_that_cannot_meet_say_what_is_missing(
-    variables: dict[str, str], message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    variables: dict[str, str],
+    message: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"):
         monkeypatch.delenv(name, raising=False)
@@ -171,12 +217,21 @@ def test_a_machine_without_gpus_trains_on_its_cpu(monkeypatch: pytest.MonkeyPatc
 
 
 def test_ranks_find_the_gpu_that_is_theirs(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A launcher may show each rank all GPUs, or its own alone: then every rank's is number 0, and the ids differ."""
+    """A launcher may show each rank all GPUs, or its own alone: then every rank's is number 0, and
+    the ids differ.
+    """
     monkeypatch.setattr("torch.cuda.is_available", lambda: True)
-    monkeypatch.setattr("torch.cuda.get_device_properties", lambda index: type("Gpu", (), {"uuid": f"gpu-{index}"})())
+    monkeypatch.setattr(
+        "torch.cuda.get_device_properties",
+        lambda index: type("Gpu", (), {"uuid": f"gpu-{index}"})(),
+    )
     for count, local, index in ((4, "3", 3), (1, "3", 0), (2, "3", 1), (1, None, 0)):
         monkeypatch.setattr("torch.cuda.device_count", lambda count=count: count)
-        environment = {"RANK": "3", "WORLD_SIZE": "4"} | ({} if local is None else {"LOCAL_RANK": local})
+        environment = {"RANK": "3", "WORLD_SIZE": "4"} | (
+            {} if local is None else {"LOCAL_RANK": local}
+        )
         assert seat_of(place_of(environment)).index == index
     monkeypatch.setattr("torch.cuda.device_count", lambda: 2)
-    assert "LOCAL_RANK is not set" in str(seat_of(place_of({"RANK": "3", "WORLD_SIZE": "4"})).problem)
+    assert "LOCAL_RANK is not set" in str(
+        seat_of(place_of({"RANK": "3", "WORLD_SIZE": "4"})).problem
+    )

@@ -1,4 +1,6 @@
-"""Ranks that die, hang or lose their storage; jobs that come back on other ranks, as if nothing had happened."""
+"""Ranks that die, hang or lose their storage; jobs that come back on other ranks, as if nothing had
+happened.
+"""
 
 from __future__ import annotations
 
@@ -28,27 +30,47 @@ from tests.train.test_training_layouts import TOML
 
 FAULTY = str(Path(__file__).parents[1] / "support" / "faulty_train.py")
 PATIENT = "train.timeout=60"
-"""Where no rank waits for one that is gone: ranks of a machine with much to do are more than 4 s apart now and then."""
+"""Where no rank waits for one that is gone: ranks of a machine with much to do are more than 4 s
+apart now and then.
+"""
 
 
 @pytest.fixture
 def run_file(tmp_path: Path) -> Path:
     write_random_pair(str(tmp_path / "web"), count=400, vocab=100)
     write_random_pair(str(tmp_path / "code"), count=200, vocab=100, seed=5)
-    text = TOML.format(folder=tmp_path).replace("timeout = 60.0", "timeout = 4.0\nsave_interval = 2")
+    text = TOML.format(folder=tmp_path).replace(
+        "timeout = 60.0", "timeout = 4.0\nsave_interval = 2"
+    )
     (tmp_path / "run.toml").write_text(text)
     return tmp_path / "run.toml"
 
 
-def torchrun(run_file: Path, ranks: int, *overrides: str, fault: str = "", restarts: int = 0) -> subprocess.Popen[str]:
+def torchrun(
+    run_file: Path, ranks: int, *overrides: str, fault: str = "", restarts: int = 0
+) -> subprocess.Popen[str]:
     """A job by torchrun. fault: see faulty_train.py."""
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
-    command += [f"--max-restarts={restarts}", "--monitor-interval=0.1", FAULTY, str(run_file), *overrides]
+    command = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        f"--nproc-per-node={ranks}",
+    ]
+    command += [
+        f"--max-restarts={restarts}",
+        "--monitor-interval=0.1",
+        FAULTY,
+        str(run_file),
+        *overrides,
+    ]
     environment = os.environ | {
         "FAULT": fault, "OMP_NUM_THREADS": "1",
         "PYTHONPATH": str(Path(__file__).parents[2]),
     }  # fmt: skip
-    return subprocess.Popen(command, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
+    return subprocess.Popen(
+        command, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True
+    )
 
 
 def ended(process: subprocess.Popen[str]) -> tuple[int, str]:
@@ -60,7 +82,9 @@ def ended(process: subprocess.Popen[str]) -> tuple[int, str]:
     return process.returncode, log
 
 
-def run_on(run_file: Path, ranks: int, *overrides: str, fault: str = "") -> tuple[list[int | None], str]:
+def run_on(
+    run_file: Path, ranks: int, *overrides: str, fault: str = ""
+) -> tuple[list[int | None], str]:
     """A job of the same program without torchrun: how its ranks end, and what they say."""
     family = launch(run_file.parent, ranks, [FAULTY, str(run_file), *overrides], {"FAULT": fault})
     codes = family.ended(*range(ranks), within=80)
@@ -70,7 +94,8 @@ def run_on(run_file: Path, ranks: int, *overrides: str, fault: str = "") -> tupl
 
 def failed(run_file: Path, process: subprocess.Popen[str]) -> tuple[float, str]:
     """Of a job with a fault: the seconds from the fault until the job has ended, and its log."""
-    marker, deadline = run_file.with_suffix(".fault"), time.monotonic() + 120
+    marker = run_file.with_suffix(".fault")
+    deadline = time.monotonic() + 120
     while not marker.exists():
         assert time.monotonic() < deadline
         assert process.poll() is None
@@ -83,7 +108,10 @@ def failed(run_file: Path, process: subprocess.Popen[str]) -> tuple[float, str]:
 
 def kill(process: subprocess.Popen[str]) -> str:
     """SIGKILL to torchrun and all of its ranks; the log."""
-    for member in [*psutil.Process(process.pid).children(recursive=True), psutil.Process(process.pid)]:
+    for member in [
+        *psutil.Process(process.pid).children(recursive=True),
+        psutil.Process(process.pid),
+    ]:
         member.send_signal(signal.SIGKILL)
     return process.communicate()[1]
 
@@ -95,7 +123,9 @@ def expected_hashes(run_file: Path) -> list[str]:
     digests: dict[int, int] = {}
     with open_plain(config, "train", 0, 1) as loader:
         for batch in loader:
-            ids = loader.dataset.sample_ids(loader.consumed_samples - loader.dataset.step_samples).tolist()
+            ids = loader.dataset.sample_ids(
+                loader.consumed_samples - loader.dataset.step_samples
+            ).tolist()
             digests.update(zip(ids, sample_digests(batch), strict=True))
             if len(digests) == config.train.global_batch_size:
                 hashes.append(global_batch_hash(digests))
@@ -104,8 +134,11 @@ def expected_hashes(run_file: Path) -> list[str]:
 
 
 def check_history(run_file: Path, steps: int) -> set[int]:
-    """Every step was trained, and each time on the same global batch; returns the worlds that did."""
-    records, wanted = read_metrics(run_file.parent / "run" / "metrics.jsonl"), expected_hashes(run_file)
+    """Every step was trained, and each time on the same global batch; returns the
+    worlds that did.
+    """
+    records = read_metrics(run_file.parent / "run" / "metrics.jsonl")
+    wanted = expected_hashes(run_file)
     assert {record["step"] for record in records} == set(range(1, steps + 1))
     for record in records:
         assert record["batch_hash"] == wanted[record["step"] - 1], record
@@ -115,10 +148,23 @@ def check_history(run_file: Path, steps: int) -> set[int]:
 @pytest.mark.parametrize(
     ("kind", "cause", "within"),
     [
-        pytest.param("kill", r"rank 1 gives no sign of life; last heard of in step \d", 20.0, marks=pytest.mark.soak),
-        pytest.param("stop", r"rank 1 gives no sign of life; last heard of in step \d", 60.0, marks=pytest.mark.soak),
         pytest.param(
-            "hang", r"rank 1 is elsewhere; last heard of in step 5 \(waiting for data, for \d+", 20.0, marks=pytest.mark.soak
+            "kill",
+            r"rank 1 gives no sign of life; last heard of in step \d",
+            20.0,
+            marks=pytest.mark.soak,
+        ),
+        pytest.param(
+            "stop",
+            r"rank 1 gives no sign of life; last heard of in step \d",
+            60.0,
+            marks=pytest.mark.soak,
+        ),
+        pytest.param(
+            "hang",
+            r"rank 1 is elsewhere; last heard of in step 5 \(waiting for data, for \d+",
+            20.0,
+            marks=pytest.mark.soak,
         ),
         ("storage", r"error \(rank 1\): s3://bucket/web.bin: 503 SlowDown", 15.0),
     ],
@@ -127,13 +173,17 @@ def check_history(run_file: Path, steps: int) -> set[int]:
 def test_a_rank_that_fails_ends_the_job_with_its_cause_and_a_restart_resumes(
     run_file: Path, kind: str, cause: str, within: float
 ) -> None:
-    """within: seconds from the fault to the end of the job. Others wait for what is hung or stopped for `train.timeout` of 4 s; a
-    stopped process ends by SIGKILL, which torchrun sends 30 s after the other rank has ended."""
+    """within: seconds from the fault to the end of the job. Others wait for what is hung or stopped
+    for `train.timeout` of 4 s; a stopped process ends by SIGKILL, which torchrun sends 30 s after
+    the other rank has ended.
+    """
     seconds, log = failed(run_file, torchrun(run_file, 2, fault=f"1:5:{kind}"))
     assert seconds < within, log[-3000:]
     assert re.search(cause, log), log[-3000:]
     if kind == "storage":
-        assert "rank 1 ended the job: s3://bucket/web.bin: 503 SlowDown" in log, "the other rank knows it too"
+        assert "rank 1 ended the job: s3://bucket/web.bin: 503 SlowDown" in log, (
+            "the other rank knows it too"
+        )
     assert not re.search(r'File ".*/streammega/', log), log[:3000]
     if kind != "storage":  # the others come back alike
         return
@@ -144,7 +194,9 @@ def test_a_rank_that_fails_ends_the_job_with_its_cause_and_a_restart_resumes(
 
 
 def test_torchrun_restarts_the_job_by_itself(run_file: Path) -> None:
-    code, log = ended(torchrun(run_file, 2, "parallel.optimizer=sharded", fault="0:7:kill", restarts=1))
+    code, log = ended(
+        torchrun(run_file, 2, "parallel.optimizer=sharded", fault="0:7:kill", restarts=1)
+    )
     assert code == 0, log[-3000:]
     check_history(run_file, 20)
 
@@ -154,11 +206,15 @@ def test_sigterm_saves_and_a_restart_goes_on(run_file: Path) -> None:
     codes, log = run_on(run_file, 2, "train.save_interval=0", PATIENT, fault="1:4:term")
     assert codes == [128 + signal.SIGTERM] * 2
     assert "stopped by SIGTERM after step 4, which is saved" in log, log[-3000:]
-    assert [path.name for path in checkpoints(run_file.parent / "run" / "checkpoints")] == ["step-00000004"]
+    assert [path.name for path in checkpoints(run_file.parent / "run" / "checkpoints")] == [
+        "step-00000004"
+    ]
     codes, log = run_on(run_file, 1, "train.save_interval=0", PATIENT)
     assert codes == [0], log[-3000:]
     records = read_metrics(run_file.parent / "run" / "metrics.jsonl")
-    assert [record["step"] for record in records] == list(range(1, 21)), "no step is lost or done twice"
+    assert [record["step"] for record in records] == list(range(1, 21)), (
+        "no step is lost or done twice"
+    )
     check_history(run_file, 20)
 
 
@@ -172,14 +228,21 @@ LAYOUTS = [
 ]
 
 
-@pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.soak) for seed in range(1, 10))])
-def test_five_resumes_on_other_layouts_after_kills_at_random_see_the_same_batches(gang: Gang, run_file: Path, seed: int) -> None:
+@pytest.mark.parametrize(
+    "seed", [0, *(pytest.param(seed, marks=pytest.mark.soak) for seed in range(1, 10))]
+)
+def test_five_resumes_on_other_layouts_after_kills_at_random_see_the_same_batches(
+    gang: Gang, run_file: Path, seed: int
+) -> None:
     rng = np.random.default_rng(seed)
-    metrics, done, killed = run_file.parent / "run" / "metrics.jsonl", 0, 0
+    metrics = run_file.parent / "run" / "metrics.jsonl"
+    done = 0
+    killed = 0
     *before, last = rng.permutation(len(LAYOUTS)).tolist()
     for choice in before:
         ranks, overrides = LAYOUTS[choice]
-        target, pause = min(done + int(rng.integers(1, 4)), 18), float(rng.uniform(0, 0.1))
+        target = min(done + int(rng.integers(1, 4)), 18)
+        pause = float(rng.uniform(0, 0.1))
         due = functools.partial(reached, metrics, target, pause)
         killed += gang.run_until(due, ranks, train, str(run_file), [*overrides, PATIENT], None)
         done = max(record["step"] for record in read_metrics(metrics))

@@ -1,4 +1,7 @@
-"""How runs end that are told to: SIGTERM, Ctrl-C, errors. One line, the right code, nothing lost, nobody left."""
+"""How runs end that are told to: SIGTERM, Ctrl-C, errors.
+
+One line, the right code, nothing lost, nobody left.
+"""
 
 from __future__ import annotations
 
@@ -33,13 +36,19 @@ PROGRAM = {"command": ["-m", "streammega", "train"], "module": ["-m", "streammeg
 def run_file(tmp_path: Path, pair: str) -> Path:
     path = tmp_path / "run.toml"
     text = TOML.format(prefix=pair, folder=tmp_path).replace("iters = 16", "iters = 100000")
-    path.write_text(text.replace("save_interval = 2", "save_interval = 100000").replace("eval_interval = 8", "eval_interval = 0"))
+    path.write_text(
+        text.replace("save_interval = 2", "save_interval = 100000").replace(
+            "eval_interval = 8", "eval_interval = 0"
+        )
+    )
     return path
 
 
 @contextmanager
 def hears_ctrl_c() -> Iterator[None]:
-    """Processes that are started here do: a shell's background jobs ignore it, and so would all that they start."""
+    """Processes that are started here do: a shell's background jobs ignore it, and so would all
+    that they start.
+    """
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
         yield
@@ -48,25 +57,40 @@ def hears_ctrl_c() -> Iterator[None]:
 
 
 def start(run_file: Path, *program: str, fault: str = "") -> subprocess.Popen[str]:
-    """A run that has trained some steps; with `fault` (see faulty_train.py), one that has come to it."""
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path(__file__).parents[2]), "FAULT": fault}
+    """A run that has trained some steps; with `fault` (see faulty_train.py), one that has come to
+    it.
+    """
+    environment = os.environ | {
+        "OMP_NUM_THREADS": "1",
+        "PYTHONPATH": str(Path(__file__).parents[2]),
+        "FAULT": fault,
+    }
     command = [sys.executable, *program, str(run_file), "data.order=stream"]
     with hears_ctrl_c():
-        process = subprocess.Popen(command, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
+        process = subprocess.Popen(
+            command, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True
+        )
     wait_for_steps(run_file, process.poll, fault)
     return process
 
 
 def start_fork(run_file: Path, *program: str, fault: str = "") -> Family:
     """The same in a fork."""
-    family = launch(run_file.parent, 1, [*program, str(run_file), "data.order=stream"], {"FAULT": fault})
+    family = launch(
+        run_file.parent, 1, [*program, str(run_file), "data.order=stream"], {"FAULT": fault}
+    )
     wait_for_steps(run_file, lambda: family.ended(0, within=0)[0], fault)
     return family
 
 
 def wait_for_steps(run_file: Path, code: Callable[[], int | None], fault: str) -> None:
-    metrics, deadline = run_file.parent / "run" / "metrics.jsonl", time.monotonic() + 120
-    while not (run_file.with_suffix(".fault").exists() if fault else metrics.exists() and len(read_metrics(metrics)) > 3):
+    metrics = run_file.parent / "run" / "metrics.jsonl"
+    deadline = time.monotonic() + 120
+    while not (
+        run_file.with_suffix(".fault").exists()
+        if fault
+        else metrics.exists() and len(read_metrics(metrics)) > 3
+    ):
         assert code() is None
         assert time.monotonic() < deadline
         time.sleep(0.05)
@@ -80,12 +104,15 @@ def saved_steps(run_file: Path) -> list[str]:
 def test_sigterm_saves_and_ends_with_143_and_one_line(run_file: Path, program: str) -> None:
     family = start_fork(run_file, *PROGRAM[program])
     family.signal(signal.SIGTERM, 0)
-    codes, log = family.ended(0, within=60), family.log(0)
+    codes = family.ended(0, within=60)
+    log = family.log(0)
     assert codes == [143], log
     steps = len(read_metrics(run_file.parent / "run" / "metrics.jsonl"))
     assert f"[0] stopped by SIGTERM after step {steps}, which is saved" in log
     assert "Traceback" not in log
-    assert [path.name for path in checkpoints(run_file.parent / "run" / "checkpoints")] == [f"step-{steps:08d}"]
+    assert [path.name for path in checkpoints(run_file.parent / "run" / "checkpoints")] == [
+        f"step-{steps:08d}"
+    ]
 
 
 @pytest.mark.parametrize("program", PROGRAM)
@@ -118,7 +145,8 @@ def test_a_second_ctrl_c_ends_at_once_with_one_line(run_file: Path) -> None:
     time.sleep(ONE_REQUEST)
     assert family.ended(0, within=0) == [None]
     family.signal(signal.SIGINT, 0)
-    codes, log = family.ended(0, within=10), family.log(0)
+    codes = family.ended(0, within=10)
+    log = family.log(0)
     assert codes == [130], log
     assert log.endswith(
         f"[0] interrupted in step 5; the same command goes on from the last checkpoint in {run_file.parent}/run\n"
@@ -131,7 +159,13 @@ def test_ctrl_c_before_the_first_step_ends_at_once_with_one_line(run_file: Path)
     with socket.create_server(("127.0.0.1", 0)) as listener, hears_ctrl_c():
         endpoint = f"http://127.0.0.1:{listener.getsockname()[1]}"
         options = f'data.storage.storage_options={{endpoint_url="{endpoint}", anon=true}}'
-        command = [sys.executable, *PROGRAM["command"], str(run_file), 'data.blend="s3://bucket/web"', options]
+        command = [
+            sys.executable,
+            *PROGRAM["command"],
+            str(run_file),
+            'data.blend="s3://bucket/web"',
+            options,
+        ]
         process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
         listener.settimeout(60)
         connection, _ = listener.accept()
@@ -141,7 +175,10 @@ def test_ctrl_c_before_the_first_step_ends_at_once_with_one_line(run_file: Path)
             _, log = process.communicate(timeout=60)
     assert time.monotonic() - began < 10
     assert process.returncode == 130, log
-    assert re.search(r"\[0\] interrupted in step 0; the same command goes on from the last checkpoint in \S+\n\Z", log), log
+    assert re.search(
+        r"\[0\] interrupted in step 0; the same command goes on from the last checkpoint in \S+\n\Z",
+        log,
+    ), log
     assert "Traceback" not in log
 
 
@@ -149,7 +186,10 @@ TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
 
 
 def test_ctrl_c_to_torchrun_saves_and_ends_every_rank_with_one_line(run_file: Path) -> None:
-    """Terminals signal all processes, and torchrun its ranks once more. It says so itself, with a traceback of its own."""
+    """Terminals signal all processes, and torchrun its ranks once more.
+
+    It says so itself, with a traceback of its own.
+    """
     process = start(run_file, *TORCHRUN, "-m", "streammega.train")
     ranks = psutil.Process(process.pid).children(recursive=True)
     for member in (*ranks, process):
@@ -197,4 +237,6 @@ def test_what_tensorboard_kept_back_is_written_when_a_run_ends_by_an_error(
     monkeypatch.setattr(Trainer, "train_step", faulty)
     assert train_main([str(run_file), "data.order=stream", "train.tensorboard=true"]) == 1
     [events] = (run_file.parent / "run" / "tensorboard").glob("events*")
-    assert {event.step for event in EventFileLoader(str(events)).Load() if event.HasField("summary")} == {1, 2, 3, 4, 5}
+    assert {
+        event.step for event in EventFileLoader(str(events)).Load() if event.HasField("summary")
+    } == {1, 2, 3, 4, 5}

@@ -1,4 +1,6 @@
-"""What a step waits for: its first micro-batch, and each other one only when the one before is under way."""
+"""What a step waits for: its first micro-batch, and each other one only when the one before is
+under way.
+"""
 
 from __future__ import annotations
 
@@ -22,9 +24,12 @@ def trainer(tmp_path: Path, pair: str) -> Trainer:
     return Trainer(load_run(str(path), ["data.order=stream"]), torch.device("cpu"))
 
 
-def test_micro_batches_are_taken_while_the_one_before_is_computed(trainer: Trainer, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_micro_batches_are_taken_while_the_one_before_is_computed(
+    trainer: Trainer, monkeypatch: pytest.MonkeyPatch
+) -> None:
     events: list[str] = []
-    take, forward = RankBatches.__next__, trainer.model.wrapped[0].forward
+    take = RankBatches.__next__
+    forward = trainer.model.wrapped[0].forward
 
     def taking(self: RankBatches) -> Any:
         events.append("take")
@@ -42,8 +47,11 @@ def test_micro_batches_are_taken_while_the_one_before_is_computed(trainer: Train
     assert len(record["batch_hash"]) == 32
 
 
-def test_an_error_of_storage_within_a_step_is_raised_where_it_is_due(trainer: Trainer, monkeypatch: pytest.MonkeyPatch) -> None:
-    take, taken = trainer.loader.take, iter(range(100))
+def test_an_error_of_storage_within_a_step_is_raised_where_it_is_due(
+    trainer: Trainer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    take = trainer.loader.take
+    taken = iter(range(100))
 
     def failing() -> Any:
         if next(taken) == 2:

@@ -50,13 +50,20 @@ def assert_same(got: dict[str, Any], wanted: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize("documents", [None, DOCUMENTS], ids=["one", "several"])
-def test_activations_that_are_computed_again_change_no_bit_and_are_not_kept(run_file: str, documents: Any) -> None:
-    kept = {setting: steps_of(0, run_file, [f"train.recompute={setting}"], documents) for setting in ("none", "2", "full", "9")}
+def test_activations_that_are_computed_again_change_no_bit_and_are_not_kept(
+    run_file: str, documents: Any
+) -> None:
+    kept = {
+        setting: steps_of(0, run_file, [f"train.recompute={setting}"], documents)
+        for setting in ("none", "2", "full", "9")
+    }
     for other in kept.values():
         assert_same(other, kept["none"])
     bytes_of = {setting: sum(result["saved"]) for setting, result in kept.items()}
     assert bytes_of["9"] == bytes_of["full"]
-    assert bytes_of["none"] - bytes_of["2"] == pytest.approx((bytes_of["none"] - bytes_of["full"]) / 2, rel=0.1)
+    assert bytes_of["none"] - bytes_of["2"] == pytest.approx(
+        (bytes_of["none"] - bytes_of["full"]) / 2, rel=0.1
+    )
     assert bytes_of["full"] < bytes_of["none"] / 3
 
 
@@ -65,15 +72,22 @@ def test_activations_that_are_computed_again_change_no_bit_and_are_not_kept(run_
     [["parallel.tp=2"], ["parallel.cp=2", "parallel.optimizer=sharded"], ["parallel.pp=2"]],
     ids=["tp", "cp", "pp"],
 )
-def test_they_are_computed_again_on_any_layout(gang: Gang, run_file: str, layout: list[str]) -> None:
-    kept, again = (gang.run(2, steps_of, run_file, [*layout, *own], DOCUMENTS) for own in ([], ["train.recompute=full"]))
+def test_they_are_computed_again_on_any_layout(
+    gang: Gang, run_file: str, layout: list[str]
+) -> None:
+    kept, again = (
+        gang.run(2, steps_of, run_file, [*layout, *own], DOCUMENTS)
+        for own in ([], ["train.recompute=full"])
+    )
     for one, other in zip(kept, again, strict=True):
         assert_same(other, one)
     assert sum(again[0]["saved"]) < sum(kept[0]["saved"]) / 2
 
 
 def test_the_loss_over_a_divided_vocabulary_is_that_of_the_whole(gang: Gang) -> None:
-    """Rows of all sizes, targets in every part, some ignored; a vocabulary that does not divide by the ranks."""
+    """Rows of all sizes, targets in every part, some ignored; a vocabulary that does not divide by
+    the ranks.
+    """
     for worst_loss, worst_grad, same in gang.run(3, divided_loss, 3):
         assert worst_loss < 1e-6
         assert worst_grad < 1e-7
@@ -88,7 +102,9 @@ def test_tensor_parallel_ranks_hold_no_whole_logits(gang: Gang, run_file: str) -
             assert max(result["saved"]) < whole
 
 
-@pytest.mark.parametrize("overrides", [[], ["parallel.optimizer=sharded"]], ids=["replicated", "sharded"])
+@pytest.mark.parametrize(
+    "overrides", [[], ["parallel.optimizer=sharded"]], ids=["replicated", "sharded"]
+)
 def test_a_divided_sequence_between_layers_gives_the_same_losses_and_gradients(
     gang: Gang, run_file: str, overrides: list[str]
 ) -> None:
@@ -102,8 +118,11 @@ def test_a_divided_sequence_between_layers_gives_the_same_losses_and_gradients(
             assert result["loss"] == pytest.approx(alone["loss"], rel=1e-6)
             assert result["norm"] == pytest.approx(alone["norm"], rel=1e-5)
             for name, grad in result["grads"].items():
-                np.testing.assert_allclose(grad, alone["grads"][name], atol=1e-7, rtol=1e-4, err_msg=name)
-    assert saved[0] < 0.9 * saved[1]  # what is normed is gathered for the matrix products, and kept for them
+                np.testing.assert_allclose(
+                    grad, alone["grads"][name], atol=1e-7, rtol=1e-4, err_msg=name
+                )
+    # what is normed is gathered for the matrix products, and kept for them
+    assert saved[0] < 0.9 * saved[1]
 
 
 @pytest.mark.parametrize(
@@ -113,11 +132,16 @@ def test_a_divided_sequence_between_layers_gives_the_same_losses_and_gradients(
             ["model.vocab_size=5", "parallel.tp=4"],
             "model.vocab_size 5 in parts of 2 leaves some of parallel.tp 4 ranks without any",
         ),
-        (["data.sequence_length=63"], r"parallel.tp 4 does not divide the 63 tokens .* set parallel.sequence_parallel=false"),
+        (
+            ["data.sequence_length=63"],
+            r"parallel.tp 4 does not divide the 63 tokens .* set parallel.sequence_parallel=false",
+        ),
         (["model.heads=2"], "model.heads 2 do not divide over parallel.tp 4"),
     ],
 )
-def test_sizes_that_do_not_divide_over_tensor_parallel_ranks_are_named(run_file: str, overrides: list[str], message: str) -> None:
+def test_sizes_that_do_not_divide_over_tensor_parallel_ranks_are_named(
+    run_file: str, overrides: list[str], message: str
+) -> None:
     config = load_run(run_file, ["model.heads=4", "model.dim=16", *overrides])
     with pytest.raises(ConfigError, match=message):
         check_tensor_parallel(config, ParallelLayout(tp=4))
@@ -133,11 +157,15 @@ def test_sizes_that_do_not_divide_over_tensor_parallel_ranks_are_named(run_file:
     ],
     ids=["alone", "virtual-stages", "tp-bf16", "tp-pp"],
 )
-def test_first_weights_are_those_of_one_rank_alone(gang: Gang, run_file: str, size: int, overrides: list[str]) -> None:
+def test_first_weights_are_those_of_one_rank_alone(
+    gang: Gang, run_file: str, size: int, overrides: list[str]
+) -> None:
     assert all(gang.run(size, first_weights, run_file, overrides))
 
 
-def test_a_rank_makes_its_own_part_of_the_model_and_never_the_whole(gang: Gang, run_file: str) -> None:
+def test_a_rank_makes_its_own_part_of_the_model_and_never_the_whole(
+    gang: Gang, run_file: str
+) -> None:
     sizes = ["model.dim=512", "model.layers=8", "model.vocab_size=8192"]
     ((height, own, whole),) = gang.run(1, memory_of_a_stage, run_file, sizes)
     assert whole > 100_000_000

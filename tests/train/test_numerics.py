@@ -1,4 +1,6 @@
-"""How the trainer computes is a setting: TF32, determinism; and nothing is computed that it does not use."""
+"""How the trainer computes is a setting: TF32, determinism; and nothing is computed that it does
+not use.
+"""
 
 from __future__ import annotations
 
@@ -28,8 +30,10 @@ def run_file(tmp_path: Path, pair: str) -> str:
 @pytest.fixture
 def _switches_as_before() -> Iterator[None]:
     """torch's own switches belong to the process: give them back."""
-    tf32, deterministic = torch.backends.cuda.matmul.allow_tf32, torch.are_deterministic_algorithms_enabled()
-    fill, workspace = torch.utils.deterministic.fill_uninitialized_memory, os.environ.get("CUBLAS_WORKSPACE_CONFIG")
+    tf32 = torch.backends.cuda.matmul.allow_tf32
+    deterministic = torch.are_deterministic_algorithms_enabled()
+    fill = torch.utils.deterministic.fill_uninitialized_memory
+    workspace = os.environ.get("CUBLAS_WORKSPACE_CONFIG")
     yield
     torch.backends.cuda.matmul.allow_tf32 = tf32
     torch.use_deterministic_algorithms(deterministic)
@@ -40,7 +44,9 @@ def _switches_as_before() -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("_switches_as_before")
-def test_tf32_and_determinism_are_what_the_settings_say(run_file: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tf32_and_determinism_are_what_the_settings_say(
+    run_file: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.delenv("CUBLAS_WORKSPACE_CONFIG", raising=False)
     set_numerics(load_run(run_file).train)
     assert not torch.backends.cuda.matmul.allow_tf32
@@ -54,7 +60,9 @@ def test_tf32_and_determinism_are_what_the_settings_say(run_file: str, monkeypat
 
 
 @pytest.mark.usefixtures("_switches_as_before")
-def test_a_caller_who_chose_determinism_keeps_it(run_file: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_caller_who_chose_determinism_keeps_it(
+    run_file: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":16:8")
     torch.use_deterministic_algorithms(True)
     set_numerics(load_run(run_file).train)
@@ -67,7 +75,9 @@ def test_a_caller_who_chose_determinism_keeps_it(run_file: str, monkeypatch: pyt
 def test_a_deterministic_run_trains_as_another(run_file: str, tmp_path: Path) -> None:
     records = []
     for settings in ([], ["train.deterministic=true"]):
-        trainer = Trainer(load_run(run_file, [*settings, f"train.out_dir={tmp_path / str(len(settings))}"]), CPU)
+        trainer = Trainer(
+            load_run(run_file, [*settings, f"train.out_dir={tmp_path / str(len(settings))}"]), CPU
+        )
         records.append([trainer.train_step()[0]["loss"] for _ in range(3)])
         trainer.close()
     assert torch.are_deterministic_algorithms_enabled()
@@ -86,8 +96,14 @@ def test_attention_masks_that_the_trainer_does_not_use_are_not_made(run_file: st
     ("override", "message"),
     [
         ("train.recompute=some", r"train\.recompute"),
-        ("train.recompute=-1", "train.recompute is -1; it must be none, full or a number of layers"),
-        ("train.recompute=true", r"train\.recompute is True; it must be none, full or a number of layers"),
+        (
+            "train.recompute=-1",
+            "train.recompute is -1; it must be none, full or a number of layers",
+        ),
+        (
+            "train.recompute=true",
+            r"train\.recompute is True; it must be none, full or a number of layers",
+        ),
     ],
 )
 def test_wrong_settings_are_named(run_file: str, override: str, message: str) -> None:

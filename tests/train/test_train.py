@@ -1,4 +1,6 @@
-"""The training program: settings, checkpoints, and a real run of several processes that is killed and resumed."""
+"""The training program: settings, checkpoints, and a real run of several processes that is killed
+and resumed.
+"""
 
 from __future__ import annotations
 
@@ -70,11 +72,14 @@ def run_file(tmp_path: Path, pair: str) -> str:
 
 def loader_hashes(config: RunConfig) -> list[str]:
     """The hash of every global batch, from the loader alone."""
-    hashes, digests = [], {}
+    hashes = []
+    digests = {}
     loader = open_plain(config, "train", 0, 1)
     before = 0
     for batch in loader:
-        digests.update(zip(loader.dataset.sample_ids(before).tolist(), sample_digests(batch), strict=True))
+        digests.update(
+            zip(loader.dataset.sample_ids(before).tolist(), sample_digests(batch), strict=True)
+        )
         before = loader.consumed_samples
         if before % config.train.global_batch_size == 0:
             hashes.append(global_batch_hash(digests))
@@ -86,10 +91,15 @@ def train_on(run_file: str, ranks: int, kill_at: int | None, environment: dict[s
     """Train on so many ranks; SIGKILL to all of them once a step is in the metrics."""
     folder = Path(run_file).parent
     family = launch(folder, ranks, ["-m", "streammega.train", run_file], environment)
-    metrics, everyone = folder / "run" / "metrics.jsonl", range(ranks)
+    metrics = folder / "run" / "metrics.jsonl"
+    everyone = range(ranks)
     deadline = time.monotonic() + 120
     while family.ended(*everyone, within=0.02) == [None] * ranks and time.monotonic() < deadline:
-        if kill_at is not None and metrics.exists() and any(r["step"] >= kill_at for r in read_metrics(metrics)):
+        if (
+            kill_at is not None
+            and metrics.exists()
+            and any(r["step"] >= kill_at for r in read_metrics(metrics))
+        ):
             family.signal(signal.SIGKILL, *everyone)
     codes = family.ended(*everyone, within=10)
     family.close()
@@ -97,8 +107,12 @@ def train_on(run_file: str, ranks: int, kill_at: int | None, environment: dict[s
         assert codes == [0] * ranks, [family.log(rank) for rank in everyone]
 
 
-@pytest.mark.parametrize("s3", ["moto", pytest.param("rclone", marks=pytest.mark.soak)], indirect=True)
-def test_killed_runs_resume_on_exactly_the_next_token_with_any_rank_count(tmp_path: Path, s3: S3, bucket: str) -> None:
+@pytest.mark.parametrize(
+    "s3", ["moto", pytest.param("rclone", marks=pytest.mark.soak)], indirect=True
+)
+def test_killed_runs_resume_on_exactly_the_next_token_with_any_rank_count(
+    tmp_path: Path, s3: S3, bucket: str
+) -> None:
     """From s3://: two ranks, SIGKILL, one rank, SIGKILL, two ranks to the end."""
     write_random_pair(str(tmp_path / "pair"))
     for name, value in s3.environment.items():
@@ -130,7 +144,9 @@ def trained(run_file: str) -> RunConfig:
 
 
 @pytest.mark.parametrize("order", ["megatron", "stream"])
-def test_a_resumed_run_ends_with_the_weights_of_an_uninterrupted_one(run_file: str, tmp_path: Path, order: str) -> None:
+def test_a_resumed_run_ends_with_the_weights_of_an_uninterrupted_one(
+    run_file: str, tmp_path: Path, order: str
+) -> None:
     trained = load_run(run_file, [f"data.order={order}"])
     Trainer(trained, torch.device("cpu")).run()
     half = replace(trained, train=replace(trained.train, out_dir=str(tmp_path / "half")))
@@ -146,13 +162,17 @@ def test_a_resumed_run_ends_with_the_weights_of_an_uninterrupted_one(run_file: s
     whole = Trainer(trained, torch.device("cpu"))
     whole.resume()
     assert whole.step == 16
-    for a, b in zip(second.model.chunks[0].parameters(), whole.model.chunks[0].parameters(), strict=True):
+    for a, b in zip(
+        second.model.chunks[0].parameters(), whole.model.chunks[0].parameters(), strict=True
+    ):
         assert torch.equal(a, b)
 
 
 def test_the_run_learns_keeps_the_last_checkpoints_and_evaluates(trained: RunConfig) -> None:
     folder = Path(trained.train.out_dir)
-    assert [path.name for path in checkpoint.checkpoints(folder / "checkpoints")] == [f"step-{n:08d}" for n in (12, 14, 16)]
+    assert [path.name for path in checkpoint.checkpoints(folder / "checkpoints")] == [
+        f"step-{n:08d}" for n in (12, 14, 16)
+    ]
     records = read_metrics(folder / "metrics.jsonl")
     assert [record["step"] for record in records if "valid_loss" in record] == [8, 16]
     assert records[-1]["samples"] == [120, 128]
@@ -170,13 +190,17 @@ def test_the_run_learns_keeps_the_last_checkpoints_and_evaluates(trained: RunCon
         ("model.dim=32", "does not fit this model"),
     ],
 )
-def test_a_checkpoint_of_another_run_is_refused(trained: RunConfig, run_file: str, override: str, named: str) -> None:
+def test_a_checkpoint_of_another_run_is_refused(
+    trained: RunConfig, run_file: str, override: str, named: str
+) -> None:
     other = Trainer(load_run(run_file, [override]), torch.device("cpu"))
     with pytest.raises(StateError, match=named):
         other.resume()
 
 
-def test_a_checkpoint_of_another_dataset_is_refused(trained: RunConfig, run_file: str, pair: str) -> None:
+def test_a_checkpoint_of_another_dataset_is_refused(
+    trained: RunConfig, run_file: str, pair: str
+) -> None:
     write_random_pair(pair, seed=77)
     with pytest.raises(StateError, match="dataset: the checkpoint has"):
         Trainer(load_run(run_file), torch.device("cpu")).resume()
@@ -217,7 +241,10 @@ def test_wrong_settings_are_named(run_file: str, override: str, message: str) ->
 
 
 def test_settings_come_from_the_file_and_the_command_line(run_file: str) -> None:
-    config = load_run(run_file, ["train.lr=1", 'data.storage.transport="fsspec"', "data.storage.storage_options.anon=true"])
+    config = load_run(
+        run_file,
+        ["train.lr=1", 'data.storage.transport="fsspec"', "data.storage.storage_options.anon=true"],
+    )
     assert (config.train.lr, config.data.storage.transport) == (1.0, "fsspec")
     assert config.data.storage.storage_options == {"anon": True}
     assert config.data.vocab_size == config.model.vocab_size
@@ -227,18 +254,29 @@ def test_settings_come_from_the_file_and_the_command_line(run_file: str) -> None
 def test_names_and_blends_of_megatron_are_understood(run_file: str, pair: str) -> None:
     config = load_run(run_file, ["data.path_to_idx_cache=/tmp/c"])
     assert str(config.data.index_cache_dir) == "/tmp/c"
-    config = load_run(run_file, ["data.bin_chunk_nbytes=2097152", "data.random_seed=7", "data.storage.retries=3"])
-    assert (config.data.storage.chunk_bytes, config.data.storage.retries, config.data.seed) == (2097152, 3, 7)
+    config = load_run(
+        run_file, ["data.bin_chunk_nbytes=2097152", "data.random_seed=7", "data.storage.retries=3"]
+    )
+    assert (config.data.storage.chunk_bytes, config.data.storage.retries, config.data.seed) == (
+        2097152,
+        3,
+        7,
+    )
     weighted = load_run(run_file, [f'data.blend=[["{pair}", 0.3], ["{pair}", 0.7]]'])
     assert len(open_plain(weighted, "train", 0, 1)) == 64
-    text = Path(run_file).read_text().replace(f'blend = ["{pair}"]', f'data_path = "0.3 {pair} 0.7 {pair}"')
+    text = (
+        Path(run_file)
+        .read_text()
+        .replace(f'blend = ["{pair}"]', f'data_path = "0.3 {pair} 0.7 {pair}"')
+    )
     Path(run_file).write_text(text)
     assert load_run(run_file).data.blend == f"0.3 {pair} 0.7 {pair}"
     assert len(open_plain(load_run(run_file), "train", 0, 1)) == 64
 
 
 @pytest.mark.parametrize(
-    ("text", "message"), [("x = [", "no valid TOML"), ("[data]\nblend='a'\nsequence_length=1", "no .model. section")]
+    ("text", "message"),
+    [("x = [", "no valid TOML"), ("[data]\nblend='a'\nsequence_length=1", "no .model. section")],
 )
 def test_broken_run_files_are_named(tmp_path: Path, text: str, message: str) -> None:
     (tmp_path / "run.toml").write_text(text)
@@ -271,9 +309,16 @@ def test_the_learning_rate_warms_up_and_falls_to_its_least(run_file: str) -> Non
 
 @pytest.mark.parametrize(
     ("overrides", "lowest"),
-    [([], 1e-4), (["train.lr=5e-5"], 5e-6), (["train.min_lr=2e-5"], 2e-5), (["train.lr=5e-5", "train.min_lr=0"], 0.0)],
+    [
+        ([], 1e-4),
+        (["train.lr=5e-5"], 5e-6),
+        (["train.min_lr=2e-5"], 2e-5),
+        (["train.lr=5e-5", "train.min_lr=0"], 0.0),
+    ],
 )
-def test_the_learning_rate_falls_to_a_tenth_unless_it_is_said(run_file: str, overrides: list[str], lowest: float) -> None:
+def test_the_learning_rate_falls_to_a_tenth_unless_it_is_said(
+    run_file: str, overrides: list[str], lowest: float
+) -> None:
     train = load_run(run_file, overrides).train
     optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=0.0)
     set_learning_rate(optimizer, train, train.iters)
@@ -295,9 +340,13 @@ def test_batch_hashes_see_every_token_and_place_but_not_the_layout() -> None:
     [("99,1,0", True), ("99 1 0", True), ("99/1/0", True), ("99, 1, 0", True), (".9 .1", True), ("1,0,0", False), ("100", False),
      ("0 0 1", False), ("9;0;1", False), ("[90, 5, 5]", True)],
 )  # fmt: skip
-def test_a_run_evaluates_what_its_split_gives_to_valid_however_it_is_written(run_file: str, split: str, valid: bool) -> None:
+def test_a_run_evaluates_what_its_split_gives_to_valid_however_it_is_written(
+    run_file: str, split: str, valid: bool
+) -> None:
     for order in ("stream", "megatron"):
-        config = load_run(run_file, [f'data.split="{split}"', f"data.order={order}", "data.num_samples=[8, 8, 8]"])
+        config = load_run(
+            run_file, [f'data.split="{split}"', f"data.order={order}", "data.num_samples=[8, 8, 8]"]
+        )
         assert has_valid(config.data) == valid
         if not valid:
             with pytest.raises(ConfigError, match="leaves nothing for valid"):
@@ -307,19 +356,34 @@ def test_a_run_evaluates_what_its_split_gives_to_valid_however_it_is_written(run
         assert "valid_loss" in Trainer(run, torch.device("cpu")).evaluate_all()
 
 
-def test_several_validation_sets_are_read_from_their_start_every_time(run_file: str, tmp_path: Path) -> None:
+def test_several_validation_sets_are_read_from_their_start_every_time(
+    run_file: str, tmp_path: Path
+) -> None:
     write_random_pair(str(tmp_path / "other"), seed=9)
     config = load_run(
-        run_file, [f'validation.other=["{tmp_path}/other"]', f'validation.both="0.5 {tmp_path}/other 0.5 {tmp_path}/data/pair"']
+        run_file,
+        [
+            f'validation.other=["{tmp_path}/other"]',
+            f'validation.both="0.5 {tmp_path}/other 0.5 {tmp_path}/data/pair"',
+        ],
     )
     trainer = Trainer(config, torch.device("cpu"))
-    first, second = trainer.evaluate_all(), trainer.evaluate_all()
+    first = trainer.evaluate_all()
+    second = trainer.evaluate_all()
     assert first == second
     assert set(first["valid_loss_of"]) == {"other", "both"}
     assert len({first["valid_loss"], *first["valid_loss_of"].values()}) == 3
-    per_split = [f'["{tmp_path}/data/pair"]', f'["{tmp_path}/data/pair", "{tmp_path}/other"]', '["unused"]']
+    per_split = [
+        f'["{tmp_path}/data/pair"]',
+        f'["{tmp_path}/data/pair", "{tmp_path}/other"]',
+        '["unused"]',
+    ]
     text = Path(run_file).read_text()
-    several = re.sub(r"blend = .*", f"blend_per_split = [{', '.join(per_split)}]\nmultiple_validation_sets = true", text)
+    several = re.sub(
+        r"blend = .*",
+        f"blend_per_split = [{', '.join(per_split)}]\nmultiple_validation_sets = true",
+        text,
+    )
     Path(run_file).write_text(several)
     sets = Trainer(load_run(run_file), torch.device("cpu")).evaluate_all()
     assert set(sets) == {"valid_loss_of"}
@@ -329,16 +393,24 @@ def test_several_validation_sets_are_read_from_their_start_every_time(run_file: 
 
 
 def test_the_global_batch_ramps_up(run_file: str) -> None:
-    config = load_run(run_file, ["train.rampup=[4, 2, 24]", "train.micro_batch_size=2", "train.save_interval=0"])
+    config = load_run(
+        run_file, ["train.rampup=[4, 2, 24]", "train.micro_batch_size=2", "train.save_interval=0"]
+    )
     Trainer(config, torch.device("cpu")).run()
     records = read_metrics(Path(config.train.out_dir) / "metrics.jsonl")
     sizes = [record["samples"][1] - record["samples"][0] for record in records]
     assert sizes == [4, 4, 4, 6, 6, *[8] * 11]
     assert [r["samples"][0] for r in records[1:]] == [r["samples"][1] for r in records[:-1]]
-    assert config.num_samples()[0] == records[-1]["samples"][1] == config.train.schedule.samples_after(16)
+    assert (
+        config.num_samples()[0]
+        == records[-1]["samples"][1]
+        == config.train.schedule.samples_after(16)
+    )
 
 
-def test_rewinding_replays_steps_and_skipping_passes_over_samples(trained: RunConfig, run_file: str) -> None:
+def test_rewinding_replays_steps_and_skipping_passes_over_samples(
+    trained: RunConfig, run_file: str
+) -> None:
     folder = Path(trained.train.out_dir)
     before = {record["step"]: record for record in read_metrics(folder / "metrics.jsonl")}
     again = Trainer(load_run(run_file, ["train.rewind=13"]), torch.device("cpu"))
@@ -366,13 +438,19 @@ def test_rewinding_replays_steps_and_skipping_passes_over_samples(trained: RunCo
     assert once_more.step == 13, "a restart of the same rewind goes on"
     once_more.close()
     skipping = Trainer(
-        load_run(run_file, ["data.skip_samples=[[96, 112]]", "data.num_samples=[200, 48, 0]"]), torch.device("cpu")
+        load_run(run_file, ["data.skip_samples=[[96, 112]]", "data.num_samples=[200, 48, 0]"]),
+        torch.device("cpu"),
     )
     with pytest.raises(StateError, match="num_samples"):
         skipping.resume()  # in the Megatron order the number of samples is part of the order
-    skipping = Trainer(load_run(run_file, ["data.skip_samples=[[96, 112]]", "train.rewind=12"]), torch.device("cpu"))
+    skipping = Trainer(
+        load_run(run_file, ["data.skip_samples=[[96, 112]]", "train.rewind=12"]),
+        torch.device("cpu"),
+    )
     skipping.step = 12
-    skipping.batches.load_state_dict(checkpoint.load_position(folder / "checkpoints" / "step-00000012")["data"])
+    skipping.batches.load_state_dict(
+        checkpoint.load_position(folder / "checkpoints" / "step-00000012")["data"]
+    )
     record, _ = skipping.train_step()
     assert record["samples"] == [112, 120]
     assert record["batch_hash"] == before[15]["batch_hash"]
@@ -397,13 +475,17 @@ def test_narrow_parameters_train_with_wide_main_ones_and_resume(run_file: str, d
     Trainer(config, torch.device("cpu")).run()
     records = read_metrics(Path(config.train.out_dir) / "metrics.jsonl")
     assert [r["loss"] for r in records] == pytest.approx([r["loss"] for r in wanted], rel=0.01)
-    assert [r["grad_norm"] for r in records] == pytest.approx([r["grad_norm"] for r in wanted], rel=0.1)
+    assert [r["grad_norm"] for r in records] == pytest.approx(
+        [r["grad_norm"] for r in wanted], rel=0.1
+    )
     assert ("loss_scale" in records[-1]) == (dtype == "float16")
     back = Trainer(load_run(run_file, [*options, "train.rewind=8"]), torch.device("cpu"))
     back.resume()
     back.run()
     whole = [record["loss"] for record in records[8:]]
-    assert [r["loss"] for r in read_metrics(Path(config.train.out_dir) / "metrics.jsonl")[16:]] == whole
+    assert [
+        r["loss"] for r in read_metrics(Path(config.train.out_dir) / "metrics.jsonl")[16:]
+    ] == whole
     wide = Trainer(load_run(run_file), torch.device("cpu"))
     wide.resume()
     narrow = back.model.chunks[0].norm.weight  # type: ignore[union-attr]
@@ -414,19 +496,28 @@ def test_narrow_parameters_train_with_wide_main_ones_and_resume(run_file: str, d
         load_run(run_file, [f"train.dtype={dtype}"])
 
 
-def test_a_narrow_run_takes_the_stored_wide_parameters_of_a_wide_one(trained: RunConfig, run_file: str) -> None:
+def test_a_narrow_run_takes_the_stored_wide_parameters_of_a_wide_one(
+    trained: RunConfig, run_file: str
+) -> None:
     wide = Trainer(trained, torch.device("cpu"))
     wide.resume()
-    narrow = Trainer(load_run(run_file, ["train.dtype=bfloat16", "parallel.optimizer=sharded"]), torch.device("cpu"))
+    narrow = Trainer(
+        load_run(run_file, ["train.dtype=bfloat16", "parallel.optimizer=sharded"]),
+        torch.device("cpu"),
+    )
     narrow.resume()
     stored = dict(wide.model.chunks[0].named_parameters())
     for piece in narrow.optimizer.pieces:  # type: ignore[union-attr]
-        assert torch.equal(piece.main, stored[piece.slot.name].detach().flatten()[piece.start : piece.stop]), piece.slot.name
+        assert torch.equal(
+            piece.main, stored[piece.slot.name].detach().flatten()[piece.start : piece.stop]
+        ), piece.slot.name
     for name, parameter in narrow.model.chunks[0].named_parameters():
         assert torch.equal(parameter, stored[name].to(torch.bfloat16)), name
 
 
-def test_a_run_is_drawn_and_logged_for_tensorboard(run_file: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_run_is_drawn_and_logged_for_tensorboard(
+    run_file: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     from streammega.cli.main import main
 
     config = load_run(run_file, ["train.tensorboard=true", "train.save_interval=0"])
@@ -446,15 +537,26 @@ def test_a_gradient_that_explodes_ends_the_run_with_its_parameter(run_file: str)
         trainer.train_step()
 
 
-def test_a_run_by_torchs_ddp_ends_at_a_gradient_that_is_not_finite(gang: Gang, run_file: str) -> None:
-    ddp = ["parallel.data_parallel=torch", "train.lr=1e30", "train.warmup_iters=0", "train.save_interval=0"]
+def test_a_run_by_torchs_ddp_ends_at_a_gradient_that_is_not_finite(
+    gang: Gang, run_file: str
+) -> None:
+    ddp = [
+        "parallel.data_parallel=torch",
+        "train.lr=1e30",
+        "train.warmup_iters=0",
+        "train.save_interval=0",
+    ]
     for message in gang.run(2, run_until_bad, run_file, ddp):
-        assert re.search(r"the gradient of \S+ is not finite, averaged over the ranks", message), message
+        assert re.search(r"the gradient of \S+ is not finite, averaged over the ranks", message), (
+            message
+        )
     with pytest.raises(ConfigError, match=r"parallel\.data_parallel = buckets"):
         load_run(run_file, ["parallel.data_parallel=torch", "train.largest_gradient=1.0"])
 
 
-def test_a_checkpoint_that_cannot_be_written_is_named_and_the_one_before_stays(run_file: str) -> None:
+def test_a_checkpoint_that_cannot_be_written_is_named_and_the_one_before_stays(
+    run_file: str,
+) -> None:
     trainer = Trainer(load_run(run_file), torch.device("cpu"))
     trainer.train_step()
     trainer.save(background=True)
@@ -462,7 +564,9 @@ def test_a_checkpoint_that_cannot_be_written_is_named_and_the_one_before_stays(r
     folder = trainer.checkpoints.folder
     (folder / "step-00000000.partial").write_text("a file is in the way")
     for background in (True, False):
-        with pytest.raises(StorageError, match=r"cannot be written .* The checkpoints before it are whole"):
+        with pytest.raises(
+            StorageError, match=r"cannot be written .* The checkpoints before it are whole"
+        ):
             trainer.save(background=background)
             trainer.checkpoints.wait()
     assert [path.name for path in checkpoint.checkpoints(folder)] == ["step-00000000"]
@@ -490,18 +594,31 @@ def test_a_pipeline_without_enough_micro_batches_is_named_before_it_starts(run_f
         (1, "has 2 micro-batches on each rank; parallel.pp 4 needs at least 4"),
         (2, "needs a multiple of 4"),
     ):
-        overrides = ["parallel.pp=4", f"parallel.virtual_stages={stages}", "train.micro_batch_size=4"]
+        overrides = [
+            "parallel.pp=4",
+            f"parallel.virtual_stages={stages}",
+            "train.micro_batch_size=4",
+        ]
         with pytest.raises(ConfigError, match=message):
             _check_pipeline(load_run(run_file, overrides), ParallelLayout(pp=4))
 
 
 @pytest.mark.parametrize(("order", "steps"), [("stream", 16), ("megatron", 14)])
-def test_skipped_samples_are_made_up_for_where_the_order_has_no_end(run_file: str, order: str, steps: int) -> None:
-    """In the Megatron order the number of samples is part of the order: the run ends with them, and is saved."""
-    config = load_run(run_file, [f"data.order={order}", "data.skip_samples=[[16, 32]]", "train.eval_interval=0"])
+def test_skipped_samples_are_made_up_for_where_the_order_has_no_end(
+    run_file: str, order: str, steps: int
+) -> None:
+    """In the Megatron order the number of samples is part of the order: the run ends with them, and
+    is saved.
+    """
+    config = load_run(
+        run_file, [f"data.order={order}", "data.skip_samples=[[16, 32]]", "train.eval_interval=0"]
+    )
     if order == "megatron":
         pair = config.data.blend[0]  # type: ignore[index]
-        config = replace(config, data=replace(config.data, blend=[(pair, 0.5), (pair, 0.5)], num_samples=(128, 0, 0)))  # type: ignore[list-item]
+        config = replace(
+            config,
+            data=replace(config.data, blend=[(pair, 0.5), (pair, 0.5)], num_samples=(128, 0, 0)),
+        )  # type: ignore[list-item]
     trainer = Trainer(config, torch.device("cpu"))
     trainer.run()
     records = read_metrics(Path(config.train.out_dir) / "metrics.jsonl")
@@ -548,31 +665,45 @@ def test_a_run_whose_data_ends_before_its_last_step_does_not_end_well(
         ("data=3", "data"),
     ],
 )
-def test_settings_that_no_run_can_have_are_refused_by_name(run_file: str, override: str, message: str) -> None:
+def test_settings_that_no_run_can_have_are_refused_by_name(
+    run_file: str, override: str, message: str
+) -> None:
     with pytest.raises(ConfigError, match=re.escape(message)):
         load_run(run_file, [override])
 
 
 def test_ids_that_the_model_has_no_embedding_for_are_refused(run_file: str) -> None:
-    with pytest.raises(ConfigError, match=r"data\.vocab_size is 2000, more than model\.vocab_size 1000"):
+    with pytest.raises(
+        ConfigError, match=r"data\.vocab_size is 2000, more than model\.vocab_size 1000"
+    ):
         load_run(run_file, ["data.vocab_size=2000"])
     with pytest.raises(FormatError, match="outside of the vocabulary of 500"):
         Trainer(load_run(run_file, ["data.vocab_size=500"]), torch.device("cpu")).run()
 
 
-def test_a_finished_run_says_so(trained: RunConfig, run_file: str, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_finished_run_says_so(
+    trained: RunConfig, run_file: str, caplog: pytest.LogCaptureFixture
+) -> None:
     with caplog.at_level(logging.INFO):
         assert train_main([run_file]) == 0
-    assert "step 16: train.iters = 16 is reached, and nothing left to train; raise it to go on" in caplog.messages
+    assert (
+        "step 16: train.iters = 16 is reached, and nothing left to train; raise it to go on"
+        in caplog.messages
+    )
 
 
 @pytest.mark.parametrize("size", [4, 16])
-def test_a_resumed_run_with_another_global_batch_size_goes_on_to_its_last_step(run_file: str, size: int) -> None:
+def test_a_resumed_run_with_another_global_batch_size_goes_on_to_its_last_step(
+    run_file: str, size: int
+) -> None:
     settings = ["data.order=stream", "train.eval_interval=0"]
     first = Trainer(load_run(run_file, [*settings, "train.iters=6"]), torch.device("cpu"))
     first.run()
     consumed = first.batches.consumed_samples
-    again = Trainer(load_run(run_file, [*settings, f"train.global_batch_size={size}", "train.iters=20"]), torch.device("cpu"))
+    again = Trainer(
+        load_run(run_file, [*settings, f"train.global_batch_size={size}", "train.iters=20"]),
+        torch.device("cpu"),
+    )
     again.resume()
     again.run()
     assert again.step == 20
@@ -581,23 +712,40 @@ def test_a_resumed_run_with_another_global_batch_size_goes_on_to_its_last_step(r
 
 def test_metrics_are_json_whatever_happens_to_the_numbers(tmp_path: Path) -> None:
     log = MetricsLog(tmp_path, 1, 10)
-    log.write({"step": 1, "loss": float("nan"), "grad_norm": float("inf"), "source_loss": {"web": float("nan"), "code": 1.5}})
+    log.write(
+        {
+            "step": 1,
+            "loss": float("nan"),
+            "grad_norm": float("inf"),
+            "source_loss": {"web": float("nan"), "code": 1.5},
+        }
+    )
     line = (tmp_path / "metrics.jsonl").read_text()
     record = json.loads(line, parse_constant=lambda name: pytest.fail(f"{name} is no JSON"))
-    assert record == {"step": 1, "loss": None, "grad_norm": None, "source_loss": {"web": None, "code": 1.5}}
+    assert record == {
+        "step": 1,
+        "loss": None,
+        "grad_norm": None,
+        "source_loss": {"web": None, "code": 1.5},
+    }
 
 
 @pytest.mark.parametrize(
     ("error", "others"),
     [
-        (RuntimeError("[gloo/transport/tcp/pair.cc:537] Read error: Connection reset by peer"), True),
+        (
+            RuntimeError("[gloo/transport/tcp/pair.cc:537] Read error: Connection reset by peer"),
+            True,
+        ),
         (RuntimeError("Application timeout caused pair closure"), True),
         (RuntimeError("CUDA out of memory. Tried to allocate 2.00 GiB"), False),
         (RuntimeError("The size of tensor a (50) must match the size of tensor b (100)"), False),
         (KeyError("x"), False),
     ],
 )
-def test_what_fails_on_a_rank_itself_is_not_blamed_on_others(error: Exception, others: bool) -> None:
+def test_what_fails_on_a_rank_itself_is_not_blamed_on_others(
+    error: Exception, others: bool
+) -> None:
     assert _is_of_others(error) is others
     wrapped = RuntimeError("Failed to run stage backward")
     wrapped.__cause__ = error

@@ -42,14 +42,21 @@ out_dir = "{folder}/run"
 [parallel]
 bucket_size = 2000
 """
-SOON_STEPS, STEPS = 8, 20
-"""Of a comparison in `make test` and in `make soak`: a rank whose share of a gradient is wrong shows in the second step."""
+SOON_STEPS = 8
+STEPS = 20
+"""Of a comparison in `make test` and in `make soak`: a rank whose share of a gradient is wrong
+shows in the second step.
+"""
 TOLERANCE = 2e-5
-"""Of losses; ten times that of parameters after 20 steps. They add the same fp32 numbers in another order: a matrix product split
-in two, a softmax over gathered keys, gradients summed over ranks. That is some 1e-7 a step in a gradient; AdamW divides by the
-gradient's own size, so a parameter whose gradient is itself that small can differ by a part of lr = 0.003 after a step."""
+"""Of losses; ten times that of parameters after 20 steps. They add the same fp32 numbers in another
+order: a matrix product split in two, a softmax over gathered keys, gradients summed over ranks.
+That is some 1e-7 a step in a gradient; AdamW divides by the gradient's own size, so a parameter
+whose gradient is itself that small can differ by a part of lr = 0.003 after a step.
+"""
 LAYOUTS = [
-    (dp, tp, cp, pp) for dp, tp, cp, pp in itertools.product((1, 2, 4), (1, 2), (1, 2), (1, 2)) if 1 < dp * tp * cp * pp <= 8
+    (dp, tp, cp, pp)
+    for dp, tp, cp, pp in itertools.product((1, 2, 4), (1, 2), (1, 2), (1, 2))
+    if 1 < dp * tp * cp * pp <= 8
 ]
 
 
@@ -64,11 +71,17 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def alone() -> dict[tuple[str, int], tuple[list[dict[str, Any]], dict[str, torch.Tensor]]]:
-    """Of each variant of the data and number of steps: the records and the final parameters of one rank."""
+    """Of each variant of the data and number of steps: the records and the final parameters of one
+    rank.
+    """
     return {}
 
 
-DOCUMENTS = ["data.reset_position_ids=true", "data.reset_attention_mask=true", "data.eod_mask_loss=true"]
+DOCUMENTS = [
+    "data.reset_position_ids=true",
+    "data.reset_attention_mask=true",
+    "data.eod_mask_loss=true",
+]
 VARIANTS: dict[str, list[str]] = {"plain": [], "documents": DOCUMENTS}
 
 
@@ -77,14 +90,18 @@ def parameters(run_file: Path, out: str) -> dict[str, torch.Tensor]:
     trainer = Trainer(load_run(str(run_file), [f"train.out_dir={out}"]), torch.device("cpu"))
     trainer.resume()
     trainer.close()
-    return {name: value.detach().clone() for name, value in trainer.model.chunks[0].named_parameters()}
+    return {
+        name: value.detach().clone() for name, value in trainer.model.chunks[0].named_parameters()
+    }
 
 
 def run_on(
     gang: Gang, folder: Path, name: str, size: int, overrides: list[str], steps: int
 ) -> tuple[list[Any], dict[str, torch.Tensor]]:
     out = str(folder / name)
-    records = gang.run(size, train, str(folder / "run.toml"), [f"train.out_dir={out}", *overrides], steps)[0]
+    records = gang.run(
+        size, train, str(folder / "run.toml"), [f"train.out_dir={out}", *overrides], steps
+    )[0]
     return records, parameters(folder / "run.toml", out)
 
 
@@ -92,7 +109,9 @@ def run_alone(
     gang: Gang, folder: Path, alone: dict[Any, Any], variant: str, steps: int
 ) -> tuple[list[Any], dict[str, torch.Tensor]]:
     if (variant, steps) not in alone:
-        alone[variant, steps] = run_on(gang, folder, f"alone-{variant}-{steps}", 1, VARIANTS[variant], steps)
+        alone[variant, steps] = run_on(
+            gang, folder, f"alone-{variant}-{steps}", 1, VARIANTS[variant], steps
+        )
     records, weights = alone[variant, steps]
     return records, weights
 
@@ -108,9 +127,16 @@ def compare(
 ) -> None:
     truth, weights = run_alone(gang, folder, alone, variant, steps)
     dp, tp, cp, pp = layout
-    sizes = [f"parallel.tp={tp}", f"parallel.cp={cp}", f"parallel.pp={pp}", micro_batches(dp, tp, overrides)]
+    sizes = [
+        f"parallel.tp={tp}",
+        f"parallel.cp={cp}",
+        f"parallel.pp={pp}",
+        micro_batches(dp, tp, overrides),
+    ]
     name = f"{variant}-{dp}-{tp}-{cp}-{pp}-{steps}-{abs(hash(tuple(overrides)))}"
-    records, final = run_on(gang, folder, name, dp * tp * cp * pp, [*VARIANTS[variant], *sizes, *overrides], steps)
+    records, final = run_on(
+        gang, folder, name, dp * tp * cp * pp, [*VARIANTS[variant], *sizes, *overrides], steps
+    )
     assert len(records) == steps
     for record, wanted in zip(records, truth, strict=True):
         assert record["batch_hash"] == wanted["batch_hash"]
@@ -119,21 +145,32 @@ def compare(
         assert record["source_loss"] == pytest.approx(wanted["source_loss"], abs=10 * TOLERANCE)
     assert len({record["batch_hash"] for record in records}) == steps
     for key, value in weights.items():
-        assert torch.allclose(final[key], value, atol=10 * TOLERANCE, rtol=0), (key, float((final[key] - value).abs().max()))
+        assert torch.allclose(final[key], value, atol=10 * TOLERANCE, rtol=0), (
+            key,
+            float((final[key] - value).abs().max()),
+        )
 
 
 def micro_batches(dp: int, tp: int, overrides: list[str]) -> str:
-    """Another cut of the same global batches than that of one rank, where the layout leaves room for one.
+    """Another cut of the same global batches than that of one rank, where the layout leaves room
+    for one.
 
-    Two micro-batches a step on tensor-parallel ranks: on a CPU each costs a tenth of a second of dispatching, whatever its size.
+    Two micro-batches a step on tensor-parallel ranks: on a CPU each costs a tenth of a second of
+    dispatching, whatever its size.
     """
     if tp > 1:
         return f"train.micro_batch_size={8 // dp}"
-    return "train.micro_batch_size=4" if dp < 4 and not any("virtual" in own for own in overrides) else "train.micro_batch_size=2"
+    return (
+        "train.micro_batch_size=4"
+        if dp < 4 and not any("virtual" in own for own in overrides)
+        else "train.micro_batch_size=2"
+    )
 
 
 SOON = [(4, 1, 1, 1), (1, 1, 2, 1), (2, 1, 1, 2), (1, 2, 2, 2)]
-"""Every pair of two kinds is in one of them or of those with other optimizers; all, over more steps, run in `make soak`."""
+"""Every pair of two kinds is in one of them or of those with other optimizers; all, over more
+steps, run in `make soak`.
+"""
 
 
 @pytest.mark.parametrize(
@@ -175,29 +212,58 @@ def test_one_loss_with_documents_apart(
         ((1, 1, 2, 2), ["parallel.virtual_stages=2", "parallel.optimizer=sharded"]),
         ((2, 2, 1, 1), ['parallel.order="dp-tp-cp-pp"', "parallel.optimizer=sharded"]),
     ],
-    ids=["ddp", "zero", "sharded", "four-stages", "sharded-tp-pp", "virtual", "virtual-sharded-cp", "sharded-dp-first"],
+    ids=[
+        "ddp",
+        "zero",
+        "sharded",
+        "four-stages",
+        "sharded-tp-pp",
+        "virtual",
+        "virtual-sharded-cp",
+        "sharded-dp-first",
+    ],
 )
 def test_one_loss_for_all_optimizers_and_schedules(
-    gang: Gang, folder: Path, alone: dict[Any, Any], layout: tuple[int, int, int, int], overrides: list[str], steps: int
+    gang: Gang,
+    folder: Path,
+    alone: dict[Any, Any],
+    layout: tuple[int, int, int, int],
+    overrides: list[str],
+    steps: int,
 ) -> None:
     compare(gang, folder, alone, "plain", layout, overrides, steps)
 
 
-def test_a_run_that_changes_its_layout_and_optimizer_is_one_run(gang: Gang, folder: Path, alone: dict[Any, Any]) -> None:
-    """Weights, moments and cursor cross from each layout and optimizer to each other: the losses are those of one rank."""
+def test_a_run_that_changes_its_layout_and_optimizer_is_one_run(
+    gang: Gang, folder: Path, alone: dict[Any, Any]
+) -> None:
+    """Weights, moments and cursor cross from each layout and optimizer to each other: the losses
+    are those of one rank.
+    """
     whole, _ = run_alone(gang, folder, alone, "plain", STEPS)
     chain = [
         (4, ["parallel.optimizer=sharded"]),
-        (4, ["parallel.tp=2", "parallel.pp=2", "parallel.optimizer=sharded", "train.micro_batch_size=8"]),
+        (
+            4,
+            [
+                "parallel.tp=2",
+                "parallel.pp=2",
+                "parallel.optimizer=sharded",
+                "train.micro_batch_size=8",
+            ],
+        ),
         (2, ["parallel.data_parallel=torch", "parallel.optimizer=zero"]),
         (4, ["parallel.pp=2", "parallel.virtual_stages=2"]),
         (2, ["parallel.tp=2", "train.micro_batch_size=8"]),
         (1, ["parallel.optimizer=sharded", "parallel.bucket_size=333"]),
         (1, []),
     ]
-    out, records = str(folder / "chain"), []
+    out = str(folder / "chain")
+    records = []
     for size, overrides in chain:
-        records += gang.run(size, train, str(folder / "run.toml"), [f"train.out_dir={out}", *overrides], 2)[0]
+        records += gang.run(
+            size, train, str(folder / "run.toml"), [f"train.out_dir={out}", *overrides], 2
+        )[0]
     for record, wanted in zip(records, whole, strict=False):
         assert record["batch_hash"] == wanted["batch_hash"]
         assert record["loss"] == pytest.approx(wanted["loss"], abs=TOLERANCE)
@@ -206,7 +272,9 @@ def test_a_run_that_changes_its_layout_and_optimizer_is_one_run(gang: Gang, fold
     written = checkpoints(Path(out) / "checkpoints")
     assert len(written) == 3
     first, *others = map(what_is_stored, written)
-    assert all(other == first for other in others), "what a checkpoint holds depends on no layout, optimizer or bucket"
+    assert all(other == first for other in others), (
+        "what a checkpoint holds depends on no layout, optimizer or bucket"
+    )
 
 
 def what_is_stored(path: Path) -> dict[str, tuple[Any, ...]]:

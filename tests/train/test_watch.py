@@ -1,4 +1,6 @@
-"""What a rank does when another fails while its own main thread is blocked where Python cannot reach it."""
+"""What a rank does when another fails while its own main thread is blocked where Python cannot
+reach it.
+"""
 
 from __future__ import annotations
 
@@ -21,17 +23,23 @@ from tests.support.processes import Family
 
 LONG = timedelta(seconds=600)
 """Of collectives: none of them ends a test."""
-TOLD_WITHIN, DEAD_WITHIN = 5.0, 15.0
+TOLD_WITHIN = 5.0
+DEAD_WITHIN = 15.0
 """Seconds: what docs/training.md says of a cause that was told, and of a rank that died."""
 
 
 def blocked(rank: int, port: int, timeout: float, kind: str) -> None:
-    """Rank 1 fails as `kind` says; 0 and 2 wait for each other in gloo, or sleep in C, until something ends them."""
+    """Rank 1 fails as `kind` says; 0 and 2 wait for each other in gloo, or sleep in C, until
+    something ends them.
+    """
     torch.set_num_threads(1)
     store = dist.TCPStore("127.0.0.1", port, is_master=False, timeout=LONG)
-    dist.init_process_group("gloo", store=dist.PrefixStore("default", store), rank=rank, world_size=3, timeout=LONG)
+    dist.init_process_group(
+        "gloo", store=dist.PrefixStore("default", store), rank=rank, world_size=3, timeout=LONG
+    )
     watch = Watch(dist.PrefixStore("watch", store), rank, 3, timeout)
-    signal.signal(signal.SIGTERM, lambda *_: None)  # as the trainer's: it can only run when the main thread does
+    # as the trainer's: it can only run when the main thread does
+    signal.signal(signal.SIGTERM, lambda *_: None)
     watch.phase("reducing", 5)
     time.sleep(1.2)  # until the next beat, which says so
     print("ready", flush=True)
@@ -63,7 +71,9 @@ class Scene:
 
     def __init__(self, folder: Path, timeout: float, kind: str) -> None:
         folder.mkdir()
-        self.store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=60))
+        self.store = dist.TCPStore(
+            "127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=60)
+        )
         self.family = Family(folder, 3, blocked, self.store.port, timeout, kind)
 
     def ready(self) -> Family:
@@ -84,7 +94,10 @@ def scenes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Scene
         "waiting": 2.0,
         "interrupted": 600.0,
     }
-    made = {kind: Scene(folder / kind.replace(" ", "-"), timeout, kind) for kind, timeout in timeouts.items()}
+    made = {
+        kind: Scene(folder / kind.replace(" ", "-"), timeout, kind)
+        for kind, timeout in timeouts.items()
+    }
     made["stopped"].ready().signal(signal.SIGSTOP, 1)
     killed = made["killed"].ready()
     made["killed"].since = time.time()
@@ -99,8 +112,12 @@ def scenes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Scene
 
 
 @pytest.mark.parametrize("kind", ["cause", "in C"])
-def test_a_blocked_rank_prints_the_cause_of_another_and_ends(scenes: dict[str, Scene], kind: str) -> None:
-    """The main threads of ranks 0 and 2 wait for ten minutes, where no signal and no exception reaches them."""
+def test_a_blocked_rank_prints_the_cause_of_another_and_ends(
+    scenes: dict[str, Scene], kind: str
+) -> None:
+    """The main threads of ranks 0 and 2 wait for ten minutes, where no signal and no exception
+    reaches them.
+    """
     family = scenes[kind].family
     assert family.ended(0, 1, 2, within=20) == [1, 1, 1]
     [told] = re.findall(r"told at (\S+)", family.log(1))
@@ -110,8 +127,12 @@ def test_a_blocked_rank_prints_the_cause_of_another_and_ends(scenes: dict[str, S
         assert expected in family.log(rank)
 
 
-def test_a_blocked_rank_that_is_told_to_end_names_the_one_that_died(scenes: dict[str, Scene]) -> None:
-    """As torchrun does it: one rank is gone, the others get SIGTERM, which a blocked main thread cannot see."""
+def test_a_blocked_rank_that_is_told_to_end_names_the_one_that_died(
+    scenes: dict[str, Scene],
+) -> None:
+    """As torchrun does it: one rank is gone, the others get SIGTERM, which a blocked main thread
+    cannot see.
+    """
     family = scenes["killed"].family
     assert family.ended(0, 2, within=30) == [1, 1]
     for rank in (0, 2):
@@ -129,7 +150,9 @@ def test_a_rank_that_stalls_is_named_and_ended_with_the_others(scenes: dict[str,
     family = scenes["stalled"].family
     assert family.ended(0, 1, 2, within=30) == [1, 1, 1]
     for rank in range(3):
-        assert "rank 1 is elsewhere; last heard of in step 5 (waiting for data, for " in family.log(rank)
+        assert "rank 1 is elsewhere; last heard of in step 5 (waiting for data, for " in family.log(
+            rank
+        )
 
 
 def test_ctrl_c_ends_a_blocked_rank_with_one_line(scenes: dict[str, Scene]) -> None:
@@ -142,13 +165,19 @@ def test_ctrl_c_ends_a_blocked_rank_with_one_line(scenes: dict[str, Scene]) -> N
 
 
 def test_ranks_that_wait_at_the_same_place_are_not_ended(scenes: dict[str, Scene]) -> None:
-    """All compile, or read a slow store: none waits for another, and the transport has a timeout of its own."""
+    """All compile, or read a slow store: none waits for another, and the transport has a timeout of
+    its own.
+    """
     assert scenes["waiting"].ready().ended(0, 1, 2, within=6) == [None] * 3
 
 
-def test_the_watch_outlives_errors_of_its_store_and_does_not_wait_for_its_clients(tmp_path: Path) -> None:
+def test_the_watch_outlives_errors_of_its_store_and_does_not_wait_for_its_clients(
+    tmp_path: Path,
+) -> None:
     """The client of training is locked while it waits for a key that nobody sets."""
-    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=60))
+    store = dist.TCPStore(
+        "127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=60)
+    )
     family = Family(tmp_path, 2, busy, store.port)
     family.wait_for("waits", 0)
     family.wait_for("ended", 1, timeout=30)

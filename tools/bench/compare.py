@@ -1,11 +1,13 @@
 #!/usr/bin/env python3
-"""This checkout against another one of streammega: the same work, the same server, side after side in one run.
+"""This checkout against another one of streammega: the same work, the same server, side after side
+in one run.
 
     git worktree add ../before <commit>
     .venv/bin/python tools/bench/compare.py ../before               # all figures; --figures names some
 
-The two checkouts take turns, and begin alternately, so that neither has the warmer caches. A ratio is that of the medians, with a
-95 % bootstrap interval: above 1.00 this checkout does more. Files and server are those of storage.py.
+The two checkouts take turns, and begin alternately, so that neither has the warmer caches. A ratio
+is that of the medians, with a 95 % bootstrap interval: above 1.00 this checkout does more. Files
+and server are those of storage.py.
 """
 
 from __future__ import annotations
@@ -30,7 +32,8 @@ RESAMPLES = 2000
 
 @dataclass(frozen=True, kw_only=True)
 class Figure:
-    """One thing that is measured: the side that does it, its arguments, the name of its result, the server's manner.
+    """One thing that is measured: the side that does it, its arguments, the name of its result, the
+    server's manner.
 
     higher_is_better: False for seconds and bytes, whose ratio is turned round.
     """
@@ -45,21 +48,45 @@ class Figure:
 
 
 FIGURES = (
-    Figure(name="Megatron order, samples/s", arguments={"order": "megatron", "warmup": 100}, result="rate"),
-    Figure(name="stream order, ids, tokens/s", arguments={"ids_only": True, "warmup": 2000}, result="tokens"),
+    Figure(
+        name="Megatron order, samples/s",
+        arguments={"order": "megatron", "warmup": 100},
+        result="rate",
+    ),
+    Figure(
+        name="stream order, ids, tokens/s",
+        arguments={"ids_only": True, "warmup": 2000},
+        result="tokens",
+    ),
     Figure(name="stream order, int64, tokens/s", arguments={"warmup": 2000}, result="tokens"),
-    Figure(name="stream order, int64, 20 ms of latency, tokens/s", arguments={"warmup": 500}, result="tokens", shape="shaped"),
+    Figure(
+        name="stream order, int64, 20 ms of latency, tokens/s",
+        arguments={"warmup": 500},
+        result="tokens",
+        shape="shaped",
+    ),
     Figure(
         name="2 GiB shuffled, first batch included, tokens/s",
         arguments={"num_samples": 260_000, "seconds": 0},
         result="whole_rate",
     ),
-    Figure(name="first batch, seconds", arguments={"first_only": True}, result="first", higher_is_better=False),
     Figure(
-        name="local files, Megatron order, tokens/s", arguments={"order": "megatron", "warmup": 1000}, result="tokens", local=True
+        name="first batch, seconds",
+        arguments={"first_only": True},
+        result="first",
+        higher_is_better=False,
     ),
     Figure(
-        name="local files, stream order, tokens/s", arguments={"warmup": 1000, "num_samples": 10**7}, result="tokens", local=True
+        name="local files, Megatron order, tokens/s",
+        arguments={"order": "megatron", "warmup": 1000},
+        result="tokens",
+        local=True,
+    ),
+    Figure(
+        name="local files, stream order, tokens/s",
+        arguments={"warmup": 1000, "num_samples": 10**7},
+        result="tokens",
+        local=True,
     ),
     Figure(
         name="DataLoader, 2 forked workers, local files, tokens/s",
@@ -80,11 +107,15 @@ def measure(bench: Bench, figure: Figure, checkout: Path, seconds: float) -> flo
     else:
         arguments |= {"prefix": "s3://data/web", "endpoint": bench.server.endpoint}
     index_cache = str(bench.folder / f"idx-{checkout.name}")
-    found = bench.side(figure.side, checkout=checkout, index_cache=index_cache, **arguments).get(figure.result)
+    found = bench.side(figure.side, checkout=checkout, index_cache=index_cache, **arguments).get(
+        figure.result
+    )
     return None if found is None else float(found)
 
 
-def interval(ours: Sequence[float], theirs: Sequence[float], ratio: Callable[[Any, Any], Any]) -> tuple[float, float]:
+def interval(
+    ours: Sequence[float], theirs: Sequence[float], ratio: Callable[[Any, Any], Any]
+) -> tuple[float, float]:
     """The middle 95 % of the ratio of medians over resampled runs."""
     rng = np.random.default_rng(0)
     mine = np.median(rng.choice(np.array(ours), (RESAMPLES, len(ours))), axis=1)
@@ -109,13 +140,16 @@ def compare(bench: Bench, figure: Figure, other: Path, runs: int, seconds: float
     def ratio(ours: Any, theirs: Any) -> Any:
         return ours / theirs if figure.higher_is_better else theirs / ours
 
-    mine, theirs = statistics.median(found[HERE]), statistics.median(found[other])
+    mine = statistics.median(found[HERE])
+    theirs = statistics.median(found[other])
     low, high = interval(found[HERE], found[other], ratio)
     return f"| {figure.name} | {theirs:,.4g} | {mine:,.4g} | {ratio(mine, theirs):.2f} [{low:.2f}, {high:.2f}] |"
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("other", type=Path, help="the other checkout")
     parser.add_argument("--figures", nargs="*", default=[""], help="parts of their names")
     parser.add_argument("--folder", type=Path, default=Path("/tmp/streammega-bench"))

@@ -1,9 +1,9 @@
 #!/usr/bin/env python3
-"""Conversion, side by side with what it is measured against, in one run: the tokenizer library alone, a Megatron-style preprocess,
-datatrove, `cp`, `cat`; and training from what it makes.
+"""Conversion, side by side with what it is measured against, in one run: the tokenizer library
+alone, a Megatron-style preprocess, datatrove, `cp`, `cat`; and training from what it makes.
 
-Sides take turns, several runs each; ratios are those of medians. The corpus is Python's own sources, again and again, each
-document marked with its number; the tokenizer is trained on them.
+Sides take turns, several runs each; ratios are those of medians. The corpus is Python's own
+sources, again and again, each document marked with its number; the tokenizer is trained on them.
 """
 
 from __future__ import annotations
@@ -40,11 +40,15 @@ DOCUMENT_BYTES = 1 << 30
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--figures", nargs="*", choices=list(FIGURES), default=list(FIGURES))
     parser.add_argument("--runs", type=int, default=3)
     parser.add_argument(
-        "--before", type=Path, help="another checkout of streammega: its conversion beside this one's, and no more"
+        "--before",
+        type=Path,
+        help="another checkout of streammega: its conversion beside this one's, and no more",
     )
     parser.add_argument("--side", help=argparse.SUPPRESS)
     parser.add_argument("--arguments", default="{}", help=argparse.SUPPRESS)
@@ -63,8 +67,12 @@ def main() -> int:
     else:
         prepare()
     names = ("tokenizers", "datatrove", "zstandard", "numpy", "torch", "xxhash")
-    versions = ", ".join(f"{name} {importlib.metadata.version(name)}" for name in names if installed(name))
-    print(f"Python {platform.python_version()}, {os.cpu_count()} cores; {versions}; {chosen.runs} runs, medians\n")
+    versions = ", ".join(
+        f"{name} {importlib.metadata.version(name)}" for name in names if installed(name)
+    )
+    print(
+        f"Python {platform.python_version()}, {os.cpu_count()} cores; {versions}; {chosen.runs} runs, medians\n"
+    )
     print("| figure | other side | streammega | ratio |\n|---|---|---|---|")
     for name in chosen.figures:
         FIGURES[name](chosen.runs)
@@ -97,7 +105,12 @@ def prepare() -> None:
         from streammega.dataset import IndexedDatasetWriter
         from streammega.dataset.indexed import IndexedDataset
 
-        convert([str(FOLDER / "corpus4.jsonl")], str(FOLDER / "once"), tokenizer=str(FOLDER / "tokenizer.json"), overwrite=True)
+        convert(
+            [str(FOLDER / "corpus4.jsonl")],
+            str(FOLDER / "once"),
+            tokenizer=str(FOLDER / "tokenizer.json"),
+            overwrite=True,
+        )
         once = IndexedDataset(str(FOLDER / "once"))
         with IndexedDatasetWriter(str(FOLDER / "pair"), np.uint16) as writer:
             for _ in range(PAIR_BYTES // once.bin_info.size + 1):
@@ -114,7 +127,9 @@ def prepare_corpus() -> list[str]:
         model = Tokenizer(models.BPE())
         model.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
         model.decoder = decoders.ByteLevel()
-        trainer = trainers.BpeTrainer(vocab_size=VOCAB_SIZE, special_tokens=["<|endoftext|>"], show_progress=False)
+        trainer = trainers.BpeTrainer(
+            vocab_size=VOCAB_SIZE, special_tokens=["<|endoftext|>"], show_progress=False
+        )
         model.train_from_iterator(texts[::2], trainer)
         model.save(str(FOLDER / "tokenizer.json"))
     write_corpus(FOLDER / "corpus.jsonl", texts, CORPUS_BYTES)
@@ -131,7 +146,10 @@ def compare(before: Path, runs: int) -> None:
             found[name].append(run_side("ours", checkout, corpus=str(FOLDER / "corpus.jsonl")))
     print("| figure | before | after | after / before |\n|---|---|---|---|")
     for figure, title in (("rate", "text to tokens, tokens/s"), ("peak", "its peak memory, bytes")):
-        old, new = (statistics.median(float(made[figure]) for made in found[name]) for name in ("before", "after"))
+        old, new = (
+            statistics.median(float(made[figure]) for made in found[name])
+            for name in ("before", "after")
+        )
         row(title, f"{old:,.0f}", f"{new:,.0f}", f"{new / old:.2f}")
 
 
@@ -157,11 +175,14 @@ def write_corpus(path: Path, texts: list[str], size: int) -> None:
 
 
 def run_side(name: str, checkout: Path | None = None, **arguments: Any) -> dict[str, Any]:
-    """A side in a process of its own, after the disk has come to rest; by the program of another checkout, if one is given."""
+    """A side in a process of its own, after the disk has come to rest; by the program of another
+    checkout, if one is given.
+    """
     os.sync()
     program = __file__ if checkout is None else str(checkout / "tools" / "bench" / "convert.py")
     command = [sys.executable, program, "--side", name, "--arguments", json.dumps(arguments)]
-    environment = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}  # each side finds its own checkout
+    # each side finds its own checkout
+    environment = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
     done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
     if done.returncode:
         raise SystemExit(f"{name} failed:\n{done.stderr[-2000:]}")
@@ -169,7 +190,9 @@ def run_side(name: str, checkout: Path | None = None, **arguments: Any) -> dict[
     return found
 
 
-def medians(runs: int, sides: Mapping[str, Callable[[], dict[str, Any]]], figure: str = "rate") -> dict[str, float]:
+def medians(
+    runs: int, sides: Mapping[str, Callable[[], dict[str, Any]]], figure: str = "rate"
+) -> dict[str, float]:
     found: dict[str, list[float]] = {name: [] for name in sides}
     order = list(sides)
     for run in range(runs):
@@ -195,15 +218,21 @@ def side_ours(corpus: str) -> dict[str, Any]:
 
 
 def side_bare(corpus: str) -> dict[str, Any]:
-    """The library's batch encoding on all cores, of texts that are in memory; the ids are not even looked at."""
+    """The library's batch encoding on all cores, of texts that are in memory; the ids are not even
+    looked at.
+    """
     from tokenizers import Tokenizer
 
     with open(corpus, encoding="utf-8") as file:
         texts = [json.loads(line)["text"] for line in file]
-    model, tokens = Tokenizer.from_file(str(FOLDER / "tokenizer.json")), 0
+    model = Tokenizer.from_file(str(FOLDER / "tokenizer.json"))
+    tokens = 0
     began = time.perf_counter()
     for at in range(0, len(texts), 1000):
-        tokens += sum(len(encoding) + 1 for encoding in model.encode_batch_fast(texts[at : at + 1000], add_special_tokens=False))
+        tokens += sum(
+            len(encoding) + 1
+            for encoding in model.encode_batch_fast(texts[at : at + 1000], add_special_tokens=False)
+        )
     return {"rate": tokens / (time.perf_counter() - began)}
 
 
@@ -236,7 +265,9 @@ def side_megatron(corpus: str) -> dict[str, Any]:
         began = time.perf_counter()
         builder = IndexedDatasetBuilder(f"{folder}/out.bin", dtype=np.uint16)
         with (
-            multiprocessing.Pool(os.cpu_count(), megatron_start, (str(FOLDER / "tokenizer.json"),)) as pool,
+            multiprocessing.Pool(
+                os.cpu_count(), megatron_start, (str(FOLDER / "tokenizer.json"),)
+            ) as pool,
             open(corpus) as file,
         ):
             for ids in pool.imap(megatron_encode, file, 32):
@@ -247,7 +278,9 @@ def side_megatron(corpus: str) -> dict[str, Any]:
 
 
 def side_datatrove(corpus: str) -> dict[str, Any]:
-    """Its reader and DocumentTokenizer, a task for each core; files halved beforehand, as it works by files."""
+    """Its reader and DocumentTokenizer, a task for each core; files halved beforehand, as it works
+    by files.
+    """
     from datatrove.executor.local import LocalPipelineExecutor
     from datatrove.pipeline.readers import JsonlReader
     from datatrove.pipeline.tokens import DocumentTokenizer
@@ -274,7 +307,9 @@ def side_datatrove(corpus: str) -> dict[str, Any]:
 
 
 def second(run: Callable[[str], int]) -> dict[str, Any]:
-    """Bytes a second of the second of two runs: the first finds the page cache's memory, which can take longer than the copy."""
+    """Bytes a second of the second of two runs: the first finds the page cache's memory, which can
+    take longer than the copy.
+    """
     for _ in range(2):
         with tempfile.TemporaryDirectory(dir=FOLDER) as folder:
             os.sync()
@@ -288,14 +323,19 @@ def side_reshape(shard_bytes: int | None) -> dict[str, Any]:
     from streammega.convert import convert
 
     inputs = [str(FOLDER / "pair")] if shard_bytes else [str(FOLDER / "halves.manifest.json")]
-    return second(lambda folder: convert(inputs, f"{folder}/out", shard_bytes=shard_bytes).stored_bytes)
+    return second(
+        lambda folder: convert(inputs, f"{folder}/out", shard_bytes=shard_bytes).stored_bytes
+    )
 
 
 def side_cp(sync: bool) -> dict[str, Any]:
     """cp of the pair; with `sync`, to the disk, as a conversion is before it is published."""
 
     def run(folder: str) -> int:
-        subprocess.run(["cp", "--reflink=never", str(FOLDER / "pair.bin"), str(FOLDER / "pair.idx"), folder], check=True)
+        subprocess.run(
+            ["cp", "--reflink=never", str(FOLDER / "pair.bin"), str(FOLDER / "pair.idx"), folder],
+            check=True,
+        )
         if sync:
             subprocess.run(["sync", f"{folder}/pair.bin", f"{folder}/pair.idx"], check=True)
         return (FOLDER / "pair.bin").stat().st_size
@@ -335,8 +375,12 @@ def side_shuffle(corpus: str) -> dict[str, Any]:
         return {"rate": report.stored_bytes / (time.perf_counter() - began)}
 
 
-def side_train(blend: str, options: dict[str, Any], seconds: float, model: bool = False) -> dict[str, Any]:
-    """Tokens a second of the stream order, ids of int64, after a second to warm up; with `model`, the example GPT learns them."""
+def side_train(
+    blend: str, options: dict[str, Any], seconds: float, model: bool = False
+) -> dict[str, Any]:
+    """Tokens a second of the stream order, ids of int64, after a second to warm up; with `model`,
+    the example GPT learns them.
+    """
     from streammega import DataConfig, StorageConfig, StreamLoader
 
     config = DataConfig(
@@ -345,11 +389,14 @@ def side_train(blend: str, options: dict[str, Any], seconds: float, model: bool 
     )  # fmt: skip
     learn = gpt_step() if model else lambda batch: None
     with StreamLoader(config, micro_batch_size=8, global_batch_size=64) as loader:
-        tokens, began, start = 0, time.perf_counter(), None
+        tokens = 0
+        began = time.perf_counter()
+        start = None
         for batch in loader:
             now = time.perf_counter()
             if start is None and now - began > 1.0:
-                start, tokens = now, 0
+                start = now
+                tokens = 0
             tokens += batch["tokens"].numel()
             learn(batch)
             if start is not None and now - start > seconds:
@@ -370,7 +417,9 @@ def gpt_step() -> Callable[[dict[str, Any]], None]:
     def step(batch: dict[str, Any]) -> None:
         """Forward, backward, update."""
         logits = model(batch["tokens"], batch["position_ids"])
-        torch.nn.functional.cross_entropy(logits.flatten(0, 1), batch["labels"].flatten()).backward()  # type: ignore[no-untyped-call]
+        torch.nn.functional.cross_entropy(
+            logits.flatten(0, 1), batch["labels"].flatten()
+        ).backward()  # type: ignore[no-untyped-call]
         optimizer.step()
         optimizer.zero_grad()
 
@@ -392,10 +441,19 @@ def tokenize(runs: int) -> None:
     if installed("datatrove"):
         sides["datatrove"] = partial(run_side, "datatrove", corpus=corpus)
     found = medians(runs, sides)
-    for name, title in (("bare", "bare batch encoding"), ("megatron", "Megatron-style preprocess"), ("datatrove", "datatrove")):
+    for name, title in (
+        ("bare", "bare batch encoding"),
+        ("megatron", "Megatron-style preprocess"),
+        ("datatrove", "datatrove"),
+    ):
         if name in found:
             ratio = found["ours"] / found[name]
-            row(f"jsonl to tokens, {title}", f"{found[name]:,.0f} tokens/s", f"{found['ours']:,.0f} tokens/s", f"{ratio:.2f}")
+            row(
+                f"jsonl to tokens, {title}",
+                f"{found[name]:,.0f} tokens/s",
+                f"{found['ours']:,.0f} tokens/s",
+                f"{ratio:.2f}",
+            )
 
 
 def reshape(runs: int) -> None:
@@ -410,7 +468,12 @@ def reshape(runs: int) -> None:
     for ours in ("shard", "merge"):
         for theirs in ("cp", "cp, synced"):
             ratio = found[ours] / found[theirs]
-            row(f"{ours} 1 GiB, {theirs}", f"{found[theirs] / 1e6:,.0f} MB/s", f"{found[ours] / 1e6:,.0f} MB/s", f"{ratio:.2f}")
+            row(
+                f"{ours} 1 GiB, {theirs}",
+                f"{found[theirs] / 1e6:,.0f} MB/s",
+                f"{found[ours] / 1e6:,.0f} MB/s",
+                f"{ratio:.2f}",
+            )
 
 
 def halves() -> None:
@@ -418,7 +481,13 @@ def halves() -> None:
     from streammega.convert import convert
 
     if not (FOLDER / "halves.manifest.json").exists():
-        convert([str(FOLDER / "pair")], str(FOLDER / "halves"), shard_bytes=256 << 20, eod_id=0, overwrite=True)
+        convert(
+            [str(FOLDER / "pair")],
+            str(FOLDER / "halves"),
+            shard_bytes=256 << 20,
+            eod_id=0,
+            overwrite=True,
+        )
         convert([str(FOLDER / "once")], str(FOLDER / "small"), eod_id=0, overwrite=True)
 
 
@@ -428,16 +497,34 @@ def verification(runs: int) -> None:
     piped = medians(runs, {"cat": side_cat}, "piped")["cat"]
     ours = medians(runs, {"ours": lambda: run_side("verify")})["ours"]
     for title, theirs in (("cat > /dev/null", cats), ("cat | cat", piped)):
-        row(f"verify 1 GiB, {title}", f"{theirs / 1e6:,.0f} MB/s", f"{ours / 1e6:,.0f} MB/s", f"{ours / theirs:.2f}")
+        row(
+            f"verify 1 GiB, {title}",
+            f"{theirs / 1e6:,.0f} MB/s",
+            f"{ours / 1e6:,.0f} MB/s",
+            f"{ours / theirs:.2f}",
+        )
 
 
 def memory(runs: int) -> None:
-    sizes = [run_side("ours", corpus=str(FOLDER / name))["peak"] for name in ("corpus.jsonl", "corpus4.jsonl")]
+    sizes = [
+        run_side("ours", corpus=str(FOLDER / name))["peak"]
+        for name in ("corpus.jsonl", "corpus4.jsonl")
+    ]
     row("peak memory of a process, a corpus of 100 and 400 MiB", f"{sizes[0] / 1e6:,.0f} MB", f"{sizes[1] / 1e6:,.0f} MB",
         f"{sizes[1] / sizes[0]:.2f}")  # fmt: skip
-    sizes = [run_side("reshape", shard_bytes=256 << 20)["peak"], run_side("shuffle", corpus=str(FOLDER / "pair"))["peak"]]
-    row("peak memory, 1 GiB of tokens sharded; shuffled in 256 MiB", f"{sizes[0] / 1e6:,.0f} MB", f"{sizes[1] / 1e6:,.0f} MB", "")
-    rate = medians(runs, {"shuffle": lambda: run_side("shuffle", corpus=str(FOLDER / "pair"))})["shuffle"]
+    sizes = [
+        run_side("reshape", shard_bytes=256 << 20)["peak"],
+        run_side("shuffle", corpus=str(FOLDER / "pair"))["peak"],
+    ]
+    row(
+        "peak memory, 1 GiB of tokens sharded; shuffled in 256 MiB",
+        f"{sizes[0] / 1e6:,.0f} MB",
+        f"{sizes[1] / 1e6:,.0f} MB",
+        "",
+    )
+    rate = medians(runs, {"shuffle": lambda: run_side("shuffle", corpus=str(FOLDER / "pair"))})[
+        "shuffle"
+    ]
     row("shuffle 1 GiB of tokens in 256 MiB of memory", "", f"{rate / 1e6:,.0f} MB/s", "")
 
 
@@ -448,7 +535,12 @@ def document(runs: int) -> None:
         path = FOLDER / name
         if not path.exists():
             write_document(path, texts, DOCUMENT_BYTES)
-        row(f"peak memory, {name} of 1 GiB", "", f"{run_side('ours', corpus=str(path))['peak'] / 1e6:,.0f} MB", "")
+        row(
+            f"peak memory, {name} of 1 GiB",
+            "",
+            f"{run_side('ours', corpus=str(path))['peak'] / 1e6:,.0f} MB",
+            "",
+        )
 
 
 def write_document(path: Path, texts: list[str], size: int) -> None:
@@ -460,7 +552,11 @@ def write_document(path: Path, texts: list[str], size: int) -> None:
     if path.suffix == ".parquet":
         pq.write_table(pa.table({"text": pa.array(["".join(pieces)], pa.large_string())}), path)
         return
-    before, behind = {".txt": ("", ""), ".jsonl": ('{"text": "', '"}\n'), ".json": ('[\n{"text": "', '"}\n]\n')}[path.suffix]
+    before, behind = {
+        ".txt": ("", ""),
+        ".jsonl": ('{"text": "', '"}\n'),
+        ".json": ('[\n{"text": "', '"}\n]\n'),
+    }[path.suffix]
     with open(path, "w", encoding="utf-8") as file:
         file.write(before)
         for text in pieces:
@@ -481,17 +577,36 @@ def zstd(runs: int) -> None:
     from streammega.convert import convert
     from streammega.dataset.indexed import IndexedDataset
 
-    for level, frame in ((1, 32), (3, 32), (6, 32), (9, 32), (19, 32), (3, 16), (3, 64), (3, 256), (3, 1024)):
+    for level, frame in (
+        (1, 32),
+        (3, 32),
+        (6, 32),
+        (9, 32),
+        (19, 32),
+        (3, 16),
+        (3, 64),
+        (3, 256),
+        (3, 1024),
+    ):
         with tempfile.TemporaryDirectory(dir=FOLDER) as folder:
             began = time.perf_counter()
-            report = convert([str(FOLDER / "once")], f"{folder}/z", kind="zst", level=level, frame_bytes=frame << 10, workers=1)
+            report = convert(
+                [str(FOLDER / "once")],
+                f"{folder}/z",
+                kind="zst",
+                level=level,
+                frame_bytes=frame << 10,
+                workers=1,
+            )
             written = report.tokens * 2 / (time.perf_counter() - began)
             indexed = IndexedDataset(f"{folder}/z")
             rates = []
             for _ in range(runs):
                 began = time.perf_counter()
                 for at in range(0, indexed.bin_info.size, 8 << 20):
-                    indexed.store.read_ranges(indexed.bin_key, [at], [min(at + (8 << 20), indexed.bin_info.size)])
+                    indexed.store.read_ranges(
+                        indexed.bin_key, [at], [min(at + (8 << 20), indexed.bin_info.size)]
+                    )
                 rates.append(indexed.bin_info.size / (time.perf_counter() - began))
             row(f"zstd level {level}, frames of {frame} KiB", f"written at {written / 1e6:,.0f} MB/s",
                 f"read at {statistics.median(rates) / 1e6:,.0f} MB/s on one core", f"{report.compression:.2f}x smaller")  # fmt: skip
@@ -504,15 +619,25 @@ def training(runs: int) -> None:
     for kind in ("bin", "zst", "tar"):
         if not (root / f"{kind}.manifest.json").exists():
             shutil.rmtree(root, ignore_errors=True) if kind == "bin" else None
-            convert([str(FOLDER / "pair")], str(root / kind), kind=kind, shard_bytes=256 << 20, overwrite=True)
+            convert(
+                [str(FOLDER / "pair")],
+                str(root / kind),
+                kind=kind,
+                shard_bytes=256 << 20,
+                overwrite=True,
+            )
     kinds = ("bin", "zst", "tar")
-    local = {kind: partial(run_side, "train", blend=str(root / kind), options={}, seconds=4) for kind in kinds}
+    local = {
+        kind: partial(run_side, "train", blend=str(root / kind), options={}, seconds=4)
+        for kind in kinds
+    }
     found = medians(runs, local)
     for kind in ("zst", "tar"):
         row(f"training from local .{kind}, plain .bin", f"{found['bin'] / 1e6:,.0f} M tokens/s", f"{found[kind] / 1e6:,.0f} M tokens/s",
             f"{found[kind] / found['bin']:.2f}")  # fmt: skip
     steps = {
-        kind: partial(run_side, "train", blend=str(root / kind), options={}, seconds=6, model=True) for kind in ("bin", "zst")
+        kind: partial(run_side, "train", blend=str(root / kind), options={}, seconds=6, model=True)
+        for kind in ("bin", "zst")
     }
     found = medians(runs, steps)
     row("training a small GPT from local .zst, plain .bin", f"{found['bin']:,.0f} tokens/s", f"{found['zst']:,.0f} tokens/s",
@@ -522,7 +647,10 @@ def training(runs: int) -> None:
             server.behave(link=link)
             options = server.storage_options
             remote = {
-                kind: partial(run_side, "train", blend=f"s3://data/{kind}", options=options, seconds=6) for kind in ("bin", "zst")
+                kind: partial(
+                    run_side, "train", blend=f"s3://data/{kind}", options=options, seconds=6
+                )
+                for kind in ("bin", "zst")
             }
             found = medians(runs, remote)
         row(f"training from zstd {title}, plain .bin", f"{found['bin'] / 1e6:,.1f} M tokens/s", f"{found['zst'] / 1e6:,.1f} M tokens/s",

@@ -1,10 +1,13 @@
 #!/usr/bin/env python3
-"""An S3-style object server for benches and tests: shaped (latency, bandwidth per connection) and, on request, faulty.
+"""An S3-style object server for benches and tests: shaped (latency, bandwidth per connection) and,
+on request, faulty.
 
-Serves the files under a folder as /bucket/key: GET (with ranges), HEAD and ListObjectsV2, without credentials. One thread, one
-process: an epoll loop that sends files by sendfile, so that on loopback it costs the machine little more than nginx does.
+Serves the files under a folder as /bucket/key: GET (with ranges), HEAD and ListObjectsV2, without
+credentials. One thread, one process: an epoll loop that sends files by sendfile, so that on
+loopback it costs the machine little more than nginx does.
 
-`POST /-/behaviour` with a JSON object sets the fields of `Behaviour`; `GET /-/counts` tells what was served.
+`POST /-/behaviour` with a JSON object sets the fields of `Behaviour`; `GET /-/counts` tells what
+was served.
 """
 
 from __future__ import annotations
@@ -39,7 +42,10 @@ REASONS = {200: "OK", 206: "Partial Content", 404: "Not Found", 403: "Forbidden"
 
 @dataclasses.dataclass
 class Behaviour:
-    """How the server answers. Shares are of GET requests of objects, drawn by a seeded generator."""
+    """How the server answers.
+
+    Shares are of GET requests of objects, drawn by a seeded generator.
+    """
 
     latency: float = 0.0
     """Seconds before the first byte."""
@@ -48,7 +54,9 @@ class Behaviour:
     link: float = 0.0
     """Bytes per second of all connections together; 0: as fast as it goes."""
     slow_share: float = 0.0
-    """Answers whose first byte comes `slow_factor` times as late (after a second at least, if there is no latency)."""
+    """Answers whose first byte comes `slow_factor` times as late (after a second at least, if there
+    is no latency).
+    """
     slow_factor: float = 20.0
     error_share: float = 0.0
     """Answers that are 503."""
@@ -57,7 +65,9 @@ class Behaviour:
     reset_share: float = 0.0
     """Connections reset in the middle of a body."""
     truncate_share: float = 0.0
-    """Bodies that end early: half of them with the connection, half with a smaller Content-Length."""
+    """Bodies that end early: half of them with the connection, half with a smaller
+    Content-Length.
+    """
     overlong_share: float = 0.0
     """Bodies with more bytes than were asked for."""
     stall_share: float = 0.0
@@ -108,8 +118,12 @@ class Connection:
     """One client: bytes received, and the answer on its way."""
 
     def __init__(self, sock: socket.socket) -> None:
-        self.sock, self.received, self.head = sock, b"", b""
-        self.file, self.offset, self.left = -1, 0, 0
+        self.sock = sock
+        self.received = b""
+        self.head = b""
+        self.file = -1
+        self.offset = 0
+        self.left = 0
         self.fault: str | None = None
         self.fault_at = 0
         self.busy = False
@@ -188,7 +202,10 @@ class Server:
     def request(self, connection: Connection, head: bytes, rest: bytes) -> None:
         lines = head.decode("latin-1").split("\r\n")
         method, target, _ = lines[0].split(" ", 2)
-        headers = {name.lower(): value.strip() for name, _, value in (line.partition(":") for line in lines[1:])}
+        headers = {
+            name.lower(): value.strip()
+            for name, _, value in (line.partition(":") for line in lines[1:])
+        }
         length = int(headers.get("content-length", 0))
         if len(rest) < length:
             return  # the body of a control request is still coming
@@ -209,15 +226,22 @@ class Server:
             return self.list(connection, bucket, urllib.parse.parse_qs(query), method)
         return self.object(connection, path[1:], headers, method)
 
-    def list(self, connection: Connection, bucket: str, query: dict[str, list[str]], method: str) -> None:
-        prefix, top = query.get("prefix", [""])[0], self.root / bucket
+    def list(
+        self, connection: Connection, bucket: str, query: dict[str, list[str]], method: str
+    ) -> None:
+        prefix = query.get("prefix", [""])[0]
+        top = self.root / bucket
         delimiter = query.get("delimiter", [""])[0]
         items: list[str] = []
         common: set[str] = set()
         after = query.get("continuation-token", query.get("start-after", [""]))[0]
         last = ""
         for key in sorted(str(file.relative_to(top)) for file in top.rglob("*") if file.is_file()):
-            if not key.startswith(prefix) or key <= after or (after.endswith("/") and key.startswith(after)):
+            if (
+                not key.startswith(prefix)
+                or key <= after
+                or (after.endswith("/") and key.startswith(after))
+            ):
                 continue
             if len(items) + len(common) == LISTED_AT_ONCE:
                 break
@@ -235,7 +259,10 @@ class Server:
             last = ""  # this page is the last one
         self.counts["lists"] += 1
         self.counts["listed"] += len(items) + len(common)
-        folders = "".join(f"<CommonPrefixes><Prefix>{escape(name)}</Prefix></CommonPrefixes>" for name in sorted(common))
+        folders = "".join(
+            f"<CommonPrefixes><Prefix>{escape(name)}</Prefix></CommonPrefixes>"
+            for name in sorted(common)
+        )
         more = f"<IsTruncated>true</IsTruncated><NextContinuationToken>{escape(last)}</NextContinuationToken>"
         body = (
             '<?xml version="1.0" encoding="UTF-8"?><ListBucketResult xmlns="http://s3.amazonaws.com/doc/2006-03-01/">'
@@ -245,7 +272,9 @@ class Server:
         )
         self.answer(connection, 200, body.encode(), method)
 
-    def object(self, connection: Connection, name: str, headers: dict[str, str], method: str) -> None:
+    def object(
+        self, connection: Connection, name: str, headers: dict[str, str], method: str
+    ) -> None:
         behaviour = self.behaviour
         self.counts["requests"] += 1
         if behaviour.status:
@@ -255,15 +284,21 @@ class Server:
         except OSError:
             return self.answer(connection, 404, b"<Error><Code>NoSuchKey</Code></Error>", method)
         if headers.get("if-match", f'"{etag(stat)}"').strip('"') not in (etag(stat), "*"):
-            return self.answer(connection, 412, b"<Error><Code>PreconditionFailed</Code></Error>", method)
-        start, stop, status = 0, stat.st_size, 200
+            return self.answer(
+                connection, 412, b"<Error><Code>PreconditionFailed</Code></Error>", method
+            )
+        start = 0
+        stop = stat.st_size
+        status = 200
         extra = f'ETag: "{etag(stat)}"\r\nLast-Modified: Thu, 01 Jan 2026 00:00:00 GMT\r\nAccept-Ranges: bytes\r\n'
         if "range" in headers:
             low, _, high = headers["range"].removeprefix("bytes=").partition("-")
             start = int(low) if low else stat.st_size - int(high)
             stop = min(int(high) + 1, stat.st_size) if low and high else stat.st_size
             if start >= stat.st_size:
-                return self.answer(connection, 416, b"<Error><Code>InvalidRange</Code></Error>", method)
+                return self.answer(
+                    connection, 416, b"<Error><Code>InvalidRange</Code></Error>", method
+                )
             status = 200 if behaviour.plain_200 else 206
             extra += f"Content-Range: bytes {start}-{stop - 1}/{stat.st_size}\r\n"
         if method == "HEAD":
@@ -277,7 +312,8 @@ class Server:
             length = max(1, length // 2)
         if fault == "overlong":
             length = min(length + 64, stat.st_size - start)
-        connection.fault, connection.fault_at = fault, length - length // 2
+        connection.fault = fault
+        connection.fault_at = length - length // 2
         self.begin(connection, status, extra, length, fd, start, length, delay)
         return None
 
@@ -293,7 +329,9 @@ class Server:
         return known
 
     def answer(self, connection: Connection, status: int, body: bytes, method: str) -> None:
-        self.begin(connection, status, "Content-Type: application/xml\r\n", len(body), -1, 0, 0, 0.0)
+        self.begin(
+            connection, status, "Content-Type: application/xml\r\n", len(body), -1, 0, 0, 0.0
+        )
         if method != "HEAD" and connection.sock.fileno() >= 0:
             try:
                 connection.sock.sendall(body)
@@ -301,11 +339,21 @@ class Server:
                 self.close(connection)
 
     def begin(
-        self, connection: Connection, status: int, extra: str, length: int, fd: int, start: int, left: int, delay: float
+        self,
+        connection: Connection,
+        status: int,
+        extra: str,
+        length: int,
+        fd: int,
+        start: int,
+        left: int,
+        delay: float,
     ) -> None:
         head = f"HTTP/1.1 {status} {REASONS.get(status, 'Error')}\r\nContent-Length: {length}\r\n{extra}\r\n"
         connection.head = head.encode()
-        connection.file, connection.offset, connection.left = fd, start, left
+        connection.file = fd
+        connection.offset = start
+        connection.left = left
         if delay > 0:
             self.later(connection, delay)
         else:
@@ -319,15 +367,26 @@ class Server:
     def send(self, connection: Connection) -> None:
         try:
             if connection.head:
-                connection.sock.sendall(connection.head)  # a few hundred bytes into an empty socket buffer
+                # a few hundred bytes into an empty socket buffer
+                connection.sock.sendall(connection.head)
                 connection.head = b""
             while connection.left > 0:
-                if connection.fault in ("reset", "truncate", "stall") and connection.left <= connection.fault_at:
+                if (
+                    connection.fault in ("reset", "truncate", "stall")
+                    and connection.left <= connection.fault_at
+                ):
                     return self.break_off(connection)
                 if self.behaviour.link and self.link_at > time.monotonic():
                     return self.later(connection, self.link_at - time.monotonic())
-                chunk = SHAPED_CHUNK if self.behaviour.bandwidth or self.behaviour.link else SEND_CHUNK
-                sent = os.sendfile(connection.sock.fileno(), connection.file, connection.offset, min(connection.left, chunk))
+                chunk = (
+                    SHAPED_CHUNK if self.behaviour.bandwidth or self.behaviour.link else SEND_CHUNK
+                )
+                sent = os.sendfile(
+                    connection.sock.fileno(),
+                    connection.file,
+                    connection.offset,
+                    min(connection.left, chunk),
+                )
                 connection.offset += sent
                 connection.left -= sent
                 self.counts["bytes"] += sent
@@ -339,7 +398,8 @@ class Server:
             return self.poll.modify(connection.sock.fileno(), select.EPOLLOUT)
         except OSError:
             return self.close(connection)
-        connection.busy, connection.fault = False, None
+        connection.busy = False
+        connection.fault = None
         self.poll.modify(connection.sock.fileno(), select.EPOLLIN)
         return None
 
@@ -375,10 +435,14 @@ class Running:
     def behave(self, **fields: Any) -> None:
         """Set the server's behaviour."""
         data = json.dumps(dataclasses.asdict(Behaviour(**fields))).encode()
-        urllib.request.urlopen(urllib.request.Request(f"{self.endpoint}/-/behaviour", data), timeout=10).read()
+        urllib.request.urlopen(
+            urllib.request.Request(f"{self.endpoint}/-/behaviour", data), timeout=10
+        ).read()
 
     def counts(self) -> dict[str, int]:
-        """Requests and bytes of objects served so far, faults made, listings answered and what they listed."""
+        """Requests and bytes of objects served so far, faults made, listings answered and what they
+        listed.
+        """
         with urllib.request.urlopen(f"{self.endpoint}/-/counts", timeout=10) as answer:
             counts: dict[str, int] = json.load(answer)
             return counts
@@ -387,7 +451,9 @@ class Running:
 def start(root: Path, port: int = 0) -> Running:
     """Start a server of a folder in another process; `process.kill()` ends it."""
     process = subprocess.Popen(
-        [sys.executable, str(Path(__file__).resolve()), str(root), "--port", str(port)], stdout=subprocess.PIPE, text=True
+        [sys.executable, str(Path(__file__).resolve()), str(root), "--port", str(port)],
+        stdout=subprocess.PIPE,
+        text=True,
     )
     assert process.stdout is not None
     line = process.stdout.readline()

@@ -1,7 +1,9 @@
 #!/usr/bin/env python3
-"""Building and locating orders, side by side with megatron-core's compiled helpers and NumPy, in one run.
+"""Building and locating orders, side by side with megatron-core's compiled helpers and NumPy, in
+one run.
 
-Both sides alternate, several times each; the ratio is that of the medians. Results are compared bit for bit.
+Both sides alternate, several times each; the ratio is that of the medians. Results are compared bit
+for bit.
 """
 
 from __future__ import annotations
@@ -46,7 +48,9 @@ def main() -> int:
 
 
 def versions() -> list[str]:
-    return [f"{name} {importlib.metadata.version(name)}" for name in ("numpy", "numba", "megatron-core")]
+    return [
+        f"{name} {importlib.metadata.version(name)}" for name in ("numpy", "numba", "megatron-core")
+    ]
 
 
 def compare(name: str, theirs: Side, ours: Side, runs: int) -> None:
@@ -59,7 +63,10 @@ def compare(name: str, theirs: Side, ours: Side, runs: int) -> None:
             side()
             taken.append(time.perf_counter() - began)
     a, b = (statistics.median(taken) for taken in times)
-    print(f"| {name} | {a:.3f} s | {b:.3f} s | {a / b:.1f}x | {'identical' if same else 'DIFFERENT'} |", flush=True)
+    print(
+        f"| {name} | {a:.3f} s | {b:.3f} s | {a / b:.1f}x | {'identical' if same else 'DIFFERENT'} |",
+        flush=True,
+    )
 
 
 def equal(theirs: Any, ours: Any) -> bool:
@@ -91,14 +98,16 @@ def shuffles(sequences: int, runs: int) -> None:
 
     def theirs() -> tuple[np.ndarray, np.ndarray]:
         state = np.random.RandomState(1)
-        documents, order = np.arange(sequences, dtype=np.int32), np.arange(samples, dtype=np.uint32)
+        documents = np.arange(sequences, dtype=np.int32)
+        order = np.arange(samples, dtype=np.uint32)
         state.shuffle(documents)
         state.shuffle(order)
         return documents, order
 
     def ours() -> tuple[np.ndarray, np.ndarray]:
         shuffler = LegacyShuffler(1)
-        documents, order = np.arange(sequences, dtype=np.int32), np.arange(samples, dtype=np.uint32)
+        documents = np.arange(sequences, dtype=np.int32)
+        order = np.arange(samples, dtype=np.uint32)
         shuffler.shuffle(documents)
         shuffler.shuffle(order)
         return documents, order
@@ -111,41 +120,67 @@ def blends(runs: int) -> None:
 
     rng = np.random.default_rng(0)
     for count, size in ((64, 4_000_000), (256, 2_000_000), (1000, 500_000)):
-        kinds = {"random": rng.random(count) + 1e-6, "Zipf": 1 / np.arange(1, count + 1), "equal": np.ones(count)}
+        kinds = {
+            "random": rng.random(count) + 1e-6,
+            "Zipf": 1 / np.arange(1, count + 1),
+            "equal": np.ones(count),
+        }
         for kind, raw in kinds.items():
             weights = np.array(normalized(raw.tolist()))
 
-            def theirs(weights: np.ndarray = weights, size: int = size) -> tuple[np.ndarray, np.ndarray]:
-                dataset, sample = np.zeros(size, np.int16), np.zeros(size, np.int64)
-                helpers.build_blending_indices(dataset, sample, weights.tolist(), len(weights), size, False)
+            def theirs(
+                weights: np.ndarray = weights, size: int = size
+            ) -> tuple[np.ndarray, np.ndarray]:
+                dataset = np.zeros(size, np.int16)
+                sample = np.zeros(size, np.int64)
+                helpers.build_blending_indices(
+                    dataset, sample, weights.tolist(), len(weights), size, False
+                )
                 return dataset, sample
 
-            def ours(weights: np.ndarray = weights, size: int = size) -> tuple[np.ndarray, np.ndarray]:
+            def ours(
+                weights: np.ndarray = weights, size: int = size
+            ) -> tuple[np.ndarray, np.ndarray]:
                 return blend_weighted(weights, size)
 
-            compare(f"blending {count} datasets, {kind} weights, {size / 1e6:g}M samples", theirs, ours, runs)
+            compare(
+                f"blending {count} datasets, {kind} weights, {size / 1e6:g}M samples",
+                theirs,
+                ours,
+                runs,
+            )
 
 
 def stream_order(datasets: int) -> StreamOrder:
     rng = np.random.default_rng(0)
     parts = [
-        StreamDataset(parts=[FilePart(file=0, start=0, tokens=int(rng.integers(10**9, 10**12)))], itemsize=2)
+        StreamDataset(
+            parts=[FilePart(file=0, start=0, tokens=int(rng.integers(10**9, 10**12)))], itemsize=2
+        )
         for _ in range(datasets)
     ]
     return StreamOrder(
-        datasets=parts, schedule=[(0, rng.random(datasets).tolist())], sequence_length=4096, extra_token=True, seed=1, lanes=1024
+        datasets=parts,
+        schedule=[(0, rng.random(datasets).tolist())],
+        sequence_length=4096,
+        extra_token=True,
+        seed=1,
+        lanes=1024,
     )
 
 
 def locate(runs: int) -> None:
-    order, ids = stream_order(64), np.arange(10**10, 10**10 + 2_000_000)
+    order = stream_order(64)
+    ids = np.arange(10**10, 10**10 + 2_000_000)
     order.locate(ids[:10])
     rates = []
     for _ in range(runs):
         began = time.perf_counter()
         order.locate(ids)
         rates.append(len(ids) / (time.perf_counter() - began))
-    print(f"\nlocate, stream order, 64 datasets blended: {statistics.median(rates) / 1e6:.1f}M samples/s on one core")
+    print(
+        f"\nlocate, stream order, 64 datasets blended: {statistics.median(rates) / 1e6:.1f}M samples/s on one core"
+    )
 
 
 def starts() -> None:
@@ -156,7 +191,10 @@ def starts() -> None:
         order.locate(np.arange(first, first + 1024))
         taken = time.perf_counter() - began
         print(f"start of a 20-dataset stream at sample {first:,}: {taken * 1e3:.1f} ms")
-    state = make_state({"datasets": ["0123456789ab*0.12345678"] * 20, "seed": 1, "order": "stream", "lanes": 1024}, 10**10)
+    state = make_state(
+        {"datasets": ["0123456789ab*0.12345678"] * 20, "seed": 1, "order": "stream", "lanes": 1024},
+        10**10,
+    )
     print(f"state of a loader with 20 datasets: about {len(str(state))} bytes")
 
 

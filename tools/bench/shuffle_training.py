@@ -1,8 +1,9 @@
 #!/usr/bin/env python3
 """Does the order matter to the loss? The same small GPT on the same tokens in several orders.
 
-Byte-level tokens of installed Python packages, once with documents shuffled and once as they lie (long stretches of one
-package: the hard case). The loss is that of held-out documents, averaged over seeds of weights and order.
+Byte-level tokens of installed Python packages, once with documents shuffled and once as they lie
+(long stretches of one package: the hard case). The loss is that of held-out documents, averaged
+over seeds of weights and order.
 """
 
 from __future__ import annotations
@@ -36,22 +37,35 @@ def main() -> int:
     chosen = parser.parse_args()
     torch.set_num_threads(1)
     documents = python_documents()
-    print(f"torch {torch.__version__}; {chosen.steps} steps of {BATCH} x {LENGTH} bytes, {chosen.seeds} seeds")
-    print("| corpus | order | held-out loss (nat per byte) | spread over seeds |\n|---|---|---|---|")
+    print(
+        f"torch {torch.__version__}; {chosen.steps} steps of {BATCH} x {LENGTH} bytes, {chosen.seeds} seeds"
+    )
+    print(
+        "| corpus | order | held-out loss (nat per byte) | spread over seeds |\n|---|---|---|---|"
+    )
     for name in ("documents shuffled", "sorted by package"):
         train, held_out = corpus(documents, shuffled=name == "documents shuffled")
         for order in ("full shuffle", "stream", "stream, one block a lane", "coarse block shuffle"):
-            losses = [train_once(train, held_out, order, seed, chosen.steps) for seed in range(chosen.seeds)]
+            losses = [
+                train_once(train, held_out, order, seed, chosen.steps)
+                for seed in range(chosen.seeds)
+            ]
             spread = max(losses) - min(losses)
-            print(f"| {name} | {order} | {statistics.mean(losses):.4f} | {spread:.4f} |", flush=True)
+            print(
+                f"| {name} | {order} | {statistics.mean(losses):.4f} | {spread:.4f} |", flush=True
+            )
     return 0
 
 
 def python_documents() -> list[bytes]:
-    """Sources of several installed packages, package by package: a few hundred kilobytes of each."""
+    """Sources of several installed packages, package by package: a few hundred
+    kilobytes of each.
+    """
     root = Path(sysconfig.get_paths()["purelib"])
     found: list[bytes] = []
-    for package in sorted(path for path in root.iterdir() if path.is_dir() and (path / "__init__.py").exists()):
+    for package in sorted(
+        path for path in root.iterdir() if path.is_dir() and (path / "__init__.py").exists()
+    ):
         size = 0
         for path in sorted(package.rglob("*.py")):
             text = path.read_bytes()
@@ -63,7 +77,9 @@ def python_documents() -> list[bytes]:
     return found
 
 
-def corpus(documents: list[bytes], *, shuffled: bool) -> tuple[NDArray[np.uint8], NDArray[np.uint8]]:
+def corpus(
+    documents: list[bytes], *, shuffled: bool
+) -> tuple[NDArray[np.uint8], NDArray[np.uint8]]:
     """Training bytes, and those of every 20th document, which are held out."""
     held_out = b"".join(documents[::20])
     rest = [document for number, document in enumerate(documents) if number % 20]
@@ -79,10 +95,12 @@ def ordered(tokens: int, order: str, seed: int) -> Starts:
     rng = np.random.default_rng(seed)
     if order == "full shuffle":
         return rng.permutation(every)
-    if order == "coarse block shuffle":  # blocks of 1/12 of the corpus in random order, shuffled inside, one at a time
+    # blocks of 1/12 of the corpus in random order, shuffled inside, one at a time
+    if order == "coarse block shuffle":
         blocks = np.array_split(every, 12)
         return np.concatenate([rng.permutation(blocks[n]) for n in rng.permutation(len(blocks))])
-    block = 8 if order == "stream" else -(-count // 256)  # samples: fine blocks, or as coarse as 256 lanes allow
+    # samples: fine blocks, or as coarse as 256 lanes allow
+    block = 8 if order == "stream" else -(-count // 256)
     dataset = StreamDataset(parts=[FilePart(file=0, start=0, tokens=tokens)], itemsize=1)
     stream = StreamOrder(
         datasets=[dataset],
@@ -102,11 +120,15 @@ def batches(data: NDArray[np.uint8], starts: Starts, steps: int) -> Iterator[tor
         yield torch.from_numpy(data[at[:, None] + np.arange(LENGTH + 1)].astype(np.int64))
 
 
-def train_once(data: NDArray[np.uint8], held_out: NDArray[np.uint8], order: str, seed: int, steps: int) -> float:
+def train_once(
+    data: NDArray[np.uint8], held_out: NDArray[np.uint8], order: str, seed: int, steps: int
+) -> float:
     torch.manual_seed(seed)
     model = GPT(ModelConfig(vocab_size=256, dim=64, layers=2, heads=2))
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3, betas=(0.9, 0.95), weight_decay=0.1)
-    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 3e-3, total_steps=steps, pct_start=0.1)
+    schedule = torch.optim.lr_scheduler.OneCycleLR(
+        optimizer, 3e-3, total_steps=steps, pct_start=0.1
+    )
     for batch in batches(data, ordered(len(data), order, seed), steps):
         optimizer.zero_grad(set_to_none=True)
         loss_of(model, batch).backward()  # type: ignore[no-untyped-call]
@@ -115,7 +137,10 @@ def train_once(data: NDArray[np.uint8], held_out: NDArray[np.uint8], order: str,
         schedule.step()
     with torch.no_grad():
         starts = np.arange((len(held_out) - 1) // LENGTH, dtype=np.int64) * LENGTH
-        return statistics.mean(float(loss_of(model, batch)) for batch in batches(held_out, starts, len(starts) // BATCH))
+        return statistics.mean(
+            float(loss_of(model, batch))
+            for batch in batches(held_out, starts, len(starts) // BATCH)
+        )
 
 
 def loss_of(model: GPT, batch: torch.Tensor) -> torch.Tensor:

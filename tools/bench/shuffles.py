@@ -1,7 +1,9 @@
 #!/usr/bin/env python3
-"""Shuffle quality of several systems at equal memory, from their published constructions, and of lanes and block sizes.
+"""Shuffle quality of several systems at equal memory, from their published constructions, and of
+lanes and block sizes.
 
-The data: a model of 64 GiB of uint16 tokens, samples of 4096. Memory: what a node must hold open (a megabyte is 128 samples).
+The data: a model of 64 GiB of uint16 tokens, samples of 4096. Memory: what a node must hold open (a
+megabyte is 128 samples).
 """
 
 from __future__ import annotations
@@ -14,7 +16,14 @@ import numpy as np
 
 from streammega.cli.plotting import pyplot
 from streammega.order.lanes import FilePart, StreamDataset, StreamOrder
-from streammega.order.quality import Places, block_shuffle, full_shuffle, py1e, shuffle_buffer, shuffle_quality
+from streammega.order.quality import (
+    Places,
+    block_shuffle,
+    full_shuffle,
+    py1e,
+    shuffle_buffer,
+    shuffle_quality,
+)
 
 TOTAL = 1 << 23
 LENGTH = 4096
@@ -27,13 +36,19 @@ MiB = 1 << 20
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--plot", help="write a PNG of domain drift over memory")
-    parser.add_argument("--samples", type=int, default=1 << 21, help="how many samples are looked at")
+    parser.add_argument(
+        "--samples", type=int, default=1 << 21, help="how many samples are looked at"
+    )
     chosen = parser.parse_args()
     rng = np.random.default_rng(0)
-    print("| order | memory | entropy (bits) | places / 256 | adjacent | neighbours apart | domain drift |")
+    print(
+        "| order | memory | entropy (bits) | places / 256 | adjacent | neighbours apart | domain drift |"
+    )
     print("|---|---|---|---|---|---|---|")
     row("full shuffle", None, full_shuffle(TOTAL, rng)[: chosen.samples])
-    points: dict[str, list[tuple[float, float]]] = {name: [] for name in ("py1e", "shuffle buffer", "block shuffle")}
+    points: dict[str, list[tuple[float, float]]] = {
+        name: [] for name in ("py1e", "shuffle buffer", "block shuffle")
+    }
     for memory in (64, 256, 1024, 4096):
         held = memory * MiB // SAMPLE_BYTES
         peers: dict[str, Callable[[], Places]] = {
@@ -86,8 +101,14 @@ def plot(points: dict[str, list[tuple[float, float]]], path: str) -> None:
     for name, pairs in points.items():
         axes.plot(*zip(*sorted(pairs), strict=True), "o-", label=name)
     axes.axhline(1.0, color="gray", linestyle="--", label="independent draws")
-    axes.set(xscale="log", yscale="log", xlabel="memory held open (MiB)", ylabel="drift of domain shares over 32 steps (1: none)")
-    axes.legend(loc="upper left", bbox_to_anchor=(1.0, 1.0))  # beside the curves, which leave no corner free
+    axes.set(
+        xscale="log",
+        yscale="log",
+        xlabel="memory held open (MiB)",
+        ylabel="drift of domain shares over 32 steps (1: none)",
+    )
+    # beside the curves, which leave no corner free
+    axes.legend(loc="upper left", bbox_to_anchor=(1.0, 1.0))
     figure.savefig(path, dpi=120, bbox_inches="tight")
 
 

@@ -1,7 +1,9 @@
 #!/usr/bin/env python3
-"""One side of a storage bench, in a process of its own: runs for some seconds, prints one line of JSON.
+"""One side of a storage bench, in a process of its own: runs for some seconds, prints one line of
+JSON.
 
-Called by storage.py, with the Python that has what the side needs: `sides.py NAME '{"endpoint": ..., ...}'`.
+Called by storage.py, with the Python that has what the side needs: `sides.py NAME '{"endpoint":
+..., ...}'`.
 """
 
 from __future__ import annotations
@@ -26,7 +28,10 @@ Result = dict[str, Any]
 
 
 def consume(batches: Iterable[Any], samples_each: int, seconds: float, warmup: int = 0) -> Result:
-    """Take batches for some seconds (0: to the end). The clock runs from before the first, or from after `warmup` of them."""
+    """Take batches for some seconds (0: to the end).
+
+    The clock runs from before the first, or from after `warmup` of them.
+    """
     began = time.perf_counter()
     first = began
     count = 0
@@ -41,7 +46,13 @@ def consume(batches: Iterable[Any], samples_each: int, seconds: float, warmup: i
         if seconds and now - began > seconds:
             break
     taken = time.perf_counter() - began
-    return {"samples": count, "seconds": taken, "first": first - began, "rate": count / taken, "tokens": count * S / taken}
+    return {
+        "samples": count,
+        "seconds": taken,
+        "first": first - began,
+        "rate": count / taken,
+        "tokens": count * S / taken,
+    }
 
 
 # --- streammega ---------------------------------------------------------------------------------------------------------------
@@ -66,9 +77,14 @@ def config_of(a: Result) -> Any:
 def ours(a: Result) -> Result:
     import streammega as sm
 
-    batch, config, kind = a.get("batch", 16), config_of(a), sm.StreamLoader  # imports torch and numba
+    # imports torch and numba
+    batch = a.get("batch", 16)
+    config = config_of(a)
+    kind = sm.StreamLoader
     created = time.perf_counter()
-    loader = kind(config, micro_batch_size=batch, global_batch_size=256, ids_only=a.get("ids_only", False))
+    loader = kind(
+        config, micro_batch_size=batch, global_batch_size=256, ids_only=a.get("ids_only", False)
+    )
     if a.get("resume"):
         loader.seek(int(a["num_samples"] * a["resume"]) // 256 * 256)
     result: Result = {}
@@ -77,8 +93,16 @@ def ours(a: Result) -> Result:
         next(iterator)
         result["first"] = time.perf_counter() - created
         if not a.get("first_only"):
-            result |= {k: v for k, v in consume(iterator, batch, a.get("seconds", 0), a.get("warmup", 0)).items() if k != "first"}
-            result["whole_rate"] = (result["samples"] + batch) * S / (result["seconds"] + result["first"])
+            result |= {
+                k: v
+                for k, v in consume(
+                    iterator, batch, a.get("seconds", 0), a.get("warmup", 0)
+                ).items()
+                if k != "first"
+            }
+            result["whole_rate"] = (
+                (result["samples"] + batch) * S / (result["seconds"] + result["first"])
+            )
         result["stats"] = loader.stats()
     result["peak"] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss << 10
     return result
@@ -91,7 +115,9 @@ def ours_workers(a: Result) -> Result:
 
     batch = a.get("batch", 16)
     dataset = sm.StreamingDataset(config_of(a), micro_batch_size=batch, global_batch_size=256)
-    loader = torch.utils.data.DataLoader(dataset, batch_size=None, num_workers=a["workers"], prefetch_factor=4)
+    loader = torch.utils.data.DataLoader(
+        dataset, batch_size=None, num_workers=a["workers"], prefetch_factor=4
+    )
     return consume(loader, batch, a["seconds"], 64)
 
 
@@ -104,13 +130,18 @@ def imports_only(a: Result) -> Result:
 
 
 def paced(a: Result) -> Result:
-    """A consumer that asks at a share of the bandwidth measured before; what it waited after a warm-up."""
+    """A consumer that asks at a share of the bandwidth measured before; what it waited after a
+    warm-up.
+    """
     import streammega as sm
 
     batch = a.get("batch", 16)
     loader = sm.StreamLoader(config_of(a), micro_batch_size=batch, global_batch_size=256)
     step = batch * S * 2 / a["bytes_per_second"]
-    waited, due, count, warm = 0.0, 0.0, 0, 0.0
+    waited = 0.0
+    due = 0.0
+    count = 0
+    warm = 0.0
     end = a["warmup_seconds"] + a["seconds"]
     with loader:
         began = time.perf_counter()
@@ -130,20 +161,34 @@ def paced(a: Result) -> Result:
             if (left := due - time.perf_counter()) > 0:
                 time.sleep(left)
         stats = loader.stats()
-        waited = stats["wait_total"] - warm  # what the loader waited for data, without the call itself
+        # what the loader waited for data, without the call itself
+        waited = stats["wait_total"] - warm
     return {"stall_share": waited / a["seconds"], "worst": worst, "batches": count, "stats": stats}
 
 
 def ceiling(a: Result) -> Result:
-    """obstore by itself: random ranges of one size, so many at once, nothing done with the bytes."""
+    """obstore by itself: random ranges of one size, so many at once, nothing done
+    with the bytes.
+    """
     import obstore
     from obstore.store import S3Store
 
     client: Any = {"allow_http": True}
-    store = S3Store("data", config={"endpoint": a["endpoint"], "region": "us-east-1"}, skip_signature=True, client_options=client)
-    size, at_once, key = a["size"], a["at_once"], a["key"]
+    store = S3Store(
+        "data",
+        config={"endpoint": a["endpoint"], "region": "us-east-1"},
+        skip_signature=True,
+        client_options=client,
+    )
+    size = a["size"]
+    at_once = a["at_once"]
+    key = a["key"]
     total = int(obstore.head(store, key)["size"])
-    starts = np.random.default_rng(0).integers(0, total - size, max(at_once * 4, a["bytes"] // size)).tolist()
+    starts = (
+        np.random.default_rng(0)
+        .integers(0, total - size, max(at_once * 4, a["bytes"] // size))
+        .tolist()
+    )
 
     def get(start: int) -> int:
         return len(obstore.get_range(store, key, start=start, length=size))
@@ -167,7 +212,9 @@ def megatron_dataset(a: Result) -> Any:
         from megatron.core.datasets.utils import Split
 
         class Tokenizer:
-            eod, pad, vocab_size = 0, -1, 65536
+            eod = 0
+            pad = -1
+            vocab_size = 65536
             unique_identifiers = {"class": "bench"}  # noqa: RUF012
 
         config = GPTDatasetConfig(
@@ -181,7 +228,9 @@ def megatron_dataset(a: Result) -> Any:
             cache = "/tmp/streammega-bench-megidx"
             os.makedirs(cache, exist_ok=True)
             where = ObjectStorageConfig(path_to_idx_cache=cache)
-            indexed = IndexedDataset(a["prefix"], multimodal=False, mmap=False, object_storage_config=where)
+            indexed = IndexedDataset(
+                a["prefix"], multimodal=False, mmap=False, object_storage_config=where
+            )
         ids = np.arange(len(indexed.document_indices) - 1, dtype=np.int32)
         return GPTDataset(indexed, a["prefix"], ids, a["num_samples"], Split.train, config)
 
@@ -189,7 +238,8 @@ def megatron_dataset(a: Result) -> Any:
 def megatron(a: Result) -> Result:
     dataset = megatron_dataset(a)
     dataset[0]
-    began, count = time.perf_counter(), 0
+    began = time.perf_counter()
+    count = 0
     while time.perf_counter() - began < a["seconds"] and count + 1 < len(dataset):
         count += 1
         dataset[count]
@@ -202,7 +252,9 @@ def megatron_loader(a: Result) -> Result:
 
     workers = a["workers"]
     more: Any = {"prefetch_factor": 4} if workers else {}
-    loader: Any = torch.utils.data.DataLoader(megatron_dataset(a), batch_size=a.get("batch", 16), num_workers=workers, **more)
+    loader: Any = torch.utils.data.DataLoader(
+        megatron_dataset(a), batch_size=a.get("batch", 16), num_workers=workers, **more
+    )
     return consume(loader, a.get("batch", 16), a["seconds"], 16)
 
 
@@ -215,7 +267,11 @@ def litdata(a: Result) -> Result:
 
     # Its client refuses endpoints without TLS otherwise.
     downloader._OBSTORE_CLIENT_OPTIONS = {**downloader._OBSTORE_CLIENT_OPTIONS, "allow_http": True}
-    options = {"endpoint_url": a["endpoint"], "aws_access_key_id": "k", "aws_secret_access_key": "s"}
+    options = {
+        "endpoint_url": a["endpoint"],
+        "aws_access_key_id": "k",
+        "aws_secret_access_key": "s",
+    }
     dataset = ld.StreamingDataset(
         "s3://data/litdata", item_loader=ld.TokensLoader(block_size=S + 1), shuffle=True, storage_options=options,
         cache_dir=tempfile.mkdtemp(), max_cache_size="20GB",
@@ -225,13 +281,16 @@ def litdata(a: Result) -> Result:
 
 
 def stub_torchvision() -> None:
-    """mosaicml-streaming imports torchvision, which has no build for every torch, for images only."""
+    """mosaicml-streaming imports torchvision, which has no build for every torch,
+    for images only.
+    """
     from importlib.machinery import ModuleSpec
     from unittest.mock import MagicMock
 
     for name in ("", ".datasets", ".transforms", ".transforms.functional", ".io"):
         module = MagicMock()
-        module.__spec__, module.__path__ = ModuleSpec("torchvision" + name, None), []
+        module.__spec__ = ModuleSpec("torchvision" + name, None)
+        module.__path__ = []
         module.VisionDataset = object
         sys.modules["torchvision" + name] = module
 
@@ -246,8 +305,16 @@ def mosaic(a: Result) -> Result:
             ids = super().__getitem__(index)["tokens"].astype(np.int64)
             return {"tokens": torch.from_numpy(ids[:-1]), "labels": torch.from_numpy(ids[1:])}
 
-    dataset = Tokens(remote="s3://data/mds", local=tempfile.mkdtemp(), shuffle=True, batch_size=a["batch"], num_canonical_nodes=1)
-    loader: Any = torch.utils.data.DataLoader(dataset, batch_size=a["batch"], num_workers=a["workers"])
+    dataset = Tokens(
+        remote="s3://data/mds",
+        local=tempfile.mkdtemp(),
+        shuffle=True,
+        batch_size=a["batch"],
+        num_canonical_nodes=1,
+    )
+    loader: Any = torch.utils.data.DataLoader(
+        dataset, batch_size=a["batch"], num_workers=a["workers"]
+    )
     return consume(loader, a["batch"], a["seconds"])
 
 
@@ -262,7 +329,9 @@ def webdataset(a: Result) -> Result:
         return {"tokens": torch.from_numpy(ids[:-1]), "labels": torch.from_numpy(ids[1:])}
 
     dataset = wds.WebDataset(urls, shardshuffle=100).shuffle(1000).map(decode)
-    loader: Any = torch.utils.data.DataLoader(dataset, batch_size=a["batch"], num_workers=a["workers"])
+    loader: Any = torch.utils.data.DataLoader(
+        dataset, batch_size=a["batch"], num_workers=a["workers"]
+    )
     return consume(loader, a["batch"], a["seconds"])
 
 
@@ -285,9 +354,14 @@ def s3torch(a: Result) -> Result:
                 rows = np.frombuffer(body, np.uint16).reshape(-1, S + 1)
                 for row in rng.permutation(len(rows)):
                     ids = rows[row].astype(np.int64)
-                    yield {"tokens": torch.from_numpy(ids[:-1]), "labels": torch.from_numpy(ids[1:])}
+                    yield {
+                        "tokens": torch.from_numpy(ids[:-1]),
+                        "labels": torch.from_numpy(ids[1:]),
+                    }
 
-    loader: Any = torch.utils.data.DataLoader(Shuffled(), batch_size=a["batch"], num_workers=a["workers"])
+    loader: Any = torch.utils.data.DataLoader(
+        Shuffled(), batch_size=a["batch"], num_workers=a["workers"]
+    )
     return consume(loader, a["batch"], a["seconds"])
 
 
@@ -300,5 +374,8 @@ SIDES: dict[str, Callable[[Result], Result]] = {
 
 if __name__ == "__main__":
     warnings.simplefilter("ignore")
-    print("RESULT " + json.dumps(SIDES[sys.argv[1]](json.loads(sys.argv[2])), default=float), flush=True)
+    print(
+        "RESULT " + json.dumps(SIDES[sys.argv[1]](json.loads(sys.argv[2])), default=float),
+        flush=True,
+    )
     os._exit(0)  # some loaders leave processes that would be waited for

@@ -1,4 +1,6 @@
-"""What the data path costs a training step of one rank: step time, waiting, host CPU time, and what lies beside computation."""
+"""What the data path costs a training step of one rank: step time, waiting, host CPU time, and what
+lies beside computation.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,14 @@ from typing import Any
 import torch
 from torch import nn
 
-from streammega import BucketedDataParallel, DataConfig, ParallelLayout, Ranks, ShardedOptimizer, StorageConfig
+from streammega import (
+    BucketedDataParallel,
+    DataConfig,
+    ParallelLayout,
+    Ranks,
+    ShardedOptimizer,
+    StorageConfig,
+)
 from streammega.parallel import RankBatches, open_loader
 from streammega.samples.fields import Batch
 from streammega.train.config import ModelConfig
@@ -43,23 +52,47 @@ class Size:
         return f"GPT of {parameters:.0f} M parameters in {self.dtype}, {self.micro_batches} x {self.rows} x {self.length} tokens a step"
 
 
-BIG = Size(ModelConfig(vocab_size=50304, dim=768, layers=12, heads=12), 1024, 16, 4, 400_000_000, torch.bfloat16)
-SMALL = Size(ModelConfig(vocab_size=8192, dim=64, layers=2, heads=2), 128, 2, 2, 2_000_000, torch.float32)
+BIG = Size(
+    ModelConfig(vocab_size=50304, dim=768, layers=12, heads=12),
+    1024,
+    16,
+    4,
+    400_000_000,
+    torch.bfloat16,
+)
+SMALL = Size(
+    ModelConfig(vocab_size=8192, dim=64, layers=2, heads=2), 128, 2, 2, 2_000_000, torch.float32
+)
 
 
 def measure(
-    device: torch.device, size: Size, options: dict[str, Any], cache: Path, runs: int, trace: str | None
+    device: torch.device,
+    size: Size,
+    options: dict[str, Any],
+    cache: Path,
+    runs: int,
+    trace: str | None,
 ) -> dict[str, list[float]]:
-    """Seconds of steps of both sides, which take turns; the share waited for data; CPU seconds for 10^9 tokens; copies."""
+    """Seconds of steps of both sides, which take turns; the share waited for data; CPU seconds for
+    10^9 tokens; copies.
+    """
     config = DataConfig(
         blend=["s3://data/web"], sequence_length=size.length, order="stream", index_cache_dir=cache, eod_id=0,
         storage=StorageConfig(storage_options=options),
     )  # fmt: skip
     ranks = Ranks(ParallelLayout())
     step = Step(device, size, ranks)
-    figures: dict[str, list[float]] = {"loader": [], "resident": [], "share": [], "cpu": [], "copy": []}
+    figures: dict[str, list[float]] = {
+        "loader": [],
+        "resident": [],
+        "share": [],
+        "cpu": [],
+        "copy": [],
+    }
     used = {"loader": 0.0, "resident": 0.0}
-    with open_loader(config, ranks, micro_batch_size=size.rows, global_batch_size=size.rows * size.micro_batches) as loader:
+    with open_loader(
+        config, ranks, micro_batch_size=size.rows, global_batch_size=size.rows * size.micro_batches
+    ) as loader:
         feed = RankBatches(loader, ranks, device)
         resident = {name: field.clone() for name, field in next(feed).items()}
         sides: dict[str, Iterator[Batch]] = {"loader": feed, "resident": itertools.repeat(resident)}
@@ -84,21 +117,28 @@ class Step:
     """One optimizer step on micro-batches of any source."""
 
     def __init__(self, device: torch.device, size: Size, ranks: Ranks) -> None:
-        self.device, self.size = device, size
+        self.device = device
+        self.size = size
         torch.manual_seed(1)
-        self.model = BucketedDataParallel(GPT(size.model).to(device, size.dtype), ranks=ranks, sharded=True)
+        self.model = BucketedDataParallel(
+            GPT(size.model).to(device, size.dtype), ranks=ranks, sharded=True
+        )
         self.optimizer = ShardedOptimizer(self.model, torch.optim.AdamW, lr=1e-4, fused=True)
 
     def __call__(self, batches: Iterator[Batch]) -> tuple[float, float]:
         """Seconds of the step, until the device is done, and those that were waited for data."""
-        began, waited, last = time.perf_counter(), 0.0, self.size.micro_batches - 1
+        began = time.perf_counter()
+        waited = 0.0
+        last = self.size.micro_batches - 1
         for micro in range(last + 1):
             asked = time.perf_counter()
             batch = next(batches)
             waited += time.perf_counter() - asked
             with contextlib.nullcontext() if micro == last else self.model.no_sync():
                 logits = self.model(batch["tokens"], batch["position_ids"])
-                loss = nn.functional.cross_entropy(logits.flatten(0, 1).float(), batch["labels"].flatten())
+                loss = nn.functional.cross_entropy(
+                    logits.flatten(0, 1).float(), batch["labels"].flatten()
+                )
                 loss.backward()  # type: ignore[no-untyped-call]
         self.model.finish_grad_sync()
         self.optimizer.step()
@@ -108,8 +148,12 @@ class Step:
         return time.perf_counter() - began, waited
 
 
-def profile(step: Step, feed: Iterator[Batch], device: torch.device, trace: str | None) -> list[float]:
-    """[microseconds a step of copies to the device, the share of them beside kernels]; empty where there is no device."""
+def profile(
+    step: Step, feed: Iterator[Batch], device: torch.device, trace: str | None
+) -> list[float]:
+    """[microseconds a step of copies to the device, the share of them beside kernels]; empty where
+    there is no device.
+    """
     if device.type != "cuda" and trace is None:
         return []
     with torch.profiler.profile() as profiler:
@@ -122,11 +166,16 @@ def profile(step: Step, feed: Iterator[Batch], device: torch.device, trace: str 
 
 
 def copies_beside_kernels(events: Iterable[dict[str, Any]], steps: int) -> list[float]:
-    """Of the events of a trace (times in microseconds): what copies to the device take a step, and their share beside kernels."""
+    """Of the events of a trace (times in microseconds): what copies to the device take a step, and
+    their share beside kernels.
+    """
     kernels: list[Interval] = []
     copies: list[Interval] = []
     for event in events:
-        span = (float(event.get("ts", 0.0)), float(event.get("ts", 0.0)) + float(event.get("dur", 0.0)))
+        span = (
+            float(event.get("ts", 0.0)),
+            float(event.get("ts", 0.0)) + float(event.get("dur", 0.0)),
+        )
         if event.get("cat") == "kernel":
             kernels.append(span)
         elif event.get("cat") == "gpu_memcpy" and "HtoD" in event.get("name", ""):
@@ -136,7 +185,9 @@ def copies_beside_kernels(events: Iterable[dict[str, Any]], steps: int) -> list[
 
 
 def overlap(these: Sequence[Interval], others: Sequence[Interval]) -> float:
-    """How long something of `these` and something of the others run at once; `these` do not overlap each other."""
+    """How long something of `these` and something of the others run at once; `these` do not overlap
+    each other.
+    """
     merged: list[Interval] = []
     for start, stop in sorted(others):
         if merged and start <= merged[-1][1]:

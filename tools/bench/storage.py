@@ -1,12 +1,14 @@
 #!/usr/bin/env python3
-"""From a bucket to a batch, side by side with other loaders and with the transport's own ceiling, on a local object server.
+"""From a bucket to a batch, side by side with other loaders and with the transport's own ceiling,
+on a local object server.
 
     make bench-peers                                   # once: .venv-bench, with the other loaders
     .venv-bench/bin/python tools/bench/storage.py      # all figures; --figures names some, --plot draws them
 
-Every side runs in a process of its own. The sides of a figure alternate, `--runs` times each; a ratio is that of the medians. The
-server is tools/bench/object_server.py, on the same two cores as everything else: "unshaped" is as fast as loopback goes, "shaped"
-sends the first byte after 20 ms and 90 MB/s per connection. Files are made under --folder (about 9 GB).
+Every side runs in a process of its own. The sides of a figure alternate, `--runs` times each; a
+ratio is that of the medians. The server is tools/bench/object_server.py, on the same two cores as
+everything else: "unshaped" is as fast as loopback goes, "shaped" sends the first byte after 20 ms
+and 90 MB/s per connection. Files are made under --folder (about 9 GB).
 """
 
 from __future__ import annotations
@@ -38,7 +40,10 @@ HERE = Path(__file__).resolve().parents[2]
 S = 4096
 CORPUS = 4 << 30
 PEER_CORPUS = 1 << 30
-SHAPES: dict[str, dict[str, float]] = {"unshaped": {}, "shaped": {"latency": 0.02, "bandwidth": 90e6}}
+SHAPES: dict[str, dict[str, float]] = {
+    "unshaped": {},
+    "shaped": {"latency": 0.02, "bandwidth": 90e6},
+}
 IN_FLIGHT = 96 << 20
 PEERS = ("litdata", "mosaic", "webdataset", "s3torch")
 WIDE = {"block_bytes": 1 << 20, "lanes": 256}
@@ -49,11 +54,17 @@ class Bench:
     """A server, and the two Pythons that sides run in."""
 
     def __init__(self, server: Running, folder: Path, runs: int, seconds: float) -> None:
-        self.server, self.folder, self.runs, self.seconds = server, folder, runs, seconds
+        self.server = server
+        self.folder = folder
+        self.runs = runs
+        self.seconds = seconds
         self.rows: list[Result] = []
 
     def side(self, name: str, checkout: Path = HERE, **arguments: Any) -> Result:
-        """Run one side in a process of its own, with the library of a checkout. A side that fails is {} and says why on stderr."""
+        """Run one side in a process of its own, with the library of a checkout.
+
+        A side that fails is {} and says why on stderr.
+        """
         arguments = {"index_cache": str(self.folder / "idx"), **arguments}
         environment = os.environ | {
             "AWS_ENDPOINT_URL": self.server.endpoint, "S3_ENDPOINT_URL": self.server.endpoint, "AWS_ACCESS_KEY_ID": "bench",
@@ -74,19 +85,27 @@ class Bench:
             (self.folder / "tmp").mkdir()
         lines = [line for line in done.stdout.splitlines() if line.startswith("RESULT ")]
         if not lines:
-            print(f"{name}: {(done.stderr.strip().splitlines() or ['no output'])[-1][:200]}", file=sys.stderr)
+            print(
+                f"{name}: {(done.stderr.strip().splitlines() or ['no output'])[-1][:200]}",
+                file=sys.stderr,
+            )
             return {}
         result: Result = json.loads(lines[-1][7:])
         return result
 
     def ours(self, **arguments: Any) -> Result:
         """streammega from the server."""
-        return self.side("ours", **{"endpoint": self.server.endpoint, "prefix": "s3://data/web", **arguments})
+        return self.side(
+            "ours", **{"endpoint": self.server.endpoint, "prefix": "s3://data/web", **arguments}
+        )
 
     def row(self, figure: str, **columns: Any) -> None:
         """One line of the table, printed at once."""
         self.rows.append({"figure": figure, **columns})
-        print(f"| {figure} | " + " | ".join(str(value) for value in columns.values()) + " |", flush=True)
+        print(
+            f"| {figure} | " + " | ".join(str(value) for value in columns.values()) + " |",
+            flush=True,
+        )
 
 
 def alternate(runs: int, sides: Mapping[str, Callable[[], float | None]]) -> dict[str, float]:
@@ -107,7 +126,9 @@ def alternate(runs: int, sides: Mapping[str, Callable[[], float | None]]) -> dic
 
 
 def scattered(bench: Bench) -> None:
-    """Megatron order, cold, no cache: samples/s against megatron-core's two readers of object storage."""
+    """Megatron order, cold, no cache: samples/s against megatron-core's two readers of object
+    storage.
+    """
     for shape, behaviour in SHAPES.items():
         bench.server.behave(**behaviour)
         stats: Result = {}
@@ -120,12 +141,12 @@ def scattered(bench: Bench) -> None:
         medians = alternate(
             bench.runs,
             {
-                "s3": lambda: bench.side("megatron", prefix="s3://data/web", num_samples=500_000, seconds=bench.seconds).get(
-                    "rate"
-                ),
-                "msc": lambda: bench.side("megatron", prefix="msc://data/web", num_samples=500_000, seconds=bench.seconds).get(
-                    "rate"
-                ),
+                "s3": lambda: bench.side(
+                    "megatron", prefix="s3://data/web", num_samples=500_000, seconds=bench.seconds
+                ).get("rate"),
+                "msc": lambda: bench.side(
+                    "megatron", prefix="msc://data/web", num_samples=500_000, seconds=bench.seconds
+                ).get("rate"),
                 "ours": ours,
             },
         )
@@ -150,8 +171,12 @@ def cached(bench: Bench) -> None:
     medians = alternate(
         bench.runs,
         {
-            "local": lambda: bench.side("ours", prefix=local, order="megatron", seconds=bench.seconds, warmup=2000).get("rate"),
-            "cached": lambda: bench.ours(order="megatron", seconds=bench.seconds, warmup=2000, storage=storage).get("rate"),
+            "local": lambda: bench.side(
+                "ours", prefix=local, order="megatron", seconds=bench.seconds, warmup=2000
+            ).get("rate"),
+            "cached": lambda: bench.ours(
+                order="megatron", seconds=bench.seconds, warmup=2000, storage=storage
+            ).get("rate"),
         },
     )
     bench.row(
@@ -166,12 +191,22 @@ def stream(bench: Bench) -> None:
     """Stream order into batches against obstore by itself, at equal bytes in flight."""
     for shape, behaviour in SHAPES.items():
         bench.server.behave(**behaviour)
-        grid = [(size, max(1, min(384, IN_FLIGHT // size))) for size in (1 << 18, 1 << 19, 1 << 20, 1 << 21, 1 << 22, 1 << 23)]
+        grid = [
+            (size, max(1, min(384, IN_FLIGHT // size)))
+            for size in (1 << 18, 1 << 19, 1 << 20, 1 << 21, 1 << 22, 1 << 23)
+        ]
         grid += [(size, max(1, at_once // 4)) for size, at_once in grid]
 
         def ceiling(size: int, at_once: int) -> float | None:
             endpoint = bench.server.endpoint
-            result = bench.side("ceiling", endpoint=endpoint, key="web.bin", size=size, at_once=at_once, bytes=3 << 30)
+            result = bench.side(
+                "ceiling",
+                endpoint=endpoint,
+                key="web.bin",
+                size=size,
+                at_once=at_once,
+                bytes=3 << 30,
+            )
             return result.get("bytes_per_second")
 
         first = {choice: ceiling(*choice) or 0.0 for choice in grid}
@@ -203,7 +238,9 @@ def stream(bench: Bench) -> None:
 
 
 def epoch(bench: Bench) -> None:
-    """A whole shuffled epoch from nothing, the first batch included, against other loaders at their best worker count."""
+    """A whole shuffled epoch from nothing, the first batch included, against other loaders at their
+    best worker count.
+    """
     for shape, behaviour in SHAPES.items():
         bench.server.behave(**behaviour)
         shards = len(list((bench.folder / "objects" / "data" / "wds").glob("*.tar")))
@@ -230,10 +267,14 @@ def epoch(bench: Bench) -> None:
             {
                 "peer": lambda: peer(leader, best[leader][1]),  # noqa: B023
                 "ours": lambda: bench.ours(num_samples=520_000).get("whole_rate"),
-                "ours, 1 MiB blocks": lambda: bench.ours(num_samples=520_000, data=WIDE).get("whole_rate"),
+                "ours, 1 MiB blocks": lambda: bench.ours(num_samples=520_000, data=WIDE).get(
+                    "whole_rate"
+                ),
             },
         )
-        others = ", ".join(f"{name} {rate / 1e6:.0f} ({workers} workers)" for name, (rate, workers) in best.items())
+        others = ", ".join(
+            f"{name} {rate / 1e6:.0f} ({workers} workers)" for name, (rate, workers) in best.items()
+        )
         for name in ("ours", "ours, 1 MiB blocks"):
             bench.row(
                 f"whole shuffled epoch, {shape}, M tokens/s, {name} vs {leader}",
@@ -243,22 +284,40 @@ def epoch(bench: Bench) -> None:
 
 
 def local(bench: Bench) -> None:
-    """Local files, int64 batches, against megatron-core's GPTDataset under a DataLoader at its best worker count."""
+    """Local files, int64 batches, against megatron-core's GPTDataset under a DataLoader at its best
+    worker count.
+    """
     prefix = str(bench.folder / "objects" / "data" / "web")
 
     def theirs(workers: int) -> float | None:
-        return bench.side("megatron_loader", prefix=prefix, num_samples=500_000, workers=workers, seconds=bench.seconds).get(
-            "tokens"
-        )
+        return bench.side(
+            "megatron_loader",
+            prefix=prefix,
+            num_samples=500_000,
+            workers=workers,
+            seconds=bench.seconds,
+        ).get("tokens")
 
     rates = {workers: theirs(workers) or 0.0 for workers in (0, 1, 2)}
     workers = max(rates, key=lambda number: rates[number])
 
     def ours(order: str) -> float | None:
-        return bench.side("ours", prefix=prefix, order=order, seconds=bench.seconds, warmup=1000, num_samples=10**7).get("tokens")
+        return bench.side(
+            "ours",
+            prefix=prefix,
+            order=order,
+            seconds=bench.seconds,
+            warmup=1000,
+            num_samples=10**7,
+        ).get("tokens")
 
     medians = alternate(
-        bench.runs, {"peer": lambda: theirs(workers), "megatron": lambda: ours("megatron"), "stream": lambda: ours("stream")}
+        bench.runs,
+        {
+            "peer": lambda: theirs(workers),
+            "megatron": lambda: ours("megatron"),
+            "stream": lambda: ours("stream"),
+        },
     )
     for order in ("megatron", "stream"):
         bench.row(
@@ -269,23 +328,36 @@ def local(bench: Bench) -> None:
 
 
 def workers(bench: Bench) -> None:
-    """Under a torch DataLoader with two workers, and by StreamLoader without any, against the others with two workers."""
+    """Under a torch DataLoader with two workers, and by StreamLoader without any, against the
+    others with two workers.
+    """
     bench.server.behave()
     shards = len(list((bench.folder / "objects" / "data" / "wds").glob("*.tar")))
 
     def peer(name: str) -> float | None:
-        return bench.side(name, endpoint=bench.server.endpoint, batch=16, workers=2, seconds=20, shards=shards).get("tokens")
+        return bench.side(
+            name, endpoint=bench.server.endpoint, batch=16, workers=2, seconds=20, shards=shards
+        ).get("tokens")
 
     rates = {name: peer(name) or 0.0 for name in PEERS}
     leader = max(rates, key=lambda name: rates[name])
 
     def ours() -> float | None:
-        options: Result = {"endpoint": bench.server.endpoint, "prefix": "s3://data/web", "workers": 2, "seconds": bench.seconds}
+        options: Result = {
+            "endpoint": bench.server.endpoint,
+            "prefix": "s3://data/web",
+            "workers": 2,
+            "seconds": bench.seconds,
+        }
         return bench.side("ours_workers", **options).get("tokens")
 
     medians = alternate(
         bench.runs,
-        {"peer": lambda: peer(leader), "workers": ours, "none": lambda: bench.ours(seconds=bench.seconds).get("tokens")},
+        {
+            "peer": lambda: peer(leader),
+            "workers": ours,
+            "none": lambda: bench.ours(seconds=bench.seconds).get("tokens"),
+        },
     )
     for name, how in (("workers", "DataLoader, 2 workers"), ("none", "StreamLoader, no workers")):
         bench.row(
@@ -303,7 +375,9 @@ def first(bench: Bench) -> None:
             max(3, bench.runs),
             {
                 "cold": lambda: bench.ours(first_only=True).get("first"),
-                "resumed": lambda: bench.ours(first_only=True, resume=0.9, num_samples=500_000).get("first"),
+                "resumed": lambda: bench.ours(first_only=True, resume=0.9, num_samples=500_000).get(
+                    "first"
+                ),
             },
         )
         bench.row(
@@ -325,7 +399,9 @@ def memory(bench: Bench) -> None:
 
 
 def stalls(bench: Bench) -> None:
-    """A consumer that asks at 85 % of what the shaped server gives, one request in a hundred at twenty times the latency."""
+    """A consumer that asks at 85 % of what the shaped server gives, one request in a hundred at
+    twenty times the latency.
+    """
     slow = {"slow_share": 0.01, "slow_factor": 20.0}
     bench.server.behave(**SHAPES["shaped"])
     # A link of 400 MB/s, so that bandwidth, and not these two cores, is what is asked for.
@@ -343,7 +419,8 @@ def stalls(bench: Bench) -> None:
 
 
 FIGURES: dict[str, Callable[[Bench], None]] = {
-    function.__name__: function for function in (scattered, cached, stream, epoch, local, workers, first, memory, stalls)
+    function.__name__: function
+    for function in (scattered, cached, stream, epoch, local, workers, first, memory, stalls)
 }
 
 
@@ -352,7 +429,13 @@ def quality(bench: Bench, data: Mapping[str, int]) -> str:
     import streammega as sm
 
     prefix = str(bench.folder / "objects" / "data" / "web")
-    config = sm.DataConfig(blend=[prefix], sequence_length=S, order="stream", index_cache_dir=bench.folder / "idx", **data)  # type: ignore[arg-type]
+    config = sm.DataConfig(
+        blend=[prefix],
+        sequence_length=S,
+        order="stream",
+        index_cache_dir=bench.folder / "idx",
+        **data,  # type: ignore[arg-type]
+    )
     source = StreamSource(config, "train", 256)
     total = int(source.order.sizes.sum())
     places = places_of(source.locate(np.arange(200_000)), [np.zeros(1, np.int64)], S)
@@ -364,7 +447,9 @@ def quality(bench: Bench, data: Mapping[str, int]) -> str:
 
 
 def prepare(folder: Path, peers: bool) -> None:
-    """A corpus of 4 GiB in documents of a lognormal length, and 1 GiB of it in the formats of the other loaders."""
+    """A corpus of 4 GiB in documents of a lognormal length, and 1 GiB of it in the formats of the
+    other loaders.
+    """
     data = folder / "objects" / "data"
     data.mkdir(parents=True, exist_ok=True)
     (folder / "tmp").mkdir(exist_ok=True)
@@ -377,7 +462,9 @@ def prepare(folder: Path, peers: bool) -> None:
             for at in range(0, tokens, 1 << 25):
                 rng.integers(0, 65_535, min(1 << 25, tokens - at), dtype=np.uint16).tofile(file)
         with open(data / "web.idx", "wb") as file:
-            for piece in encode_index(np.dtype(np.uint16), lengths, np.arange(len(lengths) + 1), None):
+            for piece in encode_index(
+                np.dtype(np.uint16), lengths, np.arange(len(lengths) + 1), None
+            ):
                 file.write(piece)
     options = {"base_path": "data", "region_name": "us-east-1"}
     profile = {"storage_provider": {"type": "s3", "options": options}}
@@ -385,7 +472,12 @@ def prepare(folder: Path, peers: bool) -> None:
     if peers:
         count = PEER_CORPUS // 2 // (S + 1) // 256 * 256
         rows = np.memmap(data / "web.bin", np.uint16, "r")[: count * (S + 1)].reshape(count, S + 1)
-        for name, write in (("raw", write_raw), ("wds", write_tars), ("mds", write_mds), ("litdata", write_litdata)):
+        for name, write in (
+            ("raw", write_raw),
+            ("wds", write_tars),
+            ("mds", write_mds),
+            ("litdata", write_litdata),
+        ):
             if not (data / name).exists():
                 print(f"writing {name} ...", file=sys.stderr)
                 write(rows, data / name)
@@ -414,7 +506,9 @@ def write_mds(rows: Any, folder: Path) -> None:
     stub_torchvision()
     from streaming import MDSWriter
 
-    with MDSWriter(out=str(folder), columns={"tokens": f"ndarray:uint16:{S + 1}"}, size_limit=64 << 20) as writer:
+    with MDSWriter(
+        out=str(folder), columns={"tokens": f"ndarray:uint16:{S + 1}"}, size_limit=64 << 20
+    ) as writer:
         for row in rows:
             writer.write({"tokens": np.array(row)})
 
@@ -443,9 +537,15 @@ def plot(rows: Sequence[Result], path: Path) -> None:
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
-    found = [(row["figure"], float(row["ratio"][:-1])) for row in rows if str(row.get("ratio", "")).endswith("x")]
+    found = [
+        (row["figure"], float(row["ratio"][:-1]))
+        for row in rows
+        if str(row.get("ratio", "")).endswith("x")
+    ]
     figure, axes = plt.subplots(figsize=(10, 0.4 * len(found) + 1))
-    axes.barh([name for name, _ in found][::-1], [value for _, value in found][::-1], color="#3b7dd8")
+    axes.barh(
+        [name for name, _ in found][::-1], [value for _, value in found][::-1], color="#3b7dd8"
+    )
     axes.axvline(1, color="black", linewidth=0.8)
     axes.set_xscale("log")
     axes.set_xlabel("streammega / the other side")
@@ -466,7 +566,9 @@ def versions() -> str:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--figures", nargs="*", choices=list(FIGURES), default=list(FIGURES))
     parser.add_argument("--folder", type=Path, default=Path("/tmp/streammega-bench"))
     parser.add_argument("--runs", type=int, default=3)
@@ -474,7 +576,9 @@ def main() -> int:
     parser.add_argument("--plot", type=Path, help="write a PNG")
     chosen = parser.parse_args()
     prepare(chosen.folder, peers=bool({"epoch", "workers"} & set(chosen.figures)))
-    print(f"Python {platform.python_version()}, {os.cpu_count()} cores; {versions()}; {chosen.runs} runs, medians\n")
+    print(
+        f"Python {platform.python_version()}, {os.cpu_count()} cores; {versions()}; {chosen.runs} runs, medians\n"
+    )
     print("| figure | other side | streammega | ratio | notes |\n|---|---|---|---|---|")
     with running(chosen.folder / "objects") as server:
         bench = Bench(server, chosen.folder, chosen.runs, chosen.seconds)

@@ -1,10 +1,12 @@
-"""Training beside torch's own parts: gradient buckets, the sharded optimizer, get_batch, and how long steps wait for data.
+"""Training beside torch's own parts: gradient buckets, the sharded optimizer, get_batch, and how
+long steps wait for data.
 
     python tools/bench/training.py [--runs 9] [--launches 3] [--device cuda]
 
-Two ranks, gloo on the CPU (NCCL with --device cuda), one thread each. Both sides of a ratio alternate within one run, in one pair of
-processes (memory: in fresh ones), and steps are timed in several pairs, since where memory lies moves a whole pair's figures by
-5 %; printed are ratios of medians with a 95 % bootstrap interval.
+Two ranks, gloo on the CPU (NCCL with --device cuda), one thread each. Both sides of a ratio
+alternate within one run, in one pair of processes (memory: in fresh ones), and steps are timed in
+several pairs, since where memory lies moves a whole pair's figures by 5 %; printed are ratios of
+medians with a 95 % bootstrap interval.
 """
 
 from __future__ import annotations
@@ -49,21 +51,34 @@ from streammega.train.model import GPT
 from tools.bench.object_server import running
 
 MODEL = ModelConfig(vocab_size=8192, dim=384, layers=6, heads=6)
-BATCH, LENGTH, MICRO_BATCHES = 2, 128, 2
+BATCH = 2
+LENGTH = 128
+MICRO_BATCHES = 2
 BUCKET = 25 << 18
 """Elements: DDP's 25 MiB."""
 Side = Callable[[], None]
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--runs", type=int, default=9, help="rounds of both sides (default: %(default)s)")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument(
-        "--launches", type=int, default=3, help="pairs of processes that steps are timed in (default: %(default)s)"
+        "--runs", type=int, default=9, help="rounds of both sides (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--launches",
+        type=int,
+        default=3,
+        help="pairs of processes that steps are timed in (default: %(default)s)",
     )
     parser.add_argument("--device", default="cpu", choices=["cpu", "cuda"])
-    parser.add_argument("--only", choices=["buckets", "sharded", "batches", "waiting", "cost"], help="one part")
-    parser.add_argument("--trace", help="write the profile of three steps of `cost` here, for chrome://tracing")
+    parser.add_argument(
+        "--only", choices=["buckets", "sharded", "batches", "waiting", "cost"], help="one part"
+    )
+    parser.add_argument(
+        "--trace", help="write the profile of three steps of `cost` here, for chrome://tracing"
+    )
     chosen = parser.parse_args()
     if chosen.device == "cuda" and not torch.cuda.is_available():
         print("torch.cuda.is_available() is False: nothing was measured")
@@ -73,8 +88,13 @@ def main() -> int:
         f"Python {platform.python_version()}, torch {torch.__version__}, {where}; 2 ranks, {chosen.runs} rounds, medians; of steps {chosen.launches} launches\n"
     )
     with tempfile.TemporaryDirectory(prefix="streammega-bench-") as folder:
-        pairs = chosen.device == "cpu" or torch.cuda.device_count() > 1  # NCCL takes one rank for each GPU
-        parts = {"buckets": buckets, "sharded": sharded, "batches": batches, "waiting": waiting} if pairs else {}
+        # NCCL takes one rank for each GPU
+        pairs = chosen.device == "cpu" or torch.cuda.device_count() > 1
+        parts = (
+            {"buckets": buckets, "sharded": sharded, "batches": batches, "waiting": waiting}
+            if pairs
+            else {}
+        )
         for name, part in (parts | {"cost": cost}).items():
             if chosen.only in (None, name):
                 part(chosen, Path(folder))
@@ -85,30 +105,49 @@ def main() -> int:
 
 
 def buckets(chosen: argparse.Namespace, folder: Path) -> None:
-    print(f"gradient buckets: GPT of {parameters():.1f} M parameters, {MICRO_BATCHES} micro-batches a step, buckets of 25 MiB")
+    print(
+        f"gradient buckets: GPT of {parameters():.1f} M parameters, {MICRO_BATCHES} micro-batches a step, buckets of 25 MiB"
+    )
     times = over_launches(chosen, ("ddp", "buckets", "checked"))
     report("BucketedDataParallel / torch DDP", times["buckets"], times["ddp"])
-    report("  with the check for NaN and Inf / torch DDP, which has none", times["checked"], times["ddp"])
+    report(
+        "  with the check for NaN and Inf / torch DDP, which has none",
+        times["checked"],
+        times["ddp"],
+    )
     print()
 
 
 def sharded(chosen: argparse.Namespace, folder: Path) -> None:
-    print("sharded optimizer, AdamW, the same model: step time, and what a process grows by from before the model to its peak")
+    print(
+        "sharded optimizer, AdamW, the same model: step time, and what a process grows by from before the model to its peak"
+    )
     times = over_launches(chosen, ("zero", "sharded"))
     report("ShardedOptimizer / ZeroRedundancyOptimizer with DDP", times["sharded"], times["zero"])
     if chosen.device == "cpu":
-        peaks = {name: [on_two_ranks(chosen, peak_memory, name) for _ in range(3)] for name in ("zero", "sharded")}
+        peaks = {
+            name: [on_two_ranks(chosen, peak_memory, name) for _ in range(3)]
+            for name in ("zero", "sharded")
+        }
         zero, ours = (float(np.median(peaks[name])) for name in ("zero", "sharded"))
         print(f"  peak memory {ours / 1e6:.0f} MB / {zero / 1e6:.0f} MB = {ours / zero:.3f}")
     print()
 
 
 def batches(chosen: argparse.Namespace, folder: Path) -> None:
-    rows, length = 4, 4096
-    print(f"one micro-batch of {rows} x {length} tokens to the other tensor-parallel rank, uint16 data on a local disk")
+    rows = 4
+    length = 4096
+    print(
+        f"one micro-batch of {rows} x {length} tokens to the other tensor-parallel rank, uint16 data on a local disk"
+    )
     write_tokens(folder / "local", 40_000_000)
     times = on_two_ranks(chosen, time_batches, str(folder / "local"), rows, length)
-    report("get_batch / Megatron's five broadcasts of the same fields", times["get_batch"], times["five broadcasts"], unit=1e3)
+    report(
+        "get_batch / Megatron's five broadcasts of the same fields",
+        times["get_batch"],
+        times["five broadcasts"],
+        unit=1e3,
+    )
     sent = times["bytes"][0] / (rows * length)
     print(f"  bytes sent per token: {sent:.3f}, Megatron 28: {28 / sent:.2f}x fewer\n")
 
@@ -129,7 +168,9 @@ def waiting(chosen: argparse.Namespace, folder: Path) -> None:
 
 
 def cost(chosen: argparse.Namespace, folder: Path) -> None:
-    """One rank: its step from `s3://` on loopback beside the same step on one batch that stays on the device."""
+    """One rank: its step from `s3://` on loopback beside the same step on one batch that stays on
+    the device.
+    """
     from tools.bench.step_cost import BIG, SMALL, measure
 
     size = BIG if chosen.device == "cuda" else SMALL
@@ -138,11 +179,20 @@ def cost(chosen: argparse.Namespace, folder: Path) -> None:
     write_tokens(root / "data" / "web", size.tokens)
     with running(root) as server:
         figures = measure(
-            torch.device(chosen.device), size, server.storage_options, folder / "cost.cache", chosen.runs, chosen.trace
+            torch.device(chosen.device),
+            size,
+            server.storage_options,
+            folder / "cost.cache",
+            chosen.runs,
+            chosen.trace,
         )
     report("  step", figures["loader"], figures["resident"])
-    print(f"  waiting for data: {np.median(figures['share']):.4%} of a step (mean {np.mean(figures['share']):.4%})")
-    print(f"  CPU seconds of the host for 10^9 tokens, beyond those of the resident batch: {figures['cpu'][0]:.1f}")
+    print(
+        f"  waiting for data: {np.median(figures['share']):.4%} of a step (mean {np.mean(figures['share']):.4%})"
+    )
+    print(
+        f"  CPU seconds of the host for 10^9 tokens, beyond those of the resident batch: {figures['cpu'][0]:.1f}"
+    )
     if figures["copy"]:
         copied, beside = figures["copy"]
         print(f"  copies to the device: {copied:.0f} us a step, {beside:.0%} of it beside kernels")
@@ -175,13 +225,25 @@ def on_two_ranks(chosen: argparse.Namespace, program: Callable[..., Any], *argum
         shutil.rmtree(folder)
 
 
-def enter(rank: int, chosen: argparse.Namespace, program: Callable[..., Any], arguments: Any, store: str, results: Any) -> None:
+def enter(
+    rank: int,
+    chosen: argparse.Namespace,
+    program: Callable[..., Any],
+    arguments: Any,
+    store: str,
+    results: Any,
+) -> None:
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
     device = torch.device("cuda", rank) if chosen.device == "cuda" else torch.device("cpu")
     if device.type == "cuda":
         torch.cuda.set_device(device)
-    dist.init_process_group("nccl" if device.type == "cuda" else "gloo", init_method=f"file://{store}", rank=rank, world_size=2)
+    dist.init_process_group(
+        "nccl" if device.type == "cuda" else "gloo",
+        init_method=f"file://{store}",
+        rank=rank,
+        world_size=2,
+    )
     value = program(rank, device, chosen.runs, *arguments)
     if rank == 0:
         results.put(value)
@@ -189,7 +251,9 @@ def enter(rank: int, chosen: argparse.Namespace, program: Callable[..., Any], ar
     os._exit(0)  # gloo's threads may abort a process that ends with a group, torch's DDP included
 
 
-def time_sides(rank: int, device: torch.device, runs: int, names: tuple[str, ...]) -> dict[str, list[float]]:
+def time_sides(
+    rank: int, device: torch.device, runs: int, names: tuple[str, ...]
+) -> dict[str, list[float]]:
     """Seconds of steps of all sides, which take turns."""
     sides = {name: make_side(name, device) for name in names}
     times: dict[str, list[float]] = {name: [] for name in names}
@@ -213,8 +277,12 @@ def peak_memory(rank: int, device: torch.device, runs: int, name: str) -> float:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 - before
 
 
-def time_batches(rank: int, device: torch.device, runs: int, prefix: str, rows: int, length: int) -> dict[str, list[float]]:
-    config = DataConfig(blend=[prefix], sequence_length=length, order="stream", index_cache_dir=f"{prefix}.cache")
+def time_batches(
+    rank: int, device: torch.device, runs: int, prefix: str, rows: int, length: int
+) -> dict[str, list[float]]:
+    config = DataConfig(
+        blend=[prefix], sequence_length=length, order="stream", index_cache_dir=f"{prefix}.cache"
+    )
     ranks = Ranks(ParallelLayout(tp=2))
     times: dict[str, list[float]] = {"get_batch": [], "five broadcasts": [], "bytes": []}
     with open_loader(config, ranks, micro_batch_size=rows, global_batch_size=rows * 8) as loader:
@@ -235,38 +303,57 @@ def time_batches(rank: int, device: torch.device, runs: int, prefix: str, rows: 
     return times
 
 
-def five_broadcasts(whole: Iterator[Any] | None, rows: int, length: int, device: torch.device, ranks: Ranks) -> None:
-    """tokens, labels, loss_mask, attention_mask (here of one element) and position_ids, one after the other."""
-    shapes = {"tokens": torch.int64, "labels": torch.int64, "loss_mask": torch.float32, "position_ids": torch.int64}
+def five_broadcasts(
+    whole: Iterator[Any] | None, rows: int, length: int, device: torch.device, ranks: Ranks
+) -> None:
+    """tokens, labels, loss_mask, attention_mask (here of one element) and position_ids, one after
+    the other.
+    """
+    shapes = {
+        "tokens": torch.int64,
+        "labels": torch.int64,
+        "loss_mask": torch.float32,
+        "position_ids": torch.int64,
+    }
     batch = next(whole) if whole is not None else {}
     for name, dtype in shapes.items():
         field = (
-            batch[name].contiguous().to(device) if whole is not None else torch.empty(rows, length, dtype=dtype, device=device)
+            batch[name].contiguous().to(device)
+            if whole is not None
+            else torch.empty(rows, length, dtype=dtype, device=device)
         )
         dist.broadcast(field, 0, group=ranks.group("tp"))
     dist.broadcast(torch.zeros(1, dtype=torch.bool, device=device), 0, group=ranks.group("tp"))
 
 
-def time_waiting(rank: int, device: torch.device, runs: int, options: dict[str, Any], cache: str) -> dict[str, list[float]]:
+def time_waiting(
+    rank: int, device: torch.device, runs: int, options: dict[str, Any], cache: str
+) -> dict[str, list[float]]:
     config = DataConfig(
         blend=["s3://data/web"], sequence_length=256, order="stream", index_cache_dir=cache, eod_id=0,
         storage=StorageConfig(storage_options=options),
     )  # fmt: skip
-    ranks, rows = Ranks(ParallelLayout(dp=2)), 4
+    ranks = Ranks(ParallelLayout(dp=2))
+    rows = 4
     model = BucketedDataParallel(GPT(MODEL).to(device), ranks=ranks, bucket_size=BUCKET)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
     times: dict[str, list[float]] = {"wait": [], "step": []}
-    with open_loader(config, ranks, micro_batch_size=rows, global_batch_size=rows * 2 * MICRO_BATCHES) as loader:
+    with open_loader(
+        config, ranks, micro_batch_size=rows, global_batch_size=rows * 2 * MICRO_BATCHES
+    ) as loader:
         feed = RankBatches(loader, ranks, device)
         for number in range(3 * runs + 3):
-            began, waited = time.perf_counter(), 0.0
+            began = time.perf_counter()
+            waited = 0.0
             for micro in range(MICRO_BATCHES):
                 asked = time.perf_counter()
                 batch = next(feed)
                 waited += time.perf_counter() - asked
                 with model.no_sync() if micro < MICRO_BATCHES - 1 else contextlib.nullcontext():
                     logits = model(batch["tokens"], batch["position_ids"])
-                    nn.functional.cross_entropy(logits.flatten(0, 1), batch["labels"].flatten()).backward()  # type: ignore[no-untyped-call]
+                    nn.functional.cross_entropy(
+                        logits.flatten(0, 1), batch["labels"].flatten()
+                    ).backward()  # type: ignore[no-untyped-call]
             model.finish_grad_sync()
             optimizer.step()
             model.zero_grad()
@@ -281,7 +368,9 @@ def time_waiting(rank: int, device: torch.device, runs: int, options: dict[str, 
 
 
 def make_side(name: str, device: torch.device) -> Side:
-    """One training step of a side: forward and backward of all micro-batches, reduction, optimizer."""
+    """One training step of a side: forward and backward of all micro-batches,
+    reduction, optimizer.
+    """
     torch.manual_seed(1)
     model = GPT(MODEL).to(device)
     tokens = torch.randint(0, MODEL.vocab_size, (MICRO_BATCHES, BATCH, LENGTH + 1), device=device)
@@ -298,7 +387,9 @@ def make_side(name: str, device: torch.device) -> Side:
             optimizer = ZeroRedundancyOptimizer(wrapped.parameters(), torch.optim.AdamW, **settings)
     else:
         checks = name == "checked"
-        wrapped = BucketedDataParallel(model, bucket_size=BUCKET, sharded=name == "sharded", check_gradients=checks)
+        wrapped = BucketedDataParallel(
+            model, bucket_size=BUCKET, sharded=name == "sharded", check_gradients=checks
+        )
         if name == "sharded":
             optimizer = ShardedOptimizer(wrapped, torch.optim.AdamW, **settings)
         else:
@@ -309,7 +400,9 @@ def make_side(name: str, device: torch.device) -> Side:
         for micro in range(MICRO_BATCHES):
             with wrapped.no_sync() if micro < MICRO_BATCHES - 1 else contextlib.nullcontext():
                 logits = wrapped(tokens[micro, :, :-1], positions)
-                loss = nn.functional.cross_entropy(logits.flatten(0, 1), tokens[micro, :, 1:].flatten())
+                loss = nn.functional.cross_entropy(
+                    logits.flatten(0, 1), tokens[micro, :, 1:].flatten()
+                )
                 (loss / MICRO_BATCHES).backward()  # type: ignore[no-untyped-call]
         if isinstance(wrapped, BucketedDataParallel):
             wrapped.finish_grad_sync()
@@ -335,14 +428,16 @@ def timed(action: Callable[[], object], device: torch.device) -> float:
 
 def report(name: str, ours: list[float], theirs: list[float], unit: float = 1e3) -> None:
     low, high = interval(ours, theirs)
-    a, b = np.median(ours) * unit, np.median(theirs) * unit
+    a = np.median(ours) * unit
+    b = np.median(theirs) * unit
     print(f"  {name}: {a:.2f} / {b:.2f} ms = {a / b:.3f} [{low:.3f}, {high:.3f}]")
 
 
 def interval(ours: list[float], theirs: list[float]) -> tuple[float, float]:
     """95 % of the ratios of medians of resampled pairs."""
     rng = np.random.default_rng(0)
-    a, b = np.array(ours), np.array(theirs)
+    a = np.array(ours)
+    b = np.array(theirs)
     picks = rng.integers(0, len(a), (2000, len(a)))
     ratios = np.median(a[picks], axis=1) / np.median(b[picks], axis=1)
     low, high = np.percentile(ratios, [2.5, 97.5])
@@ -352,7 +447,9 @@ def interval(ours: list[float], theirs: list[float]) -> tuple[float, float]:
 def write_tokens(prefix: Path, count: int) -> None:
     if not prefix.with_suffix(".idx").exists():
         with IndexedDatasetWriter(str(prefix), np.uint16) as writer:
-            for part in np.array_split(np.random.default_rng(0).integers(0, MODEL.vocab_size, count).astype(np.uint16), 100):
+            for part in np.array_split(
+                np.random.default_rng(0).integers(0, MODEL.vocab_size, count).astype(np.uint16), 100
+            ):
                 writer.add_item(part)
                 writer.end_document()
 

@@ -1,8 +1,10 @@
-"""A loop of your own with only get_batch: ranks of tensor and context parallelism, each given what it needs.
+"""A loop of your own with only get_batch: ranks of tensor and context parallelism, each given what
+it needs.
 
     torchrun --nproc-per-node 4 tools/examples/batches.py [PREFIX]
 
-Tensor-parallel rank 0 reads; the ids go to its group as one message, two bytes a token; labels, masks and positions are derived.
+Tensor-parallel rank 0 reads; the ids go to its group as one message, two bytes a token; labels,
+masks and positions are derived.
 """
 
 import os
@@ -17,15 +19,20 @@ PREFIX = sys.argv[1] if len(sys.argv) > 1 else "mock://tokens=1000000,vocab=1000
 
 def main() -> None:
     if "RANK" not in os.environ:
-        sys.exit("this is one rank of several: run torchrun --nproc-per-node 4 tools/examples/batches.py")
+        sys.exit(
+            "this is one rank of several: run torchrun --nproc-per-node 4 tools/examples/batches.py"
+        )
     dist.init_process_group()
     world = dist.get_world_size()
-    layout = sm.ParallelLayout.of_world(world, tp=2 if world % 2 == 0 else 1, cp=2 if world % 4 == 0 else 1)
+    layout = sm.ParallelLayout.of_world(
+        world, tp=2 if world % 2 == 0 else 1, cp=2 if world % 4 == 0 else 1
+    )
     ranks = sm.Ranks(layout)
     data = sm.DataConfig(blend=[PREFIX], sequence_length=64, order="stream")
     with sm.open_loader(data, ranks, micro_batch_size=2, global_batch_size=8) as loader:
         for step in range(3):
-            batch = sm.get_batch(loader, ranks)  # or iterate sm.RankBatches(loader, ranks, device): one batch ahead
+            # or iterate sm.RankBatches(loader, ranks, device): one batch ahead
+            batch = sm.get_batch(loader, ranks)
             kept = batch["position_ids"][0]
             line = f"step {step}: {ranks.at}: {tuple(batch['tokens'].shape)} tokens, from position {int(kept[0])}"
             lines = [""] * world

@@ -1,10 +1,11 @@
-"""A loop of your own with only the buckets: gradients accumulated in fp32 and reduced during backward, optimizer state divided.
+"""A loop of your own with only the buckets: gradients accumulated in fp32 and reduced during
+backward, optimizer state divided.
 
     torchrun --nproc-per-node 2 tools/examples/buckets.py
     torchrun --nproc-per-node 3 tools/examples/buckets.py       # goes on where the first stopped
 
-The model is in bf16; its fp32 main parameters and Adam's moments exist once over all ranks, and are saved in parts that any
-number of ranks loads. Remove the folder buckets.ckpt to begin anew.
+The model is in bf16; its fp32 main parameters and Adam's moments exist once over all ranks, and are
+saved in parts that any number of ranks loads. Remove the folder buckets.ckpt to begin anew.
 """
 
 import contextlib
@@ -26,7 +27,9 @@ FOLDER = Path("buckets.ckpt")
 
 def main() -> None:
     if "RANK" not in os.environ:
-        sys.exit("this is one rank of several: run torchrun --nproc-per-node 2 tools/examples/buckets.py")
+        sys.exit(
+            "this is one rank of several: run torchrun --nproc-per-node 2 tools/examples/buckets.py"
+        )
     dist.init_process_group()
     torch.manual_seed(0)
     bare = nn.Sequential(nn.Linear(64, 256), nn.GELU(), nn.Linear(256, 64)).to(torch.bfloat16)

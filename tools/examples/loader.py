@@ -20,7 +20,9 @@ import streammega as sm
 
 PREFIX = sys.argv[1] if len(sys.argv) > 1 else "mock://tokens=1000000,vocab=1000"
 STATE = Path(os.environ.get("STATE", "loader-state.json"))
-STEPS, GLOBAL_BATCH, MICRO_BATCH = 5, 16, 4
+STEPS = 5
+GLOBAL_BATCH = 16
+MICRO_BATCH = 4
 
 
 def main() -> None:
@@ -29,7 +31,13 @@ def main() -> None:
         dist.init_process_group()
     rank, world = (dist.get_rank(), dist.get_world_size()) if distributed else (0, 1)
     data = sm.DataConfig(blend=[PREFIX], sequence_length=64, order="stream", vocab_size=1000)
-    loader = sm.StreamLoader(data, micro_batch_size=MICRO_BATCH, global_batch_size=GLOBAL_BATCH, dp_rank=rank, dp_size=world)
+    loader = sm.StreamLoader(
+        data,
+        micro_batch_size=MICRO_BATCH,
+        global_batch_size=GLOBAL_BATCH,
+        dp_rank=rank,
+        dp_size=world,
+    )
     if STATE.exists():
         loader.load_state_dict(json.loads(STATE.read_text()))
     torch.manual_seed(0)
@@ -41,14 +49,17 @@ def main() -> None:
         micro_batches = GLOBAL_BATCH // (MICRO_BATCH * world)
         for _ in range(micro_batches):
             batch = next(batches)
-            loss = nn.functional.cross_entropy(model(batch["tokens"]).flatten(0, 1), batch["labels"].flatten())
+            loss = nn.functional.cross_entropy(
+                model(batch["tokens"]).flatten(0, 1), batch["labels"].flatten()
+            )
             (loss / micro_batches).backward()
         optimizer.step()
         optimizer.zero_grad()
         if rank == 0:
             print(f"step {step}: sample {loader.consumed_samples}, loss {float(loss):.3f}")
     if rank == 0:
-        STATE.write_text(json.dumps(loader.state_dict()))  # of what was handed out, never of what was read ahead
+        # of what was handed out, never of what was read ahead
+        STATE.write_text(json.dumps(loader.state_dict()))
     loader.close()
     if distributed:
         dist.destroy_process_group()

@@ -1,4 +1,7 @@
-"""WebDataset tars: .txt, .json, .jsonl and .npy members, themselves compressed or not. Nothing is extracted to disk."""
+"""WebDataset tars: .txt, .json, .jsonl and .npy members, themselves compressed or not.
+
+Nothing is extracted to disk.
+"""
 
 from __future__ import annotations
 
@@ -47,7 +50,11 @@ class _Archive:
         return is_hostile(name) or self._choice.takes(name)
 
     def read(self, size: int) -> bytes:
-        """Read on. Raises ConvertError where an archive begins that is compressed, whose end could not be told from a cut."""
+        """Read on.
+
+        Raises ConvertError where an archive begins that is compressed, whose end could not be told
+        from a cut.
+        """
         data = bytes(self._file.read(size))
         if not self._begun and _COMPRESSED.match(data):
             raise ConvertError(
@@ -71,20 +78,32 @@ def is_hostile(name: str) -> bool:
     return name.startswith("/") or ".." in name.split("/")
 
 
-def read_tar(piece: Slice, options: ConvertOptions, storage: StorageConfig, skipped: Skipped) -> Iterator[Item]:
-    """Documents of all members, in their order. Raises ConvertError for an archive without an end."""
-    from webdataset.tariterators import tar_file_iterator  # imports torch, which only conversions of tars shall wait for
+def read_tar(
+    piece: Slice, options: ConvertOptions, storage: StorageConfig, skipped: Skipped
+) -> Iterator[Item]:
+    """Documents of all members, in their order.
+
+    Raises ConvertError for an archive without an end.
+    """
+    # imports torch, which only conversions of tars shall wait for
+    from webdataset.tariterators import tar_file_iterator
 
     path = piece.input.path
     choice = MemberChoice(options.member, path)
     with open_stream(piece.input.url, storage) as opened:
         file = _Archive(opened, path, choice)
         for member in tar_file_iterator(file, skip_meta=None, select_files=file.wants):
-            name, data = member["fname"], member["data"]
+            name = member["fname"]
+            data = member["data"]
             where = f"{path}!{name}"
             choice.check_sample()
             if is_hostile(name):
-                fault(options, skipped, "hostile path", f"{where}: a member outside of its archive; who made this tar?")
+                fault(
+                    options,
+                    skipped,
+                    "hostile path",
+                    f"{where}: a member outside of its archive; who made this tar?",
+                )
             else:
                 yield from _member(document_suffix(name), _decompressed(name, data), where)
         file.check_end()

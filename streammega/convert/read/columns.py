@@ -22,7 +22,9 @@ Path = tuple[str, ...]
 """Names of a column, and of the fields within its structs that lead to one."""
 PYTHON_BYTES = 1 << 20
 BATCH_BYTES = 16 << 20
-"""Of columns that are held together, decoded; so that rows of a MiB are not held by the thousand."""
+"""Of columns that are held together, decoded; so that rows of a MiB are not held by
+the thousand.
+"""
 
 
 def _rows_at_once(metadata: Any, groups: list[int]) -> int:
@@ -32,7 +34,9 @@ def _rows_at_once(metadata: Any, groups: list[int]) -> int:
     return int(max(1, min(1024, BATCH_BYTES * rows // max(1, size))))
 
 
-def read_parquet(piece: Slice, options: ConvertOptions, storage: StorageConfig, skipped: Skipped) -> Iterator[Item]:
+def read_parquet(
+    piece: Slice, options: ConvertOptions, storage: StorageConfig, skipped: Skipped
+) -> Iterator[Item]:
     """Rows of row groups [start, stop)."""
     import pyarrow.parquet as pq
 
@@ -42,12 +46,16 @@ def read_parquet(piece: Slice, options: ConvertOptions, storage: StorageConfig, 
         paths = _paths(table.schema_arrow, options, piece.input.path)
         columns = [".".join(path) for path in paths]  # of structs, the fields that are wanted alone
         row = sum(table.metadata.row_group(group).num_rows for group in range(piece.start))
-        for batch in table.iter_batches(_rows_at_once(table.metadata, groups), row_groups=groups, columns=columns):
+        for batch in table.iter_batches(
+            _rows_at_once(table.metadata, groups), row_groups=groups, columns=columns
+        ):
             yield from _rows(batch, paths, options, piece.input.path, row)
             row += batch.num_rows
 
 
-def read_arrow(piece: Slice, options: ConvertOptions, storage: StorageConfig, skipped: Skipped) -> Iterator[Item]:
+def read_arrow(
+    piece: Slice, options: ConvertOptions, storage: StorageConfig, skipped: Skipped
+) -> Iterator[Item]:
     """Rows of an IPC file (.feather) or stream."""
     import pyarrow as pa
 
@@ -59,7 +67,8 @@ def read_arrow(piece: Slice, options: ConvertOptions, storage: StorageConfig, sk
             file.seek(0)
             reader = pa.ipc.open_stream(file)
             batches = iter(reader)
-        paths, row = _paths(reader.schema, options, piece.input.path), 0
+        paths = _paths(reader.schema, options, piece.input.path)
+        row = 0
         columns = list(dict.fromkeys(path[0] for path in paths))
         for batch in batches:
             yield from _rows(batch.select(columns), paths, options, piece.input.path, row)
@@ -68,18 +77,24 @@ def read_arrow(piece: Slice, options: ConvertOptions, storage: StorageConfig, sk
 
 def _paths(schema: Any, options: ConvertOptions, path: str) -> list[Path]:
     """Where what is wanted lies. Raises ConvertError for a column that is not there."""
-    wanted = ["messages", "conversations"] if options.chat else [key for key, _ in options.key_modes]
+    wanted = (
+        ["messages", "conversations"] if options.chat else [key for key, _ in options.key_modes]
+    )
     found = [place for key in wanted if (place := _place(schema, key))]
     if found and options.chat_template is not None and (tools := _place(schema, "tools")):
         found.append(tools)
     if not found or (not options.chat and len(found) < len(wanted)):
         names = ", ".join(name for field in schema for name in _names(field))
-        raise ConvertError(f"{path}: has no column {' or '.join(wanted)} (it has: {names}); name it with --key")
+        raise ConvertError(
+            f"{path}: has no column {' or '.join(wanted)} (it has: {names}); name it with --key"
+        )
     return found
 
 
 def _place(fields: Any, key: str) -> Path:
-    """Of a key among fields, by name or within structs, as `value_at` looks for it; empty where it is not."""
+    """Of a key among fields, by name or within structs, as `value_at` looks for it; empty where it
+    is not.
+    """
     import pyarrow as pa
 
     kinds = {field.name: field.type for field in fields}
@@ -87,7 +102,11 @@ def _place(fields: Any, key: str) -> Path:
         return (key,)
     for outer, inner in splits(key):
         kind = kinds.get(outer)
-        if kind is not None and pa.types.is_struct(kind) and (place := _place(_fields(kind), inner)):
+        if (
+            kind is not None
+            and pa.types.is_struct(kind)
+            and (place := _place(_fields(kind), inner))
+        ):
             return (outer, *place)
     return ()
 
@@ -101,10 +120,16 @@ def _names(field: Any) -> list[str]:
     """Of a column, or of the fields within it."""
     import pyarrow as pa
 
-    return [f"{field.name}.{inner.name}" for inner in _fields(field.type)] if pa.types.is_struct(field.type) else [field.name]
+    return (
+        [f"{field.name}.{inner.name}" for inner in _fields(field.type)]
+        if pa.types.is_struct(field.type)
+        else [field.name]
+    )
 
 
-def _rows(batch: Any, paths: list[Path], options: ConvertOptions, path: str, first: int) -> Iterator[Item]:
+def _rows(
+    batch: Any, paths: list[Path], options: ConvertOptions, path: str, first: int
+) -> Iterator[Item]:
     """Records of a record batch; one column of integer lists is taken as tokens."""
     column = _column(batch, paths[0]) if len(paths) == 1 else None
     if column is not None and _is_token_list(column.type):
@@ -115,16 +140,24 @@ def _rows(batch: Any, paths: list[Path], options: ConvertOptions, path: str, fir
     for row in [*long, batch.num_rows]:
         yield from _short_rows(batch.slice(low, row - low), path, first + low)
         if row < batch.num_rows:
-            yield _long_row(batch, row, paths, RawDocument(data=b"", path=path, line=first + row + 1, record=True))
+            yield _long_row(
+                batch,
+                row,
+                paths,
+                RawDocument(data=b"", path=path, line=first + row + 1, record=True),
+            )
         low = row + 1
 
 
 def _short_rows(batch: Any, path: str, first: int) -> Iterator[Item]:
     mean = max(1, batch.nbytes // max(1, batch.num_rows))
-    at_once = max(1, PYTHON_BYTES // mean)  # as objects of Python, rows take several times their bytes
+    # as objects of Python, rows take several times their bytes
+    at_once = max(1, PYTHON_BYTES // mean)
     for low in range(0, batch.num_rows, at_once):
         for number, fields in enumerate(batch.slice(low, at_once).to_pylist(), first + low + 1):
-            yield RawDocument(data=b"", path=path, line=number, record=True, fields=fields, size=mean)
+            yield RawDocument(
+                data=b"", path=path, line=number, record=True, fields=fields, size=mean
+            )
 
 
 def _long_rows(batch: Any, paths: list[Path]) -> list[int]:
@@ -147,7 +180,9 @@ def _long_row(batch: Any, row: int, paths: list[Path], place: RawDocument) -> Lo
     for path in paths:
         column = _column(batch, path).slice(row, 1)
         value = (
-            _ColumnText(_bytes_of(column), place.where) if _is_text(column.type) and not column.null_count else column[0].as_py()
+            _ColumnText(_bytes_of(column), place.where)
+            if _is_text(column.type) and not column.null_count
+            else column[0].as_py()
         )
         size += len(value.data) if isinstance(value, _ColumnText) else 0
         within = fields
@@ -163,7 +198,9 @@ def _bytes_of(column: Any) -> Any:
 
     _, offsets, data = column.buffers()
     wide = pa.types.is_large_string(column.type) or pa.types.is_large_binary(column.type)
-    bounds = np.frombuffer(offsets, np.int64 if wide else np.int32)[column.offset : column.offset + 2].tolist()
+    bounds = np.frombuffer(offsets, np.int64 if wide else np.int32)[
+        column.offset : column.offset + 2
+    ].tolist()
     return b"" if data is None else data.slice(bounds[0], bounds[1] - bounds[0])
 
 
@@ -178,7 +215,10 @@ class _ColumnText(LongString):
         return len(self.data) > 0
 
     def pieces(self) -> Iterator[str]:
-        bytes_of = (bytes(self.data[start : start + PYTHON_BYTES]) for start in range(0, len(self.data), PYTHON_BYTES))
+        bytes_of = (
+            bytes(self.data[start : start + PYTHON_BYTES])
+            for start in range(0, len(self.data), PYTHON_BYTES)
+        )
         return decoded(bytes_of, self._where, not_utf8)
 
 
@@ -186,7 +226,13 @@ def _is_text(kind: Any) -> bool:
     import pyarrow as pa
 
     return any(
-        is_one(kind) for is_one in (pa.types.is_string, pa.types.is_large_string, pa.types.is_binary, pa.types.is_large_binary)
+        is_one(kind)
+        for is_one in (
+            pa.types.is_string,
+            pa.types.is_large_string,
+            pa.types.is_binary,
+            pa.types.is_large_binary,
+        )
     )
 
 
@@ -211,7 +257,9 @@ def _token_lists(column: Any, size: int, path: str, first: int) -> Item:
     lengths = np.diff(np.asarray(column.offsets)).astype(np.int32)
     flat = column.flatten()
     if flat.null_count:
-        raise ConvertError(f"{path}: a list of ids holds a null, from row {first + 1} on; leave such rows out")
+        raise ConvertError(
+            f"{path}: a list of ids holds a null, from row {first + 1} on; leave such rows out"
+        )
     return one_each(np.asarray(flat), lengths, size, path)
 
 

@@ -1,4 +1,6 @@
-"""Which files of a folder are inputs: patterns that were asked for, and what lies beside data without being any."""
+"""Which files of a folder are inputs: patterns that were asked for, and what lies beside data
+without being any.
+"""
 
 from __future__ import annotations
 
@@ -15,10 +17,14 @@ LEFTOVERS = (
     *("*.tmp", "*.part", "*.partial", "*.incomplete", "*.crdownload", "*~"),
     *("*.md5", "*.sha1", "*.sha256", "MD5SUMS*", "SHA256SUMS*"),
 )
-"""What engines that write folders leave in them, downloads that were not finished, checksums: whatever else is there."""
+"""What engines that write folders leave in them, downloads that were not finished, checksums:
+whatever else is there.
+"""
 TABLES = ("dataset_info.json", "dataset_infos.json", "dataset_dict.json", "state.json")
 """What the datasets library keeps beside Parquet and Arrow files."""
-_ABOUT = re.compile(r"(readme|licen[sc]e|notice|citation|changelog)(\.(md|txt|rst|html|cff))?", re.I)
+_ABOUT = re.compile(
+    r"(readme|licen[sc]e|notice|citation|changelog)(\.(md|txt|rst|html|cff))?", re.I
+)
 """What tells people of a dataset: documents only where no file of another format is."""
 
 
@@ -42,14 +48,17 @@ class PassedOver:
 class FilePatterns:
     """Patterns of files: `include` those that are read (empty: all), `exclude` those that are not.
 
-    A pattern with a slash is compared with the path within the folder, one without with the file's name.
+    A pattern with a slash is compared with the path within the folder, one without with the file's
+    name.
     """
 
     include: tuple[str, ...] = ()
     exclude: tuple[str, ...] = ()
 
     def of_matches(self, paths: Iterable[str], passed: PassedOver) -> list[str]:
-        """Of files that a glob matches: they are meant as they are, so that only what was asked for is passed over."""
+        """Of files that a glob matches: they are meant as they are, so that only what was asked for
+        is passed over.
+        """
         return [path for path in paths if self._wants(path, passed)]
 
     def of_folder(self, paths: Iterable[str], folder: str, passed: PassedOver) -> list[str]:
@@ -88,7 +97,9 @@ def _matches(path: str, patterns: Iterable[str]) -> bool:
 
 
 def _about(paths: Iterable[str], root: str) -> set[str]:
-    """Those of some files that are about data which lies in their folder or below, and none themselves."""
+    """Those of some files that are about data which lies in their folder or below, and none
+    themselves.
+    """
     above_tables: set[str] = set()
     above_data: set[str] = set()
     possible = []
@@ -103,7 +114,10 @@ def _about(paths: Iterable[str], root: str) -> set[str]:
             if kind in ("parquet", "arrow"):
                 above_tables.update(folders)
     return {
-        path for path in possible if os.path.dirname(path) in (above_tables if os.path.basename(path) in TABLES else above_data)
+        path
+        for path in possible
+        if os.path.dirname(path)
+        in (above_tables if os.path.basename(path) in TABLES else above_data)
     }
 
 

@@ -1,4 +1,6 @@
-"""Which files a conversion reads: inputs as given, folders, globs, lists and URLs, and what format each is in."""
+"""Which files a conversion reads: inputs as given, folders, globs, lists and URLs, and what format
+each is in.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,13 @@ from streammega.convert.read.folders import FilePatterns, PassedOver
 from streammega.convert.read.suffixes import Format, format_of, split_query, without_queries
 from streammega.dataset.manifest import FORMAT as MANIFEST_FORMAT
 from streammega.dataset.shards import SUFFIXES
-from streammega.errors import AccessDeniedError, ConvertError, EndpointError, ObjectNotFoundError, StreammegaError
+from streammega.errors import (
+    AccessDeniedError,
+    ConvertError,
+    EndpointError,
+    ObjectNotFoundError,
+    StreammegaError,
+)
 from streammega.errors.redaction import redact
 from streammega.storage.open import file_system, is_remote
 
@@ -28,7 +36,8 @@ SIGNS = "*?["
 
 @dataclass(frozen=True, kw_only=True)
 class Input:
-    """One input file (of mds and litdata, one folder). `etag`: changes when it does; `size` in bytes.
+    """One input file (of mds and litdata, one folder). `etag`: changes when it does; `size` in
+    bytes.
 
     path: for messages and records too; `query` of a URL, which may be a secret, is not in it.
     """
@@ -51,20 +60,28 @@ def find_inputs(
     choice: FilePatterns | None = None,
     passed: PassedOver | None = None,
 ) -> list[Input]:
-    """Input files in a fixed order: files as given, globs and folders expanded in name order, `@list` files line by line.
+    """Input files in a fixed order: files as given, globs and folders expanded in name order,
+    `@list` files line by line.
 
-    What is there by the very name is taken before that is read as a glob. choice: of the files in folders and of globs; what is
-    left out there is counted in `passed`. Raises ObjectNotFoundError for an input that is not there, ConvertError for a folder
-    without files.
+    What is there by the very name is taken before that is read as a glob. choice: of the files in
+    folders and of globs; what is left out there is counted in `passed`. Raises ObjectNotFoundError
+    for an input that is not there, ConvertError for a folder without files.
     """
-    choice, passed = choice or FilePatterns(), passed if passed is not None else PassedOver()
+    choice = choice or FilePatterns()
+    passed = passed if passed is not None else PassedOver()
     found: list[Input] = []
     for item in _listed(inputs):
         remote = is_remote(item)
-        own = _remote(item, storage or StorageConfig(), choice, passed) if remote else _local(item, choice, passed)
+        own = (
+            _remote(item, storage or StorageConfig(), choice, passed)
+            if remote
+            else _local(item, choice, passed)
+        )
         if not own:
             told = passed.as_text()
-            raise ConvertError(f"{split_query(item)[0]}: the folder holds no files{f' but {told} ones' if told else ''}")
+            raise ConvertError(
+                f"{split_query(item)[0]}: the folder holds no files{f' but {told} ones' if told else ''}"
+            )
         found += own
     return found
 
@@ -76,7 +93,9 @@ def _listed(inputs: Sequence[str]) -> Iterator[str]:
             continue
         try:
             with open(item[1:], encoding="utf-8") as file:
-                yield from (line.strip() for line in file if line.strip() and not line.startswith("#"))
+                yield from (
+                    line.strip() for line in file if line.strip() and not line.startswith("#")
+                )
         except (OSError, UnicodeDecodeError) as error:
             raise ObjectNotFoundError(f"{item[1:]}: no readable list of files ({error})") from None
 
@@ -96,17 +115,25 @@ def _local(item: str, choice: FilePatterns, passed: PassedOver) -> list[Input]:
         if os.path.isfile(item + suffix):
             return _files([item + suffix], stat, read, named=True)
     if os.path.exists(item):
-        raise ConvertError(f"{item}: is no file (a pipe, or a device), which only `streammega convert` reads, and only once")
-    if matches := sorted(path for path in glob.glob(_pattern(item), recursive=True) if os.path.isfile(path)):
+        raise ConvertError(
+            f"{item}: is no file (a pipe, or a device), which only `streammega convert` reads, and only once"
+        )
+    if matches := sorted(
+        path for path in glob.glob(_pattern(item), recursive=True) if os.path.isfile(path)
+    ):
         return _files(choice.of_matches(matches, passed), stat, read)
-    raise ObjectNotFoundError(f"{item}: no such file, folder or match; check the path, and quote globs")
+    raise ObjectNotFoundError(
+        f"{item}: no such file, folder or match; check the path, and quote globs"
+    )
 
 
 def _pattern(item: str) -> str:
     """A glob in which the signs of folders that are there are letters."""
-    folder, below = "", item
+    folder = ""
+    below = item
     while below and os.path.isdir(join := os.path.join(folder, below.partition("/")[0]) or "/"):
-        folder, below = join, below.partition("/")[2].lstrip("/")
+        folder = join
+        below = below.partition("/")[2].lstrip("/")
     return os.path.join(glob.escape(folder), below)
 
 
@@ -120,7 +147,9 @@ def _walk(folder: str, passed: PassedOver) -> list[str]:
     return found
 
 
-def _remote(item: str, storage: StorageConfig, choice: FilePatterns, passed: PassedOver) -> list[Input]:
+def _remote(
+    item: str, storage: StorageConfig, choice: FilePatterns, passed: PassedOver
+) -> list[Input]:
     options = dict(storage.storage_options)
     shown, query = split_query(item)
     try:
@@ -130,7 +159,9 @@ def _remote(item: str, storage: StorageConfig, choice: FilePatterns, passed: Pas
 
         def stat(url: str) -> tuple[int, str]:
             info = system.info(f"{url}{query}" if web else url.partition("://")[2])
-            return int(info["size"] or 0), str(info.get("ETag") or info.get("etag") or info.get("LastModified") or info["size"])
+            return int(info["size"] or 0), str(
+                info.get("ETag") or info.get("etag") or info.get("LastModified") or info["size"]
+            )
 
         def read(url: str) -> bytes:
             return bytes(system.cat_file(f"{url}{query}" if web else url.partition("://")[2]))
@@ -142,11 +173,14 @@ def _remote(item: str, storage: StorageConfig, choice: FilePatterns, passed: Pas
         for suffix in ("", ".idx", ".manifest.json") if not query else ("",):
             if system.isfile(path + suffix):
                 return _files([shown + suffix], stat, read, named=True, query=query)
-        below_host = path.partition("://")[2].partition("/")[2] if "://" in path else path  # a password may hold any sign
+        # a password may hold any sign
+        below_host = path.partition("://")[2].partition("/")[2] if "://" in path else path
         if any(sign in below_host for sign in SIGNS) and not query and not system.isdir(path):
             if matches := sorted(map(full, system.glob(path))):
                 return _files(choice.of_matches(matches, passed), stat, read)
-        elif found := sorted(full(name) for name in system.find(path) if not name.endswith((PROBE, CLAIM))):
+        elif found := sorted(
+            full(name) for name in system.find(path) if not name.endswith((PROBE, CLAIM))
+        ):
             return _files(choice.of_folder(found, full(path), passed), stat, read)
     except PermissionError as error:
         message = without_queries(f"{item}: access denied ({error}); check the credentials")
@@ -166,13 +200,21 @@ Stat = Callable[[str], tuple[int, str]]
 Read = Callable[[str], bytes]
 
 
-def _files(paths: Sequence[str], stat: Stat, read: Read, *, named: bool = False, query: str = "") -> list[Input]:
-    """Inputs of some files; what belongs to another file of a format (its .bin, its index.json) is not one by itself."""
-    there, inputs, taken = set(paths), [], set()
+def _files(
+    paths: Sequence[str], stat: Stat, read: Read, *, named: bool = False, query: str = ""
+) -> list[Input]:
+    """Inputs of some files; what belongs to another file of a format (its .bin, its index.json) is
+    not one by itself.
+    """
+    there = set(paths)
+    inputs = []
+    taken = set()
     for path in paths:
         folder, _, name = path.rpartition("/")
         if name == "index.json" and (kind := _index_kind(read(path))):
-            inputs.append(Input(path=folder or ".", format=kind, size=stat(path)[0], etag=stat(path)[1]))
+            inputs.append(
+                Input(path=folder or ".", format=kind, size=stat(path)[0], etag=stat(path)[1])
+            )
             taken.add(folder)
     for path in paths:
         folder, _, name = path.rpartition("/")
@@ -182,7 +224,8 @@ def _files(paths: Sequence[str], stat: Stat, read: Read, *, named: bool = False,
         if kind is not None:
             size, etag = stat(path)
             if kind == "megatron" and path.endswith(".idx") and (data := _data_beside(path, stat)):
-                size, etag = data[0], f"{etag}+{data[1]}"
+                size = data[0]
+                etag = f"{etag}+{data[1]}"
             inputs.append(Input(path=path, format=kind, size=size, etag=etag, query=query))
     return inputs
 
@@ -217,7 +260,9 @@ def _data_beside(path: str, stat: Stat) -> tuple[int, str] | None:
             return stat(path.removesuffix(".idx") + suffix)
         except OSError:
             continue
-    raise ObjectNotFoundError(f"{path}: has no .bin, .bin.zst or .tar beside it; copy both, or leave it out")
+    raise ObjectNotFoundError(
+        f"{path}: has no .bin, .bin.zst or .tar beside it; copy both, or leave it out"
+    )
 
 
 def _index_kind(data: bytes) -> Format | None:
@@ -225,9 +270,17 @@ def _index_kind(data: bytes) -> Format | None:
         found: Any = json.loads(data)
     except ValueError:
         return None
-    if isinstance(found, dict) and isinstance(found.get("shards"), list) and found.get("format") != MANIFEST_FORMAT:
+    if (
+        isinstance(found, dict)
+        and isinstance(found.get("shards"), list)
+        and found.get("format") != MANIFEST_FORMAT
+    ):
         return "mds"
-    return "litdata" if isinstance(found, dict) and isinstance(found.get("chunks"), list) and "config" in found else None
+    return (
+        "litdata"
+        if isinstance(found, dict) and isinstance(found.get("chunks"), list) and "config" in found
+        else None
+    )
 
 
 def _is_manifest(data: bytes) -> bool:

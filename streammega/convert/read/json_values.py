@@ -1,7 +1,9 @@
-"""JSON files whose records are no lines: arrays of records, and records over several lines. At most one record is held.
+"""JSON files whose records are no lines: arrays of records, and records over several lines. At most
+one record is held.
 
-The parser is the one that reads JSON lines, Python's own. It looks for the end of each record in a text in which a character is a
-byte, so that what follows (`RawDocument.data`) are the record's own bytes: they are parsed, refused and passed over as lines are.
+The parser is the one that reads JSON lines, Python's own. It looks for the end of each record in a
+text in which a character is a byte, so that what follows (`RawDocument.data`) are the record's own
+bytes: they are parsed, refused and passed over as lines are.
 """
 
 from __future__ import annotations
@@ -23,19 +25,26 @@ LONGEST_WORD = 12
 """Characters (of -Infinity, of an escape) that a cut may leave as something that is no JSON."""
 _STRICT = json.JSONDecoder()
 _LOOSE = json.JSONDecoder(strict=False)
-"""Takes control characters within strings, by which it finds the end of records that are refused later, one by one."""
+"""Takes control characters within strings, by which it finds the end of records that are refused
+later, one by one.
+"""
 _SPACE = re.compile(r"[ \t\n\r]*")
 _BETWEEN = re.compile(r'[^"{}\[\],]*')
 REPEATS = 1000
-"""Of a group, by one match: each takes some hundred bytes until that ends. `match_all` goes on behind them."""
+"""Of a group, by one match: each takes some hundred bytes until that ends.
+
+`match_all` goes on behind them.
+"""
 _IN_STRING = re.compile(rf'[^"\\]*(?:\\.[^"\\]*){{,{REPEATS}}}', re.S)
 _LOST = "; mend it: what comes after it cannot be read"
 
 
 def holds_lines(head: bytes) -> bool:
-    """Whether a .json file that begins so (HEAD_BYTES, or all of it) has a record a line; else arrays, or records over lines.
+    """Whether a .json file that begins so (HEAD_BYTES, or all of it) has a record a line; else
+    arrays, or records over lines.
 
-    The first line that is not blank tells: a record of its own, or something broken, makes a file of lines.
+    The first line that is not blank tells: a record of its own, or something broken, makes a file
+    of lines.
     """
     text = head.removeprefix(BYTE_ORDER_MARK).decode("latin-1")
     start = _end_of_space(text, 0)
@@ -55,10 +64,11 @@ def holds_lines(head: bytes) -> bool:
 def read_values(
     head: bytes, file: Any, path: str, *, most: int | None = None, skipped: Skipped | None = None
 ) -> Iterator[RawDocument | LongRecord]:
-    """The records of a file of which `head` was read already: those of its arrays, and those that stand by themselves.
+    """The records of a file of which `head` was read already: those of its arrays, and those that
+    stand by themselves.
 
-    most: bytes from which on a record is not held.
-    skipped: where members of arrays that are no JSON are noted and passed over, if their ends can be told.
+    most: bytes from which on a record is not held. skipped: where members of arrays that are no
+    JSON are noted and passed over, if their ends can be told.
 
     Raises ConvertError, naming the line, where it is no JSON or ends within a record or an array.
     """
@@ -83,7 +93,10 @@ class _Values:
     """A text of JSON values, taken one after another from a file."""
 
     def __init__(self, head: bytes, file: Any, path: str, most: int | None) -> None:
-        self._text, self._file, self._path, self._most = head.decode("latin-1"), file, path, most
+        self._text = head.decode("latin-1")
+        self._file = file
+        self._path = path
+        self._most = most
         self._at = 0
         self._counted = 0
         """Characters of the text whose lines are in `_line`."""
@@ -126,9 +139,12 @@ class _Values:
     def _take(self) -> RawDocument | LongRecord:
         """The value that begins here."""
         end = self._end_of_value()
-        while end is None or (end > len(self._text) - LONGEST_WORD and not self._ended):  # a number may go on behind a dot
+        # a number may go on behind a dot
+        while end is None or (end > len(self._text) - LONGEST_WORD and not self._ended):
             if end is None and self._is_long():
-                place = RawDocument(data=b"", path=self._path, line=self._count_lines(), record=True)
+                place = RawDocument(
+                    data=b"", path=self._path, line=self._count_lines(), record=True
+                )
                 return LongRecord(document=place, pieces=self._rest_of_value())
             self._read_on()
             end = self._end_of_value()
@@ -138,23 +154,36 @@ class _Values:
         return document
 
     def finish(self, record: LongRecord) -> bool:
-        """Read a long record to its end; False if that could not be reached, as whoever read its pieces was told."""
+        """Read a long record to its end; False if that could not be reached, as whoever read its
+        pieces was told.
+        """
         for _ in record.pieces:
             pass
         return self._found_end
 
     def _is_long(self) -> bool:
-        """Whether the value that begins here is one of many bytes that ends by a sign of its own."""
-        return self._most is not None and len(self._text) - self._at > self._most and self._text[self._at] in '{["'
+        """Whether the value that begins here is one of many bytes that ends by a
+        sign of its own.
+        """
+        return (
+            self._most is not None
+            and len(self._text) - self._at > self._most
+            and self._text[self._at] in '{["'
+        )
 
     def _rest_of_value(self) -> Iterator[bytes]:
-        """The bytes of the value that begins here, a block at a time. Raises ConvertError where it has no end."""
+        """The bytes of the value that begins here, a block at a time.
+
+        Raises ConvertError where it has no end.
+        """
         self._found_end = False
         nesting = Nesting()
         while self._text:
             end = nesting.follow(self._text, self._at)
             for start in range(self._at, len(self._text) if end is None else end, READ_BYTES):
-                yield self._text[start : min(start + READ_BYTES, len(self._text) if end is None else end)].encode("latin-1")
+                yield self._text[
+                    start : min(start + READ_BYTES, len(self._text) if end is None else end)
+                ].encode("latin-1")
             if end is not None:
                 self._at = end
                 self._found_end = True
@@ -163,9 +192,11 @@ class _Values:
         raise self.broken("it ends within a record; is it cut short?")
 
     def pass_over(self, error: ConvertError) -> str:
-        """Go on where something broken in an array ends: at a comma, or the end of the array. Returns what to tell of it.
+        """Go on where something broken in an array ends: at a comma, or the end of the array.
+        Returns what to tell of it.
 
-        Raises the error if there is no such place, as where a quote is missing, and text and records have changed places.
+        Raises the error if there is no such place, as where a quote is missing, and text and
+        records have changed places.
         """
         nesting = Nesting()
         while self._text:
@@ -202,7 +233,9 @@ class _Values:
 
     def broken(self, what: str, place: int | None = None) -> ConvertError:
         """An error that names this place, or another behind it."""
-        line = self._count_lines() + self._text.count("\n", self._at, self._at if place is None else place)
+        line = self._count_lines() + self._text.count(
+            "\n", self._at, self._at if place is None else place
+        )
         return ConvertError(f"{self._path}:{line}: broken JSON ({what}){_LOST}")
 
     def _count_lines(self) -> int:
@@ -211,13 +244,16 @@ class _Values:
         return self._line
 
     def _read_on(self) -> bool:
-        """Read more, as much as is held, so that a long record is looked through a few times only; False at the end."""
+        """Read more, as much as is held, so that a long record is looked through a few times only;
+        False at the end.
+        """
         if self._ended:
             return False
         self._count_lines()
         rest = self._text[self._at :]
         size = max(READ_BYTES, len(rest))
-        if self._most is not None and len(rest) <= self._most:  # no more than tells that a record is a long one
+        # no more than tells that a record is a long one
+        if self._most is not None and len(rest) <= self._most:
             size = min(size, self._most + 1 - len(rest))
         data = self._file.read(size)
         self._ended = not data
@@ -227,7 +263,9 @@ class _Values:
 
 
 class Nesting:
-    """Follows brackets through JSON that comes in blocks of text, each of which begins where the one before ended."""
+    """Follows brackets through JSON that comes in blocks of text, each of which begins where the
+    one before ended.
+    """
 
     def __init__(self) -> None:
         self._depth = 0
@@ -236,14 +274,18 @@ class Nesting:
         """Whether the next character, of a string, is escaped."""
 
     def follow(self, text: str, place: int) -> int | None:
-        """Where the value ends that the first block began with; None if it goes on behind this one."""
+        """Where the value ends that the first block began with; None if it goes on
+        behind this one.
+        """
         for stop, sign in self._signs(text, place):
             if self._depth <= 0 and sign in '}]"':
                 return stop
         return None
 
     def member_end(self, text: str, place: int) -> int | None:
-        """Where, outside of all brackets but those of an array, a comma is or that array ends; None if that is further on."""
+        """Where, outside of all brackets but those of an array, a comma is or that array ends; None
+        if that is further on.
+        """
         for stop, sign in self._signs(text, place):
             if self._depth < 0 and sign == "]":
                 return stop - 1
@@ -253,12 +295,18 @@ class Nesting:
         return None
 
     def _signs(self, text: str, place: int) -> Iterator[tuple[int, str]]:
-        """(place behind it, sign) of each bracket and comma outside of strings, and of each end of a string."""
+        """(place behind it, sign) of each bracket and comma outside of strings, and of each end of
+        a string.
+        """
         if self._escaped:
             place += 1
             self._escaped = False
         while place < len(text):
-            place = match_all(_IN_STRING, text, place) if self._in_string else _match_end(_BETWEEN, text, place)
+            place = (
+                match_all(_IN_STRING, text, place)
+                if self._in_string
+                else _match_end(_BETWEEN, text, place)
+            )
             if place >= len(text):
                 return
             sign = text[place]

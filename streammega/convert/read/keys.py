@@ -1,4 +1,6 @@
-"""What a record holds under a key: one of its own, or a path into records within it (`meta.text`)."""
+"""What a record holds under a key: one of its own, or a path into records within it
+(`meta.text`).
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,10 @@ MISSING: Any = object()
 
 
 def value_at(record: Any, key: str) -> Any:
-    """The value under a key, or MISSING. A key that has dots itself comes before a path; within a null all is null."""
+    """The value under a key, or MISSING.
+
+    A key that has dots itself comes before a path; within a null all is null.
+    """
     if not isinstance(record, dict):
         return MISSING
     if key in record:
@@ -36,14 +41,19 @@ def splits(key: str) -> Iterator[tuple[str, str]]:
 
 
 def texts_at(record: Any, key: str, where: str) -> list[str | LongString]:
-    """The texts under a key: one, or those of a list, as Megatron takes sentences that were split before; null is an empty one.
+    """The texts under a key: one, or those of a list, as Megatron takes sentences that were split
+    before; null is an empty one.
 
     Raises ConvertError, FormatError that name `where`.
     """
     value = value_at(record, key)
     if value is MISSING:
-        has = ", ".join(sorted(_names(record))) if isinstance(record, dict) else type(record).__name__
-        raise ConvertError(f"{where}: has no key {key!r} (it has: {has}); name the text's key with --key")
+        has = (
+            ", ".join(sorted(_names(record))) if isinstance(record, dict) else type(record).__name__
+        )
+        raise ConvertError(
+            f"{where}: has no key {key!r} (it has: {has}); name the text's key with --key"
+        )
     if not isinstance(value, list):
         return [_text(value, key, where)]
     return [_text(part, key, where, "a list with ") for part in value] or [""]
@@ -60,7 +70,9 @@ def _text(value: Any, key: str, where: str, of: str = "") -> str | LongString:
         except UnicodeDecodeError as error:
             raise not_utf8(where, error) from None
     if not isinstance(value, str):
-        raise ConvertError(f"{where}: key {key!r} holds {of}{type(value).__name__}, not text; name the text's key with --key")
+        raise ConvertError(
+            f"{where}: key {key!r} holds {of}{type(value).__name__}, not text; name the text's key with --key"
+        )
     return encodable(value, where)
 
 

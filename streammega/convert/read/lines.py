@@ -10,7 +10,9 @@ READ_BYTES = 1 << 20
 
 
 class LongLine:
-    """A line that is not held. begun: its first bytes, without its end; `size`: its bytes so far."""
+    """A line that is not held. begun: its first bytes, without its end; `size`: its
+    bytes so far.
+    """
 
     def __init__(self, begun: bytes, file: Any) -> None:
         self.size = 0
@@ -31,14 +33,17 @@ class LongLine:
         self.behind = b""
 
     def finish(self) -> bool:
-        """Read on to its end; False if that could not be reached, as whoever read its pieces was told."""
+        """Read on to its end; False if that could not be reached, as whoever read its pieces was
+        told.
+        """
         for _ in self.pieces:
             pass
         return self.behind is not None
 
 
 def read_lines(begun: bytes, file: Any, most: int | None) -> Iterator[bytes | LongLine]:
-    """The lines of a file of which `begun` was read already; of more than `most` bytes, where that is given, a LongLine.
+    """The lines of a file of which `begun` was read already; of more than `most` bytes, where that
+    is given, a LongLine.
 
     What is left of a LongLine is read over; where it ended by an error, nothing comes after it.
     """
@@ -54,7 +59,8 @@ def read_lines(begun: bytes, file: Any, most: int | None) -> Iterator[bytes | Lo
                 return
             held = line.behind
             continue
-        size = max(READ_BYTES, len(held))  # as much again: a line that is held is copied a few times, not often
+        # as much again: a line that is held is copied a few times, not often
+        size = max(READ_BYTES, len(held))
         data = file.read(size if most is None else min(size, most + 1 - len(held)))
         if not data:
             break
@@ -64,7 +70,9 @@ def read_lines(begun: bytes, file: Any, most: int | None) -> Iterator[bytes | Lo
 
 
 def read_over_line(file: Any, left: int | None) -> tuple[int, bytes | None]:
-    """(bytes to the end of a line, what was read behind it); None if there is no end within the next `left` bytes."""
+    """(bytes to the end of a line, what was read behind it); None if there is no end within the
+    next `left` bytes.
+    """
     passed = 0
     while left is None or passed < left:
         data = file.read(READ_BYTES)

@@ -1,6 +1,8 @@
-"""JSON records too long to be held: their long texts go to a file of the work folder, a piece at a time, and are read from there.
+"""JSON records too long to be held: their long texts go to a file of the work folder, a piece at a
+time, and are read from there.
 
-What is outside of strings, and short strings, is held and parsed as of any record, with a number in the place of each long text.
+What is outside of strings, and short strings, is held and parsed as of any record, with a number in
+the place of each long text.
 """
 
 from __future__ import annotations
@@ -21,7 +23,9 @@ from streammega.dataset.conversations import encodable, not_utf8
 from streammega.errors import FormatError
 
 LONG_RECORD = 16 << 20
-"""Bytes from which on a record is not held: a worker takes some three times as much for one that is. Tokens are the same."""
+"""Bytes from which on a record is not held: a worker takes some three times as much for one that
+is. Tokens are the same.
+"""
 LONG_TEXT = 1 << 20
 """Bytes of JSON from which on a text of such a record is kept in a file."""
 READ_BYTES = 1 << 20
@@ -32,7 +36,9 @@ ESCAPE_BYTES = 6
 
 
 class TextFile:
-    """Long texts, end to end in a file. most: bytes that are kept of each, where only their beginnings are wanted."""
+    """Long texts, end to end in a file. most: bytes that are kept of each, where only their
+    beginnings are wanted.
+    """
 
     def __init__(self, file: IO[bytes], most: int | None = None) -> None:
         self._file = file
@@ -66,7 +72,9 @@ class _KeptText(LongString):
 
 
 def short(value: Any, most: int) -> Any:
-    """Plain data with the beginnings of its long texts, of `most` characters, for what only shows it."""
+    """Plain data with the beginnings of its long texts, of `most` characters, for what only shows
+    it.
+    """
     if isinstance(value, LongString):
         return value.beginning(most)
     if isinstance(value, dict):
@@ -76,18 +84,26 @@ def short(value: Any, most: int) -> Any:
 
 @contextmanager
 def text_file(work: str) -> Iterator[TextFile]:
-    """For long texts: in the work folder, or in this machine's own if that is a URL. It has no name: no kill leaves it."""
+    """For long texts: in the work folder, or in this machine's own if that is a URL.
+
+    It has no name: no kill leaves it.
+    """
     with tempfile.TemporaryFile(dir=None if "://" in work else work) as file:
         yield TextFile(file)
 
 
 def may_be_long(options: ConvertOptions) -> bool:
-    """Whether records may be read without being held: not where all of a text is looked at, or written by a template."""
+    """Whether records may be read without being held: not where all of a text is looked at, or
+    written by a template.
+    """
     return not options.chat and options.split_sentences is None
 
 
 def with_fields(record: LongRecord, texts: TextFile) -> RawDocument:
-    """A record whose fields are known: its JSON is read. Raises FormatError, and what its pieces raise."""
+    """A record whose fields are known: its JSON is read.
+
+    Raises FormatError, and what its pieces raise.
+    """
     document = record.document
     if document.fields is not None:
         return document
@@ -97,7 +113,8 @@ def with_fields(record: LongRecord, texts: TextFile) -> RawDocument:
 def read_record(blocks: Iterator[bytes], texts: TextFile, where: str) -> Any:
     """A record whose bytes come in blocks, with LongStrings for its long texts.
 
-    Raises FormatError, naming `where`, for what would be refused if the record were held; not all blocks are read then.
+    Raises FormatError, naming `where`, for what would be refused if the record were held; not all
+    blocks are read then.
     """
     held: list[bytearray] = [bytearray()]  # what is around the long texts
     long: list[LongString] = []
@@ -139,7 +156,9 @@ def _parsed(held: list[bytearray], long: list[LongString], where: str) -> Any:
 
 
 def _unused(held: list[bytearray]) -> str:
-    """The beginning of a number that no number of a record has: numbers, unlike texts, are compared as they are spelt."""
+    """The beginning of a number that no number of a record has: numbers, unlike texts, are compared
+    as they are spelt.
+    """
     number = 0
     while any(b"0.%de" % number in part for part in held):
         number += 1
@@ -151,7 +170,9 @@ def _broken(what: str, where: str) -> FormatError:
 
 
 class _Strings:
-    """JSON that comes in blocks: what is outside of strings by iteration, and each string that begins behind it by `take`."""
+    """JSON that comes in blocks: what is outside of strings by iteration, and each string that
+    begins behind it by `take`.
+    """
 
     def __init__(self, blocks: Iterator[bytes], where: str) -> None:
         self._blocks = blocks
@@ -172,7 +193,9 @@ class _Strings:
             yield found
 
     def take(self, most: int) -> tuple[bytes, bool]:
-        """What a string holds, as it is spelt, and whether that is all of it: of more than `most` bytes it is the first ones."""
+        """What a string holds, as it is spelt, and whether that is all of it: of more than `most`
+        bytes it is the first ones.
+        """
         found = bytearray()
         for piece, ended in self.pieces():
             found += piece
@@ -181,7 +204,10 @@ class _Strings:
         raise _broken("Unterminated string", self._where)
 
     def pieces(self) -> Iterator[tuple[bytes, bool]]:
-        """The rest of a string, cut between its escapes; with the last piece comes True. Raises FormatError without an end."""
+        """The rest of a string, cut between its escapes; with the last piece comes True.
+
+        Raises FormatError without an end.
+        """
         while True:
             stop = match_all(_WITHIN, self._data, self._place)
             if stop < len(self._data) and self._data[stop : stop + 1] == b'"':

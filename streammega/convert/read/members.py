@@ -1,7 +1,8 @@
-"""Which members of a WebDataset archive are documents: of a sample one, the only one that may be, or the one that is named.
+"""Which members of a WebDataset archive are documents: of a sample one, the only one that may be,
+or the one that is named.
 
-Samples are webdataset's: members that follow each other and share their name up to its first dot; what comes behind that dot is
-the member (`txt` of 000042.txt, `ocr.txt` of 000042.ocr.txt).
+Samples are webdataset's: members that follow each other and share their name up to its first dot;
+what comes behind that dot is the member (`txt` of 000042.txt, `ocr.txt` of 000042.ocr.txt).
 """
 
 from __future__ import annotations
@@ -20,19 +21,25 @@ MOST_NAMES = 20
 
 
 def document_suffix(name: str) -> str:
-    """The suffix of a member, in small letters, without that of its compression; "" where there is none."""
+    """The suffix of a member, in small letters, without that of its compression; "" where there is
+    none.
+    """
     bare = bare_name(name)
     return "." + bare.rpartition(".")[2].lower() if "." in bare else ""
 
 
 class MemberChoice:
-    """Follows the names in an archive, and chooses. `wanted`: a member, a pattern of several, or None."""
+    """Follows the names in an archive, and chooses.
+
+    `wanted`: a member, a pattern of several, or None.
+    """
 
     def __init__(self, wanted: str | None, path: str) -> None:
         from webdataset.tariterators import base_plus_ext  # imports torch
 
         self._split = base_plus_ext
-        self._wanted, self._path = wanted.lower().removeprefix(".") if wanted is not None else None, path
+        self._wanted = wanted.lower().removeprefix(".") if wanted is not None else None
+        self._path = path
         self._sample: str | None = None
         self._names: list[str] = []
         """Of all members of the sample so far."""
@@ -70,7 +77,9 @@ class MemberChoice:
         if self._wanted is None:
             return
         if not self._any and self._known:
-            raise ConvertError(f"{self._path}: no sample has a member {self._wanted!r} (they have: {', '.join(self._known)})")
+            raise ConvertError(
+                f"{self._path}: no sample has a member {self._wanted!r} (they have: {', '.join(self._known)})"
+            )
         if self._without:
             skipped.counts[WITHOUT] = skipped.counts.get(WITHOUT, 0) + self._without
 

@@ -21,13 +21,17 @@ WINDOW = 1024
 """Documents looked at together, at first."""
 
 
-def read_pair(piece: Slice, options: ConvertOptions, storage: StorageConfig, skipped: Skipped) -> Iterator[Item]:
+def read_pair(
+    piece: Slice, options: ConvertOptions, storage: StorageConfig, skipped: Skipped
+) -> Iterator[Item]:
     """Documents [start, stop)."""
     indexed = IndexedDataset(dataset_name(piece.input.path), storage)
-    documents, lengths = indexed.document_indices, indexed.sequence_lengths
+    documents = indexed.document_indices
+    lengths = indexed.sequence_lengths
     stop = len(documents) - 1 if piece.stop < 0 else piece.stop
     for low, high in document_runs(indexed, piece.start, stop, RUN_BYTES):
-        first, last = int(documents[low]), int(documents[high])
+        first = int(documents[low])
+        last = int(documents[high])
         modes = indexed.sequence_modes
         yield Tokens(
             tokens=sequence_tokens(indexed, first, last),
@@ -49,13 +53,20 @@ def dataset_name(path: str) -> str:
     return prefix
 
 
-def document_runs(indexed: IndexedDataset, start: int, stop: int, most: int) -> Iterator[tuple[int, int]]:
-    """[first, last) of documents of at most `most` bytes together, at least one; the sequences of several lie end to end."""
-    itemsize, documents = indexed.dtype.itemsize, indexed.document_indices
-    window, low = WINDOW, start
+def document_runs(
+    indexed: IndexedDataset, start: int, stop: int, most: int
+) -> Iterator[tuple[int, int]]:
+    """[first, last) of documents of at most `most` bytes together, at least one; the sequences of
+    several lie end to end.
+    """
+    itemsize = indexed.dtype.itemsize
+    documents = indexed.document_indices
+    window = WINDOW
+    low = start
     while low < stop:
         bounds = documents[low : min(stop, low + window) + 1]
-        first, last = int(bounds[0]), int(bounds[-1])
+        first = int(bounds[0])
+        last = int(bounds[-1])
         sizes = indexed.sequence_lengths[first:last].astype(np.int64) * itemsize
         ends = np.cumsum(sizes)
         offsets = indexed.sequence_offsets[first:last]
@@ -80,5 +91,7 @@ def sequence_tokens(indexed: IndexedDataset, first: int, last: int) -> NDArray[A
         body = indexed.store.read_ranges(indexed.bin_key, [start], [stop], indexed.bin_info.etag)[0]
         return np.frombuffer(body, indexed.dtype.newbyteorder("<"))
     stops = (offsets + sizes).tolist()
-    bodies = indexed.store.read_ranges(indexed.bin_key, offsets.tolist(), stops, indexed.bin_info.etag)
+    bodies = indexed.store.read_ranges(
+        indexed.bin_key, offsets.tolist(), stops, indexed.bin_info.etag
+    )
     return np.concatenate([np.frombuffer(body, indexed.dtype.newbyteorder("<")) for body in bodies])

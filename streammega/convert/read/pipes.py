@@ -1,7 +1,8 @@
-"""Inputs that can be read only once (stdin, pipes, process substitution) are kept in the work folder while they are converted.
+"""Inputs that can be read only once (stdin, pipes, process substitution) are kept in the work
+folder while they are converted.
 
-A restart is given the same bytes again, by the same command: then what is kept is taken for what it is, and what was made of it,
-too. Other bytes are another input.
+A restart is given the same bytes again, by the same command: then what is kept is taken for what it
+is, and what was made of it, too. Other bytes are another input.
 """
 
 from __future__ import annotations
@@ -54,14 +55,17 @@ def check_output(output: str) -> None:
 
 
 def keep_pipes(inputs: Sequence[str], work: str) -> dict[str, str]:
-    """For each input that is a pipe, which is read to its end, the file of the work folder that holds its bytes.
+    """For each input that is a pipe, which is read to its end, the file of the work folder that
+    holds its bytes.
 
-    Raises ConfigError for a terminal, a pipe that is named twice and a work folder that is not on this machine, ConvertError for
-    a stream whose format cannot be told.
+    Raises ConfigError for a terminal, a pipe that is named twice and a work folder that is not on
+    this machine, ConvertError for a stream whose format cannot be told.
     """
     pipes = [item for item in inputs if is_pipe(item)]
     if is_remote(work):
-        raise ConfigError(f"{pipes[0]}: what comes by a pipe is kept in the work folder, so --work has to name a local one")
+        raise ConfigError(
+            f"{pipes[0]}: what comes by a pipe is kept in the work folder, so --work has to name a local one"
+        )
     if len(set(pipes)) < len(pipes):
         raise ConfigError(f"{pipes[0]}: is named twice; a pipe can be read once")
     try:
@@ -74,7 +78,9 @@ def keep_pipes(inputs: Sequence[str], work: str) -> dict[str, str]:
 
 
 def named_as_given(message: str, kept: Mapping[str, str]) -> str:
-    """A message that speaks of pipes by what they were called, and not of the files in which they are kept."""
+    """A message that speaks of pipes by what they were called, and not of the files in which they
+    are kept.
+    """
     for item, path in kept.items():
         message = message.replace(path, _shown(item))
     return message
@@ -91,13 +97,19 @@ def tell_of_pipes(kept: Mapping[str, str]) -> Iterator[None]:
     try:
         yield
     except StreammegaError as error:
-        error.args = tuple(named_as_given(arg, kept) if isinstance(arg, str) else arg for arg in error.args)
+        error.args = tuple(
+            named_as_given(arg, kept) if isinstance(arg, str) else arg for arg in error.args
+        )
         raise
 
 
 def forget_pipes(work: str) -> None:
-    """After an error: remove what was kept, unless units were made of it, which the same bytes would not have to make again."""
-    if not os.path.isdir(work) or any(name.startswith("unit-") and name.endswith(".json") for name in os.listdir(work)):
+    """After an error: remove what was kept, unless units were made of it, which the same bytes
+    would not have to make again.
+    """
+    if not os.path.isdir(work) or any(
+        name.startswith("unit-") and name.endswith(".json") for name in os.listdir(work)
+    ):
         return
     _remove(work, but=set())
     if set(os.listdir(work)) <= {"lock"}:

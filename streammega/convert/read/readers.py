@@ -26,13 +26,16 @@ OPENINGS = (b"[", b"{", b"[{")
 """First lines of what is JSON, but no lines of it."""
 
 
-def read_slice(piece: Slice, options: ConvertOptions, storage: StorageConfig, skipped: Skipped) -> Iterator[Item]:
+def read_slice(
+    piece: Slice, options: ConvertOptions, storage: StorageConfig, skipped: Skipped
+) -> Iterator[Item]:
     """The documents of a slice, in order.
 
-    Raises ConvertError that names the file; with `on_error="skip"` what cannot be read is noted instead, and what comes before
-    it is kept.
+    Raises ConvertError that names the file; with `on_error="skip"` what cannot be read is noted
+    instead, and what comes before it is kept.
     """
-    path, own = piece.input.path, dict(storage.storage_options) if is_remote(piece.input.path) else {}
+    path = piece.input.path
+    own = dict(storage.storage_options) if is_remote(piece.input.path) else {}
     try:
         for item in READERS[piece.input.format](piece, options, storage, skipped):
             yield guarded(item, own) if isinstance(item, LongText | LongRecord) else item
@@ -49,12 +52,18 @@ def read_slice(piece: Slice, options: ConvertOptions, storage: StorageConfig, sk
         skipped.add("unreadable file", message)
 
 
-def _text(piece: Slice, options: ConvertOptions, storage: StorageConfig, skipped: Skipped) -> Iterator[Item]:
+def _text(
+    piece: Slice, options: ConvertOptions, storage: StorageConfig, skipped: Skipped
+) -> Iterator[Item]:
     with open_stream(piece.input.url, storage) as file:
-        yield from read_text(file, piece.input.path, 0 if is_compressed(piece.input.path) else piece.input.size)
+        yield from read_text(
+            file, piece.input.path, 0 if is_compressed(piece.input.path) else piece.input.size
+        )
 
 
-def _jsonl(piece: Slice, options: ConvertOptions, storage: StorageConfig, skipped: Skipped) -> Iterator[Item]:
+def _jsonl(
+    piece: Slice, options: ConvertOptions, storage: StorageConfig, skipped: Skipped
+) -> Iterator[Item]:
     path = piece.input.path
     most = LONG_RECORD if may_be_long(options) else None
     with open_stream(piece.input.url, storage) as file:
@@ -68,7 +77,9 @@ def _jsonl(piece: Slice, options: ConvertOptions, storage: StorageConfig, skippe
         position = piece.start
         if position:  # a line belongs to the slice in which it starts
             file.seek(position - 1)
-            passed, behind = read_over_line(file, piece.stop - position + 1 if piece.stop >= 0 else None)
+            passed, behind = read_over_line(
+                file, piece.stop - position + 1 if piece.stop >= 0 else None
+            )
             if behind is None:
                 return
             position += passed - 1
@@ -76,7 +87,9 @@ def _jsonl(piece: Slice, options: ConvertOptions, storage: StorageConfig, skippe
         yield from _records(read_lines(head, file, most), piece, position, options)
 
 
-def _records(lines: Iterator[bytes | LongLine], piece: Slice, position: int, options: ConvertOptions) -> Iterator[Item]:
+def _records(
+    lines: Iterator[bytes | LongLine], piece: Slice, position: int, options: ConvertOptions
+) -> Iterator[Item]:
     """The records of lines of which the first begins at a byte of the file."""
     path = piece.input.path
     line = 0 if not piece.start else -1
@@ -84,7 +97,8 @@ def _records(lines: Iterator[bytes | LongLine], piece: Slice, position: int, opt
         if 0 <= piece.stop <= position:
             return
         line += 1 if line >= 0 else 0
-        # The number of a line in a later slice is counted when somebody asks for it: see `with_line`.
+        # The number of a line in a later slice is counted when somebody asks for it: see
+        # `with_line`.
         offset = position if line < 0 else -1
         if isinstance(data, LongLine):
             place = RawDocument(data=b"", path=path, line=max(line, 0), offset=offset, record=True)
@@ -103,7 +117,9 @@ def _records(lines: Iterator[bytes | LongLine], piece: Slice, position: int, opt
 
 
 def with_line(document: RawDocument, storage: StorageConfig) -> RawDocument:
-    """The document with the number of its line, where only its byte is known: the lines before it are counted."""
+    """The document with the number of its line, where only its byte is known: the lines before it
+    are counted.
+    """
     if document.offset < 0:
         return document
     line = 1

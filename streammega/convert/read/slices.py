@@ -27,7 +27,9 @@ Item: TypeAlias = "RawDocument | LongText | LongRecord | Tokens"
 
 @dataclass(frozen=True, kw_only=True)
 class Slice:
-    """A part of an input: bytes of a jsonl, row groups of a parquet, documents of a pair; stop -1: all of it."""
+    """A part of an input: bytes of a jsonl, row groups of a parquet, documents of a pair; stop -1:
+    all of it.
+    """
 
     input: Input
     start: int = 0
@@ -36,7 +38,9 @@ class Slice:
 
 @dataclass
 class Skipped:
-    """What was passed over: how many of each kind of fault, and the first of them with their places."""
+    """What was passed over: how many of each kind of fault, and the first of them with their
+    places.
+    """
 
     counts: dict[str, int] = field(default_factory=dict)
     messages: list[str] = field(default_factory=list)
@@ -50,13 +54,18 @@ class Skipped:
 
 @contextmanager
 def open_stream(path: str, storage: StorageConfig) -> Iterator[Any]:
-    """The decompressed bytes of a file, by its suffix; plain ones can be sought in. Raises ConvertError if they cannot be had."""
+    """The decompressed bytes of a file, by its suffix; plain ones can be sought in.
+
+    Raises ConvertError if they cannot be had.
+    """
     name = split_query(path)[0]
     suffix = suffix_of(name)
     own = OWN_READERS.get(suffix)
     packed = None if own is not None else "gzip" if suffix == ".tgz" else infer_compression(name)
     if own is None and packed is None and suffix in COMPRESSIONS:
-        raise ConvertError(f"{name}: {suffix} is read with a package that is not installed; decompress it, or install it")
+        raise ConvertError(
+            f"{name}: {suffix} is read with a package that is not installed; decompress it, or install it"
+        )
     with open_file(path, storage, packed) as file:
         yield own(file, name) if own is not None else file
 
@@ -69,7 +78,9 @@ def _zip(file: Any, name: str) -> Any:
     archive = zipfile.ZipFile(file)
     names = [info.filename for info in archive.infolist() if not info.is_dir()]
     if len(names) != 1:
-        raise ConvertError(f"{name}: holds {len(names)} files; of a .zip one is read: unpack it, or name it with --exclude")
+        raise ConvertError(
+            f"{name}: holds {len(names)} files; of a .zip one is read: unpack it, or name it with --exclude"
+        )
     return archive.open(names[0])
 
 
@@ -84,14 +95,19 @@ def open_plain(path: str, storage: StorageConfig) -> Iterator[Any]:
 
 
 def read_head(path: str, storage: StorageConfig, size: int) -> bytes:
-    """The first stored bytes of a file, and no more than these. Raises ConvertError if they cannot be read."""
+    """The first stored bytes of a file, and no more than these.
+
+    Raises ConvertError if they cannot be read.
+    """
     try:
         system, name = file_system(path, storage)
         return bytes(system.cat_file(name, start=0, end=size))[:size]
     except StreammegaError:
         raise
     except Exception as error:  # clients raise whatever they like
-        reason = redact(without_queries(f"{type(error).__name__}: {error}"), dict(storage.storage_options))
+        reason = redact(
+            without_queries(f"{type(error).__name__}: {error}"), dict(storage.storage_options)
+        )
         raise ConvertError(f"{split_query(path)[0]}: cannot be read ({reason})") from None
 
 

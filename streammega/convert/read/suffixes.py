@@ -6,7 +6,9 @@ import os
 import re
 from typing import Literal
 
-Format = Literal["text", "jsonl", "parquet", "arrow", "tar", "megatron", "raw", "npy", "mds", "litdata"]
+Format = Literal[
+    "text", "jsonl", "parquet", "arrow", "tar", "megatron", "raw", "npy", "mds", "litdata"
+]
 JSON_SUFFIXES = (".jsonl", ".ndjson", ".json")
 COMPRESSIONS = (".gz", ".bz2", ".zst", ".xz", ".lzma", ".zip", ".lz4", ".snappy")
 """Of one file. The last two need packages of their own."""
@@ -34,9 +36,11 @@ def format_of(path: str) -> Format:
 
 
 def split_query(url: str) -> tuple[str, str]:
-    """A URL without its query, and the query with its question mark: of http(s) only, since in other names it is a sign like any.
+    """A URL without its query, and the query with its question mark: of http(s) only, since in
+    other names it is a sign like any.
 
-    The query may hold a signature (of a presigned URL), which is a secret as a whole: it is for reading, and shown nowhere.
+    The query may hold a signature (of a presigned URL), which is a secret as a whole: it is for
+    reading, and shown nowhere.
     """
     if not url.startswith(("http://", "https://")):
         return url, ""
@@ -55,8 +59,10 @@ def is_compressed(path: str) -> bool:
 
 
 def may_hold_values(path: str) -> bool:
-    """Whether a file may hold arrays or records over several lines, and what it holds is told by its content.
+    """Whether a file may hold arrays or records over several lines, and what it holds is told by
+    its content.
 
-    What is called .jsonl or .ndjson is lines: parts of it are read by several workers, without a look at its start.
+    What is called .jsonl or .ndjson is lines: parts of it are read by several workers, without a
+    look at its start.
     """
     return suffix_of(bare_name(path)) == ".json"

@@ -1,8 +1,9 @@
 """Whether a tar archive has ended where tarfile thinks so.
 
-tarfile takes a damaged header for the end of the archive, and the end of the file, too: what comes behind is lost without a word.
-So the headers are followed here as well, by their sizes alone, while the archive is read. When tarfile has ended, those in the
-last stretch that it read are looked at: they must be sound, and then comes an empty one.
+tarfile takes a damaged header for the end of the archive, and the end of the file, too: what comes
+behind is lost without a word. So the headers are followed here as well, by their sizes alone, while
+the archive is read. When tarfile has ended, those in the last stretch that it read are looked at:
+they must be sound, and then comes an empty one.
 """
 
 from __future__ import annotations
@@ -13,7 +14,14 @@ EMPTY = bytes(tarfile.BLOCKSIZE)
 CUT = "the archive has no end; it is cut short: copy it again"
 GOES_ON = "goes on after its end; did a copy of it leave zeros, or is it several archives?"
 _EXTENDED = (tarfile.XHDTYPE, tarfile.SOLARIS_XHDTYPE, tarfile.XGLTYPE)
-_WITHOUT_PAYLOAD = (tarfile.LNKTYPE, tarfile.SYMTYPE, tarfile.CHRTYPE, tarfile.BLKTYPE, tarfile.DIRTYPE, tarfile.FIFOTYPE)
+_WITHOUT_PAYLOAD = (
+    tarfile.LNKTYPE,
+    tarfile.SYMTYPE,
+    tarfile.CHRTYPE,
+    tarfile.BLKTYPE,
+    tarfile.DIRTYPE,
+    tarfile.FIFOTYPE,
+)
 
 
 class TarEnd:
@@ -26,18 +34,24 @@ class TarEnd:
         self._first = self._next = 0
         """The first header that is not before the stretch, and the first one behind it."""
         self._extended = (0, 0)
-        """Where the payload of the last extended header lies, which may hold the size of the member after it."""
+        """Where the payload of the last extended header lies, which may hold the size of the member
+        after it.
+        """
         self._lost = False
-        """Whether sizes are elsewhere than in the headers: then only the last bytes are looked at."""
+        """Whether sizes are elsewhere than in the headers: then only the last bytes
+        are looked at.
+        """
 
     def follow(self, stretch: bytes) -> None:
         """Take in what was just read."""
         self._begin += len(self._stretch)
-        self._stretch, self._first = stretch, self._next
+        self._stretch = stretch
+        self._first = self._next
         at = self._next
         try:
             while (header := self._block(at)) and header != EMPTY:
-                kind, size = header[156:157], _payload_bytes(header)
+                kind = header[156:157]
+                size = _payload_bytes(header)
                 if kind in _EXTENDED:
                     self._extended = (at, at + size)
                 self._lost |= kind == tarfile.GNUTYPE_SPARSE  # further headers follow such a one
@@ -57,7 +71,8 @@ class TarEnd:
             if header == EMPTY:
                 return GOES_ON if self._stretch[at - self._begin :].strip(b"\0") else None
             try:
-                tarfile.TarInfo.frombuf(header, tarfile.ENCODING, "surrogateescape")  # compares the checksum
+                # compares the checksum
+                tarfile.TarInfo.frombuf(header, tarfile.ENCODING, "surrogateescape")
                 at += tarfile.BLOCKSIZE + _payload_bytes(header)
             except tarfile.HeaderError as error:
                 return f"the header at byte {at:,} is damaged ({error}), and nothing behind it can be read: copy it again"
@@ -69,7 +84,10 @@ class TarEnd:
 
 
 def _payload_bytes(header: bytes) -> int:
-    """Of what follows a header, in whole blocks. Raises tarfile.HeaderError for a size that is no number."""
+    """Of what follows a header, in whole blocks.
+
+    Raises tarfile.HeaderError for a size that is no number.
+    """
     if header[156:157] in _WITHOUT_PAYLOAD:
         return 0
     size = int(tarfile.nti(header[124:136]))  # type: ignore[attr-defined]

@@ -1,4 +1,6 @@
-"""Files that are one text each: held where they are short, passed on in pieces where they are long."""
+"""Files that are one text each: held where they are short, passed on in pieces
+where they are long.
+"""
 
 from __future__ import annotations
 
@@ -38,7 +40,9 @@ def _pieces(head: bytes, file: Any) -> Iterator[bytes]:
 
 
 def guarded(item: LongText | LongRecord, own: dict[str, Any]) -> LongText | LongRecord:
-    """The same, which names the file when it cannot be read on. own: storage options, whose secrets are in no message."""
+    """The same, which names the file when it cannot be read on. own: storage options, whose secrets
+    are in no message.
+    """
     path = item.path if isinstance(item, LongText) else item.document.path
 
     def pieces() -> Iterator[bytes]:
@@ -53,12 +57,16 @@ def guarded(item: LongText | LongRecord, own: dict[str, Any]) -> LongText | Long
 
 
 def no_text(path: str, error: UnicodeDecodeError) -> FormatError:
-    """For a file that is taken for a text, as every file is whose suffix tells nothing else, and is an image perhaps."""
+    """For a file that is taken for a text, as every file is whose suffix tells nothing else, and is
+    an image perhaps.
+    """
     archive, _, member = path.partition("!")
     if member and format_of(archive) == "tar":
         return not_utf8(path, error, "name another member by --member")
     name = path.rpartition("/")[2]
-    return not_utf8(path, error, f"leave it out (of a folder or glob by --exclude '*{suffix_of(name) or name}')")
+    return not_utf8(
+        path, error, f"leave it out (of a folder or glob by --exclude '*{suffix_of(name) or name}')"
+    )
 
 
 def unreadable(path: str, error: Exception, own: dict[str, Any]) -> str:

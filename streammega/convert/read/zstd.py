@@ -1,6 +1,7 @@
 """Reading `.zst` files whole: all frames of them, and an error where one is cut short.
 
-zstandard's own stream reader stops at the first frame by default, and takes a truncated frame for the end of the file.
+zstandard's own stream reader stops at the first frame by default, and takes a truncated frame for
+the end of the file.
 """
 
 from __future__ import annotations

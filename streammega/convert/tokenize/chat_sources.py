@@ -36,18 +36,32 @@ _LLAMA3 = """\
 {% if add_generation_prompt %}{{ '<|start_header_id|>assistant<|end_header_id|>\\n\\n' }}{% endif %}
 """
 BUILT_IN = {"chatml": _CHATML, "llama3": _LLAMA3}
-NEEDED = {"chatml": ("<|im_start|>", "<|im_end|>"), "llama3": ("<|begin_of_text|>", "<|start_header_id|>", "<|eot_id|>")}
+NEEDED = {
+    "chatml": ("<|im_start|>", "<|im_end|>"),
+    "llama3": ("<|begin_of_text|>", "<|start_header_id|>", "<|eot_id|>"),
+}
 """Tokens without which a built-in template would be letters."""
 OWN = "tokenizer"
-TOKEN_NAMES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
-CONFIG, TOKEN_MAP, TEMPLATE = "tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja"
+TOKEN_NAMES = (
+    "bos_token",
+    "eos_token",
+    "unk_token",
+    "sep_token",
+    "pad_token",
+    "cls_token",
+    "mask_token",
+)
+CONFIG = "tokenizer_config.json"
+TOKEN_MAP = "special_tokens_map.json"
+TEMPLATE = "chat_template.jinja"
 
 
 def find_template(name: str, tokenizer: str | None) -> ChatTemplate:
-    """A template by its name: `chatml`, `llama3`, `tokenizer` (or `tokenizer:NAME`, one of several), a file, or as it is written.
+    """A template by its name: `chatml`, `llama3`, `tokenizer` (or `tokenizer:NAME`, one of
+    several), a file, or as it is written.
 
-    tokenizer: as `load_tokenizer` takes it; its template and the names of its special tokens lie beside its tokenizer.json.
-    Raises ConvertError, ObjectNotFoundError.
+    tokenizer: as `load_tokenizer` takes it; its template and the names of its special tokens lie
+    beside its tokenizer.json. Raises ConvertError, ObjectNotFoundError.
     """
     if name.startswith("{") and (found := _resolved(name)):
         return found
@@ -57,22 +71,35 @@ def find_template(name: str, tokenizer: str | None) -> ChatTemplate:
     if name in BUILT_IN:
         return ChatTemplate(name=name, source=BUILT_IN[name], variables=variables)
     if name.partition(":")[0] == OWN:
-        return ChatTemplate(name=name, source=_own(name.partition(":")[2], config, tokenizer), variables=variables)
+        return ChatTemplate(
+            name=name, source=_own(name.partition(":")[2], config, tokenizer), variables=variables
+        )
     if "{{" in name or "{%" in name:
         return ChatTemplate(name="as given", source=name, variables=variables)
     try:
         with open(name, encoding="utf-8") as file:
-            return ChatTemplate(name=os.path.basename(name), source=file.read(), variables=variables)
+            return ChatTemplate(
+                name=os.path.basename(name), source=file.read(), variables=variables
+            )
     except UnicodeDecodeError:
-        raise ConvertError(f"{name}: a chat template is a text file in UTF-8; this is none") from None
+        raise ConvertError(
+            f"{name}: a chat template is a text file in UTF-8; this is none"
+        ) from None
     except OSError as error:
         known = ", ".join((*BUILT_IN, OWN))
-        raise ObjectNotFoundError(f"chat template {name!r} is none of {known}, and no file ({error.strerror})") from None
+        raise ObjectNotFoundError(
+            f"chat template {name!r} is none of {known}, and no file ({error.strerror})"
+        ) from None
 
 
 def as_option(template: ChatTemplate) -> str:
-    """A template as a setting that any machine can use and that changes with all of it: `find_template` reads it back."""
-    return json.dumps({"name": template.name, "source": template.source, "variables": template.variables}, sort_keys=True)
+    """A template as a setting that any machine can use and that changes with all of it:
+    `find_template` reads it back.
+    """
+    return json.dumps(
+        {"name": template.name, "source": template.source, "variables": template.variables},
+        sort_keys=True,
+    )
 
 
 def _resolved(text: str) -> ChatTemplate | None:
@@ -80,17 +107,25 @@ def _resolved(text: str) -> ChatTemplate | None:
         found = json.loads(text)
     except ValueError:
         return None
-    return ChatTemplate(**found) if isinstance(found, dict) and set(found) == {"name", "source", "variables"} else None
+    return (
+        ChatTemplate(**found)
+        if isinstance(found, dict) and set(found) == {"name", "source", "variables"}
+        else None
+    )
 
 
 def _own(name: str, config: dict[str, Any], tokenizer: str | None) -> str:
-    """The tokenizer's own: the file beside it goes before what its settings say, as in transformers."""
+    """The tokenizer's own: the file beside it goes before what its settings say, as in
+    transformers.
+    """
     templates = config.get("chat_template") or {}
     if isinstance(templates, list):
         templates = {item["name"]: item["template"] for item in templates}
     elif isinstance(templates, str):
         templates = {"default": templates}
-    alone = _beside(tokenizer, f"chat_templates/{name}.jinja" if name not in ("", "default") else TEMPLATE)
+    alone = _beside(
+        tokenizer, f"chat_templates/{name}.jinja" if name not in ("", "default") else TEMPLATE
+    )
     found = alone if alone is not None else templates.get(name or "default")
     if found is None:
         has = f"; it has: {', '.join(sorted(templates))}" if templates else ""

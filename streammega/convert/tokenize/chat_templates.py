@@ -1,8 +1,9 @@
-"""Chat templates: a conversation as the text a model is trained on, and where in it the assistant's answers lie.
+"""Chat templates: a conversation as the text a model is trained on, and where in it the assistant's
+answers lie.
 
-Templates are written in jinja, as `transformers` has them: they get `messages`, `tools`, `documents`,
-`add_generation_prompt` and the names of special tokens. They are foreign code: they run in jinja's sandbox, on plain
-data, and learn nothing of the machine or the day.
+Templates are written in jinja, as `transformers` has them: they get `messages`, `tools`,
+`documents`, `add_generation_prompt` and the names of special tokens. They are foreign code: they
+run in jinja's sandbox, on plain data, and learn nothing of the machine or the day.
 """
 
 from __future__ import annotations
@@ -17,17 +18,24 @@ from typing import Any
 from streammega.dataset.conversations import encodable, joined_content, turns_of
 from streammega.errors import ConvertError, FormatError
 
-BEGIN, END, BREAK = "\U0010fffe", "\U0010ffff", "\U000ffffe"
-"""Noncharacters, which no text holds: around an answer while it is rendered, and within what must not be a special token."""
+BEGIN = "\U0010fffe"
+END = "\U0010ffff"
+BREAK = "\U000ffffe"
+"""Noncharacters, which no text holds: around an answer while it is rendered, and within what must
+not be a special token.
+"""
 MARKS = re.compile(f"[{BEGIN}{END}{BREAK}]")
 MOST_RENDERED = 1 << 20
-"""Messages that are rendered for one conversation to find its answers by prefixes, at most: some ten seconds."""
+"""Messages that are rendered for one conversation to find its answers by prefixes, at most: some
+ten seconds.
+"""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Rendered:
-    """A conversation as text. `answers`: [start, stop) characters of what is learned, in order; `breaks`: characters before which
-    a special token that the text spells goes on, which is the user's and not the template's.
+    """A conversation as text. `answers`: [start, stop) characters of what is learned, in order;
+    `breaks`: characters before which a special token that the text spells goes on, which is the
+    user's and not the template's.
     """
 
     text: str
@@ -40,7 +48,8 @@ class Rendered:
 class SpecialTokens:
     """What templates have to know of a tokenizer's special tokens.
 
-    `names`: as they are spelt. in_messages: of those that are text where messages spell them; None: they are tokens there too.
+    `names`: as they are spelt. in_messages: of those that are text where messages spell them; None:
+    they are tokens there too.
     """
 
     names: tuple[str, ...]
@@ -50,21 +59,29 @@ class SpecialTokens:
     def of(cls, names: Sequence[str], *, parse: bool) -> SpecialTokens:
         """With the pattern of a token, or of what could become one with the text behind it."""
         longest_first = sorted(names, key=len, reverse=True)
-        begun = sorted({name[:size] for name in names for size in range(1, len(name))}, key=len, reverse=True)
+        begun = sorted(
+            {name[:size] for name in names for size in range(1, len(name))}, key=len, reverse=True
+        )
         if parse or not names:
             return cls(names=tuple(names))
         pattern = f"{_any_of(longest_first)}|{_any_of(begun)}\\Z"
-        return cls(names=tuple(names), in_messages=re.compile(pattern, re.IGNORECASE))  # some tokenizers fold letters
+        # some tokenizers fold letters
+        return cls(names=tuple(names), in_messages=re.compile(pattern, re.IGNORECASE))
 
     def turn_length(self, text: str) -> int:
-        """Characters of an answer with what ends its turn: blanks behind that token (a newline) are the template's."""
+        """Characters of an answer with what ends its turn: blanks behind that token (a newline) are
+        the template's.
+        """
         bare = text.rstrip()
         return len(bare) if bare.endswith(self.names) else len(text)
 
 
 @dataclass(frozen=True, kw_only=True)
 class ChatTemplate:
-    """A template. `variables`: what it is told of the tokenizer, `bos_token` for instance; `name` is for messages."""
+    """A template.
+
+    `variables`: what it is told of the tokenizer, `bos_token` for instance; `name` is for messages.
+    """
 
     name: str
     source: str
@@ -85,7 +102,9 @@ class ChatTemplate:
         try:
             return _environment(marks=marks).from_string(self.source)
         except jinja2.TemplateError as error:
-            raise ConvertError(f"chat template {self.name}: is not a jinja template ({error})") from None
+            raise ConvertError(
+                f"chat template {self.name}: is not a jinja template ({error})"
+            ) from None
 
     @cached_property
     def marks_answers(self) -> bool:
@@ -94,13 +113,17 @@ class ChatTemplate:
 
     @cached_property
     def takes_parts(self) -> bool:
-        """Whether it looks into contents that are lists of parts, each with a `text`; others get the texts joined."""
+        """Whether it looks into contents that are lists of parts, each with a `text`; others get
+        the texts joined.
+        """
         from jinja2 import nodes
 
         tree = self.compiled.environment.parse(self.source)
         looked = (node for node in tree.find_all((nodes.Getattr, nodes.Getitem)))
         return any(
-            node.attr == "text" if isinstance(node, nodes.Getattr) else getattr(node.arg, "value", None) == "text"
+            node.attr == "text"
+            if isinstance(node, nodes.Getattr)
+            else getattr(node.arg, "value", None) == "text"
             for node in looked
         )
 
@@ -111,46 +134,91 @@ class ChatTemplate:
         self._check_written(turns, tools, where)
         text = self._text(turns, tools, where)
         if found := MARKS.search(text):
-            raise FormatError(f"{where}: holds the noncharacter U+{ord(found[0]):X}, which no text has; leave it out")
+            raise FormatError(
+                f"{where}: holds the noncharacter U+{ord(found[0]):X}, which no text has; leave it out"
+            )
         if self.marks_answers:
             answers = self._marked_answers(turns, tools, text, where)
         else:
             answers = self._prefixes(turns, tools, text, where)
-            answers = [(start, start + tokens.turn_length(text[start:stop])) for start, stop in answers]
-        breaks = () if tokens.in_messages is None else self._breaks(turns, tools, text, tokens.in_messages, where)
+            answers = [
+                (start, start + tokens.turn_length(text[start:stop])) for start, stop in answers
+            ]
+        breaks = (
+            ()
+            if tokens.in_messages is None
+            else self._breaks(turns, tools, text, tokens.in_messages, where)
+        )
         return Rendered(text=text, answers=answers, where=where, breaks=breaks)
 
     def _turns(self, record: Any, where: str) -> list[dict[str, Any]]:
         turns = turns_of(record, where)
         if not self.takes_parts:
-            turns = [turn | {"content": joined_content(turn["content"])} if "content" in turn else turn for turn in turns]
+            turns = [
+                turn | {"content": joined_content(turn["content"])} if "content" in turn else turn
+                for turn in turns
+            ]
         return turns
 
     def _check_written(self, turns: list[dict[str, Any]], tools: Any, where: str) -> None:
-        """Raise FormatError for tools and their calls that the template would leave out without a word."""
+        """Raise FormatError for tools and their calls that the template would leave out without a
+        word.
+        """
         for number, turn in enumerate(turns, 1):
             if turn.get("tool_calls") and "tool_calls" not in self.source:
-                raise FormatError(f"{where}: message {number} has tool calls, which chat template {self.name} does not write")
+                raise FormatError(
+                    f"{where}: message {number} has tool calls, which chat template {self.name} does not write"
+                )
         if tools and not re.search(r"\btools\b", self.source):
-            raise FormatError(f"{where}: names tools, which chat template {self.name} does not write; leave them out")
+            raise FormatError(
+                f"{where}: names tools, which chat template {self.name} does not write; leave them out"
+            )
 
-    def _text(self, turns: list[dict[str, Any]], tools: Any, where: str, *, prompt: bool = False, marks: bool = False) -> str:
+    def _text(
+        self,
+        turns: list[dict[str, Any]],
+        tools: Any,
+        where: str,
+        *,
+        prompt: bool = False,
+        marks: bool = False,
+    ) -> str:
         import jinja2
 
         template = self._compiled_with_marks if marks else self.compiled
-        names = {"messages": turns, "tools": tools, "documents": None, "add_generation_prompt": prompt} | self.variables
+        names = {
+            "messages": turns,
+            "tools": tools,
+            "documents": None,
+            "add_generation_prompt": prompt,
+        } | self.variables
         try:
             text = template.render(names)
         except jinja2.exceptions.UndefinedError as error:
             day = (
-                "; templates are not told the day, on which what is made must not depend" if "strftime_now" in str(error) else ""
+                "; templates are not told the day, on which what is made must not depend"
+                if "strftime_now" in str(error)
+                else ""
             )
-            raise FormatError(f"{where}: chat template {self.name} cannot write it ({error}{day})") from None
-        except (jinja2.TemplateError, TypeError, ValueError, LookupError, AttributeError, ArithmeticError) as error:
-            raise FormatError(f"{where}: chat template {self.name} cannot write it ({error})") from None
+            raise FormatError(
+                f"{where}: chat template {self.name} cannot write it ({error}{day})"
+            ) from None
+        except (
+            jinja2.TemplateError,
+            TypeError,
+            ValueError,
+            LookupError,
+            AttributeError,
+            ArithmeticError,
+        ) as error:
+            raise FormatError(
+                f"{where}: chat template {self.name} cannot write it ({error})"
+            ) from None
         return encodable(text, where)
 
-    def _marked_answers(self, turns: list[dict[str, Any]], tools: Any, text: str, where: str) -> list[tuple[int, int]]:
+    def _marked_answers(
+        self, turns: list[dict[str, Any]], tools: Any, text: str, where: str
+    ) -> list[tuple[int, int]]:
         """By `{% generation %}` blocks: marks around what they hold go wherever that goes."""
         marked = self._text(turns, tools, where, marks=True)
         bare, places = without_marks(marked)
@@ -160,13 +228,20 @@ class ChatTemplate:
                 f"{where}: chat template {self.name} changes what its generation blocks hold, so where answers lie cannot be told"
             )
         bounds = [place for _, place in places]
-        return [(start, stop) for start, stop in zip(bounds[::2], bounds[1::2], strict=True) if start < stop]
+        return [
+            (start, stop)
+            for start, stop in zip(bounds[::2], bounds[1::2], strict=True)
+            if start < stop
+        ]
 
-    def _prefixes(self, turns: list[dict[str, Any]], tools: Any, text: str, where: str) -> list[tuple[int, int]]:
-        """Of a template without such blocks: an answer is what its message adds to the prompt that asks for it.
+    def _prefixes(
+        self, turns: list[dict[str, Any]], tools: Any, text: str, where: str
+    ) -> list[tuple[int, int]]:
+        """Of a template without such blocks: an answer is what its message adds to the prompt that
+        asks for it.
 
-        It is so if the text up to the prompt, and up to the end of the message, begins the text of the whole; else it is
-        an error.
+        It is so if the text up to the prompt, and up to the end of the message, begins the text of
+        the whole; else it is an error.
         """
         numbers = [number for number, turn in enumerate(turns) if turn["role"] == "assistant"]
         rendered = sum(2 * number + 1 for number in numbers)
@@ -179,20 +254,28 @@ class ChatTemplate:
         for number in numbers:
             before = self._text(turns[:number], tools, where) if number else ""
             asked = self._text(turns[:number], tools, where, prompt=True)
-            ended = text if number + 1 == len(turns) else self._text(turns[: number + 1], tools, where)
+            ended = (
+                text if number + 1 == len(turns) else self._text(turns[: number + 1], tools, where)
+            )
             self._check_prefixes(turns[number], number, (before, asked, ended), text, where)
             answers.append((len(asked), len(ended)))
         return answers
 
-    def _check_prefixes(self, turn: dict[str, Any], number: int, texts: tuple[str, str, str], text: str, where: str) -> None:
-        """Raise FormatError unless what the template adds for an answer is that answer and nothing else."""
+    def _check_prefixes(
+        self, turn: dict[str, Any], number: int, texts: tuple[str, str, str], text: str, where: str
+    ) -> None:
+        """Raise FormatError unless what the template adds for an answer is that answer and nothing
+        else.
+        """
         before, asked, ended = texts
         reason = ""
         if not text.startswith(ended):
             reason = "it writes a message in another way when more of them follow"
         elif not ended.startswith(asked):
             reason = "an answer does not begin as the generation prompt does"
-        elif asked == before:  # no prompt, or none for it: then nothing but the answer itself may stand there
+        elif (
+            asked == before
+        ):  # no prompt, or none for it: then nothing but the answer itself may stand there
             content = joined_content(turn.get("content")) or ""
             if not content.strip() or not ended[len(asked) :].lstrip().startswith(content.strip()):
                 reason = "it has no generation prompt that tells headers from answers"
@@ -202,8 +285,17 @@ class ChatTemplate:
                 f"{{% generation %}} and {{% endgeneration %}} around what the assistant writes"
             )
 
-    def _breaks(self, turns: list[dict[str, Any]], tools: Any, text: str, special: re.Pattern[str], where: str) -> Sequence[int]:
-        """Where special tokens that messages spell are to be broken: they are followed through the template by marks."""
+    def _breaks(
+        self,
+        turns: list[dict[str, Any]],
+        tools: Any,
+        text: str,
+        special: re.Pattern[str],
+        where: str,
+    ) -> Sequence[int]:
+        """Where special tokens that messages spell are to be broken: they are followed through the
+        template by marks.
+        """
         broken = [_broken(turns, special), _broken(tools, special)]
         if broken == [turns, tools]:
             return ()
@@ -222,26 +314,36 @@ def _any_of(names: Sequence[str]) -> str:
 
 def without_marks(text: str) -> tuple[str, list[tuple[str, int]]]:
     """A text without its marks, and (mark, place in that text) of each."""
-    places = [(found[0], found.start() - number) for number, found in enumerate(MARKS.finditer(text))]
+    places = [
+        (found[0], found.start() - number) for number, found in enumerate(MARKS.finditer(text))
+    ]
     return MARKS.sub("", text), places
 
 
 def _broken(value: Any, special: re.Pattern[str]) -> Any:
-    """Plain data with marks behind the characters of every special token, or beginning of one, that a text in it spells.
+    """Plain data with marks behind the characters of every special token, or beginning of one, that
+    a text in it spells.
 
     Behind each of them: a token may lie within another, or reach out of it.
     """
     if isinstance(value, str):
-        return special.sub(lambda found: "".join(character + BREAK for character in found[0]), value)
+        return special.sub(
+            lambda found: "".join(character + BREAK for character in found[0]), value
+        )
     if isinstance(value, list):
         return [_broken(item, special) for item in value]
     if isinstance(value, dict):
-        return {_broken_name(key, special): _broken_item(key, item, special) for key, item in value.items()}
+        return {
+            _broken_name(key, special): _broken_item(key, item, special)
+            for key, item in value.items()
+        }
     return value
 
 
 def _broken_name(name: Any, special: re.Pattern[str]) -> Any:
-    """A plain word is a name that templates look for, and only looks like the beginning of a token."""
+    """A plain word is a name that templates look for, and only looks like the
+    beginning of a token.
+    """
     return name if str(name).isidentifier() else _broken(name, special)
 
 
@@ -256,14 +358,19 @@ def _tools(record: Any, where: str) -> Any:
         try:
             tools = json.loads(tools) if tools.strip() else None
         except ValueError:
-            raise FormatError(f"{where}: 'tools' is text that is no JSON; give a list of schemas") from None
+            raise FormatError(
+                f"{where}: 'tools' is text that is no JSON; give a list of schemas"
+            ) from None
     if tools is not None and not isinstance(tools, list):
-        raise FormatError(f"{where}: 'tools' is to be a list of schemas, not {type(tools).__name__}")
+        raise FormatError(
+            f"{where}: 'tools' is to be a list of schemas, not {type(tools).__name__}"
+        )
     return tools or None
 
 
 def _environment(*, marks: bool) -> Any:
-    """jinja as chat templates expect it: blocks take their newline and indent along, `tojson` keeps letters as they are.
+    """jinja as chat templates expect it: blocks take their newline and indent along, `tojson` keeps
+    letters as they are.
 
     marks: whether what generation blocks hold gets marks around it.
     """
@@ -280,7 +387,9 @@ def _environment(*, marks: bool) -> Any:
             """A call of `_marked` with what the block holds."""
             line = next(parser.stream).lineno
             body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
-            return jinja2.nodes.CallBlock(self.call_method("_marked"), [], [], body).set_lineno(line)
+            return jinja2.nodes.CallBlock(self.call_method("_marked"), [], [], body).set_lineno(
+                line
+            )
 
         def _marked(self, caller: Any) -> str:
             held: str = caller()
@@ -300,7 +409,9 @@ def _environment(*, marks: bool) -> Any:
             _check_name(name)
             super().__setitem__(name, value)
 
-    environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=[Generation, loopcontrols])
+    environment = ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[Generation, loopcontrols]
+    )
     environment.filters["tojson"] = _as_json
     environment.globals |= {"raise_exception": _refuse, "namespace": Namespace, "dict": _dictionary}
     return environment
@@ -313,9 +424,17 @@ def _check_name(name: Any) -> None:
         raise jinja2.exceptions.SecurityError(f"a namespace may not hold {name!r}")
 
 
-def _as_json(value: Any, ensure_ascii: bool = False, indent: Any = None, separators: Any = None, sort_keys: bool = False) -> str:
+def _as_json(
+    value: Any,
+    ensure_ascii: bool = False,
+    indent: Any = None,
+    separators: Any = None,
+    sort_keys: bool = False,
+) -> str:
     """jinja's own filter would spell <, > and & for web pages."""
-    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+    return json.dumps(
+        value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
+    )
 
 
 def _refuse(message: str) -> None:

@@ -1,4 +1,6 @@
-"""Megatron's GPT2BPETokenizer: a `vocab.json` with the ids of tokens, and a `merges.txt` with the pairs they are made of."""
+"""Megatron's GPT2BPETokenizer: a `vocab.json` with the ids of tokens, and a `merges.txt` with the
+pairs they are made of.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +14,10 @@ IN_FOLDERS = (("vocab.json", "merges.txt"), ("gpt2-vocab.json", "gpt2-merges.txt
 
 
 def pair_of(name: str) -> tuple[str, str] | None:
-    """The two files of `VOCAB,MERGES`, or of a folder that holds them; None for anything else. Raises ObjectNotFoundError."""
+    """The two files of `VOCAB,MERGES`, or of a folder that holds them; None for anything else.
+
+    Raises ObjectNotFoundError.
+    """
     if os.path.isdir(name):
         for names in IN_FOLDERS:
             vocab, merges = (os.path.join(name, own) for own in names)
@@ -24,22 +29,33 @@ def pair_of(name: str) -> tuple[str, str] | None:
         return None
     for path in (vocab, merges):
         if not os.path.isfile(path):
-            raise ObjectNotFoundError(f"{path}: no such tokenizer file; give a vocab.json and its merges.txt as VOCAB,MERGES")
+            raise ObjectNotFoundError(
+                f"{path}: no such tokenizer file; give a vocab.json and its merges.txt as VOCAB,MERGES"
+            )
     return vocab, merges
 
 
 def load_pair(vocab: str, merges: str) -> Any:
-    """Their tokenizer, which cuts text as GPT-2 does. Raises ConvertError for files that do not belong together."""
+    """Their tokenizer, which cuts text as GPT-2 does.
+
+    Raises ConvertError for files that do not belong together.
+    """
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
     try:
         model = models.BPE.from_file(vocab, merges)
     except Exception as error:  # the library raises bare Exception
-        raise ConvertError(f"{vocab}, {merges}: are no vocabulary with its merges ({error})") from None
+        raise ConvertError(
+            f"{vocab}, {merges}: are no vocabulary with its merges ({error})"
+        ) from None
     tokenizer = Tokenizer(model)
-    missing = sorted(sign for sign in pre_tokenizers.ByteLevel.alphabet() if tokenizer.token_to_id(sign) is None)
+    missing = sorted(
+        sign for sign in pre_tokenizers.ByteLevel.alphabet() if tokenizer.token_to_id(sign) is None
+    )
     if missing:  # which the library would leave out of texts without a word
-        raise ConvertError(f"{vocab}: has no token for {len(missing)} of the 256 bytes ({missing[0]!r}): is it of GPT-2's kind?")
+        raise ConvertError(
+            f"{vocab}: has no token for {len(missing)} of the 256 bytes ({missing[0]!r}): is it of GPT-2's kind?"
+        )
     if tokenizer.token_to_id(END) is None:
         raise ConvertError(f"{vocab}: has no {END}, which ends documents of GPT-2's kind")
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)

@@ -1,4 +1,6 @@
-"""Texts of any length to tokens, a piece at a time: memory is that of a piece, and the ids are those of the whole."""
+"""Texts of any length to tokens, a piece at a time: memory is that of a piece, and the ids are
+those of the whole.
+"""
 
 from __future__ import annotations
 
@@ -16,10 +18,14 @@ from streammega.convert.tokenize.tokenizers import AT_ONCE, HuggingFaceTokenizer
 from streammega.errors import ConvertError, FormatError
 
 LONG = 1 << 20
-"""Characters from which on a text is encoded in pieces: the library holds about 110 bytes for each."""
+"""Characters from which on a text is encoded in pieces: the library holds about 110
+bytes for each.
+"""
 PIECE = 64 << 10
 MOST_UNCUT = 16 << 20
-"""Characters without a place to cut that are encoded as one, some 2 GiB of memory: more are refused."""
+"""Characters without a place to cut that are encoded as one, some 2 GiB of memory: more are
+refused.
+"""
 
 Refused = Callable[[str, UnicodeDecodeError], FormatError]
 
@@ -51,7 +57,9 @@ class LongTextEncoder:
             yield np.array(behind, np.int32)
 
     def _encode(self, pieces: Iterator[str], where: str) -> Iterator[NDArray[np.int32]]:
-        held, done = "", 0  # what is not encoded yet, and characters before it
+        # what is not encoded yet, and characters before it
+        held = ""
+        done = 0
         for piece in pieces:
             held += piece
             if len(held) < LONG:
@@ -87,9 +95,14 @@ class LongTextEncoder:
         return bounds
 
     def _ids(self, text: str, bounds: list[int], *, first: bool) -> Iterator[NDArray[np.int32]]:
-        """Ids of the pieces between bounds, a few together. first: the text begins where its document does."""
+        """Ids of the pieces between bounds, a few together. first: the text begins where its
+        document does.
+        """
         cuts = self._cuts
-        starts = [cuts.behind(text, low) if cuts is not None and (low or not first) else low for low in bounds[:-1]]
+        starts = [
+            cuts.behind(text, low) if cuts is not None and (low or not first) else low
+            for low in bounds[:-1]
+        ]
         spans = list(zip(starts, bounds[1:], strict=True))
         if cuts is not None and cuts.drops_blank and not first and spans:
             spans[0] = (1, spans[0][1])
@@ -118,7 +131,10 @@ class LongTextEncoder:
 
 
 def decoded(pieces: Iterator[bytes], where: str, refused: Refused = no_text) -> Iterator[str]:
-    """Text of UTF-8 that comes in pieces. Raises FormatError that names the byte, as `refused` makes it."""
+    """Text of UTF-8 that comes in pieces.
+
+    Raises FormatError that names the byte, as `refused` makes it.
+    """
     decoder = codecs.getincrementaldecoder("utf-8")()
     done = 0
     for piece in pieces:

@@ -1,8 +1,10 @@
-"""Where a regular expression that cuts text into words is sure to cut: read from the expression itself.
+"""Where a regular expression that cuts text into words is sure to cut: read from the expression
+itself.
 
-A match can only go over the place between two characters if some part of the expression takes the first and a part that may
-follow it takes the second. Where no such parts are, no match and no attempt at one crosses the place: what is before it is cut
-as if the text ended there, and what is behind it as if the text began there. What is not understood is refused.
+A match can only go over the place between two characters if some part of the expression takes the
+first and a part that may follow it takes the second. Where no such parts are, no match and no
+attempt at one crosses the place: what is before it is cut as if the text ended there, and what is
+behind it as if the text began there. What is not understood is refused.
 """
 
 from __future__ import annotations
@@ -21,8 +23,8 @@ class NotUnderstood(Exception):
 
 @dataclass
 class _Node:
-    """A piece of an expression: the parts it may begin and end with, and whether it may take nothing; `once`: a single part
-    that takes one character or more.
+    """A piece of an expression: the parts it may begin and end with, and whether it may take
+    nothing; `once`: a single part that takes one character or more.
     """
 
     first: set[int] = field(default_factory=set)
@@ -32,14 +34,17 @@ class _Node:
 
 
 Item = tuple[range, bool, bool]
-"""Of an alternative: the parts of a piece of it, whether it may take nothing, whether it is `once`."""
+"""Of an alternative: the parts of a piece of it, whether it may take nothing,
+whether it is `once`.
+"""
 
 
 class PatternCuts:
     """An expression of the dialects of tiktoken and tokenizers, read. Raises NotUnderstood."""
 
     def __init__(self, expression: str) -> None:
-        self._text, self._at = expression, 0
+        self._text = expression
+        self._at = 0
         self._parts: list[Takes] = []
         self._follow: set[tuple[int, int]] = set()
         self._looks_ahead: set[int] = set()
@@ -50,17 +55,25 @@ class PatternCuts:
             raise NotUnderstood(expression)
 
     def never_joins(self, left: str, right: str) -> bool:
-        """Whether no match has `right` directly behind `left`, nor depends on what follows `left`."""
+        """Whether no match has `right` directly behind `left`, nor depends on what
+        follows `left`.
+        """
         if any(self._parts[part](left) for part in self._looks_ahead):
             return False
         return not any(self._parts[a](left) and self._parts[b](right) for a, b in self._follow)
 
     def takes_alone(self, character: str) -> bool:
-        """Whether a match begins at this character wherever one may begin: some alternative takes it and needs nothing else."""
+        """Whether a match begins at this character wherever one may begin: some alternative takes
+        it and needs nothing else.
+        """
         return any(self._alone(items, character) for items in self._whole)
 
     def _alone(self, items: list[Item], character: str) -> bool:
-        takers = [(empty, once) for parts, empty, once in items if any(self._parts[part](character) for part in parts)]
+        takers = [
+            (empty, once)
+            for parts, empty, once in items
+            if any(self._parts[part](character) for part in parts)
+        ]
         return takers == [(False, True)] and sum(not empty for _, empty, _ in items) == 1
 
     def _alternatives(self, *, top: bool = False) -> _Node:
@@ -81,9 +94,11 @@ class PatternCuts:
         items: list[Item] = []
         looks_ahead = False
         while self._at < len(self._text) and self._text[self._at] not in "|)":
-            before, known = self._at, len(self._parts)
+            before = self._at
+            known = len(self._parts)
             node = self._quantified()
-            if node is None:  # a look at the next character, which decides over what was taken before it
+            # a look at the next character, which decides over what was taken before it
+            if node is None:
                 self._looks_ahead |= whole.last
                 looks_ahead = True
                 if whole.empty:
@@ -163,7 +178,9 @@ class PatternCuts:
 
     def _look(self) -> None:
         """A look at a single character."""
-        known, follow, looks = len(self._parts), set(self._follow), set(self._looks_ahead)
+        known = len(self._parts)
+        follow = set(self._follow)
+        looks = set(self._looks_ahead)
         self._alternatives()
         if not self._accept(")") or self._follow != follow or self._looks_ahead != looks:
             raise NotUnderstood(self._text)
@@ -198,7 +215,10 @@ class PatternCuts:
             if named in "pPsSdDwWhH":
                 return takes
             sign = {"r": "\r", "n": "\n", "t": "\t"}.get(named, named)
-        if not (self._text.startswith("-", self._at) and self._text[self._at + 1 : self._at + 2] not in ("]", "")):
+        if not (
+            self._text.startswith("-", self._at)
+            and self._text[self._at + 1 : self._at + 2] not in ("]", "")
+        ):
             return self._literal(sign)
         last = self._text[self._at + 1]
         if last == "\\" or self._ignore_case:
@@ -241,7 +261,26 @@ class PatternCuts:
 
 
 CATEGORIES = (
-    *("Lu", "Ll", "Lt", "Lm", "Lo", "Mn", "Mc", "Me", "Nd", "Nl", "No", "Pc", "Pd", "Ps", "Pe", "Pi", "Pf", "Po"),
+    *(
+        "Lu",
+        "Ll",
+        "Lt",
+        "Lm",
+        "Lo",
+        "Mn",
+        "Mc",
+        "Me",
+        "Nd",
+        "Nl",
+        "No",
+        "Pc",
+        "Pd",
+        "Ps",
+        "Pe",
+        "Pi",
+        "Pf",
+        "Po",
+    ),
     *("Sm", "Sc", "Sk", "So", "Zs", "Zl", "Zp", "Cc", "Cf", "Co"),
 )
 

@@ -1,8 +1,9 @@
-"""Where a text can be cut so that its pieces have the ids of the whole: proven for each tokenizer from what it is made of.
+"""Where a text can be cut so that its pieces have the ids of the whole: proven for each tokenizer
+from what it is made of.
 
-A cut lies between a letter or digit and a blank or a comma behind it. It is sure if nothing that a tokenizer does looks over
-it: added tokens, normalizers, and words that end there, or, where text is not cut into words, a vocabulary without a token
-across it. What is not known here is never sure.
+A cut lies between a letter or digit and a blank or a comma behind it. It is sure if nothing that a
+tokenizer does looks over it: added tokens, normalizers, and words that end there, or, where text is
+not cut into words, a vocabulary without a token across it. What is not known here is never sure.
 """
 
 from __future__ import annotations
@@ -33,7 +34,8 @@ Sure = Callable[[str, str], bool]
 
 @dataclass(frozen=True, kw_only=True)
 class Cuts:
-    """Where texts may be cut. drops_blank: the tokenizer puts a blank before what it is given, in place of the one at the cut.
+    """Where texts may be cut. drops_blank: the tokenizer puts a blank before what it is given, in
+    place of the one at the cut.
 
     next_ones: characters that must not follow such a blank.
     """
@@ -56,7 +58,11 @@ class Cuts:
         return None
 
     def _holds(self, text: str, place: int) -> bool:
-        if place + 1 >= len(text) or not is_plain(text[place - 1]) or not self.sure(text[place - 1], text[place]):
+        if (
+            place + 1 >= len(text)
+            or not is_plain(text[place - 1])
+            or not self.sure(text[place - 1], text[place])
+        ):
             return False
         following = text[place + 1]
         return not self.drops_blank or (is_plain(following) and following not in self.next_ones)
@@ -68,7 +74,9 @@ class Cuts:
 
 @lru_cache(maxsize=65536)
 def is_plain(character: str) -> bool:
-    """A letter or digit that is so in every version of Unicode, and no part of one (as the letters of Hangul are)."""
+    """A letter or digit that is so in every version of Unicode, and no part of one (as the letters
+    of Hangul are).
+    """
     category = unicodedata.category(character)
     if category[0] not in "LN" or unicodedata.ucd_3_2_0.category(character) != category:
         return False
@@ -82,7 +90,12 @@ def cuts_of(tokenizer: TextTokenizer) -> Cuts | None:
             return Cuts(sure=lambda left, right: True, anywhere=True)
         if isinstance(tokenizer, TiktokenTokenizer):
             pattern = PatternCuts(tokenizer.model._pat_str)
-            return _cuts(pattern.never_joins, _inner_pairs(list(tokenizer.model._special_tokens)), RIGHTS, folds=False)
+            return _cuts(
+                pattern.never_joins,
+                _inner_pairs(list(tokenizer.model._special_tokens)),
+                RIGHTS,
+                folds=False,
+            )
         if isinstance(tokenizer, HuggingFaceTokenizer):
             return _of_huggingface(json.loads(tokenizer.model.to_str()))
         if isinstance(tokenizer, SentencePieceTokenizer):
@@ -92,8 +105,12 @@ def cuts_of(tokenizer: TextTokenizer) -> Cuts | None:
     return None
 
 
-def _cuts(sure: Sure, pairs: set[tuple[str, str]], rights: str, *, folds: bool, **others: Any) -> Cuts:
-    """pairs: characters side by side in added tokens. folds: whether a normalizer may have made the first another one."""
+def _cuts(
+    sure: Sure, pairs: set[tuple[str, str]], rights: str, *, folds: bool, **others: Any
+) -> Cuts:
+    """pairs: characters side by side in added tokens. folds: whether a normalizer may have made the
+    first another one.
+    """
 
     @lru_cache(maxsize=65536)
     def however_spelt(left: str, right: str) -> bool:
@@ -111,11 +128,18 @@ def _cuts(sure: Sure, pairs: set[tuple[str, str]], rights: str, *, folds: bool, 
 
 def _inner_pairs(tokens: Sequence[str]) -> set[tuple[str, str]]:
     """Characters that stand side by side in tokens."""
-    return {pair for token in tokens for own in (token, token.lower()) for pair in zip(own, own[1:], strict=False)}
+    return {
+        pair
+        for token in tokens
+        for own in (token, token.lower())
+        for pair in zip(own, own[1:], strict=False)
+    }
 
 
 class _Pipeline:
-    """The steps of a tokenizer.json before its model: what looks over a cut, what ends a word there, what a blank becomes."""
+    """The steps of a tokenizer.json before its model: what looks over a cut, what ends a word
+    there, what a blank becomes.
+    """
 
     def __init__(self, described: dict[str, Any]) -> None:
         self.rights = RIGHTS
@@ -123,7 +147,9 @@ class _Pipeline:
         """What a blank is when the model sees it."""
         self.patterns: list[PatternCuts] = []
         self.enders: list[PatternCuts | None] = []
-        """What ends words: a pattern, where it takes what is behind the cut; None: something that ends them at every blank."""
+        """What ends words: a pattern, where it takes what is behind the cut; None: something that
+        ends them at every blank.
+        """
         self.drops_blank = False
         self.in_bytes = False
         for step in _steps(described.get("normalizer"), "normalizers"):
@@ -217,7 +243,12 @@ def _of_huggingface(described: dict[str, Any]) -> Cuts:
         raise NotUnderstood("dropout")
     added = described.get("added_tokens") or []
     pairs = _inner_pairs([item["content"] for item in added])
-    pairs |= {(item["content"][-1:].lower(), right) for item in added if item["rstrip"] for right in BLANKS}
+    pairs |= {
+        (item["content"][-1:].lower(), right)
+        for item in added
+        if item["rstrip"]
+        for right in BLANKS
+    }
     alone = {item["content"][:1] for item in added if item["single_word"]}
     rights = "".join(right for right in steps.rights if right not in alone)
     firsts = frozenset(item["content"][:1] for item in added)
@@ -235,9 +266,15 @@ def _of_huggingface(described: dict[str, Any]) -> Cuts:
 
 
 def _joins_blank(model: dict[str, Any], steps: _Pipeline) -> Callable[[str], bool]:
-    """Whether a token may hold a blank behind a character, where nothing ends words: of a model of pairs its vocabulary tells."""
+    """Whether a token may hold a blank behind a character, where nothing ends words: of a model of
+    pairs its vocabulary tells.
+    """
     blank = "Ġ" if steps.in_bytes else steps.blank
-    pairs_only = model.get("type") == "BPE" and not model.get("end_of_word_suffix") and not model.get("continuing_subword_prefix")
+    pairs_only = (
+        model.get("type") == "BPE"
+        and not model.get("end_of_word_suffix")
+        and not model.get("continuing_subword_prefix")
+    )
     if not pairs_only or blank not in model["vocab"]:
         return lambda left: True
     lefts = _before(blank, list(model["vocab"]))
@@ -246,14 +283,25 @@ def _joins_blank(model: dict[str, Any], steps: _Pipeline) -> Callable[[str], boo
 
 
 def _before(blank: str, tokens: Sequence[str]) -> frozenset[str]:
-    return frozenset(left for token in tokens for left, right in zip(token, token[1:], strict=False) if right == blank)
+    return frozenset(
+        left
+        for token in tokens
+        for left, right in zip(token, token[1:], strict=False)
+        if right == blank
+    )
 
 
 def _of_sentencepiece(model: Any) -> Cuts:
     trainer, normalizer = _specifications(model.serialized_model_proto())
     known = normalizer.get(1, b"").decode("utf-8", "replace")
-    if trainer.get(3, 1) != 2 or trainer.get(24, 0) or known not in ("identity", "nfkc", "nmt_nfkc", "nfkc_cf", "nmt_nfkc_cf"):
-        raise NotUnderstood("of these, only models of pairs, without blanks at the end of words, are cut")
+    if (
+        trainer.get(3, 1) != 2
+        or trainer.get(24, 0)
+        or known not in ("identity", "nfkc", "nmt_nfkc", "nfkc_cf", "nmt_nfkc_cf")
+    ):
+        raise NotUnderstood(
+            "of these, only models of pairs, without blanks at the end of words, are cut"
+        )
     prefix = bool(normalizer.get(3, 1))
     if not normalizer.get(5, 1) or (not prefix and normalizer.get(4, 1)):
         raise NotUnderstood("blanks")
@@ -265,7 +313,9 @@ def _of_sentencepiece(model: Any) -> Cuts:
 
 
 def _specifications(data: bytes) -> tuple[dict[int, Any], dict[int, Any]]:
-    """Fields of the trainer's and of the normalizer's part of a model, by their numbers (sentencepiece_model.proto)."""
+    """Fields of the trainer's and of the normalizer's part of a model, by their numbers
+    (sentencepiece_model.proto).
+    """
     found = dict(_fields(data))
     return dict(_fields(found.get(2, b""))), dict(_fields(found.get(3, b"")))
 

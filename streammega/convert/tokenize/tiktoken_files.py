@@ -1,4 +1,6 @@
-"""Files of byte pairs in tiktoken's form: how text is cut before pairs are merged is not in them, and has to be known."""
+"""Files of byte pairs in tiktoken's form: how text is cut before pairs are merged is not in them,
+and has to be known.
+"""
 
 from __future__ import annotations
 
@@ -26,15 +28,21 @@ _END = ("<|endoftext|>",)
 
 def _llama3_tokens() -> tuple[str, ...]:
     """The 256 special tokens behind Llama-3's 128,000."""
-    named = {0: "<|begin_of_text|>", 1: "<|end_of_text|>", 6: "<|start_header_id|>", 7: "<|end_header_id|>", 9: "<|eot_id|>"}
+    named = {
+        0: "<|begin_of_text|>",
+        1: "<|end_of_text|>",
+        6: "<|start_header_id|>",
+        7: "<|end_header_id|>",
+        9: "<|eot_id|>",
+    }
     reserved = (f"<|reserved_special_token_{n}|>" for n in range(256))
     return tuple(named.get(n) or next(reserved) for n in range(256))
 
 
 @dataclass(frozen=True, kw_only=True)
 class Pattern:
-    """How a vocabulary cuts text, and its special tokens. `size`: its own tokens; `first`: the id of its first special token, if
-    that is not the first free one.
+    """How a vocabulary cuts text, and its special tokens. `size`: its own tokens; `first`: the id
+    of its first special token, if that is not the first free one.
     """
 
     name: str
@@ -50,22 +58,36 @@ PATTERNS = (
     Pattern(name="cl100k_base", expression=_CL100K, size=100256, first=100257),
     Pattern(name="o200k_base", expression=_O200K, size=199998, first=199999),
     Pattern(name="llama3", expression=_LLAMA3, size=128000, special_tokens=_llama3_tokens()),
-    Pattern(name="qwen", expression=_QWEN, size=151643, special_tokens=("<|endoftext|>", "<|im_start|>", "<|im_end|>")),
+    Pattern(
+        name="qwen",
+        expression=_QWEN,
+        size=151643,
+        special_tokens=("<|endoftext|>", "<|im_start|>", "<|im_end|>"),
+    ),
 )
 
 
 def pattern_of(path: str, size: int, asked: str | None) -> Pattern:
-    """The pattern of a file of `size` byte pairs: the one asked for, by name or written out, else by the size.
+    """The pattern of a file of `size` byte pairs: the one asked for, by name or written out, else
+    by the size.
 
     Raises ConvertError where nothing tells it.
     """
     names = ", ".join(pattern.name for pattern in PATTERNS)
     for pattern in PATTERNS:
         if pattern.name == asked or (asked is None and pattern.size == size):
-            return pattern if pattern.size == size else Pattern(name=pattern.name, expression=pattern.expression, size=size)
+            return (
+                pattern
+                if pattern.size == size
+                else Pattern(name=pattern.name, expression=pattern.expression, size=size)
+            )
     if asked is not None and "\\" in asked:
         return Pattern(name="own", expression=asked, size=size)
-    reason = f"no pattern is called {asked!r}" if asked else f"its {size} tokens are those of no known vocabulary"
+    reason = (
+        f"no pattern is called {asked!r}"
+        if asked
+        else f"its {size} tokens are those of no known vocabulary"
+    )
     raise ConvertError(
         f"{os.path.basename(path)}: how it cuts text is not in the file, and {reason}; give --tiktoken-pattern, one of "
         f"{names}, or a regular expression"
@@ -77,6 +99,10 @@ def is_tiktoken_file(path: str) -> bool:
     try:
         with open(path, "rb") as file:
             words = file.readline(4096).split()
-            return len(words) == 2 and words[1].isdigit() and bool(base64.b64decode(words[0], validate=True))
+            return (
+                len(words) == 2
+                and words[1].isdigit()
+                and bool(base64.b64decode(words[0], validate=True))
+            )
     except (OSError, binascii.Error):
         return False

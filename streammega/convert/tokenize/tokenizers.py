@@ -1,4 +1,6 @@
-"""Tokenizers of every kind behind one small interface: Hugging Face, SentencePiece, tiktoken, bytes."""
+"""Tokenizers of every kind behind one small interface: Hugging Face, SentencePiece, tiktoken,
+bytes.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,16 @@ from streammega.convert.tokenize.tiktoken_files import is_tiktoken_file, pattern
 from streammega.errors import ConvertError, ObjectNotFoundError
 from streammega.kernels.parallel import num_threads
 
-EOD_NAMES = ("<|endoftext|>", "<|end_of_text|>", "<eod>", "<EOD>", "</s>", "<eos>", "<|im_end|>", "[SEP]")
+EOD_NAMES = (
+    "<|endoftext|>",
+    "<|end_of_text|>",
+    "<eod>",
+    "<EOD>",
+    "</s>",
+    "<eos>",
+    "<|im_end|>",
+    "[SEP]",
+)
 Ids = Sequence[int]
 AT_ONCE = 16
 """Texts that one thread of the tokenizers library encodes together."""
@@ -42,52 +53,80 @@ class TextTokenizer(Protocol):
 
 
 def load_tokenizer(
-    name: str, *, special_tokens: str | None = None, add_special_tokens: bool = False, pattern: str | None = None
+    name: str,
+    *,
+    special_tokens: str | None = None,
+    add_special_tokens: bool = False,
+    pattern: str | None = None,
 ) -> TextTokenizer:
-    """A tokenizer by what its name looks like: a .json, .model or .tiktoken file, a folder, `vocab.json,merges.txt`,
-    tiktoken:NAME, `bytes`, or a hub's name.
+    """A tokenizer by what its name looks like: a .json, .model or .tiktoken file, a folder,
+    `vocab.json,merges.txt`, tiktoken:NAME, `bytes`, or a hub's name.
 
-    A .model that is a list of byte pairs (Llama-3's) is a tiktoken file. Settings are those of ConvertOptions. Raises
-    ObjectNotFoundError, ConvertError.
+    A .model that is a list of byte pairs (Llama-3's) is a tiktoken file. Settings are those of
+    ConvertOptions. Raises ObjectNotFoundError, ConvertError.
     """
-    if add_special_tokens and (name == "bytes" or name.startswith("tiktoken:") or name.endswith((".tiktoken", ".model"))):
-        raise ConvertError(f"{name}: has no post-processor, so add_special_tokens adds nothing; see --bos")
+    if add_special_tokens and (
+        name == "bytes" or name.startswith("tiktoken:") or name.endswith((".tiktoken", ".model"))
+    ):
+        raise ConvertError(
+            f"{name}: has no post-processor, so add_special_tokens adds nothing; see --bos"
+        )
     if name == "bytes":
         return BytesTokenizer()
-    if name.startswith("tiktoken:") or name.endswith(".tiktoken") or (name.endswith(".model") and is_tiktoken_file(name)):
+    if (
+        name.startswith("tiktoken:")
+        or name.endswith(".tiktoken")
+        or (name.endswith(".model") and is_tiktoken_file(name))
+    ):
         return TiktokenTokenizer(name, pattern, parse=special_tokens == "parse")
     if name.endswith(".model"):
         return SentencePieceTokenizer(name)
-    return HuggingFaceTokenizer(name, add_special_tokens=add_special_tokens, parse=special_tokens != "text")
+    return HuggingFaceTokenizer(
+        name, add_special_tokens=add_special_tokens, parse=special_tokens != "text"
+    )
 
 
 def find_eod(tokenizer: TextTokenizer, name: str | None) -> int:
-    """The id of the end-of-document token: the one named, the tokenizer's own, or the first well-known name it has."""
+    """The id of the end-of-document token: the one named, the tokenizer's own, or the first
+    well-known name it has.
+    """
     if name is None and (own := tokenizer.usual_eod()) is not None:
         return own
     for candidate in [name] if name else EOD_NAMES:
         if (found := tokenizer.find(candidate)) is not None:
             return found
     known = name or ", ".join(EOD_NAMES)
-    raise ConvertError(f"the tokenizer has no end-of-document token ({known}); name it with --eod, or pass --no-append-eod")
+    raise ConvertError(
+        f"the tokenizer has no end-of-document token ({known}); name it with --eod, or pass --no-append-eod"
+    )
 
 
 class HuggingFaceTokenizer:
-    """A tokenizer.json, a folder with one, a vocab.json with its merges.txt, or a tokenizer of the Hugging Face hub by name."""
+    """A tokenizer.json, a folder with one, a vocab.json with its merges.txt, or a tokenizer of the
+    Hugging Face hub by name.
+    """
 
     def __init__(self, name: str, *, add_special_tokens: bool = False, parse: bool = True) -> None:
         self._add = add_special_tokens
-        self.name = ",".join(map(os.path.basename, name.rstrip("/").split(","))) if _is_local(name) else name
+        self.name = (
+            ",".join(map(os.path.basename, name.rstrip("/").split(",")))
+            if _is_local(name)
+            else name
+        )
         self.model: Any = _load_huggingface(name)
         self.model.no_truncation()
         self.model.no_padding()
         self.model.encode_special_tokens = not parse
         self.digest = _digest(self.model.to_str().encode())
         highest = max(self.model.get_vocab(with_added_tokens=True).values(), default=-1)
-        self.vocab_size = max(int(self.model.get_vocab_size(with_added_tokens=True)), int(highest) + 1)
+        self.vocab_size = max(
+            int(self.model.get_vocab_size(with_added_tokens=True)), int(highest) + 1
+        )
 
     def encode(self, texts: list[str]) -> Sequence[Ids]:
-        """A few texts at a time: the encodings of many are so large that making them waits for memory."""
+        """A few texts at a time: the encodings of many are so large that making them waits for
+        memory.
+        """
         return self._encode(texts, add=self._add)
 
     def encode_pieces(self, texts: list[str]) -> Sequence[Ids]:
@@ -96,15 +135,22 @@ class HuggingFaceTokenizer:
 
     def added_around(self) -> tuple[list[int], list[int]]:
         """What the post-processor adds before and behind every text, where it is asked to."""
-        bare, whole = self._encode(["a"], add=False)[0], self._encode(["a"], add=self._add)[0]
-        before = next(n for n in range(len(whole) - len(bare) + 1) if list(whole[n : n + len(bare)]) == list(bare))
+        bare = self._encode(["a"], add=False)[0]
+        whole = self._encode(["a"], add=self._add)[0]
+        before = next(
+            n
+            for n in range(len(whole) - len(bare) + 1)
+            if list(whole[n : n + len(bare)]) == list(bare)
+        )
         return list(whole[:before]), list(whole[before + len(bare) :])
 
     def _encode(self, texts: list[str], *, add: bool) -> Sequence[Ids]:
         found: list[Ids] = []
         at_once = AT_ONCE * max(1, _library_threads())
         for first in range(0, len(texts), at_once):
-            encodings = self.model.encode_batch_fast(texts[first : first + at_once], add_special_tokens=add)
+            encodings = self.model.encode_batch_fast(
+                texts[first : first + at_once], add_special_tokens=add
+            )
             found += [encoding.ids for encoding in encodings]
         return found
 
@@ -129,7 +175,9 @@ class SentencePieceTokenizer:
         try:
             import sentencepiece
         except ImportError:
-            raise ConvertError(f"{path}: needs the sentencepiece package: pip install 'streammega[tokenizers]'") from None
+            raise ConvertError(
+                f"{path}: needs the sentencepiece package: pip install 'streammega[tokenizers]'"
+            ) from None
         if not os.path.isfile(path):
             raise ObjectNotFoundError(f"{path}: no such tokenizer file")
         try:
@@ -160,14 +208,18 @@ class SentencePieceTokenizer:
 
 
 class TiktokenTokenizer:
-    """An encoding of tiktoken by name, or a .tiktoken file with the pattern that belongs to it: see `tiktoken_files`."""
+    """An encoding of tiktoken by name, or a .tiktoken file with the pattern that belongs to it: see
+    `tiktoken_files`.
+    """
 
     def __init__(self, name: str, pattern: str | None = None, *, parse: bool = False) -> None:
         try:
             import tiktoken
             from tiktoken.load import load_tiktoken_bpe
         except ImportError:
-            raise ConvertError(f"{name}: needs the tiktoken package: pip install 'streammega[tokenizers]'") from None
+            raise ConvertError(
+                f"{name}: needs the tiktoken package: pip install 'streammega[tokenizers]'"
+            ) from None
         self._parse = parse
         is_file = not name.startswith("tiktoken:")
         if is_file and not os.path.isfile(name):
@@ -180,19 +232,26 @@ class TiktokenTokenizer:
                 free = known.first or next(n for n in range(len(taken) + 1) if n not in taken)
                 special = {token: free + n for n, token in enumerate(known.special_tokens)}
                 self.model: Any = tiktoken.Encoding(
-                    os.path.basename(name), pat_str=known.expression, mergeable_ranks=ranks, special_tokens=special
+                    os.path.basename(name),
+                    pat_str=known.expression,
+                    mergeable_ranks=ranks,
+                    special_tokens=special,
                 )
             else:
                 self.model = tiktoken.get_encoding(name.partition(":")[2])
         except ConvertError:
             raise
         except Exception as error:  # downloads, files and names fail in their own ways
-            raise ConvertError(f"{name}: cannot be loaded ({type(error).__name__}: {str(error)[:200]})") from None
-        self.name, self.vocab_size = os.path.basename(name), int(self.model.n_vocab)
+            raise ConvertError(
+                f"{name}: cannot be loaded ({type(error).__name__}: {str(error)[:200]})"
+            ) from None
+        self.name = os.path.basename(name)
+        self.vocab_size = int(self.model.n_vocab)
         hasher = hashlib.blake2b(digest_size=16)
         for token, rank in sorted(self.model._mergeable_ranks.items(), key=lambda pair: pair[1]):
             hasher.update(b"%d %d " % (rank, len(token)) + token)
-        if is_file and known.name != "cl100k_base":  # by which all files were cut once: their digests stay
+        # by which all files were cut once: their digests stay
+        if is_file and known.name != "cl100k_base":
             hasher.update(known.expression.encode())
         self.digest = hasher.hexdigest()
 
@@ -220,7 +279,9 @@ class TiktokenTokenizer:
 class BytesTokenizer:
     """UTF-8 bytes as ids 0 to 255; 256 ends documents."""
 
-    name, digest, vocab_size = "bytes", "utf-8+256", 257
+    name = "bytes"
+    digest = "utf-8+256"
+    vocab_size = 257
 
     def encode(self, texts: list[str]) -> Sequence[Ids]:
         """The bytes."""
@@ -232,10 +293,13 @@ class BytesTokenizer:
         return parts.decode(errors="replace") if len(parts) == len(ids) else self._with_ends(ids)
 
     def _with_ends(self, ids: Sequence[int]) -> str:
-        text, start = "", 0
+        text = ""
+        start = 0
         for at, token in enumerate([*ids, 256]):
             if token >= 256:
-                text += bytes(ids[start:at]).decode(errors="replace") + ("<|endoftext|>" if at < len(ids) else "")
+                text += bytes(ids[start:at]).decode(errors="replace") + (
+                    "<|endoftext|>" if at < len(ids) else ""
+                )
                 start = at + 1
         return text
 
@@ -253,7 +317,10 @@ def _is_local(name: str) -> bool:
 
 
 def _load_huggingface(name: str) -> Any:
-    """The library's tokenizer of a file, a folder, a pair of files or a name on the hub. Raises ConvertError."""
+    """The library's tokenizer of a file, a folder, a pair of files or a name on the hub.
+
+    Raises ConvertError.
+    """
     from tokenizers import Tokenizer
 
     pair = pair_of(name)
@@ -262,14 +329,26 @@ def _load_huggingface(name: str) -> Any:
         return load_pair(*pair)
     if os.path.isdir(name):
         if not os.path.isfile(in_folder):
-            raise ObjectNotFoundError(f"{name}: a folder without a tokenizer.json, and without a vocab.json and its merges.txt")
+            raise ObjectNotFoundError(
+                f"{name}: a folder without a tokenizer.json, and without a vocab.json and its merges.txt"
+            )
         name = in_folder
-    if not os.path.isfile(name) and (name.endswith(".json") or name.startswith((".", "/", "~")) or name.count("/") > 1):
-        raise ObjectNotFoundError(f"{name}: no such tokenizer file; give the path of a tokenizer.json")
-    if not os.path.isfile(name) and "/" not in name and (near := difflib.get_close_matches(name, os.listdir("."), 1, 0.8)):
+    if not os.path.isfile(name) and (
+        name.endswith(".json") or name.startswith((".", "/", "~")) or name.count("/") > 1
+    ):
+        raise ObjectNotFoundError(
+            f"{name}: no such tokenizer file; give the path of a tokenizer.json"
+        )
+    if (
+        not os.path.isfile(name)
+        and "/" not in name
+        and (near := difflib.get_close_matches(name, os.listdir("."), 1, 0.8))
+    ):
         raise ObjectNotFoundError(f"{name}: no such tokenizer file; is {near[0]} meant?")
     try:
-        return Tokenizer.from_file(name) if os.path.isfile(name) else Tokenizer.from_pretrained(name)
+        return (
+            Tokenizer.from_file(name) if os.path.isfile(name) else Tokenizer.from_pretrained(name)
+        )
     except Exception as error:  # the library raises bare Exception
         if os.path.isfile(name):
             raise ConvertError(

@@ -1,8 +1,10 @@
-"""Who writes under the names of an output in a bucket: said there, since the machines that could do so share nothing else.
+"""Who writes under the names of an output in a bucket: said there, since the machines that could do
+so share nothing else.
 
-A first conversion writes its tokens under the names they keep. Two of them at once would write over each other, and the manifest
-of one would speak of the tokens of the other. So the first puts an object there that names it, and takes it away in the end;
-one that was killed leaves it there. The very same conversion may go on anywhere: it writes the same bytes.
+A first conversion writes its tokens under the names they keep. Two of them at once would write over
+each other, and the manifest of one would speak of the tokens of the other. So the first puts an
+object there that names it, and takes it away in the end; one that was killed leaves it there. The
+very same conversion may go on anywhere: it writes the same bytes.
 """
 
 from __future__ import annotations
@@ -38,7 +40,10 @@ class Claim:
         self._job = job
 
     def take(self) -> bool:
-        """Claim the names; False if another conversion has. Whoever holds it may take it again. Raises StorageError."""
+        """Claim the names; False if another conversion has.
+
+        Whoever holds it may take it again. Raises StorageError.
+        """
         found = self._read()
         if found is not None and found["job"] == self._job:
             return True
@@ -47,13 +52,18 @@ class Claim:
         # First, so that after a kill it is known for one of this work folder.
         save_json(self._note_url, {"jobs": [*self._jobs_noted(), self._job]}, self._storage)
         data = json.dumps(
-            {"job": self._job, "host": socket.gethostname(), "began": time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime())}
+            {
+                "job": self._job,
+                "host": socket.gethostname(),
+                "began": time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime()),
+            }
         )
         if found is None:
             create_object(*open_store(self._url, self._storage), data.encode())
         else:
             save_bytes(self._url, data.encode(), self._storage)
-        there = self._read()  # another may have been first, or last where the server knows no conditions
+        # another may have been first, or last where the server knows no conditions
+        there = self._read()
         return there is not None and there["job"] == self._job
 
     def refusal(self) -> str | None:
@@ -69,7 +79,10 @@ class Claim:
         )
 
     def release(self) -> None:
-        """Give the names back, if they are held. What fails is told and no error: the conversion has ended, well or not."""
+        """Give the names back, if they are held.
+
+        What fails is told and no error: the conversion has ended, well or not.
+        """
         try:
             found = self._read()
             if found is None or found["job"] != self._job:
@@ -79,14 +92,18 @@ class Claim:
             except AccessDeniedError:  # who may not delete can still write that it is held no more
                 save_bytes(self._url, b'{"job": ""}', self._storage)
         except StorageError as error:
-            log.warning("%s: was left there (%s); streammega gc removes it", redact_urls(self._url), error)
+            log.warning(
+                "%s: was left there (%s); streammega gc removes it", redact_urls(self._url), error
+            )
 
     @property
     def _note_url(self) -> str:
         return join_url(self._work, "claim.json")
 
     def _is_free(self, found: dict[str, Any]) -> bool:
-        """Whether it was given back, or is that of a conversion which was here, in this work folder, and runs no more."""
+        """Whether it was given back, or is that of a conversion which was here, in this work
+        folder, and runs no more.
+        """
         if not found["job"]:
             return True
         # A work folder in a bucket has no lock: what is noted there may be of one that is running.
@@ -105,4 +122,8 @@ class Claim:
             found = json.loads(data)
         except ValueError:
             found = {}
-        return found if isinstance(found, dict) and isinstance(found.get("job"), str) else {"job": "unknown"}
+        return (
+            found
+            if isinstance(found, dict) and isinstance(found.get("job"), str)
+            else {"job": "unknown"}
+        )

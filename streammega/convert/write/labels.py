@@ -1,4 +1,6 @@
-"""What the manifest of an output says of its ids: from the tokenizer, or from the manifests of inputs, where they agree."""
+"""What the manifest of an output says of its ids: from the tokenizer, or from the manifests of
+inputs, where they agree.
+"""
 
 from __future__ import annotations
 
@@ -18,12 +20,16 @@ UNKNOWN: Labels = {"eod_id": None, "vocab_size": None, "tokenizer": {}, "loss_mo
 
 
 def labels_of(
-    inputs: Sequence[Input], options: ConvertOptions, tokenizer: TextTokenizer | None, storage: StorageConfig
+    inputs: Sequence[Input],
+    options: ConvertOptions,
+    tokenizer: TextTokenizer | None,
+    storage: StorageConfig,
 ) -> Labels:
     """eod_id, vocab_size, tokenizer and loss_modes of what a conversion makes.
 
-    Raises ConvertError, naming both, for inputs of different tokenizers and for a tokenizer that is not that of inputs which
-    hold tokens already, unless `mix_tokenizers` is set; and for inputs whose modes mean different things.
+    Raises ConvertError, naming both, for inputs of different tokenizers and for a tokenizer that is
+    not that of inputs which hold tokens already, unless `mix_tokenizers` is set; and for inputs
+    whose modes mean different things.
     """
     manifests = _manifests(inputs, storage)
     known = {name: manifest for name, manifest in manifests.items() if manifest is not None}
@@ -33,10 +39,17 @@ def labels_of(
     if tokenizer is not None:
         eod_id = find_eod(tokenizer, options.eod) if options.append_eod else None
         own = {"name": tokenizer.name, "digest": tokenizer.digest}
-        made = {"eod_id": eod_id, "vocab_size": tokenizer.vocab_size, "tokenizer": own, "loss_modes": modes}
+        made = {
+            "eod_id": eod_id,
+            "vocab_size": tokenizer.vocab_size,
+            "tokenizer": own,
+            "loss_modes": modes,
+        }
         for name, manifest in known.items():
             if _differ(manifest.tokenizer, own):
-                _refuse_mix(options, f"--tokenizer {options.tokenizer}", own, name, manifest.tokenizer)
+                _refuse_mix(
+                    options, f"--tokenizer {options.tokenizer}", own, name, manifest.tokenizer
+                )
                 return UNKNOWN | {"loss_modes": modes}
         return made
     first_name, first = next(iter(known.items()), ("", None))
@@ -47,19 +60,32 @@ def labels_of(
     if not complete or not agree or first is None:
         return UNKNOWN | {"eod_id": options.eod_id, "loss_modes": modes}
     eod_id = first.eod_id if options.eod_id is None else options.eod_id
-    return {"eod_id": eod_id, "vocab_size": first.vocab_size, "tokenizer": first.tokenizer, "loss_modes": modes}
+    return {
+        "eod_id": eod_id,
+        "vocab_size": first.vocab_size,
+        "tokenizer": first.tokenizer,
+        "loss_modes": modes,
+    }
 
 
 def _manifests(inputs: Sequence[Input], storage: StorageConfig) -> dict[str, Manifest | None]:
-    """The manifest of each dataset among the inputs, by its prefix; None where there is none that can be read."""
+    """The manifest of each dataset among the inputs, by its prefix; None where there is none that
+    can be read.
+    """
     found: dict[str, Manifest | None] = {}
     for item in inputs:
         if item.format != "megatron":
             continue
         prefix = item.path.removesuffix(MANIFEST)
-        candidates = [prefix] if prefix != item.path else [split_name(prefix)[0], set_name(split_name(prefix)[0])]
+        candidates = (
+            [prefix]
+            if prefix != item.path
+            else [split_name(prefix)[0], set_name(split_name(prefix)[0])]
+        )
         if not any(name in found and found[name] is not None for name in candidates):
-            found[candidates[-1]] = next(filter(None, (_read(name, storage) for name in dict.fromkeys(candidates))), None)
+            found[candidates[-1]] = next(
+                filter(None, (_read(name, storage) for name in dict.fromkeys(candidates))), None
+            )
     return found
 
 
@@ -79,7 +105,9 @@ def _differ(first: dict[str, str], other: dict[str, str]) -> bool:
     return bool(first and other) and first.get("digest") != other.get("digest")
 
 
-def _refuse_mix(options: ConvertOptions, first: str, its: dict[str, str], other: str, others: dict[str, str]) -> None:
+def _refuse_mix(
+    options: ConvertOptions, first: str, its: dict[str, str], other: str, others: dict[str, str]
+) -> None:
     if options.mix_tokenizers:
         return
     raise ConvertError(
@@ -89,11 +117,17 @@ def _refuse_mix(options: ConvertOptions, first: str, its: dict[str, str], other:
     )
 
 
-def _loss_modes(manifests: dict[str, Manifest | None], options: ConvertOptions, *, text: bool) -> list[int] | None:
+def _loss_modes(
+    manifests: dict[str, Manifest | None], options: ConvertOptions, *, text: bool
+) -> list[int] | None:
     """What modes mean in the output: what they mean in every input that has some."""
     if options.loss_modes is not None:
         return list(options.loss_modes)
-    found = {name: m.loss_modes if m is not None else None for name, m in manifests.items() if m is None or m.multimodal}
+    found = {
+        name: m.loss_modes if m is not None else None
+        for name, m in manifests.items()
+        if m is None or m.multimodal
+    }
     if text and options.makes_modes:
         found["the text"] = options.learned_modes
     first = next(iter(found), "")

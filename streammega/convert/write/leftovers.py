@@ -1,4 +1,6 @@
-"""What killed conversions have left beside a dataset, or what one that was replaced has: told, and removed when asked."""
+"""What killed conversions have left beside a dataset, or what one that was replaced has: told, and
+removed when asked.
+"""
 
 from __future__ import annotations
 
@@ -15,12 +17,14 @@ ENDINGS = (*SUFFIXES.values(), ".idx")
 
 
 def find_leftovers(prefix: str, storage: StorageConfig | None = None) -> list[ObjectInfo]:
-    """Objects with the names of a dataset's shards that are part of no dataset, in name order; keys are the store's.
+    """Objects with the names of a dataset's shards that are part of no dataset, in name order; keys
+    are the store's.
 
-    Those are shards with a mark (see `publish`) that the manifest does not list, tokens of numbered or marked shards without an
-    `.idx`, and what tells of a conversion while it runs. A pair that stands for itself is a dataset, and no leftover; neither
-    is a lone file of the very name, which may be an input. But where the manifest lists shards with a mark, these have replaced
-    all others of the name.
+    Those are shards with a mark (see `publish`) that the manifest does not list, tokens of numbered
+    or marked shards without an `.idx`, and what tells of a conversion while it runs. A pair that
+    stands for itself is a dataset, and no leftover; neither is a lone file of the very name, which
+    may be an input. But where the manifest lists shards with a mark, these have replaced all others
+    of the name.
 
     Raises FormatError for a damaged manifest, which does not say what belongs to it; StorageError.
     """
@@ -29,14 +33,22 @@ def find_leftovers(prefix: str, storage: StorageConfig | None = None) -> list[Ob
     there = {info.key.rpartition("/")[2]: info for info in _list(folder, storage)}
     manifest = _manifest(join_url(folder, stem), storage)
     own = _files_of(manifest)
-    known = manifest is not None or f"{stem}.idx" in there  # else shards with a mark may be all that there is
-    replaced = manifest is not None and any(owner_of(shard.name) == stem for shard in manifest.shards)
+    # else shards with a mark may be all that there is
+    known = manifest is not None or f"{stem}.idx" in there
+    replaced = manifest is not None and any(
+        owner_of(shard.name) == stem for shard in manifest.shards
+    )
     found = []
     for name, info in sorted(there.items()):
         shard = split_name(name)[0]
         if name in (f".{stem}{PROBE}", f".{stem}{CLAIM}"):
             found.append(info)
-        if not name.endswith(ENDINGS) or name in own or not may_belong(shard, stem) or _has_manifest(shard, stem, there):
+        if (
+            not name.endswith(ENDINGS)
+            or name in own
+            or not may_belong(shard, stem)
+            or _has_manifest(shard, stem, there)
+        ):
             continue
         alone = f"{shard}.idx" not in there and shard != stem
         if replaced or alone or (known and owner_of(shard) is not None):
@@ -45,16 +57,25 @@ def find_leftovers(prefix: str, storage: StorageConfig | None = None) -> list[Ob
 
 
 def _has_manifest(shard: str, stem: str, there: Collection[str]) -> bool:
-    """Whether a shard is that of another dataset, whose name happens to look like that of a shard of this one."""
+    """Whether a shard is that of another dataset, whose name happens to look like that of a shard
+    of this one.
+    """
     return any(name != stem and f"{name}{MANIFEST}" in there for name in (shard, set_name(shard)))
 
 
-def remove_leftovers(prefix: str, found: list[ObjectInfo], storage: StorageConfig | None = None) -> None:
-    """Remove what `find_leftovers` found: every `.idx` first. Raises ConvertError if the dataset has changed meanwhile."""
+def remove_leftovers(
+    prefix: str, found: list[ObjectInfo], storage: StorageConfig | None = None
+) -> None:
+    """Remove what `find_leftovers` found: every `.idx` first.
+
+    Raises ConvertError if the dataset has changed meanwhile.
+    """
     storage = storage or StorageConfig()
     now = {info.key for info in find_leftovers(prefix, storage)}
     if any(info.key not in now for info in found):
-        raise ConvertError(f"{prefix}: the dataset has changed meanwhile; is a conversion to it running? look again")
+        raise ConvertError(
+            f"{prefix}: the dataset has changed meanwhile; is a conversion to it running? look again"
+        )
     store, _ = open_store(join_url(*_split(prefix)), storage)
     for info in sorted(found, key=lambda info: not info.key.endswith(".idx")):
         store.delete(info.key)
@@ -77,7 +98,9 @@ def _manifest(prefix: str, storage: StorageConfig) -> Manifest | None:
     except ObjectNotFoundError:
         return None
     except FormatError as error:
-        raise FormatError(f"{error} (what belongs to the dataset is not known, so nothing is removed)") from None
+        raise FormatError(
+            f"{error} (what belongs to the dataset is not known, so nothing is removed)"
+        ) from None
 
 
 def _files_of(manifest: Manifest | None) -> set[str]:

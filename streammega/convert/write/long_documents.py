@@ -24,7 +24,8 @@ def check_tokens(count: int, where: str) -> None:
 
 
 class TokenStream:
-    """Tokens of one document, cut as the options ask. Once it is read, it knows how many there were and what they hash to.
+    """Tokens of one document, cut as the options ask. Once it is read, it knows how many there were
+    and what they hash to.
 
     Args:
         pieces: (number of the sequence, ids), in order.
@@ -40,16 +41,25 @@ class TokenStream:
         end: int | None,
         where: str,
     ) -> None:
-        self._pieces, self._modes, self._options, self._end, self._where = pieces, modes, options, end, where
+        self._pieces = pieces
+        self._modes = modes
+        self._options = options
+        self._end = end
+        self._where = where
         self._hash = xxhash.xxh3_128()
-        self._wanted = np.array([options.modes is None or mode in options.modes for mode in modes], np.bool_)
+        self._wanted = np.array(
+            [options.modes is None or mode in options.modes for mode in modes], np.bool_
+        )
         self._sizes = np.zeros(len(modes), np.int64)
         """Tokens of each sequence."""
         self._kept = np.zeros(len(modes), np.int64)
         """Those of them that are kept."""
 
     def __iter__(self) -> Iterator[NDArray[Any]]:
-        """What is kept of the document. Raises ConvertError when that is more than an .idx can say."""
+        """What is kept of the document.
+
+        Raises ConvertError when that is more than an .idx can say.
+        """
         for number, ids in self._chosen():
             self._kept[number] += len(ids)
             check_tokens(self.kept, self._where)
@@ -84,8 +94,12 @@ class TokenStream:
 
     @property
     def _left(self) -> NDArray[np.bool_]:
-        """Of the sequences that there are, those that are wanted and of which the cut left something."""
-        left: NDArray[np.bool_] = self._there & self._wanted & ((self._kept > 0) | (self._sizes == 0))
+        """Of the sequences that there are, those that are wanted and of which the cut left
+        something.
+        """
+        left: NDArray[np.bool_] = (
+            self._there & self._wanted & ((self._kept > 0) | (self._sizes == 0))
+        )
         return left
 
     @property
@@ -107,7 +121,11 @@ class TokenStream:
             return "empty"
         if self.total < options.min_tokens:
             return "too short"
-        if options.max_tokens is not None and options.long == "drop" and self.total > options.max_tokens:
+        if (
+            options.max_tokens is not None
+            and options.long == "drop"
+            and self.total > options.max_tokens
+        ):
             return "too long"
         return None
 
@@ -121,7 +139,9 @@ class TokenStream:
         return counts
 
     def _chosen(self) -> Iterator[tuple[int, NDArray[Any]]]:
-        """All tokens; of more than wanted the first ones, with the end of the document in the place of the last."""
+        """All tokens; of more than wanted the first ones, with the end of the document in the place
+        of the last.
+        """
         most = self._options.max_tokens
         last: tuple[int, NDArray[Any]] | None = None
         wanted: tuple[int, NDArray[Any]] | None = None

@@ -1,12 +1,14 @@
-"""From the work folder to a dataset under its final names: a kill at any moment leaves the former one or the new one whole.
+"""From the work folder to a dataset under its final names: a kill at any moment leaves the former
+one or the new one whole.
 
-A dataset is what its manifest says. Where none is, tokens come first, then every `.idx`, the manifest last. Where one is
-replaced, the new shards are written beside it under names with a mark (`web-gen3f2a1b9c04d1`), the manifest switches from one to
-the other at once, and only then the former shards are removed. On a local disk the new ones get their plain names back, by links
-and a second switch.
+A dataset is what its manifest says. Where none is, tokens come first, then every `.idx`, the
+manifest last. Where one is replaced, the new shards are written beside it under names with a mark
+(`web-gen3f2a1b9c04d1`), the manifest switches from one to the other at once, and only then the
+former shards are removed. On a local disk the new ones get their plain names back, by links and a
+second switch.
 
-What is noted of this in the work folder outlives a kill; what others do to the output meanwhile is looked for, and never
-replaced unasked. Names in a bucket are claimed before they are written to.
+What is noted of this in the work folder outlives a kill; what others do to the output meanwhile is
+looked for, and never replaced unasked. Names in a bucket are claimed before they are written to.
 """
 
 from __future__ import annotations
@@ -31,16 +33,20 @@ from streammega.storage.open import is_remote
 from streammega.storage.store import create_object
 
 FEW = 8
-"""Shards are asked for one by one up to so many; of more, a listing of their folder tells at once."""
+"""Shards are asked for one by one up to so many; of more, a listing of their folder
+tells at once.
+"""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Target:
-    """Under which names a conversion publishes; noted in the work folder before the first of them is written.
+    """Under which names a conversion publishes; noted in the work folder before the first of them
+    is written.
 
-    layout, job: digests of what is written, and of what was asked for. mark: of the shards' names, "" where nothing is replaced.
-    former: the files that are removed after the switch, every `.idx` first. version: of the dataset that they are.
-    manifests: digests of the manifests that are written, in their order, once it is being published; empty before.
+    layout, job: digests of what is written, and of what was asked for. mark: of the shards' names,
+    "" where nothing is replaced. former: the files that are removed after the switch, every `.idx`
+    first. version: of the dataset that they are. manifests: digests of the manifests that are
+    written, in their order, once it is being published; empty before.
     """
 
     layout: str
@@ -53,7 +59,9 @@ class Target:
 
 @dataclass(frozen=True, kw_only=True)
 class Former:
-    """What is there under the output's name: its files, every `.idx` first, and its version; nothing: [] and ""."""
+    """What is there under the output's name: its files, every `.idx` first, and its version;
+    nothing: [] and "".
+    """
 
     files: list[str] = field(default_factory=list)
     version: str = ""
@@ -62,8 +70,14 @@ class Former:
 class Publisher:
     """Publishes one conversion's shards. Every step may be interrupted and repeated."""
 
-    def __init__(self, prefix: str, kind: Kind, work: str, storage: StorageConfig, job: str) -> None:
-        self._prefix, self._kind, self._work, self._storage, self._job = prefix, kind, work, storage, job
+    def __init__(
+        self, prefix: str, kind: Kind, work: str, storage: StorageConfig, job: str
+    ) -> None:
+        self._prefix = prefix
+        self._kind = kind
+        self._work = work
+        self._storage = storage
+        self._job = job
         self._folder = prefix.rpartition("/")[0] if "/" in prefix else "."
         self._stem = prefix.rpartition("/")[2]
         self._target: Target | None = None
@@ -77,10 +91,16 @@ class Publisher:
         return f"{self._prefix}{MANIFEST}"
 
     def check(self, inputs: Sequence[Input], *, overwrite: bool) -> None:
-        """Raise ConvertError for a dataset that is there already, unless it is this one, half published, and for own inputs."""
+        """Raise ConvertError for a dataset that is there already, unless it is this one, half
+        published, and for own inputs.
+        """
         self._seen = version(self._manifest_url, self._storage)
         if not overwrite and not self._is_ours():
-            for name in (f"{self._prefix}.idx", self._manifest_url, f"{self._prefix}{SUFFIXES[self._kind]}"):
+            for name in (
+                f"{self._prefix}.idx",
+                self._manifest_url,
+                f"{self._prefix}{SUFFIXES[self._kind]}",
+            ):
                 if exists(name, self._storage):
                     raise ConvertError(
                         f"{redact_urls(name)}: exists already; choose another output, or pass --overwrite to replace it"
@@ -91,13 +111,16 @@ class Publisher:
 
     @property
     def _claims(self) -> bool:
-        """Whether names are claimed: not on a disk, where a lock does it, nor beside a dataset, where every name has a mark."""
+        """Whether names are claimed: not on a disk, where a lock does it, nor beside a dataset,
+        where every name has a mark.
+        """
         return is_remote(self._prefix) and not self._seen
 
     def claim(self, *, overwrite: bool) -> None:
         """Claim the names before the first document is read; after `check`.
 
-        Raises ConvertError where another conversion has; with `overwrite`, what is written goes beside its tokens.
+        Raises ConvertError where another conversion has; with `overwrite`, what is written goes
+        beside its tokens.
         """
         if not self._claims:
             return
@@ -124,7 +147,10 @@ class Publisher:
 
     def _check_inputs(self, inputs: Sequence[Input], former: Sequence[str]) -> None:
         own = {_place(split_name(name)[0]) for name in (self._prefix, *former)}
-        files = {_place(name) for name in (self._prefix + SUFFIXES[self._kind], f"{self._prefix}.idx", *former)}
+        files = {
+            _place(name)
+            for name in (self._prefix + SUFFIXES[self._kind], f"{self._prefix}.idx", *former)
+        }
         for item in inputs:
             name = split_name(item.path.removesuffix(MANIFEST))[0]
             if _place(item.path) in files or (item.format == "megatron" and _place(name) in own):
@@ -134,24 +160,31 @@ class Publisher:
                 )
 
     def _is_ours(self) -> bool:
-        """Whether what is there under the output's name was written by this very conversion, which is to go on."""
+        """Whether what is there under the output's name was written by this very conversion, which
+        is to go on.
+        """
         target = self._noted()
         if target is None:
             publishing = load_json(join_url(self._work, "publishing.json"), self._storage)
             return publishing is not None  # of a version that noted no more
         manifest = self._stored_manifest()
-        if target.job != self._job:  # another one that was never done: where there is a manifest, it was
+        # another one that was never done: where there is a manifest, it was
+        if target.job != self._job:
             return not target.former and manifest is None and self._wrote_index(target)
         if manifest is not None:
             return _digest(manifest) in target.manifests
         return bool(target.manifests) or (not target.former and self._wrote_index(target))
 
     def _wrote_index(self, target: Target) -> bool:
-        """Whether an `.idx` of the output's very name, if one is there, was put there by the conversion that noted `target`."""
+        """Whether an `.idx` of the output's very name, if one is there, was put there by the
+        conversion that noted `target`.
+        """
         return bool(target.manifests) or not exists(f"{self._prefix}.idx", self._storage)
 
     def aim(self, layout: Layout) -> Layout:
-        """The layout with the names its tokens are written to: where nothing can be renamed, those that are published."""
+        """The layout with the names its tokens are written to: where nothing can be renamed, those
+        that are published.
+        """
         if not is_remote(self._prefix):
             if self._noted() is None:
                 self._check_names(layout, self._former().files)
@@ -162,7 +195,8 @@ class Publisher:
         return replace(layout, targets=targets, digest=layout.digest + mark)
 
     def lost(self, layout: Layout, shards: dict[int, Shard]) -> list[int]:
-        """Of shards that were written, those whose tokens are not where they were written, or not of that size.
+        """Of shards that were written, those whose tokens are not where they were written, or not
+        of that size.
 
         Somebody may remove, between two runs or beside one, what belongs to no dataset yet.
         """
@@ -170,7 +204,11 @@ class Publisher:
         if not is_remote(self._prefix):  # they are in the work folder, or were published
             return []
         sizes = self._sizes([layout.targets[number] + suffix for number in shards])
-        return [number for number, shard in shards.items() if sizes.get(layout.targets[number] + suffix) != shard.bytes]
+        return [
+            number
+            for number, shard in shards.items()
+            if sizes.get(layout.targets[number] + suffix) != shard.bytes
+        ]
 
     def _sizes(self, urls: Sequence[str]) -> dict[str, int]:
         """Bytes of those objects that are there."""
@@ -182,7 +220,10 @@ class Publisher:
                 if error.transient:
                     raise
             else:
-                return {join_url(self._folder, info.key.rpartition("/")[2]): info.size for info in listed}
+                return {
+                    join_url(self._folder, info.key.rpartition("/")[2]): info.size
+                    for info in listed
+                }
         found = {}
         for url in urls:
             store, key = open_store(url, self._storage)
@@ -193,10 +234,17 @@ class Publisher:
         return found
 
     def _decide(self, layout: Layout) -> Target:
-        """What was noted for this layout, or a new note. Raises ConvertError for shards of another dataset in the way."""
+        """What was noted for this layout, or a new note.
+
+        Raises ConvertError for shards of another dataset in the way.
+        """
         noted = self._noted()
         plain_of_others = self._beside and noted is not None and not noted.mark
-        is_other = noted is None or (noted.layout, noted.job) != (layout.digest, self._job) or plain_of_others
+        is_other = (
+            noted is None
+            or (noted.layout, noted.job) != (layout.digest, self._job)
+            or plain_of_others
+        )
         if noted is None or is_other or self._is_of_others(noted):
             noted = self._note_anew(layout, noted)
         self._target = noted
@@ -207,11 +255,17 @@ class Publisher:
         if noted is None:
             self._check_names(layout, there.files)
         what = f"{layout.digest} {there.version}".encode()
-        mark = f"gen{hashlib.blake2b(what, digest_size=6).hexdigest()}" if there.files or self._beside else ""
+        mark = (
+            f"gen{hashlib.blake2b(what, digest_size=6).hexdigest()}"
+            if there.files or self._beside
+            else ""
+        )
         former = list(there.files)
         if noted is not None:  # an interrupted one has left some of what it was to remove
             former += [name for name in noted.former if name not in former]
-        target = Target(layout=layout.digest, job=self._job, mark=mark, former=former, version=there.version)
+        target = Target(
+            layout=layout.digest, job=self._job, mark=mark, former=former, version=there.version
+        )
         self._note(target)
         return target
 
@@ -219,7 +273,10 @@ class Publisher:
         """Whether the dataset that is there was published by others after `noted` was."""
         manifest = self._stored_manifest()
         if manifest is not None:
-            return _digest(manifest) not in noted.manifests and version(self._manifest_url, self._storage) != noted.version
+            return (
+                _digest(manifest) not in noted.manifests
+                and version(self._manifest_url, self._storage) != noted.version
+            )
         index = version(f"{self._prefix}.idx", self._storage)
         return bool(index) and not noted.manifests and index != noted.version
 
@@ -244,7 +301,10 @@ class Publisher:
                 )
 
     def _former(self) -> Former:
-        """The dataset that is there under the output's name. Raises ConvertError if its manifest does not say what it is."""
+        """The dataset that is there under the output's name.
+
+        Raises ConvertError if its manifest does not say what it is.
+        """
         pair = self._pair()
         try:
             former = read_manifest(self._manifest_url, self._storage)
@@ -265,7 +325,11 @@ class Publisher:
         """The `.idx` of the output's very name and the tokens beside it, if they are there."""
         if not exists(f"{self._prefix}.idx", self._storage):
             return []
-        tokens = [self._prefix + suffix for suffix in SUFFIXES.values() if exists(self._prefix + suffix, self._storage)]
+        tokens = [
+            self._prefix + suffix
+            for suffix in SUFFIXES.values()
+            if exists(self._prefix + suffix, self._storage)
+        ]
         return [f"{self._prefix}.idx", *tokens[:1]]
 
     def _names(self, layout: Layout, mark: str) -> list[str]:
@@ -276,11 +340,21 @@ class Publisher:
         self._keep_claim()
         target = self._target or self._decide(layout)
         names = self._names(layout, target.mark)
-        shards = [replace(shard, name=name) for shard, name in zip(manifest.shards, names, strict=True)]
+        shards = [
+            replace(shard, name=name) for shard, name in zip(manifest.shards, names, strict=True)
+        ]
         beside = replace(manifest, shards=shards)
         there = self._stored_manifest()
-        written = [_digest(beside.to_json())] if is_remote(self._prefix) else [_digest(m.to_json()) for m in (beside, manifest)]
-        if there is not None and _digest(there) not in written and version(self._manifest_url, self._storage) != self._seen:
+        written = (
+            [_digest(beside.to_json())]
+            if is_remote(self._prefix)
+            else [_digest(m.to_json()) for m in (beside, manifest)]
+        )
+        if (
+            there is not None
+            and _digest(there) not in written
+            and version(self._manifest_url, self._storage) != self._seen
+        ):
             raise ConvertError(self._published_by_others())
         local = not is_remote(self._prefix)
         if local and target.mark and there == manifest.to_json():  # the second switch was done
@@ -298,7 +372,9 @@ class Publisher:
         return manifest
 
     def _switch(self, manifest: bytes, there: bytes | None) -> None:
-        """Put the manifest in place of the one that is there; where none is, on the condition that this is still so."""
+        """Put the manifest in place of the one that is there; where none is, on the condition that
+        this is still so.
+        """
         if there is not None or not is_remote(self._prefix):
             save_bytes(self._manifest_url, manifest, self._storage)
             return
@@ -313,7 +389,9 @@ class Publisher:
         )
 
     def _check_tokens(self, layout: Layout, manifest: Manifest) -> None:
-        """Raise ConvertError if tokens that were written are not there any more: a manifest would speak of nothing."""
+        """Raise ConvertError if tokens that were written are not there any more: a manifest would
+        speak of nothing.
+        """
         lost = self.lost(layout, dict(enumerate(manifest.shards)))
         if lost:
             first = redact_urls(layout.targets[lost[0]] + SUFFIXES[self._kind])
@@ -323,8 +401,14 @@ class Publisher:
             )
 
     def _remove_former(self, target: Target, names: Sequence[str]) -> None:
-        """Remove the shards that were replaced: not those that are the dataset now, whatever was noted when."""
-        own = {join_url(self._folder, name + ending) for name in names for ending in (SUFFIXES[self._kind], ".idx")}
+        """Remove the shards that were replaced: not those that are the dataset now, whatever was
+        noted when.
+        """
+        own = {
+            join_url(self._folder, name + ending)
+            for name in names
+            for ending in (SUFFIXES[self._kind], ".idx")
+        }
         for name in target.former:
             if name != self._manifest_url and name not in own:
                 delete(name, self._storage)
@@ -334,16 +418,26 @@ class Publisher:
         suffix = SUFFIXES[self._kind]
         if not is_remote(self._prefix):  # else they were written there
             for old, new in zip(layout.names, names, strict=True):
-                move(join_url(self._work, f"out/{old}{suffix}"), join_url(self._folder, new + suffix), self._storage)
+                move(
+                    join_url(self._work, f"out/{old}{suffix}"),
+                    join_url(self._folder, new + suffix),
+                    self._storage,
+                )
         for old, new in zip(layout.names, names, strict=True):
-            move(join_url(self._work, f"out/{old}.idx"), join_url(self._folder, f"{new}.idx"), self._storage)
+            move(
+                join_url(self._work, f"out/{old}.idx"),
+                join_url(self._folder, f"{new}.idx"),
+                self._storage,
+            )
 
     def _stored_manifest(self) -> bytes | None:
         """The manifest that is there, as it is stored."""
         return read_whole(self._manifest_url, self._storage)
 
     def _link(self, marked_names: Sequence[str], names: Sequence[str]) -> bool:
-        """Give local shards their plain names too; False on a file system without hard links, where they keep the marked ones."""
+        """Give local shards their plain names too; False on a file system without hard links, where
+        they keep the marked ones.
+        """
         return all(
             link(self._path(old + suffix), self._path(new + suffix))
             for suffix in (SUFFIXES[self._kind], ".idx")

@@ -1,8 +1,10 @@
-"""The first half of a conversion: units of input, each of which becomes segments of tokens in the work folder.
+"""The first half of a conversion: units of input, each of which becomes segments of tokens in the
+work folder.
 
-A unit is a stretch of the inputs that one worker handles. What it makes depends on nothing else, so it can be done anywhere, and
-again. A segment is a `.bin/.idx` pair of at most a few tens of MiB; `.side` beside it holds what shuffling and removal of
-duplicates need of each document. The unit's record, written last, says that all of it is there.
+A unit is a stretch of the inputs that one worker handles. What it makes depends on nothing else, so
+it can be done anywhere, and again. A segment is a `.bin/.idx` pair of at most a few tens of MiB;
+`.side` beside it holds what shuffling and removal of duplicates need of each document. The unit's
+record, written last, says that all of it is there.
 """
 
 from __future__ import annotations
@@ -41,11 +43,14 @@ from streammega.kernels.plan import copy_bytes
 from streammega.storage import join_url, open_store, save_bytes
 from streammega.storage.store import address_of
 
-UNIT_BYTES, LEAST_UNIT_BYTES, UNITS = 64 << 20, 4 << 20, 128
+UNIT_BYTES = 64 << 20
+LEAST_UNIT_BYTES = 4 << 20
+UNITS = 128
 """Input bytes of a unit: so that there are about so many units, within bounds."""
 UNIT_FILES = 4096
 SEGMENT_BYTES = 32 << 20
-BATCH_BYTES, BATCH_DOCUMENTS = 1 << 20, 4096
+BATCH_BYTES = 1 << 20
+BATCH_DOCUMENTS = 4096
 BINS = 48
 """Of the histogram of document lengths: bin b counts documents of [2^b, 2^(b+1)) tokens."""
 Progress = Callable[[int, int], None]
@@ -62,13 +67,16 @@ class Job:
     units: list[list[Slice]]
     tokenizer_digest: str = ""
     segment_bytes: int = SEGMENT_BYTES
-    """Token bytes after which a segment is written; what comes out in the end does not depend on it."""
+    """Token bytes after which a segment is written; what comes out in the end does not depend on
+    it.
+    """
 
     def unit_digest(self, number: int) -> str:
         """Changes with the inputs of a unit and with every setting."""
         pieces = [asdict(piece) for piece in self.units[number]]
         for piece in pieces:
-            piece["input"].pop("query")  # signatures of one object differ, and its ETag says whether it is the same
+            # signatures of one object differ, and its ETag says whether it is the same
+            piece["input"].pop("query")
         what = json.dumps([self.options.digest(), self.tokenizer_digest, pieces], sort_keys=True)
         return hashlib.blake2b(what.encode(), digest_size=12).hexdigest()
 
@@ -86,7 +94,10 @@ class Segment:
 
 @dataclass(kw_only=True)
 class UnitRecord:
-    """What a unit made. `counts`: documents by what happened to them; `histogram`: of those kept."""
+    """What a unit made.
+
+    `counts`: documents by what happened to them; `histogram`: of those kept.
+    """
 
     digest: str
     segments: list[Segment] = field(default_factory=list)
@@ -98,10 +109,18 @@ class UnitRecord:
     histogram: list[int] = field(default_factory=lambda: [0] * BINS)
 
 
-def plan_units(inputs: Sequence[Input], options: ConvertOptions, storage: StorageConfig) -> list[list[Slice]]:
-    """Units in the order of the inputs: large files are cut where their format allows, small ones put together."""
+def plan_units(
+    inputs: Sequence[Input], options: ConvertOptions, storage: StorageConfig
+) -> list[list[Slice]]:
+    """Units in the order of the inputs: large files are cut where their format allows, small ones
+    put together.
+    """
     units: list[list[Slice]] = []
-    room, most = 0, max(min(UNIT_BYTES, LEAST_UNIT_BYTES), min(UNIT_BYTES, sum(item.size for item in inputs) // UNITS))
+    room = 0
+    most = max(
+        min(UNIT_BYTES, LEAST_UNIT_BYTES),
+        min(UNIT_BYTES, sum(item.size for item in inputs) // UNITS),
+    )
     for item in inputs:
         for piece, size in _slices(item, most, storage):
             if units and size <= room and len(units[-1]) < UNIT_FILES:
@@ -115,7 +134,12 @@ def plan_units(inputs: Sequence[Input], options: ConvertOptions, storage: Storag
 
 def _slices(item: Input, most: int, storage: StorageConfig) -> Iterator[tuple[Slice, int]]:
     """(slice, bytes) of an input."""
-    if item.format == "jsonl" and not is_compressed(item.path) and item.size > most and _holds_lines(item, storage):
+    if (
+        item.format == "jsonl"
+        and not is_compressed(item.path)
+        and item.size > most
+        and _holds_lines(item, storage)
+    ):
         for start in range(0, item.size, most):
             yield Slice(input=item, start=start, stop=min(start + most, item.size)), most
     elif item.format == "megatron":
@@ -138,12 +162,14 @@ def _row_groups(item: Input, most: int, storage: StorageConfig) -> Iterator[tupl
 
     with open_plain(item.url, storage) as file:
         metadata = pq.ParquetFile(file).metadata
-        first, size = 0, 0
+        first = 0
+        size = 0
         for group in range(metadata.num_row_groups):
             size += metadata.row_group(group).total_byte_size
             if size >= most or group == metadata.num_row_groups - 1:
                 yield Slice(input=item, start=first, stop=group + 1), most
-                first, size = group + 1, 0
+                first = group + 1
+                size = 0
 
 
 def unit_name(number: int) -> str:
@@ -181,16 +207,22 @@ _encoders_lock = threading.Lock()
 
 
 def encoder_of(job: Job) -> BatchEncoder:
-    """The encoder of this process. Raises ConvertError when the inputs have text and no tokenizer was given."""
+    """The encoder of this process.
+
+    Raises ConvertError when the inputs have text and no tokenizer was given.
+    """
     options = job.options
     if options.tokenizer is None:
-        raise ConvertError("the inputs hold text, so a tokenizer is needed: --tokenizer tokenizer.json (or `bytes`)")
+        raise ConvertError(
+            "the inputs hold text, so a tokenizer is needed: --tokenizer tokenizer.json (or `bytes`)"
+        )
     key = (job.tokenizer_digest, options.digest())
     with _encoders_lock:
         if key not in _encoders:
             _encoders.clear()
             tokenizer = load_tokenizer(options.tokenizer, **options.tokenizer_settings)
-            if tokenizer.digest != job.tokenizer_digest:  # its tokens would be stored under the name of the other
+            # its tokens would be stored under the name of the other
+            if tokenizer.digest != job.tokenizer_digest:
                 raise ConvertError(
                     f"{options.tokenizer}: is another tokenizer on {socket.gethostname()} than where the conversion was started, "
                     f"or was changed meanwhile; put the same one on all machines, and run the same command again"
@@ -226,8 +258,17 @@ def run_unit(job: Job, number: int, progress: Progress) -> UnitRecord:
     return record
 
 
-def _add_long(job: Job, item: LongText | LongRecord, writer: _SegmentWriter, skipped: Skipped, progress: Progress) -> None:
-    """Take in a document that is not held. One that cannot be read to its end, or is no text, is left out where faults may be."""
+def _add_long(
+    job: Job,
+    item: LongText | LongRecord,
+    writer: _SegmentWriter,
+    skipped: Skipped,
+    progress: Progress,
+) -> None:
+    """Take in a document that is not held.
+
+    One that cannot be read to its end, or is no text, is left out where faults may be.
+    """
     kind = "unreadable file"
     try:
         if isinstance(item, LongText):
@@ -261,20 +302,28 @@ def counted(item: LongText | LongRecord, note: Callable[[int], None]) -> LongTex
     return replace(item, pieces=pieces())
 
 
-def batches_of(job: Job, number: int, skipped: Skipped) -> Iterator[list[RawDocument] | LongText | LongRecord | Tokens]:
+def batches_of(
+    job: Job, number: int, skipped: Skipped
+) -> Iterator[list[RawDocument] | LongText | LongRecord | Tokens]:
     """Documents of a unit in order: raw ones in batches of about a MiB."""
     batch: list[RawDocument] = []
     size = 0
     for piece in job.units[number]:
         for item in read_slice(piece, job.options, job.storage, skipped):
-            if isinstance(item, LongText) and job.options.split_sentences:  # which looks at all of it
+            # which looks at all of it
+            if isinstance(item, LongText) and job.options.split_sentences:
                 item = RawDocument(data=b"".join(item.pieces), path=item.path)
             if isinstance(item, RawDocument):
                 batch.append(item)
                 size += len(item.data) or item.size or 4096
-            if batch and (not isinstance(item, RawDocument) or size >= BATCH_BYTES or len(batch) >= BATCH_DOCUMENTS):
+            if batch and (
+                not isinstance(item, RawDocument)
+                or size >= BATCH_BYTES
+                or len(batch) >= BATCH_DOCUMENTS
+            ):
                 yield batch
-                batch, size = [], 0
+                batch = []
+                size = 0
             if not isinstance(item, RawDocument):
                 yield item
     if batch:
@@ -291,7 +340,9 @@ class _SegmentWriter:
     """Applies what was asked for to documents, and writes them as segments."""
 
     def __init__(self, job: Job, unit: int, record: UnitRecord) -> None:
-        self._job, self._unit, self._record = job, unit, record
+        self._job = job
+        self._unit = unit
+        self._record = record
         self._held: list[Tokens] = []
         self._numbers: list[NDArray[np.int64]] = []
         self._size = self._seen = 0
@@ -308,7 +359,8 @@ class _SegmentWriter:
             self.flush()
 
     def add_long(self, item: LongText | RawDocument, progress: Progress) -> None:
-        """Take a document in that is not held: as a segment of its own. Raises ConvertError, FormatError.
+        """Take a document in that is not held: as a segment of its own. Raises ConvertError,
+        FormatError.
 
         Of a record, its fields are known.
         """
@@ -317,17 +369,25 @@ class _SegmentWriter:
         options = self._job.options
         encoder = encoder_of(self._job)
         where = item.path if isinstance(item, LongText) else item.where
-        if isinstance(item, LongText) and options.tokenizer == "bytes" and options.max_tokens is None:
+        if (
+            isinstance(item, LongText)
+            and options.tokenizer == "bytes"
+            and options.max_tokens is None
+        ):
             check_tokens(item.size, where)  # of these the size tells it, before all is read
         parts = encoder.long_parts(item)
         if not parts:
             self._count("empty", 1)
             return
         modes = [part.mode for part in parts]
-        stream = TokenStream(encoder.long_document(parts, where), modes, options, self._eod(), where)
+        stream = TokenStream(
+            encoder.long_document(parts, where), modes, options, self._eod(), where
+        )
         writer = self._writer(encoder.dtype, multimodal=options.makes_modes)
         try:
-            writer.add_document_stream(_as_bytes(stream, progress), lambda: (stream.lengths, stream.modes))
+            writer.add_document_stream(
+                _as_bytes(stream, progress), lambda: (stream.lengths, stream.modes)
+            )
             if stream.dropped is None:
                 self._save_side(self._keys(number), number, stream.hashes)
                 writer.finalize()
@@ -349,7 +409,9 @@ class _SegmentWriter:
         """(what is kept of documents, which of them are kept)."""
         options = self._job.options
         if options.modes is not None:
-            modes = batch.modes if batch.modes is not None else np.zeros(len(batch.lengths), np.int8)
+            modes = (
+                batch.modes if batch.modes is not None else np.zeros(len(batch.lengths), np.int8)
+            )
             batch = self._count_sequences(batch, np.isin(modes, options.modes))
         size = batch.document_tokens
         keep = size > 0
@@ -363,7 +425,11 @@ class _SegmentWriter:
             if options.long == "drop":
                 keep &= ~long
         batch = batch.take(keep)
-        if options.max_tokens is not None and options.long == "cut" and (batch.document_tokens > options.max_tokens).any():
+        if (
+            options.max_tokens is not None
+            and options.long == "cut"
+            and (batch.document_tokens > options.max_tokens).any()
+        ):
             before = len(batch.tokens)
             batch = batch.cut(options.max_tokens, self._eod())
             self._count("tokens cut off", before - len(batch.tokens))
@@ -384,22 +450,31 @@ class _SegmentWriter:
 
     def flush(self) -> None:
         """Write what is held as a segment."""
-        held, numbers = self._held, np.concatenate(self._numbers or [np.empty(0, np.int64)])
-        self._held, self._numbers, self._size = [], [], 0
+        held = self._held
+        numbers = np.concatenate(self._numbers or [np.empty(0, np.int64)])
+        self._held = []
+        self._numbers = []
+        self._size = 0
         if not len(numbers):
             return
         if len({part.modes is None for part in held if len(part.documents)}) > 1:
             raise ConvertError("some inputs have modes and others have none; convert them apart")
         held = [part for part in held if len(part.documents)]
-        batch = concatenate(held, token_dtype([part.tokens for part in held], self._job.options.dtype))
+        batch = concatenate(
+            held, token_dtype([part.tokens for part in held], self._job.options.dtype)
+        )
         keys = self._keys(numbers)
         if keys is not None:
             order = np.argsort(keys, kind="stable")
-            batch, numbers, keys = _permuted(batch, order), numbers[order], keys[order]
+            batch = _permuted(batch, order)
+            numbers = numbers[order]
+            keys = keys[order]
         self._save_side(keys, numbers, document_hashes(batch) if self._job.options.dedup else ())
         multimodal = batch.modes is not None
         with self._writer(batch.tokens.dtype, multimodal=multimodal) as writer:
-            writer.add_documents(batch.tokens.view(np.uint8).data, batch.lengths, batch.documents, batch.modes)
+            writer.add_documents(
+                batch.tokens.view(np.uint8).data, batch.lengths, batch.documents, batch.modes
+            )
         self._note(batch.tokens.dtype, batch.document_tokens, multimodal=multimodal)
 
     def _keys(self, numbers: NDArray[np.int64]) -> NDArray[np.uint64] | None:
@@ -412,7 +487,10 @@ class _SegmentWriter:
         return f"{unit_name(self._unit)}-{len(self._record.segments):04d}"
 
     def _save_side(
-        self, keys: NDArray[np.uint64] | None, numbers: NDArray[np.int64], hashes: Sequence[NDArray[np.uint64]]
+        self,
+        keys: NDArray[np.uint64] | None,
+        numbers: NDArray[np.int64],
+        hashes: Sequence[NDArray[np.uint64]],
     ) -> None:
         """What is needed of each document beside its tokens, if anything."""
         side: list[NDArray[Any]] = [] if keys is None else [keys]
@@ -420,19 +498,32 @@ class _SegmentWriter:
             side += [numbers.astype(np.uint64), *hashes]
         if side:
             url = join_url(self._job.work, f"{self._name}.side")
-            save_bytes(url, np.stack([array.astype("<u8", copy=False) for array in side]).tobytes(), self._job.storage)
+            save_bytes(
+                url,
+                np.stack([array.astype("<u8", copy=False) for array in side]).tobytes(),
+                self._job.storage,
+            )
 
     def _writer(self, dtype: np.dtype[Any], *, multimodal: bool) -> IndexedDatasetWriter:
-        return IndexedDatasetWriter(join_url(self._job.work, self._name), dtype, multimodal, self._job.storage, kind="bin")
+        return IndexedDatasetWriter(
+            join_url(self._job.work, self._name), dtype, multimodal, self._job.storage, kind="bin"
+        )
 
     def _note(self, dtype: np.dtype[Any], sizes: NDArray[np.int64], *, multimodal: bool) -> None:
         """A segment that is written. sizes: tokens of its documents."""
-        record, tokens = self._record, int(sizes.sum())
+        record = self._record
+        tokens = int(sizes.sum())
         bins = np.bincount(np.log2(np.maximum(sizes, 1)).astype(np.int64), minlength=BINS)[:BINS]
         record.histogram = [a + int(b) for a, b in zip(record.histogram, bins, strict=True)]
         record.documents += len(sizes)
         record.tokens += tokens
-        made = Segment(name=self._name, dtype=str(dtype), multimodal=multimodal, documents=len(sizes), tokens=tokens)
+        made = Segment(
+            name=self._name,
+            dtype=str(dtype),
+            multimodal=multimodal,
+            documents=len(sizes),
+            tokens=tokens,
+        )
         record.segments.append(made)
 
 
@@ -444,7 +535,8 @@ def _as_bytes(stream: TokenStream, progress: Progress) -> Iterator[memoryview]:
 
 
 def token_dtype(arrays: Sequence[NDArray[Any]], asked: str | None) -> np.dtype[Any]:
-    """The stored dtype for some tokens: the one asked, else theirs if the format has it, else the smallest that holds them.
+    """The stored dtype for some tokens: the one asked, else theirs if the format has it, else the
+    smallest that holds them.
 
     Raises ConvertError for ids that it cannot hold.
     """
@@ -460,12 +552,16 @@ def token_dtype(arrays: Sequence[NDArray[Any]], asked: str | None) -> np.dtype[A
     else:
         dtype = smallest_dtype(high + 1) if low >= 0 else np.dtype(np.int32)
     if low < np.iinfo(dtype).min or high > np.iinfo(dtype).max:
-        raise ConvertError(f"token ids run from {low} to {high}, which {dtype} cannot hold; choose a wider --dtype")
+        raise ConvertError(
+            f"token ids run from {low} to {high}, which {dtype} cannot hold; choose a wider --dtype"
+        )
     return dtype
 
 
 def shuffle_keys(seed: int, unit: int, numbers: NDArray[np.int64]) -> NDArray[np.uint64]:
-    """A keyed hash of each document, by which documents are sorted: SplitMix64 rounds over (seed, unit, document)."""
+    """A keyed hash of each document, by which documents are sorted: SplitMix64 rounds over (seed,
+    unit, document).
+    """
     with np.errstate(over="ignore"):
         state = np.full(len(numbers), seed, np.uint64)
         for word in (np.full(len(numbers), unit, np.uint64), numbers.astype(np.uint64)):
@@ -493,12 +589,18 @@ def _permuted(batch: Tokens, order: NDArray[np.int64]) -> Tokens:
     data = np.ascontiguousarray(batch.tokens)
     size = batch.document_tokens * data.itemsize
     start = np.cumsum(size) - size
-    if int(size.sum()) != data.nbytes or len(order) != len(size):  # addresses go to a kernel, which looks no further
-        raise ConvertError(f"documents of {int(size.sum())} bytes are to be cut out of {data.nbytes}")
+    # addresses go to a kernel, which looks no further
+    if int(size.sum()) != data.nbytes or len(order) != len(size):
+        raise ConvertError(
+            f"documents of {int(size.sum())} bytes are to be cut out of {data.nbytes}"
+        )
     tokens = np.empty_like(data)
     own = size[order]
     copy_bytes(
-        _NOTHING, address_of(data.view(np.uint8)) + start[order], own, address_of(tokens.view(np.uint8)) + np.cumsum(own) - own
+        _NOTHING,
+        address_of(data.view(np.uint8)) + start[order],
+        own,
+        address_of(tokens.view(np.uint8)) + np.cumsum(own) - own,
     )
     return Tokens(
         tokens=tokens,
@@ -511,4 +613,6 @@ def _permuted(batch: Tokens, order: NDArray[np.int64]) -> Tokens:
 def ragged(starts: NDArray[np.int64], counts: NDArray[np.int64]) -> NDArray[np.int64]:
     """starts[0], starts[0] + 1, ... (counts[0] of them), then those of starts[1], and so on."""
     ends = np.cumsum(counts)
-    return np.repeat(starts - (ends - counts), counts) + np.arange(int(ends[-1]) if len(ends) else 0)
+    return np.repeat(starts - (ends - counts), counts) + np.arange(
+        int(ends[-1]) if len(ends) else 0
+    )

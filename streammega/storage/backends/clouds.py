@@ -1,4 +1,6 @@
-"""`storage_options` for Google Cloud Storage and Azure, as obstore, gcsfs and adlfs name them, for obstore's clients."""
+"""`storage_options` for Google Cloud Storage and Azure, as obstore, gcsfs and adlfs name them, for
+obstore's clients.
+"""
 
 from __future__ import annotations
 
@@ -19,11 +21,13 @@ _SEARCHED = ("google_default", "cloud", "cache")
 def cloud_arguments(scheme: str, config: StorageConfig) -> dict[str, Any]:
     """Keyword arguments for `obstore.store.from_url`.
 
-    `endpoint_url` is an emulator or gateway, plain http if it says so; `anon` sends no signature; of gcsfs's `token`, a path is
-    the file of a service account and a mapping its content. Everything else has obstore's names, and obstore refuses what it
-    does not know.
+    `endpoint_url` is an emulator or gateway, plain http if it says so; `anon` sends no signature;
+    of gcsfs's `token`, a path is the file of a service account and a mapping its content.
+    Everything else has obstore's names, and obstore refuses what it does not know.
     """
-    options = {name: value for name, value in config.storage_options.items() if name not in _OF_DRIVERS}
+    options = {
+        name: value for name, value in config.storage_options.items() if name not in _OF_DRIVERS
+    }
     client_kwargs = options.pop("client_kwargs", None) or {}
     name = _ENDPOINT[scheme]
     if given := options.pop("endpoint_url", None):
@@ -35,4 +39,7 @@ def cloud_arguments(scheme: str, config: StorageConfig) -> dict[str, Any]:
         options["service_account_key"] = json.dumps(dict(token))
     elif token and token not in _SEARCHED:
         options["application_credentials"] = str(token)
-    return {"config": options, "client_options": client_options(config, str(options.get(name) or ""), client_kwargs)}
+    return {
+        "config": options,
+        "client_options": client_options(config, str(options.get(name) or ""), client_kwargs),
+    }

@@ -43,7 +43,17 @@ from streammega.storage.failures import (
 from streammega.storage.fetch.threads import Pool
 from streammega.storage.parts import part_bytes
 from streammega.storage.retry import RetryPolicy
-from streammega.storage.store import Buffer, Bytes, ObjectInfo, Span, check_object_key, ended_early, fill, listed_etag, throttled
+from streammega.storage.store import (
+    Buffer,
+    Bytes,
+    ObjectInfo,
+    Span,
+    check_object_key,
+    ended_early,
+    fill,
+    listed_etag,
+    throttled,
+)
 from streammega.storage.versions import check_version
 
 log = logging.getLogger(__name__)
@@ -51,7 +61,9 @@ log = logging.getLogger(__name__)
 RECHECK = 30.0
 """Seconds between two looks at the ETag of an object whose bodies come without one."""
 _of_parents: list[Any] = []
-"""Drivers that this process was forked with, kept: s3fs's would try to close its parent's connections, and print why not."""
+"""Drivers that this process was forked with, kept: s3fs's would try to close its parent's
+connections, and print why not.
+"""
 
 
 class FsspecStore:
@@ -69,7 +81,11 @@ class FsspecStore:
         return f"FsspecStore({self.scheme}://)"
 
     def __getstate__(self) -> dict[str, Any]:
-        return {"scheme": self.scheme, "config": self._config, "answered": self._policy.has_answered}
+        return {
+            "scheme": self.scheme,
+            "config": self._config,
+            "answered": self._policy.has_answered,
+        }
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__init__(state["scheme"], state["config"])  # type: ignore[misc]
@@ -77,7 +93,8 @@ class FsspecStore:
 
     def url(self, key: str) -> str:
         """The full URL of a key, without credentials."""
-        whole = key if "://" in key else f"{self.scheme}://{key.lstrip('/')}"  # keys of http are URLs
+        # keys of http are URLs
+        whole = key if "://" in key else f"{self.scheme}://{key.lstrip('/')}"
         return redact(whole, self._config.storage_options)
 
     def info(self, key: str) -> ObjectInfo:
@@ -98,22 +115,32 @@ class FsspecStore:
         return pool.call(lambda: self._policy.call(head))
 
     def _checksum(self, fs: Any, key: str) -> str:
-        """What a driver makes of its own knowledge of an object; of http that is the URL alone, which tells no versions apart."""
+        """What a driver makes of its own knowledge of an object; of http that is the URL alone,
+        which tells no versions apart.
+        """
         return "" if self.scheme in ("http", "https") else str(fs.ukey(key))
 
-    def read_ranges(self, key: str, starts: Sequence[int], stops: Sequence[int], etag: str = "") -> list[Buffer]:
+    def read_ranges(
+        self, key: str, starts: Sequence[int], stops: Sequence[int], etag: str = ""
+    ) -> list[Buffer]:
         """Concurrent range requests; each body's length is checked, failures are tried again."""
         _, pool = self._filesystem()
         return read_side_by_side(self, key, starts, stops, etag, self._policy, pool)
 
-    def read_into(self, key: str, spans: Sequence[Span], outs: Sequence[Bytes], etag: str = "") -> None:
-        """One request each; drivers other than s3fs do not tell the ETag of a body, so the object's is asked for now and then."""
+    def read_into(
+        self, key: str, spans: Sequence[Span], outs: Sequence[Bytes], etag: str = ""
+    ) -> None:
+        """One request each; drivers other than s3fs do not tell the ETag of a body, so the object's
+        is asked for now and then.
+        """
         self._check_object_key(key)
         fs, _ = self._filesystem()
         url = self.url(key)
         try:
             if self.scheme == "s3":
-                answers = fsspec.asyn.sync(fs.loop, _get_object, fs, key, spans, timeout=self._config.timeout)
+                answers = fsspec.asyn.sync(
+                    fs.loop, _get_object, fs, key, spans, timeout=self._config.timeout
+                )
                 for _, found in answers:
                     check_version(url, etag, found)
                 bodies = [body for body, _ in answers]
@@ -140,16 +167,25 @@ class FsspecStore:
             try:
                 if recursive:
                     return fs.find(folder, detail=True)
-                return {item["name"]: item for item in fs.ls(folder, detail=True) if item["type"] == "file"}
+                return {
+                    item["name"]: item
+                    for item in fs.ls(folder, detail=True)
+                    if item["type"] == "file"
+                }
             except FileNotFoundError:
                 return {}
             except BaseException as error:
                 raise self._error(prefix, error) from None
 
         found = pool.call(lambda: self._policy.call(find))
-        spell = listed_etag if self.scheme == "s3" else str  # what other drivers call an ETag may be anything
+        # what other drivers call an ETag may be anything
+        spell = listed_etag if self.scheme == "s3" else str
         items = [
-            ObjectInfo(key=key, size=int(meta["size"]), etag=spell(meta.get("ETag") or meta.get("etag") or ""))
+            ObjectInfo(
+                key=key,
+                size=int(meta["size"]),
+                etag=spell(meta.get("ETag") or meta.get("etag") or ""),
+            )
             for key, meta in found.items()
             if key.lstrip("/").startswith(prefix.lstrip("/"))
         ]
@@ -162,7 +198,9 @@ class FsspecStore:
         try:
             if self.scheme == "s3":
                 fs.call_s3 = self._trying_again(key, fs.call_s3)
-                return FsspecWriter(fs.open(key, "wb", autocommit=False), lambda error: self._error(key, error))
+                return FsspecWriter(
+                    fs.open(key, "wb", autocommit=False), lambda error: self._error(key, error)
+                )
             return RenamingWriter(fs, key, lambda error: self._error(key, error))
         except BaseException as error:
             raise self._error(key, error) from None
@@ -179,7 +217,10 @@ class FsspecStore:
         return lambda *args, **kwargs: self._policy.call(lambda: attempt(*args, **kwargs))
 
     def create(self, key: str, data: bytes) -> bool:
-        """One PUT under the condition that nothing is there, by s3fs. Raises StorageError for drivers that have no such."""
+        """One PUT under the condition that nothing is there, by s3fs.
+
+        Raises StorageError for drivers that have no such.
+        """
         self._check_object_key(key)
         if self.scheme != "s3":
             raise StorageError(f"{self.url(key)}: its driver has no conditional writes")
@@ -218,7 +259,9 @@ class FsspecStore:
             return self._opened[1], self._opened[2]
 
     def _open(self) -> Any:
-        """A driver that tries once, where drivers can be told to: what fails is tried again by storage.retry."""
+        """A driver that tries once, where drivers can be told to: what fails is tried again by
+        storage.retry.
+        """
         options = dict(self._config.storage_options)
         # Listings cached by the driver would hide that an object was replaced.
         options |= {"use_listings_cache": False, "skip_instance_cache": True}
@@ -236,7 +279,9 @@ class FsspecStore:
                 fs.retries = 1  # s3fs counts tries, not retries
             return fs
         except ImportError as error:
-            raise ConfigError(f"{self.scheme}://: the fsspec driver is not installed: {error}") from None
+            raise ConfigError(
+                f"{self.scheme}://: the fsspec driver is not installed: {error}"
+            ) from None
         except Exception as error:
             limit = blame_limit(error)
             if limit:
@@ -248,7 +293,8 @@ class FsspecStore:
         """The streammega error for whatever an fsspec driver raises."""
         if isinstance(error, StreammegaError) or not isinstance(error, Exception):
             return error
-        name, url = type(error).__name__, self.url(key)
+        name = type(error).__name__
+        url = self.url(key)
         text = redact(f"{name}: {error}".splitlines()[0], self._config.storage_options)
         status = status_of(error)
         if status:
@@ -259,8 +305,15 @@ class FsspecStore:
             return denied(url, text)
         if "InvalidRange" in text or "416, message" in text or "not satisfiable" in text:
             return ended_early(url, text)
-        busy = isinstance(error, OSError) and error.errno == errno.EBUSY  # what s3fs makes of a bare 503
-        if busy or "SlowDown" in text or "reduce your request rate" in text or "TooManyRequests" in text or "(503)" in text:
+        # what s3fs makes of a bare 503
+        busy = isinstance(error, OSError) and error.errno == errno.EBUSY
+        if (
+            busy
+            or "SlowDown" in text
+            or "reduce your request rate" in text
+            or "TooManyRequests" in text
+            or "(503)" in text
+        ):
             return throttled(url, text)
         broken = is_of_network(error)
         limit = blame_limit_of_connection(error) if broken else blame_limit(error)
@@ -274,11 +327,15 @@ class FsspecStore:
 
 
 async def _get_object(fs: Any, key: str, spans: Sequence[Span]) -> list[tuple[bytes, str]]:
-    """Bytes of spans of an S3 object, each with the ETag of its answer, by concurrent requests of s3fs's own client."""
+    """Bytes of spans of an S3 object, each with the ETag of its answer, by concurrent requests of
+    s3fs's own client.
+    """
     bucket, _, name = key.lstrip("/").partition("/")
 
     async def get(start: int, stop: int) -> tuple[bytes, str]:
-        answer = await fs._call_s3("get_object", Bucket=bucket, Key=name, Range=f"bytes={start}-{stop - 1}", **fs.req_kw)
+        answer = await fs._call_s3(
+            "get_object", Bucket=bucket, Key=name, Range=f"bytes={start}-{stop - 1}", **fs.req_kw
+        )
         try:
             return await answer["Body"].read(), str(answer.get("ETag") or "")
         finally:
@@ -293,10 +350,14 @@ async def _get_object(fs: Any, key: str, spans: Sequence[Span]) -> list[tuple[by
 
 
 class RenamingWriter:
-    """For drivers that publish a file when it is closed, or while it is written: another name, then a rename."""
+    """For drivers that publish a file when it is closed, or while it is written: another name, then
+    a rename.
+    """
 
     def __init__(self, fs: Any, key: str, wrap: Any) -> None:
-        self._fs, self._key, self._wrap = fs, key, wrap
+        self._fs = fs
+        self._key = key
+        self._wrap = wrap
         self._temporary = f"{key}.{uuid.uuid4().hex}.partial"
         self._file = fs.open(self._temporary, "wb")
 
@@ -325,7 +386,9 @@ class RenamingWriter:
 
 
 def _rename(fs: Any, old: str, new: str) -> None:
-    """Move a file. fsspec's own `mv`, of drivers that have none, takes signs of globs in a name for one: then it is copied."""
+    """Move a file. fsspec's own `mv`, of drivers that have none, takes signs of globs in a name for
+    one: then it is copied.
+    """
     if type(fs).mv is fsspec.AbstractFileSystem.mv and any(sign in old for sign in "*?["):
         fs.cp_file(old, new)
         fs.rm_file(old)
@@ -337,11 +400,13 @@ class FsspecWriter:
     """An s3fs file opened without autocommit: a multipart upload that is completed or aborted."""
 
     def __init__(self, file: Any, wrap: Any) -> None:
-        self._file, self._wrap = file, wrap
+        self._file = file
+        self._wrap = wrap
 
     def write(self, data: bytes | memoryview) -> None:
         """Append bytes, in parts that grow: s3fs sends one whenever `blocksize` bytes are there."""
-        if not getattr(self._file.fs, "fixed_upload_size", False):  # s3fs of 2024 has no such setting
+        # s3fs of 2024 has no such setting
+        if not getattr(self._file.fs, "fixed_upload_size", False):
             sent = len(getattr(self._file, "parts", None) or [])
             self._file.blocksize = max(self._file.blocksize, part_bytes(sent))
         try:

@@ -55,21 +55,27 @@ class LocalStore:
             raise ObjectNotFoundError(f"{key}: is a folder, not a file")
         return ObjectInfo(key=key, size=stat.st_size, etag=etag_of(stat))
 
-    def read_ranges(self, key: str, starts: Sequence[int], stops: Sequence[int], etag: str = "") -> list[Buffer]:
+    def read_ranges(
+        self, key: str, starts: Sequence[int], stops: Sequence[int], etag: str = ""
+    ) -> list[Buffer]:
         """Views of the mapped file; no bytes move until they are used."""
         view = self.view(key, etag)
         return [checked(key, a, b, view[a:b]) for a, b in zip(starts, stops, strict=True)]
 
-    def read_into(self, key: str, spans: Sequence[Span], outs: Sequence[Bytes], etag: str = "") -> None:
+    def read_into(
+        self, key: str, spans: Sequence[Span], outs: Sequence[Bytes], etag: str = ""
+    ) -> None:
         """A copy out of the mapped file."""
         view = self.view(key, etag)
         fill(key, spans, [view[a:b] for a, b in spans], outs)
 
     def view(self, key: str, etag: str = "") -> memoryview:
-        """The whole file, read-only: the one that had `etag` when it was opened, mapped once; without an ETag, as it is now.
+        """The whole file, read-only: the one that had `etag` when it was opened, mapped once;
+        without an ETag, as it is now.
 
-        A file that was renamed over stays what it was, where it is mapped already. Raises ObjectChangedError where it is not,
-        so what is mapped is always what was opened; ObjectNotFoundError, AccessDeniedError, StorageError.
+        A file that was renamed over stays what it was, where it is mapped already. Raises
+        ObjectChangedError where it is not, so what is mapped is always what was opened;
+        ObjectNotFoundError, AccessDeniedError, StorageError.
         """
         with self._lock:
             mapped = self._maps.get(key)
@@ -78,7 +84,9 @@ class LocalStore:
             return mapped.view
 
     def list(self, prefix: str, recursive: bool = True) -> list[ObjectInfo]:
-        """Files whose path starts with `prefix`: at any depth, or only those with no slash after it."""
+        """Files whose path starts with `prefix`: at any depth, or only those with no slash after
+        it.
+        """
         if not recursive:
             try:
                 with os.scandir(os.path.dirname(prefix) or ".") as entries:
@@ -135,7 +143,8 @@ class LocalWriter:
         try:
             self._file.flush()
             os.fsync(self._file.fileno())
-            os.replace(self._temporary, self._path)  # while it is open, and so held: nobody takes it for an orphan
+            # while it is open, and so held: nobody takes it for an orphan
+            os.replace(self._temporary, self._path)
             self._file.close()
         except OSError as error:
             self.abort()
@@ -157,9 +166,13 @@ def local_error(path: str, error: OSError) -> StorageError:
     """The streammega error for an OSError on a local path."""
     reason = error.strerror or str(error)
     if isinstance(error, (FileNotFoundError, NotADirectoryError)):
-        return ObjectNotFoundError(f"{path}: no such file; check the path (a prefix is named without .bin or .idx)")
+        return ObjectNotFoundError(
+            f"{path}: no such file; check the path (a prefix is named without .bin or .idx)"
+        )
     if isinstance(error, PermissionError):
-        return AccessDeniedError(f"{path}: {reason}; check the owner and mode of the file and its folders")
+        return AccessDeniedError(
+            f"{path}: {reason}; check the owner and mode of the file and its folders"
+        )
     limit = blame_limit(error)
     if limit:
         return StorageError(f"{path}: {limit}")
@@ -169,18 +182,24 @@ def local_error(path: str, error: OSError) -> StorageError:
 
 
 def etag_of(stat: os.stat_result) -> str:
-    """Size and modification time: what changes with the bytes, and with nothing else (a mode, a link, another mount)."""
+    """Size and modification time: what changes with the bytes, and with nothing else (a mode, a
+    link, another mount).
+    """
     return f"{stat.st_size:x}-{stat.st_mtime_ns:x}"
 
 
 def _map(path: str, etag: str, known: _Mapped | None) -> _Mapped:
-    """A file as it is now; `known` where that is the same. Raises ObjectChangedError if `etag` is given, and another one's."""
+    """A file as it is now; `known` where that is the same.
+
+    Raises ObjectChangedError if `etag` is given, and another one's.
+    """
     try:
         fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     except OSError as error:
         raise local_error(path, error) from None
     try:
-        stat = os.fstat(fd)  # of the very file that is mapped: its name may stand for another one by now
+        # of the very file that is mapped: its name may stand for another one by now
+        stat = os.fstat(fd)
         check_version(path, etag, etag_of(stat))
         place = (stat.st_dev, stat.st_ino)
         if known is not None and (known.etag, known.place) == (etag_of(stat), place):

@@ -1,8 +1,8 @@
 """Files mapped into memory, without a descriptor for each.
 
-Python's `mmap` keeps a duplicate of the descriptor, so a dataset of a thousand shards would use up the
-usual `ulimit -n`. The kernel needs none once a file is mapped. Whoever maps knows the length that the
-addresses are good for: it is proven here, of the very file that is mapped.
+Python's `mmap` keeps a duplicate of the descriptor, so a dataset of a thousand shards would use up
+the usual `ulimit -n`. The kernel needs none once a file is mapped. Whoever maps knows the length
+that the addresses are good for: it is proven here, of the very file that is mapped.
 """
 
 from __future__ import annotations
@@ -49,17 +49,20 @@ class _Mapping:
 
 
 def map_file(fd: int, size: int, path: str | os.PathLike[str]) -> NDArray[np.uint8]:
-    """The first `size` bytes of an open file, read-only, uint8 [size]. The descriptor may be closed at once.
+    """The first `size` bytes of an open file, read-only, uint8 [size]. The descriptor may be closed
+    at once.
 
-    The bytes stay mapped as long as this array or a view of it lives, also when the file is removed or
-    renamed over. A file that is *shortened* while it is mapped ends the process at the next access
-    (SIGBUS): the kernel knows no other way.
+    The bytes stay mapped as long as this array or a view of it lives, also when the file is removed
+    or renamed over. A file that is *shortened* while it is mapped ends the process at the next
+    access (SIGBUS): the kernel knows no other way.
 
     `path` is for messages. Raises OSError when the file has fewer bytes, or cannot be mapped.
     """
     found = os.fstat(fd).st_size
     if found < size:
-        raise OSError(errno.EIO, f"has {found} bytes, not the {size} that it should have", os.fspath(path))
+        raise OSError(
+            errno.EIO, f"has {found} bytes, not the {size} that it should have", os.fspath(path)
+        )
     if size == 0:
         return np.empty(0, np.uint8)  # no bytes cannot be mapped
     address = _libc.mmap(None, size, mmap.PROT_READ, mmap.MAP_SHARED, fd, 0)

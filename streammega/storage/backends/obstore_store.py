@@ -59,9 +59,13 @@ _NETWORK = ("error sending request", "timed out", "error decoding response body"
 STREAMED_READ = 2 << 20
 """Bodies above this size are copied as they come."""
 ABORT_WITHIN = 5.0
-"""Seconds that an abort waits for the server; parts that it leaves there are for the bucket's lifecycle rules."""
+"""Seconds that an abort waits for the server; parts that it leaves there are for the bucket's
+lifecycle rules.
+"""
 MOST_RETRIES = 1_000_000
-"""More than any deadline has room for: obstore counts tries as well, and may pause shortly each time."""
+"""More than any deadline has room for: obstore counts tries as well, and may pause shortly each
+time.
+"""
 FORKED = "this process was forked after obstore had been used, which obstore does not survive"
 
 
@@ -79,10 +83,11 @@ os.register_at_fork(after_in_child=_note_fork)
 
 
 class ObstoreStore:
-    """One bucket, container or host. Implements `storage.store.Store`; opens its client lazily, per process.
+    """One bucket, container or host. Implements `storage.store.Store`; opens its client lazily, per
+    process.
 
-    A process that was forked after obstore had been used is served by another transport, where there is one: by one client
-    for all calls, and with one warning.
+    A process that was forked after obstore had been used is served by another transport, where
+    there is one: by one client for all calls, and with one warning.
     """
 
     fallback_name = "s3fs"
@@ -103,7 +108,12 @@ class ObstoreStore:
 
     def __getstate__(self) -> dict[str, Any]:
         answered = self._policy.has_answered
-        return {"scheme": self.scheme, "root": self.root, "config": self._config, "answered": answered}
+        return {
+            "scheme": self.scheme,
+            "root": self.root,
+            "config": self._config,
+            "answered": answered,
+        }
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__init__(state["scheme"], state["root"], state["config"])  # type: ignore[misc]
@@ -112,7 +122,9 @@ class ObstoreStore:
     def url(self, key: str) -> str:
         """The full URL of a key, without credentials."""
         if key not in self._urls:
-            self._urls[key] = redact(f"{self.scheme}://{self.root}/{key}", self._config.storage_options)
+            self._urls[key] = redact(
+                f"{self.scheme}://{self.root}/{key}", self._config.storage_options
+            )
         return self._urls[key]
 
     def info(self, key: str) -> ObjectInfo:
@@ -130,12 +142,19 @@ class ObstoreStore:
                     self._look_for_bucket(client, key)
                 raise self._error(key, error) from None
             self._bucket_seen = True
-            return ObjectInfo(key=key, size=int(meta["size"]), etag=version_of(meta.get("e_tag"), meta["last_modified"]))
+            return ObjectInfo(
+                key=key,
+                size=int(meta["size"]),
+                etag=version_of(meta.get("e_tag"), meta["last_modified"]),
+            )
 
         return pool.call(lambda: self._policy.call(head))
 
     def _look_for_bucket(self, client: Any, key: str) -> None:
-        """Once: raise if it is the bucket that does not exist. The answer to a HEAD has no body that could say so."""
+        """Once: raise if it is the bucket that does not exist.
+
+        The answer to a HEAD has no body that could say so.
+        """
         if self._bucket_seen:
             return
         try:
@@ -145,7 +164,9 @@ class ObstoreStore:
                 raise self._error(key, error) from None
         self._bucket_seen = True
 
-    def read_ranges(self, key: str, starts: Sequence[int], stops: Sequence[int], etag: str = "") -> list[Buffer]:
+    def read_ranges(
+        self, key: str, starts: Sequence[int], stops: Sequence[int], etag: str = ""
+    ) -> list[Buffer]:
         """Concurrent range requests; each body's length is checked, failures are tried again."""
         instead = self._after_fork() or self._fallback
         if instead is not None:
@@ -153,20 +174,35 @@ class ObstoreStore:
         _, pool = self._client()
         return read_side_by_side(self, key, starts, stops, etag, self._policy, pool)
 
-    def read_into(self, key: str, spans: Sequence[Span], outs: Sequence[Bytes], etag: str = "") -> None:
-        """One GET each: all but the last by one concurrent call; the last one's answer then tells the ETag, after the others."""
+    def read_into(
+        self, key: str, spans: Sequence[Span], outs: Sequence[Bytes], etag: str = ""
+    ) -> None:
+        """One GET each: all but the last by one concurrent call; the last one's answer then tells
+        the ETag, after the others.
+        """
         check_object_key(self.url(key), key)
         instead = self._after_fork() or self._fallback
         if instead is not None:
             return instead.read_into(self._full(key), spans, outs, etag)
-        client, url = self._client()[0], self.url(key)
+        client = self._client()[0]
+        url = self.url(key)
         try:
             before, (start, stop) = spans[:-1], spans[-1]
             bodies: list[Any] = []
             if before:
-                bodies += obstore.get_ranges(client, key, starts=[a for a, _ in before], ends=[b for _, b in before], coalesce=0)
+                bodies += obstore.get_ranges(
+                    client,
+                    key,
+                    starts=[a for a, _ in before],
+                    ends=[b for _, b in before],
+                    coalesce=0,
+                )
             answer = obstore.get(client, key, options={"range": (start, stop)})
-            check_version(url, etag, version_like(etag, answer.meta.get("e_tag"), answer.meta["last_modified"]))
+            check_version(
+                url,
+                etag,
+                version_like(etag, answer.meta.get("e_tag"), answer.meta["last_modified"]),
+            )
             if before or stop - start <= STREAMED_READ:
                 bodies.append(answer.bytes())
                 fill(url, spans, [memoryview(body) for body in bodies], outs)
@@ -174,13 +210,18 @@ class ObstoreStore:
                 _drain(url, start, stop, answer, outs[-1])
         except BaseException as error:
             if _ranges_refused(error) and self.scheme == "s3":
-                self._fall_back("the server answers range requests with 200 instead of 206, which obstore refuses")
+                self._fall_back(
+                    "the server answers range requests with 200 instead of 206, which obstore refuses"
+                )
                 return self.read_into(key, spans, outs, etag)
             raise self._error(key, error) from None
         return None
 
     def _after_fork(self) -> FsspecStore | None:
-        """What serves this process if it was forked after obstore had been used. Raises ConfigError where nothing can."""
+        """What serves this process if it was forked after obstore had been used.
+
+        Raises ConfigError where nothing can.
+        """
         return self._fall_back(FORKED) if _lost.is_set() else None
 
     def _fall_back(self, reason: str) -> FsspecStore:
@@ -218,7 +259,10 @@ class ObstoreStore:
         """Objects under a prefix, 1,000 a request; the prefix may end inside a name."""
         if (instead := self._after_fork()) is not None:
             listed = instead.list(self._full(prefix), recursive)
-            return [replace(item, key=item.key.lstrip("/").removeprefix(self._full(""))) for item in listed]
+            return [
+                replace(item, key=item.key.lstrip("/").removeprefix(self._full("")))
+                for item in listed
+            ]
         client, pool = self._client()
         folder = prefix.rpartition("/")[0]  # object stores list by whole path segments
 
@@ -232,21 +276,26 @@ class ObstoreStore:
 
         pages = pool.call(lambda: self._policy.call(pages_of))
         found = [
-            ObjectInfo(key=item["path"], size=int(item["size"]), etag=listed_etag(item.get("e_tag")))
+            ObjectInfo(
+                key=item["path"], size=int(item["size"]), etag=listed_etag(item.get("e_tag"))
+            )
             for item in pages
             if item["path"].startswith(prefix)
         ]
         return sorted(self._as_stored(found) if recursive else found, key=lambda item: item.key)
 
     def _as_stored(self, listed: Sequence[ObjectInfo]) -> Sequence[ObjectInfo]:
-        """Without what only looks like an object: obstore takes slashes off the ends of keys, those of folders' markers too.
+        """Without what only looks like an object: obstore takes slashes off the ends of keys, those
+        of folders' markers too.
 
         What is empty may be a marker, and what is there twice is one of both: these are asked for.
         """
         found = {item.key: item for item in listed}
         seen = Counter(item.key for item in listed)
         doubtful = [item.key for item in found.values() if not item.size or seen[item.key] > 1]
-        for key, there in zip(doubtful, self._client()[1].map(self._info_or_none, doubtful), strict=True):
+        for key, there in zip(
+            doubtful, self._client()[1].map(self._info_or_none, doubtful), strict=True
+        ):
             if there is None:
                 del found[key]
             else:
@@ -272,7 +321,10 @@ class ObstoreStore:
         return ObstoreWriter(client, key, self.url(key), wrap, pool, self._config.upload_part_bytes)
 
     def _knock(self, key: str) -> None:
-        """Raise if no server is there. A client that writes has one deadline for good, which is that of a server that answers."""
+        """Raise if no server is there.
+
+        A client that writes has one deadline for good, which is that of a server that answers.
+        """
         try:
             self.info(key)
         except StorageError as error:
@@ -280,7 +332,9 @@ class ObstoreStore:
                 raise
 
     def create(self, key: str, data: bytes) -> bool:
-        """One PUT under the condition that nothing is there (If-None-Match, or what the cloud has for it)."""
+        """One PUT under the condition that nothing is there (If-None-Match, or what the cloud has
+        for it).
+        """
         check_object_key(self.url(key), key)
         if (instead := self._after_fork()) is not None:
             return instead.create(self._full(key), data)
@@ -317,7 +371,8 @@ class ObstoreStore:
     def _client(self) -> tuple[Any, Pool]:
         _used.set()
         with self._lock:
-            if self._opened is None or self._opened[0] != os.getpid():  # a client does not survive a fork
+            # a client does not survive a fork
+            if self._opened is None or self._opened[0] != os.getpid():
                 pool = Pool(min(32, self._config.max_requests))
                 self._opened = (os.getpid(), self._open(TRY_ONCE), pool)
             return self._opened[1], self._opened[2]
@@ -331,13 +386,16 @@ class ObstoreStore:
             if self.scheme in ("http", "https"):
                 client_kwargs = self._config.storage_options.get("client_kwargs") or {}
                 client: Any = client_options(self._config, url, client_kwargs)
-                return obstore.store.HTTPStore.from_url(url, client_options=client, retry_config=retry)
+                return obstore.store.HTTPStore.from_url(
+                    url, client_options=client, retry_config=retry
+                )
             from_url: Any = obstore.store.from_url  # its overloads differ by scheme
             return from_url(url, retry_config=retry, **cloud_arguments(self.scheme, self._config))
         except StreammegaError:
             raise
         except Exception as error:
-            limit = blame_limit_of_connection(error)  # of which a client that cannot be built says nothing
+            # of which a client that cannot be built says nothing
+            limit = blame_limit_of_connection(error)
             if limit:
                 raise EndpointError(f"{self.url('')}: {limit}") from None
             reason = redact(str(error).splitlines()[0], self._config.storage_options)
@@ -356,7 +414,9 @@ class ObstoreStore:
         status = _STATUS.search(text)
         if status:
             return failure_of_status(
-                url, int(status[1]), redact(str(error).partition("\n\nDebug source")[0], self._config.storage_options)
+                url,
+                int(status[1]),
+                redact(str(error).partition("\n\nDebug source")[0], self._config.storage_options),
             )
         if isinstance(error, FileNotFoundError):
             return missing(url)
@@ -364,7 +424,10 @@ class ObstoreStore:
             return StorageError(
                 f"{url}: obstore cannot list this; set transport='fsspec', or name the objects otherwise ({text})"
             )
-        if isinstance(error, (obstore.exceptions.PermissionDeniedError, obstore.exceptions.UnauthenticatedError)):
+        if isinstance(
+            error,
+            (obstore.exceptions.PermissionDeniedError, obstore.exceptions.UnauthenticatedError),
+        ):
             return denied(url, text)
         network = any(sign in str(error) for sign in _NETWORK)
         limit = blame_limit_of_connection(error) if network else blame_limit(error)
@@ -381,7 +444,9 @@ def _retry_config(policy: RetryPolicy) -> Any:
         "backoff": {
             "init_backoff": timedelta(seconds=FIRST_PAUSE),
             "max_backoff": timedelta(seconds=LONGEST_PAUSE),
-            "base": 4,  # a pause is drawn from the first one to so many times the last: by 2 they would hardly grow
+            # a pause is drawn from the first one to so many times the last: by 2 they would hardly
+            # grow
+            "base": 4,
         },
     }
 
@@ -407,10 +472,19 @@ class ObstoreWriter:
     """Streams parts from a thread; small objects are one plain PUT."""
 
     def __init__(
-        self, client: Any, key: str, url: str, wrap: Callable[[BaseException], BaseException], pool: Pool, part_bytes: int
+        self,
+        client: Any,
+        key: str,
+        url: str,
+        wrap: Callable[[BaseException], BaseException],
+        pool: Pool,
+        part_bytes: int,
     ) -> None:
-        self._client, self._key, self._url = client, key, url
-        self._wrap, self._pool = wrap, pool
+        self._client = client
+        self._key = key
+        self._url = url
+        self._wrap = wrap
+        self._pool = pool
         self._part_bytes = part_bytes
         self._buffer = bytearray()
         self._sent = 0
@@ -431,7 +505,9 @@ class ObstoreWriter:
         try:
             if self._thread is None:
                 body = bytes(self._buffer)
-                self._pool.call(lambda: obstore.put(self._client, self._key, body, use_multipart=False))
+                self._pool.call(
+                    lambda: obstore.put(self._client, self._key, body, use_multipart=False)
+                )
                 return
             if self._buffer:
                 self._send(bytes(self._buffer))
@@ -446,7 +522,8 @@ class ObstoreWriter:
         self._buffer.clear()
         self._aborted.set()
         if self._thread is not None and self._thread.is_alive():
-            with contextlib.suppress(queue.Full):  # then a part is there to be taken, whose taker looks whether it is wanted
+            # then a part is there to be taken, whose taker looks whether it is wanted
+            with contextlib.suppress(queue.Full):
                 self._parts.put_nowait(None)
             self._thread.join(ABORT_WITHIN)
 
@@ -454,7 +531,9 @@ class ObstoreWriter:
         if part is not None:
             self._count_part()
         if self._thread is None:
-            self._thread = threading.Thread(target=self._upload, name="streammega-upload", daemon=True)
+            self._thread = threading.Thread(
+                target=self._upload, name="streammega-upload", daemon=True
+            )
             self._thread.start()
         while True:
             try:
@@ -462,7 +541,9 @@ class ObstoreWriter:
             except queue.Full:
                 if not self._thread.is_alive():
                     self._raise_failure()
-                    raise StorageError(f"{self._url}: the upload ended before all of its parts were sent") from None
+                    raise StorageError(
+                        f"{self._url}: the upload ended before all of its parts were sent"
+                    ) from None
 
     def _count_part(self) -> None:
         self._sent += 1
@@ -476,7 +557,12 @@ class ObstoreWriter:
     def _upload(self) -> None:
         try:
             obstore.put(
-                self._client, self._key, self._drain(), use_multipart=True, chunk_size=self._part_bytes, max_concurrency=3
+                self._client,
+                self._key,
+                self._drain(),
+                use_multipart=True,
+                chunk_size=self._part_bytes,
+                max_concurrency=3,
             )
         except BaseException as error:
             self._failure = error

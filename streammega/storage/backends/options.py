@@ -33,8 +33,9 @@ def s3_arguments(bucket: str, config: StorageConfig) -> dict[str, Any]:
     """Keyword arguments for `obstore.store.S3Store`, from s3fs-style storage options.
 
     Credentials: the explicit ones, or none with `anon`, or botocore's provider chain (environment,
-    profile, container, instance role), refreshed by that chain when they expire: the same that s3fs uses.
-    Raises ConfigError for an option that neither knows, AccessDeniedError when there are no credentials.
+    profile, container, instance role), refreshed by that chain when they expire: the same that s3fs
+    uses. Raises ConfigError for an option that neither knows, AccessDeniedError when there are no
+    credentials.
     """
     options = dict(config.storage_options)
     unknown = sorted(set(options) - S3_OPTIONS)
@@ -46,18 +47,26 @@ def s3_arguments(bucket: str, config: StorageConfig) -> dict[str, Any]:
     client_kwargs = dict(options.get("client_kwargs") or {})
     style = ((options.get("config_kwargs") or {}).get("s3") or {}).get("addressing_style", "auto")
     session = _botocore_session(options)
-    endpoint = options.get("endpoint_url") or client_kwargs.get("endpoint_url") or _endpoint_of(session)
-    store: dict[str, Any] = {"region": client_kwargs.get("region_name") or session.get_config_variable("region")}
+    endpoint = (
+        options.get("endpoint_url") or client_kwargs.get("endpoint_url") or _endpoint_of(session)
+    )
+    store: dict[str, Any] = {
+        "region": client_kwargs.get("region_name") or session.get_config_variable("region")
+    }
     if store["region"] is None:
         store["region"] = "us-east-1"
     if style == "virtual":
         store["virtual_hosted_style_request"] = True
     if endpoint:
         store["endpoint"] = _with_bucket(endpoint, bucket) if style == "virtual" else endpoint
-        store["aws_endpoint_url_s3"] = store["endpoint"]  # obstore would let the environment's win over `endpoint`
+        # obstore would let the environment's win over `endpoint`
+        store["aws_endpoint_url_s3"] = store["endpoint"]
     if options.get("requester_pays"):
         store["request_payer"] = True
-    arguments: dict[str, Any] = {"config": store, "client_options": client_options(config, endpoint or "", client_kwargs)}
+    arguments: dict[str, Any] = {
+        "config": store,
+        "client_options": client_options(config, endpoint or "", client_kwargs),
+    }
     if options.get("anon"):
         store["skip_signature"] = True
     else:
@@ -65,8 +74,12 @@ def s3_arguments(bucket: str, config: StorageConfig) -> dict[str, Any]:
     return arguments
 
 
-def client_options(config: StorageConfig, endpoint: str, client_kwargs: Mapping[str, Any]) -> dict[str, Any]:
-    """Obstore's HTTP client options: timeouts, plain http only where the endpoint asks for it, certificates."""
+def client_options(
+    config: StorageConfig, endpoint: str, client_kwargs: Mapping[str, Any]
+) -> dict[str, Any]:
+    """Obstore's HTTP client options: timeouts, plain http only where the endpoint asks for it,
+    certificates.
+    """
     client: dict[str, Any] = {
         "timeout": timedelta(seconds=config.timeout),
         "read_timeout": timedelta(seconds=config.stall_timeout),
@@ -98,7 +111,8 @@ def _endpoint_of(session: Any) -> str | None:
     """The endpoint the user's AWS configuration names, where it names one."""
     import os
 
-    for name in ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL"):  # what botocore itself reads, in its order
+    # what botocore itself reads, in its order
+    for name in ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL"):
         if os.environ.get(name):
             return os.environ[name]
     try:
@@ -108,20 +122,31 @@ def _endpoint_of(session: Any) -> str | None:
     return str(endpoint) if endpoint else None
 
 
-def _credential_provider(bucket: str, options: Mapping[str, Any], session: Any) -> Callable[[], dict[str, Any]]:
+def _credential_provider(
+    bucket: str, options: Mapping[str, Any], session: Any
+) -> Callable[[], dict[str, Any]]:
     key = options.get("key") or options.get("username")
     secret = options.get("secret") or options.get("password")
     if bool(key) != bool(secret):
-        raise ConfigError("storage_options need both 'key' and 'secret', or neither; only one of them was given")
+        raise ConfigError(
+            "storage_options need both 'key' and 'secret', or neither; only one of them was given"
+        )
     if key:
-        fixed = {"access_key_id": key, "secret_access_key": secret, "token": options.get("token"), "expires_at": None}
+        fixed = {
+            "access_key_id": key,
+            "secret_access_key": secret,
+            "token": options.get("token"),
+            "expires_at": None,
+        }
         return lambda: dict(fixed)
     import botocore.exceptions
 
     try:
         credentials = session.get_credentials()
     except botocore.exceptions.BotoCoreError as error:
-        raise AccessDeniedError(f"s3://{bucket}: {error}; correct the profile in ~/.aws/config or AWS_PROFILE") from None
+        raise AccessDeniedError(
+            f"s3://{bucket}: {error}; correct the profile in ~/.aws/config or AWS_PROFILE"
+        ) from None
     if credentials is None:
         raise AccessDeniedError(
             f"s3://{bucket}: no credentials found; set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, run 'aws configure', "
@@ -129,7 +154,8 @@ def _credential_provider(bucket: str, options: Mapping[str, Any], session: Any) 
         )
 
     def provide() -> dict[str, Any]:
-        frozen = credentials.get_frozen_credentials()  # botocore refreshes here when they are about to expire
+        # botocore refreshes here when they are about to expire
+        frozen = credentials.get_frozen_credentials()
         return {
             "access_key_id": frozen.access_key,
             "secret_access_key": frozen.secret_key,

@@ -1,7 +1,9 @@
-"""`storage_options` for Alibaba OSS, in the manner of ossfs: endpoints, regions, and the arguments of obstore's S3 client.
+"""`storage_options` for Alibaba OSS, in the manner of ossfs: endpoints, regions, and the arguments
+of obstore's S3 client.
 
-OSS speaks two dialects at hosts of their own: its native one (`bucket.oss-cn-hangzhou.aliyuncs.com`) and S3's
-(`bucket.s3.oss-cn-hangzhou.aliyuncs.com`). Both take buckets by host name only.
+OSS speaks two dialects at hosts of their own: its native one
+(`bucket.oss-cn-hangzhou.aliyuncs.com`) and S3's (`bucket.s3.oss-cn-hangzhou.aliyuncs.com`). Both
+take buckets by host name only.
 """
 
 from __future__ import annotations
@@ -44,16 +46,24 @@ _REGION_OF_HOST = (
     re.compile(r"([a-z]+-[a-z0-9-]+)\.oss\.aliyuncs\.com"),  # dual stack
 )
 _REGION_OF_NO_REGION = "us-east-1"
-"""What Alibaba's example for AWS's Java SDK signs for (`Region.AWS_GLOBAL`); accelerate endpoints name no region."""
+"""What Alibaba's example for AWS's Java SDK signs for (`Region.AWS_GLOBAL`); accelerate endpoints
+name no region.
+"""
 _OBSTORE_ENVIRONMENT = ("AWS_SERVER_SIDE_ENCRYPTION", "AWS_CHECKSUM_ALGORITHM")
-"""Settings of AWS that obstore takes from the environment, and that its arguments cannot take back."""
+"""Settings of AWS that obstore takes from the environment, and that its arguments
+cannot take back.
+"""
 _CREDENTIALS_LAST = timedelta(minutes=10)
 """obstore asks again five minutes before that."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class OssEndpoint:
-    """Where buckets are. `host` is the native one, without a bucket and with its port; `region` is "" if nothing tells it."""
+    """Where buckets are.
+
+    `host` is the native one, without a bucket and with its port; `region` is "" if nothing tells
+    it.
+    """
 
     scheme: str
     host: str
@@ -61,7 +71,9 @@ class OssEndpoint:
 
     @property
     def is_address(self) -> bool:
-        """Whether the host is an IP address or localhost, of which no bucket can be a sub-domain: path style, as in oss2."""
+        """Whether the host is an IP address or localhost, of which no bucket can be a sub-domain:
+        path style, as in oss2.
+        """
         name = urlsplit(f"//{self.host}").hostname or ""
         try:
             return bool(ipaddress.ip_address(name))
@@ -81,13 +93,21 @@ class OssEndpoint:
         return f"{self.scheme}://{bucket}.{prefix}{self.host}"
 
 
-def oss_endpoint(bucket: str, options: Mapping[str, Any], environment: Mapping[str, str]) -> OssEndpoint:
+def oss_endpoint(
+    bucket: str, options: Mapping[str, Any], environment: Mapping[str, str]
+) -> OssEndpoint:
     """The endpoint of the options, or else of OSS_ENDPOINT, or else the public one of the region.
 
-    It may be given with or without a scheme (https then), the bucket, and the `s3.` of the other dialect. The region: the
-    option, what the host's name says, OSS_REGION; `oss-cn-hangzhou` and `cn-hangzhou` are the same. Raises ConfigError.
+    It may be given with or without a scheme (https then), the bucket, and the `s3.` of the other
+    dialect. The region: the option, what the host's name says, OSS_REGION; `oss-cn-hangzhou` and
+    `cn-hangzhou` are the same. Raises ConfigError.
     """
-    given = str(options.get("endpoint") or options.get("endpoint_url") or environment.get("OSS_ENDPOINT") or "").strip()
+    given = str(
+        options.get("endpoint")
+        or options.get("endpoint_url")
+        or environment.get("OSS_ENDPOINT")
+        or ""
+    ).strip()
     region = _region(options.get("region"))
     if not given:
         region = region or _region(environment.get("OSS_REGION"))
@@ -99,7 +119,11 @@ def oss_endpoint(bucket: str, options: Mapping[str, Any], environment: Mapping[s
         given = f"oss-{region}{_ALIYUN}"
     scheme, host = _parsed(bucket, given)
     host = host.removeprefix(f"{bucket}.").removeprefix("s3.")
-    return OssEndpoint(scheme=scheme, host=host, region=region or _region_of(host) or _region(environment.get("OSS_REGION")))
+    return OssEndpoint(
+        scheme=scheme,
+        host=host,
+        region=region or _region_of(host) or _region(environment.get("OSS_REGION")),
+    )
 
 
 def _parsed(bucket: str, given: str) -> tuple[str, str]:
@@ -134,8 +158,11 @@ def check_options(bucket: str, options: Mapping[str, Any]) -> None:
         )
 
 
-def obstore_arguments(bucket: str, config: StorageConfig, current: Callable[[], OssKey] | None) -> dict[str, Any]:
-    """Keyword arguments for `obstore.store.S3Store`, which asks `current` for the key. Raises ConfigError.
+def obstore_arguments(
+    bucket: str, config: StorageConfig, current: Callable[[], OssKey] | None
+) -> dict[str, Any]:
+    """Keyword arguments for `obstore.store.S3Store`, which asks `current` for the key. Raises
+    ConfigError.
 
     Without it requests are anonymous.
     """
@@ -158,7 +185,8 @@ def obstore_arguments(bucket: str, config: StorageConfig, current: Callable[[], 
         "unsigned_payload": False,
         "request_payer": False,
         "s3_express": False,
-        "disable_bulk_delete": True,  # OSS asks for a Content-MD5 there, which obstore does not send
+        # OSS asks for a Content-MD5 there, which obstore does not send
+        "disable_bulk_delete": True,
     }
     arguments: dict[str, Any] = {
         "config": store,

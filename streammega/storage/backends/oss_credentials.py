@@ -18,14 +18,22 @@ from streammega.errors import AccessDeniedError, ConfigError, EndpointError
 log = logging.getLogger(__name__)
 
 READ_AGAIN = timedelta(minutes=5)
-"""Credentials without an expiry are read again after that: whoever replaces them need not restart the run."""
+"""Credentials without an expiry are read again after that: whoever replaces them need not restart
+the run.
+"""
 MARGIN = timedelta(minutes=2)
 """Credentials are read again that long before they expire."""
 LEAST_PAUSE = 1.0
-"""Seconds between two readings, so that credentials that are never renewed are not asked for with every request."""
+"""Seconds between two readings, so that credentials that are never renewed are not asked for with
+every request.
+"""
 _ENVIRONMENT = (
     ("OSS_ACCESS_KEY_ID", "OSS_ACCESS_KEY_SECRET", ("OSS_SESSION_TOKEN", "OSS_SECURITY_TOKEN")),
-    ("ALIBABA_CLOUD_ACCESS_KEY_ID", "ALIBABA_CLOUD_ACCESS_KEY_SECRET", ("ALIBABA_CLOUD_SECURITY_TOKEN",)),
+    (
+        "ALIBABA_CLOUD_ACCESS_KEY_ID",
+        "ALIBABA_CLOUD_ACCESS_KEY_SECRET",
+        ("ALIBABA_CLOUD_SECURITY_TOKEN",),
+    ),
 )
 _URI = "ALIBABA_CLOUD_CREDENTIALS_URI"
 _NAMES = {
@@ -38,7 +46,9 @@ _NAMES = {
 
 @dataclass(frozen=True, kw_only=True)
 class OssKey:
-    """An AccessKey; with a token it is a temporary one, valid until `expires` where that is known."""
+    """An AccessKey; with a token it is a temporary one, valid until `expires` where
+    that is known.
+    """
 
     access_key_id: str
     access_key_secret: str = field(repr=False)
@@ -64,9 +74,15 @@ class OssCredentials:
         """
         if options.get("anon"):
             return None
-        given = [name for name in ("key", "credentials_provider", "credentials_file") if options.get(name)]
+        given = [
+            name
+            for name in ("key", "credentials_provider", "credentials_file")
+            if options.get(name)
+        ]
         if len(given) > 1:
-            raise ConfigError(f"oss://{bucket}: storage_options hold {' and '.join(given)}; give one of them")
+            raise ConfigError(
+                f"oss://{bucket}: storage_options hold {' and '.join(given)}; give one of them"
+            )
         if bool(options.get("key")) != bool(options.get("secret")):
             raise ConfigError(
                 f"oss://{bucket}: storage_options need both 'key' and 'secret', or neither; only one of them was given"
@@ -81,7 +97,10 @@ class OssCredentials:
         return cls(lambda: _of_environment(bucket))
 
     def current(self) -> OssKey:
-        """The key in use, read again when it is about to expire. Raises AccessDeniedError when there is none."""
+        """The key in use, read again when it is about to expire.
+
+        Raises AccessDeniedError when there is none.
+        """
         with self._lock:
             return self._key if self._key is not None and not self._is_due() else self._read_again()
 
@@ -94,7 +113,8 @@ class OssCredentials:
     def renew(self, refused: OssKey) -> bool:
         """After the server has refused a key: whether there is another one now.
 
-        Raises EndpointError, which is tried again, if that cannot be told: a file may just be written anew.
+        Raises EndpointError, which is tried again, if that cannot be told: a file may just be
+        written anew.
         """
         with self._lock:
             if self._key != refused:
@@ -116,7 +136,10 @@ class OssCredentials:
         except Exception as error:
             if self._key is None or _is_over(self._key):
                 raise
-            log.warning("the OSS credentials could not be read again (%s); going on with those in use", type(error).__name__)
+            log.warning(
+                "the OSS credentials could not be read again (%s); going on with those in use",
+                type(error).__name__,
+            )
             self._read_at = time.monotonic()
         assert self._key is not None
         return self._key
@@ -131,19 +154,29 @@ class OssCredentials:
         if self._fixed or age < LEAST_PAUSE:
             return False
         expires = self._key.expires
-        return age > READ_AGAIN.total_seconds() or (expires is not None and datetime.now(timezone.utc) > expires - MARGIN)
+        return age > READ_AGAIN.total_seconds() or (
+            expires is not None and datetime.now(timezone.utc) > expires - MARGIN
+        )
 
 
 def key_of(found: Any, where: str) -> OssKey:
-    """A key from what a file, a service, a function or an SDK's provider gives. Raises AccessDeniedError."""
+    """A key from what a file, a service, a function or an SDK's provider gives.
+
+    Raises AccessDeniedError.
+    """
     if isinstance(found, Mapping):
         inner = found.get("Credentials")  # so does STS answer
-        fields = {name: _first(inner if isinstance(inner, Mapping) else found, names) for name, names in _NAMES.items()}
+        fields = {
+            name: _first(inner if isinstance(inner, Mapping) else found, names)
+            for name, names in _NAMES.items()
+        }
     else:
         fields = {name: _attribute(found, name) for name in ("access_key_id", "access_key_secret")}
         fields["token"] = _attribute(found, "security_token")
     if not fields["access_key_id"] or not fields["access_key_secret"]:
-        raise AccessDeniedError(f"oss://: {where} gives no credentials; it must hold AccessKeyId and AccessKeySecret")
+        raise AccessDeniedError(
+            f"oss://: {where} gives no credentials; it must hold AccessKeyId and AccessKeySecret"
+        )
     return OssKey(
         access_key_id=str(fields["access_key_id"]).strip(),
         access_key_secret=str(fields["access_key_secret"]).strip(),
@@ -168,9 +201,15 @@ def _time_of(value: Any, where: str) -> datetime | None:
     try:
         if isinstance(value, (int, float)):
             return datetime.fromtimestamp(value, timezone.utc)
-        found = value if isinstance(value, datetime) else datetime.fromisoformat(str(value).replace("Z", "+00:00"))
+        found = (
+            value
+            if isinstance(value, datetime)
+            else datetime.fromisoformat(str(value).replace("Z", "+00:00"))
+        )
     except ValueError:
-        raise ConfigError(f"oss://: {where} says the credentials expire at {value!r}, which is no time") from None
+        raise ConfigError(
+            f"oss://: {where} says the credentials expire at {value!r}, which is no time"
+        ) from None
     return found if found.tzinfo else found.replace(tzinfo=timezone.utc)
 
 
@@ -180,7 +219,9 @@ def _called(provider: Any) -> Any:
         if callable(method := getattr(provider, name, None)):
             return method()
     if not callable(provider):
-        raise ConfigError("oss://: credentials_provider must be a function, or have a method get_credentials()")
+        raise ConfigError(
+            "oss://: credentials_provider must be a function, or have a method get_credentials()"
+        )
     return provider()
 
 
@@ -189,14 +230,18 @@ def _json_file(path: str | os.PathLike[str]) -> Any:
         with open(path, encoding="utf-8") as file:
             return json.load(file)
     except (OSError, ValueError) as error:
-        raise AccessDeniedError(f"oss://: {path}: the credentials cannot be read ({type(error).__name__})") from None
+        raise AccessDeniedError(
+            f"oss://: {path}: the credentials cannot be read ({type(error).__name__})"
+        ) from None
 
 
 def _of_environment(bucket: str) -> OssKey:
     for key, secret, tokens in _ENVIRONMENT:
         if os.environ.get(key) and os.environ.get(secret):
             token = next((os.environ[name] for name in tokens if os.environ.get(name)), "")
-            return OssKey(access_key_id=os.environ[key], access_key_secret=os.environ[secret], token=token)
+            return OssKey(
+                access_key_id=os.environ[key], access_key_secret=os.environ[secret], token=token
+            )
     if uri := os.environ.get(_URI):
         return key_of(_json_at(uri), _URI)
     raise AccessDeniedError(

@@ -1,4 +1,6 @@
-"""Objects of an `oss://` bucket as fsspec's files, for those who read by fsspec: corpora that are converted."""
+"""Objects of an `oss://` bucket as fsspec's files, for those who read by fsspec: corpora that are
+converted.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,8 @@ READ_AHEAD = 8 << 20
 
 
 class OssFiles(AbstractFileSystem):  # type: ignore[misc]
-    """Read-only, by the store that serves the URL: its credentials, retries and ETags. Paths are bucket/key.
+    """Read-only, by the store that serves the URL: its credentials, retries and ETags. Paths are
+    bucket/key.
 
     `root` is what the store's keys lack of a path: `bucket/`, or nothing.
     """
@@ -47,7 +50,9 @@ class OssFiles(AbstractFileSystem):  # type: ignore[misc]
         for item in self._store.list(prefix):
             name, deeper, _rest = item.key[len(prefix) :].partition("/")
             full = f"{self._root}{prefix}{name}"
-            found[full] = {"name": full, "size": 0, "type": "directory"} if deeper else self._described(item)
+            found[full] = (
+                {"name": full, "size": 0, "type": "directory"} if deeper else self._described(item)
+            )
         return list(found.values()) if detail else list(found)
 
     def find(self, path: str, *_: Any, detail: bool = False, **__: Any) -> Any:
@@ -67,7 +72,12 @@ class OssFiles(AbstractFileSystem):  # type: ignore[misc]
         return str(self._strip_protocol(path)).removeprefix(self._root.rstrip("/")).strip("/")
 
     def _described(self, item: ObjectInfo) -> dict[str, Any]:
-        return {"name": f"{self._root}{item.key}", "size": item.size, "type": "file", "ETag": item.etag}
+        return {
+            "name": f"{self._root}{item.key}",
+            "size": item.size,
+            "type": "file",
+            "ETag": item.etag,
+        }
 
 
 class OssFile(AbstractBufferedFile):  # type: ignore[misc]

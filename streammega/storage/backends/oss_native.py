@@ -1,4 +1,6 @@
-"""`oss://` in OSS's native dialect, by Alibaba's oss2: for transport='fsspec', and in forked processes."""
+"""`oss://` in OSS's native dialect, by Alibaba's oss2: for transport='fsspec', and in forked
+processes.
+"""
 
 from __future__ import annotations
 
@@ -36,7 +38,10 @@ STANDARD_RANGES = {"x-oss-range-behavior": "standard"}
 
 
 class OssNativeStore(FsspecStore):
-    """All buckets of an endpoint; keys are bucket/name. Implements `storage.store.Store`; lazily opened, per process."""
+    """All buckets of an endpoint; keys are bucket/name.
+
+    Implements `storage.store.Store`; lazily opened, per process.
+    """
 
     def __init__(self, scheme: str, config: StorageConfig) -> None:
         super().__init__(scheme, config)
@@ -55,7 +60,9 @@ class OssNativeStore(FsspecStore):
 
         return self._policy.call(head)
 
-    def read_into(self, key: str, spans: Sequence[Span], outs: Sequence[Bytes], etag: str = "") -> None:
+    def read_into(
+        self, key: str, spans: Sequence[Span], outs: Sequence[Bytes], etag: str = ""
+    ) -> None:
         """One GET each, at the same time; every answer's ETag is compared."""
 
         def get(span: Span, out: Bytes) -> None:
@@ -70,7 +77,8 @@ class OssNativeStore(FsspecStore):
     def _read(self, bucket: Any, name: str, key: str, span: Span, out: Bytes, etag: str) -> None:
         start, stop = span
         url = self.url(key)
-        answer = bucket.get_object(name, byte_range=(start, stop - 1), headers=STANDARD_RANGES)  # its ends are inclusive
+        # its ends are inclusive
+        answer = bucket.get_object(name, byte_range=(start, stop - 1), headers=STANDARD_RANGES)
         try:
             check_version(url, etag, str(answer.etag))
             if answer.status != 206:
@@ -83,16 +91,23 @@ class OssNativeStore(FsspecStore):
             if filled != len(out):
                 raise wrong_length(url, start, stop, filled)
         finally:
-            answer.resp.response.close()  # of a body that was read whole the connection stays in the pool
+            # of a body that was read whole the connection stays in the pool
+            answer.resp.response.close()
 
     def list(self, prefix: str, recursive: bool = True) -> list[ObjectInfo]:
         """Objects under a prefix, 1,000 a request; the prefix may end inside a name."""
         import oss2
 
         def find(bucket: Any, name: str) -> list[ObjectInfo]:
-            found = oss2.ObjectIteratorV2(bucket, prefix=name, delimiter="" if recursive else "/", max_keys=1000)
+            found = oss2.ObjectIteratorV2(
+                bucket, prefix=name, delimiter="" if recursive else "/", max_keys=1000
+            )
             return [
-                ObjectInfo(key=f"{bucket.bucket_name}/{item.key}", size=int(item.size), etag=_quoted(item.etag))
+                ObjectInfo(
+                    key=f"{bucket.bucket_name}/{item.key}",
+                    size=int(item.size),
+                    etag=_quoted(item.etag),
+                )
                 for item in found
                 if not item.is_prefix()
             ]
@@ -109,7 +124,9 @@ class OssNativeStore(FsspecStore):
         self._policy.call(lambda: self._call(key, lambda bucket, name: bucket.delete_object(name)))
 
     def _call(self, key: str, call: Callable[[Any, str], Result]) -> Result:
-        """`call(bucket, name)` once, or twice with another key if the first was refused; errors are ours."""
+        """`call(bucket, name)` once, or twice with another key if the first was refused; errors are
+        ours.
+        """
         root, _, name = key.lstrip("/").partition("/")
 
         def attempt() -> Result:
@@ -150,7 +167,8 @@ class OssNativeStore(FsspecStore):
         if self._credentials is not None:
             self._credentials.current()
             provider = _Provider(self._credentials)
-            # The newer signature names the region; OSS gives up the older one, which is left for endpoints that tell none.
+            # The newer signature names the region; OSS gives up the older one, which is left for
+            # endpoints that tell none.
             auth = oss2.ProviderAuthV4(provider) if endpoint.region else oss2.ProviderAuth(provider)
         return oss2.Bucket(
             auth,
@@ -158,7 +176,8 @@ class OssNativeStore(FsspecStore):
             root,
             session=oss2.Session(pool_size=max(10, self._config.max_requests)),
             connect_timeout=(min(10.0, self._config.timeout), self._config.stall_timeout),
-            enable_crc=False,  # computed in Python; lengths, ETags and Content-MD5 are checked instead
+            # computed in Python; lengths, ETags and Content-MD5 are checked instead
+            enable_crc=False,
             region=endpoint.region or None,
         )
 
@@ -166,7 +185,9 @@ class OssNativeStore(FsspecStore):
         try:
             import oss2
         except ImportError as error:
-            raise ConfigError(f"oss://: transport='fsspec' and forked workers need oss2: {INSTALL} ({error})") from None
+            raise ConfigError(
+                f"oss://: transport='fsspec' and forked workers need oss2: {INSTALL} ({error})"
+            ) from None
         return oss2
 
     def _error(self, key: str, error: BaseException) -> BaseException:
@@ -178,7 +199,8 @@ class OssNativeStore(FsspecStore):
         text = redact(_summary(error), self._config.storage_options)
         if status > 0:
             return failure_of_status(url, status, text)
-        # -2: oss2's own, for requests that got no answer. OSError: requests' errors in the middle of a body.
+        # -2: oss2's own, for requests that got no answer. OSError: requests' errors in the middle
+        # of a body.
         if status == -2 or isinstance(error, OSError):
             return no_answer(url, text)
         return StorageError(f"{url}: {text}")
@@ -206,9 +228,14 @@ def _summary(error: Exception) -> str:
 
 
 class OssWriter:
-    """Sends a part whenever one is full; small objects are one plain PUT. Each body goes with its MD5, which OSS checks."""
+    """Sends a part whenever one is full; small objects are one plain PUT.
 
-    def __init__(self, call: Callable[[Callable[[Any, str], Any]], Any], policy: RetryPolicy, key: str) -> None:
+    Each body goes with its MD5, which OSS checks.
+    """
+
+    def __init__(
+        self, call: Callable[[Callable[[Any, str], Any]], Any], policy: RetryPolicy, key: str
+    ) -> None:
         self._call = call
         self._policy = policy
         self._key = key
@@ -231,8 +258,13 @@ class OssWriter:
             return
         if self._buffer:
             self._send(bytes(self._buffer))
-        # Once only: a second completion of an upload that is complete would be told as a missing upload.
-        self._call(lambda bucket, name: bucket.complete_multipart_upload(name, self._upload_id, self._parts))
+        # Once only: a second completion of an upload that is complete would be told as a missing
+        # upload.
+        self._call(
+            lambda bucket, name: bucket.complete_multipart_upload(
+                name, self._upload_id, self._parts
+            )
+        )
         self._upload_id = ""
 
     def abort(self) -> None:
@@ -250,9 +282,15 @@ class OssWriter:
         import oss2.models
 
         if not self._upload_id:
-            self._upload_id = self._try(lambda bucket, name: bucket.init_multipart_upload(name).upload_id)
+            self._upload_id = self._try(
+                lambda bucket, name: bucket.init_multipart_upload(name).upload_id
+            )
         number = len(self._parts) + 1
-        made = self._try(lambda bucket, name: bucket.upload_part(name, self._upload_id, number, body, headers=_md5(body)))
+        made = self._try(
+            lambda bucket, name: bucket.upload_part(
+                name, self._upload_id, number, body, headers=_md5(body)
+            )
+        )
         self._parts.append(oss2.models.PartInfo(number, made.etag))
 
     def _try(self, call: Callable[[Any, str], Any]) -> Any:
@@ -260,7 +298,9 @@ class OssWriter:
 
 
 def _md5(body: bytes) -> dict[str, str]:
-    return {"Content-MD5": base64.b64encode(hashlib.md5(body, usedforsecurity=False).digest()).decode()}
+    return {
+        "Content-MD5": base64.b64encode(hashlib.md5(body, usedforsecurity=False).digest()).decode()
+    }
 
 
 def _quoted(etag: str) -> str:

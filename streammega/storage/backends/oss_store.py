@@ -20,7 +20,11 @@ _CODE = re.compile(r"<Code>(\w+)</Code>")
 
 
 class OssStore(ObstoreStore):
-    """One bucket. Implements `storage.store.Store`; after a fork, which obstore does not survive, it is read by oss2."""
+    """One bucket.
+
+    Implements `storage.store.Store`; after a fork, which obstore does not survive, it is read by
+    oss2.
+    """
 
     fallback_name = "oss2"
 
@@ -35,7 +39,9 @@ class OssStore(ObstoreStore):
         """One HEAD request."""
         return self._renewing(lambda: super(OssStore, self).info(key))
 
-    def read_into(self, key: str, spans: Sequence[Span], outs: Sequence[Bytes], etag: str = "") -> None:
+    def read_into(
+        self, key: str, spans: Sequence[Span], outs: Sequence[Bytes], etag: str = ""
+    ) -> None:
         """One GET each; a refused key is renewed once."""
         return self._renewing(lambda: super(OssStore, self).read_into(key, spans, outs, etag))
 
@@ -44,7 +50,9 @@ class OssStore(ObstoreStore):
         return self._renewing(lambda: super(OssStore, self).list(prefix, recursive))
 
     def open_writer(self, key: str) -> ObjectWriter:
-        """A multipart upload, with a key that was accepted or renewed just now: its parts cannot be sent again."""
+        """A multipart upload, with a key that was accepted or renewed just now: its parts cannot be
+        sent again.
+        """
         credentials = self._credentials()
         if credentials is not None:
             credentials.refresh()
@@ -57,8 +65,11 @@ class OssStore(ObstoreStore):
     def _s3_arguments(self) -> dict[str, Any]:
         credentials = self._credentials()
         if credentials is not None:
-            credentials.current()  # so that missing ones are told by our error, not from within obstore
-        return obstore_arguments(self.root, self._config, None if credentials is None else self._give)
+            # so that missing ones are told by our error, not from within obstore
+            credentials.current()
+        return obstore_arguments(
+            self.root, self._config, None if credentials is None else self._give
+        )
 
     def _credentials(self) -> OssCredentials | None:
         with self._own_lock:
@@ -73,11 +84,14 @@ class OssStore(ObstoreStore):
         return self._given
 
     def _renewing(self, call: Callable[[], Result]) -> Result:
-        """`call()`, and once more by a new client if the server refused a key and there is another one now."""
+        """`call()`, and once more by a new client if the server refused a key and there is another
+        one now.
+        """
         credentials = self._credentials()
         if credentials is None:
             return call()
-        # Seen before the call: its client may have a newer key, which is then taken for renewed, but never an older one.
+        # Seen before the call: its client may have a newer key, which is then taken for renewed,
+        # but never an older one.
         used = self._given or credentials.current()
         try:
             return call()
@@ -95,8 +109,14 @@ class OssStore(ObstoreStore):
 
     def _error(self, key: str, error: BaseException) -> BaseException:
         text = str(error)
-        if isinstance(error, Exception) and not isinstance(error, StreammegaError) and "non-partial response" in text:
-            return ended_early(self.url(key), "OSS answers a range that reaches past the end with the whole object")
+        if (
+            isinstance(error, Exception)
+            and not isinstance(error, StreammegaError)
+            and "non-partial response" in text
+        ):
+            return ended_early(
+                self.url(key), "OSS answers a range that reaches past the end with the whole object"
+            )
         made = super()._error(key, error)
         code = _CODE.search(text)
         if isinstance(made, AccessDeniedError) and made is not error and code:

@@ -1,7 +1,9 @@
-"""Local files by reads instead of maps, for file systems that fail: NFS, FUSE, a disk that is dying.
+"""Local files by reads instead of maps, for file systems that fail: NFS, FUSE, a disk that is
+dying.
 
-An I/O error under a map ends the process (SIGBUS); here it is an error like any other, tried again as those of the network are.
-Every read opens the file, compares it with the one that was opened first, and closes it.
+An I/O error under a map ends the process (SIGBUS); here it is an error like any other, tried again
+as those of the network are. Every read opens the file, compares it with the one that was opened
+first, and closes it.
 """
 
 from __future__ import annotations
@@ -16,10 +18,28 @@ from streammega.config import StorageConfig
 from streammega.errors import StorageError
 from streammega.storage.backends.local import LocalStore, etag_of, local_error
 from streammega.storage.retry import RetryPolicy
-from streammega.storage.store import Buffer, Bytes, ObjectInfo, ObjectWriter, Span, check_room, ended_early
+from streammega.storage.store import (
+    Buffer,
+    Bytes,
+    ObjectInfo,
+    ObjectWriter,
+    Span,
+    check_room,
+    ended_early,
+)
 from streammega.storage.versions import check_version
 
-PASSING = frozenset({errno.EIO, errno.ESTALE, errno.ETIMEDOUT, errno.EAGAIN, errno.ENOTCONN, errno.EHOSTDOWN, errno.ECONNRESET})
+PASSING = frozenset(
+    {
+        errno.EIO,
+        errno.ESTALE,
+        errno.ETIMEDOUT,
+        errno.EAGAIN,
+        errno.ENOTCONN,
+        errno.EHOSTDOWN,
+        errno.ECONNRESET,
+    }
+)
 """Errors of a server behind a file system, which may answer the next time."""
 
 
@@ -37,14 +57,18 @@ class PreadStore:
         """As of the local store."""
         return self._local.info(key)
 
-    def read_ranges(self, key: str, starts: Sequence[int], stops: Sequence[int], etag: str = "") -> list[Buffer]:
+    def read_ranges(
+        self, key: str, starts: Sequence[int], stops: Sequence[int], etag: str = ""
+    ) -> list[Buffer]:
         """Copies of the bytes."""
         spans = [(int(a), int(b)) for a, b in zip(starts, stops, strict=True)]
         outs = [np.empty(max(0, b - a), np.uint8) for a, b in spans]
         self._retry.call(lambda: self.read_into(key, spans, outs, etag))
         return [out.data for out in outs]
 
-    def read_into(self, key: str, spans: Sequence[Span], outs: Sequence[Bytes], etag: str = "") -> None:
+    def read_into(
+        self, key: str, spans: Sequence[Span], outs: Sequence[Bytes], etag: str = ""
+    ) -> None:
         """Reads straight into `outs`, one after the other."""
         try:
             fd = os.open(key, os.O_RDONLY | os.O_CLOEXEC)
@@ -87,7 +111,10 @@ def _read(fd: int, path: str, start: int, out: Bytes) -> None:
 
 
 def _told_apart(path: str, error: OSError) -> StorageError:
-    """The error, and whether trying again may help. Our own are OSErrors only by their second base."""
+    """The error, and whether trying again may help.
+
+    Our own are OSErrors only by their second base.
+    """
     if isinstance(error, StorageError):
         return error
     told = local_error(path, error)

@@ -15,14 +15,24 @@ from streammega.storage.store import Buffer, Bytes, Span
 class ReadsInto(Protocol):
     """The part of a `Store` that reads once, without trying again."""
 
-    def read_into(self, key: str, spans: Sequence[Span], outs: Sequence[Bytes], etag: str = "") -> None:
+    def read_into(
+        self, key: str, spans: Sequence[Span], outs: Sequence[Bytes], etag: str = ""
+    ) -> None:
         """As of `Store`."""
 
 
 def read_side_by_side(
-    store: ReadsInto, key: str, starts: Sequence[int], stops: Sequence[int], etag: str, policy: RetryPolicy, pool: Pool
+    store: ReadsInto,
+    key: str,
+    starts: Sequence[int],
+    stops: Sequence[int],
+    etag: str,
+    policy: RetryPolicy,
+    pool: Pool,
 ) -> list[Buffer]:
-    """Bytes [starts[i], stops[i]) of an object, for each i: concurrent requests, each tried again by itself as `policy` says."""
+    """Bytes [starts[i], stops[i]) of an object, for each i: concurrent requests, each tried again
+    by itself as `policy` says.
+    """
 
     def read(span: Span) -> Buffer:
         start, stop = span

@@ -15,14 +15,19 @@ from streammega.storage.cache.layout import ENTRY_BYTES, PAGE_BYTES
 from streammega.storage.store import Bytes
 
 MOST_MAPPED = 32_000
-"""Chunks that a process keeps mapped: half of what Linux allows by default (vm.max_map_count). More are mapped for each read."""
+"""Chunks that a process keeps mapped: half of what Linux allows by default (vm.max_map_count).
+
+More are mapped for each read.
+"""
 
 
 class Chunk:
-    """The pages of a chunk. Numbers of pages are those within the object; `first` is the chunk's first one.
+    """The pages of a chunk. Numbers of pages are those within the object; `first` is the chunk's
+    first one.
 
-    `view` uint8 [size]: its bytes. `verified` uint8 [pages]: pages that are there and were checked, or written, by this process.
-    `gone`: another file has taken the place of this one. What is mapped stays right; nothing is added to it.
+    `view` uint8 [size]: its bytes. `verified` uint8 [pages]: pages that are there and were checked,
+    or written, by this process. `gone`: another file has taken the place of this one. What is
+    mapped stays right; nothing is added to it.
     """
 
     def __init__(self, path: Path, descriptor: int, first: int, size: int) -> None:
@@ -51,14 +56,19 @@ class Chunk:
         return self.view[start - at : stop - at]
 
     def matches(self, page: int) -> bool | None:
-        """Whether a page's bytes are those of its checksum, which is looked at once; None: it is not there."""
+        """Whether a page's bytes are those of its checksum, which is looked at once; None: it is
+        not there.
+        """
         number = page - self.first
         if self.verified[number]:
             return True
         expected = int(self._table[number])
         if not expected:
             return None
-        if layout.checksum(self.view.data[number * PAGE_BYTES : (number + 1) * PAGE_BYTES]) != expected:
+        if (
+            layout.checksum(self.view.data[number * PAGE_BYTES : (number + 1) * PAGE_BYTES])
+            != expected
+        ):
             return False
         self.verified[number] = 1
         return True
@@ -74,8 +84,12 @@ class Chunk:
                     self.gone = True  # evicted, and made anew
                     return
                 _write_all(descriptor, view, first * PAGE_BYTES)
-                entries = np.array([layout.checksum(view[at : at + PAGE_BYTES]) for at in starts], "<u8")
-                _write_all(descriptor, memoryview(entries.tobytes()), self._table_at + ENTRY_BYTES * first)
+                entries = np.array(
+                    [layout.checksum(view[at : at + PAGE_BYTES]) for at in starts], "<u8"
+                )
+                _write_all(
+                    descriptor, memoryview(entries.tobytes()), self._table_at + ENTRY_BYTES * first
+                )
         except FileNotFoundError:
             self.gone = True
             return
@@ -85,11 +99,18 @@ class Chunk:
         """Take back a checksum, so that the page is fetched again. Raises OSError."""
         with layout.Opened(self._path, os.O_RDWR) as descriptor:
             if _identity(descriptor) == self._identity:
-                os.pwrite(descriptor, bytes(ENTRY_BYTES), self._table_at + ENTRY_BYTES * (page - self.first))
+                os.pwrite(
+                    descriptor,
+                    bytes(ENTRY_BYTES),
+                    self._table_at + ENTRY_BYTES * (page - self.first),
+                )
 
 
 def open_chunk(path: Path, first: int, size: int) -> Chunk | None:
-    """The chunk of `size` bytes from page `first` on; None: there is no file, or none of that size. Raises OSError."""
+    """The chunk of `size` bytes from page `first` on; None: there is no file, or none of that size.
+
+    Raises OSError.
+    """
     try:
         with layout.Opened(path, os.O_RDONLY) as descriptor:
             if layout.regular_size(descriptor) == layout.file_bytes(size):

@@ -1,4 +1,7 @@
-"""What the command line shows of a cache folder, checks in it, and removes. Looks at all of it: not for the way of the data."""
+"""What the command line shows of a cache folder, checks in it, and removes.
+
+Looks at all of it: not for the way of the data.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +23,9 @@ from streammega.storage.cache.room import Busy, Room
 
 @dataclass(frozen=True, kw_only=True)
 class Entry:
-    """A cached object: pages and bytes that are there, of how many; when it was last used; whether somebody uses it now."""
+    """A cached object: pages and bytes that are there, of how many; when it was last used; whether
+    somebody uses it now.
+    """
 
     folder: Path
     url: str
@@ -32,7 +37,9 @@ class Entry:
 
 
 def entries(folder: Path) -> list[Entry]:
-    """All objects of a cache's `chunks` folder that can be told; those of another layout have no bytes."""
+    """All objects of a cache's `chunks` folder that can be told; those of another layout have no
+    bytes.
+    """
     used = names_in_use(folder)
     found = []
     for own in sorted(layout.object_folders(folder)):
@@ -69,7 +76,10 @@ def damaged_pages(entry: Entry) -> list[tuple[Path, int]]:
 
 
 def clear(folder: Path) -> tuple[int, int]:
-    """Remove all objects that nobody uses, of other layouts too. Returns (removed, in use and kept). Raises OSError."""
+    """Remove all objects that nobody uses, of other layouts too.
+
+    Returns (removed, in use and kept). Raises OSError.
+    """
     room = Room(folder, 0)
     folders = layout.object_folders(folder)
     found = [(layout.last_use(own), own) for own in folders]
@@ -82,7 +92,10 @@ def clear(folder: Path) -> tuple[int, int]:
 
 
 def recount(folder: Path) -> int:
-    """Bytes that all chunk files may grow to, counted anew and noted. Raises OSError where the folder cannot be written."""
+    """Bytes that all chunk files may grow to, counted anew and noted.
+
+    Raises OSError where the folder cannot be written.
+    """
     return Room(folder, 0).recount()
 
 
@@ -96,7 +109,8 @@ def _patiently(room: Room, folder: Path, when: float) -> bool:
 
 
 def _sizes(about: dict[str, Any]) -> tuple[int, int]:
-    size, chunk_bytes = int(about["size"]), int(about["chunk_bytes"])
+    size = int(about["size"])
+    chunk_bytes = int(about["chunk_bytes"])
     if size < 0 or chunk_bytes < PAGE_BYTES or chunk_bytes % PAGE_BYTES:
         raise ValueError("is no description of a cached object")
     return size, chunk_bytes
@@ -114,7 +128,9 @@ def _tables(folder: Path, size: int, chunk_bytes: int) -> list[tuple[Path, NDArr
 
 
 def _data_bytes(path: Path, size: int, chunk_bytes: int) -> int:
-    """How many bytes of its object a chunk file is for; 0 or less: none, it is not one of this object."""
+    """How many bytes of its object a chunk file is for; 0 or less: none, it is not one of this
+    object.
+    """
     if not path.stem.isdecimal():
         return 0
     return min(chunk_bytes, size - int(path.stem) * chunk_bytes)

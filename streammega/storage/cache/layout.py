@@ -9,8 +9,9 @@
             used                        its time is that of the last use
             3.data                      chunk 3: a sparse file of its bytes, then the checksum of each page, 0 if it is not there
 
-Bytes and checksums of a chunk are one file, so that they cannot be of two generations. Everything has the mode that the umask
-gives it. Nothing is believed but what fits a size that is known beforehand, and its checksum.
+Bytes and checksums of a chunk are one file, so that they cannot be of two generations. Everything
+has the mode that the umask gives it. Nothing is believed but what fits a size that is known
+beforehand, and its checksum.
 """
 
 from __future__ import annotations
@@ -31,9 +32,12 @@ PAGE_BYTES = 128 << 10
 """Pages are small, so that a piece of the stream order fetches little more than itself."""
 ENTRY_BYTES = 8
 LAYOUT = 2
-"""Part of the name of each object: those of another layout are not found, but removed in their turn, or by `cache clear`."""
+"""Part of the name of each object: those of another layout are not found, but removed in their
+turn, or by `cache clear`.
+"""
 NAME = re.compile(r"[0-9a-f]{24}-[0-9a-f]{24}")
-# A link or a pipe in place of a file that is expected was put there by somebody else; neither is followed nor waited for.
+# A link or a pipe in place of a file that is expected was put there by somebody else; neither is
+# followed nor waited for.
 _OPEN = os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK
 
 
@@ -53,7 +57,9 @@ def pages_of(size: int) -> int:
 
 
 def table_at(size: int) -> int:
-    """Where in a chunk's file of `size` data bytes the checksums begin; aligned, to be read as numbers."""
+    """Where in a chunk's file of `size` data bytes the checksums begin; aligned, to be read as
+    numbers.
+    """
     return -(-size // ENTRY_BYTES) * ENTRY_BYTES
 
 
@@ -70,7 +76,8 @@ def checksum(data: Any) -> int:
 class Opened:
     """`with Opened(path, flags) as descriptor`: of a file that is there. Raises OSError.
 
-    A class, for it takes a third of the time of a `contextmanager`, once for each run of pages that is written.
+    A class, for it takes a third of the time of a `contextmanager`, once for each run of pages that
+    is written.
     """
 
     __slots__ = ("_descriptor",)
@@ -89,7 +96,9 @@ def open_or_make(path: Path) -> int:
     """A descriptor to read and write a file that all users of a cache share. Raises OSError."""
     try:
         return os.open(path, os.O_RDWR | _OPEN)
-    except FileNotFoundError:  # only then: in a sticky folder, O_CREAT refuses what somebody else has made
+    except (
+        FileNotFoundError
+    ):  # only then: in a sticky folder, O_CREAT refuses what somebody else has made
         path.parent.mkdir(parents=True, exist_ok=True)
         return os.open(path, os.O_RDWR | os.O_CREAT | _OPEN, 0o666)
 
@@ -121,13 +130,15 @@ def describe(folder: Path, about: dict[str, Any]) -> None:
 def make_chunk(path: Path, size: int) -> None:
     """A chunk's file of `size` bytes without any page, in place of what is there. Raises OSError.
 
-    Its table is no hole: on a full tmpfs, whoever reads a hole that is mapped is killed (SIGBUS), as that takes a page.
+    Its table is no hole: on a full tmpfs, whoever reads a hole that is mapped is killed (SIGBUS),
+    as that takes a page.
     """
     temporary = path.with_suffix(".partial")
     descriptor = make(temporary)
     try:
         os.ftruncate(descriptor, size)
-        table = min(size, ENTRY_BYTES * (pages_of(size) + 1))  # as if the file were all data: a little more than there is
+        # as if the file were all data: a little more than there is
+        table = min(size, ENTRY_BYTES * (pages_of(size) + 1))
         if os.pwrite(descriptor, bytes(table), size - table) < table:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
     finally:
@@ -136,7 +147,10 @@ def make_chunk(path: Path, size: int) -> None:
 
 
 def last_use(folder: Path) -> float:
-    """When an object was used last; 0 if it is gone. An object that was made halfway is as old as its folder."""
+    """When an object was used last; 0 if it is gone.
+
+    An object that was made halfway is as old as its folder.
+    """
     for path in (folder / "used", folder):
         with contextlib.suppress(OSError):
             return os.stat(path).st_mtime
@@ -147,7 +161,11 @@ def object_folders(folder: Path) -> list[Path]:
     """The folders of all objects, of this layout and others: one look at a cache folder."""
     try:
         with os.scandir(folder) as found:
-            return [Path(entry.path) for entry in found if NAME.fullmatch(entry.name) and entry.is_dir(follow_symlinks=False)]
+            return [
+                Path(entry.path)
+                for entry in found
+                if NAME.fullmatch(entry.name) and entry.is_dir(follow_symlinks=False)
+            ]
     except FileNotFoundError:
         return []
 
@@ -164,12 +182,16 @@ def chunk_bytes_in(folder: Path) -> int:
 
 
 def remove_object(folder: Path) -> int:
-    """Remove an object's folder; the bytes of the chunks that are gone. Whoever has mapped them goes on with them."""
+    """Remove an object's folder; the bytes of the chunks that are gone.
+
+    Whoever has mapped them goes on with them.
+    """
     freed = 0
     with contextlib.suppress(OSError):
         with os.scandir(folder) as found:
             entries = list(found)
-        for entry in sorted(entries, key=lambda entry: not entry.name.endswith(".data")):  # what it is of stays to the last
+        # what it is of stays to the last
+        for entry in sorted(entries, key=lambda entry: not entry.name.endswith(".data")):
             with contextlib.suppress(OSError):
                 size = entry.stat(follow_symlinks=False).st_size
                 os.unlink(entry.path)

@@ -1,8 +1,9 @@
 """Reading an object through its cached pages.
 
-A page's checksum is written after its bytes, and looked at before they are believed, once in each process. A page is fetched
-under a claim, which dies with its holder: one process of the node fetches it, the others wait, but not for ever. Nothing is
-evicted while somebody uses it. A disk that fails turns the cache off, with one warning.
+A page's checksum is written after its bytes, and looked at before they are believed, once in each
+process. A page is fetched under a claim, which dies with its holder: one process of the node
+fetches it, the others wait, but not for ever. Nothing is evicted while somebody uses it. A disk
+that fails turns the cache off, with one warning.
 """
 
 from __future__ import annotations
@@ -29,15 +30,22 @@ from streammega.storage.store import Bytes
 
 log = logging.getLogger(__name__)
 
-FIRST_LOOK, LONGEST_LOOK = 0.005, 0.05
-"""Seconds between two looks at a page that another process fetches: soon at first, for most take milliseconds."""
+FIRST_LOOK = 0.005
+LONGEST_LOOK = 0.05
+"""Seconds between two looks at a page that another process fetches: soon at first, for most take
+milliseconds.
+"""
 TIMEOUT = 60.0
-LATE_PATIENCE, LATE_FOR = 1.0, 600.0
-"""Once a claim was waited for in vain: seconds that claims are waited for, and for how long that holds. Whoever was stopped may
-hold hundreds of them."""
+LATE_PATIENCE = 1.0
+LATE_FOR = 600.0
+"""Once a claim was waited for in vain: seconds that claims are waited for, and for how long that
+holds. Whoever was stopped may hold hundreds of them.
+"""
 Fetch = Callable[[int, int, Bytes], None]
 GivenUp = Callable[[], bool]
-_open_objects: weakref.WeakValueDictionary[tuple[int, str], CachedObject] = weakref.WeakValueDictionary()
+_open_objects: weakref.WeakValueDictionary[tuple[int, str], CachedObject] = (
+    weakref.WeakValueDictionary()
+)
 _lock = threading.RLock()
 
 
@@ -47,7 +55,8 @@ def never() -> bool:
 
 
 class PageCache:
-    """The cache of one folder. Its methods never raise for a disk that fails: `usable` turns false, and nothing is kept.
+    """The cache of one folder. Its methods never raise for a disk that fails: `usable` turns false,
+    and nothing is kept.
 
     Args:
         folder: `cache_dir`; made when it is not there.
@@ -56,7 +65,9 @@ class PageCache:
         timeout: seconds that a page is waited for that another process fetches.
     """
 
-    def __init__(self, folder: str | Path, budget: int, chunk_bytes: int, timeout: float = TIMEOUT) -> None:
+    def __init__(
+        self, folder: str | Path, budget: int, chunk_bytes: int, timeout: float = TIMEOUT
+    ) -> None:
         raise_limit()
         self.folder = Path(folder) / "chunks"
         self.chunk_bytes = layout.whole_pages(chunk_bytes)
@@ -68,14 +79,19 @@ class PageCache:
         self._said: set[str] = set()
 
     def open(self, url: str, etag: str, size: int) -> CachedObject | None:
-        """The pages of an object; shared by all that is open in this process. None: the disk cannot be used."""
+        """The pages of an object; shared by all that is open in this process.
+
+        None: the disk cannot be used.
+        """
         name = layout.object_name(url, etag, size, self.chunk_bytes)
         key = (os.getpid(), str(self.folder / name))
         with _lock:
             found = _open_objects.get(key)
             if found is None and self.usable:
                 try:
-                    found = _open_objects[key] = CachedObject(self, self._present(), name, url, etag, size)
+                    found = _open_objects[key] = CachedObject(
+                        self, self._present(), name, url, etag, size
+                    )
                 except OSError as error:
                     self.failed(error)
             return found
@@ -93,7 +109,9 @@ class PageCache:
         elif error.errno in TOO_MANY:
             self._say(f"{limit_reached()}; what needs a file of the cache is read without it")
         elif error.errno == errno.ENOMEM:
-            self._say("no more files can be mapped (vm.max_map_count); further ones are read without the cache")
+            self._say(
+                "no more files can be mapped (vm.max_map_count); further ones are read without the cache"
+            )
         elif self.usable:
             self.usable = False
             remedy = "free some space"
@@ -105,7 +123,11 @@ class PageCache:
     @property
     def patience(self) -> float:
         """Seconds that a claim is waited for now."""
-        return min(self._timeout, LATE_PATIENCE) if time.monotonic() < self._late_until else self._timeout
+        return (
+            min(self._timeout, LATE_PATIENCE)
+            if time.monotonic() < self._late_until
+            else self._timeout
+        )
 
     def late(self, url: str) -> None:
         """A claim was waited for in vain."""
@@ -125,15 +147,27 @@ class PageCache:
 class CachedObject:
     """The cached pages of one object, in this process.
 
-    `verified` uint8 [pages]: pages that are there and were checked, or written, by this process. `address` int64 [chunks]:
-    where chunks are mapped, 0 where they are not. Both are read without a lock: a page is verified after its chunk was
-    mapped, and a chunk stays mapped as long as this object lives.
+    `verified` uint8 [pages]: pages that are there and were checked, or written, by this process.
+    `address` int64 [chunks]: where chunks are mapped, 0 where they are not. Both are read without a
+    lock: a page is verified after its chunk was mapped, and a chunk stays mapped as long as this
+    object lives.
     """
 
-    def __init__(self, cache: PageCache, presence: Presence, name: str, url: str, etag: str, size: int) -> None:
-        self.cache, self.url, self.size = cache, url, size
-        self.name, self.folder = name, cache.folder / name
-        self._about = {"url": url, "etag": etag, "size": size, "chunk_bytes": cache.chunk_bytes, "layout": layout.LAYOUT}
+    def __init__(
+        self, cache: PageCache, presence: Presence, name: str, url: str, etag: str, size: int
+    ) -> None:
+        self.cache = cache
+        self.url = url
+        self.size = size
+        self.name = name
+        self.folder = cache.folder / name
+        self._about = {
+            "url": url,
+            "etag": etag,
+            "size": size,
+            "chunk_bytes": cache.chunk_bytes,
+            "layout": layout.LAYOUT,
+        }
         self.verified = np.zeros(layout.pages_of(size), np.uint8)
         self.address = np.zeros(-(-size // cache.chunk_bytes), np.int64)
         self._presence = presence
@@ -147,11 +181,15 @@ class CachedObject:
         self._claimed: set[int] = set()
         self._released = threading.Condition()
 
-    def read(self, start: int, stop: int, out: Bytes, fetch: Fetch, given_up: GivenUp = never) -> int:
-        """Fill `out` with bytes [start, stop): from pages that are there, else by `fetch`, whose pages are kept.
+    def read(
+        self, start: int, stop: int, out: Bytes, fetch: Fetch, given_up: GivenUp = never
+    ) -> int:
+        """Fill `out` with bytes [start, stop): from pages that are there, else by `fetch`, whose
+        pages are kept.
 
-        fetch(start, stop, out) reads from the object itself. Returns the bytes that came from the cache. Raises what `fetch`
-        raises, and StorageError when others are waited for and `given_up()` says that nobody wants the bytes any more.
+        fetch(start, stop, out) reads from the object itself. Returns the bytes that came from the
+        cache. Raises what `fetch` raises, and StorageError when others are waited for and
+        `given_up()` says that nobody wants the bytes any more.
         """
         hits = 0
         at = start
@@ -159,7 +197,9 @@ class CachedObject:
             page = at // PAGE_BYTES
             last = min(layout.pages_of(stop), self._chunk_end(page))
             end = min(stop, last * PAGE_BYTES)
-            hits += self._read_within_chunk(page, last, at, end, out[at - start : end - start], fetch, given_up)
+            hits += self._read_within_chunk(
+                page, last, at, end, out[at - start : end - start], fetch, given_up
+            )
             at = end
         return hits
 
@@ -168,7 +208,9 @@ class CachedObject:
         return bool(self.verified[start // PAGE_BYTES : layout.pages_of(stop)].all())
 
     def finds(self, start: int, stop: int) -> bool:
-        """Whether all pages of bytes [start, stop) are there, also those that another process or a former one has written."""
+        """Whether all pages of bytes [start, stop) are there, also those that another process or a
+        former one has written.
+        """
         if self.has(start, stop):
             return True
         page = start // PAGE_BYTES
@@ -193,7 +235,8 @@ class CachedObject:
 
     def is_fetched_elsewhere(self, start: int, stop: int) -> bool:
         """Whether somebody else is fetching pages of bytes [start, stop) just now."""
-        first, last = start // PAGE_BYTES, layout.pages_of(stop)
+        first = start // PAGE_BYTES
+        last = layout.pages_of(stop)
         if self.has(start, stop):
             return False
         claimed = self._claim(first, last)
@@ -211,11 +254,20 @@ class CachedObject:
         return (page // pages + 1) * pages
 
     def _read_within_chunk(
-        self, first: int, last: int, start: int, stop: int, out: Bytes, fetch: Fetch, given_up: GivenUp
+        self,
+        first: int,
+        last: int,
+        start: int,
+        stop: int,
+        out: Bytes,
+        fetch: Fetch,
+        given_up: GivenUp,
     ) -> int:
         chunk = self._chunk(first)
         present = 0 if chunk is None else self._present(chunk, first, last)
-        if chunk is None or (present < last - first and not self._fill_missing(chunk, first, last, fetch, given_up)):
+        if chunk is None or (
+            present < last - first and not self._fill_missing(chunk, first, last, fetch, given_up)
+        ):
             fetch(start, stop, out)
             return 0
         out[:] = chunk.part(start, stop)
@@ -227,7 +279,9 @@ class CachedObject:
             return last - first
         return sum(self._check(chunk, page) for page in range(first, last))
 
-    def _fill_missing(self, chunk: Chunk, first: int, last: int, fetch: Fetch, given_up: GivenUp) -> bool:
+    def _fill_missing(
+        self, chunk: Chunk, first: int, last: int, fetch: Fetch, given_up: GivenUp
+    ) -> bool:
         """Have all of some pages; False if they cannot be kept."""
         for page, end in self._missing(chunk, first, last):
             if chunk.gone or not self.cache.usable or not self._disk_has((end - page) * PAGE_BYTES):
@@ -243,7 +297,9 @@ class CachedObject:
             return False
 
     def _missing(self, chunk: Chunk, first: int, last: int) -> Iterator[tuple[int, int]]:
-        """Runs of pages that are not there, one at a time: what others fetch meanwhile is not asked for again."""
+        """Runs of pages that are not there, one at a time: what others fetch meanwhile is not asked
+        for again.
+        """
         page = first
         while page < last:
             if self._check(chunk, page):
@@ -258,7 +314,8 @@ class CachedObject:
     def _fill(self, chunk: Chunk, first: int, last: int, fetch: Fetch, given_up: GivenUp) -> None:
         """Fetch pages [first, last) under a claim; or wait until whoever holds the claim has.
 
-        One that is held for too long is done without: two writers of a page write the same bytes and the same checksum.
+        One that is held for too long is done without: two writers of a page write the same bytes
+        and the same checksum.
         """
         claimed = self._wait_for_claim(chunk, first, last, given_up)
         try:
@@ -307,7 +364,9 @@ class CachedObject:
         return bool(sound)
 
     def _claim(self, first: int, last: int) -> bool:
-        """Take the right to fetch pages: among this process's threads by a set, among processes by a lock of the kernel."""
+        """Take the right to fetch pages: among this process's threads by a set, among processes by
+        a lock of the kernel.
+        """
         with self._released:
             if any(page in self._claimed for page in range(first, last)):
                 return False
@@ -326,7 +385,9 @@ class CachedObject:
             self._released.notify_all()
 
     def _chunk(self, page: int, *, make: bool = True) -> Chunk | None:
-        """The chunk of a page, mapped; None: it is not there and is not to be made, there is no room, or the disk failed."""
+        """The chunk of a page, mapped; None: it is not there and is not to be made, there is no
+        room, or the disk failed.
+        """
         if not self.cache.usable:
             return None
         number = page * PAGE_BYTES // self.cache.chunk_bytes
@@ -356,7 +417,9 @@ class CachedObject:
         return None  # removed again by others
 
     def _show(self, number: int, chunk: Chunk) -> None:
-        """Let kernels read a chunk where it is mapped, as long as this object lives; unless too many are mapped already."""
+        """Let kernels read a chunk where it is mapped, as long as this object lives; unless too
+        many are mapped already.
+        """
         if not mapped.take(self):
             return
         chunk.verified = self.verified[chunk.first : chunk.first + len(chunk.verified)]

@@ -1,8 +1,10 @@
-"""What a process holds in a cache folder: the pages it fetches, and the objects it uses. Two descriptors, however many they are.
+"""What a process holds in a cache folder: the pages it fetches, and the objects it uses. Two
+descriptors, however many they are.
 
-Both are locks of the kernel, which die with their process. They are record locks: of a process, not of a descriptor, so that a
-forked child does not keep those of its parent. A process loses its record locks on a file when it closes *any* descriptor of
-that file: nothing but this module opens these files.
+Both are locks of the kernel, which die with their process. They are record locks: of a process, not
+of a descriptor, so that a forked child does not keep those of its parent. A process loses its
+record locks on a file when it closes *any* descriptor of that file: nothing but this module opens
+these files.
 """
 
 from __future__ import annotations
@@ -19,16 +21,21 @@ from pathlib import Path
 from streammega.storage.cache import layout
 
 NAME_BYTES = 24
-CLAIM_BITS, PAGE_BITS = 36, 26
-"""A page's place in the file of claims: bits of its object's digest, then of its number. Where two objects share a place, one
-waits for the other in vain for a moment, and no more."""
+CLAIM_BITS = 36
+PAGE_BITS = 26
+"""A page's place in the file of claims: bits of its object's digest, then of its number. Where two
+objects share a place, one waits for the other in vain for a moment, and no more.
+"""
 BUSY = frozenset({errno.EACCES, errno.EAGAIN})
 _lock = threading.Lock()
 _present: weakref.WeakValueDictionary[tuple[int, str], Presence] = weakref.WeakValueDictionary()
 
 
 def presence_in(folder: Path) -> Presence:
-    """That of this process in a cache folder; one, whatever number of caches are open there. Raises OSError."""
+    """That of this process in a cache folder; one, whatever number of caches are open there.
+
+    Raises OSError.
+    """
     key = (os.getpid(), os.path.realpath(folder))
     with _lock:
         found = _present.get(key)
@@ -38,7 +45,10 @@ def presence_in(folder: Path) -> Presence:
 
 
 class Presence:
-    """Locks of this process in one cache folder. Raises OSError where the file system has no locks."""
+    """Locks of this process in one cache folder.
+
+    Raises OSError where the file system has no locks.
+    """
 
     def __init__(self, folder: Path) -> None:
         self.pid = os.getpid()
@@ -47,7 +57,8 @@ class Presence:
         self._free: list[int] = []
         self._next = 0
         self._claims = layout.open_or_make(folder / "claims")
-        weakref.finalize(self, os.close, self._claims).atexit = False  # threads may still hold claims while the process ends
+        # threads may still hold claims while the process ends
+        weakref.finalize(self, os.close, self._claims).atexit = False
         self.path = folder / "users" / f"{self.pid}-{secrets.token_hex(8)}"
         self._users = self._open_users()
         weakref.finalize(self, _remove, self.pid, self._users, self.path).atexit = False
@@ -86,7 +97,10 @@ class Presence:
         return self._next - 1
 
     def leave(self, slot: int) -> None:
-        """An object is not used any more. Never raises; in a forked child, nothing: the note is its parent's."""
+        """An object is not used any more.
+
+        Never raises; in a forked child, nothing: the note is its parent's.
+        """
         if self.pid != os.getpid():
             return
         with self._lock, contextlib.suppress(OSError):
@@ -95,9 +109,14 @@ class Presence:
             os.pwrite(self._users, bytes(NAME_BYTES), slot * NAME_BYTES)
 
     def claim(self, name: str, first: int, last: int) -> bool:
-        """Take the right to fetch pages [first, last) of an object; False: another process has it. Raises OSError."""
+        """Take the right to fetch pages [first, last) of an object; False: another process has it.
+
+        Raises OSError.
+        """
         try:
-            fcntl.lockf(self._claims, fcntl.LOCK_EX | fcntl.LOCK_NB, last - first, _place(name) + first)
+            fcntl.lockf(
+                self._claims, fcntl.LOCK_EX | fcntl.LOCK_NB, last - first, _place(name) + first
+            )
         except OSError as error:
             if error.errno in BUSY:
                 return False
@@ -112,7 +131,11 @@ class Presence:
 
 def names_in_use(folder: Path) -> set[str]:
     """The objects that some process uses. What dead processes have left is removed."""
-    own = {str(present.path): present for (pid, _), present in list(_present.items()) if pid == os.getpid()}
+    own = {
+        str(present.path): present
+        for (pid, _), present in list(_present.items())
+        if pid == os.getpid()
+    }
     found: set[str] = set()
     with contextlib.suppress(FileNotFoundError):
         for entry in os.listdir(folder / "users"):
@@ -125,7 +148,9 @@ def names_in_use(folder: Path) -> set[str]:
 
 
 def _names_of(path: Path) -> set[str]:
-    """The objects of another process; none if it is dead, or nothing can be known of it: then using them is up to luck."""
+    """The objects of another process; none if it is dead, or nothing can be known of it: then using
+    them is up to luck.
+    """
     with contextlib.suppress(OSError), layout.Opened(path, os.O_RDONLY) as descriptor:
         try:
             fcntl.lockf(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)

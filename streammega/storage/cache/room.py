@@ -1,8 +1,10 @@
-"""How much of a cache is taken, and what makes way: the same work for each new chunk, whatever the number of objects.
+"""How much of a cache is taken, and what makes way: the same work for each new chunk, whatever the
+number of objects.
 
-The bytes of all chunk files stand in the file `lock`. They are noted before a chunk is made and after others were removed, so
-that whoever is killed in between leaves a number that is too high, never one too low; it is counted anew when it is missing,
-when the cache has been full and the last count is old, and by `streammega cache verify`.
+The bytes of all chunk files stand in the file `lock`. They are noted before a chunk is made and
+after others were removed, so that whoever is killed in between leaves a number that is too high,
+never one too low; it is counted anew when it is missing, when the cache has been full and the last
+count is old, and by `streammega cache verify`.
 """
 
 from __future__ import annotations
@@ -28,24 +30,40 @@ log = logging.getLogger(__name__)
 
 GiB = 1 << 30
 DISK_RESERVE = 1 * GiB
-"""Bytes of its disk that a cache leaves free, and `DISK_SHARE` of large disks: for checkpoints, logs and other programs."""
-DISK_SHARE, SMALL_DISK_SHARE = 0.01, 0.1
-"""The share of a disk that is left free where that is more; of small disks, no more than the second is."""
-ALLOWED, ALLOWED_SHARE, ALLOWED_FOR = 64 << 20, 256, 1.0
-"""After a look at the disk, a process writes at most so many bytes, or this part of what may be taken, for so many seconds."""
+"""Bytes of its disk that a cache leaves free, and `DISK_SHARE` of large disks: for checkpoints,
+logs and other programs.
+"""
+DISK_SHARE = 0.01
+SMALL_DISK_SHARE = 0.1
+"""The share of a disk that is left free where that is more; of small disks, no more than the second
+is.
+"""
+ALLOWED = 64 << 20
+ALLOWED_SHARE = 256
+ALLOWED_FOR = 1.0
+"""After a look at the disk, a process writes at most so many bytes, or this part of what may be
+taken, for so many seconds.
+"""
 PATIENCE = 1.0
-"""Seconds that one waits for somebody else who makes or removes a chunk: reading without the cache is right, too."""
+"""Seconds that one waits for somebody else who makes or removes a chunk: reading without the cache
+is right, too.
+"""
 BUSY_FOR = 5.0
 """Seconds without new chunks after such a wait: whoever holds the lock may have been stopped."""
 FULL_FOR = 30.0
-"""Seconds without new chunks after nothing could make way, at least; and so many times as long as finding that took:"""
+"""Seconds without new chunks after nothing could make way, at least; and so many times as long as
+finding that took:
+"""
 FULL_FACTOR = 100.0
 COUNT_AGE = 3600.0
 """Seconds that a count is believed for when the cache is full."""
 _RECORD = struct.Struct("<8sQdQ")
 _MAGIC = b"SMROOM2\n"
 _mutex = threading.Lock()
-"""Record locks are those of a process: among its threads, this one counts. So does it for the descriptor, see `presence`."""
+"""Record locks are those of a process: among its threads, this one counts.
+
+So does it for the descriptor, see `presence`.
+"""
 
 
 class Busy(OSError):
@@ -56,7 +74,8 @@ class Room:
     """The room in a cache folder, as one process sees it. Safe for threads and processes."""
 
     def __init__(self, folder: Path, budget: int) -> None:
-        self.folder, self.budget = folder, budget
+        self.folder = folder
+        self.budget = budget
         self._full_until = 0.0
         self._short_until = 0.0
         self._allowed = 0
@@ -65,10 +84,11 @@ class Room:
         self._said: set[str] = set()
 
     def reserve(self, path: Path, size: int, about: dict[str, Any]) -> bool:
-        """Have a chunk's file of `size` bytes; False: there is no room now. Raises OSError for a disk that fails.
+        """Have a chunk's file of `size` bytes; False: there is no room now. Raises OSError for a
+        disk that fails.
 
-        Objects that nobody uses make way, the longest unused first. Cost: a few calls of the system, but for a list of all
-        objects when the last one is used up.
+        Objects that nobody uses make way, the longest unused first. Cost: a few calls of the
+        system, but for a list of all objects when the last one is used up.
         """
         if time.monotonic() < self._full_until:
             return False
@@ -80,7 +100,9 @@ class Room:
             if self._try(path, size, about):
                 return True
         except Busy:
-            self._say("somebody else has been making room there for a while; new data is read without the cache meanwhile")
+            self._say(
+                "somebody else has been making room there for a while; new data is read without the cache meanwhile"
+            )
             self._full_until = time.monotonic() + BUSY_FOR
             return False
         taken = time.monotonic() - began
@@ -88,9 +110,11 @@ class Room:
         return False
 
     def disk_has(self, size: int) -> bool:
-        """Whether the disk takes so many bytes more and keeps its reserve; looked at again after a while if it does not.
+        """Whether the disk takes so many bytes more and keeps its reserve; looked at again after a
+        while if it does not.
 
-        Not asked for every page: a small part of what there is may be taken without another look. Threads may take a page more.
+        Not asked for every page: a small part of what there is may be taken without another look.
+        Threads may take a page more.
         """
         now = time.monotonic()
         if self._allowed >= size and now < self._allowed_until:
@@ -113,7 +137,10 @@ class Room:
             return _count(self.folder, lock)
 
     def remove(self, folder: Path, when: float) -> bool:
-        """Remove an object that was last used at `when`; False if somebody has used it since. Raises OSError."""
+        """Remove an object that was last used at `when`; False if somebody has used it since.
+
+        Raises OSError.
+        """
         with locked(self.folder) as lock:
             if layout.last_use(folder) != when:
                 return False
@@ -127,7 +154,11 @@ class Room:
             if there == size:
                 return True  # another process was quicker
             total = _total(self.folder, lock)
-            if not self._fits(total, size) and not self._oldest and _counted_at(lock) < time.time() - COUNT_AGE:
+            if (
+                not self._fits(total, size)
+                and not self._oldest
+                and _counted_at(lock) < time.time() - COUNT_AGE
+            ):
                 total = _count(self.folder, lock)
             freed = self._make_way(total, size)
             fits = self._fits(total - freed, size)
@@ -149,9 +180,13 @@ class Room:
         return freed
 
     def _list_oldest(self) -> None:
-        """Objects that nobody uses. Without the lock: this takes long where there are many, and each is looked at again."""
+        """Objects that nobody uses.
+
+        Without the lock: this takes long where there are many, and each is looked at again.
+        """
         found = [(layout.last_use(folder), folder) for folder in layout.object_folders(self.folder)]
-        used = names_in_use(self.folder)  # afterwards: whoever comes between changes the time of last use
+        # afterwards: whoever comes between changes the time of last use
+        used = names_in_use(self.folder)
         self._oldest = deque(sorted(item for item in found if item[1].name not in used))
 
     def _say(self, text: str) -> None:
@@ -178,7 +213,9 @@ def locked(folder: Path) -> Iterator[int]:
 
 
 def _acquire(descriptor: int, deadline: float, folder: Path) -> None:
-    """Take a lock of the kernel's, by looking again and again: one that waits for it could not end at a deadline."""
+    """Take a lock of the kernel's, by looking again and again: one that waits for it could not end
+    at a deadline.
+    """
     pause = 0.001  # others hold it for as long as a few bytes take to write
     while True:
         try:
@@ -214,7 +251,9 @@ def _read(lock: int) -> tuple[int, float] | None:
 
 
 def _note(lock: int, total: int, counted_at: float | None = None) -> None:
-    data = _RECORD.pack(_MAGIC, total, _counted_at(lock) if counted_at is None else counted_at, 0)[:-8]
+    data = _RECORD.pack(_MAGIC, total, _counted_at(lock) if counted_at is None else counted_at, 0)[
+        :-8
+    ]
     os.pwrite(lock, data + xxhash.xxh3_64_intdigest(data).to_bytes(8, "little"), 0)
 
 
@@ -233,7 +272,9 @@ def _size_of(path: Path) -> int:
 
 
 def _spare(folder: Path) -> int:
-    """Bytes that may still be taken of the disk of a folder; negative where less than the reserve is free."""
+    """Bytes that may still be taken of the disk of a folder; negative where less than the reserve
+    is free.
+    """
     disk = os.statvfs(folder)
     whole = disk.f_blocks * disk.f_frsize
     reserve = min(max(DISK_RESERVE, int(DISK_SHARE * whole)), int(SMALL_DISK_SHARE * whole))

@@ -13,10 +13,14 @@ SMALL = PAGE_BYTES // 4
 
 
 class CachedStore:
-    """One object of a store behind its cached pages. Implements `storage.store.Store` for reading that object."""
+    """One object of a store behind its cached pages.
+
+    Implements `storage.store.Store` for reading that object.
+    """
 
     def __init__(self, store: Store, cached: CachedObject) -> None:
-        self.store, self.cached = store, cached
+        self.store = store
+        self.cached = cached
         self.hit_bytes = self.fetched_bytes = 0
         self._lock = threading.Lock()
         self._closed = False
@@ -29,11 +33,15 @@ class CachedStore:
         """From the object itself."""
         return self.store.info(key)
 
-    def read_ranges(self, key: str, starts: Sequence[int], stops: Sequence[int], etag: str = "") -> list[Buffer]:
+    def read_ranges(
+        self, key: str, starts: Sequence[int], stops: Sequence[int], etag: str = ""
+    ) -> list[Buffer]:
         """From the object itself."""
         return self.store.read_ranges(key, starts, stops, etag)
 
-    def read_into(self, key: str, spans: Sequence[Span], outs: Sequence[Bytes], etag: str = "") -> None:
+    def read_into(
+        self, key: str, spans: Sequence[Span], outs: Sequence[Bytes], etag: str = ""
+    ) -> None:
         """From pages where they are there; large reads bring their pages to the cache."""
 
         def fetch(start: int, stop: int, out: Bytes) -> None:
@@ -47,9 +55,13 @@ class CachedStore:
             else:
                 missing.append(((start, stop), out))
         if missing:
-            self.read_past_cache(key, [span for span, _ in missing], [out for _, out in missing], etag)
+            self.read_past_cache(
+                key, [span for span, _ in missing], [out for _, out in missing], etag
+            )
 
-    def read_past_cache(self, key: str, spans: Sequence[Span], outs: Sequence[Bytes], etag: str = "") -> None:
+    def read_past_cache(
+        self, key: str, spans: Sequence[Span], outs: Sequence[Bytes], etag: str = ""
+    ) -> None:
         """From the object itself, and counted: for reads that must not wait for those of others."""
         self.store.read_into(key, spans, outs, etag)
         self._count(0, sum(stop - start for start, stop in spans))

@@ -1,8 +1,10 @@
-"""Reads in flight: in order of need, under limits, tried again, hedged. The thin executor under the planner.
+"""Reads in flight: in order of need, under limits, tried again, hedged. The thin executor under the
+planner.
 
-A *holding* is one buffer and the reads that fill it. Holdings are admitted in the order submitted, while memory lasts; their
-reads are issued in that order too. Threads wait in the transport, outside of the GIL; there are as many as requests were ever
-in flight at once. What a read is and where it stands is told in `reads.py`, how many may be in flight in `limits.py`.
+A *holding* is one buffer and the reads that fill it. Holdings are admitted in the order submitted,
+while memory lasts; their reads are issued in that order too. Threads wait in the transport, outside
+of the GIL; there are as many as requests were ever in flight at once. What a read is and where it
+stands is told in `reads.py`, how many may be in flight in `limits.py`.
 """
 
 from __future__ import annotations
@@ -35,13 +37,16 @@ _live: weakref.WeakSet[Fetcher] = weakref.WeakSet()
 TICK = 0.02
 """Seconds between two looks for stragglers while somebody waits."""
 LEAVE_AFTER = 5.0
-"""Seconds that closing waits for requests in flight; the threads of slower ones end later, by themselves."""
+"""Seconds that closing waits for requests in flight; the threads of slower ones end later, by
+themselves.
+"""
 SHORTEST_WAIT = 0.001
 """Seconds that a thread waits for a pause to end, at least: in them the others get the lock."""
 
 
 class Fetcher:
-    """Fills holdings. `submit` never blocks; `wait` blocks until holdings are ready; `release` frees their memory.
+    """Fills holdings. `submit` never blocks; `wait` blocks until holdings are ready; `release`
+    frees their memory.
 
     Raises, from `wait`, what a read ended with. `close` gives up everything that is not done.
     """
@@ -51,8 +56,9 @@ class Fetcher:
         self.pool = BufferPool(config.memory_bytes if budget is None else budget)
         self.counters = Counters()
         self._policy = RetryPolicy.of(config)
-        # One lock for all of the state below: what is done under it takes microseconds, requests are sent outside of it.
-        # Two conditions of it, so that work wakes a thread, and what is ready wakes whoever waits for it, and not the reverse.
+        # One lock for all of the state below: what is done under it takes microseconds, requests
+        # are sent outside of it. Two conditions of it, so that work wakes a thread, and what is
+        # ready wakes whoever waits for it, and not the reverse.
         self._lock = threading.Lock()
         self._work = threading.Condition(self._lock)
         self._ready = threading.Condition(self._lock)
@@ -63,9 +69,11 @@ class Fetcher:
         self._unadmitted: deque[Holding] = deque()
         self.unadmitted_bytes = 0
         self._serial = 0  # of the read admitted last
-        self._given_up: float = math.inf  # serial of the first read that was given up: none after it is sent
+        # serial of the first read that was given up: none after it is sent
+        self._given_up: float = math.inf
         self._queue = ReadQueue()
-        self._flying: dict[int, Read] = {}  # by id; in the order they took off, so that hedging looks at the oldest first
+        # by id; in the order they took off, so that hedging looks at the oldest first
+        self._flying: dict[int, Read] = {}
         self._missing = 0  # holdings that are waited for
         # What is in flight, and what may be.
         self._requests = 0
@@ -109,7 +117,9 @@ class Fetcher:
             self._admit()
 
     def close(self) -> None:
-        """End all threads: those in a request end with it, which its timeouts bound; they are not waited for long."""
+        """End all threads: those in a request end with it, which its timeouts bound; they are not
+        waited for long.
+        """
         with self._lock:
             self._closed = True
             self._unadmitted.clear()
@@ -134,7 +144,9 @@ class Fetcher:
     # --- Everything below runs under the lock, but for `send`. ---
 
     def _admit(self) -> None:
-        """Give buffers to holdings in the order submitted, none out of turn, and queue their reads."""
+        """Give buffers to holdings in the order submitted, none out of turn, and
+        queue their reads.
+        """
         while self._unadmitted and self.pool.has_room(self._unadmitted[0].size):
             holding = self._unadmitted.popleft()
             self.unadmitted_bytes -= holding.size
@@ -148,13 +160,18 @@ class Fetcher:
     # Threads: each looks for work, and has the next one look when it found some.
 
     def _wake(self) -> None:
-        """Have one more thread look for work. It wakes the next one when it finds some: as many as there is work for."""
+        """Have one more thread look for work.
+
+        It wakes the next one when it finds some: as many as there is work for.
+        """
         read = self._queue.first()
         if read is not None and not self._closed and self._fits(read):
             self._call_thread()
 
     def _have_somebody_wait(self) -> None:
-        """Have a thread that is idle wake up when the first pause is over: who does so now may take other work meanwhile."""
+        """Have a thread that is idle wake up when the first pause is over: who does so now may take
+        other work meanwhile.
+        """
         if not self._closed and self._queue.next_resume is not None:
             self._call_thread()
 
@@ -189,7 +206,8 @@ class Fetcher:
         self._have_somebody_wait()
         self._lock.release()
         try:
-            began = time.monotonic()  # without the wait for the lock: that is no latency of the storage
+            # without the wait for the lock: that is no latency of the storage
+            began = time.monotonic()
             error = send(job)
             seconds = time.monotonic() - began
         finally:
@@ -204,7 +222,9 @@ class Fetcher:
     # The way of a read, as in the table of `Read`: queued, flying, perhaps hedged or paused, done.
 
     def _next(self) -> list[Read]:
-        """The reads to send now, as far as limits allow: several small ones of an object go out together."""
+        """The reads to send now, as far as limits allow: several small ones of an object go out
+        together.
+        """
         now = time.monotonic()
         self._queue.resume(now)
         job: list[Read] = []
@@ -233,8 +253,11 @@ class Fetcher:
         return None
 
     def _take_off(self, read: Read, now: float) -> None:
-        """A request is about to be sent: the first of a try, or the second of a read that is hedged."""
-        if read.copies == 0:  # queued, now flying. A second request was counted by `_hedge`, and its read flies already
+        """A request is about to be sent: the first of a try, or the second of a read that is
+        hedged.
+        """
+        # queued, now flying. A second request was counted by `_hedge`, and its read flies already
+        if read.copies == 0:
             read.copies = 1
             read.try_began = now
             self._flying[id(read)] = read
@@ -289,7 +312,8 @@ class Fetcher:
         if alone:
             self._pause_or_give_up(read, error)
             return
-        # One of several failed, who knows which: each is tried by itself, at once. `together` keeps those with failures apart.
+        # One of several failed, who knows which: each is tried by itself, at once. `together` keeps
+        # those with failures apart.
         read.failures = max(read.failures, 1)
         self.counters.retries += 1
         self._queue.push(read)
@@ -312,7 +336,8 @@ class Fetcher:
         if isinstance(error, StorageError):
             error = given_up(error, read.failures, elapsed)
         self.counters.errors += 1
-        self._given_up = min(self._given_up, read.serial)  # what is needed later will not be asked for
+        # what is needed later will not be asked for
+        self._given_up = min(self._given_up, read.serial)
         if read.holding.error is None:
             read.holding.error = error
             self._settled(read.holding)

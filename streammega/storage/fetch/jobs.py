@@ -8,21 +8,29 @@ from streammega.storage.fetch.reads import Read
 
 
 def send(job: list[Read]) -> BaseException | None:
-    """Read from storage into the buffers; the error, if there is one. Blocks: not to be called under a lock."""
+    """Read from storage into the buffers; the error, if there is one.
+
+    Blocks: not to be called under a lock.
+    """
     first = job[0]
     read_into = first.store.read_into
     if isinstance(first.store, CachedStore) and any(read.copies > 1 for read in job):
-        read_into = first.store.read_past_cache  # else it would wait for the page that the first request fetches
+        # else it would wait for the page that the first request fetches
+        read_into = first.store.read_past_cache
     try:
         spans = [(read.start, read.stop) for read in job]
         read_into(first.key, spans, [read.out for read in job], first.etag)
-    except BaseException as error:  # also what is no error of storage: whoever waits is to hear of it, not this thread
+    except (
+        BaseException
+    ) as error:  # also what is no error of storage: whoever waits is to hear of it, not this thread
         return error
     return None
 
 
 def together(first: Read, read: Read, job_bytes: int) -> bool:
-    """Whether a read may go out with others, of `job_bytes` so far: of the same object, small, none that failed before."""
+    """Whether a read may go out with others, of `job_bytes` so far: of the same object, small, none
+    that failed before.
+    """
     if isinstance(first.store, CachedStore) and first.size >= SMALL:
         return False  # its pages are looked for one after the other
     if read.failures or first.failures:

@@ -1,4 +1,5 @@
-"""How much may be in flight, and what changes that. Values without a clock or a lock: `fetcher.py` tells them what happened.
+"""How much may be in flight, and what changes that. Values without a clock or a lock: `fetcher.py`
+tells them what happened.
 
 Limits       how many requests and bytes may be in flight now, and what these numbers become after answers and refusals
 Latencies    how long answers took, by size: what tells queueing, stragglers and near storage apart
@@ -16,21 +17,32 @@ from streammega.config import StorageConfig
 ADAPT_EVERY = 64
 """Requests from one look at how long answers take to the next: a median of fewer says little."""
 QUEUEING = 5.0
-"""Answers that take so many times as long as the quickest ones queue behind each other. Below half of it they do not."""
+"""Answers that take so many times as long as the quickest ones queue behind each other.
+
+Below half of it they do not.
+"""
 SHRINK = 0.8
-"""What is left of the limit where answers queue: less than a halving, as nobody refused anything."""
+"""What is left of the limit where answers queue: less than a halving, as nobody
+refused anything.
+"""
 GROW = 1.25
-"""What the limit becomes where answers do not queue, and one more: back up in as many looks as it went down."""
+"""What the limit becomes where answers do not queue, and one more: back up in as many looks as it
+went down.
+"""
 LEAST_QUICKEST = 1e-4
 """Seconds. Quicker answers come from memory; multiples of their time say nothing of a queue."""
 LEAST_REQUESTS = 192
 """Queueing takes the limit down to so many: many small reads are what object stores are good at."""
 LEAST_BYTES = 8 << 20
-"""Or to fewer that are so many bytes together: more than a cache of a processor holds only waits in socket buffers."""
+"""Or to fewer that are so many bytes together: more than a cache of a processor holds only waits in
+socket buffers.
+"""
 FEWEST = 8
 """And to no fewer than so many, however large they are."""
 REFUSED_TOGETHER = 0.25
-"""Seconds within which refusals are one event: what was in flight together is refused together, and halves the limit once."""
+"""Seconds within which refusals are one event: what was in flight together is refused together, and
+halves the limit once.
+"""
 
 JOB_READS = 8
 """Reads that one thread sends together: every return from the transport waits for the GIL."""
@@ -42,7 +54,9 @@ JOB_BYTES = 2 << 20
 """Bytes of reads that are sent together: larger ones keep a thread busy by themselves."""
 
 HEDGE_SHARE = 0.05
-"""At most this share of reads is sent twice: where all are slow, second requests make them slower."""
+"""At most this share of reads is sent twice: where all are slow, second requests
+make them slower.
+"""
 FIRST_HEDGES = 4
 """So many are sent twice whatever the share: a run of few requests has stragglers too."""
 HEDGE_AFTER = 32
@@ -52,14 +66,19 @@ HEDGE_FLOOR = 0.01
 BEYOND_SLOWEST = 1.5
 """A straggler takes so many times as long as the 99th percentile,"""
 BEYOND_MEDIAN = 6.0
-"""or so many times as long as the median, if that is less: where stragglers are many they make up that percentile."""
+"""or so many times as long as the median, if that is less: where stragglers are many they make up
+that percentile.
+"""
 LATENCIES = 256
-"""Answers of a size that are remembered: storage changes within a run, and what it was an hour ago misleads."""
+"""Answers of a size that are remembered: storage changes within a run, and what it was an hour ago
+misleads.
+"""
 
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """How many requests and bytes may be in flight. A change is a new value; `requests` never exceeds `most_requests`.
+    """How many requests and bytes may be in flight. A change is a new value; `requests` never
+    exceeds `most_requests`.
 
     | what happened                | `requests` becomes                                                       |
     |------------------------------|--------------------------------------------------------------------------|
@@ -91,13 +110,16 @@ class Limits:
         return in_flight_bytes + size <= self.most_bytes
 
     def after_answers(self, count: int) -> Limits:
-        """What they become when so many requests were answered: as many answers as fit into the limit raise it by one."""
+        """What they become when so many requests were answered: as many answers as fit into the
+        limit raise it by one.
+        """
         if self.requests >= self.most_requests:
             return self  # as nearly always; this is asked for every answer
         return self._with_requests(self.requests + count / self.requests)
 
     def after_look(self, queueing: float, size: int) -> Limits:
-        """What they become when requests of `size` bytes take `queueing` times as long as the quickest did.
+        """What they become when requests of `size` bytes take `queueing` times as long as the
+        quickest did.
 
         Where answers queue behind each other, fewer in flight do as well and cost less.
         """
@@ -110,7 +132,9 @@ class Limits:
         return self
 
     def after_refusal(self, now: float) -> Limits:
-        """What they become when storage refused a request for want of capacity, `now` in seconds of any clock."""
+        """What they become when storage refused a request for want of capacity, `now` in seconds of
+        any clock.
+        """
         if now - self.halved_at <= REFUSED_TOGETHER:
             return self
         return replace(self, requests=max(1.0, self.requests / 2), halved_at=now)
@@ -136,23 +160,31 @@ class Latencies:
             self._quickest[size_class] = seconds
 
     def queueing(self, size_class: int) -> float:
-        """How many times as long as the quickest the latest answers of this class took, by their median."""
+        """How many times as long as the quickest the latest answers of this class took, by their
+        median.
+        """
         latest = list(self._recent[size_class])[-ADAPT_EVERY:]
         return statistics.median(latest) / max(self._quickest[size_class], LEAST_QUICKEST)
 
     def most_together(self, size_class: int) -> int:
-        """How many small reads one thread sends together: more where storage is near; it is far until an answer came."""
+        """How many small reads one thread sends together: more where storage is near; it is far
+        until an answer came.
+        """
         if self._quickest.get(size_class, math.inf) < NEAR:
             return NEAR_JOB_READS
         return JOB_READS
 
     def straggling_after(self) -> dict[int, float]:
         """Seconds after which a read is a straggler, of each class of which an answer came."""
-        return {size_class: _straggling_after(recent) for size_class, recent in self._recent.items()}
+        return {
+            size_class: _straggling_after(recent) for size_class, recent in self._recent.items()
+        }
 
 
 def size_class_of(size: int) -> int:
-    """Sizes of one class differ by less than a factor of two: their answers should take about as long."""
+    """Sizes of one class differ by less than a factor of two: their answers should take about as
+    long.
+    """
     return size.bit_length()
 
 

@@ -10,7 +10,9 @@ from streammega.storage.store import Bytes
 
 
 def rounded(size: int) -> int:
-    """The bytes that a buffer of `size` takes: an eighth more at most, so that freed ones fit the next request."""
+    """The bytes that a buffer of `size` takes: an eighth more at most, so that freed ones fit the
+    next request.
+    """
     if size <= 4096:
         return 4096
     step = 1 << max(12, size.bit_length() - 4)
@@ -18,9 +20,11 @@ def rounded(size: int) -> int:
 
 
 class BufferPool:
-    """Byte buffers, of which no more than `budget` bytes exist at any time, in use or kept for reuse.
+    """Byte buffers, of which no more than `budget` bytes exist at any time, in use or kept for
+    reuse.
 
-    Buffers are reused because fresh memory costs a page fault for every 4 KiB. Not locked: its user holds a lock.
+    Buffers are reused because fresh memory costs a page fault for every 4 KiB. Not locked: its user
+    holds a lock.
     """
 
     def __init__(self, budget: int) -> None:
@@ -34,7 +38,10 @@ class BufferPool:
         return self.in_use + rounded(size) <= self.budget
 
     def take(self, size: int) -> Bytes:
-        """A buffer of at least `size` bytes, its content left over from before. The caller has asked `has_room`."""
+        """A buffer of at least `size` bytes, its content left over from before.
+
+        The caller has asked `has_room`.
+        """
         whole = rounded(size)
         self.in_use += whole
         self.most = max(self.most, self.in_use)

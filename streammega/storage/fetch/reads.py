@@ -1,4 +1,6 @@
-"""What is fetched: reads, the holdings that they fill, the queue in which they wait, and what is counted of them."""
+"""What is fetched: reads, the holdings that they fill, the queue in which they wait, and what is
+counted of them.
+"""
 
 from __future__ import annotations
 
@@ -25,8 +27,9 @@ class Read:
     | paused | 0        | no     | the queue's pauses             | queued, by `ReadQueue.resume`, when its pause is over       |
     | done   | 0 or 1   | yes    | `_flying`, while 1             | nowhere; its other request lands, or is dropped             |
 
-    A second request counts as a copy from when it is queued, the first one from when it takes off: so no read is hedged twice.
-    One that nobody wants any more (its holding was released, or an earlier read was given up) is dropped at the queue's head.
+    A second request counts as a copy from when it is queued, the first one from when it takes off:
+    so no read is hedged twice. One that nobody wants any more (its holding was released, or an
+    earlier read was given up) is dropped at the queue's head.
     """
 
     __slots__ = (
@@ -65,7 +68,9 @@ class Read:
         self.first_began = 0.0
         """When its first request took off: what says how long it has been failing. 0: none did."""
         self.try_began = 0.0
-        """When the latest one did that is no second request: what says whether it is a straggler."""
+        """When the latest one did that is no second request: what says whether it
+        is a straggler.
+        """
 
     @property
     def out(self) -> Bytes:
@@ -76,7 +81,10 @@ class Read:
 
 
 class Holding:
-    """One buffer of `size` bytes, held from admission until it is released. `slot` is its user's."""
+    """One buffer of `size` bytes, held from admission until it is released.
+
+    `slot` is its user's.
+    """
 
     __slots__ = (
         "awaited",
@@ -112,7 +120,10 @@ class Holding:
 
 
 class ReadQueue:
-    """Reads that are to be sent, most needed first, and those whose pause has to end before. Its user holds a lock."""
+    """Reads that are to be sent, most needed first, and those whose pause has to end before.
+
+    Its user holds a lock.
+    """
 
     def __init__(self) -> None:
         self._waiting: list[tuple[int, Read]] = []
@@ -126,7 +137,9 @@ class ReadQueue:
         heapq.heappush(self._waiting, (read.serial, read))
 
     def push_second(self, read: Read, hedge: int) -> None:
-        """Queue the second request of a read before everything else, as hedge number so and so: somebody waits for it."""
+        """Queue the second request of a read before everything else, as hedge number so and so:
+        somebody waits for it.
+        """
         heapq.heappush(self._waiting, (-hedge, read))
 
     def first(self) -> Read | None:

@@ -1,8 +1,9 @@
 """Threads that wait for storage, and never make anybody wait for them.
 
-Requests are waited for in daemon threads: an endpoint that hangs then holds up neither Ctrl-C nor the end of the program, as
-the threads of `concurrent.futures` would, which Python joins at exit. What is stopped is not begun any more, its pauses between
-tries end at once, and its requests under way end by themselves.
+Requests are waited for in daemon threads: an endpoint that hangs then holds up neither Ctrl-C nor
+the end of the program, as the threads of `concurrent.futures` would, which Python joins at exit.
+What is stopped is not begun any more, its pauses between tries end at once, and its requests under
+way end by themselves.
 """
 
 from __future__ import annotations
@@ -23,7 +24,10 @@ _of_thread = threading.local()
 
 
 class Stopped(Exception):
-    """What ends the work of a thread whose results nobody waits for any more. It stays within such threads."""
+    """What ends the work of a thread whose results nobody waits for any more.
+
+    It stays within such threads.
+    """
 
 
 class SharedWork:
@@ -31,7 +35,8 @@ class SharedWork:
 
     def __init__(self, function: Callable[[Any], Any], items: list[Any]) -> None:
         self.stop = threading.Event()
-        self._function, self._items = function, items
+        self._function = function
+        self._items = items
         self._results: list[Any] = [None] * len(items)
         self._errors: dict[int, BaseException] = {}
         self._done = [False] * len(items)
@@ -59,11 +64,16 @@ class SharedWork:
                 self._changed.notify_all()
 
     def wait(self) -> list[Any]:
-        """All results, in order; or the error of the first item that has one, when all before it are done."""
+        """All results, in order; or the error of the first item that has one, when all before it
+        are done.
+        """
         outer = _stop_of_thread()
         try:
             with self._changed:
-                while self._first_missing < len(self._items) and self._first_missing not in self._errors:
+                while (
+                    self._first_missing < len(self._items)
+                    and self._first_missing not in self._errors
+                ):
                     self._changed.wait(None if outer is None else LOOK_AGAIN)
                     if outer is not None and outer.is_set():
                         raise Stopped
@@ -75,16 +85,26 @@ class SharedWork:
 
 
 class Pool:
-    """At most `most` daemon threads, started when there is work for them. Not for use across a fork."""
+    """At most `most` daemon threads, started when there is work for them.
 
-    def __init__(self, most: int, name: str = "streammega-read", leave_after: float = LEAVE_AFTER) -> None:
-        self._most, self._name, self._leave_after = most, name, leave_after
+    Not for use across a fork.
+    """
+
+    def __init__(
+        self, most: int, name: str = "streammega-read", leave_after: float = LEAVE_AFTER
+    ) -> None:
+        self._most = most
+        self._name = name
+        self._leave_after = leave_after
         self._jobs: queue.SimpleQueue[tuple[SharedWork, int]] = queue.SimpleQueue()
         self._lock = threading.Lock()
         self._threads = self._busy = 0
 
     def map(self, function: Callable[[Item], Result], items: Iterable[Item]) -> list[Result]:
-        """`function` of each item, concurrently, in the order of the items. Raises the first one's error, in that order."""
+        """`function` of each item, concurrently, in the order of the items.
+
+        Raises the first one's error, in that order.
+        """
         work = SharedWork(function, list(items))
         with self._lock:
             for number in range(len(work._items)):
@@ -97,7 +117,9 @@ class Pool:
         return work.wait()
 
     def call(self, function: Callable[[], Result]) -> Result:
-        """`function()`; the main thread has another one do it, so that it hears of Ctrl-C meanwhile."""
+        """`function()`; the main thread has another one do it, so that it hears of Ctrl-C
+        meanwhile.
+        """
         if threading.current_thread() is not threading.main_thread():
             return function()
         return self.map(lambda _: function(), [None])[0]
@@ -119,7 +141,9 @@ class Pool:
 
 
 def each(function: Callable[[Item], Result], items: Iterable[Item], most: int) -> list[Result]:
-    """`function` of each item by at most `most` threads at once, in the order of the items; see `Pool.map`."""
+    """`function` of each item by at most `most` threads at once, in the order of the items; see
+    `Pool.map`.
+    """
     wanted = list(items)
     pool = Pool(most, "streammega-open", leave_after=0.0)
     if len(wanted) == 1:
@@ -128,7 +152,9 @@ def each(function: Callable[[Item], Result], items: Iterable[Item], most: int) -
 
 
 def pause(seconds: float, stop: threading.Event | None = None) -> None:
-    """Sleep; raise Stopped at once when `stop` is set, or the work of this thread is not wanted any more."""
+    """Sleep; raise Stopped at once when `stop` is set, or the work of this thread is not wanted any
+    more.
+    """
     stop = stop or _stop_of_thread()
     if stop is None:
         time.sleep(seconds)

@@ -1,4 +1,5 @@
-"""Writes chats/: conversations as transformers tokenizes them by chat templates, with its masks of the assistant's tokens.
+"""Writes chats/: conversations as transformers tokenizes them by chat templates, with its masks of
+the assistant's tokens.
 
     pip install transformers==5.23.0 && python -m tests.support.data.make_chats
 
@@ -14,7 +15,14 @@ from typing import Any
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 FOLDER = Path(__file__).parent / "chats"
-SPECIAL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|begin_of_text|>", "<|start_header_id|>", "<|end_header_id|>"]
+SPECIAL = [
+    "<|endoftext|>",
+    "<|im_start|>",
+    "<|im_end|>",
+    "<|begin_of_text|>",
+    "<|start_header_id|>",
+    "<|end_header_id|>",
+]
 SPECIAL += ["<|eot_id|>", "<s>", "</s>", "<|assistant|>", "<|user|>"]
 TEMPLATES = {
     "blocks": (
@@ -44,13 +52,19 @@ TEMPLATES = {
         "{% endif %}{{ '\\n' }}{% endfor %}"
     ),
 }
-CALL = {"type": "function", "function": {"name": "weather", "arguments": {"city": "Zürich <&>", "days": [1, None]}}}
+CALL = {
+    "type": "function",
+    "function": {"name": "weather", "arguments": {"city": "Zürich <&>", "days": [1, None]}},
+}
 TEXTS = ["", "hi", "  two  blanks ", "\n\nlines\n", "être 😀 日本", "12345 don't", "<b>&amp;</b>"]
 
 
 def parts(text: str) -> list[dict[str, str]]:
     """A text in two parts."""
-    return [{"type": "text", "text": text[: len(text) // 2]}, {"type": "text", "text": text[len(text) // 2 :]}]
+    return [
+        {"type": "text", "text": text[: len(text) // 2]},
+        {"type": "text", "text": text[len(text) // 2 :]},
+    ]
 
 
 def conversations() -> list[tuple[str, dict[str, Any]]]:
@@ -58,14 +72,34 @@ def conversations() -> list[tuple[str, dict[str, Any]]]:
     found: list[tuple[str, dict[str, Any]]] = []
     for first, text in enumerate(TEXTS):
         other = TEXTS[(first + 3) % len(TEXTS)]
-        turns = [("system", other), ("user", text), ("assistant", other), ("user", other), ("assistant", text)]
+        turns = [
+            ("system", other),
+            ("user", text),
+            ("assistant", other),
+            ("user", other),
+            ("assistant", text),
+        ]
         plain = {"messages": [{"role": role, "content": content} for role, content in turns]}
         found += [(name, plain) for name in ("blocks", "tools", "chatml", "llama3")]
-        found.append(("parts", {"messages": [{"role": role, "content": parts(content)} for role, content in turns]}))
+        found.append(
+            (
+                "parts",
+                {
+                    "messages": [
+                        {"role": role, "content": parts(content)} for role, content in turns
+                    ]
+                },
+            )
+        )
         asked = {"role": "user", "content": text}
         called = {"role": "assistant", "content": None, "tool_calls": [CALL]}
         answered = {"role": "tool", "content": other}
-        found.append(("tools", {"messages": [asked, called, answered, plain["messages"][4]], "tools": [CALL]}))
+        found.append(
+            (
+                "tools",
+                {"messages": [asked, called, answered, plain["messages"][4]], "tools": [CALL]},
+            )
+        )
     return found
 
 
@@ -80,9 +114,14 @@ def main() -> None:
     model.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     model.decoder = decoders.ByteLevel()
     alphabet = pre_tokenizers.ByteLevel.alphabet()
-    model.train_from_iterator(TEXTS, trainers.BpeTrainer(vocab_size=320, initial_alphabet=alphabet, special_tokens=SPECIAL))
+    model.train_from_iterator(
+        TEXTS,
+        trainers.BpeTrainer(vocab_size=320, initial_alphabet=alphabet, special_tokens=SPECIAL),
+    )
     model.save(str(FOLDER / "tokenizer.json"))
-    theirs = PreTrainedTokenizerFast(tokenizer_file=str(FOLDER / "tokenizer.json"), bos_token="<s>", eos_token="</s>")
+    theirs = PreTrainedTokenizerFast(
+        tokenizer_file=str(FOLDER / "tokenizer.json"), bos_token="<s>", eos_token="</s>"
+    )
     cases = []
     for name, record in conversations():
         source = BUILT_IN.get(name) or TEMPLATES[name]
@@ -94,9 +133,20 @@ def main() -> None:
             return_dict=True,
             return_assistant_tokens_mask=True,
         )
-        cases.append({"template": name, "record": record, "ids": made["input_ids"], "mask": made["assistant_masks"]})
-    (FOLDER / "cases.json").write_text(json.dumps({"templates": TEMPLATES, "cases": cases}, ensure_ascii=False))
-    (FOLDER / "tokenizer_config.json").write_text(json.dumps({"bos_token": "<s>", "eos_token": {"content": "</s>"}}))
+        cases.append(
+            {
+                "template": name,
+                "record": record,
+                "ids": made["input_ids"],
+                "mask": made["assistant_masks"],
+            }
+        )
+    (FOLDER / "cases.json").write_text(
+        json.dumps({"templates": TEMPLATES, "cases": cases}, ensure_ascii=False)
+    )
+    (FOLDER / "tokenizer_config.json").write_text(
+        json.dumps({"bos_token": "<s>", "eos_token": {"content": "</s>"}})
+    )
 
 
 if __name__ == "__main__":

@@ -1,6 +1,8 @@
-"""Writes the small MDS and litdata datasets beside this file, by their own libraries (mosaicml-streaming 0.13.0, litdata 0.2.76).
+"""Writes the small MDS and litdata datasets beside this file, by their own libraries
+(mosaicml-streaming 0.13.0, litdata 0.2.76).
 
-Run it where both are installed (`make bench-peers` makes such an environment); the tests read what it wrote.
+Run it where both are installed (`make bench-peers` makes such an environment); the tests read what
+it wrote.
 """
 
 from __future__ import annotations
@@ -30,17 +32,23 @@ def main() -> None:
     from streaming import MDSWriter
 
     shutil.rmtree(HERE, ignore_errors=True)
-    with MDSWriter(out=str(HERE / "mds_text"), columns={"id": "int", "text": "str"}, size_limit=300) as out:
+    with MDSWriter(
+        out=str(HERE / "mds_text"), columns={"id": "int", "text": "str"}, size_limit=300
+    ) as out:
         for number, text in enumerate(TEXTS):
             out.write({"id": number, "text": text})
     columns = {"tokens": "ndarray:uint16"}
-    with MDSWriter(out=str(HERE / "mds_tokens"), columns=columns, compression="zstd", size_limit=300) as out:
+    with MDSWriter(
+        out=str(HERE / "mds_tokens"), columns=columns, compression="zstd", size_limit=300
+    ) as out:
         for number in range(12):
             out.write({"tokens": tokens(number)})
     with MDSWriter(out=str(HERE / "mds_bytes"), columns={"tokens": "bytes"}, size_limit=300) as out:
         for number in range(12):
             out.write({"tokens": tokens(number).tobytes()})
-    cache = Cache(str(HERE / "litdata_tokens"), chunk_bytes="300B", item_loader=TokensLoader(block_size=8))
+    cache = Cache(
+        str(HERE / "litdata_tokens"), chunk_bytes="300B", item_loader=TokensLoader(block_size=8)
+    )
     for number in range(12):
         cache[number] = torch.from_numpy(tokens(number).astype(np.int32))
     cache.done()
