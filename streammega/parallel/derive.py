@@ -14,7 +14,7 @@ from torch import Tensor
 from streammega.config import DataConfig
 from streammega.errors import ConfigError
 from streammega.parallel.context import Bounds, split_batch, split_cu_seqlens
-from streammega.samples.fields import Batch, batch_fields, cu_seqlens, torch_dtype
+from streammega.samples.fields import NO_ID, Batch, batch_fields, cu_seqlens, torch_dtype
 from streammega.samples.fields_torch import device_fields
 
 __all__ = ["device_fields", "needs_whole_samples", "rank_fields", "torch_dtype"]
@@ -28,15 +28,14 @@ def needs_whole_samples(config: DataConfig) -> bool:
 
 
 class DocumentCounts(NamedTuple):
-    """What the shapes of a micro-batch's document bounds depend on, known where its ids were read.
-
-    most, most_kept: documents of the sample that has most, and of what a rank keeps of it; longest:
-    tokens of the longest of all.
-    """
+    """What the shapes of a micro-batch's document bounds depend on: known where its ids are read."""
 
     most: int
+    """Documents of the sample that has most."""
     most_kept: int
+    """Documents within what a rank keeps of a sample, of the sample that has most there."""
     longest: int
+    """Tokens of the longest document of all samples."""
 
 
 def documents_of(ids: Tensor, valid: Tensor, config: DataConfig, bounds: Bounds) -> DocumentCounts:
@@ -46,10 +45,19 @@ def documents_of(ids: Tensor, valid: Tensor, config: DataConfig, bounds: Bounds)
     length = config.sequence_length
     tokens = ids[:, :length].numpy().astype(np.int64)
     if int(valid.min()) < length:
-        tokens[np.arange(length) >= valid.numpy()[:, None]] = config.effective_pad_id
-    whole = cu_seqlens(tokens, -1 if config.eod_id is None else config.eod_id)
-    kept = whole if len(bounds) == 1 else split_cu_seqlens(whole, bounds)
-    return DocumentCounts(whole.shape[1] - 1, kept.shape[1] - 1, int(whole.diff(dim=1).max()))
+        # what lies after the valid ids is padding, whatever was stored there
+        is_padding = np.arange(length) >= valid.numpy()[:, None]
+        tokens[is_padding] = config.effective_pad_id
+    whole = cu_seqlens(tokens, NO_ID if config.eod_id is None else config.eod_id)
+    kept = whole
+    if len(bounds) > 1:
+        kept = split_cu_seqlens(whole, bounds)
+    document_lengths = whole.diff(dim=1)
+    return DocumentCounts(
+        most=whole.shape[1] - 1,
+        most_kept=kept.shape[1] - 1,
+        longest=int(document_lengths.max()),
+    )
 
 
 def rank_fields(
@@ -65,34 +73,48 @@ def rank_fields(
     """tokens, labels, loss_mask, position_ids [samples, kept], and what the config adds, of the
     tokens that a rank keeps.
 
-    Args: ids: in the stored dtype, [samples, S + 1]; or with `parts` [samples * len(bounds), P +
-        1], the rows of a sample in order. valid: int64 [rows of ids], how many ids of a row are not
-        padding. bounds: [start, stop) of the kept parts; one of [0, S) where everything is kept.
-        parts: the rows are the parts, already. documents: of these ids; None: where they are
-        needed, the host waits for the device to count them. learned: bool, of each of `ids`: there
-        is no loss where a label is not learned; None: all are.
+    Args:
+        ids: in the stored dtype, [samples, S + 1]; or with `parts` [samples * len(bounds), P + 1],
+            the rows of a sample in order.
+        valid: int64 [rows of ids], how many ids of a row are not padding.
+        bounds: [start, stop) of the kept parts; one of [0, S) where everything is kept.
+        parts: the rows are the parts, already.
+        documents: of these ids; None: where they are needed, the host waits for the device to count
+            them.
+        learned: bool, of each of `ids`: there is no loss where a label is not learned; None: all
+            are.
     """
-    if not parts:
-        batch = _fields(ids, valid, config, documents, learned)
-        return (
-            batch
-            if len(bounds) == 1
-            else split_batch(batch, bounds, documents and documents.most_kept)
-        )
+    if parts:
+        return _fields_of_parts(ids, valid, config, bounds, learned)
+    batch = _fields(ids, valid, config, documents, learned)
+    if len(bounds) == 1:
+        return batch
+    most_kept = None if documents is None else documents.most_kept
+    return split_batch(batch, bounds, most_kept)
+
+
+def _fields_of_parts(
+    ids: Tensor, valid: Tensor, config: DataConfig, bounds: Bounds, learned: Tensor | None
+) -> Batch:
+    """The fields of rows that are parts of samples; those of a sample are laid end to end."""
     if needs_whole_samples(config):
         raise ConfigError(
-            "document bounds need whole samples: open the loader without cp_rank and cp_size, or by open_loader"
+            "document bounds need whole samples: open the loader without cp_rank and cp_size, "
+            "or by open_loader"
         )
-    count = len(bounds)
-    length = bounds[0][1] - bounds[0][0]
-    batch = _fields(ids, valid, replace(config, sequence_length=length), None, learned)
-    samples = len(ids) // count
-    kept = {
-        name: batch[name].reshape(samples, count * length)
-        for name in ("tokens", "labels", "loss_mask")
-    }
-    starts = torch.cat([torch.arange(start, stop, device=ids.device) for start, stop in bounds])
-    return kept | {"position_ids": starts.repeat(samples, 1)}
+    part_start, part_stop = bounds[0]  # parts are of one length
+    part_length = part_stop - part_start
+    kept_length = len(bounds) * part_length
+    samples = len(ids) // len(bounds)
+    # made as if each part were a sample: without documents no token depends on those before it
+    batch = _fields(ids, valid, replace(config, sequence_length=part_length), None, learned)
+    kept: Batch = {}
+    for name in ("tokens", "labels", "loss_mask"):
+        kept[name] = batch[name].reshape(samples, kept_length)
+    # but for positions, which count from the start of the sample and not of the part
+    positions = [torch.arange(start, stop, device=ids.device) for start, stop in bounds]
+    kept["position_ids"] = torch.cat(positions).repeat(samples, 1)
+    return kept
 
 
 def _fields(
@@ -102,10 +124,13 @@ def _fields(
     documents: DocumentCounts | None,
     learned: Tensor | None,
 ) -> Batch:
+    """The fields of samples, made where their ids are."""
     if ids.device.type == "cpu":
         batch = batch_fields(ids, valid, config, bounds=True)
     else:
-        batch = device_fields(ids, valid, config, most=documents and documents.most)
+        most = None if documents is None else documents.most
+        batch = device_fields(ids, valid, config, most=most)
     if learned is not None:
-        batch["loss_mask"] = batch["loss_mask"] * learned[:, 1:]
+        learned_labels = learned[:, 1:]
+        batch["loss_mask"] = batch["loss_mask"] * learned_labels
     return batch

@@ -13,7 +13,9 @@ from streammega.errors import ConfigError
 from streammega.parallel.layout import ParallelLayout
 
 WORLD = "tp-cp-dp-pp"
+"""The group of all ranks."""
 GROUPS = ("tp", "cp", "pp", "dp", "dp-cp", "tp-pp", "embedding", WORLD)
+"""Names of the groups that are made, as in ParallelLayout.groups."""
 
 
 class Ranks:
@@ -36,11 +38,15 @@ class Ranks:
         world = dist.get_world_size() if dist.is_initialized() else 1
         if world != layout.world_size:
             raise ConfigError(
-                f"the layout has {layout.world_size} ranks (tp {layout.tp} x cp {layout.cp} x dp {layout.dp} x pp {layout.pp}), "
-                f"the world {world}; ParallelLayout.of_world fits dp to it"
+                f"the layout has {layout.world_size} ranks (tp {layout.tp} x cp {layout.cp} x "
+                f"dp {layout.dp} x pp {layout.pp}), the world {world}; ParallelLayout.of_world "
+                f"fits dp to it"
             )
         self.at = layout.coordinates(self.rank)
-        self._members = {name: layout.group_of(self.rank, name) or [self.rank] for name in GROUPS}
+        self._members: dict[str, list[int]] = {}
+        for name in GROUPS:
+            # a stage in the middle has no embedding: it is alone there
+            self._members[name] = layout.group_of(self.rank, name) or [self.rank]
         self._groups = _make_groups(layout, self.rank, timeout)
 
     def group(self, name: str) -> dist.ProcessGroup | None:
@@ -82,25 +88,41 @@ def device_mesh(
 
     `ParallelLayout.from_mesh` goes the other way.
     """
-    return DeviceMesh(
-        device_type, torch.from_numpy(layout.grid(names)), mesh_dim_names=tuple(names)
-    )
+    ranks = torch.from_numpy(layout.grid(names))
+    return DeviceMesh(device_type, ranks, mesh_dim_names=tuple(names))
+
+
+def talks_on_cpu(group: dist.ProcessGroup | None) -> bool:
+    """Whether tensors of the CPU can be sent in a group: not with NCCL alone.
+
+    True where there is nobody to send to.
+    """
+    if group is None:
+        return True
+    try:
+        group._get_backend(torch.device("cpu"))
+    except RuntimeError:  # torch's way to say that a group has no backend for a device
+        return False
+    return True
 
 
 def _make_groups(
     layout: ParallelLayout, rank: int, timeout: timedelta | None
 ) -> dict[tuple[int, ...], dist.ProcessGroup]:
-    """A process group for every set of at least two ranks, made in the same order by all; those of
-    this rank are kept.
-    """
-    own: dict[tuple[int, ...], dist.ProcessGroup] = {}
-    made: set[tuple[int, ...]] = set()
+    """By its members, the process group of every set of at least two ranks that this rank is in."""
+    groups_of_rank: dict[tuple[int, ...], dist.ProcessGroup] = {}
+    sets_with_group: set[tuple[int, ...]] = set()
     for name in GROUPS:
-        for members in map(tuple, layout.groups(name)):
-            if len(members) < 2 or members in made:
+        for ranks in layout.groups(name):
+            members = tuple(ranks)
+            # Several names may mean the same ranks: one group serves them all, for each takes
+            # connections and, with NCCL, memory of the device.
+            if len(members) < 2 or members in sets_with_group:
                 continue
-            made.add(members)
-            group = dist.new_group(list(members), timeout=timeout)
+            sets_with_group.add(members)
+            # All ranks of the world make every group, in this one order, or they wait for each
+            # other forever: so torch.distributed wants it, also of ranks that are not in it.
+            group = dist.new_group(ranks, timeout=timeout)
             if rank in members:
-                own[members] = group
-    return own
+                groups_of_rank[members] = group
+    return groups_of_rank

@@ -8,6 +8,7 @@ second grid over the same ranks.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -19,22 +20,30 @@ from numpy.typing import NDArray
 from streammega.errors import ConfigError
 
 ORDER = "tp-cp-ep-dp-pp"
+NAMES = ("tp", "cp", "ep", "dp", "pp")
+"""What an order may name."""
 DIMENSIONS = ("tp", "cp", "dp", "pp")
+"""Dimensions of the ranks."""
 EXPERT_DIMENSIONS = ("etp", "ep", "edp", "pp")
+"""Dimensions of the same ranks where they compute experts."""
+EXPERT_NAMES = {"tp": "etp", "ep": "ep", "dp": "edp", "pp": "pp"}
+"""Names of an order, as dimensions of experts."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ParallelLayout:
     """Sizes of all kinds of parallelism, and the order in which they number the ranks.
 
-    tp, cp, dp, pp: ranks of tensor, context, data and pipeline parallelism; the world has tp * cp *
-    dp * pp ranks. ep: ranks that share the experts of a layer. It re-reads the ranks of one
-    pipeline stage: etp * ep * edp = tp * cp * dp, where etp (default tp) is the tensor parallelism
-    of experts and edp is what is left. order: the dimensions from the fastest to the slowest; those
-    left out must have size 1.
-
     A group is a list of ranks, its fastest dimension first. Raises ConfigError for sizes that fit
     no world.
+
+    Args:
+        tp, cp, dp, pp: ranks of tensor, context, data and pipeline parallelism; the world has
+            tp * cp * dp * pp ranks.
+        ep: ranks that share the experts of a layer. They number the ranks of one pipeline stage a
+            second time: etp * ep * edp = tp * cp * dp, where edp is what the others leave.
+        etp: tensor parallelism of experts; None: tp.
+        order: the dimensions from the fastest to the slowest; those left out must have size 1.
     """
 
     tp: int = 1
@@ -46,37 +55,9 @@ class ParallelLayout:
     order: str = ORDER
 
     def __post_init__(self) -> None:
-        for name in ("tp", "cp", "ep", "dp", "pp", "etp"):
-            value = getattr(self, name)
-            if name == "etp" and value is None:
-                continue
-            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-                raise ConfigError(
-                    f"{name} is {value!r}; a parallel size is a whole number of at least 1"
-                )
-        named = self.order.lower().split("-")
-        unknown = [name for name in named if name not in ("tp", "cp", "ep", "dp", "pp")]
-        if unknown or len(set(named)) != len(named):
-            raise ConfigError(
-                f"order {self.order!r}: name each of tp, cp, ep, dp, pp at most once, joined by '-', as in {ORDER!r}"
-            )
-        for name in ("tp", "cp", "ep", "dp", "pp"):
-            if name not in named and getattr(self, name) != 1:
-                raise ConfigError(
-                    f"order {self.order!r} does not name {name}, whose size is {getattr(self, name)}; add it"
-                )
-        stage = self.tp * self.cp * self.dp
-        if stage % (self.expert_tp * self.ep):
-            raise ConfigError(
-                f"ep {self.ep} x etp {self.expert_tp} does not divide the {stage} ranks of a pipeline stage (tp {self.tp} x cp "
-                f"{self.cp} x dp {self.dp}); change one of them"
-            )
-        if (self.ep > 1 or self.expert_tp != self.tp) and self._stages(self._grid) != self._stages(
-            self._expert_grid
-        ):
-            raise ConfigError(
-                f"order {self.order!r} puts experts and pipeline stages on other ranks; with both, let pp come last"
-            )
+        self._check_sizes()
+        self._check_order()
+        self._check_experts()
 
     @classmethod
     def of_world(
@@ -94,13 +75,14 @@ class ParallelLayout:
 
         Raises ConfigError if they do not divide it.
         """
-        model = cls(tp=tp, cp=cp, pp=pp, order=order).world_size
-        if world_size < 1 or world_size % model:
+        model_ranks = cls(tp=tp, cp=cp, pp=pp, order=order).world_size
+        if world_size < 1 or world_size % model_ranks:
             raise ConfigError(
-                f"{world_size} ranks are not a multiple of tp {tp} x cp {cp} x pp {pp} = {model}; start another number of ranks, "
-                f"or change one of the sizes"
+                f"{world_size} ranks are not a multiple of tp {tp} x cp {cp} x pp {pp} = "
+                f"{model_ranks}; start another number of ranks, or change one of the sizes"
             )
-        return cls(tp=tp, cp=cp, ep=ep, dp=world_size // model, pp=pp, etp=etp, order=order)
+        dp = world_size // model_ranks
+        return cls(tp=tp, cp=cp, ep=ep, dp=dp, pp=pp, etp=etp, order=order)
 
     @classmethod
     def from_mesh(cls, mesh: Any) -> ParallelLayout:
@@ -113,18 +95,18 @@ class ParallelLayout:
         names = tuple(mesh.mesh_dim_names or ())
         if len(names) != mesh.ndim or not set(names) <= set(DIMENSIONS):
             raise ConfigError(
-                f"the mesh has dimensions {names or mesh.ndim}; name each of them one of tp, cp, dp, pp"
+                f"the mesh has dimensions {names or mesh.ndim}; "
+                f"name each of them one of tp, cp, dp, pp"
             )
         ranks = np.asarray(mesh.mesh.tolist(), np.int64)
         sizes = dict(zip(names, ranks.shape, strict=True))
-        fastest_first = sorted(
-            names, key=lambda name: (_stride(ranks, names.index(name)), -names.index(name))
-        )
-        rest = [name for name in ORDER.split("-") if name not in names]
-        layout = cls(**sizes, order="-".join([*fastest_first, *rest]))
+        left_out = [name for name in ORDER.split("-") if name not in names]
+        order = "-".join([*_fastest_first(ranks, names), *left_out])
+        layout = cls(**sizes, order=order)
         if not np.array_equal(layout.grid(names), ranks):
             raise ConfigError(
-                "the mesh does not number the ranks 0, 1, ... along its dimensions, in any order of them"
+                "the mesh does not number the ranks 0, 1, ... along its dimensions, "
+                "in any order of them"
             )
         return layout
 
@@ -151,19 +133,23 @@ class ParallelLayout:
             raise ConfigError(
                 f"rank {rank} is not in [0, {self.world_size}), the world of tp x cp x dp x pp"
             )
-        found: dict[str, int] = {}
-        for grid, names in ((self._expert_grid, self._expert_order), (self._grid, self._order)):
-            at = np.argwhere(grid == rank)[0]
-            found |= dict(zip(reversed(names), at.tolist(), strict=True))
-        return found
+        coordinates: dict[str, int] = {}
+        # The grid of experts first: both have pp, and where the order puts them apart (pp not last,
+        # no experts) the pipeline stage is that of the other grid.
+        for grid, axes in ((self._expert_grid, self._expert_axes), (self._grid, self._axes)):
+            place = np.unravel_index(rank, grid.shape)
+            coordinates |= {name: int(index) for name, index in zip(axes, place, strict=True)}
+        return coordinates
 
     def rank_of(self, *, tp: int = 0, cp: int = 0, dp: int = 0, pp: int = 0) -> int:
         """The rank at coordinates. Raises ConfigError outside of the layout."""
-        at = {"tp": tp, "cp": cp, "dp": dp, "pp": pp}
-        for name, value in at.items():
-            if not 0 <= value < getattr(self, name):
-                raise ConfigError(f"{name} coordinate {value} is not in [0, {getattr(self, name)})")
-        return int(self._grid[tuple(at[name] for name in reversed(self._order))])
+        coordinates = {"tp": tp, "cp": cp, "dp": dp, "pp": pp}
+        for name, index in coordinates.items():
+            size = getattr(self, name)
+            if not 0 <= index < size:
+                raise ConfigError(f"{name} coordinate {index} is not in [0, {size})")
+        place = tuple(coordinates[name] for name in self._axes)
+        return int(self._grid[place])
 
     def groups(self, name: str) -> list[list[int]]:
         """All groups that differ in the named dimensions only: "tp", "dp-cp", "tp-pp", ..., of
@@ -173,33 +159,28 @@ class ParallelLayout:
         "position-embedding": the first.
         """
         if name == "embedding":
-            return [list(dict.fromkeys((ranks[0], ranks[-1]))) for ranks in self.groups("pp")]
+            return [_first_and_last(ranks) for ranks in self.groups("pp")]
         if name == "position-embedding":
             return [ranks[:1] for ranks in self.groups("pp")]
         named = name.lower().split("-")
-        for grid, order, known in (
-            (self._grid, self._order, DIMENSIONS),
-            (self._expert_grid, self._expert_order, EXPERT_DIMENSIONS),
-        ):
-            if set(named) <= set(known) and len(set(named)) == len(named):
-                axes = [order[::-1].index(part) for part in named]
-                rest = [axis for axis in range(grid.ndim) if axis not in axes]
-                size = int(np.prod([grid.shape[axis] for axis in axes]))
-                ranks: list[list[int]] = (
-                    grid.transpose([*rest, *sorted(axes)]).reshape(-1, size).tolist()
-                )
-                return ranks
+        each_once = len(set(named)) == len(named)
+        if each_once and set(named) <= set(DIMENSIONS):
+            return _groups_along(self._grid, self._axes, named)
+        if each_once and set(named) <= set(EXPERT_DIMENSIONS):
+            return _groups_along(self._expert_grid, self._expert_axes, named)
         raise ConfigError(
-            f"no group is named {name!r}; join some of {', '.join(DIMENSIONS)}, or of {', '.join(EXPERT_DIMENSIONS)}, by '-', "
+            f"no group is named {name!r}; join some of {', '.join(DIMENSIONS)}, "
+            f"or of {', '.join(EXPERT_DIMENSIONS)}, by '-', "
             f"or ask for 'embedding' or 'position-embedding'"
         )
 
     def group_of(self, rank: int, name: str) -> list[int]:
-        """The named group that a rank belongs to; for embeddings an empty list
-        where it has none.
-        """
-        self.coordinates(rank)
-        return next((group for group in self.groups(name) if rank in group), [])
+        """The named group that a rank belongs to; empty for embeddings where it has none."""
+        self.coordinates(rank)  # raises for a rank that there is not
+        for group in self.groups(name):
+            if rank in group:
+                return group
+        return []
 
     def grid(self, names: Sequence[str]) -> NDArray[np.int64]:
         """Ranks as an array with an axis for each of tp, cp, dp, pp that is named, in that order;
@@ -209,57 +190,141 @@ class ParallelLayout:
         left_out = [name for name in DIMENSIONS if name not in names and getattr(self, name) > 1]
         if wrong or left_out:
             raise ConfigError(
-                f"a mesh of dimensions {tuple(names)}: {', '.join(wrong + left_out)} cannot be named, or left out"
+                f"a mesh of dimensions {tuple(names)}: {', '.join(wrong + left_out)} "
+                f"cannot be named, or left out"
             )
-        axes = [self._order[::-1].index(name) for name in names]
-        rest = [axis for axis in range(4) if axis not in axes]
-        return self._grid.transpose([*axes, *rest]).reshape([getattr(self, name) for name in names])
+        named_axes = [self._axes.index(name) for name in names]
+        other_axes = [axis for axis in range(self._grid.ndim) if axis not in named_axes]
+        sizes = [getattr(self, name) for name in names]
+        return self._grid.transpose([*named_axes, *other_axes]).reshape(sizes)
 
     def reads(self, rank: int) -> bool:
         """Whether a rank reads data: tensor-parallel rank 0 of the first and of the last pipeline
         stage.
         """
-        at = self.coordinates(rank)
-        return at["tp"] == 0 and at["pp"] in (0, self.pp - 1)
+        coordinates = self.coordinates(rank)
+        return coordinates["tp"] == 0 and coordinates["pp"] in (0, self.pp - 1)
 
-    def _stages(self, grid: NDArray[np.int64]) -> list[list[int]]:
-        """The ranks of every pipeline stage in one of the two grids."""
-        order = self._order if grid is self._grid else self._expert_order
-        ranks: list[list[int]] = np.sort(
-            np.moveaxis(grid, order[::-1].index("pp"), 0).reshape(self.pp, -1)
-        ).tolist()
-        return ranks
+    def _check_sizes(self) -> None:
+        sizes = {name: getattr(self, name) for name in NAMES}
+        if self.etp is not None:
+            sizes["etp"] = self.etp
+        for name, size in sizes.items():
+            if isinstance(size, bool) or not isinstance(size, int) or size < 1:
+                raise ConfigError(
+                    f"{name} is {size!r}; a parallel size is a whole number of at least 1"
+                )
+
+    def _check_order(self) -> None:
+        named = self._named()
+        unknown = [name for name in named if name not in NAMES]
+        if unknown or len(set(named)) != len(named):
+            raise ConfigError(
+                f"order {self.order!r}: name each of tp, cp, ep, dp, pp at most once, "
+                f"joined by '-', as in {ORDER!r}"
+            )
+        for name in NAMES:
+            size = getattr(self, name)
+            if name not in named and size != 1:
+                raise ConfigError(
+                    f"order {self.order!r} does not name {name}, whose size is {size}; add it"
+                )
+
+    def _check_experts(self) -> None:
+        stage_ranks = self.tp * self.cp * self.dp
+        if stage_ranks % (self.expert_tp * self.ep):
+            raise ConfigError(
+                f"ep {self.ep} x etp {self.expert_tp} does not divide the {stage_ranks} ranks of a "
+                f"pipeline stage (tp {self.tp} x cp {self.cp} x dp {self.dp}); change one of them"
+            )
+        has_experts = self.ep > 1 or self.expert_tp != self.tp
+        if not has_experts:
+            return
+        # a layer lies on one stage, its experts too
+        stages = _groups_of_stages(self._grid, self._axes)
+        expert_stages = _groups_of_stages(self._expert_grid, self._expert_axes)
+        if stages != expert_stages:
+            raise ConfigError(
+                f"order {self.order!r} puts experts and pipeline stages on other ranks; "
+                f"with both, let pp come last"
+            )
+
+    def _named(self) -> list[str]:
+        """The dimensions that the order names, from the fastest to the slowest."""
+        return self.order.lower().split("-")
+
+    def _slowest_first(self) -> list[str]:
+        """All dimensions, from the slowest to the fastest: the axes of an array of ranks."""
+        named = self._named()
+        # As Megatron appends them. Their size is 1, so their place matters to experts only, whose
+        # dp is what their other sizes leave.
+        left_out = [name for name in ("tp", "pp", "dp", "ep", "cp") if name not in named]
+        return [*named, *left_out][::-1]
 
     @cached_property
-    def _order(self) -> tuple[str, ...]:
-        return self._complete(lambda name: None if name == "ep" else name)
+    def _axes(self) -> tuple[str, ...]:
+        """Dimensions of `_grid`: experts are not among them."""
+        return tuple(name for name in self._slowest_first() if name != "ep")
 
     @cached_property
-    def _expert_order(self) -> tuple[str, ...]:
-        return self._complete(
-            lambda name: {"tp": "etp", "ep": "ep", "dp": "edp", "pp": "pp"}.get(name)
-        )
-
-    def _complete(self, rename: Any) -> tuple[str, ...]:
-        named = self.order.lower().split("-")
-        full = named + [name for name in ("tp", "pp", "dp", "ep", "cp") if name not in named]
-        return tuple(new for name in full if (new := rename(name)) is not None)
+    def _expert_axes(self) -> tuple[str, ...]:
+        """Dimensions of `_expert_grid`: experts know no context parallelism, whose ranks go to the
+        others.
+        """
+        return tuple(EXPERT_NAMES[name] for name in self._slowest_first() if name in EXPERT_NAMES)
 
     @cached_property
     def _grid(self) -> NDArray[np.int64]:
-        sizes = [getattr(self, name) for name in reversed(self._order)]
+        """All ranks, with an axis for each of `_axes`."""
+        sizes = [getattr(self, name) for name in self._axes]
         return np.arange(self.world_size, dtype=np.int64).reshape(sizes)
 
     @cached_property
     def _expert_grid(self) -> NDArray[np.int64]:
-        of = {"etp": self.expert_tp, "ep": self.ep, "edp": self.expert_dp, "pp": self.pp}
-        return np.arange(self.world_size, dtype=np.int64).reshape(
-            [of[name] for name in reversed(self._expert_order)]
-        )
+        """All ranks, with an axis for each of `_expert_axes`."""
+        size_of = {"etp": self.expert_tp, "ep": self.ep, "edp": self.expert_dp, "pp": self.pp}
+        sizes = [size_of[name] for name in self._expert_axes]
+        return np.arange(self.world_size, dtype=np.int64).reshape(sizes)
+
+
+def _groups_along(
+    grid: NDArray[np.int64], axes: Sequence[str], named: Sequence[str]
+) -> list[list[int]]:
+    """The ranks of a grid in groups that differ in the named dimensions only."""
+    # Sorted: a group's fastest dimension is the grid's, in whatever order its name lists them.
+    within = sorted(axes.index(name) for name in named)
+    between = [axis for axis in range(grid.ndim) if axis not in within]
+    group_size = math.prod(grid.shape[axis] for axis in within)
+    groups: list[list[int]] = grid.transpose([*between, *within]).reshape(-1, group_size).tolist()
+    return groups
+
+
+def _groups_of_stages(grid: NDArray[np.int64], axes: Sequence[str]) -> list[list[int]]:
+    """The ranks of each pipeline stage, in rising order."""
+    stage_axis = axes.index("pp")
+    ranks_of_stage = np.moveaxis(grid, stage_axis, 0).reshape(grid.shape[stage_axis], -1)
+    stages: list[list[int]] = np.sort(ranks_of_stage).tolist()
+    return stages
+
+
+def _first_and_last(ranks: list[int]) -> list[int]:
+    """One rank where there is one only."""
+    return ranks if len(ranks) == 1 else [ranks[0], ranks[-1]]
+
+
+def _fastest_first(ranks: NDArray[np.int64], names: Sequence[str]) -> list[str]:
+    """The dimensions of a mesh by how far apart it numbers neighbours along them."""
+    strides = {name: _stride(ranks, axis) for axis, name in enumerate(names)}
+    # Reversed, since the last dimension of an array is its fastest: among those of size 1, whose
+    # strides say nothing, this order stays.
+    last_first = list(reversed(names))
+    return sorted(last_first, key=strides.__getitem__)
 
 
 def _stride(ranks: NDArray[np.int64], axis: int) -> int:
     """How far apart neighbours along an axis are numbered; 0 where it has one only."""
     if ranks.shape[axis] == 1:
         return 0
-    return int(np.diff(np.take(ranks, [0, 1], axis=axis), axis=axis).flat[0])
+    first_two = np.take(ranks, [0, 1], axis=axis)
+    distances = np.diff(first_two, axis=axis)
+    return int(distances.flat[0])

@@ -19,8 +19,7 @@ import streammega
 from streammega.errors import ConfigError
 from streammega.loading import StreamLoader
 from streammega.parallel import Ranks
-from streammega.parallel.batches import talks_on_cpu
-from streammega.parallel.groups import WORLD
+from streammega.parallel.groups import WORLD, talks_on_cpu
 from streammega.train.config import RunConfig
 
 MAY_DIFFER = {

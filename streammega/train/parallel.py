@@ -24,7 +24,7 @@ from streammega.gradients.data_parallel import BucketedDataParallel
 from streammega.gradients.sharded_optimizer import ShardedOptimizer
 from streammega.order.rank_samples import zigzag_bounds
 from streammega.parallel import Ranks
-from streammega.parallel.batches import RankBatch
+from streammega.parallel.exchange import RankBatch
 from streammega.samples.fields import Batch
 from streammega.train.config import RunConfig
 from streammega.train.model import GPT, TIED

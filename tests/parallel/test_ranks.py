@@ -30,9 +30,10 @@ from streammega.errors import ConfigError, FormatError
 from streammega.loading import StreamingDataset
 from streammega.order.rank_samples import zigzag_bounds
 from streammega.parallel import open_loader
-from streammega.parallel.batches import rank_device, read_factor
+from streammega.parallel.batches import read_factor
 from streammega.parallel.context import split_cu_seqlens
 from streammega.parallel.derive import device_fields, documents_of, rank_fields
+from streammega.parallel.exchange import rank_device
 from streammega.samples.fields import Batch, batch_fields
 from tests.support.gang import Gang
 from tests.support.rank_programs import mesh_both_ways, prepared, read_batches, to_the_end

@@ -1,0 +1,273 @@
+"""One micro-batch, from the rank that reads it to the fields of every rank.
+
+reading rank ─► ids, valid ─► one message to its tensor-parallel group ─► fields on every rank ─►
+its parts, its stage's fields
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from streammega.errors import ConfigError
+from streammega.loading import StreamLoader
+from streammega.order.rank_samples import zigzag_bounds
+from streammega.parallel.derive import DocumentCounts, documents_of, rank_fields, torch_dtype
+from streammega.parallel.groups import Ranks, talks_on_cpu
+from streammega.parallel.message import MessageFormat
+from streammega.samples.fields import Batch, check_ids
+
+FIRST = ("tokens", "position_ids")
+"""Fields of the first pipeline stage."""
+LAST = ("labels", "loss_mask")
+"""Fields of the last pipeline stage."""
+BOTH = ("cu_seqlens", "cu_seqlens_whole", "attention_mask")
+"""Fields of the first and of the last stage, where the config asks for them."""
+MIDDLE = ("position_ids", *BOTH)
+"""Fields of stages between them, where they are asked for."""
+
+
+class RankBatch(dict[str, Tensor]):
+    """The fields of a micro-batch, by name.
+
+    longest: tokens of its longest document, where the host knows it without asking the device; else
+    None.
+    """
+
+    longest: int | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class StartedBatch:
+    """A micro-batch under way.
+
+    On the CPU that is its message, or in a group of one its fields; on CUDA its fields, and the
+    event after which they are there. A stage that needs no field has neither.
+    """
+
+    consumed: int
+    """The cursor after it."""
+    message: Tensor | None = None
+    work: dist.Work | None = None
+    """The broadcast of the message; None: nobody else is in the group."""
+    batch: RankBatch | None = None
+    event: Any = None
+
+
+class Exchange:
+    """Reads or receives micro-batches of one loader, and derives their fields."""
+
+    def __init__(
+        self, loader: StreamLoader, ranks: Ranks, device: torch.device, every_stage: bool
+    ) -> None:
+        if not loader.ids_only:
+            raise ConfigError(
+                "get_batch sends ids in their stored width: make the loader with ids_only=True, "
+                "or by open_loader"
+            )
+        config = loader.dataset.config
+        self._loader = loader
+        self._config = config
+        self._device = device
+        self._reads_parts = bool(loader.bounds)
+        self._bounds = _kept_bounds(loader, ranks)
+        self._fields = stage_fields(ranks, every_stage)
+        self._group = ranks.group("tp")
+        self._source = ranks.members("tp")[0]
+        self._reads = bool(self._fields) and ranks.at["tp"] == 0
+        self._format = self._message_format()
+        self._stream: torch.cuda.Stream | None = None
+        if device.type == "cuda":
+            # a stream of its own, so that the next micro-batch is made while this one is computed
+            self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        # The shape of cu_seqlens depends on the ids. A host that is not told how many documents
+        # there are would have to wait for the device to count them.
+        self._tells_documents = (
+            device.type != "cpu" and config.reset_attention_mask and talks_on_cpu(self._group)
+        )
+        self.broadcast_bytes = 0
+
+    @property
+    def shared(self) -> bool:
+        """Whether messages go to other ranks: all of them begin with a micro-batch at the same
+        place of their programs.
+        """
+        return self._group is not None and bool(self._fields)
+
+    @property
+    def ready(self) -> bool:
+        """Whether `start` would not wait, and no other rank has to know."""
+        return not self.shared and (not self._reads or self._loader.ready)
+
+    def start(self) -> StartedBatch:
+        """Take the next micro-batch and send it on its way. Raises StopIteration after the last."""
+        raw: Batch | None = None
+        if self._reads:
+            raw = self._loader.take()
+        else:
+            self._loader.pass_over()
+        consumed = self._loader.consumed_samples
+        if not self._fields:
+            return StartedBatch(consumed=consumed)
+        if self._stream is None and self._group is None:
+            assert raw is not None
+            batch = self._derive(raw["ids"], raw["valid"], raw.get("learned"))
+            return StartedBatch(consumed=consumed, batch=batch)
+        documents = self._tell_documents(raw) if self._tells_documents else None
+        message = self._message(raw)
+        if self._stream is not None:
+            return self._start_on_device(consumed, message, documents)
+        return StartedBatch(consumed=consumed, message=message, work=self._broadcast(message))
+
+    def finish(self, started: StartedBatch) -> RankBatch:
+        """The fields of a micro-batch, ready for use."""
+        if started.event is not None:
+            assert started.batch is not None
+            current = torch.cuda.current_stream(self._device)
+            current.wait_event(started.event)
+            for field in started.batch.values():
+                # The allocator knows the side stream only, on which the memory was asked for: it
+                # would give the memory away there while this stream still reads.
+                field.record_stream(current)
+        if started.batch is not None:
+            return started.batch
+        if started.message is None:
+            return RankBatch()
+        if started.work is not None:
+            started.work.wait()
+        return self._derive(*self._format.unpack(started.message))
+
+    def _message_format(self) -> MessageFormat:
+        """Rows are samples with the token after them, or parts of samples, each with its next."""
+        rows = self._loader.dataset.micro_batch_size
+        length = self._config.sequence_length
+        if self._reads_parts:
+            start, stop = self._bounds[0]  # parts are of one length
+            rows *= len(self._bounds)
+            length = stop - start
+        return MessageFormat(
+            rows=rows,
+            width=length + 1,
+            ids_dtype=torch_dtype(self._loader.ids_dtype),
+            has_learned=self._loader.has_modes,
+        )
+
+    def _tell_documents(self, raw: Batch | None) -> DocumentCounts:
+        """Counted where the ids are, and told to the other ranks by the host's transport: no host
+        waits for a device.
+        """
+        if raw is None:
+            numbers = torch.zeros(len(DocumentCounts._fields), dtype=torch.int64)
+        else:
+            counts = documents_of(raw["ids"], raw["valid"], self._config, self._bounds)
+            numbers = torch.tensor(counts)
+        if self._group is not None:
+            dist.broadcast(numbers, self._source, group=self._group)
+        return DocumentCounts(*numbers.tolist())
+
+    def _start_on_device(
+        self, consumed: int, message: Tensor, documents: DocumentCounts | None
+    ) -> StartedBatch:
+        """Copy, broadcast and derive on the side stream."""
+        with torch.cuda.stream(self._stream):
+            message = message.to(self._device, non_blocking=True)
+            work = self._broadcast(message)
+            if work is not None:
+                work.wait()  # of NCCL: the stream waits, not this thread
+            batch = self._derive(*self._format.unpack(message), documents)
+            event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            event.record()
+        return StartedBatch(consumed=consumed, batch=batch, event=event)
+
+    def _message(self, raw: Batch | None) -> Tensor:
+        """A micro-batch as bytes; without one, room for it."""
+        size = self._format.size
+        on_device = self._stream is not None
+        if raw is None and on_device:
+            # the broadcast fills it: nothing to copy there
+            return torch.empty(size, dtype=torch.uint8, device=self._device)
+        # only from pinned memory is the copy to the device asynchronous
+        message = torch.empty(size, dtype=torch.uint8, pin_memory=on_device)
+        if raw is None:
+            return message
+        if on_device:
+            # Fields made on a device are not checked there, since the host would wait for that.
+            check_ids(raw["ids"].numpy(), self._config)
+        self._format.pack(message, raw["ids"], raw["valid"], raw.get("learned"))
+        return message
+
+    def _broadcast(self, message: Tensor) -> dist.Work | None:
+        if self._group is None:
+            return None
+        self.broadcast_bytes += message.numel()
+        work: dist.Work = dist.broadcast(message, self._source, group=self._group, async_op=True)
+        return work
+
+    def _derive(
+        self,
+        ids: Tensor,
+        valid: Tensor,
+        learned: Tensor | None,
+        documents: DocumentCounts | None = None,
+    ) -> RankBatch:
+        """The fields of this rank's stage, of the tokens that it keeps."""
+        fields = rank_fields(
+            ids,
+            valid,
+            self._config,
+            self._bounds,
+            parts=self._reads_parts,
+            documents=documents,
+            learned=learned,
+        )
+        batch = RankBatch()
+        for name, field in fields.items():
+            if name in self._fields:
+                batch[name] = field
+        if documents is not None:
+            batch.longest = documents.longest
+        return batch
+
+
+def _kept_bounds(loader: StreamLoader, ranks: Ranks) -> Sequence[tuple[int, int]]:
+    """Tokens [start, stop) of the parts of a sample that a rank keeps.
+
+    Raises ConfigError where the loader reads the parts of another rank.
+    """
+    length = loader.dataset.config.sequence_length
+    kept = zigzag_bounds(length, ranks.at["cp"], ranks.layout.cp)
+    # with each part a loader reads the token after it, the label of the last
+    read = [(start, stop - 1) for start, stop in loader.bounds]
+    if read and read != kept:
+        raise ConfigError(
+            f"the loader reads tokens {list(loader.bounds)}, this rank keeps {kept}: "
+            f"use open_loader"
+        )
+    return kept
+
+
+def rank_device(device: torch.device | str | None, ranks: Ranks) -> torch.device:
+    """The device that is meant: where nothing says so, one on which the ranks can talk."""
+    if device is None and not talks_on_cpu(ranks.group("tp")):
+        return torch.device("cuda", torch.cuda.current_device())
+    return torch.device(device or "cpu")
+
+
+def stage_fields(ranks: Ranks, every_stage: bool) -> tuple[str, ...]:
+    """The fields that this rank's pipeline stage needs; none in the middle, unless every stage is
+    asked for its positions.
+    """
+    fields: list[str] = []
+    if ranks.is_first_stage:
+        fields += [*FIRST, *BOTH]
+    if ranks.is_last_stage:
+        fields += [*LAST, *BOTH]
+    if every_stage:
+        fields += MIDDLE
+    # each once: a stage may be the first and the last
+    return tuple(dict.fromkeys(fields))
