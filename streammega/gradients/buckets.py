@@ -8,6 +8,9 @@ import math
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
+Rectangle = tuple[tuple[int, ...], tuple[int, ...]]
+"""(offsets, sizes) of a box in each dimension of an array."""
+
 PARAMETER_ALIGNMENT = 64
 """Elements: with sharding, parameters start on multiples of it."""
 SHARD_ALIGNMENT = 128
@@ -42,7 +45,9 @@ class Bucket:
 
 
 def default_bucket_size(dp: int) -> int:
-    """Elements of a bucket that keep a ring of `dp` ranks busy."""
+    """Elements of a bucket that keep a ring of `dp` ranks busy, as Megatron's: a ring sends a
+    bucket in `dp` parts, each of which is to take longer than it takes to be sent off.
+    """
     return max(40_000_000, 1_000_000 * dp)
 
 
@@ -57,35 +62,44 @@ def plan_buckets(
     128), so that each divides into equal, aligned parts. `waiting`: parameters that other ranks
     must add to first; they come last, in a bucket of their own.
     """
+    # Backward makes the gradients of the last layers first, so these lie in front.
+    backward_order = list(reversed(range(len(sizes))))
+    by_themselves = [number for number in backward_order if number not in waiting]
+    waiting_last = [number for number in backward_order if number in waiting]
     buckets: list[Bucket] = []
     slots: list[Slot] = []
-    at = begin = 0
+    begin = 0
+    end = 0
 
-    def close(waits: bool) -> None:
-        nonlocal at, begin, slots
-        if slots:
-            at = _up(at, math.lcm(shards, SHARD_ALIGNMENT)) if shards else at
-            buckets.append(Bucket(begin, at, tuple(slots), waits))
-            begin = at
-            slots = []
+    def close(*, waits: bool) -> None:
+        nonlocal begin, end, slots
+        if not slots:
+            return
+        if shards:
+            end = _round_up(end, math.lcm(shards, SHARD_ALIGNMENT))
+        buckets.append(Bucket(begin, end, tuple(slots), waits))
+        begin = end
+        slots = []
 
-    reverse = list(range(len(sizes)))[::-1]
-    for waits in (False, True):
-        for number in reverse:
-            if (number in waiting) is not waits:
-                continue
-            at = _up(at, PARAMETER_ALIGNMENT) if shards else at
-            slots.append(Slot(number, at, at + sizes[number]))
-            at += sizes[number]
-            if at - begin >= bucket_size and not waits:
-                close(waits)
-        close(waits)
+    def place(number: int) -> None:
+        nonlocal end
+        if shards:
+            end = _round_up(end, PARAMETER_ALIGNMENT)
+        slots.append(Slot(number, end, end + sizes[number]))
+        end += sizes[number]
+
+    for number in by_themselves:
+        place(number)
+        if end - begin >= bucket_size:
+            close(waits=False)
+    close(waits=False)
+    for number in waiting_last:
+        place(number)
+    close(waits=True)
     return buckets
 
 
-def rectangles(
-    shape: Sequence[int], start: int, stop: int
-) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:
+def rectangles(shape: Sequence[int], start: int, stop: int) -> list[Rectangle]:
     """The boxes (offsets, sizes) that elements [start, stop) of a row-major array make up, in their
     order; at most 2 * dims - 1.
 
@@ -94,29 +108,40 @@ def rectangles(
     """
     if start >= stop:
         return []
-    if len(shape) <= 1:
-        return [((start,), (stop - start,))] if shape else [((), ())]
-    row = math.prod(shape[1:])
-    first = -(-start // row)
-    last = stop // row
-    if first > last or (
-        first == last and start % row and stop % row and start // row == stop // row
-    ):
-        at = start // row  # within one row
-        return [
-            ((at, *offsets), (1, *sizes))
-            for offsets, sizes in rectangles(shape[1:], start - at * row, stop - at * row)
-        ]
-    boxes: list[tuple[tuple[int, ...], tuple[int, ...]]] = []
-    if start < first * row:
-        at = first - 1
-        boxes += [((at, *o), (1, *s)) for o, s in rectangles(shape[1:], start - at * row, row)]
-    if first < last:
-        boxes.append(((first,) + (0,) * (len(shape) - 1), (last - first, *shape[1:])))
-    if stop > last * row:
-        boxes += [((last, *o), (1, *s)) for o, s in rectangles(shape[1:], 0, stop - last * row)]
+    if not shape:
+        return [((), ())]
+    if len(shape) == 1:
+        return [((start,), (stop - start,))]
+    row_size = math.prod(shape[1:])
+    first_row = start // row_size
+    last_row = (stop - 1) // row_size
+    if first_row == last_row:
+        return _within_row(shape, first_row, start, stop)
+    boxes: list[Rectangle] = []
+    first_whole = _divide_up(start, row_size)
+    whole_stop = stop // row_size
+    if first_whole > first_row:
+        boxes += _within_row(shape, first_row, start, first_whole * row_size)
+    if first_whole < whole_stop:
+        within_row = (0,) * (len(shape) - 1)
+        boxes.append(((first_whole, *within_row), (whole_stop - first_whole, *shape[1:])))
+    if whole_stop <= last_row:
+        boxes += _within_row(shape, last_row, whole_stop * row_size, stop)
     return boxes
 
 
-def _up(value: int, multiple: int) -> int:
-    return -(-value // multiple) * multiple
+def _within_row(shape: Sequence[int], row: int, start: int, stop: int) -> list[Rectangle]:
+    """`rectangles` of elements that all lie in one row of the first dimension."""
+    row_start = row * math.prod(shape[1:])
+    return [
+        ((row, *offsets), (1, *sizes))
+        for offsets, sizes in rectangles(shape[1:], start - row_start, stop - row_start)
+    ]
+
+
+def _divide_up(value: int, divisor: int) -> int:
+    return -(-value // divisor)
+
+
+def _round_up(value: int, multiple: int) -> int:
+    return _divide_up(value, multiple) * multiple

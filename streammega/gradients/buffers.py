@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import itertools
 import weakref
-from collections.abc import Collection, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from streammega.errors import ConfigError
@@ -18,17 +20,19 @@ from streammega.gradients.collectives import Work
 
 @dataclass
 class GradSlot:
-    """The gradient of one parameter: its place in the buffer, and how many micro-batches it has of
-    this step.
-    """
+    """The gradient of one parameter: its place in the buffer, and how far it is in this step."""
 
     name: str
     parameter: nn.Parameter
     slot: Slot
     main_grad: Tensor
+    """Its place: a view of the buffer, of the shape of this rank's part of the parameter."""
     tied: bool = False
+    """Whether another pipeline stage has the parameter too."""
     count: int = 0
+    """Micro-batches that were added in this step."""
     ready: bool = False
+    """Whether none is to come in this step."""
     scaled: bool = False
     """Whether what is in the buffer was multiplied by the reducer's scale."""
     unused: bool = False
@@ -63,38 +67,51 @@ class GradSlot:
         trained.
         """
         grad = self.parameter.grad
-        return grad if grad is self._handed_over() and self.parameter.requires_grad else None
+        is_ours = grad is self._handed_over()
+        return grad if is_ours and self.parameter.requires_grad else None
 
     def _handed_over(self) -> Tensor | None:
         return None if self.handed is None else self.handed()
 
 
 @dataclass
+class GradBucket:
+    """Gradients that are reduced together, and how far their reduction is in this step."""
+
+    place: Bucket
+    grads: Tensor
+    """All of them, padding included, [elements]: a view of the buffer."""
+    slots: list[GradSlot]
+    unready: int
+    """Parameters whose gradients of this step are not complete: at 0 the bucket is full."""
+    work: Work | None = None
+    """The collective that is under way, where the model has a group."""
+
+    def forget(self) -> None:
+        """Begin a step: nothing has been added, nothing is under way."""
+        self.work = None
+        self.unready = len(self.slots)
+        for slot in self.slots:
+            slot.count = 0
+            slot.ready = False
+            slot.scaled = False
+
+
+@dataclass
 class GradBuffer:
-    """Gradients of the parameters of one dtype.
+    """Gradients of the parameters of one dtype, [elements of all buckets].
 
     `params`: with sharding, the parameters themselves in the same places.
     """
 
     grads: Tensor
     params: Tensor | None
-    buckets: list[Bucket]
-    slots: list[list[GradSlot]]
-    waiting: list[int]
-    """Of each bucket, the parameters that are not ready yet."""
-    started: list[bool]
-    """Of each bucket, whether its collective has started."""
-    works: list[Work] = field(default_factory=list)
+    buckets: list[GradBucket]
 
-    def forget(self) -> None:
-        """Begin a step: nothing has been added, nothing is under way."""
-        self.works.clear()
-        self.started = [False] * len(self.buckets)
-        self.waiting = [len(slots) for slots in self.slots]
-        for slot in (slot for slots in self.slots for slot in slots):
-            slot.count = 0
-            slot.ready = False
-            slot.scaled = False
+    def slots(self) -> Iterator[GradSlot]:
+        """Its parameters, bucket by bucket."""
+        for bucket in self.buckets:
+            yield from bucket.slots
 
 
 def make_buffers(
@@ -116,7 +133,7 @@ def make_buffers(
             by_dtype.setdefault(parameter.dtype, []).append((name, parameter))
     if not by_dtype:
         raise ConfigError("the module has no parameters that require gradients")
-    _check_kinds([named for of_dtype in by_dtype.values() for named in of_dtype])
+    _check_kinds(list(itertools.chain.from_iterable(by_dtype.values())))
     return [
         _make_buffer(named, bucket_size, grad_dtype, tied=tied, shards=shards)
         for named in by_dtype.values()
@@ -132,34 +149,41 @@ def _make_buffer(
     tied: Collection[str],
     shards: int,
 ) -> GradBuffer:
-    local = [local_part(parameter) for _, parameter in named]
+    """The buffer of parameters of one dtype, given in registration order."""
+    parts = [local_part(parameter) for _, parameter in named]
+    sizes = [part.numel() for part in parts]
     waiting = [number for number, (name, _) in enumerate(named) if name in tied]
-    buckets = plan_buckets(
-        [tensor.numel() for tensor in local], bucket_size, shards=shards, waiting=waiting
-    )
-    size = buckets[-1].stop
-    device = local[0].device
-    grads = torch.zeros(size, dtype=grad_dtype, device=device)
-    params = torch.zeros(size, dtype=local[0].dtype, device=device) if shards else None
-    slots = []
-    for bucket in buckets:
-        own = []
-        for slot in bucket.slots:
-            (name, parameter), tensor = named[slot.parameter], local[slot.parameter]
-            # the parameter moves into the buffer, so that gathering fills it in place
+    places = plan_buckets(sizes, bucket_size, shards=shards, waiting=waiting)
+    buffer_size = places[-1].stop
+    device = parts[0].device
+    grads = torch.zeros(buffer_size, dtype=grad_dtype, device=device)
+    params: Tensor | None = None
+    if shards:
+        params = torch.zeros(buffer_size, dtype=parts[0].dtype, device=device)
+    buckets = []
+    for place in places:
+        slots = []
+        for slot in place.slots:
+            name, parameter = named[slot.parameter]
+            shape = parts[slot.parameter].shape
             if params is not None:
-                place = params[slot.start : slot.stop].view(tensor.shape)
-                place.copy_(tensor)
-                if isinstance(parameter, DTensor):
-                    parameter._local_tensor = place
-                else:
-                    parameter.data = place
-            view = grads[slot.start : slot.stop].view(tensor.shape)
-            own.append(GradSlot(name, parameter, slot, view, tied=bucket.waits))
-        slots.append(own)
-    return GradBuffer(
-        grads, params, buckets, slots, [len(own) for own in slots], [False] * len(buckets)
-    )
+                _move(parameter, params[slot.start : slot.stop].view(shape))
+            main_grad = grads[slot.start : slot.stop].view(shape)
+            slots.append(GradSlot(name, parameter, slot, main_grad, tied=place.waits))
+        of_bucket = grads[place.start : place.stop]
+        buckets.append(GradBucket(place, of_bucket, slots, unready=len(slots)))
+    return GradBuffer(grads, params, buckets)
+
+
+def _move(parameter: nn.Parameter, place: Tensor) -> None:
+    """Let this rank's part of a parameter lie in a buffer, so that gathering the buffer fills it in
+    place.
+    """
+    place.copy_(local_part(parameter))
+    if isinstance(parameter, DTensor):
+        parameter._local_tensor = place
+    else:
+        parameter.data = place
 
 
 def _check_kinds(named: Sequence[tuple[str, nn.Parameter]]) -> None:
@@ -169,43 +193,37 @@ def _check_kinds(named: Sequence[tuple[str, nn.Parameter]]) -> None:
     for name, parameter in named:
         if parameter.is_complex():
             raise ConfigError(
-                f"{name} is complex, and buckets are real: keep it as torch.view_as_real, of real numbers"
+                f"{name} is complex, and buckets are real: keep it as torch.view_as_real, "
+                f"of real numbers"
             )
         if parameter.device != device:
             raise ConfigError(
-                f"{first} is on {device} and {name} on {parameter.device}: wrap a module whose parameters are on one device, or "
-                f"the parts of one device each"
+                f"{first} is on {device} and {name} on {parameter.device}: wrap a module whose "
+                f"parameters are on one device, or the parts of one device each"
             )
 
 
-def in_order_of_backward(
-    module: nn.Module, buffers: Sequence[GradBuffer]
-) -> list[tuple[GradBuffer, int]]:
-    """(buffer, bucket) of all buckets that start by themselves, in the order in which backward
-    should fill them.
+def in_order_of_backward(module: nn.Module, buffers: Sequence[GradBuffer]) -> list[GradBucket]:
+    """All buckets that start by themselves, in the order in which backward should fill them.
 
-    A bucket is full when the parameter that was registered first of its own has its gradient.
+    The same on all ranks, since it follows from the order of registration alone. A bucket is full
+    when the parameter that was registered first of its own has its gradient.
     """
-    place = {id(parameter): number for number, parameter in enumerate(module.parameters())}
+    number_of = {id(parameter): number for number, parameter in enumerate(module.parameters())}
 
-    def full_after(bucket: tuple[GradBuffer, int]) -> int:
-        buffer, number = bucket
-        return min(place[id(slot.parameter)] for slot in buffer.slots[number])
+    def filled_by(bucket: GradBucket) -> int:
+        return min(number_of[id(slot.parameter)] for slot in bucket.slots)
 
-    found = [
-        (buffer, number)
-        for buffer in buffers
-        for number, bucket in enumerate(buffer.buckets)
-        if not bucket.waits
-    ]
-    return sorted(found, key=full_after, reverse=True)
+    buckets = [bucket for buffer in buffers for bucket in buffer.buckets if not bucket.place.waits]
+    # backward goes from the parameters that were registered last to the first
+    return sorted(buckets, key=filled_by, reverse=True)
 
 
 def is_split(parameter: Tensor) -> bool:
     """Whether ranks hold different parts of a parameter."""
-    return isinstance(parameter, DTensor) and any(
-        not placement.is_replicate() for placement in parameter.placements
-    )
+    if not isinstance(parameter, DTensor):
+        return False
+    return any(not placement.is_replicate() for placement in parameter.placements)
 
 
 def tensor_parallel_group(module: nn.Module) -> dist.ProcessGroup | None:
@@ -214,17 +232,20 @@ def tensor_parallel_group(module: nn.Module) -> dist.ProcessGroup | None:
     Raises ConfigError for DTensors of several meshes or of several dimensions: only a layout says
     which ranks count what.
     """
-    meshes = {
-        parameter.device_mesh for parameter in module.parameters() if isinstance(parameter, DTensor)
-    }
+    meshes: set[DeviceMesh] = set()
+    for parameter in module.parameters():
+        if isinstance(parameter, DTensor):
+            meshes.add(parameter.device_mesh)
     if not meshes:
         return None
-    if len(meshes) > 1 or next(iter(meshes)).ndim > 1:
+    mesh = meshes.pop()
+    if meshes or mesh.ndim > 1:
         raise ConfigError(
-            "the module's DTensors lie on several meshes, or on one of several dimensions, so norms over them are not known; "
-            "give ranks=Ranks(layout) instead of group, or split the parameters over one mesh of one dimension"
+            "the module's DTensors lie on several meshes, or on one of several dimensions, "
+            "so norms over them are not known; give ranks=Ranks(layout) instead of group, "
+            "or split the parameters over one mesh of one dimension"
         )
-    return next(iter(meshes)).get_group()
+    return mesh.get_group()
 
 
 def local_part(tensor: Tensor) -> Tensor:
@@ -243,17 +264,18 @@ def address_of(parameter: Tensor) -> int:
 
 
 def own_grad(parameter: Tensor, grad: Tensor) -> Tensor:
-    """This rank's part of a gradient, dense, and distributed as its parameter is; a split
-    embedding's is a sum to be made.
-    """
+    """This rank's part of a gradient, dense, and distributed as its parameter is."""
     if (
         isinstance(grad, DTensor)
         and isinstance(parameter, DTensor)
         and grad.placements != parameter.placements
     ):
+        # that of a split embedding is a sum over ranks that is still to be made
         grad = grad.redistribute(placements=parameter.placements)
     grad = local_part(grad)
-    return grad.to_dense() if grad.layout != torch.strided else grad
+    if grad.layout != torch.strided:
+        return grad.to_dense()
+    return grad
 
 
 def as_grad(main: Tensor, parameter: nn.Parameter) -> Tensor:
@@ -261,14 +283,14 @@ def as_grad(main: Tensor, parameter: nn.Parameter) -> Tensor:
     is.
     """
     grad = main if main.dtype == parameter.dtype else main.to(parameter.dtype)
-    if isinstance(parameter, DTensor):
-        whole: Tensor = DTensor.from_local(
-            grad,
-            parameter.device_mesh,
-            parameter.placements,
-            run_check=False,
-            shape=parameter.shape,
-            stride=parameter.stride(),
-        )
-        return whole
-    return grad
+    if not isinstance(parameter, DTensor):
+        return grad
+    whole: Tensor = DTensor.from_local(
+        grad,
+        parameter.device_mesh,
+        parameter.placements,
+        run_check=False,  # which would be a collective for every parameter
+        shape=parameter.shape,
+        stride=parameter.stride(),
+    )
+    return whole

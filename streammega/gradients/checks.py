@@ -24,10 +24,12 @@ MEND = (
 class GradientChecks:
     """Looks at the gradients of one step on this rank.
 
-    Args: largest: an element that is larger is as bad as one that is not finite; None: only the
-        latter. at_once: what is bad is looked up before the reduction changes it, so its elements
-        are counted: for the CPU, where
-            nothing waits for a look. Else norms stay on the device, one for each parameter.
+    Args:
+        largest: an element that is larger is as bad as one that is not finite; None: only the
+            latter.
+        at_once: what is bad is looked up before the reduction changes it, so its elements are
+            counted: for the CPU, where nothing waits for a look. Else norms stay on the device, one
+            for each parameter.
     """
 
     def __init__(self, largest: float | None, *, at_once: bool) -> None:
@@ -35,7 +37,8 @@ class GradientChecks:
         self._at_once = at_once
         self._norms: list[Tensor] = []
         self._names: list[str] = []
-        self._found = ""
+        """Of the parameter of each norm."""
+        self._first_fault = ""
 
     def look(self, grads: Tensor, slots: Sequence[GradSlot], note: str = "") -> None:
         """Look at a bucket that is about to be reduced.
@@ -43,70 +46,92 @@ class GradientChecks:
         `grads`: all of it; `note`: what to say of it besides its parameter.
         """
         if not self._at_once:
-            # a largest element of none is an error in torch
-            filled = [slot for slot in slots if slot.main_grad.numel()]
-            order = 2 if self._largest is None else torch.inf
-            self._norms += torch._foreach_norm(
-                [slot.main_grad for slot in filled], order, dtype=_wide(grads)
-            )
-            self._names += [slot.name + note for slot in filled]
-        elif not self._found and not self._sound(grads):
-            self._found = next(
-                (fault for slot in slots if (fault := self._fault_of(slot, note))), ""
-            )
+            self._take_norms(grads, slots, note)
+        elif not self._first_fault and not self._is_sound(grads):
+            self._first_fault = self._fault_of_first(slots, note)
 
     def count_bad(self) -> Tensor | float:
         """1 where this rank saw something bad, else 0; on the device, where the norms are."""
         if self._norms:
             return (~self._good()).any().float()
-        return float(bool(self._found))
+        return 1.0 if self._first_fault else 0.0
 
     def take(self, *, some_bad: bool) -> str:
         """What was bad of this step on this rank, or nothing; the next step begins.
 
         `some_bad`: whether any rank saw it.
         """
-        found = self._found
+        fault = self._first_fault
         if self._norms and some_bad:  # else the device would be asked a second time
-            worst = [
-                name
-                for name, good in zip(self._names, self._good().tolist(), strict=True)
-                if not good
-            ]
-            what = (
-                "is not finite"
-                if self._largest is None
-                else f"is not finite, or has an element above {self._largest:.4g}"
-            )
-            found = f"the gradient of {worst[0]} {what}; {MEND}" if worst else ""
+            fault = self._fault_by_norms()
         self._norms = []
         self._names = []
-        self._found = ""
-        return found
+        self._first_fault = ""
+        return fault
+
+    def _take_norms(self, grads: Tensor, slots: Sequence[GradSlot], note: str) -> None:
+        """Note a norm of each parameter, on the device: nothing waits for it."""
+        # a largest element of none is an error in torch
+        filled = [slot for slot in slots if slot.main_grad.numel()]
+        order = 2 if self._largest is None else torch.inf
+        of_parameters = [slot.main_grad for slot in filled]
+        self._norms += torch._foreach_norm(of_parameters, order, dtype=_wide(grads))
+        self._names += [slot.name + note for slot in filled]
+
+    def _fault_by_norms(self) -> str:
+        """What is wrong with the first parameter whose norm is bad; nothing where all are good."""
+        for name, good in zip(self._names, self._good().tolist(), strict=True):
+            if good:
+                continue
+            if self._largest is None:
+                return f"the gradient of {name} is not finite; {MEND}"
+            return (
+                f"the gradient of {name} is not finite, or has an element above "
+                f"{self._largest:.4g}; {MEND}"
+            )
+        return ""
 
     def _good(self) -> Tensor:
+        """Whether each norm is as it should be, bool [norms]."""
         norms = torch.stack(self._norms)
-        # of NaN that is False
-        return norms.isfinite() if self._largest is None else norms <= self._largest
-
-    def _sound(self, grads: Tensor) -> bool:
         if self._largest is None:
-            return bool(torch.linalg.vector_norm(grads, dtype=_wide(grads)).isfinite())
+            return norms.isfinite()
+        # of NaN that is False
+        return norms <= self._largest
+
+    def _is_sound(self, grads: Tensor) -> bool:
+        """Whether a whole bucket is, in one pass over it: it nearly always is."""
+        if self._largest is None:
+            norm = torch.linalg.vector_norm(grads, dtype=_wide(grads))
+            return bool(norm.isfinite())
         low, high = torch.aminmax(grads)  # a tenth of the time of the largest norm
+        # of NaN both are False
         return bool((-low <= self._largest) & (high <= self._largest))
+
+    def _fault_of_first(self, slots: Sequence[GradSlot], note: str) -> str:
+        """What is wrong with the first parameter that has a fault."""
+        for slot in slots:
+            fault = self._fault_of(slot, note)
+            if fault:
+                return fault
+        return ""
 
     def _fault_of(self, slot: GradSlot, note: str) -> str:
         bad = ~torch.isfinite(slot.main_grad)
         if bad.any():
-            return f"the gradient of {slot.name}{note} is not finite in {int(bad.sum())} of {bad.numel()} elements; {MEND}"
+            return (
+                f"the gradient of {slot.name}{note} is not finite in {int(bad.sum())} of "
+                f"{bad.numel()} elements; {MEND}"
+            )
         if self._largest is None or not bad.numel():
             return ""
         largest = float(slot.main_grad.abs().max())
         if largest <= self._largest:
             return ""
         return (
-            f"the gradient of {slot.name}{note} has an element of {largest:.4g}, more than {self._largest:.4g}; look at this "
-            f"step's batch and learning rate, or raise largest_gradient"
+            f"the gradient of {slot.name}{note} has an element of {largest:.4g}, more than "
+            f"{self._largest:.4g}; look at this step's batch and learning rate, or raise "
+            f"largest_gradient"
         )
 
 
@@ -114,8 +139,9 @@ class Report:
     """What the ranks of a model tell each other of a step: who saw a bad gradient, and which
     parameters were used.
 
-    One small sum beside those of the buckets. It is made on the device, and read only where
-    something is to be learned.
+    One small sum beside those of the buckets, made on the device, and read only where something is
+    to be learned. float32 [2 + parameters]: how many ranks saw a bad gradient; the sum of their
+    places in the group, which is the place where there is one; how many ranks used each parameter.
     """
 
     def __init__(
@@ -133,12 +159,17 @@ class Report:
             self._sums = torch.ones(2 + len(slots), device=device)
         else:
             self._sums = torch.tensor([0.0, 0.0, *used], device=device)
-        index = group.rank() if group is not None else 0
         bad = checks.count_bad() if checks is not None else 0.0
+        place_in_group = group.rank() if group is not None else 0
         self._sums[0] = bad
-        self._sums[1] = bad * index
-        self._ranks = dist.get_process_group_ranks(group) if group is not None else [_this_rank()]
-        self._work: Work | None = reduce_all(self._sums, group) if group is not None else None
+        self._sums[1] = bad * place_in_group
+        self._ranks = [_this_rank()]
+        self._work: Work | None = None
+        if group is not None:
+            self._ranks = dist.get_process_group_ranks(group)
+            # after the buckets of all models: which of them backward has started differs from rank
+            # to rank, and a sum among them would meet a bucket of another rank
+            self._work = reduce_all(self._sums, group)
 
     def read(self) -> str:
         """What was bad on any rank, or nothing. Notes which parameters no rank has used."""
@@ -148,15 +179,18 @@ class Report:
             slot.unused = False
         if not self._must_read:
             return ""
-        bad, index, *used = self._sums.tolist()
-        for slot, count in zip(self._slots, used, strict=True):
-            slot.unused = count == 0
-        own = self._checks.take(some_bad=bad > 0) if self._checks is not None else ""
-        if own:
-            return f"rank {_this_rank()}: {own}"
-        if not bad:
+        bad_ranks, sum_of_places, *ranks_that_used = self._sums.tolist()
+        for slot, ranks in zip(self._slots, ranks_that_used, strict=True):
+            slot.unused = ranks == 0
+        if self._checks is not None:
+            fault = self._checks.take(some_bad=bad_ranks > 0)
+            if fault:
+                return f"rank {_this_rank()}: {fault}"
+        if not bad_ranks:
             return ""
-        where = f"rank {self._ranks[round(index)]}" if bad == 1 else f"{round(bad)} ranks"
+        where = f"{round(bad_ranks)} ranks"
+        if bad_ranks == 1:
+            where = f"rank {self._ranks[round(sum_of_places)]}"
         return f"{where} got a bad gradient, which its own error names; no rank is to step with it"
 
 
@@ -164,9 +198,11 @@ def raise_if_bad(reports: Sequence[Report]) -> None:
     """Raise GradientError on every rank where some rank saw a bad gradient, after all of them were
     read.
     """
-    found = [message for message in [report.read() for report in reports] if message]
-    if found:
-        raise GradientError(found[0])
+    # all of them: what is not read is there still when the next step begins
+    messages = [report.read() for report in reports]
+    for message in messages:
+        if message:
+            raise GradientError(message)
 
 
 def clip_finite_grads(module: nn.Module, max_norm: float) -> Tensor:
@@ -175,27 +211,21 @@ def clip_finite_grads(module: nn.Module, max_norm: float) -> Tensor:
     Raises GradientError, with the parameter's name, where one is not finite: before clipping, which
     would spread it to all.
     """
-    named = [
-        (name, parameter)
-        for name, parameter in module.named_parameters()
-        if parameter.grad is not None
-    ]
-    norm = torch.nn.utils.get_total_norm(
-        [parameter.grad for _, parameter in named if parameter.grad is not None]
-    )
+    parameters: list[nn.Parameter] = []
+    grads: dict[str, Tensor] = {}
+    for name, parameter in module.named_parameters():
+        if parameter.grad is not None:
+            parameters.append(parameter)
+            grads[name] = parameter.grad
+    norm = torch.nn.utils.get_total_norm(list(grads.values()))
     if not norm.isfinite():
-        bad = [
-            name
-            for name, parameter in named
-            if parameter.grad is not None and not parameter.grad.isfinite().all()
-        ]
-        what = (
-            f"the gradient of {bad[0]} is not finite"
-            if bad
-            else f"the gradient norm is {float(norm)}"
-        )
+        bad = [name for name, grad in grads.items() if not grad.isfinite().all()]
+        # of finite gradients the norm may overflow
+        what = f"the gradient norm is {float(norm)}"
+        if bad:
+            what = f"the gradient of {bad[0]} is not finite"
         raise GradientError(f"{what}, averaged over the ranks; {MEND}")
-    torch.nn.utils.clip_grads_with_norm_([parameter for _, parameter in named], max_norm, norm)
+    torch.nn.utils.clip_grads_with_norm_(parameters, max_norm, norm)
     return norm
 
 

@@ -46,10 +46,12 @@ def reduce_to_shards(tensor: Tensor, group: Group) -> Work:
     """
     if dist.get_backend(group) == "gloo":
         return reduce_all(tensor, group)
-    own = tensor.chunk(group.size())[group.rank()]
-    # renamed by torch
+    shards = tensor.chunk(group.size())
+    part_of_rank = shards[group.rank()]
+    # renamed by torch: earlier releases know the second name only
     reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
-    return reduce_scatter(own, tensor, group=group, async_op=True)  # type: ignore[no-any-return]
+    work: Work = reduce_scatter(part_of_rank, tensor, group=group, async_op=True)
+    return work
 
 
 def gather_shards(tensor: Tensor, group: Group) -> Work:
@@ -62,11 +64,13 @@ def gather_shards(tensor: Tensor, group: Group) -> Work:
     if dist.get_backend(group) == "gloo":
         ranks = dist.get_process_group_ranks(group)
         return Works(
-            dist.broadcast(shard, rank, group=group, async_op=True)
-            for shard, rank in zip(shards, ranks, strict=True)
+            dist.broadcast(shard, owner, group=group, async_op=True)
+            for shard, owner in zip(shards, ranks, strict=True)
         )
+    part_of_rank = shards[group.rank()]
     all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-    return all_gather(tensor, shards[group.rank()], group=group, async_op=True)  # type: ignore[no-any-return]
+    work: Work = all_gather(tensor, part_of_rank, group=group, async_op=True)
+    return work
 
 
 def total_norm(
@@ -78,11 +82,10 @@ def total_norm(
     """
     squares = torch.zeros((), dtype=torch.float32, device=device)
     if once:
-        squares = (
-            torch.stack([torch.linalg.vector_norm(tensor, dtype=torch.float32) for tensor in once])
-            .square()
-            .sum()
-        )
+        # in float32: squares of narrow elements would overflow in their own dtype
+        norms = [torch.linalg.vector_norm(tensor, dtype=torch.float32) for tensor in once]
+        squares = torch.stack(norms).square().sum()
+    # squares add up over ranks, norms do not; a rank without any takes part with zero
     for group in groups:
         if group is not None:
             dist.all_reduce(squares, group=group)
@@ -94,4 +97,7 @@ def clip(tensors: Sequence[Tensor], norm: Tensor, max_norm: float) -> None:
     finite is left to the caller.
     """
     if tensors and 0 < max_norm < math.inf:
-        torch._foreach_mul_(list(tensors), (max_norm / (norm + 1e-6)).clamp(max=1.0))
+        # Clamped rather than compared: the host would wait for the device to know the norm. 1e-6 is
+        # torch's own, against a norm of zero.
+        factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)
+        torch._foreach_mul_(list(tensors), factor)

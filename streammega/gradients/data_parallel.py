@@ -56,22 +56,27 @@ class BucketedDataParallel(nn.Module):
     add up over steps as with torch's DDP; sums (`average=False`, `num_tokens`, `tied`) need a
     `zero_grad` every step.
 
-    Args: module: parameters may be DTensors of one tensor-parallel group; every rank works on its
-        own part. group: the ranks that hold copies; None: all. ranks: instead of `group`, this rank
-        of a layout: copies are its dp-cp group, and norms are taken over all groups. bucket_size:
-        elements; None: max(40M, 1M * ranks). grad_dtype: of the buffer. average: divide by the
-        number of ranks; else gradients are summed, to be normalised by
-        `finish_grad_sync(num_tokens)`. sharded: lay out for ShardedOptimizer: each rank is given
-        its part of every bucket only. overlap: start a bucket when it is full, else all at the end.
+    Args:
+        module: parameters may be DTensors of one tensor-parallel group; every rank works on its own
+            part.
+        group: the ranks that hold copies; None: all.
+        ranks: instead of `group`, this rank of a layout: copies are its dp-cp group, and norms are
+            taken over all groups.
+        bucket_size: elements; None: max(40M, 1M * ranks).
+        grad_dtype: of the buffer.
+        average: divide by the number of ranks; else gradients are summed, to be normalised by
+            `finish_grad_sync(num_tokens)`.
+        sharded: lay out for ShardedOptimizer: each rank is given its part of every bucket only.
+        overlap: start a bucket when it is full, else all at the end.
         tied: names of parameters that the first and last pipeline stage share: summed over `ranks`'
-        embedding group. check_gradients: `finish_grad_sync` raises GradientError on every rank,
-        before anything is stepped, where a gradient of
-            some rank is not finite; that rank's error names the parameter.
-        largest_gradient: with check_gradients, also for an element that is larger. main_grad: every
-        parameter has `main_grad`, its place in the buffer, and `grad_added_to_main_grad`, which
-        kernels set that
-            add to it themselves (Transformer Engine's fuse_wgrad_accumulation). `zero_grad` begins
-            every step then.
+            embedding group.
+        check_gradients: `finish_grad_sync` raises GradientError on every rank, before anything is
+            stepped, where a gradient of some rank is not finite; that rank's error names the
+            parameter.
+        largest_gradient: with check_gradients, also for an element that is larger.
+        main_grad: every parameter has `main_grad`, its place in the buffer, and
+            `grad_added_to_main_grad`, which kernels set that add to it themselves (Transformer
+            Engine's fuse_wgrad_accumulation). `zero_grad` begins every step then.
     """
 
     def __init__(
@@ -113,14 +118,18 @@ class BucketedDataParallel(nn.Module):
             shards=self.size if sharded else 0,
         )
         self.device = self.buffers_of_grads[0].grads.device
-        at_once = self.device.type == "cpu"
         self._broadcast()
+        checks = None
+        if check_gradients:
+            # a look on the CPU waits for nothing; a device's launch queue would drain
+            at_once = self.device.type == "cpu"
+            checks = GradientChecks(largest_gradient, at_once=at_once)
         self.reducer = GradReducer(
             module,
             self.buffers_of_grads,
             group=self.group,
             tied_group=tied_group,
-            checks=GradientChecks(largest_gradient, at_once=at_once) if check_gradients else None,
+            checks=checks,
             scale=1.0 / self.size if average else 1.0,
             sharded=sharded,
             overlap=overlap,
@@ -156,10 +165,10 @@ class BucketedDataParallel(nn.Module):
         """Wait until gradients are reduced, and put them where optimizers look: `param.grad` (with
         `sharded`, this rank's parts).
 
-        Args: num_tokens: unmasked tokens of this step on this rank (0 on all but the last pipeline
-            stage): gradients are divided by
-                their number over all data- and context-parallel ranks, at least 1. For losses that
-                are summed over tokens.
+        Args:
+            num_tokens: unmasked tokens of this step on this rank (0 on all but the last pipeline
+                stage): gradients are divided by their number over all data- and context-parallel
+                ranks, at least 1. For losses that are summed over tokens.
         """
         finish_grad_sync([self], num_tokens)
 
@@ -186,25 +195,29 @@ class BucketedDataParallel(nn.Module):
         """This rank's parts of all gradients that optimizers will see; `once`: of those that no
         other rank counts too.
         """
-        every = [slot for slot in self.reducer.slots() if not once or self.counts(slot)]
-        return [
-            local_part(slot.parameter.grad) for slot in every if slot.parameter.grad is not None
-        ]
+        grads: list[Tensor] = []
+        for slot in self.reducer.slots():
+            grad = slot.parameter.grad
+            if grad is not None and (not once or self.counts(slot)):
+                grads.append(local_part(grad))
+        return grads
 
     def counts(self, slot: GradSlot) -> bool:
         """Whether this rank counts a parameter in a norm, so that each is counted once over tensor
         and pipeline ranks.
         """
-        if self.ranks is None:
-            return self.is_first_copy(slot)
-        copied = slot.name in self._tied and not self.ranks.is_first_stage
-        return self.is_first_copy(slot) and not copied
+        if not self.is_first_copy(slot):
+            return False
+        # of a tied parameter the first stage counts its copy, and the last does not
+        return self.ranks is None or slot.name not in self._tied or self.ranks.is_first_stage
 
     def is_first_copy(self, slot: GradSlot) -> bool:
         """Whether no tensor-parallel rank before this one has the same elements of a parameter."""
+        if is_split(slot.parameter):
+            return True
         if self.ranks is not None:
-            return self.ranks.at["tp"] == 0 or is_split(slot.parameter)
-        return self._split_over is None or self._split_over.rank() == 0 or is_split(slot.parameter)
+            return self.ranks.at["tp"] == 0
+        return self._split_over is None or self._split_over.rank() == 0
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop all gradients, also those that micro-batches of an unfinished step have added.
@@ -227,7 +240,8 @@ class BucketedDataParallel(nn.Module):
         """
         if assign:
             raise ConfigError(
-                "load_state_dict(assign=True) replaces parameters that are wrapped already: load before wrapping"
+                "load_state_dict(assign=True) replaces parameters that are wrapped already: "
+                "load before wrapping"
             )
         return self.module.load_state_dict(state_dict, strict)
 
@@ -237,47 +251,54 @@ class BucketedDataParallel(nn.Module):
         if self.group is None:
             return
         source = dist.get_process_group_ranks(self.group)[0]
-        moved = [buffer.params for buffer in self.buffers_of_grads if buffer.params is not None]
-        rest = [
-            parameter
-            for parameter in self.module.parameters()
-            if not (moved and parameter.requires_grad)
-        ]
-        for tensor in [*moved, *(local_part(own) for own in (*rest, *self.module.buffers()))]:
+        tensors: list[Tensor] = []
+        for buffer in self.buffers_of_grads:
+            if buffer.params is not None:
+                tensors.append(buffer.params)
+        # what was moved into buffers is sent by these; all else by itself
+        in_buffers = bool(tensors)
+        for parameter in self.module.parameters():
+            if not (in_buffers and parameter.requires_grad):
+                tensors.append(local_part(parameter))
+        tensors += [local_part(buffer) for buffer in self.module.buffers()]
+        for tensor in tensors:
             dist.broadcast(tensor, source, group=self.group)
 
     def _check_group(self) -> None:
         """Raise ConfigError where the ranks that hold copies are said to be those among which
         parameters are split.
         """
-        if (
-            self.group is None
-            or self._split_over is None
-            or not any(is_split(parameter) for parameter in self.module.parameters())
-        ):
+        if self.group is None or self._split_over is None:
             return
-        both = set(dist.get_process_group_ranks(self.group)) & set(
-            dist.get_process_group_ranks(self._split_over)
-        )
+        if not any(is_split(parameter) for parameter in self.module.parameters()):
+            return
+        ranks_of_copies = set(dist.get_process_group_ranks(self.group))
+        ranks_of_parts = set(dist.get_process_group_ranks(self._split_over))
+        both = ranks_of_copies & ranks_of_parts
         if len(both) > 1:
             raise ConfigError(
-                f"the module's DTensors are split over ranks {sorted(both)}, and gradients would be summed over the same ranks: "
-                f"give group= the ranks that hold copies, or ranks=Ranks(layout)"
+                f"the module's DTensors are split over ranks {sorted(both)}, and gradients would "
+                f"be summed over the same ranks: give group= the ranks that hold copies, "
+                f"or ranks=Ranks(layout)"
             )
 
     def inverse_of_tokens(self, num_tokens: Tensor) -> Tensor:
         """1 / the sum of num_tokens over data-parallel ranks and pipeline stages, which is taken as
         at least 1; float32 [].
         """
-        total = num_tokens.detach().to(self.device, torch.float32, copy=True)
-        groups = [self.group, self.ranks.group("pp") if self.ranks else None]
-        for group in groups:
-            if group is not None:
-                dist.all_reduce(total, group=group)
-        return 1.0 / total.clamp(min=1.0)
+        tokens = num_tokens.detach().to(self.device, torch.float32, copy=True)
+        if self.group is not None:
+            dist.all_reduce(tokens, group=self.group)
+        # only the last stage counts them: the others have zeros, and need the number too
+        stages = self.ranks.group("pp") if self.ranks is not None else None
+        if stages is not None:
+            dist.all_reduce(tokens, group=stages)
+        # a step without a token to learn from has no gradient, rather than NaN
+        return 1.0 / tokens.clamp(min=1.0)
 
 
 def _world(group: dist.ProcessGroup | None) -> dist.ProcessGroup | None:
+    """A group, or that of all ranks; None where a rank would be alone in it."""
     if not dist.is_initialized():
         return None
     group = group or dist.group.WORLD

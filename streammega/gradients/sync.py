@@ -36,11 +36,12 @@ def finish_grad_sync(models: Sequence[ReducedModel], num_tokens: Tensor | None =
     for reducer in reducers:
         reducer.complete()
     for reducer in reducers:
-        reducer.add_tied()
+        reducer.starts.add_tied()
     for reducer in reducers:
-        reducer.start_rest()
+        reducer.starts.start_rest()
+    # Last on all ranks of a group, whose collectives have one order.
     for reducer in reducers:
-        reducer.start_tied()
+        reducer.starts.start_tied()
     reports = [reducer.report() for reducer in reducers]
     factor = None if num_tokens is None else models[0].inverse_of_tokens(num_tokens)
     for reducer in reducers:
@@ -58,7 +59,7 @@ def _in_start_order(reducers: Sequence[GradReducer]) -> list[GradReducer]:
     orders = {id(reducer.order): reducer.order for reducer in reducers}
     ordered: list[GradReducer] = []
     for order in orders.values():
-        own = [reducer for reducer in reducers if reducer.order is order]
-        order.finish(own)
-        ordered += order.sort(own)
+        of_group = [reducer for reducer in reducers if reducer.order is order]
+        order.finish(of_group)
+        ordered += order.sort(of_group)
     return ordered

@@ -19,7 +19,8 @@ from numpy.typing import NDArray
 from streammega.errors import ConfigError, GradientError, StorageError
 from streammega.gradients.checks import clip_finite_grads
 from streammega.gradients.data_parallel import BucketedDataParallel, finish_grad_sync
-from streammega.gradients.sharded_optimizer import LossScale, ShardedOptimizer
+from streammega.gradients.loss_scale import LossScale
+from streammega.gradients.sharded_optimizer import ShardedOptimizer
 from streammega.parallel import RankBatches, Ranks
 from streammega.parallel.batches import read_factor
 from streammega.parallel.groups import WORLD

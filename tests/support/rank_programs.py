@@ -288,7 +288,7 @@ def bad_gradient(rank: int, value: float, limit: float | None, at_once: bool) ->
     from streammega.gradients.checks import GradientChecks
 
     model = BucketedDataParallel(make_net(), bucket_size=700, largest_gradient=limit)
-    model.reducer.checks = GradientChecks(limit, at_once=at_once)
+    model.reducer.starts.checks = GradientChecks(limit, at_once=at_once)
     handle = model.module.layers[1].weight.register_hook(
         lambda grad: grad.index_fill(0, torch.tensor([2]), value) if rank == 1 else grad
     )
@@ -323,7 +323,7 @@ def bad_shared_gradient(rank: int, at_once: bool) -> str:
         {"own": torch.nn.Linear(4, 4), "shared": torch.nn.Linear(4, 4, bias=False)}
     )
     model = BucketedDataParallel(stage, ranks=Ranks(ParallelLayout(pp=2)), tied={"shared.weight"})
-    model.reducer.checks = GradientChecks(None, at_once=at_once)
+    model.reducer.starts.checks = GradientChecks(None, at_once=at_once)
     shared = stage["shared"](torch.ones(1, 4)) * (float("nan") if rank == 1 else 1.0)
     (shared + stage["own"](torch.ones(1, 4))).sum().backward()
     try:
@@ -474,7 +474,7 @@ def per_token(rank: int, tokens: list[int]) -> list[float]:
 def fp16_steps(rank: int) -> list[tuple[bool, float, bool]]:
     """(good, scale, moved) of steps of which the second overflows on rank 0 only."""
     from streammega import BucketedDataParallel, ShardedOptimizer
-    from streammega.gradients.sharded_optimizer import LossScale
+    from streammega.gradients.loss_scale import LossScale
 
     model = BucketedDataParallel(make_net(torch.float16), sharded=True, check_gradients=False)
     optimizer = ShardedOptimizer(model, torch.optim.AdamW, lr=0.01)
