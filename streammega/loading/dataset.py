@@ -91,7 +91,8 @@ class StreamingDataset(torch.utils.data.IterableDataset[Batch]):
             dp_size=dp_size,
         )
         self.steps.check()
-        self._consumed = 0
+        self._consumed = 0  # the cursor
+        self._placed = 0  # where `seek` or `load_state_dict` put it last
         self._places = Places()
         self._share: Share | None = None  # in a worker: of the iteration that runs
         self._loaded: Share | None = None  # in a worker: of the iteration that will
@@ -129,6 +130,13 @@ class StreamingDataset(torch.utils.data.IterableDataset[Batch]):
     def consumed_samples(self) -> int:
         """The next global sample: how many were handed out, over all ranks."""
         return self._consumed
+
+    @property
+    def is_where_it_was_put(self) -> bool:
+        """Whether no batch was handed out since `seek` or `load_state_dict`, or since there is the
+        dataset.
+        """
+        return self._consumed == self._placed
 
     def sample_ids(self, consumed: int | NDArray[np.int64]) -> NDArray[np.int64]:
         """Global sample ids of this rank's micro-batch in the micro-step at `consumed`, int64 [...,
@@ -294,6 +302,7 @@ class StreamingDataset(torch.utils.data.IterableDataset[Batch]):
         origin = steps.schedule.origin
         self.steps = steps
         self._consumed = consumed
+        self._placed = consumed
         if worker is None:
             self._places.put(consumed, steps.lanes, origin)
             return

@@ -5,9 +5,9 @@ was taken.
 from __future__ import annotations
 
 import logging
-from collections.abc import Generator, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import closing
-from functools import cached_property
+from functools import cached_property, partial
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
@@ -18,11 +18,12 @@ from streammega.errors import ConfigError, StateError
 from streammega.loading.dataset import StreamingDataset
 from streammega.loading.engine import Engine
 from streammega.loading.iteration import Iteration
-from streammega.loading.planner import Bounds
+from streammega.loading.kept_parts import WHOLE, KeptParts
 from streammega.loading.prometheus import MetricsServer
 from streammega.loading.stats import Stats
 from streammega.order.rank_samples import zigzag_bounds
 from streammega.samples.fields import Batch
+from streammega.samples.source import all_files
 from streammega.samples.token_file import has_modes
 
 log = logging.getLogger(__name__)
@@ -49,24 +50,26 @@ class StreamLoader:
     `state_dict` may be called at any time and counts the batches that were handed out, never those
     read ahead; it is the same on every rank that took as many batches.
 
-    Args: config, split, micro_batch_size, global_batch_size, rampup: as in StreamingDataset.
+    Args:
+        config, split, micro_batch_size, global_batch_size, rampup: as in StreamingDataset.
         dp_rank, dp_size: this data-parallel rank; or mesh: a DeviceMesh, of which the dimension
-        "dp" (or the only one) says both. prefetch: micro-batches made ahead of the step; how far
-        ahead bytes are fetched, `storage.memory_bytes` says. evaluation: begin every iteration at
-        the first sample; None: for every split but "train". ids_only: batches are {"ids":
-        [micro_batch_size, S + 1] in the stored dtype, "valid": int64 [micro_batch_size], the
-            ids of each sample that are not padding}, from which everything else can be derived on
-            the device. Where modes make the loss mask, also "learned", bool as "ids" are: no loss
-            where a label is an id that is not learned.
+            "dp" (or the only one) says both.
+        prefetch: micro-batches made ahead of the step; how far ahead bytes are fetched,
+            `storage.memory_bytes` says.
+        evaluation: begin every iteration at the first sample; None: for every split but "train".
+        ids_only: batches are {"ids": [micro_batch_size, S + 1] in the stored dtype, "valid": int64
+            [micro_batch_size], the ids of each sample that are not padding}, from which everything
+            else can be derived on the device. Where modes make the loss mask, also "learned", bool
+            as "ids" are: no loss where a label is an id that is not learned.
         cp_rank, cp_size: with ids_only, read only what this context-parallel rank keeps of each
             sample: two of 2 * cp_size parts of P tokens, each with the token after it. "ids" is [2
             * micro_batch_size, P + 1], a sample's two parts one after the other.
         pin_memory: whether batches lie in CUDA's pinned memory; None: where CUDA can be used, on
             the device that is current when the first batch is asked for. False opens no context on
             any device.
-        log_every: log one line of `stats()` each so many global batches; 0: never. metrics_port:
-        serve `stats()` to Prometheus on this port (0: a free one, in `metrics_address`); needs
-            `pip install 'streammega[metrics]'`.
+        log_every: log one line of `stats()` each so many global batches; 0: never.
+        metrics_port: serve `stats()` to Prometheus on this port (0: a free one, in
+            `metrics_address`); needs `pip install 'streammega[metrics]'`.
 
     Every field of a batch is contiguous, in memory that no other batch shares; where CUDA can be
     used, it is pinned by torch, so a batch may be dropped right after `.to("cuda",
@@ -108,22 +111,19 @@ class StreamLoader:
             raise ConfigError(
                 "parts of samples are read as ids: give ids_only=True with cp_rank and cp_size, or use get_batch"
             )
-        # one that does not exist would read others' tokens
-        parts = zigzag_bounds(config.sequence_length, cp_rank, cp_size)
-        parts = parts if cp_size > 1 else []
-        self._bounds = [(start, stop + 1) for start, stop in parts]
-        self._prefetch = prefetch
         self.ids_only = ids_only
-        self._pinned = pin_memory
-        self._stats = Stats()
-        self._log_every = log_every
-        self._metrics = (
-            None if metrics_port is None else MetricsServer(self._stats, metrics_port, rank)
-        )
         self.evaluation = split != "train" if evaluation is None else evaluation
+        self._kept = _kept_parts(config.sequence_length, cp_rank, cp_size)
+        self._prefetch = prefetch
+        self._pinned = pin_memory
+        self._log_every = log_every
+        self._stats = Stats()
+        self._metrics: MetricsServer | None = None
+        if metrics_port is not None:
+            self._metrics = MetricsServer(self._stats, metrics_port, rank)
         self._running: Iteration | None = None
         self._following: Iterator[int] | None = None
-        self._placed = 0  # where seek or load_state_dict put the cursor last
+        """The positions from the cursor on, while it is `pass_over` that moves it."""
 
     def __len__(self) -> int:
         """Micro-batches from the first sample to the last.
@@ -151,7 +151,9 @@ class StreamLoader:
     def take(self) -> Batch:
         """The next micro-batch from the cursor on. Raises StopIteration after the last."""
         running = self._running
-        return next(running if running is not None and running.goes_on else self._begin())
+        if running is None or not running.goes_on:
+            running = self._begin()
+        return next(running)
 
     def pass_over(self) -> None:
         """Count the next micro-batch as handed out without reading it: another rank did.
@@ -167,28 +169,26 @@ class StreamLoader:
         """Whether `take` would not wait for what was read ahead: the next batch, the end, or an
         error is there.
         """
-        return (
-            self._running is not None and self._stats.at_hand is not None and self._stats.at_hand()
-        )
+        is_at_hand = self._stats.at_hand
+        return self._running is not None and is_at_hand is not None and is_at_hand()
 
     @property
-    def bounds(self) -> Bounds:
+    def bounds(self) -> Sequence[tuple[int, int]]:
         """The tokens [start, stop) of each sample that are read, with the token after them; empty:
         all of it.
         """
-        return self._bounds
+        return self._kept.bounds
 
     @cached_property
     def ids_dtype(self) -> np.dtype[Any]:
         """The dtype of "ids": the widest of all files."""
-        return np.result_type(
-            *(file.dtype for files in self.dataset.samples.files for file in files)
-        )
+        files = all_files(self.dataset.samples)
+        return np.result_type(*(file.dtype for file in files))
 
     @cached_property
     def has_modes(self) -> bool:
         """Whether modes of a dataset make the loss mask: then "learned" is beside "ids"."""
-        return has_modes([file for files in self.dataset.samples.files for file in files])
+        return has_modes(all_files(self.dataset.samples))
 
     @property
     def consumed_samples(self) -> int:
@@ -235,16 +235,16 @@ class StreamLoader:
     def _begin(self) -> Iteration:
         """Iterate from the cursor on."""
         self._following = None
-        self._running = Iteration(
-            _batches(
-                self.dataset,
-                self.dataset.generation,
-                self._prefetch,
-                self._stats,
-                self._log_every,
-                {"ids_only": self.ids_only, "bounds": self._bounds, "pinned": self._pinned},
-            )
+        make_engine = partial(
+            Engine,
+            ahead=self._prefetch,
+            stats=self._stats,
+            ids_only=self.ids_only,
+            kept=self._kept,
+            pinned=self._pinned,
         )
+        batches = _batches(self.dataset, self.dataset.generation, make_engine, self._log_every)
+        self._running = Iteration(batches)
         return self._running
 
     def _stop(self, reason: str) -> None:
@@ -256,13 +256,13 @@ class StreamLoader:
 
     def _moved(self, by: str) -> None:
         self._stop(f"{by} moved its loader elsewhere")
-        self._placed = self.dataset.consumed_samples
 
     def _go_to_a_pass(self) -> None:
         """Go where an iteration begins."""
         dataset = self.dataset
-        untouched = dataset.consumed_samples == self._placed
-        if next(dataset.positions(), None) is not None and (untouched or not self.evaluation):
+        untouched = dataset.is_where_it_was_put
+        some_left = next(dataset.positions(), None) is not None
+        if some_left and (untouched or not self.evaluation):
             return
         if untouched and dataset.consumed_samples:
             log.warning(
@@ -277,25 +277,23 @@ class StreamLoader:
                 dataset.consumed_samples,
             )
         dataset.seek(0)
-        self._placed = 0
 
 
 def _batches(
     dataset: StreamingDataset,
     generation: int,
-    ahead: int,
-    stats: Stats,
+    make_engine: Callable[..., Engine],
     log_every: int,
-    options: dict[str, Any],
 ) -> Generator[Batch, None, None]:
-    """Does not refer to the loader, so that a loader nobody holds is collected, and its threads
-    with it.
+    """The batches from the cursor of a dataset on, which was put somewhere for the `generation`-th
+    time. The engine is made when the first of them is asked for, in the thread that asks.
+
+    Does not refer to the loader, so that a loader nobody holds is collected, and its threads with
+    it.
     """
-    steps = 0
-    start = dataset.consumed_samples
-    with closing(
-        Engine(dataset.steps, dataset.positions(), ahead, start=start, stats=stats, **options)
-    ) as engine:
+    global_batches = 0
+    engine = make_engine(dataset.steps, dataset.positions(), start=dataset.consumed_samples)
+    with closing(engine):
         for consumed, batch in engine:
             if dataset.generation != generation:
                 raise StateError(
@@ -303,13 +301,22 @@ def _batches(
                 )
             dataset.advance(consumed)
             yield batch
-            del batch
+            del batch  # its memory is free as soon as the caller lets go
             if log_every and dataset.schedule.offset_at(dataset.consumed_samples) == 0:
-                steps += 1
-                if steps % log_every == 0:
-                    log.info(
-                        "%s: sample %d; %s", dataset.split, dataset.consumed_samples, stats.line()
-                    )
+                global_batches += 1
+                if global_batches % log_every == 0:
+                    line = engine.stats.line()
+                    log.info("%s: sample %d; %s", dataset.split, dataset.consumed_samples, line)
+
+
+def _kept_parts(sequence_length: int, cp_rank: int, cp_size: int) -> KeptParts:
+    """What a context-parallel rank keeps of each sample, with the token after each part: its last
+    label. Raises ConfigError for a rank that does not exist: it would read others' tokens.
+    """
+    parts = zigzag_bounds(sequence_length, cp_rank, cp_size)
+    if cp_size == 1:
+        return WHOLE
+    return KeptParts(bounds=[(start, stop + 1) for start, stop in parts])
 
 
 def _data_parallel(

@@ -3,132 +3,63 @@ is read here.
 
 A *span* is a stretch of micro-batches planned together; a *slab* is the few of them that are
 gathered by one kernel call. Rows of local files need no request. Samples of the stream order are
-served from their pieces, fetched whole, where memory allows that; everything else is coalesced
-within its span.
+served from their pieces, fetched whole, where memory allows that; rows whose pages are cached are
+read from there; everything else is coalesced within its span.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
 from streammega.errors import ShortReadError
-from streammega.kernels.plan import cached_rows, coalesce_rows
+from streammega.kernels.plan import cached_rows
+from streammega.loading.kept_parts import WHOLE, KeptParts
+from streammega.loading.slots import Slots
+from streammega.loading.spans import FileTable, Integers, PlannedHolding, Request, Span
 from streammega.order import Extents
-from streammega.order.extents import cut_extents
-from streammega.order.lane_pieces import OpenPieces
+from streammega.order.lane_pieces import NewPieces, OpenPieces
+from streammega.samples.coalesce import SharedRequests, coalesce
+from streammega.samples.rows import rows_of
+from streammega.storage.fetch.reads import Holding
 
-Integers = NDArray[np.int64]
-Bounds = Sequence[tuple[int, int]]
 MOST_WASTE = 0.2
 """Share of the used bytes that coalescing may fetch in vain."""
-ENDLESS = 1 << 60
-_NO_BYTES = np.empty(0, np.uint8)
-_NO_ADDRESS = np.empty(0, np.int64)
+FILE_STRIDE = 1 << 48
+"""Bytes from one file to the next where all are laid end to end: no file is as long."""
+NO_SLOT = -1
+"""Of a row of which it is not known yet where its bytes will be."""
+_LIKE_BYTES = np.empty(0, np.uint8)
+_LIKE_ADDRESSES = np.empty(0, np.int64)
 
 
 @dataclass(frozen=True, kw_only=True)
-class FileTable:
-    """What the planner knows of the files, all datasets end to end: arrays [files], and the number
-    of each dataset's first.
+class _Rows:
+    """The rows of a span while it is planned, int64 [rows].
 
-    verified_at, mapped_at: where the states of cached pages and the addresses of cached chunks lie
-    in memory; 0: not cached.
+    start, stop: bytes of `file`. slot, offset: where those bytes will be, written as it becomes
+    known. slab: which of the span's slabs a row belongs to.
     """
 
-    firsts: Integers
-    itemsize: Integers
-    num_tokens: Integers
-    local: NDArray[np.bool_]
-    names: Sequence[str]
-    verified_at: Integers
-    mapped_at: Integers
-    page_bytes: int
-    chunk_bytes: int
-
-
-class Request(NamedTuple):
-    """One request: bytes [start, stop) of a file, to byte `at` of the holding."""
-
-    file: int
-    start: int
-    stop: int
-    at: int
-
-
-@dataclass(frozen=True, kw_only=True)
-class PlannedHolding:
-    """Bytes that are fetched, held and freed together.
-
-    `row`: the first row of the span that needs them.
-    """
-
-    slot: int
-    size: int
-    row: int
-    parts: Sequence[Request]
-
-
-@dataclass(frozen=True, kw_only=True)
-class Span:
-    """Rows of consecutive samples, in their order, and the holdings that they are the first to
-    need, in order of need.
-
-    row_splits [samples + 1]; slot, offset (bytes), size (tokens), file, start (token of the file),
-    column (token of the sample) [rows].
-    """
-
-    row_splits: Integers
-    slot: Integers
-    offset: Integers
-    size: Integers
     file: Integers
     start: Integers
-    column: Integers
-    holdings: Sequence[PlannedHolding]
-    useful_bytes: int
-    cached_bytes: int
-
-
-class Slots:
-    """Numbers of holdings in use, and how many rows each has still to serve.
-
-    The first `reserved` are never freed.
-    """
-
-    def __init__(self, reserved: int) -> None:
-        self.uses = np.full(reserved, ENDLESS, np.int64)
-        self.address = np.zeros(reserved, np.int64)
-        self._free: list[int] = []
-
-    def take(self, count: int) -> Integers:
-        """That many unused slots. Those not needed are put back by `put_back`."""
-        if len(self._free) < count:
-            first = len(self.uses)
-            more = max(count, first)
-            self.uses = np.concatenate([self.uses, np.zeros(more, np.int64)])
-            self.address = np.concatenate([self.address, np.zeros(more, np.int64)])
-            self._free += range(first + more - 1, first - 1, -1)
-        taken = self._free[len(self._free) - count :]
-        del self._free[len(self._free) - count :]
-        return np.array(taken, np.int64)
-
-    def put_back(self, slots: Sequence[int]) -> None:
-        """These slots hold nothing any more."""
-        self._free += slots
+    stop: Integers
+    slot: Integers
+    offset: Integers
+    slab: Integers
 
 
 class Planner:
     """Plans spans, one after the other.
 
-    Args: files: sizes and places of the files. coalesce_bytes, part_bytes: as in StorageConfig.
+    Args:
+        files: sizes and places of the files.
+        coalesce_bytes, part_bytes: as in StorageConfig.
         pieces: the open pieces of a reader of whole lanes; None: everything is fetched span by
-        span. bounds: tokens [start, stop) of every sample that are read, each a row of its own;
-        none: the whole sample.
+            span.
+        kept: which tokens of every sample are read.
     """
 
     def __init__(
@@ -137,188 +68,225 @@ class Planner:
         coalesce_bytes: int,
         part_bytes: int,
         pieces: OpenPieces | None,
-        bounds: Bounds = (),
+        kept: KeptParts = WHOLE,
     ) -> None:
         self.files = files
         self.pieces = pieces
-        self.bounds = bounds
+        self.kept = kept
         self.coalesce_bytes = coalesce_bytes
         self.part_bytes = part_bytes
-        self.slots = Slots(len(files.itemsize) + 1)
-        self.zero_slot = len(files.itemsize)
-        """Stands for the address 0: rows of cached pages have their address as offset."""
+        self.slots = Slots(len(files.itemsize))
 
     def plan(self, sample_ids: Integers, extents: Extents, slab_samples: int) -> Span:
-        """The span of some samples (or of parts of them), of which every `slab_samples` are
-        gathered together.
+        """The span of some samples (or of the kept parts of them), of which every `slab_samples`
+        are gathered together.
         """
         files = self.files
-        if self.bounds:
-            extents = cut_extents(extents, self.bounds)
-            slab_samples = slab_samples * len(self.bounds)
+        extents = self.kept.cut(extents)
         file = files.firsts[extents.dataset].astype(np.int64) + extents.file
         self._check(file, extents)
-        size = extents.stop - extents.start
-        start = extents.start * files.itemsize[file]
-        stop = extents.stop * files.itemsize[file]
-        splits = extents.row_splits
-        before = np.cumsum(size) - size
-        sample = np.repeat(np.arange(len(splits) - 1), np.diff(splits))
-        column = before - (before[splits[:-1][sample]] if len(before) else before)
-        slot = np.where(files.local[file], file, -1)
-        offset = np.where(files.local[file], start, 0)
+        in_sample = rows_of(extents)
+        itemsize = files.itemsize[file]
+        start_byte = extents.start * itemsize
+        is_local = files.local[file]
+        rows = _Rows(
+            file=file,
+            start=start_byte,
+            stop=extents.stop * itemsize,
+            slot=np.where(is_local, file, NO_SLOT),
+            offset=np.where(is_local, start_byte, 0),
+            slab=in_sample.sample // (slab_samples * self.kept.rows_of_sample),
+        )
         holdings: list[PlannedHolding] = []
         if self.pieces is not None:
-            holdings += self._pieces(sample_ids, slot, offset)
-        cached = 0
-        if files.verified_at.any():
-            cached = cached_rows(
-                _NO_BYTES, _NO_ADDRESS, files.verified_at, files.mapped_at, file, start, stop, files.page_bytes,
-                files.chunk_bytes, self.zero_slot, slot, offset,
-            )  # fmt: skip
-        rest = np.flatnonzero((slot < 0) & (size > 0))
-        if len(rest):
-            holdings += self._window(rest, file, start, stop, sample // slab_samples, slot, offset)
+            holdings += self._open_pieces(self.pieces, sample_ids, rows)
+        cached_bytes = self._serve_from_cache(rows)
+        holdings += self._coalesce(rows)
+        # memory is given to holdings in this order, so that what is needed first never waits for
+        # what is needed later
         holdings.sort(key=lambda holding: holding.row)
-        slot[slot < 0] = 0  # rows without tokens
-        useful = int((stop - start)[~files.local[file]].sum())
+        # rows without tokens were given no slot: any will do, as nothing is copied
+        rows.slot[rows.slot == NO_SLOT] = 0
+        remote_bytes = (rows.stop - rows.start)[~is_local]
         return Span(
-            row_splits=splits,
-            slot=slot,
-            offset=offset,
-            size=size,
+            row_splits=extents.row_splits,
+            slot=rows.slot,
+            offset=rows.offset,
+            size=in_sample.size,
             file=file,
             start=extents.start,
-            column=column,
+            column=in_sample.column,
             holdings=holdings,
-            useful_bytes=useful,
-            cached_bytes=cached,
+            useful_bytes=int(remote_bytes.sum()),
+            cached_bytes=cached_bytes,
         )
 
-    def jump(self, lanes: Integers) -> list[int]:
+    def jump(self, lanes: Integers) -> list[Holding]:
         """The samples ahead do not follow those planned, and lie in these lanes: forget the pieces
         that are open.
 
-        Returns slots that nothing planned uses any more.
+        Returns the holdings that nothing planned uses any more.
         """
         if self.pieces is None:
             return []
-        slots, left = self.pieces.close_all(lanes)
-        self.slots.uses[slots] -= left * max(len(self.bounds), 1)
-        return [int(slot) for slot in slots if self.slots.uses[slot] == 0]
+        slots, samples_left = self.pieces.close_all(lanes)
+        return self.slots.cancel(slots, samples_left * self.kept.rows_of_sample)
 
     def _check(self, file: Integers, extents: Extents) -> None:
-        bad = np.flatnonzero((extents.stop > self.files.num_tokens[file]) | (extents.start < 0))
-        if len(bad):
-            at = int(file[bad[0]])
-            raise ShortReadError(
-                f"{self.files.names[at]}: tokens up to {int(extents.stop[bad[0]])} were asked for, the file has "
-                f"{int(self.files.num_tokens[at])}; does its .idx belong to it?"
-            )
-
-    def _pieces(
-        self, sample_ids: Integers, slot: Integers, offset: Integers
-    ) -> Iterator[PlannedHolding]:
-        """Holdings of pieces that open; rows of all open pieces learn their places."""
-        assert self.pieces is not None
-        free = self.slots.take(len(sample_ids))
-        of_piece, within, new = self.pieces.follow(sample_ids, free)
-        parts = max(len(self.bounds), 1)
-        if self.bounds:  # samples of the stream order are whole: each has a row for every part
-            begin = np.array([low for low, _ in self.bounds], np.int64)
-            itemsize = self.pieces.itemsizes[self.pieces.order.locate(sample_ids).dataset]
-            of_piece = np.repeat(of_piece, parts)
-            within = (within[:, None] + begin * itemsize[:, None]).reshape(-1)
-        served = of_piece >= 0
-        slot[served], offset[served] = of_piece[served], within[served]
-        self.slots.put_back(free[len(new.slot) :].tolist()[::-1])
-        self.slots.uses[new.slot] = new.uses * parts
-        file = self.files.firsts[new.dataset] + new.file
-        itemsize = self.files.itemsize[file]
-        start = new.start * itemsize
-        stop = new.stop * itemsize
-        size = stop - start
-        ends = np.cumsum(size)
-        bounds = np.searchsorted(new.piece, np.arange(len(new.slot) + 1))
-        base = (ends - size)[bounds[:-1]] if len(new.slot) else ends
-        runs = list(
-            zip(file.tolist(), start.tolist(), stop.tolist(), (ends - size).tolist(), strict=True)
+        """Raise ShortReadError for a row that its file does not hold: kernels look no further."""
+        num_tokens = self.files.num_tokens
+        outside = np.flatnonzero((extents.stop > num_tokens[file]) | (extents.start < 0))
+        if not len(outside):
+            return
+        row = outside[0]
+        number = int(file[row])
+        raise ShortReadError(
+            f"{self.files.names[number]}: tokens up to {int(extents.stop[row])} were asked for, the file has "
+            f"{int(num_tokens[number])}; does its .idx belong to it?"
         )
-        for number, (own, row) in enumerate(
-            zip(new.slot.tolist(), (new.row * parts).tolist(), strict=True)
-        ):
-            first = int(base[number])
-            own_runs = runs[bounds[number] : bounds[number + 1]]
-            reads = [part for f, a, b, at in own_runs for part in self._split(f, a, b, at - first)]
-            yield PlannedHolding(
-                slot=own, size=sum(part.stop - part.start for part in reads), row=row, parts=reads
-            )
 
-    def _window(
+    # --- samples of pieces that are fetched whole ---
+
+    def _open_pieces(
+        self, pieces: OpenPieces, sample_ids: Integers, rows: _Rows
+    ) -> Iterator[PlannedHolding]:
+        """Holdings of pieces that open; the rows of all open pieces learn their places."""
+        # every sample may open a piece
+        free = self.slots.take(len(sample_ids))
+        slot_of_sample, offset_of_sample, opened = pieces.follow(sample_ids, free)
+        self.slots.put_back(free[len(opened.slot) :])
+        self._place_in_pieces(pieces, sample_ids, slot_of_sample, offset_of_sample, rows)
+        rows_of_sample = self.kept.rows_of_sample
+        self.slots.expect(opened.slot, opened.uses * rows_of_sample)
+        runs = self._requests_of(opened)
+        first_rows = (opened.row * rows_of_sample).tolist()
+        for piece, (slot, first_row) in enumerate(
+            zip(opened.slot.tolist(), first_rows, strict=True)
+        ):
+            size = 0
+            requests: list[Request] = []
+            for file, start, stop in runs[piece]:
+                requests += self._in_parts(file, start, stop, at=size)
+                size += stop - start
+            yield PlannedHolding(slot=slot, size=size, row=first_row, parts=requests)
+
+    def _place_in_pieces(
         self,
-        rest: Integers,
-        file: Integers,
-        start: Integers,
-        stop: Integers,
-        slab: Integers,
-        slot: Integers,
-        offset: Integers,
-    ) -> list[PlannedHolding]:
-        """Holdings of coalesced requests, grouped by the slab that first needs them."""
-        f = file[rest]
-        a = start[rest]
-        b = stop[rest]
-        order = np.lexsort((a, f))
-        count = len(rest)
-        request = np.empty(count, np.int64)
-        low, high, of_file = (np.empty(count, np.int64) for _ in range(3))
-        gap = largest_gap(f[order], a[order], b[order], self.coalesce_bytes)
-        made = coalesce_rows(f, a, b, order, gap, self.part_bytes, request, low, high, of_file)
-        first = np.full(made, count, np.int64)
-        np.minimum.at(first, request, np.arange(count))
-        by_need = np.argsort(first, kind="stable")
+        pieces: OpenPieces,
+        sample_ids: Integers,
+        slot_of_sample: Integers,
+        offset_of_sample: Integers,
+        rows: _Rows,
+    ) -> None:
+        """Tell the rows of samples that lie in an open piece where that will be."""
+        slot = slot_of_sample
+        offset = offset_of_sample
+        if self.kept.bounds:
+            # samples of the stream order are whole, so each has a row for every kept part
+            dataset = pieces.order.locate(sample_ids).dataset
+            bytes_before_part = self.kept.starts * pieces.itemsizes[dataset][:, None]
+            slot = np.repeat(slot_of_sample, self.kept.rows_of_sample)
+            offset = (offset_of_sample[:, None] + bytes_before_part).reshape(-1)
+        in_piece = slot != NO_SLOT
+        rows.slot[in_piece] = slot[in_piece]
+        rows.offset[in_piece] = offset[in_piece]
+
+    def _requests_of(self, opened: NewPieces) -> list[list[tuple[int, int, int]]]:
+        """(file, first byte, byte after the last) of the runs of each piece, in their order."""
+        file = self.files.firsts[opened.dataset] + opened.file
+        itemsize = self.files.itemsize[file]
+        runs = zip(
+            opened.piece.tolist(),
+            file.tolist(),
+            (opened.start * itemsize).tolist(),
+            (opened.stop * itemsize).tolist(),
+            strict=True,
+        )
+        runs_of_piece: list[list[tuple[int, int, int]]] = [[] for _ in opened.slot]
+        for piece, number, start, stop in runs:
+            runs_of_piece[piece].append((number, start, stop))
+        return runs_of_piece
+
+    # --- rows whose pages are cached ---
+
+    def _serve_from_cache(self, rows: _Rows) -> int:
+        """Rows whose pages are all there are read from the mapped chunk; returns their bytes."""
+        files = self.files
+        if not files.verified_at.any():
+            return 0
+        served: int = cached_rows(
+            _LIKE_BYTES, _LIKE_ADDRESSES, files.verified_at, files.mapped_at, rows.file, rows.start, rows.stop,
+            files.page_bytes, files.chunk_bytes, self.slots.zero, rows.slot, rows.offset,
+        )  # fmt: skip
+        return served
+
+    # --- everything else ---
+
+    def _coalesce(self, rows: _Rows) -> list[PlannedHolding]:
+        """Holdings for the rows that have no place yet."""
+        left = np.flatnonzero((rows.slot == NO_SLOT) & (rows.stop > rows.start))
+        if not len(left):
+            return []
+        requests = self._share_requests(rows.file[left], rows.start[left], rows.stop[left])
+        first_row = left[_first_of_each(requests.of_row, len(requests))]
+        slot_of_request = np.empty(len(requests), np.int64)
+        shift_of_request = np.empty(len(requests), np.int64)  # from byte of file to that of holding
         holdings: list[PlannedHolding] = []
-        slot_of = np.empty(made, np.int64)
-        base_of = np.empty(made, np.int64)
-        for members in self._groups(by_need, slab[rest[first]], high - low):
-            own = int(self.slots.take(1)[0])
-            at = 0
-            parts = []
-            for number in members:
-                size = int(high[number] - low[number])
-                width = int(self.files.itemsize[of_file[number]])
-                at = -(-at // width) * width
-                slot_of[number], base_of[number] = own, at - low[number]
-                parts += self._split(int(of_file[number]), int(low[number]), int(high[number]), at)
-                at += size
-            holdings.append(
-                PlannedHolding(slot=own, size=at, row=int(rest[first[members[0]]]), parts=parts)
-            )
-        slot[rest], offset[rest] = slot_of[request], base_of[request] + a
-        slots, uses = np.unique(slot_of[request], return_counts=True)
-        self.slots.uses[slots] = uses
+        for group in self._groups(requests, first_row, rows.slab):
+            slot = int(self.slots.take(1)[0])
+            size = 0
+            parts: list[Request] = []
+            for number in group:
+                file = int(requests.file[number])
+                start = int(requests.start[number])
+                stop = int(requests.stop[number])
+                at = _aligned(size, int(self.files.itemsize[file]))
+                parts += self._in_parts(file, start, stop, at)
+                size = at + stop - start
+                slot_of_request[number] = slot
+                shift_of_request[number] = at - start
+            needed_by = int(first_row[group[0]])
+            holdings.append(PlannedHolding(slot=slot, size=size, row=needed_by, parts=parts))
+        slot_of_row = slot_of_request[requests.of_row]
+        rows.slot[left] = slot_of_row
+        rows.offset[left] = rows.start[left] + shift_of_request[requests.of_row]
+        slots, rows_of_slot = np.unique(slot_of_row, return_counts=True)
+        self.slots.expect(slots, rows_of_slot)
         return holdings
 
-    def _groups(self, by_need: Integers, slab: Integers, size: Integers) -> Iterator[list[int]]:
-        """Requests that share a holding: needed first by the same slab, not more than a part
-        together.
-        """
-        members: list[int] = []
-        total = 0
-        for number in by_need.tolist():
-            if members and (
-                slab[number] != slab[members[0]] or total + size[number] > self.part_bytes
-            ):
-                yield members
-                members = []
-                total = 0
-            members.append(number)
-            total += int(size[number])
-        if members:
-            yield members
+    def _share_requests(self, file: Integers, start: Integers, stop: Integers) -> SharedRequests:
+        """Requests for bytes [start, stop) of files, as few as waste allows."""
+        by_place = np.lexsort((start, file))
+        gap = largest_gap(file[by_place], start[by_place], stop[by_place], self.coalesce_bytes)
+        return coalesce(file, start, stop, by_place, gap=gap, largest=self.part_bytes)
 
-    def _split(self, file: int, start: int, stop: int, at: int) -> list[Request]:
-        """A request in parts of `part_bytes`."""
+    def _groups(
+        self, requests: SharedRequests, first_row: Integers, slab_of_row: Integers
+    ) -> Iterator[list[int]]:
+        """Requests that share a holding: needed first by the same slab, so that they are waited for
+        together, and not more than a part, so that memory is freed in small steps.
+
+        first_row [requests]: the row that needs it first.
+        """
+        first_slab = slab_of_row[first_row]
+        size = requests.stop - requests.start
+        group: list[int] = []
+        group_bytes = 0
+        for number in np.argsort(first_row, kind="stable").tolist():
+            fits = group_bytes + size[number] <= self.part_bytes
+            if group and not (fits and first_slab[number] == first_slab[group[0]]):
+                yield group
+                group = []
+                group_bytes = 0
+            group.append(number)
+            group_bytes += int(size[number])
+        if group:
+            yield group
+
+    def _in_parts(self, file: int, start: int, stop: int, at: int) -> list[Request]:
+        """Bytes [start, stop) of a file as requests of `part_bytes`, to byte `at` of a holding and
+        on.
+        """
         step = self.part_bytes
         if stop - start <= step:
             return [Request(file, start, stop, at)]
@@ -328,12 +296,29 @@ class Planner:
         ]
 
 
+def _first_of_each(numbers: Integers, count: int) -> Integers:
+    """The first place of each number below `count`, all of which occur."""
+    first = np.full(count, len(numbers), np.int64)
+    np.minimum.at(first, numbers, np.arange(len(numbers)))
+    return first
+
+
+def _aligned(offset: int, itemsize: int) -> int:
+    """The first multiple of `itemsize` from an offset on: kernels read whole tokens in place."""
+    return -(-offset // itemsize) * itemsize
+
+
 def largest_gap(file: Integers, start: Integers, stop: Integers, limit: int) -> int:
-    """The largest gap, up to `limit`, at which coalescing sorted rows fetches at most a fifth more
+    """The largest gap in bytes, up to `limit`, at which coalescing fetches at most a fifth more
     than the rows have.
+
+    file, start, stop (bytes) [rows]: sorted by file and start.
     """
-    ends = np.maximum.accumulate(stop + file * (1 << 48)) - file * (1 << 48)
-    gaps = start[1:] - ends[:-1]
-    gaps = np.sort(gaps[(file[1:] == file[:-1]) & (gaps > 0) & (gaps <= limit)])
-    fits = np.cumsum(gaps) <= MOST_WASTE * int((stop - start).sum())
-    return int(gaps[fits][-1]) if fits.any() else 0
+    # a row may end after the next one does: what counts is the furthest end so far within the file
+    file_begins = file * FILE_STRIDE
+    furthest_end = np.maximum.accumulate(stop + file_begins) - file_begins
+    gaps = start[1:] - furthest_end[:-1]
+    in_one_file = file[1:] == file[:-1]
+    bridged = np.sort(gaps[in_one_file & (gaps > 0) & (gaps <= limit)])
+    fits = np.cumsum(bridged) <= MOST_WASTE * int((stop - start).sum())
+    return int(bridged[fits][-1]) if fits.any() else 0

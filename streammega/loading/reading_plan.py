@@ -13,14 +13,17 @@ from numpy.typing import NDArray
 
 from streammega.config import StorageConfig
 from streammega.errors import ConfigError
-from streammega.loading.planner import Bounds, FileTable, Planner
+from streammega.loading.kept_parts import WHOLE, KeptParts
+from streammega.loading.planner import Planner
+from streammega.loading.spans import FileTable
 from streammega.loading.steps import MicroSteps
 from streammega.order.lane_pieces import OpenPieces
 from streammega.order.lanes import StreamOrder
 from streammega.samples.lanes import StreamSource
+from streammega.samples.source import all_files
 from streammega.samples.token_file import TokenFile
 from streammega.storage.backends.local import LocalStore
-from streammega.storage.cache import PAGE_BYTES, CachedObject, PageCache
+from streammega.storage.cache import PAGE_BYTES, PageCache
 from streammega.storage.cache.layout import whole_pages
 from streammega.storage.cache.store import SMALL, CachedStore
 from streammega.storage.fetch.memory import rounded
@@ -32,46 +35,64 @@ SLAB_BYTES = 4 << 20
 """Bytes of int64 ids that one kernel call gathers: few enough to stay in the cache until they are
 used.
 """
+MOST_SLAB_BATCHES = 64
+"""Micro-batches of a slab at most: the first of them is handed out when all are gathered."""
 SPAN_BYTES = 64 << 20
 SPAN_SAMPLES = 4096
+"""Bytes and samples of a span at most: the thread that plans it gathers nothing meanwhile."""
+FOR_WHOLE_PIECES = 3 / 4
+"""Share of the budget for pieces that are fetched whole. The rest stays for what is read sample by
+sample, and for pieces that are about to be opened.
+"""
+SPANS_IN_MEMORY = 4
+"""Spans that fit into the room for them: others are under way while one is gathered."""
+SLABS_IN_MEMORY = 2
+"""Slabs that have to fit: one is gathered while the next is fetched."""
+BATCH_SLACK = 8192
+PIECE_SLACK = 4096
+"""Bytes added to an estimate, for buffers that are rounded up by themselves (a buffer takes 4096
+bytes at least), and for pieces that lie across shards: they have one more token for each.
+"""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ReadingPlan:
     """How one reader reads: what from, how much at a time, and what of it whole.
 
-    files: all datasets' files end to end. slab: micro-batches gathered together. span: most
-    micro-batches planned together.
+    files: all datasets' files end to end. dtype: the widest of theirs. slab_batches: micro-batches
+    gathered together. span_batches: most micro-batches planned together. piece_bytes: of the
+    smallest pieces that are fetched whole; 0: none are.
     """
 
     files: list[TokenFile]
     table: FileTable
     dtype: np.dtype[Any]
-    slab: int
-    span: int
+    slab_batches: int
+    span_batches: int
     planner: Planner
     order: str
     piece_bytes: int = 0
 
     @cached_property
-    def kind_of(self) -> dict[np.dtype[Any], int]:
+    def dtype_numbers(self) -> dict[np.dtype[Any], int]:
         """A number for each dtype of the files."""
-        return {dtype: number for number, dtype in enumerate({file.dtype for file in self.files})}
+        dtypes = {file.dtype for file in self.files}
+        return {dtype: number for number, dtype in enumerate(dtypes)}
 
     @cached_property
-    def kinds(self) -> NDArray[np.int64]:
+    def dtype_of_file(self) -> NDArray[np.int64]:
         """The number of each file's dtype, int64 [files]."""
-        return np.array([self.kind_of[file.dtype] for file in self.files], np.int64)
+        return np.array([self.dtype_numbers[file.dtype] for file in self.files], np.int64)
 
     @property
     def scattered(self) -> bool:
         """Whether some reads are so small that only whole files fetched in the background would
         fill a cache.
         """
+        if self.order == "sequential":
+            return False
         pieces = self.planner.pieces
-        return self.order != "sequential" and (
-            pieces is None or not pieces.whole.all() or self.piece_bytes < SMALL
-        )
+        return pieces is None or not pieces.whole.all() or self.piece_bytes < SMALL
 
     @property
     def remote(self) -> bool:
@@ -85,67 +106,99 @@ def plan_reading(
     worker: int,
     workers: int,
     budget: int,
-    slab: int | None = None,
-    bounds: Bounds = (),
+    *,
+    slab_batches: int | None = None,
+    kept: KeptParts = WHOLE,
 ) -> ReadingPlan:
-    """How every `workers`-th micro-batch of a rank from `start` on is read, or the tokens of its
-    samples that `bounds` name.
+    """How every `workers`-th micro-batch of a rank is read, of an iteration from `start` on.
 
-    budget: bytes that its fetched data may take. slab: micro-batches gathered together; None: as
-    many as serve. Raises ConfigError for a budget that cannot hold a micro-batch.
+    budget: bytes that its fetched data may take. slab_batches: micro-batches gathered together;
+    None: as many as serve. kept: which tokens of every sample are read. Raises ConfigError for a
+    budget that cannot hold a micro-batch.
     """
     storage = steps.config.storage
-    files = _through_cache([file for files in steps.samples.files for file in files], storage)
+    files = _through_cache(all_files(steps.samples), storage)
     table = _table_of(files, steps)
-    width = steps.config.sequence_length + 1
-    batch_tokens = steps.micro_batch_size * width
-    slab = slab or int(np.clip(SLAB_BYTES // (8 * batch_tokens), 1, 64))
+    sample_tokens = steps.config.sequence_length + 1
+    batch_tokens = steps.micro_batch_size * sample_tokens
+    if slab_batches is None:
+        id_bytes = 8 * batch_tokens
+        slab_batches = int(np.clip(SLAB_BYTES // id_bytes, 1, MOST_SLAB_BATCHES))
     plan = ReadingPlan(
         files=files,
         table=table,
         dtype=np.result_type(*(file.dtype for file in files)),
-        slab=slab,
-        span=SPAN_SAMPLES // steps.micro_batch_size or 1,
-        planner=Planner(table, storage.coalesce_bytes, storage.part_bytes, None, bounds),
+        slab_batches=slab_batches,
+        span_batches=max(1, SPAN_SAMPLES // steps.micro_batch_size),
+        planner=Planner(table, storage.coalesce_bytes, storage.part_bytes, None, kept),
         order=steps.config.order,
     )
     if not plan.remote:
         return plan
     batch_bytes = batch_tokens * int(table.itemsize.max())
-    least = _held(batch_bytes)
-    if least > budget:
+    held_of_batch = _held(batch_bytes)
+    if held_of_batch > budget:
         raise ConfigError(
-            f"memory_bytes {budget:,} of this reader cannot hold one micro-batch; it needs at least {least * workers:,} "
-            f"({steps.micro_batch_size} samples of {width} tokens, {workers} readers)"
+            f"memory_bytes {budget:,} of this reader cannot hold one micro-batch; it needs at least {held_of_batch * workers:,} "
+            f"({steps.micro_batch_size} samples of {sample_tokens} tokens, {workers} readers)"
         )
-    whole = _whole_pieces(steps, table, start, worker, workers, budget, slab)
+    slab_samples = slab_batches * steps.micro_batch_size
+    whole = _whole_pieces(steps, table, start, worker, workers, budget, slab_samples)
+    return _within_memory(plan, whole, storage, budget, batch_bytes)
+
+
+def _within_memory(
+    plan: ReadingPlan, whole: WholePieces, storage: StorageConfig, budget: int, batch_bytes: int
+) -> ReadingPlan:
+    """A plan with slabs and spans that fit the budget, beside the pieces that are held whole.
+
+    batch_bytes: stored bytes of a micro-batch.
+    """
     room = budget - whole.open_bytes
-    # A span takes a quarter of the room at most: others are under way while it is gathered.
-    fitting = max(1, int(room // 4 // _held(batch_bytes)))
-    if whole.pieces is None and _held(slab * batch_bytes) * 2 > budget:
-        slab = max(1, budget // 2 // _held(batch_bytes))
-    span = min(plan.span, max(slab, fitting), max(slab, SPAN_BYTES // batch_bytes))
-    # Where two slabs hardly fit, what neighbours would bring beside what is used has no room.
-    coalesce = 0 if _held(slab * batch_bytes) * 2 > room else storage.coalesce_bytes
-    planner = Planner(table, coalesce, storage.part_bytes, whole.pieces, bounds)
+    held_of_batch = _held(batch_bytes)
+    held_of_slabs = SLABS_IN_MEMORY * _held(plan.slab_batches * batch_bytes)
+    slab_batches = plan.slab_batches
+    if whole.pieces is None and held_of_slabs > budget:
+        slab_batches = max(1, budget // SLABS_IN_MEMORY // held_of_batch)
+        held_of_slabs = SLABS_IN_MEMORY * _held(slab_batches * batch_bytes)
+    fitting_batches = max(1, room // SPANS_IN_MEMORY // held_of_batch)
+    span_batches = min(
+        plan.span_batches,
+        max(slab_batches, fitting_batches),
+        max(slab_batches, SPAN_BYTES // batch_bytes),
+    )
+    # Where the slabs hardly fit, what neighbours would bring beside what is used has no room.
+    coalesce_bytes = 0 if held_of_slabs > room else storage.coalesce_bytes
+    planner = Planner(
+        plan.table, coalesce_bytes, storage.part_bytes, whole.pieces, plan.planner.kept
+    )
     return replace(
-        plan, slab=slab, span=max(span, slab), planner=planner, piece_bytes=whole.piece_bytes
+        plan,
+        slab_batches=slab_batches,
+        # a slab is of one span
+        span_batches=max(span_batches, slab_batches),
+        planner=planner,
+        piece_bytes=whole.piece_bytes,
     )
 
 
 def _table_of(files: list[TokenFile], steps: MicroSteps) -> FileTable:
     """What the planner and its kernels have to know of the files."""
-    cached = [_cached(file) for file in files]
+    verified_at = []
+    mapped_at = []
+    for file in files:
+        cached = file.store.cached if isinstance(file.store, CachedStore) else None
+        verified_at.append(address_of(cached.verified) if cached else 0)
+        mapped_at.append(address_of(cached.address.view(np.uint8)) if cached else 0)
+    files_of_dataset = [len(files) for files in steps.samples.files]
     return FileTable(
-        firsts=np.cumsum([0, *(len(own) for own in steps.samples.files)]),
+        firsts=np.cumsum([0, *files_of_dataset]),
         itemsize=np.array([file.dtype.itemsize for file in files], np.int64),
         num_tokens=np.array([file.num_tokens for file in files], np.int64),
         local=np.array([isinstance(file.store, LocalStore) for file in files], np.bool_),
         names=[file.url for file in files],
-        verified_at=np.array([address_of(one.verified) if one else 0 for one in cached], np.int64),
-        mapped_at=np.array(
-            [one.address.__array_interface__["data"][0] if one else 0 for one in cached], np.int64
-        ),
+        verified_at=np.array(verified_at, np.int64),
+        mapped_at=np.array(mapped_at, np.int64),
         page_bytes=PAGE_BYTES,
         chunk_bytes=whole_pages(steps.config.storage.chunk_bytes),
     )
@@ -156,28 +209,26 @@ def _through_cache(files: list[TokenFile], storage: StorageConfig) -> list[Token
     if storage.cache_dir is None:
         return files
     cache = PageCache(storage.cache_dir, storage.cache_bytes, storage.chunk_bytes, storage.timeout)
-    found = []
-    for file in files:
-        size = file.num_tokens * file.dtype.itemsize
-        cached = None
-        remote = size > 0 and not is_local(file.store)
-        if remote and file.etag:
-            cached = cache.open(file.url, file.etag, size)
-        elif remote:  # old pages could not be told from new ones
-            tell_unversioned(file.url)
-        found.append(replace(file, store=CachedStore(file.store, cached)) if cached else file)
-    return found
+    return [_cached(file, cache) for file in files]
 
 
-def _cached(file: TokenFile) -> CachedObject | None:
-    return file.store.cached if isinstance(file.store, CachedStore) else None
+def _cached(file: TokenFile, cache: PageCache) -> TokenFile:
+    """A file behind the cache; as it is where it is local, empty, or finds no room."""
+    size = file.num_tokens * file.dtype.itemsize
+    if size == 0 or is_local(file.store):
+        return file
+    if not file.etag:  # old pages could not be told from new ones
+        tell_unversioned(file.url)
+        return file
+    cached = cache.open(file.url, file.etag, size)
+    return replace(file, store=CachedStore(file.store, cached)) if cached else file
 
 
 def _held(size: int) -> int:
     """An upper bound of what holdings of `size` bytes together take of the budget: a quarter more
-    for what coalescing adds.
+    for what coalescing adds (`MOST_WASTE`).
     """
-    return rounded(size + size // 4) + 8192
+    return rounded(size + size // 4) + BATCH_SLACK
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -199,7 +250,7 @@ def _whole_pieces(
     worker: int,
     workers: int,
     budget: int,
-    slab: int,
+    slab_samples: int,
 ) -> WholePieces:
     """Which datasets' pieces are fetched whole: those of the datasets drawn most first, as long as
     memory lasts.
@@ -212,26 +263,25 @@ def _whole_pieces(
         # this reader shares its lanes with other workers: a piece would be fetched by each of them
         return WholePieces()
     lanes = lanes_from(steps, order, start + worker * steps.step_samples, workers)
-    itemsizes = np.array([table.itemsize[first] for first in table.firsts[:-1]], np.int64)
-    tokens = order.block_samples * order.sequence_length + order.width - order.sequence_length
-    piece_bytes = tokens * itemsizes
-    held = np.array([rounded(int(size)) + 4096 for size in piece_bytes], np.int64)
-    shares = np.array(order.schedule[0][1], np.float64)
-    whole = np.zeros(len(held), np.bool_)
-    open_bytes = largest = 0
-    # A quarter of the budget stays for what is read sample by sample, and for pieces that are about
-    # to be opened.
-    limit = budget * 3 // 4
-    slab_samples = slab * steps.micro_batch_size
-    for dataset in np.argsort(-shares, kind="stable"):
+    itemsizes = table.itemsize[table.firsts[:-1]]
+    # samples of a block lie end to end, the last with the token after it
+    extra_tokens = order.width - order.sequence_length
+    piece_bytes = (order.block_samples * order.sequence_length + extra_tokens) * itemsizes
+    held_of_piece = [rounded(int(size)) + PIECE_SLACK for size in piece_bytes]
+    whole = np.zeros(len(piece_bytes), np.bool_)
+    open_bytes = 0
+    largest = 0
+    _, shares = order.schedule[0]
+    most_drawn_first = np.argsort(-np.array(shares, np.float64), kind="stable")
+    for dataset in most_drawn_first.tolist():
         if not _can_be_whole(dataset, order, table):
             continue
-        with_it = open_bytes + len(lanes) * int(held[dataset])
-        largest_with_it = max(largest, int(held[dataset]))
+        open_with_it = open_bytes + len(lanes) * held_of_piece[dataset]
+        largest_with_it = max(largest, held_of_piece[dataset])
         # Each sample of a slab may close a piece and open another, before the first is given back.
-        if with_it + slab_samples * largest_with_it <= limit:
+        if open_with_it + slab_samples * largest_with_it <= budget * FOR_WHOLE_PIECES:
             whole[dataset] = True
-            open_bytes = with_it
+            open_bytes = open_with_it
             largest = largest_with_it
     if not whole.any():
         return WholePieces()
@@ -246,15 +296,13 @@ def _can_be_whole(dataset: int, order: StreamOrder, table: FileTable) -> bool:
     """Whether pieces of a dataset are worth it: remote, of one token width, of no two lanes at
     once, and of several samples.
     """
-    files = slice(table.firsts[dataset], table.firsts[dataset + 1])
-    one_width = len(np.unique(table.itemsize[files])) == 1
+    files = table.files_of(dataset)
+    itemsizes = table.itemsize[files]
+    one_width = bool((itemsizes == itemsizes[0]).all())
     remote = not table.local[files].any()
-    return bool(
-        one_width
-        and remote
-        and order.geometry["groups"][dataset] == 1
-        and order.block_samples[dataset] >= 2
-    )
+    of_one_lane = order.geometry["groups"][dataset] == 1
+    of_several_samples = order.block_samples[dataset] >= 2
+    return bool(one_width and remote and of_one_lane and of_several_samples)
 
 
 def lanes_from(
@@ -266,8 +314,8 @@ def lanes_from(
     There are as many wherever it begins, if the lanes are a multiple of what the workers take in
     turn.
     """
-    starts = consumed + np.arange(0, order.lanes, steps.step_samples * workers)
-    lanes: NDArray[np.int64] = np.unique(steps.sample_ids(starts) % order.lanes)
+    micro_steps = consumed + np.arange(0, order.lanes, steps.step_samples * workers)
+    lanes: NDArray[np.int64] = np.unique(steps.sample_ids(micro_steps) % order.lanes)
     return lanes
 
 
@@ -276,17 +324,19 @@ def local_addresses(files: list[TokenFile], local: NDArray[np.bool_]) -> list[tu
 
     Kernels believe addresses, so what is mapped is what was opened, or ObjectChangedError.
     """
-    found: list[tuple[int, Any]] = []
-    for file, own in zip(files, local.tolist(), strict=True):
-        if not own:
-            found.append((0, None))
-            continue
-        assert isinstance(file.store, LocalStore)
-        mapped = file.store.view(file.key, file.etag)
-        if len(mapped) == 0 and file.num_tokens == 0:
-            found.append((0, None))
-            continue
-        view = np.frombuffer(mapped, np.uint8)
-        file.check_bytes(len(view))
-        found.append((int(view.__array_interface__["data"][0]), view))
-    return found
+    mapped = []
+    for file, is_mapped in zip(files, local.tolist(), strict=True):
+        content = _map(file) if is_mapped else None
+        mapped.append((0, None) if content is None else (address_of(content), content))
+    return mapped
+
+
+def _map(file: TokenFile) -> NDArray[np.uint8] | None:
+    """The bytes of a local file; None of one that is empty, which cannot be mapped."""
+    assert isinstance(file.store, LocalStore)
+    view = file.store.view(file.key, file.etag)
+    if len(view) == 0 and file.num_tokens == 0:
+        return None
+    content = np.frombuffer(view, np.uint8)
+    file.check_bytes(len(content))
+    return content

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -26,6 +27,10 @@ from streammega.samples.source import read_samples
 from streammega.samples.token_file import TokenFile
 
 BLEND_NAMES = ("dataset_index", "dataset_sample_index")
+OF_ONE_DATASET = ("dataset", "sequences", "num_samples")
+"""What the identity of a dataset has that says nothing of a blend."""
+KEY_DIGITS = 12
+"""Digits of a dataset's key in the identity of a blend: states stay small."""
 
 
 class BlendedDataset(torch.utils.data.Dataset[Batch]):
@@ -45,25 +50,7 @@ class BlendedDataset(torch.utils.data.Dataset[Batch]):
     def __init__(
         self, datasets: Sequence[GPTDataset], weights: Sequence[float], size: int | None
     ) -> None:
-        if not datasets or len(datasets) != len(weights):
-            raise ConfigError(
-                f"a blend needs as many weights as datasets, got {len(weights)} for {len(datasets)}"
-            )
-        if len(datasets) > MOST_DATASETS:
-            raise ConfigError(
-                f"the blend has {len(datasets)} datasets; there may be {MOST_DATASETS}"
-            )
-        for dataset in datasets:
-            if not isinstance(dataset, GPTDataset):
-                raise ConfigError(
-                    f"a blend is made of GPT datasets, not of {type(dataset).__name__}: blends of blends have no order"
-                )
-        if size is None and [int(weight) for weight in weights] != [
-            len(dataset) for dataset in datasets
-        ]:
-            raise ConfigError(
-                "a blend without a size takes every sample once: its weights are the lengths of its datasets"
-            )
+        _check_blend(datasets, weights, size)
         self.datasets = list(datasets)
         self.size = size
         self.weights = list(weights) if size is None else normalized(weights)
@@ -75,7 +62,9 @@ class BlendedDataset(torch.utils.data.Dataset[Batch]):
         return len(self.dataset_index)
 
     def __getitem__(self, index: int | None) -> Batch:
-        number = 0 if index is None else index + len(self) if index < 0 else index
+        number = 0 if index is None else index
+        if number < 0:
+            number += len(self)
         if not 0 <= number < len(self):
             raise IndexError(f"sample {index} of {len(self)} in the {self.split} blend")
         dataset = int(self.dataset_index[number])
@@ -84,7 +73,8 @@ class BlendedDataset(torch.utils.data.Dataset[Batch]):
         fields = self.datasets[dataset][sample]
         if index is None:
             fields["loss_mask"] = torch.zeros_like(fields["loss_mask"])
-        return fields | {"dataset_id": torch.tensor(dataset)}
+        fields["dataset_id"] = torch.tensor(dataset)
+        return fields
 
     @property
     def dataset_index(self) -> NDArray[np.int16]:
@@ -111,14 +101,12 @@ class BlendedDataset(torch.utils.data.Dataset[Batch]):
         dataset = np.asarray(self.dataset_index[sample_ids], np.int64)
         sample = np.asarray(self.dataset_sample_index[sample_ids])
         self._check(dataset, sample)
-        present = np.unique(dataset)
-        return merge_extents(
-            [
-                (int(d), at, self.datasets[d].locate(sample[at]))
-                for d in present
-                for at in [np.flatnonzero(dataset == d)]
-            ]
-        )
+        parts = []
+        for number in np.unique(dataset).tolist():
+            of_dataset = np.flatnonzero(dataset == number)
+            extents = self.datasets[number].locate(sample[of_dataset])
+            parts.append(DatasetExtents(dataset=number, samples=of_dataset, extents=extents))
+        return merge_extents(parts)
 
     def _check(self, dataset: NDArray[np.int64], sample: NDArray[np.int64]) -> None:
         """Raise CacheError if the cached indices name samples that do not exist: their files may be
@@ -131,7 +119,8 @@ class BlendedDataset(torch.utils.data.Dataset[Batch]):
             raise damaged_array(
                 f"{dataset_file}: names a dataset that is not one of the {len(self.datasets)}"
             )
-        if int(sample.min()) < 0 or (sample >= self._lengths[dataset]).any():
+        past_the_end = sample >= self._lengths[dataset]
+        if int(sample.min()) < 0 or past_the_end.any():
             raise damaged_array(f"{sample_file}: names a sample that its dataset has not")
 
     @cached_property
@@ -147,11 +136,12 @@ class BlendedDataset(torch.utils.data.Dataset[Batch]):
 
     def identity(self, consumed: int | None = None) -> dict[str, Any]:
         """The scalars that define the order, and a digest and weight of each dataset."""
-        own = self.datasets[0].identity()
-        shared = {
-            name: own[name] for name in own if name not in ("dataset", "sequences", "num_samples")
-        }
-        parts = [f"{d.key[:12]}*{w:.8g}" for d, w in zip(self.datasets, self.weights, strict=True)]
+        first = self.datasets[0].identity()
+        shared = {name: value for name, value in first.items() if name not in OF_ONE_DATASET}
+        parts = [
+            f"{dataset.key[:KEY_DIGITS]}*{weight:.8g}"
+            for dataset, weight in zip(self.datasets, self.weights, strict=True)
+        ]
         return shared | {
             "num_samples": len(self),
             "exhaustive": self.size is None,
@@ -160,33 +150,33 @@ class BlendedDataset(torch.utils.data.Dataset[Batch]):
 
     def index_files(self) -> list[Path]:
         """The cached files of the two indices."""
-        return [
-            cache_dir(self.config) / "order" / f"{self._key}-{name}.npy" for name in BLEND_NAMES
-        ]
+        folder = cache_dir(self.config) / "order"
+        return [folder / f"{self._key}-{name}.npy" for name in BLEND_NAMES]
 
     @property
     def _key(self) -> str:
-        description = json.dumps(
-            [self.weights, self.size, [len(dataset) for dataset in self.datasets]]
-        )
-        return f"{hashlib.blake2b(description.encode(), digest_size=16).hexdigest()}-BlendedDataset-{self.split}"
+        """What the names of the cached files begin with."""
+        description = json.dumps([self.weights, self.size, self._lengths.tolist()])
+        digest = hashlib.blake2b(description.encode(), digest_size=16).hexdigest()
+        return f"{digest}-BlendedDataset-{self.split}"
 
     @cached_property
     def _indices(self) -> tuple[NDArray[np.int16], NDArray[np.int64]]:
+        """dataset_index and dataset_sample_index: of the cache, or built now."""
         lengths = self._lengths.tolist()
-        rows = (sum(lengths) if self.size is None else self.size,)
+        samples = sum(lengths) if self.size is None else self.size
+        kinds: dict[str, ArrayKind] = {
+            "dataset_index": ((np.int16,), (samples,)),
+            "dataset_sample_index": ((np.int64,), (samples,)),
+        }
 
         def build() -> dict[str, NDArray[Any]]:
-            return dict(
-                zip(BLEND_NAMES, blend_indices(self.weights, self.size, lengths), strict=True)
-            )
+            indices = blend_indices(self.weights, self.size, lengths)
+            return dict(zip(BLEND_NAMES, indices, strict=True))
 
-        kinds: dict[str, ArrayKind] = {
-            "dataset_index": ((np.int16,), rows),
-            "dataset_sample_index": ((np.int64,), rows),
-        }
+        folder = cache_dir(self.config) / "order"
         arrays: dict[str, Any] = cached_arrays(
-            cache_dir(self.config) / "order", self._key, kinds, build, shared_folder(self.config)
+            folder, self._key, kinds, build, shared_folder(self.config)
         )
         return arrays["dataset_index"], arrays["dataset_sample_index"]
 
@@ -194,23 +184,61 @@ class BlendedDataset(torch.utils.data.Dataset[Batch]):
         return {name: value for name, value in self.__dict__.items() if name != "_indices"}
 
 
-def merge_extents(parts: Sequence[tuple[int, NDArray[np.int64], Extents]]) -> Extents:
-    """One Extents from those of several datasets: (dataset, places of its samples among all, their
-    extents).
+def _check_blend(
+    datasets: Sequence[GPTDataset], weights: Sequence[float], size: int | None
+) -> None:
+    """Raise ConfigError for what makes no blend."""
+    if not datasets or len(datasets) != len(weights):
+        raise ConfigError(
+            f"a blend needs as many weights as datasets, got {len(weights)} for {len(datasets)}"
+        )
+    if len(datasets) > MOST_DATASETS:
+        raise ConfigError(f"the blend has {len(datasets)} datasets; there may be {MOST_DATASETS}")
+    for dataset in datasets:
+        if not isinstance(dataset, GPTDataset):
+            raise ConfigError(
+                f"a blend is made of GPT datasets, not of {type(dataset).__name__}: blends of blends have no order"
+            )
+    if size is not None:
+        return
+    lengths = [len(dataset) for dataset in datasets]
+    if [int(weight) for weight in weights] != lengths:
+        raise ConfigError(
+            "a blend without a size takes every sample once: its weights are the lengths of its datasets"
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class DatasetExtents:
+    """The extents of samples of one dataset, and the places of those samples among all that were
+    asked for, int64.
     """
-    total = sum(len(at) for _, at, _ in parts)
-    runs = np.zeros(total, np.int64)
-    for _, at, extents in parts:
-        runs[at] = np.diff(extents.row_splits)
-    splits = np.concatenate([np.zeros(1, np.int64), np.cumsum(runs)])
-    dataset = np.empty(splits[-1], np.int32)
-    file = np.empty(splits[-1], np.int32)
-    start = np.empty(splits[-1], np.int64)
-    stop = np.empty(splits[-1], np.int64)
-    for number, at, extents in parts:
-        own = np.repeat(
-            splits[at] - extents.row_splits[:-1], np.diff(extents.row_splits)
-        ) + np.arange(len(extents.start))
-        dataset[own], file[own] = number, extents.file
-        start[own], stop[own] = extents.start, extents.stop
-    return Extents(row_splits=splits, dataset=dataset, file=file, start=start, stop=stop)
+
+    dataset: int
+    samples: NDArray[np.int64]
+    extents: Extents
+
+
+def merge_extents(parts: Sequence[DatasetExtents]) -> Extents:
+    """One Extents from those of several datasets."""
+    num_samples = sum(len(part.samples) for part in parts)
+    rows_of_sample = np.zeros(num_samples, np.int64)
+    for part in parts:
+        rows_of_sample[part.samples] = np.diff(part.extents.row_splits)
+    row_splits = np.concatenate([np.zeros(1, np.int64), np.cumsum(rows_of_sample)])
+    rows = row_splits[-1]
+    dataset = np.empty(rows, np.int32)
+    file = np.empty(rows, np.int32)
+    start = np.empty(rows, np.int64)
+    stop = np.empty(rows, np.int64)
+    for part in parts:
+        extents = part.extents
+        # by how much the rows of each of its samples move
+        shift = row_splits[part.samples] - extents.row_splits[:-1]
+        shift_of_row = np.repeat(shift, np.diff(extents.row_splits))
+        place = shift_of_row + np.arange(len(extents.start))
+        dataset[place] = part.dataset
+        file[place] = extents.file
+        start[place] = extents.start
+        stop[place] = extents.stop
+    return Extents(row_splits=row_splits, dataset=dataset, file=file, start=start, stop=stop)

@@ -14,6 +14,7 @@ from streammega.config import DataConfig
 from streammega.order import Extents
 from streammega.samples.fields import Batch, batch_fields
 from streammega.samples.read import Ids, fetch_ids
+from streammega.samples.rows import rows_of
 from streammega.samples.token_file import Runs, TokenFile, clear_by_modes, has_modes
 
 OPENERS = 16
@@ -58,42 +59,41 @@ def sample_fields(
     datasets leave out.
     """
     extents = source.locate(sample_ids)
-    batch = batch_fields(*_read(source, extents), source.config, bounds=bounds)
-    files = _flat(source)
+    ids, valid = _read(source, extents)
+    batch = batch_fields(ids, valid, source.config, bounds=bounds)
+    files = all_files(source)
     if has_modes(files):
-        clear_by_modes(files, _runs(source, extents), batch["loss_mask"].numpy())
+        loss_mask = batch["loss_mask"].numpy()
+        clear_by_modes(files, _runs_of_labels(source, extents), loss_mask)
     return batch
 
 
-def _read(source: SampleSource, extents: Extents) -> tuple[Ids, NDArray[np.int64]]:
-    width = source.config.sequence_length + int(source.config.add_extra_token)
-    return fetch_ids(
-        _flat(source), _file_ids(source, extents), extents, width, source.config.storage
-    )
-
-
-def _flat(source: SampleSource) -> list[TokenFile]:
+def all_files(source: SampleSource) -> list[TokenFile]:
     """The files of all datasets, end to end."""
     return [file for files in source.files for file in files]
 
 
-def _file_ids(source: SampleSource, extents: Extents) -> NDArray[np.int64]:
-    """The place among all files of the one in which each run lies."""
-    firsts = np.cumsum([0, *(len(files) for files in source.files)])
-    return firsts[extents.dataset].astype(np.int64) + extents.file
+def _read(source: SampleSource, extents: Extents) -> tuple[Ids, NDArray[np.int64]]:
+    config = source.config
+    width = config.sequence_length + int(config.add_extra_token)
+    file_of_row = _file_of_row(source, extents)
+    return fetch_ids(all_files(source), file_of_row, extents, width, config.storage)
 
 
-def _runs(source: SampleSource, extents: Extents) -> Runs:
-    """Where labels lie: each one column before its token."""
-    size = extents.stop - extents.start
-    ends = np.cumsum(size)
-    before = np.concatenate([np.zeros(1, np.int64), ends])[extents.row_splits]
-    sample = np.repeat(np.arange(len(extents)), np.diff(extents.row_splits))
-    column = ends - size - before[:-1][sample] - 1
+def _file_of_row(source: SampleSource, extents: Extents) -> NDArray[np.int64]:
+    """The place among all files of the one in which each row lies."""
+    files_of_dataset = [len(files) for files in source.files]
+    first_file = np.cumsum([0, *files_of_dataset])
+    return first_file[extents.dataset].astype(np.int64) + extents.file
+
+
+def _runs_of_labels(source: SampleSource, extents: Extents) -> Runs:
+    """Where the labels of samples lie: each one column before its token."""
+    rows = rows_of(extents)
     return Runs(
-        file=_file_ids(source, extents),
+        file=_file_of_row(source, extents),
         start=extents.start,
-        size=size,
-        sample=sample,
-        column=column,
+        size=rows.size,
+        sample=rows.sample,
+        column=rows.column - 1,
     )

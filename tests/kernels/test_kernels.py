@@ -16,8 +16,8 @@ from streammega.kernels.batch import document_bounds
 from streammega.kernels.plan import gather_rows, gather_shifted
 from streammega.kernels.sample_index import build_sample_index
 from streammega.kernels.shuffle import LegacyShuffler
+from streammega.samples.coalesce import coalesce
 from streammega.samples.fields import batch_fields
-from streammega.samples.read import coalesce
 
 
 @given(seed=st.integers(0, 2**32 - 1), sizes=st.lists(st.integers(0, 3000), max_size=5))
@@ -112,7 +112,12 @@ def test_requests_cover_every_run_and_keep_their_limits(
 ) -> None:
     starts = np.array([a for a, _ in runs])
     stops = starts + np.array([n for _, n in runs])
-    low, high, request = coalesce(starts, stops, gap, largest)
+    one_file = np.zeros(len(starts), np.int64)
+    by_start = np.argsort(starts, kind="stable")
+    requests = coalesce(one_file, starts, stops, by_start, gap=gap, largest=largest)
+    low = requests.start
+    high = requests.stop
+    request = requests.of_row
     assert (low[request] <= starts).all()
     assert (stops <= high[request]).all()
     assert (np.diff(low) >= 0).all()

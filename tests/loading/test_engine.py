@@ -26,8 +26,9 @@ from hypothesis import strategies as st
 from streammega import DataConfig, IndexedDatasetWriter, StreamingDataset, StreamLoader
 from streammega.errors import ConfigError, FormatError
 from streammega.loading.engine import Engine
-from streammega.loading.planner import FileTable, Planner, largest_gap
+from streammega.loading.planner import Planner, largest_gap
 from streammega.loading.reading_plan import _whole_pieces, plan_reading
+from streammega.loading.spans import FileTable
 from streammega.order import Extents
 from streammega.order.rank_samples import zigzag_bounds
 from streammega.storage.fetch.memory import BufferPool, rounded
@@ -245,7 +246,7 @@ def test_pieces_are_held_whole_within_three_quarters_of_the_budget_of_datasets_d
     held = []
     for budget in range(20_000, 600_000, 4_000):
         steps = dataset.steps
-        whole = _whole_pieces(steps, plan_reading(steps, 0, 0, 1, budget).table, 0, 0, 1, budget, 1)
+        whole = _whole_pieces(steps, plan_reading(steps, 0, 0, 1, budget).table, 0, 0, 1, budget, 4)
         held.append((False, False) if whole.pieces is None else tuple(whole.pieces.whole.tolist()))
         assert whole.open_bytes <= 0.75 * budget
     assert [held[0], held[-1]] == [(False, False), (True, True)]
@@ -265,14 +266,14 @@ def test_training_starts_with_the_first_parts(server: tuple[Running, Path], tmp_
         4,
         start=0,
     )
-    engine._keep_pace(0.0)
+    engine._lookahead.keep_pace(0.0)
     planned = []
     for _ in range(6):
-        before = engine._ahead
-        engine._plan_span()
-        planned.append(engine._ahead - before)
+        before = engine._lookahead.batches
+        engine._lookahead.plan_span()
+        planned.append(engine._lookahead.batches - before)
     engine.close()
-    assert planned[0] <= engine._reader.slab
+    assert planned[0] <= engine._reading.slab_batches
     assert planned == sorted(planned)
     assert planned[-1] > planned[0]
 
@@ -614,9 +615,9 @@ def test_skips_leave_nothing_open_wherever_they_fall(
     engine = Engine(loader.dataset.steps, loader.dataset.positions(), 4, start=0)
     with closing(iter(engine)) as batches:  # type: ignore[type-var]
         got = [batch["tokens"].clone() for _, batch in itertools.islice(batches, len(loader))]
-        pieces = engine._reader.planner.pieces
+        pieces = engine._reading.planner.pieces
         assert pieces is not None
-        assert set(engine._holdings) <= set(pieces._slot[pieces._slot >= 0].tolist())
+        assert set(engine._slots.holdings) <= set(pieces._slot[pieces._slot >= 0].tolist())
     blend: Any = [(f"{root}/data/web", 0.7), (f"{root}/data/code", 0.3)]
     with StreamLoader(
         replace(config, blend=blend), micro_batch_size=4, global_batch_size=8
@@ -706,11 +707,11 @@ def test_a_slow_caller_is_not_read_far_ahead_of(
             4,
             start=0,
         )
-        engine._keep_pace(seconds)
-        engine._plan_ahead()
-        while not engine._far_ahead():
-            engine._plan_span()
-        planned.append(engine._ahead)
+        engine._lookahead.keep_pace(seconds)
+        engine._lookahead.plan()
+        while not engine._lookahead.is_far:
+            engine._lookahead.plan_span()
+        planned.append(engine._lookahead.batches)
         engine.close()
     assert planned[0] >= 8 * planned[1] > 0
 

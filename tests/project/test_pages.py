@@ -21,7 +21,7 @@ else:
 
 from streammega import StorageConfig
 from streammega.dataset import checksums
-from streammega.loading import engine, planner, staging
+from streammega.loading import lookahead, planner, staging
 from streammega.loading import reading_plan as reader
 from streammega.order import lanes as stream_order
 from streammega.storage import frames, retry
@@ -271,7 +271,7 @@ NUMBERS: list[tuple[str, str, Any, Any]] = [
     ("architecture", "other fsspec drivers are asked every 30 seconds", fsspec_store.RECHECK, 30),
     ("architecture", "a piece (256 KiB by default)", stream_order.DEFAULT_BLOCK_BYTES, 256 << 10),
     ("architecture", "while at most a fifth more is fetched than is used", planner.MOST_WASTE, 0.2),
-    ("architecture", "as far as the caller goes in twenty seconds", engine.SECONDS_AHEAD, 20),
+    ("architecture", "as far as the caller goes in twenty seconds", lookahead.SECONDS_AHEAD, 20),
     ("architecture", "`give_up_after` (ten minutes by default)", STORAGE.give_up_after, 600),
     ("architecture", "a second time (at most one in twenty)", limits.HEDGE_SHARE, 1 / 20),
     ("architecture", "pass through 128 KiB pages", layout.PAGE_BYTES, 128 << 10),

@@ -1,0 +1,154 @@
+"""From the bytes of a slab that has come to the fields of its micro-batches: one kernel call for
+each token width.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from streammega.kernels.batch import fill_tails
+from streammega.kernels.plan import gather_rows, gather_shifted
+from streammega.loading.reading_plan import ReadingPlan
+from streammega.loading.slab import Slab
+from streammega.loading.spans import PlannedSlab
+from streammega.loading.steps import MicroSteps
+from streammega.samples.fields import Allocate, derive, plain_mask, torch_dtype
+from streammega.samples.token_file import Runs, clear_by_modes, has_modes
+
+TAIL_ID = 0
+"""What follows the ids of a sample that ended early: "valid" says that it is padding."""
+
+
+class Gatherer:
+    """Makes slabs.
+
+    Args:
+        steps: what is read.
+        reading: where its bytes are.
+        allocate: makes the tensors.
+        ids_only: fields are {"ids": [batches, rows, width] in the stored dtype, "valid": int64
+            [batches, rows]}, and where modes make the loss mask "learned": bool as ids.
+    """
+
+    def __init__(
+        self, steps: MicroSteps, reading: ReadingPlan, allocate: Allocate, *, ids_only: bool
+    ) -> None:
+        kept = reading.planner.kept
+        self.batch_rows = steps.micro_batch_size * kept.rows_of_sample
+        """Rows of a micro-batch: its samples, or the kept parts of them."""
+        self._width = kept.width(steps.config.sequence_length + 1)
+        self._config = steps.config
+        self._reading = reading
+        self._allocate = allocate
+        self._gather = self._gather_ids if ids_only else self._gather_fields
+        self._has_modes = has_modes(reading.files)
+
+    def gather(self, slab: PlannedSlab) -> Slab:
+        """A slab whose bytes are all there."""
+        return self._gather(slab)
+
+    def _gather_ids(self, slab: PlannedSlab) -> Slab:
+        """Ids in their stored width, and how many of each row are not padding."""
+        samples = slab.last - slab.first
+        batches = len(slab.consumed)
+        ids = self._allocate((samples, self._width), torch_dtype(self._reading.dtype))
+        valid = self._allocate((samples,), torch.int64)
+        ids_array = ids.numpy()
+        valid_array = valid.numpy()
+        self._copy_rows(gather_rows, slab, [ids_array], valid_array)
+        if bool((valid_array < self._width).any()):
+            fill_tails(ids_array, valid_array, TAIL_ID)
+        fields = {
+            "ids": ids.view(batches, self.batch_rows, self._width),
+            "valid": valid.view(batches, self.batch_rows),
+        }
+        if self._has_modes:
+            learned = self._allocate((samples, self._width), torch.bool)
+            learned.numpy().fill(True)
+            self._clear_by_modes(slab, learned.numpy(), shift=0)
+            fields["learned"] = learned.view(batches, self.batch_rows, self._width)
+        return Slab(consumed=slab.consumed, fields=fields)
+
+    def _gather_fields(self, slab: PlannedSlab) -> Slab:
+        """Tokens, labels and what is derived from them, each contiguous."""
+        shape = (slab.last - slab.first, self._width - 1)
+        tokens = self._allocate(shape, torch.int64)
+        labels = self._allocate(shape, torch.int64)
+        valid = np.empty(shape[0], np.int64)
+        self._copy_rows(gather_shifted, slab, [tokens.numpy(), labels.numpy()], valid)
+        derived = derive(
+            tokens,
+            labels,
+            valid,
+            self._config,
+            unsigned=self._reading.dtype.kind == "u",
+            allocate=self._allocate,
+            rows=self.batch_rows,
+        )
+        loss_mask = derived.loss_mask
+        if self._has_modes:
+            if loss_mask is None:
+                loss_mask = plain_mask(shape, self._allocate)
+            # a label lies one column before its token
+            self._clear_by_modes(slab, loss_mask.numpy(), shift=-1)
+        # a plain mask and plain positions are None here: they are made when a batch is handed out
+        fields: dict[str, Tensor | None] = {
+            "tokens": tokens,
+            "labels": labels,
+            "loss_mask": loss_mask,
+            "position_ids": derived.position_ids,
+        }
+        batches = len(slab.consumed)
+        return Slab(
+            consumed=slab.consumed,
+            fields={
+                name: field.view(batches, self.batch_rows, -1)
+                for name, field in fields.items()
+                if field is not None
+            },
+            cu_seqlens=derived.cu_seqlens,
+        )
+
+    def _clear_by_modes(self, slab: PlannedSlab, out: NDArray[Any], *, shift: int) -> None:
+        """Write 0 to `out` for tokens of a slab that are not learned, `shift` columns from where
+        each lies in its sample.
+        """
+        span = slab.span
+        rows = slab.rows
+        rows_of_sample = np.diff(slab.row_splits)
+        runs = Runs(
+            file=span.file[rows],
+            start=span.start[rows],
+            size=span.size[rows],
+            sample=np.repeat(np.arange(len(rows_of_sample)), rows_of_sample),
+            column=span.column[rows] + shift,
+        )
+        clear_by_modes(self._reading.files, runs, out)
+
+    def _copy_rows(
+        self,
+        kernel: Callable[..., bool],
+        slab: PlannedSlab,
+        out: list[NDArray[Any]],
+        valid: NDArray[np.int64],
+    ) -> None:
+        """The ids of a slab's samples into `out`, as `kernel` lays them, and how many each has into
+        `valid`.
+
+        A kernel is compiled for one stored dtype: each call passes over the rows of other files.
+        """
+        span = slab.span
+        reading = self._reading
+        for dtype, number in reading.dtype_numbers.items():
+            fit = kernel(
+                np.empty(0, dtype), number, reading.dtype_of_file, reading.planner.slots.addresses, span.slot, span.offset,
+                span.size, span.file, span.column, slab.row_splits, *out, valid,
+            )  # fmt: skip
+            if not fit:
+                raise AssertionError("rows of a sample exceed its width")
