@@ -28,8 +28,9 @@ from streammega.parallel.layout import ParallelLayout
 from streammega.samples.fields import Batch
 from streammega.train.agreement import check_that_ranks_agree, facts_of
 from streammega.train.batch_hash import global_batch_hash, sample_digests
-from streammega.train.checkpoint import Checkpoints, rewinds_of
-from streammega.train.checkpoint_open import open_place
+from streammega.train.checkpoints.checkpoints import Checkpoints
+from streammega.train.checkpoints.open import open_place
+from streammega.train.checkpoints.resume import rewinds_of
 from streammega.train.config import RunConfig
 from streammega.train.feed import StepBatches
 from streammega.train.metrics import MetricsLog, finite

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from streammega import BucketedDataParallel, ShardedOptimizer
 from streammega.errors import ConfigError
 from streammega.gradients.buckets import default_bucket_size, plan_buckets, rectangles
-from streammega.train.state import scalar_devices
+from streammega.train.checkpoints.state import scalar_devices
 from tests.support.gang import Gang
 from tests.support.rank_programs import (
     bad_gradient,

@@ -14,8 +14,10 @@ from typing import Any
 import torch
 
 from streammega.storage.backends import obstore_store
-from streammega.train import checkpoint, checkpoint_hold
-from streammega.train.checkpoint_writer import _Stream
+from streammega.train.checkpoints import hold as checkpoint_hold
+from streammega.train.checkpoints import shared_place
+from streammega.train.checkpoints.publish import CheckpointPublisher
+from streammega.train.checkpoints.writer import _Stream
 from streammega.train.config import load_run
 from streammega.train.loop import Trainer
 
@@ -70,7 +72,7 @@ def train_and_die(
     ):
         setattr(kind, name, counted(getattr(kind, name)))
     _Stream.write = counted(_Stream.write, WRITES)  # type: ignore[method-assign]
-    publish = checkpoint.Checkpoints._publish
+    publish = CheckpointPublisher._publish
 
     def noted(self: Any, step: int, *rest: Any) -> None:
         place = self.place.publish
@@ -83,7 +85,7 @@ def train_and_die(
         self.place.publish = and_noted
         publish(self, step, *rest)
 
-    checkpoint.Checkpoints._publish = noted  # type: ignore[method-assign]
+    CheckpointPublisher._publish = noted  # type: ignore[method-assign]
     train_steps(rank, run_file, overrides)
     return changes
 
@@ -119,7 +121,7 @@ def outcome(rank: int, run_file: str, overrides: list[str], patience: float) -> 
 
     The error's kind and text, or nothing.
     """
-    checkpoint.SEEN_WITHIN = patience
+    shared_place.SEEN_WITHIN = patience
     began = time.monotonic()
     try:
         trainer = Trainer(
@@ -139,13 +141,13 @@ def failing_save(
     """A run of which one rank cannot write its second file: the error of this rank,
     and its step.
     """
-    from streammega.train.checkpoint_writer import Writer
+    from streammega.train.checkpoints.writer import Writer
 
     write_data = Writer.write_data
 
     def limited(self: Any, plan: Any, planner: Any) -> Any:
         if rank == failing and f"{at_step:08d}" in str(self.path):
-            work = self._together.work
+            work = self._all_ranks.work
 
             def full(_: Any, **__: Any) -> Any:
                 def fail() -> None:
@@ -153,7 +155,7 @@ def failing_save(
 
                 return work(fail, watched=True)
 
-            self._together.work = full
+            self._all_ranks.work = full
         return write_data(self, plan, planner)
 
     Writer.write_data = limited  # type: ignore[method-assign]

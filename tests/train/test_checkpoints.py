@@ -26,10 +26,9 @@ from streammega.errors import ConfigError, EndpointError, StateError, StorageErr
 from streammega.gradients.boxes import Boxes
 from streammega.storage.backends.pread import PreadStore
 from streammega.storage.store import written_whole
-from streammega.train import checkpoint_hold
-from streammega.train.checkpoint import checkpoints
-from streammega.train.checkpoint_bucket import CheckpointBucket
-from streammega.train.checkpoint_files import (
+from streammega.train.checkpoints import hold as checkpoint_hold
+from streammega.train.checkpoints.checkpoints import checkpoints
+from streammega.train.checkpoints.files import (
     ALGORITHM,
     CHECKSUMS,
     METADATA,
@@ -38,10 +37,11 @@ from streammega.train.checkpoint_files import (
     Files,
     read_metadata,
 )
-from streammega.train.checkpoint_folder import CheckpointFolder
-from streammega.train.checkpoint_open import open_place
+from streammega.train.checkpoints.host_copies import HostCopies
+from streammega.train.checkpoints.in_bucket import CheckpointBucket
+from streammega.train.checkpoints.on_disk import CheckpointFolder
+from streammega.train.checkpoints.open import open_place
 from streammega.train.config import load_run
-from streammega.train.host_copies import HostCopies
 from streammega.train.loop import Trainer
 from streammega.train.metrics import read_metrics
 from streammega.train.stopping import Terminated
@@ -874,7 +874,7 @@ def test_a_folder_tells_what_a_run_of_an_earlier_version_left(run_file: str, fol
     import torch.distributed.checkpoint as dcp
 
     trainer = resumed(run_file)
-    from streammega.train.state import SavePlanner, state_to_save
+    from streammega.train.checkpoints.state import SavePlanner, state_to_save
 
     old = folder / "step-00000008"
     with pytest.warns(UserWarning, match="single process"):

@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from streammega.gradients.boxes import Boxes
+from streammega.train.checkpoints.host_copies import HostCopies
 from streammega.train.config import load_run
-from streammega.train.host_copies import HostCopies
 from streammega.train.loop import Trainer
 from tests.conftest import write_random_pair
 from tests.support.checkpoint_programs import train_slowly

@@ -18,7 +18,7 @@ import psutil
 import pytest
 
 from streammega.train.batch_hash import global_batch_hash, sample_digests
-from streammega.train.checkpoint import checkpoints
+from streammega.train.checkpoints.checkpoints import checkpoints
 from streammega.train.config import load_run
 from streammega.train.metrics import read_metrics
 from streammega.train.splits import open_plain

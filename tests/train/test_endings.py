@@ -21,7 +21,7 @@ import pytest
 
 from streammega.errors import GradientError
 from streammega.train.__main__ import main as train_main
-from streammega.train.checkpoint import checkpoints
+from streammega.train.checkpoints.checkpoints import checkpoints
 from streammega.train.loop import Trainer
 from streammega.train.metrics import read_metrics
 from streammega.train.stopping import ONE_REQUEST

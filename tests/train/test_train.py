@@ -23,10 +23,10 @@ import torch
 from streammega import IndexedDatasetWriter, ParallelLayout
 from streammega.errors import ConfigError, FormatError, GradientError, StateError, StorageError
 from streammega.samples.open import open_source
-from streammega.train import checkpoint
 from streammega.train.__main__ import _is_of_others
 from streammega.train.__main__ import main as train_main
 from streammega.train.batch_hash import global_batch_hash, sample_digests
+from streammega.train.checkpoints import checkpoints as checkpoint
 from streammega.train.config import RunConfig, load_run
 from streammega.train.loop import Trainer, _check_pipeline
 from streammega.train.metrics import MetricsLog, read_metrics

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 
-from streammega.train.checkpoint import checkpoints
+from streammega.train.checkpoints.checkpoints import checkpoints
 from streammega.train.config import load_run
 from streammega.train.loop import Trainer
 from tests.conftest import write_random_pair

@@ -7,6 +7,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import torch
@@ -22,7 +23,7 @@ upload of minutes costs few messages, and a failure is known everywhere within t
 """
 
 
-class Together:
+class AllRanks:
     """Calls of a function on every rank of a group that return on all of them, or raise one error
     on all of them.
 
@@ -61,30 +62,16 @@ class Together:
             return function()
         self._unwanted = threading.Event()
         call = _Call(function)
-        since = time.monotonic()
-        last = -1
-        pause = FIRST_PAUSE
-        while True:
-            call.join(pause)
-            pause = min(2 * pause, LONGEST_PAUSE)
-            done = not call.is_alive()  # first: an error is looked for only after it can be there
-            failed = done and call.error is not None
-            tired = watched and time.monotonic() - since > self._patience
-            state = torch.tensor([int(not done), int(failed), int(tired), self._progress])
-            dist.all_reduce(state, group=self.group)
-            at_work, failures, impatient, progress = state.tolist()
-            if failures or impatient or not at_work:
-                break
-            if progress != last:
-                since = time.monotonic()
-                last = progress
-        if failures or impatient:
+        done, meeting = self._wait_for_all(call, watched=watched)
+        if meeting.failed or meeting.impatient:
             self._unwanted.set()
-        if impatient and not failures:  # known to all ranks by the same message
+        if meeting.impatient and not meeting.failed:
+            # Known to all ranks by the same message: nothing has to be told.
             raise StorageError(
                 f"nothing was read or written for {self._patience:.0f} s (train.timeout)"
             )
-        result: Result = self._settle(call.error if done else None, call.result)
+        error = call.error if done else None
+        result: Result = self._settle(error, call.result)
         return result
 
     def call(self, function: Callable[[], Result]) -> Result:
@@ -108,28 +95,68 @@ class Together:
         mine = self.work(function if self.rank == 0 else lambda: None)
         if self.group is None:
             return mine  # type: ignore[return-value]
-        box = [mine]
-        dist.broadcast_object_list(box, src=dist.get_global_rank(self.group, 0), group=self.group)
-        return box[0]  # type: ignore[return-value]
+        result_of_first = [mine]
+        first = dist.get_global_rank(self.group, 0)
+        dist.broadcast_object_list(result_of_first, src=first, group=self.group)
+        return result_of_first[0]  # type: ignore[return-value]
+
+    def _wait_for_all(self, call: _Call, *, watched: bool) -> tuple[bool, _Meeting]:
+        """Meet until all are done, or one has failed or lost patience.
+
+        Whether this rank was done by then, and what the last meeting found.
+        """
+        last_progress: int | None = None
+        moved_at = time.monotonic()
+        pause = FIRST_PAUSE
+        while True:
+            call.join(pause)
+            pause = min(2 * pause, LONGEST_PAUSE)
+            # In this order: an error is looked for only after it can be there.
+            done = not call.is_alive()
+            failed = done and call.error is not None
+            impatient = watched and time.monotonic() - moved_at > self._patience
+            meeting = self._meet(done=done, failed=failed, impatient=impatient)
+            if meeting.failed or meeting.impatient or not meeting.at_work:
+                return done, meeting
+            if meeting.progress != last_progress:
+                last_progress = meeting.progress
+                moved_at = time.monotonic()
+
+    def _meet(self, *, done: bool, failed: bool, impatient: bool) -> _Meeting:
+        counts = torch.tensor([int(not done), int(failed), int(impatient), self._progress])
+        dist.all_reduce(counts, group=self.group)
+        return _Meeting(*counts.tolist())
 
     def _settle(self, error: BaseException | None, result: Result) -> Result:
+        """This rank's result, or on all ranks the error of the first that has one."""
         if self.group is None:
             return result
         errors: list[BaseException | None] = [None] * dist.get_world_size(self.group)
         dist.all_gather_object(errors, _portable(error), group=self.group)
-        first = next((rank for rank, found in enumerate(errors) if found is not None), None)
-        if first is None:
-            return result
-        if error is not None and first == self.rank:
-            raise error
-        raise _told_elsewhere(first, errors[first])  # type: ignore[arg-type]
+        for rank, error_of_rank in enumerate(errors):
+            if error_of_rank is None:
+                continue
+            if error is not None and rank == self.rank:
+                raise error
+            raise _told_elsewhere(rank, error_of_rank)
+        return result
+
+
+@dataclass(frozen=True)
+class _Meeting:
+    """How many ranks are at work, have failed, and have lost patience; and the progress of all."""
+
+    at_work: int
+    failed: int
+    impatient: int
+    progress: int
 
 
 class _Call(threading.Thread):
     """A function that runs in a thread of its own."""
 
     def __init__(self, function: Callable[[], Any]) -> None:
-        super().__init__(name="streammega-together", daemon=True)
+        super().__init__(name="streammega-all-ranks", daemon=True)
         self._function = function
         self.result: Any = None
         self.error: BaseException | None = None
@@ -139,9 +166,8 @@ class _Call(threading.Thread):
         """Keep the function's result or error."""
         try:
             self.result = self._function()
-        except (
-            BaseException
-        ) as error:  # of a thread: `work` raises it where it was called, on every rank
+        except BaseException as error:
+            # Of a thread: `work` raises it where it was called, on every rank.
             self.error = error
 
 
@@ -150,7 +176,8 @@ def _portable(error: BaseException | None) -> BaseException | None:
     if error is None or isinstance(error, StreammegaError):
         return error
     if isinstance(error, OSError):
-        return StorageError(f"{error.filename or 'storage'}: {error.strerror or error}")
+        place = error.filename or "storage"
+        return StorageError(f"{place}: {error.strerror or error}")
     return StorageError(f"{type(error).__name__}: {error}")
 
 

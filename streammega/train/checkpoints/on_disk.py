@@ -14,9 +14,9 @@ from typing import Any
 
 from streammega.config import StorageConfig
 from streammega.storage.backends.pread import PreadStore
-from streammega.train.checkpoint_files import Files
-from streammega.train.checkpoint_hold import Hold, hold_file
-from streammega.train.checkpoint_place import (
+from streammega.train.checkpoints.files import Files
+from streammega.train.checkpoints.hold import Hold, hold_file
+from streammega.train.checkpoints.place import (
     NAME,
     SET_ASIDE,
     Found,

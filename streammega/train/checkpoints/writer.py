@@ -23,8 +23,8 @@ from torch.futures import Future
 
 from streammega.storage import Store
 from streammega.storage.store import written_whole
-from streammega.train.checkpoint_files import Checksums, Files
-from streammega.train.together import Together
+from streammega.train.all_ranks import AllRanks
+from streammega.train.checkpoints.files import Checksums, Files
 
 PIECE_BYTES = 8 << 20
 """Of one write: small enough to see that something moves."""
@@ -48,11 +48,11 @@ class _Stream(io.RawIOBase):
     """
 
     def __init__(
-        self, write: Any, together: Together, hexes: dict[str, str], file: IO[bytes] | None = None
+        self, write: Any, all_ranks: AllRanks, hexes: dict[str, str], file: IO[bytes] | None = None
     ) -> None:
         super().__init__()
         self._write = write
-        self._together = together
+        self._all_ranks = all_ranks
         self._file = file
         self._at = 0
         self._hexes = hexes
@@ -89,7 +89,7 @@ class _Stream(io.RawIOBase):
             piece = view[start : start + PIECE_BYTES]
             self._hash.update(piece)
             self._write(piece)
-            self._together.progress()
+            self._all_ranks.progress()
         self._at += len(view)
         return len(view)
 
@@ -103,15 +103,15 @@ class _Stream(io.RawIOBase):
 class _Disk(FileSystemBase):
     """Files of a folder on a disk."""
 
-    def __init__(self, together: Together) -> None:
-        self._together = together
+    def __init__(self, all_ranks: AllRanks) -> None:
+        self._all_ranks = all_ranks
         self.checksums = Checksums()
 
     @contextmanager
     def create_stream(self, path: Any, mode: str) -> Iterator[Any]:
         """Open for writing."""
         hexes = self.checksums.hexes.setdefault(_final_name(path), {})
-        with open(path, mode) as file, _Stream(file.write, self._together, hexes, file) as stream:
+        with open(path, mode) as file, _Stream(file.write, self._all_ranks, hexes, file) as stream:
             yield stream
 
     def concat_path(self, path: Any, suffix: str) -> Path:
@@ -153,9 +153,9 @@ class _Objects(FileSystemBase):
     from.
     """
 
-    def __init__(self, store: Store, together: Together) -> None:
+    def __init__(self, store: Store, all_ranks: AllRanks) -> None:
         self._store = store
-        self._together = together
+        self._all_ranks = all_ranks
         self.checksums = Checksums()
 
     @contextmanager
@@ -164,7 +164,7 @@ class _Objects(FileSystemBase):
         hexes = self.checksums.hexes.setdefault(_final_name(path), {})
         with (
             written_whole(self._store, path) as writer,
-            _Stream(writer.write, self._together, hexes) as stream,
+            _Stream(writer.write, self._all_ranks, hexes) as stream,
         ):
             yield stream
 
@@ -204,13 +204,13 @@ class Writer(FileSystemWriter):
     On the first rank `checksums` are those of all ranks when a save has ended.
     """
 
-    def __init__(self, files: Files, together: Together, *, on_disk: bool) -> None:
+    def __init__(self, files: Files, all_ranks: AllRanks, *, on_disk: bool) -> None:
         # Nothing is copied ahead: values are on the host, and torch would make a context on the
         # first GPU for it.
         super().__init__(files.prefix, sync_files=on_disk, per_thread_copy_ahead=0)
-        self.fs: Any = _Disk(together) if on_disk else _Objects(files.store, together)
+        self.fs: Any = _Disk(all_ranks) if on_disk else _Objects(files.store, all_ranks)
         self.path = self.fs.init_path(files.prefix)
-        self._together = together
+        self._all_ranks = all_ranks
 
     @property
     def checksums(self) -> Checksums:
@@ -219,7 +219,7 @@ class Writer(FileSystemWriter):
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         """This rank's file; returns when those of all ranks are written."""
-        written = self._together.work(
+        written = self._all_ranks.work(
             lambda: super(Writer, self).write_data(plan, planner), watched=True
         )
         told: Future[list[WriteResult]] = Future()

@@ -7,9 +7,9 @@ from pathlib import Path
 from streammega.config import StorageConfig
 from streammega.storage import join_url, open_store
 from streammega.storage.open import is_remote
-from streammega.train.checkpoint_bucket import CheckpointBucket
-from streammega.train.checkpoint_folder import CheckpointFolder
-from streammega.train.checkpoint_place import CheckpointPlace
+from streammega.train.checkpoints.in_bucket import CheckpointBucket
+from streammega.train.checkpoints.on_disk import CheckpointFolder
+from streammega.train.checkpoints.place import CheckpointPlace
 
 
 def open_place(out_dir: str, storage: StorageConfig) -> CheckpointPlace:

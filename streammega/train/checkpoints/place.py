@@ -19,8 +19,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from streammega.train.checkpoint_files import DamagedError, Files, is_as_written
-from streammega.train.checkpoint_hold import Hold
+from streammega.train.checkpoints.files import DamagedError, Files, is_as_written
+from streammega.train.checkpoints.hold import Hold
 
 NAME = re.compile(r"step-(\d{8})")
 SET_ASIDE = re.compile(r"step-\d{8}\.(rewound|damaged)(-\d+)?")

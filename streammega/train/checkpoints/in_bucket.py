@@ -16,9 +16,9 @@ from streammega.errors import ObjectNotFoundError, StorageError
 from streammega.storage import Store
 from streammega.storage.fetch.threads import each
 from streammega.storage.store import written_whole
-from streammega.train.checkpoint_files import DamagedError, Files
-from streammega.train.checkpoint_hold import Hold, hold_object
-from streammega.train.checkpoint_place import (
+from streammega.train.checkpoints.files import DamagedError, Files
+from streammega.train.checkpoints.hold import Hold, hold_object
+from streammega.train.checkpoints.place import (
     NAME,
     SET_ASIDE,
     Found,

@@ -17,8 +17,8 @@ from torch.distributed.checkpoint.storage import StorageReader
 from torch.futures import Future
 
 from streammega.errors import ObjectNotFoundError, ShortReadError
-from streammega.train.checkpoint_files import Checksums, DamagedError, Files
-from streammega.train.together import Together
+from streammega.train.all_ranks import AllRanks
+from streammega.train.checkpoints.files import Checksums, DamagedError, Files
 
 PIECE_BYTES = 8 << 20
 """Of one request."""
@@ -34,11 +34,11 @@ class Reader(StorageReader):
     """
 
     def __init__(
-        self, files: Files, metadata: Metadata, checksums: Checksums, together: Together
+        self, files: Files, metadata: Metadata, checksums: Checksums, all_ranks: AllRanks
     ) -> None:
         self._files = files
         self._metadata = metadata
-        self._together = together
+        self._all_ranks = all_ranks
         self._checksums = checksums
 
     def reset(self, checkpoint_id: Any = None) -> None:
@@ -63,7 +63,7 @@ class Reader(StorageReader):
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
         """Fill this rank's tensors; returns when those of all ranks are filled."""
-        self._together.work(lambda: self._read(plan.items, planner), watched=True)
+        self._all_ranks.work(lambda: self._read(plan.items, planner), watched=True)
         done: Future[None] = Future()
         done.set_result(None)
         return done
@@ -85,7 +85,7 @@ class Reader(StorageReader):
             indices.sort(key=lambda index: places[index].offset)
             for batch in _batches(indices, places):
                 self._fill(name, batch, wanted, planner)
-                self._together.progress()
+                self._all_ranks.progress()
 
     def _fill(
         self,

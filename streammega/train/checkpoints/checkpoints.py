@@ -1,0 +1,216 @@
+"""The checkpoints of a run, as its loop uses them: saved by all ranks together, in the background.
+
+Where they lie, and how they appear there whole, is `place`; what a save does is `publish`, and what
+a start does is `resume`. The first rank decides what there is; whatever fails on a rank is raised
+on all.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Mapping
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+
+from streammega.gradients.boxes import Boxes
+from streammega.train.all_ranks import AllRanks
+from streammega.train.checkpoints.files import DamagedError
+from streammega.train.checkpoints.hold import Hold
+from streammega.train.checkpoints.host_copies import HostCopies
+from streammega.train.checkpoints.on_disk import CheckpointFolder, checkpoints
+from streammega.train.checkpoints.place import CheckpointPlace
+from streammega.train.checkpoints.publish import CheckpointPublisher
+from streammega.train.checkpoints.resume import CheckpointResumer
+from streammega.train.checkpoints.shared_place import check_shared
+from streammega.train.checkpoints.state import state_to_save
+from streammega.train.parallel import Optimizer, ParallelModel
+
+__all__ = ["Checkpoints", "DamagedError", "checkpoints", "load_position", "step_of"]
+
+
+class Checkpoints:
+    """The checkpoints of a run. Made by all ranks together; saving is collective, and may go on in
+    the background.
+
+    Args:
+        place: where they lie; see `open_place`.
+        keep: how many of the last ones are kept.
+        timeout: seconds that ranks wait for each other, and for a save or load of which nothing
+            moves.
+        before_publish: called on the first rank before a checkpoint appears.
+
+    Raises ConfigError if the place is not one for all ranks, or another job uses it.
+    """
+
+    def __init__(
+        self,
+        place: CheckpointPlace,
+        keep: int,
+        timeout: float = 600.0,
+        before_publish: Callable[[], None] | None = None,
+    ) -> None:
+        self.place = place
+        self._hold: Hold | None = None
+        self._all_ranks = AllRanks(_new_group(timeout), timeout)
+        self._copies = HostCopies()
+        self._resumer = CheckpointResumer(place, self._all_ranks, keep)
+        self._publisher = CheckpointPublisher(
+            place,
+            self._all_ranks,
+            keep,
+            wait_for_values=self._copies.wait,
+            check_hold=self._check_hold,
+            before_publish=before_publish,
+        )
+        self._thread: threading.Thread | None = None
+        self._error: BaseException | None = None
+        self.last: tuple[int, float] | None = None
+        """The step of the last save that was begun, and when (time.monotonic)."""
+        # First: a second job must write nothing there, not even a sign.
+        self._all_ranks.from_first(self._take_hold)
+        check_shared(place, self._all_ranks)
+
+    @property
+    def folder(self) -> Path:
+        """Where they lie on a disk."""
+        assert isinstance(self.place, CheckpointFolder)
+        return self.place.path
+
+    @property
+    def failed(self) -> bool:
+        """Whether the save in the background has failed; `wait` raises why."""
+        return self._error is not None
+
+    def save(
+        self,
+        step: int,
+        model: ParallelModel,
+        optimizer: Optimizer,
+        position: Mapping[str, Any],
+        *,
+        background: bool,
+    ) -> None:
+        """Write one checkpoint, and drop all but the last `keep`.
+
+        In the background: of what is true now.
+        """
+        self.wait()
+        self.last = (step, time.monotonic())
+        state = self._copies.take(state_to_save(model, optimizer), background=background)
+        if not background:
+            self._publisher.save(step, state, position)
+            return
+        self._thread = threading.Thread(
+            target=self._save_in_background,
+            args=(step, state, dict(position)),
+            name="streammega-save",
+            daemon=True,
+        )
+        self._thread.start()
+
+    def before_change(self) -> None:
+        """Call it before parameters or the optimizer's state change: what is being saved is copied
+        from a GPU meanwhile.
+        """
+        self._copies.before_change()
+
+    def wait(self) -> None:
+        """Until what is being written is whole. Raises what went wrong with it."""
+        if self._thread is not None:
+            self._thread.join()
+            self._thread = None
+        error = self._error
+        self._error = None
+        if error is not None:
+            raise error
+
+    def recent(self, seconds: float) -> int | None:
+        """The step of the last save, if its values were taken no more than `seconds` ago.
+
+        By the clock of the first rank: all ranks must agree whether to save once more.
+        """
+
+        def look() -> int | None:
+            if self.last is None:
+                return None
+            step, began = self.last
+            age = time.monotonic() - began
+            return step if age <= seconds else None
+
+        return self._all_ranks.from_first(look)
+
+    def close(self) -> None:
+        """Wait, and let another job in."""
+        try:
+            self.wait()
+        finally:
+            if self._hold is not None:
+                self._hold.release()
+
+    def found(self) -> list[int]:
+        """Steps of whole checkpoints, rising, as the first rank sees them."""
+        return self._all_ranks.from_first(self.place.steps)
+
+    def resume(
+        self,
+        model: ParallelModel,
+        optimizer: Optimizer,
+        accept: Callable[[dict[str, Any]], None],
+        rewind: int | None = None,
+    ) -> dict[str, Any] | None:
+        """Load the newest checkpoint into a model and optimizer of any layout; its position, or
+        None where there is none.
+
+        One that is damaged is set aside, with a warning, and the one before is taken. `accept` is
+        given each position first, and raises StateError for one of another run. `rewind`: the
+        newest up to this step, or of those that were trained after rewinding to it.
+
+        Raises ConfigError if there is none to rewind to, StateError if none can be read or it is
+        another model's, and StorageError if the storage fails: then an older one would be the wrong
+        answer.
+        """
+        return self._resumer.resume(model, optimizer, accept, rewind)
+
+    def _save_in_background(
+        self, step: int, state: Mapping[str, Boxes], position: Mapping[str, Any]
+    ) -> None:
+        try:
+            self._publisher.save(step, state, position)
+        except BaseException as error:
+            # Of a thread: `wait` raises it, and all ranks are told by `failed`.
+            self._error = error
+
+    def _take_hold(self) -> None:
+        self._hold = self.place.hold()
+        self.place.prepare()
+
+    def _check_hold(self) -> None:
+        if self._hold is not None:
+            self._hold.check()
+
+
+def step_of(path: Path) -> int:
+    """The step of a checkpoint's folder."""
+    return int(path.name.removeprefix("step-"))
+
+
+def load_position(path: Path) -> dict[str, Any]:
+    """The step and the loader's state of a checkpoint on a disk, and what else was kept with them.
+
+    Raises StateError.
+    """
+    return CheckpointFolder(path.parent).find(step_of(path)).position
+
+
+def _new_group(timeout: float) -> dist.ProcessGroup | None:
+    """A process group for checkpoints alone: messages of a save in the background must never meet
+    those of training, which other threads send in another order.
+    """
+    if not dist.is_initialized():
+        return None
+    group: dist.ProcessGroup = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout))
+    return group
