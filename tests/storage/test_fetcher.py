@@ -118,6 +118,47 @@ def test_stragglers_are_sent_twice_one_in_twenty_at_most() -> None:
     )
 
 
+@pytest.mark.parametrize("first_ends_first", [True, False])
+def test_a_hedge_is_won_by_the_second_request_alone(first_ends_first: bool) -> None:
+    """Both requests of one read are held until a test says; the first to take off is held longer
+    than any before it.
+    """
+    quick = 100
+    gates = [threading.Event(), threading.Event()]
+    asked: list[threading.Event] = []
+
+    def act(start: int) -> None:
+        if start == quick * SIZE:
+            gate = gates[len(asked)]
+            asked.append(gate)
+            assert gate.wait(20)
+
+    store: Any = Recorded(act)
+    made = Fetcher(replace(CONFIG, max_requests=24, hedge=True))
+    holdings = [
+        Holding(SIZE, [Read(store, str(n), "", n * SIZE, (n + 1) * SIZE, 0)])
+        for n in range(quick + 1)
+    ]
+    try:
+        made.submit(holdings[:quick])
+        made.wait(holdings[:quick])
+        made.submit(holdings[quick:])
+        waiter = threading.Thread(target=made.wait, args=(holdings[quick:],), daemon=True)
+        waiter.start()
+        deadline = time.monotonic() + 20
+        while len(asked) < 2 and time.monotonic() < deadline:
+            time.sleep(0.01)
+        assert len(asked) == 2, "a second request was sent"
+        gates[0 if first_ends_first else 1].set()
+        waiter.join(20)
+        assert made.counters.hedges == 1
+        assert made.counters.hedges_won == (0 if first_ends_first else 1)
+    finally:
+        for gate in gates:
+            gate.set()
+        made.close()
+
+
 def test_throttling_halves_what_is_in_flight_once_for_all_refused_together() -> None:
     made = Fetcher(replace(CONFIG, max_requests=64))
     refused = EndpointError("503")

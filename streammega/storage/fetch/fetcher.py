@@ -1,10 +1,10 @@
-"""Reads in flight: in order of need, under limits, tried again, hedged. The thin executor under the
-planner.
+"""Reads in flight: in order of need, under limits, tried again, hedged.
 
-A *holding* is one buffer and the reads that fill it. Holdings are admitted in the order submitted,
-while memory lasts; their reads are issued in that order too. Threads wait in the transport, outside
-of the GIL; there are as many as requests were ever in flight at once. What a read is and where it
-stands is told in `reads.py`, how many may be in flight in `limits.py`.
+The thin executor under the planner. A *holding* is one buffer and the reads that fill it. Holdings
+are admitted in the order submitted, while memory lasts; their reads are sent in that order too.
+Threads wait in the transport, outside of the GIL; there are as many as jobs (`jobs.py`) were ever
+in flight at once. What a read is and where it stands is told in `reads.py`, how many may be in
+flight in `limits.py`.
 """
 
 from __future__ import annotations
@@ -37,18 +37,20 @@ _live: weakref.WeakSet[Fetcher] = weakref.WeakSet()
 TICK = 0.02
 """Seconds between two looks for stragglers while somebody waits."""
 LEAVE_AFTER = 5.0
-"""Seconds that closing waits for requests in flight; the threads of slower ones end later, by
-themselves.
+"""Seconds that closing waits for requests in flight.
+
+The threads of slower ones end later, by themselves.
 """
 SHORTEST_WAIT = 0.001
 """Seconds that a thread waits for a pause to end, at least: in them the others get the lock."""
 
 
 class Fetcher:
-    """Fills holdings. `submit` never blocks; `wait` blocks until holdings are ready; `release`
-    frees their memory.
+    """Fills holdings: `submit` never blocks, `wait` blocks until they are ready, `release` frees
+    their memory.
 
-    Raises, from `wait`, what a read ended with. `close` gives up everything that is not done.
+    Raises, from `wait`, what a read ended with. `close` gives up everything that is not done. One
+    thread at a time waits.
     """
 
     def __init__(self, config: StorageConfig, budget: int | None = None) -> None:
@@ -69,10 +71,10 @@ class Fetcher:
         self._unadmitted: deque[Holding] = deque()
         self.unadmitted_bytes = 0
         self._serial = 0  # of the read admitted last
-        # serial of the first read that was given up: none after it is sent
+        # Serial of the first read that was given up: none after it is sent.
         self._given_up: float = math.inf
         self._queue = ReadQueue()
-        # by id; in the order they took off, so that hedging looks at the oldest first
+        # By id; in the order they took off, so that hedging looks at the oldest first.
         self._flying: dict[int, Read] = {}
         self._missing = 0  # holdings that are waited for
         # What is in flight, and what may be.
@@ -84,7 +86,7 @@ class Fetcher:
         _live.add(self)
 
     def submit(self, holdings: Sequence[Holding]) -> None:
-        """Queue holdings, in order of need."""
+        """Queue holdings, in order of need. None of them may be larger than the budget."""
         with self._lock:
             self._unadmitted.extend(holdings)
             self.unadmitted_bytes += sum(holding.size for holding in holdings)
@@ -100,7 +102,8 @@ class Fetcher:
             while self._missing and not any(holding.error for holding in holdings):
                 if self._closed:
                     raise StorageError("the loader was closed while a batch was awaited")
-                self._hedge()  # all threads may be in requests: nobody else would look
+                # All threads may be in requests: nobody else would look for stragglers.
+                self._hedge()
                 self._ready.wait(TICK)
             for holding in missing:
                 holding.awaited = False
@@ -117,8 +120,9 @@ class Fetcher:
             self._admit()
 
     def close(self) -> None:
-        """End all threads: those in a request end with it, which its timeouts bound; they are not
-        waited for long.
+        """End all threads.
+
+        Those in a request end with it, which its timeouts bound; they are not waited for long.
         """
         with self._lock:
             self._closed = True
@@ -127,28 +131,34 @@ class Fetcher:
             self._work.notify_all()
             self._ready.notify_all()
             threads = list(self._threads)
-            flying_from = [read.store for read in self._flying.values()]
-            for store in {store for store in flying_from if isinstance(store, CachedStore)}:
-                store.close()  # its reads may wait for another process
+            for read in self._flying.values():
+                # Such a read may wait for a page that another process fetches, for a minute.
+                if isinstance(read.store, CachedStore):
+                    read.store.close()
         deadline = time.monotonic() + min(LEAVE_AFTER, self.config.stall_timeout)
         for thread in threads:
             if thread is not threading.current_thread():
-                thread.join(max(0.0, deadline - time.monotonic()))
+                seconds_left = deadline - time.monotonic()
+                thread.join(max(0.0, seconds_left))
         self.pool.clear()
 
     @property
     def depth(self) -> tuple[int, int, int]:
-        """(requests in flight, reads queued, bytes held)."""
+        """(requests in flight, reads queued or paused, bytes held)."""
         return self._requests, len(self._queue), self.pool.in_use
 
     # --- Everything below runs under the lock, but for `send`. ---
 
     def _admit(self) -> None:
-        """Give buffers to holdings in the order submitted, none out of turn, and
-        queue their reads.
+        """Give buffers to holdings in the order submitted, and queue their reads.
+
+        None out of turn, though a smaller one might fit: what is needed next would wait for it.
         """
-        while self._unadmitted and self.pool.has_room(self._unadmitted[0].size):
-            holding = self._unadmitted.popleft()
+        while self._unadmitted:
+            holding = self._unadmitted[0]
+            if not self.pool.has_room(holding.size):
+                break
+            self._unadmitted.popleft()
             self.unadmitted_bytes -= holding.size
             holding.buffer = self.pool.take(holding.size)
             for read in holding.reads:
@@ -169,8 +179,9 @@ class Fetcher:
             self._call_thread()
 
     def _have_somebody_wait(self) -> None:
-        """Have a thread that is idle wake up when the first pause is over: who does so now may take
-        other work meanwhile.
+        """Have an idle thread wake up when the first pause is over.
+
+        The one that waits for that now may take other work meanwhile.
         """
         if not self._closed and self._queue.next_resume is not None:
             self._call_thread()
@@ -197,18 +208,21 @@ class Fetcher:
                 if resume is None:
                     self._work.wait()
                 else:
-                    self._work.wait(max(resume - time.monotonic(), SHORTEST_WAIT))
+                    seconds_left = resume - time.monotonic()
+                    self._work.wait(max(seconds_left, SHORTEST_WAIT))
 
     def _serve(self, job: list[Read]) -> None:
         """Send reads together, outside of the lock, and note how they ended."""
         self._idle -= 1
         self._wake()
         self._have_somebody_wait()
+        # What took off just now has another copy only where that is the first request, still flying.
+        second_requests = [read for read in job if read.copies > 1]
         self._lock.release()
         try:
-            # without the wait for the lock: that is no latency of the storage
+            # Measured without the wait for the lock: that is no latency of the storage.
             began = time.monotonic()
-            error = send(job)
+            error = send(job, past_cache=bool(second_requests))
             seconds = time.monotonic() - began
         finally:
             self._lock.acquire()
@@ -217,22 +231,25 @@ class Fetcher:
             self._observe(job, seconds)
         alone = len(job) == 1
         for read in job:
-            self._finish(read, error, alone=alone)
+            self._finish(read, error, alone=alone, second=read in second_requests)
 
     # The way of a read, as in the table of `Read`: queued, flying, perhaps hedged or paused, done.
 
     def _next(self) -> list[Read]:
-        """The reads to send now, as far as limits allow: several small ones of an object go out
-        together.
+        """The reads to send now, as far as limits allow: one, or several small ones of an object,
+        which go out together.
         """
         now = time.monotonic()
         self._queue.resume(now)
         job: list[Read] = []
         job_bytes = 0
-        most = JOB_READS
-        while (read := self._first_wanted()) is not None and self._fits(read) and len(job) < most:
+        most_reads = JOB_READS
+        while len(job) < most_reads:
+            read = self._first_wanted()
+            if read is None or not self._fits(read):
+                break
             if not job:
-                most = self._latencies.most_together(read.size_class)
+                most_reads = self._latencies.most_together(read.size_class)
             elif not together(job[0], read, job_bytes):
                 break
             self._queue.pop()
@@ -246,17 +263,19 @@ class Fetcher:
 
     def _first_wanted(self) -> Read | None:
         """The head of the queue, after what is not wanted any more was dropped from it."""
-        while (read := self._queue.first()) is not None:
-            if not (read.done or read.holding.released or read.serial > self._given_up):
+        while True:
+            read = self._queue.first()
+            if read is None:
+                return None
+            unwanted = read.done or read.holding.released or read.serial > self._given_up
+            if not unwanted:
                 return read
-            self._land(self._queue.pop())
-        return None
+            self._queue.pop()
+            self._land(read)
 
     def _take_off(self, read: Read, now: float) -> None:
-        """A request is about to be sent: the first of a try, or the second of a read that is
-        hedged.
-        """
-        # queued, now flying. A second request was counted by `_hedge`, and its read flies already
+        """A request is about to be sent: the first of a try, or the second of a hedged read."""
+        # A second request was counted by `_hedge`, and its read flies already.
         if read.copies == 0:
             read.copies = 1
             read.try_began = now
@@ -268,15 +287,17 @@ class Fetcher:
         self._flying_bytes += read.size
         self.counters.requests += 1
 
-    def _finish(self, read: Read, error: BaseException | None, *, alone: bool) -> None:
-        """A request ended, by itself or as one of several."""
+    def _finish(
+        self, read: Read, error: BaseException | None, *, alone: bool, second: bool
+    ) -> None:
+        """A request ended: by itself or as one of several, the first of a try or the second."""
         holding = read.holding
         self._requests -= 1
         self._flying_bytes -= read.size
         holding.busy -= 1
         self._land(read)
         if error is None:
-            self._succeeded(read)
+            self._succeeded(read, second=second)
         elif not read.done and not holding.released:
             self._failed(read, error, alone=alone)
         if holding.released:
@@ -285,18 +306,21 @@ class Fetcher:
 
     def _land(self, read: Read) -> None:
         """One copy of a read fewer in flight, or queued."""
-        read.copies = max(0, read.copies - 1)  # one that is dropped before it took off has none
+        # A read that is dropped before it took off has none to lose.
+        read.copies = max(0, read.copies - 1)
         if read.copies == 0:
             self._flying.pop(id(read), None)
 
-    def _succeeded(self, read: Read) -> None:
-        if not isinstance(read.store, CachedStore):  # which counts by itself what it did not have
+    def _succeeded(self, read: Read, *, second: bool) -> None:
+        # A cached store counts by itself what it did not have.
+        if not isinstance(read.store, CachedStore):
             self.counters.fetched_bytes += read.size
-        if read.done:  # by its other request: both wrote the same bytes to the same place
+        if read.done:
+            # By its other request: both wrote the same bytes to the same place.
             self.counters.duplicate_bytes += read.size
             return
         read.done = True
-        if read.copies > 0:
+        if second:
             self.counters.hedges_won += 1
         holding = read.holding
         holding.missing -= 1
@@ -307,13 +331,13 @@ class Fetcher:
         if isinstance(error, StorageError) and error.throttled:
             self.counters.throttled += 1
             self.limits = self.limits.after_refusal(time.monotonic())
-        if read.copies:
-            return  # its other copy is still under way: hedged, now flying
+        if read.copies > 0:
+            return  # its other request may yet succeed, and decides if it does not
         if alone:
             self._pause_or_give_up(read, error)
             return
-        # One of several failed, who knows which: each is tried by itself, at once. `together` keeps
-        # those with failures apart.
+        # One of several failed, who knows which: each is tried by itself, at once, also after the
+        # deadline. `together` keeps those with failures apart.
         read.failures = max(read.failures, 1)
         self.counters.retries += 1
         self._queue.push(read)
@@ -327,6 +351,7 @@ class Fetcher:
         if pause is None:
             self._give_up(read, error, elapsed)
             return
+        # At most once in half a minute in this process: no matter that the lock is held.
         self._policy.say(error, elapsed)
         self.counters.retries += 1
         self._queue.pause(read, now + pause)
@@ -336,7 +361,7 @@ class Fetcher:
         if isinstance(error, StorageError):
             error = given_up(error, read.failures, elapsed)
         self.counters.errors += 1
-        # what is needed later will not be asked for
+        # Whoever waits gets this error first: nobody will ask for what is needed later.
         self._given_up = min(self._given_up, read.serial)
         if read.holding.error is None:
             read.holding.error = error
@@ -344,13 +369,15 @@ class Fetcher:
 
     def _settled(self, holding: Holding) -> None:
         """Waiting for this holding is over; tell whoever waits when it was the last."""
-        if holding.awaited:
-            holding.awaited = False
-            self._missing -= 1
-            if self._missing == 0 or holding.error is not None:
-                self._ready.notify_all()
+        if not holding.awaited:
+            return
+        holding.awaited = False
+        self._missing -= 1
+        if self._missing == 0 or holding.error is not None:
+            self._ready.notify_all()
 
     def _free(self, holding: Holding) -> None:
+        # Requests that still write to the buffer would write into what it is used for next.
         if holding.busy == 0 and holding.buffer is not None:
             self.pool.give_back(holding.buffer)
             holding.buffer = None
@@ -366,7 +393,8 @@ class Fetcher:
             self.limits = self.limits.after_answers(len(job))
             return
         self._looked_at = self.counters.requests
-        self._hedge()  # before anybody waits
+        # Before anybody waits: what straggles now will be waited for.
+        self._hedge()
         queueing = self._latencies.queueing(first.size_class)
         self.limits = self.limits.after_look(queueing, first.size)
 
@@ -380,7 +408,8 @@ class Fetcher:
             if not may_hedge(self.counters.hedges, self.counters.requests):
                 return
             longest = straggling_after.get(read.size_class, math.inf)
-            if read.copies == 1 and now - read.try_began > longest:
+            seconds_flown = now - read.try_began
+            if read.copies == 1 and seconds_flown > longest:
                 self.counters.hedges += 1
                 read.copies += 1
                 self._queue.push_second(read, self.counters.hedges)

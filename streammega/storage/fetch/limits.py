@@ -1,7 +1,9 @@
-"""How much may be in flight, and what changes that. Values without a clock or a lock: `fetcher.py`
-tells them what happened.
+"""How much may be in flight, and what changes that.
 
-Limits       how many requests and bytes may be in flight now, and what these numbers become after answers and refusals
+Values without a clock or a lock: `fetcher.py` tells them what happened.
+
+Limits       how many requests and bytes may be in flight now, and what these numbers become after
+             answers and refusals
 Latencies    how long answers took, by size: what tells queueing, stragglers and near storage apart
 """
 
@@ -19,29 +21,30 @@ ADAPT_EVERY = 64
 QUEUEING = 5.0
 """Answers that take so many times as long as the quickest ones queue behind each other.
 
-Below half of it they do not.
+Below `NO_QUEUEING` they do not; in between nobody knows, and nothing changes.
 """
+NO_QUEUEING = QUEUEING / 2
 SHRINK = 0.8
-"""What is left of the limit where answers queue: less than a halving, as nobody
-refused anything.
-"""
+"""What is left of the limit where answers queue: less than a halving, as nobody refused anything."""
 GROW = 1.25
-"""What the limit becomes where answers do not queue, and one more: back up in as many looks as it
-went down.
-"""
+"""What the limit becomes where answers do not queue: back up in as many looks as it went down."""
+GROW_BY = 1.0
+"""And so many more: a limit of a few requests would take many looks to be a useful one again."""
 LEAST_QUICKEST = 1e-4
 """Seconds. Quicker answers come from memory; multiples of their time say nothing of a queue."""
 LEAST_REQUESTS = 192
 """Queueing takes the limit down to so many: many small reads are what object stores are good at."""
 LEAST_BYTES = 8 << 20
-"""Or to fewer that are so many bytes together: more than a cache of a processor holds only waits in
-socket buffers.
+"""Or to fewer that are so many bytes together.
+
+More than a cache of a processor holds only waits in socket buffers.
 """
 FEWEST = 8
 """And to no fewer than so many, however large they are."""
 REFUSED_TOGETHER = 0.25
-"""Seconds within which refusals are one event: what was in flight together is refused together, and
-halves the limit once.
+"""Seconds within which refusals are one event.
+
+What was in flight together is refused together, and halves the limit once.
 """
 
 JOB_READS = 8
@@ -54,38 +57,41 @@ JOB_BYTES = 2 << 20
 """Bytes of reads that are sent together: larger ones keep a thread busy by themselves."""
 
 HEDGE_SHARE = 0.05
-"""At most this share of reads is sent twice: where all are slow, second requests
-make them slower.
-"""
+"""At most this share of reads is sent twice: where all are slow, second requests make them slower."""
 FIRST_HEDGES = 4
 """So many are sent twice whatever the share: a run of few requests has stragglers too."""
 HEDGE_AFTER = 32
 """Answers of a size before one of that size can be called slow."""
 HEDGE_FLOOR = 0.01
 """Seconds before which nothing is sent twice: a second request would hardly be the first to end."""
+NEARLY_ALL = 0.99
 BEYOND_SLOWEST = 1.5
 """A straggler takes so many times as long as the 99th percentile,"""
 BEYOND_MEDIAN = 6.0
-"""or so many times as long as the median, if that is less: where stragglers are many they make up
-that percentile.
+"""or so many times as long as the median, if that is less.
+
+Where stragglers are many, they make up that percentile.
 """
 LATENCIES = 256
-"""Answers of a size that are remembered: storage changes within a run, and what it was an hour ago
-misleads.
+"""Answers of a size that are remembered.
+
+Storage changes within a run, and what it was an hour ago misleads.
 """
 
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """How many requests and bytes may be in flight. A change is a new value; `requests` never
-    exceeds `most_requests`.
+    """How many requests and bytes may be in flight.
 
-    | what happened                | `requests` becomes                                                       |
-    |------------------------------|--------------------------------------------------------------------------|
-    | a refusal (429, 503)         | half, at least 1; once for all that were refused together                |
-    | an answer                    | a little more: one more after as many answers as it allows               |
-    | a look: answers queue        | `SHRINK` of it, not below the least for their size; below that it stays  |
-    | a look: answers do not queue | `GROW` of it, and one                                                    |
+    A change is a new value; `requests` never exceeds `most_requests`.
+
+    | what happened                | `requests` becomes                                               |
+    |------------------------------|------------------------------------------------------------------|
+    | a refusal (429, 503)         | half, at least 1; once for all that were refused together        |
+    | an answer                    | a little more: one more after as many answers as it allows       |
+    | a look: answers queue        | `SHRINK` of it, not below the least for their size; where it is  |
+    |                              | below that already, it stays                                     |
+    | a look: answers do not queue | `GROW` of it, and `GROW_BY`                                      |
     """
 
     most_requests: float
@@ -105,16 +111,19 @@ class Limits:
         """Whether a request of `size` bytes may be sent beside so many, of so many bytes."""
         if requests >= self.requests:
             return False
+        # One that is larger than the limit goes alone: it would never be sent else.
         if requests == 0:
-            return True  # one that is larger than the limit would never be sent else
+            return True
         return in_flight_bytes + size <= self.most_bytes
 
     def after_answers(self, count: int) -> Limits:
-        """What they become when so many requests were answered: as many answers as fit into the
-        limit raise it by one.
+        """What they become when so many requests were answered.
+
+        As many answers as fit into the limit raise it by one.
         """
+        # As nearly always: this is asked for every answer.
         if self.requests >= self.most_requests:
-            return self  # as nearly always; this is asked for every answer
+            return self
         return self._with_requests(self.requests + count / self.requests)
 
     def after_look(self, queueing: float, size: int) -> Limits:
@@ -124,20 +133,22 @@ class Limits:
         Where answers queue behind each other, fewer in flight do as well and cost less.
         """
         if queueing > QUEUEING:
-            least = min(LEAST_REQUESTS, max(FEWEST, LEAST_BYTES // max(1, size)))
+            fewer = max(_least_requests(size), self.requests * SHRINK)
             # Below the least already, by refusals: answers that queue are no reason to send more.
-            return self._with_requests(min(self.requests, max(least, self.requests * SHRINK)))
-        if queueing < QUEUEING / 2:
-            return self._with_requests(self.requests * GROW + 1)
+            return self._with_requests(min(self.requests, fewer))
+        if queueing < NO_QUEUEING:
+            return self._with_requests(self.requests * GROW + GROW_BY)
         return self
 
     def after_refusal(self, now: float) -> Limits:
-        """What they become when storage refused a request for want of capacity, `now` in seconds of
-        any clock.
+        """What they become when storage refused a request for want of capacity.
+
+        `now`: seconds of any clock, the same one for all refusals.
         """
         if now - self.halved_at <= REFUSED_TOGETHER:
             return self
-        return replace(self, requests=max(1.0, self.requests / 2), halved_at=now)
+        half = self.requests / 2
+        return replace(self, requests=max(1.0, half), halved_at=now)
 
     def _with_requests(self, requests: float) -> Limits:
         return replace(self, requests=min(self.most_requests, requests))
@@ -154,7 +165,8 @@ class Latencies:
         """An answer came after so many seconds."""
         recent = self._recent.get(size_class)
         if recent is None:
-            recent = self._recent[size_class] = deque(maxlen=LATENCIES)
+            recent = deque(maxlen=LATENCIES)
+            self._recent[size_class] = recent
         recent.append(seconds)
         if seconds < self._quickest.get(size_class, math.inf):
             self._quickest[size_class] = seconds
@@ -162,28 +174,33 @@ class Latencies:
     def queueing(self, size_class: int) -> float:
         """How many times as long as the quickest the latest answers of this class took, by their
         median.
+
+        Of the latest look alone: what was slow before that may have passed.
         """
         latest = list(self._recent[size_class])[-ADAPT_EVERY:]
-        return statistics.median(latest) / max(self._quickest[size_class], LEAST_QUICKEST)
+        quickest = max(self._quickest[size_class], LEAST_QUICKEST)
+        return statistics.median(latest) / quickest
 
     def most_together(self, size_class: int) -> int:
-        """How many small reads one thread sends together: more where storage is near; it is far
-        until an answer came.
+        """How many small reads one thread sends together: more where storage is near.
+
+        It is far until an answer came.
         """
-        if self._quickest.get(size_class, math.inf) < NEAR:
-            return NEAR_JOB_READS
-        return JOB_READS
+        quickest = self._quickest.get(size_class, math.inf)
+        return NEAR_JOB_READS if quickest < NEAR else JOB_READS
 
     def straggling_after(self) -> dict[int, float]:
         """Seconds after which a read is a straggler, of each class of which an answer came."""
-        return {
-            size_class: _straggling_after(recent) for size_class, recent in self._recent.items()
-        }
+        seconds = {}
+        for size_class, recent in self._recent.items():
+            seconds[size_class] = _straggling_after(recent)
+        return seconds
 
 
 def size_class_of(size: int) -> int:
-    """Sizes of one class differ by less than a factor of two: their answers should take about as
-    long.
+    """The class of a size in bytes.
+
+    Sizes of one class differ by less than a factor of two: their answers should take about as long.
     """
     return size.bit_length()
 
@@ -193,10 +210,18 @@ def may_hedge(hedges: int, requests: int) -> bool:
     return hedges < FIRST_HEDGES + HEDGE_SHARE * requests
 
 
+def _least_requests(size: int) -> int:
+    """As many of `size` bytes as are `LEAST_BYTES`, within `FEWEST` and `LEAST_REQUESTS`."""
+    of_size = LEAST_BYTES // max(1, size)
+    return min(LEAST_REQUESTS, max(FEWEST, of_size))
+
+
 def _straggling_after(recent: deque[float]) -> float:
+    """Seconds; infinite as long as there are too few answers to compare with."""
     if len(recent) < HEDGE_AFTER:
         return math.inf
     ordered = sorted(recent)
-    nearly_slowest = ordered[int(len(ordered) * 0.99)]
+    nearly_slowest = ordered[int(len(ordered) * NEARLY_ALL)]
     median = ordered[len(ordered) // 2]
-    return max(HEDGE_FLOOR, min(BEYOND_SLOWEST * nearly_slowest, BEYOND_MEDIAN * median))
+    longest = min(BEYOND_SLOWEST * nearly_slowest, BEYOND_MEDIAN * median)
+    return max(HEDGE_FLOOR, longest)

@@ -8,15 +8,23 @@ import numpy as np
 
 from streammega.storage.store import Bytes
 
+MEMORY_PAGE = 4096
+"""Bytes that the kernel gives at once, and the least that a buffer takes."""
+STEP_BITS = 4
+"""Buffers of sizes between two powers of two have 8 sizes: few, so that a freed one soon fits."""
+
 
 def rounded(size: int) -> int:
-    """The bytes that a buffer of `size` takes: an eighth more at most, so that freed ones fit the
-    next request.
+    """The bytes that a buffer of `size` takes.
+
+    An eighth more at most, or less than a page, so that freed ones fit the next request.
     """
-    if size <= 4096:
-        return 4096
-    step = 1 << max(12, size.bit_length() - 4)
-    return -(-size // step) * step
+    if size <= MEMORY_PAGE:
+        return MEMORY_PAGE
+    eighth_or_less = 1 << (size.bit_length() - STEP_BITS)
+    step = max(MEMORY_PAGE, eighth_or_less)
+    steps = -(-size // step)
+    return steps * step
 
 
 class BufferPool:
@@ -29,8 +37,11 @@ class BufferPool:
 
     def __init__(self, budget: int) -> None:
         self.budget = budget
-        self.in_use = self.most = 0
-        self._kept = 0
+        self.in_use = 0
+        self.most = 0
+        """Bytes in use at once, at most, until now."""
+        self._kept = 0  # bytes of buffers that wait for reuse
+        # By their size, which is a rounded one.
         self._free: dict[int, list[Bytes]] = defaultdict(list)
 
     def has_room(self, size: int) -> bool:
@@ -42,26 +53,29 @@ class BufferPool:
 
         The caller has asked `has_room`.
         """
-        whole = rounded(size)
-        self.in_use += whole
+        buffer_bytes = rounded(size)
+        self.in_use += buffer_bytes
         self.most = max(self.most, self.in_use)
-        if self._free[whole]:
-            self._kept -= whole
-            return self._free[whole].pop()
+        free = self._free[buffer_bytes]
+        if free:
+            self._kept -= buffer_bytes
+            return free.pop()
         while self._kept and self.in_use + self._kept > self.budget:
             self._drop_one()
-        return np.empty(whole, np.uint8)
+        return np.empty(buffer_bytes, np.uint8)
 
     def give_back(self, buffer: Bytes) -> None:
         """Return a buffer that was taken."""
-        self.in_use -= len(buffer)
-        self._kept += len(buffer)
-        self._free[len(buffer)].append(buffer)
+        buffer_bytes = len(buffer)
+        self.in_use -= buffer_bytes
+        self._kept += buffer_bytes
+        self._free[buffer_bytes].append(buffer)
 
     def _drop_one(self) -> None:
-        size = max(size for size, buffers in self._free.items() if buffers)
-        self._free[size].pop()
-        self._kept -= size
+        # The largest first: the fewest are lost until there is room.
+        largest = max(size for size, buffers in self._free.items() if buffers)
+        self._free[largest].pop()
+        self._kept -= largest
 
     def clear(self) -> None:
         """Forget the buffers kept for reuse."""

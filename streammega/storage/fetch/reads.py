@@ -1,6 +1,4 @@
-"""What is fetched: reads, the holdings that they fill, the queue in which they wait, and what is
-counted of them.
-"""
+"""What is fetched: reads, the holdings that they fill, the queue in which they wait, and counters."""
 
 from __future__ import annotations
 
@@ -13,27 +11,37 @@ from streammega.storage.store import Bytes, Store
 
 
 class Read:
-    """Bytes [start, stop) of an object, into a part of a holding's buffer, from byte `at` of it on.
+    """Bytes [start, stop) of an object, into a holding's buffer from byte `buffer_offset` of it on.
 
     Where a read stands, and which method of `Fetcher` moves it on:
 
-    | state  | `copies` | `done` | where it is                    | goes to                                                     |
-    |--------|----------|--------|--------------------------------|-------------------------------------------------------------|
-    | queued | 0        | no     | the queue, by `serial`         | flying, by `_take_off`; dropped, by `_first_wanted`         |
-    | flying | 1        | no     | `_flying`                      | hedged, by `_hedge`; done, by `_succeeded`; by `_failed`:   |
-    |        |          |        |                                | queued (was one of several), paused, or given up            |
-    | hedged | 2        | no     | `_flying`, its second request  | done, by `_succeeded`, whichever is answered first;         |
-    |        |          |        | in the queue until taken off   | flying, by `_land`, when one of the two fails               |
-    | paused | 0        | no     | the queue's pauses             | queued, by `ReadQueue.resume`, when its pause is over       |
-    | done   | 0 or 1   | yes    | `_flying`, while 1             | nowhere; its other request lands, or is dropped             |
+    | state  | `copies` | `done` | where it is              | goes to                               |
+    |--------|----------|--------|--------------------------|---------------------------------------|
+    | queued | 0        | no     | the queue, by `serial`   | flying, by `_take_off`; dropped, by   |
+    |        |          |        |                          | `_first_wanted`                       |
+    | flying | 1        | no     | `_flying`                | hedged, by `_hedge`; done, by         |
+    |        |          |        |                          | `_succeeded`; by `_failed`: queued    |
+    |        |          |        |                          | (was one of several), paused or given |
+    |        |          |        |                          | up                                    |
+    | hedged | 2        | no     | `_flying`; its second    | done, by `_succeeded`, whichever is   |
+    |        |          |        | request is in the queue  | answered first; flying, by `_land`,   |
+    |        |          |        | until it takes off       | when one of the two fails             |
+    | paused | 0        | no     | the queue's pauses       | queued, by `ReadQueue.resume`, when   |
+    |        |          |        |                          | its pause is over                     |
+    | given  | 0        | no     | nowhere; its holding has | nowhere                               |
+    | up     |          |        | the error                |                                       |
+    | done   | 0 or 1   | yes    | `_flying`, while 1       | nowhere; its other request lands, or  |
+    |        |          |        |                          | is dropped                            |
 
     A second request counts as a copy from when it is queued, the first one from when it takes off:
-    so no read is hedged twice. One that nobody wants any more (its holding was released, or an
-    earlier read was given up) is dropped at the queue's head.
+    so there are never more than two. Where one of two failed, another may be sent in its place. A
+    read that nobody wants any more (its holding was released, or an earlier read was given up) is
+    dropped at the queue's head; one that was in flight then is not tried again after its holding
+    was released.
     """
 
     __slots__ = (
-        "at",
+        "buffer_offset",
         "copies",
         "done",
         "etag",
@@ -50,40 +58,42 @@ class Read:
         "try_began",
     )
 
-    def __init__(self, store: Store, key: str, etag: str, start: int, stop: int, at: int) -> None:
+    def __init__(
+        self, store: Store, key: str, etag: str, start: int, stop: int, buffer_offset: int
+    ) -> None:
         self.store = store
         self.key = key
         self.etag = etag
         self.start = start
         self.stop = stop
-        self.at = at
+        self.buffer_offset = buffer_offset
         self.size = stop - start
         self.size_class = size_class_of(self.size)
         self.holding: Holding
         self.serial = 0
         """Its place in the order of need, given at admission."""
         self.copies = 0
+        """Its requests that are in flight, and a second one that is queued."""
         self.done = False
         self.failures = 0
+        """Tries that failed."""
         self.first_began = 0.0
         """When its first request took off: what says how long it has been failing. 0: none did."""
         self.try_began = 0.0
-        """When the latest one did that is no second request: what says whether it
-        is a straggler.
-        """
+        """When its latest try took off: what says whether it is a straggler."""
 
     @property
     def out(self) -> Bytes:
         """Where its bytes go. Its holding is kept while it is busy."""
         buffer = self.holding.buffer
         assert buffer is not None
-        return buffer[self.at : self.at + self.size]
+        return buffer[self.buffer_offset : self.buffer_offset + self.size]
 
 
 class Holding:
     """One buffer of `size` bytes, held from admission until it is released.
 
-    `slot` is its user's.
+    `slot` is a number of its user's, which means nothing here.
     """
 
     __slots__ = (
@@ -107,6 +117,7 @@ class Holding:
         self.busy = 0
         """Requests that may still write to the buffer: it is not used again before they end."""
         self.awaited = False
+        """Whether somebody waits for it, and has not heard that this is over."""
         self.released = False
         self.buffer: Bytes | None = None
         self.error: BaseException | None = None
@@ -122,7 +133,8 @@ class Holding:
 class ReadQueue:
     """Reads that are to be sent, most needed first, and those whose pause has to end before.
 
-    Its user holds a lock.
+    Its user holds a lock. Two heaps: of (serial, read) and of (end of the pause, serial, read).
+    Serials differ, so that reads are never compared.
     """
 
     def __init__(self) -> None:
@@ -137,18 +149,23 @@ class ReadQueue:
         heapq.heappush(self._waiting, (read.serial, read))
 
     def push_second(self, read: Read, hedge: int) -> None:
-        """Queue the second request of a read before everything else, as hedge number so and so:
-        somebody waits for it.
+        """Queue the second request of a read before everything else: somebody waits for it.
+
+        `hedge`: how many reads were hedged so far, this one too; the latest goes first.
         """
         heapq.heappush(self._waiting, (-hedge, read))
 
     def first(self) -> Read | None:
         """The one to send next."""
-        return self._waiting[0][1] if self._waiting else None
+        if not self._waiting:
+            return None
+        _, read = self._waiting[0]
+        return read
 
     def pop(self) -> Read:
         """Take that one."""
-        return heapq.heappop(self._waiting)[1]
+        _, read = heapq.heappop(self._waiting)
+        return read
 
     def pause(self, read: Read, until: float) -> None:
         """Keep a read until then."""
@@ -156,13 +173,20 @@ class ReadQueue:
 
     def resume(self, now: float) -> None:
         """Queue the reads whose pause is over."""
-        while self._paused and self._paused[0][0] <= now:
-            self.push(heapq.heappop(self._paused)[2])
+        while self._paused:
+            until, _, read = self._paused[0]
+            if until > now:
+                return
+            heapq.heappop(self._paused)
+            self.push(read)
 
     @property
     def next_resume(self) -> float | None:
         """When the first pause ends; None: there is none."""
-        return self._paused[0][0] if self._paused else None
+        if not self._paused:
+            return None
+        until, _, _ = self._paused[0]
+        return until
 
     def clear(self) -> None:
         """Forget all reads."""
@@ -175,11 +199,19 @@ class Counters:
     """What was fetched, since the fetcher was made."""
 
     requests: int = 0
+    """Sent, second ones too."""
     fetched_bytes: int = 0
+    """Bytes of answers, but for those of a cached store, which counts them by itself."""
     duplicate_bytes: int = 0
+    """Bytes of requests whose read was done by its other one."""
     retries: int = 0
     hedges: int = 0
+    """Reads for which a second request was queued."""
     hedges_won: int = 0
+    """Those whose second request was answered first."""
     throttled: int = 0
+    """Refusals for want of capacity (429, 503)."""
     errors: int = 0
+    """Reads that were given up."""
     latencies: deque[float] = field(default_factory=lambda: deque(maxlen=1024))
+    """Seconds of the latest answers: so many that a percentile of them is steady."""

@@ -34,12 +34,14 @@ class SharedWork:
     """One function called on several items, by any number of threads, until somebody stops it."""
 
     def __init__(self, function: Callable[[Any], Any], items: list[Any]) -> None:
+        self.count = len(items)
         self.stop = threading.Event()
         self._function = function
         self._items = items
-        self._results: list[Any] = [None] * len(items)
+        self._results: list[Any] = [None] * self.count
         self._errors: dict[int, BaseException] = {}
-        self._done = [False] * len(items)
+        self._done = [False] * self.count
+        # The first item that is not done, or has an error: with it, what is waited for is decided.
         self._first_missing = 0
         self._changed = threading.Condition()
 
@@ -56,32 +58,33 @@ class SharedWork:
             _of_thread.stop = None
         with self._changed:
             self._done[number] = True
-            while self._first_missing < len(self._items) and self._done[self._first_missing]:
-                if self._first_missing in self._errors:
-                    break
+            while self._goes_on() and self._done[self._first_missing]:
                 self._first_missing += 1
-            if self._first_missing == len(self._items) or self._first_missing in self._errors:
+            if not self._goes_on():
                 self._changed.notify_all()
 
     def wait(self) -> list[Any]:
-        """All results, in order; or the error of the first item that has one, when all before it
-        are done.
+        """All results, in order.
+
+        Raises the error of the first item that has one, as soon as all before it are done.
         """
-        outer = _stop_of_thread()
+        outer_stop = _stop_of_thread()
+        # Whoever sets the stop of an outer work does not notify this one: that has to be looked at.
+        look_again = None if outer_stop is None else LOOK_AGAIN
         try:
             with self._changed:
-                while (
-                    self._first_missing < len(self._items)
-                    and self._first_missing not in self._errors
-                ):
-                    self._changed.wait(None if outer is None else LOOK_AGAIN)
-                    if outer is not None and outer.is_set():
+                while self._goes_on():
+                    self._changed.wait(look_again)
+                    if outer_stop is not None and outer_stop.is_set():
                         raise Stopped
             if self._first_missing in self._errors:
                 raise self._errors[self._first_missing]
             return self._results
         finally:  # also for an error, or for Ctrl-C: nobody wants the rest
             self.stop.set()
+
+    def _goes_on(self) -> bool:
+        return self._first_missing < self.count and self._first_missing not in self._errors
 
 
 class Pool:
@@ -98,7 +101,8 @@ class Pool:
         self._leave_after = leave_after
         self._jobs: queue.SimpleQueue[tuple[SharedWork, int]] = queue.SimpleQueue()
         self._lock = threading.Lock()
-        self._threads = self._busy = 0
+        self._threads = 0
+        self._busy = 0  # items that are queued or worked on: no more threads are of use
 
     def map(self, function: Callable[[Item], Result], items: Iterable[Item]) -> list[Result]:
         """`function` of each item, concurrently, in the order of the items.
@@ -107,22 +111,25 @@ class Pool:
         """
         work = SharedWork(function, list(items))
         with self._lock:
-            for number in range(len(work._items)):
+            for number in range(work.count):
                 self._jobs.put((work, number))
-            self._busy += len(work._items)
-            missing = min(self._most, self._busy) - self._threads
-            self._threads += max(0, missing)
-        for _ in range(missing):
+            self._busy += work.count
+            wanted_threads = min(self._most, self._busy)
+            new_threads = max(0, wanted_threads - self._threads)
+            self._threads += new_threads
+        for _ in range(new_threads):
             threading.Thread(target=self._run, name=self._name, daemon=True).start()
         return work.wait()
 
     def call(self, function: Callable[[], Result]) -> Result:
-        """`function()`; the main thread has another one do it, so that it hears of Ctrl-C
-        meanwhile.
+        """`function()`.
+
+        The main thread has another one do it, so that it hears of Ctrl-C meanwhile.
         """
         if threading.current_thread() is not threading.main_thread():
             return function()
-        return self.map(lambda _: function(), [None])[0]
+        (result,) = self.map(lambda _: function(), [None])
+        return result
 
     def _run(self) -> None:
         while True:
@@ -130,30 +137,35 @@ class Pool:
                 work, number = self._jobs.get(timeout=self._leave_after)
             except queue.Empty:
                 with self._lock:
-                    if self._jobs.empty():  # else work came just now, and counts on this thread
+                    # Else work came just now, and counts on this thread.
+                    if self._jobs.empty():
                         self._threads -= 1
                         return
                 continue
             work.run(number)
-            del work  # and what its results hold
+            # A thread that waits for the next one would keep all that its results hold.
+            del work
             with self._lock:
                 self._busy -= 1
 
 
 def each(function: Callable[[Item], Result], items: Iterable[Item], most: int) -> list[Result]:
-    """`function` of each item by at most `most` threads at once, in the order of the items; see
-    `Pool.map`.
+    """`function` of each item by at most `most` threads at once, in the order of the items.
+
+    See `Pool.map`.
     """
     wanted = list(items)
     pool = Pool(most, "streammega-open", leave_after=0.0)
     if len(wanted) == 1:
-        return [pool.call(lambda: function(wanted[0]))]
+        (only,) = wanted
+        return [pool.call(lambda: function(only))]
     return pool.map(function, wanted)
 
 
 def pause(seconds: float, stop: threading.Event | None = None) -> None:
-    """Sleep; raise Stopped at once when `stop` is set, or the work of this thread is not wanted any
-    more.
+    """Sleep.
+
+    Raises Stopped at once when `stop` is set, or the work of this thread is not wanted any more.
     """
     stop = stop or _stop_of_thread()
     if stop is None:
