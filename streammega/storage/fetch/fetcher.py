@@ -216,7 +216,7 @@ class Fetcher:
         self._idle -= 1
         self._wake()
         self._have_somebody_wait()
-        # What took off just now has another copy only where that is the first request, still flying.
+        # What took off just now has another copy only where its first request still flies.
         second_requests = [read for read in job if read.copies > 1]
         self._lock.release()
         try:

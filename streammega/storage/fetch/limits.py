@@ -25,7 +25,7 @@ Below `NO_QUEUEING` they do not; in between nobody knows, and nothing changes.
 """
 NO_QUEUEING = QUEUEING / 2
 SHRINK = 0.8
-"""What is left of the limit where answers queue: less than a halving, as nobody refused anything."""
+"""What is left of the limit where answers queue: no halving, as nobody refused anything."""
 GROW = 1.25
 """What the limit becomes where answers do not queue: back up in as many looks as it went down."""
 GROW_BY = 1.0
@@ -57,7 +57,7 @@ JOB_BYTES = 2 << 20
 """Bytes of reads that are sent together: larger ones keep a thread busy by themselves."""
 
 HEDGE_SHARE = 0.05
-"""At most this share of reads is sent twice: where all are slow, second requests make them slower."""
+"""At most this share of reads is sent twice: where all are slow, it makes them slower."""
 FIRST_HEDGES = 4
 """So many are sent twice whatever the share: a run of few requests has stragglers too."""
 HEDGE_AFTER = 32
@@ -85,13 +85,13 @@ class Limits:
 
     A change is a new value; `requests` never exceeds `most_requests`.
 
-    | what happened                | `requests` becomes                                               |
-    |------------------------------|------------------------------------------------------------------|
-    | a refusal (429, 503)         | half, at least 1; once for all that were refused together        |
-    | an answer                    | a little more: one more after as many answers as it allows       |
+    | what happened                | `requests` becomes                                            |
+    |------------------------------|---------------------------------------------------------------|
+    | a refusal (429, 503)         | half, at least 1; once for all that were refused together     |
+    | an answer                    | a little more: one more after as many answers as it allows    |
     | a look: answers queue        | `SHRINK` of it, not below the least for their size; where it is  |
-    |                              | below that already, it stays                                     |
-    | a look: answers do not queue | `GROW` of it, and `GROW_BY`                                      |
+    |                              | below that already, it stays                                  |
+    | a look: answers do not queue | `GROW` of it, and `GROW_BY`                                   |
     """
 
     most_requests: float

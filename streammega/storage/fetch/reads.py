@@ -1,4 +1,4 @@
-"""What is fetched: reads, the holdings that they fill, the queue in which they wait, and counters."""
+"""What is fetched: reads, the holdings that they fill, the queue they wait in, and counters."""
 
 from __future__ import annotations
 
@@ -15,23 +15,23 @@ class Read:
 
     Where a read stands, and which method of `Fetcher` moves it on:
 
-    | state  | `copies` | `done` | where it is              | goes to                               |
-    |--------|----------|--------|--------------------------|---------------------------------------|
-    | queued | 0        | no     | the queue, by `serial`   | flying, by `_take_off`; dropped, by   |
-    |        |          |        |                          | `_first_wanted`                       |
-    | flying | 1        | no     | `_flying`                | hedged, by `_hedge`; done, by         |
-    |        |          |        |                          | `_succeeded`; by `_failed`: queued    |
-    |        |          |        |                          | (was one of several), paused or given |
-    |        |          |        |                          | up                                    |
-    | hedged | 2        | no     | `_flying`; its second    | done, by `_succeeded`, whichever is   |
-    |        |          |        | request is in the queue  | answered first; flying, by `_land`,   |
-    |        |          |        | until it takes off       | when one of the two fails             |
-    | paused | 0        | no     | the queue's pauses       | queued, by `ReadQueue.resume`, when   |
-    |        |          |        |                          | its pause is over                     |
-    | given  | 0        | no     | nowhere; its holding has | nowhere                               |
-    | up     |          |        | the error                |                                       |
-    | done   | 0 or 1   | yes    | `_flying`, while 1       | nowhere; its other request lands, or  |
-    |        |          |        |                          | is dropped                            |
+    | state  | `copies` | `done` | where it is              | goes to                              |
+    |--------|----------|--------|--------------------------|--------------------------------------|
+    | queued | 0        | no     | the queue, by `serial`   | flying, by `_take_off`; dropped, by  |
+    |        |          |        |                          | `_first_wanted`                      |
+    | flying | 1        | no     | `_flying`                | hedged, by `_hedge`; done, by        |
+    |        |          |        |                          | `_succeeded`; by `_failed`: queued   |
+    |        |          |        |                          | (was one of several), paused or given|
+    |        |          |        |                          | up                                   |
+    | hedged | 2        | no     | `_flying`; its second    | done, by `_succeeded`, whichever is  |
+    |        |          |        | request is in the queue  | answered first; flying, by `_land`,  |
+    |        |          |        | until it takes off       | when one of the two fails            |
+    | paused | 0        | no     | the queue's pauses       | queued, by `ReadQueue.resume`, when  |
+    |        |          |        |                          | its pause is over                    |
+    | given  | 0        | no     | nowhere; its holding has | nowhere                              |
+    | up     |          |        | the error                |                                      |
+    | done   | 0 or 1   | yes    | `_flying`, while 1       | nowhere; its other request lands, or |
+    |        |          |        |                          | is dropped                           |
 
     A second request counts as a copy from when it is queued, the first one from when it takes off:
     so there are never more than two. Where one of two failed, another may be sent in its place. A
