@@ -332,7 +332,7 @@ def gc(
     Not while a conversion to this dataset is running, here or elsewhere: what it has written so far
     is no part of a dataset yet.
     """
-    from streammega.convert.run import held_by_another
+    from streammega.convert.work_folder import held_by_another
     from streammega.convert.write.leftovers import find_leftovers, remove_leftovers
 
     settings = storage_config(storage, looks_only=True)

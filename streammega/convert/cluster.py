@@ -17,10 +17,8 @@ from streammega.errors import ConfigError, ConvertError
 from streammega.storage.open import is_remote
 
 ANSWER_WITHIN = 120.0
-"""Seconds.
-
-A machine starts a process for its first task; a busy one takes this one all the same, as it asks
-for no CPU.
+"""Seconds in which a machine has to answer. It starts a process for its first task; a busy one
+takes this task all the same, as it asks for no CPU.
 """
 LOOKED_AT = 1000
 """Inputs that are looked for on each machine: of more, so many spread over all."""
@@ -43,22 +41,25 @@ class SharedFiles:
         """
         if not self.marker or os.path.exists(self.marker):
             return None
+        folder = os.path.dirname(self.marker)
         return (
-            f"the work folder {os.path.dirname(self.marker)} is another one there; name one that all machines share by --work: "
-            f"a URL, or a folder of a shared file system"
+            f"the work folder {folder} is another one there; name one that all machines share by "
+            f"--work: a URL, or a folder of a shared file system"
         )
 
     def lacking(self) -> str | None:
         """What this machine does not see, and how to mend it; None if it sees all."""
-        if (folder := self.lacking_marker()) is not None:
-            return folder
+        work_folder = self.lacking_marker()
+        if work_folder is not None:
+            return work_folder
+        remedy = "put the inputs where all machines see them"
         for path, size in self.inputs:
             try:
-                there = os.stat(path).st_size
+                size_there = os.stat(path).st_size
             except OSError as error:
-                return f"the input {path} cannot be read there ({error.strerror}); put the inputs where all machines see them"
-            if there != size:
-                return f"the input {path} has {there:,} bytes there, not {size:,}; put the inputs where all machines see them"
+                return f"the input {path} cannot be read there ({error.strerror}); {remedy}"
+            if size_there != size:
+                return f"the input {path} has {size_there:,} bytes there, not {size:,}; {remedy}"
         return None
 
 
@@ -69,8 +70,8 @@ def connected() -> Iterator[Any]:
         import ray
     except ImportError:
         raise ConfigError("the ray engine needs Ray: pip install 'streammega[ray]'") from None
-    own = not ray.is_initialized()
-    if own:
+    is_joined_here = not ray.is_initialized()
+    if is_joined_here:
         ray.init(
             address=os.environ.get("RAY_ADDRESS"),
             log_to_driver=False,
@@ -80,7 +81,7 @@ def connected() -> Iterator[Any]:
     try:
         yield ray
     finally:
-        if own:
+        if is_joined_here:
             ray.shutdown()
 
 
@@ -90,12 +91,9 @@ def shared_files(work: str, inputs: Sequence[Input]) -> Iterator[SharedFiles]:
 
     Raises ConvertError naming one.
     """
-    local = [(os.path.abspath(item.path), item.size) for item in inputs if not is_remote(item.path)]
-    local = [item for item in local if os.path.isfile(item[0])][
-        :: -(-max(1, len(local)) // LOOKED_AT)
-    ]
+    # The name is new each time, so that no machine has such a file from a former conversion.
     marker = "" if is_remote(work) else os.path.join(work, f"cluster-{uuid.uuid4().hex}")
-    files = SharedFiles(marker=marker, inputs=tuple(local))
+    files = SharedFiles(marker=marker, inputs=_looked_at(inputs))
     try:
         if marker:
             with open(marker, "wb"):
@@ -108,34 +106,55 @@ def shared_files(work: str, inputs: Sequence[Input]) -> Iterator[SharedFiles]:
             os.unlink(marker)
 
 
+def _looked_at(inputs: Sequence[Input]) -> tuple[tuple[str, int], ...]:
+    """(path, bytes) of the local inputs that each machine looks for."""
+    files = []
+    for item in inputs:
+        path = os.path.abspath(item.path)
+        if not is_remote(item.path) and os.path.isfile(path):
+            files.append((path, item.size))
+    step = max(1, -(-len(files) // LOOKED_AT))
+    return tuple(files[::step])
+
+
 def _check_machines(ray: Any, files: SharedFiles) -> None:
     """Ask every machine that may get tasks; one without CPUs, as the head of many clusters, gets
     none.
     """
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-    asked = {}
+    machine_asked = {}
     for node in ray.nodes():
         if node["Alive"] and node["Resources"].get("CPU"):
-            there = NodeAffinitySchedulingStrategy(node["NodeID"], soft=False)
-            look = ray.remote(num_cpus=0, scheduling_strategy=there)(SharedFiles.lacking)
-            asked[look.remote(files)] = node["NodeManagerHostname"]
-    done, waiting = (
-        ray.wait(list(asked), num_returns=len(asked), timeout=ANSWER_WITHIN) if asked else ([], [])
+            on_node = NodeAffinitySchedulingStrategy(node["NodeID"], soft=False)
+            look = ray.remote(num_cpus=0, scheduling_strategy=on_node)(SharedFiles.lacking)
+            machine_asked[look.remote(files)] = node["NodeManagerHostname"]
+    if not machine_asked:
+        return
+    answered, waiting = ray.wait(
+        list(machine_asked), num_returns=len(machine_asked), timeout=ANSWER_WITHIN
     )
     for reference in waiting:
         raise ConvertError(
-            f"{asked[reference]}: this machine of the cluster starts no task within {ANSWER_WITHIN:.0f} s; see Ray's own logs"
+            f"{machine_asked[reference]}: this machine of the cluster starts no task within "
+            f"{ANSWER_WITHIN:.0f} s; see Ray's own logs"
         )
-    for reference in done:
-        try:
-            lacking = ray.get(reference)
-        except ray.exceptions.RayError as error:
-            reason = (str(error).strip().splitlines() or [""])[-1]
-            lacking = (
-                f"{type(error).__name__}: {reason}; is streammega installed there, in this version?"
-            )
-        check_answer(asked[reference], lacking)
+    for reference in answered:
+        check_answer(machine_asked[reference], _answer(ray, reference))
+
+
+def _answer(ray: Any, reference: Any) -> str | None:
+    """What a machine says that it lacks; that it could not say it, if so."""
+    try:
+        lacking: str | None = ray.get(reference)
+    except ray.exceptions.RayError as error:
+        # Ray's messages are those of the other machine with its traceback; the last line says what
+        # was raised.
+        lines = str(error).strip().splitlines() or [""]
+        return (
+            f"{type(error).__name__}: {lines[-1]}; is streammega installed there, in this version?"
+        )
+    return lacking
 
 
 def check_answer(machine: str, lacking: str | None) -> None:

@@ -63,12 +63,12 @@ class LongString(ABC):
 
     def beginning(self, most: int) -> str:
         """Its first characters, for what is only shown."""
-        found = ""
+        text = ""
         for piece in self.pieces():
-            found += piece
-            if len(found) >= most:
+            text += piece
+            if len(text) >= most:
                 break
-        return found[:most]
+        return text[:most]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -98,9 +98,9 @@ class Tokens:
     @property
     def document_tokens(self) -> NDArray[np.int64]:
         """Tokens of each document, int64."""
-        ends = np.concatenate([np.zeros(1, np.int64), np.cumsum(self.lengths, dtype=np.int64)])
-        last = np.cumsum(self.documents)
-        tokens: NDArray[np.int64] = ends[last] - ends[last - self.documents]
+        token_bounds = bounds_of(self.lengths)
+        sequence_bounds = bounds_of(self.documents)
+        tokens: NDArray[np.int64] = np.diff(token_bounds[sequence_bounds])
         return tokens
 
     def take(self, keep: NDArray[np.bool_]) -> Tokens:
@@ -108,8 +108,9 @@ class Tokens:
         if keep.all():
             return self
         sequences = np.repeat(keep, self.documents)
+        tokens = np.repeat(sequences, self.lengths)
         return Tokens(
-            tokens=self.tokens[np.repeat(sequences, self.lengths)],
+            tokens=self.tokens[tokens],
             lengths=self.lengths[sequences],
             documents=self.documents[keep],
             modes=None if self.modes is None else self.modes[sequences],
@@ -118,49 +119,77 @@ class Tokens:
 
     def take_sequences(self, keep: NDArray[np.bool_]) -> Tokens:
         """Some of the sequences; documents may become empty."""
-        owner = np.repeat(np.arange(len(self.documents)), self.documents)
+        num_documents = len(self.documents)
+        document_of_sequence = np.repeat(np.arange(num_documents), self.documents)
+        kept_of_document = np.bincount(document_of_sequence[keep], minlength=num_documents)
+        tokens = np.repeat(keep, self.lengths)
         return Tokens(
-            tokens=self.tokens[np.repeat(keep, self.lengths)],
+            tokens=self.tokens[tokens],
             lengths=self.lengths[keep],
-            documents=np.bincount(owner[keep], minlength=len(self.documents)).astype(np.int64),
+            documents=kept_of_document.astype(np.int64),
             modes=None if self.modes is None else self.modes[keep],
             source_bytes=self.source_bytes,
         )
 
     def cut(self, most: int, end: int | None) -> Tokens:
         """Documents of at most `most` tokens; the last of them stays `end` where it was."""
-        size = self.document_tokens
-        starts = np.cumsum(size) - size
-        keep = np.ones(len(self.tokens), np.bool_)
-        for number in np.flatnonzero(size > most):
-            first = int(starts[number])
-            last = int(starts[number] + size[number])
-            closed = end is not None and int(self.tokens[last - 1]) == end
-            keep[first + most - closed : last - closed] = False
-        kept = np.concatenate([np.zeros(1, np.int64), np.cumsum(keep)])
-        ends = np.cumsum(self.lengths, dtype=np.int64)
-        lengths = (kept[ends] - kept[ends - self.lengths]).astype(np.int32)
-        whole = Tokens(
-            tokens=self.tokens[keep],
+        is_kept = self._first_tokens(most, end)
+        tokens_kept_before = bounds_of(is_kept)
+        token_bounds = bounds_of(self.lengths)
+        lengths = np.diff(tokens_kept_before[token_bounds]).astype(np.int32)
+        shortened = Tokens(
+            tokens=self.tokens[is_kept],
             lengths=lengths,
             documents=self.documents,
             modes=self.modes,
             source_bytes=self.source_bytes,
         )
-        return whole.take_sequences((lengths > 0) | (self.lengths == 0))
+        # A sequence goes if the cut took all of it; one that was empty before stays.
+        return shortened.take_sequences((lengths > 0) | (self.lengths == 0))
+
+    def _first_tokens(self, most: int, end: int | None) -> NDArray[np.bool_]:
+        """Which tokens `cut` keeps."""
+        sizes = self.document_tokens
+        ends = np.cumsum(sizes)
+        starts = ends - sizes
+        is_kept = np.ones(len(self.tokens), np.bool_)
+        for number in np.flatnonzero(sizes > most):
+            cut_from = int(starts[number]) + most
+            cut_to = int(ends[number])
+            if end is not None and int(self.tokens[cut_to - 1]) == end:
+                # The end takes the place of the last token that would be kept.
+                cut_from -= 1
+                cut_to -= 1
+            is_kept[cut_from:cut_to] = False
+        return is_kept
+
+
+def bounds_of(counts: NDArray[Any]) -> NDArray[np.int64]:
+    """Where each of some stretches begins, and where the last one ends: [len(counts) + 1]."""
+    bounds = np.zeros(len(counts) + 1, np.int64)
+    np.cumsum(counts, dtype=np.int64, out=bounds[1:])
+    return bounds
 
 
 def concatenate(parts: list[Tokens], dtype: np.dtype[Any]) -> Tokens:
     """All documents of the parts, in order."""
     if len(parts) == 1 and parts[0].tokens.dtype == dtype:
         return parts[0]
-    modes = [part.modes for part in parts if part.modes is not None]
+    # An empty array first, since there may be no parts.
+    tokens = [np.empty(0, dtype)]
+    lengths = [np.empty(0, np.int32)]
+    documents = [np.empty(0, np.int64)]
+    modes = []
+    for part in parts:
+        tokens.append(part.tokens.astype(dtype, copy=False))
+        lengths.append(part.lengths)
+        documents.append(part.documents)
+        if part.modes is not None:
+            modes.append(part.modes)
     return Tokens(
-        tokens=np.concatenate(
-            [part.tokens.astype(dtype, copy=False) for part in parts] or [np.empty(0, dtype)]
-        ),
-        lengths=np.concatenate([part.lengths for part in parts] or [np.empty(0, np.int32)]),
-        documents=np.concatenate([part.documents for part in parts] or [np.empty(0, np.int64)]),
+        tokens=np.concatenate(tokens),
+        lengths=np.concatenate(lengths),
+        documents=np.concatenate(documents),
         modes=np.concatenate(modes) if modes else None,
         source_bytes=sum(part.source_bytes for part in parts),
     )
@@ -173,20 +202,27 @@ def one_each(tokens: NDArray[Any], lengths: NDArray[Any], size: int, where: str)
     """
     if not np.issubdtype(tokens.dtype, np.integer):
         raise ConvertError(f"{where}: token arrays hold integers, not {tokens.dtype}")
-    if tokens.dtype.kind == "i" and len(tokens) and int(tokens.min()) < 0:
-        raise ConvertError(
-            f"{where}: holds the id {int(tokens.min())}; ids are not below zero: was it padded or masked?"
-        )
-    counts = np.ones(len(lengths), np.int64)
+    # Unsigned ones are not looked through.
+    if tokens.dtype.kind == "i" and len(tokens):
+        lowest = int(tokens.min())
+        if lowest < 0:
+            raise ConvertError(
+                f"{where}: holds the id {lowest}; ids are not below zero: was it padded or masked?"
+            )
     check_lengths(lengths)
     return Tokens(
-        tokens=tokens, lengths=lengths.astype(np.int32), documents=counts, source_bytes=size
+        tokens=tokens,
+        lengths=lengths.astype(np.int32),
+        documents=np.ones(len(lengths), np.int64),
+        source_bytes=size,
     )
 
 
 def check_lengths(lengths: NDArray[Any]) -> None:
     """Raise ConvertError for a sequence that has more tokens than the `.idx` can say."""
-    if len(lengths) and int(lengths.max()) > MOST_TOKENS:
+    longest = int(lengths.max()) if len(lengths) else 0
+    if longest > MOST_TOKENS:
         raise ConvertError(
-            f"a sequence of {int(lengths.max()):,} tokens; an .idx can hold {MOST_TOKENS:,}: cut the document before"
+            f"a sequence of {longest:,} tokens; an .idx can hold {MOST_TOKENS:,}: cut the document "
+            f"before"
         )

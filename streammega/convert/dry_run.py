@@ -10,7 +10,7 @@ import json
 import lzma
 import time
 import zlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -21,14 +21,17 @@ from streammega.config import StorageConfig
 from streammega.convert.documents import LongRecord, LongText, RawDocument, Tokens
 from streammega.convert.options import ConvertOptions, Runner
 from streammega.convert.preflight import check_may_write
+from streammega.convert.prepare import prepare, sorted_settings
 from streammega.convert.read.inputs import Input
 from streammega.convert.read.long_records import TextFile, short, with_fields
 from streammega.convert.read.pipes import is_pipe
 from streammega.convert.read.slices import Skipped, fault, read_head
 from streammega.convert.read.suffixes import is_compressed, suffix_of
-from streammega.convert.run import prepare
 from streammega.convert.tokenize.tokenizers import TextTokenizer
-from streammega.convert.write.units import Job, UnitRecord, batches_of, chooser, encoder_of
+from streammega.convert.write.encoders import encoder_of
+from streammega.convert.write.job import Job, UnitRecord
+from streammega.convert.write.selection import Selection
+from streammega.convert.write.units import batches_of
 from streammega.errors import ConfigError, ConvertError, FormatError, StorageError
 from streammega.errors.redaction import redact_urls
 from streammega.kernels.parallel import num_threads
@@ -39,8 +42,13 @@ SAMPLE_BYTES = 1 << 20
 """Of each of them."""
 SHOWN_DOCUMENTS = 3
 SHOWN_TOKENS = 24
+"""How much of a document and of a sequence is shown."""
 HEAD_BYTES = 1 << 20
 """Of a compressed file, to see by how much it grows."""
+GZIP_WINDOW = 16 + zlib.MAX_WBITS
+"""Tells zlib that there is a gzip header."""
+EVEN_FORMATS = ("text", "jsonl", "megatron", "raw", "npy")
+"""Formats whose documents take as many bytes at their end as in their beginning."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -86,30 +94,24 @@ class Plan:
     def as_text(self) -> str:
         """For a terminal."""
         lines = [f"{self.prefix}: nothing is written; this is what would be done"]
-        lines += [
-            f"  input      {count:,} {name}, {size:,} bytes"
-            for name, (count, size) in sorted(self.inputs.items())
-        ]
-        lines += [
-            f"  work       {self.units:,} units, {self.workers} at a time",
-            f"  tokenizer  {self.tokenizer or 'none: the inputs hold tokens'}; documents end with id {self.eod_id}",
-        ]
+        for name, (count, size) in sorted(self.inputs.items()):
+            lines.append(f"  input      {count:,} {name}, {size:,} bytes")
+        tokenizer = self.tokenizer or "none: the inputs hold tokens"
+        lines.append(f"  work       {self.units:,} units, {self.workers} at a time")
+        lines.append(f"  tokenizer  {tokenizer}; documents end with id {self.eod_id}")
         for number, document in enumerate(self.shown):
-            for sequence in document:
-                mode = "" if sequence.mode is None else f" mode {sequence.mode},"
-                lines.append(
-                    f"  document {number},{mode} {sequence.length:,} tokens: {_shown(sequence)}"
-                )
-        lines += [
-            f"  left out   {count:,} of the sample: {reason}"
-            for reason, count in sorted(self.dropped.items())
-        ]
+            lines += [_shown(number, sequence) for sequence in document]
+        for reason, count in sorted(self.dropped.items()):
+            lines.append(f"  left out   {count:,} of the sample: {reason}")
+        plural = "s" if self.shards > 1 else ""
         lines.append(
-            f"  output     about {self.documents:,} documents, {self.tokens:,} tokens of {self.dtype}, "
-            f"{self.output_bytes / 1e6:,.1f} MB in {self.shards:,} {self.kind} shard{'s' * (self.shards > 1)}, "
-            f"{_time(self.seconds)} (by {self.sampled_documents:,} documents, {self.sampled_bytes:,} bytes)"
+            f"  output     about {self.documents:,} documents, {self.tokens:,} tokens of "
+            f"{self.dtype}, {self.output_bytes / 1e6:,.1f} MB in {self.shards:,} {self.kind} "
+            f"shard{plural}, {_time(self.seconds)} (by {self.sampled_documents:,} documents, "
+            f"{self.sampled_bytes:,} bytes)"
         )
-        return "\n".join(lines + [f"  note       {note}" for note in self.notes])
+        lines += [f"  note       {note}" for note in self.notes]
+        return "\n".join(lines)
 
 
 def plan_conversion(
@@ -129,37 +131,32 @@ def plan_conversion(
     sample.
     """
     storage = storage or StorageConfig()
-    for name in filter(is_pipe, inputs):
-        raise ConfigError(
-            f"{name}: can be read only once, so a dry run would take it away; give files"
-        )
-    conversion, labels, passed = prepare(inputs, output, options, runner, storage, settings)
-    conversion.publisher.check(conversion.inputs, overwrite=overwrite)
+    for name in inputs:
+        if is_pipe(name):
+            raise ConfigError(
+                f"{name}: can be read only once, so a dry run would take it away; give files"
+            )
+    options, runner = sorted_settings(options, runner, settings)
+    conversion, labels, passed_over = prepare(inputs, output, options, runner, storage)
+    conversion.names.check(conversion.inputs, overwrite=overwrite)
     check_may_write(conversion.prefix, storage)
+    options = conversion.options
     job = conversion.job(all_units=True)
-    sample = _Sample(job, conversion.tokenizer)
-    wanted = (
-        np.unique(np.linspace(0, max(0, len(job.units) - 1), SAMPLED_UNITS).astype(int)).tolist()
-        if job.units
-        else []
-    )
-    if wanted:  # once for nothing: what is loaded on the way is not what takes the time
-        _Sample(job, conversion.tokenizer).take(wanted[0], most=1)
-    for number in wanted:
-        sample.take(number)
-    expected = _expected_bytes(conversion.inputs, storage)
-    scale = (
-        max(1.0, expected / max(1, sample.bytes))
-        if not sample.whole or len(wanted) < len(job.units)
-        else 1.0
-    )
-    dtype = np.dtype(conversion.options.dtype or sample.dtype)
+    sample = _take_sample(job, conversion.tokenizer)
+    scale = 1.0
+    if not sample.is_all_of_it:
+        expected_bytes = _expected_bytes(conversion.inputs, storage)
+        scale = max(1.0, expected_bytes / max(1, sample.bytes))
+    dtype = np.dtype(options.dtype or sample.dtype)
     tokens = round(sample.tokens * scale)
+    output_bytes = tokens * dtype.itemsize
+    shards = 1
+    if options.shard_bytes is not None:
+        shards = max(1, -(-output_bytes // options.shard_bytes))
     workers = min(conversion.runner.workers or num_threads(), max(1, len(job.units)))
-    shard_bytes = conversion.options.shard_bytes
     return Plan(
         prefix=redact_urls(conversion.prefix),
-        kind=conversion.options.kind,
+        kind=options.kind,
         inputs=_by_format(conversion.inputs),
         units=len(job.units),
         workers=workers,
@@ -171,12 +168,28 @@ def plan_conversion(
         shown=sample.shown,
         documents=round(sample.documents * scale),
         tokens=tokens,
-        output_bytes=tokens * dtype.itemsize,
+        output_bytes=output_bytes,
         seconds=sample.seconds * scale / workers,
-        shards=1 if shard_bytes is None else max(1, -(-tokens * dtype.itemsize // shard_bytes)),
+        shards=shards,
         dropped=sample.dropped,
-        notes=_notes(conversion.options, conversion.inputs, passed.counts),
+        notes=_notes(options, conversion.inputs, passed_over.counts),
     )
+
+
+def _take_sample(job: Job, tokenizer: TextTokenizer | None) -> _Sample:
+    """Of some units, spread over all."""
+    sample = _Sample(job, tokenizer)
+    if not job.units:
+        return sample
+    spread = np.linspace(0, len(job.units) - 1, SAMPLED_UNITS)
+    wanted = np.unique(spread.astype(int)).tolist()
+    # Once for nothing: what is loaded on the way is not what takes the time.
+    _Sample(job, tokenizer).take(wanted[0], most=1)
+    for unit in wanted:
+        sample.take(unit)
+    if len(wanted) < len(job.units):
+        sample.is_all_of_it = False
+    return sample
 
 
 class _Sample:
@@ -185,9 +198,12 @@ class _Sample:
     def __init__(self, job: Job, tokenizer: TextTokenizer | None) -> None:
         self._job = job
         self._tokenizer = tokenizer
-        self.documents = self.tokens = self.bytes = 0
+        self.documents = 0
+        self.tokens = 0
+        self.bytes = 0
         self.seconds = 0.0
-        self.whole = True
+        self.is_all_of_it = True
+        """Whether nothing of the inputs was left out of it."""
         self.dtype: np.dtype[Any] = np.dtype(np.uint16)
         self.shown: list[list[ShownSequence]] = []
         self.dropped: dict[str, int] = {}
@@ -196,19 +212,20 @@ class _Sample:
         """Look into a unit: at batches of it, until these hold `most` bytes."""
         record = UnitRecord(digest="")
         skipped = Skipped()
+        selection = Selection(self._job, record)
         size = 0
-        choose = chooser(self._job, unit, record)
         began = time.monotonic()
         for batch in batches_of(self._job, unit, skipped):
             if size >= most:
-                self.whole = False
+                self.is_all_of_it = False
                 break
             if isinstance(batch, LongText | LongRecord):
                 batch = self._begun(batch, skipped)
-                self.whole = False
+                self.is_all_of_it = False
             tokens = batch if isinstance(batch, Tokens) else encoder_of(self._job)(batch, skipped)
             size += tokens.source_bytes
-            self._add(choose(tokens))
+            kept, _ = selection.choose(tokens)
+            self._add(kept)
         self.seconds += time.monotonic() - began
         self.bytes += size
         for counts in (record.counts, skipped.counts):
@@ -229,30 +246,24 @@ class _Sample:
         self.documents += len(batch.documents)
         self.tokens += len(batch.tokens)
         if len(batch.tokens):
-            self.dtype = (
-                np.result_type(self.dtype, batch.tokens.dtype)
-                if self.documents
-                else batch.tokens.dtype
-            )
+            self.dtype = np.result_type(self.dtype, batch.tokens.dtype)
         starts = np.cumsum(batch.lengths, dtype=np.int64) - batch.lengths
-        firsts = np.cumsum(batch.documents) - batch.documents
-        for document in range(min(len(firsts), SHOWN_DOCUMENTS - len(self.shown))):
-            sequences = range(
-                int(firsts[document]), int(firsts[document] + batch.documents[document])
-            )
-            self.shown.append(
-                [self._sequence(batch, number, int(starts[number])) for number in sequences]
-            )
+        ends = np.cumsum(batch.documents)
+        room = SHOWN_DOCUMENTS - len(self.shown)
+        for last, num_sequences in zip(ends[:room], batch.documents[:room], strict=True):
+            document = []
+            for number in range(int(last - num_sequences), int(last)):
+                document.append(self._sequence(batch, number, int(starts[number])))
+            self.shown.append(document)
 
     def _sequence(self, batch: Tokens, number: int, start: int) -> ShownSequence:
         length = int(batch.lengths[number])
         ids = batch.tokens[start : start + min(length, SHOWN_TOKENS)].tolist()
-        return ShownSequence(
-            ids=ids,
-            pieces=[self._tokenizer.decode([id_]) for id_ in ids] if self._tokenizer else [],
-            mode=None if batch.modes is None else int(batch.modes[number]),
-            length=length,
-        )
+        pieces = []
+        if self._tokenizer is not None:
+            pieces = [self._tokenizer.decode([token_id]) for token_id in ids]
+        mode = None if batch.modes is None else int(batch.modes[number])
+        return ShownSequence(ids=ids, pieces=pieces, mode=mode, length=length)
 
 
 def _beginning(item: LongText | LongRecord) -> RawDocument:
@@ -266,8 +277,9 @@ def _beginning(item: LongText | LongRecord) -> RawDocument:
         data += piece
         if len(data) >= SAMPLE_BYTES:
             break
-    whole = data[:SAMPLE_BYTES].decode("utf-8", "ignore")  # which may end within a letter
-    return RawDocument(data=whole.encode(), path=item.path)
+    # The bytes may end within a letter, which is left out.
+    text = data[:SAMPLE_BYTES].decode("utf-8", "ignore")
+    return RawDocument(data=text.encode(), path=item.path)
 
 
 def _expected_bytes(inputs: Sequence[Input], storage: StorageConfig) -> float:
@@ -284,38 +296,46 @@ def _expected_bytes(inputs: Sequence[Input], storage: StorageConfig) -> float:
 
 def _growth(item: Input, suffix: str, storage: StorageConfig) -> float:
     """By how much the beginning of a compressed file grows; 1.0 where that cannot be told."""
-    openers: dict[str, Any] = {
-        ".zst": lambda: zstandard.ZstdDecompressor().decompressobj(),
-        ".gz": lambda: zlib.decompressobj(31),
-        ".tgz": lambda: zlib.decompressobj(31),
-        ".bz2": bz2.BZ2Decompressor,
-        ".xz": lzma.LZMADecompressor,
-    }
+    if suffix not in DECOMPRESSORS:
+        return 1.0
     try:
         head = read_head(item.url, storage, HEAD_BYTES)
-        reader = openers[suffix]()
-        grown = reader.decompress(head)
-        rest = len(getattr(reader, "unused_data", b"") or b"")  # of further frames
-        return len(grown) / max(1, len(head) - rest)
-    except (
-        ConvertError,
-        StorageError,
-        OSError,
-        EOFError,
-        zlib.error,
-        lzma.LZMAError,
-        zstandard.ZstdError,
-        KeyError,
-    ):
+        decompressor = DECOMPRESSORS[suffix]()
+        decompressed = decompressor.decompress(head)
+    except (ConvertError, StorageError, *BROKEN):
+        # Reading it will say what is wrong; an estimate does without.
         return 1.0
+    # Of further frames, which were not decompressed.
+    rest = len(getattr(decompressor, "unused_data", b"") or b"")
+    return len(decompressed) / max(1, len(head) - rest)
+
+
+def _gzip_decompressor() -> Any:
+    return zlib.decompressobj(GZIP_WINDOW)
+
+
+def _zstd_decompressor() -> Any:
+    return zstandard.ZstdDecompressor().decompressobj()
+
+
+DECOMPRESSORS: dict[str, Callable[[], Any]] = {
+    ".zst": _zstd_decompressor,
+    ".gz": _gzip_decompressor,
+    ".tgz": _gzip_decompressor,
+    ".bz2": bz2.BZ2Decompressor,
+    ".xz": lzma.LZMADecompressor,
+}
+BROKEN = (OSError, EOFError, zlib.error, lzma.LZMAError, zstandard.ZstdError)
+"""What they raise for bytes that are none of theirs."""
 
 
 def _by_format(inputs: Sequence[Input]) -> dict[str, tuple[int, int]]:
-    found: dict[str, tuple[int, int]] = {}
+    """(files, bytes) of each format."""
+    totals: dict[str, tuple[int, int]] = {}
     for item in inputs:
-        count, size = found.get(item.format, (0, 0))
-        found[item.format] = count + 1, size + item.size
-    return found
+        files, size = totals.get(item.format, (0, 0))
+        totals[item.format] = (files + 1, size + item.size)
+    return totals
 
 
 def _notes(
@@ -329,26 +349,28 @@ def _notes(
         notes.append("duplicates are not looked for in the sample: less may be left")
     if options.kind == "zst":
         notes.append("the bytes of the output are those before their compression")
-    if any(item.format not in ("text", "jsonl", "megatron", "raw", "npy") for item in inputs):
+    if any(item.format not in EVEN_FORMATS for item in inputs):
         notes.append(
             "columns and archives hold more or less than their bytes tell: a rough estimate"
         )
     return notes
 
 
-def _shown(sequence: ShownSequence) -> str:
+def _shown(number: int, sequence: ShownSequence) -> str:
+    """A line for a sequence of a document."""
+    mode = "" if sequence.mode is None else f" mode {sequence.mode},"
     more = " ..." if sequence.length > len(sequence.ids) else ""
-    if not sequence.pieces:
-        return " ".join(map(str, sequence.ids)) + more
-    return (
-        " ".join(
-            f"{id_}={piece!r}" for id_, piece in zip(sequence.ids, sequence.pieces, strict=True)
-        )
-        + more
-    )
+    tokens = [str(token_id) for token_id in sequence.ids]
+    if sequence.pieces:
+        with_pieces = zip(sequence.ids, sequence.pieces, strict=True)
+        tokens = [f"{token_id}={piece!r}" for token_id, piece in with_pieces]
+    return f"  document {number},{mode} {sequence.length:,} tokens: {' '.join(tokens)}{more}"
 
 
 def _time(seconds: float) -> str:
+    # Two digits at least: seconds up to a minute and a half, minutes up to an hour and a half.
     if seconds < 90:
         return f"{max(1, round(seconds))} s"
-    return f"{seconds / 60:,.0f} min" if seconds < 5400 else f"{seconds / 3600:,.1f} h"
+    if seconds < 90 * 60:
+        return f"{seconds / 60:,.0f} min"
+    return f"{seconds / 3600:,.1f} h"

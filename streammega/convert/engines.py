@@ -13,6 +13,7 @@ import signal
 import socket
 import sys
 import threading
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import (
     FIRST_COMPLETED,
@@ -26,21 +27,29 @@ from concurrent.futures import (
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import islice
+from multiprocessing.context import SpawnContext
 from typing import Any
 
 from streammega.convert.cluster import SharedFiles, check_answer, connected
 from streammega.convert.options import Runner
+from streammega.convert.progress import Progress
 from streammega.errors import ConvertError, StreammegaError
 from streammega.kernels.parallel import num_threads
 
 log = logging.getLogger(__name__)
 
-Progress = Callable[[int, int], None]
 Task = Callable[[Any, int, Progress], Any]
 """(what all tasks share, number of the task, progress(bytes, tokens)) -> its result."""
 DEATHS = 5
 """Times that workers may be killed under a run before it gives up."""
 POLL = 0.2
+"""Seconds between two looks at what processes have done: often enough for a progress bar."""
+PR_SET_PDEATHSIG = 1
+"""Of Linux's prctl: the signal that a process gets when its parent ends."""
+
+
+LIBRARY_VARIABLES = ("TOKENIZERS_PARALLELISM", "RAYON_NUM_THREADS")
+"""By which the tokenizers library is told how many threads it may use."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,7 +79,10 @@ def run_tasks(
         yield from _on_ray(work, runner, progress, most_at_once)
         return
     wanted = runner.workers or num_threads()
-    workers = min(wanted, len(work.numbers), most_at_once or len(work.numbers))
+    workers = min(wanted, len(work.numbers))
+    if most_at_once is not None:
+        workers = min(workers, most_at_once)
+    # Workers that there are no tasks for are threads of the tokenizer's library instead.
     with _library_settings(max(1, wanted // workers)):
         if workers == 1:
             for number in work.numbers:
@@ -86,9 +98,7 @@ def _library_settings(threads: int) -> Iterator[None]:
     """The environment of `_prepare` while tasks run in this process; the caller's own comes back
     after them.
     """
-    before = {
-        name: os.environ.get(name) for name in ("TOKENIZERS_PARALLELISM", "RAYON_NUM_THREADS")
-    }
+    before = {name: os.environ.get(name) for name in LIBRARY_VARIABLES}
     _prepare(threads)
     try:
         yield
@@ -102,18 +112,21 @@ def _library_settings(threads: int) -> Iterator[None]:
 
 def _on_threads(work: TaskList, workers: int, progress: Progress) -> Iterator[tuple[int, Any]]:
     stopped = threading.Event()
+    # The caller's function need not be one that threads may call at once.
     lock = threading.Lock()
 
     def note(size: int, tokens: int) -> None:
+        # Threads cannot be stopped from outside; each ends at the next thing that it tells.
         if stopped.is_set():
             raise ConvertError("interrupted")
         with lock:
             progress(size, tokens)
 
     with ThreadPoolExecutor(workers) as pool:
-        running = {
-            pool.submit(work.function, work.shared, number, note): number for number in work.numbers
-        }
+        running: dict[Future[Any], int] = {}
+        for number in work.numbers:
+            future = pool.submit(work.function, work.shared, number, note)
+            running[future] = number
         try:
             for future in as_completed(running):
                 yield running[future], future.result()
@@ -128,58 +141,85 @@ def _prepare(threads: int) -> None:
     os.environ.setdefault("RAYON_NUM_THREADS", str(threads))
 
 
+class _SharedCount:
+    """Bytes and tokens that were done: workers add to them, their parent tells of them."""
+
+    def __init__(self, context: SpawnContext) -> None:
+        self._lock = context.Lock()
+        self._bytes = context.RawValue("q", 0)
+        self._tokens = context.RawValue("q", 0)
+        self._bytes_told = 0
+        self._tokens_told = 0
+
+    def add(self, size: int, tokens: int) -> None:
+        """As `Progress`, in a worker."""
+        with self._lock:
+            self._bytes.value += size
+            self._tokens.value += tokens
+
+    def tell(self, progress: Progress) -> None:
+        """Tell of what was added since this was asked for last."""
+        with self._lock:
+            size = self._bytes.value - self._bytes_told
+            tokens = self._tokens.value - self._tokens_told
+        self._bytes_told += size
+        self._tokens_told += tokens
+        if size or tokens:
+            progress(size, tokens)
+
+
 _shared: Any = None
-_counters: Any = None
+"""In a worker process: what all tasks share, sent there once."""
+_count: _SharedCount | None = None
+"""In a worker process: what it adds to."""
 
 
-def _start(function_shared: Any, counters: Any) -> None:
-    global _shared, _counters
+def _start(shared: Any, count: _SharedCount) -> None:
+    """Begin a worker process."""
+    global _shared, _count
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the parent, which ends its workers
     if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # a worker does not outlive its parent
+        # A worker does not outlive its parent, however that ends.
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     _prepare(1)
-    _shared = function_shared
-    _counters = counters
+    _shared = shared
+    _count = count
 
 
-def _tasks(function: Task, numbers: Sequence[int], threads: int) -> list[tuple[int, Any]]:
+def _do_group(function: Task, numbers: Sequence[int], threads: int) -> list[tuple[int, Any]]:
     """Some tasks, a few at a time, in a worker process."""
+    assert _count is not None
+    progress = _count.add
 
-    def progress(size: int, tokens: int) -> None:
-        with _counters.get_lock():
-            _counters[0] += size
-            _counters[1] += tokens
+    def do(number: int) -> tuple[int, Any]:
+        return number, function(_shared, number, progress)
 
     with ThreadPoolExecutor(threads) as pool:
-        return list(
-            zip(
-                numbers,
-                pool.map(lambda number: function(_shared, number, progress), numbers),
-                strict=True,
-            )
-        )
+        return list(pool.map(do, numbers))
 
 
 def _on_processes(work: TaskList, workers: int, progress: Progress) -> Iterator[tuple[int, Any]]:
-    # clients and thread pools of this process do not survive a fork
+    # Clients and thread pools of this process do not survive a fork.
     context = multiprocessing.get_context("spawn")
     processes = -(-workers // work.threads)
     left = list(work.numbers)
     deaths = 0
     while left:
-        counters = context.Array("q", 2)
+        # A new one for each pool: a worker that was killed may have held the lock.
+        count = _SharedCount(context)
         pool = ProcessPoolExecutor(
-            processes, mp_context=context, initializer=_start, initargs=(work.shared, counters)
+            processes, mp_context=context, initializer=_start, initargs=(work.shared, count)
         )
         try:
-            for number, result in _results(pool, work, left, processes, counters, progress):
+            for number, result in _results(pool, work, left, processes, count, progress):
                 left.remove(number)
                 yield number, result
         except BrokenExecutor:
             deaths += 1
             if deaths > DEATHS:
                 raise ConvertError(
-                    "workers were killed again and again (out of memory?); use fewer --workers, or less --memory"
+                    "workers were killed again and again (out of memory?); use fewer --workers, or "
+                    "less --memory"
                 ) from None
             log.warning(
                 "a worker was killed; what it was doing is done again (%d of at most %d times)",
@@ -195,12 +235,10 @@ def _results(
     work: TaskList,
     left: Sequence[int],
     processes: int,
-    counters: Any,
+    count: _SharedCount,
     progress: Progress,
 ) -> Iterator[tuple[int, Any]]:
-    """(number, result) of the tasks `left`, as groups of them are done. counters: bytes and tokens,
-    which all workers add to.
-    """
+    """(number, result) of the tasks `left`, as groups of them are done."""
     # A worker's threads begin the next task of a group while the last ones of it still run, so a
     # group has two for each.
     group_size = 1 if work.threads == 1 else 2 * work.threads
@@ -209,31 +247,23 @@ def _results(
     # the next there at once.
     most_running = 2 * processes + 1
     running: set[Future[Any]] = set()
-    told = [0, 0]
     while True:
         for numbers in islice(groups, most_running - len(running)):
-            running.add(pool.submit(_tasks, work.function, numbers, work.threads))
+            running.add(pool.submit(_do_group, work.function, numbers, work.threads))
         if not running:
             return
         # Not longer than POLL, since what is counted is to be seen while tasks run.
         done, running = wait(running, timeout=POLL, return_when=FIRST_COMPLETED)
-        told = _tell(told, list(counters), progress)
+        count.tell(progress)
         for future in done:
             yield from future.result()
 
 
-def _tell(told: list[int], counted: list[int], progress: Progress) -> list[int]:
-    """Tell `progress` what has been counted since; returns what it knows now."""
-    size = counted[0] - told[0]
-    tokens = counted[1] - told[1]
-    if size or tokens:
-        progress(size, tokens)
-    return counted
-
-
 def _end(pool: ProcessPoolExecutor) -> None:
     """Stop the workers now: what they have not finished is nothing."""
-    for process in list((getattr(pool, "_processes", None) or {}).values()):
+    # The pool has no call for this before Python 3.14; without it, running tasks are waited for.
+    processes = getattr(pool, "_processes", None) or {}
+    for process in list(processes.values()):
         process.terminate()
     pool.shutdown(wait=True, cancel_futures=True)
 
@@ -242,26 +272,31 @@ def _on_ray(
     work: TaskList, runner: Runner, progress: Progress, most_at_once: int | None
 ) -> Iterator[tuple[int, Any]]:
     with connected() as ray:
-        # each holds memory of its own: of every machine as many as of one, and spread over them
+        strategy = "DEFAULT"
         if most_at_once is not None:
-            most_at_once *= max(1, sum(bool(node["Alive"]) for node in ray.nodes()))
-        spread = "DEFAULT" if most_at_once is None else "SPREAD"
-        remote = ray.remote(max_retries=DEATHS, scheduling_strategy=spread)(_ray_task)
+            # Each holds memory of its own: of every machine as many as of one, and spread over
+            # them.
+            machines = sum(bool(node["Alive"]) for node in ray.nodes())
+            most_at_once *= max(1, machines)
+            strategy = "SPREAD"
+        remote = ray.remote(max_retries=DEATHS, scheduling_strategy=strategy)(_ray_task)
         shared = ray.put((work.function, work.shared, work.files))
-        left = list(work.numbers)[::-1]
+        left = deque(work.numbers)
         running: dict[Any, int] = {}
         try:
             while left or running:
                 while left and (most_at_once is None or len(running) < most_at_once):
-                    number = left.pop()
+                    number = left.popleft()
                     running[remote.remote(shared, number)] = number
                 done, _ = ray.wait(list(running), num_returns=1)
-                number = running.pop(done[0])
-                result, size, tokens = _ray_result(ray, done[0])
+                (reference,) = done
+                number = running.pop(reference)
+                result, size, tokens = _ray_result(ray, reference)
                 progress(size, tokens)
                 yield number, result
         finally:
-            for reference in running:  # on a cluster of somebody else's they would go on
+            # On a cluster of somebody else's they would go on.
+            for reference in running:
                 ray.cancel(reference, force=True)
 
 
@@ -273,26 +308,28 @@ def _ray_result(ray: Any, reference: Any) -> Any:
     try:
         return ray.get(reference)
     except ray.exceptions.RayTaskError as error:
-        raise (
-            error.cause
-            if isinstance(error.cause, StreammegaError)
-            else ConvertError(str(error.cause))
-        ) from None
+        if isinstance(error.cause, StreammegaError):
+            raise error.cause from None
+        raise ConvertError(str(error.cause)) from None
     except (ray.exceptions.WorkerCrashedError, ray.exceptions.OutOfMemoryError) as error:
         raise ConvertError(
-            f"workers of the cluster were killed again and again ({type(error).__name__}); see Ray's own logs, use less --memory"
+            f"workers of the cluster were killed again and again ({type(error).__name__}); see "
+            f"Ray's own logs, use less --memory"
         ) from None
 
 
-def _ray_task(work: tuple[Task, Any, SharedFiles], number: int) -> tuple[Any, int, int]:
-    function, shared, files = work
+def _ray_task(shared: tuple[Task, Any, SharedFiles], number: int) -> tuple[Any, int, int]:
+    """(result, bytes, tokens) of a task, on a machine of the cluster."""
+    function, shared_by_tasks, files = shared
     check_answer(socket.gethostname(), files.lacking_marker())
-    done = [0, 0]
+    bytes_done = 0
+    tokens_done = 0
 
-    def progress(size: int, tokens: int) -> None:
-        done[0] += size
-        done[1] += tokens
+    def count(size: int, tokens: int) -> None:
+        nonlocal bytes_done, tokens_done
+        bytes_done += size
+        tokens_done += tokens
 
     _prepare(1)
-    result = function(shared, number, progress)
-    return result, done[0], done[1]
+    result = function(shared_by_tasks, number, count)
+    return result, bytes_done, tokens_done

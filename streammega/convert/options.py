@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import hashlib
-import json
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
 import numpy as np
 
+from streammega.convert.digests import digest_of_json
 from streammega.dataset.idx import token_dtype_named
 from streammega.dataset.shards import SUFFIXES, Kind
 from streammega.errors import ConfigError
@@ -114,6 +113,20 @@ class ConvertOptions:
     """What a broken record does: it stops the conversion, or is left out, counted and told of."""
 
     def __post_init__(self) -> None:
+        self._check_choices()
+        self._check_numbers()
+        if self.dtype is not None:
+            token_dtype_named(self.dtype)
+        # uint32 is no dtype of the .idx; its ids are stored as int32, where they fit.
+        if self.input_dtype not in (None, "uint32"):
+            token_dtype_named(str(self.input_dtype))
+        self._check_chat()
+        if not self.keys:
+            raise ConfigError("keys (--key) is empty; name the key that holds the text")
+        for key in self.keys:
+            key_mode(key)
+
+    def _check_choices(self) -> None:
         if self.kind not in SUFFIXES:
             raise ConfigError(f"kind (--format) {self.kind!r} is not one of {', '.join(SUFFIXES)}")
         if self.long not in ("cut", "drop"):
@@ -122,13 +135,22 @@ class ConvertOptions:
             raise ConfigError(
                 f"on_error (--on-error) is {self.on_error!r}; it must be 'stop' or 'skip'"
             )
+        if self.special_tokens not in (None, "parse", "text"):
+            raise ConfigError(
+                f"special_tokens (--special-tokens) is {self.special_tokens!r}; it must be 'parse' "
+                f"or 'text'"
+            )
+
+    def _check_numbers(self) -> None:
         if self.shard_bytes is not None and self.shard_bytes < 1:
             raise ConfigError(
-                f"shard_bytes (--shard-size) is {self.shard_bytes}; it must be a positive number of bytes"
+                f"shard_bytes (--shard-size) is {self.shard_bytes}; it must be a positive number "
+                f"of bytes"
             )
         if self.max_tokens is not None and self.max_tokens < max(1, self.min_tokens):
             raise ConfigError(
-                f"max_tokens (--max-tokens) is {self.max_tokens}; it must be at least 1, and at least min_tokens (--min-tokens)"
+                f"max_tokens (--max-tokens) is {self.max_tokens}; it must be at least 1, and at "
+                f"least min_tokens (--min-tokens)"
             )
         if self.shuffle_seed is not None and not 0 <= self.shuffle_seed < 2**64:
             raise ConfigError(
@@ -140,24 +162,11 @@ class ConvertOptions:
             raise ConfigError(
                 f"frame_bytes is {self.frame_bytes}; it must lie between 1 KiB and 1 GiB"
             )
-        if self.dtype is not None:
-            token_dtype_named(self.dtype)
-        if self.input_dtype not in (None, "uint32"):  # which is stored as int32, where ids fit
-            token_dtype_named(str(self.input_dtype))
-        if self.special_tokens not in (None, "parse", "text"):
-            raise ConfigError(
-                f"special_tokens (--special-tokens) is {self.special_tokens!r}; it must be 'parse' or 'text'"
-            )
-        self._check_chat()
         for mode in self.loss_modes or ():
             if not -128 <= mode <= 127:
                 raise ConfigError(
                     f"loss_modes (--loss-mode) holds {mode}; modes lie between -128 and 127"
                 )
-        if not self.keys:
-            raise ConfigError("keys (--key) is empty; name the key that holds the text")
-        for key in self.keys:
-            key_mode(key)
 
     def _check_chat(self) -> None:
         if self.chat_template is None:
@@ -168,7 +177,8 @@ class ConvertOptions:
             )
         if self.bos is not None or self.add_special_tokens:
             raise ConfigError(
-                "a chat template writes its special tokens itself: leave out bos (--bos) and add_special_tokens"
+                "a chat template writes its special tokens itself: leave out bos (--bos) and "
+                "add_special_tokens"
             )
 
     @property
@@ -207,13 +217,10 @@ class ConvertOptions:
     @property
     def plain(self) -> bool:
         """Whether documents of tokens pass as they are, in their order."""
-        return not (
-            self.dedup
-            or self.min_tokens
-            or self.max_tokens is not None
-            or self.modes is not None
-            or self.shuffle_seed is not None
-        )
+        leaves_out = self.dedup or bool(self.min_tokens) or self.modes is not None
+        cuts = self.max_tokens is not None
+        shuffles = self.shuffle_seed is not None
+        return not (leaves_out or cuts or shuffles)
 
     def digest(self) -> str:
         """Changes with every setting but those that choose files: of these, the files that were
@@ -221,9 +228,7 @@ class ConvertOptions:
         """
         settings = asdict(self)
         del settings["include"], settings["exclude"]
-        return hashlib.blake2b(
-            json.dumps(settings, sort_keys=True).encode(), digest_size=12
-        ).hexdigest()
+        return digest_of_json(settings)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -248,7 +253,8 @@ class Runner:
     def __post_init__(self) -> None:
         if self.workers < 0:
             raise ConfigError(
-                f"workers (--workers) is {self.workers}; give a positive number, or 0 for one per core"
+                f"workers (--workers) is {self.workers}; give a positive number, or 0 for one per "
+                f"core"
             )
         if self.engine not in ("local", "ray"):
             raise ConfigError(f"engine (--engine) is {self.engine!r}; it must be 'local' or 'ray'")
@@ -263,7 +269,9 @@ def key_mode(key: str) -> tuple[str, int]:
     name, colon, mode = key.rpartition(":")
     if not colon:
         return key, 0
-    if not mode.lstrip("-").isdigit() or not -128 <= int(mode) <= 127 or not name:
+    is_number = mode.lstrip("-").isdigit()
+    # An int8 of each sequence.
+    if not name or not is_number or not -128 <= int(mode) <= 127:
         raise ConfigError(
             f"key {key!r}: write it as NAME, or NAME:MODE with a mode between -128 and 127"
         )

@@ -59,20 +59,18 @@ def check_writable(
         with written_whole(store, key) as writer:
             writer.write(b"streammega convert tries whether it can write here")
     except ObjectNotFoundError:
-        what = (
-            "there is no such bucket; create it, or check its name"
-            if is_remote(prefix)
-            else "there is no such folder"
-        )
-        raise ConvertError(f"{place}: cannot be written: {what}") from None
+        reason = "there is no such folder"
+        if is_remote(prefix):
+            reason = "there is no such bucket; create it, or check its name"
+        raise ConvertError(f"{place}: cannot be written: {reason}") from None
     except StorageError as error:
         if error.transient:
             raise
         raise ConvertError(f"{place}: cannot be written: {error}") from None
-    why = "a work folder is removed in the end" if is_work else ""
+    why_delete = "a work folder is removed in the end" if is_work else ""
     if replaces:
-        why = "--overwrite removes what it replaced"
-    _remove_probe(store, key, place, why)
+        why_delete = "--overwrite removes what it replaced"
+    _remove_probe(store, key, place, why_delete)
 
 
 def check_may_write(prefix: str, storage: StorageConfig) -> None:
@@ -81,7 +79,8 @@ def check_may_write(prefix: str, storage: StorageConfig) -> None:
     """
     place = redact_urls(prefix)
     if is_remote(prefix):
-        store, key = open_store(f"{prefix.rpartition('/')[0]}/", storage)
+        folder, _, _ = prefix.rpartition("/")
+        store, key = open_store(f"{folder}/", storage)
         try:
             store.list(key, recursive=False)
         except ObjectNotFoundError:
@@ -91,6 +90,7 @@ def check_may_write(prefix: str, storage: StorageConfig) -> None:
         except AccessDeniedError:
             pass  # who may not list may still write
         return
+    # Folders that are missing are made; what has to be writable is the first that is there.
     folder = os.path.dirname(os.path.abspath(prefix))
     while not os.path.exists(folder):
         folder = os.path.dirname(folder)
@@ -100,16 +100,16 @@ def check_may_write(prefix: str, storage: StorageConfig) -> None:
         raise ConvertError(f"{place}: cannot be written: check the owner and mode of {folder}")
 
 
-def _remove_probe(store: Store, key: str, place: str, why: str) -> None:
+def _remove_probe(store: Store, key: str, place: str, why_delete: str) -> None:
     """Raise ConvertError, saying why, where deleting is not allowed but needed."""
     try:
         store.delete(key)
     except StorageError as error:
         if error.transient:
             raise
-        if why:
+        if why_delete:
             raise ConvertError(
-                f"{place}: {why}, and so needs the right to delete: {error}"
+                f"{place}: {why_delete}, and so needs the right to delete: {error}"
             ) from None
         log.warning(
             "%s: %s was left there, for want of the right to delete (%s)",
@@ -125,5 +125,6 @@ def make_work_folder(work: str) -> None:
         os.makedirs(work, exist_ok=True)
     except OSError as error:
         raise ConvertError(
-            f"{work}: the work folder cannot be made ({error.strerror}); name another by --work, a folder or a URL"
+            f"{work}: the work folder cannot be made ({error.strerror}); name another by --work, a "
+            f"folder or a URL"
         ) from None

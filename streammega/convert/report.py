@@ -1,4 +1,4 @@
-"""What a conversion made, as figures, text, JSON and a plot."""
+"""What a conversion made, as figures, text and JSON."""
 
 from __future__ import annotations
 
@@ -10,11 +10,18 @@ from typing import Any
 import numpy as np
 
 from streammega.config import StorageConfig
-from streammega.convert.write.assemble import DocumentSet, document_tokens
-from streammega.convert.write.units import BINS, UnitRecord
+from streammega.convert.write.final_order import DocumentSet, document_tokens
+from streammega.convert.write.job import HISTOGRAM_BINS, UnitRecord, length_histogram
 from streammega.dataset.indexed import IndexedDataset
 from streammega.dataset.manifest import MANIFEST, Manifest
 from streammega.errors.redaction import redact_urls
+
+SHOWN_MESSAGES = 10
+"""Faults that are shown on a terminal; the JSON has all that were kept."""
+KEPT_MESSAGES = 10_000
+"""Faults that are kept, of a corpus that may have millions."""
+SHORTEST = 1e-9
+"""Seconds, for speeds of what took none."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,43 +57,54 @@ class ConvertReport:
     @property
     def compression(self) -> float:
         """Bytes of tokens for each stored byte."""
-        return self.tokens * np.dtype(self.dtype).itemsize / max(1, self.stored_bytes)
+        token_bytes = self.tokens * np.dtype(self.dtype).itemsize
+        return token_bytes / max(1, self.stored_bytes)
 
     def as_text(self) -> str:
         """For a terminal."""
-        others = sorted(
-            (reason, count) for reason, count in self.dropped.items() if reason != "empty"
-        )
-        dropped = "".join(f"; {count:,} {reason}" for reason, count in others)
-        empty = f" ({self.empty_documents} empty ones left out)" if self.empty_documents else ""
-        size = f", {self.stored_bytes / 1e6:,.1f} MB in {self.shards} {self.kind} shard{'s' * (self.shards > 1)}"
-        ratio = f" ({self.compression:.2f}x smaller than .bin)" if self.kind == "zst" else ""
-        mean = self.tokens / max(1, self.documents)
-        lines = [
-            f"{self.prefix}: {self.documents:,} documents{empty}, {self.tokens:,} tokens of {self.dtype}, eod_id {self.eod_id}, "
-            f"vocab_size {self.vocab_size}{size}{ratio}",
-            f"{mean:,.0f} tokens per document; {self.tokens / max(self.seconds, 1e-9):,.0f} tokens/s, "
-            f"{self.text_bytes / 1e6 / max(self.seconds, 1e-9):,.1f} MB/s{dropped}",
-        ]
+        lines = [self._line_of_output(), self._line_of_speed()]
         if self.files_passed_over:
-            files = ", ".join(
-                f"{count:,} {kind}" for kind, count in sorted(self.files_passed_over.items())
-            )
+            reasons = sorted(self.files_passed_over.items())
+            files = ", ".join(f"{count:,} {reason}" for reason, count in reasons)
             lines.append(f"files not read: {files}")
-        shown = self.messages[:10]
+        shown = self.messages[:SHOWN_MESSAGES]
         lines += [f"  passed over: {message}" for message in shown]
-        if len(self.messages) > len(shown):
-            lines.append(
-                f"  and {len(self.messages) - len(shown)} more; --report FILE.json has them"
-            )
+        more = len(self.messages) - len(shown)
+        if more:
+            lines.append(f"  and {more} more; --report FILE.json has them")
         return "\n".join(lines)
 
     def as_json(self) -> str:
         """Everything."""
-        # tokens of a document: [edge, next edge)
-        edges = [2**bin for bin in range(len(self.histogram) + 1)]
-        return json.dumps(
-            asdict(self) | {"compression": self.compression, "histogram_edges": edges}, indent=1
+        # Tokens of a document: [edge, next edge).
+        edges = [2**bin_number for bin_number in range(len(self.histogram) + 1)]
+        derived = {"compression": self.compression, "histogram_edges": edges}
+        return json.dumps(asdict(self) | derived, indent=1)
+
+    def _line_of_output(self) -> str:
+        empty = f" ({self.empty_documents} empty ones left out)" if self.empty_documents else ""
+        plural = "s" if self.shards > 1 else ""
+        megabytes = self.stored_bytes / 1e6
+        ratio = f" ({self.compression:.2f}x smaller than .bin)" if self.kind == "zst" else ""
+        return (
+            f"{self.prefix}: {self.documents:,} documents{empty}, {self.tokens:,} tokens of "
+            f"{self.dtype}, eod_id {self.eod_id}, vocab_size {self.vocab_size}, "
+            f"{megabytes:,.1f} MB in {self.shards} {self.kind} shard{plural}{ratio}"
+        )
+
+    def _line_of_speed(self) -> str:
+        mean_tokens = self.tokens / max(1, self.documents)
+        seconds = max(self.seconds, SHORTEST)
+        tokens_per_second = self.tokens / seconds
+        megabytes_per_second = self.text_bytes / 1e6 / seconds
+        dropped = ""
+        for reason, count in sorted(self.dropped.items()):
+            # Empty documents are told of beside those that are not.
+            if reason != "empty":
+                dropped += f"; {count:,} {reason}"
+        return (
+            f"{mean_tokens:,.0f} tokens per document; {tokens_per_second:,.0f} tokens/s, "
+            f"{megabytes_per_second:,.1f} MB/s{dropped}"
         )
 
 
@@ -122,14 +140,12 @@ def make_report(
     seconds: float,
 ) -> ConvertReport:
     """Sums over units; without units (datasets that passed as they are) nothing was dropped."""
+    total = _sum_of(records)
+    histogram = total.histogram
+    if not records:
+        indexed = IndexedDataset(prefix + MANIFEST, storage)
+        histogram = length_histogram(document_tokens(indexed))
     dropped: dict[str, int] = {"duplicates": duplicates} if duplicates else {}
-    messages: list[str] = []
-    histogram = [0] * BINS
-    for record in records:
-        for reason, count in record.counts.items():
-            dropped[reason] = dropped.get(reason, 0) + count
-        messages += record.messages[: max(0, 10_000 - len(messages))]
-        histogram = [a + b for a, b in zip(histogram, record.histogram, strict=True)]
     return ConvertReport(
         prefix=redact_urls(prefix),
         kind=manifest.kind,
@@ -143,16 +159,21 @@ def make_report(
         text_bytes=source_bytes,
         stored_bytes=sum(shard.bytes for shard in manifest.shards),
         seconds=seconds,
-        dropped=dropped,
-        messages=messages,
-        histogram=histogram if records else _histogram(IndexedDataset(prefix + MANIFEST, storage)),
+        dropped=dropped | total.counts,
+        messages=total.messages,
+        histogram=histogram,
     )
 
 
-def _histogram(indexed: IndexedDataset) -> list[int]:
-    """Of a dataset as it is."""
-    sizes = document_tokens(indexed)
-    return [
-        int(n)
-        for n in np.bincount(np.log2(np.maximum(sizes, 1)).astype(np.int64), minlength=BINS)[:BINS]
-    ]
+def _sum_of(records: Sequence[UnitRecord]) -> UnitRecord:
+    """What happened in all units: counts, the first messages, and the histogram."""
+    total = UnitRecord(digest="")
+    histogram = np.zeros(HISTOGRAM_BINS, np.int64)
+    for record in records:
+        for reason, count in record.counts.items():
+            total.count(reason, count)
+        room = KEPT_MESSAGES - len(total.messages)
+        total.messages += record.messages[:room]
+        histogram += np.array(record.histogram)
+    total.histogram = histogram.tolist()
+    return total

@@ -14,8 +14,9 @@ import pytest
 from streammega import StorageConfig
 from streammega.convert import ConvertOptions, convert
 from streammega.convert.cluster import SharedFiles
-from streammega.convert.run import _Conversion
-from streammega.convert.write.units import Job, encoder_of
+from streammega.convert.conversion import Conversion
+from streammega.convert.write.encoders import encoder_of
+from streammega.convert.write.job import Job
 from streammega.dataset.verify import verify
 from streammega.errors import ConvertError
 
@@ -102,7 +103,7 @@ def test_a_work_folder_or_an_input_that_one_machine_does_not_see_is_told_before_
     two_machines: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     read: list[int] = []
-    monkeypatch.setattr(_Conversion, "make", lambda self: read.append(1))
+    monkeypatch.setattr(Conversion, "make", lambda self: read.append(1))
     shared = two_machines / "shared"
     apart = two_machines / "apart"
     shared.mkdir()

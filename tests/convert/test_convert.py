@@ -120,7 +120,7 @@ BROKEN: dict[str, tuple[bytes, str]] = {
 def test_lines_that_are_passed_over_cost_no_second_reading(
     tokenizer: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("streammega.convert.write.units.UNIT_BYTES", 4000)
+    monkeypatch.setattr("streammega.convert.write.plan.UNIT_BYTES", 4000)
     good = b'{"text": "a good line"}\n'
     (tmp_path / "in.jsonl").write_bytes((good * 9 + b"{\n") * 100)
     opened: list[str] = []
@@ -321,7 +321,7 @@ def test_what_would_fail_in_the_end_fails_before_a_document_is_read(
         monkeypatch.setenv(name, value)
     monkeypatch.chdir(Path(tokenizer).parent)
     monkeypatch.setattr(
-        "streammega.convert.run.run_unit", lambda *_: pytest.fail("a document was read")
+        "streammega.convert.conversion.run_unit", lambda *_: pytest.fail("a document was read")
     )
     (tmp_path / "in.jsonl").write_text('{"text": "a"}\n')
     (tmp_path / "file").write_text("no folder")

@@ -307,7 +307,7 @@ def test_long_records_become_what_they_were_when_they_were_held(
 def test_long_records_are_found_in_every_form(
     form: str, unit: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("streammega.convert.write.units.UNIT_BYTES", unit)
+    monkeypatch.setattr("streammega.convert.write.plan.UNIT_BYTES", unit)
     data = FORMS[form](records()).encode()
     (tmp_path / form).write_bytes(gzip.compress(data) if form.endswith(".gz") else data)
     reports, digests = held_and_long(tmp_path / form, monkeypatch, **tokenizer_in(tmp_path))
@@ -327,7 +327,7 @@ def test_long_records_are_found_in_every_form(
 def test_broken_long_records_are_refused_as_others_are(
     form: str, unit: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("streammega.convert.write.units.UNIT_BYTES", unit)
+    monkeypatch.setattr("streammega.convert.write.plan.UNIT_BYTES", unit)
     found = [*records(), {"text": "a half \ud83d " * 200}, *records()]
     data = FORMS[form](found).encode()
     (tmp_path / form).write_bytes(data)

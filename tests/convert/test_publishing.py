@@ -18,7 +18,7 @@ import pytest
 from streammega import IndexedDataset
 from streammega.cli.main import main
 from streammega.convert import convert
-from streammega.convert.run import _Conversion
+from streammega.convert.conversion import Conversion
 from streammega.errors import ConvertError, StreammegaError
 from streammega.storage.backends.fsspec_store import FsspecStore, FsspecWriter, RenamingWriter
 from streammega.storage.backends.local import LocalStore, LocalWriter
@@ -66,7 +66,7 @@ def killed_before(step: int, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[i
         return call
 
     with monkeypatch.context() as patch:
-        patch.setattr(_Conversion, "leave", lambda self: None)
+        patch.setattr(Conversion, "leave", lambda self: None)
         for owner, name in STEPS:
             patch.setattr(owner, name, counted(getattr(owner, name)))
         yield count
@@ -208,7 +208,7 @@ def test_a_dataset_is_not_replaced_because_its_conversion_was_killed_at_its_very
     write_random_pair(str(tmp_path / "b"), seed=2)
     with monkeypatch.context() as patch:
         patch.setattr(
-            _Conversion, "remove_work", lambda self: (_ for _ in ()).throw(KeyboardInterrupt)
+            Conversion, "remove_work", lambda self: (_ for _ in ()).throw(KeyboardInterrupt)
         )
         with pytest.raises(KeyboardInterrupt):
             convert([str(tmp_path / "a")], str(tmp_path / "web"), workers=1)
@@ -237,9 +237,9 @@ def test_a_restart_keeps_the_lock_of_the_work_folder(
     lock.touch()
     before = lock.stat().st_ino
     held: list[int] = []
-    real = _Conversion.job
+    real = Conversion.job
     monkeypatch.setattr(
-        _Conversion, "job", lambda self: held.append(lock.stat().st_ino) or real(self)
+        Conversion, "job", lambda self: held.append(lock.stat().st_ino) or real(self)
     )  # type: ignore[func-returns-value]
     convert([str(tmp_path / "in")], str(tmp_path / "out"), restart=True, min_tokens=1, workers=1)
     assert held == [before], "whoever comes now finds the lock that is held"

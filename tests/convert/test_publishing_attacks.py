@@ -19,7 +19,7 @@ import pytest
 from streammega import IndexedDataset
 from streammega.cli.main import main
 from streammega.convert import convert
-from streammega.convert.run import _Conversion
+from streammega.convert.conversion import Conversion
 from streammega.convert.write.leftovers import find_leftovers
 from streammega.dataset.verify import verify
 from streammega.errors import AccessDeniedError, ConvertError
@@ -77,7 +77,7 @@ def test_tokens_that_were_removed_between_two_runs_are_written_again(
 ) -> None:
     name = f"memory://{tmp_path.name}-again/web"
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr(_Conversion, "publish", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
+        patch.setattr(Conversion, "publish", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
         convert(pairs[:1], name, workers=1, shard_bytes=1200)
     assert main(["gc", name, "--remove"]) == 0
     assert files(name.rpartition("/")[0]) == []
@@ -90,9 +90,9 @@ def test_tokens_that_are_removed_while_a_conversion_runs_are_an_error_and_no_dat
     tmp_path: Path, pairs: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     name = f"memory://{tmp_path.name}-beside/web"
-    real = _Conversion.publish
+    real = Conversion.publish
 
-    def cleaned(self: _Conversion, *arguments: Any) -> Any:
+    def cleaned(self: Conversion, *arguments: Any) -> Any:
         system, path = fsspec.core.url_to_fs(f"{name}-00001-of-00002.bin")
         assert system.exists(path)
         system.rm_file(path)  # by a gc on another machine
@@ -102,7 +102,7 @@ def test_tokens_that_are_removed_while_a_conversion_runs_are_an_error_and_no_dat
         monkeypatch.context() as patch,
         pytest.raises(ConvertError, match="run the same command again"),
     ):
-        patch.setattr(_Conversion, "publish", cleaned)
+        patch.setattr(Conversion, "publish", cleaned)
         convert(pairs[:1], name, workers=1, shard_bytes=1200)
     assert tokens_of(f"{name}.manifest.json") is None
     convert(pairs[:1], name, workers=1, shard_bytes=1200)
@@ -119,7 +119,7 @@ def test_a_dataset_that_another_published_meanwhile_is_not_replaced_unasked(
         else str(tmp_path / "out" / "web")
     )
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr(_Conversion, "publish", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
+        patch.setattr(Conversion, "publish", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
         convert(pairs[:1], name, workers=1, shard_bytes=1200)
     other = {"work": str(tmp_path / "elsewhere"), "workers": 1}
     # which finds tokens of the one that was killed
@@ -140,10 +140,10 @@ def test_of_two_conversions_to_one_output_the_later_sees_that_it_was_published_m
     tmp_path: Path, pairs: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     name = f"memory://{tmp_path.name}-two/web"
-    real = _Conversion.publish
+    real = Conversion.publish
 
-    def late(self: _Conversion, *arguments: Any) -> Any:
-        monkeypatch.setattr(_Conversion, "publish", real)
+    def late(self: Conversion, *arguments: Any) -> Any:
+        monkeypatch.setattr(Conversion, "publish", real)
         with monkeypatch.context() as patch:
             patch.setenv("XDG_CACHE_HOME", str(tmp_path / "elsewhere"))  # a machine of its own
             with pytest.raises(ConvertError, match="another conversion"):
@@ -151,7 +151,7 @@ def test_of_two_conversions_to_one_output_the_later_sees_that_it_was_published_m
             convert(pairs[1:], name, workers=1, shard_bytes=2000, overwrite=True)
         return real(self, *arguments)
 
-    monkeypatch.setattr(_Conversion, "publish", late)
+    monkeypatch.setattr(Conversion, "publish", late)
     with pytest.raises(ConvertError, match="meanwhile"):
         convert(pairs[:1], name, workers=1, shard_bytes=1200)
     assert tokens_of(f"{name}.manifest.json") == tokens_of(pairs[1])
@@ -165,17 +165,17 @@ def test_one_conversion_at_a_time_whatever_the_work_folders(
 ) -> None:
     name = str(tmp_path / "out" / "web")
     seen: list[str] = []
-    real = _Conversion.make
+    real = Conversion.make
 
-    def make(self: _Conversion) -> Any:
-        monkeypatch.setattr(_Conversion, "make", real)
+    def make(self: Conversion) -> Any:
+        monkeypatch.setattr(Conversion, "make", real)
         with pytest.raises(ConvertError, match="another conversion to this output is running"):
             convert(pairs[1:], name, workers=1, work=str(tmp_path / "two"))
         assert main(["gc", name, "--remove"]) == 0
         seen.append("refused")
         return real(self)
 
-    monkeypatch.setattr(_Conversion, "make", make)
+    monkeypatch.setattr(Conversion, "make", make)
     convert(pairs[:1], name, workers=1, work=str(tmp_path / "one"))
     assert seen == ["refused"]
     assert tokens_of(name) == tokens_of(pairs[0])

@@ -23,9 +23,9 @@ from hypothesis import strategies as st
 
 from streammega import IndexedDataset, IndexedDatasetWriter, StorageConfig
 from streammega.convert import convert
+from streammega.convert.conversion import Conversion
 from streammega.convert.engines import TaskList, run_tasks
 from streammega.convert.options import Runner
-from streammega.convert.run import _Conversion
 from streammega.dataset.verify import verify
 from streammega.errors import ConfigError, ConvertError
 from tests.conftest import write_random_pair
@@ -108,7 +108,7 @@ def test_a_shuffle_is_one_permutation_whatever_the_memory(
     folder = tmp_path_factory.mktemp("shuffle")
     write(str(folder / "in"), documents, multimodal=multimodal)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("streammega.convert.write.units.SEGMENT_BYTES", 50)
+        patch.setattr("streammega.convert.write.job.SEGMENT_BYTES", 50)
         convert(
             [str(folder / "in")], str(folder / "a"), shuffle_seed=seed, shard_bytes=size, workers=1
         )
@@ -152,7 +152,7 @@ def test_the_first_of_equal_documents_stays(
         str(folder / "in"), [[([number] * (number + 1), 0)] for number in numbers], multimodal=False
     )
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("streammega.convert.write.units.SEGMENT_BYTES", cut)
+        patch.setattr("streammega.convert.write.job.SEGMENT_BYTES", cut)
         patch.setattr("streammega.convert.run.Runner.__post_init__", lambda self: None)
         report = convert(
             [str(folder / "in")],
@@ -253,10 +253,11 @@ def make_corpus(path: Path, lines: int = 6000) -> None:
 
 CONVERT = """
 import sys
-import streammega.convert.write.units as units
+import streammega.convert.write.job as job
+import streammega.convert.write.plan as plan
 from streammega.convert import convert
 if __name__ == "__main__":
-    units.UNIT_BYTES, units.SEGMENT_BYTES = 40_000, 15_000
+    plan.UNIT_BYTES, job.SEGMENT_BYTES = 40_000, 15_000
     convert([sys.argv[1]], sys.argv[2], tokenizer="bytes", kind="zst", shard_bytes=90_000, shuffle_seed=5, dedup=True,
             workers=int(sys.argv[3]))
 """
@@ -374,7 +375,7 @@ def test_a_conversion_killed_while_it_publishes_goes_on(
 def test_only_changed_inputs_are_read_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("streammega.convert.write.units.UNIT_BYTES", 1)
+    monkeypatch.setattr("streammega.convert.write.plan.UNIT_BYTES", 1)
     for name in "abc":
         (tmp_path / f"{name}.txt").write_text(f"text of {name}")
     (tmp_path / "b.txt").write_bytes(b"\xff")
@@ -384,7 +385,7 @@ def test_only_changed_inputs_are_read_again(
         convert(inputs, target, tokenizer="bytes", workers=1)
     (tmp_path / "b.txt").write_text("mended")
     done = []
-    real = _Conversion._units
+    real = Conversion._units
 
     def counted(self: Any, job: Any) -> Any:
         done.append(
@@ -392,7 +393,7 @@ def test_only_changed_inputs_are_read_again(
         )
         return real(self, job)
 
-    monkeypatch.setattr(_Conversion, "_units", counted)
+    monkeypatch.setattr(Conversion, "_units", counted)
     convert(inputs, target, tokenizer="bytes", workers=1)
     assert done == [1]
     assert len(IndexedDataset(target)) == 3
@@ -520,7 +521,7 @@ def test_a_cluster_makes_the_same_bytes(tmp_path: Path, monkeypatch: pytest.Monk
         "shuffle_seed": 1,
         "kind": "zst",
     }
-    monkeypatch.setattr("streammega.convert.write.units.UNIT_BYTES", 20_000)
+    monkeypatch.setattr("streammega.convert.write.plan.UNIT_BYTES", 20_000)
     convert([str(tmp_path / "in.jsonl")], str(tmp_path / "local" / "web"), workers=1, **options)
     with ray_cluster("ray", monkeypatch):
         report = convert(

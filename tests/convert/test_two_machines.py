@@ -15,8 +15,8 @@ import pytest
 from streammega import IndexedDataset, StorageConfig
 from streammega.cli.main import main
 from streammega.convert import convert
+from streammega.convert.conversion import Conversion
 from streammega.convert.dry_run import plan_conversion
-from streammega.convert.run import _Conversion
 from streammega.convert.write.claims import Claim
 from streammega.dataset.verify import verify
 from streammega.errors import AccessDeniedError, ConvertError, ObjectNotFoundError
@@ -165,8 +165,8 @@ def kill_before(
 ) -> None:
     """A conversion that is killed before a method of it is called."""
     with monkeypatch.context() as patch, pytest.raises(Killed):
-        patch.setattr(_Conversion, "leave", lambda self: None)
-        patch.setattr(_Conversion, method, lambda *_: (_ for _ in ()).throw(Killed))
+        patch.setattr(Conversion, "leave", lambda self: None)
+        patch.setattr(Conversion, method, lambda *_: (_ for _ in ()).throw(Killed))
         convert(*arguments, tokenizer="bytes", workers=1, **named)
 
 

@@ -13,7 +13,9 @@ import pytest
 
 from streammega import DataConfig, IndexedDataset, IndexedDatasetWriter, StorageConfig, StreamLoader
 from streammega.config import parse_blend
-from streammega.convert.write.assemble import DocumentSet, remove_duplicates
+from streammega.convert.options import ConvertOptions
+from streammega.convert.write.duplicates import remove_duplicates
+from streammega.convert.write.final_order import DocumentSet
 from streammega.dataset.find import find_pairs
 from streammega.dataset.shards import SUFFIXES
 from streammega.dataset.verify import verify
@@ -132,7 +134,9 @@ def test_the_first_of_duplicates_is_that_of_the_lowest_unit_also_past_a_million(
         parts.append(
             DocumentSet(dataset="", documents=1, side=f"unit-{unit:06d}-0000.side", unit=unit)
         )
-    job: Any = SimpleNamespace(work=str(tmp_path), storage=StorageConfig())
+    job: Any = SimpleNamespace(
+        work=str(tmp_path), storage=StorageConfig(), options=ConvertOptions(dedup=True)
+    )
     kept, removed = remove_duplicates(job, parts, 1 << 20)
     bits = [np.unpackbits(np.fromfile(tmp_path / part.keep, np.uint8), count=1)[0] for part in kept]
     assert (bits, removed) == ([1, 0], 1)

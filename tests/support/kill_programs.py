@@ -11,10 +11,11 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-import streammega.convert.run as run
-import streammega.convert.write.units as units
+import streammega.convert.write.job as job
+import streammega.convert.write.plan as plan
 from streammega import StorageConfig
 from streammega.convert import convert
+from streammega.convert.conversion import Conversion
 from streammega.convert.write.publish import Publisher
 from streammega.errors import ConvertError
 
@@ -45,12 +46,12 @@ def convert_and_tell(
 ) -> None:
     """One conversion; phases go to `pipe`, then "done" or the error."""
     os.environ["XDG_CACHE_HOME"] = cache
-    units.UNIT_BYTES = units.LEAST_UNIT_BYTES = 20_000
-    units.SEGMENT_BYTES = 8_000
-    telling(run._Conversion, "_units", "read", pipe.send)
-    telling(run._Conversion, "_layout", "lay", pipe.send)
+    plan.UNIT_BYTES = plan.LEAST_UNIT_BYTES = 20_000
+    job.SEGMENT_BYTES = 8_000
+    telling(Conversion, "_units", "read", pipe.send)
+    telling(Conversion, "_layout", "lay", pipe.send)
     telling(Publisher, "publish", "publish", pipe.send)
-    telling(run._Conversion, "remove_work", "clean", pipe.send)
+    telling(Conversion, "remove_work", "clean", pipe.send)
     try:
         convert(
             inputs,
@@ -89,7 +90,7 @@ def convert_as_told(
     publishes.
     """
     os.environ["XDG_CACHE_HOME"] = cache
-    waiting(run._Conversion, "make", "begun", pipe)
+    waiting(Conversion, "make", "begun", pipe)
     waiting(Publisher, "publish", "written", pipe)
     try:
         convert(inputs, output, storage=storage, tokenizer="bytes", workers=1, **named)

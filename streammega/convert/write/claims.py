@@ -17,7 +17,7 @@ from typing import Any
 
 from streammega.config import StorageConfig
 from streammega.convert.read.inputs import CLAIM
-from streammega.convert.write.units import load_json, save_json
+from streammega.convert.write.records import load_json, save_json
 from streammega.errors import AccessDeniedError, StorageError
 from streammega.errors.redaction import redact_urls
 from streammega.storage import join_url, open_store, save_bytes
@@ -26,6 +26,9 @@ from streammega.storage.open import is_remote
 from streammega.storage.store import create_object
 
 log = logging.getLogger(__name__)
+
+SOMEBODY = {"job": "unknown"}
+"""What is taken for the claim where it cannot be read: no conversion has such a digest."""
 
 
 class Claim:
@@ -44,38 +47,39 @@ class Claim:
 
         Whoever holds it may take it again. Raises StorageError.
         """
-        found = self._read()
-        if found is not None and found["job"] == self._job:
+        stored = self._read()
+        if stored is not None and stored["job"] == self._job:
             return True
-        if found is not None and not self._is_free(found):
+        if stored is not None and not self._is_free(stored):
             return False
-        # First, so that after a kill it is known for one of this work folder.
+        # Noted first, so that after a kill the claim is known for one of this work folder.
         save_json(self._note_url, {"jobs": [*self._jobs_noted(), self._job]}, self._storage)
-        data = json.dumps(
-            {
-                "job": self._job,
-                "host": socket.gethostname(),
-                "began": time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime()),
-            }
-        )
-        if found is None:
-            create_object(*open_store(self._url, self._storage), data.encode())
+        own_claim = {
+            "job": self._job,
+            "host": socket.gethostname(),
+            "began": time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime()),
+        }
+        data = json.dumps(own_claim).encode()
+        if stored is None:
+            store, key = open_store(self._url, self._storage)
+            create_object(store, key, data)
         else:
-            save_bytes(self._url, data.encode(), self._storage)
-        # another may have been first, or last where the server knows no conditions
-        there = self._read()
-        return there is not None and there["job"] == self._job
+            save_bytes(self._url, data, self._storage)
+        # Another may have been first, or last where the server knows no conditions.
+        stored = self._read()
+        return stored is not None and stored["job"] == self._job
 
     def refusal(self) -> str | None:
         """Why the names cannot be claimed: a message; None if they can."""
-        found = self._read()
-        if found is None or found["job"] == self._job or self._is_free(found):
+        stored = self._read()
+        if stored is None or stored["job"] == self._job or self._is_free(stored):
             return None
         place = redact_urls(self._prefix)
         return (
-            f"{place}: another conversion, of other inputs or options, writes there (begun on {found.get('host')}, "
-            f"{found.get('began')}); wait for it, or choose another output. If it was killed: 'streammega gc {place} --remove' "
-            f"removes what it left; or pass --overwrite, which writes beside it"
+            f"{place}: another conversion, of other inputs or options, writes there (begun on "
+            f"{stored.get('host')}, {stored.get('began')}); wait for it, or choose another output. "
+            f"If it was killed: 'streammega gc {place} --remove' removes what it left; or pass "
+            f"--overwrite, which writes beside it"
         )
 
     def release(self) -> None:
@@ -84,12 +88,13 @@ class Claim:
         What fails is told and no error: the conversion has ended, well or not.
         """
         try:
-            found = self._read()
-            if found is None or found["job"] != self._job:
+            stored = self._read()
+            if stored is None or stored["job"] != self._job:
                 return
             try:
                 delete(self._url, self._storage)
-            except AccessDeniedError:  # who may not delete can still write that it is held no more
+            except AccessDeniedError:
+                # Who may not delete can still write that it is held no more.
                 save_bytes(self._url, b'{"job": ""}', self._storage)
         except StorageError as error:
             log.warning(
@@ -100,14 +105,14 @@ class Claim:
     def _note_url(self) -> str:
         return join_url(self._work, "claim.json")
 
-    def _is_free(self, found: dict[str, Any]) -> bool:
+    def _is_free(self, stored: dict[str, Any]) -> bool:
         """Whether it was given back, or is that of a conversion which was here, in this work
         folder, and runs no more.
         """
-        if not found["job"]:
+        if not stored["job"]:
             return True
         # A work folder in a bucket has no lock: what is noted there may be of one that is running.
-        return not is_remote(self._work) and found["job"] in self._jobs_noted()
+        return not is_remote(self._work) and stored["job"] in self._jobs_noted()
 
     def _jobs_noted(self) -> list[str]:
         noted = load_json(self._note_url, self._storage) or {}
@@ -119,11 +124,9 @@ class Claim:
         if data is None:
             return None
         try:
-            found = json.loads(data)
+            stored = json.loads(data)
         except ValueError:
-            found = {}
-        return (
-            found
-            if isinstance(found, dict) and isinstance(found.get("job"), str)
-            else {"job": "unknown"}
-        )
+            return SOMEBODY
+        if not isinstance(stored, dict) or not isinstance(stored.get("job"), str):
+            return SOMEBODY
+        return stored

@@ -33,60 +33,81 @@ def labels_of(
     """
     manifests = _manifests(inputs, storage)
     known = {name: manifest for name, manifest in manifests.items() if manifest is not None}
-    text = any(item.format != "megatron" for item in inputs)
-    complete = bool(known) and None not in manifests.values() and not text
-    modes = _loss_modes(manifests, options, text=text)
+    has_text = any(item.format != "megatron" for item in inputs)
+    loss_modes = _loss_modes(manifests, options, has_text=has_text)
     if tokenizer is not None:
-        eod_id = find_eod(tokenizer, options.eod) if options.append_eod else None
-        own = {"name": tokenizer.name, "digest": tokenizer.digest}
-        made = {
-            "eod_id": eod_id,
-            "vocab_size": tokenizer.vocab_size,
-            "tokenizer": own,
-            "loss_modes": modes,
-        }
-        for name, manifest in known.items():
-            if _differ(manifest.tokenizer, own):
-                _refuse_mix(
-                    options, f"--tokenizer {options.tokenizer}", own, name, manifest.tokenizer
-                )
-                return UNKNOWN | {"loss_modes": modes}
-        return made
-    first_name, first = next(iter(known.items()), ("", None))
-    for name, manifest in known.items():
-        if first is not None and _differ(manifest.tokenizer, first.tokenizer):
-            _refuse_mix(options, first_name, first.tokenizer, name, manifest.tokenizer)
-    agree = first is not None and all(_vocabulary(m) == _vocabulary(first) for m in known.values())
-    if not complete or not agree or first is None:
-        return UNKNOWN | {"eod_id": options.eod_id, "loss_modes": modes}
-    eod_id = first.eod_id if options.eod_id is None else options.eod_id
-    return {
-        "eod_id": eod_id,
-        "vocab_size": first.vocab_size,
-        "tokenizer": first.tokenizer,
-        "loss_modes": modes,
+        labels = _labels_of_tokenizer(tokenizer, options, known)
+        return labels | {"loss_modes": loss_modes}
+    _check_one_tokenizer(options, known)
+    is_known_of_all = bool(known) and len(known) == len(manifests) and not has_text
+    vocabularies = [_vocabulary(manifest) for manifest in known.values()]
+    if not is_known_of_all or any(other != vocabularies[0] for other in vocabularies):
+        return UNKNOWN | {"eod_id": options.eod_id, "loss_modes": loss_modes}
+    labels = dict(vocabularies[0])
+    if options.eod_id is not None:
+        labels["eod_id"] = options.eod_id
+    return labels | {"loss_modes": loss_modes}
+
+
+def _labels_of_tokenizer(
+    tokenizer: TextTokenizer, options: ConvertOptions, known: dict[str, Manifest]
+) -> Labels:
+    """What a tokenizer's ids are; unknown where they are mixed with others."""
+    of_tokenizer = {"name": tokenizer.name, "digest": tokenizer.digest}
+    labels = {
+        "eod_id": find_eod(tokenizer, options.eod) if options.append_eod else None,
+        "vocab_size": tokenizer.vocab_size,
+        "tokenizer": of_tokenizer,
     }
+    for name, manifest in known.items():
+        if _differ(manifest.tokenizer, of_tokenizer):
+            option = f"--tokenizer {options.tokenizer}"
+            _refuse_mix(options, option, of_tokenizer, name, manifest.tokenizer)
+            return UNKNOWN
+    return labels
+
+
+def _check_one_tokenizer(options: ConvertOptions, known: dict[str, Manifest]) -> None:
+    """Raise ConvertError for inputs of different tokenizers, unless these may be mixed."""
+    if not known:
+        return
+    first_name, first = next(iter(known.items()))
+    for name, manifest in known.items():
+        if _differ(manifest.tokenizer, first.tokenizer):
+            _refuse_mix(options, first_name, first.tokenizer, name, manifest.tokenizer)
 
 
 def _manifests(inputs: Sequence[Input], storage: StorageConfig) -> dict[str, Manifest | None]:
     """The manifest of each dataset among the inputs, by its prefix; None where there is none that
     can be read.
     """
-    found: dict[str, Manifest | None] = {}
+    manifests: dict[str, Manifest | None] = {}
     for item in inputs:
         if item.format != "megatron":
             continue
-        prefix = item.path.removesuffix(MANIFEST)
-        candidates = (
-            [prefix]
-            if prefix != item.path
-            else [split_name(prefix)[0], set_name(split_name(prefix)[0])]
-        )
-        if not any(name in found and found[name] is not None for name in candidates):
-            found[candidates[-1]] = next(
-                filter(None, (_read(name, storage) for name in dict.fromkeys(candidates))), None
-            )
-    return found
+        candidates = _datasets_of(item)
+        if any(manifests.get(name) is not None for name in candidates):
+            continue
+        # Where none of them has a manifest, the dataset is the last: it has all shards of a set.
+        manifests[candidates[-1]] = _first_manifest(candidates, storage)
+    return manifests
+
+
+def _datasets_of(item: Input) -> list[str]:
+    """The datasets that an input may be of: itself, and the set whose shard it is."""
+    prefix = item.path.removesuffix(MANIFEST)
+    if prefix != item.path:
+        return [prefix]
+    shard, _ = split_name(prefix)
+    return list(dict.fromkeys([shard, set_name(shard)]))
+
+
+def _first_manifest(prefixes: Sequence[str], storage: StorageConfig) -> Manifest | None:
+    for prefix in prefixes:
+        manifest = _read(prefix, storage)
+        if manifest is not None:
+            return manifest
+    return None
 
 
 def _read(prefix: str, storage: StorageConfig) -> Manifest | None:
@@ -96,8 +117,13 @@ def _read(prefix: str, storage: StorageConfig) -> Manifest | None:
         return None
 
 
-def _vocabulary(manifest: Manifest) -> tuple[Any, ...]:
-    return manifest.eod_id, manifest.vocab_size, manifest.tokenizer
+def _vocabulary(manifest: Manifest) -> Labels:
+    """What a manifest says of its ids."""
+    return {
+        "eod_id": manifest.eod_id,
+        "vocab_size": manifest.vocab_size,
+        "tokenizer": manifest.tokenizer,
+    }
 
 
 def _differ(first: dict[str, str], other: dict[str, str]) -> bool:
@@ -106,35 +132,48 @@ def _differ(first: dict[str, str], other: dict[str, str]) -> bool:
 
 
 def _refuse_mix(
-    options: ConvertOptions, first: str, its: dict[str, str], other: str, others: dict[str, str]
+    options: ConvertOptions,
+    first: str,
+    first_tokenizer: dict[str, str],
+    other: str,
+    other_tokenizer: dict[str, str],
 ) -> None:
+    """Raise ConvertError, unless tokenizers may be mixed."""
     if options.mix_tokenizers:
         return
+    first_digest = first_tokenizer.get("digest", "")[:12]
+    other_digest = other_tokenizer.get("digest", "")[:12]
     raise ConvertError(
-        f"{first} is of tokenizer {its.get('name')} ({its.get('digest', '')[:12]}), {other} of {others.get('name')} "
-        f"({others.get('digest', '')[:12]}): their ids mean different things; tokenize the text again with one of them, or pass "
-        f"--mix-tokenizers if you know that they agree"
+        f"{first} is of tokenizer {first_tokenizer.get('name')} ({first_digest}), {other} of "
+        f"{other_tokenizer.get('name')} ({other_digest}): their ids mean different things; "
+        f"tokenize the text again with one of them, or pass --mix-tokenizers if you know that they "
+        f"agree"
     )
 
 
 def _loss_modes(
-    manifests: dict[str, Manifest | None], options: ConvertOptions, *, text: bool
+    manifests: dict[str, Manifest | None], options: ConvertOptions, *, has_text: bool
 ) -> list[int] | None:
     """What modes mean in the output: what they mean in every input that has some."""
     if options.loss_modes is not None:
         return list(options.loss_modes)
-    found = {
-        name: m.loss_modes if m is not None else None
-        for name, m in manifests.items()
-        if m is None or m.multimodal
-    }
-    if text and options.makes_modes:
-        found["the text"] = options.learned_modes
-    first = next(iter(found), "")
-    for name, modes in found.items():
-        if modes != found[first]:
+    learned: dict[str, list[int] | None] = {}
+    for name, manifest in manifests.items():
+        if manifest is None:
+            # It may have modes; what they mean is not known.
+            learned[name] = None
+        elif manifest.multimodal:
+            learned[name] = manifest.loss_modes
+    if has_text and options.makes_modes:
+        learned["the text"] = options.learned_modes
+    if not learned:
+        return None
+    first = next(iter(learned))
+    for name, modes in learned.items():
+        if modes != learned[first]:
             raise ConvertError(
-                f"modes mean different things in {first} (learned: {found[first]}) and in {name} (learned: {modes}); convert "
-                f"them apart, or say by --loss-mode which are to be learned"
+                f"modes mean different things in {first} (learned: {learned[first]}) and in {name} "
+                f"(learned: {modes}); convert them apart, or say by --loss-mode which are to be "
+                f"learned"
             )
-    return found.get(first)
+    return learned[first]

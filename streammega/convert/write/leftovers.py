@@ -32,28 +32,27 @@ def find_leftovers(prefix: str, storage: StorageConfig | None = None) -> list[Ob
     folder, stem = _split(prefix)
     there = {info.key.rpartition("/")[2]: info for info in _list(folder, storage)}
     manifest = _manifest(join_url(folder, stem), storage)
-    own = _files_of(manifest)
-    # else shards with a mark may be all that there is
-    known = manifest is not None or f"{stem}.idx" in there
-    replaced = manifest is not None and any(
-        owner_of(shard.name) == stem for shard in manifest.shards
-    )
-    found = []
+    files_of_dataset = _files_of(manifest)
+    # Else shards with a mark may be all that there is.
+    has_dataset = manifest is not None or f"{stem}.idx" in there
+    lists_marked = False
+    if manifest is not None:
+        lists_marked = any(owner_of(shard.name) == stem for shard in manifest.shards)
+    signs_of_running = (f".{stem}{PROBE}", f".{stem}{CLAIM}")
+    leftovers = []
     for name, info in sorted(there.items()):
-        shard = split_name(name)[0]
-        if name in (f".{stem}{PROBE}", f".{stem}{CLAIM}"):
-            found.append(info)
-        if (
-            not name.endswith(ENDINGS)
-            or name in own
-            or not may_belong(shard, stem)
-            or _has_manifest(shard, stem, there)
-        ):
+        if name in signs_of_running:
+            leftovers.append(info)
             continue
-        alone = f"{shard}.idx" not in there and shard != stem
-        if replaced or alone or (known and owner_of(shard) is not None):
-            found.append(info)
-    return found
+        shard = split_name(name)[0]
+        is_shard = name.endswith(ENDINGS) and may_belong(shard, stem)
+        if not is_shard or name in files_of_dataset or _has_manifest(shard, stem, there):
+            continue
+        lacks_index = shard != stem and f"{shard}.idx" not in there
+        is_marked = owner_of(shard) is not None
+        if lists_marked or lacks_index or (has_dataset and is_marked):
+            leftovers.append(info)
+    return leftovers
 
 
 def _has_manifest(shard: str, stem: str, there: Collection[str]) -> bool:
@@ -76,20 +75,25 @@ def remove_leftovers(
         raise ConvertError(
             f"{prefix}: the dataset has changed meanwhile; is a conversion to it running? look again"
         )
-    store, _ = open_store(join_url(*_split(prefix)), storage)
+    folder, stem = _split(prefix)
+    store, _ = open_store(join_url(folder, stem), storage)
+    # Every `.idx` first: tokens without one are no dataset, whatever interrupts this.
     for info in sorted(found, key=lambda info: not info.key.endswith(".idx")):
         store.delete(info.key)
 
 
 def _split(prefix: str) -> tuple[str, str]:
     """The folder of a dataset and its name there."""
-    folder, slash, stem = split_name(prefix.removesuffix(MANIFEST))[0].rpartition("/")
+    dataset, _ = split_name(prefix.removesuffix(MANIFEST))
+    folder, slash, stem = dataset.rpartition("/")
     return (folder if slash else "."), stem
 
 
 def _list(folder: str, storage: StorageConfig) -> list[ObjectInfo]:
     store, key = open_store(f"{folder}/", storage)
-    return store.list(f"{key.rstrip('/')}/" if key else key, recursive=False)
+    # The key of a bucket's root is empty; a slash alone would be another folder.
+    below = f"{key.rstrip('/')}/" if key else ""
+    return store.list(below, recursive=False)
 
 
 def _manifest(prefix: str, storage: StorageConfig) -> Manifest | None:
@@ -108,4 +112,8 @@ def _files_of(manifest: Manifest | None) -> set[str]:
     if manifest is None:
         return set()
     suffix = SUFFIXES[manifest.kind]  # type: ignore[index]
-    return {shard.name + ending for shard in manifest.shards for ending in (suffix, ".idx")}
+    names = set()
+    for shard in manifest.shards:
+        names.add(shard.name + suffix)
+        names.add(f"{shard.name}.idx")
+    return names

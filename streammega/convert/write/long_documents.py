@@ -18,8 +18,8 @@ def check_tokens(count: int, where: str) -> None:
     """Raise ConvertError for a document of more tokens than an .idx can say."""
     if count > MOST_TOKENS:
         raise ConvertError(
-            f"{where}: a document of more than {MOST_TOKENS:,} tokens, the most an .idx can hold; cut the file, or pass "
-            f"--max-tokens"
+            f"{where}: a document of more than {MOST_TOKENS:,} tokens, the most an .idx can hold; "
+            f"cut the file, or pass --max-tokens"
         )
 
 
@@ -47,9 +47,10 @@ class TokenStream:
         self._end = end
         self._where = where
         self._hash = xxhash.xxh3_128()
-        self._wanted = np.array(
-            [options.modes is None or mode in options.modes for mode in modes], np.bool_
-        )
+        self._is_wanted = np.ones(len(modes), np.bool_)
+        """Whether a sequence is of a mode that was asked for."""
+        if options.modes is not None:
+            self._is_wanted = np.isin(modes, options.modes)
         self._sizes = np.zeros(len(modes), np.int64)
         """Tokens of each sequence."""
         self._kept = np.zeros(len(modes), np.int64)
@@ -64,13 +65,14 @@ class TokenStream:
             self._kept[number] += len(ids)
             check_tokens(self.kept, self._where)
             if self._options.dedup:
+                # As `document_hashes`: of ids, whatever their width.
                 self._hash.update(ids.astype("<i8").tobytes())
             yield ids
 
     @property
     def total(self) -> int:
         """Tokens, without those of sequences that are not wanted."""
-        return int(self._sizes[self._wanted].sum())
+        return int(self._sizes[self._is_wanted].sum())
 
     @property
     def kept(self) -> int:
@@ -80,27 +82,12 @@ class TokenStream:
     @property
     def lengths(self) -> NDArray[np.int32]:
         """Tokens of each sequence that is left, int32."""
-        return self._kept[self._left].astype(np.int32)
+        return self._kept[self._is_left].astype(np.int32)
 
     @property
     def modes(self) -> NDArray[np.int8]:
         """Of the sequences that are left, int8."""
-        return np.array(self._modes, np.int8)[self._left]
-
-    @property
-    def _there(self) -> NDArray[np.bool_]:
-        """Which sequences there are; one without a token is none, unless it was asked for."""
-        return (self._sizes > 0) | self._options.keep_empty
-
-    @property
-    def _left(self) -> NDArray[np.bool_]:
-        """Of the sequences that there are, those that are wanted and of which the cut left
-        something.
-        """
-        left: NDArray[np.bool_] = (
-            self._there & self._wanted & ((self._kept > 0) | (self._sizes == 0))
-        )
-        return left
+        return np.array(self._modes, np.int8)[self._is_left]
 
     @property
     def hashes(self) -> list[NDArray[np.uint64]]:
@@ -132,31 +119,66 @@ class TokenStream:
     @property
     def counts(self) -> dict[str, int]:
         """Of the report, by reasons."""
-        others = 0 if self.is_empty else int((self._there & ~self._wanted).sum())
-        counts = {"sequences of other modes": others} if others else {}
+        counts = {}
+        of_other_modes = int((self._is_there & ~self._is_wanted).sum())
+        # An empty document is counted as that alone.
+        if of_other_modes and not self.is_empty:
+            counts["sequences of other modes"] = of_other_modes
         if self.dropped is not None:
             counts[self.dropped] = 1
         return counts
 
-    def _chosen(self) -> Iterator[tuple[int, NDArray[Any]]]:
-        """All tokens; of more than wanted the first ones, with the end of the document in the place
-        of the last.
+    @property
+    def _is_there(self) -> NDArray[np.bool_]:
+        """Which sequences there are; one without a token is none, unless it was asked for."""
+        return (self._sizes > 0) | self._options.keep_empty
+
+    @property
+    def _is_left(self) -> NDArray[np.bool_]:
+        """Of the sequences that there are, those that are wanted and of which the cut left
+        something.
         """
+        is_not_cut_away = (self._kept > 0) | (self._sizes == 0)
+        left: NDArray[np.bool_] = self._is_there & self._is_wanted & is_not_cut_away
+        return left
+
+    def _chosen(self) -> Iterator[tuple[int, NDArray[Any]]]:
+        """All tokens of sequences that are wanted, or as many of them as documents may have."""
         most = self._options.max_tokens
-        last: tuple[int, NDArray[Any]] | None = None
-        wanted: tuple[int, NDArray[Any]] | None = None
-        passed = 0
+        wanted = self._wanted()
+        if most is None:
+            yield from wanted
+        else:
+            yield from self._cut(wanted, most)
+
+    def _wanted(self) -> Iterator[tuple[int, NDArray[Any]]]:
         for number, ids in self._pieces:
             self._sizes[number] += len(ids)
-            if not self._wanted[number]:
-                continue
-            if most is None:
+            if self._is_wanted[number]:
                 yield number, ids
-                continue
-            yield number, ids[: max(0, most - 1 - passed)]
+
+    def _cut(
+        self, pieces: Iterator[tuple[int, NDArray[Any]]], most: int
+    ) -> Iterator[tuple[int, NDArray[Any]]]:
+        """The first `most` tokens; if there are more and the last of them ends documents, that in
+        the place of the last that is kept.
+        """
+        token_at_limit: tuple[int, NDArray[Any]] | None = None
+        last_token: tuple[int, NDArray[Any]] | None = None
+        passed = 0
+        for number, ids in pieces:
+            # One token less for now: which comes last is known when all were seen.
+            room = max(0, most - 1 - passed)
+            yield number, ids[:room]
             if passed < most <= passed + len(ids):
-                wanted = number, ids[most - 1 - passed : most - passed]
+                token_at_limit = (number, ids[most - 1 - passed : most - passed])
             passed += len(ids)
-            last = (number, ids[-1:]) if len(ids) else last
-        if wanted is not None and last is not None:
-            yield last if self._end is not None and int(last[1][0]) == self._end else wanted
+            if len(ids):
+                last_token = (number, ids[-1:])
+        if token_at_limit is None or last_token is None:
+            return
+        _, last_id = last_token
+        if self._end is not None and int(last_id[0]) == self._end:
+            yield last_token
+        else:
+            yield token_at_limit

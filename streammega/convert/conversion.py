@@ -1,0 +1,324 @@
+"""One conversion: from inputs that are known to shards that are published."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+
+import numpy as np
+
+from streammega.config import StorageConfig
+from streammega.convert import resume
+from streammega.convert.cluster import SharedFiles
+from streammega.convert.digests import digest_of_json
+from streammega.convert.engines import TaskList, run_tasks
+from streammega.convert.options import ConvertOptions, Runner
+from streammega.convert.progress import Progress, no_progress
+from streammega.convert.read.inputs import Input
+from streammega.convert.read.pairs import dataset_name
+from streammega.convert.report import count_parts
+from streammega.convert.tokenize.tokenizers import TextTokenizer
+from streammega.convert.write.duplicates import remove_duplicates
+from streammega.convert.write.final_order import DocumentSet, OrderedDocuments
+from streammega.convert.write.job import Job, UnitRecord, segment_bytes_within
+from streammega.convert.write.labels import Labels
+from streammega.convert.write.layout import Layout, layout_digest, number_sequences, plan_bounds
+from streammega.convert.write.names import OutputNames
+from streammega.convert.write.output import Output
+from streammega.convert.write.plan import plan_units
+from streammega.convert.write.publish import Publisher
+from streammega.convert.write.shards import write_shard
+from streammega.convert.write.side_files import row_names, side_name
+from streammega.convert.write.units import run_unit
+from streammega.dataset.indexed import IndexedDataset
+from streammega.dataset.manifest import Manifest, Shard
+from streammega.dataset.shards import shard_name
+from streammega.errors import ConvertError
+from streammega.kernels.parallel import num_threads
+from streammega.storage import join_url, parent_url
+from streammega.storage.open import is_remote
+
+log = logging.getLogger(__name__)
+
+THREADS = 4
+"""Units that one process works on: nine tenths of their time are outside of the GIL."""
+SHUFFLED_AT_ONCE = 4
+"""Shards that are written at once where documents are shuffled: each holds a bucket, and while it
+reads that, some of it twice.
+"""
+BUCKETS_IN_MEMORY = 8
+"""A bucket is an eighth of the memory, so that `SHUFFLED_AT_ONCE` shards fit it twice over."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class WrittenDataset:
+    """All shards of a dataset, written but not published.
+
+    records: of units; none where datasets passed as they are. duplicates: documents that were left
+    out as such.
+    """
+
+    layout: Layout
+    shards: list[Shard]
+    records: list[UnitRecord]
+    duplicates: int
+    source_bytes: int
+
+
+@dataclass(kw_only=True)
+class Conversion:
+    """One conversion: its settings, and what it needs to be run.
+
+    work: its work folder. files: what the machines of a cluster must see.
+    """
+
+    prefix: str
+    options: ConvertOptions
+    runner: Runner
+    storage: StorageConfig
+    work: str
+    inputs: list[Input]
+    tokenizer: TextTokenizer | None
+    progress: Progress = no_progress
+    files: SharedFiles = field(default_factory=SharedFiles)
+
+    def make(self) -> WrittenDataset:
+        """Write all shards; what an interrupted run has done is not done again."""
+        if self.runner.restart:
+            resume.forget(self.work, self.storage)
+        job = self.job()
+        records: list[UnitRecord] = []
+        duplicates = 0
+        if self._passes_as_it_is:
+            parts = self._datasets()
+            sources = [f"{item.path} {item.etag}" for item in self.inputs]
+            source_bytes = sum(item.size for item in self.inputs)
+        else:
+            records = self._units(job)
+            parts = self._segments(records)
+            sources = [record.digest for record in records]
+            source_bytes = sum(record.source_bytes for record in records)
+            if self.options.dedup and parts:
+                parts, duplicates = remove_duplicates(job, parts, self.runner.memory_bytes)
+        layout = self._layout(job, parts, sources, records)
+        return WrittenDataset(
+            layout=layout,
+            shards=self._shards(job, layout),
+            records=records,
+            duplicates=duplicates,
+            source_bytes=source_bytes,
+        )
+
+    def publish(self, layout: Layout, shards: list[Shard], labels: Labels) -> Manifest:
+        """Put everything under its final name. May be interrupted and repeated."""
+        if not layout.multimodal:
+            # There are no modes to be learned.
+            labels = labels | {"loss_modes": None}
+        manifest = Manifest(
+            kind=self.options.kind,
+            dtype=layout.dtype,
+            multimodal=layout.multimodal,
+            **labels,
+            documents=sum(shard.documents for shard in shards),
+            sequences=sum(shard.sequences for shard in shards),
+            tokens=sum(shard.tokens for shard in shards),
+            shards=shards,
+        )
+        return self.publisher.publish(layout, manifest)
+
+    def leave(self) -> None:
+        """After an interruption: keep what a second run can use, and nothing else."""
+        if is_remote(self.work) or not os.path.isdir(self.work):
+            return
+        if resume.can_resume(self.work):
+            log.warning(
+                "what is done is kept in %s; run the same command again to go on", self.work
+            )
+        else:
+            self.remove_work()
+
+    def remove_work(self) -> None:
+        """Forget everything unfinished: at once, so that a kill leaves all of it or nothing."""
+        self.names.release()
+        resume.remove(self.work, self.storage)
+
+    def job(self, *, all_units: bool = False) -> Job:
+        """All that workers have to know; without units, unless all are asked for, where datasets
+        pass as they are.
+        """
+        units = []
+        if all_units or not self._passes_as_it_is:
+            units = plan_units(self.inputs, self.options, self.storage)
+        units_at_once = self.runner.workers or num_threads()
+        return Job(
+            options=self.options,
+            storage=self.storage,
+            work=self.work,
+            units=units,
+            tokenizer_digest=self._tokenizer_digest,
+            segment_bytes=segment_bytes_within(self.runner.memory_bytes, units_at_once),
+        )
+
+    @cached_property
+    def output(self) -> Output:
+        """Where its shards go."""
+        return Output(self.prefix, self.options.kind, self.storage)
+
+    @cached_property
+    def names(self) -> OutputNames:
+        """Under which names they go there: those of this conversion, of these inputs and options."""
+        inputs = [f"{item.path} {item.format} {item.size} {item.etag}" for item in self.inputs]
+        job = digest_of_json([self.options.digest(), self._tokenizer_digest, inputs])
+        return OutputNames(self.output, self.work, job)
+
+    @cached_property
+    def publisher(self) -> Publisher:
+        """Who puts them there."""
+        return Publisher(self.output, self.names, self.work)
+
+    @property
+    def _tokenizer_digest(self) -> str:
+        return self.tokenizer.digest if self.tokenizer else ""
+
+    @property
+    def _passes_as_it_is(self) -> bool:
+        """Whether the inputs can be laid into shards without being made segments first."""
+        return self.options.plain and all(item.format == "megatron" for item in self.inputs)
+
+    def _datasets(self) -> list[DocumentSet]:
+        """The inputs as parts."""
+        parts = []
+        for item in self.inputs:
+            name = dataset_name(item.path)
+            indexed = IndexedDataset(name, self.storage)
+            parts.append(DocumentSet(dataset=name, documents=len(indexed.document_indices) - 1))
+        return parts
+
+    def _units(self, job: Job) -> list[UnitRecord]:
+        """Records of all units, which are done in the end."""
+        done = resume.units_done(job)
+        if done:
+            source_bytes = sum(record.source_bytes for record in done.values())
+            tokens = sum(record.tokens for record in done.values())
+            self.progress(source_bytes, tokens)
+        work = TaskList(
+            function=run_unit,
+            shared=job,
+            numbers=[number for number in range(len(job.units)) if number not in done],
+            # Splitting sentences is Python throughout, and holds the GIL.
+            threads=1 if self.options.split_sentences else THREADS,
+            files=self.files,
+        )
+        for number, record in run_tasks(work, self.runner, self.progress):
+            done[number] = record
+        return [done[number] for number in range(len(job.units))]
+
+    def _segments(self, records: Sequence[UnitRecord]) -> list[DocumentSet]:
+        """What units made, as parts."""
+        has_side = bool(row_names(self.options))
+        parts = []
+        for unit, record in enumerate(records):
+            for segment in record.segments:
+                part = DocumentSet(
+                    dataset=join_url(self.work, segment.name),
+                    documents=segment.documents,
+                    side=side_name(segment.name) if has_side else "",
+                    unit=unit,
+                )
+                parts.append(part)
+        return parts
+
+    def _shards(self, job: Job, layout: Layout) -> list[Shard]:
+        """All shards, which are written in the end."""
+        done = resume.shards_done(job, layout, self.publisher)
+        work = TaskList(
+            function=_write_shard,
+            shared=(job, layout),
+            numbers=[number for number in range(layout.num_shards) if number not in done],
+            # A tar is written by Python, which holds the GIL.
+            threads=1 if self.options.kind == "tar" else num_threads(),
+            files=self.files,
+        )
+        # What was read as units has been told of already.
+        progress = self.progress if self._passes_as_it_is else no_progress
+        most_at_once = SHUFFLED_AT_ONCE if layout.buckets else None
+        for number, shard in run_tasks(work, self.runner, progress, most_at_once):
+            done[number] = shard
+        return [done[number] for number in range(layout.num_shards)]
+
+    def _layout(
+        self,
+        job: Job,
+        parts: list[DocumentSet],
+        sources: Sequence[str],
+        records: Sequence[UnitRecord],
+    ) -> Layout:
+        """What goes into which shard.
+
+        Raises ConvertError where nothing is left, or modes are there and not there.
+        """
+        parts = [part for part in parts if part.documents]
+        if not parts:
+            self.remove_work()  # nothing in it is of use
+            raise ConvertError(
+                f"the {len(self.inputs)} input files hold no text and no tokens; nothing was "
+                f"written{_reasons(records)}"
+            )
+        kinds = count_parts(parts, self.storage)
+        if len(kinds.multimodal) > 1:
+            raise ConvertError("some inputs have modes and others have none; convert them apart")
+        dtype = np.dtype(self.options.dtype or np.result_type(*kinds.dtypes))
+        buckets = 0
+        if self.options.shuffle_seed is not None:
+            token_bytes = kinds.tokens * dtype.itemsize
+            buckets = max(1, -(-token_bytes * BUCKETS_IN_MEMORY // self.runner.memory_bytes))
+        documents = OrderedDocuments(job, parts, buckets)
+        bounds = plan_bounds(documents, dtype.itemsize, self.options.shard_bytes)
+        num_shards = len(bounds) - 1
+        names = self._plain_names(num_shards)
+        # Where files can be renamed, nothing is written beside the output before all is done.
+        folder = parent_url(self.prefix) if is_remote(self.prefix) else join_url(self.work, "out")
+        first_sequences = [0] * num_shards
+        if self.options.kind == "tar":
+            first_sequences = number_sequences(documents, bounds)
+        layout = Layout(
+            parts=parts,
+            dtype=str(dtype),
+            multimodal=kinds.multimodal == {True},
+            buckets=buckets,
+            bounds=bounds,
+            names=names,
+            targets=[join_url(folder, name) for name in names],
+            first_sequences=first_sequences,
+        )
+        digest = layout_digest(job, layout, sources)
+        return self.names.aim(replace(layout, digest=digest))
+
+    def _plain_names(self, num_shards: int) -> list[str]:
+        stem = self.output.stem
+        if self.options.shard_bytes is None:
+            return [stem]
+        return [shard_name(stem, number, num_shards) for number in range(num_shards)]
+
+
+def _reasons(records: Sequence[UnitRecord]) -> str:
+    """Why nothing is left, for a message: counts by reason, and the first faults with their
+    places.
+    """
+    counts: dict[str, int] = {}
+    messages: list[str] = []
+    for record in records:
+        messages += record.messages
+        for reason, count in record.counts.items():
+            counts[reason] = counts.get(reason, 0) + count
+    told = [f"; {count:,} {reason}" for reason, count in sorted(counts.items())]
+    told += [f"\n  {message}" for message in messages[:3]]
+    return "".join(told)
+
+
+def _write_shard(shared: tuple[Job, Layout], number: int, progress: Progress) -> Shard:
+    job, layout = shared
+    return write_shard(job, layout, number, progress)

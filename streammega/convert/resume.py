@@ -1,0 +1,103 @@
+"""What resumes a conversion: units and shards that are done have a record in the work folder, and
+what has one is not done again.
+
+A record is believed if its digest is that of what would be made now (`Job.unit_digest`,
+`Layout.digest`), so that after a change of inputs or options only what depends on them is done
+again. Which names of the output are this conversion's is noted there too (`write/names.py`).
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+
+from streammega.config import StorageConfig
+from streammega.convert.read.pipes import KEPT as KEPT_PIPE
+from streammega.convert.work_folder import LOCK, remove_folder
+from streammega.convert.write.job import Job, UnitRecord, read_record
+from streammega.convert.write.layout import Layout
+from streammega.convert.write.publish import Publisher
+from streammega.convert.write.shards import read_shard
+from streammega.dataset.manifest import Shard
+from streammega.storage import open_store
+from streammega.storage.open import is_remote
+
+log = logging.getLogger(__name__)
+
+KEPT = (LOCK, "target.json", "publishing.json", "claim.json")
+"""What a restart leaves in the work folder: who works there, and which names of the output are its
+own.
+"""
+
+
+def units_done(job: Job) -> dict[int, UnitRecord]:
+    """The units that need not be done again, by their numbers."""
+    done = {}
+    for number in range(len(job.units)):
+        record = read_record(job, number)
+        if record is not None:
+            done[number] = record
+    if done:
+        log.warning(
+            "going on with a conversion that was interrupted: %d of %d units are done",
+            len(done),
+            len(job.units),
+        )
+    return done
+
+
+def shards_done(job: Job, layout: Layout, publisher: Publisher) -> dict[int, Shard]:
+    """The shards that need not be written again, by their numbers."""
+    done = {}
+    for number in range(layout.num_shards):
+        shard = read_shard(job, layout, number)
+        if shard is not None:
+            done[number] = shard
+    for number in publisher.lost(layout, done):
+        del done[number]
+    return done
+
+
+def can_resume(work: str) -> bool:
+    """Whether a work folder of this machine holds what a second run can use."""
+    records = [name for name in os.listdir(work) if name.endswith(".json")]
+    return any(name.startswith(("unit-", "shard-")) for name in records)
+
+
+def forget(work: str, storage: StorageConfig) -> None:
+    """Remove what an interrupted run has done; the lock is held, and what is noted of the
+    output's names stays true.
+    """
+    keys = _keys_below(work, storage)
+    store, folder = open_store(f"{work}/" if is_remote(work) else work, storage)
+    kept = {f"{folder.rstrip('/')}/{name}" for name in KEPT}
+    # Records go before what they speak of.
+    for key in sorted(keys, key=lambda key: not key.endswith(".json")):
+        is_pipe = os.path.basename(key).startswith(KEPT_PIPE)
+        if key not in kept and not is_pipe:
+            store.delete(key)
+
+
+def remove(work: str, storage: StorageConfig) -> None:
+    """Remove the work folder of a conversion of which nothing is left to be done."""
+    if not is_remote(work):
+        if os.path.isdir(work):
+            remove_folder(work)
+        return
+    store, _ = open_store(f"{work}/", storage)
+    # What is noted of the output goes last: as long as anything is here, it says whose the output
+    # is.
+    for key in sorted(_keys_below(work, storage), key=lambda key: key.endswith(KEPT)):
+        store.delete(key)
+
+
+def _keys_below(work: str, storage: StorageConfig) -> list[str]:
+    """Every file of a work folder, by its store's key."""
+    if is_remote(work):
+        store, folder = open_store(f"{work}/", storage)
+        return [info.key for info in store.list(folder)]
+    _, folder = open_store(work, storage)
+    keys = []
+    for root, _, names in os.walk(folder):
+        keys += [os.path.join(root, name) for name in names]
+    return keys

@@ -1,0 +1,265 @@
+"""Tokens of parts copied into a shard: stretches that stay in their order as they are, shuffled
+documents by a kernel.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from streammega.convert.documents import bounds_of
+from streammega.convert.read.pairs import document_runs
+from streammega.convert.write.final_order import Integers, OrderedDocuments
+from streammega.convert.write.shuffling import ragged
+from streammega.dataset.indexed import IndexedDataset
+from streammega.dataset.writer import IndexedDatasetWriter
+from streammega.errors import ConvertError
+from streammega.kernels.plan import copy_bytes
+from streammega.storage.backends.local import LocalStore
+from streammega.storage.store import Bytes, address_of
+
+COPY_BYTES = 1 << 20
+"""Copied at a time: it stays in the processor's cache while its checksum is taken."""
+CHUNK_BYTES = 32 << 20
+"""Read of a remote object, and gathered, at a time."""
+REQUESTS_OF_A_CHUNK = 4
+"""By which a chunk of a remote object is read at once."""
+_NOTHING = np.empty(0, np.uint8)
+
+
+def copy_in_order(
+    documents: OrderedDocuments, part: int, chosen: Integers, writer: IndexedDatasetWriter
+) -> Iterator[int]:
+    """Documents of one part in their order: what lies end to end is copied as it is.
+
+    Yields bytes as they are written.
+    """
+    indexed = documents.dataset(part)
+    # Documents that were left out cut the part into stretches.
+    lasts = np.flatnonzero(np.diff(chosen) != 1)
+    starts = [int(chosen[0]), *chosen[lasts + 1].tolist()]
+    stops = [*(chosen[lasts] + 1).tolist(), int(chosen[-1]) + 1]
+    for start, stop in zip(starts, stops, strict=True):
+        for first, last in document_runs(indexed, start, stop, CHUNK_BYTES):
+            yield _copy_stretch(indexed, first, last, writer)
+
+
+def copy_shuffled(
+    documents: OrderedDocuments, parts: Integers, chosen: Integers, writer: IndexedDatasetWriter
+) -> Iterator[int]:
+    """Documents of many parts in a shuffled order: each part's bytes are read at once, then
+    gathered. Yields as `copy_in_order`.
+    """
+    held = _read_all(documents, parts, chosen, writer.dtype)
+    ends = np.cumsum(held.sizes)
+    low = 0
+    while low < len(chosen):
+        bytes_before = int(ends[low - 1]) if low else 0
+        fits = int(np.searchsorted(ends, bytes_before + CHUNK_BYTES, "right"))
+        high = max(low + 1, fits)
+        gathered = np.empty(int(ends[high - 1]) - bytes_before, np.uint8)
+        sizes = held.sizes[low:high]
+        places = ends[low:high] - sizes - bytes_before
+        copy_bytes(_NOTHING, held.addresses[low:high], sizes, address_of(gathered) + places)
+        num_sequences = held.num_sequences[low:high]
+        sequences = ragged(held.first_sequences[low:high], num_sequences)
+        modes = None if held.modes is None else held.modes[sequences]
+        writer.add_documents(gathered.data, held.lengths[sequences], num_sequences, modes)
+        yield len(gathered)
+        low = high
+
+
+@dataclass(frozen=True, kw_only=True)
+class _HeldDocuments:
+    """Documents of many parts, in memory. addresses, sizes, first_sequences, num_sequences: of each
+    document; lengths, modes: of each sequence. tokens: keeps alive what addresses point to.
+    """
+
+    tokens: list[Bytes]
+    addresses: Integers
+    sizes: Integers
+    first_sequences: Integers
+    num_sequences: Integers
+    lengths: NDArray[np.int32]
+    modes: NDArray[np.int8] | None
+
+
+def _read_all(
+    documents: OrderedDocuments, parts: Integers, chosen: Integers, dtype: np.dtype[Any]
+) -> _HeldDocuments:
+    """Documents in their order, wherever they lie in memory."""
+    addresses = np.empty(len(chosen), np.int64)
+    sizes = np.empty(len(chosen), np.int64)
+    first_sequences = np.empty(len(chosen), np.int64)
+    num_sequences = np.empty(len(chosen), np.int64)
+    tokens = []
+    lengths = []
+    modes = []
+    sequences_before = 0
+    for part in np.unique(parts):
+        rows = np.flatnonzero(parts == part)
+        numbers = chosen[rows]
+        indexed = documents.dataset(int(part))
+        stretch = _read_stretch(indexed, numbers, dtype)
+        first = indexed.document_indices[numbers] - stretch.first_sequence
+        last = indexed.document_indices[numbers + 1] - stretch.first_sequence
+        begins = stretch.byte_bounds[first]
+        addresses[rows] = address_of(stretch.tokens) + begins
+        sizes[rows] = stretch.byte_bounds[last] - begins
+        first_sequences[rows] = sequences_before + first
+        num_sequences[rows] = last - first
+        sequences_before += len(stretch.lengths)
+        tokens.append(stretch.tokens)
+        lengths.append(stretch.lengths)
+        if stretch.modes is not None:
+            modes.append(stretch.modes)
+    return _HeldDocuments(
+        tokens=tokens,
+        addresses=addresses,
+        sizes=sizes,
+        first_sequences=first_sequences,
+        num_sequences=num_sequences,
+        lengths=np.concatenate(lengths),
+        modes=np.concatenate(modes) if modes else None,
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Stretch:
+    """Consecutive documents of a part, in memory.
+
+    tokens: their bytes, in the dtype of the shard. first_sequence: the number of their first
+    sequence in the part. lengths, modes: of their sequences. byte_bounds: where these begin among
+    the bytes, and where the last ends.
+    """
+
+    tokens: Bytes
+    first_sequence: int
+    lengths: NDArray[np.int32]
+    modes: NDArray[np.int8] | None
+    byte_bounds: Integers
+
+
+def _read_stretch(indexed: IndexedDataset, chosen: Integers, dtype: np.dtype[Any]) -> _Stretch:
+    """From the first of some documents of a part to the last.
+
+    There are few others between: a segment's documents are sorted by their keys, as are those of a
+    bucket.
+    """
+    first_document = int(chosen.min())
+    last_document = int(chosen.max())
+    first = int(indexed.document_indices[first_document])
+    last = int(indexed.document_indices[last_document + 1])
+    lengths = np.asarray(indexed.sequence_lengths[first:last])
+    start_byte = int(indexed.sequence_offsets[first]) if last > first else 0
+    num_bytes = int(lengths.sum(dtype=np.int64)) * indexed.dtype.itemsize
+    # Copies, since local files are read into one buffer again and again.
+    pieces = [piece.copy() for piece in _stored_bytes(indexed, start_byte, num_bytes)]
+    tokens = np.concatenate(pieces) if pieces else _NOTHING
+    if indexed.dtype != dtype:
+        tokens = _cast(tokens, indexed, dtype)
+    byte_bounds = bounds_of(lengths) * dtype.itemsize
+    expected_bytes = int(byte_bounds[-1])
+    # Addresses go to a kernel, which looks no further.
+    if len(tokens) != expected_bytes:
+        raise ConvertError(
+            f"{indexed.prefix}: {len(tokens)} bytes were read of {expected_bytes}; convert again "
+            f"with --restart"
+        )
+    modes = indexed.sequence_modes
+    return _Stretch(
+        tokens=tokens,
+        first_sequence=first,
+        lengths=lengths,
+        modes=None if modes is None else np.asarray(modes[first:last]),
+        byte_bounds=byte_bounds,
+    )
+
+
+def _copy_stretch(
+    indexed: IndexedDataset, start: int, stop: int, writer: IndexedDatasetWriter
+) -> int:
+    """Documents [start, stop) of a part, as they are. Returns the bytes written."""
+    bounds = indexed.document_indices
+    first = int(bounds[start])
+    last = int(bounds[stop])
+    lengths = indexed.sequence_lengths[first:last]
+    modes = indexed.sequence_modes
+    pieces = _bytes_of_sequences(indexed, first, last)
+    if writer.dtype != indexed.dtype:
+        pieces = (_cast(piece, indexed, writer.dtype) for piece in pieces)
+    writer.add_stream(
+        (piece.data for piece in pieces),
+        lengths,
+        np.diff(bounds[start : stop + 1]),
+        None if modes is None else modes[first:last],
+    )
+    return int(lengths.sum(dtype=np.int64)) * writer.dtype.itemsize
+
+
+def _bytes_of_sequences(indexed: IndexedDataset, first: int, last: int) -> Iterator[Bytes]:
+    """The stored bytes of sequences [first, last), in their order."""
+    if first == last:
+        return
+    lengths = indexed.sequence_lengths[first:last]
+    sizes = lengths.astype(np.int64) * indexed.dtype.itemsize
+    offsets = indexed.sequence_offsets[first:last]
+    ends = offsets + sizes
+    if np.array_equal(offsets[1:], ends[:-1]):
+        yield from _stored_bytes(indexed, int(offsets[0]), int(sizes.sum()))
+        return
+    # A dataset may have its sequences in any order in its .bin.
+    for offset, size in zip(offsets.tolist(), sizes.tolist(), strict=True):
+        yield from _stored_bytes(indexed, offset, size)
+
+
+def _stored_bytes(indexed: IndexedDataset, start: int, size: int) -> Iterator[Bytes]:
+    """Bytes of a dataset's tokens, a little at a time; local files are read, not mapped, so that
+    memory stays flat.
+
+    What was yielded is overwritten by what comes next.
+    """
+    if isinstance(indexed.store, LocalStore):
+        yield from _bytes_of_file(indexed.bin_key, start, size)
+        return
+    stop = start + size
+    for chunk_start in range(start, stop, CHUNK_BYTES):
+        chunk_stop = min(chunk_start + CHUNK_BYTES, stop)
+        starts = list(range(chunk_start, chunk_stop, CHUNK_BYTES // REQUESTS_OF_A_CHUNK))
+        stops = [*starts[1:], chunk_stop]
+        for body in indexed.store.read_ranges(
+            indexed.bin_key, starts, stops, indexed.bin_info.etag
+        ):
+            yield np.frombuffer(body, np.uint8)
+
+
+def _bytes_of_file(path: str, start: int, size: int) -> Iterator[Bytes]:
+    buffer = np.empty(min(COPY_BYTES, size), np.uint8)
+    left = size
+    with open(path, "rb", buffering=0) as file:
+        file.seek(start)
+        while left:
+            got = file.readinto(buffer.data[: min(len(buffer), left)])
+            if not got:
+                raise ConvertError(f"{path}: ends before its .idx says; copy it again")
+            yield buffer[:got]
+            left -= got
+
+
+def _cast(stored: Bytes, indexed: IndexedDataset, dtype: np.dtype[Any]) -> Bytes:
+    """Stored tokens as bytes of another dtype. Raises ConvertError where it cannot hold an id."""
+    ids = stored.view(indexed.dtype.newbyteorder("<"))
+    if len(ids):
+        low = int(ids.min())
+        high = int(ids.max())
+        limits = np.iinfo(dtype)
+        if low < limits.min or high > limits.max:
+            raise ConvertError(
+                f"{indexed.prefix}: holds ids from {low} to {high}, which {dtype} cannot hold; "
+                f"choose a wider --dtype"
+            )
+    return ids.astype(dtype).view(np.uint8)

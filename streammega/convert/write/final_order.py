@@ -1,0 +1,164 @@
+"""The documents of some parts in their final order: known before a token is moved."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+from numpy.typing import NDArray
+
+from streammega.convert.documents import bounds_of
+from streammega.convert.write.job import Job
+from streammega.convert.write.records import load_bytes
+from streammega.convert.write.side_files import read_side
+from streammega.dataset.indexed import IndexedDataset
+from streammega.storage import join_url
+
+Integers = NDArray[np.int64]
+OPENED_PARTS = 64
+"""Parts that are kept open where one is read after the other: a corpus may have thousands."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class DocumentSet:
+    """Documents that are there: a dataset's name, the names of its `.side` and `.keep` files or "",
+    the unit that made it.
+    """
+
+    dataset: str
+    documents: int
+    side: str = ""
+    keep: str = ""
+    unit: int = 0
+
+
+class OrderedDocuments:
+    """The documents of some parts in their final order, block by block.
+
+    A block is a part, in the order of its documents; with `buckets`, one of so many ranges of
+    shuffle keys, in the order of these.
+    """
+
+    def __init__(self, job: Job, parts: Sequence[DocumentSet], buckets: int) -> None:
+        self._job = job
+        self._parts = parts
+        self._buckets = buckets
+        self._opened: dict[int, IndexedDataset] = {}
+
+    @property
+    def num_blocks(self) -> int:
+        """Parts, or buckets."""
+        return self._buckets or len(self._parts)
+
+    def dataset(self, part: int) -> IndexedDataset:
+        """A part, opened; only the last few are kept so."""
+        opened = self._opened.get(part)
+        if opened is not None:
+            return opened
+        # Every bucket needs all parts, so there all of them stay open.
+        while len(self._opened) >= OPENED_PARTS and not self._buckets:
+            first_opened = next(iter(self._opened))
+            del self._opened[first_opened]
+        opened = IndexedDataset(self._parts[part].dataset, self._job.storage)
+        self._opened[part] = opened
+        return opened
+
+    @property
+    def num_tokens(self) -> int:
+        """In all parts, kept or not."""
+        total = 0
+        for part in range(len(self._parts)):
+            lengths = self.dataset(part).sequence_lengths
+            total += int(lengths.sum(dtype=np.int64))
+        return total
+
+    def order(self, block: int) -> tuple[Integers, Integers]:
+        """(part, document of it) of every document of a block, in order."""
+        if self._buckets:
+            return self._order_of_bucket(block)
+        documents = np.arange(self._parts[block].documents)
+        is_kept = self._is_kept(block)
+        if is_kept is not None:
+            documents = documents[is_kept]
+        return np.full(len(documents), block), documents
+
+    def sizes(self, parts: Integers, documents: Integers) -> Integers:
+        """Tokens of documents; of each part, only the stretch that holds them is looked at."""
+        sizes = np.empty(len(documents), np.int64)
+        for part in np.unique(parts):
+            rows = np.flatnonzero(parts == part)
+            numbers = documents[rows]
+            start = int(numbers.min())
+            stop = int(numbers.max()) + 1
+            tokens = document_tokens(self.dataset(int(part)), start, stop)
+            sizes[rows] = tokens[numbers - start]
+        return sizes
+
+    def sequences(self, parts: Integers, documents: Integers) -> Integers:
+        """How many sequences documents have."""
+        counts = np.empty(len(documents), np.int64)
+        for part in np.unique(parts):
+            rows = np.flatnonzero(parts == part)
+            numbers = documents[rows]
+            bounds = self.dataset(int(part)).document_indices
+            counts[rows] = bounds[numbers + 1] - bounds[numbers]
+        return counts
+
+    def _order_of_bucket(self, bucket: int) -> tuple[Integers, Integers]:
+        parts = []
+        documents = []
+        keys = []
+        for part, keys_of_part in enumerate(self._shuffle_keys):
+            chosen = self._documents_in(bucket, part, keys_of_part)
+            parts.append(np.full(len(chosen), part))
+            documents.append(chosen)
+            keys.append(keys_of_part[chosen])
+        # Stable: of equal keys (a 64-bit hash), the earlier part and document come first, however
+        # many buckets there are.
+        order = np.argsort(np.concatenate(keys), kind="stable")
+        return np.concatenate(parts)[order], np.concatenate(documents)[order]
+
+    def _documents_in(self, bucket: int, part: int, keys: NDArray[np.uint64]) -> Integers:
+        """Documents of a part whose keys lie in a bucket; those of a segment were sorted by key."""
+        keys_per_bucket = (1 << 64) // self._buckets
+        low = np.uint64(keys_per_bucket * bucket)
+        first = int(np.searchsorted(keys, low))
+        # The last bucket also has the few keys that a division by the number of buckets leaves.
+        stop = len(keys)
+        if bucket < self._buckets - 1:
+            high = np.uint64(keys_per_bucket * (bucket + 1))
+            stop = int(np.searchsorted(keys, high))
+        documents = np.arange(first, stop)
+        is_kept = self._is_kept(part)
+        return documents if is_kept is None else documents[is_kept[first:stop]]
+
+    @cached_property
+    def _shuffle_keys(self) -> list[NDArray[np.uint64]]:
+        """Of each part, the keys of its documents, ascending."""
+        keys = []
+        for part in self._parts:
+            side = read_side(self._job, part.side, part.documents)
+            keys.append(side["shuffle_key"])
+        return keys
+
+    def _is_kept(self, part: int) -> NDArray[np.bool_] | None:
+        """Which documents of a part are no duplicates; None: nobody has looked."""
+        name = self._parts[part].keep
+        if not name:
+            return None
+        bits = load_bytes(join_url(self._job.work, name), self._job.storage)
+        flags = np.unpackbits(bits, count=self._parts[part].documents)
+        return flags.astype(np.bool_)
+
+
+def document_tokens(indexed: IndexedDataset, start: int = 0, stop: int | None = None) -> Integers:
+    """Tokens of each of the documents [start, stop), int64."""
+    last_bound = None if stop is None else stop + 1
+    sequence_bounds = indexed.document_indices[start:last_bound]
+    first = int(sequence_bounds[0])
+    last = int(sequence_bounds[-1])
+    token_bounds = bounds_of(indexed.sequence_lengths[first:last])
+    tokens: Integers = np.diff(token_bounds[sequence_bounds - first])
+    return tokens

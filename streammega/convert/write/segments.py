@@ -1,0 +1,218 @@
+"""Documents of a unit written as segments: `.bin/.idx` pairs of at most a few tens of MiB in the
+work folder, with a `.side` file where documents are shuffled or compared.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from streammega.convert.documents import LongText, RawDocument, Tokens, concatenate
+from streammega.convert.progress import Progress
+from streammega.convert.write.duplicates import document_hashes
+from streammega.convert.write.encoders import encoder_of, eod_of
+from streammega.convert.write.job import Job, Segment, UnitRecord, length_histogram, unit_name
+from streammega.convert.write.long_documents import TokenStream, check_tokens
+from streammega.convert.write.selection import Selection
+from streammega.convert.write.shuffling import permuted, shuffle_keys
+from streammega.convert.write.side_files import SideRows, save_side
+from streammega.dataset.idx import CODE_OF_DTYPE, smallest_dtype
+from streammega.dataset.writer import IndexedDatasetWriter
+from streammega.errors import ConvertError
+from streammega.storage import join_url
+
+
+class SegmentWriter:
+    """Applies what was asked for to the documents of a unit, and writes them as segments."""
+
+    def __init__(self, job: Job, unit: int, record: UnitRecord) -> None:
+        self._job = job
+        self._options = job.options
+        self._unit = unit
+        self._record = record
+        self._selection = Selection(job, record)
+        self._held: list[Tokens] = []
+        self._numbers: list[NDArray[np.int64]] = []
+        """Of the documents held, counted over all that the unit has."""
+        self._held_bytes = 0
+        self._documents_seen = 0
+
+    def add(self, batch: Tokens) -> None:
+        """Take documents in."""
+        first = self._documents_seen
+        self._documents_seen += len(batch.documents)
+        numbers = np.arange(first, self._documents_seen)
+        chosen, is_kept = self._selection.choose(batch)
+        self._held.append(chosen)
+        self._numbers.append(numbers[is_kept])
+        self._held_bytes += chosen.tokens.nbytes
+        if self._held_bytes >= self._job.segment_bytes:
+            self.flush()
+
+    def add_long(self, item: LongText | RawDocument, progress: Progress) -> None:
+        """Take a document in that is not held: as a segment of its own. Raises ConvertError,
+        FormatError.
+
+        Of a record, its fields are known.
+        """
+        # What came before it is a segment before it.
+        self.flush()
+        encoder = encoder_of(self._job)
+        where = item.path if isinstance(item, LongText) else item.where
+        _check_size(item, self._job)
+        parts = encoder.long_parts(item)
+        if not parts:
+            self._record.count("empty", 1)
+            return
+        ids = encoder.long_document(parts, where)
+        modes = [part.mode for part in parts]
+        stream = TokenStream(ids, modes, self._options, eod_of(self._job), where)
+        multimodal = self._options.makes_modes
+        writer = self._writer(encoder.dtype, multimodal=multimodal)
+        try:
+            writer.add_document_stream(
+                _as_bytes(stream, progress), lambda: (stream.lengths, stream.modes)
+            )
+            if stream.dropped is None:
+                numbers = np.array([self._documents_seen])
+                self._save_side(self._shuffle_keys(numbers), numbers, stream.hashes)
+                writer.finalize()
+        finally:
+            # Does nothing behind `finalize`; else the document was left out, or could not be read.
+            writer.abort()
+        self._note_long(stream, encoder.dtype)
+
+    def flush(self) -> None:
+        """Write what is held as a segment."""
+        held = [batch for batch in self._held if len(batch.documents)]
+        numbers_of_batches = self._numbers
+        self._held = []
+        self._numbers = []
+        self._held_bytes = 0
+        if not held:
+            return
+        numbers = np.concatenate(numbers_of_batches)
+        if len({batch.modes is None for batch in held}) > 1:
+            raise ConvertError("some inputs have modes and others have none; convert them apart")
+        dtype = token_dtype([batch.tokens for batch in held], self._options.dtype)
+        batch = concatenate(held, dtype)
+        keys = self._shuffle_keys(numbers)
+        if keys is not None:
+            # Sorted here, so that a bucket is one stretch of each segment.
+            order = np.argsort(keys, kind="stable")
+            batch = permuted(batch, order)
+            numbers = numbers[order]
+            keys = keys[order]
+        hashes = document_hashes(batch) if self._options.dedup else ()
+        self._save_side(keys, numbers, hashes)
+        multimodal = batch.modes is not None
+        with self._writer(dtype, multimodal=multimodal) as writer:
+            stored = batch.tokens.view(np.uint8).data
+            writer.add_documents(stored, batch.lengths, batch.documents, batch.modes)
+        self._note(dtype, batch.document_tokens, multimodal=multimodal)
+
+    @property
+    def _next_segment(self) -> str:
+        """The name of the segment that is written next."""
+        return f"{unit_name(self._unit)}-{len(self._record.segments):04d}"
+
+    def _shuffle_keys(self, numbers: NDArray[np.int64]) -> NDArray[np.uint64] | None:
+        seed = self._options.shuffle_seed
+        return None if seed is None else shuffle_keys(seed, self._unit, numbers)
+
+    def _save_side(
+        self,
+        keys: NDArray[np.uint64] | None,
+        numbers: NDArray[np.int64],
+        hashes: Sequence[NDArray[np.uint64]],
+    ) -> None:
+        """What is needed of each document beside its tokens, if anything."""
+        rows: SideRows = {}
+        if keys is not None:
+            rows["shuffle_key"] = keys
+        if self._options.dedup:
+            low, high = hashes
+            rows["number"] = numbers.astype(np.uint64)
+            rows["hash_low"] = low
+            rows["hash_high"] = high
+        save_side(self._job, self._next_segment, rows)
+
+    def _writer(self, dtype: np.dtype[Any], *, multimodal: bool) -> IndexedDatasetWriter:
+        prefix = join_url(self._job.work, self._next_segment)
+        return IndexedDatasetWriter(prefix, dtype, multimodal, self._job.storage, kind="bin")
+
+    def _note_long(self, stream: TokenStream, dtype: np.dtype[Any]) -> None:
+        """Count a document that was not held, whose segment is written unless it was left out."""
+        if not stream.is_empty:
+            self._documents_seen += 1
+        if stream.dropped is None:
+            multimodal = self._options.makes_modes
+            self._note(dtype, np.array([stream.kept]), multimodal=multimodal)
+            tokens_cut_off = stream.total - stream.kept
+            self._record.count("cut", int(tokens_cut_off > 0))
+            self._record.count("tokens cut off", tokens_cut_off)
+        for reason, count in stream.counts.items():
+            self._record.count(reason, count)
+
+    def _note(self, dtype: np.dtype[Any], sizes: NDArray[np.int64], *, multimodal: bool) -> None:
+        """A segment that is written. sizes: tokens of its documents."""
+        tokens = int(sizes.sum())
+        segment = Segment(
+            name=self._next_segment,
+            dtype=str(dtype),
+            multimodal=multimodal,
+            documents=len(sizes),
+            tokens=tokens,
+        )
+        record = self._record
+        # From here on the next segment has another name.
+        record.segments.append(segment)
+        record.documents += len(sizes)
+        record.tokens += tokens
+        for number, count in enumerate(length_histogram(sizes)):
+            record.histogram[number] += count
+
+
+def token_dtype(arrays: Sequence[NDArray[Any]], asked: str | None) -> np.dtype[Any]:
+    """The stored dtype for some tokens: the one asked, else theirs if the format has it, else the
+    smallest that holds them.
+
+    Raises ConvertError for ids that it cannot hold.
+    """
+    common = np.result_type(*(array.dtype for array in arrays)).newbyteorder("=")
+    low = min((int(array.min()) for array in arrays if len(array)), default=0)
+    high = max((int(array.max()) for array in arrays if len(array)), default=0)
+    if asked is not None:
+        dtype = np.dtype(asked)
+    elif common in CODE_OF_DTYPE and common.itemsize <= 4:
+        dtype = common
+    elif common == np.uint32 or low < 0:
+        # uint32 is no dtype of the .idx; int32 has the same width.
+        dtype = np.dtype(np.int32)
+    else:
+        dtype = smallest_dtype(high + 1)
+    limits = np.iinfo(dtype)
+    if low < limits.min or high > limits.max:
+        raise ConvertError(
+            f"token ids run from {low} to {high}, which {dtype} cannot hold; choose a wider --dtype"
+        )
+    return dtype
+
+
+def _check_size(item: LongText | RawDocument, job: Job) -> None:
+    """Raise ConvertError for a text whose size tells, before it is read, that it has too many
+    tokens.
+    """
+    is_a_byte_each = job.options.tokenizer == "bytes" and job.options.max_tokens is None
+    if isinstance(item, LongText) and is_a_byte_each:
+        check_tokens(item.size, item.path)
+
+
+def _as_bytes(stream: TokenStream, progress: Progress) -> Iterator[memoryview]:
+    """Tokens as they are stored."""
+    for ids in stream:
+        progress(0, len(ids))
+        yield np.ascontiguousarray(ids).view(np.uint8).data

@@ -1,0 +1,106 @@
+"""One shard: its documents copied to where it is to be published from, and a record that it is
+done.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import asdict
+
+import numpy as np
+
+from streammega.convert.progress import Progress
+from streammega.convert.write.copying import copy_in_order, copy_shuffled
+from streammega.convert.write.final_order import Integers, OrderedDocuments
+from streammega.convert.write.job import Job
+from streammega.convert.write.layout import Layout
+from streammega.convert.write.records import load_json, save_json
+from streammega.dataset.manifest import Shard
+from streammega.dataset.writer import IndexedDatasetWriter
+from streammega.storage import join_url
+from streammega.storage.parts import sized_for
+
+
+def read_shard(job: Job, layout: Layout, number: int) -> Shard | None:
+    """What was written of a shard, if it is done and belongs to this layout."""
+    stored = load_json(_record_url(job, number), job.storage)
+    if stored is None or stored.get("digest") != layout.digest:
+        return None
+    return Shard(**stored["shard"])
+
+
+def write_shard(job: Job, layout: Layout, number: int, progress: Progress) -> Shard:
+    """Write one shard's tokens to its target and its `.idx` to the work folder, then its record."""
+    itemsize = np.dtype(layout.dtype).itemsize
+    documents = OrderedDocuments(job, layout.parts, layout.buckets)
+    with _writer(job, layout, number, documents) as writer:
+        for written in _copy_documents(documents, layout, number, writer):
+            progress(written, written // itemsize)
+    shard = Shard(
+        name=layout.names[number],
+        documents=writer.num_documents,
+        sequences=writer.num_sequences,
+        tokens=writer.num_tokens,
+        bytes=writer.stored.size,
+        checksums=writer.stored.checksums,
+        index_bytes=writer.index.size,
+        index_checksums=writer.index.checksums,
+    )
+    record = {"digest": layout.digest, "shard": asdict(shard)}
+    save_json(_record_url(job, number), record, job.storage)
+    return shard
+
+
+def _writer(
+    job: Job, layout: Layout, number: int, documents: OrderedDocuments
+) -> IndexedDatasetWriter:
+    options = job.options
+    return IndexedDatasetWriter(
+        layout.targets[number],
+        np.dtype(layout.dtype),
+        layout.multimodal,
+        sized_for(job.storage, _expected_bytes(job, layout, documents)),
+        kind=options.kind,
+        level=options.level,
+        frame_bytes=options.frame_bytes,
+        index_prefix=join_url(job.work, f"out/{layout.names[number]}"),
+        first_sequence=layout.first_sequences[number],
+    )
+
+
+def _expected_bytes(job: Job, layout: Layout, documents: OrderedDocuments) -> int:
+    if job.options.shard_bytes is None:
+        return documents.num_tokens * np.dtype(layout.dtype).itemsize
+    # Half as much again: one document may be larger than a shard, and a tar has headers.
+    return job.options.shard_bytes * 3 // 2
+
+
+def _copy_documents(
+    documents: OrderedDocuments, layout: Layout, number: int, writer: IndexedDatasetWriter
+) -> Iterator[int]:
+    """Copy the documents of a shard. Yields bytes as they are written."""
+    for parts, chosen in _documents_of_blocks(documents, layout, number):
+        if layout.buckets:
+            yield from copy_shuffled(documents, parts, chosen, writer)
+        else:
+            # A block is a part, so all of them are of the same one.
+            yield from copy_in_order(documents, int(parts[0]), chosen, writer)
+
+
+def _documents_of_blocks(
+    documents: OrderedDocuments, layout: Layout, number: int
+) -> Iterator[tuple[Integers, Integers]]:
+    """(part, document of it) of a shard's documents, a block at a time."""
+    first_block, first_document = layout.bounds[number]
+    last_block, end_in_last_block = layout.bounds[number + 1]
+    # The last shard ends at the beginning of a block that is none.
+    for block in range(first_block, min(last_block + 1, documents.num_blocks)):
+        parts, chosen = documents.order(block)
+        start = first_document if block == first_block else 0
+        stop = end_in_last_block if block == last_block else len(chosen)
+        if stop > start:
+            yield parts[start:stop], chosen[start:stop]
+
+
+def _record_url(job: Job, number: int) -> str:
+    return join_url(job.work, f"shard-{number:06d}.json")
