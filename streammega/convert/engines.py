@@ -159,9 +159,9 @@ class _SharedCount:
 
     def tell(self, progress: Progress) -> None:
         """Tell of what was added since this was asked for last."""
-        with self._lock:
-            size = self._bytes.value - self._bytes_told
-            tokens = self._tokens.value - self._tokens_told
+        # Without the lock: a worker that was killed while it had that would keep it for ever.
+        size = self._bytes.value - self._bytes_told
+        tokens = self._tokens.value - self._tokens_told
         self._bytes_told += size
         self._tokens_told += tokens
         if size or tokens:

@@ -29,7 +29,11 @@ from streammega.convert.options import Runner
 from streammega.dataset.verify import verify
 from streammega.errors import ConfigError, ConvertError
 from tests.conftest import write_random_pair
-from tests.support.kill_programs import failing_task, slow_task
+from tests.support.kill_programs import (
+    failing_task,
+    slow_task,
+    task_killed_while_it_counts,
+)
 from tests.support.oracle import IndexedDatasetBuilder
 from tests.support.servers import S3
 
@@ -506,6 +510,13 @@ def test_a_worker_that_is_killed_is_replaced(
                     print,
                 )
             )
+
+
+def test_a_worker_that_is_killed_while_it_counts_holds_up_nobody(tmp_path: Path) -> None:
+    work = TaskList(function=task_killed_while_it_counts, shared=tmp_path, numbers=range(8))
+    results = dict(run_tasks(work, Runner(workers=2), lambda size, tokens: None))
+    assert results == {number: number for number in range(8)}
+    assert (tmp_path / "killed").exists()
 
 
 @pytest.mark.filterwarnings(

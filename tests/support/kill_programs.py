@@ -11,6 +11,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
+import streammega.convert.engines as engines
 import streammega.convert.write.job as job
 import streammega.convert.write.plan as plan
 from streammega import StorageConfig
@@ -108,6 +109,18 @@ def slow_task(shared: Path, number: int, progress: Any) -> int:
         os.kill(os.getpid(), signal.SIGKILL)
     progress(10, 1)
     return number * number
+
+
+def task_killed_while_it_counts(shared: Path, number: int, progress: Any) -> int:
+    """Once, is killed with the lock of what all workers count."""
+    if number == 3 and not (shared / "killed").exists():
+        (shared / "killed").touch()
+        count = engines._count
+        assert count is not None
+        count._lock.acquire()
+        os.kill(os.getpid(), signal.SIGKILL)
+    progress(10, 1)
+    return number
 
 
 def failing_task(shared: Path, number: int, progress: Any) -> int:
