@@ -18,7 +18,7 @@ import numpy as np
 import zstandard
 
 from streammega.config import StorageConfig
-from streammega.convert.documents import LongRecord, LongText, RawDocument, Tokens
+from streammega.convert.documents import LongRecord, LongText, RawDocument, Tokens, bounds_of
 from streammega.convert.options import ConvertOptions, Runner
 from streammega.convert.preflight import check_may_write
 from streammega.convert.prepare import prepare, sorted_settings
@@ -30,6 +30,7 @@ from streammega.convert.read.suffixes import is_compressed, suffix_of
 from streammega.convert.tokenize.tokenizers import TextTokenizer
 from streammega.convert.write.encoders import encoder_of
 from streammega.convert.write.job import Job, UnitRecord
+from streammega.convert.write.segments import token_dtype
 from streammega.convert.write.selection import Selection
 from streammega.convert.write.units import batches_of
 from streammega.errors import ConfigError, ConvertError, FormatError, StorageError
@@ -204,9 +205,17 @@ class _Sample:
         self.seconds = 0.0
         self.is_all_of_it = True
         """Whether nothing of the inputs was left out of it."""
-        self.dtype: np.dtype[Any] = np.dtype(np.uint16)
+        self._dtypes: list[np.dtype[Any]] = []
         self.shown: list[list[ShownSequence]] = []
         self.dropped: dict[str, int] = {}
+
+    @property
+    def dtype(self) -> np.dtype[Any]:
+        """That of the shards: all of the sample's tokens fit it."""
+        if not self._dtypes:
+            # Nothing was found; most tokenizers' ids fit this.
+            return np.dtype(np.uint16)
+        return np.result_type(*self._dtypes)
 
     def take(self, unit: int, most: int = SAMPLE_BYTES) -> None:
         """Look into a unit: at batches of it, until these hold `most` bytes."""
@@ -246,19 +255,20 @@ class _Sample:
         self.documents += len(batch.documents)
         self.tokens += len(batch.tokens)
         if len(batch.tokens):
-            self.dtype = np.result_type(self.dtype, batch.tokens.dtype)
-        starts = np.cumsum(batch.lengths, dtype=np.int64) - batch.lengths
-        ends = np.cumsum(batch.documents)
+            self._dtypes.append(token_dtype([batch.tokens], self._job.options.dtype))
+        token_bounds = bounds_of(batch.lengths)
+        sequence_bounds = bounds_of(batch.documents)
         room = SHOWN_DOCUMENTS - len(self.shown)
-        for last, num_sequences in zip(ends[:room], batch.documents[:room], strict=True):
-            document = []
-            for number in range(int(last - num_sequences), int(last)):
-                document.append(self._sequence(batch, number, int(starts[number])))
-            self.shown.append(document)
+        for document in range(min(room, len(batch.documents))):
+            sequences = []
+            for number in range(sequence_bounds[document], sequence_bounds[document + 1]):
+                sequences.append(self._sequence(batch, number, int(token_bounds[number])))
+            self.shown.append(sequences)
 
     def _sequence(self, batch: Tokens, number: int, start: int) -> ShownSequence:
         length = int(batch.lengths[number])
-        ids = batch.tokens[start : start + min(length, SHOWN_TOKENS)].tolist()
+        stop = start + min(length, SHOWN_TOKENS)
+        ids = batch.tokens[start:stop].tolist()
         pieces = []
         if self._tokenizer is not None:
             pieces = [self._tokenizer.decode([token_id]) for token_id in ids]

@@ -18,6 +18,7 @@ from streammega import IndexedDataset
 from streammega.cli.main import main
 from streammega.convert import convert, dry_run
 from streammega.convert.dry_run import plan_conversion
+from streammega.dataset.writer import IndexedDatasetWriter
 from streammega.errors import ConvertError
 from tests.conftest import write_random_pair
 
@@ -150,3 +151,17 @@ def test_the_command_prints_it_and_ends_as_the_conversion_would(
     with pytest.raises(ConvertError, match=r"a\.jsonl:2"):
         plan_conversion([str(corpus / "a.jsonl")], str(tmp_path / "other"), tokenizer="bytes")
     assert os.path.exists(tmp_path)
+
+
+@pytest.mark.parametrize("dtype", ["uint8", "int8", "int16", "uint16", "int32"])
+@pytest.mark.parametrize("settings", [{}, {"shuffle_seed": 1}])
+def test_the_plan_names_the_dtype_of_token_inputs(
+    tmp_path: Path, dtype: str, settings: dict[str, Any]
+) -> None:
+    with IndexedDatasetWriter(str(tmp_path / "in"), dtype) as writer:
+        writer.add_document(np.arange(100), [60, 40])
+    inputs = [str(tmp_path / "in")]
+    plan = plan_conversion(inputs, str(tmp_path / "out"), **settings)
+    made = convert(inputs, str(tmp_path / "out"), workers=1, **settings)
+    assert plan.dtype == made.dtype == dtype
+    assert plan.output_bytes == made.stored_bytes
