@@ -57,7 +57,7 @@ botocore.session.create_loader = functools.cache(botocore.session.create_loader)
 a process is enough.
 """
 
-multiprocessing.set_forkserver_preload(["tests.support.gang"])
+multiprocessing.set_forkserver_preload(["tests.support.preloaded"])
 """Once for all: the first test that forks from the server starts it."""
 
 gc.disable()  # until all tests are imported: see pytest_collection_finish
@@ -75,9 +75,31 @@ def pytest_collection_finish() -> None:
     gc.enable()
 
 
+STORAGE_TESTS = Path(__file__).parent / "storage"
+
+
+@pytest.hookimpl(tryfirst=True)  # before those of `-m "not soak"` are taken out
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Tests that wait for timeouts begin first, so that nothing waits for them in the end."""
+    """Leave two of the four pairs of a server and a transport to `make soak`; begin with what waits
+    for timeouts, so that nothing waits for it in the end.
+    """
+    for item in items:
+        if is_left_to_soak(item):
+            item.add_marker(pytest.mark.soak)
     items.sort(key=lambda item: "test_elastic" not in item.nodeid)
+
+
+def is_left_to_soak(item: pytest.Item) -> bool:
+    """Whether this is a test of more than the storage with a pair of server and transport that is
+    not needed for it to meet both servers and both transports.
+
+    What depends on the pair is the storage's: its own tests meet all four.
+    """
+    if not isinstance(item, pytest.Function) or STORAGE_TESTS in item.path.parents:
+        return False
+    parameters = item.callspec.params if hasattr(item, "callspec") else {}
+    pair = (parameters.get("s3"), parameters.get("s3_storage"))
+    return pair in (("moto", "fsspec"), ("rclone", "obstore"))
 
 
 @pytest.fixture(autouse=True)

@@ -6,7 +6,6 @@ Importing torch takes seconds, forking a process that has done it takes millisec
 
 from __future__ import annotations
 
-import gc
 import multiprocessing
 import os
 import shutil
@@ -19,15 +18,9 @@ from datetime import timedelta
 from multiprocessing.connection import Connection, wait
 from typing import Any
 
-import hypothesis  # noqa: F401 - as the next ones: imported once, by the server that forks
-import pytest  # noqa: F401
 import torch
 import torch.distributed as dist
 import torch.distributed.tensor.debug as tensor_debug
-
-import streammega.parallel
-import streammega.train.loop  # noqa: F401
-import tests.support.kill_programs  # noqa: F401
 
 TIMEOUT = 120.0
 MEETINGS = 3
@@ -35,9 +28,6 @@ MEETINGS = 3
 code under test runs.
 """
 Member = tuple[Any, Connection]
-
-gc.collect()
-gc.freeze()  # what all processes share is gone over by none of their garbage collections
 
 
 class Gang:

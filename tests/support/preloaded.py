@@ -1,0 +1,46 @@
+"""What the server of forks imports and does once, for all processes that are forked from it.
+
+Importing torch takes seconds and setting up numba half a second; forking a process that has done
+both takes milliseconds.
+"""
+
+from __future__ import annotations
+
+import gc
+import os
+import tempfile
+
+import hypothesis  # noqa: F401 - imported for the forks, as what follows without a use here
+import numpy as np
+import pytest  # noqa: F401
+
+import streammega.train.loop  # noqa: F401
+import tests.support.gang
+import tests.support.kill_programs  # noqa: F401
+from streammega import DataConfig, IndexedDatasetWriter, StreamLoader
+from streammega.config import Order
+
+
+def read_a_batch_of(order: Order, folder: str) -> None:
+    """Bring the kernels of an order and of the loader into memory."""
+    prefix = os.path.join(folder, order)
+    with IndexedDatasetWriter(prefix, np.uint16) as writer:
+        writer.add_item(np.arange(100))
+        writer.end_document()
+    config = DataConfig(
+        blend=[prefix],
+        sequence_length=8,
+        order=order,
+        num_samples=(8, 0, 0),
+        index_cache_dir=folder,
+    )
+    with StreamLoader(config, micro_batch_size=1, global_batch_size=1) as loader:
+        next(iter(loader))
+
+
+with tempfile.TemporaryDirectory(prefix="preloaded-") as folder:
+    read_a_batch_of("stream", folder)
+    read_a_batch_of("megatron", folder)
+
+gc.collect()
+gc.freeze()  # what all processes share is gone over by none of their garbage collections
