@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
+from tests.support import elastic
 from tests.support.processes import launch
 
 EXAMPLES = Path(__file__).parents[2] / "tools" / "examples"
@@ -32,21 +30,11 @@ def run(folder: Path, name: str, ranks: int, monkeypatch: pytest.MonkeyPatch) ->
 def test_an_example_of_several_ranks_says_so_where_it_is_run_as_one(
     tmp_path: Path, name: str
 ) -> None:
-    environment = {
-        name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE")
-    }
-    done = subprocess.run(
-        [sys.executable, str(EXAMPLES / name)],
-        cwd=tmp_path,
-        env=environment,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 1
+    family = launch(tmp_path, 1, [str(EXAMPLES / name)])
+    assert family.ended(0, within=60) == [1], family.log(0)
     assert re.fullmatch(
         rf"this is one rank of several: run torchrun --nproc-per-node \d tools/examples/{name}\n",
-        done.stderr,
+        family.log(0),
     )
 
 
@@ -59,15 +47,20 @@ def test_only_the_loader_goes_on_where_it_stopped_on_other_ranks(
     assert samples == [16 * (n + 1) for n in range(10)]
 
 
-def test_only_get_batch_gives_every_rank_its_part(tmp_path: Path) -> None:
-    """By torchrun, as users start them."""
-    done = subprocess.run(
-        [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", str(EXAMPLES / "batches.py")],
-        cwd=tmp_path, env=os.environ | {"OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"},
-        capture_output=True, text=True, check=False, timeout=120,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr[-3000:]
-    lines = done.stdout.splitlines()
+def test_only_get_batch_gives_every_rank_its_part(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Started by torchrun's agent."""
+    monkeypatch.chdir(tmp_path)
+    outcome = elastic.run(
+        tmp_path,
+        2,
+        elastic.run_script,
+        [str(EXAMPLES / "batches.py")],
+        {"PYTHONWARNINGS": "ignore"},
+    )
+    assert outcome.good, outcome.log[-3000:]
+    lines = outcome.printed.splitlines()
     assert len(lines) == 6
     assert all(line.endswith("(2, 64) tokens, from position 0") for line in lines), (
         "tensor-parallel ranks have the same"

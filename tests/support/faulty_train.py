@@ -51,11 +51,16 @@ def inject(rank: int, step: int, kind: str, marker: Path) -> None:
     Trainer.train_step = counted  # type: ignore[assignment, method-assign]
 
 
-if __name__ == "__main__":
+def run(arguments: list[str]) -> int:
+    """Train with the fault of the environment; the exit code."""
     fault = os.environ.get("FAULT")
     if fault:
         number, when, what = fault.split(":")
-        inject(int(number), int(when), what, Path(sys.argv[1]).with_suffix(".fault"))
-    code = main(sys.argv[1:])
+        inject(int(number), int(when), what, Path(arguments[0]).with_suffix(".fault"))
+    code = main(arguments)
     sys.stderr.flush()
-    os._exit(code)
+    return code
+
+
+if __name__ == "__main__":
+    os._exit(run(sys.argv[1:]))

@@ -23,6 +23,7 @@ from streammega.train.config import load_run
 from streammega.train.metrics import read_metrics
 from streammega.train.splits import open_plain
 from tests.conftest import write_random_pair
+from tests.support import elastic, faulty_train
 from tests.support.gang import Gang
 from tests.support.processes import launch
 from tests.support.rank_programs import train
@@ -177,7 +178,15 @@ def test_a_rank_that_fails_ends_the_job_with_its_cause_and_a_restart_resumes(
     for `train.timeout` of 4 s; a stopped process ends by SIGKILL, which torchrun sends 30 s after
     the other rank has ended.
     """
-    seconds, log = failed(run_file, torchrun(run_file, 2, fault=f"1:5:{kind}"))
+    if kind == "storage":
+        outcome = elastic.run(
+            run_file.parent, 2, faulty_train.run, [str(run_file)], {"FAULT": f"1:5:{kind}"}
+        )
+        assert not outcome.good
+        log = outcome.log
+        seconds = time.time() - run_file.with_suffix(".fault").stat().st_mtime
+    else:
+        seconds, log = failed(run_file, torchrun(run_file, 2, fault=f"1:5:{kind}"))
     assert seconds < within, log[-3000:]
     assert re.search(cause, log), log[-3000:]
     if kind == "storage":
@@ -193,10 +202,24 @@ def test_a_rank_that_fails_ends_the_job_with_its_cause_and_a_restart_resumes(
     check_history(run_file, 20)
 
 
-def test_torchrun_restarts_the_job_by_itself(run_file: Path) -> None:
-    code, log = ended(
-        torchrun(run_file, 2, "parallel.optimizer=sharded", fault="0:7:kill", restarts=1)
+KILLED_AND_SHARDED = ("parallel.optimizer=sharded", "0:7:kill")
+
+
+def test_torchruns_agent_restarts_the_job_by_itself(run_file: Path) -> None:
+    override, fault = KILLED_AND_SHARDED
+    arguments = [str(run_file), override]
+    outcome = elastic.run(
+        run_file.parent, 2, faulty_train.run, arguments, {"FAULT": fault}, restarts=1
     )
+    assert outcome.good, outcome.log[-3000:]
+    assert "resumed from" in outcome.log
+    check_history(run_file, 20)
+
+
+@pytest.mark.soak
+def test_torchrun_restarts_the_job_by_itself(run_file: Path) -> None:
+    override, fault = KILLED_AND_SHARDED
+    code, log = ended(torchrun(run_file, 2, override, fault=fault, restarts=1))
     assert code == 0, log[-3000:]
     check_history(run_file, 20)
 

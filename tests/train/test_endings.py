@@ -156,25 +156,20 @@ def test_a_second_ctrl_c_ends_at_once_with_one_line(run_file: Path) -> None:
 
 def test_ctrl_c_before_the_first_step_ends_at_once_with_one_line(run_file: Path) -> None:
     """The endpoint takes the connection, and never answers."""
-    with socket.create_server(("127.0.0.1", 0)) as listener, hears_ctrl_c():
+    with socket.create_server(("127.0.0.1", 0)) as listener:
         endpoint = f"http://127.0.0.1:{listener.getsockname()[1]}"
         options = f'data.storage.storage_options={{endpoint_url="{endpoint}", anon=true}}'
-        command = [
-            sys.executable,
-            *PROGRAM["command"],
-            str(run_file),
-            'data.blend="s3://bucket/web"',
-            options,
-        ]
-        process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
+        command = [*PROGRAM["command"], str(run_file), 'data.blend="s3://bucket/web"', options]
+        family = launch(run_file.parent, 1, command)
         listener.settimeout(60)
         connection, _ = listener.accept()
         with connection:
-            process.send_signal(signal.SIGINT)
+            family.signal(signal.SIGINT, 0)
             began = time.monotonic()
-            _, log = process.communicate(timeout=60)
+            codes = family.ended(0, within=60)
     assert time.monotonic() - began < 10
-    assert process.returncode == 130, log
+    log = family.log(0)
+    assert codes == [130], log
     assert re.search(
         r"\[0\] interrupted in step 0; the same command goes on from the last checkpoint in \S+\n\Z",
         log,

@@ -1,0 +1,100 @@
+"""torchrun's agent in this process, its ranks in forks: it starts them, watches them, ends them and
+starts them again as `torchrun --standalone` does.
+
+A launcher and two ranks in interpreters of their own import torch for twelve seconds, and two more
+ranks after a restart for eight.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import runpy
+import signal
+import sys
+import uuid
+import warnings
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, Std
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How a job ended, and what all of its ranks have written."""
+
+    good: bool
+    printed: str
+    log: str
+
+
+def run(
+    folder: Path,
+    ranks: int,
+    program: Callable[[list[str]], int],
+    arguments: list[str],
+    environment: dict[str, str],
+    restarts: int = 0,
+) -> Outcome:
+    """program(arguments), which returns an exit code, on so many ranks."""
+    logs = folder / f"elastic-{uuid.uuid4().hex}"
+    logs.mkdir()
+    config = LaunchConfig(
+        min_nodes=1,
+        max_nodes=1,
+        nproc_per_node=ranks,
+        run_id=uuid.uuid4().hex,
+        rdzv_backend="c10d",
+        rdzv_endpoint="localhost:0",
+        max_restarts=restarts,
+        monitor_interval=0.1,
+        start_method="forkserver",
+        logs_specs=DefaultLogsSpecs(log_dir=str(logs), redirects=Std.ALL),
+    )
+    surroundings = {**os.environ, **environment}
+    with handlers_of_signals_kept(), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        try:
+            elastic_launch(config, _run_program)(program, arguments, surroundings)
+            good = True
+        except ChildFailedError:
+            good = False
+    return Outcome(good, _all_of(logs, "stdout.log"), _all_of(logs, "stderr.log"))
+
+
+def run_script(arguments: list[str]) -> int:
+    """`python SCRIPT ...`, as a program for `run`."""
+    sys.argv = arguments
+    runpy.run_path(arguments[0], run_name="__main__")
+    return 0
+
+
+def _all_of(logs: Path, name: str) -> str:
+    return "".join(path.read_text() for path in sorted(logs.rglob(name)))
+
+
+@contextlib.contextmanager
+def handlers_of_signals_kept() -> Iterator[None]:
+    """The agent takes these signals, and does not give them back."""
+    numbers = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
+    before = {number: signal.getsignal(number) for number in numbers}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def _run_program(
+    program: Callable[[list[str]], int], arguments: list[str], environment: dict[str, str]
+) -> None:
+    os.environ.update(environment)
+    torch.set_num_threads(1)
+    code = program(arguments)
+    if code:
+        os._exit(code)
