@@ -63,8 +63,13 @@ def copied(batches: Any) -> list[torch.Tensor]:
     return [batch["tokens"].clone() for batch in batches]
 
 
-@pytest.mark.parametrize("every", [1, 4])
-@pytest.mark.parametrize("workers", [0, 1, 2, 3])
+@pytest.mark.parametrize(
+    ("workers", "every"),
+    [
+        *((0, 1), (1, 4), (2, 1), (3, 4)),
+        *(pytest.param(*pair, marks=pytest.mark.soak) for pair in ((0, 4), (1, 1), (2, 4), (3, 1))),
+    ],
+)
 def test_torchdatas_loader_resumes_exactly(config: DataConfig, workers: int, every: int) -> None:
     """In the middle, when the last batch was given but its end not yet seen, and at the end; then
     whole passes.

@@ -9,8 +9,6 @@ import logging
 import os
 import re
 import signal
-import subprocess
-import sys
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -284,12 +282,12 @@ def test_broken_run_files_are_named(tmp_path: Path, text: str, message: str) -> 
         load_run(str(tmp_path / "run.toml"))
 
 
-def test_an_error_in_a_real_rank_is_one_message(run_file: str) -> None:
-    command = [sys.executable, "-m", "streammega.train", run_file, "data.blend=['/no/such/pair']"]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert done.returncode == 1
-    assert "error (rank 0): /no/such/pair.bin: no such file" in done.stderr
-    assert "Traceback" not in done.stderr
+def test_an_error_in_a_real_rank_is_one_message(run_file: str, tmp_path: Path) -> None:
+    command = ["-m", "streammega.train", run_file, "data.blend=['/no/such/pair']"]
+    family = launch(tmp_path, 1, command)
+    assert family.ended(0, within=60) == [1], family.log(0)
+    assert "error (rank 0): /no/such/pair.bin: no such file" in family.log(0)
+    assert "Traceback" not in family.log(0)
 
 
 def test_the_learning_rate_warms_up_and_falls_to_its_least(run_file: str) -> None:
@@ -618,7 +616,7 @@ def test_skipped_samples_are_made_up_for_where_the_order_has_no_end(
         config = replace(
             config,
             data=replace(config.data, blend=[(pair, 0.5), (pair, 0.5)], num_samples=(128, 0, 0)),
-        )  # type: ignore[list-item]
+        )
     trainer = Trainer(config, torch.device("cpu"))
     trainer.run()
     records = read_metrics(Path(config.train.out_dir) / "metrics.jsonl")
@@ -760,7 +758,7 @@ def test_an_out_dir_that_cannot_be_written_is_one_message(
     assert "Not a directory; make room there, or change train.out_dir" in capsys.readouterr().err
 
 
-def test_a_run_does_not_tell_where_credentials_were_found() -> None:
+def test_a_run_does_not_tell_where_credentials_were_found(tmp_path: Path) -> None:
     code = """
 import logging, sys
 from streammega.train.__main__ import main
@@ -768,6 +766,7 @@ main(["--help"])
 logging.getLogger("botocore.credentials").info("Found credentials in environment variables.")
 logging.getLogger("streammega.train").info("what the run says")
 """
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert "what the run says" in done.stderr
-    assert "credentials" not in done.stderr
+    family = launch(tmp_path, 1, ["-c", code])
+    assert family.ended(0, within=60) == [0], family.log(0)
+    assert "what the run says" in family.log(0)
+    assert "credentials" not in family.log(0)
