@@ -13,7 +13,7 @@ from datetime import timedelta
 
 import torch
 import torch.distributed as dist
-from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
+from torch.distributed import PrefixStore, Store
 from torch.distributed.rendezvous import rendezvous
 
 from streammega.errors import ConfigError, StorageError, StreammegaError

@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any, TypeVar
 
-from torch.distributed import Store  # type: ignore[attr-defined]
+from torch.distributed import Store
 
 CLIENT_TIMEOUT = timedelta(seconds=10)
 """Of one request: what is asked for is there already, so a store that takes longer

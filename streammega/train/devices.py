@@ -12,7 +12,7 @@ from dataclasses import asdict, dataclass
 
 import torch
 import torch.distributed as dist
-from torch.distributed import Store  # type: ignore[attr-defined]
+from torch.distributed import Store
 
 from streammega.errors import ConfigError
 from streammega.train.config import ParallelConfig, TrainConfig

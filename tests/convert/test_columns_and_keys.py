@@ -23,7 +23,7 @@ from streammega.errors import ConvertError
 def texts(prefix: Path) -> list[str]:
     items = [
         item[0] if isinstance(item, tuple) else item for item in IndexedDataset(str(prefix))[:]
-    ]  # type: ignore[union-attr]
+    ]
     return [bytes(ids[ids < 256].astype(np.uint8)).decode() for ids in map(np.asarray, items)]
 
 
@@ -62,7 +62,7 @@ def test_keys_lead_into_records(name: str, tmp_path: Path) -> None:
     assert texts(tmp_path / "two") == [
         f"{part} {n}" for n in range(8) for part in ("text", "answer")
     ]
-    assert [mode for _, mode in IndexedDataset(str(tmp_path / "two"))[:]] == [0, 1] * 8  # type: ignore[misc]
+    assert [mode for _, mode in IndexedDataset(str(tmp_path / "two"))[:]] == [0, 1] * 8
     with pytest.raises(ConvertError, match=r"meta\.txt.*\(it has: id, meta\.(answer|lang)"):
         convert([path], str(tmp_path / "no"), tokenizer="bytes", key="meta.txt", workers=1)
 

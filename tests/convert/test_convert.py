@@ -125,10 +125,12 @@ def test_lines_that_are_passed_over_cost_no_second_reading(
     (tmp_path / "in.jsonl").write_bytes((good * 9 + b"{\n") * 100)
     opened: list[str] = []
     real = open_stream
-    monkeypatch.setattr(
-        "streammega.convert.read.readers.open_stream",
-        lambda path, storage: opened.append(path) or real(path, storage),
-    )
+
+    def noted(path: str, storage: Any) -> Any:
+        opened.append(path)
+        return real(path, storage)
+
+    monkeypatch.setattr("streammega.convert.read.readers.open_stream", noted)
     report = convert(
         [str(tmp_path / "in.jsonl")],
         str(tmp_path / "p"),

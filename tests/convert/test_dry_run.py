@@ -18,6 +18,7 @@ from streammega import IndexedDataset
 from streammega.cli.main import main
 from streammega.convert import convert, dry_run
 from streammega.convert.dry_run import plan_conversion
+from streammega.convert.write.units import encoder_of
 from streammega.dataset.writer import IndexedDatasetWriter
 from streammega.errors import ConvertError
 from tests.conftest import write_random_pair
@@ -98,7 +99,7 @@ def test_a_small_corpus_is_counted_not_estimated(tmp_path: Path) -> None:
 def test_the_time_of_the_first_batch_counts_where_there_is_no_other(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, documents: int
 ) -> None:
-    real = dry_run.encoder_of
+    real = encoder_of
 
     def slow(job: Any) -> Any:
         encode = real(job)

@@ -24,7 +24,7 @@ def read(prefix: str | Path) -> list[list[int]]:
     return [
         np.asarray(item[0] if isinstance(item, tuple) else item).tolist()
         for item in IndexedDataset(str(prefix))[:]
-    ]  # type: ignore[arg-type]
+    ]
 
 
 def lines(path: Path, *records: Any) -> str:

@@ -16,7 +16,7 @@ import subprocess
 import sys
 import time
 import tracemalloc
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +28,7 @@ from hypothesis import strategies as st
 
 from streammega import IndexedDataset, StorageConfig
 from streammega.convert import ConvertOptions, convert
+from streammega.convert.documents import RawDocument
 from streammega.convert.read.inputs import find_inputs
 from streammega.convert.read.json_values import HEAD_BYTES, holds_lines, read_values
 from streammega.convert.write.plan import plan_units
@@ -69,7 +70,7 @@ def texts(prefix: Path) -> list[str]:
     return [
         bytes(np.asarray(ids[:-1]).astype(np.uint8)).decode()
         for ids in IndexedDataset(str(prefix))[:]
-    ]  # type: ignore[union-attr]
+    ]
 
 
 @pytest.mark.parametrize("form", FORMS)
@@ -77,7 +78,12 @@ def texts(prefix: Path) -> list[str]:
 def test_every_form_gives_the_documents_of_lines(form: str, packed: str, tmp_path: Path) -> None:
     data = FORMS[form](RECORDS).encode()
     path = tmp_path / f"in.json{packed}"
-    path.write_bytes({"": bytes, ".gz": gzip.compress, ".zst": zstandard.compress}[packed](data))
+    pack: dict[str, Callable[[bytes], bytes]] = {
+        "": bytes,
+        ".gz": gzip.compress,
+        ".zst": zstandard.compress,
+    }
+    path.write_bytes(pack[packed](data))
     report = convert([str(path)], str(tmp_path / "out"), tokenizer="bytes", workers=1)
     assert texts(tmp_path / "out") == [record["text"] for record in RECORDS]
     assert not report.dropped
@@ -280,6 +286,15 @@ values = st.recursive(
 )
 
 
+def held_in_memory(documents: Iterable[Any]) -> list[RawDocument]:
+    """Documents that are none of the long ones, which are read in pieces."""
+    held = []
+    for document in documents:
+        assert isinstance(document, RawDocument)
+        held.append(document)
+    return held
+
+
 @settings(max_examples=25)
 @given(
     records=st.lists(values, max_size=6),
@@ -294,7 +309,7 @@ def test_values_are_found_wherever_reads_end(
     data = json.dumps(records, indent=indent, ensure_ascii=ascii_only).encode(
         "utf-8", "surrogatepass"
     )
-    found = list(read_values(data[:head], Pieces(data[head:], size), "x"))
+    found = held_in_memory(read_values(data[:head], Pieces(data[head:], size), "x"))
     assert repr([json.loads(document.data) for document in found]) == repr(records)
     for document in found:
         assert document.data.split(b"\n")[0] in data.split(b"\n")[document.line - 1]
@@ -340,7 +355,10 @@ def test_an_array_is_read_in_bounded_memory() -> None:
             return b"".join(found)
 
     tracemalloc.start()
-    count = sum(len(document.data) == len(record) for document in read_values(b"", Stream(), "x"))
+    count = 0
+    for document in read_values(b"", Stream(), "x"):
+        assert isinstance(document, RawDocument)
+        count += len(document.data) == len(record)
     _, peak = tracemalloc.get_traced_memory()
     tracemalloc.stop()
     assert count == 6001

@@ -125,7 +125,7 @@ def unigram() -> Tokenizer:
 
 
 def bert() -> Tokenizer:
-    tokenizer = Tokenizer(models.WordPiece(unk_token="[UNK]"))  # type: ignore[call-arg]
+    tokenizer = Tokenizer(models.WordPiece(unk_token="[UNK]"))
     tokenizer.normalizer = normalizers.BertNormalizer()
     tokenizer.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
     tokenizer.train_from_iterator(
@@ -387,7 +387,7 @@ def test_documents_that_are_not_held_become_what_they_were_when_they_were(
         "workers": 1,
         "eod": "<sep>",
     }
-    reports = []
+    reports: list[Any] = []
     for kind, size in (("held", 1 << 30), ("long", 512)):
         monkeypatch.setattr(whole_files, "LONG_BYTES", size)
         monkeypatch.setattr(whole_files, "PIECE_BYTES", 333)

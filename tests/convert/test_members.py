@@ -24,7 +24,7 @@ def texts(prefix: Path) -> list[str]:
     return [
         bytes(np.asarray(ids[:-1]).astype(np.uint8)).decode()
         for ids in IndexedDataset(str(prefix))[:]
-    ]  # type: ignore[union-attr]
+    ]
 
 
 def archive(path: Path, members: list[tuple[str, bytes]]) -> str:
@@ -164,7 +164,7 @@ def test_tokens_beside_their_metadata_are_chosen_too(tmp_path: Path) -> None:
     convert([str(tmp_path / "a.tar")], str(tmp_path / "out"), workers=1, member="npy")
     assert [np.asarray(ids).tolist() for ids in IndexedDataset(str(tmp_path / "out"))[:]] == [
         list(range(n, n + 4)) for n in range(3)
-    ]  # type: ignore[union-attr]
+    ]
 
 
 def test_samples_with_one_document_need_no_choice(tmp_path: Path) -> None:

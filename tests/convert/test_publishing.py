@@ -238,9 +238,12 @@ def test_a_restart_keeps_the_lock_of_the_work_folder(
     before = lock.stat().st_ino
     held: list[int] = []
     real = Conversion.job
-    monkeypatch.setattr(
-        Conversion, "job", lambda self: held.append(lock.stat().st_ino) or real(self)
-    )  # type: ignore[func-returns-value]
+
+    def noted(self: Conversion) -> Any:
+        held.append(lock.stat().st_ino)
+        return real(self)
+
+    monkeypatch.setattr(Conversion, "job", noted)
     convert([str(tmp_path / "in")], str(tmp_path / "out"), restart=True, min_tokens=1, workers=1)
     assert held == [before], "whoever comes now finds the lock that is held"
 

@@ -121,7 +121,7 @@ def test_a_dataset_that_another_published_meanwhile_is_not_replaced_unasked(
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
         patch.setattr(Conversion, "publish", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
         convert(pairs[:1], name, workers=1, shard_bytes=1200)
-    other = {"work": str(tmp_path / "elsewhere"), "workers": 1}
+    other: Any = {"work": str(tmp_path / "elsewhere"), "workers": 1}
     # which finds tokens of the one that was killed
     convert(pairs[1:], name, overwrite=True, **other)
     with pytest.raises(ConvertError, match="exists already"):

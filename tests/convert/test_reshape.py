@@ -5,6 +5,7 @@ and memory change nothing.
 from __future__ import annotations
 
 import hashlib
+import logging
 import os
 import random
 import shutil
@@ -135,7 +136,7 @@ def test_a_shuffle_is_uniform_and_its_seed_matters(tmp_path: Path) -> None:
         convert([str(tmp_path / "in")], str(tmp_path / str(seed)), shuffle_seed=seed, workers=1)
         order.append(
             np.array([int(item[0]) for item in IndexedDataset(str(tmp_path / str(seed)))[:]])
-        )  # type: ignore[index]
+        )
         assert sorted(order[-1]) == list(range(2000))
         assert abs(np.corrcoef(order[-1], np.arange(2000))[0, 1]) < 0.08
         assert (np.diff(order[-1]) == 1).sum() < 10
@@ -201,7 +202,7 @@ def test_a_named_shard_keeps_its_documents_and_modes_and_what_is_known_of_its_id
             keys=("q", "a:1"),
             kind=kind,
             workers=1,
-        )  # type: ignore[arg-type]
+        )
         convert([name + suffix], str(tmp_path / f"out-{kind}"), workers=1)
         assert documents_of(tmp_path / f"out-{kind}") == documents_of(name) != []
         report = verify(str(tmp_path / f"out-{kind}"))
@@ -239,7 +240,7 @@ def test_sequences_that_do_not_lie_end_to_end_are_read_where_they_are(tmp_path: 
     ):
         convert(
             [str(tmp_path / "odd")], str(tmp_path / "out"), workers=1, overwrite=True, **options
-        )  # type: ignore[arg-type]
+        )
         assert sorted(documents_of(tmp_path / "out")) == sorted(expected)
 
 
@@ -347,8 +348,9 @@ def test_a_conversion_killed_while_it_publishes_goes_on(
     write_random_pair(str(tmp_path / "in"))
     convert([str(tmp_path / "in")], str(tmp_path / "whole" / "web"), shard_bytes=3000, workers=1)
     from streammega.convert.write import publish
+    from streammega.storage.moves import move
 
-    real = publish.move
+    real = move
     count = [0]
     for stop_at in range(1, 14, 3):
 
@@ -563,7 +565,7 @@ class ray_cluster:
             import ray
 
             root = str(Path(__file__).parents[2])
-            ray.init(num_cpus=2, include_dashboard=False, log_to_driver=False, logging_level="ERROR",
+            ray.init(num_cpus=2, include_dashboard=False, log_to_driver=False, logging_level=logging.ERROR,
                      runtime_env={"env_vars": {"PYTHONPATH": root}})  # fmt: skip
 
     def __exit__(self, *_: object) -> None:
@@ -578,9 +580,10 @@ def test_a_conversion_into_s3_that_fails_at_the_end_leaves_no_dataset(
 ) -> None:
     from streammega.convert.write import publish
     from streammega.errors import EndpointError, ObjectNotFoundError
+    from streammega.storage.store import create_object
 
     write_random_pair(str(tmp_path / "in"))
-    real = publish.create_object
+    real = create_object
 
     def fails(store: Any, key: str, data: bytes) -> bool:
         assert key.endswith(".manifest.json")

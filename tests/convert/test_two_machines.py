@@ -25,6 +25,7 @@ from streammega.storage.backends.fsspec_store import FsspecStore
 from streammega.storage.store import create_object
 from tests.support.kill_programs import convert_as_told
 from tests.support.servers import S3
+from tests.support.typed import tokens
 
 WAIT = 60.0
 """Seconds that a process may take to its next word, on a busy machine."""
@@ -94,7 +95,8 @@ def machine(tmp_path: Path, s3_storage: StorageConfig) -> Iterator[Callable[[str
 def text_of(name: str, storage: StorageConfig) -> str:
     """What is stored, once it was found to be sound."""
     assert verify(name, storage).problems == []
-    return bytes(IndexedDataset(name, storage)[0][:-1].astype("uint8")).decode()
+    ids = tokens(IndexedDataset(name, storage), 0)
+    return bytes(ids[:-1].astype("uint8")).decode()
 
 
 def test_of_two_first_conversions_at_once_the_second_is_told_before_it_reads(
@@ -179,7 +181,8 @@ def objects(name: str) -> list[str]:
 def test_a_killed_conversion_goes_on_on_another_machine_and_with_other_options_on_its_own(
     tmp_path: Path, inputs: list[str], killed_in: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for number, (cache, named) in enumerate([("elsewhere", {}), ("here", {"min_tokens": 3})]):
+    machines: list[tuple[str, Any]] = [("elsewhere", {}), ("here", {"min_tokens": 3})]
+    for number, (cache, named) in enumerate(machines):
         name = f"memory://{tmp_path.name}-{number}/web"
         monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "here"))
         kill_before(killed_in, monkeypatch, inputs[:1], name, shard_bytes=10_000)

@@ -152,9 +152,11 @@ def by_conversion(data: bytes) -> list[tuple[str, str]]:
         load_tokenizer("bytes"), ConvertOptions(tokenizer="bytes", chat=True), StorageConfig()
     )
     parts = encoder.parts(RawDocument(data=data, path="a.jsonl", line=1, record=True))
-    turns = [
-        (header[0][2:-3], text[0]) for header, text in zip(parts[::2], parts[1::2], strict=True)
-    ]
+    turns = []
+    for (header, _, _), (text, _, _) in zip(parts[::2], parts[1::2], strict=True):
+        assert isinstance(header, str)
+        assert isinstance(text, str)
+        turns.append((header[2:-3], text))
     assert [mode for _, mode, _ in parts[1::2]] == [int(role == "assistant") for role, _ in turns]
     return turns
 

@@ -121,7 +121,7 @@ def test_multimodal_files_are_megatrons(tmp_path: Path) -> None:
     ours = IndexedDataset(prefix)
     assert ours.sequence_modes is not None
     assert ours.sequence_modes.tolist() == theirs.index.sequence_modes.tolist() == [1, 0]
-    assert theirs[0][1] == ours[0][1] == 1  # type: ignore[index]
+    assert theirs[0][1] == ours[0][1] == 1
 
 
 def test_merging_is_megatrons_bit_for_bit(tmp_path: Path) -> None:

@@ -148,7 +148,7 @@ def test_without_megatrons_arguments_a_file_with_modes_gives_pairs(tmp_path: Pat
     write(str(tmp_path / "pair"), multimodal=True)
     read = IndexedDataset(str(tmp_path / "pair"))
     assert read.multimodal
-    assert [len(item) for item in read[:3]] == [2, 2, 2]  # type: ignore[arg-type]
+    assert [len(item) for item in read[:3]] == [2, 2, 2]
     np.testing.assert_array_equal(read.get(0), read[0][0])
 
 

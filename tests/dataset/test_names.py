@@ -41,11 +41,12 @@ def texts(prefix: str | Path, storage: StorageConfig | None = None) -> list[str]
     return [
         bytes(np.asarray(ids[:-1]).astype(np.uint8)).decode()
         for ids in IndexedDataset(str(prefix), storage)[:]
-    ]  # type: ignore[union-attr]
+    ]
 
 
 def made(inputs: list[str], out: str | Path, **settings: Any) -> list[str]:
-    convert(inputs, str(out), **{"tokenizer": "bytes", "workers": 1, "overwrite": True} | settings)
+    defaults: dict[str, Any] = {"tokenizer": "bytes", "workers": 1, "overwrite": True}
+    convert(inputs, str(out), **(defaults | settings))
     return texts(out, settings.get("storage"))
 
 

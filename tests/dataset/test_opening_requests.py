@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import pickle
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -125,13 +125,22 @@ def test_the_megatron_order_opened_again_asks_for_no_shard(
         )
 
 
+def noting(function: Callable[..., Any], calls: list[Any]) -> Callable[..., Any]:
+    """The function, with the arguments of its calls noted."""
+
+    def noted(*arguments: Any) -> Any:
+        calls.append(arguments)
+        return function(*arguments)
+
+    return noted
+
+
 def test_copies_of_indices_are_kept_without_a_look_through_their_folder(
     served: tuple[Running, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     looks: list[Any] = []
     for owner, name in ((os, "scandir"), (os, "listdir")):
-        real = getattr(owner, name)
-        monkeypatch.setattr(owner, name, lambda *path, real=real: looks.append(path) or real(*path))
+        monkeypatch.setattr(owner, name, noting(getattr(owner, name), looks))
     server, _ = served
     asked(server, config_of(server, "bin/web", "megatron", tmp_path / "own"))
     assert len(list((tmp_path / "own" / "idx").glob("*.idx"))) == SHARDS

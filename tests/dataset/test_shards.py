@@ -32,6 +32,7 @@ from streammega.dataset.shards import SUFFIXES, missing_shards, split_name
 from streammega.dataset.verify import verify
 from streammega.errors import FormatError, ObjectChangedError, ObjectNotFoundError, StreammegaError
 from tests.conftest import write_random_pair
+from tests.support.typed import map_style
 
 KINDS = ["bin", "zst", "tar"]
 
@@ -174,7 +175,8 @@ def test_a_manifest_is_what_a_merge_of_its_shards_would_be(sets: Path, tmp_path:
         assert (tmp_path / f"merged{suffix}").read_bytes() == (sets / f"pair{suffix}").read_bytes()
     config = config_of([str(sets / "tar")], "megatron", tmp_path)
     pair = config_of([str(sets / "pair")], "megatron", tmp_path)
-    ours, expected = (build_datasets(own, (50, 0, 0))[0] for own in (config, pair))
+    ours = map_style(build_datasets(config, (50, 0, 0))[0])
+    expected = map_style(build_datasets(pair, (50, 0, 0))[0])
     for k in range(50):
         assert torch.equal(ours[k]["tokens"], expected[k]["tokens"])
 

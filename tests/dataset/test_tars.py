@@ -19,6 +19,7 @@ from streammega.convert.read.inputs import Input
 from streammega.convert.read.readers import read_slice
 from streammega.convert.read.slices import Skipped, Slice
 from streammega.errors import ConvertError
+from tests.support.typed import all_tokens
 
 
 def test_members_are_read_in_their_order_by_their_suffixes(tmp_path: Path) -> None:
@@ -42,8 +43,8 @@ def test_members_are_read_in_their_order_by_their_suffixes(tmp_path: Path) -> No
     convert([str(tmp_path / "a.tar")], str(tmp_path / "out"), tokenizer="bytes", workers=1)
     texts = [
         bytes(ids[:-1].astype(np.uint8)).decode()
-        for ids in IndexedDataset(str(tmp_path / "out"))[:]
-    ]  # type: ignore[union-attr]
+        for ids in all_tokens(IndexedDataset(str(tmp_path / "out")))
+    ]
     assert texts == ["one", "two", "three", "four", "five", "six", "seven", "eight"]
 
 

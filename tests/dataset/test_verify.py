@@ -42,7 +42,7 @@ def dataset(tmp_path: Path) -> Path:
             kind=kind,
             shard_bytes=2000,
             workers=1,
-        )  # type: ignore[arg-type]
+        )
     return tmp_path
 
 

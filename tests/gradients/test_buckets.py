@@ -184,10 +184,11 @@ def test_split_parameters_are_clipped_by_the_norm_of_all_their_parts(
     gang: Gang, sharded: bool
 ) -> None:
     torch.manual_seed(5)
-    whole = torch.nn.Sequential(torch.nn.LayerNorm(8), torch.nn.Linear(8, 6, bias=False))
+    norm_layer = torch.nn.LayerNorm(8)
+    whole = torch.nn.Sequential(norm_layer, torch.nn.Linear(8, 6, bias=False))
     (whole(torch.arange(16.0).view(2, 8)) * torch.arange(6.0).add(1)).square().sum().backward()
     expected = torch.nn.utils.clip_grad_norm_(whole.parameters(), 1.0)
-    gradient = whole[0].weight.grad
+    gradient = norm_layer.weight.grad
     assert gradient is not None
     for norm, replicated in gang.run(2, clipped_tensor_parallel, sharded):
         assert norm == pytest.approx(float(expected), rel=1e-5)

@@ -50,7 +50,7 @@ def sample_index_by_search(
     """The closed form, one row at a time."""
     sizes = lengths[index].astype(np.int64)
     before = np.cumsum(sizes) - sizes
-    result = [(0, 0)]
+    result: list[tuple[Any, Any]] = [(0, 0)]
     for k in range(1, rows + 1):
         t = k * size
         if t > sizes.sum() - a:

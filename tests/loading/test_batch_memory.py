@@ -220,9 +220,12 @@ def test_pinned_memory_is_made_on_the_device_of_the_thread_that_opened_it(
 ) -> None:
     asked: list[Any] = []
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 3)
-    monkeypatch.setattr(
-        torch.cuda, "device", lambda device: asked.append(device) or contextlib.nullcontext()
-    )
+
+    def noted(device: Any) -> contextlib.AbstractContextManager[None]:
+        asked.append(device)
+        return contextlib.nullcontext()
+
+    monkeypatch.setattr(torch.cuda, "device", noted)
     monkeypatch.setattr(torch, "empty", lambda shape, **options: asked.append(options))
     PinnedMemory().take((2, 3), torch.int64)
     assert asked == [3, {"dtype": torch.int64, "pin_memory": True}]

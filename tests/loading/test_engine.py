@@ -31,6 +31,7 @@ from streammega.loading.reading_plan import _whole_pieces, plan_reading
 from streammega.loading.spans import FileTable
 from streammega.order import Extents
 from streammega.order.rank_samples import zigzag_bounds
+from streammega.samples.lanes import StreamSource
 from streammega.storage.fetch.memory import BufferPool, rounded
 from tests.storage.test_faults import config_of, storage_of, stream, write_data
 from tools.bench.object_server import Running, running
@@ -243,7 +244,9 @@ def test_the_stream_order_fetches_every_byte_once(
     loader = StreamLoader(config, micro_batch_size=4, global_batch_size=8)
     reader = plan_reading(loader.dataset.steps, 0, 0, 1, storage.memory_bytes)
     assert reader.planner.pieces is not None
-    epoch = int(loader.dataset.samples.order.sizes[0]) // 8
+    samples = loader.dataset.samples
+    assert isinstance(samples, StreamSource)
+    epoch = int(samples.order.sizes[0]) // 8
     loader = StreamLoader(
         replace(config, num_samples=(epoch * 8, 0, 0)), micro_batch_size=4, global_batch_size=8
     )

@@ -23,6 +23,7 @@ from tests.support.rank_programs import (
     numbers_of,
     save_by_dcp,
 )
+from tests.support.typed import first_prefix
 
 pytestmark = [
     # more workers than a small machine has cores
@@ -148,7 +149,7 @@ def test_a_distributed_checkpoint_of_another_order_is_refused_in_words(
     gang.run(2, save_by_dcp, config, folder, 3)
     for other, words in (
         (replace(config, order="sequential"), "order: "),
-        (replace(config, blend=[config.blend[0], config.blend[0]]), "datasets"),  # type: ignore[index]
+        (replace(config, blend=[first_prefix(config)] * 2), "datasets"),
         (replace(config, seed=3), "seed: the checkpoint has 1234, this run 3"),
     ):
         for answer in gang.run(2, load_by_dcp, other, folder):
@@ -216,7 +217,7 @@ def test_lightning_trains_whole_passes_validates_the_same_and_resumes_exactly(
 
     def fit(checkpoint: str | None = None, **options: Any) -> Module:
         module = Module()
-        quiet = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False}
+        quiet: Any = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False}
         saving = ModelCheckpoint(tmp_path, "{step}", every_n_train_steps=TOTAL + 5)
         trainer = Trainer(accelerator="cpu", devices=1, callbacks=[saving], **quiet, **options)
         with (

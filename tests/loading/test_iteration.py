@@ -31,8 +31,10 @@ from streammega import (
 )
 from streammega.errors import AccessDeniedError, FormatError, StateError
 from streammega.parallel import open_loader
+from streammega.samples.lanes import StreamSource
 from tests.conftest import write_random_pair
 from tests.support.servers import http_server
+from tests.support.typed import first_prefix
 
 # more workers than a small machine has cores
 pytestmark = pytest.mark.filterwarnings("ignore:This DataLoader will create")
@@ -193,9 +195,9 @@ def test_an_iteration_that_gave_everything_stays_over(config: DataConfig) -> Non
 
 def test_after_an_error_the_loader_goes_on_with_the_batch_that_failed(config: DataConfig) -> None:
     objects = {
-        f"/p{suffix}": Path(f"{config.blend[0]}{suffix}").read_bytes()
+        f"/p{suffix}": Path(f"{first_prefix(config)}{suffix}").read_bytes()
         for suffix in (".bin", ".idx")
-    }  # type: ignore[index]
+    }
     number = Numbered(config)
     with http_server(objects) as server:
         storage = StorageConfig(retries=0, timeout=5, memory_bytes=1 << 20)
@@ -620,9 +622,11 @@ def test_a_load_that_is_refused_changes_nothing(
         loader.take()
         held = iter(loader)
         next(held)
-        # type: ignore[attr-defined]
+
         before = loader.state_dict()
-        lanes = loader.dataset.samples.order.lanes
+        samples = loader.dataset.samples
+        assert isinstance(samples, StreamSource)
+        lanes = samples.order.lanes
         schedule = loader.dataset.schedule
         generation = loader.dataset.generation
         with contextlib.suppress(StateError):
@@ -638,7 +642,7 @@ def test_a_load_that_is_refused_changes_nothing(
 def test_states_have_the_same_keys_in_every_order(config: DataConfig) -> None:
     keys = set()
     for order in ("stream", "megatron", "sequential"):
-        state = StreamLoader(replace(config, order=order), **SIZES).state_dict()  # type: ignore[arg-type]
+        state = StreamLoader(replace(config, order=order), **SIZES).state_dict()
         keys.add(tuple(state))
         assert all(type(value) in (int, str) for value in state.values())
         assert json.loads(state["identity"])["order"] == order

@@ -30,6 +30,7 @@ from streammega.config import parse_blend
 from streammega.errors import ConfigError, FormatError, ShortReadError, StateError, StorageError
 from tests.conftest import write_random_pair
 from tests.support.servers import http_server
+from tests.support.typed import first_prefix
 
 GLOBAL = 24
 RANKS = (1, 2, 4)
@@ -281,7 +282,7 @@ def test_batches_are_the_same_from_s3_by_both_transports(
     config: DataConfig, stream: dict[int, bytes], s3_storage: StorageConfig, bucket: str
 ) -> None:
     with IndexedDatasetWriter(f"s3://{bucket}/pair", np.uint16, storage=s3_storage) as writer:
-        writer.add_index(config.blend[0])
+        writer.add_index(first_prefix(config))
     remote = replace(config, blend=[f"s3://{bucket}/pair"], storage=s3_storage)
     whole: dict[int, bytes] = {}
     for step in micro_steps(loaders(remote, 2, 6)):
@@ -366,9 +367,8 @@ def test_numbers_of_numpy_and_paths_of_pathlib_are_taken_for_what_they_are(
     assert parse_blend(weighted) == ((prefix,), (0.5,))
     given: list[Any] = [Path(prefix), [Path(prefix)]]
     for blend in given:
-        other = replace(
-            plain, blend=blend, seed=np.int64(3), num_samples=tuple(np.array([60, 0, 0]))
-        )
+        numbers: Any = {"seed": np.int64(3), "num_samples": tuple(np.array([60, 0, 0]))}
+        other = replace(plain, blend=blend, **numbers)
         with StreamLoader(other, micro_batch_size=1, global_batch_size=2) as loader:
             loader.seek(np.int64(4))  # type: ignore[arg-type]
             state = json.loads(json.dumps(loader.state_dict()))
@@ -402,7 +402,7 @@ def test_a_token_id_past_the_vocabulary_is_an_error_on_its_step(config: DataConf
 
 def test_an_error_of_the_storage_reaches_the_step_that_needs_the_bytes(config: DataConfig) -> None:
     objects = {
-        f"/p{suffix}": Path(f"{config.blend[0]}{suffix}").read_bytes()
+        f"/p{suffix}": Path(f"{first_prefix(config)}{suffix}").read_bytes()
         for suffix in (".bin", ".idx")
     }
     storage = StorageConfig(retries=0, timeout=5)

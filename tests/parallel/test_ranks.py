@@ -290,10 +290,15 @@ def test_a_micro_batch_is_given_without_waiting_for_the_next(
     batches.close()
 
 
+def is_ready(loader: StreamLoader) -> bool:
+    """Whether it has a batch, which changes by itself."""
+    return loader.ready
+
+
 def test_what_is_there_already_is_prepared_ahead(config: DataConfig) -> None:
     ranks = Ranks(ParallelLayout())
     with open_loader(config, ranks, **SIZES) as loader:
-        assert not loader.ready, "nothing was asked for"
+        assert not is_ready(loader), "nothing was asked for"
         batches = RankBatches(loader, ranks, ahead=3)
         next(batches)
         deadline = time.monotonic() + 20
@@ -301,7 +306,7 @@ def test_what_is_there_already_is_prepared_ahead(config: DataConfig) -> None:
             time.sleep(0.01)
         next(batches)
         assert loader.consumed_samples > batches.consumed_samples
-        assert loader.ready
+        assert is_ready(loader)
         assert batches.state_dict()["consumed_samples"] == batches.consumed_samples == 2 * MICRO
         batches.close()
         loader.close()
@@ -404,7 +409,7 @@ def test_ranks_that_receive_a_message_copy_nothing_of_their_own_to_the_device(
 ) -> None:
     """On `meta` for want of a device here. What the broadcast overwrites was never initialised."""
     with open_loader(config, Ranks(ParallelLayout()), **SIZES) as loader:
-        exchange = RankBatches(loader, Ranks(ParallelLayout()), "cpu")._exchange
+        exchange: Any = RankBatches(loader, Ranks(ParallelLayout()), "cpu")._exchange
         on_host = exchange._message(None)
         exchange._stream, exchange._device = SimpleNamespace(), torch.device("meta")
         message = exchange._message(None)

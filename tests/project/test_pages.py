@@ -263,7 +263,7 @@ def test_torchrun_waits_thirty_seconds_between_its_signals() -> None:
         for action in get_args_parser()._actions
         if "--shutdown-timeout" in action.option_strings
     ]
-    assert float(option.default or 30) == 30  # type: ignore[arg-type]
+    assert float(option.default or 30) == 30
 
 
 STORAGE = StorageConfig()

@@ -80,7 +80,7 @@ def test_the_ten_lines_train_save_and_resume() -> None:
         if len(seen) in (3, 5):
             raise Stop
 
-    names = {
+    names: dict[str, Any] = {
         "rank": 0, "world": 2, "model": None, "time_to_save": True, "train_step": train_step,
         "save": lambda model, state: saved.append(state),
     }  # fmt: skip
@@ -91,9 +91,9 @@ def test_the_ten_lines_train_save_and_resume() -> None:
     state = json.loads(json.dumps(saved[-1]))
     assert len(json.dumps(state)) < 1024
     exec(compile(resume, "README", "exec"), names | {"state": state})
-    batch = next(iter(names["loader"]))  # type: ignore[call-overload]
+    batch = next(iter(names["loader"]))
     assert batch["tokens"].equal(seen[2]), "two batches were handed out before the state was saved"
-    names["loader"].close()  # type: ignore[attr-defined]
+    names["loader"].close()
 
 
 def commands() -> list[str]:

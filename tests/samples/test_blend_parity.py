@@ -52,8 +52,9 @@ def test_the_greedy_choice_is_megatrons(block: int) -> None:
         dataset = np.zeros(size, np.int16)
         sample = np.zeros(size, np.int64)
         helpers.build_blending_indices(dataset, sample, weights.tolist(), count, size, False)
-        ours = blend_weighted(weights, size)
-        for theirs, got in zip((dataset, sample), ours, strict=True):
+        ours: tuple[np.ndarray, np.ndarray] = blend_weighted(weights, size)
+        wanted: tuple[np.ndarray, np.ndarray] = (dataset, sample)
+        for theirs, got in zip(wanted, ours, strict=True):
             assert theirs.dtype == got.dtype
             np.testing.assert_array_equal(theirs, got)
 
@@ -140,7 +141,9 @@ def theirs_of(sizes: list[int | None], config: Any) -> list[Any]:
 
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        return BlendedMegatronDatasetBuilder(GPTDataset, sizes, lambda: True, config).build()
+        builder = BlendedMegatronDatasetBuilder(GPTDataset, sizes, lambda: True, config)
+        splits: list[Any] = builder.build()
+        return splits
 
 
 def assert_same(theirs: Any, ours: Any, where: str) -> None:

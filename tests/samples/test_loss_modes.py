@@ -15,6 +15,7 @@ import pytest
 import torch
 
 from streammega import DataConfig, IndexedDataset, ParallelLayout, StorageConfig, StreamLoader
+from streammega.config import Order
 from streammega.convert import convert
 from streammega.dataset.manifest import read_manifest
 from streammega.errors import ConfigError
@@ -25,6 +26,7 @@ from streammega.train.loop import Trainer
 from streammega.train.parallel import ParallelModel
 from tests.support.gang import Gang
 from tests.support.rank_programs import read_batches
+from tests.support.typed import first_prefix, map_style
 from tests.train.test_train import TOML
 
 LENGTH = 32
@@ -32,7 +34,7 @@ MICRO = 2
 GLOBAL = 8
 STEPS = 6
 SIZES: dict[str, Any] = {"micro_batch_size": MICRO, "global_batch_size": GLOBAL}
-ORDERS = ("megatron", "stream", "sequential")
+ORDERS: tuple[Order, ...] = ("megatron", "stream", "sequential")
 
 
 def chats(path: Path, count: int) -> str:
@@ -125,7 +127,7 @@ def test_loss_is_on_answers_alone_in_every_order(config: DataConfig, chat: str, 
 def test_with_other_fields_the_mask_is_the_product_and_all_else_stays(
     config: DataConfig, chat: str, order: Any
 ) -> None:
-    fields = {
+    fields: Any = {
         "eod_mask_loss": True,
         "reset_position_ids": True,
         "reset_attention_mask": True,
@@ -145,13 +147,13 @@ def test_with_other_fields_the_mask_is_the_product_and_all_else_stays(
 
 
 def test_map_style_samples_have_the_mask(config: DataConfig, chat: str) -> None:
-    dataset = build_datasets(config)[0]
+    dataset = map_style(build_datasets(config)[0])
     expected = expected_masks(
         StreamingDataset(config, **SIZES), STEPS, [learned_tokens(chat)]
     ).reshape(-1, LENGTH)
     assert np.array_equal(
         np.stack([dataset[n]["loss_mask"].numpy() for n in range(STEPS * MICRO)]), expected
-    )  # type: ignore[index, union-attr]
+    )
 
 
 @pytest.mark.parametrize("order", ["megatron", "stream"])
@@ -217,8 +219,8 @@ def test_ranks_of_a_layout_get_the_mask_of_their_parts(
     config = replace(config, order="stream", lanes=GLOBAL, eod_id=256, **changes)
     layout = ParallelLayout(tp=2, cp=2)
     expected = expected_masks(
-        StreamingDataset(config, **SIZES), STEPS, [learned_tokens(config.blend[0])]
-    )  # type: ignore[index, arg-type]
+        StreamingDataset(config, **SIZES), STEPS, [learned_tokens(first_prefix(config))]
+    )
     for result in gang.run(layout.world_size, read_batches, layout, config, SIZES, STEPS, 1, False):
         cp = result["at"]["cp"]
         quarter = LENGTH // 4

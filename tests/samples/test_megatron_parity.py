@@ -13,6 +13,7 @@ from streammega import DataConfig, GPTDataset, IndexedDataset, IndexedDatasetWri
 from streammega.errors import ConfigError
 from streammega.order.split import split_bounds
 from tests.support import oracle
+from tests.support.typed import map_style
 
 CONFIGURATIONS = 400
 
@@ -179,8 +180,7 @@ def test_built_indices_are_kept_and_a_killed_build_is_not_believed(
     pair: str, tmp_path: Path
 ) -> None:
     config = DataConfig(blend=[pair], sequence_length=16, index_cache_dir=tmp_path / "cache")
-    first = build_datasets(config, (500, None, None))[0]
-    assert first is not None
+    first = map_style(build_datasets(config, (500, None, None))[0])
     index = np.array(first.shuffle_index)
     files = sorted((tmp_path / "cache" / "order").glob("*.npy"))
     assert [path.name.rsplit("-", 1)[1] for path in files] == [
@@ -190,8 +190,7 @@ def test_built_indices_are_kept_and_a_killed_build_is_not_believed(
     ]
     files[2].unlink()
     (files[2].parent / f".{files[2].name}.killed.partial").write_bytes(b"half")
-    again = build_datasets(config, (500, None, None))[0]
-    assert again is not None
+    again = map_style(build_datasets(config, (500, None, None))[0])
     np.testing.assert_array_equal(again.shuffle_index, index)
     assert isinstance(again.shuffle_index, np.memmap)
 
@@ -202,13 +201,11 @@ def test_a_cached_array_that_is_no_array_is_refused_not_unpickled(
     from streammega.errors import CacheError
 
     config = DataConfig(blend=[pair], sequence_length=16, index_cache_dir=tmp_path / "cache")
-    dataset = build_datasets(config, (500, None, None))[0]
-    assert dataset is not None
+    dataset = map_style(build_datasets(config, (500, None, None))[0])
     _ = dataset.shuffle_index
     path = next((tmp_path / "cache" / "order").glob("*shuffle_index.npy"))
     np.save(path, np.array([{"an": "object"}], dtype=object), allow_pickle=True)
-    again = build_datasets(config, (500, None, None))[0]
-    assert again is not None
+    again = map_style(build_datasets(config, (500, None, None))[0])
     with pytest.raises(CacheError, match="remove the file"):
         _ = again.shuffle_index
 
@@ -219,8 +216,7 @@ def test_one_cache_serves_the_same_data_wherever_it_lies(pair: str, tmp_path: Pa
     write_random_pair(str(tmp_path / "elsewhere" / "copy"))
     for prefix in (pair, str(tmp_path / "elsewhere" / "copy")):
         config = DataConfig(blend=[prefix], sequence_length=16, index_cache_dir=tmp_path / "cache")
-        dataset = build_datasets(config, (500, None, None))[0]
-        assert dataset is not None
+        dataset = map_style(build_datasets(config, (500, None, None))[0])
         _ = dataset.shuffle_index
     assert len(list((tmp_path / "cache" / "order").glob("*.npy"))) == 3
 
@@ -237,8 +233,7 @@ def test_golden_order_of_a_small_dataset(tmp_path: Path) -> None:
     config = DataConfig(
         blend=[prefix], sequence_length=16, seed=1234, index_cache_dir=tmp_path / "cache"
     )
-    dataset = build_datasets(config, (9, None, None))[0]
-    assert dataset is not None
+    dataset = map_style(build_datasets(config, (9, None, None))[0])
     assert dataset.document_index.tolist() == GOLDEN_DOCUMENTS
     assert dataset.sample_index.tolist() == GOLDEN_SAMPLES
     assert dataset.shuffle_index.tolist() == GOLDEN_SHUFFLE

@@ -27,6 +27,7 @@ from streammega.storage.backends.obstore_store import ObstoreStore
 from tests.conftest import write_random_pair
 from tests.storage.test_storage import StoreContract
 from tests.support.servers import S3
+from tests.support.typed import all_tokens
 
 AZURITE = os.environ.get("STREAMMEGA_AZURITE", "")
 ACCOUNT = "devstoreaccount1"  # Azurite's own, which it documents
@@ -103,7 +104,8 @@ class CloudContract(StoreContract):
         with IndexedDatasetWriter(prefix, np.uint16, storage=store._config) as writer:
             writer.add_index(str(tmp_path / "pair"))
         remote = IndexedDataset(prefix, store._config)
-        assert all(np.array_equal(remote[i], sequence) for i, sequence in enumerate(sequences))
+        for stored, sequence in zip(all_tokens(remote), sequences, strict=True):
+            np.testing.assert_array_equal(stored, sequence)
 
 
 @pytest.mark.parametrize("s3", ["moto"], indirect=True)

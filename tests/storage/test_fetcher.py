@@ -97,7 +97,11 @@ def test_requests_in_flight_keep_to_both_limits(
 
 def test_small_reads_of_an_object_go_out_together_and_those_of_others_apart() -> None:
     gate = threading.Event()
-    store = Recorded(lambda start: gate.wait(10) and None)
+
+    def wait_for_gate(start: int) -> None:
+        gate.wait(10)
+
+    store = Recorded(wait_for_gate)
     threading.Timer(0.3, gate.set).start()
     fetch(store, replace(CONFIG, max_requests=200), 120)
     assert JOB_READS <= max(number for _, number in store.calls) <= NEAR_JOB_READS

@@ -27,6 +27,7 @@ from streammega.errors import ConfigError, ObjectChangedError, StorageError
 from streammega.storage.backends.local import LocalStore
 from streammega.storage.store import fill
 from tests.support.processes import launch
+from tests.support.typed import map_style, tokens
 
 CHANGES: dict[str, Callable[[Path], object]] = {
     "made smaller": lambda path: replace(path, path.read_bytes()[: path.stat().st_size // 3]),
@@ -189,19 +190,19 @@ def test_map_style_reads_are_of_the_file_that_was_opened(tmp_path: Path, suffix:
     config = DataConfig(
         blend=[shard], sequence_length=64, num_samples=(8, 0, 0), index_cache_dir=tmp_path / "cache"
     )
-    samples = build_datasets(config)[0]
-    assert (used[3] == 5).all()
+    samples = map_style(build_datasets(config)[0])
+    assert (tokens(used, 3) == 5).all()
     stored = Path(shard if suffix else f"{shard}.bin")
     again = Path(write_shard(tmp_path / f"other{suffix}", 7))
     replace(stored, (again if suffix else Path(f"{again}.bin")).read_bytes())
-    assert (used[3] == 5).all(), "mapped before: what it was"
-    for read in (lambda: opened[3], lambda: samples[0]["tokens"].numpy()):  # type: ignore[index]
+    assert (tokens(used, 3) == 5).all(), "mapped before: what it was"
+    for read in (lambda: tokens(opened, 3), lambda: samples[0]["tokens"].numpy()):
         if suffix == ".bin.zst":  # mapped when its table of frames was read
             assert (read() == 5).all()
             continue
         with pytest.raises(ObjectChangedError, match=stored.name):
             read()
-    assert (IndexedDataset(shard)[3] == 7).all(), "opened now: what it is"
+    assert (tokens(IndexedDataset(shard), 3) == 7).all(), "opened now: what it is"
 
 
 def test_an_idx_that_changed_is_not_taken_for_the_one_that_was_opened(tmp_path: Path) -> None:
@@ -293,7 +294,7 @@ def test_errors_of_a_server_behind_a_file_system_are_tried_again(
         return read(*arguments)
 
     monkeypatch.setattr(os, "preadv", failing)
-    assert (dataset[3] == 5).all()
+    assert (tokens(dataset, 3) == 5).all()
     failures = iter([errno.EIO] * 99)
     with pytest.raises(StorageError, match=r"shard\.bin: Input/output error"):
         dataset[3]

@@ -255,7 +255,7 @@ def test_what_is_not_fixed_is_read_again_every_five_minutes_and_two_before_its_e
     now = [1000.0]
     calls = []
     expires = [0.0]
-    monkeypatch.setattr(oss_credentials.time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(time, "monotonic", lambda: now[0])
 
     def read() -> dict[str, Any]:
         calls.append(1)

@@ -7,6 +7,7 @@ from __future__ import annotations
 import logging
 import os
 import pickle
+import random
 import signal
 import socket
 import subprocess
@@ -58,7 +59,7 @@ class Clock:
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     clock = Clock()
-    monkeypatch.setattr(retry.time, "monotonic", clock.monotonic)
+    monkeypatch.setattr(time, "monotonic", clock.monotonic)
     monkeypatch.setattr(retry, "interruptible_pause", clock.sleep)
     monkeypatch.setattr(retry, "_outages", retry._Outages())
     return clock
@@ -97,7 +98,7 @@ def test_a_pause_that_would_leave_next_to_nothing_lasts_until_the_deadline_too(
     clock: Clock, monkeypatch: pytest.MonkeyPatch, deadline: float
 ) -> None:
     # tries after 0.1, 0.3 and 0.7 seconds
-    monkeypatch.setattr(retry.random, "uniform", lambda least, most: most)
+    monkeypatch.setattr(random, "uniform", lambda least, most: most)
     with pytest.raises(EndpointError):
         RetryPolicy(deadline=deadline).call(failing(EndpointError("down"), clock))
     assert clock.now == pytest.approx(deadline)

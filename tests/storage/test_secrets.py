@@ -95,13 +95,13 @@ FAST = StorageConfig(timeout=2, retries=0, stall_timeout=2)
 
 
 def config(*blend: str, **settings: Any) -> DataConfig:
-    settings = {
+    defaults: dict[str, Any] = {
         "order": "stream",
         "sequence_length": 16,
         "num_samples": (40, 0, 0),
         "storage": FAST,
-    } | settings
-    return DataConfig(blend=list(blend), **settings)
+    }
+    return DataConfig(blend=list(blend), **(defaults | settings))
 
 
 def one_batch(settings: DataConfig) -> str:
@@ -305,12 +305,13 @@ NESTED: dict[str, Callable[[str], dict[str, Any]]] = {
 def test_secret_options_are_taken_out_however_they_are_written(name: str, seed: int) -> None:
     secret = some_secret(random.Random(f"{name}{seed}"), ANYTHING)
     options = NESTED[name](secret)
-    plain = {
+    said_by_name: dict[str, Any] = {
         "a SAS": f"https://account/container/blob?{options.get('sas_token')}&x=1 or {options.get('sas_token')}",
         "a connection string": options.get("connection_string"),
         "headers": f"Bearer {secret}",
         "an endpoint": options.get("endpoint_url"),
-    }.get(name, secret)
+    }
+    plain: str = said_by_name.get(name, secret)
     in_url = name in ("a SAS", "an endpoint")  # spelt as URLs spell it already
     for said in (
         [plain] if in_url else [plain, quote(plain), quote_plus(plain), json.dumps({"said": plain})]

@@ -9,10 +9,12 @@ import socket
 import subprocess
 import sys
 import threading
+import time
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import obstore
 import pytest
 
 from streammega import StorageConfig
@@ -27,7 +29,7 @@ from streammega.errors import (
 )
 from streammega.errors.redaction import redact
 from streammega.storage import Store, open_store
-from streammega.storage.backends import fsspec_store, obstore_store
+from streammega.storage.backends import obstore_store
 from streammega.storage.backends.fsspec_store import FsspecStore
 from streammega.storage.backends.local import LocalStore
 from streammega.storage.backends.obstore_store import ObstoreStore
@@ -577,17 +579,21 @@ def test_the_credential_chain_is_used_when_no_key_is_given(
     for name, value in s3.environment.items():
         monkeypatch.setenv(name, value)
     for transport in ("obstore", "fsspec"):
-        store, key = open_store(f"s3://{bucket}/{transport}", StorageConfig(transport=transport))  # type: ignore[arg-type]
+        store, key = open_store(f"s3://{bucket}/{transport}", StorageConfig(transport=transport))
         put(store, key, b"abc")
         assert store.info(key).size == 3
 
 
 def test_virtual_host_addressing_puts_the_bucket_in_the_host() -> None:
-    options = {"key": KEY, "secret": SECRET, "endpoint_url": "https://oss-cn-hangzhou.aliyuncs.com"}
+    options: dict[str, Any] = {
+        "key": KEY,
+        "secret": SECRET,
+        "endpoint_url": "https://oss-cn-hangzhou.aliyuncs.com",
+    }
     options |= {
         "config_kwargs": {"s3": {"addressing_style": "virtual"}},
         "client_kwargs": {"region_name": "cn-hangzhou"},
-    }  # type: ignore[dict-item]
+    }
     made = s3_arguments("web", StorageConfig(storage_options=options))["config"]
     assert made["endpoint"] == "https://web.oss-cn-hangzhou.aliyuncs.com"
     assert made["virtual_hosted_style_request"] is True
@@ -688,7 +694,7 @@ def test_the_last_of_several_reads_goes_out_after_the_others_and_its_etag_vouche
     """obstore tells no ETag of several reads: an object that is replaced among them must show in
     the answer that has one.
     """
-    get_ranges = obstore_store.obstore.get_ranges
+    get_ranges = obstore.get_ranges
     with http_server({"/bucket/key": b"0123456789"}) as server:
         options = {"key": KEY, "secret": SECRET, "endpoint_url": server.url}
         store, key = open_store(
@@ -701,7 +707,7 @@ def test_the_last_of_several_reads_goes_out_after_the_others_and_its_etag_vouche
             server.etags["/bucket/key"] = "2"
             return get_ranges(*arguments, **named)
 
-        monkeypatch.setattr(obstore_store.obstore, "get_ranges", replaced)
+        monkeypatch.setattr(obstore, "get_ranges", replaced)
         outs = [np.empty(2, np.uint8) for _ in range(3)]
         with pytest.raises(ObjectChangedError, match="was replaced"):
             store.read_into(key, [(0, 2), (4, 6), (8, 10)], outs, etag)
@@ -716,8 +722,13 @@ def test_drivers_that_tell_no_etag_are_asked_for_it_every_thirty_seconds(
     put(store, "recheck/object", b"0123")
     etag = store.info("recheck/object").etag
     info = FsspecStore.info
-    monkeypatch.setattr(FsspecStore, "info", lambda self, key: asked.append(key) or info(self, key))
-    monkeypatch.setattr(fsspec_store.time, "monotonic", lambda: now[0])
+
+    def noted(self: FsspecStore, key: str) -> Any:
+        asked.append(key)
+        return info(self, key)
+
+    monkeypatch.setattr(FsspecStore, "info", noted)
+    monkeypatch.setattr(time, "monotonic", lambda: now[0])
     for seconds, looks in ((0.0, 1), (29.0, 1), (1.0, 2), (29.9, 2), (0.1, 3)):
         now[0] += seconds
         store.read_ranges("recheck/object", [0], [2], etag)

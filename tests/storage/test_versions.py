@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from streammega import DataConfig, IndexedDataset, IndexedDatasetWriter, StorageConfig, StreamLoader
+from streammega.config import Transport
 from streammega.errors import ObjectChangedError
 from streammega.storage import open_store
 from streammega.storage.versions import check_version, version_like, version_of
@@ -65,14 +66,14 @@ def put_pair(server: HttpObjects, folder: Path, token: int) -> None:
     "left_out", [{("GET", "ETag")}, {("HEAD", "ETag")}, {("GET", "ETag"), ("GET", "Last-Modified")}]
 )
 def test_an_object_whose_answers_tell_different_things_is_read(
-    tmp_path: Path, left_out: set[tuple[str, str]], transport: str
+    tmp_path: Path, left_out: set[tuple[str, str]], transport: Transport
 ) -> None:
     with http_server({}) as server:
         put_pair(server, tmp_path, 5)
         server.left_out = left_out
         store, key = open_store(
             f"{server.url}/p.bin", StorageConfig(transport=transport, retries=0)
-        )  # type: ignore[arg-type]
+        )
         info = store.info(key)
         assert bytes(store.read_ranges(info.key, [0, 8], [4, 12], info.etag)[1]) == bytes(
             [5, 0, 5, 0]

@@ -85,7 +85,7 @@ def train_and_die(
         self.place.publish = and_noted
         publish(self, step, *rest)
 
-    CheckpointPublisher._publish = noted  # type: ignore[method-assign]
+    CheckpointPublisher._publish = noted  # type: ignore[method-assign, assignment]
     train_steps(rank, run_file, overrides)
     return changes
 

@@ -119,9 +119,10 @@ class Gang:
         while pipes:
             ready = wait(list(pipes), timeout=TIMEOUT)
             for pipe in ready:
-                rank = pipes.pop(pipe)  # type: ignore[arg-type]
+                assert isinstance(pipe, Connection)
+                rank = pipes.pop(pipe)
                 try:
-                    good, value = pipe.recv()  # type: ignore[union-attr]
+                    good, value = pipe.recv()
                 except EOFError:
                     good = False
                     value = "the process died"

@@ -7,11 +7,12 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator
 from typing import Any
+from unittest import mock
 
 import torch
 from torch.autograd.graph import saved_tensors_hooks
 
-from streammega import ParallelLayout, Ranks
+from streammega import BucketedDataParallel, ParallelLayout, Ranks
 from streammega.gradients.sharded_optimizer import ShardedOptimizer
 from streammega.order.rank_samples import zigzag_bounds
 from streammega.train import attention
@@ -44,16 +45,11 @@ def saved_for_backward() -> Iterator[dict[int, int]]:
         def __init__(self, pack: Callable[[Any], Any], unpack: Callable[[Any], Any]) -> None:
             super().__init__(lambda tensor: note(pack(tensor)), unpack)
 
-    before = getattr(attention, "saved_tensors_hooks", None)
-    attention.saved_tensors_hooks = Noted
-    try:
-        with saved_tensors_hooks(note, lambda packed: packed):
-            yield found
-    finally:
-        if before is None:
-            del attention.saved_tensors_hooks
-        else:
-            attention.saved_tensors_hooks = before
+    with (
+        mock.patch.object(attention, "saved_tensors_hooks", Noted),
+        saved_tensors_hooks(note, lambda packed: packed),
+    ):
+        yield found
 
 
 def model_of(
@@ -99,6 +95,15 @@ def batch_of(
     return {name: field.to(model.device) for name, field in batch.items()}
 
 
+def bucketed(model: ParallelModel) -> list[BucketedDataParallel]:
+    """The wrappers of a model whose gradients this library reduces."""
+    wrappers = []
+    for wrapper in model.wrapped:
+        assert isinstance(wrapper, BucketedDataParallel)
+        wrappers.append(wrapper)
+    return wrappers
+
+
 def gradients(model: ParallelModel, tokens: torch.Tensor) -> dict[str, torch.Tensor]:
     """The gradients that optimizers would see, by name, divided by the unmasked tokens of all
     ranks; none of both divided.
@@ -106,15 +111,16 @@ def gradients(model: ParallelModel, tokens: torch.Tensor) -> dict[str, torch.Ten
     from torch.distributed.tensor import DTensor
 
     from streammega.gradients.data_parallel import finish_grad_sync
-    from streammega.train.parallel import canonical, names_of
+    from streammega.train.parallel import names_of
+    from streammega.train.stages import canonical
 
-    finish_grad_sync(model.wrapped, tokens)
+    finish_grad_sync(bucketed(model), tokens)
     found = {}
     if model.config.parallel.optimizer == "sharded" and model.ranks.group("tp") is None:
         return {
             canonical(slot.name): slot.main_grad.clone()
-            for own in model.wrapped
-            for slot in own.reducer.slots()
+            for wrapper in bucketed(model)
+            for slot in wrapper.reducer.slots()
         }
     for name, parameter in names_of(model).items():
         grad = parameter.grad
@@ -179,7 +185,7 @@ def gathered_again(rank: int, documents: list[list[int]] | None) -> list[int]:
     q, k, v = (torch.randn(1, 256, 2, 8, generator=generator, requires_grad=True) for _ in range(3))
     found = []
     grads = []
-    attention._gather = counted
+    attention._gather = counted  # type: ignore[assignment]
     try:
         for again in (False, True):
             visibility = Visibility(parts, 512, bounds)

@@ -20,8 +20,10 @@ with warnings.catch_warnings():
 SPLITS = {"train": Split.train, "valid": Split.valid, "test": Split.test}
 
 __all__ = [
+    "GPTDataset",
     "IndexedDataset",
     "IndexedDatasetBuilder",
+    "Split",
     "gpt_config",
     "gpt_dataset",
     "parallel_state",

@@ -197,7 +197,9 @@ def grads_beside_ddp(rank: int, micro_batches: int, bucket_size: int, overlap: b
         norm = torch.nn.utils.clip_grad_norm_(theirs.parameters(), 0.1)
         same &= bool(torch.isclose(norm, ours.clip_grad_norm_(0.1), rtol=1e-6))
         for a, b in zip(theirs.module.parameters(), ours.module.parameters(), strict=True):
-            same &= a.grad is None or torch.allclose(a.grad, b.grad, rtol=1e-6)
+            if a.grad is not None:
+                assert b.grad is not None
+                same &= torch.allclose(a.grad, b.grad, rtol=1e-6)
     dist.barrier()
     return same
 
@@ -287,9 +289,10 @@ def bad_gradient(rank: int, value: float, limit: float | None, at_once: bool) ->
     from streammega.errors import GradientError
     from streammega.gradients.checks import GradientChecks
 
-    model = BucketedDataParallel(make_net(), bucket_size=700, largest_gradient=limit)
+    net: Any = make_net()
+    model = BucketedDataParallel(net, bucket_size=700, largest_gradient=limit)
     model.reducer.starts.checks = GradientChecks(limit, at_once=at_once)
-    handle = model.module.layers[1].weight.register_hook(
+    handle = net.layers[1].weight.register_hook(
         lambda grad: grad.index_fill(0, torch.tensor([2]), value) if rank == 1 else grad
     )
     message = ""
@@ -377,7 +380,8 @@ class Expert(torch.nn.Module):
 
     def forward(self, x: torch.Tensor, use: bool) -> torch.Tensor:
         y = self.b(self.a(x).double())
-        return self.expert(y) if use else y
+        chosen: torch.Tensor = self.expert(y) if use else y
+        return chosen
 
 
 def two_buffers(rank: int, chunks: int) -> list[float]:
@@ -413,6 +417,7 @@ def two_buffers(rank: int, chunks: int) -> list[float]:
         for a, b in zip(one.parameters(), other.module.parameters(), strict=True):
             mean = torch.zeros_like(a) if a.grad is None else a.grad / 2
             dist.all_reduce(mean)
+            assert b.grad is not None
             worst.append(float((mean - b.grad).abs().max()))
     return worst
 
@@ -453,20 +458,23 @@ def first_weights(rank: int, sharded: bool) -> list[float]:
     from streammega import BucketedDataParallel
 
     torch.manual_seed(rank)
-    module = torch.nn.Sequential(torch.nn.Linear(3, 3), torch.nn.BatchNorm1d(3))
-    module[1].running_mean += rank
-    model = BucketedDataParallel(module, sharded=sharded)
-    return [model.module[0].weight[0, 0].item(), float(model.module[1].running_mean[0])]
+    linear = torch.nn.Linear(3, 3)
+    norm = torch.nn.BatchNorm1d(3)
+    assert norm.running_mean is not None
+    norm.running_mean += rank
+    BucketedDataParallel(torch.nn.Sequential(linear, norm), sharded=sharded)
+    return [linear.weight[0, 0].item(), float(norm.running_mean[0])]
 
 
 def per_token(rank: int, tokens: list[int]) -> list[float]:
     """A gradient normalised by the tokens of all ranks."""
     from streammega import BucketedDataParallel
 
-    model = BucketedDataParallel(torch.nn.Linear(2, 1, bias=False), average=False)
+    linear = torch.nn.Linear(2, 1, bias=False)
+    model = BucketedDataParallel(linear, average=False)
     (model(torch.ones(1, 2)).sum() * tokens[rank]).backward()
     model.finish_grad_sync(torch.tensor(tokens[rank]))
-    grad = model.module.weight.grad
+    grad = linear.weight.grad
     assert grad is not None
     return [float(value) for value in grad.flatten()]
 
@@ -476,12 +484,13 @@ def fp16_steps(rank: int) -> list[tuple[bool, float, bool]]:
     from streammega import BucketedDataParallel, ShardedOptimizer
     from streammega.gradients.loss_scale import LossScale
 
-    model = BucketedDataParallel(make_net(torch.float16), sharded=True, check_gradients=False)
+    net: Any = make_net(torch.float16)
+    model = BucketedDataParallel(net, sharded=True, check_gradients=False)
     optimizer = ShardedOptimizer(model, torch.optim.AdamW, lr=0.01)
     scale = LossScale(1024.0, interval=2)
     seen = []
     for step in range(4):
-        before = model.module.norm.weight.clone()
+        before = net.norm.weight.clone()
         loss = loss_of(model, ids_of(rank, step, 0)) * scale.value
         (loss * float("inf") if step == 1 and rank == 0 else loss).backward()
         model.finish_grad_sync()
@@ -489,7 +498,7 @@ def fp16_steps(rank: int) -> list[tuple[bool, float, bool]]:
         if good:
             optimizer.step()
             optimizer.finish_param_sync()
-        seen.append((good, scale.value, not torch.equal(before, model.module.norm.weight)))
+        seen.append((good, scale.value, not torch.equal(before, net.norm.weight)))
     return seen
 
 

@@ -236,12 +236,12 @@ def right_all_the_same(rank: int) -> dict[str, Any]:
     assert layer.weight.grad is not None
     found["forwards"] = float(layer.weight.grad)
 
-    two = nn.ModuleList([nn.Linear(1, 1, bias=False), nn.Linear(1, 1, bias=False)])
-    model = BucketedDataParallel(two)
-    for head in two:  # two losses that share nothing
+    heads = [nn.Linear(1, 1, bias=False), nn.Linear(1, 1, bias=False)]
+    model = BucketedDataParallel(nn.ModuleList(heads))
+    for head in heads:  # two losses that share nothing
         head(torch.full((1, 1), rank + 1.0)).sum().backward()
     model.finish_grad_sync()
-    found["losses"] = [float(head.weight.grad) for head in two if head.weight.grad is not None]
+    found["losses"] = [float(head.weight.grad) for head in heads if head.weight.grad is not None]
     return found
 
 
@@ -328,7 +328,8 @@ def unused(rank: int, sharded: bool, frozen: bool) -> tuple[list[bool], float]:
             return torch.stack([self.layers[n](x) for n in used]).sum()
 
     theirs = DistributedDataParallel(Sum(), find_unused_parameters=True)
-    ours = BucketedDataParallel(Sum(), sharded=sharded)
+    our_sum: Any = Sum()
+    ours = BucketedDataParallel(our_sum, sharded=sharded)
     settings: dict[str, Any] = {"lr": 0.01, "weight_decay": 0.1}
     optimizers: list[Any] = [torch.optim.AdamW(theirs.parameters(), **settings)]
     if sharded:
@@ -337,7 +338,7 @@ def unused(rank: int, sharded: bool, frozen: bool) -> tuple[list[bool], float]:
         optimizers.append(torch.optim.AdamW(ours.parameters(), **settings))
     before = [parameter.detach().clone() for parameter in ours.parameters()]
     if frozen:
-        ours.module.layers[1].requires_grad_(False)
+        our_sum.layers[1].requires_grad_(False)
         theirs = DistributedDataParallel(theirs.module, find_unused_parameters=True)
         theirs.module.layers[1].requires_grad_(False)
         theirs = DistributedDataParallel(theirs.module, find_unused_parameters=True)
@@ -408,7 +409,9 @@ def compiled(rank: int, how: str, sharded: bool) -> list[float]:
         torch.manual_seed(6)
         module: Any = nn.Sequential(nn.Linear(6, 9), nn.Tanh(), nn.Linear(9, 6), nn.LayerNorm(6))
         before = compiles and how in ("before", "whole graph")
-        given = torch.compile(module, backend="aot_eager", fullgraph=whole) if before else module
+        given: Any = module
+        if before:
+            given = torch.compile(module, backend="aot_eager", fullgraph=whole)
         model = BucketedDataParallel(given, sharded=sharded, bucket_size=50)
         if sharded:
             optimizer: Any = ShardedOptimizer(model, torch.optim.AdamW, lr=0.01, overlap=not whole)
@@ -454,10 +457,11 @@ class _AddsItself(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, weight: Any) -> Tensor:
         ctx.save_for_backward(x, weight)
         ctx.weight = weight
-        return x @ weight.t()
+        product: Tensor = x @ weight.t()
+        return product
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:  # type: ignore[override]
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
         x, weight = ctx.saved_tensors
         ctx.weight.main_grad.add_(grad.t() @ x)
         ctx.weight.grad_added_to_main_grad = True

@@ -38,7 +38,8 @@ class Odd(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         x = torch.einsum("bi,oki->bk", x, self.cube) @ self.cube.sum(0) * self.scale
-        return self.layer(x)
+        y: Tensor = self.layer(x)
+        return y
 
 
 def _decay(name: str, parameter: Tensor) -> dict[str, float]:
@@ -191,7 +192,9 @@ def loaded_into_the_model(rank: int, how: str) -> list[float]:
     model(torch.ones(1, 4, dtype=torch.bfloat16)).sum().backward()
     model.finish_grad_sync()
     optimizer.step()
-    return module.state_dict()["weight"].flatten().tolist() + module.state_dict()["bias"].tolist()
+    state = module.state_dict()
+    values: list[float] = state["weight"].flatten().tolist() + state["bias"].tolist()
+    return values
 
 
 def main_parameters_keep_their_tails(rank: int) -> float:

@@ -105,7 +105,8 @@ def reference(
         seen = seen & (document[:, place][:, :, None] == document[:, None])
     q, k, v = (tensor.double().transpose(1, 2) for tensor in (q, k, v))
     scores = (q @ k.mT / q.shape[-1] ** 0.5).masked_fill(~seen[:, None], -torch.inf)
-    return (scores.softmax(-1) @ v).transpose(1, 2)
+    mixed: torch.Tensor = scores.softmax(-1) @ v
+    return mixed.transpose(1, 2)
 
 
 def packed_kernel(

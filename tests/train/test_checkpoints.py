@@ -862,9 +862,12 @@ def test_a_run_says_before_each_change_that_copies_must_be_done(
     calls: list[str] = []
     monkeypatch.setattr(trainer.checkpoints, "before_change", lambda: calls.append("before"))
     step = trainer.optimizer.step
-    monkeypatch.setattr(
-        trainer.optimizer, "step", lambda *args: (calls.append("step"), step(*args))[1]
-    )
+
+    def noted(*arguments: Any) -> Any:
+        calls.append("step")
+        return step(*arguments)
+
+    monkeypatch.setattr(trainer.optimizer, "step", noted)
     trainer.train_step()
     assert calls == ["before", "step"]
 

@@ -105,7 +105,7 @@ def assert_equal(got: Batch, expected: Batch) -> None:
 def test_a_loaders_batches_may_be_dropped_after_an_asynchronous_copy(
     data: DataConfig, micro: int, ids_only: bool
 ) -> None:
-    sizes = {"micro_batch_size": micro, "global_batch_size": micro}
+    sizes: Any = {"micro_batch_size": micro, "global_batch_size": micro}
     truth = StreamingDataset(data, **sizes)
     with StreamLoader(data, **sizes, ids_only=ids_only) as loader:
         compared = 0

@@ -55,7 +55,7 @@ def test_backward_asks_the_device_nothing_and_the_end_of_a_step_once() -> None:
     model, _ = make("cuda", torch.float32)
     loss = model(torch.ones(4, 8, device="cuda")).square().mean()
     torch.cuda.synchronize()
-    torch.cuda.set_sync_debug_mode("error")  # type: ignore[no-untyped-call]
+    torch.cuda.set_sync_debug_mode("error")
     try:
         loss.backward()
     finally:
@@ -74,9 +74,10 @@ def test_backward_asks_the_device_nothing_and_the_end_of_a_step_once() -> None:
 @pytest.mark.parametrize("largest", [None, 1e3])
 def test_a_bad_gradient_is_named_by_norms_that_stayed_on_the_device(largest: float | None) -> None:
     torch.manual_seed(3)
-    module = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 8)).cuda()
+    last = nn.Linear(16, 8)
+    module = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), last).cuda()
     model = BucketedDataParallel(module, bucket_size=100, largest_gradient=largest)
-    module[2].weight.register_hook(
+    last.weight.register_hook(
         lambda grad: grad.index_fill(0, torch.tensor([2], device="cuda"), float("nan"))
     )
     model(torch.ones(4, 8, device="cuda")).square().mean().backward()

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from torch.nn.attention.varlen import varlen_attn
 
 from streammega.train import attention
 from streammega.train.attention import _attend_to_all
@@ -65,9 +66,12 @@ def test_kernels_see_what_all_pairs_with_a_mask_see(
     mixed = _attend_to_all(q, k, v, visibility)
     weights = torch.arange(64, device="cuda") / 64
     got = [mixed, *torch.autograd.grad((mixed * weights).sum(), (q, k, v))]
-    exact = [tensor.detach().double().cpu().requires_grad_() for tensor in (q, k, v)]
-    wanted = reference(*exact, bounds, parts)
-    truth = [wanted, *torch.autograd.grad((wanted * weights.cpu()).sum(), exact)]
+    exact_q, exact_k, exact_v = (
+        tensor.detach().double().cpu().requires_grad_() for tensor in (q, k, v)
+    )
+    wanted = reference(exact_q, exact_k, exact_v, bounds, parts)
+    gradients = torch.autograd.grad((wanted * weights.cpu()).sum(), (exact_q, exact_k, exact_v))
+    truth = [wanted, *gradients]
     for one, other in zip(got, truth, strict=True):
         scale = float(other.detach().abs().max())
         torch.testing.assert_close(
@@ -120,7 +124,7 @@ def test_documents_go_through_one_kernel_in_16_bits_and_one_by_one_in_32(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     calls: list[torch.dtype] = []
-    kernel = attention.varlen_attn
+    kernel = varlen_attn
 
     def counted(q: torch.Tensor, *arguments: Any, **options: Any) -> Any:
         calls.append(q.dtype)

@@ -34,7 +34,7 @@ from tests.conftest import write_random_pair
 from tests.support.cuda_support import DEVICES, NEEDS_CUDA, NEEDS_TWO, on_cuda
 from tests.support.gang import Gang
 from tests.support.rank_programs import train_on_device
-from tests.train.test_elastic import check_history, ended, failed, launch
+from tests.train.test_elastic import check_history, ended, failed, torchrun
 from tests.train.test_training_layouts import TOML
 
 SHARDED = ["parallel.optimizer=sharded"]
@@ -151,7 +151,7 @@ def test_two_gpus_have_the_loss_of_one_rank(
 ) -> None:
     wanted = trained(run_file, "alone", "cpu", [], 20)
     code, log = ended(
-        launch(run_file, 2, "train.device=cuda", f"train.backend={backend}", *overrides)
+        torchrun(run_file, 2, "train.device=cuda", f"train.backend={backend}", *overrides)
     )
     assert code == 0, log[-3000:]
     records = read_metrics(run_file.parent / "run" / "metrics.jsonl")
@@ -188,10 +188,10 @@ def test_a_job_ends_with_the_cause_in_its_log_within_seconds_and_a_restart_resum
     """
     cause, within = FAULTS[kind]
     options = ["train.save_interval=2", *options]
-    seconds, log = failed(run_file, launch(run_file, 2, *options, fault=f"1:5:{kind}"))
+    seconds, log = failed(run_file, torchrun(run_file, 2, *options, fault=f"1:5:{kind}"))
     assert re.search(cause, log), log[-3000:]
     assert seconds < within, log[-3000:]
-    code, log = ended(launch(run_file, 2, *options, fault=f"1:5:{kind}"))
+    code, log = ended(torchrun(run_file, 2, *options, fault=f"1:5:{kind}"))
     assert code == 0, log[-3000:]
     assert "resumed from step" in log
     check_history(run_file, 20)
@@ -238,7 +238,7 @@ def test_a_compiled_model_computes_what_the_plain_one_does(device: str) -> None:
         loss = F.cross_entropy(
             run(tokens[:, :-1], positions).flatten(0, 1).float(), tokens[:, 1:].flatten()
         )
-        loss.backward()  # type: ignore[no-untyped-call]
+        loss.backward()
         return [
             loss.detach(),
             *(

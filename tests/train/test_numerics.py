@@ -7,6 +7,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -32,12 +33,13 @@ def _switches_as_before() -> Iterator[None]:
     """torch's own switches belong to the process: give them back."""
     tf32 = torch.backends.cuda.matmul.allow_tf32
     deterministic = torch.are_deterministic_algorithms_enabled()
-    fill = torch.utils.deterministic.fill_uninitialized_memory
+    switches: Any = torch.utils.deterministic
+    fill = switches.fill_uninitialized_memory
     workspace = os.environ.get("CUBLAS_WORKSPACE_CONFIG")
     yield
     torch.backends.cuda.matmul.allow_tf32 = tf32
     torch.use_deterministic_algorithms(deterministic)
-    torch.utils.deterministic.fill_uninitialized_memory = fill
+    switches.fill_uninitialized_memory = fill
     os.environ.pop("CUBLAS_WORKSPACE_CONFIG", None)
     if workspace is not None:
         os.environ["CUBLAS_WORKSPACE_CONFIG"] = workspace

@@ -35,6 +35,7 @@ from tests.support.gang import Gang
 from tests.support.processes import launch
 from tests.support.rank_programs import run_until_bad
 from tests.support.servers import S3
+from tests.support.typed import first_prefix
 
 TOML = """
 [data]
@@ -71,7 +72,7 @@ def run_file(tmp_path: Path, pair: str) -> str:
 def loader_hashes(config: RunConfig) -> list[str]:
     """The hash of every global batch, from the loader alone."""
     hashes = []
-    digests = {}
+    digests: dict[int, int] = {}
     loader = open_plain(config, "train", 0, 1)
     before = 0
     for batch in loader:
@@ -612,7 +613,7 @@ def test_skipped_samples_are_made_up_for_where_the_order_has_no_end(
         run_file, [f"data.order={order}", "data.skip_samples=[[16, 32]]", "train.eval_interval=0"]
     )
     if order == "megatron":
-        pair = config.data.blend[0]  # type: ignore[index]
+        pair = first_prefix(config.data)
         config = replace(
             config,
             data=replace(config.data, blend=[(pair, 0.5), (pair, 0.5)], num_samples=(128, 0, 0)),

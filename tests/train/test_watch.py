@@ -192,10 +192,13 @@ def busy(rank: int, port: int) -> None:
     store = dist.TCPStore("127.0.0.1", port, is_master=False, timeout=LONG)
     if rank == 0:
         watch = Watch(dist.PrefixStore("watch", store), 0, 2, 600.0)
-        watch._board._store = Broken()  # type: ignore[assignment] # the connection is lost once
+        assert watch._board is not None
+        # the connection is lost once
+        watch._board._store = Broken()  # type: ignore[assignment]
         print("waits", flush=True)
         store.get("a key that nobody sets")
     reader = Watch(dist.PrefixStore("watch", store), 1, 2, 600.0)
+    assert reader._board is not None
     deadline = time.monotonic() + 20
     seen: list[int] = []
     while len(seen) < 3 and time.monotonic() < deadline:
