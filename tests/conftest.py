@@ -91,7 +91,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 def is_left_to_soak(item: pytest.Item) -> bool:
     """Whether this is a test of more than the storage with a pair of server and transport that is
-    not needed for it to meet both servers and both transports.
+    not needed for it to meet both servers and both transports; or, with one transport, the server
+    that takes more time.
 
     What depends on the pair is the storage's: its own tests meet all four.
     """
@@ -99,7 +100,7 @@ def is_left_to_soak(item: pytest.Item) -> bool:
         return False
     parameters = item.callspec.params if hasattr(item, "callspec") else {}
     pair = (parameters.get("s3"), parameters.get("s3_storage"))
-    return pair in (("moto", "fsspec"), ("rclone", "obstore"))
+    return pair in (("moto", "fsspec"), ("rclone", "obstore"), ("moto", None))
 
 
 @pytest.fixture(autouse=True)

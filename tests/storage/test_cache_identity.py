@@ -15,7 +15,7 @@ from streammega.dataset.shards import shard_name
 from streammega.storage.backends.local import LocalStore
 from streammega.storage.store import ObjectInfo
 from streammega.storage.views import ConcatStore
-from tests.storage.test_faults import stream
+from tests.support.streams import stream
 from tools.bench.object_server import running
 
 

@@ -14,13 +14,11 @@ import time
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
-import numpy as np
 import pytest
 import torch
 
-from streammega import DataConfig, IndexedDatasetWriter, StorageConfig, StreamLoader
+from streammega import StreamLoader
 from streammega.errors import (
     AccessDeniedError,
     EndpointError,
@@ -29,30 +27,17 @@ from streammega.errors import (
     StorageError,
 )
 from streammega.storage.retry import _Outages
+from tests.support.streams import (
+    FAULTS,
+    blend_of,
+    check_that_faults_change_no_token,
+    config_of,
+    rows_of,
+    storage_of,
+    stream,
+    write_data,
+)
 from tools.bench.object_server import Running, running, start
-
-LENGTH = 64
-FAULTS: dict[str, dict[str, Any]] = {
-    "503 bursts": {"error_share": 0.02, "error_burst": 6},
-    "resets": {"reset_share": 0.15},
-    "truncation": {"truncate_share": 0.2},
-    "stalls": {"stall_share": 0.04},
-    "over-long bodies": {"overlong_share": 0.2},
-    "slow first byte": {"slow_share": 0.05, "latency": 0.005, "slow_factor": 60.0},
-    "mixture": {
-        "error_share": 0.01, "reset_share": 0.01, "truncate_share": 0.01, "overlong_share": 0.01, "stall_share": 0.005,
-        "slow_share": 0.005, "latency": 0.002,
-    },
-}  # fmt: skip
-
-
-def write_data(root: Path) -> None:
-    rng = np.random.default_rng(5)
-    for name in ("web", "code"):
-        with IndexedDatasetWriter(str(root / "data" / name), np.uint16) as writer:
-            for _ in range(400):
-                writer.add_item(rng.integers(0, 60_000, rng.integers(1, 600)).astype(np.uint16))
-                writer.end_document()
 
 
 @pytest.fixture(scope="module")
@@ -61,42 +46,6 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Running, 
     write_data(root)
     with running(root) as server:
         yield server, root
-
-
-def config_of(
-    order: str, root: str, cache: Path, storage: StorageConfig, samples: int = 3000
-) -> DataConfig:
-    return DataConfig(
-        blend=[(f"{root}/data/web", 0.7), (f"{root}/data/code", 0.3)],
-        sequence_length=LENGTH,
-        order=order,  # type: ignore[arg-type]
-        num_samples=(samples, 0, 0),
-        lanes=16 if order == "stream" else None,
-        block_bytes=2048,
-        storage=storage,
-        index_cache_dir=cache,
-    )
-
-
-def storage_of(server: Running, transport: str) -> StorageConfig:
-    return StorageConfig(
-        transport=transport,  # type: ignore[arg-type]
-        storage_options=server.storage_options,
-        part_bytes=4096,
-        stall_timeout=0.4,
-        timeout=20,
-        retries=12,
-        max_requests=16,
-        coalesce_bytes=512,
-        memory_bytes=400_000,
-    )
-
-
-def stream(config: DataConfig) -> torch.Tensor:
-    with StreamLoader(config, micro_batch_size=4, global_batch_size=8) as loader:
-        return torch.cat(
-            [torch.cat([batch["tokens"], batch["labels"]], 1).clone() for batch in loader]
-        )
 
 
 @pytest.mark.parametrize("transport", ["obstore", "fsspec"])
@@ -119,18 +68,7 @@ def test_faults_change_no_token(
     endpoint.behave()
     storage = storage_of(endpoint, transport)
     remote = config_of(order, "s3:/", tmp_path, storage, samples=1200)
-    expected = stream(
-        replace(remote, blend=[(f"{root}/data/web", 0.7), (f"{root}/data/code", 0.3)])
-    )
-    loader = StreamLoader(remote, micro_batch_size=4, global_batch_size=8)
-    endpoint.behave(**FAULTS[fault])
-    before = endpoint.counts()["faults"]
-    with loader:
-        got = torch.cat(
-            [torch.cat([batch["tokens"], batch["labels"]], 1).clone() for batch in loader]
-        )
-    assert torch.equal(got, expected)
-    assert endpoint.counts()["faults"] > before, "the fault did not happen: the test shows nothing"
+    check_that_faults_change_no_token(endpoint, remote, root, fault)
     endpoint.behave()
 
 
@@ -140,10 +78,8 @@ def test_a_server_that_restarts_is_waited_for(tmp_path: Path, order: str, transp
     write_data(tmp_path)
     endpoint = start(tmp_path)
     storage = storage_of(endpoint, transport)
-    config = config_of(order, "s3:/", tmp_path / "cache", storage)
-    expected = stream(
-        replace(config, blend=[(f"{tmp_path}/data/web", 0.7), (f"{tmp_path}/data/code", 0.3)])
-    )
+    config = config_of(order, "s3:/", tmp_path / "cache", storage, samples=1200)
+    expected = stream(replace(config, blend=blend_of(tmp_path)))
     again: list[Running] = []
 
     def restart() -> None:
@@ -182,16 +118,12 @@ def test_an_outage_is_waited_for_as_long_as_the_deadline_allows(
     endpoint, root = server
     endpoint.behave()
     storage = replace(storage_of(endpoint, transport), retries=None)
-    config = config_of("stream", "s3:/", tmp_path, storage)
-    expected = stream(
-        replace(config, blend=[(f"{root}/data/web", 0.7), (f"{root}/data/code", 0.3)])
-    )
+    config = config_of("stream", "s3:/", tmp_path, storage, samples=1200)
+    expected = stream(replace(config, blend=blend_of(root)))
     with StreamLoader(config, micro_batch_size=4, global_batch_size=8) as loader:
         endpoint.behave(status=503)
         threading.Timer(5.0, endpoint.behave).start()
-        got = torch.cat(
-            [torch.cat([batch["tokens"], batch["labels"]], 1).clone() for batch in loader]
-        )
+        got = rows_of(loader)
     assert torch.equal(got, expected)
     said = [
         record.getMessage()
@@ -309,11 +241,9 @@ def test_ranges_answered_by_200_are_read_by_s3fs_with_one_warning(
 ) -> None:
     endpoint, root = server
     endpoint.behave(plain_200=True)
-    config = config_of("stream", "s3:/", tmp_path, storage_of(endpoint, "obstore"))
+    config = config_of("stream", "s3:/", tmp_path, storage_of(endpoint, "obstore"), samples=600)
     got = stream(config)
-    assert torch.equal(
-        got, stream(replace(config, blend=[(f"{root}/data/web", 0.7), (f"{root}/data/code", 0.3)]))
-    )
+    assert torch.equal(got, stream(replace(config, blend=blend_of(root))))
     gc.collect()  # the stores of that stream are gone, those of the next are new
     stream(config)
     warnings = [

@@ -34,9 +34,15 @@ from streammega.train.loop import Trainer
 from streammega.train.metrics import read_metrics
 from tests.conftest import write_random_pair
 from tests.convert.test_convert import tokenizer as tokenizer
-from tests.storage.test_faults import FAULTS, config_of, stream, write_data
 from tests.storage.test_storage import put
 from tests.support.oss_server import KEY, SECRET, Oss
+from tests.support.streams import (
+    blend_of,
+    check_that_faults_change_no_token,
+    config_of,
+    stream,
+    write_data,
+)
 from tests.support.typed import tokens
 from tests.train.test_train import TOML, loader_hashes
 
@@ -76,10 +82,6 @@ def storage_of(oss: Oss, transport: Any, **options: Any) -> StorageConfig:
     )
 
 
-def local_blend(root: Path) -> list[tuple[str, float]]:
-    return [(f"{root}/data/web", 0.7), (f"{root}/data/code", 0.3)]
-
-
 @pytest.mark.parametrize("transport", TRANSPORTS)
 @pytest.mark.parametrize(
     ("fault", "order"),
@@ -97,16 +99,7 @@ def test_faults_change_no_token(
     oss: Oss, bucket: str, local: Path, tmp_path: Path, fault: str, order: str, transport: str
 ) -> None:
     remote = config_of(order, f"oss://{bucket}", tmp_path, storage_of(oss, transport), samples=1200)
-    expected = stream(replace(remote, blend=local_blend(local)))
-    loader = StreamLoader(remote, micro_batch_size=4, global_batch_size=8)
-    oss.behave(**FAULTS[fault])
-    before = oss.counts()["faults"]
-    with loader:
-        got = torch.cat(
-            [torch.cat([batch["tokens"], batch["labels"]], 1).clone() for batch in loader]
-        )
-    assert torch.equal(got, expected)
-    assert oss.counts()["faults"] > before, "the fault did not happen: the test shows nothing"
+    check_that_faults_change_no_token(oss, remote, local, fault)
 
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
@@ -167,7 +160,7 @@ def test_credentials_that_expire_during_a_run_are_replaced(
                 settle(loader)
                 hand_out(number)
             got.append(torch.cat([batch["tokens"], batch["labels"]], 1).clone())
-    assert torch.equal(torch.cat(got), stream(replace(config, blend=local_blend(local))))
+    assert torch.equal(torch.cat(got), stream(replace(config, blend=blend_of(local))))
     seen = {
         request["headers"]["authorization"].split("=")[1].split("/")[0]
         for request in oss.take_log()[-2000:]
@@ -207,7 +200,7 @@ def test_map_style_datasets_pages_and_workers_read_the_same(
     cached = replace(
         config, order="stream", lanes=16, storage=replace(storage, cache_dir=tmp_path / "pages")
     )
-    expected = stream(replace(cached, blend=local_blend(local), storage=StorageConfig()))
+    expected = stream(replace(cached, blend=blend_of(local), storage=StorageConfig()))
     assert torch.equal(stream(cached), expected)
     oss.take_log()
     assert torch.equal(stream(cached), expected)

@@ -28,8 +28,8 @@ from streammega.storage import cache as page_cache
 from streammega.storage.cache import PAGE_BYTES, PageCache
 from streammega.storage.cache.store import CachedStore
 from streammega.storage.store import Bytes
-from tests.storage.test_faults import config_of, storage_of, stream, write_data
 from tests.support.processes import Family
+from tests.support.streams import config_of, storage_of, stream, write_data
 from tools.bench.object_server import Running, running
 
 SIZE = 5 * PAGE_BYTES + 1000

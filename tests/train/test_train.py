@@ -106,9 +106,6 @@ def train_on(run_file: str, ranks: int, kill_at: int | None, environment: dict[s
         assert codes == [0] * ranks, [family.log(rank) for rank in everyone]
 
 
-@pytest.mark.parametrize(
-    "s3", ["moto", pytest.param("rclone", marks=pytest.mark.soak)], indirect=True
-)
 def test_killed_runs_resume_on_exactly_the_next_token_with_any_rank_count(
     tmp_path: Path, s3: S3, bucket: str
 ) -> None:
