@@ -15,19 +15,17 @@ from __future__ import annotations
 import argparse
 import statistics
 import sys
-from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+from tools.bench import harness
 from tools.bench.object_server import running
-from tools.bench.storage import SHAPES, Bench, prepare, versions
+from tools.bench.storage import PACKAGES, SHAPES, Bench, prepare
 
 HERE = Path(__file__).resolve().parents[2]
-RESAMPLES = 2000
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -113,37 +111,28 @@ def measure(bench: Bench, figure: Figure, checkout: Path, seconds: float) -> flo
     return None if found is None else float(found)
 
 
-def interval(
-    ours: Sequence[float], theirs: Sequence[float], ratio: Callable[[Any, Any], Any]
-) -> tuple[float, float]:
-    """The middle 95 % of the ratio of medians over resampled runs."""
-    rng = np.random.default_rng(0)
-    mine = np.median(rng.choice(np.array(ours), (RESAMPLES, len(ours))), axis=1)
-    other = np.median(rng.choice(np.array(theirs), (RESAMPLES, len(theirs))), axis=1)
-    low, high = np.percentile(ratio(mine, other), [2.5, 97.5])
-    return float(low), float(high)
-
-
-def compare(bench: Bench, figure: Figure, other: Path, runs: int, seconds: float) -> str:
-    """One line of the table."""
+def compare(bench: Bench, figure: Figure, other: Path, runs: int, seconds: float) -> None:
+    """Print one line of the table."""
     bench.server.behave(**SHAPES[figure.shape])
-    found: dict[Path, list[float]] = {HERE: [], other: []}
-    for number in range(runs):
-        turns = [HERE, other] if number % 2 else [other, HERE]
-        for checkout in turns:
-            value = measure(bench, figure, checkout, seconds)
-            if value is not None:
-                found[checkout].append(value)
-    if not all(found.values()):
-        return f"| {figure.name} | failed | | |"
-
-    def ratio(ours: Any, theirs: Any) -> Any:
-        return ours / theirs if figure.higher_is_better else theirs / ours
-
-    mine = statistics.median(found[HERE])
-    theirs = statistics.median(found[other])
-    low, high = interval(found[HERE], found[other], ratio)
-    return f"| {figure.name} | {theirs:,.4g} | {mine:,.4g} | {ratio(mine, theirs):.2f} [{low:.2f}, {high:.2f}] |"
+    sides = {
+        "before": partial(measure, bench, figure, other, seconds),
+        "after": partial(measure, bench, figure, HERE, seconds),
+    }
+    measured = harness.in_turns(runs, sides)
+    if len(measured) < len(sides):
+        harness.row(figure.name, "failed", "", "")
+        return
+    before = statistics.median(measured["before"])
+    after = statistics.median(measured["after"])
+    if figure.higher_is_better:
+        ratio = after / before
+        low, high = harness.interval(measured["after"], measured["before"])
+    else:
+        ratio = before / after
+        low, high = harness.interval(measured["before"], measured["after"])
+    harness.row(
+        figure.name, f"{before:,.4g}", f"{after:,.4g}", f"{ratio:.2f} [{low:.2f}, {high:.2f}]"
+    )
 
 
 def main() -> int:
@@ -160,13 +149,13 @@ def main() -> int:
     if not (other / "streammega").is_dir():
         parser.error(f"{other} is no checkout of streammega")
     prepare(chosen.folder, peers=False)
-    print(f"{versions()}; {chosen.runs} runs of each, medians\n")
-    print("| figure | before | after | ratio, above 1.00 is better |\n|---|---|---|---|")
+    print(f"{harness.versions(PACKAGES)}; {chosen.runs} runs of each, medians\n")
+    harness.table("figure", "before", "after", "ratio, above 1.00 is better")
     with running(chosen.folder / "objects") as server:
         bench = Bench(server, chosen.folder, chosen.runs, chosen.seconds)
         for figure in FIGURES:
             if any(part in figure.name for part in chosen.figures):
-                print(compare(bench, figure, other, chosen.runs, chosen.seconds), flush=True)
+                compare(bench, figure, other, chosen.runs, chosen.seconds)
     return 0
 
 

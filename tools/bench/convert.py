@@ -9,11 +9,9 @@ sources, again and again, each document marked with its number; the tokenizer is
 from __future__ import annotations
 
 import argparse
-import importlib.metadata
 import itertools
 import json
 import os
-import platform
 import shutil
 import statistics
 import subprocess
@@ -21,7 +19,7 @@ import sys
 import sysconfig
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -30,6 +28,7 @@ import numpy as np
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
+from tools.bench import harness
 from tools.bench.object_server import running
 
 FOLDER = Path("/tmp/streammega-bench/convert")
@@ -67,24 +66,12 @@ def main() -> int:
     else:
         prepare()
     names = ("tokenizers", "datatrove", "zstandard", "numpy", "torch", "xxhash")
-    versions = ", ".join(
-        f"{name} {importlib.metadata.version(name)}" for name in names if installed(name)
-    )
-    print(
-        f"Python {platform.python_version()}, {os.cpu_count()} cores; {versions}; {chosen.runs} runs, medians\n"
-    )
-    print("| figure | other side | streammega | ratio |\n|---|---|---|---|")
+    packages = [name for name in names if harness.installed(name)]
+    print(f"{harness.machine()}; {harness.versions(packages)}; {chosen.runs} runs, medians\n")
+    harness.table("figure", "other side", "streammega", "ratio")
     for name in chosen.figures:
         FIGURES[name](chosen.runs)
     return 0
-
-
-def installed(name: str) -> bool:
-    try:
-        importlib.metadata.version(name)
-    except importlib.metadata.PackageNotFoundError:
-        return False
-    return True
 
 
 def peak_bytes() -> int:
@@ -138,19 +125,20 @@ def prepare_corpus() -> list[str]:
 
 def compare(before: Path, runs: int) -> None:
     """Speed and peak memory of two checkouts on the same corpus, in turns."""
-    found: dict[str, list[dict[str, Any]]] = {"before": [], "after": []}
     here = Path(__file__).resolve().parents[2]
-    for run in range(runs):
-        turns = [("before", before), ("after", here)]
-        for name, checkout in turns if run % 2 else turns[::-1]:
-            found[name].append(run_side("ours", checkout, corpus=str(FOLDER / "corpus.jsonl")))
-    print("| figure | before | after | after / before |\n|---|---|---|---|")
+    corpus = str(FOLDER / "corpus.jsonl")
+    sides = {
+        "after": partial(run_side, "ours", here, corpus=corpus),
+        "before": partial(run_side, "ours", before, corpus=corpus),
+    }
+    measured = harness.in_turns(runs, sides)
+    harness.table("figure", "before", "after", "after / before")
     for figure, title in (("rate", "text to tokens, tokens/s"), ("peak", "its peak memory, bytes")):
         old, new = (
-            statistics.median(float(made[figure]) for made in found[name])
+            statistics.median(float(result[figure]) for result in measured[name])
             for name in ("before", "after")
         )
-        row(title, f"{old:,.0f}", f"{new:,.0f}", f"{new / old:.2f}")
+        harness.row(title, f"{old:,.0f}", f"{new:,.0f}", f"{new / old:.2f}")
 
 
 def sources() -> Iterator[str]:
@@ -190,19 +178,9 @@ def run_side(name: str, checkout: Path | None = None, **arguments: Any) -> dict[
     return found
 
 
-def medians(
-    runs: int, sides: Mapping[str, Callable[[], dict[str, Any]]], figure: str = "rate"
-) -> dict[str, float]:
-    found: dict[str, list[float]] = {name: [] for name in sides}
-    order = list(sides)
-    for run in range(runs):
-        for name in order[run % len(order) :] + order[: run % len(order)]:  # who goes first changes
-            found[name].append(float(sides[name]()[figure]))
-    return {name: statistics.median(values) for name, values in found.items()}
-
-
-def row(figure: str, other: str, ours: str, ratio: str) -> None:
-    print(f"| {figure} | {other} | {ours} | {ratio} |", flush=True)
+def rate_of(name: str, **arguments: Any) -> Callable[[], float]:
+    """Runs a side, for its rate."""
+    return lambda: float(run_side(name, **arguments)["rate"])
 
 
 # --- sides, each in a process of its own ---------------------------------------------------------------------------------
@@ -437,10 +415,10 @@ SIDES: dict[str, Callable[..., dict[str, Any]]] = {
 
 def tokenize(runs: int) -> None:
     corpus = str(FOLDER / "corpus.jsonl")
-    sides = {name: partial(run_side, name, corpus=corpus) for name in ("ours", "bare", "megatron")}
-    if installed("datatrove"):
-        sides["datatrove"] = partial(run_side, "datatrove", corpus=corpus)
-    found = medians(runs, sides)
+    sides = {name: rate_of(name, corpus=corpus) for name in ("ours", "bare", "megatron")}
+    if harness.installed("datatrove"):
+        sides["datatrove"] = rate_of("datatrove", corpus=corpus)
+    found = harness.medians(runs, sides)
     for name, title in (
         ("bare", "bare batch encoding"),
         ("megatron", "Megatron-style preprocess"),
@@ -448,7 +426,7 @@ def tokenize(runs: int) -> None:
     ):
         if name in found:
             ratio = found["ours"] / found[name]
-            row(
+            harness.row(
                 f"jsonl to tokens, {title}",
                 f"{found[name]:,.0f} tokens/s",
                 f"{found['ours']:,.0f} tokens/s",
@@ -459,16 +437,16 @@ def tokenize(runs: int) -> None:
 def reshape(runs: int) -> None:
     halves()
     sides = {
-        "shard": lambda: run_side("reshape", shard_bytes=256 << 20),
-        "merge": lambda: run_side("reshape", shard_bytes=None),
-        "cp": lambda: run_side("cp", sync=False),
-        "cp, synced": lambda: run_side("cp", sync=True),
+        "shard": rate_of("reshape", shard_bytes=256 << 20),
+        "merge": rate_of("reshape", shard_bytes=None),
+        "cp": rate_of("cp", sync=False),
+        "cp, synced": rate_of("cp", sync=True),
     }
-    found = medians(runs, sides)
+    found = harness.medians(runs, sides)
     for ours in ("shard", "merge"):
         for theirs in ("cp", "cp, synced"):
             ratio = found[ours] / found[theirs]
-            row(
+            harness.row(
                 f"{ours} 1 GiB, {theirs}",
                 f"{found[theirs] / 1e6:,.0f} MB/s",
                 f"{found[ours] / 1e6:,.0f} MB/s",
@@ -493,11 +471,11 @@ def halves() -> None:
 
 def verification(runs: int) -> None:
     halves()
-    cats = medians(runs, {"cat": side_cat})["cat"]
-    piped = medians(runs, {"cat": side_cat}, "piped")["cat"]
-    ours = medians(runs, {"ours": lambda: run_side("verify")})["ours"]
+    cats = harness.medians(runs, {"cat": lambda: side_cat()["rate"]})["cat"]
+    piped = harness.medians(runs, {"cat": lambda: side_cat()["piped"]})["cat"]
+    ours = harness.medians(runs, {"ours": rate_of("verify")})["ours"]
     for title, theirs in (("cat > /dev/null", cats), ("cat | cat", piped)):
-        row(
+        harness.row(
             f"verify 1 GiB, {title}",
             f"{theirs / 1e6:,.0f} MB/s",
             f"{ours / 1e6:,.0f} MB/s",
@@ -510,22 +488,21 @@ def memory(runs: int) -> None:
         run_side("ours", corpus=str(FOLDER / name))["peak"]
         for name in ("corpus.jsonl", "corpus4.jsonl")
     ]
-    row("peak memory of a process, a corpus of 100 and 400 MiB", f"{sizes[0] / 1e6:,.0f} MB", f"{sizes[1] / 1e6:,.0f} MB",
+    harness.row("peak memory of a process, a corpus of 100 and 400 MiB", f"{sizes[0] / 1e6:,.0f} MB", f"{sizes[1] / 1e6:,.0f} MB",
         f"{sizes[1] / sizes[0]:.2f}")  # fmt: skip
     sizes = [
         run_side("reshape", shard_bytes=256 << 20)["peak"],
         run_side("shuffle", corpus=str(FOLDER / "pair"))["peak"],
     ]
-    row(
+    harness.row(
         "peak memory, 1 GiB of tokens sharded; shuffled in 256 MiB",
         f"{sizes[0] / 1e6:,.0f} MB",
         f"{sizes[1] / 1e6:,.0f} MB",
         "",
     )
-    rate = medians(runs, {"shuffle": lambda: run_side("shuffle", corpus=str(FOLDER / "pair"))})[
-        "shuffle"
-    ]
-    row("shuffle 1 GiB of tokens in 256 MiB of memory", "", f"{rate / 1e6:,.0f} MB/s", "")
+    shuffled = rate_of("shuffle", corpus=str(FOLDER / "pair"))
+    rate = harness.medians(runs, {"shuffle": shuffled})["shuffle"]
+    harness.row("shuffle 1 GiB of tokens in 256 MiB of memory", "", f"{rate / 1e6:,.0f} MB/s", "")
 
 
 def document(runs: int) -> None:
@@ -535,7 +512,7 @@ def document(runs: int) -> None:
         path = FOLDER / name
         if not path.exists():
             write_document(path, texts, DOCUMENT_BYTES)
-        row(
+        harness.row(
             f"peak memory, {name} of 1 GiB",
             "",
             f"{run_side('ours', corpus=str(path))['peak'] / 1e6:,.0f} MB",
@@ -608,7 +585,7 @@ def zstd(runs: int) -> None:
                         indexed.bin_key, [at], [min(at + (8 << 20), indexed.bin_info.size)]
                     )
                 rates.append(indexed.bin_info.size / (time.perf_counter() - began))
-            row(f"zstd level {level}, frames of {frame} KiB", f"written at {written / 1e6:,.0f} MB/s",
+            harness.row(f"zstd level {level}, frames of {frame} KiB", f"written at {written / 1e6:,.0f} MB/s",
                 f"read at {statistics.median(rates) / 1e6:,.0f} MB/s on one core", f"{report.compression:.2f}x smaller")  # fmt: skip
 
 
@@ -628,32 +605,29 @@ def training(runs: int) -> None:
             )
     kinds = ("bin", "zst", "tar")
     local = {
-        kind: partial(run_side, "train", blend=str(root / kind), options={}, seconds=4)
-        for kind in kinds
+        kind: rate_of("train", blend=str(root / kind), options={}, seconds=4) for kind in kinds
     }
-    found = medians(runs, local)
+    found = harness.medians(runs, local)
     for kind in ("zst", "tar"):
-        row(f"training from local .{kind}, plain .bin", f"{found['bin'] / 1e6:,.0f} M tokens/s", f"{found[kind] / 1e6:,.0f} M tokens/s",
+        harness.row(f"training from local .{kind}, plain .bin", f"{found['bin'] / 1e6:,.0f} M tokens/s", f"{found[kind] / 1e6:,.0f} M tokens/s",
             f"{found[kind] / found['bin']:.2f}")  # fmt: skip
     steps = {
-        kind: partial(run_side, "train", blend=str(root / kind), options={}, seconds=6, model=True)
+        kind: rate_of("train", blend=str(root / kind), options={}, seconds=6, model=True)
         for kind in ("bin", "zst")
     }
-    found = medians(runs, steps)
-    row("training a small GPT from local .zst, plain .bin", f"{found['bin']:,.0f} tokens/s", f"{found['zst']:,.0f} tokens/s",
+    found = harness.medians(runs, steps)
+    harness.row("training a small GPT from local .zst, plain .bin", f"{found['bin']:,.0f} tokens/s", f"{found['zst']:,.0f} tokens/s",
         f"{found['zst'] / found['bin']:.2f}")  # fmt: skip
     for link, title in ((100e6, "on a link of 100 MB/s"), (0.0, "from object storage on loopback")):
         with running(FOLDER / "objects") as server:
             server.behave(link=link)
             options = server.storage_options
             remote = {
-                kind: partial(
-                    run_side, "train", blend=f"s3://data/{kind}", options=options, seconds=6
-                )
+                kind: rate_of("train", blend=f"s3://data/{kind}", options=options, seconds=6)
                 for kind in ("bin", "zst")
             }
-            found = medians(runs, remote)
-        row(f"training from zstd {title}, plain .bin", f"{found['bin'] / 1e6:,.1f} M tokens/s", f"{found['zst'] / 1e6:,.1f} M tokens/s",
+            found = harness.medians(runs, remote)
+        harness.row(f"training from zstd {title}, plain .bin", f"{found['bin'] / 1e6:,.1f} M tokens/s", f"{found['zst'] / 1e6:,.1f} M tokens/s",
             f"{found['zst'] / found['bin']:.2f}")  # fmt: skip
 
 

@@ -9,13 +9,13 @@ for bit.
 from __future__ import annotations
 
 import argparse
-import importlib.metadata
 import platform
-import statistics
 import sys
 import time
 import warnings
 from collections.abc import Callable
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -28,6 +28,9 @@ from streammega.order.blend import normalized
 from streammega.order.cursor import make_state
 from streammega.order.lanes import FilePart, StreamDataset, StreamOrder
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+from tools.bench import harness
+
 Side = Callable[[], Any]
 
 
@@ -36,8 +39,9 @@ def main() -> int:
     arguments.add_argument("--sequences", type=int, nargs="*", default=[20_000_000])
     arguments.add_argument("--runs", type=int, default=5)
     chosen = arguments.parse_args()
-    print(f"Python {platform.python_version()}, {num_threads()} cores; " + ", ".join(versions()))
-    print("| kernel | helpers / NumPy | streammega | ratio | bits |\n|---|---|---|---|---|")
+    packages = harness.versions(("numpy", "numba", "megatron-core"))
+    print(f"Python {platform.python_version()}, {num_threads()} cores; {packages}")
+    harness.table("kernel", "helpers / NumPy", "streammega", "ratio", "bits")
     for sequences in chosen.sequences:
         sample_index(sequences, chosen.runs)
         shuffles(sequences, chosen.runs)
@@ -47,25 +51,20 @@ def main() -> int:
     return 0
 
 
-def versions() -> list[str]:
-    return [
-        f"{name} {importlib.metadata.version(name)}" for name in ("numpy", "numba", "megatron-core")
-    ]
-
-
 def compare(name: str, theirs: Side, ours: Side, runs: int) -> None:
     """One row: medians of alternating runs, after one of each to warm up."""
     same = equal(theirs(), ours())
-    times: tuple[list[float], list[float]] = ([], [])
-    for _ in range(runs):
-        for side, taken in zip((theirs, ours), times, strict=True):
-            began = time.perf_counter()
-            side()
-            taken.append(time.perf_counter() - began)
-    a, b = (statistics.median(taken) for taken in times)
-    print(
-        f"| {name} | {a:.3f} s | {b:.3f} s | {a / b:.1f}x | {'identical' if same else 'DIFFERENT'} |",
-        flush=True,
+    sides = {
+        "theirs": partial(harness.seconds_of, theirs),
+        "ours": partial(harness.seconds_of, ours),
+    }
+    seconds = harness.medians(runs, sides)
+    harness.row(
+        name,
+        f"{seconds['theirs']:.3f} s",
+        f"{seconds['ours']:.3f} s",
+        f"{seconds['theirs'] / seconds['ours']:.1f}x",
+        "identical" if same else "DIFFERENT",
     )
 
 
@@ -173,14 +172,11 @@ def locate(runs: int) -> None:
     order = stream_order(64)
     ids = np.arange(10**10, 10**10 + 2_000_000)
     order.locate(ids[:10])
-    rates = []
-    for _ in range(runs):
-        began = time.perf_counter()
-        order.locate(ids)
-        rates.append(len(ids) / (time.perf_counter() - began))
-    print(
-        f"\nlocate, stream order, 64 datasets blended: {statistics.median(rates) / 1e6:.1f}M samples/s on one core"
+    seconds = harness.medians(
+        runs, {"locate": lambda: harness.seconds_of(lambda: order.locate(ids))}
     )
+    rate = len(ids) / seconds["locate"]
+    print(f"\nlocate, stream order, 64 datasets blended: {rate / 1e6:.1f}M samples/s on one core")
 
 
 def starts() -> None:

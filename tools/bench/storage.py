@@ -14,13 +14,10 @@ and 90 MB/s per connection. Files are made under --folder (about 9 GB).
 from __future__ import annotations
 
 import argparse
-import importlib.metadata
 import io
 import json
 import os
-import platform
 import shutil
-import statistics
 import subprocess
 import sys
 import tarfile
@@ -34,6 +31,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from streammega.dataset.idx import encode_index
 from streammega.order.quality import places_of, shuffle_quality
 from streammega.samples.lanes import StreamSource
+from tools.bench import harness
 from tools.bench.object_server import Running, running
 
 HERE = Path(__file__).resolve().parents[2]
@@ -46,6 +44,10 @@ SHAPES: dict[str, dict[str, float]] = {
 }
 IN_FLIGHT = 96 << 20
 PEERS = ("litdata", "mosaic", "webdataset", "s3torch")
+PACKAGES = (
+    "numpy", "torch", "obstore", "megatron-core", "multi-storage-client", "litdata", "mosaicml-streaming", "webdataset",
+    "s3torchconnector",
+)  # fmt: skip
 WIDE = {"block_bytes": 1 << 20, "lanes": 256}
 Result = dict[str, Any]
 
@@ -102,24 +104,7 @@ class Bench:
     def row(self, figure: str, **columns: Any) -> None:
         """One line of the table, printed at once."""
         self.rows.append({"figure": figure, **columns})
-        print(
-            f"| {figure} | " + " | ".join(str(value) for value in columns.values()) + " |",
-            flush=True,
-        )
-
-
-def alternate(runs: int, sides: Mapping[str, Callable[[], float | None]]) -> dict[str, float]:
-    """Medians of sides that take turns; a side that fails once is left out."""
-    found: dict[str, list[float]] = {name: [] for name in sides}
-    for _ in range(runs):
-        for name, side in sides.items():
-            if name in found:
-                value = side()
-                if value is None:
-                    del found[name]
-                else:
-                    found[name].append(value)
-    return {name: statistics.median(values) for name, values in found.items()}
+        harness.row(figure, *columns.values())
 
 
 # --- figures -------------------------------------------------------------------------------------------------------------------
@@ -138,7 +123,7 @@ def scattered(bench: Bench) -> None:
             stats.update(result.get("stats", {}))  # noqa: B023
             return result.get("rate")
 
-        medians = alternate(
+        medians = harness.medians(
             bench.runs,
             {
                 "s3": lambda: bench.side(
@@ -168,7 +153,7 @@ def cached(bench: Bench) -> None:
     storage = {"cache_dir": str(cache)}
     cold = bench.ours(order="megatron", seconds=25, storage=storage)
     local = str(bench.folder / "objects" / "data" / "web")
-    medians = alternate(
+    medians = harness.medians(
         bench.runs,
         {
             "local": lambda: bench.side(
@@ -218,7 +203,7 @@ def stream(bench: Bench) -> None:
             stats[name] = result.get("stats", {})  # noqa: B023
             return result["tokens"] * 2 if "tokens" in result else None
 
-        medians = alternate(
+        medians = harness.medians(
             bench.runs,
             {
                 "ceiling": lambda: ceiling(*best),  # noqa: B023
@@ -262,7 +247,7 @@ def epoch(bench: Bench) -> None:
             if rates[workers]:
                 best[name] = (rates[workers], workers)
         leader = max(best, key=lambda name: best[name][0])
-        medians = alternate(
+        medians = harness.medians(
             bench.runs,
             {
                 "peer": lambda: peer(leader, best[leader][1]),  # noqa: B023
@@ -311,7 +296,7 @@ def local(bench: Bench) -> None:
             num_samples=10**7,
         ).get("tokens")
 
-    medians = alternate(
+    medians = harness.medians(
         bench.runs,
         {
             "peer": lambda: theirs(workers),
@@ -351,7 +336,7 @@ def workers(bench: Bench) -> None:
         }
         return bench.side("ours_workers", **options).get("tokens")
 
-    medians = alternate(
+    medians = harness.medians(
         bench.runs,
         {
             "peer": lambda: peer(leader),
@@ -371,7 +356,7 @@ def first(bench: Bench) -> None:
     """Seconds from creating the loader to its first batch: cold data; resumed at 90 %."""
     for shape, behaviour in SHAPES.items():
         bench.server.behave(**behaviour)
-        medians = alternate(
+        medians = harness.medians(
             max(3, bench.runs),
             {
                 "cold": lambda: bench.ours(first_only=True).get("first"),
@@ -553,18 +538,6 @@ def plot(rows: Sequence[Result], path: Path) -> None:
     figure.savefig(path, dpi=110)
 
 
-def versions() -> str:
-    found = []
-    names = ("numpy", "torch", "obstore", "megatron-core", "multi-storage-client", "litdata", "mosaicml-streaming", "webdataset",
-             "s3torchconnector")  # fmt: skip
-    for name in names:
-        try:
-            found.append(f"{name} {importlib.metadata.version(name)}")
-        except importlib.metadata.PackageNotFoundError:
-            found.append(f"{name} not installed")
-    return ", ".join(found)
-
-
 def main() -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -576,10 +549,8 @@ def main() -> int:
     parser.add_argument("--plot", type=Path, help="write a PNG")
     chosen = parser.parse_args()
     prepare(chosen.folder, peers=bool({"epoch", "workers"} & set(chosen.figures)))
-    print(
-        f"Python {platform.python_version()}, {os.cpu_count()} cores; {versions()}; {chosen.runs} runs, medians\n"
-    )
-    print("| figure | other side | streammega | ratio | notes |\n|---|---|---|---|---|")
+    print(f"{harness.machine()}; {harness.versions(PACKAGES)}; {chosen.runs} runs, medians\n")
+    harness.table("figure", "other side", "streammega", "ratio", "notes")
     with running(chosen.folder / "objects") as server:
         bench = Bench(server, chosen.folder, chosen.runs, chosen.seconds)
         for name in chosen.figures:

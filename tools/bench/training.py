@@ -48,6 +48,7 @@ from streammega import (
 from streammega.parallel import RankBatches, open_loader
 from streammega.train.config import ModelConfig
 from streammega.train.model import GPT
+from tools.bench import harness
 from tools.bench.object_server import running
 
 MODEL = ModelConfig(vocab_size=8192, dim=384, layers=6, heads=6)
@@ -258,8 +259,7 @@ def time_sides(
     sides = {name: make_side(name, device) for name in names}
     times: dict[str, list[float]] = {name: [] for name in names}
     for number in range(runs + 1):
-        order = names if number % 2 else names[::-1]
-        for name in order:
+        for name in harness.turns(names, number):
             for _ in range(2):
                 seconds = timed(sides[name], device)
                 if number:
@@ -417,31 +417,22 @@ def make_side(name: str, device: torch.device) -> Side:
 
 def timed(action: Callable[[], object], device: torch.device) -> float:
     """Seconds from a common start until all ranks are done."""
+
+    def until_all_are_done() -> None:
+        action()
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        dist.barrier()
+
     dist.barrier()
-    began = time.perf_counter()
-    action()
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-    dist.barrier()
-    return time.perf_counter() - began
+    return harness.seconds_of(until_all_are_done)
 
 
 def report(name: str, ours: list[float], theirs: list[float], unit: float = 1e3) -> None:
-    low, high = interval(ours, theirs)
+    low, high = harness.interval(ours, theirs, paired=True)
     a = np.median(ours) * unit
     b = np.median(theirs) * unit
     print(f"  {name}: {a:.2f} / {b:.2f} ms = {a / b:.3f} [{low:.3f}, {high:.3f}]")
-
-
-def interval(ours: list[float], theirs: list[float]) -> tuple[float, float]:
-    """95 % of the ratios of medians of resampled pairs."""
-    rng = np.random.default_rng(0)
-    a = np.array(ours)
-    b = np.array(theirs)
-    picks = rng.integers(0, len(a), (2000, len(a)))
-    ratios = np.median(a[picks], axis=1) / np.median(b[picks], axis=1)
-    low, high = np.percentile(ratios, [2.5, 97.5])
-    return float(low), float(high)
 
 
 def write_tokens(prefix: Path, count: int) -> None:

@@ -1,0 +1,40 @@
+"""The bench harness: turns are fair, sides that fail are left out, and intervals hold the ratio."""
+
+from __future__ import annotations
+
+import pytest
+
+from tools.bench import harness
+
+
+def test_each_side_goes_first_in_turn_and_a_side_that_fails_is_left_out() -> None:
+    calls: list[str] = []
+
+    def side(name: str, values: list[float | None]) -> float | None:
+        calls.append(name)
+        return values.pop(0)
+
+    failing: list[float | None] = [1.0, None]
+    sound: list[float | None] = [3.0, 5.0, 4.0]
+    medians = harness.medians(
+        3, {"failing": lambda: side("failing", failing), "sound": lambda: side("sound", sound)}
+    )
+    assert calls == ["failing", "sound", "sound", "failing", "sound"]
+    assert medians == {"sound": 4.0}
+
+
+@pytest.mark.parametrize("paired", [False, True])
+def test_an_interval_holds_the_ratio_of_the_medians(paired: bool) -> None:
+    low, high = harness.interval([2.0, 2.2, 1.8, 2.1, 1.9], [1.0, 1.1, 0.9, 1.0, 1.0], paired)
+    assert low < 2.0 < high
+    assert high - low < 1.0
+    same, _ = harness.interval([4.0] * 5, [2.0] * 5, paired)
+    assert same == 2.0
+
+
+def test_what_was_measured_is_told_with_its_versions(capsys: pytest.CaptureFixture[str]) -> None:
+    assert harness.versions(["no-such-package"]) == "no-such-package not installed"
+    assert harness.versions(["numpy"]).startswith("numpy ")
+    harness.table("figure", "ratio")
+    harness.row("a", 1.5)
+    assert capsys.readouterr().out == "| figure | ratio |\n|---|---|\n| a | 1.5 |\n"
