@@ -18,7 +18,7 @@ from streammega import IndexedDataset
 from streammega.cli.main import main
 from streammega.convert import convert, dry_run
 from streammega.convert.dry_run import plan_conversion
-from streammega.convert.write.units import encoder_of
+from streammega.convert.write.encoders import encoder_of
 from streammega.dataset.writer import IndexedDatasetWriter
 from streammega.errors import ConvertError
 from tests.conftest import write_random_pair
