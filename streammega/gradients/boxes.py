@@ -4,6 +4,8 @@ memory of their owner.
 
 from __future__ import annotations
 
+import math
+import operator
 from collections.abc import Sequence
 from typing import Any
 
@@ -22,6 +24,7 @@ from streammega.gradients.buckets import rectangles
 from streammega.gradients.buffers import local_part
 
 Box = tuple[tuple[int, ...], Tensor]
+"""(offsets in the whole tensor, values)."""
 
 _aten = torch.ops.aten
 _BOX_BY_BOX = {
@@ -30,6 +33,7 @@ _BOX_BY_BOX = {
     _aten.clone.default,
     _aten._to_copy.default,
 }
+"""Operations that give each element by itself, so that they may be done box by box."""
 
 
 class Boxes:
@@ -46,10 +50,10 @@ class Boxes:
 
     def copied(self) -> Boxes:
         """The same values in memory of their own, on the host."""
-        return Boxes(
-            self.shape,
-            [(offsets, box.detach().to("cpu", copy=True)) for offsets, box in self.boxes],
-        )
+        boxes: list[Box] = []
+        for offsets, box in self.boxes:
+            boxes.append((offsets, box.detach().to("cpu", copy=True)))
+        return Boxes(self.shape, boxes)
 
     def chunks(self) -> list[ChunkStorageMetadata]:
         """Where the boxes lie in the whole."""
@@ -60,18 +64,16 @@ class Boxes:
         return next(box for offsets, box in self.boxes if torch.Size(offsets) == index.offset)
 
     def __create_write_items__(self, name: str, _: Any) -> list[WriteItem]:
-        return [
-            WriteItem(
-                index=MetadataIndex(name, torch.Size(offsets), number),
-                type=WriteItemType.SHARD,
-                tensor_data=TensorWriteData(
-                    chunk=_chunk(offsets, box),
-                    properties=TensorProperties.create_from_tensor(box),
-                    size=self.shape,
-                ),
+        items: list[WriteItem] = []
+        for number, (offsets, box) in enumerate(self.boxes):
+            values = TensorWriteData(
+                chunk=_chunk(offsets, box),
+                properties=TensorProperties.create_from_tensor(box),
+                size=self.shape,
             )
-            for number, (offsets, box) in enumerate(self.boxes)
-        ]
+            index = MetadataIndex(name, torch.Size(offsets), number)
+            items.append(WriteItem(index=index, type=WriteItemType.SHARD, tensor_data=values))
+        return items
 
 
 class BoxedTensor(torch.Tensor):
@@ -122,25 +124,29 @@ class BoxedTensor(torch.Tensor):
         """Copies, box by box; and one without boxes, which torch's background saves give copies of
         this one's attributes.
         """
+        source, *others = args
+        options = dict(kwargs or {})
         if function is _aten.new_empty.default:
-            return cls(
-                args[1],
-                [],
-                torch.empty(0, dtype=args[0].dtype, **_device(kwargs, args[0])),
-                args[0].saves,
-            )
+            (shape,) = others
+            device = options.get("device") or source.device
+            like = torch.empty(0, dtype=source.dtype, device=device)
+            return cls(shape, [], like, source.saves)
         if function not in _BOX_BY_BOX:
             raise NotImplementedError(
-                f"{function}: a tensor of which a rank has some boxes can be copied, saved and loaded only"
+                f"{function}: a tensor of which a rank has some boxes can be copied, saved and "
+                f"loaded only"
             )
-        own = args[0]
-        options = {name: value for name, value in (kwargs or {}).items() if name != "memory_format"}
-        boxes = [(offsets, function(box, *args[1:], **options)) for offsets, box in own.boxes]
-        like = function(torch.empty(0, dtype=own.dtype, device=own.device), *args[1:], **options)
-        return cls(own.shape, boxes, like, own.saves)
+        # refused for `like`, which has one dimension: channels_last, for instance
+        options.pop("memory_format", None)
+        boxes = [(offsets, function(box, *others, **options)) for offsets, box in source.boxes]
+        empty = torch.empty(0, dtype=source.dtype, device=source.device)
+        like = function(empty, *others, **options)
+        return cls(source.shape, boxes, like, source.saves)
 
     def __create_write_items__(self, name: str, _: Any) -> list[WriteItem]:
-        return Boxes(self.shape, self.boxes).__create_write_items__(name, _) if self.saves else []
+        if not self.saves:
+            return []
+        return Boxes(self.shape, self.boxes).__create_write_items__(name, _)
 
     def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
         return Boxes(self.shape, self.boxes).chunks()
@@ -156,15 +162,16 @@ def boxes_of_range(whole: Tensor, start: int, stop: int, values: Tensor) -> list
     whole: the tensor, of which a DTensor's part begins somewhere. values: [stop - start]; the boxes
     are views of it.
     """
-    base = offset_of(whole)
-    found: list[Box] = []
-    at = 0
-    for offsets, sizes in rectangles(local_part(whole).shape, start, stop):
-        count = torch.Size(sizes).numel()
-        place = tuple(first + offset for first, offset in zip(base, offsets, strict=True))
-        found.append((place, values[at : at + count].view(sizes)))
-        at += count
-    return found
+    part_offsets = offset_of(whole)
+    part_shape = local_part(whole).shape
+    boxes: list[Box] = []
+    taken = 0
+    for offsets, sizes in rectangles(part_shape, start, stop):
+        elements = math.prod(sizes)
+        offsets_in_whole = tuple(map(operator.add, part_offsets, offsets))
+        boxes.append((offsets_in_whole, values[taken : taken + elements].view(sizes)))
+        taken += elements
+    return boxes
 
 
 def offset_of(tensor: Tensor) -> tuple[int, ...]:
@@ -180,12 +187,11 @@ def offset_of(tensor: Tensor) -> tuple[int, ...]:
 def _unpickle(
     shape: tuple[int, ...], boxes: list[Box], dtype: torch.dtype, saves: bool
 ) -> BoxedTensor:
-    like = boxes[0][1] if boxes else torch.empty(0, dtype=dtype)
+    if boxes:
+        _, like = boxes[0]
+    else:
+        like = torch.empty(0, dtype=dtype)
     return BoxedTensor(shape, boxes, like, saves)
-
-
-def _device(kwargs: dict[str, Any] | None, own: Tensor) -> dict[str, Any]:
-    return {"device": (kwargs or {}).get("device") or own.device}
 
 
 def _chunk(offsets: Sequence[int], box: Tensor) -> ChunkStorageMetadata:

@@ -1,9 +1,9 @@
 """The state of a ShardedOptimizer under the names of torch's own optimizer state dicts, in parts of
 whole tensors.
 
-    state.<parameter>.<state>      what the inner optimizer keeps (exp_avg, step, ...); `main`: the fp32 copy, if the parameter is
-                                   narrower
-    param_groups                   settings; `params`: names of parameters
+    state.<parameter>.<state>   what the inner optimizer keeps (exp_avg, step, ...); `main`: the
+                                fp32 copy, if the parameter is narrower
+    param_groups                settings; `params`: names of parameters
 
 That is the form of torch.distributed.checkpoint.state_dict.get_optimizer_state_dict, so what one
 writes the other reads.
@@ -32,17 +32,18 @@ not change them.
 
 @dataclass
 class _Entry:
-    """What this rank holds of one parameter.
-
-    `values`: of its piece, where new ones are made for what is not there yet.
-    """
+    """What this rank holds of one parameter."""
 
     name: str
     slot: GradSlot
     piece: Piece | None
+    """What this rank steps of it; None: nothing."""
     template: Mapping[str, Any]
+    """What the inner optimizer keeps, as it is for some parameter."""
     values: dict[str, Any] = field(default_factory=dict)
+    """What it keeps of the piece; where that is not there yet, memory for it."""
     saves: bool = True
+    """Whether this rank writes it; False where another has the same."""
 
     @property
     def is_narrow(self) -> bool:
@@ -52,16 +53,15 @@ class _Entry:
         """A state in boxes of the whole parameter; those of `main` too."""
         whole = self.slot.parameter
         template = torch.empty(1) if state == MAIN else self.template[state]
-        scalar = template.dim() == 0
-        shape = torch.Size() if scalar else whole.shape
-        if self.piece is None:
+        is_scalar = template.dim() == 0
+        shape = torch.Size() if is_scalar else whole.shape
+        piece = self.piece
+        if piece is None:
             return BoxedTensor(shape, [], template, self.saves)
-        value: Tensor = self.piece.main.detach() if state == MAIN else self.values[state]
-        boxes: list[Box] = (
-            [((), value)]
-            if scalar
-            else boxes_of_range(whole, self.piece.start, self.piece.stop, value)
-        )
+        value: Tensor = piece.main.detach() if state == MAIN else self.values[state]
+        boxes: list[Box] = [((), value)]
+        if not is_scalar:
+            boxes = boxes_of_range(whole, piece.start, piece.stop, value)
         return BoxedTensor(shape, boxes, value, self.saves)
 
 
@@ -69,25 +69,29 @@ def state_dict_of(optimizer: PiecewiseOptimizer) -> dict[str, Any]:
     """The state of this rank's parts, in memory of the optimizer: {"state": ..., "param_groups":
     ...}.
     """
-    state: dict[str, dict[str, Any]] = {}
-    for entry in _entries(optimizer):
-        own: dict[str, Any] = {}
-        for name, value in entry.template.items():
-            if isinstance(value, Tensor):
-                own[name] = entry.boxed(name)
-            elif entry.piece is not None:
-                own[name] = entry.values[name]
-        if entry.is_narrow:
-            own[MAIN] = entry.boxed(MAIN)
-        state[entry.name] = own
-    groups = [
-        {name: value for name, value in group.items() if name != "params"}
-        | {"params": sorted(names)}
-        for group, names in zip(
-            optimizer.inner.param_groups, optimizer.names_of_groups, strict=True
-        )
-    ]
+    state = {entry.name: _state_of(entry) for entry in _entries(optimizer)}
+    groups: list[dict[str, Any]] = []
+    for group, names in zip(optimizer.inner.param_groups, optimizer.names_of_groups, strict=True):
+        # sorted: the same on all ranks, and in every layout of the models
+        groups.append(_settings(group) | {"params": sorted(names)})
     return {"state": state, "param_groups": groups}
+
+
+def _state_of(entry: _Entry) -> dict[str, Any]:
+    state: dict[str, Any] = {}
+    for name, value in entry.template.items():
+        if isinstance(value, Tensor):
+            state[name] = entry.boxed(name)
+        elif entry.piece is not None:
+            state[name] = entry.values[name]
+    if entry.is_narrow:
+        state[MAIN] = entry.boxed(MAIN)
+    return state
+
+
+def _settings(group: Mapping[str, Any]) -> dict[str, Any]:
+    """Of a parameter group, what is said of its parameters."""
+    return {name: value for name, value in group.items() if name != "params"}
 
 
 @torch.no_grad()
@@ -142,17 +146,15 @@ def _begin_anew(optimizer: PiecewiseOptimizer, entry: _Entry, piece: Piece) -> N
     state = optimizer.inner.state
     state.pop(piece.main, None)
     group = optimizer.inner.param_groups[optimizer.group_of[id(entry.slot)]]
-    settings = {name: value for name, value in group.items() if name != "params"}
-    built = optimizer.make_inner([{"params": [piece.main], **settings}])
+    built = optimizer.make_inner([{"params": [piece.main], **_settings(group)}])
     if piece.main in built.state:
         state[piece.main] = built.state[piece.main]
 
 
 def _entries(optimizer: PiecewiseOptimizer) -> list[_Entry]:
     """Of all parameters, the same names on all ranks."""
-    inner = optimizer.inner
-    templates = [_template(optimizer, group) for group in inner.param_groups]
-    pieces = {id(piece.slot): piece for piece in optimizer.pieces}
+    templates = [_template(optimizer, group) for group in optimizer.inner.param_groups]
+    piece_of_slot = {id(piece.slot): piece for piece in optimizer.pieces}
     entries: dict[str, _Entry] = {}
     for model, slot in optimizer.slots:
         name = plain_name(slot.name)
@@ -160,18 +162,27 @@ def _entries(optimizer: PiecewiseOptimizer) -> list[_Entry]:
             raise ConfigError(
                 f"two of the models have a parameter {name}: give their modules names of their own"
             )
-        piece = pieces.get(id(slot))
+        piece = piece_of_slot.get(id(slot))
         template = templates[optimizer.group_of[id(slot)]]
         entry = _Entry(name, slot, piece, template, saves=model.is_first_copy(slot))
         if piece is not None:
-            held = inner.state.get(piece.main)
-            entry.values = (
-                held
-                if held
-                else optimizer.offered.setdefault(id(piece), _zeros(template, piece.main))
-            )
+            entry.values = _values_of(optimizer, piece, template)
         entries[name] = entry
     return list(entries.values())
+
+
+def _values_of(
+    optimizer: PiecewiseOptimizer, piece: Piece, template: Mapping[str, Any]
+) -> dict[str, Any]:
+    """What the inner optimizer keeps of a piece; where it was never stepped, memory for it.
+
+    That memory stays the same until the next step: a checkpoint fills it after `state_dict` gave
+    it, and `load_state_dict` takes it from there.
+    """
+    values: dict[str, Any] | None = optimizer.inner.state.get(piece.main)
+    if values:
+        return values
+    return optimizer.offered.setdefault(id(piece), _zeros(template, piece.main))
 
 
 def plain_name(name: str) -> str:
@@ -181,79 +192,88 @@ def plain_name(name: str) -> str:
 
 def _template(optimizer: PiecewiseOptimizer, group: Mapping[str, Any]) -> dict[str, Any]:
     """What the inner optimizer keeps of a parameter of a group after a step, shown by one of two
-    elements.
+    elements: of one element, a value for each could not be told from a value for all.
     """
     device = optimizer.models[0].device
     probe = nn.Parameter(torch.zeros(2, device=device))
     probe.grad = torch.zeros_like(probe)
-    settings = {name: value for name, value in group.items() if name != "params"}
-    shown = optimizer.make_inner([{"params": [probe], **settings}])
-    shown.step()
-    template = {name: value for name, value in shown.state[probe].items() if value is not None}
-    for name, value in template.items():
+    stepped = optimizer.make_inner([{"params": [probe], **_settings(group)}])
+    stepped.step()
+    template: dict[str, Any] = {}
+    for name, value in stepped.state[probe].items():
+        if value is None:
+            continue
         if isinstance(value, Tensor) and value.dim() and value.shape != probe.shape:
             raise ConfigError(
-                f"the optimizer's {name} is no value for each element of a parameter, so it has no parts to save"
+                f"the optimizer's {name} is no value for each element of a parameter, so it has "
+                f"no parts to save"
             )
+        template[name] = value
     return template
 
 
 def _zeros(template: Mapping[str, Any], main: Tensor) -> dict[str, Any]:
     """Memory for a state that is not there yet."""
-    made: dict[str, Any] = {}
+    zeros: dict[str, Any] = {}
     for name, value in template.items():
         if not isinstance(value, Tensor):
-            made[name] = type(value)()
+            zeros[name] = type(value)()
         elif value.dim():
-            made[name] = torch.zeros_like(main, dtype=value.dtype, requires_grad=False)
+            zeros[name] = torch.zeros_like(main, dtype=value.dtype, requires_grad=False)
         else:
-            made[name] = torch.zeros_like(value)
-    return made
+            zeros[name] = torch.zeros_like(value)
+    return zeros
 
 
-def _fill(name: str, own: BoxedTensor, given: Any) -> None:
-    """Copy a state that lies elsewhere into this rank's boxes."""
-    if tuple(given.shape) != tuple(own.shape):
+def _fill(name: str, held: BoxedTensor, given: Any) -> None:
+    """Copy a state that lies elsewhere into this rank's boxes: a whole tensor or the same boxes."""
+    if tuple(given.shape) != tuple(held.shape):
         raise StateError(
-            f"{name} is {list(given.shape)} in the optimizer state, {list(own.shape)} here: it is another model's"
+            f"{name} is {list(given.shape)} in the optimizer state, {list(held.shape)} here: "
+            f"it is another model's"
         )
-    theirs = (
-        {(offsets, box.shape): box for offsets, box in given.boxes}
-        if isinstance(given, BoxedTensor)
-        else None
-    )
-    for offsets, box in own.boxes:
-        if theirs is None:
-            source = given[
-                tuple(
-                    slice(first, first + size)
-                    for first, size in zip(offsets, box.shape, strict=True)
-                )
-            ]
-        elif (offsets, box.shape) in theirs:
-            source = theirs[offsets, box.shape]
+    for offsets, box in held.boxes:
+        if isinstance(given, BoxedTensor):
+            source = _same_box(name, given, offsets, box)
         else:
-            raise StateError(
-                f"{name} was cut for other ranks: save and load it by torch.distributed.checkpoint, for any number"
-            )
+            place = [
+                slice(start, start + size) for start, size in zip(offsets, box.shape, strict=True)
+            ]
+            source = given[tuple(place)]
+        # a checkpoint that was loaded into `state_dict` has filled this memory already
         if source.data_ptr() != box.data_ptr():
             box.copy_(source)
+
+
+def _same_box(name: str, given: BoxedTensor, offsets: tuple[int, ...], box: Tensor) -> Tensor:
+    """The box of a state that has the offsets and the shape of another. Raises StateError without
+    one.
+    """
+    for given_offsets, given_box in given.boxes:
+        if given_offsets == offsets and given_box.shape == box.shape:
+            return given_box
+    raise StateError(
+        f"{name} was cut for other ranks: save and load it by torch.distributed.checkpoint, "
+        f"for any number"
+    )
 
 
 def _load_settings(
     group: dict[str, Any], names: Sequence[str], given: Sequence[Mapping[str, Any]]
 ) -> None:
     """The settings of a parameter group from those of the same parameters."""
-    found = next((other for other in given if set(other["params"]) & set(names)), None)
-    if found is None:
+    # by the parameters: of another layout the groups may have other numbers
+    settings = next((other for other in given if set(other["params"]) & set(names)), None)
+    if settings is None:
         raise StateError(
             f"the optimizer state has no settings for {sorted(names)[0]}: it is another model's"
         )
-    for name, value in found.items():
+    for name, value in settings.items():
         if name in STAY:
             continue
         held = group.get(name)
         if isinstance(held, Tensor):
+            # in place: a compiled or captured step reads this very tensor
             held.fill_(float(value))
         else:
             group[name] = float(value) if isinstance(value, Tensor) else value

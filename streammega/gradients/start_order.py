@@ -46,29 +46,30 @@ class StartOrder:
 
     def add(self, model: Starter) -> None:
         """Put a model before those that were made earlier."""
-        self._models = [
-            weakref.ref(model),
-            *(reference for reference in self._models if reference() is not None),
-        ]
+        alive = [reference for reference in self._models if reference() is not None]
+        self._models = [weakref.ref(model), *alive]
 
     def start_full(self) -> None:
         """Start what is full and next."""
-        if self._starts_in_backward():
-            for model in self._alive():
-                if not model.start_full():
-                    return
+        if not self._starts_in_backward():
+            return
+        for model in self._alive():
+            all_started = model.start_full()
+            if not all_started:
+                return  # those after it wait for their turn
 
     def finish(self, models: Sequence[Starter]) -> None:
         """Note which models are finished together.
 
         Raises GradientError where collectives of another may have begun.
         """
-        given = {id(model) for model in models}
-        others = [model for model in self._alive() if id(model) not in given]
+        finished = {id(model) for model in models}
+        others = [model for model in self._alive() if id(model) not in finished]
         if self._starts_in_backward() and any(model.has_begun for model in others):
             raise GradientError(
-                "another model of this process group has begun to reduce its gradients, and would be mixed up with this one: "
-                "call streammega.finish_grad_sync([first, second]) with all models of a group, or give each a group of its own"
+                "another model of this process group has begun to reduce its gradients, and would "
+                "be mixed up with this one: call streammega.finish_grad_sync([first, second]) with "
+                "all models of a group, or give each a group of its own"
             )
         self._together = weakref.WeakSet(models)
 
@@ -82,6 +83,7 @@ class StartOrder:
         return len(models) == 1 or all(model in self._together for model in models)
 
     def _alive(self) -> Iterator[Starter]:
+        """The models that there are still; this keeps none of them."""
         for reference in self._models:
             model = reference()
             if model is not None:
