@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
@@ -14,7 +15,15 @@ from streammega.dataset import IndexedDataset
 from streammega.dataset.shards import split_name
 from streammega.errors.redaction import redact_urls
 
+if TYPE_CHECKING:
+    from streammega.convert.read.slices import Item
+
 BAR_WIDTH = 40
+"""Characters of the longest bar."""
+FORMS = {"bin": "Megatron .bin/.idx", "zst": "zstd shards (.bin.zst)", "tar": "WebDataset tars"}
+SHOWN_CHARACTERS = 200
+"""Of the first document of an input."""
+SHOWN_TOKENS = 32
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,17 +51,17 @@ class Summary:
 
 def document_lengths(indexed: IndexedDataset) -> NDArray[np.int64]:
     """Tokens of each document, int64 [documents]."""
-    before = np.concatenate(
-        [np.zeros(1, np.int64), np.cumsum(indexed.sequence_lengths, dtype=np.int64)]
-    )
-    return np.diff(before[indexed.document_indices])
+    ends_of_sequences = np.cumsum(indexed.sequence_lengths, dtype=np.int64)
+    tokens_before_sequence = np.concatenate([np.zeros(1, np.int64), ends_of_sequences])
+    return np.diff(tokens_before_sequence[indexed.document_indices])
 
 
 def summarize(indexed: IndexedDataset, num_first_tokens: int = 32) -> Summary:
     """Read the index, and of the tokens only the first few."""
     lengths = document_lengths(indexed)
-    top = int(lengths.max(initial=1))
-    edges = np.array([0, 1, *(2**k for k in range(1, max(top, 1).bit_length() + 1))], np.int64)
+    longest = int(lengths.max(initial=0))
+    edges = _powers_of_two_above(longest)
+    counts, _ = np.histogram(lengths, edges)
     first = first_tokens(indexed, num_first_tokens)
     return Summary(
         prefix=redact_urls(indexed.prefix),
@@ -64,15 +73,21 @@ def summarize(indexed: IndexedDataset, num_first_tokens: int = 32) -> Summary:
         documents=len(lengths),
         tokens=int(lengths.sum()),
         bin_bytes=indexed.bin_info.size,
-        shortest=int(lengths.min(initial=top)) if len(lengths) else 0,
+        shortest=int(lengths.min()) if len(lengths) else 0,
         median=float(np.median(lengths)) if len(lengths) else 0.0,
-        longest=int(lengths.max(initial=0)),
+        longest=longest,
         empty=int((lengths == 0).sum()),
         first_tokens=first,
         highest_first_token=max(first, default=-1),
         edges=edges,
-        counts=np.histogram(lengths, edges)[0].astype(np.int64),
+        counts=counts.astype(np.int64),
     )
+
+
+def _powers_of_two_above(longest: int) -> NDArray[np.int64]:
+    """Bounds of a histogram: 0, 1, 2, 4, ... to the first power above the longest."""
+    powers = [1 << exponent for exponent in range(max(longest, 1).bit_length() + 1)]
+    return np.array([0, *powers], np.int64)
 
 
 def first_tokens(indexed: IndexedDataset, count: int) -> list[int]:
@@ -88,31 +103,38 @@ def first_tokens(indexed: IndexedDataset, count: int) -> list[int]:
 
 
 def as_text(summary: Summary, tokenizer: str | None) -> str:
-    """The summary as lines of text, with the first tokens decoded when a
-    tokenizer.json is given.
-    """
+    """The summary as lines of text, with the first tokens decoded where a tokenizer is given."""
     mode = ", multimodal" if summary.multimodal else ""
-    kind = {"bin": "Megatron .bin/.idx", "zst": "zstd shards (.bin.zst)", "tar": "WebDataset tars"}[
-        summary.kind
-    ]
+    form = FORMS[summary.kind]
     shards = f" in {summary.shards:,} shards" if summary.shards > 1 else ""
+    decompressed = ", decompressed" if summary.kind == "zst" else ""
     lines = [
-        f"{summary.prefix}: {kind}{shards}, {summary.dtype}{mode}",
-        f"  documents  {summary.documents:,} ({summary.sequences:,} sequences, {summary.empty:,} empty documents)",
+        f"{summary.prefix}: {form}{shards}, {summary.dtype}{mode}",
+        f"  documents  {summary.documents:,} ({summary.sequences:,} sequences, "
+        f"{summary.empty:,} empty documents)",
         f"  tokens     {summary.tokens:,}",
-        f"  .bin       {summary.bin_bytes:,} bytes"
-        + (", decompressed" if summary.kind == "zst" else ""),
-        f"  lengths    shortest {summary.shortest:,}, median {summary.median:,.0f}, longest {summary.longest:,} tokens",
+        f"  .bin       {summary.bin_bytes:,} bytes{decompressed}",
+        f"  lengths    shortest {summary.shortest:,}, median {summary.median:,.0f}, "
+        f"longest {summary.longest:,} tokens",
         f"  first ids  {' '.join(map(str, summary.first_tokens))}",
     ]
     if tokenizer:
         lines.append(f"  decoded    {_decoded(summary, tokenizer)!r}")
     lines.append("  document lengths (tokens):")
-    most = max(int(summary.counts.max(initial=0)), 1)
-    for low, high, count in zip(summary.edges[:-1], summary.edges[1:], summary.counts, strict=True):
-        bar = "█" * max(round(BAR_WIDTH * int(count) / most), int(count > 0))
-        lines.append(f"    {f'{low:,}–{high - 1:,}':>19} {int(count):>11,} {bar}")
+    lines += _histogram_lines(summary)
     return "\n".join(lines)
+
+
+def _histogram_lines(summary: Summary) -> list[str]:
+    """A bar for each range of lengths."""
+    most = max(int(summary.counts.max(initial=0)), 1)
+    lines: list[str] = []
+    for low, high, count in zip(summary.edges[:-1], summary.edges[1:], summary.counts, strict=True):
+        # at least one character for what there is, however much more lies elsewhere
+        width = max(round(BAR_WIDTH * int(count) / most), int(count > 0))
+        lengths = f"{low:,}–{high - 1:,}"
+        lines.append(f"    {lengths:>19} {int(count):>11,} {'█' * width}")
+    return lines
 
 
 def write_plot(summary: Summary, path: str) -> None:
@@ -120,6 +142,7 @@ def write_plot(summary: Summary, path: str) -> None:
     from streammega.cli.plotting import pyplot
 
     figure, axes = pyplot().subplots(figsize=(8, 4))
+    # a logarithmic axis has no 0
     axes.stairs(summary.counts, np.maximum(summary.edges, 0.5), fill=True)
     axes.set_xscale("log", base=2)
     axes.set_xlabel("tokens per document")
@@ -135,8 +158,8 @@ def _decoded(summary: Summary, name: str) -> str:
     model = load_tokenizer(name)
     if summary.highest_first_token >= model.vocab_size:
         raise FormatError(
-            f"{summary.prefix}: token id {summary.highest_first_token} is past the {model.vocab_size} ids of {name}; the data "
-            f"was made with another tokenizer"
+            f"{summary.prefix}: token id {summary.highest_first_token} is past the "
+            f"{model.vocab_size} ids of {name}; the data was made with another tokenizer"
         )
     return model.decode(summary.first_tokens)
 
@@ -147,41 +170,39 @@ def describe_input(path: str, storage: StorageConfig) -> str:
 
     Raises ObjectNotFoundError, ConvertError.
     """
-    from streammega.convert.documents import LongRecord, LongText, RawDocument
     from streammega.convert.options import ConvertOptions
     from streammega.convert.read.inputs import find_inputs
-    from streammega.convert.read.long_records import short
     from streammega.convert.read.readers import read_slice
     from streammega.convert.read.slices import Skipped, Slice
     from streammega.convert.read.suffixes import without_queries
 
-    found = find_inputs([path], storage)
-    sizes: dict[str, list[int]] = {}
-    for item in found:
-        sizes.setdefault(item.format, []).append(item.size)
+    inputs = find_inputs([path], storage)
+    sizes_of_format: dict[str, list[int]] = {}
+    for item in inputs:
+        sizes_of_format.setdefault(item.format, []).append(item.size)
     lines = [redact_urls(without_queries(path))]
-    lines += [
-        f"  {kind:<10} {len(own):,} inputs, {sum(own):,} bytes"
-        for kind, own in sorted(sizes.items())
-    ]
-    for document in itertools.islice(
-        read_slice(Slice(input=found[0]), ConvertOptions(), storage, Skipped()), 1
-    ):
-        if isinstance(document, LongRecord) and document.document.fields is not None:
-            document = replace(document.document, fields=short(document.document.fields, 200))
-        if isinstance(document, LongText | LongRecord):
-            document = RawDocument(data=next(document.pieces), path=path)
-        if isinstance(document, RawDocument):
-            known = document.fields is not None
-            shown = (
-                json.dumps(document.fields, default=str)
-                if known
-                else document.data.decode(errors="replace")
-            )
-            lines.append(f"  first      {shown[:200]!r}")
-        else:
-            lines.append(
-                f"  first      {document.tokens.dtype} tokens {document.tokens[:32].tolist()}"
-            )
+    for name, sizes in sorted(sizes_of_format.items()):
+        lines.append(f"  {name:<10} {len(sizes):,} inputs, {sum(sizes):,} bytes")
+    documents = read_slice(Slice(input=inputs[0]), ConvertOptions(), storage, Skipped())
+    for document in itertools.islice(documents, 1):
+        lines.append(f"  first      {_beginning(document, path)}")
     lines.append("  streammega convert makes shards of it")
     return "\n".join(lines)
+
+
+def _beginning(document: Item, path: str) -> str:
+    """How a document begins: a text, the fields of a record, or tokens."""
+    from streammega.convert.documents import LongRecord, LongText, RawDocument
+    from streammega.convert.read.long_records import short
+
+    if isinstance(document, LongRecord) and document.document.fields is not None:
+        fields = short(document.document.fields, SHOWN_CHARACTERS)
+        document = replace(document.document, fields=fields)
+    if isinstance(document, LongText | LongRecord):
+        document = RawDocument(data=next(document.pieces), path=path)
+    if not isinstance(document, RawDocument):
+        return f"{document.tokens.dtype} tokens {document.tokens[:SHOWN_TOKENS].tolist()}"
+    text = document.data.decode(errors="replace")
+    if document.fields is not None:
+        text = json.dumps(document.fields, default=str)
+    return repr(text[:SHOWN_CHARACTERS])

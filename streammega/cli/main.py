@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import math
 import os
 import sys
 import time
@@ -15,12 +16,20 @@ import typer
 
 import streammega
 from streammega.cli import commands
+from streammega.cli.convert import convert
+from streammega.cli.options import StorageOption, storage_config
 from streammega.errors import ConfigError, FormatError, ObjectNotFoundError, StreammegaError
 from streammega.errors.redaction import redact_urls
 
+EXIT_OF_INTERRUPT = 130
+"""As shells have it: 128 and the number of SIGINT."""
+EXIT_OF_BROKEN_PIPE = 141
+"""128 and the number of SIGPIPE."""
+
 app = typer.Typer(
     name="streammega",
-    help="Train language models straight from s3:// or oss://: convert corpora, look at datasets, train.",
+    help="Train language models straight from s3:// or oss://: convert corpora, look at datasets, "
+    "train.",
     no_args_is_help=True,
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
@@ -42,7 +51,7 @@ def _root(
     pass
 
 
-app.command(no_args_is_help=True)(commands.convert)
+app.command(no_args_is_help=True)(convert)
 app.command(no_args_is_help=True)(commands.verify)
 app.command(no_args_is_help=True)(commands.gc)
 
@@ -61,30 +70,29 @@ def describe(
     plot: Annotated[
         str | None, typer.Option(help="Write the document-length histogram to this PNG.")
     ] = None,
-    tokens: Annotated[int, typer.Option(help="How many of the first tokens to show.")] = 32,
-    storage: commands.StorageOption = None,
+    tokens: Annotated[int, typer.Option(help="How many of the first tokens are shown.")] = 32,
+    storage: StorageOption = None,
 ) -> None:
     """Say what a dataset is: counts, dtype, sizes, first tokens, document lengths."""
     from streammega.cli import describe as describing
     from streammega.dataset import IndexedDataset
     from streammega.dataset.manifest import MANIFEST
 
-    settings = commands.storage_config(storage, looks_only=True)
+    settings = storage_config(storage, looks_only=True)
     # a signed URL is one of a file, and there is nothing beside it
     if prefix.startswith("http") and "?" in prefix:
         typer.echo(describing.describe_input(prefix, settings))
         return
     try:
         indexed = IndexedDataset(prefix, settings)
-    except (ObjectNotFoundError, FormatError) as missing:
-        if isinstance(missing, FormatError) and (
-            prefix.endswith(MANIFEST) or not prefix.endswith(".json")
-        ):
+    except (ObjectNotFoundError, FormatError) as no_dataset:
+        may_be_input = prefix.endswith(".json") and not prefix.endswith(MANIFEST)
+        if isinstance(no_dataset, FormatError) and not may_be_input:
             raise  # a dataset that is damaged; a .json of other records is an input
         try:
             typer.echo(describing.describe_input(prefix, settings))
         except ObjectNotFoundError:
-            raise missing from None
+            raise no_dataset from None
         return
     summary = describing.summarize(indexed, tokens)
     typer.echo(describing.as_text(summary, tokenizer))
@@ -105,12 +113,15 @@ def cache_ls(folder: CacheFolder) -> None:
     """List cached objects, the most recently used first."""
     from streammega.storage import cache as page_cache
 
-    found = sorted(page_cache.entries(_cache_folder(folder)), key=lambda entry: -entry.used)
-    for entry in found:
-        when = time.strftime("%Y-%m-%d %H:%M", time.localtime(entry.used))
-        state = "in use" if entry.in_use else f"last used {when}"
+    entries = sorted(page_cache.entries(_cache_folder(folder)), key=lambda entry: -entry.used)
+    for entry in entries:
+        state = "in use"
+        if not entry.in_use:
+            used = time.localtime(entry.used)
+            state = f"last used {time.strftime('%Y-%m-%d %H:%M', used)}"
         typer.echo(f"{entry.cached_bytes:>18,} of {entry.size:,} bytes  {state}  {entry.url}")
-    typer.echo(f"{len(found)} objects, {sum(entry.cached_bytes for entry in found):,} bytes")
+    cached_bytes = sum(entry.cached_bytes for entry in entries)
+    typer.echo(f"{len(entries)} objects, {cached_bytes:,} bytes")
 
 
 @cache_app.command(name="verify", no_args_is_help=True)
@@ -121,17 +132,19 @@ def cache_verify(folder: CacheFolder) -> None:
     """
     from streammega.storage import cache as page_cache
 
-    bad = pages = 0
-    for entry in page_cache.entries(_cache_folder(folder)):
-        pages += -(-entry.cached_bytes // page_cache.PAGE_BYTES)
+    chunks = _cache_folder(folder)
+    pages = 0
+    damaged = 0
+    for entry in page_cache.entries(chunks):
+        pages += math.ceil(entry.cached_bytes / page_cache.PAGE_BYTES)
         for path, page in page_cache.damaged_pages(entry):
-            bad += 1
+            damaged += 1
             typer.echo(f"{path}: page {page} is damaged ({entry.url})")
     # somebody else's cache: what is to be noted in it is up to them
     with contextlib.suppress(OSError):
-        page_cache.recount(_cache_folder(folder))
-    typer.echo(f"{pages} pages, {bad} damaged")
-    if bad:
+        page_cache.recount(chunks)
+    typer.echo(f"{pages} pages, {damaged} damaged")
+    if damaged:
         raise typer.Exit(1)
 
 
@@ -164,13 +177,15 @@ def order_report(
     global_batch_size: Annotated[int, typer.Option(help="Samples of a step.")] = 1024,
     ranks: Annotated[int, typer.Option(help="Data-parallel ranks.")] = 8,
     steps: Annotated[int, typer.Option(help="Global batches to look at.")] = 256,
-    order: Annotated[str, typer.Option(help="stream, megatron or sequential.")] = "stream",
-    split: Annotated[str, typer.Option(help="Shares of train, valid and test.")] = "1,0,0",
-    seed: Annotated[int, typer.Option()] = 1234,
+    order: Annotated[
+        str, typer.Option(help="The order: stream, megatron or sequential.")
+    ] = "stream",
+    split: Annotated[str, typer.Option(help="The shares of train, valid and test.")] = "1,0,0",
+    seed: Annotated[int, typer.Option(help="The seed of the shuffle.")] = 1234,
     lanes: Annotated[int | None, typer.Option(help="Lanes of the stream order.")] = None,
     block_kib: Annotated[int, typer.Option(help="KiB of a block of the stream order.")] = 256,
-    plot: Annotated[str | None, typer.Option(help="Write a PNG.")] = None,
-    storage: commands.StorageOption = None,
+    plot: Annotated[str | None, typer.Option(help="Write the figures to this PNG.")] = None,
+    storage: StorageOption = None,
 ) -> None:
     """Measure an order before it is used: shuffle quality, blend drift, requests and bytes of each
     rank. Reads no tokens.
@@ -187,12 +202,12 @@ def order_report(
         lanes=lanes,
         block_bytes=block_kib * 1024,
         num_samples=(steps * global_batch_size, 0, 0),
-        storage=commands.storage_config(storage, looks_only=True),
+        storage=storage_config(storage, looks_only=True),
     )
-    made = reporting.order_report(config, "train", global_batch_size, ranks, steps)
-    typer.echo(reporting.as_text(made, ranks))
+    report = reporting.order_report(config, "train", global_batch_size, ranks, steps)
+    typer.echo(reporting.as_text(report, ranks))
     if plot:
-        reporting.write_plot(made, plot)
+        reporting.write_plot(report, plot)
         typer.echo(f"plot written to {plot}")
 
 
@@ -215,23 +230,22 @@ def prepare(
     from streammega.train.config import load_run
 
     settings = load_run(config, overrides or [])
-    data = (
-        settings.data
-        if settings.data.num_samples
-        else replace(settings.data, num_samples=settings.num_samples())
-    )
+    data = settings.data
+    if not data.num_samples:
+        data = replace(data, num_samples=settings.num_samples())
     count = 0
     for done in run(data):
         typer.echo(
             f"{done.split:<6}{done.samples:>14,} samples {done.seconds:>8.2f} s  {done.prefix}"
         )
         count += 1
-    where = f", published in {redact_urls(data.shared_index_url)}" if data.shared_index_url else ""
-    typer.echo(
-        "the stream order needs no indices"
-        if data.order == "stream"
-        else f"{count} datasets prepared{where}"
-    )
+    if data.order == "stream":
+        typer.echo("the stream order needs no indices")
+        return
+    where = ""
+    if data.shared_index_url:
+        where = f", published in {redact_urls(data.shared_index_url)}"
+    typer.echo(f"{count} datasets prepared{where}")
 
 
 @app.command(no_args_is_help=True, context_settings={"ignore_unknown_options": True})
@@ -265,12 +279,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"error: {error}", file=sys.stderr)
         return 1
     except BrokenPipeError:
+        # What is in the buffer of stdout is flushed when the interpreter ends, and would fail once
+        # more, with a traceback.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 141
+        return EXIT_OF_BROKEN_PIPE
     except OSError as error:  # a report or plot that cannot be written, a link to nowhere
         print(f"error: {error.filename or 'i/o'}: {error.strerror or error}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
-        return 130
+        return EXIT_OF_INTERRUPT
     return 0

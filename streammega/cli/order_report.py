@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from streammega.config import DataConfig
 from streammega.order.quality import (
@@ -22,7 +23,11 @@ from streammega.samples.lanes import StreamSource
 from streammega.samples.open import open_source
 from streammega.samples.source import SampleSource
 
+MiB = 1 << 20
 WINDOW_STEPS = 32
+"""Global batches over which the drift of domain shares is measured."""
+DRIFT_POINTS = 200
+"""Prefixes at which a blend is compared with its target, evenly spread."""
 FAR_MORE = 1.5
 """Bytes fetched for each byte used, above which a word is said on why."""
 
@@ -49,35 +54,48 @@ def order_report(
 ) -> OrderReport:
     """Measure `steps` global batches of an order from its plan; no token is read."""
     source = open_source(config, split, global_batch_size)
-    count = steps * global_batch_size
+    samples = steps * global_batch_size
     if source.num_samples is not None:
-        count = min(count, source.num_samples)
-    ids = np.arange(count)
+        samples = min(samples, source.num_samples)
+    ids = np.arange(samples)
     extents = source.locate(ids)
     starts, total = _file_starts(source)
-    window = WINDOW_STEPS * global_batch_size
     places = places_of(extents, starts, config.sequence_length)
-    own = ids[ids % dp_size == 0]
+    # of fewer places than samples nothing could be drawn without repeating
+    population = max(total, samples)
+    window = WINDOW_STEPS * global_batch_size
     order = source.order if isinstance(source, StreamSource) else None
-    itemsize = max(file.dtype.itemsize for files in source.files for file in files)
-    block = config.block_bytes // itemsize if order else config.sequence_length
-    prefixes, drift = _blend_drift(extents.dataset[extents.row_splits[:-1]], order)
+    first_datasets = extents.dataset[extents.row_splits[:-1]]
+    prefixes, drift = _blend_drift(first_datasets, order)
+    open_bytes = 0
+    if order is not None:
+        open_bytes = order.lanes // dp_size * config.block_bytes
     return OrderReport(
-        samples=count,
+        samples=samples,
         quality=shuffle_quality(places, total, window),
-        full=shuffle_quality(_fully_shuffled(max(total, count), count), max(total, count), window),
-        plan=fetch_plan(
-            source.locate(own),
-            own % order.lanes if order else own,
-            itemsize,
-            block,
-            int(config.add_extra_token),
-        ),
-        open_bytes=order.lanes // dp_size * config.block_bytes if order else 0,
+        full=shuffle_quality(_fully_shuffled(population, samples), population, window),
+        plan=_plan_of_a_rank(config, source, order, ids[ids % dp_size == 0]),
+        open_bytes=open_bytes,
         blend_prefixes=prefixes,
         blend_drift=drift,
-        lanes=order.lanes if order else None,
+        lanes=None if order is None else order.lanes,
     )
+
+
+def _plan_of_a_rank(
+    config: DataConfig, source: SampleSource, order: Any, ids: NDArray[np.int64]
+) -> FetchPlan:
+    """What one rank would fetch for its samples: in the stream order whole blocks, each open in a
+    lane of its own; else every sample by itself.
+    """
+    itemsize = max(file.dtype.itemsize for files in source.files for file in files)
+    holders = ids
+    block_tokens = config.sequence_length
+    if order is not None:
+        holders = ids % order.lanes
+        block_tokens = config.block_bytes // itemsize
+    extra_tokens = int(config.add_extra_token)
+    return fetch_plan(source.locate(ids), holders, itemsize, block_tokens, extra_tokens)
 
 
 NAMES = {
@@ -93,23 +111,29 @@ def as_text(report: OrderReport, dp_size: int) -> str:
     """The report as a table."""
     ours = report.quality.row()
     full = report.full.row()
-    lines = [f"{report.samples:,} samples" + (f", {report.lanes} lanes" if report.lanes else "")]
+    lines = [_title(report)]
     lines.append(f"{'':<68}{'this order':>14}{'full shuffle':>14}")
-    lines += [
-        f"{title:<68}{_figure(ours[name]):>14}{_figure(full[name]):>14}"
-        for name, title in NAMES.items()
-    ]
+    for name, title in NAMES.items():
+        lines.append(f"{title:<68}{_figure(ours[name]):>14}{_figure(full[name]):>14}")
     plan = report.plan
+    fetched = plan.fetched_bytes / MiB
+    blocks = report.open_bytes / MiB
     lines.append(
-        f"each of {dp_size} ranks: {plan.requests:,} requests, {plan.fetched_bytes / 2**20:,.1f} MiB fetched, "
-        f"{plan.amplification:.4f} for each byte used; up to {report.open_bytes / 2**20:,.0f} MiB of blocks open"
+        f"each of {dp_size} ranks: {plan.requests:,} requests, {fetched:,.1f} MiB fetched, "
+        f"{plan.amplification:.4f} for each byte used; up to {blocks:,.0f} MiB of blocks open"
     )
     if report.blend_drift:
         lines.append(
-            f"blend: at most {max(report.blend_drift):.1f} samples from its target at any of {len(report.blend_drift)} prefixes"
+            f"blend: at most {max(report.blend_drift):.1f} samples from its target at any of "
+            f"{len(report.blend_drift)} prefixes"
         )
     lines += [f"note: {note}" for note in _notes(report)]
     return "\n".join(lines)
+
+
+def _title(report: OrderReport) -> str:
+    lanes = f", {report.lanes} lanes" if report.lanes else ""
+    return f"{report.samples:,} samples{lanes}"
 
 
 def _figure(value: float) -> str:
@@ -122,12 +146,13 @@ def _notes(report: OrderReport) -> list[str]:
     rows = (*report.quality.row().values(), *report.full.row().values())
     if any(np.isnan(value) for value in rows):
         notes.append(
-            f"- stands where {report.samples:,} samples are too few for a figure; look at more --steps"
+            f"- stands where {report.samples:,} samples are too few for a figure; "
+            f"look at more --steps"
         )
     if report.plan.amplification > FAR_MORE:
         notes.append(
-            "more is fetched than used, since every lane has a block open, of which so few samples take little: over a whole "
-            "epoch each byte is fetched about once; look at more --steps"
+            "more is fetched than used, since every lane has a block open, of which so few samples "
+            "take little: over a whole epoch each byte is fetched about once; look at more --steps"
         )
     return notes
 
@@ -136,20 +161,17 @@ def write_plot(report: OrderReport, path: str) -> None:
     """Figures against a full shuffle's, and of a blend its drift, as a PNG."""
     from streammega.cli.plotting import pyplot
 
-    blended = bool(report.blend_drift)
-    figure, fields = pyplot().subplots(
-        1, 1 + blended, figsize=(12 if blended else 8, 4), squeeze=False, layout="constrained"
-    )
-    _draw_quality(fields[0][0], report)
-    if blended:
-        right = fields[0][1]
+    is_blend = bool(report.blend_drift)
+    figure = pyplot().figure(figsize=(12 if is_blend else 8, 4), layout="constrained")
+    columns = 2 if is_blend else 1
+    _draw_quality(figure.add_subplot(1, columns, 1), report)
+    if is_blend:
+        right = figure.add_subplot(1, columns, 2)
         right.plot(report.blend_prefixes, report.blend_drift)
         right.set_title("Distance of the blend from its target")
         right.set_xlabel("samples so far")
         right.set_ylabel("samples, of the dataset that is furthest")
-    figure.suptitle(
-        f"{report.samples:,} samples" + (f", {report.lanes} lanes" if report.lanes else "")
-    )
+    figure.suptitle(_title(report))
     figure.savefig(path, dpi=120)
 
 
@@ -160,15 +182,17 @@ def _draw_quality(axes: Any, report: OrderReport) -> None:
     ours = report.quality.row()
     full = report.full.row()
     titles = [textwrap.fill(title, 34) for title in NAMES.values()]
+    # of a full shuffle's 0 nothing has a share
     shares = [ours[name] / full[name] if full[name] > 0 else np.nan for name in NAMES]
-    axes.barh(titles, np.nan_to_num(shares))
-    for row, (name, share) in enumerate(zip(NAMES, shares, strict=True)):
+    lengths = np.nan_to_num(shares)
+    axes.barh(titles, lengths)
+    for row, (name, length) in enumerate(zip(NAMES, lengths, strict=True)):
         words = f" {_figure(ours[name])} of {_figure(full[name])}"
-        axes.text(np.nan_to_num(share), row, words, va="center", fontsize="small")
+        axes.text(length, row, words, va="center", fontsize="small")
     axes.axvline(1.0, color="gray", linestyle="--")
-    axes.margins(x=0.25)
+    axes.margins(x=0.25)  # room for the words beside the longest bar
     axes.set_xlim(left=0)
-    axes.invert_yaxis()
+    axes.invert_yaxis()  # the first figure on top, as in the table
     axes.set_title("Shuffling")
     axes.set_xlabel("this order / full shuffle")
 
@@ -180,28 +204,38 @@ def _fully_shuffled(total: int, count: int) -> Any:
     return np.random.default_rng(0).choice(total, count, replace=False)
 
 
-def _file_starts(source: SampleSource) -> tuple[list[Any], int]:
+def _file_starts(source: SampleSource) -> tuple[list[NDArray[np.int64]], int]:
     """Samples before each file of each dataset, and of all."""
     length = source.config.sequence_length
-    starts = []
-    total = 0
+    starts: list[NDArray[np.int64]] = []
+    samples_before = 0
     for files in source.files:
-        sizes = [file.num_tokens // length for file in files]
-        starts.append(np.cumsum([total, *sizes[:-1]]))
-        total += sum(sizes)
-    return starts, total
+        starts_of_files: list[int] = []
+        for file in files:
+            starts_of_files.append(samples_before)
+            samples_before += file.num_tokens // length
+        starts.append(np.array(starts_of_files, np.int64))
+    return starts, samples_before
 
 
-def _blend_drift(dataset: Any, order: Any) -> tuple[list[int], list[float]]:
+def _blend_drift(dataset: NDArray[Any], order: Any) -> tuple[list[int], list[float]]:
+    """(prefixes, distance at each) of the dataset of every sample, int [samples], from the shares
+    of a blend.
+
+    Empty without a blend, and for one whose shares change: there is no one target.
+    """
     if order is None or len(order.datasets) < 2 or len(order.schedule) > 1:
         return [], []
-    shares = np.array(order.schedule[0][1]) / np.sum(order.schedule[0][1])
-    prefixes = [int(n) for n in np.unique(np.linspace(1, len(dataset), 200).astype(np.int64))]
-    drift = []
-    counts = np.zeros(len(shares))
+    _, weights = order.schedule[0]
+    shares = np.array(weights) / np.sum(weights)
+    evenly_spread = np.linspace(1, len(dataset), DRIFT_POINTS).astype(np.int64)
+    prefixes: list[int] = np.unique(evenly_spread).tolist()
+    drift: list[float] = []
+    drawn = np.zeros(len(shares))
     before = 0
     for prefix in prefixes:
-        counts += np.bincount(dataset[before:prefix], minlength=len(shares))
-        drift.append(float(np.abs(counts - prefix * shares).max()))
+        drawn += np.bincount(dataset[before:prefix], minlength=len(shares))
+        distances = np.abs(drawn - prefix * shares)
+        drift.append(float(distances.max()))
         before = prefix
     return prefixes, drift

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 from streammega.errors import ConfigError
@@ -27,21 +29,26 @@ def sparkline(values: Sequence[float], width: int = 60) -> str:
     if not values:
         return ""
     cells = min(width, len(values))
-    edges = [len(values) * i // cells for i in range(cells + 1)]
-    means = [sum(values[a:b]) / (b - a) for a, b in zip(edges[:-1], edges[1:], strict=True)]
+    bounds = [len(values) * cell // cells for cell in range(cells + 1)]
+    means = [sum(values[start:stop]) / (stop - start) for start, stop in pairwise(bounds)]
     low = min(means)
     high = max(means)
     span = (high - low) or 1.0
-    return "".join(
-        BLOCKS[min(int((mean - low) / span * len(BLOCKS)), len(BLOCKS) - 1)] for mean in means
-    )
+    line = ""
+    for mean in means:
+        height = int((mean - low) / span * len(BLOCKS))
+        # the highest is at the very end of the last block
+        line += BLOCKS[min(height, len(BLOCKS) - 1)]
+    return line
 
 
 def write_lengths(histogram: Sequence[int], title: str, path: str) -> None:
     """A histogram of document lengths, bin b for [2^b, 2^(b+1)) tokens, as a PNG."""
-    last = max((number for number, count in enumerate(histogram) if count), default=0) + 1
+    filled_bins = [number for number, count in enumerate(histogram) if count]
+    bins = max(filled_bins, default=0) + 1
+    edges = [2.0**exponent for exponent in range(bins + 1)]
     figure, axes = pyplot().subplots(figsize=(8, 4))
-    axes.stairs(list(histogram[:last]), [2.0**edge for edge in range(last + 1)], fill=True)
+    axes.stairs(list(histogram[:bins]), edges, fill=True)
     axes.set_xscale("log", base=2)
     axes.set_xlabel("tokens per document")
     axes.set_ylabel("documents")
@@ -49,13 +56,23 @@ def write_lengths(histogram: Sequence[int], title: str, path: str) -> None:
     figure.savefig(path, dpi=120, bbox_inches="tight")
 
 
-UNITS = {
-    "loss": "loss (nats a token)",
-    "grad_norm": "gradient norm",
-    "lr": "learning rate",
-    "tokens_per_s": "tokens a second",
-}
-"""What is drawn in each of the four fields, by its first curve, and what its axis says."""
+@dataclass(frozen=True)
+class PlotField:
+    """One of the four fields of a run's plot."""
+
+    title: str
+    """What its axis says."""
+    curves: tuple[str, ...]
+    """Names in the records."""
+
+
+FIELDS = (
+    PlotField("loss (nats a token)", ("loss", "valid_loss", "valid_loss_of", "source_loss")),
+    PlotField("gradient norm", ("grad_norm",)),
+    PlotField("learning rate", ("lr",)),
+    PlotField("tokens a second", ("tokens_per_s",)),
+)
+"""From left to right, and down; waiting is drawn over the last."""
 
 
 def write_run(records: Sequence[Mapping[str, Any]], title: str, path: str) -> None:
@@ -66,18 +83,13 @@ def write_run(records: Sequence[Mapping[str, Any]], title: str, path: str) -> No
     metrics.jsonl.
     """
     steps = latest(records)
-    back = restarts(records)
-    figure, axes = pyplot().subplots(2, 2, figsize=(12, 8), layout="constrained")
-    fields = {
-        "loss": ["loss", "valid_loss", "valid_loss_of", "source_loss"],
-        "grad_norm": ["grad_norm"],
-        "lr": ["lr"],
-        "tokens_per_s": ["tokens_per_s"],
-    }
-    for own, (name, names) in zip(axes.flat, fields.items(), strict=True):
-        _draw_field(own, _curves(steps, names), back)
-        own.set_ylabel(UNITS[name])
-    waiting = axes[1][1].twinx()
+    restart_steps = restarts(records)
+    figure, grid = pyplot().subplots(2, 2, figsize=(12, 8), layout="constrained")
+    for axes, field in zip(grid.flat, FIELDS, strict=True):
+        _draw_field(axes, _curves(steps, field.curves), restart_steps)
+        axes.set_ylabel(field.title)
+    speed = grid[1][1]
+    waiting = speed.twinx()
     waits = _curves(steps, ["data_wait_s"])
     if waits:
         waiting.plot(*zip(*waits["data_wait_s"], strict=True), color="tab:red", linewidth=0.7)
@@ -87,24 +99,21 @@ def write_run(records: Sequence[Mapping[str, Any]], title: str, path: str) -> No
 
 
 def _draw_field(
-    axes: Any, curves: Mapping[str, list[tuple[int, float]]], back: Sequence[int]
+    axes: Any, curves: Mapping[str, list[tuple[int, float]]], restart_steps: Sequence[int]
 ) -> None:
     from matplotlib.ticker import MaxNLocator
 
     for name, points in curves.items():
-        axes.plot(
-            *zip(*points, strict=True),
-            label=name,
-            marker="o" if name.startswith("valid") else None,
-            markersize=3,
-        )
-    for number, step in enumerate(back):
-        axes.axvline(
-            step, color="gray", linestyle=":", linewidth=1, label=None if number else "restart"
-        )
+        # validation is seldom: its points lie apart
+        marker = "o" if name.startswith("valid") else None
+        axes.plot(*zip(*points, strict=True), label=name, marker=marker, markersize=3)
+    label: str | None = "restart"
+    for step in restart_steps:
+        axes.axvline(step, color="gray", linestyle=":", linewidth=1, label=label)
+        label = None  # once in the legend, however many there were
     axes.set_xlabel("step")
     axes.xaxis.set_major_locator(MaxNLocator(integer=True))  # there is no half of a step
-    if len(curves) > 1 or back:
+    if len(curves) > 1 or restart_steps:
         axes.legend(loc="best", fontsize="small")
 
 
@@ -125,32 +134,35 @@ def restarts(records: Sequence[Mapping[str, Any]]) -> list[int]:
     """The steps, in order, with which a run began again after it had been further; those given up
     later are left out.
     """
-    found: list[int] = []
+    steps: list[int] = []
     last = 0
     for record in records:
         step = int(record["step"])
         if step <= last:
-            found = [*(before for before in found if before < step), step]
+            # what was begun again at a later step was given up with it
+            steps = [earlier for earlier in steps if earlier < step]
+            steps.append(step)
         last = step
-    return found
+    return steps
 
 
 def _curves(
     steps: Sequence[Mapping[str, Any]], names: Sequence[str]
 ) -> dict[str, list[tuple[int, float]]]:
-    """The points of all curves of these names; those of sets and sources have names
-    of their own.
+    """(step, value) of all curves of these names; those of sets and sources have names of their
+    own.
     """
-    found: dict[str, list[tuple[int, float]]] = {}
+    curves: dict[str, list[tuple[int, float]]] = {}
     for record in steps:
         for name in names:
             value = record.get(name)
-            values = (
-                {f"{name.removesuffix('_of')} {key}": v for key, v in value.items()}
-                if isinstance(value, dict)
-                else {name: value}
-            )
-            for key, number in values.items():
+            values = {name: value}
+            if isinstance(value, dict):
+                # {"valid_loss_of": {"code": 2.1}} is a point of "valid_loss code"
+                prefix = name.removesuffix("_of")
+                values = {f"{prefix} {of_what}": number for of_what, number in value.items()}
+            for curve, number in values.items():
                 if isinstance(number, (int, float)):
-                    found.setdefault(key, []).append((int(record["step"]), float(number)))
-    return found
+                    point = (int(record["step"]), float(number))
+                    curves.setdefault(curve, []).append(point)
+    return curves

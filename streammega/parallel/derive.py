@@ -28,7 +28,7 @@ def needs_whole_samples(config: DataConfig) -> bool:
 
 
 class DocumentCounts(NamedTuple):
-    """What the shapes of a micro-batch's document bounds depend on: known where its ids are read."""
+    """What shapes of a micro-batch's document bounds depend on: known where its ids are read."""
 
     most: int
     """Documents of the sample that has most."""

@@ -1,0 +1,96 @@
+"""What several commands share: options of a storage, sizes, and the bar that shows progress."""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Annotated, Any
+
+import typer
+
+from streammega.config import StorageConfig
+from streammega.errors import ConfigError
+
+StorageOption = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--storage",
+        metavar="KEY=VALUE",
+        help="A storage option, e.g. endpoint_url=http://host:9000 or anon=true; repeat for more.",
+    ),
+]
+
+GIVE_UP_LOOKING = 5.0
+"""Seconds.
+
+A dropped connection is back sooner; somebody at a terminal with a mistyped endpoint waits no
+longer.
+"""
+
+BYTES_OF_UNIT = {"": 1, "k": 1 << 10, "m": 1 << 20, "g": 1 << 30, "t": 1 << 40}
+
+
+def storage_config(pairs: Sequence[str] | None, *, looks_only: bool = False) -> StorageConfig:
+    """A StorageConfig from `key=value` words; values true/false are booleans, the rest text.
+
+    looks_only: for a command whose answer somebody waits for, which does not wait for minutes for
+    an endpoint that fails.
+    """
+    options: dict[str, Any] = {}
+    for pair in pairs or ():
+        name, equals, value = pair.partition("=")
+        if not equals or not name:
+            # what follows the first word may be a secret
+            word = re.split(r"[^\w.-]", pair, maxsplit=1)[0]
+            raise ConfigError(
+                f"--storage {word!r}: write it as key=value, for instance "
+                f"endpoint_url=http://127.0.0.1:9000"
+            )
+        options[name] = {"true": True, "false": False}.get(value.lower(), value)
+    # not the transport's own: it says which transport
+    transport = options.pop("transport", "auto")
+    if looks_only:
+        return StorageConfig(
+            storage_options=options, transport=transport, give_up_after=GIVE_UP_LOOKING
+        )
+    return StorageConfig(storage_options=options, transport=transport)
+
+
+def parse_size(text: str, option: str) -> int:
+    """Bytes of "512M", "1.5G", "1000". Raises ConfigError."""
+    parsed = re.fullmatch(
+        r"(?P<number>\d+(?:\.\d+)?)\s*(?P<unit>[kmgt]?)(?:i?b)?", text.strip().lower()
+    )
+    if not parsed:
+        raise ConfigError(f"{option} {text!r}: write a size as 512M, 1G or a number of bytes")
+    return int(float(parsed["number"]) * BYTES_OF_UNIT[parsed["unit"]])
+
+
+@contextmanager
+def progress_bar(title: str, total: int | None) -> Iterator[Callable[[int, int], None]]:
+    """A progress bar on a terminal: bytes, tokens, their speed, and the time left where the total
+    is known.
+
+    Gives what is called with the bytes and tokens that were just done.
+    """
+    from tqdm import tqdm
+
+    on_terminal = sys.stderr.isatty()
+    with tqdm(unit="B", unit_scale=True, desc=title, total=total, disable=not on_terminal) as bar:
+        tokens = 0
+
+        def advance(more_bytes: int, more_tokens: int) -> None:
+            """Note what was just done."""
+            nonlocal tokens
+            tokens += more_tokens
+            if tokens and not bar.disable:
+                # of the first call, no time may have passed
+                elapsed = max(bar.format_dict["elapsed"], 1e-3)
+                speed = tokens / elapsed
+                # drawn by `update`, as seldom as the bar: a line for each call would cost more
+                bar.set_postfix_str(f"{tokens:,} tokens, {speed:,.0f} tokens/s", refresh=False)
+            bar.update(more_bytes)
+
+        yield advance
