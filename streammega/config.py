@@ -18,9 +18,17 @@ Transport = Literal["auto", "obstore", "fsspec"]
 
 MiB = 1 << 20
 STORAGE_LEAST = {
-    "part_bytes": 4096, "max_requests": 1, "in_flight_bytes": 4096, "memory_bytes": 4096, "coalesce_bytes": 0,
-    "cache_bytes": 0, "chunk_bytes": MiB, "retries": 0, "upload_part_bytes": 5 * MiB,
-}  # fmt: skip
+    "part_bytes": 4096,
+    "max_requests": 1,
+    "in_flight_bytes": 4096,
+    "memory_bytes": 4096,
+    "coalesce_bytes": 0,
+    "cache_bytes": 0,
+    "chunk_bytes": MiB,
+    "retries": 0,
+    "upload_part_bytes": 5 * MiB,
+}
+"""The least that fields of StorageConfig may be; of parts of an upload it is S3's own."""
 
 
 def set_whole_numbers(settings: Any, names: Sequence[str]) -> None:
@@ -119,10 +127,9 @@ class StorageConfig:
             if value is not None and value < least:
                 raise ConfigError(f"{name} is {value}; it must be at least {least}")
         for name in ("timeout", "stall_timeout", "give_up_after", "first_answer_within"):
-            if not getattr(self, name) > 0:
-                raise ConfigError(
-                    f"{name} is {getattr(self, name)}; it must be a positive number of seconds"
-                )
+            seconds = getattr(self, name)
+            if not seconds > 0:  # NaN is not, and is not less either
+                raise ConfigError(f"{name} is {seconds}; it must be a positive number of seconds")
         if self.cache_dir:
             # the way to set a field of what is frozen
             object.__setattr__(self, "cache_dir", local_folder(self.cache_dir))
@@ -170,11 +177,13 @@ class FieldsConfig:
             raise ConfigError(
                 f"eod_id is {self.eod_id}, which no stored id is; leave it out if the data has none"
             )
-        if (
+        asks_for_documents = (
             self.eod_mask_loss or self.reset_position_ids or self.reset_attention_mask
-        ) and self.eod_id is None:
+        )
+        if asks_for_documents and self.eod_id is None:
             raise ConfigError(
-                "eod_mask_loss, reset_position_ids and reset_attention_mask need eod_id, the id that ends documents"
+                "eod_mask_loss, reset_position_ids and reset_attention_mask need eod_id, "
+                "the id that ends documents"
             )
 
     @property
@@ -182,9 +191,10 @@ class FieldsConfig:
         """The padding id in use: -1 when there is none, or when it collides with eod_id and that is
         not allowed.
         """
-        if self.pad_id is None or (
-            self.pad_id == self.eod_id and not self.allow_ambiguous_pad_tokens
-        ):
+        if self.pad_id is None:
+            return -1
+        if self.pad_id == self.eod_id and not self.allow_ambiguous_pad_tokens:
+            # ends of documents would be masked and zeroed as padding
             return -1
         return self.pad_id
 
@@ -236,8 +246,8 @@ class DataConfig(FieldsConfig):
     multiple_validation_sets: bool = False
     """With blend_per_split: every prefix of valid is a dataset of its own, not blended."""
     surplus: float = 0.005
-    """Megatron order: share by which a blend asks its datasets for more samples
-    than it will take.
+    """Megatron order: share by which a blend asks its datasets for more samples than it will
+    take.
     """
     lanes: int | None = None
     """Stream order: lanes, a multiple of the global batch; default the smallest of at least 1024,
@@ -264,7 +274,8 @@ class DataConfig(FieldsConfig):
             raise ConfigError("give either blend or blend_per_split, and not both")
         if self.blend_per_split is not None and len(self.blend_per_split) != 3:
             raise ConfigError(
-                f"blend_per_split has {len(self.blend_per_split)} entries; it takes three: train, valid, test"
+                f"blend_per_split has {len(self.blend_per_split)} entries; "
+                f"it takes three: train, valid, test"
             )
         for blend in (self.blend, *(self.blend_per_split or ())):
             if blend is not None:
@@ -287,10 +298,10 @@ class DataConfig(FieldsConfig):
 
     def _check_numbers(self) -> None:
         set_whole_numbers(self, ("seed", "lanes", "block_bytes"))
-        for name, least in (("block_bytes", 1), ("lanes", 1)):
+        for name in ("block_bytes", "lanes"):
             value = getattr(self, name)
-            if value is not None and value < least:
-                raise ConfigError(f"{name} is {value}; it must be at least {least}")
+            if value is not None and value < 1:
+                raise ConfigError(f"{name} is {value}; it must be at least 1")
         if not 0 <= self.seed < 2**32:
             raise ConfigError(f"seed is {self.seed}; it must lie in [0, 2**32)")
         if self.order not in ORDERS:
@@ -307,25 +318,26 @@ class DataConfig(FieldsConfig):
     def _check_schedule(self) -> None:
         if self.order != "stream" or self.blend is None:
             raise ConfigError("blend_schedule belongs to the stream order and a blend")
-        datasets = len(parse_blend(self.blend)[0])
-        first = -1
+        prefixes, _ = parse_blend(self.blend)
+        start_before = -1
         for start, weights in self.blend_schedule or ():
-            if start <= first:
+            if start <= start_before:
                 raise ConfigError(
-                    f"blend_schedule starts a segment at sample {start}; starts must rise, from 0 or later"
+                    f"blend_schedule starts a segment at sample {start}; starts must rise, "
+                    f"from 0 or later"
                 )
-            if (
-                len(weights) != datasets
-                or not all(0 <= w < math.inf for w in weights)
-                or not 0 < sum(weights) < math.inf
-            ):
+            # so that NaN is none either; a weight may be zero for a while, all of them may not
+            are_weights = all(0 <= weight < math.inf for weight in weights)
+            if len(weights) != len(prefixes) or not are_weights or not 0 < sum(weights) < math.inf:
                 raise ConfigError(
-                    f"blend_schedule at sample {start} needs {datasets} weights, none negative, not all zero, and a finite sum"
+                    f"blend_schedule at sample {start} needs {len(prefixes)} weights, "
+                    f"none negative, not all zero, and a finite sum"
                 )
-            first = start
+            start_before = start
 
 
 def _three_counts(given: Any) -> tuple[int, int, int]:
+    """num_samples as plain ints. Raises ConfigError for anything but three counts."""
     try:
         train, valid, test = map(operator.index, given)
     except (TypeError, ValueError):
@@ -342,39 +354,64 @@ def parse_blend(blend: Blend) -> tuple[tuple[str, ...], tuple[float, ...] | None
     ConfigError for an empty blend, weights that are not positive numbers, or weights for some of
     the prefixes only.
     """
-    if isinstance(blend, os.PathLike):
-        blend = [os.fspath(blend)]
-    items: list[Any] = (
-        blend.split() if isinstance(blend, str) else [_as_text(item) for item in blend]
-    )
-    if items and all(isinstance(item, str) for item in items) and _is_number(items[0]):
-        if len(items) % 2:
-            raise ConfigError(
-                f"blend {blend!r}: weights and prefixes must alternate, as in '0.3 a 0.7 b'"
-            )
-        items = [(prefix, weight) for weight, prefix in zip(items[::2], items[1::2], strict=True)]
-    if not items:
-        raise ConfigError(
-            "the blend is empty; it takes one prefix, such as ['s3://bucket/web'], or more with weights"
-        )
-    pairs = [(item, None) if isinstance(item, str) else tuple(item) for item in items]
-    if any(len(pair) != 2 or not isinstance(pair[0], str) or not pair[0] for pair in pairs):
-        raise ConfigError(f"blend {blend!r}: each entry is a prefix or a (prefix, weight) pair")
+    pairs = _pairs(blend)
     if len(pairs) > MOST_DATASETS:
         raise ConfigError(
-            f"the blend has {len(pairs)} datasets; there may be {MOST_DATASETS}: merge some, or name folders of them"
+            f"the blend has {len(pairs)} datasets; there may be {MOST_DATASETS}: merge some, "
+            f"or name folders of them"
         )
-    weighted = [pair for pair in pairs if pair[1] is not None]
+    prefixes = tuple(prefix for prefix, _ in pairs)
+    weighted = [(prefix, weight) for prefix, weight in pairs if weight is not None]
     if not weighted:
-        return tuple(prefix for prefix, _ in pairs), None
+        return prefixes, None
     if len(weighted) != len(pairs):
         raise ConfigError(f"blend {blend!r}: give a weight to every prefix, or to none")
     weights = tuple(_weight(prefix, weight) for prefix, weight in weighted)
     if not math.isfinite(sum(weights)):
         raise ConfigError(
-            f"the weights of the blend add up to more than {sys.float_info.max:.3g}; divide them by a common number"
+            f"the weights of the blend add up to more than {sys.float_info.max:.3g}; "
+            f"divide them by a common number"
         )
-    return tuple(prefix for prefix, _ in pairs), weights
+    return prefixes, weights
+
+
+def _pairs(blend: Blend) -> list[tuple[str, Any]]:
+    """(prefix, weight or None) of each entry of a blend. Raises ConfigError for other entries."""
+    entries = _entries(blend)
+    if not entries:
+        raise ConfigError(
+            "the blend is empty; it takes one prefix, such as ['s3://bucket/web'], "
+            "or more with weights"
+        )
+    pairs: list[tuple[str, Any]] = []
+    for entry in entries:
+        pair = (entry, None) if isinstance(entry, str) else tuple(entry)
+        if len(pair) != 2 or not isinstance(pair[0], str) or not pair[0]:
+            raise ConfigError(f"blend {blend!r}: each entry is a prefix or a (prefix, weight) pair")
+        pairs.append(pair)
+    return pairs
+
+
+def _entries(blend: Blend) -> list[Any]:
+    """The entries of a blend in a list; weights that alternate with prefixes are put behind them.
+
+    They do where the first word is a number, as in Megatron's --data-path.
+    """
+    if isinstance(blend, os.PathLike):
+        blend = [os.fspath(blend)]
+    entries: list[Any] = (
+        blend.split() if isinstance(blend, str) else [_as_text(entry) for entry in blend]
+    )
+    all_words = all(isinstance(entry, str) for entry in entries)
+    if not entries or not all_words or not _is_number(entries[0]):
+        return entries
+    if len(entries) % 2:
+        raise ConfigError(
+            f"blend {blend!r}: weights and prefixes must alternate, as in '0.3 a 0.7 b'"
+        )
+    weights = entries[0::2]
+    prefixes = entries[1::2]
+    return list(zip(prefixes, weights, strict=True))
 
 
 def _as_text(item: Any) -> Any:
@@ -393,7 +430,8 @@ def _weight(prefix: str, weight: Any) -> float:
         raise ConfigError(f"the weight of {prefix} is {weight!r}, which is no number") from None
     if not 0 < value < math.inf:
         raise ConfigError(
-            f"the weight of {prefix} is {value}; weights are positive numbers (leave the dataset out instead)"
+            f"the weight of {prefix} is {value}; weights are positive numbers "
+            f"(leave the dataset out instead)"
         )
     return value
 

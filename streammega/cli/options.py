@@ -49,7 +49,7 @@ def storage_config(pairs: Sequence[str] | None, *, looks_only: bool = False) -> 
                 f"endpoint_url=http://127.0.0.1:9000"
             )
         options[name] = {"true": True, "false": False}.get(value.lower(), value)
-    # not the transport's own: it says which transport
+    # a setting of StorageConfig itself, not of its transport
     transport = options.pop("transport", "auto")
     if looks_only:
         return StorageConfig(

@@ -46,7 +46,9 @@ class StreammegaError(Exception):
     """The root: catch this to catch everything below."""
 
     def __init__(self, *args: object) -> None:
-        super().__init__(*(redact_urls(arg) if isinstance(arg, str) else arg for arg in args))
+        # here, where every error passes: a URL with a password in it is easily put in a message
+        shown = [redact_urls(arg) if isinstance(arg, str) else arg for arg in args]
+        super().__init__(*shown)
 
 
 class ConfigError(StreammegaError, ValueError):
@@ -54,15 +56,14 @@ class ConfigError(StreammegaError, ValueError):
 
 
 class StorageError(StreammegaError):
-    """Bytes could not be read from, or written to, where they live.
-
-    `transient`: trying again may help. `throttled`: the endpoint asked for fewer requests.
-    `silent`: no server answered.
-    """
+    """Bytes could not be read from, or written to, where they live."""
 
     transient = False
+    """Trying again may help."""
     throttled = False
+    """The endpoint asked for fewer requests."""
     silent = False
+    """No server answered."""
 
 
 class ObjectNotFoundError(StorageError, FileNotFoundError):

@@ -23,8 +23,10 @@ and are no secrets.
 
 _USER_INFO = re.compile(
     r""":/{2,3}(
-        [^/?\#\s]*                            # user:password, up to the last @ of the host, as urllib splits it
-      | [^/?\#\s\[:@]+:(?!\d+\b)[^\s@]*  # a password with slashes in it; a number would be a port
+        [^/?\#\s]*                          # user:password, up to the last @ of the host, as
+                                            # urllib splits it
+      | [^/?\#\s\[:@]+:(?!\d+\b)[^\s@]*     # a password with slashes in it; a number would be
+                                            # a port
     )@""",
     re.X,
 )
@@ -37,11 +39,13 @@ _SIGNATURES = (
 _SECRET_WORDS = r"token|secret|passw|credential|api-?_?key|access-?_?key|auth|session"
 _QUERY = re.compile(
     rf"""((?:(?<![\w-])(?:{_SIGNATURES})
-           |(?<=[?&;])(?:[\w.-]*(?:{_SECRET_WORDS})[\w.-]*|policy|key-pair-id))=)[^&;\s'"<>]*[^&;\s'"<>:,.)]""",
+           |(?<=[?&;])(?:[\w.-]*(?:{_SECRET_WORDS})[\w.-]*|policy|key-pair-id))=)
+        [^&;\s'"<>]*[^&;\s'"<>:,.)]""",
     re.I | re.X,
 )
 _SECRET_NAME = re.compile(
-    rf"{_SECRET_WORDS}|signature|account_key|private_key|passphrase|pwd|cookie|connection_string|\bsas\b|sas_|_sas|^key$",
+    rf"{_SECRET_WORDS}|signature|account_key|private_key|passphrase|pwd|cookie"
+    r"|connection_string|\bsas\b|sas_|_sas|^key$",
     re.I,
 )
 _PUBLIC = frozenset(
@@ -76,9 +80,12 @@ _KEYWORDS = frozenset(
 
 def redact_urls(text: str) -> str:
     """`text` without the passwords, signatures and tokens of URLs in it."""
+    # asked first, which is quick: most texts have neither
     if "://" in text:
         text = _USER_INFO.sub(_without_user, text)
-    return _QUERY.sub(rf"\1{HIDDEN}", text) if "=" in text else text
+    if "=" in text:
+        text = _QUERY.sub(rf"\1{HIDDEN}", text)
+    return text
 
 
 def _without_user(found: re.Match[str]) -> str:
@@ -103,46 +110,49 @@ def redact(text: str, options: Mapping[str, Any]) -> str:
 def _secrets(options: Mapping[Any, Any], secret: bool = False) -> Iterator[str]:
     """Secret values of options; `secret`: the options are themselves the value of a secret one."""
     for name, value in options.items():
-        named = bool(_SECRET_NAME.search(str(name)))
-        yield from _leaves(value, named or (secret and name not in _PUBLIC))
+        is_named_so = bool(_SECRET_NAME.search(str(name)))
+        is_part_of_one = secret and name not in _PUBLIC
+        yield from _leaves(value, is_named_so or is_part_of_one)
 
 
 def _leaves(value: Any, secret: bool) -> Iterator[str]:
+    """Secret texts within the value of an option; `secret`: those that no mapping says more of."""
     if isinstance(value, Mapping):
         yield from _secrets(value, secret)
     elif isinstance(value, (bytes, bytearray)):
         yield from _leaves(bytes(value).decode(errors="replace"), secret)
     elif isinstance(value, str):
-        # a message may show one of them
-        lines = [line.strip() for line in value.splitlines() if not line.startswith("-----")]
-        yield from (
-            line
-            for line in lines
-            if secret and len(line) >= SHORTEST and line.lower() not in _KEYWORDS
-        )
+        if secret:
+            yield from _secret_lines(value)
     elif isinstance(value, Sequence):
         for item in value:
             yield from _leaves(item, secret)
 
 
+def _secret_lines(value: str) -> Iterator[str]:
+    """The lines of a secret, of which a message may show one: those of a key, without the marks
+    around it.
+    """
+    for line in value.splitlines():
+        if line.startswith("-----"):
+            continue
+        text = line.strip()
+        if len(text) >= SHORTEST and text.lower() not in _KEYWORDS:
+            yield text
+
+
 def _forms(value: str) -> set[str]:
     """As it is, as URLs spell it, and as JSON does."""
-    return (
-        {value}
-        if value.isalnum()
-        else {
-            value,
-            quote(value),
-            quote(value, safe=""),
-            quote_plus(value),
-            json.dumps(value)[1:-1],
-        }
-    )
+    if value.isalnum():
+        return {value}  # which all of them leave as it is
+    in_json = json.dumps(value).removeprefix('"').removesuffix('"')
+    return {value, quote(value), quote(value, safe=""), quote_plus(value), in_json}
 
 
 def redacted_repr(settings: Any) -> str:
     """The repr of a dataclass, without the secrets of URLs in its fields."""
-    shown = ", ".join(
-        f"{item.name}={getattr(settings, item.name)!r}" for item in fields(settings) if item.repr
-    )
-    return redact_urls(f"{type(settings).__name__}({shown})")
+    shown: list[str] = []
+    for item in fields(settings):
+        if item.repr:
+            shown.append(f"{item.name}={getattr(settings, item.name)!r}")
+    return redact_urls(f"{type(settings).__name__}({', '.join(shown)})")
