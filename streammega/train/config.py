@@ -143,9 +143,8 @@ class ParallelConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class TrainConfig:
-    """Steps, batches, optimizer, intervals.
-
-    Intervals and lengths in iterations; a zero interval means never.
+    """Steps, batches, optimizer, intervals. Intervals and lengths in iterations; a zero interval
+    means never.
     """
 
     iters: int
