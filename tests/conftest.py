@@ -98,6 +98,8 @@ def is_left_to_soak(item: pytest.Item) -> bool:
     """
     if not isinstance(item, pytest.Function) or STORAGE_TESTS in item.path.parents:
         return False
+    if any("s3" in marker.args[0] for marker in item.iter_markers("parametrize")):
+        return False  # it has chosen by itself
     parameters = item.callspec.params if hasattr(item, "callspec") else {}
     pair = (parameters.get("s3"), parameters.get("s3_storage"))
     return pair in (("moto", "fsspec"), ("rclone", "obstore"), ("moto", None))

@@ -421,8 +421,19 @@ print((resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) // 1024)
 """
 
 
-@pytest.mark.parametrize("form", ["a.jsonl", "a.json"])
-@pytest.mark.parametrize(("words", "times"), [("words and words\\n", 100 << 16), ("\\n", 12 << 20)])
+WORDS_AND_TIMES = ("words and words\\n", 100 << 16)
+ESCAPES_AND_TIMES = ("\\n", 12 << 20)
+
+
+@pytest.mark.parametrize(
+    ("form", "words", "times"),
+    [
+        ("a.jsonl", *WORDS_AND_TIMES),
+        ("a.json", *ESCAPES_AND_TIMES),
+        pytest.param("a.json", *WORDS_AND_TIMES, marks=pytest.mark.soak),
+        pytest.param("a.jsonl", *ESCAPES_AND_TIMES, marks=pytest.mark.soak),
+    ],
+)
 def test_memory_does_not_grow_with_a_record(
     form: str, words: str, times: int, tmp_path: Path
 ) -> None:

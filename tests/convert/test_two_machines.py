@@ -19,12 +19,10 @@ from streammega.convert.conversion import Conversion
 from streammega.convert.dry_run import plan_conversion
 from streammega.convert.write.claims import Claim
 from streammega.dataset.verify import verify
-from streammega.errors import AccessDeniedError, ConvertError, ObjectNotFoundError
-from streammega.storage import open_store, save_bytes
+from streammega.errors import AccessDeniedError, ConvertError
+from streammega.storage import save_bytes
 from streammega.storage.backends.fsspec_store import FsspecStore
-from streammega.storage.store import create_object
 from tests.support.kill_programs import convert_as_told
-from tests.support.servers import S3
 from tests.support.typed import tokens
 
 WAIT = 60.0
@@ -134,18 +132,6 @@ def test_what_overwrites_beside_a_conversion_that_runs_leaves_one_of_both_whole(
     assert "meanwhile" in order[1].go_on()
     assert text_of(name, s3_storage) == ("a" if first == "plain" else "b") * 1000
     assert text_of(f"{name}.manifest.json", s3_storage) == text_of(name, s3_storage)
-
-
-def test_an_object_is_created_only_where_none_is(
-    bucket: str, s3: S3, s3_storage: StorageConfig
-) -> None:
-    store, key = open_store(f"s3://{bucket}/a", s3_storage)
-    assert create_object(store, key, b"first")
-    if s3.name == "moto":  # rclone knows no conditions: whoever needs to know looks again
-        assert not create_object(store, key, b"second")
-        assert bytes(store.read_ranges(key, [0], [5])[0]) == b"first"
-    with pytest.raises(ObjectNotFoundError):
-        create_object(*open_store("s3://no-such-bucket/a", s3_storage), b"x")
 
 
 # --- one after the other --------------------------------------------------------------------------------------------------

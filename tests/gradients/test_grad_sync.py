@@ -112,12 +112,12 @@ def test_kernels_that_add_to_main_grad_give_the_same_steps(
 @pytest.mark.parametrize(
     ("how", "sharded"),
     [
-        ("before", False),
+        pytest.param("before", False, marks=pytest.mark.soak),
         ("before", True),
         ("whole graph", True),
         ("in place", True),
         ("wrapper", False),
-        ("wrapper", True),
+        pytest.param("wrapper", True, marks=pytest.mark.soak),
     ],
 )
 def test_compiled_models_step_as_eager_ones(gang: Gang, how: str, sharded: bool) -> None:

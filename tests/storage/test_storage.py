@@ -37,6 +37,7 @@ from streammega.storage.backends.options import s3_arguments
 from streammega.storage.backends.oss_store import OssStore
 from streammega.storage.backends.pread import PreadStore
 from streammega.storage.parts import MOST_PARTS, PART_BYTES, part_bytes, sized_for
+from streammega.storage.store import create_object
 from tests.support.servers import KEY, S3, SECRET, http_server
 
 
@@ -750,3 +751,15 @@ def test_what_no_other_transport_serves_says_after_a_fork_how_to_start_workers(
     ):
         with pytest.raises(ConfigError, match=r"'spawn' or 'forkserver'.*StreamLoader"):
             call()
+
+
+def test_an_object_is_created_only_where_none_is(
+    bucket: str, s3: S3, s3_storage: StorageConfig
+) -> None:
+    store, key = open_store(f"s3://{bucket}/a", s3_storage)
+    assert create_object(store, key, b"first")
+    if s3.name == "moto":  # rclone knows no conditions: whoever needs to know looks again
+        assert not create_object(store, key, b"second")
+        assert bytes(store.read_ranges(key, [0], [5])[0]) == b"first"
+    with pytest.raises(ObjectNotFoundError):
+        create_object(*open_store("s3://no-such-bucket/a", s3_storage), b"x")

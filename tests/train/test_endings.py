@@ -117,16 +117,10 @@ def test_sigterm_saves_and_ends_with_143_and_one_line(run_file: Path, program: s
 
 @pytest.mark.parametrize("program", PROGRAM)
 def test_ctrl_c_saves_and_says_how_to_go_on(run_file: Path, program: str) -> None:
-    if program == "module":
-        process = start(run_file, *PROGRAM[program])
-        process.send_signal(signal.SIGINT)
-        _, log = process.communicate(timeout=60)
-        assert process.returncode == 130, log
-    else:
-        family = start_fork(run_file, *PROGRAM[program])
-        family.signal(signal.SIGINT, 0)
-        assert family.ended(0, within=60) == [130], family.log(0)
-        log = family.log(0)
+    family = start_fork(run_file, *PROGRAM[program])
+    family.signal(signal.SIGINT, 0)
+    assert family.ended(0, within=60) == [130], family.log(0)
+    log = family.log(0)
     steps = len(read_metrics(run_file.parent / "run" / "metrics.jsonl"))
     assert "Ctrl-C: ends after the step under way, with a checkpoint; once more: at once\n" in log
     assert log.endswith(

@@ -42,7 +42,7 @@ out_dir = "{folder}/run"
 [parallel]
 bucket_size = 2000
 """
-SOON_STEPS = 8
+SOON_STEPS = 4
 STEPS = 20
 """Of a comparison in `make test` and in `make soak`: a rank whose share of a gradient is wrong
 shows in the second step.
