@@ -13,12 +13,11 @@ import numpy as np
 
 from streammega.config import StorageConfig
 from streammega.dataset.find import open_shards
-from streammega.dataset.idx import HEADER_BYTES, check_end
+from streammega.dataset.idx import check_end, index_bytes
 from streammega.dataset.shards import KnownShard
 from streammega.dataset.token_file import ShardFiles
 from streammega.errors import FormatError
 from streammega.storage import ObjectInfo, Store
-from streammega.storage.backends.local import LocalStore
 from streammega.storage.fetch.threads import each
 
 OPENERS = 32
@@ -45,9 +44,11 @@ class PairBounds:
         """
         entry = self.files.shard.entry
         if entry is None:
-            return self.files.header.multimodal
-        plain = HEADER_BYTES + 12 * entry.sequences + 8 * (entry.documents + 1)
-        return entry.index_bytes == plain + entry.sequences > plain
+            return self.files.index.header.multimodal
+        if entry.sequences == 0:
+            return False
+        with_modes = index_bytes(entry.sequences, entry.documents + 1, multimodal=True)
+        return entry.index_bytes == with_modes
 
     @property
     def num_tokens(self) -> int:
@@ -62,13 +63,12 @@ class PairBounds:
             return self.num_tokens
         if sequence == 0:
             return 0
-        files = self.files
-        at = files.header.offsets_at + 8 * sequence
-        raw = files.index_store.read_ranges(files.index_key, [at], [at + 8], files.index.etag)[0]
-        offset = int.from_bytes(raw, "little", signed=True)
+        index = self.files.index
+        offset = index.read_offset(sequence)
         if not 0 <= offset <= self.bin_info.size or offset % self.dtype.itemsize:
             raise FormatError(
-                f"{files.index_url}: sequence {sequence} starts at byte {offset} of {self.bin_info.size}; rebuild the .idx"
+                f"{index.url}: sequence {sequence} starts at byte {offset} of {self.bin_info.size}; "
+                "rebuild the .idx"
             )
         return offset // self.dtype.itemsize
 
@@ -82,21 +82,26 @@ def read_bounds(
     of the `.idx` must end where the tokens do. Raises ObjectNotFoundError, FormatError,
     StorageError.
     """
-    shard = KnownShard(name=shard) if isinstance(shard, str) else shard
+    if isinstance(shard, str):
+        shard = KnownShard(name=shard)
     files = ShardFiles(shard, storage, cache_dir)
-    store, info = files.tokens()
+    store, bin_info = files.tokens()
     entry = shard.entry
-    # a local header costs no request
-    if entry is not None and not isinstance(files.index_store, LocalStore):
-        _ = files.index  # its size is compared
+    if entry is not None and not files.index.is_local:
+        _ = files.index.info  # its size is compared
         dtype = entry.dtype
-        count = entry.sequences
+        num_sequences = entry.sequences
     else:
-        dtype = files.header.dtype
-        count = files.header.sequence_count
-        check_end(files.read_end(), info.size, files.index_url, files.url)
+        header = files.index.header
+        dtype = header.dtype
+        num_sequences = header.sequence_count
+        check_end(files.index.read_end(), bin_info.size, files.index.url, files.url)
     return PairBounds(
-        files=files, store=store, bin_info=info, dtype=dtype.newbyteorder("<"), num_sequences=count
+        files=files,
+        store=store,
+        bin_info=bin_info,
+        dtype=dtype.newbyteorder("<"),
+        num_sequences=num_sequences,
     )
 
 

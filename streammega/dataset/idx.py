@@ -20,7 +20,13 @@ from streammega.errors import ConfigError, FormatError
 MAGIC = b"MMIDIDX\x00\x00"
 VERSION = 1
 HEADER = struct.Struct("<9sQBQQ")
-HEADER_BYTES = HEADER.size  # 34
+HEADER_BYTES = HEADER.size
+DTYPE_CODE_PLACE = struct.calcsize("<9sQ")
+"""The byte of the header that holds the dtype code: behind the magic and the version."""
+LENGTH = np.dtype("<i4")
+OFFSET = np.dtype("<i8")
+DOCUMENT_BOUND = np.dtype("<i8")
+MODE = np.dtype(np.int8)
 DTYPE_OF_CODE: dict[int, np.dtype[Any]] = {
     1: np.dtype(np.uint8),
     2: np.dtype(np.int8),
@@ -40,7 +46,7 @@ open shards.
 
 @dataclass(frozen=True, kw_only=True)
 class IndexHeader:
-    """What the first 34 bytes and the size of an `.idx` say. `document_count` is documents + 1."""
+    """What the header and the size of an `.idx` say. `document_count` is documents + 1."""
 
     dtype: np.dtype[Any]
     sequence_count: int
@@ -55,17 +61,28 @@ class IndexHeader:
     @property
     def offsets_at(self) -> int:
         """Byte position of the sequence offsets."""
-        return self.lengths_at + 4 * self.sequence_count
+        return self.lengths_at + LENGTH.itemsize * self.sequence_count
 
     @property
     def documents_at(self) -> int:
         """Byte position of document_indices."""
-        return self.offsets_at + 8 * self.sequence_count
+        return self.offsets_at + OFFSET.itemsize * self.sequence_count
 
     @property
     def modes_at(self) -> int:
         """Byte position of the modes, where there are any."""
-        return self.documents_at + 8 * self.document_count
+        return self.documents_at + DOCUMENT_BOUND.itemsize * self.document_count
+
+
+@dataclass(frozen=True, kw_only=True)
+class UncheckedHeader:
+    """The fields of a header as they are stored, of a file that may be damaged or another's."""
+
+    magic: bytes
+    version: int
+    dtype_code: int
+    sequence_count: int
+    document_count: int
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -82,14 +99,29 @@ class IndexArrays:
     document_indices: NDArray[np.int64]
     sequence_modes: NDArray[np.int8] | None
 
+    @property
+    def num_sequences(self) -> int:
+        """How many sequences there are."""
+        return len(self.sequence_lengths)
+
+    @property
+    def num_documents(self) -> int:
+        """How many documents there are."""
+        return len(self.document_indices) - 1
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of all sequences together; a pass over the lengths."""
+        return int(self.sequence_lengths.sum(dtype=np.int64))
+
 
 def dtype_code(dtype: DTypeLike) -> int:
     """The `.idx` code of a dtype. Raises FormatError for one that the format does not have."""
-    kind = np.dtype(dtype)
-    if kind not in CODE_OF_DTYPE:
+    wanted = np.dtype(dtype)
+    if wanted not in CODE_OF_DTYPE:
         names = ", ".join(str(known) for known in CODE_OF_DTYPE)
-        raise FormatError(f"dtype {kind} has no code in the .idx format; it knows {names}")
-    return CODE_OF_DTYPE[kind]
+        raise FormatError(f"dtype {wanted} has no code in the .idx format; it knows {names}")
+    return CODE_OF_DTYPE[wanted]
 
 
 def token_dtype_named(name: str) -> np.dtype[Any]:
@@ -113,91 +145,113 @@ def smallest_dtype(vocab_size: int) -> np.dtype[Any]:
     return np.dtype(np.uint16) if vocab_size < 65500 else np.dtype(np.int32)
 
 
+def index_bytes(sequence_count: int, document_count: int, *, multimodal: bool) -> int:
+    """The size of an `.idx` of so many sequences and document bounds (documents + 1)."""
+    bytes_of_sequence = LENGTH.itemsize + OFFSET.itemsize
+    if multimodal:
+        bytes_of_sequence += MODE.itemsize
+    bytes_of_documents = DOCUMENT_BOUND.itemsize * document_count
+    return HEADER_BYTES + bytes_of_sequence * sequence_count + bytes_of_documents
+
+
+def unchecked_header(head: bytes | memoryview) -> UncheckedHeader | None:
+    """The fields of a header, none of which is checked; None where fewer bytes are left of it."""
+    if len(head) < HEADER_BYTES:
+        return None
+    magic, version, code, sequence_count, document_count = HEADER.unpack(bytes(head[:HEADER_BYTES]))
+    return UncheckedHeader(
+        magic=magic,
+        version=version,
+        dtype_code=code,
+        sequence_count=sequence_count,
+        document_count=document_count,
+    )
+
+
+def dtype_of_broken(head: bytes | memoryview) -> np.dtype[Any] | None:
+    """The dtype that the first bytes of a broken `.idx` name, if they reach that far."""
+    if len(head) <= DTYPE_CODE_PLACE:
+        return None
+    return DTYPE_OF_CODE.get(head[DTYPE_CODE_PLACE])
+
+
 def parse_header(data: bytes | memoryview, file_bytes: int, path: str) -> IndexHeader:
     """The header of an `.idx` of `file_bytes` bytes whose first bytes are `data`.
 
     Raises FormatError for a wrong magic, version or dtype code, and for counts that the size
     contradicts.
     """
-    mend = "is this the .idx of a Megatron dataset, and whole? copy it again, or rebuild it with 'streammega convert'"
-    if file_bytes < HEADER_BYTES or len(data) < HEADER_BYTES:
+    mend = (
+        "is this the .idx of a Megatron dataset, and whole? copy it again, or rebuild it with "
+        "'streammega convert'"
+    )
+    stored = unchecked_header(data)
+    if file_bytes < HEADER_BYTES or stored is None:
         raise FormatError(
-            f"{path}: {file_bytes} bytes are fewer than the {HEADER_BYTES} of an .idx header; {mend}"
+            f"{path}: {file_bytes} bytes are fewer than the {HEADER_BYTES} of an .idx header; "
+            f"{mend}"
         )
-    code: int
-    magic, version, code, sequence_count, document_count = HEADER.unpack(bytes(data[:HEADER_BYTES]))
-    if magic != MAGIC:
-        raise FormatError(f"{path}: starts with {magic!r}, an .idx with {MAGIC!r}; {mend}")
-    if version != VERSION:
+    if stored.magic != MAGIC:
+        raise FormatError(f"{path}: starts with {stored.magic!r}, an .idx with {MAGIC!r}; {mend}")
+    if stored.version != VERSION:
         raise FormatError(
-            f"{path}: .idx version {version}; this reader knows version {VERSION}; {mend}"
+            f"{path}: .idx version {stored.version}; this reader knows version {VERSION}; {mend}"
         )
-    if code not in DTYPE_OF_CODE:
+    if stored.dtype_code not in DTYPE_OF_CODE:
+        known_codes = sorted(DTYPE_OF_CODE)
         raise FormatError(
-            f"{path}: dtype code {code} is not one of {sorted(DTYPE_OF_CODE)}; {mend}"
+            f"{path}: dtype code {stored.dtype_code} is not one of {known_codes}; {mend}"
         )
-    plain = HEADER_BYTES + 12 * sequence_count + 8 * document_count
-    if file_bytes not in (plain, plain + sequence_count):
+    sequence_count = stored.sequence_count
+    document_count = stored.document_count
+    # Only the size tells whether there are modes, and it is looked at before anything is allocated.
+    plain = index_bytes(sequence_count, document_count, multimodal=False)
+    with_modes = index_bytes(sequence_count, document_count, multimodal=True)
+    if file_bytes not in (plain, with_modes):
         raise FormatError(
-            f"{path}: the header tells of {sequence_count} sequences and {document_count} document bounds, that is "
-            f"{plain} bytes ({plain + sequence_count} with modes), but the file has {file_bytes}; {mend}"
+            f"{path}: the header tells of {sequence_count} sequences and {document_count} document "
+            f"bounds, that is {plain} bytes ({with_modes} with modes), but the file has "
+            f"{file_bytes}; {mend}"
         )
-    multimodal = file_bytes != plain
     return IndexHeader(
-        dtype=DTYPE_OF_CODE[code],
+        dtype=DTYPE_OF_CODE[stored.dtype_code],
         sequence_count=sequence_count,
         document_count=document_count,
-        multimodal=multimodal,
+        multimodal=file_bytes != plain,
     )
 
 
 def parse_index(data: memoryview, path: str) -> IndexArrays:
     """The arrays of a whole `.idx`, as views of `data`; checked by `check_index`, not here."""
     header = parse_header(data[:HEADER_BYTES], len(data), path)
+    sequences = header.sequence_count
     modes = None
     if header.multimodal:
-        modes = np.frombuffer(data, np.int8, header.sequence_count, header.modes_at)
+        modes = np.frombuffer(data, MODE, sequences, header.modes_at)
     return IndexArrays(
         dtype=header.dtype,
-        sequence_lengths=np.frombuffer(data, "<i4", header.sequence_count, header.lengths_at),
-        sequence_offsets=np.frombuffer(data, "<i8", header.sequence_count, header.offsets_at),
-        document_indices=np.frombuffer(data, "<i8", header.document_count, header.documents_at),
+        sequence_lengths=np.frombuffer(data, LENGTH, sequences, header.lengths_at),
+        sequence_offsets=np.frombuffer(data, OFFSET, sequences, header.offsets_at),
+        document_indices=np.frombuffer(
+            data, DOCUMENT_BOUND, header.document_count, header.documents_at
+        ),
         sequence_modes=modes,
     )
 
 
 def check_index(arrays: IndexArrays, bin_bytes: int, path: str, tokens: str = "the .bin") -> int:
     """Raise FormatError if a sequence or document lies outside of what exists; return where the
-    furthest sequence ends.
+    furthest sequence ends, in bytes.
 
-    In bytes; bin_bytes: of the tokens, decompressed; path, tokens: the names of both files. One
-    pass, bounded memory.
+    bin_bytes: of the tokens, decompressed; path, tokens: the names of both files. One pass,
+    bounded memory.
     """
-    lengths = arrays.sequence_lengths
-    offsets = arrays.sequence_offsets
-    end = 0
-    for at in range(0, len(lengths), _CHECK_ROWS):
-        rows = slice(at, at + _CHECK_ROWS)
-        end = max(
-            end,
-            _check_sequences(
-                lengths[rows], offsets[rows], arrays.dtype.itemsize, at, bin_bytes, path, tokens
-            ),
-        )
-    documents = arrays.document_indices
-    if len(documents) == 0 or documents[0] != 0 or documents[-1] != len(lengths):
-        ends = (int(documents[0]), int(documents[-1])) if len(documents) else ()
-        raise FormatError(
-            f"{path}: document bounds run {ends}, not from 0 to the {len(lengths)} sequences; rebuild the .idx"
-        )
-    for at in range(0, len(documents) - 1, _CHECK_ROWS):
-        part = documents[at : at + _CHECK_ROWS + 1]
-        if (part[1:] < part[:-1]).any():
-            bad = at + int(np.argmax(part[1:] < part[:-1]))
-            raise FormatError(
-                f"{path}: document bound {bad + 1} lies before bound {bad}; rebuild the .idx"
-            )
-    return end
+    furthest_end = 0
+    for first_row in range(0, arrays.num_sequences, _CHECK_ROWS):
+        end = _check_sequences(arrays, first_row, bin_bytes, path, tokens)
+        furthest_end = max(furthest_end, end)
+    _check_documents(arrays, path)
+    return furthest_end
 
 
 def check_end(end: int, bin_bytes: int, path: str, tokens: str) -> None:
@@ -213,11 +267,12 @@ def check_end(end: int, bin_bytes: int, path: str, tokens: str) -> None:
         cause = "the .bin is truncated or belongs to another .idx: copy both again"
     else:
         cause = (
-            "the .idx belongs to another .bin, or the .bin has grown since: copy both again, or rebuild the .idx by "
-            "'streammega verify --repair'"
+            "the .idx belongs to another .bin, or the .bin has grown since: copy both again, or "
+            "rebuild the .idx by 'streammega verify --repair'"
         )
     raise FormatError(
-        f"{path}: its sequences end at byte {end:,}, but {tokens} has {bin_bytes:,} bytes of tokens; {cause}"
+        f"{path}: its sequences end at byte {end:,}, but {tokens} has {bin_bytes:,} bytes of "
+        f"tokens; {cause}"
     )
 
 
@@ -228,43 +283,66 @@ def check_whole_end(arrays: IndexArrays, end: int, bin_bytes: int, path: str, to
     An `.idx` made by hand may name parts of a `.bin`, in any order; it is then right wherever the
     last of them ends.
     """
-    covered = int(arrays.sequence_lengths.sum(dtype=np.int64)) * arrays.dtype.itemsize
+    covered = arrays.num_tokens * arrays.dtype.itemsize
     if covered == end:
         check_end(end, bin_bytes, path, tokens)
 
 
 def _check_sequences(
-    lengths: NDArray[np.int32],
-    offsets: NDArray[np.int64],
-    itemsize: int,
-    at: int,
-    bin_bytes: int,
-    path: str,
-    tokens: str,
+    arrays: IndexArrays, first_row: int, bin_bytes: int, path: str, tokens: str
 ) -> int:
-    """Check some sequences, the first of which is number `at`; returns where the furthest of them
-    ends, in bytes.
+    """Check up to _CHECK_ROWS sequences, from number `first_row` on; returns where the furthest of
+    them ends, in bytes.
     """
+    rows = slice(first_row, first_row + _CHECK_ROWS)
+    lengths = arrays.sequence_lengths[rows]
+    offsets = arrays.sequence_offsets[rows]
+    itemsize = arrays.dtype.itemsize
     if lengths.min() < 0:
         bad = int(np.argmax(lengths < 0))
         raise FormatError(
-            f"{path}: sequence {at + bad} has the negative length {lengths[bad]}; rebuild the .idx"
+            f"{path}: sequence {first_row + bad} has the negative length {lengths[bad]}; "
+            "rebuild the .idx"
         )
-    size = lengths.astype(np.int64) * itemsize
-    if (offsets % itemsize).any():
-        bad = int(np.argmax(offsets % itemsize != 0))
+    within_token = offsets % itemsize
+    if within_token.any():
+        bad = int(np.argmax(within_token != 0))
         raise FormatError(
-            f"{path}: sequence {at + bad} starts at byte {offsets[bad]}, inside a {itemsize}-byte token; rebuild the .idx"
+            f"{path}: sequence {first_row + bad} starts at byte {offsets[bad]}, inside a "
+            f"{itemsize}-byte token; rebuild the .idx"
         )
-    # never offset + size, which a forged offset overflows
-    outside = (offsets < 0) | (offsets > bin_bytes - size)
+    # Sizes are below 2**35 and cannot overflow here; offset + size of a forged offset would.
+    sizes = lengths.astype(np.int64) * itemsize
+    outside = (offsets < 0) | (offsets > bin_bytes - sizes)
     if outside.any():
         bad = int(np.argmax(outside))
         raise FormatError(
-            f"{path}: sequence {at + bad} lies at bytes [{offsets[bad]}, +{size[bad]}), but the .bin has {bin_bytes} bytes; "
-            f"{tokens} is truncated or belongs to another .idx: copy both again"
+            f"{path}: sequence {first_row + bad} lies at bytes [{offsets[bad]}, +{sizes[bad]}), "
+            f"but the .bin has {bin_bytes} bytes; {tokens} is truncated or belongs to another "
+            ".idx: copy both again"
         )
-    return int((offsets + size).max())
+    ends = offsets + sizes
+    return int(ends.max())
+
+
+def _check_documents(arrays: IndexArrays, path: str) -> None:
+    """Raise FormatError unless document bounds rise from 0 to the number of sequences."""
+    bounds = arrays.document_indices
+    if len(bounds) == 0 or bounds[0] != 0 or bounds[-1] != arrays.num_sequences:
+        ends = (int(bounds[0]), int(bounds[-1])) if len(bounds) else ()
+        raise FormatError(
+            f"{path}: document bounds run {ends}, not from 0 to the {arrays.num_sequences} "
+            "sequences; rebuild the .idx"
+        )
+    for first_row in range(0, arrays.num_documents, _CHECK_ROWS):
+        # One row more: the last bound of these rows is compared with the first of the next ones.
+        part = bounds[first_row : first_row + _CHECK_ROWS + 1]
+        falls = part[1:] < part[:-1]
+        if falls.any():
+            bad = first_row + int(np.argmax(falls))
+            raise FormatError(
+                f"{path}: document bound {bad + 1} lies before bound {bad}; rebuild the .idx"
+            )
 
 
 def encode_index(
@@ -276,12 +354,12 @@ def encode_index(
 ) -> Iterator[bytes]:
     """The bytes of an `.idx`, in chunks. Offsets default to sequences laid end to end."""
     yield HEADER.pack(MAGIC, VERSION, dtype_code(dtype), len(lengths), len(document_indices))
-    yield np.ascontiguousarray(lengths, "<i4").tobytes()
+    yield np.ascontiguousarray(lengths, LENGTH).tobytes()
     if offsets is None:
         offsets = np.zeros(len(lengths), np.int64)
         np.cumsum(lengths[:-1], dtype=np.int64, out=offsets[1:])
         offsets *= dtype.itemsize
-    yield offsets.astype("<i8", copy=False).tobytes()
-    yield np.ascontiguousarray(document_indices, "<i8").tobytes()
+    yield offsets.astype(OFFSET, copy=False).tobytes()
+    yield np.ascontiguousarray(document_indices, DOCUMENT_BOUND).tobytes()
     if modes is not None:
-        yield np.ascontiguousarray(modes, np.int8).tobytes()
+        yield np.ascontiguousarray(modes, MODE).tobytes()

@@ -101,7 +101,7 @@ class IndexedDataset(Sequence["Item"]):
         return [shard.name for shard in shards]
 
     def _open_index(self) -> None:
-        each(lambda own: own.index, self._files, OPENERS)  # looked up together, and kept
+        each(lambda files: files.index.info, self._files, OPENERS)  # looked up together, and kept
         # Now, for errors belong here; and not by the property, which before Python 3.12 opens one
         # dataset of a blend at a time.
         self.__dict__["_arrays"] = self._open_arrays()
@@ -121,26 +121,31 @@ class IndexedDataset(Sequence["Item"]):
         """Maps and checks the `.idx`; maps it again, the same one, in each process that unpickles
         the dataset.
         """
-        files = self._files
-        infos = [own.index for own in files]
-        if len(files) == 1:
-            return files[0].checked_arrays(self._sizes[0])
+        indices = [files.index for files in self._files]
+        if len(indices) == 1:
+            return indices[0].checked_arrays(self._sizes[0])
+        infos = [index.info for index in indices]
+        all_bytes = sum(info.size for info in infos)
+        # Without ETags nothing would tell a joined index on disk from that of former shards.
+        kept = all_bytes >= KEEP_BYTES and all(info.etag for info in infos)
         try:
-            if sum(info.size for info in infos) < KEEP_BYTES or not all(
-                info.etag for info in infos
-            ):
+            if not kept:
                 return join_indices(self._open_indices(), self._sizes)
-            urls = [own.index_url for own in files]
-            versions = [
-                (info.etag, info.size, size) for info, size in zip(infos, self._sizes, strict=True)
-            ]
+            urls = [index.url for index in indices]
+            versions = []
+            for info, token_bytes in zip(infos, self._sizes, strict=True):
+                versions.append((info.etag, info.size, token_bytes))
             return kept_indices(self._cache_dir / "idx", urls, versions, self._open_indices)
         except FormatError as error:
             raise FormatError(f"{self.prefix}: {error}") from None
 
     def _open_indices(self) -> list[IndexArrays]:
-        pairs = list(zip(self._files, self._sizes, strict=True))
-        return each(lambda pair: pair[0].checked_arrays(pair[1]), pairs, OPENERS)
+        numbers = range(len(self._files))
+        return each(self._open_part, numbers, OPENERS)
+
+    def _open_part(self, number: int) -> IndexArrays:
+        """The `.idx` of one of its shards."""
+        return self._files[number].index.checked_arrays(self._sizes[number])
 
     @property
     def dtype(self) -> np.dtype[Any]:

@@ -41,7 +41,7 @@ def loss_modes_of(files: Sequence[ShardFiles], name: str) -> LossModes:
         entry = own.shard.entry
         if entry is not None:
             found[entry.loss_modes] = own.prefix
-        elif own.header.multimodal:
+        elif own.index.header.multimodal:
             manifest = _beside(own, name, beside)
             modes = manifest.loss_modes if manifest is not None else None
             found[None if modes is None else tuple(modes)] = own.prefix

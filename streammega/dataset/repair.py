@@ -4,8 +4,7 @@ tell is refused.
 
 from __future__ import annotations
 
-import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -15,26 +14,26 @@ from numpy.typing import NDArray
 from streammega.config import StorageConfig
 from streammega.dataset.checksums import HashingWriter
 from streammega.dataset.idx import (
-    DTYPE_OF_CODE,
-    HEADER,
-    HEADER_BYTES,
     MAGIC,
     check_end,
     check_index,
+    dtype_of_broken,
     encode_index,
-    parse_header,
     token_dtype_named,
+    unchecked_header,
 )
+from streammega.dataset.index_file import IndexFile
 from streammega.dataset.manifest import MANIFEST, Manifest, Shard
-from streammega.dataset.shards import SUFFIXES, split_name
+from streammega.dataset.shards import SUFFIXES, KnownShard, split_name
 from streammega.dataset.token_file import open_tokens
-from streammega.dataset.verify import REMOTE_BYTES, VerifyReport, read_index, shards_of
-from streammega.errors import ConfigError, FormatError, ObjectNotFoundError, StreammegaError
+from streammega.dataset.verify import read_index, shards_of
+from streammega.dataset.verify_bytes import REMOTE_BYTES
+from streammega.dataset.verify_report import VerifyReport
+from streammega.errors import ConfigError, FormatError, ObjectNotFoundError
 from streammega.errors.redaction import redact_urls
 from streammega.kernels.check import find_ids
 from streammega.storage import ObjectInfo, Store, open_store, save_bytes
-from streammega.storage.backends.local import LocalStore
-from streammega.storage.moves import exists
+from streammega.storage.moves import exists, move
 
 
 def repair_index(
@@ -56,44 +55,40 @@ def repair_index(
     Raises ConfigError for what is refused, and when the id or the dtype is not known.
     """
     storage = storage or StorageConfig()
-    report = VerifyReport(name=redact_urls(name))
     try:
-        names, manifest = shards_of(name, storage, report)
+        names, manifest = shards_of(name, storage, VerifyReport(name=redact_urls(name)))
     except ObjectNotFoundError:
         names = [split_name(name)[0]]
         manifest = None
-    eod_id = eod_id if eod_id is not None else manifest.eod_id if manifest else None
-    width = dtype or (manifest.dtype if manifest else None)
-    expected: list[Shard | None] = list(manifest.shards) if manifest else [None] * len(names)
-    broken = [
-        number
-        for number, shard in enumerate(names)
-        if not _is_sound(shard, expected[number], storage)
-    ]
-    made = {
-        number: _rebuild(
-            names[number], expected[number], manifest, storage, eod_id, width, force=force
-        )
-        for number in broken
-    }
-    done = [_put_index(names[number], expected[number], made[number], storage) for number in broken]
-    if manifest and any(made[number].shard != expected[number] for number in broken):
-        shards = [
-            made[number].shard if number in made else shard
-            for number, shard in enumerate(manifest.shards)
-        ]
-        counts = {
-            what: sum(getattr(shard, what) for shard in shards)
-            for what in ("documents", "sequences", "tokens")
-        }
-        whole = [shard for shard in shards if shard is not None]
-        url = name if name.endswith(".json") else split_name(name)[0] + MANIFEST
-        multimodal = manifest.multimodal and len(broken) < len(names)
-        save_bytes(
-            url, replace(manifest, shards=whole, multimodal=multimodal, **counts).to_json(), storage
-        )
-        done.append(f"{redact_urls(url)}: speaks of the new .idx files now")
+    expected: list[Shard | None] = [None] * len(names)
+    if manifest is not None:
+        expected = list(manifest.shards)
+        eod_id = manifest.eod_id if eod_id is None else eod_id
+        dtype = dtype or manifest.dtype
+    asked = _Asked(storage=storage, manifest=manifest, eod_id=eod_id, dtype=dtype, force=force)
+    # All are made before the first is written: what is refused leaves everything as it was.
+    rebuilt: dict[int, _Rebuilt] = {}
+    for number, shard_name in enumerate(names):
+        if not _is_sound(shard_name, expected[number], storage):
+            rebuilt[number] = _rebuild(shard_name, expected[number], asked)
+    done = []
+    for number, index in rebuilt.items():
+        done.append(_put_index(names[number], expected[number], index, storage))
+    differ = any(index.shard != expected[number] for number, index in rebuilt.items())
+    if manifest is not None and differ:
+        done.append(_put_manifest(name, manifest, rebuilt, storage))
     return done
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Asked:
+    """What is known of all shards of a dataset, and what is asked."""
+
+    storage: StorageConfig
+    manifest: Manifest | None
+    eod_id: int | None
+    dtype: str | None
+    force: bool
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -111,148 +106,177 @@ def _is_sound(name: str, expected: Shard | None, storage: StorageConfig) -> bool
     """Whether the `.idx` of a shard is there, is what the manifest speaks of, and
     fits the tokens.
     """
-    prefix, kind = split_name(name)
+    index = IndexFile(KnownShard(name=name), storage)
     seen = VerifyReport(name=name)
     try:
-        index = read_index(prefix, expected, storage, seen)
+        arrays = read_index(index, expected, seen)
         view, key = open_tokens(name, storage)
-        size = view.info(key).size
-        check_end(check_index(index, size, f"{prefix}.idx", name), size, f"{prefix}.idx", name)
+        token_bytes = view.info(key).size
+        end = check_index(arrays, token_bytes, index.url, name)
+        check_end(end, token_bytes, index.url, name)
     except (FormatError, ObjectNotFoundError):
+        prefix, kind = split_name(name)
         store, key = open_store(prefix + SUFFIXES[kind], storage)
         store.info(key)  # without tokens there is nothing to rebuild it from
         return False
     return not seen.problems
 
 
-def _rebuild(
-    name: str, expected: Shard | None, manifest: Manifest | None, storage: StorageConfig, eod_id: int | None, dtype: str | None,
-    *, force: bool,
-) -> _Rebuilt:  # fmt: skip
+def _rebuild(name: str, expected: Shard | None, asked: _Asked) -> _Rebuilt:
+    """The `.idx` of a shard, made of its tokens. Raises ConfigError where that is refused."""
     prefix, kind = split_name(name)
+    old_index = IndexFile(KnownShard(name=name), asked.storage)
     if kind == "tar":
         raise ConfigError(
             f"{name}: the .idx of a tar cannot be rebuilt from it; convert the tar again"
         )
-    if eod_id is None:
+    if asked.eod_id is None:
         raise ConfigError(
             f"{name}: an .idx is rebuilt from the ends of documents; name their id by --eod-id"
         )
-    if not force and _has_sequences(prefix, expected, manifest, storage):
+    if not asked.force and _has_sequences(old_index, expected, asked.manifest):
         raise ConfigError(
-            f"{redact_urls(prefix)}.idx: its documents have several sequences, or modes, which the tokens do not tell: "
-            f"convert again, or copy the .idx from where it is whole (--force makes one sequence of each document, without modes)"
+            f"{redact_urls(prefix)}.idx: its documents have several sequences, or modes, which the "
+            "tokens do not tell: convert again, or copy the .idx from where it is whole (--force "
+            "makes one sequence of each document, without modes)"
         )
-    store, key = open_tokens(name, storage)
-    width = token_dtype_named(dtype) if dtype else _dtype_of(prefix, storage)
-    info = store.info(key)
-    places = np.concatenate([np.zeros(1, np.int64), *_document_ends(store, info, width, eod_id)])
-    if places[-1] < info.size // width.itemsize:
-        places = np.append(places, info.size // width.itemsize)
-    lengths = np.diff(places)
-    if len(lengths) and int(lengths.max()) > np.iinfo(np.int32).max:
-        raise FormatError(
-            f"{name}: {int(lengths.max()):,} tokens without the id {eod_id}; is it the right one?"
-        )
-    data = b"".join(
-        encode_index(width, lengths.astype(np.int32), np.arange(len(lengths) + 1), None)
+    dtype = token_dtype_named(asked.dtype) if asked.dtype else _dtype_left(old_index)
+    lengths = _document_lengths(name, dtype, asked.eod_id, asked.storage)
+    bounds = np.arange(len(lengths) + 1)
+    data = b"".join(encode_index(dtype, lengths, bounds, None))
+    written = HashingWriter(None)
+    written.write(data)
+    is_former = expected is not None and (
+        (written.size, written.checksums) == (expected.index_bytes, expected.index_checksums)
     )
-    check = HashingWriter(None)
-    check.write(data)
-    if expected is None or (check.size, check.checksums) == (
-        expected.index_bytes,
-        expected.index_checksums,
-    ):
+    if expected is None or is_former:
         return _Rebuilt(data=data, documents=len(lengths), shard=expected)
-    if not force:
+    if not asked.force:
         raise ConfigError(
-            f"{redact_urls(prefix)}.idx: what the tokens tell ({len(lengths):,} documents) is not what the manifest says "
-            f"({expected.documents:,}); are the tokens whole? copy the shard, or convert again (--force writes it all the same)"
+            f"{redact_urls(prefix)}.idx: what the tokens tell ({len(lengths):,} documents) is not "
+            f"what the manifest says ({expected.documents:,}); are the tokens whole? copy the "
+            "shard, or convert again (--force writes it all the same)"
         )
     shard = replace(
-        expected, documents=len(lengths), sequences=len(lengths), tokens=int(lengths.sum()), index_bytes=check.size,
-        index_checksums=check.checksums,
-    )  # fmt: skip
+        expected,
+        documents=len(lengths),
+        sequences=len(lengths),
+        tokens=int(lengths.sum(dtype=np.int64)),
+        index_bytes=written.size,
+        index_checksums=written.checksums,
+    )
     return _Rebuilt(data=data, documents=len(lengths), shard=shard)
 
 
-def _has_sequences(
-    prefix: str, expected: Shard | None, manifest: Manifest | None, storage: StorageConfig
-) -> bool:
+def _has_sequences(old_index: IndexFile, expected: Shard | None, manifest: Manifest | None) -> bool:
     """Whether documents have several sequences, or modes, by the manifest or by what is left of the
     `.idx`.
     """
     if manifest is not None and expected is not None:
         return manifest.multimodal or expected.sequences != expected.documents
-    store, key = open_store(f"{prefix}.idx", storage)
     try:
-        info = store.info(key)
-        head = bytes(store.read_ranges(key, [0], [min(HEADER_BYTES, info.size)], info.etag)[0])
+        header = unchecked_header(old_index.head())
     except ObjectNotFoundError:
         return False
-    if len(head) < HEADER_BYTES:
+    if header is None or header.magic != MAGIC:
         return False
-    magic, _, _, sequences, bounds = HEADER.unpack(head)
-    return bool(magic == MAGIC and sequences != bounds - 1)
+    return header.sequence_count != header.document_count - 1
 
 
-def _put_index(name: str, expected: Shard | None, made: _Rebuilt, storage: StorageConfig) -> str:
-    prefix = split_name(name)[0]
-    _keep_former(f"{prefix}.idx", storage)
-    save_bytes(f"{prefix}.idx", made.data, storage)
-    text = f"{redact_urls(prefix)}.idx: rebuilt, {made.documents:,} documents"
-    if expected is None:
-        return text
-    return (
-        f"{text}; it is what it was"
-        if made.shard == expected
-        else f"{text}; it differs from the first one"
-    )
+def _dtype_left(old_index: IndexFile) -> np.dtype[Any]:
+    """The dtype of tokens, from what is left of the `.idx`."""
+    try:
+        dtype = dtype_of_broken(old_index.head())
+    except ObjectNotFoundError:
+        dtype = None
+    if dtype is None:
+        raise ConfigError(
+            f"{old_index.prefix}: the dtype of its tokens is not known; name it by --dtype, such "
+            "as uint16"
+        )
+    return dtype
+
+
+def _document_lengths(
+    name: str, dtype: np.dtype[Any], eod_id: int, storage: StorageConfig
+) -> NDArray[np.int32]:
+    """Tokens of each document of a shard, by their ends. Raises FormatError for one that no `.idx`
+    could describe.
+    """
+    store, key = open_tokens(name, storage)
+    info = store.info(key)
+    num_tokens = info.size // dtype.itemsize
+    ends = list(_document_ends(store, info, dtype, eod_id))
+    bounds = np.concatenate([np.zeros(1, np.int64), *ends])
+    if bounds[-1] < num_tokens:  # the last document was left open
+        bounds = np.append(bounds, num_tokens)
+    lengths = np.diff(bounds)
+    longest = int(lengths.max(initial=0))
+    if longest > np.iinfo(np.int32).max:
+        raise FormatError(
+            f"{name}: {longest:,} tokens without the id {eod_id}; is it the right one?"
+        )
+    return lengths.astype(np.int32)
 
 
 def _document_ends(
     store: Store, info: ObjectInfo, dtype: np.dtype[Any], eod_id: int
 ) -> Iterator[NDArray[np.int64]]:
-    """One past each end, in tokens."""
-    whole = info.size // dtype.itemsize * dtype.itemsize
-    for at in range(0, whole, REMOTE_BYTES):
-        data = store.read_ranges(info.key, [at], [min(at + REMOTE_BYTES, whole)], info.etag)[0]
+    """One past each end, in tokens; a stretch of the tokens at a time."""
+    whole = info.size - info.size % dtype.itemsize
+    for start in range(0, whole, REMOTE_BYTES):
+        stop = min(start + REMOTE_BYTES, whole)
+        data = store.read_ranges(info.key, [start], [stop], info.etag)[0]
         ids = np.frombuffer(data, dtype.newbyteorder("<"))
         places = np.empty(len(ids), np.int64)
         count = find_ids(ids, eod_id, places)
-        yield places[:count] + at // dtype.itemsize + 1
+        first_token = start // dtype.itemsize
+        yield first_token + places[:count] + 1
 
 
-def _dtype_of(prefix: str, storage: StorageConfig) -> np.dtype[Any]:
-    """From what is left of the `.idx`."""
-    store, key = open_store(f"{prefix}.idx", storage)
-    try:
-        info = store.info(key)
-        head = bytes(store.read_ranges(key, [0], [min(34, info.size)], info.etag)[0])
-        if len(head) >= 18 and head[17] in DTYPE_OF_CODE:
-            return DTYPE_OF_CODE[head[17]]
-        return parse_header(head, info.size, store.url(key)).dtype
-    except StreammegaError:
-        raise ConfigError(
-            f"{prefix}: the dtype of its tokens is not known; name it by --dtype, such as uint16"
-        ) from None
+def _put_index(name: str, expected: Shard | None, index: _Rebuilt, storage: StorageConfig) -> str:
+    """Write a rebuilt `.idx`; returns what is said of it."""
+    url = f"{split_name(name)[0]}.idx"
+    _keep_former(url, storage)
+    save_bytes(url, index.data, storage)
+    text = f"{redact_urls(url)}: rebuilt, {index.documents:,} documents"
+    if expected is None:
+        return text
+    if index.shard == expected:
+        return f"{text}; it is what it was"
+    return f"{text}; it differs from the first one"
+
+
+def _put_manifest(
+    name: str, manifest: Manifest, rebuilt: Mapping[int, _Rebuilt], storage: StorageConfig
+) -> str:
+    """Write the manifest with what it is to say of rebuilt shards; returns what is said of it."""
+    shards = list(manifest.shards)
+    for number, index in rebuilt.items():
+        if index.shard is not None:
+            shards[number] = index.shard
+    changed = replace(
+        manifest,
+        shards=shards,
+        documents=sum(shard.documents for shard in shards),
+        sequences=sum(shard.sequences for shard in shards),
+        tokens=sum(shard.tokens for shard in shards),
+        # What is rebuilt has no modes; a shard that was left as it is still has them.
+        multimodal=manifest.multimodal and len(rebuilt) < len(shards),
+    )
+    url = name if name.endswith(".json") else split_name(name)[0] + MANIFEST
+    save_bytes(url, changed.to_json(), storage)
+    return f"{redact_urls(url)}: speaks of the new .idx files now"
 
 
 def _keep_former(url: str, storage: StorageConfig) -> None:
-    store, key = open_store(url, storage)
-    try:
-        info = store.info(key)
-    except ObjectNotFoundError:
+    """Give a broken `.idx` another name, if it is there."""
+    if not exists(url, storage):
         return
-    ending = ".former"
+    # What an earlier repair kept is perhaps the only copy of what was there first.
+    former = f"{url}.former"
     number = 1
-    # of an earlier repair, perhaps the only copy of what was there first
-    while exists(url + ending, storage):
+    while exists(former, storage):
         number += 1
-        ending = f".former-{number}"
-    if isinstance(store, LocalStore):
-        os.replace(key, key + ending)
-    elif info.size:
-        save_bytes(
-            url + ending, bytes(store.read_ranges(key, [0], [info.size], info.etag)[0]), storage
-        )
+        former = f"{url}.former-{number}"
+    move(url, former, storage)

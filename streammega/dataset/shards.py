@@ -11,6 +11,7 @@ from typing import Any, Literal
 
 import numpy as np
 
+from streammega.errors import FormatError
 from streammega.storage import ObjectInfo
 
 Kind = Literal["bin", "zst", "tar"]
@@ -51,6 +52,15 @@ class KnownShard:
     stored: ObjectInfo | None = None
     index: ObjectInfo | None = None
     entry: ManifestEntry | None = None
+
+
+def check_told(url: str, what: str, found: object, told: object) -> None:
+    """Raise FormatError unless something of a shard is what its manifest told."""
+    if found != told:
+        raise FormatError(
+            f"{url}: has {found} {what}, its manifest says {told}; it is cut short, or another "
+            "dataset's: copy or convert it again (where the manifest is the stale one, remove that)"
+        )
 
 
 def split_name(name: str) -> tuple[str, Kind]:

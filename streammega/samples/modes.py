@@ -13,8 +13,8 @@ from numpy.typing import NDArray
 from streammega.config import DataConfig
 from streammega.dataset import IndexedDataset
 from streammega.dataset.headers import PairBounds
+from streammega.dataset.index_file import IndexFile
 from streammega.dataset.labels import loss_modes_of
-from streammega.dataset.token_file import ShardFiles
 from streammega.errors import ConfigError, FormatError
 from streammega.errors.redaction import redact_urls
 
@@ -31,7 +31,7 @@ class TokenModes:
     files.
     """
 
-    index: IndexedDataset | ShardFiles
+    index: IndexedDataset | IndexFile
     learned: NDArray[np.bool_]
 
     @cached_property
@@ -76,7 +76,8 @@ def modes_of_pairs(
     multimodal = all(pair.multimodal for pair in pairs)
     table = _table(name, multimodal, loss_modes_of([pair.files for pair in pairs], name), config)
     return [
-        None if table is None else TokenModes(index=pair.files, learned=table) for pair in pairs
+        None if table is None else TokenModes(index=pair.files.index, learned=table)
+        for pair in pairs
     ]
 
 
