@@ -7,7 +7,7 @@ from __future__ import annotations
 from array import array
 from collections.abc import Callable, Iterator, Sequence
 from types import TracebackType
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 from numpy.typing import DTypeLike, NDArray
@@ -21,8 +21,12 @@ from streammega.dataset.tar import TarWriter
 from streammega.errors import FormatError
 from streammega.storage import open_store
 from streammega.storage.frames import FRAME_BYTES, LEVEL, FrameWriter
+from streammega.storage.store import written_whole
+
+Number = TypeVar("Number", bound=np.generic)
 
 COPY_BYTES = 32 << 20
+"""What a merge reads at once, and holds in memory."""
 
 
 class IndexedDatasetWriter:
@@ -33,41 +37,57 @@ class IndexedDatasetWriter:
     exception in its `with`, a kill) leaves no half-written pair. The `.bin` is published first and
     a former `.idx` removed before it, so that no `.idx` ever describes another `.bin`.
 
-    Args: prefix: path or URL without `.bin` / `.idx`. dtype: token dtype, one of the eight of the
-        format. multimodal: store a mode (int8) with each sequence. storage: credentials, transport
-        and limits. kind: "bin"; "zst", seekable zstd frames; "tar", a WebDataset sample for each
-        sequence. Default: by the prefix's suffix. level, frame_bytes: of the zstd frames.
+    Args:
+        prefix: path or URL without `.bin` / `.idx`.
+        dtype: token dtype, one of the eight of the format.
+        multimodal: store a mode (int8) with each sequence.
+        storage: credentials, transport and limits.
+        kind: "bin"; "zst", seekable zstd frames; "tar", a WebDataset sample for each sequence.
+            Default: by the prefix's suffix.
+        level, frame_bytes: of the zstd frames.
         index_prefix: write the `.idx` elsewhere, for a caller that publishes it when several shards
-        are done. first_sequence: of a dataset of several shards, the number of this one's first
-        sequence: a tar's members are named by it.
+            are done.
+        first_sequence: of a dataset of several shards, the number of this one's first sequence: a
+            tar's members are named by it.
     """
 
     def __init__(
-        self, prefix: str, dtype: DTypeLike = np.int32, multimodal: bool = False, storage: StorageConfig | None = None,
-        *, kind: Kind | None = None, level: int = LEVEL, frame_bytes: int = FRAME_BYTES, index_prefix: str | None = None,
+        self,
+        prefix: str,
+        dtype: DTypeLike = np.int32,
+        multimodal: bool = False,
+        storage: StorageConfig | None = None,
+        *,
+        kind: Kind | None = None,
+        level: int = LEVEL,
+        frame_bytes: int = FRAME_BYTES,
+        index_prefix: str | None = None,
         first_sequence: int = 0,
-    ) -> None:  # fmt: skip
-        self.prefix, named = split_name(str(prefix))
-        self.kind: Kind = kind or named
+    ) -> None:
+        self.prefix, kind_of_name = split_name(str(prefix))
+        self.kind: Kind = kind or kind_of_name
         self.dtype: np.dtype[Any] = np.dtype(dtype)
         self.multimodal = multimodal
-        dtype_code(self.dtype)
+        dtype_code(self.dtype)  # one that the format lacks is refused before anything is opened
         self._storage = storage or StorageConfig()
         self._index_prefix = index_prefix or self.prefix
-        self._store, self._key = open_store(self.prefix + SUFFIXES[self.kind], self._storage)
-        self._lengths, self._modes, self._documents = array("i"), array("b"), array("q", [0])
+        # Not lists: an int of a list takes 36 bytes, and there are as many as sequences.
+        self._lengths = array("i")
+        self._modes = array("b")
+        self._documents = array("q", [0])
         self._open = True
-        self.stored = HashingWriter(self._store.open_writer(self._key))
+        store, key = open_store(self.prefix + SUFFIXES[self.kind], self._storage)
+        self.stored = HashingWriter(store.open_writer(key))
         """Counts and checksums of what was written so far, as stored."""
         self.index = HashingWriter(None)
-        self._tar = (
-            TarWriter(self.stored, self.dtype, multimodal, first_sequence)
-            if self.kind == "tar"
-            else None
-        )
-        self._bin = self._tar or (
-            FrameWriter(self.stored, level, frame_bytes) if self.kind == "zst" else self.stored
-        )
+        """The same of the `.idx`, once it is published."""
+        self._tar: TarWriter | None = None
+        self._tokens: TarWriter | FrameWriter | HashingWriter = self.stored
+        if self.kind == "tar":
+            self._tar = TarWriter(self.stored, self.dtype, multimodal, first_sequence)
+            self._tokens = self._tar
+        elif self.kind == "zst":
+            self._tokens = FrameWriter(self.stored, level, frame_bytes)
 
     def __enter__(self) -> IndexedDatasetWriter:
         return self
@@ -84,7 +104,8 @@ class IndexedDatasetWriter:
             self.finalize()
 
     def __del__(self) -> None:
-        if getattr(self, "_bin", None) is not None:
+        # A constructor that raised has nothing to throw away.
+        if getattr(self, "_tokens", None) is not None:
             self.abort()
 
     def add_item(self, tokens: Any, mode: int = 0) -> None:
@@ -93,7 +114,9 @@ class IndexedDatasetWriter:
         Raises FormatError if a value does not fit the dtype: it would wrap around silently.
         """
         data = self._cast(tokens)
-        self._put(_bytes(data), np.array([data.size], np.int32), np.array([mode], np.int8))
+        lengths = np.array([data.size], np.int32)
+        modes = np.array([mode], np.int8)
+        self._put(_bytes(data), lengths, modes)
 
     def add_document(
         self, tokens: Any, lengths: Sequence[int], modes: Sequence[int] | None = None
@@ -104,23 +127,25 @@ class IndexedDatasetWriter:
         data = self._cast(tokens)
         if sum(lengths) != data.size or min(lengths, default=0) < 0:
             raise FormatError(
-                f"{self.prefix}: lengths add up to {sum(lengths)}, the document has {data.size} tokens"
+                f"{self.prefix}: lengths add up to {sum(lengths)}, the document has {data.size} "
+                "tokens"
             )
-        if self.multimodal and len(modes or ()) != len(lengths):
+        num_modes = len(modes or ())
+        if self.multimodal and num_modes != len(lengths):
             raise FormatError(
-                f"{self.prefix}: {len(lengths)} sequences need as many modes, got {len(modes or ())}"
+                f"{self.prefix}: {len(lengths)} sequences need as many modes, got {num_modes}"
             )
-        self._put(
-            _bytes(data),
-            np.array(lengths, np.int32),
-            np.array(modes or [0] * len(lengths), np.int8),
-        )
+        modes = modes or [0] * len(lengths)
+        self._put(_bytes(data), np.array(lengths, np.int32), np.array(modes, np.int8))
         self.end_document()
 
     def add_documents(
-        self, data: bytes | memoryview, lengths: NDArray[np.int32], documents: NDArray[np.int64],
+        self,
+        data: bytes | memoryview,
+        lengths: NDArray[np.int32],
+        documents: NDArray[np.int64],
         modes: NDArray[np.int8] | None = None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         """Append many documents at once, without a look at each.
 
         Args:
@@ -129,66 +154,42 @@ class IndexedDatasetWriter:
             documents: sequences of each document.
             modes: of each sequence, in multimodal files.
         """
-        if len(data) != int(lengths.sum(dtype=np.int64)) * self.dtype.itemsize or int(
-            documents.sum()
-        ) != len(lengths):
+        num_sequences = int(documents.sum())
+        if len(data) != self._size_of(lengths) or num_sequences != len(lengths):
             raise FormatError(
                 f"{self.prefix}: {len(data)} bytes do not belong to these lengths and documents"
             )
-        first = len(self._lengths)
+        first_sequence = len(self._lengths)
         self._put(memoryview(data), lengths, modes)
-        self._documents.frombytes((first + np.cumsum(documents, dtype=np.int64)).tobytes())
+        self._end_documents(first_sequence, documents)
 
     def add_stream(
-        self, pieces: Iterator[memoryview], lengths: NDArray[np.int32], documents: NDArray[np.int64],
+        self,
+        pieces: Iterator[memoryview],
+        lengths: NDArray[np.int32],
+        documents: NDArray[np.int64],
         modes: NDArray[np.int8] | None = None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         """As `add_documents`, with their bytes in pieces of any size."""
         if self._tar is not None:
-            return self.add_documents(b"".join(pieces), lengths, documents, modes)
-        first = len(self._lengths)
+            # Every member of a tar begins with its length.
+            self.add_documents(b"".join(pieces), lengths, documents, modes)
+            return
+        first_sequence = len(self._lengths)
         self._put_stream(pieces, lambda: (lengths, modes))
-        self._documents.frombytes((first + np.cumsum(documents, dtype=np.int64)).tobytes())
-        return None
+        self._end_documents(first_sequence, documents)
 
     def add_document_stream(
         self,
         pieces: Iterator[memoryview],
         sequences: Callable[[], tuple[NDArray[np.int32], NDArray[np.int8]]],
     ) -> None:
-        """One document whose bytes come in pieces; not for tar. sequences: asked behind the last,
-        their lengths and modes.
+        """One document whose bytes come in pieces; not for tar.
+
+        sequences: asked behind the last piece, the lengths and modes of its sequences.
         """
         self._put_stream(pieces, sequences)
         self.end_document()
-
-    def _put_stream(
-        self,
-        pieces: Iterator[memoryview],
-        sequences: Callable[[], tuple[NDArray[np.int32], NDArray[np.int8] | None]],
-    ) -> None:
-        written = 0
-        for piece in pieces:
-            self._bin.write(piece)  # type: ignore[union-attr]
-            written += len(piece)
-        lengths, modes = sequences()
-        if written != int(lengths.sum(dtype=np.int64)) * self.dtype.itemsize:
-            raise FormatError(f"{self.prefix}: {written} bytes do not belong to these lengths")
-        self._note(lengths, modes)
-
-    def _put(
-        self, data: memoryview, lengths: NDArray[np.int32], modes: NDArray[np.int8] | None
-    ) -> None:
-        if self._tar is not None:
-            self._tar.add(data, lengths, modes)
-        elif isinstance(self._bin, (HashingWriter, FrameWriter)):
-            self._bin.write(data)
-        self._note(lengths, modes)
-
-    def _note(self, lengths: NDArray[np.int32], modes: NDArray[np.int8] | None) -> None:
-        self._lengths.frombytes(np.ascontiguousarray(lengths, np.int32).tobytes())
-        if self.multimodal:
-            self._modes.frombytes(np.ascontiguousarray(modes, np.int8).tobytes())
 
     def end_document(self) -> None:
         """Close the document that the last sequences belong to."""
@@ -197,26 +198,26 @@ class IndexedDatasetWriter:
     def add_index(self, prefix: str) -> None:
         """Append all sequences and documents of another dataset of the same dtype (a merge)."""
         other = IndexedDataset(prefix, self._storage)
-        if other.dtype != self.dtype or (other.sequence_modes is not None) != self.multimodal:
-            raise FormatError(
-                f"{prefix}: {other.dtype} tokens cannot be appended to the {self.dtype} of {self.prefix}"
-            )
-        sizes = other.sequence_lengths.astype(np.int64) * other.dtype.itemsize
-        end_to_end = np.array_equal(other.sequence_offsets, np.cumsum(sizes) - sizes)
-        limit = COPY_BYTES if end_to_end else 0
-        shift = len(self._lengths)
-        documents = other.document_indices
+        lengths = other.sequence_lengths
+        offsets = other.sequence_offsets
         modes = other.sequence_modes
-        for first, last in _runs(sizes, limit):
-            start = int(other.sequence_offsets[first])
-            stop = int(other.sequence_offsets[last - 1] + sizes[last - 1])
-            data = other.store.read_ranges(other.bin_key, [start], [stop], other.bin_info.etag)[0]
-            self._put(
-                data,
-                other.sequence_lengths[first:last],
-                None if modes is None else modes[first:last],
+        if other.dtype != self.dtype or (modes is not None) != self.multimodal:
+            raise FormatError(
+                f"{prefix}: {other.dtype} tokens cannot be appended to the {self.dtype} of "
+                f"{self.prefix}"
             )
-        self._documents.frombytes((documents[1:] + shift).tobytes())
+        sizes = lengths.astype(np.int64) * other.dtype.itemsize
+        end_to_end = np.array_equal(offsets, np.cumsum(sizes) - sizes)
+        most_bytes = COPY_BYTES if end_to_end else 0  # else one sequence at a time
+        first_sequence = len(self._lengths)
+        for first, last in _runs(sizes, most_bytes):
+            start = int(offsets[first])
+            stop = int(offsets[last - 1] + sizes[last - 1])
+            data = other.store.read_ranges(other.bin_key, [start], [stop], other.bin_info.etag)[0]
+            modes_of_run = modes[first:last] if modes is not None else None
+            self._put(data, lengths[first:last], modes_of_run)
+        bounds = first_sequence + other.document_indices[1:]
+        self._documents.frombytes(bounds.tobytes())
 
     def finalize(self, idx_path: str | None = None) -> None:
         """Publish the `.bin`, then the `.idx`, beside it or at `idx_path`.
@@ -227,18 +228,19 @@ class IndexedDatasetWriter:
             self._index_prefix = strip_suffix(str(idx_path))
         if not self._open:
             raise FormatError(f"{self.prefix}: this writer is closed already")
-        self._open = False
         index_store, index_key = open_store(f"{self._index_prefix}.idx", self._storage)
-        index_store.delete(index_key)
-        self._bin.commit()
-        self.index = HashingWriter(index_store.open_writer(index_key))
+        self._open = False
+        # In this order no `.idx` ever describes another `.bin`, wherever it is interrupted.
         try:
+            index_store.delete(index_key)
+            self._tokens.commit()
+        except BaseException:
+            self._tokens.abort()  # nobody else can any more: the writer is closed
+            raise
+        with written_whole(index_store, index_key) as writer:
+            self.index = HashingWriter(writer)
             for chunk in self._index_chunks():
                 self.index.write(chunk)
-            self.index.commit()
-        except BaseException:
-            self.index.abort()
-            raise
 
     @property
     def num_documents(self) -> int:
@@ -253,50 +255,97 @@ class IndexedDatasetWriter:
     @property
     def num_tokens(self) -> int:
         """Tokens so far; a pass over the lengths."""
-        return (
-            int(np.frombuffer(self._lengths, np.int32).sum(dtype=np.int64))
-            if len(self._lengths)
-            else 0
-        )
+        return int(_viewed(self._lengths, np.int32).sum(dtype=np.int64))
 
     def abort(self) -> None:
         """Throw away what was written. Does nothing after `finalize`."""
         if self._open:
             self._open = False
-            self._bin.abort()
+            self._tokens.abort()
 
-    def _index_chunks(self) -> Any:
-        lengths = np.frombuffer(self._lengths, np.int32)
-        documents = np.frombuffer(self._documents, np.int64)
-        modes = np.frombuffer(self._modes, np.int8) if self.multimodal else None
+    def _put(
+        self, data: memoryview, lengths: NDArray[np.int32], modes: NDArray[np.int8] | None
+    ) -> None:
+        """Append sequences whose bytes lie end to end in `data`."""
+        if isinstance(self._tokens, TarWriter):
+            self._tokens.add(data, lengths, modes)
+        else:
+            self._tokens.write(data)
+        self._note(lengths, modes)
+
+    def _put_stream(
+        self,
+        pieces: Iterator[memoryview],
+        sequences: Callable[[], tuple[NDArray[np.int32], NDArray[np.int8] | None]],
+    ) -> None:
+        """Append sequences whose bytes come in pieces; `sequences` is asked behind the last."""
+        assert not isinstance(self._tokens, TarWriter)
+        written = 0
+        for piece in pieces:
+            self._tokens.write(piece)
+            written += len(piece)
+        lengths, modes = sequences()
+        if written != self._size_of(lengths):
+            raise FormatError(f"{self.prefix}: {written} bytes do not belong to these lengths")
+        self._note(lengths, modes)
+
+    def _note(self, lengths: NDArray[np.int32], modes: NDArray[np.int8] | None) -> None:
+        """Keep what the `.idx` will say of sequences."""
+        self._lengths.frombytes(np.ascontiguousarray(lengths, np.int32).tobytes())
+        if self.multimodal:
+            self._modes.frombytes(np.ascontiguousarray(modes, np.int8).tobytes())
+
+    def _end_documents(self, first_sequence: int, documents: NDArray[np.int64]) -> None:
+        """Close documents of so many sequences each, the first of which is `first_sequence`."""
+        bounds = first_sequence + np.cumsum(documents, dtype=np.int64)
+        self._documents.frombytes(bounds.tobytes())
+
+    def _size_of(self, lengths: NDArray[np.int32]) -> int:
+        """Bytes of sequences of these lengths."""
+        return int(lengths.sum(dtype=np.int64)) * self.dtype.itemsize
+
+    def _index_chunks(self) -> Iterator[bytes]:
+        lengths = _viewed(self._lengths, np.int32)
+        documents = _viewed(self._documents, np.int64)
+        modes = _viewed(self._modes, np.int8) if self.multimodal else None
         return encode_index(self.dtype, lengths, documents, modes)
 
     def _cast(self, tokens: Any) -> NDArray[Any]:
+        """Tokens in the writer's dtype. Raises FormatError for values that it cannot hold."""
         data = np.asarray(tokens).reshape(-1)
         if data.dtype == self.dtype or data.size == 0:
             return np.ascontiguousarray(data, self.dtype)
         if np.issubdtype(self.dtype, np.integer):
             limits = np.iinfo(self.dtype)
-            low = data.min()
-            high = data.max()
-            if low < limits.min or high > limits.max or not np.issubdtype(data.dtype, np.integer):
+            lowest = data.min()
+            highest = data.max()
+            fits = limits.min <= lowest and highest <= limits.max
+            if not fits or not np.issubdtype(data.dtype, np.integer):
                 raise FormatError(
-                    f"{self.prefix}: sequence {len(self._lengths)} holds {data.dtype} values from {low} to {high}, which "
-                    f"{self.dtype} cannot hold; choose a wider dtype (int32 for vocabularies of 65500 and more)"
+                    f"{self.prefix}: sequence {len(self._lengths)} holds {data.dtype} values from "
+                    f"{lowest} to {highest}, which {self.dtype} cannot hold; choose a wider dtype "
+                    "(int32 for vocabularies of 65500 and more)"
                 )
         return np.ascontiguousarray(data, self.dtype)
 
 
 def _bytes(data: NDArray[Any]) -> memoryview:
+    # An array of nothing cannot be cast.
     return data.data.cast("B") if data.size else memoryview(b"")
 
 
-def _runs(sizes: NDArray[np.int64], limit: int) -> Iterator[tuple[int, int]]:
-    """[first, last) of sequences to be copied together: up to `limit` bytes, at least one."""
+def _viewed(values: array[int], dtype: type[Number]) -> NDArray[Number]:
+    """An array's values without a copy; while they are looked at, it cannot grow."""
+    return np.frombuffer(values, dtype)
+
+
+def _runs(sizes: NDArray[np.int64], most_bytes: int) -> Iterator[tuple[int, int]]:
+    """[first, last) of sequences to be copied together: of `most_bytes` together, at least one."""
     ends = np.cumsum(sizes)
     first = 0
     while first < len(sizes):
-        before = int(ends[first] - sizes[first])
-        last = max(first + 1, int(np.searchsorted(ends, before + limit, "right")))
+        start = int(ends[first] - sizes[first])
+        fit = int(np.searchsorted(ends, start + most_bytes, "right"))
+        last = max(first + 1, fit)
         yield first, last
         first = last

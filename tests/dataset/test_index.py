@@ -21,7 +21,7 @@ from hypothesis import strategies as st
 
 from streammega import IndexedDataset, IndexedDatasetWriter, StorageConfig
 from streammega.dataset.idx import DTYPE_OF_CODE, HEADER, MAGIC, smallest_dtype
-from streammega.errors import CacheError, FormatError, ObjectNotFoundError
+from streammega.errors import CacheError, FormatError, ObjectNotFoundError, StorageError
 from tests.conftest import write_random_pair
 from tests.support import oracle
 from tests.support.rank_programs import open_and_sum
@@ -298,6 +298,16 @@ def test_an_exception_leaves_no_half_written_pair(tmp_path: Path) -> None:
     with pytest.raises(RuntimeError, match="stop"):
         interrupted()
     assert list(tmp_path.iterdir()) == [] or {p.name for p in tmp_path.iterdir()} == {"xdg-cache"}
+
+
+def test_a_finalize_that_fails_leaves_nothing_behind(tmp_path: Path) -> None:
+    folder = tmp_path / "out"
+    (folder / "p.idx").mkdir(parents=True)  # a former .idx that cannot be removed
+    writer = IndexedDatasetWriter(str(folder / "p"), np.uint16)
+    writer.add_item([1])
+    with pytest.raises(StorageError, match=r"p\.idx"):
+        writer.finalize()
+    assert [path.name for path in folder.iterdir()] == ["p.idx"]
 
 
 def test_a_sigkill_leaves_nothing_under_the_final_name(tmp_path: Path, s3: S3, bucket: str) -> None:
