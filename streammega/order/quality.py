@@ -15,12 +15,22 @@ from streammega.order.extents import Extents
 
 Places = NDArray[np.int64]
 REGIONS = 4096
+"""Equal parts of the data: many more than samples of a batch, so that a good shuffle meets another
+with nearly every sample.
+"""
+BATCH = 256
+"""Consecutive samples in which distinct regions are counted."""
+MOST_BATCHES = 400
+"""So many of them are counted at most, from the first on: each is sorted by itself."""
 DOMAINS = 16
+"""Stretches of the data that are taken to be of one domain each."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ShuffleQuality:
-    """Figures of one stretch of an order; what a full shuffle gives is in `full_shuffle`."""
+    """Figures of one stretch of an order: compare them with those of as many numbers drawn at
+    random.
+    """
 
     distance_entropy: float
     """Entropy, in bits, of the distances between consecutive samples, in bins of powers of two."""
@@ -43,14 +53,15 @@ class ShuffleQuality:
 
 
 def shuffle_quality(places: Places, total: int, window: int) -> ShuffleQuality:
-    """Measure consecutive samples.
+    """Measure consecutive samples. A figure is nan where they are too few for it.
 
     `total`: places there are; `window`: samples of the windows of domain drift.
     """
+    follows_in_data = np.diff(places) == 1
     return ShuffleQuality(
         distance_entropy=_distance_entropy(places),
         places_per_256=_distinct_places(places, total),
-        adjacent_share=float(np.mean(np.diff(places) == 1)),
+        adjacent_share=float(np.mean(follows_in_data)),
         neighbour_distance=_neighbour_distance(places),
         domain_drift=_domain_drift(places, total, window),
     )
@@ -59,49 +70,67 @@ def shuffle_quality(places: Places, total: int, window: int) -> ShuffleQuality:
 def places_of(extents: Extents, starts: list[NDArray[np.int64]], sequence_length: int) -> Places:
     """Places of located samples.
 
-    `starts[d][f]`: samples before file f of dataset d, over all datasets. First rows count.
+    `starts[d][f]`: samples before file f of dataset d, over all datasets. A sample of several runs
+    is where the first of them starts.
     """
-    rows = extents.row_splits[:-1]
-    firsts = np.cumsum([0, *(len(own) for own in starts)])
-    before = np.concatenate(starts)
-    return np.asarray(
-        before[firsts[extents.dataset[rows]] + extents.file[rows]]
-        + extents.start[rows] // sequence_length
-    )
+    first_rows = extents.row_splits[:-1]
+    dataset = extents.dataset[first_rows]
+    file = extents.file[first_rows]
+    files_of_dataset = [len(of_files) for of_files in starts]
+    first_file = np.cumsum([0, *files_of_dataset])
+    samples_before_file = np.concatenate(starts)
+    samples_before = samples_before_file[first_file[dataset] + file]
+    samples_within_file = extents.start[first_rows] // sequence_length
+    return np.asarray(samples_before + samples_within_file)
 
 
 def _distance_entropy(places: Places) -> float:
     distances = np.abs(np.diff(places))
-    bins = np.bincount(np.ceil(np.log2(np.maximum(distances, 1))).astype(np.int64))
-    shares = bins[bins > 0] / len(distances)
+    powers = np.ceil(np.log2(np.maximum(distances, 1)))
+    counts = np.bincount(powers.astype(np.int64))
+    shares = counts[counts > 0] / len(distances)
     return float(-(shares * np.log2(shares)).sum())
 
 
 def _distinct_places(places: Places, total: int) -> float:
-    regions = places * REGIONS // max(total, 1)
-    batches = regions[: len(regions) // 256 * 256].reshape(-1, 256)
-    return (
-        float(np.mean([len(np.unique(batch)) for batch in batches[:400]]))
-        if len(batches)
-        else float("nan")
-    )
+    batches = _windows(_parts(places, total, REGIONS), BATCH)
+    if not len(batches):
+        return float("nan")
+    distinct = [len(np.unique(batch)) for batch in batches[:MOST_BATCHES]]
+    return float(np.mean(distinct))
 
 
 def _neighbour_distance(places: Places) -> float:
     """Over pairs (p, p + 1) that both occur."""
-    order = np.argsort(places, kind="stable")
-    after = np.flatnonzero(np.diff(places[order]) == 1)
-    return float(np.median(np.abs(order[after + 1] - order[after]))) if len(after) else float("nan")
+    by_place = np.argsort(places, kind="stable")
+    has_successor = np.flatnonzero(np.diff(places[by_place]) == 1)
+    if not len(has_successor):
+        return float("nan")
+    distances = np.abs(by_place[has_successor + 1] - by_place[has_successor])
+    return float(np.median(distances))
 
 
 def _domain_drift(places: Places, total: int, window: int) -> float:
-    domains = places * DOMAINS // max(total, 1)
-    windows = domains[: len(domains) // window * window].reshape(-1, window)
+    windows = _windows(_parts(places, total, DOMAINS), window)
     if len(windows) < 2:
         return float("nan")
     shares = np.stack([(windows == domain).mean(axis=1) for domain in range(DOMAINS)])
-    expected = np.sqrt(1 / DOMAINS * (1 - 1 / DOMAINS) / window)
-    return float(np.sqrt(np.mean((shares - 1 / DOMAINS) ** 2)) / expected)
+    equal_share = 1 / DOMAINS
+    deviation = np.sqrt(np.mean((shares - equal_share) ** 2))
+    # That of a share among `window` independent draws: a binomial's.
+    expected = np.sqrt(equal_share * (1 - equal_share) / window)
+    return float(deviation / expected)
+
+
+def _parts(places: Places, total: int, count: int) -> Places:
+    """Which of `count` equal parts of the data each place lies in."""
+    return places * count // max(total, 1)
+
+
+def _windows(values: Places, length: int) -> Places:
+    """Values in rows of `length`; those left over are left out."""
+    whole = len(values) // length
+    return values[: whole * length].reshape(whole, length)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -130,76 +159,23 @@ def fetch_plan(
     `overlap`: tokens of a row that the next one repeats (the label token), which are not counted as
     useful twice.
     """
-    keys = np.repeat(lane, np.diff(extents.row_splits))
-    order = np.argsort(keys, kind="stable")
-    keys = keys[order]
-    start = extents.start[order]
-    stop = extents.stop[order]
-    dataset = extents.dataset[order]
-    file = extents.file[order]
-    new = np.ones(len(order), np.bool_)
-    new[1:] = (keys[1:] != keys[:-1]) | (dataset[1:] != dataset[:-1]) | (file[1:] != file[:-1])
-    new[1:] |= np.abs(np.diff(start)) >= largest_piece
-    firsts = np.flatnonzero(new)
-    low = np.minimum.reduceat(start, firsts)
-    high = np.maximum.reduceat(stop, firsts)
-    useful = int((stop - start - overlap).sum())
+    lane_of_row = np.repeat(lane, np.diff(extents.row_splits))
+    by_lane = np.argsort(lane_of_row, kind="stable")  # within a lane as they are used
+    start = extents.start[by_lane]
+    stop = extents.stop[by_lane]
+    is_far = np.abs(np.diff(start)) >= largest_piece
+    new_request = np.ones(len(by_lane), np.bool_)
+    new_request[1:] = is_far
+    for key in (lane_of_row, extents.dataset, extents.file):
+        key_of_row = key[by_lane]
+        new_request[1:] |= key_of_row[1:] != key_of_row[:-1]
+    first_rows = np.flatnonzero(new_request)
+    lowest = np.minimum.reduceat(start, first_rows)
+    highest = np.maximum.reduceat(stop, first_rows)
+    fetched_tokens = int((highest - lowest).sum())
+    useful_tokens = int((stop - start - overlap).sum())
     return FetchPlan(
-        requests=len(firsts),
-        fetched_bytes=int((high - low).sum()) * itemsize,
-        useful_bytes=useful * itemsize,
+        requests=len(first_rows),
+        fetched_bytes=fetched_tokens * itemsize,
+        useful_bytes=useful_tokens * itemsize,
     )
-
-
-# --- other systems' shuffles, as published, over places 0 .. total -----------------------------------------------------------
-
-
-def full_shuffle(total: int, rng: np.random.Generator) -> Places:
-    """Every order equally likely: the quality to compare with; memory is the whole index and every
-    read a small one.
-    """
-    return rng.permutation(total)
-
-
-def block_shuffle(total: int, block: int, rng: np.random.Generator) -> Places:
-    """Blocks in random order, shuffled inside, one at a time."""
-    blocks = [np.arange(at, min(at + block, total)) for at in range(0, total, block)]
-    return np.concatenate([rng.permutation(blocks[n]) for n in rng.permutation(len(blocks))])
-
-
-def shuffle_buffer(total: int, shard: int, buffer: int, rng: np.random.Generator) -> Places:
-    """Shards in random order into a buffer, from which a random sample is handed out (webdataset,
-    tf.data).
-    """
-    source = np.concatenate(
-        [
-            np.arange(n * shard, min((n + 1) * shard, total))
-            for n in rng.permutation(-(-total // shard))
-        ]
-    )
-    buffer = min(buffer, total)
-    held = source[:buffer].copy()
-    out = np.empty(total, np.int64)
-    picks = rng.integers(0, buffer, total)
-    for i in range(total - buffer):
-        out[i], held[picks[i]] = held[picks[i]], source[buffer + i]
-    out[total - buffer :] = rng.permutation(held)
-    return out
-
-
-def py1e(total: int, shard: int, block: int, rng: np.random.Generator) -> Places:
-    """mosaicml-streaming's py1e: shards in random order, each sample moved by a uniform distance
-    within a window of `block`.
-    """
-    source = np.concatenate(
-        [
-            np.arange(n * shard, min((n + 1) * shard, total))
-            for n in rng.permutation(-(-total // shard))
-        ]
-    )
-    reach = max(0, block - shard) / 2
-    moved = np.arange(total) + rng.uniform(-reach, reach, total)
-    inside = rng.random(total)  # samples of one shard are shuffled among themselves as well
-    start = np.arange(total) // shard * shard
-    moved += (start + inside * shard) - np.arange(total)
-    return source[np.argsort(moved, kind="stable")]

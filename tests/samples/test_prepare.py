@@ -14,17 +14,12 @@ import pytest
 from streammega import DataConfig, build_datasets
 from streammega.cli.main import main
 from streammega.cli.order_report import as_text, order_report
-from streammega.order.quality import (
-    block_shuffle,
-    full_shuffle,
-    py1e,
-    shuffle_buffer,
-    shuffle_quality,
-)
+from streammega.order.quality import shuffle_quality
 from streammega.samples import blended, gpt
 from streammega.samples.prepare import prepare
 from tests.conftest import write_random_pair
 from tests.support.servers import http_server
+from tools.bench.shuffle_models import block_shuffle, full_shuffle, py1e, shuffle_buffer
 
 
 @pytest.fixture

@@ -11,19 +11,15 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Callable
+from pathlib import Path
 
 import numpy as np
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from streammega.cli.plotting import pyplot
 from streammega.order.lanes import FilePart, StreamDataset, StreamOrder
-from streammega.order.quality import (
-    Places,
-    block_shuffle,
-    full_shuffle,
-    py1e,
-    shuffle_buffer,
-    shuffle_quality,
-)
+from streammega.order.quality import Places, shuffle_quality
+from tools.bench.shuffle_models import block_shuffle, full_shuffle, py1e, shuffle_buffer
 
 TOTAL = 1 << 23
 LENGTH = 4096
