@@ -300,7 +300,7 @@ def _can_be_whole(dataset: int, order: StreamOrder, table: FileTable) -> bool:
     itemsizes = table.itemsize[files]
     one_width = bool((itemsizes == itemsizes[0]).all())
     remote = not table.local[files].any()
-    of_one_lane = order.geometry["groups"][dataset] == 1
+    of_one_lane = order.geometry.groups[dataset] == 1
     of_several_samples = order.block_samples[dataset] >= 2
     return bool(one_width and remote and of_one_lane and of_several_samples)
 

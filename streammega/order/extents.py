@@ -36,31 +36,33 @@ def cut_extents(extents: Extents, bounds: Sequence[tuple[int, int]]) -> Extents:
     Where a sample ends before a bound, its part is shorter, or empty. Cost: a few passes over the
     rows for each bound.
     """
-    splits = extents.row_splits
-    size = extents.stop - extents.start
-    sample = np.repeat(np.arange(len(extents)), np.diff(splits))
-    before = np.cumsum(size) - size
-    column = before - (before[splits[:-1][sample]] if len(before) else before)
+    sizes = extents.stop - extents.start
+    num_rows = np.diff(extents.row_splits)
+    sample_of_row = np.repeat(np.arange(len(extents)), num_rows)
+    tokens_before = np.cumsum(sizes) - sizes
+    first_row_of_sample = extents.row_splits[:-1]
+    first_row = first_row_of_sample[sample_of_row]
+    column = tokens_before - tokens_before[first_row]  # where in its sample a row begins
     rows = []
     parts = []
     starts = []
     stops = []
     for number, (low, high) in enumerate(bounds):
         begin = np.maximum(low - column, 0)
-        end = np.minimum(high - column, size)
-        own = np.flatnonzero(end > begin)
-        rows.append(own)
-        parts.append(sample[own] * len(bounds) + number)
-        starts.append(extents.start[own] + begin[own])
-        stops.append(extents.start[own] + end[own])
-    row = np.concatenate(rows)
+        end = np.minimum(high - column, sizes)
+        taken = np.flatnonzero(end > begin)
+        rows.append(taken)
+        parts.append(sample_of_row[taken] * len(bounds) + number)
+        starts.append(extents.start[taken] + begin[taken])
+        stops.append(extents.start[taken] + end[taken])
     part = np.concatenate(parts)
+    # Stable: the rows of a part stay in the order in which their tokens follow each other.
     by_part = np.argsort(part, kind="stable")
-    row = row[by_part]
+    row = np.concatenate(rows)[by_part]
+    part_numbers = np.arange(len(extents) * len(bounds) + 1)
+    row_splits = np.searchsorted(part[by_part], part_numbers)
     return Extents(
-        row_splits=np.searchsorted(part[by_part], np.arange(len(extents) * len(bounds) + 1)).astype(
-            np.int64
-        ),
+        row_splits=row_splits.astype(np.int64),
         dataset=extents.dataset[row],
         file=extents.file[row],
         start=np.concatenate(starts)[by_part],

@@ -49,9 +49,13 @@ class OpenPieces:
         self.whole = whole
         self.itemsizes = itemsizes
         self._local = self._number(lanes)
+        # Of each lane and dataset, the piece that is open: its first sample and epoch, its slot
+        # (-1: none is open), and how many of its samples are still to come.
         shape = (len(lanes), len(order.datasets))
-        self._piece, self._epoch = np.full(shape, -1, np.int64), np.full(shape, -1, np.int64)
-        self._slot, self._left = np.full(shape, -1, np.int64), np.zeros(shape, np.int64)
+        self._piece = np.full(shape, -1, np.int64)
+        self._epoch = np.full(shape, -1, np.int64)
+        self._slot = np.full(shape, -1, np.int64)
+        self._left = np.zeros(shape, np.int64)
 
     def follow(self, sample_ids: Integers, free: Integers) -> tuple[Integers, Integers, NewPieces]:
         """(slot of each sample, or -1; byte offset of each within its piece; pieces that open).
@@ -59,42 +63,62 @@ class OpenPieces:
         `free` holds as many unused slots as there are samples; new pieces take the first of them.
         """
         order = self.order
+        geometry = order.geometry
         count = len(sample_ids)
         slot = np.empty(count, np.int64)
         offset = np.zeros(count, np.int64)
-        dataset, epoch, first, size, uses, row = (np.empty(count, np.int64) for _ in range(6))
-        g = order.geometry
-        made = follow_pieces(
-            sample_ids, order.lanes, *order.drawing, g["sizes"], g["blocks"], g["groups"], g["firsts"], g["before"],
-            order.sequence_length, order.width, self.itemsizes, self.whole, self._local, self._piece, self._epoch, self._slot,
-            self._left, free, slot, offset, dataset, epoch, first, size, uses, row,
-        )  # fmt: skip
-        if made < 0:
-            sample = int(sample_ids[-1 - made])
-            raise AssertionError(
-                f"sample {sample} lies in lane {sample % order.lanes}, which this reader does not follow"
-            )
-        dataset = dataset[:made]
-        epoch = epoch[:made]
-        first = first[:made]
-        size = size[:made]
-        piece, file, start, stop = (np.empty(int(size.sum()) + made, np.int64) for _ in range(4))
-        runs = piece_runs(
-            order.drawing[0], dataset, epoch, first, size, g["firsts"], g["files"], g["starts"], g["slacks"], g["before"],
-            g["ends"], order.sequence_length, order.width, piece, file, start, stop,
-        )  # fmt: skip
-        piece = piece[:runs]
-        made_pieces = NewPieces(
-            slot=free[:made],
-            uses=uses[:made],
-            row=row[:made],
-            piece=piece,
-            dataset=dataset[piece],
-            file=file[:runs],
-            start=start[:runs],
-            stop=stop[:runs],
+        # Every sample may open a piece.
+        dataset = np.empty(count, np.int64)
+        epoch = np.empty(count, np.int64)
+        first = np.empty(count, np.int64)
+        size = np.empty(count, np.int64)
+        uses = np.empty(count, np.int64)
+        row = np.empty(count, np.int64)
+        opened = follow_pieces(
+            sample_ids,
+            order.lanes,
+            *order.drawing,
+            geometry.sizes,
+            geometry.blocks,
+            geometry.groups,
+            geometry.first_parts,
+            geometry.before,
+            order.sequence_length,
+            order.width,
+            self.itemsizes,
+            self.whole,
+            self._local,
+            self._piece,
+            self._epoch,
+            self._slot,
+            self._left,
+            free,
+            slot,
+            offset,
+            dataset,
+            epoch,
+            first,
+            size,
+            uses,
+            row,
         )
-        return slot, offset, made_pieces
+        if opened < 0:
+            sample = int(sample_ids[-1 - opened])
+            raise AssertionError(
+                f"sample {sample} lies in lane {sample % order.lanes}, which this reader does not "
+                "follow"
+            )
+        pieces = _runs_of(
+            order,
+            dataset[:opened],
+            epoch[:opened],
+            first[:opened],
+            size[:opened],
+            slot=free[:opened],
+            uses=uses[:opened],
+            row=row[:opened],
+        )
+        return slot, offset, pieces
 
     def close_all(self, lanes: Integers) -> tuple[Integers, Integers]:
         """Forget all open pieces: their slots, and the uses of each that will not come.
@@ -102,9 +126,9 @@ class OpenPieces:
         `lanes` are followed from now on.
         """
         self._local = self._number(lanes)
-        at = np.nonzero(self._slot >= 0)
-        slots = self._slot[at]
-        left = self._left[at]
+        is_open = self._slot >= 0
+        slots = self._slot[is_open]
+        left = self._left[is_open]
         self._slot[:] = -1
         return slots, left
 
@@ -115,3 +139,57 @@ class OpenPieces:
         local = np.full(self.order.lanes, -1, np.int64)
         local[lanes] = np.arange(len(lanes))
         return local
+
+
+def _runs_of(
+    order: StreamOrder,
+    dataset: Integers,
+    epoch: Integers,
+    first: Integers,
+    size: Integers,
+    *,
+    slot: Integers,
+    uses: Integers,
+    row: Integers,
+) -> NewPieces:
+    """Pieces with the runs that they consist of. `first`, `size`: in samples of the permuted
+    dataset; all others as in NewPieces.
+    """
+    geometry = order.geometry
+    key = order.drawing[0]
+    # A run holds at least one sample; the kernel asks for room for one more of each piece.
+    room = int(size.sum()) + len(size)
+    piece = np.empty(room, np.int64)
+    file = np.empty(room, np.int64)
+    start = np.empty(room, np.int64)
+    stop = np.empty(room, np.int64)
+    count = piece_runs(
+        key,
+        dataset,
+        epoch,
+        first,
+        size,
+        geometry.first_parts,
+        geometry.files,
+        geometry.starts,
+        geometry.slacks,
+        geometry.before,
+        geometry.ends,
+        order.sequence_length,
+        order.width,
+        piece,
+        file,
+        start,
+        stop,
+    )
+    piece = piece[:count]
+    return NewPieces(
+        slot=slot,
+        uses=uses,
+        row=row,
+        piece=piece,
+        dataset=dataset[piece],
+        file=file[:count],
+        start=start[:count],
+        stop=stop[:count],
+    )

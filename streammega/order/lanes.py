@@ -27,7 +27,9 @@ from streammega.errors import ConfigError
 from streammega.kernels.lanes import FRACTION_BITS, count_draws, keyed, locate_stream
 from streammega.order.extents import Extents
 
+Integers = NDArray[np.int64]
 STREAM_VERSION = 1
+"""In every identity: another order needs another version."""
 MIN_LANES = 1024
 """Many lanes with fine blocks shuffle better than few with coarse ones of the same memory:
 docs/orders.md.
@@ -53,6 +55,33 @@ class StreamDataset:
 
 
 @dataclass(frozen=True, kw_only=True)
+class StreamGeometry:
+    """The sizes that the kernels read, of all datasets end to end; int64 each.
+
+    Parts too short for one sample are left out.
+    """
+
+    sizes: Integers
+    """[datasets]: samples in one epoch."""
+    blocks: Integers
+    """[datasets]: samples of a block."""
+    groups: Integers
+    """[datasets]: lanes that share a run."""
+    first_parts: Integers
+    """[datasets + 1]: of the parts of all datasets, the first of each."""
+    files: Integers
+    """[parts]: the file, within its dataset."""
+    starts: Integers
+    """[parts]: the token of the file at which it starts."""
+    slacks: Integers
+    """[parts]: tokens that no whole sample takes: how far an epoch may shift the others."""
+    before: Integers
+    """[parts]: samples of its dataset before it."""
+    ends: Integers
+    """[parts]: the same with its own."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class StreamOrder:
     """The order of a stream over datasets.
 
@@ -73,7 +102,7 @@ class StreamOrder:
         """Tokens of a sample, with the extra one."""
         return self.sequence_length + int(self.extra_token)
 
-    def locate(self, sample_ids: NDArray[np.int64]) -> Extents:
+    def locate(self, sample_ids: Integers) -> Extents:
         """Where samples lie: one run of tokens each.
 
         Any ids from 0 on; cost per sample O(log datasets).
@@ -83,47 +112,59 @@ class StreamOrder:
         file = np.empty(count, np.int32)
         start = np.empty(count, np.int64)
         stop = np.empty(count, np.int64)
-        g = self.geometry
+        geometry = self.geometry
         locate_stream(
-            np.ascontiguousarray(sample_ids, np.int64), self.lanes, *self.drawing,
-            g["sizes"], g["blocks"], g["groups"], g["firsts"], g["files"], g["starts"], g["slacks"], g["before"],
-            self.sequence_length, self.width, dataset, file, start, stop,
-        )  # fmt: skip
+            np.ascontiguousarray(sample_ids, np.int64),
+            self.lanes,
+            *self.drawing,
+            geometry.sizes,
+            geometry.blocks,
+            geometry.groups,
+            geometry.first_parts,
+            geometry.files,
+            geometry.starts,
+            geometry.slacks,
+            geometry.before,
+            self.sequence_length,
+            self.width,
+            dataset,
+            file,
+            start,
+            stop,
+        )
         splits = np.arange(count + 1, dtype=np.int64)
         return Extents(row_splits=splits, dataset=dataset, file=file, start=start, stop=stop)
 
     @property
-    def drawing(self) -> tuple[np.uint64, NDArray[np.int64], NDArray[np.uint64], NDArray[np.int64]]:
+    def drawing(self) -> tuple[np.uint64, Integers, NDArray[np.uint64], Integers]:
         """What decides which dataset a lane draws from: the key, and rows, fractions and draws
         before each segment.
         """
         return self._key, self._rows, self._fractions, self._bases
 
     @property
-    def sizes(self) -> NDArray[np.int64]:
+    def sizes(self) -> Integers:
         """Samples of each dataset in one epoch, int64 [datasets]."""
-        sizes: NDArray[np.int64] = self.geometry["sizes"]
-        return sizes
+        return self.geometry.sizes
 
     @property
-    def block_samples(self) -> NDArray[np.int64]:
+    def block_samples(self) -> Integers:
         """Samples of a block of each dataset, int64 [datasets]."""
-        blocks: NDArray[np.int64] = self.geometry["blocks"]
-        return blocks
+        return self.geometry.blocks
 
     @property
-    def num_runs(self) -> NDArray[np.int64]:
+    def num_runs(self) -> Integers:
         """Runs of each dataset: as many as lanes where there are blocks enough, else a divisor;
         int64 [datasets].
         """
-        runs: NDArray[np.int64] = self.lanes // self.geometry["groups"]
+        runs: Integers = self.lanes // self.geometry.groups
         return runs
 
     def check(self) -> None:
         """Raise ConfigError if a dataset holds no sample."""
         _ = self.geometry
 
-    def counts(self, num_samples: int) -> NDArray[np.int64]:
+    def counts(self, num_samples: int) -> Integers:
         """Samples that the first `num_samples` of the stream take from each dataset in each lane,
         int64 [lanes, datasets].
 
@@ -136,12 +177,13 @@ class StreamOrder:
         return np.uint64(keyed(np.uint64(self.seed), 0, STREAM_VERSION, self.lanes))
 
     @cached_property
-    def geometry(self) -> dict[str, NDArray[np.int64]]:
-        """The sizes that the kernels read, of all datasets end to end."""
+    def geometry(self) -> StreamGeometry:
+        """The sizes that the kernels read, computed once."""
         return _geometry(self)
 
     @cached_property
-    def _rows(self) -> NDArray[np.int64]:
+    def _rows(self) -> Integers:
+        """The first row of each segment of the schedule, int64 [segments]."""
         return np.array([-(-first // self.lanes) for first, _ in self.schedule], np.int64)
 
     @cached_property
@@ -149,23 +191,25 @@ class StreamOrder:
         return np.stack([tree_fractions(weights) for _, weights in self.schedule])
 
     @cached_property
-    def _bases(self) -> NDArray[np.int64]:
+    def _bases(self) -> Integers:
         """Draws of each lane from each dataset before each segment, [segments, lanes, datasets]."""
         bases = np.zeros((len(self.schedule), self.lanes, len(self.datasets)), np.int64)
         for segment in range(1, len(self.schedule)):
-            bases[segment] = bases[segment - 1]
-            self._add_draws(
-                segment - 1, int(self._rows[segment] - self._rows[segment - 1]), bases[segment]
-            )
+            former = segment - 1
+            num_rows = int(self._rows[segment] - self._rows[former])
+            bases[segment] = bases[former]
+            self._add_draws(former, num_rows, bases[segment])
         return bases
 
-    def _counts_at(self, row: int) -> NDArray[np.int64]:
+    def _counts_at(self, row: int) -> Integers:
         segment = int(np.searchsorted(self._rows, row, side="right")) - 1
-        counts: NDArray[np.int64] = self._bases[segment].copy()
-        self._add_draws(segment, row - int(self._rows[segment]), counts)
+        counts: Integers = self._bases[segment].copy()
+        rows_in_segment = row - int(self._rows[segment])
+        self._add_draws(segment, rows_in_segment, counts)
         return counts
 
-    def _add_draws(self, segment: int, draws: int, counts: NDArray[np.int64]) -> None:
+    def _add_draws(self, segment: int, draws: int, counts: Integers) -> None:
+        """Add the first draws of a segment to `counts`, int64 [lanes, datasets]."""
         count_draws(
             draws,
             self.lanes,
@@ -199,36 +243,36 @@ def tree_fractions(weights: Sequence[float]) -> NDArray[np.uint64]:
     Node 1 is the root and covers all datasets; node n covers [low, high), its children 2n and 2n +
     1 the halves.
     """
-    fractions = np.zeros(1 << (max(1, len(weights)) - 1).bit_length() + 1, np.uint64)
+    num_leaves = 1 << (max(1, len(weights)) - 1).bit_length()
+    fractions = np.zeros(num_leaves + 1, np.uint64)
     largest = max(weights)
     # Integers: sums of them do not depend on their order. Divided first: a weight near the largest
     # float, times 2**80, is none.
     exact = [int(weight / largest * 2.0**80) for weight in weights]
-    todo = [(1, 0, len(weights))]
-    while todo:
-        node, low, high = todo.pop()
+    root = (1, 0, len(weights))
+    nodes = [root]
+    while nodes:
+        node, low, high = nodes.pop()
         if high - low < 2:
             continue
         middle = (low + high) // 2
         left = sum(exact[low:middle])
-        right = sum(exact[middle:high])
-        if left + right:
-            fractions[node] = ((left << FRACTION_BITS) + (left + right) // 2) // (left + right)
-        todo += [(2 * node, low, middle), (2 * node + 1, middle, high)]
+        both = left + sum(exact[middle:high])
+        if both:  # below a node of no weight nothing is ever drawn
+            fractions[node] = ((left << FRACTION_BITS) + both // 2) // both  # rounded
+        nodes.append((2 * node, low, middle))
+        nodes.append((2 * node + 1, middle, high))
     return fractions
 
 
-def _geometry(order: StreamOrder) -> dict[str, NDArray[np.int64]]:
-    """The arrays that the kernel reads, of all datasets end to end.
-
-    Parts too short for one sample are left out.
-    """
+def _geometry(order: StreamOrder) -> StreamGeometry:
+    """The sizes of an order's datasets. Raises ConfigError if one of them holds no sample."""
     extra = int(order.extra_token)
     length = order.sequence_length
     sizes = []
     blocks = []
     groups = []
-    firsts = [0]
+    first_parts = [0]
     files = []
     starts = []
     slacks = []
@@ -237,28 +281,40 @@ def _geometry(order: StreamOrder) -> dict[str, NDArray[np.int64]]:
     for number, dataset in enumerate(order.datasets):
         size = 0
         for part in dataset.parts:
-            count = samples_of(part.tokens, length, extra)
-            if count:
-                files.append(part.file)
-                starts.append(part.start)
-                slacks.append(part.tokens - extra - count * length)
-                before.append(size)
-                size += count
-                ends.append(size)
-        if not size:
+            samples = samples_of(part.tokens, length, extra)
+            if samples == 0:
+                continue
+            files.append(part.file)
+            starts.append(part.start)
+            slacks.append(part.tokens - extra - samples * length)
+            before.append(size)
+            size += samples
+            ends.append(size)
+        if size == 0:
             longest = max((part.tokens for part in dataset.parts), default=0)
             raise ConfigError(
-                f"dataset {number} of the blend holds no sample: its longest file has {longest} tokens, a sample needs "
-                f"{length} + {extra}; lower sequence_length, or give it more data"
+                f"dataset {number} of the blend holds no sample: its longest file has {longest} "
+                f"tokens, a sample needs {length} + {extra}; lower sequence_length, or give it "
+                "more data"
             )
         block = max(1, order.block_bytes // (length * dataset.itemsize))
+        num_blocks = -(-size // block)
+        num_runs = _num_runs(size, num_blocks, order.lanes)
         sizes.append(size)
         blocks.append(block)
-        groups.append(order.lanes // _num_runs(size, -(-size // block), order.lanes))
-        firsts.append(len(files))
-    columns = {"sizes": sizes, "blocks": blocks, "groups": groups, "firsts": firsts}
-    columns |= {"files": files, "starts": starts, "slacks": slacks, "before": before, "ends": ends}
-    return {name: np.array(column, np.int64) for name, column in columns.items()}
+        groups.append(order.lanes // num_runs)
+        first_parts.append(len(files))
+    return StreamGeometry(
+        sizes=np.array(sizes, np.int64),
+        blocks=np.array(blocks, np.int64),
+        groups=np.array(groups, np.int64),
+        first_parts=np.array(first_parts, np.int64),
+        files=np.array(files, np.int64),
+        starts=np.array(starts, np.int64),
+        slacks=np.array(slacks, np.int64),
+        before=np.array(before, np.int64),
+        ends=np.array(ends, np.int64),
+    )
 
 
 def _num_runs(size: int, blocks: int, lanes: int) -> int:
@@ -271,5 +327,10 @@ def _num_runs(size: int, blocks: int, lanes: int) -> int:
 
 
 def _divisors(number: int) -> list[int]:
-    small = [n for n in range(1, math.isqrt(number) + 1) if number % n == 0]
-    return small + [number // n for n in small]
+    """All of them, in no order; a square's root twice."""
+    divisors = []
+    for small in range(1, math.isqrt(number) + 1):
+        if number % small == 0:
+            divisors.append(small)
+            divisors.append(number // small)
+    return divisors
