@@ -22,6 +22,7 @@ MANIFEST = ".manifest.json"
 FORMAT = "streammega-manifest"
 VERSION = 1
 MOST_BYTES = 1 << 30
+"""Of a manifest, which is read whole: a name in its place may be that of anything."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,14 +63,19 @@ class Manifest:
     shards: list[Shard]
     loss_modes: list[int] | None = None
 
+    @property
+    def tokenizer_label(self) -> tuple[str, str]:
+        """(name, digest) of the tokenizer; empty where it is not known."""
+        return self.tokenizer.get("name", ""), self.tokenizer.get("digest", "")
+
     def to_json(self) -> bytes:
         """What is stored."""
         fields = asdict(self)
         if self.loss_modes is None:  # so that a dataset without them has the manifest it always had
             del fields["loss_modes"]
-        return (
-            json.dumps({"format": FORMAT, "version": VERSION, **fields}, indent=1) + "\n"
-        ).encode()
+        stored = {"format": FORMAT, "version": VERSION, **fields}
+        text = json.dumps(stored, indent=1) + "\n"
+        return text.encode()
 
 
 def read_manifest(url: str, storage: StorageConfig) -> Manifest:
@@ -80,32 +86,41 @@ def read_manifest(url: str, storage: StorageConfig) -> Manifest:
         raise FormatError(f"{url}: {info.size:,} bytes are too many for a manifest")
     raw = bytes(store.read_ranges(key, [0], [info.size], info.etag)[0])
     try:
-        found: Any = json.loads(raw)
-        if not isinstance(found, dict) or found.pop("format", None) != FORMAT:
-            raise FormatError(f"{url}: is not a manifest that streammega convert wrote")
-        version = found.pop("version", None)
-        if version != VERSION:
-            raise FormatError(
-                f"{url}: is a manifest of version {version}; this program reads version {VERSION}"
-            )
-        manifest = dacite.from_dict(Manifest, found, dacite.Config(strict=True))
-    except (ValueError, dacite.DaciteError) as error:
-        if isinstance(error, FormatError):
-            raise
+        manifest = _parse(raw, url)
+    except FormatError:
+        raise
+    except (ValueError, RecursionError, dacite.DaciteError) as error:
         raise FormatError(
             f"{url}: is a damaged manifest ({error}); convert again, or name the shards"
         ) from None
-    if manifest.dtype not in {str(dtype) for dtype in CODE_OF_DTYPE}:
+    known_dtypes = [str(dtype) for dtype in CODE_OF_DTYPE]
+    if manifest.dtype not in known_dtypes:
         raise FormatError(
-            f"{url}: is a damaged manifest: there are no tokens of dtype {manifest.dtype!r}; convert again"
+            f"{url}: is a damaged manifest: there are no tokens of dtype {manifest.dtype!r}; "
+            "convert again"
         )
-    if manifest.kind not in SUFFIXES or any(
+    # Names become paths: one that leads elsewhere could show, or replace, what is no dataset.
+    leads_elsewhere = any(
         "/" in shard.name or shard.name in ("", "..") for shard in manifest.shards
-    ):
+    )
+    if manifest.kind not in SUFFIXES or leads_elsewhere:
         raise FormatError(
             f"{url}: names shards outside of its folder, or of an unknown kind {manifest.kind!r}"
         )
     return manifest
+
+
+def _parse(raw: bytes, url: str) -> Manifest:
+    """Raises FormatError for another kind of JSON, ValueError or DaciteError for what is none."""
+    stored: Any = json.loads(raw)
+    if not isinstance(stored, dict) or stored.pop("format", None) != FORMAT:
+        raise FormatError(f"{url}: is not a manifest that streammega convert wrote")
+    version = stored.pop("version", None)
+    if version != VERSION:
+        raise FormatError(
+            f"{url}: is a manifest of version {version}; this program reads version {VERSION}"
+        )
+    return dacite.from_dict(Manifest, stored, dacite.Config(strict=True))
 
 
 def manifest_shards(url: str, storage: StorageConfig) -> list[KnownShard]:
@@ -116,12 +131,11 @@ def manifest_shards(url: str, storage: StorageConfig) -> list[KnownShard]:
     manifest = read_manifest(url, storage)
     folder = parent_url(url) if "/" in url else "."
     kind = cast(Kind, manifest.kind)
-    return [
-        KnownShard(
-            name=join_url(folder, named(shard.name, kind)), entry=_entry(shard, manifest, url)
-        )
-        for shard in manifest.shards
-    ]
+    shards = []
+    for shard in manifest.shards:
+        name = join_url(folder, named(shard.name, kind))
+        shards.append(KnownShard(name=name, entry=_entry(shard, manifest, url)))
+    return shards
 
 
 def _entry(shard: Shard, manifest: Manifest, url: str) -> ManifestEntry:
@@ -133,13 +147,13 @@ def _entry(shard: Shard, manifest: Manifest, url: str) -> ManifestEntry:
         bytes=shard.bytes,
         index_bytes=shard.index_bytes,
         loss_modes=None if manifest.loss_modes is None else tuple(manifest.loss_modes),
-        tokenizer=(manifest.tokenizer.get("name", ""), manifest.tokenizer.get("digest", "")),
+        tokenizer=manifest.tokenizer_label,
     )
-    if min(entry.documents, entry.sequences, entry.tokens) < 0 or (
-        manifest.kind == "bin" and entry.token_bytes != entry.bytes
-    ):
+    least = min(entry.documents, entry.sequences, entry.tokens)
+    contradicts = manifest.kind == "bin" and entry.token_bytes != entry.bytes
+    if least < 0 or contradicts:
         raise FormatError(
-            f"{url}: is a damaged manifest: {shard.name} has {shard.tokens} tokens of {manifest.dtype} in {shard.bytes} bytes; "
-            f"convert again, or name the shards"
+            f"{url}: is a damaged manifest: {shard.name} has {shard.tokens} tokens of "
+            f"{manifest.dtype} in {shard.bytes} bytes; convert again, or name the shards"
         )
     return entry

@@ -317,6 +317,7 @@ MANIFESTS = {
     "another version": ('{"format": "streammega-manifest", "version": 9}', "version 9"),
     "fields missing": ('{"format": "streammega-manifest", "version": 1}', "damaged manifest"),
     "no JSON": ("{", "damaged manifest"),
+    "nested too deeply": ("[" * 100_000, "damaged manifest"),
 }
 
 
