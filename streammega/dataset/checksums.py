@@ -11,6 +11,7 @@ import xxhash
 from streammega.storage.store import ObjectWriter
 
 CHECK_BYTES = 64 << 20
+"""Part of the manifest's format: stored checksums are of so many bytes each."""
 
 
 class HashingWriter:
@@ -28,23 +29,22 @@ class HashingWriter:
     @property
     def checksums(self) -> list[str]:
         """One for each CHECK_BYTES of what was written, the last for the rest."""
-        return (
-            [*self._checksums, self._hash.hexdigest()]
-            if self.size % CHECK_BYTES or not self.size
-            else list(self._checksums)
-        )
+        if self.size and self.size % CHECK_BYTES == 0:
+            return list(self._checksums)
+        return [*self._checksums, self._hash.hexdigest()]
 
     def write(self, data: bytes | memoryview) -> None:
         """Append bytes."""
         if self._inner is not None:
             self._inner.write(data)
         view = memoryview(data)
-        at = 0
-        while at < len(view):
-            end = min(len(view), at + CHECK_BYTES - self.size % CHECK_BYTES)
-            self._hash.update(view[at:end])
-            self.size += end - at
-            at = end
+        start = 0
+        while start < len(view):
+            left = CHECK_BYTES - self.size % CHECK_BYTES
+            stop = min(start + left, len(view))
+            self._hash.update(view[start:stop])
+            self.size += stop - start
+            start = stop
             if self.size % CHECK_BYTES == 0:
                 self._checksums.append(self._hash.hexdigest())
                 self._hash = xxhash.xxh3_128()

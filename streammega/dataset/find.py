@@ -60,19 +60,24 @@ def open_shards(
     `finish` is called after that, for what is to be read of them at once. A dataset that is
     replaced meanwhile is looked up and opened again: it is the former one, or the new one.
     """
-    for left in reversed(range(TRIES)):
+    for number in range(TRIES):
+        is_first = number == 0
+        is_last = number == TRIES - 1
         seen: list[KnownShard] = []
         try:
             opened = _open_found(name, storage, open_all, seen)
             finish()
         except ObjectChangedError:
-            if not left:
+            if is_last:
                 raise
         except (ObjectNotFoundError, FormatError):
+            if is_last:
+                raise
+            is_as_before = _look(name, storage) == seen
             # Local shards have their plain names again in the end: that nothing seems to have
             # changed says little of them once.
-            again = left == TRIES - 1 and not is_remote(name)
-            if not left or (_look(name, storage) == seen and not again):
+            says_little = is_first and not is_remote(name)
+            if is_as_before and not says_little:
                 raise
         else:
             return opened
@@ -98,11 +103,12 @@ def _open_found(
     seen += shards
     if not _is_prefix(shards, name):
         return open_all(shards)
+    pair = shards[0].name
     listed, damage = _manifest_beside(name, storage)
     seen += listed
-    if [shard.name for shard in listed] == [shards[0].name]:
+    if [shard.name for shard in listed] == [pair]:
         return open_all(listed)
-    # the pair of that name was replaced, and is being removed
+    # The pair of that name was replaced, and is being removed.
     if listed and owner_of(listed[0].name) == strip_suffix(name):
         return open_all(_with_infos(listed, storage))
     try:
@@ -110,7 +116,7 @@ def _open_found(
     except ObjectNotFoundError:
         if damage is not None:
             raise damage from None
-        if not listed or shards[0].name != strip_suffix(name):
+        if not listed or pair != strip_suffix(name):
             raise
     return open_all(_with_infos(listed, storage))
 
@@ -130,16 +136,18 @@ def find_shards(name: str, storage: StorageConfig) -> list[KnownShard]:
     """
     if name.endswith(".json"):
         return _with_infos(manifest_shards(name, storage), storage)
-    found = _remote_shards(name, storage) if is_remote(name) else _local_shards(name)
-    if found is None:
+    shards = _remote_shards(name, storage) if is_remote(name) else _local_shards(name)
+    if shards is None:
         return [KnownShard(name=named(*split_name(name)))]
-    if not found:
+    if not shards:
         raise ObjectNotFoundError(f"{name}: holds no pair of .bin and .idx; check the path")
-    if missing := missing_shards(shard.name for shard in found):
+    missing = missing_shards(shard.name for shard in shards)
+    if missing:
         raise MissingShardsError(
-            f"{name}: shards of a set are missing, such as {', '.join(missing)}; was the conversion interrupted?"
+            f"{name}: shards of a set are missing, such as {', '.join(missing)}; was the "
+            "conversion interrupted?"
         )
-    return found
+    return shards
 
 
 def _is_prefix(shards: list[KnownShard], name: str) -> bool:
@@ -169,42 +177,65 @@ def _present(prefixes: list[str], storage: StorageConfig) -> list[str]:
 
     Only where a name has the mark of such shards is a manifest read.
     """
-    for owner in sorted({owner for prefix in prefixes if (owner := owner_of(prefix))}):
-        own = [prefix for prefix in prefixes if may_belong(prefix, owner)]
+    owners = set()
+    for prefix in prefixes:
+        owner = owner_of(prefix)
+        if owner is not None:
+            owners.add(owner)
+    for owner in sorted(owners):
+        may_be_its = [prefix for prefix in prefixes if may_belong(prefix, owner)]
         try:
-            listed = {
-                strip_suffix(shard.name) for shard in manifest_shards(owner + MANIFEST, storage)
-            }
+            shards = manifest_shards(owner + MANIFEST, storage)
+            listed = {strip_suffix(shard.name) for shard in shards}
         except ObjectNotFoundError:
-            listed = {prefix for prefix in own if owner_of(prefix) is None}
+            # What has a mark was never finished.
+            listed = {prefix for prefix in may_be_its if owner_of(prefix) is None}
         if listed:
-            prefixes = [prefix for prefix in prefixes if prefix in listed or prefix not in own]
+            replaced = set(may_be_its) - listed
+            prefixes = [prefix for prefix in prefixes if prefix not in replaced]
     return prefixes
 
 
-# --- local ----------------------------------------------------------------------------------------------------------------
+# --- local ----------------------------------------------------------------------------------------
 
 
 def _local_shards(name: str) -> list[KnownShard] | None:
     """Of a folder or glob; None: the name is a prefix."""
     if _is_folder(name):
-        there = {os.path.join(name, entry) for entry in os.listdir(name)}
-        indices = [path for path in there if path.endswith(".idx")]
-    elif not any(sign in name for sign in SIGNS) or _exists(name):
-        return None
+        paths = _paths_in(name)
+        indices = [path for path in paths if path.endswith(".idx")]
+    elif _has_signs(name) and not _exists(name):
+        indices = _matching_indices(name)
+        paths = set()
+        for folder in {os.path.dirname(path) for path in indices}:
+            paths |= _paths_in(folder)
     else:
-        folder, pattern = os.path.split(name)
+        return None
+    prefixes = sorted({strip_suffix(path) for path in indices})
+    shards = []
+    for prefix in _present(prefixes, StorageConfig()):
+        shards.append(KnownShard(name=_with_kind(prefix, paths)))
+    return shards
+
+
+def _paths_in(folder: str) -> set[str]:
+    """The paths of all that lies in a folder; "" is the current one."""
+    return {os.path.join(folder, entry) for entry in os.listdir(folder or ".")}
+
+
+def _matching_indices(name: str) -> list[str]:
+    """The `.idx` files that a pattern names, with their suffix or without."""
+    folder, pattern = os.path.split(name)
+    if os.path.isdir(folder):
         # The signs in a folder that is there are letters.
-        pattern = os.path.join(glob.escape(folder), pattern) if os.path.isdir(folder) else name
-        indices = [path for path in glob.glob(pattern) if path.endswith(".idx")] or glob.glob(
-            f"{pattern}.idx"
-        )
-        folders = {os.path.dirname(path) for path in indices}
-        there = {
-            os.path.join(folder, entry) for folder in folders for entry in os.listdir(folder or ".")
-        }
-    prefixes = _present(sorted({strip_suffix(path) for path in indices}), StorageConfig())
-    return [KnownShard(name=_with_kind(prefix, there)) for prefix in prefixes]
+        name = os.path.join(glob.escape(folder), pattern)
+    indices = [path for path in glob.glob(name) if path.endswith(".idx")]
+    return indices or glob.glob(f"{name}.idx")
+
+
+def _has_signs(name: str) -> bool:
+    """Whether a name may be a pattern."""
+    return any(sign in name for sign in SIGNS)
 
 
 def _is_folder(name: str) -> bool:
@@ -214,24 +245,25 @@ def _is_folder(name: str) -> bool:
 
 def _exists(name: str) -> bool:
     """Whether a dataset of that very name is there."""
-    return any(os.path.exists(strip_suffix(name) + suffix) for suffix in (".idx", MANIFEST))
+    prefix = strip_suffix(name)
+    return os.path.exists(f"{prefix}.idx") or os.path.exists(prefix + MANIFEST)
 
 
 def _with_kind(prefix: str, there: Collection[str]) -> str:
     """A shard's name, by what lies beside its `.idx`."""
-    for suffix in SUFFIXES.values():
+    for kind, suffix in SUFFIXES.items():
         if prefix + suffix in there:
-            return prefix if suffix == ".bin" else prefix + suffix
+            return named(prefix, kind)
     return prefix
 
 
-# --- remote ---------------------------------------------------------------------------------------------------------------
+# --- remote ---------------------------------------------------------------------------------------
 
 
 def _remote_shards(name: str, storage: StorageConfig) -> list[KnownShard] | None:
     """Of a folder or glob; None: the name is a prefix."""
     folder, _, pattern = name.rpartition("/")
-    if pattern and not any(sign in pattern for sign in SIGNS):
+    if pattern and not _has_signs(pattern):
         return None
     try:
         there = _listed(folder, storage)
@@ -243,13 +275,20 @@ def _remote_shards(name: str, storage: StorageConfig) -> list[KnownShard] | None
     if pattern and (f"{exact}.idx" in there or f"{exact}{MANIFEST}" in there):
         return None
     stems = sorted(strip_suffix(item) for item in there if item.endswith(".idx"))
-    chosen = [stem for stem in stems if not pattern or _matches(stem, pattern)]
-    chosen = [
-        item.rpartition("/")[2]
-        for item in _present([join_url(folder, stem) for stem in chosen], storage)
-    ]
-    shards = [KnownShard(name=join_url(folder, _with_kind(stem, there))) for stem in chosen]
+    prefixes = []
+    for stem in stems:
+        if not pattern or _matches(stem, pattern):
+            prefixes.append(join_url(folder, stem))
+    shards = []
+    for prefix in _present(prefixes, storage):
+        stem = _base_name(prefix)
+        shards.append(KnownShard(name=join_url(folder, _with_kind(stem, there))))
     return _from_listing(shards, there, storage)
+
+
+def _base_name(name: str) -> str:
+    """What follows the last slash."""
+    return name.rpartition("/")[2]
 
 
 def _matches(stem: str, pattern: str) -> bool:
@@ -259,7 +298,7 @@ def _matches(stem: str, pattern: str) -> bool:
 def _listed(folder: str, storage: StorageConfig) -> dict[str, ObjectInfo]:
     """The objects of a folder by their names in it; what lies deeper is not listed."""
     store, key = open_store(f"{folder}/", storage)
-    return {item.key.rpartition("/")[2]: item for item in store.list(key, recursive=False)}
+    return {_base_name(item.key): item for item in store.list(key, recursive=False)}
 
 
 def _with_infos(shards: list[KnownShard], storage: StorageConfig) -> list[KnownShard]:
@@ -290,13 +329,13 @@ def _from_listing(
     """
     if not shards or not _agrees(shards[0], there, storage):
         return shards
-    found = []
+    with_infos = []
     for shard in shards:
-        prefix, kind = split_name(shard.name.rpartition("/")[2])
+        prefix, kind = split_name(_base_name(shard.name))
         stored = there.get(prefix + SUFFIXES[kind])
         index = there.get(f"{prefix}.idx")
-        found.append(replace(shard, stored=_told(stored), index=_told(index)))
-    return found
+        with_infos.append(replace(shard, stored=_told(stored), index=_told(index)))
+    return with_infos
 
 
 def _told(info: ObjectInfo | None) -> ObjectInfo | None:
@@ -311,9 +350,9 @@ def _agrees(shard: KnownShard, there: Mapping[str, ObjectInfo], storage: Storage
     at its first read.
     """
     prefix, _ = split_name(shard.name)
-    listed = _told(there.get(f"{prefix.rpartition('/')[2]}.idx"))
+    listed = _told(there.get(f"{_base_name(prefix)}.idx"))
     if listed is None:
         return False
     store, key = open_store(f"{prefix}.idx", storage)
-    found = store.info(key)
-    return found.size == listed.size and same_version(found.etag, listed.etag)
+    info = store.info(key)
+    return info.size == listed.size and same_version(info.etag, listed.etag)

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from streammega.config import StorageConfig, local_folder
 from streammega.dataset.find import open_shards
 from streammega.dataset.idx import IndexArrays
-from streammega.dataset.joined import KEEP_BYTES, join_indices, kept_indices
+from streammega.dataset.joined import KEEP_BYTES, Version, join_indices, kept_indices
 from streammega.dataset.labels import TokenizerLabel, loss_modes_of, tokenizers_of
 from streammega.dataset.megatron_names import IndexView, opening_of, pair_exists
 from streammega.dataset.node_cache import default_cache_dir
@@ -44,27 +44,40 @@ class IndexedDataset(Sequence["Item"]):
     Takes what Megatron's IndexedDataset takes, in its order: with `multimodal=True` slices and
     `get` are also as Megatron's, (list of tokens, modes) and (tokens, mode).
 
-    Args: path_prefix: the path or URL without `.bin` / `.idx`; `prefix` is the same. multimodal:
-        whether sequences come with their modes; None: where the file has them. Or, for short,
-        `storage`. mmap: map local tokens, or read them (`StorageConfig.local`). Or, for short,
-        `index_cache_dir`. object_storage_config: Megatron's; its `path_to_idx_cache` is
-        `index_cache_dir`. storage: credentials, transport and limits. index_cache_dir: where `.idx`
-        copies go; default `default_cache_dir()`. fast_cache_load, sequences_per_dataset,
-        dtype_code: of Megatron's, at their defaults only: an `.idx` is always looked at.
+    Args:
+        path_prefix: the path or URL without `.bin` / `.idx`; `prefix` is the same.
+        multimodal: whether sequences come with their modes; None: where the file has them. Or, for
+            short, `storage`.
+        mmap: map local tokens, or read them (`StorageConfig.local`). Or, for short,
+            `index_cache_dir`.
+        object_storage_config: Megatron's; its `path_to_idx_cache` is `index_cache_dir`.
+        storage: credentials, transport and limits.
+        index_cache_dir: where `.idx` copies go; default `default_cache_dir()`.
+        fast_cache_load, sequences_per_dataset, dtype_code: of Megatron's, at their defaults only:
+            an `.idx` is always looked at.
 
     Raises ObjectNotFoundError, FormatError (a forged, truncated or foreign file, or no modes where
     they are asked for), ConfigError, AccessDeniedError, EndpointError.
     """
 
     def __init__(
-        self, path_prefix: str = "", multimodal: bool | StorageConfig | None = None, mmap: bool | str | Path | None = None,
-        object_storage_config: Any = None, *, prefix: str = "", storage: StorageConfig | None = None,
-        index_cache_dir: str | Path | None = None, fast_cache_load: bool = False, sequences_per_dataset: Any = None,
+        self,
+        path_prefix: str = "",
+        multimodal: bool | StorageConfig | None = None,
+        mmap: bool | str | Path | None = None,
+        object_storage_config: Any = None,
+        *,
+        prefix: str = "",
+        storage: StorageConfig | None = None,
+        index_cache_dir: str | Path | None = None,
+        fast_cache_load: bool = False,
+        sequences_per_dataset: Any = None,
         dtype_code: int | None = None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         if fast_cache_load or sequences_per_dataset is not None or dtype_code is not None:
             raise ConfigError(
-                "fast_cache_load, sequences_per_dataset and dtype_code open an .idx unseen, which is not done here"
+                "fast_cache_load, sequences_per_dataset and dtype_code open an .idx unseen, which "
+                "is not done here"
             )
         name = str(path_prefix or prefix)
         if not name:
@@ -87,21 +100,25 @@ class IndexedDataset(Sequence["Item"]):
             )
 
     def _open(self, shards: list[KnownShard]) -> list[str]:
+        """Look up the tokens of all shards; returns the shards' names."""
         self._files = [ShardFiles(shard, self.storage, self._cache_dir) for shard in shards]
         opened = each(ShardFiles.tokens, self._files, OPENERS)
+        self._sizes = [info.size for _, info in opened]
+        self.store: Store
+        self.bin_key: str
+        self.bin_info: ObjectInfo
         if len(opened) == 1:
-            self.store: Store = opened[0][0]
+            self.store, self.bin_info = opened[0]
             self.bin_key = self._files[0].key
-            self.bin_info: ObjectInfo = opened[0][1]
         else:
             self.store = ConcatStore(opened, self.prefix)
             self.bin_key = self.prefix
             self.bin_info = self.store.info(self.bin_key)
-        self._sizes = [info.size for _, info in opened]
         return [shard.name for shard in shards]
 
     def _open_index(self) -> None:
-        each(lambda files: files.index.info, self._files, OPENERS)  # looked up together, and kept
+        # Looked up together, and kept: one after the other they would take a round trip each.
+        each(lambda files: files.index.info, self._files, OPENERS)
         # Now, for errors belong here; and not by the property, which before Python 3.12 opens one
         # dataset of a blend at a time.
         self.__dict__["_arrays"] = self._open_arrays()
@@ -134,7 +151,8 @@ class IndexedDataset(Sequence["Item"]):
             urls = [index.url for index in indices]
             versions = []
             for info, token_bytes in zip(infos, self._sizes, strict=True):
-                versions.append((info.etag, info.size, token_bytes))
+                version = Version(etag=info.etag, size=info.size, token_bytes=token_bytes)
+                versions.append(version)
             return kept_indices(self._cache_dir / "idx", urls, versions, self._open_indices)
         except FormatError as error:
             raise FormatError(f"{self.prefix}: {error}") from None
@@ -204,7 +222,7 @@ class IndexedDataset(Sequence["Item"]):
         return self.storage.local == "mmap"
 
     @property
-    def index(self) -> IndexView:  # type: ignore[override]  # Sequence has a method of that name, to search for an item
+    def index(self) -> IndexView:  # type: ignore[override]  # of Sequence it is a search
         """The arrays of the `.idx` under Megatron's names."""
         return IndexView(self._arrays, self.sequence_modes)
 
@@ -242,15 +260,17 @@ class IndexedDataset(Sequence["Item"]):
         return tokens if modes is None else (tokens, int(modes[number]))
 
     def _part(self, number: int, offset: int, length: int | None) -> Tokens:
+        """`length` tokens (None: the rest) of a sequence, from token `offset` on."""
         size = int(self.sequence_lengths[number])
         stop = size if length is None else offset + length
         if not 0 <= offset <= stop <= size:
             raise IndexError(
                 f"tokens [{offset}, {stop}) of sequence {number}, which has {size} tokens"
             )
-        at = int(self.sequence_offsets[number])
+        first_byte = int(self.sequence_offsets[number])
         itemsize = self.dtype.itemsize
-        return self._tokens(self._read(at + offset * itemsize, at + stop * itemsize))
+        data = self._read(first_byte + offset * itemsize, first_byte + stop * itemsize)
+        return self._tokens(data)
 
     def _slice(self, index: slice) -> list[Item]:
         start, stop, step = index.indices(len(self))
@@ -261,21 +281,23 @@ class IndexedDataset(Sequence["Item"]):
             return list(tokens)
         modes = self.sequence_modes[start:stop]
         if self._with_modes:
-            return tokens, modes  # type: ignore[return-value]  # as Megatron returns them, to those who call it as Megatron's
-        return [(own, int(mode)) for own, mode in zip(tokens, modes, strict=True)]
+            # As Megatron returns them, to those who call it as they call Megatron's.
+            return tokens, modes  # type: ignore[return-value]
+        return list(zip(tokens, modes.tolist(), strict=True))
 
     def _run(self, start: int, stop: int) -> list[Tokens]:
         """The tokens of sequences [start, stop), by one range read where they lie end to end."""
         sizes = self.sequence_lengths[start:stop].astype(np.int64) * self.dtype.itemsize
         offsets = self.sequence_offsets[start:stop]
-        if (offsets[1:] != offsets[:-1] + sizes[:-1]).any():
+        ends = offsets + sizes
+        if (offsets[1:] != ends[:-1]).any():
             return [self._part(number, 0, None) for number in range(start, stop)]
-        low = int(offsets[0])
-        whole = self._read(low, int(offsets[-1] + sizes[-1]))
-        return [
-            self._tokens(whole[int(a) - low : int(a + b) - low])
-            for a, b in zip(offsets, sizes, strict=True)
-        ]
+        first_byte = int(offsets[0])
+        whole = self._read(first_byte, int(ends[-1]))
+        run = []
+        for low, high in zip(offsets - first_byte, ends - first_byte, strict=True):
+            run.append(self._tokens(whole[int(low) : int(high)]))
+        return run
 
     def _read(self, start: int, stop: int) -> Buffer:
         return self.store.read_ranges(self.bin_key, [start], [stop], self.bin_info.etag)[0]
@@ -284,6 +306,7 @@ class IndexedDataset(Sequence["Item"]):
         return np.frombuffer(data, self.dtype.newbyteorder("<"))
 
     def _number(self, index: int) -> int:
+        """A sequence's number from the front. Raises IndexError."""
         number = operator.index(index)
         if not -len(self) <= number < len(self):
             raise IndexError(f"sequence {number} of {len(self)} in {redact_urls(self.prefix)}")

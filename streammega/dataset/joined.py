@@ -11,12 +11,20 @@ import json
 import logging
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from streammega.dataset.idx import DTYPE_OF_CODE, IndexArrays, dtype_code
+from streammega.dataset.idx import (
+    DOCUMENT_BOUND,
+    DTYPE_OF_CODE,
+    LENGTH,
+    MODE,
+    OFFSET,
+    IndexArrays,
+    dtype_code,
+)
 from streammega.dataset.node_cache import ArrayKind, ArrayParts, cached_arrays, damaged_array
 from streammega.errors import CacheError, FormatError
 
@@ -28,16 +36,24 @@ cost more than they save.
 """
 ROWS = 1 << 17
 """Sequences that are joined at once: what bounds the memory."""
-Version = tuple[str, int, int]
-"""What tells an `.idx` from all others at its URL: its ETag and size, and the bytes of tokens that
-it speaks of.
-"""
+KIND = np.dtype("<i8")
+
+
+class Version(NamedTuple):
+    """What tells an `.idx` from all others at its URL."""
+
+    etag: str
+    size: int
+    token_bytes: int
+    """Of the tokens that it speaks of."""
+
+
 _KINDS: dict[str, ArrayKind] = {
-    "kind": ((np.int64,), (2,)),  # the code of the token dtype, and whether there are modes
-    "sequence_lengths": ((np.dtype("<i4"),), (None,)),
-    "sequence_offsets": ((np.dtype("<i8"),), (None,)),
-    "document_indices": ((np.dtype("<i8"),), (None,)),
-    "sequence_modes": ((np.int8,), (None,)),
+    "kind": ((KIND,), (2,)),  # the code of the token dtype, and whether there are modes
+    "sequence_lengths": ((LENGTH,), (None,)),
+    "sequence_offsets": ((OFFSET,), (None,)),
+    "document_indices": ((DOCUMENT_BOUND,), (None,)),
+    "sequence_modes": ((MODE,), (None,)),
 }
 
 
@@ -62,17 +78,17 @@ def kept_indices(
     `urls` of the shards' `.idx` files. Where the files cannot be kept, every process joins in its
     memory, with a warning. Raises FormatError, StorageError, CacheError for files that are damaged.
     """
-    bin_bytes = [version[2] for version in versions]
-    of_name = f"{_digest(list(urls))}-"
-    key = of_name + _digest(list(versions))
-    made: list[Sequence[IndexArrays]] = []
+    token_bytes = [version.token_bytes for version in versions]
+    key_of_dataset = f"{_digest(list(urls))}-"
+    key = key_of_dataset + _digest(list(versions))
+    opened: list[Sequence[IndexArrays]] = []
 
     def build() -> dict[str, ArrayParts]:
-        made.append(open_parts())
-        return _joined(made[0], bin_bytes)
+        opened.append(open_parts())
+        return _joined(opened[0], token_bytes)
 
     try:
-        found = _arrays_of(cached_arrays(folder, key, _KINDS, build))
+        arrays = cached_arrays(folder, key, _KINDS, build)
     except CacheError as error:
         if all((folder / f"{key}-{name}.npy").exists() for name in _KINDS):
             raise  # what is there is damaged: to be named, not passed over
@@ -81,11 +97,13 @@ def kept_indices(
             error,
             len(urls),
         )
-        return join_indices(made[0] if made else open_parts(), bin_bytes)
-    if made:
-        _remove_former(folder, of_name, key)
-    _check_lengths(found, folder / key)
-    return found
+        parts = opened[0] if opened else open_parts()
+        return join_indices(parts, token_bytes)
+    joined = _arrays_of(arrays)
+    if opened:
+        _remove_former(folder, key_of_dataset, key)
+    _check_lengths(joined, folder / key)
+    return joined
 
 
 def _joined(parts: Sequence[IndexArrays], bin_bytes: Sequence[int]) -> dict[str, ArrayParts]:
@@ -96,36 +114,37 @@ def _joined(parts: Sequence[IndexArrays], bin_bytes: Sequence[int]) -> dict[str,
         raise FormatError(
             f"its shards differ in dtype ({', '.join(sorted(dtypes))}) or in having modes; convert them together"
         )
-    none = [0] * len(parts)
-    bytes_before = np.cumsum([0, *bin_bytes[:-1]]).tolist()
-    sequences_before = np.cumsum([0, *(len(part.sequence_lengths) for part in parts[:-1])]).tolist()
+    lengths = [part.sequence_lengths for part in parts]
+    offsets = [part.sequence_offsets for part in parts]
     modes = [part.sequence_modes for part in parts if part.sequence_modes is not None]
+    bytes_before = np.cumsum([0, *bin_bytes[:-1]]).tolist()
+    sequences_before = np.cumsum([0, *map(len, lengths[:-1])]).tolist()
+    # Each part begins with the bound 0, which is the last bound of the part before it.
+    bounds = [np.zeros(1, np.int64), *(part.document_indices[1:] for part in parts)]
     kind = np.array([dtype_code(parts[0].dtype), len(modes) > 0], np.int64)
+    unshifted = [0] * len(parts)
     return {
-        "kind": _shifted([kind], [0], "<i8"),
-        "sequence_lengths": _shifted([part.sequence_lengths for part in parts], none, "<i4"),
-        "sequence_offsets": _shifted(
-            [part.sequence_offsets for part in parts], bytes_before, "<i8"
-        ),
-        "document_indices": _shifted(
-            [np.zeros(1, np.int64), *(part.document_indices[1:] for part in parts)],
-            [0, *sequences_before],
-            "<i8",
-        ),
-        "sequence_modes": _shifted(modes, none, "|i1"),
+        "kind": _shifted([kind], [0], KIND),
+        "sequence_lengths": _shifted(lengths, unshifted, LENGTH),
+        "sequence_offsets": _shifted(offsets, bytes_before, OFFSET),
+        "document_indices": _shifted(bounds, [0, *sequences_before], DOCUMENT_BOUND),
+        "sequence_modes": _shifted(modes, unshifted[: len(modes)], MODE),
     }
 
 
-def _shifted(arrays: Sequence[NDArray[Any]], shifts: Sequence[int], dtype: str) -> ArrayParts:
+def _shifted(
+    arrays: Sequence[NDArray[Any]], shifts: Sequence[int], dtype: np.dtype[Any]
+) -> ArrayParts:
     """Arrays end to end, each plus its shift."""
 
     def parts() -> Iterator[NDArray[Any]]:
-        for array, shift in zip(arrays, shifts, strict=False):
-            for at in range(0, len(array), ROWS):
-                rows = array[at : at + ROWS]
+        for array, shift in zip(arrays, shifts, strict=True):
+            for first_row in range(0, len(array), ROWS):
+                rows = array[first_row : first_row + ROWS]
                 yield rows + shift if shift else rows
 
-    return ArrayParts(dtype=np.dtype(dtype), size=sum(len(array) for array in arrays), parts=parts)
+    size = sum(len(array) for array in arrays)
+    return ArrayParts(dtype=dtype, size=size, parts=parts)
 
 
 def _arrays_of(arrays: dict[str, NDArray[Any]]) -> IndexArrays:
@@ -141,19 +160,20 @@ def _arrays_of(arrays: dict[str, NDArray[Any]]) -> IndexArrays:
     )
 
 
-def _check_lengths(found: IndexArrays, files: Path) -> None:
+def _check_lengths(joined: IndexArrays, files: Path) -> None:
     """Raise CacheError if the files are not all of one index: rows of one are looked up in the
     others.
     """
-    sequences = len(found.sequence_lengths)
-    modes = found.sequence_modes
-    if len(found.sequence_offsets) != sequences or (modes is not None and len(modes) != sequences):
+    counts = {joined.num_sequences, len(joined.sequence_offsets)}
+    if joined.sequence_modes is not None:
+        counts.add(len(joined.sequence_modes))
+    if len(counts) > 1:
         raise damaged_array(f"{files}-*.npy: are not of the same number of sequences")
 
 
-def _remove_former(folder: Path, of_name: str, key: str) -> None:
+def _remove_former(folder: Path, key_of_dataset: str, key: str) -> None:
     """What was joined of former shards of the same dataset; whoever has it mapped keeps it."""
-    for path in folder.glob(f"{of_name}*"):
+    for path in folder.glob(f"{key_of_dataset}*"):
         if not path.name.startswith(key):
             path.unlink(missing_ok=True)
 

@@ -35,36 +35,46 @@ def loss_modes_of(files: Sequence[ShardFiles], name: str) -> LossModes:
 
     Raises FormatError where shards differ, StorageError.
     """
-    beside: dict[str, Manifest | None] = {}
-    found: dict[LossModes, str] = {}
-    for own in files:
-        entry = own.shard.entry
+    manifests: dict[str, Manifest | None] = {}
+    prefix_of_modes: dict[LossModes, str] = {}
+    for shard_files in files:
+        entry = shard_files.shard.entry
         if entry is not None:
-            found[entry.loss_modes] = own.prefix
-        elif own.index.header.multimodal:
-            manifest = _beside(own, name, beside)
-            modes = manifest.loss_modes if manifest is not None else None
-            found[None if modes is None else tuple(modes)] = own.prefix
-    if len(found) > 1:
-        told = " and ".join(f"{prefix} has {modes}" for modes, prefix in found.items())
+            prefix_of_modes[entry.loss_modes] = shard_files.prefix
+        elif shard_files.index.header.multimodal:
+            manifest = _beside(shard_files, name, manifests)
+            modes = None
+            if manifest is not None and manifest.loss_modes is not None:
+                modes = tuple(manifest.loss_modes)
+            prefix_of_modes[modes] = shard_files.prefix
+    if len(prefix_of_modes) > 1:
+        told = " and ".join(f"{prefix} has {modes}" for modes, prefix in prefix_of_modes.items())
         raise FormatError(
-            f"{name}: its shards differ in the modes that are to be learned ({told}); make a blend of them"
+            f"{name}: its shards differ in the modes that are to be learned ({told}); make a blend "
+            "of them"
         )
-    return next(iter(found), None)
+    return next(iter(prefix_of_modes), None)
 
 
 def tokenizers_of(files: Sequence[ShardFiles], name: str) -> set[TokenizerLabel]:
     """The tokenizers of a dataset's shards, as far as manifests tell them. Raises StorageError."""
-    beside: dict[str, Manifest | None] = {}
-    found = set()
-    for own in files:
-        entry = own.shard.entry
-        told = entry.tokenizer if entry is not None else None
-        if entry is None and (manifest := _beside(own, name, beside)) is not None:
-            told = (manifest.tokenizer.get("name", ""), manifest.tokenizer.get("digest", ""))
-        if told is not None and told[1]:
-            found.add(TokenizerLabel(*told))
-    return found
+    manifests: dict[str, Manifest | None] = {}
+    labels = set()
+    for shard_files in files:
+        entry = shard_files.shard.entry
+        told = None
+        if entry is not None:
+            told = entry.tokenizer
+        else:
+            manifest = _beside(shard_files, name, manifests)
+            if manifest is not None:
+                told = manifest.tokenizer_label
+        if told is None:
+            continue
+        tokenizer_name, digest = told
+        if digest:
+            labels.add(TokenizerLabel(tokenizer_name, digest))
+    return labels
 
 
 def _beside(files: ShardFiles, name: str, known: dict[str, Manifest | None]) -> Manifest | None:

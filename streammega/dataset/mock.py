@@ -9,19 +9,38 @@ always holds the same bytes.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass, fields
 
 import numpy as np
 from numpy.typing import NDArray
 
-from streammega.dataset.idx import HEADER_BYTES, encode_index
+from streammega.dataset.idx import encode_index, index_bytes
 from streammega.errors import ConfigError, ObjectNotFoundError, StorageError
 from streammega.kernels.mix import GOLDEN, mix
 from streammega.storage import Buffer, ObjectInfo, ObjectWriter
 from streammega.storage.open import register_scheme
 from streammega.storage.store import Bytes, Span, fill
 
-DEFAULTS = {"tokens": 10_000_000, "vocab": 50_257, "length": 1_000, "eod": 0, "seed": 0}
-ITEMSIZE = 4
+DTYPE = np.dtype("<i4")
+
+
+@dataclass(frozen=True, kw_only=True)
+class MockSettings:
+    """What a name may set: all numbers, `tokens` in all, `length` of them a document."""
+
+    tokens: int = 10_000_000
+    vocab: int = 50_257
+    length: int = 1_000
+    eod: int = 0
+    seed: int = 0
+
+    @property
+    def documents(self) -> int:
+        """Whole documents; a rest of tokens is left out."""
+        return self.tokens // self.length
+
+
+SETTINGS = tuple(field.name for field in fields(MockSettings))
 
 
 class MockStore:
@@ -34,10 +53,10 @@ class MockStore:
     def info(self, key: str) -> ObjectInfo:
         """Sizes follow from the name."""
         settings = self._settings(key)
-        documents = settings["tokens"] // settings["length"]
-        size = documents * settings["length"] * ITEMSIZE
         if key.endswith(".idx"):
-            size = HEADER_BYTES + 12 * documents + 8 * (documents + 1)
+            size = index_bytes(settings.documents, settings.documents + 1, multimodal=False)
+        else:
+            size = settings.documents * settings.length * DTYPE.itemsize
         return ObjectInfo(key=key, size=size, etag="mock")
 
     def read_ranges(
@@ -45,21 +64,24 @@ class MockStore:
     ) -> list[Buffer]:
         """Bytes computed on the spot."""
         settings = self._settings(key)
+        bodies: list[Buffer] = []
         if key.endswith(".idx"):
             whole = memoryview(_index(settings))
-            return [whole[a:b] for a, b in zip(starts, stops, strict=True)]
-        return [_tokens(settings, int(a), int(b)) for a, b in zip(starts, stops, strict=True)]
+            for start, stop in zip(starts, stops, strict=True):
+                bodies.append(whole[start:stop])
+        else:
+            for start, stop in zip(starts, stops, strict=True):
+                bodies.append(_tokens(settings, int(start), int(stop)))
+        return bodies
 
     def read_into(
         self, key: str, spans: Sequence[Span], outs: Sequence[Bytes], etag: str = ""
     ) -> None:
         """Bytes computed on the spot."""
-        fill(
-            self.url(key),
-            spans,
-            self.read_ranges(key, [a for a, _ in spans], [b for _, b in spans]),
-            outs,
-        )
+        starts = [start for start, _ in spans]
+        stops = [stop for _, stop in spans]
+        bodies = self.read_ranges(key, starts, stops)
+        fill(self.url(key), spans, bodies, outs)
 
     def list(self, prefix: str, recursive: bool = True) -> list[ObjectInfo]:
         """Nothing lies there."""
@@ -73,42 +95,49 @@ class MockStore:
         """Refused."""
         raise StorageError(f"{self.url(key)}: mock datasets are computed and cannot be removed")
 
-    def _settings(self, key: str) -> dict[str, int]:
-        name = key[:-4]
-        if not key.endswith((".bin", ".idx")):
+    def _settings(self, key: str) -> MockSettings:
+        """What a name sets. Raises ConfigError, ObjectNotFoundError."""
+        name, dot, suffix = key.rpartition(".")
+        if dot + suffix not in (".bin", ".idx"):
             raise ObjectNotFoundError(f"{self.url(key)}: a mock dataset has a .bin and an .idx")
-        settings = dict(DEFAULTS)
-        for pair in filter(None, name.split(",")):
+        named: dict[str, int] = {}
+        for pair in name.split(","):
+            if not pair:
+                continue
             setting, _, value = pair.partition("=")
-            if setting not in DEFAULTS or not value.isdigit():
+            if setting not in SETTINGS or not value.isdigit():
                 raise ConfigError(
-                    f"{self.url(name)}: {pair!r} is not one of {', '.join(DEFAULTS)}, followed by = and a number"
+                    f"{self.url(name)}: {pair!r} is not one of {', '.join(SETTINGS)}, followed by "
+                    "= and a number"
                 )
-            settings[setting] = int(value)
-        if not 0 < settings["length"] <= settings["tokens"] or settings["vocab"] < 2:
+            named[setting] = int(value)
+        settings = MockSettings(**named)
+        if not 0 < settings.length <= settings.tokens or settings.vocab < 2:
             raise ConfigError(
                 f"{self.url(name)}: needs 0 < length <= tokens, and a vocab of at least 2"
             )
         return settings
 
 
-def _index(settings: dict[str, int]) -> bytes:
-    documents = settings["tokens"] // settings["length"]
-    length = settings["length"]
-    lengths = np.full(documents, length, np.int32)
-    return b"".join(encode_index(np.dtype(np.int32), lengths, np.arange(documents + 1), None))
+def _index(settings: MockSettings) -> bytes:
+    lengths = np.full(settings.documents, settings.length, np.int32)
+    bounds = np.arange(settings.documents + 1)
+    return b"".join(encode_index(DTYPE, lengths, bounds, None))
 
 
-def _tokens(settings: dict[str, int], start: int, stop: int) -> Buffer:
-    first = start // ITEMSIZE
-    last = -(-stop // ITEMSIZE)
+def _tokens(settings: MockSettings, start: int, stop: int) -> Buffer:
+    """The bytes [start, stop) of the `.bin`, which need not be those of whole tokens."""
+    first = start // DTYPE.itemsize
+    last = -(-stop // DTYPE.itemsize)
     place = np.arange(first, last, dtype=np.uint64)
-    tokens: NDArray[np.int32] = (
-        _hash(place, settings["seed"]) % np.uint64(settings["vocab"] - 1)
-    ).astype("<i4")
-    tokens += tokens >= settings["eod"]
-    tokens[place % np.uint64(settings["length"]) == settings["length"] - 1] = settings["eod"]
-    return memoryview(tokens.tobytes())[start - first * ITEMSIZE : stop - first * ITEMSIZE]
+    # Of one id less than there are: from the eod on they are moved up, past it.
+    ids = _hash(place, settings.seed) % np.uint64(settings.vocab - 1)
+    tokens: NDArray[np.int32] = ids.astype(DTYPE)
+    tokens += tokens >= settings.eod
+    place_in_document = place % np.uint64(settings.length)
+    tokens[place_in_document == settings.length - 1] = settings.eod
+    first_byte = first * DTYPE.itemsize
+    return memoryview(tokens.tobytes())[start - first_byte : stop - first_byte]
 
 
 def _hash(place: NDArray[np.uint64], seed: int) -> NDArray[np.uint64]:

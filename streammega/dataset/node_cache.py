@@ -34,11 +34,14 @@ from streammega.storage.versions import tell_unversioned
 log = logging.getLogger(__name__)
 
 DOWNLOAD_BYTES = 64 << 20
+"""What a download or an upload holds in memory at once."""
 
 
 def default_cache_dir() -> Path:
     """$XDG_CACHE_HOME/streammega, or ~/.cache/streammega."""
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "streammega"
+    folder = os.environ.get("XDG_CACHE_HOME")
+    caches = Path(folder) if folder else Path.home() / ".cache"
+    return caches / "streammega"
 
 
 def cached_object(store: Store, info: ObjectInfo, cache_dir: Path, part_bytes: int) -> Path:
@@ -49,23 +52,24 @@ def cached_object(store: Store, info: ObjectInfo, cache_dir: Path, part_bytes: i
     path = cached_copy(store, info, cache_dir)
     if path.exists():
         return path
-    url_hash = _digest(store.url(info.key))
-    with node_lock(cache_dir / "idx" / f"{url_hash}.lock"):
-        if not path.exists():
-            latest = cache_dir / "idx" / f"{url_hash}.latest"
-            stale = _read_name(latest)
-            write_atomically(path, _download(store, info, part_bytes), info.size)
-            # Which copy to remove next is noted: a look through the folder for each of its files
-            # would be quadratic.
-            write_atomically(latest, [path.name.encode()], len(path.name))
-            if stale and stale != path.name:
-                (path.parent / stale).unlink(missing_ok=True)
+    digest_of_url = _digest(store.url(info.key))
+    with node_lock(path.parent / f"{digest_of_url}.lock"):
+        if path.exists():  # another process had the lock before this one
+            return path
+        # Which copy to remove next is noted: a look through the folder for each of its files
+        # would be quadratic.
+        latest = path.parent / f"{digest_of_url}.latest"
+        former = _read_name(latest)
+        write_atomically(path, _download(store, info, part_bytes), info.size)
+        write_atomically(latest, [path.name.encode()], len(path.name))
+        if former and former != path.name:
+            (path.parent / former).unlink(missing_ok=True)
     return path
 
 
 def local_view(store: Store, info: ObjectInfo, cache_dir: Path, part_bytes: int) -> memoryview:
     """The bytes of a remote object: its local copy, mapped. One without a version is read into
-    memory: no copy could be trusted
+    memory: no copy of it could be trusted.
 
     Raises CacheError when the cache cannot hold it, StorageError when it cannot be read.
     """
@@ -77,11 +81,9 @@ def local_view(store: Store, info: ObjectInfo, cache_dir: Path, part_bytes: int)
 
 def cached_copy(store: Store, info: ObjectInfo, cache_dir: Path) -> Path:
     """Where the local copy of an object lies, if there is one."""
-    return (
-        cache_dir
-        / "idx"
-        / f"{_digest(store.url(info.key))}-{_digest(f'{info.etag}:{info.size}')}.idx"
-    )
+    digest_of_url = _digest(store.url(info.key))
+    digest_of_version = _digest(f"{info.etag}:{info.size}")
+    return cache_dir / "idx" / f"{digest_of_url}-{digest_of_version}.idx"
 
 
 def _read_name(path: Path) -> str:
@@ -94,12 +96,11 @@ def _read_name(path: Path) -> str:
 
 def _download(store: Store, info: ObjectInfo, part_bytes: int) -> Iterator[memoryview]:
     """The object's bytes in order, fetched a window of concurrent parts at a time."""
-    for at in range(0, info.size, DOWNLOAD_BYTES):
-        end = min(at + DOWNLOAD_BYTES, info.size)
-        starts = list(range(at, end, part_bytes))
-        yield from store.read_ranges(
-            info.key, starts, [min(start + part_bytes, end) for start in starts], info.etag
-        )
+    for window_start in range(0, info.size, DOWNLOAD_BYTES):
+        window_stop = min(window_start + DOWNLOAD_BYTES, info.size)
+        starts = list(range(window_start, window_stop, part_bytes))
+        stops = [min(start + part_bytes, window_stop) for start in starts]
+        yield from store.read_ranges(info.key, starts, stops, info.etag)
 
 
 ArrayKind = tuple[tuple[DTypeLike, ...], tuple["int | None", ...]]
@@ -121,10 +122,10 @@ class ArrayParts:
     def filled(self) -> NDArray[Any]:
         """The array in memory."""
         array = np.empty(self.size, self.dtype)
-        at = 0
+        filled = 0
         for part in self.parts():
-            array[at : at + len(part)] = part
-            at += len(part)
+            array[filled : filled + len(part)] = part
+            filled += len(part)
         return array
 
 
@@ -143,16 +144,20 @@ def cached_arrays(
     CacheError for a file that holds no array of its kind.
     """
     paths = {name: folder / f"{key}-{name}.npy" for name in kinds}
-    if not all(path.exists() for path in paths.values()):
+    if not _all_there(paths):
         with node_lock(folder / f"{key}.lock"):
-            if not all(path.exists() for path in paths.values()) and not (
-                published and _download_all(published, paths)
-            ):
+            # Whoever had the lock before may have built them.
+            if not _all_there(paths) and not _download_all(published, paths):
                 arrays = build()
                 for name, path in paths.items():
                     array = arrays[name]
-                    write_atomically(path, _npy_bytes(array), array.size * array.dtype.itemsize)
+                    num_bytes = array.size * array.dtype.itemsize
+                    write_atomically(path, _npy_bytes(array), num_bytes)
     return {name: load_array(path, kinds[name]) for name, path in paths.items()}
+
+
+def _all_there(paths: Mapping[str, Path]) -> bool:
+    return all(path.exists() for path in paths.values())
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -172,17 +177,21 @@ class SharedFolder:
                 writer.write(chunk)
 
 
-def _download_all(published: SharedFolder, paths: Mapping[str, Path]) -> bool:
+def _download_all(published: SharedFolder | None, paths: Mapping[str, Path]) -> bool:
     """Fetch all arrays from the shared folder, or none: False when one is not there."""
+    if published is None:
+        return False
     found = []
     for path in paths.values():
         store, key = open_store(join_url(published.url, path.name), published.storage)
         try:
-            found.append((store, store.info(key), path))
+            info = store.info(key)
         except ObjectNotFoundError:
             return False
-    for store, info, path in found:
-        write_atomically(path, _download(store, info, published.storage.part_bytes), info.size)
+        found.append((path, store, info))
+    for path, store, info in found:
+        chunks = _download(store, info, published.storage.part_bytes)
+        write_atomically(path, chunks, info.size)
     return True
 
 
@@ -197,21 +206,26 @@ def load_array(path: Path, kind: ArrayKind) -> NDArray[np.generic]:
             if version != (1, 0):
                 raise ValueError(f"its version is {version}, not that which this library writes")
             shape, by_columns, dtype = np.lib.format.read_array_header_1_0(file)
-            begin = file.tell()
-            size = math.prod(shape) * dtype.itemsize
-            data = map_file(file.fileno(), begin + size, path)
+            first_byte = file.tell()
+            num_bytes = math.prod(shape) * dtype.itemsize
+            data = map_file(file.fileno(), first_byte + num_bytes, path)
     except (ValueError, EOFError, OSError) as error:
         raise damaged_array(f"{path}: is no readable array ({error})") from None
     dtypes, expected = kind
-    fits = len(shape) == len(expected) and all(
-        e in (None, n) for n, e in zip(shape, expected, strict=True)
-    )
-    if by_columns or dtype not in [np.dtype(known) for known in dtypes] or not fits:
+    known_dtypes = [np.dtype(known) for known in dtypes]
+    if by_columns or dtype not in known_dtypes or not _fits(shape, expected):
         raise damaged_array(
-            f"{path}: is {dtype} {list(shape)}, not {np.dtype(dtypes[-1])} {list(expected)}"
+            f"{path}: is {dtype} {list(shape)}, not {known_dtypes[-1]} {list(expected)}"
         )
     # Users know mapped arrays by this type; np.load would keep a descriptor for each.
-    return data[begin:].view(dtype).reshape(shape).view(np.memmap)
+    return data[first_byte:].view(dtype).reshape(shape).view(np.memmap)
+
+
+def _fits(shape: tuple[int, ...], expected: tuple[int | None, ...]) -> bool:
+    """Whether a shape is the expected one, of which None is any number."""
+    if len(shape) != len(expected):
+        return False
+    return all(wanted in (None, size) for size, wanted in zip(shape, expected, strict=True))
 
 
 def damaged_array(what: str) -> CacheError:
@@ -222,16 +236,24 @@ def damaged_array(what: str) -> CacheError:
 
 
 def _npy_bytes(array: NDArray[Any] | ArrayParts) -> Iterator[memoryview]:
-    shape = array.shape if isinstance(array, np.ndarray) else (array.size,)
+    """The bytes of a `.npy`, in chunks."""
+    parts: Iterable[NDArray[Any]]
+    shape: tuple[int, ...]
+    if isinstance(array, ArrayParts):
+        shape = (array.size,)
+        parts = array.parts()
+    else:
+        shape = array.shape
+        parts = [array]
     header = io.BytesIO()
     np.lib.format.write_array_header_1_0(
         header, {"descr": array.dtype.str, "fortran_order": False, "shape": shape}
     )
     yield header.getbuffer()
-    for part in [array] if isinstance(array, np.ndarray) else array.parts():
+    for part in parts:
         flat = np.ascontiguousarray(part, array.dtype).reshape(-1).view(np.uint8)
-        for at in range(0, flat.size, DOWNLOAD_BYTES):
-            yield flat[at : at + DOWNLOAD_BYTES].data
+        for start in range(0, flat.size, DOWNLOAD_BYTES):
+            yield flat[start : start + DOWNLOAD_BYTES].data
 
 
 def write_atomically(path: Path, chunks: Iterable[bytes | memoryview], expected_bytes: int) -> None:
@@ -281,14 +303,12 @@ def cache_error(path: Path, error: OSError, wanted: int) -> CacheError:
     reason = error.strerror or str(error)
     if error.errno in (errno.EACCES, errno.EPERM):
         return CacheError(
-            f"{path}: {reason}; the cache belongs to another user or is read-only: make the folder writable for all of its "
-            f"users, or set index_cache_dir to a folder of one's own"
+            f"{path}: {reason}; the cache belongs to another user or is read-only: make the folder "
+            "writable for all of its users, or set index_cache_dir to a folder of one's own"
         )
-    room = (
-        f" ({wanted:,} bytes wanted)"
-        if error.errno in (errno.ENOSPC, errno.EDQUOT) and wanted
-        else ""
-    )
+    room = ""
+    if error.errno in (errno.ENOSPC, errno.EDQUOT) and wanted:
+        room = f" ({wanted:,} bytes wanted)"
     return CacheError(
         f"{path}: {reason}{room}; free space there, or set index_cache_dir to a disk with room"
     )

@@ -7,6 +7,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass
+from itertools import islice
 from typing import Any, Literal
 
 import numpy as np
@@ -16,8 +17,11 @@ from streammega.storage import ObjectInfo
 
 Kind = Literal["bin", "zst", "tar"]
 SUFFIXES: dict[Kind, str] = {"bin": ".bin", "zst": ".bin.zst", "tar": ".tar"}
-_NUMBERED = re.compile(r"^(.*)-(\d{5,})-of-(\d{5,})$")
-_MARKED = re.compile(r"^(.+)-gen[0-9a-f]{12}(-\d{5,}-of-\d{5,})?$")
+_KIND_OF_SUFFIX: dict[str, Kind] = {".bin.zst": "zst", ".tar": "tar", ".bin": "bin", ".idx": "bin"}
+_NUMBERED = re.compile(r"^(?P<stem>.*)-(?P<number>\d{5,})-of-(?P<count>\d{5,})$")
+_MARKED = re.compile(r"^(?P<stem>.+)-gen[0-9a-f]{12}(-\d{5,}-of-\d{5,})?$")
+MOST_MISSING = 3
+"""Missing shards of a set that a message names."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,9 +71,9 @@ def split_name(name: str) -> tuple[str, Kind]:
     """(prefix, kind) of a shard: a prefix alone is a `.bin`; users paste names with any of the
     suffixes.
     """
-    for kind, suffix in (("zst", ".bin.zst"), ("tar", ".tar"), ("bin", ".bin"), ("bin", ".idx")):
+    for suffix, kind in _KIND_OF_SUFFIX.items():
         if name.endswith(suffix):
-            return name[: -len(suffix)], kind  # type: ignore[return-value]
+            return name.removesuffix(suffix), kind
     return name, "bin"
 
 
@@ -85,8 +89,8 @@ def strip_suffix(name: str) -> str:
 
 def set_name(prefix: str) -> str:
     """The prefix of the dataset that a shard is one of: without its number, where it has one."""
-    found = _NUMBERED.match(prefix)
-    return found[1] if found else prefix
+    numbered = _NUMBERED.match(prefix)
+    return numbered["stem"] if numbered else prefix
 
 
 def shard_name(prefix: str, number: int, count: int) -> str:
@@ -101,36 +105,40 @@ def marked(name: str, stem: str, mark: str) -> str:
     """The name of a shard of the dataset `stem` with a mark after that, by which it lies beside the
     shards it is to replace.
     """
-    return f"{stem}-{mark}{name[len(stem) :]}" if mark else name
+    return f"{stem}-{mark}{name.removeprefix(stem)}" if mark else name
 
 
 def owner_of(name: str) -> str | None:
     """The prefix of the dataset to which a shard with a mark belongs; None for all others."""
-    found = _MARKED.match(split_name(name)[0])
-    return found[1] if found else None
+    prefix, _ = split_name(name)
+    marked_name = _MARKED.match(prefix)
+    return marked_name["stem"] if marked_name else None
 
 
 def may_belong(name: str, prefix: str) -> bool:
     """Whether a shard's name is one that shards of the dataset `prefix` have: itself, numbered, or
     with a mark.
     """
-    plain = split_name(name)[0]
-    numbered = _NUMBERED.match(plain)
-    return prefix in (plain, numbered[1] if numbered else None, owner_of(plain))
+    own_prefix, _ = split_name(name)
+    return prefix in (own_prefix, set_name(own_prefix), owner_of(own_prefix))
 
 
 def missing_shards(names: Iterable[str]) -> list[str]:
     """Of numbered shards, the prefixes that should be there too and are not, at most a few of each
     set.
     """
-    sets: dict[tuple[str, int], set[int]] = {}
+    numbers_of_set: dict[tuple[str, int], set[int]] = {}
     for name in names:
-        if found := _NUMBERED.match(split_name(name)[0]):
-            sets.setdefault((found[1], int(found[3])), set()).add(int(found[2]))
+        prefix, _ = split_name(name)
+        numbered = _NUMBERED.match(prefix)
+        if numbered is None:
+            continue
+        of_set = (numbered["stem"], int(numbered["count"]))
+        numbers_of_set.setdefault(of_set, set()).add(int(numbered["number"]))
     missing = []
-    for (stem, count), there in sets.items():
-        gone = (number for number in range(count) if number not in there)
-        missing += [
-            shard_name(stem, number, count) for number, _ in zip(gone, range(3), strict=False)
-        ]
+    for (stem, count), numbers in numbers_of_set.items():
+        # Not all of them: a name may tell of any count, and it is somebody else's.
+        absent = (number for number in range(count) if number not in numbers)
+        for number in islice(absent, MOST_MISSING):
+            missing.append(shard_name(stem, number, count))
     return missing

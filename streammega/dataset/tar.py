@@ -21,28 +21,45 @@ from streammega.storage.store import ObjectWriter
 from streammega.storage.views import Members
 
 RECORD = 512
+"""What everything in a tar is padded to; a header is one of them."""
+END = bytes(2 * RECORD)
+"""Two empty records end an archive."""
+MODE_MEMBER_BYTES = 2 * RECORD
+"""A header, and a mode of a few digits, padded."""
 NPY_HEADER = 128
+NPY_MAGIC = b"\x93NUMPY\x01\x00"
+NPY_TEXT_LENGTH = struct.Struct("<H")
+NPY_TEXT_BYTES = NPY_HEADER - len(NPY_MAGIC) - NPY_TEXT_LENGTH.size
+"""What is left of a .npy header for its text, which ends in a newline."""
 MOST_BYTES = 8**11 - 1
-"""What the size field of a tar header can hold."""
+"""What the size field of a tar header can hold: 11 octal digits."""
+HEADER = struct.Struct("100s8s8s8s12s12s8sc100s8s")
+"""ustar: name, mode, owner, group, size, time, checksum, type, link, magic and version."""
+CHECKSUM_PLACE = struct.calcsize("100s8s8s8s12s12s")
 
 
 def layout(lengths: NDArray[np.int32], itemsize: int, multimodal: bool) -> Members:
     """Where the payloads of a shard with these sequence lengths lie."""
-    size = lengths.astype(np.int64) * itemsize
-    shown = np.concatenate([np.zeros(1, np.int64), np.cumsum(size)])
-    record = RECORD + -(-(NPY_HEADER + size) // RECORD) * RECORD + (2 * RECORD if multimodal else 0)
-    at = np.concatenate([np.zeros(1, np.int64), np.cumsum(record)]) + RECORD + NPY_HEADER
-    return Members(shown, at)
+    sizes = lengths.astype(np.int64) * itemsize
+    members = _member_bytes(sizes, multimodal)
+    shown = np.concatenate([np.zeros(1, np.int64), np.cumsum(sizes)])
+    first_bytes = np.concatenate([np.zeros(1, np.int64), np.cumsum(members)])
+    return Members(shown, first_bytes + RECORD + NPY_HEADER)
 
 
 def stored_bytes(lengths: NDArray[np.int32], itemsize: int, multimodal: bool) -> int:
-    """Bytes of such a shard: all members, and two empty records at its end."""
-    size = NPY_HEADER + lengths.astype(np.int64) * itemsize
-    return (
-        int((RECORD + -(-size // RECORD) * RECORD).sum())
-        + len(lengths) * (2 * RECORD if multimodal else 0)
-        + 2 * RECORD
-    )
+    """Bytes of such a shard: all members, and the end of the archive."""
+    sizes = lengths.astype(np.int64) * itemsize
+    return int(_member_bytes(sizes, multimodal).sum()) + len(END)
+
+
+def _member_bytes(sizes: NDArray[np.int64], multimodal: bool) -> NDArray[np.int64]:
+    """Bytes that sequences of `sizes` bytes take: header and padded .npy, and that of the mode."""
+    records = -(-(NPY_HEADER + sizes) // RECORD)
+    members: NDArray[np.int64] = RECORD + records * RECORD
+    if multimodal:
+        members += MODE_MEMBER_BYTES
+    return members
 
 
 class TarWriter:
@@ -54,27 +71,30 @@ class TarWriter:
     def __init__(
         self, inner: ObjectWriter, dtype: np.dtype[Any], multimodal: bool, first: int = 0
     ) -> None:
-        self._inner, self._dtype, self._multimodal = inner, dtype.newbyteorder("<"), multimodal
+        self._inner = inner
+        self._dtype = dtype.newbyteorder("<")
+        self._multimodal = multimodal
         self._number = first
 
     def add(
         self, data: memoryview, lengths: NDArray[np.int32], modes: NDArray[np.int8] | None
     ) -> None:
         """Append sequences, whose tokens lie end to end in `data`."""
-        at = 0
-        for place, length in enumerate(lengths.tolist()):
-            size = length * self._dtype.itemsize
+        start = 0
+        for row, length in enumerate(lengths.tolist()):
+            stop = start + length * self._dtype.itemsize
             name = f"{self._number:09d}"
-            self._member(f"{name}.npy", [_npy_header(self._dtype, length), data[at : at + size]])
+            self._member(f"{name}.npy", [_npy_header(self._dtype, length), data[start:stop]])
             if self._multimodal:
                 assert modes is not None
-                self._member(f"{name}.cls", [str(int(modes[place])).encode()])
-            at += size
+                mode = int(modes[row])
+                self._member(f"{name}.cls", [str(mode).encode()])
+            start = stop
             self._number += 1
 
     def commit(self) -> None:
         """End the archive and publish it."""
-        self._inner.write(bytes(2 * RECORD))
+        self._inner.write(END)
         self._inner.commit()
 
     def abort(self) -> None:
@@ -90,25 +110,34 @@ class TarWriter:
 
 
 def _header(name: str, size: int) -> bytes:
-    """A ustar header of a plain file."""
+    """A ustar header of a plain file, the same for the same file: of no user, and of no time."""
     if size > MOST_BYTES:
         raise FormatError(
-            f"{name}: {size:,} bytes are more than a tar member can have; write this corpus as .bin or zst shards"
+            f"{name}: {size:,} bytes are more than a tar member can have; write this corpus as "
+            ".bin or zst shards"
         )
     block = bytearray(RECORD)
-    struct.pack_into("100s8s8s8s12s12s8sc", block, 0, name.encode(), b"0000644\0", b"0000000\0", b"0000000\0",
-                     b"%011o\0" % size, b"%011o\0" % 0, b" " * 8, b"0")  # fmt: skip
-    block[257:265] = b"ustar\x0000"
-    block[148:156] = b"%06o\0 " % sum(block)
+    HEADER.pack_into(
+        block,
+        0,
+        name.encode(),
+        b"0000644\0",
+        b"0000000\0",
+        b"0000000\0",
+        b"%011o\0" % size,
+        b"%011o\0" % 0,
+        b" " * 8,  # for the sum of all bytes, which is of a header with spaces in its place
+        b"0",
+        b"",
+        b"ustar\x0000",
+    )
+    checksum = b"%06o\0 " % sum(block)
+    block[CHECKSUM_PLACE : CHECKSUM_PLACE + len(checksum)] = checksum
     return bytes(block)
 
 
 def _npy_header(dtype: np.dtype[Any], length: int) -> bytes:
     """A .npy header, version 1.0, always of 128 bytes."""
     text = f"{{'descr': '{dtype.str}', 'fortran_order': False, 'shape': ({length},), }}"
-    return (
-        b"\x93NUMPY\x01\x00"
-        + struct.pack("<H", NPY_HEADER - 10)
-        + text.encode().ljust(NPY_HEADER - 11)
-        + b"\n"
-    )
+    padded = text.encode().ljust(NPY_TEXT_BYTES - 1) + b"\n"
+    return NPY_MAGIC + NPY_TEXT_LENGTH.pack(NPY_TEXT_BYTES) + padded
