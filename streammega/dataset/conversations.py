@@ -87,19 +87,21 @@ def turns_of(record: Any, where: str) -> list[dict[str, Any]]:
         role, content, spelling = _role_and_content(turn, number, where)
         if content is not None or not turn.get("tool_calls"):
             _text_of(content, role, number, where)
-        others = {
-            name: value
-            for name, value in turn.items()
-            if value is not None and name not in spelling
-        }
-        own = {"role": role} if content is None else {"role": role, "content": content}
-        turns.append(own | others)
+        turn_of_template: dict[str, Any] = {"role": role}
+        if content is not None:
+            turn_of_template["content"] = content
+        for name, value in turn.items():
+            if value is not None and name not in spelling:
+                turn_of_template[name] = value
+        turns.append(turn_of_template)
     return turns
 
 
 def joined_content(content: Any) -> Any:
     """The text of a list of parts; anything else as it is."""
-    return "".join(part["text"] for part in content) if isinstance(content, list) else content
+    if isinstance(content, list):
+        return "".join(part["text"] for part in content)
+    return content
 
 
 def _turns(record: Any, where: str) -> list[Any]:
@@ -115,20 +117,22 @@ def _message(turn: Any, number: int, where: str) -> Message:
     role, content, _ = _role_and_content(turn, number, where)
     if turn.get("tool_calls"):
         raise FormatError(
-            f"{where}: message {number}, of role {role!r}, has tool calls, which are written by a chat template only: give one "
-            f"by --chat-template"
+            f"{where}: message {number}, of role {role!r}, has tool calls, which are written by a "
+            "chat template only: give one by --chat-template"
         )
     return Message(role, encodable(_text_of(content, role, number, where), where))
 
 
 def _role_and_content(turn: Any, number: int, where: str) -> tuple[str, Any, tuple[str, str]]:
     """(role, content, how the two are spelt in it)."""
-    role = content = None
+    role = None
+    content = None
     spelling = SPELLINGS[0]
     if isinstance(turn, dict):
         for spelling in SPELLINGS:
-            role = turn.get(spelling[0])
-            content = turn.get(spelling[1])
+            role_name, content_name = spelling
+            role = turn.get(role_name)
+            content = turn.get(content_name)
             if role is not None or content is not None:
                 break
     if not isinstance(role, str) or role not in ROLES:
@@ -148,15 +152,18 @@ def _text_of(content: Any, role: str, number: int, where: str) -> str:
             f"{place} needs a text, or a list of parts of type 'text', not {_short(content)}"
         )
     for part in content:
-        if (
-            not isinstance(part, dict)
-            or part.get("type") != "text"
-            or not isinstance(part.get("text"), str)
-        ):
+        if not _is_text_part(part):
             raise FormatError(
-                f"{place} has a part that is no text: {_short(part)}; a part is {{'type': 'text', 'text': ...}}"
+                f"{place} has a part that is no text: {_short(part)}; a part is "
+                "{'type': 'text', 'text': ...}"
             )
     return str(joined_content(content))
+
+
+def _is_text_part(part: Any) -> bool:
+    if not isinstance(part, dict) or part.get("type") != "text":
+        return False
+    return isinstance(part.get("text"), str)
 
 
 def _short(value: Any) -> str:
@@ -174,6 +181,7 @@ def encodable(text: str, where: str, before: int = 0) -> str:
         text.encode()
     except UnicodeEncodeError as error:
         raise FormatError(
-            f"{where}: holds half of a character (a lone surrogate, character {before + error.start}); leave it out"
+            f"{where}: holds half of a character (a lone surrogate, character "
+            f"{before + error.start}); leave it out"
         ) from None
     return text

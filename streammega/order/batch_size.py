@@ -31,11 +31,13 @@ class BatchSchedule:
             return
         if self.start < 1 or self.increment < 1 or self.samples < 1 or self.start > self.final:
             raise ConfigError(
-                f"ramp-up ({self.start}, {self.increment}, {self.samples}) needs positive numbers, start <= {self.final}"
+                f"ramp-up ({self.start}, {self.increment}, {self.samples}) needs positive numbers, "
+                f"start <= {self.final}"
             )
         if (self.final - self.start) % self.increment:
             raise ConfigError(
-                f"ramp-up from {self.start} to {self.final} is not a whole number of increments of {self.increment}; change one"
+                f"ramp-up from {self.start} to {self.final} is not a whole number of increments of "
+                f"{self.increment}; change one"
             )
 
     @cached_property
@@ -44,16 +46,18 @@ class BatchSchedule:
         if self.start is None or self.start == self.final:
             return [(self.origin, self.final)]
         count = (self.final - self.start) // self.increment
-        found = []
-        at = self.origin
+        stages = []
+        first_sample = self.origin
         for number in range(count):
             size = self.start + number * self.increment
             end = self.samples * (number + 1) / count
-            if at < end:
-                found.append((at, size))
-                # the first step that starts at or past the stage's end
-                at += -int((at - end) // size) * size
-        return [*found, (at, self.final)]
+            if first_sample < end:
+                stages.append((first_sample, size))
+                # The next stage begins with the first step that starts at or past this one's end.
+                steps = -int((first_sample - end) // size)
+                first_sample += steps * size
+        stages.append((first_sample, self.final))
+        return stages
 
     def size_at(self, consumed: int) -> int:
         """The global batch size of the step that holds sample `consumed`."""
@@ -74,17 +78,18 @@ class BatchSchedule:
 
     def samples_after(self, steps: int) -> int:
         """Samples of the first so many steps of a run that began at sample 0."""
-        stages = replace(self, origin=0).stages
-        for number, (first, size) in enumerate(stages):
-            own = (stages[number + 1][0] - first) // size if number + 1 < len(stages) else steps
-            if steps <= own:
+        stages = self._from_zero.stages
+        for (first, size), (end, _) in zip(stages, stages[1:], strict=False):
+            steps_of_stage = (end - first) // size
+            if steps <= steps_of_stage:
                 return first + steps * size
-            steps -= own
-        raise AssertionError("the last stage has no end")
+            steps -= steps_of_stage
+        first, size = stages[-1]  # which has no end
+        return first + steps * size
 
     def check(self, micro_batch_size: int, dp_rank: int, dp_size: int) -> None:
         """Raise ConfigError unless micro_batch_size * dp_size divides every stage's size."""
-        for _, size in replace(self, origin=0).stages:
+        for _, size in self._from_zero.stages:
             check_batch_sizes(size, micro_batch_size, dp_rank, dp_size)
 
     def resumed(self, consumed: int, offset: int) -> BatchSchedule:
@@ -93,20 +98,31 @@ class BatchSchedule:
         """
         return replace(self, origin=consumed - offset)
 
+    @property
+    def _from_zero(self) -> BatchSchedule:
+        """The schedule of a run that began at sample 0."""
+        return replace(self, origin=0)
+
     def _stage(self, consumed: int) -> tuple[int, int]:
         """The stage of a sample; before `origin` the steps are taken to be those of a run that
         began at 0.
         """
-        if consumed < self.origin:
-            return replace(
-                self, origin=self.origin % self.final if self.start is None else 0
-            )._stage_from(consumed)
-        return self._stage_from(consumed)
+        if consumed >= self.origin:
+            return self._stage_from(consumed)
+        if self.start is not None:
+            return self._from_zero._stage_from(consumed)
+        # Of one size, the steps before `origin` are those that lead up to it.
+        aligned = replace(self, origin=self.origin % self.final)
+        return aligned._stage_from(consumed)
 
     def _stage_from(self, consumed: int) -> tuple[int, int]:
-        return self.stages[
-            max(0, bisect_right(self.stages, consumed, key=lambda stage: stage[0]) - 1)
-        ]
+        later = bisect_right(self.stages, consumed, key=_first_sample)
+        return self.stages[max(0, later - 1)]
+
+
+def _first_sample(stage: tuple[int, int]) -> int:
+    first, _ = stage
+    return first
 
 
 def batch_schedule(global_batch_size: int, rampup: tuple[int, int, int] | None) -> BatchSchedule:

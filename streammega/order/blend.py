@@ -19,14 +19,20 @@ BlendIndices = tuple[NDArray[np.int16], NDArray[np.int64]]
 def normalized(weights: Sequence[float]) -> list[float]:
     """Weights divided by their NumPy sum, as Megatron does (the rounding is part of the order)."""
     array = np.array(weights, np.float64)
-    return [float(weight) for weight in array / np.sum(array)]
+    # NumPy's sum is pairwise: added one after the other, some weights round differently.
+    shares = array / np.sum(array)
+    return [float(share) for share in shares]
 
 
 def samples_asked(weights: Sequence[float], size: int, surplus: float) -> list[int]:
     """Samples to build of each dataset for a blend of `size`: ceil(ceil(size * w) * (1 + surplus)),
     w normalised.
     """
-    return [math.ceil(math.ceil(size * weight) * (1 + surplus)) for weight in weights]
+    asked = []
+    for weight in weights:
+        drawn = math.ceil(size * weight)
+        asked.append(math.ceil(drawn * (1 + surplus)))
+    return asked
 
 
 def blend_indices(
@@ -42,11 +48,12 @@ def blend_indices(
         indices = blend_exhaustive(np.array(weights, np.int64))
     else:
         indices = blend_weighted(np.array(weights, np.float64), size)
-    taken = np.bincount(indices[0], minlength=len(weights))
-    for number, (wanted, has) in enumerate(zip(taken.tolist(), lengths, strict=True)):
-        if wanted > has:
+    dataset_index, _ = indices
+    taken = np.bincount(dataset_index, minlength=len(weights)).tolist()
+    for number, (wanted, length) in enumerate(zip(taken, lengths, strict=True)):
+        if wanted > length:
             raise ConfigError(
-                f"the blend takes {wanted} samples of dataset {number}, which has {has}; raise surplus, ask for "
-                f"fewer samples, or give the dataset a lower weight"
+                f"the blend takes {wanted} samples of dataset {number}, which has {length}; raise "
+                "surplus, ask for fewer samples, or give the dataset a lower weight"
             )
     return indices

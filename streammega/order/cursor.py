@@ -83,11 +83,13 @@ def parse_state(state: Mapping[str, Any]) -> SavedState:
     """
     if not isinstance(state, Mapping):
         raise StateError(
-            f"the data state is a {type(state).__name__}, not a dict; pass what state_dict() returned"
+            f"the data state is a {type(state).__name__}, not a dict; pass what state_dict() "
+            "returned"
         )
     if not state:
         raise StateError(
-            "the data state is empty; was the checkpoint written by another program, or before the loader existed?"
+            "the data state is empty; was the checkpoint written by another program, or before the "
+            "loader existed?"
         )
     missing = [name for name in KEYS if name not in state]
     if missing:
@@ -95,9 +97,11 @@ def parse_state(state: Mapping[str, Any]) -> SavedState:
             f"the data state lacks {', '.join(sorted(missing))}; it is not a state of this loader"
         )
     version = state["version"]
+    # A bool is an int, and True would be version 1.
     if type(version) is not int or not 1 <= version <= STATE_VERSION:
         raise StateError(
-            f"the data state has version {version!r}, this release reads versions 1 to {STATE_VERSION}"
+            f"the data state has version {version!r}, this release reads versions 1 to "
+            f"{STATE_VERSION}"
         )
     for name in ("consumed_samples", "batch_offset"):
         count = state[name]
@@ -112,7 +116,8 @@ def parse_state(state: Mapping[str, Any]) -> SavedState:
     identity = _parse_identity(state["identity"])
     if identity is None or fingerprint(identity) != state["fingerprint"]:
         raise StateError(
-            "the data state does not match its own fingerprint; the checkpoint is damaged or was edited"
+            "the data state does not match its own fingerprint; the checkpoint is damaged or was "
+            "edited"
         )
     return SavedState(version=version, consumed=consumed, offset=offset, identity=identity)
 
@@ -141,26 +146,21 @@ def fingerprint(identity: Mapping[str, Any]) -> str:
 def describe_differences(saved: Any, current: Any, path: str = "") -> list[str]:
     """Lines `name: checkpoint has X, this run Y` for all leaves that differ."""
     if isinstance(saved, Mapping) and isinstance(current, Mapping):
-        names = list(dict.fromkeys([*saved, *current]))
-        return [
-            line
-            for name in names
-            for line in describe_differences(
-                saved.get(name), current.get(name), f"{path}.{name}" if path else str(name)
-            )
-        ]
-    if (
-        isinstance(saved, (list, tuple))
-        and isinstance(current, (list, tuple))
-        and len(saved) == len(current)
-    ):
-        pairs = zip(saved, current, strict=True)
-        return [
-            line
-            for i, (a, b) in enumerate(pairs)
-            for line in describe_differences(a, b, f"{path}[{i}]")
-        ]
-    if json.dumps(saved, sort_keys=True) == json.dumps(current, sort_keys=True):
+        lines = []
+        for name in dict.fromkeys([*saved, *current]):
+            inner_path = f"{path}.{name}" if path else str(name)
+            lines += describe_differences(saved.get(name), current.get(name), inner_path)
+        return lines
+    are_lists = isinstance(saved, (list, tuple)) and isinstance(current, (list, tuple))
+    if are_lists and len(saved) == len(current):
+        lines = []
+        for number, (item, current_item) in enumerate(zip(saved, current, strict=True)):
+            lines += describe_differences(item, current_item, f"{path}[{number}]")
+        return lines
+    # As JSON: what was saved came through it, and has lists for tuples.
+    saved_text = json.dumps(saved, sort_keys=True)
+    current_text = json.dumps(current, sort_keys=True)
+    if saved_text == current_text:
         return []
     return [f"{path}: the checkpoint has {json.dumps(saved)}, this run {json.dumps(current)}"]
 
@@ -190,34 +190,38 @@ def _in_shares(saved: Mapping[str, Any], current: Mapping[str, Any]) -> Mapping[
     """
     if saved.get("order") != "stream" or not isinstance(saved.get("datasets"), list):
         return saved
-    pairs = [str(text).partition("*") for text in saved["datasets"]]
-    now = [str(text).partition("*")[2] for text in current.get("datasets", [])]
-    later = current.get("schedule", [])
+    digests = []
+    weights = []
+    for text in saved["datasets"]:
+        digest, _, weight = str(text).partition("*")
+        digests.append(digest)
+        weights.append(weight)
+    current_shares = [str(text).partition("*")[2] for text in current.get("datasets", [])]
+    current_schedule = current.get("schedule", [])
     try:
-        shares = _shares([weight for _, _, weight in pairs], now)
+        shares = _shares(weights, current_shares)
         schedule = []
-        for number, (first, weights) in enumerate(saved.get("schedule", [])):
-            now = later[number][1] if number < len(later) else []
-            schedule.append([first, [float(share) for share in _shares(weights, now)]])
-    except (
-        TypeError,
-        ValueError,
-        ZeroDivisionError,
-    ):  # no weights of ours: the differences will be listed
-        return saved
-    datasets = [f"{digest}*{share}" for (digest, _, _), share in zip(pairs, shares, strict=True)]
+        for number, (first_sample, later_weights) in enumerate(saved.get("schedule", [])):
+            current_later = []
+            if number < len(current_schedule):
+                _, current_later = current_schedule[number]
+            later_shares = _shares(later_weights, current_later)
+            schedule.append([first_sample, [float(share) for share in later_shares]])
+    except (TypeError, ValueError, ZeroDivisionError):
+        return saved  # no weights of ours: the differences will be listed
+    datasets = [f"{digest}*{share}" for digest, share in zip(digests, shares, strict=True)]
     return {**saved, "datasets": datasets, "schedule": schedule}
 
 
-def _shares(weights: list[Any], now: list[Any]) -> list[str]:
+def _shares(weights: list[Any], current_shares: list[Any]) -> list[str]:
     """Weights divided by their sum, eight digits; a share that rounding alone tells from the
     current one is the current one.
     """
     total = sum(float(weight) for weight in weights)
     shares = [f"{float(weight) / total:.8g}" for weight in weights]
-    if len(now) != len(shares):
+    if len(current_shares) != len(shares):
         return shares
-    return [
-        str(b) if math.isclose(float(a), float(b), rel_tol=ROUNDING) else a
-        for a, b in zip(shares, now, strict=True)
-    ]
+    for number, current_share in enumerate(current_shares):
+        if math.isclose(float(shares[number]), float(current_share), rel_tol=ROUNDING):
+            shares[number] = str(current_share)
+    return shares

@@ -24,6 +24,8 @@ from streammega.kernels.shuffle import LegacyShuffler
 from streammega.order.extents import Extents
 
 INT32_MAX = 2**31 - 1
+LENGTH_ROWS = 1 << 20
+"""Ids that are compared with a range at once: what bounds the memory."""
 _ARRAY_OF_DAMAGE = {
     BAD_DOCUMENT_INDEX: "document_index",
     BAD_SAMPLE_INDEX: "sample_index",
@@ -44,22 +46,22 @@ class GptShape:
     """Drop the last, partial sample (train and test always do)."""
 
     @property
-    def a(self) -> int:
+    def extra(self) -> int:
         """1 if samples carry one extra token, else 0."""
         return int(self.extra_token)
 
     @property
     def num_epochs(self) -> int:
-        """The least E with E * T >= N * S + a; 1 when no number of samples is asked."""
+        """The least E with E * T >= N * S + extra; 1 when no number of samples is asked."""
         if self.num_samples is None:
             return 1
-        wanted = self.num_samples * self.sequence_length + self.a
+        wanted = self.num_samples * self.sequence_length + self.extra
         return max(1, -(-wanted // self.tokens_per_epoch))
 
     @property
     def tokens(self) -> int:
         """Tokens of all epochs that can start a sample."""
-        return self.num_epochs * self.tokens_per_epoch - self.a
+        return self.num_epochs * self.tokens_per_epoch - self.extra
 
     @property
     def num_rows(self) -> int:
@@ -74,7 +76,7 @@ class GptShape:
     @property
     def samples_sans_final_epoch(self) -> int:
         """Samples of all epochs but the last."""
-        return ((self.num_epochs - 1) * self.tokens_per_epoch - self.a) // self.sequence_length
+        return ((self.num_epochs - 1) * self.tokens_per_epoch - self.extra) // self.sequence_length
 
     @property
     def separate_final_epoch(self) -> bool:
@@ -82,11 +84,12 @@ class GptShape:
         if self.num_epochs == 1 or self.num_samples is None:
             return False
         last = self.num_samples - self.samples_sans_final_epoch
-        per_epoch = (self.tokens_per_epoch - self.a) // self.sequence_length
+        per_epoch = (self.tokens_per_epoch - self.extra) // self.sequence_length
         if not 0 <= last <= per_epoch + 1:
             raise ConfigError(
-                f"{self.num_samples} samples of {self.sequence_length} tokens ask {last} of the last epoch, which has "
-                f"{per_epoch}; the dataset is too small for this sequence_length ({self.tokens_per_epoch} tokens per epoch)"
+                f"{self.num_samples} samples of {self.sequence_length} tokens ask {last} of the "
+                f"last epoch, which has {per_epoch}; the dataset is too small for this "
+                f"sequence_length ({self.tokens_per_epoch} tokens per epoch)"
             )
         return last < int(0.80 * per_epoch)
 
@@ -135,8 +138,9 @@ def gpt_shape(
     )
     if tokens == 0 or shape.num_rows < 1:
         raise ConfigError(
-            f"a split of {len(sequence_ids)} sequences with {tokens} tokens holds no sample of {sequence_length} (+{shape.a}) "
-            f"tokens; lower sequence_length, or give the split more data"
+            f"a split of {len(sequence_ids)} sequences with {tokens} tokens holds no sample of "
+            f"{sequence_length} (+{shape.extra}) tokens; lower sequence_length, or give the split "
+            "more data"
         )
     return shape
 
@@ -153,10 +157,12 @@ def build_gpt_indices(
     """
     shuffler = None if seed is None else LegacyShuffler(seed)
     document_index = _document_index(np.asarray(sequence_ids, np.int32), shape, shuffler)
-    longest = max(len(document_index), int(_lengths_of(lengths, sequence_ids).max()))
-    dtype = np.int32 if longest <= INT32_MAX else np.int64
+    longest_sequence = int(_lengths_of(lengths, sequence_ids).max())
+    # Its entries are positions in the document index and offsets within a sequence.
+    largest = max(len(document_index), longest_sequence)
+    dtype = np.int32 if largest <= INT32_MAX else np.int64
     sample_index = build_sample_index(
-        lengths, document_index, shape.num_rows, shape.sequence_length, shape.a, dtype
+        lengths, document_index, shape.num_rows, shape.sequence_length, shape.extra, dtype
     )
     shuffle_index = _shuffle_index(shape, shuffler)
     return GptIndices(
@@ -166,15 +172,13 @@ def build_gpt_indices(
 
 def _lengths_of(lengths: NDArray[np.int32], ids: NDArray[np.int32]) -> NDArray[np.int32]:
     """lengths[ids], without a copy when the ids are a range; in bounded memory."""
-    first = int(ids[0]) if len(ids) else 0
-    step = 1 << 20
-    parts = range(0, len(ids), step)
-    if all(
-        np.array_equal(ids[at : at + step], np.arange(first + at, first + min(at + step, len(ids))))
-        for at in parts
-    ):
-        return lengths[first : first + len(ids)]
-    return lengths[ids]
+    first_id = int(ids[0]) if len(ids) else 0
+    for start in range(0, len(ids), LENGTH_ROWS):
+        rows = ids[start : start + LENGTH_ROWS]
+        expected = np.arange(first_id + start, first_id + start + len(rows))
+        if not np.array_equal(rows, expected):
+            return lengths[ids]
+    return lengths[first_id : first_id + len(ids)]
 
 
 def _document_index(
@@ -184,14 +188,16 @@ def _document_index(
     if shuffler is None:
         return index
     if shape.separate_final_epoch:
-        shuffler.shuffle(index[: -len(ids)])
-        shuffler.shuffle(index[-len(ids) :])
+        final_epoch = len(index) - len(ids)
+        shuffler.shuffle(index[:final_epoch])
+        shuffler.shuffle(index[final_epoch:])
     else:
         shuffler.shuffle(index)
     return index
 
 
 def _shuffle_dtype(shape: GptShape) -> type[np.uint32] | type[np.int64]:
+    # The bound is Megatron's: the two dtypes are files of other bytes.
     return np.uint32 if shape.num_rows < 2**32 - 2 else np.int64
 
 
@@ -199,13 +205,13 @@ def _shuffle_index(
     shape: GptShape, shuffler: LegacyShuffler | None
 ) -> NDArray[np.uint32] | NDArray[np.int64]:
     total = shape.num_rows
-    first = shape.samples_sans_final_epoch if shape.separate_final_epoch else total
+    final_epoch = shape.samples_sans_final_epoch if shape.separate_final_epoch else total
     index: NDArray[Any] = np.arange(total, dtype=_shuffle_dtype(shape))
     if shuffler is None:
         return index
-    shuffler.shuffle(index[:first])
-    if first < total:
-        shuffler.shuffle(index[first:])
+    shuffler.shuffle(index[:final_epoch])
+    if final_epoch < total:
+        shuffler.shuffle(index[final_epoch:])
     return index
 
 
@@ -229,8 +235,8 @@ def locate_gpt(
         indices.sample_index,
         lengths,
         rows,
-        shape.a,
-        shape.sequence_length + shape.a,
+        shape.extra,
+        shape.sequence_length + shape.extra,
     )
     if damage:
         raise FormatError(

@@ -22,19 +22,20 @@ def check_batch_sizes(
     """Raise ConfigError unless micro_batch_size * dp_size divides global_batch_size and the rank
     exists.
     """
-    for name, value in (
-        ("global_batch_size", global_batch_size),
-        ("micro_batch_size", micro_batch_size),
-        ("dp_size", dp_size),
-    ):
+    sizes = {
+        "global_batch_size": global_batch_size,
+        "micro_batch_size": micro_batch_size,
+        "dp_size": dp_size,
+    }
+    for name, value in sizes.items():
         if value < 1:
             raise ConfigError(f"{name} is {value}; it must be at least 1")
     if not 0 <= dp_rank < dp_size:
         raise ConfigError(f"dp_rank {dp_rank} is not in [0, {dp_size})")
     if global_batch_size % (micro_batch_size * dp_size):
         raise ConfigError(
-            f"global_batch_size {global_batch_size} is not a multiple of micro_batch_size {micro_batch_size} x dp_size "
-            f"{dp_size}; change one of the three"
+            f"global_batch_size {global_batch_size} is not a multiple of micro_batch_size "
+            f"{micro_batch_size} x dp_size {dp_size}; change one of the three"
         )
 
 
@@ -45,8 +46,8 @@ def check_resume(offset: int, micro_batch_size: int, dp_size: int) -> None:
     if offset % (micro_batch_size * dp_size):
         raise StateError(
             f"the state stops {offset} samples into a global batch, which "
-            f"micro_batch_size {micro_batch_size} x dp_size {dp_size} does not divide; resume with the former sizes, or from a "
-            f"state saved between global batches"
+            f"micro_batch_size {micro_batch_size} x dp_size {dp_size} does not divide; resume with "
+            "the former sizes, or from a state saved between global batches"
         )
 
 
@@ -80,6 +81,7 @@ def every_nth(parts: Iterable[range], first: int, step: int) -> Iterator[range]:
     for part in parts:
         taken = part[first::step]
         yield taken
+        # How far into the next range the next number lies.
         first += step * len(taken) - len(part)
 
 
@@ -105,4 +107,8 @@ def zigzag_bounds(length: int, cp_rank: int, cp_size: int) -> list[tuple[int, in
             f"sequence_length {length} is not a multiple of 2 x cp ({cp_size}); change one of them"
         )
     part = length // (2 * cp_size)
-    return [(number * part, (number + 1) * part) for number in zigzag_parts(cp_rank, cp_size)]
+    bounds = []
+    for number in zigzag_parts(cp_rank, cp_size):
+        start = number * part
+        bounds.append((start, start + part))
+    return bounds

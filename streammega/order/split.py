@@ -24,13 +24,16 @@ def split_fractions(split: str) -> tuple[float, float, float]:
         raise ConfigError(
             f"split {split!r} holds something that is no number; write it as '99,1,0'"
         ) from None
-    if "-" in split or not 1 <= len(parts) <= 3 or not math.isfinite(sum(parts)) or sum(parts) <= 0:
+    total = sum(parts)
+    is_negative = "-" in split  # the numbers are looked for without their signs
+    if is_negative or not 1 <= len(parts) <= 3 or not math.isfinite(total) or total <= 0:
         raise ConfigError(
-            f"split {split!r} needs one to three numbers, not negative, not all zero, such as '99,1,0'"
+            f"split {split!r} needs one to three numbers, not negative, not all zero, such as "
+            "'99,1,0'"
         )
     parts += [0.0] * (3 - len(parts))
-    total = sum(parts)
-    return parts[0] / total, parts[1] / total, parts[2] / total
+    train, valid, test = parts
+    return train / total, valid / total, test / total
 
 
 def split_bounds(split: str, count: int) -> dict[str, tuple[int, int] | None]:
@@ -38,16 +41,12 @@ def split_bounds(split: str, count: int) -> dict[str, tuple[int, int] | None]:
 
     Book-ends are cumulated left to right in float64 and rounded half to even, as Megatron does.
     """
-    ends = [0.0]
-    at = 0.0
-    for fraction in split_fractions(split):
-        at += fraction
-        ends.append(at)
     bounds: dict[str, tuple[int, int] | None] = {}
-    for name, low, high in zip(SPLITS, ends[:-1], ends[1:], strict=True):
-        bounds[name] = (
-            (int(round(low * float(count))), int(round(high * float(count))))
-            if high > low
-            else None
-        )
+    low = 0.0
+    for name, fraction in zip(SPLITS, split_fractions(split), strict=True):
+        high = low + fraction
+        begin = int(round(low * float(count)))
+        end = int(round(high * float(count)))
+        bounds[name] = (begin, end) if high > low else None
+        low = high
     return bounds
