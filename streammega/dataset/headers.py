@@ -67,8 +67,8 @@ class PairBounds:
         offset = index.read_offset(sequence)
         if not 0 <= offset <= self.bin_info.size or offset % self.dtype.itemsize:
             raise FormatError(
-                f"{index.url}: sequence {sequence} starts at byte {offset} of {self.bin_info.size}; "
-                "rebuild the .idx"
+                f"{index.url}: sequence {sequence} starts at byte {offset} of "
+                f"{self.bin_info.size}; rebuild the .idx"
             )
         return offset // self.dtype.itemsize
 

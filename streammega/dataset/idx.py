@@ -328,11 +328,12 @@ def _check_sequences(
 def _check_documents(arrays: IndexArrays, path: str) -> None:
     """Raise FormatError unless document bounds rise from 0 to the number of sequences."""
     bounds = arrays.document_indices
-    if len(bounds) == 0 or bounds[0] != 0 or bounds[-1] != arrays.num_sequences:
-        ends = (int(bounds[0]), int(bounds[-1])) if len(bounds) else ()
+    num_sequences = arrays.num_sequences
+    ends = (int(bounds[0]), int(bounds[-1])) if len(bounds) else ()
+    if ends != (0, num_sequences):
         raise FormatError(
-            f"{path}: document bounds run {ends}, not from 0 to the {arrays.num_sequences} "
-            "sequences; rebuild the .idx"
+            f"{path}: document bounds run {ends}, not from 0 to the {num_sequences} sequences; "
+            "rebuild the .idx"
         )
     for first_row in range(0, arrays.num_documents, _CHECK_ROWS):
         # One row more: the last bound of these rows is compared with the first of the next ones.
@@ -353,13 +354,18 @@ def encode_index(
     offsets: NDArray[np.int64] | None = None,
 ) -> Iterator[bytes]:
     """The bytes of an `.idx`, in chunks. Offsets default to sequences laid end to end."""
-    yield HEADER.pack(MAGIC, VERSION, dtype_code(dtype), len(lengths), len(document_indices))
-    yield np.ascontiguousarray(lengths, LENGTH).tobytes()
+    code = dtype_code(dtype)
+    yield HEADER.pack(MAGIC, VERSION, code, len(lengths), len(document_indices))
+    yield _stored(lengths, LENGTH)
     if offsets is None:
         offsets = np.zeros(len(lengths), np.int64)
         np.cumsum(lengths[:-1], dtype=np.int64, out=offsets[1:])
         offsets *= dtype.itemsize
-    yield offsets.astype(OFFSET, copy=False).tobytes()
-    yield np.ascontiguousarray(document_indices, DOCUMENT_BOUND).tobytes()
+    yield _stored(offsets, OFFSET)
+    yield _stored(document_indices, DOCUMENT_BOUND)
     if modes is not None:
-        yield np.ascontiguousarray(modes, MODE).tobytes()
+        yield _stored(modes, MODE)
+
+
+def _stored(values: NDArray[Any], dtype: np.dtype[Any]) -> bytes:
+    return np.ascontiguousarray(values, dtype).tobytes()

@@ -74,9 +74,10 @@ class IndexFile:
         """Its size and ETag. Raises ObjectNotFoundError, FormatError, StorageError."""
         if self._info is None:
             listed = self.shard.index
+            entry = self.shard.entry
             info = self._look_up() if listed is None else replace(listed, key=self.key)
-            if self.shard.entry is not None:
-                check_told(self.url, "bytes", info.size, self.shard.entry.index_bytes)
+            if entry is not None:
+                check_told(self.url, "bytes", info.size, entry.index_bytes)
             self._info = info
         return self._info
 

@@ -96,7 +96,8 @@ class IndexedDataset(Sequence["Item"]):
         """The names of what it is made of."""
         if self._with_modes and self._arrays.sequence_modes is None:
             raise FormatError(
-                f"{self.prefix}: has no modes; leave multimodal out, or write it with multimodal=True"
+                f"{self.prefix}: has no modes; leave multimodal out, or write it with "
+                "multimodal=True"
             )
 
     def _open(self, shards: list[KnownShard]) -> list[str]:
@@ -290,13 +291,16 @@ class IndexedDataset(Sequence["Item"]):
         sizes = self.sequence_lengths[start:stop].astype(np.int64) * self.dtype.itemsize
         offsets = self.sequence_offsets[start:stop]
         ends = offsets + sizes
-        if (offsets[1:] != ends[:-1]).any():
+        has_gaps = (offsets[1:] != ends[:-1]).any()
+        if has_gaps:
             return [self._part(number, 0, None) for number in range(start, stop)]
         first_byte = int(offsets[0])
         whole = self._read(first_byte, int(ends[-1]))
+        lows = (offsets - first_byte).tolist()
+        highs = (ends - first_byte).tolist()
         run = []
-        for low, high in zip(offsets - first_byte, ends - first_byte, strict=True):
-            run.append(self._tokens(whole[int(low) : int(high)]))
+        for low, high in zip(lows, highs, strict=True):
+            run.append(self._tokens(whole[low:high]))
         return run
 
     def _read(self, start: int, stop: int) -> Buffer:

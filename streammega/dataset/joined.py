@@ -112,7 +112,8 @@ def _joined(parts: Sequence[IndexArrays], bin_bytes: Sequence[int]) -> dict[str,
     multimodal = {part.sequence_modes is not None for part in parts}
     if len(dtypes) > 1 or len(multimodal) > 1:
         raise FormatError(
-            f"its shards differ in dtype ({', '.join(sorted(dtypes))}) or in having modes; convert them together"
+            f"its shards differ in dtype ({', '.join(sorted(dtypes))}) or in having modes; convert "
+            "them together"
         )
     lengths = [part.sequence_lengths for part in parts]
     offsets = [part.sequence_offsets for part in parts]

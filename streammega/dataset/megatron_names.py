@@ -50,7 +50,8 @@ def opening_of(
         chunk_bytes = getattr(object_storage_config, "bin_chunk_nbytes", MiB)
         if not folder or not chunk_bytes > 0:
             raise ConfigError(
-                "object_storage_config needs path_to_idx_cache, a folder, and a bin_chunk_nbytes above zero"
+                "object_storage_config needs path_to_idx_cache, a folder, and a bin_chunk_nbytes "
+                "above zero"
             )
         # Megatron reads the tokens in blocks of that size; here just what is asked for is read, and
         # only a cache has blocks.

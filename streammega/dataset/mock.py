@@ -127,17 +127,22 @@ def _index(settings: MockSettings) -> bytes:
 
 def _tokens(settings: MockSettings, start: int, stop: int) -> Buffer:
     """The bytes [start, stop) of the `.bin`, which need not be those of whole tokens."""
-    first = start // DTYPE.itemsize
-    last = -(-stop // DTYPE.itemsize)
+    itemsize = DTYPE.itemsize
+    eod = settings.eod
+    first = start // itemsize
+    last = -(-stop // itemsize)
     place = np.arange(first, last, dtype=np.uint64)
     # Of one id less than there are: from the eod on they are moved up, past it.
-    ids = _hash(place, settings.seed) % np.uint64(settings.vocab - 1)
+    num_others = np.uint64(settings.vocab - 1)
+    ids = _hash(place, settings.seed) % num_others
     tokens: NDArray[np.int32] = ids.astype(DTYPE)
-    tokens += tokens >= settings.eod
+    tokens += tokens >= eod
     place_in_document = place % np.uint64(settings.length)
-    tokens[place_in_document == settings.length - 1] = settings.eod
-    first_byte = first * DTYPE.itemsize
-    return memoryview(tokens.tobytes())[start - first_byte : stop - first_byte]
+    is_last = place_in_document == settings.length - 1
+    tokens[is_last] = eod
+    whole = memoryview(tokens.tobytes())
+    first_byte = first * itemsize
+    return whole[start - first_byte : stop - first_byte]
 
 
 def _hash(place: NDArray[np.uint64], seed: int) -> NDArray[np.uint64]:

@@ -231,7 +231,8 @@ def _fits(shape: tuple[int, ...], expected: tuple[int | None, ...]) -> bool:
 def damaged_array(what: str) -> CacheError:
     """For a cached array that is not what was built."""
     return CacheError(
-        f"{what}; remove the file and start again (publish it anew, if it came from shared_index_url)"
+        f"{what}; remove the file and start again (publish it anew, if it came from "
+        "shared_index_url)"
     )
 
 

@@ -41,16 +41,22 @@ CHECKSUM_PLACE = struct.calcsize("100s8s8s8s12s12s")
 def layout(lengths: NDArray[np.int32], itemsize: int, multimodal: bool) -> Members:
     """Where the payloads of a shard with these sequence lengths lie."""
     sizes = lengths.astype(np.int64) * itemsize
-    members = _member_bytes(sizes, multimodal)
-    shown = np.concatenate([np.zeros(1, np.int64), np.cumsum(sizes)])
-    first_bytes = np.concatenate([np.zeros(1, np.int64), np.cumsum(members)])
-    return Members(shown, first_bytes + RECORD + NPY_HEADER)
+    member_starts = _running_sums(_member_bytes(sizes, multimodal))
+    payload_starts = member_starts + RECORD + NPY_HEADER
+    return Members(_running_sums(sizes), payload_starts)
 
 
 def stored_bytes(lengths: NDArray[np.int32], itemsize: int, multimodal: bool) -> int:
     """Bytes of such a shard: all members, and the end of the archive."""
     sizes = lengths.astype(np.int64) * itemsize
     return int(_member_bytes(sizes, multimodal).sum()) + len(END)
+
+
+def _running_sums(values: NDArray[np.int64]) -> NDArray[np.int64]:
+    """The sum of all values before each, and of all of them; int64 [values + 1]."""
+    sums = np.zeros(len(values) + 1, np.int64)
+    np.cumsum(values, out=sums[1:])
+    return sums
 
 
 def _member_bytes(sizes: NDArray[np.int64], multimodal: bool) -> NDArray[np.int64]:

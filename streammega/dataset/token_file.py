@@ -58,9 +58,10 @@ class ShardFiles:
         """
         if self._stored is None:
             listed = self.shard.stored
+            entry = self.shard.entry
             info = self.store.info(self.key) if listed is None else replace(listed, key=self.key)
-            if self.shard.entry is not None:
-                check_told(self.url, "bytes", info.size, self.shard.entry.bytes)
+            if entry is not None:
+                check_told(self.url, "bytes", info.size, entry.bytes)
             self._stored = info
         return self._stored
 
@@ -105,8 +106,9 @@ class ShardFiles:
 
     def _sized(self, view: Shown) -> Shown:
         """The view itself, whose size is what the manifest says."""
-        if self.shard.entry is not None:
-            check_told(self.url, "bytes of tokens", view.size, self.shard.entry.token_bytes)
+        entry = self.shard.entry
+        if entry is not None:
+            check_told(self.url, "bytes of tokens", view.size, entry.token_bytes)
         return view
 
 

@@ -61,7 +61,7 @@ class TokenChecks:
     def look(self, data: NDArray[np.uint8], start: int) -> None:
         """At whole tokens, of which the first is at byte `start`."""
         ids = data.view(self.dtype)
-        if not len(ids) or not np.issubdtype(self.dtype, np.integer):
+        if len(ids) == 0 or not np.issubdtype(self.dtype, np.integer):
             return
         first_token = start // self.dtype.itemsize
         place = f"bytes [{start}, {start + data.nbytes})"

@@ -198,6 +198,8 @@ class IndexedDatasetWriter:
     def add_index(self, prefix: str) -> None:
         """Append all sequences and documents of another dataset of the same dtype (a merge)."""
         other = IndexedDataset(prefix, self._storage)
+        read_ranges = other.store.read_ranges
+        etag = other.bin_info.etag
         lengths = other.sequence_lengths
         offsets = other.sequence_offsets
         modes = other.sequence_modes
@@ -213,7 +215,7 @@ class IndexedDatasetWriter:
         for first, last in _runs(sizes, most_bytes):
             start = int(offsets[first])
             stop = int(offsets[last - 1] + sizes[last - 1])
-            data = other.store.read_ranges(other.bin_key, [start], [stop], other.bin_info.etag)[0]
+            data = read_ranges(other.bin_key, [start], [stop], etag)[0]
             modes_of_run = modes[first:last] if modes is not None else None
             self._put(data, lengths[first:last], modes_of_run)
         bounds = first_sequence + other.document_indices[1:]
@@ -291,9 +293,9 @@ class IndexedDatasetWriter:
 
     def _note(self, lengths: NDArray[np.int32], modes: NDArray[np.int8] | None) -> None:
         """Keep what the `.idx` will say of sequences."""
-        self._lengths.frombytes(np.ascontiguousarray(lengths, np.int32).tobytes())
+        self._lengths.frombytes(_bytes(np.ascontiguousarray(lengths, np.int32)))
         if self.multimodal:
-            self._modes.frombytes(np.ascontiguousarray(modes, np.int8).tobytes())
+            self._modes.frombytes(_bytes(np.ascontiguousarray(modes, np.int8)))
 
     def _end_documents(self, first_sequence: int, documents: NDArray[np.int64]) -> None:
         """Close documents of so many sequences each, the first of which is `first_sequence`."""
@@ -316,17 +318,20 @@ class IndexedDatasetWriter:
         if data.dtype == self.dtype or data.size == 0:
             return np.ascontiguousarray(data, self.dtype)
         if np.issubdtype(self.dtype, np.integer):
-            limits = np.iinfo(self.dtype)
-            lowest = data.min()
-            highest = data.max()
-            fits = limits.min <= lowest and highest <= limits.max
-            if not fits or not np.issubdtype(data.dtype, np.integer):
-                raise FormatError(
-                    f"{self.prefix}: sequence {len(self._lengths)} holds {data.dtype} values from "
-                    f"{lowest} to {highest}, which {self.dtype} cannot hold; choose a wider dtype "
-                    "(int32 for vocabularies of 65500 and more)"
-                )
+            self._check_range(data)
         return np.ascontiguousarray(data, self.dtype)
+
+    def _check_range(self, data: NDArray[Any]) -> None:
+        limits = np.iinfo(self.dtype)
+        lowest = data.min()
+        highest = data.max()
+        fits = limits.min <= lowest and highest <= limits.max
+        if not fits or not np.issubdtype(data.dtype, np.integer):
+            raise FormatError(
+                f"{self.prefix}: sequence {self.num_sequences} holds {data.dtype} values from "
+                f"{lowest} to {highest}, which {self.dtype} cannot hold; choose a wider dtype "
+                "(int32 for vocabularies of 65500 and more)"
+            )
 
 
 def _bytes(data: NDArray[Any]) -> memoryview:

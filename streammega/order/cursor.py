@@ -51,7 +51,8 @@ class SavedState:
         differences = describe_differences(saved, identity)
         if differences:
             raise StateError(
-                "the checkpoint counts samples of another order, so its position means nothing here:\n  "
+                "the checkpoint counts samples of another order, so its position means nothing "
+                "here:\n  "
                 + "\n  ".join(differences)
                 + "\nrestore these settings, or start a new run without the data state"
             )

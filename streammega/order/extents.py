@@ -51,10 +51,11 @@ def cut_extents(extents: Extents, bounds: Sequence[tuple[int, int]]) -> Extents:
         begin = np.maximum(low - column, 0)
         end = np.minimum(high - column, sizes)
         taken = np.flatnonzero(end > begin)
+        row_start = extents.start[taken]
         rows.append(taken)
         parts.append(sample_of_row[taken] * len(bounds) + number)
-        starts.append(extents.start[taken] + begin[taken])
-        stops.append(extents.start[taken] + end[taken])
+        starts.append(row_start + begin[taken])
+        stops.append(row_start + end[taken])
     part = np.concatenate(parts)
     # Stable: the rows of a part stay in the order in which their tokens follow each other.
     by_part = np.argsort(part, kind="stable")

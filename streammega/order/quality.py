@@ -86,10 +86,12 @@ def places_of(extents: Extents, starts: list[NDArray[np.int64]], sequence_length
 
 def _distance_entropy(places: Places) -> float:
     distances = np.abs(np.diff(places))
-    powers = np.ceil(np.log2(np.maximum(distances, 1)))
+    at_least_one = np.maximum(distances, 1)  # 0 has no logarithm
+    powers = np.ceil(np.log2(at_least_one))
     counts = np.bincount(powers.astype(np.int64))
     shares = counts[counts > 0] / len(distances)
-    return float(-(shares * np.log2(shares)).sum())
+    bits = -np.log2(shares)
+    return float((shares * bits).sum())
 
 
 def _distinct_places(places: Places, total: int) -> float:

@@ -11,11 +11,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-from streammega import IndexedDataset, StorageConfig
+from streammega import IndexedDataset, IndexedDatasetWriter, StorageConfig
 from streammega.cli.main import main
 from streammega.convert import convert
 from streammega.dataset.idx import encode_index
 from streammega.dataset.repair import repair_index
+from streammega.dataset.shards import SUFFIXES
 from streammega.dataset.verify import verify
 from streammega.errors import ConfigError, ObjectNotFoundError
 from tests.conftest import write_random_pair
@@ -114,6 +115,26 @@ def test_ids_and_ends_are_checked(tmp_path: Path) -> None:
     with open(tmp_path / "p.bin", "ab") as file:
         file.write(b"1234")
     assert "4 bytes belong to no sequence" in verify(str(tmp_path / "p")).notes[-1]
+
+
+def test_a_vocabulary_of_no_ids_has_none_of_those_stored(tmp_path: Path) -> None:
+    write_random_pair(str(tmp_path / "p"), count=5)
+    (problem,) = verify(str(tmp_path / "p"), vocab_size=0).problems
+    assert "outside of the 0 ids" in problem
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_progress_tells_every_stored_byte_once(tmp_path: Path, kind: Any) -> None:
+    for dtype in (np.uint16, np.float32):  # what is stored may be no ids
+        prefix = str(tmp_path / f"{kind}-{np.dtype(dtype)}")
+        with IndexedDatasetWriter(prefix, dtype, kind=kind) as writer:
+            writer.add_document(np.arange(100, dtype=dtype), [60, 40])
+        looked_at: list[int] = []
+        report = verify(
+            prefix if kind == "bin" else f"{prefix}{SUFFIXES[kind]}", progress=looked_at.append
+        )
+        assert report.problems == []
+        assert sum(looked_at) == report.checked_bytes == writer.stored.size
 
 
 def test_structure_is_checked_without_a_manifest(tmp_path: Path) -> None:
