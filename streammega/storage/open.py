@@ -8,7 +8,8 @@ import os
 import re
 import threading
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 from urllib.parse import unquote, urlsplit
 
@@ -19,12 +20,12 @@ from streammega.errors import ConfigError
 from streammega.storage.backends.fsspec_store import FsspecStore
 from streammega.storage.backends.local import LocalStore
 from streammega.storage.backends.obstore_store import ObstoreStore
-from streammega.storage.backends.oss_files import OssFiles
 from streammega.storage.backends.oss_native import OssNativeStore
 from streammega.storage.backends.oss_store import OssStore
 from streammega.storage.backends.pread import PreadStore
 from streammega.storage.descriptors import raise_limit
 from streammega.storage.store import Store, written_whole
+from streammega.storage.store_files import StoreFiles
 
 _stores: weakref.WeakValueDictionary[Any, Any] = weakref.WeakValueDictionary()
 _lock = threading.Lock()
@@ -34,7 +35,8 @@ _BUILT_IN = {"mock": "streammega.dataset.mock"}
 is first asked for.
 """
 _CONTROL = re.compile(r"[\x00-\x1f\x7f]")
-OBSTORE_SCHEMES = frozenset({"s3", "s3a", "gs", "gcs", "az", "oss", "http", "https"})
+BUCKET_SCHEMES = frozenset({"s3", "s3a", "gs", "gcs", "az", "oss"})
+OBSTORE_SCHEMES = BUCKET_SCHEMES | {"http", "https"}
 
 
 def register_scheme(scheme: str, make: Callable[[], Store]) -> None:
@@ -96,42 +98,53 @@ def _check_key(url: str, key: str) -> None:
 
 
 def file_system(url: str, config: StorageConfig) -> tuple[Any, str]:
-    """fsspec's file system of a URL or path, and the path within: its own driver, or for oss:// one
-    over our store.
+    """fsspec's file system of a URL or path, and the path within: over our store for the schemes of
+    object stores, its own driver for all else.
     """
-    if not url.startswith("oss://"):
-        options = dict(config.storage_options) if is_remote(url) else {}
-        if url.startswith(("http://", "https://")) and "?" in url:
-            options.setdefault("encoded", True)  # a signature is of the URL as it is spelt
-        if "::" in url and _is_no_chain(url):
-            kind = fsspec.get_filesystem_class(url.partition("://")[0] if "://" in url else "file")
-            return kind(**{**kind._get_kwargs_from_urls(url), **options}), kind._strip_protocol(url)
-        found: tuple[Any, str] = fsspec.core.url_to_fs(url, **options)
-        return found
-    path = url.removeprefix("oss://")
-    store, key = open_store(url, config)
-    return OssFiles(store, path[: len(path) - len(key)]), path
+    scheme, _, path = url.partition("://")
+    if scheme.lower() in BUCKET_SCHEMES and path:
+        store, key = open_store(url, config)
+        bucket = path.partition("/")[0]
+        # obstore's stores serve one bucket, so that their keys lack its name; those of drivers do not
+        return StoreFiles(store, "" if key == path else f"{bucket}/"), path
+    options = dict(config.storage_options) if is_remote(url) else {}
+    if url.startswith(("http://", "https://")) and "?" in url:
+        options.setdefault("encoded", True)  # a signature is of the URL as it is spelt
+    if "::" in url and _is_no_chain(url):
+        kind = fsspec.get_filesystem_class(url.partition("://")[0] if "://" in url else "file")
+        return kind(**{**kind._get_kwargs_from_urls(url), **options}), kind._strip_protocol(url)
+    found: tuple[Any, str] = fsspec.core.url_to_fs(url, **options)
+    return found
 
 
 def _is_no_chain(url: str) -> bool:
     """Whether `::` in a URL are letters: of a file's or an object's name, where fsspec would see
     file systems in each other.
     """
-    return not is_remote(url) or url.partition("://")[0] in {
-        *OBSTORE_SCHEMES,
-        "memory",
-        "abfs",
-        "abfss",
-        "hdfs",
-    }
+    schemes = OBSTORE_SCHEMES | {"memory", "abfs", "abfss", "hdfs"}
+    return not is_remote(url) or url.partition("://")[0] in schemes
 
 
+@contextmanager
 def open_file(
-    url: str, config: StorageConfig, compression: str | None = None
-) -> fsspec.core.OpenFile:
-    """A file to read, for a `with` block; `compression` as fsspec has it, "infer" by the suffix."""
+    url: str, config: StorageConfig, compression: str | None = None, etag: str = ""
+) -> Iterator[Any]:
+    """A file to read; `compression` as fsspec has it, "infer" by the suffix.
+
+    etag: of the version that is meant, of an object store. Raises ObjectChangedError if that is not
+    there any more, ObjectNotFoundError and so on; drivers of fsspec raise whatever they like.
+    """
     system, path = file_system(url, config)
-    return fsspec.core.OpenFile(system, path, "rb", fsspec.core.get_compression(path, compression))
+    packed = fsspec.core.get_compression(path, compression)
+    opened = (
+        system.open_version(path, etag) if isinstance(system, StoreFiles) else system.open(path)
+    )
+    with opened as file:
+        if packed is None:
+            yield file
+            return
+        with fsspec.core.compr[packed](file, mode="rb") as plain:
+            yield plain
 
 
 def _shared(kind: type[Any], scheme: str, root: str, config: StorageConfig) -> Store:

@@ -90,7 +90,7 @@ def read_tar(
 
     path = piece.input.path
     choice = MemberChoice(options.member, path)
-    with open_stream(piece.input.url, storage) as opened:
+    with open_stream(piece.input.url, storage, piece.input.etag) as opened:
         file = _Archive(opened, path, choice)
         for member in tar_file_iterator(file, skip_meta=None, select_files=file.wants):
             name = member["fname"]

@@ -34,7 +34,7 @@ def read_raw(
     piece: Slice, options: ConvertOptions, storage: StorageConfig, skipped: Skipped
 ) -> Iterator[Item]:
     """nanoGPT's (no header) and llm.c's (256 int32 of header) `.bin`."""
-    with open_stream(piece.input.url, storage) as file:
+    with open_stream(piece.input.url, storage, piece.input.etag) as file:
         head = file.read(LLMC_HEADER_BYTES)
         dtype = options.array_dtype
         words = (
@@ -82,7 +82,7 @@ def read_npy(
     """A one-dimensional array is tokens end to end; the rows of a two-dimensional one are
     documents.
     """
-    with open_stream(piece.input.url, storage) as file:
+    with open_stream(piece.input.url, storage, piece.input.etag) as file:
         shape, dtype = _npy_header(file, piece.input.path)
         if len(shape) == 1:
             yield from _split_at_eod(

@@ -40,7 +40,7 @@ def read_parquet(
     """Rows of row groups [start, stop)."""
     import pyarrow.parquet as pq
 
-    with open_plain(piece.input.url, storage) as file:
+    with open_plain(piece.input.url, storage, piece.input.etag) as file:
         table = pq.ParquetFile(file)
         groups = list(range(piece.start, table.num_row_groups if piece.stop < 0 else piece.stop))
         paths = _paths(table.schema_arrow, options, piece.input.path)
@@ -59,7 +59,7 @@ def read_arrow(
     """Rows of an IPC file (.feather) or stream."""
     import pyarrow as pa
 
-    with open_plain(piece.input.url, storage) as file:
+    with open_plain(piece.input.url, storage, piece.input.etag) as file:
         try:
             reader = pa.ipc.open_file(file)
             batches = (reader.get_batch(number) for number in range(reader.num_record_batches))

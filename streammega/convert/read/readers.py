@@ -55,7 +55,7 @@ def read_slice(
 def _text(
     piece: Slice, options: ConvertOptions, storage: StorageConfig, skipped: Skipped
 ) -> Iterator[Item]:
-    with open_stream(piece.input.url, storage) as file:
+    with open_stream(piece.input.url, storage, piece.input.etag) as file:
         yield from read_text(
             file, piece.input.path, 0 if is_compressed(piece.input.path) else piece.input.size
         )
@@ -66,7 +66,7 @@ def _jsonl(
 ) -> Iterator[Item]:
     path = piece.input.path
     most = LONG_RECORD if may_be_long(options) else None
-    with open_stream(piece.input.url, storage) as file:
+    with open_stream(piece.input.url, storage, piece.input.etag) as file:
         head = b""
         if piece.stop < 0 and may_hold_values(path):  # of a part, it is known
             head = file.read(HEAD_BYTES)

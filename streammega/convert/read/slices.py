@@ -53,10 +53,11 @@ class Skipped:
 
 
 @contextmanager
-def open_stream(path: str, storage: StorageConfig) -> Iterator[Any]:
+def open_stream(path: str, storage: StorageConfig, etag: str = "") -> Iterator[Any]:
     """The decompressed bytes of a file, by its suffix; plain ones can be sought in.
 
-    Raises ConvertError if they cannot be had.
+    etag: of the object that was found when the conversion began; "": whichever is there now. Raises
+    ConvertError if the bytes cannot be had, ObjectChangedError if the object is another one.
     """
     name = split_query(path)[0]
     suffix = suffix_of(name)
@@ -66,7 +67,7 @@ def open_stream(path: str, storage: StorageConfig) -> Iterator[Any]:
         raise ConvertError(
             f"{name}: {suffix} is read with a package that is not installed; decompress it, or install it"
         )
-    with open_file(path, storage, packed) as file:
+    with open_file(path, storage, packed, etag) as file:
         yield own(file, name) if own is not None else file
 
 
@@ -88,9 +89,9 @@ OWN_READERS: dict[str, Callable[[Any, str], Any]] = {".zst": _zstd, ".zip": _zip
 
 
 @contextmanager
-def open_plain(path: str, storage: StorageConfig) -> Iterator[Any]:
-    """The stored bytes of a file."""
-    with open_file(path, storage) as file:
+def open_plain(path: str, storage: StorageConfig, etag: str = "") -> Iterator[Any]:
+    """The stored bytes of a file; `etag` as for `open_stream`."""
+    with open_file(path, storage, etag=etag) as file:
         yield file
 
 

@@ -83,7 +83,7 @@ def _row_groups(
 ) -> Iterator[tuple[Slice, int]]:
     import pyarrow.parquet as pq
 
-    with open_plain(item.url, storage) as file:
+    with open_plain(item.url, storage, item.etag) as file:
         metadata = pq.ParquetFile(file).metadata
         last_group = metadata.num_row_groups - 1
         first = 0

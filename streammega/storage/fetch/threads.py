@@ -109,6 +109,10 @@ class Pool:
 
         Raises the first one's error, in that order.
         """
+        return self.begin(function, items).wait()
+
+    def begin(self, function: Callable[[Item], Result], items: Iterable[Item]) -> SharedWork:
+        """The same, without waiting: the results are for `SharedWork.wait`."""
         work = SharedWork(function, list(items))
         with self._lock:
             for number in range(work.count):
@@ -119,7 +123,7 @@ class Pool:
             self._threads += new_threads
         for _ in range(new_threads):
             threading.Thread(target=self._run, name=self._name, daemon=True).start()
-        return work.wait()
+        return work
 
     def call(self, function: Callable[[], Result]) -> Result:
         """`function()`.

@@ -1,0 +1,336 @@
+"""Objects as files: the bytes of one version, whatever the endpoint does, sought in and read ahead
+in bounded memory.
+"""
+
+from __future__ import annotations
+
+import bz2
+import gzip
+import io
+import json
+import lzma
+import os
+import random
+import signal
+import subprocess
+import sys
+import threading
+import time
+import zipfile
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import zstandard
+
+from streammega import StorageConfig
+from streammega.convert.read.inputs import find_inputs
+from streammega.convert.read.slices import open_stream
+from streammega.errors import (
+    AccessDeniedError,
+    EndpointError,
+    ObjectChangedError,
+    ObjectNotFoundError,
+)
+from streammega.storage.file_view import AHEAD_BYTES, LARGEST_READ, LEAST_READ, ObjectReader
+from streammega.storage.open import file_system, open_file
+from streammega.storage.store import ObjectInfo
+from tools.bench.object_server import Running, running
+
+FAULTS: dict[str, dict[str, Any]] = {
+    "503 bursts": {"error_share": 0.2, "error_burst": 3},
+    "resets": {"reset_share": 0.3},
+    "truncation": {"truncate_share": 0.3},
+    "over-long bodies": {"overlong_share": 0.3},
+    "stalls": {"stall_share": 0.1},
+}
+DATA = np.random.default_rng(3).integers(0, 256, 14 << 20, np.uint8).tobytes()
+"""Longer than what is read ahead at most."""
+
+
+@dataclass
+class Place:
+    """A served bucket `data` with the object `a.bin`."""
+
+    root: Path
+    endpoint: Running
+    storage: StorageConfig
+
+    def write(self, name: str, data: bytes) -> None:
+        """Replace an object at once."""
+        (self.root / "new").write_bytes(data)
+        os.replace(self.root / "new", self.root / "data" / name)
+
+
+@pytest.fixture(params=["obstore", "fsspec"])
+def place(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Place]:
+    (tmp_path / "data").mkdir()
+    with running(tmp_path) as endpoint:
+        storage = StorageConfig(
+            transport=request.param,
+            storage_options=endpoint.storage_options,
+            stall_timeout=0.5,
+            timeout=20,
+        )
+        place = Place(tmp_path, endpoint, storage)
+        place.write("a.bin", DATA)
+        yield place
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_faults_in_the_middle_change_no_byte(place: Place, fault: str) -> None:
+    with open_file("s3://data/a.bin", place.storage) as file:
+        head = file.read(1000)
+        place.endpoint.behave(**FAULTS[fault])
+        pieces = [head, *iter(lambda: file.read(100_000), b"")]
+    assert b"".join(pieces) == DATA
+    assert place.endpoint.counts()["faults"] > 0, "the fault did not happen: this shows nothing"
+
+
+def test_every_way_to_read_gives_the_bytes_of_the_object(place: Place) -> None:
+    place.write("a.bin", DATA[:700_001])
+    data = io.BytesIO(DATA[:700_001])
+    draw = random.Random(4)
+    with open_file("s3://data/a.bin", place.storage) as file:
+        assert file.readable()
+        assert file.seekable()
+        for _ in range(300):
+            if draw.random() < 0.3:
+                whence = draw.choice([io.SEEK_SET, io.SEEK_END])
+                offset = draw.randrange(800_000) - (700_001 if whence == io.SEEK_END else 0)
+                offset = max(offset, -700_001 if whence == io.SEEK_END else 0)
+                assert file.seek(offset, whence) == data.seek(offset, whence)
+            size = draw.choice([0, 1, 5, 4096, 65_536, 300_000])
+            assert file.read(size) == data.read(size)
+            assert file.tell() == data.tell()
+        assert file.seek(17) == data.seek(17)
+        assert file.readline() == data.readline()
+        assert file.read() == data.read()
+        assert file.read(1) == b""
+        with pytest.raises(ValueError, match=r"negative seek|cannot seek"):
+            file.seek(-1)
+    with pytest.raises(ValueError, match="closed"):
+        file.read(1)
+
+
+def test_an_empty_object_is_an_empty_file(place: Place) -> None:
+    place.write("a.bin", b"")
+    with open_file("s3://data/a.bin", place.storage) as file:
+        assert file.read() == b""
+        assert file.read(1) == b""
+
+
+def test_an_object_that_is_replaced_while_it_is_read_is_an_error(place: Place) -> None:
+    with open_file("s3://data/a.bin", place.storage) as file:
+        assert file.read(1000) == DATA[:1000]
+        place.write("a.bin", DATA[::-1])
+        with pytest.raises(ObjectChangedError, match=r"s3://data/a\.bin"):
+            file.read()
+
+
+def test_an_object_that_was_replaced_since_it_was_found_is_not_opened(place: Place) -> None:
+    for inputs in (["s3://data"], ["s3://data/a.bin"], ["s3://data/*.bin"]):
+        found = find_inputs(inputs, place.storage)[0]
+        with open_stream(found.url, place.storage, found.etag) as file:
+            assert file.read(10) == DATA[:10]
+        place.write("a.bin", DATA)
+        with (
+            pytest.raises(ObjectChangedError, match=r"s3://data/a\.bin"),
+            open_stream(found.url, place.storage, found.etag),
+        ):
+            pass
+
+
+def test_what_waiting_cannot_mend_is_an_error_at_once(place: Place) -> None:
+    with pytest.raises(ObjectNotFoundError), open_file("s3://data/none", place.storage):
+        pass
+    place.endpoint.behave(status=403)
+    began = time.monotonic()
+    with pytest.raises(AccessDeniedError), open_file("s3://data/a.bin", place.storage):
+        pass
+    assert time.monotonic() - began < 5
+    place.endpoint.behave()
+    with open_file("s3://data/a.bin", place.storage) as file:
+        file.read(1000)
+        place.endpoint.behave(status=403)
+        with pytest.raises(AccessDeniedError):
+            file.read()
+        place.endpoint.behave()
+        assert file.seek(5) == 5
+        assert file.read(7) == DATA[5:12], "after an error a file can be read again"
+
+
+def test_the_deadline_of_the_config_holds_for_files(place: Place) -> None:
+    storage = replace(place.storage, give_up_after=0.5)
+    with open_file("s3://data/a.bin", storage) as file:
+        file.read(1000)
+        place.endpoint.behave(status=503)
+        began = time.monotonic()
+        with pytest.raises(EndpointError, match="given up after"):
+            file.read()
+    assert time.monotonic() - began < 10
+
+
+PACKED: dict[str, Callable[[bytes], bytes]] = {
+    "a.gz": gzip.compress,
+    "a.bz2": bz2.compress,
+    "a.xz": lzma.compress,
+    "a.lzma": lambda data: lzma.compress(data, lzma.FORMAT_ALONE),
+    "a.zst": lambda data: (
+        zstandard.compress(data[:1_000_000]) + zstandard.compress(data[1_000_000:])
+    ),
+    "a.zip": lambda data: _zipped(data),
+}
+
+
+def _zipped(data: bytes) -> bytes:
+    packed = io.BytesIO()
+    with zipfile.ZipFile(packed, "w") as archive:
+        archive.writestr("a.txt", data)
+    return packed.getvalue()
+
+
+@pytest.mark.parametrize("name", PACKED)
+def test_compressed_objects_are_read_through_faults(place: Place, name: str) -> None:
+    plain = DATA[: 3 << 19]
+    place.write(name, PACKED[name](plain))
+    place.endpoint.behave(error_share=0.2, truncate_share=0.2)
+    with open_stream(f"s3://data/{name}", place.storage) as file:
+        assert file.read() == plain
+
+
+def test_files_of_a_bucket_are_listed_by_the_store(place: Place) -> None:
+    for name in ("deep/b.bin", "deep/er/c.bin", "other.txt"):
+        (place.root / "data" / name).parent.mkdir(parents=True, exist_ok=True)
+        place.write(name, b"abc")
+    system, path = file_system("s3://data/", place.storage)
+    assert sorted(system.find(path)) == [
+        "data/a.bin",
+        "data/deep/b.bin",
+        "data/deep/er/c.bin",
+        "data/other.txt",
+    ]
+    assert sorted(system.glob("data/*")) == ["data/a.bin", "data/other.txt"]
+    assert sorted(system.glob("data/**/*.bin")) == [
+        "data/a.bin",
+        "data/deep/b.bin",
+        "data/deep/er/c.bin",
+    ]
+    assert sorted(system.glob("data/d*/b*")) == ["data/deep/b.bin"]
+    assert system.isdir("data/deep")
+    assert not system.isfile("data/deep")
+    assert system.cat_file("data/a.bin", start=5, end=9) == DATA[5:9]
+    assert system.cat_file("data/deep/b.bin", start=0, end=9) == b"abc"
+
+
+def test_inputs_that_were_listed_are_not_asked_for_one_by_one(place: Place) -> None:
+    for number in range(50):
+        place.write(f"{number}.txt", b"abc")
+    before = place.endpoint.counts()["requests"]
+    assert len(find_inputs(["s3://data"], place.storage)) == 51
+    assert place.endpoint.counts()["requests"] - before < 10
+
+
+class Recorded:
+    """A store of one object, which notes what is asked of it."""
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+        self.spans: list[tuple[int, int]] = []
+        self.held = threading.Event()
+        self.held.set()
+
+    def url(self, key: str) -> str:
+        return f"test://{key}"
+
+    def read_ranges(
+        self, key: str, starts: Sequence[int], stops: Sequence[int], etag: str = ""
+    ) -> list[memoryview]:
+        self.spans += zip(starts, stops, strict=True)
+        self.held.wait()
+        return [memoryview(bytes(stop - start)) for start, stop in zip(starts, stops, strict=True)]
+
+
+def reader_of(store: Any) -> ObjectReader:
+    return ObjectReader(store, ObjectInfo(key="a", size=store.size, etag='"1"'))
+
+
+def test_what_is_read_ahead_is_bounded_and_comes_in_large_parts() -> None:
+    store = Recorded(200 << 20)
+    farthest = 0
+    with reader_of(store) as file:
+        buffer = bytearray(1 << 20)
+        while file.readinto(buffer):
+            asked = max((stop for _, stop in list(store.spans)), default=0)
+            farthest = max(farthest, asked - file.tell())
+    assert farthest <= AHEAD_BYTES + len(buffer)
+    spans = sorted(store.spans)
+    assert spans[0][0] == 0
+    assert spans[-1][1] == store.size
+    assert all(one[1] == other[0] for one, other in zip(spans, spans[1:], strict=False))
+    assert len(spans) < store.size / LARGEST_READ + 40
+    assert max(stop - start for start, stop in spans) <= LARGEST_READ
+
+
+def test_a_reader_of_everything_holds_no_more_than_that() -> None:
+    store = Recorded(100 << 20)
+    store.held.clear()
+    file = reader_of(store)
+    thread = threading.Thread(target=file.readinto, args=(bytearray(store.size),))
+    thread.start()
+    time.sleep(0.2)
+    assert sum(stop - start for start, stop in store.spans) <= AHEAD_BYTES
+    store.held.set()
+    thread.join()
+    file.close()
+
+
+def test_a_look_at_a_header_costs_no_more_than_one_small_request() -> None:
+    store = Recorded(200 << 20)
+    with io.BufferedReader(reader_of(store)) as file:
+        file.read(8)
+        file.seek(-8, io.SEEK_END)
+        file.read(8)
+        file.seek(100 << 20)
+        file.read(1000)
+    assert len(store.spans) == 3
+    assert all(stop - start <= LEAST_READ for start, stop in store.spans)
+
+
+def test_ctrl_c_is_heard_while_a_file_waits_for_its_endpoint(tmp_path: Path) -> None:
+    (tmp_path / "data").mkdir()
+    (tmp_path / "data" / "a.bin").write_bytes(DATA)
+    program = (
+        "import json, sys\n"
+        "from streammega import StorageConfig\n"
+        "from streammega.storage.open import open_file\n"
+        "storage = StorageConfig(storage_options=json.loads(sys.argv[1]))\n"
+        "with open_file('s3://data/a.bin', storage) as file:\n"
+        "    file.read(1000)\n"
+        "    print('reads', flush=True)\n"
+        "    sys.stdin.readline()\n"
+        "    file.read()\n"
+    )
+    with running(tmp_path) as endpoint:
+        process = subprocess.Popen(
+            [sys.executable, "-c", program, json.dumps(endpoint.storage_options)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        assert process.stdout is not None
+        assert process.stdin is not None
+        assert process.stdout.readline() == "reads\n"
+        endpoint.behave(stall_share=1.0)
+        process.stdin.write("\n")
+        process.stdin.flush()
+        time.sleep(1.0)
+        began = time.monotonic()
+        process.send_signal(signal.SIGINT)
+        error = process.communicate(timeout=30)[1]
+    assert time.monotonic() - began < 10
+    assert "KeyboardInterrupt" in error
