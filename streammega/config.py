@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import math
+import numbers
 import operator
 import os
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -50,6 +51,20 @@ def set_whole_numbers(settings: Any, names: Sequence[str]) -> None:
 def local_folder(path: str | Path) -> Path:
     """A folder that somebody named, `~` being their home."""
     return Path(os.path.expanduser(path))  # which leaves the home of an unknown user as it is
+
+
+def _folder(name: str, path: str | Path) -> Path:
+    """The folder that a setting names. Raises ConfigError for what is no path."""
+    try:
+        return local_folder(path)
+    except TypeError:
+        raise ConfigError(f"{name} is {path!r}; it must be the path of a folder") from None
+
+
+def _check_number(name: str, value: Any) -> None:
+    """Raise ConfigError where a setting is text, say, which compares with no number."""
+    if not isinstance(value, numbers.Real):
+        raise ConfigError(f"{name} is {value!r}; it must be a number")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -124,15 +139,19 @@ class StorageConfig:
             raise ConfigError(f"local is {self.local!r}; it must be 'mmap' or 'pread'")
         for name, least in STORAGE_LEAST.items():
             value = getattr(self, name)
-            if value is not None and value < least:
+            if value is None:
+                continue
+            _check_number(name, value)
+            if value < least:
                 raise ConfigError(f"{name} is {value}; it must be at least {least}")
         for name in ("timeout", "stall_timeout", "give_up_after", "first_answer_within"):
             seconds = getattr(self, name)
+            _check_number(name, seconds)
             if not seconds > 0:  # NaN is not, and is not less either
                 raise ConfigError(f"{name} is {seconds}; it must be a positive number of seconds")
         if self.cache_dir:
             # the way to set a field of what is frozen
-            object.__setattr__(self, "cache_dir", local_folder(self.cache_dir))
+            object.__setattr__(self, "cache_dir", _folder("cache_dir", self.cache_dir))
 
 
 Order = Literal["megatron", "stream", "sequential"]
@@ -286,15 +305,12 @@ class DataConfig(FieldsConfig):
             raise ConfigError(
                 "multiple_validation_sets needs blend_per_split, whose valid entry names them"
             )
-        for start, stop in self.skip_samples:
-            if not 0 <= start < stop:
-                raise ConfigError(
-                    f"skip_samples holds [{start}, {stop}); ranges run upwards from 0 or more"
-                )
+        self._check_skipped()
         if self.blend_schedule is not None:
             self._check_schedule()
         if self.index_cache_dir:
-            object.__setattr__(self, "index_cache_dir", local_folder(self.index_cache_dir))
+            folder = _folder("index_cache_dir", self.index_cache_dir)
+            object.__setattr__(self, "index_cache_dir", folder)
 
     def _check_numbers(self) -> None:
         set_whole_numbers(self, ("seed", "lanes", "block_bytes"))
@@ -310,15 +326,41 @@ class DataConfig(FieldsConfig):
             )
         if self.num_samples is not None:
             object.__setattr__(self, "num_samples", _three_counts(self.num_samples))
+        _check_number("surplus", self.surplus)
         if not self.surplus >= 0:
             raise ConfigError(
                 f"surplus is {self.surplus}; it must be a share of at least 0, such as 0.005"
             )
 
+    def _check_skipped(self) -> None:
+        try:
+            ranges = [(start, stop, 0 <= start < stop) for start, stop in self.skip_samples]
+        except (TypeError, ValueError):
+            raise ConfigError(
+                f"skip_samples is {self.skip_samples!r}; it takes ranges of sample ids, "
+                f"each as (start, stop)"
+            ) from None
+        for start, stop, runs_upwards in ranges:
+            if not runs_upwards:
+                raise ConfigError(
+                    f"skip_samples holds [{start}, {stop}); ranges run upwards from 0 or more"
+                )
+
     def _check_schedule(self) -> None:
         if self.order != "stream" or self.blend is None:
             raise ConfigError("blend_schedule belongs to the stream order and a blend")
         prefixes, _ = parse_blend(self.blend)
+        try:
+            self._check_segments(prefixes)
+        except ConfigError:  # which is a ValueError too
+            raise
+        except (TypeError, ValueError):
+            raise ConfigError(
+                f"blend_schedule is {self.blend_schedule!r}; it takes segments, each as "
+                f"(first sample, weights)"
+            ) from None
+
+    def _check_segments(self, prefixes: Sequence[str]) -> None:
         start_before = -1
         for start, weights in self.blend_schedule or ():
             if start <= start_before:
@@ -399,6 +441,10 @@ def _entries(blend: Blend) -> list[Any]:
     """
     if isinstance(blend, os.PathLike):
         blend = [os.fspath(blend)]
+    if not isinstance(blend, Iterable):
+        raise ConfigError(
+            f"blend {blend!r}: give a prefix, a list of them, or of (prefix, weight) pairs"
+        )
     entries: list[Any] = (
         blend.split() if isinstance(blend, str) else [_as_text(entry) for entry in blend]
     )

@@ -348,6 +348,13 @@ def test_settings_that_cannot_work_are_refused(
         ({"lanes": 4.0}, "lanes is 4.0"),
         ({"eod_id": 1.5}, "eod_id is 1.5"),
         ({"eod_id": -1}, "eod_id is -1"),
+        ({"blend": 3}, "blend 3"),
+        ({"surplus": "much"}, "surplus is 'much'; it must be a number"),
+        ({"skip_samples": 8}, "skip_samples is 8"),
+        ({"skip_samples": [(8,)]}, r"skip_samples is \[\(8,\)\]"),
+        ({"skip_samples": [("a", "b")]}, r"skip_samples is \[\('a', 'b'\)\]"),
+        ({"order": "stream", "blend_schedule": [0]}, r"blend_schedule is \[0\]"),
+        ({"order": "stream", "blend_schedule": [(0, ["x"])]}, "blend_schedule is"),
     ],
 )
 def test_data_settings_that_cannot_work_are_refused(
@@ -355,6 +362,25 @@ def test_data_settings_that_cannot_work_are_refused(
 ) -> None:
     with pytest.raises(ConfigError, match=message):
         replace(config, **change)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"max_requests": 0}, "max_requests is 0; it must be at least 1"),
+        ({"max_requests": "8"}, "max_requests is '8'; it must be a number"),
+        ({"timeout": -1}, "timeout is -1; it must be a positive number of seconds"),
+        ({"timeout": "60"}, "timeout is '60'; it must be a number"),
+        ({"give_up_after": None}, "give_up_after is None; it must be a number"),
+        ({"cache_dir": 3}, "cache_dir is 3; it must be the path of a folder"),
+        ({"local": "map"}, "local is 'map'"),
+    ],
+)
+def test_storage_settings_that_cannot_work_are_refused(
+    change: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(ConfigError, match=message):
+        StorageConfig(**change)
 
 
 def test_numbers_of_numpy_and_paths_of_pathlib_are_taken_for_what_they_are(
