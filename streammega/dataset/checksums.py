@@ -29,8 +29,10 @@ class HashingWriter:
     @property
     def checksums(self) -> list[str]:
         """One for each CHECK_BYTES of what was written, the last for the rest."""
-        if self.size and self.size % CHECK_BYTES == 0:
+        ends_whole = self.size > 0 and self.size % CHECK_BYTES == 0
+        if ends_whole:
             return list(self._checksums)
+        # Of nothing, too, there is one.
         return [*self._checksums, self._hash.hexdigest()]
 
     def write(self, data: bytes | memoryview) -> None:

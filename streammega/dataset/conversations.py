@@ -27,7 +27,11 @@ ROLES = {
 }
 """How roles are spelt, and what they are."""
 LISTS = ("messages", "conversations")
+"""Where turns are looked for, in this order: as OpenAI's records have them, and as ShareGPT's."""
 SPELLINGS = (("role", "content"), ("from", "value"))
+"""How role and content of a turn are spelt: OpenAI's, and ShareGPT's."""
+MOST_SHOWN = 80
+"""Characters of a value that a message shows: it may be a whole document."""
 
 
 @dataclass(frozen=True)
@@ -79,13 +83,14 @@ def turns_of(record: Any, where: str) -> list[dict[str, Any]]:
     """The turns of a record as a chat template takes them: `role` (a value of ROLES), `content` and
     all else that is not null.
 
-    The content is text or a list of parts; only the assistant's may be missing, beside its tool
-    calls. Raises FormatError.
+    The content is text or a list of parts; it may be missing beside tool calls. Raises
+    FormatError.
     """
     turns = []
     for number, turn in enumerate(_turns(record, where), 1):
         role, content, spelling = _role_and_content(turn, number, where)
         if content is not None or not turn.get("tool_calls"):
+            # Only looked at: a template takes parts as they are.
             _text_of(content, role, number, where)
         turn_of_template: dict[str, Any] = {"role": role}
         if content is not None:
@@ -168,7 +173,7 @@ def _is_text_part(part: Any) -> bool:
 
 def _short(value: Any) -> str:
     spelt = repr(value)
-    return spelt if len(spelt) <= 80 else f"{spelt[:80]}..."
+    return spelt if len(spelt) <= MOST_SHOWN else f"{spelt[:MOST_SHOWN]}..."
 
 
 def encodable(text: str, where: str, before: int = 0) -> str:

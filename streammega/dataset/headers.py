@@ -42,10 +42,11 @@ class PairBounds:
         """Whether its sequences have modes: told by sizes alone, where a manifest
         tells the counts.
         """
+        index = self.files.index
         entry = self.files.shard.entry
         if entry is None:
-            return self.files.index.header.multimodal
-        if entry.sequences == 0:
+            return index.header.multimodal
+        if entry.sequences == 0:  # of no sequences, both sizes are the same
             return False
         with_modes = index_bytes(entry.sequences, entry.documents + 1, multimodal=True)
         return entry.index_bytes == with_modes
@@ -56,9 +57,10 @@ class PairBounds:
         return self.bin_info.size // self.dtype.itemsize
 
     def token_at(self, sequence: int) -> int:
-        """The token of the `.bin` at which a sequence starts; past the last
-        sequence, all of them.
+        """The token of the `.bin` at which a sequence starts; past the last sequence, how many
+        there are.
         """
+        # Both ends are known without a read: most splits begin or end there.
         if sequence >= self.num_sequences:
             return self.num_tokens
         if sequence == 0:
@@ -86,16 +88,19 @@ def read_bounds(
         shard = KnownShard(name=shard)
     files = ShardFiles(shard, storage, cache_dir)
     store, bin_info = files.tokens()
+    index = files.index
     entry = shard.entry
-    if entry is not None and not files.index.is_local:
-        _ = files.index.info  # its size is compared
+    # A remote header costs a request for each shard, and a manifest tells what it holds; a local
+    # one costs none.
+    if entry is not None and not index.is_local:
+        _ = index.info  # its size is compared
         dtype = entry.dtype
         num_sequences = entry.sequences
     else:
-        header = files.index.header
+        header = index.header
         dtype = header.dtype
         num_sequences = header.sequence_count
-        check_end(files.index.read_end(), bin_info.size, files.index.url, files.url)
+        check_end(index.read_end(), bin_info.size, index.url, files.url)
     return PairBounds(
         files=files,
         store=store,

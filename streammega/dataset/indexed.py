@@ -27,7 +27,7 @@ from streammega.storage.fetch.threads import each
 from streammega.storage.views import ConcatStore
 
 OPENERS = 32
-"""Shards that are opened at once."""
+"""Shards that are opened at once: each waits for a few small answers."""
 Tokens: TypeAlias = NDArray[Any]
 Item: TypeAlias = "Tokens | tuple[Tokens, int]"
 

@@ -72,7 +72,7 @@ def tokenizers_of(files: Sequence[ShardFiles], name: str) -> set[TokenizerLabel]
         if told is None:
             continue
         tokenizer_name, digest = told
-        if digest:
+        if digest:  # tokens that were not made from text have none
             labels.add(TokenizerLabel(tokenizer_name, digest))
     return labels
 

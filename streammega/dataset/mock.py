@@ -22,6 +22,7 @@ from streammega.storage.open import register_scheme
 from streammega.storage.store import Bytes, Span, fill
 
 DTYPE = np.dtype("<i4")
+"""Of all mock tokens: any vocabulary fits."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,6 +58,7 @@ class MockStore:
             size = index_bytes(settings.documents, settings.documents + 1, multimodal=False)
         else:
             size = settings.documents * settings.length * DTYPE.itemsize
+        # One ETag for all: a name never stands for other bytes.
         return ObjectInfo(key=key, size=size, etag="mock")
 
     def read_ranges(

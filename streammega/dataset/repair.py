@@ -58,6 +58,7 @@ def repair_index(
     try:
         names, manifest = shards_of(name, storage, VerifyReport(name=redact_urls(name)))
     except ObjectNotFoundError:
+        # No `.idx` and no manifest by that name: the tokens alone may be there.
         names = [split_name(name)[0]]
         manifest = None
     expected: list[Shard | None] = [None] * len(names)
@@ -172,6 +173,7 @@ def _has_sequences(old_index: IndexFile, expected: Shard | None, manifest: Manif
     """Whether documents have several sequences, or modes, by the manifest or by what is left of the
     `.idx`.
     """
+    # The manifest first: the `.idx` is broken, and its counts may be what is wrong with it.
     if manifest is not None and expected is not None:
         return manifest.multimodal or expected.sequences != expected.documents
     try:

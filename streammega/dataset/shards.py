@@ -19,7 +19,9 @@ Kind = Literal["bin", "zst", "tar"]
 SUFFIXES: dict[Kind, str] = {"bin": ".bin", "zst": ".bin.zst", "tar": ".tar"}
 _KIND_OF_SUFFIX: dict[str, Kind] = {".bin.zst": "zst", ".tar": "tar", ".bin": "bin", ".idx": "bin"}
 _NUMBERED = re.compile(r"^(?P<stem>.*)-(?P<number>\d{5,})-of-(?P<count>\d{5,})$")
+"""A shard of several: `shard_name` pads to five digits, and more are needed from 100,000 on."""
 _MARKED = re.compile(r"^(?P<stem>.+)-gen[0-9a-f]{12}(-\d{5,}-of-\d{5,})?$")
+"""A shard that replaces one of a dataset which is there: its mark is of the conversion."""
 MOST_MISSING = 3
 """Missing shards of a set that a message names."""
 

@@ -77,6 +77,7 @@ class ShardFiles:
         make = self._frames if self.kind == "zst" else self._members
         entry = self.shard.entry
         is_local = isinstance(self.store, LocalStore)
+        # Reading the table costs requests: put off where the size is known without it.
         view = make() if entry is None or is_local else LateView(entry.token_bytes, make)
         store = DerivedStore(self.store, self.stored, view)
         return store, store.info(self.key)

@@ -104,7 +104,7 @@ def shards_of(
             return [], None
     except FormatError as error:
         report.problems.append(str(error))
-        return find_pairs(prefix, storage), None
+        return find_pairs(prefix, storage), None  # what can be had without it is still looked at
     folder = parent_url(url) if "/" in url else "."
     kind = cast(Kind, manifest.kind)
     names = []
@@ -118,6 +118,7 @@ def read_index(index: IndexFile, expected: Shard | None, report: VerifyReport) -
 
     Raises FormatError, ObjectNotFoundError.
     """
+    # Before its header: of a damaged one, both faults are to be told.
     data = index.data()
     if expected is not None:
         stored = HashingWriter(None)

@@ -196,7 +196,10 @@ class IndexedDatasetWriter:
         self._documents.append(len(self._lengths))
 
     def add_index(self, prefix: str) -> None:
-        """Append all sequences and documents of another dataset of the same dtype (a merge)."""
+        """Append all sequences and documents of another dataset of the same dtype (a merge).
+
+        Raises FormatError for another dtype, or where only one of the two has modes.
+        """
         other = IndexedDataset(prefix, self._storage)
         read_ranges = other.store.read_ranges
         etag = other.bin_info.etag

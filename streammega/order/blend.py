@@ -31,6 +31,7 @@ def samples_asked(weights: Sequence[float], size: int, surplus: float) -> list[i
     asked = []
     for weight in weights:
         drawn = math.ceil(size * weight)
+        # Rounded up twice, as Megatron does: one more sample is another order.
         asked.append(math.ceil(drawn * (1 + surplus)))
     return asked
 

@@ -69,6 +69,7 @@ def rank_samples(
     start = np.asarray(consumed, np.int64)[..., None]
     if contiguous:
         return start + dp_rank * micro_batch_size + np.arange(micro_batch_size, dtype=np.int64)
+    # The first sample from `start` on whose number leaves the remainder dp_rank.
     first = start + (dp_rank - start) % dp_size
     return first + dp_size * np.arange(micro_batch_size, dtype=np.int64)
 
