@@ -110,8 +110,10 @@ def _looked_at(inputs: Sequence[Input]) -> tuple[tuple[str, int], ...]:
     """(path, bytes) of the local inputs that each machine looks for."""
     files = []
     for item in inputs:
+        if is_remote(item.path):
+            continue
         path = os.path.abspath(item.path)
-        if not is_remote(item.path) and os.path.isfile(path):
+        if os.path.isfile(path):
             files.append((path, item.size))
     step = max(1, -(-len(files) // LOOKED_AT))
     return tuple(files[::step])

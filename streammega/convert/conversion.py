@@ -25,7 +25,12 @@ from streammega.convert.write.duplicates import remove_duplicates
 from streammega.convert.write.final_order import DocumentSet, OrderedDocuments
 from streammega.convert.write.job import Job, UnitRecord, segment_bytes_within
 from streammega.convert.write.labels import Labels
-from streammega.convert.write.layout import Layout, layout_digest, number_sequences, plan_bounds
+from streammega.convert.write.layout import (
+    ShardLayout,
+    layout_digest,
+    number_sequences,
+    plan_bounds,
+)
 from streammega.convert.write.names import OutputNames
 from streammega.convert.write.output import Output
 from streammega.convert.write.plan import plan_units
@@ -61,7 +66,7 @@ class WrittenDataset:
     out as such.
     """
 
-    layout: Layout
+    layout: ShardLayout
     shards: list[Shard]
     records: list[UnitRecord]
     duplicates: int
@@ -112,7 +117,7 @@ class Conversion:
             source_bytes=source_bytes,
         )
 
-    def publish(self, layout: Layout, shards: list[Shard], labels: Labels) -> Manifest:
+    def publish(self, layout: ShardLayout, shards: list[Shard], labels: Labels) -> Manifest:
         """Put everything under its final name. May be interrupted and repeated."""
         if not layout.multimodal:
             # There are no modes to be learned.
@@ -231,7 +236,7 @@ class Conversion:
                 parts.append(part)
         return parts
 
-    def _shards(self, job: Job, layout: Layout) -> list[Shard]:
+    def _shards(self, job: Job, layout: ShardLayout) -> list[Shard]:
         """All shards, which are written in the end."""
         done = resume.shards_done(job, layout, self.publisher)
         work = TaskList(
@@ -255,7 +260,7 @@ class Conversion:
         parts: list[DocumentSet],
         sources: Sequence[str],
         records: Sequence[UnitRecord],
-    ) -> Layout:
+    ) -> ShardLayout:
         """What goes into which shard.
 
         Raises ConvertError where nothing is left, or modes are there and not there.
@@ -284,7 +289,7 @@ class Conversion:
         first_sequences = [0] * num_shards
         if self.options.kind == "tar":
             first_sequences = number_sequences(documents, bounds)
-        layout = Layout(
+        layout = ShardLayout(
             parts=parts,
             dtype=str(dtype),
             multimodal=kinds.multimodal == {True},
@@ -294,8 +299,8 @@ class Conversion:
             targets=[join_url(folder, name) for name in names],
             first_sequences=first_sequences,
         )
-        digest = layout_digest(job, layout, sources)
-        return self.names.aim(replace(layout, digest=digest))
+        layout = replace(layout, digest=layout_digest(job, layout, sources))
+        return self.names.aim(layout)
 
     def _plain_names(self, num_shards: int) -> list[str]:
         stem = self.output.stem
@@ -319,6 +324,6 @@ def _reasons(records: Sequence[UnitRecord]) -> str:
     return "".join(told)
 
 
-def _write_shard(shared: tuple[Job, Layout], number: int, progress: Progress) -> Shard:
+def _write_shard(shared: tuple[Job, ShardLayout], number: int, progress: Progress) -> Shard:
     job, layout = shared
     return write_shard(job, layout, number, progress)

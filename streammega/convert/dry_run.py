@@ -257,13 +257,15 @@ class _Sample:
         if len(batch.tokens):
             self._dtypes.append(token_dtype([batch.tokens], self._job.options.dtype))
         token_bounds = bounds_of(batch.lengths)
-        sequence_bounds = bounds_of(batch.documents)
         room = SHOWN_DOCUMENTS - len(self.shown)
-        for document in range(min(room, len(batch.documents))):
+        first = 0
+        for num_sequences in batch.documents[:room].tolist():
             sequences = []
-            for number in range(sequence_bounds[document], sequence_bounds[document + 1]):
-                sequences.append(self._sequence(batch, number, int(token_bounds[number])))
+            for number in range(first, first + num_sequences):
+                start = int(token_bounds[number])
+                sequences.append(self._sequence(batch, number, start))
             self.shown.append(sequences)
+            first += num_sequences
 
     def _sequence(self, batch: Tokens, number: int, start: int) -> ShownSequence:
         length = int(batch.lengths[number])

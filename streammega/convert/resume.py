@@ -2,7 +2,7 @@
 what has one is not done again.
 
 A record is believed if its digest is that of what would be made now (`Job.unit_digest`,
-`Layout.digest`), so that after a change of inputs or options only what depends on them is done
+`ShardLayout.digest`), so that after a change of inputs or options only what depends on them is done
 again. Which names of the output are this conversion's is noted there too (`write/names.py`).
 """
 
@@ -15,7 +15,7 @@ from streammega.config import StorageConfig
 from streammega.convert.read.pipes import KEPT as KEPT_PIPE
 from streammega.convert.work_folder import LOCK, remove_folder
 from streammega.convert.write.job import Job, UnitRecord, read_record
-from streammega.convert.write.layout import Layout
+from streammega.convert.write.layout import ShardLayout
 from streammega.convert.write.publish import Publisher
 from streammega.convert.write.shards import read_shard
 from streammega.dataset.manifest import Shard
@@ -46,7 +46,7 @@ def units_done(job: Job) -> dict[int, UnitRecord]:
     return done
 
 
-def shards_done(job: Job, layout: Layout, publisher: Publisher) -> dict[int, Shard]:
+def shards_done(job: Job, layout: ShardLayout, publisher: Publisher) -> dict[int, Shard]:
     """The shards that need not be written again, by their numbers."""
     done = {}
     for number in range(layout.num_shards):
@@ -70,11 +70,12 @@ def forget(work: str, storage: StorageConfig) -> None:
     """
     keys = _keys_below(work, storage)
     store, folder = open_store(f"{work}/" if is_remote(work) else work, storage)
-    kept = {f"{folder.rstrip('/')}/{name}" for name in KEPT}
+    folder = folder.rstrip("/")
+    kept = {f"{folder}/{name}" for name in KEPT}
     # Records go before what they speak of.
-    for key in sorted(keys, key=lambda key: not key.endswith(".json")):
-        is_pipe = os.path.basename(key).startswith(KEPT_PIPE)
-        if key not in kept and not is_pipe:
+    for key in sorted(keys, key=_is_no_record):
+        name = os.path.basename(key)
+        if key not in kept and not name.startswith(KEPT_PIPE):
             store.delete(key)
 
 
@@ -89,6 +90,10 @@ def remove(work: str, storage: StorageConfig) -> None:
     # is.
     for key in sorted(_keys_below(work, storage), key=lambda key: key.endswith(KEPT)):
         store.delete(key)
+
+
+def _is_no_record(key: str) -> bool:
+    return not key.endswith(".json")
 
 
 def _keys_below(work: str, storage: StorageConfig) -> list[str]:

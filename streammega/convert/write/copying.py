@@ -40,9 +40,11 @@ def copy_in_order(
     """
     indexed = documents.dataset(part)
     # Documents that were left out cut the part into stretches.
-    lasts = np.flatnonzero(np.diff(chosen) != 1)
-    starts = [int(chosen[0]), *chosen[lasts + 1].tolist()]
-    stops = [*(chosen[lasts] + 1).tolist(), int(chosen[-1]) + 1]
+    # A document begins a stretch where the one before it ended one.
+    is_last = np.append(np.diff(chosen) != 1, True)
+    is_first = np.roll(is_last, 1)
+    starts = chosen[is_first].tolist()
+    stops = (chosen[is_last] + 1).tolist()
     for start, stop in zip(starts, stops, strict=True):
         for first, last in document_runs(indexed, start, stop, CHUNK_BYTES):
             yield _copy_stretch(indexed, first, last, writer)
@@ -55,22 +57,36 @@ def copy_shuffled(
     gathered. Yields as `copy_in_order`.
     """
     held = _read_all(documents, parts, chosen, writer.dtype)
-    ends = np.cumsum(held.sizes)
-    low = 0
-    while low < len(chosen):
-        bytes_before = int(ends[low - 1]) if low else 0
-        fits = int(np.searchsorted(ends, bytes_before + CHUNK_BYTES, "right"))
-        high = max(low + 1, fits)
-        gathered = np.empty(int(ends[high - 1]) - bytes_before, np.uint8)
-        sizes = held.sizes[low:high]
-        places = ends[low:high] - sizes - bytes_before
-        copy_bytes(_NOTHING, held.addresses[low:high], sizes, address_of(gathered) + places)
+    for low, high in _chunks_of(held.sizes):
+        gathered = _gather(held.addresses[low:high], held.sizes[low:high])
         num_sequences = held.num_sequences[low:high]
         sequences = ragged(held.first_sequences[low:high], num_sequences)
+        lengths = held.lengths[sequences]
         modes = None if held.modes is None else held.modes[sequences]
-        writer.add_documents(gathered.data, held.lengths[sequences], num_sequences, modes)
+        writer.add_documents(gathered.data, lengths, num_sequences, modes)
         yield len(gathered)
+
+
+def _chunks_of(sizes: Integers) -> Iterator[tuple[int, int]]:
+    """[low, high) of documents of at most CHUNK_BYTES together, at least one."""
+    ends = np.cumsum(sizes)
+    low = 0
+    bytes_before = 0
+    while low < len(sizes):
+        fits = int(np.searchsorted(ends, bytes_before + CHUNK_BYTES, "right"))
+        high = max(low + 1, fits)
+        yield low, high
+        bytes_before = int(ends[high - 1])
         low = high
+
+
+def _gather(addresses: Integers, sizes: Integers) -> Bytes:
+    """Stretches of memory, end to end."""
+    bounds = bounds_of(sizes)
+    gathered = np.empty(int(bounds[-1]), np.uint8)
+    targets = address_of(gathered) + bounds[:-1]
+    copy_bytes(_NOTHING, addresses, sizes, targets)
+    return gathered
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 import xxhash
@@ -24,8 +25,9 @@ copy of one of them, 8 bytes each.
 def document_hashes(batch: Tokens) -> tuple[NDArray[np.uint64], NDArray[np.uint64]]:
     """128-bit hashes of the tokens of each document, in two halves."""
     # Of ids, whatever their width: segments of one corpus may be stored in different dtypes.
-    data = batch.tokens.astype("<i8", copy=False).view(np.uint8).data
-    ends = np.cumsum(batch.document_tokens) * 8
+    ids = batch.tokens.astype("<i8", copy=False)
+    data = ids.view(np.uint8).data
+    ends = np.cumsum(batch.document_tokens) * ids.itemsize
     digests = bytearray()
     start = 0
     for end in ends.tolist():
@@ -51,45 +53,70 @@ def remove_duplicates(
         for part_number, documents in _first_of_equal_ones(job, parts, number, passes):
             is_kept[part_number][documents] = True
     parts_with_keep = []
-    for part, kept in zip(parts, is_kept, strict=True):
+    num_kept = 0
+    for part, flags in zip(parts, is_kept, strict=True):
         name = part.side.removesuffix(".side") + ".keep"
-        bits = np.packbits(kept)
+        bits = np.packbits(flags)
         save_bytes(join_url(job.work, name), bits.tobytes(), job.storage)
         parts_with_keep.append(replace(part, keep=name))
-    num_kept = sum(int(kept.sum()) for kept in is_kept)
+        num_kept += int(np.count_nonzero(flags))
     return parts_with_keep, total - num_kept
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Compared:
+    """Documents that are compared with each other: arrays of a value for each.
+
+    low, high: halves of its hash. unit, number: where it comes in the corpus. part, document: where
+    it lies.
+    """
+
+    low: NDArray[np.uint64]
+    high: NDArray[np.uint64]
+    unit: NDArray[np.uint64]
+    number: NDArray[np.uint64]
+    part: NDArray[np.int64]
+    document: NDArray[np.int64]
 
 
 def _first_of_equal_ones(
     job: Job, parts: list[DocumentSet], number: int, passes: int
 ) -> Iterator[tuple[int, NDArray[np.int64]]]:
     """(number of a part, its documents that are kept), of the documents of one pass."""
-    hashes_low = []
-    hashes_high = []
-    units = []
-    document_numbers = []
-    part_numbers = []
-    documents = []
-    for part_number, part in enumerate(parts):
-        side = read_side(job, part.side, part.documents)
-        # Equal documents have equal hashes, so they meet in the same pass.
-        in_pass = np.flatnonzero(side["hash_low"] % np.uint64(passes) == number)
-        hashes_low.append(side["hash_low"][in_pass])
-        hashes_high.append(side["hash_high"][in_pass])
-        units.append(np.full(len(in_pass), part.unit, np.uint64))
-        document_numbers.append(side["number"][in_pass])
-        part_numbers.append(np.full(len(in_pass), part_number))
-        documents.append(in_pass)
-    low = np.concatenate(hashes_low)
-    high = np.concatenate(hashes_high)
+    compared = _documents_of_pass(job, parts, number, passes)
     # Equal ones end up side by side, the first of the corpus before the others.
-    order = np.lexsort((np.concatenate(document_numbers), np.concatenate(units), high, low))
-    low = low[order]
-    high = high[order]
+    order = np.lexsort((compared.number, compared.unit, compared.high, compared.low))
     is_first = np.ones(len(order), np.bool_)
-    is_first[1:] = (low[1:] != low[:-1]) | (high[1:] != high[:-1])
+    is_first[1:] = _differs_from_former(compared.low[order])
+    is_first[1:] |= _differs_from_former(compared.high[order])
     firsts = order[is_first]
-    part_of_first = np.concatenate(part_numbers)[firsts]
-    document_of_first = np.concatenate(documents)[firsts]
+    part_of_first = compared.part[firsts]
+    document_of_first = compared.document[firsts]
     for part_number in range(len(parts)):
         yield part_number, document_of_first[part_of_first == part_number]
+
+
+def _differs_from_former(values: NDArray[np.uint64]) -> NDArray[np.bool_]:
+    """For each value but the first."""
+    differs: NDArray[np.bool_] = values[1:] != values[:-1]
+    return differs
+
+
+def _documents_of_pass(job: Job, parts: list[DocumentSet], number: int, passes: int) -> _Compared:
+    columns: dict[str, list[NDArray[Any]]] = {}
+    for part_number, part in enumerate(parts):
+        side = read_side(job, part.side, part.documents)
+        low = side["hash_low"]
+        # Equal documents have equal hashes, so they meet in the same pass.
+        documents = np.flatnonzero(low % np.uint64(passes) == number)
+        row = {
+            "low": low[documents],
+            "high": side["hash_high"][documents],
+            "unit": np.full(len(documents), part.unit, np.uint64),
+            "number": side["number"][documents],
+            "part": np.full(len(documents), part_number),
+            "document": documents,
+        }
+        for name, values in row.items():
+            columns.setdefault(name, []).append(values)
+    return _Compared(**{name: np.concatenate(arrays) for name, arrays in columns.items()})

@@ -35,9 +35,9 @@ class DocumentSet:
 
 
 class OrderedDocuments:
-    """The documents of some parts in their final order, block by block.
+    """The documents of some parts in their final order, portion by portion.
 
-    A block is a part, in the order of its documents; with `buckets`, one of so many ranges of
+    A portion is a part, in the order of its documents; with `buckets`, one of so many ranges of
     shuffle keys, in the order of these.
     """
 
@@ -48,7 +48,7 @@ class OrderedDocuments:
         self._opened: dict[int, IndexedDataset] = {}
 
     @property
-    def num_blocks(self) -> int:
+    def num_portions(self) -> int:
         """Parts, or buckets."""
         return self._buckets or len(self._parts)
 
@@ -74,15 +74,15 @@ class OrderedDocuments:
             total += int(lengths.sum(dtype=np.int64))
         return total
 
-    def order(self, block: int) -> tuple[Integers, Integers]:
-        """(part, document of it) of every document of a block, in order."""
+    def order(self, portion: int) -> tuple[Integers, Integers]:
+        """(part, document of it) of every document of a portion, in order."""
         if self._buckets:
-            return self._order_of_bucket(block)
-        documents = np.arange(self._parts[block].documents)
-        is_kept = self._is_kept(block)
+            return self._order_of_bucket(portion)
+        documents = np.arange(self._parts[portion].documents)
+        is_kept = self._is_kept(portion)
         if is_kept is not None:
             documents = documents[is_kept]
-        return np.full(len(documents), block), documents
+        return np.full(len(documents), portion), documents
 
     def sizes(self, parts: Integers, documents: Integers) -> Integers:
         """Tokens of documents; of each part, only the stretch that holds them is looked at."""

@@ -16,15 +16,15 @@ from streammega.convert.write.final_order import DocumentSet, OrderedDocuments
 from streammega.convert.write.job import Job
 
 Place = tuple[int, int]
-"""(block, document of it) in the final order."""
+"""(portion, document of it) in the final order."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Layout:
-    """What goes into the shards. bounds: for each shard where it begins, (block, document of it),
+class ShardLayout:
+    """What goes into the shards. bounds: for each shard where it begins, (portion, document of it),
     and where the last ends.
 
-    A block is a part, or with `buckets` one of so many ranges of shuffle keys.
+    A portion is a part, or with `buckets` one of so many ranges of shuffle keys.
     """
 
     parts: list[DocumentSet]
@@ -54,26 +54,26 @@ def plan_bounds(documents: OrderedDocuments, itemsize: int, shard_bytes: int | N
     least one.
     """
     bounds = [(0, 0)]
-    end = (documents.num_blocks, 0)
+    end = (documents.num_portions, 0)
     if shard_bytes is None:
         return [*bounds, end]
     room = shard_bytes
-    for block in range(documents.num_blocks):
-        sizes = documents.sizes(*documents.order(block)) * itemsize
-        ends = np.cumsum(sizes)
-        document = 0
-        while document < len(sizes):
-            bytes_before = int(ends[document - 1]) if document else 0
-            next_shard = int(np.searchsorted(ends, bytes_before + room, "right"))
+    for portion in range(documents.num_portions):
+        parts, chosen = documents.order(portion)
+        ends = np.cumsum(documents.sizes(parts, chosen) * itemsize)
+        first = 0
+        while first < len(ends):
+            bytes_before = int(ends[first - 1]) if first else 0
+            last = int(np.searchsorted(ends, bytes_before + room, "right"))
             # A shard that is still empty takes a document that is larger than it.
-            least = document + 1 if room == shard_bytes else document
-            next_shard = max(next_shard, least)
-            if next_shard < len(sizes):
-                bounds.append((block, next_shard))
+            least = first + 1 if room == shard_bytes else first
+            last = max(last, least)
+            if last < len(ends):
+                bounds.append((portion, last))
                 room = shard_bytes
             else:
                 room -= int(ends[-1]) - bytes_before
-            document = next_shard
+            first = last
     return [*bounds, end]
 
 
@@ -82,19 +82,19 @@ def number_sequences(documents: OrderedDocuments, bounds: Sequence[Place]) -> li
     first_sequences = [0]
     later_shards = deque(bounds[1:-1])
     sequences_before = 0
-    for block in range(documents.num_blocks):
+    for portion in range(documents.num_portions):
         if not later_shards:
             break
-        counts = documents.sequences(*documents.order(block))
-        bounds_of_documents = bounds_of(counts)
-        while later_shards and later_shards[0][0] == block:
+        parts, chosen = documents.order(portion)
+        sequence_bounds = bounds_of(documents.sequences(parts, chosen))
+        while later_shards and later_shards[0][0] == portion:
             _, document = later_shards.popleft()
-            first_sequences.append(sequences_before + int(bounds_of_documents[document]))
-        sequences_before += int(counts.sum())
+            first_sequences.append(sequences_before + int(sequence_bounds[document]))
+        sequences_before += int(sequence_bounds[-1])
     return first_sequences
 
 
-def layout_digest(job: Job, layout: Layout, sources: Sequence[str]) -> str:
+def layout_digest(job: Job, layout: ShardLayout, sources: Sequence[str]) -> str:
     """Changes with everything that a shard depends on; `sources`: digests of what the parts were
     made of.
     """

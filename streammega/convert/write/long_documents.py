@@ -61,12 +61,14 @@ class TokenStream:
 
         Raises ConvertError when that is more than an .idx can say.
         """
+        dedup = self._options.dedup
         for number, ids in self._chosen():
             self._kept[number] += len(ids)
             check_tokens(self.kept, self._where)
-            if self._options.dedup:
+            if dedup:
                 # As `document_hashes`: of ids, whatever their width.
-                self._hash.update(ids.astype("<i8").tobytes())
+                wide_ids = ids.astype("<i8")
+                self._hash.update(wide_ids.tobytes())
             yield ids
 
     @property
@@ -103,29 +105,30 @@ class TokenStream:
     @property
     def dropped(self) -> str | None:
         """Why the document is left out, if it is."""
-        options = self._options
-        if not self.total:
+        total = self.total
+        most = self._options.max_tokens
+        if not total:
             return "empty"
-        if self.total < options.min_tokens:
+        if total < self._options.min_tokens:
             return "too short"
-        if (
-            options.max_tokens is not None
-            and options.long == "drop"
-            and self.total > options.max_tokens
-        ):
+        if most is not None and total > most and self._options.long == "drop":
             return "too long"
         return None
 
     @property
     def counts(self) -> dict[str, int]:
-        """Of the report, by reasons."""
-        counts = {}
-        of_other_modes = int((self._is_there & ~self._is_wanted).sum())
+        """What happened to it, as the report counts that: by reasons."""
+        dropped = self.dropped
+        tokens_cut_off = self.total - self.kept
+        is_of_other_mode = self._is_there & ~self._is_wanted
         # An empty document is counted as that alone.
-        if of_other_modes and not self.is_empty:
-            counts["sequences of other modes"] = of_other_modes
-        if self.dropped is not None:
-            counts[self.dropped] = 1
+        of_other_modes = 0 if self.is_empty else int(is_of_other_mode.sum())
+        counts = {"sequences of other modes": of_other_modes}
+        if dropped is not None:
+            counts[dropped] = 1
+        elif tokens_cut_off:
+            counts["cut"] = 1
+            counts["tokens cut off"] = tokens_cut_off
         return counts
 
     @property

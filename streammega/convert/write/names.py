@@ -16,7 +16,7 @@ from dataclasses import asdict, dataclass, field, replace
 from streammega.convert.digests import digest_of_bytes
 from streammega.convert.read.inputs import Input
 from streammega.convert.write.claims import Claim
-from streammega.convert.write.layout import Layout
+from streammega.convert.write.layout import ShardLayout
 from streammega.convert.write.output import Output
 from streammega.convert.write.records import load_json, save_json
 from streammega.dataset.manifest import MANIFEST
@@ -56,6 +56,7 @@ class OutputNames:
     def __init__(self, output: Output, work: str, job: str) -> None:
         self._output = output
         self._storage = output.storage
+        self._is_remote = output.is_remote
         self._work = work
         self._job = job
         self._claim = Claim(output.prefix, work, output.storage, job)
@@ -73,7 +74,8 @@ class OutputNames:
         self.manifest_seen = self._output.manifest_version()
         if not overwrite and not self._is_ours():
             self._check_nothing_is_there()
-        self._check_inputs(inputs, self._output.former().files)
+        former = self._output.former()
+        self._check_inputs(inputs, former.files)
 
     def claim(self, *, overwrite: bool) -> None:
         """Claim the names before the first document is read; after `check`.
@@ -95,25 +97,27 @@ class OutputNames:
 
     def release(self) -> None:
         """Let others claim the names: nothing of this conversion is left to go on with."""
-        if self._output.is_remote:
+        if self._is_remote:
             self._claim.release()
 
-    def aim(self, layout: Layout) -> Layout:
+    def aim(self, layout: ShardLayout) -> ShardLayout:
         """The layout with the names its tokens are written to: where nothing can be renamed, those
         that are published.
         """
-        if not self._output.is_remote:
+        if not self._is_remote:
             if self._noted() is None:
-                self._check_set_without_manifest(layout, self._output.former().files)
+                former = self._output.former()
+                self._check_set_without_manifest(layout, former.files)
             return layout
         self.keep_claim()
-        mark = self._choose(layout).mark
-        names = self._output.shard_names(layout.names, mark)
+        target = self._choose(layout)
+        names = self._output.shard_names(layout.names, target.mark)
         targets = [self._output.url(name) for name in names]
         # The mark belongs to the digest: shards written under other names are not these.
-        return replace(layout, targets=targets, digest=layout.digest + mark)
+        digest = layout.digest + target.mark
+        return replace(layout, targets=targets, digest=digest)
 
-    def target(self, layout: Layout) -> Target:
+    def target(self, layout: ShardLayout) -> Target:
         """Under which names this layout is published. Raises as `aim`."""
         return self._target or self._choose(layout)
 
@@ -126,7 +130,7 @@ class OutputNames:
         """Whether names are claimed: not on a disk, where a lock does it, nor beside a dataset,
         where every name has a mark.
         """
-        return self._output.is_remote and not self.manifest_seen
+        return self._is_remote and not self.manifest_seen
 
     @property
     def _note_url(self) -> str:
@@ -141,7 +145,7 @@ class OutputNames:
         except TypeError:  # of another version, with other fields
             return None
 
-    def _choose(self, layout: Layout) -> Target:
+    def _choose(self, layout: ShardLayout) -> Target:
         """What was noted for this layout, or a new note.
 
         Raises ConvertError for shards of another dataset in the way.
@@ -155,7 +159,7 @@ class OutputNames:
         self._target = target
         return target
 
-    def _still_holds(self, noted: Target, layout: Layout) -> bool:
+    def _still_holds(self, noted: Target, layout: ShardLayout) -> bool:
         """Whether what was noted is of this layout, and nobody has been there since."""
         if noted.layout != layout.digest or noted.job != self._job:
             return False
@@ -164,7 +168,7 @@ class OutputNames:
             return False
         return not self._was_published_by_others_since(noted)
 
-    def _choose_anew(self, layout: Layout, noted: Target | None) -> Target:
+    def _choose_anew(self, layout: ShardLayout, noted: Target | None) -> Target:
         there = self._output.former()
         if noted is None:
             self._check_set_without_manifest(layout, there.files)
@@ -189,8 +193,8 @@ class OutputNames:
         target = self._noted()
         if target is None:
             # A version that noted no more than this left it while it published.
-            publishing = load_json(join_url(self._work, "publishing.json"), self._storage)
-            return publishing is not None
+            url = join_url(self._work, "publishing.json")
+            return load_json(url, self._storage) is not None
         manifest = self._output.manifest()
         if target.job != self._job:
             # Another one that was never done: where there is a manifest, it was.
@@ -210,12 +214,13 @@ class OutputNames:
     def _was_published_by_others_since(self, noted: Target) -> bool:
         """Whether the dataset that is there was published by others after `noted` was."""
         manifest = self._output.manifest()
-        if manifest is not None:
-            if digest_of_bytes(manifest) in noted.manifests:
-                return False
-            return self._output.manifest_version() != noted.version
-        index_version = self._output.index_version()
-        return bool(index_version) and not noted.manifests and index_version != noted.version
+        if manifest is None:
+            # A pair alone is a dataset too, and one that this conversion did not publish.
+            index_version = self._output.index_version()
+            return index_version not in ("", noted.version) and not noted.manifests
+        if digest_of_bytes(manifest) in noted.manifests:
+            return False
+        return self._output.manifest_version() != noted.version
 
     def _check_nothing_is_there(self) -> None:
         output = self._output
@@ -245,7 +250,7 @@ class OutputNames:
                     f"{redact_urls(item.path)}; choose another name"
                 )
 
-    def _check_set_without_manifest(self, layout: Layout, former: Sequence[str]) -> None:
+    def _check_set_without_manifest(self, layout: ShardLayout, former: Sequence[str]) -> None:
         """Raise ConvertError where shards of a set without a manifest are: they are a dataset too.
 
         The first and the last name tell: a set is whole, or no dataset.

@@ -47,7 +47,7 @@ def plan_units(
 def _unit_bytes(inputs: Sequence[Input]) -> int:
     """Input bytes of a unit."""
     wanted = sum(item.size for item in inputs) // UNITS
-    # Tests set UNIT_BYTES alone, and may set it below the least.
+    # Who sets UNIT_BYTES below the least means it.
     least = min(UNIT_BYTES, LEAST_UNIT_BYTES)
     return max(least, min(UNIT_BYTES, wanted))
 

@@ -17,7 +17,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from streammega.convert.digests import digest_of_bytes
-from streammega.convert.write.layout import Layout
+from streammega.convert.write.layout import ShardLayout
 from streammega.convert.write.names import OutputNames, Target
 from streammega.convert.write.output import Output
 from streammega.dataset.manifest import Manifest, Shard
@@ -34,18 +34,20 @@ class Publisher:
     def __init__(self, output: Output, names: OutputNames, work: str) -> None:
         self._output = output
         self._storage = output.storage
+        self._suffix = output.suffix
+        self._is_remote = output.is_remote
         self._names = names
         self._work = work
 
-    def lost(self, layout: Layout, shards: dict[int, Shard]) -> list[int]:
+    def lost(self, layout: ShardLayout, shards: dict[int, Shard]) -> list[int]:
         """Of shards that were written, those whose tokens are not where they were written, or not
         of that size.
 
         Somebody may remove, between two runs or beside one, what belongs to no dataset yet.
         """
-        if not self._output.is_remote:  # they are in the work folder, or were published
+        if not self._is_remote:  # they are in the work folder, or were published
             return []
-        urls = {number: layout.targets[number] + self._output.suffix for number in shards}
+        urls = {number: layout.targets[number] + self._suffix for number in shards}
         sizes = self._output.sizes(list(urls.values()))
         lost = []
         for number, shard in shards.items():
@@ -53,14 +55,14 @@ class Publisher:
                 lost.append(number)
         return lost
 
-    def publish(self, layout: Layout, manifest: Manifest) -> Manifest:
+    def publish(self, layout: ShardLayout, manifest: Manifest) -> Manifest:
         """Put everything under its final name. Returns the manifest that is there in the end."""
         self._names.keep_claim()
         target = self._names.target(layout)
         names = self._output.shard_names(layout.names, target.mark)
         first = _renamed(manifest, names).to_json()
         last = manifest.to_json()
-        is_local = not self._output.is_remote
+        is_local = not self._is_remote
         stored = self._output.manifest()
         digests = (
             [digest_of_bytes(first), digest_of_bytes(last)]
@@ -94,28 +96,28 @@ class Publisher:
         if self._output.manifest_version() != self._names.manifest_seen:
             raise ConvertError(self._published_by_others())
 
-    def _check_tokens(self, layout: Layout, manifest: Manifest) -> None:
+    def _check_tokens(self, layout: ShardLayout, manifest: Manifest) -> None:
         """Raise ConvertError if tokens that were written are not there any more: a manifest would
         speak of nothing.
         """
         lost = self.lost(layout, dict(enumerate(manifest.shards)))
         if lost:
-            first = redact_urls(layout.targets[lost[0]] + self._output.suffix)
+            first = redact_urls(layout.targets[lost[0]] + self._suffix)
             raise ConvertError(
                 f"{first}: is gone, or not as it was written ({len(lost)} of "
                 f"{len(manifest.shards)} such); did another conversion or a gc work here? run the "
                 f"same command again, which writes them anew"
             )
 
-    def _bring(self, layout: Layout, names: Sequence[str]) -> None:
+    def _bring(self, layout: ShardLayout, names: Sequence[str]) -> None:
         """Put tokens under the names chosen, then every `.idx`: tokens without one are no
         dataset.
         """
-        if not self._output.is_remote:  # else they were written there
-            self._move(layout, names, self._output.suffix)
+        if not self._is_remote:  # else they were written there
+            self._move(layout, names, self._suffix)
         self._move(layout, names, ".idx")
 
-    def _move(self, layout: Layout, names: Sequence[str], ending: str) -> None:
+    def _move(self, layout: ShardLayout, names: Sequence[str], ending: str) -> None:
         for old, new in zip(layout.names, names, strict=True):
             source = join_url(self._work, f"out/{old}{ending}")
             move(source, self._output.url(new + ending), self._storage)
@@ -125,7 +127,7 @@ class Publisher:
         this is still so.
         """
         url = self._output.manifest_url
-        if stored is not None or not self._output.is_remote:
+        if stored is not None or not self._is_remote:
             save_bytes(url, manifest, self._storage)
             return
         store, key = open_store(url, self._storage)
@@ -139,7 +141,7 @@ class Publisher:
         """
         kept = {self._output.manifest_url}
         for name in names:
-            kept.add(self._output.url(name + self._output.suffix))
+            kept.add(self._output.url(name + self._suffix))
             kept.add(self._output.url(f"{name}.idx"))
         for url in target.former:
             if url not in kept:
@@ -149,7 +151,7 @@ class Publisher:
         """Give local shards their plain names too; False on a file system without hard links, where
         they keep the marked ones.
         """
-        for ending in (self._output.suffix, ".idx"):
+        for ending in (self._suffix, ".idx"):
             for marked_name, name in zip(marked_names, names, strict=True):
                 if not link(self._path(marked_name + ending), self._path(name + ending)):
                     return False
@@ -159,7 +161,7 @@ class Publisher:
         """Take the marked names away: every `.idx` first, since without one tokens are no
         dataset.
         """
-        for ending in (".idx", self._output.suffix):
+        for ending in (".idx", self._suffix):
             for name in marked_names:
                 delete(self._output.url(name + ending), self._storage)
 

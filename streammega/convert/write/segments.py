@@ -146,14 +146,12 @@ class SegmentWriter:
 
     def _note_long(self, stream: TokenStream, dtype: np.dtype[Any]) -> None:
         """Count a document that was not held, whose segment is written unless it was left out."""
+        # An empty one is no document: of those that are held, the encoder leaves them out.
         if not stream.is_empty:
             self._documents_seen += 1
         if stream.dropped is None:
-            multimodal = self._options.makes_modes
-            self._note(dtype, np.array([stream.kept]), multimodal=multimodal)
-            tokens_cut_off = stream.total - stream.kept
-            self._record.count("cut", int(tokens_cut_off > 0))
-            self._record.count("tokens cut off", tokens_cut_off)
+            sizes = np.array([stream.kept])
+            self._note(dtype, sizes, multimodal=self._options.makes_modes)
         for reason, count in stream.counts.items():
             self._record.count(reason, count)
 

@@ -13,7 +13,7 @@ from streammega.convert.progress import Progress
 from streammega.convert.write.copying import copy_in_order, copy_shuffled
 from streammega.convert.write.final_order import Integers, OrderedDocuments
 from streammega.convert.write.job import Job
-from streammega.convert.write.layout import Layout
+from streammega.convert.write.layout import ShardLayout
 from streammega.convert.write.records import load_json, save_json
 from streammega.dataset.manifest import Shard
 from streammega.dataset.writer import IndexedDatasetWriter
@@ -21,7 +21,7 @@ from streammega.storage import join_url
 from streammega.storage.parts import sized_for
 
 
-def read_shard(job: Job, layout: Layout, number: int) -> Shard | None:
+def read_shard(job: Job, layout: ShardLayout, number: int) -> Shard | None:
     """What was written of a shard, if it is done and belongs to this layout."""
     stored = load_json(_record_url(job, number), job.storage)
     if stored is None or stored.get("digest") != layout.digest:
@@ -29,7 +29,7 @@ def read_shard(job: Job, layout: Layout, number: int) -> Shard | None:
     return Shard(**stored["shard"])
 
 
-def write_shard(job: Job, layout: Layout, number: int, progress: Progress) -> Shard:
+def write_shard(job: Job, layout: ShardLayout, number: int, progress: Progress) -> Shard:
     """Write one shard's tokens to its target and its `.idx` to the work folder, then its record."""
     itemsize = np.dtype(layout.dtype).itemsize
     documents = OrderedDocuments(job, layout.parts, layout.buckets)
@@ -52,7 +52,7 @@ def write_shard(job: Job, layout: Layout, number: int, progress: Progress) -> Sh
 
 
 def _writer(
-    job: Job, layout: Layout, number: int, documents: OrderedDocuments
+    job: Job, layout: ShardLayout, number: int, documents: OrderedDocuments
 ) -> IndexedDatasetWriter:
     options = job.options
     return IndexedDatasetWriter(
@@ -68,36 +68,38 @@ def _writer(
     )
 
 
-def _expected_bytes(job: Job, layout: Layout, documents: OrderedDocuments) -> int:
-    if job.options.shard_bytes is None:
-        return documents.num_tokens * np.dtype(layout.dtype).itemsize
+def _expected_bytes(job: Job, layout: ShardLayout, documents: OrderedDocuments) -> int:
+    shard_bytes = job.options.shard_bytes
+    if shard_bytes is None:
+        dtype = np.dtype(layout.dtype)
+        return documents.num_tokens * dtype.itemsize
     # Half as much again: one document may be larger than a shard, and a tar has headers.
-    return job.options.shard_bytes * 3 // 2
+    return shard_bytes * 3 // 2
 
 
 def _copy_documents(
-    documents: OrderedDocuments, layout: Layout, number: int, writer: IndexedDatasetWriter
+    documents: OrderedDocuments, layout: ShardLayout, number: int, writer: IndexedDatasetWriter
 ) -> Iterator[int]:
     """Copy the documents of a shard. Yields bytes as they are written."""
-    for parts, chosen in _documents_of_blocks(documents, layout, number):
+    for parts, chosen in _documents_of_portions(documents, layout, number):
         if layout.buckets:
             yield from copy_shuffled(documents, parts, chosen, writer)
         else:
-            # A block is a part, so all of them are of the same one.
+            # A portion is a part, so all of them are of the same one.
             yield from copy_in_order(documents, int(parts[0]), chosen, writer)
 
 
-def _documents_of_blocks(
-    documents: OrderedDocuments, layout: Layout, number: int
+def _documents_of_portions(
+    documents: OrderedDocuments, layout: ShardLayout, number: int
 ) -> Iterator[tuple[Integers, Integers]]:
-    """(part, document of it) of a shard's documents, a block at a time."""
-    first_block, first_document = layout.bounds[number]
-    last_block, end_in_last_block = layout.bounds[number + 1]
-    # The last shard ends at the beginning of a block that is none.
-    for block in range(first_block, min(last_block + 1, documents.num_blocks)):
-        parts, chosen = documents.order(block)
-        start = first_document if block == first_block else 0
-        stop = end_in_last_block if block == last_block else len(chosen)
+    """(part, document of it) of a shard's documents, a portion at a time."""
+    first_portion, first_document = layout.bounds[number]
+    last_portion, end_in_last_portion = layout.bounds[number + 1]
+    # The last shard ends at the beginning of a portion that is none.
+    for portion in range(first_portion, min(last_portion + 1, documents.num_portions)):
+        parts, chosen = documents.order(portion)
+        start = first_document if portion == first_portion else 0
+        stop = end_in_last_portion if portion == last_portion else len(chosen)
         if stop > start:
             yield parts[start:stop], chosen[start:stop]
 

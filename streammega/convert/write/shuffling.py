@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from streammega.convert.documents import Tokens
+from streammega.convert.documents import Tokens, bounds_of
 from streammega.errors import ConvertError
 from streammega.kernels.mix import GOLDEN, mix
 from streammega.kernels.plan import copy_bytes
@@ -28,33 +28,35 @@ def shuffle_keys(seed: int, unit: int, numbers: NDArray[np.int64]) -> NDArray[np
 
 def permuted(batch: Tokens, order: NDArray[np.int64]) -> Tokens:
     """The documents in another order."""
-    first_sequences = np.cumsum(batch.documents) - batch.documents
-    sequences = ragged(first_sequences[order], batch.documents[order])
-    source = np.ascontiguousarray(batch.tokens)
-    sizes = batch.document_tokens * source.itemsize
-    starts = np.cumsum(sizes) - sizes
+    tokens = np.ascontiguousarray(batch.tokens)
+    sizes = batch.document_tokens * tokens.itemsize
+    bounds = bounds_of(sizes)
+    total = int(bounds[-1])
     # Addresses go to a kernel, which looks no further.
-    total = int(sizes.sum())
-    if total != source.nbytes or len(order) != len(sizes):
-        raise ConvertError(f"documents of {total} bytes are to be cut out of {source.nbytes}")
-    tokens = np.empty_like(source)
+    if total != tokens.nbytes or len(order) != len(sizes):
+        raise ConvertError(f"documents of {total} bytes are to be cut out of {tokens.nbytes}")
+    starts = bounds[:-1]
     new_sizes = sizes[order]
-    new_starts = np.cumsum(new_sizes) - new_sizes
-    source_address = address_of(source.view(np.uint8))
-    target_address = address_of(tokens.view(np.uint8))
-    copy_bytes(_NOTHING, source_address + starts[order], new_sizes, target_address + new_starts)
+    new_starts = bounds_of(new_sizes)[:-1]
+    new_tokens = np.empty_like(tokens)
+    source = address_of(tokens.view(np.uint8))
+    target = address_of(new_tokens.view(np.uint8))
+    copy_bytes(_NOTHING, source + starts[order], new_sizes, target + new_starts)
+    num_sequences = batch.documents[order]
+    first_sequences = bounds_of(batch.documents)[:-1]
+    sequences = ragged(first_sequences[order], num_sequences)
     return Tokens(
-        tokens=tokens,
+        tokens=new_tokens,
         lengths=batch.lengths[sequences],
-        documents=batch.documents[order],
+        documents=num_sequences,
         modes=None if batch.modes is None else batch.modes[sequences],
     )
 
 
 def ragged(starts: NDArray[np.int64], counts: NDArray[np.int64]) -> NDArray[np.int64]:
     """starts[0], starts[0] + 1, ... (counts[0] of them), then those of starts[1], and so on."""
-    ends = np.cumsum(counts)
-    total = int(ends[-1]) if len(ends) else 0
-    # What each number of the result is more than its place in it.
-    shifts = starts - (ends - counts)
+    bounds = bounds_of(counts)
+    total = int(bounds[-1])
+    # What a number of the result is more than its place in it.
+    shifts = starts - bounds[:-1]
     return np.repeat(shifts, counts) + np.arange(total)

@@ -130,7 +130,10 @@ def _add_long(
 
 def _with_line(item: LongText | LongRecord, message: str, job: Job) -> str:
     """A message that begins with the place of a record, with the number of its line in it."""
-    if isinstance(item, LongText) or not message.startswith(item.document.where):
+    if isinstance(item, LongText):
         return message
-    place = with_line(item.document, job.storage).where
-    return place + message.removeprefix(item.document.where)
+    place = item.document.where
+    if not message.startswith(place):
+        return message
+    document = with_line(item.document, job.storage)
+    return document.where + message.removeprefix(place)
