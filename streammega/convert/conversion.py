@@ -276,10 +276,7 @@ class Conversion:
         if len(kinds.multimodal) > 1:
             raise ConvertError("some inputs have modes and others have none; convert them apart")
         dtype = np.dtype(self.options.dtype or np.result_type(*kinds.dtypes))
-        buckets = 0
-        if self.options.shuffle_seed is not None:
-            token_bytes = kinds.tokens * dtype.itemsize
-            buckets = max(1, -(-token_bytes * BUCKETS_IN_MEMORY // self.runner.memory_bytes))
+        buckets = self._num_buckets(kinds.tokens * dtype.itemsize)
         documents = OrderedDocuments(job, parts, buckets)
         bounds = plan_bounds(documents, dtype.itemsize, self.options.shard_bytes)
         num_shards = len(bounds) - 1
@@ -301,6 +298,12 @@ class Conversion:
         )
         layout = replace(layout, digest=layout_digest(job, layout, sources))
         return self.names.aim(layout)
+
+    def _num_buckets(self, token_bytes: int) -> int:
+        """Ranges of shuffle keys, each of which fits the memory; 0 where nothing is shuffled."""
+        if self.options.shuffle_seed is None:
+            return 0
+        return max(1, -(-token_bytes * BUCKETS_IN_MEMORY // self.runner.memory_bytes))
 
     def _plain_names(self, num_shards: int) -> list[str]:
         stem = self.output.stem

@@ -153,6 +153,7 @@ class Tokens:
         ends = np.cumsum(sizes)
         starts = ends - sizes
         is_kept = np.ones(len(self.tokens), np.bool_)
+        # Few documents are longer; all others stay as they are.
         for number in np.flatnonzero(sizes > most):
             cut_from = int(starts[number]) + most
             cut_to = int(ends[number])

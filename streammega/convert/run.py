@@ -127,6 +127,7 @@ def _convert_pipes(
         check_writable(prefix, storage, replaces=overwrite)
         kept = keep_pipes(inputs, work)
     files = [kept.get(name, name) for name in inputs]
+    # The lock is free between the two: `convert` takes it again for itself.
     try:
         with tell_of_pipes(kept):
             report = convert(

@@ -39,6 +39,7 @@ def labels_of(
         labels = _labels_of_tokenizer(tokenizer, options, known)
         return labels | {"loss_modes": loss_modes}
     _check_one_tokenizer(options, known)
+    # What one input does not say, the output cannot say either.
     is_known_of_all = bool(known) and len(known) == len(manifests) and not has_text
     vocabularies = [_vocabulary(manifest) for manifest in known.values()]
     if not is_known_of_all or any(other != vocabularies[0] for other in vocabularies):
@@ -94,7 +95,10 @@ def _manifests(inputs: Sequence[Input], storage: StorageConfig) -> dict[str, Man
 
 
 def _datasets_of(item: Input) -> list[str]:
-    """The datasets that an input may be of: itself, and the set whose shard it is."""
+    """The datasets that an input may be of: itself, and the set whose shard it is.
+
+    A manifest names one; of a pair, only looking for the manifests tells.
+    """
     prefix = item.path.removesuffix(MANIFEST)
     if prefix != item.path:
         return [prefix]
