@@ -4,6 +4,7 @@ an answer's or is not.
 
 from __future__ import annotations
 
+import itertools
 import json
 import re
 from collections.abc import Sequence
@@ -63,10 +64,14 @@ class PlacingTokenizer(Protocol):
 class ChatEncoder:
     """Conversations to token ids, with what is to be learned of them, by a chat template.
 
-    Args: tokenizer: a tokenizer.json, a name on the hub, a .tiktoken file, tiktoken:NAME, or
-        `bytes`; or one that is loaded. template: `tokenizer` (its own; `tokenizer:NAME` for one of
-        several), `chatml`, `llama3`, or a file. special_tokens: what a special token that a message
-        spells becomes: `text`, or `parse`, its id.
+    Args:
+        tokenizer: a tokenizer.json, a name on the hub, a .tiktoken file, tiktoken:NAME, or `bytes`;
+            or one that is loaded.
+        template: `tokenizer` (its own; `tokenizer:NAME` for one of several), `chatml`, `llama3`, or
+            a file.
+        special_tokens: what a special token that a message spells becomes: `text`, or `parse`, its
+            id.
+        pattern: how a .tiktoken file cuts text.
 
     Raises ConvertError, ObjectNotFoundError, ConfigError.
     """
@@ -82,16 +87,16 @@ class ChatEncoder:
         if special_tokens not in ("parse", "text"):
             raise ConfigError(f"special_tokens is {special_tokens!r}; it must be 'parse' or 'text'")
         name = tokenizer if isinstance(tokenizer, str) else tokenizer.name
-        self.template = (
-            template if isinstance(template, ChatTemplate) else find_template(template, name)
-        )
-        loaded = (
-            load_tokenizer(tokenizer, pattern=pattern) if isinstance(tokenizer, str) else tokenizer
-        )
-        self._tokenizer = placing(loaded, name)
+        if isinstance(template, str):
+            template = find_template(template, name)
+        if isinstance(tokenizer, str):
+            tokenizer = load_tokenizer(tokenizer, pattern=pattern)
+        self.template = template
+        self._tokenizer = placing(tokenizer, name)
         names = tuple(self._tokenizer.special_tokens)
         _check_needed(self.template, names, name)
         self._special = SpecialTokens.of(names, parse=special_tokens == "parse")
+        # Where letters are folded, no search in a text tells which spellings would become tokens.
         self._always_stands_in = self._tokenizer.folds_letters and special_tokens == "text"
 
     def conversation(self, record: Any, where: str) -> tuple[NDArray[np.int32], NDArray[np.bool_]]:
@@ -99,7 +104,8 @@ class ChatEncoder:
 
         Raises FormatError.
         """
-        return self.encode([self.render(record, where)])[0]
+        (encoded,) = self.encode([self.render(record, where)])
+        return encoded
 
     def render(self, record: Any, where: str) -> Rendered:
         """A record as text. Raises FormatError that names where it came from."""
@@ -109,31 +115,28 @@ class ChatEncoder:
         self, chats: Sequence[Rendered]
     ) -> list[tuple[NDArray[np.int32], NDArray[np.bool_]]]:
         """Ids and answers of each; the tokenizer works on several at once."""
-        as_it_is = [not chat.breaks and not self._always_stands_in for chat in chats]
-        plain = iter(
-            self._tokenizer.place(
-                [chat.text for chat, its in zip(chats, as_it_is, strict=True) if its]
-            )
-        )
-        found = []
-        for chat, its in zip(chats, as_it_is, strict=True):
-            if its:
-                placed = next(plain)
-                tokenizer = self._tokenizer
-            else:
+        plain_texts = [chat.text for chat in chats if not self._needs_stand_ins(chat)]
+        plain = iter(self._tokenizer.place(plain_texts))
+        encoded: list[tuple[NDArray[np.int32], NDArray[np.bool_]]] = []
+        for chat in chats:
+            if self._needs_stand_ins(chat):
                 chat = self._with_stand_ins(chat)
-                tokenizer = self._by_stand_ins
-                placed = tokenizer.place([chat.text])[0]
-            answers = (
-                _in_bytes(chat)
-                if tokenizer.in_bytes
-                else np.array(chat.answers, np.int64).reshape(-1, 2)
-            )
-            found.append((placed.ids, _covered(placed, answers)))
-        return found
+                (placed,) = self._by_stand_ins.place([chat.text])
+            else:
+                placed = next(plain)
+            answers = np.array(chat.answers, np.int64).reshape(-1, 2)
+            if self._tokenizer.in_bytes:
+                answers = _in_bytes(chat)
+            encoded.append((placed.ids, _covered(placed, answers)))
+        return encoded
+
+    def _needs_stand_ins(self, chat: Rendered) -> bool:
+        """Whether special tokens of the template must be told from those that messages spell."""
+        return bool(chat.breaks) or self._always_stands_in
 
     @cached_property
     def _stand_ins(self) -> dict[str, str]:
+        """A private character for each special token."""
         return {
             token: chr(STAND_IN + number)
             for number, token in enumerate(self._tokenizer.special_tokens)
@@ -148,24 +151,28 @@ class ChatEncoder:
         spell are text.
         """
         last = chr(STAND_IN + len(self._stand_ins))
-        if found := re.search(f"[{chr(STAND_IN)}-{last}]", chat.text):
+        held = re.search(f"[{chr(STAND_IN)}-{last}]", chat.text)
+        if held:
             raise FormatError(
-                f"{chat.where}: spells a special token, and holds the private character U+{ord(found[0]):X}, which is "
-                f"needed to keep it text; leave out one of the two"
+                f"{chat.where}: spells a special token, and holds the private character "
+                f"U+{ord(held[0]):X}, which is needed to keep it text; leave out one of the two"
             )
+        # longest first: an expression takes the first of its alternatives that fits
         longest_first = sorted(self._stand_ins, key=len, reverse=True)
-        pattern = re.compile("|".join(map(re.escape, longest_first)))
+        any_token = re.compile("|".join(map(re.escape, longest_first)))
         text: list[str] = []
-        # characters of the new text by which each of the old moves what is behind
+        # 1 for each character that the new text has too: of a token one stands for all of its own
         kept = np.ones(len(chat.text) + 1, np.int64)
         start = 0
+        # A token that a break goes through is a message's: between breaks it is not found whole.
         for stop in [*chat.breaks, len(chat.text)]:
-            for found in pattern.finditer(chat.text, start, stop):
-                kept[found.start() + 1 : found.end()] = 0
-            text.append(pattern.sub(lambda token: self._stand_ins[token[0]], chat.text[start:stop]))
+            for token in any_token.finditer(chat.text, start, stop):
+                kept[token.start() + 1 : token.end()] = 0
+            part = chat.text[start:stop]
+            text.append(any_token.sub(lambda token: self._stand_ins[token[0]], part))
             start = stop
-        moved = np.cumsum(kept) - kept
-        answers = [(int(moved[low]), int(moved[high])) for low, high in chat.answers]
+        place_in_new = np.cumsum(kept) - kept
+        answers = [(int(place_in_new[low]), int(place_in_new[high])) for low, high in chat.answers]
         return replace(chat, text="".join(text), answers=answers)
 
 
@@ -178,39 +185,49 @@ def placing(tokenizer: TextTokenizer, name: str) -> PlacingTokenizer:
     if isinstance(tokenizer, BytesTokenizer):
         return _Bytes({"<|endoftext|>": 256})
     raise ConfigError(
-        f"{name}: a SentencePiece model does not say what a chat template's special tokens are; use its tokenizer.json"
+        f"{name}: a SentencePiece model does not say what a chat template's special tokens are; "
+        f"use its tokenizer.json"
     )
 
 
 def _check_needed(template: ChatTemplate, names: Sequence[str], tokenizer: str) -> None:
-    """Raise ConvertError where a built-in template would write letters in place of
-    special tokens.
+    """Raise ConvertError where a built-in template would write letters in place of special
+    tokens.
     """
     missing = [token for token in NEEDED.get(template.name, ()) if token not in names]
     if missing and tokenizer != "bytes":
         raise ConvertError(
-            f"{tokenizer}: has no special token {', '.join(missing)}, which chat template {template.name} writes; use the "
-            f"template that the tokenizer was made for, or add them to it"
+            f"{tokenizer}: has no special token {', '.join(missing)}, which chat template "
+            f"{template.name} writes; use the template that the tokenizer was made for, or add "
+            f"them to it"
         )
 
 
 def _covered(placed: Placed, answers: NDArray[np.int64]) -> NDArray[np.bool_]:
     """Tokens that hold something of an answer, as transformers counts them."""
-    first = np.searchsorted(placed.stops, answers[:, 0], "right")
-    last = np.searchsorted(placed.starts, answers[:, 1], "left")
+    # a token that stops where an answer starts, or starts where it stops, holds nothing of it
+    first_token = np.searchsorted(placed.stops, answers[:, 0], "right")
+    token_behind = np.searchsorted(placed.starts, answers[:, 1], "left")
+    # answers that begin, less those that have ended, token by token: above 0 within one
     steps = np.zeros(len(placed.ids) + 1, np.int64)
-    np.add.at(steps, first, 1)
-    np.add.at(steps, np.maximum(first, last), -1)
-    return np.asarray(np.cumsum(steps)[:-1] > 0)
+    np.add.at(steps, first_token, 1)
+    np.add.at(steps, np.maximum(first_token, token_behind), -1)
+    answers_around = np.cumsum(steps)[:-1]
+    return np.asarray(answers_around > 0)
 
 
 def _in_bytes(chat: Rendered) -> NDArray[np.int64]:
-    """Answers by bytes of UTF-8."""
-    bounds = [0, *(bound for answer in chat.answers for bound in answer)]
-    sizes = [
-        len(chat.text[low:high].encode()) for low, high in zip(bounds[:-1], bounds[1:], strict=True)
-    ]
+    """Answers by bytes of UTF-8, int64 [answers, 2]."""
+    # answers rise and do not overlap, so every character is encoded once
+    bounds = [0, *itertools.chain.from_iterable(chat.answers)]
+    sizes = [len(chat.text[low:high].encode()) for low, high in itertools.pairwise(bounds)]
     return np.cumsum(np.array(sizes, np.int64)).reshape(-1, 2)
+
+
+def _end_to_end(ids: NDArray[np.int32], sizes: NDArray[np.int64]) -> Placed:
+    """Tokens of so many bytes each, one behind the other."""
+    stops = np.cumsum(sizes)
+    return Placed(ids=ids, starts=stops - sizes, stops=stops)
 
 
 class _HuggingFace:
@@ -234,30 +251,25 @@ class _HuggingFace:
 
     def place(self, texts: list[str]) -> list[Placed]:
         """By the offsets of the library."""
-        found = []
+        placed: list[Placed] = []
+        # a few at a time: encodings of many are so large that making them waits for memory
         for first in range(0, len(texts), AT_ONCE):
-            for encoding in self._model.encode_batch(
-                texts[first : first + AT_ONCE], add_special_tokens=False
-            ):
+            some = texts[first : first + AT_ONCE]
+            for encoding in self._model.encode_batch(some, add_special_tokens=False):
+                ids = np.array(encoding.ids, np.int32)
                 offsets = np.array(encoding.offsets, np.int64).reshape(-1, 2)
-                found.append(
-                    Placed(
-                        ids=np.array(encoding.ids, np.int32),
-                        starts=offsets[:, 0],
-                        stops=offsets[:, 1],
-                    )
-                )
-        return found
+                placed.append(Placed(ids=ids, starts=offsets[:, 0], stops=offsets[:, 1]))
+        return placed
 
     def respelt(self, spellings: dict[str, str]) -> PlacingTokenizer:
         """By other names in all of its lists, with the same ids."""
         described = dict(self._described)
-        described["added_tokens"] = [
-            item | {"content": spellings[item["content"]], "normalized": False}
-            if item["content"] in spellings
-            else item
-            for item in described["added_tokens"]
-        ]
+        added: list[dict[str, Any]] = []
+        for item in described["added_tokens"]:
+            if item["content"] in spellings:
+                item = item | {"content": spellings[item["content"]], "normalized": False}
+            added.append(item)
+        described["added_tokens"] = added
         model = dict(described["model"])
         vocabulary = model["vocab"]
         if isinstance(vocabulary, dict):
@@ -283,15 +295,12 @@ class _Tiktoken:
 
     def place(self, texts: list[str]) -> list[Placed]:
         """By the bytes of the tokens."""
-        found = []
+        placed: list[Placed] = []
         for text in texts:
             ids = self._model.encode(text, allowed_special="all")
-            stops = np.cumsum(
-                [len(token) for token in self._model.decode_tokens_bytes(ids)], dtype=np.int64
-            )
-            starts = np.concatenate([np.zeros(1, np.int64), stops[:-1]]) if len(stops) else stops
-            found.append(Placed(ids=np.array(ids, np.int32), starts=starts, stops=stops))
-        return found
+            sizes = np.array(list(map(len, self._model.decode_tokens_bytes(ids))), np.int64)
+            placed.append(_end_to_end(np.array(ids, np.int32), sizes))
+        return placed
 
     def respelt(self, spellings: dict[str, str]) -> PlacingTokenizer:
         """The same pairs and pattern with other special tokens."""
@@ -316,22 +325,22 @@ class _Bytes:
 
     def place(self, texts: list[str]) -> list[Placed]:
         """A token for each byte, and for each special token."""
-        found = []
+        placed: list[Placed] = []
         ((token, number),) = self.special_tokens.items()
+        token_id = np.array([number], np.int32)
+        token_size = np.array([len(token.encode())], np.int64)
         for text in texts:
             ids: list[NDArray[np.int32]] = []
             sizes: list[NDArray[np.int64]] = []
             for part, piece in enumerate(text.split(token)):
-                if part:
-                    ids.append(np.array([number], np.int32))
-                    sizes.append(np.array([len(token.encode())], np.int64))
-                ids.append(np.frombuffer(piece.encode(), np.uint8).astype(np.int32))
-                sizes.append(np.ones(len(ids[-1]), np.int64))
-            stops = np.cumsum(np.concatenate(sizes))
-            found.append(
-                Placed(ids=np.concatenate(ids), starts=stops - np.concatenate(sizes), stops=stops)
-            )
-        return found
+                if part > 0:
+                    ids.append(token_id)
+                    sizes.append(token_size)
+                its_bytes = np.frombuffer(piece.encode(), np.uint8)
+                ids.append(its_bytes.astype(np.int32))
+                sizes.append(np.ones(len(its_bytes), np.int64))
+            placed.append(_end_to_end(np.concatenate(ids), np.concatenate(sizes)))
+        return placed
 
     def respelt(self, spellings: dict[str, str]) -> PlacingTokenizer:
         """With another spelling of the end."""

@@ -42,6 +42,7 @@ NEEDED = {
 }
 """Tokens without which a built-in template would be letters."""
 OWN = "tokenizer"
+"""The name of a tokenizer's own template."""
 TOKEN_NAMES = (
     "bos_token",
     "eos_token",
@@ -63,24 +64,24 @@ def find_template(name: str, tokenizer: str | None) -> ChatTemplate:
     tokenizer: as `load_tokenizer` takes it; its template and the names of its special tokens lie
     beside its tokenizer.json. Raises ConvertError, ObjectNotFoundError.
     """
-    if name.startswith("{") and (found := _resolved(name)):
-        return found
+    if name.startswith("{"):
+        resolved = _resolved(name)
+        if resolved is not None:
+            return resolved
     config = _json_beside(tokenizer, TOKEN_MAP) | _json_beside(tokenizer, CONFIG)
     tokens = {key: _spelling(config.get(key)) for key in TOKEN_NAMES}
     variables = {key: token for key, token in tokens.items() if token is not None}
     if name in BUILT_IN:
         return ChatTemplate(name=name, source=BUILT_IN[name], variables=variables)
-    if name.partition(":")[0] == OWN:
-        return ChatTemplate(
-            name=name, source=_own(name.partition(":")[2], config, tokenizer), variables=variables
-        )
+    kind, _, name_of_several = name.partition(":")
+    if kind == OWN:
+        source = _own(name_of_several, config, tokenizer)
+        return ChatTemplate(name=name, source=source, variables=variables)
     if "{{" in name or "{%" in name:
         return ChatTemplate(name="as given", source=name, variables=variables)
     try:
         with open(name, encoding="utf-8") as file:
-            return ChatTemplate(
-                name=os.path.basename(name), source=file.read(), variables=variables
-            )
+            source = file.read()
     except UnicodeDecodeError:
         raise ConvertError(
             f"{name}: a chat template is a text file in UTF-8; this is none"
@@ -90,28 +91,27 @@ def find_template(name: str, tokenizer: str | None) -> ChatTemplate:
         raise ObjectNotFoundError(
             f"chat template {name!r} is none of {known}, and no file ({error.strerror})"
         ) from None
+    return ChatTemplate(name=os.path.basename(name), source=source, variables=variables)
 
 
 def as_option(template: ChatTemplate) -> str:
     """A template as a setting that any machine can use and that changes with all of it:
     `find_template` reads it back.
     """
-    return json.dumps(
-        {"name": template.name, "source": template.source, "variables": template.variables},
-        sort_keys=True,
-    )
+    fields = {"name": template.name, "source": template.source, "variables": template.variables}
+    # sorted: it is part of a conversion's fingerprint
+    return json.dumps(fields, sort_keys=True)
 
 
 def _resolved(text: str) -> ChatTemplate | None:
+    """A template that `as_option` made text of; None for other text, a template itself perhaps."""
     try:
-        found = json.loads(text)
+        fields = json.loads(text)
     except ValueError:
         return None
-    return (
-        ChatTemplate(**found)
-        if isinstance(found, dict) and set(found) == {"name", "source", "variables"}
-        else None
-    )
+    if isinstance(fields, dict) and set(fields) == {"name", "source", "variables"}:
+        return ChatTemplate(**fields)
+    return None
 
 
 def _own(name: str, config: dict[str, Any], tokenizer: str | None) -> str:
@@ -123,17 +123,19 @@ def _own(name: str, config: dict[str, Any], tokenizer: str | None) -> str:
         templates = {item["name"]: item["template"] for item in templates}
     elif isinstance(templates, str):
         templates = {"default": templates}
-    alone = _beside(
-        tokenizer, f"chat_templates/{name}.jinja" if name not in ("", "default") else TEMPLATE
-    )
-    found = alone if alone is not None else templates.get(name or "default")
-    if found is None:
+    file = TEMPLATE if name in ("", "default") else f"chat_templates/{name}.jinja"
+    source = _beside(tokenizer, file)
+    if source is None:
+        source = templates.get(name or "default")
+    if source is None:
+        is_missing = f"is named {name}" if name else "is there"
         has = f"; it has: {', '.join(sorted(templates))}" if templates else ""
         raise ConvertError(
-            f"{tokenizer}: no chat template of its own ({TEMPLATE}, or chat_template of {CONFIG}, beside its tokenizer.json) "
-            f"{'is named ' + name if name else 'is there'}{has}; give --chat-template {', '.join(BUILT_IN)} or a file"
+            f"{tokenizer}: no chat template of its own ({TEMPLATE}, or chat_template of {CONFIG}, "
+            f"beside its tokenizer.json) {is_missing}{has}; give --chat-template "
+            f"{', '.join(BUILT_IN)} or a file"
         )
-    return str(found)
+    return str(source)
 
 
 def _spelling(token: Any) -> str | None:
@@ -144,21 +146,22 @@ def _spelling(token: Any) -> str | None:
 
 
 def _json_beside(tokenizer: str | None, name: str) -> dict[str, Any]:
+    """The mapping in a file beside a tokenizer's; empty without one."""
     text = _beside(tokenizer, name)
     if text is None:
         return {}
     try:
-        found = json.loads(text)
+        content = json.loads(text)
     except ValueError as error:
         raise ConvertError(f"{tokenizer}: {name} beside it is broken JSON ({error})") from None
-    return found if isinstance(found, dict) else {}
+    return content if isinstance(content, dict) else {}
 
 
 def _beside(tokenizer: str | None, name: str) -> str | None:
     """The text of a file beside a tokenizer's, or in its place on the hub; None: there is none."""
     if tokenizer is None or tokenizer == "bytes" or tokenizer.startswith("tiktoken:"):
         return None
-    tokenizer = tokenizer.partition(",")[0]  # of a vocabulary and its merges
+    tokenizer, _, _ = tokenizer.partition(",")  # of a vocabulary and its merges, the first
     path: str | None = None
     if os.path.exists(tokenizer):
         folder = tokenizer if os.path.isdir(tokenizer) else os.path.dirname(tokenizer)
@@ -172,6 +175,7 @@ def _beside(tokenizer: str | None, name: str) -> str | None:
 
 
 def _from_hub(repository: str, name: str) -> str | None:
+    """The path of a file of the hub's, here; None: the hub has none of that name."""
     from huggingface_hub import constants, hf_hub_download
     from huggingface_hub.errors import EntryNotFoundError, LocalEntryNotFoundError
 
@@ -181,7 +185,8 @@ def _from_hub(repository: str, name: str) -> str | None:
         if constants.HF_HUB_OFFLINE:  # who works without the hub has what there is
             return None
         raise ConvertError(
-            f"{repository}: the hub could not give its {name} ({error}); give the path of a tokenizer.json"
+            f"{repository}: the hub could not give its {name} ({error}); "
+            f"give the path of a tokenizer.json"
         ) from None
     except EntryNotFoundError:
         return None

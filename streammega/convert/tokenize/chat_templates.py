@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -33,38 +33,35 @@ ten seconds.
 
 @dataclass(frozen=True, kw_only=True)
 class Rendered:
-    """A conversation as text. `answers`: [start, stop) characters of what is learned, in order;
-    `breaks`: characters before which a special token that the text spells goes on, which is the
-    user's and not the template's.
-    """
+    """A conversation as text."""
 
     text: str
     answers: Sequence[tuple[int, int]]
+    """[start, stop) characters of what is learned, in order."""
     where: str
+    """Where the record came from, for messages."""
     breaks: Sequence[int] = ()
+    """Characters before which a special token that the text spells goes on, which is the user's and
+    not the template's.
+    """
 
 
 @dataclass(frozen=True, kw_only=True)
 class SpecialTokens:
-    """What templates have to know of a tokenizer's special tokens.
-
-    `names`: as they are spelt. in_messages: of those that are text where messages spell them; None:
-    they are tokens there too.
-    """
+    """What templates have to know of a tokenizer's special tokens."""
 
     names: tuple[str, ...]
+    """As they are spelt."""
     in_messages: re.Pattern[str] | None = None
+    """Finds those that are text where messages spell them; None: they are tokens there too."""
 
     @classmethod
     def of(cls, names: Sequence[str], *, parse: bool) -> SpecialTokens:
         """With the pattern of a token, or of what could become one with the text behind it."""
-        longest_first = sorted(names, key=len, reverse=True)
-        begun = sorted(
-            {name[:size] for name in names for size in range(1, len(name))}, key=len, reverse=True
-        )
         if parse or not names:
             return cls(names=tuple(names))
-        pattern = f"{_any_of(longest_first)}|{_any_of(begun)}\\Z"
+        begins = {name[:size] for name in names for size in range(1, len(name))}
+        pattern = f"{_any_of(names)}|{_any_of(begins)}\\Z"
         # some tokenizers fold letters
         return cls(names=tuple(names), in_messages=re.compile(pattern, re.IGNORECASE))
 
@@ -78,14 +75,13 @@ class SpecialTokens:
 
 @dataclass(frozen=True, kw_only=True)
 class ChatTemplate:
-    """A template.
-
-    `variables`: what it is told of the tokenizer, `bos_token` for instance; `name` is for messages.
-    """
+    """A template."""
 
     name: str
+    """For messages."""
     source: str
     variables: dict[str, str]
+    """What it is told of the tokenizer, `bos_token` for instance."""
 
     @cached_property
     def compiled(self) -> Any:
@@ -119,13 +115,10 @@ class ChatTemplate:
         from jinja2 import nodes
 
         tree = self.compiled.environment.parse(self.source)
-        looked = (node for node in tree.find_all((nodes.Getattr, nodes.Getitem)))
-        return any(
-            node.attr == "text"
-            if isinstance(node, nodes.Getattr)
-            else getattr(node.arg, "value", None) == "text"
-            for node in looked
-        )
+        # `part.text` and `part["text"]`
+        by_attribute = {node.attr for node in tree.find_all(nodes.Getattr)}
+        by_item = [getattr(node.arg, "value", None) for node in tree.find_all(nodes.Getitem)]
+        return "text" in by_attribute or "text" in by_item
 
     def render(self, record: Any, where: str, tokens: SpecialTokens) -> Rendered:
         """A record as text, with its answers. Raises FormatError that names where it came from."""
@@ -133,32 +126,35 @@ class ChatTemplate:
         tools = _tools(record, where)
         self._check_written(turns, tools, where)
         text = self._text(turns, tools, where)
-        if found := MARKS.search(text):
+        mark = MARKS.search(text)
+        if mark:
             raise FormatError(
-                f"{where}: holds the noncharacter U+{ord(found[0]):X}, which no text has; leave it out"
+                f"{where}: holds the noncharacter U+{ord(mark[0]):X}, which no text has; "
+                f"leave it out"
             )
         if self.marks_answers:
             answers = self._marked_answers(turns, tools, text, where)
         else:
-            answers = self._prefixes(turns, tools, text, where)
-            answers = [
-                (start, start + tokens.turn_length(text[start:stop])) for start, stop in answers
-            ]
-        breaks = (
-            ()
-            if tokens.in_messages is None
-            else self._breaks(turns, tools, text, tokens.in_messages, where)
-        )
+            answers = []
+            for start, stop in self._prefixes(turns, tools, text, where):
+                learned = tokens.turn_length(text[start:stop])
+                answers.append((start, start + learned))
+        breaks: Sequence[int] = ()
+        if tokens.in_messages is not None:
+            breaks = self._breaks(turns, tools, text, tokens.in_messages, where)
         return Rendered(text=text, answers=answers, where=where, breaks=breaks)
 
     def _turns(self, record: Any, where: str) -> list[dict[str, Any]]:
+        """The messages of a record, as the template takes their contents."""
         turns = turns_of(record, where)
-        if not self.takes_parts:
-            turns = [
-                turn | {"content": joined_content(turn["content"])} if "content" in turn else turn
-                for turn in turns
-            ]
-        return turns
+        if self.takes_parts:
+            return turns
+        joined: list[dict[str, Any]] = []
+        for turn in turns:
+            if "content" in turn:
+                turn = turn | {"content": joined_content(turn["content"])}
+            joined.append(turn)
+        return joined
 
     def _check_written(self, turns: list[dict[str, Any]], tools: Any, where: str) -> None:
         """Raise FormatError for tools and their calls that the template would leave out without a
@@ -167,11 +163,13 @@ class ChatTemplate:
         for number, turn in enumerate(turns, 1):
             if turn.get("tool_calls") and "tool_calls" not in self.source:
                 raise FormatError(
-                    f"{where}: message {number} has tool calls, which chat template {self.name} does not write"
+                    f"{where}: message {number} has tool calls, which chat template {self.name} "
+                    f"does not write"
                 )
         if tools and not re.search(r"\btools\b", self.source):
             raise FormatError(
-                f"{where}: names tools, which chat template {self.name} does not write; leave them out"
+                f"{where}: names tools, which chat template {self.name} does not write; "
+                f"leave them out"
             )
 
     def _text(
@@ -195,11 +193,9 @@ class ChatTemplate:
         try:
             text = template.render(names)
         except jinja2.exceptions.UndefinedError as error:
-            day = (
-                "; templates are not told the day, on which what is made must not depend"
-                if "strftime_now" in str(error)
-                else ""
-            )
+            day = ""
+            if "strftime_now" in str(error):  # jinja names what is undefined in its text only
+                day = "; templates are not told the day, on which what is made must not depend"
             raise FormatError(
                 f"{where}: chat template {self.name} cannot write it ({error}{day})"
             ) from None
@@ -225,14 +221,13 @@ class ChatTemplate:
         signs = [sign for sign, _ in places]
         if bare != text or signs != [BEGIN, END] * (len(signs) // 2):
             raise FormatError(
-                f"{where}: chat template {self.name} changes what its generation blocks hold, so where answers lie cannot be told"
+                f"{where}: chat template {self.name} changes what its generation blocks hold, "
+                f"so where answers lie cannot be told"
             )
         bounds = [place for _, place in places]
-        return [
-            (start, stop)
-            for start, stop in zip(bounds[::2], bounds[1::2], strict=True)
-            if start < stop
-        ]
+        starts = bounds[0::2]
+        stops = bounds[1::2]
+        return [(start, stop) for start, stop in zip(starts, stops, strict=True) if start < stop]
 
     def _prefixes(
         self, turns: list[dict[str, Any]], tools: Any, text: str, where: str
@@ -244,46 +239,31 @@ class ChatTemplate:
         the whole; else it is an error.
         """
         numbers = [number for number, turn in enumerate(turns) if turn["role"] == "assistant"]
-        rendered = sum(2 * number + 1 for number in numbers)
-        if rendered > MOST_RENDERED:
+        # of each answer the messages before it twice, and itself
+        rendered_messages = sum(2 * number + 1 for number in numbers)
+        if rendered_messages > MOST_RENDERED:
             raise FormatError(
-                f"{where}: has {len(numbers):,} answers in {len(turns):,} messages; to find so many, chat template {self.name} "
-                f"needs generation blocks around what the assistant writes"
+                f"{where}: has {len(numbers):,} answers in {len(turns):,} messages; to find so "
+                f"many, chat template {self.name} needs generation blocks around what the "
+                f"assistant writes"
             )
-        answers = []
+        answers: list[tuple[int, int]] = []
         for number in numbers:
-            before = self._text(turns[:number], tools, where) if number else ""
-            asked = self._text(turns[:number], tools, where, prompt=True)
-            ended = (
-                text if number + 1 == len(turns) else self._text(turns[: number + 1], tools, where)
-            )
-            self._check_prefixes(turns[number], number, (before, asked, ended), text, where)
+            earlier = turns[:number]
+            before = self._text(earlier, tools, where) if earlier else ""
+            asked = self._text(earlier, tools, where, prompt=True)
+            ended = text
+            if number + 1 < len(turns):
+                ended = self._text(turns[: number + 1], tools, where)
+            fault = _fault_of_prefixes(turns[number], before, asked, ended, text)
+            if fault:
+                raise FormatError(
+                    f"{where}: where answers lie cannot be told from chat template {self.name} "
+                    f"(message {number + 1}: {fault}); put {{% generation %}} and "
+                    f"{{% endgeneration %}} around what the assistant writes"
+                )
             answers.append((len(asked), len(ended)))
         return answers
-
-    def _check_prefixes(
-        self, turn: dict[str, Any], number: int, texts: tuple[str, str, str], text: str, where: str
-    ) -> None:
-        """Raise FormatError unless what the template adds for an answer is that answer and nothing
-        else.
-        """
-        before, asked, ended = texts
-        reason = ""
-        if not text.startswith(ended):
-            reason = "it writes a message in another way when more of them follow"
-        elif not ended.startswith(asked):
-            reason = "an answer does not begin as the generation prompt does"
-        elif (
-            asked == before
-        ):  # no prompt, or none for it: then nothing but the answer itself may stand there
-            content = joined_content(turn.get("content")) or ""
-            if not content.strip() or not ended[len(asked) :].lstrip().startswith(content.strip()):
-                reason = "it has no generation prompt that tells headers from answers"
-        if reason:
-            raise FormatError(
-                f"{where}: where answers lie cannot be told from chat template {self.name} (message {number + 1}: {reason}); put "
-                f"{{% generation %}} and {{% endgeneration %}} around what the assistant writes"
-            )
 
     def _breaks(
         self,
@@ -296,28 +276,58 @@ class ChatTemplate:
         """Where special tokens that messages spell are to be broken: they are followed through the
         template by marks.
         """
-        broken = [_broken(turns, special), _broken(tools, special)]
-        if broken == [turns, tools]:
+        broken_turns = _broken(turns, special)
+        broken_tools = _broken(tools, special)
+        if broken_turns == turns and broken_tools == tools:
             return ()
-        bare, places = without_marks(self._text(broken[0], broken[1], where))
+        bare, places = without_marks(self._text(broken_turns, broken_tools, where))
         if bare != text:
             raise FormatError(
-                f"{where}: a message spells a special token, and chat template {self.name} changes it, so it cannot be kept from "
-                f"being one; leave it out, or pass --special-tokens parse"
+                f"{where}: a message spells a special token, and chat template {self.name} changes "
+                f"it, so it cannot be kept from being one; leave it out, or pass "
+                f"--special-tokens parse"
             )
         return [place for _, place in places]
 
 
-def _any_of(names: Sequence[str]) -> str:
-    return f"(?:{'|'.join(map(re.escape, names))})" if names else "(?!)"
+def _any_of(names: Collection[str]) -> str:
+    """An expression for the longest of some texts; one that fits nowhere if there are none."""
+    if not names:
+        return "(?!)"
+    # an expression takes the first of its alternatives that fits
+    longest_first = sorted(names, key=len, reverse=True)
+    return f"(?:{'|'.join(map(re.escape, longest_first))})"
 
 
 def without_marks(text: str) -> tuple[str, list[tuple[str, int]]]:
     """A text without its marks, and (mark, place in that text) of each."""
-    places = [
-        (found[0], found.start() - number) for number, found in enumerate(MARKS.finditer(text))
-    ]
+    places: list[tuple[str, int]] = []
+    for marks_before, mark in enumerate(MARKS.finditer(text)):
+        places.append((mark[0], mark.start() - marks_before))
     return MARKS.sub("", text), places
+
+
+def _fault_of_prefixes(
+    turn: dict[str, Any], before: str, asked: str, ended: str, text: str
+) -> str | None:
+    """Why what a template adds for an answer may be more than that answer, or less; None: it is
+    that answer.
+
+    before: the text up to the answer; asked: with the prompt for it; ended: with the answer; text:
+    of the whole conversation.
+    """
+    if not text.startswith(ended):
+        return "it writes a message in another way when more of them follow"
+    if not ended.startswith(asked):
+        return "an answer does not begin as the generation prompt does"
+    if asked != before:
+        return None
+    # no prompt, or none for it: then nothing but the answer itself may stand there
+    content = (joined_content(turn.get("content")) or "").strip()
+    added = ended[len(asked) :].lstrip()
+    if not content or not added.startswith(content):
+        return "it has no generation prompt that tells headers from answers"
+    return None
 
 
 def _broken(value: Any, special: re.Pattern[str]) -> Any:
@@ -327,32 +337,29 @@ def _broken(value: Any, special: re.Pattern[str]) -> Any:
     Behind each of them: a token may lie within another, or reach out of it.
     """
     if isinstance(value, str):
-        return special.sub(
-            lambda found: "".join(character + BREAK for character in found[0]), value
-        )
+        return special.sub(lambda token: BREAK.join(token[0]) + BREAK, value)
     if isinstance(value, list):
         return [_broken(item, special) for item in value]
-    if isinstance(value, dict):
-        return {
-            _broken_name(key, special): _broken_item(key, item, special)
-            for key, item in value.items()
-        }
-    return value
+    if not isinstance(value, dict):
+        return value
+    broken: dict[Any, Any] = {}
+    for name, item in value.items():
+        # roles and types are compared by templates
+        is_looked_for = name in ("role", "type")
+        broken_item = _broken_name(item, special) if is_looked_for else _broken(item, special)
+        broken[_broken_name(name, special)] = broken_item
+    return broken
 
 
 def _broken_name(name: Any, special: re.Pattern[str]) -> Any:
-    """A plain word is a name that templates look for, and only looks like the
-    beginning of a token.
+    """A plain word is a name that templates look for, and only looks like the beginning of a
+    token.
     """
     return name if str(name).isidentifier() else _broken(name, special)
 
 
-def _broken_item(name: Any, value: Any, special: re.Pattern[str]) -> Any:
-    """So is a role or a type, which templates compare."""
-    return _broken_name(value, special) if name in ("role", "type") else _broken(value, special)
-
-
 def _tools(record: Any, where: str) -> Any:
+    """The schemas of a record's tools; None without any."""
     tools = record.get("tools") if isinstance(record, dict) else None
     if isinstance(tools, str):  # as tables hold them
         try:
@@ -387,9 +394,8 @@ def _environment(*, marks: bool) -> Any:
             """A call of `_marked` with what the block holds."""
             line = next(parser.stream).lineno
             body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
-            return jinja2.nodes.CallBlock(self.call_method("_marked"), [], [], body).set_lineno(
-                line
-            )
+            call = jinja2.nodes.CallBlock(self.call_method("_marked"), [], [], body)
+            return call.set_lineno(line)
 
         def _marked(self, caller: Any) -> str:
             held: str = caller()
@@ -398,12 +404,12 @@ def _environment(*, marks: bool) -> Any:
     class Namespace(jinja2.utils.Namespace):
         """Without names that Python gives a meaning to."""
 
-        def __init__(*args: Any, **names: Any) -> None:
-            own, *rest = args
-            given = dict(*rest, **names)
-            for name in given:
+        def __init__(*args: Any, **names: Any) -> None:  # so that `self` may be a name too
+            namespace, *others = args
+            values = dict(*others, **names)
+            for name in values:
                 _check_name(name)
-            jinja2.utils.Namespace.__init__(own, given)
+            jinja2.utils.Namespace.__init__(namespace, values)
 
         def __setitem__(self, name: str, value: Any) -> None:
             _check_name(name)

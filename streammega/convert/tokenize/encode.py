@@ -63,33 +63,35 @@ class BatchEncoder:
             raise ConfigError(
                 "chat ends every message with the end-of-document token; leave append_eod on"
             )
-        self.dtype: np.dtype[Any] = (
-            np.dtype(options.dtype) if options.dtype else smallest_dtype(tokenizer.vocab_size)
-        )
+        self.dtype: np.dtype[Any] = smallest_dtype(tokenizer.vocab_size)
+        if options.dtype:
+            self.dtype = np.dtype(options.dtype)
         if tokenizer.vocab_size - 1 > np.iinfo(self.dtype).max:
             raise ConfigError(
-                f"dtype {self.dtype} cannot hold the {tokenizer.vocab_size} ids of {tokenizer.name}; use int32"
+                f"dtype {self.dtype} cannot hold the {tokenizer.vocab_size} ids of "
+                f"{tokenizer.name}; use int32"
             )
         self._long = LongTextEncoder(tokenizer)
-        self._split: Any = (
-            _sentence_splitter(options.split_sentences) if options.split_sentences else None
-        )
+        self._split: Any = None
+        if options.split_sentences:
+            self._split = _sentence_splitter(options.split_sentences)
 
     def __call__(self, documents: Sequence[RawDocument], skipped: Skipped) -> Tokens:
         """Encode.
 
         Empty documents are counted and left out. Raises ConvertError that names file and line.
         """
-        size = sum(len(document.data) or document.size for document in documents)
+        source_bytes = sum(len(document.data) or document.size for document in documents)
         if self._chat is not None:
-            return self._pack_chats(self._read(documents, self._rendered, skipped), size, skipped)
+            chats = self._read(documents, self._rendered, skipped)
+            return self._pack_chats(chats, source_bytes, skipped)
         parts = self._read(documents, self.parts, skipped)
-        flat = [part for own in parts for part in own]
-        ids = self._encode([text for text, _, _ in flat]) if flat else []
+        # of all documents at once: the library encodes several texts in parallel
+        texts = [text for document in parts for text, _, _ in document]
+        ids = self._encode(texts) if texts else []
         if not self._options.keep_empty and not all(map(len, ids)):
             parts, ids = self._without_empty(parts, ids, skipped)
-            flat = [part for own in parts for part in own]
-        return self._pack(parts, flat, ids, size)
+        return self._pack(parts, ids, source_bytes)
 
     def _encode(self, texts: list[Text]) -> Sequence[Sequence[int]]:
         """Ids of texts; those of long ones are there already."""
@@ -108,25 +110,29 @@ class BatchEncoder:
 
         What `_without_empty` leaves out has no ids. Raises ConvertError, FormatError.
         """
-        opening = [] if self.bos is None else [(0, np.array([self.bos], self.dtype))]
-        if self._options.keep_empty:
-            yield from opening
-            opening = []
-        closed = -1  # the last sequence with a token
+        keeps_empty = self._options.keep_empty
+        is_begun = self.bos is None
+        if keeps_empty and not is_begun:
+            yield 0, np.array([self.bos], self.dtype)
+            is_begun = True
+        last_with_token: int | None = None
         for number, text in enumerate(texts):
             for ids in self._long.encode(text.pieces, where):
                 if not len(ids):
                     continue
-                yield from ((number, bos) for _, bos in opening)
-                opening = []
-                closed = number
+                if not is_begun:
+                    yield number, np.array([self.bos], self.dtype)
+                    is_begun = True
+                last_with_token = number
                 yield number, ids.astype(self.dtype)
-        if closed < 0 and not self._options.keep_empty:
+        if last_with_token is None and not keeps_empty:
             return
-        if self._options.keep_empty or self._options.makes_modes:
-            closed = len(texts) - 1
+        ended = last_with_token
+        if ended is None or keeps_empty or self._options.makes_modes:
+            # sequences without a token stay there, so the end is the last one's
+            ended = len(texts) - 1
         if self.eod is not None:
-            yield closed, np.array([self.eod], self.dtype)
+            yield ended, np.array([self.eod], self.dtype)
 
     def long_parts(self, item: LongText | RawDocument) -> list[LongPart]:
         """The sequences of a document that is not held; none if it has no text.
@@ -135,31 +141,28 @@ class BatchEncoder:
         """
         if isinstance(item, LongText):
             return [LongPart(pieces=decoded(item.pieces, item.path))]
-        texts = self._texts(item)
-        return [
-            LongPart(
-                pieces=text.pieces() if isinstance(text, LongString) else text_in_pieces(text),
-                mode=mode,
-            )
-            for text, mode in texts
-        ]
+        parts: list[LongPart] = []
+        for text, mode in self._texts(item):
+            pieces = text.pieces() if isinstance(text, LongString) else text_in_pieces(text)
+            parts.append(LongPart(pieces=pieces, mode=mode))
+        return parts
 
     def _read(
         self, documents: Sequence[RawDocument], read: Callable[[RawDocument], Any], skipped: Skipped
     ) -> list[Any]:
         """What `read` makes of documents, without those that are empty or passed over."""
-        found = []
+        contents = []
         for document in documents:
             try:
-                made = read(document)
+                content = read(document)
             except (ConvertError, FormatError) as error:
                 self._refuse(document, read, error, skipped)
                 continue
-            if made:
-                found.append(made)
+            if content:
+                contents.append(content)
             else:
                 _count_empty(skipped)
-        return found
+        return contents
 
     def _refuse(
         self,
@@ -195,60 +198,66 @@ class BatchEncoder:
         kept_ids: list[Sequence[int]] = []
         encoded = iter(ids)
         for document in parts:
-            own = list(zip(document, itertools.islice(encoded, len(document)), strict=True))
-            if not any(len(found) for _, found in own):
+            kept_parts: list[Part] = []
+            ids_of_parts: list[Sequence[int]] = []
+            for part in document:
+                ids_of_part = next(encoded)
+                _, _, is_end = part
+                if len(ids_of_part) or (is_end and self._options.makes_modes):
+                    kept_parts.append(part)
+                    ids_of_parts.append(ids_of_part)
+            if not any(map(len, ids_of_parts)):
                 _count_empty(skipped)
                 continue
-            if self._options.makes_modes:
-                own = [(part, found) for part, found in own if len(found) or part[2]]
-            else:
-                own = [(part, found) for part, found in own if len(found)]
-                (text, mode, _), last = own[-1]
-                own[-1] = (text, mode, True), last
-            kept.append([part for part, _ in own])
-            kept_ids += [found for _, found in own]
+            if not self._options.makes_modes:
+                text, mode, _ = kept_parts[-1]
+                kept_parts[-1] = (text, mode, True)
+            kept.append(kept_parts)
+            kept_ids += ids_of_parts
         return kept, kept_ids
 
     def _pack(
-        self, parts: list[list[Part]], flat: list[Part], ids: Sequence[Sequence[int]], size: int
+        self, parts: list[list[Part]], ids: Sequence[Sequence[int]], source_bytes: int
     ) -> Tokens:
-        ends = np.fromiter(
-            (closed and self.eod is not None for _, _, closed in flat), np.int64, len(flat)
-        )
-        own = np.fromiter(map(len, ids), np.int64, len(ids))
-        lengths = own + ends
-        documents = np.fromiter(map(len, parts), np.int64, len(parts))
-        firsts = np.cumsum(documents) - documents
-        if self.bos is not None:
-            lengths[firsts] += 1
-        check_lengths(lengths)
-        tokens = np.empty(int(lengths.sum()), self.dtype)
-        where = np.ones(len(tokens), np.bool_)
-        if self.bos is not None:
-            opening = (np.cumsum(lengths) - lengths)[firsts]
-            where[opening] = False
-            tokens[opening] = self.bos
+        """Sequences end to end, with the ids that begin documents and that end them."""
+        sequences = [part for document in parts for part in document]
+        text_lengths = np.fromiter(map(len, ids), np.int64, len(ids))
+        lengths = text_lengths.copy()
+        sequences_of = np.fromiter(map(len, parts), np.int64, len(parts))
+        first_sequence_of = np.cumsum(sequences_of) - sequences_of
+        ended = np.fromiter((is_end for _, _, is_end in sequences), np.bool_, len(sequences))
         if self.eod is not None:
-            closing = np.cumsum(lengths)[ends > 0] - 1
-            where[closing] = False
-            tokens[closing] = self.eod
-        if any(isinstance(own_ids, np.ndarray) for own_ids in ids):
-            tokens[where] = np.concatenate([np.asarray(own_ids) for own_ids in ids] or [tokens[:0]])
+            lengths[ended] += 1
+        if self.bos is not None:
+            lengths[first_sequence_of] += 1
+        check_lengths(lengths)
+        stops = np.cumsum(lengths)
+        tokens = np.empty(int(lengths.sum()), self.dtype)
+        is_text = np.ones(len(tokens), np.bool_)
+        if self.bos is not None:
+            begins = (stops - lengths)[first_sequence_of]
+            is_text[begins] = False
+            tokens[begins] = self.bos
+        if self.eod is not None:
+            ends = stops[ended] - 1
+            is_text[ends] = False
+            tokens[ends] = self.eod
+        if any(isinstance(ids_of_text, np.ndarray) for ids_of_text in ids):
+            arrays = [np.asarray(ids_of_text) for ids_of_text in ids]
+            tokens[is_text] = np.concatenate(arrays)
         else:
-            tokens[where] = np.fromiter(
-                itertools.chain.from_iterable(ids), self.dtype, int(own.sum())
-            )
-        modes = (
-            np.fromiter((mode for _, mode, _ in flat), np.int8, len(flat))
-            if self._options.makes_modes
-            else None
-        )
+            # lists are read into their place, without an array of each
+            all_ids = itertools.chain.from_iterable(ids)
+            tokens[is_text] = np.fromiter(all_ids, self.dtype, int(text_lengths.sum()))
+        modes = None
+        if self._options.makes_modes:
+            modes = np.fromiter((mode for _, mode, _ in sequences), np.int8, len(sequences))
         return Tokens(
             tokens=tokens,
             lengths=lengths.astype(np.int32),
-            documents=documents,
+            documents=sequences_of,
             modes=modes,
-            source_bytes=size,
+            source_bytes=source_bytes,
         )
 
     def _rendered(self, document: RawDocument) -> Rendered | None:
@@ -258,24 +267,26 @@ class BatchEncoder:
             return None
         return self._chat.render(record, document.where)
 
-    def _pack_chats(self, chats: list[Rendered], size: int, skipped: Skipped) -> Tokens:
+    def _pack_chats(self, chats: list[Rendered], source_bytes: int, skipped: Skipped) -> Tokens:
         """A sequence of each stretch of tokens that is an answer (mode 1) or none (mode 0); the end
         is no answer's.
         """
+        assert self._chat is not None
+        # empty ones first, so that there is something to concatenate
         tokens = [np.empty(0, self.dtype)]
         lengths = [np.empty(0, np.int64)]
         modes = [np.empty(0, np.int8)]
         documents = []
-        for ids, answers in self._chat.encode(chats) if self._chat is not None else ():
+        for ids, answers in self._chat.encode(chats):
             if not len(ids):
                 _count_empty(skipped)
                 continue
             if self.eod is not None and ids[-1] != self.eod:
                 ids = np.append(ids, self.eod)
                 answers = np.append(answers, False)
-            bounds = np.flatnonzero(
-                np.diff(answers, prepend=not answers[0], append=not answers[-1])
-            )
+            # where tokens of an answer and others meet, and before the first and behind the last
+            changes = np.diff(answers, prepend=not answers[0], append=not answers[-1])
+            bounds = np.flatnonzero(changes)
             tokens.append(ids.astype(self.dtype))
             lengths.append(np.diff(bounds))
             modes.append(answers[bounds[:-1]].astype(np.int8))
@@ -286,7 +297,7 @@ class BatchEncoder:
             lengths=np.concatenate(lengths).astype(np.int32),
             documents=np.array(documents, np.int64),
             modes=np.concatenate(modes),
-            source_bytes=size,
+            source_bytes=source_bytes,
         )
 
     def parts(self, document: RawDocument) -> list[Part]:
@@ -295,36 +306,39 @@ class BatchEncoder:
         if self._options.chat and document.record:
             return _conversation(_record(document), where)
         texts = self._texts(document)
-        return [
-            (self._shortened(text, where), mode, number == len(texts))
-            for number, (text, mode) in enumerate(texts, 1)
-        ]
+        parts: list[Part] = []
+        for number, (text, mode) in enumerate(texts, 1):
+            is_last = number == len(texts)
+            parts.append((self._shortened(text, where), mode, is_last))
+        return parts
 
     def _texts(self, document: RawDocument) -> list[tuple[Any, int]]:
-        """(text, mode) of each sequence of a document that is no conversation: str,
-        or LongString.
+        """(text, mode) of each sequence of a document that is no conversation: str, or
+        LongString.
         """
-        texts: list[tuple[Any, int]]
+        texts: list[tuple[Any, int]] = []
         if not document.record:
-            texts = [(_decode(document), 0)]
+            texts.append((_decode(document), 0))
         else:
             record = _record(document)
-            keys = self._options.key_modes
-            texts = [
-                (text, mode) for key, mode in keys for text in texts_at(record, key, document.where)
-            ]
+            for key, mode in self._options.key_modes:
+                texts += [(text, mode) for text in texts_at(record, key, document.where)]
         if self._split is not None:
-            texts = [
-                (sentence, mode)
-                for text, mode in texts
-                for sentence in self._split(text)
-                if sentence
-            ]
+            texts = self._in_sentences(texts)
         if not any(text for text, _ in texts):
             return []
-        # an empty answer is a sequence, with the end of its document
-        last = texts[-1] if self._options.makes_modes else None
-        return [part for part in texts if part[0] or part is last]
+        kept = [(text, mode) for text, mode in texts if text]
+        last_text, last_mode = texts[-1]
+        if self._options.makes_modes and not last_text:
+            # an empty answer is a sequence, with the end of its document
+            kept.append((last_text, last_mode))
+        return kept
+
+    def _in_sentences(self, texts: list[tuple[Any, int]]) -> list[tuple[Any, int]]:
+        sentences: list[tuple[Any, int]] = []
+        for text, mode in texts:
+            sentences += [(sentence, mode) for sentence in self._split(text) if sentence]
+        return sentences
 
     def _shortened(self, text: str, where: str) -> Text:
         """A text, or if it is long its ids: they take less than what a tokenizer needs for all of
@@ -332,9 +346,8 @@ class BatchEncoder:
         """
         if len(text) < LONG:
             return text
-        return np.concatenate(
-            [np.empty(0, np.int32), *self._long.encode(text_in_pieces(text), where)]
-        )
+        pieces = list(self._long.encode(text_in_pieces(text), where))
+        return np.concatenate([np.empty(0, np.int32), *pieces])
 
 
 def _count_empty(skipped: Skipped) -> None:
@@ -342,11 +355,10 @@ def _count_empty(skipped: Skipped) -> None:
 
 
 def _record(document: RawDocument) -> Any:
-    return (
-        document.fields
-        if document.fields is not None
-        else load_record(document.data, document.where)
-    )
+    """Its fields: read already, as columns are, or from its JSON."""
+    if document.fields is not None:
+        return document.fields
+    return load_record(document.data, document.where)
 
 
 def _decode(document: RawDocument) -> str:

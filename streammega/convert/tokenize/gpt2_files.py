@@ -11,6 +11,7 @@ from streammega.errors import ConvertError, ObjectNotFoundError
 
 END = "<|endoftext|>"
 IN_FOLDERS = (("vocab.json", "merges.txt"), ("gpt2-vocab.json", "gpt2-merges.txt"))
+"""Names of the two files in a folder: the hub's, and those of Megatron's own downloads."""
 
 
 def pair_of(name: str) -> tuple[str, str] | None:
@@ -20,7 +21,7 @@ def pair_of(name: str) -> tuple[str, str] | None:
     """
     if os.path.isdir(name):
         for names in IN_FOLDERS:
-            vocab, merges = (os.path.join(name, own) for own in names)
+            vocab, merges = (os.path.join(name, file) for file in names)
             if os.path.isfile(vocab) and os.path.isfile(merges):
                 return vocab, merges
         return None
@@ -30,7 +31,8 @@ def pair_of(name: str) -> tuple[str, str] | None:
     for path in (vocab, merges):
         if not os.path.isfile(path):
             raise ObjectNotFoundError(
-                f"{path}: no such tokenizer file; give a vocab.json and its merges.txt as VOCAB,MERGES"
+                f"{path}: no such tokenizer file; "
+                f"give a vocab.json and its merges.txt as VOCAB,MERGES"
             )
     return vocab, merges
 
@@ -49,12 +51,12 @@ def load_pair(vocab: str, merges: str) -> Any:
             f"{vocab}, {merges}: are no vocabulary with its merges ({error})"
         ) from None
     tokenizer = Tokenizer(model)
-    missing = sorted(
-        sign for sign in pre_tokenizers.ByteLevel.alphabet() if tokenizer.token_to_id(sign) is None
-    )
+    bytes_as_letters = sorted(pre_tokenizers.ByteLevel.alphabet())
+    missing = [letter for letter in bytes_as_letters if tokenizer.token_to_id(letter) is None]
     if missing:  # which the library would leave out of texts without a word
         raise ConvertError(
-            f"{vocab}: has no token for {len(missing)} of the 256 bytes ({missing[0]!r}): is it of GPT-2's kind?"
+            f"{vocab}: has no token for {len(missing)} of the 256 bytes ({missing[0]!r}): "
+            f"is it of GPT-2's kind?"
         )
     if tokenizer.token_to_id(END) is None:
         raise ConvertError(f"{vocab}: has no {END}, which ends documents of GPT-2's kind")

@@ -7,6 +7,7 @@ from __future__ import annotations
 import codecs
 from collections.abc import Callable, Iterator
 from functools import cached_property
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -18,10 +19,11 @@ from streammega.convert.tokenize.tokenizers import AT_ONCE, HuggingFaceTokenizer
 from streammega.errors import ConvertError, FormatError
 
 LONG = 1 << 20
-"""Characters from which on a text is encoded in pieces: the library holds about 110
-bytes for each.
+"""Characters from which on a text is encoded in pieces: the library holds about 110 bytes for
+each.
 """
 PIECE = 64 << 10
+"""Characters of a piece, about."""
 MOST_UNCUT = 16 << 20
 """Characters without a place to cut that are encoded as one, some 2 GiB of memory: more are
 refused.
@@ -57,9 +59,10 @@ class LongTextEncoder:
             yield np.array(behind, np.int32)
 
     def _encode(self, pieces: Iterator[str], where: str) -> Iterator[NDArray[np.int32]]:
-        # what is not encoded yet, and characters before it
         held = ""
+        """What is not encoded yet."""
         done = 0
+        """Characters before it."""
         for piece in pieces:
             held += piece
             if len(held) < LONG:
@@ -82,32 +85,34 @@ class LongTextEncoder:
         cuts = self._cuts
         if cuts is None:
             return bounds
-        while len(text) - bounds[-1] > PIECE:
-            low = bounds[-1]
-            place = cuts.find(text, low, low + PIECE)
-            reach = 2 * PIECE
-            while place is None and low + reach // 2 < len(text):
-                place = cuts.find(text, low, min(low + reach, len(text)))
+        last = 0
+        while len(text) - last > PIECE:
+            # further and further, doubled each time: what was looked at is looked at once more only
+            reach = PIECE
+            place = cuts.find(text, last, last + reach)
+            while place is None and last + reach < len(text):
                 reach *= 2
+                place = cuts.find(text, last, min(last + reach, len(text)))
             if place is None:
                 break
             bounds.append(place)
+            last = place
         return bounds
 
     def _ids(self, text: str, bounds: list[int], *, first: bool) -> Iterator[NDArray[np.int32]]:
         """Ids of the pieces between bounds, a few together. first: the text begins where its
         document does.
         """
-        cuts = self._cuts
-        starts = [
-            cuts.behind(text, low) if cuts is not None and (low or not first) else low
-            for low in bounds[:-1]
-        ]
-        spans = list(zip(starts, bounds[1:], strict=True))
-        if cuts is not None and cuts.drops_blank and not first and spans:
-            spans[0] = (1, spans[0][1])
+        drops_blank = self._cuts is not None and self._cuts.drops_blank
+        spans: list[tuple[int, int]] = []
+        for start, stop in pairwise(bounds):
+            is_behind_cut = start > 0 or not first
+            if drops_blank and is_behind_cut:
+                # the tokenizer puts one before what it is given
+                start += 1
+            spans.append((start, stop))
         for number in range(0, len(spans), AT_ONCE):
-            texts = [text[low:high] for low, high in spans[number : number + AT_ONCE]]
+            texts = [text[start:stop] for start, stop in spans[number : number + AT_ONCE]]
             for ids in self._encode_alone(texts):
                 yield np.asarray(ids, np.int32)
 
@@ -121,12 +126,14 @@ class LongTextEncoder:
         most = f"{MOST_UNCUT >> 20} Mi characters"
         if self._cuts is None:
             return ConvertError(
-                f"{where}: a text of more than {most}, and for tokenizer {self._tokenizer.name} no place is known where it "
-                f"could be cut without changing its tokens; cut it into documents of less"
+                f"{where}: a text of more than {most}, and for tokenizer {self._tokenizer.name} no "
+                f"place is known where it could be cut without changing its tokens; cut it into "
+                f"documents of less"
             )
         return ConvertError(
-            f"{where}: more than {most} from character {done:,} on without a blank between words, where the text could be cut "
-            f"without changing its tokens; is it text? cut it into documents of less, or leave it out"
+            f"{where}: more than {most} from character {done:,} on without a blank between words, "
+            f"where the text could be cut without changing its tokens; is it text? cut it into "
+            f"documents of less, or leave it out"
         )
 
 
@@ -138,17 +145,19 @@ def decoded(pieces: Iterator[bytes], where: str, refused: Refused = no_text) -> 
     decoder = codecs.getincrementaldecoder("utf-8")()
     done = 0
     for piece in pieces:
-        waiting = len(decoder.getstate()[0])
+        # the begin of a character whose other bytes come with this piece
+        waiting, _ = decoder.getstate()
         try:
             yield decoder.decode(piece)
         except UnicodeDecodeError as error:
-            error.start += done - waiting
+            error.start += done - len(waiting)
             raise refused(where, error) from None
         done += len(piece)
     try:
         decoder.decode(b"", final=True)
     except UnicodeDecodeError as error:
-        error.start = done - len(decoder.getstate()[0])
+        waiting, _ = decoder.getstate()
+        error.start = done - len(waiting)
         raise refused(where, error) from None
 
 

@@ -9,12 +9,17 @@ behind it as if the text began there. What is not understood is refused.
 
 from __future__ import annotations
 
+import itertools
 import unicodedata
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
 Takes = Callable[[str], bool]
 """Whether a part of an expression may take a character."""
+
+SPELT_ESCAPES = {"r": "\r", "n": "\n", "t": "\t"}
+CLASSES_BY_LETTER = "pPsSdDwWhH"
+"""Letters that stand for many characters behind a backslash."""
 
 
 class NotUnderstood(Exception):
@@ -23,20 +28,25 @@ class NotUnderstood(Exception):
 
 @dataclass
 class _Node:
-    """A piece of an expression: the parts it may begin and end with, and whether it may take
-    nothing; `once`: a single part that takes one character or more.
-    """
+    """A piece of an expression."""
 
     first: set[int] = field(default_factory=set)
+    """The parts it may begin with, by their numbers."""
     last: set[int] = field(default_factory=set)
+    """The parts it may end with."""
     empty: bool = True
+    """Whether it may take nothing."""
     once: bool = False
+    """Whether it is a single part that takes one character or more."""
 
 
-Item = tuple[range, bool, bool]
-"""Of an alternative: the parts of a piece of it, whether it may take nothing,
-whether it is `once`.
-"""
+@dataclass(frozen=True)
+class _Step:
+    """A piece of an alternative: its parts, and as of a node."""
+
+    parts: range
+    empty: bool
+    once: bool
 
 
 class PatternCuts:
@@ -44,93 +54,104 @@ class PatternCuts:
 
     def __init__(self, expression: str) -> None:
         self._text = expression
-        self._at = 0
+        self._position = 0
+        """Of what is read next."""
         self._parts: list[Takes] = []
         self._follow: set[tuple[int, int]] = set()
+        """Parts of which the second may take what is directly behind what the first took."""
         self._looks_ahead: set[int] = set()
-        self._whole: list[list[Item]] = []
+        """Parts behind which the expression looks at the next character."""
+        self._whole: list[list[_Step]] = []
+        """The alternatives of the whole, but for those that look ahead."""
         self._ignore_case = False
         self._alternatives(top=True)
-        if self._at < len(expression):
+        if self._position < len(expression):
             raise NotUnderstood(expression)
 
     def never_joins(self, left: str, right: str) -> bool:
-        """Whether no match has `right` directly behind `left`, nor depends on what
-        follows `left`.
+        """Whether no match has `right` directly behind `left`, nor depends on what follows
+        `left`.
         """
         if any(self._parts[part](left) for part in self._looks_ahead):
             return False
-        return not any(self._parts[a](left) and self._parts[b](right) for a, b in self._follow)
+        return not any(
+            self._parts[before](left) and self._parts[behind](right)
+            for before, behind in self._follow
+        )
 
     def takes_alone(self, character: str) -> bool:
         """Whether a match begins at this character wherever one may begin: some alternative takes
         it and needs nothing else.
         """
-        return any(self._alone(items, character) for items in self._whole)
+        return any(self._alone(steps, character) for steps in self._whole)
 
-    def _alone(self, items: list[Item], character: str) -> bool:
+    def _alone(self, steps: list[_Step], character: str) -> bool:
+        """Whether of an alternative one step takes the character, and no other has to take any."""
+        needed = [step for step in steps if not step.empty]
         takers = [
-            (empty, once)
-            for parts, empty, once in items
-            if any(self._parts[part](character) for part in parts)
+            step for step in steps if any(self._parts[part](character) for part in step.parts)
         ]
-        return takers == [(False, True)] and sum(not empty for _, empty, _ in items) == 1
+        return len(needed) == 1 and takers == needed and needed[0].once
 
     def _alternatives(self, *, top: bool = False) -> _Node:
         whole = _Node(empty=False)
         while True:
-            node, items = self._sequence()
+            node, steps = self._sequence()
             whole.first |= node.first
             whole.last |= node.last
             whole.empty |= node.empty
-            if top and items is not None:
-                self._whole.append(items)
+            if top and steps is not None:
+                self._whole.append(steps)
             if not self._accept("|"):
                 return whole
 
-    def _sequence(self) -> tuple[_Node, list[Item] | None]:
-        """One alternative, and its pieces if nothing in it looks ahead."""
+    def _sequence(self) -> tuple[_Node, list[_Step] | None]:
+        """One alternative, and its steps if nothing in it looks ahead."""
         whole = _Node()
-        items: list[Item] = []
+        steps: list[_Step] = []
         looks_ahead = False
-        while self._at < len(self._text) and self._text[self._at] not in "|)":
-            before = self._at
-            known = len(self._parts)
+        while self._position < len(self._text) and self._text[self._position] not in "|)":
+            start = self._position
+            first_part = len(self._parts)
             node = self._quantified()
-            # a look at the next character, which decides over what was taken before it
             if node is None:
+                # a look at the next character, which decides over what was taken before it
                 self._looks_ahead |= whole.last
                 looks_ahead = True
                 if whole.empty:
-                    raise NotUnderstood(self._text[before:])
+                    raise NotUnderstood(self._text[start:])
                 continue
-            items.append((range(known, len(self._parts)), node.empty, node.once))
+            parts = range(first_part, len(self._parts))
+            steps.append(_Step(parts, node.empty, node.once))
             self._join(whole.last, node.first)
-            whole.first |= node.first if whole.empty else set()
-            whole.last = node.last | (whole.last if node.empty else set())
+            if whole.empty:
+                whole.first |= node.first
+            if node.empty:
+                whole.last |= node.last
+            else:
+                whole.last = node.last
             whole.empty &= node.empty
-        return whole, None if looks_ahead else items
+        return whole, None if looks_ahead else steps
 
     def _join(self, lasts: set[int], firsts: set[int]) -> None:
-        self._follow |= {(a, b) for a in lasts for b in firsts}
+        """Note that each of the second may follow each of the first."""
+        self._follow.update(itertools.product(lasts, firsts))
 
     def _quantified(self) -> _Node | None:
+        """An atom with what is said of how often it is taken; None: it takes nothing, and looks."""
         node = self._atom()
         if node is None:
             return None
-        start = self._at
+        start = self._position
         if self._accept("{"):
-            stop = self._text.index("}", self._at)
-            low, comma, high = self._text[self._at : stop].partition(",")
-            self._at = stop + 1
+            low, comma, high = self._until("}").partition(",")
             if not low.isdigit() or (high and not high.isdigit()):
                 raise NotUnderstood(self._text[start:])
             node.empty |= low == "0"
             repeats = bool(comma) or int(low) > 1
             node.once &= low == "1"
-        elif self._at < len(self._text) and self._text[self._at] in "?*+":
-            sign = self._text[self._at]
-            self._at += 1
+        elif self._position < len(self._text) and self._text[self._position] in "?*+":
+            sign = self._next()
             node.empty |= sign in "?*"
             repeats = sign in "*+"
         else:
@@ -142,8 +163,8 @@ class PatternCuts:
         return node
 
     def _atom(self) -> _Node | None:
-        sign = self._text[self._at]
-        self._at += 1
+        """A character, class or group; None: a look ahead."""
+        sign = self._next()
         if sign == "(":
             return self._group()
         if sign == "$":
@@ -162,15 +183,15 @@ class PatternCuts:
         if self._accept("?!") or self._accept("?="):
             self._look()
             return None
-        before = self._ignore_case
+        ignored_case = self._ignore_case
         if self._accept("?i:"):
             self._ignore_case = True
-        elif not self._accept("?:") and not self._accept("?>") and self._text[self._at] == "?":
+        elif not self._accept("?:") and not self._accept("?>") and self._accept("?"):
             raise NotUnderstood(self._text)
         node = self._alternatives()
-        self._ignore_case = before
-        looked = self._looks_ahead & node.last
-        if looked:  # what follows the group is looked at from within it: too much to follow here
+        self._ignore_case = ignored_case
+        if self._looks_ahead & node.last:
+            # what follows the group is looked at from within it: too much to follow here
             raise NotUnderstood(self._text)
         if not self._accept(")"):
             raise NotUnderstood(self._text)
@@ -178,17 +199,18 @@ class PatternCuts:
 
     def _look(self) -> None:
         """A look at a single character."""
-        known = len(self._parts)
-        follow = set(self._follow)
-        looks = set(self._looks_ahead)
+        parts_before = len(self._parts)
+        follow_before = set(self._follow)
+        looks_before = set(self._looks_ahead)
         self._alternatives()
-        if not self._accept(")") or self._follow != follow or self._looks_ahead != looks:
+        is_single = self._follow == follow_before and self._looks_ahead == looks_before
+        if not self._accept(")") or not is_single:
             raise NotUnderstood(self._text)
-        del self._parts[known:]  # it takes nothing
+        del self._parts[parts_before:]  # it takes nothing
 
     def _part(self, takes: Takes) -> _Node:
+        number = len(self._parts)
         self._parts.append(takes)
-        number = len(self._parts) - 1
         return _Node(first={number}, last={number}, empty=False, once=True)
 
     def _literal(self, sign: str) -> Takes:
@@ -201,88 +223,84 @@ class PatternCuts:
         negated = self._accept("^")
         members: list[Takes] = []
         while not self._accept("]"):
-            if self._at >= len(self._text) or self._text.startswith(("[", "&&"), self._at):
+            # classes within classes, and what is in two of them
+            nested = self._text.startswith(("[", "&&"), self._position)
+            if nested or self._position >= len(self._text):
                 raise NotUnderstood(self._text)
             members.append(self._member())
         return lambda character: any(takes(character) for takes in members) != negated
 
     def _member(self) -> Takes:
-        sign = self._text[self._at]
-        self._at += 1
+        """A character of a class, a range, or a class by its letter."""
+        sign = self._next()
         if sign == "\\":
-            named = self._text[self._at]
+            letter = self._text[self._position]
             takes = self._escape()
-            if named in "pPsSdDwWhH":
+            if letter in CLASSES_BY_LETTER:
                 return takes
-            sign = {"r": "\r", "n": "\n", "t": "\t"}.get(named, named)
-        if not (
-            self._text.startswith("-", self._at)
-            and self._text[self._at + 1 : self._at + 2] not in ("]", "")
-        ):
+            sign = SPELT_ESCAPES.get(letter, letter)
+        # a hyphen at the end of a class is one itself
+        two_next = self._text[self._position : self._position + 2]
+        is_range = len(two_next) == 2 and two_next.startswith("-") and not two_next.endswith("]")
+        if not is_range:
             return self._literal(sign)
-        last = self._text[self._at + 1]
+        self._accept("-")
+        last = self._next()
         if last == "\\" or self._ignore_case:
             raise NotUnderstood(self._text)
-        self._at += 2
         return lambda character: sign <= character <= last
 
     def _escape(self) -> Takes:
-        sign = self._text[self._at]
-        self._at += 1
+        """What is behind a backslash."""
+        sign = self._next()
         if sign in "pP":
             return self._property(negated=sign == "P")
         if sign in "sS":
             return lambda character: is_space(character) == (sign == "s")
         if sign in "dD":
             return lambda character: (unicodedata.category(character) == "Nd") == (sign == "d")
-        if sign in "rnt":
-            return self._literal({"r": "\r", "n": "\n", "t": "\t"}[sign])
+        if sign in SPELT_ESCAPES:
+            return self._literal(SPELT_ESCAPES[sign])
         if sign.isalnum():
             raise NotUnderstood(self._text)
         return self._literal(sign)
 
     def _property(self, *, negated: bool) -> Takes:
-        if self._accept("{"):
-            stop = self._text.index("}", self._at)
-            name = self._text[self._at : stop]
-            self._at = stop + 1
-        else:
-            name = self._text[self._at]
-            self._at += 1
-        if name not in CATEGORIES and name not in {category[0] for category in CATEGORIES}:
+        """Characters of a category of Unicode, `{Lu}`, or of all that begin with a letter, `L`."""
+        name = self._until("}") if self._accept("{") else self._next()
+        if name not in CATEGORIES and name not in CATEGORY_LETTERS:
             raise NotUnderstood(self._text)
         return lambda character: unicodedata.category(character).startswith(name) != negated
 
     def _accept(self, sign: str) -> bool:
-        if not self._text.startswith(sign, self._at):
+        """Read a sign if it is next; whether it was."""
+        if not self._text.startswith(sign, self._position):
             return False
-        self._at += len(sign)
+        self._position += len(sign)
         return True
 
+    def _next(self) -> str:
+        """Read a character."""
+        sign = self._text[self._position]
+        self._position += 1
+        return sign
 
-CATEGORIES = (
-    *(
-        "Lu",
-        "Ll",
-        "Lt",
-        "Lm",
-        "Lo",
-        "Mn",
-        "Mc",
-        "Me",
-        "Nd",
-        "Nl",
-        "No",
-        "Pc",
-        "Pd",
-        "Ps",
-        "Pe",
-        "Pi",
-        "Pf",
-        "Po",
-    ),
-    *("Sm", "Sc", "Sk", "So", "Zs", "Zl", "Zp", "Cc", "Cf", "Co"),
+    def _until(self, end: str) -> str:
+        """Read what is before a sign, and the sign."""
+        stop = self._text.index(end, self._position)
+        text = self._text[self._position : stop]
+        self._position = stop + len(end)
+        return text
+
+
+CATEGORIES = frozenset(
+    (
+        *("Lu", "Ll", "Lt", "Lm", "Lo", "Mn", "Mc", "Me", "Nd", "Nl", "No"),
+        *("Pc", "Pd", "Ps", "Pe", "Pi", "Pf", "Po", "Sm", "Sc", "Sk", "So"),
+        *("Zs", "Zl", "Zp", "Cc", "Cf", "Co"),
+    )
 )
+CATEGORY_LETTERS = frozenset(category[0] for category in CATEGORIES)
 
 
 def is_space(character: str) -> bool:

@@ -13,6 +13,7 @@ import unicodedata
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from itertools import pairwise
 from typing import Any
 
 from streammega.convert.tokenize.pattern_cuts import NotUnderstood, PatternCuts
@@ -26,6 +27,7 @@ from streammega.convert.tokenize.tokenizers import (
 
 BLANKS = " \n"
 RIGHTS = " \n，。、,."
+"""Characters before which a text may be cut."""
 GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
 """Of the pre-tokenizer ByteLevel."""
 Sure = Callable[[str, str], bool]
@@ -34,42 +36,46 @@ Sure = Callable[[str, str], bool]
 
 @dataclass(frozen=True, kw_only=True)
 class Cuts:
-    """Where texts may be cut. drops_blank: the tokenizer puts a blank before what it is given, in
-    place of the one at the cut.
-
-    next_ones: characters that must not follow such a blank.
-    """
+    """Where texts may be cut."""
 
     sure: Sure
     rights: str = RIGHTS
+    """Characters before which they are."""
     anywhere: bool = False
     drops_blank: bool = False
+    """The tokenizer puts a blank before what it is given, in place of the one at the cut: what is
+    behind the cut is given without it.
+    """
     next_ones: frozenset[str] = frozenset()
+    """Characters that must not follow such a blank."""
 
     def find(self, text: str, low: int, high: int) -> int | None:
         """The last place in (low, high] where the text may be cut, if there is one."""
         if self.anywhere:
             return high if high > low else None
-        places = {right: text.rfind(right, low + 1, high) for right in self.rights}
-        while (place := max(places.values())) > 0:
+        # the last of each character is searched once, and again only where a cut was refused there
+        last_place_of = {right: text.rfind(right, low + 1, high) for right in self.rights}
+        place = max(last_place_of.values())
+        while place > 0:
             if self._holds(text, place):
                 return place
-            places[text[place]] = text.rfind(text[place], low + 1, place)
+            right = text[place]
+            last_place_of[right] = text.rfind(right, low + 1, place)
+            place = max(last_place_of.values())
         return None
 
     def _holds(self, text: str, place: int) -> bool:
-        if (
-            place + 1 >= len(text)
-            or not is_plain(text[place - 1])
-            or not self.sure(text[place - 1], text[place])
-        ):
-            return False
+        """Whether a cut at a place is sure."""
+        if place + 1 >= len(text):
+            return False  # what follows is not known yet
+        left = text[place - 1]
+        right = text[place]
         following = text[place + 1]
-        return not self.drops_blank or (is_plain(following) and following not in self.next_ones)
-
-    def behind(self, text: str, place: int) -> int:
-        """Where what is behind a cut begins, as the tokenizer is to be given it."""
-        return place + 1 if self.drops_blank and place else place
+        if not is_plain(left) or not self.sure(left, right):
+            return False
+        if not self.drops_blank:
+            return True
+        return is_plain(following) and following not in self.next_ones
 
 
 @lru_cache(maxsize=65536)
@@ -78,9 +84,13 @@ def is_plain(character: str) -> bool:
     of Hangul are).
     """
     category = unicodedata.category(character)
-    if category[0] not in "LN" or unicodedata.ucd_3_2_0.category(character) != category:
+    if not category.startswith(("L", "N")):
         return False
-    return len(character.lower()) == 1 and not "\u1100" <= character <= "\u11ff"
+    # tokenizers bring tables of their own version of Unicode
+    if unicodedata.ucd_3_2_0.category(character) != category:
+        return False
+    is_part_of_hangul = "\u1100" <= character <= "\u11ff"
+    return len(character.lower()) == 1 and not is_part_of_hangul
 
 
 def cuts_of(tokenizer: TextTokenizer) -> Cuts | None:
@@ -90,18 +100,14 @@ def cuts_of(tokenizer: TextTokenizer) -> Cuts | None:
             return Cuts(sure=lambda left, right: True, anywhere=True)
         if isinstance(tokenizer, TiktokenTokenizer):
             pattern = PatternCuts(tokenizer.model._pat_str)
-            return _cuts(
-                pattern.never_joins,
-                _inner_pairs(list(tokenizer.model._special_tokens)),
-                RIGHTS,
-                folds=False,
-            )
+            pairs = _inner_pairs(list(tokenizer.model._special_tokens))
+            return _cuts(pattern.never_joins, pairs, RIGHTS, folds=False)
         if isinstance(tokenizer, HuggingFaceTokenizer):
             return _of_huggingface(json.loads(tokenizer.model.to_str()))
         if isinstance(tokenizer, SentencePieceTokenizer):
             return _of_sentencepiece(tokenizer.model)
     except NotUnderstood:
-        pass
+        return None
     return None
 
 
@@ -112,28 +118,28 @@ def _cuts(
     first another one.
     """
 
+    # remembered: texts have few pairs of characters, and each takes a walk over the expressions
     @lru_cache(maxsize=65536)
     def however_spelt(left: str, right: str) -> bool:
         spellings = {left, left.lower()}
-        if any((one, right) in pairs for one in spellings):
+        if any((spelling, right) in pairs for spelling in spellings):
             return False
-        if folds:
-            spellings |= {part for one in spellings for part in unicodedata.normalize("NFKD", one)}
-        else:
-            spellings = {left}
-        return all(sure(one, right) for one in spellings)
+        if not folds:
+            return sure(left, right)
+        for spelling in (left, left.lower()):
+            spellings.update(unicodedata.normalize("NFKD", spelling))
+        return all(sure(spelling, right) for spelling in spellings)
 
     return Cuts(sure=however_spelt, rights=rights, **others)
 
 
 def _inner_pairs(tokens: Sequence[str]) -> set[tuple[str, str]]:
-    """Characters that stand side by side in tokens."""
-    return {
-        pair
-        for token in tokens
-        for own in (token, token.lower())
-        for pair in zip(own, own[1:], strict=False)
-    }
+    """Characters that stand side by side in tokens, in their letters and in small ones."""
+    pairs: set[tuple[str, str]] = set()
+    for token in tokens:
+        pairs.update(pairwise(token))
+        pairs.update(pairwise(token.lower()))
+    return pairs
 
 
 class _Pipeline:
@@ -151,7 +157,10 @@ class _Pipeline:
         ends them at every blank.
         """
         self.drops_blank = False
+        self.prepended = ""
+        """What is put before a text, where `drops_blank`."""
         self.in_bytes = False
+        """Whether the model sees bytes, spelt as letters."""
         for step in _steps(described.get("normalizer"), "normalizers"):
             self._normalizer(step, described)
         for step in _steps(described.get("pre_tokenizer"), "pretokenizers"):
@@ -176,7 +185,7 @@ class _Pipeline:
         elif kind == "Prepend":
             self.drops_blank = True
             self._keep(" ")
-            self._prepended = step["prepend"]
+            self.prepended = step["prepend"]
         elif kind == "Replace" and step["pattern"] == {"String": " "} and len(step["content"]) == 1:
             self.blank = step["content"]
             self._keep(" ")
@@ -197,10 +206,10 @@ class _Pipeline:
             self._keep(" ")
             if step.get("split", True):
                 self.enders.append(None)
-        elif kind not in ("Digits", "Punctuation"):
-            raise NotUnderstood(kind)
-        else:
+        elif kind in ("Digits", "Punctuation"):
             self._keep(BLANKS)
+        else:
+            raise NotUnderstood(kind)
 
     def _byte_level(self, step: dict[str, Any]) -> None:
         if self.blank != " ":
@@ -227,10 +236,12 @@ class _Pipeline:
         self.patterns.append(PatternCuts(expression))
 
     def _keep(self, rights: str) -> None:
+        """Cut before these only: others may be changed, or joined with what is before them."""
         self.rights = "".join(right for right in self.rights if right in rights)
 
 
 def _steps(described: dict[str, Any] | None, inner: str) -> list[dict[str, Any]]:
+    """One step or several in turn; `inner`: where those of a sequence are."""
     if described is None:
         return []
     return described[inner] if described["type"] == "Sequence" else [described]
@@ -243,14 +254,13 @@ def _of_huggingface(described: dict[str, Any]) -> Cuts:
         raise NotUnderstood("dropout")
     added = described.get("added_tokens") or []
     pairs = _inner_pairs([item["content"] for item in added])
-    pairs |= {
-        (item["content"][-1:].lower(), right)
-        for item in added
-        if item["rstrip"]
-        for right in BLANKS
-    }
-    alone = {item["content"][:1] for item in added if item["single_word"]}
-    rights = "".join(right for right in steps.rights if right not in alone)
+    for item in added:
+        if item["rstrip"]:  # it takes the blanks behind it along
+            last = item["content"][-1:].lower()
+            pairs |= {(last, blank) for blank in BLANKS}
+    # a token that must be a word of its own looks at what is before it
+    begin_words = {item["content"][:1] for item in added if item["single_word"]}
+    rights = "".join(right for right in steps.rights if right not in begin_words)
     firsts = frozenset(item["content"][:1] for item in added)
     joins_blank = _joins_blank(model, steps)
 
@@ -259,7 +269,7 @@ def _of_huggingface(described: dict[str, Any]) -> Cuts:
             return False
         return steps.ends_words(left, right) or (right == " " and not joins_blank(left))
 
-    if steps.drops_blank and steps._prepended != steps.blank:
+    if steps.drops_blank and steps.prepended != steps.blank:
         raise NotUnderstood("Prepend")
     folds = described.get("normalizer") is not None
     return _cuts(sure, pairs, rights, folds=folds, drops_blank=steps.drops_blank, next_ones=firsts)
@@ -277,75 +287,111 @@ def _joins_blank(model: dict[str, Any], steps: _Pipeline) -> Callable[[str], boo
     )
     if not pairs_only or blank not in model["vocab"]:
         return lambda left: True
-    lefts = _before(blank, list(model["vocab"]))
+    before_blanks = _before(blank, list(model["vocab"]))
     # A letter of several bytes is none in a vocabulary of bytes.
-    return lambda left: left in lefts or (steps.in_bytes and not left.isascii())
+    return lambda left: left in before_blanks or (steps.in_bytes and not left.isascii())
 
 
 def _before(blank: str, tokens: Sequence[str]) -> frozenset[str]:
-    return frozenset(
-        left
-        for token in tokens
-        for left, right in zip(token, token[1:], strict=False)
-        if right == blank
-    )
+    """Characters that stand before a blank in some token."""
+    lefts: set[str] = set()
+    for token in tokens:
+        lefts.update(left for left, right in pairwise(token) if right == blank)
+    return frozenset(lefts)
 
 
 def _of_sentencepiece(model: Any) -> Cuts:
     trainer, normalizer = _specifications(model.serialized_model_proto())
-    known = normalizer.get(1, b"").decode("utf-8", "replace")
-    if (
-        trainer.get(3, 1) != 2
-        or trainer.get(24, 0)
-        or known not in ("identity", "nfkc", "nmt_nfkc", "nfkc_cf", "nmt_nfkc_cf")
-    ):
+    normalization = normalizer.get(NORMALIZER_NAME, b"").decode("utf-8", "replace")
+    is_understood = (
+        trainer.get(TRAINER_MODEL_TYPE, UNIGRAM) == BPE
+        and not trainer.get(TRAINER_BLANK_AT_END, 0)
+        and normalization in KNOWN_NORMALIZATIONS
+    )
+    if not is_understood:
         raise NotUnderstood(
             "of these, only models of pairs, without blanks at the end of words, are cut"
         )
-    prefix = bool(normalizer.get(3, 1))
-    if not normalizer.get(5, 1) or (not prefix and normalizer.get(4, 1)):
+    puts_blank_before = bool(normalizer.get(NORMALIZER_ADDS_BLANK, 1))
+    removes_extra_blanks = normalizer.get(NORMALIZER_REMOVES_BLANKS, 1)
+    if not normalizer.get(NORMALIZER_ESCAPES_BLANKS, 1):
+        raise NotUnderstood("blanks")
+    if removes_extra_blanks and not puts_blank_before:
         raise NotUnderstood("blanks")
     pieces = [model.id_to_piece(number) for number in range(model.vocab_size())]
-    if "▁" not in pieces:
+    if ESCAPED_BLANK not in pieces:
         raise NotUnderstood("blanks")
-    across = _before("▁", pieces)
-    return _cuts(lambda left, right: left not in across, set(), " ", folds=True, drops_blank=prefix)
+    before_blanks = _before(ESCAPED_BLANK, pieces)
+
+    def sure(left: str, right: str) -> bool:
+        return left not in before_blanks
+
+    return _cuts(sure, set(), " ", folds=True, drops_blank=puts_blank_before)
+
+
+# Of sentencepiece_model.proto: numbers of fields, and a value.
+MODEL_TRAINER = 2
+MODEL_NORMALIZER = 3
+TRAINER_MODEL_TYPE = 3
+TRAINER_BLANK_AT_END = 24
+UNIGRAM = 1
+BPE = 2
+NORMALIZER_NAME = 1
+NORMALIZER_ADDS_BLANK = 3
+NORMALIZER_REMOVES_BLANKS = 4
+NORMALIZER_ESCAPES_BLANKS = 5
+
+ESCAPED_BLANK = "▁"
+KNOWN_NORMALIZATIONS = ("identity", "nfkc", "nmt_nfkc", "nfkc_cf", "nmt_nfkc_cf")
+"""Those that SentencePiece comes with: others are tables that nothing is known of."""
+
+# Of protobuf's encoding: how the value of a field is written.
+WIRE_VARINT = 0
+WIRE_EIGHT_BYTES = 1
+WIRE_SIZED = 2
+WIRE_FOUR_BYTES = 5
 
 
 def _specifications(data: bytes) -> tuple[dict[int, Any], dict[int, Any]]:
     """Fields of the trainer's and of the normalizer's part of a model, by their numbers
     (sentencepiece_model.proto).
     """
-    found = dict(_fields(data))
-    return dict(_fields(found.get(2, b""))), dict(_fields(found.get(3, b"")))
+    model = dict(_fields(data))
+    trainer = dict(_fields(model.get(MODEL_TRAINER, b"")))
+    normalizer = dict(_fields(model.get(MODEL_NORMALIZER, b"")))
+    return trainer, normalizer
 
 
 def _fields(data: bytes) -> list[tuple[int, Any]]:
     """(number, value) of a protobuf message: integers, or bytes."""
     fields: list[tuple[int, Any]] = []
-    at = 0
-    while at < len(data):
-        key, at = _varint(data, at)
-        kind = key & 7
-        value: Any
-        if kind == 0:
-            value, at = _varint(data, at)
-        else:
-            size = {1: 8, 5: 4}.get(kind, 0)
-            if kind == 2:
-                size, at = _varint(data, at)
-            value = data[at : at + size]
-            at += size
-        fields.append((key >> 3, value))
+    position = 0
+    while position < len(data):
+        key, position = _varint(data, position)
+        number = key >> 3
+        wire_type = key & 7
+        if wire_type == WIRE_VARINT:
+            value, position = _varint(data, position)
+            fields.append((number, value))
+            continue
+        size = {WIRE_EIGHT_BYTES: 8, WIRE_FOUR_BYTES: 4}.get(wire_type, 0)
+        if wire_type == WIRE_SIZED:
+            size, position = _varint(data, position)
+        fields.append((number, data[position : position + size]))
+        position += size
     return fields
 
 
-def _varint(data: bytes, at: int) -> tuple[int, int]:
-    value = shift = 0
+def _varint(data: bytes, position: int) -> tuple[int, int]:
+    """(number, position behind it): seven bits a byte, the lowest first, until one has no high
+    bit.
+    """
+    value = 0
+    shift = 0
     while True:
-        byte = data[at]
-        at += 1
-        value |= (byte & 127) << shift
+        byte = data[position]
+        position += 1
+        value |= (byte & 0x7F) << shift
         shift += 7
-        if byte < 128:
-            return value, at
+        if byte < 0x80:
+            return value, position

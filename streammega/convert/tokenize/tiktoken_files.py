@@ -16,14 +16,20 @@ _LOWER = r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
 _UPPER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]"
 _REST = r" ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 _GPT2 = r"'(?:[sdmt]|ll|ve|re)| ?\p{L}++| ?\p{N}++| ?[^\s\p{L}\p{N}]++|\s++$|\s+(?!\S)|\s"
-_CL100K = r"'(?i:[sdmt]|ll|ve|re)|[^\r\n\p{L}\p{N}]?+\p{L}++|\p{N}{1,3}+| ?[^\s\p{L}\p{N}]++[\r\n]*+|\s++$|\s*[\r\n]|\s+(?!\S)|\s"
+_CL100K = (
+    r"'(?i:[sdmt]|ll|ve|re)|[^\r\n\p{L}\p{N}]?+\p{L}++|\p{N}{1,3}+"
+    r"| ?[^\s\p{L}\p{N}]++[\r\n]*+|\s++$|\s*[\r\n]|\s+(?!\S)|\s"
+)
 _O200K = (
-    rf"[^\r\n\p{{L}}\p{{N}}]?{_UPPER}*{_LOWER}+{_CASELESS}?|[^\r\n\p{{L}}\p{{N}}]?{_UPPER}+{_LOWER}*{_CASELESS}?"
+    rf"[^\r\n\p{{L}}\p{{N}}]?{_UPPER}*{_LOWER}+{_CASELESS}?"
+    rf"|[^\r\n\p{{L}}\p{{N}}]?{_UPPER}+{_LOWER}*{_CASELESS}?"
     r"|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
 _LLAMA3 = rf"{_CASELESS}|[^\r\n\p{{L}}\p{{N}}]?\p{{L}}+|\p{{N}}{{1,3}}|{_REST}"
 _QWEN = rf"{_CASELESS}|[^\r\n\p{{L}}\p{{N}}]?\p{{L}}+|\p{{N}}|{_REST}"
 _END = ("<|endoftext|>",)
+LONGEST_LINE = 4096
+"""Bytes of a file that are looked at for its first line: other files may have none."""
 
 
 def _llama3_tokens() -> tuple[str, ...]:
@@ -35,20 +41,28 @@ def _llama3_tokens() -> tuple[str, ...]:
         7: "<|end_header_id|>",
         9: "<|eot_id|>",
     }
-    reserved = (f"<|reserved_special_token_{n}|>" for n in range(256))
-    return tuple(named.get(n) or next(reserved) for n in range(256))
+    tokens: list[str] = []
+    reserved = 0
+    for number in range(256):
+        if number in named:
+            tokens.append(named[number])
+        else:
+            # numbered by themselves: those with names leave no gap
+            tokens.append(f"<|reserved_special_token_{reserved}|>")
+            reserved += 1
+    return tuple(tokens)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Pattern:
-    """How a vocabulary cuts text, and its special tokens. `size`: its own tokens; `first`: the id
-    of its first special token, if that is not the first free one.
-    """
+    """How a vocabulary cuts text, and its special tokens."""
 
     name: str
     expression: str
     size: int = 0
+    """Its own tokens."""
     first: int | None = None
+    """The id of its first special token, if that is not the first free one."""
     special_tokens: tuple[str, ...] = _END
 
 
@@ -75,12 +89,13 @@ def pattern_of(path: str, size: int, asked: str | None) -> Pattern:
     """
     names = ", ".join(pattern.name for pattern in PATTERNS)
     for pattern in PATTERNS:
-        if pattern.name == asked or (asked is None and pattern.size == size):
-            return (
-                pattern
-                if pattern.size == size
-                else Pattern(name=pattern.name, expression=pattern.expression, size=size)
-            )
+        if asked is None and pattern.size == size:
+            return pattern
+        if pattern.name == asked:
+            if pattern.size == size:
+                return pattern
+            # of another vocabulary: it has the expression, and special tokens of its own
+            return Pattern(name=pattern.name, expression=pattern.expression, size=size)
     if asked is not None and "\\" in asked:
         return Pattern(name="own", expression=asked, size=size)
     reason = (
@@ -89,8 +104,8 @@ def pattern_of(path: str, size: int, asked: str | None) -> Pattern:
         else f"its {size} tokens are those of no known vocabulary"
     )
     raise ConvertError(
-        f"{os.path.basename(path)}: how it cuts text is not in the file, and {reason}; give --tiktoken-pattern, one of "
-        f"{names}, or a regular expression"
+        f"{os.path.basename(path)}: how it cuts text is not in the file, and {reason}; "
+        f"give --tiktoken-pattern, one of {names}, or a regular expression"
     )
 
 
@@ -98,11 +113,10 @@ def is_tiktoken_file(path: str) -> bool:
     """Whether a file is a list of byte pairs, a line each: base64 and a number."""
     try:
         with open(path, "rb") as file:
-            words = file.readline(4096).split()
-            return (
-                len(words) == 2
-                and words[1].isdigit()
-                and bool(base64.b64decode(words[0], validate=True))
-            )
+            words = file.readline(LONGEST_LINE).split()
+        if len(words) != 2 or not words[1].isdigit():
+            return False
+        token = base64.b64decode(words[0], validate=True)
     except (OSError, binascii.Error):
         return False
+    return bool(token)

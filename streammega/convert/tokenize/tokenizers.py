@@ -7,13 +7,13 @@ from __future__ import annotations
 import difflib
 import hashlib
 import os
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, Protocol
 
 import numpy as np
 
 from streammega.convert.tokenize.gpt2_files import load_pair, pair_of
-from streammega.convert.tokenize.tiktoken_files import is_tiktoken_file, pattern_of
+from streammega.convert.tokenize.tiktoken_files import Pattern, is_tiktoken_file, pattern_of
 from streammega.errors import ConvertError, ObjectNotFoundError
 from streammega.kernels.parallel import num_threads
 
@@ -27,6 +27,9 @@ EOD_NAMES = (
     "<|im_end|>",
     "[SEP]",
 )
+"""Usual names of the end-of-document token, by which it is looked for in this order: a name of its
+own goes before those that end a sentence or a turn.
+"""
 Ids = Sequence[int]
 AT_ONCE = 16
 """Texts that one thread of the tokenizers library encodes together."""
@@ -65,39 +68,41 @@ def load_tokenizer(
     A .model that is a list of byte pairs (Llama-3's) is a tiktoken file. Settings are those of
     ConvertOptions. Raises ObjectNotFoundError, ConvertError.
     """
-    if add_special_tokens and (
-        name == "bytes" or name.startswith("tiktoken:") or name.endswith((".tiktoken", ".model"))
-    ):
+    is_encoding = name.startswith("tiktoken:")
+    is_huggingface = not is_encoding and not name.endswith((".tiktoken", ".model"))
+    if add_special_tokens and (name == "bytes" or not is_huggingface):
         raise ConvertError(
             f"{name}: has no post-processor, so add_special_tokens adds nothing; see --bos"
         )
     if name == "bytes":
         return BytesTokenizer()
-    if (
-        name.startswith("tiktoken:")
-        or name.endswith(".tiktoken")
-        or (name.endswith(".model") and is_tiktoken_file(name))
-    ):
+    # Where nothing is said, each library does with special tokens what it does by itself: tiktoken
+    # takes them for text, tokenizers parses them.
+    if is_huggingface:
+        return HuggingFaceTokenizer(
+            name, add_special_tokens=add_special_tokens, parse=special_tokens != "text"
+        )
+    if is_encoding or name.endswith(".tiktoken") or is_tiktoken_file(name):
         return TiktokenTokenizer(name, pattern, parse=special_tokens == "parse")
-    if name.endswith(".model"):
-        return SentencePieceTokenizer(name)
-    return HuggingFaceTokenizer(
-        name, add_special_tokens=add_special_tokens, parse=special_tokens != "text"
-    )
+    return SentencePieceTokenizer(name)
 
 
 def find_eod(tokenizer: TextTokenizer, name: str | None) -> int:
     """The id of the end-of-document token: the one named, the tokenizer's own, or the first
     well-known name it has.
     """
-    if name is None and (own := tokenizer.usual_eod()) is not None:
-        return own
-    for candidate in [name] if name else EOD_NAMES:
-        if (found := tokenizer.find(candidate)) is not None:
-            return found
-    known = name or ", ".join(EOD_NAMES)
+    if name is None:
+        usual = tokenizer.usual_eod()
+        if usual is not None:
+            return usual
+    names = [name] if name else EOD_NAMES
+    for candidate in names:
+        number = tokenizer.find(candidate)
+        if number is not None:
+            return number
     raise ConvertError(
-        f"the tokenizer has no end-of-document token ({known}); name it with --eod, or pass --no-append-eod"
+        f"the tokenizer has no end-of-document token ({', '.join(names)}); name it with --eod, "
+        f"or pass --no-append-eod"
     )
 
 
@@ -108,20 +113,22 @@ class HuggingFaceTokenizer:
 
     def __init__(self, name: str, *, add_special_tokens: bool = False, parse: bool = True) -> None:
         self._add = add_special_tokens
-        self.name = (
-            ",".join(map(os.path.basename, name.rstrip("/").split(",")))
-            if _is_local(name)
-            else name
-        )
+        self.name = name
+        if _is_local(name):
+            # without folders: it stands in manifests, which are read on other machines
+            files = name.rstrip("/").split(",")
+            self.name = ",".join(map(os.path.basename, files))
         self.model: Any = _load_huggingface(name)
+        # as a tokenizer.json may ask for: documents are of any length
         self.model.no_truncation()
         self.model.no_padding()
         self.model.encode_special_tokens = not parse
         self.digest = _digest(self.model.to_str().encode())
-        highest = max(self.model.get_vocab(with_added_tokens=True).values(), default=-1)
-        self.vocab_size = max(
-            int(self.model.get_vocab_size(with_added_tokens=True)), int(highest) + 1
-        )
+        tokens = int(self.model.get_vocab_size(with_added_tokens=True))
+        # a vocabulary may leave numbers out, and then has higher ids than tokens
+        ids = self.model.get_vocab(with_added_tokens=True).values()
+        highest = max(ids, default=-1)
+        self.vocab_size = max(tokens, int(highest) + 1)
 
     def encode(self, texts: list[str]) -> Sequence[Ids]:
         """A few texts at a time: the encodings of many are so large that making them waits for
@@ -135,24 +142,22 @@ class HuggingFaceTokenizer:
 
     def added_around(self) -> tuple[list[int], list[int]]:
         """What the post-processor adds before and behind every text, where it is asked to."""
-        bare = self._encode(["a"], add=False)[0]
-        whole = self._encode(["a"], add=self._add)[0]
-        before = next(
-            n
-            for n in range(len(whole) - len(bare) + 1)
-            if list(whole[n : n + len(bare)]) == list(bare)
-        )
-        return list(whole[:before]), list(whole[before + len(bare) :])
+        bare = list(self._encode(["a"], add=False)[0])
+        whole = list(self._encode(["a"], add=self._add)[0])
+        start = 0
+        while whole[start : start + len(bare)] != bare:
+            start += 1
+            assert start <= len(whole), "a post-processor adds to a text, and changes nothing in it"
+        return whole[:start], whole[start + len(bare) :]
 
     def _encode(self, texts: list[str], *, add: bool) -> Sequence[Ids]:
-        found: list[Ids] = []
+        ids: list[Ids] = []
         at_once = AT_ONCE * max(1, _library_threads())
         for first in range(0, len(texts), at_once):
-            encodings = self.model.encode_batch_fast(
-                texts[first : first + at_once], add_special_tokens=add
-            )
-            found += [encoding.ids for encoding in encodings]
-        return found
+            some = texts[first : first + at_once]
+            encodings = self.model.encode_batch_fast(some, add_special_tokens=add)
+            ids += [encoding.ids for encoding in encodings]
+        return ids
 
     def decode(self, ids: Sequence[int]) -> str:
         """The text, special tokens included."""
@@ -160,8 +165,8 @@ class HuggingFaceTokenizer:
 
     def find(self, token: str) -> int | None:
         """By the vocabulary."""
-        found = self.model.token_to_id(token)
-        return None if found is None else int(found)
+        number = self.model.token_to_id(token)
+        return None if number is None else int(number)
 
     def usual_eod(self) -> int | None:
         """Not known; by name."""
@@ -184,13 +189,14 @@ class SentencePieceTokenizer:
             self.model: Any = sentencepiece.SentencePieceProcessor(model_file=path)
         except Exception as error:  # RuntimeError, OSError
             raise ConvertError(f"{path}: is not a SentencePiece model ({error})") from None
-        self.name, self.vocab_size = os.path.basename(path), int(self.model.vocab_size())
+        self.name = os.path.basename(path)
+        self.vocab_size = int(self.model.vocab_size())
         self.digest = _digest(self.model.serialized_model_proto())
 
     def encode(self, texts: list[str]) -> Sequence[Ids]:
         """One thread: the processes are the parallelism."""
-        found: Sequence[Ids] = self.model.encode(texts, num_threads=1)
-        return found
+        ids: Sequence[Ids] = self.model.encode(texts, num_threads=1)
+        return ids
 
     def decode(self, ids: Sequence[int]) -> str:
         """The text."""
@@ -198,13 +204,13 @@ class SentencePieceTokenizer:
 
     def find(self, token: str) -> int | None:
         """By the vocabulary; the unknown piece is none."""
-        found = int(self.model.piece_to_id(token))
-        return None if found == self.model.unk_id() else found
+        number = int(self.model.piece_to_id(token))
+        return None if number == self.model.unk_id() else number
 
     def usual_eod(self) -> int | None:
         """Its end-of-sentence piece."""
-        found = int(self.model.eos_id())
-        return found if found >= 0 else None
+        number = int(self.model.eos_id())
+        return number if number >= 0 else None
 
 
 class TiktokenTokenizer:
@@ -215,7 +221,6 @@ class TiktokenTokenizer:
     def __init__(self, name: str, pattern: str | None = None, *, parse: bool = False) -> None:
         try:
             import tiktoken
-            from tiktoken.load import load_tiktoken_bpe
         except ImportError:
             raise ConvertError(
                 f"{name}: needs the tiktoken package: pip install 'streammega[tokenizers]'"
@@ -224,21 +229,12 @@ class TiktokenTokenizer:
         is_file = not name.startswith("tiktoken:")
         if is_file and not os.path.isfile(name):
             raise ObjectNotFoundError(f"{name}: no such tokenizer file")
+        cuts: Pattern | None = None
         try:
             if is_file:
-                ranks = load_tiktoken_bpe(name)
-                known = pattern_of(name, len(ranks), pattern)
-                taken = set(ranks.values())
-                free = known.first or next(n for n in range(len(taken) + 1) if n not in taken)
-                special = {token: free + n for n, token in enumerate(known.special_tokens)}
-                self.model: Any = tiktoken.Encoding(
-                    os.path.basename(name),
-                    pat_str=known.expression,
-                    mergeable_ranks=ranks,
-                    special_tokens=special,
-                )
+                self.model, cuts = _load_tiktoken_file(name, pattern)
             else:
-                self.model = tiktoken.get_encoding(name.partition(":")[2])
+                self.model = tiktoken.get_encoding(name.removeprefix("tiktoken:"))
         except ConvertError:
             raise
         except Exception as error:  # downloads, files and names fail in their own ways
@@ -251,8 +247,8 @@ class TiktokenTokenizer:
         for token, rank in sorted(self.model._mergeable_ranks.items(), key=lambda pair: pair[1]):
             hasher.update(b"%d %d " % (rank, len(token)) + token)
         # by which all files were cut once: their digests stay
-        if is_file and known.name != "cl100k_base":
-            hasher.update(known.expression.encode())
+        if cuts is not None and cuts.name != "cl100k_base":
+            hasher.update(cuts.expression.encode())
         self.digest = hasher.hexdigest()
 
     def encode(self, texts: list[str]) -> Sequence[Ids]:
@@ -267,13 +263,13 @@ class TiktokenTokenizer:
 
     def find(self, token: str) -> int | None:
         """By its special tokens."""
-        found = self.model._special_tokens.get(token)
-        return None if found is None else int(found)
+        number = self.model._special_tokens.get(token)
+        return None if number is None else int(number)
 
     def usual_eod(self) -> int | None:
         """<|endoftext|> or Llama-3's <|end_of_text|>, where the encoding has it."""
-        found = self.find("<|endoftext|>")
-        return self.find("<|end_of_text|>") if found is None else found
+        number = self.find("<|endoftext|>")
+        return self.find("<|end_of_text|>") if number is None else number
 
 
 class BytesTokenizer:
@@ -281,6 +277,7 @@ class BytesTokenizer:
 
     name = "bytes"
     digest = "utf-8+256"
+    end = 256
     vocab_size = 257
 
     def encode(self, texts: list[str]) -> Sequence[Ids]:
@@ -289,27 +286,48 @@ class BytesTokenizer:
 
     def decode(self, ids: Sequence[int]) -> str:
         """The text; the end of a document is written out."""
-        parts = bytes(token for token in ids if token < 256)
-        return parts.decode(errors="replace") if len(parts) == len(ids) else self._with_ends(ids)
-
-    def _with_ends(self, ids: Sequence[int]) -> str:
         text = ""
-        start = 0
-        for at, token in enumerate([*ids, 256]):
-            if token >= 256:
-                text += bytes(ids[start:at]).decode(errors="replace") + (
-                    "<|endoftext|>" if at < len(ids) else ""
-                )
-                start = at + 1
-        return text
+        document = bytearray()
+        for token in ids:
+            if token < self.end:
+                document.append(token)
+            else:
+                text += document.decode(errors="replace") + "<|endoftext|>"
+                document.clear()
+        return text + document.decode(errors="replace")
 
     def find(self, token: str) -> int | None:
         """Only <|endoftext|>."""
-        return 256 if token == "<|endoftext|>" else None
+        return self.end if token == "<|endoftext|>" else None
 
     def usual_eod(self) -> int | None:
         """256."""
-        return 256
+        return self.end
+
+
+def _load_tiktoken_file(path: str, pattern: str | None) -> tuple[Any, Pattern]:
+    """The encoding of a file of byte pairs, and how it cuts text."""
+    import tiktoken
+    from tiktoken.load import load_tiktoken_bpe
+
+    ranks = load_tiktoken_bpe(path)
+    cuts = pattern_of(path, len(ranks), pattern)
+    first = cuts.first or _first_free(ranks.values())
+    special = {token: number for number, token in enumerate(cuts.special_tokens, first)}
+    name = os.path.basename(path)
+    model = tiktoken.Encoding(
+        name, pat_str=cuts.expression, mergeable_ranks=ranks, special_tokens=special
+    )
+    return model, cuts
+
+
+def _first_free(taken: Iterable[int]) -> int:
+    """The lowest number from 0 on that is not among those."""
+    numbers = set(taken)
+    free = 0
+    while free in numbers:
+        free += 1
+    return free
 
 
 def _is_local(name: str) -> bool:
@@ -330,41 +348,50 @@ def _load_huggingface(name: str) -> Any:
     if os.path.isdir(name):
         if not os.path.isfile(in_folder):
             raise ObjectNotFoundError(
-                f"{name}: a folder without a tokenizer.json, and without a vocab.json and its merges.txt"
+                f"{name}: a folder without a tokenizer.json, and without a vocab.json and its "
+                f"merges.txt"
             )
         name = in_folder
-    if not os.path.isfile(name) and (
-        name.endswith(".json") or name.startswith((".", "/", "~")) or name.count("/") > 1
-    ):
+    if not os.path.isfile(name):
+        _check_is_no_path(name)
+        try:
+            return Tokenizer.from_pretrained(name)
+        except Exception as error:  # the library raises bare Exception
+            first_line, *_ = str(error).splitlines() or [type(error).__name__]
+            raise ConvertError(
+                f"{name}: neither a file nor a tokenizer that the hub could give "
+                f"({first_line[:200]}); give the path of a tokenizer.json"
+            ) from None
+    try:
+        return Tokenizer.from_file(name)
+    except Exception as error:
+        raise ConvertError(
+            f"{name}: is not a tokenizer.json that the tokenizers library reads ({error}); "
+            f"a vocab.json is given with its merges, as vocab.json,merges.txt"
+        ) from None
+
+
+def _check_is_no_path(name: str) -> None:
+    """Raise ObjectNotFoundError for what can be no name on the hub, or looks like one of a file
+    here: the hub would be asked for it, and its answer say nothing of the mistake.
+    """
+    if name.endswith(".json") or name.startswith((".", "/", "~")) or name.count("/") > 1:
         raise ObjectNotFoundError(
             f"{name}: no such tokenizer file; give the path of a tokenizer.json"
         )
-    if (
-        not os.path.isfile(name)
-        and "/" not in name
-        and (near := difflib.get_close_matches(name, os.listdir("."), 1, 0.8))
-    ):
-        raise ObjectNotFoundError(f"{name}: no such tokenizer file; is {near[0]} meant?")
-    try:
-        return (
-            Tokenizer.from_file(name) if os.path.isfile(name) else Tokenizer.from_pretrained(name)
-        )
-    except Exception as error:  # the library raises bare Exception
-        if os.path.isfile(name):
-            raise ConvertError(
-                f"{name}: is not a tokenizer.json that the tokenizers library reads ({error}); a vocab.json is given with its "
-                f"merges, as vocab.json,merges.txt"
-            ) from None
-        reason = str(error).splitlines()[0][:200] if str(error) else type(error).__name__
-        raise ConvertError(
-            f"{name}: neither a file nor a tokenizer that the hub could give ({reason}); give the path of a tokenizer.json"
-        ) from None
+    if "/" in name:
+        return
+    similar = difflib.get_close_matches(name, os.listdir("."), n=1, cutoff=0.8)
+    if similar:
+        raise ObjectNotFoundError(f"{name}: no such tokenizer file; is {similar[0]} meant?")
 
 
 def _library_threads() -> int:
     """How many threads the tokenizers library uses: see `engines`."""
-    parallel = os.environ.get("TOKENIZERS_PARALLELISM", "true").lower() not in ("false", "0", "off")
-    return int(os.environ.get("RAYON_NUM_THREADS") or num_threads()) if parallel else 1
+    is_parallel = os.environ.get("TOKENIZERS_PARALLELISM", "true").lower()
+    if is_parallel in ("false", "0", "off"):
+        return 1
+    return int(os.environ.get("RAYON_NUM_THREADS") or num_threads())
 
 
 def _digest(data: bytes) -> str:
