@@ -73,9 +73,11 @@ class GradientChecks:
         """Note a norm of each parameter, on the device: nothing waits for it."""
         # a largest element of none is an error in torch
         filled = [slot for slot in slots if slot.main_grad.numel()]
+        # in float32 at least; of infinite order it is the largest element
+        dtype = _wide(grads)
         order = 2 if self._largest is None else torch.inf
         of_parameters = [slot.main_grad for slot in filled]
-        self._norms += torch._foreach_norm(of_parameters, order, dtype=_wide(grads))
+        self._norms += torch._foreach_norm(of_parameters, order, dtype=dtype)
         self._names += [slot.name + note for slot in filled]
 
     def _fault_by_norms(self) -> str:

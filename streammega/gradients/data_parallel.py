@@ -33,9 +33,10 @@ class BucketedDataParallel(nn.Module):
     bucket during backward::
 
         model = BucketedDataParallel(model)
-        for n, batch in enumerate(micro_batches):
-            with model.no_sync() if n < last else nullcontext():
-                (loss(model(batch)) / micro_batches).backward()
+        for number, batch in enumerate(micro_batches, 1):
+            is_last = number == len(micro_batches)
+            with nullcontext() if is_last else model.no_sync():
+                (loss(model(batch)) / len(micro_batches)).backward()
         model.finish_grad_sync()
         model.clip_grad_norm_(1.0)
         optimizer.step()
@@ -118,6 +119,7 @@ class BucketedDataParallel(nn.Module):
             shards=self.size if sharded else 0,
         )
         self.device = self.buffers_of_grads[0].grads.device
+        # else ranks that were seeded apart would stay apart
         self._broadcast()
         checks = None
         if check_gradients:
@@ -142,7 +144,7 @@ class BucketedDataParallel(nn.Module):
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Backward within it only accumulates."""
+        """Backward within it only accumulates: no bucket starts."""
         before = self.reducer.sync
         self.reducer.sync = False
         try:
@@ -179,7 +181,9 @@ class BucketedDataParallel(nn.Module):
         """
         if self.sharded:
             raise ConfigError("sharded gradients are clipped by ShardedOptimizer.clip_grad_norm_")
-        norm = total_norm(self.grads(once=True), [self.model_group], self.device)
+        # what tensor-parallel ranks and stages have copies of would count twice
+        counted = self.grads(once=True)
+        norm = total_norm(counted, [self.model_group], self.device)
         clip(self.grads(), norm, max_norm)
         return norm
 

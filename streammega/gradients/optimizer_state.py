@@ -143,12 +143,14 @@ def _begin_anew(optimizer: PiecewiseOptimizer, entry: _Entry, piece: Piece) -> N
     """Drop the state of a piece; what an optimizer makes when it is built, as Adagrad did up to
     torch 2.12, is made again.
     """
-    state = optimizer.inner.state
-    state.pop(piece.main, None)
-    group = optimizer.inner.param_groups[optimizer.group_of[id(entry.slot)]]
-    built = optimizer.make_inner([{"params": [piece.main], **_settings(group)}])
-    if piece.main in built.state:
-        state[piece.main] = built.state[piece.main]
+    inner = optimizer.inner
+    inner.state.pop(piece.main, None)
+    group_number = optimizer.group_of[id(entry.slot)]
+    settings = _settings(inner.param_groups[group_number])
+    built = optimizer.make_inner([{"params": [piece.main], **settings}])
+    state_when_built = built.state.get(piece.main)
+    if state_when_built is not None:
+        inner.state[piece.main] = state_when_built
 
 
 def _entries(optimizer: PiecewiseOptimizer) -> list[_Entry]:

@@ -195,8 +195,9 @@ class ParallelLayout:
             )
         named_axes = [self._axes.index(name) for name in names]
         other_axes = [axis for axis in range(self._grid.ndim) if axis not in named_axes]
+        named_first = self._grid.transpose([*named_axes, *other_axes])
         sizes = [getattr(self, name) for name in names]
-        return self._grid.transpose([*named_axes, *other_axes]).reshape(sizes)
+        return named_first.reshape(sizes)
 
     def reads(self, rank: int) -> bool:
         """Whether a rank reads data: tensor-parallel rank 0 of the first and of the last pipeline
@@ -295,7 +296,8 @@ def _groups_along(
     within = sorted(axes.index(name) for name in named)
     between = [axis for axis in range(grid.ndim) if axis not in within]
     group_size = math.prod(grid.shape[axis] for axis in within)
-    groups: list[list[int]] = grid.transpose([*between, *within]).reshape(-1, group_size).tolist()
+    group_by_group = grid.transpose([*between, *within])
+    groups: list[list[int]] = group_by_group.reshape(-1, group_size).tolist()
     return groups
 
 

@@ -222,14 +222,16 @@ class _Pipeline:
             self.enders.append(self.patterns[-1])
 
     def _split(self, step: dict[str, Any]) -> None:
-        if self.blank != " " or self.in_bytes or step["behavior"] not in ("Isolated", "Removed"):
+        # expressions are read as they meet the text itself
+        sees_text = self.blank == " " and not self.in_bytes
+        behavior = step["behavior"]
+        expression = step["pattern"].get("Regex")
+        if not sees_text or behavior not in ("Isolated", "Removed") or expression is None:
             raise NotUnderstood(str(step))
-        if "Regex" not in step["pattern"]:
-            raise NotUnderstood(str(step))
-        self._pattern(step["pattern"]["Regex"])
+        self._pattern(expression)
         if not step["invert"]:
             self.enders.append(self.patterns[-1])
-        elif step["behavior"] == "Removed":  # the matches are the words, and none goes over the cut
+        elif behavior == "Removed":  # the matches are the words, and none goes over the cut
             self.enders.append(None)
 
     def _pattern(self, expression: str) -> None:
