@@ -51,15 +51,20 @@ class Ranks:
 
     def group(self, name: str) -> dist.ProcessGroup | None:
         """The named group of this rank; None where this rank is alone in it."""
-        return self._groups.get(tuple(self._members[name]))
+        return self._groups.get(tuple(self.members(name)))
 
     def members(self, name: str) -> list[int]:
-        """Global ranks of the named group of this rank."""
+        """Global ranks of the named group of this rank. Raises ConfigError for one that is none of
+        GROUPS.
+        """
+        if name not in self._members:
+            known = ", ".join(map(repr, GROUPS))
+            raise ConfigError(f"Ranks makes no group {name!r}; it has {known}")
         return self._members[name]
 
     def size(self, name: str) -> int:
         """How many ranks the named group has."""
-        return len(self._members[name])
+        return len(self.members(name))
 
     @property
     def is_first_stage(self) -> bool:

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from streammega import ParallelLayout
+from streammega import ParallelLayout, Ranks
 from streammega.errors import ConfigError
 from streammega.order.rank_samples import zigzag_bounds
 from tests.support.oracle import parallel_state
@@ -114,6 +114,13 @@ def test_impossible_sizes_are_named(sizes: dict[str, object], message: str | Non
         return
     with pytest.raises(ConfigError, match=message):
         ParallelLayout(**sizes)  # type: ignore[arg-type]
+
+
+def test_a_group_that_is_not_made_is_named_with_those_that_are() -> None:
+    ranks = Ranks(ParallelLayout())
+    for ask in (ranks.group, ranks.members, ranks.size):
+        with pytest.raises(ConfigError, match=r"no group 'ep'.*'dp-cp'"):
+            ask("ep")
 
 
 def test_a_world_says_what_does_not_divide_it() -> None:
