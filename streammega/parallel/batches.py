@@ -115,12 +115,19 @@ class RankBatches:
         self._exchange = Exchange(loader, ranks, rank_device(device, ranks), every_stage)
         self._ahead = ahead
         self._started: deque[StartedBatch] = deque()
+        """Micro-batches under way, the next one first."""
         self._exhausted = False
+        """Whether the loader has no more in this pass."""
         self._failed: StreammegaError | None = None
+        """What a micro-batch failed of that was begun ahead, until it is due."""
+        # weak: of what was handed to handles that nobody has any more nothing is to be kept
         self._handles: weakref.WeakSet[_Handle] = weakref.WeakSet()
         self._placed: int
+        """Where the loader was put last, in samples."""
         self._consumed: int
+        """Samples handed out: the loader is ahead of it by what is under way."""
         self._generation: int
+        """Of the dataset's cursor, to notice that somebody else moved it."""
         self._note_place()
 
     def __iter__(self) -> Iterator[Batch]:
