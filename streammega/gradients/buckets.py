@@ -22,21 +22,20 @@ class Slot:
     """One parameter in a buffer: elements [start, stop)."""
 
     parameter: int
+    """Its number in the order of registration."""
     start: int
     stop: int
 
 
 @dataclass(frozen=True)
 class Bucket:
-    """Elements [start, stop) of a buffer that are reduced together, padding included.
-
-    `waits`: its collective starts last.
-    """
+    """Elements [start, stop) of a buffer that are reduced together, padding included."""
 
     start: int
     stop: int
     slots: tuple[Slot, ...]
     waits: bool = False
+    """Whether other ranks add to it first: its collective starts last."""
 
     def shard(self, rank: int, count: int) -> tuple[int, int]:
         """[start, stop) of the `rank`-th of `count` equal parts."""

@@ -155,7 +155,7 @@ class BucketedDataParallel(nn.Module):
     @contextlib.contextmanager
     def expect(self, micro_batches: int) -> Iterator[None]:
         """Within it collectives start with the last of so many backward passes: for pipeline
-        schedules.
+        schedules, which go forward and backward in one call, so that no_sync cannot be around some.
         """
         self.reducer.expected = micro_batches
         try:

@@ -1,5 +1,5 @@
-"""What a rank steps of the parameters: pieces of buckets, and the optimizer that
-has their state.
+"""What a rank steps of the parameters: pieces of buckets, and the optimizer that has their
+state.
 """
 
 from __future__ import annotations
@@ -16,17 +16,17 @@ from streammega.gradients.buffers import GradSlot
 
 @dataclass(frozen=True)
 class Piece:
-    """Elements [start, stop) of this rank's part of a parameter, flat: what this rank steps.
-
-    `main`: fp32; `grad`: its place.
-    """
+    """Elements [start, stop) of this rank's part of a parameter, flat: what this rank steps."""
 
     slot: GradSlot
     start: int
     stop: int
     main: nn.Parameter
+    """The elements in fp32, [stop - start]: what the inner optimizer steps."""
     grad: Tensor
+    """Their gradients, [stop - start]: a view of the buffer."""
     counts: bool
+    """Whether this rank counts them in a norm; False where another has the same."""
 
 
 class BucketedModel(Protocol):
@@ -41,15 +41,15 @@ class BucketedModel(Protocol):
 
 
 class PiecewiseOptimizer(Protocol):
-    """An optimizer of pieces, whose state is saved and loaded; ShardedOptimizer is one.
-
-    offered: by the id of a piece, memory for what it has no state of yet, which a checkpoint is
-    filling.
-    """
+    """An optimizer of pieces, whose state is saved and loaded; ShardedOptimizer is one."""
 
     inner: torch.optim.Optimizer
+    """torch's, of the pieces' fp32 parameters."""
     pieces: list[Piece]
     offered: dict[int, dict[str, Any]]
+    """By the id of a piece, memory for what it has no state of yet, which a checkpoint is
+    filling.
+    """
 
     @property
     def make_inner(self) -> Callable[..., torch.optim.Optimizer]:
