@@ -109,15 +109,14 @@ def kept_indices(
 def _joined(parts: Sequence[IndexArrays], bin_bytes: Sequence[int]) -> dict[str, ArrayParts]:
     """What a merge of the shards would have, to be made a few rows at a time."""
     dtypes = {str(part.dtype) for part in parts}
-    multimodal = {part.sequence_modes is not None for part in parts}
-    if len(dtypes) > 1 or len(multimodal) > 1:
+    modes = [part.sequence_modes for part in parts if part.sequence_modes is not None]
+    if len(dtypes) > 1 or len(modes) not in (0, len(parts)):
         raise FormatError(
             f"its shards differ in dtype ({', '.join(sorted(dtypes))}) or in having modes; convert "
             "them together"
         )
     lengths = [part.sequence_lengths for part in parts]
     offsets = [part.sequence_offsets for part in parts]
-    modes = [part.sequence_modes for part in parts if part.sequence_modes is not None]
     bytes_before = np.cumsum([0, *bin_bytes[:-1]]).tolist()
     sequences_before = np.cumsum([0, *map(len, lengths[:-1])]).tolist()
     # Each part begins with the bound 0, which is the last bound of the part before it.

@@ -7,6 +7,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from io import FileIO
 
 import numpy as np
 import xxhash
@@ -19,7 +20,7 @@ from streammega.errors import FormatError
 from streammega.kernels.check import id_range, wrong_ends
 from streammega.kernels.parallel import num_threads
 from streammega.storage import ObjectInfo, Store
-from streammega.storage.backends.local import LocalStore
+from streammega.storage.backends.local import LocalStore, local_error
 
 READ_BYTES = 1 << 20
 """Looked at together: it stays in the processor's cache between its reading, its checksum and its
@@ -195,20 +196,29 @@ def _pieces(
 
 
 def _local_pieces(path: str, start: int, stop: int) -> Iterator[tuple[int, NDArray[np.uint8]]]:
-    """Of a file, read into one buffer again and again."""
+    """Of a file, read into one buffer again and again. Raises FormatError, StorageError."""
     buffer = np.empty(READ_BYTES, np.uint8)
-    with open(path, "rb", buffering=0) as file:
-        file.seek(start)
-        while start < stop:
-            wanted = min(READ_BYTES, stop - start)
-            filled = 0
-            while filled < wanted:  # a read may give less than was asked for
-                count = file.readinto(buffer.data[filled:wanted])
-                if not count:
-                    raise FormatError(
-                        f"{path}: became shorter while it was read; verify it when nothing writes "
-                        "there any more"
-                    )
-                filled += count
-            yield start, buffer[:filled]
-            start += filled
+    try:
+        # Not by its map: what a disk cannot read would end the process there (SIGBUS).
+        with open(path, "rb", buffering=0) as file:
+            file.seek(start)
+            while start < stop:
+                size = min(READ_BYTES, stop - start)
+                _fill(file, buffer.data[:size], path)
+                yield start, buffer[:size]
+                start += size
+    except OSError as error:
+        raise local_error(path, error) from None
+
+
+def _fill(file: FileIO, room: memoryview, path: str) -> None:
+    """Read until there is no room left: a read may give less than was asked for."""
+    filled = 0
+    while filled < len(room):
+        count = file.readinto(room[filled:])
+        if not count:
+            raise FormatError(
+                f"{path}: became shorter while it was read; verify it when nothing writes there "
+                "any more"
+            )
+        filled += count

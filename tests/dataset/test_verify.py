@@ -4,6 +4,7 @@ format.
 
 from __future__ import annotations
 
+import errno
 import json
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,7 @@ from streammega.dataset.idx import encode_index
 from streammega.dataset.repair import repair_index
 from streammega.dataset.shards import SUFFIXES
 from streammega.dataset.verify import verify
-from streammega.errors import ConfigError, ObjectNotFoundError
+from streammega.errors import ConfigError, ObjectNotFoundError, StorageError
 from tests.conftest import write_random_pair
 from tests.convert.test_inputs import PEERS, jsonl, parquet, tar
 from tests.support.servers import S3
@@ -121,6 +122,19 @@ def test_a_vocabulary_of_no_ids_has_none_of_those_stored(tmp_path: Path) -> None
     write_random_pair(str(tmp_path / "p"), count=5)
     (problem,) = verify(str(tmp_path / "p"), vocab_size=0).problems
     assert "outside of the 0 ids" in problem
+
+
+def test_a_disk_that_cannot_be_read_is_an_error_that_names_the_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_random_pair(str(tmp_path / "p"), count=5)
+
+    def broken(*_: Any, **__: Any) -> None:
+        raise OSError(errno.EIO, "Input/output error")
+
+    monkeypatch.setattr("streammega.dataset.verify_bytes.open", broken, raising=False)
+    with pytest.raises(StorageError, match=r"p\.bin: Input/output error"):
+        verify(str(tmp_path / "p"))
 
 
 @pytest.mark.parametrize("kind", KINDS)
