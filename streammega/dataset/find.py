@@ -288,7 +288,8 @@ def _remote_shards(name: str, storage: StorageConfig) -> list[KnownShard] | None
 
 def _base_name(name: str) -> str:
     """What follows the last slash."""
-    return name.rpartition("/")[2]
+    _, _, last = name.rpartition("/")
+    return last
 
 
 def _matches(stem: str, pattern: str) -> bool:

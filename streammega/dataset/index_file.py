@@ -95,7 +95,8 @@ class IndexFile:
 
         Raises ObjectNotFoundError, FormatError, StorageError.
         """
-        return self._read([(0, min(HEADER_BYTES, self.info.size))])[0]
+        stop = min(HEADER_BYTES, self.info.size)
+        return self._read([(0, stop)])[0]
 
     def data(self) -> memoryview:
         """All of it, mapped: of a remote one, this node's copy; not looked at.

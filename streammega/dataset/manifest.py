@@ -14,7 +14,14 @@ import numpy as np
 
 from streammega.config import StorageConfig
 from streammega.dataset.idx import CODE_OF_DTYPE
-from streammega.dataset.shards import SUFFIXES, Kind, KnownShard, ManifestEntry, named
+from streammega.dataset.shards import (
+    SUFFIXES,
+    Kind,
+    KnownShard,
+    ManifestEntry,
+    named,
+    strip_suffix,
+)
 from streammega.errors import FormatError
 from streammega.storage import join_url, open_store, parent_url
 
@@ -78,15 +85,20 @@ class Manifest:
         return text.encode()
 
 
+def manifest_url(name: str) -> str:
+    """Where the manifest of a dataset lies: its own name, or beside the prefix's shards."""
+    return name if name.endswith(".json") else strip_suffix(name) + MANIFEST
+
+
 def read_manifest(url: str, storage: StorageConfig) -> Manifest:
     """Raises ObjectNotFoundError, FormatError for another kind of JSON, StorageError."""
     store, key = open_store(url, storage)
     info = store.info(key)
     if info.size > MOST_BYTES:
         raise FormatError(f"{url}: {info.size:,} bytes are too many for a manifest")
-    raw = bytes(store.read_ranges(key, [0], [info.size], info.etag)[0])
+    raw = store.read_ranges(key, [0], [info.size], info.etag)[0]
     try:
-        manifest = _parse(raw, url)
+        manifest = _parse(bytes(raw), url)
     except FormatError:
         raise
     except (ValueError, RecursionError, dacite.DaciteError) as error:
@@ -129,13 +141,17 @@ def manifest_shards(url: str, storage: StorageConfig) -> list[KnownShard]:
     Raises as `read_manifest` does.
     """
     manifest = read_manifest(url, storage)
-    folder = parent_url(url) if "/" in url else "."
-    kind = cast(Kind, manifest.kind)
     shards = []
-    for shard in manifest.shards:
-        name = join_url(folder, named(shard.name, kind))
+    for shard, name in zip(manifest.shards, shard_names(manifest, url), strict=True):
         shards.append(KnownShard(name=name, entry=_entry(shard, manifest, url)))
     return shards
+
+
+def shard_names(manifest: Manifest, url: str) -> list[str]:
+    """The shards of the manifest that lies at `url`, beside it, in order."""
+    folder = parent_url(url) if "/" in url else "."
+    kind = cast(Kind, manifest.kind)
+    return [join_url(folder, named(shard.name, kind)) for shard in manifest.shards]
 
 
 def _entry(shard: Shard, manifest: Manifest, url: str) -> ManifestEntry:

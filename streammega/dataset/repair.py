@@ -23,8 +23,8 @@ from streammega.dataset.idx import (
     unchecked_header,
 )
 from streammega.dataset.index_file import IndexFile
-from streammega.dataset.manifest import MANIFEST, Manifest, Shard
-from streammega.dataset.shards import SUFFIXES, KnownShard, split_name
+from streammega.dataset.manifest import Manifest, Shard, manifest_url
+from streammega.dataset.shards import SUFFIXES, KnownShard, split_name, strip_suffix
 from streammega.dataset.token_file import open_tokens
 from streammega.dataset.verify import read_index, shards_of
 from streammega.dataset.verify_bytes import REMOTE_BYTES
@@ -59,7 +59,7 @@ def repair_index(
         names, manifest = shards_of(name, storage, VerifyReport(name=redact_urls(name)))
     except ObjectNotFoundError:
         # No `.idx` and no manifest by that name: the tokens alone may be there.
-        names = [split_name(name)[0]]
+        names = [strip_suffix(name)]
         manifest = None
     expected: list[Shard | None] = [None] * len(names)
     if manifest is not None:
@@ -238,7 +238,7 @@ def _document_ends(
 
 def _put_index(name: str, expected: Shard | None, index: _Rebuilt, storage: StorageConfig) -> str:
     """Write a rebuilt `.idx`; returns what is said of it."""
-    url = f"{split_name(name)[0]}.idx"
+    url = f"{strip_suffix(name)}.idx"
     _keep_former(url, storage)
     save_bytes(url, index.data, storage)
     text = f"{redact_urls(url)}: rebuilt, {index.documents:,} documents"
@@ -266,7 +266,7 @@ def _put_manifest(
         # What is rebuilt has no modes; a shard that was left as it is still has them.
         multimodal=manifest.multimodal and len(rebuilt) < len(shards),
     )
-    url = name if name.endswith(".json") else split_name(name)[0] + MANIFEST
+    url = manifest_url(name)
     save_bytes(url, changed.to_json(), storage)
     return f"{redact_urls(url)}: speaks of the new .idx files now"
 

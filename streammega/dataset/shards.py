@@ -86,7 +86,8 @@ def named(prefix: str, kind: Kind) -> str:
 
 def strip_suffix(name: str) -> str:
     """A prefix without `.idx`, `.bin`, `.bin.zst` or `.tar`: users paste any of them."""
-    return split_name(name)[0]
+    prefix, _ = split_name(name)
+    return prefix
 
 
 def set_name(prefix: str) -> str:

@@ -124,4 +124,5 @@ def open_tokens(
     files = ShardFiles(KnownShard(name=name), storage, index_cache_dir)
     if files.kind == "bin":
         return files.store, files.key
-    return files.tokens()[0], files.key
+    view, _ = files.tokens()
+    return view, files.key

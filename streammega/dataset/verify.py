@@ -8,21 +8,26 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import cast
 
 from streammega.config import StorageConfig
 from streammega.dataset.checksums import HashingWriter
 from streammega.dataset.find import find_pairs
 from streammega.dataset.idx import IndexArrays, check_end, check_index, parse_index
 from streammega.dataset.index_file import IndexFile
-from streammega.dataset.manifest import MANIFEST, Manifest, Shard, read_manifest
-from streammega.dataset.shards import SUFFIXES, Kind, KnownShard, named, split_name
+from streammega.dataset.manifest import (
+    Manifest,
+    Shard,
+    manifest_url,
+    read_manifest,
+    shard_names,
+)
+from streammega.dataset.shards import SUFFIXES, KnownShard, split_name, strip_suffix
 from streammega.dataset.token_file import open_tokens
 from streammega.dataset.verify_bytes import Progress, TokenChecks, check_shown, check_stored
 from streammega.dataset.verify_report import VerifyReport
 from streammega.errors import FormatError, MissingShardsError, ObjectNotFoundError
 from streammega.errors.redaction import redact_urls
-from streammega.storage import Store, join_url, open_store, parent_url
+from streammega.storage import Store, open_store
 
 
 def verify(
@@ -87,15 +92,13 @@ def shards_of(
     """The shards of a dataset, and its manifest if there is one; a damaged one, or missing shards,
     are noted.
 
-    Raises ObjectNotFoundError, StorageError.
+    Raises ObjectNotFoundError, StorageError, FormatError for a damaged one that was named itself.
     """
-    is_manifest = name.endswith(".json")
-    prefix, _ = split_name(name)
-    url = name if is_manifest else prefix + MANIFEST
+    url = manifest_url(name)
     try:
         manifest = read_manifest(url, storage)
     except ObjectNotFoundError:
-        if is_manifest:
+        if url == name:
             raise
         try:
             return find_pairs(name, storage), None
@@ -104,13 +107,9 @@ def shards_of(
             return [], None
     except FormatError as error:
         report.problems.append(str(error))
-        return find_pairs(prefix, storage), None  # what can be had without it is still looked at
-    folder = parent_url(url) if "/" in url else "."
-    kind = cast(Kind, manifest.kind)
-    names = []
-    for shard in manifest.shards:
-        names.append(join_url(folder, named(shard.name, kind)))
-    return names, manifest
+        # What can be had without it is still looked at.
+        return find_pairs(strip_suffix(name), storage), None
+    return shard_names(manifest, url), manifest
 
 
 def read_index(index: IndexFile, expected: Shard | None, report: VerifyReport) -> IndexArrays:

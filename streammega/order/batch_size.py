@@ -61,7 +61,8 @@ class BatchSchedule:
 
     def size_at(self, consumed: int) -> int:
         """The global batch size of the step that holds sample `consumed`."""
-        return self._stage(consumed)[1]
+        _, size = self._stage(consumed)
+        return size
 
     def offset_at(self, consumed: int) -> int:
         """How many samples of its global batch come before sample `consumed`."""
