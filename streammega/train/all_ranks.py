@@ -42,6 +42,9 @@ class AllRanks:
         self.rank = dist.get_rank(group) if group is not None else 0
         self._progress = 0
         self._unwanted = threading.Event()
+        """Of the function that runs now: set where it has failed on another rank."""
+        self._left_over: _Call | None = None
+        """A function that has not ended on this rank though it has failed on another one."""
 
     def progress(self) -> None:
         """Say that the work goes on.
@@ -60,16 +63,15 @@ class AllRanks:
         """
         if self.group is None:
             return function()
-        self._unwanted = threading.Event()
-        call = _Call(function)
+        unwanted = threading.Event()
+        call = _Call(self._after_left_over(function, unwanted))
         done, meeting = self._wait_for_all(call, watched=watched)
         if meeting.failed or meeting.impatient:
-            self._unwanted.set()
+            unwanted.set()
+        self._left_over = None if done else call
         if meeting.impatient and not meeting.failed:
             # Known to all ranks by the same message: nothing has to be told.
-            raise StorageError(
-                f"nothing was read or written for {self._patience:.0f} s (train.timeout)"
-            )
+            raise self._tired()
         error = call.error if done else None
         result: Result = self._settle(error, call.result)
         return result
@@ -99,6 +101,32 @@ class AllRanks:
         first = dist.get_global_rank(self.group, 0)
         dist.broadcast_object_list(result_of_first, src=first, group=self.group)
         return result_of_first[0]  # type: ignore[return-value]
+
+    def _after_left_over(
+        self, function: Callable[[], Result], unwanted: threading.Event
+    ) -> Callable[[], Result]:
+        """`function`, once what an earlier failure left behind on this rank has ended.
+
+        Otherwise both would run: a rank that still reads a checkpoint which another one found
+        damaged would write over what is loaded instead.
+        """
+        left_over = self._left_over
+
+        def begin() -> Result:
+            if left_over is not None:
+                left_over.join(self._patience)
+                if left_over.is_alive():
+                    raise self._tired()
+            # Not before: until then what is left over looks at the event of its own call.
+            self._unwanted = unwanted
+            return function()
+
+        return begin
+
+    def _tired(self) -> StorageError:
+        return StorageError(
+            f"nothing was read or written for {self._patience:.0f} s (train.timeout)"
+        )
 
     def _wait_for_all(self, call: _Call, *, watched: bool) -> tuple[bool, _Meeting]:
         """Meet until all are done, or one has failed or lost patience.
@@ -169,6 +197,9 @@ class _Call(threading.Thread):
         except BaseException as error:
             # Of a thread: `work` raises it where it was called, on every rank.
             self.error = error
+        finally:
+            # It holds the call before it, and that one's result.
+            del self._function
 
 
 def _portable(error: BaseException | None) -> BaseException | None:
