@@ -766,6 +766,33 @@ def test_an_object_that_nobody_renews_is_taken_over_and_its_owner_stops_writing(
     )
 
 
+def test_of_two_jobs_that_find_nobody_the_second_to_write_is_refused(
+    moto: S3, monkeypatch: pytest.MonkeyPatch, run_file: str
+) -> None:
+    bucket = moto.new_bucket()
+    place: Any = open_place(
+        f"s3://{bucket}/run", load_run(run_file, on_s3(moto, bucket)).data.storage
+    )
+    first = {"owner": "x", "host": "elsewhere", "pid": 7, "system": "another", "started": "1"}
+    writer = place._store.open_writer("run/lock.json")
+    writer.write(json.dumps(first).encode())
+    writer.commit()
+    read = checkpoint_hold._ObjectHold._read
+    reads: list[None] = []
+
+    def read_before_the_first_wrote(self: Any) -> Any:
+        reads.append(None)
+        return None if len(reads) == 1 else read(self)
+
+    monkeypatch.setattr(checkpoint_hold._ObjectHold, "_read", read_before_the_first_wrote)
+    with pytest.raises(ConfigError, match=r"run: another job trains there \(process 7"):
+        place.hold()
+    stored = place._store.read_ranges(
+        "run/lock.json", [0], [place._store.info("run/lock.json").size]
+    )
+    assert json.loads(bytes(stored[0])) == first
+
+
 class FakeDevice:
     """A GPU's streams, on the CPU: copies happen when their stream is waited for, and all that is
     ordered is noted.

@@ -22,7 +22,7 @@ from typing import Any, Protocol
 
 from streammega.errors import ConfigError, ObjectNotFoundError, StorageError
 from streammega.storage import Store
-from streammega.storage.store import written_whole
+from streammega.storage.store import create_object, written_whole
 
 log = logging.getLogger(__name__)
 
@@ -33,17 +33,29 @@ ASK_EVERY = 0.1
 signal ends.
 """
 RENEW_SECONDS = 10.0
-"""Between two writes of the object, and so the time in which a holder sees that another has taken
-over.
+"""Between two writes of the object.
+
+Also the time in which a holder sees that another has taken over.
 """
 PATIENCE_SECONDS = 35.0
 """For which an object that nobody renews is watched: three renewals may fail or be late."""
 LOOK_EVERY = 1.0
-"""Seconds between two looks at an object that may be renewed: one that goes lets this job in within
-a second.
+"""Seconds between two looks at an object that may be renewed.
+
+A holder that ends removes it, which lets this job in within a second.
 """
 SETTLE_SECONDS = 0.5
 """After which a new holder looks whether another one wrote at the same time."""
+MOST_WRITTEN = 200
+"""Bytes that are read of a lock's file: a process and a host, and not all of a file of others."""
+
+STAT_STATE = 0
+STAT_STARTTIME = 19
+"""Fields of /proc/PID/stat behind the name. Source: proc_pid_stat(5), where the state is the third
+field and the start time the 22nd.
+"""
+ENDED_STATES = ("Z", "X")
+"""Zombie, and dead."""
 
 
 class Hold(Protocol):
@@ -60,7 +72,9 @@ class _Shared:
     """One hold of this process, by how many it is used: a process does not keep itself out."""
 
     def __init__(self, hold: Hold) -> None:
-        self.hold, self.users, self.process = hold, 0, os.getpid()
+        self.hold = hold
+        self.users = 0
+        self.process = os.getpid()
 
 
 _held: dict[str, _Shared] = {}
@@ -84,10 +98,13 @@ def hold_object(store: Store, key: str) -> Hold:
 
 
 def _of_process(name: str, make: Callable[[], Hold]) -> Hold:
+    """One more use of the hold that this process has of a place, or of one that is made now."""
     with _lock:
         shared = _held.get(name)
-        if shared is None or shared.process != os.getpid():  # a forked child holds nothing
-            shared = _held[name] = _Shared(make())
+        # A forked child has a copy of what its parent held, and holds nothing itself.
+        if shared is None or shared.process != os.getpid():
+            shared = _Shared(make())
+            _held[name] = shared
         shared.users += 1
         return _Use(name, shared)
 
@@ -111,7 +128,9 @@ class _Use:
                 return
             self._released = True
             self._shared.users -= 1
-            if not self._shared.users and _held.get(self._name) is self._shared:
+            # In a forked child the name may stand for a hold that the child has made since.
+            is_current = _held.get(self._name) is self._shared
+            if self._shared.users == 0 and is_current:
                 del _held[self._name]
                 self._shared.hold.release()
 
@@ -131,15 +150,14 @@ class _FileHold:
             raise
 
     def _take(self, path: Path) -> None:
-        until = time.monotonic() + WAIT_SECONDS
+        deadline = time.monotonic() + WAIT_SECONDS
         while True:
             try:
                 fcntl.lockf(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 break
             except (BlockingIOError, PermissionError):
-                if time.monotonic() > until:
-                    who = os.pread(self._fd, 200, 0).decode("utf-8", "replace").strip()
-                    raise _occupied(str(path.parent), who) from None
+                if time.monotonic() > deadline:
+                    raise _occupied(str(path.parent), self._holder()) from None
             except OSError as error:  # a file system without locks
                 log.warning(
                     "%s: cannot be locked (%s): see to it that one job at a time trains there",
@@ -148,8 +166,14 @@ class _FileHold:
                 )
                 return
             time.sleep(ASK_EVERY)
+        me = f"process {os.getpid()} on {socket.gethostname()}\n"
         os.ftruncate(self._fd, 0)
-        os.pwrite(self._fd, f"process {os.getpid()} on {socket.gethostname()}\n".encode(), 0)
+        os.pwrite(self._fd, me.encode(), 0)
+
+    def _holder(self) -> str:
+        """What the process that has the lock wrote of itself."""
+        written = os.pread(self._fd, MOST_WRITTEN, 0)
+        return written.decode("utf-8", "replace").strip()
 
     def check(self) -> None:
         """The kernel sees to it."""
@@ -169,9 +193,11 @@ class _ObjectHold:
         self._renewals = 0
         self._lost: str | None = None
         self._ended = threading.Event()
-        self._wait_for_other(self._read())
-        self._write()
-        # one that found nobody a moment ago has written by now: of two, the later keeps it
+        other = self._read()
+        self._wait_for_other(other)
+        self._take(other)
+        # Where the store creates nothing by itself, or two take over from one that is gone, both
+        # have written by now: the later keeps it.
         time.sleep(SETTLE_SECONDS)
         self._look()
         self.check()
@@ -181,9 +207,8 @@ class _ObjectHold:
     def check(self) -> None:
         """By what the last renewal saw."""
         if self._lost is not None:
-            raise StorageError(
-                f"{self._store.url(self._key)}: {self._lost} has taken over; this job writes no more there"
-            )
+            url = self._store.url(self._key)
+            raise StorageError(f"{url}: {self._lost} has taken over; this job writes no more there")
 
     def release(self) -> None:
         """Remove the object, unless it is another's by now."""
@@ -206,25 +231,49 @@ class _ObjectHold:
             _who(other),
             PATIENCE_SECONDS,
         )
-        until = time.monotonic() + PATIENCE_SECONDS
-        while time.monotonic() < until:
-            time.sleep(min(LOOK_EVERY, PATIENCE_SECONDS / 10))
+        deadline = time.monotonic() + PATIENCE_SECONDS
+        while time.monotonic() < deadline:
+            time.sleep(LOOK_EVERY)
             now = self._read()
             if now is None:
                 return
             if now != other:
-                raise _occupied(url.rpartition("/")[0], _who(now))
+                raise _occupied(self._folder_url(), _who(now))
+
+    def _take(self, other: dict[str, Any] | None) -> None:
+        """Write the object, which was `other`'s until now.
+
+        Raises ConfigError where another job has written it meanwhile.
+        """
+        if create_object(self._store, self._key, self._next_record()):
+            return
+        # One is there: the other's, this job's own after a lost answer, or that of a third.
+        now = self._read()
+        if now is not None and self._is_third(now, other):
+            raise _occupied(self._folder_url(), _who(now))
+        self._write()
+
+    def _is_third(self, now: dict[str, Any], other: dict[str, Any] | None) -> bool:
+        """Whether a record is neither this job's nor the one waited for, and its job is alive."""
+        if now == other or now.get("owner") == self._me["owner"]:
+            return False
+        return not _is_gone(now)
+
+    def _folder_url(self) -> str:
+        return self._store.url(self._key).rpartition("/")[0]
 
     def _renew(self) -> None:
+        url = self._store.url(self._key)
         while not self._ended.wait(RENEW_SECONDS):
             try:
                 self._look()
                 if self._lost is not None:
-                    log.error("%s", f"{self._store.url(self._key)}: {self._lost} has taken over")
+                    log.error("%s: %s has taken over", url, self._lost)
                     return
                 self._write()
             except StorageError as error:
-                log.warning("%s: cannot be renewed: %s", self._store.url(self._key), error)
+                # Tried again at the next turn: the others' patience is longer than three of them.
+                log.warning("%s: cannot be renewed: %s", url, error)
 
     def _look(self) -> None:
         now = self._read()
@@ -232,30 +281,43 @@ class _ObjectHold:
             self._lost = _who(now)
 
     def _write(self) -> None:
-        self._renewals += 1
         with written_whole(self._store, self._key) as writer:
-            writer.write(json.dumps(self._me | {"renewals": self._renewals}).encode())
+            writer.write(self._next_record())
+
+    def _next_record(self) -> bytes:
+        """What is to be written: another text every time, by which others see that it is renewed."""
+        self._renewals += 1
+        return json.dumps(self._me | {"renewals": self._renewals}).encode()
 
     def _read(self) -> dict[str, Any] | None:
+        """What the object says; None where there is none, or none that says anything."""
         try:
             size = self._store.info(self._key).size
-            record = json.loads(bytes(self._store.read_ranges(self._key, [0], [size])[0]))
+            (data,) = self._store.read_ranges(self._key, [0], [size])
+            record = json.loads(bytes(data))
         except (ObjectNotFoundError, ValueError):
             return None
         return record if isinstance(record, dict) else None
 
 
 def _occupied(where: str, who: str) -> ConfigError:
+    holder = who or "it does not say which"
     return ConfigError(
-        f"{where}: another job trains there ({who or 'it does not say which'}); end it, or give this one another train.out_dir"
+        f"{where}: another job trains there ({holder}); "
+        f"end it, or give this one another train.out_dir"
     )
 
 
 def _myself() -> dict[str, Any]:
+    """Which process this is, by what others can look for."""
     pid = os.getpid()
     return {
-        "owner": secrets.token_hex(8), "host": socket.gethostname(), "pid": pid, "started": _started(pid), "system": _system(),
-    }  # fmt: skip
+        "owner": secrets.token_hex(8),
+        "host": socket.gethostname(),
+        "pid": pid,
+        "started": _started(pid),
+        "system": _system(),
+    }
 
 
 def _who(record: dict[str, Any]) -> str:
@@ -263,15 +325,16 @@ def _who(record: dict[str, Any]) -> str:
 
 
 def _system() -> str:
-    """Where process numbers have one meaning: a boot of a machine, and a container of it."""
+    """Where process numbers have one meaning: a boot of a machine, and a container of it.
+
+    Empty where the system has no /proc.
+    """
     try:
-        return (
-            Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-            + " "
-            + os.readlink("/proc/self/ns/pid")
-        )
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        container = os.readlink("/proc/self/ns/pid")
     except OSError:
         return ""
+    return f"{boot} {container}"
 
 
 def _started(pid: int) -> str:
@@ -280,18 +343,21 @@ def _started(pid: int) -> str:
     Empty: there is none.
     """
     try:
-        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+        line = Path(f"/proc/{pid}/stat").read_text()
     except OSError:
         return ""
-    # a zombie has ended, and only waits for its parent
-    return "" if fields[0] in "ZX" else fields[19]
+    # "pid (name) state ...": the name may have any characters, so fields are counted behind it.
+    _, _, after_name = line.rpartition(")")
+    fields = after_name.split()
+    state = fields[STAT_STATE]
+    # A zombie has ended, and only waits for its parent.
+    return "" if state in ENDED_STATES else fields[STAT_STARTTIME]
 
 
 def _is_gone(record: dict[str, Any]) -> bool:
-    """Whether the process of a record can be seen to have ended."""
+    """Whether the process of a record can be seen to have ended: on this machine only."""
     system = _system()
-    return (
-        bool(system)
-        and record.get("system") == system
-        and _started(int(record.get("pid") or 0)) != record.get("started")
-    )
+    if not system or record.get("system") != system:
+        return False
+    pid = int(record.get("pid") or 0)
+    return _started(pid) != record.get("started")
