@@ -39,8 +39,9 @@ class DamagedError(StateError):
 
 @dataclass(frozen=True)
 class Checksums:
-    """What was written, as it left memory: `hexes` by the name of a file and the offset, as text,
-    at which an item begins.
+    """What was written, as it left memory.
+
+    hexes: by the name of a file, and by the offset, as text, at which an item begins in it.
     """
 
     hexes: dict[str, dict[str, str]] = field(default_factory=dict)
@@ -55,14 +56,16 @@ class Checksums:
 
     def beside(self, position: Mapping[str, Any]) -> dict[str, Any]:
         """A position with them, and with one of its own."""
-        own = {ALGORITHM: _checksum_of_position(position)}
-        return {**position, CHECKSUMS: {ALGORITHM: self.hexes, POSITION: own}}
+        of_position = {ALGORITHM: _checksum_of_position(position)}
+        checksums = {ALGORITHM: self.hexes, POSITION: of_position}
+        return {**position, CHECKSUMS: checksums}
 
 
 def checksums_in(position: Mapping[str, Any]) -> Checksums:
     """Those that lie beside a position; none for checkpoints of earlier versions."""
-    files = _within(_within(position, CHECKSUMS), ALGORITHM)
-    return Checksums({name: items for name, items in files.items() if isinstance(items, dict)})
+    checksums = _within(position, CHECKSUMS)
+    of_files = _within(checksums, ALGORITHM)
+    return Checksums({name: items for name, items in of_files.items() if isinstance(items, dict)})
 
 
 def is_as_written(position: Mapping[str, Any]) -> bool:
@@ -70,13 +73,15 @@ def is_as_written(position: Mapping[str, Any]) -> bool:
 
     True where there is none, as in checkpoints of earlier versions.
     """
-    expected = _within(_within(position, CHECKSUMS), POSITION).get(ALGORITHM)
+    checksums = _within(position, CHECKSUMS)
+    expected = _within(checksums, POSITION).get(ALGORITHM)
     return expected is None or _checksum_of_position(position) == expected
 
 
 def _within(values: Mapping[str, Any], name: str) -> dict[str, Any]:
-    found = values.get(name)
-    return found if isinstance(found, dict) else {}
+    """A dict within a dict; empty where there is none, or something else: files are not trusted."""
+    inner = values.get(name)
+    return inner if isinstance(inner, dict) else {}
 
 
 def _checksum_of_position(position: Mapping[str, Any]) -> str:
@@ -84,10 +89,12 @@ def _checksum_of_position(position: Mapping[str, Any]) -> str:
 
     Other checksums beside it do not count.
     """
-    said = json.loads(
-        json.dumps({name: value for name, value in position.items() if name != CHECKSUMS})
-    )
-    return xxhash.xxh3_64_hexdigest(json.dumps(said, sort_keys=True).encode())
+    checked = {name: value for name, value in position.items() if name != CHECKSUMS}
+    # Twice through JSON: a key that is a number becomes text, as in the file, before names are
+    # sorted.
+    as_read = json.loads(json.dumps(checked))
+    text = json.dumps(as_read, sort_keys=True)
+    return xxhash.xxh3_64_hexdigest(text.encode())
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -107,14 +114,21 @@ class Files:
 
     def sizes(self) -> dict[str, int]:
         """Bytes of every file that lies directly in the folder."""
-        found = self.store.list(f"{self.prefix}/", recursive=False)
-        return {item.key.rpartition("/")[2]: item.size for item in found}
+        sizes: dict[str, int] = {}
+        for item in self.store.list(f"{self.prefix}/", recursive=False):
+            _, _, name = item.key.rpartition("/")
+            sizes[name] = item.size
+        return sizes
 
     def read(self, name: str) -> bytes:
         """A small file. Raises DamagedError where it is missing."""
+        key = self.key(name)
         try:
-            size = self.store.info(self.key(name)).size
-            return bytes(self.store.read_ranges(self.key(name), [0], [size])[0]) if size else b""
+            size = self.store.info(key).size
+            if size == 0:  # stores have no empty ranges
+                return b""
+            (data,) = self.store.read_ranges(key, [0], [size])
+            return bytes(data)
         except (ObjectNotFoundError, ShortReadError) as error:
             raise DamagedError(f"{self.url(name)}: is missing or cut short ({error})") from None
 
@@ -142,19 +156,25 @@ def check_files(files: Files, metadata: Metadata) -> None:
     """Raise DamagedError unless every file that the metadata names is there, as long as what it is
     to hold.
     """
-    there = files.sizes()
-    needed: dict[str, int] = {}
-    for place in metadata.storage_data.values():
-        needed[place.relative_path] = max(
-            needed.get(place.relative_path, 0), place.offset + place.length
-        )
-    for name, size in sorted(needed.items()):
-        if "/" in name or name not in there:  # a name with a slash would lead out of the folder
+    stored_bytes = files.sizes()
+    for name, written_bytes in sorted(_bytes_by_file(metadata).items()):
+        # A name with a slash would lead out of the folder.
+        if "/" in name or name not in stored_bytes:
             raise DamagedError(f"{files.url(name)}: is missing")
-        if there[name] < size:
+        if stored_bytes[name] < written_bytes:
             raise DamagedError(
-                f"{files.url(name)}: is cut short: {there[name]} bytes, and {size} were written"
+                f"{files.url(name)}: is cut short: {stored_bytes[name]} bytes, "
+                f"and {written_bytes} were written"
             )
+
+
+def _bytes_by_file(metadata: Metadata) -> dict[str, int]:
+    """How long each file must be, to hold the items that lie in it."""
+    bytes_by_file: dict[str, int] = {}
+    for item in metadata.storage_data.values():
+        stop_byte = item.offset + item.length
+        bytes_by_file[item.relative_path] = max(bytes_by_file.get(item.relative_path, 0), stop_byte)
+    return bytes_by_file
 
 
 class _Unpickler(pickle.Unpickler):
@@ -162,31 +182,32 @@ class _Unpickler(pickle.Unpickler):
 
     def find_class(self, module: str, name: str) -> Any:
         """Raises UnpicklingError for everything else."""
-        if (module, name) in _KNOWN or (
-            module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)
-        ):
+        is_dtype = module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)
+        if is_dtype or (module, name) in _KNOWN:
             return super().find_class(module, name)
         raise pickle.UnpicklingError(f"{module}.{name} has no place in such a file")
 
 
 _METADATA_MODULE = "torch.distributed.checkpoint.metadata"
 _KNOWN = {
-    *(
-        (_METADATA_MODULE, name)
-        for name in ("Metadata", "MetadataIndex", "StorageMeta", "TensorProperties")
-    ),
-    *(
-        (_METADATA_MODULE, name)
-        for name in ("TensorStorageMetadata", "ChunkStorageMetadata", "BytesStorageMetadata")
-    ),
+    (_METADATA_MODULE, "Metadata"),
+    (_METADATA_MODULE, "MetadataIndex"),
+    (_METADATA_MODULE, "StorageMeta"),
+    (_METADATA_MODULE, "TensorProperties"),
+    (_METADATA_MODULE, "TensorStorageMetadata"),
+    (_METADATA_MODULE, "ChunkStorageMetadata"),
+    (_METADATA_MODULE, "BytesStorageMetadata"),
     (_METADATA_MODULE, "_MEM_FORMAT_ENCODING"),
     ("torch.distributed.checkpoint.filesystem", "_StorageInfo"),
     ("torch", "Size"),
     ("torch.serialization", "_get_layout"),
     ("collections", "OrderedDict"),
-    *(
-        (module, kind)
-        for module in ("pathlib", "pathlib._local")
-        for kind in ("PosixPath", "PurePosixPath", "WindowsPath")
-    ),
+    ("pathlib", "PosixPath"),
+    ("pathlib", "PurePosixPath"),
+    ("pathlib", "WindowsPath"),
+    # where Python 3.13 has them
+    ("pathlib._local", "PosixPath"),
+    ("pathlib._local", "PurePosixPath"),
+    ("pathlib._local", "WindowsPath"),
 }
+"""(module, name) of the classes in such a file, for a pickle may call whatever it names."""

@@ -8,8 +8,10 @@ next waits for the copies, on the device (`before_change`).
 from __future__ import annotations
 
 import logging
+import math
 import weakref
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
@@ -20,8 +22,26 @@ from streammega.gradients.boxes import Boxes
 log = logging.getLogger(__name__)
 
 ALIGNED = 64
-"""Bytes: where each value begins in the buffer."""
-Layout = tuple[tuple[str, int, torch.Size, torch.dtype], ...]
+"""Bytes: each value begins at a multiple of them in the buffer, as torch's own memory does; a view
+as another dtype needs a multiple of its element at least.
+"""
+
+
+@dataclass(frozen=True)
+class _BoxInBuffer:
+    """One box of a state, as it lies in the buffer."""
+
+    name: str
+    shape: torch.Size
+    dtype: torch.dtype
+
+    @property
+    def num_bytes(self) -> int:
+        return self.shape.numel() * self.dtype.itemsize
+
+
+PORTABLE = 1
+"""Of cudaHostRegister: pinned for all contexts of the process."""
 
 
 class Device(Protocol):
@@ -55,45 +75,50 @@ class HostCopies:
 
     def __init__(self, device: Device | None = None) -> None:
         self._device: Device = device or _Cuda()
-        self._layout: Layout = ()
+        self._layout: list[_BoxInBuffer] = []
         self._buffer: Tensor | None = None
         self._stream: Any = None
         self._event: Any = None
         self._unordered = False
+        """Whether a change of the values would not wait for the copies yet."""
 
     def take(self, state: Mapping[str, Boxes], *, background: bool) -> dict[str, Boxes]:
         """The values on the host.
 
         What lies there already is copied for the background only; `wait` before they are used.
         """
-        there = {
-            name: boxes
-            for name, boxes in state.items()
-            if any(self._device.holds(box) for _, box in boxes.boxes)
-        }
-        copies = {
-            name: boxes.copied() if background else boxes
-            for name, boxes in state.items()
-            if name not in there
-        }
-        if not there:
+        on_device: dict[str, Boxes] = {}
+        copies: dict[str, Boxes] = {}
+        for name, boxes in state.items():
+            if any(self._device.holds(box) for _, box in boxes.boxes):
+                on_device[name] = boxes
+            else:
+                copies[name] = boxes.copied() if background else boxes
+        if not on_device:
             return copies
-        places = self._places(there)
+        copies |= self._copy_from_device(on_device)
+        # In the order of the state, which is that of the items in the file.
+        return {name: copies[name] for name in state}
+
+    def _copy_from_device(self, state: Mapping[str, Boxes]) -> dict[str, Boxes]:
+        """Begin the copies; `wait` says when they are there."""
+        places = self._places(state)
         if self._stream is None:
             self._stream = self._device.stream()
-        # the values are those that were computed until now
+        # The values are those that were computed until now.
         self._stream.wait_stream(self._device.current())
+        copies: dict[str, Boxes] = {}
         with self._device.using(self._stream):
-            for name, boxes in there.items():
-                held = []
+            for name, boxes in state.items():
+                copied = []
                 for (offsets, box), place in zip(boxes.boxes, places[name], strict=True):
                     place.copy_(box.detach(), non_blocking=True)
-                    held.append((offsets, place))
-                copies[name] = Boxes(boxes.shape, held)
+                    copied.append((offsets, place))
+                copies[name] = Boxes(boxes.shape, copied)
             self._event = self._device.event()
             self._event.record(self._stream)
         self._unordered = True
-        return {name: copies[name] for name in state}
+        return copies
 
     def before_change(self) -> None:
         """Call it before the values change: the device then changes them after they were copied."""
@@ -111,23 +136,20 @@ class HostCopies:
 
         That is made anew where the layout is another one than before.
         """
-        boxes = [
-            (name, n, box.shape, box.dtype)
-            for name, own in state.items()
-            for n, (_, box) in enumerate(own.boxes)
-        ]
-        sizes = [shape.numel() * dtype.itemsize for _, _, shape, dtype in boxes]
-        if self._buffer is None or self._layout != tuple(boxes):
-            self._buffer = None  # before the next one is made: there may be no room for both
-            self._buffer = self._device.buffer(sum(_aligned(size) for size in sizes))
-            self._layout = tuple(boxes)
+        layout = _layout_of(state)
+        if self._buffer is None or self._layout != layout:
+            # Let go before the next one is made: there may be no room for both.
+            self._buffer = None
+            total_bytes = sum(_aligned(item.num_bytes) for item in layout)
+            self._buffer = self._device.buffer(total_bytes)
+            self._layout = layout
         places: dict[str, list[Tensor]] = {}
-        start = 0
-        for (name, _, shape, dtype), size in zip(boxes, sizes, strict=True):
-            places.setdefault(name, []).append(
-                self._buffer[start : start + size].view(dtype).view(shape)
-            )
-            start += _aligned(size)
+        start_byte = 0
+        for item in layout:
+            stop_byte = start_byte + item.num_bytes
+            place = self._buffer[start_byte:stop_byte].view(item.dtype).view(item.shape)
+            places.setdefault(item.name, []).append(place)
+            start_byte += _aligned(item.num_bytes)
         return places
 
 
@@ -146,17 +168,21 @@ class _Cuda:
         cudart: Any = torch.cuda.cudart()  # type: ignore[no-untyped-call]
         if size == 0:
             return buffer
-        # 1: pinned for all contexts of the process.
-        error = int(cudart.cudaHostRegister(buffer.data_ptr(), size, 1))
+        address = buffer.data_ptr()
+        error = int(cudart.cudaHostRegister(address, size, PORTABLE))
         if error:
             log.warning(
-                "%.1f GiB of the host's memory cannot be pinned (CUDA error %d): saves make training wait for their copies",
-                size / 2**30, error,
-            )  # fmt: skip
+                "%.1f GiB of the host's memory cannot be pinned (CUDA error %d): "
+                "saves make training wait for their copies",
+                size / 2**30,
+                error,
+            )
             return buffer
         storage = buffer.untyped_storage()
-        weakref.finalize(storage, _unpin, cudart, buffer.data_ptr()).atexit = False
-        buffer.pinned = storage  # type: ignore[attr-defined]  # kept by the tensor: else it would be let go at once
+        # Not at exit: CUDA may be gone by then, and the system lets go of the memory anyway.
+        weakref.finalize(storage, _unpin, cudart, address).atexit = False
+        # Kept by the tensor: else it would be let go at once, and the memory unpinned.
+        buffer.pinned = storage  # type: ignore[attr-defined]
         return buffer
 
     def stream(self) -> Any:
@@ -180,5 +206,14 @@ def _unpin(cudart: Any, address: int) -> None:
     cudart.cudaHostUnregister(address)
 
 
-def _aligned(size: int) -> int:
-    return -(-size // ALIGNED) * ALIGNED
+def _layout_of(state: Mapping[str, Boxes]) -> list[_BoxInBuffer]:
+    """All boxes of a state, in its order."""
+    layout: list[_BoxInBuffer] = []
+    for name, boxes in state.items():
+        for _, box in boxes.boxes:
+            layout.append(_BoxInBuffer(name, box.shape, box.dtype))
+    return layout
+
+
+def _aligned(num_bytes: int) -> int:
+    return math.ceil(num_bytes / ALIGNED) * ALIGNED

@@ -19,18 +19,21 @@ from streammega.storage.store import written_whole
 from streammega.train.checkpoints.files import DamagedError, Files
 from streammega.train.checkpoints.hold import Hold, hold_object
 from streammega.train.checkpoints.place import (
-    NAME,
     SET_ASIDE,
     Found,
     folder_of,
     free_name,
     parsed,
     position_in,
+    step_in,
 )
 
 log = logging.getLogger(__name__)
 
 _FILES = re.compile(r"step-\d{8}(/[0-9a-f]{8})?")
+"""A folder of files; without its second part, all that were ever written for a step."""
+DELETED_AT_ONCE = 16
+"""Requests: each takes a round trip of tens of milliseconds, and there may be a thousand files."""
 
 
 class CheckpointBucket:
@@ -48,18 +51,15 @@ class CheckpointBucket:
 
     def steps(self) -> list[int]:
         """Of the small objects."""
-        return sorted(
-            int(name.removeprefix("step-")) for name in self._records() if NAME.fullmatch(name)
-        )
+        steps = [step_in(name) for name in self._records()]
+        return sorted(step for step in steps if step is not None)
 
     def find(self, step: int) -> Found:
         """By its small object."""
-        record = self._record(folder_of(step))
-        return Found(
-            step=step,
-            name=record["files"],
-            position=position_in(record.get("position"), self._url(folder_of(step))),
-        )
+        name = folder_of(step)
+        record = self._record(name)
+        position = position_in(record.get("position"), self._url(name))
+        return Found(step=step, name=record["files"], position=position)
 
     def begin(self, step: int) -> str:
         """A new name.
@@ -82,7 +82,7 @@ class CheckpointBucket:
     def publish(self, step: int, name: str, position: Mapping[str, Any]) -> None:
         """Write the small object."""
         record = {"version": 1, "step": step, "files": name, "position": dict(position)}
-        self._put(f"{folder_of(step)}.json", json.dumps(record, indent=1).encode())
+        self._put_record(folder_of(step), record)
 
     def remove(self, step: int) -> None:
         """The small object first: without it there is no checkpoint."""
@@ -90,24 +90,29 @@ class CheckpointBucket:
 
     def set_aside(self, step: int, why: str) -> str:
         """Another small object names the files; then the first one goes."""
-        name = free_name(f"{folder_of(step)}.{why}", set(self._records()))
+        final = folder_of(step)
+        aside = free_name(f"{final}.{why}", set(self._records()))
         try:
-            record = self._record(folder_of(step))
+            record = self._record(final)
         except DamagedError:
             # all that were ever written for the step
-            record = {"version": 1, "step": step, "files": folder_of(step)}
-        self._put(
-            f"{name}.json", json.dumps(record | {"set_aside": time.time()}, indent=1).encode()
-        )
-        self._store.delete(f"{self._prefix}/{folder_of(step)}.json")
-        return self._url(name)
+            record = {"version": 1, "step": step, "files": final}
+        record["set_aside"] = time.time()
+        # In this order: what is killed between the two leaves the checkpoint, under both names.
+        self._put_record(aside, record)
+        self._store.delete(f"{self._prefix}/{final}.json")
+        return self._url(aside)
 
     def clean_aside(self, keep: int) -> None:
         """By the times in their small objects."""
         aside = [name for name in self._records() if SET_ASIDE.fullmatch(name)]
-        times = {name: float(self._record(name).get("set_aside", 0.0)) for name in aside}
-        for name in sorted(aside, key=lambda name: times[name])[:-keep]:
+        time_of = {name: self._set_aside_at(name) for name in aside}
+        aside.sort(key=lambda name: time_of[name])
+        for name in aside[:-keep]:
             self._remove(name)
+
+    def _set_aside_at(self, name: str) -> float:
+        return float(self._record(name).get("set_aside", 0.0))
 
     def leave_sign(self, name: str) -> None:
         """An object."""
@@ -127,26 +132,42 @@ class CheckpointBucket:
 
     def hold(self) -> Hold:
         """By a small object beside the checkpoints that is renewed all the time."""
-        return hold_object(self._store, f"{self._prefix.rpartition('/')[0]}/lock.json".lstrip("/"))
+        parent, _, _ = self._prefix.rpartition("/")
+        # Of a run at the root of a bucket there is no parent, and keys begin with no slash.
+        key = f"{parent}/lock.json".lstrip("/")
+        return hold_object(self._store, key)
 
     def _records(self) -> list[str]:
         """Names of all small objects, without their suffix."""
         listed = self._store.list(f"{self._prefix}/step-", recursive=False)
-        names = [item.key.rpartition("/")[2] for item in listed]
-        return [name.removesuffix(".json") for name in names if name.endswith(".json")]
+        names: list[str] = []
+        for item in listed:
+            _, _, file_name = item.key.rpartition("/")
+            if file_name.endswith(".json"):
+                names.append(file_name.removesuffix(".json"))
+        return names
 
     def _url(self, name: str) -> str:
         return self._store.url(f"{self._prefix}/{name}.json")
 
     def _record(self, name: str) -> dict[str, Any]:
-        record = parsed(
-            Files(store=self._store, prefix=self._prefix).read(f"{name}.json"), self._url(name)
-        )
+        """A small object.
+
+        Raises DamagedError where it is missing, or names no folder of files that is one of ours:
+        what it names is removed with it.
+        """
+        url = self._url(name)
+        record = parsed(self._records_as_files().read(f"{name}.json"), url)
         folder = record.get("files") if isinstance(record, dict) else None
-        # What it names is removed with it: it must be a folder of ours.
         if not isinstance(folder, str) or not _FILES.fullmatch(folder):
-            raise DamagedError(f"{self._url(name)}: names {folder!r} as the folder of its files")
+            raise DamagedError(f"{url}: names {folder!r} as the folder of its files")
         return dict(record)
+
+    def _records_as_files(self) -> Files:
+        return Files(store=self._store, prefix=self._prefix)
+
+    def _put_record(self, name: str, record: Mapping[str, Any]) -> None:
+        self._put(f"{name}.json", json.dumps(record, indent=1).encode())
 
     def _put(self, name: str, data: bytes) -> None:
         with written_whole(self._store, f"{self._prefix}/{name}") as writer:
@@ -155,18 +176,21 @@ class CheckpointBucket:
     def _remove(self, name: str) -> None:
         folder = self._record(name)["files"]
         self._store.delete(f"{self._prefix}/{name}.json")
-        self._delete([item.key for item in self._store.list(f"{self._prefix}/{folder}/")])
+        stored = self._store.list(f"{self._prefix}/{folder}/")
+        self._delete([item.key for item in stored])
 
     def _remove_orphans(self) -> None:
-        kept = [f"/{self._record(name)['files']}/" for name in self._records()]
-        stored = [
-            item.key
-            for item in self._store.list(f"{self._prefix}/step-")
-            if not item.key.endswith(".json")
-        ]
-        self._delete([key for key in stored if not any(folder in key for folder in kept)])
+        """Remove the files that no small object names."""
+        named = [f"/{self._record(name)['files']}/" for name in self._records()]
+        orphans: list[str] = []
+        for item in self._store.list(f"{self._prefix}/step-"):
+            if item.key.endswith(".json"):
+                continue
+            if not any(folder in item.key for folder in named):
+                orphans.append(item.key)
+        self._delete(orphans)
 
     def _delete(self, keys: list[str]) -> None:
         """As many files as the run that wrote them had ranks: some at a time."""
         if keys:
-            each(self._store.delete, keys, 16)
+            each(self._store.delete, keys, DELETED_AT_ONCE)

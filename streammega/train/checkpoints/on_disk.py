@@ -17,16 +17,18 @@ from streammega.storage.backends.pread import PreadStore
 from streammega.train.checkpoints.files import Files
 from streammega.train.checkpoints.hold import Hold, hold_file
 from streammega.train.checkpoints.place import (
-    NAME,
     SET_ASIDE,
     Found,
     folder_of,
     free_name,
     parsed,
     position_in,
+    step_in,
 )
 
 log = logging.getLogger(__name__)
+
+POSITION_FILE = "position.json"
 
 
 class CheckpointFolder:
@@ -35,7 +37,8 @@ class CheckpointFolder:
     on_disk = True
 
     def __init__(self, path: Path, storage: StorageConfig | None = None) -> None:
-        self.path, self.url = path, str(path)
+        self.path = path
+        self.url = str(path)
         # By reads: an I/O error under a map, of NFS for instance, would end the process.
         self._store = PreadStore(storage or StorageConfig())
 
@@ -45,36 +48,36 @@ class CheckpointFolder:
         """
         self.path.mkdir(parents=True, exist_ok=True)
         for old in self.path.glob("step-*.replaced*"):
-            if old.with_suffix("").exists():
+            final = old.with_suffix("")
+            if final.exists():
                 _remove_tree(old)
             else:
-                os.replace(old, old.with_suffix(""))
+                os.replace(old, final)
 
     def steps(self) -> list[int]:
         """Of the folders that bear a final name."""
-        return [int(path.name.removeprefix("step-")) for path in checkpoints(self.path)]
+        steps = [step_in(path.name) for path in self.path.glob("step-*")]
+        return sorted(step for step in steps if step is not None)
 
     def find(self, step: int) -> Found:
         """By its position.json."""
         files = self.draft(folder_of(step))
-        url = files.url("position.json")
-        return Found(
-            step=step,
-            name=folder_of(step),
-            position=position_in(parsed(files.read("position.json"), url), url),
-        )
+        url = files.url(POSITION_FILE)
+        written = parsed(files.read(POSITION_FILE), url)
+        return Found(step=step, name=folder_of(step), position=position_in(written, url))
 
     def begin(self, step: int) -> str:
         """Remove what runs left that were killed while they saved."""
-        name = f"{folder_of(step)}.partial"
+        draft = self.path / f"{folder_of(step)}.partial"
         for pattern in ("step-*.partial", "step-*.removed*"):
             for stale in self.path.glob(pattern):
-                if stale.name != name:
+                if stale != draft:
                     _remove_tree(stale)
-        if (self.path / name).exists():
-            shutil.rmtree(self.path / name)
-        (self.path / name).mkdir(parents=True)
-        return name
+        # This one must go, or its files would be taken for those of the save that begins.
+        if draft.exists():
+            shutil.rmtree(draft)
+        draft.mkdir(parents=True)
+        return draft.name
 
     def draft(self, name: str) -> Files:
         """A folder in the folder."""
@@ -88,7 +91,9 @@ class CheckpointFolder:
         """
         draft = self.path / name
         final = self.path / folder_of(step)
-        with open(draft / "position.json", "w", encoding="utf-8") as file:
+        # On the disk before it bears a final name: after a loss of power the name may be there, and
+        # what was written before it not.
+        with open(draft / POSITION_FILE, "w", encoding="utf-8") as file:
             json.dump(position, file, indent=1)
             file.flush()
             os.fsync(file.fileno())
@@ -117,7 +122,8 @@ class CheckpointFolder:
     def clean_aside(self, keep: int) -> None:
         """By the time of their folders."""
         aside = [path for path in self.path.iterdir() if SET_ASIDE.fullmatch(path.name)]
-        for path in sorted(aside, key=lambda path: path.stat().st_mtime)[:-keep]:
+        aside.sort(key=lambda path: path.stat().st_mtime)
+        for path in aside[:-keep]:
             _remove_tree(path)
 
     def leave_sign(self, name: str) -> None:
@@ -138,12 +144,14 @@ class CheckpointFolder:
         return hold_file(self.path.parent / ".lock")
 
     def _free(self, name: str) -> Path:
-        return self.path / free_name(name, {path.name for path in self.path.iterdir()})
+        taken = {path.name for path in self.path.iterdir()}
+        return self.path / free_name(name, taken)
 
 
 def checkpoints(folder: Path) -> list[Path]:
     """Whole checkpoints of a folder on a disk, oldest first."""
-    return sorted(path for path in folder.glob("step-*") if NAME.fullmatch(path.name))
+    whole = [path for path in folder.glob("step-*") if step_in(path.name) is not None]
+    return sorted(whole)
 
 
 def _remove_tree(path: Path) -> None:

@@ -1,7 +1,8 @@
 """Where the checkpoints of a run lie, and how they appear there whole: a folder on a disk, or a
 prefix of an object store.
 
-    on disk     step-00000100/            the files and position.json; written as step-00000100.partial, then renamed
+    on disk     step-00000100/            the files and position.json;
+                                          written as step-00000100.partial, then renamed
     elsewhere   step-00000100.json        the position, and the name of the folder of the files
                 step-00000100/3f09c1a2/   the files
 
@@ -22,14 +23,18 @@ from typing import Any, Protocol
 from streammega.train.checkpoints.files import DamagedError, Files, is_as_written
 from streammega.train.checkpoints.hold import Hold
 
-NAME = re.compile(r"step-(\d{8})")
+NAME = re.compile(r"step-(?P<step>\d{8})")
+"""Of a whole checkpoint."""
 SET_ASIDE = re.compile(r"step-\d{8}\.(rewound|damaged)(-\d+)?")
+"""Of one that is kept, and resumed from no more."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Found:
-    """A checkpoint: its step, the name of the folder of its files, and what was written beside the
-    tensors.
+    """A whole checkpoint.
+
+    step: after which it was saved. name: of the folder of its files. position: what was written
+    beside the tensors.
     """
 
     step: int
@@ -94,10 +99,20 @@ def folder_of(step: int) -> str:
     return f"step-{step:08d}"
 
 
+def step_in(name: str) -> int | None:
+    """The step of a whole checkpoint, by its name; None for every other name."""
+    match = NAME.fullmatch(name)
+    return None if match is None else int(match["step"])
+
+
 def free_name(name: str, taken: set[str]) -> str:
     """A name, with a number where it is taken."""
-    numbered = (f"{name}-{number}" for number in range(2, 10**6))
-    return name if name not in taken else next(other for other in numbered if other not in taken)
+    if name not in taken:
+        return name
+    number = 2
+    while f"{name}-{number}" in taken:
+        number += 1
+    return f"{name}-{number}"
 
 
 def parsed(text: bytes, url: str) -> Any:
@@ -116,6 +131,8 @@ def position_in(position: Any, url: str) -> dict[str, Any]:
     if isinstance(position, dict) and not is_as_written(position):
         raise DamagedError(f"{url}: is damaged: its checksum is another")
     try:
-        return dict(position) | {"step": int(position["step"]), "data": dict(position["data"])}
+        step = int(position["step"])
+        data = dict(position["data"])
+        return {**position, "step": step, "data": data}
     except (KeyError, TypeError, ValueError) as error:
         raise DamagedError(f"{url}: holds no position of a run ({error})") from None

@@ -5,8 +5,10 @@ memory.
 from __future__ import annotations
 
 import io
+import math
 from bisect import bisect_right
 from collections.abc import Iterator, Mapping, Sequence
+from itertools import islice
 from typing import Any
 
 import torch
@@ -23,7 +25,9 @@ from streammega.train.checkpoints.files import Checksums, DamagedError, Files
 PIECE_BYTES = 8 << 20
 """Of one request."""
 GAP_BYTES = 64 << 10
-"""Items so near to each other are read by one request."""
+"""Items so near to each other are read by one request: another one would cost more than so few
+bytes that nobody wants.
+"""
 BATCH_BYTES = 256 << 20
 """Read at a time by a rank, unless one item is larger: what loading needs beside the tensors."""
 
@@ -74,87 +78,113 @@ class Reader(StorageReader):
         return True
 
     def _read(self, items: Sequence[ReadItem], planner: LoadPlanner) -> None:
-        wanted: dict[MetadataIndex, list[ReadItem]] = {}  # one stored box may fill several of ours
+        """File by file, and within a file from its begin to its end, some items at a time."""
+        # One stored box may fill several of ours: it is read once.
+        items_of: dict[MetadataIndex, list[ReadItem]] = {}
         for item in items:
-            wanted.setdefault(item.storage_index, []).append(item)
+            items_of.setdefault(item.storage_index, []).append(item)
         places = self._metadata.storage_data
-        by_file: dict[str, list[MetadataIndex]] = {}
-        for index in wanted:
-            by_file.setdefault(places[index].relative_path, []).append(index)
-        for name, indices in by_file.items():
+        indices_in_file: dict[str, list[MetadataIndex]] = {}
+        for index in items_of:
+            file_name = places[index].relative_path
+            indices_in_file.setdefault(file_name, []).append(index)
+        for file_name, indices in indices_in_file.items():
+            # Rising: what lies near together is then read by one request.
             indices.sort(key=lambda index: places[index].offset)
             for batch in _batches(indices, places):
-                self._fill(name, batch, wanted, planner)
+                self._fill(file_name, batch, items_of, planner)
                 self._all_ranks.progress()
 
     def _fill(
         self,
-        name: str,
+        file_name: str,
         batch: Sequence[MetadataIndex],
-        wanted: Mapping[MetadataIndex, list[ReadItem]],
+        items_of: Mapping[MetadataIndex, list[ReadItem]],
         planner: LoadPlanner,
     ) -> None:
-        places = [self._metadata.storage_data[index] for index in batch]
-        spans = [(place.offset, place.offset + place.length) for place in places]
-        for index, (start, stop), data in zip(batch, spans, self._fetch(name, spans), strict=True):
-            if not self._checksums.match(name, start, data):
-                raise DamagedError(
-                    f"{self._files.url(name)}: bytes [{start}, {stop}) are damaged: their checksum is another"
-                )
-            try:
-                tensor = torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
-            except (
-                Exception
-            ) as error:  # torch.load raises anything for bytes that torch.save did not make
-                reason = (str(error).splitlines() or [type(error).__name__])[0]
-                raise DamagedError(
-                    f"{self._files.url(name)}: bytes [{start}, {stop}) are damaged ({reason})"
-                ) from None
-            for item in wanted[index]:
-                self._copy(tensor, item, planner, name)
+        """Read some stored boxes of a file, and copy them to where they are wanted."""
+        spans: list[tuple[int, int]] = []
+        for index in batch:
+            place = self._metadata.storage_data[index]
+            spans.append((place.offset, place.offset + place.length))
+        bodies = self._fetch(file_name, spans)
+        for index, span, data in zip(batch, spans, bodies, strict=True):
+            tensor = self._tensor_in(data, file_name, span)
+            for item in items_of[index]:
+                self._copy(tensor, item, planner, file_name)
 
-    def _copy(self, tensor: Tensor, item: ReadItem, planner: LoadPlanner, name: str) -> None:
+    def _tensor_in(self, data: memoryview, file_name: str, span: tuple[int, int]) -> Tensor:
+        """The tensor that torch.save wrote to bytes [start, stop) of a file. Raises DamagedError."""
+        start, stop = span
+        where = f"{self._files.url(file_name)}: bytes [{start}, {stop}) are damaged"
+        if not self._checksums.match(file_name, start, data):
+            raise DamagedError(f"{where}: their checksum is another")
+        try:
+            tensor: Tensor = torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
+        except Exception as error:
+            # torch.load raises anything for bytes that torch.save did not make.
+            lines = str(error).splitlines()
+            reason = lines[0] if lines else type(error).__name__
+            raise DamagedError(f"{where} ({reason})") from None
+        return tensor
+
+    def _copy(self, tensor: Tensor, item: ReadItem, planner: LoadPlanner, file_name: str) -> None:
+        """Fill one box of ours from the part of a stored box that lies in it."""
         target = planner.resolve_tensor(item).detach()
-        for dim, (start, length) in enumerate(zip(item.storage_offsets, item.lengths, strict=True)):
-            if tensor.dim() != len(item.lengths) or start + length > tensor.shape[dim]:
-                raise DamagedError(
-                    f"{self._files.url(name)}: holds {item.storage_index.fqn} in another shape than it says"
-                )
-            tensor = tensor.narrow(dim, start, length)
+        if not _reaches(tensor, item):
+            raise DamagedError(
+                f"{self._files.url(file_name)}: holds {item.storage_index.fqn} "
+                f"in another shape than it says"
+            )
+        for dim, start in enumerate(item.storage_offsets):
+            tensor = tensor.narrow(dim, start, item.lengths[dim])
         target.copy_(tensor)
         planner.commit_tensor(item, target)
 
-    def _fetch(self, name: str, spans: Sequence[tuple[int, int]]) -> list[memoryview]:
+    def _fetch(self, file_name: str, spans: Sequence[tuple[int, int]]) -> list[memoryview]:
         """The bytes of spans of a file, which rise."""
         runs = list(_runs(spans))
-        pieces = [
-            (at, min(at + PIECE_BYTES, stop))
-            for start, stop in runs
-            for at in range(start, stop, PIECE_BYTES)
-        ]
-        key = self._files.key(name)
+        bodies_of_runs = self._fetch_runs(file_name, runs)
+        run_starts = [start for start, _ in runs]
+        bodies: list[memoryview] = []
+        for start, stop in spans:
+            run = bisect_right(run_starts, start) - 1
+            run_start = run_starts[run]
+            bodies.append(bodies_of_runs[run][start - run_start : stop - run_start])
+        return bodies
+
+    def _fetch_runs(self, file_name: str, runs: Sequence[tuple[int, int]]) -> list[memoryview]:
+        """The bytes of runs of a file, long ones by several requests."""
+        starts: list[int] = []
+        stops: list[int] = []
+        for run_start, run_stop in runs:
+            for start in range(run_start, run_stop, PIECE_BYTES):
+                starts.append(start)
+                stops.append(min(start + PIECE_BYTES, run_stop))
         try:
-            bodies = self._files.store.read_ranges(
-                key, [start for start, _ in pieces], [stop for _, stop in pieces]
-            )
+            key = self._files.key(file_name)
+            pieces = iter(self._files.store.read_ranges(key, starts, stops))
         except (ObjectNotFoundError, ShortReadError) as error:
             raise DamagedError(
-                f"{self._files.url(name)}: is missing or cut short ({error})"
+                f"{self._files.url(file_name)}: is missing or cut short ({error})"
             ) from None
-        whole: list[memoryview] = []
-        at = 0
-        for start, stop in runs:
-            count = -(-(stop - start) // PIECE_BYTES)
-            whole.append(
-                memoryview(bodies[at] if count == 1 else b"".join(bodies[at : at + count]))
-            )
-            at += count
-        firsts = [start for start, _ in runs]
-        found = []
-        for start, stop in spans:
-            run = bisect_right(firsts, start) - 1
-            found.append(whole[run][start - firsts[run] : stop - firsts[run]])
-        return found
+        bodies: list[memoryview] = []
+        for run_start, run_stop in runs:
+            count = math.ceil((run_stop - run_start) / PIECE_BYTES)
+            of_run = list(islice(pieces, count))
+            # A copy only where there are several: most runs are one request.
+            bodies.append(memoryview(of_run[0] if count == 1 else b"".join(of_run)))
+        return bodies
+
+
+def _reaches(tensor: Tensor, item: ReadItem) -> bool:
+    """Whether a stored box is as large as its metadata says, as far as is wanted of it."""
+    if tensor.dim() != len(item.lengths):
+        return False
+    ends = [
+        start + length for start, length in zip(item.storage_offsets, item.lengths, strict=True)
+    ]
+    return all(end <= size for end, size in zip(ends, tensor.shape, strict=True))
 
 
 def _batches(
@@ -162,26 +192,28 @@ def _batches(
 ) -> Iterator[list[MetadataIndex]]:
     """Some at a time, of no more than BATCH_BYTES unless one is larger."""
     batch: list[MetadataIndex] = []
-    size = 0
+    batch_bytes = 0
     for index in indices:
-        if batch and size + places[index].length > BATCH_BYTES:
+        length = places[index].length
+        if batch and batch_bytes + length > BATCH_BYTES:
             yield batch
             batch = []
-            size = 0
+            batch_bytes = 0
         batch.append(index)
-        size += places[index].length
+        batch_bytes += length
     if batch:
         yield batch
 
 
 def _runs(spans: Sequence[tuple[int, int]]) -> Iterator[tuple[int, int]]:
     """Spans that lie near together as one, of no more than PIECE_BYTES unless one is larger."""
-    start, stop = spans[0]
-    for low, high in spans[1:]:
-        if low - stop <= GAP_BYTES and high - start <= PIECE_BYTES:
-            stop = max(stop, high)
+    run_start, run_stop = spans[0]
+    for start, stop in spans[1:]:
+        is_near = start - run_stop <= GAP_BYTES
+        if is_near and stop - run_start <= PIECE_BYTES:
+            run_stop = max(run_stop, stop)
         else:
-            yield start, stop
-            start = low
-            stop = high
-    yield start, stop
+            yield run_start, run_stop
+            run_start = start
+            run_stop = stop
+    yield run_start, run_stop

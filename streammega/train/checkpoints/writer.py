@@ -43,6 +43,7 @@ class _Stream(io.RawIOBase):
     """A file being written, in pieces, each of which says that the save goes on.
 
     Args:
+        write: takes one piece.
         hexes: takes the checksum of every item, by the offset at which it begins, as text.
         file: on a disk.
     """
@@ -54,10 +55,10 @@ class _Stream(io.RawIOBase):
         self._write = write
         self._all_ranks = all_ranks
         self._file = file
-        self._at = 0
         self._hexes = hexes
-        self._item = 0
         self._hash = xxhash.xxh3_64()
+        self._written_bytes = 0
+        self._item_start = 0
 
     def writable(self) -> bool:
         """Always."""
@@ -68,7 +69,7 @@ class _Stream(io.RawIOBase):
         here.
         """
         self._end_item()
-        return self._at
+        return self._written_bytes
 
     def close(self) -> None:
         """All is written."""
@@ -90,13 +91,14 @@ class _Stream(io.RawIOBase):
             self._hash.update(piece)
             self._write(piece)
             self._all_ranks.progress()
-        self._at += len(view)
+        self._written_bytes += len(view)
         return len(view)
 
     def _end_item(self) -> None:
-        if self._at > self._item:
-            self._hexes[str(self._item)] = self._hash.hexdigest()
-            self._item = self._at
+        """Note the checksum of what was written since the last item, if that is anything."""
+        if self._written_bytes > self._item_start:
+            self._hexes[str(self._item_start)] = self._hash.hexdigest()
+            self._item_start = self._written_bytes
             self._hash.reset()
 
 
@@ -111,7 +113,10 @@ class _Disk(FileSystemBase):
     def create_stream(self, path: Any, mode: str) -> Iterator[Any]:
         """Open for writing."""
         hexes = self.checksums.hexes.setdefault(_final_name(path), {})
-        with open(path, mode) as file, _Stream(file.write, self._all_ranks, hexes, file) as stream:
+        with (
+            open(path, mode) as file,
+            _Stream(file.write, self._all_ranks, hexes, file) as stream,
+        ):
             yield stream
 
     def concat_path(self, path: Any, suffix: str) -> Path:
@@ -219,29 +224,35 @@ class Writer(FileSystemWriter):
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         """This rank's file; returns when those of all ranks are written."""
-        written = self._all_ranks.work(
-            lambda: super(Writer, self).write_data(plan, planner), watched=True
-        )
+        write = super().write_data
+        written = self._all_ranks.work(lambda: write(plan, planner), watched=True)
+        results: list[WriteResult] = [self._with_checksum(result) for result in written.value()]
         told: Future[list[WriteResult]] = Future()
-        told.set_result([self._with_checksum(result) for result in written.value()])
+        told.set_result(results)
         return told
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         """On the first rank: write what says which items there are and where they lie."""
-        for result in (result for of_rank in results for result in of_rank):
-            if isinstance(result, _Written) and result.checksum is not None:
-                place = result.storage_data
-                self.checksums.hexes.setdefault(place.relative_path, {})[str(place.offset)] = (
-                    result.checksum
-                )
+        for results_of_rank in results:
+            for result in results_of_rank:
+                self._note_checksum(result)
         super().finish(metadata, results)
+
+    def _note_checksum(self, result: WriteResult) -> None:
+        """Of an item that any rank has written."""
+        if isinstance(result, _Written) and result.checksum is not None:
+            place = result.storage_data
+            hexes = self.checksums.hexes.setdefault(place.relative_path, {})
+            hexes[str(place.offset)] = result.checksum
 
     def _with_checksum(self, result: WriteResult) -> _Written:
         place = result.storage_data
-        checksum = self.checksums.hexes.get(place.relative_path, {}).get(str(place.offset))
+        hexes = self.checksums.hexes.get(place.relative_path, {})
+        checksum = hexes.get(str(place.offset))
         return _Written(result.index, result.size_in_bytes, place, checksum)
 
 
 def _final_name(path: Any) -> str:
     """Of a file: torch writes one of them under another name first, and renames it."""
-    return str(path).rpartition("/")[2].removesuffix(".tmp")
+    _, _, name = str(path).rpartition("/")
+    return name.removesuffix(".tmp")
