@@ -304,6 +304,13 @@ class RunConfig:
             if not name.replace("_", "").replace("-", "").isalnum():
                 raise ConfigError(f"validation set {name!r}: names are letters, digits, - and _")
 
+    @property
+    def every_stage(self) -> bool:
+        """Whether every pipeline stage is given batches: positions or bounds of documents are then
+        other ones in each sample, and the attention of every layer needs them.
+        """
+        return self.data.reset_position_ids or self.data.reset_attention_mask
+
     def num_samples(self) -> tuple[int, int, int]:
         """Samples the run asks of train, valid and test, as Megatron counts them."""
         train = self.train

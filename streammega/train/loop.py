@@ -1,5 +1,18 @@
 """The training loop: iterations over global batches, from the loader to the optimizer, on any
 layout of ranks.
+
+The order of a step, and why:
+
+    take and compute    each micro-batch is taken while the one before is computed (`feed`)
+    reduce and step     gradients are summed over ranks. Whether their norm is finite is looked at
+                        after the optimizer's step, where the host waits for the device anyway
+    totals              one collective: losses, and whether any rank was asked to stop. It is the
+                        same on all ranks, so that all of them stop, or save, after the same step
+    stop                with a checkpoint, and no evaluation: what stops a run does not wait
+    save                before the evaluation, so that what fails in one costs no steps
+    evaluate
+    write the record    last, since it has what the evaluation found. A checkpoint keeps the record
+                        until then, for a run that is killed meanwhile
 """
 
 from __future__ import annotations
@@ -15,6 +28,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from numpy.typing import NDArray
+from torch import Tensor
 
 from streammega.errors import ConfigError, GradientError, StorageError
 from streammega.gradients.checks import clip_finite_grads
@@ -23,22 +37,22 @@ from streammega.gradients.loss_scale import LossScale
 from streammega.gradients.sharded_optimizer import ShardedOptimizer
 from streammega.parallel import RankBatches, Ranks
 from streammega.parallel.batches import read_factor
-from streammega.parallel.groups import WORLD
 from streammega.parallel.layout import ParallelLayout
-from streammega.samples.fields import Batch
 from streammega.train.agreement import check_that_ranks_agree, facts_of
-from streammega.train.batch_hash import global_batch_hash, sample_digests
+from streammega.train.batch_hash import hash_over_ranks
 from streammega.train.checkpoints.checkpoints import Checkpoints
 from streammega.train.checkpoints.open import open_place
 from streammega.train.checkpoints.resume import rewinds_of
 from streammega.train.config import RunConfig
+from streammega.train.evaluation import check_valid_splits, evaluate_all
 from streammega.train.feed import StepBatches
 from streammega.train.metrics import MetricsLog, finite
 from streammega.train.numerics import set_numerics
 from streammega.train.out_dir import OutDir
 from streammega.train.parallel import Losses, ParallelModel
 from streammega.train.schedule import set_learning_rate
-from streammega.train.splits import has_valid, open_split, source_names, validation_sets
+from streammega.train.splits import open_split, source_names
+from streammega.train.step_totals import StepTotals, add_over_ranks
 from streammega.train.stopping import StopRequests, Terminated, heard
 from streammega.train.watch import Watch
 
@@ -68,75 +82,79 @@ class Trainer:
     def __init__(self, config: RunConfig, device: torch.device, watch: Watch | None = None) -> None:
         self.config = config
         self.device = device
-        set_numerics(config.train)
-        parallel = config.parallel
-        world = dist.get_world_size() if dist.is_initialized() else 1
-        layout = ParallelLayout.of_world(
-            world, tp=parallel.tp, cp=parallel.cp, pp=parallel.pp, order=parallel.order
-        )
-        _check_pipeline(config, layout)
-        self.ranks = Ranks(
-            layout,
-            timedelta(
-                seconds=config.train.timeout + (NCCL_MARGIN if device.type == "cuda" else 0.0)
-            ),
-        )
+        train = config.train
+        # First: cuBLAS looks at its variable once, at the first product of matrices.
+        set_numerics(train)
+        self.ranks = _make_ranks(config, device)
+        world = self.ranks.layout.world_size
         self.watch = watch or Watch(None, self.ranks.rank, world)
         self.step = 0
-        self.every_stage = config.data.reset_position_ids or config.data.reset_attention_mask
         self.loader = open_split(config, "train", self.ranks)
-        self.batches = RankBatches(self.loader, self.ranks, device, every_stage=self.every_stage)
+        self.batches = RankBatches(self.loader, self.ranks, device, every_stage=config.every_stage)
         check_that_ranks_agree(facts_of(config, self.loader), self.ranks, device)
         self.sources = source_names(config.data)
         self.model = ParallelModel(config, self.ranks, device)
         self.optimizer = self.model.make_optimizer()
-        self.scale = LossScale() if config.train.dtype == "float16" else None
-        self._try_validation()
+        self.scale = LossScale() if train.dtype == "float16" else None
+        check_valid_splits(config, self.ranks)
         self.out: OutDir | None = None
         self.checkpoints = Checkpoints(
-            open_place(config.train.out_dir, config.data.storage),
-            config.train.keep_checkpoints,
-            config.train.timeout,
+            open_place(train.out_dir, config.data.storage),
+            train.keep_checkpoints,
+            train.timeout,
             before_publish=self._upload_records,
         )
         self.rewinds: list[int] = []
+        """The values of train.rewind by which this run, and those it goes on from, have rewound."""
         self.metrics: MetricsLog | None = None
         self.ended: str | None = None
         """Why the run stopped before its last step, where the data ended."""
         self.requests = StopRequests()
         """What signals have asked of this rank."""
         self._stop_signal = signal.SIGTERM
+        """What the run was asked to stop by: one for all ranks, whichever were signalled."""
         if self.ranks.rank == 0:
-            train = config.train
-            self.out = OutDir(train.out_dir, config.data.storage)
-            self.metrics = MetricsLog(
-                self.out.folder, train.log_interval, train.iters, tensorboard=train.tensorboard
-            )
-            factor = read_factor(layout, self.loader.dataset.config, every_stage=self.every_stage)
-            often = "once" if factor == 1 else f"{factor} times"
-            log.info("%s; each token is read %s, over all ranks", layout, often)
+            # After the checkpoints: they hold the place, and no other job writes its metrics there.
+            self._open_records()
+
+    def _open_records(self) -> None:
+        """On the first rank: where metrics go."""
+        train = self.config.train
+        self.out = OutDir(train.out_dir, self.config.data.storage)
+        self.metrics = MetricsLog(
+            self.out.folder, train.log_interval, train.iters, tensorboard=train.tensorboard
+        )
+        layout = self.ranks.layout
+        factor = read_factor(
+            layout, self.loader.dataset.config, every_stage=self.config.every_stage
+        )
+        often = "once" if factor == 1 else f"{factor} times"
+        log.info("%s; each token is read %s, over all ranks", layout, often)
 
     def resume(self) -> None:
         """Load the newest sound checkpoint (with train.rewind, the newest up to there): weights,
         optimizer, and the cursor.
         """
         rewind = self.config.train.rewind
-        position = self.checkpoints.resume(
-            self.model,
-            self.optimizer,
-            lambda found: self.batches.load_state_dict(found["data"]),
-            rewind,
-        )
+
+        def accept(position: dict[str, Any]) -> None:
+            self.batches.load_state_dict(position["data"])
+
+        position = self.checkpoints.resume(self.model, self.optimizer, accept, rewind)
         if position is None:
             return
         if self.scale is not None and "loss_scale" in position:
             self.scale.load_state_dict(position["loss_scale"])
         self.step = position["step"]
-        self.rewinds = sorted({*rewinds_of(position), *([] if rewind is None else [rewind])})
+        rewinds = set(rewinds_of(position))
+        if rewind is not None:
+            rewinds.add(rewind)
+        self.rewinds = sorted(rewinds)
         if self.ranks.rank == 0:
             log.info("resumed from step %d, at sample %d", self.step, self.batches.consumed_samples)
         if self.metrics and "record" in position and not self.metrics.has(self.step):
-            self.metrics.write(position["record"])  # the run was killed while it evaluated
+            # The run was killed while it evaluated.
+            self.metrics.write(position["record"])
 
     def run(self) -> None:
         """Train until `iters`, saving and evaluating at their intervals and at the end.
@@ -144,44 +162,56 @@ class Trainer:
         Raises Terminated after SIGTERM or Ctrl-C, and KeyboardInterrupt where a second Ctrl-C wants
         the end at once.
         """
-        train = self.config.train
-        if self.step >= train.iters and self.ranks.rank == 0:
+        iters = self.config.train.iters
+        if self.step >= iters and self.ranks.rank == 0:
             log.info(
                 "step %d: train.iters = %d is reached, and nothing left to train; raise it to go on",
                 self.step,
-                train.iters,
+                iters,
             )
         with heard(self.requests, says=self.ranks.rank == 0), self.watch.gentle():
-            while self.step < train.iters:
+            while self.step < iters:
                 try:
                     record, stop = self.train_step()
                 except DataEnded as ended:
-                    self.ended = str(ended)
-                    log.warning("%s", ended)
-                    if train.save_interval:
-                        self.save()
+                    self._end_with_the_data(str(ended))
                     break
                 self.step += 1
-                last = self.step == train.iters
-                evaluates = bool(train.eval_iters and train.eval_interval) and (
-                    last or self.step % train.eval_interval == 0
-                )
-                if stop and not last:
-                    self._stop_here(record)
-                due = train.save_interval and self.step % train.save_interval == 0
-                # first, so that what fails in an evaluation costs no steps
-                if due or (train.save_interval and last):
-                    self.save(
-                        background=train.async_save and not last,
-                        record=record if evaluates else None,
-                    )
-                try:
-                    if evaluates:
-                        record |= self.evaluate_all()
-                finally:
-                    if self.metrics:
-                        self.metrics.write(record)
+                self._after_step(record, stop)
         self.close()
+
+    def _after_step(self, record: dict[str, Any], stop: bool) -> None:
+        """Stop, save, evaluate and write the record, as far as it is time to: in this order, for
+        which see above.
+        """
+        train = self.config.train
+        is_last = self.step == train.iters
+        if stop and not is_last:
+            self._stop_here(record)
+        evaluates = train.eval_iters > 0 and self._is_due(train.eval_interval)
+        if self._is_due(train.save_interval):
+            self.save(
+                background=train.async_save and not is_last,
+                record=record if evaluates else None,
+            )
+        try:
+            if evaluates:
+                record |= self.evaluate_all()
+        finally:
+            if self.metrics:
+                self.metrics.write(record)
+
+    def _is_due(self, interval: int) -> bool:
+        """Whether a step is one of an interval, or the last. 0: never."""
+        if interval == 0:
+            return False
+        return self.step % interval == 0 or self.step == self.config.train.iters
+
+    def _end_with_the_data(self, why: str) -> None:
+        self.ended = why
+        log.warning("%s", why)
+        if self.config.train.save_interval:
+            self.save()
 
     def flush(self) -> None:
         """Write out what metrics are kept back, alone: also for a run that ends by an error."""
@@ -210,7 +240,7 @@ class Trainer:
         self.watch.phase("saving", self.step)
         position: dict[str, Any] = {"step": self.step, "data": self.batches.state_dict()}
         if self.rewinds:
-            # a restart with one of these settings goes on from here
+            # A restart with one of these settings goes on from here.
             position["rewinds"] = self.rewinds
         if record is not None:
             position["record"] = finite(record)
@@ -227,40 +257,60 @@ class Trainer:
         train = self.config.train
         dataset = self.loader.dataset
         began = time.perf_counter()
-        start = next(dataset.parts(self.batches.consumed_samples), range(0)).start
         set_learning_rate(self.optimizer, train, self.step)
-        size = dataset.schedule.size_at(start)
+        first_sample = self._next_sample()
+        num_samples = dataset.schedule.size_at(first_sample)
         micro_steps = dataset.schedule.micro_batches_at(
-            start, train.micro_batch_size, self.ranks.layout.dp
+            first_sample, train.micro_batch_size, self.ranks.layout.dp
         )
         batches = self._take(micro_steps)
-        tokens = float(size * self.config.data.sequence_length)
-        losses = self.model.forward_backward(
-            batches, micro_steps, self.scale.value / tokens if self.scale else 1.0
-        )
+        num_tokens = num_samples * self.config.data.sequence_length
+        # Losses are summed over tokens: in fp16 a sum of so many would overflow, so they are
+        # divided by all tokens of the global batch before backward.
+        divided_by = float(num_tokens)
+        scale = self.scale.value / divided_by if self.scale else 1.0
+        losses = self.model.forward_backward(batches, micro_steps, scale)
         self.watch.phase("reducing")
-        ids = dataset.sample_ids(
-            np.array(batches.consumed, np.int64) - dataset.step_samples
-        ).reshape(-1)
-        norm = self._reduce_and_step(losses, tokens)
-        totals = self._totals(losses, ids)
+        starts = np.array(batches.consumed, np.int64) - dataset.step_samples
+        sample_ids = dataset.sample_ids(starts).reshape(-1)
+        grad_norm = self._reduce_and_step(losses, divided_by)
+        totals = self._totals(losses, sample_ids)
+        seconds = time.perf_counter() - began
+        stop_sample = self.batches.consumed_samples
         record: dict[str, Any] = {
             "step": self.step + 1,
-            "samples": [self.batches.consumed_samples - size, self.batches.consumed_samples],
+            "samples": [stop_sample - num_samples, stop_sample],
             "ranks": self.ranks.layout.world_size,
-            "loss": totals["loss"],
-            "grad_norm": norm,
+            "loss": totals.loss,
+            "grad_norm": grad_norm,
             "lr": self.optimizer.param_groups[0]["lr"],
             "data_wait_s": batches.waited,
-            "tokens_per_s": size * self.config.data.sequence_length / (time.perf_counter() - began),
+            "tokens_per_s": num_tokens / seconds,
         }
         if self.scale is not None:
             record["loss_scale"] = self.scale.value
-        if totals["sources"]:
-            record["source_loss"] = totals["sources"]
+        if totals.loss_of_source:
+            record["source_loss"] = totals.loss_of_source
         if train.hash_batches:
-            record["batch_hash"] = self._hash(batches.kept or [], ids, record["samples"][0], size)
-        return record, totals["stop"]
+            record["batch_hash"] = hash_over_ranks(
+                batches.kept or [],
+                sample_ids.tolist(),
+                range(stop_sample - num_samples, stop_sample),
+                self.model.bounds,
+                self.ranks,
+                self.device,
+            )
+        return record, totals.stop
+
+    def _next_sample(self) -> int:
+        """The first sample of the next global batch: behind the cursor, and what is skipped there.
+
+        0 where there is none: `_take` says so.
+        """
+        parts = self.loader.dataset.parts(self.batches.consumed_samples)
+        for part in parts:
+            return part.start
+        return 0
 
     def _stop_here(self, record: dict[str, Any]) -> None:
         """End the run as a signal asked: when the save under way is whole, and with another one
@@ -270,77 +320,30 @@ class Trainer:
             self.metrics.write(record)
         self.watch.phase("saving", self.step)
         self.checkpoints.wait()
-        saved = self.checkpoints.recent(RECENT_SECONDS)
-        if saved is None:
+        saved_step = self.checkpoints.recent(RECENT_SECONDS)
+        if saved_step is None:
             self.save()
         self.close()
-        how = (
-            "interrupted"
-            if self._stop_signal == signal.SIGINT
-            else f"stopped by {self._stop_signal.name}"
-        )
-        what = ", which is saved"
-        if saved not in (None, self.step):
-            what = f"; step {saved}, of less than {RECENT_SECONDS:.0f} s before, is saved"
+        how = f"stopped by {self._stop_signal.name}"
+        if self._stop_signal == signal.SIGINT:
+            how = "interrupted"
+        if saved_step is None or saved_step == self.step:
+            what = ", which is saved"
+        else:
+            what = f"; step {saved_step}, of less than {RECENT_SECONDS:.0f} s before, is saved"
         raise Terminated(
-            f"{how} after step {self.step}{what} in {self.config.train.out_dir}; the same command goes on from there",
+            f"{how} after step {self.step}{what} in {self.config.train.out_dir}; "
+            f"the same command goes on from there",
             self._stop_signal,
         )
-
-    def _try_validation(self) -> None:
-        """Open what will be evaluated: what is wrong with it should not be found after hours of
-        training.
-        """
-        train = self.config.train
-        if not (train.eval_iters and train.eval_interval):
-            return
-        sets = list(validation_sets(self.config).values())
-        if has_valid(self.config.data):
-            sets.append(self.config)
-        for own in sets:
-            open_split(own, "valid", self.ranks).close()
 
     def _upload_records(self) -> None:
         if self.out:
             self.out.upload()
 
-    def evaluate(self) -> float:
-        """Mean loss over eval_iters global batches of the valid split, always the same ones from
-        its start.
-        """
-        return self._evaluate(self.config)
-
     def evaluate_all(self) -> dict[str, Any]:
-        """{"valid_loss": ...}, and with validation sets of their own {"valid_loss_of": {name:
-        ...}}.
-        """
-        record: dict[str, Any] = {}
-        if has_valid(self.config.data):
-            record["valid_loss"] = self.evaluate()
-        sets = validation_sets(self.config)
-        if sets:
-            record["valid_loss_of"] = {name: self._evaluate(own) for name, own in sets.items()}
-        return record
-
-    def _evaluate(self, config: RunConfig) -> float:
-        total = torch.zeros(2, device=self.device, dtype=torch.float64)
-        train = config.train
-        with open_split(config, "valid", self.ranks) as loader:
-            batches = RankBatches(loader, self.ranks, self.device, every_stage=self.every_stage)
-            micro_steps = train.global_batch_size // loader.dataset.step_samples
-            for _ in range(train.eval_iters):
-                self.watch.phase("evaluating")
-                taken = [
-                    batch for _ in range(micro_steps) if (batch := next(batches, None)) is not None
-                ]
-                if len(taken) < micro_steps:
-                    break
-                losses = self.model.evaluate(taken)
-                if self._contributes:
-                    total += torch.stack((losses.loss.double().sum(), losses.tokens.double().sum()))
-            batches.close()
-        self.ranks.all_reduce(total, WORLD)
-        return float(total[0] / total[1].clamp(min=1))
+        """The losses of the valid split and of validation sets: see `evaluation`."""
+        return evaluate_all(self.config, self.model, lambda: self.watch.phase("evaluating"))
 
     def _take(self, micro_steps: int) -> StepBatches:
         """The micro-batches of a step on this rank. Raises DataEnded where there is none."""
@@ -353,42 +356,58 @@ class Trainer:
         )
         if batches.empty:
             raise DataEnded(
-                f"the data ends at sample {self.batches.consumed_samples}, after step {self.step} of "
-                f"{self.config.train.iters}: data.skip_samples passed over the rest; raise data.num_samples"
+                f"the data ends at sample {self.batches.consumed_samples}, after step {self.step} "
+                f"of {self.config.train.iters}: data.skip_samples passed over the rest; "
+                f"raise data.num_samples"
             )
         return batches
 
     def _reduce_and_step(self, losses: Losses, divided_by: float) -> float:
-        """Normalise gradients by the unmasked tokens of the global batch, clip and step; returns
-        the norm before clipping.
+        """Normalise gradients by the unmasked tokens of the global batch, clip and step.
+
+        Returns the norm before clipping; inf where fp16 overflowed, and no step was taken.
         """
         tokens = losses.tokens.sum()
-        limit = self.config.train.clip_grad or math.inf
-        optimizer = self.optimizer
         if isinstance(self.model.wrapped[0], BucketedDataParallel):
-            models = [
-                model for model in self.model.wrapped if isinstance(model, BucketedDataParallel)
-            ]
-            finish_grad_sync(models, tokens)  # none on all but the last stage
-            if isinstance(optimizer, ShardedOptimizer):
-                if self.scale is not None and not self.scale.unscale(optimizer, divided_by):
-                    return math.inf  # fp16 overflowed: no step, and a smaller scale
-                norm = optimizer.clip_grad_norm_(limit)
-            else:
-                norm = self.model.clip_grad_norm_(limit)
+            norm = self._reduce_buckets(tokens, divided_by)
         else:
-            total = self.ranks.all_reduce(tokens.clone(), "dp-cp").clamp(min=1.0)
-            grads = [p.grad for p in self.model.wrapped[0].parameters() if p.grad is not None]
-            torch._foreach_mul_(grads, self.ranks.size("dp-cp") / total)  # DDP has averaged sums
-            norm = clip_finite_grads(self.model.wrapped[0], limit)
+            norm = self._normalise_torch_ddp(tokens)
+        if norm is None:
+            return math.inf
+        # A save may still be copying the values that change now.
         self.checkpoints.before_change()
-        optimizer.step()
+        self.optimizer.step()
         for model in self.model.wrapped:
             model.zero_grad()
         if self.device.type == "cuda":
-            # all of the step is under way, and the host would wait for it here
+            # All of the step is under way, and the host would wait for it here.
             self.batches.prepare()
         return self._finite(float(norm))
+
+    def _reduce_buckets(self, tokens: Tensor, divided_by: float) -> Tensor | float | None:
+        """The norm of gradients that are reduced, divided by tokens and clipped.
+
+        tokens: unmasked ones of this rank; none on all but the last stage. None: fp16 overflowed;
+        the scale is smaller now.
+        """
+        models = [model for model in self.model.wrapped if isinstance(model, BucketedDataParallel)]
+        finish_grad_sync(models, tokens)
+        limit = self.config.train.clip_grad or math.inf
+        optimizer = self.optimizer
+        if not isinstance(optimizer, ShardedOptimizer):
+            return self.model.clip_grad_norm_(limit)
+        if self.scale is not None and not self.scale.unscale(optimizer, divided_by):
+            return None
+        return optimizer.clip_grad_norm_(limit)
+
+    def _normalise_torch_ddp(self, tokens: Tensor) -> Tensor | float:
+        """The same of torch's DDP, which has reduced already."""
+        model = self.model.wrapped[0]
+        total_tokens = self.ranks.all_reduce(tokens.clone(), "dp-cp").clamp(min=1.0)
+        grads = [p.grad for p in model.parameters() if p.grad is not None]
+        # DDP has averaged over ranks what is to be a sum.
+        torch._foreach_mul_(grads, self.ranks.size("dp-cp") / total_tokens)
+        return clip_finite_grads(model, self.config.train.clip_grad or math.inf)
 
     def _finite(self, norm: float) -> float:
         """The norm of a step that was taken; looked at here, where the host waits for it anyway,
@@ -396,88 +415,65 @@ class Trainer:
         """
         if not math.isfinite(norm):
             raise GradientError(
-                f"the gradient norm of step {self.step + 1} is {norm}, though no rank's gradients were: their sum is too large; "
-                f"resume from the last checkpoint with a lower learning rate, or skip this step's samples"
+                f"the gradient norm of step {self.step + 1} is {norm}, though no rank's gradients "
+                f"were: their sum is too large; resume from the last checkpoint with a lower "
+                f"learning rate, or skip this step's samples"
             )
         return norm
 
-    @property
-    def _contributes(self) -> bool:
-        """Whether the losses of this rank are those that count: of tensor-parallel copies one."""
-        return self.model.is_last and self.ranks.at["tp"] == 0
-
-    def _totals(self, losses: Losses, ids: NDArray[np.int64]) -> dict[str, Any]:
-        """Means over the global batch, by source too, and whether to stop: one small collective a
-        step.
-        """
-        count = len(self.sources)
-        total = torch.zeros(5 + 2 * count, dtype=torch.float64)
-        total[0] = self.requests.first is not None
-        total[1] = self.requests.first == signal.SIGINT
-        total[2] = self.checkpoints.failed
-        if self._contributes:
-            loss = losses.loss.double().cpu()
-            tokens = losses.tokens.double().cpu()
-            total[3:5] = torch.stack((loss.sum(), tokens.sum()))
-            if count > 1:
-                located = self.loader.dataset.samples.locate(ids)
-                source = torch.from_numpy(located.dataset[located.row_splits[:-1]].astype("int64"))
-                total[5 : 5 + count].index_add_(0, source, loss)
-                total[5 + count :].index_add_(0, source, tokens)
-        total = total.to(self.device)
-        self.ranks.all_reduce(total, WORLD)
-        stops, interrupts, failed_saves, loss_sum, token_sum, *by_source = total.tolist()
-        # known to all ranks now: none goes on into a collective that another one has left
-        if failed_saves:
+    def _totals(self, losses: Losses, sample_ids: NDArray[np.int64]) -> StepTotals:
+        """What all ranks know of the step. Raises StorageError where a save has failed on one."""
+        counts_losses = self.model.counts_losses
+        by_source = counts_losses and len(self.sources) > 1
+        totals = add_over_ranks(
+            self.requests.first,
+            self.checkpoints.failed,
+            losses if counts_losses else None,
+            self._sources_of(sample_ids) if by_source else None,
+            self.sources,
+            self.ranks,
+            self.device,
+        )
+        # Known to all ranks now: none goes on into a collective that another one has left.
+        if totals.failed_save:
             self.checkpoints.wait()
             raise StorageError("a checkpoint could not be written: another rank says why")
-        # one for all ranks, whichever were signalled
-        self._stop_signal = signal.SIGINT if interrupts else signal.SIGTERM
-        sums = by_source[:count]
-        counts = by_source[count:]
-        sources = (
-            {name: s / n for name, s, n in zip(self.sources, sums, counts, strict=True) if n}
-            if count > 1
-            else {}
-        )
-        return {"stop": stops > 0, "loss": loss_sum / max(token_sum, 1.0), "sources": sources}
+        self._stop_signal = signal.SIGINT if totals.interrupted else signal.SIGTERM
+        return totals
 
-    def _hash(self, batches: list[Batch], ids: NDArray[np.int64], start: int, size: int) -> str:
-        """The hash of the global batch that all ranks together were given.
+    def _sources_of(self, sample_ids: NDArray[np.int64]) -> NDArray[np.int64]:
+        """The dataset of the blend that each sample is of."""
+        located = self.loader.dataset.samples.locate(sample_ids)
+        # A sample is of one dataset: that of its first extent.
+        first_extents = located.row_splits[:-1]
+        return located.dataset[first_extents].astype("int64")
 
-        Tensor-parallel copies must agree.
-        """
-        digests = torch.zeros(size, dtype=torch.int64)
-        places = torch.cat([torch.arange(a, b) for a, b in self.model.bounds])
-        rows = [
-            digest
-            for batch in batches
-            for digest in (sample_digests(batch, places) if batch else [])
-        ]
-        for sample, digest in zip(ids.tolist(), rows, strict=bool(rows)):
-            digests[sample - start] += digest - 2**64 if digest >= 2**63 else digest
-        digests = digests.to(self.device)
-        low = digests.clone()
-        high = digests.clone()
-        self.ranks.all_reduce(low, "tp", dist.ReduceOp.MIN)
-        self.ranks.all_reduce(high, "tp", dist.ReduceOp.MAX)
-        if not torch.equal(low, high):
-            raise RuntimeError(
-                f"tensor-parallel ranks were given different tokens in step {self.step + 1}"
-            )
-        if self.ranks.at["tp"] > 0:
-            digests.zero_()
-        self.ranks.all_reduce(digests, WORLD)
-        return global_batch_hash({start + n: digest for n, digest in enumerate(digests.tolist())})
+
+def _make_ranks(config: RunConfig, device: torch.device) -> Ranks:
+    """The ranks of a run's layout, in the world that there is. Raises ConfigError."""
+    parallel = config.parallel
+    world = dist.get_world_size() if dist.is_initialized() else 1
+    layout = ParallelLayout.of_world(
+        world, tp=parallel.tp, cp=parallel.cp, pp=parallel.pp, order=parallel.order
+    )
+    _check_pipeline(config, layout)
+    margin = NCCL_MARGIN if device.type == "cuda" else 0.0
+    return Ranks(layout, timedelta(seconds=config.train.timeout + margin))
 
 
 def _check_pipeline(config: RunConfig, layout: ParallelLayout) -> None:
     """Raise ConfigError for steps of too few micro-batches to keep the pipeline's stages busy."""
-    micro = config.train.micro_batch_size * layout.dp
-    rounds = config.parallel.virtual_stages > 1
-    for _, size in config.train.schedule.stages:
-        if size // micro < layout.pp or (rounds and size // micro % layout.pp):
+    step_samples = config.train.micro_batch_size * layout.dp
+    is_interleaved = config.parallel.virtual_stages > 1
+    for _, batch_samples in config.train.schedule.stages:
+        micro_batches = batch_samples // step_samples
+        too_few = micro_batches < layout.pp
+        # The interleaved schedule goes through its stages in rounds of pp micro-batches.
+        uneven = is_interleaved and micro_batches % layout.pp != 0
+        if too_few or uneven:
+            needs = "a multiple of" if is_interleaved else "at least"
             raise ConfigError(
-                f"a step of {size} samples has {size // micro} micro-batches on each rank; parallel.pp {layout.pp} needs "
-                f"{'a multiple of' if rounds else 'at least'} {layout.pp}: change train.global_batch_size or micro_batch_size"
+                f"a step of {batch_samples} samples has {micro_batches} micro-batches on each "
+                f"rank; parallel.pp {layout.pp} needs {needs} {layout.pp}: "
+                f"change train.global_batch_size or micro_batch_size"
             )

@@ -107,6 +107,11 @@ class ParallelModel:
         return self.stage_ids[-1] == self.num_stages - 1
 
     @property
+    def counts_losses(self) -> bool:
+        """Whether the losses of this rank are those that count: of tensor-parallel copies one."""
+        return self.is_last and self.ranks.at["tp"] == 0
+
+    @property
     def _vocab_part(self) -> VocabPart | None:
         """The part of the vocabulary of which this rank computes logits; None: all, or none."""
         head = self.chunks[-1].head

@@ -1,0 +1,99 @@
+"""What all ranks sum once a step, in one small collective: the losses of the global batch, by source
+too, and what ends the run.
+
+One collective, since each waits for the slowest rank. What ends the run goes with it, so that no
+rank begins a step which another one does not.
+"""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from streammega.parallel import Ranks
+from streammega.parallel.groups import WORLD
+from streammega.train.parallel import Losses
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepTotals:
+    """Of one step, the same on all ranks.
+
+    stop: some rank was asked to end the run. interrupted: some rank by Ctrl-C. failed_save: a save
+    has failed on some rank. loss: the mean over unmasked tokens of the global batch.
+    loss_of_source: the same of each dataset of a blend that had any; empty without a blend.
+    """
+
+    stop: bool
+    interrupted: bool
+    failed_save: bool
+    loss: float
+    loss_of_source: dict[str, float]
+
+
+def add_over_ranks(
+    stop_signal: signal.Signals | None,
+    failed_save: bool,
+    losses: Losses | None,
+    source_of_sample: NDArray[np.int64] | None,
+    sources: Sequence[str],
+    ranks: Ranks,
+    device: torch.device,
+) -> StepTotals:
+    """Collective over all ranks.
+
+    Args:
+        stop_signal: what has asked this rank to stop.
+        failed_save: whether a save has failed here.
+        losses: of the samples of this rank; None where another rank counts them.
+        source_of_sample: int64 [samples], the index in `sources` of each; None: not by source.
+        sources: names of the datasets of the blend.
+        ranks: of the run.
+        device: on which they talk.
+    """
+    flags = torch.zeros(3, dtype=torch.float64)
+    flags[0] = stop_signal is not None
+    flags[1] = stop_signal == signal.SIGINT
+    flags[2] = failed_save
+    sums = torch.zeros(2, dtype=torch.float64)
+    loss_by_source = torch.zeros(len(sources), dtype=torch.float64)
+    tokens_by_source = torch.zeros(len(sources), dtype=torch.float64)
+    if losses is not None:
+        loss = losses.loss.double().cpu()
+        tokens = losses.tokens.double().cpu()
+        sums = torch.stack((loss.sum(), tokens.sum()))
+        if source_of_sample is not None:
+            source = torch.from_numpy(source_of_sample)
+            loss_by_source.index_add_(0, source, loss)
+            tokens_by_source.index_add_(0, source, tokens)
+    parts = (flags, sums, loss_by_source, tokens_by_source)
+    total = torch.cat(parts).to(device)
+    ranks.all_reduce(total, WORLD)
+    sizes = [len(part) for part in parts]
+    flags, sums, loss_by_source, tokens_by_source = torch.split(total.cpu(), sizes)
+    stops, interrupts, failed_saves = flags.tolist()
+    loss_sum, token_sum = sums.tolist()
+    return StepTotals(
+        stop=stops > 0,
+        interrupted=interrupts > 0,
+        failed_save=failed_saves > 0,
+        loss=loss_sum / max(token_sum, 1.0),
+        loss_of_source=_means(sources, loss_by_source, tokens_by_source),
+    )
+
+
+def _means(sources: Sequence[str], loss: Tensor, tokens: Tensor) -> dict[str, float]:
+    """The mean loss of each source that had tokens; none where there is but one source."""
+    if len(sources) < 2:
+        return {}
+    means: dict[str, float] = {}
+    for name, loss_sum, token_sum in zip(sources, loss.tolist(), tokens.tolist(), strict=True):
+        if token_sum:
+            means[name] = loss_sum / token_sum
+    return means
