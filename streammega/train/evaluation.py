@@ -13,7 +13,7 @@ from streammega.parallel import RankBatches, Ranks
 from streammega.parallel.groups import WORLD
 from streammega.samples.fields import Batch
 from streammega.train.config import RunConfig
-from streammega.train.parallel import ParallelModel
+from streammega.train.parallel_model import ParallelModel
 from streammega.train.splits import has_valid, open_split, validation_sets
 
 

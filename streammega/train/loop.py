@@ -46,10 +46,11 @@ from streammega.train.checkpoints.resume import rewinds_of
 from streammega.train.config import RunConfig
 from streammega.train.evaluation import check_valid_splits, evaluate_all
 from streammega.train.feed import StepBatches
+from streammega.train.losses import Losses
 from streammega.train.metrics import MetricsLog, finite
 from streammega.train.numerics import set_numerics
 from streammega.train.out_dir import OutDir
-from streammega.train.parallel import Losses, ParallelModel
+from streammega.train.parallel_model import ParallelModel
 from streammega.train.schedule import set_learning_rate
 from streammega.train.splits import open_split, source_names
 from streammega.train.step_totals import StepTotals, add_over_ranks

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from streammega.parallel import Ranks
 from streammega.parallel.groups import WORLD
-from streammega.train.parallel import Losses
+from streammega.train.losses import Losses
 
 
 @dataclass(frozen=True, kw_only=True)

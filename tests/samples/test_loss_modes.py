@@ -23,7 +23,7 @@ from streammega.loading import StreamingDataset
 from streammega.samples.build import build_datasets
 from streammega.train.config import load_run
 from streammega.train.loop import Trainer
-from streammega.train.parallel import ParallelModel
+from streammega.train.parallel_model import ParallelModel
 from tests.support.gang import Gang
 from tests.support.rank_programs import read_batches
 from tests.support.typed import first_prefix, map_style

@@ -17,7 +17,7 @@ from streammega.gradients.sharded_optimizer import ShardedOptimizer
 from streammega.order.rank_samples import zigzag_bounds
 from streammega.train import attention
 from streammega.train.config import RunConfig, load_run
-from streammega.train.parallel import ParallelModel
+from streammega.train.parallel_model import ParallelModel
 from streammega.train.visibility import Visibility
 
 CPU = torch.device("cpu")
@@ -111,7 +111,7 @@ def gradients(model: ParallelModel, tokens: torch.Tensor) -> dict[str, torch.Ten
     from torch.distributed.tensor import DTensor
 
     from streammega.gradients.data_parallel import finish_grad_sync
-    from streammega.train.parallel import names_of
+    from streammega.train.parallel_model import names_of
     from streammega.train.stages import canonical
 
     finish_grad_sync(bucketed(model), tokens)
@@ -242,7 +242,7 @@ def first_weights(rank: int, run_file: str, overrides: list[str]) -> bool:
     from torch.distributed.tensor import DTensor
 
     from streammega.train.model import GPT
-    from streammega.train.parallel import names_of
+    from streammega.train.parallel_model import names_of
 
     model, config = model_of(run_file, overrides)
     torch.manual_seed(config.train.seed)

@@ -27,7 +27,8 @@ from streammega.train.checkpoints.publish import CheckpointPublisher
 from streammega.train.checkpoints.resume import CheckpointResumer
 from streammega.train.checkpoints.shared_place import check_shared
 from streammega.train.checkpoints.state import state_to_save
-from streammega.train.parallel import Optimizer, ParallelModel
+from streammega.train.optimizer import Optimizer
+from streammega.train.parallel_model import ParallelModel
 
 __all__ = ["Checkpoints", "DamagedError", "checkpoints", "load_position", "step_of"]
 

@@ -29,7 +29,8 @@ from streammega.train.checkpoints.files import (
 from streammega.train.checkpoints.place import CheckpointPlace, Found
 from streammega.train.checkpoints.reader import Reader
 from streammega.train.checkpoints.state import LoadPlanner, after_load, state_to_load
-from streammega.train.parallel import Optimizer, ParallelModel
+from streammega.train.optimizer import Optimizer
+from streammega.train.parallel_model import ParallelModel
 
 log = logging.getLogger(__name__)
 

@@ -26,7 +26,8 @@ from streammega.gradients.boxes import Box, Boxes, boxes_of_range, offset_of
 from streammega.gradients.buffers import is_split, local_part
 from streammega.gradients.sharded_optimizer import ShardedOptimizer
 from streammega.parallel import Ranks
-from streammega.train.parallel import Optimizer, ParallelModel, names_of
+from streammega.train.optimizer import Optimizer
+from streammega.train.parallel_model import ParallelModel, names_of
 
 MAIN = "main"
 
