@@ -18,9 +18,13 @@ class StepBatches(Iterator[Batch]):
     The data ends with a whole step: `empty` says that there is no further one, before anything was
     computed.
 
-    Args: batches: what they are taken from. count: micro-batches of the step. step: its number, for
-        the watch. keep: hold on to them, for who looks at them afterwards; otherwise each is gone
-        with its computation.
+    Args:
+        batches: what they are taken from.
+        count: micro-batches of the step.
+        watch: is told what this rank does.
+        step: its number, for the watch.
+        keep: hold on to them, for who looks at them afterwards; otherwise each is gone with its
+            computation.
     """
 
     def __init__(
@@ -42,9 +46,10 @@ class StepBatches(Iterator[Batch]):
     def __next__(self) -> Batch:
         if not self._left:
             raise StopIteration
-        first = self._first
+        batch = self._first
         self._first = None
-        batch = self._take() if first is None else first
+        if batch is None:
+            batch = self._take()
         if batch is None:
             raise RuntimeError("the data ended within a step, of which it has only whole ones")
         self._left -= 1

@@ -31,21 +31,29 @@ def fill_with_first_weights(
         seed: of the generator.
         name_of: the name in the whole model of a parameter's name in a stage.
     """
-    owners: dict[str, list[nn.Parameter]] = {}
+    parameters_of: dict[str, list[nn.Parameter]] = {}
     for chunk in chunks:
         for name, parameter in chunk.named_parameters():
-            owners.setdefault(name_of(name), []).append(parameter)
-            local_part(parameter).fill_(1.0)  # those of norms; all others are drawn below
+            parameters_of.setdefault(name_of(name), []).append(parameter)
+            # Those of norms stay so; all others are drawn below.
+            local_part(parameter).fill_(1.0)
     generator = torch.Generator().manual_seed(seed)
-    for module in whole.modules():  # what constructors draw comes first, and is used by nobody
+    _draw_as_constructors_do(whole, generator)
+    for name, shape in _drawn(whole):
+        values = torch.empty(shape).normal_(0.0, INITIAL_STD, generator=generator)
+        for parameter in parameters_of.get(name_of(name), ()):
+            local_part(parameter).copy_(_part_of_this_rank(values, parameter))
+
+
+def _draw_as_constructors_do(whole: GPT, generator: torch.Generator) -> None:
+    """Draw what a model's constructors draw first, which nobody uses: the generator is then where
+    it is when one rank alone begins to draw the weights.
+    """
+    for module in whole.modules():
         if isinstance(module, nn.Embedding):
             torch.empty(module.weight.shape).normal_(generator=generator)
         elif isinstance(module, nn.Linear):
             torch.empty(module.weight.shape).uniform_(generator=generator)
-    for name, shape in _drawn(whole):
-        values = torch.empty(shape).normal_(0.0, INITIAL_STD, generator=generator)
-        for parameter in owners.get(name_of(name), ()):
-            local_part(parameter).copy_(_own(values, parameter))
 
 
 def _drawn(whole: GPT) -> Iterator[tuple[str, torch.Size]]:
@@ -58,7 +66,7 @@ def _drawn(whole: GPT) -> Iterator[tuple[str, torch.Size]]:
             yield f"{name}.weight", module.weight.shape
 
 
-def _own(values: Tensor, parameter: Tensor) -> Tensor:
+def _part_of_this_rank(values: Tensor, parameter: Tensor) -> Tensor:
     """This rank's part of the values of a whole parameter."""
     if not isinstance(parameter, DTensor):
         return values

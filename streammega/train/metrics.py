@@ -37,23 +37,16 @@ class MetricsLog:
         if self._board is not None:
             for name, value in numbers.items():
                 self._board.add_scalar(name, value, step)
-        if (
-            step % self._interval == 0
-            or step == self._total
-            or any(name.startswith("valid_loss") for name in record)
-        ):
-            log.info(
-                "step %d/%d %s",
-                step,
-                self._total,
-                " ".join(f"{name} {_short(value)}" for name, value in numbers.items()),
-            )
+        was_evaluated = any(name.startswith("valid_loss") for name in record)
+        if step % self._interval == 0 or step == self._total or was_evaluated:
+            told = [f"{name} {_short(value)}" for name, value in numbers.items()]
+            log.info("step %d/%d %s", step, self._total, " ".join(told))
 
     def has(self, step: int) -> bool:
         """Whether a line of a step was written."""
-        return self._path.exists() and any(
-            record.get("step") == step for record in read_metrics(self._path)
-        )
+        if not self._path.exists():
+            return False
+        return any(record.get("step") == step for record in read_metrics(self._path))
 
     def close(self) -> None:
         """Write out what TensorBoard has not written yet."""
@@ -62,11 +55,10 @@ class MetricsLog:
 
     def _end_torn_line(self) -> None:
         """A kill in the middle of a write must not spoil the next line."""
-        if (
-            self._path.exists()
-            and self._path.stat().st_size
-            and not self._path.read_bytes().endswith(b"\n")
-        ):
+        if not self._path.exists():
+            return
+        written = self._path.read_bytes()
+        if written and not written.endswith(b"\n"):
             with open(self._path, "a", encoding="utf-8") as file:
                 file.write("\n")
 
@@ -84,15 +76,15 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
 
 def scalars(record: dict[str, Any]) -> dict[str, float]:
     """The figures of a record, those of several sets or sources as name/set."""
-    found: dict[str, float] = {}
+    numbers: dict[str, float] = {}
     for name, value in record.items():
         if isinstance(value, float):
-            found[name] = value
+            numbers[name] = value
         elif isinstance(value, dict):
-            found |= {
-                f"{name}/{key}": float(own) for key, own in value.items() if isinstance(own, float)
-            }
-    return found
+            for set_name, number in value.items():
+                if isinstance(number, float):
+                    numbers[f"{name}/{set_name}"] = number
+    return numbers
 
 
 def finite(value: Any) -> Any:
@@ -100,8 +92,10 @@ def finite(value: Any) -> Any:
     a run that diverged.
     """
     if isinstance(value, dict):
-        return {key: finite(own) for key, own in value.items()}
-    return None if isinstance(value, float) and not math.isfinite(value) else value
+        return {key: finite(inner) for key, inner in value.items()}
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
+    return value
 
 
 def _open_board(folder: Path) -> Any:
@@ -115,4 +109,5 @@ def _open_board(folder: Path) -> Any:
 
 
 def _short(value: float) -> str:
+    """Four digits; of tokens a second and the like all before the point."""
     return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.4g}"

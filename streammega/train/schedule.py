@@ -12,15 +12,26 @@ def set_learning_rate(optimizer: Any, train: TrainConfig, step: int) -> None:
     """Linear warmup to lr, then down to the lowest rate at `iters`: a function of the step, so a
     resume needs no state.
     """
-    if step < train.warmup_iters:
-        lr = train.lr * (step + 1) / train.warmup_iters
-    else:
-        done = min((step - train.warmup_iters) / max(1, train.iters - train.warmup_iters), 1.0)
-        left = {
-            "cosine": 0.5 * (1 + math.cos(math.pi * done)),
-            "linear": 1 - done,
-            "constant": 1.0,
-        }[train.decay]
-        lr = train.lowest_lr + (train.lr - train.lowest_lr) * left
+    lr = learning_rate(train, step)
     for group in optimizer.param_groups:
         group["lr"] = lr
+
+
+def learning_rate(train: TrainConfig, step: int) -> float:
+    """The rate of the step after `step` others."""
+    if step < train.warmup_iters:
+        # From the first step on more than 0: a step by nothing would be a wasted one.
+        return train.lr * (step + 1) / train.warmup_iters
+    decay_steps = max(1, train.iters - train.warmup_iters)
+    done = min((step - train.warmup_iters) / decay_steps, 1.0)
+    left = _left(train.decay, done)
+    return train.lowest_lr + (train.lr - train.lowest_lr) * left
+
+
+def _left(decay: str, done: float) -> float:
+    """The part of the way from the lowest rate to lr that is left, of a decay that is so far."""
+    if decay == "cosine":
+        return 0.5 * (1 + math.cos(math.pi * done))
+    if decay == "linear":
+        return 1 - done
+    return 1.0

@@ -40,42 +40,51 @@ def validation_sets(config: RunConfig) -> dict[str, RunConfig]:
     """Name -> the run with that set as its valid split: those of [validation], or each valid prefix
     of blend_per_split.
     """
-    sets: dict[str, Any] = dict(config.validation)
+    blends: dict[str, Any] = dict(config.validation)
     data = config.data
     valid = split_blend(data, "valid") if data.multiple_validation_sets else None
     if valid is not None:
-        sets |= dict(
-            zip(_short_names(valid.prefixes), [[prefix] for prefix in valid.prefixes], strict=True)
-        )
-    own: dict[str, Any] = {
-        "blend": None,
-        "split": "1,0,0",
-        "multiple_validation_sets": False,
-        "blend_schedule": None,
-        "skip_samples": (),
-    }
-    return {
-        name: replace(
-            config, data=replace(data, **own, blend_per_split=(None, blend, None)), validation={}
-        )
-        for name, blend in sets.items()
-    }
+        for name, prefix in zip(_short_names(valid.prefixes), valid.prefixes, strict=True):
+            blends[name] = [prefix]
+    return {name: _evaluated_on(config, blend) for name, blend in blends.items()}
+
+
+def _evaluated_on(config: RunConfig, blend: Any) -> RunConfig:
+    """The run with a blend as its valid split, all of it; what is said of training data is not for
+    it.
+    """
+    data = replace(
+        config.data,
+        blend=None,
+        blend_per_split=(None, blend, None),
+        split="1,0,0",
+        multiple_validation_sets=False,
+        blend_schedule=None,
+        skip_samples=(),
+    )
+    return replace(config, data=data, validation={})
 
 
 def _data_of(config: RunConfig, split: str) -> DataConfig:
-    # the trainer's attention makes none, and needs none
+    """The data settings of a run for one of its splits. Raises ConfigError for too few samples."""
+    # The trainer's attention makes its own bounds of documents, and needs no matrix.
     data = replace(config.data, create_attention_mask=False)
     # The stream order has no end. Counting one from the settings would be wrong for a run that
     # began with another global batch.
     if data.num_samples is None and data.order != "stream":
         data = replace(data, num_samples=config.num_samples())
-    wanted = config.num_samples()[0]
-    if data.num_samples is not None and split == "train" and data.num_samples[0] < wanted:
-        raise ConfigError(
-            f"data.num_samples asks {data.num_samples[0]} training samples, but train.iters x train.global_batch_size is "
-            f"{wanted}; raise the one or lower the other"
-        )
-    return data if split == "train" else replace(data, skip_samples=())
+    if split != "train":
+        return replace(data, skip_samples=())
+    wanted, _, _ = config.num_samples()
+    if data.num_samples is not None:
+        asked, _, _ = data.num_samples
+        if asked < wanted:
+            raise ConfigError(
+                f"data.num_samples asks {asked} training samples, but "
+                f"train.iters x train.global_batch_size is {wanted}; "
+                f"raise the one or lower the other"
+            )
+    return data
 
 
 def _batch_sizes(config: RunConfig, split: str) -> dict[str, Any]:
@@ -84,7 +93,10 @@ def _batch_sizes(config: RunConfig, split: str) -> dict[str, Any]:
         "micro_batch_size": train.micro_batch_size,
         "global_batch_size": train.global_batch_size,
     }
-    return sizes | ({"rampup": train.rampup} if split == "train" else {})
+    # Evaluations are of whole global batches, however far the ramp-up of training is.
+    if split == "train":
+        sizes["rampup"] = train.rampup
+    return sizes
 
 
 def has_valid(data: DataConfig) -> bool:
@@ -100,7 +112,10 @@ def source_names(data: DataConfig) -> list[str]:
 
 def _short_names(prefixes: Any) -> list[str]:
     """The last parts of prefixes, numbered where they repeat."""
-    names = [redact_urls(prefix).rstrip("/").rpartition("/")[2] for prefix in prefixes]
+    names: list[str] = []
+    for prefix in prefixes:
+        _, _, last_part = redact_urls(prefix).rstrip("/").rpartition("/")
+        names.append(last_part)
     return [
         name if names.count(name) == 1 else f"{name}-{number}" for number, name in enumerate(names)
     ]

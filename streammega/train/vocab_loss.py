@@ -19,8 +19,9 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class VocabPart:
-    """Entries [start, start + its logits) of the vocabulary are this rank's;
-    `group` has all of it.
+    """This rank's part of the vocabulary: as many entries as it computes logits, from `start` on.
+
+    group: the ranks that have all of it.
     """
 
     group: dist.ProcessGroup
@@ -49,21 +50,26 @@ class _VocabParallelLoss(torch.autograd.Function):
         """Two small collectives: the largest logits first, or the exponentials would overflow; then
         both sums as one.
         """
-        values = logits.to(torch.float32, copy=True)  # becomes the probabilities, in place
+        # A copy, which becomes the probabilities in place: there is one array of this size.
+        values = logits.to(torch.float32, copy=True)
         largest = values.amax(1)
         dist.all_reduce(largest, dist.ReduceOp.MAX, group=part.group)
         values -= largest[:, None]
-        place = target - part.start
-        here = (place >= 0) & (place < values.shape[1]) & (target != ignored)
-        place = place.masked_fill(~here, 0)[:, None]
-        of_target = values.gather(1, place)[:, 0].masked_fill(~here, 0.0)
-        sums = torch.stack((values.exp_().sum(1), of_target))
-        dist.all_reduce(sums, group=part.group)
-        values /= sums[0][:, None]
         used = target != ignored
-        ctx.save_for_backward(values, place, here, used)
+        column = target - part.start
+        # The logit of each target is added by the one rank that has it; the others add 0.
+        here = (column >= 0) & (column < values.shape[1]) & used
+        column = column.masked_fill(~here, 0)[:, None]
+        target_logit = values.gather(1, column)[:, 0]
+        target_logit = target_logit.masked_fill(~here, 0.0)
+        exponentials = values.exp_()
+        sums = torch.stack((exponentials.sum(1), target_logit))
+        dist.all_reduce(sums, group=part.group)
+        sum_of_exponentials, target_logit = sums.unbind()
+        probabilities = values.div_(sum_of_exponentials[:, None])
+        ctx.save_for_backward(probabilities, column, here, used)
         ctx.dtype = logits.dtype
-        return torch.where(used, sums[0].log() - sums[1], 0.0)
+        return torch.where(used, sum_of_exponentials.log() - target_logit, 0.0)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
@@ -71,8 +77,9 @@ class _VocabParallelLoss(torch.autograd.Function):
 
         No collective: each rank has what its own logits need.
         """
-        probabilities, place, here, used = ctx.saved_tensors
+        probabilities, column, here, used = ctx.saved_tensors
         grad = grad.masked_fill(~used, 0.0)[:, None]
         grad_logits = probabilities * grad
-        grad_logits.scatter_add_(1, place, -grad * here[:, None])
+        less_at_target = -grad * here[:, None]
+        grad_logits.scatter_add_(1, column, less_at_target)
         return grad_logits.to(ctx.dtype), None, None, None
