@@ -36,6 +36,8 @@ says.
 """
 NAMED = 8
 """Ranks that a message names."""
+MOST_CHARACTERS = 80
+"""Of a value that a message shows."""
 
 
 def facts_of(config: RunConfig, loader: StreamLoader) -> dict[str, str]:
@@ -48,7 +50,8 @@ def facts_of(config: RunConfig, loader: StreamLoader) -> dict[str, str]:
         for item in dataclasses.fields(settings):
             if item.name not in MAY_DIFFER:
                 facts[f"{section}.{item.name}"] = repr(getattr(settings, item.name))
-    for name, value in json.loads(loader.state_dict()["identity"]).items():
+    identity = json.loads(loader.state_dict()["identity"])
+    for name, value in identity.items():
         facts[f"the data's {name}"] = json.dumps(value, sort_keys=True)
     return facts
 
@@ -61,48 +64,54 @@ def check_that_ranks_agree(facts: Mapping[str, str], ranks: Ranks, device: torch
     group = ranks.group(WORLD)
     if group is None:
         return
-    digest = hashlib.blake2b(
-        json.dumps(dict(facts), sort_keys=True).encode(), digest_size=16
-    ).digest()
-    own = torch.frombuffer(bytearray(digest), dtype=torch.uint8).to(
-        "cpu" if talks_on_cpu(group) else device
-    )
-    digests = [torch.empty_like(own) for _ in range(group.size())]
-    dist.all_gather(digests, own, group=group)
-    if all(torch.equal(other, own) for other in digests):
+    digest = _digest_of(facts).to("cpu" if talks_on_cpu(group) else device)
+    digests = [torch.empty_like(digest) for _ in range(group.size())]
+    dist.all_gather(digests, digest, group=group)
+    if all(torch.equal(other, digest) for other in digests):
         return
-    told: list[Any] = [None] * group.size()
-    # only now: a thousand ranks would send a megabyte each
-    dist.all_gather_object(told, dict(facts), group=group)
-    raise ConfigError(f"ranks do not train the same run: {differences(told)}")
+    facts_of_ranks: list[Any] = [None] * group.size()
+    # Only now: a thousand ranks would send a megabyte each.
+    dist.all_gather_object(facts_of_ranks, dict(facts), group=group)
+    raise ConfigError(f"ranks do not train the same run: {differences(facts_of_ranks)}")
 
 
-def differences(told: Sequence[Mapping[str, str]]) -> str:
+def _digest_of(facts: Mapping[str, str]) -> torch.Tensor:
+    """uint8 [16], equal where the facts are."""
+    text = json.dumps(dict(facts), sort_keys=True)
+    digest = hashlib.blake2b(text.encode(), digest_size=16).digest()
+    # A bytearray: torch warns of memory that cannot be written to.
+    return torch.frombuffer(bytearray(digest), dtype=torch.uint8)
+
+
+def differences(facts_of_ranks: Sequence[Mapping[str, str]]) -> str:
     """In words, which facts differ, and on which ranks they are not as on most."""
-    names = dict.fromkeys(name for facts in told for name in facts)
-    found = []
+    names = dict.fromkeys(name for facts in facts_of_ranks for name in facts)
+    sentences: list[str] = []
     for name in names:
-        holders: dict[str | None, list[int]] = defaultdict(list)
-        for rank, facts in enumerate(told):
-            holders[facts.get(name)].append(rank)
-        most = max(holders.values(), key=len)
-        for value, holding in holders.items():
-            if holding is not most:
-                usual = told[most[0]].get(name)
-                found.append(
-                    f"{name} is {_short(value)} on {_ranks(holding)}, {_short(usual)} on {_ranks(most)}"
+        ranks_with: dict[str | None, list[int]] = defaultdict(list)
+        for rank, facts in enumerate(facts_of_ranks):
+            ranks_with[facts.get(name)].append(rank)
+        usual, most_ranks = max(ranks_with.items(), key=lambda item: len(item[1]))
+        for value, ranks in ranks_with.items():
+            if value != usual:
+                sentences.append(
+                    f"{name} is {_short(value)} on {_ranks(ranks)}, "
+                    f"{_short(usual)} on {_ranks(most_ranks)}"
                 )
-    return "; ".join(found)
+    return "; ".join(sentences)
 
 
 def _ranks(ranks: Sequence[int]) -> str:
-    names = ", ".join(map(str, ranks[:NAMED])) + (
-        f" and {len(ranks) - NAMED} more" if len(ranks) > NAMED else ""
-    )
+    """The first of some ranks by number, and how many others there are."""
+    names = ", ".join(str(rank) for rank in ranks[:NAMED])
+    if len(ranks) > NAMED:
+        names += f" and {len(ranks) - NAMED} more"
     return f"rank {names}" if len(ranks) == 1 else f"ranks {names}"
 
 
 def _short(value: str | None) -> str:
     if value is None:
         return "missing"
-    return value if len(value) <= 80 else f"{value[:77]}..."
+    if len(value) <= MOST_CHARACTERS:
+        return value
+    return f"{value[: MOST_CHARACTERS - 3]}..."

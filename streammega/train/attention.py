@@ -35,6 +35,8 @@ CAUSAL: dict[str, Any] = (
     else {"is_causal": True}
 )
 """How varlen_attn is told that queries see no later keys: torch 2.10 had another name for it."""
+SEQUENCE = -3
+"""The dimension of tokens in [..., tokens, heads, head_dim]."""
 
 
 @dataclass(frozen=True)
@@ -66,7 +68,8 @@ def attend(
     local = torch.stack((k, v))
     gathered = _GatherSequence.apply(local, context)  # type: ignore[no-untyped-call]
     again = _GatherAgain(local.detach(), context, gathered)
-    with saved_tensors_hooks(again.pack, again.unpack) if gather_again else nullcontext():
+    hooks = saved_tensors_hooks(again.pack, again.unpack) if gather_again else nullcontext()
+    with hooks:
         return _attend_to_all(q, gathered[0], gathered[1], visibility)
 
 
@@ -74,15 +77,16 @@ def _attend_to_all(q: Tensor, k: Tensor, v: Tensor, visibility: Visibility) -> T
     """Attention of the kept queries to keys and values of whole samples [batch, whole, heads,
     head_dim].
     """
-    length = visibility.parts[0][1] - visibility.parts[0][0]
-    parts = torch.split(q, length, 1)
+    # All parts are as long as the first.
+    start, stop = visibility.parts[0]
+    parts = torch.split(q, stop - start, 1)
     mixed = [_attend_part(part, k, v, visibility, number) for number, part in enumerate(parts)]
     return mixed[0] if len(mixed) == 1 else torch.cat(mixed, 1)
 
 
 def _attend_part(q: Tensor, k: Tensor, v: Tensor, visibility: Visibility, number: int) -> Tensor:
     if visibility.cu_seqlens is None:
-        stop = visibility.parts[number][1]
+        _, stop = visibility.parts[number]
         return _dense(q, k[:, :stop], v[:, :stop], visibility)
     if _has_packed_kernel(q, k, v):
         packed = visibility.packed(number)
@@ -130,10 +134,11 @@ def _by_document(q: Tensor, k: Tensor, v: Tensor, visibility: Visibility, number
     queries = torch.split(q.flatten(0, 1), pieces.query_lengths)
     keys = torch.split(k.flatten(0, 1), pieces.key_lengths)
     values = torch.split(v.flatten(0, 1), pieces.key_lengths)
-    mixed = [
-        _dense(own[None], keys[place][None], values[place][None], visibility)[0]
-        for own, place in zip(queries, pieces.seen, strict=True)
-    ]
+    mixed: list[Tensor] = []
+    for of_document, place in zip(queries, pieces.seen, strict=True):
+        # Each as a batch of one.
+        one = _dense(of_document[None], keys[place][None], values[place][None], visibility)
+        mixed.append(one[0])
     return torch.cat(mixed).view_as(q)
 
 
@@ -144,8 +149,18 @@ def _has_packed_kernel(q: Tensor, k: Tensor, v: Tensor) -> bool:
     if not q.is_cuda:
         return False
     parameters: Any = SDPAParams  # its stub lacks the last argument
+    no_mask = None
+    no_dropout = 0.0
+    is_causal = False
+    groups_heads = False
     wanted = parameters(
-        q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), None, 0.0, False, False
+        q.transpose(1, 2),
+        k.transpose(1, 2),
+        v.transpose(1, 2),
+        no_mask,
+        no_dropout,
+        is_causal,
+        groups_heads,
     )
     return can_use_flash_attention(wanted)
 
@@ -169,9 +184,9 @@ class _GatherSequence(torch.autograd.Function):
         context: ContextParallel = ctx.context
         grad = grad.contiguous()
         dist.all_reduce(grad, group=context.group)
-        parts = grad.chunk(2 * context.size, -3)
+        parts = grad.chunk(2 * context.size, SEQUENCE)
         first, second = zigzag_parts(context.rank, context.size)
-        return torch.cat((parts[first], parts[second]), -3), None
+        return torch.cat((parts[first], parts[second]), SEQUENCE), None
 
 
 class _GatherAgain:
@@ -212,10 +227,12 @@ class _GatherAgain:
 
 
 def _gather(local: Tensor, context: ContextParallel) -> Tensor:
+    """[..., kept, heads, head_dim] of every rank -> [..., S, heads, head_dim] as in the sequence."""
     local = local.contiguous()
-    every = [torch.empty_like(local) for _ in range(context.size)]
-    dist.all_gather(every, local, group=context.group)
-    return torch.cat(_in_order([tensor.chunk(2, -3) for tensor in every]), -3)
+    of_ranks = [torch.empty_like(local) for _ in range(context.size)]
+    dist.all_gather(of_ranks, local, group=context.group)
+    halves = [tensor.chunk(2, SEQUENCE) for tensor in of_ranks]
+    return torch.cat(_in_order(halves), SEQUENCE)
 
 
 def _in_order(halves: Sequence[Sequence[Tensor]]) -> list[Tensor]:

@@ -12,9 +12,10 @@ from typing import Any, TypeVar
 from torch.distributed import Store
 
 CLIENT_TIMEOUT = timedelta(seconds=10)
-"""Of one request: what is asked for is there already, so a store that takes longer
-does not answer.
+"""Of one request: what is asked for is there already, so a store that takes longer does not answer.
 """
+MOST_CHARACTERS = 2000
+"""Of a cause, which every rank prints."""
 FAILURES = "streammega/failures"
 CAUSE = "streammega/cause"
 T = TypeVar("T")
@@ -53,10 +54,13 @@ class Board:
 
         The first cause is kept.
         """
+        notice = json.dumps({"rank": rank, "cause": cause[:MOST_CHARACTERS]})
 
         def write(store: Store) -> None:
-            if store.add(FAILURES, 1) == 1:
-                store.set(CAUSE, json.dumps({"rank": rank, "cause": cause[:2000]}))
+            # The store counts: of ranks that fail at once one is the first.
+            failures = store.add(FAILURES, 1)
+            if failures == 1:
+                store.set(CAUSE, notice)
 
         self._ask(write)
 
@@ -64,7 +68,10 @@ class Board:
         """{"rank", "cause"} of the first failure, if there was one."""
 
         def look(store: Store) -> dict[str, Any] | None:
-            return dict(json.loads(store.get(CAUSE))) if store.check([CAUSE]) else None
+            # Asked first: `get` would wait until there is one.
+            if not store.check([CAUSE]):
+                return None
+            return dict(json.loads(store.get(CAUSE)))
 
         return self._ask(look)
 
@@ -73,18 +80,20 @@ class Board:
             self._store = _client_of_its_own(self._origin)
         try:
             return request(self._store)
-        except Exception:  # whatever it was: a client in the middle of an answer would read the rest of it as the next one
+        except Exception:
+            # Whatever it was: a client in the middle of an answer would read the rest of it as the
+            # next one.
             self._store = None
             raise
 
 
 def _client_of_its_own(store: Store) -> Store:
-    clone = getattr(store, "clone", None)  # older torch has none: then the client is shared
-    if clone is None:
+    clone = getattr(store, "clone", None)
+    if clone is None:  # in older torch: then the client is shared
         return store
-    made: Store = clone()
-    made.set_timeout(CLIENT_TIMEOUT)
-    return made
+    client: Store = clone()
+    client.set_timeout(CLIENT_TIMEOUT)
+    return client
 
 
 def _name(rank: int) -> str:
@@ -92,10 +101,12 @@ def _name(rank: int) -> str:
 
 
 def _read(store: Store, ranks: Sequence[int]) -> dict[int, dict[str, Any]]:
-    names = {rank: _name(rank) for rank in ranks}
-    if not store.check(list(names.values())):  # says only whether all are there
-        names = {rank: name for rank, name in names.items() if store.check([name])}
-    if not names:
+    name_of = {rank: _name(rank) for rank in ranks}
+    # For all at once the store says only whether all are there; they are, but at the start.
+    if not store.check(list(name_of.values())):
+        name_of = {rank: name for rank, name in name_of.items() if store.check([name])}
+    if not name_of:
         return {}
-    values = store.multi_get(list(names.values()))  # one request: there may be a thousand ranks
-    return {rank: json.loads(value) for rank, value in zip(names, values, strict=True)}
+    # One request: there may be a thousand ranks.
+    values = store.multi_get(list(name_of.values()))
+    return {rank: json.loads(value) for rank, value in zip(name_of, values, strict=True)}

@@ -80,11 +80,12 @@ class ModelConfig:
 
     def __post_init__(self) -> None:
         check_numbers("model", self, {})
-        if min(self.vocab_size, self.dim, self.layers, self.heads) < 1 or self.dim % (
-            2 * self.heads
-        ):
+        smallest = min(self.vocab_size, self.dim, self.layers, self.heads)
+        # Twice: rotary embeddings turn pairs of the elements of a head.
+        if smallest < 1 or self.dim % (2 * self.heads) != 0:
             raise ConfigError(
-                f"model: dim {self.dim} must be a multiple of 2 x heads ({self.heads}), and all sizes positive"
+                f"model: dim {self.dim} must be a multiple of 2 x heads ({self.heads}), "
+                f"and all sizes positive"
             )
 
 
@@ -117,27 +118,29 @@ class ParallelConfig:
 
     def __post_init__(self) -> None:
         check_numbers("parallel", self, {})
-        if self.virtual_stages < 1 or (self.virtual_stages > 1 and self.pp == 1):
+        without_pipeline = self.pp == 1
+        if self.virtual_stages < 1 or (self.virtual_stages > 1 and without_pipeline):
             raise ConfigError(
-                f"parallel.virtual_stages is {self.virtual_stages}; more than one needs parallel.pp of two or more"
+                f"parallel.virtual_stages is {self.virtual_stages}; "
+                f"more than one needs parallel.pp of two or more"
             )
-        if self.data_parallel not in ("buckets", "torch") or self.optimizer not in (
-            "replicated",
-            "sharded",
-            "zero",
-        ):
+        is_known = self.data_parallel in ("buckets", "torch")
+        if not is_known or self.optimizer not in ("replicated", "sharded", "zero"):
             raise ConfigError(
-                "parallel.data_parallel is buckets or torch, parallel.optimizer is replicated, sharded or zero"
+                "parallel.data_parallel is buckets or torch, "
+                "parallel.optimizer is replicated, sharded or zero"
             )
-        if self.data_parallel == "torch" and (
-            self.tp > 1 or self.pp > 1 or self.optimizer == "sharded"
-        ):
+        by_torch = self.data_parallel == "torch"
+        splits_the_model = self.tp > 1 or self.pp > 1
+        if by_torch and (splits_the_model or self.optimizer == "sharded"):
             raise ConfigError(
-                "parallel.data_parallel = torch goes with tp = pp = 1 and a replicated or zero optimizer"
+                "parallel.data_parallel = torch goes with tp = pp = 1 "
+                "and a replicated or zero optimizer"
             )
-        if self.optimizer == "zero" and self.data_parallel != "torch":
+        if self.optimizer == "zero" and not by_torch:
             raise ConfigError(
-                "parallel.optimizer = zero goes with parallel.data_parallel = torch; with buckets take sharded"
+                "parallel.optimizer = zero goes with parallel.data_parallel = torch; "
+                "with buckets take sharded"
             )
 
 
@@ -233,26 +236,34 @@ class TrainConfig:
     """
 
     def __post_init__(self) -> None:
-        recompute = self.recompute
-        if recompute not in ("none", "full") and (
-            not isinstance(recompute, int) or isinstance(recompute, bool) or recompute < 0
-        ):
-            raise ConfigError(
-                f"train.recompute is {recompute!r}; it must be none, full or a number of layers"
-            )
+        self._check_recompute()
         check_numbers("train", self, RANGES)
         if self.lowest_lr > self.lr and self.decay != "constant":
             raise ConfigError(
-                f"train.min_lr is {self.lowest_lr:g}, more than train.lr {self.lr:g}: the rate would rise; lower min_lr"
+                f"train.min_lr is {self.lowest_lr:g}, more than train.lr {self.lr:g}: "
+                f"the rate would rise; lower min_lr"
             )
         for name, allowed in CHOICES.items():
-            if getattr(self, name) not in allowed:
+            value = getattr(self, name)
+            if value not in allowed:
                 raise ConfigError(
-                    f"train.{name} is {getattr(self, name)!r}; it must be one of {', '.join(allowed)}"
+                    f"train.{name} is {value!r}; it must be one of {', '.join(allowed)}"
                 )
         if self.device == "cpu" and self.backend == "nccl":
             raise ConfigError(
-                "train.backend = nccl goes with GPUs, and train.device is cpu: set backend to auto or gloo"
+                "train.backend = nccl goes with GPUs, and train.device is cpu: "
+                "set backend to auto or gloo"
+            )
+
+    def _check_recompute(self) -> None:
+        recompute = self.recompute
+        if recompute in ("none", "full"):
+            return
+        # true is an int to Python.
+        is_int = isinstance(recompute, int) and not isinstance(recompute, bool)
+        if not is_int or int(recompute) < 0:
+            raise ConfigError(
+                f"train.recompute is {recompute!r}; it must be none, full or a number of layers"
             )
 
     @property
@@ -285,24 +296,32 @@ class RunConfig:
         return redacted_repr(self)
 
     def __post_init__(self) -> None:
-        if self.data.vocab_size is not None and self.data.vocab_size > self.model.vocab_size:
-            raise ConfigError(
-                f"data.vocab_size is {self.data.vocab_size}, more than model.vocab_size {self.model.vocab_size}: the model has "
-                f"no embedding for the ids between; leave data.vocab_size out, or raise model.vocab_size"
-            )
+        self._check_vocabulary()
         if self.train.dtype != "float32" and self.parallel.optimizer != "sharded":
             raise ConfigError(
-                f"train.dtype = {self.train.dtype} needs fp32 main parameters: set parallel.optimizer = sharded"
+                f"train.dtype = {self.train.dtype} needs fp32 main parameters: "
+                f"set parallel.optimizer = sharded"
             )
         if self.train.largest_gradient is not None and self.parallel.data_parallel == "torch":
             raise ConfigError(
-                "train.largest_gradient is of gradients before they are averaged, which torch's DDP shows to nobody: set "
-                "parallel.data_parallel = buckets"
+                "train.largest_gradient is of gradients before they are averaged, which torch's "
+                "DDP shows to nobody: set parallel.data_parallel = buckets"
             )
         for name, blend in self.validation.items():
             _check_blend(name, blend)
-            if not name.replace("_", "").replace("-", "").isalnum():
+            letters = name.replace("_", "").replace("-", "")
+            if not letters.isalnum():
                 raise ConfigError(f"validation set {name!r}: names are letters, digits, - and _")
+
+    def _check_vocabulary(self) -> None:
+        of_data = self.data.vocab_size
+        of_model = self.model.vocab_size
+        if of_data is not None and of_data > of_model:
+            raise ConfigError(
+                f"data.vocab_size is {of_data}, more than model.vocab_size {of_model}: the model "
+                f"has no embedding for the ids between; leave data.vocab_size out, "
+                f"or raise model.vocab_size"
+            )
 
     @property
     def every_stage(self) -> bool:
@@ -314,12 +333,12 @@ class RunConfig:
     def num_samples(self) -> tuple[int, int, int]:
         """Samples the run asks of train, valid and test, as Megatron counts them."""
         train = self.train
-        evaluations = train.iters // train.eval_interval + 1 if train.eval_interval else 0
-        return (
-            train.schedule.samples_after(train.iters),
-            evaluations * train.eval_iters * train.global_batch_size,
-            0,
-        )
+        evaluations = 0
+        if train.eval_interval:
+            evaluations = train.iters // train.eval_interval + 1
+        train_samples = train.schedule.samples_after(train.iters)
+        valid_samples = evaluations * train.eval_iters * train.global_batch_size
+        return train_samples, valid_samples, 0
 
 
 def _check_blend(name: str, blend: Any) -> None:
@@ -358,9 +377,8 @@ def load_run(path: str, overrides: Sequence[str] = ()) -> RunConfig:
         return dacite.from_dict(RunConfig, table, settings)
     except dacite.DaciteError as error:
         raise ConfigError(f"{path}: {error}") from None
-    except (
-        TypeError
-    ) as error:  # of dacite, which makes tuples of lists: one number was given for several
+    except TypeError as error:
+        # Of dacite, which makes tuples of lists: one number was given for several.
         raise ConfigError(
             f"{path}: {error}; settings of several values are lists, as rampup = [64, 64, 100000]"
         ) from None
@@ -384,14 +402,17 @@ def _with_our_names(data: dict[str, Any]) -> dict[str, Any]:
 
 
 def _to_float(value: Any) -> Any:
-    # `lr = 1` is meant as 1.0
-    return float(value) if isinstance(value, int) and not isinstance(value, bool) else value
+    """`lr = 1` is meant as 1.0; `lr = true` is not, though it is an int to Python."""
+    if isinstance(value, int) and not isinstance(value, bool):
+        return float(value)
+    return value
 
 
 def _apply(table: dict[str, Any], override: str) -> None:
     name, equals, text = override.lstrip("-").partition("=")
     if not equals:
-        word = re.split(r"[^\w.-]", override, maxsplit=1)[0]  # what follows may be a secret
+        # Only its first word: what follows may be a secret.
+        word = re.split(r"[^\w.-]", override, maxsplit=1)[0]
         raise ConfigError(
             f"override {word!r}: write it as section.name=value, for instance train.iters=100"
         )
@@ -408,22 +429,27 @@ def _apply(table: dict[str, Any], override: str) -> None:
 
 
 def _check_names(table: Mapping[str, Any], kind: type, path: str) -> None:
+    """Raise ConfigError for names that no setting has, with the nearest that one has.
+
+    kind: the dataclass of a section, whose name `path` is, with a point behind it.
+    """
     hints = get_type_hints(kind)
     known = [item.name for item in fields(kind)]
     for name, value in table.items():
         if name not in known:
-            near = difflib.get_close_matches(name, known, 1)
-            hint = (
-                f"did you mean {path}{near[0]}?"
-                if near
-                else f"known: {', '.join(path + other for other in known)}"
-            )
-            raise ConfigError(f"unknown setting {path}{name}; {hint}")
+            raise ConfigError(f"unknown setting {path}{name}; {_hint(name, known, path)}")
         if is_dataclass(hints[name]) and isinstance(value, Mapping):
             _check_names(value, hints[name], f"{path}{name}.")
-    for item in fields(kind):
-        if kind is RunConfig and item.name in ("data", "model", "train") and item.name not in table:
-            raise ConfigError(f"the run has no [{item.name}] section")
+    if kind is RunConfig:
+        for section in ("data", "model", "train"):
+            if section not in table:
+                raise ConfigError(f"the run has no [{section}] section")
+
+
+def _hint(name: str, known: Sequence[str], path: str) -> str:
+    for nearest in difflib.get_close_matches(name, known, 1):
+        return f"did you mean {path}{nearest}?"
+    return f"known: {', '.join(path + other for other in known)}"
 
 
 def _fill_defaults(table: dict[str, Any]) -> None:

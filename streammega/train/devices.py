@@ -8,7 +8,8 @@ import json
 import socket
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -18,11 +19,11 @@ from streammega.errors import ConfigError
 from streammega.train.config import ParallelConfig, TrainConfig
 
 LOCAL_RANKS = ("LOCAL_RANK", "SLURM_LOCALID", "OMPI_COMM_WORLD_LOCAL_RANK", "MPI_LOCALRANKID")
-"""What torchrun, srun, Open MPI, and MPICH and Intel MPI call the number of a
-process on its host.
-"""
+"""What torchrun, srun, Open MPI, and MPICH and Intel MPI call the number of a process on its host."""
 TASKS = {"SLURM_STEP_NUM_TASKS": "srun", "OMPI_COMM_WORLD_SIZE": "mpirun", "PMI_SIZE": "mpirun"}
 """How many processes were started together, and by what."""
+NAMED = 8
+"""Ranks that a message names."""
 
 
 @dataclass(frozen=True)
@@ -50,13 +51,17 @@ class Seat:
 
 @dataclass(frozen=True)
 class DeviceChoice:
-    """Of all ranks. device: "cpu" or "cuda"; backend: as init_process_group takes it; said: what a
-    user should know.
+    """Of all ranks.
+
+    device: "cpu" or "cuda". backend: as init_process_group takes it. said: what a user should know.
     """
 
     device: str
     backend: str
     said: str | None = None
+
+
+ON_CPU = DeviceChoice("cpu", "gloo")
 
 
 def place_of(environment: Mapping[str, str]) -> ProcessPlace:
@@ -70,13 +75,20 @@ def place_of(environment: Mapping[str, str]) -> ProcessPlace:
         tasks = _number(environment, name, 1)
         if "WORLD_SIZE" not in environment and tasks > 1:
             raise ConfigError(
-                f"{launcher} started {tasks} processes, but WORLD_SIZE is not set: each would train the run by itself; set RANK, "
-                "WORLD_SIZE, MASTER_ADDR and MASTER_PORT for every process, or let torchrun start them"
+                f"{launcher} started {tasks} processes, but WORLD_SIZE is not set: each would "
+                f"train the run by itself; set RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT "
+                f"for every process, or let torchrun start them"
             )
-    local = next(
-        (_number(environment, name, 0) for name in LOCAL_RANKS if environment.get(name)), None
-    )
-    return ProcessPlace(_number(environment, "RANK", 0), world, local)
+    rank = _number(environment, "RANK", 0)
+    return ProcessPlace(rank, world, _local_rank(environment))
+
+
+def _local_rank(environment: Mapping[str, str]) -> int | None:
+    """The number of this process on its host; None where no launcher says it."""
+    for name in LOCAL_RANKS:
+        if environment.get(name):
+            return _number(environment, name, 0)
+    return None
 
 
 def _number(environment: Mapping[str, str], name: str, default: int) -> int:
@@ -116,31 +128,26 @@ def choose(seats: Sequence[Seat], train: TrainConfig, *, nccl: bool) -> DeviceCh
     there are more ranks than GPUs. Raises ConfigError for what cannot work.
     """
     if train.device == "cpu":
-        return DeviceChoice("cpu", "gloo")
+        return ON_CPU
     without = [seat for seat in seats if seat.gpu is None]
-    if (
-        without
-        and train.device == "auto"
-        and len(without) == len(seats)
-        and not any(seat.problem for seat in seats)
-    ):
-        return DeviceChoice("cpu", "gloo")
+    none_has_one = len(without) == len(seats)
+    is_clear = not any(seat.problem for seat in seats)
+    if without and train.device == "auto" and none_has_one and is_clear:
+        return ON_CPU
     if without:
         raise ConfigError(_why_no_gpu(without, seats, train))
     shared = _shared(seats)
     if shared and train.device == "auto" and train.backend != "nccl":
-        return DeviceChoice(
-            "cpu",
-            "gloo",
-            f"{shared}: training on the CPU; start as many ranks as there are GPUs, or set train.device",
-        )
+        mend = "start as many ranks as there are GPUs, or set train.device"
+        return replace(ON_CPU, said=f"{shared}: training on the CPU; {mend}")
     if shared and train.backend != "gloo":
         raise ConfigError(
-            f"{shared}, and NCCL takes one rank for each: start as many ranks as there are GPUs, or set train.backend = gloo "
-            "(slow: for tests), or train.device = cpu"
+            f"{shared}, and NCCL takes one rank for each: start as many ranks as there are GPUs, "
+            f"or set train.backend = gloo (slow: for tests), or train.device = cpu"
         )
     if train.backend == "gloo" or not nccl:
         return DeviceChoice("cuda", "gloo", shared)
+    # Beside NCCL: what ranks say of checkpoints and the like lies on the host.
     return DeviceChoice("cuda", "cpu:gloo,cuda:nccl")
 
 
@@ -151,18 +158,26 @@ def agree(store: Store, seat: Seat, world: int, train: TrainConfig) -> DeviceCho
     """
     store.set(f"seat/{seat.rank}", json.dumps(asdict(seat)))
     if seat.rank == 0:
-        names = [f"seat/{rank}" for rank in range(world)]
-        store.wait(names)
-        seats = [Seat(**json.loads(value)) for value in store.multi_get(names)]
-        try:
-            verdict = asdict(choose(seats, train, nccl=dist.is_nccl_available()))
-        except ConfigError as error:
-            verdict = {"error": str(error)}
-        store.set("choice", json.dumps(verdict))
-    found = json.loads(store.get("choice"))
-    if "error" in found:
-        raise ConfigError(found["error"])
-    return DeviceChoice(**found)
+        store.set("choice", json.dumps(_verdict(_all_seats(store, world), train)))
+    verdict = json.loads(store.get("choice"))
+    if "error" in verdict:
+        raise ConfigError(verdict["error"])
+    return DeviceChoice(**verdict)
+
+
+def _all_seats(store: Store, world: int) -> list[Seat]:
+    names = [f"seat/{rank}" for rank in range(world)]
+    store.wait(names)
+    return [Seat(**json.loads(value)) for value in store.multi_get(names)]
+
+
+def _verdict(seats: Sequence[Seat], train: TrainConfig) -> dict[str, Any]:
+    """The fields of a DeviceChoice, or {"error": why there is none}: all ranks are told either."""
+    try:
+        choice = choose(seats, train, nccl=dist.is_nccl_available())
+    except ConfigError as error:
+        return {"error": str(error)}
+    return asdict(choice)
 
 
 def take(choice: DeviceChoice, seat: Seat) -> torch.device:
@@ -176,39 +191,48 @@ def take(choice: DeviceChoice, seat: Seat) -> torch.device:
 
 
 def check_backend(choice: DeviceChoice, parallel: ParallelConfig) -> None:
-    """Raise ConfigError for what gloo cannot do with CUDA's memory: it would read
-    it as the host's.
+    """Raise ConfigError for what gloo cannot do with CUDA's memory: it would read it as the
+    host's.
     """
-    if choice.device == "cuda" and choice.backend == "gloo" and max(parallel.tp, parallel.pp) > 1:
+    gloo_on_cuda = choice.device == "cuda" and choice.backend == "gloo"
+    if gloo_on_cuda and max(parallel.tp, parallel.pp) > 1:
         raise ConfigError(
-            f"train.backend = gloo on CUDA reduces and broadcasts only: parallel.tp {parallel.tp} and parallel.pp {parallel.pp} "
-            "must be 1; set train.backend = nccl, or train.device = cpu"
+            f"train.backend = gloo on CUDA reduces and broadcasts only: parallel.tp {parallel.tp} "
+            f"and parallel.pp {parallel.pp} must be 1; "
+            f"set train.backend = nccl, or train.device = cpu"
         )
 
 
 def _why_no_gpu(without: Sequence[Seat], seats: Sequence[Seat], train: TrainConfig) -> str:
-    unclear = next((seat for seat in without if seat.problem), None)
-    if unclear is not None:
-        return f"rank {unclear.rank} on {unclear.host}: {unclear.problem}; export LOCAL_RANK for every process, or use torchrun"
+    """In words, what keeps ranks from having GPUs."""
+    for seat in without:
+        if seat.problem:
+            return (
+                f"rank {seat.rank} on {seat.host}: {seat.problem}; "
+                f"export LOCAL_RANK for every process, or use torchrun"
+            )
+    host = without[0].host
     if len(without) < len(seats):
-        names = ", ".join(str(seat.rank) for seat in without[:8]) + (
-            ", ..." if len(without) > 8 else ""
-        )
-        who = f"{_ranks(len(without))} ({names}; host {without[0].host})"
+        names = ", ".join(str(seat.rank) for seat in without[:NAMED])
+        if len(without) > NAMED:
+            names += ", ..."
+        who = f"{_ranks(len(without))} ({names}; host {host})"
         return f"{who} see no GPU, others do: mend that host, or set train.device = cpu"
-    where = f"torch.cuda.is_available() is False on {without[0].host}"
+    where = f"torch.cuda.is_available() is False on {host}"
     return f"train.device = {train.device}, but {where}: set train.device = cpu or auto"
 
 
 def _shared(seats: Sequence[Seat]) -> str | None:
     """In words, the first GPU host with more ranks than GPUs."""
-    on_host: dict[str, list[Seat]] = defaultdict(list)
+    seats_on: dict[str, list[Seat]] = defaultdict(list)
     for seat in seats:
-        on_host[seat.host].append(seat)
-    for host, own in on_host.items():
-        gpus = len({seat.gpu for seat in own})
-        if gpus < len(own):
-            return f"{_ranks(len(own))} on {host} have {gpus} GPU{'s' if gpus > 1 else ''}"
+        seats_on[seat.host].append(seat)
+    for host, seats_of_host in seats_on.items():
+        ranks = len(seats_of_host)
+        gpus = len({seat.gpu for seat in seats_of_host})
+        if gpus < ranks:
+            plural = "s" if gpus > 1 else ""
+            return f"{_ranks(ranks)} on {host} have {gpus} GPU{plural}"
     return None
 
 

@@ -8,6 +8,8 @@ tensor-parallel ranks by `parallelize` and its sequences over context-parallel o
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -102,13 +104,14 @@ class GPT(nn.Module):
             )
         first = layers * stage // stages
         last = layers * (stage + 1) // stages
-        self.blocks = nn.ModuleDict(
-            {str(number): self.blocks[str(number)] for number in range(first, last)}
-        )
+        # By number, so that a stage's parameters have the names of the whole model.
+        names = [str(number) for number in range(first, last)]
+        self.blocks = nn.ModuleDict({name: self.blocks[name] for name in names})
         if stage > 0:
             self.embedding = None
         if stage < stages - 1:
-            self.norm = self.head = None
+            self.norm = None
+            self.head = None
 
     def use_context(self, context: ContextParallel | None) -> None:
         """Let attention reach the tokens of other context-parallel ranks."""
@@ -118,22 +121,27 @@ class GPT(nn.Module):
             block.context = context
 
     def recompute(self, layers: int | str) -> None:
-        """Compute activations again in backward: of "full" all layers, of "none" none, or of the
-        first so many.
+        """Compute activations again in backward.
+
+        layers: "full": of all; "none": of none; or of the first so many.
         """
         named = {"none": 0, "full": len(self.blocks)}
         self.recomputed = named[layers] if isinstance(layers, str) else layers
         for number, block in enumerate(self.blocks.values()):
             assert isinstance(block, Block)
+            # Where forward is computed again, keys and values are gathered by that.
             block.gather_again = number >= self.recomputed
 
     def _visibility(
         self, kept: int, cu_seqlens: Tensor | None, longest: Tensor | None
     ) -> Visibility:
         context = self.context
-        rank, size = (context.rank, context.size) if context is not None else (0, 1)
-        most = None if longest is None else int(longest.max())
-        return Visibility(zigzag_bounds(kept * size, rank, size), kept * size, cu_seqlens, most)
+        cp_rank = 0 if context is None else context.rank
+        cp_size = 1 if context is None else context.size
+        whole = kept * cp_size
+        parts = zigzag_bounds(whole, cp_rank, cp_size)
+        longest_tokens = None if longest is None else int(longest.max())
+        return Visibility(parts, whole, cu_seqlens, longest_tokens)
 
     def parallelize(self, mesh: DeviceMesh, *, sequence_parallel: bool) -> None:
         """Split the linear layers over a one-dimensional mesh, by torch's parallelize_module. The
@@ -144,31 +152,43 @@ class GPT(nn.Module):
         """
         whole = Replicate()
         between = Shard(1) if sequence_parallel else Replicate()
-        plan: dict[str, ParallelStyle] = {"head": ColwiseParallel(output_layouts=Shard(-1))}
-        plan |= {"embedding": RowwiseParallel(input_layouts=whole, output_layouts=between)}
-        plan |= {f"blocks.*.{name}": ColwiseParallel() for name in ("q", "k", "v", "gate", "up")}
-        plan |= {
-            f"blocks.*.{name}": RowwiseParallel(output_layouts=between)
-            for name in ("project", "down")
+        plan: dict[str, ParallelStyle] = {
+            "head": ColwiseParallel(output_layouts=Shard(-1)),
+            "embedding": RowwiseParallel(input_layouts=whole, output_layouts=between),
         }
-        norms = (
-            ("blocks.*.attention_norm", "blocks.*.mlp_norm", "norm") if sequence_parallel else ()
-        )
-        plan |= {name: SequenceParallel() for name in norms}
+        for name in ("q", "k", "v", "gate", "up"):
+            plan[f"blocks.*.{name}"] = ColwiseParallel()
+        for name in ("project", "down"):
+            plan[f"blocks.*.{name}"] = RowwiseParallel(output_layouts=between)
+        self._apply_styles(plan, mesh)
+        if sequence_parallel:
+            self._parallelize_norms(mesh, between, whole)
+        self.tie()
+
+    def _parallelize_norms(
+        self, mesh: DeviceMesh, between: Shard | Replicate, whole: Replicate
+    ) -> None:
+        """Let norms take a part of the sequence, and give all of it."""
         gather = PrepareModuleOutput(
             output_layouts=between, desired_output_layouts=whole, use_local_output=False
         )
-        gathers: dict[str, ParallelStyle] = dict.fromkeys(norms, gather)
-        dropped = [name for name in ("embedding", "norm", "head") if getattr(self, name) is None]
-        for styles in (plan, gathers):
-            parallelize_module(
-                self, mesh, {name: style for name, style in styles.items() if name not in dropped}
-            )
-        self.tie()
+        norms = ("blocks.*.attention_norm", "blocks.*.mlp_norm", "norm")
+        # Two styles of one module: a plan has room for one, so there are two plans.
+        self._apply_styles({name: SequenceParallel() for name in norms}, mesh)
+        self._apply_styles(dict.fromkeys(norms, gather), mesh)
+
+    def _apply_styles(self, styles: Mapping[str, ParallelStyle], mesh: DeviceMesh) -> None:
+        """By the names of modules, but for those that this stage has dropped."""
+        kept: dict[str, ParallelStyle] = {}
+        for name, style in styles.items():
+            is_dropped = name in ("embedding", "norm", "head") and getattr(self, name) is None
+            if not is_dropped:
+                kept[name] = style
+        parallelize_module(self, mesh, kept)
 
     def tie(self) -> None:
-        """Share the weight of embedding and head again, after something that treats
-        each by itself.
+        """Share the weight of embedding and head again, after something that treats each by
+        itself.
         """
         if self.embedding is not None and self.head is not None:
             self.head.weight = self.embedding.weight
@@ -184,49 +204,52 @@ class Block(nn.Module):
         self.context: ContextParallel | None = None
         self.gather_again = True
         self.attention_norm = nn.RMSNorm(config.dim)
-        self.q, self.k, self.v, self.project = (
-            nn.Linear(config.dim, config.dim, bias=False) for _ in range(4)
-        )
+        self.q = nn.Linear(config.dim, config.dim, bias=False)
+        self.k = nn.Linear(config.dim, config.dim, bias=False)
+        self.v = nn.Linear(config.dim, config.dim, bias=False)
+        self.project = nn.Linear(config.dim, config.dim, bias=False)
         self.mlp_norm = nn.RMSNorm(config.dim)
-        self.gate, self.up = (nn.Linear(config.dim, hidden, bias=False) for _ in range(2))
+        self.gate = nn.Linear(config.dim, hidden, bias=False)
+        self.up = nn.Linear(config.dim, hidden, bias=False)
         self.down = nn.Linear(hidden, config.dim, bias=False)
 
     def forward(self, x: Tensor, rotation: tuple[Tensor, Tensor], visibility: Visibility) -> Tensor:
         """x: [batch, S, dim] -> the same shape."""
-        x = x + self.project(self._attend(self.attention_norm(x), rotation, visibility))
+        mixed = self._attend(self.attention_norm(x), rotation, visibility)
+        x = x + self.project(mixed)
         normed = self.mlp_norm(x)
-        mlp: Tensor = self.down(F.silu(self.gate(normed)) * self.up(normed))
+        gated = F.silu(self.gate(normed)) * self.up(normed)
+        mlp: Tensor = self.down(gated)
         return x + mlp
 
     def _attend(self, x: Tensor, rotation: tuple[Tensor, Tensor], visibility: Visibility) -> Tensor:
-        q, k, v = (
-            layer(x).unflatten(-1, (-1, self.head_dim)) for layer in (self.q, self.k, self.v)
-        )
-        mixed = attend(
-            rotate(q, rotation),
-            rotate(k, rotation),
-            v,
-            visibility,
-            self.context,
-            gather_again=self.gather_again,
-        )
+        """x: [batch, S, dim] -> the same shape, of heads end to end."""
+        heads = (-1, self.head_dim)
+        q = self.q(x).unflatten(-1, heads)
+        k = self.k(x).unflatten(-1, heads)
+        v = self.v(x).unflatten(-1, heads)
+        q = rotate(q, rotation)
+        k = rotate(k, rotation)
+        mixed = attend(q, k, v, visibility, self.context, gather_again=self.gather_again)
         return mixed.flatten(2)
 
 
 def rope(position_ids: Tensor, head_dim: int) -> tuple[Tensor, Tensor]:
     """Cos and sin of the rotary angles, each [batch, S, 1, head_dim / 2]."""
-    exponents = (
-        torch.arange(0, head_dim, 2, device=position_ids.device, dtype=torch.float32) / head_dim
-    )
-    angles = position_ids.float()[:, :, None, None] * (ROPE_BASE**-exponents)
+    device = position_ids.device
+    exponents = torch.arange(0, head_dim, 2, device=device, dtype=torch.float32) / head_dim
+    frequencies = ROPE_BASE**-exponents
+    positions = position_ids.float()[:, :, None, None]
+    angles = positions * frequencies
     return angles.cos(), angles.sin()
 
 
 def rotate(x: Tensor, rotation: tuple[Tensor, Tensor]) -> Tensor:
     """Rotate pairs (i, i + head_dim / 2) of the last dimension by their angles."""
     cos, sin = rotation
-    a, b = x.float().chunk(2, dim=-1)
-    return torch.cat((a * cos - b * sin, a * sin + b * cos), dim=-1).to(x.dtype)
+    first, second = x.float().chunk(2, dim=-1)
+    rotated = torch.cat((first * cos - second * sin, first * sin + second * cos), dim=-1)
+    return rotated.to(x.dtype)
 
 
 def _initialize(module: nn.Module) -> None:

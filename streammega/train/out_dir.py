@@ -32,7 +32,11 @@ def fetch_record(store: Store, key: str, path: Path) -> bool:
         size = store.info(key).size
     except ObjectNotFoundError:
         return False
-    path.write_bytes(bytes(store.read_ranges(key, [0], [size])[0]) if size else b"")
+    if size == 0:  # stores have no empty ranges
+        path.write_bytes(b"")
+        return True
+    (data,) = store.read_ranges(key, [0], [size])
+    path.write_bytes(bytes(data))
     return True
 
 
@@ -42,10 +46,16 @@ class OutDir:
     """
 
     def __init__(self, out_dir: str, storage: StorageConfig) -> None:
-        store, self._key = open_store(out_dir.rstrip("/") or out_dir, storage)
+        # Without a slash at the end, as keys are; "/" alone is a folder, and stays.
+        place = out_dir.rstrip("/") or out_dir
+        store, self._key = open_store(place, storage)
         self._store: Store | None = store if is_remote(out_dir) else None
         self._sent: dict[str, tuple[int, int]] = {}
+        """By name the bytes and the time of change, in ns, of what was copied last."""
         self._lock = threading.Lock()
+        """Of `_sent`, and of sending: the thread and a checkpoint may copy at once, and of two
+        writes of one object the older could come last.
+        """
         self._ended = threading.Event()
         if self._store is None:
             self.folder = Path(self._key)
@@ -60,13 +70,18 @@ class OutDir:
         if self._store is None:
             return
         with self._lock:
-            for path in sorted(path for path in self.folder.rglob("*") if path.is_file()):
-                name = path.relative_to(self.folder).as_posix()
-                stat = path.stat()
-                state = (stat.st_size, stat.st_mtime_ns)
-                if self._sent.get(name) != state:
-                    self._send(self._store, name, path)
-                    self._sent[name] = state
+            for path in sorted(self.folder.rglob("*")):
+                if path.is_file():
+                    self._send_if_changed(self._store, path)
+
+    def _send_if_changed(self, store: Store, path: Path) -> None:
+        name = path.relative_to(self.folder).as_posix()
+        # Before it is read: what is written meanwhile is then sent the next time.
+        stat = path.stat()
+        state = (stat.st_size, stat.st_mtime_ns)
+        if self._sent.get(name) != state:
+            self._send(store, name, path)
+            self._sent[name] = state
 
     def close(self) -> None:
         """Copy the rest, and remove the folder of this machine."""

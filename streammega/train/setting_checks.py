@@ -15,23 +15,28 @@ from streammega.errors import ConfigError
 
 @dataclass(frozen=True)
 class Range:
-    """Numbers of at least `low` and at most `high`, or less than that where it is `open`."""
+    """Numbers of at least `low` and at most `high`, or less than `high` where it is `open`."""
 
     low: float
     high: float = math.inf
     open: bool = False
 
     def __contains__(self, value: float) -> bool:
-        below = value < self.high if self.open else value <= self.high
-        return self.low <= value and below  # of NaN that is False
+        # NaN is in no range: it compares as false with everything.
+        is_below = value < self.high if self.open else value <= self.high
+        return self.low <= value and is_below
 
     def __str__(self) -> str:
-        least = "more than 0" if self.low == sys.float_info.min else f"at least {self.low:g}"
+        least = f"at least {self.low:g}"
+        # The smallest number above 0, as nobody wants to read it.
+        if self.low == sys.float_info.min:
+            least = "more than 0"
         if self.high == math.inf:
             return least
         if self.high == sys.float_info.max:
             return f"{least}, and finite"
-        return f"{least} and {'less than' if self.open else 'at most'} {self.high:g}"
+        bound = "less than" if self.open else "at most"
+        return f"{least} and {bound} {self.high:g}"
 
 
 def check_numbers(section: str, settings: Any, ranges: Mapping[str, Range]) -> None:
@@ -41,8 +46,13 @@ def check_numbers(section: str, settings: Any, ranges: Mapping[str, Range]) -> N
     settings: a dataclass; ranges: by the name of a field, of which None is in no range and good.
     """
     for item in fields(settings):
+        name = f"{section}.{item.name}"
         value = getattr(settings, item.name)
-        if isinstance(value, bool) and "bool" not in str(item.type):
-            raise ConfigError(f"{section}.{item.name} is {str(value).lower()}; it must be a number")
-        if item.name in ranges and value is not None and value not in ranges[item.name]:
-            raise ConfigError(f"{section}.{item.name} is {value}; it must be {ranges[item.name]}")
+        may_be_bool = "bool" in str(item.type)
+        if isinstance(value, bool) and not may_be_bool:
+            raise ConfigError(f"{name} is {str(value).lower()}; it must be a number")
+        allowed = ranges.get(item.name)
+        if allowed is None or value is None:
+            continue
+        if value not in allowed:
+            raise ConfigError(f"{name} is {value}; it must be {allowed}")

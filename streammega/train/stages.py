@@ -4,6 +4,7 @@ first weights.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 
 import torch
@@ -21,25 +22,24 @@ from streammega.train.model import GPT, TIED
 def make_stages(
     config: RunConfig, ranks: Ranks, num_stages: int, stage_ids: Sequence[int], device: torch.device
 ) -> tuple[list[GPT], Mapping[str, torch.Size]]:
-    """Stages of the model that one rank alone would make, and the shapes of all of
-    its parameters.
-    """
+    """Stages of the model that one rank alone would make, and the shapes of all of its parameters."""
     check_tensor_parallel(config, ranks.layout)
     dtype: torch.dtype = getattr(torch, config.train.dtype)
-    with torch.device("meta"):  # shapes only: memory is for what this rank keeps
+    # Shapes only: memory is for what this rank keeps.
+    with torch.device("meta"):
         whole = GPT(config.model)
         chunks = [GPT(config.model) for _ in stage_ids]
     for chunk, stage in zip(chunks, stage_ids, strict=True):
         chunk.keep_stage(stage, num_stages)
         chunk.recompute(config.train.recompute)
         chunk.to(dtype)
+        # Split before there is memory, so that memory is made for this rank's parts alone.
         _split(chunk, config, ranks, device)
         chunk.to_empty(device=device)
         chunk.tie()
     fill_with_first_weights(chunks, whole, config.train.seed, canonical)
-    return chunks, {
-        canonical(name): parameter.shape for name, parameter in whole.named_parameters()
-    }
+    shapes = {canonical(name): parameter.shape for name, parameter in whole.named_parameters()}
+    return chunks, shapes
 
 
 def canonical(name: str) -> str:
@@ -55,17 +55,19 @@ def check_tensor_parallel(config: RunConfig, layout: ParallelLayout) -> None:
         raise ConfigError(
             f"model.heads {model.heads} do not divide over parallel.tp {tp}; change one of them"
         )
-    share = -(-model.vocab_size // tp)
-    if share * (tp - 1) >= model.vocab_size:
+    # torch gives every rank as many entries, rounded up, and the last ones what is left.
+    share = math.ceil(model.vocab_size / tp)
+    of_all_but_the_last = share * (tp - 1)
+    if of_all_but_the_last >= model.vocab_size:
         raise ConfigError(
-            f"model.vocab_size {model.vocab_size} in parts of {share} leaves some of parallel.tp {tp} ranks without any; "
-            f"lower tp, or raise vocab_size"
+            f"model.vocab_size {model.vocab_size} in parts of {share} leaves some of parallel.tp "
+            f"{tp} ranks without any; lower tp, or raise vocab_size"
         )
     kept = config.data.sequence_length // layout.cp
     if config.parallel.sequence_parallel and kept % tp:
         raise ConfigError(
-            f"parallel.tp {tp} does not divide the {kept} tokens of a sequence that a rank keeps; change "
-            f"data.sequence_length or tp, or set parallel.sequence_parallel=false"
+            f"parallel.tp {tp} does not divide the {kept} tokens of a sequence that a rank keeps; "
+            f"change data.sequence_length or tp, or set parallel.sequence_parallel=false"
         )
 
 

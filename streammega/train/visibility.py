@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from itertools import pairwise
 
 import torch
 from torch import Tensor
@@ -46,12 +47,13 @@ class Visibility:
     """Queries of the kept parts of each sample see the keys at or before them, of their own
     document.
 
-    Args: parts: [start, stop) in the sample of what this rank keeps, all of one length. whole:
-        tokens of a sample. cu_seqlens: int32 [samples, n], the bounds of each sample's documents
-        from 0 to `whole`, filled up with `whole`. None: a
-            sample is one document.
+    Args:
+        parts: [start, stop) in the sample of what this rank keeps, all of one length.
+        whole: tokens of a sample.
+        cu_seqlens: int32 [samples, n], the bounds of each sample's documents from 0 to `whole`,
+            filled up with `whole`. None: a sample is one document.
         longest: tokens of the longest document; None: looked up where it is needed, for which a
-        device is waited for.
+            device is waited for.
     """
 
     def __init__(
@@ -81,47 +83,63 @@ class Visibility:
             bias: Tensor = causal_lower_right(queries, keys)
             return bias
         if self._triangle is None or self._triangle.dtype != like.dtype:
-            most = self.whole if self.cu_seqlens is None else self.longest
-            rows = min(most, max(stop - start for start, stop in self.parts))
-            columns = min(most, max(stop for _, stop in self.parts))
-            hidden = torch.full((rows, columns), -torch.inf, dtype=like.dtype, device=like.device)
-            self._triangle = hidden.triu_(columns - rows + 1)
+            self._triangle = self._make_triangle(like)
         return self._triangle[-queries:, -keys:]
+
+    def _make_triangle(self, like: Tensor) -> Tensor:
+        """The largest bias that is asked for: smaller ones are its lower right corner."""
+        most = self.whole if self.cu_seqlens is None else self.longest
+        longest_part = max(stop - start for start, stop in self.parts)
+        last_stop = max(stop for _, stop in self.parts)
+        rows = min(most, longest_part)
+        columns = min(most, last_stop)
+        hidden = torch.full((rows, columns), -torch.inf, dtype=like.dtype, device=like.device)
+        return hidden.triu_(columns - rows + 1)
 
     def packed(self, number: int) -> Packed:
         """The documents of part `number`. Those of which it holds nothing have no queries."""
         if number not in self._packed:
-            assert self.cu_seqlens is not None
-            start, stop = self.parts[number]
-            # A document that goes on after the part is cut there, so that the part's queries are
-            # its last.
-            cut = torch.full_like(self.cu_seqlens[:, :1], stop)
-            bounds = torch.cat((self.cu_seqlens, cut), 1).sort(1).values
-            self._packed[number] = Packed(
-                queries=_end_to_end(bounds.clamp(start, stop) - start, stop - start),
-                keys=_end_to_end(bounds, self.whole),
-                most_queries=min(self.longest, stop - start),
-                most_keys=self.longest,
-            )
+            self._packed[number] = self._pack(number)
         return self._packed[number]
+
+    def _pack(self, number: int) -> Packed:
+        assert self.cu_seqlens is not None
+        start, stop = self.parts[number]
+        # A document that goes on after the part is cut there, so that the part's queries are its
+        # last.
+        cut = torch.full_like(self.cu_seqlens[:, :1], stop)
+        bounds = torch.cat((self.cu_seqlens, cut), 1).sort(1).values
+        bounds_in_part = bounds.clamp(start, stop) - start
+        return Packed(
+            queries=_end_to_end(bounds_in_part, stop - start),
+            keys=_end_to_end(bounds, self.whole),
+            most_queries=min(self.longest, stop - start),
+            most_keys=self.longest,
+        )
 
     def pieces(self, number: int) -> Pieces:
         """The documents of part `number`, those of which it holds something."""
         if number not in self._pieces:
-            start, stop = self.parts[number]
-            pieces = Pieces()
-            reached = 0
-            for row, bounds in enumerate(self._bounds):
-                first = row * self.whole
-                for begin, end in zip(bounds, bounds[1:], strict=False):
-                    queries = min(end, stop) - max(begin, start)
-                    if queries > 0:
-                        reached = _add_piece(
-                            pieces, reached, queries, first + begin, first + min(end, stop)
-                        )
-            pieces.key_lengths.append(len(self._bounds) * self.whole - reached)
-            self._pieces[number] = pieces
+            self._pieces[number] = self._cut(number)
         return self._pieces[number]
+
+    def _cut(self, number: int) -> Pieces:
+        part_start, part_stop = self.parts[number]
+        pieces = Pieces()
+        reached = 0
+        for row, bounds in enumerate(self._bounds):
+            first_key = row * self.whole
+            for start, stop in pairwise(bounds):
+                # What is after the part is seen by none of its queries.
+                seen_stop = min(stop, part_stop)
+                queries = seen_stop - max(start, part_start)
+                if queries > 0:
+                    reached = _add_piece(
+                        pieces, reached, queries, first_key + start, first_key + seen_stop
+                    )
+        all_keys = len(self._bounds) * self.whole
+        pieces.key_lengths.append(all_keys - reached)
+        return pieces
 
     @property
     def longest(self) -> int:
@@ -159,5 +177,8 @@ def _end_to_end(bounds: Tensor, length: int) -> Tensor:
     """Bounds within samples [samples, n], from 0 to `length`, as those of all samples end to end
     [samples * (n - 1) + 1].
     """
-    first = torch.arange(len(bounds), dtype=bounds.dtype, device=bounds.device)[:, None] * length
-    return torch.cat((bounds.new_zeros(1), (bounds[:, 1:] + first).flatten()))
+    samples = torch.arange(len(bounds), dtype=bounds.dtype, device=bounds.device)
+    start_of_sample = samples[:, None] * length
+    # The first bound of each sample is the last of the one before.
+    ends = bounds[:, 1:] + start_of_sample
+    return torch.cat((bounds.new_zeros(1), ends.flatten()))

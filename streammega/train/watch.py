@@ -52,6 +52,8 @@ and TCP tries for minutes.
 """
 LAST_WORDS = 5.0
 """Seconds that flushing metrics may take before the process ends."""
+SIGNALS_AT_ONCE = 64
+"""Bytes of a read of signals, one each; what is left is read at the next turn."""
 ENDED = "ended"
 PHASES = (
     "starting",
@@ -72,39 +74,51 @@ class Watch:
     `phase` is cheap: it sets attributes. A thread writes them, and watches the others. Make it in
     the main thread, or signals are not seen.
 
-    Args: store: that all ranks joined; None: a rank by itself, which nobody watches. rank, world:
-        of this process, and of the job. patience: seconds that this rank may wait for others at one
-        place; they are then named, and the job ended.
+    Args:
+        store: that all ranks joined; None: a rank by itself, which nobody watches.
+        rank: of this process.
+        world: ranks of the job.
+        patience: seconds that this rank may wait for others at one place; they are then named, and
+            the job ended.
     """
 
     def __init__(self, store: Store | None, rank: int, world: int, patience: float = 600.0) -> None:
         self.rank = rank
         self.world = world
         self.patience = patience
-        self.step, self._phase, self._since, self._beats = 0, "starting", time.monotonic(), 0
+        self.step = 0
+        self._phase = "starting"
+        self._since = time.monotonic()
+        """When this phase began."""
+        self._beats = 0
         self.before_exit: list[Callable[[], None]] = []
         """What is called before the process is ended from the thread: it must not wait for other
         ranks.
         """
         self._board = None if store is None else Board(store, rank, world)
         self._ended = threading.Event()
-        # of the main thread and this one's: the cause is printed once, whole
         self._last_word = threading.Lock()
+        """Of the main thread or the watch's, whichever ends the run: the cause is printed once."""
         self._signals = _Signals()
         self._others = _Others(rank, world)
         self._requests = StopRequests()
         self._gentle = False
         self._asked: int | None = None
+        """The beat at which a signal asked for the end of the run."""
         self._asked_at_once: int | None = None
+        """The beat at which one asked for it at once."""
         self._looked = 0
+        """The beat of the last look at all ranks."""
         if store is not None:
             self._signals.listen()
             threading.Thread(target=self._run, name="streammega-watch", daemon=True).start()
 
     def phase(self, name: str, step: int | None = None) -> None:
         """This rank is now doing something else, or more of the same."""
-        self._phase, self._since = name, time.monotonic()
-        self.step = self.step if step is None else step
+        self._phase = name
+        self._since = time.monotonic()
+        if step is not None:
+            self.step = step
 
     def fail(self, cause: str, *, seen: bool = False) -> None:
         """Let the others know why this rank ends the job, by its own fault or because of what was
@@ -114,7 +128,8 @@ class Watch:
             return
         try:
             self._board.blame(None if seen else self.rank, cause)
-        except Exception as error:  # the store went with its host: its end is in that log
+        except Exception as error:
+            # The store went with its host: its end is in that log.
             log.debug("the cause could not be told: %s", error)
 
     def claim(self) -> None:
@@ -147,24 +162,25 @@ class Watch:
         """
         if self._board is None:
             return ""
-        answer: list[str] = []
-        asking = threading.Thread(
-            target=lambda: answer.append(self._explain()), name="streammega-asks", daemon=True
-        )
+        answers: list[str] = []
+
+        def ask() -> None:
+            answers.append(self._explain())
+
+        # In a thread, which is left behind where the store does not answer.
+        asking = threading.Thread(target=ask, name="streammega-asks", daemon=True)
         asking.start()
         asking.join(ANSWER_WITHIN * BEAT)
-        return (
-            answer[0]
-            if answer
-            else f"rank {self.rank} cannot ask the others: the job's store does not answer"
-        )
+        for answer in answers:
+            return answer
+        return f"rank {self.rank} cannot ask the others: the job's store does not answer"
 
     def close(self) -> None:
         """End the signs of life; the silence that follows is no failure."""
         self._ended.set()
         self._signals.close()
         if self._board is not None:
-            # the store may have ended with rank 0: nobody is left who would read it
+            # The store may have ended with rank 0: nobody is left who would read it.
             with contextlib.suppress(Exception):
                 self._board.tell(self._status() | {"phase": ENDED})
 
@@ -173,22 +189,20 @@ class Watch:
         return {"beats": self._beats, "step": self.step, "phase": self._phase, "seconds": seconds}
 
     def _run(self) -> None:
-        assert self._board is not None
-        failures = 0
+        unanswered = 0
         while not self._ended.is_set():
             reason = None
             code = 1
             try:
                 self._beat()
                 reason = self._reason_to_end()
-                failures = 0
-            except Exception as error:  # a connection that broke; the next beat takes another
-                failures += 1
-                log.log(
-                    logging.WARNING if failures == SILENCE else logging.DEBUG,
-                    "the job's store does not answer: %s",
-                    error,
-                )
+                unanswered = 0
+            except Exception as error:
+                # A connection that broke: the next beat takes another.
+                unanswered += 1
+                # Once aloud, when it is no passing fault any more.
+                level = logging.WARNING if unanswered == SILENCE else logging.DEBUG
+                log.log(level, "the job's store does not answer: %s", error)
             if reason is None and self._beats_since(self._asked_at_once) > TAKEN:
                 reason = "interrupted"
                 code = 128 + signal.SIGINT
@@ -217,23 +231,28 @@ class Watch:
         assert self._board is not None
         cause = self._board.cause()
         if cause is not None:
-            # its own: the main thread is about to say it
+            # Its own: the main thread is about to say it.
             return _as_words(cause) if cause["rank"] != self.rank else None
-        told = self._beats_since(self._asked)
+        beats_since_asked = self._beats_since(self._asked)
         limit = max(SOON, min(self.patience / BEAT, SILENCE))
-        suspicious = self._others.silence(self._board) >= (SOON if told else limit)
+        if beats_since_asked > 0:
+            limit = SOON
+        neighbour_is_silent = self._others.silence(self._board) >= limit
         waits = time.monotonic() - self._since > self.patience
         # Whoever is told to end looks at all ranks: the one that is gone may have its neighbour on
         # another host.
-        if suspicious or ((waits or told >= SOON) and self._beats - self._looked >= LOOKS):
+        wants_to_look = waits or beats_since_asked >= SOON
+        may_look = self._beats - self._looked >= LOOKS
+        if neighbour_is_silent or (wants_to_look and may_look):
             self._looked = self._beats
             return self._seen(waits)
         return None
 
     def _seen(self, waits: bool) -> str | None:
         """What all ranks show: words that end the job, or None where they go on."""
-        assert self._board is not None
-        words = self._compare(self._beat, ("silent", "behind") if waits else ("silent",))
+        # Behind are ranks that may still come, unless this one has waited for as long as it may.
+        kinds = ("silent", "behind") if waits else ("silent",)
+        words = self._compare(self._beat, kinds)
         if words:
             self.fail(words, seen=True)
         return words or None
@@ -244,12 +263,17 @@ class Watch:
     def _explain(self) -> str:
         assert self._board is not None
         try:
-            words = self._compare(lambda: None, ("silent", "behind")) or self._compare(
-                lambda: None, ("ahead",)
-            )
+            # Ranks ahead of this one only where none is silent or behind: they wait for this one,
+            # and not this one for them.
+            words = self._compare(lambda: None, ("silent", "behind"))
+            if not words:
+                words = self._compare(lambda: None, ("ahead",))
             cause = self._board.cause()
         except Exception as error:
-            return f"rank {self.rank} cannot ask the others ({error}): the host of the job's store is gone, see its log"
+            return (
+                f"rank {self.rank} cannot ask the others ({error}): "
+                f"the host of the job's store is gone, see its log"
+            )
         if cause is not None and cause["rank"] != self.rank:
             return _as_words(cause)
         return words or f"no other rank says why; this one was in step {self.step} ({self._phase})"
@@ -260,18 +284,25 @@ class Watch:
         """
         assert self._board is not None
         before = self._board.read_all()
-        for _ in range(5):  # two beats and a half; others look at this rank at the same time
+        # Two beats and a half: each rank that lives has given a sign. Others look at this rank at
+        # the same time, so its own go on meanwhile.
+        for _ in range(5):
             time.sleep(BEAT / 2)
             meanwhile()
-        found: dict[str, list[str]] = {"silent": [], "behind": [], "ahead": [], "here": []}
+        lines_of: dict[str, list[str]] = {"silent": [], "behind": [], "ahead": [], "here": []}
         for rank, status in self._board.read_all().items():
+            if rank == self.rank:
+                continue
             kind = self._kind(before.get(rank, {}), status)
             says = "gives no sign of life" if kind == "silent" else "is elsewhere"
-            if rank != self.rank:
-                found[kind].append(f"rank {rank} {says}; {_describe(status)}")
-        return "; ".join(line for kind in kinds for line in found[kind])
+            lines_of[kind].append(f"rank {rank} {says}; {_describe(status)}")
+        lines: list[str] = []
+        for kind in kinds:
+            lines += lines_of[kind]
+        return "; ".join(lines)
 
     def _kind(self, before: dict[str, Any], after: dict[str, Any]) -> str:
+        """What two statuses of another rank say: "silent", or where it is as seen from here."""
         if after["phase"] != ENDED and after["beats"] == before.get("beats"):
             return "silent"
         here = _place(self.step, self._phase)
@@ -286,14 +317,12 @@ class Watch:
         """
         if not self._last_word.acquire(blocking=False):
             return
-        interrupted = code != 1
-        place = f"in step {self.step} ({self._phase})"
-        text = (
-            f"[{self.rank}] interrupted in step {self.step}\n"
-            if interrupted
-            else f"error (rank {self.rank}): {place}: {reason}\n"
-        )
-        os.write(2, text.encode())  # not by sys.stderr, whose lock the main thread may hold
+        where = f"in step {self.step} ({self._phase})"
+        text = f"error (rank {self.rank}): {where}: {reason}\n"
+        if code != 1:
+            text = f"[{self.rank}] interrupted in step {self.step}\n"
+        # Not by sys.stderr, whose lock the main thread may hold.
+        os.write(2, text.encode())
         flushing = threading.Thread(target=self._flush, daemon=True)
         flushing.start()
         flushing.join(LAST_WORDS)
@@ -301,7 +330,7 @@ class Watch:
 
     def _flush(self) -> None:
         for action in self.before_exit:
-            # the process ends now, with a cause that is told already
+            # The process ends now, with a cause that is told already.
             with contextlib.suppress(Exception):
                 action()
 
@@ -312,10 +341,11 @@ class _Others:
     """
 
     def __init__(self, rank: int, world: int) -> None:
-        self._own = rank
+        self._rank = rank
         self._world = world
-        self._next = (rank + 1) % world
-        self._seen: int | None = None
+        self._watched = (rank + 1) % world
+        self._last_beats: int | None = None
+        """Of the watched rank, when it was last looked at."""
         self._silence = 0
 
     def silence(self, board: Board) -> int:
@@ -323,14 +353,17 @@ class _Others:
 
         Of this process: where all are slow, nobody is silent.
         """
-        status = board.read([self._next]).get(self._next) if self._next != self._own else None
+        status = None
+        if self._watched != self._rank:
+            status = board.read([self._watched]).get(self._watched)
         if status is None:  # it has not begun, or all others have ended
             return 0
         if status["phase"] == ENDED:
-            self._next = (self._next + 1) % self._world
-            self._seen = None
-        self._silence = self._silence + 1 if status["beats"] == self._seen else 0
-        self._seen = status["beats"]
+            self._watched = (self._watched + 1) % self._world
+            self._last_beats = None
+        is_silent = status["beats"] == self._last_beats
+        self._silence = self._silence + 1 if is_silent else 0
+        self._last_beats = status["beats"]
         return self._silence
 
 
@@ -350,18 +383,23 @@ class _Signals:
         if threading.current_thread() is not threading.main_thread():
             return
         self._pipe = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
-        self._before = signal.set_wakeup_fd(self._pipe[1], warn_on_full_buffer=False)
+        _, write_end = self._pipe
+        # A full pipe says enough: the thread that reads it knows that signals came.
+        self._before = signal.set_wakeup_fd(write_end, warn_on_full_buffer=False)
 
     def wait(self, seconds: float) -> bytes:
         """The signals that came, at once, or none after so many seconds."""
         if self._pipe is None:
             time.sleep(seconds)
             return b""
-        if not select.select([self._pipe[0]], [], [], seconds)[0]:
+        read_end, _ = self._pipe
+        readable, _, _ = select.select([read_end], [], [], seconds)
+        if not readable:
             return b""
         try:
-            return os.read(self._pipe[0], 64)
-        except OSError:  # none after all: select may say so, and must not block what comes next
+            return os.read(read_end, SIGNALS_AT_ONCE)
+        except OSError:
+            # None after all: select may say so, and must not block what comes next.
             return b""
 
     def close(self) -> None:
@@ -371,15 +409,16 @@ class _Signals:
 
 
 def _place(step: int, phase: str) -> tuple[int, int]:
-    return step, PHASES.index(phase) if phase in PHASES else len(PHASES)
+    """How far a rank is: comparable with those of others. A phase of another version is the last."""
+    number = PHASES.index(phase) if phase in PHASES else len(PHASES)
+    return step, number
 
 
 def _as_words(cause: dict[str, Any]) -> str:
-    return (
-        str(cause["cause"])
-        if cause["rank"] is None
-        else f"rank {cause['rank']} ended the job: {cause['cause']}"
-    )
+    words = str(cause["cause"])
+    if cause["rank"] is None:
+        return words
+    return f"rank {cause['rank']} ended the job: {words}"
 
 
 def _describe(status: dict[str, Any]) -> str:
