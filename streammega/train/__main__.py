@@ -71,38 +71,36 @@ class Interrupted(Exception):
 def _failure(error: BaseException, watch: Watch, config: RunConfig) -> BaseException:
     """What this rank ends with, after it has told the others why, or asked them."""
     interrupted = isinstance(error, KeyboardInterrupt) or watch.interrupted
-    if (
-        watch.world > 1
-        and not interrupted
-        and not isinstance(error, StreammegaError | OSError)
-        and _is_of_others(error)
-    ):
+    is_known = isinstance(error, StreammegaError | OSError)
+    if watch.world > 1 and not interrupted and not is_known and _is_of_others(error):
         return _failure_of_others(error, watch)
+    # From here on the thread of the watch says nothing any more.
     watch.claim()
     if interrupted:
         watch.fail("interrupted")
-        saves = (
-            ""
-            if watch.rank
-            else f"; the same command goes on from the last checkpoint in {config.train.out_dir}"
-        )
-        return Interrupted(
-            f"interrupted in step {watch.step}{saves if config.train.save_interval else ''}"
-        )
+        return Interrupted(f"interrupted in step {watch.step}{_what_remains(watch, config)}")
     if isinstance(error, OSError) and not isinstance(error, StreammegaError):
         place = error.filename or config.train.out_dir
-        error = StorageError(
-            f"{place}: {error.strerror or error}; make room there, or change train.out_dir"
-        )
-    watch.fail(
-        str(error) if isinstance(error, StreammegaError) else f"{type(error).__name__}: {error}"
-    )
+        reason = error.strerror or error
+        error = StorageError(f"{place}: {reason}; make room there, or change train.out_dir")
+    cause = str(error)
+    if not isinstance(error, StreammegaError):
+        cause = f"{type(error).__name__}: {error}"
+    watch.fail(cause)
     return error
 
 
+def _what_remains(watch: Watch, config: RunConfig) -> str:
+    """What the first rank says of a run that was interrupted, if it saves."""
+    if watch.rank != 0 or not config.train.save_interval:
+        return ""
+    return f"; the same command goes on from the last checkpoint in {config.train.out_dir}"
+
+
 def _failure_of_others(error: BaseException, watch: Watch) -> BaseException:
-    reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
-    # torchrun ends ranks when one has failed: a few seconds, to say why
+    lines = str(error).strip().splitlines()
+    reason = lines[0] if lines else type(error).__name__
+    # torchrun ends ranks when one has failed: a few seconds, to say why.
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     print(
         f"error (rank {watch.rank}): in step {watch.step}: {reason}; asking the other ranks",
@@ -111,7 +109,8 @@ def _failure_of_others(error: BaseException, watch: Watch) -> BaseException:
     )
     explained = watch.explain()
     watch.claim()
-    watch.fail(explained, seen=True)  # one that hangs does not know yet that the job is over
+    # One that hangs does not know yet that the job is over.
+    watch.fail(explained, seen=True)
     return RankError(explained)
 
 
@@ -124,9 +123,9 @@ def _is_of_others(error: BaseException | None) -> bool:
     their text.
     """
     while error is not None:
-        if isinstance(error, dist.DistError) or (
-            isinstance(error, RuntimeError) and TRANSPORT.search(str(error))
-        ):
+        if isinstance(error, dist.DistError):
+            return True
+        if isinstance(error, RuntimeError) and TRANSPORT.search(str(error)):
             return True
         error = error.__cause__
     return False
@@ -140,7 +139,8 @@ def _start_ranks(config: RunConfig) -> tuple[torch.device, Watch]:
     place = place_of(os.environ)
     seat = seat_of(place)
     if place.world == 1:
-        return take(choose([seat], train, nccl=False), seat), Watch(None, 0, 1)
+        choice = choose([seat], train, nccl=False)
+        return take(choice, seat), Watch(None, 0, 1)
     store, rank, world = _meet()
     patience = timedelta(seconds=max(train.timeout, START_TIMEOUT))
     store.set_timeout(patience)
@@ -169,8 +169,8 @@ def _meet() -> tuple[Store, int, int]:
         # A variable is missing or wrong; the address is taken, or nobody is there.
         reason = str(error).strip().splitlines()[0]
         raise ConfigError(
-            f"the ranks cannot meet ({reason}): set RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT for every process, or let "
-            f"torchrun start them"
+            f"the ranks cannot meet ({reason}): set RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT "
+            f"for every process, or let torchrun start them"
         ) from None
     return store, rank, world
 
@@ -186,9 +186,8 @@ def main(arguments: Sequence[str], name: str | None = None) -> int:
     # which tells at each start where credentials were found
     logging.getLogger("botocore").setLevel(logging.WARNING)
     if not arguments or arguments[0] in ("-h", "--help"):
-        print(
-            f"usage: torchrun --nproc-per-node N -m streammega.train run.toml [section.name=value ...]\n\n{__doc__}"
-        )
+        usage = "torchrun --nproc-per-node N -m streammega.train run.toml [section.name=value ...]"
+        print(f"usage: {usage}\n\n{__doc__}")
         return 0 if arguments else 2
     try:
         run(arguments[0], arguments[1:])

@@ -227,7 +227,7 @@ class _GatherAgain:
 
 
 def _gather(local: Tensor, context: ContextParallel) -> Tensor:
-    """[..., kept, heads, head_dim] of every rank -> [..., S, heads, head_dim] as in the sequence."""
+    """[..., kept, heads, head_dim] of each rank -> [..., S, heads, head_dim] as in the sequence."""
     local = local.contiguous()
     of_ranks = [torch.empty_like(local) for _ in range(context.size)]
     dist.all_gather(of_ranks, local, group=context.group)

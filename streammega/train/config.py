@@ -447,9 +447,11 @@ def _check_names(table: Mapping[str, Any], kind: type, path: str) -> None:
 
 
 def _hint(name: str, known: Sequence[str], path: str) -> str:
-    for nearest in difflib.get_close_matches(name, known, 1):
-        return f"did you mean {path}{nearest}?"
-    return f"known: {', '.join(path + other for other in known)}"
+    nearest = difflib.get_close_matches(name, known, 1)
+    if nearest:
+        return f"did you mean {path}{nearest[0]}?"
+    names = [path + other for other in known]
+    return f"known: {', '.join(names)}"
 
 
 def _fill_defaults(table: dict[str, Any]) -> None:

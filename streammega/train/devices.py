@@ -19,7 +19,7 @@ from streammega.errors import ConfigError
 from streammega.train.config import ParallelConfig, TrainConfig
 
 LOCAL_RANKS = ("LOCAL_RANK", "SLURM_LOCALID", "OMPI_COMM_WORLD_LOCAL_RANK", "MPI_LOCALRANKID")
-"""What torchrun, srun, Open MPI, and MPICH and Intel MPI call the number of a process on its host."""
+"""What torchrun, srun, Open MPI, and MPICH and Intel MPI call the number of a process on a host."""
 TASKS = {"SLURM_STEP_NUM_TASKS": "srun", "OMPI_COMM_WORLD_SIZE": "mpirun", "PMI_SIZE": "mpirun"}
 """How many processes were started together, and by what."""
 NAMED = 8

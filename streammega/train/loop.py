@@ -166,7 +166,8 @@ class Trainer:
         iters = self.config.train.iters
         if self.step >= iters and self.ranks.rank == 0:
             log.info(
-                "step %d: train.iters = %d is reached, and nothing left to train; raise it to go on",
+                "step %d: train.iters = %d is reached, and nothing left to train; "
+                "raise it to go on",
                 self.step,
                 iters,
             )
@@ -276,32 +277,45 @@ class Trainer:
         sample_ids = dataset.sample_ids(starts).reshape(-1)
         grad_norm = self._reduce_and_step(losses, divided_by)
         totals = self._totals(losses, sample_ids)
-        seconds = time.perf_counter() - began
+        tokens_per_s = num_tokens / (time.perf_counter() - began)
         stop_sample = self.batches.consumed_samples
-        record: dict[str, Any] = {
-            "step": self.step + 1,
-            "samples": [stop_sample - num_samples, stop_sample],
-            "ranks": self.ranks.layout.world_size,
-            "loss": totals.loss,
-            "grad_norm": grad_norm,
-            "lr": self.optimizer.param_groups[0]["lr"],
-            "data_wait_s": batches.waited,
-            "tokens_per_s": num_tokens / seconds,
-        }
-        if self.scale is not None:
-            record["loss_scale"] = self.scale.value
-        if totals.loss_of_source:
-            record["source_loss"] = totals.loss_of_source
+        samples = range(stop_sample - num_samples, stop_sample)
+        record = self._record(samples, totals, grad_norm, batches.waited, tokens_per_s)
         if train.hash_batches:
             record["batch_hash"] = hash_over_ranks(
                 batches.kept or [],
                 sample_ids.tolist(),
-                range(stop_sample - num_samples, stop_sample),
+                samples,
                 self.model.bounds,
                 self.ranks,
                 self.device,
             )
         return record, totals.stop
+
+    def _record(
+        self,
+        samples: range,
+        totals: StepTotals,
+        grad_norm: float,
+        data_wait_s: float,
+        tokens_per_s: float,
+    ) -> dict[str, Any]:
+        """What metrics keep of the step that was taken."""
+        record: dict[str, Any] = {
+            "step": self.step + 1,
+            "samples": [samples.start, samples.stop],
+            "ranks": self.ranks.layout.world_size,
+            "loss": totals.loss,
+            "grad_norm": grad_norm,
+            "lr": self.optimizer.param_groups[0]["lr"],
+            "data_wait_s": data_wait_s,
+            "tokens_per_s": tokens_per_s,
+        }
+        if self.scale is not None:
+            record["loss_scale"] = self.scale.value
+        if totals.loss_of_source:
+            record["source_loss"] = totals.loss_of_source
+        return record
 
     def _next_sample(self) -> int:
         """The first sample of the next global batch: behind the cursor, and what is skipped there.
@@ -309,9 +323,8 @@ class Trainer:
         0 where there is none: `_take` says so.
         """
         parts = self.loader.dataset.parts(self.batches.consumed_samples)
-        for part in parts:
-            return part.start
-        return 0
+        next_part = next(parts, None)
+        return 0 if next_part is None else next_part.start
 
     def _stop_here(self, record: dict[str, Any]) -> None:
         """End the run as a signal asked: when the save under way is whole, and with another one

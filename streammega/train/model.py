@@ -100,7 +100,8 @@ class GPT(nn.Module):
         layers = len(self.blocks)
         if stages > layers:
             raise ConfigError(
-                f"{stages} pipeline stages for {layers} layers: lower parallel.pp, or add model.layers"
+                f"{stages} pipeline stages for {layers} layers: "
+                f"lower parallel.pp, or add model.layers"
             )
         first = layers * stage // stages
         last = layers * (stage + 1) // stages

@@ -22,7 +22,7 @@ from streammega.train.model import GPT, TIED
 def make_stages(
     config: RunConfig, ranks: Ranks, num_stages: int, stage_ids: Sequence[int], device: torch.device
 ) -> tuple[list[GPT], Mapping[str, torch.Size]]:
-    """Stages of the model that one rank alone would make, and the shapes of all of its parameters."""
+    """Stages of the model that one rank alone would make, and the shapes of all its parameters."""
     check_tensor_parallel(config, ranks.layout)
     dtype: torch.dtype = getattr(torch, config.train.dtype)
     # Shapes only: memory is for what this rank keeps.

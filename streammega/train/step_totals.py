@@ -1,5 +1,5 @@
-"""What all ranks sum once a step, in one small collective: the losses of the global batch, by source
-too, and what ends the run.
+"""What all ranks sum once a step, in one small collective: the losses of the global batch, by
+source too, and what ends the run.
 
 One collective, since each waits for the slowest rank. What ends the run goes with it, so that no
 rank begins a step which another one does not.

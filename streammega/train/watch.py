@@ -8,7 +8,8 @@ thread watches, prints why the job ends, and ends the process.
 | what is seen | after |
 |---|---|
 | another rank said why it ends | a beat |
-| the next rank gives no sign of life | `SILENCE` beats, or `patience` if that is shorter; after a signal `SOON` |
+| the next rank gives no sign of life | `SILENCE` beats, or `patience` if shorter |
+| the same, after a signal | `SOON` |
 | this rank is where it was, and another is behind it | `patience` |
 | Ctrl-C that is to end the run at once, and the main thread does not take it | `TAKEN` |
 """
@@ -171,9 +172,9 @@ class Watch:
         asking = threading.Thread(target=ask, name="streammega-asks", daemon=True)
         asking.start()
         asking.join(ANSWER_WITHIN * BEAT)
-        for answer in answers:
-            return answer
-        return f"rank {self.rank} cannot ask the others: the job's store does not answer"
+        if not answers:
+            return f"rank {self.rank} cannot ask the others: the job's store does not answer"
+        return answers[0]
 
     def close(self) -> None:
         """End the signs of life; the silence that follows is no failure."""
@@ -409,7 +410,7 @@ class _Signals:
 
 
 def _place(step: int, phase: str) -> tuple[int, int]:
-    """How far a rank is: comparable with those of others. A phase of another version is the last."""
+    """How far a rank is: comparable with those of others. A phase that is not known is the last."""
     number = PHASES.index(phase) if phase in PHASES else len(PHASES)
     return step, number
 

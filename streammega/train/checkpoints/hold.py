@@ -285,7 +285,7 @@ class _ObjectHold:
             writer.write(self._next_record())
 
     def _next_record(self) -> bytes:
-        """What is to be written: another text every time, by which others see that it is renewed."""
+        """What is to be written: another text every time, so that others see that it is renewed."""
         self._renewals += 1
         return json.dumps(self._me | {"renewals": self._renewals}).encode()
 

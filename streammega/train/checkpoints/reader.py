@@ -114,7 +114,10 @@ class Reader(StorageReader):
                 self._copy(tensor, item, planner, file_name)
 
     def _tensor_in(self, data: memoryview, file_name: str, span: tuple[int, int]) -> Tensor:
-        """The tensor that torch.save wrote to bytes [start, stop) of a file. Raises DamagedError."""
+        """The tensor that torch.save wrote to bytes [start, stop) of a file.
+
+        Raises DamagedError.
+        """
         start, stop = span
         where = f"{self._files.url(file_name)}: bytes [{start}, {stop}) are damaged"
         if not self._checksums.match(file_name, start, data):

@@ -2,7 +2,8 @@
 layout and the optimizer.
 
     model.<name>                  a parameter
-    optimizer.<name>.<state>      what the optimizer keeps of it (exp_avg, step, ...); `main`: its fp32 copy, if it is narrower
+    optimizer.<name>.<state>      what the optimizer keeps of it (exp_avg, step, ...);
+                                  `main`: its fp32 copy, if it is narrower
 
 Replicated, ZeRO and sharded optimizers write the same, and each reads what another wrote, on any
 layout.
@@ -304,12 +305,12 @@ def scalar_devices(inner: torch.optim.Optimizer) -> dict[int, torch.device]:
     Fused and capturable kernels read them on the parameter's device, by address; all others on the
     CPU. Source: torch's own Optimizer.load_state_dict, which checkpoints of boxes go around.
     """
-    found = {}
+    device_of: dict[int, torch.device] = {}
     for group in inner.param_groups:
         on_device = group.get("fused") or group.get("capturable")
         for parameter in group["params"]:
-            found[id(parameter)] = parameter.device if on_device else torch.device("cpu")
-    return found
+            device_of[id(parameter)] = parameter.device if on_device else torch.device("cpu")
+    return device_of
 
 
 def _values(inner: torch.optim.Optimizer, part: _Part) -> Iterator[tuple[str, Any]]:
@@ -410,7 +411,8 @@ def _check_shapes(theirs: Mapping[str, Any], ours: Mapping[str, torch.Size]) -> 
             raise StateError(f"the checkpoint has a parameter {name}, this model has not")
         raise StateError(f"this model has a parameter {name}, the checkpoint has not")
     for name, shape in ours.items():
-        if tuple(theirs[name].size) != tuple(shape):
+        stored_shape = list(theirs[name].size)
+        if stored_shape != list(shape):
             raise StateError(
-                f"{name} is {list(theirs[name].size)} in the checkpoint, {list(shape)} in this model"
+                f"{name} is {stored_shape} in the checkpoint, {list(shape)} in this model"
             )
