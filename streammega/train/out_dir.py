@@ -15,6 +15,7 @@ from streammega.errors import ObjectNotFoundError, StorageError
 from streammega.storage import Store, open_store
 from streammega.storage.open import is_remote
 from streammega.storage.store import written_whole
+from streammega.train.small_objects import read_small
 
 log = logging.getLogger(__name__)
 
@@ -29,14 +30,10 @@ NAMES = ("metrics.jsonl",)
 def fetch_record(store: Store, key: str, path: Path) -> bool:
     """Copy an object to a file of this machine; whether it is there. Raises StorageError."""
     try:
-        size = store.info(key).size
+        data = read_small(store, key)
     except ObjectNotFoundError:
         return False
-    if size == 0:  # stores have no empty ranges
-        path.write_bytes(b"")
-        return True
-    (data,) = store.read_ranges(key, [0], [size])
-    path.write_bytes(bytes(data))
+    path.write_bytes(data)
     return True
 
 

@@ -22,6 +22,7 @@ from torch.distributed.checkpoint.metadata import Metadata
 
 from streammega.errors import ObjectNotFoundError, ShortReadError, StateError
 from streammega.storage import Store
+from streammega.train.small_objects import read_small
 
 METADATA = ".metadata"
 
@@ -122,13 +123,8 @@ class Files:
 
     def read(self, name: str) -> bytes:
         """A small file. Raises DamagedError where it is missing."""
-        key = self.key(name)
         try:
-            size = self.store.info(key).size
-            if size == 0:  # stores have no empty ranges
-                return b""
-            (data,) = self.store.read_ranges(key, [0], [size])
-            return bytes(data)
+            return read_small(self.store, self.key(name))
         except (ObjectNotFoundError, ShortReadError) as error:
             raise DamagedError(f"{self.url(name)}: is missing or cut short ({error})") from None
 

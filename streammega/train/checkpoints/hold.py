@@ -23,6 +23,7 @@ from typing import Any, Protocol
 from streammega.errors import ConfigError, ObjectNotFoundError, StorageError
 from streammega.storage import Store
 from streammega.storage.store import create_object, written_whole
+from streammega.train.small_objects import read_small
 
 log = logging.getLogger(__name__)
 
@@ -292,9 +293,7 @@ class _ObjectHold:
     def _read(self) -> dict[str, Any] | None:
         """What the object says; None where there is none, or none that says anything."""
         try:
-            size = self._store.info(self._key).size
-            (data,) = self._store.read_ranges(self._key, [0], [size])
-            record = json.loads(bytes(data))
+            record = json.loads(read_small(self._store, self._key))
         except (ObjectNotFoundError, ValueError):
             return None
         return record if isinstance(record, dict) else None
