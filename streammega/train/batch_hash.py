@@ -43,20 +43,26 @@ def sample_digests(batch: Mapping[str, Tensor], places: Tensor | None = None) ->
 def _field_digests(values: Tensor, places: Tensor | None, number: int) -> Digests:
     """Of each row the sum of its elements, each mixed with where it stands and in which field."""
     elements = values.cpu().numpy().astype(np.uint64)
-    columns = np.arange(elements.shape[1]) if places is None else places.cpu().numpy()
+    _, width = elements.shape
+    columns = np.arange(width) if places is None else places.cpu().numpy()
     # A number of its own for each column of each field.
-    position = columns.astype(np.uint64) * np.uint64(len(FIELDS)) + np.uint64(number)
+    number_of_fields = np.uint64(len(FIELDS))
+    position = columns.astype(np.uint64) * number_of_fields
+    position += np.uint64(number)
     salt = mix(position + GOLDEN)
     mixed: Digests = mix(elements + salt + GOLDEN)
-    summed: Digests = mixed.sum(axis=1, dtype=np.uint64)
-    return summed
+    digests: Digests = mixed.sum(axis=1, dtype=np.uint64)
+    return digests
 
 
 def global_batch_hash(digests: Mapping[int, int]) -> str:
     """The hash of a global batch from {global sample id: digest}, 32 hex digits."""
-    pairs = [[sample, digest % 2**64] for sample, digest in sorted(digests.items())]
+    pairs: list[tuple[int, int]] = []
+    for sample, digest in sorted(digests.items()):
+        pairs.append((sample, digest % 2**64))
     little_endian = np.array(pairs, np.uint64).astype("<u8")
-    return hashlib.blake2b(little_endian.tobytes(), digest_size=16).hexdigest()
+    data = little_endian.tobytes()
+    return hashlib.blake2b(data, digest_size=16).hexdigest()
 
 
 def hash_over_ranks(

@@ -101,12 +101,12 @@ def _name(rank: int) -> str:
 
 
 def _read(store: Store, ranks: Sequence[int]) -> dict[int, dict[str, Any]]:
-    name_of = {rank: _name(rank) for rank in ranks}
+    told = list(ranks)
     # For all at once the store says only whether all are there; they are, but at the start.
-    if not store.check(list(name_of.values())):
-        name_of = {rank: name for rank, name in name_of.items() if store.check([name])}
-    if not name_of:
+    if not store.check([_name(rank) for rank in told]):
+        told = [rank for rank in told if store.check([_name(rank)])]
+    if not told:
         return {}
     # One request: there may be a thousand ranks.
-    values = store.multi_get(list(name_of.values()))
-    return {rank: json.loads(value) for rank, value in zip(name_of, values, strict=True)}
+    values = store.multi_get([_name(rank) for rank in told])
+    return {rank: json.loads(value) for rank, value in zip(told, values, strict=True)}

@@ -144,18 +144,17 @@ class Trainer:
         position = self.checkpoints.resume(self.model, self.optimizer, accept, rewind)
         if position is None:
             return
+        self.step = position["step"]
+        self.rewinds = _with(rewinds_of(position), rewind)
         if self.scale is not None and "loss_scale" in position:
             self.scale.load_state_dict(position["loss_scale"])
-        self.step = position["step"]
-        rewinds = set(rewinds_of(position))
-        if rewind is not None:
-            rewinds.add(rewind)
-        self.rewinds = sorted(rewinds)
-        if self.ranks.rank == 0:
-            log.info("resumed from step %d, at sample %d", self.step, self.batches.consumed_samples)
-        if self.metrics and "record" in position and not self.metrics.has(self.step):
+        metrics = self.metrics
+        if metrics is None:  # on all ranks but the first
+            return
+        log.info("resumed from step %d, at sample %d", self.step, self.batches.consumed_samples)
+        if "record" in position and not metrics.has(self.step):
             # The run was killed while it evaluated.
-            self.metrics.write(position["record"])
+            metrics.write(position["record"])
 
     def run(self) -> None:
         """Train until `iters`, saving and evaluating at their intervals and at the end.
@@ -164,14 +163,15 @@ class Trainer:
         the end at once.
         """
         iters = self.config.train.iters
-        if self.step >= iters and self.ranks.rank == 0:
+        is_first_rank = self.ranks.rank == 0
+        if self.step >= iters and is_first_rank:
             log.info(
                 "step %d: train.iters = %d is reached, and nothing left to train; "
                 "raise it to go on",
                 self.step,
                 iters,
             )
-        with heard(self.requests, says=self.ranks.rank == 0), self.watch.gentle():
+        with heard(self.requests, says=is_first_rank), self.watch.gentle():
             while self.step < iters:
                 try:
                     record, stop = self.train_step()
@@ -260,11 +260,11 @@ class Trainer:
         dataset = self.loader.dataset
         began = time.perf_counter()
         set_learning_rate(self.optimizer, train, self.step)
+        schedule = dataset.schedule
+        data_ranks = self.ranks.layout.dp
         first_sample = self._next_sample()
-        num_samples = dataset.schedule.size_at(first_sample)
-        micro_steps = dataset.schedule.micro_batches_at(
-            first_sample, train.micro_batch_size, self.ranks.layout.dp
-        )
+        num_samples = schedule.size_at(first_sample)
+        micro_steps = schedule.micro_batches_at(first_sample, train.micro_batch_size, data_ranks)
         batches = self._take(micro_steps)
         num_tokens = num_samples * self.config.data.sequence_length
         # Losses are summed over tokens: in fp16 a sum of so many would overflow, so they are
@@ -406,7 +406,7 @@ class Trainer:
         """
         models = [model for model in self.model.wrapped if isinstance(model, BucketedDataParallel)]
         finish_grad_sync(models, tokens)
-        limit = self.config.train.clip_grad or math.inf
+        limit = self._largest_norm
         optimizer = self.optimizer
         if not isinstance(optimizer, ShardedOptimizer):
             return self.model.clip_grad_norm_(limit)
@@ -418,10 +418,20 @@ class Trainer:
         """The same of torch's DDP, which has reduced already."""
         model = self.model.wrapped[0]
         total_tokens = self.ranks.all_reduce(tokens.clone(), "dp-cp").clamp(min=1.0)
-        grads = [p.grad for p in model.parameters() if p.grad is not None]
+        grads: list[Tensor] = []
+        for parameter in model.parameters():
+            if parameter.grad is not None:
+                grads.append(parameter.grad)
         # DDP has averaged over ranks what is to be a sum.
-        torch._foreach_mul_(grads, self.ranks.size("dp-cp") / total_tokens)
-        return clip_finite_grads(model, self.config.train.clip_grad or math.inf)
+        factor = self.ranks.size("dp-cp") / total_tokens
+        torch._foreach_mul_(grads, factor)
+        return clip_finite_grads(model, self._largest_norm)
+
+    @property
+    def _largest_norm(self) -> float:
+        """To which gradients are clipped."""
+        clip_grad = self.config.train.clip_grad
+        return clip_grad if clip_grad > 0 else math.inf
 
     def _finite(self, norm: float) -> float:
         """The norm of a step that was taken; looked at here, where the host waits for it anyway,
@@ -461,6 +471,14 @@ class Trainer:
         # A sample is of one dataset: that of its first extent.
         first_extents = located.row_splits[:-1]
         return located.dataset[first_extents].astype("int64")
+
+
+def _with(rewinds: list[int], rewind: int | None) -> list[int]:
+    """All values of train.rewind so far, each once."""
+    values = set(rewinds)
+    if rewind is not None:
+        values.add(rewind)
+    return sorted(values)
 
 
 def _make_ranks(config: RunConfig, device: torch.device) -> Ranks:

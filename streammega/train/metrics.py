@@ -30,15 +30,17 @@ class MetricsLog:
 
     def write(self, record: dict[str, Any]) -> None:
         """One line, flushed: a killed run keeps every step that it finished."""
+        line = json.dumps(finite(record))
         with open(self._path, "a", encoding="utf-8") as file:
-            file.write(json.dumps(finite(record)) + "\n")
+            file.write(line + "\n")
         step = record["step"]
         numbers = scalars(record)
         if self._board is not None:
             for name, value in numbers.items():
                 self._board.add_scalar(name, value, step)
+        is_due = step % self._interval == 0 or step == self._total
         was_evaluated = any(name.startswith("valid_loss") for name in record)
-        if step % self._interval == 0 or step == self._total or was_evaluated:
+        if is_due or was_evaluated:
             told = [f"{name} {_short(value)}" for name, value in numbers.items()]
             log.info("step %d/%d %s", step, self._total, " ".join(told))
 

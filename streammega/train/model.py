@@ -8,6 +8,7 @@ tensor-parallel ranks by `parallelize` and its sequences over context-parallel o
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 
 import torch
@@ -49,11 +50,13 @@ class GPT(nn.Module):
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
-        self.head_dim = config.dim // config.heads
-        self.embedding: nn.Embedding | None = nn.Embedding(config.vocab_size, config.dim)
+        dim = config.dim
+        vocab_size = config.vocab_size
+        self.head_dim = dim // config.heads
+        self.embedding: nn.Embedding | None = nn.Embedding(vocab_size, dim)
         self.blocks = nn.ModuleDict({str(number): Block(config) for number in range(config.layers)})
-        self.norm: nn.RMSNorm | None = nn.RMSNorm(config.dim)
-        self.head: nn.Linear | None = nn.Linear(config.dim, config.vocab_size, bias=False)
+        self.norm: nn.RMSNorm | None = nn.RMSNorm(dim)
+        self.head: nn.Linear | None = nn.Linear(dim, vocab_size, bias=False)
         self.head.weight = self.embedding.weight
         self.context: ContextParallel | None = None
         self.recomputed = 0
@@ -200,19 +203,20 @@ class Block(nn.Module):
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
-        hidden = -(-config.dim * 8 // 3 // 16) * 16
-        self.head_dim = config.dim // config.heads
+        dim = config.dim
+        hidden = _hidden_size(dim)
+        self.head_dim = dim // config.heads
         self.context: ContextParallel | None = None
         self.gather_again = True
-        self.attention_norm = nn.RMSNorm(config.dim)
-        self.q = nn.Linear(config.dim, config.dim, bias=False)
-        self.k = nn.Linear(config.dim, config.dim, bias=False)
-        self.v = nn.Linear(config.dim, config.dim, bias=False)
-        self.project = nn.Linear(config.dim, config.dim, bias=False)
-        self.mlp_norm = nn.RMSNorm(config.dim)
-        self.gate = nn.Linear(config.dim, hidden, bias=False)
-        self.up = nn.Linear(config.dim, hidden, bias=False)
-        self.down = nn.Linear(hidden, config.dim, bias=False)
+        self.attention_norm = nn.RMSNorm(dim)
+        self.q = nn.Linear(dim, dim, bias=False)
+        self.k = nn.Linear(dim, dim, bias=False)
+        self.v = nn.Linear(dim, dim, bias=False)
+        self.project = nn.Linear(dim, dim, bias=False)
+        self.mlp_norm = nn.RMSNorm(dim)
+        self.gate = nn.Linear(dim, hidden, bias=False)
+        self.up = nn.Linear(dim, hidden, bias=False)
+        self.down = nn.Linear(hidden, dim, bias=False)
 
     def forward(self, x: Tensor, rotation: tuple[Tensor, Tensor], visibility: Visibility) -> Tensor:
         """x: [batch, S, dim] -> the same shape."""
@@ -233,6 +237,14 @@ class Block(nn.Module):
         k = rotate(k, rotation)
         mixed = attend(q, k, v, visibility, self.context, gather_again=self.gather_again)
         return mixed.flatten(2)
+
+
+def _hidden_size(dim: int) -> int:
+    """Width of the feed-forward: 8/3 of the model's, so that its three matrices have as many
+    parameters as the usual two of 4; rounded up to a multiple of 16.
+    """
+    sixteens = math.ceil(dim * 8 / (3 * 16))
+    return sixteens * 16
 
 
 def rope(position_ids: Tensor, head_dim: int) -> tuple[Tensor, Tensor]:

@@ -19,13 +19,14 @@ def set_learning_rate(optimizer: Any, train: TrainConfig, step: int) -> None:
 
 def learning_rate(train: TrainConfig, step: int) -> float:
     """The rate of the step after `step` others."""
-    if step < train.warmup_iters:
+    warmup = train.warmup_iters
+    if step < warmup:
         # From the first step on more than 0: a step by nothing would be a wasted one.
-        return train.lr * (step + 1) / train.warmup_iters
-    decay_steps = max(1, train.iters - train.warmup_iters)
-    done = min((step - train.warmup_iters) / decay_steps, 1.0)
-    left = _left(train.decay, done)
-    return train.lowest_lr + (train.lr - train.lowest_lr) * left
+        return train.lr * (step + 1) / warmup
+    decay_steps = max(1, train.iters - warmup)
+    done = min((step - warmup) / decay_steps, 1.0)
+    lowest = train.lowest_lr
+    return lowest + (train.lr - lowest) * _left(train.decay, done)
 
 
 def _left(decay: str, done: float) -> float:

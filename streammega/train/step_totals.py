@@ -57,21 +57,10 @@ def add_over_ranks(
         ranks: of the run.
         device: on which they talk.
     """
-    flags = torch.zeros(3, dtype=torch.float64)
-    flags[0] = stop_signal is not None
-    flags[1] = stop_signal == signal.SIGINT
-    flags[2] = failed_save
-    sums = torch.zeros(2, dtype=torch.float64)
-    loss_by_source = torch.zeros(len(sources), dtype=torch.float64)
-    tokens_by_source = torch.zeros(len(sources), dtype=torch.float64)
-    if losses is not None:
-        loss = losses.loss.double().cpu()
-        tokens = losses.tokens.double().cpu()
-        sums = torch.stack((loss.sum(), tokens.sum()))
-        if source_of_sample is not None:
-            source = torch.from_numpy(source_of_sample)
-            loss_by_source.index_add_(0, source, loss)
-            tokens_by_source.index_add_(0, source, tokens)
+    flags = torch.tensor(
+        [stop_signal is not None, stop_signal == signal.SIGINT, failed_save], dtype=torch.float64
+    )
+    sums, loss_by_source, tokens_by_source = _sums(losses, source_of_sample, len(sources))
     parts = (flags, sums, loss_by_source, tokens_by_source)
     total = torch.cat(parts).to(device)
     ranks.all_reduce(total, WORLD)
@@ -86,6 +75,25 @@ def add_over_ranks(
         loss=loss_sum / max(token_sum, 1.0),
         loss_of_source=_means(sources, loss_by_source, tokens_by_source),
     )
+
+
+def _sums(
+    losses: Losses | None, source_of_sample: NDArray[np.int64] | None, num_sources: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Of this rank's samples, float64 on the host: loss and tokens [2], and each by source
+    [num_sources].
+    """
+    loss_by_source = torch.zeros(num_sources, dtype=torch.float64)
+    tokens_by_source = torch.zeros(num_sources, dtype=torch.float64)
+    if losses is None:
+        return torch.zeros(2, dtype=torch.float64), loss_by_source, tokens_by_source
+    loss = losses.loss.double().cpu()
+    tokens = losses.tokens.double().cpu()
+    if source_of_sample is not None:
+        source = torch.from_numpy(source_of_sample)
+        loss_by_source.index_add_(0, source, loss)
+        tokens_by_source.index_add_(0, source, tokens)
+    return torch.stack((loss.sum(), tokens.sum())), loss_by_source, tokens_by_source
 
 
 def _means(sources: Sequence[str], loss: Tensor, tokens: Tensor) -> dict[str, float]:

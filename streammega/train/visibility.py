@@ -88,11 +88,11 @@ class Visibility:
 
     def _make_triangle(self, like: Tensor) -> Tensor:
         """The largest bias that is asked for: smaller ones are its lower right corner."""
-        most = self.whole if self.cu_seqlens is None else self.longest
+        most_keys = self.whole if self.cu_seqlens is None else self.longest
         longest_part = max(stop - start for start, stop in self.parts)
         last_stop = max(stop for _, stop in self.parts)
-        rows = min(most, longest_part)
-        columns = min(most, last_stop)
+        rows = min(most_keys, longest_part)
+        columns = min(most_keys, last_stop)
         hidden = torch.full((rows, columns), -torch.inf, dtype=like.dtype, device=like.device)
         return hidden.triu_(columns - rows + 1)
 

@@ -215,11 +215,13 @@ class Watch:
 
     def _hear(self, number: int) -> None:
         """Note a signal, and the beat at which it began to matter."""
-        self._requests.note(number, time.monotonic())
-        if self._requests.first is not None and self._asked is None:
+        requests = self._requests
+        requests.note(number, time.monotonic())
+        if requests.first is not None and self._asked is None:
             self._asked = self._beats
-        ends = self._requests.at_once or (number == signal.SIGINT and not self._gentle)
-        if ends and self._asked_at_once is None:
+        # A first Ctrl-C outside of the loop is no request: nothing would look at it.
+        ends_now = number == signal.SIGINT and not self._gentle
+        if (requests.at_once or ends_now) and self._asked_at_once is None:
             self._asked_at_once = self._beats
 
     def _beat(self) -> None:

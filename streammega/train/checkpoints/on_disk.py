@@ -121,9 +121,12 @@ class CheckpointFolder:
 
     def clean_aside(self, keep: int) -> None:
         """By the time of their folders."""
-        aside = [path for path in self.path.iterdir() if SET_ASIDE.fullmatch(path.name)]
-        aside.sort(key=lambda path: path.stat().st_mtime)
-        for path in aside[:-keep]:
+        aside: list[tuple[float, Path]] = []
+        for path in self.path.iterdir():
+            if SET_ASIDE.fullmatch(path.name):
+                aside.append((path.stat().st_mtime, path))
+        aside.sort()
+        for _, path in aside[:-keep]:
             _remove_tree(path)
 
     def leave_sign(self, name: str) -> None:
