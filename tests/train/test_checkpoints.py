@@ -793,6 +793,54 @@ def test_of_two_jobs_that_find_nobody_the_second_to_write_is_refused(
     assert json.loads(bytes(stored[0])) == first
 
 
+def test_what_was_set_aside_in_part_before_a_kill_loses_no_files_when_it_is_cleaned(
+    moto: S3, monkeypatch: pytest.MonkeyPatch, run_file: str
+) -> None:
+    bucket = moto.new_bucket()
+    place: Any = open_place(
+        f"s3://{bucket}/run", load_run(run_file, on_s3(moto, bucket)).data.storage
+    )
+    for step in (4, 6):
+        publish_values(place, step)
+
+    def killed(_: str) -> None:
+        raise InterruptedError("killed")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(place._store, "delete", killed)
+        with pytest.raises(InterruptedError):
+            place.set_aside(4, "rewound")
+    assert place.steps() == [4, 6]
+    place.set_aside(6, "rewound")
+    place.clean_aside(1)
+    assert place.draft(place.find(4).name).sizes() == {"__0_0.distcp": 6}
+
+
+def test_cleaning_a_damaged_record_spares_the_checkpoint_that_took_its_step(
+    moto: S3, run_file: str
+) -> None:
+    bucket = moto.new_bucket()
+    place: Any = open_place(
+        f"s3://{bucket}/run", load_run(run_file, on_s3(moto, bucket)).data.storage
+    )
+    place.leave_sign("step-00000004.json")  # which is no record
+    place.set_aside(4, "damaged")
+    for step in (4, 6):
+        publish_values(place, step)
+    place.set_aside(6, "rewound")
+    place.clean_aside(1)
+    assert place.draft(place.find(4).name).sizes() == {"__0_0.distcp": 6}
+
+
+def publish_values(place: Any, step: int) -> None:
+    """A checkpoint of one small file."""
+    name = place.begin(step)
+    writer = place._store.open_writer(place.draft(name).key("__0_0.distcp"))
+    writer.write(b"values")
+    writer.commit()
+    place.publish(step, name, {"step": step, "data": {}})
+
+
 class FakeDevice:
     """A GPU's streams, on the CPU: copies happen when their stream is waited for, and all that is
     ordered is noted.

@@ -68,7 +68,7 @@ class CheckpointBucket:
         gone.
         """
         try:
-            self._remove_orphans()
+            self._remove_orphans("step-")
         except (StorageError, DamagedError) as error:
             log.warning(
                 "%s: what killed saves left there could not be removed: %s", self.url, error
@@ -77,7 +77,7 @@ class CheckpointBucket:
 
     def draft(self, name: str) -> Files:
         """A prefix below the prefix."""
-        return Files(store=self._store, prefix=f"{self._prefix}/{name}")
+        return Files(store=self._store, prefix=self._key(name))
 
     def publish(self, step: int, name: str, position: Mapping[str, Any]) -> None:
         """Write the small object."""
@@ -100,7 +100,7 @@ class CheckpointBucket:
         record["set_aside"] = time.time()
         # In this order: what is killed between the two leaves the checkpoint, under both names.
         self._put_record(aside, record)
-        self._store.delete(f"{self._prefix}/{final}.json")
+        self._store.delete(self._record_key(final))
         return self._url(aside)
 
     def clean_aside(self, keep: int) -> None:
@@ -121,14 +121,14 @@ class CheckpointBucket:
     def sees(self, name: str) -> bool:
         """Whether the object is there."""
         try:
-            self._store.info(f"{self._prefix}/{name}")
+            self._store.info(self._key(name))
         except ObjectNotFoundError:
             return False
         return True
 
     def remove_sign(self, name: str) -> None:
         """The object goes."""
-        self._store.delete(f"{self._prefix}/{name}")
+        self._store.delete(self._key(name))
 
     def hold(self) -> Hold:
         """By a small object beside the checkpoints that is renewed all the time."""
@@ -137,18 +137,25 @@ class CheckpointBucket:
         key = f"{parent}/lock.json".lstrip("/")
         return hold_object(self._store, key)
 
+    def _key(self, name: str) -> str:
+        """Of an object, or of a folder."""
+        return f"{self._prefix}/{name}"
+
+    def _record_key(self, name: str) -> str:
+        return self._key(f"{name}.json")
+
+    def _url(self, name: str) -> str:
+        """Of a small object, for messages."""
+        return self._store.url(self._record_key(name))
+
     def _records(self) -> list[str]:
         """Names of all small objects, without their suffix."""
-        listed = self._store.list(f"{self._prefix}/step-", recursive=False)
         names: list[str] = []
-        for item in listed:
+        for item in self._store.list(self._key("step-"), recursive=False):
             _, _, file_name = item.key.rpartition("/")
             if file_name.endswith(".json"):
                 names.append(file_name.removesuffix(".json"))
         return names
-
-    def _url(self, name: str) -> str:
-        return self._store.url(f"{self._prefix}/{name}.json")
 
     def _record(self, name: str) -> dict[str, Any]:
         """A small object.
@@ -157,33 +164,36 @@ class CheckpointBucket:
         what it names is removed with it.
         """
         url = self._url(name)
-        record = parsed(self._records_as_files().read(f"{name}.json"), url)
+        records = Files(store=self._store, prefix=self._prefix)
+        record = parsed(records.read(f"{name}.json"), url)
         folder = record.get("files") if isinstance(record, dict) else None
         if not isinstance(folder, str) or not _FILES.fullmatch(folder):
             raise DamagedError(f"{url}: names {folder!r} as the folder of its files")
         return dict(record)
 
-    def _records_as_files(self) -> Files:
-        return Files(store=self._store, prefix=self._prefix)
-
     def _put_record(self, name: str, record: Mapping[str, Any]) -> None:
-        self._put(f"{name}.json", json.dumps(record, indent=1).encode())
+        text = json.dumps(record, indent=1)
+        self._put(f"{name}.json", text.encode())
 
     def _put(self, name: str, data: bytes) -> None:
-        with written_whole(self._store, f"{self._prefix}/{name}") as writer:
+        with written_whole(self._store, self._key(name)) as writer:
             writer.write(data)
 
     def _remove(self, name: str) -> None:
+        """A small object, and of the files that it names those that no other one does."""
         folder = self._record(name)["files"]
-        self._store.delete(f"{self._prefix}/{name}.json")
-        stored = self._store.list(f"{self._prefix}/{folder}/")
-        self._delete([item.key for item in stored])
+        self._store.delete(self._record_key(name))
+        self._remove_orphans(f"{folder}/")
 
-    def _remove_orphans(self) -> None:
-        """Remove the files that no small object names."""
+    def _remove_orphans(self, begin: str) -> None:
+        """Remove the files that no small object names, of those whose names begin so.
+
+        One folder may be named twice, by what was killed while it set a checkpoint aside; and a
+        folder of all that was written for a step has those of later checkpoints of it.
+        """
         named = [f"/{self._record(name)['files']}/" for name in self._records()]
         orphans: list[str] = []
-        for item in self._store.list(f"{self._prefix}/step-"):
+        for item in self._store.list(self._key(begin)):
             if item.key.endswith(".json"):
                 continue
             if not any(folder in item.key for folder in named):
