@@ -247,7 +247,7 @@ def test_large_files_are_cut_into_units_and_nothing_is_lost(
 # --- tokenizers ---------------------------------------------------------------------------------------------------------
 
 
-def test_sentencepiece(tmp_path: Path) -> None:
+def test_sentencepiece_models_give_its_own_ids(tmp_path: Path) -> None:
     import sentencepiece
 
     (tmp_path / "text.txt").write_text(
@@ -271,7 +271,7 @@ def test_sentencepiece(tmp_path: Path) -> None:
     assert (report.vocab_size, report.eod_id) == (model.vocab_size(), model.eos_id())
 
 
-def test_tiktoken(tmp_path: Path) -> None:
+def test_tiktoken_files_give_its_own_ids(tmp_path: Path) -> None:
     import base64
 
     import tiktoken
@@ -333,7 +333,7 @@ def test_several_keys_are_sequences_with_modes(tmp_path: Path) -> None:
     assert [int(t[-1]) == EOD for t, _ in made[:]] == [False, True, True]
 
 
-def test_chats_have_modes(tmp_path: Path) -> None:
+def test_turns_of_chats_have_modes_and_can_be_chosen_by_them(tmp_path: Path) -> None:
     turns = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "yes"}]
     path = records(
         tmp_path / "a.jsonl",

@@ -336,7 +336,7 @@ def test_a_manifest_names_nothing_outside_of_its_folder(sets: Path, tmp_path: Pa
         IndexedDataset(str(tmp_path / "bin.manifest.json"))
 
 
-def test_names_say_the_kind() -> None:
+def test_a_suffix_says_of_what_kind_a_shard_is() -> None:
     assert split_name("a/b.bin.zst") == ("a/b", "zst")
     assert split_name("a/b.tar") == ("a/b", "tar")
     assert split_name("a/b.idx") == split_name("a/b.bin") == split_name("a/b") == ("a/b", "bin")

@@ -19,7 +19,7 @@ from streammega import (
 from streammega.errors import ConfigError, StateError
 
 
-def test_single_by_hand() -> None:
+def test_batches_of_two_ranks_are_those_counted_by_hand() -> None:
     """11 samples, micro-batches of 2 on 2 ranks, 1 consumed: runs [1..4], [5..8], and the tail [9,
     10].
     """

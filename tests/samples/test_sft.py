@@ -117,7 +117,7 @@ def test_packing_keeps_order_and_never_overflows(lengths: list[int]) -> None:
         assert high == len(lengths) or sum(lengths[low : high + 1]) > 20
 
 
-def test_samples_collate(tmp_path: Path) -> None:
+def test_samples_of_several_lengths_make_one_batch(tmp_path: Path) -> None:
     dataset = SFTDataset(
         [write(tmp_path / "a.jsonl", [chat("q" * n, "a" * n) for n in range(1, 30)])],
         encode,

@@ -628,7 +628,7 @@ def test_a_count_that_is_too_high_is_mended_once_it_is_old(
     assert [read(new) for _ in range(2)] == [SIZE, 0]
 
 
-def test_verify_counts_anew(tmp_path: Path) -> None:
+def test_cache_verify_counts_what_is_there_anew(tmp_path: Path) -> None:
     read(open_object(PageCache(tmp_path, 1 << 30, CHUNK), "s3://b/k", SIZE))
     (tmp_path / "chunks" / "lock").write_bytes(b"")
     _python("from streammega.cli.main import main; main()", "cache", "verify", str(tmp_path))

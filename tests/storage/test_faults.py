@@ -165,7 +165,9 @@ def test_what_waiting_cannot_mend_fails_at_once(
 
 
 @pytest.mark.parametrize("transport", ["obstore", "fsspec"])
-def test_retries_end(server: tuple[Running, Path], tmp_path: Path, transport: str) -> None:
+def test_storage_is_given_up_after_so_many_retries(
+    server: tuple[Running, Path], tmp_path: Path, transport: str
+) -> None:
     endpoint, _ = server
     endpoint.behave()
     storage = replace(storage_of(endpoint, transport), retries=2)

@@ -66,7 +66,7 @@ def test_one_request_may_always_be_sent(requests: float, size: int) -> None:
 # What changes it.
 
 
-def test_limits_are_values() -> None:
+def test_limits_are_values_that_nothing_changes() -> None:
     before = below(100.0)
     assert before.after_refusal(1.0) != before
     assert before == below(100.0)

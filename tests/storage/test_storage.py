@@ -151,7 +151,7 @@ class StoreContract:
         with pytest.raises(ObjectNotFoundError):
             store.info(key)
 
-    def test_survives_pickling(self, store: Store, key: str) -> None:
+    def test_a_store_that_was_pickled_reads_the_same(self, store: Store, key: str) -> None:
         put(store, key, b"abc")
         assert bytes(pickle.loads(pickle.dumps(store)).read_ranges(key, [0], [3])[0]) == b"abc"  # noqa: S301
 
