@@ -55,15 +55,14 @@ def interval(
     Args:
         paired: the two of a round are drawn together, as what disturbs one disturbs the other.
     """
-    rng = np.random.default_rng(0)
-    upper = np.array(numerators)
-    lower = np.array(denominators)
-    upper_rounds = rng.integers(0, len(upper), (RESAMPLES, len(upper)))
+    rng = np.random.default_rng(0)  # the same figures give the same interval
+    upper_rounds = rng.integers(0, len(numerators), (RESAMPLES, len(numerators)))
     lower_rounds = upper_rounds
     if not paired:
-        lower_rounds = rng.integers(0, len(lower), (RESAMPLES, len(lower)))
-    ratios = np.median(upper[upper_rounds], axis=1) / np.median(lower[lower_rounds], axis=1)
-    low, high = np.percentile(ratios, [2.5, 97.5])
+        lower_rounds = rng.integers(0, len(denominators), (RESAMPLES, len(denominators)))
+    upper_medians = np.median(np.array(numerators)[upper_rounds], axis=1)
+    lower_medians = np.median(np.array(denominators)[lower_rounds], axis=1)
+    low, high = np.percentile(upper_medians / lower_medians, [2.5, 97.5])
     return float(low), float(high)
 
 

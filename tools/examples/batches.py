@@ -24,17 +24,18 @@ def main() -> None:
         )
     dist.init_process_group()
     world = dist.get_world_size()
-    layout = sm.ParallelLayout.of_world(
-        world, tp=2 if world % 2 == 0 else 1, cp=2 if world % 4 == 0 else 1
-    )
-    ranks = sm.Ranks(layout)
+    # as far as the ranks go round: tensor parallelism first, then context, the rest is data
+    tp = 2 if world % 2 == 0 else 1
+    cp = 2 if world % 4 == 0 else 1
+    ranks = sm.Ranks(sm.ParallelLayout.of_world(world, tp=tp, cp=cp))
     data = sm.DataConfig(blend=[PREFIX], sequence_length=64, order="stream")
     with sm.open_loader(data, ranks, micro_batch_size=2, global_batch_size=8) as loader:
         for step in range(3):
             # or iterate sm.RankBatches(loader, ranks, device): one batch ahead
             batch = sm.get_batch(loader, ranks)
-            kept = batch["position_ids"][0]
-            line = f"step {step}: {ranks.at}: {tuple(batch['tokens'].shape)} tokens, from position {int(kept[0])}"
+            shape = tuple(batch["tokens"].shape)
+            first_position = int(batch["position_ids"][0, 0])
+            line = f"step {step}: {ranks.at}: {shape} tokens, from position {first_position}"
             lines = [""] * world
             dist.all_gather_object(lines, line)
             if dist.get_rank() == 0:

@@ -39,21 +39,32 @@ def main() -> None:
     if (FOLDER / ".metadata").exists():
         dcp.load(state, checkpoint_id=FOLDER)
     first = state["step"]
-    torch.manual_seed(1000 * first + dist.get_rank())
+    rank = dist.get_rank()
+    # each rank draws other samples than the others, and than before the restart
+    torch.manual_seed(1000 * first + rank)
     for step in range(first, first + STEPS):
-        for micro in range(MICRO_BATCHES):
-            x = torch.randn(32, 64, dtype=torch.bfloat16)
-            with model.no_sync() if micro < MICRO_BATCHES - 1 else contextlib.nullcontext():
-                loss = (model(x) - x.flip(1)).float().square().mean()
-                (loss / MICRO_BATCHES).backward()
+        for micro_batch in range(MICRO_BATCHES):
+            loss = add_gradients(model, last=micro_batch == MICRO_BATCHES - 1)
         model.finish_grad_sync()
         norm = optimizer.clip_grad_norm_(1.0)
         optimizer.step()  # parameters are gathered while the next forward begins
-        if dist.get_rank() == 0 and step % 5 == 4:
-            print(f"step {step}: loss {float(loss.detach()):.4f}, gradient norm {float(norm):.4f}")
+        if rank == 0 and step % 5 == 4:
+            print(f"step {step}: loss {float(loss):.4f}, gradient norm {float(norm):.4f}")
     state["step"] = first + STEPS
     dcp.save(state, checkpoint_id=FOLDER)
     dist.destroy_process_group()
+
+
+def add_gradients(model: sm.BucketedDataParallel, last: bool) -> torch.Tensor:
+    """Forward and backward of a micro-batch; its loss, which is to turn a sample around."""
+    samples = torch.randn(32, 64, dtype=torch.bfloat16)
+    # gradients are summed in fp32, and go to the other ranks during the last backward only
+    exchange = contextlib.nullcontext() if last else model.no_sync()
+    with exchange:
+        off = model(samples) - samples.flip(1)
+        loss = off.float().square().mean()
+        (loss / MICRO_BATCHES).backward()
+    return loss.detach()
 
 
 if __name__ == "__main__":

@@ -29,7 +29,8 @@ def main() -> None:
     distributed = "RANK" in os.environ
     if distributed:
         dist.init_process_group()
-    rank, world = (dist.get_rank(), dist.get_world_size()) if distributed else (0, 1)
+    rank = dist.get_rank() if distributed else 0
+    world = dist.get_world_size() if distributed else 1
     data = sm.DataConfig(blend=[PREFIX], sequence_length=64, order="stream", vocab_size=1000)
     loader = sm.StreamLoader(
         data,
@@ -42,16 +43,17 @@ def main() -> None:
         loader.load_state_dict(json.loads(STATE.read_text()))
     torch.manual_seed(0)
     model: nn.Module = nn.Sequential(nn.Embedding(1000, 32), nn.Linear(32, 1000))
-    model = DistributedDataParallel(model) if distributed else model
+    if distributed:
+        model = DistributedDataParallel(model)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     batches = iter(loader)
+    # of each rank and step: the ranks share a global batch, however many they are
+    micro_batches = GLOBAL_BATCH // (MICRO_BATCH * world)
     for step in range(STEPS):
-        micro_batches = GLOBAL_BATCH // (MICRO_BATCH * world)
         for _ in range(micro_batches):
             batch = next(batches)
-            loss = nn.functional.cross_entropy(
-                model(batch["tokens"]).flatten(0, 1), batch["labels"].flatten()
-            )
+            logits = model(batch["tokens"]).flatten(0, 1)
+            loss = nn.functional.cross_entropy(logits, batch["labels"].flatten())
             (loss / micro_batches).backward()
         optimizer.step()
         optimizer.zero_grad()
