@@ -59,8 +59,8 @@ class ObjectReader(io.RawIOBase):
     """An object as an unbuffered file. Not for several threads at once.
 
     Parts of the object are requested in order, several at a time, as soon as reading goes on where
-    it stopped; how far ahead grows with what was read, so that a look at a header costs no more
-    than itself. A jump drops what was read ahead.
+    it stopped, or a little behind; how far ahead grows with what was read, so that a look at a
+    header costs no more than itself. A jump elsewhere drops what was read ahead.
 
     Raises ObjectChangedError when the object is another one than when it was opened, and whatever
     the store raises when waiting has not helped.
@@ -74,7 +74,7 @@ class ObjectReader(io.RawIOBase):
         self._read_from = 0
         """Where reading began, at first or after the last jump."""
         self._read_to = 0
-        """Where the last read ended: one that begins there reads on."""
+        """Where the last read ended."""
         self._parts: deque[_Part] = deque()
         """Side by side, in order; the first one holds the position, if any does."""
         # Threads leave at once: a conversion of many small files opens hundreds in a second.
@@ -116,7 +116,9 @@ class ObjectReader(io.RawIOBase):
         wanted = min(len(view), self.size - self._position)
         if wanted <= 0:
             return 0
-        if self._position != self._read_to:
+        jumped_over = self._position - self._read_to
+        # A short jump ahead reads on: over a column of Parquet that is not wanted, for instance.
+        if not 0 <= jumped_over <= LEAST_READ:
             self._read_from = self._position
         self._drop_before(self._position)
         self._request(self._position + wanted)
@@ -156,8 +158,8 @@ class ObjectReader(io.RawIOBase):
     def _request(self, until: int) -> None:
         """Send for parts from the position on: those up to `until`, and what is to be read ahead.
 
-        No more is read ahead than was read since the last jump: whoever looks at a header only pays
-        for little else.
+        No more is read ahead than was read since the last jump: who looks only at a header pays for
+        little else.
         """
         # a reader of everything asks for gigabytes, which come as there is room for them
         farthest = self._position + AHEAD_BYTES

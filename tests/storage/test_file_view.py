@@ -300,6 +300,17 @@ def test_a_look_at_a_header_costs_no_more_than_one_small_request() -> None:
     assert all(stop - start <= LEAST_READ for start, stop in store.spans)
 
 
+def test_short_jumps_ahead_read_on() -> None:
+    """As over the columns of a Parquet file that are not wanted."""
+    store = Recorded(60 << 20)
+    with reader_of(store) as file:
+        buffer = bytearray(400_000)
+        while file.readinto(buffer):
+            file.seek(100_000, io.SEEK_CUR)
+    assert max(stop - start for start, stop in store.spans) == LARGEST_READ
+    assert len(store.spans) < store.size / LARGEST_READ + 40
+
+
 def test_ctrl_c_is_heard_while_a_file_waits_for_its_endpoint(tmp_path: Path) -> None:
     (tmp_path / "data").mkdir()
     (tmp_path / "data" / "a.bin").write_bytes(DATA)
