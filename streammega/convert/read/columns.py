@@ -21,17 +21,23 @@ from streammega.errors import ConvertError
 Path = tuple[str, ...]
 """Names of a column, and of the fields within its structs that lead to one."""
 PYTHON_BYTES = 1 << 20
+"""Of rows that are objects of Python at once: as such they take several times their bytes."""
 BATCH_BYTES = 16 << 20
-"""Of columns that are held together, decoded; so that rows of a MiB are not held by
-the thousand.
-"""
+"""Of columns that are held together, decoded; so that rows of a MiB are not held by the thousand."""
+MOST_ROWS = 1024
+"""Of them, however short."""
 
 
 def _rows_at_once(metadata: Any, groups: list[int]) -> int:
-    """Rows of about BATCH_BYTES, by what the row groups say of themselves; at most 1024."""
-    size = sum(metadata.row_group(group).total_byte_size for group in groups)
-    rows = sum(metadata.row_group(group).num_rows for group in groups)
-    return int(max(1, min(1024, BATCH_BYTES * rows // max(1, size))))
+    """Rows of about BATCH_BYTES, by what the row groups say of themselves; at most MOST_ROWS."""
+    size = 0
+    rows = 0
+    for group in groups:
+        described = metadata.row_group(group)
+        size += described.total_byte_size
+        rows += described.num_rows
+    fit = BATCH_BYTES * rows // max(1, size)
+    return int(max(1, min(MOST_ROWS, fit)))
 
 
 def read_parquet(
@@ -42,13 +48,18 @@ def read_parquet(
 
     with open_plain(piece.input.url, storage, piece.input.etag) as file:
         table = pq.ParquetFile(file)
-        groups = list(range(piece.start, table.num_row_groups if piece.stop < 0 else piece.stop))
+        metadata = table.metadata
+        stop = piece.stop
+        if stop < 0:
+            stop = table.num_row_groups
+        groups = list(range(piece.start, stop))
         paths = _paths(table.schema_arrow, options, piece.input.path)
         columns = [".".join(path) for path in paths]  # of structs, the fields that are wanted alone
-        row = sum(table.metadata.row_group(group).num_rows for group in range(piece.start))
-        for batch in table.iter_batches(
-            _rows_at_once(table.metadata, groups), row_groups=groups, columns=columns
-        ):
+        rows_at_once = _rows_at_once(metadata, groups)
+        row = 0
+        for group in range(piece.start):
+            row += metadata.row_group(group).num_rows
+        for batch in table.iter_batches(rows_at_once, row_groups=groups, columns=columns):
             yield from _rows(batch, paths, options, piece.input.path, row)
             row += batch.num_rows
 
@@ -77,18 +88,25 @@ def read_arrow(
 
 def _paths(schema: Any, options: ConvertOptions, path: str) -> list[Path]:
     """Where what is wanted lies. Raises ConvertError for a column that is not there."""
-    wanted = (
-        ["messages", "conversations"] if options.chat else [key for key, _ in options.key_modes]
-    )
-    found = [place for key in wanted if (place := _place(schema, key))]
-    if found and options.chat_template is not None and (tools := _place(schema, "tools")):
-        found.append(tools)
-    if not found or (not options.chat and len(found) < len(wanted)):
-        names = ", ".join(name for field in schema for name in _names(field))
+    wanted = [key for key, _ in options.key_modes]
+    if options.chat:
+        wanted = ["messages", "conversations"]
+    places = [_place(schema, key) for key in wanted]
+    there = [place for place in places if place]
+    # of a chat one of both names is enough
+    if not there or (not options.chat and len(there) < len(wanted)):
+        names: list[str] = []
+        for field in schema:
+            names += _names(field)
         raise ConvertError(
-            f"{path}: has no column {' or '.join(wanted)} (it has: {names}); name it with --key"
+            f"{path}: has no column {' or '.join(wanted)} (it has: {', '.join(names)}); name it "
+            f"with --key"
         )
-    return found
+    if options.chat_template is not None:
+        tools = _place(schema, "tools")
+        if tools:
+            there.append(tools)
+    return there
 
 
 def _place(fields: Any, key: str) -> Path:
@@ -97,16 +115,15 @@ def _place(fields: Any, key: str) -> Path:
     """
     import pyarrow as pa
 
-    kinds = {field.name: field.type for field in fields}
-    if key in kinds:
+    type_of_name = {field.name: field.type for field in fields}
+    if key in type_of_name:
         return (key,)
     for outer, inner in splits(key):
-        kind = kinds.get(outer)
-        if (
-            kind is not None
-            and pa.types.is_struct(kind)
-            and (place := _place(_fields(kind), inner))
-        ):
+        outer_type = type_of_name.get(outer)
+        if outer_type is None or not pa.types.is_struct(outer_type):
+            continue
+        place = _place(_fields(outer_type), inner)
+        if place:
             return (outer, *place)
     return ()
 
@@ -120,11 +137,9 @@ def _names(field: Any) -> list[str]:
     """Of a column, or of the fields within it."""
     import pyarrow as pa
 
-    return (
-        [f"{field.name}.{inner.name}" for inner in _fields(field.type)]
-        if pa.types.is_struct(field.type)
-        else [field.name]
-    )
+    if not pa.types.is_struct(field.type):
+        return [field.name]
+    return [f"{field.name}.{inner.name}" for inner in _fields(field.type)]
 
 
 def _rows(
@@ -135,28 +150,28 @@ def _rows(
     if column is not None and _is_token_list(column.type):
         yield _token_lists(column, batch.nbytes, path, first)
         return
-    long = _long_rows(batch, paths) if batch.nbytes > LONG_RECORD and may_be_long(options) else []
-    low = 0
-    for row in [*long, batch.num_rows]:
-        yield from _short_rows(batch.slice(low, row - low), path, first + low)
-        if row < batch.num_rows:
-            yield _long_row(
-                batch,
-                row,
-                paths,
-                RawDocument(data=b"", path=path, line=first + row + 1, record=True),
-            )
-        low = row + 1
+    long_rows: list[int] = []
+    if batch.nbytes > LONG_RECORD and may_be_long(options):
+        long_rows = _long_rows(batch, paths)
+    begin = 0
+    for row in long_rows:
+        yield from _short_rows(batch.slice(begin, row - begin), path, first + begin)
+        place = RawDocument(data=b"", path=path, line=first + row + 1, record=True)
+        yield _long_row(batch, row, paths, place)
+        begin = row + 1
+    yield from _short_rows(batch.slice(begin), path, first + begin)
 
 
 def _short_rows(batch: Any, path: str, first: int) -> Iterator[Item]:
-    mean = max(1, batch.nbytes // max(1, batch.num_rows))
-    # as objects of Python, rows take several times their bytes
-    at_once = max(1, PYTHON_BYTES // mean)
-    for low in range(0, batch.num_rows, at_once):
-        for number, fields in enumerate(batch.slice(low, at_once).to_pylist(), first + low + 1):
+    """Records of rows of which the first one's number is `first`, from 0; lines count from 1."""
+    mean_bytes = max(1, batch.nbytes // max(1, batch.num_rows))
+    at_once = max(1, PYTHON_BYTES // mean_bytes)
+    line = first
+    for begin in range(0, batch.num_rows, at_once):
+        for fields in batch.slice(begin, at_once).to_pylist():
+            line += 1
             yield RawDocument(
-                data=b"", path=path, line=number, record=True, fields=fields, size=mean
+                data=b"", path=path, line=line, record=True, fields=fields, size=mean_bytes
             )
 
 
@@ -164,13 +179,15 @@ def _long_rows(batch: Any, paths: list[Path]) -> list[int]:
     """Rows with a text that is not to be copied."""
     import pyarrow.compute as pc
 
-    found: set[int] = set()
+    long_rows: set[int] = set()
     for place in paths:
         column = _column(batch, place)
-        if _is_text(column.type):
-            sizes = pc.fill_null(pc.binary_length(column), 0).to_numpy(zero_copy_only=False)
-            found.update(np.flatnonzero(sizes > LONG_RECORD).tolist())
-    return sorted(found)
+        if not _is_text(column.type):
+            continue
+        lengths = pc.fill_null(pc.binary_length(column), 0)
+        text_bytes = lengths.to_numpy(zero_copy_only=False)
+        long_rows.update(np.flatnonzero(text_bytes > LONG_RECORD).tolist())
+    return sorted(long_rows)
 
 
 def _long_row(batch: Any, row: int, paths: list[Path], place: RawDocument) -> LongRecord:
@@ -179,16 +196,17 @@ def _long_row(batch: Any, row: int, paths: list[Path], place: RawDocument) -> Lo
     size = 0
     for path in paths:
         column = _column(batch, path).slice(row, 1)
-        value = (
-            _ColumnText(_bytes_of(column), place.where)
-            if _is_text(column.type) and not column.null_count
-            else column[0].as_py()
-        )
-        size += len(value.data) if isinstance(value, _ColumnText) else 0
-        within = fields
-        for name in path[:-1]:
-            within = within.setdefault(name, {})
-        within[path[-1]] = value
+        value: Any
+        if _is_text(column.type) and not column.null_count:
+            value = _ColumnText(_bytes_of(column), place.where)
+            size += len(value.data)
+        else:
+            value = column[0].as_py()
+        *outer_names, name = path
+        struct = fields
+        for outer_name in outer_names:
+            struct = struct.setdefault(outer_name, {})
+        struct[name] = value
     return LongRecord(document=replace(place, fields=fields, size=size))
 
 
@@ -197,11 +215,14 @@ def _bytes_of(column: Any) -> Any:
     import pyarrow as pa
 
     _, offsets, data = column.buffers()
+    if data is None:  # nothing but empty texts
+        return b""
     wide = pa.types.is_large_string(column.type) or pa.types.is_large_binary(column.type)
-    bounds = np.frombuffer(offsets, np.int64 if wide else np.int32)[
-        column.offset : column.offset + 2
-    ].tolist()
-    return b"" if data is None else data.slice(bounds[0], bounds[1] - bounds[0])
+    bounds = np.frombuffer(offsets, np.int64 if wide else np.int32)
+    # a slice shares the buffers of the whole column
+    start = int(bounds[column.offset])
+    stop = int(bounds[column.offset + 1])
+    return data.slice(start, stop - start)
 
 
 class _ColumnText(LongString):
@@ -215,25 +236,20 @@ class _ColumnText(LongString):
         return len(self.data) > 0
 
     def pieces(self) -> Iterator[str]:
-        bytes_of = (
-            bytes(self.data[start : start + PYTHON_BYTES])
-            for start in range(0, len(self.data), PYTHON_BYTES)
-        )
-        return decoded(bytes_of, self._where, not_utf8)
+        """As text, a piece of PYTHON_BYTES at a time. Raises FormatError for what is not UTF-8."""
+        return decoded(self._copies(), self._where, not_utf8)
+
+    def _copies(self) -> Iterator[bytes]:
+        for start in range(0, len(self.data), PYTHON_BYTES):
+            yield bytes(self.data[start : start + PYTHON_BYTES])
 
 
 def _is_text(kind: Any) -> bool:
     import pyarrow as pa
 
-    return any(
-        is_one(kind)
-        for is_one in (
-            pa.types.is_string,
-            pa.types.is_large_string,
-            pa.types.is_binary,
-            pa.types.is_large_binary,
-        )
-    )
+    is_string = pa.types.is_string(kind) or pa.types.is_large_string(kind)
+    is_binary = pa.types.is_binary(kind) or pa.types.is_large_binary(kind)
+    return is_string or is_binary
 
 
 def _column(batch: Any, place: Path) -> Any:
@@ -266,5 +282,7 @@ def _token_lists(column: Any, size: int, path: str, first: int) -> Item:
 def _is_token_list(kind: Any) -> bool:
     import pyarrow as pa
 
-    lists = (pa.types.is_list, pa.types.is_large_list, pa.types.is_fixed_size_list)
-    return any(is_one(kind) for is_one in lists) and bool(pa.types.is_integer(kind.value_type))
+    is_list = pa.types.is_list(kind) or pa.types.is_large_list(kind)
+    if not is_list and not pa.types.is_fixed_size_list(kind):
+        return False
+    return bool(pa.types.is_integer(kind.value_type))

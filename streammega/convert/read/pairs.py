@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
@@ -16,9 +16,15 @@ from streammega.convert.read.slices import Item, Skipped, Slice
 from streammega.dataset.indexed import IndexedDataset
 from streammega.storage.open import is_remote
 
+_Bytes: TypeAlias = "NDArray[np.int64]"
 RUN_BYTES = 8 << 20
+"""Of tokens that are read and held at once, by one request: enough that its latency is small beside
+the time that it takes.
+"""
 WINDOW = 1024
-"""Documents looked at together, at first."""
+"""Documents looked at together, at first. While all of a window fits one run the next one is twice
+as large, so that short documents cost few looks, and long ones none in vain.
+"""
 
 
 def read_pair(
@@ -27,18 +33,23 @@ def read_pair(
     """Documents [start, stop)."""
     indexed = IndexedDataset(dataset_name(piece.input.path), storage)
     documents = indexed.document_indices
-    lengths = indexed.sequence_lengths
-    stop = len(documents) - 1 if piece.stop < 0 else piece.stop
-    for low, high in document_runs(indexed, piece.start, stop, RUN_BYTES):
-        first = int(documents[low])
-        last = int(documents[high])
+    stop = piece.stop
+    if stop < 0:
+        stop = len(documents) - 1
+    for first_document, end_document in document_runs(indexed, piece.start, stop, RUN_BYTES):
+        first = int(documents[first_document])
+        end = int(documents[end_document])
+        lengths = np.asarray(indexed.sequence_lengths[first:end])
         modes = indexed.sequence_modes
+        if modes is not None:
+            modes = np.asarray(modes[first:end])
+        tokens = sequence_tokens(indexed, first, end)
         yield Tokens(
-            tokens=sequence_tokens(indexed, first, last),
-            lengths=np.asarray(lengths[first:last]),
-            documents=np.diff(documents[low : high + 1]),
-            modes=None if modes is None else np.asarray(modes[first:last]),
-            source_bytes=int(lengths[first:last].sum(dtype=np.int64)) * indexed.dtype.itemsize,
+            tokens=tokens,
+            lengths=lengths,
+            documents=np.diff(documents[first_document : end_document + 1]),
+            modes=modes,
+            source_bytes=tokens.nbytes,
         )
 
 
@@ -59,22 +70,26 @@ def document_runs(
     """[first, last) of documents of at most `most` bytes together, at least one; the sequences of
     several lie end to end.
     """
-    itemsize = indexed.dtype.itemsize
     documents = indexed.document_indices
     window = WINDOW
     low = start
     while low < stop:
+        # sequences at which the documents of the window begin, and where the last of them ends
         bounds = documents[low : min(stop, low + window) + 1]
         first = int(bounds[0])
-        last = int(bounds[-1])
-        sizes = indexed.sequence_lengths[first:last].astype(np.int64) * itemsize
-        ends = np.cumsum(sizes)
-        offsets = indexed.sequence_offsets[first:last]
-        broken = np.flatnonzero(offsets[1:] != offsets[:-1] + sizes[:-1])
-        straight = int(broken[0]) + 1 if len(broken) else len(sizes)
-        fits = min(straight, int(np.searchsorted(ends, most, "right")))
-        high = low + max(1, int(np.searchsorted(bounds, first + fits, "right")) - 1)
-        window = WINDOW if len(broken) else 2 * window if high == low + window else window
+        end = int(bounds[-1])
+        sizes, offsets = _places(indexed, first, end)
+        sizes_so_far = np.cumsum(sizes)
+        fits = int(np.searchsorted(sizes_so_far, most, "right"))
+        gaps = _gaps(sizes, offsets)
+        if len(gaps):
+            fits = min(fits, int(gaps[0]) + 1)
+        whole_documents = int(np.searchsorted(bounds, first + fits, "right")) - 1
+        high = low + max(1, whole_documents)
+        if len(gaps):
+            window = WINDOW
+        elif high == low + window:
+            window *= 2
         yield low, high
         low = high
 
@@ -83,15 +98,27 @@ def sequence_tokens(indexed: IndexedDataset, first: int, last: int) -> NDArray[A
     """Tokens of sequences [first, last), end to end."""
     if first == last:
         return np.empty(0, indexed.dtype)
-    sizes = indexed.sequence_lengths[first:last].astype(np.int64) * indexed.dtype.itemsize
-    offsets = indexed.sequence_offsets[first:last]
-    if (offsets[1:] == offsets[:-1] + sizes[:-1]).all():
-        start = int(offsets[0])
-        stop = start + int(sizes.sum())
-        body = indexed.store.read_ranges(indexed.bin_key, [start], [stop], indexed.bin_info.etag)[0]
-        return np.frombuffer(body, indexed.dtype.newbyteorder("<"))
-    stops = (offsets + sizes).tolist()
+    sizes, offsets = _places(indexed, first, last)
+    starts = offsets
+    stops = offsets + sizes
+    if not len(_gaps(sizes, offsets)):  # one request brings them all
+        starts = starts[:1]
+        stops = stops[-1:]
     bodies = indexed.store.read_ranges(
-        indexed.bin_key, offsets.tolist(), stops, indexed.bin_info.etag
+        indexed.bin_key, starts.tolist(), stops.tolist(), indexed.bin_info.etag
     )
-    return np.concatenate([np.frombuffer(body, indexed.dtype.newbyteorder("<")) for body in bodies])
+    stored = indexed.dtype.newbyteorder("<")
+    arrays = [np.frombuffer(body, stored) for body in bodies]
+    # of one body a view, as it is a copy already, or the mapped file
+    return arrays[0] if len(arrays) == 1 else np.concatenate(arrays)
+
+
+def _places(indexed: IndexedDataset, first: int, last: int) -> tuple[_Bytes, _Bytes]:
+    """Sizes and first bytes of sequences [first, last) in the .bin."""
+    lengths = indexed.sequence_lengths[first:last].astype(np.int64)
+    return lengths * indexed.dtype.itemsize, indexed.sequence_offsets[first:last]
+
+
+def _gaps(sizes: _Bytes, offsets: _Bytes) -> _Bytes:
+    """The sequences behind which the next one does not begin at once."""
+    return np.flatnonzero(offsets[1:] != offsets[:-1] + sizes[:-1])

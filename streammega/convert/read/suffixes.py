@@ -13,26 +13,41 @@ JSON_SUFFIXES = (".jsonl", ".ndjson", ".json")
 COMPRESSIONS = (".gz", ".bz2", ".zst", ".xz", ".lzma", ".zip", ".lz4", ".snappy")
 """Of one file. The last two need packages of their own."""
 BY_SUFFIX: dict[str, Format] = {
-    ".parquet": "parquet", ".arrow": "arrow", ".feather": "arrow", ".ipc": "arrow", ".tar": "tar", ".tgz": "tar", ".bin": "raw",
-    ".npy": "npy", ".jsonl": "jsonl", ".ndjson": "jsonl", ".json": "jsonl",
-}  # fmt: skip
+    ".parquet": "parquet",
+    ".arrow": "arrow",
+    ".feather": "arrow",
+    ".ipc": "arrow",
+    ".tar": "tar",
+    ".tgz": "tar",
+    ".bin": "raw",
+    ".npy": "npy",
+    ".jsonl": "jsonl",
+    ".ndjson": "jsonl",
+    ".json": "jsonl",
+}
+"""A `.bin` is raw tokens where no `.idx` lies beside it (`inputs.py` looks), and a `.json` may turn out
+to be no lines (`may_hold_values`).
+"""
 
 _QUERY = re.compile(r"""(https?://[^\s?'"<>]+)\?[^\s'"<>)\]]*""")
 
 
 def suffix_of(path: str) -> str:
     """The last suffix of a path, in small letters; "" without one."""
-    return os.path.splitext(path)[1].lower()
+    _, suffix = os.path.splitext(path)
+    return suffix.lower()
 
 
 def bare_name(path: str) -> str:
     """A path without the suffix of its compression."""
-    return os.path.splitext(path)[0] if suffix_of(path) in COMPRESSIONS else path
+    bare, suffix = os.path.splitext(path)
+    return bare if suffix.lower() in COMPRESSIONS else path
 
 
 def format_of(path: str) -> Format:
     """The format that a path's suffix tells; text where it tells none."""
-    return BY_SUFFIX.get(suffix_of(bare_name(path)), "text")
+    suffix = suffix_of(bare_name(path))
+    return BY_SUFFIX.get(suffix, "text")
 
 
 def split_query(url: str) -> tuple[str, str]:
@@ -55,7 +70,8 @@ def without_queries(text: str) -> str:
 
 def is_compressed(path: str) -> bool:
     """Whether a file has to be decompressed from its start."""
-    return suffix_of(path) in (*COMPRESSIONS, ".tgz")
+    suffix = suffix_of(path)
+    return suffix in COMPRESSIONS or suffix == ".tgz"
 
 
 def may_hold_values(path: str) -> bool:
@@ -65,4 +81,5 @@ def may_hold_values(path: str) -> bool:
     What is called .jsonl or .ndjson is lines: parts of it are read by several workers, without a
     look at its start.
     """
-    return suffix_of(bare_name(path)) == ".json"
+    suffix = suffix_of(bare_name(path))
+    return suffix == ".json"

@@ -30,22 +30,31 @@ class ZstdReader(io.RawIOBase):
     def readinto(self, buffer: Any) -> int:
         """Fill `buffer` with decompressed bytes; 0 at the end."""
         while not self._ready:
-            data = self._frame.unused_data if self._frame.eof else b""
-            data = data or self._compressed.read(READ_BYTES)
+            data = b""
+            if self._frame.eof:
+                # what was read behind the end of a frame begins the next one
+                data = self._frame.unused_data
             if not data:
-                if self._begun and not self._frame.eof:
-                    raise EOFError("the last zstd frame is incomplete")
+                data = self._compressed.read(READ_BYTES)
+            if not data:
+                self._check_end()
                 return 0
             if self._frame.eof:
                 self._frame = zstandard.ZstdDecompressor().decompressobj()
             self._begun = True
             self._ready = self._decompress(data)
         count = min(len(buffer), len(self._ready))
-        buffer[:count], self._ready = self._ready[:count], self._ready[count:]
+        buffer[:count] = self._ready[:count]
+        self._ready = self._ready[count:]
         return count
+
+    def _check_end(self) -> None:
+        if self._begun and not self._frame.eof:
+            raise EOFError("the last zstd frame is incomplete")
 
     def _decompress(self, data: bytes) -> bytes:
         try:
             return self._frame.decompress(data)
         except zstandard.ZstdError as error:
+            # what gzip and bz2 raise for damaged data
             raise OSError(str(error)) from None
