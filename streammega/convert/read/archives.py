@@ -28,14 +28,18 @@ from streammega.convert.read.zstd import ZstdReader
 from streammega.errors import ConvertError
 from streammega.errors.redaction import redact_urls
 
+READ_BYTES = 1 << 20
 _COMPRESSED = re.compile(rb"\x1f\x8b\x08|BZh.1AY&SY|\xfd7zXZ|\x5d\0\0\x80", re.S)
+"""How gzip, bzip2, xz and lzma begin: what tarfile would decompress unasked."""
 
 
 class _Archive:
     """The file of an archive, as webdataset reads it."""
 
     def __init__(self, file: Any, path: str, choice: MemberChoice) -> None:
-        self._file, self._path, self._choice = file, redact_urls(path), choice
+        self._file = file
+        self._path = redact_urls(path)
+        self._choice = choice
         self._member = ""
         self._end = TarEnd()
         self._begun = False
@@ -66,9 +70,11 @@ class _Archive:
 
     def check_end(self) -> None:
         """Raise ConvertError unless the archive has ended, and nothing comes after it."""
-        if problem := self._end.problem():
+        problem = self._end.problem()
+        if problem:
             raise ConvertError(f"{self._path}: {problem}")
-        while data := self._file.read(1 << 20):
+        # what pads an archive is zeros, of any length
+        for data in iter(lambda: self._file.read(READ_BYTES), b""):
             if data.strip(b"\0"):
                 raise ConvertError(f"{self._path}: {GOES_ON}")
 
@@ -111,7 +117,7 @@ def read_tar(
 
 
 def _member(suffix: str, data: bytes, where: str) -> Iterator[Item]:
-    if suffix == ".json":
+    if suffix == ".json":  # one record, over several lines perhaps
         yield RawDocument(data=data, path=where, record=True)
     elif suffix in JSON_SUFFIXES:
         for line, record in enumerate(io.BytesIO(data), 1):
@@ -132,4 +138,6 @@ def _decompressed(name: str, data: bytes) -> bytes:
         return gzip.decompress(data)
     if suffix == ".bz2":
         return bz2.decompress(data)
-    return lzma.decompress(data) if suffix in (".xz", ".lzma") else data
+    if suffix in (".xz", ".lzma"):
+        return lzma.decompress(data)
+    return data

@@ -41,7 +41,8 @@ class PassedOver:
 
     def as_text(self) -> str:
         """For a message: "2 hidden, 1 like README"; empty if there are none."""
-        return ", ".join(f"{count:,} {kind}" for kind, count in sorted(self.counts.items()))
+        told = [f"{count:,} {kind}" for kind, count in sorted(self.counts.items())]
+        return ", ".join(told)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,14 +68,16 @@ class FilePatterns:
         kept = []
         for path in paths:
             within = path.removeprefix(root)
-            if any(part.startswith(".") for part in within.split("/")):
+            if _is_hidden(within):
                 passed.add("hidden")
             elif not self._included(within) and _matches(within, LEFTOVERS):
                 passed.add("leftovers and checksums")
             elif self._wants(within, passed):
                 kept.append(path)
-        about = _about(kept, root)
-        beside = {path for path in about if not self._included(path.removeprefix(root))}
+        beside = set()
+        for path in _about(kept, root):
+            if not self._included(path.removeprefix(root)):
+                beside.add(path)
         passed.add("beside the data (README, LICENSE, ...)", len(beside))
         return [path for path in kept if path not in beside]
 
@@ -91,9 +94,18 @@ class FilePatterns:
         return True
 
 
+def _is_hidden(path: str) -> bool:
+    """Whether a file or a folder above it begins with a dot."""
+    return path.startswith(".") or "/." in path
+
+
 def _matches(path: str, patterns: Iterable[str]) -> bool:
-    name = path.rpartition("/")[2]
-    return any(fnmatchcase(path if "/" in pattern else name, pattern) for pattern in patterns)
+    name = os.path.basename(path)
+    for pattern in patterns:
+        compared = path if "/" in pattern else name
+        if fnmatchcase(compared, pattern):
+            return True
+    return False
 
 
 def _about(paths: Iterable[str], root: str) -> set[str]:
@@ -102,26 +114,31 @@ def _about(paths: Iterable[str], root: str) -> set[str]:
     """
     above_tables: set[str] = set()
     above_data: set[str] = set()
-    possible = []
+    of_tables = []
+    of_any_data = []
     for path in paths:
         name = os.path.basename(path)
-        kind = format_of(path)
-        if name in TABLES or _ABOUT.fullmatch(name):
-            possible.append(path)
-        elif kind != "text":
-            folders = list(_folders_above(path, root))
-            above_data.update(folders)
-            if kind in ("parquet", "arrow"):
-                above_tables.update(folders)
-    return {
-        path
-        for path in possible
-        if os.path.dirname(path)
-        in (above_tables if os.path.basename(path) in TABLES else above_data)
-    }
+        if name in TABLES:
+            of_tables.append(path)
+            continue
+        if _ABOUT.fullmatch(name):
+            of_any_data.append(path)
+            continue
+        file_format = format_of(path)
+        if file_format == "text":  # beside texts alone a README is a document like them
+            continue
+        folders = list(_folders_above(path, root))
+        above_data.update(folders)
+        if file_format in ("parquet", "arrow"):
+            above_tables.update(folders)
+    about = {path for path in of_tables if os.path.dirname(path) in above_tables}
+    about.update(path for path in of_any_data if os.path.dirname(path) in above_data)
+    return about
 
 
 def _folders_above(path: str, root: str) -> Iterator[str]:
-    while len(path) > len(root.rstrip("/")) and "/" in path:
-        path = path.rpartition("/")[0]
+    """Of a file, the nearest first, up to `root` itself."""
+    shortest = len(root.rstrip("/"))
+    while len(path) > shortest and "/" in path:
+        path, _, _ = path.rpartition("/")
         yield path

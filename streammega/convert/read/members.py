@@ -9,8 +9,9 @@ from __future__ import annotations
 
 from fnmatch import fnmatchcase
 
+from streammega.convert.read.inputs import SIGNS
 from streammega.convert.read.slices import Skipped
-from streammega.convert.read.suffixes import COMPRESSIONS, JSON_SUFFIXES, bare_name, suffix_of
+from streammega.convert.read.suffixes import COMPRESSIONS, JSON_SUFFIXES, bare_name
 from streammega.errors import ConfigError, ConvertError
 
 SUFFIXES = (".txt", ".npy", *JSON_SUFFIXES)
@@ -24,8 +25,8 @@ def document_suffix(name: str) -> str:
     """The suffix of a member, in small letters, without that of its compression; "" where there is
     none.
     """
-    bare = bare_name(name)
-    return "." + bare.rpartition(".")[2].lower() if "." in bare else ""
+    _, dot, suffix = bare_name(name).rpartition(".")
+    return f".{suffix.lower()}" if dot else ""
 
 
 class MemberChoice:
@@ -38,7 +39,9 @@ class MemberChoice:
         from webdataset.tariterators import base_plus_ext  # imports torch
 
         self._split = base_plus_ext
-        self._wanted = wanted.lower().removeprefix(".") if wanted is not None else None
+        if wanted is not None:
+            wanted = wanted.lower().removeprefix(".")
+        self._wanted = wanted
         self._path = path
         self._sample: str | None = None
         self._names: list[str] = []
@@ -77,36 +80,49 @@ class MemberChoice:
         if self._wanted is None:
             return
         if not self._any and self._known:
+            known = ", ".join(self._known)
             raise ConvertError(
-                f"{self._path}: no sample has a member {self._wanted!r} (they have: {', '.join(self._known)})"
+                f"{self._path}: no sample has a member {self._wanted!r} (they have: {known})"
             )
         if self._without:
+            # without a message: there may be as many as samples
             skipped.counts[WITHOUT] = skipped.counts.get(WITHOUT, 0) + self._without
 
     def _end_sample(self) -> None:
-        self._any |= bool(self._taken)
-        self._without += bool(self._names and not self._taken)
+        if self._taken:
+            self._any = True
+        elif self._names:
+            self._without += 1
         self._names = []
         self._taken = []
 
     def _is_wanted(self, name: str, member: str) -> bool:
-        if self._wanted in (None, "*"):
+        # `*` takes several of a sample, and of what can be documents at all: no images
+        if self._wanted is None or self._wanted == "*":
             return document_suffix(name) in SUFFIXES
-        return fnmatchcase(member, str(self._wanted))
+        return fnmatchcase(member, self._wanted)
 
     def _takes_several(self) -> bool:
         """Whether the pattern says that every member is a document by itself."""
-        return self._wanted is not None and any(sign in self._wanted for sign in "*?[")
+        if self._wanted is None:
+            return False
+        return not set(SIGNS).isdisjoint(self._wanted)
 
     def _ambiguous(self) -> ConfigError:
-        members = [_plain(name[len(self._sample or "") + 1 :]) for name in self._taken]
+        members: dict[str, None] = {}  # in their order, each once
+        for name in self._taken:
+            _, member = self._split(name)
+            members.setdefault(_plain(member or ""))
         return ConfigError(
-            f"{self._path}: of sample {self._sample} more than one member may be the document ({', '.join(self._names)}); name "
-            f"one by --member, {' or '.join(dict.fromkeys(members))} for instance, or take each as a document by --member '*'"
+            f"{self._path}: of sample {self._sample} more than one member may be the document "
+            f"({', '.join(self._names)}); name one by --member, {' or '.join(members)} for "
+            f"instance, or take each as a document by --member '*'"
         )
 
 
 def _plain(member: str) -> str:
     """A member in small letters, without the suffix of its compression."""
     member = member.lower().removeprefix(".")
-    return member.rpartition(".")[0] if suffix_of(f"x.{member}") in COMPRESSIONS else member
+    bare, _, suffix = member.rpartition(".")
+    # all of it may be the suffix: "gz" of 000042.gz
+    return bare if f".{suffix}" in COMPRESSIONS else member
