@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -11,6 +12,7 @@ from numpy.typing import NDArray
 from streammega.config import StorageConfig
 from streammega.convert.documents import MOST_TOKENS, one_each
 from streammega.convert.options import ConvertOptions
+from streammega.convert.read.inputs import Input
 from streammega.convert.read.slices import Item, Skipped, Slice, open_stream
 from streammega.convert.read.suffixes import is_compressed
 from streammega.errors import ConvertError
@@ -28,37 +30,69 @@ is not known yet.
 """
 LEAST_WIDE = 32
 """Ids looked at before an array is taken for one of wider ids."""
+UPPER_HALVES = 16
+"""Below this are the upper halves of ids of 32 bits: no vocabulary has 2^20 of them."""
+
+
+@dataclass(frozen=True)
+class _LlmcHeader:
+    """What llm.c writes before its ids: int32 words, of which the first three say something."""
+
+    magic: int
+    version: int
+    tokens: int
+    rest_is_zero: bool
+
+    @classmethod
+    def of(cls, head: bytes) -> _LlmcHeader:
+        """Of the first bytes of a file, which may be no header at all."""
+        if len(head) < LLMC_HEADER_BYTES:
+            return cls(0, 0, 0, True)
+        words = np.frombuffer(head, "<i4")
+        magic, version, tokens = words[:3].tolist()
+        return cls(magic, version, tokens, not words[3:].any())
+
+    def dtype(self, path: str) -> np.dtype[Any] | None:
+        """Of the ids behind it; None: it is no header. Raises ConvertError for an unknown one."""
+        known = LLMC_DTYPES.get((self.magic, self.version))
+        if known is None and self.magic in LLMC_DATES and self.rest_is_zero:
+            kinds = ", ".join(f"{magic} version {version}" for magic, version in LLMC_DTYPES)
+            raise ConvertError(
+                f"{path}: begins with a header of llm.c, of kind {self.magic} and version "
+                f"{self.version}; known are {kinds}"
+            )
+        return known
 
 
 def read_raw(
     piece: Slice, options: ConvertOptions, storage: StorageConfig, skipped: Skipped
 ) -> Iterator[Item]:
     """nanoGPT's (no header) and llm.c's (256 int32 of header) `.bin`."""
+    path = piece.input.path
     with open_stream(piece.input.url, storage, piece.input.etag) as file:
         head = file.read(LLMC_HEADER_BYTES)
-        dtype = options.array_dtype
-        words = (
-            np.frombuffer(head, "<i4") if len(head) == LLMC_HEADER_BYTES else np.zeros(4, np.int32)
-        )
-        known = LLMC_DTYPES.get((int(words[0]), int(words[1])))
-        if known is None and int(words[0]) in LLMC_DATES and not words[3:].any():
-            raise ConvertError(
-                f"{piece.input.path}: begins with a header of llm.c, of kind {words[0]} and version {words[1]}; known are "
-                f"{', '.join(f'{magic} version {version}' for magic, version in LLMC_DTYPES)}"
-            )
-        if known is None and options.input_dtype is None:
-            _check_width(head, piece.input.path)
-        if known is not None:
-            expected = int(words[2])
-            dtype = known
-            head = b""
-            actual = (piece.input.size - LLMC_HEADER_BYTES) // dtype.itemsize
-            if not is_compressed(piece.input.path) and actual != expected:
-                raise ConvertError(
-                    f"{piece.input.path}: its header says {expected:,} tokens, it holds {actual:,}; copy it again"
-                )
-        yield from _split_at_eod(
-            _token_chunks(file, head, dtype, piece.input.path), options, piece.input.path
+        header = _LlmcHeader.of(head)
+        dtype = header.dtype(path)
+        if dtype is not None:
+            _check_tokens(header, dtype, piece.input)
+            begun = b""
+        else:
+            dtype = options.array_dtype
+            begun = head
+            if options.input_dtype is None:
+                _check_width(head, path)
+        yield from _split_at_eod(_token_chunks(file, begun, dtype, path), options, path)
+
+
+def _check_tokens(header: _LlmcHeader, dtype: np.dtype[Any], file: Input) -> None:
+    """Raise ConvertError for a file of another size than its header says."""
+    if is_compressed(file.path):  # its size says nothing of its tokens
+        return
+    actual = (file.size - LLMC_HEADER_BYTES) // dtype.itemsize
+    if actual != header.tokens:
+        raise ConvertError(
+            f"{file.path}: its header says {header.tokens:,} tokens, it holds {actual:,}; copy it "
+            f"again"
         )
 
 
@@ -66,13 +100,17 @@ def _check_width(head: bytes, path: str) -> None:
     """Raise ConvertError for ids of 32 bits that would be read as 16: every second number is then
     the upper half of an id.
     """
-    numbers = np.frombuffer(head[: len(head) // 4 * 4], "<u2")
-    lower = numbers[::2]
-    upper = numbers[1::2]
-    if len(lower) >= LEAST_WIDE and (upper < 16).all() and (lower >= 16).any():
+    whole_ids = len(head) // 4
+    halves = np.frombuffer(head, "<u2", 2 * whole_ids)
+    lower = halves[::2]
+    upper = halves[1::2]
+    if len(lower) < LEAST_WIDE:
+        return
+    if (upper < UPPER_HALVES).all() and (lower >= UPPER_HALVES).any():
         raise ConvertError(
-            f"{path}: every second number of 16 bits is nearly zero, so these are ids of 32 bits, perhaps of a Megatron dataset "
-            f"without its .idx; say so by --input-dtype int32 or uint32, or uint16 if not"
+            f"{path}: every second number of 16 bits is nearly zero, so these are ids of 32 bits, "
+            f"perhaps of a Megatron dataset without its .idx; say so by --input-dtype int32 or "
+            f"uint32, or uint16 if not"
         )
 
 
@@ -83,34 +121,29 @@ def read_npy(
     documents.
     """
     with open_stream(piece.input.url, storage, piece.input.etag) as file:
-        shape, dtype = _npy_header(file, piece.input.path)
+        path = piece.input.path
+        shape, dtype = _npy_header(file, path)
         if len(shape) == 1:
-            yield from _split_at_eod(
-                _token_chunks(file, b"", dtype, piece.input.path), options, piece.input.path
-            )
+            yield from _split_at_eod(_token_chunks(file, b"", dtype, path), options, path)
             return
-        rows = max(1, SCAN_TOKENS // max(1, shape[1]))
-        for first in range(0, shape[0], rows):
-            count = min(rows, shape[0] - first)
-            data = file.read(count * shape[1] * dtype.itemsize)
-            if len(data) != count * shape[1] * dtype.itemsize:
-                raise ConvertError(f"{piece.input.path}: the array ends early; copy it again")
-            yield one_each(
-                np.frombuffer(data, dtype),
-                np.full(count, shape[1], np.int32),
-                len(data),
-                piece.input.path,
-            )
+        rows, row_tokens = shape
+        rows_at_once = max(1, SCAN_TOKENS // max(1, row_tokens))
+        for first in range(0, rows, rows_at_once):
+            count = min(rows_at_once, rows - first)
+            size = count * row_tokens * dtype.itemsize
+            data = file.read(size)
+            if len(data) != size:
+                raise ConvertError(f"{path}: the array ends early; copy it again")
+            lengths = np.full(count, row_tokens, np.int32)
+            yield one_each(np.frombuffer(data, dtype), lengths, len(data), path)
 
 
 def _npy_header(file: Any, path: str) -> tuple[tuple[int, ...], np.dtype[Any]]:
     version = np.lib.format.read_magic(file)
-    read = (
-        np.lib.format.read_array_header_1_0
-        if version == (1, 0)
-        else np.lib.format.read_array_header_2_0
-    )
-    shape, fortran, dtype = read(file)
+    read_header = np.lib.format.read_array_header_2_0
+    if version == (1, 0):
+        read_header = np.lib.format.read_array_header_1_0
+    shape, fortran, dtype = read_header(file)
     if fortran or len(shape) not in (1, 2) or not np.issubdtype(dtype, np.integer):
         raise ConvertError(
             f"{path}: holds {dtype} of shape {shape}; token arrays are integers, of one dimension or two (rows)"
@@ -130,53 +163,57 @@ def load_npy(file: Any, path: str) -> NDArray[Any]:
 def _token_chunks(
     file: Any, head: bytes, dtype: np.dtype[Any], path: str
 ) -> Iterator[NDArray[Any]]:
-    rest = head
+    """The tokens of `head`, which was read already, and of the rest of the file."""
+    cut_token = head
     while True:
         data = file.read(SCAN_TOKENS * dtype.itemsize)
-        whole = rest + data
-        size = len(whole) // dtype.itemsize * dtype.itemsize
-        if size:
-            yield np.frombuffer(whole[:size], dtype)
-        rest = whole[size:]
-        if not data:
-            if rest:
-                raise ConvertError(
-                    f"{path}: ends inside a token of {dtype.itemsize} bytes; see --input-dtype"
-                )
-            return
+        held = cut_token + data
+        tokens = len(held) // dtype.itemsize
+        if tokens:
+            yield np.frombuffer(held, dtype, tokens)
+        cut_token = held[tokens * dtype.itemsize :]
+        if data:
+            continue
+        if cut_token:
+            raise ConvertError(
+                f"{path}: ends inside a token of {dtype.itemsize} bytes; see --input-dtype"
+            )
+        return
 
 
 def _split_at_eod(
     chunks: Iterator[NDArray[Any]], options: ConvertOptions, path: str
 ) -> Iterator[Item]:
     """Documents end with eod_id; without one, all is one document."""
-    held: list[NDArray[Any]] = []
-    count = 0
+    begun: list[NDArray[Any]] = []
+    """Of the document that has not ended yet."""
+    begun_tokens = 0
     for chunk in chunks:
-        if options.eod_id is None:
-            held.append(chunk)
-            count += len(chunk)
-            if count > MOST_TOKENS:
-                raise ConvertError(
-                    f"{path}: a document of over {MOST_TOKENS:,} tokens; name the id that ends documents by --eod-id"
-                )
-            continue
-        ends = np.flatnonzero(chunk == options.eod_id) + 1
-        if len(ends):
-            tokens = np.concatenate([*held, chunk[: ends[-1]]])
-            lengths = np.diff(np.concatenate([[0], ends]))
-            lengths[0] += count
-            yield one_each(tokens, lengths, tokens.nbytes, path)
-            held = []
-            count = 0
-        tail = chunk[ends[-1] :] if len(ends) else chunk
-        if len(tail):
-            held.append(tail)
-            count += len(tail)
-            if count > MOST_TOKENS:
-                raise ConvertError(
-                    f"{path}: over {MOST_TOKENS:,} tokens without the id {options.eod_id}; is it the right one?"
-                )
-    if count:
-        tokens = np.concatenate(held)
-        yield one_each(tokens, np.array([count]), tokens.nbytes, path)
+        rest = chunk
+        if options.eod_id is not None:
+            ends = np.flatnonzero(chunk == options.eod_id) + 1
+            if len(ends):
+                tokens = np.concatenate([*begun, chunk[: ends[-1]]])
+                lengths = np.diff(ends, prepend=0)
+                lengths[0] += begun_tokens
+                yield one_each(tokens, lengths, tokens.nbytes, path)
+                begun = []
+                begun_tokens = 0
+                rest = chunk[ends[-1] :]
+        if len(rest):
+            begun.append(rest)
+            begun_tokens += len(rest)
+        if begun_tokens > MOST_TOKENS:
+            raise ConvertError(f"{path}: {_too_long(options.eod_id)}")
+    if begun_tokens:
+        tokens = np.concatenate(begun)
+        yield one_each(tokens, np.array([begun_tokens]), tokens.nbytes, path)
+
+
+def _too_long(eod_id: int | None) -> str:
+    if eod_id is None:
+        return (
+            f"a document of over {MOST_TOKENS:,} tokens; name the id that ends documents by "
+            f"--eod-id"
+        )
+    return f"over {MOST_TOKENS:,} tokens without the id {eod_id}; is it the right one?"

@@ -22,6 +22,8 @@ from streammega.errors.redaction import redact, redact_urls
 from streammega.storage.open import file_system, open_file
 
 BUFFER_BYTES = 1 << 20
+MOST_MESSAGES = 1000
+"""Of what was passed over, in a report: a corpus may have millions of broken lines."""
 Item: TypeAlias = "RawDocument | LongText | LongRecord | Tokens"
 
 
@@ -48,7 +50,7 @@ class Skipped:
     def add(self, kind: str, message: str) -> None:
         """Count one."""
         self.counts[kind] = self.counts.get(kind, 0) + 1
-        if len(self.messages) < 1000:
+        if len(self.messages) < MOST_MESSAGES:
             self.messages.append(redact_urls(message))
 
 
@@ -59,16 +61,29 @@ def open_stream(path: str, storage: StorageConfig, etag: str = "") -> Iterator[A
     etag: of the object that was found when the conversion began; "": whichever is there now. Raises
     ConvertError if the bytes cannot be had, ObjectChangedError if the object is another one.
     """
-    name = split_query(path)[0]
+    name, _ = split_query(path)
     suffix = suffix_of(name)
-    own = OWN_READERS.get(suffix)
-    packed = None if own is not None else "gzip" if suffix == ".tgz" else infer_compression(name)
-    if own is None and packed is None and suffix in COMPRESSIONS:
+    own_reader = OWN_READERS.get(suffix)
+    if own_reader is not None:
+        with open_file(path, storage, etag=etag) as file:
+            yield own_reader(file, name)
+        return
+    with open_file(path, storage, _compression(name, suffix), etag) as file:
+        yield file
+
+
+def _compression(name: str, suffix: str) -> str | None:
+    """As fsspec calls it; None: the file is plain. Raises ConvertError where a package is missing."""
+    if suffix == ".tgz":
+        return "gzip"
+    compression: str | None = infer_compression(name)
+    # of what fsspec could read it knows only what is installed
+    if compression is None and suffix in COMPRESSIONS:
         raise ConvertError(
-            f"{name}: {suffix} is read with a package that is not installed; decompress it, or install it"
+            f"{name}: {suffix} is read with a package that is not installed; decompress it, or "
+            f"install it"
         )
-    with open_file(path, storage, packed, etag) as file:
-        yield own(file, name) if own is not None else file
+    return compression
 
 
 def _zstd(file: Any, name: str) -> Any:
@@ -80,12 +95,14 @@ def _zip(file: Any, name: str) -> Any:
     names = [info.filename for info in archive.infolist() if not info.is_dir()]
     if len(names) != 1:
         raise ConvertError(
-            f"{name}: holds {len(names)} files; of a .zip one is read: unpack it, or name it with --exclude"
+            f"{name}: holds {len(names)} files; of a .zip one is read: unpack it, or name it with "
+            f"--exclude"
         )
     return archive.open(names[0])
 
 
 OWN_READERS: dict[str, Callable[[Any, str], Any]] = {".zst": _zstd, ".zip": _zip}
+"""Where fsspec's would take the first frame, or the first file, for all."""
 
 
 @contextmanager
@@ -106,10 +123,10 @@ def read_head(path: str, storage: StorageConfig, size: int) -> bytes:
     except StreammegaError:
         raise
     except Exception as error:  # clients raise whatever they like
-        reason = redact(
-            without_queries(f"{type(error).__name__}: {error}"), dict(storage.storage_options)
-        )
-        raise ConvertError(f"{split_query(path)[0]}: cannot be read ({reason})") from None
+        told = without_queries(f"{type(error).__name__}: {error}")
+        reason = redact(told, dict(storage.storage_options))
+        shown, _ = split_query(path)
+        raise ConvertError(f"{shown}: cannot be read ({reason})") from None
 
 
 def fault(options: ConvertOptions, skipped: Skipped, kind: str, message: str) -> None:
