@@ -8,6 +8,7 @@ from __future__ import annotations
 import io
 import json
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -23,33 +24,13 @@ from streammega.storage.open import open_file
 
 # litdata numbers dtypes by their place in these lists.
 LITDATA_TORCH = (
-    *(
-        "float32",
-        "float32",
-        "float64",
-        "float64",
-        "complex64",
-        "complex64",
-        "complex128",
-        "complex128",
-        "float16",
-        "float16",
-    ),
-    *(
-        "bfloat16",
-        "uint8",
-        "int8",
-        "int16",
-        "int16",
-        "int32",
-        "int32",
-        "int64",
-        "int64",
-        "bool",
-        "uint16",
-    ),
+    *("float32", "float32", "float64", "float64", "complex64", "complex64"),
+    *("complex128", "complex128", "float16", "float16", "bfloat16", "uint8", "int8"),
+    *("int16", "int16", "int32", "int32", "int64", "int64", "bool", "uint16"),
 )
 LITDATA_NUMPY = ["int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64"]
+WORD_BYTES = 4
+"""Of a count, a size or an offset in the shards of both: uint32, little-endian."""
 
 
 def read_mds(
@@ -68,35 +49,43 @@ def read_litdata(
 
 def _items(items: Iterator[tuple[str, Any]], options: ConvertOptions, path: str) -> Iterator[Item]:
     """Records, texts, or token arrays of other loaders' shards; bytes are tokens of input_dtype."""
-    for where, value in items:
+    for where, item in items:
+        value = item
         if isinstance(value, dict):
-            wanted = [key for key, _ in options.key_modes]
-            arrays = [
-                name for name, field in value.items() if isinstance(field, (np.ndarray, bytes))
-            ]
-            if (
-                not any(value_at(value, key) is not MISSING for key in wanted)
-                and len(arrays) == 1
-                and not options.chat
-            ):
-                value = value[arrays[0]]
-            elif len(wanted) == 1 and isinstance(
-                found := value_at(value, wanted[0]), (np.ndarray, bytes)
-            ):
-                value = found
+            value = _tokens_of(value, options)
         if isinstance(value, bytes):
             value = np.frombuffer(value, options.array_dtype)
         if isinstance(value, np.ndarray):
-            yield one_each(value.reshape(-1), np.array([value.size], np.int32), value.nbytes, where)
+            lengths = np.array([value.size], np.int32)
+            yield one_each(value.reshape(-1), lengths, value.nbytes, where)
         elif isinstance(value, str):
             yield RawDocument(data=value.encode(), path=where)
         else:
-            size = (
-                sum(len(field) for field in value.values() if isinstance(field, (str, bytes)))
-                if isinstance(value, dict)
-                else 0
-            )
+            size = _text_bytes(value)
             yield RawDocument(data=b"", path=where, record=True, fields=value, size=size)
+
+
+def _tokens_of(sample: dict[str, Any], options: ConvertOptions) -> Any:
+    """The array of tokens that stands for a sample; the sample itself where there is none, or more
+    than one of which none was named.
+    """
+    wanted = [key for key, _ in options.key_modes]
+    there = [value_at(sample, key) for key in wanted]
+    if all(value is MISSING for value in there) and not options.chat:
+        arrays = [value for value in sample.values() if isinstance(value, (np.ndarray, bytes))]
+        if len(arrays) == 1:
+            return arrays[0]
+    if len(there) == 1 and isinstance(there[0], (np.ndarray, bytes)):
+        return there[0]
+    return sample
+
+
+def _text_bytes(record: Any) -> int:
+    """About what a record weighs: its own texts, not those of dicts within it."""
+    if not isinstance(record, dict):
+        return 0
+    texts = [value for value in record.values() if isinstance(value, (str, bytes))]
+    return sum(len(text) for text in texts)
 
 
 def _read(path: str, storage: StorageConfig) -> bytes:
@@ -108,21 +97,28 @@ def _unzstd(data: bytes) -> bytes:
     return io.BufferedReader(ZstdReader(io.BytesIO(data))).read()
 
 
-def _offsets(data: bytes, path: str) -> np.ndarray[Any, np.dtype[np.uint32]]:
-    """Item bounds of a shard: a count, then count + 1 byte offsets, all uint32; checked against the
-    shard's size.
+def _cut(data: bytes, path: str) -> Iterator[bytes]:
+    """The items of a shard: a count, then count + 1 byte offsets, all uint32, and the items.
+
+    Raises ConvertError, before the first item, unless the offsets lie within the shard.
     """
-    count = int.from_bytes(data[:4], "little")
-    if len(data) < 4 or 4 * (count + 2) > len(data):
+    count = int.from_bytes(data[:WORD_BYTES], "little")
+    header_bytes = WORD_BYTES * (1 + count + 1)
+    if len(data) < header_bytes:
         raise ConvertError(
             f"{path}: is cut short: its header speaks of {count} items; copy it again"
         )
-    bounds = np.frombuffer(data, "<u4", count + 1, 4)
-    if (np.diff(bounds.astype(np.int64)) < 0).any() or int(bounds[-1]) > len(data):
+    # wider than stored: differences of unsigned numbers would never be negative
+    bounds = np.frombuffer(data, "<u4", count + 1, WORD_BYTES).astype(np.int64)
+    if (np.diff(bounds) < 0).any() or bounds[-1] > len(data):
         raise ConvertError(
-            f"{path}: is cut short or damaged: its items end at byte {bounds[-1]} of {len(data)}; copy it again"
+            f"{path}: is cut short or damaged: its items end at byte {bounds[-1]} of {len(data)}; "
+            f"copy it again"
         )
-    return bounds
+    start = int(bounds[0])
+    for stop in bounds[1:].tolist():
+        yield data[start:stop]
+        start = stop
 
 
 def mds_items(folder: str, storage: StorageConfig) -> Iterator[tuple[str, dict[str, Any]]]:
@@ -131,48 +127,53 @@ def mds_items(folder: str, storage: StorageConfig) -> Iterator[tuple[str, dict[s
     for shard in index["shards"]:
         if shard.get("format") != "mds":
             raise ConvertError(
-                f"{folder}: has shards of format {shard.get('format')!r}; MDS is read (jsonl shards: name the files)"
+                f"{folder}: has shards of format {shard.get('format')!r}; MDS is read (jsonl "
+                f"shards: name the files)"
             )
-        compression = (shard.get("compression") or "").partition(":")[0]
-        name = (
-            shard["zip_data"]["basename"]
-            if shard.get("zip_data")
-            else shard["raw_data"]["basename"]
-        )
-        path = f"{folder}/{_safe(name, folder)}"
+        compression, _, _level = (shard.get("compression") or "").partition(":")
+        stored = shard.get("zip_data") or shard["raw_data"]
+        path = f"{folder}/{_safe(stored['basename'], folder)}"
         data = _decompress(_read(path, storage), compression, path)
-        bounds = _offsets(data, path)
-        columns = list(
-            zip(
-                shard["column_names"], shard["column_encodings"], shard["column_sizes"], strict=True
-            )
-        )
-        decoders = [
-            (column, _mds_decoder(encoding, folder), size) for column, encoding, size in columns
-        ]
-        for number in range(len(bounds) - 1):
-            yield (
-                f"{path}#{number}",
-                _mds_sample(data[bounds[number] : bounds[number + 1]], decoders),
-            )
+        columns = _mds_columns(shard, folder)
+        for number, sample in enumerate(_cut(data, path)):
+            yield f"{path}#{number}", _mds_sample(sample, columns)
 
 
-def _mds_sample(
-    data: bytes, columns: list[tuple[str, Callable[[bytes], Any] | None, int | None]]
-) -> dict[str, Any]:
+@dataclass(frozen=True)
+class _MdsColumn:
+    """A column of MDS samples. decode: None for what is passed over; size: in bytes, of those that
+    are all of one size.
+    """
+
+    name: str
+    decode: Callable[[bytes], Any] | None
+    size: int | None
+
+
+def _mds_columns(shard: dict[str, Any], folder: str) -> list[_MdsColumn]:
+    columns = []
+    for name, encoding, size in zip(
+        shard["column_names"], shard["column_encodings"], shard["column_sizes"], strict=True
+    ):
+        columns.append(_MdsColumn(name, _mds_decoder(encoding, folder), size))
+    return columns
+
+
+def _mds_sample(data: bytes, columns: list[_MdsColumn]) -> dict[str, Any]:
     """Sizes of the columns that have none of their own come first, then all columns end to end."""
     sizes = []
-    at = 0
-    for _, _, size in columns:
+    place = 0
+    for column in columns:
+        size = column.size
         if not size:
-            size = int.from_bytes(data[at : at + 4], "little")
-            at += 4
+            size = int.from_bytes(data[place : place + WORD_BYTES], "little")
+            place += WORD_BYTES
         sizes.append(size)
     sample = {}
-    for (column, decode, _), size in zip(columns, sizes, strict=True):
-        if decode is not None:
-            sample[column] = decode(data[at : at + size])
-        at += size
+    for column, size in zip(columns, sizes, strict=True):
+        if column.decode is not None:
+            sample[column.name] = column.decode(data[place : place + size])
+        place += size
     return sample
 
 
@@ -243,29 +244,30 @@ def litdata_items(folder: str, storage: StorageConfig) -> Iterator[tuple[str, An
     for chunk in index["chunks"]:
         path = f"{folder}/{_safe(chunk['filename'], folder)}"
         data = _read(path, storage)
-        data = _unzstd(data) if compression else data
-        bounds = _offsets(data, path)
-        for number in range(len(bounds) - 1):
-            item = data[bounds[number] : bounds[number + 1]]
+        if compression:
+            data = _unzstd(data)
+        for number, item in enumerate(_cut(data, path)):
+            where = f"{path}#{number}"
             if flat:
-                yield f"{path}#{number}", _litdata_value(item, formats[0], path)
+                yield where, _litdata_value(item, formats[0])
                 continue
-            values = _litdata_leaves(item, formats, path)
-            yield f"{path}#{number}", dict(zip(names, values, strict=True)) if names else values[0]
+            values = _litdata_leaves(item, formats)
+            yield where, dict(zip(names, values, strict=True)) if names else values[0]
 
 
-def _litdata_leaves(item: bytes, formats: list[str], path: str) -> list[Any]:
+def _litdata_leaves(item: bytes, formats: list[str]) -> list[Any]:
+    """Sizes of all values come first, then the values end to end."""
     sizes = np.frombuffer(item, "<u4", len(formats)).tolist()
-    at = 4 * len(formats)
+    place = WORD_BYTES * len(formats)
     values = []
-    for size, kind in zip(sizes, formats, strict=True):
-        values.append(_litdata_value(item[at : at + size], kind, path))
-        at += size
+    for size, data_format in zip(sizes, formats, strict=True):
+        values.append(_litdata_value(item[place : place + size], data_format))
+        place += size
     return values
 
 
-def _litdata_value(data: bytes, kind: str, path: str) -> Any:
-    name, _, number = kind.partition(":")
+def _litdata_value(data: bytes, data_format: str) -> Any:
+    name, _, number = data_format.partition(":")
     if name in ("str", "text"):
         return data.decode()
     if name == "bytes":
@@ -275,9 +277,11 @@ def _litdata_value(data: bytes, kind: str, path: str) -> Any:
     if name == "no_header_numpy" and int(number) < len(LITDATA_NUMPY):
         return np.frombuffer(data, np.dtype(LITDATA_NUMPY[int(number)]).newbyteorder("<"))
     if name in ("numpy", "tensor"):
-        code, dims = np.frombuffer(data, "<u4", 2).tolist()
+        # a number of a dtype, how many dimensions, and the size of each come first
+        code, dimensions = np.frombuffer(data, "<u4", 2).tolist()
         dtypes = LITDATA_NUMPY if name == "numpy" else LITDATA_TORCH
-        return np.frombuffer(data, np.dtype(dtypes[code]).newbyteorder("<"), offset=8 + 4 * dims)
+        dtype = np.dtype(dtypes[code]).newbyteorder("<")
+        return np.frombuffer(data, dtype, offset=WORD_BYTES * (2 + dimensions))
     if name == "int":
         return int.from_bytes(data, "little", signed=True)
     return None  # neither text nor tokens; pickles among them
@@ -285,8 +289,12 @@ def _litdata_value(data: bytes, kind: str, path: str) -> Any:
 
 def _litdata_names(spec: str | None) -> list[str]:
     """The keys of a flat dict, from its pytree description; none for a single value."""
-    found: Any = json.loads(spec) if spec else None
-    tree = found[1] if isinstance(found, list) and len(found) == 2 else {}
+    if not spec:
+        return []
+    described: Any = json.loads(spec)
+    if not isinstance(described, list) or len(described) != 2:
+        return []
+    _protocol, tree = described  # as torch's treespec_dumps writes it
     if not str(tree.get("type", "")).endswith("dict"):
         return []
     return [str(name) for name in json.loads(tree["context"])]
