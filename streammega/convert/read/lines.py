@@ -21,8 +21,12 @@ class LongLine:
         self.pieces = self._read(begun, file)
 
     def _read(self, begun: bytes, file: Any) -> Iterator[bytes]:
-        first = io.BytesIO(begun)
-        while data := first.read(READ_BYTES) or file.read(READ_BYTES):
+        held = io.BytesIO(begun)
+        while True:
+            data = held.read(READ_BYTES) or file.read(READ_BYTES)
+            if not data:
+                self.behind = b""
+                return
             end = data.find(b"\n") + 1
             piece = data[:end] if end else data
             self.size += len(piece)
@@ -30,7 +34,6 @@ class LongLine:
             if end:
                 self.behind = data[end:]
                 return
-        self.behind = b""
 
     def finish(self) -> bool:
         """Read on to its end; False if that could not be reached, as whoever read its pieces was
@@ -61,7 +64,9 @@ def read_lines(begun: bytes, file: Any, most: int | None) -> Iterator[bytes | Lo
             continue
         # as much again: a line that is held is copied a few times, not often
         size = max(READ_BYTES, len(held))
-        data = file.read(size if most is None else min(size, most + 1 - len(held)))
+        if most is not None:  # one byte more tells that the line is a long one
+            size = min(size, most + 1 - len(held))
+        data = file.read(size)
         if not data:
             break
         held += data

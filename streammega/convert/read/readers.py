@@ -22,6 +22,8 @@ from streammega.convert.read.whole_files import guarded, read_text, unreadable
 from streammega.errors import ConvertError, ObjectNotFoundError, StreammegaError
 from streammega.storage.open import is_remote
 
+COUNTED_BYTES = 4 << 20
+"""Of lines that are counted, at a time."""
 OPENINGS = (b"[", b"{", b"[{")
 """First lines of what is JSON, but no lines of it."""
 
@@ -35,18 +37,24 @@ def read_slice(
     instead, and what comes before it is kept.
     """
     path = piece.input.path
-    own = dict(storage.storage_options) if is_remote(piece.input.path) else {}
+    # whose secrets are in no message
+    storage_options = dict(storage.storage_options) if is_remote(path) else {}
+    read = READERS[piece.input.format]
     try:
-        for item in READERS[piece.input.format](piece, options, storage, skipped):
-            yield guarded(item, own) if isinstance(item, LongText | LongRecord) else item
+        for item in read(piece, options, storage, skipped):
+            if isinstance(item, LongText | LongRecord):
+                yield guarded(item, storage_options)
+            else:
+                yield item
     except FileNotFoundError:
         raise ObjectNotFoundError(f"{path}: no such file or object; check the path") from None
     except StreammegaError as error:
+        # storage that fails makes no file unreadable: it would be left out for good
         if options.on_error == "stop" or not isinstance(error, ConvertError):
             raise
         skipped.add("unreadable file", str(error))
     except Exception as error:  # the libraries under it raise whatever they like
-        message = unreadable(path, error, own)
+        message = unreadable(path, error, storage_options)
         if options.on_error == "stop":
             raise ConvertError(message) from None
         skipped.add("unreadable file", message)
@@ -55,10 +63,12 @@ def read_slice(
 def _text(
     piece: Slice, options: ConvertOptions, storage: StorageConfig, skipped: Skipped
 ) -> Iterator[Item]:
+    path = piece.input.path
+    text_bytes = 0  # not known
+    if not is_compressed(path):
+        text_bytes = piece.input.size
     with open_stream(piece.input.url, storage, piece.input.etag) as file:
-        yield from read_text(
-            file, piece.input.path, 0 if is_compressed(piece.input.path) else piece.input.size
-        )
+        yield from read_text(file, path, text_bytes)
 
 
 def _jsonl(
@@ -74,17 +84,18 @@ def _jsonl(
                 passed_over = skipped if options.on_error == "skip" else None
                 yield from read_values(head, file, path, most=most, skipped=passed_over)
                 return
-        position = piece.start
-        if position:  # a line belongs to the slice in which it starts
-            file.seek(position - 1)
-            passed, behind = read_over_line(
-                file, piece.stop - position + 1 if piece.stop >= 0 else None
-            )
+        first_line = piece.start
+        if piece.start:  # a line belongs to the slice in which it starts
+            # the byte before the slice tells whether a line starts with it
+            before = piece.start - 1
+            file.seek(before)
+            left = piece.stop - before if piece.stop >= 0 else None
+            passed, behind = read_over_line(file, left)
             if behind is None:
                 return
-            position += passed - 1
+            first_line = before + passed
             head = behind
-        yield from _records(read_lines(head, file, most), piece, position, options)
+        yield from _records(read_lines(head, file, most), piece, first_line, options)
 
 
 def _records(
@@ -92,27 +103,31 @@ def _records(
 ) -> Iterator[Item]:
     """The records of lines of which the first begins at a byte of the file."""
     path = piece.input.path
-    line = 0 if not piece.start else -1
+    is_first_slice = piece.start == 0
+    line = 0
+    offset = -1
     for data in lines:
         if 0 <= piece.stop <= position:
             return
-        line += 1 if line >= 0 else 0
         # The number of a line in a later slice is counted when somebody asks for it: see
         # `with_line`.
-        offset = position if line < 0 else -1
+        if is_first_slice:
+            line += 1
+        else:
+            offset = position
         if isinstance(data, LongLine):
-            place = RawDocument(data=b"", path=path, line=max(line, 0), offset=offset, record=True)
+            place = RawDocument(data=b"", path=path, line=line, offset=offset, record=True)
             yield LongRecord(document=place, pieces=data.pieces)
             data.finish()
             position += data.size
             continue
         if line == 1 and options.on_error == "stop" and data.strip() in OPENINGS:
             raise ConvertError(
-                f"{path}:1: is no record; an array, or records over several lines? call the file .json, which is told by "
-                f"what it holds"
+                f"{path}:1: is no record; an array, or records over several lines? call the file "
+                f".json, which is told by what it holds"
             )
         if data.strip():
-            yield RawDocument(data=data, path=path, line=max(line, 0), offset=offset, record=True)
+            yield RawDocument(data=data, path=path, line=line, offset=offset, record=True)
         position += len(data)
 
 
@@ -123,10 +138,13 @@ def with_line(document: RawDocument, storage: StorageConfig) -> RawDocument:
     if document.offset < 0:
         return document
     line = 1
+    left = document.offset
     try:
         with open_stream(document.path, storage) as file:
-            left = document.offset
-            while left > 0 and (data := file.read(min(left, 64 << 20))):
+            while left > 0:
+                data = file.read(min(left, COUNTED_BYTES))
+                if not data:
+                    break
                 line += data.count(b"\n")
                 left -= len(data)
     except Exception:  # of whatever library: its byte tells the place as well
@@ -135,6 +153,14 @@ def with_line(document: RawDocument, storage: StorageConfig) -> RawDocument:
 
 
 READERS: dict[str, Reader] = {
-    "text": _text, "jsonl": _jsonl, "parquet": read_parquet, "arrow": read_arrow, "tar": read_tar, "megatron": read_pair,
-    "raw": read_raw, "npy": read_npy, "mds": read_mds, "litdata": read_litdata,
-}  # fmt: skip
+    "text": _text,
+    "jsonl": _jsonl,
+    "parquet": read_parquet,
+    "arrow": read_arrow,
+    "tar": read_tar,
+    "megatron": read_pair,
+    "raw": read_raw,
+    "npy": read_npy,
+    "mds": read_mds,
+    "litdata": read_litdata,
+}

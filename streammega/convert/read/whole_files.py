@@ -24,10 +24,14 @@ PIECE_BYTES = 1 << 20
 def read_text(file: Any, path: str, size: int) -> Iterator[Item]:
     """The document of an opened file. size: its bytes, or 0 if they are not known."""
     head = b""
-    while len(head) < LONG_BYTES and (data := file.read(LONG_BYTES - len(head))):
+    while len(head) < LONG_BYTES:
+        data = file.read(LONG_BYTES - len(head))  # which may be less than there is
+        if not data:
+            break
         head += data
+    is_whole = len(head) < LONG_BYTES
     head = head.removeprefix(BYTE_ORDER_MARK)
-    if len(head) < LONG_BYTES - len(BYTE_ORDER_MARK):
+    if is_whole:
         yield RawDocument(data=head, path=path)
     else:
         yield LongText(path=path, pieces=_pieces(head, file), size=size)
@@ -39,9 +43,9 @@ def _pieces(head: bytes, file: Any) -> Iterator[bytes]:
         yield data
 
 
-def guarded(item: LongText | LongRecord, own: dict[str, Any]) -> LongText | LongRecord:
-    """The same, which names the file when it cannot be read on. own: storage options, whose secrets
-    are in no message.
+def guarded(item: LongText | LongRecord, storage_options: dict[str, Any]) -> LongText | LongRecord:
+    """The same, which names the file when it cannot be read on, and shows no secret of
+    `storage_options`.
     """
     path = item.path if isinstance(item, LongText) else item.document.path
 
@@ -51,7 +55,7 @@ def guarded(item: LongText | LongRecord, own: dict[str, Any]) -> LongText | Long
         except StreammegaError:
             raise
         except Exception as error:  # the libraries under it raise whatever they like
-            raise ConvertError(unreadable(path, error, own)) from None
+            raise ConvertError(unreadable(path, error, storage_options)) from None
 
     return replace(item, pieces=pieces())
 
@@ -64,12 +68,12 @@ def no_text(path: str, error: UnicodeDecodeError) -> FormatError:
     if member and format_of(archive) == "tar":
         return not_utf8(path, error, "name another member by --member")
     name = path.rpartition("/")[2]
-    return not_utf8(
-        path, error, f"leave it out (of a folder or glob by --exclude '*{suffix_of(name) or name}')"
-    )
+    ending = suffix_of(name) or name
+    return not_utf8(path, error, f"leave it out (of a folder or glob by --exclude '*{ending}')")
 
 
-def unreadable(path: str, error: Exception, own: dict[str, Any]) -> str:
+def unreadable(path: str, error: Exception, storage_options: dict[str, Any]) -> str:
     """The message for a file that a library could not read."""
-    reason = redact(without_queries(f"{type(error).__name__}: {error}"), own)
+    told = without_queries(f"{type(error).__name__}: {error}")
+    reason = redact(told, storage_options)
     return f"{path}: cannot be read ({reason}); is the file whole, and its suffix true?"
