@@ -249,7 +249,7 @@ def _is_text(kind: Any) -> bool:
 
     is_string = pa.types.is_string(kind) or pa.types.is_large_string(kind)
     is_binary = pa.types.is_binary(kind) or pa.types.is_large_binary(kind)
-    return is_string or is_binary
+    return bool(is_string or is_binary)
 
 
 def _column(batch: Any, place: Path) -> Any:

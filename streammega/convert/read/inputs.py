@@ -67,22 +67,19 @@ def find_inputs(
     folders and of globs; what is left out there is counted in `passed`. Raises ObjectNotFoundError
     for an input that is not there, ConvertError for a folder without files.
     """
+    storage = storage or StorageConfig()
     choice = choice or FilePatterns()
-    passed = passed if passed is not None else PassedOver()
+    if passed is None:
+        passed = PassedOver()
     found: list[Input] = []
     for item in _listed(inputs):
-        remote = is_remote(item)
-        own = (
-            _remote(item, storage or StorageConfig(), choice, passed)
-            if remote
-            else _local(item, choice, passed)
-        )
-        if not own:
+        files = _files_of(item, storage, choice, passed)
+        if not files:
+            shown, _query = split_query(item)
             told = passed.as_text()
-            raise ConvertError(
-                f"{split_query(item)[0]}: the folder holds no files{f' but {told} ones' if told else ''}"
-            )
-        found += own
+            others = f" but {told} ones" if told else ""
+            raise ConvertError(f"{shown}: the folder holds no files{others}")
+        found += files
     return found
 
 
@@ -93,47 +90,63 @@ def _listed(inputs: Sequence[str]) -> Iterator[str]:
             continue
         try:
             with open(item[1:], encoding="utf-8") as file:
-                yield from (
-                    line.strip() for line in file if line.strip() and not line.startswith("#")
-                )
+                for line in file:
+                    if line.strip() and not line.startswith("#"):
+                        yield line.strip()
         except (OSError, UnicodeDecodeError) as error:
             raise ObjectNotFoundError(f"{item[1:]}: no readable list of files ({error})") from None
 
 
+def _files_of(
+    item: str, storage: StorageConfig, choice: FilePatterns, passed: PassedOver
+) -> list[Input]:
+    if is_remote(item):
+        return _remote(item, storage, choice, passed)
+    return _local(item, choice, passed)
+
+
 def _local(item: str, choice: FilePatterns, passed: PassedOver) -> list[Input]:
-    def stat(path: str) -> tuple[int, str]:
-        info = os.stat(path)
-        return info.st_size, f"{info.st_size:x}-{info.st_mtime_ns:x}"
-
-    def read(path: str) -> bytes:
-        with open(path, "rb") as file:
-            return file.read()
-
     if os.path.isdir(item):
-        return _files(choice.of_folder(_walk(item, passed), item, passed), stat, read)
+        below = _walk(item, passed)
+        return _files(choice.of_folder(below, item, passed), _local_stat, _local_bytes)
     for suffix in ("", ".idx", ".manifest.json"):
         if os.path.isfile(item + suffix):
-            return _files([item + suffix], stat, read, named=True)
+            return _files([item + suffix], _local_stat, _local_bytes, named=True)
     if os.path.exists(item):
         raise ConvertError(
-            f"{item}: is no file (a pipe, or a device), which only `streammega convert` reads, and only once"
+            f"{item}: is no file (a pipe, or a device), which only `streammega convert` reads, and "
+            f"only once"
         )
-    if matches := sorted(
-        path for path in glob.glob(_pattern(item), recursive=True) if os.path.isfile(path)
-    ):
-        return _files(choice.of_matches(matches, passed), stat, read)
+    there = glob.glob(_pattern(item), recursive=True)
+    matches = sorted(path for path in there if os.path.isfile(path))
+    if matches:
+        return _files(choice.of_matches(matches, passed), _local_stat, _local_bytes)
     raise ObjectNotFoundError(
         f"{item}: no such file, folder or match; check the path, and quote globs"
     )
+
+
+def _local_stat(path: str) -> tuple[int, str]:
+    info = os.stat(path)
+    return info.st_size, f"{info.st_size:x}-{info.st_mtime_ns:x}"
+
+
+def _local_bytes(path: str) -> bytes:
+    with open(path, "rb") as file:
+        return file.read()
 
 
 def _pattern(item: str) -> str:
     """A glob in which the signs of folders that are there are letters."""
     folder = ""
     below = item
-    while below and os.path.isdir(join := os.path.join(folder, below.partition("/")[0]) or "/"):
-        folder = join
-        below = below.partition("/")[2].lstrip("/")
+    while below:
+        name, _, rest = below.partition("/")
+        deeper = os.path.join(folder, name) or "/"  # no name stands before the first slash
+        if not os.path.isdir(deeper):
+            break
+        folder = deeper
+        below = rest.lstrip("/")
     return os.path.join(glob.escape(folder), below)
 
 
@@ -141,8 +154,9 @@ def _walk(folder: str, passed: PassedOver) -> list[str]:
     """All files below a folder; folders that are hidden are not looked into, and count as one."""
     found = []
     for root, folders, names in os.walk(folder):
-        passed.add("hidden", sum(name.startswith(".") for name in folders))
-        folders[:] = sorted(name for name in folders if not name.startswith("."))
+        shown = sorted(name for name in folders if not name.startswith("."))
+        passed.add("hidden", len(folders) - len(shown))
+        folders[:] = shown  # which os.walk looks into, in this order
         found += [os.path.join(root, name) for name in sorted(names)]
     return found
 
@@ -153,47 +167,99 @@ def _remote(
     options = dict(storage.storage_options)
     shown, query = split_query(item)
     try:
-        system, path = file_system(item, storage)
-        scheme = item.partition("://")[0]
-        web = scheme in ("http", "https")
-
-        def stat(url: str) -> tuple[int, str]:
-            info = system.info(f"{url}{query}" if web else url.partition("://")[2])
-            return int(info["size"] or 0), str(
-                info.get("ETag") or info.get("etag") or info.get("LastModified") or info["size"]
-            )
-
-        def read(url: str) -> bytes:
-            return bytes(system.cat_file(f"{url}{query}" if web else url.partition("://")[2]))
-
-        def full(name: str) -> str:
-            return name if "://" in name else f"{scheme}://{name}"
-
-        # What is there by the very name is no pattern, whatever signs are in it.
-        for suffix in ("", ".idx", ".manifest.json") if not query else ("",):
-            if system.isfile(path + suffix):
-                return _files([shown + suffix], stat, read, named=True, query=query)
-        # a password may hold any sign
-        below_host = path.partition("://")[2].partition("/")[2] if "://" in path else path
-        if any(sign in below_host for sign in SIGNS) and not query and not system.isdir(path):
-            if matches := sorted(map(full, system.glob(path))):
-                return _files(choice.of_matches(matches, passed), stat, read)
-        elif found := sorted(
-            full(name) for name in system.find(path) if not name.endswith((PROBE, CLAIM))
-        ):
-            return _files(choice.of_folder(found, full(path), passed), stat, read)
+        found = _Place.of(item, storage).inputs(choice, passed)
     except PermissionError as error:
         message = without_queries(f"{item}: access denied ({error}); check the credentials")
         raise AccessDeniedError(redact(message, options)) from None
     except FileNotFoundError:
-        pass
+        found = None
     except StreammegaError:
         raise
     except Exception as error:  # clients raise whatever they like
         message = without_queries(f"{item}: cannot be listed ({type(error).__name__}: {error})")
         raise EndpointError(redact(message, options)) from None
+    if found is not None:
+        return found
     mend = "has its signature expired?" if query else "check the URL, and quote globs"
     raise ObjectNotFoundError(f"{shown}: no such object, folder or match; {mend}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Place:
+    """A URL that was given, in its file system. `path`: as that has it; `shown`: the URL without
+    its query.
+    """
+
+    system: Any
+    path: str
+    shown: str
+    query: str
+
+    @classmethod
+    def of(cls, item: str, storage: StorageConfig) -> _Place:
+        """Nothing is asked of the endpoint yet."""
+        system, path = file_system(item, storage)
+        shown, query = split_query(item)
+        return cls(system=system, path=path, shown=shown, query=query)
+
+    @property
+    def scheme(self) -> str:
+        """What stands before `://`."""
+        return self.shown.partition("://")[0]
+
+    def inputs(self, choice: FilePatterns, passed: PassedOver) -> list[Input] | None:
+        """What is there by the very name, which is no pattern then, whatever signs are in it; else
+        what matches it, or lies below it. None where nothing does, which is not the same as files
+        of which none is chosen.
+        """
+        endings: tuple[str, ...] = ("", ".idx", ".manifest.json")
+        if self.query:  # a signature is that of one object
+            endings = ("",)
+        for ending in endings:
+            if self.system.isfile(self.path + ending):
+                named = [self.shown + ending]
+                return _files(named, self._stat, self._read, named=True, query=self.query)
+        if self._is_pattern():
+            matches = sorted(self._url(name) for name in self.system.glob(self.path))
+            if not matches:
+                return None
+            return _files(choice.of_matches(matches, passed), self._stat, self._read)
+        below = []
+        for name in sorted(self._url(name) for name in self.system.find(self.path)):
+            if not name.endswith((PROBE, CLAIM)):
+                below.append(name)
+        if not below:
+            return None
+        chosen = choice.of_folder(below, self._url(self.path), passed)
+        return _files(chosen, self._stat, self._read)
+
+    def _is_pattern(self) -> bool:
+        if self.query:
+            return False
+        # of a URL of the web the path is all of it, and a password may hold any sign
+        within = self.path
+        if "://" in within:
+            _host, _, within = within.partition("://")[2].partition("/")
+        has_signs = any(sign in within for sign in SIGNS)
+        return has_signs and not self.system.isdir(self.path)
+
+    def _url(self, name: str) -> str:
+        """Of a file as the system names it."""
+        return name if "://" in name else f"{self.scheme}://{name}"
+
+    def _name(self, url: str) -> str:
+        """As the system names it: the web's files by their URLs."""
+        if self.scheme in ("http", "https"):
+            return f"{url}{self.query}"
+        return url.partition("://")[2]
+
+    def _stat(self, url: str) -> tuple[int, str]:
+        info = self.system.info(self._name(url))
+        version = info.get("ETag") or info.get("etag") or info.get("LastModified") or info["size"]
+        return int(info["size"] or 0), str(version)
+
+    def _read(self, url: str) -> bytes:
+        return bytes(self.system.cat_file(self._name(url)))
 
 
 Stat = Callable[[str], tuple[int, str]]
@@ -211,22 +277,26 @@ def _files(
     taken = set()
     for path in paths:
         folder, _, name = path.rpartition("/")
-        if name == "index.json" and (kind := _index_kind(read(path))):
-            inputs.append(
-                Input(path=folder or ".", format=kind, size=stat(path)[0], etag=stat(path)[1])
-            )
+        if name != "index.json":
+            continue
+        folder_format = _index_format(read(path))
+        if folder_format is not None:
+            size, etag = stat(path)
+            inputs.append(Input(path=folder or ".", format=folder_format, size=size, etag=etag))
             taken.add(folder)
     for path in paths:
         folder, _, name = path.rpartition("/")
         if folder in taken or name.endswith(".idx.json"):
             continue
-        kind = _format(path, there, stat, read, named=named)
-        if kind is not None:
-            size, etag = stat(path)
-            if kind == "megatron" and path.endswith(".idx") and (data := _data_beside(path, stat)):
-                size = data[0]
-                etag = f"{etag}+{data[1]}"
-            inputs.append(Input(path=path, format=kind, size=size, etag=etag, query=query))
+        file_format = _format(path, there, stat, read, named=named)
+        if file_format is None:
+            continue
+        size, etag = stat(path)
+        if file_format == "megatron" and path.endswith(".idx"):
+            # what is read are the tokens, and a change of either file makes another dataset
+            size, etag_of_tokens = _data_beside(path, stat)
+            etag = f"{etag}+{etag_of_tokens}"
+        inputs.append(Input(path=path, format=file_format, size=size, etag=etag, query=query))
     return inputs
 
 
@@ -254,7 +324,7 @@ def _is_there(path: str, stat: Stat) -> bool:
     return True
 
 
-def _data_beside(path: str, stat: Stat) -> tuple[int, str] | None:
+def _data_beside(path: str, stat: Stat) -> tuple[int, str]:
     for suffix in SUFFIXES.values():
         try:
             return stat(path.removesuffix(".idx") + suffix)
@@ -265,22 +335,20 @@ def _data_beside(path: str, stat: Stat) -> tuple[int, str] | None:
     )
 
 
-def _index_kind(data: bytes) -> Format | None:
+def _index_format(data: bytes) -> Format | None:
+    """Of a folder with such an index.json; None: it is the index of neither."""
     try:
-        found: Any = json.loads(data)
+        index: Any = json.loads(data)
     except ValueError:
         return None
-    if (
-        isinstance(found, dict)
-        and isinstance(found.get("shards"), list)
-        and found.get("format") != MANIFEST_FORMAT
-    ):
+    if not isinstance(index, dict):
+        return None
+    # our manifests list shards, too
+    if isinstance(index.get("shards"), list) and index.get("format") != MANIFEST_FORMAT:
         return "mds"
-    return (
-        "litdata"
-        if isinstance(found, dict) and isinstance(found.get("chunks"), list) and "config" in found
-        else None
-    )
+    if isinstance(index.get("chunks"), list) and "config" in index:
+        return "litdata"
+    return None
 
 
 def _is_manifest(data: bytes) -> bool:
