@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -25,7 +25,7 @@ from streammega.convert.read.pipes import (
     tell_of_pipes,
 )
 from streammega.convert.report import ConvertReport, make_report
-from streammega.convert.work_folder import held_folder, held_output, work_folder
+from streammega.convert.work_folder import held_output, work_folder
 from streammega.convert.write.labels import Labels
 from streammega.convert.write.names import OutputNames
 from streammega.convert.write.output import Output
@@ -68,9 +68,25 @@ def convert(
     check_output(output)
     if any(is_pipe(name) for name in inputs):
         return _convert_pipes(inputs, output, options, runner, overwrite, storage, progress)
+    return _convert_files(inputs, output, options, runner, overwrite, storage, progress)
+
+
+def _convert_files(
+    inputs: Sequence[str],
+    output: str,
+    options: ConvertOptions,
+    runner: Runner,
+    overwrite: bool,
+    storage: StorageConfig,
+    progress: Progress | None,
+    *,
+    is_held: bool = False,
+) -> ConvertReport:
+    """Convert inputs that can be read again. is_held: the output and the work folder are locked."""
     began = time.monotonic()
     conversion, labels, passed_over = prepare(inputs, output, options, runner, storage, progress)
-    with held_output(conversion.prefix, conversion.work):
+    lock = nullcontext() if is_held else held_output(conversion.prefix, conversion.work)
+    with lock:
         written, manifest = _run(conversion, labels, overwrite=overwrite)
     report = make_report(
         conversion.prefix,
@@ -119,28 +135,22 @@ def _convert_pipes(
     """Convert inputs some of which can be read once: they are read into the work folder first."""
     prefix, _ = split_name(output)
     work = work_folder(prefix, runner.work)
-    with held_folder(work):
+    # From before the pipes are read to the end: what is kept of them is this conversion's alone.
+    with held_output(prefix, work):
         # Else it is half published, perhaps by this very conversion.
         if not os.path.exists(os.path.join(work, "target.json")):
             place = Output(prefix, options.kind, storage)
             OutputNames(place, work, "").check([], overwrite=overwrite)
         check_writable(prefix, storage, replaces=overwrite)
         kept = keep_pipes(inputs, work)
-    files = [kept.get(name, name) for name in inputs]
-    # The lock is free between the two: `convert` takes it again for itself.
-    try:
-        with tell_of_pipes(kept):
-            report = convert(
-                files,
-                output,
-                options=options,
-                runner=runner,
-                overwrite=overwrite,
-                storage=storage,
-                progress=progress,
-            )
-    except BaseException:
-        forget_pipes(work)
-        raise
+        files = [kept.get(name, name) for name in inputs]
+        try:
+            with tell_of_pipes(kept):
+                report = _convert_files(
+                    files, output, options, runner, overwrite, storage, progress, is_held=True
+                )
+        except BaseException:
+            forget_pipes(work)
+            raise
     messages = [named_as_given(message, kept) for message in report.messages]
     return replace(report, messages=messages)

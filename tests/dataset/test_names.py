@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import botocore.session
+import filelock
 import fsspec
 import numpy as np
 import pyarrow as pa
@@ -26,6 +27,7 @@ from botocore.config import Config
 
 from streammega import IndexedDataset, StorageConfig
 from streammega.convert import ConvertOptions, convert
+from streammega.convert.prepare import prepare
 from streammega.convert.read.folders import FilePatterns, PassedOver
 from streammega.convert.read.inputs import find_inputs
 from streammega.convert.write.job import Job
@@ -276,6 +278,25 @@ def test_what_is_wrong_with_stdin_is_told_of_stdin(
     assert status == 0
     assert "stdin:3: broken JSON" in text
     assert json.loads(report.read_text())["messages"][0].startswith("stdin:3: broken JSON")
+
+
+def test_what_is_kept_of_a_pipe_is_its_conversions_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another conversion to the output that comes in between would remove it as a former one's."""
+    lock = tmp_path / ".out.convert" / "lock"
+
+    def looked_at(*arguments: Any) -> Any:
+        with pytest.raises(filelock.Timeout):
+            filelock.FileLock(lock).acquire(timeout=0)
+        return prepare(*arguments)
+
+    monkeypatch.setattr("streammega.convert.run.prepare", looked_at)
+    with open(piped(LINES), encoding="utf-8") as stream:
+        monkeypatch.setattr("sys.stdin", stream)
+        convert(["-"], str(tmp_path / "out"), tokenizer="bytes", workers=1)
+    assert texts(tmp_path / "out") == ["one", "two"]
+    assert not lock.exists()
 
 
 def test_a_dataset_is_not_written_to_a_pipe(
