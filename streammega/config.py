@@ -392,9 +392,9 @@ def _three_counts(given: Any) -> tuple[int, int, int]:
 def parse_blend(blend: Blend) -> tuple[tuple[str, ...], tuple[float, ...] | None]:
     """(prefixes, weights or None) of a blend in any of its forms.
 
-    A string without blanks is one prefix; "0.3 a 0.7 b" gives weights, "a b" none. Raises
-    ConfigError for an empty blend, weights that are not positive numbers, or weights for some of
-    the prefixes only.
+    A string without blanks is one prefix; "0.3 a 0.7 b" gives weights, "a b" none. So do lists of
+    strings, but for those of odd length, which are prefixes. Raises ConfigError for an empty blend,
+    weights that are not positive numbers, or weights for some of the prefixes only.
     """
     pairs = _pairs(blend)
     if len(pairs) > MOST_DATASETS:
@@ -437,7 +437,7 @@ def _pairs(blend: Blend) -> list[tuple[str, Any]]:
 def _entries(blend: Blend) -> list[Any]:
     """The entries of a blend in a list; weights that alternate with prefixes are put behind them.
 
-    They do where the first word is a number, as in Megatron's --data-path.
+    They do where the first of an even number of words is a number, as in Megatron's --data-path.
     """
     if isinstance(blend, os.PathLike):
         blend = [os.fspath(blend)]
@@ -452,6 +452,10 @@ def _entries(blend: Blend) -> list[Any]:
     if not entries or not all_words or not _is_number(entries[0]):
         return entries
     if len(entries) % 2:
+        # As Megatron reads its lists: one of odd length has no weights, whatever its first prefix
+        # looks like. In a string something was forgotten.
+        if not isinstance(blend, str):
+            return entries
         raise ConfigError(
             f"blend {blend!r}: weights and prefixes must alternate, as in '0.3 a 0.7 b'"
         )

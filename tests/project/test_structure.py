@@ -28,12 +28,13 @@ LEVELS = [
     "loading",
     "parallel",
     "gradients",
+    "integrations",
     "train",
     "convert",
     "cli",
 ]
 LEVEL = {unit: number for number, unit in enumerate(LEVELS)}
-NOT_FROM_CONVERT = {"order", "samples", "loading", "parallel", "gradients", "train"}
+NOT_FROM_CONVERT = {"order", "samples", "loading", "parallel", "gradients", "integrations", "train"}
 """A corpus is converted on machines that never train: nothing of the order, of loaders or of
 gradients is needed there.
 """

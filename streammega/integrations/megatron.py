@@ -1,0 +1,365 @@
+"""Megatron-LM trains from s3:// and oss:// through this provider, by `--dataloader-type external`.
+
+    from streammega.integrations.megatron import train_valid_test_datasets_provider
+
+    pretrain(train_valid_test_datasets_provider, ...)
+
+Everything is taken from Megatron's own arguments: data paths, split, seed, sizes, fields, ranks and
+consumed samples, so its checkpoints need nothing of ours and go on with any data-parallel size. By
+default each micro-batch is the one that Megatron's own datasets and sampler give, bit for bit;
+`datasets_provider(order="stream")` shuffles for object storage instead.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+
+from streammega.config import DataConfig, Order, StorageConfig, parse_blend
+from streammega.errors import ConfigError
+from streammega.integrations.megatron_arguments import Blends, data_config, read_blends
+from streammega.loading import StreamLoader
+from streammega.order.split import SPLITS
+from streammega.samples.fields import Batch
+from streammega.samples.source import sample_fields
+from streammega.samples.split_blend import split_blend
+
+LEAST_LANES = 1024
+"""Of the stream order, as a StreamLoader chooses them: fewer shuffle worse."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Place:
+    """What of the data a process is given: a data-parallel rank, and whether it reads at all.
+
+    Megatron reads on tensor-parallel rank 0 of the first and the last pipeline stage. Other ranks
+    get objects that open nothing until they are asked.
+    """
+
+    dp_rank: int
+    dp_size: int
+    reads: bool = True
+
+
+class MegatronBatches(Iterator[Batch]):
+    """Micro-batches of one split for one rank, from a consumed sample on: what Megatron calls
+    `next` on.
+
+    Each is {"tokens", "labels", "position_ids"} int64 and "loss_mask" float32, [micro_batch_size,
+    S], and "attention_mask" where Megatron's arguments ask for it; a dict of its own, which may be
+    written to. After the last whole micro-step of all ranks: StopIteration.
+
+    Nothing is opened before the first batch, or `open`.
+    """
+
+    def __init__(
+        self,
+        config: DataConfig,
+        *,
+        split: str,
+        micro_batch_size: int,
+        dp_rank: int = 0,
+        dp_size: int = 1,
+        consumed_samples: int = 0,
+        **options: Any,
+    ) -> None:
+        self._config = config
+        self._consumed = consumed_samples
+        self._loader: StreamLoader | None = None
+        # One micro-step is a global batch to the loader: how many make a step, and how that number
+        # grows, is Megatron's own affair, and its consumed samples are all there is to a position.
+        self._options = {
+            "split": split,
+            "micro_batch_size": micro_batch_size,
+            "global_batch_size": micro_batch_size * dp_size,
+            "dp_rank": dp_rank,
+            "dp_size": dp_size,
+            "evaluation": False,
+            **options,
+        }
+
+    def open(self) -> StreamLoader:
+        """The loader, opened if it was not. Raises what a StreamLoader raises."""
+        if self._loader is None:
+            loader = StreamLoader(self._config, **self._options)
+            loader.seek(self._consumed)
+            self._loader = loader
+        return self._loader
+
+    def __next__(self) -> Batch:
+        batch = self.open().take()
+        # Ours goes by the end-of-document id; Megatron takes a field of this name for its own form.
+        batch.pop("cu_seqlens", None)
+        return batch
+
+    @property
+    def consumed_samples(self) -> int:
+        """Samples handed out so far, over all ranks, those before this run included."""
+        return self._consumed if self._loader is None else self._loader.consumed_samples
+
+    def save_state(self) -> dict[str, Any]:
+        """The position, which Megatron keeps with `--dataloader-save`. Its own consumed samples are
+        what a resume goes by; the identity of the order is in here too.
+        """
+        return self.open().state_dict()
+
+    def restore_state(self, state: Mapping[str, Any]) -> None:
+        """Go to the position of a saved state. Raises StateError where it counts in another
+        order.
+        """
+        self.open().load_state_dict(state)
+
+    def close(self) -> None:
+        """End reading and its threads. `next` opens everything anew, where it was."""
+        if self._loader is not None:
+            self._consumed = self._loader.consumed_samples
+            self._loader.close()
+            self._loader = None
+
+
+class FullValidation:
+    """Every sample of valid once for each iteration, one by one: rank r gets samples r, r + dp_size,
+    and so on, as by Megatron's own sampler for --full-validation.
+
+    Ranks may differ in length by one.
+    """
+
+    def __init__(self, config: DataConfig, *, dp_rank: int, dp_size: int, **options: Any) -> None:
+        self._dp_rank = dp_rank
+        self._dp_size = dp_size
+        self._batches = MegatronBatches(
+            config,
+            split="valid",
+            micro_batch_size=1,
+            dp_rank=dp_rank,
+            dp_size=dp_size,
+            **options,
+        )
+
+    def open(self) -> None:
+        """Open the files, if they were not."""
+        self._batches.open()
+
+    def __len__(self) -> int:
+        return len(range(self._dp_rank, self._total, self._dp_size))
+
+    def __iter__(self) -> Iterator[Batch]:
+        loader = self._batches.open()
+        loader.seek(0)
+        whole_rounds = self._total // self._dp_size
+        for _ in range(whole_rounds):
+            yield next(self._batches)
+        last = whole_rounds * self._dp_size + self._dp_rank
+        if last < self._total:  # the ranks before the end of a round that not all take part in
+            yield sample_fields(loader.dataset.samples, np.array([last], np.int64))
+
+    @property
+    def _total(self) -> int:
+        total = self._batches.open().dataset.samples.num_samples
+        assert total is not None  # one epoch, in every order that is used here
+        return total
+
+    def close(self) -> None:
+        """End reading and its threads."""
+        self._batches.close()
+
+
+Valid = MegatronBatches | FullValidation
+Datasets = tuple[MegatronBatches | None, Valid | list[Valid] | None, MegatronBatches | None]
+
+
+def datasets_provider(
+    *,
+    order: Order = "megatron",
+    storage: StorageConfig | None = None,
+    lanes: int | None = None,
+    block_bytes: int | None = None,
+    prefetch: int = 4,
+) -> Callable[..., Datasets]:
+    """A provider for Megatron's `pretrain`, with what its command line has no arguments for.
+
+    order: "megatron", Megatron's own samples, or "stream", shuffled for object storage. storage: how
+    bytes are fetched. lanes, block_bytes: of the stream order, as in DataConfig; lanes are otherwise
+    the smallest multiple of --global-batch-size of at least 1024: name them if that size will
+    change. prefetch: micro-batches made ahead of the step.
+    """
+
+    def provider(train_val_test_num_samples: Any, vp_stage: int | None = None) -> Datasets:
+        from megatron.training import get_args
+
+        args = get_args()
+        return datasets_of(
+            args,
+            _tokenizer(),
+            train_val_test_num_samples,
+            place=_place(vp_stage),
+            order=order,
+            storage=storage,
+            lanes=lanes,
+            block_bytes=block_bytes,
+            prefetch=prefetch,
+        )
+
+    # Megatron calls it on every rank then, and leaves it to it which of them read.
+    provider.is_distributed = True  # type: ignore[attr-defined]
+    return provider
+
+
+train_valid_test_datasets_provider = datasets_provider()
+"""The provider of Megatron's own order: see the top of this module."""
+
+
+def datasets_of(
+    args: Any,
+    tokenizer: Any,
+    num_samples: Any,
+    *,
+    place: Place,
+    order: Order = "megatron",
+    storage: StorageConfig | None = None,
+    lanes: int | None = None,
+    block_bytes: int | None = None,
+    prefetch: int = 4,
+) -> Datasets:
+    """Train, valid and test of parsed arguments, for one process; None where a split has no share,
+    or nothing is asked of it.
+
+    num_samples: (train, valid, test), None for valid under --full-validation. With
+    --multiple-validation-sets valid is a list. Raises ConfigError for arguments that are not served;
+    StorageError and FormatError for the files, on ranks that read.
+    """
+    _check(args, order)
+    storage = storage or StorageConfig()
+    options: dict[str, Any] = {"order": order}
+    if block_bytes is not None:
+        options["block_bytes"] = block_bytes
+    blends = read_blends(args, storage)
+    config = data_config(args, tokenizer, num_samples, storage=storage, blends=blends, **options)
+    seat: dict[str, Any] = {
+        "dp_rank": place.dp_rank,
+        "dp_size": place.dp_size,
+        "prefetch": prefetch,
+    }
+
+    def batches(split: str) -> MegatronBatches | None:
+        if split_blend(config, split) is None or not num_samples[SPLITS.index(split)]:
+            return None
+        sizes = _batch_sizes(args, split)
+        return MegatronBatches(
+            _in_lanes(config, lanes, sizes["global_batch_size"]),
+            split=split,
+            micro_batch_size=sizes["micro_batch_size"],
+            consumed_samples=_consumed_samples(args, split),
+            **seat,
+        )
+
+    train = None if getattr(args, "skip_train", False) else batches("train")
+    valid: Valid | list[Valid] | None
+    if config.full_validation:
+        sets: list[Valid] = [
+            FullValidation(one, **seat) for one in _validation_sets(args, config, blends)
+        ]
+        valid = sets if getattr(args, "multiple_validation_sets", False) else next(iter(sets), None)
+    else:
+        valid = batches("valid")
+    test = batches("test")
+    if place.reads:
+        for opened in (train, *(valid if isinstance(valid, list) else [valid]), test):
+            if opened is not None:
+                opened.open()
+    return train, valid, test
+
+
+def _check(args: Any, order: str) -> None:
+    """Raise ConfigError for arguments under which other samples than asked would be read."""
+    if args.dataloader_type != "external":
+        raise ConfigError(
+            f"--dataloader-type is {args.dataloader_type}; micro-batches come ready from here: pass "
+            f"--dataloader-type external"
+        )
+    if order == "stream" and getattr(args, "phase_transition_iterations", None):
+        raise ConfigError(
+            "--phase-transition-iterations counts samples from the beginning of a phase, so the "
+            'stream order would begin anew there; use order="megatron", or leave it out'
+        )
+    full = getattr(args, "full_validation", False)
+    if full and not hasattr(args, "eval_micro_batch_size"):
+        raise ConfigError(
+            "--full-validation is served for Megatron 0.18 and newer, which read one sample at a time; "
+            "leave it out, or update Megatron"
+        )
+    if getattr(args, "multiple_validation_sets", False) and not full:
+        raise ConfigError("--multiple-validation-sets needs --full-validation, in Megatron too")
+
+
+def _validation_sets(args: Any, config: DataConfig, blends: Blends) -> list[DataConfig]:
+    """What is gone through whole, each dataset by itself where there are several sets."""
+    if split_blend(config, "valid") is None:
+        return []
+    if config.order == "stream":  # it has no end; all samples once are the same in any order
+        config = replace(config, order="sequential")
+    if not getattr(args, "multiple_validation_sets", False):
+        return [config]
+    if blends.blend_per_split is None or blends.blend_per_split[SPLITS.index("valid")] is None:
+        raise ConfigError("--multiple-validation-sets needs --valid-data-path, which names them")
+    prefixes, _ = parse_blend(blends.blend_per_split[SPLITS.index("valid")] or ())
+    return [replace(config, blend_per_split=[None, [prefix], None]) for prefix in prefixes]
+
+
+def _batch_sizes(args: Any, split: str) -> dict[str, int]:
+    """Micro and global batch: those of evaluation are arguments of their own from core 0.18 on."""
+    sizes = {}
+    for name in ("micro_batch_size", "global_batch_size"):
+        size = getattr(args, name)
+        if split != "train":
+            size = getattr(args, f"eval_{name}", None) or size
+        sizes[name] = size
+    return sizes
+
+
+def _consumed_samples(args: Any, split: str) -> int:
+    """The sample at which a split goes on. Megatron counts train and valid, and keeps both counts in
+    its checkpoints; test begins anew.
+    """
+    if split == "train":
+        transitions = getattr(args, "phase_transition_iterations", None)
+        if not transitions:
+            return int(args.consumed_train_samples)
+        phase_start = max(start for start in (0, *transitions) if start <= args.iteration)
+        return int((args.iteration - phase_start) * args.global_batch_size)
+    if split == "valid" and not getattr(args, "skip_train", False):
+        return int(args.consumed_valid_samples)
+    return 0
+
+
+def _in_lanes(config: DataConfig, lanes: int | None, global_batch_size: int) -> DataConfig:
+    """The config with lanes that do not depend on the ranks, whose number may change."""
+    if config.order != "stream":
+        return config
+    rounds = -(-LEAST_LANES // global_batch_size)
+    return replace(config, lanes=lanes or rounds * global_batch_size)
+
+
+def _place(vp_stage: int | None) -> Place:
+    """The place of this process, and of this chunk of a virtual pipeline."""
+    from megatron.core import mpu
+
+    first = mpu.is_pipeline_first_stage(ignore_virtual=False, vp_stage=vp_stage)
+    last = mpu.is_pipeline_last_stage(ignore_virtual=False, vp_stage=vp_stage)
+    return Place(
+        dp_rank=mpu.get_data_parallel_rank(),
+        dp_size=mpu.get_data_parallel_world_size(),
+        reads=mpu.get_tensor_model_parallel_rank() == 0 and (first or last),
+    )
+
+
+def _tokenizer() -> Any:
+    """Megatron's tokenizer, whose end-of-document and padding ids make the fields."""
+    try:
+        from megatron.training import get_tokenizer
+    except ImportError:  # not among the names of the package itself in every version
+        from megatron.training.global_vars import get_tokenizer
+    return get_tokenizer()

@@ -1,0 +1,214 @@
+"""From Megatron's command line to a DataConfig: blends, splits, fields and the padding id, each by
+Megatron's own rules.
+
+Works on the parsed arguments alone, without Megatron being installed.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from streammega.config import Blend, DataConfig, StorageConfig
+from streammega.errors import ConfigError
+from streammega.order.split import SPLITS
+from streammega.storage.moves import read_whole
+
+NOT_SERVED = {
+    "mock_data": "Megatron's mock data needs no storage: leave out --dataloader-type external",
+    "sft": "use Megatron's own loader for --sft",
+    "fim_data": "use Megatron's own loader for --fim-data",
+    "hybrid_context_parallel": "Megatron itself allows it with --dataloader-type single only",
+    "dataloader_inter_document_masking": (
+        "use --reset-attention-mask and --reset-position-ids, which go by the end-of-document id"
+    ),
+}
+"""Arguments that change what a sample is in ways that are not made here, with what to do instead."""
+
+DEFAULT_SPLIT = "969,30,1"
+"""Megatron's, where --data-path comes without --split."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Blends:
+    """What the data arguments name: one blend that --split cuts, or one for each split."""
+
+    blend: Blend | None
+    blend_per_split: Sequence[Blend | None] | None
+
+
+def read_blends(args: Any, storage: StorageConfig) -> Blends:
+    """The blends of --data-path, --data-args-path, --train-data-path and its sisters, or
+    --per-split-data-args-path. Files among them may be URLs.
+
+    Raises ConfigError where none is given, or both kinds.
+    """
+    whole = _words(args, "data_path", "data_args_path", storage)
+    per_split = _per_split(args, storage)
+    if whole is not None and per_split is not None:
+        raise ConfigError(
+            "--data-path and data paths of single splits are both given; give one of them"
+        )
+    if whole is None and per_split is None:
+        raise ConfigError(
+            "no data is named: give --data-path, or --train-data-path, --valid-data-path and "
+            "--test-data-path"
+        )
+    if per_split is None:
+        return Blends(blend=_blend(whole), blend_per_split=None)
+    return Blends(blend=None, blend_per_split=[_blend(words) for words in per_split])
+
+
+def data_config(
+    args: Any,
+    tokenizer: Any,
+    num_samples: Sequence[int | None],
+    *,
+    storage: StorageConfig,
+    blends: Blends,
+    **options: Any,
+) -> DataConfig:
+    """The config of Megatron's arguments.
+
+    num_samples: (train, valid, test), as Megatron counts them; None for valid under
+    --full-validation. options: fields of a DataConfig that Megatron has no argument for. Raises
+    ConfigError for arguments that are not served, and says what to do.
+    """
+    for name, remedy in NOT_SERVED.items():
+        if getattr(args, name, False):
+            raise ConfigError(f"--{name.replace('_', '-')} is not served from here; {remedy}")
+    train, valid, test = num_samples
+    return DataConfig(
+        blend=blends.blend,
+        blend_per_split=blends.blend_per_split,
+        split=args.split or DEFAULT_SPLIT,
+        seed=args.seed,
+        sequence_length=args.seq_length,
+        num_samples=(train or 0, valid or 0, test or 0),
+        full_validation=bool(getattr(args, "full_validation", False)),
+        eod_id=_eod_id(tokenizer),
+        pad_id=pad_id(tokenizer, allowed=bool(getattr(args, "allow_ambiguous_pad_tokens", False))),
+        # pad_id has already been dropped where it is ambiguous and that is not allowed
+        allow_ambiguous_pad_tokens=True,
+        eod_mask_loss=bool(args.eod_mask_loss),
+        reset_position_ids=bool(args.reset_position_ids),
+        reset_attention_mask=bool(args.reset_attention_mask),
+        create_attention_mask=bool(args.create_attention_mask_in_dataloader),
+        surplus=getattr(args, "mid_level_dataset_surplus", DataConfig.surplus),
+        index_cache_dir=getattr(args, "data_cache_path", None),
+        storage=storage,
+        **options,
+    )
+
+
+def pad_id(tokenizer: Any, *, allowed: bool) -> int | None:
+    """The padding id that is masked; None: there is none.
+
+    One that is another special token's too would mask tokens of the data: it counts only where that
+    is `allowed`.
+    """
+    pad = _token_id(tokenizer, "pad")
+    if pad is None or pad < 0:
+        return None
+    return pad if allowed or pad not in _special_ids(tokenizer) else None
+
+
+def _special_ids(tokenizer: Any) -> list[Any]:
+    """Ids of the special tokens besides padding; of a tokenizer that does not list them, the two
+    that end texts.
+    """
+    try:
+        named: Mapping[str, Any] = tokenizer.special_tokens_dict
+        listed = [token for name, token in named.items() if name != "pad_token"]
+    except (AttributeError, IndexError, ValueError, NotImplementedError):
+        listed = []
+    return listed or [_token_id(tokenizer, "eos"), _token_id(tokenizer, "eod")]
+
+
+def _eod_id(tokenizer: Any) -> int | None:
+    eod = _token_id(tokenizer, "eod")
+    return None if eod is None or eod < 0 else eod
+
+
+def _token_id(tokenizer: Any, name: str) -> int | None:
+    """A special token's id. Tokenizers without one raise what they like."""
+    try:
+        found = getattr(tokenizer, name)
+    except Exception:
+        return None
+    return None if found is None else int(found)
+
+
+def _per_split(args: Any, storage: StorageConfig) -> list[list[str] | None] | None:
+    """The words of each split's blend; None where no split has one."""
+    url = getattr(args, "per_split_data_args_path", None)
+    if url is not None:
+        return _read_per_split(url, storage)
+    words = [_words(args, f"{split}_data_path", None, storage) for split in SPLITS]
+    return None if all(one is None for one in words) else words
+
+
+def _read_per_split(url: str, storage: StorageConfig) -> list[list[str] | None]:
+    text = _read_text("--per-split-data-args-path", url, storage)
+    try:
+        named = json.loads(text)
+        words = [named[split] for split in SPLITS]
+    except (ValueError, KeyError, TypeError) as error:
+        raise ConfigError(
+            f'--per-split-data-args-path {url} must be JSON: {{"train": [...], "valid": [...], '
+            f'"test": [...]}} ({type(error).__name__}: {error})'
+        ) from None
+    return [one.split() if isinstance(one, str) else one for one in words]
+
+
+def _words(
+    args: Any, name: str, name_of_file: str | None, storage: StorageConfig
+) -> list[str] | None:
+    """What an argument, or the file that another one names, lists; None: neither is given."""
+    words = getattr(args, name, None)
+    url = getattr(args, name_of_file, None) if name_of_file else None
+    if words is not None and url is not None:
+        raise ConfigError(
+            f"--{name.replace('_', '-')} and --{str(name_of_file).replace('_', '-')} are both "
+            f"given; give one of them"
+        )
+    if url is not None:
+        return _read_text(f"--{str(name_of_file).replace('_', '-')}", url, storage).split()
+    return None if words is None else list(words)
+
+
+def _read_text(argument: str, url: str, storage: StorageConfig) -> str:
+    data = read_whole(url, storage)
+    if data is None:
+        raise ConfigError(f"{argument}: there is no {url}")
+    return data.decode()
+
+
+def _blend(words: Sequence[str] | None) -> Blend | None:
+    """Prefixes, or (prefix, weight) pairs, of a list of words.
+
+    A list of odd length never has weights, though a prefix may look like a number. One of even
+    length has them if every other word from the first on is a number.
+    """
+    if words is None:
+        return None
+    prefixes = [word.strip() for word in words]
+    are_weights = [_is_number(word) for word in words[::2]]
+    if len(words) % 2 or not any(are_weights):
+        return prefixes
+    if not all(are_weights):
+        raise ConfigError(
+            f"the blend {' '.join(words)!r} gives weights to some of its prefixes; give one to each, "
+            f"or to none"
+        )
+    return list(zip(prefixes[1::2], map(float, words[::2]), strict=True))
+
+
+def _is_number(word: str) -> bool:
+    try:
+        float(word)
+    except ValueError:
+        return False
+    return True
