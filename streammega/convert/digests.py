@@ -12,9 +12,11 @@ DIGEST_BYTES = 12
 
 def digest_of_json(value: Any) -> str:
     """Equal for values that are equal as JSON."""
-    return digest_of_bytes(json.dumps(value, sort_keys=True).encode())
+    text = json.dumps(value, sort_keys=True)
+    return digest_of_bytes(text.encode())
 
 
 def digest_of_bytes(data: bytes) -> str:
     """Equal for equal bytes."""
-    return hashlib.blake2b(data, digest_size=DIGEST_BYTES).hexdigest()
+    digest = hashlib.blake2b(data, digest_size=DIGEST_BYTES)
+    return digest.hexdigest()

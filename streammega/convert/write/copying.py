@@ -221,8 +221,9 @@ def _bytes_of_sequences(indexed: IndexedDataset, first: int, last: int) -> Itera
     """The stored bytes of sequences [first, last), in their order."""
     if first == last:
         return
+    itemsize = indexed.dtype.itemsize
     lengths = indexed.sequence_lengths[first:last]
-    sizes = lengths.astype(np.int64) * indexed.dtype.itemsize
+    sizes = lengths.astype(np.int64) * itemsize
     offsets = indexed.sequence_offsets[first:last]
     ends = offsets + sizes
     if np.array_equal(offsets[1:], ends[:-1]):

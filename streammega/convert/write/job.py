@@ -91,9 +91,11 @@ def length_histogram(sizes: NDArray[np.int64]) -> list[int]:
     """How many documents have [2^b, 2^(b+1)) tokens, for each bin b; empty ones are in the
     first.
     """
-    bins = np.log2(np.maximum(sizes, 1)).astype(np.int64)
-    counts: list[int] = np.bincount(bins, minlength=HISTOGRAM_BINS)[:HISTOGRAM_BINS].tolist()
-    return counts
+    at_least_one = np.maximum(sizes, 1)
+    bins = np.log2(at_least_one).astype(np.int64)
+    counts = np.bincount(bins, minlength=HISTOGRAM_BINS)
+    histogram: list[int] = counts[:HISTOGRAM_BINS].tolist()
+    return histogram
 
 
 def unit_name(number: int) -> str:

@@ -181,8 +181,9 @@ def token_dtype(arrays: Sequence[NDArray[Any]], asked: str | None) -> np.dtype[A
     Raises ConvertError for ids that it cannot hold.
     """
     common = np.result_type(*(array.dtype for array in arrays)).newbyteorder("=")
-    low = min((int(array.min()) for array in arrays if len(array)), default=0)
-    high = max((int(array.max()) for array in arrays if len(array)), default=0)
+    with_ids = [array for array in arrays if len(array)]
+    low = min((int(array.min()) for array in with_ids), default=0)
+    high = max((int(array.max()) for array in with_ids), default=0)
     if asked is not None:
         dtype = np.dtype(asked)
     elif common in CODE_OF_DTYPE and common.itemsize <= 4:
