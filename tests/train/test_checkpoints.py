@@ -952,7 +952,8 @@ def test_a_folder_tells_what_a_run_of_an_earlier_version_left(run_file: str, fol
     import torch.distributed.checkpoint as dcp
 
     trainer = resumed(run_file)
-    from streammega.train.checkpoints.state import SavePlanner, state_to_save
+    from streammega.train.checkpoints.planners import SavePlanner
+    from streammega.train.checkpoints.state import state_to_save
 
     old = folder / "step-00000008"
     with pytest.warns(UserWarning, match="single process"):

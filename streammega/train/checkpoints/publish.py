@@ -19,8 +19,8 @@ from streammega.train.all_ranks import AllRanks
 from streammega.train.checkpoints.failures import first_cause, one_line, without_torch_warning
 from streammega.train.checkpoints.files import DamagedError, check_files
 from streammega.train.checkpoints.place import CheckpointPlace
+from streammega.train.checkpoints.planners import SavePlanner
 from streammega.train.checkpoints.shared_place import until_seen
-from streammega.train.checkpoints.state import SavePlanner
 from streammega.train.checkpoints.writer import Writer
 
 log = logging.getLogger(__name__)

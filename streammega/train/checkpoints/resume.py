@@ -27,8 +27,9 @@ from streammega.train.checkpoints.files import (
     read_metadata,
 )
 from streammega.train.checkpoints.place import CheckpointPlace, Found
+from streammega.train.checkpoints.planners import LoadPlanner
 from streammega.train.checkpoints.reader import Reader
-from streammega.train.checkpoints.state import LoadPlanner, after_load, state_to_load
+from streammega.train.checkpoints.state import after_load, state_to_load
 from streammega.train.optimizer import Optimizer
 from streammega.train.parallel_model import ParallelModel
 
