@@ -30,6 +30,10 @@ from tests.support.rank_programs import train
 from tests.train.test_training_layouts import TOML
 
 FAULTY = str(Path(__file__).parents[1] / "support" / "faulty_train.py")
+LONGEST_JOB = 240.0
+"""Seconds after which a job is taken to hang: on a machine with much to do, five interpreters that
+import torch one after another take more than a minute. How soon a job ends is asserted apart.
+"""
 PATIENT = "train.timeout=60"
 """Where no rank waits for one that is gone: ranks of a machine with much to do are more than 4 s
 apart now and then.
@@ -76,7 +80,7 @@ def torchrun(
 
 def ended(process: subprocess.Popen[str]) -> tuple[int, str]:
     try:
-        _, log = process.communicate(timeout=80)
+        _, log = process.communicate(timeout=LONGEST_JOB)
     except subprocess.TimeoutExpired:
         kill(process)
         raise
@@ -88,7 +92,7 @@ def run_on(
 ) -> tuple[list[int | None], str]:
     """A job of the same program without torchrun: how its ranks end, and what they say."""
     family = launch(run_file.parent, ranks, [FAULTY, str(run_file), *overrides], {"FAULT": fault})
-    codes = family.ended(*range(ranks), within=80)
+    codes = family.ended(*range(ranks), within=LONGEST_JOB)
     family.close()
     return codes, "".join(family.log(rank) for rank in range(ranks))
 
