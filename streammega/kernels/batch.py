@@ -6,6 +6,11 @@ import numpy as np
 
 from streammega.kernels.jit import kernel
 
+LEAST_MODE = -128
+"""The least value of an int8: tables of modes begin with it."""
+_FAR = np.int64(1 << 62)
+"""Beyond every token id."""
+
 
 @kernel
 def gather_runs(source, source_starts, sizes, out, out_starts) -> None:  # type: ignore[no-untyped-def]  # pragma: no cover
@@ -15,10 +20,10 @@ def gather_runs(source, source_starts, sizes, out, out_starts) -> None:  # type:
     All in tokens. Cost: one copy. The caller has checked that every run lies inside both arrays.
     """
     for i in range(len(sizes)):
-        a = source[source_starts[i] : source_starts[i] + sizes[i]]
-        b = out[out_starts[i] : out_starts[i] + sizes[i]]
-        for k in range(len(b)):
-            b[k] = a[k]
+        run = source[source_starts[i] : source_starts[i] + sizes[i]]
+        target = out[out_starts[i] : out_starts[i] + sizes[i]]
+        for k in range(len(target)):  # this form is vectorised, whole-array assignment is not
+            target[k] = run[k]
 
 
 @kernel
@@ -36,17 +41,21 @@ def scan_ids(ids, pad):  # type: ignore[no-untyped-def]  # pragma: no cover - co
     none.
     """
     padding = np.int64(0)
-    low = np.int64(1 << 62)
-    high = np.int64(-(1 << 62))
+    low = _FAR
+    high = -_FAR
     for r in range(len(ids)):
         row = ids[r]
         for c in range(len(row)):
-            x = row[c]
-            own = x == pad
-            padding += np.int64(own)
-            low = low if own else min(low, x)
-            high = high if own else max(high, x)
-    return (padding, low, high) if low <= high else (padding, np.int64(0), np.int64(0))
+            token = row[c]
+            is_pad = token == pad
+            padding += np.int64(is_pad)
+            # both sides of a choice, rather than a branch, are what is vectorised
+            low = low if is_pad else min(low, token)
+            high = high if is_pad else max(high, token)
+    if low > high:
+        low = np.int64(0)
+        high = np.int64(0)
+    return padding, low, high
 
 
 @kernel
@@ -78,25 +87,26 @@ def make_mask(tokens, labels, pad, eod, mask_eod, mask) -> None:  # type: ignore
 def clear_unlearned(offsets, modes, learned, itemsize, start, size, sample, column, out):  # type: ignore[no-untyped-def]  # pragma: no cover
     """Write 0 to `out` where tokens of one file lie in sequences that are not learned.
 
-    Row r of the request is tokens [start[r], start[r] + size[r]) of the file, from column[r] of
-    out[sample[r]] on; columns outside of `out` are passed over. offsets (bytes, rising), modes
-    [sequences]; learned [256]: whether mode m - 128 is. Cost: a binary search for each row, then
-    one step for each sequence in it.
+    offsets (bytes, rising), modes [sequences]; learned [256]: of mode m at m - LEAST_MODE.
+    Row r is tokens [start[r], start[r] + size[r]) of the file, and lies from column[r] of
+    out[sample[r]] on; columns outside of `out` are passed over. Cost: a binary search for each row,
+    then one step for each sequence in it.
     """
     width = out.shape[1]
     for r in range(len(start)):
-        at = start[r]
+        token = start[r]
         end = start[r] + size[r]
-        first = column[r] - start[r]
-        sequence = max(np.searchsorted(offsets, at * itemsize, "right") - 1, 0)
-        while at < end:
+        column_of_token_0 = column[r] - start[r]
+        sequence = max(np.searchsorted(offsets, token * itemsize, "right") - 1, 0)
+        while token < end:
             stop = end
             if sequence + 1 < len(offsets):
                 stop = min(end, offsets[sequence + 1] // itemsize)
-            if not learned[modes[sequence] + 128]:
-                for c in range(max(first + at, 0), min(first + stop, width)):
+            if not learned[modes[sequence] - LEAST_MODE]:
+                first_column = max(column_of_token_0 + token, 0)
+                for c in range(first_column, min(column_of_token_0 + stop, width)):
                     out[sample[r], c] = 0
-            at = max(at, stop)
+            token = max(token, stop)
             sequence += 1
 
 
@@ -131,13 +141,14 @@ def forbid(bounds, mask) -> None:  # type: ignore[no-untyped-def]  # pragma: no 
     S.
     """
     for s in range(len(mask)):
-        first = 0
-        following = 1
+        first = 0  # where the document of token r begins
+        following = 1  # the document after that
         for r in range(mask.shape[1]):
             while following < bounds.shape[1] and bounds[s, following] <= r:
                 first = bounds[s, following]
                 following = following + 1
             row = mask[s, r]
+            # three loops without a condition: each is vectorised
             for c in range(first):
                 row[c] = True
             for c in range(first, r + 1):

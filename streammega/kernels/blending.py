@@ -11,6 +11,22 @@ weights differ. Datasets of the same weight fall due together and are compared t
 the same, they take turns. Long blends are cut into a part for each core: all but the first begin
 from guessed counts, which are compared with the true ones at the end and, if they differ, the part
 is done again.
+
+What the arrays of the kernels hold:
+
+    weights, sizes, counts [datasets] float64   share, samples there are (inf: no end), and chosen
+                                                so far; counts of the due are in due_count instead
+    inverse [datasets] float64                  1 / weights
+    dataset int16, sample int64 [samples]       the outputs: which dataset, and which of its samples
+    due_weight, due_count, due_size, due_id     the same of the due datasets and their numbers, in
+      [datasets + 8]                            the first places; the others have infinite counts,
+                                                so that they are never chosen
+    head [_SLOTS], after [datasets] int64       the calendar: the first dataset that waits in a
+                                                slot, and the one behind each; -1: none
+    hits [datasets + 8] int64                   which of the due have the best error: 1 or 0
+    lowest [1] float64                          the lowest error that was chosen since it was reset
+
+float64 counts are exact, and compared without conversions.
 """
 
 from __future__ import annotations
@@ -32,9 +48,36 @@ _WORTH_GUESSING = 1 << 17
 """Samples from which on a blend is cut into parts."""
 _SMALL = 64
 """So many datasets are always compared whole."""
+_REGISTER = 8
+"""The due are compared in multiples of so many: whole vector registers of float64."""
 _EARLY = 1e-9
 """An error is taken to reach the threshold by this much before it does: far more than float64 can
 be off.
+"""
+_EARLY_SHARE = 1e-14
+"""The same, of the count: a large one has fewer bits behind the point."""
+_NEVER = 9e18
+"""A sample after the last of any blend, and still an int64."""
+_LEAST_INT = np.int64(-0x7FFFFFFFFFFFFFFF)
+_LARGEST_INT = np.int64(0x7FFFFFFFFFFFFFFF)
+_PLACE = np.int64(0xFFFFFFFF)
+"""The bits of a place where a dataset's number stands above it."""
+
+# The margin: how far under the lowest error chosen lately the threshold is laid. Too near, and it
+# has to be moved often; too far, and many are due that are not chosen. It widens whenever the best
+# error falls under the threshold, and narrows slowly otherwise.
+_FIRST_MARGIN = 0.05
+_WIDER = 1.25
+_WIDEST = 2.0
+_NARROWER = 0.85
+_NARROWEST = 1e-3
+_WORTH_SORTING = 0.2
+"""Of a margin: a threshold that would rise by less is not worth sorting all datasets for."""
+
+_SHARE_BEFORE = 64
+_TURNS_BEFORE = 16
+"""A guessed part begins its choices early, by a 64th of the blend or 16 samples a dataset,
+whichever is more: in them the guess mends.
 """
 
 
@@ -46,7 +89,8 @@ def blend_weighted(
     `weights`: normalised, positive, float64 [datasets]. `dataset_sample_index` counts the dataset's
     samples before.
     """
-    return _outputs(np.ascontiguousarray(weights, np.float64), np.full(len(weights), np.inf), size)
+    endless = np.full(len(weights), np.inf)
+    return _outputs(np.ascontiguousarray(weights, np.float64), endless, size)
 
 
 def blend_exhaustive(sizes: NDArray[np.int64]) -> tuple[NDArray[np.int16], NDArray[np.int64]]:
@@ -60,30 +104,39 @@ def blend_exhaustive(sizes: NDArray[np.int64]) -> tuple[NDArray[np.int16], NDArr
 def _outputs(
     weights: NDArray[np.float64], sizes: NDArray[np.float64], total: int
 ) -> tuple[NDArray[np.int16], NDArray[np.int64]]:
+    """dataset and sample of each of `total` choices."""
     dataset = np.empty(total, np.int16)
     sample = np.empty(total, np.int64)
-    if (weights == weights[0]).all() and (sizes == sizes[0]).all():  # they take turns
-        for at in range(0, total, _WORTH_GUESSING):
-            end = min(at + _WORTH_GUESSING, total)
-            sample[at:end], dataset[at:end] = np.divmod(np.arange(at, end), len(weights))
+    if (weights == weights[0]).all() and (sizes == sizes[0]).all():
+        _take_turns(len(weights), dataset, sample)
         return dataset, sample
     threads = num_threads() if total >= _WORTH_GUESSING else 1
-    edges = [total * n // threads for n in range(threads + 1)]
+    edges = [total * part // threads for part in range(threads + 1)]
+    guessed_parts = list(zip(edges[1:-1], edges[2:], strict=True))
     counts = np.zeros(len(weights))
     with ThreadPoolExecutor(threads) as pool:
-        arguments = (weights, sizes, dataset, sample)
         guesses = [
-            pool.submit(_guess_part, *arguments, a, b)
-            for a, b in zip(edges[1:-1], edges[2:], strict=True)
+            pool.submit(_guess_part, weights, sizes, dataset, sample, first, stop)
+            for first, stop in guessed_parts
         ]
         _blend(weights, sizes, 0, dataset[: edges[1]], sample[: edges[1]], counts)
-        for first, stop, guess in zip(edges[1:-1], edges[2:], guesses, strict=True):
-            begun, ended = guess.result()
-            if np.array_equal(begun, counts):
-                counts = ended
-            else:  # it began in another state than the part before it ended in: do it again from that
-                _blend(weights, sizes, first, dataset[first:stop], sample[first:stop], counts)
+        for (first, stop), guess in zip(guessed_parts, guesses, strict=True):
+            counts_begun, counts_ended = guess.result()
+            if np.array_equal(counts_begun, counts):
+                counts = counts_ended
+                continue
+            # it began in another state than the part before it ended in: do it again from that
+            _blend(weights, sizes, first, dataset[first:stop], sample[first:stop], counts)
     return dataset, sample
+
+
+def _take_turns(datasets: int, dataset: NDArray[np.int16], sample: NDArray[np.int64]) -> None:
+    """Datasets of the same weight and size: one after the other, from the first on."""
+    total = len(dataset)
+    # a stretch at a time: what numpy makes on the way is int64, and would be larger than the outputs
+    for first in range(0, total, _WORTH_GUESSING):
+        stop = min(first + _WORTH_GUESSING, total)
+        sample[first:stop], dataset[first:stop] = np.divmod(np.arange(first, stop), datasets)
 
 
 def _guess_part(
@@ -100,97 +153,20 @@ def _guess_part(
     Counts are always near their targets, so a guess of them a while before `first` is nearly right,
     and the choices of that while mend it: a dataset counted once too often is chosen once less.
     """
-    start = first - min(first, max(len(dataset) // 64, 16 * len(weights)))
+    before = max(len(dataset) // _SHARE_BEFORE, _TURNS_BEFORE * len(weights))
+    start = first - min(first, before)
     counts = np.floor(weights * start)
     missing = start - int(counts.sum())
     if missing > 0:  # those nearest to their next sample have had it
-        counts[np.argsort(counts - weights * start, kind="stable")[:missing]] += 1.0
+        nearest_first = np.argsort(counts - weights * start, kind="stable")
+        counts[nearest_first[:missing]] += 1.0
     counts = np.minimum(counts, sizes)
-    _blend(
-        weights,
-        sizes,
-        start,
-        np.empty(first - start, np.int16),
-        np.empty(first - start, np.int64),
-        counts,
-    )
-    begun = counts.copy()
+    dataset_before = np.empty(first - start, np.int16)
+    sample_before = np.empty(first - start, np.int64)
+    _blend(weights, sizes, start, dataset_before, sample_before, counts)
+    counts_begun = counts.copy()
     _blend(weights, sizes, first, dataset[first:stop], sample[first:stop], counts)
-    return begun, counts
-
-
-@kernel
-def _choose(  # type: ignore[no-untyped-def]  # pragma: no cover - compiled
-    first,
-    stop,
-    origin,
-    weights,
-    counts,
-    ids,
-    sizes,
-    hits,
-    padded,
-    threshold,
-    lowest,
-    dataset,
-    sample,
-):
-    """Choose samples [first, stop) among the due; returns the first whose best error is under the
-    threshold, or stop.
-
-    Sample `origin` goes to place 0 of the outputs. The due fill the first places of arrays of
-    `padded` places; the others have infinite counts. Errors are compared by their bits: as
-    integers, maxima are vectorised by themselves, and those that are not negative order alike. The
-    largest one is negative only by rounding, and then looked for as a float.
-    """
-    for i in range(first, stop):
-        x = float(max(i, 1))
-        best = np.int64(-0x7FFFFFFFFFFFFFFF)
-        for k in range(padded):
-            best = max(best, float_bits(weights[k] * x - counts[k]))
-        if best < 0:
-            best = _negative_best(x, weights, counts, padded)
-        place = np.int64(0)
-        ties = np.int64(0)
-        # whole registers are stored: a single element would hold up the next sample's loads
-        for k in range(padded):
-            hit = np.int64(float_bits(weights[k] * x - counts[k]) == best)
-            counts[k] += np.float64(hit)
-            hits[k] = hit
-            place += hit * k
-            ties += hit
-        if ties > 1:
-            place = _keep_lowest(counts, ids, hits, padded)
-        error = weights[place] * x - (counts[place] - 1.0)
-        if error < threshold:
-            counts[place] -= 1.0
-            return i
-        lowest[0] = min(lowest[0], error)
-        dataset[i - origin], sample[i - origin] = ids[place], np.int64(counts[place]) - 1
-        if counts[place] >= sizes[place]:
-            counts[place] = np.inf
-    return stop
-
-
-@kernel
-def _negative_best(x, weights, counts, padded):  # type: ignore[no-untyped-def]  # pragma: no cover - compiled
-    """The bits of the largest error, when all are negative."""
-    best = -np.inf
-    for k in range(padded):
-        best = max(best, weights[k] * x - counts[k])
-    return float_bits(best)
-
-
-@kernel
-def _keep_lowest(counts, ids, hits, padded):  # type: ignore[no-untyped-def]  # pragma: no cover - compiled
-    """Of all that tied and were counted, keep the count of the lowest id; returns its place."""
-    lowest = np.int64(0x7FFFFFFFFFFFFFFF)
-    for k in range(padded):
-        lowest = min(lowest, ((ids[k] << 32) | k) if hits[k] else np.int64(0x7FFFFFFFFFFFFFFF))
-    for k in range(padded):
-        counts[k] -= np.float64(hits[k])
-    counts[lowest & 0xFFFFFFFF] += 1.0
-    return lowest & 0xFFFFFFFF
+    return counts_begun, counts
 
 
 @kernel
@@ -200,18 +176,18 @@ def _blend(weights, sizes, origin, dataset, sample, counts):  # type: ignore[no-
     """
     num = len(weights)
     total = origin + len(dataset)
-    room = num + 8
-    due_w = np.zeros(room)
-    due_c = np.full(room, np.inf)
-    due_s = np.full(room, np.inf)
+    room = num + _REGISTER
+    due_weight = np.zeros(room)
+    due_count = np.full(room, np.inf)
+    due_size = np.full(room, np.inf)
     due_id = np.zeros(room, np.int64)
     head = np.full(_SLOTS, -1, np.int64)
     after = np.full(num, -1, np.int64)
     small = num <= _SMALL
     inverse = 1.0 / weights
     threshold = -np.inf if small else np.inf
-    margin = 0.05
-    period = max(4 * num, 256)
+    margin = _FIRST_MARGIN
+    period = max(4 * num, 256)  # samples between two looks whether the threshold may rise
     lowest = np.full(1, np.inf)
     hits = np.zeros(room, np.int64)
     check = origin + period
@@ -220,66 +196,101 @@ def _blend(weights, sizes, origin, dataset, sample, counts):  # type: ignore[no-
     sort = True
     while i < total:
         if sort:
-            _store(counts, due_c, due_s, due_id, due)
+            _store(counts, due_count, due_size, due_id, due)
             if not small:
                 threshold = min(lowest[0], _best(i, weights, counts, sizes)) - margin
             due = _sort(
-                i,
-                threshold,
-                weights,
-                inverse,
-                sizes,
-                counts,
-                due_w,
-                due_c,
-                due_s,
-                due_id,
-                head,
-                after,
-                small,
-            )
-            check, lowest[0] = i + period, np.inf
+                i, threshold, weights, inverse, sizes, counts, due_weight, due_count, due_size, due_id, head, after, small
+            )  # fmt: skip
+            check = i + period
+            lowest[0] = np.inf
         stop = total if small else min(total, (i // _WINDOW + 1) * _WINDOW)
-        padded = (due + 7) // 8 * 8
+        padded = (due + _REGISTER - 1) // _REGISTER * _REGISTER
         i = _choose(
-            i,
-            stop,
-            origin,
-            due_w,
-            due_c,
-            due_id,
-            due_s,
-            hits,
-            padded,
-            threshold,
-            lowest,
-            dataset,
-            sample,
-        )
+            i, stop, origin, due_weight, due_count, due_id, due_size, hits, padded, threshold, lowest, dataset, sample
+        )  # fmt: skip
         sort = False
         if i < stop:  # the best lies under the threshold: one that waits may be better
-            margin, sort, lowest[0] = min(margin * 1.25, 2.0), True, np.inf
+            margin = min(margin * _WIDER, _WIDEST)
+            sort = True
+            lowest[0] = np.inf
         elif i < total:
             due = _turn(
-                i,
-                threshold,
-                weights,
-                inverse,
-                sizes,
-                counts,
-                due_w,
-                due_c,
-                due_s,
-                due_id,
-                due,
-                head,
-                after,
-            )
+                i, threshold, weights, inverse, sizes, counts, due_weight, due_count, due_size, due_id, due, head, after
+            )  # fmt: skip
             if i >= check:  # a higher threshold, if the last period would have allowed it
-                margin = max(margin * 0.85, 1e-3)
-                sort = lowest[0] - margin > threshold + 0.2 * margin
-                check, lowest[0] = i + period, lowest[0] if sort else np.inf
-    _store(counts, due_c, due_s, due_id, due)
+                margin = max(margin * _NARROWER, _NARROWEST)
+                sort = lowest[0] - margin > threshold + _WORTH_SORTING * margin
+                check = i + period
+                lowest[0] = lowest[0] if sort else np.inf
+    _store(counts, due_count, due_size, due_id, due)
+
+
+@kernel
+def _choose(  # type: ignore[no-untyped-def]  # pragma: no cover - compiled
+    first, stop, origin, due_weight, due_count, due_id, due_size, hits, padded, threshold, lowest, dataset, sample
+):  # fmt: skip
+    """Choose samples [first, stop) among the due; returns the first whose best error is under the
+    threshold, or stop.
+
+    Sample `origin` goes to place 0 of the outputs. The due are the first of `padded` places. Errors
+    are compared by their bits: as integers, maxima are vectorised by themselves, and those that are
+    not negative order alike. The largest one is negative only by rounding, and then looked for as a
+    float.
+    """
+    for i in range(first, stop):
+        target = float(max(i, 1))
+        best = _LEAST_INT
+        for k in range(padded):
+            best = max(best, float_bits(due_weight[k] * target - due_count[k]))
+        if best < 0:
+            best = _negative_best(target, due_weight, due_count, padded)
+        place = np.int64(0)
+        ties = np.int64(0)
+        # whole registers are stored: a single element would hold up the next sample's loads
+        for k in range(padded):
+            hit = np.int64(float_bits(due_weight[k] * target - due_count[k]) == best)
+            due_count[k] += np.float64(hit)
+            hits[k] = hit
+            place += hit * k
+            ties += hit
+        if ties > 1:
+            place = _keep_lowest(due_count, due_id, hits, padded)
+        error = due_weight[place] * target - (due_count[place] - 1.0)
+        if error < threshold:
+            due_count[place] -= 1.0
+            return i
+        lowest[0] = min(lowest[0], error)
+        dataset[i - origin] = due_id[place]
+        sample[i - origin] = np.int64(due_count[place]) - 1
+        if due_count[place] >= due_size[place]:
+            due_count[place] = np.inf
+    return stop
+
+
+@kernel
+def _negative_best(target, due_weight, due_count, padded):  # type: ignore[no-untyped-def]  # pragma: no cover - compiled
+    """The bits of the largest error, when all are negative."""
+    best = -np.inf
+    for k in range(padded):
+        best = max(best, due_weight[k] * target - due_count[k])
+    return float_bits(best)
+
+
+@kernel
+def _keep_lowest(due_count, due_id, hits, padded):  # type: ignore[no-untyped-def]  # pragma: no cover - compiled
+    """Of all that tied and were counted, keep the count of the lowest id; returns its place.
+
+    The place stands below the id in one number, so that the least of them tells both.
+    """
+    lowest = _LARGEST_INT
+    for k in range(padded):
+        lowest = min(lowest, ((due_id[k] << 32) | k) if hits[k] else _LARGEST_INT)
+    for k in range(padded):
+        due_count[k] -= np.float64(hits[k])
+    place = lowest & _PLACE
+    due_count[place] += 1.0
+    return place
 
 
 @kernel
@@ -293,10 +304,10 @@ def _best(i, weights, counts, sizes):  # type: ignore[no-untyped-def]  # pragma:
 
 
 @kernel
-def _store(counts, due_c, due_s, due_id, due):  # type: ignore[no-untyped-def]  # pragma: no cover - compiled
+def _store(counts, due_count, due_size, due_id, due):  # type: ignore[no-untyped-def]  # pragma: no cover - compiled
     """Counts of the due, back to their datasets; an infinite one is used up."""
     for k in range(due):
-        counts[due_id[k]] = min(due_c[k], due_s[k])
+        counts[due_id[k]] = min(due_count[k], due_size[k])
 
 
 @kernel
@@ -304,43 +315,54 @@ def _window_of(count, threshold, inverse):  # type: ignore[no-untyped-def]  # pr
     """A window not after the one in which the error of a dataset, of weight 1 / inverse, reaches
     the threshold.
     """
-    exact = (count + threshold - _EARLY - count * 1e-14) * inverse
-    return (np.int64(max(min(exact, 9e18), 0.0)) - 1) // _WINDOW
+    exact = (count + threshold - _EARLY - count * _EARLY_SHARE) * inverse
+    return (np.int64(max(min(exact, _NEVER), 0.0)) - 1) // _WINDOW
+
+
+@kernel
+def _wait(d, window, now, head, after) -> None:  # type: ignore[no-untyped-def]  # pragma: no cover - compiled
+    """Put dataset d into the calendar until `window`; one beyond its end into its last slot."""
+    slot = min(window, now + _SLOTS - 1) % _SLOTS
+    after[d] = head[slot]
+    head[slot] = d
 
 
 @kernel
 def _sort(  # type: ignore[no-untyped-def]  # pragma: no cover - compiled
-    i, threshold, weights, inverse, sizes, counts, due_w, due_c, due_s, due_id, head, after, small
-):
+    i, threshold, weights, inverse, sizes, counts, due_weight, due_count, due_size, due_id, head, after, small
+):  # fmt: skip
     """Sort every dataset into the due and the calendar; returns how many are due."""
+    now = i // _WINDOW
     head[:] = -1
-    due_c[:] = np.inf
+    due_count[:] = np.inf
     due = 0
     for d in range(len(weights)):
         if counts[d] >= sizes[d]:
             continue
-        window = i // _WINDOW if small else _window_of(counts[d], threshold, inverse[d])
-        if window <= i // _WINDOW:
-            due_w[due], due_c[due], due_s[due], due_id[due] = weights[d], counts[d], sizes[d], d
+        window = now if small else _window_of(counts[d], threshold, inverse[d])
+        if window <= now:
+            due_weight[due] = weights[d]
+            due_count[due] = counts[d]
+            due_size[due] = sizes[d]
+            due_id[due] = d
             due += 1
         else:
-            slot = min(window, i // _WINDOW + _SLOTS - 1) % _SLOTS
-            after[d], head[slot] = head[slot], d
+            _wait(d, window, now, head, after)
     return due
 
 
 @kernel
 def _turn(  # type: ignore[no-untyped-def]  # pragma: no cover - compiled
-    i, threshold, weights, inverse, sizes, counts, due_w, due_c, due_s, due_id, due, head, after
-):
+    i, threshold, weights, inverse, sizes, counts, due_weight, due_count, due_size, due_id, due, head, after
+):  # fmt: skip
     """At the start of a window: those that fell below the threshold wait, those whose slot it is
-    are due.
+    are due. Returns how many are.
     """
     now = i // _WINDOW
     kept = 0
     for k in range(due):
         d = due_id[k]
-        count = due_c[k]
+        count = due_count[k]
         if count == np.inf:
             counts[d] = sizes[d]
             continue
@@ -348,27 +370,26 @@ def _turn(  # type: ignore[no-untyped-def]  # pragma: no cover - compiled
         window = now if count == counts[d] else _window_of(count, threshold, inverse[d])
         counts[d] = count
         if window <= now:
-            due_w[kept], due_c[kept], due_s[kept], due_id[kept] = due_w[k], count, due_s[k], d
+            due_weight[kept] = due_weight[k]
+            due_count[kept] = count
+            due_size[kept] = due_size[k]
+            due_id[kept] = d
             kept += 1
         else:
-            slot = min(window, now + _SLOTS - 1) % _SLOTS
-            after[d], head[slot] = head[slot], d
+            _wait(d, window, now, head, after)
     queued = head[now % _SLOTS]
     head[now % _SLOTS] = -1
     while queued >= 0:
         following = after[queued]
         window = _window_of(counts[queued], threshold, inverse[queued])
         if window <= now:
-            due_w[kept], due_c[kept], due_s[kept], due_id[kept] = (
-                weights[queued],
-                counts[queued],
-                sizes[queued],
-                queued,
-            )
+            due_weight[kept] = weights[queued]
+            due_count[kept] = counts[queued]
+            due_size[kept] = sizes[queued]
+            due_id[kept] = queued
             kept += 1
         else:
-            slot = min(window, now + _SLOTS - 1) % _SLOTS
-            after[queued], head[slot] = head[slot], queued
+            _wait(queued, window, now, head, after)
         queued = following
-    due_c[kept:due] = np.inf
+    due_count[kept:due] = np.inf
     return kept

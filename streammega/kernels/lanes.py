@@ -3,6 +3,23 @@ order/lanes.py for what it means.
 
 Cost: O(log datasets) multiplications and two short Feistel walks per sample; nothing is looked up
 but a few sizes.
+
+What the arrays hold that describe an order; all int64 but `fractions`:
+
+    rows [segments]                      the first row of each segment of the blend schedule
+    fractions [segments, nodes] uint64   of the draws at a node, how many go left; 2**-44ths
+    bases [segments, lanes, datasets]    draws of a lane from a dataset before the segment
+    sizes [datasets]                     samples of one epoch
+    blocks_of [datasets]                 samples of a block
+    groups [datasets]                    lanes that share a run
+    firsts [datasets + 1]                the first part of each dataset; parts lie end to end
+    files [parts]                        the file of a part, within its dataset
+    starts [parts]                       the token of the file that a part begins at
+    slacks [parts]                       tokens of a part that no sample has; an epoch's samples
+                                         begin up to so many later
+    before, ends [parts]                 samples of the dataset before a part, and up to its end
+
+`length` is tokens from one sample to the next, `width` tokens of a sample, with the extra one.
 """
 
 from __future__ import annotations
@@ -13,15 +30,34 @@ import numpy as np
 from streammega.kernels.jit import kernel
 from streammega.kernels.mix import GOLDEN, mix_one
 
+# Everything below makes orders that checkpoints count in: no constant here ever changes.
+
 FRACTION_BITS = 44
 """Fixed point of a blend's fractions: exact for rows below 2**41."""
-_ROUNDS = 6
+_TURNS = 6
+"""Turns of a Feistel walk."""
 _SHUFFLED = 32
+"""Permutations of up to so many are followed shuffles: a walk over so few is measurably uneven."""
+_TURN_STEP = np.uint64(0xD1342543DE82EF95)
+_TURN_FACTOR = np.uint64(0xBF58476D1CE4E5B9)
+"""Odd multipliers: keys of turns that differ in many bits, and upper bits that depend on all."""
 _ONE = np.uint64(1)
+_WORD = np.uint64(32)
 _HALF = np.uint64(FRACTION_BITS // 2)
 _LOW = np.uint64((1 << (FRACTION_BITS // 2)) - 1)
+_DEEPEST = 64
+"""Room for the nodes that wait while a tree is walked: one a level, and there are no 2**64
+datasets.
+"""
 # What a keyed draw is for, so that no two uses share a stream.
-BLOCKS, PIECES, ROTATIONS, PHASES, NODES = range(1, 6)
+BLOCKS = 1
+PIECES = 2
+ROTATIONS = 3
+PHASES = 4
+NODES = 5
+
+
+# --- keys and permutations ---
 
 
 @kernel
@@ -35,16 +71,16 @@ def keyed(key, purpose, a, b):  # type: ignore[no-untyped-def]  # pragma: no cov
 @numba.njit(inline="always")
 def _round(key, value, turn):  # type: ignore[no-untyped-def]  # pragma: no cover - compiled
     """The round function of the Feistel walk: 64 bits of which the upper half is used."""
-    bits = (key + np.uint64(turn) * np.uint64(0xD1342543DE82EF95)) ^ (np.uint64(value) * GOLDEN)
-    bits ^= bits >> np.uint64(32)
-    return bits * np.uint64(0xBF58476D1CE4E5B9)
+    bits = (key + np.uint64(turn) * _TURN_STEP) ^ (np.uint64(value) * GOLDEN)
+    bits ^= bits >> _WORD
+    return bits * _TURN_FACTOR
 
 
 @numba.njit(inline="always")
 def below(bits, limit):  # type: ignore[no-untyped-def]  # pragma: no cover - compiled
     """64 random bits scaled to [0, limit), for limits up to 2**62, by their upper halves."""
     if limit <= 0xFFFFFFFF:
-        return np.int64(((bits >> np.uint64(32)) * np.uint64(limit)) >> np.uint64(32))
+        return np.int64(((bits >> _WORD) * np.uint64(limit)) >> _WORD)
     return np.int64(bits % np.uint64(limit))
 
 
@@ -53,58 +89,71 @@ def permute(value, size, key):  # type: ignore[no-untyped-def]  # pragma: no cov
     """The image of `value` under a keyed permutation of range(size): a Feistel walk on an almost
     square domain.
 
-    Few rounds are not random enough on tiny domains: there the place is followed through the swaps
-    of a shuffle.
+    The domain has `right_size * left_size` numbers, a few more than `size`: a walk that ends beyond
+    goes on from there, as often as need be. Few turns are not random enough on tiny domains: there
+    the place is followed through the swaps of a shuffle.
     """
     key = np.uint64(key)
     if size <= _SHUFFLED:
         for i in range(size - 1, 0, -1):
             j = below(mix_one(key + np.uint64(i)), i + 1)
-            value = j if value == i else (i if value == j else value)
+            if value == i:
+                value = j
+            elif value == j:
+                value = i
         return value
-    a = np.int64(np.ceil(np.sqrt(np.float64(size))))
-    b = (size + a - 1) // a
+    left_size = np.int64(np.ceil(np.sqrt(np.float64(size))))
+    right_size = (size + left_size - 1) // left_size
     while True:
-        left = value % a
-        right = value // a
-        for turn in range(0, _ROUNDS, 2):
-            left += below(_round(key, right, turn), a)
-            left -= a if left >= a else 0
-            right += below(_round(key, left, turn + 1), b)
-            right -= b if right >= b else 0
-        value = right * a + left
+        left = value % left_size
+        right = value // left_size
+        for turn in range(0, _TURNS, 2):
+            left += below(_round(key, right, turn), left_size)
+            left -= left_size if left >= left_size else 0
+            right += below(_round(key, left, turn + 1), right_size)
+            right -= right_size if right >= right_size else 0
+        value = right * left_size + left
         if value < size:
             return value
 
 
 @kernel
 def permute_back(value, size, key):  # type: ignore[no-untyped-def]  # pragma: no cover - compiled
-    """The inverse of `permute`."""
+    """The inverse of `permute`: the same turns, or swaps, backwards."""
     key = np.uint64(key)
     if size <= _SHUFFLED:
         for i in range(1, size):
             j = below(mix_one(key + np.uint64(i)), i + 1)
-            value = j if value == i else (i if value == j else value)
+            if value == i:
+                value = j
+            elif value == j:
+                value = i
         return value
-    a = np.int64(np.ceil(np.sqrt(np.float64(size))))
-    b = (size + a - 1) // a
+    left_size = np.int64(np.ceil(np.sqrt(np.float64(size))))
+    right_size = (size + left_size - 1) // left_size
     while True:
-        left = value % a
-        right = value // a
-        for back in range(0, _ROUNDS, 2):
-            turn = _ROUNDS - 2 - back
-            right -= below(_round(key, left, turn + 1), b)
-            right += b if right < 0 else 0
-            left -= below(_round(key, right, turn), a)
-            left += a if left < 0 else 0
-        value = right * a + left
+        left = value % left_size
+        right = value // left_size
+        for back in range(0, _TURNS, 2):
+            turn = _TURNS - 2 - back
+            right -= below(_round(key, left, turn + 1), right_size)
+            right += right_size if right < 0 else 0
+            left -= below(_round(key, right, turn), left_size)
+            left += left_size if left < 0 else 0
+        value = right * left_size + left
         if value < size:
             return value
 
 
+# --- which dataset a lane draws from ---
+
+
 @numba.njit(inline="always")
 def _lefts(draws, fraction, phase):  # type: ignore[no-untyped-def]  # pragma: no cover - compiled
-    """floor(draws * fraction + phase), all of it exact; fraction and phase in 2**-44ths."""
+    """floor(draws * fraction + phase), all of it exact; fraction and phase in 2**-44ths.
+
+    In two halves of the fraction, as the product of both wholes would not fit 64 bits.
+    """
     low = np.uint64(draws) * (fraction & _LOW) + phase
     high = np.uint64(draws) * (fraction >> _HALF)
     return np.int64((high + (low >> _HALF)) >> _HALF)
@@ -121,7 +170,7 @@ def _phase(lane_key, node):  # type: ignore[no-untyped-def]  # pragma: no cover 
 @kernel
 def choose(draw, lane, segment, fractions, num, key):  # type: ignore[no-untyped-def]  # pragma: no cover - compiled
     """(dataset, how many draws it had before) of a lane's draw within a segment of the blend
-    schedule.
+    schedule; `num` datasets, fractions [nodes] of the segment.
 
     A binary tree over the datasets: of m draws at a node, floor(m * fraction + phase) go left.
     """
@@ -132,14 +181,14 @@ def choose(draw, lane, segment, fractions, num, key):  # type: ignore[no-untyped
     while high - low > 1:
         fraction = fractions[node]
         phase = _phase(lane_key, node)
-        before = _lefts(draw, fraction, phase)
+        lefts_before = _lefts(draw, fraction, phase)
         middle = (low + high) // 2
-        if _lefts(draw + 1, fraction, phase) > before:
-            draw = before
+        if _lefts(draw + 1, fraction, phase) > lefts_before:
+            draw = lefts_before
             high = middle
             node = 2 * node
         else:
-            draw = draw - before
+            draw = draw - lefts_before
             low = middle
             node = 2 * node + 1
     return low, draw
@@ -149,42 +198,69 @@ def choose(draw, lane, segment, fractions, num, key):  # type: ignore[no-untyped
 def count_draws(draws, lanes, segment, fractions, num, key, counts):  # type: ignore[no-untyped-def]  # pragma: no cover
     """Add to counts [lanes, datasets] what the first `draws` draws of each lane in a segment take
     from each dataset.
+
+    The tree of `choose`, walked whole: nodes that wait are on a stack, each with the datasets [low,
+    high) that it covers and the draws that come to it.
     """
-    low = np.empty(64, np.int64)
-    high = np.empty(64, np.int64)
-    node = np.empty(64, np.int64)
-    many = np.empty(64, np.int64)
+    low = np.empty(_DEEPEST, np.int64)
+    high = np.empty(_DEEPEST, np.int64)
+    node = np.empty(_DEEPEST, np.int64)
+    many = np.empty(_DEEPEST, np.int64)
     for lane in range(lanes):
         lane_key = keyed(key, NODES, lane, segment)
         top = 0
-        low[0], high[0], node[0], many[0] = 0, num, 1, draws
+        low[0] = 0
+        high[0] = num
+        node[0] = 1
+        many[0] = draws
         while top >= 0:
-            a = low[top]
-            b = high[top]
-            n = node[top]
-            m = many[top]
+            first = low[top]
+            stop = high[top]
+            here = node[top]
+            drawn = many[top]
             top -= 1
-            if b - a == 1:
-                counts[lane, a] += m
+            if stop - first == 1:
+                counts[lane, first] += drawn
                 continue
-            left = _lefts(m, fractions[n], _phase(lane_key, n))
-            middle = (a + b) // 2
+            lefts = _lefts(drawn, fractions[here], _phase(lane_key, here))
+            middle = (first + stop) // 2
             top += 1
-            low[top], high[top], node[top], many[top] = a, middle, 2 * n, left
+            low[top] = first
+            high[top] = middle
+            node[top] = 2 * here
+            many[top] = lefts
             top += 1
-            low[top], high[top], node[top], many[top] = middle, b, 2 * n + 1, m - left
+            low[top] = middle
+            high[top] = stop
+            node[top] = 2 * here + 1
+            many[top] = drawn - lefts
+
+
+@numba.njit(inline="always")
+def _draw_of(sample, lanes, key, rows, fractions, bases, num):  # type: ignore[no-untyped-def]  # pragma: no cover
+    """(lane, dataset, which draw of the lane from that dataset) of a sample id."""
+    lane = sample % lanes
+    row = sample // lanes
+    segment = len(rows) - 1
+    while rows[segment] > row:
+        segment -= 1
+    d, draw = choose(row - rows[segment], lane, segment, fractions[segment], num, key)
+    return lane, d, draw + bases[segment, lane, d]
+
+
+# --- where a draw lies: run, block, piece, sample ---
 
 
 @kernel
 def run_bounds(run, lanes, group, num):  # type: ignore[no-untyped-def]  # pragma: no cover - compiled
-    """[start, start + length) of a run in the permuted dataset; `group` lanes share it.
+    """(start, length) of a run in the permuted dataset of `num` samples; `group` lanes share it.
 
     Lengths are what the lanes of the run draw from the first `num` samples of a lone dataset, so
     that those are one epoch.
     """
-    first = run * group
-    start = first * (num // lanes) + min(num % lanes, first)
-    end = (first + group) * (num // lanes) + min(num % lanes, first + group)
+    first_lane = run * group
+    start = first_lane * (num // lanes) + min(num % lanes, first_lane)
+    end = (first_lane + group) * (num // lanes) + min(num % lanes, first_lane + group)
     return start, end - start
 
 
@@ -222,28 +298,22 @@ def slot_of(place, num, block, blocks, short_slot):  # type: ignore[no-untyped-d
 
 @numba.njit(inline="always")
 def _short_slot(d, epoch, key, blocks, epoch_of, short_slots):  # type: ignore[no-untyped-def]  # pragma: no cover
-    """Where the short block of a dataset lies among the permuted ones, computed once an epoch."""
+    """Where the short block of dataset d lies among the permuted ones, computed once an epoch:
+    epoch_of, short_slots [datasets] keep the epoch computed last, and its answer.
+    """
     if epoch_of[d] != epoch:
-        epoch_of[d], short_slots[d] = epoch, permute_back(blocks - 1, blocks, key)
+        epoch_of[d] = epoch
+        short_slots[d] = permute_back(blocks - 1, blocks, key)
     return short_slots[d]
-
-
-@numba.njit(inline="always")
-def _draw_of(sample, lanes, key, rows, fractions, bases, num):  # type: ignore[no-untyped-def]  # pragma: no cover
-    """(lane, dataset, which draw of the lane from that dataset) of a sample id."""
-    lane = sample % lanes
-    row = sample // lanes
-    segment = len(rows) - 1
-    while rows[segment] > row:
-        segment -= 1
-    d, draw = choose(row - rows[segment], lane, segment, fractions[segment], num, key)
-    return lane, d, draw + bases[segment, lane, d]
 
 
 @numba.njit(inline="always")
 def _place_of(lane, d, draw, lanes, key, size, block, group, epoch_of, short_slots):  # type: ignore[no-untyped-def]  # pragma: no cover
     """(epoch's key, epoch, sample of the dataset, first sample and samples of its piece, draws left
     of it with this one).
+
+    The lane's draws go through the run's places in order, from its rotation on and around; a place
+    is one of a permuted block, and within its piece another sample stands there.
     """
     blocks = (size + block - 1) // block
     run = lane // group
@@ -260,8 +330,23 @@ def _place_of(lane, d, draw, lanes, key, size, block, group, epoch_of, short_slo
     low, high = piece_of(place, run_start, run_length, rotation, slot_low, slot_high)
     left = high - place
     place = low + permute(place - low, high - low, keyed(dataset_key, PIECES, low, 0))
+    # from a place to the sample: the block that the permutation brought to this slot
     base = permute(slot, blocks, dataset_key) * block - slot_low
     return dataset_key, epoch, base + place, base + low, high - low, left
+
+
+@numba.njit(inline="always")
+def _part_of(sample, d, firsts, before):  # type: ignore[no-untyped-def]  # pragma: no cover
+    """The part of dataset d that has a sample, among the parts of all datasets."""
+    first = firsts[d]
+    return np.searchsorted(before[first : firsts[d + 1]], sample, side="right") - 1 + first
+
+
+@numba.njit(inline="always")
+def _start_of(dataset_key, part, d, firsts, starts, slacks):  # type: ignore[no-untyped-def]  # pragma: no cover
+    """The token of the file at which the samples of a part begin in an epoch: another one each."""
+    phase = below(keyed(dataset_key, PHASES, part - firsts[d], 0), slacks[part] + 1)
+    return starts[part] + phase
 
 
 @kernel
@@ -269,14 +354,7 @@ def locate_stream(  # type: ignore[no-untyped-def]  # pragma: no cover - compile
     samples, lanes, key, rows, fractions, bases, sizes, blocks_of, groups, firsts, files, starts, slacks, before,
     length, width, dataset, file, start, stop,
 ) -> None:  # fmt: skip
-    """Fill dataset, file, start and stop (in tokens) of each sample id.
-
-    rows [segments]: first row of each schedule segment; fractions [segments, nodes]; bases
-    [segments, lanes, datasets]: draws before it. sizes [datasets] in samples, blocks_of [datasets]
-    samples of a block, groups [datasets] lanes that share a run; firsts [datasets + 1] into the
-    parts: files, starts, slacks [parts] and before [parts], samples before the part. length: tokens
-    from one sample to the next; width: tokens of a sample.
-    """
+    """Fill dataset, file, start and stop (in tokens) of each sample id: samples [n]; outputs [n]."""
     num = len(sizes)
     epoch_of = np.full(num, -1, np.int64)
     short_slots = np.zeros(num, np.int64)
@@ -285,13 +363,15 @@ def locate_stream(  # type: ignore[no-untyped-def]  # pragma: no cover - compile
         dataset_key, _, sample, _, _, _ = _place_of(
             lane, d, draw, lanes, key, sizes[d], blocks_of[d], groups[d], epoch_of, short_slots
         )
-        part = (
-            np.searchsorted(before[firsts[d] : firsts[d + 1]], sample, side="right") - 1 + firsts[d]
-        )
-        phase = below(keyed(dataset_key, PHASES, part - firsts[d], 0), slacks[part] + 1)
-        dataset[i], file[i] = d, files[part]
-        start[i] = starts[part] + phase + (sample - before[part]) * length
+        part = _part_of(sample, d, firsts, before)
+        part_start = _start_of(dataset_key, part, d, firsts, starts, slacks)
+        dataset[i] = d
+        file[i] = files[part]
+        start[i] = part_start + (sample - before[part]) * length
         stop[i] = start[i] + width
+
+
+# --- pieces that are fetched whole ---
 
 
 @kernel
@@ -303,11 +383,14 @@ def follow_pieces(  # type: ignore[no-untyped-def]  # pragma: no cover - compile
     """Which piece each sample lies in: its slot and the byte offset of the sample in it, -1 for
     datasets not in `whole`.
 
-    The state of each (lane, dataset): open_piece, open_epoch, open_slot, open_left [local lanes,
-    datasets], where `local` [lanes] numbers the reader's lanes. A piece that was not open takes the
-    next slot of `free` and a row of the new_* arrays; returns how many did, or -1 - i if sample i
-    lies in none of the reader's lanes. open_left counts the draws of the piece that are still to
-    come.
+    samples, slot, offset [n]. itemsizes (bytes of a token), whole (bool) [datasets]. local [lanes]:
+    the number of each lane among the reader's, -1 for others. The state of each (lane of the
+    reader, dataset): open_piece (its first sample), open_epoch, open_slot (-1: none is open),
+    open_left (draws of the piece that are still to come).
+
+    A piece that was not open takes the next slot of `free` [n] and an entry of the new_* arrays
+    [n]: its dataset, epoch, first sample, samples, draws to come, and the sample that opened it.
+    Returns how many did, or -1 - i if sample i lies in none of the reader's lanes.
     """
     num = len(sizes)
     made = 0
@@ -325,14 +408,15 @@ def follow_pieces(  # type: ignore[no-untyped-def]  # pragma: no cover - compile
         if own < 0:
             return -1 - i  # as an index it would be the state of another lane
         if open_slot[own, d] < 0 or open_piece[own, d] != first or open_epoch[own, d] != epoch:
-            open_piece[own, d], open_epoch[own, d], open_slot[own, d] = first, epoch, free[made]
-            new_dataset[made], new_epoch[made], new_first[made], new_count[made] = (
-                d,
-                epoch,
-                first,
-                count,
-            )
-            new_uses[made], new_row[made] = left, i
+            open_piece[own, d] = first
+            open_epoch[own, d] = epoch
+            open_slot[own, d] = free[made]
+            new_dataset[made] = d
+            new_epoch[made] = epoch
+            new_first[made] = first
+            new_count[made] = count
+            new_uses[made] = left
+            new_row[made] = i
             made += 1
         open_left[own, d] = left - 1
         slot[i] = open_slot[own, d]
@@ -342,7 +426,8 @@ def follow_pieces(  # type: ignore[no-untyped-def]  # pragma: no cover - compile
         own_before = before[firsts[d] : firsts[d + 1]]
         part = np.searchsorted(own_before, sample, side="right")
         parts_before = part - np.searchsorted(own_before, first, side="right")
-        offset[i] = ((sample - first) * length + parts_before * (width - length)) * itemsizes[d]
+        tokens_before = (sample - first) * length + parts_before * (width - length)
+        offset[i] = tokens_before * itemsizes[d]
     return made
 
 
@@ -353,25 +438,23 @@ def piece_runs(  # type: ignore[no-untyped-def]  # pragma: no cover - compiled
     """The runs of tokens that make up pieces: piece, file, start, stop of each; returns how many.
     In the order of their offsets.
 
-    ends [parts]: before, plus the samples of the part. The outputs have room for count + 1 runs of
-    each piece.
+    dataset, epoch, first, count [pieces]: as `follow_pieces` made them. The outputs have room for
+    count + 1 runs of each piece.
     """
     made = 0
     for i in range(len(dataset)):
         d = dataset[i]
         sample = first[i]
+        end_sample = first[i] + count[i]
         dataset_key = keyed(key, BLOCKS, d, epoch[i])
-        part = (
-            np.searchsorted(before[firsts[d] : firsts[d + 1]], sample, side="right") - 1 + firsts[d]
-        )
-        while sample < first[i] + count[i]:
-            stop_sample = min(ends[part], first[i] + count[i])
-            base = starts[part] + below(
-                keyed(dataset_key, PHASES, part - firsts[d], 0), slacks[part] + 1
-            )
-            piece[made], file[made] = i, files[part]
-            start[made] = base + (sample - before[part]) * length
-            stop[made] = base + (stop_sample - 1 - before[part]) * length + width
+        part = _part_of(sample, d, firsts, before)
+        while sample < end_sample:
+            stop_sample = min(ends[part], end_sample)
+            part_start = _start_of(dataset_key, part, d, firsts, starts, slacks)
+            piece[made] = i
+            file[made] = files[part]
+            start[made] = part_start + (sample - before[part]) * length
+            stop[made] = part_start + (stop_sample - 1 - before[part]) * length + width
             sample = stop_sample
             part += 1
             made += 1

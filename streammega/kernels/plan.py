@@ -1,4 +1,20 @@
-"""From rows of samples to requests, and from buffers to ids."""
+"""From rows of samples to requests, and from buffers to ids.
+
+A *row* is a run of consecutive tokens of one file, and part of one sample. What the arrays hold;
+int64 [rows] where nothing else is said:
+
+    file             the file of a row, among all files
+    start, stop      its bytes in the file
+    slot, offset     its bytes begin `offset` bytes after the address of `slot`
+    size             its tokens
+    column           the token of its sample that it begins at
+    splits [samples + 1]      the rows of sample i are splits[i] .. splits[i + 1]
+    addresses, uses [slots]   where the bytes of a slot lie in memory; rows it has still to serve
+    dtype_of_file [files]     the number of each file's dtype
+
+Kernels follow addresses as they are: the caller vouches that what rows refer to is there, and
+aligned to a token.
+"""
 
 from __future__ import annotations
 
@@ -9,48 +25,62 @@ from streammega.kernels.jit import kernel
 
 
 @kernel
-def coalesce_rows(file, start, stop, order, gap, largest, request, low, high, of_file):  # type: ignore[no-untyped-def]  # pragma: no cover
-    """Requests that cover rows [start, stop) of files; returns how many. `order` sorts the rows by
-    file and start.
+def coalesce_rows(  # type: ignore[no-untyped-def]  # pragma: no cover - compiled
+    file, start, stop, by_place, gap, largest, request, request_start, request_stop, request_file
+):
+    """Requests that cover rows [start, stop) of files; returns how many. `by_place` [rows] sorts
+    the rows by file and start.
 
     Neighbours with at most `gap` between them share a request until it would pass `largest`; a row
-    lies whole in its request. Fills request [rows], and low, high, of_file of each request.
+    lies whole in its request. Fills request [rows], which of them serves a row, and request_start,
+    request_stop, request_file of each.
     """
     last = -1
-    for i in order:
-        fresh = last < 0 or of_file[last] != file[i] or start[i] > high[last] + gap
-        if fresh or max(stop[i], high[last]) - low[last] > largest:
+    for i in by_place:
+        fresh = last < 0 or request_file[last] != file[i] or start[i] > request_stop[last] + gap
+        if fresh or max(stop[i], request_stop[last]) - request_start[last] > largest:
             last += 1
-            of_file[last], low[last], high[last] = file[i], start[i], stop[i]
-        high[last] = max(high[last], stop[i])
+            request_file[last] = file[i]
+            request_start[last] = start[i]
+            request_stop[last] = stop[i]
+        request_stop[last] = max(request_stop[last], stop[i])
         request[i] = last
     return last + 1
 
 
 @kernel
 def gather_rows(  # type: ignore[no-untyped-def]  # pragma: no cover - compiled
-    like, kind, kinds, table, slot, offset, size, file, column, splits, out, valid
+    like,
+    dtype_number,
+    dtype_of_file,
+    addresses,
+    slot,
+    offset,
+    size,
+    file,
+    column,
+    splits,
+    out,
+    valid,
 ):
-    """The ids of samples into out [samples, width], widened, and how many each has into `valid`;
-    False if one has too many.
+    """The ids of samples into out [samples, width], widened, and how many each has into `valid`
+    [samples]; False if one has too many.
 
-    Rows splits[i] .. splits[i + 1] are those of sample i: size[r] tokens of like's dtype at byte
-    offset[r] of the memory at table[slot[r]], to token column[r] of the sample. Only rows whose
-    file is of `kind` are copied. Cost: one copy. The caller vouches that what rows refer to is
-    there, and aligned to a token.
+    Only rows of files of `dtype_number` are copied, as tokens of like's dtype. Cost: one copy.
     """
     width = out.shape[1]
     for i in range(len(valid)):
         valid[i] = 0
         for r in range(splits[i], splits[i + 1]):
-            n = size[r]
-            valid[i] += n
-            if column[r] < 0 or n < 0 or column[r] + n > width:
+            tokens = size[r]
+            first = column[r]
+            valid[i] += tokens
+            if first < 0 or tokens < 0 or first + tokens > width:
                 return False
-            if n == 0 or kinds[file[r]] != kind:
+            if tokens == 0 or dtype_of_file[file[r]] != dtype_number:
                 continue
-            source = carray(pointer_to(table[slot[r]] + offset[r], like), (n,))
-            target = out[i, column[r] : column[r] + n]
+            source = carray(pointer_to(addresses[slot[r]] + offset[r], like), (tokens,))
+            target = out[i, first : first + tokens]
             for k in range(len(target)):  # this form is vectorised, whole-array assignment is not
                 target[k] = source[k]
     return True
@@ -58,7 +88,19 @@ def gather_rows(  # type: ignore[no-untyped-def]  # pragma: no cover - compiled
 
 @kernel
 def gather_shifted(  # type: ignore[no-untyped-def]  # pragma: no cover - compiled
-    like, kind, kinds, table, slot, offset, size, file, column, splits, tokens, labels, valid
+    like,
+    dtype_number,
+    dtype_of_file,
+    addresses,
+    slot,
+    offset,
+    size,
+    file,
+    column,
+    splits,
+    tokens,
+    labels,
+    valid,
 ):
     """As `gather_rows`, of samples of S + 1 ids: the first S into tokens [samples, S], the last S
     into labels [samples, S].
@@ -69,27 +111,28 @@ def gather_shifted(  # type: ignore[no-untyped-def]  # pragma: no cover - compil
     for i in range(len(valid)):
         valid[i] = 0
         for r in range(splits[i], splits[i + 1]):
-            n = size[r]
+            count = size[r]
             first = column[r]
-            valid[i] += n
-            if first < 0 or n < 0 or first + n > width:
+            valid[i] += count
+            if first < 0 or count < 0 or first + count > width:
                 return False
-            if n == 0 or kinds[file[r]] != kind:
+            if count == 0 or dtype_of_file[file[r]] != dtype_number:
                 continue
-            source = carray(pointer_to(table[slot[r]] + offset[r], like), (n,))
-            low = 1 if first == 0 else 0  # the first id of a sample is no label, the last no token
-            high = n - 1 if first + n == width else n
+            source = carray(pointer_to(addresses[slot[r]] + offset[r], like), (count,))
+            # the first id of a sample is no label, the last no token: [low, high) is both
+            low = 1 if first == 0 else 0
+            high = count - 1 if first + count == width else count
             if low == 1:
                 tokens[i, 0] = source[0]
-            if high < n:
-                labels[i, width - 2] = source[n - 1]
+            if high < count:
+                labels[i, width - 2] = source[count - 1]
             token = tokens[i, first + low : first + high]
             label = labels[i, first + low - 1 : first + high - 1]
-            rest = source[low:high]
-            for k in range(len(rest)):  # one loop for both: two cost a quarter more
-                x = rest[k]
-                token[k] = x
-                label[k] = x
+            both = source[low:high]
+            for k in range(len(both)):  # one loop for both: two cost a quarter more
+                value = both[k]
+                token[k] = value
+                label[k] = value
     return True
 
 
@@ -100,25 +143,27 @@ def copy_bytes(like, source, size, target) -> None:  # type: ignore[no-untyped-d
     `like`: an empty uint8 array.
     """
     for i in range(len(source)):
-        a = carray(pointer_to(source[i], like), (size[i],))
-        b = carray(pointer_to(target[i], like), (size[i],))
-        for k in range(len(b)):
-            b[k] = a[k]
+        from_bytes = carray(pointer_to(source[i], like), (size[i],))
+        to_bytes = carray(pointer_to(target[i], like), (size[i],))
+        for k in range(len(to_bytes)):
+            to_bytes[k] = from_bytes[k]
 
 
 @kernel
 def count_down(uses, slot, size, freed):  # type: ignore[no-untyped-def]  # pragma: no cover - compiled
     """Take one use off the slot of each row that has a size; slots without any left go to `freed`;
     returns how many.
+
+    `freed` has room for every slot that may be freed: nothing here looks whether it has.
     """
-    made = 0
+    count = 0
     for r in range(len(slot)):
         if size[r] > 0:
             uses[slot[r]] -= 1
             if uses[slot[r]] == 0:
-                freed[made] = slot[r]
-                made += 1
-    return made
+                freed[count] = slot[r]
+                count += 1
+    return count
 
 
 @kernel
@@ -139,26 +184,28 @@ def cached_rows(  # type: ignore[no-untyped-def]  # pragma: no cover - compiled
     """Serve rows that have no slot from cached pages: slot `zero`, whose address is 0, and the
     row's own address as offset.
 
-    verified_at, mapped_at [files]: addresses of an object's page states (uint8) and of its chunks'
-    addresses (int64), or 0. A row needs all of its pages, in one chunk. Returns the bytes served
-    so.
+    verified_at, mapped_at [files]: addresses of an object's page states (uint8, one a page, 0: not
+    there) and of its chunks' addresses (int64, one a chunk), or 0. A row needs all of its pages, in
+    one chunk: chunks do not lie end to end in memory. bytes_like, address_like: empty uint8 and
+    int64 arrays. Returns the bytes served so.
     """
     served = 0
     for r in range(len(file)):
-        f = file[r]
-        if slot[r] >= 0 or verified_at[f] == 0 or stop[r] <= start[r]:
+        number = file[r]
+        if slot[r] >= 0 or verified_at[number] == 0 or stop[r] <= start[r]:
             continue
         chunk = start[r] // chunk_bytes
-        first = start[r] // page_bytes
-        last = (stop[r] - 1) // page_bytes
+        first_page = start[r] // page_bytes
+        last_page = (stop[r] - 1) // page_bytes
         if (stop[r] - 1) // chunk_bytes != chunk:
             continue
-        verified = carray(pointer_to(verified_at[f], bytes_like), (last + 1,))
+        verified = carray(pointer_to(verified_at[number], bytes_like), (last_page + 1,))
         there = True
-        for page in range(first, last + 1):
+        for page in range(first_page, last_page + 1):
             there = there and verified[page] != 0
         if there:
-            mapped = carray(pointer_to(mapped_at[f], address_like), (chunk + 1,))
-            slot[r], offset[r] = zero, mapped[chunk] + start[r] - chunk * chunk_bytes
+            mapped = carray(pointer_to(mapped_at[number], address_like), (chunk + 1,))
+            slot[r] = zero
+            offset[r] = mapped[chunk] + start[r] - chunk * chunk_bytes
             served += stop[r] - start[r]
     return served

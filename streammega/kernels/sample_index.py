@@ -19,7 +19,12 @@ from streammega.kernels.jit import kernel
 from streammega.kernels.parallel import num_threads
 
 CHUNK = 1 << 18
+"""Positions of document_index that a thread takes at a time: their lengths are 1 MiB."""
 _PREFETCH = 128
+"""Elements ahead of its use at which one is asked of memory."""
+_CHUNKS_A_THREAD = 2
+"""Chunks under way for each thread: one is worked on, and the next waits."""
+
 SOUND = 0
 BAD_DOCUMENT_INDEX = 1
 BAD_SAMPLE_INDEX = 2
@@ -50,9 +55,11 @@ def build_sample_index(
     """
     rows: NDArray[Any] = np.empty((num_rows + 1, 2), dtype)
     tokens = _fill_rows(rows, lengths, document_index, sequence_length, extra_token)
-    past = (tokens - extra_token) // sequence_length + 1  # the first row past the tokens
-    if past <= num_rows:
-        rows[max(past, 1) :] = (len(document_index) - 1, lengths[document_index[-1]] - extra_token)
+    first_row_past = (tokens - extra_token) // sequence_length + 1
+    if first_row_past <= num_rows:
+        last_position = len(document_index) - 1
+        last_offset = lengths[document_index[last_position]] - extra_token
+        rows[max(first_row_past, 1) :] = (last_position, last_offset)
     rows[0] = (0, 0)
     return rows
 
@@ -64,37 +71,40 @@ def _fill_rows(
     sequence_length: int,
     extra_token: int,
 ) -> int:
-    """Write all rows that lie within the tokens; returns how many tokens there are."""
+    """Write all rows that lie within the tokens; returns how many tokens there are.
+
+    Chunks are gathered out of order; where one starts is known when all before it are gathered, and
+    then its rows are written, while later ones are gathered.
+    """
     ids = document_index.view(np.uint32)
     positions = len(document_index)
     threads = num_threads()
+    under_way = _CHUNKS_A_THREAD * threads
+    shift = 1 - extra_token
     gathered: deque[tuple[int, Future[tuple[NDArray[np.int32], int]]]] = deque()
     written: deque[Future[None]] = deque()
     tokens = 0
     with ThreadPoolExecutor(threads) as pool:
-        for start in [*range(0, positions, CHUNK), *[positions] * (2 * threads)]:
-            if start < positions:
-                gathered.append(
-                    (
-                        start,
-                        pool.submit(
-                            _gather_chunk, lengths, ids, start, min(start + CHUNK, positions)
-                        ),
-                    )
-                )
-                if len(gathered) < 2 * threads:
-                    continue
-            if gathered:
-                first, future = gathered.popleft()
-                sizes, total = future.result()
-                written.append(
-                    pool.submit(_fill, rows, sizes, first, tokens, sequence_length, 1 - extra_token)
-                )
-                tokens += total
-            if len(written) > 2 * threads:
+
+        def write_first() -> None:
+            """Write the rows of the first chunk that was gathered."""
+            nonlocal tokens
+            start, future = gathered.popleft()
+            sizes, chunk_tokens = future.result()
+            written.append(pool.submit(_fill, rows, sizes, start, tokens, sequence_length, shift))
+            tokens += chunk_tokens
+            if len(written) > under_way:
                 written.popleft().result()
-        for last in written:
-            last.result()
+
+        for start in range(0, positions, CHUNK):
+            stop = min(start + CHUNK, positions)
+            gathered.append((start, pool.submit(_gather_chunk, lengths, ids, start, stop)))
+            if len(gathered) >= under_way:
+                write_first()
+        while gathered:
+            write_first()
+        for future in written:
+            future.result()
     return tokens
 
 
@@ -129,17 +139,18 @@ def _fill(rows, sizes, start, base, sequence_length, shift) -> None:  # type: ig
     # the first k with k * S - shift >= base
     row = (base + shift + sequence_length - 1) // sequence_length
     token = row * sequence_length - shift
-    at = np.int64(base)
-    last = (len(rows) - 1) * sequence_length - shift
+    last_token = (len(rows) - 1) * sequence_length - shift
+    sequence_begin = np.int64(base)
     for i in range(len(sizes)):
-        end = at + sizes[i]
-        while token < end:
-            if token > last:
+        sequence_end = sequence_begin + sizes[i]
+        while token < sequence_end:
+            if token > last_token:
                 return
-            rows[row, 0], rows[row, 1] = start + i, token + shift - at
+            rows[row, 0] = start + i
+            rows[row, 1] = token + shift - sequence_begin
             row += 1
             token += sequence_length
-        at = end
+        sequence_begin = sequence_end
 
 
 @kernel
@@ -148,13 +159,18 @@ def sample_pieces(  # type: ignore[no-untyped-def]  # pragma: no cover - compile
 ):
     """For each row of the sample index its (sequence, start, stop) pieces; empty ones are left out.
 
-    The arrays come from files, so every value is looked at before it is used as a place. The first
-    of the five results says which array holds a value that cannot be, for samples of up to `width`
-    tokens: see the constants below; the others are then empty.
+    document_index [positions]: sequence ids; sample_index [rows + 1, 2]: as `build_sample_index`
+    makes it; lengths [sequences] in tokens; rows [samples]: the rows asked for; extra: 1 if samples
+    carry one token more than the next begins at.
+
+    Returns (which array holds a value that cannot be, splits [samples + 1] of the pieces, sequence,
+    start and stop [pieces] in tokens of the sequence). The arrays come from files, so every value
+    is looked at before it is used as a place, for samples of up to `width` tokens: see the
+    constants above; where one is bad, the pieces are empty.
     """
     splits = np.zeros(len(rows) + 1, np.int64)
     none = np.empty(0, np.int64)
-    bound = np.int64(0)
+    most_pieces = np.int64(0)
     for row in rows:
         if row < 0 or row + 1 >= len(sample_index):
             return BAD_SHUFFLE_INDEX, splits, none, none, none
@@ -162,11 +178,11 @@ def sample_pieces(  # type: ignore[no-untyped-def]  # pragma: no cover - compile
         last = np.int64(sample_index[row + 1, 0])
         if first < 0 or last < first or last >= len(document_index):
             return BAD_SAMPLE_INDEX, splits, none, none, none
-        bound += last - first + 1
-    sequence = np.empty(bound, np.int64)
-    start = np.empty(bound, np.int64)
-    stop = np.empty(bound, np.int64)
-    at = np.int64(0)
+        most_pieces += last - first + 1
+    sequence = np.empty(most_pieces, np.int64)
+    start = np.empty(most_pieces, np.int64)
+    stop = np.empty(most_pieces, np.int64)
+    pieces = np.int64(0)
     for i in range(len(rows)):
         first = np.int64(sample_index[rows[i], 0])
         last = np.int64(sample_index[rows[i] + 1, 0])
@@ -182,7 +198,9 @@ def sample_pieces(  # type: ignore[no-untyped-def]  # pragma: no cover - compile
                 room -= high - low
                 if low < 0 or high > size or room < 0:
                     return BAD_SAMPLE_INDEX, splits, none, none, none
-                sequence[at], start[at], stop[at] = document, low, high
-                at += 1
-        splits[i + 1] = at
-    return SOUND, splits, sequence[:at], start[:at], stop[:at]
+                sequence[pieces] = document
+                start[pieces] = low
+                stop[pieces] = high
+                pieces += 1
+        splits[i + 1] = pieces
+    return SOUND, splits, sequence[:pieces], start[:pieces], stop[:pieces]

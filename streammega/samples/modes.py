@@ -17,15 +17,18 @@ from streammega.dataset.index_file import IndexFile
 from streammega.dataset.labels import loss_modes_of
 from streammega.errors import ConfigError, FormatError
 from streammega.errors.redaction import redact_urls
+from streammega.kernels.batch import LEAST_MODE
 
 MODES = 256
-"""Values of an int8: mode m is entry m + 128 of a table."""
+"""Values of an int8: mode m is entry m - LEAST_MODE of a table."""
+NOT_LEARNED = 0
+"""The mode of tokens without loss, in data that does not name the modes that are learned."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class TokenModes:
     """The modes of a file's tokens. `index`: where its sequences lie, and their modes; `learned`:
-    bool [256], of mode m - 128.
+    bool [256], of mode m at m - LEAST_MODE.
 
     The arrays are opened when they are first needed, in each process by itself: they are maps of
     files.
@@ -74,17 +77,20 @@ def modes_of_pairs(
     if config.loss_from_modes is False:
         return [None] * len(pairs)
     multimodal = all(pair.multimodal for pair in pairs)
-    table = _table(name, multimodal, loss_modes_of([pair.files for pair in pairs], name), config)
-    return [
-        None if table is None else TokenModes(index=pair.files.index, learned=table)
-        for pair in pairs
-    ]
+    files = [pair.files for pair in pairs]
+    table = _table(name, multimodal, loss_modes_of(files, name), config)
+    if table is None:
+        return [None] * len(pairs)
+    return [TokenModes(index=shard.index, learned=table) for shard in files]
 
 
 def _table(
     name: str, multimodal: bool, named: tuple[int, ...] | None, config: DataConfig
 ) -> NDArray[np.bool_] | None:
-    """Which modes are learned; None: no mask is made of them."""
+    """Which modes are learned, [MODES]; None: no mask is made of them.
+
+    named: the learned modes that the data itself names; None: it names none.
+    """
     asked = config.loss_from_modes is True
     if named is None and not asked:
         return None
@@ -92,6 +98,5 @@ def _table(
         raise ConfigError(
             f"{redact_urls(name)}: has no modes to make a loss mask of (loss_from_modes); convert it with --chat, or by KEY:MODE"
         )
-    learned = np.zeros(MODES, np.bool_) if named is not None else np.arange(MODES) != 128
-    learned[np.array(named or (), np.int64) + 128] = True
-    return learned
+    modes = np.arange(LEAST_MODE, LEAST_MODE + MODES)
+    return modes != NOT_LEARNED if named is None else np.isin(modes, named)
