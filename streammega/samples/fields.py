@@ -29,7 +29,7 @@ from streammega.kernels.batch import (
     scan_ids,
     zero_padding,
 )
-from streammega.samples.fields_torch import device_fields
+from streammega.samples.fields_torch import NO_ID, device_fields
 
 __all__ = ["attention_mask", "batch_fields", "cu_seqlens", "loss_mask", "position_ids"]
 
@@ -37,8 +37,6 @@ Batch = dict[str, Tensor]
 Ids = NDArray[np.int64]
 IdsLike = NDArray[Any] | Tensor
 Allocate = Callable[[tuple[int, ...], torch.dtype], Tensor]
-NO_ID = -1
-"""Stands for an eod_id or pad_id that there is not: no stored id."""
 
 
 def batch_fields(
@@ -52,9 +50,9 @@ def batch_fields(
     create_attention_mask also "attention_mask"; with `bounds` and reset_attention_mask also
     "cu_seqlens".
 
-    Args: ids: [samples, S + 1], or [samples, S] where the last token has no label; an array or
-        tensor of integers. For ids on an
-            accelerator, the fields are made there.
+    Args:
+        ids: [samples, S + 1], or [samples, S] where the last token has no label; an array or
+            tensor of integers. For ids on an accelerator, the fields are made there.
         valid: integers [samples], how many ids of each row are not padding; None: all of them.
         config: sequence_length and the fields wanted, a FieldsConfig or DataConfig.
         bounds: add "cu_seqlens", whose width differs from batch to batch.
@@ -67,34 +65,38 @@ def batch_fields(
     length = config.sequence_length
     stored = _array(ids, "ids")
     _check_ids(stored.dtype.kind in "iu", str(stored.dtype), stored.shape, length)
-    if stored.dtype == np.uint64 and (stored >> np.uint64(63)).any():
-        raise FormatError(
-            f"token id {stored.max()} is no int64, which tokens are; are these bytes the ids that they are taken for?"
-        )
-    counts = (
-        _valid_counts(_array(valid, "valid"), stored.shape)
-        if valid is not None
-        else np.full(len(stored), stored.shape[1])
-    )
-    tokens = new_memory((len(stored), length), torch.int64)
-    labels = new_memory((len(stored), length), torch.int64)
+    _check_int64(stored)
+    samples, width = stored.shape
+    counts = np.full(samples, width)
+    if valid is not None:
+        counts = _valid_counts(_array(valid, "valid"), stored.shape)
+    shape = (samples, length)
+    tokens = new_memory(shape, torch.int64)
+    labels = new_memory(shape, torch.int64)
     tokens.numpy()[:] = stored[:, :length]
-    labels.numpy()[:, : stored.shape[1] - 1] = stored[:, 1:]
+    labels.numpy()[:, : width - 1] = stored[:, 1:]
     derived = derive(
         tokens, labels, counts, config, unsigned=stored.dtype.kind == "u", allocate=new_memory
     )
-    mask = derived.loss_mask
-    positions = derived.position_ids
-    batch = {"tokens": tokens, "labels": labels}
-    batch["loss_mask"] = plain_mask(tuple(tokens.shape), new_memory) if mask is None else mask
-    batch["position_ids"] = (
-        plain_positions(tuple(tokens.shape), new_memory) if positions is None else positions
-    )
-    seqlens = derived.cu_seqlens[0] if derived.cu_seqlens else None
-    if bounds and seqlens is not None:
-        batch["cu_seqlens"] = seqlens
+    loss_mask = derived.loss_mask
+    if loss_mask is None:
+        loss_mask = plain_mask(shape, new_memory)
+    position_ids = derived.position_ids
+    if position_ids is None:
+        position_ids = plain_positions(shape, new_memory)
+    batch = {
+        "tokens": tokens,
+        "labels": labels,
+        "loss_mask": loss_mask,
+        "position_ids": position_ids,
+    }
+    cu_seqlens = None
+    if derived.cu_seqlens:
+        (cu_seqlens,) = derived.cu_seqlens  # all rows are one batch
+    if bounds and cu_seqlens is not None:
+        batch["cu_seqlens"] = cu_seqlens
     if config.create_attention_mask:
-        batch["attention_mask"] = causal_mask(len(stored), length, seqlens, new_memory)
+        batch["attention_mask"] = causal_mask(samples, length, cu_seqlens, new_memory)
     return batch
 
 
@@ -148,12 +150,12 @@ def attention_mask(tokens: IdsLike, *, eod_id: int | None = None) -> Tensor:
     tokens: integers [samples, S]. Raises ConfigError for other shapes and kinds.
     """
     ids = _matrix(tokens, "tokens")
-    return causal_mask(
-        len(ids), ids.shape[1], None if eod_id is None else cu_seqlens(ids, eod_id), new_memory
-    )
+    samples, length = ids.shape
+    bounds = None if eod_id is None else cu_seqlens(ids, eod_id)
+    return causal_mask(samples, length, bounds, new_memory)
 
 
-# What the loader shares with these.
+# --- what the loader shares with these ---
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -170,9 +172,15 @@ class Derived:
 
 
 def derive(
-    tokens: Tensor, labels: Tensor, valid: NDArray[np.int64], config: FieldsConfig, *, unsigned: bool, allocate: Allocate,
+    tokens: Tensor,
+    labels: Tensor,
+    valid: NDArray[np.int64],
+    config: FieldsConfig,
+    *,
+    unsigned: bool,
+    allocate: Allocate,
     rows: int | None = None,
-) -> Derived:  # fmt: skip
+) -> Derived:
     """Loss mask, positions and document bounds of samples of which row r has valid[r] ids; padding
     among them becomes 0.
 
@@ -189,49 +197,60 @@ def derive(
     """
     inputs = tokens.numpy()
     targets = labels.numpy()
-    shape = tuple(tokens.shape)
+    samples, length = inputs.shape
     pad = config.effective_pad_id
     eod = _or_none(config.eod_id)
-    partial = bool((valid <= shape[1]).any())
-    if partial:
+    # A sample of S + 1 ids has a label for every token; one of fewer is filled up with padding.
+    some_partial = bool((valid <= length).any())
+    if some_partial:
         fill_tails(inputs, valid, pad)
         fill_tails(targets, np.maximum(valid - 1, 0), pad)
-    padding = 0
-    if partial or pad >= 0 or not unsigned or config.vocab_size is not None:
-        padding = _scan(inputs, targets, config)
-    seqlens = None
+    # Whole samples of unsigned ids cannot hold a pad_id of -1: then nothing need be looked at.
+    num_padding = 0
+    if some_partial or pad >= 0 or not unsigned or config.vocab_size is not None:
+        num_padding = _scan(inputs, targets, config)
+    cu_seqlens = None
     if config.reset_attention_mask:
-        seqlens = _bounds_of(
-            np.split(inputs, shape[0] // (rows or shape[0] or 1) or 1), eod, allocate
-        )
-    mask = positions = None
-    if padding or config.eod_mask_loss:
-        mask = allocate(shape, torch.float32)
-        make_mask(inputs, targets, pad, eod, config.eod_mask_loss, mask.numpy())
+        cu_seqlens = _bounds_of(_batches_of(inputs, rows), eod, allocate)
+    loss_mask = None
+    if num_padding or config.eod_mask_loss:
+        loss_mask = allocate((samples, length), torch.float32)
+        make_mask(inputs, targets, pad, eod, config.eod_mask_loss, loss_mask.numpy())
+    position_ids = None
     if config.reset_position_ids:
-        positions = allocate(shape, torch.int64)
-        make_positions(inputs, eod, positions.numpy())
-    if padding:
+        position_ids = allocate((samples, length), torch.int64)
+        make_positions(inputs, eod, position_ids.numpy())
+    # last: masks and bounds are made by what padding was
+    if num_padding:
         zero_padding(inputs, pad)
         zero_padding(targets, pad)
-    return Derived(loss_mask=mask, position_ids=positions, cu_seqlens=seqlens)
+    return Derived(loss_mask=loss_mask, position_ids=position_ids, cu_seqlens=cu_seqlens)
+
+
+def _batches_of(tokens: Ids, rows: int | None) -> list[Ids]:
+    """Samples [samples, S] cut into batches of `rows`; None: all are one."""
+    samples = len(tokens)
+    if not samples or rows is None:
+        return [tokens]
+    return np.split(tokens, samples // rows)
 
 
 def _bounds_of(batches: list[Ids], eod: int, allocate: Allocate) -> list[Tensor]:
     """cu_seqlens of batches of tokens [samples, S], each contiguous, in one piece of memory."""
-    found = []
+    bounds_of_batch = []
     for tokens in batches:
-        bounds = np.empty((len(tokens), tokens.shape[1] + 1), np.int32)
-        most = document_bounds(tokens, eod, bounds)
-        found.append(bounds[:, : most + 1])
-    memory = allocate((sum(bounds.size for bounds in found),), torch.int32)
-    made = []
-    for bounds, part in zip(
-        found, torch.split(memory, [bounds.size for bounds in found]), strict=True
-    ):
-        made.append(part.view(bounds.shape))
-        made[-1].numpy()[:] = bounds
-    return made
+        samples, length = tokens.shape
+        bounds = np.empty((samples, length + 1), np.int32)
+        most_documents = document_bounds(tokens, eod, bounds)
+        bounds_of_batch.append(bounds[:, : most_documents + 1])
+    sizes = [bounds.size for bounds in bounds_of_batch]
+    memory = allocate((sum(sizes),), torch.int32)
+    cu_seqlens = []
+    for bounds, part in zip(bounds_of_batch, torch.split(memory, sizes), strict=True):
+        target = part.view(bounds.shape)
+        target.numpy()[:] = bounds
+        cu_seqlens.append(target)
+    return cu_seqlens
 
 
 def plain_mask(shape: tuple[int, ...], allocate: Allocate) -> Tensor:
@@ -279,14 +298,17 @@ def torch_dtype(dtype: np.dtype[np.generic]) -> torch.dtype:
 
 
 def _scan(tokens: Ids, labels: Ids, config: FieldsConfig) -> int:
-    """How many ids of samples are padding. Raises FormatError for one outside of the vocabulary."""
-    padding, low, high = scan_ids(tokens, config.effective_pad_id)
-    last, last_low, last_high = scan_ids(
-        np.ascontiguousarray(labels[:, -1:]), config.effective_pad_id
-    )
+    """How many ids of samples are padding. Raises FormatError for one outside of the vocabulary.
+
+    Every id is a token of its sample, but for the last label.
+    """
+    pad = config.effective_pad_id
+    padding, lowest, highest = scan_ids(tokens, pad)
+    last_labels = np.ascontiguousarray(labels[:, -1:])
+    last_padding, last_lowest, last_highest = scan_ids(last_labels, pad)
     if config.vocab_size is not None:
-        _check_vocabulary(min(low, last_low), max(high, last_high), config.vocab_size)
-    return int(padding + last)
+        _check_vocabulary(min(lowest, last_lowest), max(highest, last_highest), config.vocab_size)
+    return int(padding + last_padding)
 
 
 def _check_vocabulary(low: int, high: int, vocab_size: int) -> None:
@@ -298,7 +320,7 @@ def _check_vocabulary(low: int, high: int, vocab_size: int) -> None:
         )
 
 
-# Ids from anywhere.
+# --- ids from anywhere ---
 
 
 def _or_none(token: int | None) -> int:
@@ -307,24 +329,26 @@ def _or_none(token: int | None) -> int:
 
 def _fields_there(ids: Tensor, valid: IdsLike | None, config: FieldsConfig, bounds: bool) -> Batch:
     """`batch_fields` of ids on an accelerator."""
-    integers = not (ids.is_floating_point() or ids.is_complex() or ids.dtype == torch.bool)
-    _check_ids(integers, str(ids.dtype), tuple(ids.shape), config.sequence_length)
-    counts = np.full(len(ids), ids.shape[1])
+    is_integer = not (ids.is_floating_point() or ids.is_complex() or ids.dtype == torch.bool)
+    _check_ids(is_integer, str(ids.dtype), tuple(ids.shape), config.sequence_length)
+    samples, width = ids.shape
+    counts = np.full(samples, width)
     if valid is not None:
-        counts = _valid_counts(
-            valid.cpu().numpy() if isinstance(valid, Tensor) else np.asarray(valid),
-            tuple(ids.shape),
-        )
+        given = valid.cpu().numpy() if isinstance(valid, Tensor) else np.asarray(valid)
+        counts = _valid_counts(given, (samples, width))
     if config.vocab_size is not None:
-        check_ids(
-            np.where(
-                np.arange(ids.shape[1]) < counts[:, None],
-                ids.cpu().numpy(),
-                config.effective_pad_id,
-            ),
-            config,
+        is_valid = np.arange(width) < counts[:, None]
+        check_ids(np.where(is_valid, ids.cpu().numpy(), config.effective_pad_id), config)
+    counts_there = torch.from_numpy(counts).to(ids.device)
+    return device_fields(ids, counts_there, config, bounds=bounds)
+
+
+def _check_int64(stored: NDArray[Any]) -> None:
+    """Raise FormatError for an id that no int64 is."""
+    if stored.dtype == np.uint64 and (stored >> np.uint64(63)).any():
+        raise FormatError(
+            f"token id {stored.max()} is no int64, which tokens are; are these bytes the ids that they are taken for?"
         )
-    return device_fields(ids, torch.from_numpy(counts).to(ids.device), config, bounds=bounds)
 
 
 def _array(values: IdsLike, name: str) -> NDArray[Any]:

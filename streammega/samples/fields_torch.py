@@ -10,6 +10,9 @@ from torch import Tensor
 
 from streammega.config import FieldsConfig
 
+NO_ID = -1
+"""Stands for an eod_id or pad_id that there is not: no stored id."""
+
 
 def device_fields(
     ids: Tensor,
@@ -29,56 +32,60 @@ def device_fields(
     samples = len(ids)
     length = config.sequence_length
     pad = config.effective_pad_id
-    eod = -1 if config.eod_id is None else config.eod_id
-    whole = torch.nn.functional.pad(_widen(ids), (0, length + 1 - ids.shape[1]), value=pad)
+    eod = NO_ID if config.eod_id is None else config.eod_id
     column = torch.arange(length + 1, device=ids.device)
-    whole = torch.where(column < valid[:, None], whole, pad)
-    documents = whole
-    padding = whole == pad
-    whole = whole.masked_fill(padding, 0)
-    masked = padding[:, 1:]
+    missing = length + 1 - ids.shape[1]
+    padded = torch.nn.functional.pad(_widen(ids), (0, missing), value=pad)
+    padded = torch.where(column < valid[:, None], padded, pad)
+    is_padding = padded == pad
+    # the model reads 0 where there is padding; documents end by what stood there
+    readable = padded.masked_fill(is_padding, 0)
+    ends_document = padded[:, :-1] == eod
+    no_loss = is_padding[:, 1:]
     if config.eod_mask_loss:
-        masked = masked | (documents[:, :-1] == eod)
-    ends = documents[:, :-1] == eod
+        no_loss = no_loss | ends_document
     position = column[:-1].repeat(samples, 1)
+    # where the document of each token begins: after the last end before it
     begins = torch.zeros_like(position)
-    begins[:, 1:] = torch.where(ends[:, :-1], position[:, 1:], 0)
-    first = begins.cummax(1).values  # where the document of each token begins
+    begins[:, 1:] = torch.where(ends_document[:, :-1], position[:, 1:], 0)
+    document_begin = begins.cummax(1).values
     batch = {
-        "tokens": whole[:, :-1].contiguous(),
-        "labels": whole[:, 1:].contiguous(),
-        "loss_mask": (~masked).float(),
-        "position_ids": position - first if config.reset_position_ids else position,
+        "tokens": readable[:, :-1].contiguous(),
+        "labels": readable[:, 1:].contiguous(),
+        "loss_mask": (~no_loss).float(),
+        "position_ids": position - document_begin if config.reset_position_ids else position,
     }
     if bounds and config.reset_attention_mask:
-        batch["cu_seqlens"] = _cu_seqlens(first, most)
+        batch["cu_seqlens"] = _cu_seqlens(document_begin, most)
     if config.create_attention_mask:
-        later = (
-            torch.ones(length, length, dtype=torch.bool, device=ids.device)
-            .triu(1)
-            .expand(samples, -1, -1)
-        )
-        other = first[:, :, None] != first[:, None, :] if config.reset_attention_mask else later
-        batch["attention_mask"] = (later | other)[:, None]
+        square = torch.ones(length, length, dtype=torch.bool, device=ids.device)
+        forbidden = square.triu(1).expand(samples, -1, -1)  # later tokens, the same for all samples
+        if config.reset_attention_mask:
+            other_document = document_begin[:, :, None] != document_begin[:, None, :]
+            forbidden = forbidden | other_document
+        # every sample has a mask of its own, to write to as well
+        forbidden = forbidden.contiguous()
+        batch["attention_mask"] = forbidden[:, None]
     return batch
 
 
-def _cu_seqlens(first: Tensor, most: int | None) -> Tensor:
+def _cu_seqlens(document_begin: Tensor, most: int | None) -> Tensor:
     """Bounds of documents from the beginning of each token's document, int64 [samples, S]."""
-    samples, length = first.shape
-    own = torch.arange(length, device=first.device)
-    bounds = torch.where(first == own, own, length).sort(1).values
+    samples, length = document_begin.shape
+    column = torch.arange(length, device=document_begin.device)
+    # the first token of a document is where it begins; all others go behind, as length
+    bounds = torch.where(document_begin == column, column, length).sort(1).values
     if most is None:
         most = int((bounds < length).sum(1).max()) if samples else 1
-    bounds = torch.cat([bounds, bounds.new_full((samples, 1), length)], 1)
+    end = bounds.new_full((samples, 1), length)
+    bounds = torch.cat([bounds, end], 1)
     return bounds[:, : most + 1].to(torch.int32)
 
 
 def _widen(ids: Tensor) -> Tensor:
     """int64; where a device has no unsigned integers, their bits are widened by hand."""
-    if ids.dtype in (torch.uint16, torch.uint32):
-        signed, mask = (
-            (torch.int16, 0xFFFF) if ids.dtype == torch.uint16 else (torch.int32, 0xFFFFFFFF)
-        )
-        return ids.view(signed).to(torch.int64) & mask
+    if ids.dtype == torch.uint16:
+        return ids.view(torch.int16).to(torch.int64) & 0xFFFF
+    if ids.dtype == torch.uint32:
+        return ids.view(torch.int32).to(torch.int64) & 0xFFFFFFFF
     return ids.to(torch.int64)

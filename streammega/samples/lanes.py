@@ -7,6 +7,7 @@ from __future__ import annotations
 import hashlib
 import logging
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -55,33 +56,25 @@ class StreamSource:
             )
         blend = split_blend(config, split)
         if blend is None:
-            missing = (
-                f"split {config.split!r} leaves nothing"
-                if config.blend is not None
-                else "blend_per_split has no blend"
-            )
+            missing = "blend_per_split has no blend"
+            if config.blend is not None:
+                missing = f"split {config.split!r} leaves nothing"
             raise ConfigError(f"{missing} for {split}")
-        shares = blend.shares
         opened = each(
-            lambda name: _open_dataset(name, shares, split, config), blend.prefixes, OPENERS
+            lambda name: _open_dataset(name, blend.shares, split, config), blend.prefixes, OPENERS
         )
-        self.files: Sequence[Sequence[TokenFile]] = [files for files, _, _ in opened]
-        self._datasets = [dataset for _, dataset, _ in opened]
+        self.files: Sequence[Sequence[TokenFile]] = [dataset.files for dataset in opened]
+        self._datasets = [dataset.parts for dataset in opened]
         if len(opened) > 1 and not config.mix_tokenizers:
-            shards = [
-                (name, [pair.files for pair in pairs])
-                for name, (_, _, pairs) in zip(blend.prefixes, opened, strict=True)
-            ]
-            check_tokenizers([(name, tokenizers_of(files, name)) for name, files in shards], config)
+            _check_one_tokenizer(blend.prefixes, opened, config)
         self._weights = blend.weights
         self.order = self._with_lanes(config.lanes or default_lanes(global_batch_size))
 
     @property
     def num_samples(self) -> int | None:
         """Samples the config asks of this split; None: no end."""
-        return (
-            self.config.num_samples[SPLITS.index(self.split)] if self.config.num_samples else None
-        )
+        asked = self.config.num_samples
+        return asked[SPLITS.index(self.split)] if asked else None
 
     def adopt_lanes(self, lanes: int) -> None:
         """Take the lanes of a saved state, unless the config names its own."""
@@ -100,13 +93,13 @@ class StreamSource:
         changed. None: all of it.
         """
         order = self.order
-        schedule = [
-            (first, w)
-            for first, w in order.schedule
+        begun = [
+            (first, _shares(weights))
+            for first, weights in order.schedule
             if first == 0 or consumed is None or first < consumed
         ]
+        _, first_shares = begun[0]
         digests = [_digest(dataset) for dataset in order.datasets]
-        shares = [_shares(weights) for _, weights in schedule]
         return {
             "order": "stream",
             "order_version": STREAM_VERSION,
@@ -117,25 +110,19 @@ class StreamSource:
             "lanes": order.lanes,
             "block_bytes": order.block_bytes,
             "datasets": [
-                f"{digest}*{share}" for digest, share in zip(digests, shares[0], strict=True)
+                f"{digest}*{share}" for digest, share in zip(digests, first_shares, strict=True)
             ],
             "schedule": [
-                [first, [float(w) for w in own]]
-                for (first, _), own in zip(schedule[1:], shares[1:], strict=True)
+                [first, [float(share) for share in shares]] for first, shares in begun[1:]
             ],
         }
 
     def _with_lanes(self, lanes: int) -> StreamOrder:
+        """The order in so many lanes. Raises ConfigError for a dataset that holds no sample."""
         config = self.config
-        extra = int(self.config.add_extra_token)
-        own = [
-            dataset_samples(dataset, config.sequence_length, extra) for dataset in self._datasets
-        ]
-        weights = [float(weight) for weight in (self._weights or own)]
-        later = [(first, list(segment)) for first, segment in config.blend_schedule or ()]
         order = StreamOrder(
             datasets=self._datasets,
-            schedule=later if later and later[0][0] == 0 else [(0, weights), *later],
+            schedule=self._schedule(),
             sequence_length=config.sequence_length,
             extra_token=config.add_extra_token,
             seed=config.seed,
@@ -148,21 +135,44 @@ class StreamSource:
             raise ConfigError(f"{self.split}: {error}") from None
         return order
 
+    def _schedule(self) -> list[tuple[int, list[float]]]:
+        """(first sample, weights) of each segment: those of `blend_schedule`, and before them the
+        blend's own weights, or without any the samples of each dataset.
+        """
+        config = self.config
+        segments = [(first, list(weights)) for first, weights in config.blend_schedule or ()]
+        starts_there = any(first == 0 for first, _ in segments[:1])
+        if starts_there:
+            return segments
+        weights: Sequence[float] | None = self._weights
+        if not weights:
+            extra = int(config.add_extra_token)
+            weights = [
+                dataset_samples(dataset, config.sequence_length, extra)
+                for dataset in self._datasets
+            ]
+        return [(0, [float(weight) for weight in weights]), *segments]
 
-def _open_dataset(
-    name: str, share: str, split: str, config: DataConfig
-) -> tuple[list[TokenFile], StreamDataset, list[PairBounds]]:
-    """The files of a dataset, the parts of them that belong to a split (all pairs end to end, cut
-    as a whole), and the pairs.
-    """
+
+@dataclass(frozen=True, kw_only=True)
+class _OpenDataset:
+    """The files of a dataset, the parts of them that belong to a split, and the pairs."""
+
+    files: list[TokenFile]
+    parts: StreamDataset
+    pairs: list[PairBounds]
+
+
+def _open_dataset(name: str, share: str, split: str, config: DataConfig) -> _OpenDataset:
+    """A dataset whose pairs, all end to end, are cut as a whole by `share`."""
     pairs = read_dataset(name, config.storage, config.index_cache_dir)
-    counts = [pair.num_sequences for pair in pairs]
-    bounds = split_bounds(share, sum(counts))[split]
+    num_sequences = sum(pair.num_sequences for pair in pairs)
+    bounds = split_bounds(share, num_sequences)[split]
     if bounds is None or bounds[0] == bounds[1]:
         raise ConfigError(
-            f"{name}: split {share!r} leaves nothing of its {sum(counts)} sequences for {split}"
+            f"{name}: split {share!r} leaves nothing of its {num_sequences} sequences for {split}"
         )
-    modes = modes_of_pairs(name, pairs, config)
+    modes_of_pair = modes_of_pairs(name, pairs, config)
     files = [
         TokenFile(
             store=pair.store,
@@ -170,28 +180,52 @@ def _open_dataset(
             dtype=pair.dtype,
             num_tokens=pair.num_tokens,
             etag=pair.bin_info.etag,
-            modes=own,
+            modes=modes,
         )
-        for pair, own in zip(pairs, modes, strict=True)
+        for pair, modes in zip(pairs, modes_of_pair, strict=True)
     ]
-    itemsizes = {pair.dtype.itemsize for pair in pairs}
-    parts = []
-    first = 0
-    for number, (pair, count) in enumerate(zip(pairs, counts, strict=True)):
-        part = _part(pair, number, max(0, bounds[0] - first), min(count, bounds[1] - first))
-        parts += [part] if part else []
-        first += count
+    parts = _parts_of(pairs, *bounds)
     _warn_of_short(name, parts, len(pairs), config)
-    return files, StreamDataset(parts=parts, itemsize=max(itemsizes)), pairs
+    # in bytes, blocks are as long as the widest tokens make them
+    itemsize = max(pair.dtype.itemsize for pair in pairs)
+    return _OpenDataset(
+        files=files, parts=StreamDataset(parts=parts, itemsize=itemsize), pairs=pairs
+    )
+
+
+def _parts_of(pairs: Sequence[PairBounds], begin: int, end: int) -> list[FilePart]:
+    """What sequences [begin, end) of pairs end to end are of each file; files without any have no
+    part.
+    """
+    parts = []
+    sequences_before = 0
+    for number, pair in enumerate(pairs):
+        first = max(0, begin - sequences_before)
+        stop = min(pair.num_sequences, end - sequences_before)
+        if first < stop:
+            start = pair.token_at(first)
+            parts.append(FilePart(file=number, start=start, tokens=pair.token_at(stop) - start))
+        sequences_before += pair.num_sequences
+    return parts
+
+
+def _check_one_tokenizer(
+    prefixes: Sequence[str], opened: Sequence[_OpenDataset], config: DataConfig
+) -> None:
+    """Raise ConfigError if datasets of a blend are of different tokenizers."""
+    tokenizers = []
+    for name, dataset in zip(prefixes, opened, strict=True):
+        shards = [pair.files for pair in dataset.pairs]
+        tokenizers.append((name, tokenizers_of(shards, name)))
+    check_tokenizers(tokenizers, config)
 
 
 def _warn_of_short(name: str, parts: Sequence[FilePart], shards: int, config: DataConfig) -> None:
     """Samples lie within a file: one that is shorter gives none, which nobody would notice."""
+    length = config.sequence_length
     extra = int(config.add_extra_token)
     short = [
-        part.tokens
-        for part in parts
-        if part.tokens and not samples_of(part.tokens, config.sequence_length, extra)
+        part.tokens for part in parts if part.tokens and not samples_of(part.tokens, length, extra)
     ]
     if short:
         log.warning(
@@ -200,23 +234,18 @@ def _warn_of_short(name: str, parts: Sequence[FilePart], shards: int, config: Da
             redact_urls(name),
             len(short),
             shards,
-            config.sequence_length + extra,
+            length + extra,
             sum(short),
         )
 
 
-def _part(pair: PairBounds, file: int, begin: int, end: int) -> FilePart | None:
-    if begin >= end:
-        return None
-    start = pair.token_at(begin)
-    return FilePart(file=file, start=start, tokens=pair.token_at(end) - start)
-
-
 def _shares(weights: Sequence[float]) -> list[str]:
     """Weights divided by their sum, eight digits: 3 and 7 are the order that 0.3 and 0.7 are."""
-    largest = max(weights)  # first, so that no sum of huge ones is infinite
-    total = sum(weight / largest for weight in weights)
-    return [f"{weight / largest / total:.8g}" for weight in weights]
+    # by the largest first, so that no sum of huge ones is infinite
+    largest = max(weights)
+    relative = [weight / largest for weight in weights]
+    total = sum(relative)
+    return [f"{weight / total:.8g}" for weight in relative]
 
 
 def _digest(dataset: StreamDataset) -> str:
