@@ -33,10 +33,10 @@ def build_datasets(
     the stream order builds nothing. Raises ConfigError for a split or blend that cannot be served,
     StorageError and FormatError for the files.
     """
-    wanted = list(num_samples or config.num_samples or (None, None, None))
+    asked = list(num_samples or config.num_samples or (None, None, None))
     opened: dict[str, IndexedDataset] = {}
     return tuple(
-        build_split(config, split, wanted[number], opened) for number, split in enumerate(SPLITS)
+        build_split(config, split, asked[number], opened) for number, split in enumerate(SPLITS)
     )
 
 
@@ -79,11 +79,13 @@ def _single(
 ) -> GPTDataset | None:
     if prefix not in opened:
         opened[prefix] = IndexedDataset(prefix, config.storage, config.index_cache_dir)
-    check_numbering(prefix, len(opened[prefix]))
-    share = split_bounds(shares, len(opened[prefix]))[split]
-    if share is None:
+    indexed = opened[prefix]
+    check_numbering(prefix, len(indexed))
+    bounds = split_bounds(shares, len(indexed))[split]
+    if bounds is None:
         return None
-    return GPTDataset(opened[prefix], np.arange(*share, dtype=np.int32), num_samples, config, split)
+    sequence_ids = np.arange(*bounds, dtype=np.int32)
+    return GPTDataset(indexed, sequence_ids, num_samples, config, split)
 
 
 def _blended(
@@ -104,25 +106,25 @@ def _blended(
             f"the {split} blend has weights, so it needs a number of samples: set num_samples, or give "
             f"prefixes without weights to take every sample once"
         )
-    if weights is None or num_samples is None:
-        asked: Sequence[int | None] = [None] * len(prefixes)
-    else:
+    asked: Sequence[int | None] = [None] * len(prefixes)
+    if weights is not None and num_samples is not None:
         weights = normalized(weights)
         asked = samples_asked(weights, num_samples, config.surplus)
-    wanted = list(zip(prefixes, asked, strict=True))
     parts = each(
-        lambda one: _single(config, one[0], blend.shares, split, one[1], opened), wanted, OPENERS
+        lambda pair: _single(config, pair[0], blend.shares, split, pair[1], opened),
+        list(zip(prefixes, asked, strict=True)),
+        OPENERS,
     )
     datasets = [part for part in parts if part is not None]
     if len(datasets) > 1 and not config.mix_tokenizers:
-        check_tokenizers(
-            [(part.indexed.prefix, part.indexed.tokenizers) for part in datasets], config
-        )
+        tokenizers = [(part.indexed.prefix, part.indexed.tokenizers) for part in datasets]
+        check_tokenizers(tokenizers, config)
     if len(datasets) < len(prefixes):
         return None  # the split string gives this split no share
     if weights is not None and num_samples is not None:
-        return BlendedDataset(datasets, weights, sum(samples_asked(weights, num_samples, 0.0)))
+        # without the surplus, which only makes each dataset a little longer than it is drawn
+        size = sum(samples_asked(weights, num_samples, 0.0))
+        return BlendedDataset(datasets, weights, size)
     lengths = [len(dataset) for dataset in datasets]
-    return BlendedDataset(
-        datasets, lengths, None if num_samples is None else min(num_samples, sum(lengths))
-    )
+    size_asked = None if num_samples is None else min(num_samples, sum(lengths))
+    return BlendedDataset(datasets, lengths, size_asked)

@@ -51,11 +51,9 @@ def cache_dir(config: DataConfig) -> Path:
 
 def shared_folder(config: DataConfig) -> SharedFolder | None:
     """Where indices may have been published, if the config names a place."""
-    return (
-        SharedFolder(url=config.shared_index_url, storage=config.storage)
-        if config.shared_index_url
-        else None
-    )
+    if not config.shared_index_url:
+        return None
+    return SharedFolder(url=config.shared_index_url, storage=config.storage)
 
 
 def check_numbering(name: str, sequences: int) -> None:
@@ -70,14 +68,16 @@ def check_numbering(name: str, sequences: int) -> None:
 def _checked_ids(indexed: IndexedDataset, ids: NDArray[np.int32]) -> NDArray[np.int32]:
     """`ids` as int32, after a look at every one: kernels take them as places."""
     given = np.asarray(ids)
-    whole = given.ndim == 1 and (given.size == 0 or np.issubdtype(given.dtype, np.integer))
-    if not whole or (given.size and (int(given.min()) < 0 or int(given.max()) >= len(indexed))):
-        values = f" from {given.min()} to {given.max()}" if given.size else ""
-        raise ConfigError(
-            f"{indexed.prefix}: sequence_ids are a row of integers in [0, {len(indexed)}), "
-            f"not {given.dtype} {list(given.shape)}{values}"
-        )
-    return given.astype(np.int32, copy=False)
+    is_row = given.ndim == 1 and (given.size == 0 or np.issubdtype(given.dtype, np.integer))
+    if is_row and given.size == 0:
+        return given.astype(np.int32, copy=False)
+    if is_row and int(given.min()) >= 0 and int(given.max()) < len(indexed):
+        return given.astype(np.int32, copy=False)
+    values = f" from {given.min()} to {given.max()}" if given.size else ""
+    raise ConfigError(
+        f"{indexed.prefix}: sequence_ids are a row of integers in [0, {len(indexed)}), "
+        f"not {given.dtype} {list(given.shape)}{values}"
+    )
 
 
 class GPTDataset(torch.utils.data.Dataset[Batch]):
@@ -109,20 +109,17 @@ class GPTDataset(torch.utils.data.Dataset[Batch]):
         self.config = config
         self.split = split
         check_numbering(indexed.prefix, len(indexed))
-        ids = (
-            np.arange(len(indexed), dtype=np.int32)
-            if sequence_ids is None
-            else _checked_ids(indexed, sequence_ids)
-        )
-        self.sequence_ids: NDArray[np.int32] = ids
-        if len(ids) == 0:
+        self.sequence_ids: NDArray[np.int32] = np.arange(len(indexed), dtype=np.int32)
+        if sequence_ids is not None:
+            self.sequence_ids = _checked_ids(indexed, sequence_ids)
+        if len(self.sequence_ids) == 0:
             raise ConfigError(
                 f"{indexed.prefix}: the {split} split holds no sequences; give it a larger share"
             )
         try:
             self.shape: GptShape = gpt_shape(
                 indexed.sequence_lengths,
-                ids,
+                self.sequence_ids,
                 num_samples,
                 config.sequence_length,
                 config.add_extra_token,
@@ -130,14 +127,12 @@ class GPTDataset(torch.utils.data.Dataset[Batch]):
             )
         except ConfigError as error:
             raise ConfigError(f"{indexed.prefix} ({split}): {error}") from None
-        itemsize = indexed.dtype.itemsize
-        dtype = indexed.dtype.newbyteorder("<")
         info = indexed.bin_info
         file = TokenFile(
             store=indexed.store,
             key=indexed.bin_key,
-            dtype=dtype,
-            num_tokens=info.size // itemsize,
+            dtype=indexed.dtype.newbyteorder("<"),
+            num_tokens=info.size // indexed.dtype.itemsize,
             etag=info.etag,
             modes=modes_of_dataset(indexed, config),
         )
@@ -147,7 +142,9 @@ class GPTDataset(torch.utils.data.Dataset[Batch]):
         return self.shape.num_rows
 
     def __getitem__(self, index: int | None) -> Batch:
-        number = 0 if index is None else index + len(self) if index < 0 else index
+        number = 0 if index is None else index
+        if number < 0:
+            number += len(self)
         if not 0 <= number < len(self):
             raise IndexError(
                 f"sample {index} of {len(self)} in {redact_urls(self.indexed.prefix)} ({self.split})"
@@ -194,9 +191,8 @@ class GPTDataset(torch.utils.data.Dataset[Batch]):
                 self.shape,
             )
         except FormatError as error:
-            raise damaged_array(
-                f"{cache_dir(self.config) / 'order' / self._files_key}-{error}"
-            ) from None
+            folder = cache_dir(self.config) / "order"
+            raise damaged_array(f"{folder / self._files_key}-{error}") from None
 
     def read(self, sample_ids: NDArray[np.int64]) -> tuple[Ids, NDArray[np.int64]]:
         """Token ids of samples, [n, S + a] in the stored dtype, and how many of them each has."""
@@ -214,10 +210,8 @@ class GPTDataset(torch.utils.data.Dataset[Batch]):
     @cached_property
     def key(self) -> str:
         """A digest of everything that defines this order, 32 hex digits."""
-        description = json.dumps(
-            [self.identity(), hashlib.blake2b(self.sequence_ids.tobytes()).hexdigest()],
-            sort_keys=True,
-        )
+        digest_of_ids = hashlib.blake2b(self.sequence_ids.tobytes()).hexdigest()
+        description = json.dumps([self.identity(), digest_of_ids], sort_keys=True)
         return hashlib.blake2b(description.encode(), digest_size=16).hexdigest()
 
     def identity(self, consumed: int | None = None) -> dict[str, Any]:
@@ -238,6 +232,7 @@ class GPTDataset(torch.utils.data.Dataset[Batch]):
 
     @cached_property
     def _indices(self) -> GptIndices:
+        # nothing that is worth a file: positions, and where rows begin
         if self.config.order == "sequential":
             return self._build(shuffled=False)
         arrays: dict[str, Any] = cached_arrays(

@@ -141,9 +141,10 @@ class StreamSource:
         """
         config = self.config
         segments = [(first, list(weights)) for first, weights in config.blend_schedule or ()]
-        starts_there = any(first == 0 for first, _ in segments[:1])
-        if starts_there:
-            return segments
+        if segments:
+            first_sample, _ = segments[0]
+            if first_sample == 0:
+                return segments
         weights: Sequence[float] | None = self._weights
         if not weights:
             extra = int(config.add_extra_token)
