@@ -29,8 +29,8 @@ def batch_memory(pinned: bool | None = None) -> Allocate:
     """What makes the tensors of batches in this process. Call it in the thread whose CUDA device is
     meant.
 
-    pinned: None: where CUDA can be used; False: they are copied on the host before any device is
-    told of them.
+    pinned: None: where CUDA can be used. False: nowhere, since batches are copied on the host
+    before any device is told of them.
 
     Torch's pinned memory where CUDA can be used, arrays that are used again where there is no
     accelerator at all. Memory that is new every time serves worker processes, whose memory is read
@@ -44,15 +44,17 @@ def batch_memory(pinned: bool | None = None) -> Allocate:
         return ReusedMemory().take
     if torch.cuda.is_available() and not torch.cuda._is_in_bad_fork():
         return PinnedMemory().take
-    return new_memory if torch.accelerator.is_available() else ReusedMemory().take
+    if torch.accelerator.is_available():
+        return new_memory
+    return ReusedMemory().take
 
 
 class PinnedMemory:
     """Tensors in blocks of torch's pinned allocator, which uses a block again when no tensor and no
     copy on a device needs it.
 
-    Blocks are powers of two. Slabs of up to 4 MiB waste little (see `reader.SLAB_BYTES`), and after
-    the first few none is new.
+    Blocks are powers of two. Slabs of up to 4 MiB waste little (see `reading_plan.SLAB_BYTES`), and
+    after the first few none is new.
     """
 
     def __init__(self) -> None:
@@ -81,16 +83,17 @@ class ReusedMemory:
     def take(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         """A tensor with arbitrary content."""
         size = math.prod(shape) * dtype.itemsize
-        whole = rounded(size)  # cu_seqlens have any size: of each there would be some to keep
-        free = self._free[whole]
-        memory = free.pop() if free else np.empty(whole, np.uint8)
+        block_size = rounded(size)  # cu_seqlens have any size: of each there would be some to keep
+        free = self._free[block_size]
+        block = free.pop() if free else np.empty(block_size, np.uint8)
         # the tensor's storage keeps this very object; when it is collected, nothing is left that
         # reads
-        array = memory[:size]
-        weakref.finalize(array, _give_back, free, memory).atexit = False
+        array = block[:size]
+        given_back = weakref.finalize(array, _give_back, free, block)
+        given_back.atexit = False  # the process ends: nobody takes it again
         return torch.from_numpy(array).view(dtype).view(shape)
 
 
-def _give_back(free: list[NDArray[np.uint8]], memory: NDArray[np.uint8]) -> None:
+def _give_back(free: list[NDArray[np.uint8]], block: NDArray[np.uint8]) -> None:
     if len(free) < KEPT:
-        free.append(memory)
+        free.append(block)

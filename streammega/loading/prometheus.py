@@ -10,9 +10,22 @@ from streammega.errors import ConfigError
 from streammega.loading.stats import Stats
 
 COUNTERS = frozenset(
-    {"batches", "useful_bytes", "fetched_bytes", "staged_bytes", "cache_hit_bytes", "requests", "retries", "hedges", "hedges_won",
-     "throttled", "errors", "wait_total"}
-)  # fmt: skip
+    {
+        "batches",
+        "useful_bytes",
+        "fetched_bytes",
+        "staged_bytes",
+        "cache_hit_bytes",
+        "requests",
+        "retries",
+        "hedges",
+        "hedges_won",
+        "throttled",
+        "errors",
+        "wait_total",
+    }
+)
+"""Figures that only grow; the others are gauges."""
 
 
 class MetricsServer:
@@ -29,6 +42,7 @@ class MetricsServer:
             raise ConfigError(
                 "metrics_port needs prometheus_client: pip install 'streammega[metrics]'"
             ) from None
+        # of its own: the program's may have figures of another loader by these names
         registry = prometheus_client.CollectorRegistry()
         registry.register(_Collector(stats, rank))
         try:
@@ -51,14 +65,16 @@ class _Collector:
     """What prometheus_client asks for the figures, when it is asked itself."""
 
     def __init__(self, stats: Stats, rank: int) -> None:
-        self._stats, self._rank = stats, str(rank)
+        self._stats = stats
+        self._rank = str(rank)
 
     def collect(self) -> Iterator[Any]:
         """One metric for each figure, labelled by rank."""
         from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 
         for name, value in self._stats.summary().items():
-            kind = CounterMetricFamily if name in COUNTERS else GaugeMetricFamily
-            metric = kind(f"streammega_{name}", name.replace("_", " "), labels=["dp_rank"])
+            family = CounterMetricFamily if name in COUNTERS else GaugeMetricFamily
+            description = name.replace("_", " ")
+            metric = family(f"streammega_{name}", description, labels=["dp_rank"])
             metric.add_metric([self._rank], float(value))
             yield metric

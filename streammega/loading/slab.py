@@ -19,6 +19,8 @@ PLAIN_BATCHES = 64
 """Most micro-batches they are written for: of short sequences those bytes hold thousands, and
 making so many tensors delays the first batch by tens of milliseconds.
 """
+_MASK_ITEMSIZE = torch.float32.itemsize
+_POSITION_ITEMSIZE = torch.int64.itemsize
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,11 +42,10 @@ class Slab:
         if self.cu_seqlens is not None:
             names.append("cu_seqlens")
             columns.append(tuple(self.cu_seqlens))
-        rows = zip(*columns, strict=True)
-        return deque(
-            (consumed, dict(zip(names, row, strict=True)))
-            for consumed, row in zip(self.consumed, rows, strict=True)
-        )
+        batches: deque[tuple[int, Batch]] = deque()
+        for consumed, *fields in zip(self.consumed, *columns, strict=True):
+            batches.append((consumed, dict(zip(names, fields, strict=True))))
+        return batches
 
 
 class Finisher:
@@ -67,20 +68,21 @@ class Finisher:
         config asks for one.
         """
         if "loss_mask" not in batch:
-            batch["loss_mask"] = self._next(self._masks, plain_mask, 4)
+            batch["loss_mask"] = self._next(self._masks, plain_mask, _MASK_ITEMSIZE)
         if "position_ids" not in batch:
-            batch["position_ids"] = self._next(self._positions, plain_positions, 8)
+            batch["position_ids"] = self._next(self._positions, plain_positions, _POSITION_ITEMSIZE)
         if self._attention:
-            batch["attention_mask"] = causal_mask(
-                *self._shape, batch.get("cu_seqlens"), self._allocate
-            )
+            samples, length = self._shape
+            documents = batch.get("cu_seqlens")
+            batch["attention_mask"] = causal_mask(samples, length, documents, self._allocate)
 
     def _next(
         self, stock: deque[torch.Tensor], make: Callable[..., torch.Tensor], itemsize: int
     ) -> torch.Tensor:
+        """The next of a stock, which is filled up by `make` when it is empty."""
         if not stock:
-            several = min(
-                PLAIN_BATCHES, max(1, PLAIN_BYTES // (itemsize * self._shape[0] * self._shape[1]))
-            )
-            stock.extend(make((several, *self._shape), self._allocate).unbind())
+            samples, length = self._shape
+            fitting = PLAIN_BYTES // (itemsize * samples * length)
+            batches = min(PLAIN_BATCHES, max(1, fitting))
+            stock.extend(make((batches, samples, length), self._allocate).unbind())
         return stock.popleft()

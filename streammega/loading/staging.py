@@ -23,6 +23,7 @@ from streammega.storage.store import Bytes
 log = logging.getLogger(__name__)
 
 THREADS = 4
+"""In the background: range reads, of which many more are under way, serve what is needed now."""
 
 
 @dataclass(frozen=True)
@@ -85,18 +86,16 @@ class Stager:
             return self._passed_over.popleft() if self._passed_over else None
 
     def _stage(self, part: _Part) -> None:
-        if not self._closed.is_set():
-            part.store.cached.ensure(
-                part.low, part.high, lambda a, b, out: self._fetch(part, a, b, out), self._given_up
-            )
+        if self._closed.is_set():
+            return
 
-    def _given_up(self) -> bool:
-        return self._closed.is_set()
+        def fetch(start: int, stop: int, out: Bytes) -> None:
+            store = part.store.store
+            store.read_into(part.file.key, [(start, stop)], [out], part.file.etag)
+            with self._lock:
+                self.staged_bytes += stop - start
 
-    def _fetch(self, part: _Part, start: int, stop: int, out: Bytes) -> None:
-        part.store.store.read_into(part.file.key, [(start, stop)], [out], part.file.etag)
-        with self._lock:
-            self.staged_bytes += stop - start
+        part.store.cached.ensure(part.low, part.high, fetch, self._closed.is_set)
 
     def close(self) -> None:
         """Stop after the parts under way; those of an endpoint that hangs are not
@@ -104,18 +103,20 @@ class Stager:
         """
         self._closed.set()
         deadline = time.monotonic() + self._longest_leave
+        here = threading.current_thread()  # the collector may close it in one of its own threads
         for thread in self._threads:
-            if thread is not threading.current_thread():
+            if thread is not here:
                 thread.join(max(0.0, deadline - time.monotonic()))
 
 
 def _parts_of(files: Sequence[TokenFile], part_bytes: int) -> Iterator[_Part]:
+    """All bytes of the files that are cached, in parts of `part_bytes`."""
     for file in files:
         if not isinstance(file.store, CachedStore):
             continue
-        size = file.store.cached.size
-        chunk_bytes = file.store.cached.chunk_bytes
-        for chunk in range(0, size, chunk_bytes):
-            end = min(chunk + chunk_bytes, size)
+        cached = file.store.cached
+        # no part crosses a chunk: each is a file of the cache
+        for chunk in range(0, cached.size, cached.chunk_bytes):
+            end = min(chunk + cached.chunk_bytes, cached.size)
             for low in range(chunk, end, part_bytes):
                 yield _Part(file, file.store, low, min(low + part_bytes, end))

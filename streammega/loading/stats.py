@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -19,11 +19,17 @@ from streammega.storage.fetch.reads import Counters
 
 WINDOW = 4096
 """Batches over which waiting times are kept."""
+SHORTEST = 1e-9
+"""Seconds that stand for none where they divide."""
 
 
 @dataclass
 class Stats:
-    """Counters of one loader, over all of its iterations. Times in seconds."""
+    """Counters of one loader, over all of its iterations. Times in seconds.
+
+    `stager`, `at_hand` and what begins with an underscore is of the engine that runs; `attach`
+    takes what the one before it had counted.
+    """
 
     batches: int = 0
     useful_bytes: int = 0
@@ -47,17 +53,25 @@ class Stats:
         """Count what a fetcher does, and the cached stores of files; those before are added up and
         let go.
         """
-        for old in self._fetchers:
-            _add(self._done, old.counters)
-        self.cached_bytes += self._store_hits()
-        self._done.fetched_bytes += sum(store.fetched_bytes for store in self._stores)
-        self.staged_bytes += self.stager.staged_bytes if self.stager else 0
+        for former in self._fetchers:
+            _add(self._done, former.counters)
+        self._done.fetched_bytes += self._fetched_by_stores()
+        self.cached_bytes += self._hits_of_stores()
+        self.staged_bytes = self._all_staged_bytes()
         self.stager = None
         self._fetchers = [] if fetcher is None else [fetcher]
         self._stores = [file.store for file in files if isinstance(file.store, CachedStore)]
 
-    def _store_hits(self) -> int:
+    def _hits_of_stores(self) -> int:
         return sum(store.hit_bytes for store in self._stores)
+
+    def _fetched_by_stores(self) -> int:
+        return sum(store.fetched_bytes for store in self._stores)
+
+    def _all_staged_bytes(self) -> int:
+        """Of former iterations, and of the one that runs."""
+        running = self.stager.staged_bytes if self.stager else 0
+        return self.staged_bytes + running
 
     def handed_out(self, batches: int, waited: float, ready: int) -> None:
         """Batches were handed out together after their caller had waited for the first; `ready`
@@ -66,6 +80,7 @@ class Stats:
         self.batches += batches
         self.wait += waited
         self.waits.append(waited)
+        # the others were there when the first one was
         self.waits.extend(itertools.repeat(0.0, batches - 1))
         self.ready = ready
 
@@ -77,60 +92,73 @@ class Stats:
         """All figures, by name."""
         counted = Counters()
         _add(counted, self._done)
-        in_flight = queued = held = most = 0
+        in_flight = 0
+        queued = 0
+        held = 0
+        most_held = 0
         for fetcher in self._fetchers:
             _add(counted, fetcher.counters)
             in_flight, queued, held = fetcher.depth
-            most = fetcher.pool.most
-        counted.fetched_bytes += sum(store.fetched_bytes for store in self._stores)
-        counted.fetched_bytes += self.staged_bytes + (
-            self.stager.staged_bytes if self.stager else 0
-        )
-        waits = np.array(self.waits or [0.0])
-        p50, p95, p99 = np.percentile(waits, [50, 95, 99])
-        latency = np.percentile(np.array(counted.latencies or [0.0]), [50, 99])
+            most_held = fetcher.pool.most
+        staged_bytes = self._all_staged_bytes()
+        fetched_bytes = counted.fetched_bytes + self._fetched_by_stores() + staged_bytes
+        asked_bytes = self.planned_bytes + counted.duplicate_bytes
+        wait_p50, wait_p95, wait_p99 = _percentiles(self.waits, 50, 95, 99)
+        request_p50, request_p99 = _percentiles(counted.latencies, 50, 99)
         return {
             "batches": self.batches,
             "useful_bytes": self.useful_bytes,
-            "fetched_bytes": counted.fetched_bytes,
-            "staged_bytes": self.staged_bytes + (self.stager.staged_bytes if self.stager else 0),
-            "cache_hit_bytes": self.cached_bytes + self._store_hits(),
-            "amplification": (self.planned_bytes + counted.duplicate_bytes)
-            / max(self.useful_bytes, 1),
+            "fetched_bytes": fetched_bytes,
+            "staged_bytes": staged_bytes,
+            "cache_hit_bytes": self.cached_bytes + self._hits_of_stores(),
+            "amplification": asked_bytes / max(self.useful_bytes, 1),
             "requests": counted.requests,
             "retries": counted.retries,
             "hedges": counted.hedges,
             "hedges_won": counted.hedges_won,
             "throttled": counted.throttled,
             "errors": counted.errors,
-            "request_p50": float(latency[0]),
-            "request_p99": float(latency[1]),
-            "wait_p50": float(p50),
-            "wait_p95": float(p95),
-            "wait_p99": float(p99),
+            "request_p50": request_p50,
+            "request_p99": request_p99,
+            "wait_p50": wait_p50,
+            "wait_p95": wait_p95,
+            "wait_p99": wait_p99,
             "wait_total": self.wait,
-            "stall_share": self.wait / max(self.wait + self.busy, 1e-9),
+            "stall_share": self.wait / max(self.wait + self.busy, SHORTEST),
             "ready_slabs": self.ready,
             "requests_in_flight": in_flight,
             "requests_queued": queued,
             "held_bytes": held,
-            "most_held_bytes": most,
+            "most_held_bytes": most_held,
             "seconds": time.monotonic() - self.began,
         }
 
     def line(self) -> str:
         """The figures that matter, in one line."""
         now = self.summary()
+        megabytes = {
+            name: now[name] / 1e6 for name in ("fetched_bytes", "cache_hit_bytes", "held_bytes")
+        }
+        rate = megabytes["fetched_bytes"] / max(now["seconds"], SHORTEST)
+        p50 = 1e3 * now["wait_p50"]
+        p99 = 1e3 * now["wait_p99"]
         return (
-            f"{now['fetched_bytes'] / max(now['seconds'], 1e-9) / 1e6:.0f} MB/s, {now['requests']} requests "
+            f"{rate:.0f} MB/s, {now['requests']} requests "
             f"({now['retries']} retries, {now['hedges']} hedges), amplification {now['amplification']:.3f}, cache "
-            f"{now['cache_hit_bytes'] / 1e6:.0f} MB, holding {now['held_bytes'] / 1e6:.0f} MB, waited p50 "
-            f"{1e3 * now['wait_p50']:.1f} / p99 {1e3 * now['wait_p99']:.1f} ms, stalled {100 * now['stall_share']:.2f} %"
+            f"{megabytes['cache_hit_bytes']:.0f} MB, holding {megabytes['held_bytes']:.0f} MB, waited p50 "
+            f"{p50:.1f} / p99 {p99:.1f} ms, stalled {100 * now['stall_share']:.2f} %"
         )
 
 
-def _add(total: Counters, own: Counters) -> None:
-    for name, value in vars(own).items():
+def _percentiles(seconds: Collection[float], *percents: float) -> list[float]:
+    """Percentiles of some seconds; 0 where there are none."""
+    percentiles: list[float] = np.percentile(np.array(seconds or [0.0]), percents).tolist()
+    return percentiles
+
+
+def _add(total: Counters, counters: Counters) -> None:
+    """Add counters to others."""
+    for name, value in vars(counters).items():
         if name != "latencies":
             setattr(total, name, getattr(total, name) + value)
-    total.latencies.extend(own.latencies)
+    total.latencies.extend(counters.latencies)

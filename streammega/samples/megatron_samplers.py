@@ -41,9 +41,9 @@ class MegatronBatchSampler(torch.utils.data.Sampler[list[int]]):
         check_batch_sizes(micro_batch_size * dp_size, micro_batch_size, dp_rank, dp_size)
         if kind not in ("single", "cyclic"):
             raise ConfigError(f"sampler {kind!r} is not one of 'single' and 'cyclic'")
-        if total_samples < (
-            1 if kind == "single" and not drop_last else micro_batch_size * dp_size
-        ):
+        keeps_tail = kind == "single" and not drop_last
+        fewest_samples = 1 if keeps_tail else micro_batch_size * dp_size
+        if total_samples < fewest_samples:
             raise ConfigError(
                 f"{total_samples} samples are less than one micro-batch of {micro_batch_size} on {dp_size} ranks"
             )
@@ -63,37 +63,52 @@ class MegatronBatchSampler(torch.utils.data.Sampler[list[int]]):
     def __iter__(self) -> Iterator[list[int]]:
         return self._single() if self.kind == "single" else self._cyclic()
 
+    @property
+    def _step(self) -> int:
+        """Samples of a micro-batch on every rank."""
+        return self.micro_batch_size * self.dp_size
+
     def _single(self) -> Iterator[list[int]]:
-        step = self.micro_batch_size * self.dp_size
-        for first in range(self.consumed_samples, self.total_samples, step):
-            if first + step <= self.total_samples:
-                yield rank_samples(
-                    first, self.micro_batch_size, self.dp_rank, self.dp_size, contiguous=True
-                ).tolist()
+        size = self.micro_batch_size
+        for first in range(self.consumed_samples, self.total_samples, self._step):
+            if first + self._step <= self.total_samples:
+                taken = rank_samples(first, size, self.dp_rank, self.dp_size, contiguous=True)
+                yield taken.tolist()
             elif not self.drop_last:
-                low = first + self.dp_rank * self.micro_batch_size
-                yield list(range(low, min(low + self.micro_batch_size, self.total_samples)))
+                low = first + self.dp_rank * size
+                yield list(range(low, min(low + size, self.total_samples)))
 
     def _cyclic(self) -> Iterator[list[int]]:
         size = self.micro_batch_size
-        step = self.micro_batch_size * self.dp_size
-        active = self.total_samples - self.total_samples % step
-        epoch, offset = divmod(self.consumed_samples, active)
+        step = self._step
+        samples_of_epoch = self.total_samples - self.total_samples % step
+        epoch, offset = divmod(self.consumed_samples, samples_of_epoch)
         if offset % step:
             raise StateError(
                 f"{offset} samples into an epoch is inside a micro-batch of {size} on {self.dp_size} ranks"
             )
         generator = torch.Generator()
         generator.manual_seed(epoch)
-        if self.data_sharding:
-            bucket = self.total_samples // step * size
-            mine = (
-                self.dp_rank * bucket
-                + torch.randperm(bucket, generator=generator)[offset // self.dp_size :]
-            )
-        else:
-            everything = torch.randperm(self.total_samples // size * size, generator=generator)
-            mine = everything[offset:][self.dp_rank :: self.dp_size]
-        for at in range(0, len(mine) - size + 1, size):
+        mine = (
+            self._bucket(generator, offset)
+            if self.data_sharding
+            else self._dealt(generator, offset)
+        )
+        for first in range(0, len(mine) - size + 1, size):
             self.consumed_samples += step
-            yield mine[at : at + size].tolist()
+            yield mine[first : first + size].tolist()
+
+    def _bucket(self, generator: torch.Generator, offset: int) -> torch.Tensor:
+        """What is left of this rank's own part of the data, permuted, `offset` samples of all ranks
+        into the epoch.
+        """
+        bucket_samples = self.total_samples // self._step * self.micro_batch_size
+        permuted = torch.randperm(bucket_samples, generator=generator)
+        return self.dp_rank * bucket_samples + permuted[offset // self.dp_size :]
+
+    def _dealt(self, generator: torch.Generator, offset: int) -> torch.Tensor:
+        """What is left of the permuted epoch, dealt out to the ranks in turn."""
+        # Megatron permutes whole micro-batches of one rank, not of all
+        permuted_samples = self.total_samples // self.micro_batch_size * self.micro_batch_size
+        permuted = torch.randperm(permuted_samples, generator=generator)
+        return permuted[offset:][self.dp_rank :: self.dp_size]

@@ -20,17 +20,14 @@ def open_source(config: DataConfig, split: str, global_batch_size: int) -> Sampl
         raise ConfigError(f"split {split!r} is not one of {', '.join(SPLITS)}")
     if config.order == "stream":
         return StreamSource(config, split, global_batch_size)
-    wanted = config.num_samples[SPLITS.index(split)] if config.num_samples else None
-    if (
-        config.order == "megatron"
-        and wanted is None
-        and not (split == "valid" and config.full_validation)
-    ):
+    asked = config.num_samples[SPLITS.index(split)] if config.num_samples else None
+    takes_everything = split == "valid" and config.full_validation
+    if config.order == "megatron" and asked is None and not takes_everything:
         raise ConfigError(
             "the Megatron order depends on how many samples are asked: set num_samples=(train, valid, test), for instance "
             "(train_iters * global_batch_size, 0, 0)"
         )
-    source = build_split(config, split, wanted)
+    source = build_split(config, split, asked)
     if isinstance(source, list):
         raise ConfigError(
             "multiple_validation_sets makes several datasets: open each by a config of its own, or build_datasets"
@@ -54,10 +51,11 @@ def locate(
     """
     ids = np.asarray(sample_ids, np.int64).reshape(-1)
     source = open_source(config, split, global_batch_size)
-    if len(ids) and (
-        ids.min() < 0 or (source.num_samples is not None and ids.max() >= source.num_samples)
-    ):
-        raise IndexError(
-            f"sample ids run from {ids.min()} to {ids.max()}; {split} has {source.num_samples}"
-        )
+    if not len(ids):
+        return source.locate(ids)
+    first = ids.min()
+    last = ids.max()
+    end = source.num_samples
+    if first < 0 or (end is not None and last >= end):
+        raise IndexError(f"sample ids run from {first} to {last}; {split} has {end}")
     return source.locate(ids)

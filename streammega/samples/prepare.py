@@ -42,7 +42,8 @@ def prepare(config: DataConfig) -> Iterator[Prepared]:
         if isinstance(split, BlendedDataset):
             _publish(config, split.index_files())
     with ThreadPoolExecutor(num_threads()) as pool:
-        for future in as_completed([pool.submit(_prepare_one, dataset) for dataset in datasets]):
+        futures = [pool.submit(_prepare_one, dataset) for dataset in datasets]
+        for future in as_completed(futures):
             yield future.result()
 
 

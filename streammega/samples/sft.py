@@ -40,9 +40,11 @@ class SFTDataset(torch.utils.data.Dataset[Batch]):
     conversation), loss_mask float32 [S], and cu_seqlens int32 [conversations + 1 (+ 1 for
     padding)], from 0 to S. `SFTDataset.collate` stacks samples.
 
-    Args: paths: JSON-lines files. encode: text to token ids, without special tokens added; or a
-        `streammega.convert.ChatEncoder`. config: sequence_length, seed, eod_id (needed without a
-        ChatEncoder), pad_id.
+    Args:
+        paths: JSON-lines files.
+        encode: text to token ids, without special tokens added; or a
+            `streammega.convert.ChatEncoder`.
+        config: sequence_length, seed, eod_id (needed without a ChatEncoder), pad_id.
 
     Raises ConfigError without eod_id, FormatError naming file and line, or an id at or past
     vocab_size, ObjectNotFoundError.
@@ -58,21 +60,18 @@ class SFTDataset(torch.utils.data.Dataset[Batch]):
         conversations = list(_encoded(paths, encode, config))
         if not conversations:
             raise FormatError(f"{', '.join(paths)}: hold no conversations")
-        self.num_cut = sum(len(tokens) > config.sequence_length for tokens, _ in conversations)
-        lengths = np.array(
-            [min(len(tokens), config.sequence_length) for tokens, _ in conversations], np.int64
-        )
+        longest = config.sequence_length
+        self.num_cut = sum(len(tokens) > longest for tokens, _ in conversations)
+        kept_tokens = [tokens[:longest] for tokens, _ in conversations]
+        lengths = np.array([len(tokens) for tokens in kept_tokens], np.int64)
+        # all conversations end to end: conversation c is tokens [starts[c], starts[c + 1])
         self._starts = np.concatenate([np.zeros(1, np.int64), np.cumsum(lengths)])
-        self._tokens = np.concatenate(
-            [t[:n] for (t, _), n in zip(conversations, lengths, strict=True)]
-        )
-        self._answers = np.concatenate(
-            [a[:n] for (_, a), n in zip(conversations, lengths, strict=True)]
-        )
+        self._tokens = np.concatenate(kept_tokens)
+        self._answers = np.concatenate([answers[:longest] for _, answers in conversations])
         check_ids(self._tokens[None], config)
         self._order = np.arange(len(conversations))
         LegacyShuffler(config.seed).shuffle(self._order)
-        self._samples = pack(lengths[self._order], config.sequence_length)
+        self._samples = pack(lengths[self._order], longest)
 
     def __len__(self) -> int:
         return len(self._samples) - 1
@@ -82,46 +81,51 @@ class SFTDataset(torch.utils.data.Dataset[Batch]):
             raise IndexError(f"sample {index} of {len(self)}")
         length = self.config.sequence_length
         pad = max(self.config.effective_pad_id, 0)
-        fields = {name: np.full(length, pad, np.int64) for name in ("tokens", "labels")}
-        positions = np.zeros(length, np.int64)
-        mask = np.zeros(length, np.float32)
+        tokens = np.full(length, pad, np.int64)
+        labels = np.full(length, pad, np.int64)
+        loss_mask = np.zeros(length, np.float32)
+        position_ids = np.zeros(length, np.int64)
         bounds = [0]
-        at = 0
-        for number in self._order[self._samples[index] : self._samples[index + 1]]:
-            low = self._starts[number]
-            high = self._starts[number + 1]
-            end = at + int(high - low)
-            fields["tokens"][at:end] = self._tokens[low:high]
-            fields["labels"][at : end - 1] = self._tokens[low + 1 : high]
-            # the label of a conversation's last token is another's
-            mask[at : end - 1] = self._answers[low + 1 : high]
-            positions[at:end] = np.arange(end - at)
+        begin = 0  # of a conversation, in the sample
+        for conversation in self._order[self._samples[index] : self._samples[index + 1]]:
+            first = self._starts[conversation]
+            stop = self._starts[conversation + 1]
+            end = begin + int(stop - first)
+            tokens[begin:end] = self._tokens[first:stop]
+            # the label of a conversation's last token would be another's: it has no loss
+            labels[begin : end - 1] = self._tokens[first + 1 : stop]
+            loss_mask[begin : end - 1] = self._answers[first + 1 : stop]
+            position_ids[begin:end] = np.arange(end - begin)
             bounds.append(end)
-            at = end
-        positions[at:] = np.arange(length - at)
-        if at < length:
+            begin = end
+        position_ids[begin:] = np.arange(length - begin)
+        if begin < length:
             bounds.append(length)
-        batch = {name: torch.from_numpy(values) for name, values in fields.items()}
-        batch |= {"loss_mask": torch.from_numpy(mask), "position_ids": torch.from_numpy(positions)}
-        return batch | {"cu_seqlens": torch.tensor(bounds, dtype=torch.int32)}
+        return {
+            "tokens": torch.from_numpy(tokens),
+            "labels": torch.from_numpy(labels),
+            "loss_mask": torch.from_numpy(loss_mask),
+            "position_ids": torch.from_numpy(position_ids),
+            "cu_seqlens": torch.tensor(bounds, dtype=torch.int32),
+        }
 
     @staticmethod
     def collate(samples: Sequence[Batch]) -> Batch:
         """Stack samples; cu_seqlens become [samples, longest], filled up with S
         (empty sequences).
         """
-        batch = {
-            name: torch.stack([s[name] for s in samples])
-            for name in samples[0]
-            if name != "cu_seqlens"
-        }
-        bounds = [s["cu_seqlens"] for s in samples]
-        width = max(map(len, bounds))
-        length = int(bounds[0][-1])
-        rows = torch.full((len(samples), width), length, dtype=torch.int32)
-        for row, own in zip(rows, bounds, strict=True):
-            row[: len(own)] = own
-        return batch | {"cu_seqlens": rows}
+        batch = {}
+        for name in samples[0]:
+            if name != "cu_seqlens":
+                batch[name] = torch.stack([sample[name] for sample in samples])
+        bounds_of_sample = [sample["cu_seqlens"] for sample in samples]
+        longest = max(len(bounds) for bounds in bounds_of_sample)
+        length = int(bounds_of_sample[0][-1])
+        rows = torch.full((len(samples), longest), length, dtype=torch.int32)
+        for row, bounds in zip(rows, bounds_of_sample, strict=True):
+            row[: len(bounds)] = bounds
+        batch["cu_seqlens"] = rows
+        return batch
 
 
 def pack(lengths: NDArray[np.int64], size: int) -> NDArray[np.int64]:
@@ -129,12 +133,12 @@ def pack(lengths: NDArray[np.int64], size: int) -> NDArray[np.int64]:
     not fit; int64.
     """
     firsts = [0]
-    held = 0
+    filled = 0
     for number, length in enumerate(lengths.tolist()):
-        if held + length > size and held:
+        if filled and filled + length > size:
             firsts.append(number)
-            held = 0
-        held += length
+            filled = 0
+        filled += length
     return np.array([*firsts, len(lengths)], np.int64)
 
 
@@ -146,7 +150,8 @@ def _encoded(
     """Token ids of each conversation, and 1.0 where a token belongs to an answer."""
     if isinstance(encode, ConversationEncoder):
         for record, where in _records(paths):
-            _check_answered([turn["role"] for turn in turns_of(record, where)], where)
+            roles = [turn["role"] for turn in turns_of(record, where)]
+            _check_answered(roles, where)
             tokens, answers = encode.conversation(record, where)
             yield tokens, answers.astype(np.float32)
         return
@@ -165,7 +170,8 @@ def _records(paths: Sequence[str]) -> Iterator[tuple[Any, str]]:
             with open(path, "rb") as file:
                 for line, data in enumerate(file, 1):
                     if data.strip():
-                        yield load_record(data, f"{path}:{line}"), f"{path}:{line}"
+                        where = f"{path}:{line}"
+                        yield load_record(data, where), where
         except FileNotFoundError:
             raise ObjectNotFoundError(f"{path}: no such file; check the path") from None
 

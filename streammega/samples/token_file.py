@@ -66,12 +66,12 @@ def clear_by_modes(files: Sequence[TokenFile], runs: Runs, out: NDArray[Any]) ->
     modes are.
     """
     for number in np.unique(runs.file):
-        own = files[number]
-        if own.modes is None:
+        file = files[number]
+        if file.modes is None:
             continue
-        rows = np.flatnonzero(runs.file == number)
-        offsets, modes = own.modes.arrays
+        of_file = np.flatnonzero(runs.file == number)
+        offsets, modes = file.modes.arrays
         clear_unlearned(
-            offsets, modes, own.modes.learned, own.dtype.itemsize, runs.start[rows], runs.size[rows], runs.sample[rows],
-            runs.column[rows], out,
+            offsets, modes, file.modes.learned, file.dtype.itemsize, runs.start[of_file], runs.size[of_file],
+            runs.sample[of_file], runs.column[of_file], out,
         )  # fmt: skip

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable
 
 from streammega.config import DataConfig
@@ -21,7 +22,8 @@ def check_tokenizers(found: Iterable[tuple[str, set[TokenizerLabel]]], config: D
         for tokenizer in sorted(tokenizers, key=str):
             by_digest.setdefault(tokenizer.digest, (name, tokenizer))
     if len(by_digest) > 1:
-        (first, its), (other, others) = list(by_digest.values())[:2]
+        two = itertools.islice(by_digest.values(), 2)
+        (first, its), (other, others) = two
         raise ConfigError(
             f"{redact_urls(first)} is of tokenizer {its}, {redact_urls(other)} of {others}: their ids mean different things; "
             f"convert the text of one with the other's tokenizer, or set mix_tokenizers if you know that they agree"
