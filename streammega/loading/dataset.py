@@ -53,11 +53,15 @@ class StreamingDataset(torch.utils.data.IterableDataset[Batch]):
     with as many workers. With a plain DataLoader only the caller knows what was taken:
     `state_dict(num_batches)`.
 
-    Args: config: what is read. split: "train", "valid" or "test". micro_batch_size: samples of one
-        batch of this rank. global_batch_size: samples of one optimizer step over all ranks; a
-        multiple of micro_batch_size * dp_size. dp_rank, dp_size: this data-parallel rank. rampup:
-        (start, increment, samples): the global batch grows from start to global_batch_size over so
-        many samples.
+    Args:
+        config: what is read.
+        split: "train", "valid" or "test".
+        micro_batch_size: samples of one batch of this rank.
+        global_batch_size: samples of one optimizer step over all ranks; a multiple of
+            micro_batch_size * dp_size.
+        dp_rank, dp_size: this data-parallel rank.
+        rampup: (start, increment, samples): the global batch grows from start to global_batch_size
+            over so many samples.
 
     Raises ConfigError before any token is read, StorageError and FormatError for the files.
     """
@@ -168,6 +172,7 @@ class StreamingDataset(torch.utils.data.IterableDataset[Batch]):
         share = Share(start=begun.start, origin=begun.origin)
         if worker is not None:
             share = replace(share, worker=worker.id, workers=worker.num_workers)
+            # what this worker was told by `load_state_dict` goes before what all were told
             share = self._loaded or share
             self._loaded = None
         self.steps = self.steps.in_lanes(begun.lanes).from_origin(share.origin)
@@ -178,37 +183,38 @@ class StreamingDataset(torch.utils.data.IterableDataset[Batch]):
     def _batches(
         self, steps: MicroSteps, begun: Begun, share: Share
     ) -> Generator[Batch, None, None]:
-        first = share.worker + share.batches * share.workers
-        positions = steps.positions(share.start, first, share.workers)
-        if share.worker == share.batches == 0 and share.start and share.start == steps.num_samples:
+        if share.start and share.start == steps.num_samples and share.is_first_batch:
             log.warning(
                 "%s: the position that was set, sample %d, is the end of the data, so this iteration gives nothing; the next "
                 "begins at the first sample",
                 self.split,
                 share.start,
             )
-        with closing(
-            Engine(
-                steps,
-                positions,
-                AHEAD,
-                start=share.start,
-                worker=share.worker,
-                workers=share.workers,
-            )
-        ) as engine:
+        engine = Engine(
+            steps,
+            steps.positions(share.start, share.next_batch, share.workers),
+            AHEAD,
+            start=share.start,
+            worker=share.worker,
+            workers=share.workers,
+        )
+        with closing(engine):
             for consumed, batch in engine:
                 self._places.check(begun)
-                self._count(begun, share, consumed)
+                self._count(begun, consumed)
                 yield batch
-                del batch
+                del batch  # its memory is free as soon as the caller lets go
         self._places.check(begun)
-        if torch.utils.data.get_worker_info() is None and self._places.is_latest(begun):
+        in_worker = torch.utils.data.get_worker_info() is not None
+        if not in_worker and self._places.is_latest(begun):
             self.steps = self.steps.from_origin(0)  # the position is now that of the next iteration
             self._consumed = 0
             self._places.finished()
 
-    def _count(self, begun: Begun, share: Share, consumed: int) -> None:
+    def _count(self, begun: Begun, consumed: int) -> None:
+        """Note that the batch at `consumed` is handed out: in a worker as one of its share, else by
+        the cursor, unless it is that of a later iteration.
+        """
         if torch.utils.data.get_worker_info() is not None:
             assert self._share is not None
             self._share = replace(self._share, batches=self._share.batches + 1)
@@ -327,5 +333,7 @@ class StreamingDataset(torch.utils.data.IterableDataset[Batch]):
 
 def _reached(share: Share, steps: MicroSteps) -> int:
     """The position after the last micro-batch that a worker gave."""
-    given = share.worker + (share.batches - 1) * share.workers + 1 if share.batches else 0
-    return steps.after(share.start, given)
+    if not share.batches:
+        return share.start
+    last_batch = share.next_batch - share.workers
+    return steps.after(share.start, last_batch + 1)

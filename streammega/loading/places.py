@@ -20,18 +20,29 @@ from torch.utils.data._utils.worker import WorkerInfo
 
 from streammega.errors import StateError
 
-GENERATION, BASE, LANES, ORIGIN, CLAIM, START, BY_WORKERS, TAKEN = range(8)
-"""The numbers. GENERATION: how often the dataset was put somewhere; BASE, LANES, ORIGIN: where, and
-in which order and steps.
-
-CLAIM: which iteration of workers took BASE, -1 for none. START: where the last iteration began;
-BY_WORKERS: whether in workers. TAKEN and after: for each worker number, the generation whose BASE
-it took, plus one.
-"""
+# The numbers, by their places.
+GENERATION = 0
+"""How often the dataset was put somewhere."""
+BASE = 1
+LANES = 2
+ORIGIN = 3
+"""Where it was put: a global sample, and in which order and steps it is counted."""
+CLAIM = 4
+"""Which iteration of workers took BASE; -1: none."""
+START = 5
+"""Where the last iteration began."""
+BY_WORKERS = 6
+"""Whether it runs in workers: 1 or 0."""
+TAKEN = 7
+"""And after: for each worker number, the generation whose BASE it took, plus one."""
 MOST_WORKERS = 1024
 """Workers beyond these cannot be told apart from those of a second iteration with the same seed;
 nobody has so many.
 """
+NOBODY = -1
+"""Has claimed BASE."""
+_POSITIVE = (1 << 62) - 1
+"""The bits of a claim: never negative, as NOBODY is."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,11 +68,12 @@ class Places:
 
     def __init__(self) -> None:
         self._cells = torch.zeros(TAKEN + MOST_WORKERS, dtype=torch.int64)
-        self._cells[CLAIM] = -1
+        self._cells[CLAIM] = NOBODY
         self._share_cells()
-        self._put_here = 0
-        self._claimed = -1
+        self._put_here = 0  # the generation that was put in this process last
+        self._claimed = -1  # the generation whose BASE an iteration of this process took
         self._owner = os.getpid()
+        # iterations are numbered from 1 in each process
         self._counted_in = self._owner
         self._number = 0
 
@@ -89,10 +101,12 @@ class Places:
         """(start, origin) of the iteration that began last, or that would begin now if none did
         since `put`.
         """
-        if self._claimed != self.generation and self._get(CLAIM) < 0:
+        if self._claimed != self.generation and self._get(CLAIM) == NOBODY:
             return self._get(BASE), self._get(ORIGIN)
         start = self._get(START)
-        return start, self._get(ORIGIN) if start else 0
+        # a pass from the first sample counts its steps from there
+        origin = self._get(ORIGIN) if start else 0
+        return start, origin
 
     def put(self, base: int, lanes: int, origin: int) -> None:
         """The next iteration begins at `base`.
@@ -100,14 +114,11 @@ class Places:
         Called where the dataset lives, never in a worker.
         """
         self._leave_parent()
-        for name, value in (
-            (CLAIM, -1),
-            (BASE, base),
-            (LANES, lanes),
-            (ORIGIN, origin),
-            (BY_WORKERS, 0),
-        ):
-            self._numbers[name] = value
+        self._numbers[CLAIM] = NOBODY
+        self._numbers[BASE] = base
+        self._numbers[LANES] = lanes
+        self._numbers[ORIGIN] = origin
+        self._numbers[BY_WORKERS] = 0
         self._put_here = self.generation + 1
         self._numbers[GENERATION] = self._put_here  # last: who sees it sees the others
 
@@ -124,26 +135,25 @@ class Places:
 
         Raises StateError if the dataset was moved while workers started.
         """
-        process = os.getpid()
-        first = process != self._counted_in
-        if first:
-            self._counted_in = process
-            self._number = 0
-        self._number += 1
+        is_first_here = self._count_iteration()
         generation = self.generation
-        if worker is not None and first and generation != self._put_here:
+        # A worker that starts has what the dataset was when its process began; if the dataset was
+        # put elsewhere meanwhile, other workers have begun there.
+        if worker is not None and is_first_here and generation != self._put_here:
             raise StateError(
                 "the dataset was given another position while the workers of a DataLoader started; iterate it again"
             )
         base = self._get(BASE)
         lanes = self._get(LANES)
         origin = self._get(ORIGIN)
+        # read once more after the others, as `put` writes it after the others
         if generation != self.generation:
             raise StateError(
                 "the dataset was given another position while an iteration of it began; iterate it again"
             )
         start = base if self._takes_base(worker, generation) else 0
-        self._numbers[START], self._numbers[BY_WORKERS] = start, int(worker is not None)
+        self._numbers[START] = start
+        self._numbers[BY_WORKERS] = int(worker is not None)
         return Begun(
             generation=generation,
             number=self._number,
@@ -151,6 +161,16 @@ class Places:
             lanes=lanes,
             origin=origin if start else 0,
         )
+
+    def _count_iteration(self) -> bool:
+        """Count one more iteration of this process; whether it is the first."""
+        process = os.getpid()
+        is_first = process != self._counted_in
+        if is_first:
+            self._counted_in = process
+            self._number = 0
+        self._number += 1
+        return is_first
 
     def is_latest(self, begun: Begun) -> bool:
         """Whether no other iteration began in this process since."""
@@ -175,19 +195,21 @@ class Places:
             return False
         if worker is None:
             self._claimed = generation
-            return self._get(CLAIM) < 0
-        token = hash((worker.seed - worker.id, worker.num_workers, self._number)) & ((1 << 62) - 1)
-        claim = self._get(CLAIM)
-        if claim < 0:
+            return self._get(CLAIM) == NOBODY
+        seed_of_all = worker.seed - worker.id
+        claim = hash((seed_of_all, worker.num_workers, self._number)) & _POSITIVE
+        claimed = self._get(CLAIM)
+        if claimed == NOBODY:
             # several workers of an iteration may: it is the same number
-            self._numbers[CLAIM] = token
-        elif claim != token:
+            self._numbers[CLAIM] = claim
+        elif claimed != claim:
             return False
         if worker.id >= MOST_WORKERS:
             return True
-        before = self._get(TAKEN + worker.id)
-        self._numbers[TAKEN + worker.id] = generation + 1
-        return before != generation + 1
+        taken = generation + 1
+        was_here = self._get(TAKEN + worker.id) == taken
+        self._numbers[TAKEN + worker.id] = taken
+        return not was_here
 
     def _leave_parent(self) -> None:
         """In a fork that is no worker, such as a rank that was forked with its loader: numbers of

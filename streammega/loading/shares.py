@@ -30,6 +30,16 @@ class Share:
     batches: int = 0
     reached: int = 0
 
+    @property
+    def next_batch(self) -> int:
+        """Which micro-batch of the iteration comes next."""
+        return self.worker + self.batches * self.workers
+
+    @property
+    def is_first_batch(self) -> bool:
+        """Whether that is the first of all."""
+        return self.next_batch == 0
+
 
 def write_share(share: Share, step_samples: int) -> dict[str, int]:
     """What the state of a worker has beside that of a dataset."""
@@ -45,12 +55,16 @@ def read_share(state: Mapping[str, Any], step_samples: int) -> Share | None:
     """
     if not any(name in state for name in KEYS):
         return None
-    values = [state.get(name) for name in KEYS]
-    if any(type(value) is not int or value < 0 for value in values):
-        raise StateError(
-            f"{', '.join(KEYS)} of a DataLoader worker's state are counts, not {values}; the checkpoint is damaged"
-        )
-    worker, workers, batches, step, reached = (int(value) for value in values if value is not None)
+    counts = []
+    for name in KEYS:
+        value = state.get(name)
+        if type(value) is not int or value < 0:
+            values = [state.get(key) for key in KEYS]
+            raise StateError(
+                f"{', '.join(KEYS)} of a DataLoader worker's state are counts, not {values}; the checkpoint is damaged"
+            )
+        counts.append(value)
+    worker, workers, batches, step, reached = counts
     here = torch.utils.data.get_worker_info()
     if here is None:
         raise StateError(

@@ -83,9 +83,12 @@ class MicroSteps:
         """Global sample ids of this rank's micro-batch in the micro-step at `consumed`, int64 [...,
         micro_batch_size].
         """
-        contiguous = self.config.order == "megatron"
         return rank_samples(
-            consumed, self.micro_batch_size, self.dp_rank, self.dp_size, contiguous=contiguous
+            consumed,
+            self.micro_batch_size,
+            self.dp_rank,
+            self.dp_size,
+            contiguous=self.config.order == "megatron",
         )
 
     def batch(self, consumed: int) -> Batch:
@@ -96,10 +99,10 @@ class MicroSteps:
         """The micro-steps from `start` on, as ranges between the skipped samples."""
         num_samples = self.num_samples
         end = NO_END if num_samples is None else num_samples
-        for low, high in sorted(self.config.skip_samples):
-            if start < low:
-                yield range(start, min(low, end), self.step_samples)
-            start = max(start, high)
+        for skip_start, skip_stop in sorted(self.config.skip_samples):
+            if start < skip_start:
+                yield range(start, min(skip_start, end), self.step_samples)
+            start = max(start, skip_stop)
         if start < end:
             yield range(start, end, self.step_samples)
 
@@ -116,7 +119,9 @@ class MicroSteps:
         """
         if num_batches == 0:
             return start
-        last = next(self.positions(start, num_batches - 1), None) if num_batches > 0 else None
+        last = None
+        if num_batches > 0:
+            last = next(self.positions(start, num_batches - 1), None)
         if last is None:
             raise StateError(
                 f"there are no {num_batches} micro-batches from sample {start} on; count those of one iteration alone"
@@ -125,17 +130,16 @@ class MicroSteps:
 
     def state(self, consumed: int) -> dict[str, Any]:
         """The state of a run that has handed out all samples before `consumed`."""
-        return make_state(
-            self.samples.identity(consumed), consumed, self.schedule.offset_at(consumed)
-        )
+        identity = self.samples.identity(consumed)
+        return make_state(identity, consumed, self.schedule.offset_at(consumed))
 
     def check_position(self, consumed: int) -> None:
         """Raise StateError unless these ranks can go on at `consumed`."""
-        end = self.num_samples
-        if not 0 <= consumed <= (NO_END if end is None else end):
-            raise StateError(
-                f"sample {consumed} is not within the {'endless' if end is None else end} samples of {self.split}"
-            )
+        num_samples = self.num_samples
+        end = NO_END if num_samples is None else num_samples
+        if not 0 <= consumed <= end:
+            some = "endless" if num_samples is None else num_samples
+            raise StateError(f"sample {consumed} is not within the {some} samples of {self.split}")
         check_resume(self.schedule.offset_at(consumed), self.micro_batch_size, self.dp_size)
 
     def resumed(self, consumed: int, offset: int) -> MicroSteps:
