@@ -13,7 +13,7 @@ _FAR = np.int64(1 << 62)
 
 
 @kernel
-def gather_runs(source, source_starts, sizes, out, out_starts) -> None:  # type: ignore[no-untyped-def]  # pragma: no cover
+def gather_runs(source, source_starts, sizes, out, out_starts) -> None:
     """out[out_starts[i] : +sizes[i]] = source[source_starts[i] : +sizes[i]] for each i, widening
     where dtypes differ.
 
@@ -27,7 +27,7 @@ def gather_runs(source, source_starts, sizes, out, out_starts) -> None:  # type:
 
 
 @kernel
-def fill_tails(ids, valid, pad) -> None:  # type: ignore[no-untyped-def]  # pragma: no cover - compiled
+def fill_tails(ids, valid, pad) -> None:
     """Write `pad` after the valid[r] ids of each row of ids [samples, width]."""
     samples, width = ids.shape
     for r in range(samples):
@@ -36,7 +36,7 @@ def fill_tails(ids, valid, pad) -> None:  # type: ignore[no-untyped-def]  # prag
 
 
 @kernel
-def scan_ids(ids, pad):  # type: ignore[no-untyped-def]  # pragma: no cover - compiled
+def scan_ids(ids, pad):
     """(how many ids are `pad`, the least and the greatest of the others); 0 and 0 when there is
     none.
     """
@@ -59,7 +59,7 @@ def scan_ids(ids, pad):  # type: ignore[no-untyped-def]  # pragma: no cover - co
 
 
 @kernel
-def zero_padding(ids, pad) -> None:  # type: ignore[no-untyped-def]  # pragma: no cover - compiled
+def zero_padding(ids, pad) -> None:
     """Replace `pad` by 0 in ids [samples, width]: what the model reads there has no loss."""
     for r in range(len(ids)):
         row = ids[r]
@@ -68,7 +68,7 @@ def zero_padding(ids, pad) -> None:  # type: ignore[no-untyped-def]  # pragma: n
 
 
 @kernel
-def make_mask(tokens, labels, pad, eod, mask_eod, mask) -> None:  # type: ignore[no-untyped-def]  # pragma: no cover
+def make_mask(tokens, labels, pad, eod, mask_eod, mask) -> None:
     """mask float32 [samples, S]: 0 where the label is `pad` and, with `mask_eod`, where the token
     is `eod`.
 
@@ -84,7 +84,7 @@ def make_mask(tokens, labels, pad, eod, mask_eod, mask) -> None:  # type: ignore
 
 
 @kernel
-def clear_unlearned(offsets, modes, learned, itemsize, start, size, sample, column, out):  # type: ignore[no-untyped-def]  # pragma: no cover
+def clear_unlearned(offsets, modes, learned, itemsize, start, size, sample, column, out):
     """Write 0 to `out` where tokens of one file lie in sequences that are not learned.
 
     offsets (bytes, rising), modes [sequences]; learned [256]: of mode m at m - LEAST_MODE.
@@ -111,7 +111,7 @@ def clear_unlearned(offsets, modes, learned, itemsize, start, size, sample, colu
 
 
 @kernel
-def make_positions(tokens, eod, positions) -> None:  # type: ignore[no-untyped-def]  # pragma: no cover - compiled
+def make_positions(tokens, eod, positions) -> None:
     """positions int64 [samples, S]: counted from 0, and anew after every `eod` of tokens [samples,
     S].
     """
@@ -124,7 +124,7 @@ def make_positions(tokens, eod, positions) -> None:  # type: ignore[no-untyped-d
 
 
 @kernel
-def count_up(positions) -> None:  # type: ignore[no-untyped-def]  # pragma: no cover - compiled
+def count_up(positions) -> None:
     """positions int64 [samples, S]: 0 to S - 1 in each row."""
     for r in range(len(positions)):
         row = positions[r]
@@ -133,7 +133,7 @@ def count_up(positions) -> None:  # type: ignore[no-untyped-def]  # pragma: no c
 
 
 @kernel
-def forbid(bounds, mask) -> None:  # type: ignore[no-untyped-def]  # pragma: no cover - compiled
+def forbid(bounds, mask) -> None:
     """mask bool [samples, S, S]: True where row r, a token, may not attend to column c: later ones
     and other documents.
 
@@ -158,7 +158,7 @@ def forbid(bounds, mask) -> None:  # type: ignore[no-untyped-def]  # pragma: no 
 
 
 @kernel
-def document_bounds(tokens, eod, bounds):  # type: ignore[no-untyped-def]  # pragma: no cover - compiled
+def document_bounds(tokens, eod, bounds):
     """Fill bounds int32 [samples, S + 1] with the starts of documents in tokens [samples, S];
     returns the most of any row.
 

@@ -170,7 +170,7 @@ def _guess_part(
 
 
 @kernel
-def _blend(weights, sizes, origin, dataset, sample, counts):  # type: ignore[no-untyped-def]  # pragma: no cover - compiled
+def _blend(weights, sizes, origin, dataset, sample, counts):
     """Choose samples from `origin` on, as many as the outputs take; `counts` [datasets] say what
     was chosen before, and after.
     """
@@ -227,7 +227,7 @@ def _blend(weights, sizes, origin, dataset, sample, counts):  # type: ignore[no-
 
 
 @kernel
-def _choose(  # type: ignore[no-untyped-def]  # pragma: no cover - compiled
+def _choose(
     first, stop, origin, due_weight, due_count, due_id, due_size, hits, padded, threshold, lowest, dataset, sample
 ):  # fmt: skip
     """Choose samples [first, stop) among the due; returns the first whose best error is under the
@@ -269,7 +269,7 @@ def _choose(  # type: ignore[no-untyped-def]  # pragma: no cover - compiled
 
 
 @kernel
-def _negative_best(target, due_weight, due_count, padded):  # type: ignore[no-untyped-def]  # pragma: no cover - compiled
+def _negative_best(target, due_weight, due_count, padded):
     """The bits of the largest error, when all are negative."""
     best = -np.inf
     for k in range(padded):
@@ -278,7 +278,7 @@ def _negative_best(target, due_weight, due_count, padded):  # type: ignore[no-un
 
 
 @kernel
-def _keep_lowest(due_count, due_id, hits, padded):  # type: ignore[no-untyped-def]  # pragma: no cover - compiled
+def _keep_lowest(due_count, due_id, hits, padded):
     """Of all that tied and were counted, keep the count of the lowest id; returns its place.
 
     The place stands below the id in one number, so that the least of them tells both.
@@ -294,7 +294,7 @@ def _keep_lowest(due_count, due_id, hits, padded):  # type: ignore[no-untyped-de
 
 
 @kernel
-def _best(i, weights, counts, sizes):  # type: ignore[no-untyped-def]  # pragma: no cover - compiled
+def _best(i, weights, counts, sizes):
     """The largest error of all datasets that are not used up."""
     best = -np.inf
     for d in range(len(weights)):
@@ -304,14 +304,14 @@ def _best(i, weights, counts, sizes):  # type: ignore[no-untyped-def]  # pragma:
 
 
 @kernel
-def _store(counts, due_count, due_size, due_id, due):  # type: ignore[no-untyped-def]  # pragma: no cover - compiled
+def _store(counts, due_count, due_size, due_id, due):
     """Counts of the due, back to their datasets; an infinite one is used up."""
     for k in range(due):
         counts[due_id[k]] = min(due_count[k], due_size[k])
 
 
 @kernel
-def _window_of(count, threshold, inverse):  # type: ignore[no-untyped-def]  # pragma: no cover - compiled
+def _window_of(count, threshold, inverse):
     """A window not after the one in which the error of a dataset, of weight 1 / inverse, reaches
     the threshold.
     """
@@ -320,7 +320,7 @@ def _window_of(count, threshold, inverse):  # type: ignore[no-untyped-def]  # pr
 
 
 @kernel
-def _wait(d, window, now, head, after) -> None:  # type: ignore[no-untyped-def]  # pragma: no cover - compiled
+def _wait(d, window, now, head, after) -> None:
     """Put dataset d into the calendar until `window`; one beyond its end into its last slot."""
     slot = min(window, now + _SLOTS - 1) % _SLOTS
     after[d] = head[slot]
@@ -328,7 +328,7 @@ def _wait(d, window, now, head, after) -> None:  # type: ignore[no-untyped-def] 
 
 
 @kernel
-def _sort(  # type: ignore[no-untyped-def]  # pragma: no cover - compiled
+def _sort(
     i, threshold, weights, inverse, sizes, counts, due_weight, due_count, due_size, due_id, head, after, small
 ):  # fmt: skip
     """Sort every dataset into the due and the calendar; returns how many are due."""
@@ -352,7 +352,7 @@ def _sort(  # type: ignore[no-untyped-def]  # pragma: no cover - compiled
 
 
 @kernel
-def _turn(  # type: ignore[no-untyped-def]  # pragma: no cover - compiled
+def _turn(
     i, threshold, weights, inverse, sizes, counts, due_weight, due_count, due_size, due_id, due, head, after
 ):  # fmt: skip
     """At the start of a window: those that fell below the threshold wait, those whose slot it is

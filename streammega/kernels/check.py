@@ -8,7 +8,7 @@ from streammega.kernels.jit import kernel
 
 
 @kernel
-def id_range(ids):  # type: ignore[no-untyped-def]  # pragma: no cover - compiled
+def id_range(ids):
     """(least, greatest) of at least one id. Cost: one read, vectorised in the ids' own width."""
     low = ids[0]
     high = ids[0]
@@ -19,22 +19,22 @@ def id_range(ids):  # type: ignore[no-untyped-def]  # pragma: no cover - compile
 
 
 @kernel
-def wrong_ends(ids, first, ends, eod):  # type: ignore[no-untyped-def]  # pragma: no cover - compiled
+def wrong_ends(ids, first, ends, eod):
     """(how many, the first of) `ends` at which ids, that begin at token `first`, do not hold `eod`;
     (0, -1) if all do.
     """
     wrong = 0
-    at = -1
+    first_wrong = -1
     for k in range(len(ends)):
         if ids[ends[k] - first] != eod:
             if wrong == 0:
-                at = k
+                first_wrong = k
             wrong += 1
-    return wrong, at
+    return wrong, first_wrong
 
 
 @kernel
-def find_ids(ids, wanted, places):  # type: ignore[no-untyped-def]  # pragma: no cover - compiled
+def find_ids(ids, wanted, places):
     """Fill `places` with the positions of `wanted` in ids; returns how many."""
     count = 0
     for k in range(len(ids)):

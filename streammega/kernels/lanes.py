@@ -61,7 +61,7 @@ NODES = 5
 
 
 @kernel
-def keyed(key, purpose, a, b):  # type: ignore[no-untyped-def]  # pragma: no cover - compiled
+def keyed(key, purpose, a, b):
     """A 64-bit key for (key, purpose, a, b)."""
     state = mix_one(np.uint64(key) + np.uint64(purpose) * GOLDEN)
     state = mix_one(state + np.uint64(a) * GOLDEN + _ONE)
@@ -69,7 +69,7 @@ def keyed(key, purpose, a, b):  # type: ignore[no-untyped-def]  # pragma: no cov
 
 
 @numba.njit(inline="always")
-def _round(key, value, turn):  # type: ignore[no-untyped-def]  # pragma: no cover - compiled
+def _round(key, value, turn):
     """The round function of the Feistel walk: 64 bits of which the upper half is used."""
     bits = (key + np.uint64(turn) * _TURN_STEP) ^ (np.uint64(value) * GOLDEN)
     bits ^= bits >> _WORD
@@ -77,7 +77,7 @@ def _round(key, value, turn):  # type: ignore[no-untyped-def]  # pragma: no cove
 
 
 @numba.njit(inline="always")
-def below(bits, limit):  # type: ignore[no-untyped-def]  # pragma: no cover - compiled
+def below(bits, limit):
     """64 random bits scaled to [0, limit), for limits up to 2**62, by their upper halves."""
     if limit <= 0xFFFFFFFF:
         return np.int64(((bits >> _WORD) * np.uint64(limit)) >> _WORD)
@@ -85,7 +85,7 @@ def below(bits, limit):  # type: ignore[no-untyped-def]  # pragma: no cover - co
 
 
 @kernel
-def permute(value, size, key):  # type: ignore[no-untyped-def]  # pragma: no cover - compiled
+def permute(value, size, key):
     """The image of `value` under a keyed permutation of range(size): a Feistel walk on an almost
     square domain.
 
@@ -118,7 +118,7 @@ def permute(value, size, key):  # type: ignore[no-untyped-def]  # pragma: no cov
 
 
 @kernel
-def permute_back(value, size, key):  # type: ignore[no-untyped-def]  # pragma: no cover - compiled
+def permute_back(value, size, key):
     """The inverse of `permute`: the same turns, or swaps, backwards."""
     key = np.uint64(key)
     if size <= _SHUFFLED:
@@ -149,7 +149,7 @@ def permute_back(value, size, key):  # type: ignore[no-untyped-def]  # pragma: n
 
 
 @numba.njit(inline="always")
-def _lefts(draws, fraction, phase):  # type: ignore[no-untyped-def]  # pragma: no cover - compiled
+def _lefts(draws, fraction, phase):
     """floor(draws * fraction + phase), all of it exact; fraction and phase in 2**-44ths.
 
     In two halves of the fraction, as the product of both wholes would not fit 64 bits.
@@ -160,7 +160,7 @@ def _lefts(draws, fraction, phase):  # type: ignore[no-untyped-def]  # pragma: n
 
 
 @numba.njit(inline="always")
-def _phase(lane_key, node):  # type: ignore[no-untyped-def]  # pragma: no cover - compiled
+def _phase(lane_key, node):
     """Where the counting of a node starts, in 2**-44ths of a draw: another in every lane, so that
     lanes do not burst together.
     """
@@ -168,7 +168,7 @@ def _phase(lane_key, node):  # type: ignore[no-untyped-def]  # pragma: no cover 
 
 
 @kernel
-def choose(draw, lane, segment, fractions, num, key):  # type: ignore[no-untyped-def]  # pragma: no cover - compiled
+def choose(draw, lane, segment, fractions, num, key):
     """(dataset, how many draws it had before) of a lane's draw within a segment of the blend
     schedule; `num` datasets, fractions [nodes] of the segment.
 
@@ -195,7 +195,7 @@ def choose(draw, lane, segment, fractions, num, key):  # type: ignore[no-untyped
 
 
 @kernel
-def count_draws(draws, lanes, segment, fractions, num, key, counts):  # type: ignore[no-untyped-def]  # pragma: no cover
+def count_draws(draws, lanes, segment, fractions, num, key, counts):
     """Add to counts [lanes, datasets] what the first `draws` draws of each lane in a segment take
     from each dataset.
 
@@ -237,7 +237,7 @@ def count_draws(draws, lanes, segment, fractions, num, key, counts):  # type: ig
 
 
 @numba.njit(inline="always")
-def _draw_of(sample, lanes, key, rows, fractions, bases, num):  # type: ignore[no-untyped-def]  # pragma: no cover
+def _draw_of(sample, lanes, key, rows, fractions, bases, num):
     """(lane, dataset, which draw of the lane from that dataset) of a sample id."""
     lane = sample % lanes
     row = sample // lanes
@@ -252,7 +252,7 @@ def _draw_of(sample, lanes, key, rows, fractions, bases, num):  # type: ignore[n
 
 
 @kernel
-def run_bounds(run, lanes, group, num):  # type: ignore[no-untyped-def]  # pragma: no cover - compiled
+def run_bounds(run, lanes, group, num):
     """(start, length) of a run in the permuted dataset of `num` samples; `group` lanes share it.
 
     Lengths are what the lanes of the run draw from the first `num` samples of a lone dataset, so
@@ -265,7 +265,7 @@ def run_bounds(run, lanes, group, num):  # type: ignore[no-untyped-def]  # pragm
 
 
 @kernel
-def piece_of(place, start, length, rotation, slot_low, slot_high):  # type: ignore[no-untyped-def]  # pragma: no cover
+def piece_of(place, start, length, rotation, slot_low, slot_high):
     """[low, high) of the piece that holds a place: its block cut to its run, and where the run's
     rotation begins.
     """
@@ -280,7 +280,7 @@ def piece_of(place, start, length, rotation, slot_low, slot_high):  # type: igno
 
 
 @kernel
-def slot_of(place, num, block, blocks, short_slot):  # type: ignore[no-untyped-def]  # pragma: no cover - compiled
+def slot_of(place, num, block, blocks, short_slot):
     """(slot, its first place, the place after its last) of a place in the permuted blocks, one of
     which is short.
     """
@@ -297,7 +297,7 @@ def slot_of(place, num, block, blocks, short_slot):  # type: ignore[no-untyped-d
 
 
 @numba.njit(inline="always")
-def _short_slot(d, epoch, key, blocks, epoch_of, short_slots):  # type: ignore[no-untyped-def]  # pragma: no cover
+def _short_slot(d, epoch, key, blocks, epoch_of, short_slots):
     """Where the short block of dataset d lies among the permuted ones, computed once an epoch:
     epoch_of, short_slots [datasets] keep the epoch computed last, and its answer.
     """
@@ -308,7 +308,7 @@ def _short_slot(d, epoch, key, blocks, epoch_of, short_slots):  # type: ignore[n
 
 
 @numba.njit(inline="always")
-def _place_of(lane, d, draw, lanes, key, size, block, group, epoch_of, short_slots):  # type: ignore[no-untyped-def]  # pragma: no cover
+def _place_of(lane, d, draw, lanes, key, size, block, group, epoch_of, short_slots):
     """(epoch's key, epoch, sample of the dataset, first sample and samples of its piece, draws left
     of it with this one).
 
@@ -336,21 +336,21 @@ def _place_of(lane, d, draw, lanes, key, size, block, group, epoch_of, short_slo
 
 
 @numba.njit(inline="always")
-def _part_of(sample, d, firsts, before):  # type: ignore[no-untyped-def]  # pragma: no cover
+def _part_of(sample, d, firsts, before):
     """The part of dataset d that has a sample, among the parts of all datasets."""
     first = firsts[d]
     return np.searchsorted(before[first : firsts[d + 1]], sample, side="right") - 1 + first
 
 
 @numba.njit(inline="always")
-def _start_of(dataset_key, part, d, firsts, starts, slacks):  # type: ignore[no-untyped-def]  # pragma: no cover
+def _start_of(dataset_key, part, d, firsts, starts, slacks):
     """The token of the file at which the samples of a part begin in an epoch: another one each."""
     phase = below(keyed(dataset_key, PHASES, part - firsts[d], 0), slacks[part] + 1)
     return starts[part] + phase
 
 
 @kernel
-def locate_stream(  # type: ignore[no-untyped-def]  # pragma: no cover - compiled
+def locate_stream(
     samples, lanes, key, rows, fractions, bases, sizes, blocks_of, groups, firsts, files, starts, slacks, before,
     length, width, dataset, file, start, stop,
 ) -> None:  # fmt: skip
@@ -375,7 +375,7 @@ def locate_stream(  # type: ignore[no-untyped-def]  # pragma: no cover - compile
 
 
 @kernel
-def follow_pieces(  # type: ignore[no-untyped-def]  # pragma: no cover - compiled
+def follow_pieces(
     samples, lanes, key, rows, fractions, bases, sizes, blocks_of, groups, firsts, before,
     length, width, itemsizes, whole, local, open_piece, open_epoch, open_slot, open_left, free,
     slot, offset, new_dataset, new_epoch, new_first, new_count, new_uses, new_row,
@@ -432,7 +432,7 @@ def follow_pieces(  # type: ignore[no-untyped-def]  # pragma: no cover - compile
 
 
 @kernel
-def piece_runs(  # type: ignore[no-untyped-def]  # pragma: no cover - compiled
+def piece_runs(
     key, dataset, epoch, first, count, firsts, files, starts, slacks, before, ends, length, width, piece, file, start, stop
 ):  # fmt: skip
     """The runs of tokens that make up pieces: piece, file, start, stop of each; returns how many.

@@ -13,6 +13,12 @@ GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 
 Numbers that follow each other lie far apart as its multiples.
 """
+_FIRST_SHIFT = np.uint64(30)
+_FIRST_FACTOR = np.uint64(0xBF58476D1CE4E5B9)
+_SECOND_SHIFT = np.uint64(27)
+_SECOND_FACTOR = np.uint64(0x94D049BB133111EB)
+_LAST_SHIFT = np.uint64(31)
+"""The constants of SplitMix64's finaliser."""
 
 
 def mix(value: NDArray[np.uint64]) -> NDArray[np.uint64]:
@@ -23,9 +29,9 @@ def mix(value: NDArray[np.uint64]) -> NDArray[np.uint64]:
     number of SplitMix64 seeded with s is mix(s + n * GOLDEN). No place is written to, so that an
     array of the caller's stays what it is.
     """
-    value = (value ^ (value >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-    value = (value ^ (value >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    return value ^ (value >> np.uint64(31))
+    value = (value ^ (value >> _FIRST_SHIFT)) * _FIRST_FACTOR
+    value = (value ^ (value >> _SECOND_SHIFT)) * _SECOND_FACTOR
+    return value ^ (value >> _LAST_SHIFT)
 
 
 mix_one: Any = numba.njit(inline="always")(mix)

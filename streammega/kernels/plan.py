@@ -25,7 +25,7 @@ from streammega.kernels.jit import kernel
 
 
 @kernel
-def coalesce_rows(  # type: ignore[no-untyped-def]  # pragma: no cover - compiled
+def coalesce_rows(
     file, start, stop, by_place, gap, largest, request, request_start, request_stop, request_file
 ):
     """Requests that cover rows [start, stop) of files; returns how many. `by_place` [rows] sorts
@@ -49,7 +49,7 @@ def coalesce_rows(  # type: ignore[no-untyped-def]  # pragma: no cover - compile
 
 
 @kernel
-def gather_rows(  # type: ignore[no-untyped-def]  # pragma: no cover - compiled
+def gather_rows(
     like,
     dtype_number,
     dtype_of_file,
@@ -87,7 +87,7 @@ def gather_rows(  # type: ignore[no-untyped-def]  # pragma: no cover - compiled
 
 
 @kernel
-def gather_shifted(  # type: ignore[no-untyped-def]  # pragma: no cover - compiled
+def gather_shifted(
     like,
     dtype_number,
     dtype_of_file,
@@ -137,7 +137,7 @@ def gather_shifted(  # type: ignore[no-untyped-def]  # pragma: no cover - compil
 
 
 @kernel
-def copy_bytes(like, source, size, target) -> None:  # type: ignore[no-untyped-def]  # pragma: no cover - compiled
+def copy_bytes(like, source, size, target) -> None:
     """Copy size[i] bytes from address source[i] to address target[i], for each i.
 
     `like`: an empty uint8 array.
@@ -150,7 +150,7 @@ def copy_bytes(like, source, size, target) -> None:  # type: ignore[no-untyped-d
 
 
 @kernel
-def count_down(uses, slot, size, freed):  # type: ignore[no-untyped-def]  # pragma: no cover - compiled
+def count_down(uses, slot, size, freed):
     """Take one use off the slot of each row that has a size; slots without any left go to `freed`;
     returns how many.
 
@@ -167,7 +167,7 @@ def count_down(uses, slot, size, freed):  # type: ignore[no-untyped-def]  # prag
 
 
 @kernel
-def cached_rows(  # type: ignore[no-untyped-def]  # pragma: no cover - compiled
+def cached_rows(
     bytes_like,
     address_like,
     verified_at,

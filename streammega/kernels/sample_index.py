@@ -116,7 +116,7 @@ def _gather_chunk(
 
 
 @kernel
-def _gather(lengths, ids, start, sizes):  # type: ignore[no-untyped-def]  # pragma: no cover - compiled
+def _gather(lengths, ids, start, sizes):
     """sizes[i] = lengths[ids[start + i]]; returns their sum."""
     count = len(sizes)
     for i in range(count):
@@ -130,7 +130,7 @@ def _gather(lengths, ids, start, sizes):  # type: ignore[no-untyped-def]  # prag
 
 
 @kernel
-def _fill(rows, sizes, start, base, sequence_length, shift) -> None:  # type: ignore[no-untyped-def]  # pragma: no cover - compiled
+def _fill(rows, sizes, start, base, sequence_length, shift) -> None:
     """The rows whose token lies in the positions from `start` on, which have `sizes` and begin at
     token `base`.
 
@@ -154,9 +154,7 @@ def _fill(rows, sizes, start, base, sequence_length, shift) -> None:  # type: ig
 
 
 @kernel
-def sample_pieces(  # type: ignore[no-untyped-def]  # pragma: no cover - compiled
-    document_index, sample_index, lengths, rows, extra, width
-):
+def sample_pieces(document_index, sample_index, lengths, rows, extra, width):
     """For each row of the sample index its (sequence, start, stop) pieces; empty ones are left out.
 
     document_index [positions]: sequence ids; sample_index [rows + 1, 2]: as `build_sample_index`

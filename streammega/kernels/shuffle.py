@@ -7,6 +7,7 @@ memory before their turn.
 
 from __future__ import annotations
 
+import numba
 import numpy as np
 from numpy.typing import NDArray
 
@@ -14,8 +15,18 @@ from streammega.kernels.intrinsics import prefetch
 from streammega.kernels.jit import kernel
 
 _STATE_WORDS = 624
+"""Words of the Mersenne Twister's state, and of each of its outputs."""
+_FAR_WORD = 397
+"""Each word is made of itself, the next one, and the one so far behind."""
+_UPPER = np.uint32(0x80000000)
+_LOWER = np.uint32(0x7FFFFFFF)
+_MATRIX = np.uint32(0x9908B0DF)
+"""The constants of MT19937."""
 _AHEAD = 4096
+"""Targets drawn at a time: they stay in a core's own cache."""
 _PREFETCH = 96
+"""Swaps ahead of its use at which a target is asked of memory."""
+_LARGEST_WORD = 0xFFFFFFFF
 
 
 class LegacyShuffler:
@@ -36,24 +47,27 @@ class LegacyShuffler:
 
 
 @kernel
-def _refill(key, words) -> None:  # type: ignore[no-untyped-def]  # pragma: no cover - compiled
+def _refill(key, words) -> None:
     """The next 624 words of the Mersenne Twister: the state, and what it puts out."""
-    upper = np.uint32(0x80000000)
-    lower = np.uint32(0x7FFFFFFF)
-    matrix = np.uint32(0x9908B0DF)
-    for i in range(227):
-        y = (key[i] & upper) | (key[i + 1] & lower)
-        key[i] = key[i + 397] ^ (y >> np.uint32(1)) ^ (matrix * (y & np.uint32(1)))
-    for i in range(227, 623):
-        y = (key[i] & upper) | (key[i + 1] & lower)
-        key[i] = key[i - 227] ^ (y >> np.uint32(1)) ^ (matrix * (y & np.uint32(1)))
-    y = (key[623] & upper) | (key[0] & lower)
-    key[623] = key[396] ^ (y >> np.uint32(1)) ^ (matrix * (y & np.uint32(1)))
+    kept = _STATE_WORDS - _FAR_WORD
+    for i in range(kept):
+        _twist(key, i, i + 1, i + _FAR_WORD)
+    for i in range(kept, _STATE_WORDS - 1):
+        _twist(key, i, i + 1, i - kept)
+    _twist(key, _STATE_WORDS - 1, 0, _FAR_WORD - 1)
     _temper(key, words)
 
 
+@numba.njit(inline="always")
+def _twist(key, i, following, far) -> None:
+    """Make word i of the state anew."""
+    y = (key[i] & _UPPER) | (key[following] & _LOWER)
+    key[i] = key[far] ^ (y >> np.uint32(1)) ^ (_MATRIX * (y & np.uint32(1)))
+
+
 @kernel
-def _temper(key, words) -> None:  # type: ignore[no-untyped-def]  # pragma: no cover - compiled
+def _temper(key, words) -> None:
+    """What the state puts out: its words, their bits mixed."""
     for i in range(_STATE_WORDS):
         y = key[i]
         y ^= y >> np.uint32(11)
@@ -63,7 +77,7 @@ def _temper(key, words) -> None:  # type: ignore[no-untyped-def]  # pragma: no c
 
 
 @kernel
-def _shuffle(values, key, position) -> None:  # type: ignore[no-untyped-def]  # pragma: no cover - compiled
+def _shuffle(values, key, position) -> None:
     """Fisher-Yates from the end; element i swaps with a uniform draw from [0, i] by mask and
     rejection.
     """
@@ -72,7 +86,7 @@ def _shuffle(values, key, position) -> None:  # type: ignore[no-untyped-def]  # 
     wide = np.empty(1, np.int64)
     _temper(key, words)
     i = np.int64(len(values) - 1)
-    while i > 0xFFFFFFFF:
+    while i > _LARGEST_WORD:  # numpy draws two words for each of these
         _draw_wide(i, key, words, position, wide)
         kept = values[wide[0]]
         values[wide[0]] = values[i]
@@ -90,23 +104,23 @@ def _shuffle(values, key, position) -> None:  # type: ignore[no-untyped-def]  # 
 
 
 @kernel
-def _draw(i, targets, key, words, position):  # type: ignore[no-untyped-def]  # pragma: no cover - compiled
+def _draw(i, targets, key, words, position):
     """Targets for elements i, i - 1, ... that share a mask; returns how many (at most about
     _AHEAD).
     """
     mask = np.uint32(i)
     for shift in (1, 2, 4, 8, 16):
         mask |= mask >> np.uint32(shift)
-    # below that, one bit less is drawn
+    # elements up to half the mask share a smaller one
     most = min(np.int64(_AHEAD), i - np.int64(mask >> np.uint32(1)))
     count = np.int64(0)
     while count < most:
         if position[0] == _STATE_WORDS:
             _refill(key, words)
             position[0] = 0
-        at = position[0]
-        stop = min(np.int64(_STATE_WORDS), at + most - count)
-        for w in range(at, stop):  # without a branch: a rejected draw is overwritten by the next
+        first = position[0]
+        stop = min(np.int64(_STATE_WORDS), first + most - count)
+        for w in range(first, stop):  # without a branch: a rejected draw is overwritten by the next
             target = words[w] & mask
             targets[count] = target
             count += np.int64(np.int64(target) <= i - count)
@@ -115,7 +129,7 @@ def _draw(i, targets, key, words, position):  # type: ignore[no-untyped-def]  # 
 
 
 @kernel
-def _draw_wide(i, key, words, position, out) -> None:  # type: ignore[no-untyped-def]  # pragma: no cover - compiled
+def _draw_wide(i, key, words, position, out) -> None:
     """One target for an element past 2**32: two words, the first one high."""
     mask = np.uint64(i)
     for shift in (1, 2, 4, 8, 16, 32):
