@@ -133,7 +133,7 @@ def _outputs(
 def _take_turns(datasets: int, dataset: NDArray[np.int16], sample: NDArray[np.int64]) -> None:
     """Datasets of the same weight and size: one after the other, from the first on."""
     total = len(dataset)
-    # a stretch at a time: what numpy makes on the way is int64, and would be larger than the outputs
+    # a stretch at a time: what numpy makes on the way is int64, more than the outputs are
     for first in range(0, total, _WORTH_GUESSING):
         stop = min(first + _WORTH_GUESSING, total)
         sample[first:stop], dataset[first:stop] = np.divmod(np.arange(first, stop), datasets)
@@ -200,14 +200,16 @@ def _blend(weights, sizes, origin, dataset, sample, counts):
             if not small:
                 threshold = min(lowest[0], _best(i, weights, counts, sizes)) - margin
             due = _sort(
-                i, threshold, weights, inverse, sizes, counts, due_weight, due_count, due_size, due_id, head, after, small
+                i, threshold, weights, inverse, sizes, counts,
+                due_weight, due_count, due_size, due_id, head, after, small
             )  # fmt: skip
             check = i + period
             lowest[0] = np.inf
         stop = total if small else min(total, (i // _WINDOW + 1) * _WINDOW)
         padded = (due + _REGISTER - 1) // _REGISTER * _REGISTER
         i = _choose(
-            i, stop, origin, due_weight, due_count, due_id, due_size, hits, padded, threshold, lowest, dataset, sample
+            i, stop, origin, due_weight, due_count, due_id, due_size,
+            hits, padded, threshold, lowest, dataset, sample
         )  # fmt: skip
         sort = False
         if i < stop:  # the best lies under the threshold: one that waits may be better
@@ -216,7 +218,8 @@ def _blend(weights, sizes, origin, dataset, sample, counts):
             lowest[0] = np.inf
         elif i < total:
             due = _turn(
-                i, threshold, weights, inverse, sizes, counts, due_weight, due_count, due_size, due_id, due, head, after
+                i, threshold, weights, inverse, sizes, counts,
+                due_weight, due_count, due_size, due_id, due, head, after
             )  # fmt: skip
             if i >= check:  # a higher threshold, if the last period would have allowed it
                 margin = max(margin * _NARROWER, _NARROWEST)
@@ -228,7 +231,8 @@ def _blend(weights, sizes, origin, dataset, sample, counts):
 
 @kernel
 def _choose(
-    first, stop, origin, due_weight, due_count, due_id, due_size, hits, padded, threshold, lowest, dataset, sample
+    first, stop, origin, due_weight, due_count, due_id, due_size,
+    hits, padded, threshold, lowest, dataset, sample
 ):  # fmt: skip
     """Choose samples [first, stop) among the due; returns the first whose best error is under the
     threshold, or stop.
@@ -329,7 +333,8 @@ def _wait(d, window, now, head, after) -> None:
 
 @kernel
 def _sort(
-    i, threshold, weights, inverse, sizes, counts, due_weight, due_count, due_size, due_id, head, after, small
+    i, threshold, weights, inverse, sizes, counts,
+    due_weight, due_count, due_size, due_id, head, after, small
 ):  # fmt: skip
     """Sort every dataset into the due and the calendar; returns how many are due."""
     now = i // _WINDOW
@@ -353,7 +358,8 @@ def _sort(
 
 @kernel
 def _turn(
-    i, threshold, weights, inverse, sizes, counts, due_weight, due_count, due_size, due_id, due, head, after
+    i, threshold, weights, inverse, sizes, counts,
+    due_weight, due_count, due_size, due_id, due, head, after
 ):  # fmt: skip
     """At the start of a window: those that fell below the threshold wait, those whose slot it is
     are due. Returns how many are.

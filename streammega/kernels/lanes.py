@@ -351,10 +351,10 @@ def _start_of(dataset_key, part, d, firsts, starts, slacks):
 
 @kernel
 def locate_stream(
-    samples, lanes, key, rows, fractions, bases, sizes, blocks_of, groups, firsts, files, starts, slacks, before,
-    length, width, dataset, file, start, stop,
+    samples, lanes, key, rows, fractions, bases, sizes, blocks_of, groups,
+    firsts, files, starts, slacks, before, length, width, dataset, file, start, stop,
 ) -> None:  # fmt: skip
-    """Fill dataset, file, start and stop (in tokens) of each sample id: samples [n]; outputs [n]."""
+    """Fill dataset, file, start and stop (in tokens) [n] of sample ids: samples [n]."""
     num = len(sizes)
     epoch_of = np.full(num, -1, np.int64)
     short_slots = np.zeros(num, np.int64)
@@ -433,7 +433,8 @@ def follow_pieces(
 
 @kernel
 def piece_runs(
-    key, dataset, epoch, first, count, firsts, files, starts, slacks, before, ends, length, width, piece, file, start, stop
+    key, dataset, epoch, first, count, firsts, files, starts, slacks, before, ends, length, width,
+    piece, file, start, stop,
 ):  # fmt: skip
     """The runs of tokens that make up pieces: piece, file, start, stop of each; returns how many.
     In the order of their offsets.

@@ -185,7 +185,8 @@ class StreamingDataset(torch.utils.data.IterableDataset[Batch]):
     ) -> Generator[Batch, None, None]:
         if share.start and share.start == steps.num_samples and share.is_first_batch:
             log.warning(
-                "%s: the position that was set, sample %d, is the end of the data, so this iteration gives nothing; the next "
+                "%s: the position that was set, sample %d, is the end of the data, "
+                "so this iteration gives nothing; the next "
                 "begins at the first sample",
                 self.split,
                 share.start,
@@ -230,10 +231,13 @@ class StreamingDataset(torch.utils.data.IterableDataset[Batch]):
         """
         if self.dp_size > 1:
             raise ConfigError(
-                f"this dataset reads the part of data-parallel rank {self.dp_rank} of {self.dp_size} alone, but accelerate "
-                f"prepared its DataLoader and would deal that part out to all ranks: the others' samples would never be seen. "
+                f"this dataset reads the part of data-parallel rank {self.dp_rank} of "
+                f"{self.dp_size} alone, but accelerate "
+                "prepared its DataLoader and would deal that part out to all ranks: "
+                "the others' samples would never be seen. "
                 f"Iterate a StreamLoader(dp_rank=, dp_size=) that is not prepared, with "
-                f"accelerator.register_for_checkpointing(loader), or give the dataset neither dp_rank nor dp_size"
+                "accelerator.register_for_checkpointing(loader), "
+                "or give the dataset neither dp_rank nor dp_size"
             )
 
     def seek(self, consumed_samples: int) -> None:
@@ -267,8 +271,10 @@ class StreamingDataset(torch.utils.data.IterableDataset[Batch]):
             return steps.state(steps.after(start, num_batches))
         if self._places.by_workers:
             raise StateError(
-                "worker processes read ahead of what the DataLoader handed out, so the position is not known here; pass "
-                "state_dict(num_batches=<micro-batches taken from this iteration>), save the state of torchdata's "
+                "worker processes read ahead of what the DataLoader handed out, "
+                "so the position is not known here; pass "
+                "state_dict(num_batches=<micro-batches taken from this iteration>), "
+                "save the state of torchdata's "
                 "StatefulDataLoader, or use StreamLoader, which needs no workers"
             )
         return self.state_at(self._consumed)
@@ -290,15 +296,18 @@ class StreamingDataset(torch.utils.data.IterableDataset[Batch]):
         size = steps.schedule.size_at(saved.consumed)
         if saved.offset >= size:
             raise StateError(
-                f"the state stops {saved.offset} samples into a global batch, which now has {size}; "
-                f"resume with the former global_batch_size, or from a state saved between global batches"
+                f"the state stops {saved.offset} samples into a global batch, "
+                f"which now has {size}; "
+                "resume with the former global_batch_size, or from a state saved between global "
+                "batches"
             )
         steps.check_position(saved.consumed)
         if share is not None:
             share = replace(share, start=saved.consumed, origin=steps.schedule.origin)
             if _reached(share, steps) != reached:
                 raise StateError(
-                    "skip_samples or num_samples changed within what this worker's state counts; restore them"
+                    "skip_samples or num_samples changed within what this worker's state counts; "
+                    "restore them"
                 )
         self._put(saved.consumed, steps, share)
 

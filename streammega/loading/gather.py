@@ -147,8 +147,9 @@ class Gatherer:
         reading = self._reading
         for dtype, number in reading.dtype_numbers.items():
             fit = kernel(
-                np.empty(0, dtype), number, reading.dtype_of_file, reading.planner.slots.addresses, span.slot, span.offset,
-                span.size, span.file, span.column, slab.row_splits, *out, valid,
+                np.empty(0, dtype), number, reading.dtype_of_file, reading.planner.slots.addresses,
+                span.slot, span.offset, span.size, span.file, span.column, slab.row_splits,
+                *out, valid,
             )  # fmt: skip
             if not fit:
                 raise AssertionError("rows of a sample exceed its width")

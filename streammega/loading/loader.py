@@ -109,7 +109,8 @@ class StreamLoader:
         )
         if cp_size > 1 and not ids_only:
             raise ConfigError(
-                "parts of samples are read as ids: give ids_only=True with cp_rank and cp_size, or use get_batch"
+                "parts of samples are read as ids: give ids_only=True with cp_rank and cp_size, "
+                "or use get_batch"
             )
         self.ids_only = ids_only
         self.evaluation = split != "train" if evaluation is None else evaluation
@@ -266,7 +267,8 @@ class StreamLoader:
             return
         if untouched and dataset.consumed_samples:
             log.warning(
-                "%s: the position that was set, sample %d, is the end of the data; iterating begins another pass",
+                "%s: the position that was set, sample %d, is the end of the data; "
+                "iterating begins another pass",
                 dataset.split,
                 dataset.consumed_samples,
             )
@@ -297,7 +299,8 @@ def _batches(
         for consumed, batch in engine:
             if dataset.generation != generation:
                 raise StateError(
-                    "the dataset was put elsewhere under its loader; use seek and load_state_dict of the loader"
+                    "the dataset was put elsewhere under its loader; "
+                    "use seek and load_state_dict of the loader"
                 )
             dataset.advance(consumed)
             yield batch
@@ -325,7 +328,8 @@ def _data_parallel(
     if mesh is None:
         if (dp_rank is None) != (dp_size is None):
             raise ConfigError(
-                "dp_rank and dp_size go together: give both, or a mesh, or neither for a single rank"
+                "dp_rank and dp_size go together: give both, or a mesh, "
+                "or neither for a single rank"
             )
         return (0, 1) if dp_rank is None or dp_size is None else (dp_rank, dp_size)
     if dp_rank is not None or dp_size is not None:

@@ -141,7 +141,8 @@ class Places:
         # put elsewhere meanwhile, other workers have begun there.
         if worker is not None and is_first_here and generation != self._put_here:
             raise StateError(
-                "the dataset was given another position while the workers of a DataLoader started; iterate it again"
+                "the dataset was given another position while the workers of a DataLoader started; "
+                "iterate it again"
             )
         base = self._get(BASE)
         lanes = self._get(LANES)
@@ -149,7 +150,8 @@ class Places:
         # read once more after the others, as `put` writes it after the others
         if generation != self.generation:
             raise StateError(
-                "the dataset was given another position while an iteration of it began; iterate it again"
+                "the dataset was given another position while an iteration of it began; "
+                "iterate it again"
             )
         start = base if self._takes_base(worker, generation) else 0
         self._numbers[START] = start
@@ -180,7 +182,8 @@ class Places:
         """Raise StateError if the dataset was moved since an iteration began."""
         if self.generation != begun.generation:
             raise StateError(
-                "the dataset was given another position, by seek or load_state_dict, after this iteration began; "
+                "the dataset was given another position, by seek or load_state_dict, "
+                "after this iteration began; "
                 "batches of both places would be mixed: begin another iteration"
             )
 

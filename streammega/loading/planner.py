@@ -141,7 +141,8 @@ class Planner:
         row = outside[0]
         number = int(file[row])
         raise ShortReadError(
-            f"{self.files.names[number]}: tokens up to {int(extents.stop[row])} were asked for, the file has "
+            f"{self.files.names[number]}: tokens up to {int(extents.stop[row])} were asked for, "
+            "the file has "
             f"{int(num_tokens[number])}; does its .idx belong to it?"
         )
 
@@ -215,8 +216,9 @@ class Planner:
         if not files.verified_at.any():
             return 0
         served: int = cached_rows(
-            _LIKE_BYTES, _LIKE_ADDRESSES, files.verified_at, files.mapped_at, rows.file, rows.start, rows.stop,
-            files.page_bytes, files.chunk_bytes, self.slots.zero, rows.slot, rows.offset,
+            _LIKE_BYTES, _LIKE_ADDRESSES, files.verified_at, files.mapped_at,
+            rows.file, rows.start, rows.stop, files.page_bytes, files.chunk_bytes,
+            self.slots.zero, rows.slot, rows.offset,
         )  # fmt: skip
         return served
 

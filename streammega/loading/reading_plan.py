@@ -139,7 +139,8 @@ def plan_reading(
     held_of_batch = _held(batch_bytes)
     if held_of_batch > budget:
         raise ConfigError(
-            f"memory_bytes {budget:,} of this reader cannot hold one micro-batch; it needs at least {held_of_batch * workers:,} "
+            f"memory_bytes {budget:,} of this reader cannot hold one micro-batch; "
+            f"it needs at least {held_of_batch * workers:,} "
             f"({steps.micro_batch_size} samples of {sample_tokens} tokens, {workers} readers)"
         )
     slab_samples = slab_batches * steps.micro_batch_size

@@ -61,23 +61,28 @@ def read_share(state: Mapping[str, Any], step_samples: int) -> Share | None:
         if type(value) is not int or value < 0:
             values = [state.get(key) for key in KEYS]
             raise StateError(
-                f"{', '.join(KEYS)} of a DataLoader worker's state are counts, not {values}; the checkpoint is damaged"
+                f"{', '.join(KEYS)} of a DataLoader worker's state are counts, not {values}; "
+                "the checkpoint is damaged"
             )
         counts.append(value)
     worker, workers, batches, step, reached = counts
     here = torch.utils.data.get_worker_info()
     if here is None:
         raise StateError(
-            f"this is the state of DataLoader worker {worker} of {workers}; load it through the StatefulDataLoader that made it"
+            f"this is the state of DataLoader worker {worker} of {workers}; "
+            "load it through the StatefulDataLoader that made it"
         )
     if (here.id, here.num_workers) != (worker, workers):
         raise StateError(
-            f"the state is that of DataLoader worker {worker} of {workers}, this is worker {here.id} of {here.num_workers}; "
+            f"the state is that of DataLoader worker {worker} of {workers}, "
+            f"this is worker {here.id} of {here.num_workers}; "
             f"resume with num_workers={workers}, or use StreamLoader, whose state knows no workers"
         )
     if step != step_samples:
         raise StateError(
-            f"the state of a DataLoader worker counts micro-steps of {step} samples, this run's have {step_samples}; resume "
-            f"with the former micro_batch_size and dp_size, or use StreamLoader, whose state counts samples"
+            f"the state of a DataLoader worker counts micro-steps of {step} samples, "
+            f"this run's have {step_samples}; resume "
+            "with the former micro_batch_size and dp_size, or use StreamLoader, "
+            "whose state counts samples"
         )
     return Share(worker=worker, workers=workers, batches=batches, reached=reached)

@@ -2,16 +2,16 @@
 
 A *slot* is the number under which kernels find the bytes of a holding. It goes one way:
 
-    | state    | by         | when                                                                       |
-    |----------|------------|----------------------------------------------------------------------------|
-    | free     |            | nothing refers to it                                                       |
-    | taken    | `take`     | the planner numbers a holding                                              |
-    | expected | `expect`   | it is known how many rows the holding serves (`uses`)                      |
-    | held     | `hold`     | its reads go to the fetcher                                                |
-    | filled   | `fill`     | its bytes are there, and kernels may follow `addresses`                    |
-    | free     | `serve`    | the last of its rows was gathered                                          |
-    | free     | `cancel`   | the rows that are left will not come, and those planned were gathered      |
-    | free     | `put_back` | it was taken, and not needed after all                                     |
+    | state    | by         | when                                                            |
+    |----------|------------|-----------------------------------------------------------------|
+    | free     |            | nothing refers to it                                            |
+    | taken    | `take`     | the planner numbers a holding                                   |
+    | expected | `expect`   | it is known how many rows the holding serves (`uses`)           |
+    | held     | `hold`     | its reads go to the fetcher                                     |
+    | filled   | `fill`     | its bytes are there: kernels may follow `addresses`             |
+    | free     | `serve`    | the last of its rows was gathered                               |
+    | free     | `cancel`   | its other rows will not come, and those planned were gathered   |
+    | free     | `put_back` | it was taken, and not needed after all                          |
 
 Everything here runs in the thread that plans and gathers, so there is no lock.
 """

@@ -109,7 +109,7 @@ class PlannedSlab:
         return slice(self.span.row_splits[self.first], self.span.row_splits[self.last])
 
     def one_by_one(self) -> Iterator[PlannedSlab]:
-        """Its micro-batches as slabs of one, each with the holdings that it is the first to need."""
+        """Its micro-batches as slabs of one, each with the holdings that no other before needs."""
         span = self.span
         first_row_of_slot: dict[int, int] = {}
         for row in range(self.rows.start, self.rows.stop):

@@ -10,6 +10,7 @@ import time
 from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 from streammega.config import StorageConfig
 from streammega.errors import StorageError
@@ -65,7 +66,7 @@ class Stager:
             if part is None:
                 return
             try:
-                self._policy.call(lambda: self._stage(part), self._closed)  # noqa: B023 - called at once
+                self._policy.call(partial(self._stage, part), self._closed)
             except Stopped:
                 return
             except StorageError as error:

@@ -144,8 +144,10 @@ class Stats:
         p99 = 1e3 * now["wait_p99"]
         return (
             f"{rate:.0f} MB/s, {now['requests']} requests "
-            f"({now['retries']} retries, {now['hedges']} hedges), amplification {now['amplification']:.3f}, cache "
-            f"{megabytes['cache_hit_bytes']:.0f} MB, holding {megabytes['held_bytes']:.0f} MB, waited p50 "
+            f"({now['retries']} retries, {now['hedges']} hedges), "
+            f"amplification {now['amplification']:.3f}, cache "
+            f"{megabytes['cache_hit_bytes']:.0f} MB, holding {megabytes['held_bytes']:.0f} MB, "
+            "waited p50 "
             f"{p50:.1f} / p99 {p99:.1f} ms, stalled {100 * now['stall_share']:.2f} %"
         )
 

@@ -59,7 +59,8 @@ class MicroSteps:
                 )
         if self.num_samples == 0:
             raise ConfigError(
-                f"{self.split} holds {self.samples.num_samples} samples, less than one global batch of {schedule.final}; lower "
+                f"{self.split} holds {self.samples.num_samples} samples, "
+                f"less than one global batch of {schedule.final}; lower "
                 f"global_batch_size or ask for more samples"
             )
 
@@ -124,7 +125,8 @@ class MicroSteps:
             last = next(self.positions(start, num_batches - 1), None)
         if last is None:
             raise StateError(
-                f"there are no {num_batches} micro-batches from sample {start} on; count those of one iteration alone"
+                f"there are no {num_batches} micro-batches from sample {start} on; "
+                "count those of one iteration alone"
             )
         return last + self.step_samples
 

@@ -197,14 +197,16 @@ def _check_blend(
     for dataset in datasets:
         if not isinstance(dataset, GPTDataset):
             raise ConfigError(
-                f"a blend is made of GPT datasets, not of {type(dataset).__name__}: blends of blends have no order"
+                f"a blend is made of GPT datasets, not of {type(dataset).__name__}: "
+                "blends of blends have no order"
             )
     if size is not None:
         return
     lengths = [len(dataset) for dataset in datasets]
     if [int(weight) for weight in weights] != lengths:
         raise ConfigError(
-            "a blend without a size takes every sample once: its weights are the lengths of its datasets"
+            "a blend without a size takes every sample once: its weights are the lengths of its "
+            "datasets"
         )
 
 

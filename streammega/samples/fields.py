@@ -113,7 +113,8 @@ def loss_mask(
     targets = _matrix(labels, "labels")
     if inputs.shape != targets.shape:
         raise ConfigError(
-            f"tokens are {list(inputs.shape)}, labels {list(targets.shape)}; a loss mask needs one label a token"
+            f"tokens are {list(inputs.shape)}, labels {list(targets.shape)}; "
+            "a loss mask needs one label a token"
         )
     mask = new_memory(inputs.shape, torch.float32)
     make_mask(inputs, targets, pad_id, _or_none(eod_id), eod_id is not None, mask.numpy())
@@ -315,7 +316,8 @@ def _check_vocabulary(low: int, high: int, vocab_size: int) -> None:
     if high >= vocab_size or low < 0:
         bad = high if high >= vocab_size else low
         raise FormatError(
-            f"token id {bad} is outside of the vocabulary of {vocab_size}; was the data made with another tokenizer? compare "
+            f"token id {bad} is outside of the vocabulary of {vocab_size}; "
+            "was the data made with another tokenizer? compare "
             f"it with 'streammega describe', and set vocab_size to what the tokenizer has"
         )
 
@@ -347,7 +349,8 @@ def _check_int64(stored: NDArray[Any]) -> None:
     """Raise FormatError for an id that no int64 is."""
     if stored.dtype == np.uint64 and (stored >> np.uint64(63)).any():
         raise FormatError(
-            f"token id {stored.max()} is no int64, which tokens are; are these bytes the ids that they are taken for?"
+            f"token id {stored.max()} is no int64, which tokens are; "
+            "are these bytes the ids that they are taken for?"
         )
 
 
@@ -355,7 +358,8 @@ def _array(values: IdsLike, name: str) -> NDArray[Any]:
     if isinstance(values, Tensor):
         if values.device.type != "cpu":
             raise ConfigError(
-                f"{name} are on {values.device}; move them to the CPU, or use batch_fields, which works on any device"
+                f"{name} are on {values.device}; move them to the CPU, or use batch_fields, "
+                "which works on any device"
             )
         values = values.detach().numpy()
     return np.asarray(values)
@@ -366,7 +370,8 @@ def _matrix(values: IdsLike, name: str) -> Ids:
     array = _array(values, name)
     if array.dtype.kind not in "iu" or array.ndim != 2:
         raise ConfigError(
-            f"{name} are {array.dtype} {list(array.shape)}; they must be integers of the shape [samples, S]"
+            f"{name} are {array.dtype} {list(array.shape)}; they must be integers of the shape "
+            "[samples, S]"
         )
     return np.ascontiguousarray(array, np.int64)
 
@@ -374,7 +379,8 @@ def _matrix(values: IdsLike, name: str) -> Ids:
 def _check_ids(integers: bool, dtype: str, shape: tuple[int, ...], length: int) -> None:
     if not integers or len(shape) != 2 or shape[1] not in (length, length + 1):
         raise ConfigError(
-            f"ids are {dtype} {list(shape)}; they must be integers of the shape [samples, {length + 1}] (sequence_length and the "
+            f"ids are {dtype} {list(shape)}; they must be integers of the shape [samples, "
+            f"{length + 1}] (sequence_length and the "
             f"token after it), or [samples, {length}] where the last token has no label"
         )
 
@@ -383,10 +389,12 @@ def _valid_counts(counts: NDArray[Any], shape: tuple[int, ...]) -> NDArray[np.in
     """How many ids each row of ids of this shape has, int64 [samples]."""
     if counts.dtype.kind not in "iu" or counts.shape != shape[:1]:
         raise ConfigError(
-            f"valid is {counts.dtype} {list(counts.shape)}; it must be integers of the shape [{shape[0]}], one a row"
+            f"valid is {counts.dtype} {list(counts.shape)}; it must be integers of the shape "
+            f"[{shape[0]}], one a row"
         )
     if len(counts) and (counts.min() < 0 or counts.max() > shape[1]):
         raise ConfigError(
-            f"valid counts lie between {counts.min()} and {counts.max()}; rows have 0 to {shape[1]} ids"
+            f"valid counts lie between {counts.min()} and {counts.max()}; "
+            f"rows have 0 to {shape[1]} ids"
         )
     return np.ascontiguousarray(counts, np.int64)

@@ -60,7 +60,8 @@ def check_numbering(name: str, sequences: int) -> None:
     """Raise ConfigError if a dataset has more sequences than Megatron's int32 can number."""
     if sequences > INT32_MAX:
         raise ConfigError(
-            f"{name}: has {sequences:,} sequences, and the Megatron order numbers them by 32 bits ({INT32_MAX:,} at most); use "
+            f"{name}: has {sequences:,} sequences, and the Megatron order numbers them by 32 bits "
+            f"({INT32_MAX:,} at most); use "
             f"order='stream', or a blend of parts of the dataset"
         )
 
@@ -147,7 +148,8 @@ class GPTDataset(torch.utils.data.Dataset[Batch]):
             number += len(self)
         if not 0 <= number < len(self):
             raise IndexError(
-                f"sample {index} of {len(self)} in {redact_urls(self.indexed.prefix)} ({self.split})"
+                f"sample {index} of {len(self)} in {redact_urls(self.indexed.prefix)} "
+                f"({self.split})"
             )
         batch = sample_fields(self, np.array([number], np.int64))
         fields = {name: field[0] for name, field in batch.items()}

@@ -52,7 +52,8 @@ class StreamSource:
         self.split = split
         if config.lanes is not None and config.lanes % global_batch_size:
             raise ConfigError(
-                f"lanes {config.lanes} is not a multiple of global_batch_size {global_batch_size}; change one of them"
+                f"lanes {config.lanes} is not a multiple of global_batch_size {global_batch_size}; "
+                "change one of them"
             )
         blend = split_blend(config, split)
         if blend is None:
@@ -230,7 +231,8 @@ def _warn_of_short(name: str, parts: Sequence[FilePart], shards: int, config: Da
     ]
     if short:
         log.warning(
-            "%s: %d of its %d shards have fewer than the %d tokens of a sample; their %d tokens are never read in the "
+            "%s: %d of its %d shards have fewer than the %d tokens of a sample; "
+            "their %d tokens are never read in the "
             "stream order (merge the shards with 'streammega convert', or lower sequence_length)",
             redact_urls(name),
             len(short),

@@ -45,7 +45,8 @@ class MegatronBatchSampler(torch.utils.data.Sampler[list[int]]):
         fewest_samples = 1 if keeps_tail else micro_batch_size * dp_size
         if total_samples < fewest_samples:
             raise ConfigError(
-                f"{total_samples} samples are less than one micro-batch of {micro_batch_size} on {dp_size} ranks"
+                f"{total_samples} samples are less than one micro-batch of {micro_batch_size} on "
+                f"{dp_size} ranks"
             )
         if kind == "single" and not 0 <= consumed_samples < total_samples:
             raise StateError(
@@ -85,7 +86,8 @@ class MegatronBatchSampler(torch.utils.data.Sampler[list[int]]):
         epoch, offset = divmod(self.consumed_samples, samples_of_epoch)
         if offset % step:
             raise StateError(
-                f"{offset} samples into an epoch is inside a micro-batch of {size} on {self.dp_size} ranks"
+                f"{offset} samples into an epoch is inside a micro-batch of {size} on "
+                f"{self.dp_size} ranks"
             )
         generator = torch.Generator()
         generator.manual_seed(epoch)

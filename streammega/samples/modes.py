@@ -49,7 +49,8 @@ class TokenModes:
         if (offsets[1:] < offsets[:-1]).any():
             name = self.index.prefix
             raise FormatError(
-                f"{name}: its sequences lie in no order, so tokens have no mode; convert it, or set loss_from_modes=False"
+                f"{name}: its sequences lie in no order, so tokens have no mode; convert it, "
+                "or set loss_from_modes=False"
             )
         for array in (offsets, modes):
             # one kind of argument for the kernel, whether mapped or joined in memory
@@ -96,7 +97,8 @@ def _table(
         return None
     if not multimodal:
         raise ConfigError(
-            f"{redact_urls(name)}: has no modes to make a loss mask of (loss_from_modes); convert it with --chat, or by KEY:MODE"
+            f"{redact_urls(name)}: has no modes to make a loss mask of (loss_from_modes); "
+            "convert it with --chat, or by KEY:MODE"
         )
     modes = np.arange(LEAST_MODE, LEAST_MODE + MODES)
     return modes != NOT_LEARNED if named is None else np.isin(modes, named)

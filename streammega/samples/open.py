@@ -24,17 +24,20 @@ def open_source(config: DataConfig, split: str, global_batch_size: int) -> Sampl
     takes_everything = split == "valid" and config.full_validation
     if config.order == "megatron" and asked is None and not takes_everything:
         raise ConfigError(
-            "the Megatron order depends on how many samples are asked: set num_samples=(train, valid, test), for instance "
+            "the Megatron order depends on how many samples are asked: set num_samples=(train, "
+            "valid, test), for instance "
             "(train_iters * global_batch_size, 0, 0)"
         )
     source = build_split(config, split, asked)
     if isinstance(source, list):
         raise ConfigError(
-            "multiple_validation_sets makes several datasets: open each by a config of its own, or build_datasets"
+            "multiple_validation_sets makes several datasets: open each by a config of its own, "
+            "or build_datasets"
         )
     if source is None:
         raise ConfigError(
-            f"split {config.split!r} with num_samples {config.num_samples} leaves nothing for {split}"
+            f"split {config.split!r} with num_samples {config.num_samples} leaves nothing for "
+            f"{split}"
         )
     return source
 

@@ -72,6 +72,7 @@ def clear_by_modes(files: Sequence[TokenFile], runs: Runs, out: NDArray[Any]) ->
         of_file = np.flatnonzero(runs.file == number)
         offsets, modes = file.modes.arrays
         clear_unlearned(
-            offsets, modes, file.modes.learned, file.dtype.itemsize, runs.start[of_file], runs.size[of_file],
-            runs.sample[of_file], runs.column[of_file], out,
+            offsets, modes, file.modes.learned, file.dtype.itemsize,
+            runs.start[of_file], runs.size[of_file], runs.sample[of_file], runs.column[of_file],
+            out,
         )  # fmt: skip

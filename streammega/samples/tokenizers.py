@@ -25,6 +25,8 @@ def check_tokenizers(found: Iterable[tuple[str, set[TokenizerLabel]]], config: D
         two = itertools.islice(by_digest.values(), 2)
         (first, its), (other, others) = two
         raise ConfigError(
-            f"{redact_urls(first)} is of tokenizer {its}, {redact_urls(other)} of {others}: their ids mean different things; "
-            f"convert the text of one with the other's tokenizer, or set mix_tokenizers if you know that they agree"
+            f"{redact_urls(first)} is of tokenizer {its}, {redact_urls(other)} of {others}: "
+            "their ids mean different things; "
+            "convert the text of one with the other's tokenizer, "
+            "or set mix_tokenizers if you know that they agree"
         )
