@@ -232,16 +232,19 @@ class Engine:
 
     def _gather(self, slab: PlannedSlab) -> Slab:
         """Wait for the bytes of a slab, gather it, and free what it was the last to need."""
-        if self._fetcher is not None and slab.holdings:
+        fetcher = self._fetcher
+        slots = self._slots
+        if fetcher is not None and slab.holdings:
             began = time.perf_counter()
-            self._fetcher.wait(slab.holdings)
+            fetcher.wait(slab.holdings)
             self.stats.fetch_wait += time.perf_counter() - began
         for holding in slab.holdings:
-            self._slots.fill(holding)
+            slots.fill(holding)
         gathered = self._gatherer.gather(slab)
-        served = self._slots.serve(slab.span.slot[slab.rows], slab.span.size[slab.rows])
-        if served and self._fetcher is not None:
-            self._fetcher.release(served)
+        rows = slab.rows
+        served = slots.serve(slab.span.slot[rows], slab.span.size[rows])
+        if served and fetcher is not None:
+            fetcher.release(served)
         return gathered
 
 

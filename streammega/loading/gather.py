@@ -56,24 +56,31 @@ class Gatherer:
     def _gather_ids(self, slab: PlannedSlab) -> Slab:
         """Ids in their stored width, and how many of each row are not padding."""
         samples = slab.last - slab.first
-        batches = len(slab.consumed)
-        ids = self._allocate((samples, self._width), torch_dtype(self._reading.dtype))
+        width = self._width
+        ids = self._allocate((samples, width), torch_dtype(self._reading.dtype))
         valid = self._allocate((samples,), torch.int64)
         ids_array = ids.numpy()
         valid_array = valid.numpy()
         self._copy_rows(gather_rows, slab, [ids_array], valid_array)
-        if bool((valid_array < self._width).any()):
+        some_partial = bool((valid_array < width).any())
+        if some_partial:
             fill_tails(ids_array, valid_array, TAIL_ID)
-        fields = {
-            "ids": ids.view(batches, self.batch_rows, self._width),
-            "valid": valid.view(batches, self.batch_rows),
-        }
+        fields = {"ids": ids, "valid": valid}
         if self._has_modes:
-            learned = self._allocate((samples, self._width), torch.bool)
-            learned.numpy().fill(True)
-            self._clear_by_modes(slab, learned.numpy(), shift=0)
-            fields["learned"] = learned.view(batches, self.batch_rows, self._width)
-        return Slab(consumed=slab.consumed, fields=fields)
+            learned = self._allocate((samples, width), torch.bool)
+            learned_array = learned.numpy()
+            learned_array.fill(True)
+            self._clear_by_modes(slab, learned_array, shift=0)
+            fields["learned"] = learned
+        return Slab(consumed=slab.consumed, fields=self._by_batch(slab, fields))
+
+    def _by_batch(self, slab: PlannedSlab, fields: dict[str, Tensor]) -> dict[str, Tensor]:
+        """Views of fields [samples, ...] as [batches, rows, ...]."""
+        batches = len(slab.consumed)
+        return {
+            name: field.view(batches, self.batch_rows, *field.shape[1:])
+            for name, field in fields.items()
+        }
 
     def _gather_fields(self, slab: PlannedSlab) -> Slab:
         """Tokens, labels and what is derived from them, each contiguous."""
@@ -97,21 +104,15 @@ class Gatherer:
                 loss_mask = plain_mask(shape, self._allocate)
             # a label lies one column before its token
             self._clear_by_modes(slab, loss_mask.numpy(), shift=-1)
-        # a plain mask and plain positions are None here: they are made when a batch is handed out
-        fields: dict[str, Tensor | None] = {
-            "tokens": tokens,
-            "labels": labels,
-            "loss_mask": loss_mask,
-            "position_ids": derived.position_ids,
-        }
-        batches = len(slab.consumed)
+        fields = {"tokens": tokens, "labels": labels}
+        # a plain mask and plain positions are made when a batch is handed out
+        if loss_mask is not None:
+            fields["loss_mask"] = loss_mask
+        if derived.position_ids is not None:
+            fields["position_ids"] = derived.position_ids
         return Slab(
             consumed=slab.consumed,
-            fields={
-                name: field.view(batches, self.batch_rows, -1)
-                for name, field in fields.items()
-                if field is not None
-            },
+            fields=self._by_batch(slab, fields),
             cu_seqlens=derived.cu_seqlens,
         )
 

@@ -122,18 +122,19 @@ class Lookahead:
         """Plan the next micro-steps that follow each other: their reads go to the fetcher, their
         slabs to be gathered.
         """
+        steps = self._steps
         reading = self._reading
-        planner = reading.planner
-        room = self._most_batches() - self.batches
-        consumed = self._next_stretch(min(self._span_batches, max(reading.slab_batches, room)))
+        room = max(reading.slab_batches, self._most_batches() - self.batches)
+        consumed = self._next_stretch(min(self._span_batches, room))
         if not consumed:
             return
         slab_batches = min(reading.slab_batches, self._span_batches)
         self._span_batches = min(reading.span_batches, 2 * self._span_batches)
-        sample_ids = self._steps.sample_ids(np.array(consumed, np.int64))
-        sample_ids = np.ascontiguousarray(sample_ids.reshape(-1))
-        extents = self._steps.samples.locate(sample_ids)
-        span = planner.plan(sample_ids, extents, slab_batches * self._steps.micro_batch_size)
+        ids_of_batch = steps.sample_ids(np.array(consumed, np.int64))
+        sample_ids = np.ascontiguousarray(ids_of_batch.reshape(-1))
+        extents = steps.samples.locate(sample_ids)
+        slab_samples = slab_batches * steps.micro_batch_size
+        span = reading.planner.plan(sample_ids, extents, slab_samples)
         self._count(span)
         holdings = [self._hold(planned) for planned in span.holdings]
         self._cut_into_slabs(span, consumed, holdings, slab_batches)
@@ -141,10 +142,11 @@ class Lookahead:
             self._fetcher.submit(holdings)
 
     def _count(self, span: Span) -> None:
+        stats = self._stats
         fetched_bytes = sum(holding.size for holding in span.holdings)
-        self._stats.useful_bytes += span.useful_bytes
-        self._stats.cached_bytes += span.cached_bytes
-        self._stats.planned_bytes += fetched_bytes + span.cached_bytes
+        stats.useful_bytes += span.useful_bytes
+        stats.cached_bytes += span.cached_bytes
+        stats.planned_bytes += fetched_bytes + span.cached_bytes
 
     def _hold(self, planned: PlannedHolding) -> Holding:
         """A holding that was planned, with its reads, to be submitted."""

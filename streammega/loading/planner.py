@@ -236,17 +236,9 @@ class Planner:
         holdings: list[PlannedHolding] = []
         for group in self._groups(requests, first_row, rows.slab):
             slot = int(self.slots.take(1)[0])
-            size = 0
-            parts: list[Request] = []
-            for number in group:
-                file = int(requests.file[number])
-                start = int(requests.start[number])
-                stop = int(requests.stop[number])
-                at = _aligned(size, int(self.files.itemsize[file]))
-                parts += self._in_parts(file, start, stop, at)
-                size = at + stop - start
-                slot_of_request[number] = slot
-                shift_of_request[number] = at - start
+            parts, size, begins = self._end_to_end(requests, group)
+            slot_of_request[group] = slot
+            shift_of_request[group] = begins - requests.start[group]
             needed_by = int(first_row[group[0]])
             holdings.append(PlannedHolding(slot=slot, size=size, row=needed_by, parts=parts))
         slot_of_row = slot_of_request[requests.of_row]
@@ -255,6 +247,26 @@ class Planner:
         slots, rows_of_slot = np.unique(slot_of_row, return_counts=True)
         self.slots.expect(slots, rows_of_slot)
         return holdings
+
+    def _end_to_end(
+        self, requests: SharedRequests, group: list[int]
+    ) -> tuple[list[Request], int, list[int]]:
+        """Requests of a group as parts of one holding: those, its bytes, and where each request of
+        the group begins in it.
+        """
+        files = requests.file[group].tolist()
+        starts = requests.start[group].tolist()
+        stops = requests.stop[group].tolist()
+        itemsizes = self.files.itemsize[files].tolist()
+        parts: list[Request] = []
+        begins = []
+        size = 0
+        for file, start, stop, itemsize in zip(files, starts, stops, itemsizes, strict=True):
+            begin = _aligned(size, itemsize)
+            parts += self._in_parts(file, start, stop, begin)
+            begins.append(begin)
+            size = begin + stop - start
+        return parts, size, begins
 
     def _share_requests(self, file: Integers, start: Integers, stop: Integers) -> SharedRequests:
         """Requests for bytes [start, stop) of files, as few as waste allows."""
@@ -319,8 +331,12 @@ def largest_gap(file: Integers, start: Integers, stop: Integers, limit: int) -> 
     # a row may end after the next one does: what counts is the furthest end so far within the file
     file_begins = file * FILE_STRIDE
     furthest_end = np.maximum.accumulate(stop + file_begins) - file_begins
-    gaps = start[1:] - furthest_end[:-1]
+    gap_before = start[1:] - furthest_end[:-1]
     in_one_file = file[1:] == file[:-1]
-    bridged = np.sort(gaps[in_one_file & (gaps > 0) & (gaps <= limit)])
-    fits = np.cumsum(bridged) <= MOST_WASTE * int((stop - start).sum())
-    return int(bridged[fits][-1]) if fits.any() else 0
+    is_gap = in_one_file & (gap_before > 0) & (gap_before <= limit)
+    # bridging the small ones first, as many as the waste allows
+    gaps = np.sort(gap_before[is_gap])
+    waste = np.cumsum(gaps)
+    used_bytes = int((stop - start).sum())
+    bridged = int(np.searchsorted(waste, MOST_WASTE * used_bytes, side="right"))
+    return int(gaps[bridged - 1]) if bridged else 0

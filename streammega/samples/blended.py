@@ -227,7 +227,8 @@ def merge_extents(parts: Sequence[DatasetExtents]) -> Extents:
     rows_of_sample = np.zeros(num_samples, np.int64)
     for part in parts:
         rows_of_sample[part.samples] = np.diff(part.extents.row_splits)
-    row_splits = np.concatenate([np.zeros(1, np.int64), np.cumsum(rows_of_sample)])
+    row_splits = np.zeros(num_samples + 1, np.int64)
+    np.cumsum(rows_of_sample, out=row_splits[1:])
     rows = row_splits[-1]
     dataset = np.empty(rows, np.int32)
     file = np.empty(rows, np.int32)
@@ -237,8 +238,8 @@ def merge_extents(parts: Sequence[DatasetExtents]) -> Extents:
         extents = part.extents
         # by how much the rows of each of its samples move
         shift = row_splits[part.samples] - extents.row_splits[:-1]
-        shift_of_row = np.repeat(shift, np.diff(extents.row_splits))
-        place = shift_of_row + np.arange(len(extents.start))
+        shift_of_row = np.repeat(shift, rows_of_sample[part.samples])
+        place = shift_of_row + np.arange(len(shift_of_row))
         dataset[place] = part.dataset
         file[place] = extents.file
         start[place] = extents.start

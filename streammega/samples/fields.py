@@ -331,16 +331,19 @@ def _or_none(token: int | None) -> int:
 
 def _fields_there(ids: Tensor, valid: IdsLike | None, config: FieldsConfig, bounds: bool) -> Batch:
     """`batch_fields` of ids on an accelerator."""
-    is_integer = not (ids.is_floating_point() or ids.is_complex() or ids.dtype == torch.bool)
+    fractional = ids.is_floating_point() or ids.is_complex()
+    is_integer = not fractional and ids.dtype != torch.bool
     _check_ids(is_integer, str(ids.dtype), tuple(ids.shape), config.sequence_length)
     samples, width = ids.shape
     counts = np.full(samples, width)
+    if isinstance(valid, Tensor):
+        valid = valid.cpu().numpy()
     if valid is not None:
-        given = valid.cpu().numpy() if isinstance(valid, Tensor) else np.asarray(valid)
-        counts = _valid_counts(given, (samples, width))
+        counts = _valid_counts(np.asarray(valid), (samples, width))
     if config.vocab_size is not None:
         is_valid = np.arange(width) < counts[:, None]
-        check_ids(np.where(is_valid, ids.cpu().numpy(), config.effective_pad_id), config)
+        stored = np.where(is_valid, ids.cpu().numpy(), config.effective_pad_id)
+        check_ids(stored, config)
     counts_there = torch.from_numpy(counts).to(ids.device)
     return device_fields(ids, counts_there, config, bounds=bounds)
 

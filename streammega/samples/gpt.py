@@ -69,12 +69,17 @@ def check_numbering(name: str, sequences: int) -> None:
 def _checked_ids(indexed: IndexedDataset, ids: NDArray[np.int32]) -> NDArray[np.int32]:
     """`ids` as int32, after a look at every one: kernels take them as places."""
     given = np.asarray(ids)
-    is_row = given.ndim == 1 and (given.size == 0 or np.issubdtype(given.dtype, np.integer))
-    if is_row and given.size == 0:
+    values = ""
+    if given.size == 0:
+        fits = given.ndim == 1
+    else:
+        lowest = given.min()
+        highest = given.max()
+        values = f" from {lowest} to {highest}"
+        fits = given.ndim == 1 and np.issubdtype(given.dtype, np.integer)
+        fits = fits and int(lowest) >= 0 and int(highest) < len(indexed)
+    if fits:
         return given.astype(np.int32, copy=False)
-    if is_row and int(given.min()) >= 0 and int(given.max()) < len(indexed):
-        return given.astype(np.int32, copy=False)
-    values = f" from {given.min()} to {given.max()}" if given.size else ""
     raise ConfigError(
         f"{indexed.prefix}: sequence_ids are a row of integers in [0, {len(indexed)}), "
         f"not {given.dtype} {list(given.shape)}{values}"

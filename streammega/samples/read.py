@@ -67,6 +67,13 @@ def read_runs(
         mapped = file.store.view(file.key, file.etag)
         file.check_bytes(len(mapped))
         return np.frombuffer(mapped, file.dtype, file.num_tokens), starts
+    return _fetch_runs(file, starts, stops, storage)
+
+
+def _fetch_runs(
+    file: TokenFile, starts: Integers, stops: Integers, storage: StorageConfig
+) -> tuple[Ids, Integers]:
+    """The same of a file that is no local one."""
     itemsize = file.dtype.itemsize
     requests = coalesce(
         np.zeros(len(starts), np.int64),  # all of one file
