@@ -34,6 +34,10 @@ def build_datasets(
     StorageError and FormatError for the files.
     """
     asked = list(num_samples or config.num_samples or (None, None, None))
+    if len(asked) != len(SPLITS):
+        raise ConfigError(
+            f"num_samples is {asked}; it takes three counts: (train, valid, test), None for one epoch"
+        )
     opened: dict[str, IndexedDataset] = {}
     return tuple(
         build_split(config, split, asked[number], opened) for number, split in enumerate(SPLITS)

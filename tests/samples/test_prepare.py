@@ -14,6 +14,7 @@ import pytest
 from streammega import DataConfig, build_datasets
 from streammega.cli.main import main
 from streammega.cli.order_report import as_text, order_report
+from streammega.errors import ConfigError
 from streammega.order.quality import shuffle_quality
 from streammega.samples import blended, gpt
 from streammega.samples.prepare import prepare
@@ -38,6 +39,14 @@ def config_of(blend: Any, tmp_path: Path, **options: Any) -> DataConfig:
         index_cache_dir=tmp_path / "c",
         **options,
     )
+
+
+@pytest.mark.parametrize("num_samples", [(300,), (300, 30), (300, 30, 0, 7)])
+def test_num_samples_that_are_not_of_three_splits_are_refused(
+    blend: Any, tmp_path: Path, num_samples: tuple[int, ...]
+) -> None:
+    with pytest.raises(ConfigError, match="takes three counts: \\(train, valid, test\\)"):
+        build_datasets(config_of(blend, tmp_path), num_samples)
 
 
 @pytest.mark.parametrize("where", ["local", "s3"])
