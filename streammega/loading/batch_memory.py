@@ -18,7 +18,7 @@ import torch.utils.data
 from numpy.typing import NDArray
 from torch import Tensor
 
-from streammega.samples.fields import Allocate, new_memory
+from streammega.samples.derived_fields import Allocate, new_memory
 from streammega.storage.fetch.memory import rounded
 
 KEPT = 8

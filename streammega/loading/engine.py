@@ -153,12 +153,14 @@ class Engine:
 
     def _begin(self) -> None:
         """Start the threads."""
-        self._thread = threading.Thread(target=self._run, name="streammega-batch", daemon=True)
+        thread = threading.Thread(target=self._run, name="streammega-batch", daemon=True)
+        self._thread = thread
         _live.add(self)
-        self._thread.start()
+        thread.start()
         if self._reading.scattered and self._storage.cache_dir is not None:
-            self._stager = Stager(self._reading.files, self._storage)
-            self.stats.stager = self._stager
+            stager = Stager(self._reading.files, self._storage)
+            self._stager = stager
+            self.stats.stager = stager
 
     def close(self) -> None:
         """Stop reading; what was never handed out is forgotten."""

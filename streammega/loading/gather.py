@@ -18,7 +18,7 @@ from streammega.loading.reading_plan import ReadingPlan
 from streammega.loading.slab import Slab
 from streammega.loading.spans import PlannedSlab
 from streammega.loading.steps import MicroSteps
-from streammega.samples.fields import Allocate, derive, plain_mask, torch_dtype
+from streammega.samples.derived_fields import Allocate, derive, plain_mask, torch_dtype
 from streammega.samples.token_file import Runs, clear_by_modes, has_modes
 
 TAIL_ID = 0

@@ -185,24 +185,34 @@ def _within_memory(
 
 def _table_of(files: list[TokenFile], steps: MicroSteps) -> FileTable:
     """What the planner and its kernels have to know of the files."""
-    verified_at = []
-    mapped_at = []
-    for file in files:
-        cached = file.store.cached if isinstance(file.store, CachedStore) else None
-        verified_at.append(address_of(cached.verified) if cached else 0)
-        mapped_at.append(address_of(cached.address.view(np.uint8)) if cached else 0)
+    of_cache = [_addresses_of_cache(file) for file in files]
+    verified_at = [verified for verified, _ in of_cache]
+    mapped_at = [mapped for _, mapped in of_cache]
+    itemsizes = [file.dtype.itemsize for file in files]
+    num_tokens = [file.num_tokens for file in files]
+    is_local = [isinstance(file.store, LocalStore) for file in files]
     files_of_dataset = [len(files) for files in steps.samples.files]
     return FileTable(
         firsts=np.cumsum([0, *files_of_dataset]),
-        itemsize=np.array([file.dtype.itemsize for file in files], np.int64),
-        num_tokens=np.array([file.num_tokens for file in files], np.int64),
-        local=np.array([isinstance(file.store, LocalStore) for file in files], np.bool_),
+        itemsize=np.array(itemsizes, np.int64),
+        num_tokens=np.array(num_tokens, np.int64),
+        local=np.array(is_local, np.bool_),
         names=[file.url for file in files],
         verified_at=np.array(verified_at, np.int64),
         mapped_at=np.array(mapped_at, np.int64),
         page_bytes=PAGE_BYTES,
         chunk_bytes=whole_pages(steps.config.storage.chunk_bytes),
     )
+
+
+def _addresses_of_cache(file: TokenFile) -> tuple[int, int]:
+    """Where the states of a file's cached pages and the addresses of its chunks lie; (0, 0) for one
+    that is not cached.
+    """
+    if not isinstance(file.store, CachedStore):
+        return 0, 0
+    cached = file.store.cached
+    return address_of(cached.verified), address_of(cached.address.view(np.uint8))
 
 
 def _through_cache(files: list[TokenFile], storage: StorageConfig) -> list[TokenFile]:

@@ -9,7 +9,8 @@ from dataclasses import dataclass
 import torch
 
 from streammega.config import FieldsConfig
-from streammega.samples.fields import Allocate, Batch, causal_mask, plain_mask, plain_positions
+from streammega.samples.derived_fields import Allocate, causal_mask, plain_mask, plain_positions
+from streammega.samples.fields import Batch
 
 PLAIN_BYTES = 1 << 19
 """Bytes of plain masks or positions that are written together: so few that they stay in a core's

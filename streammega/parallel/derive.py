@@ -14,7 +14,8 @@ from torch import Tensor
 from streammega.config import DataConfig
 from streammega.errors import ConfigError
 from streammega.parallel.context import Bounds, split_batch, split_cu_seqlens
-from streammega.samples.fields import Batch, batch_fields, cu_seqlens, torch_dtype
+from streammega.samples.derived_fields import torch_dtype
+from streammega.samples.fields import Batch, batch_fields, cu_seqlens
 from streammega.samples.fields_torch import NO_ID, device_fields
 
 __all__ = ["device_fields", "needs_whole_samples", "rank_fields", "torch_dtype"]

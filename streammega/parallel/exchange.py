@@ -20,7 +20,8 @@ from streammega.order.rank_samples import zigzag_bounds
 from streammega.parallel.derive import DocumentCounts, documents_of, rank_fields, torch_dtype
 from streammega.parallel.groups import Ranks, talks_on_cpu
 from streammega.parallel.message import MessageFormat
-from streammega.samples.fields import Batch, check_ids
+from streammega.samples.derived_fields import check_ids
+from streammega.samples.fields import Batch
 
 FIRST = ("tokens", "position_ids")
 """Fields of the first pipeline stage."""

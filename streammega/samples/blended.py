@@ -67,13 +67,14 @@ class BlendedDataset(torch.utils.data.Dataset[Batch]):
             number += len(self)
         if not 0 <= number < len(self):
             raise IndexError(f"sample {index} of {len(self)} in the {self.split} blend")
-        dataset = int(self.dataset_index[number])
-        sample = int(self.dataset_sample_index[number])
-        self._check(np.array([dataset]), np.array([sample]))
-        fields = self.datasets[dataset][sample]
+        dataset = self.dataset_index[number : number + 1].astype(np.int64)
+        sample = self.dataset_sample_index[number : number + 1]
+        self._check(dataset, sample)
+        dataset_id = int(dataset[0])
+        fields = self.datasets[dataset_id][int(sample[0])]
         if index is None:
             fields["loss_mask"] = torch.zeros_like(fields["loss_mask"])
-        fields["dataset_id"] = torch.tensor(dataset)
+        fields["dataset_id"] = torch.tensor(dataset_id)
         return fields
 
     @property
@@ -115,12 +116,13 @@ class BlendedDataset(torch.utils.data.Dataset[Batch]):
         if not len(dataset):
             return
         dataset_file, sample_file = self.index_files()
-        if int(dataset.min()) < 0 or int(dataset.max()) >= len(self.datasets):
+        num_datasets = len(self.datasets)
+        if dataset.min() < 0 or dataset.max() >= num_datasets:
             raise damaged_array(
-                f"{dataset_file}: names a dataset that is not one of the {len(self.datasets)}"
+                f"{dataset_file}: names a dataset that is not one of the {num_datasets}"
             )
         past_the_end = sample >= self._lengths[dataset]
-        if int(sample.min()) < 0 or past_the_end.any():
+        if sample.min() < 0 or past_the_end.any():
             raise damaged_array(f"{sample_file}: names a sample that its dataset has not")
 
     @cached_property

@@ -16,7 +16,8 @@ from streammega.config import DataConfig
 from streammega.dataset.conversations import Message, load_record, messages_of, turns_of
 from streammega.errors import ConfigError, FormatError, ObjectNotFoundError
 from streammega.kernels.shuffle import LegacyShuffler
-from streammega.samples.fields import Batch, check_ids
+from streammega.samples.derived_fields import check_ids
+from streammega.samples.fields import Batch
 
 
 @runtime_checkable

@@ -32,7 +32,7 @@ from streammega import (
 from streammega.loading.batch_memory import PinnedMemory, ReusedMemory, batch_memory
 from streammega.parallel import open_loader
 from streammega.parallel.derive import device_fields
-from streammega.samples.fields import new_memory
+from streammega.samples.derived_fields import new_memory
 
 EOD = 7
 FIELDS: dict[str, dict[str, Any]] = {
