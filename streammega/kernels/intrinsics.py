@@ -9,6 +9,11 @@ from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
+# What llvm.prefetch is told.
+_READ = 0
+_ALL_CACHES = 3
+_DATA = 1
+
 
 def _float_bits(typing_context: Any, value: Any) -> Any:
     def codegen(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
@@ -20,15 +25,15 @@ def _float_bits(typing_context: Any, value: Any) -> Any:
 def _prefetch(typing_context: Any, array: Any, index: Any) -> Any:
     def codegen(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         data = context.make_array(signature.args[0])(context, builder, arguments[0]).data
-        pointer = ir.IntType(8).as_pointer()
+        byte_pointer = ir.IntType(8).as_pointer()
         word = ir.IntType(32)
-        place = builder.bitcast(builder.gep(data, [arguments[1]]), pointer)
-        kind = ir.FunctionType(ir.VoidType(), [pointer, word, word, word])
-        function: Any = cgutils.get_or_insert_function(  # type: ignore[no-untyped-call]
-            builder.module, kind, "llvm.prefetch"
+        element = builder.gep(data, [arguments[1]])
+        address = builder.bitcast(element, byte_pointer)
+        signature_of_prefetch = ir.FunctionType(ir.VoidType(), [byte_pointer, word, word, word])
+        prefetch_of_llvm: Any = cgutils.get_or_insert_function(  # type: ignore[no-untyped-call]
+            builder.module, signature_of_prefetch, "llvm.prefetch"
         )
-        # a read, into all caches, of data
-        builder.call(function, [place, word(0), word(3), word(1)])
+        builder.call(prefetch_of_llvm, [address, word(_READ), word(_ALL_CACHES), word(_DATA)])
         return context.get_dummy_value()
 
     return types.none(array, index), codegen

@@ -19,7 +19,8 @@ What the arrays hold that describe an order; all int64 but `fractions`:
                                          begin up to so many later
     before, ends [parts]                 samples of the dataset before a part, and up to its end
 
-`length` is tokens from one sample to the next, `width` tokens of a sample, with the extra one.
+`length` is tokens from one sample to the next, `width` tokens of a sample, with the extra one. `d`
+is the number of a dataset, `num` how many there are, `mine` the number of a lane among a reader's.
 """
 
 from __future__ import annotations
@@ -393,7 +394,7 @@ def follow_pieces(
     Returns how many did, or -1 - i if sample i lies in none of the reader's lanes.
     """
     num = len(sizes)
-    made = 0
+    opened = 0
     epoch_of = np.full(num, -1, np.int64)
     short_slots = np.zeros(num, np.int64)
     for i in range(len(samples)):
@@ -404,31 +405,31 @@ def follow_pieces(
         _, epoch, sample, first, count, left = _place_of(
             lane, d, draw, lanes, key, sizes[d], blocks_of[d], groups[d], epoch_of, short_slots
         )
-        own = local[lane]
-        if own < 0:
+        mine = local[lane]
+        if mine < 0:
             return -1 - i  # as an index it would be the state of another lane
-        if open_slot[own, d] < 0 or open_piece[own, d] != first or open_epoch[own, d] != epoch:
-            open_piece[own, d] = first
-            open_epoch[own, d] = epoch
-            open_slot[own, d] = free[made]
-            new_dataset[made] = d
-            new_epoch[made] = epoch
-            new_first[made] = first
-            new_count[made] = count
-            new_uses[made] = left
-            new_row[made] = i
-            made += 1
-        open_left[own, d] = left - 1
-        slot[i] = open_slot[own, d]
+        if open_slot[mine, d] < 0 or open_piece[mine, d] != first or open_epoch[mine, d] != epoch:
+            open_piece[mine, d] = first
+            open_epoch[mine, d] = epoch
+            open_slot[mine, d] = free[opened]
+            new_dataset[opened] = d
+            new_epoch[opened] = epoch
+            new_first[opened] = first
+            new_count[opened] = count
+            new_uses[opened] = left
+            new_row[opened] = i
+            opened += 1
+        open_left[mine, d] = left - 1
+        slot[i] = open_slot[mine, d]
         if left == 1:
-            open_slot[own, d] = -1
+            open_slot[mine, d] = -1
         # Runs of samples within a part lie end to end, the last of a part with its extra token.
-        own_before = before[firsts[d] : firsts[d + 1]]
-        part = np.searchsorted(own_before, sample, side="right")
-        parts_before = part - np.searchsorted(own_before, first, side="right")
+        samples_before = before[firsts[d] : firsts[d + 1]]
+        part = np.searchsorted(samples_before, sample, side="right")
+        parts_before = part - np.searchsorted(samples_before, first, side="right")
         tokens_before = (sample - first) * length + parts_before * (width - length)
         offset[i] = tokens_before * itemsizes[d]
-    return made
+    return opened
 
 
 @kernel
@@ -439,10 +440,10 @@ def piece_runs(
     """The runs of tokens that make up pieces: piece, file, start, stop of each; returns how many.
     In the order of their offsets.
 
-    dataset, epoch, first, count [pieces]: as `follow_pieces` made them. The outputs have room for
+    dataset, epoch, first, count [pieces]: as `follow_pieces` runs them. The outputs have room for
     count + 1 runs of each piece.
     """
-    made = 0
+    runs = 0
     for i in range(len(dataset)):
         d = dataset[i]
         sample = first[i]
@@ -452,11 +453,11 @@ def piece_runs(
         while sample < end_sample:
             stop_sample = min(ends[part], end_sample)
             part_start = _start_of(dataset_key, part, d, firsts, starts, slacks)
-            piece[made] = i
-            file[made] = files[part]
-            start[made] = part_start + (sample - before[part]) * length
-            stop[made] = part_start + (stop_sample - 1 - before[part]) * length + width
+            piece[runs] = i
+            file[runs] = files[part]
+            start[runs] = part_start + (sample - before[part]) * length
+            stop[runs] = part_start + (stop_sample - 1 - before[part]) * length + width
             sample = stop_sample
             part += 1
-            made += 1
-    return made
+            runs += 1
+    return runs

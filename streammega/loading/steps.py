@@ -107,11 +107,11 @@ class MicroSteps:
         if start < end:
             yield range(start, end, self.step_samples)
 
-    def positions(self, start: int, first: int = 0, every: int = 1) -> Iterator[int]:
-        """The micro-steps from `start` on, one by one: those at first, first +
-        every, ... of them.
+    def positions(self, start: int, first: int = 0, stride: int = 1) -> Iterator[int]:
+        """The micro-steps from `start` on, one by one: those at first, first + stride, ... of
+        them.
         """
-        return itertools.chain.from_iterable(every_nth(self.parts(start), first, every))
+        return itertools.chain.from_iterable(every_nth(self.parts(start), first, stride))
 
     def after(self, start: int, num_batches: int) -> int:
         """The position after so many micro-batches from `start`.

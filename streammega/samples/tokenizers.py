@@ -11,14 +11,16 @@ from streammega.errors import ConfigError
 from streammega.errors.redaction import redact_urls
 
 
-def check_tokenizers(found: Iterable[tuple[str, set[TokenizerLabel]]], config: DataConfig) -> None:
+def check_tokenizers(
+    datasets: Iterable[tuple[str, set[TokenizerLabel]]], config: DataConfig
+) -> None:
     """Raise ConfigError for (name, tokenizers) of datasets of which two differ, naming both;
     datasets without any pass.
     """
     if config.mix_tokenizers:
         return
     by_digest: dict[str, tuple[str, TokenizerLabel]] = {}
-    for name, tokenizers in found:
+    for name, tokenizers in datasets:
         for tokenizer in sorted(tokenizers, key=str):
             by_digest.setdefault(tokenizer.digest, (name, tokenizer))
     if len(by_digest) > 1:
