@@ -45,28 +45,43 @@ def device_fields(
     if config.eod_mask_loss:
         no_loss = no_loss | ends_document
     position = column[:-1].repeat(samples, 1)
-    # where the document of each token begins: after the last end before it
-    begins = torch.zeros_like(position)
-    begins[:, 1:] = torch.where(ends_document[:, :-1], position[:, 1:], 0)
-    document_begin = begins.cummax(1).values
+    document_begin = _document_begins(position, ends_document)
+    position_ids = position
+    if config.reset_position_ids:
+        position_ids = position - document_begin
     batch = {
         "tokens": readable[:, :-1].contiguous(),
         "labels": readable[:, 1:].contiguous(),
         "loss_mask": (~no_loss).float(),
-        "position_ids": position - document_begin if config.reset_position_ids else position,
+        "position_ids": position_ids,
     }
     if bounds and config.reset_attention_mask:
         batch["cu_seqlens"] = _cu_seqlens(document_begin, most)
     if config.create_attention_mask:
-        square = torch.ones(length, length, dtype=torch.bool, device=ids.device)
-        forbidden = square.triu(1).expand(samples, -1, -1)  # later tokens, the same for all samples
-        if config.reset_attention_mask:
-            other_document = document_begin[:, :, None] != document_begin[:, None, :]
-            forbidden = forbidden | other_document
-        # every sample has a mask of its own, to write to as well
-        forbidden = forbidden.contiguous()
-        batch["attention_mask"] = forbidden[:, None]
+        documents = document_begin if config.reset_attention_mask else None
+        batch["attention_mask"] = _attention_mask(position, documents)
     return batch
+
+
+def _document_begins(position: Tensor, ends_document: Tensor) -> Tensor:
+    """Where the document of each token begins, int64 [samples, S]: after the last end before it."""
+    begins = torch.zeros_like(position)
+    begins[:, 1:] = torch.where(ends_document[:, :-1], position[:, 1:], 0)
+    return begins.cummax(1).values
+
+
+def _attention_mask(position: Tensor, document_begin: Tensor | None) -> Tensor:
+    """bool [samples, 1, S, S], True where attention is forbidden: to later tokens and, where
+    documents are given, to those of others.
+    """
+    samples, length = position.shape
+    square = torch.ones(length, length, dtype=torch.bool, device=position.device)
+    forbidden = square.triu(1).expand(samples, -1, -1)  # later tokens, the same for all samples
+    if document_begin is not None:
+        other_document = document_begin[:, :, None] != document_begin[:, None, :]
+        forbidden = forbidden | other_document
+    # every sample has a mask of its own, to write to as well
+    return forbidden.contiguous()[:, None]
 
 
 def _cu_seqlens(document_begin: Tensor, most: int | None) -> Tensor:

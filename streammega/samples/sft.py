@@ -62,13 +62,18 @@ class SFTDataset(torch.utils.data.Dataset[Batch]):
         if not conversations:
             raise FormatError(f"{', '.join(paths)}: hold no conversations")
         longest = config.sequence_length
-        self.num_cut = sum(len(tokens) > longest for tokens, _ in conversations)
-        kept_tokens = [tokens[:longest] for tokens, _ in conversations]
+        self.num_cut = 0
+        kept_tokens = []
+        kept_answers = []
+        for tokens, answers in conversations:
+            self.num_cut += len(tokens) > longest
+            kept_tokens.append(tokens[:longest])
+            kept_answers.append(answers[:longest])
         lengths = np.array([len(tokens) for tokens in kept_tokens], np.int64)
         # all conversations end to end: conversation c is tokens [starts[c], starts[c + 1])
         self._starts = np.concatenate([np.zeros(1, np.int64), np.cumsum(lengths)])
         self._tokens = np.concatenate(kept_tokens)
-        self._answers = np.concatenate([answers[:longest] for _, answers in conversations])
+        self._answers = np.concatenate(kept_answers)
         check_ids(self._tokens[None], config)
         self._order = np.arange(len(conversations))
         LegacyShuffler(config.seed).shuffle(self._order)
