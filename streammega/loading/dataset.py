@@ -186,8 +186,7 @@ class StreamingDataset(torch.utils.data.IterableDataset[Batch]):
         if share.start and share.start == steps.num_samples and share.is_first_batch:
             log.warning(
                 "%s: the position that was set, sample %d, is the end of the data, "
-                "so this iteration gives nothing; the next "
-                "begins at the first sample",
+                "so this iteration gives nothing; the next begins at the first sample",
                 self.split,
                 share.start,
             )
@@ -232,9 +231,8 @@ class StreamingDataset(torch.utils.data.IterableDataset[Batch]):
         if self.dp_size > 1:
             raise ConfigError(
                 f"this dataset reads the part of data-parallel rank {self.dp_rank} of "
-                f"{self.dp_size} alone, but accelerate "
-                "prepared its DataLoader and would deal that part out to all ranks: "
-                "the others' samples would never be seen. "
+                f"{self.dp_size} alone, but accelerate prepared its DataLoader and would deal "
+                "that part out to all ranks: the others' samples would never be seen. "
                 f"Iterate a StreamLoader(dp_rank=, dp_size=) that is not prepared, with "
                 "accelerator.register_for_checkpointing(loader), "
                 "or give the dataset neither dp_rank nor dp_size"
@@ -272,10 +270,10 @@ class StreamingDataset(torch.utils.data.IterableDataset[Batch]):
         if self._places.by_workers:
             raise StateError(
                 "worker processes read ahead of what the DataLoader handed out, "
-                "so the position is not known here; pass "
-                "state_dict(num_batches=<micro-batches taken from this iteration>), "
-                "save the state of torchdata's "
-                "StatefulDataLoader, or use StreamLoader, which needs no workers"
+                "so the position is not known here; "
+                "pass state_dict(num_batches=<micro-batches taken from this iteration>), "
+                "save the state of torchdata's StatefulDataLoader, "
+                "or use StreamLoader, which needs no workers"
             )
         return self.state_at(self._consumed)
 
@@ -297,9 +295,8 @@ class StreamingDataset(torch.utils.data.IterableDataset[Batch]):
         if saved.offset >= size:
             raise StateError(
                 f"the state stops {saved.offset} samples into a global batch, "
-                f"which now has {size}; "
-                "resume with the former global_batch_size, or from a state saved between global "
-                "batches"
+                f"which now has {size}; resume with the former global_batch_size, "
+                "or from a state saved between global batches"
             )
         steps.check_position(saved.consumed)
         if share is not None:

@@ -142,8 +142,7 @@ class Planner:
         number = int(file[row])
         raise ShortReadError(
             f"{self.files.names[number]}: tokens up to {int(extents.stop[row])} were asked for, "
-            "the file has "
-            f"{int(num_tokens[number])}; does its .idx belong to it?"
+            f"the file has {int(num_tokens[number])}; does its .idx belong to it?"
         )
 
     # --- samples of pieces that are fetched whole ---

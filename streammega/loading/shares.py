@@ -81,8 +81,8 @@ def read_share(state: Mapping[str, Any], step_samples: int) -> Share | None:
     if step != step_samples:
         raise StateError(
             f"the state of a DataLoader worker counts micro-steps of {step} samples, "
-            f"this run's have {step_samples}; resume "
-            "with the former micro_batch_size and dp_size, or use StreamLoader, "
+            f"this run's have {step_samples}; "
+            "resume with the former micro_batch_size and dp_size, or use StreamLoader, "
             "whose state counts samples"
         )
     return Share(worker=worker, workers=workers, batches=batches, reached=reached)

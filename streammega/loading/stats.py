@@ -147,8 +147,7 @@ class Stats:
             f"({now['retries']} retries, {now['hedges']} hedges), "
             f"amplification {now['amplification']:.3f}, cache "
             f"{megabytes['cache_hit_bytes']:.0f} MB, holding {megabytes['held_bytes']:.0f} MB, "
-            "waited p50 "
-            f"{p50:.1f} / p99 {p99:.1f} ms, stalled {100 * now['stall_share']:.2f} %"
+            f"waited p50 {p50:.1f} / p99 {p99:.1f} ms, stalled {100 * now['stall_share']:.2f} %"
         )
 
 

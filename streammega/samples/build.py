@@ -107,9 +107,8 @@ def _blended(
     weights: Sequence[float] | None = blend.weights
     if weights is not None and num_samples is None:
         raise ConfigError(
-            f"the {split} blend has weights, so it needs a number of samples: set num_samples, "
-            "or give "
-            f"prefixes without weights to take every sample once"
+            f"the {split} blend has weights, so it needs a number of samples: "
+            "set num_samples, or give prefixes without weights to take every sample once"
         )
     asked: Sequence[int | None] = [None] * len(prefixes)
     if weights is not None and num_samples is not None:

@@ -195,6 +195,6 @@ def _check_vocabulary(low: int, high: int, vocab_size: int) -> None:
         bad = high if high >= vocab_size else low
         raise FormatError(
             f"token id {bad} is outside of the vocabulary of {vocab_size}; "
-            "was the data made with another tokenizer? compare "
-            f"it with 'streammega describe', and set vocab_size to what the tokenizer has"
+            "was the data made with another tokenizer? "
+            "compare it with 'streammega describe', and set vocab_size to what the tokenizer has"
         )

@@ -209,9 +209,10 @@ def _matrix(values: IdsLike, name: str) -> Ids:
 def _check_ids(integers: bool, dtype: str, shape: tuple[int, ...], length: int) -> None:
     if not integers or len(shape) != 2 or shape[1] not in (length, length + 1):
         raise ConfigError(
-            f"ids are {dtype} {list(shape)}; they must be integers of the shape [samples, "
-            f"{length + 1}] (sequence_length and the "
-            f"token after it), or [samples, {length}] where the last token has no label"
+            f"ids are {dtype} {list(shape)}; "
+            f"they must be integers of the shape [samples, {length + 1}] "
+            f"(sequence_length and the token after it), "
+            f"or [samples, {length}] where the last token has no label"
         )
 
 

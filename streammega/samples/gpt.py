@@ -61,8 +61,7 @@ def check_numbering(name: str, sequences: int) -> None:
     if sequences > INT32_MAX:
         raise ConfigError(
             f"{name}: has {sequences:,} sequences, and the Megatron order numbers them by 32 bits "
-            f"({INT32_MAX:,} at most); use "
-            f"order='stream', or a blend of parts of the dataset"
+            f"({INT32_MAX:,} at most); use order='stream', or a blend of parts of the dataset"
         )
 
 

@@ -232,8 +232,8 @@ def _warn_of_short(name: str, parts: Sequence[FilePart], shards: int, config: Da
     if short:
         log.warning(
             "%s: %d of its %d shards have fewer than the %d tokens of a sample; "
-            "their %d tokens are never read in the "
-            "stream order (merge the shards with 'streammega convert', or lower sequence_length)",
+            "their %d tokens are never read in the stream order "
+            "(merge the shards with 'streammega convert', or lower sequence_length)",
             redact_urls(name),
             len(short),
             shards,

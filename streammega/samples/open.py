@@ -24,9 +24,9 @@ def open_source(config: DataConfig, split: str, global_batch_size: int) -> Sampl
     takes_everything = split == "valid" and config.full_validation
     if config.order == "megatron" and asked is None and not takes_everything:
         raise ConfigError(
-            "the Megatron order depends on how many samples are asked: set num_samples=(train, "
-            "valid, test), for instance "
-            "(train_iters * global_batch_size, 0, 0)"
+            "the Megatron order depends on how many samples are asked: "
+            "set num_samples=(train, valid, test), "
+            "for instance (train_iters * global_batch_size, 0, 0)"
         )
     source = build_split(config, split, asked)
     if isinstance(source, list):
