@@ -22,11 +22,12 @@ from streammega.errors import ConfigError
 from streammega.order import Extents
 from streammega.order.blend import blend_indices, normalized
 from streammega.samples.fields import Batch
-from streammega.samples.gpt import GPTDataset, cache_dir, shared_folder
+from streammega.samples.gpt import GPTDataset, order_dir, shared_folder
 from streammega.samples.source import read_samples
 from streammega.samples.token_file import TokenFile
 
 BLEND_NAMES = ("dataset_index", "dataset_sample_index")
+"""Megatron's names of the arrays, and those of the cached files."""
 OF_ONE_DATASET = ("dataset", "sequences", "num_samples")
 """What the identity of a dataset has that says nothing of a blend."""
 KEY_DIGITS = 12
@@ -72,7 +73,7 @@ class BlendedDataset(torch.utils.data.Dataset[Batch]):
         self._check(dataset, sample)
         dataset_id = int(dataset[0])
         fields = self.datasets[dataset_id][int(sample[0])]
-        if index is None:
+        if index is None:  # what fills up a batch: there is no loss on it
             fields["loss_mask"] = torch.zeros_like(fields["loss_mask"])
         fields["dataset_id"] = torch.tensor(dataset_id)
         return fields
@@ -116,6 +117,7 @@ class BlendedDataset(torch.utils.data.Dataset[Batch]):
         if not len(dataset):
             return
         dataset_file, sample_file = self.index_files()
+        # whatever came from a file is looked at before it is used as a place
         num_datasets = len(self.datasets)
         if dataset.min() < 0 or dataset.max() >= num_datasets:
             raise damaged_array(
@@ -152,7 +154,7 @@ class BlendedDataset(torch.utils.data.Dataset[Batch]):
 
     def index_files(self) -> list[Path]:
         """The cached files of the two indices."""
-        folder = cache_dir(self.config) / "order"
+        folder = order_dir(self.config)
         return [folder / f"{self._key}-{name}.npy" for name in BLEND_NAMES]
 
     @property
@@ -176,13 +178,13 @@ class BlendedDataset(torch.utils.data.Dataset[Batch]):
             indices = blend_indices(self.weights, self.size, lengths)
             return dict(zip(BLEND_NAMES, indices, strict=True))
 
-        folder = cache_dir(self.config) / "order"
         arrays: dict[str, Any] = cached_arrays(
-            folder, self._key, kinds, build, shared_folder(self.config)
+            order_dir(self.config), self._key, kinds, build, shared_folder(self.config)
         )
         return arrays["dataset_index"], arrays["dataset_sample_index"]
 
     def __getstate__(self) -> dict[str, Any]:
+        """Without the indices: each process maps the cached files by itself."""
         return {name: value for name, value in self.__dict__.items() if name != "_indices"}
 
 

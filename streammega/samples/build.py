@@ -52,6 +52,7 @@ def build_split(
 ) -> SplitDataset | None:
     """One split. `opened` keeps pairs that several splits share."""
     opened = {} if opened is None else opened
+    # all of it once, however many samples are asked for
     if split == "valid" and config.full_validation:
         num_samples = None
     if num_samples == 0:
@@ -81,6 +82,7 @@ def _single(
     num_samples: int | None,
     opened: dict[str, IndexedDataset],
 ) -> GPTDataset | None:
+    # opened once: a pair of several splits would be looked up, and its .idx read, for each
     if prefix not in opened:
         opened[prefix] = IndexedDataset(prefix, config.storage, config.index_cache_dir)
     indexed = opened[prefix]

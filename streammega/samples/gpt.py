@@ -41,12 +41,17 @@ from streammega.samples.token_file import TokenFile
 log = logging.getLogger(__name__)
 
 ORDER_VERSION = 1
+"""Stands in every identity: it changes when the order does, so that no state of the former one is
+taken for one of the new.
+"""
 INDEX_NAMES = ("document_index", "sample_index", "shuffle_index")
+"""Megatron's names of the arrays, and those of the cached files."""
 
 
-def cache_dir(config: DataConfig) -> Path:
-    """Where this node keeps built indices."""
-    return Path(config.index_cache_dir) if config.index_cache_dir else default_cache_dir()
+def order_dir(config: DataConfig) -> Path:
+    """Where this node keeps the arrays of orders that were built."""
+    folder = Path(config.index_cache_dir) if config.index_cache_dir else default_cache_dir()
+    return folder / "order"
 
 
 def shared_folder(config: DataConfig) -> SharedFolder | None:
@@ -157,7 +162,7 @@ class GPTDataset(torch.utils.data.Dataset[Batch]):
             )
         batch = sample_fields(self, np.array([number], np.int64))
         fields = {name: field[0] for name, field in batch.items()}
-        if index is None:
+        if index is None:  # what fills up a batch: there is no loss on it
             fields["loss_mask"] = torch.zeros_like(fields["loss_mask"])
         return fields
 
@@ -197,7 +202,7 @@ class GPTDataset(torch.utils.data.Dataset[Batch]):
                 self.shape,
             )
         except FormatError as error:
-            folder = cache_dir(self.config) / "order"
+            folder = order_dir(self.config)
             raise damaged_array(f"{folder / self._files_key}-{error}") from None
 
     def read(self, sample_ids: NDArray[np.int64]) -> tuple[Ids, NDArray[np.int64]]:
@@ -238,11 +243,10 @@ class GPTDataset(torch.utils.data.Dataset[Batch]):
 
     @cached_property
     def _indices(self) -> GptIndices:
-        # nothing that is worth a file: positions, and where rows begin
         if self.config.order == "sequential":
             return self._build(shuffled=False)
         arrays: dict[str, Any] = cached_arrays(
-            cache_dir(self.config) / "order",
+            order_dir(self.config),
             self._files_key,
             index_kinds(self.shape, len(self.sequence_ids)),
             lambda: vars(self._build(shuffled=True)),
@@ -258,7 +262,7 @@ class GPTDataset(torch.utils.data.Dataset[Batch]):
     def index_files(self) -> list[Path]:
         """The cached files of the three indices, built or fetched now if they are not there."""
         _ = self._indices
-        folder = cache_dir(self.config) / "order"
+        folder = order_dir(self.config)
         return [folder / f"{self._files_key}-{name}.npy" for name in INDEX_NAMES]
 
     def _build(self, *, shuffled: bool) -> GptIndices:
@@ -272,4 +276,5 @@ class GPTDataset(torch.utils.data.Dataset[Batch]):
         return build_gpt_indices(self.indexed.sequence_lengths, self.sequence_ids, self.shape, seed)
 
     def __getstate__(self) -> dict[str, Any]:
+        """Without the indices: each process maps the cached files by itself."""
         return {name: value for name, value in self.__dict__.items() if name != "_indices"}

@@ -76,6 +76,7 @@ class MegatronBatchSampler(torch.utils.data.Sampler[list[int]]):
                 taken = rank_samples(first, size, self.dp_rank, self.dp_size, contiguous=True)
                 yield taken.tolist()
             elif not self.drop_last:
+                # ranks get what there is of it, in the order of their numbers: the last ones none
                 low = first + self.dp_rank * size
                 yield list(range(low, min(low + size, self.total_samples)))
 
@@ -89,6 +90,7 @@ class MegatronBatchSampler(torch.utils.data.Sampler[list[int]]):
                 f"{offset} samples into an epoch is inside a micro-batch of {size} on "
                 f"{self.dp_size} ranks"
             )
+        # of the epoch alone, so that a resumed run permutes as the one before it did
         generator = torch.Generator()
         generator.manual_seed(epoch)
         mine = (

@@ -56,6 +56,7 @@ def locate(
     source = open_source(config, split, global_batch_size)
     if not len(ids):
         return source.locate(ids)
+    # the closed forms answer for every number, also for one that no sample has
     first = ids.min()
     last = ids.max()
     end = source.num_samples

@@ -41,6 +41,7 @@ def prepare(config: DataConfig) -> Iterator[Prepared]:
     for split in splits:  # a blend's own indices are built with it
         if isinstance(split, BlendedDataset):
             _publish(config, split.index_files())
+    # threads: the kernels that build hold no GIL
     with ThreadPoolExecutor(num_threads()) as pool:
         futures = [pool.submit(_prepare_one, dataset) for dataset in datasets]
         for future in as_completed(futures):

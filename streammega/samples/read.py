@@ -40,6 +40,7 @@ def fetch_ids(
     dtype: Any = np.int64
     if len(used_files):
         dtype = np.result_type(*(files[number].dtype for number in used_files))
+    # a sample that ends early is followed by zeros: `valid` says that they are padding
     ids = np.zeros((samples, width), dtype)
     flat_ids = ids.reshape(-1)
     for number in used_files:
@@ -59,6 +60,7 @@ def read_runs(
     In tokens. Raises ShortReadError for a run that the file does not hold, StorageError.
     """
     last_stop = int(stops.max())
+    # the kernel that copies runs looks no further
     if last_stop > file.num_tokens or int(starts.min()) < 0:
         raise ShortReadError(
             f"{file.url}: tokens up to {last_stop} were asked for, the file has {file.num_tokens}"
@@ -87,6 +89,7 @@ def _fetch_runs(
     stop_bytes = (requests.stop * itemsize).tolist()
     buffers = file.store.read_ranges(file.key, start_bytes, stop_bytes, file.etag)
     tokens = np.concatenate([np.frombuffer(buffer, file.dtype) for buffer in buffers])
+    # the answers lie end to end, without the gaps between requests
     size_of_request = requests.stop - requests.start
     tokens_before_request = np.cumsum(size_of_request) - size_of_request
     shift_of_request = tokens_before_request - requests.start

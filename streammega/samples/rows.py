@@ -27,6 +27,7 @@ class SampleRows:
 def rows_of(extents: Extents) -> SampleRows:
     """The rows of samples, which lie end to end in each. Cost: a few passes over the rows."""
     size = extents.stop - extents.start
+    # one more than there are rows: the last is the end of the last sample
     tokens_before_row = np.zeros(len(size) + 1, np.int64)
     np.cumsum(size, out=tokens_before_row[1:])
     tokens_before_sample = tokens_before_row[extents.row_splits]

@@ -86,7 +86,7 @@ class SFTDataset(torch.utils.data.Dataset[Batch]):
         if not 0 <= index < len(self):
             raise IndexError(f"sample {index} of {len(self)}")
         length = self.config.sequence_length
-        pad = max(self.config.effective_pad_id, 0)
+        pad = max(self.config.effective_pad_id, 0)  # without a pad_id, 0: there is no loss on it
         tokens = np.full(length, pad, np.int64)
         labels = np.full(length, pad, np.int64)
         loss_mask = np.zeros(length, np.float32)
@@ -104,6 +104,7 @@ class SFTDataset(torch.utils.data.Dataset[Batch]):
             position_ids[begin:end] = np.arange(end - begin)
             bounds.append(end)
             begin = end
+        # padding is a document of its own
         position_ids[begin:] = np.arange(length - begin)
         if begin < length:
             bounds.append(length)

@@ -63,7 +63,7 @@ def sample_fields(
     batch = batch_fields(ids, valid, source.config, bounds=bounds)
     files = all_files(source)
     if has_modes(files):
-        loss_mask = batch["loss_mask"].numpy()
+        loss_mask = batch["loss_mask"].numpy()  # the tensor's memory, written in place
         clear_by_modes(files, _runs_of_labels(source, extents), loss_mask)
     return batch
 

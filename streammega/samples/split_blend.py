@@ -34,6 +34,7 @@ def split_blend(config: DataConfig, split: str) -> SplitBlend | None:
     shares = config.split
     if blend is None:
         blend = (config.blend_per_split or ())[number]
+        # such a dataset belongs to one split, and all of it does
         shares = ",".join("1" if name == split else "0" for name in SPLITS)
     if blend is None or not split_fractions(shares)[number] > 0:
         return None

@@ -69,6 +69,7 @@ def clear_by_modes(files: Sequence[TokenFile], runs: Runs, out: NDArray[Any]) ->
         file = files[number]
         if file.modes is None:
             continue
+        # one file at a time: each has arrays of its own
         of_file = np.flatnonzero(runs.file == number)
         offsets, modes = file.modes.arrays
         clear_unlearned(

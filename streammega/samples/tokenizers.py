@@ -21,6 +21,7 @@ def check_tokenizers(
         return
     by_digest: dict[str, tuple[str, TokenizerLabel]] = {}
     for name, tokenizers in datasets:
+        # sorted, so that the message names the same two each time
         for tokenizer in sorted(tokenizers, key=str):
             by_digest.setdefault(tokenizer.digest, (name, tokenizer))
     if len(by_digest) > 1:
