@@ -87,7 +87,7 @@ class Gatherer:
         shape = (slab.last - slab.first, self._width - 1)
         tokens = self._allocate(shape, torch.int64)
         labels = self._allocate(shape, torch.int64)
-        valid = np.empty(shape[0], np.int64)
+        valid = np.empty(shape[0], np.int64)  # no field of a batch, so in no memory of batches
         self._copy_rows(gather_shifted, slab, [tokens.numpy(), labels.numpy()], valid)
         derived = derive(
             tokens,

@@ -152,6 +152,7 @@ class StreamLoader:
     def take(self) -> Batch:
         """The next micro-batch from the cursor on. Raises StopIteration after the last."""
         running = self._running
+        # one that ended by an error is over: the batch that failed is asked for again
         if running is None or not running.goes_on:
             running = self._begin()
         return next(running)
@@ -161,6 +162,7 @@ class StreamLoader:
 
         Raises StopIteration after the last.
         """
+        # kept from call to call: each new one would look through the skipped ranges again
         if self._following is None:
             self._following = self.dataset.positions()
         self.dataset.advance(next(self._following))
@@ -262,6 +264,7 @@ class StreamLoader:
         """Go where an iteration begins."""
         dataset = self.dataset
         untouched = dataset.is_where_it_was_put
+        # a position before the end may be followed by skipped samples alone
         some_left = next(dataset.positions(), None) is not None
         if some_left and (untouched or not self.evaluation):
             return
@@ -297,6 +300,7 @@ def _batches(
     engine = make_engine(dataset.steps, dataset.positions(), start=dataset.consumed_samples)
     with closing(engine):
         for consumed, batch in engine:
+            # looked at before the cursor moves: it is no longer the one that this iteration began at
             if dataset.generation != generation:
                 raise StateError(
                     "the dataset was put elsewhere under its loader; "

@@ -52,6 +52,7 @@ class MetricsServer:
                 f"metrics_port {port}: {error.strerror}; choose another, or 0 for any that is free"
             ) from None
         self.address = f"http://127.0.0.1:{server.server_address[1]}/metrics"
+        # not by __del__: the program may end while the loader is still there
         weakref.finalize(self, _stop, server, thread)
 
 

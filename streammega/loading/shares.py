@@ -72,12 +72,14 @@ def read_share(state: Mapping[str, Any], step_samples: int) -> Share | None:
             f"this is the state of DataLoader worker {worker} of {workers}; "
             "load it through the StatefulDataLoader that made it"
         )
+    # workers take micro-batches in turn: with another number each would go on elsewhere
     if (here.id, here.num_workers) != (worker, workers):
         raise StateError(
             f"the state is that of DataLoader worker {worker} of {workers}, "
             f"this is worker {here.id} of {here.num_workers}; "
             f"resume with num_workers={workers}, or use StreamLoader, whose state knows no workers"
         )
+    # what was given is counted in micro-steps, and means other samples when those are others
     if step != step_samples:
         raise StateError(
             f"the state of a DataLoader worker counts micro-steps of {step} samples, "

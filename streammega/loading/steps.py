@@ -51,6 +51,7 @@ class MicroSteps:
         whole.
         """
         schedule = self.schedule
+        # steps after a range begin where a global batch does, as those before it
         for start, stop in self.config.skip_samples:
             if schedule.offset_at(start) or schedule.offset_at(stop):
                 size = schedule.size_at(start)
@@ -160,6 +161,7 @@ class MicroSteps:
         """
         if not lanes or lanes == self.lanes or not isinstance(self.samples, StreamSource):
             return self
+        # of its own: those of the iteration that runs stay as they are
         samples = copy.copy(self.samples)
         samples.adopt_lanes(lanes)
         return replace(self, samples=samples)
