@@ -1,6 +1,4 @@
-"""Open files: as many as the system allows, and an error that names the limit instead of the
-network.
-"""
+"""Open files: as many as the system allows, and an error that names the limit, not the network."""
 
 from __future__ import annotations
 
@@ -16,8 +14,10 @@ TOO_MANY = frozenset({errno.EMFILE, errno.ENFILE})
 _SIGNS = ("too many open files", "os error 24)", "os error 23)")
 """How libraries that keep no errno word it: the C library's text, and Rust's."""
 NEARLY = 4
-"""Descriptors short of the limit at which a failed connection is blamed on it: sockets that could
-not be made are closed again before their error arrives, and looking up a name takes a few at once.
+"""Descriptors short of the limit at which a failed connection is blamed on it.
+
+Sockets that could not be made are closed again before their error arrives, and looking up a name
+takes a few at once.
 """
 
 
@@ -39,9 +39,11 @@ def raise_limit() -> None:
 
 
 def blame_limit(error: BaseException) -> str:
-    """What to say where an error, or one behind it, is that no more files may be open; "" for all
-    other errors.
+    """What to say where an error, or one behind it, is that no more files may be open.
+
+    Empty for all other errors.
     """
+    # Errors may be each other's context: a chain of them has no end then.
     seen: set[int] = set()
     behind: BaseException | None = error
     while behind is not None and id(behind) not in seen:
@@ -53,25 +55,27 @@ def blame_limit(error: BaseException) -> str:
 
 
 def blame_limit_of_connection(error: BaseException) -> str:
-    """As `blame_limit`, for a failed connection: also where the limit is all but reached, whatever
-    the error says.
+    """As `blame_limit`, for a failed connection.
+
+    Also where the limit is all but reached, whatever the error says.
     """
-    found = blame_limit(error)
-    if found:
-        return found
-    limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
-    return limit_reached() if 0 <= limit <= open_files() + NEARLY else ""
+    blame = blame_limit(error)
+    if blame:
+        return blame
+    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    # A limit below 0 is none.
+    if 0 <= soft <= open_files() + NEARLY:
+        return limit_reached()
+    return ""
 
 
 def limit_reached() -> str:
     """How many files are open, how many may be, and what to do."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     most = "unlimited" if soft == resource.RLIM_INFINITY else f"{soft:,}"
-    remedy = (
-        "raise `ulimit -n`"
-        if soft == hard
-        else f"raise `ulimit -n` (up to {hard:,} without asking anybody)"
-    )
+    remedy = "raise `ulimit -n`"
+    if soft != hard:
+        remedy += f" (up to {hard:,} without asking anybody)"
     return f"too many open files: {open_files():,} of {most}; {remedy}, or lower max_requests"
 
 
@@ -84,7 +88,8 @@ def open_files() -> int:
             continue
         except OSError:
             break
-    return resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    return soft
 
 
 def _is_limit(error: BaseException) -> bool:

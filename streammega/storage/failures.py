@@ -8,12 +8,11 @@ from collections.abc import Iterator
 from typing import Any
 
 from streammega.errors import AccessDeniedError, EndpointError, ObjectNotFoundError, StorageError
+from streammega.storage.endpoints import root_of
 from streammega.storage.store import ended_early, throttled
 
 PASSING = frozenset((408, 409, 425))
-"""Statuses below 500 that a second try mends: too slow, a conflict with another
-request, too early.
-"""
+"""Statuses below 500 that a second try mends: too slow, a conflict of requests, too early."""
 LASTING = frozenset((501, 505))
 """Statuses from 500 on that none does: the server cannot do what was asked."""
 NO_CREDENTIALS = ("NoCredentialsError", "PartialCredentialsError", "ProfileNotFound")
@@ -32,12 +31,24 @@ _NETWORK = (
 )
 """In the names of errors of botocore and aiohttp, neither of which has one class for them."""
 _NETWORK_NUMBERS = frozenset(
-    getattr(errno, name)
-    for name in (
-        "EIO", "EPIPE", "EAGAIN", "ENETDOWN", "ENETUNREACH", "EHOSTDOWN", "EHOSTUNREACH", "ECONNREFUSED", "ECONNRESET",
-        "ETIMEDOUT", "EMFILE", "ENFILE",
-    )
-) | {socket.EAI_AGAIN, socket.EAI_NONAME}  # fmt: skip
+    {
+        errno.EIO,
+        errno.EPIPE,
+        errno.EAGAIN,
+        errno.ENETDOWN,
+        errno.ENETUNREACH,
+        errno.EHOSTDOWN,
+        errno.EHOSTUNREACH,
+        errno.ECONNREFUSED,
+        errno.ECONNRESET,
+        errno.ETIMEDOUT,
+        errno.EMFILE,
+        errno.ENFILE,
+        socket.EAI_AGAIN,
+        socket.EAI_NONAME,
+    }
+)
+"""What an OSError is numbered by where a network failed; names that are not found have EAI_*."""
 
 
 def failure_of_status(url: str, status: int, text: str) -> StorageError:
@@ -56,7 +67,10 @@ def failure_of_status(url: str, status: int, text: str) -> StorageError:
         return ended_early(url, reason)
     if status in (429, 503):
         return throttled(url, reason)
-    if status in PASSING or (status >= 500 and status not in LASTING) or "RequestTimeout" in text:
+    server_failed = status >= 500 and status not in LASTING
+    # A code of S3's, which comes with status 400.
+    too_slow = "RequestTimeout" in text
+    if status in PASSING or server_failed or too_slow:
         return unreachable(url, reason)
     return StorageError(f"{url}: {reason}")
 
@@ -70,9 +84,8 @@ def missing(url: str) -> ObjectNotFoundError:
 
 def missing_bucket(url: str) -> ObjectNotFoundError:
     """Nowhere for an object of that name to be, or to be written to."""
-    bucket = "/".join(url.split("/", 3)[:3])
     return ObjectNotFoundError(
-        f"{url}: the bucket {bucket} does not exist; check its name, or create it first"
+        f"{url}: the bucket {root_of(url)} does not exist; check its name, or create it first"
     )
 
 
@@ -84,8 +97,9 @@ def denied(url: str, reason: str) -> AccessDeniedError:
 
 
 def no_answer(url: str, reason: str) -> EndpointError:
-    """Refused, reset, not found by its name, or silent: the network or the server may be well again
-    in a while.
+    """Refused, reset, not found by its name, or silent.
+
+    The network or the server may be well again in a while.
     """
     error = unreachable(url, reason)
     error.silent = True
@@ -100,13 +114,12 @@ def unreachable(url: str, reason: str) -> EndpointError:
 
 
 def status_of(error: BaseException) -> int:
-    """The HTTP status that an error of botocore's, aiohttp's or a driver above them came with; 0:
-    none.
-    """
+    """The HTTP status that an error of botocore, aiohttp or their users came with; 0: none."""
     for cause in _causes(error):
         answer = getattr(cause, "response", None)
         if isinstance(answer, dict):
-            status: Any = answer.get("ResponseMetadata", {}).get("HTTPStatusCode")
+            metadata = answer.get("ResponseMetadata", {})
+            status: Any = metadata.get("HTTPStatusCode")
         else:
             status = getattr(cause, "status", None)
         if isinstance(status, int):
@@ -125,8 +138,11 @@ def is_of_network(error: BaseException) -> bool:
 
     Drivers raise errors without a number for nearly everything.
     """
-    if isinstance(error, (ConnectionError, TimeoutError)) or any(
-        sign in type(error).__name__ for sign in _NETWORK
-    ):
+    if isinstance(error, (ConnectionError, TimeoutError)):
         return True
-    return isinstance(error, OSError) and (error.errno is None or error.errno in _NETWORK_NUMBERS)
+    name = type(error).__name__
+    if any(sign in name for sign in _NETWORK):
+        return True
+    if isinstance(error, OSError):
+        return error.errno is None or error.errno in _NETWORK_NUMBERS
+    return False

@@ -1,9 +1,9 @@
-"""The zstd seekable format: independent frames, then their sizes in a skippable frame, which every
-zstd tool passes over.
+"""The zstd seekable format: independent frames, then a table of their sizes.
 
-The table: magic 0x184D2A5E u32, its size u32, then for each frame its compressed and decompressed
-size u32 u32 (and a checksum u32 where the descriptor's bit 7 is set), the number of frames u32, the
-descriptor u8, and 0x8F92EAB1 u32. All little-endian.
+The table is a skippable frame, which every zstd tool passes over: magic 0x184D2A5E u32, its size
+u32, then for each frame its compressed and decompressed size u32 u32 (and a checksum u32 where the
+descriptor's bit 7 is set), the number of frames u32, the descriptor u8, and 0x8F92EAB1 u32. All
+little-endian.
 """
 
 from __future__ import annotations
@@ -19,15 +19,24 @@ from streammega.errors import FormatError
 from streammega.storage.store import ObjectWriter
 
 FRAME_BYTES = 32 << 10
-"""Decompressed bytes of a frame: an eighth of the stream order's block, so that a block brings
-little more than itself.
+"""Decompressed bytes of a frame.
+
+An eighth of the stream order's block, so that a block brings little more than itself.
 """
 LEVEL = 3
 SKIPPABLE = 0x184D2A5E
 SEEKABLE = 0x8F92EAB1
-FOOTER = struct.Struct("<IBI")
 HEADER = struct.Struct("<II")
+"""`SKIPPABLE`, and the bytes of the table after this header."""
+FOOTER = struct.Struct("<IBI")
+"""The number of frames, the descriptor, and `SEEKABLE`."""
+HAS_CHECKSUMS = 0x80
+"""The bit of the descriptor that says that entries have a third word."""
+WORD_BYTES = 4
+SIZE_WORDS = 2
+"""Words of an entry that are sizes: the compressed one, then the decompressed one."""
 MOST_FRAMES = 0x8000000
+"""What the format allows; a larger number is no table."""
 
 
 class FrameWriter:
@@ -45,32 +54,36 @@ class FrameWriter:
             level=level, write_checksum=True, write_content_size=True
         )
         self._pending = bytearray()
-        self._table = array("I")
+        self._table = array("I")  # of each frame its compressed and its decompressed size
 
     def write(self, data: bytes | memoryview) -> None:
         """Append decompressed bytes."""
         view = memoryview(data).cast("B")
-        at = 0
+        taken = 0
         if self._pending:
-            at = min(self._frame_bytes - len(self._pending), len(view))
-            self._pending += view[:at]
+            missing = self._frame_bytes - len(self._pending)
+            taken = min(missing, len(view))
+            self._pending += view[:taken]
             if len(self._pending) < self._frame_bytes:
                 return
             self._frame(self._pending)
             self._pending = bytearray()
-        while len(view) - at >= self._frame_bytes:
-            self._frame(view[at : at + self._frame_bytes])
-            at += self._frame_bytes
-        self._pending += view[at:]
+        # Whole frames are compressed from where they lie, without a copy.
+        while len(view) - taken >= self._frame_bytes:
+            self._frame(view[taken : taken + self._frame_bytes])
+            taken += self._frame_bytes
+        self._pending += view[taken:]
 
     def commit(self) -> None:
         """Write what is left and the table, and publish."""
         if self._pending:
             self._frame(self._pending)
-        frames = len(self._table) // 2
-        self._inner.write(HEADER.pack(SKIPPABLE, 8 * frames + FOOTER.size))
-        self._inner.write(np.array(self._table, "<u4").tobytes())
-        self._inner.write(FOOTER.pack(frames, 0, SEEKABLE))
+        frames = len(self._table) // SIZE_WORDS
+        entries = np.array(self._table, "<u4").tobytes()
+        descriptor = 0  # without checksums: frames have their own
+        self._inner.write(HEADER.pack(SKIPPABLE, len(entries) + FOOTER.size))
+        self._inner.write(entries)
+        self._inner.write(FOOTER.pack(frames, descriptor, SEEKABLE))
         self._inner.commit()
 
     def abort(self) -> None:
@@ -91,13 +104,18 @@ def table_bytes(footer: bytes | memoryview, size: int, url: str) -> int:
     """
     if len(footer) == FOOTER.size:
         frames, descriptor, magic = FOOTER.unpack(footer)
-        entry = 12 if descriptor & 0x80 else 8
-        total = int(HEADER.size + frames * entry + FOOTER.size)
+        entries_bytes = frames * _entry_words(descriptor) * WORD_BYTES
+        total = int(HEADER.size + entries_bytes + FOOTER.size)
         if magic == SEEKABLE and frames <= MOST_FRAMES and total <= size:
             return total
     raise FormatError(
-        f"{url}: is not a seekable zstd file, or cut short: its table of frames is missing; write it again"
+        f"{url}: is not a seekable zstd file, or cut short: its table of frames is missing; "
+        f"write it again"
     )
+
+
+def _entry_words(descriptor: int) -> int:
+    return SIZE_WORDS + 1 if descriptor & HAS_CHECKSUMS else SIZE_WORDS
 
 
 def parse_table(
@@ -111,16 +129,17 @@ def parse_table(
     frames, descriptor, _ = FOOTER.unpack(table[-FOOTER.size :])
     if magic != SKIPPABLE or content != len(table) - HEADER.size:
         raise FormatError(f"{url}: its table of frames is damaged; write it again")
-    words = 3 if descriptor & 0x80 else 2
-    entries = (
-        np.frombuffer(table, "<u4", frames * words, HEADER.size)
-        .reshape(frames, words)
-        .astype(np.int64)
-    )
-    bounds = np.zeros((frames + 1, 2), np.int64)
-    np.cumsum(entries[:, :2], axis=0, out=bounds[1:])
-    if bounds[-1, 0] + len(table) != size:
+    words = _entry_words(descriptor)
+    flat = np.frombuffer(table, "<u4", frames * words, HEADER.size)
+    entries = flat.reshape(frames, words).astype(np.int64)
+    bounds = np.zeros((frames + 1, SIZE_WORDS), np.int64)
+    np.cumsum(entries[:, :SIZE_WORDS], axis=0, out=bounds[1:])
+    compressed, decompressed = bounds.T
+    before_table = size - len(table)
+    if compressed[-1] != before_table:
         raise FormatError(
-            f"{url}: its frames have {bounds[-1, 0]} bytes, the file {size - len(table)} before their table; write it again"
+            f"{url}: its frames have {compressed[-1]} bytes, the file {before_table} before their "
+            f"table; write it again"
         )
-    return np.ascontiguousarray(bounds[:, 0]), np.ascontiguousarray(bounds[:, 1])
+    # Contiguous, for they are searched for each read.
+    return np.ascontiguousarray(compressed), np.ascontiguousarray(decompressed)

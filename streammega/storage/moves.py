@@ -1,12 +1,13 @@
-"""Files of a dataset from one place to another: moved, linked, copied, removed; each may be
-interrupted and repeated.
+"""Files of a dataset from one place to another: moved, linked, copied, removed.
+
+Each may be interrupted and repeated.
 """
 
 from __future__ import annotations
 
 import errno
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from functools import partial
 
 from streammega.config import StorageConfig
@@ -15,14 +16,18 @@ from streammega.storage import open_store
 from streammega.storage.backends.local import local_error
 from streammega.storage.open import is_remote
 from streammega.storage.parts import sized_for
-from streammega.storage.store import written_whole
+from streammega.storage.store import Buffer, ObjectInfo, Store, written_whole
 
 COPY_BYTES = 16 << 20
+"""Bytes of an object that a copy holds in memory, beside the parts of its upload."""
+_NO_HARD_LINK = frozenset({errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK, errno.EXDEV})
+"""What `link` ends with where a file cannot have a second name there: file systems differ."""
 
 
 def link(source: str, target: str) -> bool:
-    """Give a file a second name, in place of whatever had it; False where the file system has no
-    hard links.
+    """Give a file a second name, in place of whatever had it.
+
+    False where the file system has no hard links.
     """
     try:
         if os.path.exists(target):
@@ -31,14 +36,14 @@ def link(source: str, target: str) -> bool:
             os.unlink(target)
         os.link(source, target)
     except OSError as error:
-        if error.errno in (errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK, errno.EXDEV):
+        if error.errno in _NO_HARD_LINK:
             return False
         raise local_error(target, error) from None
     return True
 
 
 def version(url: str, storage: StorageConfig) -> str:
-    """What changes with an object: its ETag; "" where there is none."""
+    """What changes with an object: its ETag; empty where there is no object."""
     store, key = open_store(url, storage)
     try:
         return store.info(key).etag
@@ -51,7 +56,8 @@ def read_whole(url: str, storage: StorageConfig) -> bytes | None:
     store, key = open_store(url, storage)
     try:
         info = store.info(key)
-        return bytes(store.read_ranges(key, [0], [info.size], info.etag)[0])
+        (body,) = store.read_ranges(key, [0], [info.size], info.etag)
+        return bytes(body)
     except ObjectNotFoundError:
         return None
 
@@ -73,25 +79,29 @@ def delete(url: str, storage: StorageConfig) -> None:
 
 
 def move(source: str, target: str, storage: StorageConfig) -> None:
-    """Rename within a local file system, else copy; nothing to do if it was done before an
-    interruption.
+    """Rename within a local file system, else copy.
 
-    Raises StorageError.
+    There is nothing to do if it was done before an interruption. Raises StorageError.
     """
     if not is_remote(source) and not is_remote(target):
-        _move_file(open_store(source, storage)[1], open_store(target, storage)[1], storage)
+        # The keys of local stores are absolute paths.
+        _, source_path = open_store(source, storage)
+        _, target_path = open_store(target, storage)
+        _move_file(source_path, target_path, storage)
         return
     store, key = open_store(source, storage)
     try:
         info = store.info(key)
     except ObjectNotFoundError:
         return
-    starts = range(0, info.size, COPY_BYTES)
-    chunks = (
-        store.read_ranges(key, [at], [min(at + COPY_BYTES, info.size)], info.etag)[0]
-        for at in starts
-    )
-    _write(target, chunks, sized_for(storage, info.size))
+    _write(target, _read_chunks(store, info), sized_for(storage, info.size))
+
+
+def _read_chunks(store: Store, info: ObjectInfo) -> Iterator[Buffer]:
+    for start in range(0, info.size, COPY_BYTES):
+        stop = min(start + COPY_BYTES, info.size)
+        (body,) = store.read_ranges(info.key, [start], [stop], info.etag)
+        yield body
 
 
 def _move_file(source: str, target: str, storage: StorageConfig) -> None:
@@ -104,9 +114,10 @@ def _move_file(source: str, target: str, storage: StorageConfig) -> None:
     except OSError as error:
         if error.errno != errno.EXDEV:
             raise local_error(target, error) from None
-    # another file system: a copy, which appears whole
+    # Another file system: a copy, which appears whole.
     with open(source, "rb", buffering=0) as file:
-        _write(target, iter(partial(file.read, COPY_BYTES), b""), storage)
+        chunks = iter(partial(file.read, COPY_BYTES), b"")
+        _write(target, chunks, storage)
     os.unlink(source)
 
 

@@ -8,7 +8,7 @@ import os
 import re
 import threading
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 from urllib.parse import unquote, urlsplit
@@ -31,12 +31,16 @@ _stores: weakref.WeakValueDictionary[Any, Any] = weakref.WeakValueDictionary()
 _lock = threading.Lock()
 _registered: dict[str, Callable[[], Store]] = {}
 _BUILT_IN = {"mock": "streammega.dataset.mock"}
-"""Modules above this layer that register a scheme of ours when they are imported: imported when it
-is first asked for.
+"""Modules above this layer that register a scheme of ours when they are imported.
+
+They are imported when it is first asked for: this layer imports nothing above it.
 """
 _CONTROL = re.compile(r"[\x00-\x1f\x7f]")
+_OTHER_NAMES = {"s3a": "s3", "gcs": "gs"}
 BUCKET_SCHEMES = frozenset({"s3", "s3a", "gs", "gcs", "az", "oss"})
 OBSTORE_SCHEMES = BUCKET_SCHEMES | {"http", "https"}
+_UNCHAINED_SCHEMES = OBSTORE_SCHEMES | {"memory", "abfs", "abfss", "hdfs"}
+"""Schemes in whose keys `::` is letters, not one file system within another as fsspec has it."""
 
 
 def register_scheme(scheme: str, make: Callable[[], Store]) -> None:
@@ -65,64 +69,86 @@ def open_store(url: str, config: StorageConfig) -> tuple[Store, str]:
         importlib.import_module(_BUILT_IN[scheme])
     if scheme in _registered:
         return _registered[scheme](), rest
-    scheme = {"s3a": "s3", "gcs": "gs"}.get(scheme.lower(), scheme.lower())
+    scheme = scheme.lower()
+    scheme = _OTHER_NAMES.get(scheme, scheme)
     root, _, key = rest.partition("/")
     if not root and scheme != "memory":
         raise ConfigError(f"{url}: no bucket or host after '{scheme}://'")
-    use_obstore = config.transport == "obstore" or (
-        config.transport == "auto" and scheme in OBSTORE_SCHEMES
-    )
-    if not use_obstore:
-        store = _shared(OssNativeStore if scheme == "oss" else FsspecStore, scheme, "", config)
-        return store, url if scheme in ("http", "https") else rest
+    of_http = scheme in ("http", "https")
+    if not _by_obstore(scheme, config):
+        native = OssNativeStore if scheme == "oss" else FsspecStore
+        return _shared(native, scheme, "", config), url if of_http else rest
     if scheme not in OBSTORE_SCHEMES:
         raise ConfigError(
-            f"{url}: transport 'obstore' serves s3, oss, gs, az and http; use 'auto' or 'fsspec' for {scheme}://"
+            f"{url}: transport 'obstore' serves s3, oss, gs, az and http; use 'auto' or 'fsspec' "
+            f"for {scheme}://"
         )
-    if scheme in ("http", "https"):
+    if of_http:
         key = unquote(key)  # which obstore quotes again
     _check_key(url, key)
     return _shared(OssStore if scheme == "oss" else ObstoreStore, scheme, root, config), key
 
 
+def _by_obstore(scheme: str, config: StorageConfig) -> bool:
+    if config.transport == "auto":
+        return scheme in OBSTORE_SCHEMES
+    return config.transport == "obstore"
+
+
 def _check_key(url: str, key: str) -> None:
-    """obstore takes keys for paths: it refuses empty and dotted segments, or reads the key without
-    them.
+    """Raise ConfigError for a key that obstore would take for another.
+
+    It takes keys for paths: it refuses empty and dotted segments, or reads the key without them.
     """
-    inner = key.removesuffix("/").split("/") if key else []  # a folder's name ends in one
-    if any(part in ("", ".", "..") for part in inner) or _CONTROL.search(key):
+    # The name of a folder ends in a slash.
+    segments = key.removesuffix("/").split("/") if key else []
+    not_a_name = any(segment in ("", ".", "..") for segment in segments)
+    if not_a_name or _CONTROL.search(key):
         raise ConfigError(
-            f"{url}: obstore serves no keys with empty segments, those of dots, or control characters ('//', '/./'); write "
-            f"the key without them, or set transport='fsspec' if the object is really named so"
+            f"{url}: obstore serves no keys with empty segments, those of dots, or control "
+            f"characters ('//', '/./'); write the key without them, or set transport='fsspec' if "
+            f"the object is really named so"
         )
 
 
 def file_system(url: str, config: StorageConfig) -> tuple[Any, str]:
-    """fsspec's file system of a URL or path, and the path within: over our store for the schemes of
-    object stores, its own driver for all else.
+    """fsspec's file system of a URL or path, and the path within.
+
+    Over our store for the schemes of object stores, its own driver for all else.
     """
     scheme, _, path = url.partition("://")
     if scheme.lower() in BUCKET_SCHEMES and path:
         store, key = open_store(url, config)
-        bucket = path.partition("/")[0]
-        # obstore's stores serve one bucket, so that their keys lack its name; those of drivers do not
-        return StoreFiles(store, "" if key == path else f"{bucket}/"), path
+        # obstore's stores serve one bucket, so that their keys lack its name; those of drivers do
+        # not.
+        bucket, _, _ = path.partition("/")
+        root = "" if key == path else f"{bucket}/"
+        return StoreFiles(store, root), path
     options = dict(config.storage_options) if is_remote(url) else {}
     if url.startswith(("http://", "https://")) and "?" in url:
         options.setdefault("encoded", True)  # a signature is of the URL as it is spelt
     if "::" in url and _is_no_chain(url):
-        kind = fsspec.get_filesystem_class(url.partition("://")[0] if "://" in url else "file")
-        return kind(**{**kind._get_kwargs_from_urls(url), **options}), kind._strip_protocol(url)
+        return _unchained(url, options)
     found: tuple[Any, str] = fsspec.core.url_to_fs(url, **options)
     return found
 
 
+def _unchained(url: str, options: Mapping[str, Any]) -> tuple[Any, str]:
+    """What fsspec does of a URL with one file system, without a look for others in it."""
+    scheme = url.partition("://")[0] if "://" in url else "file"
+    driver = fsspec.get_filesystem_class(scheme)
+    of_url = driver._get_kwargs_from_urls(url)
+    system = driver(**{**of_url, **options})
+    return system, driver._strip_protocol(url)
+
+
 def _is_no_chain(url: str) -> bool:
-    """Whether `::` in a URL are letters: of a file's or an object's name, where fsspec would see
-    file systems in each other.
+    """Whether `::` in a URL are letters, of a file's or an object's name.
+
+    fsspec would see file systems in each other.
     """
-    schemes = OBSTORE_SCHEMES | {"memory", "abfs", "abfss", "hdfs"}
-    return not is_remote(url) or url.partition("://")[0] in schemes
+    scheme, _, _ = url.partition("://")
+    return not is_remote(url) or scheme in _UNCHAINED_SCHEMES
 
 
 @contextmanager
@@ -136,9 +162,10 @@ def open_file(
     """
     system, path = file_system(url, config)
     packed = fsspec.core.get_compression(path, compression)
-    opened = (
-        system.open_version(path, etag) if isinstance(system, StoreFiles) else system.open(path)
-    )
+    if isinstance(system, StoreFiles):
+        opened = system.open_version(path, etag)
+    else:
+        opened = system.open(path)
     with opened as file:
         if packed is None:
             yield file
@@ -147,20 +174,23 @@ def open_file(
             yield plain
 
 
-def _shared(kind: type[Any], scheme: str, root: str, config: StorageConfig) -> Store:
+def _shared(backend: type[Any], scheme: str, root: str, config: StorageConfig) -> Store:
     """One store, with its connections and threads, for all that is open under the same root and
     settings.
+
+    `root`: the bucket or host; empty for backends that serve all of them by one client.
     """
-    identity = hashlib.blake2b(
-        repr((config, sorted(config.storage_options.items(), key=str))).encode()
-    ).digest()
+    # A config does not show its options, which may hold secrets: a digest of both is kept.
+    options = sorted(config.storage_options.items(), key=str)
+    settings = hashlib.blake2b(repr((config, options)).encode()).digest()
+    identity = (backend, scheme, root, settings)
+    # Two that open the same at once are to have one.
     with _lock:
-        store = _stores.get((kind, scheme, root, identity))
-        if store is None:
-            store = kind(scheme, root, config) if root else kind(scheme, config)
-            _stores[kind, scheme, root, identity] = store
-        found: Store = store
-        return found
+        shared: Store | None = _stores.get(identity)
+        if shared is None:
+            shared = backend(scheme, root, config) if root else backend(scheme, config)
+            _stores[identity] = shared
+        return shared
 
 
 def join_url(folder: str, name: str) -> str:

@@ -9,15 +9,17 @@ from streammega.config import StorageConfig
 PART_BYTES = 32 << 20
 MOST_PARTS = 10_000
 PARTS_OF_A_SIZE = 2000
-"""Parts are doubled after so many: objects up to 1.9 TiB, while what most uploads hold in memory
-stays small.
+"""Parts are doubled after so many.
+
+Objects may then have 1.9 TiB, while what most uploads hold in memory stays small.
 """
 MiB = 1 << 20
 
 
 def part_bytes(sent: int) -> int:
     """The size of a part after so many others, of an upload whose end is not known."""
-    return int(PART_BYTES << (sent // PARTS_OF_A_SIZE))
+    doublings = sent // PARTS_OF_A_SIZE
+    return int(PART_BYTES << doublings)
 
 
 def sized_for(storage: StorageConfig, size: int) -> StorageConfig:
@@ -26,7 +28,13 @@ def sized_for(storage: StorageConfig, size: int) -> StorageConfig:
     obstore cuts an upload into equal parts, so it has to know beforehand. A tenth of them is left
     for a size that was too low.
     """
-    needed = -(-size * 10 // (9 * MOST_PARTS))
+    parts_to_fill = MOST_PARTS * 9 // 10
+    needed = _divide_up(size, parts_to_fill)
     if needed <= storage.upload_part_bytes:
         return storage
-    return replace(storage, upload_part_bytes=-(-needed // MiB) * MiB)
+    whole_mib = _divide_up(needed, MiB) * MiB
+    return replace(storage, upload_part_bytes=whole_mib)
+
+
+def _divide_up(size: int, by: int) -> int:
+    return -(-size // by)

@@ -12,28 +12,31 @@ import time
 
 _TEMPORARY = re.compile(r"\..+\.[0-9a-z_]{8,}\.partial")
 ORPHAN_SECONDS = 86400.0
-"""A temporary file that nobody holds is removed when nothing was written to it for so long: its
-writer may be on a node whose locks are not seen here.
+"""A temporary file that nobody holds is removed when nothing was written to it for so long.
+
+Its writer may be on a node whose locks are not seen here.
 """
 _swept: set[str] = set()
+"""Folders in which this process has looked for what killed ones left: it lists all of a folder."""
 _lock = threading.Lock()
 
 
 def create_beside(path: str | os.PathLike[str]) -> tuple[int, str]:
-    """(descriptor, name) of a new, empty file in the folder of `path`, which is made; its mode is
-    as the umask says.
+    """(descriptor, name) of a new, empty file in the folder of `path`, which is made.
 
-    It is locked as long as it is open: what a killed process left is told from what is being
-    written by its lock, and removed. Raises OSError.
+    Its mode is as the umask says. It is locked as long as it is open: what a killed process left is
+    told from what is being written by its lock, and removed. Raises OSError.
     """
     folder, name = os.path.split(os.fspath(path))
-    os.makedirs(folder or ".", exist_ok=True)
-    _sweep(folder or ".")
+    existing_folder = folder or "."
+    os.makedirs(existing_folder, exist_ok=True)
+    _sweep(existing_folder)
     temporary = os.path.join(folder, f".{name}.{secrets.token_hex(6)}.partial")
     # Not mkstemp: that makes files which only their owner can read, and the umask can only be read
     # by setting it.
     fd = os.open(temporary, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
-    with contextlib.suppress(OSError):  # a file system without locks: there nothing is removed
+    # A file system without locks refuses; there nothing is removed either.
+    with contextlib.suppress(OSError):
         fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
     return fd, temporary
 
@@ -46,14 +49,14 @@ def _sweep(folder: str) -> None:
             return
         _swept.add(folder)
     now = time.time()
-    with os.scandir(folder) as found:
-        old = [
-            entry.path
-            for entry in found
-            if _TEMPORARY.fullmatch(entry.name) and _age(entry, now) > ORPHAN_SECONDS
-        ]
-    for path in old:
-        with contextlib.suppress(OSError):  # it is gone, another user's, or being written
+    old_paths = []
+    with os.scandir(folder) as files:
+        for entry in files:
+            if _TEMPORARY.fullmatch(entry.name) and _age(entry, now) > ORPHAN_SECONDS:
+                old_paths.append(entry.path)
+    for path in old_paths:
+        # It may be gone, another user's, or being written.
+        with contextlib.suppress(OSError):
             _remove_unheld(path)
 
 

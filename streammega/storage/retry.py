@@ -21,14 +21,19 @@ log = logging.getLogger(__name__)
 Result = TypeVar("Result")
 FIRST_PAUSE = 0.1
 LONGEST_PAUSE = 10.0
-"""Seconds.
+"""Seconds of the longest pause after the first failure, and after any.
 
 Longer pauses spare an overloaded endpoint little, and a run that waits would notice its recovery
 late.
 """
+SHORTEST_PAUSE = FIRST_PAUSE / 2
+"""Seconds. With less than this left, the deadline counts as reached."""
+MOST_DOUBLINGS = 16
+"""Of the first pause: far past the longest one, far below what a float holds."""
 SHORT_READS = 6
-"""Times a body of another length is tried again: connections cut bodies now and then, but a
-truncated object stays truncated.
+"""Times a body of another length is tried again.
+
+Connections cut bodies now and then, but a truncated object stays truncated.
 """
 SAY_AFTER = 3.0
 """Seconds of failing before a word is said: what a second try mends is nobody's concern."""
@@ -71,41 +76,41 @@ class RetryPolicy:
             self._note_answer()
 
     def pause(self, error: BaseException, attempt: int, elapsed: float) -> float | None:
-        """Seconds to wait before trying again after the `attempt`-th failure (from 1), or None:
-        give up.
+        """Seconds to wait before trying again after the `attempt`-th failure (from 1).
 
-        `elapsed`: seconds since the first try began. What waiting cannot mend (no such object, no
-        access, a changed object) is given up at once.
+        None: give up. `elapsed`: seconds since the first try began. What waiting cannot mend (no
+        such object, no access, a changed object) is given up at once.
         """
-        if (
-            not isinstance(error, StorageError)
-            or not error.transient
-            or attempt > self._most(error)
-        ):
+        if not isinstance(error, StorageError) or not error.transient:
+            return None
+        if attempt > self._most_retries(error):
             return None
         left = self._deadline_of(error) - elapsed
-        if left < FIRST_PAUSE / 2:
+        if left < SHORTEST_PAUSE:
             return None
         longest = longest_pause(attempt)
-        # so that ranks that failed together do not return together
+        # Drawn, so that ranks that failed together do not return together.
         pause = random.uniform(longest / 2, longest)
-        if left - pause < FIRST_PAUSE / 2:
-            # the last try is at the deadline: what was promised is waited for, whatever the pauses
-            # were
+        # The last try is at the deadline, as promised, whatever the pauses were.
+        if left - pause < SHORTEST_PAUSE:
             return left
         return pause
 
     def _deadline_of(self, error: BaseException) -> float:
-        return min(self.deadline, self.first_answer) if self._unheard(error) else self.deadline
+        if self._unheard(error):
+            return min(self.deadline, self.first_answer)
+        return self.deadline
 
     def _unheard(self, error: BaseException) -> bool:
         """Whether this is one more sign that nothing is there."""
         return isinstance(error, StorageError) and error.silent and not self.has_answered
 
-    def _most(self, error: StorageError) -> float:
+    def _most_retries(self, error: StorageError) -> float:
         if self.retries is not None:
             return self.retries
-        return SHORT_READS if isinstance(error, ShortReadError) else float("inf")
+        if isinstance(error, ShortReadError):
+            return SHORT_READS
+        return math.inf
 
     def call(self, attempt: Callable[[], Result], stop: threading.Event | None = None) -> Result:
         """`attempt()` until it succeeds or is given up; then its last error is raised.
@@ -121,6 +126,7 @@ class RetryPolicy:
                 self._note_answer()
                 return result
             except StorageError as error:
+                # A refusal is an answer, too: somebody is there.
                 if not error.silent:
                     self._note_answer()
                 failures += 1
@@ -137,26 +143,22 @@ class RetryPolicy:
 
     def _ended(self, error: StorageError, failures: int, elapsed: float) -> StorageError:
         error = given_up(error, failures, elapsed)
-        if self._unheard(error) and self.first_answer < self.deadline and error.args:
-            error.args = (
-                f"{error.args[0]}; this endpoint never answered (first_answer_within)",
-                *error.args[1:],
-            )
+        if self._unheard(error) and self.first_answer < self.deadline:
+            _append(error, "; this endpoint never answered (first_answer_within)")
         return error
 
     def say(self, error: BaseException, elapsed: float) -> None:
-        """A warning that something is waited for, now and then: what, since when, until when, and
-        why.
-        """
-        if elapsed >= SAY_AFTER and _outages.may_speak(time.monotonic()):
-            deadline = self._deadline_of(error)
-            setting = "give_up_after" if deadline == self.deadline else "first_answer_within"
-            until = f"given up after {deadline:.0f} s ({setting})"
-            if self.retries is not None:
-                until += f" or {self.retries} retries"
-            log.warning(
-                "storage has failed for %.0f s and is tried again; %s: %s", elapsed, until, error
-            )
+        """Warn now and then that something is waited for: what, since when, until when, and why."""
+        if elapsed < SAY_AFTER or not _outages.may_speak(time.monotonic()):
+            return
+        deadline = self._deadline_of(error)
+        setting = "give_up_after" if deadline == self.deadline else "first_answer_within"
+        until = f"given up after {deadline:.0f} s ({setting})"
+        if self.retries is not None:
+            until += f" or {self.retries} retries"
+        log.warning(
+            "storage has failed for %.0f s and is tried again; %s: %s", elapsed, until, error
+        )
 
 
 TRY_ONCE = RetryPolicy(deadline=0.0, retries=0)
@@ -168,7 +170,7 @@ class _Outages:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._last = float("-inf")
+        self._last = -math.inf
 
     def may_speak(self, now: float) -> bool:
         """Whether nobody did for a while; from now on somebody has."""
@@ -184,15 +186,19 @@ _outages = _Outages()
 
 def longest_pause(attempt: int) -> float:
     """Seconds of the longest pause after the `attempt`-th failure (from 1)."""
-    doublings = min(attempt - 1, 16)  # far past the cap, far below an overflow
+    doublings = min(attempt - 1, MOST_DOUBLINGS)
     return min(LONGEST_PAUSE, FIRST_PAUSE * 2.0**doublings)
 
 
 def given_up(error: StorageError, failures: int, elapsed: float) -> StorageError:
     """The error, saying how often it was tried again, if it was."""
-    if error.transient and failures > 1 and error.args:
-        error.args = (
-            f"{error.args[0]} [given up after {failures} tries in {elapsed:.1f} s]",
-            *error.args[1:],
-        )
+    if error.transient and failures > 1:
+        _append(error, f" [given up after {failures} tries in {elapsed:.1f} s]")
     return error
+
+
+def _append(error: StorageError, words: str) -> None:
+    """Say more in an error's message, where it has one."""
+    if error.args:
+        message, *rest = error.args
+        error.args = (f"{message}{words}", *rest)

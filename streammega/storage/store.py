@@ -22,6 +22,7 @@ from streammega.kernels.plan import copy_bytes
 
 Buffer = memoryview
 _NOTHING = np.empty(0, np.uint8)
+"""What `copy_bytes` may take bytes from beside addresses: here all have addresses."""
 Bytes = NDArray[np.uint8]
 Span = tuple[int, int]
 """Bytes [start, stop) of an object."""
@@ -79,19 +80,18 @@ class Store(Protocol):
     def read_into(
         self, key: str, spans: Sequence[Span], outs: Sequence[Bytes], etag: str = ""
     ) -> None:
-        """Fill each of `outs`, uint8 [stop - start], with the bytes [start, stop) of its span: one
-        request each, one try.
+        """Fill each of `outs`, uint8 [stop - start], with the bytes [start, stop) of its span.
 
-        Raises ObjectChangedError if `etag` is given and the object has another one now,
-        ShortReadError for any other number of bytes than asked, EndpointError and so on; what
-        `error.transient` says may be tried again. Several spans fail together.
+        One request each, and one try. Raises ObjectChangedError if `etag` is given and the object
+        has another one now, ShortReadError for any other number of bytes than asked, EndpointError
+        and so on; what `error.transient` says may be tried again. Several spans fail together.
         """
 
     def list(self, prefix: str, recursive: bool = True) -> list[ObjectInfo]:
-        """All objects whose key starts with `prefix`, sorted by key; not `recursive`: only those
-        with no slash after it.
+        """All objects whose key starts with `prefix`, sorted by key.
 
-        Where the store's listings tell no ETag, theirs is empty.
+        Not `recursive`: only those with no slash after it. Where the store's listings tell no ETag,
+        theirs is empty.
         """
 
     def open_writer(self, key: str) -> ObjectWriter:
@@ -103,8 +103,9 @@ class Store(Protocol):
 
 @contextmanager
 def written_whole(store: Store, key: str) -> Iterator[ObjectWriter]:
-    """A writer of an object, which appears when the block ends, with all that was written; after an
-    error in it, nothing does.
+    """A writer of an object, which appears when the block ends, with all that was written.
+
+    After an error in the block, nothing does.
     """
     writer = store.open_writer(key)
     try:
@@ -127,12 +128,11 @@ class ExclusiveStore(Protocol):
 
 
 def create_object(store: Store, key: str, data: bytes) -> bool:
-    """Write a small object where none is; False if one is there, which may be this very one after a
-    lost answer.
+    """Write a small object where none is.
 
-    Of several that do so at once one succeeds, where store and server know conditional writes. Else
-    it is a look and a write: between both others may write as well, and the last of them stays.
-    Raises StorageError.
+    False if one is there, which may be this very one after a lost answer. Of several that do so at
+    once one succeeds, where store and server know conditional writes. Else it is a look and a
+    write: between both others may write as well, and the last of them stays. Raises StorageError.
     """
     if isinstance(store, ExclusiveStore):
         try:
@@ -140,6 +140,7 @@ def create_object(store: Store, key: str, data: bytes) -> bool:
         except (AccessDeniedError, ObjectNotFoundError):
             raise
         except StorageError as error:
+            # Anything else that lasts: the server knows no conditions.
             if error.transient:
                 raise
     try:
@@ -154,12 +155,14 @@ def create_object(store: Store, key: str, data: bytes) -> bool:
 
 
 def check_object_key(url: str, key: str) -> None:
-    """Raise ConfigError for a key that ends in a slash, which clients leave out of some requests
-    and send with others.
+    """Raise ConfigError for a key that ends in a slash.
+
+    Clients leave the slash out of some requests and send it with others.
     """
     if key.endswith("/"):
         raise ConfigError(
-            f"{url}: what ends in a slash is a folder and no object; leave the slash out if it is one"
+            f"{url}: what ends in a slash is a folder and no object; leave the slash out if it is "
+            f"one"
         )
 
 
@@ -174,7 +177,8 @@ def wrong_length(url: str, start: int, stop: int, got: int) -> ShortReadError:
     """For a body of another length than was asked for."""
     return ShortReadError(
         f"{url}: wanted bytes [{start}, {stop}), got {got} bytes; the object is shorter than its "
-        f"index says, or changed while it was read: compare its size with the .idx, or convert it again"
+        f"index says, or changed while it was read: compare its size with the .idx, or convert it "
+        f"again"
     )
 
 
@@ -190,28 +194,26 @@ def ended_early(url: str, reason: str) -> ShortReadError:
 def throttled(url: str, reason: str) -> EndpointError:
     """For an endpoint that asks for fewer requests."""
     error = EndpointError(
-        f"{url}: the endpoint is overloaded or limits requests; lower max_requests if this goes on ({reason})"
+        f"{url}: the endpoint is overloaded or limits requests; lower max_requests if this goes on "
+        f"({reason})"
     )
     error.throttled = True
     return error
 
 
 def fill(url: str, spans: Sequence[Span], bodies: Sequence[Buffer], outs: Sequence[Bytes]) -> None:
-    """Copy bodies that came whole, after a look at their lengths and at those of `outs`, in one
-    call without the GIL.
+    """Copy bodies that came whole, in one call without the GIL.
+
+    Raises ShortReadError for a body of another length than its span, and ValueError for a place in
+    `outs` of another one.
     """
-    source = [
-        np.frombuffer(checked(url, a, b, body), np.uint8)
-        for (a, b), body in zip(spans, bodies, strict=True)
-    ]
+    sources = []
+    for (start, stop), body in zip(spans, bodies, strict=True):
+        sources.append(np.frombuffer(checked(url, start, stop, body), np.uint8))
     for (start, stop), out in zip(spans, outs, strict=True):
         check_room(out, stop - start)
-    copy_bytes(
-        _NOTHING,
-        _addresses(source),
-        np.array([len(body) for body in source], np.int64),
-        _addresses(outs),
-    )
+    sizes = np.array([len(source) for source in sources], np.int64)
+    copy_bytes(_NOTHING, _addresses(sources), sizes, _addresses(outs))
 
 
 def _addresses(arrays: Sequence[Bytes]) -> NDArray[np.int64]:
@@ -219,12 +221,14 @@ def _addresses(arrays: Sequence[Bytes]) -> NDArray[np.int64]:
 
 
 def check_room(out: Bytes, size: int) -> None:
-    """Raise ValueError if `out` is not the place for `size` bytes: kernels write to its address,
-    without a look at its end.
+    """Raise ValueError if `out` is not the place for `size` bytes.
+
+    Kernels write to its address, without a look at its end.
     """
     if out.nbytes != size or not out.flags.c_contiguous or not out.flags.writeable:
         raise ValueError(
-            f"{size} bytes are to be written to an array of {out.nbytes} (contiguous and writeable, it must be)"
+            f"{size} bytes are to be written to an array of {out.nbytes} (contiguous and "
+            f"writeable, it must be)"
         )
 
 

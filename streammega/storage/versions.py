@@ -1,5 +1,6 @@
-"""Which version of an object an answer is of: its ETag, or else its Last-Modified; compared with
-their own kind only.
+"""Which version of an object an answer is of: its ETag, or else its Last-Modified.
+
+Each is compared with its own kind only.
 """
 
 from __future__ import annotations
@@ -8,6 +9,7 @@ import logging
 from datetime import datetime
 
 from streammega.errors import ObjectChangedError
+from streammega.storage.endpoints import root_of
 
 log = logging.getLogger(__name__)
 
@@ -16,23 +18,26 @@ MODIFIED = "modified "
 
 
 def version_of(etag: str | None, modified: datetime | None) -> str:
-    """The version that an answer tells: the ETag as it is spelled, else the time of the last
-    change; empty where it tells none.
+    """The version that an answer tells: the ETag as it is spelled, else its time of last change.
 
-    Transports say 1970 where the header is missing.
+    Empty where it tells neither.
     """
     if etag:
         return etag
+    # Transports say 1970 where the header is missing.
     if modified is not None and modified.timestamp() > 0:
         return MODIFIED + modified.isoformat()
     return ""
 
 
 def version_like(expected: str, etag: str | None, modified: datetime | None) -> str:
-    """What an answer tells of the kind of version that is expected; empty where it tells none of
-    that kind.
+    """What an answer tells of the kind of version that is expected.
+
+    Empty where it tells none of that kind.
     """
-    return version_of(None, modified) if expected.startswith(MODIFIED) else (etag or "")
+    if expected.startswith(MODIFIED):
+        return version_of(None, modified)
+    return etag or ""
 
 
 def same_version(one: str, other: str) -> bool:
@@ -55,8 +60,9 @@ def check_version(url: str, expected: str, found: str) -> None:
         tell_incomparable(url)
     elif not same_version(expected, found):
         raise ObjectChangedError(
-            f"{url}: the object was replaced while it was being read (ETag {found}, it was {expected}); data would be mixed. "
-            f"Start again on the new object, or put the old one back"
+            f"{url}: the object was replaced while it was being read (ETag {found}, it was "
+            f"{expected}); data would be mixed. Start again on the new object, or put the old one "
+            f"back"
         )
 
 
@@ -65,28 +71,32 @@ def _bare(version: str) -> str:
 
 
 _told: set[str] = set()
+"""Objects and servers of which this process has said what follows."""
 
 
 def tell_unversioned(url: str) -> None:
-    """Say once of an object that nothing but its size shows whether it changes, so that no cache
-    keeps it.
+    """Say once of an object that nothing but its size shows whether it changes.
+
+    So no cache keeps it.
     """
     if url not in _told:
         _told.add(url)
         log.warning(
-            "%s: the server tells neither ETag nor Last-Modified, so a replaced object cannot be noticed; it is read anew in "
-            "every run and kept in no cache. Have the server send ETags",
+            "%s: the server tells neither ETag nor Last-Modified, so a replaced object cannot be "
+            "noticed; it is read anew in every run and kept in no cache. Have the server send "
+            "ETags",
             url,
         )
 
 
 def tell_incomparable(url: str) -> None:
     """Say once for each server that its answers cannot be compared with what was opened."""
-    server = "/".join(url.split("/", 3)[:3])
+    server = root_of(url)
     if server not in _told:
         _told.add(server)
         log.warning(
-            "%s: the server tells other things of an object with its data than without (ETag, Last-Modified), so one that is "
-            "replaced under a run is noticed only if it became shorter. Have the server send ETags with every answer",
+            "%s: the server tells other things of an object with its data than without (ETag, "
+            "Last-Modified), so one that is replaced under a run is noticed only if it became "
+            "shorter. Have the server send ETags with every answer",
             url,
         )

@@ -1,5 +1,6 @@
-"""Stores that show another form of one stored object: decompressed frames, or the payloads of an
-archive's members.
+"""Stores that show another form of stored objects.
+
+The decompressed frames of one, the payloads of an archive's members, or several objects as one.
 """
 
 from __future__ import annotations
@@ -51,14 +52,15 @@ class View(Protocol):
 
 
 class LateView:
-    """A view that is made when bytes are first asked of it: its size is known, and making it costs
-    requests.
+    """A view that is made when bytes are first asked of it.
+
+    Its size is known, and making it costs requests.
     """
 
     def __init__(self, size: int, make: Callable[[], View]) -> None:
         self.size = size
         self._make = make
-        self._made: View | None = None
+        self._view_made: View | None = None
         self._lock = threading.Lock()
 
     def __getstate__(self) -> dict[str, Any]:
@@ -76,11 +78,12 @@ class LateView:
         self._view().show(stored, start, stop, out)
 
     def _view(self) -> View:
-        if self._made is None:
-            with self._lock:  # many threads ask for the first bytes of a shard at once
-                if self._made is None:
-                    self._made = self._make()
-        return self._made
+        if self._view_made is None:
+            # Many threads ask for the first bytes of a shard at once, and one is to read its table.
+            with self._lock:
+                if self._view_made is None:
+                    self._view_made = self._make()
+        return self._view_made
 
 
 class DerivedStore:
@@ -113,32 +116,37 @@ class DerivedStore:
         """Shown bytes; the stored ones are read as the store reads ranges, of the object that was
         opened.
         """
-        spans = [self._stored(int(a), int(b)) for a, b in zip(starts, stops, strict=True)]
-        outs = [np.empty(int(b) - int(a), np.uint8) for a, b in zip(starts, stops, strict=True)]
-        bodies = self.store.read_ranges(
-            key, [a for a, _ in spans], [b for _, b in spans], etag or self._info.etag
-        )
-        for body, a, b, out in zip(bodies, starts, stops, outs, strict=True):
-            self.view.show(np.frombuffer(body, np.uint8), int(a), int(b), out)
-        return [out.data for out in outs]
+        spans = [(int(start), int(stop)) for start, stop in zip(starts, stops, strict=True)]
+        stored_spans = [self._stored(start, stop) for start, stop in spans]
+        bodies = self._read_stored(key, stored_spans, etag or self._info.etag)
+        shown: list[Buffer] = []
+        for body, (start, stop) in zip(bodies, spans, strict=True):
+            out = np.empty(stop - start, np.uint8)
+            self.view.show(body, start, stop, out)
+            shown.append(out.data)
+        return shown
 
     def read_into(
         self, key: str, spans: Sequence[Span], outs: Sequence[Bytes], etag: str = ""
     ) -> None:
         """Shown bytes; the stored ones are read at once, one request for each span."""
-        stored = [self._stored(a, b) for a, b in spans]
-        # the view was made for that object, and would show another one wrongly
+        stored_spans = [self._stored(start, stop) for start, stop in spans]
+        # The view was made for that object, and would show another one wrongly.
         etag = etag or self._info.etag
+        # What is local is mapped: its stored bytes are looked at where they lie.
         if isinstance(self.store, LocalStore):
-            views = self.store.read_ranges(
-                key, [a for a, _ in stored], [b for _, b in stored], etag
-            )
-            bodies = [np.frombuffer(view, np.uint8) for view in views]
+            bodies = self._read_stored(key, stored_spans, etag)
         else:
-            bodies = [np.empty(b - a, np.uint8) for a, b in stored]
-            self.store.read_into(key, stored, bodies, etag or self._info.etag)
-        for body, (a, b), out in zip(bodies, spans, outs, strict=True):
-            self.view.show(body, a, b, out)
+            bodies = [np.empty(stop - start, np.uint8) for start, stop in stored_spans]
+            self.store.read_into(key, stored_spans, bodies, etag)
+        for body, (start, stop), out in zip(bodies, spans, outs, strict=True):
+            self.view.show(body, start, stop, out)
+
+    def _read_stored(self, key: str, spans: Sequence[Span], etag: str) -> list[Bytes]:
+        starts = [start for start, _ in spans]
+        stops = [stop for _, stop in spans]
+        bodies = self.store.read_ranges(key, starts, stops, etag)
+        return [np.frombuffer(body, np.uint8) for body in bodies]
 
     def list(self, prefix: str, recursive: bool = True) -> list[ObjectInfo]:
         """From the store."""
@@ -154,10 +162,12 @@ class DerivedStore:
 
     def _stored(self, start: int, stop: int) -> Span:
         if not 0 <= start <= stop <= self.view.size:
-            raise ended_early(
-                self.url(self._info.key), f"bytes [{start}, {stop}) of {self.view.size}"
-            )
-        return self.view.stored(start, stop) if stop > start else (0, 0)
+            url = self.url(self._info.key)
+            raise ended_early(url, f"bytes [{start}, {stop}) of {self.view.size}")
+        # No bytes lie in no frame, and in no member.
+        if start == stop:
+            return 0, 0
+        return self.view.stored(start, stop)
 
 
 class Frames:
@@ -178,44 +188,58 @@ class Frames:
         return int(self._compressed[first]), int(self._compressed[last])
 
     def _frames(self, start: int, stop: int) -> tuple[int, int]:
+        """Frames [first, last) that hold the shown bytes, without empty ones before them."""
         first = int(np.searchsorted(self._decompressed, start, "right")) - 1
-        return first, int(np.searchsorted(self._decompressed, stop, "left"))
+        last = int(np.searchsorted(self._decompressed, stop, "left"))
+        return first, last
 
     def show(self, stored: Bytes, start: int, stop: int, out: Bytes) -> None:
         """Decompress; frees the GIL. Raises FormatError that names a damaged frame."""
         if stop <= start:
             return
         first, last = self._frames(start, stop)
-        bounds = self._compressed[first : last + 1]
-        shown = self._decompressed[first : last + 1]
-        segments = np.stack([bounds[:-1] - bounds[0], np.diff(bounds)], 1).astype("<u8").tobytes()
-        try:  # one call: every return from it would wait for the GIL
-            found = _decompressor().multi_decompress_to_buffer(
-                zstandard.BufferWithSegments(stored.data, segments),
-                decompressed_sizes=np.diff(shown).astype("<u8").tobytes(),
-                threads=0,
-            )
-        except (
-            zstandard.ZstdError,
-            ValueError,
-            AttributeError,
-        ):  # or this zstandard is one without the call
-            inside = (bounds - bounds[0]).tolist()
-            frames = [stored[a:b] for a, b in zip(inside, inside[1:], strict=False)]
-            # which says what is damaged
-            found = [self._one(frame, number) for number, frame in enumerate(frames, first)]
-        edges = shown.tolist()
-        for number in range(last - first):
+        # Where the frames begin and end, in the bytes that were read and in what they show.
+        stored_bounds = self._compressed[first : last + 1] - self._compressed[first]
+        shown_bounds = self._decompressed[first : last + 1]
+        frames = self._decompress(stored, first, stored_bounds, shown_bounds)
+        edges = shown_bounds.tolist()
+        for number, frame in enumerate(frames):
             low = edges[number]
             high = edges[number + 1]
             begin = max(low, start)
             end = min(high, stop)
-            out[begin - start : end - start] = np.frombuffer(found[number], np.uint8)[
-                begin - low : end - low
-            ]
+            shown = np.frombuffer(frame, np.uint8)
+            out[begin - start : end - start] = shown[begin - low : end - low]
+
+    def _decompress(
+        self, stored: Bytes, first: int, stored_bounds: Integers, shown_bounds: Integers
+    ) -> list[Any]:
+        """What frames hold, each as a buffer; `first` is the number of the first one."""
+        lengths = np.diff(stored_bounds)
+        # Of each frame its offset and its length, as `BufferWithSegments` wants them.
+        segments = np.stack([stored_bounds[:-1], lengths], 1).astype("<u8").tobytes()
+        shown_lengths = np.diff(shown_bounds).astype("<u8").tobytes()
+        try:
+            # One call for all of them: every return from it would wait for the GIL.
+            shown = _decompressor().multi_decompress_to_buffer(
+                zstandard.BufferWithSegments(stored.data, segments),
+                decompressed_sizes=shown_lengths,
+                threads=0,
+            )
+            return [shown[number] for number in range(len(lengths))]
+        except (zstandard.ZstdError, ValueError, AttributeError):
+            # A frame is damaged, or this zstandard is one without the call. One by one tells which.
+            edges = stored_bounds.tolist()
+            frames = []
+            for index in range(len(lengths)):
+                frame = stored[edges[index] : edges[index + 1]]
+                frames.append(self._one(frame, first + index))
+            return frames
 
     def _one(self, frame: Bytes, number: int) -> bytes:
-        size = int(self._decompressed[number + 1] - self._decompressed[number])
+        begin = self._decompressed[number]
+        end = self._decompressed[number + 1]
+        size = int(end - begin)
         try:
             shown: bytes = _decompressor().decompress(frame.data, max_output_size=size)
         except zstandard.ZstdError as error:
@@ -228,39 +252,43 @@ class Frames:
         low = int(self._compressed[number])
         high = int(self._compressed[number + 1])
         return FormatError(
-            f"{self.url}: frame {number}, bytes [{low}, {high}), is damaged ({reason}); copy or convert it again"
+            f"{self.url}: frame {number}, bytes [{low}, {high}), is damaged ({reason}); copy or "
+            f"convert it again"
         )
 
 
 def _decompressor() -> Any:
-    """That of this thread."""
+    """That of this thread: they keep tables, and are not to be shared."""
     if not hasattr(_of_thread, "decompressor"):
         _of_thread.decompressor = zstandard.ZstdDecompressor()
     return _of_thread.decompressor
 
 
 class Members:
-    """The payloads of an archive's members end to end: shown[i] and at[i] are where payload i
-    begins in both forms.
+    """The payloads of an archive's members, end to end.
 
-    Both int64 [members + 1]; the last of `shown` is the size.
+    `shown_begins`, `stored_begins`: where each payload begins in both forms, int64 [members + 1];
+    the last of `shown_begins` is the size.
     """
 
-    def __init__(self, shown: Integers, at: Integers) -> None:
-        self._shown = shown
-        self._at = at
-        self.size = int(shown[-1])
+    def __init__(self, shown_begins: Integers, stored_begins: Integers) -> None:
+        self._shown = shown_begins
+        self._stored = stored_begins
+        self.size = int(shown_begins[-1])
 
     def stored(self, start: int, stop: int) -> Span:
         """From the first payload byte to the last, with the headers between them."""
         first, last = self._members(start, stop)
-        return int(self._at[first] + start - self._shown[first]), int(
-            self._at[last - 1] + stop - self._shown[last - 1]
-        )
+        final = last - 1
+        begin = self._stored[first] + start - self._shown[first]
+        end = self._stored[final] + stop - self._shown[final]
+        return int(begin), int(end)
 
     def _members(self, start: int, stop: int) -> tuple[int, int]:
+        """Members [first, last) that hold the shown bytes, without empty ones before them."""
         first = int(np.searchsorted(self._shown, start, "right")) - 1
-        return first, int(np.searchsorted(self._shown, stop, "left"))
+        last = int(np.searchsorted(self._shown, stop, "left"))
+        return first, last
 
     def show(self, stored: Bytes, start: int, stop: int, out: Bytes) -> None:
         """Copy the payloads, without the GIL."""
@@ -269,15 +297,18 @@ class Members:
         begin, end = self.stored(start, stop)
         if len(stored) != end - begin:
             raise ValueError(
-                f"{len(stored)} stored bytes do not show [{start}, {stop}), which lies in [{begin}, {end})"
+                f"{len(stored)} stored bytes do not show [{start}, {stop}), which lies in "
+                f"[{begin}, {end})"
             )
         check_room(out, stop - start)
         first, last = self._members(start, stop)
-        low = np.maximum(self._shown[first:last], start)
+        shown_begins = self._shown[first:last]
+        # Of each member, the shown bytes [low, high) are wanted.
+        low = np.maximum(shown_begins, start)
         high = np.minimum(self._shown[first + 1 : last + 1], stop)
-        base = self._at[first] + start - self._shown[first]
-        source = self._at[first:last] + (low - self._shown[first:last]) - base
-        copy_bytes(_NOTHING, address_of(stored) + source, high - low, address_of(out) + low - start)
+        source = self._stored[first:last] + (low - shown_begins) - begin
+        target = low - start
+        copy_bytes(_NOTHING, address_of(stored) + source, high - low, address_of(out) + target)
 
 
 class ConcatStore:
@@ -306,32 +337,36 @@ class ConcatStore:
         """From the objects that hold them, each compared with its own ETag; bytes of two objects
         are copied together.
         """
-        found: list[Buffer] = []
+        bodies: list[Buffer] = []
         for start, stop in zip(starts, stops, strict=True):
-            pieces = [
-                self._read_part(number, low, high)
-                for number, low, high, _ in self._pieces(int(start), int(stop))
-            ]
-            found.append(pieces[0] if len(pieces) == 1 else memoryview(b"".join(pieces)))
-        return found
+            pieces = []
+            for number, low, high, _ in self._pieces(int(start), int(stop)):
+                pieces.append(self._read_part(number, low, high))
+            if len(pieces) == 1:
+                bodies.append(pieces[0])
+            else:
+                bodies.append(memoryview(b"".join(pieces)))
+        return bodies
 
     def _read_part(self, number: int, start: int, stop: int) -> Buffer:
         store, info = self.parts[number]
-        return store.read_ranges(info.key, [start], [stop], info.etag)[0]
+        (body,) = store.read_ranges(info.key, [start], [stop], info.etag)
+        return body
 
     def read_into(
         self, key: str, spans: Sequence[Span], outs: Sequence[Bytes], etag: str = ""
     ) -> None:
         """From the objects that hold them, each compared with its own ETag."""
-        jobs: dict[int, tuple[list[Span], list[Bytes]]] = {}
+        # Of each object what is wanted of it, so that it is asked once.
+        part_spans: dict[int, list[Span]] = {}
+        part_outs: dict[int, list[Bytes]] = {}
         for (start, stop), out in zip(spans, outs, strict=True):
-            for number, low, high, at in self._pieces(start, stop):
-                own = jobs.setdefault(number, ([], []))
-                own[0].append((low, high))
-                own[1].append(out[at : at + high - low])
-        for number, (own_spans, own_outs) in jobs.items():
+            for number, low, high, offset in self._pieces(start, stop):
+                part_spans.setdefault(number, []).append((low, high))
+                part_outs.setdefault(number, []).append(out[offset : offset + high - low])
+        for number, wanted in part_spans.items():
             store, info = self.parts[number]
-            store.read_into(info.key, own_spans, own_outs, info.etag)
+            store.read_into(info.key, wanted, part_outs[number], info.etag)
 
     def list(self, prefix: str, recursive: bool = True) -> list[ObjectInfo]:
         """The objects."""
@@ -347,31 +382,34 @@ class ConcatStore:
 
     def _pieces(self, start: int, stop: int) -> Iterator[tuple[int, int, int, int]]:
         """(object, start and stop in it, at which byte of what was asked)."""
-        if not 0 <= start <= stop <= self._ends[-1]:
-            raise ended_early(self._name, f"bytes [{start}, {stop}) of {self._ends[-1]}")
-        at = start
+        size = self._ends[-1]
+        if not 0 <= start <= stop <= size:
+            raise ended_early(self._name, f"bytes [{start}, {stop}) of {size}")
+        begin = start
         number = int(np.searchsorted(self._ends, start, "right"))
-        while at < stop:
-            first = int(self._ends[number - 1]) if number else 0
-            end = min(stop, int(self._ends[number]))
-            if end > at:
-                yield number, at - first, end - first, at - start
-            at = end
-            number = number + 1
+        while begin < stop:
+            part_begin = int(self._ends[number - 1]) if number > 0 else 0
+            part_end = int(self._ends[number])
+            end = min(stop, part_end)
+            # Nothing is asked of an object that is empty.
+            if end > begin:
+                yield number, begin - part_begin, end - part_begin, begin - start
+            begin = end
+            number += 1
 
 
 def _etag_of_all(parts: Sequence[tuple[Store, ObjectInfo]]) -> str:
-    """What changes when any of several objects does; "" where one of them says nothing of its
-    version.
+    """What changes when any of several objects does.
 
-    Sizes are part of it: they say where each object begins in the whole. So are URLs: two objects
-    may change places.
+    Empty where one of them says nothing of its version. Sizes are part of it: they say where each
+    object begins in the whole. So are URLs: two objects may change places.
     """
     digest = hashlib.blake2b(digest_size=16)
     for store, info in parts:
         if not info.etag:
             return ""
-        digest.update(json.dumps([store.url(info.key), info.etag, info.size]).encode())
+        identity = [store.url(info.key), info.etag, info.size]
+        digest.update(json.dumps(identity).encode())
     return digest.hexdigest()
 
 
@@ -383,17 +421,23 @@ def read_frames(store: Store, info: ObjectInfo) -> Frames:
     url = store.url(info.key)
     size = info.size
     # A frame of 32 KiB is 8 bytes of the table, and most are stored in more than 8 KiB.
-    low = size - min(size, max(TABLE_GUESS, size // 1024))
-    end = bytes(store.read_ranges(info.key, [low], [size], info.etag)[0])
-    first = size - table_bytes(end[-FOOTER.size :], size, url)
-    if first < low:
-        end = bytes(store.read_ranges(info.key, [first], [low], info.etag)[0]) + end
-        low = first
-    return Frames(url, *parse_table(end[first - low :], size, url))
+    guess = max(TABLE_GUESS, size // 1024)
+    low = size - min(size, guess)
+    (body,) = store.read_ranges(info.key, [low], [size], info.etag)
+    end = bytes(body)
+    table_begin = size - table_bytes(end[-FOOTER.size :], size, url)
+    if table_begin < low:
+        (rest,) = store.read_ranges(info.key, [table_begin], [low], info.etag)
+        end = bytes(rest) + end
+        low = table_begin
+    compressed, decompressed = parse_table(end[table_begin - low :], size, url)
+    return Frames(url, compressed, decompressed)
 
 
 def is_local(store: Any) -> bool:
     """Whether reading a store costs no network."""
     if isinstance(store, ConcatStore):
         return all(is_local(part) for part, _ in store.parts)
-    return isinstance(store, LocalStore) or (isinstance(store, DerivedStore) and store.local)
+    if isinstance(store, DerivedStore):
+        return store.local
+    return isinstance(store, LocalStore)

@@ -89,8 +89,8 @@ class Limits:
     |------------------------------|---------------------------------------------------------------|
     | a refusal (429, 503)         | half, at least 1; once for all that were refused together     |
     | an answer                    | a little more: one more after as many answers as it allows    |
-    | a look: answers queue        | `SHRINK` of it, not below the least for their size; where it is  |
-    |                              | below that already, it stays                                  |
+    | a look: answers queue        | `SHRINK` of it, not below the least for their size; where it  |
+    |                              | is below that already, it stays                               |
     | a look: answers do not queue | `GROW` of it, and `GROW_BY`                                   |
     """
 
