@@ -38,8 +38,8 @@ class Chunk:
         self.gone = False
         self._path = str(path)
         self._identity = _identity(descriptor)
-        self._table_at = layout.table_at(size)
-        self._table = mapped[self._table_at :].view("<u8")
+        self._table_offset = layout.table_at(size)
+        self._table = mapped[self._table_offset :].view("<u8")
 
     @property
     def address(self) -> int:
@@ -48,16 +48,19 @@ class Chunk:
 
     def holds(self, first: int, last: int) -> bool:
         """Whether all of pages [first, last) are known to be there."""
-        return bool(self.verified[first - self.first : last - self.first].all())
+        begin = first - self.first
+        end = last - self.first
+        return bool(self.verified[begin:end].all())
 
     def part(self, start: int, stop: int) -> Bytes:
         """Bytes [start, stop) of the object."""
-        at = self.first * PAGE_BYTES
-        return self.view[start - at : stop - at]
+        chunk_begin = self.first * PAGE_BYTES
+        return self.view[start - chunk_begin : stop - chunk_begin]
 
     def matches(self, page: int) -> bool | None:
-        """Whether a page's bytes are those of its checksum, which is looked at once; None: it is
-        not there.
+        """Whether a page's bytes are those of its checksum; None: it is not there.
+
+        Once they were, this is not looked at again.
         """
         number = page - self.first
         if self.verified[number]:
@@ -65,10 +68,9 @@ class Chunk:
         expected = int(self._table[number])
         if not expected:
             return None
-        if (
-            layout.checksum(self.view.data[number * PAGE_BYTES : (number + 1) * PAGE_BYTES])
-            != expected
-        ):
+        begin = number * PAGE_BYTES
+        data = self.view.data[begin : begin + PAGE_BYTES]
+        if layout.checksum(data) != expected:
             return False
         self.verified[number] = 1
         return True
@@ -77,33 +79,33 @@ class Chunk:
         """Write pages from one on, then their checksums. Raises OSError."""
         first = page - self.first
         view = memoryview(data)  # type: ignore[arg-type]
-        starts = range(0, len(view), PAGE_BYTES)
         try:
             with layout.Opened(self._path, os.O_RDWR) as descriptor:
                 if _identity(descriptor) != self._identity:
                     self.gone = True  # evicted, and made anew
                     return
+                # The bytes first: whoever finds a checksum believes that they are there.
                 _write_all(descriptor, view, first * PAGE_BYTES)
-                entries = np.array(
-                    [layout.checksum(view[at : at + PAGE_BYTES]) for at in starts], "<u8"
-                )
-                _write_all(
-                    descriptor, memoryview(entries.tobytes()), self._table_at + ENTRY_BYTES * first
-                )
+                checksums = []
+                for begin in range(0, len(view), PAGE_BYTES):
+                    checksums.append(layout.checksum(view[begin : begin + PAGE_BYTES]))
+                entries = np.array(checksums, "<u8").tobytes()
+                _write_all(descriptor, memoryview(entries), self._entry_offset(first))
         except FileNotFoundError:
             self.gone = True
             return
-        self.verified[first : first + len(starts)] = 1
+        self.verified[first : first + len(checksums)] = 1
 
     def forget(self, page: int) -> None:
         """Take back a checksum, so that the page is fetched again. Raises OSError."""
         with layout.Opened(self._path, os.O_RDWR) as descriptor:
             if _identity(descriptor) == self._identity:
-                os.pwrite(
-                    descriptor,
-                    bytes(ENTRY_BYTES),
-                    self._table_at + ENTRY_BYTES * (page - self.first),
-                )
+                offset = self._entry_offset(page - self.first)
+                os.pwrite(descriptor, bytes(ENTRY_BYTES), offset)
+
+    def _entry_offset(self, number: int) -> int:
+        """Where in the file the checksum of the chunk's page `number` lies."""
+        return self._table_offset + ENTRY_BYTES * number
 
 
 def open_chunk(path: Path, first: int, size: int) -> Chunk | None:
@@ -145,11 +147,12 @@ mapped = Mapped()
 
 
 def _identity(descriptor: int) -> tuple[int, int]:
-    found = os.fstat(descriptor)
-    return found.st_dev, found.st_ino
+    status = os.fstat(descriptor)
+    return status.st_dev, status.st_ino
 
 
-def _write_all(descriptor: int, view: memoryview, at: int) -> None:
+def _write_all(descriptor: int, view: memoryview, offset: int) -> None:
+    # A call may write less: on a disk that is nearly full, or where a signal comes.
     written = 0
     while written < len(view):
-        written += os.pwrite(descriptor, view[written:], at + written)
+        written += os.pwrite(descriptor, view[written:], offset + written)

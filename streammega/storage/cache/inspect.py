@@ -20,11 +20,20 @@ from streammega.storage.cache.layout import PAGE_BYTES
 from streammega.storage.cache.presence import names_in_use
 from streammega.storage.cache.room import Busy, Room
 
+MOST_TRIES = 30
+TRY_AGAIN = 0.1
+"""Seconds between tries to remove an object whose cache is busy.
+
+Others hold its lock for as long as it takes to note a chunk.
+"""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Entry:
-    """A cached object: pages and bytes that are there, of how many; when it was last used; whether
-    somebody uses it now.
+    """A cached object: how many of its bytes are there, when it was last used, and whether somebody
+    uses it now.
+
+    `used`: seconds since 1970.
     """
 
     folder: Path
@@ -37,42 +46,50 @@ class Entry:
 
 
 def entries(folder: Path) -> list[Entry]:
-    """All objects of a cache's `chunks` folder that can be told; those of another layout have no
-    bytes.
+    """All objects of a cache's `chunks` folder that can be told.
+
+    Those of another layout have no bytes.
     """
-    used = names_in_use(folder)
-    found = []
-    for own in sorted(layout.object_folders(folder)):
+    used_names = names_in_use(folder)
+    objects = []
+    for object_folder in sorted(layout.object_folders(folder)):
+        # Halfway made, being removed, or of somebody else: it cannot be told.
         with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
-            about = json.loads((own / "object.json").read_bytes())
-            size, chunk_bytes = _sizes(about)
-            pages = sum(int((table != 0).sum()) for _, table in _tables(own, size, chunk_bytes))
-            found.append(
-                Entry(
-                    folder=own,
-                    url=str(about["url"]),
-                    size=size,
-                    chunk_bytes=chunk_bytes,
-                    cached_bytes=min(pages * PAGE_BYTES, size),
-                    used=layout.last_use(own),
-                    in_use=own.name in used,
-                )
-            )
-    return found
+            objects.append(_entry(object_folder, object_folder.name in used_names))
+    return objects
+
+
+def _entry(folder: Path, in_use: bool) -> Entry:
+    about = json.loads((folder / "object.json").read_bytes())
+    size, chunk_bytes = _sizes(about)
+    pages = 0
+    for _, table in _tables(folder, size, chunk_bytes):
+        pages += int(np.count_nonzero(table))
+    return Entry(
+        folder=folder,
+        url=str(about["url"]),
+        size=size,
+        chunk_bytes=chunk_bytes,
+        # The last page of an object is a short one.
+        cached_bytes=min(pages * PAGE_BYTES, size),
+        used=layout.last_use(folder),
+        in_use=in_use,
+    )
 
 
 def damaged_pages(entry: Entry) -> list[tuple[Path, int]]:
     """Pages whose bytes are not those of their checksums: (data file, page of the chunk)."""
-    bad = []
+    damaged = []
     for path, table in _tables(entry.folder, entry.size, entry.chunk_bytes):
-        length = _data_bytes(path, entry.size, entry.chunk_bytes)
+        data_bytes = _data_bytes(path, entry.size, entry.chunk_bytes)
         with open(path, "rb") as file:
             for page in np.flatnonzero(table).tolist():
-                file.seek(page * PAGE_BYTES)
-                data = file.read(min(PAGE_BYTES, length - page * PAGE_BYTES))
+                begin = page * PAGE_BYTES
+                file.seek(begin)
+                data = file.read(min(PAGE_BYTES, data_bytes - begin))
                 if layout.checksum(data) != int(table[page]):
-                    bad.append((path, page))
-    return bad
+                    damaged.append((path, page))
+    return damaged
 
 
 def clear(folder: Path) -> tuple[int, int]:
@@ -81,14 +98,15 @@ def clear(folder: Path) -> tuple[int, int]:
     Returns (removed, in use and kept). Raises OSError.
     """
     room = Room(folder, 0)
-    folders = layout.object_folders(folder)
-    found = [(layout.last_use(own), own) for own in folders]
-    used = names_in_use(folder)
+    objects = layout.object_folders(folder)
+    uses = [(layout.last_use(object_folder), object_folder) for object_folder in objects]
+    # Afterwards: whoever comes between changes the time of last use, by which it is kept.
+    used_names = names_in_use(folder)
     removed = 0
-    for when, own in found:
-        if own.name not in used:
-            removed += _patiently(room, own, when)
-    return removed, len(folders) - removed
+    for when, object_folder in uses:
+        if object_folder.name not in used_names:
+            removed += _remove_patiently(room, object_folder, when)
+    return removed, len(objects) - removed
 
 
 def recount(folder: Path) -> int:
@@ -99,12 +117,12 @@ def recount(folder: Path) -> int:
     return Room(folder, 0).recount()
 
 
-def _patiently(room: Room, folder: Path, when: float) -> bool:
-    for _ in range(30):
+def _remove_patiently(room: Room, folder: Path, when: float) -> bool:
+    for _ in range(MOST_TRIES):
         try:
             return room.remove(folder, when)
-        except Busy:  # others hold the lock for as long as it takes to note a chunk
-            time.sleep(0.1)
+        except Busy:
+            time.sleep(TRY_AGAIN)
     return False
 
 
@@ -117,20 +135,23 @@ def _sizes(about: dict[str, Any]) -> tuple[int, int]:
 
 
 def _tables(folder: Path, size: int, chunk_bytes: int) -> list[tuple[Path, NDArray[np.uint64]]]:
-    """The checksums of each chunk file that has the size it must have."""
-    found = []
+    """(chunk file, checksums of its pages) of each file that has the size it must have."""
+    tables = []
     for path in sorted(folder.glob("*.data")):
-        length = _data_bytes(path, size, chunk_bytes)
-        if length > 0 and path.stat().st_size == layout.file_bytes(length):
-            at = layout.table_at(length)
-            found.append((path, np.fromfile(path, "<u8", layout.pages_of(length), offset=at)))
-    return found
+        data_bytes = _data_bytes(path, size, chunk_bytes)
+        if data_bytes > 0 and path.stat().st_size == layout.file_bytes(data_bytes):
+            pages = layout.pages_of(data_bytes)
+            offset = layout.table_at(data_bytes)
+            tables.append((path, np.fromfile(path, "<u8", pages, offset=offset)))
+    return tables
 
 
 def _data_bytes(path: Path, size: int, chunk_bytes: int) -> int:
-    """How many bytes of its object a chunk file is for; 0 or less: none, it is not one of this
-    object.
+    """How many bytes of its object a chunk file is for, which is named by the number of its chunk.
+
+    0 or less: none, it is not one of this object.
     """
     if not path.stem.isdecimal():
         return 0
-    return min(chunk_bytes, size - int(path.stem) * chunk_bytes)
+    start = int(path.stem) * chunk_bytes
+    return min(chunk_bytes, size - start)

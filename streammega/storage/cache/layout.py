@@ -1,13 +1,15 @@
 """The files of a cache folder.
 
     <cache_dir>/chunks/
-        lock                            locked while chunks are made or removed; holds the bytes of all chunk files
-        claims                          byte ranges of it are locked by whoever fetches pages
-        users/<process>                 the objects that a process uses; locked while it lives
-        <object>/                       one folder for each object, ETag and chunk size
-            object.json                 url, etag, size: what `streammega cache ls` shows
-            used                        its time is that of the last use
-            3.data                      chunk 3: a sparse file of its bytes, then the checksum of each page, 0 if it is not there
+        lock                 locked while chunks are made or removed; holds the bytes of all
+                             chunk files
+        claims               byte ranges of it are locked by whoever fetches pages
+        users/<process>      the objects that a process uses; locked while it lives
+        <object>/            one folder for each object, ETag and chunk size
+            object.json      url, etag, size: what `streammega cache ls` shows
+            used             its time is that of the last use
+            3.data           chunk 3: a sparse file of its bytes, then the checksum of each page,
+                             0 if it is not there
 
 Bytes and checksums of a chunk are one file, so that they cannot be of two generations. Everything
 has the mode that the umask gives it. Nothing is believed but what fits a size that is known
@@ -31,9 +33,11 @@ import xxhash
 PAGE_BYTES = 128 << 10
 """Pages are small, so that a piece of the stream order fetches little more than itself."""
 ENTRY_BYTES = 8
+"""Bytes of a page's checksum."""
 LAYOUT = 2
-"""Part of the name of each object: those of another layout are not found, but removed in their
-turn, or by `cache clear`.
+"""Part of the name of each object.
+
+Those of another layout are not found, but removed in their turn, or by `cache clear`.
 """
 NAME = re.compile(r"[0-9a-f]{24}-[0-9a-f]{24}")
 # A link or a pipe in place of a file that is expected was put there by somebody else; neither is
@@ -43,12 +47,14 @@ _OPEN = os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK
 
 def whole_pages(chunk_bytes: int) -> int:
     """The size of chunks that is used for one that was asked for."""
-    return max(PAGE_BYTES, chunk_bytes // PAGE_BYTES * PAGE_BYTES)
+    whole = chunk_bytes // PAGE_BYTES * PAGE_BYTES
+    return max(PAGE_BYTES, whole)
 
 
 def object_name(url: str, etag: str, size: int, chunk_bytes: int) -> str:
-    """The folder of an object."""
-    return f"{_digest(url)}-{_digest(f'{LAYOUT}:{etag}:{size}:{chunk_bytes}')}"
+    """The folder of an object, one for each of its versions."""
+    version = f"{LAYOUT}:{etag}:{size}:{chunk_bytes}"
+    return f"{_digest(url)}-{_digest(version)}"
 
 
 def pages_of(size: int) -> int:
@@ -57,10 +63,12 @@ def pages_of(size: int) -> int:
 
 
 def table_at(size: int) -> int:
-    """Where in a chunk's file of `size` data bytes the checksums begin; aligned, to be read as
-    numbers.
+    """Where in a chunk's file of `size` data bytes the checksums begin.
+
+    Aligned, for they are read as numbers where they are mapped.
     """
-    return -(-size // ENTRY_BYTES) * ENTRY_BYTES
+    entries = -(-size // ENTRY_BYTES)
+    return entries * ENTRY_BYTES
 
 
 def file_bytes(size: int) -> int:
@@ -69,7 +77,7 @@ def file_bytes(size: int) -> int:
 
 
 def checksum(data: Any) -> int:
-    """xxh3 of a page, never 0."""
+    """xxh3 of a page, never 0: that says that a page is not there."""
     return xxhash.xxh3_64_intdigest(data) or 1
 
 
@@ -96,9 +104,8 @@ def open_or_make(path: Path) -> int:
     """A descriptor to read and write a file that all users of a cache share. Raises OSError."""
     try:
         return os.open(path, os.O_RDWR | _OPEN)
-    except (
-        FileNotFoundError
-    ):  # only then: in a sticky folder, O_CREAT refuses what somebody else has made
+    except FileNotFoundError:
+        # Only then: in a sticky folder, O_CREAT refuses what somebody else has made.
         path.parent.mkdir(parents=True, exist_ok=True)
         return os.open(path, os.O_RDWR | os.O_CREAT | _OPEN, 0o666)
 
@@ -112,19 +119,22 @@ def make(path: Path) -> int:
 
 def regular_size(descriptor: int) -> int:
     """The size of an open file; -1 if it is none."""
-    found = os.fstat(descriptor)
-    return found.st_size if stat.S_ISREG(found.st_mode) else -1
+    status = os.fstat(descriptor)
+    return status.st_size if stat.S_ISREG(status.st_mode) else -1
 
 
 def describe(folder: Path, about: dict[str, Any]) -> None:
     """Make the folder of an object, and say what it is of. Raises OSError."""
     with contextlib.suppress(FileExistsError):
         os.mkdir(folder)
-    if not folder.joinpath("object.json").exists():
-        _write(folder / ".object", json.dumps(about).encode())
-        os.replace(folder / ".object", folder / "object.json")
-    if not folder.joinpath("used").exists():
-        os.close(open_or_make(folder / "used"))
+    description = folder / "object.json"
+    if not description.exists():
+        temporary = folder / ".object"
+        _write(temporary, json.dumps(about).encode())
+        os.replace(temporary, description)
+    used = folder / "used"
+    if not used.exists():
+        os.close(open_or_make(used))
 
 
 def make_chunk(path: Path, size: int) -> None:
@@ -137,9 +147,10 @@ def make_chunk(path: Path, size: int) -> None:
     descriptor = make(temporary)
     try:
         os.ftruncate(descriptor, size)
-        # as if the file were all data: a little more than there is
-        table = min(size, ENTRY_BYTES * (pages_of(size) + 1))
-        if os.pwrite(descriptor, bytes(table), size - table) < table:
+        # Of a table as if the file were all data: a little more than there is.
+        table_bytes = min(size, ENTRY_BYTES * (pages_of(size) + 1))
+        written = os.pwrite(descriptor, bytes(table_bytes), size - table_bytes)
+        if written < table_bytes:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
     finally:
         os.close(descriptor)
@@ -160,12 +171,12 @@ def last_use(folder: Path) -> float:
 def object_folders(folder: Path) -> list[Path]:
     """The folders of all objects, of this layout and others: one look at a cache folder."""
     try:
-        with os.scandir(folder) as found:
-            return [
-                Path(entry.path)
-                for entry in found
-                if NAME.fullmatch(entry.name) and entry.is_dir(follow_symlinks=False)
-            ]
+        with os.scandir(folder) as entries:
+            folders = []
+            for entry in entries:
+                if NAME.fullmatch(entry.name) and entry.is_dir(follow_symlinks=False):
+                    folders.append(Path(entry.path))
+            return folders
     except FileNotFoundError:
         return []
 
@@ -173,8 +184,8 @@ def object_folders(folder: Path) -> list[Path]:
 def chunk_bytes_in(folder: Path) -> int:
     """Bytes that the chunk files of an object may grow to."""
     total = 0
-    with contextlib.suppress(OSError), os.scandir(folder) as found:
-        for entry in found:
+    with contextlib.suppress(OSError), os.scandir(folder) as entries:
+        for entry in entries:
             if entry.name.endswith(".data"):
                 with contextlib.suppress(OSError):
                     total += entry.stat(follow_symlinks=False).st_size
@@ -188,14 +199,19 @@ def remove_object(folder: Path) -> int:
     """
     freed = 0
     with contextlib.suppress(OSError):
-        with os.scandir(folder) as found:
-            entries = list(found)
-        # what it is of stays to the last
-        for entry in sorted(entries, key=lambda entry: not entry.name.endswith(".data")):
+        with os.scandir(folder) as scanned:
+            entries = list(scanned)
+        chunks = [entry for entry in entries if entry.name.endswith(".data")]
+        others = [entry for entry in entries if not entry.name.endswith(".data")]
+        for entry in chunks:
             with contextlib.suppress(OSError):
                 size = entry.stat(follow_symlinks=False).st_size
                 os.unlink(entry.path)
-                freed += size if entry.name.endswith(".data") else 0
+                freed += size
+        # To the last what it is of: whoever is killed before leaves chunks that can be told.
+        for entry in others:
+            with contextlib.suppress(OSError):
+                os.unlink(entry.path)
         os.rmdir(folder)
     return freed
 

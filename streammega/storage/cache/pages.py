@@ -32,17 +32,24 @@ log = logging.getLogger(__name__)
 
 FIRST_LOOK = 0.005
 LONGEST_LOOK = 0.05
-"""Seconds between two looks at a page that another process fetches: soon at first, for most take
-milliseconds.
+"""Seconds between two looks at a page that another process fetches.
+
+Soon at first, for most take milliseconds.
 """
+LOOKS_GROW = 1.5
+"""So many times as long as the last is the pause until the next look."""
 TIMEOUT = 60.0
+"""Seconds that a claim of another process is waited for."""
 LATE_PATIENCE = 1.0
 LATE_FOR = 600.0
-"""Once a claim was waited for in vain: seconds that claims are waited for, and for how long that
-holds. Whoever was stopped may hold hundreds of them.
+"""Once a claim was waited for in vain: seconds that claims are waited for, and how long that holds.
+
+Whoever was stopped may hold hundreds of them.
 """
 Fetch = Callable[[int, int, Bytes], None]
+"""Reads bytes [start, stop) of the object itself into an array."""
 GivenUp = Callable[[], bool]
+"""Whether nobody wants the bytes any more."""
 _open_objects: weakref.WeakValueDictionary[tuple[int, str], CachedObject] = (
     weakref.WeakValueDictionary()
 )
@@ -55,8 +62,9 @@ def never() -> bool:
 
 
 class PageCache:
-    """The cache of one folder. Its methods never raise for a disk that fails: `usable` turns false,
-    and nothing is kept.
+    """The cache of one folder.
+
+    Its methods never raise for a disk that fails: `usable` turns false, and nothing is kept.
 
     Args:
         folder: `cache_dir`; made when it is not there.
@@ -85,16 +93,16 @@ class PageCache:
         """
         name = layout.object_name(url, etag, size, self.chunk_bytes)
         key = (os.getpid(), str(self.folder / name))
+        # Two that open the same object at once are to have one: its claims are told apart by it.
         with _lock:
-            found = _open_objects.get(key)
-            if found is None and self.usable:
+            cached = _open_objects.get(key)
+            if cached is None and self.usable:
                 try:
-                    found = _open_objects[key] = CachedObject(
-                        self, self._present(), name, url, etag, size
-                    )
+                    cached = CachedObject(self, self._present(), name, url, etag, size)
+                    _open_objects[key] = cached
                 except OSError as error:
                     self.failed(error)
-            return found
+            return cached
 
     def _present(self) -> Presence:
         """What this process holds here; another one after a fork."""
@@ -110,7 +118,8 @@ class PageCache:
             self._say(f"{limit_reached()}; what needs a file of the cache is read without it")
         elif error.errno == errno.ENOMEM:
             self._say(
-                "no more files can be mapped (vm.max_map_count); further ones are read without the cache"
+                "no more files can be mapped (vm.max_map_count); further ones are read without the "
+                "cache"
             )
         elif self.usable:
             self.usable = False
@@ -123,18 +132,16 @@ class PageCache:
     @property
     def patience(self) -> float:
         """Seconds that a claim is waited for now."""
-        return (
-            min(self._timeout, LATE_PATIENCE)
-            if time.monotonic() < self._late_until
-            else self._timeout
-        )
+        if time.monotonic() < self._late_until:
+            return min(self._timeout, LATE_PATIENCE)
+        return self._timeout
 
     def late(self, url: str) -> None:
         """A claim was waited for in vain."""
         self._late_until = time.monotonic() + LATE_FOR
         self._say(
-            f"pages of {url} were held by another process for longer than {self._timeout:g} s, which fetches them or was "
-            f"stopped; they are fetched without waiting for it"
+            f"pages of {url} were held by another process for longer than {self._timeout:g} s, "
+            f"which fetches them or was stopped; they are fetched without waiting for it"
         )
 
     def _say(self, text: str) -> None:
@@ -168,17 +175,20 @@ class CachedObject:
             "chunk_bytes": cache.chunk_bytes,
             "layout": layout.LAYOUT,
         }
+        chunks = -(-size // cache.chunk_bytes)
         self.verified = np.zeros(layout.pages_of(size), np.uint8)
-        self.address = np.zeros(-(-size // cache.chunk_bytes), np.int64)
+        self.address = np.zeros(chunks, np.int64)
         self._presence = presence
-        weakref.finalize(self, presence.leave, presence.use(name)).atexit = False
+        note = presence.use(name)
+        # Not at exit: the note ends with the process, and threads may still read.
+        weakref.finalize(self, presence.leave, note).atexit = False
         try:
             os.utime(self.folder / "used")
         except FileNotFoundError:
             pass  # nothing of it is cached
         self._chunks: dict[int, Chunk] = {}
         self._opening = threading.Lock()
-        self._claimed: set[int] = set()
+        self._claimed: set[int] = set()  # pages that threads of this process fetch
         self._released = threading.Condition()
 
     def read(
@@ -192,24 +202,26 @@ class CachedObject:
         `given_up()` says that nobody wants the bytes any more.
         """
         hits = 0
-        at = start
-        while at < stop:
-            page = at // PAGE_BYTES
+        begin = start
+        while begin < stop:
+            page = begin // PAGE_BYTES
             last = min(layout.pages_of(stop), self._chunk_end(page))
             end = min(stop, last * PAGE_BYTES)
-            hits += self._read_within_chunk(
-                page, last, at, end, out[at - start : end - start], fetch, given_up
-            )
-            at = end
+            part = out[begin - start : end - start]
+            hits += self._read_within_chunk(page, last, begin, end, part, fetch, given_up)
+            begin = end
         return hits
 
     def has(self, start: int, stop: int) -> bool:
         """Whether all pages of bytes [start, stop) are known to be there."""
-        return bool(self.verified[start // PAGE_BYTES : layout.pages_of(stop)].all())
+        first = start // PAGE_BYTES
+        last = layout.pages_of(stop)
+        return bool(self.verified[first:last].all())
 
     def finds(self, start: int, stop: int) -> bool:
-        """Whether all pages of bytes [start, stop) are there, also those that another process or a
-        former one has written.
+        """Whether all pages of bytes [start, stop) are there.
+
+        Also those that another process or a former one has written.
         """
         if self.has(start, stop):
             return True
@@ -218,7 +230,9 @@ class CachedObject:
         while page < end:
             last = min(end, self._chunk_end(page))
             chunk = self._chunk(page, make=False)
-            if chunk is None or self._present(chunk, page, last) < last - page:
+            if chunk is None:
+                return False
+            if self._present(chunk, page, last) < last - page:
                 return False
             page = last
         return True
@@ -226,8 +240,9 @@ class CachedObject:
     def ensure(self, start: int, stop: int, fetch: Fetch, given_up: GivenUp = never) -> None:
         """Have the pages of bytes [start, stop) on disk and verified, as far as there is room."""
         page = start // PAGE_BYTES
-        while page < layout.pages_of(stop):
-            last = min(layout.pages_of(stop), self._chunk_end(page))
+        end = layout.pages_of(stop)
+        while page < end:
+            last = min(end, self._chunk_end(page))
             chunk = self._chunk(page)
             if chunk is not None:
                 self._fill_missing(chunk, page, last, fetch, given_up)
@@ -250,8 +265,10 @@ class CachedObject:
         return self.cache.chunk_bytes
 
     def _chunk_end(self, page: int) -> int:
-        pages = self.cache.chunk_bytes // PAGE_BYTES
-        return (page // pages + 1) * pages
+        """The first page after the chunk of a page."""
+        pages_of_chunk = self.cache.chunk_bytes // PAGE_BYTES
+        chunk = page // pages_of_chunk
+        return (chunk + 1) * pages_of_chunk
 
     def _read_within_chunk(
         self,
@@ -263,11 +280,15 @@ class CachedObject:
         fetch: Fetch,
         given_up: GivenUp,
     ) -> int:
+        """Bytes [start, stop), of pages [first, last); returns those that came from the cache."""
         chunk = self._chunk(first)
-        present = 0 if chunk is None else self._present(chunk, first, last)
-        if chunk is None or (
-            present < last - first and not self._fill_missing(chunk, first, last, fetch, given_up)
-        ):
+        if chunk is None:
+            fetch(start, stop, out)
+            return 0
+        present = self._present(chunk, first, last)
+        complete = present == last - first
+        if not complete and not self._fill_missing(chunk, first, last, fetch, given_up):
+            # They cannot be kept: exactly what is wanted, without the rest of its pages.
             fetch(start, stop, out)
             return 0
         out[:] = chunk.part(start, stop)
@@ -284,7 +305,9 @@ class CachedObject:
     ) -> bool:
         """Have all of some pages; False if they cannot be kept."""
         for page, end in self._missing(chunk, first, last):
-            if chunk.gone or not self.cache.usable or not self._disk_has((end - page) * PAGE_BYTES):
+            if chunk.gone or not self.cache.usable:
+                return False
+            if not self._disk_has((end - page) * PAGE_BYTES):
                 return False
             self._fill(chunk, page, end, fetch, given_up)
         return chunk.holds(first, last)
@@ -297,8 +320,9 @@ class CachedObject:
             return False
 
     def _missing(self, chunk: Chunk, first: int, last: int) -> Iterator[tuple[int, int]]:
-        """Runs of pages that are not there, one at a time: what others fetch meanwhile is not asked
-        for again.
+        """Runs of pages [first, last) that are not there.
+
+        One at a time: what others fetch meanwhile is not asked for again.
         """
         page = first
         while page < last:
@@ -319,12 +343,16 @@ class CachedObject:
         """
         claimed = self._wait_for_claim(chunk, first, last, given_up)
         try:
-            todo = [page for page in range(first, last) if not self._check(chunk, page)]
-            if todo:
-                low = todo[0] * PAGE_BYTES
-                data = np.empty(min((todo[-1] + 1) * PAGE_BYTES, self.size) - low, np.uint8)
-                fetch(low, low + len(data), data)
-                self._keep(chunk, todo[0], data)
+            # Whoever held the claim before has fetched some of them, or all.
+            missing = [page for page in range(first, last) if not self._check(chunk, page)]
+            if missing:
+                # In one request, though some in between may be there.
+                first_missing = missing[0]
+                start = first_missing * PAGE_BYTES
+                stop = min((missing[-1] + 1) * PAGE_BYTES, self.size)
+                data = np.empty(stop - start, np.uint8)
+                fetch(start, stop, data)
+                self._keep(chunk, first_missing, data)
         finally:
             if claimed:
                 self._unclaim(first, last)
@@ -336,9 +364,10 @@ class CachedObject:
         while not self._claim(first, last):
             if given_up():
                 raise StorageError(f"{self.url}: was closed while another process was waited for")
+            # Threads of this process say when they are done; other processes have to be looked at.
             with self._released:
                 self._released.wait(pause)
-            pause = min(1.5 * pause, LONGEST_LOOK)
+            pause = min(LOOKS_GROW * pause, LONGEST_LOOK)
             if all(self._check(chunk, page) for page in range(first, last)):
                 return False
             if time.monotonic() > deadline:
@@ -364,49 +393,58 @@ class CachedObject:
         return bool(sound)
 
     def _claim(self, first: int, last: int) -> bool:
-        """Take the right to fetch pages: among this process's threads by a set, among processes by
-        a lock of the kernel.
+        """Take the right to fetch pages [first, last); False: somebody has it for one of them.
+
+        Among this process's threads by a set, for locks of the kernel are those of a process; among
+        processes by such a lock.
         """
+        pages = range(first, last)
         with self._released:
-            if any(page in self._claimed for page in range(first, last)):
+            if any(page in self._claimed for page in pages):
                 return False
             try:
                 if not self._presence.claim(self.name, first, last):
                     return False
             except OSError as error:
                 self.cache.failed(error)  # a file system without locks
-            self._claimed.update(range(first, last))
+            self._claimed.update(pages)
             return True
 
     def _unclaim(self, first: int, last: int) -> None:
+        pages = range(first, last)
         with self._released:
-            self._claimed.difference_update(range(first, last))
+            self._claimed.difference_update(pages)
             self._presence.unclaim(self.name, first, last)
             self._released.notify_all()
 
     def _chunk(self, page: int, *, make: bool = True) -> Chunk | None:
-        """The chunk of a page, mapped; None: it is not there and is not to be made, there is no
-        room, or the disk failed.
+        """The chunk of a page, mapped.
+
+        None: it is not there and is not to be made, there is no room, or the disk failed.
         """
         if not self.cache.usable:
             return None
         number = page * PAGE_BYTES // self.cache.chunk_bytes
-        found = self._chunks.get(number)
-        if found is not None:
-            return found
+        # Without the lock, as nearly always: what is mapped stays.
+        chunk = self._chunks.get(number)
+        if chunk is not None:
+            return chunk
+        # One thread maps it; the others would map and show it again.
         with self._opening:
-            if number not in self._chunks:
-                try:
-                    return self._open_chunk(number, make=make)
-                except OSError as error:
-                    self.cache.failed(error)
-                    return None
-            return self._chunks[number]
+            chunk = self._chunks.get(number)
+            if chunk is not None:
+                return chunk
+            try:
+                return self._open_chunk(number, make=make)
+            except OSError as error:
+                self.cache.failed(error)
+                return None
 
     def _open_chunk(self, number: int, *, make: bool) -> Chunk | None:
         start = number * self.cache.chunk_bytes
         size = min(self.cache.chunk_bytes, self.size - start)
         path = self.folder / f"{number}.data"
+        # Once as it is, and once after it was made.
         for _ in range(2):
             chunk = open_chunk(path, start // PAGE_BYTES, size)
             if chunk is not None:
@@ -417,12 +455,15 @@ class CachedObject:
         return None  # removed again by others
 
     def _show(self, number: int, chunk: Chunk) -> None:
-        """Let kernels read a chunk where it is mapped, as long as this object lives; unless too
-        many are mapped already.
+        """Let kernels read a chunk where it is mapped, as long as this object lives.
+
+        Unless too many are mapped already.
         """
         if not mapped.take(self):
             return
-        chunk.verified = self.verified[chunk.first : chunk.first + len(chunk.verified)]
+        # Its part of the whole: what is verified in the one is so in the other.
+        end = chunk.first + len(chunk.verified)
+        chunk.verified = self.verified[chunk.first : end]
         self.address[number] = chunk.address
         self._chunks[number] = chunk
 

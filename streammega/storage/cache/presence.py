@@ -1,10 +1,9 @@
-"""What a process holds in a cache folder: the pages it fetches, and the objects it uses. Two
-descriptors, however many they are.
+"""What a process holds in a cache folder: the pages it fetches, and the objects it uses.
 
-Both are locks of the kernel, which die with their process. They are record locks: of a process, not
-of a descriptor, so that a forked child does not keep those of its parent. A process loses its
-record locks on a file when it closes *any* descriptor of that file: nothing but this module opens
-these files.
+Two descriptors, however many they are. Both are locks of the kernel, which die with their process.
+They are record locks: of a process, not of a descriptor, so that a forked child does not keep those
+of its parent. A process loses its record locks on a file when it closes *any* descriptor of that
+file: nothing but this module opens these files.
 """
 
 from __future__ import annotations
@@ -21,10 +20,13 @@ from pathlib import Path
 from streammega.storage.cache import layout
 
 NAME_BYTES = 24
-CLAIM_BITS = 36
+"""Of the name of an object: two digests of 12 bytes, with a dash between them where it is text."""
+CLAIM_DIGITS = 9
 PAGE_BITS = 26
-"""A page's place in the file of claims: bits of its object's digest, then of its number. Where two
-objects share a place, one waits for the other in vain for a moment, and no more.
+"""A page's place in the file of claims: the last hexadecimal digits of its object's name, then so
+many bits of its own number; together 62 bits, for which an offset has room.
+
+Where two objects share a place, one waits for the other in vain for a moment, and no more.
 """
 BUSY = frozenset({errno.EACCES, errno.EAGAIN})
 _lock = threading.Lock()
@@ -38,10 +40,11 @@ def presence_in(folder: Path) -> Presence:
     """
     key = (os.getpid(), os.path.realpath(folder))
     with _lock:
-        found = _present.get(key)
-        if found is None:
-            found = _present[key] = Presence(folder)
-        return found
+        presence = _present.get(key)
+        if presence is None:
+            presence = Presence(folder)
+            _present[key] = presence
+        return presence
 
 
 class Presence:
@@ -53,7 +56,8 @@ class Presence:
     def __init__(self, folder: Path) -> None:
         self.pid = os.getpid()
         self._lock = threading.RLock()  # the collector may call `leave` in the midst of `use`
-        self._slots: dict[int, str] = {}
+        # Objects by the number of their note in this process's file; numbers that are free again.
+        self._notes: dict[int, str] = {}
         self._free: list[int] = []
         self._next = 0
         self._claims = layout.open_or_make(folder / "claims")
@@ -79,24 +83,25 @@ class Presence:
     def names(self) -> set[str]:
         """The objects that this process uses."""
         with self._lock:
-            return set(self._slots.values())
+            return set(self._notes.values())
 
     def use(self, name: str) -> int:
         """Note that an object is used from now on; returns what `leave` takes."""
         with self._lock:
-            slot = self._slot()
-            self._slots[slot] = name
+            note = self._free_note()
+            self._notes[note] = name
             if self.pid == os.getpid():
-                os.pwrite(self._users, bytes.fromhex(name.replace("-", "")), slot * NAME_BYTES)
-            return slot
+                os.pwrite(self._users, _packed(name), note * NAME_BYTES)
+            return note
 
-    def _slot(self) -> int:
+    def _free_note(self) -> int:
         if self._free:
             return self._free.pop()
+        note = self._next
         self._next += 1
-        return self._next - 1
+        return note
 
-    def leave(self, slot: int) -> None:
+    def leave(self, note: int) -> None:
         """An object is not used any more.
 
         Never raises; in a forked child, nothing: the note is its parent's.
@@ -104,19 +109,18 @@ class Presence:
         if self.pid != os.getpid():
             return
         with self._lock, contextlib.suppress(OSError):
-            self._slots.pop(slot, None)
-            self._free.append(slot)
-            os.pwrite(self._users, bytes(NAME_BYTES), slot * NAME_BYTES)
+            self._notes.pop(note, None)
+            self._free.append(note)
+            os.pwrite(self._users, bytes(NAME_BYTES), note * NAME_BYTES)
 
     def claim(self, name: str, first: int, last: int) -> bool:
         """Take the right to fetch pages [first, last) of an object; False: another process has it.
 
         Raises OSError.
         """
+        place = _place(name) + first
         try:
-            fcntl.lockf(
-                self._claims, fcntl.LOCK_EX | fcntl.LOCK_NB, last - first, _place(name) + first
-            )
+            fcntl.lockf(self._claims, fcntl.LOCK_EX | fcntl.LOCK_NB, last - first, place)
         except OSError as error:
             if error.errno in BUSY:
                 return False
@@ -125,31 +129,33 @@ class Presence:
 
     def unclaim(self, name: str, first: int, last: int) -> None:
         """Give it back."""
+        place = _place(name) + first
         with contextlib.suppress(OSError):
-            fcntl.lockf(self._claims, fcntl.LOCK_UN, last - first, _place(name) + first)
+            fcntl.lockf(self._claims, fcntl.LOCK_UN, last - first, place)
 
 
 def names_in_use(folder: Path) -> set[str]:
     """The objects that some process uses. What dead processes have left is removed."""
-    own = {
-        str(present.path): present
-        for (pid, _), present in list(_present.items())
-        if pid == os.getpid()
-    }
-    found: set[str] = set()
+    # Of this process's own files nothing is opened: closing them would end its locks.
+    presence_of_path = {}
+    for (pid, _), presence in list(_present.items()):
+        if pid == os.getpid():
+            presence_of_path[str(presence.path)] = presence
+    names: set[str] = set()
     with contextlib.suppress(FileNotFoundError):
         for entry in os.listdir(folder / "users"):
             path = folder / "users" / entry
-            if str(path) in own:
-                found |= own[str(path)].names
+            if str(path) in presence_of_path:
+                names |= presence_of_path[str(path)].names
             elif not entry.startswith("."):
-                found |= _names_of(path)
-    return found
+                names |= _names_of(path)
+    return names
 
 
 def _names_of(path: Path) -> set[str]:
-    """The objects of another process; none if it is dead, or nothing can be known of it: then using
-    them is up to luck.
+    """The objects of another process; none if it is dead.
+
+    Nor where nothing can be known of it: then using them is up to luck.
     """
     with contextlib.suppress(OSError), layout.Opened(path, os.O_RDONLY) as descriptor:
         try:
@@ -157,16 +163,29 @@ def _names_of(path: Path) -> set[str]:
         except OSError as error:
             if error.errno not in BUSY:
                 return set()
-            data = os.pread(descriptor, max(0, layout.regular_size(descriptor)), 0).hex()
-            width = 2 * NAME_BYTES
-            slots = (data[at : at + width] for at in range(0, len(data), width))
-            return {f"{slot[: width // 2]}-{slot[width // 2 :]}" for slot in slots}
+            size = max(0, layout.regular_size(descriptor))
+            data = os.pread(descriptor, size, 0)
+            return {
+                _unpacked(data[begin : begin + NAME_BYTES])
+                for begin in range(0, len(data), NAME_BYTES)
+            }
+        # The lock was to be had: its process is dead.
         os.unlink(path)
     return set()
 
 
+def _packed(name: str) -> bytes:
+    return bytes.fromhex(name.replace("-", ""))
+
+
+def _unpacked(note: bytes) -> str:
+    half = NAME_BYTES // 2
+    return f"{note[:half].hex()}-{note[half:].hex()}"
+
+
 def _place(name: str) -> int:
-    return int(name[-CLAIM_BITS // 4 :], 16) << PAGE_BITS
+    digits = name[-CLAIM_DIGITS:]
+    return int(digits, 16) << PAGE_BITS
 
 
 def _remove(pid: int, descriptor: int, path: Path) -> None:

@@ -21,8 +21,9 @@ class CachedStore:
     def __init__(self, store: Store, cached: CachedObject) -> None:
         self.store = store
         self.cached = cached
-        self.hit_bytes = self.fetched_bytes = 0
-        self._lock = threading.Lock()
+        self.hit_bytes = 0
+        self.fetched_bytes = 0
+        self._lock = threading.Lock()  # of both counts: threads of the fetcher add to them
         self._closed = False
 
     def url(self, key: str) -> str:
@@ -48,23 +49,26 @@ class CachedStore:
             self.store.read_into(key, [(start, stop)], [out], etag)
             self._count(0, stop - start)
 
-        missing = []
+        missing_spans = []
+        missing_outs = []
         for (start, stop), out in zip(spans, outs, strict=True):
             if stop - start >= SMALL or self.cached.finds(start, stop):
-                self._count(self.cached.read(start, stop, out, fetch, self._given_up), 0)
+                hits = self.cached.read(start, stop, out, fetch, self._given_up)
+                self._count(hits, 0)
             else:
-                missing.append(((start, stop), out))
-        if missing:
-            self.read_past_cache(
-                key, [span for span, _ in missing], [out for _, out in missing], etag
-            )
+                missing_spans.append((start, stop))
+                missing_outs.append(out)
+        # Together: several small reads are one call of the transport.
+        if missing_spans:
+            self.read_past_cache(key, missing_spans, missing_outs, etag)
 
     def read_past_cache(
         self, key: str, spans: Sequence[Span], outs: Sequence[Bytes], etag: str = ""
     ) -> None:
         """From the object itself, and counted: for reads that must not wait for those of others."""
         self.store.read_into(key, spans, outs, etag)
-        self._count(0, sum(stop - start for start, stop in spans))
+        fetched = sum(stop - start for start, stop in spans)
+        self._count(0, fetched)
 
     def list(self, prefix: str, recursive: bool = True) -> list[ObjectInfo]:
         """From the store."""
