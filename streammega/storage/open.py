@@ -162,10 +162,8 @@ def open_file(
     """
     system, path = file_system(url, config)
     packed = fsspec.core.get_compression(path, compression)
-    if isinstance(system, StoreFiles):
-        opened = system.open_version(path, etag)
-    else:
-        opened = system.open(path)
+    versioned = isinstance(system, StoreFiles)
+    opened = system.open_version(path, etag) if versioned else system.open(path)
     with opened as file:
         if packed is None:
             yield file

@@ -29,7 +29,7 @@ from streammega.errors import (
 )
 from streammega.errors.redaction import redact
 from streammega.storage import Store, open_store
-from streammega.storage.backends import obstore_store
+from streammega.storage.backends import obstore_store, obstore_writer
 from streammega.storage.backends.fsspec_store import FsspecStore
 from streammega.storage.backends.local import LocalStore
 from streammega.storage.backends.obstore_store import ObstoreStore
@@ -248,7 +248,7 @@ class TestS3ThroughFsspec(S3Contract):
 def test_an_upload_of_more_parts_than_a_server_takes_ends_there_and_says_what_to_do(
     moto: S3, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(obstore_store, "MOST_PARTS", 2)
+    monkeypatch.setattr(obstore_writer, "MOST_PARTS", 2)
     bucket = moto.new_bucket()
     config = StorageConfig(storage_options=moto.options, upload_part_bytes=5 << 20)
     store, key = open_store(f"s3://{bucket}/large", config)

@@ -1,0 +1,144 @@
+"""An upload through obstore, from a thread of its own."""
+
+from __future__ import annotations
+
+import contextlib
+import queue
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import obstore
+
+from streammega.errors import StorageError
+from streammega.storage.fetch.threads import Pool
+from streammega.storage.parts import MOST_PARTS
+
+ABORT_WITHIN = 5.0
+"""Seconds that an abort waits for the server.
+
+Parts that it leaves there are for the bucket's lifecycle rules.
+"""
+WAITING_PARTS = 2
+"""Parts that are held beside those under way: writing and sending go on at once."""
+PARTS_AT_ONCE = 3
+"""Parts of one upload that are under way."""
+LOOK_AGAIN = 0.2
+"""Seconds between two looks whether the thread that takes parts still lives."""
+
+
+class ObstoreWriter:
+    """Streams parts from a thread; small objects are one plain PUT."""
+
+    def __init__(
+        self,
+        client: Any,
+        key: str,
+        url: str,
+        wrap: Callable[[BaseException], BaseException],
+        pool: Pool,
+        part_bytes: int,
+    ) -> None:
+        self._client = client
+        self._key = key
+        self._url = url
+        self._wrap = wrap
+        self._pool = pool
+        self._part_bytes = part_bytes
+        self._buffer = bytearray()
+        self._sent = 0
+        self._parts: queue.Queue[bytes | None] = queue.Queue(maxsize=WAITING_PARTS)
+        self._aborted = threading.Event()
+        self._thread: threading.Thread | None = None
+        self._failure: BaseException | None = None
+
+    def write(self, data: bytes | memoryview) -> None:
+        """Append bytes; a failed upload is raised at the next write or at commit."""
+        self._buffer += data
+        while len(self._buffer) >= self._part_bytes:
+            self._send(bytes(self._buffer[: self._part_bytes]))
+            del self._buffer[: self._part_bytes]
+
+    def commit(self) -> None:
+        """Complete the upload; the object appears whole."""
+        try:
+            if self._thread is None:
+                self._pool.call(self._put_whole)
+                return
+            if self._buffer:
+                self._send(bytes(self._buffer))
+            self._send(None)
+            self._thread.join()
+        except Exception as error:
+            raise self._wrap(error) from None
+        self._raise_failure()
+
+    def abort(self) -> None:
+        """Abort the upload: its parts are removed from the server, unless that does not answer."""
+        self._buffer.clear()
+        self._aborted.set()
+        if self._thread is not None and self._thread.is_alive():
+            # Where the queue is full there is a part to be taken, whose taker looks whether it is
+            # wanted.
+            with contextlib.suppress(queue.Full):
+                self._parts.put_nowait(None)
+            self._thread.join(ABORT_WITHIN)
+
+    def _put_whole(self) -> None:
+        obstore.put(self._client, self._key, bytes(self._buffer), use_multipart=False)
+
+    def _send(self, part: bytes | None) -> None:
+        """Hand a part to the thread that uploads; None: that was the last one."""
+        if part is not None:
+            self._count_part()
+        if self._thread is None:
+            self._thread = threading.Thread(
+                target=self._upload, name="streammega-upload", daemon=True
+            )
+            self._thread.start()
+        while True:
+            try:
+                self._parts.put(part, timeout=LOOK_AGAIN)
+                return
+            except queue.Full:
+                if self._thread.is_alive():
+                    continue
+            self._raise_failure()
+            raise StorageError(f"{self._url}: the upload ended before all of its parts were sent")
+
+    def _count_part(self) -> None:
+        self._sent += 1
+        if self._sent > MOST_PARTS:
+            most_gib = MOST_PARTS * self._part_bytes >> 30
+            raise StorageError(
+                f"{self._url}: an upload holds {most_gib} GiB ({MOST_PARTS:,} parts), and this "
+                f"object is larger; write several shards, with --shard-size, or raise "
+                f"upload_part_bytes of StorageConfig from {self._part_bytes:,}"
+            )
+
+    def _upload(self) -> None:
+        try:
+            obstore.put(
+                self._client,
+                self._key,
+                self._taken_parts(),
+                use_multipart=True,
+                chunk_size=self._part_bytes,
+                max_concurrency=PARTS_AT_ONCE,
+            )
+        except BaseException as error:
+            self._failure = error
+
+    def _taken_parts(self) -> Iterator[bytes]:
+        while True:
+            part = self._parts.get()
+            # An error is what makes obstore remove the parts that it has sent.
+            if self._aborted.is_set():
+                raise InterruptedError("upload aborted")
+            if part is None:
+                return
+            yield part
+
+    def _raise_failure(self) -> None:
+        if self._failure is not None:
+            raise self._wrap(self._failure) from None
