@@ -293,11 +293,10 @@ class ObstoreStore:
             if key.startswith(prefix):
                 etag = listed_etag(item.get("e_tag"))
                 listed.append(ObjectInfo(key=key, size=int(item["size"]), etag=etag))
-        if recursive:
-            listed = self._as_stored(listed)
-        return sorted(listed, key=lambda info: info.key)
+        stored = self._as_stored(listed) if recursive else listed
+        return sorted(stored, key=lambda info: info.key)
 
-    def _as_stored(self, listed: Sequence[ObjectInfo]) -> list[ObjectInfo]:
+    def _as_stored(self, listed: Sequence[ObjectInfo]) -> Sequence[ObjectInfo]:
         """Without what only looks like an object.
 
         obstore takes slashes off the ends of keys, those of folders' markers too. What is empty may
