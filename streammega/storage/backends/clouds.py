@@ -1,5 +1,6 @@
-"""`storage_options` for Google Cloud Storage and Azure, as obstore, gcsfs and adlfs name them, for
-obstore's clients.
+"""`storage_options` for Google Cloud Storage and Azure, for obstore's clients.
+
+They are named as obstore, gcsfs and adlfs name them.
 """
 
 from __future__ import annotations
@@ -25,21 +26,25 @@ def cloud_arguments(scheme: str, config: StorageConfig) -> dict[str, Any]:
     of gcsfs's `token`, a path is the file of a service account and a mapping its content.
     Everything else has obstore's names, and obstore refuses what it does not know.
     """
-    options = {
-        name: value for name, value in config.storage_options.items() if name not in _OF_DRIVERS
-    }
+    options = dict(config.storage_options)
+    for name in _OF_DRIVERS:
+        options.pop(name, None)
     client_kwargs = options.pop("client_kwargs", None) or {}
-    name = _ENDPOINT[scheme]
-    if given := options.pop("endpoint_url", None):
-        options[name] = given
+    endpoint_option = _ENDPOINT[scheme]
+    endpoint_url = options.pop("endpoint_url", None)
+    if endpoint_url:
+        options[endpoint_option] = endpoint_url
+    # Of Azure's options, `token` is obstore's own.
     token = options.pop("token", None) if scheme == "gs" else None
-    if options.pop("anon", False) or token == "anon":
+    anonymous = options.pop("anon", False)
+    if anonymous or token == "anon":
         options["skip_signature"] = True
     elif isinstance(token, Mapping):
         options["service_account_key"] = json.dumps(dict(token))
     elif token and token not in _SEARCHED:
         options["application_credentials"] = str(token)
+    endpoint = str(options.get(endpoint_option) or "")
     return {
         "config": options,
-        "client_options": client_options(config, str(options.get(name) or ""), client_kwargs),
+        "client_options": client_options(config, endpoint, client_kwargs),
     }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import threading
 from collections.abc import Sequence
@@ -17,6 +18,7 @@ from streammega.storage.store import Buffer, Bytes, ObjectInfo, Span, checked, f
 from streammega.storage.versions import check_version
 
 LARGE_BYTES = 256 << 10
+"""Writes from this size on go past the buffer: a copy into it would cost more than the call."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,43 +62,49 @@ class LocalStore:
     ) -> list[Buffer]:
         """Views of the mapped file; no bytes move until they are used."""
         view = self.view(key, etag)
-        return [checked(key, a, b, view[a:b]) for a, b in zip(starts, stops, strict=True)]
+        bodies = []
+        for start, stop in zip(starts, stops, strict=True):
+            bodies.append(checked(key, start, stop, view[start:stop]))
+        return bodies
 
     def read_into(
         self, key: str, spans: Sequence[Span], outs: Sequence[Bytes], etag: str = ""
     ) -> None:
         """A copy out of the mapped file."""
         view = self.view(key, etag)
-        fill(key, spans, [view[a:b] for a, b in spans], outs)
+        bodies = [view[start:stop] for start, stop in spans]
+        fill(key, spans, bodies, outs)
 
     def view(self, key: str, etag: str = "") -> memoryview:
-        """The whole file, read-only: the one that had `etag` when it was opened, mapped once;
-        without an ETag, as it is now.
+        """The whole file, read-only: the one that had `etag` when it was opened, mapped once.
 
-        A file that was renamed over stays what it was, where it is mapped already. Raises
-        ObjectChangedError where it is not, so what is mapped is always what was opened;
-        ObjectNotFoundError, AccessDeniedError, StorageError.
+        Without an ETag, as it is now. A file that was renamed over stays what it was, where it is
+        mapped already. Raises ObjectChangedError where it is not, so what is mapped is always what
+        was opened; ObjectNotFoundError, AccessDeniedError, StorageError.
         """
+        # Two threads that map the same file would each check and map it.
         with self._lock:
             mapped = self._maps.get(key)
             if mapped is None or not etag or mapped.etag != etag:
-                mapped = self._maps[key] = _map(key, etag, mapped)
+                mapped = _map(key, etag, mapped)
+                self._maps[key] = mapped
             return mapped.view
 
     def list(self, prefix: str, recursive: bool = True) -> list[ObjectInfo]:
         """Files whose path starts with `prefix`: at any depth, or only those with no slash after
         it.
         """
-        if not recursive:
+        if recursive:
+            root = Path(prefix) if os.path.isdir(prefix) else Path(prefix).parent
+            paths = [str(path) for path in root.rglob("*") if path.is_file()]
+        else:
             try:
                 with os.scandir(os.path.dirname(prefix) or ".") as entries:
-                    inside = sorted(entry.path for entry in entries if entry.is_file())
+                    paths = [entry.path for entry in entries if entry.is_file()]
             except FileNotFoundError:
                 return []
-            return [self.info(path) for path in inside if path.startswith(prefix)]
-        root = Path(prefix) if os.path.isdir(prefix) else Path(prefix).parent
-        found = (str(path) for path in root.rglob("*") if path.is_file())
-        return [self.info(path) for path in sorted(found) if path.startswith(prefix)]
+        wanted = sorted(path for path in paths if path.startswith(prefix))
+        return [self.info(path) for path in wanted]
 
     def open_writer(self, key: str) -> LocalWriter:
         """A writer into a temporary file beside the target, renamed by `commit`."""
@@ -131,10 +139,12 @@ class LocalWriter:
             if len(data) < LARGE_BYTES:
                 self._file.write(data)
                 return
-            self._file.flush()  # a large write needs no copy into the buffer
+            self._file.flush()
             view = memoryview(data).cast("B")
+            # A call writes 2 GiB at most.
             while view:
-                view = view[self._file.raw.write(view) :]
+                written = self._file.raw.write(view)
+                view = view[written:]
         except OSError as error:
             raise local_error(self._path, error) from None
 
@@ -143,7 +153,7 @@ class LocalWriter:
         try:
             self._file.flush()
             os.fsync(self._file.fileno())
-            # while it is open, and so held: nobody takes it for an orphan
+            # While it is open, and so locked: nobody takes it for an orphan.
             os.replace(self._temporary, self._path)
             self._file.close()
         except OSError as error:
@@ -176,14 +186,15 @@ def local_error(path: str, error: OSError) -> StorageError:
     limit = blame_limit(error)
     if limit:
         return StorageError(f"{path}: {limit}")
-    if error.errno == 28:
+    if error.errno == errno.ENOSPC:
         return StorageError(f"{path}: no space left on the device; free some, or write elsewhere")
     return StorageError(f"{path}: {reason}")
 
 
 def etag_of(stat: os.stat_result) -> str:
-    """Size and modification time: what changes with the bytes, and with nothing else (a mode, a
-    link, another mount).
+    """Size and modification time.
+
+    They change with the bytes, and with nothing else (a mode, a link, another mount).
     """
     return f"{stat.st_size:x}-{stat.st_mtime_ns:x}"
 
@@ -198,14 +209,15 @@ def _map(path: str, etag: str, known: _Mapped | None) -> _Mapped:
     except OSError as error:
         raise local_error(path, error) from None
     try:
-        # of the very file that is mapped: its name may stand for another one by now
+        # Of the very file that is mapped: its name may stand for another one by now.
         stat = os.fstat(fd)
-        check_version(path, etag, etag_of(stat))
+        etag_now = etag_of(stat)
+        check_version(path, etag, etag_now)
         place = (stat.st_dev, stat.st_ino)
-        if known is not None and (known.etag, known.place) == (etag_of(stat), place):
+        if known is not None and known.etag == etag_now and known.place == place:
             return known
         data = map_file(fd, stat.st_size, path)
-        return _Mapped(etag=etag_of(stat), place=place, view=memoryview(data))  # type: ignore[arg-type]
+        return _Mapped(etag=etag_now, place=place, view=memoryview(data))  # type: ignore[arg-type]
     except OSError as error:
         raise local_error(path, error) from None
     finally:

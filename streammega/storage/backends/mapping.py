@@ -44,27 +44,27 @@ class _Mapping:
             "typestr": "|u1",
             "version": 3,
         }
-        # Not at exit: other threads may still copy from it, and the process ends anyway.
-        weakref.finalize(self, _libc.munmap, address, size).atexit = False
+        unmap = weakref.finalize(self, _libc.munmap, address, size)
+        # Other threads may still copy from it, and the process ends anyway.
+        unmap.atexit = False
 
 
 def map_file(fd: int, size: int, path: str | os.PathLike[str]) -> NDArray[np.uint8]:
-    """The first `size` bytes of an open file, read-only, uint8 [size]. The descriptor may be closed
-    at once.
+    """The first `size` bytes of an open file, read-only, uint8 [size].
 
-    The bytes stay mapped as long as this array or a view of it lives, also when the file is removed
-    or renamed over. A file that is *shortened* while it is mapped ends the process at the next
-    access (SIGBUS): the kernel knows no other way.
+    The descriptor may be closed at once. The bytes stay mapped as long as this array or a view of
+    it lives, also when the file is removed or renamed over. A file that is *shortened* while it is
+    mapped ends the process at the next access (SIGBUS): the kernel knows no other way.
 
     `path` is for messages. Raises OSError when the file has fewer bytes, or cannot be mapped.
     """
-    found = os.fstat(fd).st_size
-    if found < size:
-        raise OSError(
-            errno.EIO, f"has {found} bytes, not the {size} that it should have", os.fspath(path)
-        )
+    file_size = os.fstat(fd).st_size
+    if file_size < size:
+        reason = f"has {file_size} bytes, not the {size} that it should have"
+        raise OSError(errno.EIO, reason, os.fspath(path))
+    # The kernel maps no empty ranges.
     if size == 0:
-        return np.empty(0, np.uint8)  # no bytes cannot be mapped
+        return np.empty(0, np.uint8)
     address = _libc.mmap(None, size, mmap.PROT_READ, mmap.MAP_SHARED, fd, 0)
     if address == _FAILED:
         number = ctypes.get_errno()

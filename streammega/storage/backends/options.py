@@ -9,6 +9,8 @@ from typing import Any
 from streammega.config import StorageConfig
 from streammega.errors import AccessDeniedError, ConfigError
 
+ASK_AGAIN = timedelta(minutes=10)
+"""After so long obstore asks for credentials again, which botocore may have renewed."""
 S3_OPTIONS = frozenset(
     (
         "anon",
@@ -41,26 +43,26 @@ def s3_arguments(bucket: str, config: StorageConfig) -> dict[str, Any]:
     unknown = sorted(set(options) - S3_OPTIONS)
     if unknown:
         raise ConfigError(
-            f"storage_options for s3 hold {', '.join(unknown)}, which the obstore transport does not know; it knows "
-            f"{', '.join(sorted(S3_OPTIONS))}. Correct the name, or set transport='fsspec' to hand it to s3fs"
+            f"storage_options for s3 hold {', '.join(unknown)}, which the obstore transport does "
+            f"not know; it knows {', '.join(sorted(S3_OPTIONS))}. Correct the name, or set "
+            f"transport='fsspec' to hand it to s3fs"
         )
     client_kwargs = dict(options.get("client_kwargs") or {})
-    style = ((options.get("config_kwargs") or {}).get("s3") or {}).get("addressing_style", "auto")
+    config_kwargs = options.get("config_kwargs") or {}
+    style = (config_kwargs.get("s3") or {}).get("addressing_style", "auto")
     session = _botocore_session(options)
-    endpoint = (
-        options.get("endpoint_url") or client_kwargs.get("endpoint_url") or _endpoint_of(session)
-    )
-    store: dict[str, Any] = {
-        "region": client_kwargs.get("region_name") or session.get_config_variable("region")
-    }
-    if store["region"] is None:
-        store["region"] = "us-east-1"
+    endpoint = options.get("endpoint_url") or client_kwargs.get("endpoint_url")
+    if not endpoint:
+        endpoint = _endpoint_of(session)
+    region = client_kwargs.get("region_name") or session.get_config_variable("region")
+    store: dict[str, Any] = {"region": "us-east-1" if region is None else region}
     if style == "virtual":
         store["virtual_hosted_style_request"] = True
     if endpoint:
-        store["endpoint"] = _with_bucket(endpoint, bucket) if style == "virtual" else endpoint
-        # obstore would let the environment's win over `endpoint`
-        store["aws_endpoint_url_s3"] = store["endpoint"]
+        bucket_endpoint = _with_bucket(endpoint, bucket) if style == "virtual" else endpoint
+        store["endpoint"] = bucket_endpoint
+        # obstore would let the environment's win over `endpoint`.
+        store["aws_endpoint_url_s3"] = bucket_endpoint
     if options.get("requester_pays"):
         store["request_payer"] = True
     arguments: dict[str, Any] = {
@@ -77,8 +79,8 @@ def s3_arguments(bucket: str, config: StorageConfig) -> dict[str, Any]:
 def client_options(
     config: StorageConfig, endpoint: str, client_kwargs: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """Obstore's HTTP client options: timeouts, plain http only where the endpoint asks for it,
-    certificates.
+    """Obstore's HTTP client options: timeouts and certificates; plain http only where the endpoint
+    asks for it.
     """
     client: dict[str, Any] = {
         "timeout": timedelta(seconds=config.timeout),
@@ -98,7 +100,9 @@ def client_options(
 def _with_bucket(endpoint: str, bucket: str) -> str:
     """https://oss-cn-x.aliyuncs.com -> https://bucket.oss-cn-x.aliyuncs.com, once."""
     scheme, host = endpoint.split("://", 1)
-    return endpoint if host.startswith(f"{bucket}.") else f"{scheme}://{bucket}.{host}"
+    if host.startswith(f"{bucket}."):
+        return endpoint
+    return f"{scheme}://{bucket}.{host}"
 
 
 def _botocore_session(options: Mapping[str, Any]) -> Any:
@@ -149,18 +153,19 @@ def _credential_provider(
         ) from None
     if credentials is None:
         raise AccessDeniedError(
-            f"s3://{bucket}: no credentials found; set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, run 'aws configure', "
-            f"or pass storage_options={{'key': ..., 'secret': ...}} ({{'anon': True}} for a public bucket)"
+            f"s3://{bucket}: no credentials found; set AWS_ACCESS_KEY_ID and "
+            f"AWS_SECRET_ACCESS_KEY, run 'aws configure', or pass storage_options={{'key': ..., "
+            f"'secret': ...}} ({{'anon': True}} for a public bucket)"
         )
 
     def provide() -> dict[str, Any]:
-        # botocore refreshes here when they are about to expire
+        # botocore refreshes here when they are about to expire.
         frozen = credentials.get_frozen_credentials()
         return {
             "access_key_id": frozen.access_key,
             "secret_access_key": frozen.secret_key,
             "token": frozen.token,
-            "expires_at": datetime.now(timezone.utc) + timedelta(minutes=10),
+            "expires_at": datetime.now(timezone.utc) + ASK_AGAIN,
         }
 
     return provide

@@ -102,28 +102,25 @@ def oss_endpoint(
     dialect. The region: the option, what the host's name says, OSS_REGION; `oss-cn-hangzhou` and
     `cn-hangzhou` are the same. Raises ConfigError.
     """
-    given = str(
-        options.get("endpoint")
-        or options.get("endpoint_url")
-        or environment.get("OSS_ENDPOINT")
-        or ""
-    ).strip()
+    of_options = options.get("endpoint") or options.get("endpoint_url")
+    given = str(of_options or environment.get("OSS_ENDPOINT") or "").strip()
     region = _region(options.get("region"))
+    region_of_environment = _region(environment.get("OSS_REGION"))
     if not given:
-        region = region or _region(environment.get("OSS_REGION"))
+        region = region or region_of_environment
         if not region:
             raise ConfigError(
-                f"oss://{bucket}: no endpoint; pass storage_options={{'endpoint': 'oss-cn-hangzhou.aliyuncs.com'}} with the "
-                f"bucket's region ('oss-cn-hangzhou-internal.aliyuncs.com' from within Alibaba Cloud), or set OSS_ENDPOINT"
+                f"oss://{bucket}: no endpoint; pass storage_options={{'endpoint': "
+                f"'oss-cn-hangzhou.aliyuncs.com'}} with the bucket's region "
+                f"('oss-cn-hangzhou-internal.aliyuncs.com' from within Alibaba Cloud), or set "
+                f"OSS_ENDPOINT"
             )
         given = f"oss-{region}{_ALIYUN}"
     scheme, host = _parsed(bucket, given)
     host = host.removeprefix(f"{bucket}.").removeprefix("s3.")
-    return OssEndpoint(
-        scheme=scheme,
-        host=host,
-        region=region or _region_of(host) or _region(environment.get("OSS_REGION")),
-    )
+    # What the host's name says is surer than the environment, which is for all endpoints.
+    region = region or _region_of(host) or region_of_environment
+    return OssEndpoint(scheme=scheme, host=host, region=region)
 
 
 def _parsed(bucket: str, given: str) -> tuple[str, str]:
@@ -131,8 +128,8 @@ def _parsed(bucket: str, given: str) -> tuple[str, str]:
     plain = parts.hostname and not parts.username and not parts.query and parts.path in ("", "/")
     if parts.scheme not in ("http", "https") or not plain:
         raise ConfigError(
-            f"oss://{bucket}: the endpoint is no http(s) host; it is given like 'https://oss-cn-hangzhou.aliyuncs.com', "
-            f"without a path or a user"
+            f"oss://{bucket}: the endpoint is no http(s) host; it is given like "
+            f"'https://oss-cn-hangzhou.aliyuncs.com', without a path or a user"
         )
     return parts.scheme, parts.netloc.lower()
 
@@ -153,25 +150,25 @@ def check_options(bucket: str, options: Mapping[str, Any]) -> None:
     unknown = sorted(set(options) - OSS_OPTIONS)
     if unknown:
         raise ConfigError(
-            f"oss://{bucket}: storage_options hold {', '.join(unknown)}, which is not known; they may hold "
-            f"{', '.join(sorted(OSS_OPTIONS))}"
+            f"oss://{bucket}: storage_options hold {', '.join(unknown)}, which is not known; they "
+            f"may hold {', '.join(sorted(OSS_OPTIONS))}"
         )
 
 
 def obstore_arguments(
     bucket: str, config: StorageConfig, current: Callable[[], OssKey] | None
 ) -> dict[str, Any]:
-    """Keyword arguments for `obstore.store.S3Store`, which asks `current` for the key. Raises
-    ConfigError.
+    """Keyword arguments for `obstore.store.S3Store`, which asks `current` for the key.
 
-    Without it requests are anonymous.
+    Without it requests are anonymous. Raises ConfigError.
     """
     options = config.storage_options
     check_options(bucket, options)
     for name in _OBSTORE_ENVIRONMENT:
         if os.environ.get(name):
             raise ConfigError(
-                f"oss://{bucket}: {name} is set, and obstore would send it to OSS; unset it, or set transport='fsspec'"
+                f"oss://{bucket}: {name} is set, and obstore would send it to OSS; unset it, or "
+                f"set transport='fsspec'"
             )
     endpoint = oss_endpoint(bucket, options, os.environ)
     url = endpoint.s3_url(bucket)

@@ -18,15 +18,19 @@ from streammega.errors import AccessDeniedError, ConfigError, EndpointError
 log = logging.getLogger(__name__)
 
 READ_AGAIN = timedelta(minutes=5)
-"""Credentials without an expiry are read again after that: whoever replaces them need not restart
-the run.
+"""Credentials without an expiry are read again after that.
+
+Whoever replaces them need not restart the run.
 """
 MARGIN = timedelta(minutes=2)
 """Credentials are read again that long before they expire."""
 LEAST_PAUSE = 1.0
-"""Seconds between two readings, so that credentials that are never renewed are not asked for with
-every request.
+"""Seconds between two readings.
+
+Credentials that are never renewed would be asked for with every request.
 """
+ANSWER_WITHIN = 10
+"""Seconds that a service of credentials is waited for: it is on the machine, or near it."""
 _ENVIRONMENT = (
     ("OSS_ACCESS_KEY_ID", "OSS_ACCESS_KEY_SECRET", ("OSS_SESSION_TOKEN", "OSS_SECURITY_TOKEN")),
     (
@@ -46,8 +50,9 @@ _NAMES = {
 
 @dataclass(frozen=True, kw_only=True)
 class OssKey:
-    """An AccessKey; with a token it is a temporary one, valid until `expires` where
-    that is known.
+    """An AccessKey.
+
+    With a token it is a temporary one, valid until `expires` where that is known.
     """
 
     access_key_id: str
@@ -74,25 +79,25 @@ class OssCredentials:
         """
         if options.get("anon"):
             return None
-        given = [
-            name
-            for name in ("key", "credentials_provider", "credentials_file")
-            if options.get(name)
-        ]
+        sources = ("key", "credentials_provider", "credentials_file")
+        given = [name for name in sources if options.get(name)]
         if len(given) > 1:
             raise ConfigError(
                 f"oss://{bucket}: storage_options hold {' and '.join(given)}; give one of them"
             )
         if bool(options.get("key")) != bool(options.get("secret")):
             raise ConfigError(
-                f"oss://{bucket}: storage_options need both 'key' and 'secret', or neither; only one of them was given"
+                f"oss://{bucket}: storage_options need both 'key' and 'secret', or neither; only "
+                f"one of them was given"
             )
         if options.get("key"):
             key = key_of(options, "storage_options")
             return cls(lambda: key, fixed=True)
-        if provider := options.get("credentials_provider"):
+        provider = options.get("credentials_provider")
+        if provider:
             return cls(lambda: key_of(_called(provider), "credentials_provider"))
-        if path := options.get("credentials_file"):
+        path = options.get("credentials_file")
+        if path:
             return cls(lambda: key_of(_json_file(path), str(path)))
         return cls(lambda: _of_environment(bucket))
 
@@ -101,8 +106,11 @@ class OssCredentials:
 
         Raises AccessDeniedError when there is none.
         """
+        # One thread reads it again; the others wait for what it gets.
         with self._lock:
-            return self._key if self._key is not None and not self._is_due() else self._read_again()
+            if self._key is None or self._is_due():
+                return self._read_again()
+            return self._key
 
     def refresh(self) -> None:
         """Read the key again now, before something that cannot be repeated. Raises as `current`."""
@@ -125,7 +133,8 @@ class OssCredentials:
                 self._renew()
             except Exception as error:
                 raise EndpointError(
-                    f"oss://: the credentials were refused, and cannot be read again ({type(error).__name__}: {error})"
+                    f"oss://: the credentials were refused, and cannot be read again "
+                    f"({type(error).__name__}: {error})"
                 ) from None
             return self._key != refused
 
@@ -140,6 +149,7 @@ class OssCredentials:
                 "the OSS credentials could not be read again (%s); going on with those in use",
                 type(error).__name__,
             )
+            # As if it had been read: else every request would try.
             self._read_at = time.monotonic()
         assert self._key is not None
         return self._key
@@ -153,26 +163,27 @@ class OssCredentials:
         age = time.monotonic() - self._read_at
         if self._fixed or age < LEAST_PAUSE:
             return False
+        if age > READ_AGAIN.total_seconds():
+            return True
         expires = self._key.expires
-        return age > READ_AGAIN.total_seconds() or (
-            expires is not None and datetime.now(timezone.utc) > expires - MARGIN
-        )
+        return expires is not None and datetime.now(timezone.utc) > expires - MARGIN
 
 
-def key_of(found: Any, where: str) -> OssKey:
+def key_of(given: Any, where: str) -> OssKey:
     """A key from what a file, a service, a function or an SDK's provider gives.
 
     Raises AccessDeniedError.
     """
-    if isinstance(found, Mapping):
-        inner = found.get("Credentials")  # so does STS answer
-        fields = {
-            name: _first(inner if isinstance(inner, Mapping) else found, names)
-            for name, names in _NAMES.items()
-        }
+    fields: dict[str, Any] = {}
+    if isinstance(given, Mapping):
+        inner = given.get("Credentials")  # so does STS answer
+        answer = inner if isinstance(inner, Mapping) else given
+        for field_name, names in _NAMES.items():
+            fields[field_name] = _first(answer, names)
     else:
-        fields = {name: _attribute(found, name) for name in ("access_key_id", "access_key_secret")}
-        fields["token"] = _attribute(found, "security_token")
+        fields["access_key_id"] = _attribute(given, "access_key_id")
+        fields["access_key_secret"] = _attribute(given, "access_key_secret")
+        fields["token"] = _attribute(given, "security_token")
     if not fields["access_key_id"] or not fields["access_key_secret"]:
         raise AccessDeniedError(
             f"oss://: {where} gives no credentials; it must hold AccessKeyId and AccessKeySecret"
@@ -185,38 +196,51 @@ def key_of(found: Any, where: str) -> OssKey:
     )
 
 
-def _first(found: Mapping[str, Any], names: tuple[str, ...]) -> Any:
-    return next((found[name] for name in names if found.get(name)), None)
+def _first(answer: Mapping[str, Any], names: tuple[str, ...]) -> Any:
+    """What stands under the first of some names that has something."""
+    for name in names:
+        if answer.get(name):
+            return answer[name]
+    return None
 
 
-def _attribute(found: Any, name: str) -> Any:
-    getter = getattr(found, f"get_{name}", None)
-    return getter() if callable(getter) else getattr(found, name, None)
+def _attribute(provided: Any, name: str) -> Any:
+    """SDKs have methods or attributes, by version."""
+    getter = getattr(provided, f"get_{name}", None)
+    if callable(getter):
+        return getter()
+    return getattr(provided, name, None)
 
 
 def _time_of(value: Any, where: str) -> datetime | None:
     """Of a datetime, seconds since the epoch, or ISO 8601 as Alibaba writes it."""
     if not value:
         return None
+    if isinstance(value, datetime):
+        return _in_utc(value)
     try:
         if isinstance(value, (int, float)):
             return datetime.fromtimestamp(value, timezone.utc)
-        found = (
-            value
-            if isinstance(value, datetime)
-            else datetime.fromisoformat(str(value).replace("Z", "+00:00"))
-        )
+        # Python 3.10 reads no Z.
+        return _in_utc(datetime.fromisoformat(str(value).replace("Z", "+00:00")))
     except ValueError:
         raise ConfigError(
             f"oss://: {where} says the credentials expire at {value!r}, which is no time"
         ) from None
-    return found if found.tzinfo else found.replace(tzinfo=timezone.utc)
+
+
+def _in_utc(time_of_expiry: datetime) -> datetime:
+    """Of UTC, if it does not say of which zone it is."""
+    if time_of_expiry.tzinfo is None:
+        return time_of_expiry.replace(tzinfo=timezone.utc)
+    return time_of_expiry
 
 
 def _called(provider: Any) -> Any:
     """What a function gives, or one of the providers of oss2 and alibabacloud_credentials."""
     for name in ("get_credentials", "get_credential"):
-        if callable(method := getattr(provider, name, None)):
+        method = getattr(provider, name, None)
+        if callable(method):
             return method()
     if not callable(provider):
         raise ConfigError(
@@ -236,18 +260,20 @@ def _json_file(path: str | os.PathLike[str]) -> Any:
 
 
 def _of_environment(bucket: str) -> OssKey:
-    for key, secret, tokens in _ENVIRONMENT:
-        if os.environ.get(key) and os.environ.get(secret):
-            token = next((os.environ[name] for name in tokens if os.environ.get(name)), "")
-            return OssKey(
-                access_key_id=os.environ[key], access_key_secret=os.environ[secret], token=token
-            )
-    if uri := os.environ.get(_URI):
+    for key_name, secret_name, token_names in _ENVIRONMENT:
+        key = os.environ.get(key_name)
+        secret = os.environ.get(secret_name)
+        if key and secret:
+            token = _first(os.environ, token_names) or ""
+            return OssKey(access_key_id=key, access_key_secret=secret, token=token)
+    uri = os.environ.get(_URI)
+    if uri:
         return key_of(_json_at(uri), _URI)
     raise AccessDeniedError(
-        f"oss://{bucket}: no credentials found; set OSS_ACCESS_KEY_ID and OSS_ACCESS_KEY_SECRET (and OSS_SESSION_TOKEN for "
-        f"temporary ones), or pass storage_options={{'key': ..., 'secret': ...}}, a 'credentials_file' or a "
-        f"'credentials_provider' ({{'anon': True}} for a public bucket)"
+        f"oss://{bucket}: no credentials found; set OSS_ACCESS_KEY_ID and OSS_ACCESS_KEY_SECRET "
+        f"(and OSS_SESSION_TOKEN for temporary ones), or pass storage_options={{'key': ..., "
+        f"'secret': ...}}, a 'credentials_file' or a 'credentials_provider' ({{'anon': True}} for "
+        f"a public bucket)"
     )
 
 
@@ -255,7 +281,7 @@ def _json_at(uri: str) -> Any:
     if not uri.startswith(("http://", "https://")):
         raise ConfigError(f"oss://: {_URI} is no http(s) address")
     try:
-        with urllib.request.urlopen(uri, timeout=10) as answer:
+        with urllib.request.urlopen(uri, timeout=ANSWER_WITHIN) as answer:
             return json.load(answer)
     except (OSError, ValueError) as error:
         raise AccessDeniedError(f"oss://: {_URI} cannot be read ({type(error).__name__})") from None

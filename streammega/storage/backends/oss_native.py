@@ -1,5 +1,6 @@
-"""`oss://` in OSS's native dialect, by Alibaba's oss2: for transport='fsspec', and in forked
-processes.
+"""`oss://` in OSS's native dialect, by Alibaba's oss2.
+
+For transport='fsspec', and in forked processes.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from streammega.errors import (
     StreammegaError,
 )
 from streammega.errors.redaction import redact
-from streammega.storage.backends.fsspec_store import FsspecStore
+from streammega.storage.backends.fsspec_store import CONNECT_WITHIN, FsspecStore
 from streammega.storage.backends.oss import INSTALL, check_options, oss_endpoint
 from streammega.storage.backends.oss_credentials import OssCredentials
 from streammega.storage.failures import failure_of_status, no_answer
@@ -35,6 +36,11 @@ CHUNK_BYTES = 1 << 20
 """Bodies are copied in pieces of this size; oss2's own reading takes 8 KiB at a time."""
 STANDARD_RANGES = {"x-oss-range-behavior": "standard"}
 """Without it a range that reaches past the end is answered with the whole object."""
+PARTIAL_CONTENT = 206
+NO_ANSWER = -2
+"""oss2's own status, of requests that got no answer."""
+LONGEST_SUMMARY = 300
+"""Characters of what a server said: some say a page of HTML."""
 
 
 class OssNativeStore(FsspecStore):
@@ -69,29 +75,34 @@ class OssNativeStore(FsspecStore):
             self._call(key, lambda bucket, name: self._read(bucket, name, key, span, out, etag))
 
         if len(spans) == 1:
-            return get(spans[0], outs[0])
+            get(spans[0], outs[0])
+            return
         _, pool = self._filesystem()
-        pool.map(lambda pair: get(*pair), list(zip(spans, outs, strict=True)))
-        return None
+        pool.map(lambda pair: get(*pair), zip(spans, outs, strict=True))
 
     def _read(self, bucket: Any, name: str, key: str, span: Span, out: Bytes, etag: str) -> None:
         start, stop = span
         url = self.url(key)
-        # its ends are inclusive
-        answer = bucket.get_object(name, byte_range=(start, stop - 1), headers=STANDARD_RANGES)
+        last = stop - 1  # a range of HTTP holds its end
+        answer = bucket.get_object(name, byte_range=(start, last), headers=STANDARD_RANGES)
         try:
             check_version(url, etag, str(answer.etag))
-            if answer.status != 206:
+            if answer.status != PARTIAL_CONTENT:
                 raise ended_early(url, "the server answered a range with the whole object")
             filled = 0
-            while chunk := answer.read(CHUNK_BYTES):
-                if filled + len(chunk) <= len(out):
-                    out[filled : filled + len(chunk)] = memoryview(chunk)
-                filled += len(chunk)
+            while True:
+                chunk = answer.read(CHUNK_BYTES)
+                if not chunk:
+                    break
+                end = filled + len(chunk)
+                # A body that is too long is counted to its end, for the error, and not kept.
+                if end <= len(out):
+                    out[filled:end] = memoryview(chunk)
+                filled = end
             if filled != len(out):
                 raise wrong_length(url, start, stop, filled)
         finally:
-            # of a body that was read whole the connection stays in the pool
+            # Of a body that was read whole the connection stays in the pool.
             answer.resp.response.close()
 
     def list(self, prefix: str, recursive: bool = True) -> list[ObjectInfo]:
@@ -99,18 +110,15 @@ class OssNativeStore(FsspecStore):
         import oss2
 
         def find(bucket: Any, name: str) -> list[ObjectInfo]:
-            found = oss2.ObjectIteratorV2(
-                bucket, prefix=name, delimiter="" if recursive else "/", max_keys=1000
-            )
-            return [
-                ObjectInfo(
-                    key=f"{bucket.bucket_name}/{item.key}",
-                    size=int(item.size),
-                    etag=_quoted(item.etag),
-                )
-                for item in found
-                if not item.is_prefix()
-            ]
+            delimiter = "" if recursive else "/"
+            entries = oss2.ObjectIteratorV2(bucket, prefix=name, delimiter=delimiter, max_keys=1000)
+            objects = []
+            for entry in entries:
+                if not entry.is_prefix():
+                    key = f"{bucket.bucket_name}/{entry.key}"
+                    etag = _quoted(entry.etag)
+                    objects.append(ObjectInfo(key=key, size=int(entry.size), etag=etag))
+            return objects
 
         listed = self._policy.call(lambda: self._call(prefix, find))
         return sorted(listed, key=lambda item: item.key)
@@ -121,11 +129,16 @@ class OssNativeStore(FsspecStore):
 
     def delete(self, key: str) -> None:
         """Delete an object; one that is not there is no error, nor for OSS."""
-        self._policy.call(lambda: self._call(key, lambda bucket, name: bucket.delete_object(name)))
+
+        def remove(bucket: Any, name: str) -> None:
+            bucket.delete_object(name)
+
+        self._policy.call(lambda: self._call(key, remove))
 
     def _call(self, key: str, call: Callable[[Any, str], Result]) -> Result:
-        """`call(bucket, name)` once, or twice with another key if the first was refused; errors are
-        ours.
+        """`call(bucket, name)` once, or twice with another key if the first was refused.
+
+        Raises our errors.
         """
         root, _, name = key.lstrip("/").partition("/")
 
@@ -148,10 +161,12 @@ class OssNativeStore(FsspecStore):
 
     def _bucket(self, root: str) -> Any:
         oss2, _ = self._filesystem()  # a message if it is not installed
+        # Connections do not survive a fork.
+        identity = (os.getpid(), root)
         with self._lock:
-            if (os.getpid(), root) not in self._buckets:
-                self._buckets[os.getpid(), root] = self._make_bucket(oss2, root)
-            return self._buckets[os.getpid(), root]
+            if identity not in self._buckets:
+                self._buckets[identity] = self._make_bucket(oss2, root)
+            return self._buckets[identity]
 
     def _open_credentials(self, root: str) -> OssCredentials | None:
         with self._lock:
@@ -170,13 +185,15 @@ class OssNativeStore(FsspecStore):
             # The newer signature names the region; OSS gives up the older one, which is left for
             # endpoints that tell none.
             auth = oss2.ProviderAuthV4(provider) if endpoint.region else oss2.ProviderAuth(provider)
+        connect_timeout = min(CONNECT_WITHIN, self._config.timeout)
         return oss2.Bucket(
             auth,
             endpoint.native_url,
             root,
             session=oss2.Session(pool_size=max(10, self._config.max_requests)),
-            connect_timeout=(min(10.0, self._config.timeout), self._config.stall_timeout),
-            # computed in Python; lengths, ETags and Content-MD5 are checked instead
+            # To connect, and between two pieces of an answer.
+            connect_timeout=(connect_timeout, self._config.stall_timeout),
+            # Computed in Python; lengths, ETags and Content-MD5 are checked instead.
             enable_crc=False,
             region=endpoint.region or None,
         )
@@ -199,9 +216,8 @@ class OssNativeStore(FsspecStore):
         text = redact(_summary(error), self._config.storage_options)
         if status > 0:
             return failure_of_status(url, status, text)
-        # -2: oss2's own, for requests that got no answer. OSError: requests' errors in the middle
-        # of a body.
-        if status == -2 or isinstance(error, OSError):
+        # OSError: requests' errors in the middle of a body.
+        if status == NO_ANSWER or isinstance(error, OSError):
             return no_answer(url, text)
         return StorageError(f"{url}: {text}")
 
@@ -224,7 +240,8 @@ def _summary(error: Exception) -> str:
     code = getattr(error, "code", "")
     message = getattr(error, "message", "") or getattr(error, "body", "") or str(error)
     lines = str(message).splitlines() or [""]
-    return f"{type(error).__name__}: {code} {lines[0]}".strip()[:300]
+    summary = f"{type(error).__name__}: {code} {lines[0]}".strip()
+    return summary[:LONGEST_SUMMARY]
 
 
 class OssWriter:
@@ -246,7 +263,10 @@ class OssWriter:
     def write(self, data: bytes | memoryview) -> None:
         """Append bytes."""
         self._buffer += data
-        while len(self._buffer) >= (size := part_bytes(len(self._parts))):
+        while True:
+            size = part_bytes(len(self._parts))
+            if len(self._buffer) < size:
+                return
             self._send(bytes(self._buffer[:size]))
             del self._buffer[:size]
 
@@ -286,21 +306,21 @@ class OssWriter:
                 lambda bucket, name: bucket.init_multipart_upload(name).upload_id
             )
         number = len(self._parts) + 1
-        made = self._try(
+        headers = _md5(body)
+        sent = self._try(
             lambda bucket, name: bucket.upload_part(
-                name, self._upload_id, number, body, headers=_md5(body)
+                name, self._upload_id, number, body, headers=headers
             )
         )
-        self._parts.append(oss2.models.PartInfo(number, made.etag))
+        self._parts.append(oss2.models.PartInfo(number, sent.etag))
 
     def _try(self, call: Callable[[Any, str], Any]) -> Any:
         return self._policy.call(lambda: self._call(call))
 
 
 def _md5(body: bytes) -> dict[str, str]:
-    return {
-        "Content-MD5": base64.b64encode(hashlib.md5(body, usedforsecurity=False).digest()).decode()
-    }
+    digest = hashlib.md5(body, usedforsecurity=False).digest()
+    return {"Content-MD5": base64.b64encode(digest).decode()}
 
 
 def _quoted(etag: str) -> str:

@@ -20,18 +20,18 @@ _CODE = re.compile(r"<Code>(\w+)</Code>")
 
 
 class OssStore(ObstoreStore):
-    """One bucket.
+    """One bucket. Implements `storage.store.Store`.
 
-    Implements `storage.store.Store`; after a fork, which obstore does not survive, it is read by
-    oss2.
+    After a fork, which obstore does not survive, it is read by oss2.
     """
 
     fallback_name = "oss2"
 
     def __init__(self, scheme: str, root: str, config: StorageConfig) -> None:
         super().__init__(scheme, root, config)
-        self._own: OssCredentials | None = None
-        self._own_lock = threading.Lock()
+        self._read_credentials: OssCredentials | None = None
+        # Not the store's: that is held while a client is opened, which asks for credentials.
+        self._credentials_lock = threading.Lock()
         self._given: OssKey | None = None
         """The key that the client now open was given last."""
 
@@ -50,9 +50,8 @@ class OssStore(ObstoreStore):
         return self._renewing(lambda: super(OssStore, self).list(prefix, recursive))
 
     def open_writer(self, key: str) -> ObjectWriter:
-        """A multipart upload, with a key that was accepted or renewed just now: its parts cannot be
-        sent again.
-        """
+        """A multipart upload that is completed by `commit`, aborted by `abort`."""
+        # With a key that was read just now: parts cannot be sent again by another one.
         credentials = self._credentials()
         if credentials is not None:
             credentials.refresh()
@@ -64,18 +63,18 @@ class OssStore(ObstoreStore):
 
     def _s3_arguments(self) -> dict[str, Any]:
         credentials = self._credentials()
-        if credentials is not None:
-            # so that missing ones are told by our error, not from within obstore
-            credentials.current()
-        return obstore_arguments(
-            self.root, self._config, None if credentials is None else self._give
-        )
+        if credentials is None:
+            return obstore_arguments(self.root, self._config, None)
+        # So that missing ones are told by our error, not from within obstore.
+        credentials.current()
+        return obstore_arguments(self.root, self._config, self._give)
 
     def _credentials(self) -> OssCredentials | None:
-        with self._own_lock:
-            if self._own is None:
-                self._own = OssCredentials.of(self.root, self._config.storage_options)
-            return self._own
+        with self._credentials_lock:
+            if self._read_credentials is None:
+                options = self._config.storage_options
+                self._read_credentials = OssCredentials.of(self.root, options)
+            return self._read_credentials
 
     def _give(self) -> OssKey:
         credentials = self._credentials()
@@ -84,9 +83,7 @@ class OssStore(ObstoreStore):
         return self._given
 
     def _renewing(self, call: Callable[[], Result]) -> Result:
-        """`call()`, and once more by a new client if the server refused a key and there is another
-        one now.
-        """
+        """`call()`, and once more by a new client if a key was refused and there is another now."""
         credentials = self._credentials()
         if credentials is None:
             return call()
@@ -99,8 +96,10 @@ class OssStore(ObstoreStore):
             if not credentials.renew(used):
                 raise
         with self._lock:
-            if self._given is None or self._given == used:  # else another thread has done so
-                self._opened = None  # a client holds the key it was given until that expires
+            # Else another thread has renewed it meanwhile.
+            if self._given is None or self._given == used:
+                # A client holds the key it was given until that expires.
+                self._opened = None
                 self._given = None
         return call()
 
@@ -109,16 +108,13 @@ class OssStore(ObstoreStore):
 
     def _error(self, key: str, error: BaseException) -> BaseException:
         text = str(error)
-        if (
-            isinstance(error, Exception)
-            and not isinstance(error, StreammegaError)
-            and "non-partial response" in text
-        ):
+        of_obstore = isinstance(error, Exception) and not isinstance(error, StreammegaError)
+        if of_obstore and "non-partial response" in text:
             return ended_early(
                 self.url(key), "OSS answers a range that reaches past the end with the whole object"
             )
-        made = super()._error(key, error)
+        ours = super()._error(key, error)
         code = _CODE.search(text)
-        if isinstance(made, AccessDeniedError) and made is not error and code:
-            return AccessDeniedError(f"{made}; OSS says {code[1]}")
-        return made
+        if isinstance(ours, AccessDeniedError) and ours is not error and code:
+            return AccessDeniedError(f"{ours}; OSS says {code[1]}")
+        return ours

@@ -1,9 +1,8 @@
-"""Local files by reads instead of maps, for file systems that fail: NFS, FUSE, a disk that is
-dying.
+"""Local files by reads instead of maps.
 
-An I/O error under a map ends the process (SIGBUS); here it is an error like any other, tried again
-as those of the network are. Every read opens the file, compares it with the one that was opened
-first, and closes it.
+For file systems that fail: NFS, FUSE, a disk that is dying. An I/O error under a map ends the
+process (SIGBUS); here it is an error like any other, tried again as those of the network are. Every
+read opens the file, compares it with the one that was opened first, and closes it.
 """
 
 from __future__ import annotations
@@ -47,7 +46,8 @@ class PreadStore:
     """The local disk, read by `pread`. Keys are file paths; implements `storage.store.Store`."""
 
     def __init__(self, config: StorageConfig) -> None:
-        self._local, self._retry = LocalStore(), RetryPolicy.of(config)
+        self._local = LocalStore()
+        self._retry = RetryPolicy.of(config)
 
     def url(self, key: str) -> str:
         """The path itself."""
@@ -61,8 +61,9 @@ class PreadStore:
         self, key: str, starts: Sequence[int], stops: Sequence[int], etag: str = ""
     ) -> list[Buffer]:
         """Copies of the bytes."""
-        spans = [(int(a), int(b)) for a, b in zip(starts, stops, strict=True)]
-        outs = [np.empty(max(0, b - a), np.uint8) for a, b in spans]
+        spans = [(int(start), int(stop)) for start, stop in zip(starts, stops, strict=True)]
+        # One that ends before it begins is refused below, by an error that names the object.
+        outs = [np.empty(max(0, stop - start), np.uint8) for start, stop in spans]
         self._retry.call(lambda: self.read_into(key, spans, outs, etag))
         return [out.data for out in outs]
 
@@ -101,22 +102,22 @@ class PreadStore:
 
 
 def _read(fd: int, path: str, start: int, out: Bytes) -> None:
-    """Fill `out`: one call gives no more than 2 GiB, and less where a signal comes."""
-    at = 0
-    while at < len(out):
-        got = os.preadv(fd, [out[at:]], start + at)  # type: ignore[list-item]
+    """Fill `out`."""
+    filled = 0
+    # One call gives no more than 2 GiB, and less where a signal comes.
+    while filled < len(out):
+        rest = out[filled:]
+        got = os.preadv(fd, [rest], start + filled)  # type: ignore[list-item]
         if not got:
-            raise ended_early(path, f"bytes from {start + at} on, while they were read")
-        at += got
+            raise ended_early(path, f"bytes from {start + filled} on, while they were read")
+        filled += got
 
 
 def _told_apart(path: str, error: OSError) -> StorageError:
-    """The error, and whether trying again may help.
-
-    Our own are OSErrors only by their second base.
-    """
+    """The error, and whether trying again may help."""
+    # Ours are OSErrors by their second base, and told apart already.
     if isinstance(error, StorageError):
         return error
-    told = local_error(path, error)
-    told.transient = error.errno in PASSING
-    return told
+    storage_error = local_error(path, error)
+    storage_error.transient = error.errno in PASSING
+    return storage_error

@@ -30,18 +30,22 @@ def read_side_by_side(
     policy: RetryPolicy,
     pool: Pool,
 ) -> list[Buffer]:
-    """Bytes [starts[i], stops[i]) of an object, for each i: concurrent requests, each tried again
-    by itself as `policy` says.
+    """Bytes [starts[i], stops[i]) of an object, for each i.
+
+    By concurrent requests, each tried again by itself as `policy` says.
     """
 
     def read(span: Span) -> Buffer:
         start, stop = span
         out = np.empty(stop - start, np.uint8)
-        if start < stop:  # there is no range request for no bytes
+        # There is no range request for no bytes.
+        if start < stop:
             policy.call(lambda: store.read_into(key, [span], [out], etag))
         return out.data
 
     spans = [(int(start), int(stop)) for start, stop in zip(starts, stops, strict=True)]
-    if len(spans) == 1:  # nothing goes on beside it: the thread that asks may do it
-        return [read(spans[0])]
+    # Nothing goes on beside a single one: the thread that asks may do it.
+    if len(spans) == 1:
+        (only,) = spans
+        return [read(only)]
     return pool.map(read, spans)
