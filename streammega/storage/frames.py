@@ -79,11 +79,13 @@ class FrameWriter:
         if self._pending:
             self._frame(self._pending)
         frames = len(self._table) // SIZE_WORDS
-        entries = np.array(self._table, "<u4").tobytes()
         descriptor = 0  # without checksums: frames have their own
-        self._inner.write(HEADER.pack(SKIPPABLE, len(entries) + FOOTER.size))
-        self._inner.write(entries)
-        self._inner.write(FOOTER.pack(frames, descriptor, SEEKABLE))
+        entries = np.array(self._table, "<u4").tobytes()
+        content_bytes = len(entries) + FOOTER.size
+        header = HEADER.pack(SKIPPABLE, content_bytes)
+        footer = FOOTER.pack(frames, descriptor, SEEKABLE)
+        for part in (header, entries, footer):
+            self._inner.write(part)
         self._inner.commit()
 
     def abort(self) -> None:
@@ -125,21 +127,30 @@ def parse_table(
 
     Raises FormatError.
     """
-    magic, content = HEADER.unpack(table[: HEADER.size])
-    frames, descriptor, _ = FOOTER.unpack(table[-FOOTER.size :])
-    if magic != SKIPPABLE or content != len(table) - HEADER.size:
+    header = table[: HEADER.size]
+    footer = table[-FOOTER.size :]
+    magic, content_bytes = HEADER.unpack(header)
+    frames, descriptor, _ = FOOTER.unpack(footer)
+    if magic != SKIPPABLE or content_bytes != len(table) - HEADER.size:
         raise FormatError(f"{url}: its table of frames is damaged; write it again")
     words = _entry_words(descriptor)
     flat = np.frombuffer(table, "<u4", frames * words, HEADER.size)
     entries = flat.reshape(frames, words).astype(np.int64)
-    bounds = np.zeros((frames + 1, SIZE_WORDS), np.int64)
-    np.cumsum(entries[:, :SIZE_WORDS], axis=0, out=bounds[1:])
-    compressed, decompressed = bounds.T
+    # Two arrays, each contiguous: they are searched for each read.
+    compressed = _ends_of(entries[:, 0])
+    decompressed = _ends_of(entries[:, 1])
+    frame_bytes = compressed[-1]
     before_table = size - len(table)
-    if compressed[-1] != before_table:
+    if frame_bytes != before_table:
         raise FormatError(
-            f"{url}: its frames have {compressed[-1]} bytes, the file {before_table} before their "
+            f"{url}: its frames have {frame_bytes} bytes, the file {before_table} before their "
             f"table; write it again"
         )
-    # Contiguous, for they are searched for each read.
-    return np.ascontiguousarray(compressed), np.ascontiguousarray(decompressed)
+    return compressed, decompressed
+
+
+def _ends_of(sizes: NDArray[np.int64]) -> NDArray[np.int64]:
+    """Where each of several begins that lie end to end, and where the last one ends."""
+    bounds = np.zeros(len(sizes) + 1, np.int64)
+    np.cumsum(sizes, out=bounds[1:])
+    return bounds

@@ -16,6 +16,7 @@ ORPHAN_SECONDS = 86400.0
 
 Its writer may be on a node whose locks are not seen here.
 """
+_NEW_FILE = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
 _swept: set[str] = set()
 """Folders in which this process has looked for what killed ones left: it lists all of a folder."""
 _lock = threading.Lock()
@@ -31,10 +32,11 @@ def create_beside(path: str | os.PathLike[str]) -> tuple[int, str]:
     existing_folder = folder or "."
     os.makedirs(existing_folder, exist_ok=True)
     _sweep(existing_folder)
-    temporary = os.path.join(folder, f".{name}.{secrets.token_hex(6)}.partial")
+    unlike_others = secrets.token_hex(6)
+    temporary = os.path.join(folder, f".{name}.{unlike_others}.partial")
     # Not mkstemp: that makes files which only their owner can read, and the umask can only be read
     # by setting it.
-    fd = os.open(temporary, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
+    fd = os.open(temporary, _NEW_FILE, 0o666)
     # A file system without locks refuses; there nothing is removed either.
     with contextlib.suppress(OSError):
         fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)

@@ -94,15 +94,7 @@ class LocalStore:
         """Files whose path starts with `prefix`: at any depth, or only those with no slash after
         it.
         """
-        if recursive:
-            root = Path(prefix) if os.path.isdir(prefix) else Path(prefix).parent
-            paths = [str(path) for path in root.rglob("*") if path.is_file()]
-        else:
-            try:
-                with os.scandir(os.path.dirname(prefix) or ".") as entries:
-                    paths = [entry.path for entry in entries if entry.is_file()]
-            except FileNotFoundError:
-                return []
+        paths = _files_below(prefix) if recursive else _files_beside(prefix)
         wanted = sorted(path for path in paths if path.startswith(prefix))
         return [self.info(path) for path in wanted]
 
@@ -120,6 +112,20 @@ class LocalStore:
             pass
         except OSError as error:
             raise local_error(key, error) from None
+
+
+def _files_below(prefix: str) -> list[str]:
+    root = Path(prefix) if os.path.isdir(prefix) else Path(prefix).parent
+    return [str(path) for path in root.rglob("*") if path.is_file()]
+
+
+def _files_beside(prefix: str) -> list[str]:
+    folder = os.path.dirname(prefix) or "."
+    try:
+        with os.scandir(folder) as entries:
+            return [entry.path for entry in entries if entry.is_file()]
+    except FileNotFoundError:
+        return []
 
 
 class LocalWriter:

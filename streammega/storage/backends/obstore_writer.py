@@ -77,12 +77,13 @@ class ObstoreWriter:
         """Abort the upload: its parts are removed from the server, unless that does not answer."""
         self._buffer.clear()
         self._aborted.set()
-        if self._thread is not None and self._thread.is_alive():
+        thread = self._thread
+        if thread is not None and thread.is_alive():
             # Where the queue is full there is a part to be taken, whose taker looks whether it is
             # wanted.
             with contextlib.suppress(queue.Full):
                 self._parts.put_nowait(None)
-            self._thread.join(ABORT_WITHIN)
+            thread.join(ABORT_WITHIN)
 
     def _put_whole(self) -> None:
         obstore.put(self._client, self._key, bytes(self._buffer), use_multipart=False)

@@ -61,9 +61,13 @@ class PreadStore:
         self, key: str, starts: Sequence[int], stops: Sequence[int], etag: str = ""
     ) -> list[Buffer]:
         """Copies of the bytes."""
-        spans = [(int(start), int(stop)) for start, stop in zip(starts, stops, strict=True)]
-        # One that ends before it begins is refused below, by an error that names the object.
-        outs = [np.empty(max(0, stop - start), np.uint8) for start, stop in spans]
+        spans: list[Span] = []
+        outs: list[Bytes] = []
+        for start, stop in zip(starts, stops, strict=True):
+            spans.append((int(start), int(stop)))
+            # One that ends before it begins is refused below, by an error that names the object.
+            size = max(0, int(stop) - int(start))
+            outs.append(np.empty(size, np.uint8))
         self._retry.call(lambda: self.read_into(key, spans, outs, etag))
         return [out.data for out in outs]
 

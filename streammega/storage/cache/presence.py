@@ -61,11 +61,15 @@ class Presence:
         self._free: list[int] = []
         self._next = 0
         self._claims = layout.open_or_make(folder / "claims")
-        # threads may still hold claims while the process ends
-        weakref.finalize(self, os.close, self._claims).atexit = False
-        self.path = folder / "users" / f"{self.pid}-{secrets.token_hex(8)}"
+        close_claims = weakref.finalize(self, os.close, self._claims)
+        # A number of a process may be used again on another node, or later.
+        users_name = f"{self.pid}-{secrets.token_hex(8)}"
+        self.path = folder / "users" / users_name
         self._users = self._open_users()
-        weakref.finalize(self, _remove, self.pid, self._users, self.path).atexit = False
+        remove_users = weakref.finalize(self, _remove, self.pid, self._users, self.path)
+        # Not at exit: threads may still hold claims while the process ends, and read.
+        close_claims.atexit = False
+        remove_users.atexit = False
 
     def _open_users(self) -> int:
         self.path.parent.mkdir(exist_ok=True)
@@ -108,10 +112,11 @@ class Presence:
         """
         if self.pid != os.getpid():
             return
+        nothing = bytes(NAME_BYTES)
         with self._lock, contextlib.suppress(OSError):
             self._notes.pop(note, None)
             self._free.append(note)
-            os.pwrite(self._users, bytes(NAME_BYTES), note * NAME_BYTES)
+            os.pwrite(self._users, nothing, note * NAME_BYTES)
 
     def claim(self, name: str, first: int, last: int) -> bool:
         """Take the right to fetch pages [first, last) of an object; False: another process has it.

@@ -387,15 +387,17 @@ class Fetcher:
     def _observe(self, job: list[Read], seconds: float) -> None:
         """Note how long reads that were sent together took, and adapt how many are in flight."""
         first = job[0]
-        self.counters.latencies.append(seconds)
-        self._latencies.note(first.size_class, seconds)
-        if self.counters.requests - self._looked_at < ADAPT_EVERY:
+        size_class = first.size_class
+        counters = self.counters
+        counters.latencies.append(seconds)
+        self._latencies.note(size_class, seconds)
+        if counters.requests - self._looked_at < ADAPT_EVERY:
             self.limits = self.limits.after_answers(len(job))
             return
-        self._looked_at = self.counters.requests
+        self._looked_at = counters.requests
         # Before anybody waits: what straggles now will be waited for.
         self._hedge()
-        queueing = self._latencies.queueing(first.size_class)
+        queueing = self._latencies.queueing(size_class)
         self.limits = self.limits.after_look(queueing, first.size)
 
     def _hedge(self) -> None:
@@ -403,16 +405,17 @@ class Fetcher:
         if not self.config.hedge:
             return
         now = time.monotonic()
+        counters = self.counters
         straggling_after = self._latencies.straggling_after()
         for read in self._flying.values():
-            if not may_hedge(self.counters.hedges, self.counters.requests):
+            if not may_hedge(counters.hedges, counters.requests):
                 return
             longest = straggling_after.get(read.size_class, math.inf)
             seconds_flown = now - read.try_began
             if read.copies == 1 and seconds_flown > longest:
-                self.counters.hedges += 1
+                counters.hedges += 1
                 read.copies += 1
-                self._queue.push_second(read, self.counters.hedges)
+                self._queue.push_second(read, counters.hedges)
                 self._wake()
 
 
