@@ -75,6 +75,8 @@ class ObjectReader(io.RawIOBase):
         """Where reading began, at first or after the last jump."""
         self._read_to = 0
         """Where the last read ended."""
+        self.expected_end = info.size
+        """Behind this byte nothing is read ahead."""
         self._parts: deque[_Part] = deque()
         """Side by side, in order; the first one holds the position, if any does."""
         # Threads leave at once: a conversion of many small files opens hundreds in a second.
@@ -166,12 +168,13 @@ class ObjectReader(io.RawIOBase):
         until = min(until, farthest)
         read_so_far = self._position - self._read_from
         goal = min(until + read_so_far, farthest)
+        end = min(max(until, self.expected_end), self.size)
         part_bytes = min(max(LEAST_READ, read_so_far // IN_FLIGHT), LARGEST_READ)
         start = self._parts[-1].stop if self._parts else self._position
         # ahead of what is asked for come whole parts only: each read would send a small one else
-        while start < self.size and (start < until or start + part_bytes <= goal):
+        while start < end and (start < until or min(start + part_bytes, end) <= goal):
             length = max(part_bytes, min(until - start, LARGEST_READ))
-            stop = min(start + length, self.size)
+            stop = min(start + length, end)
             self._parts.append(self._begin(start, stop))
             start = stop
 
@@ -205,3 +208,12 @@ def open_object(store: Store, key: str, etag: str = "") -> io.BufferedReader:
     info = store.info(key)
     check_version(store.url(key), etag, info.etag)
     return io.BufferedReader(ObjectReader(store, info), BUFFER_BYTES)
+
+
+def expect_end(file: Any, stop: int) -> None:
+    """Say that a file is read up to a byte and hardly on, so that little is read ahead in vain.
+
+    Files that are no objects' need not know.
+    """
+    if isinstance(file, io.BufferedReader) and isinstance(file.raw, ObjectReader):
+        file.raw.expected_end = stop

@@ -35,7 +35,13 @@ from streammega.errors import (
     ObjectChangedError,
     ObjectNotFoundError,
 )
-from streammega.storage.file_view import AHEAD_BYTES, LARGEST_READ, LEAST_READ, ObjectReader
+from streammega.storage.file_view import (
+    AHEAD_BYTES,
+    LARGEST_READ,
+    LEAST_READ,
+    ObjectReader,
+    expect_end,
+)
 from streammega.storage.open import file_system, open_file
 from streammega.storage.store import ObjectInfo
 from tools.bench.object_server import Running, running
@@ -309,6 +315,19 @@ def test_short_jumps_ahead_read_on() -> None:
             file.seek(100_000, io.SEEK_CUR)
     assert max(stop - start for start, stop in store.spans) == LARGEST_READ
     assert len(store.spans) < store.size / LARGEST_READ + 40
+
+
+def test_little_is_read_ahead_behind_the_end_that_is_expected() -> None:
+    """As of a unit of a large file, which other units follow."""
+    store = Recorded(60 << 20)
+    stop = (20 << 20) + 12_345
+    with io.BufferedReader(reader_of(store)) as file:
+        expect_end(file, stop)
+        file.seek(10 << 20)
+        while file.tell() < stop:
+            file.read(1 << 20)
+    asked = max(end for _, end in store.spans)
+    assert stop <= asked <= stop + (1 << 20) + LEAST_READ
 
 
 def test_ctrl_c_is_heard_while_a_file_waits_for_its_endpoint(tmp_path: Path) -> None:

@@ -20,6 +20,7 @@ from streammega.convert.read.slices import Item, Reader, Skipped, Slice, open_st
 from streammega.convert.read.suffixes import is_compressed, may_hold_values
 from streammega.convert.read.whole_files import guarded, read_text, unreadable
 from streammega.errors import ConvertError, ObjectNotFoundError, StreammegaError
+from streammega.storage.file_view import expect_end
 from streammega.storage.open import is_remote
 
 COUNTED_BYTES = 4 << 20
@@ -84,6 +85,8 @@ def _jsonl(
                 passed_over = skipped if options.on_error == "skip" else None
                 yield from read_values(head, file, path, most=most, skipped=passed_over)
                 return
+        if piece.stop >= 0:  # another worker reads what is behind it
+            expect_end(file, piece.stop)
         first_line = piece.start
         if piece.start:  # a line belongs to the slice in which it starts
             # the byte before the slice tells whether a line starts with it
