@@ -34,10 +34,10 @@ def value_at(record: Any, key: str) -> Any:
 
 def splits(key: str) -> Iterator[tuple[str, str]]:
     """(key, rest of the path) of each dot, the longest key first."""
-    at = key.rfind(".")
-    while at > 0:
-        yield key[:at], key[at + 1 :]
-        at = key.rfind(".", 0, at)
+    dot = key.rfind(".")
+    while dot > 0:
+        yield key[:dot], key[dot + 1 :]
+        dot = key.rfind(".", 0, dot)
 
 
 def texts_at(record: Any, key: str, where: str) -> list[str | LongString]:
@@ -48,18 +48,20 @@ def texts_at(record: Any, key: str, where: str) -> list[str | LongString]:
     """
     value = value_at(record, key)
     if value is MISSING:
-        has = (
-            ", ".join(sorted(_names(record))) if isinstance(record, dict) else type(record).__name__
-        )
+        has = type(record).__name__
+        if isinstance(record, dict):
+            has = ", ".join(sorted(_names(record)))
         raise ConvertError(
             f"{where}: has no key {key!r} (it has: {has}); name the text's key with --key"
         )
     if not isinstance(value, list):
         return [_text(value, key, where)]
-    return [_text(part, key, where, "a list with ") for part in value] or [""]
+    if not value:  # a document without sentences is an empty one
+        return [""]
+    return [_text(part, key, where, "a list with ") for part in value]
 
 
-def _text(value: Any, key: str, where: str, of: str = "") -> str | LongString:
+def _text(value: Any, key: str, where: str, within: str = "") -> str | LongString:
     if value is None:
         return ""
     if isinstance(value, LongString):
@@ -71,7 +73,8 @@ def _text(value: Any, key: str, where: str, of: str = "") -> str | LongString:
             raise not_utf8(where, error) from None
     if not isinstance(value, str):
         raise ConvertError(
-            f"{where}: key {key!r} holds {of}{type(value).__name__}, not text; name the text's key with --key"
+            f"{where}: key {key!r} holds {within}{type(value).__name__}, not text; name the text's "
+            f"key with --key"
         )
     return encodable(value, where)
 

@@ -79,7 +79,9 @@ def short(value: Any, most: int) -> Any:
         return value.beginning(most)
     if isinstance(value, dict):
         return {name: short(item, most) for name, item in value.items()}
-    return [short(item, most) for item in value] if isinstance(value, list) else value
+    if isinstance(value, list):
+        return [short(item, most) for item in value]
+    return value
 
 
 @contextmanager
@@ -88,7 +90,8 @@ def text_file(work: str) -> Iterator[TextFile]:
 
     It has no name: no kill leaves it.
     """
-    with tempfile.TemporaryFile(dir=None if "://" in work else work) as file:
+    folder = None if "://" in work else work
+    with tempfile.TemporaryFile(dir=folder) as file:
         yield TextFile(file)
 
 
@@ -136,7 +139,9 @@ def _parsed(held: list[bytearray], long: list[LongString], where: str) -> Any:
     sign = _unused(held)
 
     def number(literal: str) -> Any:
-        return long[int(literal[len(sign) :])] if literal.startswith(sign) else float(literal)
+        if not literal.startswith(sign):
+            return float(literal)
+        return long[int(literal.removeprefix(sign))]
 
     data = bytearray(held[0])
     for count, following in enumerate(held[1:]):

@@ -12,6 +12,7 @@ import os
 import shutil
 import stat
 import sys
+import tarfile
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -31,6 +32,10 @@ KEPT = "input-"
 READ_BYTES = 1 << 20
 PACKED = {b"\x1f\x8b": ".gz", b"BZh": ".bz2", b"\xfd7zXZ": ".xz", b"\x28\xb5\x2f\xfd": ".zst"}
 """How a stream that begins so is compressed."""
+SIGN_BYTES = 16
+"""Of its beginning, of which the format is told or which a message shows: longer than any sign."""
+TAR_SIGN_AT = 257
+"""Where the first header of a tar has its sign: that of POSIX and GNU begin alike."""
 _DESCRIPTORS = ("/dev/fd/", "/dev/stdin", "/dev/stdout", "/dev/stderr", "/proc/self/fd/")
 
 
@@ -49,8 +54,8 @@ def check_output(output: str) -> None:
     """Raise ConfigError for an output that is a pipe."""
     if is_pipe(output):
         raise ConfigError(
-            f"{output}: a dataset is several files (tokens, their .idx and a manifest), which a pipe cannot take; give a prefix, "
-            f"out/web for instance"
+            f"{output}: a dataset is several files (tokens, their .idx and a manifest), which a "
+            f"pipe cannot take; give a prefix, out/web for instance"
         )
 
 
@@ -64,13 +69,16 @@ def keep_pipes(inputs: Sequence[str], work: str) -> dict[str, str]:
     pipes = [item for item in inputs if is_pipe(item)]
     if is_remote(work):
         raise ConfigError(
-            f"{pipes[0]}: what comes by a pipe is kept in the work folder, so --work has to name a local one"
+            f"{pipes[0]}: what comes by a pipe is kept in the work folder, so --work has to name a "
+            f"local one"
         )
     if len(set(pipes)) < len(pipes):
         raise ConfigError(f"{pipes[0]}: is named twice; a pipe can be read once")
+    kept = {}
     try:
-        kept = {item: _keep(item, number, work) for number, item in enumerate(pipes)}
-    except BaseException:
+        for number, item in enumerate(pipes):
+            kept[item] = _keep(item, number, work)
+    except BaseException:  # Ctrl-C, too: a pipe may be endless
         forget_pipes(work)
         raise
     _remove(work, but=set(kept.values()))
@@ -107,12 +115,14 @@ def forget_pipes(work: str) -> None:
     """After an error: remove what was kept, unless units were made of it, which the same bytes
     would not have to make again.
     """
-    if not os.path.isdir(work) or any(
-        name.startswith("unit-") and name.endswith(".json") for name in os.listdir(work)
-    ):
+    if not os.path.isdir(work):
         return
+    for name in os.listdir(work):
+        is_record = name.startswith("unit-") and name.endswith(".json")
+        if is_record:
+            return
     _remove(work, but=set())
-    if set(os.listdir(work)) <= {"lock"}:
+    if set(os.listdir(work)) <= {"lock"}:  # made for the pipes alone
         shutil.rmtree(work, ignore_errors=True)
 
 
@@ -131,18 +141,24 @@ def _keep(item: str, number: int, work: str) -> str:
     head = b""
     try:
         with _opened(item) as pipe, open(part, "wb") as file:
-            while data := pipe.read(READ_BYTES):
-                head = head or data[:16]
+            for data in iter(lambda: pipe.read(READ_BYTES), b""):
+                head = head or data[:SIGN_BYTES]
                 digest.update(data)
                 file.write(data)
     except OSError as error:
         raise ConvertError(
-            f"{_shown(item)}: cannot be kept in {work} ({error.strerror or error}); name another folder by --work"
+            f"{_shown(item)}: cannot be kept in {work} ({error.strerror or error}); name another "
+            f"folder by --work"
         ) from None
-    packed = next((suffix for sign, suffix in PACKED.items() if head.startswith(sign)), "")
+    packed = ""
+    for sign, suffix in PACKED.items():
+        if head.startswith(sign):
+            packed = suffix
+    # readers tell by its suffix how it is compressed: so what it holds can be looked at
     named = f"{part}{packed}"
     os.replace(part, named)
-    path = os.path.join(work, f"{KEPT}{number}-{digest.hexdigest()}{_suffix(named, item)}{packed}")
+    name = f"{KEPT}{number}-{digest.hexdigest()}{_suffix(named, item)}{packed}"
+    path = os.path.join(work, name)
     if os.path.exists(path):
         os.unlink(named)  # the former one has its time, which units of an earlier run know
     else:
@@ -161,16 +177,17 @@ def _opened(item: str) -> Any:
 def _suffix(path: str, item: str) -> str:
     """Of the format that a stream is in, by how it begins."""
     with open_stream(path, StorageConfig()) as file:
-        head = file.read(512)
-    if head.removeprefix(BYTE_ORDER_MARK).lstrip()[:1] in (b"{", b"["):
+        head = file.read(tarfile.BLOCKSIZE)
+    text = head.removeprefix(BYTE_ORDER_MARK).lstrip()
+    if text.startswith((b"{", b"[")):
         return ".json"
     if head.startswith(b"PAR1"):
         return ".parquet"
     if head.startswith(b"ARROW1"):
         return ".arrow"
-    if head[257:262] == b"ustar":
+    if head.startswith(b"ustar", TAR_SIGN_AT):
         return ".tar"
     raise ConvertError(
-        f"{_shown(item)}: begins with {head[:16]!r}, which is neither JSON nor Parquet, Arrow or tar; save it to a file, "
-        f"whose suffix tells what it is"
+        f"{_shown(item)}: begins with {head[:SIGN_BYTES]!r}, which is neither JSON nor Parquet, "
+        f"Arrow or tar; save it to a file, whose suffix tells what it is"
     )
