@@ -120,6 +120,7 @@ class IndexFile:
         there. Raises as `data` does.
         """
         arrays = self.arrays()
+        # Not only the header: bounds that a forged or cut file holds would be read past the tokens.
         end = check_index(arrays, token_bytes, self.url, self.tokens_url)
         check_whole_end(arrays, end, token_bytes, self.url, self.tokens_url)
         return arrays

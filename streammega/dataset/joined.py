@@ -141,7 +141,7 @@ def _shifted(
         for array, shift in zip(arrays, shifts, strict=True):
             for first_row in range(0, len(array), ROWS):
                 rows = array[first_row : first_row + ROWS]
-                yield rows + shift if shift else rows
+                yield rows + shift if shift else rows  # a sum is a copy
 
     size = sum(len(array) for array in arrays)
     return ArrayParts(dtype=dtype, size=size, parts=parts)

@@ -206,6 +206,7 @@ def _open_index(
     index_url = f"{index.prefix}.idx"
     try:
         arrays = read_index(index, same_size, report)
+        # Also of tokens of another size: the .idx alone may be the wrong one.
         if asked.manifest is not None and expected is not None:
             for problem in _differences(arrays, expected, asked.manifest):
                 report.problems.append(f"{redact_urls(index_url)}: {problem}")
@@ -241,6 +242,7 @@ def _differences(arrays: IndexArrays, expected: Shard, manifest: Manifest) -> It
 def _add_counts(index: _SoundIndex, url: str, report: VerifyReport) -> None:
     arrays = index.arrays
     covered = arrays.num_tokens * arrays.dtype.itemsize
+    # A note, no problem: an .idx may name parts of a .bin.
     if covered < index.token_bytes:
         unused = index.token_bytes - covered
         report.notes.append(f"{url}: {unused:,} bytes belong to no sequence")

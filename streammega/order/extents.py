@@ -43,6 +43,7 @@ def cut_extents(extents: Extents, bounds: Sequence[tuple[int, int]]) -> Extents:
     first_row_of_sample = extents.row_splits[:-1]
     first_row = first_row_of_sample[sample_of_row]
     column = tokens_before - tokens_before[first_row]  # where in its sample a row begins
+    # Of all bounds one after the other, to be put in the order of their parts at the end.
     rows = []
     parts = []
     starts = []
