@@ -12,6 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from streammega.config import DataConfig
+from streammega.errors import ConfigError
 from streammega.order.quality import (
     FetchPlan,
     ShuffleQuality,
@@ -52,7 +53,14 @@ class OrderReport:
 def order_report(
     config: DataConfig, split: str, global_batch_size: int, dp_size: int, steps: int
 ) -> OrderReport:
-    """Measure `steps` global batches of an order from its plan; no token is read."""
+    """Measure `steps` global batches of an order from its plan; no token is read.
+
+    Raises ConfigError for sizes below 1.
+    """
+    sizes = {"global_batch_size": global_batch_size, "ranks": dp_size, "steps": steps}
+    for name, size in sizes.items():
+        if size < 1:
+            raise ConfigError(f"{name} is {size}; it must be at least 1")
     source = open_source(config, split, global_batch_size)
     samples = steps * global_batch_size
     if source.num_samples is not None:

@@ -135,6 +135,17 @@ def test_order_reports_as_a_user_asks_for_them(
     assert (tmp_path / "r.png").stat().st_size > 1000
 
 
+@pytest.mark.parametrize(
+    ("option", "name"),
+    [("--ranks", "ranks"), ("--steps", "steps"), ("--global-batch-size", "global_batch_size")],
+)
+def test_a_report_of_nothing_is_refused_by_name(
+    option: str, name: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["order-report", "mock://tokens=1000,length=100", option, "0"]) == 1
+    assert capsys.readouterr().err == f"error: {name} is 0; it must be at least 1\n"
+
+
 def test_a_report_of_one_small_dataset_says_what_it_cannot_know(
     blend: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
