@@ -94,8 +94,8 @@ class FrameWriter:
 
     def _frame(self, data: bytes | bytearray | memoryview) -> None:
         frame = self._compressor.compress(data)
-        self._table.append(len(frame))
-        self._table.append(len(data))
+        sizes = (len(frame), len(data))
+        self._table.extend(sizes)
         self._inner.write(frame)
 
 

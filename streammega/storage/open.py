@@ -129,8 +129,8 @@ def file_system(url: str, config: StorageConfig) -> tuple[Any, str]:
         options.setdefault("encoded", True)  # a signature is of the URL as it is spelt
     if "::" in url and _is_no_chain(url):
         return _unchained(url, options)
-    found: tuple[Any, str] = fsspec.core.url_to_fs(url, **options)
-    return found
+    system, path = fsspec.core.url_to_fs(url, **options)
+    return system, path
 
 
 def _unchained(url: str, options: Mapping[str, Any]) -> tuple[Any, str]:

@@ -217,7 +217,8 @@ class Frames:
         """What frames hold, each as a buffer; `first` is the number of the first one."""
         lengths = np.diff(stored_bounds)
         # Of each frame its offset and its length, as `BufferWithSegments` wants them.
-        segments = np.stack([stored_bounds[:-1], lengths], 1).astype("<u8").tobytes()
+        offsets_and_lengths = np.stack([stored_bounds[:-1], lengths], 1)
+        segments = offsets_and_lengths.astype("<u8").tobytes()
         shown_lengths = np.diff(shown_bounds).astype("<u8").tobytes()
         try:
             # One call for all of them: every return from it would wait for the GIL.

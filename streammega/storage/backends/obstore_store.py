@@ -151,6 +151,7 @@ class ObstoreStore:
                 if isinstance(error, FileNotFoundError):
                     self._look_for_bucket(client, key)
                 raise self._error(key, error) from None
+            # Whatever is missing later, it is not the bucket.
             self._bucket_seen = True
             etag = version_of(meta.get("e_tag"), meta["last_modified"])
             return ObjectInfo(key=key, size=int(meta["size"]), etag=etag)

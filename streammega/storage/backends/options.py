@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Mapping
 from datetime import datetime, timedelta, timezone
 from typing import Any
@@ -113,15 +114,14 @@ def _botocore_session(options: Mapping[str, Any]) -> Any:
 
 def _endpoint_of(session: Any) -> str | None:
     """The endpoint the user's AWS configuration names, where it names one."""
-    import os
-
-    # what botocore itself reads, in its order
+    # What botocore itself reads, in its order.
     for name in ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL"):
         if os.environ.get(name):
             return os.environ[name]
     try:
         endpoint = session.get_scoped_config().get("endpoint_url")
-    except Exception:  # a profile that does not exist: reported when credentials are looked up
+    except Exception:
+        # A profile that does not exist: that is reported when credentials are looked up.
         return None
     return str(endpoint) if endpoint else None
 

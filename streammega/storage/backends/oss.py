@@ -46,13 +46,12 @@ _REGION_OF_HOST = (
     re.compile(r"([a-z]+-[a-z0-9-]+)\.oss\.aliyuncs\.com"),  # dual stack
 )
 _REGION_OF_NO_REGION = "us-east-1"
-"""What Alibaba's example for AWS's Java SDK signs for (`Region.AWS_GLOBAL`); accelerate endpoints
-name no region.
+"""What Alibaba's example for AWS's Java SDK signs for (`Region.AWS_GLOBAL`).
+
+Accelerate endpoints name no region.
 """
 _OBSTORE_ENVIRONMENT = ("AWS_SERVER_SIDE_ENCRYPTION", "AWS_CHECKSUM_ALGORITHM")
-"""Settings of AWS that obstore takes from the environment, and that its arguments
-cannot take back.
-"""
+"""Settings of AWS that obstore takes from the environment, and its arguments cannot take back."""
 _CREDENTIALS_LAST = timedelta(minutes=10)
 """obstore asks again five minutes before that."""
 
@@ -125,8 +124,8 @@ def oss_endpoint(
 
 def _parsed(bucket: str, given: str) -> tuple[str, str]:
     parts = urlsplit(given if "://" in given else f"https://{given}")
-    plain = parts.hostname and not parts.username and not parts.query and parts.path in ("", "/")
-    if parts.scheme not in ("http", "https") or not plain:
+    more_than_host = parts.username or parts.query or parts.path not in ("", "/")
+    if parts.scheme not in ("http", "https") or not parts.hostname or more_than_host:
         raise ConfigError(
             f"oss://{bucket}: the endpoint is no http(s) host; it is given like "
             f"'https://oss-cn-hangzhou.aliyuncs.com', without a path or a user"
@@ -140,8 +139,9 @@ def _region(given: Any) -> str:
 
 def _region_of(host: str) -> str:
     for pattern in _REGION_OF_HOST:
-        if found := pattern.fullmatch(host):
-            return found[1]
+        match = pattern.fullmatch(host)
+        if match:
+            return match[1]
     return ""
 
 
