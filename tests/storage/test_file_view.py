@@ -47,11 +47,11 @@ from streammega.storage.store import ObjectInfo
 from tools.bench.object_server import Running, running
 
 FAULTS: dict[str, dict[str, Any]] = {
-    "503 bursts": {"error_share": 0.2, "error_burst": 3},
-    "resets": {"reset_share": 0.3},
-    "truncation": {"truncate_share": 0.3},
-    "over-long bodies": {"overlong_share": 0.3},
-    "stalls": {"stall_share": 0.1},
+    "503 bursts": {"error_share": 0.35, "error_burst": 3},
+    "resets": {"reset_share": 0.35},
+    "truncation": {"truncate_share": 0.35},
+    "over-long bodies": {"overlong_share": 0.35},
+    "stalls": {"stall_share": 0.35},
 }
 DATA = np.random.default_rng(3).integers(0, 256, 14 << 20, np.uint8).tobytes()
 """Longer than what is read ahead at most."""
