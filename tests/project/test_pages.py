@@ -200,6 +200,9 @@ FEATURES = {
 """What only some features import, and the extra that brings it."""
 BROUGHT_BY_OTHERS = {"botocore": "s3fs", "llvmlite": "numba", "huggingface_hub": "tokenizers"}
 
+FRAMEWORKS = {"megatron"}
+"""What code for other trainers imports: within functions, which run in that trainer."""
+
 
 def distributions(requirements: list[str]) -> set[str]:
     """The names of requirements, as metadata spells them."""
@@ -225,12 +228,25 @@ def test_every_import_is_a_dependency_or_what_an_extra_installs() -> None:
     always = distributions(PROJECT["dependencies"])
     extras: dict[str, list[str]] = PROJECT["optional-dependencies"]
     for module, files in imported().items():
+        if module in FRAMEWORKS:
+            assert all(file.startswith("integrations/") for file in files)
+            continue
         name = BROUGHT_BY_OTHERS.get(module, module).replace("_", "-")
         wanted = distributions(extras[FEATURES[module]]) if module in FEATURES else always
         assert name in wanted, f"{module}, imported by {files}"
     for module in BROUGHT_BY_OTHERS.values():
         assert module in always
     assert "torch.utils.tensorboard" in (PACKAGE / "train/metrics.py").read_text()
+
+
+@pytest.mark.parametrize(
+    "path", sorted((PACKAGE / "integrations").glob("*.py")), ids=lambda path: path.name
+)
+def test_code_for_another_trainer_is_imported_without_it(path: Path) -> None:
+    for node in ast.parse(path.read_text()).body:
+        names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+        names += [node.module] if isinstance(node, ast.ImportFrom) and node.module else []
+        assert not {name.split(".")[0] for name in names} & FRAMEWORKS
 
 
 def test_messages_and_pages_name_the_extra_that_brings_what_is_missing() -> None:
