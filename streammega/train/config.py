@@ -343,12 +343,14 @@ class RunConfig:
 
 def _check_blend(name: str, blend: Any) -> None:
     """Raise ConfigError for what is no blend."""
-    try:
-        parse_blend(blend)
-    except TypeError:
+    if not isinstance(blend, (str, Sequence)):
         raise ConfigError(
             f"validation.{name} is {blend!r}; it must be a blend, such as ['s3://bucket/books']"
-        ) from None
+        )
+    try:
+        parse_blend(blend)
+    except ConfigError as error:
+        raise ConfigError(f"validation.{name}: {error}") from None
 
 
 def load_run(path: str, overrides: Sequence[str] = ()) -> RunConfig:

@@ -658,6 +658,7 @@ def test_a_run_whose_data_ends_before_its_last_step_does_not_end_well(
         ("parallel.bucket_size=true", "parallel.bucket_size is true; it must be a number"),
         ("train.rampup=3", "settings of several values are lists"),
         ("validation.books=3", "validation.books is 3; it must be a blend"),
+        ("validation.books=[]", "validation.books: the blend is empty"),
         ("data=3", "data"),
     ],
 )
