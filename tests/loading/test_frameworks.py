@@ -26,6 +26,7 @@ from tests.support.rank_programs import (
 from tests.support.typed import first_prefix
 
 pytestmark = [
+    pytest.mark.usefixtures("workers_end_soon"),
     # more workers than a small machine has cores
     pytest.mark.filterwarnings("ignore:This DataLoader will create"),
     pytest.mark.filterwarnings("ignore:'set_vital' is deprecated"),  # torchdata's
@@ -121,11 +122,7 @@ def test_a_state_of_so_many_workers_is_refused_by_others(
         next(iter(other))
 
 
-def test_persistent_workers_of_torchdata_count_every_pass(
-    config: DataConfig, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    # s that it waits for a worker, and then ends it
-    monkeypatch.setattr("torch.utils.data._utils.MP_STATUS_CHECK_INTERVAL", 0.2)
+def test_persistent_workers_of_torchdata_count_every_pass(config: DataConfig) -> None:
     loader = stateful(config, 2, persistent_workers=True)
     first = copied(loader)
     batches = iter(loader)

@@ -36,8 +36,11 @@ from tests.conftest import write_random_pair
 from tests.support.servers import http_server
 from tests.support.typed import first_prefix
 
-# more workers than a small machine has cores
-pytestmark = pytest.mark.filterwarnings("ignore:This DataLoader will create")
+pytestmark = [
+    pytest.mark.usefixtures("workers_end_soon"),
+    # more workers than a small machine has cores
+    pytest.mark.filterwarnings("ignore:This DataLoader will create"),
+]
 
 SIZES: Any = {"micro_batch_size": 4, "global_batch_size": 8}
 TOTAL = 104

@@ -87,7 +87,11 @@ def place(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Place]:
 
 
 @pytest.mark.parametrize("fault", FAULTS)
-def test_faults_in_the_middle_change_no_byte(place: Place, fault: str) -> None:
+def test_faults_in_the_middle_change_no_byte(
+    place: Place, fault: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # how long pauses grow is shown elsewhere
+    monkeypatch.setattr("streammega.storage.retry.LONGEST_PAUSE", 0.3)
     with open_file("s3://data/a.bin", place.storage) as file:
         head = file.read(1000)
         place.endpoint.behave(**FAULTS[fault])
