@@ -21,6 +21,7 @@ from streammega.integrations.megatron import (
     FullValidation,
     MegatronBatches,
     Place,
+    _place,
     datasets_of,
 )
 from streammega.integrations.megatron_arguments import pad_id, read_blends
@@ -578,3 +579,28 @@ def test_a_list_of_splits_that_is_no_json_is_named(tmp_path: Path) -> None:
     wrong.write_text('{"train": []}')
     with pytest.raises(ConfigError, match=f"--per-split-data-args-path {wrong} must be JSON"):
         opened(arguments(per_split_data_args_path=str(wrong)))
+
+
+@pytest.mark.parametrize(
+    ("tp_rank", "pp_rank", "vp_stage", "reads"),
+    [
+        (0, 0, 0, True),
+        (0, 0, 1, False),
+        (0, 1, 0, False),
+        (0, 1, 1, True),
+        (1, 0, 0, False),
+        (1, 1, 1, False),
+    ],
+)
+def test_the_first_and_last_chunk_of_a_virtual_pipeline_read(
+    monkeypatch: pytest.MonkeyPatch, tp_rank: int, pp_rank: int, vp_stage: int, reads: bool
+) -> None:
+    """By Megatron's own stages, two ranks of two chunks each."""
+    mpu = oracle.parallel_state
+    monkeypatch.setattr(mpu, "_VIRTUAL_PIPELINE_MODEL_PARALLEL_WORLD_SIZE", 2)
+    monkeypatch.setattr(mpu, "_MPU_PIPELINE_MODEL_PARALLEL_WORLD_SIZE", 2)
+    monkeypatch.setattr(mpu, "_MPU_PIPELINE_MODEL_PARALLEL_RANK", pp_rank)
+    monkeypatch.setattr(mpu, "_MPU_TENSOR_MODEL_PARALLEL_RANK", tp_rank)
+    monkeypatch.setattr(mpu, "get_data_parallel_rank", lambda: 1)
+    monkeypatch.setattr(mpu, "get_data_parallel_world_size", lambda: 4)
+    assert _place(vp_stage) == Place(dp_rank=1, dp_size=4, reads=reads)
