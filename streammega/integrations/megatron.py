@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -24,7 +25,8 @@ from streammega.integrations.megatron_arguments import Blends, data_config, read
 from streammega.loading import StreamLoader
 from streammega.order.split import SPLITS
 from streammega.samples.fields import Batch
-from streammega.samples.source import sample_fields
+from streammega.samples.open import open_source
+from streammega.samples.source import SampleSource, sample_fields
 from streammega.samples.split_blend import split_blend
 
 LEAST_LANES = 1024
@@ -128,6 +130,7 @@ class FullValidation:
     """
 
     def __init__(self, config: DataConfig, *, dp_rank: int, dp_size: int, **options: Any) -> None:
+        self._config = config
         self._dp_rank = dp_rank
         self._dp_size = dp_size
         self._batches = MegatronBatches(
@@ -141,24 +144,28 @@ class FullValidation:
 
     def open(self) -> None:
         """Open the files, if they were not."""
-        self._batches.open()
+        _ = self._samples
 
     def __len__(self) -> int:
         return len(range(self._dp_rank, self._total, self._dp_size))
 
     def __iter__(self) -> Iterator[Batch]:
-        loader = self._batches.open()
-        loader.seek(0)
         whole_rounds = self._total // self._dp_size
+        if whole_rounds:  # a loader has no less than one sample for each rank
+            self._batches.open().seek(0)
         for _ in range(whole_rounds):
             yield next(self._batches)
         last = whole_rounds * self._dp_size + self._dp_rank
         if last < self._total:  # the ranks before the end of a round that not all take part in
-            yield sample_fields(loader.dataset.samples, np.array([last], np.int64))
+            yield sample_fields(self._samples, np.array([last], np.int64))
+
+    @cached_property
+    def _samples(self) -> SampleSource:
+        return open_source(self._config, "valid", self._dp_size)
 
     @property
     def _total(self) -> int:
-        total = self._batches.open().dataset.samples.num_samples
+        total = self._samples.num_samples
         assert total is not None  # one epoch, in every order that is used here
         return total
 

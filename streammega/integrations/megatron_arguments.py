@@ -183,7 +183,10 @@ def _read_text(argument: str, url: str, storage: StorageConfig) -> str:
     data = read_whole(url, storage)
     if data is None:
         raise ConfigError(f"{argument}: there is no {url}")
-    return data.decode()
+    try:
+        return data.decode()
+    except UnicodeDecodeError:
+        raise ConfigError(f"{argument}: {url} is no text of UTF-8") from None
 
 
 def _blend(words: Sequence[str] | None) -> Blend | None:

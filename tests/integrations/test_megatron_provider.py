@@ -452,6 +452,29 @@ def test_everything_is_seen_once_by_full_validation_in_the_stream_order_too(
     assert len(set(seen)) == len(seen) > 100
 
 
+def test_full_validation_of_fewer_samples_than_ranks(tmp_path: Path) -> None:
+    """Megatron's sampler leaves out the ranks for which there is none."""
+    prefix = str(tmp_path / "few")
+    with IndexedDatasetWriter(prefix, np.uint16) as writer:
+        writer.add_item(np.arange(3 * 16 + 1))
+        writer.end_document()
+    args = arguments(
+        data_path=None, valid_data_path=[prefix], full_validation=True, global_batch_size=20
+    )
+    rows = []
+    for dp_rank in range(5):
+        valid = whole_valid(args, Place(dp_rank=dp_rank, dp_size=5))
+        assert len(valid) == (1 if dp_rank < 3 else 0)
+        rows += [batch["tokens"][0, 0].item() for batch in valid]
+    assert sorted(rows) == [0, 16, 32]
+
+
+def test_a_list_of_data_that_is_no_text_is_named(tmp_path: Path) -> None:
+    (tmp_path / "list.txt").write_bytes(b"\xff\xfe")
+    with pytest.raises(ConfigError, match=r"--data-args-path: .* is no text of UTF-8"):
+        opened(arguments(data_args_path=str(tmp_path / "list.txt")))
+
+
 def test_data_is_named_as_on_megatrons_command_line(prefixes: list[str], tmp_path: Path) -> None:
     listed = tmp_path / "blend.txt"
     listed.write_text(f"30 {prefixes[0]}\n70 {prefixes[1]}\n")
