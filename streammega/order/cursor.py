@@ -123,17 +123,6 @@ def parse_state(state: Mapping[str, Any]) -> SavedState:
     return SavedState(version=version, consumed=consumed, offset=offset, identity=identity)
 
 
-def read_state(state: Mapping[str, Any], identity: Mapping[str, Any]) -> tuple[int, int]:
-    """(consumed_samples, batch_offset) of a state that counts in the order `identity` describes.
-
-    Raises StateError for an empty, foreign or damaged state, and for another order: it lists what
-    differs.
-    """
-    saved = parse_state(state)
-    saved.check(identity)
-    return saved.consumed, saved.offset
-
-
 def canonical(identity: Mapping[str, Any]) -> str:
     """An identity as JSON text, the same for equal identities."""
     return json.dumps(identity, sort_keys=True, separators=(",", ":"))

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from streammega.errors import ConfigError, StateError
-from streammega.order.cursor import make_state, read_state
+from streammega.order.cursor import make_state, parse_state
 from streammega.order.rank_samples import check_batch_sizes, check_resume, rank_samples
 
 
@@ -77,17 +77,16 @@ IDENTITY = {
 
 @given(consumed=st.integers(0, 10**12))
 def test_a_state_survives_json_and_says_where_to_go_on(consumed: int) -> None:
-    assert read_state(json.loads(json.dumps(make_state(IDENTITY, consumed))), IDENTITY) == (
-        consumed,
-        0,
-    )
+    saved = parse_state(json.loads(json.dumps(make_state(IDENTITY, consumed))))
+    saved.check(IDENTITY)
+    assert (saved.consumed, saved.offset) == (consumed, 0)
 
 
 def test_a_state_of_another_order_is_refused_and_lists_what_differs() -> None:
     state = make_state(IDENTITY, 7)
     other = {**IDENTITY, "seed": 2, "datasets": [{"digest": "bb", "weight": 0.3}]}
     with pytest.raises(StateError) as caught:
-        read_state(state, other)
+        parse_state(state).check(other)
     text = str(caught.value)
     assert "seed: the checkpoint has 1, this run 2" in text
     assert 'datasets[0].digest: the checkpoint has "aa", this run "bb"' in text
@@ -112,4 +111,4 @@ def test_a_state_of_another_order_is_refused_and_lists_what_differs() -> None:
 )
 def test_states_that_are_none_are_refused(state: dict[str, object], message: str) -> None:
     with pytest.raises(StateError, match=message):
-        read_state(state, IDENTITY)
+        parse_state(state)
