@@ -245,6 +245,11 @@ class DataConfig(FieldsConfig):
 
     `stream`: shuffled for object storage. `sequential`: as files lie.
     """
+    inter_document_masking: bool = False
+    """Tokens do not attend over the bounds of sequences in the `.idx`, whatever ids stand there, in
+    Megatron's form: batches have "cu_seqlens", int32 [batch, S + 1], filled up with S, and
+    "max_seqlen", int32 [batch]; positions restart at every bound. Not in the stream order.
+    """
     num_samples: tuple[int, int, int] | None = None
     """Samples asked of train, valid and test; they define the Megatron order, epochs included."""
     add_extra_token: bool = True
@@ -305,6 +310,8 @@ class DataConfig(FieldsConfig):
             raise ConfigError(
                 "multiple_validation_sets needs blend_per_split, whose valid entry names them"
             )
+        if self.inter_document_masking:
+            self._check_masking()
         self._check_skipped()
         if self.blend_schedule is not None:
             self._check_schedule()
@@ -330,6 +337,21 @@ class DataConfig(FieldsConfig):
         if not self.surplus >= 0:
             raise ConfigError(
                 f"surplus is {self.surplus}; it must be a share of at least 0, such as 0.005"
+            )
+
+    def _check_masking(self) -> None:
+        by_eod_id = ("reset_attention_mask", "reset_position_ids", "create_attention_mask")
+        set_too = [name for name in by_eod_id if getattr(self, name)]
+        if set_too:
+            raise ConfigError(
+                f"inter_document_masking goes by the bounds of sequences, and {set_too[0]} by "
+                f"eod_id; leave one of them out"
+            )
+        if self.order == "stream":
+            raise ConfigError(
+                "inter_document_masking needs the bounds of every sequence, which the stream order "
+                "does not read; set reset_attention_mask and reset_position_ids, which go by eod_id, "
+                'or order="megatron"'
             )
 
     def _check_skipped(self) -> None:

@@ -37,8 +37,9 @@ LEAST_LANES = 1024
 class Place:
     """What of the data a process is given: a data-parallel rank, and whether it reads at all.
 
-    Megatron reads on tensor-parallel rank 0 of the first and the last pipeline stage. Other ranks
-    get objects that open nothing until they are asked.
+    Megatron reads on tensor-parallel rank 0 of the first and the last pipeline stage, with
+    inter-document masking of every stage. Other ranks get objects that open nothing until they are
+    asked.
     """
 
     dp_rank: int
@@ -51,7 +52,8 @@ class MegatronBatches(Iterator[Batch]):
     `next` on.
 
     Each is {"tokens", "labels", "position_ids"} int64 and "loss_mask" float32, [micro_batch_size,
-    S], and "attention_mask" where Megatron's arguments ask for it; a dict of its own, which may be
+    S], and "attention_mask", or "cu_seqlens" int32 [micro_batch_size, S + 1] and "max_seqlen" int32
+    [micro_batch_size], where Megatron's arguments ask for it; a dict of its own, which may be
     written to. After the last whole micro-step of all ranks: StopIteration.
 
     Nothing is opened before the first batch, or `open`.
@@ -93,8 +95,9 @@ class MegatronBatches(Iterator[Batch]):
 
     def __next__(self) -> Batch:
         batch = self.open().take()
-        # Ours goes by the end-of-document id; Megatron takes a field of this name for its own form.
-        batch.pop("cu_seqlens", None)
+        if not self._config.inter_document_masking:
+            # Ours goes by eod_id; Megatron takes a field of this name for its own form.
+            batch.pop("cu_seqlens", None)
         return batch
 
     @property
@@ -202,7 +205,9 @@ def datasets_provider(
             args,
             _tokenizer(),
             train_val_test_num_samples,
-            place=_place(vp_stage),
+            place=_place(
+                vp_stage, every_stage=getattr(args, "dataloader_inter_document_masking", False)
+            ),
             order=order,
             storage=storage,
             lanes=lanes,
@@ -350,8 +355,10 @@ def _in_lanes(config: DataConfig, lanes: int | None, global_batch_size: int) -> 
     return replace(config, lanes=lanes or rounds * global_batch_size)
 
 
-def _place(vp_stage: int | None) -> Place:
-    """The place of this process, and of this chunk of a virtual pipeline."""
+def _place(vp_stage: int | None, *, every_stage: bool) -> Place:
+    """The place of this process, and of this chunk of a virtual pipeline. every_stage: bounds of
+    documents are read by the stages between the first and the last as well.
+    """
     from megatron.core import mpu
 
     first = mpu.is_pipeline_first_stage(ignore_virtual=False, vp_stage=vp_stage)
@@ -359,7 +366,7 @@ def _place(vp_stage: int | None) -> Place:
     return Place(
         dp_rank=mpu.get_data_parallel_rank(),
         dp_size=mpu.get_data_parallel_world_size(),
-        reads=mpu.get_tensor_model_parallel_rank() == 0 and (first or last),
+        reads=mpu.get_tensor_model_parallel_rank() == 0 and (first or last or every_stage),
     )
 
 

@@ -21,9 +21,6 @@ NOT_SERVED = {
     "sft": "use Megatron's own loader for --sft",
     "fim_data": "use Megatron's own loader for --fim-data",
     "hybrid_context_parallel": "Megatron itself allows it with --dataloader-type single only",
-    "dataloader_inter_document_masking": (
-        "use --reset-attention-mask and --reset-position-ids, which go by the end-of-document id"
-    ),
 }
 """Arguments that change what a sample is in ways that are not made here, with what to do instead."""
 
@@ -80,6 +77,8 @@ def data_config(
         if getattr(args, name, False):
             raise ConfigError(f"--{name.replace('_', '-')} is not served from here; {remedy}")
     train, valid, test = num_samples
+    # Megatron makes neither what goes by ends of documents nor an attention mask then.
+    masked = bool(getattr(args, "dataloader_inter_document_masking", False))
     return DataConfig(
         blend=blends.blend,
         blend_per_split=blends.blend_per_split,
@@ -88,14 +87,15 @@ def data_config(
         sequence_length=args.seq_length,
         num_samples=(train or 0, valid or 0, test or 0),
         full_validation=bool(getattr(args, "full_validation", False)),
-        eod_id=_eod_id(tokenizer),
+        eod_id=eod_id(tokenizer),
         pad_id=pad_id(tokenizer, allowed=bool(getattr(args, "allow_ambiguous_pad_tokens", False))),
         # pad_id has already been dropped where it is ambiguous and that is not allowed
         allow_ambiguous_pad_tokens=True,
         eod_mask_loss=bool(args.eod_mask_loss),
-        reset_position_ids=bool(args.reset_position_ids),
-        reset_attention_mask=bool(args.reset_attention_mask),
-        create_attention_mask=bool(args.create_attention_mask_in_dataloader),
+        inter_document_masking=masked,
+        reset_position_ids=bool(args.reset_position_ids) and not masked,
+        reset_attention_mask=bool(args.reset_attention_mask) and not masked,
+        create_attention_mask=bool(args.create_attention_mask_in_dataloader) and not masked,
         surplus=getattr(args, "mid_level_dataset_surplus", DataConfig.surplus),
         index_cache_dir=getattr(args, "data_cache_path", None),
         storage=storage,
@@ -127,7 +127,8 @@ def _special_ids(tokenizer: Any) -> list[Any]:
     return listed or [_token_id(tokenizer, "eos"), _token_id(tokenizer, "eod")]
 
 
-def _eod_id(tokenizer: Any) -> int | None:
+def eod_id(tokenizer: Any) -> int | None:
+    """The id that ends documents; None: there is none."""
     eod = _token_id(tokenizer, "eod")
     return None if eod is None or eod < 0 else eod
 

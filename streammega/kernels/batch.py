@@ -158,6 +158,43 @@ def forbid(bounds, mask) -> None:
 
 
 @kernel
+def sequence_bounds(row_splits, size, extra, bounds, longest, positions) -> None:
+    """Bounds of the sequences that samples are made of, in Megatron's form.
+
+    Row r is a piece of a sequence, of size[r] tokens, which may be none; sample i is rows
+    [row_splits[i], row_splits[i + 1]) end to end. `extra`: 1 if samples carry one token more than
+    S. Fills bounds int32 [samples, S + 1], from 0 to S and filled up with S; longest int32
+    [samples], tokens between two of them at most; positions int64 [samples, S], counted from each.
+    Padding belongs to the last sequence. Cost: a step a row and one a token.
+    """
+    samples, length = positions.shape
+    for i in range(samples):
+        first = row_splits[i]
+        end = row_splits[i + 1]
+        if extra == 1 and end > first and size[end - 1] == 1:
+            end -= 1  # of the last sequence it has the extra token alone, which only is a label
+        # Megatron fails where a sample has more pieces than tokens: there empty ones are left out
+        with_empty = end - first <= length
+        count = 1
+        column = np.int64(0)
+        bounds[i, 0] = 0
+        for r in range(first + 1, end):
+            column += size[r - 1]
+            if with_empty or bounds[i, count - 1] < column < length:
+                bounds[i, count] = column
+                count += 1
+        bounds[i, count:] = length
+        most = np.int32(0)
+        for b in range(count):
+            low = bounds[i, b]
+            high = bounds[i, b + 1]
+            most = max(most, high - low)
+            for c in range(low, high):
+                positions[i, c] = c - low
+        longest[i] = most
+
+
+@kernel
 def document_bounds(tokens, eod, bounds):
     """Fill bounds int32 [samples, S + 1] with the starts of documents in tokens [samples, S];
     returns the most of any row.

@@ -154,8 +154,9 @@ def _fill(rows, sizes, start, base, sequence_length, shift) -> None:
 
 
 @kernel
-def sample_pieces(document_index, sample_index, lengths, rows, extra, width):
-    """For each row of the sample index its (sequence, start, stop) pieces; empty ones are left out.
+def sample_pieces(document_index, sample_index, lengths, rows, extra, width, with_empty):
+    """For each row of the sample index its (sequence, start, stop) pieces; empty ones are left out,
+    unless `with_empty`.
 
     document_index [positions]: sequence ids; sample_index [rows + 1, 2]: as `build_sample_index`
     makes it; lengths [sequences] in tokens; rows [samples]: the rows asked for; extra: 1 if samples
@@ -192,7 +193,7 @@ def sample_pieces(document_index, sample_index, lengths, rows, extra, width):
             size = np.int64(lengths[document])
             low = np.int64(sample_index[rows[i], 1]) if position == first else np.int64(0)
             high = np.int64(sample_index[rows[i] + 1, 1]) + extra if position == last else size
-            if high > low:
+            if high > low or (with_empty and high == low):
                 room -= high - low
                 if low < 0 or high > size or room < 0:
                     return BAD_SAMPLE_INDEX, splits, none, none, none

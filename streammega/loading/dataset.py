@@ -36,7 +36,8 @@ AHEAD = 2
 class StreamingDataset(torch.utils.data.IterableDataset[Batch]):
     """Yields micro-batches: {"tokens", "labels", "position_ids"} int64 and "loss_mask" float32,
     [micro_batch_size, S]; with reset_attention_mask also "cu_seqlens", the bounds of documents,
-    int32 [micro_batch_size, most documents + 1].
+    int32 [micro_batch_size, most documents + 1]; with inter_document_masking "cu_seqlens" and
+    "max_seqlen" as it says.
 
     Every rank sees its part of the same global batches, whatever dp_size is. An iteration is one
     pass over the data (whole global batches only), and every pass has the same samples in the same

@@ -18,7 +18,13 @@ from streammega.loading.reading_plan import ReadingPlan
 from streammega.loading.slab import Slab
 from streammega.loading.spans import PlannedSlab
 from streammega.loading.steps import MicroSteps
-from streammega.samples.derived_fields import Allocate, derive, plain_mask, torch_dtype
+from streammega.samples.derived_fields import (
+    Allocate,
+    derive,
+    plain_mask,
+    sequence_fields,
+    torch_dtype,
+)
 from streammega.samples.token_file import Runs, clear_by_modes, has_modes
 
 TAIL_ID = 0
@@ -110,6 +116,9 @@ class Gatherer:
             fields["loss_mask"] = loss_mask
         if derived.position_ids is not None:
             fields["position_ids"] = derived.position_ids
+        if self._config.inter_document_masking:
+            size = slab.span.size
+            fields |= sequence_fields(slab.row_splits, size, self._config, self._allocate)
         return Slab(
             consumed=slab.consumed,
             fields=self._by_batch(slab, fields),

@@ -112,6 +112,11 @@ class StreamLoader:
                 "parts of samples are read as ids: give ids_only=True with cp_rank and cp_size, "
                 "or use get_batch"
             )
+        if ids_only and config.inter_document_masking:
+            raise ConfigError(
+                "ids_only batches tell nothing of sequences, whose bounds inter_document_masking "
+                "asks for; leave one of them out, or set reset_attention_mask, which goes by eod_id"
+            )
         self.ids_only = ids_only
         self.evaluation = split != "train" if evaluation is None else evaluation
         self._kept = _kept_parts(config.sequence_length, cp_rank, cp_size)

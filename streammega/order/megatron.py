@@ -222,12 +222,14 @@ def locate_gpt(
     itemsize: int,
     samples: NDArray[np.int64],
     shape: GptShape,
+    *,
+    with_empty: bool = False,
 ) -> Extents:
     """The token runs of `samples`, int64 [n], each in [0, len(shuffle_index)).
 
     `byte_offsets`: where each sequence starts in its file, int64 [sequences]; `itemsize`: bytes of
-    a token. Raises FormatError, which begins with `<array>.npy`, if one of the indices holds what
-    cannot be.
+    a token; `with_empty`: sequences without tokens have a run as well. Raises FormatError, which
+    begins with `<array>.npy`, if one of the indices holds what cannot be.
     """
     rows = indices.shuffle_index[samples].astype(np.int64)
     damage, splits, sequence, start, stop = sample_pieces(
@@ -237,6 +239,7 @@ def locate_gpt(
         rows,
         shape.extra,
         shape.sequence_length + shape.extra,
+        with_empty,
     )
     if damage:
         raise FormatError(

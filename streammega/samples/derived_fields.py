@@ -14,7 +14,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from streammega.config import FieldsConfig
+from streammega.config import DataConfig, FieldsConfig
 from streammega.errors import FormatError
 from streammega.kernels.batch import (
     count_up,
@@ -24,6 +24,7 @@ from streammega.kernels.batch import (
     make_mask,
     make_positions,
     scan_ids,
+    sequence_bounds,
     zero_padding,
 )
 from streammega.samples.fields_torch import NO_ID
@@ -130,6 +131,30 @@ def bounds_of(batches: list[Ids], eod: int, allocate: Allocate) -> list[Tensor]:
         target.numpy()[:] = bounds
         cu_seqlens.append(target)
     return cu_seqlens
+
+
+def sequence_fields(
+    row_splits: NDArray[np.int64],
+    size: NDArray[np.int64],
+    config: DataConfig,
+    allocate: Allocate,
+) -> dict[str, Tensor]:
+    """What inter-document masking asks for, by the sequences that samples are made of: "cu_seqlens"
+    int32 [samples, S + 1], "max_seqlen" int32 [samples] and "position_ids" int64 [samples, S].
+
+    size: tokens of each piece of a sequence, int64; those of sample i are [row_splits[i],
+    row_splits[i + 1]).
+    """
+    samples = len(row_splits) - 1
+    length = config.sequence_length
+    cu_seqlens = allocate((samples, length + 1), torch.int32)
+    max_seqlen = allocate((samples,), torch.int32)
+    position_ids = allocate((samples, length), torch.int64)
+    sequence_bounds(
+        row_splits, size, int(config.add_extra_token),
+        cu_seqlens.numpy(), max_seqlen.numpy(), position_ids.numpy(),
+    )  # fmt: skip
+    return {"cu_seqlens": cu_seqlens, "max_seqlen": max_seqlen, "position_ids": position_ids}
 
 
 def plain_mask(shape: tuple[int, ...], allocate: Allocate) -> Tensor:

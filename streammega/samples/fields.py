@@ -54,9 +54,22 @@ def batch_fields(
         config: sequence_length and the fields wanted, a FieldsConfig or DataConfig.
         bounds: add "cu_seqlens", whose width differs from batch to batch.
 
-    Raises ConfigError for ids of another shape or kind, FormatError for an id at or past
-    `vocab_size`, when the config gives one.
+    Raises ConfigError for ids of another shape or kind, and for a DataConfig with
+    inter_document_masking, which ids do not tell; FormatError for an id at or past `vocab_size`,
+    when the config gives one.
     """
+    if getattr(config, "inter_document_masking", False):
+        raise ConfigError(
+            "inter_document_masking goes by the sequences of files, which ids do not tell; give "
+            "a config without it"
+        )
+    return fields_of_ids(ids, valid, config, bounds=bounds)
+
+
+def fields_of_ids(
+    ids: IdsLike, valid: IdsLike | None, config: FieldsConfig, *, bounds: bool
+) -> Batch:
+    """The same, of all that ids tell."""
     if isinstance(ids, Tensor) and ids.device.type != "cpu":
         return _fields_there(ids, valid, config, bounds)
     length = config.sequence_length

@@ -200,6 +200,7 @@ class GPTDataset(torch.utils.data.Dataset[Batch]):
                 indexed.dtype.itemsize,
                 sample_ids,
                 self.shape,
+                with_empty=self.config.inter_document_masking,  # they are bounds as well
             )
         except FormatError as error:
             folder = order_dir(self.config)

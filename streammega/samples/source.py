@@ -12,7 +12,8 @@ from numpy.typing import NDArray
 
 from streammega.config import DataConfig
 from streammega.order import Extents
-from streammega.samples.fields import Batch, batch_fields
+from streammega.samples.derived_fields import new_memory, sequence_fields
+from streammega.samples.fields import Batch, fields_of_ids
 from streammega.samples.read import Ids, fetch_ids
 from streammega.samples.rows import rows_of
 from streammega.samples.token_file import Runs, TokenFile, clear_by_modes, has_modes
@@ -56,11 +57,15 @@ def sample_fields(
     source: SampleSource, sample_ids: NDArray[np.int64], *, bounds: bool = False
 ) -> Batch:
     """The fields of samples, as `batch_fields` makes them, with no loss on what the modes of their
-    datasets leave out.
+    datasets leave out; with inter_document_masking also those that it makes.
     """
+    config = source.config
     extents = source.locate(sample_ids)
     ids, valid = _read(source, extents)
-    batch = batch_fields(ids, valid, source.config, bounds=bounds)
+    batch = fields_of_ids(ids, valid, config, bounds=bounds)
+    if config.inter_document_masking:
+        size = extents.stop - extents.start
+        batch |= sequence_fields(extents.row_splits, size, config, new_memory)
     files = all_files(source)
     if has_modes(files):
         loss_mask = batch["loss_mask"].numpy()  # the tensor's memory, written in place

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from streammega import DataConfig
-from streammega.kernels.batch import document_bounds
+from streammega.kernels.batch import document_bounds, sequence_bounds
 from streammega.kernels.plan import gather_rows, gather_shifted
 from streammega.kernels.sample_index import build_sample_index
 from streammega.kernels.shuffle import LegacyShuffler
@@ -227,3 +227,56 @@ def test_document_bounds_are_the_places_after_ends_of_documents(rows: list[list[
     expected = [[0, *(c + 1 for c, token in enumerate(row[:-1]) if token == 2)] for row in rows]
     assert most == max(map(len, expected))
     assert bounds.tolist() == [row + [7] * (8 - len(row)) for row in expected]
+
+
+def bounds_by_hand(sizes: list[int], length: int, extra: int) -> list[int]:
+    """Where the sequences of a sample begin, and its end: padding belongs to the last."""
+    pieces = list(sizes)
+    if extra and pieces[-1] == 1:
+        pieces.pop()  # the extra token is no token of the sample
+    begins = [sum(pieces[:number]) for number in range(1, len(pieces))]
+    return [0, *begins, length]
+
+
+@given(data=st.data(), extra=st.integers(0, 1), whole=st.booleans())
+def test_bounds_of_sequences_are_those_counted_by_hand(
+    data: st.DataObject, extra: int, whole: bool
+) -> None:
+    length = 9
+    sample = st.lists(st.integers(0, 6), min_size=1, max_size=6)
+    samples = []
+    for sizes in data.draw(st.lists(sample, min_size=1, max_size=4)):
+        # cut off at the end, or filled up by a last piece where all of the sample is there
+        room = length + extra
+        pieces = []
+        for size in sizes:
+            pieces.append(min(size, room))
+            room -= pieces[-1]
+            if room == 0:
+                break
+        samples.append([*pieces, room] if whole and room else pieces)
+    splits = np.cumsum([0, *map(len, samples)])
+    pieces_of_all = np.array([size for sizes in samples for size in sizes], np.int64)
+    bounds = np.empty((len(samples), length + 1), np.int32)
+    longest = np.empty(len(samples), np.int32)
+    positions = np.empty((len(samples), length), np.int64)
+    sequence_bounds(splits, pieces_of_all, extra, bounds, longest, positions)
+    for number, sizes in enumerate(samples):
+        expected = bounds_by_hand(sizes, length, extra)
+        filled = expected + [length] * (length + 1 - len(expected))
+        assert bounds[number].tolist() == filled
+        assert longest[number] == max(np.diff(filled))
+        assert positions[number].tolist() == [
+            column - max(begin for begin in filled if begin <= column) for column in range(length)
+        ]
+
+
+def test_empty_sequences_are_left_out_of_a_sample_that_has_more_than_tokens() -> None:
+    size = np.array([0, 1, 0, 0, 1, 0, 1])
+    bounds = np.empty((1, 4), np.int32)
+    longest = np.empty(1, np.int32)
+    positions = np.empty((1, 3), np.int64)
+    sequence_bounds(np.array([0, len(size)]), size, 0, bounds, longest, positions)
+    assert bounds.tolist() == [[0, 1, 2, 3]]
+    assert longest.tolist() == [1]
+    assert not positions.any()

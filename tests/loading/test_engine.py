@@ -423,6 +423,30 @@ def open_and_close(config: DataConfig, times: int) -> None:
     assert flat(memory, 8 << 20), memory
 
 
+@pytest.mark.parametrize("where", ["s3:/", "local"])
+def test_bounds_of_sequences_are_those_of_samples_by_themselves(
+    server: tuple[Running, Path], tmp_path: Path, where: str
+) -> None:
+    endpoint, root = server
+    endpoint.behave()
+    place = str(root) if where == "local" else where
+    config = config_of("megatron", place, tmp_path, storage_of(endpoint, "obstore"))
+    config = replace(config, inter_document_masking=True)
+    with StreamLoader(config, micro_batch_size=4, global_batch_size=8) as loader:
+        length = config.sequence_length
+        some_bounds = 0
+        for consumed in range(0, 48, 4):
+            batch = loader.take()
+            assert batch["cu_seqlens"].shape == (4, length + 1)
+            assert batch["max_seqlen"].shape == (4,)
+            some_bounds += int((batch["cu_seqlens"] < length).sum()) - 4
+            expected = loader.dataset.batch(consumed)
+            assert set(batch) == set(expected)
+            for name, field in expected.items():
+                assert torch.equal(batch[name], field), name
+        assert some_bounds > 0
+
+
 @pytest.mark.parametrize("where", ["s3:/", "local", "cache"])
 def test_nothing_is_left_of_loaders_that_were_closed(
     server: tuple[Running, Path], tmp_path: Path, where: str

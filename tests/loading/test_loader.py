@@ -25,6 +25,7 @@ from streammega import (
     StorageConfig,
     StreamingDataset,
     StreamLoader,
+    batch_fields,
 )
 from streammega.config import parse_blend
 from streammega.errors import ConfigError, FormatError, ShortReadError, StateError, StorageError
@@ -355,6 +356,8 @@ def test_settings_that_cannot_work_are_refused(
         ({"skip_samples": [("a", "b")]}, r"skip_samples is \[\('a', 'b'\)\]"),
         ({"order": "stream", "blend_schedule": [0]}, r"blend_schedule is \[0\]"),
         ({"order": "stream", "blend_schedule": [(0, ["x"])]}, "blend_schedule is"),
+        ({"order": "stream", "inter_document_masking": True}, "reset_attention_mask"),
+        ({"inter_document_masking": True, "create_attention_mask": True}, "leave one of them out"),
     ],
 )
 def test_data_settings_that_cannot_work_are_refused(
@@ -362,6 +365,15 @@ def test_data_settings_that_cannot_work_are_refused(
 ) -> None:
     with pytest.raises(ConfigError, match=message):
         replace(config, **change)
+
+
+def test_bounds_of_sequences_are_asked_of_what_knows_them(config: DataConfig) -> None:
+    masked = replace(config, order="megatron", num_samples=(48, 0, 0), inter_document_masking=True)
+    with pytest.raises(ConfigError, match="ids_only batches tell nothing of sequences"):
+        StreamLoader(masked, micro_batch_size=1, global_batch_size=2, ids_only=True)
+    ids = torch.zeros(1, masked.sequence_length, dtype=torch.int64)
+    with pytest.raises(ConfigError, match="which ids do not tell"):
+        batch_fields(ids, None, masked)
 
 
 @pytest.mark.parametrize(

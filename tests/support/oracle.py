@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import gc
 import warnings
 from pathlib import Path
@@ -62,6 +63,11 @@ def gpt_config(cache: Path | None, sequence_length: int, seed: int, **options: A
             tokenizer=tokenizer,
             **(defaults | options),
         )
+
+
+def config_fields() -> set[str]:
+    """The settings that the installed version has."""
+    return {field.name for field in dataclasses.fields(GPTDatasetConfig)}
 
 
 def gpt_dataset(
