@@ -1,0 +1,154 @@
+"""Megatron's own builder, samplers and DataLoader over s3:// and oss://, by a class for it to build.
+
+    from streammega.integrations.megatron_dataset import StreamGPTDataset
+
+    BlendedMegatronDatasetBuilder(StreamGPTDataset, sizes, is_built_on_rank, config).build()
+
+In place of Megatron's GPTDataset, with the same config, samples and blends. Each sample is read
+when it is asked for: the provider for `--dataloader-type external` reads ahead, and less often.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from streammega.config import DataConfig, StorageConfig
+from streammega.dataset import IndexedDataset
+from streammega.errors import ConfigError
+from streammega.integrations.megatron_arguments import eod_id, pad_id
+from streammega.samples.fields import Batch
+from streammega.samples.gpt import GPTDataset
+from streammega.samples.source import sample_fields
+
+NAME = "StreamGPTDataset"
+
+
+def __getattr__(name: str) -> Any:
+    """The class, made when it is first asked for: it needs Megatron for its base."""
+    if name == NAME:
+        return _dataset_class()
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def samples_config(config: Any, prefix: str, storage: StorageConfig) -> DataConfig:
+    """The DataConfig of a dataset of Megatron's GPTDatasetConfig.
+
+    Raises ConfigError for one of mock data, which lies nowhere.
+    """
+    if config.mock:
+        raise ConfigError(
+            "the config is one of mock data, which needs no storage: use Megatron's own "
+            "MockGPTDataset"
+        )
+    tokenizer = config.tokenizer
+    # in Megatron neither what goes by ends of documents nor an attention mask is made then
+    masked = bool(getattr(config, "inter_document_masking", False))
+    ambiguous = bool(getattr(config, "allow_ambiguous_pad_tokens", False))
+    return DataConfig(
+        blend=[prefix],
+        seed=config.random_seed,
+        sequence_length=config.sequence_length,
+        eod_id=eod_id(tokenizer),
+        pad_id=pad_id(tokenizer, allowed=ambiguous),
+        # pad_id has already been dropped where it is ambiguous and that is not allowed
+        allow_ambiguous_pad_tokens=True,
+        eod_mask_loss=bool(config.eod_mask_loss),
+        inter_document_masking=masked,
+        reset_position_ids=bool(config.reset_position_ids) and not masked,
+        reset_attention_mask=bool(config.reset_attention_mask) and not masked,
+        create_attention_mask=bool(config.create_attention_mask) and not masked,
+        add_extra_token=bool(config.add_extra_token_to_sequence),
+        drop_last_partial_validation_sequence=bool(config.drop_last_partial_validation_sequence),
+        index_cache_dir=_cache_folder(config),
+        storage=storage,
+    )
+
+
+def _cache_folder(config: Any) -> str | None:
+    """Where Megatron keeps indices, or `.idx` files of buckets; None: it names neither."""
+    folder: str | None = config.path_to_cache or config.object_storage_cache_path
+    return folder
+
+
+@cache
+def _dataset_class() -> type:
+    from megatron.core.datasets.megatron_dataset import MegatronDataset
+
+    class StreamGPTDataset(MegatronDataset):  # type: ignore[misc]
+        """Samples of one split of a dataset, as Megatron's GPTDataset gives them.
+
+        `dataset[k]` is {"tokens", "labels", "loss_mask", "position_ids"} [S] and what the config
+        asks for; `dataset[None]` is padding for a batch, without loss. Anything of the data may be
+        a URL; indices are built once per node, in `path_to_cache` of the config. To set how bytes
+        are fetched, derive a class with a `storage` of its own.
+
+        Args: Megatron's: the open data, its path, the split's sequences (None: all), samples asked
+        (None: one epoch), the split, a GPTDatasetConfig. Raises ConfigError, StorageError,
+        FormatError.
+        """
+
+        storage = StorageConfig()
+
+        def __init__(
+            self,
+            indexed_dataset: Any,
+            dataset_path: str | None,
+            indexed_indices: NDArray[np.int32] | None,
+            num_samples: int | None,
+            index_split: Any,
+            config: Any,
+        ) -> None:
+            super().__init__(
+                indexed_dataset, dataset_path, indexed_indices, num_samples, index_split, config
+            )
+            indexed = indexed_dataset
+            if not isinstance(indexed, IndexedDataset):  # Megatron's own
+                indexed = self.build_low_level_dataset(str(dataset_path), config)
+            # What is cut as valid is named by `index_split`: Megatron's samplers would look at a
+            # `split` before that, and take a text for no validation at all.
+            self.samples = GPTDataset(
+                indexed,
+                indexed_indices,
+                num_samples,
+                samples_config(config, indexed.prefix, self.storage),
+                index_split.name,
+            )
+            # Built here, where Megatron has rank 0 go first, and not by every worker of a
+            # DataLoader at its first sample.
+            self.samples.index_files()
+
+        @classmethod
+        def build_low_level_dataset(cls, dataset_path: str, config: Any) -> IndexedDataset:
+            """The open pair, or folder of pairs, of a prefix or URL."""
+            return IndexedDataset(
+                dataset_path, storage=cls.storage, index_cache_dir=_cache_folder(config)
+            )
+
+        @staticmethod
+        def numel_low_level_dataset(low_level_dataset: IndexedDataset) -> int:
+            """Its sequences, by which it is split."""
+            return len(low_level_dataset)
+
+        def __len__(self) -> int:
+            return len(self.samples)
+
+        def __getitem__(self, idx: int | None) -> Batch:
+            return self.samples[idx]
+
+        def __getitems__(self, indices: list[int]) -> list[Batch]:
+            """Samples of a batch, as a DataLoader asks for them where it can: fetched together."""
+            numbers = np.array(indices, np.int64)
+            for number in (numbers.min(initial=0), numbers.max(initial=0)):
+                if not 0 <= number < len(self):
+                    raise IndexError(f"sample {number} of {len(self)} in {self.samples.split}")
+            batch = sample_fields(self.samples, numbers)
+            rows = zip(*(field.unbind() for field in batch.values()), strict=True)
+            return [dict(zip(batch, row, strict=True)) for row in rows]
+
+    # By this name it is found again where it was pickled, for workers that are spawned.
+    StreamGPTDataset.__qualname__ = NAME
+    return StreamGPTDataset
