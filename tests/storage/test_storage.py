@@ -622,6 +622,18 @@ def test_an_endpoint_that_is_given_wins_over_the_environment(
         assert bytes(store.read_ranges(key, [0], [3])[0]) == b"abc"
 
 
+@pytest.mark.parametrize("options", [{"anon": True}, {"key": KEY, "secret": SECRET}])
+def test_what_options_and_environment_tell_is_not_asked_of_botocore(
+    options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("AWS_DEFAULT_REGION", "eu-west-3")
+    monkeypatch.setitem(sys.modules, "botocore.session", None)  # importing it would fail
+    options = {**options, "endpoint_url": "http://127.0.0.1:1"}
+    made = s3_arguments("b", StorageConfig(storage_options=options))
+    assert made["config"]["endpoint"] == "http://127.0.0.1:1"
+    assert made["config"]["region"] == ("us-east-1" if "anon" in options else "eu-west-3")
+
+
 def test_misspelled_and_half_given_options_are_refused() -> None:
     with pytest.raises(ConfigError, match="endpoint_ulr"):
         s3_arguments("b", StorageConfig(storage_options={"endpoint_ulr": "x"}))

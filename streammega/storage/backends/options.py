@@ -51,11 +51,14 @@ def s3_arguments(bucket: str, config: StorageConfig) -> dict[str, Any]:
     client_kwargs = dict(options.get("client_kwargs") or {})
     config_kwargs = options.get("config_kwargs") or {}
     style = (config_kwargs.get("s3") or {}).get("addressing_style", "auto")
-    session = _botocore_session(options)
+    session = _LateSession(options)
     endpoint = options.get("endpoint_url") or client_kwargs.get("endpoint_url")
     if not endpoint:
         endpoint = _endpoint_of(session)
-    region = client_kwargs.get("region_name") or session.get_config_variable("region")
+    region = client_kwargs.get("region_name")
+    # Only signatures and the endpoint that is made of a region speak of one.
+    if not region and not (endpoint and options.get("anon")):
+        region = _region_of(session)
     store: dict[str, Any] = {"region": "us-east-1" if region is None else region}
     if style == "virtual":
         store["virtual_hosted_style_request"] = True
@@ -106,20 +109,38 @@ def _with_bucket(endpoint: str, bucket: str) -> str:
     return f"{scheme}://{bucket}.{host}"
 
 
-def _botocore_session(options: Mapping[str, Any]) -> Any:
-    import botocore.session
+class _LateSession:
+    """botocore's session, made when something is asked of it: what options and environment tell
+    needs none, and importing botocore takes longer than a first batch.
+    """
 
-    return botocore.session.Session(profile=options.get("profile"))
+    def __init__(self, options: Mapping[str, Any]) -> None:
+        self._profile = options.get("profile")
+        self._made: Any = None
+
+    def get(self) -> Any:
+        """The session, always the same one."""
+        if self._made is None:
+            import botocore.session
+
+            self._made = botocore.session.Session(profile=self._profile)
+        return self._made
 
 
-def _endpoint_of(session: Any) -> str | None:
+def _region_of(session: _LateSession) -> str | None:
+    """The region that the user's AWS configuration names, where it names one."""
+    region = os.environ.get("AWS_DEFAULT_REGION") or session.get().get_config_variable("region")
+    return str(region) if region else None
+
+
+def _endpoint_of(session: _LateSession) -> str | None:
     """The endpoint the user's AWS configuration names, where it names one."""
     # What botocore itself reads, in its order.
     for name in ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL"):
         if os.environ.get(name):
             return os.environ[name]
     try:
-        endpoint = session.get_scoped_config().get("endpoint_url")
+        endpoint = session.get().get_scoped_config().get("endpoint_url")
     except Exception:
         # A profile that does not exist: that is reported when credentials are looked up.
         return None
@@ -127,7 +148,7 @@ def _endpoint_of(session: Any) -> str | None:
 
 
 def _credential_provider(
-    bucket: str, options: Mapping[str, Any], session: Any
+    bucket: str, options: Mapping[str, Any], session: _LateSession
 ) -> Callable[[], dict[str, Any]]:
     key = options.get("key") or options.get("username")
     secret = options.get("secret") or options.get("password")
@@ -146,7 +167,7 @@ def _credential_provider(
     import botocore.exceptions
 
     try:
-        credentials = session.get_credentials()
+        credentials = session.get().get_credentials()
     except botocore.exceptions.BotoCoreError as error:
         raise AccessDeniedError(
             f"s3://{bucket}: {error}; correct the profile in ~/.aws/config or AWS_PROFILE"

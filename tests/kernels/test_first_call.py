@@ -1,0 +1,43 @@
+"""numba is made ready on a thread while a program is on its way to its data."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+READY = """
+import sys, threading
+import streammega.loading
+first = [thread for thread in threading.enumerate() if thread.name == "numba-first-call"]
+for thread in first:
+    thread.join()
+from streammega.kernels.plan import copy_bytes
+print(copy_bytes.signatures != [])
+"""
+FORKED = """
+import os, sys
+import streammega.loading
+import numpy as np
+child = os.fork()
+if child == 0:
+    from streammega.kernels.batch import count_up
+    rows = np.zeros((1, 3), np.int64)
+    count_up(rows)
+    os._exit(0 if rows.tolist() == [[0, 1, 2]] else 1)
+print(os.waitpid(child, 0)[1] == 0)
+"""
+
+
+def printed(program: str) -> str:
+    run = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, timeout=120, check=True
+    )
+    return run.stdout.strip()
+
+
+def test_a_program_that_imports_the_loader_has_made_numbas_first_call() -> None:
+    assert printed(READY) == "True"
+
+
+def test_a_fork_right_after_the_import_leaves_a_child_that_computes() -> None:
+    assert printed(FORKED) == "True"
