@@ -187,6 +187,11 @@ class Engine:
                 self._ready.not_full.notify_all()
             thread.join(JOIN)
 
+    @property
+    def is_ready(self) -> bool:
+        """Whether the next batch, the end, or an error is there."""
+        return self._is_ready()
+
     def _is_ready(self) -> bool:
         """Whether the next batch, the end, or the error in its place is there: the caller would not
         wait.

@@ -12,10 +12,12 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import torch
 
 from streammega.config import DataConfig
 from streammega.errors import ConfigError, StateError
 from streammega.loading.dataset import StreamingDataset
+from streammega.loading.device_batches import DeviceBatches, copier_to
 from streammega.loading.engine import Engine
 from streammega.loading.iteration import Iteration
 from streammega.loading.kept_parts import WHOLE, KeptParts
@@ -38,14 +40,14 @@ class StreamLoader:
     **Where an iteration begins**: `iter` goes on from the cursor. When the data has ended, it
     begins the next pass from the first sample: the same samples in the same order. A loader for
     evaluation begins every iteration at the first sample, unless `seek` or `load_state_dict` was
-    called and no batch was taken since. `take` goes on from the cursor, whatever the loader is for;
-    at the end of the data it raises StopIteration, until `iter`, `seek` or `load_state_dict` goes
-    elsewhere.
+    called and no batch was taken since. `next(loader)`, which `take` is another name for, goes on
+    from the cursor, whatever the loader is for; at the end of the data it raises StopIteration,
+    until `iter`, `seek` or `load_state_dict` goes elsewhere.
 
-    One iteration runs at a time. One that is held while another begins, or while the loader is
-    moved or closed, raises StateError, as does one that ended by an error; `take` and a new `iter`
-    go on from the cursor, with the batch that failed. StopIteration is the end of the data, and
-    nothing else.
+    One iteration runs at a time, and `next(loader)` takes its batches. One that is held while
+    another begins, or while the loader is moved or closed, raises StateError, as does one that
+    ended by an error; `next(loader)` and a new `iter` go on from the cursor, with the batch that
+    failed. StopIteration is the end of the data, and nothing else.
 
     `state_dict` may be called at any time and counts the batches that were handed out, never those
     read ahead; it is the same on every rank that took as many batches.
@@ -127,6 +129,7 @@ class StreamLoader:
         self._metrics: MetricsServer | None = None
         if metrics_port is not None:
             self._metrics = MetricsServer(self._stats, metrics_port, rank)
+        self._device: torch.device | None = None
         self._running: Iteration | None = None
         self._following: Iterator[int] | None = None
         """The positions from the cursor on, while it is `pass_over` that moves it."""
@@ -154,6 +157,10 @@ class StreamLoader:
     ) -> None:
         self.close()
 
+    def __next__(self) -> Batch:
+        """The next micro-batch from the cursor on. Raises StopIteration after the last."""
+        return self.take()
+
     def take(self) -> Batch:
         """The next micro-batch from the cursor on. Raises StopIteration after the last."""
         running = self._running
@@ -161,6 +168,27 @@ class StreamLoader:
         if running is None or not running.goes_on:
             running = self._begin()
         return next(running)
+
+    def prefetch_to(self, device: torch.device | str | None) -> StreamLoader:
+        """Give batches on a device from here on, and return the loader: `for batch in
+        loader.prefetch_to("cuda"):`.
+
+        On CUDA the next batch is copied there on a stream of its own while the device computes with
+        the one before; a batch may be used on the stream that is current when it is given, and
+        dropped at any time. On the CPU, and with None, batches are as they are without. The cursor
+        counts what was handed out, never what is under way: save the loader's own state, in any
+        loop. An iteration that is held over a change of the device raises StateError.
+        """
+        wanted = None if device is None else torch.device(device)
+        if wanted != self._device:
+            self._device = wanted
+            self._stop("prefetch_to changed the device of its loader")
+        return self
+
+    @property
+    def device(self) -> torch.device | None:
+        """Where `prefetch_to` puts batches; None: they are on the host."""
+        return self._device
 
     def pass_over(self) -> None:
         """Count the next micro-batch as handed out without reading it: another rank did.
@@ -251,7 +279,9 @@ class StreamLoader:
             kept=self._kept,
             pinned=self._pinned,
         )
-        batches = _batches(self.dataset, self.dataset.generation, make_engine, self._log_every)
+        batches = _batches(
+            self.dataset, self.dataset.generation, make_engine, self._log_every, self._device
+        )
         self._running = Iteration(batches)
         return self._running
 
@@ -294,9 +324,11 @@ def _batches(
     generation: int,
     make_engine: Callable[..., Engine],
     log_every: int,
+    device: torch.device | None,
 ) -> Generator[Batch, None, None]:
     """The batches from the cursor of a dataset on, which was put somewhere for the `generation`-th
-    time. The engine is made when the first of them is asked for, in the thread that asks.
+    time, on a device if one is given. The engine is made when the first of them is asked for, in
+    the thread that asks.
 
     Does not refer to the loader, so that a loader nobody holds is collected, and its threads with
     it.
@@ -304,7 +336,10 @@ def _batches(
     global_batches = 0
     engine = make_engine(dataset.steps, dataset.positions(), start=dataset.consumed_samples)
     with closing(engine):
-        for consumed, batch in engine:
+        batches = iter(engine)
+        if device is not None and device.type != "cpu":
+            batches = DeviceBatches(batches, lambda: engine.is_ready, copier_to(device))
+        for consumed, batch in batches:
             # looked at before the cursor moves: it is no longer the one that this iteration began at
             if dataset.generation != generation:
                 raise StateError(

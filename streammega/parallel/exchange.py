@@ -71,6 +71,11 @@ class Exchange:
                 "get_batch sends ids in their stored width: make the loader with ids_only=True, "
                 "or by open_loader"
             )
+        if loader.device is not None:
+            raise ConfigError(
+                "get_batch brings ids to the device itself, and reads them on the host before: "
+                "leave out prefetch_to"
+            )
         config = loader.dataset.config
         self._loader = loader
         self._config = config

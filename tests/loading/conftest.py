@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 from collections.abc import Iterator
 
 import pytest
+import torch
+
+from tests.support.pinned_blocks import PinnedBlocks
 
 
 @pytest.fixture
@@ -15,3 +19,15 @@ def workers_end_soon(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr("torch.utils.data._utils.MP_STATUS_CHECK_INTERVAL", 0.2)
     yield
     gc.collect()
+
+
+@pytest.fixture
+def pinned(monkeypatch: pytest.MonkeyPatch) -> Iterator[PinnedBlocks]:
+    """This process believes that it has CUDA, as far as host memory goes."""
+    blocks = PinnedBlocks()
+    with monkeypatch.context() as patch:
+        patch.setattr(torch.cuda, "is_available", lambda: True)
+        patch.setattr(torch.cuda, "current_device", lambda: 0)
+        patch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
+        patch.setattr(torch, "empty", blocks.allocate)
+        yield blocks

@@ -81,7 +81,7 @@ def test_the_ten_lines_train_save_and_resume() -> None:
             raise Stop
 
     names: dict[str, Any] = {
-        "rank": 0, "world": 2, "model": None, "time_to_save": True, "train_step": train_step,
+        "rank": 0, "world": 2, "device": "cpu", "model": None, "time_to_save": True, "train_step": train_step,
         "save": lambda model, state: saved.append(state),
     }  # fmt: skip
     loop = code.rsplit("loader.load_state_dict(state)", 1)[0]
