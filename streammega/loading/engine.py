@@ -35,6 +35,7 @@ from streammega.loading.steps import MicroSteps
 from streammega.samples.fields import Batch
 from streammega.samples.token_file import TokenFile
 from streammega.storage.fetch.fetcher import Fetcher
+from streammega.storage.fetch.limits import JOB_READS
 from streammega.storage.views import is_local
 
 log = logging.getLogger(__name__)
@@ -94,7 +95,7 @@ class Engine:
         self._slots = reading.planner.slots
         self._fetcher: Fetcher | None = None
         if reading.remote:
-            self._fetcher = Fetcher(_for_files(storage, reading.files), budget)
+            self._fetcher = _fetcher_for(storage, reading.files, budget)
         self.stats.attach(self._fetcher, reading.files)
         self._stager: Stager | None = None
         # kept as long as kernels may follow the addresses
@@ -255,14 +256,19 @@ class Engine:
         return gathered
 
 
-def _for_files(storage: StorageConfig, files: list[TokenFile]) -> StorageConfig:
-    """How files are fetched. Where all of them are on local disks, what is fetched is unpacked from
-    them: that is work, not waiting, so there are as many threads as cores, and nothing is read a
-    second time because it takes long.
+def _fetcher_for(storage: StorageConfig, files: list[TokenFile], budget: int) -> Fetcher:
+    """What fetches files.
+
+    Where all of them are on local disks, what is fetched is unpacked from them: that is work, not
+    waiting, so there are as many threads as cores, and nothing is read a second time because it
+    takes long.
     """
     if not all(is_local(file.store) for file in files):
-        return storage
-    return replace(storage, max_requests=min(storage.max_requests, num_threads()), hedge=False)
+        return Fetcher(storage, budget)
+    threads = min(storage.max_requests, num_threads())
+    # A thread takes whole jobs: one read at a time, it would wait for the GIL after each.
+    requests = threads * JOB_READS
+    return Fetcher(replace(storage, max_requests=requests, hedge=False), budget, threads)
 
 
 @atexit.register

@@ -19,6 +19,7 @@ from streammega.errors import FormatError
 from streammega.errors.redaction import redact_urls
 from streammega.kernels.plan import copy_bytes
 from streammega.storage.backends.local import LocalStore
+from streammega.storage.decompress import decompress_into, decompress_one
 from streammega.storage.frames import FOOTER, parse_table, table_bytes
 from streammega.storage.store import (
     Buffer,
@@ -34,7 +35,6 @@ from streammega.storage.store import (
 
 Integers = NDArray[np.int64]
 _NOTHING = np.empty(0, np.uint8)
-_of_thread = threading.local()
 TABLE_GUESS = 1 << 14
 """Bytes read at once from the end of a small zstd object, in which its table lies."""
 
@@ -197,72 +197,30 @@ class Frames:
         """Decompress; frees the GIL. Raises FormatError that names a damaged frame."""
         if stop <= start:
             return
+        check_room(out, stop - start)
         first, last = self._frames(start, stop)
-        # Where the frames begin and end, in the bytes that were read and in what they show.
-        stored_bounds = self._compressed[first : last + 1] - self._compressed[first]
+        stored_bounds = self._compressed[first : last + 1]
         shown_bounds = self._decompressed[first : last + 1]
-        frames = self._decompress(stored, first, stored_bounds, shown_bounds)
-        edges = shown_bounds.tolist()
-        for number, frame in enumerate(frames):
-            low = edges[number]
-            high = edges[number + 1]
-            begin = max(low, start)
-            end = min(high, stop)
-            shown = np.frombuffer(frame, np.uint8)
-            out[begin - start : end - start] = shown[begin - low : end - low]
+        damaged = decompress_into(stored, stored_bounds, shown_bounds, start, out)
+        if damaged >= 0:
+            low = stored_bounds[damaged] - stored_bounds[0]
+            high = stored_bounds[damaged + 1] - stored_bounds[0]
+            raise self._damaged(first + damaged, stored[low:high])
 
-    def _decompress(
-        self, stored: Bytes, first: int, stored_bounds: Integers, shown_bounds: Integers
-    ) -> list[Any]:
-        """What frames hold, each as a buffer; `first` is the number of the first one."""
-        lengths = np.diff(stored_bounds)
-        # Of each frame its offset and its length, as `BufferWithSegments` wants them.
-        offsets_and_lengths = np.stack([stored_bounds[:-1], lengths], 1)
-        segments = offsets_and_lengths.astype("<u8").tobytes()
-        shown_lengths = np.diff(shown_bounds).astype("<u8").tobytes()
+    def _damaged(self, number: int, frame: Bytes) -> FormatError:
+        """What is wrong with a frame, by the package's own call, which tells."""
+        size = int(self._decompressed[number + 1] - self._decompressed[number])
         try:
-            # One call for all of them: every return from it would wait for the GIL.
-            shown = _decompressor().multi_decompress_to_buffer(
-                zstandard.BufferWithSegments(stored.data, segments),
-                decompressed_sizes=shown_lengths,
-                threads=0,
-            )
-            return [shown[number] for number in range(len(lengths))]
-        except (zstandard.ZstdError, ValueError, AttributeError):
-            # A frame is damaged, or this zstandard is one without the call. One by one tells which.
-            edges = stored_bounds.tolist()
-            frames = []
-            for index in range(len(lengths)):
-                frame = stored[edges[index] : edges[index + 1]]
-                frames.append(self._one(frame, first + index))
-            return frames
-
-    def _one(self, frame: Bytes, number: int) -> bytes:
-        begin = self._decompressed[number]
-        end = self._decompressed[number + 1]
-        size = int(end - begin)
-        try:
-            shown: bytes = _decompressor().decompress(frame.data, max_output_size=size)
+            shown = decompress_one(frame, size)
+            reason = f"{len(shown)} bytes instead of {size}"
         except zstandard.ZstdError as error:
-            raise self._damaged(number, str(error)) from None
-        if len(shown) != size:
-            raise self._damaged(number, f"{len(shown)} bytes instead of {size}")
-        return shown
-
-    def _damaged(self, number: int, reason: str) -> FormatError:
+            reason = str(error)
         low = int(self._compressed[number])
         high = int(self._compressed[number + 1])
         return FormatError(
             f"{self.url}: frame {number}, bytes [{low}, {high}), is damaged ({reason}); copy or "
             f"convert it again"
         )
-
-
-def _decompressor() -> Any:
-    """That of this thread: they keep tables, and are not to be shared."""
-    if not hasattr(_of_thread, "decompressor"):
-        _of_thread.decompressor = zstandard.ZstdDecompressor()
-    return _of_thread.decompressor
 
 
 class Members:

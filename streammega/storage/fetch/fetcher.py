@@ -51,10 +51,15 @@ class Fetcher:
 
     Raises, from `wait`, what a read ended with. `close` gives up everything that is not done. One
     thread at a time waits.
+
+    most_threads: as many as may send at once; None: as many as requests may be in flight.
     """
 
-    def __init__(self, config: StorageConfig, budget: int | None = None) -> None:
+    def __init__(
+        self, config: StorageConfig, budget: int | None = None, most_threads: int | None = None
+    ) -> None:
         self.config = config
+        self._most_threads = most_threads or config.max_requests
         self.pool = BufferPool(config.memory_bytes if budget is None else budget)
         self.counters = Counters()
         self._policy = RetryPolicy.of(config)
@@ -189,7 +194,7 @@ class Fetcher:
     def _call_thread(self) -> None:
         if self._idle:
             self._work.notify()
-        elif len(self._threads) < self.config.max_requests:
+        elif len(self._threads) < self._most_threads:
             # A daemon: a request that hangs does not hold up the end of the program.
             thread = threading.Thread(target=self._run, name="streammega-read", daemon=True)
             self._threads.append(thread)

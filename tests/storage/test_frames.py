@@ -1,0 +1,128 @@
+"""Frames of zstd: what is asked of them arrives where it is wanted, and damage is named, whichever
+part of the zstandard package decompresses.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+
+import numpy as np
+import pytest
+import zstandard
+from hypothesis import given
+from hypothesis import strategies as st
+
+from streammega.errors import FormatError
+from streammega.storage import decompress
+from streammega.storage.decompress import decompress_into
+from streammega.storage.store import Bytes
+from streammega.storage.views import Frames
+
+WAYS = ("the C library", "the package's call")
+SIZES = (40_000, 1, 0, 70_000, 32_768, 32_768, 5)
+
+
+@pytest.fixture(params=WAYS)
+def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    if request.param == WAYS[1]:
+        monkeypatch.setattr(decompress, "_library", lambda: None)
+    return str(request.param)
+
+
+def content(size: int) -> bytes:
+    return (np.arange(size) ** 2 % 251).astype(np.uint8).tobytes()
+
+
+def framed(sizes: Sequence[int]) -> tuple[Frames, Bytes, bytes]:
+    """Frames of so many bytes: as a view, as they are stored, and what they hold."""
+    whole = content(sum(sizes))
+    shown_bounds = np.cumsum([0, *sizes])
+    compressor = zstandard.ZstdCompressor(write_checksum=True)
+    frames = []
+    for start, stop in zip(shown_bounds, shown_bounds[1:], strict=False):
+        frames.append(compressor.compress(whole[start:stop]))
+    stored_bounds = np.cumsum([0, *map(len, frames)])
+    stored = np.frombuffer(bytearray().join(frames), np.uint8)
+    return Frames("file:x.bin.zst", stored_bounds, shown_bounds), stored, whole
+
+
+def shown(frames: Frames, stored: Bytes, start: int, stop: int) -> bytes:
+    """Bytes by the view, with a margin that shows what is written beside them."""
+    low, high = frames.stored(start, stop)
+    room = np.full(stop - start + 32, 0xAB, np.uint8)
+    frames.show(stored[low:high], start, stop, room[16:-16])
+    assert (room[:16] == 0xAB).all()
+    assert (room[-16:] == 0xAB).all()
+    return room[16:-16].tobytes()
+
+
+@given(st.lists(st.integers(0, 200), min_size=1, max_size=9), st.data())
+def test_any_range_is_what_the_frames_hold(sizes: list[int], data: st.DataObject) -> None:
+    frames, stored, whole = framed([*sizes, 1])
+    start = data.draw(st.integers(0, len(whole) - 1))
+    stop = data.draw(st.integers(start + 1, len(whole)))
+    assert shown(frames, stored, start, stop) == whole[start:stop]
+
+
+def test_both_ways_show_the_same(way: str) -> None:
+    assert (decompress._library() is not None) == (way == WAYS[0])
+    frames, stored, whole = framed(SIZES)
+    for start, stop in ((0, len(whole)), (39_999, 40_002), (100, 200), (110_000, 143_000)):
+        assert shown(frames, stored, start, stop) == whole[start:stop]
+
+
+def test_threads_decompress_side_by_side() -> None:
+    frames, stored, whole = framed((50_000,) * 40)
+
+    def read(number: int) -> bool:
+        start = number * 13_337 % 1_900_000
+        return shown(frames, stored, start, start + 90_000) == whole[start : start + 90_000]
+
+    with ThreadPoolExecutor(8) as pool:
+        assert all(pool.map(read, range(200)))
+
+
+def test_frames_larger_than_the_kept_buffer_are_wanted_in_part() -> None:
+    frames, stored, whole = framed((decompress.KEPT_EDGE + 7, 9))
+    last = len(whole)
+    assert shown(frames, stored, last - 20, last - 3) == whole[-20:-3]
+
+
+def test_a_damaged_frame_is_named_by_its_place(way: str) -> None:
+    frames, stored, whole = framed(SIZES)
+    low, high = frames.stored(41_000, 90_000)
+    stored[low + (high - low) // 2] ^= 0x55
+    with pytest.raises(FormatError, match=rf"x.bin.zst: frame 3, bytes \[{low}, {high}\), is dam"):
+        shown(frames, stored, 0, len(whole))
+    # Nothing of it was wanted.
+    assert shown(frames, stored, 0, 40_001) == whole[:40_001]
+
+
+def test_a_checksum_that_is_not_the_contents_is_damage(way: str) -> None:
+    frames, stored, whole = framed(SIZES)
+    stored[-1] ^= 1
+    with pytest.raises(FormatError, match=r"frame 6, .* is damaged"):
+        shown(frames, stored, 0, len(whole))
+
+
+@pytest.mark.parametrize("wrong_by", [-1, 1])
+def test_a_table_that_gives_frames_other_sizes_is_damage(way: str, wrong_by: int) -> None:
+    """Their sum is right, so the table alone does not show it."""
+    sizes = (40_000, 30_000, 20_000)
+    frames, stored, _ = framed(sizes)
+    lying = Frames("x", frames._compressed, frames._decompressed + np.array([0, wrong_by, 0, 0]))
+    with pytest.raises(FormatError, match=r"frame 0, .* is damaged \(.*\)"):
+        shown(lying, stored, 0, 90_000)
+
+
+def test_bytes_that_are_not_those_of_the_frames_are_refused_before_an_address_is_followed() -> None:
+    bounds = np.array([0, 10, 20])
+    stored = np.zeros(20, np.uint8)
+    for wrong_stored, start, size in ((stored[:19], 0, 20), (stored, 11, 10), (stored, -1, 5)):
+        with pytest.raises(ValueError, match="frames"):
+            decompress_into(wrong_stored, bounds, bounds, start, np.empty(size, np.uint8))
+    read_only = np.empty(20, np.uint8)
+    read_only.flags.writeable = False
+    with pytest.raises(ValueError, match="writeable"):
+        decompress_into(stored, bounds, bounds, 0, read_only)
