@@ -98,7 +98,7 @@ def _library() -> Callable[[], Any] | None:
     it cannot be reached.
     """
     try:
-        from zstandard._cffi import ffi, lib
+        from zstandard._cffi import ffi, lib  # type: ignore[import-not-found]
 
         function = ffi.addressof(lib, "ZSTD_decompressDCtx")
         address = int(ffi.cast("uintptr_t", function))

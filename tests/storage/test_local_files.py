@@ -5,6 +5,7 @@ file. Never a crash.
 from __future__ import annotations
 
 import errno
+import io
 import os
 import pickle
 from collections.abc import Callable
@@ -24,7 +25,7 @@ from streammega import (
     build_datasets,
 )
 from streammega.errors import ConfigError, ObjectChangedError, StorageError
-from streammega.storage.backends.local import LocalStore
+from streammega.storage.backends.local import WRITE_BACK_BYTES, LocalStore
 from streammega.storage.store import fill
 from tests.support.processes import launch
 from tests.support.typed import map_style, tokens
@@ -303,3 +304,97 @@ def test_errors_of_a_server_behind_a_file_system_are_tried_again(
 def test_a_way_to_read_that_does_not_exist_is_refused() -> None:
     with pytest.raises(ConfigError, match="'mmap' or 'pread'"):
         StorageConfig(local="direct")  # type: ignore[arg-type]
+
+
+class SmallDisk(io.FileIO):
+    """A file of a disk that takes a little at each call, and in the end no more."""
+
+    def __init__(self, fd: int, room: int) -> None:
+        super().__init__(fd, "w")
+        self._room = room
+
+    def write(self, data: Any) -> int:
+        taken = min(len(data), 300_001, self._room)
+        if taken == 0:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        self._room -= taken
+        return super().write(memoryview(data)[:taken])
+
+
+def on_a_small_disk(monkeypatch: pytest.MonkeyPatch, room: int) -> None:
+    def fdopen(fd: int, mode: str, buffering: int) -> io.BufferedWriter:
+        return io.BufferedWriter(SmallDisk(fd, room), buffering)
+
+    monkeypatch.setattr(os, "fdopen", fdopen)
+
+
+SIZES_WRITTEN = (5 << 20, 9 << 20, 100, 3 << 20, 200 << 10, 17 << 20, 1)
+
+
+def write_pieces(path: Path) -> bytes:
+    """A file written in pieces of those sizes, and what was written."""
+    content = np.arange(sum(SIZES_WRITTEN) // 8 + 1).tobytes()[: sum(SIZES_WRITTEN)]
+    writer = LocalStore().open_writer(str(path))
+    start = 0
+    try:
+        for size in SIZES_WRITTEN:
+            writer.write(memoryview(content)[start : start + size])
+            start += size
+        writer.commit()
+    except StorageError:
+        writer.abort()
+        raise
+    return content
+
+
+def test_the_disk_begins_with_what_is_written_while_the_rest_is(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    begun = []
+
+    def told(fd: int, start: int, size: int, advice: int) -> None:
+        assert os.fstat(fd).st_size >= start + size, "what the disk is to begin with is in the file"
+        begun.append((start, start + size))
+
+    monkeypatch.setattr(os, "posix_fadvise", told)
+    content = write_pieces(tmp_path / "out")
+    assert (tmp_path / "out").read_bytes() == content
+    starts = [start for start, _ in begun]
+    stops = [stop for _, stop in begun]
+    assert starts == [0, *stops[:-1]], "each byte once, in order"
+    assert min(stop - start for start, stop in begun) >= WRITE_BACK_BYTES
+    assert len(content) - stops[-1] < WRITE_BACK_BYTES
+
+
+@pytest.mark.parametrize("refused", [errno.EINVAL, errno.ENOSYS, None])
+def test_where_disks_are_told_nothing_the_same_bytes_are_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, refused: int | None
+) -> None:
+    def refuse(*_: int) -> None:
+        raise OSError(refused, "refused")
+
+    if refused is None:
+        monkeypatch.delattr(os, "posix_fadvise", raising=False)
+    else:
+        monkeypatch.setattr(os, "posix_fadvise", refuse)
+    content = write_pieces(tmp_path / "out")
+    assert (tmp_path / "out").read_bytes() == content
+
+
+def test_a_disk_that_takes_parts_of_writes_gets_all_of_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    on_a_small_disk(monkeypatch, room=1 << 40)
+    content = write_pieces(tmp_path / "out")
+    assert (tmp_path / "out").read_bytes() == content
+
+
+@pytest.mark.parametrize("room", [1 << 20, 16 << 20, sum(SIZES_WRITTEN) - 1])
+def test_a_disk_that_is_full_in_the_middle_leaves_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, room: int
+) -> None:
+    (tmp_path / "out").write_bytes(b"former")
+    on_a_small_disk(monkeypatch, room)
+    with pytest.raises(StorageError, match="out: no space left"):
+        write_pieces(tmp_path / "out")
+    assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == {"out": b"former"}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
 import threading
@@ -19,6 +20,11 @@ from streammega.storage.versions import check_version
 
 LARGE_BYTES = 256 << 10
 """Writes from this size on go past the buffer: a copy into it would cost more than the call."""
+WRITE_BACK_BYTES = 8 << 20
+"""After so many bytes the disk is told to begin with them, which it then does beside the writing of
+the next ones: `commit` waits for the last of them, not for all. Fewer would cut the disk's requests
+up; of many more, too much is left to wait for.
+"""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -138,21 +144,39 @@ class LocalWriter:
         except OSError as error:
             raise local_error(path, error) from None
         self._file: Any = os.fdopen(fd, "wb", buffering=1 << 20)
+        self._size = 0
+        self._written_back = 0  # bytes that the disk was told to begin with
 
     def write(self, data: bytes | memoryview) -> None:
         """Append bytes; a full disk is a StorageError that names the path."""
         try:
             if len(data) < LARGE_BYTES:
                 self._file.write(data)
-                return
-            self._file.flush()
-            view = memoryview(data).cast("B")
-            # A call writes 2 GiB at most.
-            while view:
-                written = self._file.raw.write(view)
-                view = view[written:]
+            else:
+                self._write_large(memoryview(data).cast("B"))
+            self._size += len(data)
+            if self._size - self._written_back >= WRITE_BACK_BYTES:
+                self._write_back()
         except OSError as error:
             raise local_error(self._path, error) from None
+
+    def _write_large(self, view: memoryview) -> None:
+        self._file.flush()
+        # A call writes 2 GiB at most.
+        while view:
+            written = self._file.raw.write(view)
+            view = view[written:]
+
+    def _write_back(self) -> None:
+        """Have the disk begin with what was written since this was called last."""
+        self._file.flush()
+        start = self._written_back
+        self._written_back = self._size
+        # Not on every system, nor of every file; the bytes are safe by `commit` alone.
+        with contextlib.suppress(AttributeError, OSError):
+            # "Not needed": Linux begins to write what is dirty, and drops what is on the disk
+            # already, which just after writing is next to nothing.
+            os.posix_fadvise(self._file.fileno(), start, self._size - start, os.POSIX_FADV_DONTNEED)
 
     def commit(self) -> None:
         """Flush, sync and rename."""
