@@ -581,6 +581,20 @@ def load_by_dcp(rank: int, config: DataConfig, folder: str) -> str:
         return str(loader.consumed_samples)
 
 
+def load_data_state(rank: int, config: DataConfig, folder: str) -> str:
+    """Load a distributed checkpoint by its one key: the cursor, or the error."""
+    from streammega.integrations.dcp import DataState, load
+
+    with StreamLoader(
+        config, micro_batch_size=4, global_batch_size=8, dp_rank=rank, dp_size=2
+    ) as loader:
+        try:
+            load({"data": DataState(loader)}, checkpoint_id=folder)
+        except BaseException as error:
+            return f"{type(error).__name__}: {error}"
+        return str(loader.consumed_samples)
+
+
 @contextlib.contextmanager
 def accelerator_of(rank: int) -> Iterator[Any]:
     """An Accelerator of two processes, in a process that has been a rank before and

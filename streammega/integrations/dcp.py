@@ -1,0 +1,143 @@
+"""torch's distributed checkpoints (DCP): the state of a loader under one key, as one JSON string.
+
+    from streammega.integrations.dcp import DataState, load
+
+    state = {"model": model, "data": DataState(loader)}
+    torch.distributed.checkpoint.save(state, checkpoint_id=folder)
+    load(state, checkpoint_id=folder)
+
+DCP stores one entry for each key of a state, and answers a checkpoint with other keys by an error of
+its own. One constant key keeps every state loadable whatever is added to it, and what is not ours is
+refused here, in words.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Any, Protocol
+
+import torch.distributed.checkpoint
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
+from torch.distributed.checkpoint.metadata import Metadata
+
+from streammega.errors import StateError
+from streammega.order.cursor import KEYS
+
+STATE_KEY = "streammega_state"
+"""The one key. DCP names it where a checkpoint that is loaded without `load` has no data state."""
+
+
+class HasState(Protocol):
+    """A loader, or anything else with a JSON-able state."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """The state."""
+
+    def load_state_dict(self, state: Mapping[str, Any], /) -> None:
+        """Go on from a state."""
+
+
+class DataState:
+    """What to give to DCP in place of a loader: {"streammega_state": JSON text}, the same on every
+    rank, and loaded by any number of them.
+    """
+
+    def __init__(self, loader: HasState) -> None:
+        self._loader = loader
+
+    def state_dict(self) -> dict[str, str]:
+        """The state of the loader under the one key."""
+        return {STATE_KEY: json.dumps(self._loader.state_dict(), sort_keys=True)}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on from a state under the one key, or from one with the keys of a bare loader.
+
+        Raises StateError for any other, and changes nothing.
+        """
+        self._loader.load_state_dict(read_state(state))
+
+
+def read_state(state: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The state of a loader in what `DataState` keeps. Raises StateError for what is none."""
+    if isinstance(state, Mapping) and set(KEYS) <= set(state):
+        return state
+    text = state.get(STATE_KEY) if isinstance(state, Mapping) else None
+    if not isinstance(text, str):
+        names = ", ".join(sorted(map(str, state))) if isinstance(state, Mapping) else ""
+        raise StateError(
+            f"the checkpoint's data state has no {STATE_KEY!r} (it has: {names or 'nothing'}); "
+            "another loader wrote it: leave it out of what is loaded, to begin at the first sample"
+        )
+    try:
+        read = json.loads(text)
+    except ValueError:
+        read = None
+    if not isinstance(read, dict):
+        raise StateError(f"{STATE_KEY} of the checkpoint is no JSON object; it is damaged")
+    return read
+
+
+def load(state: dict[str, Any], **options: Any) -> None:
+    """`torch.distributed.checkpoint.load(state, **options)`, on all ranks together.
+
+    Raises StateError where the checkpoint has no data state, or one of another loader. Also takes
+    checkpoints in which a bare loader stood in the place of a DataState.
+    """
+    options.setdefault("planner", DataStatePlanner())
+    try:
+        torch.distributed.checkpoint.load(state, **options)
+    except CheckpointException as error:
+        # DCP gathers what failed on each rank; ours is the same on all of them
+        for failure, _ in error.failures.values():
+            if isinstance(failure, StateError):
+                raise failure from None
+        raise
+
+
+class DataStatePlanner(DefaultLoadPlanner):
+    """Looks, before anything is read, whether a checkpoint has what each DataState asks for.
+
+    Takes the arguments of DefaultLoadPlanner.
+    """
+
+    def set_up_planner(
+        self,
+        state_dict: dict[str, Any],
+        metadata: Metadata | None = None,
+        is_coordinator: bool = False,
+    ) -> None:
+        """Raises StateError for a checkpoint without a data state."""
+        assert metadata is not None  # DCP always has it when it loads
+        _fit(state_dict, "", set(metadata.state_dict_metadata))
+        super().set_up_planner(state_dict, metadata, is_coordinator)
+
+
+def _fit(asked: dict[str, Any], path: str, stored: set[str]) -> None:
+    """Ask, wherever the one key stands in `asked`, for the keys that are stored there."""
+    for name, inner in asked.items():
+        if not isinstance(inner, dict):
+            continue
+        inner_path = f"{path}{name}."
+        if STATE_KEY in inner:
+            _fit_state(inner, inner_path, stored)
+        else:
+            _fit(inner, inner_path, stored)
+
+
+def _fit_state(state: dict[str, Any], path: str, stored: set[str]) -> None:
+    if path + STATE_KEY in stored:
+        return
+    if all(path + name in stored for name in KEYS):  # a bare loader was saved
+        state.clear()
+        state.update(dict.fromkeys(KEYS))
+        return
+    here = sorted(key for key in stored if key.startswith(path))
+    what = f"has only {', '.join(here[:5])} there" if here else "has nothing there"
+    tops = sorted({key.split(".")[0] for key in stored})
+    raise StateError(
+        f"the checkpoint has no data state under {path[:-1]!r}: it {what}; of it all it has "
+        f"{', '.join(tops[:8])}. Was it written without the loader, or by another one? "
+        f"Leave {path[:-1]!r} out of what is loaded, to begin at the first sample"
+    )
