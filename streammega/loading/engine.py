@@ -88,7 +88,14 @@ class Engine:
         # A worker process hands every batch over by itself; elsewhere a few share one kernel call.
         slab_batches = 1 if workers > 1 or worker else None
         reading = plan_reading(
-            steps, start, worker, workers, budget, slab_batches=slab_batches, kept=kept
+            steps,
+            start,
+            worker,
+            workers,
+            budget,
+            slab_batches=slab_batches,
+            kept=kept,
+            ids_only=ids_only,
         )
         self._reading = reading
         self._storage = storage

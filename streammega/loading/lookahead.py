@@ -24,6 +24,8 @@ for other things.
 """
 READY_SLABS = 4
 """Slabs made ahead at least: with fewer, the two threads wait for each other at every one."""
+REFILL = 4
+"""What is planned ahead is filled up when this part of it was taken."""
 NEWS = 0.25
 """What the latest slab counts of the caller's pace: one long step, such as a checkpoint, moves it
 little, and a few steps of another length move it there.
@@ -97,8 +99,12 @@ class Lookahead:
 
     @property
     def is_far(self) -> bool:
-        """Whether as much is planned as the caller will take soon."""
-        return self.batches >= self._most_batches()
+        """Whether as much is planned as the caller will take soon, but for less than is worth a
+        plan: a plan of a few micro-batches costs nearly as much as one of many.
+        """
+        most = self._most_batches()
+        worth_a_plan = min(self._reading.span_batches, most // REFILL)
+        return self.batches > most - max(1, worth_a_plan)
 
     def _most_batches(self) -> int:
         """Micro-batches to be planned ahead: by the time that the caller itself needs for one, once

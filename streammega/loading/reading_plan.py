@@ -32,7 +32,7 @@ from streammega.storage.versions import tell_unversioned
 from streammega.storage.views import is_local
 
 SLAB_BYTES = 4 << 20
-"""Bytes of int64 ids that one kernel call gathers: few enough to stay in the cache until they are
+"""Bytes of ids that one kernel call gathers: few enough to stay in the cache until they are
 used.
 """
 MOST_SLAB_BATCHES = 64
@@ -109,25 +109,28 @@ def plan_reading(
     *,
     slab_batches: int | None = None,
     kept: KeptParts = WHOLE,
+    ids_only: bool = False,
 ) -> ReadingPlan:
     """How every `workers`-th micro-batch of a rank is read, of an iteration from `start` on.
 
     budget: bytes that its fetched data may take. slab_batches: micro-batches gathered together;
-    None: as many as serve. kept: which tokens of every sample are read. Raises ConfigError for a
-    budget that cannot hold a micro-batch.
+    None: as many as serve. kept: which tokens of every sample are read. ids_only: batches hold ids
+    as they are stored. Raises ConfigError for a budget that cannot hold a micro-batch.
     """
     storage = steps.config.storage
     files = _through_cache(all_files(steps.samples), storage)
     table = _table_of(files, steps)
     sample_tokens = steps.config.sequence_length + 1
     batch_tokens = steps.micro_batch_size * sample_tokens
+    stored_dtype = np.result_type(*(file.dtype for file in files))
     if slab_batches is None:
-        id_bytes = 8 * batch_tokens
-        slab_batches = int(np.clip(SLAB_BYTES // id_bytes, 1, MOST_SLAB_BATCHES))
+        id_bytes = stored_dtype.itemsize if ids_only else np.dtype(np.int64).itemsize
+        fitting = SLAB_BYTES // (id_bytes * batch_tokens)
+        slab_batches = int(np.clip(fitting, 1, MOST_SLAB_BATCHES))
     plan = ReadingPlan(
         files=files,
         table=table,
-        dtype=np.result_type(*(file.dtype for file in files)),
+        dtype=stored_dtype,
         slab_batches=slab_batches,
         span_batches=max(1, SPAN_SAMPLES // steps.micro_batch_size),
         planner=Planner(table, storage.coalesce_bytes, storage.part_bytes, None, kept),

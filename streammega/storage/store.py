@@ -101,6 +101,16 @@ class Store(Protocol):
         """Remove an object; one that is not there is no error."""
 
 
+@runtime_checkable
+class BodyStore(Protocol):
+    """A store whose answers come in memory of their own, which may be kept as it is."""
+
+    def read_bodies(self, key: str, spans: Sequence[Span], etag: str = "") -> list[Bytes]:
+        """The bytes [start, stop) of each span, as `Store.read_into` reads them, in the memory that
+        they came in: uint8 [stop - start], read-only perhaps, aligned for every dtype of tokens.
+        """
+
+
 @contextmanager
 def written_whole(store: Store, key: str) -> Iterator[ObjectWriter]:
     """A writer of an object, which appears when the block ends, with all that was written.

@@ -737,6 +737,35 @@ def test_samples_of_lanes_that_are_not_followed_are_refused(
         pieces.follow(np.arange(4, 8), np.arange(4))
 
 
+def test_what_is_ahead_is_filled_up_by_plans_of_a_quarter_of_it(
+    server: tuple[Running, Path], tmp_path: Path
+) -> None:
+    """A plan of one slab costs nearly as much as one of thirty-two."""
+    endpoint, _ = server
+    storage = replace(storage_of(endpoint, "obstore"), memory_bytes=100_000_000)
+    config = replace(config_of("stream", "s3:/", tmp_path, storage), num_samples=(300_000, 0, 0))
+    engine = Engine(
+        StreamLoader(config, micro_batch_size=4, global_batch_size=8).dataset.steps,
+        iter(range(0, 300_000, 4)),
+        4,
+        start=0,
+    )
+    lookahead = engine._lookahead
+    lookahead.keep_pace(0.0)
+    while not lookahead.is_far:
+        lookahead.plan_span()
+    full = lookahead.batches
+    assert lookahead.take_slab() is not None
+    while bool(lookahead.is_far):
+        lookahead.take_slab()
+    least = lookahead.batches
+    lookahead.plan_span()
+    planned = lookahead.batches - least
+    engine.close()
+    assert least > full / 2, "what is ahead stays far more than what is being gathered"
+    assert planned >= 16 * engine._reading.slab_batches
+
+
 def test_a_slow_caller_is_not_read_far_ahead_of(
     server: tuple[Running, Path], tmp_path: Path
 ) -> None:

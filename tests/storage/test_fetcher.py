@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import pytest
 
 from streammega import StorageConfig
@@ -22,7 +23,7 @@ from streammega.storage.fetch.limits import (
     LEAST_REQUESTS,
     NEAR_JOB_READS,
 )
-from streammega.storage.fetch.reads import Counters, Holding, Read
+from streammega.storage.fetch.reads import LEAST_KEPT, Counters, Holding, Read
 from streammega.storage.store import Bytes, Span
 
 SIZE = 1000
@@ -108,6 +109,140 @@ def test_small_reads_of_an_object_go_out_together_and_those_of_others_apart() ->
     apart = Recorded()
     fetch(apart, replace(CONFIG, max_requests=200), 120, key=str)
     assert {number for _, number in apart.calls} == {1}
+
+
+def test_a_thread_waits_until_a_whole_job_fits() -> None:
+    """Room for 32 requests, so for four jobs: no thread takes the one read that fits beside them
+    when an answer came.
+    """
+    store = Recorded(lambda start: time.sleep(0.002))
+    fetch(store, replace(CONFIG, max_requests=32), 320)
+    at_once = [number for _, number in store.calls]
+    assert min(at_once[4:-4]) >= JOB_READS
+    assert store.most <= 32
+
+
+def test_what_is_released_before_there_was_room_for_it_takes_none() -> None:
+    store: Any = Recorded()
+    made = Fetcher(replace(CONFIG, memory_bytes=8192))
+    first, second, third = (
+        Holding(8192, [Read(store, "key", "", 0, 8192, 0)]),
+        Holding(8192, [Read(store, "key", "", 0, 8192, 0)]),
+        Holding(8192, [Read(store, "key", "", 0, 8192, 0)]),
+    )
+    try:
+        made.submit([first, second, third])
+        made.wait([first])
+        made.release([second])
+        made.release([first])
+        made.wait([third])
+        made.release([third])
+        assert made.pool.in_use == 0
+        assert len(store.calls) == 2
+    finally:
+        made.close()
+
+
+class Bodies(Recorded):
+    """A store that gives the memory its answers came in."""
+
+    def __init__(self, act: Callable[[int], None] = lambda start: None) -> None:
+        super().__init__(act)
+        self.given: list[Bytes] = []
+
+    def read_bodies(self, key: str, spans: Sequence[Span], etag: str = "") -> list[Bytes]:
+        outs = [np.empty(stop - start, np.uint8) for start, stop in spans]
+        self.read_into(key, spans, outs, etag)
+        self.given += outs
+        return outs
+
+
+def test_bodies_of_whole_holdings_are_kept_as_they_came_and_count_of_the_budget() -> None:
+    size = LEAST_KEPT
+    store: Any = Bodies()
+    made = Fetcher(replace(CONFIG, memory_bytes=4 * size))
+    holdings = [Holding(size, [Read(store, str(n), "", 0, size, 0)]) for n in range(8)]
+    try:
+        made.submit(holdings)
+        assert made.pool.in_use == 4 * size, "as many as the budget holds, from admission on"
+        for number, holding in enumerate(holdings):
+            made.wait([holding])
+            assert any(holding.buffer is body for body in store.given)
+            assert holding.buffer is not None
+            assert (holding.buffer == 1).all()
+            made.release([holding])
+            assert made.pool.in_use == min(4, 7 - number) * size
+        assert made.pool.most == 4 * size
+    finally:
+        made.close()
+
+
+def test_bodies_that_are_small_or_a_part_of_a_holding_are_copied() -> None:
+    store: Any = Bodies()
+    half = LEAST_KEPT
+    holdings = [
+        Holding(half - 1, [Read(store, "key", "", 0, half - 1, 0)]),
+        Holding(
+            2 * half,
+            [Read(store, "key", "", 0, half, 0), Read(store, "key", "", half, 2 * half, half)],
+        ),
+    ]
+    made = Fetcher(CONFIG)
+    try:
+        made.submit(holdings)
+        made.wait(holdings)
+        assert not store.given
+        for holding in holdings:
+            assert holding.buffer is not None
+            assert (holding.buffer[: holding.size] == 1).all()
+    finally:
+        made.close()
+
+
+@pytest.mark.parametrize("first_ends_first", [True, False])
+def test_of_a_straggler_asked_for_twice_one_body_is_kept_and_its_memory_counts_until_both_ended(
+    first_ends_first: bool,
+) -> None:
+    size = LEAST_KEPT
+    gates = [threading.Event(), threading.Event()]
+    asked: list[threading.Event] = []
+
+    def act(start: int) -> None:
+        if start:
+            gate = gates[len(asked)]
+            asked.append(gate)
+            assert gate.wait(20)
+
+    store: Any = Bodies(act)
+    made = Fetcher(replace(CONFIG, hedge=True))
+    quick = [Holding(size, [Read(store, str(n), "", 0, size, 0)]) for n in range(100)]
+    slow = Holding(size, [Read(store, "slow", "", size, 2 * size, 0)])
+    try:
+        made.submit(quick)
+        made.wait(quick)
+        made.release(quick)
+        made.submit([slow])
+        waiter = threading.Thread(target=made.wait, args=([slow],), daemon=True)
+        waiter.start()
+        deadline = time.monotonic() + 20
+        while len(asked) < 2 and time.monotonic() < deadline:
+            time.sleep(0.01)
+        winner, loser = (0, 1) if first_ends_first else (1, 0)
+        gates[winner].set()
+        waiter.join(20)
+        assert slow.buffer is not None
+        assert (slow.buffer == 1).all()
+        made.release([slow])
+        assert made.pool.in_use == size, "the other request still brings its body"
+        gates[loser].set()
+        while made.pool.in_use and time.monotonic() < deadline:
+            time.sleep(0.01)
+        assert made.pool.in_use == 0
+        assert slow.buffer is None
+    finally:
+        for gate in gates:
+            gate.set()
+        made.close()
 
 
 def test_stragglers_are_sent_twice_one_in_twenty_at_most() -> None:

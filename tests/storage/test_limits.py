@@ -14,6 +14,7 @@ from streammega import StorageConfig
 from streammega.storage.fetch.limits import (
     ADAPT_EVERY,
     FEWEST,
+    FIRST_BYTES,
     FIRST_HEDGES,
     HEDGE_AFTER,
     HEDGE_FLOOR,
@@ -26,6 +27,7 @@ from streammega.storage.fetch.limits import (
     NEAR_JOB_READS,
     QUEUEING,
     REFUSED_TOGETHER,
+    SHARES,
     Latencies,
     Limits,
     may_hedge,
@@ -63,6 +65,30 @@ def test_one_request_may_always_be_sent(requests: float, size: int) -> None:
     assert below(requests).admit(0, 0, size)
 
 
+def test_a_few_bytes_are_allowed_at_first_and_all_of_them_after_a_few_looks_that_find_no_queue() -> (
+    None
+):
+    """More would only fill the socket buffers of storage that is near."""
+    limits = Limits.of(StorageConfig(max_requests=400, in_flight_bytes=12 * FIRST_BYTES))
+    allowed = []
+    for queueing in (1.0, QUEUEING + 1, QUEUEING - 1, 1.0, 1.0, 1.0, 1.0):
+        allowed.append(limits.bytes // FIRST_BYTES)
+        limits = limits.after_look(queueing, KIB)
+    assert allowed == [1, 2, 2, 2, 4, 8, 12]
+    few = Limits.of(StorageConfig(in_flight_bytes=MIB))
+    assert few.bytes == MIB
+
+
+@given(requests=st.floats(1.0, 400.0), size=st.just(0) | SIZES)
+def test_a_thread_waits_for_room_for_no_more_than_a_part_of_what_may_be_in_flight(
+    requests: float, size: int
+) -> None:
+    share = below(requests).share(size)
+    assert share >= 1
+    assert share == 1 or SHARES * share <= requests
+    assert share == 1 or SHARES * share * size <= LIMITS.bytes
+
+
 # What changes it.
 
 
@@ -94,6 +120,7 @@ def test_whatever_happens_they_stay_between_one_and_what_is_configured(
         }[what](*told)  # type: ignore[operator]
         assert 1.0 <= limits.requests <= most
         assert (limits.most_requests, limits.most_bytes) == (most, StorageConfig().in_flight_bytes)
+        assert FIRST_BYTES <= limits.bytes <= limits.most_bytes
 
 
 def test_as_many_answers_as_fit_raise_them_by_about_one() -> None:

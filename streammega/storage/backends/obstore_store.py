@@ -42,7 +42,9 @@ from streammega.storage.store import (
     ObjectInfo,
     ObjectWriter,
     Span,
+    address_of,
     check_object_key,
+    checked,
     fill,
     listed_etag,
     wrong_length,
@@ -66,6 +68,8 @@ _NETWORK = (
 """In the texts of errors without an answer: obstore has no class for them."""
 STREAMED_READ = 2 << 20
 """Bodies above this size are copied as they come, so that they are never in memory twice."""
+ALIGNMENT = 16
+"""Bytes. Memory that was allocated for a body alone begins at a multiple of it."""
 MOST_THREADS = 32
 """Requests that one store has under way beside the fetcher's: of listings, opening and tools."""
 BACKOFF_BASE = 4
@@ -195,20 +199,50 @@ class ObstoreStore:
             return instead.read_into(self._full(key), spans, outs, etag)
         client, _ = self._client()
         try:
-            self._read_once(client, key, spans, outs, etag)
+            if len(spans) == 1 and len(outs[0]) > STREAMED_READ:
+                self._stream_once(client, key, spans[0], outs[0], etag)
+            else:
+                bodies = self._read_once(client, key, spans, etag)
+                fill(self.url(key), spans, bodies, outs)
         except BaseException as error:
-            if not _ranges_refused(error) or self.scheme != "s3":
-                raise self._error(key, error) from None
-            self._fall_back(
-                "the server answers range requests with 200 instead of 206, which obstore refuses"
-            )
+            self._fall_back_from_ranges(key, error)
             return self.read_into(key, spans, outs, etag)
         return None
 
-    def _read_once(
-        self, client: Any, key: str, spans: Sequence[Span], outs: Sequence[Bytes], etag: str
-    ) -> None:
+    def read_bodies(self, key: str, spans: Sequence[Span], etag: str = "") -> list[Bytes]:
+        """One GET each, as `read_into` sends them; their bodies are not copied."""
+        check_object_key(self.url(key), key)
+        instead = self._after_fork() or self._fallback
+        if instead is not None:
+            outs = [np.empty(stop - start, np.uint8) for start, stop in spans]
+            instead.read_into(self._full(key), spans, outs, etag)
+            return outs
+        client, _ = self._client()
         url = self.url(key)
+        try:
+            bodies = self._read_once(client, key, spans, etag)
+            return [
+                _aligned(np.frombuffer(checked(url, start, stop, body), np.uint8))
+                for (start, stop), body in zip(spans, bodies, strict=True)
+            ]
+        except BaseException as error:
+            self._fall_back_from_ranges(key, error)
+            return self.read_bodies(key, spans, etag)
+
+    def _fall_back_from_ranges(self, key: str, error: BaseException) -> None:
+        """Have another transport read, if obstore refused how the server answers ranges; raises
+        every other error.
+        """
+        if not _ranges_refused(error) or self.scheme != "s3":
+            raise self._error(key, error) from None
+        self._fall_back(
+            "the server answers range requests with 200 instead of 206, which obstore refuses"
+        )
+
+    def _read_once(
+        self, client: Any, key: str, spans: Sequence[Span], etag: str
+    ) -> list[memoryview]:
+        """Bodies of whatever length, of the version that is wanted."""
         *before, (start, stop) = spans
         bodies: list[Any] = []
         if before:
@@ -216,14 +250,21 @@ class ObstoreStore:
             ends = [span_stop for _, span_stop in before]
             # Not joined where they are near each other: what they are to be was planned.
             bodies += obstore.get_ranges(client, key, starts=starts, ends=ends, coalesce=0)
+        answer = self._get(client, key, start, stop, etag)
+        bodies.append(answer.bytes())
+        return [memoryview(body) for body in bodies]
+
+    def _stream_once(self, client: Any, key: str, span: Span, out: Bytes, etag: str) -> None:
+        start, stop = span
+        answer = self._get(client, key, start, stop, etag)
+        _drain(self.url(key), start, stop, answer, out)
+
+    def _get(self, client: Any, key: str, start: int, stop: int, etag: str) -> Any:
+        """An answer of the version that is wanted, its body still to come."""
         answer = obstore.get(client, key, options={"range": (start, stop)})
         version = version_like(etag, answer.meta.get("e_tag"), answer.meta["last_modified"])
-        check_version(url, etag, version)
-        if before or stop - start <= STREAMED_READ:
-            bodies.append(answer.bytes())
-            fill(url, spans, [memoryview(body) for body in bodies], outs)
-        else:
-            _drain(url, start, stop, answer, outs[-1])
+        check_version(self.url(key), etag, version)
+        return answer
 
     def _after_fork(self) -> FsspecStore | None:
         """What serves this process if it was forked after obstore had been used.
@@ -475,6 +516,15 @@ def _retry_config(policy: RetryPolicy) -> Any:
             "base": BACKOFF_BASE,
         },
     }
+
+
+def _aligned(body: Bytes) -> Bytes:
+    """A body whose tokens lie where kernels may read them.
+
+    One that came with the head of its answer lies in the middle of the transport's buffer, at any
+    address, and would keep all of that buffer: it is copied.
+    """
+    return body if address_of(body) % ALIGNMENT == 0 else body.copy()
 
 
 def _drain(url: str, start: int, stop: int, answer: Any, out: Bytes) -> None:

@@ -45,6 +45,10 @@ class OssStore(ObstoreStore):
         """One GET each; a refused key is renewed once."""
         return self._renewing(lambda: super(OssStore, self).read_into(key, spans, outs, etag))
 
+    def read_bodies(self, key: str, spans: Sequence[Span], etag: str = "") -> list[Bytes]:
+        """The same, their bodies as they came."""
+        return self._renewing(lambda: super(OssStore, self).read_bodies(key, spans, etag))
+
     def list(self, prefix: str, recursive: bool = True) -> list[ObjectInfo]:
         """Objects under a prefix, 1,000 a request; the prefix may end inside a name."""
         return self._renewing(lambda: super(OssStore, self).list(prefix, recursive))

@@ -24,6 +24,7 @@ from streammega.storage.cache.store import CachedStore
 from streammega.storage.fetch.jobs import send, together
 from streammega.storage.fetch.limits import (
     ADAPT_EVERY,
+    JOB_BYTES,
     JOB_READS,
     Latencies,
     Limits,
@@ -32,6 +33,7 @@ from streammega.storage.fetch.limits import (
 from streammega.storage.fetch.memory import BufferPool
 from streammega.storage.fetch.reads import Counters, Holding, Read, ReadQueue
 from streammega.storage.retry import RetryPolicy, given_up
+from streammega.storage.store import Bytes
 
 _live: weakref.WeakSet[Fetcher] = weakref.WeakSet()
 TICK = 0.02
@@ -161,11 +163,17 @@ class Fetcher:
         """
         while self._unadmitted:
             holding = self._unadmitted[0]
-            if not self.pool.has_room(holding.size):
+            if not holding.released and not self.pool.has_room(holding.size):
                 break
             self._unadmitted.popleft()
             self.unadmitted_bytes -= holding.size
-            holding.buffer = self.pool.take(holding.size)
+            if holding.released:
+                continue
+            holding.takes_memory = True
+            if holding.keeps_body:
+                self.pool.reserve(holding.size)
+            else:
+                holding.buffer = self.pool.take(holding.size)
             for read in holding.reads:
                 self._serial += 1
                 read.serial = self._serial
@@ -180,7 +188,7 @@ class Fetcher:
         It wakes the next one when it finds some: as many as there is work for.
         """
         read = self._queue.first()
-        if read is not None and not self._closed and self._fits(read):
+        if read is not None and not self._closed and self._has_room_for_job(read):
             self._call_thread()
 
     def _have_somebody_wait(self) -> None:
@@ -227,16 +235,18 @@ class Fetcher:
         try:
             # Measured without the wait for the lock: that is no latency of the storage.
             began = time.monotonic()
-            error = send(job, past_cache=bool(second_requests))
+            answer = send(job, past_cache=bool(second_requests))
             seconds = time.monotonic() - began
         finally:
             self._lock.acquire()
         self._idle += 1
-        if error is None:
+        if answer.error is None:
             self._observe(job, seconds)
         alone = len(job) == 1
-        for read in job:
-            self._finish(read, error, alone=alone, second=read in second_requests)
+        for number, read in enumerate(job):
+            body = answer.bodies[number] if answer.bodies else None
+            second = read in second_requests
+            self._finish(read, answer.error, body, alone=alone, second=second)
 
     # The way of a read, as in the table of `Read`: queued, flying, perhaps hedged or paused, done.
 
@@ -251,11 +261,13 @@ class Fetcher:
         most_reads = JOB_READS
         while len(job) < most_reads:
             read = self._first_wanted()
-            if read is None or not self._fits(read):
+            if read is None:
                 break
             if not job:
+                if not self._has_room_for_job(read):
+                    break
                 most_reads = self._latencies.most_together(read.size_class)
-            elif not together(job[0], read, job_bytes):
+            elif not self._fits(read) or not together(job[0], read, job_bytes):
                 break
             self._queue.pop()
             self._take_off(read, now)
@@ -265,6 +277,28 @@ class Fetcher:
 
     def _fits(self, read: Read) -> bool:
         return self.limits.admit(self._requests, self._flying_bytes, read.size)
+
+    def _has_room_for_job(self, first: Read) -> bool:
+        """Whether as many reads may be sent now as go out together with this one, if those behind
+        it are alike: a thread that took fewer would be back for the lock so much sooner.
+        """
+        if not self._fits(first):
+            return False
+        # Second requests, and what failed before, are sent by themselves.
+        if first.copies > 0 or first.failures > 0 or self._requests == 0:
+            return True
+        reads = min(
+            self._latencies.most_together(first.size_class),
+            JOB_BYTES // max(1, first.size),
+            self._queue.waiting,
+            self.limits.share(first.size),
+        )
+        others = reads - 1
+        return others <= 0 or self.limits.admit(
+            self._requests + others,
+            self._flying_bytes + others * first.size,
+            first.size,
+        )
 
     def _first_wanted(self) -> Read | None:
         """The head of the queue, after what is not wanted any more was dropped from it."""
@@ -293,7 +327,13 @@ class Fetcher:
         self.counters.requests += 1
 
     def _finish(
-        self, read: Read, error: BaseException | None, *, alone: bool, second: bool
+        self,
+        read: Read,
+        error: BaseException | None,
+        body: Bytes | None,
+        *,
+        alone: bool,
+        second: bool,
     ) -> None:
         """A request ended: by itself or as one of several, the first of a try or the second."""
         holding = read.holding
@@ -302,7 +342,7 @@ class Fetcher:
         holding.busy -= 1
         self._land(read)
         if error is None:
-            self._succeeded(read, second=second)
+            self._succeeded(read, body, second=second)
         elif not read.done and not holding.released:
             self._failed(read, error, alone=alone)
         if holding.released:
@@ -316,18 +356,20 @@ class Fetcher:
         if read.copies == 0:
             self._flying.pop(id(read), None)
 
-    def _succeeded(self, read: Read, *, second: bool) -> None:
+    def _succeeded(self, read: Read, body: Bytes | None, *, second: bool) -> None:
         # A cached store counts by itself what it did not have.
         if not isinstance(read.store, CachedStore):
             self.counters.fetched_bytes += read.size
         if read.done:
-            # By its other request: both wrote the same bytes to the same place.
+            # By its other request, which brought the same bytes.
             self.counters.duplicate_bytes += read.size
             return
         read.done = True
         if second:
             self.counters.hedges_won += 1
         holding = read.holding
+        if holding.keeps_body:
+            holding.buffer = body
         holding.missing -= 1
         if holding.missing == 0:
             self._settled(holding)
@@ -382,10 +424,16 @@ class Fetcher:
             self._ready.notify_all()
 
     def _free(self, holding: Holding) -> None:
-        # Requests that still write to the buffer would write into what it is used for next.
-        if holding.busy == 0 and holding.buffer is not None:
+        # Requests that still write to the buffer would write into what it is used for next, and
+        # those whose bodies are kept take memory until they end.
+        if holding.busy > 0 or not holding.takes_memory:
+            return
+        holding.takes_memory = False
+        if holding.keeps_body:
+            self.pool.end_reservation(holding.size)
+        elif holding.buffer is not None:
             self.pool.give_back(holding.buffer)
-            holding.buffer = None
+        holding.buffer = None
 
     # What answers tell of the storage.
 
@@ -396,7 +444,9 @@ class Fetcher:
         counters = self.counters
         counters.latencies.append(seconds)
         self._latencies.note(size_class, seconds)
-        if counters.requests - self._looked_at < ADAPT_EVERY:
+        # What a change does shows in the answers to what was sent after it: a look before those
+        # in flight were answered would change it again for the same reason.
+        if counters.requests - self._looked_at < max(ADAPT_EVERY, self._requests):
             self.limits = self.limits.after_answers(len(job))
             return
         self._looked_at = counters.requests

@@ -2,29 +2,48 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 from streammega.storage.cache.store import SMALL, CachedStore
 from streammega.storage.fetch.limits import JOB_BYTES
 from streammega.storage.fetch.reads import Read
+from streammega.storage.store import BodyStore, Bytes
 
 
-def send(job: list[Read], *, past_cache: bool) -> BaseException | None:
-    """Read from storage into the buffers; the error, if there is one.
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """How a job ended: with an error, or with the bytes of its reads.
+
+    bodies: of each read, in their order, where holdings keep them (`Holding.keeps_body`). Else the
+    bytes are in the holdings' buffers.
+    """
+
+    error: BaseException | None = None
+    bodies: list[Bytes] | None = None
+
+
+def send(job: list[Read], *, past_cache: bool) -> Answer:
+    """Read from storage.
 
     `past_cache`: a second request is among them, which must not wait for a page that the first one
     fetches. Blocks: not to be called under a lock.
     """
     first = job[0]
-    read_into = first.store.read_into
-    if past_cache and isinstance(first.store, CachedStore):
-        read_into = first.store.read_past_cache
+    store = first.store
+    spans = [(read.start, read.stop) for read in job]
     try:
-        spans = [(read.start, read.stop) for read in job]
+        if first.holding.keeps_body:
+            assert isinstance(store, BodyStore)
+            return Answer(bodies=store.read_bodies(first.key, spans, first.etag))
+        read_into = store.read_into
+        if past_cache and isinstance(store, CachedStore):
+            read_into = store.read_past_cache
         outs = [read.out for read in job]
         read_into(first.key, spans, outs, first.etag)
     except BaseException as error:
         # Also what is no error of storage: whoever waits is to hear of it, not this thread.
-        return error
-    return None
+        return Answer(error=error)
+    return Answer()
 
 
 def together(first: Read, read: Read, job_bytes: int) -> bool:
@@ -41,5 +60,7 @@ def together(first: Read, read: Read, job_bytes: int) -> bool:
     if read.store is not first.store:
         return False
     if read.key != first.key or read.etag != first.etag:
+        return False
+    if read.holding.keeps_body != first.holding.keeps_body:
         return False
     return job_bytes + read.size <= JOB_BYTES

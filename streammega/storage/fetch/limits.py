@@ -41,6 +41,11 @@ More than a cache of a processor holds only waits in socket buffers.
 """
 FEWEST = 8
 """And to no fewer than so many, however large they are."""
+FIRST_BYTES = LEAST_BYTES
+"""May be in flight at first, and twice as many with every look that finds no queue: where storage
+is near, more would only fill socket buffers, and where it is far, a few round trips reach all."""
+SHARES = 4
+"""A thread waits for room for at most this part of what may be in flight: several have work."""
 REFUSED_TOGETHER = 0.25
 """Seconds within which refusals are one event.
 
@@ -91,21 +96,25 @@ class Limits:
     | an answer                    | a little more: one more after as many answers as it allows    |
     | a look: answers queue        | `SHRINK` of it, not below the least for their size; where it  |
     |                              | is below that already, it stays                               |
-    | a look: answers do not queue | `GROW` of it, and `GROW_BY`                                   |
+    | a look: answers do not queue | `GROW` of it, and `GROW_BY`; and `bytes` are doubled          |
     """
 
     most_requests: float
     most_bytes: int
     requests: float
     """How many may be in flight now; a fraction, so that it can grow by less than one."""
+    bytes: int
+    """How many bytes may be in flight now; they only grow."""
     halved_at: float = -math.inf
     """When a refusal halved it last, in seconds of the caller's clock."""
 
     @classmethod
     def of(cls, config: StorageConfig) -> Limits:
-        """Those that a config asks for, with all of its requests allowed at first."""
+        """Those that a config asks for, with all of its requests allowed at first, and a few of its
+        bytes.
+        """
         most = float(config.max_requests)
-        return cls(most, config.in_flight_bytes, most)
+        return cls(most, config.in_flight_bytes, most, min(FIRST_BYTES, config.in_flight_bytes))
 
     def admit(self, requests: int, in_flight_bytes: int, size: int) -> bool:
         """Whether a request of `size` bytes may be sent beside so many, of so many bytes."""
@@ -114,7 +123,13 @@ class Limits:
         # One that is larger than the limit goes alone: it would never be sent else.
         if requests == 0:
             return True
-        return in_flight_bytes + size <= self.most_bytes
+        return in_flight_bytes + size <= self.bytes
+
+    def share(self, size: int) -> int:
+        """Requests of `size` bytes, at least one, that a thread may wait for room for."""
+        of_requests = int(self.requests) // SHARES
+        of_bytes = self.bytes // max(1, size) // SHARES
+        return max(1, min(of_requests, of_bytes))
 
     def after_answers(self, count: int) -> Limits:
         """What they become when so many requests were answered.
@@ -137,7 +152,8 @@ class Limits:
             # Below the least already, by refusals: answers that queue are no reason to send more.
             return self._with_requests(min(self.requests, fewer))
         if queueing < NO_QUEUEING:
-            return self._with_requests(self.requests * GROW + GROW_BY)
+            more = self._with_requests(self.requests * GROW + GROW_BY)
+            return replace(more, bytes=min(self.most_bytes, 2 * self.bytes))
         return self
 
     def after_refusal(self, now: float) -> Limits:

@@ -28,8 +28,8 @@ def rounded(size: int) -> int:
 
 
 class BufferPool:
-    """Byte buffers, of which no more than `budget` bytes exist at any time, in use or kept for
-    reuse.
+    """Byte buffers, of which no more than `budget` bytes exist at any time, in use, kept for reuse,
+    or reserved for memory that comes from elsewhere.
 
     Buffers are reused because fresh memory costs a page fault for every 4 KiB. Not locked: its user
     holds a lock.
@@ -54,15 +54,30 @@ class BufferPool:
         The caller has asked `has_room`.
         """
         buffer_bytes = rounded(size)
-        self.in_use += buffer_bytes
-        self.most = max(self.most, self.in_use)
         free = self._free[buffer_bytes]
         if free:
             self._kept -= buffer_bytes
+            self._use(buffer_bytes)
             return free.pop()
+        self._use(buffer_bytes)
+        return np.empty(buffer_bytes, np.uint8)
+
+    def reserve(self, size: int) -> None:
+        """Count `size` bytes that will come in memory of their own. The caller has asked
+        `has_room`.
+        """
+        self._use(rounded(size))
+
+    def end_reservation(self, size: int) -> None:
+        """That memory is given back to whoever it came from."""
+        self.in_use -= rounded(size)
+
+    def _use(self, count: int) -> None:
+        """So many bytes more are in use: what is kept makes room for them."""
+        self.in_use += count
+        self.most = max(self.most, self.in_use)
         while self._kept and self.in_use + self._kept > self.budget:
             self._drop_one()
-        return np.empty(buffer_bytes, np.uint8)
 
     def give_back(self, buffer: Bytes) -> None:
         """Return a buffer that was taken."""

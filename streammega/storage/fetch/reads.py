@@ -7,7 +7,12 @@ from collections import deque
 from dataclasses import dataclass, field
 
 from streammega.storage.fetch.limits import size_class_of
-from streammega.storage.store import Bytes, Store
+from streammega.storage.store import BodyStore, Bytes, Store
+
+LEAST_KEPT = 64 << 10
+"""Bytes of a body that is kept as it came, at least: what memory of its own costs beside the budget
+is little of it.
+"""
 
 
 class Read:
@@ -93,7 +98,9 @@ class Read:
 class Holding:
     """One buffer of `size` bytes, held from admission until it is released.
 
-    `slot` is a number of its user's, which means nothing here.
+    `slot` is a number of its user's, which means nothing here. The buffer is one of the pool's, or,
+    where the only read brings all of it in memory of its own, that memory (`keeps_body`): it counts
+    of the budget from admission on, but is there only when the read is done.
     """
 
     __slots__ = (
@@ -101,17 +108,24 @@ class Holding:
         "buffer",
         "busy",
         "error",
+        "keeps_body",
         "missing",
         "reads",
         "released",
         "size",
         "slot",
+        "takes_memory",
     )
 
     def __init__(self, size: int, reads: list[Read], slot: int = -1) -> None:
         self.size = size
         self.reads = reads
         self.slot = slot
+        self.keeps_body = (
+            len(reads) == 1
+            and size == reads[0].size >= LEAST_KEPT
+            and isinstance(reads[0].store, BodyStore)
+        )
         self.missing = len(reads)
         """Reads that are not done."""
         self.busy = 0
@@ -119,6 +133,8 @@ class Holding:
         self.awaited = False
         """Whether somebody waits for it, and has not heard that this is over."""
         self.released = False
+        self.takes_memory = False
+        """Whether it was admitted, and its memory was not given back."""
         self.buffer: Bytes | None = None
         self.error: BaseException | None = None
         for read in reads:
@@ -143,6 +159,11 @@ class ReadQueue:
 
     def __len__(self) -> int:
         return len(self._waiting) + len(self._paused)
+
+    @property
+    def waiting(self) -> int:
+        """Reads that may be sent now."""
+        return len(self._waiting)
 
     def push(self, read: Read) -> None:
         """Queue a read in its place of the order of need."""

@@ -1,0 +1,326 @@
+#!/usr/bin/env python3
+"""What a token costs the host, and where: the CPU seconds of each kind of thread while the stream
+order is read from a local object server, beside those of obstore alone.
+
+    .venv/bin/python tools/bench/costs.py                # --modes, --runs and --seconds choose
+
+obstore alone reads random ranges as long as the loader's requests are on average, as many at once
+as the loader had in flight, several by one call as the loader does, and drops their bytes. Every
+side runs in a process of its own, in turns; the server (tools/bench/object_server.py) and both run
+on the same cores. Files are those of storage.py.
+
+A token costs 2 stored bytes. "Switches" are those of a thread that waits for something: for bytes,
+for a lock or for the interpreter. Figures are medians of the runs.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import threading
+import time
+from collections import defaultdict
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+from tools.bench import harness
+from tools.bench.object_server import running
+from tools.bench.storage import PACKAGES, SHAPES, S, prepare
+
+Result = dict[str, Any]
+STORED_BYTES = 2
+"""Of a token: the corpus is uint16."""
+ROWS = 16
+"""Samples of a micro-batch."""
+WARM_UP = 3000
+"""Micro-batches before the clock starts: the lanes are open, the limits found."""
+TICKS = os.sysconf("SC_CLK_TCK")
+JOB = 8
+"""Ranges that obstore alone is asked for by one call, as the loader's threads do."""
+KINDS = {
+    "streammega-read": "threads that wait for requests",
+    "streammega-batch": "planning and gathering",
+    "MainThread": "handing out",
+    "tokio": "the transport's own threads",
+}
+
+
+class Spent(NamedTuple):
+    """What a thread spent: CPU seconds in and out of the kernel, and how often it waited."""
+
+    user: float
+    system: float
+    switches: int
+
+
+Threads = dict[int, tuple[str, Spent]]
+
+
+def of_threads() -> Threads:
+    """(name, what it spent) of each thread of this process, by its native id."""
+    names = {thread.native_id: thread.name for thread in threading.enumerate()}
+    spent = {}
+    for folder in Path("/proc/self/task").iterdir():
+        number = int(folder.name)
+        try:
+            fields = (folder / "stat").read_text().rpartition(")")[2].split()
+            status = (folder / "status").read_text()
+            comm = (folder / "comm").read_text().strip()
+        except OSError:  # it has ended
+            continue
+        switches = int(status.partition("\nvoluntary_ctxt_switches:")[2].split()[0])
+        user, system = int(fields[11]) / TICKS, int(fields[12]) / TICKS
+        spent[number] = (names.get(number) or comm, Spent(user, system, switches))
+    return spent
+
+
+def by_kind(before: Threads, after: Threads) -> dict[str, Spent]:
+    """What threads spent in between, added up by kind."""
+    kinds: dict[str, Spent] = defaultdict(lambda: Spent(0.0, 0.0, 0))
+    for number, (name, now) in after.items():
+        _, then = before.get(number, (name, Spent(0.0, 0.0, 0)))
+        kind = next((told for begin, told in KINDS.items() if name.startswith(begin)), "others")
+        total = kinds[kind]
+        kinds[kind] = Spent(
+            total.user + now.user - then.user,
+            total.system + now.system - then.system,
+            total.switches + now.switches - then.switches,
+        )
+    return dict(kinds)
+
+
+# --- sides, each in a process of its own ---
+
+
+def loader(endpoint: str, folder: str, mode: str, seconds: float) -> Result:
+    """StreamLoader in its steady state."""
+    import streammega as sm
+
+    config = sm.DataConfig(
+        blend=["s3://data/web"],
+        sequence_length=S,
+        order="stream",
+        num_samples=(520_000, 0, 0),
+        storage=sm.StorageConfig(storage_options={"anon": True, "endpoint_url": endpoint}),
+        index_cache_dir=f"{folder}/idx",
+    )
+    with sm.StreamLoader(
+        config, micro_batch_size=ROWS, global_batch_size=256, ids_only=mode == "ids"
+    ) as batches:
+        source = iter(batches)
+        for _ in range(WARM_UP):
+            next(source)
+        stats = batches.stats()
+        before = of_threads()
+        in_flight = []
+        taken = 0
+        began = time.perf_counter()
+        for _ in source:
+            taken += 1
+            if taken % 64 == 0:
+                in_flight.append(batches.stats()["requests_in_flight"])
+                if time.perf_counter() - began > seconds:
+                    break
+        wall = time.perf_counter() - began
+        kinds = by_kind(before, of_threads())
+        now = batches.stats()
+    requests = now["requests"] - stats["requests"]
+    fetched = now["fetched_bytes"] - stats["fetched_bytes"]
+    return {
+        "tokens": taken * ROWS * S,
+        "bytes": taken * ROWS * S * STORED_BYTES,
+        "wall": wall,
+        "requests": requests,
+        "size": fetched / max(1, requests),
+        "at_once": statistics.median(in_flight),
+        "kinds": kinds,
+    }
+
+
+def transport(endpoint: str, size: int, at_once: int, count: int) -> Result:
+    """obstore alone."""
+    import obstore
+    from obstore.store import S3Store
+
+    client: Any = {"allow_http": True}
+    store = S3Store(
+        "data",
+        config={"endpoint": endpoint, "region": "us-east-1"},
+        skip_signature=True,
+        client_options=client,
+    )
+    total = int(obstore.head(store, "web.bin")["size"])
+    starts = np.random.default_rng(0).integers(0, total - size, count).tolist()
+    jobs = [starts[first : first + JOB] for first in range(0, count, JOB)]
+
+    def read() -> None:
+        while True:
+            try:
+                job = jobs.pop()
+            except IndexError:
+                return
+            ends = [start + size for start in job]
+            obstore.get_ranges(store, "web.bin", starts=job, ends=ends, coalesce=0)
+
+    before = of_threads()
+    spent = os.times()
+    began = time.perf_counter()
+    threads = [threading.Thread(target=read) for _ in range(max(1, at_once // JOB))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    wall = time.perf_counter() - began
+    now = os.times()
+    kinds = by_kind(before, of_threads())
+    # the threads that waited have ended, and are no longer told apart
+    gone = now.user + now.system - spent.user - spent.system
+    gone -= sum(kind.user + kind.system for kind in kinds.values())
+    kinds[KINDS["streammega-read"]] = Spent(gone, 0.0, 0)
+    return {
+        "tokens": count * size // STORED_BYTES,
+        "bytes": count * size,
+        "wall": wall,
+        "requests": count,
+        "kinds": kinds,
+    }
+
+
+SIDES: dict[str, Callable[..., Result]] = {"loader": loader, "transport": transport}
+
+
+def side(name: str, **arguments: Any) -> Result | None:
+    """A side in a process of its own; None, and why on stderr, if it failed."""
+    command = [sys.executable, __file__, "--side", name, json.dumps(arguments)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=600)
+    if done.returncode:
+        print(done.stderr[-2000:], file=sys.stderr)
+        return None
+    result: Result = json.loads(done.stdout.splitlines()[-1])
+    result["kinds"] = {kind: Spent(*spent) for kind, spent in result["kinds"].items()}
+    return result
+
+
+def cpu(result: Result) -> float:
+    """CPU seconds per 10^9 tokens."""
+    spent = sum(kind.user + kind.system for kind in result["kinds"].values())
+    return float(spent / result["tokens"] * 1e9)
+
+
+def rate(result: Result) -> float:
+    """MB/s of stored tokens."""
+    return float(result["bytes"] / result["wall"] / 1e6)
+
+
+def tell(mode: str, runs: list[Result], alone: list[Result]) -> None:
+    """One line for each kind of thread, and one for all of them."""
+    cells = {
+        KINDS["tokio"],
+        KINDS["streammega-read"],
+        KINDS["streammega-batch"],
+        KINDS["MainThread"],
+    }
+    for kind in sorted(cells):
+        ours = [result["kinds"].get(kind, Spent(0.0, 0.0, 0)) for result in runs]
+        seconds = statistics.median(
+            (spent.user + spent.system) / result["tokens"] * 1e9
+            for spent, result in zip(ours, runs, strict=True)
+        )
+        theirs = statistics.median(
+            sum(result["kinds"].get(kind, Spent(0.0, 0.0, 0))[:2]) / result["tokens"] * 1e9
+            for result in alone
+        )
+        requests_of_token = statistics.median(r["requests"] / r["tokens"] for r in runs)
+        switches = statistics.median(
+            spent.switches / result["requests"] for spent, result in zip(ours, runs, strict=True)
+        )
+        harness.row(
+            f"{mode}: {kind}",
+            f"{seconds:.2f}",
+            f"{1e3 * seconds / STORED_BYTES:.0f}",
+            f"{seconds / 1e9 / requests_of_token * 1e6:.0f}",
+            f"{switches:.2f}",
+            f"{theirs:.2f}" if theirs else "",
+        )
+    ours_cpu = statistics.median(map(cpu, runs))
+    theirs_cpu = statistics.median(map(cpu, alone))
+    ours_rate = statistics.median(map(rate, runs))
+    theirs_rate = statistics.median(map(rate, alone))
+    harness.row(
+        f"{mode}: all, {ours_rate:.0f} MB/s; obstore alone {theirs_rate:.0f} MB/s: "
+        f"{100 * ours_rate / theirs_rate:.0f} %",
+        f"{ours_cpu:.2f}",
+        f"{1e3 * ours_cpu / STORED_BYTES:.0f}",
+        "",
+        "",
+        f"{theirs_cpu:.2f}",
+    )
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--modes", nargs="*", choices=["ids", "int64"], default=["ids", "int64"])
+    parser.add_argument("--shape", choices=list(SHAPES), default="unshaped")
+    parser.add_argument("--folder", type=Path, default=Path("/tmp/streammega-bench"))
+    parser.add_argument("--runs", type=int, default=3)
+    parser.add_argument("--seconds", type=float, default=4.0)
+    parser.add_argument("--side", nargs=2, help=argparse.SUPPRESS)
+    chosen = parser.parse_args()
+    if chosen.side:
+        name, arguments = chosen.side
+        print(json.dumps(SIDES[name](**json.loads(arguments)), default=float))
+        return 0
+    prepare(chosen.folder, peers=False)
+    print(f"{harness.machine()}; {harness.versions(PACKAGES[:3])}; {chosen.runs} runs, medians\n")
+    harness.table(
+        "stream order, default blocks",
+        "CPU s per 10^9 tokens",
+        "us per MB",
+        "us per request",
+        "switches per request",
+        "obstore alone, CPU s per 10^9 tokens",
+    )
+    with running(chosen.folder / "objects") as server:
+        server.behave(**SHAPES[chosen.shape])
+        for mode in chosen.modes:
+            runs = []
+            alone = []
+            for _ in range(chosen.runs):
+                ours = side(
+                    "loader",
+                    endpoint=server.endpoint,
+                    folder=str(chosen.folder),
+                    mode=mode,
+                    seconds=chosen.seconds,
+                )
+                if ours is None:
+                    return 1
+                size = int(ours["size"])
+                count = int(ours["bytes"] // size) // JOB * JOB
+                theirs = side(
+                    "transport",
+                    endpoint=server.endpoint,
+                    size=size,
+                    at_once=int(ours["at_once"]),
+                    count=count,
+                )
+                if theirs is None:
+                    return 1
+                runs.append(ours)
+                alone.append(theirs)
+            tell(mode, runs, alone)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
