@@ -82,12 +82,15 @@ def run_tasks(
     workers = min(wanted, len(work.numbers))
     if most_at_once is not None:
         workers = min(workers, most_at_once)
-    # Workers that there are no tasks for are threads of the tokenizer's library instead.
-    with _library_settings(max(1, wanted // workers)):
+    as_threads = workers <= work.threads
+    # Threads of one process share the threads of the tokenizer's library, as many as there are
+    # workers: so these are busy while one worker writes, and when only one is left. Processes
+    # inherit what is set here, each for its own threads.
+    with _library_settings(wanted if as_threads else work.threads):
         if workers == 1:
             for number in work.numbers:
                 yield number, work.function(work.shared, number, progress)
-        elif workers <= work.threads:
+        elif as_threads:
             yield from _on_threads(work, workers, progress)
         else:
             yield from _on_processes(work, workers, progress)
@@ -136,7 +139,7 @@ def _on_threads(work: TaskList, workers: int, progress: Progress) -> Iterator[tu
 
 
 def _prepare(threads: int) -> None:
-    """How many threads the tokenizers library may use: what the tasks leave idle."""
+    """How many threads the tokenizers library may use in this process, for all of its tasks."""
     os.environ["TOKENIZERS_PARALLELISM"] = "true" if threads > 1 else "false"
     os.environ.setdefault("RAYON_NUM_THREADS", str(threads))
 
@@ -174,14 +177,14 @@ _count: _SharedCount | None = None
 """In a worker process: what it adds to."""
 
 
-def _start(shared: Any, count: _SharedCount) -> None:
-    """Begin a worker process."""
+def _start(shared: Any, count: _SharedCount, threads: int) -> None:
+    """Begin a worker process, of so many threads."""
     global _shared, _count
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the parent, which ends its workers
     if sys.platform == "linux":
         # A worker does not outlive its parent, however that ends.
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-    _prepare(1)
+    _prepare(threads)
     _shared = shared
     _count = count
 
@@ -208,7 +211,10 @@ def _on_processes(work: TaskList, workers: int, progress: Progress) -> Iterator[
         # A new one for each pool: a worker that was killed may have held the lock.
         count = _SharedCount(context)
         pool = ProcessPoolExecutor(
-            processes, mp_context=context, initializer=_start, initargs=(work.shared, count)
+            processes,
+            mp_context=context,
+            initializer=_start,
+            initargs=(work.shared, count, work.threads),
         )
         try:
             for number, result in _results(pool, work, left, processes, count, progress):

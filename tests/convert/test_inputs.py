@@ -297,6 +297,15 @@ def test_tiktoken_files_give_its_own_ids(tmp_path: Path) -> None:
         )
         == "doc"
     )
+    texts = ["", "half a \ud800 pair", "<|endoftext|> doc"]
+    as_text = load_tokenizer(str(tmp_path / "small.tiktoken"), pattern="cl100k_base")
+    parsed = load_tokenizer(
+        str(tmp_path / "small.tiktoken"), pattern="cl100k_base", special_tokens="parse"
+    )
+    assert [list(ids) for ids in as_text.encode(texts)] == list(map(model.encode_ordinary, texts))
+    assert [list(ids) for ids in parsed.encode(texts)] == [
+        model.encode(text, allowed_special="all") for text in texts
+    ]
 
 
 @pytest.mark.parametrize("name", ["no.json", "no.model", "no.tiktoken", "/no/such", "./here"])

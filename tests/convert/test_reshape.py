@@ -490,6 +490,29 @@ except StreammegaError as error:
 # --- engines ------------------------------------------------------------------------------------------------------------
 
 
+def library_threads(shared: Any, number: int, progress: Any) -> tuple[str, str]:
+    return os.environ["TOKENIZERS_PARALLELISM"], os.environ["RAYON_NUM_THREADS"]
+
+
+@pytest.mark.parametrize(
+    ("workers", "threads", "told"),
+    [
+        (1, 4, ("false", "1")),
+        (3, 4, ("true", "3")),
+        pytest.param(3, 2, ("true", "2"), marks=pytest.mark.soak),
+        pytest.param(2, 1, ("false", "1"), marks=pytest.mark.soak),
+    ],
+)
+def test_the_threads_of_a_process_share_as_many_of_the_library(
+    monkeypatch: pytest.MonkeyPatch, workers: int, threads: int, told: tuple[str, str]
+) -> None:
+    monkeypatch.delenv("RAYON_NUM_THREADS", raising=False)
+    work = TaskList(function=library_threads, shared=None, numbers=range(6), threads=threads)
+    results = dict(run_tasks(work, Runner(workers=workers), lambda size, tokens: None))
+    assert results == dict.fromkeys(range(6), told)
+    assert "RAYON_NUM_THREADS" not in os.environ
+
+
 @pytest.mark.parametrize("engine", ["local", "ray"])
 @pytest.mark.filterwarnings(
     "ignore::ResourceWarning",

@@ -189,13 +189,17 @@ class SentencePieceTokenizer:
             self.model: Any = sentencepiece.SentencePieceProcessor(model_file=path)
         except Exception as error:  # RuntimeError, OSError
             raise ConvertError(f"{path}: is not a SentencePiece model ({error})") from None
+        # Since 0.2.2 or so the package gives ids without a list, an eighth of the size.
+        self._options: dict[str, Any] = {}
+        if hasattr(self.model, "encode_as_numpy"):
+            self._options["return_type"] = "numpy"
         self.name = os.path.basename(path)
         self.vocab_size = int(self.model.vocab_size())
         self.digest = _digest(self.model.serialized_model_proto())
 
     def encode(self, texts: list[str]) -> Sequence[Ids]:
         """One thread: the processes are the parallelism."""
-        ids: Sequence[Ids] = self.model.encode(texts, num_threads=1)
+        ids: Sequence[Ids] = self.model.encode(texts, num_threads=1, **self._options)
         return ids
 
     def decode(self, ids: Sequence[int]) -> str:
@@ -253,9 +257,18 @@ class TiktokenTokenizer:
 
     def encode(self, texts: list[str]) -> Sequence[Ids]:
         """One thread: the processes are the parallelism."""
-        if self._parse:
-            return [self.model.encode(text, allowed_special="all") for text in texts]
-        return [self.model.encode_ordinary(text) for text in texts]
+        return [self._encode(text) for text in texts]
+
+    def _encode(self, text: str) -> Ids:
+        allowed: Any = "all" if self._parse else frozenset()
+        ids: Ids
+        try:
+            # Without a list, an eighth of the size.
+            ids = self.model.encode_to_numpy(text, allowed_special=allowed, disallowed_special=())
+        except UnicodeEncodeError:
+            # Half a surrogate pair is no text: only this call replaces it.
+            ids = self.model.encode(text, allowed_special=allowed, disallowed_special=())
+        return ids
 
     def decode(self, ids: Sequence[int]) -> str:
         """The text."""
