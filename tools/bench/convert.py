@@ -2,24 +2,25 @@
 """Conversion, side by side with what it is measured against, in one run: the tokenizer library
 alone, a Megatron-style preprocess, datatrove, `cp`, `cat`; and training from what it makes.
 
-Sides take turns, several runs each; ratios are those of medians. The corpus is Python's own
-sources, again and again, each document marked with its number; the tokenizer is trained on them.
+Sides take turns, several runs each; ratios are those of medians. What a figure needs is made when
+it is first asked for, and kept: `corpus.py` tells what it is. Each figure can be run alone
+(`--figures merge`), and the table is printed line by line; what goes on meanwhile goes to stderr.
 """
 
 from __future__ import annotations
 
 import argparse
-import itertools
 import json
 import os
 import shutil
 import statistics
 import subprocess
 import sys
-import sysconfig
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -28,14 +29,36 @@ import numpy as np
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from tools.bench import harness
+from tools.bench import corpus, harness
+from tools.bench.corpus import FOLDER, VOCAB_SIZE, tell
 from tools.bench.object_server import running
 
-FOLDER = Path("/tmp/streammega-bench/convert")
-VOCAB_SIZE = 32_000
-CORPUS_BYTES = 100 << 20
-PAIR_BYTES = 1 << 30
 DOCUMENT_BYTES = 1 << 30
+BLOCK_BYTES = 1 << 18
+"""Stored tokens of a block of the stream order."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Scale:
+    """How much is measured: runs of each side, MiB of text, MiB of tokens."""
+
+    runs: int
+    corpus: int
+    pair: int
+
+    @property
+    def text(self) -> str:
+        """The corpus."""
+        return corpus.corpus(self.corpus)
+
+    @property
+    def tokens(self) -> str:
+        """The pair of tokens."""
+        return corpus.pair(self.pair, self.corpus)
+
+    def shards(self, kind: str = "bin") -> str:
+        """The same tokens in shards."""
+        return corpus.shards(self.pair, self.corpus, kind)
 
 
 def main() -> int:
@@ -44,6 +67,8 @@ def main() -> int:
     )
     parser.add_argument("--figures", nargs="*", choices=list(FIGURES), default=list(FIGURES))
     parser.add_argument("--runs", type=int, default=3)
+    parser.add_argument("--corpus", type=int, default=100, metavar="MIB", help="of text")
+    parser.add_argument("--pair", type=int, default=1024, metavar="MIB", help="of tokens")
     parser.add_argument(
         "--before",
         type=Path,
@@ -57,20 +82,19 @@ def main() -> int:
         result["peak"] = peak_bytes()
         print(json.dumps(result))
         return 0
+    scale = Scale(runs=chosen.runs, corpus=chosen.corpus, pair=chosen.pair)
     if chosen.before:
-        prepare_corpus()
-        compare(chosen.before.resolve(), chosen.runs)
+        compare(chosen.before.resolve(), scale)
         return 0
-    if chosen.figures == ["document"]:
-        prepare_corpus()
-    else:
-        prepare()
     names = ("tokenizers", "datatrove", "zstandard", "numpy", "torch", "xxhash")
     packages = [name for name in names if harness.installed(name)]
-    print(f"{harness.machine()}; {harness.versions(packages)}; {chosen.runs} runs, medians\n")
+    print(
+        f"{harness.machine()}; {harness.versions(packages)}; {scale.corpus} MiB of text, "
+        f"{scale.pair} MiB of tokens; {scale.runs} runs, medians\n"
+    )
     harness.table("figure", "other side", "streammega", "ratio")
     for name in chosen.figures:
-        FIGURES[name](chosen.runs)
+        FIGURES[name](scale)
     return 0
 
 
@@ -80,58 +104,16 @@ def peak_bytes() -> int:
     return int(status.partition("VmHWM:")[2].split()[0]) * 1024
 
 
-# --- what is measured -------------------------------------------------------------------------------------------------
-
-
-def prepare() -> None:
-    """The corpus, its tokenizer, and a pair of tokens."""
-    texts = prepare_corpus()
-    write_corpus(FOLDER / "corpus4.jsonl", texts, 4 * CORPUS_BYTES)
-    if not (FOLDER / "pair.idx").exists():
-        from streammega.convert import convert
-        from streammega.dataset import IndexedDatasetWriter
-        from streammega.dataset.indexed import IndexedDataset
-
-        convert(
-            [str(FOLDER / "corpus4.jsonl")],
-            str(FOLDER / "once"),
-            tokenizer=str(FOLDER / "tokenizer.json"),
-            overwrite=True,
-        )
-        once = IndexedDataset(str(FOLDER / "once"))
-        with IndexedDatasetWriter(str(FOLDER / "pair"), np.uint16) as writer:
-            for _ in range(PAIR_BYTES // once.bin_info.size + 1):
-                writer.add_index(str(FOLDER / "once"))
-
-
-def prepare_corpus() -> list[str]:
-    """The corpus and its tokenizer; returns the texts they are made of."""
-    FOLDER.mkdir(parents=True, exist_ok=True)
-    texts = list(sources())
-    if not (FOLDER / "tokenizer.json").exists():
-        from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-
-        model = Tokenizer(models.BPE())
-        model.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-        model.decoder = decoders.ByteLevel()
-        trainer = trainers.BpeTrainer(
-            vocab_size=VOCAB_SIZE, special_tokens=["<|endoftext|>"], show_progress=False
-        )
-        model.train_from_iterator(texts[::2], trainer)
-        model.save(str(FOLDER / "tokenizer.json"))
-    write_corpus(FOLDER / "corpus.jsonl", texts, CORPUS_BYTES)
-    return texts
-
-
-def compare(before: Path, runs: int) -> None:
+def compare(before: Path, scale: Scale) -> None:
     """Speed and peak memory of two checkouts on the same corpus, in turns."""
     here = Path(__file__).resolve().parents[2]
-    corpus = str(FOLDER / "corpus.jsonl")
+    text = scale.text
+    corpus.tokenizer()
     sides = {
-        "after": partial(run_side, "ours", here, corpus=corpus),
-        "before": partial(run_side, "ours", before, corpus=corpus),
+        "after": partial(run_side, "ours", here, corpus=text),
+        "before": partial(run_side, "ours", before, corpus=text),
     }
-    measured = harness.in_turns(runs, sides)
+    measured = harness.in_turns(scale.runs, sides)
     harness.table("figure", "before", "after", "after / before")
     for figure, title in (("rate", "text to tokens, tokens/s"), ("peak", "its peak memory, bytes")):
         old, new = (
@@ -139,27 +121,6 @@ def compare(before: Path, runs: int) -> None:
             for name in ("before", "after")
         )
         harness.row(title, f"{old:,.0f}", f"{new:,.0f}", f"{new / old:.2f}")
-
-
-def sources() -> Iterator[str]:
-    """Python files of this installation."""
-    paths = sysconfig.get_paths()
-    for root in dict.fromkeys((paths["stdlib"], paths["purelib"])):
-        for path in sorted(Path(root).rglob("*.py")):
-            text = path.read_text(encoding="utf-8", errors="ignore")
-            if 200 < len(text) < 100_000:
-                yield text
-
-
-def write_corpus(path: Path, texts: list[str], size: int) -> None:
-    if path.exists():
-        return
-    with open(path, "w", encoding="utf-8") as file:
-        number = 0
-        while file.tell() < size:
-            text = texts[number * 7919 % len(texts)]
-            file.write(json.dumps({"text": f"# {number}\n{text}"}) + "\n")
-            number += 1
 
 
 def run_side(name: str, checkout: Path | None = None, **arguments: Any) -> dict[str, Any]:
@@ -175,12 +136,16 @@ def run_side(name: str, checkout: Path | None = None, **arguments: Any) -> dict[
     if done.returncode:
         raise SystemExit(f"{name} failed:\n{done.stderr[-2000:]}")
     found: dict[str, Any] = json.loads(done.stdout.strip().splitlines()[-1])
+    tell(f"{name} {arguments}: {found['rate']:,.0f} a second")
     return found
 
 
 def rate_of(name: str, **arguments: Any) -> Callable[[], float]:
     """Runs a side, for its rate."""
     return lambda: float(run_side(name, **arguments)["rate"])
+
+
+TOKENIZER = str(FOLDER / "tokenizer.json")
 
 
 # --- sides, each in a process of its own ---------------------------------------------------------------------------------
@@ -191,7 +156,7 @@ def side_ours(corpus: str) -> dict[str, Any]:
 
     with tempfile.TemporaryDirectory(dir=FOLDER) as folder:
         began = time.perf_counter()
-        report = convert([corpus], f"{folder}/out", tokenizer=str(FOLDER / "tokenizer.json"))
+        report = convert([corpus], f"{folder}/out", tokenizer=TOKENIZER)
         return {"rate": report.tokens / (time.perf_counter() - began)}
 
 
@@ -203,7 +168,7 @@ def side_bare(corpus: str) -> dict[str, Any]:
 
     with open(corpus, encoding="utf-8") as file:
         texts = [json.loads(line)["text"] for line in file]
-    model = Tokenizer.from_file(str(FOLDER / "tokenizer.json"))
+    model = Tokenizer.from_file(TOKENIZER)
     tokens = 0
     began = time.perf_counter()
     for at in range(0, len(texts), 1000):
@@ -243,9 +208,7 @@ def side_megatron(corpus: str) -> dict[str, Any]:
         began = time.perf_counter()
         builder = IndexedDatasetBuilder(f"{folder}/out.bin", dtype=np.uint16)
         with (
-            multiprocessing.Pool(
-                os.cpu_count(), megatron_start, (str(FOLDER / "tokenizer.json"),)
-            ) as pool,
+            multiprocessing.Pool(os.cpu_count(), megatron_start, (TOKENIZER,)) as pool,
             open(corpus) as file,
         ):
             for ids in pool.imap(megatron_encode, file, 32):
@@ -274,7 +237,7 @@ def side_datatrove(corpus: str) -> dict[str, Any]:
         LocalPipelineExecutor(
             pipeline=[
                 JsonlReader(f"{folder}/in"),
-                DocumentTokenizer(f"{folder}/out", tokenizer_name_or_path=str(FOLDER / "tokenizer.json"), eos_token="<|endoftext|>",
+                DocumentTokenizer(f"{folder}/out", tokenizer_name_or_path=TOKENIZER, eos_token="<|endoftext|>",
                                   shuffle_documents=False, save_filename="x"),
             ],
             tasks=cores, workers=cores, logging_dir=f"{folder}/log",
@@ -297,51 +260,48 @@ def second(run: Callable[[str], int]) -> dict[str, Any]:
     return {"rate": size / taken}
 
 
-def side_reshape(shard_bytes: int | None) -> dict[str, Any]:
+def side_reshape(dataset: str, shard_bytes: int | None) -> dict[str, Any]:
     from streammega.convert import convert
 
-    inputs = [str(FOLDER / "pair")] if shard_bytes else [str(FOLDER / "halves.manifest.json")]
     return second(
-        lambda folder: convert(inputs, f"{folder}/out", shard_bytes=shard_bytes).stored_bytes
+        lambda folder: convert([dataset], f"{folder}/out", shard_bytes=shard_bytes).stored_bytes
     )
 
 
-def side_cp(sync: bool) -> dict[str, Any]:
-    """cp of the pair; with `sync`, to the disk, as a conversion is before it is published."""
+def side_cp(prefix: str, sync: bool) -> dict[str, Any]:
+    """cp of a pair; with `sync`, to the disk, as a conversion is before it is published."""
+    paths = [f"{prefix}.bin", f"{prefix}.idx"]
 
     def run(folder: str) -> int:
-        subprocess.run(
-            ["cp", "--reflink=never", str(FOLDER / "pair.bin"), str(FOLDER / "pair.idx"), folder],
-            check=True,
-        )
+        subprocess.run(["cp", "--reflink=never", *paths, folder], check=True)
         if sync:
-            subprocess.run(["sync", f"{folder}/pair.bin", f"{folder}/pair.idx"], check=True)
-        return (FOLDER / "pair.bin").stat().st_size
+            copies = [f"{folder}/{os.path.basename(path)}" for path in paths]
+            subprocess.run(["sync", *copies], check=True)
+        return os.stat(paths[0]).st_size
 
     return second(run)
 
 
-def side_verify() -> dict[str, Any]:
+def side_verify(dataset: str, small: str) -> dict[str, Any]:
     from streammega.dataset.verify import verify
     from streammega.kernels import check
 
     check.id_range(np.zeros(1, np.uint16))
-    verify(str(FOLDER / "small"))  # what is compiled is compiled
+    verify(small)  # what is compiled is compiled
     began = time.perf_counter()
-    report = verify(str(FOLDER / "halves.manifest.json"), eod_id=0)
+    report = verify(dataset, eod_id=0)
     assert not report.problems, report.problems
     return {"rate": report.checked_bytes / (time.perf_counter() - began)}
 
 
-def side_cat() -> dict[str, Any]:
-    paths = sorted(map(str, FOLDER.glob("halves-*.bin")))
-    began = time.perf_counter()
-    subprocess.run(["cat", *paths], stdout=subprocess.DEVNULL, check=True)
+def side_cat(dataset: str, piped: bool) -> dict[str, Any]:
+    folder = Path(dataset).parent
+    paths = sorted(map(str, folder.glob("*.bin")))
     size = sum(os.stat(path).st_size for path in paths)
-    to_null = time.perf_counter() - began
+    command = f"cat {' '.join(paths)} {'| cat ' if piped else ''}> /dev/null"
     began = time.perf_counter()
-    subprocess.run(f"cat {' '.join(paths)} | cat > /dev/null", shell=True, check=True)
-    return {"rate": size / to_null, "piped": size / (time.perf_counter() - began)}
+    subprocess.run(command, shell=True, check=True)
+    return {"rate": size / (time.perf_counter() - began)}
 
 
 def side_shuffle(corpus: str) -> dict[str, Any]:
@@ -362,24 +322,66 @@ def side_train(
     from streammega import DataConfig, StorageConfig, StreamLoader
 
     config = DataConfig(
-        blend=[blend], sequence_length=128 if model else 4096, order="stream", storage=StorageConfig(storage_options=options),
+        blend=[blend],
+        sequence_length=128 if model else 4096,
+        order="stream",
+        storage=StorageConfig(storage_options=options),
         index_cache_dir=FOLDER / "cache",
-    )  # fmt: skip
+    )
     learn = gpt_step() if model else lambda batch: None
     with StreamLoader(config, micro_batch_size=8, global_batch_size=64) as loader:
         tokens = 0
         began = time.perf_counter()
         start = None
+        cpu_before = 0.0
         for batch in loader:
             now = time.perf_counter()
             if start is None and now - began > 1.0:
                 start = now
+                cpu_before = time.process_time()
                 tokens = 0
             tokens += batch["tokens"].numel()
             learn(batch)
             if start is not None and now - start > seconds:
-                return {"rate": tokens / (now - start)}
+                cpu = time.process_time() - cpu_before
+                return {"rate": tokens / (now - start), "cpu": cpu / tokens * 1e9}
     raise AssertionError("the stream has no end")
+
+
+def side_frames(dataset: str, seconds: float) -> dict[str, Any]:
+    """Tokens a second that the zstandard library alone decompresses on all cores: the frames of a
+    shard, as many in a call as a block of the stream order has, into one buffer of each thread.
+    """
+    import zstandard
+
+    from streammega import StorageConfig
+    from streammega.storage import open_store
+    from streammega.storage.views import read_frames
+
+    path = min(Path(dataset).parent.glob("*.bin.zst"))
+    store, key = open_store(str(path), StorageConfig())
+    frames = read_frames(store, store.info(key))
+    stored = memoryview(path.read_bytes())
+    stop = time.perf_counter() + seconds
+
+    def decompress() -> int:
+        """Bytes until the time is over."""
+        decompressor = zstandard.ZstdDecompressor()
+        buffer = bytearray(BLOCK_BYTES)
+        done = 0
+        while time.perf_counter() < stop:
+            start = done % (frames.size - BLOCK_BYTES) // BLOCK_BYTES * BLOCK_BYTES
+            low, high = frames.stored(start, start + BLOCK_BYTES)
+            reader = decompressor.stream_reader(stored[low:high], read_across_frames=True)
+            done += reader.readinto(buffer)
+        return done
+
+    cores = len(os.sched_getaffinity(0))
+    began = time.perf_counter()
+    with ThreadPoolExecutor(cores) as pool:
+        counts = [pool.submit(decompress) for _ in range(cores)]
+    total = sum(count.result() for count in counts)
+    return {"rate": total / 2 / (time.perf_counter() - began)}
 
 
 def gpt_step() -> Callable[[dict[str, Any]], None]:
@@ -405,235 +407,203 @@ def gpt_step() -> Callable[[dict[str, Any]], None]:
 
 
 SIDES: dict[str, Callable[..., dict[str, Any]]] = {
-    "ours": side_ours, "bare": side_bare, "megatron": side_megatron, "datatrove": side_datatrove, "reshape": side_reshape,
-    "cp": side_cp, "verify": side_verify, "cat": side_cat, "shuffle": side_shuffle, "train": side_train,
-}  # fmt: skip
+    "ours": side_ours,
+    "bare": side_bare,
+    "megatron": side_megatron,
+    "datatrove": side_datatrove,
+    "reshape": side_reshape,
+    "cp": side_cp,
+    "verify": side_verify,
+    "cat": side_cat,
+    "shuffle": side_shuffle,
+    "train": side_train,
+    "frames": side_frames,
+}
 
 
 # --- figures -----------------------------------------------------------------------------------------------------------
 
 
-def tokenize(runs: int) -> None:
-    corpus = str(FOLDER / "corpus.jsonl")
-    sides = {name: rate_of(name, corpus=corpus) for name in ("ours", "bare", "megatron")}
-    if harness.installed("datatrove"):
-        sides["datatrove"] = rate_of("datatrove", corpus=corpus)
-    found = harness.medians(runs, sides)
-    for name, title in (
-        ("bare", "bare batch encoding"),
-        ("megatron", "Megatron-style preprocess"),
-        ("datatrove", "datatrove"),
-    ):
-        if name in found:
-            ratio = found["ours"] / found[name]
-            harness.row(
-                f"jsonl to tokens, {title}",
-                f"{found[name]:,.0f} tokens/s",
-                f"{found['ours']:,.0f} tokens/s",
-                f"{ratio:.2f}",
-            )
-
-
-def reshape(runs: int) -> None:
-    halves()
-    sides = {
-        "shard": rate_of("reshape", shard_bytes=256 << 20),
-        "merge": rate_of("reshape", shard_bytes=None),
-        "cp": rate_of("cp", sync=False),
-        "cp, synced": rate_of("cp", sync=True),
-    }
-    found = harness.medians(runs, sides)
-    for ours in ("shard", "merge"):
-        for theirs in ("cp", "cp, synced"):
-            ratio = found[ours] / found[theirs]
-            harness.row(
-                f"{ours} 1 GiB, {theirs}",
-                f"{found[theirs] / 1e6:,.0f} MB/s",
-                f"{found[ours] / 1e6:,.0f} MB/s",
-                f"{ratio:.2f}",
-            )
-
-
-def halves() -> None:
-    """The pair in shards of 256 MiB, and a small one."""
-    from streammega.convert import convert
-
-    if not (FOLDER / "halves.manifest.json").exists():
-        convert(
-            [str(FOLDER / "pair")],
-            str(FOLDER / "halves"),
-            shard_bytes=256 << 20,
-            eod_id=0,
-            overwrite=True,
-        )
-        convert([str(FOLDER / "once")], str(FOLDER / "small"), eod_id=0, overwrite=True)
-
-
-def verification(runs: int) -> None:
-    halves()
-    cats = harness.medians(runs, {"cat": lambda: side_cat()["rate"]})["cat"]
-    piped = harness.medians(runs, {"cat": lambda: side_cat()["piped"]})["cat"]
-    ours = harness.medians(runs, {"ours": rate_of("verify")})["ours"]
-    for title, theirs in (("cat > /dev/null", cats), ("cat | cat", piped)):
-        harness.row(
-            f"verify 1 GiB, {title}",
-            f"{theirs / 1e6:,.0f} MB/s",
-            f"{ours / 1e6:,.0f} MB/s",
-            f"{ours / theirs:.2f}",
-        )
-
-
-def memory(runs: int) -> None:
-    sizes = [
-        run_side("ours", corpus=str(FOLDER / name))["peak"]
-        for name in ("corpus.jsonl", "corpus4.jsonl")
-    ]
-    harness.row("peak memory of a process, a corpus of 100 and 400 MiB", f"{sizes[0] / 1e6:,.0f} MB", f"{sizes[1] / 1e6:,.0f} MB",
-        f"{sizes[1] / sizes[0]:.2f}")  # fmt: skip
-    sizes = [
-        run_side("reshape", shard_bytes=256 << 20)["peak"],
-        run_side("shuffle", corpus=str(FOLDER / "pair"))["peak"],
-    ]
-    harness.row(
-        "peak memory, 1 GiB of tokens sharded; shuffled in 256 MiB",
-        f"{sizes[0] / 1e6:,.0f} MB",
-        f"{sizes[1] / 1e6:,.0f} MB",
-        "",
-    )
-    shuffled = rate_of("shuffle", corpus=str(FOLDER / "pair"))
-    rate = harness.medians(runs, {"shuffle": shuffled})["shuffle"]
-    harness.row("shuffle 1 GiB of tokens in 256 MiB of memory", "", f"{rate / 1e6:,.0f} MB/s", "")
-
-
-def document(runs: int) -> None:
-    """Memory for one document of 1 GiB, by what it lies in."""
-    texts = list(sources())
-    for name in ("document.txt", "document.jsonl", "document.json", "document.parquet"):
-        path = FOLDER / name
-        if not path.exists():
-            write_document(path, texts, DOCUMENT_BYTES)
-        harness.row(
-            f"peak memory, {name} of 1 GiB",
-            "",
-            f"{run_side('ours', corpus=str(path))['peak'] / 1e6:,.0f} MB",
-            "",
-        )
-
-
-def write_document(path: Path, texts: list[str], size: int) -> None:
-    """One text, written without being held; for Parquet it has to be."""
-    import pyarrow as pa
-    import pyarrow.parquet as pq
-
-    pieces = until(size, itertools.cycle(texts))
-    if path.suffix == ".parquet":
-        pq.write_table(pa.table({"text": pa.array(["".join(pieces)], pa.large_string())}), path)
+def tokenize(scale: Scale, theirs: str, title: str) -> None:
+    """Ours beside another tokenizing of the same lines."""
+    if theirs == "datatrove" and not harness.installed("datatrove"):
+        tell("datatrove is not installed; its figure is left out")
         return
-    before, behind = {
-        ".txt": ("", ""),
-        ".jsonl": ('{"text": "', '"}\n'),
-        ".json": ('[\n{"text": "', '"}\n]\n'),
-    }[path.suffix]
-    with open(path, "w", encoding="utf-8") as file:
-        file.write(before)
-        for text in pieces:
-            file.write(json.dumps(text)[1:-1] if before else text)
-        file.write(behind)
+    text = scale.text
+    corpus.tokenizer()
+    sides = {name: rate_of(name, corpus=text) for name in ("ours", theirs)}
+    found = harness.medians(scale.runs, sides)
+    row(f"jsonl to tokens, {title}", found[theirs], found["ours"], 1, "tokens/s")
 
 
-def until(size: int, texts: Iterator[str]) -> Iterator[str]:
-    """Texts up to so many bytes."""
-    while size > 0:
-        text = next(texts)
-        size -= len(text.encode())
-        yield text
+def reshape(scale: Scale, title: str) -> None:
+    """A copy that is sharded or merged, beside `cp` with and without `sync`."""
+    ours = {
+        "shard": rate_of("reshape", dataset=scale.tokens, shard_bytes=256 << 20),
+        "merge": rate_of("reshape", dataset=scale.shards(), shard_bytes=None),
+    }
+    sides = {
+        title: ours[title],
+        "cp and sync": rate_of("cp", prefix=scale.tokens, sync=True),
+        "cp": rate_of("cp", prefix=scale.tokens, sync=False),
+    }
+    found = harness.medians(scale.runs, sides)
+    for theirs in ("cp and sync", "cp"):
+        row(f"{title}, {theirs}", found[theirs], found[title], 1e6, "MB/s")
 
 
-def zstd(runs: int) -> None:
+def verification(scale: Scale) -> None:
+    dataset = scale.shards()
+    sides = {
+        "verify": rate_of("verify", dataset=dataset, small=corpus.once(scale.corpus)),
+        "cat > /dev/null": rate_of("cat", dataset=dataset, piped=False),
+        "cat | cat": rate_of("cat", dataset=dataset, piped=True),
+    }
+    found = harness.medians(scale.runs, sides)
+    for theirs in ("cat > /dev/null", "cat | cat"):
+        row(f"verify, {theirs}", found[theirs], found["verify"], 1e6, "MB/s")
+
+
+def memory(scale: Scale) -> None:
+    corpus.tokenizer()
+    sizes = (scale.corpus, 4 * scale.corpus)
+    small, large = (run_side("ours", corpus=corpus.corpus(mib))["peak"] for mib in sizes)
+    title = f"peak memory of a process, a corpus of {sizes[0]} and {sizes[1]} MiB"
+    row(title, small, large, 1e6, "MB")
+    sharded = run_side("reshape", dataset=scale.tokens, shard_bytes=256 << 20)["peak"]
+    shuffled = run_side("shuffle", corpus=scale.tokens)["peak"]
+    title = f"peak memory, {scale.pair} MiB of tokens sharded; shuffled in 256 MiB"
+    row(title, sharded, shuffled, 1e6, "MB")
+
+
+def shuffle(scale: Scale) -> None:
+    found = harness.medians(scale.runs, {"shuffle": rate_of("shuffle", corpus=scale.tokens)})
+    title = f"shuffle {scale.pair} MiB of tokens in 256 MiB of memory"
+    harness.row(title, "", f"{found['shuffle'] / 1e6:,.0f} MB/s", "")
+
+
+def document(scale: Scale) -> None:
+    """Memory for one document of 1 GiB, by what it lies in."""
+    corpus.tokenizer()
+    for name in ("document.txt", "document.jsonl", "document.json", "document.parquet"):
+        path = corpus.document(name, DOCUMENT_BYTES)
+        peak = run_side("ours", corpus=path)["peak"]
+        harness.row(f"peak memory, {name} of 1 GiB", "", f"{peak / 1e6:,.0f} MB", "")
+
+
+LEVELS = ((1, 32), (3, 32), (6, 32), (9, 32), (19, 32), (3, 16), (3, 64), (3, 256), (3, 1024))
+"""Levels of zstd, and KiB of a frame, that are measured."""
+
+
+def zstd(scale: Scale) -> None:
     """Ratio, writing and reading speed of levels, and of frames."""
+    once = corpus.once(scale.corpus)
+    for level, frame in LEVELS:
+        tell(f"zstd level {level}, frames of {frame} KiB")
+        with tempfile.TemporaryDirectory(dir=FOLDER) as folder:
+            write_and_read(once, folder, level, frame, scale.runs)
+
+
+def write_and_read(once: str, folder: str, level: int, frame: int, runs: int) -> None:
     from streammega.convert import convert
     from streammega.dataset.indexed import IndexedDataset
 
-    for level, frame in (
-        (1, 32),
-        (3, 32),
-        (6, 32),
-        (9, 32),
-        (19, 32),
-        (3, 16),
-        (3, 64),
-        (3, 256),
-        (3, 1024),
-    ):
-        with tempfile.TemporaryDirectory(dir=FOLDER) as folder:
-            began = time.perf_counter()
-            report = convert(
-                [str(FOLDER / "once")],
-                f"{folder}/z",
-                kind="zst",
-                level=level,
-                frame_bytes=frame << 10,
-                workers=1,
-            )
-            written = report.tokens * 2 / (time.perf_counter() - began)
-            indexed = IndexedDataset(f"{folder}/z")
-            rates = []
-            for _ in range(runs):
-                began = time.perf_counter()
-                for at in range(0, indexed.bin_info.size, 8 << 20):
-                    indexed.store.read_ranges(
-                        indexed.bin_key, [at], [min(at + (8 << 20), indexed.bin_info.size)]
-                    )
-                rates.append(indexed.bin_info.size / (time.perf_counter() - began))
-            harness.row(f"zstd level {level}, frames of {frame} KiB", f"written at {written / 1e6:,.0f} MB/s",
-                f"read at {statistics.median(rates) / 1e6:,.0f} MB/s on one core", f"{report.compression:.2f}x smaller")  # fmt: skip
+    settings: dict[str, Any] = {"kind": "zst", "level": level, "frame_bytes": frame << 10}
+    began = time.perf_counter()
+    report = convert([once], f"{folder}/z", workers=1, **settings)
+    written = report.tokens * 2 / (time.perf_counter() - began)
+    indexed = IndexedDataset(f"{folder}/z")
+    size = indexed.bin_info.size
+    rates = []
+    for _ in range(runs):
+        began = time.perf_counter()
+        for start in range(0, size, 8 << 20):
+            stop = min(start + (8 << 20), size)
+            indexed.store.read_ranges(indexed.bin_key, [start], [stop])
+        rates.append(size / (time.perf_counter() - began))
+    harness.row(
+        f"zstd level {level}, frames of {frame} KiB",
+        f"written at {written / 1e6:,.0f} MB/s",
+        f"read at {statistics.median(rates) / 1e6:,.0f} MB/s on one core",
+        f"{report.compression:.2f}x smaller",
+    )
 
 
-def training(runs: int) -> None:
-    from streammega.convert import convert
-
-    root = FOLDER / "objects" / "data"
-    for kind in ("bin", "zst", "tar"):
-        if not (root / f"{kind}.manifest.json").exists():
-            shutil.rmtree(root, ignore_errors=True) if kind == "bin" else None
-            convert(
-                [str(FOLDER / "pair")],
-                str(root / kind),
-                kind=kind,
-                shard_bytes=256 << 20,
-                overwrite=True,
-            )
-    kinds = ("bin", "zst", "tar")
-    local = {
-        kind: rate_of("train", blend=str(root / kind), options={}, seconds=4) for kind in kinds
+def local_shards(scale: Scale, kind: str) -> None:
+    """The loader alone on local shards, beside plain ones, and zstd beside its library alone."""
+    dataset = scale.shards(kind)
+    sides = {
+        name: rate_of("train", blend=scale.shards(name), options={}, seconds=4)
+        for name in ("bin", kind)
     }
-    found = harness.medians(runs, local)
-    for kind in ("zst", "tar"):
-        harness.row(f"training from local .{kind}, plain .bin", f"{found['bin'] / 1e6:,.0f} M tokens/s", f"{found[kind] / 1e6:,.0f} M tokens/s",
-            f"{found[kind] / found['bin']:.2f}")  # fmt: skip
-    steps = {
-        kind: rate_of("train", blend=str(root / kind), options={}, seconds=6, model=True)
+    if kind == "zst":
+        sides["frames"] = rate_of("frames", dataset=dataset, seconds=4)
+    found = harness.medians(scale.runs, sides)
+    title = f"training from local .{kind}, "
+    row(f"{title}plain .bin", found["bin"], found[kind], 1e6, "M tokens/s")
+    if kind == "zst":
+        title += "the zstandard library alone on all cores"
+        row(title, found["frames"], found[kind], 1e6, "M tokens/s")
+
+
+def learning(scale: Scale) -> None:
+    sides = {
+        kind: rate_of("train", blend=scale.shards(kind), options={}, seconds=6, model=True)
         for kind in ("bin", "zst")
     }
-    found = harness.medians(runs, steps)
-    harness.row("training a small GPT from local .zst, plain .bin", f"{found['bin']:,.0f} tokens/s", f"{found['zst']:,.0f} tokens/s",
-        f"{found['zst'] / found['bin']:.2f}")  # fmt: skip
-    for link, title in ((100e6, "on a link of 100 MB/s"), (0.0, "from object storage on loopback")):
-        with running(FOLDER / "objects") as server:
-            server.behave(link=link)
-            options = server.storage_options
-            remote = {
-                kind: rate_of("train", blend=f"s3://data/{kind}", options=options, seconds=6)
-                for kind in ("bin", "zst")
-            }
-            found = harness.medians(runs, remote)
-        harness.row(f"training from zstd {title}, plain .bin", f"{found['bin'] / 1e6:,.1f} M tokens/s", f"{found['zst'] / 1e6:,.1f} M tokens/s",
-            f"{found['zst'] / found['bin']:.2f}")  # fmt: skip
+    found = harness.medians(scale.runs, sides)
+    title = "training a small GPT from local .zst, plain .bin"
+    row(title, found["bin"], found["zst"], 1, "tokens/s")
 
 
-FIGURES: dict[str, Callable[[int], None]] = {
-    "tokenize": tokenize, "reshape": reshape, "verify": verification, "memory": memory, "document": document, "zstd": zstd, "training": training,
-}  # fmt: skip
+def remote(scale: Scale, link: float, title: str) -> None:
+    """Both kinds from the object server, over a link of so many bytes a second (0: as it is)."""
+    prefixes = {kind: Path(scale.shards(kind)) for kind in ("bin", "zst")}
+    objects = FOLDER / "objects"
+    for kind, prefix in prefixes.items():
+        bucket = objects / "data" / f"{kind}-{scale.pair}"
+        bucket.parent.mkdir(parents=True, exist_ok=True)
+        if not bucket.exists():
+            shutil.copytree(prefix.parent, bucket, copy_function=os.link)
+    with running(objects) as server:
+        server.behave(link=link)
+        sides = {
+            kind: rate_of(
+                "train",
+                blend=f"s3://data/{kind}-{scale.pair}/{kind}",
+                options=server.storage_options,
+                seconds=6,
+            )
+            for kind in prefixes
+        }
+        found = harness.medians(scale.runs, sides)
+    row(f"training from zstd {title}, plain .bin", found["bin"], found["zst"], 1e6, "M tokens/s")
+
+
+def row(title: str, theirs: float, ours: float, unit: float, name: str) -> None:
+    """Both sides in a unit, and their ratio."""
+    digits = 1 if ours / unit < 100 else 0
+    told = [f"{value / unit:,.{digits}f} {name}" for value in (theirs, ours)]
+    harness.row(title, *told, f"{ours / theirs:.2f}")
+
+
+FIGURES: dict[str, Callable[[Scale], None]] = {
+    "tokenize": partial(tokenize, theirs="bare", title="bare batch encoding"),
+    "megatron": partial(tokenize, theirs="megatron", title="Megatron-style preprocess"),
+    "datatrove": partial(tokenize, theirs="datatrove", title="datatrove"),
+    "shard": partial(reshape, title="shard"),
+    "merge": partial(reshape, title="merge"),
+    "verify": verification,
+    "memory": memory,
+    "shuffle": shuffle,
+    "document": document,
+    "zstd": zstd,
+    "zst": partial(local_shards, kind="zst"),
+    "tar": partial(local_shards, kind="tar"),
+    "learning": learning,
+    "link": partial(remote, link=100e6, title="on a link of 100 MB/s"),
+    "loopback": partial(remote, link=0.0, title="from object storage on loopback"),
+}
 
 
 if __name__ == "__main__":
