@@ -21,6 +21,8 @@ import botocore.session
 
 KEY = "AKIATESTKEY00000"
 SECRET = "test-secret-value-never-shown"
+SHUTDOWN_WITHIN = 0.01
+"""Seconds between two looks of a server at whether it is to end, which every test of one waits for."""
 
 
 @dataclass
@@ -158,7 +160,7 @@ def http_server(objects: dict[str, bytes]) -> Iterator[HttpObjects]:
     state = HttpObjects(objects)
     server = ThreadingHTTPServer(("127.0.0.1", 0), _handler(state))
     state.port = server.server_address[1]
-    thread = threading.Thread(target=server.serve_forever, daemon=True)
+    thread = threading.Thread(target=server.serve_forever, args=(SHUTDOWN_WITHIN,), daemon=True)
     thread.start()
     try:
         yield state
