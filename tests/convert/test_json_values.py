@@ -27,7 +27,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from streammega import IndexedDataset, StorageConfig
-from streammega.convert import ConvertOptions, convert
+from streammega.convert import ConvertOptions, ConvertReport, convert
 from streammega.convert.documents import RawDocument
 from streammega.convert.read.inputs import find_inputs
 from streammega.convert.read.json_values import HEAD_BYTES, holds_lines, read_values
@@ -71,6 +71,15 @@ def texts(prefix: Path) -> list[str]:
         bytes(np.asarray(ids[:-1]).astype(np.uint8)).decode()
         for ids in IndexedDataset(str(prefix))[:]
     ]
+
+
+def converted(folder: Path, *names: str, **options: Any) -> ConvertReport:
+    """What is said of files of a folder, in.json by default, that become the dataset `out` there
+    without what is broken in them.
+    """
+    inputs = [str(folder / name) for name in names or ("in.json",)]
+    output = str(folder / "out")
+    return convert(inputs, output, tokenizer="bytes", workers=1, on_error="skip", **options)
 
 
 @pytest.mark.parametrize("form", FORMS)
@@ -148,8 +157,7 @@ def test_broken_arrays_name_their_line_and_lose_nothing_in_silence(
         match=rf"in\.json.*{message}" if not message.startswith(":") else rf"in\.json{message}",
     ):
         convert([str(tmp_path / "in.json")], str(tmp_path / "no"), tokenizer="bytes", workers=1)
-    inputs = [str(tmp_path / "in.json"), str(tmp_path / "good.json")]
-    report = convert(inputs, str(tmp_path / "out"), tokenizer="bytes", workers=1, on_error="skip")
+    report = converted(tmp_path, "in.json", "good.json")
     if name in GO_ON:
         assert report.dropped == {"broken record": 1}
         assert re.fullmatch(
@@ -186,13 +194,7 @@ def test_members_behind_a_broken_one_are_read(
     )
     with pytest.raises(ConvertError, match=r"in\.json:5: broken JSON"):
         convert([str(tmp_path / "in.json")], str(tmp_path / "no"), tokenizer="bytes", workers=1)
-    report = convert(
-        [str(tmp_path / "in.json")],
-        str(tmp_path / "out"),
-        tokenizer="bytes",
-        workers=1,
-        on_error="skip",
-    )
+    report = converted(tmp_path)
     # of which only what is behind it is broken
     first = ["x"] if bad.startswith('{"text": "x"}') else []
     wanted = [record["text"] for record in RECORDS[:6]]
@@ -205,13 +207,7 @@ def test_members_behind_a_broken_one_are_read(
 
 def test_what_lies_behind_a_missing_quote_is_left_out_and_said_to_be(tmp_path: Path) -> None:
     (tmp_path / "in.json").write_text('[{"text": "good"},\n{"text: "x"},\n{"text": "b"}]')
-    report = convert(
-        [str(tmp_path / "in.json")],
-        str(tmp_path / "out"),
-        tokenizer="bytes",
-        workers=1,
-        on_error="skip",
-    )
+    report = converted(tmp_path)
     assert texts(tmp_path / "out") == ["good"]
     assert report.dropped == {"unreadable file": 1}
     assert "in.json:2: broken JSON" in report.messages[0]
@@ -229,13 +225,7 @@ def test_records_of_an_array_are_refused_one_by_one(tmp_path: Path) -> None:
         b'{"text": "x"}',
     ]
     (tmp_path / "in.json").write_bytes(b"[\n" + b",\n".join(broken) + b"\n]\n")
-    report = convert(
-        [str(tmp_path / "in.json")],
-        str(tmp_path / "out"),
-        tokenizer="bytes",
-        workers=1,
-        on_error="skip",
-    )
+    report = converted(tmp_path)
     assert texts(tmp_path / "out") == ["good", "x"]
     assert report.dropped == {"broken record": 5}
     places = [message.partition(": ")[0].rpartition(":")[2] for message in report.messages]
@@ -247,14 +237,7 @@ def test_records_of_an_array_are_refused_one_by_one(tmp_path: Path) -> None:
 def test_a_file_of_lines_whose_first_is_broken_stays_one_of_lines(tmp_path: Path) -> None:
     for first in ('{"text": ', '{"text": "a', "{", '{"text": "a"} {'):
         (tmp_path / "in.json").write_text(f'{first}\n{{"text": "b"}}\n{{"text": "c"}}\n')
-        report = convert(
-            [str(tmp_path / "in.json")],
-            str(tmp_path / "out"),
-            tokenizer="bytes",
-            workers=1,
-            on_error="skip",
-            overwrite=True,
-        )
+        report = converted(tmp_path, overwrite=True)
         assert texts(tmp_path / "out") == ["b", "c"], first
         assert report.dropped == {"broken record": 1}
 

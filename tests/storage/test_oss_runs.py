@@ -40,6 +40,7 @@ from tests.support.streams import (
     blend_of,
     check_that_faults_change_no_token,
     config_of,
+    impatient,
     stream,
     write_data,
 )
@@ -68,18 +69,8 @@ def bucket(oss: Oss, local: Path) -> str:
     return name
 
 
-def storage_of(oss: Oss, transport: Any, **options: Any) -> StorageConfig:
-    return StorageConfig(
-        transport=transport,
-        storage_options=options or oss.options,
-        part_bytes=4096,
-        stall_timeout=0.6,
-        timeout=20,
-        retries=12,
-        max_requests=16,
-        coalesce_bytes=512,
-        memory_bytes=400_000,
-    )
+def storage_of(oss: Oss, transport: str, **options: Any) -> StorageConfig:
+    return impatient(options or oss.options, transport, stall_timeout=0.6)
 
 
 @pytest.mark.parametrize("transport", TRANSPORTS)

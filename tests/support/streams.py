@@ -54,11 +54,20 @@ def config_of(
 
 
 def storage_of(server: Running, transport: str) -> StorageConfig:
+    """How to reach a server for benches: see impatient."""
+    return impatient(server.storage_options, transport)
+
+
+def impatient(options: dict[str, Any], transport: str, stall_timeout: float = 0.4) -> StorageConfig:
+    """Small requests that are tried again soon: so that each fault happens, and none is waited for.
+
+    stall_timeout: in seconds; what a server needs for an answer on a machine with much to do.
+    """
     return StorageConfig(
         transport=transport,  # type: ignore[arg-type]
-        storage_options=server.storage_options,
+        storage_options=options,
         part_bytes=4096,
-        stall_timeout=0.4,
+        stall_timeout=stall_timeout,
         timeout=20,
         retries=12,
         max_requests=16,
