@@ -6,12 +6,13 @@ import fnmatch
 import glob
 import logging
 import os
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from typing import TypeVar
 
 from streammega.config import StorageConfig
+from streammega.dataset.listing import FEW, NOTHING, Told, told_of, with_told
 from streammega.dataset.manifest import MANIFEST, manifest_shards
 from streammega.dataset.shards import (
     SUFFIXES,
@@ -42,10 +43,6 @@ SIGNS = "*?["
 """What makes a pattern of a name, if nothing is called just that."""
 TRIES = 5
 """Times that a dataset is looked up again when it was replaced while it was opened."""
-FEW = 8
-"""Up to so many shards of a manifest are asked for one by one; a listing tells of 1,000 objects,
-but of others too.
-"""
 
 
 def open_shards(
@@ -53,11 +50,13 @@ def open_shards(
     storage: StorageConfig,
     open_all: Callable[[list[KnownShard]], Opened],
     finish: Callable[[], None] = lambda: None,
+    told: Told = NOTHING,
 ) -> Opened:
     """What `open_all` makes of a dataset's shards. A prefix that is no pair stands for the manifest
     of that name, if any.
 
-    `finish` is called after that, for what is to be read of them at once. A dataset that is
+    `finish` is called after that, for what is to be read of them at once. `told`: what listings told
+    of this dataset and others, which is believed once. A dataset that is
     replaced meanwhile is looked up and opened again: it is the former one, or the new one.
     """
     for number in range(TRIES):
@@ -65,7 +64,7 @@ def open_shards(
         is_last = number == TRIES - 1
         seen: list[KnownShard] = []
         try:
-            opened = _open_found(name, storage, open_all, seen)
+            opened = _open_found(name, storage, open_all, seen, told if is_first else NOTHING)
             finish()
         except ObjectChangedError:
             if is_last:
@@ -97,8 +96,13 @@ def _open_found(
     storage: StorageConfig,
     open_all: Callable[[list[KnownShard]], Opened],
     seen: list[KnownShard],
+    told: Told = NOTHING,
 ) -> Opened:
     """`open_shards`, once; `seen` gets what was found on the way."""
+    pair_told = _pair_told(name, told)
+    if pair_told is not None:
+        seen.append(pair_told)
+        return open_all([pair_told])
     shards = find_shards(name, storage)
     seen += shards
     if not _is_prefix(shards, name):
@@ -119,6 +123,27 @@ def _open_found(
         if not listed or pair != strip_suffix(name):
             raise
     return open_all(_with_infos(listed, storage))
+
+
+def _pair_told(name: str, told: Told) -> KnownShard | None:
+    """The pair of that very name, if listings told all of it, and of no manifest beside it."""
+    prefix = strip_suffix(name)
+    if prefix not in told.prefixes or prefix + MANIFEST in told.objects:
+        return None
+    shard = with_told(named(*split_name(name)), told)
+    return None if shard.stored is None or shard.index is None else shard
+
+
+def told_of_prefixes(names: Sequence[str], storage: StorageConfig) -> Told:
+    """What listings tell of those names of a blend that stand for shards of remote stores by
+    themselves. Raises StorageError.
+    """
+    prefixes = []
+    for name in names:
+        is_pair = not name.endswith((".json", "/")) and not _has_signs(_base_name(name))
+        if is_remote(name) and is_pair:
+            prefixes.append(name)
+    return told_of(prefixes, storage)
 
 
 def find_pairs(name: str, storage: StorageConfig) -> list[str]:
@@ -308,6 +333,9 @@ def _with_infos(shards: list[KnownShard], storage: StorageConfig) -> list[KnownS
     """
     if len(shards) <= FEW or not is_remote(shards[0].name):
         return shards
+    told = told_of([shard.name for shard in shards], storage)
+    if told.prefixes:
+        return [with_told(shard.name, told, shard.entry) for shard in shards]
     try:
         there = _listed(parent_url(shards[0].name), storage)
     except StorageError as error:

@@ -14,6 +14,7 @@ import numpy as np
 from streammega.config import StorageConfig
 from streammega.dataset.find import open_shards
 from streammega.dataset.idx import check_end, index_bytes
+from streammega.dataset.listing import NOTHING, Told
 from streammega.dataset.shards import KnownShard
 from streammega.dataset.token_file import ShardFiles
 from streammega.errors import FormatError
@@ -97,6 +98,7 @@ def read_bounds(
         dtype = entry.dtype
         num_sequences = entry.sequences
     else:
+        index.read_ahead()
         header = index.header
         dtype = header.dtype
         num_sequences = header.sequence_count
@@ -111,12 +113,31 @@ def read_bounds(
 
 
 def read_dataset(
-    name: str, storage: StorageConfig, cache_dir: str | Path | None = None
+    name: str,
+    storage: StorageConfig,
+    cache_dir: str | Path | None = None,
+    told: Told = NOTHING,
 ) -> list[PairBounds]:
-    """Open all shards of a dataset by their sizes and headers. Raises as read_bounds does."""
+    """Open all shards of a dataset by their sizes and headers, and by what listings told of it.
+    Raises as read_bounds does.
+    """
+
+    def open_one(shard: KnownShard) -> PairBounds:
+        return read_bounds(shard, storage, cache_dir)
 
     def open_all(shards: Sequence[KnownShard]) -> list[PairBounds]:
-        """Several at once: at most a few requests each."""
-        return each(lambda shard: read_bounds(shard, storage, cache_dir), shards, OPENERS)
+        # Where nothing is asked, threads would only take turns.
+        if all(_is_told(shard) for shard in shards):
+            return [open_one(shard) for shard in shards]
+        opened = each(open_one, shards, OPENERS)
+        if len(opened) > 1:
+            for pair in opened:
+                pair.files.index.forget()
+        return opened
 
-    return open_shards(name, storage, open_all)
+    return open_shards(name, storage, open_all, told=told)
+
+
+def _is_told(shard: KnownShard) -> bool:
+    """Whether a manifest and a listing told all that is needed of a shard."""
+    return None not in (shard.stored, shard.index, shard.entry)

@@ -19,6 +19,7 @@ from streammega.dataset.idx import (
     IndexHeader,
     check_index,
     check_whole_end,
+    likely_ends,
     parse_header,
     parse_index,
 )
@@ -27,6 +28,9 @@ from streammega.dataset.shards import SUFFIXES, KnownShard, check_told, split_na
 from streammega.errors import FormatError, ObjectNotFoundError
 from streammega.storage import Buffer, ObjectInfo, open_store
 from streammega.storage.backends.local import LocalStore
+
+READ_WHOLE = 8 << 10
+"""Bytes of an `.idx` that is read whole when it is opened: they cost no more than its header."""
 
 
 class IndexFile:
@@ -53,6 +57,7 @@ class IndexFile:
         # be looked up one by one.
         self._info: ObjectInfo | None = None
         self._header: IndexHeader | None = None
+        self._read_before: dict[int, Buffer] = {}  # what `read_ahead` read, by its first byte
 
     @property
     def url(self) -> str:
@@ -89,6 +94,23 @@ class IndexFile:
             self._check_counts(header.dtype, header.sequence_count, header.document_count - 1)
             self._header = header
         return self._header
+
+    def read_ahead(self) -> None:
+        """Read of a remote one what opening will ask for, by requests that go out together: all of
+        a small one, else its header, and its end where that most likely is.
+
+        It is kept until `forget`. Raises ObjectNotFoundError, FormatError, StorageError.
+        """
+        if self.is_local or self._read_before:
+            return
+        size = self.info.size
+        spans = [(0, size)] if size <= READ_WHOLE else likely_ends(size)
+        for (start, _), stored in zip(spans, self._read(spans), strict=True):
+            self._read_before[start] = stored
+
+    def forget(self) -> None:
+        """Free what was read ahead."""
+        self._read_before = {}
 
     def head(self) -> Buffer:
         """The bytes of the header, fewer where the file is shorter; not looked at.
@@ -174,9 +196,19 @@ class IndexFile:
         return cached_copy(self.store, self.info, self.cache_dir).exists()
 
     def _read(self, spans: list[tuple[int, int]]) -> list[Buffer]:
+        known = [self._known(start, stop) for start, stop in spans]
+        if None not in known:
+            return [part for part in known if part is not None]
         starts = [start for start, _ in spans]
         stops = [stop for _, stop in spans]
         return self.store.read_ranges(self.key, starts, stops, self.info.etag)
+
+    def _known(self, start: int, stop: int) -> Buffer | None:
+        """Bytes [start, stop), if they were read ahead."""
+        for first, stored in self._read_before.items():
+            if first <= start and stop <= first + len(stored):
+                return stored[start - first : stop - first]
+        return None
 
     def _check_counts(self, dtype: np.dtype[Any], sequences: int, documents: int) -> None:
         entry = self.shard.entry

@@ -14,8 +14,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from streammega.config import DataConfig
+from streammega.dataset.find import told_of_prefixes
 from streammega.dataset.headers import PairBounds, read_dataset
 from streammega.dataset.labels import tokenizers_of
+from streammega.dataset.listing import Told
 from streammega.errors import ConfigError
 from streammega.errors.redaction import redact_urls
 from streammega.order import Extents
@@ -61,8 +63,11 @@ class StreamSource:
             if config.blend is not None:
                 missing = f"split {config.split!r} leaves nothing"
             raise ConfigError(f"{missing} for {split}")
+        told = told_of_prefixes(blend.prefixes, config.storage)
         opened = each(
-            lambda name: _open_dataset(name, blend.shares, split, config), blend.prefixes, OPENERS
+            lambda name: _open_dataset(name, blend.shares, split, config, told),
+            blend.prefixes,
+            OPENERS,
         )
         self.files: Sequence[Sequence[TokenFile]] = [dataset.files for dataset in opened]
         self._datasets = [dataset.parts for dataset in opened]
@@ -165,9 +170,11 @@ class _OpenDataset:
     pairs: list[PairBounds]
 
 
-def _open_dataset(name: str, share: str, split: str, config: DataConfig) -> _OpenDataset:
+def _open_dataset(
+    name: str, share: str, split: str, config: DataConfig, told: Told
+) -> _OpenDataset:
     """A dataset whose pairs, all end to end, are cut as a whole by `share`."""
-    pairs = read_dataset(name, config.storage, config.index_cache_dir)
+    pairs = read_dataset(name, config.storage, config.index_cache_dir, told)
     num_sequences = sum(pair.num_sequences for pair in pairs)
     bounds = split_bounds(share, num_sequences)[split]
     if bounds is None or bounds[0] == bounds[1]:
@@ -187,6 +194,8 @@ def _open_dataset(name: str, share: str, split: str, config: DataConfig) -> _Ope
         for pair, modes in zip(pairs, modes_of_pair, strict=True)
     ]
     parts = _parts_of(pairs, *bounds)
+    for pair in pairs:
+        pair.files.index.forget()
     _warn_of_short(name, parts, len(pairs), config)
     # in bytes, blocks are as long as the widest tokens make them
     itemsize = max(pair.dtype.itemsize for pair in pairs)

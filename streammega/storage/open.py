@@ -29,6 +29,7 @@ from streammega.storage.store_files import StoreFiles
 
 _stores: weakref.WeakValueDictionary[Any, Any] = weakref.WeakValueDictionary()
 _lock = threading.Lock()
+_latest_digest: tuple[StorageConfig | None, bytes] = (None, b"")
 _registered: dict[str, Callable[[], Store]] = {}
 _BUILT_IN = {"mock": "streammega.dataset.mock"}
 """Modules above this layer that register a scheme of ours when they are imported.
@@ -178,10 +179,7 @@ def _shared(backend: type[Any], scheme: str, root: str, config: StorageConfig) -
 
     `root`: the bucket or host; empty for backends that serve all of them by one client.
     """
-    # A config does not show its options, which may hold secrets: a digest of both is kept.
-    options = sorted(config.storage_options.items(), key=str)
-    settings = hashlib.blake2b(repr((config, options)).encode()).digest()
-    identity = (backend, scheme, root, settings)
+    identity = (backend, scheme, root, _digest_of(config))
     # Two that open the same at once are to have one.
     with _lock:
         shared: Store | None = _stores.get(identity)
@@ -189,6 +187,20 @@ def _shared(backend: type[Any], scheme: str, root: str, config: StorageConfig) -
             shared = backend(scheme, root, config) if root else backend(scheme, config)
             _stores[identity] = shared
         return shared
+
+
+def _digest_of(config: StorageConfig) -> bytes:
+    """A config does not show its options, which may hold secrets: a digest of both is kept.
+
+    That of the latest config is known: thousands of shards are opened by one.
+    """
+    global _latest_digest
+    latest, digest = _latest_digest
+    if latest is not config:
+        options = sorted(config.storage_options.items(), key=str)
+        digest = hashlib.blake2b(repr((config, options)).encode()).digest()
+        _latest_digest = (config, digest)
+    return digest
 
 
 def join_url(folder: str, name: str) -> str:

@@ -137,6 +137,21 @@ class ExclusiveStore(Protocol):
         """
 
 
+@runtime_checkable
+class ListsBetween(Protocol):
+    """A store that can list what lies between two keys, whatever else it holds."""
+
+    def info(self, key: str) -> ObjectInfo:
+        """As of `Store`."""
+
+    def list_between(self, after: str, until: str, most: int) -> list[ObjectInfo] | None:
+        """Objects with after < key < until, sorted by key; None where there are more than `most`,
+        or they cannot be told from markers of folders, or the server lists none between keys.
+
+        Raises StorageError for what may pass when it is tried again.
+        """
+
+
 def create_object(store: Store, key: str, data: bytes) -> bool:
     """Write a small object where none is.
 

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import pickle
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,11 +19,14 @@ from streammega import DataConfig, IndexedDataset, IndexedDatasetWriter, Storage
 from streammega.cli.main import main
 from streammega.convert.read.inputs import find_inputs
 from streammega.dataset.find import find_pairs, find_shards
+from streammega.dataset.headers import read_dataset
+from streammega.dataset.listing import Told
 from streammega.dataset.manifest import MANIFEST, Manifest, Shard
 from streammega.dataset.mock import MockStore
 from streammega.dataset.shards import SUFFIXES, shard_name
-from streammega.errors import FormatError, StreammegaError
+from streammega.errors import FormatError, ObjectNotFoundError, StreammegaError
 from streammega.storage import ObjectInfo
+from streammega.storage.backends.obstore_store import ObstoreStore
 from streammega.storage.open import register_scheme
 from tests.dataset.test_opening import KINDS, write
 from tools.bench.object_server import Running, running
@@ -110,6 +115,110 @@ def test_a_folder_or_glob_is_opened_by_three_small_reads_of_each_shard_and_no_he
         requests, listed = asked(server, config_of(server, name, "stream", tmp_path))
         assert requests <= 3 * SHARDS + 4
         assert listed <= 2 * SHARDS + 2, "what lies deeper was listed too"
+
+
+@pytest.fixture(scope="module")
+def blend(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Running, Path, list[str]]]:
+    """A bucket of datasets that are blended, some of which have names that begin another's, with
+    much beside them; and their names.
+    """
+    root = tmp_path_factory.mktemp("blend")
+    names = [f"d{number}" for number in range(28)] + ["a", "a-b", "zz/deep", "a.b"]
+    for number, name in enumerate(names):
+        write(str(root / "b" / "data" / f"{name}.bin"), [30 + number, 50, 20])
+    others = root / "b" / "data" / "zzz"
+    others.mkdir()
+    for number in range(1200):
+        (others / f"{number}.idx").touch()
+    with running(root) as server:
+        yield server, root, [f"s3://b/data/{name}" for name in names]
+
+
+def blend_of(server: Running, names: list[str], cache: Path, **options: Any) -> DataConfig:
+    config = config_of(server, "", "stream", cache, **options)
+    return dataclasses.replace(config, blend=names)
+
+
+def test_a_blend_is_opened_by_a_listing_and_one_small_read_of_each_dataset(
+    blend: tuple[Running, Path, list[str]], tmp_path: Path
+) -> None:
+    server, _, names = blend
+    requests, _ = asked(server, blend_of(server, names, tmp_path, split="90,10,0"))
+    assert requests <= len(names) + 2, "one listing, one look at an ETag, one read of each"
+
+
+def test_a_blend_is_the_same_by_listings_and_without(
+    blend: tuple[Running, Path, list[str]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    server, root, names = blend
+    listed = blend_of(server, names, tmp_path, split="60,40,0")
+    local = [str(root / "b" / name.removeprefix("s3://b/")) for name in names]
+    identities = []
+    for config in (listed, dataclasses.replace(listed, blend=local)):
+        loader = StreamLoader(config, micro_batch_size=1, global_batch_size=1)
+        identities.append(loader.state_dict()["identity"])
+    monkeypatch.setattr(ObstoreStore, "list_between", lambda *arguments: None)
+    loader = StreamLoader(listed, micro_batch_size=1, global_batch_size=1)
+    assert [loader.state_dict()["identity"]] * 2 == identities
+
+
+def test_where_too_much_lies_between_datasets_they_are_looked_up(
+    blend: tuple[Running, Path, list[str]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    server, _, names = blend
+    monkeypatch.setattr("streammega.dataset.listing.MOST_OBJECTS", 10)
+    requests, listed = asked(server, blend_of(server, names, tmp_path))
+    assert requests >= 4 * len(names)
+    assert listed <= 1000, "more than one answer was asked for in vain"
+
+
+def test_a_dataset_that_was_replaced_after_the_listing_is_opened_as_it_is_now(
+    tmp_path: Path,
+) -> None:
+    write(str(tmp_path / "b" / "web.bin"), [30])
+    with running(tmp_path) as server:
+        storage = StorageConfig(storage_options=server.storage_options)
+        stale = ObjectInfo(key="web.bin", size=60, etag='"of before"')
+        objects = {"s3://b/web.bin": stale, "s3://b/web.idx": replace(stale, key="web.idx")}
+        told = Told(prefixes=frozenset(["s3://b/web"]), objects=objects)
+        (pair,) = read_dataset("s3://b/web", storage, tmp_path / "cache", told)
+        assert pair.num_tokens == 30
+
+
+@pytest.mark.parametrize("gone", [".bin", ".idx"])
+def test_a_missing_object_of_a_listed_blend_is_named(tmp_path: Path, gone: str) -> None:
+    names = [f"d{number}" for number in range(12)]
+    for name in names:
+        write(str(tmp_path / "b" / f"{name}.bin"), [30])
+    (tmp_path / "b" / f"d7{gone}").unlink()
+    with running(tmp_path) as server:
+        config = blend_of(server, [f"s3://b/{name}" for name in names], tmp_path / "cache")
+        with pytest.raises(ObjectNotFoundError, match=rf"d7\{gone}"):
+            StreamLoader(config, micro_batch_size=1, global_batch_size=1).close()
+
+
+@pytest.mark.parametrize("documents", ["each", "one"])
+@pytest.mark.parametrize("modes", [False, True])
+@pytest.mark.parametrize("sequences", [0, 1, 500, 1000])
+def test_pairs_of_any_size_of_index_are_bounded_alike(
+    tmp_path: Path, documents: str, modes: bool, sequences: int
+) -> None:
+    with IndexedDatasetWriter(str(tmp_path / "b" / "web"), np.uint16, multimodal=modes) as writer:
+        for number in range(sequences):
+            writer.add_item(np.arange(1 + number % 7), mode=1 if modes else 0)
+            if documents == "each":
+                writer.end_document()
+        if documents == "one":
+            writer.end_document()
+    (local,) = read_dataset(str(tmp_path / "b" / "web"), StorageConfig())
+    with running(tmp_path) as server:
+        storage = StorageConfig(storage_options=server.storage_options)
+        (pair,) = read_dataset("s3://b/web", storage, tmp_path / "cache")
+        numbers = range(0, sequences + 1, 100)
+        assert [pair.token_at(number) for number in numbers] == [
+            local.token_at(number) for number in numbers
+        ]
+        assert (pair.num_sequences, pair.num_tokens) == (local.num_sequences, local.num_tokens)
 
 
 def test_the_megatron_order_opened_again_asks_for_no_shard(

@@ -13,6 +13,7 @@ was served.
 from __future__ import annotations
 
 import argparse
+import bisect
 import contextlib
 import dataclasses
 import heapq
@@ -36,6 +37,8 @@ SHAPED_CHUNK = 128 * 1024
 SEND_CHUNK = 1 << 20
 LISTED_AT_ONCE = 1000
 """Objects and folders of one answer to a listing, as in S3."""
+CLOCK = 100_000_000
+"""Nanoseconds within which the clock of a file system may tell two changes the same time."""
 REASONS = {200: "OK", 206: "Partial Content", 404: "Not Found", 403: "Forbidden", 412: "Precondition Failed",
            416: "Range Not Satisfiable", 503: "Slow Down", 405: "Method Not Allowed"}  # fmt: skip
 
@@ -48,7 +51,9 @@ class Behaviour:
     """
 
     latency: float = 0.0
-    """Seconds before the first byte."""
+    """Seconds before the first byte of a body."""
+    latency_of_all: bool = False
+    """Whether answers to HEAD requests and listings come as late as bodies."""
     bandwidth: float = 0.0
     """Bytes per second of one connection; 0: as fast as it goes."""
     link: float = 0.0
@@ -129,6 +134,36 @@ class Connection:
         self.busy = False
 
 
+@dataclasses.dataclass
+class Tree:
+    """The keys below a folder, sorted, and when each of the folders there was changed last."""
+
+    keys: list[str]
+    changes: dict[str, int]
+    looked_at: int
+
+    @classmethod
+    def of(cls, top: str, root: str) -> Tree:
+        """What lies below `top`, without `root` before it."""
+        looked_at = time.time_ns()
+        keys = []
+        changes = {}
+        for folder, _, names in os.walk(top):
+            changes[folder] = os.stat(folder).st_mtime_ns
+            keys += [os.path.join(folder, name).removeprefix(root) for name in names]
+        return cls(sorted(keys), changes, looked_at)
+
+    def is_valid(self) -> bool:
+        """Whether no folder was changed since, nor so shortly before that its clock stood still."""
+        for folder, changed in self.changes.items():
+            try:
+                if os.stat(folder).st_mtime_ns != changed or changed + CLOCK > self.looked_at:
+                    return False
+            except FileNotFoundError:
+                return False
+        return bool(self.changes)
+
+
 class Server:
     """Accepts, parses, answers; timers hold back what is shaped."""
 
@@ -137,6 +172,8 @@ class Server:
         self.faults = Faults(self.behaviour)
         self.counts = {"requests": 0, "bytes": 0, "faults": 0, "lists": 0, "listed": 0}
         self.files: dict[str, tuple[int, os.stat_result]] = {}
+        self.trees: dict[str, Tree] = {}
+        """What lies below folders that were listed."""
         self.listener = socket.create_server(("127.0.0.1", port), backlog=1024)
         self.listener.setblocking(False)
         self.port = self.listener.getsockname()[1]
@@ -226,6 +263,16 @@ class Server:
             return self.list(connection, bucket, urllib.parse.parse_qs(query), method)
         return self.object(connection, path[1:], headers, method)
 
+    def keys_of(self, bucket: str, prefix: str) -> list[str]:
+        """The keys of a bucket that may begin with a prefix, sorted: looked up anew when one of
+        their folders has changed.
+        """
+        top = os.path.join(self.root, bucket, os.path.dirname(prefix))
+        known = self.trees.get(top)
+        if known is None or not known.is_valid():
+            known = self.trees[top] = Tree.of(top, f"{self.root}/{bucket}/")
+        return known.keys
+
     def list(
         self, connection: Connection, bucket: str, query: dict[str, list[str]], method: str
     ) -> None:
@@ -236,12 +283,11 @@ class Server:
         common: set[str] = set()
         after = query.get("continuation-token", query.get("start-after", [""]))[0]
         last = ""
-        for key in sorted(str(file.relative_to(top)) for file in top.rglob("*") if file.is_file()):
-            if (
-                not key.startswith(prefix)
-                or key <= after
-                or (after.endswith("/") and key.startswith(after))
-            ):
+        keys = self.keys_of(bucket, prefix)
+        begin = bisect.bisect_left(keys, max(prefix, after))
+        end = bisect.bisect_left(keys, prefix + chr(sys.maxunicode))
+        for key in keys[begin:end]:
+            if key == after or (after.endswith("/") and key.startswith(after)):
                 continue
             if len(items) + len(common) == LISTED_AT_ONCE:
                 break
@@ -302,7 +348,8 @@ class Server:
             status = 200 if behaviour.plain_200 else 206
             extra += f"Content-Range: bytes {start}-{stop - 1}/{stat.st_size}\r\n"
         if method == "HEAD":
-            return self.begin(connection, status, extra, stop - start, -1, 0, 0, 0.0)
+            delay = self.delay_of_small()
+            return self.begin(connection, status, extra, stop - start, -1, 0, 0, delay)
         fault, delay = self.faults.draw()
         self.counts["faults"] += fault is not None
         length = stop - start
@@ -329,14 +376,13 @@ class Server:
         return known
 
     def answer(self, connection: Connection, status: int, body: bytes, method: str) -> None:
-        self.begin(
-            connection, status, "Content-Type: application/xml\r\n", len(body), -1, 0, 0, 0.0
-        )
-        if method != "HEAD" and connection.sock.fileno() >= 0:
-            try:
-                connection.sock.sendall(body)
-            except OSError:
-                self.close(connection)
+        kind = "Content-Type: application/xml\r\n"
+        rest = b"" if method == "HEAD" else body
+        self.begin(connection, status, kind, len(body), -1, 0, 0, self.delay_of_small(), rest)
+
+    def delay_of_small(self) -> float:
+        """Seconds before an answer that is not the body of an object."""
+        return self.behaviour.latency if self.behaviour.latency_of_all else 0.0
 
     def begin(
         self,
@@ -348,9 +394,10 @@ class Server:
         start: int,
         left: int,
         delay: float,
+        body: bytes = b"",
     ) -> None:
         head = f"HTTP/1.1 {status} {REASONS.get(status, 'Error')}\r\nContent-Length: {length}\r\n{extra}\r\n"
-        connection.head = head.encode()
+        connection.head = head.encode() + body
         connection.file = fd
         connection.offset = start
         connection.left = left
@@ -367,7 +414,7 @@ class Server:
     def send(self, connection: Connection) -> None:
         try:
             if connection.head:
-                # a few hundred bytes into an empty socket buffer
+                # a few hundred bytes, or those of a listing, into an empty socket buffer
                 connection.sock.sendall(connection.head)
                 connection.head = b""
             while connection.left > 0:

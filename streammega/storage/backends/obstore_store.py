@@ -305,6 +305,36 @@ class ObstoreStore:
         """A key as the other transport has it."""
         return f"{self.root}/{key}"
 
+    def list_between(self, after: str, until: str, most: int) -> list[ObjectInfo] | None:
+        """By listings that begin after a key, which S3 knows; see `store.ListsBetween`."""
+        if self.scheme not in ("s3", "oss") or self._after_fork() is not None:
+            return None
+        client, pool = self._client()
+        # Of keys in different folders, what these have in common; of one folder, that.
+        folders = [os.path.dirname(f"/{key}") for key in (after, until)]
+        folder = os.path.commonpath(folders)[1:] or None
+
+        def list_part() -> list[ObjectInfo] | None:
+            listed: list[ObjectInfo] = []
+            try:
+                for page in obstore.list(client, folder, offset=after):
+                    objects = [_listed_info(item) for item in page]
+                    listed += [info for info in objects if info.key < until]
+                    if len(listed) > most:
+                        return None
+                    if objects and objects[-1].key >= until:
+                        break
+            except BaseException as error:
+                raise self._error(after, error) from None
+            return listed if _are_objects(listed, after) else None
+
+        try:
+            return pool.call(lambda: self._policy.call(list_part))
+        except StorageError as error:
+            if error.transient:
+                raise
+            return None
+
     def list(self, prefix: str, recursive: bool = True) -> list[ObjectInfo]:
         """Objects under a prefix, 1,000 a request; the prefix may end inside a name."""
         instead = self._after_fork()
@@ -331,10 +361,8 @@ class ObstoreStore:
 
         listed = []
         for item in pool.call(lambda: self._policy.call(list_folder)):
-            key = item["path"]
-            if key.startswith(prefix):
-                etag = listed_etag(item.get("e_tag"))
-                listed.append(ObjectInfo(key=key, size=int(item["size"]), etag=etag))
+            if item["path"].startswith(prefix):
+                listed.append(_listed_info(item))
         stored = self._as_stored(listed) if recursive else listed
         return sorted(stored, key=lambda info: info.key)
 
@@ -503,6 +531,21 @@ class ObstoreStore:
         if network:
             return no_answer(url, text)
         return StorageError(f"{url}: {text}")
+
+
+def _listed_info(item: Any) -> ObjectInfo:
+    """An entry of one of obstore's listings."""
+    etag = listed_etag(item.get("e_tag"))
+    return ObjectInfo(key=item["path"], size=int(item["size"]), etag=etag)
+
+
+def _are_objects(listed: Sequence[ObjectInfo], after: str) -> bool:
+    """Whether a listing is of objects alone, and begins after a key: see `_as_stored`, and some
+    servers do not know where to begin.
+    """
+    keys = {info.key for info in listed}
+    without_markers = len(keys) == len(listed) and all(info.size > 0 for info in listed)
+    return without_markers and all(key > after for key in keys)
 
 
 def _retry_config(policy: RetryPolicy) -> Any:

@@ -11,6 +11,12 @@ from streammega.storage.fetch.threads import Pool
 from streammega.storage.retry import RetryPolicy
 from streammega.storage.store import Buffer, Bytes, Span
 
+FEW = 8
+SMALL = 64 << 10
+"""Up to so many ranges of so many bytes together go out by one call: what a thread for each would
+cost is more than trying all again when one fails.
+"""
+
 
 class ReadsInto(Protocol):
     """The part of a `Store` that reads once, without trying again."""
@@ -43,9 +49,17 @@ def read_side_by_side(
             policy.call(lambda: store.read_into(key, [span], [out], etag))
         return out.data
 
+    def read_together(spans: list[Span]) -> list[Buffer]:
+        outs = [np.empty(stop - start, np.uint8) for start, stop in spans]
+        policy.call(lambda: store.read_into(key, spans, outs, etag))
+        return [out.data for out in outs]
+
     spans = [(int(start), int(stop)) for start, stop in zip(starts, stops, strict=True)]
     # Nothing goes on beside a single one: the thread that asks may do it.
     if len(spans) == 1:
         (only,) = spans
         return [read(only)]
+    sizes = [stop - start for start, stop in spans]
+    if sum(sizes) <= SMALL and len(spans) <= FEW and all(sizes):
+        return read_together(spans)
     return pool.map(read, spans)
