@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,8 @@ import numpy as np
 
 from streammega.config import StorageConfig
 from streammega.dataset.find import open_shards
-from streammega.dataset.idx import check_end, index_bytes
+from streammega.dataset.idx import IndexHeader, check_end, index_bytes
+from streammega.dataset.kept_headers import are_kept, kept_headers
 from streammega.dataset.listing import NOTHING, Told
 from streammega.dataset.shards import KnownShard
 from streammega.dataset.token_file import ShardFiles
@@ -87,10 +89,14 @@ def read_bounds(
     """
     if isinstance(shard, str):
         shard = KnownShard(name=shard)
-    files = ShardFiles(shard, storage, cache_dir)
+    return _bounds(ShardFiles(shard, storage, cache_dir))
+
+
+def _bounds(files: ShardFiles) -> PairBounds:
+    """The bounds of a shard, by its manifest or its header."""
     store, bin_info = files.tokens()
     index = files.index
-    entry = shard.entry
+    entry = files.shard.entry
     # A remote header costs a request for each shard, and a manifest tells what it holds; a local
     # one costs none.
     if entry is not None and not index.is_local:
@@ -98,11 +104,9 @@ def read_bounds(
         dtype = entry.dtype
         num_sequences = entry.sequences
     else:
-        index.read_ahead()
-        header = index.header
+        header = _checked_header(files, bin_info.size)
         dtype = header.dtype
         num_sequences = header.sequence_count
-        check_end(index.read_end(), bin_info.size, index.url, files.url)
     return PairBounds(
         files=files,
         store=store,
@@ -110,6 +114,15 @@ def read_bounds(
         dtype=dtype.newbyteorder("<"),
         num_sequences=num_sequences,
     )
+
+
+def _checked_header(files: ShardFiles, token_bytes: int) -> IndexHeader:
+    """The header of an `.idx`, which ends where its tokens do."""
+    index = files.index
+    if not index.is_checked:
+        index.read_ahead()
+        check_end(index.read_end(), token_bytes, index.url, files.url)
+    return index.header
 
 
 def read_dataset(
@@ -122,22 +135,34 @@ def read_dataset(
     Raises as read_bounds does.
     """
 
-    def open_one(shard: KnownShard) -> PairBounds:
-        return read_bounds(shard, storage, cache_dir)
-
     def open_all(shards: Sequence[KnownShard]) -> list[PairBounds]:
+        files = [ShardFiles(shard, storage, cache_dir) for shard in shards]
+        if are_kept(files):
+            headers = kept_headers(files[0].index.cache_dir / "idx", files, partial(_read, files))
+            for shard, header in zip(files, headers, strict=True):
+                shard.index.adopt(header)
         # Where nothing is asked, threads would only take turns.
-        if all(_is_told(shard) for shard in shards):
-            return [open_one(shard) for shard in shards]
-        opened = each(open_one, shards, OPENERS)
-        if len(opened) > 1:
-            for pair in opened:
-                pair.files.index.forget()
-        return opened
+        if all(_is_told(shard) for shard in files):
+            return [_bounds(shard) for shard in files]
+        return each(_bounds, files, OPENERS)
 
     return open_shards(name, storage, open_all, told=told)
 
 
-def _is_told(shard: KnownShard) -> bool:
-    """Whether a manifest and a listing told all that is needed of a shard."""
-    return None not in (shard.stored, shard.index, shard.entry)
+def _read(files: Sequence[ShardFiles]) -> list[IndexHeader]:
+    """The headers of shards, which end where their tokens do."""
+
+    def read_one(shard: ShardFiles) -> IndexHeader:
+        _, bin_info = shard.tokens()
+        header = _checked_header(shard, bin_info.size)
+        shard.index.forget()  # of thousands it would be much
+        return header
+
+    return each(read_one, files, OPENERS)
+
+
+def _is_told(files: ShardFiles) -> bool:
+    """Whether all that is needed of a shard is known without a request."""
+    shard = files.shard
+    is_listed = shard.stored is not None and shard.index is not None
+    return is_listed and (shard.entry is not None or files.index.is_checked)

@@ -4,7 +4,6 @@ of it read as is asked for.
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -24,9 +23,9 @@ from streammega.dataset.idx import (
     parse_index,
 )
 from streammega.dataset.node_cache import cached_copy, default_cache_dir, local_view
-from streammega.dataset.shards import SUFFIXES, KnownShard, check_told, split_name
+from streammega.dataset.shards import SUFFIXES, KnownShard, check_told, keyed, split_name
 from streammega.errors import FormatError, ObjectNotFoundError
-from streammega.storage import Buffer, ObjectInfo, open_store
+from streammega.storage import Buffer, ObjectInfo, Store, open_store
 from streammega.storage.backends.local import LocalStore
 
 READ_WHOLE = 8 << 10
@@ -40,24 +39,36 @@ class IndexFile:
     Args:
         shard: its name, and what a listing and a manifest told of it.
         cache_dir: where copies of remote `.idx` files go; None: `default_cache_dir()`.
+        opened: the store that serves it, and its key there, where they are known.
 
     What is looked up is compared with the manifest at once: FormatError where they differ.
     """
 
     def __init__(
-        self, shard: KnownShard, storage: StorageConfig, cache_dir: str | Path | None = None
+        self,
+        shard: KnownShard,
+        storage: StorageConfig,
+        cache_dir: str | Path | None = None,
+        opened: tuple[Store, str] | None = None,
     ) -> None:
         self.shard = shard
         self.prefix, kind = split_name(shard.name)
-        self.cache_dir = local_folder(cache_dir) if cache_dir else default_cache_dir()
-        self.store, self.key = open_store(f"{self.prefix}.idx", storage)
+        self._cache_dir = cache_dir
+        self.store, self.key = opened or open_store(f"{self.prefix}.idx", storage)
         self._tokens_suffix = SUFFIXES[kind]
         self._part_bytes = storage.part_bytes
         # Not cached_property: before Python 3.12 it holds one lock for all shards, and they would
         # be looked up one by one.
         self._info: ObjectInfo | None = None
         self._header: IndexHeader | None = None
+        self.is_checked = False
+        """Whether it is known to end where its tokens do."""
         self._read_before: dict[int, Buffer] = {}  # what `read_ahead` read, by its first byte
+
+    @property
+    def cache_dir(self) -> Path:
+        """Where copies go."""
+        return local_folder(self._cache_dir) if self._cache_dir else default_cache_dir()
 
     @property
     def url(self) -> str:
@@ -80,7 +91,7 @@ class IndexFile:
         if self._info is None:
             listed = self.shard.index
             entry = self.shard.entry
-            info = self._look_up() if listed is None else replace(listed, key=self.key)
+            info = self._look_up() if listed is None else keyed(listed, self.key)
             if entry is not None:
                 check_told(self.url, "bytes", info.size, entry.index_bytes)
             self._info = info
@@ -107,6 +118,11 @@ class IndexFile:
         spans = [(0, size)] if size <= READ_WHOLE else likely_ends(size)
         for (start, _), stored in zip(spans, self._read(spans), strict=True):
             self._read_before[start] = stored
+
+    def adopt(self, header: IndexHeader) -> None:
+        """Take a header that was read and checked before, of this very version."""
+        self._header = header
+        self.is_checked = True
 
     def forget(self) -> None:
         """Free what was read ahead."""

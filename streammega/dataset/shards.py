@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import islice
 from typing import Any, Literal
 
@@ -18,6 +18,7 @@ from streammega.storage import ObjectInfo
 Kind = Literal["bin", "zst", "tar"]
 SUFFIXES: dict[Kind, str] = {"bin": ".bin", "zst": ".bin.zst", "tar": ".tar"}
 _KIND_OF_SUFFIX: dict[str, Kind] = {".bin.zst": "zst", ".tar": "tar", ".bin": "bin", ".idx": "bin"}
+_ANY_SUFFIX = tuple(_KIND_OF_SUFFIX)
 _NUMBERED = re.compile(r"^(?P<stem>.*)-(?P<number>\d{5,})-of-(?P<count>\d{5,})$")
 """A shard of several: `shard_name` pads to five digits, and more are needed from 100,000 on."""
 _MARKED = re.compile(r"^(?P<stem>.+)-gen[0-9a-f]{12}(-\d{5,}-of-\d{5,})?$")
@@ -60,6 +61,11 @@ class KnownShard:
     entry: ManifestEntry | None = None
 
 
+def keyed(info: ObjectInfo, key: str) -> ObjectInfo:
+    """What was told of an object, under the key that its store has for it."""
+    return info if info.key == key else replace(info, key=key)
+
+
 def check_told(url: str, what: str, found: object, told: object) -> None:
     """Raise FormatError unless something of a shard is what its manifest told."""
     if found != told:
@@ -73,6 +79,9 @@ def split_name(name: str) -> tuple[str, Kind]:
     """(prefix, kind) of a shard: a prefix alone is a `.bin`; users paste names with any of the
     suffixes.
     """
+    # Asked first, which is quick: names are split several times for each shard.
+    if not name.endswith(_ANY_SUFFIX):
+        return name, "bin"
     for suffix, kind in _KIND_OF_SUFFIX.items():
         if name.endswith(suffix):
             return name.removesuffix(suffix), kind

@@ -4,7 +4,6 @@ and with the manifest.
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 from typing import TypeVar
 
@@ -12,7 +11,7 @@ import numpy as np
 
 from streammega.config import StorageConfig
 from streammega.dataset.index_file import IndexFile
-from streammega.dataset.shards import SUFFIXES, KnownShard, check_told, split_name
+from streammega.dataset.shards import SUFFIXES, KnownShard, check_told, keyed, split_name
 from streammega.dataset.tar import layout, stored_bytes
 from streammega.errors import FormatError
 from streammega.storage import ObjectInfo, Store, open_store
@@ -40,7 +39,9 @@ class ShardFiles:
         self.storage = storage
         self.prefix, self.kind = split_name(shard.name)
         self.store, self.key = open_store(self.prefix + SUFFIXES[self.kind], storage)
-        self.index = IndexFile(shard, storage, cache_dir)
+        suffix = SUFFIXES[self.kind]
+        index_key = f"{self.key.removesuffix(suffix)}.idx"
+        self.index = IndexFile(shard, storage, cache_dir, (self.store, index_key))
         # Not cached_property: before Python 3.12 it holds one lock for all shards, and they would
         # be looked up one by one.
         self._stored: ObjectInfo | None = None
@@ -59,7 +60,7 @@ class ShardFiles:
         if self._stored is None:
             listed = self.shard.stored
             entry = self.shard.entry
-            info = self.store.info(self.key) if listed is None else replace(listed, key=self.key)
+            info = self.store.info(self.key) if listed is None else keyed(listed, self.key)
             if entry is not None:
                 check_told(self.url, "bytes", info.size, entry.bytes)
             self._stored = info

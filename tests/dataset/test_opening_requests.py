@@ -107,13 +107,13 @@ def test_a_manifest_is_opened_without_a_request_for_each_shard(
         assert listed <= 2 * SHARDS + 2
 
 
-def test_a_folder_or_glob_is_opened_by_three_small_reads_of_each_shard_and_no_head(
+def test_a_folder_or_glob_is_opened_by_one_small_read_of_each_shard_and_no_head(
     served: tuple[Running, Path], tmp_path: Path
 ) -> None:
     server, _ = served
     for name in ("bin/", "bin/web-*", "bin/*"):
         requests, listed = asked(server, config_of(server, name, "stream", tmp_path))
-        assert requests <= 3 * SHARDS + 4
+        assert requests <= SHARDS + 4
         assert listed <= 2 * SHARDS + 2, "what lies deeper was listed too"
 
 

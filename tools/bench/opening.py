@@ -1,0 +1,264 @@
+#!/usr/bin/env python3
+"""How long it takes to begin: from a process to its first batch, and opening blends, manifests and
+folders of many datasets, from a local object server.
+
+    .venv/bin/python tools/bench/opening.py            # all; --figures first or opening; --latency 0.02
+
+Every side is a process of its own, `--runs` times each; figures are medians. With a latency, every
+answer of the server comes so late, to HEAD requests and listings too. Of openings, "cold" is with
+an empty cache, "again" with the one that this filled, in the same process.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shutil
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+from tools.bench import harness
+from tools.bench.object_server import Running, running
+
+PACKAGES = ("numpy", "numba", "torch", "obstore")
+DATASETS = 1_000
+SHARDS = 10_000
+CORPUS_TOKENS = 32 << 20
+LENGTH = 100
+"""Tokens of a sequence of the many small datasets."""
+SEQUENCES = 50
+OPENINGS = {
+    f"a blend of {DATASETS:,} datasets of a folder": "blend",
+    f"a manifest of {SHARDS:,} shards": "manifest",
+    f"a folder of {SHARDS:,} pairs": "folder",
+}
+SETTLE = 1.0
+"""Seconds between imports and the rest, where imports are warm: a program has much else to do."""
+
+
+# --- what is opened ------------------------------------------------------------------------------
+
+
+def prepare(root: Path) -> None:
+    """A corpus, and many small pairs under names of all three kinds; once."""
+    from streammega.dataset.manifest import MANIFEST, Manifest, Shard
+    from streammega.dataset.shards import shard_name
+
+    if (root / "done").exists():
+        return
+    bucket = root / "objects" / "data"
+    shutil.rmtree(root, ignore_errors=True)
+    for folder in ("blend", "manifest", "folder"):
+        (bucket / folder).mkdir(parents=True)
+    corpus = np.random.default_rng(0).integers(0, 60_000, CORPUS_TOKENS, np.uint16)
+    write_pair(bucket / "web", corpus.tobytes(), index_of(CORPUS_TOKENS // 1024, 1024))
+    tokens = bytes(2 * LENGTH * SEQUENCES)
+    index = index_of(SEQUENCES, LENGTH)
+    for number in range(DATASETS):
+        write_pair(bucket / "blend" / f"d{number:04d}", tokens, index)
+    shards = []
+    for number in range(SHARDS):
+        write_pair(bucket / "folder" / f"p{number:05d}", tokens, index)
+        name = shard_name("web", number, SHARDS)
+        write_pair(bucket / "manifest" / name, tokens, index)
+        shard = Shard(
+            name=name,
+            documents=SEQUENCES,
+            sequences=SEQUENCES,
+            tokens=LENGTH * SEQUENCES,
+            bytes=len(tokens),
+            checksums=["0" * 32],
+            index_bytes=len(index),
+            index_checksums=["0" * 32],
+        )
+        shards.append(shard)
+    manifest = Manifest(
+        kind="bin",
+        dtype="uint16",
+        documents=SEQUENCES * SHARDS,
+        sequences=SEQUENCES * SHARDS,
+        tokens=LENGTH * SEQUENCES * SHARDS,
+        shards=shards,
+    )
+    (bucket / "manifest" / f"web{MANIFEST}").write_bytes(manifest.to_json())
+    (root / "done").touch()
+
+
+def index_of(sequences: int, length: int) -> bytes:
+    """The `.idx` of so many equal documents."""
+    from streammega.dataset.idx import encode_index
+
+    lengths = np.full(sequences, length, np.int32)
+    bounds = np.arange(sequences + 1, dtype=np.int64)
+    return b"".join(encode_index(np.dtype(np.uint16), lengths, bounds, None))
+
+
+def write_pair(prefix: Path, tokens: bytes, index: bytes) -> None:
+    prefix.with_name(f"{prefix.name}.bin").write_bytes(tokens)
+    prefix.with_name(f"{prefix.name}.idx").write_bytes(index)
+
+
+def names_of(what: str) -> list[str]:
+    """The blend of an opening."""
+    if what == "blend":
+        return [f"s3://data/blend/d{number:04d}" for number in range(DATASETS)]
+    return {"manifest": ["s3://data/manifest/web"], "folder": ["s3://data/folder/"]}[what]
+
+
+# --- sides, each in a process of its own ---------------------------------------------------------
+
+
+def config_of(blend: Sequence[str], length: int, arguments: dict[str, Any]) -> Any:
+    from streammega import DataConfig, StorageConfig
+
+    return DataConfig(
+        blend=list(blend),
+        sequence_length=length,
+        order="stream",
+        index_cache_dir=arguments["cache"],
+        storage=StorageConfig(storage_options=arguments["options"]),
+    )
+
+
+def first_batch(arguments: dict[str, Any]) -> dict[str, float]:
+    """Seconds of each step to the first batch; "start": from before the process to its first
+    line.
+    """
+    times = [arguments["began"], time.time()]
+    import torch  # noqa: F401
+
+    times.append(time.time())
+    from streammega import StreamLoader
+
+    times.append(time.time())
+    time.sleep(arguments["settle"])
+    times.append(time.time())
+    config = config_of(["s3://data/web"], 4096, arguments)
+    loader = StreamLoader(config, micro_batch_size=8, global_batch_size=64)
+    times.append(time.time())
+    next(iter(loader))
+    times.append(time.time())
+    loader.close()
+    steps = [after - before for before, after in zip(times[:-1], times[1:], strict=True)]
+    names = ("start", "torch", "ours", "settled", "construction", "batch")
+    return dict(zip(names, steps, strict=True))
+
+
+def opening(arguments: dict[str, Any]) -> dict[str, float]:
+    """Seconds to open a dataset cold, and again."""
+    from streammega import StreamLoader
+
+    time.sleep(SETTLE)
+    found = {}
+    for name in ("cold", "again"):
+        config = config_of(names_of(arguments["what"]), 64, arguments)
+
+        def construct(config: Any = config) -> None:
+            StreamLoader(config, micro_batch_size=8, global_batch_size=64).close()
+
+        found[name] = harness.seconds_of(construct)
+    return found
+
+
+SIDES = {"first_batch": first_batch, "opening": opening}
+
+
+def side(name: str, **arguments: Any) -> dict[str, float]:
+    """What a side gives, run in a process of its own."""
+    arguments["began"] = time.time()
+    command = [sys.executable, str(Path(__file__).resolve()), "--side", name]
+    done = subprocess.run(
+        [*command, json.dumps(arguments)], capture_output=True, text=True, timeout=300, check=True
+    )
+    result: dict[str, float] = json.loads(done.stdout.splitlines()[-1])
+    return result
+
+
+# --- figures -------------------------------------------------------------------------------------
+
+
+def medians_of(runs: int, name: str, **arguments: Any) -> dict[str, float]:
+    """The medians of what a side gives."""
+    results = [side(name, **arguments) for _ in range(runs)]
+    return {key: statistics.median(result[key] for result in results) for key in results[0]}
+
+
+def print_first(server: Running, cache: Path, runs: int, latency: float) -> None:
+    """The table of the first batch."""
+    harness.table("to the first batch, seconds", "as near as loopback", f"{latency * 1e3:.0f} ms")
+    columns = []
+    for delay in (0.0, latency):
+        server.behave(latency=delay, latency_of_all=True)
+        common = {"options": server.storage_options, "cache": str(cache)}
+        at_once = medians_of(runs, "first_batch", settle=0.0, **common)
+        warm = medians_of(runs, "first_batch", settle=SETTLE, **common)
+        columns.append(
+            {
+                "from construction, imports warm": warm["construction"] + warm["batch"],
+                "of that, construction": warm["construction"],
+                "from the start of the process": sum(at_once.values()) - at_once["settled"],
+                "of that, Python's start": at_once["start"],
+                "torch's import": at_once["torch"],
+                "our imports": at_once["ours"],
+                "construction": at_once["construction"],
+                "the batch": at_once["batch"],
+            }
+        )
+    for name in columns[0]:
+        harness.row(name, *(f"{column[name]:.2f}" for column in columns))
+
+
+def print_openings(server: Running, cache: Path, runs: int, latency: float) -> None:
+    """The table of openings."""
+    harness.table("opening, seconds", "latency", "cold", "again")
+    for delay in (0.0, latency):
+        server.behave(latency=delay, latency_of_all=True)
+        for name, what in OPENINGS.items():
+            results = []
+            for _ in range(runs):
+                shutil.rmtree(cache, ignore_errors=True)
+                common = {"options": server.storage_options, "cache": str(cache)}
+                results.append(side("opening", what=what, **common))
+            cold = statistics.median(result["cold"] for result in results)
+            again = statistics.median(result["again"] for result in results)
+            harness.row(name, f"{delay * 1e3:.0f} ms", f"{cold:.2f}", f"{again:.2f}")
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--folder", type=Path, default=Path("/tmp/streammega-opening"))
+    parser.add_argument("--runs", type=int, default=3)
+    parser.add_argument("--latency", type=float, default=0.02)
+    parser.add_argument("--figures", nargs="+", choices=("first", "opening"))
+    parser.add_argument("--prepare", action="store_true", help="make the files and nothing else")
+    parser.add_argument("--side", nargs=2, help=argparse.SUPPRESS)
+    chosen = parser.parse_args()
+    if chosen.side:
+        name, arguments = chosen.side
+        print(json.dumps(SIDES[name](json.loads(arguments))))
+        return 0
+    prepare(chosen.folder)
+    if chosen.prepare:
+        return 0
+    print(f"{harness.machine()}; {harness.versions(PACKAGES)}; medians of {chosen.runs} runs\n")
+    figures = chosen.figures or ("first", "opening")
+    with running(chosen.folder / "objects") as server:
+        cache = chosen.folder / "cache"
+        if "first" in figures:
+            print_first(server, cache, chosen.runs, chosen.latency)
+            print()
+        if "opening" in figures:
+            print_openings(server, cache, chosen.runs, chosen.latency)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
