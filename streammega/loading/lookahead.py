@@ -161,7 +161,8 @@ class Lookahead:
         for number, start, stop, at in planned.parts:
             file = files[number]
             reads.append(Read(file.store, file.key, file.etag, start, stop, at))
-        holding = Holding(planned.size, reads, planned.slot)
+        widest = self._reading.dtype.itemsize
+        holding = Holding(planned.size, reads, planned.slot, alignment=widest)
         self._reading.planner.slots.hold(holding)
         return holding
 

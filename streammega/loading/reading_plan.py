@@ -123,15 +123,15 @@ def plan_reading(
     sample_tokens = steps.config.sequence_length + 1
     batch_tokens = steps.micro_batch_size * sample_tokens
     stored_dtype = np.result_type(*(file.dtype for file in files))
-    if slab_batches is None:
-        id_bytes = stored_dtype.itemsize if ids_only else np.dtype(np.int64).itemsize
-        fitting = SLAB_BYTES // (id_bytes * batch_tokens)
-        slab_batches = int(np.clip(fitting, 1, MOST_SLAB_BATCHES))
+    least_slab = slab_batches or _slab_batches(batch_tokens, np.dtype(np.int64))
+    largest_slab = least_slab
+    if slab_batches is None and ids_only:
+        largest_slab = _slab_batches(batch_tokens, stored_dtype)
     plan = ReadingPlan(
         files=files,
         table=table,
         dtype=stored_dtype,
-        slab_batches=slab_batches,
+        slab_batches=largest_slab,
         span_batches=max(1, SPAN_SAMPLES // steps.micro_batch_size),
         planner=Planner(table, storage.coalesce_bytes, storage.part_bytes, None, kept),
         order=steps.config.order,
@@ -146,9 +146,24 @@ def plan_reading(
             f"it needs at least {held_of_batch * workers:,} "
             f"({steps.micro_batch_size} samples of {sample_tokens} tokens, {workers} readers)"
         )
-    slab_samples = slab_batches * steps.micro_batch_size
-    whole = _whole_pieces(steps, table, start, worker, workers, budget, slab_samples)
+
+    def whole_pieces(slab_batches: int) -> WholePieces:
+        slab_samples = slab_batches * steps.micro_batch_size
+        return _whole_pieces(steps, table, start, worker, workers, budget, slab_samples)
+
+    whole = whole_pieces(largest_slab)
+    beside_least = whole_pieces(least_slab)
+    if not whole.of_same_datasets(beside_least):
+        # more slabs cost far less than pieces that are fetched sample by sample
+        plan = replace(plan, slab_batches=least_slab)
+        whole = beside_least
     return _within_memory(plan, whole, storage, budget, batch_bytes)
+
+
+def _slab_batches(batch_tokens: int, dtype: np.dtype[Any]) -> int:
+    """Micro-batches of so many tokens that are gathered together, as ids of a dtype."""
+    fitting = SLAB_BYTES // (dtype.itemsize * batch_tokens)
+    return int(np.clip(fitting, 1, MOST_SLAB_BATCHES))
 
 
 def _within_memory(
@@ -255,6 +270,12 @@ class WholePieces:
     pieces: OpenPieces | None = None
     open_bytes: int = 0
     piece_bytes: int = 0
+
+    def of_same_datasets(self, other: WholePieces) -> bool:
+        """Whether pieces of the same datasets are fetched whole."""
+        if self.pieces is None or other.pieces is None:
+            return self.pieces is other.pieces
+        return bool((self.pieces.whole == other.pieces.whole).all())
 
 
 def _whole_pieces(

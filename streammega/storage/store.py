@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Protocol, runtime_checkable
+from typing import Protocol, TypeGuard, runtime_checkable
 
 import numpy as np
 from numpy.typing import NDArray
@@ -101,14 +101,18 @@ class Store(Protocol):
         """Remove an object; one that is not there is no error."""
 
 
-@runtime_checkable
 class BodyStore(Protocol):
     """A store whose answers come in memory of their own, which may be kept as it is."""
 
     def read_bodies(self, key: str, spans: Sequence[Span], etag: str = "") -> list[Bytes]:
         """The bytes [start, stop) of each span, as `Store.read_into` reads them, in the memory that
-        they came in: uint8 [stop - start], read-only perhaps, aligned for every dtype of tokens.
+        they came in: uint8 [stop - start], read-only perhaps, at any address.
         """
+
+
+def gives_bodies(store: object) -> TypeGuard[BodyStore]:
+    """Whether a store is a `BodyStore`, without the cost of `isinstance` with a protocol."""
+    return hasattr(store, "read_bodies")
 
 
 @contextmanager

@@ -275,6 +275,30 @@ def test_pieces_are_held_whole_within_three_quarters_of_the_budget_of_datasets_d
     )
 
 
+def test_larger_slabs_of_ids_take_no_memory_from_whole_pieces(
+    server: tuple[Running, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where slabs of ids would leave no room for pieces that slabs of int64 have, they are as
+    small.
+    """
+    endpoint, _ = server
+    config = config_of("stream", "s3:/", tmp_path, storage_of(endpoint, "obstore"))
+    steps = StreamLoader(config, micro_batch_size=4, global_batch_size=8).dataset.steps
+    # Eight micro-batches of int64: the sizes of slabs are tried out on few samples.
+    monkeypatch.setattr(
+        "streammega.loading.reading_plan.SLAB_BYTES", 8 * 8 * 4 * (steps.config.sequence_length + 1)
+    )
+    slabs = set()
+    for budget in range(20_000, 4_000_000, 50_000):
+        of_int64 = plan_reading(steps, 0, 0, 1, budget)
+        of_ids = plan_reading(steps, 0, 0, 1, budget, ids_only=True)
+        assert (of_ids.planner.pieces is None) == (of_int64.planner.pieces is None)
+        if of_ids.planner.pieces is not None:
+            slabs.add(of_ids.slab_batches / of_int64.slab_batches)
+    assert min(slabs) == 1
+    assert max(slabs) > 1
+
+
 def test_training_starts_with_the_first_parts(server: tuple[Running, Path], tmp_path: Path) -> None:
     """Spans grow from one micro-batch, so that the first does not wait for a long plan."""
     endpoint, _ = server

@@ -24,7 +24,7 @@ from streammega.storage.fetch.limits import (
     NEAR_JOB_READS,
 )
 from streammega.storage.fetch.reads import LEAST_KEPT, Counters, Holding, Read
-from streammega.storage.store import Bytes, Span
+from streammega.storage.store import Bytes, Span, address_of
 
 SIZE = 1000
 CONFIG = StorageConfig(memory_bytes=1 << 24, hedge=False)
@@ -173,6 +173,30 @@ def test_bodies_of_whole_holdings_are_kept_as_they_came_and_count_of_the_budget(
             made.release([holding])
             assert made.pool.in_use == min(4, 7 - number) * size
         assert made.pool.most == 4 * size
+    finally:
+        made.close()
+
+
+@pytest.mark.parametrize("itemsize", [1, 2, 4, 8])
+def test_bodies_at_addresses_where_no_token_may_lie_are_copied(itemsize: int) -> None:
+    size = LEAST_KEPT
+
+    class Behind(Bodies):
+        def read_bodies(self, key: str, spans: Sequence[Span], etag: str = "") -> list[Bytes]:
+            """Each two bytes behind the head of its answer."""
+            self.given = [np.full(size + 2, 1, np.uint8)[2:] for _ in spans]
+            return self.given
+
+    store: Any = Behind()
+    holding = Holding(size, [Read(store, "key", "", 0, size, 0)], alignment=itemsize)
+    made = Fetcher(CONFIG)
+    try:
+        made.submit([holding])
+        made.wait([holding])
+        assert holding.buffer is not None
+        assert address_of(holding.buffer) % itemsize == 0
+        assert (holding.buffer is store.given[0]) == (itemsize <= 2)
+        assert (holding.buffer == 1).all()
     finally:
         made.close()
 

@@ -42,7 +42,6 @@ from streammega.storage.store import (
     ObjectInfo,
     ObjectWriter,
     Span,
-    address_of,
     check_object_key,
     checked,
     fill,
@@ -68,8 +67,6 @@ _NETWORK = (
 """In the texts of errors without an answer: obstore has no class for them."""
 STREAMED_READ = 2 << 20
 """Bodies above this size are copied as they come, so that they are never in memory twice."""
-ALIGNMENT = 16
-"""Bytes. Memory that was allocated for a body alone begins at a multiple of it."""
 MOST_THREADS = 32
 """Requests that one store has under way beside the fetcher's: of listings, opening and tools."""
 BACKOFF_BASE = 4
@@ -222,7 +219,7 @@ class ObstoreStore:
         try:
             bodies = self._read_once(client, key, spans, etag)
             return [
-                _aligned(np.frombuffer(checked(url, start, stop, body), np.uint8))
+                np.frombuffer(checked(url, start, stop, body), np.uint8)
                 for (start, stop), body in zip(spans, bodies, strict=True)
             ]
         except BaseException as error:
@@ -559,15 +556,6 @@ def _retry_config(policy: RetryPolicy) -> Any:
             "base": BACKOFF_BASE,
         },
     }
-
-
-def _aligned(body: Bytes) -> Bytes:
-    """A body whose tokens lie where kernels may read them.
-
-    One that came with the head of its answer lies in the middle of the transport's buffer, at any
-    address, and would keep all of that buffer: it is copied.
-    """
-    return body if address_of(body) % ALIGNMENT == 0 else body.copy()
 
 
 def _drain(url: str, start: int, stop: int, answer: Any, out: Bytes) -> None:

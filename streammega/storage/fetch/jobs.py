@@ -6,8 +6,8 @@ from dataclasses import dataclass
 
 from streammega.storage.cache.store import SMALL, CachedStore
 from streammega.storage.fetch.limits import JOB_BYTES
-from streammega.storage.fetch.reads import Read
-from streammega.storage.store import BodyStore, Bytes
+from streammega.storage.fetch.reads import Holding, Read
+from streammega.storage.store import Bytes, address_of, gives_bodies
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,8 +33,10 @@ def send(job: list[Read], *, past_cache: bool) -> Answer:
     spans = [(read.start, read.stop) for read in job]
     try:
         if first.holding.keeps_body:
-            assert isinstance(store, BodyStore)
-            return Answer(bodies=store.read_bodies(first.key, spans, first.etag))
+            assert gives_bodies(store)
+            bodies = store.read_bodies(first.key, spans, first.etag)
+            pairs = zip(job, bodies, strict=True)
+            return Answer(bodies=[_aligned(body, read.holding) for read, body in pairs])
         read_into = store.read_into
         if past_cache and isinstance(store, CachedStore):
             read_into = store.read_past_cache
@@ -44,6 +46,15 @@ def send(job: list[Read], *, past_cache: bool) -> Answer:
         # Also what is no error of storage: whoever waits is to hear of it, not this thread.
         return Answer(error=error)
     return Answer()
+
+
+def _aligned(body: Bytes, holding: Holding) -> Bytes:
+    """A body whose tokens lie where kernels may read them.
+
+    One that came with the head of its answer lies in the transport's buffer behind it, at any
+    address.
+    """
+    return body if address_of(body) % holding.alignment == 0 else body.copy()
 
 
 def together(first: Read, read: Read, job_bytes: int) -> bool:

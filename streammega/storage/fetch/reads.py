@@ -7,7 +7,7 @@ from collections import deque
 from dataclasses import dataclass, field
 
 from streammega.storage.fetch.limits import size_class_of
-from streammega.storage.store import BodyStore, Bytes, Store
+from streammega.storage.store import Bytes, Store, gives_bodies
 
 LEAST_KEPT = 64 << 10
 """Bytes of a body that is kept as it came, at least: what memory of its own costs beside the budget
@@ -104,6 +104,7 @@ class Holding:
     """
 
     __slots__ = (
+        "alignment",
         "awaited",
         "buffer",
         "busy",
@@ -117,14 +118,14 @@ class Holding:
         "takes_memory",
     )
 
-    def __init__(self, size: int, reads: list[Read], slot: int = -1) -> None:
+    def __init__(self, size: int, reads: list[Read], slot: int = -1, alignment: int = 1) -> None:
         self.size = size
+        self.alignment = alignment
+        """Its first byte lies at a multiple of so many bytes: of a token's."""
         self.reads = reads
         self.slot = slot
         self.keeps_body = (
-            len(reads) == 1
-            and size == reads[0].size >= LEAST_KEPT
-            and isinstance(reads[0].store, BodyStore)
+            len(reads) == 1 and size == reads[0].size >= LEAST_KEPT and gives_bodies(reads[0].store)
         )
         self.missing = len(reads)
         """Reads that are not done."""
