@@ -6,7 +6,7 @@ import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -176,6 +176,14 @@ def convert(
             help="Folder or URL for what is unfinished; by default it lies beside the output."
         ),
     ] = None,
+    task: Annotated[
+        str | None,
+        typer.Option(
+            metavar="i/N",
+            help="Do the share of task i (from 0 on) of N in the shared folder --work; merge: make "
+            "the dataset when all have ended.",
+        ),
+    ] = None,
     restart: Annotated[bool, typer.Option(help="Forget what an interrupted run has done.")] = False,
     overwrite: Annotated[bool, typer.Option(help="Replace an existing dataset.")] = False,
     report: Annotated[
@@ -198,8 +206,9 @@ def convert(
 
     Started again after an interruption, it goes on where it stopped.
     """
-    from streammega.convert import ConvertOptions, Runner
+    from streammega.convert import ConvertOptions, Runner, convert_task, merge_tasks
     from streammega.convert import convert as run
+    from streammega.convert.tasks import parse_task
 
     if merges and tokenizer is None:
         raise ConfigError(
@@ -245,6 +254,9 @@ def convert(
         restart=restart,
     )
     settings = storage_config(storage)
+    share = parse_task(task) if task is not None else None
+    if share is not None and (report or plot):
+        raise ConfigError("--report and --plot tell of a whole dataset; give them to --task merge")
     _check_outputs(report, plot)
     if dry_run:
         from streammega.convert.dry_run import plan_conversion
@@ -254,16 +266,20 @@ def convert(
         )
         typer.echo(planned.as_text())
         return
-    with progress_bar("converting", _total_bytes(inputs, settings, options)) as advance:
-        done = run(
-            inputs,
-            output,
-            options=options,
-            runner=runner,
-            overwrite=overwrite,
-            storage=settings,
-            progress=advance,
-        )
+    # nobody knows how much of it a task's share is
+    total = None if share is not None else _total_bytes(inputs, settings, options)
+    with progress_bar("converting", total) as advance:
+        named: dict[str, Any] = {
+            "options": options,
+            "runner": runner,
+            "overwrite": overwrite,
+            "storage": settings,
+            "progress": advance,
+        }
+        if share is not None:
+            typer.echo(convert_task(inputs, output, share, **named).as_text())
+            return
+        done = (run if task is None else merge_tasks)(inputs, output, **named)
     typer.echo(done.as_text())
     if report:
         Path(report).write_text(done.as_json(), encoding="utf-8")

@@ -5,6 +5,17 @@ parallel, restartable.
 from streammega.convert.options import ConvertOptions, Runner
 from streammega.convert.report import ConvertReport
 from streammega.convert.run import convert
+from streammega.convert.tasks import Task, TaskReport, convert_task, merge_tasks
 from streammega.convert.tokenize.chat import ChatEncoder
 
-__all__ = ["ChatEncoder", "ConvertOptions", "ConvertReport", "Runner", "convert"]
+__all__ = [
+    "ChatEncoder",
+    "ConvertOptions",
+    "ConvertReport",
+    "Runner",
+    "Task",
+    "TaskReport",
+    "convert",
+    "convert_task",
+    "merge_tasks",
+]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
@@ -41,7 +41,7 @@ from streammega.convert.write.units import run_unit
 from streammega.dataset.indexed import IndexedDataset
 from streammega.dataset.manifest import Manifest, Shard
 from streammega.dataset.shards import shard_name
-from streammega.errors import ConvertError
+from streammega.errors import ConfigError, ConvertError
 from streammega.kernels.parallel import num_threads
 from streammega.storage import join_url, parent_url
 from streammega.storage.open import is_remote
@@ -56,6 +56,12 @@ reads that, some of it twice.
 """
 BUCKETS_IN_MEMORY = 8
 """A bucket is an eighth of the memory, so that `SHUFFLED_AT_ONCE` shards fit it twice over."""
+TOLD = 20
+"""Units that are named, where some are not done."""
+NO_UNITS = (
+    "these inputs are laid into shards as they are, so there is nothing to be shared out; run it "
+    "without tasks (--task)"
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,6 +77,17 @@ class WrittenDataset:
     records: list[UnitRecord]
     duplicates: int
     source_bytes: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class DoneShare:
+    """Units that were done, by their numbers. before: how many of them were already when it was
+    begun; units_of_all: of the whole conversion.
+    """
+
+    records: dict[int, UnitRecord]
+    before: int
+    units_of_all: int
 
 
 @dataclass(kw_only=True)
@@ -98,6 +115,8 @@ class Conversion:
         records: list[UnitRecord] = []
         duplicates = 0
         if self._passes_as_it_is:
+            if self.runner.merges_tasks:
+                raise ConfigError(NO_UNITS)
             parts = self._datasets()
             sources = [f"{item.path} {item.etag}" for item in self.inputs]
             source_bytes = sum(item.size for item in self.inputs)
@@ -116,6 +135,18 @@ class Conversion:
             duplicates=duplicates,
             source_bytes=source_bytes,
         )
+
+    def do_share(self, choose: Callable[[int], Sequence[int]]) -> DoneShare:
+        """Do some of the units and nothing else: those that `choose` names, of as many as there
+        are. Whatever fails, what is done stays for others.
+        """
+        if self._passes_as_it_is:
+            raise ConfigError(NO_UNITS)
+        job = self.job()
+        numbers = choose(len(job.units))
+        before = resume.units_done(job, numbers)
+        records = self._do_units(job, numbers, before)
+        return DoneShare(records=records, before=len(before), units_of_all=len(job.units))
 
     def publish(self, layout: ShardLayout, shards: list[Shard], labels: Labels) -> Manifest:
         """Put everything under its final name. May be interrupted and repeated."""
@@ -137,6 +168,8 @@ class Conversion:
     def leave(self) -> None:
         """After an interruption: keep what a second run can use, and nothing else."""
         if is_remote(self.work) or not os.path.isdir(self.work):
+            return
+        if self.runner.merges_tasks:  # what is there is of tasks, some of which may be at work
             return
         if resume.can_resume(self.work):
             log.warning(
@@ -204,7 +237,23 @@ class Conversion:
 
     def _units(self, job: Job) -> list[UnitRecord]:
         """Records of all units, which are done in the end."""
-        done = resume.units_done(job)
+        numbers = range(len(job.units))
+        done = resume.units_done(job, numbers)
+        if self.runner.merges_tasks:
+            _check_all_done(numbers, done)
+        done = self._do_units(job, numbers, done)
+        return [done[number] for number in numbers]
+
+    def _do_units(
+        self, job: Job, numbers: Sequence[int], done: dict[int, UnitRecord]
+    ) -> dict[int, UnitRecord]:
+        """Records of units by their numbers; those that are `done` are not done again."""
+        if done and not self.runner.merges_tasks:
+            log.warning(
+                "going on with a conversion that was interrupted: %d of %d units are done",
+                len(done),
+                len(numbers),
+            )
         if done:
             source_bytes = sum(record.source_bytes for record in done.values())
             tokens = sum(record.tokens for record in done.values())
@@ -212,14 +261,15 @@ class Conversion:
         work = TaskList(
             function=run_unit,
             shared=job,
-            numbers=[number for number in range(len(job.units)) if number not in done],
+            numbers=[number for number in numbers if number not in done],
             # Splitting sentences is Python throughout, and holds the GIL.
             threads=1 if self.options.split_sentences else THREADS,
             files=self.files,
         )
+        records = dict(done)
         for number, record in run_tasks(work, self.runner, self.progress):
-            done[number] = record
-        return [done[number] for number in range(len(job.units))]
+            records[number] = record
+        return records
 
     def _segments(self, records: Sequence[UnitRecord]) -> list[DocumentSet]:
         """What units made, as parts."""
@@ -310,6 +360,18 @@ class Conversion:
         if self.options.shard_bytes is None:
             return [stem]
         return [shard_name(stem, number, num_shards) for number in range(num_shards)]
+
+
+def _check_all_done(numbers: Sequence[int], done: Collection[int]) -> None:
+    """Raise ConvertError for units that tasks have not done."""
+    left = [number for number in numbers if number not in done]
+    if left:
+        named = ", ".join(map(str, left[:TOLD])) + (", ..." if len(left) > TOLD else "")
+        raise ConvertError(
+            f"{len(left)} of {len(numbers)} units are not done, or were of other inputs or options: "
+            f"{named}; start the tasks again that have not ended (task i of N does the units i, "
+            f"i + N, ...), with the same inputs and options as here"
+        )
 
 
 def _reasons(records: Sequence[UnitRecord]) -> str:

@@ -249,6 +249,8 @@ class Runner:
     """
     restart: bool = False
     """Forget what an interrupted run has done."""
+    merges_tasks: bool = False
+    """Read nothing of the inputs, but make the dataset of what tasks have done: `merge_tasks`."""
 
     def __post_init__(self) -> None:
         if self.workers < 0:

@@ -8,8 +8,8 @@ again. Which names of the output are this conversion's is noted there too (`writ
 
 from __future__ import annotations
 
-import logging
 import os
+from collections.abc import Iterable
 
 from streammega.config import StorageConfig
 from streammega.convert.read.pipes import KEPT as KEPT_PIPE
@@ -22,27 +22,19 @@ from streammega.dataset.manifest import Shard
 from streammega.storage import open_store
 from streammega.storage.open import is_remote
 
-log = logging.getLogger(__name__)
-
 KEPT = (LOCK, "target.json", "publishing.json", "claim.json")
 """What a restart leaves in the work folder: who works there, and which names of the output are its
 own.
 """
 
 
-def units_done(job: Job) -> dict[int, UnitRecord]:
-    """The units that need not be done again, by their numbers."""
+def units_done(job: Job, numbers: Iterable[int]) -> dict[int, UnitRecord]:
+    """Those of some units that need not be done again, by their numbers."""
     done = {}
-    for number in range(len(job.units)):
+    for number in numbers:
         record = read_record(job, number)
         if record is not None:
             done[number] = record
-    if done:
-        log.warning(
-            "going on with a conversion that was interrupted: %d of %d units are done",
-            len(done),
-            len(job.units),
-        )
     return done
 
 

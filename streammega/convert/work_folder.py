@@ -21,6 +21,8 @@ from streammega.storage.open import is_remote
 
 LOCK = "lock"
 """The name of the lock in a work folder of this machine."""
+FREE_WITHIN = 10.0
+"""Seconds in which a task finds the lock free: other tasks hold it for the moment of a look."""
 
 
 def work_folder(prefix: str, given: str | None) -> str:
@@ -87,6 +89,24 @@ def held_folder(work: str, *, is_needed: bool = True) -> Iterator[None]:
             shutil.rmtree(work, ignore_errors=True)
         # Of a run that was killed at its very end.
         shutil.rmtree(_removed(work), ignore_errors=True)
+
+
+def look_whether_free(work: str) -> None:
+    """Raise ConvertError if a conversion holds a work folder: it may be removed by the next moment.
+
+    Tasks do not hold it, for they share it.
+    """
+    if is_remote(work):
+        return
+    make_work_folder(work)
+    try:
+        with filelock.FileLock(os.path.join(work, LOCK), timeout=FREE_WITHIN):
+            return
+    except filelock.Timeout:
+        raise ConvertError(
+            f"{work}: another conversion to this output is running, perhaps the one that merges "
+            f"what tasks did; wait for it"
+        ) from None
 
 
 def held_by_another(output: str) -> bool:

@@ -18,7 +18,7 @@ from typing import Any
 from streammega.config import StorageConfig
 from streammega.convert.read.inputs import CLAIM
 from streammega.convert.write.records import load_json, save_json
-from streammega.errors import AccessDeniedError, StorageError
+from streammega.errors import AccessDeniedError, ObjectChangedError, StorageError
 from streammega.errors.redaction import redact_urls
 from streammega.storage import join_url, open_store, save_bytes
 from streammega.storage.moves import delete, read_whole
@@ -29,6 +29,11 @@ log = logging.getLogger(__name__)
 
 SOMEBODY = {"job": "unknown"}
 """What is taken for the claim where it cannot be read: no conversion has such a digest."""
+LOOKS = 5
+BETWEEN_LOOKS = 0.1
+"""Seconds: a claim that cannot be read is looked at again, so often. Tasks of one conversion claim it
+at once, and where a server knows no conditions they write it over each other.
+"""
 
 
 class Claim:
@@ -119,14 +124,27 @@ class Claim:
         return list(noted.get("jobs", []))
 
     def _read(self) -> dict[str, Any] | None:
-        """What the claim says; one that cannot be read is somebody's."""
-        data = read_whole(self._url, self._storage)
-        if data is None:
-            return None
-        try:
-            stored = json.loads(data)
-        except ValueError:
-            return SOMEBODY
-        if not isinstance(stored, dict) or not isinstance(stored.get("job"), str):
-            return SOMEBODY
-        return stored
+        """What the claim says, None: there is none; one that cannot be read is somebody's."""
+        for _ in range(LOOKS):
+            try:
+                data = read_whole(self._url, self._storage)
+            except ObjectChangedError:
+                data = b""
+            if data is None:
+                return None
+            stored = _parsed(data)
+            if stored is not None:
+                return stored
+            time.sleep(BETWEEN_LOOKS)
+        return SOMEBODY
+
+
+def _parsed(data: bytes) -> dict[str, Any] | None:
+    """A claim from its bytes; None where they are none."""
+    try:
+        stored = json.loads(data)
+    except ValueError:
+        return None
+    if not isinstance(stored, dict) or not isinstance(stored.get("job"), str):
+        return None
+    return stored

@@ -116,8 +116,13 @@ class SegmentWriter:
 
     @property
     def _next_segment(self) -> str:
-        """The name of the segment that is written next."""
-        return f"{unit_name(self._unit)}-{len(self._record.segments):04d}"
+        """The name of the segment that is written next.
+
+        It tells how large segments are, which depends on the machine: two that do the same unit at
+        once, one of which was thought to be dead, write other files, or the same bytes.
+        """
+        number = len(self._record.segments)
+        return f"{unit_name(self._unit)}-{self._job.segment_bytes:x}-{number:04d}"
 
     def _shuffle_keys(self, numbers: NDArray[np.int64]) -> NDArray[np.uint64] | None:
         seed = self._options.shuffle_seed

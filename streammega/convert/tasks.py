@@ -1,0 +1,172 @@
+"""A conversion in tasks that know nothing of each other, as Slurm arrays and Kubernetes jobs start
+them.
+
+A task does its share of the units, into a work folder that all tasks share. When all have ended,
+one conversion makes the dataset of what they did. Nothing is asked of the order of tasks, of their
+number from one time to the next, or of how often one is killed and started again: a unit is made
+of its inputs alone, and one that has a record is not done again.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from streammega.config import StorageConfig
+from streammega.convert.options import ConvertOptions, Runner
+from streammega.convert.preflight import check_may_write
+from streammega.convert.prepare import prepare, sorted_settings
+from streammega.convert.progress import Progress
+from streammega.convert.read.pipes import check_output, is_pipe
+from streammega.convert.report import ConvertReport
+from streammega.convert.run import convert
+from streammega.convert.work_folder import look_whether_free
+from streammega.errors import ConfigError
+from streammega.storage.open import is_remote
+
+MERGE = "merge"
+"""In place of a task's number: make the dataset of what all tasks did."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Task:
+    """One of `of` tasks, counted from 0."""
+
+    number: int
+    of: int
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.number < self.of:
+            raise ConfigError(
+                f"there is no task {self.number} of {self.of}; tasks are counted from 0, to "
+                f"{self.of - 1}"
+            )
+
+    def units(self, count: int) -> range:
+        """The units that it does, of so many."""
+        return range(self.number, count, self.of)
+
+
+def parse_task(text: str) -> Task | None:
+    """The task of "3/16"; None for "merge". Raises ConfigError for anything else."""
+    if text == MERGE:
+        return None
+    number, slash, of = text.partition("/")
+    if not slash or not number.isdigit() or not of.isdigit():
+        raise ConfigError(
+            f"task (--task) is {text!r}; give the number of a task, from 0 on, and how many there "
+            f"are, such as 3/16, or '{MERGE}' when all of them have ended"
+        )
+    return Task(number=int(number), of=int(of))
+
+
+@dataclass(frozen=True, kw_only=True)
+class TaskReport:
+    """What a task did. units: of this task; units_before: of those, done by an earlier start of it;
+    units_of_all: of all tasks together.
+    """
+
+    task: Task
+    units: int
+    units_before: int
+    units_of_all: int
+    documents: int
+    tokens: int
+    seconds: float
+
+    def as_text(self) -> str:
+        """For people."""
+        before = f", {self.units_before:,} of them before" if self.units_before else ""
+        return (
+            f"task {self.task.number} of {self.task.of}: {self.units:,} of {self.units_of_all:,} "
+            f"units are done{before}; {self.documents:,} documents, {self.tokens:,} tokens, "
+            f"{self.seconds:.1f} s\n"
+            f"when all tasks have ended: the same command with --task {MERGE}"
+        )
+
+
+def convert_task(
+    inputs: Sequence[str],
+    output: str,
+    task: Task,
+    *,
+    options: ConvertOptions | None = None,
+    runner: Runner | None = None,
+    overwrite: bool = False,
+    storage: StorageConfig | None = None,
+    progress: Progress | None = None,
+    **settings: Any,
+) -> TaskReport:
+    """Do one task's share of a conversion; `merge_tasks` makes the dataset.
+
+    All tasks, and what merges, are given the same inputs, output, options and work folder (of the
+    runner: a URL, or a folder of a shared file system). Arguments and errors are those of
+    `convert`.
+    """
+    began = time.monotonic()
+    storage = storage or StorageConfig()
+    options, runner = sorted_settings(options, runner, settings)
+    check_output(output)
+    _check_tasks(inputs, runner)
+    conversion, _, _ = prepare(inputs, output, options, runner, storage, progress)
+    _check_work_folder(conversion.prefix, runner)
+    look_whether_free(conversion.work)
+    conversion.names.check(conversion.inputs, overwrite=overwrite)
+    check_may_write(conversion.prefix, storage)
+    # All tasks are one conversion: whoever holds the claim may take it again.
+    conversion.names.claim(overwrite=overwrite)
+    done = conversion.do_share(task.units)
+    records = list(done.records.values())
+    return TaskReport(
+        task=task,
+        units=len(records),
+        units_before=done.before,
+        units_of_all=done.units_of_all,
+        documents=sum(record.documents for record in records),
+        tokens=sum(record.tokens for record in records),
+        seconds=time.monotonic() - began,
+    )
+
+
+def merge_tasks(
+    inputs: Sequence[str],
+    output: str,
+    *,
+    options: ConvertOptions | None = None,
+    runner: Runner | None = None,
+    **named: Any,
+) -> ConvertReport:
+    """Make the dataset of what tasks did: `convert`, which does none of their work.
+
+    Raises ConvertError where some of it is not done.
+    """
+    runner = replace(runner or Runner(), merges_tasks=True)
+    _check_tasks(inputs, runner)
+    _check_work_folder(output, runner)
+    return convert(inputs, output, options=options, runner=runner, **named)
+
+
+def _check_tasks(inputs: Sequence[str], runner: Runner) -> None:
+    """Raise ConfigError for what is no work for several that know nothing of each other."""
+    if any(is_pipe(name) for name in inputs):
+        raise ConfigError("a pipe can be read once: give tasks (--task) files that all can read")
+    if runner.restart:
+        raise ConfigError(
+            "restart (--restart) would forget what other tasks have done; remove the work folder "
+            "before the first of them starts"
+        )
+    if runner.engine != "local":
+        raise ConfigError(
+            "tasks (--task) and the ray engine both share the work out; choose one of them"
+        )
+
+
+def _check_work_folder(prefix: str, runner: Runner) -> None:
+    """Raise ConfigError for a work folder that other tasks cannot be thought to see."""
+    if runner.work is None and is_remote(prefix):
+        raise ConfigError(
+            f"{prefix}: tasks need a work folder that all of them can write; name one by --work, a "
+            f"URL beside the output for instance"
+        )
