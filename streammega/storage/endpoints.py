@@ -6,9 +6,10 @@ One that never did is mistyped rather than down, and is not waited for as long.
 from __future__ import annotations
 
 import hashlib
-import threading
 from collections.abc import Mapping
 from typing import Any
+
+from streammega.storage.locks import process_lock
 
 
 class Endpoint:
@@ -22,7 +23,7 @@ class Endpoint:
 
 
 _endpoints: dict[tuple[str, str, bytes], Endpoint] = {}
-_lock = threading.Lock()
+_lock = process_lock()
 
 
 def endpoint_of(scheme: str, root: str, options: Mapping[str, Any]) -> Endpoint:

@@ -6,7 +6,6 @@ import hashlib
 import importlib
 import os
 import re
-import threading
 import weakref
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -24,11 +23,12 @@ from streammega.storage.backends.oss_native import OssNativeStore
 from streammega.storage.backends.oss_store import OssStore
 from streammega.storage.backends.pread import PreadStore
 from streammega.storage.descriptors import raise_limit
+from streammega.storage.locks import process_lock
 from streammega.storage.store import Store, written_whole
 from streammega.storage.store_files import StoreFiles
 
 _stores: weakref.WeakValueDictionary[Any, Any] = weakref.WeakValueDictionary()
-_lock = threading.Lock()
+_lock = process_lock()
 _latest_digest: tuple[StorageConfig | None, bytes] = (None, b"")
 _registered: dict[str, Callable[[], Store]] = {}
 _BUILT_IN = {"mock": "streammega.dataset.mock"}

@@ -15,6 +15,7 @@ from streammega.config import StorageConfig
 from streammega.errors import ShortReadError, StorageError
 from streammega.storage.endpoints import Endpoint
 from streammega.storage.fetch.threads import pause as interruptible_pause
+from streammega.storage.locks import process_lock
 
 log = logging.getLogger(__name__)
 
@@ -169,7 +170,7 @@ class _Outages:
     """When this process last warned."""
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()
+        self._lock = process_lock()
         self._last = -math.inf
 
     def may_speak(self, now: float) -> bool:

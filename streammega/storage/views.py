@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import threading
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Protocol
 
@@ -21,6 +20,7 @@ from streammega.kernels.plan import copy_bytes
 from streammega.storage.backends.local import LocalStore
 from streammega.storage.decompress import decompress_into, decompress_one
 from streammega.storage.frames import FOOTER, parse_table, table_bytes
+from streammega.storage.locks import process_lock
 from streammega.storage.store import (
     Buffer,
     Bytes,
@@ -61,7 +61,7 @@ class LateView:
         self.size = size
         self._make = make
         self._view_made: View | None = None
-        self._lock = threading.Lock()
+        self._lock = process_lock()
 
     def __getstate__(self) -> dict[str, Any]:
         return {"size": self.size, "make": self._make}

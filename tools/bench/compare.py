@@ -89,7 +89,7 @@ FIGURES = (
     Figure(
         name="DataLoader, 2 forked workers, local files, tokens/s",
         side="ours_workers",
-        arguments={"workers": 2},
+        arguments={"workers": 2, "warmup": 64},
         result="tokens",
         local=True,
     ),

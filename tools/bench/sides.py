@@ -116,9 +116,13 @@ def ours_workers(a: Result) -> Result:
     batch = a.get("batch", 16)
     dataset = sm.StreamingDataset(config_of(a), micro_batch_size=batch, global_batch_size=256)
     loader = torch.utils.data.DataLoader(
-        dataset, batch_size=None, num_workers=a["workers"], prefetch_factor=4
+        dataset,
+        batch_size=None,
+        num_workers=a["workers"],
+        prefetch_factor=4,
+        multiprocessing_context=a.get("method"),
     )
-    return consume(loader, batch, a["seconds"], 64)
+    return consume(loader, batch, a["seconds"], a.get("warmup", 0))
 
 
 def imports_only(a: Result) -> Result:

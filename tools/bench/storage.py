@@ -8,7 +8,7 @@ on a local object server.
 Every side runs in a process of its own. The sides of a figure alternate, `--runs` times each; a
 ratio is that of the medians. The server is tools/bench/object_server.py, on the same two cores as
 everything else: "unshaped" is as fast as loopback goes, "shaped" sends the first byte after 20 ms
-and 90 MB/s per connection. Files are made under --folder (about 9 GB).
+and 90 MB/s per connection. Files are made under --folder (about 10 GB).
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ import subprocess
 import sys
 import tarfile
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -37,7 +38,11 @@ from tools.bench.object_server import Running, running
 HERE = Path(__file__).resolve().parents[2]
 S = 4096
 CORPUS = 4 << 30
-PEER_CORPUS = 1 << 30
+EQUAL_CORPUS = 1 << 30
+"""Bytes of what is read by us and by the other loaders: the same tokens, each side in its format."""
+EQUAL_TOKENS = EQUAL_CORPUS // 2 // (S + 1) // 256 * 256 * (S + 1)
+EPOCH = EQUAL_TOKENS // S // 256 * 256
+"""Samples of an epoch of it, whole global batches."""
 SHAPES: dict[str, dict[str, float]] = {
     "unshaped": {},
     "shaped": {"latency": 0.02, "bandwidth": 90e6},
@@ -49,17 +54,31 @@ PACKAGES = (
     "s3torchconnector",
 )  # fmt: skip
 WIDE = {"block_bytes": 1 << 20, "lanes": 256}
+WHOLE_EPOCH: dict[str, Any] = {"prefix": "s3://data/equal", "num_samples": EPOCH, "seconds": 0}
+OUR_WORKERS: dict[str, dict[str, Any]] = {
+    "forked": {"method": "fork"},
+    "forked, ids": {"method": "fork", "ids_only": True},
+    "spawned": {"method": "spawn"},
+}
 Result = dict[str, Any]
 
 
 class Bench:
     """A server, and the two Pythons that sides run in."""
 
-    def __init__(self, server: Running, folder: Path, runs: int, seconds: float) -> None:
+    def __init__(
+        self,
+        server: Running,
+        folder: Path,
+        runs: int,
+        seconds: float,
+        peers: Sequence[str] = PEERS,
+    ) -> None:
         self.server = server
         self.folder = folder
         self.runs = runs
         self.seconds = seconds
+        self.peers = peers
         self.rows: list[Result] = []
 
     def side(self, name: str, checkout: Path = HERE, **arguments: Any) -> Result:
@@ -100,6 +119,17 @@ class Bench:
         return self.side(
             "ours", **{"endpoint": self.server.endpoint, "prefix": "s3://data/web", **arguments}
         )
+
+    def peer(self, name: str, workers: int) -> float | None:
+        """Tokens/s of an epoch of another loader, from before its first batch."""
+        shards = len(list((self.folder / "objects" / "data" / "wds").glob("*.tar")))
+        options: Result = {"batch": 16, "workers": workers, "seconds": 60, "shards": shards}
+        return self.side(name, endpoint=self.server.endpoint, **options).get("tokens")
+
+    def workers(self, **arguments: Any) -> float | None:
+        """The same of streammega under a torch DataLoader with two workers."""
+        arguments = {"endpoint": self.server.endpoint, "workers": 2, **WHOLE_EPOCH, **arguments}
+        return self.side("ours_workers", **arguments).get("tokens")
 
     def row(self, figure: str, **columns: Any) -> None:
         """One line of the table, printed at once."""
@@ -228,21 +258,9 @@ def epoch(bench: Bench) -> None:
     """
     for shape, behaviour in SHAPES.items():
         bench.server.behave(**behaviour)
-        shards = len(list((bench.folder / "objects" / "data" / "wds").glob("*.tar")))
-
-        def peer(name: str, workers: int, shards: int = shards) -> float | None:
-            options: Result = {
-                "endpoint": bench.server.endpoint,
-                "batch": 16,
-                "workers": workers,
-                "seconds": 60,
-                "shards": shards,
-            }
-            return bench.side(name, **options).get("tokens")
-
         best: dict[str, tuple[float, int]] = {}
-        for name in PEERS:
-            rates = {workers: peer(name, workers) or 0.0 for workers in (0, 2)}
+        for name in bench.peers:
+            rates = {workers: bench.peer(name, workers) or 0.0 for workers in (0, 2)}
             workers = max(rates, key=lambda number: rates[number])
             if rates[workers]:
                 best[name] = (rates[workers], workers)
@@ -250,9 +268,9 @@ def epoch(bench: Bench) -> None:
         medians = harness.medians(
             bench.runs,
             {
-                "peer": lambda: peer(leader, best[leader][1]),  # noqa: B023
-                "ours": lambda: bench.ours(num_samples=520_000).get("whole_rate"),
-                "ours, 1 MiB blocks": lambda: bench.ours(num_samples=520_000, data=WIDE).get(
+                "peer": lambda: bench.peer(leader, best[leader][1]),  # noqa: B023
+                "ours": lambda: bench.ours(**WHOLE_EPOCH).get("whole_rate"),
+                "ours, 1 MiB blocks": lambda: bench.ours(**WHOLE_EPOCH, data=WIDE).get(
                     "whole_rate"
                 ),
             },
@@ -313,42 +331,25 @@ def local(bench: Bench) -> None:
 
 
 def workers(bench: Bench) -> None:
-    """Under a torch DataLoader with two workers, and by StreamLoader without any, against the
-    others with two workers.
+    """A whole epoch under a torch DataLoader with two workers, their start and the first batch
+    included, against each of the others with two workers; and by StreamLoader, without any.
     """
     bench.server.behave()
-    shards = len(list((bench.folder / "objects" / "data" / "wds").glob("*.tar")))
-
-    def peer(name: str) -> float | None:
-        return bench.side(
-            name, endpoint=bench.server.endpoint, batch=16, workers=2, seconds=20, shards=shards
-        ).get("tokens")
-
-    rates = {name: peer(name) or 0.0 for name in PEERS}
-    leader = max(rates, key=lambda name: rates[name])
-
-    def ours() -> float | None:
-        options: Result = {
-            "endpoint": bench.server.endpoint,
-            "prefix": "s3://data/web",
-            "workers": 2,
-            "seconds": bench.seconds,
-        }
-        return bench.side("ours_workers", **options).get("tokens")
-
-    medians = harness.medians(
-        bench.runs,
-        {
-            "peer": lambda: peer(leader),
-            "workers": ours,
-            "none": lambda: bench.ours(seconds=bench.seconds).get("tokens"),
-        },
-    )
-    for name, how in (("workers", "DataLoader, 2 workers"), ("none", "StreamLoader, no workers")):
+    sides: dict[str, Callable[[], float | None]] = {
+        name: partial(bench.peer, name, 2) for name in bench.peers
+    }
+    for name, options in OUR_WORKERS.items():
+        sides[name] = partial(bench.workers, **options)
+    sides["none"] = lambda: bench.ours(**WHOLE_EPOCH).get("whole_rate")
+    medians = harness.medians(bench.runs, sides)
+    peers = {name: medians[name] for name in bench.peers if name in medians}
+    leader = max(peers, key=lambda name: peers[name])
+    for name in [*OUR_WORKERS, "none"]:
+        how = "StreamLoader, no workers" if name == "none" else f"DataLoader, 2 workers, {name}"
         bench.row(
-            f"{how}, M tokens/s vs {leader} with 2 workers", theirs=f"{medians['peer'] / 1e6:.0f}",
-            ours=f"{medians[name] / 1e6:.0f}", ratio=f"{medians[name] / medians['peer']:.1f}x",
-            notes=", ".join(f"{n} {r / 1e6:.0f}" for n, r in rates.items()),
+            f"{how}, M tokens/s vs {leader} with 2 workers", theirs=f"{peers[leader] / 1e6:.0f}",
+            ours=f"{medians[name] / 1e6:.0f}", ratio=f"{medians[name] / peers[leader]:.1f}x",
+            notes=", ".join(f"{peer} {rate / 1e6:.0f}" for peer, rate in peers.items()),
         )  # fmt: skip
 
 
@@ -432,31 +433,21 @@ def quality(bench: Bench, data: Mapping[str, int]) -> str:
 
 
 def prepare(folder: Path, peers: bool) -> None:
-    """A corpus of 4 GiB in documents of a lognormal length, and 1 GiB of it in the formats of the
-    other loaders.
+    """A corpus of 4 GiB in documents of a lognormal length; with `peers` one of 1 GiB, in our format
+    and in those of the other loaders.
     """
     data = folder / "objects" / "data"
     data.mkdir(parents=True, exist_ok=True)
     (folder / "tmp").mkdir(exist_ok=True)
-    rng = np.random.default_rng(0)
     if not (data / "web.idx").exists():
-        lengths = np.clip(rng.lognormal(7.0, 1.0, 4_000_000), 16, 200_000).astype(np.int32)
-        lengths = lengths[: int(np.searchsorted(np.cumsum(lengths, dtype=np.int64), CORPUS // 2))]
-        tokens = int(lengths.sum(dtype=np.int64))
-        with open(data / "web.bin", "wb") as file:
-            for at in range(0, tokens, 1 << 25):
-                rng.integers(0, 65_535, min(1 << 25, tokens - at), dtype=np.uint16).tofile(file)
-        with open(data / "web.idx", "wb") as file:
-            for piece in encode_index(
-                np.dtype(np.uint16), lengths, np.arange(len(lengths) + 1), None
-            ):
-                file.write(piece)
+        write_pair(data / "web", CORPUS // 2)
     options = {"base_path": "data", "region_name": "us-east-1"}
     profile = {"storage_provider": {"type": "s3", "options": options}}
     (folder / "msc.json").write_text(json.dumps({"profiles": {"data": profile}}))
     if peers:
-        count = PEER_CORPUS // 2 // (S + 1) // 256 * 256
-        rows = np.memmap(data / "web.bin", np.uint16, "r")[: count * (S + 1)].reshape(count, S + 1)
+        if not (data / "equal.idx").exists():
+            write_pair(data / "equal", EQUAL_TOKENS)
+        rows = np.memmap(data / "equal.bin", np.uint16, "r").reshape(-1, S + 1)
         for name, write in (
             ("raw", write_raw),
             ("wds", write_tars),
@@ -466,6 +457,21 @@ def prepare(folder: Path, peers: bool) -> None:
             if not (data / name).exists():
                 print(f"writing {name} ...", file=sys.stderr)
                 write(rows, data / name)
+
+
+def write_pair(prefix: Path, tokens: int) -> None:
+    """So many random tokens as `.bin` and `.idx`."""
+    rng = np.random.default_rng(0)
+    lengths = np.clip(rng.lognormal(7.0, 1.0, 4_000_000), 16, 200_000).astype(np.int32)
+    ends = np.cumsum(lengths, dtype=np.int64)
+    lengths = lengths[: int(np.searchsorted(ends, tokens)) + 1]
+    lengths[-1] -= ends[len(lengths) - 1] - tokens  # the last document is what is left
+    with prefix.with_suffix(".bin").open("wb") as file:
+        for at in range(0, tokens, 1 << 25):
+            rng.integers(0, 65_535, min(1 << 25, tokens - at), dtype=np.uint16).tofile(file)
+    with prefix.with_suffix(".idx").open("wb") as file:
+        for piece in encode_index(np.dtype(np.uint16), lengths, np.arange(len(lengths) + 1), None):
+            file.write(piece)
 
 
 def write_raw(rows: Any, folder: Path) -> None:
@@ -510,7 +516,7 @@ def write_litdata(rows: Any, folder: Path) -> None:
     )
     script = folder.with_name("litdata_write.py")
     script.write_text(code)
-    arguments = [str(folder.with_name("web.bin")), str(folder), str(len(rows)), str(S + 1)]
+    arguments = [str(folder.with_name("equal.bin")), str(folder), str(len(rows)), str(S + 1)]
     subprocess.run([sys.executable, str(script), *arguments], check=True, capture_output=True)
     script.unlink()
 
@@ -543,6 +549,9 @@ def main() -> int:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--figures", nargs="*", choices=list(FIGURES), default=list(FIGURES))
+    parser.add_argument(
+        "--peers", nargs="*", choices=PEERS, default=list(PEERS), help="the other loaders"
+    )
     parser.add_argument("--folder", type=Path, default=Path("/tmp/streammega-bench"))
     parser.add_argument("--runs", type=int, default=3)
     parser.add_argument("--seconds", type=float, default=5.0)
@@ -552,7 +561,7 @@ def main() -> int:
     print(f"{harness.machine()}; {harness.versions(PACKAGES)}; {chosen.runs} runs, medians\n")
     harness.table("figure", "other side", "streammega", "ratio", "notes")
     with running(chosen.folder / "objects") as server:
-        bench = Bench(server, chosen.folder, chosen.runs, chosen.seconds)
+        bench = Bench(server, chosen.folder, chosen.runs, chosen.seconds, chosen.peers)
         for name in chosen.figures:
             FIGURES[name](bench)
     if chosen.plot:

@@ -6,7 +6,6 @@ import asyncio
 import errno
 import math
 import os
-import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -40,6 +39,7 @@ from streammega.storage.failures import (
     unreachable,
 )
 from streammega.storage.fetch.threads import Pool
+from streammega.storage.locks import process_lock
 from streammega.storage.retry import RetryPolicy
 from streammega.storage.store import (
     Buffer,
@@ -77,7 +77,7 @@ class FsspecStore:
     def __init__(self, scheme: str, config: StorageConfig) -> None:
         self.scheme = scheme
         self._config = config
-        self._lock = threading.Lock()  # of what is opened at the first use: once for all threads
+        self._lock = process_lock()  # of what is opened at the first use: once for all threads
         self._opened: tuple[int, Any, Pool] | None = None  # (process, driver, threads)
         self._policy = RetryPolicy.of(config, endpoint_of(scheme, "", config.storage_options))
         self._checked: dict[tuple[str, str], float] = {}  # when, by key and ETag

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
-import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,6 +13,7 @@ from typing import Any
 from streammega.errors import AccessDeniedError, ObjectNotFoundError, StorageError
 from streammega.storage.backends.mapping import map_file
 from streammega.storage.descriptors import blame_limit
+from streammega.storage.locks import process_lock
 from streammega.storage.publish import create_beside
 from streammega.storage.store import Buffer, Bytes, ObjectInfo, Span, checked, fill
 from streammega.storage.versions import check_version
@@ -41,7 +41,7 @@ class LocalStore:
 
     def __init__(self) -> None:
         self._maps: dict[str, _Mapped] = {}
-        self._lock = threading.Lock()
+        self._lock = process_lock()
 
     def __getstate__(self) -> dict[str, object]:
         return {}

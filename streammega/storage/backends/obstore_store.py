@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import os
 import re
-import threading
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
@@ -13,9 +12,6 @@ from datetime import timedelta
 from typing import Any
 
 import numpy as np
-import obstore
-import obstore.exceptions
-import obstore.store
 
 from streammega.config import StorageConfig
 from streammega.errors import (
@@ -26,6 +22,7 @@ from streammega.errors import (
     StreammegaError,
 )
 from streammega.errors.redaction import redact
+from streammega.storage.backends import obstore_library
 from streammega.storage.backends.clouds import cloud_arguments
 from streammega.storage.backends.fsspec_store import FsspecStore
 from streammega.storage.backends.obstore_writer import ObstoreWriter
@@ -35,6 +32,7 @@ from streammega.storage.descriptors import blame_limit, blame_limit_of_connectio
 from streammega.storage.endpoints import endpoint_of
 from streammega.storage.failures import denied, failure_of_status, missing, no_answer
 from streammega.storage.fetch.threads import Pool
+from streammega.storage.locks import process_lock
 from streammega.storage.retry import FIRST_PAUSE, LONGEST_PAUSE, TRY_ONCE, RetryPolicy
 from streammega.storage.store import (
     Buffer,
@@ -73,32 +71,19 @@ BACKOFF_BASE = 4
 """A pause is drawn from the first one to so many times the last: by 2 they would hardly grow."""
 MOST_RETRIES = 1_000_000
 """More than any deadline has room for: obstore counts tries too, and its pauses may be short."""
-_REFUSALS = (
-    obstore.exceptions.PermissionDeniedError,
-    obstore.exceptions.UnauthenticatedError,
+FORKED = (
+    "this process was forked after obstore had been used, which obstore does not survive, and it "
+    "cannot load a copy of obstore"
 )
-FORKED = "this process was forked after obstore had been used, which obstore does not survive"
-
-
-_used = threading.Event()  # this process has, or its parent had
-_lost = threading.Event()
-
-
-def _note_fork() -> None:
-    if _used.is_set():
-        _lost.set()
-
-
-# obstore's own threads do not survive a fork, and cannot be started again in the child.
-os.register_at_fork(after_in_child=_note_fork)
 
 
 class ObstoreStore:
     """One bucket, container or host.
 
-    Implements `storage.store.Store`; opens its client lazily, per process. A process that was
-    forked after obstore had been used is served by another transport, where there is one: by one
-    client for all calls, and with one warning.
+    Implements `storage.store.Store`; opens its client lazily, per process. A forked process uses a
+    copy of obstore of its own. One that can load none, forked after obstore had been used, is
+    served by another transport, where there is one: by one client for all calls, and with one
+    warning.
     """
 
     fallback_name = "s3fs"
@@ -107,7 +92,7 @@ class ObstoreStore:
         self.scheme = scheme
         self.root = root
         self._config = config
-        self._lock = threading.Lock()  # of what is opened at the first use: once for all threads
+        self._lock = process_lock()  # of what is opened at the first use: once for all threads
         self._opened: tuple[int, Any, Pool] | None = None  # (process, client, threads)
         self._policy = RetryPolicy.of(config, endpoint_of(scheme, root, config.storage_options))
         self._urls: dict[str, str] = {}  # kept, for each request asks for its own
@@ -147,7 +132,7 @@ class ObstoreStore:
 
         def head() -> ObjectInfo:
             try:
-                meta = obstore.head(client, key)
+                meta = client.head(key)
             except BaseException as error:
                 if isinstance(error, FileNotFoundError):
                     self._look_for_bucket(client, key)
@@ -167,7 +152,7 @@ class ObstoreStore:
         if self._bucket_seen:
             return
         try:
-            obstore.get_range(client, key, start=0, end=1)
+            client.get_range(key, start=0, end=1)
         except BaseException as error:
             if "NoSuchBucket" in str(error):
                 raise self._error(key, error) from None
@@ -246,7 +231,7 @@ class ObstoreStore:
             starts = [span_start for span_start, _ in before]
             ends = [span_stop for _, span_stop in before]
             # Not joined where they are near each other: what they are to be was planned.
-            bodies += obstore.get_ranges(client, key, starts=starts, ends=ends, coalesce=0)
+            bodies += client.get_ranges(key, starts=starts, ends=ends, coalesce=0)
         answer = self._get(client, key, start, stop, etag)
         bodies.append(answer.bytes())
         return [memoryview(body) for body in bodies]
@@ -258,17 +243,17 @@ class ObstoreStore:
 
     def _get(self, client: Any, key: str, start: int, stop: int, etag: str) -> Any:
         """An answer of the version that is wanted, its body still to come."""
-        answer = obstore.get(client, key, options={"range": (start, stop)})
+        answer = client.get(key, options={"range": (start, stop)})
         version = version_like(etag, answer.meta.get("e_tag"), answer.meta["last_modified"])
         check_version(self.url(key), etag, version)
         return answer
 
     def _after_fork(self) -> FsspecStore | None:
-        """What serves this process if it was forked after obstore had been used.
+        """What serves this process if it was forked, and has no obstore of its own.
 
         Raises ConfigError where nothing can.
         """
-        return self._fall_back(FORKED) if _lost.is_set() else None
+        return self._fall_back(FORKED) if obstore_library.library() is None else None
 
     def _fall_back(self, reason: str) -> FsspecStore:
         """From now on ranges, and after a fork everything, are served by another transport."""
@@ -314,7 +299,7 @@ class ObstoreStore:
         def list_part() -> list[ObjectInfo] | None:
             listed: list[ObjectInfo] = []
             try:
-                for page in obstore.list(client, folder, offset=after):
+                for page in client.list(folder, offset=after):
                     objects = [_listed_info(item) for item in page]
                     listed += [info for info in objects if info.key < until]
                     if len(listed) > most:
@@ -348,9 +333,9 @@ class ObstoreStore:
         def list_folder() -> Any:
             try:
                 if not recursive:
-                    return obstore.list_with_delimiter(client, folder)["objects"]
+                    return client.list_with_delimiter(folder)["objects"]
                 objects: list[Any] = []
-                for page in obstore.list(client, folder):
+                for page in client.list(folder):
                     objects += page
                 return objects
             except BaseException as error:
@@ -400,7 +385,7 @@ class ObstoreStore:
             self._knock(key)
         _, pool = self._client()
         # A client of its own: parts of an upload are tried again by obstore itself.
-        client = self._open(self._policy)
+        client = obstore_library.opened(self._open(self._policy))
 
         def wrap(error: BaseException) -> BaseException:
             return self._error(key, error)
@@ -431,8 +416,8 @@ class ObstoreStore:
 
         def attempt() -> bool:
             try:
-                obstore.put(client, key, data, mode="create", use_multipart=False)
-            except obstore.exceptions.AlreadyExistsError:
+                client.put(key, data, mode="create", use_multipart=False)
+            except _exceptions().AlreadyExistsError:
                 return False
             except BaseException as error:
                 raise self._error(key, error) from None
@@ -450,7 +435,7 @@ class ObstoreStore:
 
         def attempt() -> None:
             try:
-                obstore.delete(client, key)
+                client.delete(key)
             except FileNotFoundError:
                 pass
             except BaseException as error:
@@ -459,7 +444,6 @@ class ObstoreStore:
         return pool.call(lambda: self._policy.call(attempt))
 
     def _client(self) -> tuple[Any, Pool]:
-        _used.set()
         this_process = os.getpid()
         with self._lock:
             if self._opened is not None:
@@ -467,25 +451,25 @@ class ObstoreStore:
                 # Neither a client nor its threads survive a fork.
                 if process == this_process:
                     return client, pool
-            client = self._open(TRY_ONCE)
+            client = obstore_library.opened(self._open(TRY_ONCE))
             pool = Pool(min(MOST_THREADS, self._config.max_requests))
             self._opened = (this_process, client, pool)
             return client, pool
 
     def _open(self, policy: RetryPolicy) -> Any:
         retry = _retry_config(policy)
+        stores = obstore_library.library().store
         try:
             if self.scheme in ("s3", "oss"):
-                return obstore.store.S3Store(self.root, retry_config=retry, **self._s3_arguments())
+                return stores.S3Store(self.root, retry_config=retry, **self._s3_arguments())
             url = f"{self.scheme}://{self.root}"
             if self.scheme in ("http", "https"):
                 client_kwargs = self._config.storage_options.get("client_kwargs") or {}
                 client: Any = client_options(self._config, url, client_kwargs)
-                return obstore.store.HTTPStore.from_url(
-                    url, client_options=client, retry_config=retry
-                )
-            from_url: Any = obstore.store.from_url  # its overloads differ by scheme
-            return from_url(url, retry_config=retry, **cloud_arguments(self.scheme, self._config))
+                return stores.HTTPStore.from_url(url, client_options=client, retry_config=retry)
+            return stores.from_url(
+                url, retry_config=retry, **cloud_arguments(self.scheme, self._config)
+            )
         except StreammegaError:
             raise
         except Exception as error:
@@ -519,7 +503,7 @@ class ObstoreStore:
                 f"{url}: obstore cannot list this; set transport='fsspec', or name the objects "
                 f"otherwise ({text})"
             )
-        if isinstance(error, _REFUSALS):
+        if isinstance(error, _refusals()):
             return denied(url, text)
         network = any(sign in whole for sign in _NETWORK)
         limit = blame_limit_of_connection(error) if network else blame_limit(error)
@@ -543,6 +527,16 @@ def _are_objects(listed: Sequence[ObjectInfo], after: str) -> bool:
     keys = {info.key for info in listed}
     without_markers = len(keys) == len(listed) and all(info.size > 0 for info in listed)
     return without_markers and all(key > after for key in keys)
+
+
+def _exceptions() -> Any:
+    """Those that the clients of this process raise: another process's are other classes."""
+    return obstore_library.library().exceptions
+
+
+def _refusals() -> tuple[type[Exception], ...]:
+    exceptions = _exceptions()
+    return (exceptions.PermissionDeniedError, exceptions.UnauthenticatedError)
 
 
 def _retry_config(policy: RetryPolicy) -> Any:

@@ -8,8 +8,6 @@ import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
-import obstore
-
 from streammega.errors import StorageError
 from streammega.storage.fetch.threads import Pool
 from streammega.storage.parts import MOST_PARTS
@@ -86,7 +84,7 @@ class ObstoreWriter:
             thread.join(ABORT_WITHIN)
 
     def _put_whole(self) -> None:
-        obstore.put(self._client, self._key, bytes(self._buffer), use_multipart=False)
+        self._client.put(self._key, bytes(self._buffer), use_multipart=False)
 
     def _send(self, part: bytes | None) -> None:
         """Hand a part to the thread that uploads; None: that was the last one."""
@@ -119,8 +117,7 @@ class ObstoreWriter:
 
     def _upload(self) -> None:
         try:
-            obstore.put(
-                self._client,
+            self._client.put(
                 self._key,
                 self._taken_parts(),
                 use_multipart=True,

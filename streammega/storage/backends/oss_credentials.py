@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import logging
 import os
-import threading
 import time
 import urllib.request
 from collections.abc import Callable, Mapping
@@ -14,6 +13,7 @@ from datetime import datetime, timedelta, timezone
 from typing import Any
 
 from streammega.errors import AccessDeniedError, ConfigError, EndpointError
+from streammega.storage.locks import process_lock
 
 log = logging.getLogger(__name__)
 
@@ -67,7 +67,7 @@ class OssCredentials:
     def __init__(self, read: Callable[[], OssKey], *, fixed: bool = False) -> None:
         self._read = read
         self._fixed = fixed
-        self._lock = threading.Lock()
+        self._lock = process_lock()
         self._key: OssKey | None = None
         self._read_at = 0.0
 

@@ -1,6 +1,6 @@
 """`oss://` in OSS's native dialect, by Alibaba's oss2.
 
-For transport='fsspec', and in forked processes.
+For transport='fsspec', and in forked processes that can load no copy of obstore.
 """
 
 from __future__ import annotations

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import threading
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
@@ -13,6 +12,7 @@ from streammega.storage.backends.obstore_store import ObstoreStore
 from streammega.storage.backends.oss import obstore_arguments
 from streammega.storage.backends.oss_credentials import OssCredentials, OssKey
 from streammega.storage.backends.oss_native import OssNativeStore
+from streammega.storage.locks import process_lock
 from streammega.storage.store import Bytes, ObjectInfo, ObjectWriter, Span, ended_early
 
 Result = TypeVar("Result")
@@ -22,7 +22,7 @@ _CODE = re.compile(r"<Code>(\w+)</Code>")
 class OssStore(ObstoreStore):
     """One bucket. Implements `storage.store.Store`.
 
-    After a fork, which obstore does not survive, it is read by oss2.
+    After a fork, where no copy of obstore can be loaded, it is read by oss2.
     """
 
     fallback_name = "oss2"
@@ -31,7 +31,7 @@ class OssStore(ObstoreStore):
         super().__init__(scheme, root, config)
         self._read_credentials: OssCredentials | None = None
         # Not the store's: that is held while a client is opened, which asks for credentials.
-        self._credentials_lock = threading.Lock()
+        self._credentials_lock = process_lock()
         self._given: OssKey | None = None
         """The key that the client now open was given last."""
 

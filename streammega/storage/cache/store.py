@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Sequence
 
 from streammega.storage.cache import PAGE_BYTES, CachedObject
+from streammega.storage.locks import process_lock
 from streammega.storage.store import Buffer, Bytes, ObjectInfo, ObjectWriter, Span, Store
 
 SMALL = PAGE_BYTES // 4
@@ -23,7 +23,7 @@ class CachedStore:
         self.cached = cached
         self.hit_bytes = 0
         self.fetched_bytes = 0
-        self._lock = threading.Lock()  # of both counts: threads of the fetcher add to them
+        self._lock = process_lock()  # of both counts: threads of the fetcher add to them
         self._closed = False
 
     def url(self, key: str) -> str:

@@ -1,0 +1,27 @@
+"""Locks that are free again in a forked child, whichever thread of the parent held them."""
+
+from __future__ import annotations
+
+import os
+import threading
+import weakref
+
+_given: weakref.WeakSet[threading.Lock] = weakref.WeakSet()
+
+
+def process_lock() -> threading.Lock:
+    """A lock of what outlives a fork: of stores, and of what all of them share.
+
+    A fork copies a lock as it is at that moment, but not the thread that would release it.
+    """
+    lock = threading.Lock()
+    _given.add(lock)
+    return lock
+
+
+def _free_all() -> None:
+    for lock in list(_given):
+        lock._at_fork_reinit()  # type: ignore[attr-defined]  # as the standard library's own users
+
+
+os.register_at_fork(after_in_child=_free_all)

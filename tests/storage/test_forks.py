@@ -1,0 +1,244 @@
+"""Stores in forked processes: obstore by a copy of its own, and no lock that nobody releases."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from streammega import StorageConfig
+from streammega.errors import ObjectNotFoundError
+from streammega.storage import open_store
+from streammega.storage.backends.fsspec_store import FsspecStore
+from streammega.storage.locks import process_lock
+from streammega.storage.store import Store, create_object
+from tests.support.servers import S3
+from tools.bench.object_server import Running, running
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="copies are loaded on Linux alone")
+PATIENCE = 60
+"""Seconds that a child is waited for: what it does takes less than one."""
+
+
+def in_fork(program: Callable[..., Any], *arguments: Any) -> Any:
+    """What a program returns, or the repr of its error, in a forked child of this process."""
+    context = multiprocessing.get_context("fork")
+    ours, theirs = context.Pipe()
+    child = context.Process(target=_tell, args=(theirs, program, arguments))
+    child.start()
+    try:
+        assert ours.poll(PATIENCE), "the child hangs"
+        return ours.recv()
+    finally:
+        child.join(PATIENCE)
+        assert child.exitcode == 0
+
+
+def _tell(pipe: Any, program: Callable[..., Any], arguments: tuple[Any, ...]) -> None:
+    try:
+        pipe.send(program(*arguments))
+    except BaseException as error:
+        pipe.send(repr(error))
+
+
+def put(store: Store, key: str, data: bytes) -> None:
+    writer = store.open_writer(key)
+    writer.write(data)
+    writer.commit()
+
+
+@pytest.fixture
+def no_other_transport(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(self: Any) -> None:
+        raise AssertionError("another transport than obstore was asked")
+
+    monkeypatch.setattr(FsspecStore, "_open", refuse)
+
+
+def _use_all(store: Store, key: str) -> list[Any]:
+    """What every method of a store tells in this process."""
+    size = store.info(key).size
+    part = bytes(store.read_ranges(key, [2, 0], [5, 1])[0])
+    put(store, "folder/made", b"abc")
+    listed = [item.key for item in store.list("folder/")]
+    created = create_object(store, "folder/made", b"other")
+    store.delete("folder/made")
+    try:
+        store.info("folder/made")
+    except ObjectNotFoundError:
+        return [size, part, listed, created, "deleted"]
+    return []
+
+
+ALL_USED = [10, b"234", ["folder/key", "folder/made"], False, "deleted"]
+
+
+@pytest.mark.usefixtures("no_other_transport")
+def test_a_child_does_all_by_obstore_and_so_does_its_child_and_the_parent_goes_on(
+    moto: S3,
+) -> None:
+    url = f"s3://{moto.new_bucket()}/folder/key"
+    store, key = open_store(url, StorageConfig(storage_options=moto.options))
+    put(store, key, b"0123456789")
+    assert in_fork(_use_all, store, key) == ALL_USED
+
+    def use_and_fork() -> list[Any]:
+        return [_use_all(store, key), in_fork(_use_all, store, key), _use_all(store, key)]
+
+    assert in_fork(use_and_fork) == [ALL_USED] * 3
+    assert _use_all(store, key) == ALL_USED
+
+
+@pytest.fixture
+def objects(tmp_path: Path) -> Iterator[Running]:
+    (tmp_path / "data").mkdir()
+    (tmp_path / "data" / "key").write_bytes(bytes(range(256)) * 4096)
+    with running(tmp_path) as server:
+        yield server
+
+
+def _read(url: str) -> bytes:
+    store, key = open_store(url, StorageConfig())
+    return bytes(store.read_ranges(key, [5], [8])[0])
+
+
+def test_children_read_what_no_other_transport_serves(objects: Running) -> None:
+    url = f"{objects.endpoint}/data/key"
+    assert _read(url) == bytes([5, 6, 7])
+    assert in_fork(_read, url) == bytes([5, 6, 7])
+
+
+def _descriptors(url: str) -> tuple[int, list[str]]:
+    """Descriptors that reading has left open beside sockets and what polls them, and the copies of
+    obstore among them.
+    """
+    before = set(os.listdir("/proc/self/fd"))
+    _read(url)
+    left = [os.readlink(f"/proc/self/fd/{name}") for name in _opened_since(before)]
+    others = [name for name in left if not name.startswith(("socket:", "anon_inode:"))]
+    return len(others), [name for name in left if "memfd" in name]
+
+
+def _opened_since(before: set[str]) -> list[str]:
+    now = set(os.listdir("/proc/self/fd"))
+    return [name for name in now - before if os.path.islink(f"/proc/self/fd/{name}")]
+
+
+def test_a_child_leaves_no_descriptor_of_the_copy_open(objects: Running) -> None:
+    url = f"{objects.endpoint}/data/key"
+    _read(url)
+    assert in_fork(_descriptors, url) == (0, [])
+
+
+def test_locks_that_a_thread_of_the_parent_holds_are_free_in_the_child() -> None:
+    lock = process_lock()
+    held = threading.Event()
+    done = threading.Event()
+
+    def hold() -> None:
+        with lock:
+            held.set()
+            done.wait(PATIENCE)
+
+    thread = threading.Thread(target=hold)
+    thread.start()
+    held.wait(PATIENCE)
+    assert in_fork(lambda: lock.acquire(timeout=1)) is True
+    assert not lock.acquire(blocking=False), "it is held in the parent"
+    done.set()
+    thread.join()
+
+
+IN_FLIGHT = """
+import os, sys, threading
+from streammega import StorageConfig
+from streammega.storage import open_store
+options = {"anon": True, "endpoint_url": sys.argv[1]}
+store, key = open_store("s3://data/key", StorageConfig(storage_options=options))
+end = threading.Event()
+failures = []
+
+def read(count):
+    for _ in range(count):
+        (part,) = store.read_ranges(key, [256], [70_000])
+        if bytes(part[:3]) != b"\\x00\\x01\\x02":
+            failures.append("other bytes")
+
+def go_on():
+    while not end.is_set():
+        read(1)
+
+def fork():
+    for number in range(4):
+        child = os.fork()
+        if child == 0:
+            read(3)
+            failed = 7 if failures else 0
+            # sys.exit in another thread than the main one ends that thread alone
+            if number % 2 or threading.current_thread() is forker:
+                os._exit(failed)
+            sys.exit(failed)
+        children.append(os.waitpid(child, 0)[1])
+
+children = []
+readers = [threading.Thread(target=go_on) for _ in range(4)]
+for reader in readers:
+    reader.start()
+read(1)
+forker = threading.Thread(target=fork)
+fork()
+forker.start()
+forker.join()
+end.set()
+for reader in readers:
+    reader.join()
+print(children, failures)
+"""
+
+
+def test_forks_while_requests_are_in_flight_from_any_thread_harm_nobody(objects: Running) -> None:
+    """Children of os.fork, made by the main thread and by another one, that end with and without
+    freeing what they inherited.
+    """
+    objects.behave(latency=0.005)
+    command = [sys.executable, "-W", "ignore", "-c", IN_FLIGHT, objects.endpoint]
+    environment = os.environ | {"PYTHONPATH": os.getcwd()}
+    run = subprocess.run(
+        command, capture_output=True, text=True, timeout=PATIENCE, env=environment, check=False
+    )
+    assert run.stdout == f"{[0] * 8} []\n", run.stderr
+
+
+NEVER_USED = """
+import logging, os, sys, warnings
+warnings.filterwarnings("ignore")
+logging.basicConfig(level=logging.WARNING, stream=sys.stdout, format="%(message)s")
+del os.memfd_create
+from streammega import StorageConfig
+from streammega.storage import open_store
+options = {"anon": True, "endpoint_url": sys.argv[1]}
+store, key = open_store("s3://data/key", StorageConfig(storage_options=options))
+for _ in range(2):
+    if os.fork() == 0:
+        print(len(store.read_ranges(key, [0], [9])[0]), flush=True)
+        os._exit(0)
+    assert os.wait()[1] == 0
+"""
+
+
+def test_without_copies_children_of_a_parent_that_never_read_still_read_by_obstore(
+    objects: Running,
+) -> None:
+    command = [sys.executable, "-c", NEVER_USED, objects.endpoint]
+    environment = os.environ | {"PYTHONPATH": os.getcwd()}
+    run = subprocess.run(
+        command, capture_output=True, text=True, timeout=PATIENCE, env=environment, check=False
+    )
+    assert run.stdout == "9\n9\n", run.stderr
