@@ -92,7 +92,7 @@ class StorageConfig:
     memory_bytes: int = 1024 * MiB
     """Bytes a loader may hold of what it fetched ahead; what is in flight counts."""
     coalesce_bytes: int = 64 * 1024
-    """Ranges with at most this gap between them are fetched as one, while at most a fifth more is
+    """Ranges with at most this gap between them are fetched as one, while at most a seventh more is
     fetched than is used.
     """
     cache_dir: str | Path | None = None

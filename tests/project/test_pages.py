@@ -286,7 +286,12 @@ STORAGE = StorageConfig()
 NUMBERS: list[tuple[str, str, Any, Any]] = [
     ("architecture", "other fsspec drivers are asked every 30 seconds", fsspec_store.RECHECK, 30),
     ("architecture", "a piece (256 KiB by default)", stream_order.DEFAULT_BLOCK_BYTES, 256 << 10),
-    ("architecture", "while at most a fifth more is fetched than is used", planner.MOST_WASTE, 0.2),
+    (
+        "architecture",
+        "while at most a seventh more is fetched than is used",
+        planner.MOST_WASTE,
+        1 / 7,
+    ),
     ("architecture", "as far as the caller goes in twenty seconds", lookahead.SECONDS_AHEAD, 20),
     ("architecture", "`give_up_after` (ten minutes by default)", STORAGE.give_up_after, 600),
     ("architecture", "a second time (at most one in twenty)", limits.HEDGE_SHARE, 1 / 20),
