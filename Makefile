@@ -6,7 +6,7 @@ STAMP := $(VENV)/.installed
 PYTEST := $(BIN)/python -m pytest
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test cuda check format lint types soak bench-peers clean
+.PHONY: help install demo test cuda check format lint types soak integrations bench-peers clean
 
 help:  ## list the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -44,6 +44,12 @@ types: $(STAMP)  ## mypy
 soak: $(STAMP)  ## long runs: 20,000 configurations against megatron-core, killed runs, 100,000 batches (half an hour)
 	$(PYTEST) -n 2 -m soak --timeout 1800
 
+integrations:  ## the tests against other trainers, in .venv-integrations with those that .venv has not
+	$(PYTHON) -m venv .venv-integrations
+	.venv-integrations/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt "torch==2.13.0"
+	.venv-integrations/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[integrations]'
+	CUDA_VISIBLE_DEVICES= .venv-integrations/bin/python -m pytest -rs tests/integrations tests/loading/test_frameworks.py
+
 bench-peers:  ## .venv-bench, with the other loaders that tools/bench/storage.py measures (a few GB)
 	$(PYTHON) -m venv .venv-bench
 	.venv-bench/bin/python -m pip install --quiet --disable-pip-version-check "torch==2.13.0"
@@ -52,5 +58,5 @@ bench-peers:  ## .venv-bench, with the other loaders that tools/bench/storage.py
 	  .venv-bench/bin/python -m pip install --quiet --disable-pip-version-check -c .venv-bench/constraints.txt "$$peer" || exit 1; done
 
 clean:  ## remove .venv, caches and the demo's folder
-	rm -rf $(VENV) .venv-bench demo-run build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf $(VENV) .venv-integrations .venv-bench demo-run build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
 	find . -name __pycache__ -prune -exec rm -rf {} +

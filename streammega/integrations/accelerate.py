@@ -1,0 +1,195 @@
+"""Accelerate trains from s3:// and oss:// through this DataLoader, which it neither shards nor deals
+out, and saves and loads with everything else.
+
+    from streammega.integrations.accelerate import StreamDataLoader
+
+    loader = StreamDataLoader(accelerator, config, micro_batch_size=4, global_batch_size=64)
+    model, optimizer = accelerator.prepare(model, optimizer)
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, NoReturn
+
+from torch.utils.data import DataLoader, IterableDataset
+
+from streammega.config import DataConfig
+from streammega.errors import ConfigError, StateError
+from streammega.loading import StreamLoader
+from streammega.samples.fields import Batch
+
+
+class NotDealtOut(IterableDataset[Batch]):
+    """Stands where a DataLoader has its dataset. Whoever iterates it would read past the cursor."""
+
+    def __iter__(self) -> NoReturn:
+        raise ConfigError(
+            "something made another DataLoader of a StreamDataLoader (skip_first_batches does, and "
+            "Trainers without ignore_data_skip): go to a place by its seek or load_state_dict, "
+            "and iterate it as it is"
+        )
+
+
+class StreamDataLoader(DataLoader[Batch]):
+    """The micro-batches of this process, on its device.
+
+    `prepare` gives it back as it is; `save_state` and `load_state` keep its position, which any
+    number of processes goes on from. Accelerate knows it from the start, so preparing it may be
+    forgotten. Where an iteration begins is as in StreamLoader.
+
+    A state that is saved within `accumulate` counts the micro-batches so far; their gradients are
+    in no checkpoint of accelerate: save after optimizer steps.
+
+    Args:
+        accelerator: says the rank, the device, and how many micro-batches make a step.
+        config: what is read.
+        micro_batch_size: samples of one batch of a process.
+        global_batch_size: samples of one optimizer step over all processes.
+        dp_rank, dp_size: the data-parallel rank; None: that of the process, which is right where no
+            processes share a model (tensor or context parallelism).
+        prepare_batch: what is made of each batch, on the device.
+        options: further ones of StreamLoader.
+    """
+
+    _is_accelerate_prepared = True  # what `prepare` asks: it is not wrapped
+    use_stateful_dataloader = True  # what `save_state` asks: it has a state
+
+    def __init__(
+        self,
+        accelerator: Any,
+        config: DataConfig,
+        *,
+        micro_batch_size: int,
+        global_batch_size: int,
+        dp_rank: int | None = None,
+        dp_size: int | None = None,
+        prepare_batch: Callable[[Batch], Batch] | None = None,
+        **options: Any,
+    ) -> None:
+        if dp_rank is None and dp_size is None:
+            dp_rank, dp_size = _place(accelerator)
+        self.loader = StreamLoader(
+            config,
+            micro_batch_size=micro_batch_size,
+            global_batch_size=global_batch_size,
+            dp_rank=dp_rank,
+            dp_size=dp_size,
+            **options,
+        )
+        _check_accumulation(accelerator, self.loader)
+        self.loader.prefetch_to(accelerator.device)
+        self.prepare_batch = prepare_batch
+        self.gradient_state = accelerator.gradient_state
+        self.end_of_dataloader = False
+        """Whether the last batch of the pass was given: `accumulate` steps there in any case."""
+        self.remainder = 0
+        """Samples that were added to fill the last batch: none, as all batches are whole."""
+        self._awaits_state_of: str | None = None
+        super().__init__(NotDealtOut(), batch_size=micro_batch_size)
+        accelerator.prepare_data_loader(self)
+        accelerator.register_load_state_pre_hook(_expecting_state(self))
+
+    def __len__(self) -> int:
+        """Micro-batches of a pass. TypeError for a stream without an end."""
+        return len(self.loader)
+
+    def __iter__(self) -> Any:
+        if self._awaits_state_of is not None:
+            raise StateError(
+                f"{self._awaits_state_of} has no position of this loader, so training would go on "
+                "with other samples than the next ones: call seek(consumed_samples) after "
+                "load_state"
+            )
+        return PreparedIteration(self, iter(self.loader))
+
+    @property
+    def consumed_samples(self) -> int:
+        """Samples handed out so far, over all ranks."""
+        return self.loader.consumed_samples
+
+    def state_dict(self) -> dict[str, Any]:
+        """The resumable state, the same on every rank: see StreamingDataset.state_dict."""
+        return self.loader.state_dict()
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on after a state. Raises StateError for one of another order, and changes nothing."""
+        self.loader.load_state_dict(state)
+        self._awaits_state_of = None
+
+    def seek(self, consumed_samples: int) -> None:
+        """Go on at a global sample."""
+        self.loader.seek(consumed_samples)
+        self._awaits_state_of = None
+
+    def set_epoch(self, epoch: int) -> None:
+        """Called before every pass: they are all alike."""
+
+    def close(self) -> None:
+        """End reading ahead. The position stays."""
+        self.loader.close()
+
+
+class PreparedIteration(Iterator[Batch]):
+    """One iteration of a StreamDataLoader, which tells accelerate where it is."""
+
+    def __init__(self, owner: StreamDataLoader, batches: Iterator[Batch]) -> None:
+        self._owner = owner
+        self._batches = batches
+        self._begun = False
+
+    def __next__(self) -> Batch:
+        owner = self._owner
+        if not self._begun:
+            self._begin()
+        try:
+            batch = next(self._batches)
+        except StopIteration:
+            owner.gradient_state._remove_dataloader(owner)
+            raise
+        owner.end_of_dataloader = next(owner.loader.dataset.positions(), None) is None
+        return batch if owner.prepare_batch is None else owner.prepare_batch(batch)
+
+    def _begin(self) -> None:
+        """As accelerate's own loaders do: whoever iterates last is who is asked for the end."""
+        owner = self._owner
+        self._begun = True
+        owner.end_of_dataloader = False
+        owner.gradient_state._remove_dataloader(owner)  # of an iteration that was left
+        owner.gradient_state._add_dataloader(owner)
+
+
+def _place(accelerator: Any) -> tuple[int, int]:
+    """The data-parallel rank of a process, and how many there are."""
+    parallelism = getattr(accelerator, "parallelism_config", None)
+    if parallelism is not None and parallelism.non_data_parallel_size > 1:
+        raise ConfigError(
+            "processes share a model here, and are to read the same samples: say dp_rank and "
+            "dp_size of this process"
+        )
+    return accelerator.process_index, accelerator.num_processes
+
+
+def _check_accumulation(accelerator: Any, loader: StreamLoader) -> None:
+    """Raise ConfigError where `accumulate` would step after another number of samples."""
+    steps = accelerator.gradient_accumulation_steps
+    dataset = loader.dataset
+    wanted = dataset.global_batch_size // dataset.step_samples
+    if steps not in (1, wanted):  # 1: loops that accumulate by themselves leave it so
+        raise ConfigError(
+            f"global_batch_size is {dataset.global_batch_size}, but accelerate steps after "
+            f"{steps * dataset.step_samples} samples: give it gradient_accumulation_steps={wanted}"
+        )
+
+
+def _expecting_state(loader: StreamDataLoader) -> Callable[[Any, Any], None]:
+    """A hook of `load_state`, which passes over a loader that its folder has nothing of."""
+    of = weakref.ref(loader)
+
+    def expect(models: Any, folder: Any) -> None:
+        loader = of()
+        if loader is not None:
+            loader._awaits_state_of = str(folder)
+
+    return expect

@@ -1,0 +1,324 @@
+"""PyTorch Lightning trains from s3:// and oss:// through this data module, and resumes exactly.
+
+    from streammega.integrations.lightning import StreamDataModule
+
+    data = StreamDataModule(config, micro_batch_size=4, global_batch_size=64)
+    trainer.fit(model, datamodule=data, ckpt_path="last")
+
+The position lies in Lightning's checkpoints as the data module's own state: Lightning loads that
+before it asks for a loader, whatever `configure_optimizers` read, and it counts the batches that
+were trained on, not one that Lightning fetched ahead.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import inspect
+import sys
+from collections import deque
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from streammega.config import DataConfig
+from streammega.errors import ConfigError, StateError
+from streammega.loading import StreamLoader
+from streammega.samples.fields import Batch
+from streammega.samples.split_blend import split_blend
+
+PACKAGES = ("lightning.pytorch", "pytorch_lightning")
+"""The two names that Lightning is published under; their classes know nothing of each other."""
+
+
+class TrainedBatches:
+    """What Lightning iterates: batches of a loader, and which of them were trained on.
+
+    `iter` begins after the last batch that was trained on, so one that Lightning fetched ahead and
+    dropped (at the end of an epoch that is cut short, say) is given again.
+    """
+
+    def __init__(self, loader: StreamLoader) -> None:
+        self.loader = loader
+        self._trained = loader.consumed_samples
+        """The position after the last batch that was trained on."""
+        self._fetched: deque[int] = deque()
+        """The positions after those that were only fetched."""
+        self._running: TrainedIteration | None = None
+        self.placed = False
+        """Whether a state or `seek` said where to begin, or something was trained on."""
+
+    def __len__(self) -> int:
+        return len(self.loader)
+
+    def __iter__(self) -> Iterator[Batch]:
+        self._stop("another iteration of its loader began, and one loader has one cursor")
+        if self._fetched:
+            state = self.state_dict()
+            self._fetched.clear()
+            self.loader.load_state_dict(state)
+        iter(self.loader)  # which begins the next pass where the data has ended
+        self._running = TrainedIteration(self)
+        return self._running
+
+    def fetch(self) -> Batch:
+        """The next batch, which counts as fetched."""
+        batch = next(self.loader)
+        self._fetched.append(self.loader.consumed_samples)
+        return batch
+
+    def trained(self) -> None:
+        """The oldest batch that was fetched is trained on."""
+        self._trained = self._fetched.popleft()
+        self.placed = True
+
+    def state_dict(self) -> dict[str, Any]:
+        """The state of a loader that has given what was trained on."""
+        return self.loader.dataset.state_at(self._trained)
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on after a state. Raises StateError for one of another order, and changes nothing."""
+        self.loader.load_state_dict(state)
+        self._moved("load_state_dict")
+
+    def seek(self, consumed_samples: int) -> None:
+        """Go on at a global sample."""
+        self.loader.seek(consumed_samples)
+        self._moved("seek")
+
+    def _moved(self, by: str) -> None:
+        self._trained = self.loader.consumed_samples
+        self.placed = True
+        if self._fetched:
+            # Lightning still holds it, and would train on it next
+            self._fetched.clear()
+            self._stop(f"{by} moved its loader while a batch of the former place was fetched")
+
+    def _stop(self, reason: str) -> None:
+        if self._running is not None:
+            self._running.reason = reason
+            self._running = None
+
+
+class TrainedIteration(Iterator[Batch]):
+    """One iteration of TrainedBatches; StopIteration is the end of the data, and nothing else."""
+
+    def __init__(self, batches: TrainedBatches) -> None:
+        self._batches = batches
+        self.reason: str | None = None
+
+    def __next__(self) -> Batch:
+        if self.reason is not None:
+            raise StateError(
+                f"this iteration cannot go on: {self.reason}; begin another with iter()"
+            )
+        return self._batches.fetch()
+
+
+class StreamDataHooks:
+    """The hooks of a LightningDataModule. `StreamDataModule` is this with Lightning's own class;
+    for a base of your own: `class Data(StreamDataHooks, MyBase)`.
+
+    An epoch of Lightning ends with the pass over the data, or where `limit_train_batches` and
+    `max_steps` end it; the next one goes on behind the last batch that was trained on, and begins
+    at the first sample when the data has ended. Without a length (the stream order, no
+    `num_samples`) the data has no end: give the Trainer `max_steps`.
+
+    A state counts batches that were trained on, also in the middle of an accumulation. Gradients
+    that were accumulated there are in no checkpoint of Lightning: save after optimizer steps, as
+    `ModelCheckpoint` does.
+
+    Args:
+        config: what is read.
+        micro_batch_size: samples of one batch of a rank.
+        global_batch_size: samples of one optimizer step over all ranks. The Trainer's
+            `accumulate_grad_batches` has to be global_batch_size / (micro_batch_size * ranks).
+        dp_rank, dp_size: this data-parallel rank; None: as the Trainer's strategy says.
+        options: further ones of StreamLoader, for the train split.
+    """
+
+    trainer: Any
+
+    def __init__(
+        self,
+        config: DataConfig,
+        *,
+        micro_batch_size: int,
+        global_batch_size: int,
+        dp_rank: int | None = None,
+        dp_size: int | None = None,
+        **options: Any,
+    ) -> None:
+        super().__init__()
+        if "rampup" in options:
+            raise ConfigError("the steps of Lightning have one size: leave out rampup")
+        if (dp_rank is None) != (dp_size is None):
+            raise ConfigError("dp_rank and dp_size go together: give both, or neither")
+        self._config = config
+        self._sizes: dict[str, Any] = {
+            "micro_batch_size": micro_batch_size,
+            "global_batch_size": global_batch_size,
+        }
+        self._seat = None if dp_rank is None or dp_size is None else (dp_rank, dp_size)
+        self._options = options
+        self._batches: TrainedBatches | None = None
+
+    # What Lightning calls.
+
+    def setup(self, stage: str) -> None:
+        """Take note of every batch that was trained on, before a checkpoint is saved."""
+        callbacks = self.trainer.callbacks
+        if stage == "fit" and not any(isinstance(one, CountsTrained) for one in callbacks):
+            # the first: those that save checkpoints come last
+            callbacks.insert(0, _counting_callback(type(self)))
+
+    def train_dataloader(self) -> TrainedBatches:
+        """The batches of this rank, from the cursor on; the same object every time."""
+        batches = self._opened()
+        self._check_trainer()
+        return batches
+
+    def val_dataloader(self) -> Any:
+        """The whole valid split every time, from its first sample; nothing where it is empty."""
+        return self._evaluation("valid", "limit_val_batches")
+
+    def test_dataloader(self) -> Any:
+        """The whole test split, as `val_dataloader` does."""
+        return self._evaluation("test", "limit_test_batches")
+
+    def state_dict(self) -> dict[str, Any]:
+        """The position after the last batch that was trained on, the same on every rank: see
+        StreamingDataset.state_dict. Empty before anything was opened.
+        """
+        return {} if self._batches is None else self._batches.state_dict()
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Go on after a state, on any number of ranks.
+
+        Raises StateError for one of another order, or none; everything is then as it was.
+        """
+        self._opened().load_state_dict(state_dict)
+
+    def teardown(self, stage: str) -> None:
+        """End reading ahead. The position stays."""
+        if self._batches is not None:
+            self._batches.loader.close()
+
+    # What else is here.
+
+    @property
+    def loader(self) -> StreamLoader:
+        """The loader of the train split, which may be ahead by what Lightning fetched."""
+        return self._opened().loader
+
+    def seek(self, consumed_samples: int) -> None:
+        """Train from a global sample on, for checkpoints that were saved without this module."""
+        self._opened().seek(consumed_samples)
+
+    def _opened(self) -> TrainedBatches:
+        if self._batches is None:
+            dp_rank, dp_size = self._place()
+            loader = StreamLoader(
+                self._config, dp_rank=dp_rank, dp_size=dp_size, **self._sizes, **self._options
+            )
+            self._batches = TrainedBatches(loader)
+        return self._batches
+
+    def _place(self) -> tuple[int, int]:
+        if self._seat is not None:
+            return self._seat
+        trainer = getattr(self, "trainer", None)
+        places = None if trainer is None else trainer.distributed_sampler_kwargs
+        if not places:
+            return 0, 1
+        return places["rank"], places["num_replicas"]
+
+    def _check_trainer(self) -> None:
+        trainer = getattr(self, "trainer", None)
+        if trainer is None:
+            return
+        module = trainer.lightning_module
+        if "dataloader_iter" in inspect.signature(module.training_step).parameters:
+            raise ConfigError(
+                "training_step takes dataloader_iter, so how many batches it trained on is not "
+                "known: take the batch instead"
+            )
+        if trainer.ckpt_path is not None and not self._opened().placed:
+            raise StateError(
+                f"the checkpoint {trainer.ckpt_path} has no position of {type(self).__qualname__}: "
+                "training would begin at the first sample again; call seek(consumed_samples) of "
+                "the data module before fit, with 0 if that is meant"
+            )
+        if module.automatic_optimization:
+            self._check_accumulation(trainer)
+
+    def _check_accumulation(self, trainer: Any) -> None:
+        """Raise ConfigError where optimizer steps would be of other sizes than global batches."""
+        if any(hasattr(one, "going_to_accumulate_grad_batches") for one in trainer.callbacks):
+            return  # Lightning's scheduler of accumulations: the sizes are its user's affair
+        _, dp_size = self._place()
+        of_one = self._sizes["micro_batch_size"] * dp_size
+        wanted = self._sizes["global_batch_size"] // of_one
+        if trainer.accumulate_grad_batches != wanted:
+            raise ConfigError(
+                f"global_batch_size is {self._sizes['global_batch_size']}, but the Trainer steps "
+                f"after {trainer.accumulate_grad_batches * of_one} samples: give it "
+                f"accumulate_grad_batches={wanted}"
+            )
+
+    def _evaluation(self, split: str, limit: str) -> Any:
+        if split_blend(self._config, split) is None:
+            return []
+        dp_rank, dp_size = self._place()
+        loader = StreamLoader(
+            self._config, split=split, dp_rank=dp_rank, dp_size=dp_size, **self._sizes
+        )
+        trainer = getattr(self, "trainer", None)
+        endless = loader.dataset.num_samples is None
+        if endless and trainer is not None and isinstance(getattr(trainer, limit), float):
+            raise ConfigError(
+                f"the {split} split has no end: give num_samples=(train, valid, test), or the "
+                f"Trainer a whole number as {limit}"
+            )
+        return loader
+
+
+class CountsTrained:
+    """A callback that tells the data module which batches were trained on."""
+
+    def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
+        """A batch was trained on; those that save checkpoints are called after this."""
+        batches = trainer.datamodule._batches
+        if batches is not None:
+            batches.trained()
+
+
+def _counting_callback(module: type) -> Any:
+    """A CountsTrained that is a Callback of the package whose data module `module` is."""
+    (base,) = [item for item in module.__mro__ if item.__name__ == "LightningDataModule"]
+    package = sys.modules[base.__module__.removesuffix(".core.datamodule")]
+    return type("CountsTrained", (CountsTrained, package.Callback), {})()
+
+
+def _lightning() -> Any:
+    """The package of Lightning that this process uses."""
+    for name in PACKAGES:
+        if name in sys.modules:
+            return sys.modules[name]
+    for name in PACKAGES:
+        if importlib.util.find_spec(name.partition(".")[0]) is not None:
+            return importlib.import_module(name)
+    raise ConfigError("StreamDataModule is for Lightning: pip install lightning")
+
+
+def __getattr__(name: str) -> Any:
+    """`StreamDataModule`, made when it is asked for: only then is Lightning imported."""
+    if name != "StreamDataModule":
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    base = _lightning().LightningDataModule
+    made = type(
+        name,
+        (StreamDataHooks, base),
+        {"__doc__": StreamDataHooks.__doc__, "__module__": __name__},
+    )
+    globals()[name] = made
+    return made

@@ -1,0 +1,187 @@
+"""The Trainer of transformers, and those that derive from it, train from s3:// and oss:// with this.
+
+    from streammega.integrations.transformers import StreamTrainer
+
+    trainer = StreamTrainer(model=model, args=args, stream=config)
+    trainer.train(resume_from_checkpoint=True)
+
+The position lies in `trainer_state.json`, with the steps that it belongs to: nothing is read again at
+a resume, and any number of processes goes on with the next sample.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from streammega.config import DataConfig
+from streammega.errors import ConfigError, StateError
+from streammega.integrations.accelerate import StreamDataLoader
+from streammega.samples.fields import Batch
+
+NO_LOSS = -100
+"""The label of a token that is not learned, in all losses of transformers and torch."""
+POSITION = "StreamPosition"
+"""The name of the callback whose state is the position."""
+
+
+def causal_lm_batch(batch: Batch) -> Batch:
+    """What causal language models of Hugging Face take: "input_ids", "position_ids", "shift_labels"
+    and "labels", int64 [micro_batch_size, S].
+
+    They shift "labels" themselves, and lose the last one; "shift_labels" are taken as they are, and
+    are what the loss is of. "labels" are the same ones not shifted, for metrics that shift them.
+    Documents are kept apart by their positions only where a model makes no cache: call it with
+    use_cache=False, as Trainers do.
+    """
+    shift_labels = batch["labels"].masked_fill(batch["loss_mask"] == 0, NO_LOSS)
+    labels = torch.full_like(shift_labels, NO_LOSS)
+    labels[:, 1:] = shift_labels[:, :-1]
+    return {
+        "input_ids": batch["tokens"],
+        "position_ids": batch["position_ids"],
+        "labels": labels,
+        "shift_labels": shift_labels,
+    }
+
+
+class StreamTrainerMixin:
+    """Before a Trainer: `class MyTrainer(StreamTrainerMixin, Trainer)`; for TRL's SFTTrainer, which
+    wants a `train_dataset` in any case, one of a single record that is never trained on.
+
+    The global batch is per_device_train_batch_size * gradient_accumulation_steps * processes. An
+    epoch is a pass over the data; a stream without an end needs `max_steps`. Evaluation is the
+    Trainer's own.
+
+    Args:
+        stream: what is read.
+        stream_options: further options of StreamLoader.
+        arguments, named: as the Trainer takes them.
+
+    Raises ConfigError where the samples mean something that these models cannot be told.
+    """
+
+    args: Any
+    accelerator: Any
+    _train_batch_size: int
+
+    def __init__(
+        self,
+        *arguments: Any,
+        stream: DataConfig,
+        stream_options: Mapping[str, Any] | None = None,
+        **named: Any,
+    ) -> None:
+        _check(stream)
+        self._stream = stream
+        self._stream_options = dict(stream_options or {})
+        super().__init__(*arguments, **named)
+        _check_cache(stream, getattr(self, "model", None))
+        # otherwise a resume would read and drop everything before its position
+        self.args.ignore_data_skip = True
+        self.add_callback(_position_callback())  # type: ignore[attr-defined]
+
+    def get_train_dataloader(self) -> StreamDataLoader:
+        """The batches of this process, on its device."""
+        micro_batch_size = self._train_batch_size
+        micro_batches = self.args.gradient_accumulation_steps * self.accelerator.num_processes
+        return StreamDataLoader(
+            self.accelerator,
+            self._stream,
+            micro_batch_size=micro_batch_size,
+            global_batch_size=micro_batch_size * micro_batches,
+            prepare_batch=causal_lm_batch,
+            **self._stream_options,
+        )
+
+
+class CountsSteps:
+    """A callback that keeps the position after the last optimizer step, and goes there at a resume.
+
+    The Trainer fetches all micro-batches of a step before it begins: what its loader has given is
+    not what was trained on.
+    """
+
+    _loader: StreamDataLoader | None = None
+    _trained = 0
+
+    def on_train_begin(
+        self, args: Any, state: Any, control: Any, *, train_dataloader: Any, **_: Any
+    ) -> None:
+        """Go to the position of the checkpoint that is resumed."""
+        self._loader = train_dataloader
+        if state.global_step:
+            train_dataloader.load_state_dict(_saved_position(state))
+        self._trained = train_dataloader.consumed_samples
+
+    def on_step_end(
+        self, args: Any, state: Any, control: Any, *, train_dataloader: Any, **_: Any
+    ) -> None:
+        """A step was made of everything that was fetched."""
+        self._trained = train_dataloader.consumed_samples
+
+    def state(self) -> dict[str, Any]:
+        """What the Trainer keeps in its own state."""
+        position = None
+        if self._loader is not None:
+            position = self._loader.loader.dataset.state_at(self._trained)
+        return {"args": {}, "attributes": {"position": position}}
+
+
+def _saved_position(state: Any) -> Mapping[str, Any]:
+    """The position in the state of a Trainer. Raises StateError where there is none."""
+    saved = state.stateful_callbacks.get(POSITION) or {}
+    position = saved.get("attributes", {}).get("position") if isinstance(saved, dict) else None
+    if position is None:
+        raise StateError(
+            f"the checkpoint of step {state.global_step} has no position of the stream, so training "
+            "would begin at the first sample again: it was saved without StreamTrainerMixin"
+        )
+    found: Mapping[str, Any] = position
+    return found
+
+
+def _check(config: DataConfig) -> None:
+    if config.create_attention_mask:
+        raise ConfigError(
+            "models of transformers make their masks themselves: leave out create_attention_mask"
+        )
+    if config.reset_position_ids != config.reset_attention_mask:
+        raise ConfigError(
+            "models of transformers keep documents apart where positions begin again, and only "
+            "there: set both reset_position_ids and reset_attention_mask, or neither"
+        )
+
+
+def _check_cache(config: DataConfig, model: Any) -> None:
+    """Raise ConfigError where documents that are to be apart would not be."""
+    makes_cache = getattr(getattr(model, "config", None), "use_cache", False)
+    if config.reset_attention_mask and makes_cache:
+        raise ConfigError(
+            "models of transformers that make a cache do not keep documents apart: set "
+            "use_cache=False in TrainingArguments and in the model's config"
+        )
+
+
+def _position_callback() -> Any:
+    """A CountsSteps that is a callback of transformers, and has a state there."""
+    module = importlib.import_module("transformers.trainer_callback")
+    bases = (CountsSteps, module.TrainerCallback, module.ExportableState)
+    return type(POSITION, bases, {})()
+
+
+def __getattr__(name: str) -> Any:
+    """`StreamTrainer`, made when it is asked for: only then is transformers imported."""
+    if name != "StreamTrainer":
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    try:
+        base = importlib.import_module("transformers").Trainer
+    except ImportError as error:
+        raise ConfigError("StreamTrainer is for transformers: pip install transformers") from error
+    documented = {"__doc__": StreamTrainerMixin.__doc__, "__module__": __name__}
+    made = type(name, (StreamTrainerMixin, base), documented)
+    globals()[name] = made
+    return made

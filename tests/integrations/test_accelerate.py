@@ -1,0 +1,179 @@
+"""Accelerate's own preparing, accumulating, saving and loading with the opt-out DataLoader."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from streammega import DataConfig, StreamLoader
+from streammega.errors import ConfigError, StateError
+from streammega.integrations.accelerate import StreamDataLoader
+from tests.conftest import write_random_pair
+from tests.support.gang import Gang
+from tests.support.trainer_programs import (
+    GLOBAL_BATCH,
+    MICRO_BATCH,
+    accelerate_train,
+    accelerate_whole_checkpoint,
+    accelerator_of,
+    logged,
+    rows_of,
+)
+
+pytestmark = pytest.mark.filterwarnings("ignore")
+
+SIZES: Any = {"micro_batch_size": MICRO_BATCH, "global_batch_size": GLOBAL_BATCH}
+STEPS = 9
+"""Optimizer steps of a pass."""
+
+
+@pytest.fixture
+def endless(tmp_path: Path) -> DataConfig:
+    write_random_pair(str(tmp_path / "pair"))
+    return DataConfig(
+        blend=[str(tmp_path / "pair")],
+        sequence_length=16,
+        order="stream",
+        index_cache_dir=tmp_path / "cache",
+    )
+
+
+@pytest.fixture
+def sized(endless: DataConfig) -> DataConfig:
+    return replace(endless, num_samples=(GLOBAL_BATCH * STEPS, 0, 0))
+
+
+def stream(config: DataConfig, steps: int) -> list[list[int]]:
+    """The samples of the first steps, by the bare loader."""
+    whole: Any = {"micro_batch_size": GLOBAL_BATCH, "global_batch_size": GLOBAL_BATCH}
+    with StreamLoader(config, **whole) as loader:
+        return [row for _ in range(steps) for row in rows_of(next(loader))]
+
+
+@pytest.fixture
+def accelerator() -> Iterator[Any]:
+    with accelerator_of(0, 1, gradient_accumulation_steps=4) as made:
+        yield made
+
+
+@pytest.mark.parametrize(
+    ("before", "after"), [(1, 1), (2, 2), (2, 1), pytest.param(1, 2, marks=pytest.mark.soak)]
+)
+def test_a_killed_run_resumes_exactly(
+    gang: Gang, endless: DataConfig, tmp_path: Path, before: int, after: int
+) -> None:
+    folder = tmp_path / "run"
+    again = tmp_path / "again"
+    folder.mkdir()
+    again.mkdir()
+
+    def due() -> bool:
+        return len(list(folder.glob("step-*/whole"))) >= 3
+
+    assert gang.run_until(
+        due, before, accelerate_train, endless, str(folder), before, None, 100_000
+    )
+    checkpoint, step = accelerate_whole_checkpoint(folder)
+    seen = logged(folder, before)
+    states = gang.run(after, accelerate_train, endless, str(again), after, checkpoint, step + 5)
+    rows = seen[: step * GLOBAL_BATCH] + logged(again, after)
+    assert rows == stream(endless, step + 5)
+    assert all(state == states[0] for state in states)
+    assert len(json.dumps(states[0])) < 1024
+
+
+def test_the_end_of_a_pass_is_known_with_its_last_batch(
+    accelerator: Any, sized: DataConfig
+) -> None:
+    """As by accelerate's own loaders: `accumulate` steps there, and nothing is left after it."""
+    loader = StreamDataLoader(accelerator, sized, **SIZES)
+    gradients = accelerator.gradient_state
+    assert len(loader) == 4 * STEPS
+    for _ in range(2):
+        ends = [gradients.end_of_dataloader for _ in loader]
+        assert ends == [False] * (4 * STEPS - 1) + [True]
+        assert gradients.active_dataloader is None
+    for _ in loader:
+        assert gradients.active_dataloader is loader
+        assert gradients.remainder == 0
+        break  # left in the middle
+    rest = [gradients.end_of_dataloader for _ in loader]
+    assert len(rest) == 4 * STEPS - 1
+    assert gradients.active_dataloader is None
+    loader.close()
+
+
+def test_a_loader_that_nobody_prepared_is_saved_too(
+    accelerator: Any, sized: DataConfig, tmp_path: Path
+) -> None:
+    """In the middle of an accumulation; and loaded twice, and after iter."""
+    rows = stream(sized, 3)
+    loader = StreamDataLoader(accelerator, sized, **SIZES)
+    batches = iter(loader)
+    for _ in range(5):
+        next(batches)
+    accelerator.save_state(str(tmp_path / "five"))
+    next(batches)
+    for _ in range(2):
+        accelerator.load_state(str(tmp_path / "five"))
+        with pytest.raises(StateError, match="load_state_dict moved its loader"):
+            next(batches)
+        batches = iter(loader)
+        assert rows_of(next(batches)) == rows[10:12]
+    assert loader.state_dict()["batch_offset"] == 4
+    loader.close()
+
+
+def test_foreign_empty_and_missing_states_are_refused(
+    accelerator: Any, sized: DataConfig, tmp_path: Path
+) -> None:
+    accelerator.save_state(str(tmp_path / "without"))
+    loader = StreamDataLoader(accelerator, sized, **SIZES)
+    state = loader.state_dict()
+    others: list[Any] = [{}, {"_snapshot": {}}, state | {"fingerprint": "0"}]
+    for foreign in others:
+        with pytest.raises(StateError):
+            loader.load_state_dict(foreign)
+    other = StreamDataLoader(accelerator, replace(sized, seed=8), **SIZES)
+    with pytest.raises(StateError, match="seed"):
+        other.load_state_dict(state)
+    accelerator.load_state(str(tmp_path / "without"))
+    with pytest.raises(StateError, match="without has no position of this loader"):
+        next(iter(loader))
+    loader.seek(0)
+    assert rows_of(next(iter(loader))) == stream(sized, 1)[:2]
+    loader.close()
+
+
+def test_what_would_be_read_twice_or_dealt_out_is_refused_before_the_first_batch(
+    accelerator: Any, sized: DataConfig
+) -> None:
+    from accelerate import skip_first_batches
+
+    loader = StreamDataLoader(accelerator, sized, **SIZES)
+    with pytest.raises(ConfigError, match="go to a place by its seek"):
+        next(iter(skip_first_batches(loader, 3)))
+    with pytest.raises(ConfigError, match="gradient_accumulation_steps=2"):
+        StreamDataLoader(accelerator, sized, micro_batch_size=4, global_batch_size=8)
+    shared = type("Config", (), {"non_data_parallel_size": 2})()
+    accelerator.state.parallelism_config = shared
+    with pytest.raises(ConfigError, match="say dp_rank and dp_size"):
+        StreamDataLoader(accelerator, sized, **SIZES)
+
+
+def test_batches_may_be_made_into_others(accelerator: Any, sized: DataConfig) -> None:
+    loader = StreamDataLoader(
+        accelerator,
+        sized,
+        prepare_batch=lambda batch: {"sum": batch["tokens"].sum()},
+        **SIZES,
+    )
+    assert set(next(iter(loader))) == {"sum"}
+    assert isinstance(loader, torch.utils.data.DataLoader)
+    loader.close()

@@ -1,0 +1,280 @@
+"""Lightning's own Trainer and Fabric with the data module: what is trained on, token by token."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from streammega import DataConfig, StreamLoader
+from streammega.errors import ConfigError, StateError
+from tests.conftest import write_random_pair
+from tests.support.gang import Gang
+from tests.support.trainer_programs import (
+    GLOBAL_BATCH,
+    MICRO_BATCH,
+    RowLog,
+    lightning_fit,
+    lightning_module,
+    lightning_whole_checkpoint,
+    logged,
+    rank_environment,
+    rows_of,
+)
+
+pytestmark = pytest.mark.filterwarnings("ignore")  # Lightning's, of few workers and few batches
+
+SIZES: Any = {"micro_batch_size": MICRO_BATCH, "global_batch_size": GLOBAL_BATCH}
+STEPS = 13
+"""Optimizer steps of a pass."""
+
+
+@pytest.fixture
+def endless(tmp_path: Path) -> DataConfig:
+    write_random_pair(str(tmp_path / "pair"))
+    return DataConfig(
+        blend=[str(tmp_path / "pair")],
+        sequence_length=16,
+        order="stream",
+        split="80,20,0",
+        index_cache_dir=tmp_path / "cache",
+    )
+
+
+@pytest.fixture
+def sized(endless: DataConfig) -> DataConfig:
+    return replace(endless, num_samples=(GLOBAL_BATCH * STEPS, 16, 0))
+
+
+@pytest.fixture(params=["sized", "endless"])
+def config(request: pytest.FixtureRequest) -> Any:
+    return request.getfixturevalue(request.param)
+
+
+def stream(config: DataConfig, steps: int) -> list[list[int]]:
+    """The samples of so many steps, by the bare loader; after the end the next pass."""
+    rows: list[list[int]] = []
+    with StreamLoader(config, micro_batch_size=GLOBAL_BATCH, global_batch_size=GLOBAL_BATCH) as all:
+        while len(rows) < steps * GLOBAL_BATCH:
+            for batch in all:
+                rows += rows_of(batch)
+                if len(rows) == steps * GLOBAL_BATCH:
+                    break
+    return rows
+
+
+def folder_of(tmp_path: Path, name: str) -> str:
+    (tmp_path / name).mkdir()
+    return str(tmp_path / name)
+
+
+@pytest.mark.parametrize("estimate", [False, True])
+def test_a_resume_goes_on_with_the_next_sample(
+    config: DataConfig, tmp_path: Path, estimate: bool
+) -> None:
+    """With and without a length, also where configure_optimizers asks how long the run will be."""
+    first = folder_of(tmp_path, "first")
+    state = lightning_fit(0, config, first, 1, max_steps=6)
+    assert state["consumed_samples"] == 6 * GLOBAL_BATCH
+    assert len(json.dumps(state)) < 1024
+    assert logged(Path(first), 1) == stream(config, 6)
+    second = folder_of(tmp_path, "second")
+    checkpoint = str(Path(first) / "step=0004.ckpt")
+    endless = config.num_samples is None
+    limit = {"max_steps": 12, "max_epochs": 3} if endless else {"max_epochs": 2}
+    lightning_fit(0, config, second, 1, checkpoint, estimate, **limit)
+    steps = 12 if endless else 2 * STEPS
+    assert logged(Path(second), 1) == stream(config, steps)[4 * GLOBAL_BATCH :]
+
+
+@pytest.mark.parametrize(
+    ("before", "after"), [(1, 1), (2, 2), (2, 1), pytest.param(1, 2, marks=pytest.mark.soak)]
+)
+def test_a_killed_run_resumes_exactly(
+    gang: Gang, endless: DataConfig, tmp_path: Path, before: int, after: int
+) -> None:
+    folder = tmp_path / "run"
+    folder.mkdir()
+
+    def due() -> bool:
+        return len(list(folder.glob("*.ckpt"))) >= 4
+
+    assert gang.run_until(due, before, lightning_fit, endless, str(folder), before, None)
+    checkpoint, step = lightning_whole_checkpoint(folder)
+    seen = logged(folder, before)
+    again = folder_of(tmp_path, "again")
+    run_limited = (endless, again, after, checkpoint, False, step + 4)
+    gang.run(after, lightning_limited, *run_limited)
+    rows = seen[: step * GLOBAL_BATCH] + logged(Path(again), after)
+    assert rows == stream(endless, step + 4)
+
+
+def lightning_limited(
+    rank: int,
+    config: DataConfig,
+    folder: str,
+    size: int,
+    checkpoint: str | None,
+    estimate: bool,
+    max_steps: int,
+) -> dict[str, Any]:
+    return lightning_fit(rank, config, folder, size, checkpoint, estimate, max_steps=max_steps)
+
+
+@pytest.mark.parametrize("per_epoch", [1.0, 20])
+def test_epochs_go_through_the_data_and_repeat_or_lose_nothing(
+    config: DataConfig, tmp_path: Path, per_epoch: float
+) -> None:
+    """An epoch that is cut short is gone on from behind its last batch, though without a length
+    Lightning had fetched one more.
+    """
+    folder = folder_of(tmp_path, "run")
+    limit: dict[str, Any] = {"max_epochs": 3, "limit_train_batches": per_epoch}
+    if per_epoch == 1.0 and config.num_samples is None:
+        limit = {"max_steps": 30}
+    lightning_fit(0, config, folder, 1, **limit)
+    rows = logged(Path(folder), 1)
+    expected = {1.0: 3 * STEPS, 20: 15}[per_epoch]
+    if per_epoch == 20 and config.num_samples is not None:
+        expected = 5 + 5 + 3  # an epoch ends with the pass
+    if "max_steps" in limit:
+        expected = 30
+    assert rows == stream(config, expected)
+
+
+def test_an_accumulation_is_gone_on_with_in_its_middle(config: DataConfig, tmp_path: Path) -> None:
+    """A checkpoint of an exception counts what was trained on, as Lightning's own counters do."""
+    from pytorch_lightning import Trainer
+
+    from streammega.integrations.lightning import StreamDataModule
+
+    log = RowLog(folder_of(tmp_path, "run"), 0)
+    quiet: Any = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False}
+
+    def trainer() -> Any:
+        return Trainer(
+            accelerator="cpu", max_steps=9, accumulate_grad_batches=4,
+            enable_checkpointing=False, **quiet,
+        )  # fmt: skip
+
+    failing = lightning_module(log)
+    step = failing.training_step
+
+    def fail_in_the_middle(batch: Any, batch_idx: int) -> Any:
+        if batch_idx == 6:
+            raise RuntimeError("in the middle of the second step")
+        return step(batch, batch_idx)
+
+    failing.training_step = fail_in_the_middle
+    data = StreamDataModule(config, **SIZES)
+    first = trainer()
+    with pytest.raises(RuntimeError, match="in the middle"):
+        first.fit(failing, datamodule=data)
+    first.save_checkpoint(tmp_path / "middle.ckpt")
+    assert data.state_dict()["consumed_samples"] == 6 * MICRO_BATCH
+    assert data.state_dict()["batch_offset"] == 2 * MICRO_BATCH
+    trainer().fit(
+        lightning_module(log),
+        datamodule=StreamDataModule(config, **SIZES),
+        ckpt_path=str(tmp_path / "middle.ckpt"),
+    )
+    rows = logged(tmp_path / "run", 1)
+    assert rows == stream(config, STEPS)[: len(rows)]
+    assert len(rows) >= 9 * GLOBAL_BATCH
+
+
+def test_states_are_loaded_twice_after_iterating_and_refused_where_they_are_foreign(
+    endless: DataConfig,
+) -> None:
+    from streammega.integrations.lightning import StreamDataModule
+
+    rows = stream(endless, 4)
+    data = StreamDataModule(endless, **SIZES)
+    assert data.state_dict() == {}
+    batches = data.train_dataloader()
+    begun = iter(batches)
+    state = data.state_dict()
+    for _ in range(2):
+        data.load_state_dict(state)
+    assert rows_of(next(begun)) == rows[:2], "nothing was taken: it goes on at the loaded place"
+    batches.trained()
+    after_one = data.state_dict()
+    next(begun)
+    assert data.state_dict() == after_one, "the second was fetched, and is not trained on"
+    for foreign in ({}, {"epoch": 3}, after_one | {"fingerprint": "0"}):
+        with pytest.raises(StateError):
+            data.load_state_dict(foreign)
+        assert data.state_dict() == after_one
+    other = StreamDataModule(replace(endless, seed=8), **SIZES)
+    with pytest.raises(StateError, match="seed"):
+        other.load_state_dict(after_one)
+    data.load_state_dict(after_one)
+    for _ in range(2):
+        with pytest.raises(StateError, match="load_state_dict moved its loader"):
+            next(begun)
+    assert rows_of(next(iter(batches))) == rows[2:4]
+    data.seek(GLOBAL_BATCH)
+    assert rows_of(next(iter(batches))) == rows[8:10]
+    data.teardown("fit")
+
+
+def test_what_cannot_be_right_is_refused_before_the_first_batch(
+    endless: DataConfig, sized: DataConfig, tmp_path: Path
+) -> None:
+    from streammega.integrations import lightning
+    from streammega.integrations.lightning import StreamDataModule
+
+    folder = folder_of(tmp_path, "run")
+    with pytest.raises(ConfigError, match="accumulate_grad_batches=4"):
+        lightning_fit(0, endless, folder, 1, accumulate=2, max_steps=2)
+    with pytest.raises(ConfigError, match="leave out rampup"):
+        StreamDataModule(endless, rampup=(4, 4, 16), **SIZES)
+    with pytest.raises(ConfigError, match="go together"):
+        StreamDataModule(endless, dp_rank=1, **SIZES)
+    with pytest.raises(AttributeError, match="no attribute 'Other'"):
+        _ = lightning.Other
+    lightning_fit(0, sized, folder, 1, max_steps=2)
+    (path,) = Path(folder).glob("*.ckpt")
+    saved = torch.load(path, weights_only=True)
+    del saved["StreamDataModule"]
+    torch.save(saved, path)
+    with pytest.raises(StateError, match="has no position of StreamDataModule"):
+        lightning_fit(0, sized, folder, 1, str(path), max_steps=4)
+    assert len(logged(Path(folder), 1)) == 2 * GLOBAL_BATCH, "of the run that was right"
+
+
+def test_evaluation_is_the_whole_split_and_may_be_empty(
+    endless: DataConfig, sized: DataConfig
+) -> None:
+    from streammega.integrations.lightning import StreamDataModule
+
+    valid = StreamDataModule(sized, **SIZES).val_dataloader()
+    assert rows_of(next(iter(valid))) == rows_of(next(iter(valid)))
+    assert len(valid) == 8
+    valid.close()
+    assert StreamDataModule(sized, **SIZES).test_dataloader() == []
+    data = StreamDataModule(endless, **SIZES)
+    data.trainer = type(
+        "Trainer", (), {"limit_val_batches": 1.0, "distributed_sampler_kwargs": None}
+    )
+    with pytest.raises(ConfigError, match="the valid split has no end"):
+        data.val_dataloader()
+
+
+def test_fabric_keeps_the_position_with_the_model(sized: DataConfig, tmp_path: Path) -> None:
+    from lightning_fabric import Fabric
+
+    with rank_environment(0, 1):
+        fabric = Fabric(accelerator="cpu", devices=1)
+        model = torch.nn.Linear(1, 1)
+        rows = stream(sized, STEPS)
+        with StreamLoader(sized, **SIZES) as loader:
+            assert rows_of(fabric.to_device(next(loader))) == rows[:2]
+            fabric.save(tmp_path / "fabric.ckpt", {"model": model, "data": loader})
+        with StreamLoader(sized, **SIZES) as loader:
+            fabric.load(tmp_path / "fabric.ckpt", {"model": model, "data": loader})
+            assert [row for batch in loader for row in rows_of(batch)] == rows[2:]

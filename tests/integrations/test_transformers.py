@@ -1,0 +1,264 @@
+"""The Trainer of transformers itself, and models of Hugging Face: the loss, and what is trained on.
+
+`make integrations` installs transformers and TRL, and runs this.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from streammega import DataConfig, StreamLoader
+from streammega.errors import ConfigError, StateError
+from streammega.integrations import transformers as integration
+from streammega.integrations.transformers import causal_lm_batch
+from tests.conftest import write_random_pair
+from tests.support.gang import Gang
+from tests.support.trainer_programs import (
+    GLOBAL_BATCH,
+    MICRO_BATCH,
+    VOCABULARY,
+    logged,
+    rows_of,
+    tiny_model,
+    transformers_train,
+    transformers_whole_checkpoint,
+)
+
+pytestmark = pytest.mark.filterwarnings("ignore")
+
+EOD = 7
+STEPS = 7
+"""Optimizer steps of a pass."""
+
+
+@pytest.fixture
+def endless(tmp_path: Path) -> DataConfig:
+    write_random_pair(str(tmp_path / "pair"), vocab=VOCABULARY)
+    return DataConfig(
+        blend=[str(tmp_path / "pair")],
+        sequence_length=16,
+        order="stream",
+        eod_id=EOD,
+        index_cache_dir=tmp_path / "cache",
+    )
+
+
+@pytest.fixture
+def sized(endless: DataConfig) -> DataConfig:
+    return replace(endless, num_samples=(GLOBAL_BATCH * STEPS, 0, 0))
+
+
+@pytest.fixture
+def needs_transformers() -> Any:
+    return pytest.importorskip(
+        "transformers", reason="needs transformers: make integrations installs it"
+    )
+
+
+def stream(config: DataConfig, steps: int) -> list[list[int]]:
+    """The samples of so many steps, by the bare loader; after the end the next pass."""
+    rows: list[list[int]] = []
+    whole: Any = {"micro_batch_size": GLOBAL_BATCH, "global_batch_size": GLOBAL_BATCH}
+    with StreamLoader(config, **whole) as loader:
+        while len(rows) < steps * GLOBAL_BATCH:
+            for batch in loader:
+                rows += rows_of(batch)
+                if len(rows) == steps * GLOBAL_BATCH:
+                    break
+    return rows
+
+
+def documents_of(rows: int = 4, length: int = 32) -> dict[str, torch.Tensor]:
+    """A batch as a loader gives it where documents are kept apart."""
+    from streammega import FieldsConfig, batch_fields
+
+    generator = torch.Generator().manual_seed(3)
+    ids = torch.randint(EOD + 1, VOCABULARY, (rows, length + 1), generator=generator)
+    ids[:, 9] = EOD
+    ids[1:, 20:22] = EOD
+    fields = FieldsConfig(
+        sequence_length=length,
+        eod_id=EOD,
+        eod_mask_loss=True,
+        reset_position_ids=True,
+        reset_attention_mask=True,
+    )
+    return batch_fields(ids, None, fields)
+
+
+def test_labels_are_given_in_both_forms() -> None:
+    batch = documents_of()
+    before = {name: field.clone() for name, field in batch.items()}
+    made = causal_lm_batch(batch)
+    learned = before["loss_mask"] == 1
+    assert torch.equal(made["shift_labels"][learned], before["labels"][learned])
+    assert set(made["shift_labels"][~learned].tolist()) == {-100}
+    assert 0 < int((~learned).sum()) < learned.numel()
+    assert torch.equal(made["labels"][:, 1:], made["shift_labels"][:, :-1])
+    assert set(made["labels"][:, 0].tolist()) == {-100}
+    assert all(torch.equal(batch[name], field) for name, field in before.items())
+
+
+@pytest.mark.usefixtures("needs_transformers")
+def test_the_loss_of_a_model_is_that_of_our_labels_and_mask() -> None:
+    """By hand: each document by itself, each label once, nothing of what is masked."""
+    batch = documents_of()
+    model = tiny_model().eval()
+    with torch.no_grad():
+        loss = model(**causal_lm_batch(batch), use_cache=False).loss
+        total = torch.zeros(())
+        for row in range(len(batch["tokens"])):
+            starts = [*(batch["position_ids"][row] == 0).nonzero().flatten().tolist(), 32]
+            for start, stop in zip(starts, starts[1:], strict=False):
+                logits = model(batch["tokens"][row : row + 1, start:stop]).logits[0]
+                each = torch.nn.functional.cross_entropy(
+                    logits, batch["labels"][row, start:stop], reduction="none"
+                )
+                total += (each * batch["loss_mask"][row, start:stop]).sum()
+    torch.testing.assert_close(loss, total / batch["loss_mask"].sum())
+
+
+@pytest.mark.usefixtures("needs_transformers")
+@pytest.mark.parametrize(
+    ("before", "after"), [(1, 1), (2, 2), (2, 1), pytest.param(1, 2, marks=pytest.mark.soak)]
+)
+def test_a_killed_run_resumes_exactly(
+    gang: Gang, endless: DataConfig, tmp_path: Path, before: int, after: int
+) -> None:
+    folder = tmp_path / "run"
+    again = tmp_path / "again"
+    folder.mkdir()
+    again.mkdir()
+
+    def due() -> bool:
+        return len(list(folder.glob("checkpoint-*/trainer_state.json"))) >= 3
+
+    assert gang.run_until(
+        due, before, transformers_train, endless, str(folder), before, None, 100_000
+    )
+    checkpoint, step = transformers_whole_checkpoint(folder)
+    seen = logged(folder, before)
+    consumed = gang.run(after, transformers_train, endless, str(again), after, checkpoint, step + 5)
+    rows = seen[: step * GLOBAL_BATCH] + logged(again, after)
+    assert rows == stream(endless, step + 5)
+    assert set(consumed) == {(step + 5) * GLOBAL_BATCH}
+
+
+@pytest.mark.usefixtures("needs_transformers")
+def test_epochs_are_passes_and_a_resume_within_one_ends_with_it(
+    sized: DataConfig, tmp_path: Path
+) -> None:
+    whole = tmp_path / "whole"
+    resumed = tmp_path / "resumed"
+    whole.mkdir()
+    resumed.mkdir()
+    steps = 2 * STEPS + 2
+    transformers_train(0, sized, str(whole), 1, None, steps)
+    assert logged(whole, 1) == stream(sized, steps)
+    checkpoint = str(whole / "checkpoint-10")
+    saved = json.loads((whole / "checkpoint-10" / "trainer_state.json").read_text())
+    position = saved["stateful_callbacks"]["StreamPosition"]["attributes"]["position"]
+    assert position["consumed_samples"] == 3 * GLOBAL_BATCH, "of the second pass"
+    transformers_train(0, sized, str(resumed), 1, checkpoint, steps)
+    assert logged(resumed, 1) == stream(sized, steps)[10 * GLOBAL_BATCH :]
+
+
+@pytest.mark.usefixtures("needs_transformers")
+def test_checkpoints_without_a_position_or_of_other_data_are_refused(
+    sized: DataConfig, tmp_path: Path
+) -> None:
+    transformers_train(0, sized, str(tmp_path), 1, None, 2)
+    checkpoint = tmp_path / "checkpoint-2"
+    seen = len(logged(tmp_path, 1))
+    with pytest.raises(StateError, match="seed"):
+        transformers_train(0, replace(sized, seed=5), str(tmp_path), 1, str(checkpoint), 4)
+    state = json.loads((checkpoint / "trainer_state.json").read_text())
+    without: list[Any] = [{"args": {}, "attributes": {"position": {}}}, {"args": {}}, []]
+    for damaged in without:
+        state["stateful_callbacks"]["StreamPosition"] = damaged
+        (checkpoint / "trainer_state.json").write_text(json.dumps(state))
+        with pytest.raises(StateError):
+            transformers_train(0, sized, str(tmp_path), 1, str(checkpoint), 4)
+    assert len(logged(tmp_path, 1)) == seen, "before the first batch"
+
+
+def test_samples_that_these_models_cannot_be_told_of_are_refused(endless: DataConfig) -> None:
+    mixin = integration.StreamTrainerMixin
+    with pytest.raises(ConfigError, match="leave out create_attention_mask"):
+        mixin(stream=replace(endless, create_attention_mask=True))
+    with pytest.raises(ConfigError, match="both reset_position_ids and reset_attention_mask"):
+        mixin(stream=replace(endless, reset_position_ids=True))
+    with pytest.raises(AttributeError, match="no attribute 'Other'"):
+        _ = integration.Other
+
+
+@pytest.mark.usefixtures("needs_transformers")
+def test_a_model_that_would_let_documents_see_each_other_is_refused(
+    endless: DataConfig, tmp_path: Path
+) -> None:
+    """With a cache transformers ignores where positions begin again."""
+    from accelerate.state import AcceleratorState, GradientState, PartialState
+    from transformers import TrainingArguments
+
+    apart = replace(endless, reset_position_ids=True, reset_attention_mask=True)
+    arguments: Any = {"output_dir": str(tmp_path), "max_steps": 1, "use_cpu": True}
+    try:
+        quiet = TrainingArguments(**arguments, report_to="none")
+        trainer = integration.StreamTrainer(model=tiny_model(), args=quiet, stream=apart)
+        assert trainer.model.config.use_cache is False, "what a Trainer sets by itself"
+        with pytest.raises(ConfigError, match="use_cache=False"):
+            integration.StreamTrainer(
+                model=tiny_model(),
+                args=TrainingArguments(**arguments, report_to="none", use_cache=True),
+                stream=apart,
+            )
+    finally:
+        for state in (AcceleratorState, PartialState, GradientState):
+            state._reset_state()
+
+
+@pytest.mark.usefixtures("needs_transformers")
+def test_trls_trainer_takes_the_stream_with_its_own_losses(
+    sized: DataConfig, tmp_path: Path
+) -> None:
+    trl = pytest.importorskip("trl", reason="needs TRL: make integrations installs it")
+    datasets = pytest.importorskip("datasets")
+    from transformers import PreTrainedTokenizerFast
+
+    from tests.support.trainer_programs import plain_tokenizer
+
+    seen: list[list[int]] = []
+
+    class Tuning(integration.StreamTrainerMixin, trl.SFTTrainer):  # type: ignore[misc, name-defined]
+        def training_step(self, model: Any, inputs: Any, *rest: Any, **named: Any) -> Any:
+            seen.extend(rows_of(inputs, "input_ids"))
+            return super().training_step(model, inputs, *rest, **named)
+
+    arguments = trl.SFTConfig(
+        output_dir=str(tmp_path / "sft"),
+        per_device_train_batch_size=MICRO_BATCH,
+        gradient_accumulation_steps=4,
+        max_steps=3,
+        use_cpu=True,
+        bf16=False,
+        report_to="none",
+        disable_tqdm=True,
+        save_strategy="no",
+    )
+    unused = datasets.Dataset.from_list([{"input_ids": [1, 2, 3]}])
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=plain_tokenizer(), eos_token="</s>")
+    trainer = Tuning(
+        model=tiny_model(),
+        args=arguments,
+        train_dataset=unused,
+        processing_class=tokenizer,
+        stream=sized,
+    )
+    trainer.train()
+    assert seen == stream(sized, 3)

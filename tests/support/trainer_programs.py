@@ -1,0 +1,296 @@
+"""Runs of other people's trainers that write down every sample they train on, for ranks of a gang."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from streammega import DataConfig
+from streammega.samples.fields import Batch
+
+MICRO_BATCH = 2
+GLOBAL_BATCH = 8
+VOCABULARY = 1000
+
+
+def rows_of(batch: Batch, name: str = "tokens") -> list[list[int]]:
+    """The first tokens of each sample, which tell samples apart."""
+    rows: list[list[int]] = batch[name][:, :6].tolist()
+    return rows
+
+
+class RowLog:
+    """Samples that were trained on, a line for each micro-batch, whole after a kill."""
+
+    def __init__(self, folder: str, rank: int) -> None:
+        self._path = Path(folder) / f"rows-{rank}.jsonl"
+        self._path.touch()
+
+    def note(self, rows: list[list[int]]) -> None:
+        with self._path.open("a") as file:
+            file.write(json.dumps(rows) + "\n")
+
+
+def logged(folder: Path, ranks: int) -> list[list[int]]:
+    """The samples that ranks noted, in the order of the global stream."""
+    logs = []
+    for rank in range(ranks):
+        lines = (folder / f"rows-{rank}.jsonl").read_text().splitlines(keepends=True)
+        logs.append([json.loads(line) for line in lines if line.endswith("\n")])
+    # of a micro-step the ranks take samples in turn
+    return [
+        row for step in zip(*logs, strict=False) for turn in zip(*step, strict=True) for row in turn
+    ]
+
+
+@contextlib.contextmanager
+def rank_environment(rank: int, size: int) -> Iterator[None]:
+    """What torchrun tells a process, for one that is in a process group already."""
+    before = dict(os.environ)
+    os.environ.update(
+        RANK=str(rank),
+        LOCAL_RANK=str(rank),
+        WORLD_SIZE=str(size),
+        LOCAL_WORLD_SIZE=str(size),
+        GROUP_RANK="0",
+        TORCHELASTIC_RUN_ID="gang",
+        ACCELERATE_USE_CPU="true",
+        MASTER_ADDR="127.0.0.1",
+        MASTER_PORT="1",
+    )
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        os.environ.clear()
+        os.environ.update(before)
+
+
+def accumulation(size: int) -> int:
+    """Micro-batches of a step on so many ranks."""
+    return GLOBAL_BATCH // (MICRO_BATCH * size)
+
+
+# Lightning.
+
+
+def lightning_module(log: RowLog, estimate: bool = False) -> Any:
+    """A model that notes what it is trained on."""
+    from pytorch_lightning import LightningModule
+
+    class Model(LightningModule):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = torch.nn.Parameter(torch.zeros(()))
+
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            log.note(rows_of(batch))
+            return self.weight * batch["loss_mask"].sum()
+
+        def configure_optimizers(self) -> Any:
+            if estimate:
+                assert self.trainer.estimated_stepping_batches > 0
+            return torch.optim.SGD(self.parameters(), lr=0.1)
+
+    return Model()
+
+
+def lightning_fit(
+    rank: int,
+    config: DataConfig,
+    folder: str,
+    size: int,
+    checkpoint: str | None = None,
+    estimate: bool = False,
+    **options: Any,
+) -> dict[str, Any]:
+    """Train with checkpoints every second step; the state of the data module at the end."""
+    from pytorch_lightning import Trainer
+    from pytorch_lightning.callbacks import ModelCheckpoint
+
+    from streammega.integrations.lightning import StreamDataModule
+
+    with rank_environment(rank, size):
+        data = StreamDataModule(
+            config, micro_batch_size=MICRO_BATCH, global_batch_size=GLOBAL_BATCH
+        )
+        saving = ModelCheckpoint(
+            folder, "{step:04d}", every_n_train_steps=2, save_top_k=-1, save_weights_only=False
+        )
+        trainer = Trainer(
+            accelerator="cpu",
+            devices=size,
+            strategy="ddp" if size > 1 else "auto",
+            callbacks=[saving],
+            accumulate_grad_batches=options.pop("accumulate", accumulation(size)),
+            logger=False,
+            enable_progress_bar=False,
+            enable_model_summary=False,
+            use_distributed_sampler=True,
+            **options,
+        )
+        module = lightning_module(RowLog(folder, rank), estimate)
+        trainer.fit(module, datamodule=data, ckpt_path=checkpoint)
+        state: dict[str, Any] = data.state_dict()
+        return state
+
+
+def lightning_whole_checkpoint(folder: Path) -> tuple[str, int]:
+    """The newest checkpoint that was written to its end before a kill, and its step."""
+    for path in sorted(folder.glob("*.ckpt"), reverse=True):
+        with contextlib.suppress(Exception):
+            return str(path), int(torch.load(path, weights_only=True)["global_step"])
+    raise AssertionError("no checkpoint was written")
+
+
+# Accelerate.
+
+
+@contextlib.contextmanager
+def accelerator_of(rank: int, size: int, **options: Any) -> Iterator[Any]:
+    """An Accelerator of so many processes, in one that has been a rank before and will be again."""
+    from accelerate import Accelerator
+    from accelerate.state import AcceleratorState, GradientState, PartialState
+
+    with rank_environment(rank, size):
+        try:
+            accelerator = Accelerator(cpu=True, **options)
+            assert accelerator.num_processes == size
+            yield accelerator
+        finally:
+            for state in (AcceleratorState, PartialState, GradientState):
+                state._reset_state()
+
+
+def accelerate_train(
+    rank: int, config: DataConfig, folder: str, size: int, resume: str | None, steps: int
+) -> dict[str, Any]:
+    """Train so many steps, with a checkpoint after every second; the loader's state at the end."""
+    from streammega.integrations.accelerate import StreamDataLoader
+
+    log = RowLog(folder, rank)
+    with accelerator_of(rank, size, gradient_accumulation_steps=accumulation(size)) as accelerator:
+        loader = StreamDataLoader(
+            accelerator, config, micro_batch_size=MICRO_BATCH, global_batch_size=GLOBAL_BATCH
+        )
+        bare = torch.nn.Linear(1, 1)
+        optimizer = torch.optim.SGD(bare.parameters(), lr=0.1)
+        model, optimizer, prepared = accelerator.prepare(bare, optimizer, loader)
+        assert prepared is loader, "as it is"
+        if resume:
+            accelerator.load_state(resume)
+        step = loader.consumed_samples // GLOBAL_BATCH
+        while step < steps:
+            for batch in loader:
+                with accelerator.accumulate(model):
+                    log.note(rows_of(batch))
+                    accelerator.backward(model(batch["loss_mask"][:, :1]).sum())
+                    optimizer.step()
+                    optimizer.zero_grad()
+                if accelerator.sync_gradients:
+                    step += 1
+                    _save_every_second(accelerator, folder, step)
+                if step == steps:
+                    break
+        state: dict[str, Any] = loader.state_dict()
+        loader.close()
+        return state
+
+
+def _save_every_second(accelerator: Any, folder: str, step: int) -> None:
+    if step % 2 == 0:
+        place = Path(folder) / f"step-{step:04d}"
+        accelerator.save_state(str(place))
+        accelerator.wait_for_everyone()
+        (place / "whole").touch()
+
+
+def accelerate_whole_checkpoint(folder: Path) -> tuple[str, int]:
+    """The newest checkpoint that all ranks had written before a kill, and its step."""
+    path = max(path.parent for path in folder.glob("step-*/whole"))
+    return str(path), int(path.name.partition("-")[2])
+
+
+# transformers.
+
+
+def tiny_model() -> Any:
+    """A causal language model of Hugging Face, with a few thousand parameters."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(0)
+    return LlamaForCausalLM(
+        LlamaConfig(
+            vocab_size=VOCABULARY,
+            hidden_size=16,
+            intermediate_size=16,
+            num_hidden_layers=1,
+            num_attention_heads=2,
+            num_key_value_heads=2,
+        )
+    )
+
+
+def transformers_train(
+    rank: int, config: DataConfig, folder: str, size: int, resume: str | None, steps: int
+) -> int:
+    """Train so many steps, with a checkpoint after every second; the samples that were consumed."""
+    from accelerate.state import AcceleratorState, GradientState, PartialState
+    from transformers import TrainingArguments
+
+    from streammega.integrations.transformers import StreamTrainer
+
+    log = RowLog(folder, rank)
+
+    class Noted(StreamTrainer):  # type: ignore[misc]
+        def training_step(self, model: Any, inputs: Any, *rest: Any, **named: Any) -> Any:
+            log.note(rows_of(inputs, "input_ids"))
+            return super().training_step(model, inputs, *rest, **named)
+
+    with rank_environment(rank, size):
+        try:
+            arguments = TrainingArguments(
+                output_dir=folder,
+                per_device_train_batch_size=MICRO_BATCH,
+                gradient_accumulation_steps=accumulation(size),
+                max_steps=steps,
+                save_steps=2,
+                use_cpu=True,
+                report_to="none",
+                disable_tqdm=True,
+                logging_strategy="no",
+            )
+            trainer = Noted(model=tiny_model(), args=arguments, stream=config)
+            trainer.train(resume_from_checkpoint=resume)
+            loader = trainer.callback_handler.train_dataloader
+            consumed: int = loader.consumed_samples
+            loader.close()
+            return consumed
+        finally:
+            for state in (AcceleratorState, PartialState, GradientState):
+                state._reset_state()
+
+
+def transformers_whole_checkpoint(folder: Path) -> tuple[str, int]:
+    """The newest checkpoint that was written to its end before a kill, and its step."""
+    found = []
+    for path in folder.glob("checkpoint-*/trainer_state.json"):
+        with contextlib.suppress(ValueError):
+            found.append((int(json.loads(path.read_text())["global_step"]), str(path.parent)))
+    step, newest = max(found)
+    return newest, step
+
+
+def plain_tokenizer() -> Any:
+    """A tokenizer of whole words that has what trainers ask for."""
+    from tokenizers import Tokenizer, models
+
+    return Tokenizer(models.WordLevel({"</s>": 0, "[UNK]": 1}, unk_token="[UNK]"))
