@@ -105,6 +105,13 @@ class MegatronBatches(Iterator[Batch]):
         """Samples handed out so far, over all ranks, those before this run included."""
         return self._consumed if self._loader is None else self._loader.consumed_samples
 
+    def seek(self, consumed_samples: int) -> None:
+        """Go on at a sample, counted over all ranks. Raises StateError outside of the data."""
+        if self._loader is None:
+            self._consumed = consumed_samples
+        else:
+            self._loader.seek(consumed_samples)
+
     def save_state(self) -> dict[str, Any]:
         """The position, which Megatron keeps with `--dataloader-save`. Its own consumed samples are
         what a resume goes by; the identity of the order is in here too.

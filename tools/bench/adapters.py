@@ -17,7 +17,9 @@ import statistics
 import tempfile
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -26,6 +28,8 @@ import streammega as sm
 
 LENGTH = 2048
 ROWS = 4
+SAMPLES = 8000
+"""Of the Megatron order, which depends on how many are asked: so many batches and some to spare."""
 Batches = Iterator[Any]
 
 
@@ -63,12 +67,73 @@ def torchdata_stateful(loader: sm.StreamLoader) -> Batches:
     return iter(StatefulDataLoader(loader.dataset, batch_size=None))
 
 
+def megatron_batches(loader: sm.StreamLoader) -> Any:
+    from streammega.integrations.megatron import MegatronBatches
+
+    return MegatronBatches(loader.dataset.config, split="train", micro_batch_size=ROWS)
+
+
+def megatron_replayed(loader: sm.StreamLoader) -> Batches:
+    """As Megatron reads it: behind what keeps micro-batches for a replay."""
+    from megatron.core.rerun_state_machine import RerunDataIterator
+
+    batches = RerunDataIterator(megatron_batches(loader))
+    return (next(batches) for _ in itertools.count())  # it is no iterable
+
+
+def bridge_batches(loader: sm.StreamLoader) -> Batches:
+    from streammega.integrations.megatron_bridge import BridgeBatches
+
+    return BridgeBatches(megatron_batches(loader), is_placed=True)
+
+
+def in_megatron_order(loader: sm.StreamLoader) -> Batches:
+    """The bare loader in the order that the next side has."""
+    config = replace(loader.dataset.config, order="megatron", num_samples=(SAMPLES, 0, 0))
+    return iter(sm.StreamLoader(config, micro_batch_size=ROWS, global_batch_size=ROWS))
+
+
+def megatron_dataset(loader: sm.StreamLoader) -> Batches:
+    """Megatron's own builder and torch's DataLoader over our dataset class, without workers."""
+    from megatron.core.datasets.blended_megatron_dataset_builder import (
+        BlendedMegatronDatasetBuilder,
+    )
+    from megatron.core.datasets.gpt_dataset import GPTDatasetConfig
+    from torch.utils.data import DataLoader
+
+    from streammega.integrations.megatron_dataset import StreamGPTDataset
+
+    config = GPTDatasetConfig(
+        random_seed=1234,
+        sequence_length=LENGTH,
+        blend=(list(loader.dataset.config.blend or ()), None),
+        split="1,0,0",
+        tokenizer=SimpleNamespace(eod=0, pad=-1, vocab_size=50_000, unique_identifiers={}),
+        reset_position_ids=False,
+        reset_attention_mask=False,
+        eod_mask_loss=False,
+        create_attention_mask=False,
+    )
+    builder = BlendedMegatronDatasetBuilder(StreamGPTDataset, (SAMPLES, 0, 0), is_here, config)
+    return iter(DataLoader(builder.build()[0], batch_size=ROWS))
+
+
+def is_here() -> bool:
+    """Whether this rank builds the dataset."""
+    return True
+
+
 SIDES: dict[str, tuple[str, Callable[[sm.StreamLoader], Batches]]] = {
     "bare loader": ("torch", bare),
     "bare loader, its state at every batch": ("torch", with_state),
     "DataState at every batch": ("torch", with_dcp_state),
     "torchdata node": ("torchdata", torchdata_node),
     "StatefulDataLoader, no workers": ("torchdata", torchdata_stateful),
+    "MegatronBatches": ("torch", megatron_batches),
+    "MegatronBatches behind RerunDataIterator": ("megatron", megatron_replayed),
+    "BridgeBatches": ("torch", bridge_batches),
+    "bare loader, Megatron order": ("torch", in_megatron_order),
+    "StreamGPTDataset, no workers": ("megatron", megatron_dataset),
 }
 """A name, what has to be installed, and the batches."""
 

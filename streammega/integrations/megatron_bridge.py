@@ -1,0 +1,171 @@
+"""Megatron-Bridge trains from s3:// and oss:// by its contract for datasets of one's own.
+
+    from streammega.integrations.megatron_bridge import stream_dataset
+
+    dataset, callback = stream_dataset(data_config, micro_batch_size=2)
+    config.dataset = dataset
+    pretrain(config, forward_step, callbacks=[callback])
+
+Its checkpoints need nothing of ours: the callback goes to the samples that they count, on any
+data-parallel size.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from functools import cache
+from typing import Any
+
+from streammega.config import DataConfig
+from streammega.errors import ConfigError
+from streammega.integrations.megatron import MegatronBatches
+from streammega.order.split import SPLITS
+from streammega.samples.fields import Batch
+from streammega.samples.split_blend import split_blend
+
+
+class BridgeBatches(Iterator[Batch]):
+    """Micro-batches of one split for one rank, as MegatronBatches gives them. Those of training have
+    to be told first where to go on.
+
+    Has no `save_state`: where there is one, Bridge keeps it by rank, and refuses other ranks.
+    """
+
+    def __init__(self, batches: MegatronBatches, *, is_placed: bool) -> None:
+        self._batches = batches
+        self._is_placed = is_placed
+
+    def __next__(self) -> Batch:
+        if not self._is_placed:
+            raise ConfigError(
+                "nobody has said at which sample training goes on, so it would begin anew at every "
+                "resume: pass the callback of stream_dataset to pretrain(callbacks=[...])"
+            )
+        return next(self._batches)
+
+    def seek(self, consumed_samples: int) -> None:
+        """Go on at a sample, counted over all ranks. Raises StateError outside of the data."""
+        self._batches.seek(consumed_samples)
+        self._is_placed = True
+
+    @property
+    def consumed_samples(self) -> int:
+        """Samples handed out so far, over all ranks, those before this run included."""
+        return self._batches.consumed_samples
+
+    def close(self) -> None:
+        """End reading and its threads."""
+        self._batches.close()
+
+
+def stream_dataset(
+    config: DataConfig,
+    *,
+    micro_batch_size: int,
+    eval_micro_batch_size: int | None = None,
+    prefetch: int = 4,
+) -> tuple[Any, Any]:
+    """(a DatasetProvider for `config.dataset`, a Callback for `pretrain`) of Bridge.
+
+    config: what is read; its num_samples are those that Bridge asks for. The stream order needs
+    `lanes`, a multiple of the global batch. prefetch: micro-batches made ahead of the step. Raises
+    ConfigError.
+    """
+    if config.order == "stream" and config.lanes is None:
+        raise ConfigError(
+            "the stream order goes on with other ranks only in the lanes it began in; set lanes in "
+            "the DataConfig, to a multiple of the global batch of at least 1024"
+        )
+    built: dict[str, BridgeBatches] = {}
+
+    def build(context: Any) -> tuple[BridgeBatches | None, ...]:
+        asked = (context.train_samples, context.valid_samples, context.test_samples)
+        train, valid, test = (count or 0 for count in asked)
+        sized = replace(config, num_samples=(train, valid, test))
+        dp_rank, dp_size = _data_parallel(context)
+        for split, count in zip(SPLITS, asked, strict=True):
+            if not count or split_blend(sized, split) is None:
+                continue
+            is_train = split == "train"
+            size = micro_batch_size if is_train else eval_micro_batch_size or micro_batch_size
+            batches = MegatronBatches(
+                sized,
+                split=split,
+                micro_batch_size=size,
+                dp_rank=dp_rank,
+                dp_size=dp_size,
+                prefetch=prefetch,
+            )
+            built[split] = BridgeBatches(batches, is_placed=not is_train)
+        return tuple(built.get(split) for split in SPLITS)
+
+    provider = _provider_class()(seq_length=config.sequence_length)
+    # No field: Bridge writes fields to its checkpoints, and a DataConfig may hold credentials. And a
+    # function, which copies of the provider share.
+    provider.build = build
+    return provider, _callback_class()(built)
+
+
+def _data_parallel(context: Any) -> tuple[int, int]:
+    """This rank among those that take different samples, and how many they are."""
+    groups = getattr(context, "pg_collection", None)
+    if groups is not None:  # newer ones tell
+        return groups.dp.rank(), groups.dp.size()
+    from megatron.core import parallel_state
+
+    return (
+        parallel_state.get_data_parallel_rank(),
+        parallel_state.get_data_parallel_world_size(),
+    )
+
+
+@cache
+def _provider_class() -> type:
+    try:
+        from megatron.bridge.training.config import DatasetProvider
+    except ImportError:  # where newer ones have it
+        from megatron.bridge.data.base import DatasetProvider
+
+    @dataclass(kw_only=True)
+    class StreamDatasetProvider(DatasetProvider):  # type: ignore[misc]
+        """Made by `stream_dataset`."""
+
+        seq_length: int
+        dataloader_type: str = "external"
+        num_workers: int = 0
+
+        def build_datasets(self, context: Any) -> Any:
+            """Micro-batches of train, valid and test of this rank; None where nothing is asked."""
+            build = getattr(self, "build", None)
+            if build is None:
+                raise ConfigError(
+                    "a StreamDatasetProvider that was read from a file does not know its data; "
+                    "make it by stream_dataset"
+                )
+            return build(context)
+
+    return StreamDatasetProvider
+
+
+@cache
+def _callback_class() -> type:
+    from megatron.bridge.training.callbacks import Callback
+
+    class StreamSeek(Callback):  # type: ignore[misc]
+        """Goes to the samples that Bridge has counted, before the first is asked for."""
+
+        def __init__(self, built: dict[str, BridgeBatches]) -> None:
+            self._built = built
+
+        def on_train_start(self, context: Any) -> None:
+            """Called when the checkpoint is loaded and training begins."""
+            state = context.state.train_state
+            for split, consumed in (
+                ("train", state.consumed_train_samples),
+                ("valid", state.consumed_valid_samples),
+            ):
+                if split in self._built:
+                    self._built[split].seek(consumed)
+
+    return StreamSeek

@@ -1,0 +1,187 @@
+"""Megatron-Bridge's contracts for datasets and callbacks, with ours in them.
+
+Bridge itself needs Transformer Engine and a GPU. Where its package is installed without all that,
+the classes of its contract are taken out of its own sources.
+"""
+
+from __future__ import annotations
+import __future__
+
+import abc
+import ast
+import copy
+import dataclasses
+import importlib.util
+import sys
+import types
+import typing
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from streammega import DataConfig, StorageConfig
+from streammega.errors import ConfigError, StateError
+from streammega.integrations import megatron_bridge
+from streammega.integrations.megatron import MegatronBatches
+from tests.integrations.test_megatron_provider import write_datasets
+
+
+def bridge_folder() -> Path | None:
+    megatron = importlib.util.find_spec("megatron")
+    places = [] if megatron is None else list(megatron.submodule_search_locations or ())
+    found = [Path(place) / "bridge" for place in places if (Path(place) / "bridge").is_dir()]
+    return found[0] if found else None
+
+
+FOLDER = bridge_folder()
+if FOLDER is None:
+    pytest.skip("needs megatron-bridge", allow_module_level=True)
+
+
+def put_classes(monkeypatch: pytest.MonkeyPatch, module: Any, path: Path, *names: str) -> None:
+    """Some classes of a source file in a module, without what else the file imports."""
+    monkeypatch.setitem(sys.modules, module.__name__, module)
+    tree = ast.parse(path.read_text())
+    tree.body = [
+        node for node in tree.body if isinstance(node, ast.ClassDef) and node.name in names
+    ]
+    known = {name: getattr(typing, name) for name in ("Any", "Literal", "Optional", "Tuple")}
+    known |= {"dataclass": dataclasses.dataclass, "field": dataclasses.field}
+    known |= {"ABC": abc.ABC, "abstractmethod": abc.abstractmethod}
+    vars(module).update(known)
+    flags = __future__.annotations.compiler_flag
+    exec(compile(tree, str(path), "exec", flags=flags), vars(module))
+
+
+@pytest.fixture(autouse=True)
+def _contract(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    assert FOLDER is not None
+    training = FOLDER / "training"
+    names = ("DataloaderConfig", "DatasetBuildContext", "DatasetProvider")
+    package = "megatron.bridge.training"
+    for name in ("megatron.bridge", package):
+        monkeypatch.setitem(sys.modules, name, types.ModuleType(name))
+    config = types.ModuleType(f"{package}.config")
+    put_classes(monkeypatch, config, training / "config.py", *names)
+    callbacks = types.ModuleType(f"{package}.callbacks")
+    put_classes(monkeypatch, callbacks, training / "callbacks.py", "Callback")
+    for make in (megatron_bridge._provider_class, megatron_bridge._callback_class):
+        make.cache_clear()
+    yield
+    for make in (megatron_bridge._provider_class, megatron_bridge._callback_class):
+        make.cache_clear()
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> DataConfig:
+    prefixes = write_datasets(tmp_path, np.random.default_rng(0), 2)
+    return DataConfig(
+        blend=prefixes,
+        split="8,1,1",
+        sequence_length=16,
+        eod_id=5,
+        index_cache_dir=tmp_path / "idx",
+        storage=StorageConfig(storage_options={"secret": "hidden"}),
+    )
+
+
+def context_of(dp_rank: int = 0, dp_size: int = 1, samples: tuple[int, ...] = (80, 16, 0)) -> Any:
+    """What Bridge tells of a run."""
+    build_context = sys.modules["megatron.bridge.training.config"].DatasetBuildContext
+    names = ("train_samples", "valid_samples", "test_samples")
+    context = build_context(**dict(zip(names, samples, strict=True)))
+    group = SimpleNamespace(rank=lambda: dp_rank, size=lambda: dp_size)
+    # newer versions tell the groups; they are frozen
+    object.__setattr__(context, "pg_collection", SimpleNamespace(dp=group))
+    return context
+
+
+def begin(callback: Any, train: int, valid: int = 0) -> None:
+    state = SimpleNamespace(consumed_train_samples=train, consumed_valid_samples=valid)
+    callback.on_train_start(SimpleNamespace(state=SimpleNamespace(train_state=state)))
+
+
+def rows(batches: Any, count: int) -> list[list[int]]:
+    return [row for _ in range(count) for row in next(batches)["tokens"].tolist()]
+
+
+@pytest.mark.parametrize("order", ["megatron", "stream"])
+def test_training_goes_on_on_other_ranks_by_bridges_count_alone(
+    config: DataConfig, order: Any
+) -> None:
+    lanes = 1024 if order == "stream" else None
+    config = dataclasses.replace(config, order=order, lanes=lanes)
+    asked = dataclasses.replace(config, num_samples=(80, 16, 0))
+    reference = MegatronBatches(asked, split="train", micro_batch_size=2)
+    whole = rows(reference, 40)
+    provider, callback = megatron_bridge.stream_dataset(config, micro_batch_size=2)
+    train, valid, test = provider.build_datasets(context_of())
+    assert test is None
+    begin(callback, 0)
+    assert rows(train, 12) == whole[:24]
+    later = []
+    for dp_rank in range(2):
+        provider, callback = megatron_bridge.stream_dataset(config, micro_batch_size=2)
+        train, valid, _ = provider.build_datasets(context_of(dp_rank, 2))
+        begin(callback, 24, 4)
+        assert valid.consumed_samples == 4
+        later += rows(train, 4)
+        assert train.consumed_samples == 40
+        assert len(rows(valid, 1)) == 2
+    assert sorted(later) == sorted(whole[24:40])
+
+
+def test_ranks_are_asked_of_megatron_where_bridge_does_not_tell_them(
+    config: DataConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from megatron.core import parallel_state
+
+    monkeypatch.setattr(parallel_state, "get_data_parallel_rank", lambda: 1)
+    monkeypatch.setattr(parallel_state, "get_data_parallel_world_size", lambda: 2)
+    context = context_of()
+    object.__delattr__(context, "pg_collection")
+    provider, callback = megatron_bridge.stream_dataset(config, micro_batch_size=2)
+    train, _, _ = provider.build_datasets(context)
+    begin(callback, 0)
+    asked = dataclasses.replace(config, num_samples=(80, 16, 0))
+    reference = MegatronBatches(asked, split="train", micro_batch_size=2, dp_rank=1, dp_size=2)
+    assert torch.equal(next(train)["tokens"], next(reference)["tokens"])
+
+
+def test_training_that_nobody_placed_is_refused(config: DataConfig) -> None:
+    provider, callback = megatron_bridge.stream_dataset(config, micro_batch_size=2)
+    train, valid, _ = provider.build_datasets(context_of())
+    with pytest.raises(ConfigError, match="callback of stream_dataset"):
+        next(train)
+    next(valid)  # of a run that only evaluates
+    begin(callback, 0)
+    next(train)
+    with pytest.raises(StateError):
+        begin(callback, 10**6)
+
+
+def test_nothing_of_the_data_goes_into_bridges_files_or_is_lost_by_copies(
+    config: DataConfig,
+) -> None:
+    provider, callback = megatron_bridge.stream_dataset(config, micro_batch_size=2)
+    assert provider.dataloader_type == "external"
+    assert "hidden" not in repr(provider) + repr(dataclasses.asdict(provider))
+    train, _, _ = copy.deepcopy(provider).build_datasets(context_of())
+    begin(callback, 8)
+    assert train.consumed_samples == 8
+    assert not hasattr(train, "save_state")
+    read_again = type(provider)(seq_length=16)
+    with pytest.raises(ConfigError, match="make it by stream_dataset"):
+        read_again.build_datasets(context_of())
+
+
+def test_the_stream_order_asks_for_lanes(config: DataConfig) -> None:
+    with pytest.raises(ConfigError, match="set lanes"):
+        megatron_bridge.stream_dataset(
+            dataclasses.replace(config, order="stream"), micro_batch_size=2
+        )
