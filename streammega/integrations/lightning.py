@@ -68,8 +68,9 @@ class TrainedBatches:
 
     def trained(self) -> None:
         """The oldest batch that was fetched is trained on."""
-        self._trained = self._fetched.popleft()
-        self.placed = True
+        if self._fetched:  # none is, where the loader was moved within that batch
+            self._trained = self._fetched.popleft()
+            self.placed = True
 
     def state_dict(self) -> dict[str, Any]:
         """The state of a loader that has given what was trained on."""

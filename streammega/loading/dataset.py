@@ -234,8 +234,9 @@ class StreamingDataset(torch.utils.data.IterableDataset[Batch]):
                 f"this dataset reads the part of data-parallel rank {self.dp_rank} of "
                 f"{self.dp_size} alone, but accelerate prepared its DataLoader and would deal "
                 "that part out to all ranks: the others' samples would never be seen. "
-                f"Iterate a StreamLoader(dp_rank=, dp_size=) that is not prepared, with "
-                "accelerator.register_for_checkpointing(loader), "
+                "Take streammega.integrations.accelerate.StreamDataLoader, which prepare leaves as "
+                "it is; iterate a StreamLoader(dp_rank=, dp_size=) that is not prepared, with "
+                "accelerator.register_for_checkpointing(loader); "
                 "or give the dataset neither dp_rank nor dp_size"
             )
 

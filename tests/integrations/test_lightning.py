@@ -9,11 +9,15 @@ from typing import Any
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from streammega import DataConfig, StreamLoader
 from streammega.errors import ConfigError, StateError
+from streammega.integrations.lightning import TrainedBatches
 from tests.conftest import write_random_pair
 from tests.support.gang import Gang
+from tests.support.processes import launch
 from tests.support.trainer_programs import (
     GLOBAL_BATCH,
     MICRO_BATCH,
@@ -220,6 +224,69 @@ def test_states_are_loaded_twice_after_iterating_and_refused_where_they_are_fore
     data.seek(GLOBAL_BATCH)
     assert rows_of(next(iter(batches))) == rows[8:10]
     data.teardown("fit")
+
+
+@settings(max_examples=30)
+@given(
+    ahead=st.booleans(),
+    events=st.lists(st.sampled_from(["train", "train", "train", "epoch", "resume"]), max_size=30),
+)
+def test_epochs_and_resumes_in_any_order_train_on_the_stream(
+    ahead: bool, events: list[str], tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    """As Lightning goes about batches, with one fetched ahead where there is no length."""
+    folder = Path(tmp_path_factory.getbasetemp()) / "any"
+    if not folder.exists():
+        write_random_pair(str(folder / "pair"))
+    config = DataConfig(
+        blend=[str(folder / "pair")], sequence_length=16, order="stream", index_cache_dir=folder
+    )
+    batches = TrainedBatches(StreamLoader(config, **SIZES))
+    iterator = iter(batches)
+    waiting = [next(iterator)] if ahead else []
+    rows: list[list[int]] = []
+    for event in events:
+        if event == "train":
+            waiting.append(next(iterator))
+            rows += rows_of(waiting.pop(0))
+            batches.trained()
+            continue
+        if event == "resume":
+            state = json.loads(json.dumps(batches.state_dict()))
+            batches.loader.close()
+            batches = TrainedBatches(StreamLoader(config, **SIZES))
+            batches.load_state_dict(state)
+        iterator = iter(batches)
+        waiting = [next(iterator)] if ahead else []
+    batches.loader.close()
+    assert rows == stream(config, len(rows) // GLOBAL_BATCH + 1)[: len(rows)]
+
+
+def test_the_module_is_of_the_package_that_is_used(endless: DataConfig, tmp_path: Path) -> None:
+    """`lightning.pytorch` and `pytorch_lightning` know nothing of each other's classes."""
+    pytest.importorskip("lightning", reason="make integrations installs it")
+    program = """
+import lightning.pytorch as used
+from streammega import DataConfig
+from streammega.integrations.lightning import StreamDataModule
+assert issubclass(StreamDataModule, used.LightningDataModule)
+class Model(used.LightningModule):
+    def training_step(self, batch, batch_idx):
+        pass
+    def configure_optimizers(self):
+        pass
+config = DataConfig(blend=["mock://tokens=100000,vocab=99"], sequence_length=16, order="stream")
+data = StreamDataModule(config, micro_batch_size=2, global_batch_size=2)
+quiet = dict(logger=False, enable_checkpointing=False, enable_progress_bar=False)
+trainer = used.Trainer(accelerator="cpu", max_epochs=1, limit_train_batches=3, **quiet)
+trainer.fit(Model(), datamodule=data)
+assert data.state_dict()["consumed_samples"] == 6
+"""
+    family = launch(tmp_path, 1, ["-c", program], {"PYTHONWARNINGS": "ignore"})
+    codes = family.ended(0, within=120)
+    printed = family.log(0)
+    family.close()
+    assert codes == [0], printed[-3000:]
 
 
 def test_what_cannot_be_right_is_refused_before_the_first_batch(
