@@ -87,6 +87,45 @@ def bridge_batches(loader: sm.StreamLoader) -> Batches:
     return BridgeBatches(megatron_batches(loader), is_placed=True)
 
 
+def by_next(loader: sm.StreamLoader) -> Batches:
+    return (next(loader) for _ in itertools.count())
+
+
+def on_a_device(loader: sm.StreamLoader) -> Batches:
+    """One ahead, on a device that copies nothing: what is around the copies."""
+    return iter(loader.prefetch_to("meta"))
+
+
+SIZES: Any = {"micro_batch_size": ROWS, "global_batch_size": ROWS}
+
+
+def lightning_batches(loader: sm.StreamLoader) -> Batches:
+    """Each counted as trained on, as Lightning's callback does."""
+    from streammega.integrations.lightning import StreamDataModule
+
+    batches = StreamDataModule(loader.dataset.config, **SIZES).train_dataloader()
+    for batch in batches:
+        yield batch
+        batches.trained()
+
+
+def accelerate_batches(loader: sm.StreamLoader, **options: Any) -> Batches:
+    from accelerate import Accelerator
+
+    from streammega.integrations.accelerate import StreamDataLoader
+
+    config = loader.dataset.config
+    batches: Batches = iter(StreamDataLoader(Accelerator(cpu=True), config, **SIZES, **options))
+    return batches
+
+
+def causal_lm_batches(loader: sm.StreamLoader) -> Batches:
+    """The fields of Hugging Face's models."""
+    from streammega.integrations.transformers import causal_lm_batch
+
+    return accelerate_batches(loader, prepare_batch=causal_lm_batch)
+
+
 def in_megatron_order(loader: sm.StreamLoader) -> Batches:
     """The bare loader in the order that the next side has."""
     config = replace(loader.dataset.config, order="megatron", num_samples=(SAMPLES, 0, 0))
@@ -127,6 +166,11 @@ SIDES: dict[str, tuple[str, Callable[[sm.StreamLoader], Batches]]] = {
     "bare loader": ("torch", bare),
     "bare loader, its state at every batch": ("torch", with_state),
     "DataState at every batch": ("torch", with_dcp_state),
+    "next(loader)": ("torch", by_next),
+    "prefetch_to, without the copies": ("torch", on_a_device),
+    "Lightning's data module": ("pytorch_lightning", lightning_batches),
+    "accelerate's StreamDataLoader": ("accelerate", accelerate_batches),
+    "the same with causal_lm_batch": ("accelerate", causal_lm_batches),
     "torchdata node": ("torchdata", torchdata_node),
     "StatefulDataLoader, no workers": ("torchdata", torchdata_stateful),
     "MegatronBatches": ("torch", megatron_batches),
