@@ -25,6 +25,10 @@ from streammega.storage.fetch.threads import each
 
 OPENERS = 32
 """Shards of a dataset that are opened at once."""
+READERS = 128
+"""Shards of all datasets together whose headers are read at once, where none gets fewer than
+`OPENERS`: each is one answer from far away, of a few bytes.
+"""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -130,26 +134,29 @@ def read_dataset(
     storage: StorageConfig,
     cache_dir: str | Path | None = None,
     told: Told = NOTHING,
+    beside: int = 1,
 ) -> list[PairBounds]:
     """Open all shards of a dataset by their sizes and headers, and by what listings told of it.
-    Raises as read_bounds does.
+    `beside`: how many datasets are opened at the same time. Raises as read_bounds does.
     """
+    readers = min(max(OPENERS, READERS // beside), storage.max_requests)
 
     def open_all(shards: Sequence[KnownShard]) -> list[PairBounds]:
         files = [ShardFiles(shard, storage, cache_dir) for shard in shards]
         if are_kept(files):
-            headers = kept_headers(files[0].index.cache_dir / "idx", files, partial(_read, files))
+            folder = files[0].index.cache_dir / "idx"
+            headers = kept_headers(folder, files, partial(_read, files, readers))
             for shard, header in zip(files, headers, strict=True):
                 shard.index.adopt(header)
         # Where nothing is asked, threads would only take turns.
         if all(_is_told(shard) for shard in files):
             return [_bounds(shard) for shard in files]
-        return each(_bounds, files, OPENERS)
+        return each(_bounds, files, min(OPENERS, readers))
 
     return open_shards(name, storage, open_all, told=told)
 
 
-def _read(files: Sequence[ShardFiles]) -> list[IndexHeader]:
+def _read(files: Sequence[ShardFiles], readers: int) -> list[IndexHeader]:
     """The headers of shards, which end where their tokens do."""
 
     def read_one(shard: ShardFiles) -> IndexHeader:
@@ -158,7 +165,7 @@ def _read(files: Sequence[ShardFiles]) -> list[IndexHeader]:
         shard.index.forget()  # of thousands it would be much
         return header
 
-    return each(read_one, files, OPENERS)
+    return each(read_one, files, readers)
 
 
 def _is_told(files: ShardFiles) -> bool:

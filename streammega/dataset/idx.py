@@ -159,7 +159,7 @@ def likely_ends(file_bytes: int) -> list[tuple[int, int]]:
     sequence is a document and there are no modes: what most writers write. Of other sizes, the
     header alone.
     """
-    spans = [(0, HEADER_BYTES)]
+    spans = [(0, min(HEADER_BYTES, file_bytes))]
     bytes_of_sequence = LENGTH.itemsize + OFFSET.itemsize + DOCUMENT_BOUND.itemsize
     # There is one bound of documents more than there are documents.
     rest = file_bytes - HEADER_BYTES - DOCUMENT_BOUND.itemsize

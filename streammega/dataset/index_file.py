@@ -29,7 +29,9 @@ from streammega.storage import Buffer, ObjectInfo, Store, open_store
 from streammega.storage.backends.local import LocalStore
 
 READ_WHOLE = 8 << 10
-"""Bytes of an `.idx` that is read whole when it is opened: they cost no more than its header."""
+"""Bytes of an `.idx` that is read whole when it is opened, if it is one of many, which a listing
+told of: they cost no more than its header, and the requests of thousands add up.
+"""
 
 
 class IndexFile:
@@ -107,15 +109,17 @@ class IndexFile:
         return self._header
 
     def read_ahead(self) -> None:
-        """Read of a remote one what opening will ask for, by requests that go out together: all of
-        a small one, else its header, and its end where that most likely is.
+        """Read of a remote one what opening will ask for, by requests that go out together: its
+        header, and its end where that most likely is; all of a small one of many.
 
         It is kept until `forget`. Raises ObjectNotFoundError, FormatError, StorageError.
         """
         if self.is_local or self._read_before:
             return
         size = self.info.size
-        spans = [(0, size)] if size <= READ_WHOLE else likely_ends(size)
+        is_one_of_many = self.shard.index is not None
+        is_small = size <= READ_WHOLE
+        spans = [(0, size)] if is_small and is_one_of_many else likely_ends(size)
         for (start, _), stored in zip(spans, self._read(spans), strict=True):
             self._read_before[start] = stored
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import fields
 from typing import Any
 from urllib.parse import quote, quote_plus
@@ -99,12 +99,23 @@ def redact(text: str, options: Mapping[str, Any]) -> str:
     """`text` without secrets of URLs in it, and without the values of secret options, however they
     are written.
     """
-    text = redact_urls(text)
+    return redaction_of(options)(text)
+
+
+def redaction_of(options: Mapping[str, Any]) -> Callable[[str], str]:
+    """`redact` for many texts and the same options, whose secrets are looked for once."""
+    forms: list[str] = []
     # a longer one may contain a shorter one
     for value in sorted(set(_secrets(options)), key=len, reverse=True):
-        for form in _forms(value):
+        forms += _forms(value)
+
+    def redacted(text: str) -> str:
+        text = redact_urls(text)
+        for form in forms:
             text = text.replace(form, HIDDEN)
-    return text
+        return text
+
+    return redacted
 
 
 def _secrets(options: Mapping[Any, Any], secret: bool = False) -> Iterator[str]:

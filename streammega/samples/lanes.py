@@ -17,7 +17,6 @@ from streammega.config import DataConfig
 from streammega.dataset.find import told_of_prefixes
 from streammega.dataset.headers import PairBounds, read_dataset
 from streammega.dataset.labels import tokenizers_of
-from streammega.dataset.listing import Told
 from streammega.errors import ConfigError
 from streammega.errors.redaction import redact_urls
 from streammega.order import Extents
@@ -39,6 +38,11 @@ from streammega.samples.tokenizers import check_tokenizers
 from streammega.storage.fetch.threads import each
 
 log = logging.getLogger(__name__)
+
+TOLD_AT_ONCE = 128
+"""Pairs of a blend that are opened at once where listings told of them: each waits for an answer or
+two from far away, and holds next to nothing meanwhile.
+"""
 
 
 class StreamSource:
@@ -64,11 +68,15 @@ class StreamSource:
                 missing = f"split {config.split!r} leaves nothing"
             raise ConfigError(f"{missing} for {split}")
         told = told_of_prefixes(blend.prefixes, config.storage)
-        opened = each(
-            lambda name: _open_dataset(name, blend.shares, split, config, told),
-            blend.prefixes,
-            OPENERS,
-        )
+        all_told = len(told.prefixes) == len(set(blend.prefixes))
+        at_once = min(TOLD_AT_ONCE if all_told else OPENERS, config.storage.max_requests)
+        beside = min(at_once, len(blend.prefixes))
+
+        def open_one(name: str) -> _OpenDataset:
+            pairs = read_dataset(name, config.storage, config.index_cache_dir, told, beside)
+            return _open_dataset(name, pairs, blend.shares, split, config)
+
+        opened = each(open_one, blend.prefixes, at_once)
         self.files: Sequence[Sequence[TokenFile]] = [dataset.files for dataset in opened]
         self._datasets = [dataset.parts for dataset in opened]
         if len(opened) > 1 and not config.mix_tokenizers:
@@ -171,10 +179,9 @@ class _OpenDataset:
 
 
 def _open_dataset(
-    name: str, share: str, split: str, config: DataConfig, told: Told
+    name: str, pairs: list[PairBounds], share: str, split: str, config: DataConfig
 ) -> _OpenDataset:
     """A dataset whose pairs, all end to end, are cut as a whole by `share`."""
-    pairs = read_dataset(name, config.storage, config.index_cache_dir, told)
     num_sequences = sum(pair.num_sequences for pair in pairs)
     bounds = split_bounds(share, num_sequences)[split]
     if bounds is None or bounds[0] == bounds[1]:

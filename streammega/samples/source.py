@@ -18,8 +18,8 @@ from streammega.samples.read import Ids, fetch_ids
 from streammega.samples.rows import rows_of
 from streammega.samples.token_file import Runs, TokenFile, clear_by_modes, has_modes
 
-OPENERS = 96
-"""Datasets of a blend that are opened at once: each waits for an answer or two, far apart."""
+OPENERS = 16
+"""Pairs of a blend that are opened at once."""
 
 
 class SampleSource(Protocol):

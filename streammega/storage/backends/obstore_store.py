@@ -21,7 +21,7 @@ from streammega.errors import (
     StorageError,
     StreammegaError,
 )
-from streammega.errors.redaction import redact
+from streammega.errors.redaction import redact, redaction_of
 from streammega.storage.backends import obstore_library
 from streammega.storage.backends.clouds import cloud_arguments
 from streammega.storage.backends.fsspec_store import FsspecStore
@@ -96,6 +96,7 @@ class ObstoreStore:
         self._opened: tuple[int, Any, Pool] | None = None  # (process, client, threads)
         self._policy = RetryPolicy.of(config, endpoint_of(scheme, root, config.storage_options))
         self._urls: dict[str, str] = {}  # kept, for each request asks for its own
+        self._redacted = redaction_of(config.storage_options)
         self._fallback: FsspecStore | None = None
         self._bucket_seen = False
 
@@ -119,7 +120,7 @@ class ObstoreStore:
         """The full URL of a key, without credentials."""
         if key not in self._urls:
             whole = f"{self.scheme}://{self.root}/{key}"
-            self._urls[key] = redact(whole, self._config.storage_options)
+            self._urls[key] = self._redacted(whole)
         return self._urls[key]
 
     def info(self, key: str) -> ObjectInfo:
