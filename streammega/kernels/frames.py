@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from numba import types
+from numba import carray, types  # type: ignore[attr-defined]
 
+from streammega.kernels.intrinsics import pointer_to
 from streammega.kernels.jit import kernel
 
 SYMBOL = "streammega_zstd_decompress"
@@ -19,30 +20,42 @@ _decompress = types.ExternalFunction(
 
 
 @kernel
-def decompress_frames(context, address, stored_bounds, shown_bounds, start, edge, out):
-    """The shown bytes [start, start + len(out)) of frames that lie end to end from `address` on;
-    -1, or the number of the first frame that is damaged or not of its size.
+def decompress_frames(
+    context, compressed, decompressed, first, last, source, start, stop, target, edge
+):
+    """The shown bytes [start, stop) of several reads, each to its address `target`; -1, or the
+    number of the first frame that is damaged or not of its size.
 
-    context: the address of a ZSTD_DCtx that no other thread uses. stored_bounds, shown_bounds:
-    int64 [frames + 1], where frames begin and end in the file and among the shown bytes. edge:
-    uint8, room for each frame that is wanted in part. The caller vouches for the bounds. Cost: one
-    decompression; what is wanted of a frame in part is copied.
+    Args:
+        context: the address of a ZSTD_DCtx that no other thread uses.
+        compressed, decompressed: int64 [frames + 1], where frames begin and end in the file, and
+            among the shown bytes.
+        first, last: int64 [reads], the frames [first, last) that hold the bytes of a read.
+        source: int64 [reads], the address of those frames, which lie end to end.
+        start, stop, target: int64 [reads].
+        edge: uint8, room for any frame that is wanted in part.
+
+    The caller vouches for all of them. Cost: one decompression; what is wanted of a frame in part
+    is copied.
     """
-    stop = start + len(out)
-    for frame in range(len(shown_bounds) - 1):
-        low = shown_bounds[frame]
-        high = shown_bounds[frame + 1]
-        size = high - low
-        source = address + stored_bounds[frame] - stored_bounds[0]
-        stored_size = stored_bounds[frame + 1] - stored_bounds[frame]
-        is_whole = start <= low and high <= stop
-        target = edge.ctypes.data
-        if is_whole:
-            target = out.ctypes.data + (low - start)
-        # What the library returns for an error is negative here, so no size.
-        if _decompress(context, target, size, source, stored_size) != size:
-            return frame
-        if not is_whole:
-            for at in range(max(low, start), min(high, stop)):
-                out[at - start] = edge[at - low]
+    for i in range(len(first)):
+        for frame in range(first[i], last[i]):
+            low = decompressed[frame]
+            high = decompressed[frame + 1]
+            size = high - low
+            stored_at = source[i] + compressed[frame] - compressed[first[i]]
+            stored_size = compressed[frame + 1] - compressed[frame]
+            is_whole = start[i] <= low and high <= stop[i]
+            place = edge.ctypes.data
+            if is_whole:
+                place = target[i] + (low - start[i])
+            # What the library returns for an error is negative here, so no size.
+            if _decompress(context, place, size, stored_at, stored_size) != size:
+                return frame
+            if not is_whole:
+                begin = max(low, start[i])
+                wanted = min(high, stop[i]) - begin
+                out = carray(pointer_to(target[i] + (begin - start[i]), edge), (wanted,))
+                for k in range(wanted):
+                    out[k] = edge[begin - low + k]
     return -1

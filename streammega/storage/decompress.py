@@ -1,7 +1,7 @@
 """Frames of zstd decompressed into the place where their bytes are wanted.
 
-All frames of a read are decompressed by one call that holds no GIL, into the caller's buffer, by
-the C library that the zstandard package brings: its own calls return memory of their own, and
+All frames of several reads are decompressed by one call that holds no GIL, into the callers'
+buffers, by the C library that the zstandard package brings: its own calls return memory of their own, and
 take the GIL again for each frame. They are used where the library cannot be reached (a build of the
 package without its cffi part).
 """
@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import itertools
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
@@ -30,59 +31,115 @@ for every 4 KiB. Frames of other writers may be larger, and are rare.
 """
 
 
-def decompress_into(
-    stored: Bytes, stored_bounds: Integers, shown_bounds: Integers, start: int, out: Bytes
-) -> int:
-    """Fill `out` with the shown bytes [start, start + len(out)) of frames that lie end to end.
+@dataclass(frozen=True)
+class FrameBounds:
+    """Where frames begin and end: in the file, and among the shown bytes, int64 [frames + 1] each.
 
-    Args:
-        stored: the frames.
-        stored_bounds: int64 [frames + 1], where they begin and end in `stored`.
-        shown_bounds: the same among the shown bytes, [start, start + len(out)) within them.
-
-    Returns -1, or the number of the first frame that is damaged or not of its size.
+    largest: shown bytes of the largest one.
     """
-    # The kernel looks at nothing before it follows addresses.
-    check_room(out, len(out))
-    if len(stored) != stored_bounds[-1] - stored_bounds[0]:
-        raise ValueError(f"{len(stored)} bytes are not those of the frames {stored_bounds}")
-    if not shown_bounds[0] <= start <= start + len(out) <= shown_bounds[-1]:
-        raise ValueError(f"frames of {shown_bounds} do not show [{start}, {start + len(out)})")
+
+    compressed: Integers
+    decompressed: Integers
+    largest: int
+
+    @classmethod
+    def of(cls, compressed: Integers, decompressed: Integers) -> FrameBounds:
+        """Those, contiguous."""
+        largest = int(np.diff(decompressed).max(initial=0))
+        return cls(
+            np.ascontiguousarray(compressed, np.int64),
+            np.ascontiguousarray(decompressed, np.int64),
+            largest,
+        )
+
+    def holding(self, start: int, stop: int) -> tuple[int, int]:
+        """Frames [first, last) that hold the shown bytes, without empty ones before them."""
+        first = int(self.decompressed.searchsorted(start, "right")) - 1
+        last = int(self.decompressed.searchsorted(stop, "left"))
+        return first, last
+
+
+@dataclass(frozen=True)
+class FrameRead:
+    """Frames [first, last) in memory, and the place for the shown bytes [start, stop) of them."""
+
+    first: int
+    last: int
+    start: int
+    stop: int
+    stored: Bytes
+    out: Bytes
+
+
+def decompress_into(bounds: FrameBounds, reads: Sequence[FrameRead]) -> int:
+    """Fill what reads want; frees the GIL once for all of them.
+
+    Returns -1, or the number of the first frame that is damaged or not of its size. Raises
+    ValueError for a read whose memory is not that of its frames, or of its bytes.
+    """
+    for read in reads:
+        _check(bounds, read)
     make_context = _library()
     if make_context is None:
-        return _one_by_one(stored, stored_bounds, shown_bounds, start, out)
-    largest = int(np.diff(shown_bounds).max())
+        return _one_by_one(bounds, reads)
+    if not reads:
+        return -1
+    rows = [
+        (
+            read.first,
+            read.last,
+            address_of(read.stored),
+            read.start,
+            read.stop,
+            address_of(read.out),
+        )
+        for read in reads
+    ]
+    columns = np.array(rows, np.int64).T.copy()
     damaged: int = decompress_frames(
         _context(make_context),
-        address_of(stored),
-        stored_bounds,
-        shown_bounds,
-        start,
-        _edge(largest),
-        out,
+        bounds.compressed,
+        bounds.decompressed,
+        *columns,
+        _edge(bounds.largest),
     )
     return damaged
 
 
-def _one_by_one(
-    stored: Bytes, stored_bounds: Integers, shown_bounds: Integers, start: int, out: Bytes
-) -> int:
+def _check(bounds: FrameBounds, read: FrameRead) -> None:
+    """Raise ValueError for what the kernel, which looks at nothing, would read or write wrongly."""
+    check_room(read.out, read.stop - read.start)
+    frames = len(bounds.compressed) - 1
+    if not 0 <= read.first <= read.last <= frames:
+        raise ValueError(f"there are no frames [{read.first}, {read.last}) among {frames}")
+    size = bounds.compressed[read.last] - bounds.compressed[read.first]
+    if len(read.stored) != size or not read.stored.flags.c_contiguous:
+        raise ValueError(f"{len(read.stored)} bytes are not the frames that have {size}")
+    low = bounds.decompressed[read.first]
+    high = bounds.decompressed[read.last]
+    if not low <= read.start <= read.stop <= high:
+        raise ValueError(
+            f"frames of the bytes [{low}, {high}) do not show [{read.start}, {read.stop})"
+        )
+
+
+def _one_by_one(bounds: FrameBounds, reads: Sequence[FrameRead]) -> int:
     """The same by the package's own call, which returns each frame in memory of its own."""
-    places = (stored_bounds - stored_bounds[0]).tolist()
-    edges = shown_bounds.tolist()
-    stop = start + len(out)
-    for number, (low, high) in enumerate(itertools.pairwise(edges)):
-        frame = stored[places[number] : places[number + 1]]
-        try:
-            shown = decompress_one(frame, high - low)
-        except zstandard.ZstdError:
-            return number
-        if len(shown) != high - low:
-            return number
-        first = max(low, start)
-        last = min(high, stop)
-        wanted = np.frombuffer(shown, np.uint8)[first - low : last - low]
-        out[first - start : last - start] = wanted
+    for read in reads:
+        edges = bounds.decompressed[read.first : read.last + 1].tolist()
+        places = bounds.compressed[read.first : read.last + 1] - bounds.compressed[read.first]
+        for number, (low, high) in enumerate(itertools.pairwise(edges)):
+            frame = read.stored[places[number] : places[number + 1]]
+            try:
+                shown = decompress_one(frame, high - low)
+            except zstandard.ZstdError:
+                return read.first + number
+            if len(shown) != high - low:
+                return read.first + number
+            first = max(low, read.start)
+            last = min(high, read.stop)
+            wanted = np.frombuffer(shown, np.uint8)[first - low : last - low]
+            read.out[first - read.start : last - read.start] = wanted
     return -1
 
 

@@ -18,7 +18,7 @@ from streammega.errors import FormatError
 from streammega.errors.redaction import redact_urls
 from streammega.kernels.plan import copy_bytes
 from streammega.storage.backends.local import LocalStore
-from streammega.storage.decompress import decompress_into, decompress_one
+from streammega.storage.decompress import FrameBounds, FrameRead, decompress_into, decompress_one
 from streammega.storage.frames import FOOTER, parse_table, table_bytes
 from streammega.storage.locks import process_lock
 from streammega.storage.store import (
@@ -47,8 +47,10 @@ class View(Protocol):
     def stored(self, start: int, stop: int) -> Span:
         """The stored bytes that hold the shown bytes [start, stop)."""
 
-    def show(self, stored: Bytes, start: int, stop: int, out: Bytes) -> None:
-        """Fill `out` with the shown bytes, from the stored ones of `stored(start, stop)`."""
+    def show(self, stored: Sequence[Bytes], spans: Sequence[Span], outs: Sequence[Bytes]) -> None:
+        """Fill each of `outs` with the shown bytes of its span, from the stored ones of
+        `stored(start, stop)`.
+        """
 
 
 class LateView:
@@ -73,9 +75,9 @@ class LateView:
         """Of the view, which is made now at the latest. Raises FormatError, StorageError."""
         return self._view().stored(start, stop)
 
-    def show(self, stored: Bytes, start: int, stop: int, out: Bytes) -> None:
+    def show(self, stored: Sequence[Bytes], spans: Sequence[Span], outs: Sequence[Bytes]) -> None:
         """By the view."""
-        self._view().show(stored, start, stop, out)
+        self._view().show(stored, spans, outs)
 
     def _view(self) -> View:
         if self._view_made is None:
@@ -119,12 +121,9 @@ class DerivedStore:
         spans = [(int(start), int(stop)) for start, stop in zip(starts, stops, strict=True)]
         stored_spans = [self._stored(start, stop) for start, stop in spans]
         bodies = self._read_stored(key, stored_spans, etag or self._info.etag)
-        shown: list[Buffer] = []
-        for body, (start, stop) in zip(bodies, spans, strict=True):
-            out = np.empty(stop - start, np.uint8)
-            self.view.show(body, start, stop, out)
-            shown.append(out.data)
-        return shown
+        outs = [np.empty(stop - start, np.uint8) for start, stop in spans]
+        self.view.show(bodies, spans, outs)
+        return [out.data for out in outs]
 
     def read_into(
         self, key: str, spans: Sequence[Span], outs: Sequence[Bytes], etag: str = ""
@@ -139,8 +138,7 @@ class DerivedStore:
         else:
             bodies = [np.empty(stop - start, np.uint8) for start, stop in stored_spans]
             self.store.read_into(key, stored_spans, bodies, etag)
-        for body, (start, stop), out in zip(bodies, spans, outs, strict=True):
-            self.view.show(body, start, stop, out)
+        self.view.show(bodies, spans, outs)
 
     def _read_stored(self, key: str, spans: Sequence[Span], etag: str) -> list[Bytes]:
         starts = [start for start, _ in spans]
@@ -178,49 +176,48 @@ class Frames:
 
     def __init__(self, url: str, compressed: Integers, decompressed: Integers) -> None:
         self.url = url
-        self._compressed = compressed
-        self._decompressed = decompressed
+        self._bounds = FrameBounds.of(compressed, decompressed)
         self.size = int(decompressed[-1])
 
     def stored(self, start: int, stop: int) -> Span:
         """Whole frames."""
-        first, last = self._frames(start, stop)
-        return int(self._compressed[first]), int(self._compressed[last])
+        first, last = self._bounds.holding(start, stop)
+        compressed = self._bounds.compressed
+        return int(compressed[first]), int(compressed[last])
 
-    def _frames(self, start: int, stop: int) -> tuple[int, int]:
-        """Frames [first, last) that hold the shown bytes, without empty ones before them."""
-        first = int(np.searchsorted(self._decompressed, start, "right")) - 1
-        last = int(np.searchsorted(self._decompressed, stop, "left"))
-        return first, last
-
-    def show(self, stored: Bytes, start: int, stop: int, out: Bytes) -> None:
+    def show(self, stored: Sequence[Bytes], spans: Sequence[Span], outs: Sequence[Bytes]) -> None:
         """Decompress; frees the GIL. Raises FormatError that names a damaged frame."""
-        if stop <= start:
-            return
-        check_room(out, stop - start)
-        first, last = self._frames(start, stop)
-        stored_bounds = self._compressed[first : last + 1]
-        shown_bounds = self._decompressed[first : last + 1]
-        damaged = decompress_into(stored, stored_bounds, shown_bounds, start, out)
+        reads = []
+        for body, (start, stop), out in zip(stored, spans, outs, strict=True):
+            if start < stop:
+                first, last = self._bounds.holding(start, stop)
+                reads.append(FrameRead(first, last, start, stop, body, out))
+        damaged = decompress_into(self._bounds, reads)
         if damaged >= 0:
-            low = stored_bounds[damaged] - stored_bounds[0]
-            high = stored_bounds[damaged + 1] - stored_bounds[0]
-            raise self._damaged(first + damaged, stored[low:high])
+            raise self._damaged(damaged, _frame_of(self._bounds, reads, damaged))
 
     def _damaged(self, number: int, frame: Bytes) -> FormatError:
         """What is wrong with a frame, by the package's own call, which tells."""
-        size = int(self._decompressed[number + 1] - self._decompressed[number])
+        bounds = self._bounds
+        size = int(bounds.decompressed[number + 1] - bounds.decompressed[number])
         try:
             shown = decompress_one(frame, size)
             reason = f"{len(shown)} bytes instead of {size}"
         except zstandard.ZstdError as error:
             reason = str(error)
-        low = int(self._compressed[number])
-        high = int(self._compressed[number + 1])
+        low = int(bounds.compressed[number])
+        high = int(bounds.compressed[number + 1])
         return FormatError(
             f"{self.url}: frame {number}, bytes [{low}, {high}), is damaged ({reason}); copy or "
             f"convert it again"
         )
+
+
+def _frame_of(bounds: FrameBounds, reads: Sequence[FrameRead], number: int) -> Bytes:
+    """The stored bytes of a frame of one of the reads."""
+    read = next(read for read in reads if read.first <= number < read.last)
+    begin = bounds.compressed[read.first]
+    return read.stored[bounds.compressed[number] - begin : bounds.compressed[number + 1] - begin]
 
 
 class Members:
@@ -249,10 +246,13 @@ class Members:
         last = int(np.searchsorted(self._shown, stop, "left"))
         return first, last
 
-    def show(self, stored: Bytes, start: int, stop: int, out: Bytes) -> None:
+    def show(self, stored: Sequence[Bytes], spans: Sequence[Span], outs: Sequence[Bytes]) -> None:
         """Copy the payloads, without the GIL."""
-        if stop <= start:
-            return
+        for body, (start, stop), out in zip(stored, spans, outs, strict=True):
+            if start < stop:
+                self._show(body, start, stop, out)
+
+    def _show(self, stored: Bytes, start: int, stop: int, out: Bytes) -> None:
         begin, end = self.stored(start, stop)
         if len(stored) != end - begin:
             raise ValueError(

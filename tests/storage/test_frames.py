@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from streammega.errors import FormatError
 from streammega.storage import decompress
-from streammega.storage.decompress import decompress_into
+from streammega.storage.decompress import FrameBounds, FrameRead, decompress_into
 from streammega.storage.store import Bytes
 from streammega.storage.views import Frames
 
@@ -51,7 +51,7 @@ def shown(frames: Frames, stored: Bytes, start: int, stop: int) -> bytes:
     """Bytes by the view, with a margin that shows what is written beside them."""
     low, high = frames.stored(start, stop)
     room = np.full(stop - start + 32, 0xAB, np.uint8)
-    frames.show(stored[low:high], start, stop, room[16:-16])
+    frames.show([stored[low:high]], [(start, stop)], [room[16:-16]])
     assert (room[:16] == 0xAB).all()
     assert (room[-16:] == 0xAB).all()
     return room[16:-16].tobytes()
@@ -111,18 +111,43 @@ def test_a_table_that_gives_frames_other_sizes_is_damage(way: str, wrong_by: int
     """Their sum is right, so the table alone does not show it."""
     sizes = (40_000, 30_000, 20_000)
     frames, stored, _ = framed(sizes)
-    lying = Frames("x", frames._compressed, frames._decompressed + np.array([0, wrong_by, 0, 0]))
+    bounds = frames._bounds
+    lying = Frames("x", bounds.compressed, bounds.decompressed + np.array([0, wrong_by, 0, 0]))
     with pytest.raises(FormatError, match=r"frame 0, .* is damaged \(.*\)"):
         shown(lying, stored, 0, 90_000)
 
 
-def test_bytes_that_are_not_those_of_the_frames_are_refused_before_an_address_is_followed() -> None:
-    bounds = np.array([0, 10, 20])
+def test_several_reads_are_shown_together_each_in_its_place(way: str) -> None:
+    frames, stored, whole = framed(SIZES)
+    spans = [(5, 39_000), (0, 0), (100_000, len(whole)), (39_990, 40_010)]
+    bodies = []
+    for start, stop in spans:
+        low, high = frames.stored(start, stop) if start < stop else (0, 0)
+        bodies.append(stored[low:high])
+    outs = [np.empty(stop - start, np.uint8) for start, stop in spans]
+    frames.show(bodies[1:2], spans[1:2], outs[1:2])
+    frames.show(bodies, spans, outs)
+    assert [out.tobytes() for out in outs] == [whole[start:stop] for start, stop in spans]
+    bodies[2] = bodies[2].copy()
+    bodies[2][-100] ^= 1
+    with pytest.raises(FormatError, match=r"frame 5, .* is damaged"):
+        frames.show(bodies, spans, outs)
+
+
+def test_memory_that_is_not_that_of_a_read_is_refused_before_an_address_is_followed() -> None:
+    bounds = FrameBounds.of(np.array([0, 10, 20]), np.array([0, 10, 20]))
     stored = np.zeros(20, np.uint8)
-    for wrong_stored, start, size in ((stored[:19], 0, 20), (stored, 11, 10), (stored, -1, 5)):
-        with pytest.raises(ValueError, match="frames"):
-            decompress_into(wrong_stored, bounds, bounds, start, np.empty(size, np.uint8))
-    read_only = np.empty(20, np.uint8)
-    read_only.flags.writeable = False
+    out = np.empty(20, np.uint8)
+    wrong = {
+        "not the frames": FrameRead(0, 2, 0, 20, stored[:19], out),
+        "not the frames that": FrameRead(0, 1, 0, 10, np.zeros(20, np.uint8)[::2], out[:10]),
+        "do not show": FrameRead(1, 2, 5, 15, stored[:10], out[:10]),
+        "no frames": FrameRead(0, 3, 0, 20, stored, out),
+        "are to be written": FrameRead(0, 2, 0, 20, stored, out[1:]),
+    }
+    for message, read in wrong.items():
+        with pytest.raises(ValueError, match=message):
+            decompress_into(bounds, [read])
+    out.flags.writeable = False
     with pytest.raises(ValueError, match="writeable"):
-        decompress_into(stored, bounds, bounds, 0, read_only)
+        decompress_into(bounds, [FrameRead(0, 2, 0, 20, stored, out)])
