@@ -459,7 +459,8 @@ def _pairs(blend: Blend) -> list[tuple[str, Any]]:
 def _entries(blend: Blend) -> list[Any]:
     """The entries of a blend in a list; weights that alternate with prefixes are put behind them.
 
-    They do where the first of an even number of words is a number, as in Megatron's --data-path.
+    They do where every other of an even number of words, from the first on, is a number, as in
+    Megatron's --data-path; where only some of these are, a weight was forgotten.
     """
     if isinstance(blend, os.PathLike):
         blend = [os.fspath(blend)]
@@ -471,7 +472,10 @@ def _entries(blend: Blend) -> list[Any]:
         blend.split() if isinstance(blend, str) else [_as_text(entry) for entry in blend]
     )
     all_words = all(isinstance(entry, str) for entry in entries)
-    if not entries or not all_words or not _is_number(entries[0]):
+    if not entries or not all_words:
+        return entries
+    in_places_of_weights = entries[0::2] if len(entries) % 2 == 0 else entries[:1]
+    if not any(map(_is_number, in_places_of_weights)):
         return entries
     if len(entries) % 2:
         # As Megatron reads its lists: one of odd length has no weights, whatever its first prefix

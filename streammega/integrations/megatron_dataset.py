@@ -133,6 +133,21 @@ def _dataset_class() -> type:
             """Its sequences, by which it is split."""
             return len(low_level_dataset)
 
+        @property
+        def document_index(self) -> NDArray[np.int32]:
+            """Sequence ids in shuffled order, all epochs, int32."""
+            return self.samples.document_index
+
+        @property
+        def sample_index(self) -> NDArray[np.int32] | NDArray[np.int64]:
+            """(position in document_index, token offset) where each row starts, [rows + 1, 2]."""
+            return self.samples.sample_index
+
+        @property
+        def shuffle_index(self) -> NDArray[np.uint32] | NDArray[np.int64]:
+            """Sample -> row of sample_index."""
+            return self.samples.shuffle_index
+
         def __len__(self) -> int:
             return len(self.samples)
 

@@ -97,6 +97,15 @@ def test_samplers_see_which_split_it_is(built: Any) -> None:
         assert ours.index_split is theirs.index_split
 
 
+def test_the_indices_have_megatrons_names_and_values(built: Any) -> None:
+    for theirs, ours in zip(*built, strict=True):
+        for name in ("document_index", "sample_index", "shuffle_index"):
+            np.testing.assert_array_equal(getattr(ours, name), getattr(theirs, name))
+        lengths = ours.dataset.index.sequence_lengths
+        np.testing.assert_array_equal(lengths, theirs.dataset.index.sequence_lengths)
+        same_sample(ours[-1], theirs[-1])
+
+
 def test_a_batch_is_fetched_at_once_and_equal(built: Any) -> None:
     _, (train, _, _) = built
     numbers = [3, 79, 0, 3]

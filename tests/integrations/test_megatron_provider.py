@@ -4,7 +4,9 @@ order in which its sampler deals them to ranks.
 
 from __future__ import annotations
 
+import contextlib
 import json
+import math
 import warnings
 from pathlib import Path
 from types import SimpleNamespace
@@ -13,6 +15,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
 from streammega import IndexedDatasetWriter, StorageConfig
 from streammega.config import parse_blend
@@ -526,6 +530,45 @@ def test_blends_mean_what_they_mean_to_megatron(words: list[str]) -> None:
         tuple(prefixes),
         None if weights is None else tuple(weights),
     )
+
+
+def _is_number(word: str) -> bool:
+    with contextlib.suppress(ValueError):
+        float(word)
+        return True
+    return False
+
+
+@given(
+    words=st.lists(
+        st.sampled_from(["a", "b", "30", "0.5", "1e3", "0", "-1", "nan", "inf", "7x"]), max_size=6
+    )
+)
+def test_any_list_of_words_is_to_us_what_it_is_to_megatron(words: list[str]) -> None:
+    """From the command line, and as a blend of a DataConfig.
+
+    But for a list that gives weights to some of its prefixes: Megatron refuses some of these, and
+    takes the weights of others for prefixes.
+    """
+    from megatron.core.datasets.utils import get_blend_from_list
+
+    expected: Any = None
+    some_weights = {_is_number(word) for word in words[::2]} == {True, False} and not len(words) % 2
+    with contextlib.suppress(AssertionError, ValueError):
+        prefixes, weights = get_blend_from_list(words)
+        # it takes other weights here, and fails when it blends
+        are_weights = weights is None or all(0 < weight < math.inf for weight in weights)
+        if are_weights and not some_weights:
+            expected = (tuple(prefixes), None if weights is None else tuple(weights))
+    for read in (
+        lambda: read_blends(arguments(data_path=words), StorageConfig()).blend or (),
+        lambda: words,
+    ):
+        if expected is None:
+            with pytest.raises(ConfigError):
+                parse_blend(read())
+        else:
+            assert parse_blend(read()) == expected
 
 
 class Unnamed:
