@@ -19,6 +19,7 @@ from streammega.errors import ConfigError, StateError
 from streammega.loading.engine import Engine
 from streammega.loading.iteration import Iteration
 from streammega.loading.places import Begun, Places
+from streammega.loading.sent_batch import SentBatch
 from streammega.loading.shares import Share, read_share, write_share
 from streammega.loading.steps import MicroSteps
 from streammega.order.batch_size import BatchSchedule, batch_schedule
@@ -199,11 +200,12 @@ class StreamingDataset(torch.utils.data.IterableDataset[Batch]):
             worker=share.worker,
             workers=share.workers,
         )
+        alone = torch.utils.data.get_worker_info() is None
         with closing(engine):
             for consumed, batch in engine:
                 self._places.check(begun)
                 self._count(begun, consumed)
-                yield batch
+                yield batch if alone else SentBatch(batch)
                 del batch  # its memory is free as soon as the caller lets go
         self._places.check(begun)
         in_worker = torch.utils.data.get_worker_info() is not None

@@ -100,27 +100,25 @@ class SentBatch(dict[str, Any]):
         return SentBatch(self)
 
     def __reduce__(self) -> tuple[Callable[..., Any], tuple[Any, ...]]:
-        packed: dict[str, Any] = {name: _pack(field) for name, field in self.items()}
+        packed: dict[str, Any] = dict(self)
         shifted = _pack_shifted(self.get(TOKENS), self.get(LABELS))
         if shifted is not None:
             packed[TOKENS] = shifted
             packed[LABELS] = None
+        for name, value in packed.items():
+            packed[name] = _alone(_pack(value))
         return _unpack, (packed,)
 
 
 def _unpack(packed: dict[str, Any]) -> dict[str, Any]:
     """The fields, in their order, each in memory of its own."""
     fields: dict[str, Any] = {}
-    labels: Tensor | None = None
     for name, value in packed.items():
-        if isinstance(value, _Shifted):
-            fields[name], labels = value.fields()
-        elif name == LABELS and labels is not None:
-            fields[name] = labels
-        elif isinstance(value, (_Integers, _CountsUp, _Ones, _Bits)):
-            fields[name] = value.field()
-        else:
-            fields[name] = value
+        packs = isinstance(value, (_Integers, _CountsUp, _Ones, _Bits))
+        fields[name] = value.field() if packs else value
+    shifted = packed.get(TOKENS)
+    if isinstance(shifted, _Shifted):
+        fields[TOKENS], fields[LABELS] = shifted.fields()
     return fields
 
 
@@ -144,6 +142,15 @@ def _pack_shifted(tokens: Any, labels: Any) -> _Shifted | None:
     ids[:, :-1] = inputs
     ids[:, -1:] = last
     return _Shifted(ids=ids)
+
+
+def _alone(value: Any) -> Any:
+    """A tensor without what else lies in its memory, which torch would send with it."""
+    if not _is_plain(value):
+        return value
+    if value.untyped_storage().nbytes() == value.numel() * value.itemsize:
+        return value
+    return value.clone()
 
 
 def _pack(field: Any) -> Any:

@@ -57,7 +57,6 @@ WIDE = {"block_bytes": 1 << 20, "lanes": 256}
 WHOLE_EPOCH: dict[str, Any] = {"prefix": "s3://data/equal", "num_samples": EPOCH, "seconds": 0}
 OUR_WORKERS: dict[str, dict[str, Any]] = {
     "forked": {"method": "fork"},
-    "forked, ids": {"method": "fork", "ids_only": True},
     "spawned": {"method": "spawn"},
 }
 Result = dict[str, Any]

@@ -1,0 +1,149 @@
+"""DataLoader workers that read from an object store: forked from a process that reads itself."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.data import DataLoader
+
+from streammega import DataConfig, StreamingDataset
+from tests.support.streams import FAULTS, config_of, storage_of, write_data
+from tools.bench.object_server import Running, running
+
+SAMPLES = 160
+BATCH = 4
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
+    root = tmp_path_factory.mktemp("objects")
+    write_data(root)
+    with running(root) as server:
+        yield server
+
+
+@pytest.fixture
+def config(server: Running, tmp_path: Path) -> DataConfig:
+    server.behave()
+    return config_of("stream", "s3:/", tmp_path, storage_of(server, "obstore"), samples=SAMPLES)
+
+
+def dataset_of(config: DataConfig) -> StreamingDataset:
+    return StreamingDataset(config, micro_batch_size=BATCH, global_batch_size=2 * BATCH)
+
+
+def forked(dataset: StreamingDataset, workers: int) -> Any:
+    options: Any = {"multiprocessing_context": "fork"} if workers else {}
+    return DataLoader(dataset, batch_size=None, num_workers=workers, **options)
+
+
+def check_same(got: list[dict[str, Any]], expected: list[dict[str, Any]]) -> None:
+    """The same batches: names in their order, types and every bit."""
+    assert len(got) == len(expected)
+    for one, other in zip(got, expected, strict=True):
+        assert list(one) == list(other)
+        for name, field in one.items():
+            assert field.dtype == other[name].dtype
+            assert torch.equal(field, other[name])
+
+
+MODES: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "documents": {
+        "eod_id": 7,
+        "reset_position_ids": True,
+        "reset_attention_mask": True,
+        "eod_mask_loss": True,
+        "create_attention_mask": True,
+    },
+}
+
+
+@pytest.mark.parametrize("mode", list(MODES))
+def test_batches_are_the_same_by_any_number_of_forked_workers_and_the_parent_reads_on(
+    config: DataConfig, mode: str
+) -> None:
+    dataset = dataset_of(replace(config, **MODES[mode]))
+    expected = [dataset.batch(consumed) for consumed in dataset.positions()]
+    for workers in (0, 1, 2):
+        check_same(list(forked(dataset, workers)), expected)
+    check_same([dataset.batch(0)], expected[:1])
+
+
+def test_a_worker_that_is_killed_is_an_error_and_the_run_resumes_exactly(
+    config: DataConfig,
+) -> None:
+    dataset = dataset_of(config)
+    expected = [dataset.batch(consumed) for consumed in dataset.positions()]
+    batches = iter(forked(dataset, 2))
+    taken = list(itertools.islice(batches, 7))
+    state = dataset.state_dict(num_batches=7)
+    os.kill(batches._workers[1].pid, signal.SIGKILL)
+    with pytest.raises(RuntimeError, match=r"killed by signal|exited unexpectedly"):
+        taken += list(batches)
+    del batches
+    check_same(taken, expected[: len(taken)])
+    resumed = dataset_of(config)
+    resumed.load_state_dict(state)
+    check_same(list(forked(resumed, 2)), expected[7:])
+
+
+def test_faults_that_forked_workers_meet_change_no_bit(server: Running, config: DataConfig) -> None:
+    dataset = dataset_of(config)
+    expected = [dataset.batch(consumed) for consumed in dataset.positions()]
+    before = server.counts()["faults"]
+    server.behave(**FAULTS["mixture"])
+    got = list(forked(dataset, 2))
+    server.behave()
+    assert server.counts()["faults"] > before
+    check_same(got, expected)
+
+
+CTRL_C = """
+import sys, time
+from torch.utils.data import DataLoader
+from streammega import DataConfig, StorageConfig, StreamingDataset
+storage = StorageConfig(storage_options={"anon": True, "endpoint_url": sys.argv[1]})
+config = DataConfig(
+    blend=["s3://data/web"], sequence_length=64, order="stream", num_samples=(100_000, 0, 0),
+    lanes=16, storage=storage, index_cache_dir=sys.argv[2],
+)
+dataset = StreamingDataset(config, micro_batch_size=4, global_batch_size=8)
+batches = iter(DataLoader(dataset, batch_size=None, num_workers=2, multiprocessing_context="fork"))
+next(batches)
+print(*(worker.pid for worker in batches._workers), flush=True)
+while True:
+    next(batches)
+    time.sleep(0.01)
+"""
+
+
+def test_ctrl_c_ends_a_run_and_its_forked_workers(server: Running, tmp_path: Path) -> None:
+    server.behave()
+    command = [sys.executable, "-W", "ignore", "-c", CTRL_C, server.endpoint, str(tmp_path)]
+    environment = os.environ | {"PYTHONPATH": os.getcwd()}
+    run = subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment
+    )
+    assert run.stdout is not None
+    workers = [int(pid) for pid in run.stdout.readline().split()]
+    assert len(workers) == 2
+    for pid in [run.pid, *workers]:
+        os.kill(pid, signal.SIGINT)  # as a terminal sends it to all of them
+    _, said = run.communicate(timeout=60)
+    assert "KeyboardInterrupt" in said
+    deadline = time.monotonic() + 20
+    while any(Path(f"/proc/{pid}").exists() for pid in workers):
+        assert time.monotonic() < deadline, "a worker outlives its run"
+        time.sleep(0.01)
