@@ -162,6 +162,7 @@ class StreamDataHooks:
         self._seat = None if dp_rank is None or dp_size is None else (dp_rank, dp_size)
         self._options = options
         self._batches: TrainedBatches | None = None
+        self._opened_at: tuple[int, int] | None = None
 
     # What Lightning calls.
 
@@ -216,12 +217,23 @@ class StreamDataHooks:
         self._opened().seek(consumed_samples)
 
     def _opened(self) -> TrainedBatches:
-        if self._batches is None:
-            dp_rank, dp_size = self._place()
+        """The batches of this rank. Which one it is, is known from a Trainer on: what was opened
+        before is opened again then, where it was.
+        """
+        place = self._place()
+        before = self._batches
+        if before is None or place != self._opened_at:
+            dp_rank, dp_size = place
             loader = StreamLoader(
                 self._config, dp_rank=dp_rank, dp_size=dp_size, **self._sizes, **self._options
             )
             self._batches = TrainedBatches(loader)
+            self._opened_at = place
+            if before is not None:
+                before.loader.close()
+                if before.placed:
+                    self._batches.load_state_dict(before.state_dict())
+        assert self._batches is not None
         return self._batches
 
     def _place(self) -> tuple[int, int]:

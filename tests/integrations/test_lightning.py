@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -226,7 +227,7 @@ def test_states_are_loaded_twice_after_iterating_and_refused_where_they_are_fore
     data.teardown("fit")
 
 
-@settings(max_examples=30)
+@settings(max_examples=12)
 @given(
     ahead=st.booleans(),
     events=st.lists(st.sampled_from(["train", "train", "train", "epoch", "resume"]), max_size=30),
@@ -287,6 +288,30 @@ assert data.state_dict()["consumed_samples"] == 6
     printed = family.log(0)
     family.close()
     assert codes == [0], printed[-3000:]
+
+
+def test_what_was_opened_before_a_trainer_said_the_rank_is_opened_again(
+    endless: DataConfig, tmp_path: Path
+) -> None:
+    from streammega.integrations.lightning import StreamDataModule
+
+    data = StreamDataModule(endless, **SIZES)
+    assert data.loader.dataset.dp_size == 1
+    data.seek(GLOBAL_BATCH)
+    module = lightning_module(RowLog(str(tmp_path), 0))
+    data.trainer = SimpleNamespace(
+        distributed_sampler_kwargs={"rank": 1, "num_replicas": 2},
+        accumulate_grad_batches=2,
+        callbacks=[],
+        ckpt_path="a.ckpt",
+        lightning_module=module,
+    )
+    batches = data.train_dataloader()
+    assert (data.loader.dataset.dp_rank, data.loader.dataset.dp_size) == (1, 2)
+    rows = stream(endless, 2)[GLOBAL_BATCH:]
+    assert rows_of(next(iter(batches))) == [rows[1], rows[3]]
+    assert data.train_dataloader() is batches
+    data.teardown("fit")
 
 
 def test_what_cannot_be_right_is_refused_before_the_first_batch(
