@@ -179,6 +179,25 @@ class NoWorkersFeed(WorkersFeed):
     workers = 0
 
 
+class TextFeed(Feed):
+    """Texts that are tokenised as they come; the config is the names of their shards."""
+
+    def open(self, config: Any, ranks: dict[str, int]) -> None:
+        from streammega import FieldsConfig
+        from streammega.integrations.webdataset import TextStream
+
+        sizes: dict[str, Any] = {
+            "micro_batch_size": MICRO_BATCH,
+            "global_batch_size": GLOBAL_BATCH,
+            **ranks,
+        }
+        fields = FieldsConfig(sequence_length=16, eod_id=256)
+        self.loader = TextStream(config, lambda text: list(text.encode()), fields, seed=3, **sizes)
+
+    def take(self) -> torch.Tensor:
+        return rows_of(next(self.loader))
+
+
 def rows_of(batch: dict[str, torch.Tensor]) -> torch.Tensor:
     """Tokens beside labels, a sample a row, in memory of their own."""
     return torch.cat([batch["tokens"], batch["labels"]], 1)
@@ -230,10 +249,16 @@ def samples_of(step: list[list[Any]]) -> list[Any]:
 
 
 def check_kills(
-    gang: Gang, feed: Callable[..., Feed], config: Any, folder: Path, before: int, after: int
+    gang: Gang,
+    feed: Callable[..., Feed],
+    config: Any,
+    folder: Path,
+    before: int,
+    after: int,
+    reference: Callable[..., Feed] = Feed,
 ) -> None:
     """Train on `before` ranks, kill them in the middle, go on with `after`: every global batch is
-    that of a run on one rank that nobody stopped, and the micro-batches of as many ranks are.
+    that of a run that nobody stopped, and the micro-batches of as many ranks are.
     """
     folder.mkdir(parents=True)
     killed = folder / f"rank-0-of-{before}-from-0"
@@ -248,7 +273,7 @@ def check_kills(
     gang.run(after, train, feed, config, folder, until)
     whole = folder / "whole"
     whole.mkdir()
-    gang.run(after, train, Feed, config, whole, until)
+    gang.run(after, train, reference, config, whole, until)
     expected = taken(whole, after, 0)
     first = taken(folder, before, 0)[:until]
     rest = taken(folder, after, step)

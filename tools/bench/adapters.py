@@ -157,6 +157,14 @@ def megatron_dataset(loader: sm.StreamLoader) -> Batches:
     return iter(DataLoader(builder.build()[0], batch_size=ROWS))
 
 
+def webdataset_pipeline(loader: sm.StreamLoader) -> Batches:
+    import webdataset
+
+    from streammega.integrations.webdataset import loader_stage
+
+    return iter(webdataset.DataPipeline(loader_stage(loader)))
+
+
 def is_here() -> bool:
     """Whether this rank builds the dataset."""
     return True
@@ -173,6 +181,7 @@ SIDES: dict[str, tuple[str, Callable[[sm.StreamLoader], Batches]]] = {
     "the same with causal_lm_batch": ("accelerate", causal_lm_batches),
     "torchdata node": ("torchdata", torchdata_node),
     "StatefulDataLoader, no workers": ("torchdata", torchdata_stateful),
+    "webdataset pipeline": ("webdataset", webdataset_pipeline),
     "MegatronBatches": ("torch", megatron_batches),
     "MegatronBatches behind RerunDataIterator": ("megatron", megatron_replayed),
     "BridgeBatches": ("torch", bridge_batches),

@@ -1,0 +1,550 @@
+"""webdataset: a loader as the source of a pipeline, and training on texts that are tokenised as they
+come.
+
+    pipeline = wds.DataPipeline(loader_stage(loader), wds.map(to_device))
+
+    stream = TextStream(
+        ["s3://bucket/texts-000.tar", "s3://bucket/texts-001.tar"],
+        lambda text: tokenizer.encode(text).ids,
+        sm.FieldsConfig(sequence_length=4096, eod_id=0),
+        micro_batch_size=4,
+        global_batch_size=64,
+    )
+
+`TextStream` has the batches and the exact resume of a StreamLoader, and not its reads: every rank
+reads and tokenises all texts, so that all of them know where every sample begins. `streammega
+convert` does that once, and for all runs.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import json
+import logging
+import queue
+import tarfile
+import threading
+from collections import deque
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from streammega.config import FieldsConfig, StorageConfig
+from streammega.errors import ConfigError, FormatError, StateError
+from streammega.kernels.mix import GOLDEN, mix
+from streammega.loading import StreamLoader
+from streammega.loading.iteration import Iteration
+from streammega.order.batch_size import batch_schedule
+from streammega.order.cursor import canonical, describe_differences
+from streammega.samples.fields import Batch, batch_fields
+from streammega.storage.open import open_file
+
+log = logging.getLogger(__name__)
+
+STATE_VERSION = 1
+COUNTS = ("consumed_samples", "batch_offset", "shard", "text", "token")
+LOOK_AGAIN = 0.2
+"""Seconds after which the thread that reads ahead looks whether anybody still wants its batches."""
+
+Ids = NDArray[np.int64]
+
+
+def loader_stage(loader: StreamLoader) -> Callable[[], Iterator[Batch]]:
+    """The first stage of a `wds.DataPipeline`: the micro-batches of a loader, from where iterating
+    it begins.
+
+    The position is the loader's: save its state beside the model. Stages that read ahead, or give
+    batches in another order, are not in it.
+    """
+
+    def batches() -> Iterator[Batch]:
+        return iter(loader)
+
+    return batches
+
+
+def webdataset_texts(
+    field: str = "txt", *, key: str = "text", storage: StorageConfig | None = None
+) -> Callable[[str], Iterator[str]]:
+    """A function that gives the texts of a tar shard of webdataset, by its path or URL, in order.
+
+    field: the suffix of the members that are texts; "json" ones are objects with the text under
+    `key`. Compressed tars are read too. It raises FormatError for what is no such shard, and what
+    storage raises.
+    """
+    from_json = field.endswith("json")
+
+    def texts(url: str) -> Iterator[str]:
+        with open_file(url, storage or StorageConfig()) as file:
+            try:
+                for data in _members(file, f".{field}"):
+                    yield json.loads(data)[key] if from_json else data.decode()
+            except (tarfile.TarError, EOFError, KeyError, TypeError, ValueError) as error:
+                raise FormatError(
+                    f"{url}: no texts in .{field} members of a tar: {type(error).__name__}: {error}"
+                ) from None
+
+    return texts
+
+
+def _members(file: Any, suffix: str) -> Iterator[bytes]:
+    """The contents of the regular members of this suffix; webdataset's own notes are left out."""
+    # as a stream: nothing is sought, so that objects are read once and ahead
+    with tarfile.open(fileobj=file, mode="r|*", tarinfo=StrictHeader) as tar:
+        for member in tar:
+            if (
+                not member.isreg()
+                or member.name.startswith("__")
+                or not member.name.endswith(suffix)
+            ):
+                continue
+            content = tar.extractfile(member)
+            assert content is not None  # it is a regular file
+            yield content.read()
+            vars(tar)["members"].clear()  # or the headers of a whole shard stay
+
+
+class StrictHeader(tarfile.TarInfo):
+    """A header of a tar that ends with a block of zeros, as every whole one does.
+
+    tarfile takes any other block that is no header for the end of the archive too: of one that was
+    cut, or is damaged, the rest would be left out without a word.
+    """
+
+    @classmethod
+    def frombuf(cls, buf: bytes | bytearray, encoding: str, errors: str) -> StrictHeader:
+        """Raises ReadError for what is neither a header nor zeros."""
+        try:
+            return super().frombuf(buf, encoding, errors)
+        except tarfile.HeaderError as error:
+            if len(buf) == tarfile.BLOCKSIZE and not any(buf):
+                raise
+            raise tarfile.ReadError(f"it was cut or is damaged: {error}") from None
+
+
+@dataclass(frozen=True, kw_only=True)
+class TextPlace:
+    """A token of the stream: of shard number `shard`, counted on through all passes, token `token`
+    of text `text`.
+
+    digest: of the ids of that text, which must be the same when a run goes on.
+    """
+
+    shard: int = 0
+    text: int = 0
+    token: int = 0
+    digest: str = ""
+
+
+class TokenizedText:
+    """The ids of one text, and where it stands."""
+
+    def __init__(self, place: TextPlace, ids: Ids) -> None:
+        self.ids = ids
+        self._place = place
+
+    def place(self, token: int) -> TextPlace:
+        """The place of one of its tokens."""
+        return replace(self._place, token=token, digest=self.digest)
+
+    @cached_property
+    def digest(self) -> str:
+        """Of all its ids. Of texts in which no sample begins nobody asks."""
+        return hashlib.blake2b(self.ids.tobytes(), digest_size=8).hexdigest()
+
+
+@dataclass(frozen=True, kw_only=True)
+class TextSamples:
+    """Samples of S + 1 ids, a pure function of the shards, from any place on. The last id of a
+    sample is the first of the next one.
+
+    passes: how often all shards are gone through; None: without an end.
+    """
+
+    shards: tuple[str, ...]
+    texts: Callable[[str], Iterable[str]]
+    encode: Callable[[str], Sequence[int]]
+    fields: FieldsConfig
+    seed: int | None
+    passes: int | None
+
+    def global_batches(
+        self, place: TextPlace, first_rows: int, rows: int
+    ) -> Iterator[tuple[Ids, list[TextPlace]]]:
+        """(ids [rows, S + 1], the place after each row): whole global batches, of which the first
+        lacks what was handed out before.
+        """
+        samples = self.samples(place)
+        for size in itertools.chain([first_rows], itertools.repeat(rows)):
+            taken = list(itertools.islice(samples, size))
+            if len(taken) < size:
+                return
+            yield np.stack([ids for ids, _ in taken]), [after for _, after in taken]
+
+    def samples(self, place: TextPlace) -> Iterator[tuple[Ids, TextPlace]]:
+        """(ids [S + 1], where the next sample begins), from a place on."""
+        length = self.fields.sequence_length
+        open_texts: deque[TokenizedText] = deque()
+        token = place.token  # of the first open text, at which the next sample begins
+        held = -token
+        for text in self._tokenized(place):
+            open_texts.append(text)
+            held += len(text.ids)
+            while held > length:
+                ids = _join(open_texts, token, length + 1)
+                token += length
+                held -= length
+                while token >= len(open_texts[0].ids):
+                    token -= len(open_texts.popleft().ids)
+                yield ids, open_texts[0].place(token)
+
+    def _tokenized(self, place: TextPlace) -> Iterator[TokenizedText]:
+        """All texts from that of a place on. Raises StateError where that one is another now."""
+        to_be_checked = bool(place.digest)
+        without_ids = 0  # shards since the last id
+        for number, name in self._named_shards(place.shard):
+            without_ids += 1
+            skipped = place.text if number == place.shard else 0
+            for position, text in enumerate(self.texts(name)):
+                if position < skipped:
+                    continue
+                tokenized = TokenizedText(TextPlace(shard=number, text=position), self._ids(text))
+                if to_be_checked:
+                    _check_text(tokenized, place, name)
+                    to_be_checked = False
+                if len(tokenized.ids):
+                    without_ids = 0
+                    yield tokenized
+            if to_be_checked:
+                raise StateError(
+                    f"{name} has no text number {place.text}, at which the state stops; "
+                    "the shard is another than when the state was saved"
+                )
+            # of the shard that it began in, a part was passed over
+            if without_ids > len(self.shards):
+                raise FormatError(
+                    f"there is no text with an id in any of {len(self.shards)} shards, of which "
+                    f"the first is {self.shards[0]}"
+                )
+
+    def _named_shards(self, start: int) -> Iterator[tuple[int, str]]:
+        """Numbers and names of the shards from number `start` on."""
+        count = len(self.shards)
+        for pass_number in itertools.count(start // count):
+            if self.passes is not None and pass_number >= self.passes:
+                return
+            for position, shard in enumerate(self._order(pass_number)):
+                number = pass_number * count + position
+                if number >= start:
+                    yield number, self.shards[shard]
+
+    def _order(self, pass_number: int) -> Sequence[int]:
+        """The shards in the order of a pass."""
+        count = len(self.shards)
+        if self.seed is None:
+            return range(count)
+        key = mix(mix(np.array([self.seed], np.uint64)) + np.uint64(pass_number))
+        draws = mix(key + np.arange(1, count + 1, dtype=np.uint64) * GOLDEN)
+        order: list[int] = np.argsort(draws, kind="stable").tolist()
+        return order
+
+    def _ids(self, text: str) -> Ids:
+        ids = np.asarray(self.encode(text))
+        if ids.ndim != 1 or (ids.size and ids.dtype.kind not in "iu"):
+            raise ConfigError(
+                f"encode gave {ids.dtype} of shape {ids.shape}; it makes a text a list of ids"
+            )
+        ids = ids.astype(np.int64)
+        if self.fields.eod_id is None or not len(ids):
+            return ids
+        return np.append(ids, self.fields.eod_id)
+
+
+def _join(texts: deque[TokenizedText], token: int, count: int) -> Ids:
+    """`count` ids from a token of the first text on."""
+    joined = np.empty(count, np.int64)
+    filled = 0
+    for text in texts:
+        part = text.ids[token : token + count - filled]
+        joined[filled : filled + len(part)] = part
+        filled += len(part)
+        token = 0
+        if filled == count:
+            break
+    return joined
+
+
+def _check_text(text: TokenizedText, place: TextPlace, name: str) -> None:
+    if text.digest != place.digest:
+        raise StateError(
+            f"text {place.text} of {name} has other ids than when the state was saved; "
+            "go on with the same shards and tokenizer, or begin without the state"
+        )
+
+
+class TextStream:
+    """Micro-batches of this rank, of texts that are tokenised as they come: the fields that
+    `batch_fields` makes, each [micro_batch_size, S].
+
+    Texts follow each other, each with `fields.eod_id` behind it if there is one, and are cut into
+    samples of S tokens. A global batch is the same on any number of ranks, of which rank r takes
+    the samples r, r + dp_size, ... of each micro-step. The stream ends with the last whole global
+    batch.
+
+    Iterating goes on from the cursor; after the end of the data, at the first sample. `next` takes
+    from the iteration that runs. One that is held while another begins, or while the stream is
+    moved or closed, raises StateError.
+
+    Args:
+        shards: names of what texts are read from, the same on every rank.
+        encode: a text as ids, without any special ones around them.
+        fields: sequence length, the id that ends documents, and which fields are wanted.
+        micro_batch_size, global_batch_size, dp_rank, dp_size: as in StreamLoader.
+        texts: the texts of a shard, by its name, the same at every call; None: those of tar shards
+            with .txt members, by `webdataset_texts()`.
+        seed: shuffles the shards of every pass by itself; None: they stay in order.
+        passes: how often the shards are gone through; None: without an end.
+
+    Raises ConfigError for settings that do not fit; FormatError and what storage raises, for the
+    shards, when a batch is asked for.
+    """
+
+    def __init__(
+        self,
+        shards: Sequence[str],
+        encode: Callable[[str], Sequence[int]],
+        fields: FieldsConfig,
+        *,
+        micro_batch_size: int,
+        global_batch_size: int,
+        dp_rank: int = 0,
+        dp_size: int = 1,
+        texts: Callable[[str], Iterable[str]] | None = None,
+        seed: int | None = None,
+        passes: int | None = None,
+    ) -> None:
+        batch_schedule(global_batch_size, None).check(micro_batch_size, dp_rank, dp_size)
+        if isinstance(shards, str) or not shards:
+            raise ConfigError(f"shards is {shards!r}; it takes a list of names, at least one")
+        if passes is not None and passes < 1:
+            raise ConfigError(f"passes is {passes}; it must be at least 1, or None for no end")
+        self._samples = TextSamples(
+            shards=tuple(map(str, shards)),
+            texts=texts or webdataset_texts(),
+            encode=encode,
+            fields=fields,
+            seed=seed,
+            passes=passes,
+        )
+        self._step_samples = micro_batch_size * dp_size
+        self._global_batch_size = global_batch_size
+        self._dp_rank = dp_rank
+        self._dp_size = dp_size
+        self._running: Iteration | None = None
+        self._go_to(0, 0, TextPlace())
+
+    def __iter__(self) -> Iterator[Batch]:
+        self._stop("another iteration of its stream began, and one stream has one cursor")
+        if self._has_ended:
+            self._go_to(0, 0, TextPlace())
+        return self._begin()
+
+    def __next__(self) -> Batch:
+        running = self._running
+        if running is None or not running.goes_on:
+            running = self._begin()
+        return next(running)
+
+    @property
+    def consumed_samples(self) -> int:
+        """Samples handed out so far, over all ranks."""
+        return self._consumed
+
+    def state_dict(self) -> dict[str, Any]:
+        """Where to go on, the same on every rank, flat and JSON-able: shard, text and token, and
+        what they count in. Counts what was handed out, never what was read ahead.
+        """
+        return {
+            "version": STATE_VERSION,
+            "consumed_samples": self._consumed,
+            "batch_offset": self._offset,
+            "shard": self._place.shard,
+            "text": self._place.text,
+            "token": self._place.token,
+            "text_digest": self._place.digest,
+            "identity": canonical(self._identity()),
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on after what was handed out when the state was taken, on any number of ranks.
+
+        Raises StateError for a damaged state, one of other shards or settings, or one that these
+        ranks cannot go on from, and changes nothing. Whether the text in which it stops is still
+        the same shows when the first batch is asked for.
+        """
+        consumed, offset, place = self._parse(state)
+        self._go_to(consumed, offset, place)
+        self._stop("load_state_dict moved its stream elsewhere")
+
+    def close(self) -> None:
+        """End the running iteration and its thread. `next` and `iter` begin another."""
+        self._stop("its stream was closed")
+
+    def __enter__(self) -> TextStream:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
+    def _identity(self) -> dict[str, Any]:
+        samples = self._samples
+        names = "\n".join(samples.shards).encode()
+        return {
+            "order": "texts",
+            "shards": hashlib.blake2b(names, digest_size=16).hexdigest(),
+            "num_shards": len(samples.shards),
+            "sequence_length": samples.fields.sequence_length,
+            "eod_id": samples.fields.eod_id,
+            "seed": samples.seed,
+        }
+
+    def _parse(self, state: Mapping[str, Any]) -> tuple[int, int, TextPlace]:
+        wanted = {"version", *COUNTS, "text_digest", "identity"}
+        if not isinstance(state, Mapping) or not wanted <= set(state):
+            raise StateError(
+                f"this is no state of a TextStream, which has {', '.join(sorted(wanted))}; "
+                "pass what its state_dict() returned"
+            )
+        if state["version"] != STATE_VERSION:
+            raise StateError(
+                f"the state has version {state['version']!r}, this release reads {STATE_VERSION}"
+            )
+        counts = [state[name] for name in COUNTS]
+        digest = state["text_digest"]
+        if any(type(count) is not int or count < 0 for count in counts) or type(digest) is not str:
+            raise StateError(f"{', '.join(COUNTS)} of the state are not counts; it is damaged")
+        self._check_identity(state["identity"])
+        consumed, offset, shard, text, token = counts
+        place = TextPlace(shard=shard, text=text, token=token, digest=digest)
+        self._check_offset(offset)
+        return consumed, offset, place
+
+    def _check_identity(self, text: Any) -> None:
+        try:
+            saved = json.loads(text)
+        except (TypeError, ValueError):
+            raise StateError("identity of the state is no JSON; it is damaged") from None
+        differences = describe_differences(saved, self._identity())
+        if differences:
+            raise StateError(
+                "the state counts samples of other texts:\n  "
+                + "\n  ".join(differences)
+                + "\nrestore these settings, or begin without the state"
+            )
+
+    def _check_offset(self, offset: int) -> None:
+        left = self._global_batch_size - offset
+        if left <= 0 or left % self._step_samples:
+            raise StateError(
+                f"the state stops {offset} samples into a global batch, of which "
+                f"{self._global_batch_size} are no whole micro-steps of {self._step_samples}; resume "
+                "with the former sizes and ranks, or from a state between global batches"
+            )
+
+    def _go_to(self, consumed: int, offset: int, place: TextPlace) -> None:
+        self._consumed = consumed
+        self._offset = offset  # into the global batch
+        self._place = place
+        self._has_ended = False
+
+    def _stop(self, reason: str) -> None:
+        running = self._running
+        self._running = None
+        if running is not None:
+            running.stop(reason)
+
+    def _begin(self) -> Iteration:
+        self._running = Iteration(self._batches())
+        return self._running
+
+    def _batches(self) -> Generator[Batch, None, None]:
+        first_rows = self._global_batch_size - self._offset
+        was_put = self._consumed
+        ahead = OneAhead(
+            self._samples.global_batches(self._place, first_rows, self._global_batch_size)
+        )
+        try:
+            for ids, places in ahead:
+                for start in range(0, len(ids), self._step_samples):
+                    stop = start + self._step_samples
+                    rows = ids[start + self._dp_rank : stop : self._dp_size]
+                    batch = batch_fields(rows, None, self._samples.fields, bounds=True)
+                    self._consumed += self._step_samples
+                    self._offset = (self._offset + self._step_samples) % self._global_batch_size
+                    self._place = places[stop - 1]
+                    yield batch
+        finally:
+            ahead.stop()
+        self._ended(was_put)
+
+    def _ended(self, was_put: int) -> None:
+        self._has_ended = True
+        if self._consumed:
+            if self._consumed == was_put:
+                log.warning(
+                    "the position that was set, sample %d, is the end of the texts, so this "
+                    "iteration gives nothing; the next begins at the first sample",
+                    was_put,
+                )
+            return
+        raise FormatError(
+            f"the texts of {len(self._samples.shards)} shards are less than one global batch of "
+            f"{self._global_batch_size} samples of {self._samples.fields.sequence_length} tokens"
+        )
+
+
+class OneAhead(Iterator[Any]):
+    """What an iterator gives, made one item ahead by a thread.
+
+    A daemon thread: what it reads holds up no end of the program.
+    """
+
+    def __init__(self, items: Iterator[Any]) -> None:
+        self._items = items
+        self._made: queue.Queue[tuple[Any, BaseException | None]] = queue.Queue(maxsize=1)
+        self._stopped = threading.Event()
+        threading.Thread(target=self._make, name="streammega-texts", daemon=True).start()
+
+    def __next__(self) -> Any:
+        item, error = self._made.get()
+        if error is not None:
+            raise error
+        return item
+
+    def stop(self) -> None:
+        """Nobody wants what follows."""
+        self._stopped.set()
+
+    def _make(self) -> None:
+        try:
+            for item in self._items:
+                if not self._put(item, None):
+                    return
+            self._put(None, StopIteration())
+        except BaseException as error:  # whatever it is, the one who waits is told
+            self._put(None, error)
+
+    def _put(self, item: Any, error: BaseException | None) -> bool:
+        """Hand over an item; whether it is wanted."""
+        while not self._stopped.is_set():
+            try:
+                self._made.put((item, error), timeout=LOOK_AGAIN)
+                return True
+            except queue.Full:
+                continue
+        return False

@@ -1,0 +1,380 @@
+"""webdataset: a loader in its pipelines, and texts of its shards that are tokenised as they come."""
+
+from __future__ import annotations
+
+import io
+import json
+import re
+import tarfile
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import webdataset
+from hypothesis import given
+from hypothesis import strategies as st
+
+from streammega import DataConfig, FieldsConfig, StorageConfig, StreamLoader
+from streammega.errors import ConfigError, FormatError, ObjectNotFoundError, StateError
+from streammega.integrations.webdataset import TextStream, loader_stage, webdataset_texts
+from tests.support.feeds import TextFeed, check_kills, rows_of
+from tests.support.gang import Gang
+from tests.support.servers import S3
+
+PAGE = Path(__file__).parents[2] / "docs" / "webdataset.md"
+EOD = 256
+FIELDS = FieldsConfig(sequence_length=8, eod_id=EOD)
+
+
+def encode(text: str) -> list[int]:
+    return list(text.encode())
+
+
+def corpus(counts: Sequence[int], seed: int = 0) -> dict[str, list[str]]:
+    """So many texts in each of several shards, of 0 to 40 letters."""
+    rng = np.random.default_rng(seed)
+    return {
+        f"shard-{number}": ["x" * int(rng.integers(0, 40)) + str(rng.integers(9)) for _ in range(n)]
+        for number, n in enumerate(counts)
+    }
+
+
+def stream_of(shards: dict[str, list[str]], **given: Any) -> TextStream:
+    defaults: dict[str, Any] = {"micro_batch_size": 2, "global_batch_size": 4, "passes": 1}
+    texts: Callable[[str], list[str]] = shards.__getitem__
+    return TextStream(list(shards), encode, FIELDS, texts=texts, **(defaults | given))
+
+
+def samples_of(shards: dict[str, list[str]], passes: int = 1) -> list[list[int]]:
+    """What a stream in order gives, made at once."""
+    ids = [i for texts in shards.values() for text in texts for i in [*encode(text), EOD]] * passes
+    return [ids[start : start + 9] for start in range(0, len(ids) - 8, 8)]
+
+
+def rows(batch: dict[str, torch.Tensor]) -> list[list[int]]:
+    """Samples with the id after them."""
+    return torch.cat([batch["tokens"], batch["labels"][:, -1:]], 1).tolist()
+
+
+# A stage of a pipeline.
+
+
+def test_a_loader_is_the_first_stage_of_a_pipeline(config: DataConfig) -> None:
+    sizes: Any = {"micro_batch_size": 4, "global_batch_size": 8}
+    with StreamLoader(config, **sizes) as loader, StreamLoader(config, **sizes) as bare:
+        pipeline = webdataset.DataPipeline(loader_stage(loader), webdataset.map(rows_of))
+        batches = iter(pipeline)
+        expected = [rows_of(bare.take()) for _ in range(6)]
+        assert all(torch.equal(next(batches), rows) for rows in expected[:3])
+        state = json.loads(json.dumps(loader.state_dict()))
+        next(batches)
+        loader.load_state_dict(state)
+        with pytest.raises(StateError, match="load_state_dict moved its loader"):
+            next(batches)
+        assert all(map(torch.equal, iter(pipeline), expected[3:]))
+
+
+# Texts.
+
+
+@given(
+    counts=st.lists(st.integers(0, 12), min_size=1, max_size=5),
+    passes=st.integers(1, 3),
+    dp_size=st.sampled_from([1, 2, 4]),
+    resumes=st.lists(st.tuples(st.integers(0, 6), st.sampled_from([1, 2, 4])), max_size=3),
+)
+def test_any_ranks_take_the_same_global_batches_through_any_resumes(
+    counts: list[int], passes: int, dp_size: int, resumes: list[tuple[int, int]]
+) -> None:
+    """Of texts of any number, packed one after the other; the state is that of all ranks."""
+    shards = corpus([*counts, 9])
+    whole = samples_of(shards, passes)
+    whole = whole[: len(whole) // 4 * 4]
+    got: list[list[int]] = []
+    state = None
+    for steps, size in [*resumes, (1_000, dp_size)]:
+        micro = 4 // size
+        ranks = [
+            stream_of(shards, micro_batch_size=micro, dp_rank=rank, dp_size=size, passes=passes)
+            for rank in range(size)
+        ]
+        for rank in ranks:
+            if state is not None:
+                rank.load_state_dict(state)
+        taken = 0
+        while taken < steps:
+            try:
+                batches = [rows(next(rank)) for rank in ranks]
+            except StopIteration:
+                break
+            # rank r has the samples r, r + size, ... of the micro-step
+            got += [batches[n % size][n // size] for n in range(4)]
+            taken += 1
+        states = [rank.state_dict() for rank in ranks]
+        assert all(other == states[0] for other in states)
+        state = json.loads(json.dumps(states[0]))
+        assert len(json.dumps(state)) < 1024
+        for rank in ranks:
+            rank.close()
+    assert got == whole
+
+
+def test_a_state_may_stop_within_a_global_batch() -> None:
+    shards = corpus([30])
+    whole = samples_of(shards)
+    with stream_of(shards, micro_batch_size=1, global_batch_size=8) as stream:
+        for number in range(11):
+            assert rows(next(stream)) == [whole[number]]
+        state = stream.state_dict()
+    assert (state["consumed_samples"], state["batch_offset"]) == (11, 3)
+    with stream_of(shards, micro_batch_size=4, global_batch_size=8) as again:
+        with pytest.raises(StateError, match="no whole micro-steps of 4"):
+            again.load_state_dict(state)
+        assert again.consumed_samples == 0
+        assert rows(next(again)) == whole[:4]
+    with stream_of(shards, micro_batch_size=1, global_batch_size=8) as again:
+        for _ in range(2):
+            again.load_state_dict(state)
+        assert rows(next(again)) == [whole[11]]
+
+
+def test_shards_are_shuffled_pass_by_pass_and_nothing_is_lost() -> None:
+    shards = {f"{n}": [f"{n:03d}"] * 4 for n in range(30)}  # two samples each
+    with stream_of(shards, seed=7, passes=4, global_batch_size=2) as stream:
+        seen = [tuple(row) for batch in stream for row in rows(batch)]
+    per_pass = [[row[:3] for row in seen[n * 60 : (n + 1) * 60 : 2]] for n in range(3)]
+    assert all(len(set(shards_seen)) == 30 for shards_seen in per_pass)
+    assert per_pass[0] != per_pass[1] != per_pass[2]
+    names = ["".join(map(chr, name)) for name in per_pass[0][:6]]
+    assert names == ["009", "017", "019", "010", "028", "016"], "golden: saved states count in it"
+
+
+def test_the_end_is_told_once_and_the_next_pass_begins_at_the_first_sample(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    shards = corpus([30])
+    with stream_of(shards) as stream:
+        first = [rows(batch) for batch in stream]
+        for _ in range(2):
+            with pytest.raises(StopIteration):
+                next(stream)
+        end = stream.state_dict()
+        assert [rows(batch) for batch in stream] == first
+    with stream_of(shards) as again:
+        again.load_state_dict(end)
+        assert list(again) == []
+        assert "is the end of the texts" in caplog.text
+        assert [rows(batch) for batch in again] == first
+
+
+def test_an_iteration_that_is_held_says_why_it_is_over() -> None:
+    shards = corpus([30])
+    with stream_of(shards) as stream:
+        held = iter(stream)
+        next(held)
+        state = stream.state_dict()
+        stream.load_state_dict(state)
+        for _ in range(2):
+            with pytest.raises(StateError, match="load_state_dict moved its stream"):
+                next(held)
+        held = iter(stream)
+        iter(stream)
+        with pytest.raises(StateError, match="another iteration of its stream"):
+            next(held)
+
+
+def test_a_text_that_cannot_be_read_is_told_and_asked_for_again() -> None:
+    shards = corpus([30])
+    broken = True
+
+    def texts(name: str) -> Iterator[str]:
+        for number, text in enumerate(shards[name]):
+            if number == 20 and broken:
+                raise FormatError("this text cannot be read")
+            yield text
+
+    whole = samples_of(shards)
+    sizes: Any = {"micro_batch_size": 4, "global_batch_size": 4, "passes": 1}
+    with TextStream(list(shards), encode, FIELDS, texts=texts, **sizes) as stream:
+        got = []
+        with pytest.raises(FormatError, match="cannot be read"):
+            for batch in stream:
+                got += rows(batch)
+        broken = False
+        got += rows(next(stream))
+        for batch in iter(stream.__next__, None):
+            got += rows(batch)
+            if len(got) + 4 > len(whole):
+                break
+    assert got == whole[: len(got)]
+    assert len(got) == len(whole) // 4 * 4
+
+
+def test_states_of_other_texts_are_refused_and_change_nothing() -> None:
+    shards = corpus([30, 30])
+    with stream_of(shards) as stream:
+        for _ in range(9):
+            next(stream)
+        state = stream.state_dict()
+        for other, words in (
+            ({}, "no state of a TextStream"),
+            ({"version": 2, "consumed_samples": 3}, "no state of a TextStream"),
+            (state | {"version": 2}, "version 2, this release reads 1"),
+            (state | {"token": -1}, "it is damaged"),
+            (state | {"text": True}, "it is damaged"),
+            (state | {"identity": "{"}, "it is damaged"),
+            (stream_of(shards, seed=3).state_dict(), "seed: the checkpoint has 3, this run null"),
+            (stream_of(corpus([1])).state_dict(), "num_shards: the checkpoint has 1, this run 2"),
+        ):
+            with pytest.raises(StateError, match=words):
+                stream.load_state_dict(other)
+        assert stream.state_dict() == state
+    others = {name: [text + "!" for text in texts] for name, texts in shards.items()}
+    shorter = {name: texts[:2] for name, texts in shards.items()}
+    for changed, words in ((others, "has other ids than when"), (shorter, "has no text number")):
+        with stream_of(changed) as stream:
+            stream.load_state_dict(state)
+            with pytest.raises(StateError, match=words):
+                next(stream)
+
+
+def test_settings_and_texts_that_do_not_fit_are_refused() -> None:
+    sizes: Any = {"micro_batch_size": 2, "global_batch_size": 4}
+    for shards, given_, words in (
+        ("a.tar", {}, "takes a list of names"),
+        ([], {}, "at least one"),
+        (["a"], {"passes": 0}, "at least 1, or None"),
+        (["a"], {"global_batch_size": 3}, "global_batch_size"),
+    ):
+        with pytest.raises(ConfigError, match=words):
+            TextStream(shards, encode, FIELDS, **(sizes | given_))
+    for made, words in (([[1]], "of shape"), ([0.5], "float64")):
+        always: Any = partial(lambda made, text: made, made)
+        stream = TextStream(["a"], always, FIELDS, texts=lambda name: ["x"], **sizes)
+        with pytest.raises(ConfigError, match=words):
+            next(stream)
+    for passes in (1, None):
+        with pytest.raises(FormatError, match=r"less than one global batch|no text with an id"):
+            next(stream_of({"a": [""], "b": []}, passes=passes))
+
+
+# Shards of webdataset.
+
+
+def write_shards(folder: Path, shards: dict[str, list[str]]) -> list[str]:
+    folder.mkdir(parents=True, exist_ok=True)
+    for name, texts in shards.items():
+        with webdataset.TarWriter(str(folder / f"{name}.tar")) as tar:
+            for number, text in enumerate(texts):
+                tar.write(
+                    {
+                        "__key__": f"{number:05d}",
+                        "txt": text,
+                        "json": {"text": text, "n": number},
+                        "cls": number,
+                    }
+                )
+    return [str(folder / f"{name}.tar") for name in shards]
+
+
+@pytest.mark.filterwarnings("ignore::ResourceWarning")  # files that webdataset leaves open
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+def test_texts_of_shards_are_those_that_webdataset_reads(tmp_path: Path, moto: S3) -> None:
+    (path,) = write_shards(tmp_path, {"one": ["first", "", "zwölf", "last"]})
+    theirs = [sample["txt"].decode() for sample in webdataset.WebDataset(path, shardshuffle=False)]
+    bucket = moto.new_bucket()
+    moto.client().put_object(Bucket=bucket, Key="one.tar", Body=Path(path).read_bytes())
+    storage = StorageConfig(storage_options=moto.options)
+    for field in ("txt", "json"):
+        assert list(webdataset_texts(field)(path)) == theirs
+        assert list(webdataset_texts(field, storage=storage)(f"s3://{bucket}/one.tar")) == theirs
+    with pytest.raises(FormatError, match=r"one\.tar: no texts in \.json"):
+        list(webdataset_texts("json", key="body")(path))
+    with pytest.raises(ObjectNotFoundError):
+        list(webdataset_texts(storage=storage)(f"s3://{bucket}/two.tar"))
+
+
+def test_a_shard_that_was_cut_or_is_damaged_anywhere_is_an_error(tmp_path: Path) -> None:
+    """Also between two members, where tarfile takes what is left for the whole."""
+    (path,) = write_shards(tmp_path, {"one": ["a" * 700, "b"]})
+    whole = Path(path).read_bytes()
+    content = whole.rstrip(b"\0")
+    # behind the last member's block a block of zeros is the end
+    end = -(-len(content) // 512) * 512 + 512
+    damaged = tmp_path / "damaged.tar"
+    for size in range(0, end, 256):
+        damaged.write_bytes(whole[:size])
+        with pytest.raises(FormatError, match=r"damaged\.tar: no texts in \.txt members of a tar"):
+            list(webdataset_texts()(str(damaged)))
+    damaged.write_bytes(whole[:end])
+    assert list(webdataset_texts()(str(damaged))) == ["a" * 700, "b"]
+    for start in range(0, end - 512, 1024):
+        damaged.write_bytes(whole[:start] + b"x" * 512 + whole[start + 512 :])
+        try:
+            texts = list(webdataset_texts()(str(damaged)))
+        except FormatError:
+            continue
+        assert len(texts) == 2, "only the content of a member was another"
+    damaged.write_bytes(b"no tar at all" * 100)
+    with pytest.raises(FormatError, match="no texts"):
+        list(webdataset_texts()(str(damaged)))
+
+
+def test_notes_and_folders_in_a_shard_are_no_texts(tmp_path: Path) -> None:
+    with tarfile.open(tmp_path / "a.tar.gz", "w:gz") as tar:
+        tar.addfile(tarfile.TarInfo("__meta__.txt"))
+        folder = tarfile.TarInfo("folder.txt")
+        folder.type = tarfile.DIRTYPE
+        tar.addfile(folder)
+        text = tarfile.TarInfo("folder/a.txt")
+        text.size = 3
+        tar.addfile(text, io.BytesIO(b"one"))
+    assert list(webdataset_texts()(str(tmp_path / "a.tar.gz"))) == ["one"]
+
+
+@pytest.mark.parametrize(
+    ("before", "after"), [(1, 1), (2, 1), pytest.param(2, 2, marks=pytest.mark.soak)]
+)
+def test_a_killed_run_goes_on_exactly(gang: Gang, tmp_path: Path, before: int, after: int) -> None:
+    names = write_shards(tmp_path / "shards", corpus([50, 0, 70]))
+    check_kills(gang, TextFeed, names, tmp_path / "run", before, after, reference=TextFeed)
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is")
+def test_the_code_of_the_page_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    write_shards(tmp_path, {f"texts-{n:03d}": ["a few words of it all"] * 500 for n in range(2)})
+    seen: list[Any] = []
+    names: dict[str, Any] = {
+        "rank": 0, "world": 1, "train_step": seen.append, "encode": encode, "to_device": lambda it: it
+    }  # fmt: skip
+    for code in re.findall(r"^```python\n(.*?)^```$", PAGE.read_text(), re.M | re.S):
+        exec(compile(code, str(PAGE), "exec"), names)
+    assert seen
+    names["stream"].close()
+    names["loader"].close()
+
+
+def test_a_resumed_stream_does_not_tokenise_what_it_passes_over() -> None:
+    shards = corpus([200])
+    with stream_of(shards, passes=None) as stream:
+        for _ in range(40):
+            next(stream)
+        state = stream.state_dict()
+    encoded: list[str] = []
+    again = stream_of(shards, passes=None)
+
+    def counted(text: str) -> list[int]:
+        encoded.append(text)
+        return encode(text)
+
+    again._samples = replace(again._samples, encode=counted)
+    again.load_state_dict(state)
+    with again:
+        next(again)
+    assert encoded[0] == shards["shard-0"][state["text"]]
