@@ -18,6 +18,7 @@ from streammega.samples.token_file import TokenFile
 from streammega.storage.cache.store import CachedStore
 from streammega.storage.fetch.fetcher import LEAVE_AFTER
 from streammega.storage.fetch.threads import Stopped
+from streammega.storage.locks import process_lock
 from streammega.storage.retry import RetryPolicy
 from streammega.storage.store import Bytes
 
@@ -52,7 +53,7 @@ class Stager:
         self._policy = RetryPolicy.of(storage)
         self._parts = _parts_of(files, storage.part_bytes)
         self._passed_over: deque[_Part] = deque()
-        self._lock = threading.Lock()
+        self._lock = process_lock()
         self._threads = [
             threading.Thread(target=self._run, name="streammega-stage", daemon=True)
             for _ in range(THREADS)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
+import multiprocessing
 import os
 import signal
 import subprocess
@@ -17,7 +19,8 @@ import pytest
 import torch
 from torch.utils.data import DataLoader
 
-from streammega import DataConfig, StreamingDataset
+from streammega import DataConfig, StreamingDataset, StreamLoader
+from streammega.loading import engine
 from tests.support.streams import FAULTS, config_of, storage_of, write_data
 from tools.bench.object_server import Running, running
 
@@ -108,6 +111,35 @@ def test_faults_that_forked_workers_meet_change_no_bit(server: Running, config: 
     server.behave()
     assert server.counts()["faults"] > before
     check_same(got, expected)
+
+
+def _close_all(pipe: Any) -> None:
+    engine._close_all()  # what Python does of itself at the end of a child that does not say os._exit
+    pipe.send("closed")
+
+
+def test_a_child_ends_iterations_that_it_inherited_whatever_the_parents_threads_held(
+    config: DataConfig,
+) -> None:
+    """A fork finds the lock of a loader's reads held now and then: here it does for certain."""
+    context = multiprocessing.get_context("fork")
+    ours, theirs = context.Pipe()
+    with StreamLoader(config, micro_batch_size=BATCH, global_batch_size=2 * BATCH) as loader:
+        batches = iter(loader)
+        next(batches)
+        locks = [live._fetcher._lock for live in engine._live if live._fetcher is not None]
+        assert locks
+        child = context.Process(target=_close_all, args=(theirs,))
+        with contextlib.ExitStack() as held:
+            for lock in locks:
+                held.enter_context(lock)
+            child.start()
+        try:
+            assert ours.poll(30), "the child hangs"
+        finally:
+            child.kill()
+            child.join()
+        assert len(list(batches)) == SAMPLES // BATCH - 1, "the parent reads on"
 
 
 CTRL_C = """

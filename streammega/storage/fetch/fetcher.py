@@ -32,6 +32,7 @@ from streammega.storage.fetch.limits import (
 )
 from streammega.storage.fetch.memory import BufferPool
 from streammega.storage.fetch.reads import Counters, Holding, Read, ReadQueue
+from streammega.storage.locks import process_lock
 from streammega.storage.retry import RetryPolicy, given_up
 from streammega.storage.store import Bytes
 
@@ -68,7 +69,7 @@ class Fetcher:
         # One lock for all of the state below: what is done under it takes microseconds, requests
         # are sent outside of it. Two conditions of it, so that work wakes a thread, and what is
         # ready wakes whoever waits for it, and not the reverse.
-        self._lock = threading.Lock()
+        self._lock = process_lock()
         self._work = threading.Condition(self._lock)
         self._ready = threading.Condition(self._lock)
         self._closed = False
