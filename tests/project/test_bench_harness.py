@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
-from tools.bench import harness
+from tools.bench import convert, corpus, harness
 
 
 def test_each_side_goes_first_in_turn_and_a_side_that_fails_is_left_out() -> None:
@@ -38,3 +40,41 @@ def test_what_was_measured_is_told_with_its_versions(capsys: pytest.CaptureFixtu
     harness.table("figure", "ratio")
     harness.row("a", 1.5)
     assert capsys.readouterr().out == "| figure | ratio |\n|---|---|\n| a | 1.5 |\n"
+
+
+def test_what_a_bench_prepares_is_made_once_and_never_half(tmp_path: Path) -> None:
+    calls = []
+
+    def interrupted(path: Path) -> None:
+        path.write_text("half")
+        raise KeyboardInterrupt
+
+    def whole(path: Path) -> None:
+        calls.append(path)
+        path.write_text("whole")
+
+    with pytest.raises(KeyboardInterrupt):
+        corpus.made(tmp_path / "corpus", interrupted)
+    for _ in range(2):
+        assert Path(corpus.made(tmp_path / "corpus", whole)).read_text() == "whole"
+    assert len(calls) == 1
+
+
+def test_every_side_of_the_conversion_bench_is_one_that_a_process_can_run(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Each figure alone: it asks for sides that exist, and prints its rows."""
+    scale = convert.Scale(runs=1, corpus=1, pair=1)
+    asked = set()
+
+    def run_side(name: str, checkout: object = None, **arguments: object) -> dict[str, float]:
+        asked.add(name)
+        return {"rate": 2.0, "cpu": 1.0, "peak": 3e6}
+
+    monkeypatch.setattr(convert, "run_side", run_side)
+    monkeypatch.setattr(corpus, "made", lambda path, make: str(path))
+    for name in ("tokenize", "megatron", "shard", "merge", "verify", "memory", "shuffle", "zst"):
+        convert.FIGURES[name](scale)
+        told = capsys.readouterr().out
+        assert told.startswith("| "), f"{name} printed {told!r}"
+    assert asked <= set(convert.SIDES)
