@@ -14,6 +14,7 @@ import time
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -70,6 +71,33 @@ def test_faults_change_no_token(
     remote = config_of(order, "s3:/", tmp_path, storage, samples=1200)
     check_that_faults_change_no_token(endpoint, remote, root, fault)
     endpoint.behave()
+
+
+@pytest.mark.parametrize(
+    "behaviour",
+    [
+        {"answers_at_once": 2, "latency": 0.002},
+        {"rate": 400.0, "burst": 20},
+        {"small_bytes": 1024, "small_latency": 0.01},
+    ],
+    ids=["a few at once", "so many a second", "small ones late"],
+)
+def test_servers_that_serve_little_change_no_token(
+    server: tuple[Running, Path], tmp_path: Path, behaviour: dict[str, Any]
+) -> None:
+    endpoint, root = server
+    endpoint.behave()
+    remote = config_of("stream", "s3:/", tmp_path, storage_of(endpoint, "obstore"), samples=400)
+    expected = stream(replace(remote, blend=blend_of(root)))
+    loader = StreamLoader(remote, micro_batch_size=4, global_batch_size=8)
+    endpoint.behave(**behaviour)
+    try:
+        with loader:
+            assert torch.equal(rows_of(loader), expected)
+        refused = endpoint.counts()["faults"]
+        assert loader.stats()["throttled"] > 0 or "rate" not in behaviour, f"{refused} refused"
+    finally:
+        endpoint.behave()
 
 
 @pytest.mark.parametrize("transport", ["obstore", "fsspec"])

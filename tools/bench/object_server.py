@@ -28,6 +28,7 @@ import sys
 import time
 import urllib.parse
 import urllib.request
+from collections import deque
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -58,6 +59,18 @@ class Behaviour:
     """Bytes per second of one connection; 0: as fast as it goes."""
     link: float = 0.0
     """Bytes per second of all connections together; 0: as fast as it goes."""
+    answers_at_once: int = 0
+    """Bodies that are sent at once, whatever the connections; others wait for their turn. 0: all.
+    """
+    rate: float = 0.0
+    """GET requests a second that are answered; those beyond get 503. 0: all."""
+    burst: int = 1
+    """As many at once, after a time without any."""
+    small_bytes: int = 0
+    """Bodies of fewer bytes come `small_latency` later: servers that send them in two packets wait
+    for an acknowledgement that the client delays.
+    """
+    small_latency: float = 0.04
     slow_share: float = 0.0
     """Answers whose first byte comes `slow_factor` times as late (after a second at least, if there
     is no latency).
@@ -131,6 +144,8 @@ class Connection:
         self.left = 0
         self.fault: str | None = None
         self.fault_at = 0
+        self.delay = 0.0
+        """Seconds before its first byte, from its turn on."""
         self.busy = False
 
 
@@ -183,6 +198,12 @@ class Server:
         self.timers: list[tuple[float, int, Connection]] = []
         self.number = 0
         self.link_at = 0.0
+        self.sending: set[Connection] = set()
+        """Those whose bodies are sent, where there is a limit."""
+        self.turns: deque[Connection] = deque()
+        self.tokens = 0.0
+        """Requests that the rate has room for."""
+        self.tokens_at = 0.0
 
     def serve(self) -> None:
         while True:
@@ -218,6 +239,7 @@ class Server:
         self.poll.unregister(fd)
         del self.connections[fd]
         connection.sock.close()
+        self.next_turn(connection)
 
     def ready(self, connection: Connection) -> None:
         if connection.busy:
@@ -253,6 +275,8 @@ class Server:
         if path == "/-/behaviour":
             self.behaviour = Behaviour(**json.loads(rest[:length]))
             self.faults = Faults(self.behaviour)
+            self.tokens = self.behaviour.burst
+            self.tokens_at = time.monotonic()
             return self.answer(connection, 200, b"{}", method)
         if path == "/-/counts":
             return self.answer(connection, 200, json.dumps(self.counts).encode(), method)
@@ -350,7 +374,12 @@ class Server:
         if method == "HEAD":
             delay = self.delay_of_small()
             return self.begin(connection, status, extra, stop - start, -1, 0, 0, delay)
+        if not self.within_rate():
+            self.counts["faults"] += 1
+            return self.answer(connection, 503, b"<Error><Code>SlowDown</Code></Error>", method)
         fault, delay = self.faults.draw()
+        if stop - start < behaviour.small_bytes:
+            delay += behaviour.small_latency
         self.counts["faults"] += fault is not None
         length = stop - start
         if fault == "error":
@@ -363,6 +392,20 @@ class Server:
         connection.fault_at = length - length // 2
         self.begin(connection, status, extra, length, fd, start, length, delay)
         return None
+
+    def within_rate(self) -> bool:
+        """Whether one more request is answered now."""
+        behaviour = self.behaviour
+        if not behaviour.rate:
+            return True
+        now = time.monotonic()
+        earned = (now - self.tokens_at) * behaviour.rate
+        self.tokens = min(behaviour.burst, self.tokens + earned)
+        self.tokens_at = now
+        if self.tokens < 1:
+            return False
+        self.tokens -= 1
+        return True
 
     def open(self, name: str) -> tuple[int, os.stat_result]:
         """Kept open while the file of that name stays the same."""
@@ -401,6 +444,13 @@ class Server:
         connection.file = fd
         connection.offset = start
         connection.left = left
+        connection.delay = delay
+        if fd >= 0 and self.behaviour.answers_at_once:
+            if len(self.sending) >= self.behaviour.answers_at_once:
+                self.poll.modify(connection.sock.fileno(), 0)
+                self.turns.append(connection)
+                return
+            self.sending.add(connection)
         if delay > 0:
             self.later(connection, delay)
         else:
@@ -447,8 +497,19 @@ class Server:
             return self.close(connection)
         connection.busy = False
         connection.fault = None
+        self.next_turn(connection)
         self.poll.modify(connection.sock.fileno(), select.EPOLLIN)
         return None
+
+    def next_turn(self, ended: Connection) -> None:
+        """Somebody's body was sent, or its connection is gone: the next one has its turn."""
+        self.sending.discard(ended)
+        while self.turns and len(self.sending) < max(1, self.behaviour.answers_at_once):
+            waiting = self.turns.popleft()
+            if waiting.sock.fileno() < 0:
+                continue
+            self.sending.add(waiting)
+            self.later(waiting, waiting.delay)
 
     def break_off(self, connection: Connection) -> None:
         if connection.fault == "stall":

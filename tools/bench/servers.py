@@ -1,0 +1,95 @@
+#!/usr/bin/env python3
+"""Servers that are not as one would wish: what the loader gets from each by itself, beside the best
+of many fixed numbers of requests in flight.
+
+    .venv/bin/python tools/bench/servers.py                # --servers names some
+
+The loader has its defaults; the other side is the same loader with `max_requests` fixed, of which
+the best of a grid is taken: what somebody would find who tried them all. Sides take turns; the
+share is that of the medians. Server and files are those of storage.py.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+from tools.bench import harness
+from tools.bench.object_server import running
+from tools.bench.storage import PACKAGES, Bench, prepare
+
+KIB = 1 << 10
+SERVERS: dict[str, dict[str, Any]] = {
+    "unshaped": {},
+    "20 ms before the first byte": {"latency": 0.02, "bandwidth": 90e6},
+    "bodies below 300 KiB are 40 ms late": {"small_bytes": 300 * KIB, "small_latency": 0.04},
+    "8 bodies at once, 20 ms each": {"latency": 0.02, "answers_at_once": 8},
+    "10 requests a second": {"rate": 10.0, "burst": 10},
+    "100 requests a second, 1,000 at once before": {"rate": 100.0, "burst": 1000},
+}
+GRID = (1, 4, 16, 64, 384)
+
+
+def tokens_per_second(bench: Bench, order: str, most: int | None) -> float | None:
+    """Whole seconds from the first batch on; None: the side failed."""
+    storage = {} if most is None else {"max_requests": most}
+    result = bench.ours(
+        order=order, storage=storage, seconds=bench.seconds, num_samples=100_000, ids_only=True
+    )
+    return result.get("whole_rate")
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--servers", nargs="*", default=[""], help="parts of their names")
+    parser.add_argument("--orders", nargs="*", default=["stream", "megatron"])
+    parser.add_argument("--folder", type=Path, default=Path("/tmp/streammega-bench"))
+    parser.add_argument("--runs", type=int, default=3)
+    parser.add_argument("--seconds", type=float, default=4.0)
+    chosen = parser.parse_args()
+    prepare(chosen.folder, peers=False)
+    print(f"{harness.machine()}; {harness.versions(PACKAGES[:3])}; {chosen.runs} runs, medians\n")
+    harness.table("server, order", "best fixed: M tokens/s", "by itself: M tokens/s", "share")
+    with running(chosen.folder / "objects") as server:
+        bench = Bench(server, chosen.folder, chosen.runs, chosen.seconds)
+        for name, behaviour in SERVERS.items():
+            if not any(part in name for part in chosen.servers):
+                continue
+            for order in chosen.orders:
+                compare(bench, name, order, behaviour)
+    return 0
+
+
+def compare(bench: Bench, name: str, order: str, behaviour: dict[str, Any]) -> None:
+    """Print one line of the table."""
+
+    def side(most: int | None) -> float | None:
+        bench.server.behave(**behaviour)  # each begins with the burst that the server allows
+        return tokens_per_second(bench, order, most)
+
+    tried = {most: side(most) or 0.0 for most in GRID}
+    best = max(tried, key=lambda most: tried[most])
+    medians = harness.medians(
+        bench.runs, {"fixed": partial(side, best), "itself": partial(side, None)}
+    )
+    if len(medians) < 2:
+        harness.row(f"{name}, {order}", "failed", "", "")
+        return
+    fixed = medians["fixed"] / 1e6
+    itself = medians["itself"] / 1e6
+    harness.row(
+        f"{name}, {order}",
+        f"{fixed:,.3g} ({best})",
+        f"{itself:,.3g}",
+        f"{100 * itself / fixed:.0f} %",
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(main())
