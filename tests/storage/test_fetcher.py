@@ -338,6 +338,47 @@ def test_throttling_halves_what_is_in_flight_once_for_all_refused_together() -> 
     made.close()
 
 
+def test_a_server_that_counts_requests_by_the_second_is_asked_no_faster_and_in_order_of_need() -> (
+    None
+):
+    """400 reads are queued: without a pace, each that was refused made room for another that would
+    be, thousands a second, and what was needed first waited longest.
+    """
+    rate = 100.0
+    lock = threading.Lock()
+    began = time.monotonic()
+    served: list[int] = []
+    refused = 0
+
+    def act(start: int) -> None:
+        nonlocal refused
+        with lock:
+            if len(served) < 10 + rate * (time.monotonic() - began):
+                served.append(start // SIZE)
+                return
+            refused += 1
+        error = EndpointError("503")
+        error.throttled = True
+        raise error
+
+    store: Any = Recorded(act)
+    made = Fetcher(replace(CONFIG, max_requests=64))
+    holdings = [
+        Holding(SIZE, [Read(store, str(n), "", n * SIZE, (n + 1) * SIZE, 0)]) for n in range(400)
+    ]
+    try:
+        made.submit(holdings)
+        made.wait(holdings[:200])
+        assert refused < 400, (
+            "as many as were answered at most, those in flight at first among them"
+        )
+        late = [place for place, number in enumerate(served) if number < 100]
+        assert len(late) == 100
+        assert max(late) < 300, "what is needed first comes first, but for what was in flight"
+    finally:
+        made.close()
+
+
 def test_fewer_are_sent_where_answers_queue_behind_each_other_and_more_again_after() -> None:
     made = Fetcher(replace(CONFIG, max_requests=400))
     job = [Read(Recorded(), "key", "", 0, SIZE, 0)]  # type: ignore[arg-type]

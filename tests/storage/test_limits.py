@@ -16,6 +16,7 @@ from streammega.storage.fetch.limits import (
     FEWEST,
     FIRST_BYTES,
     FIRST_HEDGES,
+    FIRST_INTERVAL,
     HEDGE_AFTER,
     HEDGE_FLOOR,
     HEDGE_SHARE,
@@ -23,13 +24,17 @@ from streammega.storage.fetch.limits import (
     LATENCIES,
     LEAST_BYTES,
     LEAST_REQUESTS,
+    LONGEST_INTERVAL,
     NEAR,
     NEAR_JOB_READS,
     QUEUEING,
+    REFUSED_IN_A_ROW,
     REFUSED_TOGETHER,
     SHARES,
+    SHORTEST_INTERVAL,
     Latencies,
     Limits,
+    Pace,
     may_hedge,
     size_class_of,
 )
@@ -198,6 +203,65 @@ def test_refusals_never_end_all_requests() -> None:
     for second in range(20):
         limits = limits.after_refusal(float(second))
     assert limits.requests == 1
+
+
+# The pace.
+
+
+def refused_in_a_row(pace: Pace, times: int, began: float = 1.0) -> Pace:
+    for number in range(times):
+        pace = pace.after_refusal(began + number, began + number)
+    return pace
+
+
+def test_a_pace_is_set_by_refusals_in_a_row_alone() -> None:
+    assert refused_in_a_row(Pace(), REFUSED_IN_A_ROW - 1).interval == 0
+    assert refused_in_a_row(Pace(), REFUSED_IN_A_ROW).interval == FIRST_INTERVAL
+    pace = Pace()
+    for _ in range(10):
+        pace = refused_in_a_row(pace, REFUSED_IN_A_ROW - 1).after_answer()
+    assert pace == Pace(), "some of many are refused"
+
+
+def test_what_was_sent_before_the_pace_changed_tells_nothing_of_it() -> None:
+    pace = refused_in_a_row(Pace(), REFUSED_IN_A_ROW)
+    assert pace.after_refusal(pace.changed_at - 0.01, pace.changed_at + 1) is pace
+    assert pace.after_refusal(pace.changed_at, pace.changed_at + 1).interval > pace.interval
+
+
+@given(st.lists(st.booleans(), max_size=400))
+def test_a_pace_stays_between_its_bounds_and_ends(answers: list[bool]) -> None:
+    pace = refused_in_a_row(Pace(), REFUSED_IN_A_ROW)
+    for number, answered in enumerate(answers):
+        now = 100.0 + number
+        pace = pace.after_answer() if answered else pace.after_refusal(now, now)
+        assert pace.interval == 0 or SHORTEST_INTERVAL <= pace.interval <= LONGEST_INTERVAL
+    seconds = 0.0
+    while pace.interval:
+        seconds += pace.interval
+        pace = pace.after_answer()
+    assert seconds < 10, "a server that has recovered is read as before soon"
+
+
+@given(rate=st.floats(4.0, 150.0))
+def test_most_of_what_a_server_counts_by_the_second_is_asked_for_and_little_is_refused(
+    rate: float,
+) -> None:
+    pace = refused_in_a_row(Pace(), REFUSED_IN_A_ROW)
+    now, room, answered, refused = 100.0, 0.0, 0, 0
+    while now < 200:
+        seconds = max(pace.interval, SHORTEST_INTERVAL)
+        now += seconds
+        room = min(1.0 + rate / 10, room + seconds * rate)
+        if room >= 1:
+            room -= 1
+            answered += 1
+            pace = pace.after_answer()
+        else:
+            refused += 1
+            pace = pace.after_refusal(now, now)
+    assert answered >= 0.75 * rate * 100
+    assert refused <= 0.35 * answered
 
 
 # What latencies tell.

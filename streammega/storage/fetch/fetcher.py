@@ -28,6 +28,7 @@ from streammega.storage.fetch.limits import (
     JOB_READS,
     Latencies,
     Limits,
+    Pace,
     may_hedge,
 )
 from streammega.storage.fetch.memory import BufferPool
@@ -89,6 +90,8 @@ class Fetcher:
         self._requests = 0
         self._flying_bytes = 0
         self.limits = Limits.of(config)
+        self._pace = Pace()
+        self._send_at = 0.0  # when the next request may be sent, at that pace
         self._latencies = Latencies()
         self._looked_at = 0  # requests sent when the limits were adapted last
         _live.add(self)
@@ -193,11 +196,11 @@ class Fetcher:
             self._call_thread()
 
     def _have_somebody_wait(self) -> None:
-        """Have an idle thread wake up when the first pause is over.
+        """Have an idle thread wake up when the first pause is over, or the pace allows.
 
         The one that waits for that now may take other work meanwhile.
         """
-        if not self._closed and self._queue.next_resume is not None:
+        if not self._closed and self._next_look() is not None:
             self._call_thread()
 
     def _call_thread(self) -> None:
@@ -218,12 +221,23 @@ class Fetcher:
                 if job:
                     self._serve(job)
                     continue
-                resume = self._queue.next_resume
-                if resume is None:
+                look_at = self._next_look()
+                if look_at is None:
                     self._work.wait()
                 else:
-                    seconds_left = resume - time.monotonic()
+                    seconds_left = look_at - time.monotonic()
                     self._work.wait(max(seconds_left, SHORTEST_WAIT))
+
+    def _next_look(self) -> float | None:
+        """When a thread should look for work though nothing wakes it: a pause is over then, or the
+        pace lets the next request go.
+        """
+        times = []
+        if self._queue.next_resume is not None:
+            times.append(self._queue.next_resume)
+        if self._pace.interval and self._queue.waiting:
+            times.append(self._send_at)
+        return min(times, default=None)
 
     def _serve(self, job: list[Read]) -> None:
         """Send reads together, outside of the lock, and note how they ended."""
@@ -243,6 +257,10 @@ class Fetcher:
         self._idle += 1
         if answer.error is None:
             self._observe(job, seconds)
+            self._pace = self._pace.after_answer()
+        elif _is_refusal(answer.error):
+            # Once for all of the job: nobody knows how many of them were refused.
+            self._pace = self._pace.after_refusal(began, time.monotonic())
         alone = len(job) == 1
         for number, read in enumerate(job):
             body = answer.bodies[number] if answer.bodies else None
@@ -260,6 +278,8 @@ class Fetcher:
         job: list[Read] = []
         job_bytes = 0
         most_reads = JOB_READS
+        if self._pace.interval:
+            most_reads = 1
         while len(job) < most_reads:
             read = self._first_wanted()
             if read is None:
@@ -267,16 +287,21 @@ class Fetcher:
             if not job:
                 if not self._has_room_for_job(read):
                     break
-                most_reads = self._latencies.most_together(read.size_class)
+                if not self._pace.interval:
+                    most_reads = self._latencies.most_together(read.size_class)
             elif not self._fits(read) or not together(job[0], read, job_bytes):
                 break
             self._queue.pop()
             self._take_off(read, now)
             job.append(read)
             job_bytes += read.size
+        if job and self._pace.interval:
+            self._send_at = max(now, self._send_at) + self._pace.interval
         return job
 
     def _fits(self, read: Read) -> bool:
+        if self._pace.interval and time.monotonic() < self._send_at:
+            return False
         return self.limits.admit(self._requests, self._flying_bytes, read.size)
 
     def _has_room_for_job(self, first: Read) -> bool:
@@ -376,7 +401,7 @@ class Fetcher:
             self._settled(holding)
 
     def _failed(self, read: Read, error: BaseException, *, alone: bool) -> None:
-        if isinstance(error, StorageError) and error.throttled:
+        if _is_refusal(error):
             self.counters.throttled += 1
             self.limits = self.limits.after_refusal(time.monotonic())
         if read.copies > 0:
@@ -402,6 +427,10 @@ class Fetcher:
         # At most once in half a minute in this process: no matter that the lock is held.
         self._policy.say(error, elapsed)
         self.counters.retries += 1
+        if self._pace.interval and _is_refusal(error):
+            # The pace pauses for all of them: by pauses of their own, what is needed first would
+            # come after what is needed later.
+            pause = min(pause, self._pace.interval)
         self._queue.pause(read, now + pause)
         self._have_somebody_wait()
 
@@ -458,7 +487,7 @@ class Fetcher:
 
     def _hedge(self) -> None:
         """Send a second request for reads that take longer than nearly all of their size did."""
-        if not self.config.hedge:
+        if not self.config.hedge or self._pace.interval:
             return
         now = time.monotonic()
         counters = self.counters
@@ -473,6 +502,11 @@ class Fetcher:
                 read.copies += 1
                 self._queue.push_second(read, counters.hedges)
                 self._wake()
+
+
+def _is_refusal(error: BaseException) -> bool:
+    """Whether the server asks for fewer requests."""
+    return isinstance(error, StorageError) and error.throttled
 
 
 @atexit.register

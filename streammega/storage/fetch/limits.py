@@ -4,6 +4,7 @@ Values without a clock or a lock: `fetcher.py` tells them what happened.
 
 Limits       how many requests and bytes may be in flight now, and what these numbers become after
              answers and refusals
+Pace         how far apart requests are sent, where a server refuses nearly all of them
 Latencies    how long answers took, by size: what tells queueing, stragglers and near storage apart
 """
 
@@ -50,6 +51,23 @@ REFUSED_TOGETHER = 0.25
 """Seconds within which refusals are one event.
 
 What was in flight together is refused together, and halves the limit once.
+"""
+
+REFUSED_IN_A_ROW = 16
+"""Refusals without an answer between them: fewer in flight are no help against a server that counts
+requests by the second.
+"""
+FIRST_INTERVAL = 0.005
+"""Seconds from one request to the next, when they are counted: 200 a second."""
+LONGEST_INTERVAL = 0.5
+"""Seconds. An outage makes it as long, and its end should be noticed soon."""
+SHORTEST_INTERVAL = 0.001
+"""Seconds. Below it the server sets no pace."""
+SLOWER = 1.3
+"""What the interval becomes times after a refusal."""
+FASTER = 0.99
+"""What it becomes times after the first answer in a row; after the n-th, the n-th power: soon all
+of it where the server has recovered.
 """
 
 JOB_READS = 8
@@ -168,6 +186,48 @@ class Limits:
 
     def _with_requests(self, requests: float) -> Limits:
         return replace(self, requests=min(self.most_requests, requests))
+
+
+@dataclass(frozen=True, slots=True)
+class Pace:
+    """How far apart requests are sent. A change is a new value.
+
+    | what happened                               | `interval` becomes                             |
+    |---------------------------------------------|------------------------------------------------|
+    | refusals in a row, `REFUSED_IN_A_ROW`       | `FIRST_INTERVAL`, from 0                       |
+    | a refusal of what was sent at this pace     | `SLOWER` times as long                         |
+    | the n-th answer in a row                    | `FASTER`**n times as long; 0 when it is short  |
+    """
+
+    interval: float = 0.0
+    """Seconds; 0: as many go out as limits allow."""
+    refused: int = 0
+    """Refusals in a row."""
+    answered: int = 0
+    """Answers in a row."""
+    changed_at: float = -math.inf
+    """When a refusal made it longer: what was sent before tells nothing of it."""
+
+    def after_refusal(self, sent_at: float, now: float) -> Pace:
+        """What it becomes when a request that was sent at `sent_at` was refused."""
+        if sent_at < self.changed_at:
+            return self
+        refused = self.refused + 1
+        if not self.interval and refused < REFUSED_IN_A_ROW:
+            return replace(self, refused=refused, answered=0)
+        longer = max(FIRST_INTERVAL, self.interval * SLOWER)
+        return Pace(interval=min(longer, LONGEST_INTERVAL), refused=refused, changed_at=now)
+
+    def after_answer(self) -> Pace:
+        """What it becomes when a request was answered."""
+        if not self.interval:
+            # as nearly always: this is asked for every answer
+            return replace(self, refused=0) if self.refused else self
+        answered = self.answered + 1
+        shorter = self.interval * FASTER**answered
+        if shorter < SHORTEST_INTERVAL:
+            shorter = 0.0
+        return replace(self, interval=shorter, refused=0, answered=answered)
 
 
 class Latencies:
