@@ -266,5 +266,8 @@ def rotate(x: Tensor, rotation: tuple[Tensor, Tensor]) -> Tensor:
 
 
 def _initialize(module: nn.Module) -> None:
-    if isinstance(module, (nn.Linear, nn.Embedding)):
+    if not isinstance(module, (nn.Linear, nn.Embedding)):
+        return
+    # Where there are shapes only, torch takes milliseconds to draw nothing.
+    if not module.weight.is_meta:
         nn.init.normal_(module.weight, std=INITIAL_STD)
