@@ -5,20 +5,17 @@ One line, the right code, nothing lost, nobody left.
 
 from __future__ import annotations
 
-import os
 import re
 import signal
 import socket
-import subprocess
-import sys
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 
 import psutil
 import pytest
 
+import streammega
 from streammega.errors import GradientError
 from streammega.train.__main__ import main as train_main
 from streammega.train.checkpoints.checkpoints import checkpoints
@@ -28,6 +25,8 @@ from streammega.train.stopping import ONE_REQUEST
 from tests.support.processes import Family, launch
 from tests.train.test_train import TOML
 
+PACKAGE = Path(streammega.__file__).parent
+TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
 FAULTY = str(Path(__file__).parents[1] / "support" / "faulty_train.py")
 PROGRAM = {"command": ["-m", "streammega", "train"], "module": ["-m", "streammega.train"]}
 
@@ -44,41 +43,18 @@ def run_file(tmp_path: Path, pair: str) -> Path:
     return path
 
 
-@contextmanager
-def hears_ctrl_c() -> Iterator[None]:
-    """Processes that are started here do: a shell's background jobs ignore it, and so would all
-    that they start.
-    """
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGINT, before)
-
-
-def start(run_file: Path, *program: str, fault: str = "") -> subprocess.Popen[str]:
-    """A run that has trained some steps; with `fault` (see faulty_train.py), one that has come to
-    it.
-    """
-    environment = os.environ | {
-        "OMP_NUM_THREADS": "1",
-        "PYTHONPATH": str(Path(__file__).parents[2]),
-        "FAULT": fault,
-    }
-    command = [sys.executable, *program, str(run_file), "data.order=stream"]
-    with hears_ctrl_c():
-        process = subprocess.Popen(
-            command, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True
-        )
-    wait_for_steps(run_file, process.poll, fault)
-    return process
+def start_torchrun(run_file: Path, *program: str, fault: str = "") -> Family:
+    """A run of torchrun on two ranks, which are interpreters of their own; torchrun is a fork."""
+    return start_fork(run_file, *TORCHRUN, *program, fault=fault)
 
 
 def start_fork(run_file: Path, *program: str, fault: str = "") -> Family:
-    """The same in a fork."""
-    family = launch(
-        run_file.parent, 1, [*program, str(run_file), "data.order=stream"], {"FAULT": fault}
-    )
+    """A run in a fork that has trained some steps; with `fault` (see faulty_train.py), one that has
+    come to it.
+    """
+    surroundings = {"FAULT": fault, "PYTHONPATH": str(Path(__file__).parents[2])}
+    command = [*program, str(run_file), "data.order=stream"]
+    family = launch(run_file.parent, 1, command, surroundings)
     wait_for_steps(run_file, lambda: family.ended(0, within=0)[0], fault)
     return family
 
@@ -171,7 +147,21 @@ def test_ctrl_c_before_the_first_step_ends_at_once_with_one_line(run_file: Path)
     assert "Traceback" not in log
 
 
-TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+def ranks_of(torchrun: Family) -> list[psutil.Process]:
+    """The processes that a torchrun has started."""
+    ranks: list[psutil.Process] = psutil.Process(torchrun.members[0].pid).children(recursive=True)
+    return ranks
+
+
+def check_that_torchrun_ends(torchrun: Family, ranks: list[psutil.Process], within: float) -> str:
+    """Soon, with an error, and none of its ranks outlives it; returns the log of all."""
+    codes = torchrun.ended(0, within=within)
+    log = torchrun.log(0)
+    assert codes not in ([0], [None]), log[-3000:]
+    _, alive = psutil.wait_procs(ranks, timeout=10)
+    assert not alive
+    assert f'File "{PACKAGE}/' not in log, log[-3000:]
+    return log
 
 
 def test_ctrl_c_to_torchrun_saves_and_ends_every_rank_with_one_line(run_file: Path) -> None:
@@ -179,36 +169,28 @@ def test_ctrl_c_to_torchrun_saves_and_ends_every_rank_with_one_line(run_file: Pa
 
     It says so itself, with a traceback of its own.
     """
-    process = start(run_file, *TORCHRUN, "-m", "streammega.train")
-    ranks = psutil.Process(process.pid).children(recursive=True)
-    for member in (*ranks, process):
-        member.send_signal(signal.SIGINT)
-    _, log = process.communicate(timeout=60)
-    assert process.returncode != 0
-    _, alive = psutil.wait_procs(ranks, timeout=10)
-    assert not alive, "no rank outlives torchrun"
+    torchrun = start_torchrun(run_file, "-m", "streammega.train")
+    ranks = ranks_of(torchrun)
+    torchrun.signal(signal.SIGINT, 0)
+    for rank in ranks:
+        rank.send_signal(signal.SIGINT)
+    log = check_that_torchrun_ends(torchrun, ranks, within=60)
     steps = len(read_metrics(run_file.parent / "run" / "metrics.jsonl"))
     assert saved_steps(run_file) == [f"step-{steps:08d}"]
-    for rank in range(2):
-        assert f"[{rank}] interrupted after step {steps}, which is saved in" in log, log[-3000:]
-    assert not re.search(r'File ".*/streammega/', log), log[-3000:]
+    for number in range(2):
+        assert f"[{number}] interrupted after step {steps}, which is saved in" in log, log[-3000:]
 
 
 def test_a_second_ctrl_c_to_torchrun_ends_every_rank_at_once(run_file: Path) -> None:
     """Rank 1 waits for data that do not come, rank 0 for rank 1, where Python cannot reach it."""
-    process = start(run_file, *TORCHRUN, FAULTY, fault="1:5:hang")
-    ranks = psutil.Process(process.pid).children(recursive=True)
-    process.send_signal(signal.SIGINT)
+    torchrun = start_torchrun(run_file, FAULTY, fault="1:5:hang")
+    ranks = ranks_of(torchrun)
+    torchrun.signal(signal.SIGINT, 0)
     time.sleep(1.5 * ONE_REQUEST)
     assert all(rank.is_running() for rank in ranks)
-    process.send_signal(signal.SIGINT)
-    began = time.monotonic()
-    _, log = process.communicate(timeout=60)
-    assert time.monotonic() - began < 15
-    _, alive = psutil.wait_procs(ranks, timeout=10)
-    assert not alive
+    torchrun.signal(signal.SIGINT, 0)
+    log = check_that_torchrun_ends(torchrun, ranks, within=15)
     assert "[1] interrupted in step 5" in log, log[-3000:]
-    assert not re.search(r'File ".*/streammega/', log), log[-3000:]
 
 
 def test_what_tensorboard_kept_back_is_written_when_a_run_ends_by_an_error(
