@@ -4,6 +4,7 @@ import functools
 import gc
 import multiprocessing
 import os
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -57,6 +58,12 @@ botocore.session.create_loader = functools.cache(botocore.session.create_loader)
 a process is enough.
 """
 
+sys.dont_write_bytecode = False
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+"""As in many containers: each of some eighty interpreters would compile the package anew, for half
+a second, and each run all tests.
+"""
+
 multiprocessing.set_forkserver_preload(["tests.support.preloaded"])
 """Once for all: the first test that forks from the server starts it."""
 
@@ -76,17 +83,44 @@ def pytest_collection_finish() -> None:
 
 
 STORAGE_TESTS = Path(__file__).parent / "storage"
+WAIT_LONG = (
+    "test_elastic.py",
+    "test_clusters.py",
+    "::TestRay::",
+    "test_watch.py",
+    "to_torchrun",
+    "test_retry.py",
+    "test_faults.py::test_an_outage",
+    "test_faults.py::test_a_server_that_restarts",
+    "test_local_files.py",
+    "test_train.py::test_killed_runs",
+    "test_checkpoints.py",
+    "test_training_layouts.py",
+)
+"""In the names of tests that wait for timeouts and other processes, or take seconds.
+
+First, so that nothing waits for them in the end; and one after the other, which is on one worker,
+so that the others keep the processors busy meanwhile.
+"""
 
 
 @pytest.hookimpl(tryfirst=True)  # before those of `-m "not soak"` are taken out
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Leave two of the four pairs of a server and a transport to `make soak`; begin with what waits
-    for timeouts, so that nothing waits for it in the end.
+    long.
     """
     for item in items:
         if is_left_to_soak(item):
             item.add_marker(pytest.mark.soak)
-    items.sort(key=lambda item: "test_elastic" not in item.nodeid)
+    items.sort(key=lambda item: place_of(item.nodeid))
+
+
+def place_of(name: str) -> int:
+    """The place in WAIT_LONG of a test of this name; that of all others is behind them."""
+    for place, part in enumerate(WAIT_LONG):
+        if part in name:
+            return place
+    return len(WAIT_LONG)
 
 
 def is_left_to_soak(item: pytest.Item) -> bool:

@@ -10,6 +10,7 @@ import gc
 import os
 import tempfile
 
+import filelock
 import hypothesis  # noqa: F401 - imported for the forks, as what follows without a use here
 import numpy as np
 import pytest  # noqa: F401
@@ -38,7 +39,12 @@ def read_a_batch_of(order: Order, folder: str) -> None:
         next(iter(loader))
 
 
-with tempfile.TemporaryDirectory(prefix="preloaded-") as folder:
+COMPILING = os.path.join(tempfile.gettempdir(), f"streammega-tests-compile-{os.getuid()}.lock")
+"""Held by the one worker that compiles the kernels, in a fresh clone for eight seconds: the others
+have them from its cache.
+"""
+
+with filelock.FileLock(COMPILING), tempfile.TemporaryDirectory(prefix="preloaded-") as folder:
     read_a_batch_of("stream", folder)
     read_a_batch_of("megatron", folder)
 
