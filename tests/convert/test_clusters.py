@@ -26,6 +26,10 @@ WARNINGS = (
     "ignore::FutureWarning",
 )
 ROOT = str(Path(__file__).parents[2])
+NODE_WITHIN = 180.0
+"""Seconds after which a node is taken not to start: its five processes take a minute on a machine
+with much to do.
+"""
 
 
 def test_a_machine_says_what_it_lacks(tmp_path: Path) -> None:
@@ -86,7 +90,7 @@ def two_machines(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Pa
             logging_level="ERROR",
             runtime_env={"env_vars": {"PYTHONPATH": ROOT}},
         )
-        until = time.monotonic() + 60
+        until = time.monotonic() + NODE_WITHIN
         while sum(bool(node["Alive"]) for node in ray.nodes()) < 2:
             assert time.monotonic() < until, "the second node does not come up"
             time.sleep(0.1)  # there is no event of a node that joins

@@ -26,11 +26,16 @@ from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 @dataclass(frozen=True)
 class Outcome:
-    """How a job ended, and what all of its ranks have written."""
+    """How a job ended, and what all of its ranks have written.
+
+    said_last: when one of them wrote to its log last, by time.time: what it says of its end is
+    followed by it.
+    """
 
     good: bool
     printed: str
     log: str
+    said_last: float
 
 
 def run(
@@ -64,7 +69,8 @@ def run(
             good = True
         except ChildFailedError:
             good = False
-    return Outcome(good, _all_of(logs, "stdout.log"), _all_of(logs, "stderr.log"))
+    said_last = max(path.stat().st_mtime for path in logs.rglob("stderr.log"))
+    return Outcome(good, _all_of(logs, "stdout.log"), _all_of(logs, "stderr.log"), said_last)
 
 
 def run_script(arguments: list[str]) -> int:
