@@ -86,7 +86,8 @@ STORAGE_TESTS = Path(__file__).parent / "storage"
 WAIT_LONG = (
     "test_elastic.py",
     "test_clusters.py",
-    "::TestRay::",
+    "test_reshape.py::test_a_cluster_makes",
+    "killed_is_replaced[ray]",
     "test_watch.py",
     "to_torchrun",
     "test_retry.py",

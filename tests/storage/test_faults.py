@@ -150,7 +150,7 @@ def test_an_outage_is_waited_for_as_long_as_the_deadline_allows(
     expected = stream(replace(config, blend=blend_of(root)))
     with StreamLoader(config, micro_batch_size=4, global_batch_size=8) as loader:
         endpoint.behave(status=503)
-        threading.Timer(5.0, endpoint.behave).start()
+        threading.Timer(4.0, endpoint.behave).start()
         got = rows_of(loader)
     assert torch.equal(got, expected)
     said = [

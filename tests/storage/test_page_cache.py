@@ -24,6 +24,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from streammega import DataConfig, StorageConfig, StreamLoader
+from streammega.cli.main import main
 from streammega.storage import cache as page_cache
 from streammega.storage.cache import PAGE_BYTES, PageCache
 from streammega.storage.cache.store import CachedStore
@@ -135,7 +136,14 @@ def test_small_reads_make_no_pages(tmp_path: Path) -> None:
     assert not list(tmp_path.glob("chunks/*/*.data"))
 
 
-def test_a_damaged_page_is_fetched_again_and_verify_names_it(tmp_path: Path) -> None:
+def test_a_damaged_page_is_fetched_again_and_verify_names_it(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def told(command: str, folder: str | Path = tmp_path) -> tuple[int, str]:
+        code = main(["cache", command, str(folder)])
+        printed = capsys.readouterr()
+        return code, printed.out + printed.err
+
     out = np.empty(SIZE, np.uint8)
     cached = PageCache(tmp_path, 1 << 30, CHUNK).open("s3://b/k", "e", SIZE)
     assert cached is not None
@@ -145,39 +153,35 @@ def test_a_damaged_page_is_fetched_again_and_verify_names_it(tmp_path: Path) -> 
     with open(path, "r+b") as file:
         file.seek(2 * PAGE_BYTES + 5)
         file.write(b"damage")
-    command = [sys.executable, "-m", "streammega", "cache"]
-    found = subprocess.run([*command, "verify", str(tmp_path)], capture_output=True, text=True)
-    assert (found.returncode, "page 2 is damaged" in found.stdout) == (1, True)
+    code, text = told("verify")
+    assert (code, "page 2 is damaged" in text) == (1, True)
     source = Source(data_of())
     cached = PageCache(tmp_path, 1 << 30, CHUNK).open("s3://b/k", "e", SIZE)
     assert cached is not None
     cached.read(0, SIZE, out, source)
     assert source.asked == [(2 * PAGE_BYTES, 3 * PAGE_BYTES)]
     np.testing.assert_array_equal(out, source.data)
-    assert (
-        "in use  s3://b/k"
-        in subprocess.run([*command, "ls", str(tmp_path)], capture_output=True, text=True).stdout
-    )
-    assert (
-        "1 in use and kept"
-        in subprocess.run([*command, "clear", str(tmp_path)], capture_output=True, text=True).stdout
-    )
+    listed, cleared = of_other_processes("ls", "clear", folder=tmp_path)
+    assert "in use  s3://b/k" in listed
+    assert "1 in use and kept" in cleared
     del cached
-    assert (
-        "0 damaged"
-        in subprocess.run(
-            [*command, "verify", str(tmp_path)], capture_output=True, text=True
-        ).stdout
-    )
-    assert (
-        "1 objects removed"
-        in subprocess.run([*command, "clear", str(tmp_path)], capture_output=True, text=True).stdout
-    )
+    assert "0 damaged" in told("verify")[1]
+    assert "1 objects removed" in told("clear")[1]
     assert not list(tmp_path.glob("chunks/*/*.data"))
-    assert (
-        "holds no cache"
-        in subprocess.run([*command, "ls", "/nonexistent"], capture_output=True, text=True).stderr
-    )
+    assert "holds no cache" in told("ls", "/nonexistent")[1]
+
+
+def of_other_processes(*commands: str, folder: Path) -> list[str]:
+    """What commands of the cache print that run at once, each in a process of its own."""
+    processes = [
+        subprocess.Popen(
+            [sys.executable, "-m", "streammega", "cache", command, str(folder)],
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        for command in commands
+    ]
+    return [process.communicate()[0] for process in processes]
 
 
 def _read_all(folder: str, log_file: str, seed: int) -> None:

@@ -178,7 +178,8 @@ def failing_save(
 
 
 def hold(rank: int, run_file: str, overrides: list[str], held: str) -> None:
-    """Train a step, and stay."""
+    """Train a step, and stay; another job need not wait long to see that this one does."""
+    checkpoint_hold.RENEW_SECONDS = 0.5
     trainer = Trainer(load_run(run_file, overrides), torch.device("cpu"))
     trainer.train_step()
     trainer.step += 1
