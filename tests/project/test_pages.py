@@ -200,7 +200,7 @@ FEATURES = {
 """What only some features import, and the extra that brings it."""
 BROUGHT_BY_OTHERS = {"botocore": "s3fs", "llvmlite": "numba", "huggingface_hub": "tokenizers"}
 
-FRAMEWORKS = {"megatron", "torchdata"}
+FRAMEWORKS = {"megatron", "torchdata", "torchtitan"}
 """What code for other trainers imports: within functions, which run in that trainer."""
 
 

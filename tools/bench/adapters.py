@@ -157,6 +157,13 @@ def megatron_dataset(loader: sm.StreamLoader) -> Batches:
     return iter(DataLoader(builder.build()[0], batch_size=ROWS))
 
 
+def torchtitan_pairs(loader: sm.StreamLoader) -> Batches:
+    """As torchtitan's main branch takes them; its own config class is not needed for it."""
+    from streammega.integrations.torchtitan import TitanPairs
+
+    return TitanPairs(loader, flat=True, positions=True, repeat=True)
+
+
 def webdataset_pipeline(loader: sm.StreamLoader) -> Batches:
     import webdataset
 
@@ -181,6 +188,7 @@ SIDES: dict[str, tuple[str, Callable[[sm.StreamLoader], Batches]]] = {
     "the same with causal_lm_batch": ("accelerate", causal_lm_batches),
     "torchdata node": ("torchdata", torchdata_node),
     "StatefulDataLoader, no workers": ("torchdata", torchdata_stateful),
+    "torchtitan's pairs": ("torch", torchtitan_pairs),
     "webdataset pipeline": ("webdataset", webdataset_pipeline),
     "MegatronBatches": ("torch", megatron_batches),
     "MegatronBatches behind RerunDataIterator": ("megatron", megatron_replayed),

@@ -1,0 +1,296 @@
+"""torchtitan trains from s3:// and oss:// through this data loader, by `--module` and without a fork.
+
+    from streammega.integrations.torchtitan import StreamDataLoader
+
+    def llama3_8b_from_bucket():
+        config = llama3_8b()
+        config.dataloader = StreamDataLoader.Config(blend="s3://bucket/web", global_batch_size=1024)
+        return config
+
+For 0.3.0, whose batches are [rows, tokens], and for later ones, whose batches are one row of tokens.
+The state is one entry of torchtitan's checkpoints, the same on all ranks, and fits any number of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from streammega.config import DataConfig, StorageConfig
+from streammega.errors import ConfigError
+from streammega.integrations.dcp import DataState
+from streammega.loading import StreamLoader
+from streammega.order.split import SPLITS
+from streammega.samples.fields import Batch
+
+IGNORE_INDEX = -100
+"""What torchtitan's losses leave out."""
+
+POSITIONS = ("documents", "samples", "none")
+
+Pair = tuple[dict[str, torch.Tensor], torch.Tensor]
+"""({"input", "positions"}, labels): what torchtitan takes."""
+
+
+def __getattr__(name: str) -> Any:
+    """StreamDataLoader, made when it is asked for: its base classes are torchtitan's."""
+    if name != "StreamDataLoader":
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    made = _loader_class()
+    globals()[name] = made
+    return made
+
+
+@dataclass(frozen=True, kw_only=True)
+class TitanBatch:
+    """What a rank takes at once: `rows` samples of `length` tokens, in one dimension if `flat`."""
+
+    length: int
+    rows: int
+    flat: bool
+
+
+class TitanPairs(Iterator[Pair]):
+    """Batches of a loader as torchtitan takes them; pass after pass if `repeat`.
+
+    StopIteration is the end of the data, and nothing else: StateError once its loader was moved.
+    """
+
+    def __init__(self, loader: StreamLoader, *, flat: bool, positions: bool, repeat: bool) -> None:
+        self._loader = loader
+        self._batches = iter(loader)
+        self._flat = flat
+        self._positions = positions
+        self._repeat = repeat
+
+    def __next__(self) -> Pair:
+        try:
+            return self._pair(next(self._batches))
+        except StopIteration:
+            if not self._repeat:
+                raise
+        self._batches = iter(self._loader)
+        return self._pair(next(self._batches))
+
+    def _pair(self, batch: Batch) -> Pair:
+        labels = batch["labels"].masked_fill_(batch["loss_mask"] == 0, IGNORE_INDEX)
+        inputs = {"input": batch["tokens"]}
+        if self._positions:
+            inputs["positions"] = batch["position_ids"]
+        if not self._flat:
+            return inputs, labels
+        return {name: value.view(-1) for name, value in inputs.items()}, labels.view(-1)
+
+
+def open_titan_loader(
+    config: Any, batch: TitanBatch, *, dp_rank: int, dp_size: int, eos_id: int | None
+) -> StreamLoader:
+    """The loader of a StreamDataLoader.Config. Raises ConfigError for one that cannot be served."""
+    micro_step = batch.rows * dp_size
+    global_batch_size = config.global_batch_size
+    if global_batch_size < 0:  # as torchtitan's own: no accumulation
+        global_batch_size = micro_step
+    return StreamLoader(
+        titan_data(config, batch, eos_id),
+        split=config.part,
+        micro_batch_size=batch.rows,
+        global_batch_size=global_batch_size,
+        dp_rank=dp_rank,
+        dp_size=dp_size,
+        prefetch=config.prefetch,
+    )
+
+
+def titan_data(config: Any, batch: TitanBatch, eos_id: int | None) -> DataConfig:
+    """What a StreamDataLoader.Config reads."""
+    _check(config, batch)
+    settings = dict(config.settings)
+    if isinstance(settings.get("storage"), Mapping):
+        settings["storage"] = StorageConfig(**settings["storage"])
+    restarts = config.positions == "documents"
+    end_of_document = eos_id if config.eod_id < 0 else config.eod_id
+    if restarts and end_of_document is None:
+        raise ConfigError(
+            'positions="documents" restart after the end of a document, but the tokenizer has no '
+            'eos_id; name eod_id in the dataloader config, or positions="samples"'
+        )
+    counts = [0, 0, 0]
+    counts[SPLITS.index(config.part)] = max(config.num_samples, 0)
+    given: dict[str, Any] = {
+        "blend": config.blend,
+        "split": config.split,
+        "order": config.order,
+        "seed": config.seed,
+        "num_samples": tuple(counts) if config.num_samples >= 0 else None,
+        "sequence_length": batch.length,
+        "eod_id": end_of_document,
+        "reset_position_ids": restarts,
+    }
+    has_end = given["num_samples"] is not None
+    if config.order == "stream" and not _repeats(config) and not has_end:
+        if config.part == "train":
+            raise ConfigError(
+                "infinite=False or repeat=False asks for an end, which the stream order has only "
+                "with num_samples; name it in the dataloader config"
+            )
+        given["order"] = "sequential"  # all samples once are the same in any order
+    twice = sorted(set(given) & set(settings))
+    if twice:
+        raise ConfigError(
+            f"settings of the dataloader config name {', '.join(twice)}; "
+            "these are fields of the config itself, or torchtitan's"
+        )
+    return DataConfig(**given, **settings)
+
+
+def _repeats(config: Any) -> bool:
+    """Whether another pass follows the last sample: both names are torchtitan's, of its releases and
+    of later ones.
+    """
+    return bool(config.infinite and config.repeat)
+
+
+def _check(config: Any, batch: TitanBatch) -> None:
+    """Raise ConfigError for what would be ignored, or read as something else."""
+    for name in ("dataset", "dataset_path"):  # of 0.3.0's own config
+        if getattr(config, name, None):
+            raise ConfigError(f"{name} belongs to torchtitan's loaders; name the data in `blend`")
+    if not config.blend:
+        raise ConfigError('the dataloader config has no data: give it blend="s3://bucket/web"')
+    if config.part not in SPLITS:
+        raise ConfigError(f"part is {config.part!r}; it must be one of {', '.join(SPLITS)}")
+    if config.positions not in POSITIONS:
+        raise ConfigError(
+            f"positions is {config.positions!r}; it must be one of {', '.join(POSITIONS)}"
+        )
+    if batch.flat and config.positions == "none":
+        raise ConfigError(
+            "this torchtitan puts samples one after another, so that without positions tokens would "
+            'attend to other samples; use positions="samples" or "documents"'
+        )
+
+
+def titan_batch(
+    seq_len: int | None,
+    local_batch_size: int | None,
+    max_context_length: int | None,
+    num_tokens_per_batch: int | None,
+) -> TitanBatch:
+    """What torchtitan asks for, in the words of 0.3.0 or in later ones.
+
+    Raises ConfigError where samples do not fill a batch.
+    """
+    if seq_len is not None and local_batch_size is not None:
+        return TitanBatch(length=seq_len, rows=local_batch_size, flat=False)
+    if max_context_length is None or num_tokens_per_batch is None:
+        raise ConfigError(
+            "this torchtitan gives data loaders neither seq_len and local_batch_size nor "
+            "max_context_length and num_tokens_per_batch; use 0.3.0"
+        )
+    rows, rest = divmod(num_tokens_per_batch, max_context_length)
+    if rest or not rows:
+        raise ConfigError(
+            f"batches of {num_tokens_per_batch} tokens are not whole samples of "
+            f"{max_context_length}; make the tokens of a batch a multiple of the context length"
+        )
+    return TitanBatch(length=max_context_length, rows=rows, flat=True)
+
+
+def _base_class() -> Any:
+    """torchtitan's BaseDataLoader, where its releases or later ones have it."""
+    try:
+        from torchtitan.components.data.loader import BaseDataLoader
+    except ModuleNotFoundError as error:
+        if error.name not in ("torchtitan.components.data", "torchtitan.components.data.loader"):
+            raise  # torchtitan itself is missing, or what it needs
+        from torchtitan.components.dataloader import BaseDataLoader
+    return BaseDataLoader
+
+
+def _loader_class() -> Any:
+    base: Any = _base_class()
+    base_config: Any = base.Config
+
+    class StreamDataLoader(base):  # type: ignore[misc]
+        """torchtitan's data loader of a StreamLoader."""
+
+        @dataclass(kw_only=True, slots=True)
+        class Config(base_config):  # type: ignore[misc]
+            """What is read; sequence length, batch and ranks come from torchtitan."""
+
+            blend: str = ""
+            """Datasets, as in DataConfig: a prefix or URL, or "0.7 s3://a/web 0.3 s3://a/code"."""
+            part: str = "train"
+            """Which split is read: train, valid or test."""
+            split: str = "1,0,0"
+            """Shares of train, valid and test, cut by sequence."""
+            order: str = "stream"
+            """"stream", "megatron" or "sequential"."""
+            seed: int = 1234
+            """Of the order."""
+            global_batch_size: int = -1
+            """training.global_batch_size, which torchtitan does not tell its loaders; -1: one batch
+            of every rank."""
+            num_samples: int = -1
+            """Samples of this part; -1: an endless stream, or one epoch in other orders."""
+            positions: str = "documents"
+            """Restarting after each document, or each sample; "none": left out."""
+            eod_id: int = -1
+            """The id that ends documents; -1: the tokenizer's eos_id."""
+            infinite: bool = True
+            """Begin another pass after the last sample."""
+            repeat: bool = True
+            """The same, in later torchtitans. Either ends the data when it is false."""
+            prefetch: int = 4
+            """Batches made ahead."""
+            settings: dict[str, Any] = field(default_factory=dict)
+            """Other fields of DataConfig, such as {"lanes": 4096, "storage": {"cache_dir": "/nvme"}}.
+            torchtitan writes configs to its logs: credentials belong into the environment."""
+
+        def __init__(
+            self,
+            config: Any,
+            *,
+            dp_world_size: int,
+            dp_rank: int,
+            tokenizer: Any = None,
+            seq_len: int | None = None,
+            local_batch_size: int | None = None,
+            max_context_length: int | None = None,
+            num_tokens_per_batch: int | None = None,
+            **others: Any,
+        ) -> None:
+            batch = titan_batch(seq_len, local_batch_size, max_context_length, num_tokens_per_batch)
+            self.config = config
+            self.flat = batch.flat
+            eos_id = getattr(tokenizer, "eos_id", None)
+            self.loader = open_titan_loader(
+                config, batch, dp_rank=dp_rank, dp_size=dp_world_size, eos_id=eos_id
+            )
+
+        def __iter__(self) -> Iterator[Pair]:
+            return TitanPairs(
+                self.loader,
+                flat=self.flat,
+                positions=self.config.positions != "none",
+                repeat=_repeats(self.config),
+            )
+
+        def state_dict(self) -> dict[str, Any]:
+            """One entry, the same on every rank."""
+            return DataState(self.loader).state_dict()
+
+        def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+            """Raises StateError for a state of another loader or order, and changes nothing."""
+            DataState(self.loader).load_state_dict(state_dict)
+
+        def close(self) -> None:
+            """End reading and its threads."""
+            self.loader.close()
+
+    StreamDataLoader.__qualname__ = "StreamDataLoader"
+    StreamDataLoader.Config.__qualname__ = "StreamDataLoader.Config"
+    return StreamDataLoader
