@@ -9,6 +9,7 @@ batch is torch's own pinned memory, and nothing here uses any of it again.
 from __future__ import annotations
 
 import math
+import threading
 import weakref
 from collections import defaultdict
 
@@ -21,6 +22,8 @@ from torch import Tensor
 from streammega.samples.derived_fields import Allocate, new_memory
 from streammega.storage.fetch.memory import rounded
 
+_of_thread = threading.local()
+"""Memory that is used again is taken and given back without a lock: each thread has its own."""
 KEPT = 8
 """Arrays of one size that wait to be used again."""
 
@@ -47,6 +50,20 @@ def batch_memory(pinned: bool | None = None) -> Allocate:
     if torch.accelerator.is_available():
         return new_memory
     return ReusedMemory().take
+
+
+def received_memory() -> Allocate:
+    """What makes the tensors of batches that come from worker processes, in this thread.
+
+    With an accelerator ordinary memory that is new every time: torch's DataLoader pins it, or
+    copies are made of which nothing is known here.
+    """
+    known: Allocate | None = getattr(_of_thread, "memory", None)
+    if known is None:
+        alone = not torch.accelerator.is_available()
+        known = ReusedMemory().take if alone else new_memory
+        _of_thread.memory = known
+    return known
 
 
 class PinnedMemory:

@@ -21,7 +21,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from streammega.samples.derived_fields import new_memory, plain_mask, plain_positions
+from streammega.loading.batch_memory import received_memory
+from streammega.samples.derived_fields import Allocate, plain_mask, plain_positions
 
 TOKENS = "tokens"
 LABELS = "labels"
@@ -36,10 +37,10 @@ class _Shifted:
 
     ids: NDArray[Any]
 
-    def fields(self) -> tuple[Tensor, Tensor]:
+    def fields(self, allocate: Allocate) -> tuple[Tensor, Tensor]:
         samples, width = self.ids.shape
-        tokens = new_memory((samples, width - 1), torch.int64)
-        labels = new_memory((samples, width - 1), torch.int64)
+        tokens = allocate((samples, width - 1), torch.int64)
+        labels = allocate((samples, width - 1), torch.int64)
         tokens.numpy()[:] = self.ids[:, :-1]
         labels.numpy()[:] = self.ids[:, 1:]
         return tokens, labels
@@ -52,8 +53,8 @@ class _Integers:
     values: NDArray[Any]
     dtype: torch.dtype
 
-    def field(self) -> Tensor:
-        field = new_memory(self.values.shape, self.dtype)
+    def field(self, allocate: Allocate) -> Tensor:
+        field = allocate(self.values.shape, self.dtype)
         field.numpy()[...] = self.values
         return field
 
@@ -64,8 +65,8 @@ class _CountsUp:
 
     shape: Shape
 
-    def field(self) -> Tensor:
-        return plain_positions(self.shape, new_memory)
+    def field(self, allocate: Allocate) -> Tensor:
+        return plain_positions(self.shape, allocate)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -74,8 +75,8 @@ class _Ones:
 
     shape: Shape
 
-    def field(self) -> Tensor:
-        return plain_mask(self.shape, new_memory)
+    def field(self, allocate: Allocate) -> Tensor:
+        return plain_mask(self.shape, allocate)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -85,8 +86,8 @@ class _Bits:
     packed: NDArray[np.uint8]
     shape: Shape
 
-    def field(self) -> Tensor:
-        field = new_memory(self.shape, torch.float32)
+    def field(self, allocate: Allocate) -> Tensor:
+        field = allocate(self.shape, torch.float32)
         bits = np.unpackbits(self.packed, count=field.numel())
         field.numpy()[...] = bits.reshape(self.shape)
         return field
@@ -112,13 +113,14 @@ class SentBatch(dict[str, Any]):
 
 def _unpack(packed: dict[str, Any]) -> dict[str, Any]:
     """The fields, in their order, each in memory of its own."""
+    allocate = received_memory()
     fields: dict[str, Any] = {}
     for name, value in packed.items():
         packs = isinstance(value, (_Integers, _CountsUp, _Ones, _Bits))
-        fields[name] = value.field() if packs else value
+        fields[name] = value.field(allocate) if packs else value
     shifted = packed.get(TOKENS)
     if isinstance(shifted, _Shifted):
-        fields[TOKENS], fields[LABELS] = shifted.fields()
+        fields[TOKENS], fields[LABELS] = shifted.fields(allocate)
     return fields
 
 

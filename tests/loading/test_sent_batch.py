@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import pickle
+from concurrent.futures import ThreadPoolExecutor
 from multiprocessing.reduction import ForkingPickler
 from typing import Any
 
@@ -120,3 +121,24 @@ def test_torchs_conversion_of_a_workers_batch_keeps_it_small() -> None:
     for made in (default_convert(batch), copy.copy(batch)):
         assert type(made) is SentBatch
         check_same(dict(made), dict(batch))
+
+
+def test_batches_that_are_held_together_share_no_memory_and_dropped_ones_leave_theirs() -> None:
+    sent = [plain(torch.arange(n, n + 2 * 9).reshape(2, 9)) for n in range(40)]
+    got = [arrived(batch) for batch in sent]
+    for one, other in zip(got, sent, strict=True):
+        check_same(one, other)
+    places = {field.data_ptr() for batch in got for field in batch.values()}
+    assert len(places) == 40 * 4
+
+
+def test_threads_receive_batches_of_their_own() -> None:
+    sent = plain(torch.arange(2 * 9).reshape(2, 9))
+    message = bytes(ForkingPickler.dumps(SentBatch(sent)))
+
+    def receive(_: int) -> None:
+        for _ in range(50):
+            check_same(pickle.loads(message), sent)  # noqa: S301 - made here
+
+    with ThreadPoolExecutor(4) as pool:
+        list(pool.map(receive, range(8)))
