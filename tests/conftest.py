@@ -86,8 +86,7 @@ STORAGE_TESTS = Path(__file__).parent / "storage"
 WAIT_LONG = (
     "test_elastic.py",
     "test_clusters.py",
-    "test_reshape.py::test_a_cluster_makes",
-    "killed_is_replaced[ray]",
+    "::TestRay::",
     "test_watch.py",
     "to_torchrun",
     "test_retry.py",

@@ -13,6 +13,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -513,28 +514,20 @@ def test_the_threads_of_a_process_share_as_many_of_the_library(
     assert "RAYON_NUM_THREADS" not in os.environ
 
 
-@pytest.mark.parametrize("engine", ["local", "ray"])
-@pytest.mark.filterwarnings(
-    "ignore::ResourceWarning",
-    "ignore::pytest.PytestUnraisableExceptionWarning",
-    "ignore::FutureWarning",
-)
-def test_a_worker_that_is_killed_is_replaced(
-    tmp_path: Path, engine: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    with ray_cluster(engine, monkeypatch):
-        work = TaskList(function=slow_task, shared=tmp_path, numbers=range(8))
-        results = dict(run_tasks(work, Runner(workers=2, engine=engine), lambda size, tokens: None))
-        assert results == {number: number * number for number in range(8)}
-        assert (tmp_path / "killed").exists()
-        with pytest.raises(ConvertError, match="this one cannot be done"):
-            list(
-                run_tasks(
-                    TaskList(function=failing_task, shared=tmp_path, numbers=range(3)),
-                    Runner(workers=2, engine=engine),
-                    print,
-                )
-            )
+def check_that_a_killed_worker_is_replaced(folder: Path, engine: Any) -> None:
+    """Of a first list of tasks, whose results are whole; then one that fails is told of."""
+    runner = Runner(workers=2, engine=engine)
+    work = TaskList(function=slow_task, shared=folder, numbers=range(8))
+    results = dict(run_tasks(work, runner, lambda size, tokens: None))
+    assert results == {number: number * number for number in range(8)}
+    assert (folder / "killed").exists()
+    faulty = TaskList(function=failing_task, shared=folder, numbers=range(3))
+    with pytest.raises(ConvertError, match="this one cannot be done"):
+        list(run_tasks(faulty, runner, print))
+
+
+def test_a_worker_that_is_killed_is_replaced(tmp_path: Path) -> None:
+    check_that_a_killed_worker_is_replaced(tmp_path, "local")
 
 
 def test_a_worker_that_is_killed_while_it_counts_holds_up_nobody(tmp_path: Path) -> None:
@@ -542,29 +535,6 @@ def test_a_worker_that_is_killed_while_it_counts_holds_up_nobody(tmp_path: Path)
     results = dict(run_tasks(work, Runner(workers=2), lambda size, tokens: None))
     assert results == {number: number for number in range(8)}
     assert (tmp_path / "killed").exists()
-
-
-@pytest.mark.filterwarnings(
-    "ignore::ResourceWarning",
-    "ignore::pytest.PytestUnraisableExceptionWarning",
-    "ignore::FutureWarning",
-)
-def test_a_cluster_makes_the_same_bytes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    make_corpus(tmp_path / "in.jsonl", 800)
-    options: dict[str, Any] = {
-        "tokenizer": "bytes",
-        "shard_bytes": 40_000,
-        "shuffle_seed": 1,
-        "kind": "zst",
-    }
-    monkeypatch.setattr("streammega.convert.write.plan.UNIT_BYTES", 20_000)
-    convert([str(tmp_path / "in.jsonl")], str(tmp_path / "local" / "web"), workers=1, **options)
-    with ray_cluster("ray", monkeypatch):
-        report = convert(
-            [str(tmp_path / "in.jsonl")], str(tmp_path / "ray" / "web"), engine="ray", **options
-        )
-    assert report.documents == 800
-    assert digest(tmp_path / "ray") == digest(tmp_path / "local")
 
 
 def test_a_cluster_needs_a_work_folder_of_all_its_machines(
@@ -576,26 +546,51 @@ def test_a_cluster_needs_a_work_folder_of_all_its_machines(
         convert([str(tmp_path / "a.txt")], "memory://x/web", tokenizer="bytes", engine="ray")
 
 
-class ray_cluster:
-    """A Ray of this machine alone, with two workers."""
+@pytest.fixture(scope="class")
+def ray_of_two_workers() -> Iterator[None]:
+    """A Ray of this machine alone, for all tests of it: it takes seconds to start."""
+    import ray
 
-    def __init__(self, engine: str, patch: pytest.MonkeyPatch) -> None:
-        self._wanted = engine == "ray"
+    root = str(Path(__file__).parents[2])
+    with pytest.MonkeyPatch.context() as patch:
         patch.setenv("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
+        ray.init(
+            num_cpus=2,
+            include_dashboard=False,
+            log_to_driver=False,
+            logging_level=logging.ERROR,
+            runtime_env={"env_vars": {"PYTHONPATH": root}},
+        )
+        yield
+        ray.shutdown()
 
-    def __enter__(self) -> None:
-        if self._wanted:
-            import ray
 
-            root = str(Path(__file__).parents[2])
-            ray.init(num_cpus=2, include_dashboard=False, log_to_driver=False, logging_level=logging.ERROR,
-                     runtime_env={"env_vars": {"PYTHONPATH": root}})  # fmt: skip
+@pytest.mark.usefixtures("ray_of_two_workers")
+@pytest.mark.filterwarnings(
+    "ignore::ResourceWarning",
+    "ignore::pytest.PytestUnraisableExceptionWarning",
+    "ignore::FutureWarning",
+)
+class TestRay:
+    def test_a_worker_of_a_cluster_that_is_killed_is_replaced(self, tmp_path: Path) -> None:
+        check_that_a_killed_worker_is_replaced(tmp_path, "ray")
 
-    def __exit__(self, *_: object) -> None:
-        if self._wanted:
-            import ray
-
-            ray.shutdown()
+    def test_a_cluster_makes_the_same_bytes(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        make_corpus(tmp_path / "in.jsonl", 800)
+        options: dict[str, Any] = {
+            "tokenizer": "bytes",
+            "shard_bytes": 40_000,
+            "shuffle_seed": 1,
+            "kind": "zst",
+        }
+        monkeypatch.setattr("streammega.convert.write.plan.UNIT_BYTES", 20_000)
+        inputs = [str(tmp_path / "in.jsonl")]
+        convert(inputs, str(tmp_path / "local" / "web"), workers=1, **options)
+        report = convert(inputs, str(tmp_path / "ray" / "web"), engine="ray", **options)
+        assert report.documents == 800
+        assert digest(tmp_path / "ray") == digest(tmp_path / "local")
 
 
 def test_a_conversion_into_s3_that_fails_at_the_end_leaves_no_dataset(
