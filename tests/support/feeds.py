@@ -157,7 +157,7 @@ class WorkersFeed(Feed):
 
     def take(self) -> torch.Tensor:
         if not hasattr(self, "batches"):
-            self.batches = iter(self.loader)
+            self.batches: Any = iter(self.loader)
         return rows_of(next(self.batches))
 
     def save(self, folder: Path) -> None:
@@ -170,7 +170,8 @@ class WorkersFeed(Feed):
         self.loader.load_state_dict(torch.load(folder / f"rank-{rank}.pt", weights_only=False))
 
     def close(self) -> None:
-        self.__dict__.pop("batches", None)
+        if self.workers:  # they hold what the rank's end is told by
+            self.batches._shutdown_workers()
 
 
 class NoWorkersFeed(WorkersFeed):
