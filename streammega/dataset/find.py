@@ -55,10 +55,13 @@ def open_shards(
     """What `open_all` makes of a dataset's shards. A prefix that is no pair stands for the manifest
     of that name, if any.
 
-    `finish` is called after that, for what is to be read of them at once. `told`: what listings told
-    of this dataset and others, which is believed once. A dataset that is
-    replaced meanwhile is looked up and opened again: it is the former one, or the new one.
+    `finish` is called after that, for what is to be read of them at once. `told`: what listings
+    told of this dataset and others, which is believed once. A dataset that is replaced meanwhile is
+    looked up and opened again: it is the former one, or the new one.
     """
+    # Held meanwhile, for all that is opened on the way: a store ends with its last user, and its
+    # client and connections with it.
+    _store, _ = open_store(name, storage)
     for number in range(TRIES):
         is_first = number == 0
         is_last = number == TRIES - 1

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 
 from streammega.config import StorageConfig
 from streammega.dataset.shards import SUFFIXES, KnownShard, ManifestEntry, split_name
+from streammega.errors import ObjectNotFoundError
 from streammega.storage import ObjectInfo, open_store
 from streammega.storage.fetch.threads import each
 from streammega.storage.store import ListsBetween
@@ -120,5 +121,8 @@ def _agree(store: ListsBetween, listed: Sequence[ObjectInfo]) -> bool:
     if not listed or not listed[0].etag:
         return False
     first = listed[0]
-    info = store.info(first.key)
+    try:
+        info = store.info(first.key)
+    except ObjectNotFoundError:
+        return False  # it may be of no concern, and was removed just now
     return info.size == first.size and same_version(info.etag, first.etag)

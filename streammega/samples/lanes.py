@@ -35,6 +35,7 @@ from streammega.samples.source import OPENERS
 from streammega.samples.split_blend import split_blend
 from streammega.samples.token_file import TokenFile
 from streammega.samples.tokenizers import check_tokenizers
+from streammega.storage import open_store
 from streammega.storage.fetch.threads import each
 
 log = logging.getLogger(__name__)
@@ -67,6 +68,8 @@ class StreamSource:
             if config.blend is not None:
                 missing = f"split {config.split!r} leaves nothing"
             raise ConfigError(f"{missing} for {split}")
+        # Held until all is open, so that what is listed first does not end with its client.
+        _stores = [open_store(name, config.storage) for name in blend.prefixes]
         told = told_of_prefixes(blend.prefixes, config.storage)
         all_told = len(told.prefixes) == len(set(blend.prefixes))
         at_once = min(TOLD_AT_ONCE if all_told else OPENERS, config.storage.max_requests)

@@ -185,6 +185,24 @@ def test_a_dataset_that_was_replaced_after_the_listing_is_opened_as_it_is_now(
         assert pair.num_tokens == 30
 
 
+def test_an_object_that_was_removed_after_the_listing_is_no_error_of_others(
+    blend: tuple[Running, Path, list[str]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    server, _, names = blend
+    info = ObstoreStore.info
+    looks: list[str] = []
+
+    def removed_at_first(store: ObstoreStore, key: str) -> ObjectInfo:
+        looks.append(key)
+        if len(looks) == 1:
+            raise ObjectNotFoundError(f"{key}: was removed")
+        return info(store, key)
+
+    monkeypatch.setattr(ObstoreStore, "info", removed_at_first)
+    requests, _ = asked(server, blend_of(server, names, tmp_path))
+    assert requests > 3 * len(names), "every dataset is looked up by itself then"
+
+
 @pytest.mark.parametrize("gone", [".bin", ".idx"])
 def test_a_missing_object_of_a_listed_blend_is_named(tmp_path: Path, gone: str) -> None:
     names = [f"d{number}" for number in range(12)]
@@ -232,6 +250,28 @@ def test_the_megatron_order_opened_again_asks_for_no_shard(
         assert again <= (9 if name != "zst/" else SHARDS + 9), (
             "without a manifest the tables of frames are read"
         )
+
+
+@pytest.mark.parametrize("order", ["stream", "megatron"])
+def test_one_client_serves_all_of_an_opening(
+    served: tuple[Running, Path], tmp_path: Path, order: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made: list[str] = []
+    open_client = ObstoreStore._open
+
+    def counted(store: ObstoreStore, policy: Any) -> Any:
+        made.append(store.root)  # not the store, which would keep its client
+        return open_client(store, policy)
+
+    monkeypatch.setattr(ObstoreStore, "_open", counted)
+    server, _ = served
+    for number, name in enumerate(("bin/web-00000-of-00060", "bin/web", "zst/")):
+        config = config_of(server, name, order, tmp_path)
+        # Settings of its own: whoever has a dataset open by the same ones shares their client.
+        storage = replace(config.storage, timeout=40.0 + number)
+        config = replace(config, storage=storage)
+        StreamLoader(config, micro_batch_size=1, global_batch_size=1).close()
+        assert len(made) == number + 1, "connections are made anew for each part of it"
 
 
 def noting(function: Callable[..., Any], calls: list[Any]) -> Callable[..., Any]:
