@@ -153,7 +153,13 @@ class WorkersFeed(Feed):
             **ranks,
         }
         dataset = StreamingDataset(config, **sizes)
-        self.loader = StatefulDataLoader(dataset, batch_size=None, num_workers=self.workers)
+        context = "fork" if self.workers else None  # whose workers end with a rank that is killed
+        self.loader = StatefulDataLoader(
+            dataset,
+            batch_size=None,
+            num_workers=self.workers,
+            multiprocessing_context=context,
+        )
 
     def take(self) -> torch.Tensor:
         if not hasattr(self, "batches"):
