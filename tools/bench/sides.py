@@ -27,12 +27,19 @@ S = 4096
 Result = dict[str, Any]
 
 
+def cpu_seconds() -> float:
+    """Of this process and of its children that have ended."""
+    spent = os.times()
+    return spent.user + spent.system + spent.children_user + spent.children_system
+
+
 def consume(batches: Iterable[Any], samples_each: int, seconds: float, warmup: int = 0) -> Result:
     """Take batches for some seconds (0: to the end).
 
     The clock runs from before the first, or from after `warmup` of them.
     """
     began = time.perf_counter()
+    spent = cpu_seconds()
     first = began
     count = 0
     for number, _ in enumerate(batches):
@@ -41,6 +48,7 @@ def consume(batches: Iterable[Any], samples_each: int, seconds: float, warmup: i
             first = now
         if number < warmup:
             began = now
+            spent = cpu_seconds()
             continue
         count += samples_each
         if seconds and now - began > seconds:
@@ -52,6 +60,7 @@ def consume(batches: Iterable[Any], samples_each: int, seconds: float, warmup: i
         "first": first - began,
         "rate": count / taken,
         "tokens": count * S / taken,
+        "cpu": (cpu_seconds() - spent) / max(1, count * S) * 1e9,
     }
 
 
@@ -82,6 +91,7 @@ def ours(a: Result) -> Result:
     config = config_of(a)
     kind = sm.StreamLoader
     created = time.perf_counter()
+    spent = cpu_seconds()
     loader = kind(
         config, micro_batch_size=batch, global_batch_size=256, ids_only=a.get("ids_only", False)
     )
@@ -100,6 +110,8 @@ def ours(a: Result) -> Result:
                 ).items()
                 if k != "first"
             }
+            tokens = (result["samples"] + batch) * S
+            result["whole_cpu"] = (cpu_seconds() - spent) / tokens * 1e9
             result["whole_rate"] = (
                 (result["samples"] + batch) * S / (result["seconds"] + result["first"])
             )

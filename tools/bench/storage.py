@@ -119,16 +119,18 @@ class Bench:
             "ours", **{"endpoint": self.server.endpoint, "prefix": "s3://data/web", **arguments}
         )
 
-    def peer(self, name: str, workers: int) -> float | None:
-        """Tokens/s of an epoch of another loader, from before its first batch."""
+    def peer(self, name: str, workers: int, result: str = "tokens") -> float | None:
+        """Tokens/s of an epoch of another loader, from before its first batch; or another of its
+        results.
+        """
         shards = len(list((self.folder / "objects" / "data" / "wds").glob("*.tar")))
         options: Result = {"batch": 16, "workers": workers, "seconds": 60, "shards": shards}
-        return self.side(name, endpoint=self.server.endpoint, **options).get("tokens")
+        return self.side(name, endpoint=self.server.endpoint, **options).get(result)
 
-    def workers(self, **arguments: Any) -> float | None:
+    def workers(self, result: str = "tokens", **arguments: Any) -> float | None:
         """The same of streammega under a torch DataLoader with two workers."""
         arguments = {"endpoint": self.server.endpoint, "workers": 2, **WHOLE_EPOCH, **arguments}
-        return self.side("ours_workers", **arguments).get("tokens")
+        return self.side("ours_workers", **arguments).get(result)
 
     def row(self, figure: str, **columns: Any) -> None:
         """One line of the table, printed at once."""
@@ -285,6 +287,32 @@ def epoch(bench: Bench) -> None:
             )  # fmt: skip
 
 
+def cpu(bench: Bench) -> None:
+    """Host CPU seconds per 10^9 tokens, of all processes of a side, imports and the server apart,
+    over an epoch or the minute of it that a slow loader gets.
+    """
+    bench.server.behave()
+    sides: dict[str, Callable[[], float | None]] = {
+        # no workers: every process more costs more
+        name: partial(bench.peer, name, 0, "cpu")
+        for name in bench.peers
+    }
+    sides["ids"] = lambda: bench.ours(**WHOLE_EPOCH, ids_only=True).get("whole_cpu")
+    sides["int64"] = lambda: bench.ours(**WHOLE_EPOCH).get("whole_cpu")
+    sides["int64, 2 workers"] = partial(bench.workers, result="cpu")
+    medians = harness.medians(bench.runs, sides)
+    peers = {name: medians[name] for name in bench.peers if name in medians}
+    least = min(peers, key=lambda name: peers[name])
+    for name in ("ids", "int64", "int64, 2 workers"):
+        bench.row(
+            f"host CPU seconds per 10^9 tokens, {name}, vs {least}",
+            theirs=f"{peers[least]:.1f}",
+            ours=f"{medians[name]:.1f}",
+            ratio=f"{medians[name] / peers[least]:.2f}x",
+            notes=", ".join(f"{peer} {seconds:.1f}" for peer, seconds in peers.items()),
+        )
+
+
 def local(bench: Bench) -> None:
     """Local files, int64 batches, against megatron-core's GPTDataset under a DataLoader at its best
     worker count.
@@ -405,7 +433,7 @@ def stalls(bench: Bench) -> None:
 
 FIGURES: dict[str, Callable[[Bench], None]] = {
     function.__name__: function
-    for function in (scattered, cached, stream, epoch, local, workers, first, memory, stalls)
+    for function in (scattered, cached, stream, epoch, cpu, local, workers, first, memory, stalls)
 }
 
 
@@ -556,7 +584,7 @@ def main() -> int:
     parser.add_argument("--seconds", type=float, default=5.0)
     parser.add_argument("--plot", type=Path, help="write a PNG")
     chosen = parser.parse_args()
-    prepare(chosen.folder, peers=bool({"epoch", "workers"} & set(chosen.figures)))
+    prepare(chosen.folder, peers=bool({"epoch", "cpu", "workers"} & set(chosen.figures)))
     print(f"{harness.machine()}; {harness.versions(PACKAGES)}; {chosen.runs} runs, medians\n")
     harness.table("figure", "other side", "streammega", "ratio", "notes")
     with running(chosen.folder / "objects") as server:
