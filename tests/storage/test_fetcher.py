@@ -22,6 +22,7 @@ from streammega.storage.fetch.limits import (
     JOB_READS,
     LEAST_REQUESTS,
     NEAR_JOB_READS,
+    Pace,
 )
 from streammega.storage.fetch.reads import LEAST_KEPT, Counters, Holding, Read
 from streammega.storage.store import Bytes, Span, address_of
@@ -375,6 +376,23 @@ def test_a_server_that_counts_requests_by_the_second_is_asked_no_faster_and_in_o
         late = [place for place, number in enumerate(served) if number < 100]
         assert len(late) == 100
         assert max(late) < 300, "what is needed first comes first, but for what was in flight"
+    finally:
+        made.close()
+
+
+def test_what_is_queued_between_two_requests_of_a_pace_is_sent_when_the_next_may_go() -> None:
+    """All threads wait for work, and none for the pace: the next to queue some has one do so."""
+    store: Any = Recorded()
+    made = Fetcher(replace(CONFIG, max_requests=4))
+    made._pace = Pace(interval=0.4)
+    try:
+        for number in range(3):
+            holding = Holding(SIZE, [Read(store, str(number), "", 0, SIZE, 0)])
+            made.submit([holding])
+            waiter = threading.Thread(target=made.wait, args=([holding],), daemon=True)
+            waiter.start()
+            waiter.join(5)
+            assert holding.ready, f"read {number} was never sent"
     finally:
         made.close()
 

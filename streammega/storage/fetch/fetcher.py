@@ -192,7 +192,11 @@ class Fetcher:
         It wakes the next one when it finds some: as many as there is work for.
         """
         read = self._queue.first()
-        if read is not None and not self._closed and self._has_room_for_job(read):
+        if read is None or self._closed:
+            return
+        # Else room comes with an answer, whose thread looks then; but no answer may be awaited
+        # where only the pace holds a read back.
+        if self._pace.interval or self._has_room_for_job(read):
             self._call_thread()
 
     def _have_somebody_wait(self) -> None:
