@@ -23,8 +23,8 @@ $(STAMP): pyproject.toml constraints.txt
 demo: $(STAMP)  ## train from s3:// on two ranks, kill it twice, resume, and prove that no token differs
 	$(BIN)/python tools/demo.py $(DEMO)
 
-test: $(STAMP)  ## the tests, on the CPU whatever the machine has; three at once, for many wait for servers and processes
-	CUDA_VISIBLE_DEVICES= $(PYTEST) -n 3 --dist worksteal -m "not soak"
+test: $(STAMP)  ## the tests, on the CPU whatever the machine has; four at once, for many wait for servers and processes
+	CUDA_VISIBLE_DEVICES= $(PYTEST) -n 4 --dist worksteal -m "not soak"
 
 cuda: $(STAMP)  ## what needs a GPU: the tests marked cuda (some need two), what a step costs; skipped with a reason where there is none
 	$(PYTEST) -m cuda -rs --timeout 600
