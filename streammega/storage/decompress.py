@@ -1,9 +1,9 @@
 """Frames of zstd decompressed into the place where their bytes are wanted.
 
 All frames of several reads are decompressed by one call that holds no GIL, into the callers'
-buffers, by the C library that the zstandard package brings: its own calls return memory of their own, and
-take the GIL again for each frame. They are used where the library cannot be reached (a build of the
-package without its cffi part).
+buffers, by the C library that the zstandard package brings. The package's own calls return memory
+of their own, and take the GIL again for each frame: they are used where the library cannot be
+reached (a build of the package without its cffi part).
 """
 
 from __future__ import annotations
