@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Generator, Iterator
 
 from streammega.errors import StateError
@@ -43,7 +44,15 @@ class Iteration(Iterator[Batch]):
         return self._reason is None
 
     def stop(self, reason: str) -> None:
-        """End it and what it runs. One that gave all its batches stays one that is over."""
+        """End it and what it runs. One that gave all its batches stays one that is over.
+
+        Raises StateError, and goes on, where another thread waits for its next batch.
+        """
+        if inspect.getgeneratorstate(self._batches) == inspect.GEN_RUNNING:
+            raise StateError(
+                "another thread waits for a batch of this iteration: let that thread have it, or "
+                "end, before the loader is closed or moved"
+            )
         if self._reason is None and not self._ended:
             self._reason = reason
         self._batches.close()

@@ -265,7 +265,10 @@ class StreamLoader:
         return self._stats.summary()
 
     def close(self) -> None:
-        """End the running iteration and its threads. `take` and `iter` begin another."""
+        """End the running iteration and its threads. `take` and `iter` begin another.
+
+        Raises StateError where another thread waits for a batch.
+        """
         self._stop("its loader was closed")
 
     def _begin(self) -> Iteration:
@@ -286,11 +289,10 @@ class StreamLoader:
         return self._running
 
     def _stop(self, reason: str) -> None:
-        running = self._running
+        if self._running is not None:
+            self._running.stop(reason)
         self._running = None
         self._following = None
-        if running is not None:
-            running.stop(reason)
 
     def _moved(self, by: str) -> None:
         self._stop(f"{by} moved its loader elsewhere")

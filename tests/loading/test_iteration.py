@@ -9,7 +9,8 @@ import copy
 import itertools
 import json
 import pickle
-from collections.abc import Callable, Iterable
+import threading
+from collections.abc import Callable, Generator, Iterable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -30,7 +31,9 @@ from streammega import (
     StreamLoader,
 )
 from streammega.errors import AccessDeniedError, FormatError, StateError
+from streammega.loading.iteration import Iteration
 from streammega.parallel import open_loader
+from streammega.samples.fields import Batch
 from streammega.samples.lanes import StreamSource
 from tests.conftest import write_random_pair
 from tests.support.servers import http_server
@@ -650,3 +653,27 @@ def test_states_have_the_same_keys_in_every_order(config: DataConfig) -> None:
         assert all(type(value) in (int, str) for value in state.values())
         assert json.loads(state["identity"])["order"] == order
     assert len(keys) == 1
+
+
+def test_a_loader_is_not_closed_under_a_thread_that_waits_for_a_batch() -> None:
+    """A generator cannot be closed while it runs: that was a ValueError about generators."""
+    entered = threading.Event()
+    arrived = threading.Event()
+
+    def batches() -> Generator[Batch, None, None]:
+        entered.set()
+        assert arrived.wait(10)
+        yield {}
+        yield {}
+
+    iteration = Iteration(batches())
+    waiter = threading.Thread(target=next, args=(iteration,))
+    waiter.start()
+    assert entered.wait(10)
+    with pytest.raises(StateError, match="another thread waits"):
+        iteration.stop("its loader was closed")
+    arrived.set()
+    waiter.join(10)
+    iteration.stop("its loader was closed")
+    with pytest.raises(StateError, match="its loader was closed"):
+        next(iteration)
