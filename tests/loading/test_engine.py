@@ -761,19 +761,20 @@ def test_samples_of_lanes_that_are_not_followed_are_refused(
         pieces.follow(np.arange(4, 8), np.arange(4))
 
 
+def engine_with_room(endpoint: Running, cache: Path, samples: int) -> Engine:
+    """One that may plan far ahead: memory and samples are no limit."""
+    storage = replace(storage_of(endpoint, "obstore"), memory_bytes=100_000_000)
+    config = replace(config_of("stream", "s3:/", cache, storage), num_samples=(samples, 0, 0))
+    steps = StreamLoader(config, micro_batch_size=4, global_batch_size=8).dataset.steps
+    return Engine(steps, iter(range(0, samples, 4)), 4, start=0)
+
+
 def test_what_is_ahead_is_filled_up_by_plans_of_a_quarter_of_it(
     server: tuple[Running, Path], tmp_path: Path
 ) -> None:
     """A plan of one slab costs nearly as much as one of thirty-two."""
     endpoint, _ = server
-    storage = replace(storage_of(endpoint, "obstore"), memory_bytes=100_000_000)
-    config = replace(config_of("stream", "s3:/", tmp_path, storage), num_samples=(300_000, 0, 0))
-    engine = Engine(
-        StreamLoader(config, micro_batch_size=4, global_batch_size=8).dataset.steps,
-        iter(range(0, 300_000, 4)),
-        4,
-        start=0,
-    )
+    engine = engine_with_room(endpoint, tmp_path, 300_000)
     lookahead = engine._lookahead
     lookahead.keep_pace(0.0)
     while not lookahead.is_far:
@@ -794,16 +795,9 @@ def test_a_slow_caller_is_not_read_far_ahead_of(
     server: tuple[Running, Path], tmp_path: Path
 ) -> None:
     endpoint, _ = server
-    storage = replace(storage_of(endpoint, "obstore"), memory_bytes=100_000_000)
-    config = replace(config_of("stream", "s3:/", tmp_path, storage), num_samples=(100_000, 0, 0))
     planned = []
     for seconds in (0.0, 1e6):
-        engine = Engine(
-            StreamLoader(config, micro_batch_size=4, global_batch_size=8).dataset.steps,
-            iter(range(0, 100_000, 4)),
-            4,
-            start=0,
-        )
+        engine = engine_with_room(endpoint, tmp_path, 100_000)
         engine._lookahead.keep_pace(seconds)
         engine._lookahead.plan()
         while not engine._lookahead.is_far:
