@@ -10,6 +10,7 @@ import socket
 import sys
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -52,11 +53,13 @@ class Family:
             time.sleep(0.02)
 
     def signal(self, number: int, *ranks: int) -> None:
-        """Send these processes a signal."""
+        """Send these processes a signal; one that has ended gets none."""
         for rank in ranks:
             pid = self.members[rank].pid
             assert pid is not None
-            os.kill(pid, number)
+            # The server of forks knows of an end before this process is told of it.
+            with suppress(ProcessLookupError):
+                os.kill(pid, number)
 
     def ended(self, *ranks: int, within: float) -> list[int | None]:
         """Exit codes; None of a process that still runs after so many seconds."""

@@ -100,6 +100,7 @@ def train_on(run_file: str, ranks: int, kill_at: int | None, environment: dict[s
             and any(r["step"] >= kill_at for r in read_metrics(metrics))
         ):
             family.signal(signal.SIGKILL, *everyone)
+            break
     codes = family.ended(*everyone, within=10)
     family.close()
     if kill_at is None:
