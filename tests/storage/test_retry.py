@@ -390,12 +390,15 @@ def test_a_paused_retry_does_not_wait_for_other_requests() -> None:
         fetcher.close()
 
 
-def test_a_closed_stager_does_not_wait_for_its_pauses(tmp_path: Path) -> None:
+def test_a_closed_stager_does_not_wait_for_its_pauses(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     from streammega.loading.staging import Stager
     from streammega.samples.token_file import TokenFile
     from streammega.storage.cache import PageCache
     from streammega.storage.cache.store import CachedStore
 
+    monkeypatch.setattr(retry, "longest_pause", lambda attempt: 100.0)
     tried = threading.Event()
 
     def refuse(start: int) -> None:
@@ -415,10 +418,9 @@ def test_a_closed_stager_does_not_wait_for_its_pauses(tmp_path: Path) -> None:
     )
     stager = Stager([file], config)
     assert tried.wait(10)
-    time.sleep(1.0)  # its pauses are longer than a second by now
     began = time.monotonic()
     stager.close()
-    assert time.monotonic() - began < 1.0
+    assert time.monotonic() - began < 40, "the shortest of its pauses is 50 seconds"
     assert not any(thread.is_alive() for thread in stager._threads)
 
 
@@ -514,7 +516,7 @@ print("ready", flush=True)
         began = time.monotonic()
         run.send_signal(signal.SIGINT)
         _, errors = run.communicate(timeout=60)
-        assert time.monotonic() - began < 5
+        assert time.monotonic() - began < 20, "the endpoint would be given up after 30 seconds"
         assert errors.strip().endswith("KeyboardInterrupt"), errors
         assert "Exception ignored" not in errors
 
