@@ -150,7 +150,7 @@ def permute_back(value, size, key):
 
 
 @numba.njit(inline="always")
-def _lefts(draws, fraction, phase):
+def lefts_of(draws, fraction, phase):
     """floor(draws * fraction + phase), all of it exact; fraction and phase in 2**-44ths.
 
     In two halves of the fraction, as the product of both wholes would not fit 64 bits.
@@ -161,7 +161,7 @@ def _lefts(draws, fraction, phase):
 
 
 @numba.njit(inline="always")
-def _phase(lane_key, node):
+def phase_of_node(lane_key, node):
     """Where the counting of a node starts, in 2**-44ths of a draw: another in every lane, so that
     lanes do not burst together.
     """
@@ -181,10 +181,10 @@ def choose(draw, lane, segment, fractions, num, key):
     lane_key = keyed(key, NODES, lane, segment)
     while high - low > 1:
         fraction = fractions[node]
-        phase = _phase(lane_key, node)
-        lefts_before = _lefts(draw, fraction, phase)
+        phase = phase_of_node(lane_key, node)
+        lefts_before = lefts_of(draw, fraction, phase)
         middle = (low + high) // 2
-        if _lefts(draw + 1, fraction, phase) > lefts_before:
+        if lefts_of(draw + 1, fraction, phase) > lefts_before:
             draw = lefts_before
             high = middle
             node = 2 * node
@@ -223,7 +223,7 @@ def count_draws(draws, lanes, segment, fractions, num, key, counts):
             if stop - first == 1:
                 counts[lane, first] += drawn
                 continue
-            lefts = _lefts(drawn, fractions[here], _phase(lane_key, here))
+            lefts = lefts_of(drawn, fractions[here], phase_of_node(lane_key, here))
             middle = (first + stop) // 2
             top += 1
             low[top] = first
@@ -344,7 +344,7 @@ def _part_of(sample, d, firsts, before):
 
 
 @numba.njit(inline="always")
-def _start_of(dataset_key, part, d, firsts, starts, slacks):
+def start_of(dataset_key, part, d, firsts, starts, slacks):
     """The token of the file at which the samples of a part begin in an epoch: another one each."""
     phase = below(keyed(dataset_key, PHASES, part - firsts[d], 0), slacks[part] + 1)
     return starts[part] + phase
@@ -365,7 +365,7 @@ def locate_stream(
             lane, d, draw, lanes, key, sizes[d], blocks_of[d], groups[d], epoch_of, short_slots
         )
         part = _part_of(sample, d, firsts, before)
-        part_start = _start_of(dataset_key, part, d, firsts, starts, slacks)
+        part_start = start_of(dataset_key, part, d, firsts, starts, slacks)
         dataset[i] = d
         file[i] = files[part]
         start[i] = part_start + (sample - before[part]) * length
@@ -452,7 +452,7 @@ def piece_runs(
         part = _part_of(sample, d, firsts, before)
         while sample < end_sample:
             stop_sample = min(ends[part], end_sample)
-            part_start = _start_of(dataset_key, part, d, firsts, starts, slacks)
+            part_start = start_of(dataset_key, part, d, firsts, starts, slacks)
             piece[runs] = i
             file[runs] = files[part]
             start[runs] = part_start + (sample - before[part]) * length

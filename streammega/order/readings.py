@@ -1,0 +1,107 @@
+"""The stream order backwards: which samples read given tokens of a file. In closed form: no sample
+is looked through, and no log of a run is needed.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from streammega.kernels.lanes_back import read_by
+from streammega.order.lanes import StreamOrder
+
+Integers = NDArray[np.int64]
+EPOCHS_AT_ONCE = 4096
+"""Epochs whose readings are asked for by one call of the kernel: bounds the memory."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Readings:
+    """Which samples read tokens that were asked for, and which of these; int64 [readings] each.
+
+    sample: ids, ascending. start, stop: tokens from the beginning of the file.
+    """
+
+    sample: Integers
+    start: Integers
+    stop: Integers
+
+    def __len__(self) -> int:
+        return len(self.sample)
+
+
+def stream_readings(
+    order: StreamOrder, dataset: int, file: int, start: int, stop: int, end: int
+) -> Readings:
+    """All readings of tokens [start, stop) of a file before sample `end`, in the order of samples.
+
+    The inverse of `order.locate`: of a sample's tokens, with the extra one, those that lie within
+    [start, stop). Tokens between the samples of an epoch are read in none of it. Cost: some ten
+    microseconds an epoch, and as much for each sample that the tokens touch.
+    """
+    parts = []
+    epochs = num_epochs(order, dataset, end)
+    for first in range(0, epochs, EPOCHS_AT_ONCE):
+        last = min(epochs, first + EPOCHS_AT_ONCE)
+        parts.append(_read_in(order, dataset, (file, start, stop), (first, last), end))
+    sample, begin, finish = np.concatenate(parts, axis=1) if parts else np.empty((3, 0), np.int64)
+    # One that reads two parts of a file comes once for each of them.
+    by_sample = np.lexsort((begin, sample))
+    return Readings(sample=sample[by_sample], start=begin[by_sample], stop=finish[by_sample])
+
+
+def num_epochs(order: StreamOrder, dataset: int, end: int) -> int:
+    """How many epochs of a dataset have begun before sample `end`; of one that is not drawn, 0."""
+    lanes = order.lanes
+    draws = order.counts(end - end % -lanes)[:, dataset]  # of whole rows, the one begun with
+    group = int(order.geometry.groups[dataset])
+    size = int(order.sizes[dataset])
+    lane = np.arange(lanes)
+    last = np.where(draws > 0, (draws - 1) * group + lane % group, -1)
+    runs = last.reshape(-1, group).max(axis=1)
+    # as `run_bounds` of the kernels: the lanes of a run have its samples in equal shares
+    first_lanes = np.arange(0, lanes + 1, group)
+    starts = first_lanes * (size // lanes) + np.minimum(size % lanes, first_lanes)
+    return int((runs // np.diff(starts)).max()) + 1
+
+
+def _read_in(
+    order: StreamOrder,
+    dataset: int,
+    tokens: tuple[int, int, int],
+    epochs: tuple[int, int],
+    end: int,
+) -> Integers:
+    """(sample, start, stop) of all readings of (file, start, stop) in epochs [first, last), int64
+    [3, readings].
+    """
+    geometry = order.geometry
+    room = 0
+    while True:
+        found = np.empty((3, room), np.int64)
+        readings = read_by(
+            dataset,
+            *tokens,
+            *epochs,
+            end,
+            order.lanes,
+            *order.drawing,
+            geometry.sizes[dataset],
+            geometry.blocks[dataset],
+            geometry.groups[dataset],
+            geometry.first_parts,
+            geometry.files,
+            geometry.starts,
+            geometry.slacks,
+            geometry.before,
+            geometry.ends,
+            order.sequence_length,
+            order.width,
+            *found,
+        )
+        if readings <= room:
+            return found[:, :readings]
+        # counted, and now there is room for them
+        room = readings

@@ -1,0 +1,116 @@
+"""The stream order backwards: which samples read given tokens is what a scan of all samples finds."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from streammega.kernels.lanes import choose, keyed
+from streammega.kernels.lanes_back import row_of_draw
+from streammega.order.lanes import FilePart, StreamDataset, StreamOrder, tree_fractions
+from streammega.order.readings import num_epochs, stream_readings
+from tests.order.test_stream_order import orders
+
+
+def scanned(
+    order: StreamOrder, dataset: int, file: int, start: int, stop: int, end: int
+) -> list[tuple[int, int, int]]:
+    """The same by looking at every sample."""
+    extents = order.locate(np.arange(end))
+    low = np.maximum(extents.start, start)
+    high = np.minimum(extents.stop, stop)
+    of_file = (extents.dataset == dataset) & (extents.file == file)
+    sample = np.flatnonzero(of_file & (low < high))
+    columns = (sample, low[sample], high[sample])
+    return list(zip(*(column.tolist() for column in columns), strict=True))
+
+
+def found(
+    order: StreamOrder, dataset: int, file: int, start: int, stop: int, end: int
+) -> list[tuple[int, int, int]]:
+    readings = stream_readings(order, dataset, file, start, stop, end)
+    columns = (readings.sample, readings.start, readings.stop)
+    return list(zip(*(column.tolist() for column in columns), strict=True))
+
+
+@st.composite
+def scheduled(draw: st.DrawFn) -> StreamOrder:
+    """Blends whose weights change, some to zero and back."""
+    count = draw(st.integers(1, 5))
+    order = draw(orders(count=count))
+    weight = st.sampled_from([0.0, 1e-3, 0.2, 1.0, 7.0])
+    schedule = list(order.schedule)
+    first = 0
+    for _ in range(draw(st.integers(0, 3))):
+        first += draw(st.integers(1, 300))
+        weights = [draw(weight) for _ in range(count)]
+        if any(weights):
+            schedule.append((first, weights))
+    return replace(order, schedule=schedule)
+
+
+@given(order=scheduled(), data=st.data())
+def test_the_samples_that_read_tokens_are_those_a_scan_finds(
+    order: StreamOrder, data: st.DataObject
+) -> None:
+    end = data.draw(st.integers(0, 3000), label="end")
+    dataset = data.draw(st.integers(0, len(order.datasets) - 1), label="dataset")
+    part = data.draw(st.sampled_from(list(order.datasets[dataset].parts)), label="part")
+    start = data.draw(st.integers(0, part.start + part.tokens + 3), label="start")
+    stop = start + data.draw(st.integers(0, 40) | st.just(1000), label="tokens")
+    place = (dataset, part.file, start, stop, end)
+    assert found(order, *place) == scanned(order, *place)
+
+
+def test_every_token_that_a_sample_has_leads_back_to_it() -> None:
+    """In a large order, of samples anywhere: as many epochs as there are come back, this one too."""
+    parts = [FilePart(file=n, start=n, tokens=3_000_000 + 77 * n) for n in range(3)]
+    order = StreamOrder(
+        datasets=[StreamDataset(parts=parts, itemsize=2) for _ in range(7)],
+        schedule=[(0, [1, 5, 0.01, 2, 2, 3, 1e-4]), (10**6, [1, 0, 0.01, 4, 2, 3, 1e-4])],
+        sequence_length=128,
+        extra_token=False,
+        seed=5,
+        lanes=1024,
+    )
+    samples = np.random.default_rng(0).integers(0, 10**7, 1000)
+    extents = order.locate(samples)
+    rows = zip(samples, extents.dataset, extents.file, extents.start, extents.stop, strict=True)
+    for sample, dataset, file, start, stop in rows:
+        middle = (int(start) + int(stop)) // 2
+        readings = stream_readings(
+            order, int(dataset), int(file), middle, middle + 1, int(sample) + 1
+        )
+        assert readings.sample[-1] == sample
+        epochs = num_epochs(order, int(dataset), int(sample) + 1)
+        # once an epoch, and in some none: what lies between its samples
+        assert epochs - 2 <= len(readings) <= epochs
+
+
+@given(
+    weights=st.lists(st.sampled_from([0.0, 1e-9, 1e-4, 0.3, 1.0, 50.0]), min_size=1, max_size=9),
+    row=st.integers(0, 2**40),
+    lane=st.integers(0, 2000),
+)
+def test_the_row_of_a_draw_is_the_row_that_makes_it(
+    weights: list[float], row: int, lane: int
+) -> None:
+    if not any(weights):
+        weights = [*weights, 1.0]
+    key = np.uint64(keyed(np.uint64(3), 0, 1, 8))
+    fractions = tree_fractions(weights)
+    dataset, draw = choose(row, lane, 0, fractions, len(weights), key)
+    assert row_of_draw(draw, dataset, lane, 0, fractions, len(weights), key) == row
+
+
+@pytest.mark.parametrize("draw", [0, 1, 2**40])
+def test_a_dataset_without_weight_is_never_drawn(draw: int) -> None:
+    fractions = tree_fractions([1.0, 0.0, 0.0])
+    key = np.uint64(1)
+    assert row_of_draw(draw, 0, 0, 0, fractions, 3, key) == draw
+    assert row_of_draw(draw, 1, 0, 0, fractions, 3, key) == -1
+    assert row_of_draw(draw, 2, 0, 0, fractions, 3, key) == -1
