@@ -26,6 +26,32 @@ if child == 0:
     os._exit(0 if rows.tolist() == [[0, 1, 2]] else 1)
 print(os.waitpid(child, 0)[1] == 0)
 """
+ENDED = """
+import sys, threading
+from streammega.kernels import first_call
+
+class Waits:
+    def find_spec(self, name, path=None, target=None):
+        if name == "first_of_two":
+            begun.set()
+            ends[0].wait(60.0)  # of the main thread, when it ends
+        if name in ("first_of_two", "second_of_two"):
+            print(name)
+            raise ModuleNotFoundError(name)
+
+ends = []
+begun = threading.Event()
+sys.meta_path.insert(0, Waits())
+prepare = first_call._prepare
+def noted(event):
+    ends.append(event)
+    prepare(event)
+first_call._prepare = noted
+first_call._call = lambda: print("called")
+first_call.MODULES = ("first_of_two", "second_of_two")
+first_call.begin()
+begun.wait(60.0)
+"""
 
 
 def printed(program: str) -> str:
@@ -41,3 +67,7 @@ def test_a_program_that_imports_the_loader_has_made_numbas_first_call() -> None:
 
 def test_a_fork_right_after_the_import_leaves_a_child_that_computes() -> None:
     assert printed(FORKED) == "True"
+
+
+def test_a_program_that_ends_meanwhile_waits_for_no_more_than_one_step_of_it() -> None:
+    assert printed(ENDED) == "first_of_two"
