@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -11,49 +10,14 @@ from typing import Any
 import pytest
 import torch
 
-from streammega import DataConfig, StreamLoader
+from streammega import DataConfig
 from streammega.errors import ConfigError, StateError
 from streammega.integrations.accelerate import StreamDataLoader
-from tests.conftest import write_random_pair
 from tests.support.gang import Gang
-from tests.support.trainer_programs import (
-    GLOBAL_BATCH,
-    MICRO_BATCH,
-    accelerate_train,
-    accelerate_whole_checkpoint,
-    accelerator_of,
-    logged,
-    rows_of,
-)
+from tests.support.trainer_kills import ACCELERATE, KILLS, check_killed_trainer
+from tests.support.trainer_programs import SIZES, STEPS, accelerator_of, rows_of, stream
 
 pytestmark = pytest.mark.filterwarnings("ignore")
-
-SIZES: Any = {"micro_batch_size": MICRO_BATCH, "global_batch_size": GLOBAL_BATCH}
-STEPS = 9
-"""Optimizer steps of a pass."""
-
-
-@pytest.fixture
-def endless(tmp_path: Path) -> DataConfig:
-    write_random_pair(str(tmp_path / "pair"))
-    return DataConfig(
-        blend=[str(tmp_path / "pair")],
-        sequence_length=16,
-        order="stream",
-        index_cache_dir=tmp_path / "cache",
-    )
-
-
-@pytest.fixture
-def sized(endless: DataConfig) -> DataConfig:
-    return replace(endless, num_samples=(GLOBAL_BATCH * STEPS, 0, 0))
-
-
-def stream(config: DataConfig, steps: int) -> list[list[int]]:
-    """The samples of the first steps, by the bare loader."""
-    whole: Any = {"micro_batch_size": GLOBAL_BATCH, "global_batch_size": GLOBAL_BATCH}
-    with StreamLoader(config, **whole) as loader:
-        return [row for _ in range(steps) for row in rows_of(next(loader))]
 
 
 @pytest.fixture
@@ -62,30 +26,11 @@ def accelerator() -> Iterator[Any]:
         yield made
 
 
-@pytest.mark.parametrize(
-    ("before", "after"), [(1, 1), (2, 2), (2, 1), pytest.param(1, 2, marks=pytest.mark.soak)]
-)
+@KILLS
 def test_a_killed_run_resumes_exactly(
     gang: Gang, endless: DataConfig, tmp_path: Path, before: int, after: int
 ) -> None:
-    folder = tmp_path / "run"
-    again = tmp_path / "again"
-    folder.mkdir()
-    again.mkdir()
-
-    def due() -> bool:
-        return len(list(folder.glob("step-*/whole"))) >= 3
-
-    assert gang.run_until(
-        due, before, accelerate_train, endless, str(folder), before, None, 100_000
-    )
-    checkpoint, step = accelerate_whole_checkpoint(folder)
-    seen = logged(folder, before)
-    states = gang.run(after, accelerate_train, endless, str(again), after, checkpoint, step + 5)
-    rows = seen[: step * GLOBAL_BATCH] + logged(again, after)
-    assert rows == stream(endless, step + 5)
-    assert all(state == states[0] for state in states)
-    assert len(json.dumps(states[0])) < 1024
+    check_killed_trainer(gang, ACCELERATE, endless, tmp_path, before, after)
 
 
 def test_the_end_of_a_pass_is_known_with_its_last_batch(

@@ -19,57 +19,33 @@ from streammega.integrations.trained_batches import TrainedBatches
 from tests.conftest import write_random_pair
 from tests.support.gang import Gang
 from tests.support.processes import launch
+from tests.support.trainer_kills import (
+    FABRIC,
+    KILLS,
+    LIGHTNING,
+    KilledTrainer,
+    check_killed_trainer,
+)
 from tests.support.trainer_programs import (
     GLOBAL_BATCH,
     MICRO_BATCH,
+    SIZES,
+    STEPS,
     RowLog,
     lightning_fit,
     lightning_module,
-    lightning_whole_checkpoint,
     logged,
     rank_environment,
     rows_of,
+    stream,
 )
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # Lightning's, of few workers and few batches
-
-SIZES: Any = {"micro_batch_size": MICRO_BATCH, "global_batch_size": GLOBAL_BATCH}
-STEPS = 13
-"""Optimizer steps of a pass."""
-
-
-@pytest.fixture
-def endless(tmp_path: Path) -> DataConfig:
-    write_random_pair(str(tmp_path / "pair"))
-    return DataConfig(
-        blend=[str(tmp_path / "pair")],
-        sequence_length=16,
-        order="stream",
-        split="80,20,0",
-        index_cache_dir=tmp_path / "cache",
-    )
-
-
-@pytest.fixture
-def sized(endless: DataConfig) -> DataConfig:
-    return replace(endless, num_samples=(GLOBAL_BATCH * STEPS, 16, 0))
 
 
 @pytest.fixture(params=["sized", "endless"])
 def config(request: pytest.FixtureRequest) -> Any:
     return request.getfixturevalue(request.param)
-
-
-def stream(config: DataConfig, steps: int) -> list[list[int]]:
-    """The samples of so many steps, by the bare loader; after the end the next pass."""
-    rows: list[list[int]] = []
-    with StreamLoader(config, micro_batch_size=GLOBAL_BATCH, global_batch_size=GLOBAL_BATCH) as all:
-        while len(rows) < steps * GLOBAL_BATCH:
-            for batch in all:
-                rows += rows_of(batch)
-                if len(rows) == steps * GLOBAL_BATCH:
-                    break
-    return rows
 
 
 def folder_of(tmp_path: Path, name: str) -> str:
@@ -96,38 +72,17 @@ def test_a_resume_goes_on_with_the_next_sample(
     assert logged(Path(second), 1) == stream(config, steps)[4 * GLOBAL_BATCH :]
 
 
-@pytest.mark.parametrize(
-    ("before", "after"), [(1, 1), (2, 2), (2, 1), pytest.param(1, 2, marks=pytest.mark.soak)]
-)
+@pytest.mark.parametrize("trainer", [LIGHTNING, FABRIC], ids=["lightning", "fabric"])
+@KILLS
 def test_a_killed_run_resumes_exactly(
-    gang: Gang, endless: DataConfig, tmp_path: Path, before: int, after: int
+    gang: Gang,
+    endless: DataConfig,
+    tmp_path: Path,
+    before: int,
+    after: int,
+    trainer: KilledTrainer,
 ) -> None:
-    folder = tmp_path / "run"
-    folder.mkdir()
-
-    def due() -> bool:
-        return len(list(folder.glob("*.ckpt"))) >= 4
-
-    assert gang.run_until(due, before, lightning_fit, endless, str(folder), before, None)
-    checkpoint, step = lightning_whole_checkpoint(folder)
-    seen = logged(folder, before)
-    again = folder_of(tmp_path, "again")
-    run_limited = (endless, again, after, checkpoint, False, step + 4)
-    gang.run(after, lightning_limited, *run_limited)
-    rows = seen[: step * GLOBAL_BATCH] + logged(Path(again), after)
-    assert rows == stream(endless, step + 4)
-
-
-def lightning_limited(
-    rank: int,
-    config: DataConfig,
-    folder: str,
-    size: int,
-    checkpoint: str | None,
-    estimate: bool,
-    max_steps: int,
-) -> dict[str, Any]:
-    return lightning_fit(rank, config, folder, size, checkpoint, estimate, max_steps=max_steps)
+    check_killed_trainer(gang, trainer, endless, tmp_path, before, after)
 
 
 @pytest.mark.parametrize("per_epoch", [1.0, 20])

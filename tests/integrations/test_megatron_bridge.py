@@ -1,20 +1,12 @@
-"""Megatron-Bridge's contracts for datasets and callbacks, with ours in them.
-
-Bridge itself needs Transformer Engine and a GPU. Where its package is installed without all that,
-the classes of its contract are taken out of its own sources.
+"""Megatron-Bridge's contracts for datasets and callbacks, with ours in them, and its training step,
+killed and gone on with.
 """
 
 from __future__ import annotations
-import __future__
 
-import abc
-import ast
 import copy
 import dataclasses
-import importlib.util
 import sys
-import types
-import typing
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -29,47 +21,19 @@ from streammega.errors import ConfigError, StateError
 from streammega.integrations import megatron_bridge
 from streammega.integrations.megatron import MegatronBatches
 from tests.integrations.test_megatron_provider import write_datasets
+from tests.support.bridge_contract import bridge_folder, contract
+from tests.support.bridge_programs import train
+from tests.support.gang import Gang
+from tests.support.megatron_kills import KILLS, check_killed
 
-
-def bridge_folder() -> Path | None:
-    megatron = importlib.util.find_spec("megatron")
-    places = [] if megatron is None else list(megatron.submodule_search_locations or ())
-    found = [Path(place) / "bridge" for place in places if (Path(place) / "bridge").is_dir()]
-    return found[0] if found else None
-
-
-FOLDER = bridge_folder()
-if FOLDER is None:
+if bridge_folder() is None:
     pytest.skip("needs megatron-bridge", allow_module_level=True)
 
 
-def put_classes(monkeypatch: pytest.MonkeyPatch, module: Any, path: Path, *names: str) -> None:
-    """Some classes of a source file in a module, without what else the file imports."""
-    monkeypatch.setitem(sys.modules, module.__name__, module)
-    tree = ast.parse(path.read_text())
-    tree.body = [
-        node for node in tree.body if isinstance(node, ast.ClassDef) and node.name in names
-    ]
-    known = {name: getattr(typing, name) for name in ("Any", "Literal", "Optional", "Tuple")}
-    known |= {"dataclass": dataclasses.dataclass, "field": dataclasses.field}
-    known |= {"ABC": abc.ABC, "abstractmethod": abc.abstractmethod}
-    vars(module).update(known)
-    flags = __future__.annotations.compiler_flag
-    exec(compile(tree, str(path), "exec", flags=flags), vars(module))
-
-
-@pytest.fixture(autouse=True)
+@pytest.fixture
 def _contract(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    assert FOLDER is not None
-    training = FOLDER / "training"
-    names = ("DataloaderConfig", "DatasetBuildContext", "DatasetProvider")
-    package = "megatron.bridge.training"
-    for name in ("megatron.bridge", package):
-        monkeypatch.setitem(sys.modules, name, types.ModuleType(name))
-    config = types.ModuleType(f"{package}.config")
-    put_classes(monkeypatch, config, training / "config.py", *names)
-    callbacks = types.ModuleType(f"{package}.callbacks")
-    put_classes(monkeypatch, callbacks, training / "callbacks.py", "Callback")
+    for name, module in contract().items():
+        monkeypatch.setitem(sys.modules, name, module)
     for make in (megatron_bridge._provider_class, megatron_bridge._callback_class):
         make.cache_clear()
     yield
@@ -110,6 +74,7 @@ def rows(batches: Any, count: int) -> list[list[int]]:
     return [row for _ in range(count) for row in next(batches)["tokens"].tolist()]
 
 
+@pytest.mark.usefixtures("_contract")
 @pytest.mark.parametrize("order", ["megatron", "stream"])
 def test_training_goes_on_on_other_ranks_by_bridges_count_alone(
     config: DataConfig, order: Any
@@ -136,6 +101,7 @@ def test_training_goes_on_on_other_ranks_by_bridges_count_alone(
     assert sorted(later) == sorted(whole[24:40])
 
 
+@pytest.mark.usefixtures("_contract")
 def test_ranks_are_asked_of_megatron_where_bridge_does_not_tell_them(
     config: DataConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -153,6 +119,7 @@ def test_ranks_are_asked_of_megatron_where_bridge_does_not_tell_them(
     assert torch.equal(next(train)["tokens"], next(reference)["tokens"])
 
 
+@pytest.mark.usefixtures("_contract")
 def test_training_that_nobody_placed_is_refused(config: DataConfig) -> None:
     provider, callback = megatron_bridge.stream_dataset(config, micro_batch_size=2)
     train, valid, _ = provider.build_datasets(context_of())
@@ -165,6 +132,7 @@ def test_training_that_nobody_placed_is_refused(config: DataConfig) -> None:
         begin(callback, 10**6)
 
 
+@pytest.mark.usefixtures("_contract")
 def test_nothing_of_the_data_goes_into_bridges_files_or_is_lost_by_copies(
     config: DataConfig,
 ) -> None:
@@ -180,8 +148,19 @@ def test_nothing_of_the_data_goes_into_bridges_files_or_is_lost_by_copies(
         read_again.build_datasets(context_of())
 
 
+@pytest.mark.usefixtures("_contract")
 def test_the_stream_order_asks_for_lanes(config: DataConfig) -> None:
     with pytest.raises(ConfigError, match="set lanes"):
         megatron_bridge.stream_dataset(
             dataclasses.replace(config, order="stream"), micro_batch_size=2
         )
+
+
+@KILLS
+def test_a_killed_run_goes_on_exactly(
+    gang: Gang, config: DataConfig, tmp_path: Path, order: Any, killed: int, goes_on: int
+) -> None:
+    """Bridge's iterators, callbacks, training step and counts, on as many ranks or fewer."""
+    lanes = 1024 if order == "stream" else None
+    masked = dataclasses.replace(config, order=order, lanes=lanes, create_attention_mask=True)
+    check_killed(gang, tmp_path, killed, goes_on, train, masked)

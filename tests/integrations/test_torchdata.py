@@ -58,9 +58,16 @@ def node_of(loader: StreamLoader) -> Any:
         (NodeFeed, 1, 1),
         (NodeFeed, 2, 1),
         (NoWorkersFeed, 2, 1),
+        (WorkersFeed, 2, 2),
         *(
             pytest.param(*case, marks=pytest.mark.soak)
-            for case in ((NodeFeed, 2, 2), (NodeFeed, 1, 2), (WorkersFeed, 2, 2))
+            for case in (
+                (NodeFeed, 2, 2),
+                (NodeFeed, 1, 2),
+                (NoWorkersFeed, 1, 1),
+                (NoWorkersFeed, 2, 2),
+                (WorkersFeed, 1, 1),
+            )
         ),
     ],
 )

@@ -13,45 +13,24 @@ from typing import Any
 import pytest
 import torch
 
-from streammega import DataConfig, StreamLoader
+from streammega import DataConfig
 from streammega.errors import ConfigError, StateError
 from streammega.integrations import transformers as integration
 from streammega.integrations.transformers import causal_lm_batch
-from tests.conftest import write_random_pair
 from tests.support.gang import Gang
+from tests.support.trainer_kills import KILLS, TRANSFORMERS, TRL, check_killed_trainer
 from tests.support.trainer_programs import (
+    EOD,
     GLOBAL_BATCH,
-    MICRO_BATCH,
+    STEPS,
     VOCABULARY,
     logged,
-    rows_of,
+    stream,
     tiny_model,
     transformers_train,
-    transformers_whole_checkpoint,
 )
 
 pytestmark = pytest.mark.filterwarnings("ignore")
-
-EOD = 7
-STEPS = 7
-"""Optimizer steps of a pass."""
-
-
-@pytest.fixture
-def endless(tmp_path: Path) -> DataConfig:
-    write_random_pair(str(tmp_path / "pair"), vocab=VOCABULARY)
-    return DataConfig(
-        blend=[str(tmp_path / "pair")],
-        sequence_length=16,
-        order="stream",
-        eod_id=EOD,
-        index_cache_dir=tmp_path / "cache",
-    )
-
-
-@pytest.fixture
-def sized(endless: DataConfig) -> DataConfig:
-    return replace(endless, num_samples=(GLOBAL_BATCH * STEPS, 0, 0))
 
 
 @pytest.fixture
@@ -59,19 +38,6 @@ def needs_transformers() -> Any:
     return pytest.importorskip(
         "transformers", reason="needs transformers: make integrations installs it"
     )
-
-
-def stream(config: DataConfig, steps: int) -> list[list[int]]:
-    """The samples of so many steps, by the bare loader; after the end the next pass."""
-    rows: list[list[int]] = []
-    whole: Any = {"micro_batch_size": GLOBAL_BATCH, "global_batch_size": GLOBAL_BATCH}
-    with StreamLoader(config, **whole) as loader:
-        while len(rows) < steps * GLOBAL_BATCH:
-            for batch in loader:
-                rows += rows_of(batch)
-                if len(rows) == steps * GLOBAL_BATCH:
-                    break
-    return rows
 
 
 def documents_of(rows: int = 4, length: int = 32) -> dict[str, torch.Tensor]:
@@ -125,29 +91,20 @@ def test_the_loss_of_a_model_is_that_of_our_labels_and_mask() -> None:
 
 
 @pytest.mark.usefixtures("needs_transformers")
-@pytest.mark.parametrize(
-    ("before", "after"), [(1, 1), (2, 2), (2, 1), pytest.param(1, 2, marks=pytest.mark.soak)]
-)
+@KILLS
 def test_a_killed_run_resumes_exactly(
     gang: Gang, endless: DataConfig, tmp_path: Path, before: int, after: int
 ) -> None:
-    folder = tmp_path / "run"
-    again = tmp_path / "again"
-    folder.mkdir()
-    again.mkdir()
+    check_killed_trainer(gang, TRANSFORMERS, endless, tmp_path, before, after)
 
-    def due() -> bool:
-        return len(list(folder.glob("checkpoint-*/trainer_state.json"))) >= 3
 
-    assert gang.run_until(
-        due, before, transformers_train, endless, str(folder), before, None, 100_000
-    )
-    checkpoint, step = transformers_whole_checkpoint(folder)
-    seen = logged(folder, before)
-    consumed = gang.run(after, transformers_train, endless, str(again), after, checkpoint, step + 5)
-    rows = seen[: step * GLOBAL_BATCH] + logged(again, after)
-    assert rows == stream(endless, step + 5)
-    assert set(consumed) == {(step + 5) * GLOBAL_BATCH}
+@pytest.mark.usefixtures("needs_transformers")
+@KILLS
+def test_a_killed_run_of_trls_trainer_resumes_exactly(
+    gang: Gang, endless: DataConfig, tmp_path: Path, before: int, after: int
+) -> None:
+    pytest.importorskip("trl", reason="needs TRL: make integrations installs it")
+    check_killed_trainer(gang, TRL, endless, tmp_path, before, after)
 
 
 @pytest.mark.usefixtures("needs_transformers")
@@ -161,12 +118,12 @@ def test_epochs_are_passes_and_a_resume_within_one_ends_with_it(
     steps = 2 * STEPS + 2
     transformers_train(0, sized, str(whole), 1, None, steps)
     assert logged(whole, 1) == stream(sized, steps)
-    checkpoint = str(whole / "checkpoint-10")
-    saved = json.loads((whole / "checkpoint-10" / "trainer_state.json").read_text())
+    checkpoint = str(whole / "checkpoint-16")
+    saved = json.loads((whole / "checkpoint-16" / "trainer_state.json").read_text())
     position = saved["stateful_callbacks"]["StreamPosition"]["attributes"]["position"]
     assert position["consumed_samples"] == 3 * GLOBAL_BATCH, "of the second pass"
     transformers_train(0, sized, str(resumed), 1, checkpoint, steps)
-    assert logged(resumed, 1) == stream(sized, steps)[10 * GLOBAL_BATCH :]
+    assert logged(resumed, 1) == stream(sized, steps)[16 * GLOBAL_BATCH :]
 
 
 @pytest.mark.usefixtures("needs_transformers")
@@ -221,44 +178,3 @@ def test_a_model_that_would_let_documents_see_each_other_is_refused(
     finally:
         for state in (AcceleratorState, PartialState, GradientState):
             state._reset_state()
-
-
-@pytest.mark.usefixtures("needs_transformers")
-def test_trls_trainer_takes_the_stream_with_its_own_losses(
-    sized: DataConfig, tmp_path: Path
-) -> None:
-    trl = pytest.importorskip("trl", reason="needs TRL: make integrations installs it")
-    datasets = pytest.importorskip("datasets")
-    from transformers import PreTrainedTokenizerFast
-
-    from tests.support.trainer_programs import plain_tokenizer
-
-    seen: list[list[int]] = []
-
-    class Tuning(integration.StreamTrainerMixin, trl.SFTTrainer):  # type: ignore[misc, name-defined]
-        def training_step(self, model: Any, inputs: Any, *rest: Any, **named: Any) -> Any:
-            seen.extend(rows_of(inputs, "input_ids"))
-            return super().training_step(model, inputs, *rest, **named)
-
-    arguments = trl.SFTConfig(
-        output_dir=str(tmp_path / "sft"),
-        per_device_train_batch_size=MICRO_BATCH,
-        gradient_accumulation_steps=4,
-        max_steps=3,
-        use_cpu=True,
-        bf16=False,
-        report_to="none",
-        disable_tqdm=True,
-        save_strategy="no",
-    )
-    unused = datasets.Dataset.from_list([{"input_ids": [1, 2, 3]}])
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=plain_tokenizer(), eos_token="</s>")
-    trainer = Tuning(
-        model=tiny_model(),
-        args=arguments,
-        train_dataset=unused,
-        processing_class=tokenizer,
-        stream=sized,
-    )
-    trainer.train()
-    assert seen == stream(sized, 3)

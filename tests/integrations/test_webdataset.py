@@ -22,7 +22,7 @@ from hypothesis import strategies as st
 from streammega import DataConfig, FieldsConfig, StorageConfig, StreamLoader
 from streammega.errors import ConfigError, FormatError, ObjectNotFoundError, StateError
 from streammega.integrations.webdataset import TextStream, loader_stage, webdataset_texts
-from tests.support.feeds import TextFeed, check_kills, rows_of
+from tests.support.feeds import StageFeed, TextFeed, check_kills, rows_of
 from tests.support.gang import Gang
 from tests.support.servers import S3
 
@@ -77,6 +77,17 @@ def test_a_loader_is_the_first_stage_of_a_pipeline(config: DataConfig) -> None:
         with pytest.raises(StateError, match="load_state_dict moved its loader"):
             next(batches)
         assert all(map(torch.equal, iter(pipeline), expected[3:]))
+
+
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [(2, 1), *(pytest.param(*p, marks=pytest.mark.soak) for p in ((1, 1), (2, 2)))],
+)
+def test_a_killed_run_behind_a_pipeline_goes_on_exactly(
+    gang: Gang, config: DataConfig, tmp_path: Path, before: int, after: int
+) -> None:
+    endless = replace(config, order="stream", lanes=16, num_samples=None)
+    check_kills(gang, StageFeed, endless, tmp_path / "run", before, after)
 
 
 # Texts.

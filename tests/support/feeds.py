@@ -89,7 +89,8 @@ class AsyncDcpFeed(DcpFeed):
         from streammega.integrations.dcp import DataState
 
         if not hasattr(self, "group"):
-            self.group = dist.new_group(backend="gloo")
+            # one process by itself has none
+            self.group = dist.new_group(backend="gloo") if dist.is_initialized() else None
         pending: Any = dcp.async_save(
             {"data": DataState(self.loader)}, checkpoint_id=folder, process_group=self.group
         )
@@ -184,6 +185,21 @@ class NoWorkersFeed(WorkersFeed):
     """torchdata's StatefulDataLoader without workers."""
 
     workers = 0
+
+
+class StageFeed(Feed):
+    """A pipeline of webdataset behind a loader, whose state is the loader's."""
+
+    def take(self) -> torch.Tensor:
+        import webdataset
+
+        from streammega.integrations.webdataset import loader_stage
+
+        if not hasattr(self, "batches"):
+            pipeline = webdataset.DataPipeline(loader_stage(self.loader), webdataset.map(rows_of))
+            self.batches = iter(pipeline)
+        rows: torch.Tensor = next(self.batches)
+        return rows
 
 
 class TextFeed(Feed):

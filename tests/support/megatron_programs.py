@@ -122,10 +122,7 @@ def train(
     """Train to the end, from the newest checkpoint of the folder on. Every rank notes the rows that
     it was given in each step, and the loss.
     """
-    warnings.simplefilter("ignore")
-    if not dist.is_initialized():
-        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    with without_cuda():
+    with a_process_group():
         _train(rank, Path(folder), make_arguments(**given), order)
 
 
@@ -184,8 +181,7 @@ def _train(rank: int, folder: Path, args: Any, order: str) -> None:
                 ):
                     noted["valid"] += next(valid_data)["tokens"].tolist()
                 args.consumed_valid_samples += args.eval_global_batch_size
-            with (folder / f"noted-{rank}-of-{world_size}.jsonl").open("a") as file:
-                file.write(json.dumps(noted) + "\n")
+            note(folder, rank, noted)
             if args.iteration % SAVE_INTERVAL == 0:
                 dist.barrier()
                 if rank == 0:
@@ -195,6 +191,22 @@ def _train(rank: int, folder: Path, args: Any, order: str) -> None:
         destroy_rerun_state_machine()
         destroy_num_microbatches_calculator()
         parallel_state.destroy_model_parallel()
+
+
+def note(folder: Path, rank: int, noted: dict[str, Any]) -> None:
+    """Write down what a rank was given in a step."""
+    with (folder / f"noted-{rank}-of-{dist.get_world_size()}.jsonl").open("a") as file:
+        file.write(json.dumps(noted) + "\n")
+
+
+@contextlib.contextmanager
+def a_process_group() -> Iterator[None]:
+    """Without CUDA, and of one process where a test has no other ranks."""
+    warnings.simplefilter("ignore")
+    if not dist.is_initialized():
+        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    with without_cuda():
+        yield
 
 
 class NoTimer:

@@ -12,17 +12,34 @@ from typing import Any
 
 import torch
 
-from streammega import DataConfig
+from streammega import DataConfig, StreamLoader
 from streammega.samples.fields import Batch
 
 MICRO_BATCH = 2
 GLOBAL_BATCH = 8
+SIZES: Any = {"micro_batch_size": MICRO_BATCH, "global_batch_size": GLOBAL_BATCH}
 VOCABULARY = 1000
+EOD = 7
+STEPS = 13
+"""Optimizer steps of a pass, where the data has an end."""
 
 
 def rows_of(batch: Batch, name: str = "tokens") -> list[list[int]]:
-    """The first tokens of each sample, which tell samples apart."""
-    rows: list[list[int]] = batch[name][:, :6].tolist()
+    """The tokens of each sample."""
+    rows: list[list[int]] = batch[name].tolist()
+    return rows
+
+
+def stream(config: DataConfig, steps: int) -> list[list[int]]:
+    """The samples of so many steps, by the bare loader; after the end the next pass."""
+    rows: list[list[int]] = []
+    whole: Any = {"micro_batch_size": GLOBAL_BATCH, "global_batch_size": GLOBAL_BATCH}
+    with StreamLoader(config, **whole) as loader:
+        while len(rows) < steps * GLOBAL_BATCH:
+            for batch in loader:
+                rows += rows_of(batch)
+                if len(rows) == steps * GLOBAL_BATCH:
+                    break
     return rows
 
 
@@ -52,19 +69,22 @@ def logged(folder: Path, ranks: int) -> list[list[int]]:
 
 @contextlib.contextmanager
 def rank_environment(rank: int, size: int) -> Iterator[None]:
-    """What torchrun tells a process, for one that is in a process group already."""
+    """What torchrun tells a process, for one that is in a process group already; nothing for one by
+    itself, which would begin a group of its own.
+    """
     before = dict(os.environ)
-    os.environ.update(
-        RANK=str(rank),
-        LOCAL_RANK=str(rank),
-        WORLD_SIZE=str(size),
-        LOCAL_WORLD_SIZE=str(size),
-        GROUP_RANK="0",
-        TORCHELASTIC_RUN_ID="gang",
-        ACCELERATE_USE_CPU="true",
-        MASTER_ADDR="127.0.0.1",
-        MASTER_PORT="1",
-    )
+    os.environ["ACCELERATE_USE_CPU"] = "true"
+    if size > 1:
+        os.environ.update(
+            RANK=str(rank),
+            LOCAL_RANK=str(rank),
+            WORLD_SIZE=str(size),
+            LOCAL_WORLD_SIZE=str(size),
+            GROUP_RANK="0",
+            TORCHELASTIC_RUN_ID="gang",
+            MASTER_ADDR="127.0.0.1",
+            MASTER_PORT="1",
+        )
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
@@ -119,9 +139,7 @@ def lightning_fit(
     from streammega.integrations.lightning import StreamDataModule
 
     with rank_environment(rank, size):
-        data = StreamDataModule(
-            config, micro_batch_size=MICRO_BATCH, global_batch_size=GLOBAL_BATCH
-        )
+        data = StreamDataModule(config, **SIZES)
         saving = ModelCheckpoint(
             folder, "{step:04d}", every_n_train_steps=2, save_top_k=-1, save_weights_only=False
         )
@@ -143,12 +161,58 @@ def lightning_fit(
         return state
 
 
-def lightning_whole_checkpoint(folder: Path) -> tuple[str, int]:
+def lightning_train(
+    rank: int, config: DataConfig, folder: str, size: int, resume: str | None, steps: int
+) -> dict[str, Any]:
+    """Train up to a step; the state of the data module at the end."""
+    return lightning_fit(rank, config, folder, size, resume, max_steps=steps)
+
+
+def newest_torch_file(folder: Path) -> tuple[str, int]:
     """The newest checkpoint that was written to its end before a kill, and its step."""
     for path in sorted(folder.glob("*.ckpt"), reverse=True):
         with contextlib.suppress(Exception):
             return str(path), int(torch.load(path, weights_only=True)["global_step"])
     raise AssertionError("no checkpoint was written")
+
+
+# Fabric.
+
+
+def fabric_train(
+    rank: int, config: DataConfig, folder: str, size: int, resume: str | None, steps: int
+) -> dict[str, Any]:
+    """Train up to a step, with a checkpoint after every second; the loader's state at the end."""
+    from lightning_fabric import Fabric
+
+    log = RowLog(folder, rank)
+    with rank_environment(rank, size):
+        fabric = Fabric(accelerator="cpu", devices=size, strategy="ddp" if size > 1 else "auto")
+        fabric.launch()
+        place: Any = {"dp_rank": fabric.global_rank, "dp_size": fabric.world_size}
+        loader = StreamLoader(config, **SIZES, **place)
+        bare = torch.nn.Linear(1, 1)
+        model, optimizer = fabric.setup(bare, torch.optim.SGD(bare.parameters(), lr=0.1))
+        kept: dict[str, Any] = {"model": model, "optimizer": optimizer, "data": loader}
+        if resume:
+            fabric.load(resume, kept)
+        for batch in loader.prefetch_to(fabric.device):
+            log.note(rows_of(batch))
+            step, within = divmod(loader.consumed_samples, GLOBAL_BATCH)
+            with fabric.no_backward_sync(model, enabled=within > 0):
+                fabric.backward(model(batch["loss_mask"][:, :1]).sum())
+            if within:
+                continue
+            optimizer.step()
+            optimizer.zero_grad()
+            if step % 2 == 0:
+                path = Path(folder) / f"step={step:04d}.ckpt"
+                fabric.save(path, kept | {"global_step": step})
+            if step == steps:
+                break
+        state: dict[str, Any] = loader.state_dict()
+        loader.close()
+        return state
 
 
 # Accelerate.
@@ -178,9 +242,7 @@ def accelerate_train(
 
     log = RowLog(folder, rank)
     with accelerator_of(rank, size, gradient_accumulation_steps=accumulation(size)) as accelerator:
-        loader = StreamDataLoader(
-            accelerator, config, micro_batch_size=MICRO_BATCH, global_batch_size=GLOBAL_BATCH
-        )
+        loader = StreamDataLoader(accelerator, config, **SIZES)
         bare = torch.nn.Linear(1, 1)
         optimizer = torch.optim.SGD(bare.parameters(), lr=0.1)
         model, optimizer, prepared = accelerator.prepare(bare, optimizer, loader)
@@ -241,42 +303,94 @@ def tiny_model() -> Any:
 
 def transformers_train(
     rank: int, config: DataConfig, folder: str, size: int, resume: str | None, steps: int
-) -> int:
-    """Train so many steps, with a checkpoint after every second; the samples that were consumed."""
-    from accelerate.state import AcceleratorState, GradientState, PartialState
+) -> dict[str, Any]:
+    """Train so many steps, with a checkpoint after every second; the loader's state at the end."""
     from transformers import TrainingArguments
 
     from streammega.integrations.transformers import StreamTrainer
 
-    log = RowLog(folder, rank)
+    with huggingface_rank(rank, size):
+        arguments = huggingface_arguments(TrainingArguments, folder, size, steps)
+        trainer_class = noted(StreamTrainer, RowLog(folder, rank))
+        trainer = trainer_class(model=tiny_model(), args=arguments, stream=config)
+        return trained_to_the_end(trainer, resume)
 
-    class Noted(StreamTrainer):  # type: ignore[misc]
+
+def sft_train(
+    rank: int, config: DataConfig, folder: str, size: int, resume: str | None, steps: int
+) -> dict[str, Any]:
+    """The same, by the trainer of TRL."""
+    from datasets import Dataset
+    from transformers import PreTrainedTokenizerFast
+    from trl import SFTConfig, SFTTrainer
+
+    from streammega.integrations.transformers import StreamTrainerMixin
+
+    class Tuning(StreamTrainerMixin, SFTTrainer):  # type: ignore[misc]
+        pass
+
+    with huggingface_rank(rank, size):
+        arguments = huggingface_arguments(SFTConfig, folder, size, steps, bf16=False)
+        tokenizer = PreTrainedTokenizerFast(tokenizer_object=plain_tokenizer(), eos_token="</s>")
+        trainer = noted(Tuning, RowLog(folder, rank))(
+            model=tiny_model(),
+            args=arguments,
+            train_dataset=Dataset.from_list([{"input_ids": [1, 2, 3]}]),
+            processing_class=tokenizer,
+            stream=config,
+        )
+        return trained_to_the_end(trainer, resume)
+
+
+def noted(trainer_class: Any, log: RowLog) -> Any:
+    """The class of a trainer that notes what it is trained on."""
+
+    class Noted(trainer_class):  # type: ignore[misc]
         def training_step(self, model: Any, inputs: Any, *rest: Any, **named: Any) -> Any:
             log.note(rows_of(inputs, "input_ids"))
             return super().training_step(model, inputs, *rest, **named)
 
+    return Noted
+
+
+@contextlib.contextmanager
+def huggingface_rank(rank: int, size: int) -> Iterator[None]:
+    """A rank for trainers that make their Accelerator themselves."""
+    from accelerate.state import AcceleratorState, GradientState, PartialState
+
     with rank_environment(rank, size):
         try:
-            arguments = TrainingArguments(
-                output_dir=folder,
-                per_device_train_batch_size=MICRO_BATCH,
-                gradient_accumulation_steps=accumulation(size),
-                max_steps=steps,
-                save_steps=2,
-                use_cpu=True,
-                report_to="none",
-                disable_tqdm=True,
-                logging_strategy="no",
-            )
-            trainer = Noted(model=tiny_model(), args=arguments, stream=config)
-            trainer.train(resume_from_checkpoint=resume)
-            loader = trainer.callback_handler.train_dataloader
-            consumed: int = loader.consumed_samples
-            loader.close()
-            return consumed
+            yield
         finally:
             for state in (AcceleratorState, PartialState, GradientState):
                 state._reset_state()
+
+
+def huggingface_arguments(
+    arguments_class: Any, folder: str, size: int, steps: int, **options: Any
+) -> Any:
+    """Quiet ones, with a checkpoint after every second step."""
+    return arguments_class(
+        output_dir=folder,
+        per_device_train_batch_size=MICRO_BATCH,
+        gradient_accumulation_steps=accumulation(size),
+        max_steps=steps,
+        save_steps=2,
+        use_cpu=True,
+        report_to="none",
+        disable_tqdm=True,
+        logging_strategy="no",
+        **options,
+    )
+
+
+def trained_to_the_end(trainer: Any, resume: str | None) -> dict[str, Any]:
+    """Train, from a checkpoint on if there is one; the state of the loader at the end."""
+    trainer.train(resume_from_checkpoint=resume)
+    loader = trainer.callback_handler.train_dataloader
+    state: dict[str, Any] = loader.state_dict()
+    loader.close()
+    return state
 
 
 def transformers_whole_checkpoint(folder: Path) -> tuple[str, int]:
