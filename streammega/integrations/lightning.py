@@ -21,6 +21,7 @@ from typing import Any
 
 from streammega.config import DataConfig
 from streammega.errors import ConfigError, StateError
+from streammega.integrations.frameworks import not_installed
 from streammega.integrations.trained_batches import TrainedBatches
 from streammega.loading import StreamLoader
 from streammega.samples.split_blend import split_blend
@@ -229,12 +230,12 @@ def _counting_callback(module: type) -> Any:
 def _lightning() -> Any:
     """The package of Lightning that this process uses."""
     for name in PACKAGES:
-        if name in sys.modules:
+        if sys.modules.get(name) is not None:
             return sys.modules[name]
     for name in PACKAGES:
         if importlib.util.find_spec(name.partition(".")[0]) is not None:
             return importlib.import_module(name)
-    raise ConfigError("StreamDataModule is for Lightning: pip install lightning")
+    raise not_installed(PACKAGES[0], "lightning")
 
 
 def __getattr__(name: str) -> Any:

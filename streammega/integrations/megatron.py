@@ -21,6 +21,7 @@ import numpy as np
 
 from streammega.config import DataConfig, Order, StorageConfig, parse_blend
 from streammega.errors import ConfigError
+from streammega.integrations.frameworks import imported
 from streammega.integrations.megatron_arguments import Blends, data_config, read_blends
 from streammega.loading import StreamLoader
 from streammega.order.split import SPLITS
@@ -205,9 +206,7 @@ def datasets_provider(
     """
 
     def provider(train_val_test_num_samples: Any, vp_stage: int | None = None) -> Datasets:
-        from megatron.training import get_args
-
-        args = get_args()
+        args = imported("megatron.training", "megatron").get_args()
         return datasets_of(
             args,
             _tokenizer(),

@@ -19,10 +19,14 @@ from typing import Any
 
 from streammega.config import DataConfig
 from streammega.errors import ConfigError
+from streammega.integrations.frameworks import imported
 from streammega.integrations.megatron import MegatronBatches
 from streammega.order.split import SPLITS
 from streammega.samples.fields import Batch
 from streammega.samples.split_blend import split_blend
+
+BRIDGE = "megatron-bridge"
+"""The extra that brings it."""
 
 
 class BridgeBatches(Iterator[Batch]):
@@ -125,7 +129,7 @@ def _provider_class() -> type:
     try:
         from megatron.bridge.training.config import DatasetProvider
     except ImportError:  # where newer ones have it
-        from megatron.bridge.data.base import DatasetProvider
+        DatasetProvider = imported("megatron.bridge.data.base", BRIDGE).DatasetProvider
 
     @dataclass(kw_only=True)
     class StreamDatasetProvider(DatasetProvider):  # type: ignore[misc]
@@ -150,9 +154,9 @@ def _provider_class() -> type:
 
 @cache
 def _callback_class() -> type:
-    from megatron.bridge.training.callbacks import Callback
+    base: Any = imported("megatron.bridge.training.callbacks", BRIDGE).Callback
 
-    class StreamSeek(Callback):  # type: ignore[misc]
+    class StreamSeek(base):  # type: ignore[misc]
         """Goes to the samples that Bridge has counted, before the first is asked for."""
 
         def __init__(self, built: dict[str, BridgeBatches]) -> None:

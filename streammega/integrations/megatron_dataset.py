@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 from streammega.config import DataConfig, StorageConfig
 from streammega.dataset import IndexedDataset
 from streammega.errors import ConfigError
+from streammega.integrations.frameworks import imported
 from streammega.integrations.megatron_arguments import eod_id, pad_id
 from streammega.samples.fields import Batch
 from streammega.samples.gpt import GPTDataset
@@ -74,96 +75,97 @@ def _cache_folder(config: Any) -> str | None:
     return folder
 
 
+class StreamGPTSamples:
+    """Samples of one split of a dataset, as Megatron's GPTDataset gives them: `StreamGPTDataset` is
+    this before Megatron's own base class.
+
+    `dataset[k]` is {"tokens", "labels", "loss_mask", "position_ids"} [S] and what the config
+    asks for; `dataset[None]` is padding for a batch, without loss. Anything of the data may be
+    a URL; indices are built once per node, in `path_to_cache` of the config. To set how bytes
+    are fetched, derive a class with a `storage` of its own.
+
+    Args: Megatron's: the open data, its path, the split's sequences (None: all), samples asked
+    (None: one epoch), the split, a GPTDatasetConfig. Raises ConfigError, StorageError,
+    FormatError.
+    """
+
+    storage = StorageConfig()
+
+    def __init__(
+        self,
+        indexed_dataset: Any,
+        dataset_path: str | None,
+        indexed_indices: NDArray[np.int32] | None,
+        num_samples: int | None,
+        index_split: Any,
+        config: Any,
+    ) -> None:
+        super().__init__(  # type: ignore[call-arg]  # Megatron's, behind this class
+            indexed_dataset, dataset_path, indexed_indices, num_samples, index_split, config
+        )
+        indexed = indexed_dataset
+        if not isinstance(indexed, IndexedDataset):  # Megatron's own
+            indexed = self.build_low_level_dataset(str(dataset_path), config)
+        # What is cut as valid is named by `index_split`: Megatron's samplers would look at a
+        # `split` before that, and take a text for no validation at all.
+        self.samples = GPTDataset(
+            indexed,
+            indexed_indices,
+            num_samples,
+            samples_config(config, indexed.prefix, self.storage),
+            index_split.name,
+        )
+        # Built here, where Megatron has rank 0 go first, and not by every worker of a
+        # DataLoader at its first sample.
+        self.samples.index_files()
+
+    @classmethod
+    def build_low_level_dataset(cls, dataset_path: str, config: Any) -> IndexedDataset:
+        """The open pair, or folder of pairs, of a prefix or URL."""
+        return IndexedDataset(
+            dataset_path, storage=cls.storage, index_cache_dir=_cache_folder(config)
+        )
+
+    @staticmethod
+    def numel_low_level_dataset(low_level_dataset: IndexedDataset) -> int:
+        """Its sequences, by which it is split."""
+        return len(low_level_dataset)
+
+    @property
+    def document_index(self) -> NDArray[np.int32]:
+        """Sequence ids in shuffled order, all epochs, int32."""
+        return self.samples.document_index
+
+    @property
+    def sample_index(self) -> NDArray[np.int32] | NDArray[np.int64]:
+        """(position in document_index, token offset) where each row starts, [rows + 1, 2]."""
+        return self.samples.sample_index
+
+    @property
+    def shuffle_index(self) -> NDArray[np.uint32] | NDArray[np.int64]:
+        """Sample -> row of sample_index."""
+        return self.samples.shuffle_index
+
+    def __len__(self) -> int:
+        return len(self.samples)
+
+    def __getitem__(self, idx: int | None) -> Batch:
+        return self.samples[idx]
+
+    def __getitems__(self, indices: list[int]) -> list[Batch]:
+        """Samples of a batch, as a DataLoader asks for them where it can: fetched together."""
+        numbers = np.array(indices, np.int64)
+        for number in (numbers.min(initial=0), numbers.max(initial=0)):
+            if not 0 <= number < len(self):
+                raise IndexError(f"sample {number} of {len(self)} in {self.samples.split}")
+        batch = sample_fields(self.samples, numbers)
+        rows = zip(*(field.unbind() for field in batch.values()), strict=True)
+        return [dict(zip(batch, row, strict=True)) for row in rows]
+
+
 @cache
 def _dataset_class() -> type:
-    from megatron.core.datasets.megatron_dataset import MegatronDataset
-
-    class StreamGPTDataset(MegatronDataset):  # type: ignore[misc]
-        """Samples of one split of a dataset, as Megatron's GPTDataset gives them.
-
-        `dataset[k]` is {"tokens", "labels", "loss_mask", "position_ids"} [S] and what the config
-        asks for; `dataset[None]` is padding for a batch, without loss. Anything of the data may be
-        a URL; indices are built once per node, in `path_to_cache` of the config. To set how bytes
-        are fetched, derive a class with a `storage` of its own.
-
-        Args: Megatron's: the open data, its path, the split's sequences (None: all), samples asked
-        (None: one epoch), the split, a GPTDatasetConfig. Raises ConfigError, StorageError,
-        FormatError.
-        """
-
-        storage = StorageConfig()
-
-        def __init__(
-            self,
-            indexed_dataset: Any,
-            dataset_path: str | None,
-            indexed_indices: NDArray[np.int32] | None,
-            num_samples: int | None,
-            index_split: Any,
-            config: Any,
-        ) -> None:
-            super().__init__(
-                indexed_dataset, dataset_path, indexed_indices, num_samples, index_split, config
-            )
-            indexed = indexed_dataset
-            if not isinstance(indexed, IndexedDataset):  # Megatron's own
-                indexed = self.build_low_level_dataset(str(dataset_path), config)
-            # What is cut as valid is named by `index_split`: Megatron's samplers would look at a
-            # `split` before that, and take a text for no validation at all.
-            self.samples = GPTDataset(
-                indexed,
-                indexed_indices,
-                num_samples,
-                samples_config(config, indexed.prefix, self.storage),
-                index_split.name,
-            )
-            # Built here, where Megatron has rank 0 go first, and not by every worker of a
-            # DataLoader at its first sample.
-            self.samples.index_files()
-
-        @classmethod
-        def build_low_level_dataset(cls, dataset_path: str, config: Any) -> IndexedDataset:
-            """The open pair, or folder of pairs, of a prefix or URL."""
-            return IndexedDataset(
-                dataset_path, storage=cls.storage, index_cache_dir=_cache_folder(config)
-            )
-
-        @staticmethod
-        def numel_low_level_dataset(low_level_dataset: IndexedDataset) -> int:
-            """Its sequences, by which it is split."""
-            return len(low_level_dataset)
-
-        @property
-        def document_index(self) -> NDArray[np.int32]:
-            """Sequence ids in shuffled order, all epochs, int32."""
-            return self.samples.document_index
-
-        @property
-        def sample_index(self) -> NDArray[np.int32] | NDArray[np.int64]:
-            """(position in document_index, token offset) where each row starts, [rows + 1, 2]."""
-            return self.samples.sample_index
-
-        @property
-        def shuffle_index(self) -> NDArray[np.uint32] | NDArray[np.int64]:
-            """Sample -> row of sample_index."""
-            return self.samples.shuffle_index
-
-        def __len__(self) -> int:
-            return len(self.samples)
-
-        def __getitem__(self, idx: int | None) -> Batch:
-            return self.samples[idx]
-
-        def __getitems__(self, indices: list[int]) -> list[Batch]:
-            """Samples of a batch, as a DataLoader asks for them where it can: fetched together."""
-            numbers = np.array(indices, np.int64)
-            for number in (numbers.min(initial=0), numbers.max(initial=0)):
-                if not 0 <= number < len(self):
-                    raise IndexError(f"sample {number} of {len(self)} in {self.samples.split}")
-            batch = sample_fields(self.samples, numbers)
-            rows = zip(*(field.unbind() for field in batch.values()), strict=True)
-            return [dict(zip(batch, row, strict=True)) for row in rows]
-
+    base = imported("megatron.core.datasets.megatron_dataset", "megatron").MegatronDataset
     # By this name it is found again where it was pickled, for workers that are spawned.
-    StreamGPTDataset.__qualname__ = NAME
-    return StreamGPTDataset
+    named = {"__doc__": StreamGPTSamples.__doc__, "__module__": __name__}
+    return type(NAME, (StreamGPTSamples, base), named)

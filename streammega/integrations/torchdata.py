@@ -14,6 +14,7 @@ from __future__ import annotations
 from functools import cache
 from typing import Any
 
+from streammega.integrations.frameworks import imported
 from streammega.loading import StreamLoader
 from streammega.samples.fields import Batch
 
@@ -32,9 +33,9 @@ def stream_node(loader: StreamLoader) -> Any:
 @cache
 def _node_class() -> type:
     """Made when it is asked for: its base class is torchdata's."""
-    from torchdata.nodes import BaseNode
+    base: Any = imported("torchdata.nodes", "torchdata").BaseNode
 
-    class StreamNode(BaseNode[Batch]):  # type: ignore[misc]
+    class StreamNode(base[Batch]):  # type: ignore[misc]
         """Micro-batches of a loader."""
 
         def __init__(self, loader: StreamLoader) -> None:

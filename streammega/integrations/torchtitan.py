@@ -22,6 +22,7 @@ import torch
 from streammega.config import DataConfig, StorageConfig
 from streammega.errors import ConfigError
 from streammega.integrations.dcp import DataState
+from streammega.integrations.frameworks import imported
 from streammega.loading import StreamLoader
 from streammega.order.split import SPLITS
 from streammega.samples.fields import Batch
@@ -201,96 +202,108 @@ def titan_batch(
 
 def _base_class() -> Any:
     """torchtitan's BaseDataLoader, where its releases or later ones have it."""
+    imported("torchtitan", "torchtitan")
     try:
         from torchtitan.components.data.loader import BaseDataLoader
     except ModuleNotFoundError as error:
         if error.name not in ("torchtitan.components.data", "torchtitan.components.data.loader"):
-            raise  # torchtitan itself is missing, or what it needs
+            raise  # what torchtitan needs is missing
         from torchtitan.components.dataloader import BaseDataLoader
     return BaseDataLoader
 
 
+class TitanLoader:
+    """What torchtitan asks of a data loader, of a StreamLoader; before its own base class."""
+
+    def __init__(
+        self,
+        config: Any,
+        *,
+        dp_world_size: int,
+        dp_rank: int,
+        tokenizer: Any = None,
+        seq_len: int | None = None,
+        local_batch_size: int | None = None,
+        max_context_length: int | None = None,
+        num_tokens_per_batch: int | None = None,
+        **others: Any,
+    ) -> None:
+        batch = titan_batch(seq_len, local_batch_size, max_context_length, num_tokens_per_batch)
+        self.config = config
+        self.flat = batch.flat
+        eos_id = getattr(tokenizer, "eos_id", None)
+        self.loader = open_titan_loader(
+            config, batch, dp_rank=dp_rank, dp_size=dp_world_size, eos_id=eos_id
+        )
+
+    def __iter__(self) -> Iterator[Pair]:
+        return TitanPairs(
+            self.loader,
+            flat=self.flat,
+            positions=self.config.positions != "none",
+            repeat=_repeats(self.config),
+        )
+
+    def state_dict(self) -> dict[str, Any]:
+        """One entry, the same on every rank."""
+        return DataState(self.loader).state_dict()
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Raises StateError for a state of another loader or order, and changes nothing."""
+        DataState(self.loader).load_state_dict(state_dict)
+
+    def close(self) -> None:
+        """End reading and its threads."""
+        self.loader.close()
+
+
+def _config_class(base_config: Any) -> Any:
+    """The config of a StreamDataLoader, which torchtitan finds within its class."""
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(base_config):  # type: ignore[misc]
+        """What is read; sequence length, batch and ranks come from torchtitan."""
+
+        blend: str = ""
+        """Datasets, as in DataConfig: a prefix or URL, or "0.7 s3://a/web 0.3 s3://a/code"."""
+        part: str = "train"
+        """Which split is read: train, valid or test."""
+        split: str = "1,0,0"
+        """Shares of train, valid and test, cut by sequence."""
+        order: str = "stream"
+        """"stream", "megatron" or "sequential"."""
+        seed: int = 1234
+        """Of the order."""
+        global_batch_size: int = -1
+        """training.global_batch_size, which torchtitan does not tell its loaders; -1: one batch
+        of every rank."""
+        num_samples: int = -1
+        """Samples of this part; -1: an endless stream, or one epoch in other orders."""
+        positions: str = "documents"
+        """Restarting after each document, or each sample; "none": left out."""
+        eod_id: int = -1
+        """The id that ends documents; -1: the tokenizer's eos_id."""
+        infinite: bool = True
+        """Begin another pass after the last sample."""
+        repeat: bool = True
+        """The same, in later torchtitans. Either ends the data when it is false."""
+        prefetch: int = 4
+        """Batches made ahead."""
+        settings: dict[str, Any] = field(default_factory=dict)
+        """Other fields of DataConfig, such as {"lanes": 4096, "storage": {"cache_dir": "/nvme"}}.
+        torchtitan writes configs to its logs: credentials belong into the environment."""
+
+    Config.__qualname__ = "StreamDataLoader.Config"
+    return Config
+
+
 def _loader_class() -> Any:
     base: Any = _base_class()
-    base_config: Any = base.Config
 
-    class StreamDataLoader(base):  # type: ignore[misc]
+    class StreamDataLoader(TitanLoader, base):  # type: ignore[misc]
         """torchtitan's data loader of a StreamLoader."""
 
-        @dataclass(kw_only=True, slots=True)
-        class Config(base_config):  # type: ignore[misc]
-            """What is read; sequence length, batch and ranks come from torchtitan."""
-
-            blend: str = ""
-            """Datasets, as in DataConfig: a prefix or URL, or "0.7 s3://a/web 0.3 s3://a/code"."""
-            part: str = "train"
-            """Which split is read: train, valid or test."""
-            split: str = "1,0,0"
-            """Shares of train, valid and test, cut by sequence."""
-            order: str = "stream"
-            """"stream", "megatron" or "sequential"."""
-            seed: int = 1234
-            """Of the order."""
-            global_batch_size: int = -1
-            """training.global_batch_size, which torchtitan does not tell its loaders; -1: one batch
-            of every rank."""
-            num_samples: int = -1
-            """Samples of this part; -1: an endless stream, or one epoch in other orders."""
-            positions: str = "documents"
-            """Restarting after each document, or each sample; "none": left out."""
-            eod_id: int = -1
-            """The id that ends documents; -1: the tokenizer's eos_id."""
-            infinite: bool = True
-            """Begin another pass after the last sample."""
-            repeat: bool = True
-            """The same, in later torchtitans. Either ends the data when it is false."""
-            prefetch: int = 4
-            """Batches made ahead."""
-            settings: dict[str, Any] = field(default_factory=dict)
-            """Other fields of DataConfig, such as {"lanes": 4096, "storage": {"cache_dir": "/nvme"}}.
-            torchtitan writes configs to its logs: credentials belong into the environment."""
-
-        def __init__(
-            self,
-            config: Any,
-            *,
-            dp_world_size: int,
-            dp_rank: int,
-            tokenizer: Any = None,
-            seq_len: int | None = None,
-            local_batch_size: int | None = None,
-            max_context_length: int | None = None,
-            num_tokens_per_batch: int | None = None,
-            **others: Any,
-        ) -> None:
-            batch = titan_batch(seq_len, local_batch_size, max_context_length, num_tokens_per_batch)
-            self.config = config
-            self.flat = batch.flat
-            eos_id = getattr(tokenizer, "eos_id", None)
-            self.loader = open_titan_loader(
-                config, batch, dp_rank=dp_rank, dp_size=dp_world_size, eos_id=eos_id
-            )
-
-        def __iter__(self) -> Iterator[Pair]:
-            return TitanPairs(
-                self.loader,
-                flat=self.flat,
-                positions=self.config.positions != "none",
-                repeat=_repeats(self.config),
-            )
-
-        def state_dict(self) -> dict[str, Any]:
-            """One entry, the same on every rank."""
-            return DataState(self.loader).state_dict()
-
-        def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-            """Raises StateError for a state of another loader or order, and changes nothing."""
-            DataState(self.loader).load_state_dict(state_dict)
-
-        def close(self) -> None:
-            """End reading and its threads."""
-            self.loader.close()
+        Config = _config_class(base.Config)
 
     StreamDataLoader.__qualname__ = "StreamDataLoader"
-    StreamDataLoader.Config.__qualname__ = "StreamDataLoader.Config"
     return StreamDataLoader

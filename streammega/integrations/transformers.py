@@ -11,7 +11,6 @@ a resume, and any number of processes goes on with the next sample.
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Mapping
 from typing import Any
 
@@ -20,6 +19,7 @@ import torch
 from streammega.config import DataConfig
 from streammega.errors import ConfigError, StateError
 from streammega.integrations.accelerate import StreamDataLoader
+from streammega.integrations.frameworks import imported
 from streammega.samples.fields import Batch
 
 NO_LOSS = -100
@@ -168,7 +168,7 @@ def _check_cache(config: DataConfig, model: Any) -> None:
 
 def _position_callback() -> Any:
     """A CountsSteps that is a callback of transformers, and has a state there."""
-    module = importlib.import_module("transformers.trainer_callback")
+    module = imported("transformers.trainer_callback", "transformers")
     bases = (CountsSteps, module.TrainerCallback, module.ExportableState)
     return type(POSITION, bases, {})()
 
@@ -177,10 +177,7 @@ def __getattr__(name: str) -> Any:
     """`StreamTrainer`, made when it is asked for: only then is transformers imported."""
     if name != "StreamTrainer":
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    try:
-        base = importlib.import_module("transformers").Trainer
-    except ImportError as error:
-        raise ConfigError("StreamTrainer is for transformers: pip install transformers") from error
+    base = imported("transformers", "transformers").Trainer
     documented = {"__doc__": StreamTrainerMixin.__doc__, "__module__": __name__}
     made = type(name, (StreamTrainerMixin, base), documented)
     globals()[name] = made

@@ -21,6 +21,7 @@ else:
 
 from streammega import StorageConfig
 from streammega.dataset import checksums
+from streammega.integrations import frameworks
 from streammega.loading import lookahead, planner, staging
 from streammega.loading import reading_plan as reader
 from streammega.order import lanes as stream_order
@@ -260,6 +261,11 @@ def test_messages_and_pages_name_the_extra_that_brings_what_is_missing() -> None
     for module, extra in FEATURES.items():
         sources = "".join((PACKAGE / file).read_text() for file in places[module])
         assert f"streammega[{extra}]" in sources, module
+
+
+def test_every_framework_that_an_error_names_is_brought_by_its_extra() -> None:
+    for extra, package in frameworks.PACKAGES.items():
+        assert package in distributions(PROJECT["optional-dependencies"][extra])
 
 
 def test_drivers_are_those_that_the_page_says_were_tested() -> None:

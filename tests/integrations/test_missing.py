@@ -1,0 +1,64 @@
+"""A framework that is not installed: the error names its package and the extra that brings it."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from pathlib import Path
+
+import pytest
+
+from streammega.errors import ConfigError
+from streammega.integrations import megatron, megatron_dataset, torchdata
+from streammega.integrations.frameworks import PACKAGES, imported
+
+CASES = {
+    "lightning": ("lightning", "StreamDataModule", ("lightning", "pytorch_lightning")),
+    "transformers": ("transformers", "StreamTrainer", ("transformers",)),
+    "torchtitan": ("torchtitan", "StreamDataLoader", ("torchtitan",)),
+    "megatron": ("megatron_dataset", "StreamGPTDataset", ("megatron.core",)),
+}
+"""By extra: the module of ours, the class that is asked for, and what is not installed."""
+
+
+def hide(monkeypatch: pytest.MonkeyPatch, *packages: str) -> None:
+    """Make packages and what is imported of them be missing."""
+    for package in packages:
+        loaded = [name for name in sys.modules if name.startswith(f"{package}.")]
+        for name in (package, *loaded):
+            monkeypatch.setitem(sys.modules, name, None)
+
+
+@pytest.mark.parametrize("extra", CASES)
+def test_the_class_for_a_missing_framework_says_what_to_install(
+    extra: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    module_name, name, hidden = CASES[extra]
+    module = importlib.import_module(f"streammega.integrations.{module_name}")
+    monkeypatch.delitem(vars(module), name, raising=False)
+    megatron_dataset._dataset_class.cache_clear()
+    hide(monkeypatch, *hidden)
+    with pytest.raises(ConfigError, match=PACKAGES[extra]) as caught:
+        getattr(module, name)
+    assert f"pip install 'streammega[{extra}]'" in str(caught.value)
+
+
+def test_functions_for_missing_frameworks_say_it_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    torchdata._node_class.cache_clear()
+    hide(monkeypatch, "torchdata", "megatron.training")
+    with pytest.raises(ConfigError, match=r"streammega\[torchdata\]"):
+        torchdata._node_class()
+    with pytest.raises(ConfigError, match=r"megatron\.training, which megatron-core has"):
+        megatron.datasets_provider()(None)
+    hide(monkeypatch, "megatron.bridge")
+    with pytest.raises(ConfigError, match=r"streammega\[megatron-bridge\]"):
+        imported("megatron.bridge.training.callbacks", "megatron-bridge")
+
+
+def test_what_a_framework_itself_lacks_is_its_own_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "a_framework.py").write_text("import what_it_needs\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(ModuleNotFoundError, match="what_it_needs"):
+        imported("a_framework", "torchdata")
