@@ -157,6 +157,15 @@ def _own_surroundings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.delenv(name, raising=False)
 
 
+@pytest.fixture
+def workers_end_soon(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """What a test left of DataLoaders is collected here, and not in the middle of a later one."""
+    # s that torch waits for a worker of a loader that was left, and then ends it
+    monkeypatch.setattr("torch.utils.data._utils.MP_STATUS_CHECK_INTERVAL", 0.2)
+    yield
+    gc.collect()
+
+
 @pytest.fixture(scope="session")
 def gang() -> Iterator[Any]:
     """Processes to run as ranks."""

@@ -11,8 +11,8 @@ from tests.support.processes import launch
 
 PAGE = (Path(__file__).parents[2] / "docs" / "trainers.md").read_text()
 SECTIONS = re.findall(r"^## (\w+)\n.*?^```python\n(.*?)^```$", PAGE, re.M | re.S)
-NEEDED = {"transformers": "transformers"}
-"""What only `make integrations` installs."""
+NEEDED = {"transformers": "transformers", "Ray": "tensorboardX"}
+"""What only `make integrations` installs; ray[train] brings the last, which is soon found missing."""
 
 
 def test_every_section_has_a_program() -> None:
@@ -30,7 +30,7 @@ def test_the_program_of_a_section_runs(
     path.write_text(program)
     environment = {"PYTHONWARNINGS": "ignore", "ACCELERATE_USE_CPU": "true"}
     family = launch(tmp_path, 1, [str(path)], environment)
-    codes = family.ended(0, within=120)
+    codes = family.ended(0, within=240)
     printed = family.log(0)
     family.close()
     assert codes == [0], printed[-3000:]

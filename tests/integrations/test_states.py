@@ -1,0 +1,137 @@
+"""What each integration does with a state: an empty or a foreign one, one that is loaded twice, after
+iterating began, or in the middle of an accumulation. An old iterator never looks like the end.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from streammega import DataConfig
+from streammega.errors import StateError
+from tests.support.adapters import ADAPTERS, Adapter, StatefulAdapter, is_json, take
+
+pytestmark = [
+    pytest.mark.usefixtures("workers_end_soon"),
+    pytest.mark.filterwarnings("ignore"),  # those of the frameworks
+]
+
+Open = Callable[..., Adapter]
+
+
+@pytest.fixture(params=ADAPTERS)
+def opened(request: pytest.FixtureRequest, endless: DataConfig) -> Iterator[Open]:
+    """Opens an adapter, of the stream or one of another seed, as often as it is asked to."""
+    made: list[Adapter] = []
+
+    def open_adapter(**other: Any) -> Adapter:
+        made.append(ADAPTERS[request.param](replace(endless, lanes=16, **other)))
+        return made[-1]
+
+    yield open_adapter
+    for adapter in reversed(made):
+        adapter.close()
+
+
+def after(opened: Open, micro_batches: int) -> tuple[Adapter, Iterator[Any], Any, list[list[int]]]:
+    """An adapter that has trained on so many, its iteration, its state, and the 8 that follow."""
+    whole = opened()
+    rest = take(whole, whole.batches(), micro_batches + 8)[2 * micro_batches :]
+    adapter = opened()
+    batches = adapter.batches()
+    take(adapter, batches, micro_batches)
+    return adapter, batches, adapter.state(), rest
+
+
+def test_loading_twice_is_loading_once(opened: Open) -> None:
+    _, _, state, rest = after(opened, 8)
+    assert isinstance(opened(), StatefulAdapter) or is_json(state)
+    again = opened()
+    for _ in range(2):
+        again.load(state)
+    assert take(again, again.batches(), 8) == rest
+
+
+def test_an_accumulation_is_gone_on_with_in_its_middle(opened: Open) -> None:
+    """Where a trainer fetches whole steps, at the first micro-batch of the step that was not made."""
+    adapter, _, state, rest = after(opened, 7)
+    again = opened()
+    again.load(state)
+    if adapter.counts_steps:
+        _, _, _, rest = after(opened, 4)
+    assert take(again, again.batches(), 8) == rest
+
+
+def test_an_older_iterator_goes_on_there_or_says_that_it_cannot(opened: Open) -> None:
+    adapter, batches, state, rest = after(opened, 8)
+    take(adapter, batches, 3)
+    adapter.load(state)
+    for _ in range(2):
+        try:
+            following = take(adapter, batches, 1)
+        except StateError:
+            if adapter.tells_once:
+                break
+            continue
+        except StopIteration:
+            pytest.fail("it looks like the end of the data")
+        is_old = isinstance(adapter, StatefulAdapter)  # which moves with its next iteration
+        assert is_old or following == rest[: len(following)]
+        rest = rest[len(following) :]
+
+
+def test_a_state_is_loaded_after_an_iteration_began(opened: Open) -> None:
+    _, _, state, rest = after(opened, 8)
+    again = opened()
+    take(again, again.batches(), 1)
+    again.load(state)
+    assert take(again, again.batches(), 8) == rest
+
+
+def test_an_empty_state_is_refused_or_none(opened: Open) -> None:
+    adapter, batches, _, rest = after(opened, 8)
+    if adapter.empty_is_none:
+        first = take(opened(), opened().batches(), 1)
+        adapter.load({})
+        assert take(adapter, adapter.batches(), 1) == first, "as if nothing had been loaded"
+        return
+    with pytest.raises(StateError):
+        adapter.load({})
+    assert take(adapter, batches, 8) == rest, "and nothing changed"
+
+
+@pytest.mark.parametrize("foreign", ["other trainer", "other data", "damaged"])
+def test_a_foreign_state_is_refused_and_changes_nothing(opened: Open, foreign: str) -> None:
+    adapter, batches, state, rest = after(opened, 8)
+    other = opened(seed=5)
+    take(other, other.batches(), 4)
+    states: dict[str, Any] = {
+        "other trainer": {"epoch": 3, "dp_rank_0": "..."},
+        "other data": other.state(),
+        "damaged": damaged(state),
+    }
+    if not adapter.is_lazy:
+        with pytest.raises(StateError):
+            adapter.load(states[foreign])
+        assert take(adapter, batches, 8) == rest
+        return
+    adapter.load(states[foreign])
+    # what is not of torchdata's form at all meets torchdata's own words
+    errors = (StateError, AssertionError, KeyError) if foreign == "other trainer" else StateError
+    with pytest.raises(errors):
+        take(adapter, adapter.batches(), 1)
+
+
+def damaged(state: Any) -> Any:
+    """A state whose count, wherever it lies, is none."""
+    if isinstance(state, str):
+        return state.replace("consumed_samples", "samples")
+    if not isinstance(state, dict):
+        return state
+    named = {name: damaged(value) for name, value in state.items()}
+    if "consumed_samples" in named:
+        named["consumed_samples"] = -7
+    return named
