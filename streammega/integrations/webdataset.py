@@ -40,7 +40,8 @@ from streammega.kernels.mix import GOLDEN, mix
 from streammega.loading import StreamLoader
 from streammega.loading.iteration import Iteration
 from streammega.order.batch_size import batch_schedule
-from streammega.order.cursor import canonical, describe_differences
+from streammega.order.cursor import describe_differences
+from streammega.order.folded import canonical
 from streammega.samples.fields import Batch, batch_fields
 from streammega.storage.open import open_file
 

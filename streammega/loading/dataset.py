@@ -285,6 +285,12 @@ class StreamingDataset(torch.utils.data.IterableDataset[Batch]):
         """The state of a run that has handed out all samples before `consumed`."""
         return self.steps.state(consumed)
 
+    def identity_at(self, consumed: int) -> dict[str, Any]:
+        """What defines the order of all samples before `consumed`, whole: a state has long lists of
+        it folded into digests.
+        """
+        return self.samples.identity(consumed)
+
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue at the sample after the last that was handed out.
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import math
 from collections.abc import Mapping
@@ -10,12 +9,26 @@ from dataclasses import dataclass
 from typing import Any
 
 from streammega.errors import StateError
+from streammega.order.folded import (
+    canonical,
+    digest_of,
+    folded,
+    folded_differences,
+    has_folded,
+    is_folded,
+)
 
-STATE_VERSION = 2
-"""2: the identity is one JSON string, and blend weights in it are divided by their sum.
+STATE_VERSION = 3
+"""3: long lists of the identity are folded into digests. What is short is still written as 2.
+
+2: the identity is one JSON string, and blend weights in it are divided by their sum.
 
 1: a dict, with weights as given.
 """
+WHOLE_VERSION = 2
+"""Of states that hold their identity whole."""
+READABLE = "readable_identity"
+"""What a state is given by who kept the whole identity beside it: for messages alone."""
 
 KEYS = ("version", "consumed_samples", "batch_offset", "identity", "fingerprint")
 
@@ -36,6 +49,8 @@ class SavedState:
     consumed: int
     offset: int
     identity: Mapping[str, Any]
+    readable: Mapping[str, Any] | None = None
+    """The identity before it was folded, where it was kept."""
 
     @property
     def lanes(self) -> int | None:
@@ -47,8 +62,7 @@ class SavedState:
         """Raise StateError, listing what differs, unless `identity` describes the order this state
         counts in.
         """
-        saved = self.identity if self.version > 1 else _in_shares(self.identity, identity)
-        differences = describe_differences(saved, identity)
+        differences = self._differences(identity)
         if differences:
             raise StateError(
                 "the checkpoint counts samples of another order, so its position means nothing "
@@ -57,24 +71,49 @@ class SavedState:
                 + "\nrestore these settings, or start a new run without the data state"
             )
 
+    def _differences(self, identity: Mapping[str, Any]) -> list[str]:
+        if self.version == 1:
+            return describe_differences(_in_shares(self.identity, identity), identity)
+        if not has_folded(self.identity):
+            return describe_differences(self.identity, identity)
+        lines = _differences_of_folded(self.identity, identity)
+        if lines and self.readable is not None:
+            return describe_differences(self.readable, identity) or lines
+        return lines
+
 
 def make_state(
     identity: Mapping[str, Any], consumed_samples: int, batch_offset: int = 0
 ) -> dict[str, Any]:
-    """A small, JSON-able state: version, consumed_samples, the identity as JSON, and its
-    fingerprint.
+    """A JSON-able state under 1 KB: version, consumed_samples, the identity as JSON, and its
+    fingerprint. Long lists of the identity are folded: `keep_readable` keeps them beside it.
 
     Its keys are the same for every order, so that checkpoints which keep one entry a key (torch's
     DCP) hand a state of another order over to be refused here, in words. `batch_offset`: how many
     of the consumed samples belong to a global batch that is not finished.
     """
+    short = folded(identity)
+    # an earlier release goes on from what it can read, and refuses the rest by its version
+    version = STATE_VERSION if has_folded(short) else WHOLE_VERSION
     return {
-        "version": STATE_VERSION,
+        "version": version,
         "consumed_samples": consumed_samples,
         "batch_offset": batch_offset,
-        "identity": canonical(identity),
-        "fingerprint": fingerprint(identity),
+        "identity": canonical(short),
+        "fingerprint": fingerprint(short),
     }
+
+
+def keep_readable(state: Mapping[str, Any], identity: Mapping[str, Any]) -> dict[str, Any] | None:
+    """What to keep beside a state of this identity, so that a mismatch says what differs and not
+    only where; None where the state holds all of it.
+    """
+    return dict(identity) if state["version"] > WHOLE_VERSION else None
+
+
+def with_readable(state: Mapping[str, Any], readable: Any) -> Mapping[str, Any]:
+    """A state to load with what `keep_readable` gave; None: without it."""
+    return state if readable is None else {**state, READABLE: readable}
 
 
 def parse_state(state: Mapping[str, Any]) -> SavedState:
@@ -120,17 +159,18 @@ def parse_state(state: Mapping[str, Any]) -> SavedState:
             "the data state does not match its own fingerprint; the checkpoint is damaged or was "
             "edited"
         )
-    return SavedState(version=version, consumed=consumed, offset=offset, identity=identity)
-
-
-def canonical(identity: Mapping[str, Any]) -> str:
-    """An identity as JSON text, the same for equal identities."""
-    return json.dumps(identity, sort_keys=True, separators=(",", ":"))
+    return SavedState(
+        version=version,
+        consumed=consumed,
+        offset=offset,
+        identity=identity,
+        readable=_readable(state.get(READABLE), identity),
+    )
 
 
 def fingerprint(identity: Mapping[str, Any]) -> str:
     """A digest of an identity, 32 hex digits."""
-    return hashlib.blake2b(canonical(identity).encode(), digest_size=16).hexdigest()
+    return digest_of(identity)
 
 
 def describe_differences(saved: Any, current: Any, path: str = "") -> list[str]:
@@ -153,6 +193,26 @@ def describe_differences(saved: Any, current: Any, path: str = "") -> list[str]:
     if saved_text == current_text:
         return []
     return [f"{path}: the checkpoint has {json.dumps(saved)}, this run {json.dumps(current)}"]
+
+
+def _differences_of_folded(saved: Mapping[str, Any], current: Mapping[str, Any]) -> list[str]:
+    """As `describe_differences`, for an identity that has folded lists."""
+    lines = []
+    for name in dict.fromkeys([*saved, *current]):
+        value = saved.get(name)
+        if isinstance(value, Mapping) and is_folded(value):
+            lines += folded_differences(name, value, current.get(name))
+        else:
+            lines += describe_differences(value, current.get(name), name)
+    return lines
+
+
+def _readable(kept: Any, identity: Mapping[str, Any]) -> Mapping[str, Any] | None:
+    """What was kept beside a state, if it is the identity that the state has folded."""
+    whole = _parse_identity(kept)
+    if whole is None or canonical(folded(whole)) != canonical(identity):
+        return None
+    return whole
 
 
 def _parse_identity(identity: Any) -> Mapping[str, Any] | None:

@@ -50,7 +50,7 @@ def facts_of(config: RunConfig, loader: StreamLoader) -> dict[str, str]:
         for item in dataclasses.fields(settings):
             if item.name not in MAY_DIFFER:
                 facts[f"{section}.{item.name}"] = repr(getattr(settings, item.name))
-    identity = json.loads(loader.state_dict()["identity"])
+    identity = loader.dataset.identity_at(loader.consumed_samples)
     for name, value in identity.items():
         facts[f"the data's {name}"] = json.dumps(value, sort_keys=True)
     return facts

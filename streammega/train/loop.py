@@ -35,6 +35,7 @@ from streammega.gradients.checks import clip_finite_grads
 from streammega.gradients.data_parallel import BucketedDataParallel, finish_grad_sync
 from streammega.gradients.loss_scale import LossScale
 from streammega.gradients.sharded_optimizer import ShardedOptimizer
+from streammega.order.cursor import keep_readable, with_readable
 from streammega.parallel import RankBatches, Ranks
 from streammega.parallel.batches import read_factor
 from streammega.parallel.layout import ParallelLayout
@@ -139,7 +140,8 @@ class Trainer:
         rewind = self.config.train.rewind
 
         def accept(position: dict[str, Any]) -> None:
-            self.batches.load_state_dict(position["data"])
+            readable = position.get("data_identity")
+            self.batches.load_state_dict(with_readable(position["data"], readable))
 
         position = self.checkpoints.resume(self.model, self.optimizer, accept, rewind)
         if position is None:
@@ -240,7 +242,12 @@ class Trainer:
         record: of this step, where it is not in the metrics yet.
         """
         self.watch.phase("saving", self.step)
-        position: dict[str, Any] = {"step": self.step, "data": self.batches.state_dict()}
+        data = self.batches.state_dict()
+        position: dict[str, Any] = {"step": self.step, "data": data}
+        identity = self.loader.dataset.identity_at(data["consumed_samples"])
+        readable = keep_readable(data, identity)
+        if readable is not None:
+            position["data_identity"] = readable
         if self.rewinds:
             # A restart with one of these settings goes on from here.
             position["rewinds"] = self.rewinds

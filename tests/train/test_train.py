@@ -203,6 +203,36 @@ def test_a_checkpoint_of_another_dataset_is_refused(
         Trainer(load_run(run_file), torch.device("cpu")).resume()
 
 
+def test_a_checkpoint_of_many_datasets_has_a_small_state_and_says_which_one_differs(
+    run_file: str,
+) -> None:
+    def started(tokens_of_last: int) -> Trainer:
+        names = [f"mock://tokens=4000,vocab=40,length=200,seed={number}" for number in range(39)]
+        names.append(f"mock://tokens={tokens_of_last},vocab=40,length=200")
+        blend = json.dumps([[name, 1.0] for name in names])
+        overrides = [f"data.blend={blend}", "data.order=stream", "data.split=1,0,0"]
+        config = load_run(run_file, [*overrides, "train.eval_interval=0"])
+        return Trainer(config, torch.device("cpu"))
+
+    first = started(4000)
+    first.train_step()
+    first.step += 1
+    first.save()
+    first.close()
+    (saved,) = first.checkpoints.folder.glob("step-*")
+    position = checkpoint.load_position(saved)
+    assert len(json.dumps(position["data"])) < 1024
+    assert len(position["data_identity"]["datasets"]) == 40
+    again = started(4000)
+    again.resume()
+    assert again.batches.consumed_samples == first.batches.consumed_samples
+    again.close()
+    other = started(6000)
+    with pytest.raises(StateError, match=r"datasets\[39\]: the checkpoint has"):
+        other.resume()
+    other.close()
+
+
 def test_a_half_written_checkpoint_is_not_believed(trained: RunConfig) -> None:
     folder = Path(trained.train.out_dir) / "checkpoints"
     (folder / "step-00000099.partial").mkdir()
