@@ -289,10 +289,11 @@ class Conversion:
     def _shards(self, job: Job, layout: ShardLayout) -> list[Shard]:
         """All shards, which are written in the end."""
         done = resume.shards_done(job, layout, self.publisher)
+        numbers = [number for number in range(layout.num_shards) if number not in done]
         work = TaskList(
             function=_write_shard,
-            shared=(job, layout),
-            numbers=[number for number in range(layout.num_shards) if number not in done],
+            shared=(job, layout, self._threads_of_shard(len(numbers))),
+            numbers=numbers,
             # A tar is written by Python, which holds the GIL.
             threads=1 if self.options.kind == "tar" else num_threads(),
             files=self.files,
@@ -303,6 +304,16 @@ class Conversion:
         for number, shard in run_tasks(work, self.runner, progress, most_at_once):
             done[number] = shard
         return [done[number] for number in range(layout.num_shards)]
+
+    def _threads_of_shard(self, shards: int) -> int:
+        """Threads that copy into one of so many shards: fewer shards than workers would leave some
+        of these idle.
+        """
+        # A cluster gives every task one core.
+        if self.runner.engine == "ray" or not shards:
+            return 1
+        workers = self.runner.workers or num_threads()
+        return max(1, workers // shards)
 
     def _layout(
         self,
@@ -389,6 +400,6 @@ def _reasons(records: Sequence[UnitRecord]) -> str:
     return "".join(told)
 
 
-def _write_shard(shared: tuple[Job, ShardLayout], number: int, progress: Progress) -> Shard:
-    job, layout = shared
-    return write_shard(job, layout, number, progress)
+def _write_shard(shared: tuple[Job, ShardLayout, int], number: int, progress: Progress) -> Shard:
+    job, layout, threads = shared
+    return write_shard(job, layout, number, progress, threads)

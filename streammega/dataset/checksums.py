@@ -4,14 +4,33 @@ damage has a place.
 
 from __future__ import annotations
 
+import threading
+from collections.abc import Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, as_completed
+from dataclasses import dataclass, replace
 from typing import Any
 
 import xxhash
 
-from streammega.storage.store import ObjectWriter
+from streammega.storage.copies import FileRange, copy_buffer, read_files
+from streammega.storage.store import ObjectWriter, PlacedWriter, gives_places
 
 CHECK_BYTES = 64 << 20
 """Part of the manifest's format: stored checksums are of so many bytes each."""
+WRITE_BACK_BYTES = 8 << 20
+"""After so many bytes of a part the disk is told to begin with them; see `LocalWriter`."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Part:
+    """Bytes [start, stop) of what is written, all of which one checksum is of: where they come
+    from, and the checksum so far.
+    """
+
+    start: int
+    stop: int
+    ranges: list[FileRange]
+    hash: Any
 
 
 class HashingWriter:
@@ -48,8 +67,64 @@ class HashingWriter:
             self.size += stop - start
             start = stop
             if self.size % CHECK_BYTES == 0:
-                self._checksums.append(self._hash.hexdigest())
-                self._hash = xxhash.xxh3_128()
+                self._end_check()
+
+    def write_files(self, ranges: Sequence[FileRange], threads: int) -> Iterator[int]:
+        """Append ranges of local files, by several threads where the writer takes bytes in any
+        order. Yields bytes as they are written.
+
+        Nothing may be written meanwhile, and nothing of it is published unless it was exhausted.
+        """
+        parts = self._parts_of(ranges)
+        writer = self._inner
+        done = False
+        try:
+            if threads > 1 and len(parts) > 1 and gives_places(writer):
+                yield from _copied_by_threads(parts, writer, threads)
+            else:
+                yield from self._copied_in_order(parts)
+            done = True
+        finally:
+            # Given up in the middle, there are holes in what was written.
+            if not done:
+                self.abort()
+        for part in parts:
+            self._hash = part.hash
+            self.size = part.stop
+            if self.size % CHECK_BYTES == 0:
+                self._end_check()
+
+    def _copied_in_order(self, parts: Sequence[_Part]) -> Iterator[int]:
+        buffer = copy_buffer()
+        for part in parts:
+            for piece in read_files(part.ranges, buffer):
+                if self._inner is not None:
+                    self._inner.write(piece.data)
+                part.hash.update(piece)
+            yield part.stop - part.start
+
+    def _parts_of(self, ranges: Sequence[FileRange]) -> list[_Part]:
+        """Ranges that follow what was written, cut where checksums end."""
+        parts: list[_Part] = []
+        end = self.size
+        hash_of_part = self._hash
+        for wanted in ranges:
+            taken = 0
+            while taken < wanted.size:
+                if not parts or end % CHECK_BYTES == 0:
+                    parts.append(_Part(start=end, stop=end, ranges=[], hash=hash_of_part))
+                    hash_of_part = xxhash.xxh3_128()
+                part = parts[-1]
+                size = min(CHECK_BYTES - end % CHECK_BYTES, wanted.size - taken)
+                part.ranges.append(wanted.part(taken, taken + size))
+                taken += size
+                end += size
+                parts[-1] = replace(part, stop=end)
+        return parts
+
+    def _end_check(self) -> None:
+        self._checksums.append(self._hash.hexdigest())
+        self._hash = xxhash.xxh3_128()
 
     def commit(self) -> None:
         """Publish."""
@@ -60,3 +135,39 @@ class HashingWriter:
         """Throw everything away."""
         if self._inner is not None:
             self._inner.abort()
+
+
+def _copied_by_threads(parts: Sequence[_Part], writer: PlacedWriter, threads: int) -> Iterator[int]:
+    """Copy parts into one writer, each by one thread: read, hashed and written a little at a time,
+    so that its bytes come from the processor's cache. Yields bytes as parts are done.
+
+    Raises what one of them ended with, when all have ended.
+    """
+    first = parts[0].start
+    room = writer.reserve(parts[-1].stop - first)
+    stopped = threading.Event()
+
+    def copy(part: _Part) -> int:
+        buffer = copy_buffer()
+        at = room + part.start - first
+        told = at
+        for piece in read_files(part.ranges, buffer):
+            # A thread cannot be ended from outside: it looks whether it should.
+            if stopped.is_set():
+                return 0
+            part.hash.update(piece)
+            writer.write_at(at, piece)
+            at += len(piece)
+            if at - told >= WRITE_BACK_BYTES:
+                writer.write_back(told, at)
+                told = at
+        return part.stop - part.start
+
+    with ThreadPoolExecutor(min(threads, len(parts)), "streammega-copy") as pool:
+        try:
+            running: list[Future[int]] = [pool.submit(copy, part) for part in parts]
+            for copied in as_completed(running):
+                yield copied.result()
+        finally:
+            stopped.set()
+            pool.shutdown(wait=True, cancel_futures=True)

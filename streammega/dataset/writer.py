@@ -5,6 +5,7 @@ store.
 from __future__ import annotations
 
 from array import array
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from types import TracebackType
 from typing import Any, TypeVar
@@ -20,6 +21,7 @@ from streammega.dataset.shards import SUFFIXES, Kind, split_name, strip_suffix
 from streammega.dataset.tar import TarWriter
 from streammega.errors import FormatError
 from streammega.storage import open_store
+from streammega.storage.copies import FileRange
 from streammega.storage.frames import FRAME_BYTES, LEVEL, FrameWriter
 from streammega.storage.store import written_whole
 
@@ -76,6 +78,8 @@ class IndexedDatasetWriter:
         self._modes = array("b")
         self._documents = array("q", [0])
         self._open = True
+        self.files: list[FileRange] = []
+        """What `add_files` named and `copy_files` has not copied yet."""
         store, key = open_store(self.prefix + SUFFIXES[self.kind], self._storage)
         self.stored = HashingWriter(store.open_writer(key))
         """Counts and checksums of what was written so far, as stored."""
@@ -179,6 +183,44 @@ class IndexedDatasetWriter:
         self._put_stream(pieces, lambda: (lengths, modes))
         self._end_documents(first_sequence, documents)
 
+    @property
+    def takes_files(self) -> bool:
+        """Whether bytes are stored as they are, so that `add_files` can copy them."""
+        return self.kind == "bin"
+
+    def add_files(
+        self,
+        ranges: Sequence[FileRange],
+        lengths: NDArray[np.int32],
+        documents: NDArray[np.int64],
+        modes: NDArray[np.int8] | None = None,
+    ) -> None:
+        """As `add_documents`, with their bytes in local files, which `copy_files` copies.
+
+        Raises FormatError where `takes_files` is False.
+        """
+        size = sum(wanted.size for wanted in ranges)
+        if not self.takes_files or size != self._size_of(lengths):
+            raise FormatError(
+                f"{self.prefix}: {size} bytes of files do not belong to these lengths, or not to a "
+                f"{self.kind}"
+            )
+        first_sequence = len(self._lengths)
+        self.files += ranges
+        self._note(lengths, modes)
+        self._end_documents(first_sequence, documents)
+
+    def copy_files(self, threads: int = 1) -> Iterator[int]:
+        """Copy what `add_files` named, by so many threads at most. Yields bytes as they are
+        written.
+
+        What is added otherwise, and `finalize`, do so before, by one. If it is given up in the
+        middle, or fails, all is thrown away. Raises ObjectChangedError, StorageError.
+        """
+        ranges = self.files
+        self.files = []
+        yield from self.stored.write_files(ranges, threads)
+
     def add_document_stream(
         self,
         pieces: Iterator[memoryview],
@@ -234,6 +276,7 @@ class IndexedDatasetWriter:
         if not self._open:
             raise FormatError(f"{self.prefix}: this writer is closed already")
         index_store, index_key = open_store(f"{self._index_prefix}.idx", self._storage)
+        self._copy_rest()
         self._open = False
         # In this order no `.idx` ever describes another `.bin`, wherever it is interrupted.
         try:
@@ -272,6 +315,7 @@ class IndexedDatasetWriter:
         self, data: memoryview, lengths: NDArray[np.int32], modes: NDArray[np.int8] | None
     ) -> None:
         """Append sequences whose bytes lie end to end in `data`."""
+        self._copy_rest()
         if isinstance(self._tokens, TarWriter):
             self._tokens.add(data, lengths, modes)
         else:
@@ -285,6 +329,7 @@ class IndexedDatasetWriter:
     ) -> None:
         """Append sequences whose bytes come in pieces; `sequences` is asked behind the last."""
         assert not isinstance(self._tokens, TarWriter)
+        self._copy_rest()
         written = 0
         for piece in pieces:
             self._tokens.write(piece)
@@ -293,6 +338,11 @@ class IndexedDatasetWriter:
         if written != self._size_of(lengths):
             raise FormatError(f"{self.prefix}: {written} bytes do not belong to these lengths")
         self._note(lengths, modes)
+
+    def _copy_rest(self) -> None:
+        """Copy what was named and not copied yet."""
+        if self.files:
+            deque(self.copy_files(), maxlen=0)
 
     def _note(self, lengths: NDArray[np.int32], modes: NDArray[np.int8] | None) -> None:
         """Keep what the `.idx` will say of sequences."""

@@ -115,6 +115,27 @@ def gives_bodies(store: object) -> TypeGuard[BodyStore]:
     return hasattr(store, "read_bodies")
 
 
+class PlacedWriter(ObjectWriter, Protocol):
+    """A writer whose bytes may also be put in their places by several threads."""
+
+    def reserve(self, size: int) -> int:
+        """Room for `size` bytes behind those that were written. Returns where it begins.
+
+        All of it is to be written before `commit`.
+        """
+
+    def write_at(self, offset: int, data: Bytes) -> None:
+        """Put bytes into room that was reserved. Raises StorageError."""
+
+    def write_back(self, start: int, stop: int) -> None:
+        """Have the disk begin with bytes [start, stop), which are written."""
+
+
+def gives_places(writer: object) -> TypeGuard[PlacedWriter]:
+    """Whether a writer is a `PlacedWriter`."""
+    return hasattr(writer, "write_at")
+
+
 @contextmanager
 def written_whole(store: Store, key: str) -> Iterator[ObjectWriter]:
     """A writer of an object, which appears when the block ends, with all that was written.

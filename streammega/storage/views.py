@@ -339,6 +339,11 @@ class ConcatStore:
         """Not possible."""
         raise TypeError("several objects cannot be removed as one")
 
+    def spans(self, start: int, stop: int) -> Iterator[tuple[tuple[Store, ObjectInfo], int, int]]:
+        """(object, start and stop in it) of the bytes [start, stop), in order."""
+        for number, low, high, _ in self._pieces(start, stop):
+            yield self.parts[number], low, high
+
     def _pieces(self, start: int, stop: int) -> Iterator[tuple[int, int, int, int]]:
         """(object, start and stop in it, at which byte of what was asked)."""
         size = self._ends[-1]

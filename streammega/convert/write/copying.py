@@ -4,7 +4,7 @@ documents by a kernel.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,26 +19,47 @@ from streammega.dataset.indexed import IndexedDataset
 from streammega.dataset.writer import IndexedDatasetWriter
 from streammega.errors import ConvertError
 from streammega.kernels.plan import copy_bytes
-from streammega.storage.backends.local import LocalStore
-from streammega.storage.store import Bytes, address_of
+from streammega.storage.copies import FileRange, copy_buffer, file_ranges, read_files
+from streammega.storage.store import Bytes, Span, address_of
 
-COPY_BYTES = 1 << 20
-"""Copied at a time: it stays in the processor's cache while its checksum is taken."""
 CHUNK_BYTES = 32 << 20
 """Read of a remote object, and gathered, at a time."""
+TOGETHER = 1 << 14
+"""Stretches of local files that threads share out among them: half a TiB, where no document was
+left out. What is known of each takes a few hundred bytes of memory.
+"""
 REQUESTS_OF_A_CHUNK = 4
 """By which a chunk of a remote object is read at once."""
 _NOTHING = np.empty(0, np.uint8)
 
 
 def copy_in_order(
-    documents: OrderedDocuments, part: int, chosen: Integers, writer: IndexedDatasetWriter
+    documents: OrderedDocuments,
+    portions: Iterable[tuple[Integers, Integers]],
+    writer: IndexedDatasetWriter,
+    threads: int,
 ) -> Iterator[int]:
-    """Documents of one part in their order: what lies end to end is copied as it is.
+    """Documents of parts in their order: what lies end to end is copied as it is, what lies in
+    local files by several threads. portions: (part of each, document of it), of one part each.
 
     Yields bytes as they are written.
     """
-    indexed = documents.dataset(part)
+    for parts, chosen in portions:
+        indexed = documents.dataset(int(parts[0]))
+        for first, last in _runs_of(indexed, chosen):
+            ranges = _files_of(indexed, first, last, writer)
+            if ranges is None:
+                yield from writer.copy_files(threads)
+                yield _copy_stretch(indexed, first, last, writer)
+                continue
+            writer.add_files(ranges, *_sequences_of(indexed, first, last))
+            if len(writer.files) >= TOGETHER:
+                yield from writer.copy_files(threads)
+    yield from writer.copy_files(threads)
+
+
+def _runs_of(indexed: IndexedDataset, chosen: Integers) -> Iterator[tuple[int, int]]:
+    """[first, last) of documents of a part that lie end to end."""
     # Documents that were left out cut the part into stretches.
     # A document begins a stretch where the one before it ended one.
     is_last = np.append(np.diff(chosen) != 1, True)
@@ -46,8 +67,27 @@ def copy_in_order(
     starts = chosen[is_first].tolist()
     stops = (chosen[is_last] + 1).tolist()
     for start, stop in zip(starts, stops, strict=True):
-        for first, last in document_runs(indexed, start, stop, CHUNK_BYTES):
-            yield _copy_stretch(indexed, first, last, writer)
+        yield from document_runs(indexed, start, stop, CHUNK_BYTES)
+
+
+def _files_of(
+    indexed: IndexedDataset, start: int, stop: int, writer: IndexedDatasetWriter
+) -> list[FileRange] | None:
+    """Where documents [start, stop) of a part lie in local files, as the writer wants them; None
+    where they do not.
+    """
+    if not writer.takes_files or writer.dtype != indexed.dtype:
+        return None
+    first = int(indexed.document_indices[start])
+    last = int(indexed.document_indices[stop])
+    spans = _spans_of_sequences(indexed, first, last)
+    # Sequences that lie anywhere in their .bin would be millions of ranges.
+    if len(spans) > 1:
+        return None
+    if not spans:
+        return []
+    low, high = spans[0]
+    return file_ranges(indexed.store, indexed.bin_key, low, high, indexed.bin_info.etag)
 
 
 def copy_shuffled(
@@ -200,38 +240,46 @@ def _copy_stretch(
     indexed: IndexedDataset, start: int, stop: int, writer: IndexedDatasetWriter
 ) -> int:
     """Documents [start, stop) of a part, as they are. Returns the bytes written."""
-    bounds = indexed.document_indices
-    first = int(bounds[start])
-    last = int(bounds[stop])
-    lengths = indexed.sequence_lengths[first:last]
-    modes = indexed.sequence_modes
+    first = int(indexed.document_indices[start])
+    last = int(indexed.document_indices[stop])
+    lengths, documents, modes = _sequences_of(indexed, start, stop)
     pieces = _bytes_of_sequences(indexed, first, last)
     if writer.dtype != indexed.dtype:
         pieces = (_cast(piece, indexed, writer.dtype) for piece in pieces)
-    writer.add_stream(
-        (piece.data for piece in pieces),
-        lengths,
-        np.diff(bounds[start : stop + 1]),
-        None if modes is None else modes[first:last],
-    )
+    writer.add_stream((piece.data for piece in pieces), lengths, documents, modes)
     return int(lengths.sum(dtype=np.int64)) * writer.dtype.itemsize
+
+
+def _sequences_of(
+    indexed: IndexedDataset, start: int, stop: int
+) -> tuple[NDArray[np.int32], NDArray[np.int64], NDArray[np.int8] | None]:
+    """Of documents [start, stop): the lengths of their sequences, how many each has, and modes."""
+    bounds = indexed.document_indices[start : stop + 1]
+    first = int(bounds[0])
+    last = int(bounds[-1])
+    modes = indexed.sequence_modes
+    modes_of_run = None if modes is None else modes[first:last]
+    return indexed.sequence_lengths[first:last], np.diff(bounds), modes_of_run
 
 
 def _bytes_of_sequences(indexed: IndexedDataset, first: int, last: int) -> Iterator[Bytes]:
     """The stored bytes of sequences [first, last), in their order."""
+    for start, stop in _spans_of_sequences(indexed, first, last):
+        yield from _stored_bytes(indexed, start, stop - start)
+
+
+def _spans_of_sequences(indexed: IndexedDataset, first: int, last: int) -> list[Span]:
+    """Where the bytes of sequences [first, last) lie, in their order."""
     if first == last:
-        return
+        return []
     itemsize = indexed.dtype.itemsize
-    lengths = indexed.sequence_lengths[first:last]
-    sizes = lengths.astype(np.int64) * itemsize
+    sizes = indexed.sequence_lengths[first:last].astype(np.int64) * itemsize
     offsets = indexed.sequence_offsets[first:last]
     ends = offsets + sizes
     if np.array_equal(offsets[1:], ends[:-1]):
-        yield from _stored_bytes(indexed, int(offsets[0]), int(sizes.sum()))
-        return
+        return [(int(offsets[0]), int(ends[-1]))]
     # A dataset may have its sequences in any order in its .bin.
-    for offset, size in zip(offsets.tolist(), sizes.tolist(), strict=True):
-        yield from _stored_bytes(indexed, offset, size)
+    return list(zip(offsets.tolist(), ends.tolist(), strict=True))
 
 
 def _stored_bytes(indexed: IndexedDataset, start: int, size: int) -> Iterator[Bytes]:
@@ -240,31 +288,18 @@ def _stored_bytes(indexed: IndexedDataset, start: int, size: int) -> Iterator[By
 
     What was yielded is overwritten by what comes next.
     """
-    if isinstance(indexed.store, LocalStore):
-        yield from _bytes_of_file(indexed.bin_key, start, size)
-        return
     stop = start + size
+    etag = indexed.bin_info.etag
+    files = file_ranges(indexed.store, indexed.bin_key, start, stop, etag)
+    if files is not None:
+        yield from read_files(files, copy_buffer(size))
+        return
     for chunk_start in range(start, stop, CHUNK_BYTES):
         chunk_stop = min(chunk_start + CHUNK_BYTES, stop)
         starts = list(range(chunk_start, chunk_stop, CHUNK_BYTES // REQUESTS_OF_A_CHUNK))
         stops = [*starts[1:], chunk_stop]
-        for body in indexed.store.read_ranges(
-            indexed.bin_key, starts, stops, indexed.bin_info.etag
-        ):
+        for body in indexed.store.read_ranges(indexed.bin_key, starts, stops, etag):
             yield np.frombuffer(body, np.uint8)
-
-
-def _bytes_of_file(path: str, start: int, size: int) -> Iterator[Bytes]:
-    buffer = np.empty(min(COPY_BYTES, size), np.uint8)
-    left = size
-    with open(path, "rb", buffering=0) as file:
-        file.seek(start)
-        while left:
-            got = file.readinto(buffer.data[: min(len(buffer), left)])
-            if not got:
-                raise ConvertError(f"{path}: ends before its .idx says; copy it again")
-            yield buffer[:got]
-            left -= got
 
 
 def _cast(stored: Bytes, indexed: IndexedDataset, dtype: np.dtype[Any]) -> Bytes:

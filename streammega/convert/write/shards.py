@@ -4,7 +4,8 @@ done.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
+from contextlib import closing
 from dataclasses import asdict
 
 import numpy as np
@@ -29,13 +30,21 @@ def read_shard(job: Job, layout: ShardLayout, number: int) -> Shard | None:
     return Shard(**stored["shard"])
 
 
-def write_shard(job: Job, layout: ShardLayout, number: int, progress: Progress) -> Shard:
-    """Write one shard's tokens to its target and its `.idx` to the work folder, then its record."""
+def write_shard(
+    job: Job, layout: ShardLayout, number: int, progress: Progress, threads: int = 1
+) -> Shard:
+    """Write one shard's tokens to its target and its `.idx` to the work folder, then its record.
+
+    threads: that may copy into it at once.
+    """
     itemsize = np.dtype(layout.dtype).itemsize
     documents = OrderedDocuments(job, layout.parts, layout.buckets)
     with _writer(job, layout, number, documents) as writer:
-        for written in _copy_documents(documents, layout, number, writer):
-            progress(written, written // itemsize)
+        copied = _copy_documents(documents, layout, number, writer, threads)
+        # Closed before the writer, whatever happens: threads may be writing into its file.
+        with closing(copied):
+            for written in copied:
+                progress(written, written // itemsize)
     shard = Shard(
         name=layout.names[number],
         documents=writer.num_documents,
@@ -78,15 +87,20 @@ def _expected_bytes(job: Job, layout: ShardLayout, documents: OrderedDocuments) 
 
 
 def _copy_documents(
-    documents: OrderedDocuments, layout: ShardLayout, number: int, writer: IndexedDatasetWriter
-) -> Iterator[int]:
+    documents: OrderedDocuments,
+    layout: ShardLayout,
+    number: int,
+    writer: IndexedDatasetWriter,
+    threads: int,
+) -> Generator[int, None, None]:
     """Copy the documents of a shard. Yields bytes as they are written."""
-    for parts, chosen in _documents_of_portions(documents, layout, number):
-        if layout.buckets:
-            yield from copy_shuffled(documents, parts, chosen, writer)
-        else:
-            # A portion is a part, so all of them are of the same one.
-            yield from copy_in_order(documents, int(parts[0]), chosen, writer)
+    portions = _documents_of_portions(documents, layout, number)
+    if not layout.buckets:
+        # A portion is a part, so all documents of one are of the same.
+        yield from copy_in_order(documents, portions, writer, threads)
+        return
+    for parts, chosen in portions:
+        yield from copy_shuffled(documents, parts, chosen, writer)
 
 
 def _documents_of_portions(

@@ -172,11 +172,38 @@ class LocalWriter:
         self._file.flush()
         start = self._written_back
         self._written_back = self._size
+        self.write_back(start, self._size)
+
+    def reserve(self, size: int) -> int:
+        """As of `PlacedWriter`: what is written next lies behind that room."""
+        try:
+            self._file.flush()
+            start = self._size
+            self._size += size
+            self._written_back = self._size
+            self._file.seek(self._size)
+            return start
+        except OSError as error:
+            raise local_error(self._path, error) from None
+
+    def write_at(self, offset: int, data: Bytes) -> None:
+        """As of `PlacedWriter`: by several threads at once, if they like."""
+        view = data.data
+        try:
+            while view:
+                written = os.pwrite(self._file.fileno(), view, offset)
+                view = view[written:]
+                offset += written
+        except OSError as error:
+            raise local_error(self._path, error) from None
+
+    def write_back(self, start: int, stop: int) -> None:
+        """Have the disk begin with bytes [start, stop), which are written."""
         # Not on every system, nor of every file; the bytes are safe by `commit` alone.
         with contextlib.suppress(AttributeError, OSError):
             # "Not needed": Linux begins to write what is dirty, and drops what is on the disk
             # already, which just after writing is next to nothing.
-            os.posix_fadvise(self._file.fileno(), start, self._size - start, os.POSIX_FADV_DONTNEED)
+            os.posix_fadvise(self._file.fileno(), start, stop - start, os.POSIX_FADV_DONTNEED)
 
     def commit(self) -> None:
         """Flush, sync and rename."""
