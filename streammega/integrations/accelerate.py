@@ -22,7 +22,18 @@ from streammega.samples.fields import Batch
 
 
 class NotDealtOut(IterableDataset[Batch]):
-    """Stands where a DataLoader has its dataset. Whoever iterates it would read past the cursor."""
+    """Stands where a DataLoader has its dataset. Whoever iterates it would read past the cursor.
+
+    num_samples: what trainers ask its length for, over all ranks; None: it has no end.
+    """
+
+    def __init__(self, num_samples: int | None) -> None:
+        self._num_samples = num_samples
+
+    def __len__(self) -> int:
+        if self._num_samples is None:
+            raise TypeError("the stream has no end; num_samples in the config gives it one")
+        return self._num_samples
 
     def __iter__(self) -> NoReturn:
         raise ConfigError(
@@ -50,7 +61,8 @@ class StreamDataLoader(DataLoader[Batch]):
         dp_rank, dp_size: the data-parallel rank; None: that of the process, which is right where no
             processes share a model (tensor or context parallelism).
         prepare_batch: what is made of each batch, on the device.
-        options: further ones of StreamLoader.
+        options: further ones of StreamLoader. One for evaluation (`split="valid"`) begins every
+            iteration at the first sample, and is in no checkpoint.
     """
 
     _is_accelerate_prepared = True  # what `prepare` asks: it is not wrapped
@@ -78,7 +90,6 @@ class StreamDataLoader(DataLoader[Batch]):
             dp_size=dp_size,
             **options,
         )
-        _check_accumulation(accelerator, self.loader)
         self.loader.prefetch_to(accelerator.device)
         self.prepare_batch = prepare_batch
         self.gradient_state = accelerator.gradient_state
@@ -87,9 +98,11 @@ class StreamDataLoader(DataLoader[Batch]):
         self.remainder = 0
         """Samples that were added to fill the last batch: none, as all batches are whole."""
         self._awaits_state_of: str | None = None
-        super().__init__(NotDealtOut(), batch_size=micro_batch_size)
-        accelerator.prepare_data_loader(self)
-        accelerator.register_load_state_pre_hook(_expecting_state(self))
+        super().__init__(NotDealtOut(self.loader.dataset.num_samples), batch_size=micro_batch_size)
+        if not self.loader.evaluation:
+            _check_accumulation(accelerator, self.loader)
+            accelerator.prepare_data_loader(self)
+            accelerator.register_load_state_pre_hook(_expecting_state(self))
 
     def __len__(self) -> int:
         """Micro-batches of a pass. TypeError for a stream without an end."""

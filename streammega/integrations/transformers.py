@@ -11,19 +11,23 @@ a resume, and any number of processes goes on with the next sample.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 
 from streammega.config import DataConfig
 from streammega.errors import ConfigError, StateError
-from streammega.integrations.accelerate import StreamDataLoader
+from streammega.integrations.accelerate import NotDealtOut, StreamDataLoader
 from streammega.integrations.frameworks import imported
 from streammega.samples.fields import Batch
+from streammega.samples.split_blend import split_blend
 
 NO_LOSS = -100
 """The label of a token that is not learned, in all losses of transformers and torch."""
+TRAINING_ARGUMENTS = 1
+EVAL_DATASET = 4
+"""Where these stand among the arguments of a Trainer that are not named."""
 POSITION = "StreamPosition"
 """The name of the callback whose state is the position."""
 
@@ -53,8 +57,8 @@ class StreamTrainerMixin:
     wants a `train_dataset` in any case, one of a single record that is never trained on.
 
     The global batch is per_device_train_batch_size * gradient_accumulation_steps * processes. An
-    epoch is a pass over the data; a stream without an end needs `max_steps`. Evaluation is the
-    Trainer's own.
+    epoch is a pass over the data; a stream without an end needs `max_steps`. Evaluation goes through
+    the valid split of the stream, unless the Trainer is given an `eval_dataset` of its own.
 
     Args:
         stream: what is read.
@@ -66,6 +70,7 @@ class StreamTrainerMixin:
 
     args: Any
     accelerator: Any
+    eval_dataset: Any
     _train_batch_size: int
 
     def __init__(
@@ -78,6 +83,10 @@ class StreamTrainerMixin:
         _check(stream)
         self._stream = stream
         self._stream_options = dict(stream_options or {})
+        self._stream_valid: StreamDataLoader | None = None
+        if _evaluates_stream(stream, arguments, named):
+            # Trainers that are to evaluate ask for a dataset before they ask for its batches
+            named["eval_dataset"] = NotDealtOut(None)
         super().__init__(*arguments, **named)
         _check_cache(stream, getattr(self, "model", None))
         # otherwise a resume would read and drop everything before its position
@@ -96,6 +105,38 @@ class StreamTrainerMixin:
             prepare_batch=causal_lm_batch,
             **self._stream_options,
         )
+
+    def get_eval_dataloader(self, eval_dataset: Any = None) -> Any:
+        """The valid split of the stream, whole global batches from its first sample every time; or
+        the batches of a dataset that was given. Raises ConfigError where there is neither.
+        """
+        asked = self.eval_dataset if eval_dataset is None else eval_dataset
+        if asked is not None and not isinstance(asked, NotDealtOut):
+            return super().get_eval_dataloader(eval_dataset)  # type: ignore[misc]
+        if self._stream_valid is None:
+            self._stream_valid = self._open_valid()
+        return self._stream_valid
+
+    def _open_valid(self) -> StreamDataLoader:
+        if split_blend(self._stream, "valid") is None:
+            raise ConfigError(
+                "the stream has no valid split to evaluate: give its DataConfig one by split or "
+                "valid_blend, or the Trainer an eval_dataset"
+            )
+        micro_batch_size = self.args.eval_batch_size
+        loader = StreamDataLoader(
+            self.accelerator,
+            self._stream,
+            split="valid",
+            micro_batch_size=micro_batch_size,
+            global_batch_size=micro_batch_size * self.accelerator.num_processes,
+            prepare_batch=causal_lm_batch,
+        )
+        if loader.loader.dataset.num_samples is None:
+            raise ConfigError(
+                "the valid split has no end: give the DataConfig num_samples=(train, valid, test)"
+            )
+        return loader
 
 
 class CountsSteps:
@@ -142,6 +183,21 @@ def _saved_position(state: Any) -> Mapping[str, Any]:
         )
     found: Mapping[str, Any] = position
     return found
+
+
+def _evaluates_stream(
+    config: DataConfig, arguments: Sequence[Any], named: Mapping[str, Any]
+) -> bool:
+    """Whether a Trainer is to evaluate as it trains, and has nothing but the stream to do it with."""
+    own = named.get("eval_dataset")
+    training = named.get("args")
+    if len(arguments) > EVAL_DATASET:
+        own = arguments[EVAL_DATASET]
+    if len(arguments) > TRAINING_ARGUMENTS:
+        training = arguments[TRAINING_ARGUMENTS]
+    if own is not None or getattr(training, "eval_strategy", "no") == "no":
+        return False
+    return split_blend(config, "valid") is not None
 
 
 def _check(config: DataConfig) -> None:

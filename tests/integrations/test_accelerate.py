@@ -112,6 +112,22 @@ def test_what_would_be_read_twice_or_dealt_out_is_refused_before_the_first_batch
         StreamDataLoader(accelerator, sized, **SIZES)
 
 
+def test_a_loader_for_evaluation_is_in_no_checkpoint(
+    accelerator: Any, sized: DataConfig, tmp_path: Path
+) -> None:
+    valid = StreamDataLoader(
+        accelerator, sized, split="valid", micro_batch_size=2, global_batch_size=2
+    )
+    assert len(valid) == 8
+    assert len(valid.dataset) == 16  # type: ignore[arg-type]
+    first = rows_of(next(iter(valid)))
+    accelerator.save_state(str(tmp_path / "state"))
+    assert not list((tmp_path / "state").glob("dl_*"))
+    accelerator.load_state(str(tmp_path / "state"))
+    assert rows_of(next(iter(valid))) == first, "it waits for no position"
+    valid.close()
+
+
 def test_batches_may_be_made_into_others(accelerator: Any, sized: DataConfig) -> None:
     loader = StreamDataLoader(
         accelerator,

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from streammega import DataConfig
+from streammega import DataConfig, StreamLoader
 from streammega.errors import ConfigError, StateError
 from streammega.integrations import transformers as integration
 from streammega.integrations.transformers import causal_lm_batch
@@ -24,9 +24,13 @@ from tests.support.trainer_programs import (
     GLOBAL_BATCH,
     STEPS,
     VOCABULARY,
+    huggingface_arguments,
+    huggingface_rank,
     logged,
+    rows_of,
     stream,
     tiny_model,
+    transformers_evaluate,
     transformers_train,
 )
 
@@ -160,21 +164,53 @@ def test_a_model_that_would_let_documents_see_each_other_is_refused(
     endless: DataConfig, tmp_path: Path
 ) -> None:
     """With a cache transformers ignores where positions begin again."""
-    from accelerate.state import AcceleratorState, GradientState, PartialState
     from transformers import TrainingArguments
 
     apart = replace(endless, reset_position_ids=True, reset_attention_mask=True)
-    arguments: Any = {"output_dir": str(tmp_path), "max_steps": 1, "use_cpu": True}
-    try:
-        quiet = TrainingArguments(**arguments, report_to="none")
+    with huggingface_rank(0, 1):
+        quiet = huggingface_arguments(TrainingArguments, str(tmp_path), 1, 1)
         trainer = integration.StreamTrainer(model=tiny_model(), args=quiet, stream=apart)
         assert trainer.model.config.use_cache is False, "what a Trainer sets by itself"
+        caching = huggingface_arguments(TrainingArguments, str(tmp_path), 1, 1, use_cache=True)
         with pytest.raises(ConfigError, match="use_cache=False"):
-            integration.StreamTrainer(
-                model=tiny_model(),
-                args=TrainingArguments(**arguments, report_to="none", use_cache=True),
-                stream=apart,
-            )
-    finally:
-        for state in (AcceleratorState, PartialState, GradientState):
-            state._reset_state()
+            integration.StreamTrainer(model=tiny_model(), args=caching, stream=apart)
+
+
+@pytest.mark.usefixtures("needs_transformers")
+@pytest.mark.parametrize("size", [1, 2])
+def test_evaluation_goes_through_the_valid_split_every_time(
+    gang: Gang, sized: DataConfig, tmp_path: Path, size: int
+) -> None:
+    answers = gang.run(size, transformers_evaluate, sized, str(tmp_path), size, 4)
+    with StreamLoader(sized, split="valid", micro_batch_size=2, global_batch_size=2) as loader:
+        batches = list(loader)
+    model = tiny_model().eval()
+    with torch.no_grad():
+        losses = [model(**causal_lm_batch(batch), use_cache=False).loss for batch in batches]
+    expected = [row for batch in batches for row in rows_of(batch)]
+    for rank, (loss, seen) in enumerate(answers):
+        assert seen == expected[rank::size] * 3, "after two and four steps, and once more"
+        assert loss == pytest.approx(float(sum(losses) / len(losses)))
+    assert logged(tmp_path, size) == stream(sized, 4), "training does not notice"
+
+
+@pytest.mark.usefixtures("needs_transformers")
+def test_what_cannot_be_evaluated_is_refused_and_other_datasets_are_the_trainers(
+    endless: DataConfig, tmp_path: Path
+) -> None:
+    from transformers import TrainingArguments
+
+    with huggingface_rank(0, 1):
+        quiet = huggingface_arguments(TrainingArguments, str(tmp_path), 1, 1)
+        for config, words in (
+            (endless, "the valid split has no end"),
+            (replace(endless, split="1,0,0"), "no valid split to evaluate"),
+        ):
+            trainer = integration.StreamTrainer(model=tiny_model(), args=quiet, stream=config)
+            with pytest.raises(ConfigError, match=words):
+                trainer.evaluate()
+        one: Any = [{"input_ids": torch.arange(8), "labels": torch.arange(8)}]
+        trainer = integration.StreamTrainer(
+            model=tiny_model(), args=quiet, stream=endless, eval_dataset=one
+        )
+        assert trainer.evaluate()["eval_loss"] > 0

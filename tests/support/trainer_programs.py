@@ -342,6 +342,32 @@ def sft_train(
         return trained_to_the_end(trainer, resume)
 
 
+def transformers_evaluate(
+    rank: int, config: DataConfig, folder: str, size: int, steps: int
+) -> tuple[float, list[list[int]]]:
+    """Train so many steps and evaluate after every second, and once more; the last loss, and all
+    samples of this rank that were evaluated.
+    """
+    from transformers import TrainingArguments
+
+    from streammega.integrations.transformers import StreamTrainer
+
+    seen: list[list[int]] = []
+
+    class Evaluating(noted(StreamTrainer, RowLog(folder, rank))):  # type: ignore[misc]
+        def prediction_step(self, model: Any, inputs: Any, *rest: Any, **named: Any) -> Any:
+            seen.extend(rows_of(inputs, "input_ids"))
+            return super().prediction_step(model, inputs, *rest, **named)
+
+    often: Any = {"eval_strategy": "steps", "eval_steps": 2, "per_device_eval_batch_size": 2}
+    with huggingface_rank(rank, size):
+        arguments = huggingface_arguments(TrainingArguments, folder, size, steps, **often)
+        arguments.learning_rate = 0.0  # the model stays the one that the losses are known of
+        trainer = Evaluating(model=tiny_model(), args=arguments, stream=config)
+        trained_to_the_end(trainer, None)
+        return trainer.evaluate()["eval_loss"], seen
+
+
 def noted(trainer_class: Any, log: RowLog) -> Any:
     """The class of a trainer that notes what it is trained on."""
 
