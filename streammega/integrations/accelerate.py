@@ -201,6 +201,7 @@ def _expecting_state(loader: StreamDataLoader) -> Callable[[Any, Any], None]:
     of = weakref.ref(loader)
 
     def expect(models: Any, folder: Any) -> None:
+        """The loader has no position until it loads one of the folder, after this."""
         loader = of()
         if loader is not None:
             loader._awaits_state_of = str(folder)

@@ -206,6 +206,7 @@ def datasets_provider(
     """
 
     def provider(train_val_test_num_samples: Any, vp_stage: int | None = None) -> Datasets:
+        """What Megatron calls, for each chunk of a virtual pipeline by the name `vp_stage`."""
         args = imported("megatron.training", "megatron").get_args()
         return datasets_of(
             args,
@@ -263,6 +264,7 @@ def datasets_of(
     }
 
     def batches(split: str) -> MegatronBatches | None:
+        """Of a split of which samples are asked; otherwise none."""
         if split_blend(config, split) is None or not num_samples[SPLITS.index(split)]:
             return None
         sizes = _batch_sizes(args, split)

@@ -84,6 +84,7 @@ def stream_dataset(
     built: dict[str, BridgeBatches] = {}
 
     def build(context: Any) -> tuple[BridgeBatches | None, ...]:
+        """The batches of train, valid and test that a DatasetBuildContext asks for."""
         asked = (context.train_samples, context.valid_samples, context.test_samples)
         train, valid, test = (count or 0 for count in asked)
         sized = replace(config, num_samples=(train, valid, test))

@@ -19,6 +19,7 @@ def test_every_section_has_a_program() -> None:
     assert [name for name, _ in SECTIONS] == re.findall(r"^## (\w+)$", PAGE, re.M)
 
 
+@pytest.mark.timeout(500)
 @pytest.mark.parametrize(("section", "program"), SECTIONS, ids=[name for name, _ in SECTIONS])
 def test_the_program_of_a_section_runs(
     section: str, program: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -30,7 +31,7 @@ def test_the_program_of_a_section_runs(
     path.write_text(program)
     environment = {"PYTHONWARNINGS": "ignore", "ACCELERATE_USE_CPU": "true"}
     family = launch(tmp_path, 1, [str(path)], environment)
-    codes = family.ended(0, within=240)
+    codes = family.ended(0, within=400)
     printed = family.log(0)
     family.close()
     assert codes == [0], printed[-3000:]

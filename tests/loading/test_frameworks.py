@@ -14,7 +14,6 @@ import torch
 
 from streammega import DataConfig, StreamingDataset, StreamLoader
 from streammega.errors import StateError
-from tests.conftest import write_random_pair
 from tests.support.gang import Gang
 from tests.support.rank_programs import (
     accelerate_checkpoint,
@@ -38,15 +37,8 @@ TOTAL = 13
 
 
 @pytest.fixture
-def config(tmp_path: Path) -> DataConfig:
-    write_random_pair(str(tmp_path / "pair"))
-    return DataConfig(
-        blend=[str(tmp_path / "pair")],
-        sequence_length=16,
-        order="stream",
-        num_samples=(4 * TOTAL, 0, 0),
-        index_cache_dir=tmp_path / "cache",
-    )
+def config(config: DataConfig) -> DataConfig:
+    return replace(config, order="stream", num_samples=(4 * TOTAL, 0, 0))
 
 
 # torchdata.

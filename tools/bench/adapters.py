@@ -1,7 +1,7 @@
 """What an adapter for another trainer costs beside the bare loader, by micro-batch: the same batches,
 taken in turns.
 
-    python tools/bench/adapters.py [--batches 400] [--rounds 5]
+    python tools/bench/adapters.py [--batches 1600] [--rounds 7]
 
 Host seconds of this process and its threads, which other programs on the machine disturb less than
 they do seconds of the clock. Sides whose framework is not installed are left out.
@@ -227,8 +227,8 @@ def host_seconds(
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--batches", type=int, default=400)
-    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--batches", type=int, default=1600)
+    parser.add_argument("--rounds", type=int, default=7)
     options = parser.parse_args()
     here = {
         name: side
