@@ -142,6 +142,7 @@ def read_dataset(
     readers = min(max(OPENERS, READERS // beside), storage.max_requests)
 
     def open_all(shards: Sequence[KnownShard]) -> list[PairBounds]:
+        """The bounds of shards, of kept headers where their sums are known, otherwise by requests."""
         files = [ShardFiles(shard, storage, cache_dir) for shard in shards]
         if are_kept(files):
             folder = files[0].index.cache_dir / "idx"

@@ -138,6 +138,7 @@ def _shifted(
     """Arrays end to end, each plus its shift."""
 
     def parts() -> Iterator[NDArray[Any]]:
+        """The rows of all arrays, a few at a time, each moved by its shift."""
         for array, shift in zip(arrays, shifts, strict=True):
             for first_row in range(0, len(array), ROWS):
                 rows = array[first_row : first_row + ROWS]

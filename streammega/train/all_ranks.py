@@ -113,6 +113,7 @@ class AllRanks:
         left_over = self._left_over
 
         def begin() -> Result:
+            """The function, once what is left over of a former call has ended."""
             if left_over is not None:
                 left_over.join(self._patience)
                 if left_over.is_alive():

@@ -108,6 +108,7 @@ class FsspecStore:
         fs, pool = self._filesystem()
 
         def head() -> ObjectInfo:
+            """One request for size and checksum, in this store's errors."""
             try:
                 meta = fs.info(key)
                 if meta.get("type") == "directory":
@@ -176,6 +177,7 @@ class FsspecStore:
         folder = prefix.rpartition("/")[0]
 
         def find() -> Any:
+            """One listing of the folder, by name; nothing where there is none."""
             try:
                 if recursive:
                     return fs.find(folder, detail=True)

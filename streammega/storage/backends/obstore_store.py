@@ -132,6 +132,7 @@ class ObstoreStore:
         client, pool = self._client()
 
         def head() -> ObjectInfo:
+            """One request, in this store's errors."""
             try:
                 meta = client.head(key)
             except BaseException as error:
@@ -298,6 +299,7 @@ class ObstoreStore:
         folder = os.path.commonpath(folders)[1:] or None
 
         def list_part() -> list[ObjectInfo] | None:
+            """One listing between two names; None where it has too many."""
             listed: list[ObjectInfo] = []
             try:
                 for page in client.list(folder, offset=after):
@@ -332,6 +334,7 @@ class ObstoreStore:
         folder = prefix.rpartition("/")[0] or None
 
         def list_folder() -> Any:
+            """One listing, page by page or of the folder alone."""
             try:
                 if not recursive:
                     return client.list_with_delimiter(folder)["objects"]

@@ -136,6 +136,7 @@ class Checkpoints:
         """
 
         def look() -> int | None:
+            """The step of the last checkpoint on this rank, if it is recent."""
             if self.last is None:
                 return None
             step, began = self.last
