@@ -36,6 +36,7 @@ if TYPE_CHECKING:
     from streammega.samples.fields import cu_seqlens as cu_seqlens
     from streammega.samples.fields import loss_mask as loss_mask
     from streammega.samples.fields import position_ids as position_ids
+    from streammega.samples.provenance import Provenance as Provenance
 
 __version__ = "0.1.0"
 
@@ -64,6 +65,7 @@ _HOMES = {
     "cu_seqlens": "streammega.samples.fields",
     "loss_mask": "streammega.samples.fields",
     "position_ids": "streammega.samples.fields",
+    "Provenance": "streammega.samples.provenance",
     "MegatronBatchSampler": "streammega.loading",
     "StreamingDataset": "streammega.loading",
     "StreamLoader": "streammega.loading",

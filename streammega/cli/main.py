@@ -18,6 +18,7 @@ import streammega
 from streammega.cli import commands
 from streammega.cli.convert import convert
 from streammega.cli.options import StorageOption, storage_config
+from streammega.cli.trace import trace
 from streammega.errors import ConfigError, FormatError, ObjectNotFoundError, StreammegaError
 from streammega.errors.redaction import redact_urls
 
@@ -212,6 +213,7 @@ def order_report(
 
 
 app.command(no_args_is_help=True)(commands.plot)
+app.command(no_args_is_help=True)(trace)
 
 
 @app.command(no_args_is_help=True)

@@ -186,6 +186,11 @@ class GPTDataset(torch.utils.data.Dataset[Batch]):
         """Sample -> row of sample_index."""
         return self._indices.shuffle_index
 
+    @property
+    def indices(self) -> GptIndices:
+        """All three of them."""
+        return self._indices
+
     def locate(self, sample_ids: NDArray[np.int64]) -> Extents:
         """The token runs of samples, int64 [n], each in [0, len(self)).
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import numpy as np
-from numpy.typing import ArrayLike
+from numpy.typing import ArrayLike, NDArray
 
 from streammega.config import DataConfig
 from streammega.errors import ConfigError
@@ -54,6 +54,11 @@ def locate(
     """
     ids = np.asarray(sample_ids, np.int64).reshape(-1)
     source = open_source(config, split, global_batch_size)
+    return locate_checked(source, ids, split)
+
+
+def locate_checked(source: SampleSource, ids: NDArray[np.int64], split: str) -> Extents:
+    """Where samples of a source lie. Raises IndexError for a number that none of them has."""
     if not len(ids):
         return source.locate(ids)
     # the closed forms answer for every number, also for one that no sample has

@@ -18,21 +18,21 @@ def open_split(config: RunConfig, split: str, ranks: Ranks) -> StreamLoader:
     """The loader of a split for a rank of a layout, with the number of samples that the run asks of
     it.
     """
-    return open_loader(_data_of(config, split), ranks, split=split, **_batch_sizes(config, split))
+    return open_loader(data_of(config, split), ranks, split=split, **batch_sizes(config, split))
 
 
 def open_plain(config: RunConfig, split: str, dp_rank: int, dp_size: int) -> StreamLoader:
     """The loader of a split by itself, whole batches and all: what the batches of a run are
     compared with.
     """
-    data = _data_of(config, split)
+    data = data_of(config, split)
     # a whole run with these settings, from its first sample to its last
     if data.num_samples is None:
         train, valid, test = config.num_samples()
         train += sum(stop - start for start, stop in data.skip_samples)
         data = replace(data, num_samples=(train, valid, test))
     return StreamLoader(
-        data, split=split, dp_rank=dp_rank, dp_size=dp_size, **_batch_sizes(config, split)
+        data, split=split, dp_rank=dp_rank, dp_size=dp_size, **batch_sizes(config, split)
     )
 
 
@@ -65,7 +65,7 @@ def _evaluated_on(config: RunConfig, blend: Any) -> RunConfig:
     return replace(config, data=data, validation={})
 
 
-def _data_of(config: RunConfig, split: str) -> DataConfig:
+def data_of(config: RunConfig, split: str) -> DataConfig:
     """The data settings of a run for one of its splits. Raises ConfigError for too few samples."""
     # The trainer's attention makes its own bounds of documents, and needs no matrix.
     data = replace(config.data, create_attention_mask=False)
@@ -87,7 +87,8 @@ def _data_of(config: RunConfig, split: str) -> DataConfig:
     return data
 
 
-def _batch_sizes(config: RunConfig, split: str) -> dict[str, Any]:
+def batch_sizes(config: RunConfig, split: str) -> dict[str, Any]:
+    """The sizes of a split's batches, by the names that a loader has for them."""
     train = config.train
     sizes: dict[str, Any] = {
         "micro_batch_size": train.micro_batch_size,

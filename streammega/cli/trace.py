@@ -1,0 +1,198 @@
+"""The command that explains a run's steps, and finds documents in them: computed of its config,
+without a log of the run.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from streammega.errors import ConfigError
+
+if TYPE_CHECKING:
+    from streammega.cli.trace_report import Report, TracedRunFile
+    from streammega.convert.tokenize.tokenizers import TextTokenizer
+    from streammega.samples.provenance import DocumentName
+    from streammega.train.config import RunConfig
+
+MOST_FOUND = 100
+"""Documents with a text that are told of: a text that is in more of them says little of any."""
+LEAST_INNER = 3
+"""Ids that are left of a text without its first and last for these to be left out: at its ends a
+text that goes on is cut into other tokens.
+"""
+
+
+def trace(
+    config: Annotated[str, typer.Argument(help="The run's TOML file.")],
+    overrides: Annotated[
+        list[str] | None, typer.Argument(help="Settings over the file's: section.name=value.")
+    ] = None,
+    step: Annotated[
+        int | None, typer.Option(help="A step, counted from 1: what its global batch is made of.")
+    ] = None,
+    sample: Annotated[
+        int | None, typer.Option(help="One sample, by its number in the global stream.")
+    ] = None,
+    find: Annotated[
+        str | None,
+        typer.Option(
+            help="The other way: at which steps a document is seen. NAME#NUMBER, of a dataset or "
+            "a shard; or a text, with --tokenizer, for which all tokens are looked through."
+        ),
+    ] = None,
+    last_step: Annotated[
+        int | None, typer.Option(help="With --find: up to this step; by default the run's last.")
+    ] = None,
+    rank: Annotated[
+        int | None, typer.Option(help="Of a step, only what this data-parallel rank reads.")
+    ] = None,
+    ranks: Annotated[
+        int | None,
+        typer.Option(help="How many data-parallel ranks there are: names their samples."),
+    ] = None,
+    tokens: Annotated[
+        str | None, typer.Option(help="Only these tokens of each sample: FIRST:BEHIND-THE-LAST.")
+    ] = None,
+    split: Annotated[str, typer.Option(help="The split: train, valid or test.")] = "train",
+    validation: Annotated[
+        str | None, typer.Option(help="A validation set of its own, by its name in the run.")
+    ] = None,
+    tokenizer: Annotated[
+        str | None, typer.Option(help="A tokenizer, to show the text; as convert takes it.")
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+    html: Annotated[str | None, typer.Option(help="Write a page with tables to this file.")] = None,
+) -> None:
+    """Say which documents a step of a run is made of, or at which steps a document is seen.
+
+    No log of the run is needed: the order is computed. Of the data only .idx files are read, and
+    with --tokenizer the tokens.
+    """
+    from streammega.cli import trace_report as reporting
+    from streammega.train.config import load_run
+
+    chosen = [name for name in (step, sample, find) if name is not None]
+    if len(chosen) != 1:
+        raise ConfigError("give one of --step, --sample and --find: what is to be explained")
+    settings = _chosen_run(load_run(config, overrides or []), validation)
+    run = reporting.open_run(settings, "valid" if validation else split, ranks)
+    model = _load(tokenizer)
+    try:
+        if find is not None:
+            names = _documents(run, find, model)
+            report = reporting.readings_report(run, names, last_step or run.last_step)
+            text = reporting.readings_as_text(report)
+        else:
+            samples = [sample] if sample is not None else _samples_of(run, step or 0, rank)
+            decode = None if model is None else model.decode
+            report = reporting.trace_report(run, samples, _range(tokens), decode)
+            text = reporting.trace_as_text(report)
+    except IndexError as error:  # a number that no sample or document has, as it was given
+        raise ConfigError(str(error)) from None
+    report = {"run": config, **report}
+    show_report(report, text, as_json=as_json, html=html)
+
+
+def show_report(report: Report, text: str, *, as_json: bool, html: str | None) -> None:
+    """Print a report, and write its page where one is asked for."""
+    if html is not None:
+        from streammega.cli.pages import page_of
+
+        Path(html).write_text(page_of(report), encoding="utf-8")
+    if as_json:
+        text = json.dumps(report, indent=1, ensure_ascii=False)
+    typer.echo(text)
+
+
+def _chosen_run(run: RunConfig, validation: str | None) -> RunConfig:
+    """The run, or the one that has a validation set as its valid split."""
+    from streammega.train.splits import validation_sets
+
+    if validation is None:
+        return run
+    sets = validation_sets(run)
+    if validation not in sets:
+        known = ", ".join(sets) or "none"
+        raise ConfigError(f"there is no validation set {validation!r}; the run has {known}")
+    return sets[validation]
+
+
+def _samples_of(run: TracedRunFile, step: int, rank: int | None) -> list[int]:
+    """The samples of a step, or of one rank in it."""
+    samples = list(run.steps.samples(step))
+    if rank is None:
+        return samples
+    if run.ranks is None or not 0 <= rank < run.ranks:
+        raise ConfigError(f"--rank {rank}: say by --ranks how many there are, counted from 0")
+    return [sample for sample in samples if run.place(sample)["rank"] == rank]
+
+
+def _range(text: str | None) -> tuple[int, int] | None:
+    """(3, 40) of "3:40". Raises ConfigError."""
+    if text is None:
+        return None
+    parsed = re.fullmatch(r"(\d+):(\d+)", text)
+    if not parsed:
+        raise ConfigError(f"--tokens {text!r}: write it as FIRST:BEHIND-THE-LAST, such as 0:128")
+    return int(parsed[1]), int(parsed[2])
+
+
+def _load(tokenizer: str | None) -> TextTokenizer | None:
+    if tokenizer is None:
+        return None
+    from streammega.convert.tokenize.tokenizers import load_tokenizer
+
+    return load_tokenizer(tokenizer)
+
+
+def _documents(run: TracedRunFile, what: str, model: TextTokenizer | None) -> list[DocumentName]:
+    """The documents that somebody looks for. Raises ConfigError where there are none."""
+    name, mark, number = what.rpartition("#")
+    if mark and number.isdigit():
+        return run.provenance.find(name, int(number))
+    if model is None:
+        raise ConfigError(
+            f"--find {what!r}: is no NAME#NUMBER; to find a text, give the --tokenizer that made "
+            "the tokens"
+        )
+    return _documents_with(run, what, model)
+
+
+def _documents_with(run: TracedRunFile, text: str, model: TextTokenizer) -> list[DocumentName]:
+    """The documents that have a text, each once."""
+    from streammega.samples.find_text import documents_with
+
+    found: dict[DocumentName, None] = {}
+    for name, _, ids in documents_with(run.provenance, _patterns(text, model)):
+        # The ids are the inner ones of the text: whether it is all there, its letters tell.
+        if text in model.decode(ids.tolist()):
+            found[name] = None
+        if len(found) == MOST_FOUND:
+            typer.echo(f"{MOST_FOUND} documents have this text; no more are looked for", err=True)
+            break
+    if not found:
+        raise ConfigError(
+            f"no document of this split has the text {text!r}; is it the tokenizer of the data, and "
+            "does the text begin and end with whole words?"
+        )
+    return list(found)
+
+
+def _patterns(text: str, model: TextTokenizer) -> list[list[int]]:
+    """Ids by which a text is found: as it is cut at the beginning of a text, and within one."""
+    patterns: list[list[int]] = []
+    for written in (text, f" {text}"):
+        (encoded,) = model.encode([written])
+        ids: list[int] = [int(token) for token in encoded]
+        if len(ids) >= LEAST_INNER + 2:
+            ids = ids[1:-1]
+        if ids and ids not in patterns:
+            patterns.append(ids)
+    if not patterns:
+        raise ConfigError(f"--find {text!r}: has no token")
+    return patterns

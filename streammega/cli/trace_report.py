@@ -1,0 +1,212 @@
+"""What `streammega trace` says: of steps and samples the documents, of documents the steps; as
+values for JSON, as text, and as tables of a page.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from streammega.order.batch_size import batch_schedule
+from streammega.order.step_numbers import StepNumbers, rank_of
+from streammega.samples.provenance import DocumentName, Provenance, TracedRun
+from streammega.train.config import RunConfig
+from streammega.train.splits import batch_sizes, data_of
+
+Report = dict[str, Any]
+Decode = Callable[[Sequence[int]], str]
+SHOWN = 160
+"""Characters of a text that are shown in a terminal; JSON and pages have all of it."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class TracedRunFile:
+    """One split of a run, whose steps and documents are asked for.
+
+    ranks: how many data-parallel ranks, where the ranks of samples are wanted.
+    """
+
+    provenance: Provenance
+    steps: StepNumbers
+    split: str
+    micro_batch_size: int
+    last_step: int
+    ranks: int | None
+
+    @property
+    def end(self) -> int:
+        """The sample behind those of the run's last step."""
+        return self.end_of(self.last_step)
+
+    def end_of(self, step: int) -> int:
+        """The sample behind those of a step."""
+        return self.steps.samples(step).stop
+
+    def place(self, sample: int) -> Report:
+        """The step of a sample, and where the ranks are known the one that reads it."""
+        place: Report = {"sample": sample, "step": self.steps.step_of(sample)}
+        if self.ranks is not None:
+            schedule = self.steps.schedule
+            place["rank"] = rank_of(
+                sample,
+                sample - schedule.offset_at(sample),
+                self.micro_batch_size,
+                self.ranks,
+                contiguous=self.provenance.config.order == "megatron",
+            )
+        return place
+
+
+def open_run(run: RunConfig, split: str, ranks: int | None) -> TracedRunFile:
+    """A split of a run, as its trainer reads it. Raises ConfigError where ranks do not divide the
+    batches.
+    """
+    data = data_of(run, split)
+    sizes = batch_sizes(run, split)
+    train = run.train
+    schedule = batch_schedule(train.global_batch_size, sizes.get("rampup"))
+    if ranks is not None:
+        schedule.check(train.micro_batch_size, 0, ranks)
+    # An evaluation begins with the first sample every time.
+    last_step = train.iters if split == "train" else max(1, train.eval_iters)
+    return TracedRunFile(
+        provenance=Provenance(data, split, train.global_batch_size),
+        steps=StepNumbers(schedule=schedule, skips=tuple(data.skip_samples)),
+        split=split,
+        micro_batch_size=train.micro_batch_size,
+        last_step=last_step,
+        ranks=ranks,
+    )
+
+
+def trace_report(
+    run: TracedRunFile,
+    samples: Sequence[int],
+    tokens: tuple[int, int] | None = None,
+    decode: Decode | None = None,
+) -> Report:
+    """What samples are made of, and how much of which dataset they are."""
+    ids = np.array(samples, np.int64)
+    traced = run.provenance.trace(ids, tokens)
+    stored = run.provenance.tokens(ids)[0] if decode is not None else None
+    listed = []
+    for row, sample in enumerate(traced):
+        runs = []
+        for part in sample.runs:
+            entry = _run_entry(part)
+            if decode is not None and stored is not None:
+                columns = slice(part.column, part.column + part.stop - part.start)
+                entry["text"] = decode(stored[row, columns].tolist())
+            runs.append(entry)
+        listed.append({**run.place(sample.sample), "runs": runs})
+    return {"split": run.split, "samples": listed, "datasets": _shares(traced)}
+
+
+def readings_report(run: TracedRunFile, names: Sequence[DocumentName], last_step: int) -> Report:
+    """In which steps documents are read, up to a step."""
+    end = run.end_of(last_step)
+    documents = []
+    for name in names:
+        entry = document_entry(run.provenance, name)
+        entry["readings"] = []
+        for reading in run.provenance.readings(name, end):
+            place = run.place(reading.sample)
+            # Of samples that are skipped, nothing is seen.
+            if place["step"] is not None:
+                entry["readings"].append({**place, "tokens": [reading.start, reading.stop]})
+        documents.append(entry)
+    return {"split": run.split, "last_step": last_step, "documents": documents}
+
+
+def document_entry(provenance: Provenance, name: DocumentName) -> Report:
+    """What a document is called, and how long it is."""
+    shard = provenance.shards(name.dataset)[name.shard]
+    runs = shard.tokens_of(name.document)
+    return {
+        "dataset": provenance.dataset_name(name.dataset),
+        "shard": provenance.shard_name(name.dataset, name.shard),
+        "document": name.document,
+        "document_tokens": runs[0].document_tokens if runs else 0,
+    }
+
+
+def _run_entry(part: TracedRun) -> Report:
+    return {
+        "column": part.column,
+        "dataset": part.dataset,
+        "shard": part.shard,
+        "document": part.name.document,
+        "tokens": [part.start, part.stop],
+        "document_tokens": part.document_tokens,
+    }
+
+
+def _shares(traced: Sequence[Any]) -> Report:
+    """Tokens and documents of each dataset, the largest first."""
+    tokens: dict[str, int] = {}
+    documents: dict[str, set[DocumentName]] = {}
+    for sample in traced:
+        for part in sample.runs:
+            tokens[part.dataset] = tokens.get(part.dataset, 0) + part.stop - part.start
+            documents.setdefault(part.dataset, set()).add(part.name)
+    by_size = sorted(tokens, key=lambda name: -tokens[name])
+    return {name: {"tokens": tokens[name], "documents": len(documents[name])} for name in by_size}
+
+
+def trace_as_text(report: Report) -> str:
+    """A trace for people."""
+    samples = report["samples"]
+    lines = [f"{len(samples)} samples of {report['split']}"]
+    for name, share in report["datasets"].items():
+        lines.append(f"  {share['tokens']:,} tokens of {share['documents']:,} documents of {name}")
+    for sample in samples:
+        lines.append(_place_as_text(sample))
+        for part in sample["runs"]:
+            start, stop = part["tokens"]
+            behind = part["column"] + stop - start
+            lines.append(
+                f"  [{part['column']}, {behind})  {_document_as_text(part)}, "
+                f"tokens [{start}, {stop}) of {part['document_tokens']}"
+            )
+            if "text" in part:
+                lines.append(f"    {_shortened(part['text'])}")
+    return "\n".join(lines)
+
+
+def readings_as_text(report: Report) -> str:
+    """Readings of documents for people."""
+    lines = []
+    last_step = report["last_step"]
+    for document in report["documents"]:
+        readings = document["readings"]
+        size = document["document_tokens"]
+        lines.append(f"{_document_as_text(document)}, {size} tokens, of {document['dataset']}")
+        if "text" in document:
+            lines.append(f"    {_shortened(document['text'])}")
+        if not readings:
+            lines.append(f"  in no sample of {report['split']} up to step {last_step}")
+        for reading in readings:
+            start, stop = reading["tokens"]
+            lines.append(f"  {_place_as_text(reading)}: tokens [{start}, {stop})")
+    return "\n".join(lines)
+
+
+def _place_as_text(place: Report) -> str:
+    step = "skipped" if place["step"] is None else f"step {place['step']}"
+    rank = f", rank {place['rank']}" if "rank" in place else ""
+    return f"{step}, sample {place['sample']}{rank}"
+
+
+def _document_as_text(entry: Report) -> str:
+    return f"{entry['shard']}#{entry['document']}"
+
+
+def _shortened(text: str) -> str:
+    """A text on one line, of which the middle is left out where it is long."""
+    if len(text) > SHOWN:
+        half = SHOWN // 2
+        text = f"{text[:half]} … {text[-half:]}"
+    return repr(text)

@@ -1,0 +1,224 @@
+"""Which documents lie at which tokens of a shard, and where a document's tokens lie: found by the
+pointers of its `.idx` alone.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from streammega.config import StorageConfig
+from streammega.dataset.find import open_shards
+from streammega.dataset.idx import IndexArrays
+from streammega.dataset.shards import KnownShard
+from streammega.dataset.token_file import ShardFiles
+from streammega.errors import FormatError
+
+Integers = NDArray[np.int64]
+
+
+@dataclass(frozen=True, kw_only=True)
+class DocumentRun:
+    """Consecutive tokens of one document, as they lie in a shard.
+
+    document: its number in the `.idx`. start, stop: its tokens, of `document_tokens` in all.
+    file_start: the token of the shard at which they begin.
+    """
+
+    document: int
+    start: int
+    stop: int
+    document_tokens: int
+    file_start: int
+
+
+class ShardDocuments:
+    """The documents of one shard.
+
+    Finding one is a binary search over the mapped `.idx` (of a remote shard, this node's copy of
+    it): what is not asked for is not read. Raises FormatError for an `.idx` that contradicts
+    itself, and StorageError, where it is looked at.
+    """
+
+    def __init__(self, files: ShardFiles) -> None:
+        self.files = files
+
+    @property
+    def name(self) -> str:
+        """The shard's name, as its dataset has it: a prefix, or with the suffix of its kind."""
+        return self.files.shard.name
+
+    @property
+    def dtype(self) -> np.dtype[Any]:
+        """Of its tokens, as they are stored."""
+        return self._arrays.dtype.newbyteorder("<")
+
+    @property
+    def num_documents(self) -> int:
+        """How many documents it has."""
+        return self._arrays.num_documents
+
+    @property
+    def num_sequences(self) -> int:
+        """How many sequences it has."""
+        return self._arrays.num_sequences
+
+    @property
+    def num_tokens(self) -> int:
+        """How many tokens it has."""
+        _, info = self.files.tokens()
+        return info.size // self._arrays.dtype.itemsize
+
+    def runs(self, start: int, stop: int) -> list[DocumentRun]:
+        """The documents of tokens [start, stop) of the shard, in the order of their tokens.
+
+        Empty sequences are left out. Tokens of no sequence, which a foreign pair may have, are in
+        no run.
+        """
+        itemsize = self._arrays.dtype.itemsize
+        runs: list[DocumentRun] = []
+        for sequence in self._sequences(start * itemsize, stop * itemsize).tolist():
+            first = int(self._arrays.sequence_offsets[sequence]) // itemsize
+            low = max(start, first)
+            high = min(stop, first + int(self._arrays.sequence_lengths[sequence]))
+            if low < high:
+                run = self._run(sequence, low, high - low, low - first)
+                _append(runs, run)
+        return runs
+
+    def tokens_of(self, document: int) -> list[DocumentRun]:
+        """All tokens of a document: one run, or several where its sequences lie apart.
+
+        Raises IndexError for a number that no document has.
+        """
+        if not 0 <= document < self.num_documents:
+            raise IndexError(
+                f"document {document} of {self.files.index.url}, which has {self.num_documents}"
+            )
+        first, last = self._sequences_of(document)
+        itemsize = self._arrays.dtype.itemsize
+        runs: list[DocumentRun] = []
+        for sequence in range(first, last):
+            size = int(self._arrays.sequence_lengths[sequence])
+            begin = int(self._arrays.sequence_offsets[sequence]) // itemsize
+            if size:
+                _append(runs, self._run(sequence, begin, size, 0))
+        return runs
+
+    def sequences_of(self, document: int) -> range:
+        """The numbers of a document's sequences, which Megatron's order calls documents."""
+        return range(*self._sequences_of(document))
+
+    def document_of(self, sequence: int) -> int:
+        """The document that has a sequence. Raises FormatError where none has."""
+        bounds = self._arrays.document_indices
+        document = int(np.searchsorted(bounds, sequence, side="right")) - 1
+        is_one = 0 <= document < self.num_documents
+        if not is_one or not bounds[document] <= sequence < bounds[document + 1]:
+            raise FormatError(
+                f"{self.files.index.url}: sequence {sequence} belongs to no document; rebuild the "
+                ".idx"
+            )
+        return document
+
+    def _run(self, sequence: int, file_start: int, size: int, offset: int) -> DocumentRun:
+        """Tokens of a sequence from `offset` on, as ones of its document."""
+        document = self.document_of(sequence)
+        first, last = self._sequences_of(document)
+        lengths = self._arrays.sequence_lengths
+        start = int(lengths[first:sequence].sum(dtype=np.int64)) + offset
+        return DocumentRun(
+            document=document,
+            start=start,
+            stop=start + size,
+            document_tokens=int(lengths[first:last].sum(dtype=np.int64)),
+            file_start=file_start,
+        )
+
+    def _sequences_of(self, document: int) -> tuple[int, int]:
+        bounds = self._arrays.document_indices
+        first = int(bounds[document])
+        last = int(bounds[document + 1])
+        if not 0 <= first <= last <= self._arrays.num_sequences:
+            raise FormatError(
+                f"{self.files.index.url}: document {document} has the sequences [{first}, {last}) "
+                f"of {self._arrays.num_sequences}; rebuild the .idx"
+            )
+        return first, last
+
+    def _sequences(self, begin: int, end: int) -> Integers:
+        """The sequences that have bytes of [begin, end), by where they lie."""
+        offsets = self._arrays.sequence_offsets
+        first = max(0, int(np.searchsorted(offsets, begin, side="right")) - 1)
+        last = int(np.searchsorted(offsets, end, side="left"))
+        if self._covers(first, last, begin, end):
+            return np.arange(first, last)
+        # A foreign pair may have its sequences in any order, where a binary search proves nothing.
+        in_order = self._by_offset
+        sorted_offsets = offsets[in_order]
+        first = max(0, int(np.searchsorted(sorted_offsets, begin, side="right")) - 1)
+        last = int(np.searchsorted(sorted_offsets, end, side="left"))
+        sequences: Integers = in_order[first:last]
+        return sequences
+
+    def _covers(self, first: int, last: int, begin: int, end: int) -> bool:
+        """Whether sequences [first, last) lie end to end and hold bytes [begin, end): a proof that
+        they were found, whatever the order of all others.
+        """
+        if not first < last:
+            return False
+        lengths = self._arrays.sequence_lengths[first:last].astype(np.int64)
+        starts = self._arrays.sequence_offsets[first:last]
+        ends = starts + lengths * self._arrays.dtype.itemsize
+        lie_end_to_end = np.array_equal(starts[1:], ends[:-1])
+        return bool(lie_end_to_end and starts[0] <= begin and end <= ends[-1])
+
+    @cached_property
+    def _arrays(self) -> IndexArrays:
+        return self.files.index.arrays()
+
+    @cached_property
+    def _by_offset(self) -> Integers:
+        order: Integers = np.argsort(self._arrays.sequence_offsets, kind="stable")
+        return order
+
+
+def open_documents(
+    name: str, storage: StorageConfig, cache_dir: str | Path | None = None
+) -> list[ShardDocuments]:
+    """The shards of a dataset, in their order. Raises ObjectNotFoundError, FormatError,
+    StorageError.
+    """
+
+    def open_all(shards: list[KnownShard]) -> list[ShardDocuments]:
+        opened = [ShardDocuments(ShardFiles(shard, storage, cache_dir)) for shard in shards]
+        # That a name stands for a manifest shows when its own pair is looked up, and is not there.
+        _ = opened[0].files.index.info
+        return opened
+
+    return open_shards(name, storage, open_all)
+
+
+def _append(runs: list[DocumentRun], run: DocumentRun) -> None:
+    """Add a run, as one with the last where it goes on from there."""
+    if not runs or not _goes_on(runs[-1], run):
+        runs.append(run)
+        return
+    last = runs[-1]
+    runs[-1] = DocumentRun(
+        document=last.document,
+        start=last.start,
+        stop=run.stop,
+        document_tokens=last.document_tokens,
+        file_start=last.file_start,
+    )
+
+
+def _goes_on(last: DocumentRun, run: DocumentRun) -> bool:
+    is_same = last.document == run.document and last.stop == run.start
+    return is_same and last.file_start + last.stop - last.start == run.file_start

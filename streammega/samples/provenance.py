@@ -1,0 +1,320 @@
+"""Where samples come from, and where documents go: computed of the order, without a log of a run.
+
+step, sample  ──►  dataset, shard, document, its tokens     trace
+document      ──►  samples, and which tokens they read      readings
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+from streammega.config import DataConfig
+from streammega.dataset.shard_documents import DocumentRun, ShardDocuments, open_documents
+from streammega.dataset.shards import strip_suffix
+from streammega.errors import ConfigError
+from streammega.errors.redaction import redact_urls
+from streammega.order import Extents
+from streammega.order.extents import cut_extents
+from streammega.order.megatron_readings import gpt_readings, samples_of_blend
+from streammega.order.readings import stream_readings
+from streammega.samples.blended import BlendedDataset
+from streammega.samples.gpt import GPTDataset
+from streammega.samples.lanes import StreamSource
+from streammega.samples.open import locate_checked, open_source
+from streammega.samples.read import Ids
+from streammega.samples.source import SampleSource, read_samples
+from streammega.samples.split_blend import split_blend
+
+Integers = NDArray[np.int64]
+
+
+@dataclass(frozen=True, kw_only=True)
+class DocumentName:
+    """A document of a blend, by numbers: of the dataset within the blend, of the shard within the
+    dataset, and its own in the shard's `.idx`.
+    """
+
+    dataset: int
+    shard: int
+    document: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class TracedRun:
+    """Consecutive tokens of one document within a sample.
+
+    dataset, shard: names, without secrets. name: the same in numbers. start, stop: tokens of the
+    document, which has `document_tokens`. column: the token of the sample at which they begin.
+    shard_start: the token of the shard at which they lie.
+    """
+
+    dataset: str
+    shard: str
+    name: DocumentName
+    start: int
+    stop: int
+    document_tokens: int
+    column: int
+    shard_start: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class TracedSample:
+    """A sample of the global stream, and what its tokens are, in their order; with the extra one,
+    which is a label alone.
+    """
+
+    sample: int
+    runs: tuple[TracedRun, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class DocumentReading:
+    """One sample that reads tokens [start, stop) of a document."""
+
+    sample: int
+    start: int
+    stop: int
+
+
+class Provenance:
+    """What one split of a config is made of, forwards and backwards.
+
+    Nothing but `.idx` files is read, and of these what was asked for. Raises ConfigError for a
+    split that holds nothing, StorageError and FormatError for the files.
+
+    Args:
+        config: as the run has it. In the Megatron order it needs num_samples.
+        split: "train", "valid" or "test".
+        global_batch_size: chooses the lanes of the stream order, unless the config names them.
+    """
+
+    def __init__(
+        self, config: DataConfig, split: str = "train", global_batch_size: int = 1
+    ) -> None:
+        self.config = config
+        self.split = split
+        self.source: SampleSource = open_source(config, split, global_batch_size)
+        blend = split_blend(config, split)
+        if blend is None:
+            raise ConfigError(f"the config has no samples for {split}")
+        self.datasets: tuple[str, ...] = blend.prefixes
+        """The names of its datasets."""
+        self._opened: dict[int, list[ShardDocuments]] = {}
+
+    def trace(
+        self, sample_ids: ArrayLike, tokens: tuple[int, int] | None = None
+    ) -> list[TracedSample]:
+        """What samples are made of, in the order asked. tokens: only these of every sample, [start,
+        stop). Raises IndexError for a number that no sample has.
+        """
+        ids = np.asarray(sample_ids, np.int64).reshape(-1)
+        extents = locate_checked(self.source, ids, self.split)
+        first_column = 0
+        if tokens is not None:
+            first_column, last_column = tokens
+            if not 0 <= first_column < last_column:
+                raise ConfigError(
+                    f"tokens {first_column}:{last_column} are none; give FIRST:BEHIND-THE-LAST"
+                )
+            extents = cut_extents(extents, [tokens])
+        samples = []
+        for number, sample in enumerate(ids.tolist()):
+            runs = self._runs_of(extents, number, first_column)
+            samples.append(TracedSample(sample=sample, runs=tuple(runs)))
+        return samples
+
+    def tokens(self, sample_ids: ArrayLike) -> tuple[Ids, Integers]:
+        """Token ids of samples, [samples, S + extra], and how many of them each has; these are
+        read.
+        """
+        ids = np.asarray(sample_ids, np.int64).reshape(-1)
+        return read_samples(self.source, ids)
+
+    def find(self, name: str, number: int) -> list[DocumentName]:
+        """The documents of that number in a dataset or shard: by the name of a dataset, numbered
+        over all its shards, or by that of a shard. Several where the blend has the dataset several
+        times.
+
+        Raises ConfigError for a name that is in no dataset, IndexError for a number.
+        """
+        found = []
+        for dataset, prefix in enumerate(self.datasets):
+            if strip_suffix(prefix) == strip_suffix(name):
+                found.append(self._numbered(dataset, number))
+                continue
+            # Only datasets that may have it are opened.
+            if not _may_be_shard(name, prefix):
+                continue
+            for shard, documents in enumerate(self.shards(dataset)):
+                if strip_suffix(documents.name) == strip_suffix(name):
+                    _ = documents.tokens_of(number)  # that there is one
+                    found.append(DocumentName(dataset=dataset, shard=shard, document=number))
+        if not found:
+            raise ConfigError(
+                f"{redact_urls(name)} is no dataset of this split, and no shard of one; it has "
+                f"{redact_urls(', '.join(self.datasets[:8]))}"
+            )
+        return found
+
+    def readings(self, name: DocumentName, end: int | None = None) -> list[DocumentReading]:
+        """Every sample before `end` that reads tokens of a document, in order.
+
+        In the stream order in closed form. In the others the built indices are looked through.
+        `end` None: all samples there are; the stream order without num_samples needs one.
+        """
+        samples = self.source.num_samples
+        if end is None and samples is None:
+            raise ConfigError("the stream has no end: say up to which sample it is looked for")
+        limits = [limit for limit in (end, samples) if limit is not None]
+        last = min(limits)
+        if isinstance(self.source, StreamSource):
+            found = self._stream_readings(self.source, name, last)
+        else:
+            found = self._megatron_readings(name, last)
+        return sorted(found, key=lambda reading: (reading.sample, reading.start))
+
+    def dataset_name(self, dataset: int) -> str:
+        """A dataset as the config names it, without secrets."""
+        return redact_urls(self.datasets[dataset])
+
+    def shard_name(self, dataset: int, shard: int) -> str:
+        """A shard's name, without secrets: what `find` takes."""
+        return redact_urls(self.shards(dataset)[shard].name)
+
+    def shards(self, dataset: int) -> list[ShardDocuments]:
+        """The shards of a dataset, opened once."""
+        if dataset not in self._opened:
+            config = self.config
+            prefix = self.datasets[dataset]
+            self._opened[dataset] = open_documents(prefix, config.storage, config.index_cache_dir)
+        return self._opened[dataset]
+
+    def _runs_of(self, extents: Extents, number: int, column: int) -> list[TracedRun]:
+        """The runs of one of some samples, whose first token is `column`."""
+        runs = []
+        for row in range(int(extents.row_splits[number]), int(extents.row_splits[number + 1])):
+            dataset = int(extents.dataset[row])
+            start = int(extents.start[row])
+            stop = int(extents.stop[row])
+            shard, shard_start = self._shard_at(dataset, int(extents.file[row]), start)
+            documents = self.shards(dataset)[shard]
+            for run in documents.runs(shard_start, shard_start + stop - start):
+                at = column + run.file_start - shard_start
+                runs.append(self._traced(dataset, shard, run, at))
+            column += stop - start
+        return runs
+
+    def _traced(self, dataset: int, shard: int, run: DocumentRun, column: int) -> TracedRun:
+        return TracedRun(
+            dataset=self.dataset_name(dataset),
+            shard=self.shard_name(dataset, shard),
+            name=DocumentName(dataset=dataset, shard=shard, document=run.document),
+            start=run.start,
+            stop=run.stop,
+            document_tokens=run.document_tokens,
+            column=column,
+            shard_start=run.file_start,
+        )
+
+    def _shard_at(self, dataset: int, file: int, start: int) -> tuple[int, int]:
+        """(shard, token of it) of a token of a file as extents name it."""
+        if isinstance(self.source, StreamSource):
+            return file, start
+        # Megatron reads all shards of a dataset as one file.
+        bounds = self._token_bounds(dataset)
+        shard = int(np.searchsorted(bounds, start, side="right")) - 1
+        return shard, start - int(bounds[shard])
+
+    def _token_bounds(self, dataset: int) -> Integers:
+        """The token of a dataset at which each of its shards begins; int64 [shards + 1]."""
+        if dataset not in self._bounds:
+            sizes = [shard.num_tokens for shard in self.shards(dataset)]
+            self._bounds[dataset] = np.cumsum([0, *sizes])
+        return self._bounds[dataset]
+
+    @cached_property
+    def _bounds(self) -> dict[int, Integers]:
+        return {}
+
+    def _numbered(self, dataset: int, number: int) -> DocumentName:
+        """A document by its number in the whole dataset."""
+        left = number
+        for shard, documents in enumerate(self.shards(dataset)):
+            if 0 <= left < documents.num_documents:
+                return DocumentName(dataset=dataset, shard=shard, document=left)
+            left -= documents.num_documents
+        name = redact_urls(self.datasets[dataset])
+        raise IndexError(f"document {number} of {name}, which has {number - left}")
+
+    def _stream_readings(
+        self, source: StreamSource, name: DocumentName, end: int
+    ) -> list[DocumentReading]:
+        found = []
+        for run in self.shards(name.dataset)[name.shard].tokens_of(name.document):
+            size = run.stop - run.start
+            shift = run.start - run.file_start
+            stop = run.file_start + size
+            readings = stream_readings(
+                source.order, name.dataset, name.shard, run.file_start, stop, end
+            )
+            columns = (readings.sample, readings.start + shift, readings.stop + shift)
+            found += _as_readings(columns)
+        return found
+
+    def _megatron_readings(self, name: DocumentName, end: int) -> list[DocumentReading]:
+        source = self.source
+        dataset = source.datasets[name.dataset] if isinstance(source, BlendedDataset) else source
+        if not isinstance(dataset, GPTDataset):
+            raise ConfigError(f"documents cannot be found in a {type(dataset).__name__}")
+        shards = self.shards(name.dataset)
+        first = sum(shard.num_sequences for shard in shards[: name.shard])
+        found = []
+        tokens_before = 0
+        for sequence in shards[name.shard].sequences_of(name.document):
+            length = int(dataset.indexed.sequence_lengths[first + sequence])
+            extra = int(self.config.add_extra_token)
+            indices = dataset.indices
+            readings = gpt_readings(indices, length, extra, first + sequence, 0, length)
+            sample, kept = self._of_blend(name.dataset, readings.sample, end)
+            columns = (
+                sample,
+                readings.start[kept] + tokens_before,
+                readings.stop[kept] + tokens_before,
+            )
+            found += _as_readings(columns)
+            tokens_before += length
+        return found
+
+    def _of_blend(
+        self, dataset: int, samples: Integers, end: int
+    ) -> tuple[Integers, NDArray[np.bool_]]:
+        """(samples of the whole stream, which of a dataset's own they are): those before `end`."""
+        if not isinstance(self.source, BlendedDataset):
+            kept = samples < end
+            return samples[kept], kept
+        of_blend = samples_of_blend(
+            self.source.dataset_index, self.source.dataset_sample_index, dataset, samples
+        )
+        # What the blend does not take comes after its end.
+        global_samples = np.array([of_blend.get(own, end) for own in samples.tolist()], np.int64)
+        kept = global_samples < end
+        return global_samples[kept], kept
+
+
+def _as_readings(columns: Sequence[Integers]) -> list[DocumentReading]:
+    readings = []
+    for sample, start, stop in zip(*(column.tolist() for column in columns), strict=True):
+        readings.append(DocumentReading(sample=sample, start=start, stop=stop))
+    return readings
+
+
+def _may_be_shard(name: str, prefix: str) -> bool:
+    """Whether a shard of that name may belong to a dataset: its folder is the dataset's."""
+    folder, _, _ = prefix.rpartition("/")
+    return name.startswith(folder)

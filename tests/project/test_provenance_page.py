@@ -1,0 +1,103 @@
+"""docs/provenance.md does what it says: its commands print what stands there."""
+
+from __future__ import annotations
+
+import io
+import json
+import re
+import shlex
+from contextlib import redirect_stdout
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from streammega.cli.main import main
+from tests.project.test_pages import blocks
+
+
+def run(command: str, capsys: pytest.CaptureFixture[str]) -> str:
+    """What a command prints; it succeeds."""
+    capsys.readouterr()
+    code = main(shlex.split(command)[1:])
+    printed = capsys.readouterr()
+    assert code == 0, printed.err
+    return printed.out
+
+
+@pytest.fixture
+def corpus(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> Path:
+    """The corpus, the run and the dataset of the page, in the current folder."""
+    monkeypatch.chdir(tmp_path)
+    (records,) = blocks("provenance", "jsonl")
+    (run_file,) = blocks("provenance", "toml")
+    Path("corpus.jsonl").write_text(records)
+    Path("run.toml").write_text(run_file)
+    (command,) = blocks("provenance", "")
+    run(command, capsys)
+    return tmp_path
+
+
+@pytest.mark.usefixtures("corpus")
+def test_the_commands_of_the_page_print_what_stands_there(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    commands = 0
+    for block in blocks("provenance", "console"):
+        for part in re.split(r"^\$ ", block, flags=re.M)[1:]:
+            command, _, expected = part.partition("\n")
+            assert run(command, capsys) == expected
+            commands += 1
+    assert commands >= 3
+
+
+@pytest.mark.usefixtures("corpus")
+def test_the_code_of_the_page_agrees_with_the_commands() -> None:
+    (code,) = blocks("provenance", "python")
+    printed = io.StringIO()
+    with redirect_stdout(printed):
+        exec(compile(code, "provenance.md", "exec"), {})
+    traced, found = printed.getvalue().splitlines()
+    assert traced == "[('data/web', 1, 13, 30)]"
+    assert found == "[(3, 0, 14), (6, 29, 45), (7, 13, 30)]"
+
+
+@pytest.mark.usefixtures("corpus")
+def test_json_and_the_page_say_what_the_text_says(capsys: pytest.CaptureFixture[str]) -> None:
+    text = "streammega trace run.toml --sample 6 --tokenizer bytes --json --html page.html"
+    report: dict[str, Any] = json.loads(run(text, capsys))
+    (sample,) = report["samples"]
+    assert [entry["document"] for entry in sample["runs"]] == [1, 2]
+    assert [entry["tokens"] for entry in sample["runs"]] == [[29, 45], [0, 1]]
+    assert report["datasets"] == {"data/web": {"tokens": 17, "documents": 2}}
+    page = Path("page.html").read_text()
+    assert "say nine lives.&lt;|endoftext|&gt;" in page
+    assert "<script" not in page
+    assert "http" not in page
+
+
+@pytest.mark.usefixtures("corpus")
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ("", "give one of --step, --sample and --find"),
+        ("--step 0", "steps are counted from 1"),
+        ("--step 1 --sample 1", "give one of --step"),
+        ("--step 1 --rank 0", "say by --ranks how many"),
+        ("--step 1 --ranks 3", "not a multiple"),
+        ("--sample 1 --tokens 5", "write it as FIRST:BEHIND-THE-LAST"),
+        ("--find owl", "give the --tokenizer"),
+        ("--find 'no such text' --tokenizer bytes", "no document of this split has the text"),
+        ("--find data/web#3", "document 3 of data/web, which has 3"),
+        ("--sample -1", "sample ids run from -1"),
+        ("--find data/code#3", "is no dataset of this split"),
+        ("--sample 1 --validation books", "no validation set 'books'"),
+    ],
+)
+def test_wrong_use_is_told_in_words(
+    arguments: str, message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["trace", "run.toml", *shlex.split(arguments)]) == 1
+    assert message in capsys.readouterr().err

@@ -1,0 +1,245 @@
+"""What samples are made of, and where documents go: what a loader's ranks really read, both ways."""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from streammega import DataConfig, IndexedDatasetWriter, StreamLoader
+from streammega.dataset.shard_documents import open_documents
+from streammega.dataset.shards import shard_name
+from streammega.errors import ConfigError
+from streammega.order.batch_size import batch_schedule
+from streammega.order.rank_samples import rank_samples
+from streammega.order.step_numbers import StepNumbers, rank_of
+from streammega.samples.provenance import DocumentName, Provenance, TracedSample
+
+Documents = dict[str, list[np.ndarray]]
+"""The tokens of the documents of each shard, by its prefix."""
+GLOBAL_BATCH = 8
+MICRO_BATCH = 2
+RANKS = 2
+SAMPLES = 1000
+
+
+def write_shard(prefix: str, rng: np.random.Generator, count: int) -> list[np.ndarray]:
+    """Documents of several sequences, some of them empty."""
+    documents = []
+    with IndexedDatasetWriter(prefix, np.uint16) as writer:
+        for _ in range(count):
+            sequences = []
+            for _ in range(int(rng.integers(1, 4))):
+                size = int(rng.integers(0, 90))
+                sequences.append(rng.integers(0, 60_000, size).astype(np.uint16))
+                writer.add_item(sequences[-1])
+            writer.end_document()
+            documents.append(np.concatenate(sequences))
+    return documents
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Documents]:
+    """Two datasets, one of three shards."""
+    root = tmp_path_factory.mktemp("corpus")
+    rng = np.random.default_rng(7)
+    documents = {}
+    for name in ["code", *(f"web/{shard_name('web', number, 3)}" for number in range(3))]:
+        prefix = str(root / name)
+        documents[prefix] = write_shard(prefix, rng, 60)
+    return root, documents
+
+
+def config_of(root: Path, order: str, blend: Any = None) -> DataConfig:
+    return DataConfig(
+        blend=blend or [(f"{root}/web/", 0.7), (f"{root}/code", 0.3)],
+        sequence_length=64,
+        split="90,10,0",
+        order=order,  # type: ignore[arg-type]
+        num_samples=(SAMPLES, 200, 0),
+        block_bytes=512,
+        index_cache_dir=root / "cache",
+    )
+
+
+def tokens_of(sample: TracedSample, documents: Documents) -> np.ndarray:
+    """What the documents hold where a sample was traced to."""
+    parts = []
+    column = 0
+    for run in sample.runs:
+        assert run.column == column
+        whole = documents[run.shard.removesuffix(".bin")][run.name.document]
+        assert run.document_tokens == len(whole)
+        parts.append(whole[run.start : run.stop])
+        column += run.stop - run.start
+    return np.concatenate(parts).astype(np.int64)
+
+
+def rows_of_ranks(config: DataConfig, split: str) -> dict[int, np.ndarray]:
+    """Tokens and the last label of every sample, as ranks of a loader get them, by its number."""
+    rows = {}
+    for rank in range(RANKS):
+        with StreamLoader(
+            config,
+            split=split,
+            dp_rank=rank,
+            dp_size=RANKS,
+            micro_batch_size=MICRO_BATCH,
+            global_batch_size=GLOBAL_BATCH,
+        ) as loader:
+            for number, batch in enumerate(loader):
+                consumed = number * MICRO_BATCH * RANKS
+                ids = rank_samples(
+                    consumed, MICRO_BATCH, rank, RANKS, contiguous=config.order == "megatron"
+                )
+                for row, sample in enumerate(ids.tolist()):
+                    last = batch["labels"][row, -1:]
+                    rows[sample] = np.concatenate([batch["tokens"][row].numpy(), last.numpy()])
+    return rows
+
+
+@pytest.mark.parametrize("split", ["train", "valid"])
+@pytest.mark.parametrize("order", ["stream", "megatron", "sequential"])
+def test_a_trace_names_the_tokens_that_ranks_read(
+    corpus: tuple[Path, Documents], order: str, split: str
+) -> None:
+    root, documents = corpus
+    config = config_of(root, order)
+    rows = rows_of_ranks(config, split)
+    provenance = Provenance(config, split, GLOBAL_BATCH)
+    samples = np.random.default_rng(1).permutation(sorted(rows))[:SAMPLES]
+    assert len(samples) >= 200
+    for sample in provenance.trace(samples):
+        expected = hashlib.blake2b(rows[sample.sample].tobytes()).digest()
+        traced = tokens_of(sample, documents).tobytes()
+        assert hashlib.blake2b(traced).digest() == expected
+
+
+@pytest.mark.parametrize("order", ["stream", "megatron", "sequential"])
+@pytest.mark.parametrize("alone", [False, True], ids=["blend", "alone"])
+def test_the_readings_of_a_document_are_those_of_a_scan(
+    corpus: tuple[Path, Documents], order: str, alone: bool
+) -> None:
+    root, _ = corpus
+    config = config_of(root, order, f"{root}/web/" if alone else None)
+    provenance = Provenance(config, "train", GLOBAL_BATCH)
+    scanned: dict[DocumentName, list[tuple[int, int, int]]] = {}
+    for sample in provenance.trace(np.arange(SAMPLES)):
+        for run in sample.runs:
+            readings = scanned.setdefault(run.name, [])
+            readings.append((sample.sample, run.start, run.stop))
+    for dataset in range(1 if alone else 2):
+        for shard, shard_documents in enumerate(provenance.shards(dataset)):
+            for document in range(0, shard_documents.num_documents, 7):
+                name = DocumentName(dataset=dataset, shard=shard, document=document)
+                found = [
+                    (reading.sample, reading.start, reading.stop)
+                    for reading in provenance.readings(name, SAMPLES)
+                ]
+                assert joined(found) == joined(sorted(scanned.get(name, [])))
+
+
+def joined(readings: list[tuple[int, int, int]]) -> list[tuple[int, int, int]]:
+    """A sample may read two sequences of a document, which a trace tells as one run."""
+    runs: list[tuple[int, int, int]] = []
+    for sample, start, stop in readings:
+        if runs and runs[-1][0] == sample and runs[-1][2] == start:
+            runs[-1] = (sample, runs[-1][1], stop)
+        else:
+            runs.append((sample, start, stop))
+    return runs
+
+
+def test_columns_of_a_sample_are_traced_alone(corpus: tuple[Path, Documents]) -> None:
+    root, documents = corpus
+    provenance = Provenance(config_of(root, "megatron"))
+    (whole,) = provenance.trace([5])
+    (part,) = provenance.trace([5], (10, 30))
+    column = 10
+    parts = []
+    for run in part.runs:
+        assert run.column == column
+        column += run.stop - run.start
+        parts.append(
+            documents[run.shard.removesuffix(".bin")][run.name.document][run.start : run.stop]
+        )
+    assert column == 30
+    assert np.array_equal(np.concatenate(parts), tokens_of(whole, documents)[10:30])
+    with pytest.raises(ConfigError, match="30:30 are none"):
+        provenance.trace([5], (30, 30))
+    with pytest.raises(IndexError, match="sample ids run from"):
+        provenance.trace([10**6])
+
+
+def test_documents_are_named_by_dataset_or_by_shard(corpus: tuple[Path, Documents]) -> None:
+    root, _ = corpus
+    provenance = Provenance(config_of(root, "stream"))
+    expected = [DocumentName(dataset=0, shard=1, document=5)]
+    assert provenance.find(f"{root}/web/", 65) == expected
+    assert provenance.find(f"{root}/web/{shard_name('web', 1, 3)}.bin", 5) == expected
+    with pytest.raises(IndexError, match=r"document 180 of .+, which has 180"):
+        provenance.find(f"{root}/web/", 180)
+    with pytest.raises(ConfigError, match="is no dataset of this split"):
+        provenance.find("s3://elsewhere/web", 0)
+
+
+def test_a_pair_whose_sequences_lie_in_any_order_is_searched_too(tmp_path: Path) -> None:
+    """As other writers may leave them: a binary search finds nothing there, and does not guess."""
+    prefix = str(tmp_path / "shuffled")
+    documents = write_shard(prefix, np.random.default_rng(0), 30)
+    (shard,) = open_documents(prefix, config_of(tmp_path, "stream", prefix).storage)
+    arrays = shard._arrays
+    order = np.random.default_rng(1).permutation(arrays.num_sequences)
+    shuffled = replace(
+        arrays,
+        sequence_lengths=arrays.sequence_lengths[order],
+        sequence_offsets=arrays.sequence_offsets[order],
+        document_indices=np.arange(len(order) + 1),
+    )
+    stored = np.concatenate(documents)
+    shard.__dict__["_arrays"] = shuffled
+    tokens = len(stored)
+    found = shard.runs(3, tokens - 3)
+    assert [run.file_start for run in found] == sorted(run.file_start for run in found)
+    assert sum(run.stop - run.start for run in found) == tokens - 6
+    for run in found:
+        begin = int(shuffled.sequence_offsets[run.document]) // 2
+        assert run.file_start == begin + run.start
+
+
+@pytest.mark.parametrize("rampup", [None, (8, 8, 300)])
+@pytest.mark.parametrize("skipped_steps", [(), ((3, 5),), ((0, 1), (10, 12))])
+def test_steps_and_samples_lead_to_each_other(
+    rampup: tuple[int, int, int] | None, skipped_steps: tuple[tuple[int, int], ...]
+) -> None:
+    schedule = batch_schedule(32, rampup)
+    skips = [(schedule.samples_after(a), schedule.samples_after(b)) for a, b in skipped_steps]
+    steps = StepNumbers(schedule=schedule, skips=skips)
+    consumed = 0
+    step = 1
+    while consumed < 1000:
+        skipped = [stop for start, stop in skips if start <= consumed < stop]
+        if skipped:
+            assert steps.step_of(consumed) is None
+            consumed = skipped[0]
+            continue
+        size = schedule.size_at(consumed)
+        assert steps.samples(step) == range(consumed, consumed + size)
+        assert {steps.step_of(sample) for sample in steps.samples(step)} == {step}
+        consumed += size
+        step += 1
+    with pytest.raises(ConfigError, match="counted from 1"):
+        steps.samples(0)
+
+
+@pytest.mark.parametrize("contiguous", [False, True])
+def test_the_rank_of_a_sample_is_the_one_that_reads_it(contiguous: bool) -> None:
+    start = 96
+    for rank in range(4):
+        for consumed in range(start, start + 48, 8):
+            for sample in rank_samples(consumed, 2, rank, 4, contiguous=contiguous).tolist():
+                assert rank_of(sample, start, 2, 4, contiguous=contiguous) == rank
