@@ -17,6 +17,7 @@ import typer
 import streammega
 from streammega.cli import commands
 from streammega.cli.convert import convert
+from streammega.cli.diff_orders import diff_orders
 from streammega.cli.options import StorageOption, storage_config
 from streammega.cli.trace import trace
 from streammega.errors import ConfigError, FormatError, ObjectNotFoundError, StreammegaError
@@ -214,6 +215,7 @@ def order_report(
 
 app.command(no_args_is_help=True)(commands.plot)
 app.command(no_args_is_help=True)(trace)
+app.command(name="diff-orders", no_args_is_help=True)(diff_orders)
 
 
 @app.command(no_args_is_help=True)

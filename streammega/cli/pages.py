@@ -15,7 +15,7 @@ td.number { text-align: right; font-variant-numeric: tabular-nums; }
 """
 
 
-def page_of(report: Mapping[str, Any], title: str = "streammega trace") -> str:
+def page_of(report: Mapping[str, Any], title: str = "streammega") -> str:
     """A page of any report: values as a list, lists of alike things as tables."""
     return (
         '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'

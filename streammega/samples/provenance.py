@@ -183,6 +183,11 @@ class Provenance:
         """A dataset as the config names it, without secrets."""
         return redact_urls(self.datasets[dataset])
 
+    @property
+    def dataset_names(self) -> list[str]:
+        """The names of all of them."""
+        return [self.dataset_name(dataset) for dataset in range(len(self.datasets))]
+
     def shard_name(self, dataset: int, shard: int) -> str:
         """A shard's name, without secrets: what `find` takes."""
         return redact_urls(self.shards(dataset)[shard].name)

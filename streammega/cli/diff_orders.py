@@ -1,0 +1,129 @@
+"""The command that compares the orders of two runs: what differs, and from which sample on."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from streammega.cli.trace import show_report
+
+if TYPE_CHECKING:
+    from streammega.cli.trace_report import Report, TracedRunFile
+
+MOST_LISTED = 12
+"""Entries of a list that are named one by one, where two lists differ."""
+
+
+def diff_orders(
+    config: Annotated[str, typer.Argument(help="The TOML file of one run.")],
+    other: Annotated[str, typer.Argument(help="The TOML file of the other.")],
+    split: Annotated[str, typer.Option(help="The split: train, valid or test.")] = "train",
+    samples: Annotated[
+        int | None, typer.Option(help="Compare so many samples; by default all of the shorter run.")
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+    html: Annotated[str | None, typer.Option(help="Write a page with tables to this file.")] = None,
+) -> None:
+    """Say what of the order differs between two runs, and from which sample on.
+
+    Reads no tokens. Exit status 1 if a sample differs.
+    """
+    from streammega.cli.trace_report import open_run
+    from streammega.train.config import load_run
+
+    one = open_run(load_run(config), split, None)
+    two = open_run(load_run(other), split, None)
+    report = {"runs": [config, other], **differences_report(one, two, samples)}
+    show_report(report, as_text(report), as_json=as_json, html=html)
+    if report["first_sample"] is not None:
+        raise typer.Exit(1)
+
+
+def differences_report(one: TracedRunFile, two: TracedRunFile, samples: int | None) -> Report:
+    """How the orders of two runs compare, as values for JSON."""
+    from streammega.samples.order_differences import compare_orders
+
+    ends = [run.end for run in (one, two)]
+    for run in (one, two):
+        available = run.provenance.source.num_samples
+        if available is not None:
+            ends.append(available)
+    if samples is not None:
+        ends.append(samples)
+    found = compare_orders(one.provenance, two.provenance, max(0, min(ends)))
+    settings = {
+        name: {"values": list(values), "differences": _words(*values)}
+        for name, values in found.settings.items()
+    }
+    steps = None
+    if found.first is not None:
+        steps = [run.steps.step_of(found.first) for run in (one, two)]
+    return {
+        "split": one.split,
+        "samples": found.samples,
+        "first_sample": found.first,
+        "first_steps": steps,
+        "looked_at": found.looked_at,
+        "same_of_these": found.shared,
+        "settings": settings,
+        "steps": _step_words(one, two),
+    }
+
+
+def as_text(report: Report) -> str:
+    """The differences for people."""
+    one, two = report["runs"]
+    lines = []
+    first = report["first_sample"]
+    if first is None:
+        lines.append(f"the first {report['samples']:,} samples of {report['split']} are the same")
+    else:
+        steps = report["first_steps"]
+        lines.append(
+            f"they differ from sample {first} on (step {_step(steps[0])} of {one}, step "
+            f"{_step(steps[1])} of {two}); of {report['looked_at']:,} samples from there on, "
+            f"{report['same_of_these']:,} are the same"
+        )
+    for name, setting in report["settings"].items():
+        lines += [f"  {name}{words}" for words in setting["differences"]]
+    if first is None and report["settings"]:
+        lines.append(
+            "  (a resume is refused by these, or they come into play behind those samples)"
+        )
+    lines += [f"  {words}" for words in report["steps"]]
+    return "\n".join(lines)
+
+
+def _step(number: int | None) -> str:
+    return "(skipped)" if number is None else str(number)
+
+
+def _words(one: Any, two: Any) -> list[str]:
+    """A line for each thing in which two values differ, to be put behind a name."""
+    if not isinstance(one, list) or not isinstance(two, list):
+        return [f": {one} and {two}"]
+    if len(one) != len(two):
+        return [f": {len(one)} and {len(two)} of them"]
+    pairs = enumerate(zip(one, two, strict=True))
+    lines = [f"[{number}]: {a} and {b}" for number, (a, b) in pairs if a != b]
+    if len(lines) > MOST_LISTED:
+        left = len(lines) - MOST_LISTED
+        lines = [*lines[:MOST_LISTED], f": and {left} more"]
+    return lines
+
+
+def _step_words(one: TracedRunFile, two: TracedRunFile) -> list[str]:
+    """What says which step takes a sample, and not which tokens it has."""
+    lines = []
+    schedules = [run.steps.schedule.stages for run in (one, two)]
+    if schedules[0] != schedules[1]:
+        sizes = [", ".join(f"{size} from sample {first}" for first, size in s) for s in schedules]
+        lines.append(f"samples of a step: {sizes[0]}; and {sizes[1]}")
+    skips = [[list(span) for span in run.steps.skips] for run in (one, two)]
+    if skips[0] != skips[1]:
+        lines.append(f"skip_samples: {skips[0]} and {skips[1]}")
+    if one.provenance.datasets != two.provenance.datasets:
+        names = [run.provenance.dataset_names for run in (one, two)]
+        lines += [f"names of datasets{words}" for words in _words(*names)]
+    return lines

@@ -1,0 +1,121 @@
+"""What differs between the orders of two configs, and from which sample on."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from streammega.errors.redaction import redact_urls
+from streammega.order import Extents
+from streammega.samples.provenance import Provenance
+from streammega.samples.source import SampleSource
+
+AT_ONCE = 1 << 16
+"""Samples that are located and compared at once."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class OrderDifferences:
+    """How two orders compare over `samples` samples.
+
+    settings: what of the identities differs, its name and both values. first: the first sample that
+    is not the same tokens of the same datasets; None: there is none among those compared. shared:
+    of the samples from there on that were looked at, how many are the same.
+    """
+
+    settings: dict[str, tuple[Any, Any]]
+    samples: int
+    first: int | None
+    looked_at: int
+    shared: int
+
+    @property
+    def same(self) -> bool:
+        """Whether all samples that were compared are the same."""
+        return self.first is None
+
+
+def compare_orders(one: Provenance, other: Provenance, end: int) -> OrderDifferences:
+    """Compare the samples before `end` of two orders, which both have: a dataset, its file and the
+    tokens in it are what a sample is. No token is read.
+
+    Cost: what locating them costs, up to the first that differs. Where the identities say that
+    nothing before some sample can differ, only those behind it are looked at.
+    """
+    settings = identity_differences(one.source, other.source)
+    names = [_numbers_of(one, other), _numbers_of(other, other)]
+    for start in range(_first_possible(one, other, end), end, AT_ONCE):
+        ids = np.arange(start, min(end, start + AT_ONCE))
+        differs = _differing(one.source.locate(ids), other.source.locate(ids), names)
+        if differs.any():
+            first = int(np.argmax(differs))
+            return OrderDifferences(
+                settings=settings,
+                samples=end,
+                first=start + first,
+                looked_at=len(ids) - first,
+                shared=int(np.count_nonzero(~differs[first:])),
+            )
+    return OrderDifferences(settings=settings, samples=end, first=None, looked_at=0, shared=0)
+
+
+def identity_differences(
+    one: SampleSource, other: SampleSource, consumed: int | None = None
+) -> dict[str, tuple[Any, Any]]:
+    """What of the identities of two orders differs, up to a sample: what a resume would refuse."""
+    first = one.identity(consumed)
+    second = other.identity(consumed)
+    names = list(dict.fromkeys([*first, *second]))
+    return {
+        name: (first.get(name), second.get(name))
+        for name in names
+        if first.get(name) != second.get(name)
+    }
+
+
+def _first_possible(one: Provenance, other: Provenance, end: int) -> int:
+    """A sample before which nothing differs: identities of the past that agree are one order.
+
+    They do not tell datasets of the same sizes apart, so the names are compared too.
+    """
+    if one.datasets != other.datasets or identity_differences(one.source, other.source, 1):
+        return 0
+    low = 1
+    high = end + 1
+    # Identities only grow: what differs at some sample differs at all later ones.
+    while low < high:
+        middle = (low + high) // 2
+        if identity_differences(one.source, other.source, middle):
+            high = middle
+        else:
+            low = middle + 1
+    # Of the first `low - 1` samples the identities are the same.
+    return min(low - 1, end)
+
+
+def _numbers_of(one: Provenance, other: Provenance) -> NDArray[np.int64]:
+    """For each dataset of one, a number that means the same dataset in both."""
+    known: dict[str, int] = {}
+    for name in (*other.datasets, *one.datasets):
+        known.setdefault(redact_urls(name), len(known))
+    return np.array([known[redact_urls(name)] for name in one.datasets], np.int64)
+
+
+def _differing(one: Extents, other: Extents, names: list[NDArray[np.int64]]) -> NDArray[np.bool_]:
+    """Which samples are not the same runs of tokens."""
+    one_rows = np.diff(one.row_splits)
+    other_rows = np.diff(other.row_splits)
+    differs: NDArray[np.bool_] = one_rows != other_rows
+    # Rows can be compared side by side where both have as many.
+    alike = ~differs
+    of_one = np.repeat(alike, one_rows)
+    of_other = np.repeat(alike, other_rows)
+    unequal = names[0][one.dataset[of_one]] != names[1][other.dataset[of_other]]
+    for column in ("file", "start", "stop"):
+        unequal |= getattr(one, column)[of_one] != getattr(other, column)[of_other]
+    sample = np.repeat(np.arange(len(one)), one_rows)[of_one]
+    differs[sample[unequal]] = True
+    return differs
