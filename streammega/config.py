@@ -281,6 +281,11 @@ class DataConfig(FieldsConfig):
     """Stream order: bytes that are shuffled as one."""
     skip_samples: Sequence[tuple[int, int]] = ()
     """Ranges [start, stop) of global sample ids to pass over: whole global batches."""
+    balance_batches: bool = False
+    """Deal the samples of a global batch out to ranks and micro-batches so that attention over
+    their documents costs all the same, by the lengths in the `.idx`; for configs with
+    reset_attention_mask or inter_document_masking. Global batches stay the same sets.
+    """
     index_cache_dir: str | Path | None = None
     """Where `.idx` copies and built indices go; default ~/.cache/streammega."""
     shared_index_url: str | None = None
@@ -312,12 +317,25 @@ class DataConfig(FieldsConfig):
             )
         if self.inter_document_masking:
             self._check_masking()
+        if self.balance_batches and not self.documents_are_apart:
+            raise ConfigError(
+                "balance_batches goes by the lengths of documents that do not see each other; set "
+                "reset_attention_mask or inter_document_masking, without which all samples cost "
+                "the same"
+            )
         self._check_skipped()
         if self.blend_schedule is not None:
             self._check_schedule()
         if self.index_cache_dir:
             folder = _folder("index_cache_dir", self.index_cache_dir)
             object.__setattr__(self, "index_cache_dir", folder)
+
+    @property
+    def documents_are_apart(self) -> bool:
+        """Whether batches say where documents begin, so that attention does not pass their
+        bounds.
+        """
+        return self.reset_attention_mask or self.inter_document_masking
 
     def _check_numbers(self) -> None:
         set_whole_numbers(self, ("seed", "lanes", "block_bytes"))

@@ -6,10 +6,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import numpy as np
 
+from streammega.loading.balanced_batches import BalancedBatches
 from streammega.order.batch_size import batch_schedule
 from streammega.order.step_numbers import StepNumbers, rank_of
 from streammega.samples.provenance import DocumentName, Provenance, TracedRun
@@ -49,15 +51,30 @@ class TracedRunFile:
         """The step of a sample, and where the ranks are known the one that reads it."""
         place: Report = {"sample": sample, "step": self.steps.step_of(sample)}
         if self.ranks is not None:
-            schedule = self.steps.schedule
-            place["rank"] = rank_of(
-                sample,
-                sample - schedule.offset_at(sample),
-                self.micro_batch_size,
-                self.ranks,
-                contiguous=self.provenance.config.order == "megatron",
-            )
+            place["rank"] = self._rank_of(sample, self.ranks)
         return place
+
+    def _rank_of(self, sample: int, ranks: int) -> int:
+        """The rank that reads a sample, of so many."""
+        schedule = self.steps.schedule
+        config = self.provenance.config
+        first = sample - schedule.offset_at(sample)
+        if config.balance_batches:
+            dealt = self._balanced.sample_ids(first, schedule.size_at(sample))
+            _, (rank,), _ = np.nonzero(dealt == sample)
+            return int(rank)
+        contiguous = config.order == "megatron"
+        return rank_of(sample, first, self.micro_batch_size, ranks, contiguous=contiguous)
+
+    @cached_property
+    def _balanced(self) -> BalancedBatches:
+        """How global batches are dealt out by cost."""
+        assert self.ranks is not None
+        return BalancedBatches(
+            samples=self.provenance.source,
+            micro_batch_size=self.micro_batch_size,
+            dp_size=self.ranks,
+        )
 
 
 def open_run(run: RunConfig, split: str, ranks: int | None) -> TracedRunFile:

@@ -289,7 +289,7 @@ class StreamingDataset(torch.utils.data.IterableDataset[Batch]):
         """What defines the order of all samples before `consumed`, whole: a state has long lists of
         it folded into digests.
         """
-        return self.samples.identity(consumed)
+        return self.steps.identity(consumed)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue at the sample after the last that was handed out.
@@ -300,7 +300,7 @@ class StreamingDataset(torch.utils.data.IterableDataset[Batch]):
         steps = self.steps.in_lanes(saved.lanes).resumed(saved.consumed, saved.offset)
         share = read_share(state, self.step_samples)
         reached = saved.consumed if share is None else share.reached
-        saved.check(steps.samples.identity(reached))
+        saved.check(steps.identity(saved.consumed, reached))
         size = steps.schedule.size_at(saved.consumed)
         if saved.offset >= size:
             raise StateError(
@@ -342,7 +342,7 @@ class StreamingDataset(torch.utils.data.IterableDataset[Batch]):
         steps = self.steps.from_origin(share.origin)
         reached = _reached(share, steps)
         state = make_state(
-            steps.samples.identity(reached), share.start, steps.schedule.offset_at(share.start)
+            steps.identity(share.start, reached), share.start, steps.schedule.offset_at(share.start)
         )
         return state | write_share(replace(share, reached=reached), self.step_samples)
 

@@ -297,6 +297,9 @@ def _whole_pieces(
     if order.lanes % (steps.step_samples * workers):
         # this reader shares its lanes with other workers: a piece would be fetched by each of them
         return WholePieces()
+    if steps.config.balance_batches and steps.dp_size * workers > 1:
+        # so does one whose samples go by what they cost
+        return WholePieces()
     lanes = lanes_from(steps, order, start + worker * steps.step_samples, workers)
     itemsizes = table.itemsize[table.firsts[:-1]]
     # samples of a block lie end to end, the last with the token after it
@@ -349,6 +352,8 @@ def lanes_from(
     There are as many wherever it begins, if the lanes are a multiple of what the workers take in
     turn.
     """
+    if steps.config.balance_batches:
+        return np.arange(order.lanes)  # the only reader takes all of them, in whatever order
     micro_steps = consumed + np.arange(0, order.lanes, steps.step_samples * workers)
     lanes: NDArray[np.int64] = np.unique(steps.sample_ids(micro_steps) % order.lanes)
     return lanes

@@ -11,6 +11,7 @@ import copy
 import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -18,6 +19,7 @@ from numpy.typing import NDArray
 
 from streammega.config import DataConfig
 from streammega.errors import ConfigError, StateError
+from streammega.loading.balanced_batches import BalancedBatches
 from streammega.order.batch_size import BatchSchedule
 from streammega.order.cursor import make_state
 from streammega.order.rank_samples import check_resume, every_nth, rank_samples
@@ -85,6 +87,10 @@ class MicroSteps:
         """Global sample ids of this rank's micro-batch in the micro-step at `consumed`, int64 [...,
         micro_batch_size].
         """
+        if self._balanced is not None:
+            positions = np.asarray(consumed, np.int64)
+            ids = [self._balanced_ids(position) for position in positions.reshape(-1).tolist()]
+            return np.array(ids, np.int64).reshape(*positions.shape, self.micro_batch_size)
         return rank_samples(
             consumed,
             self.micro_batch_size,
@@ -92,6 +98,22 @@ class MicroSteps:
             self.dp_size,
             contiguous=self.config.order == "megatron",
         )
+
+    @cached_property
+    def _balanced(self) -> BalancedBatches | None:
+        """How global batches are dealt out by cost; None: by the numbers of samples."""
+        if not self.config.balance_batches:
+            return None
+        return BalancedBatches(
+            samples=self.samples, micro_batch_size=self.micro_batch_size, dp_size=self.dp_size
+        )
+
+    def _balanced_ids(self, consumed: int) -> NDArray[np.int64]:
+        assert self._balanced is not None
+        offset = self.schedule.offset_at(consumed)
+        batch = self._balanced.sample_ids(consumed - offset, self.schedule.size_at(consumed))
+        ids: NDArray[np.int64] = batch[offset // self.step_samples, self.dp_rank]
+        return ids
 
     def batch(self, consumed: int) -> Batch:
         """This rank's micro-batch in the micro-step at `consumed`: a pure function of it."""
@@ -133,8 +155,21 @@ class MicroSteps:
 
     def state(self, consumed: int) -> dict[str, Any]:
         """The state of a run that has handed out all samples before `consumed`."""
-        identity = self.samples.identity(consumed)
-        return make_state(identity, consumed, self.schedule.offset_at(consumed))
+        return make_state(self.identity(consumed), consumed, self.schedule.offset_at(consumed))
+
+    def identity(self, consumed: int, reached: int | None = None) -> dict[str, Any]:
+        """What defines the order of the samples before `reached` (None: `consumed`), of a state
+        that stops at `consumed`.
+
+        Within a balanced batch it also says how large that is: another size, or none of it
+        balanced, would have begun with other samples. Between batches nobody need know.
+        """
+        reached = consumed if reached is None else reached
+        identity = self.samples.identity(reached)
+        offsets = [self.schedule.offset_at(consumed), self.schedule.offset_at(reached)]
+        if self.config.balance_batches and any(offsets):
+            identity["balanced_batch"] = self.schedule.size_at(consumed)
+        return identity
 
     def check_position(self, consumed: int) -> None:
         """Raise StateError unless these ranks can go on at `consumed`."""

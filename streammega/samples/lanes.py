@@ -30,6 +30,7 @@ from streammega.order.lanes import (
     samples_of,
 )
 from streammega.order.split import SPLITS, split_bounds
+from streammega.samples.documents import DocumentBounds
 from streammega.samples.modes import modes_of_pairs
 from streammega.samples.source import OPENERS
 from streammega.samples.split_blend import split_blend
@@ -200,6 +201,7 @@ def _open_dataset(
             num_tokens=pair.num_tokens,
             etag=pair.bin_info.etag,
             modes=modes,
+            documents=DocumentBounds(index=pair.files.index) if config.balance_batches else None,
         )
         for pair, modes in zip(pairs, modes_of_pair, strict=True)
     ]

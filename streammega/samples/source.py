@@ -78,25 +78,25 @@ def all_files(source: SampleSource) -> list[TokenFile]:
     return [file for files in source.files for file in files]
 
 
-def _read(source: SampleSource, extents: Extents) -> tuple[Ids, NDArray[np.int64]]:
-    config = source.config
-    width = config.sequence_length + int(config.add_extra_token)
-    file_of_row = _file_of_row(source, extents)
-    return fetch_ids(all_files(source), file_of_row, extents, width, config.storage)
-
-
-def _file_of_row(source: SampleSource, extents: Extents) -> NDArray[np.int64]:
+def file_of_rows(source: SampleSource, extents: Extents) -> NDArray[np.int64]:
     """The place among all files of the one in which each row lies."""
     files_of_dataset = [len(files) for files in source.files]
     first_file = np.cumsum([0, *files_of_dataset])
     return first_file[extents.dataset].astype(np.int64) + extents.file
 
 
+def _read(source: SampleSource, extents: Extents) -> tuple[Ids, NDArray[np.int64]]:
+    config = source.config
+    width = config.sequence_length + int(config.add_extra_token)
+    file_of_row = file_of_rows(source, extents)
+    return fetch_ids(all_files(source), file_of_row, extents, width, config.storage)
+
+
 def _runs_of_labels(source: SampleSource, extents: Extents) -> Runs:
     """Where the labels of samples lie: each one column before its token."""
     rows = rows_of(extents)
     return Runs(
-        file=_file_of_row(source, extents),
+        file=file_of_rows(source, extents),
         start=extents.start,
         size=rows.size,
         sample=rows.sample,

@@ -10,6 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from streammega.kernels.batch import clear_unlearned
+from streammega.samples.documents import DocumentBounds
 from streammega.samples.modes import TokenModes
 from streammega.storage import Store
 from streammega.storage.store import ended_early
@@ -20,7 +21,7 @@ class TokenFile:
     """One stored file of tokens: `num_tokens` of `dtype`, little-endian, from its first byte on.
 
     `etag`: that of the object when it was opened; empty: unknown. `modes`: of its sequences, where
-    they make the loss mask.
+    they make the loss mask. `documents`: where they begin, where somebody asks for it.
     """
 
     store: Store
@@ -29,6 +30,7 @@ class TokenFile:
     num_tokens: int
     etag: str = ""
     modes: TokenModes | None = None
+    documents: DocumentBounds | None = None
 
     @property
     def url(self) -> str:

@@ -1,0 +1,51 @@
+"""The samples of global batches, dealt out so that they cost all ranks the same."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cached_property, lru_cache
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from streammega.order.balance import balanced_places
+from streammega.samples.attention_costs import attention_costs
+from streammega.samples.source import SampleSource
+
+Integers = NDArray[np.int64]
+KEPT_BATCHES = 8
+"""Global batches that are remembered: plans go over them in their order, and the caller asks again
+for the one that it is in.
+"""
+
+
+@dataclass(frozen=True, kw_only=True)
+class BalancedBatches:
+    """Which samples every micro-batch of a global batch has: a pure function of their numbers and
+    of the lengths of documents.
+    """
+
+    samples: SampleSource
+    micro_batch_size: int
+    dp_size: int
+
+    def sample_ids(self, first: int, size: int) -> Integers:
+        """Global sample ids of the batch [first, first + size), int64 [micro-steps, dp_size,
+        micro_batch_size].
+        """
+        return self._kept(first, size)
+
+    @cached_property
+    def _kept(self) -> Callable[[int, int], Integers]:
+        return lru_cache(KEPT_BATCHES)(self._dealt)
+
+    def _dealt(self, first: int, size: int) -> Integers:
+        sample_ids = np.arange(first, first + size, dtype=np.int64)
+        costs = attention_costs(self.samples, sample_ids)
+        return first + balanced_places(costs, self.micro_batch_size, self.dp_size)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Without what is remembered: each process finds it out by itself."""
+        return {name: value for name, value in self.__dict__.items() if name != "_kept"}
