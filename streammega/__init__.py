@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from streammega.config import DataConfig as DataConfig
     from streammega.config import FieldsConfig as FieldsConfig
+    from streammega.config import PhaseConfig as PhaseConfig
     from streammega.config import StorageConfig as StorageConfig
     from streammega.dataset import IndexedDataset as IndexedDataset
     from streammega.dataset import IndexedDatasetWriter as IndexedDatasetWriter
@@ -45,6 +46,7 @@ __version__ = "0.1.0"
 _HOMES = {
     "DataConfig": "streammega.config",
     "FieldsConfig": "streammega.config",
+    "PhaseConfig": "streammega.config",
     "StorageConfig": "streammega.config",
     "StreammegaError": "streammega.errors",
     "IndexedDataset": "streammega.dataset",

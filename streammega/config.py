@@ -219,6 +219,32 @@ class FieldsConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
+class PhaseConfig:
+    """What holds from a sample of the stream on; what is not given stays as in the phase before."""
+
+    first_sample: int
+    """The global sample it begins at: the end of a step of the phase before."""
+    blend: Blend | None = None
+    """Datasets and weights of training, in any form of `blend`. One that stays goes on where it
+    was, and so does one that comes back; one that is new begins its first epoch.
+    """
+    global_batch_size: int | None = None
+    """Samples of one optimizer step over all ranks."""
+
+    def __repr__(self) -> str:
+        return redacted_repr(self)
+
+    def __post_init__(self) -> None:
+        set_whole_numbers(self, ("first_sample", "global_batch_size"))
+        for name in ("first_sample", "global_batch_size"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise ConfigError(f"{name} of a phase is {value}; it must be at least 1")
+        if self.blend is not None:
+            parse_blend(self.blend)
+
+
+@dataclass(frozen=True, kw_only=True)
 class DataConfig(FieldsConfig):
     """What is read, and in which order."""
 
@@ -235,6 +261,11 @@ class DataConfig(FieldsConfig):
     """Stream order: [(first sample, weights)], weights for the datasets of `blend` from then on;
     one may be zero for a while. A segment at 0 replaces the blend's own weights. Segments past the
     cursor of a run may still be changed.
+    """
+    phases: Sequence[PhaseConfig] = ()
+    """Stream order: what changes in the middle of training, in the order of `first_sample`; what
+    stands above is the first phase. Phases past the cursor of a run may still be changed, and
+    more be appended: docs/orders.md.
     """
     split: str = "1,0,0"
     """Shares of train, valid and test, cut by sequence."""
@@ -326,6 +357,8 @@ class DataConfig(FieldsConfig):
         self._check_skipped()
         if self.blend_schedule is not None:
             self._check_schedule()
+        if self.phases:
+            self._check_phases()
         if self.index_cache_dir:
             folder = _folder("index_cache_dir", self.index_cache_dir)
             object.__setattr__(self, "index_cache_dir", folder)
@@ -336,6 +369,15 @@ class DataConfig(FieldsConfig):
         bounds.
         """
         return self.reset_attention_mask or self.inter_document_masking
+
+    def phases_of(self, split: str) -> Sequence[PhaseConfig]:
+        """The later phases of a split: training alone has any, so that validation stays the same."""
+        return self.phases if split == "train" else ()
+
+    def batch_changes(self, split: str) -> list[tuple[int, int | None]]:
+        """(first sample, global batch size or None) of each later phase of a split."""
+        phases = self.phases_of(split)
+        return [(phase.first_sample, phase.global_batch_size) for phase in phases]
 
     def _check_numbers(self) -> None:
         set_whole_numbers(self, ("seed", "lanes", "block_bytes"))
@@ -416,6 +458,30 @@ class DataConfig(FieldsConfig):
                     f"none negative, not all zero, and a finite sum"
                 )
             start_before = start
+
+    def _check_phases(self) -> None:
+        if self.order != "stream":
+            raise ConfigError('phases belong to the stream order: set order="stream"')
+        first_before = 0
+        for number, phase in enumerate(self.phases, 1):
+            if not isinstance(phase, PhaseConfig):
+                raise ConfigError(
+                    f"phase {number} is {phase!r}; it must be a PhaseConfig, such as "
+                    "PhaseConfig(first_sample=1_000_000, blend=['s3://bucket/code'])"
+                )
+            if phase.first_sample <= first_before:
+                raise ConfigError(
+                    f"phase {number} begins at sample {phase.first_sample}, and the one before it "
+                    f"at {first_before}; phases stand in the order of their first samples"
+                )
+            first_before = phase.first_sample
+        first_of_phases = self.phases[0].first_sample
+        for start, _ in self.blend_schedule or ():
+            if start >= first_of_phases:
+                raise ConfigError(
+                    f"blend_schedule has a segment from sample {start} on, where the phase from "
+                    f"{first_of_phases} on holds; give its weights to a phase"
+                )
 
 
 def _three_counts(given: Any) -> tuple[int, int, int]:

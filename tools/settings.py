@@ -48,6 +48,11 @@ SECTIONS = [
     ),
     Section(
         "streammega/config.py",
+        "PhaseConfig",
+        "`[[data.phases]]`, what changes in the middle of a run: `PhaseConfig`",
+    ),
+    Section(
+        "streammega/config.py",
         "StorageConfig",
         "`[data.storage]`, how bytes are fetched: `StorageConfig`",
     ),

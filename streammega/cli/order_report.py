@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 
 from streammega.config import DataConfig
 from streammega.errors import ConfigError
+from streammega.order.lanes import StreamOrder
 from streammega.order.quality import (
     FetchPlan,
     ShuffleQuality,
@@ -22,6 +23,7 @@ from streammega.order.quality import (
 )
 from streammega.samples.lanes import StreamSource
 from streammega.samples.open import open_source
+from streammega.samples.phases import PhasedSource
 from streammega.samples.source import SampleSource
 
 MiB = 1 << 20
@@ -72,7 +74,7 @@ def order_report(
     # of fewer places than samples nothing could be drawn without repeating
     population = max(total, samples)
     window = WINDOW_STEPS * global_batch_size
-    order = source.order if isinstance(source, StreamSource) else None
+    order = _order_at(source, samples)
     first_datasets = extents.dataset[extents.row_splits[:-1]]
     prefixes, drift = _blend_drift(first_datasets, order)
     open_bytes = 0
@@ -90,6 +92,22 @@ def order_report(
     )
 
 
+def _order_at(source: SampleSource, samples: int) -> StreamOrder | None:
+    """The stream order that holds for the first samples; None for another order.
+
+    Raises ConfigError where they reach into a later phase.
+    """
+    if isinstance(source, PhasedSource):
+        if source.phase_at(samples - 1) > 0:
+            end = source.order.ends[0]
+            raise ConfigError(
+                f"the report is of the first phase, which ends at sample {end}, and would reach "
+                f"sample {samples}; look at fewer --steps, or leave the phases out"
+            )
+        return source.phases[0].order
+    return source.order if isinstance(source, StreamSource) else None
+
+
 def _plan_of_a_rank(
     config: DataConfig, source: SampleSource, order: Any, ids: NDArray[np.int64]
 ) -> FetchPlan:
@@ -100,7 +118,7 @@ def _plan_of_a_rank(
     holders = ids
     block_tokens = config.sequence_length
     if order is not None:
-        holders = ids % order.lanes
+        holders = order.lane_of(ids)
         block_tokens = config.block_bytes // itemsize
     extra_tokens = int(config.add_extra_token)
     return fetch_plan(source.locate(ids), holders, itemsize, block_tokens, extra_tokens)

@@ -84,7 +84,9 @@ def open_run(run: RunConfig, split: str, ranks: int | None) -> TracedRunFile:
     data = data_of(run, split)
     sizes = batch_sizes(run, split)
     train = run.train
-    schedule = batch_schedule(train.global_batch_size, sizes.get("rampup"))
+    schedule = batch_schedule(
+        train.global_batch_size, sizes.get("rampup"), data.batch_changes(split)
+    )
     if ranks is not None:
         schedule.check(train.micro_batch_size, 0, ranks)
     # An evaluation begins with the first sample every time.

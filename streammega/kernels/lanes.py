@@ -7,8 +7,11 @@ but a few sizes.
 What the arrays hold that describe an order; all int64 but `fractions`:
 
     rows [segments]                      the first row of each segment of the blend schedule
+    segment                              the number of the first of them in keys: those of the
+                                         phases before have the smaller ones
     fractions [segments, nodes] uint64   of the draws at a node, how many go left; 2**-44ths
     bases [segments, lanes, datasets]    draws of a lane from a dataset before the segment
+    numbers [datasets]                   the number of a dataset in keys: the same in every phase
     sizes [datasets]                     samples of one epoch
     blocks_of [datasets]                 samples of a block
     groups [datasets]                    lanes that share a run
@@ -20,7 +23,8 @@ What the arrays hold that describe an order; all int64 but `fractions`:
     before, ends [parts]                 samples of the dataset before a part, and up to its end
 
 `length` is tokens from one sample to the next, `width` tokens of a sample, with the extra one. `d`
-is the number of a dataset, `num` how many there are, `mine` the number of a lane among a reader's.
+is the place of a dataset, `num` how many there are, `mine` the number of a lane among a reader's.
+Samples are counted from the first of the phase.
 """
 
 from __future__ import annotations
@@ -238,15 +242,15 @@ def count_draws(draws, lanes, segment, fractions, num, key, counts):
 
 
 @numba.njit(inline="always")
-def _draw_of(sample, lanes, key, rows, fractions, bases, num):
-    """(lane, dataset, which draw of the lane from that dataset) of a sample id."""
+def _draw_of(sample, lanes, key, segment, rows, fractions, bases, num):
+    """(lane, dataset, which draw of the lane from that dataset) of a sample."""
     lane = sample % lanes
     row = sample // lanes
-    segment = len(rows) - 1
-    while rows[segment] > row:
-        segment -= 1
-    d, draw = choose(row - rows[segment], lane, segment, fractions[segment], num, key)
-    return lane, d, draw + bases[segment, lane, d]
+    s = len(rows) - 1
+    while rows[s] > row:
+        s -= 1
+    d, draw = choose(row - rows[s], lane, segment + s, fractions[s], num, key)
+    return lane, d, draw + bases[s, lane, d]
 
 
 # --- where a draw lies: run, block, piece, sample ---
@@ -309,7 +313,7 @@ def _short_slot(d, epoch, key, blocks, epoch_of, short_slots):
 
 
 @numba.njit(inline="always")
-def _place_of(lane, d, draw, lanes, key, size, block, group, epoch_of, short_slots):
+def _place_of(lane, d, number, draw, lanes, key, size, block, group, epoch_of, short_slots):
     """(epoch's key, epoch, sample of the dataset, first sample and samples of its piece, draws left
     of it with this one).
 
@@ -322,7 +326,7 @@ def _place_of(lane, d, draw, lanes, key, size, block, group, epoch_of, short_slo
     place = draw * group + lane % group
     epoch = place // run_length
     place = place % run_length
-    dataset_key = keyed(key, BLOCKS, d, epoch)
+    dataset_key = keyed(key, BLOCKS, number, epoch)
     short = _short_slot(d, epoch, dataset_key, blocks, epoch_of, short_slots)
     rotation = below(keyed(dataset_key, ROTATIONS, run, 0), run_length)
     place += rotation
@@ -352,18 +356,19 @@ def start_of(dataset_key, part, d, firsts, starts, slacks):
 
 @kernel
 def locate_stream(
-    samples, lanes, key, rows, fractions, bases, sizes, blocks_of, groups,
+    samples, lanes, key, segment, rows, fractions, bases, numbers, sizes, blocks_of, groups,
     firsts, files, starts, slacks, before, length, width, dataset, file, start, stop,
 ) -> None:  # fmt: skip
-    """Fill dataset, file, start and stop (in tokens) [n] of sample ids: samples [n]."""
+    """Fill dataset, file, start and stop (in tokens) [n] of samples [n]."""
     num = len(sizes)
     epoch_of = np.full(num, -1, np.int64)
     short_slots = np.zeros(num, np.int64)
     for i in range(len(samples)):
-        lane, d, draw = _draw_of(samples[i], lanes, key, rows, fractions, bases, num)
+        lane, d, draw = _draw_of(samples[i], lanes, key, segment, rows, fractions, bases, num)
         dataset_key, _, sample, _, _, _ = _place_of(
-            lane, d, draw, lanes, key, sizes[d], blocks_of[d], groups[d], epoch_of, short_slots
-        )
+            lane, d, numbers[d], draw, lanes, key, sizes[d], blocks_of[d], groups[d],
+            epoch_of, short_slots,
+        )  # fmt: skip
         part = _part_of(sample, d, firsts, before)
         part_start = start_of(dataset_key, part, d, firsts, starts, slacks)
         dataset[i] = d
@@ -377,8 +382,8 @@ def locate_stream(
 
 @kernel
 def follow_pieces(
-    samples, lanes, key, rows, fractions, bases, sizes, blocks_of, groups, firsts, before,
-    length, width, itemsizes, whole, local, open_piece, open_epoch, open_slot, open_left, free,
+    samples, lanes, key, segment, rows, fractions, bases, numbers, sizes, blocks_of, groups,
+    firsts, before, length, width, itemsizes, whole, local, open_piece, open_epoch, open_slot, open_left, free,
     slot, offset, new_dataset, new_epoch, new_first, new_count, new_uses, new_row,
 ):  # fmt: skip
     """Which piece each sample lies in: its slot and the byte offset of the sample in it, -1 for
@@ -398,13 +403,14 @@ def follow_pieces(
     epoch_of = np.full(num, -1, np.int64)
     short_slots = np.zeros(num, np.int64)
     for i in range(len(samples)):
-        lane, d, draw = _draw_of(samples[i], lanes, key, rows, fractions, bases, num)
+        lane, d, draw = _draw_of(samples[i], lanes, key, segment, rows, fractions, bases, num)
         slot[i] = -1
         if not whole[d]:
             continue
         _, epoch, sample, first, count, left = _place_of(
-            lane, d, draw, lanes, key, sizes[d], blocks_of[d], groups[d], epoch_of, short_slots
-        )
+            lane, d, numbers[d], draw, lanes, key, sizes[d], blocks_of[d], groups[d],
+            epoch_of, short_slots,
+        )  # fmt: skip
         mine = local[lane]
         if mine < 0:
             return -1 - i  # as an index it would be the state of another lane
@@ -434,8 +440,8 @@ def follow_pieces(
 
 @kernel
 def piece_runs(
-    key, dataset, epoch, first, count, firsts, files, starts, slacks, before, ends, length, width,
-    piece, file, start, stop,
+    key, numbers, dataset, epoch, first, count, firsts, files, starts, slacks, before, ends,
+    length, width, piece, file, start, stop,
 ):  # fmt: skip
     """The runs of tokens that make up pieces: piece, file, start, stop of each; returns how many.
     In the order of their offsets.
@@ -448,7 +454,7 @@ def piece_runs(
         d = dataset[i]
         sample = first[i]
         end_sample = first[i] + count[i]
-        dataset_key = keyed(key, BLOCKS, d, epoch[i])
+        dataset_key = keyed(key, BLOCKS, numbers[d], epoch[i])
         part = _part_of(sample, d, firsts, before)
         while sample < end_sample:
             stop_sample = min(ends[part], end_sample)

@@ -105,19 +105,20 @@ def row_of_draw(draw, dataset, lane, segment, fractions, num, key):
 
 
 @kernel
-def sample_of_draw(lane, d, draw, lanes, key, rows, fractions, bases):
-    """The id of the sample that is a lane's draw from a dataset, over the whole schedule; NEVER
-    where none is.
+def sample_of_draw(lane, d, draw, lanes, key, segment, rows, fractions, bases):
+    """The sample that is a lane's draw from a dataset, over the whole schedule of a phase; NEVER
+    where none is, and for what was drawn in an earlier phase.
     """
-    segment = len(rows) - 1
-    while bases[segment, lane, d] > draw:
-        segment -= 1
+    s = len(rows) - 1
+    while s >= 0 and bases[s, lane, d] > draw:
+        s -= 1
+    if s < 0:
+        return NEVER
     num = bases.shape[2]
-    base = bases[segment, lane, d]
-    row = row_of_draw(draw - base, d, lane, segment, fractions[segment], num, key)
+    row = row_of_draw(draw - bases[s, lane, d], d, lane, segment + s, fractions[s], num, key)
     if row < 0:
         return NEVER
-    return (rows[segment] + row) * lanes + lane
+    return (rows[s] + row) * lanes + lane
 
 
 @numba.njit(inline="always")
@@ -159,21 +160,22 @@ def _draw_of_sample(sample, epoch, dataset_key, short_slot, lanes, size, block, 
 
 @kernel
 def read_by(
-    d, file, token_start, token_stop, first_epoch, last_epoch, end, lanes, key, rows, fractions,
-    bases, size, block, group, firsts, files, starts, slacks, before, ends, length, width,
+    d, number, file, token_start, token_stop, first_epoch, last_epoch, end, lanes, key, segment,
+    rows, fractions, bases, size, block, group, firsts, files, starts, slacks, before, ends, length, width,
     sample, start, stop,
 ):  # fmt: skip
     """Fill sample, start and stop [room] with the samples below `end` that read tokens of
     [token_start, token_stop) of a file in the epochs [first_epoch, last_epoch), and with which of
     those tokens; returns how many they are, however many have room.
 
-    size, block, group: of dataset d. Samples come by epoch, then by their place in the file.
+    number, size, block, group: of dataset d. Samples come by epoch, then by their place in the
+    file, and count from the first of the phase, as `end` does.
     """
     found = 0
     room = len(sample)
     blocks = (size + block - 1) // block
     for epoch in range(first_epoch, last_epoch):
-        dataset_key = keyed(key, BLOCKS, d, epoch)
+        dataset_key = keyed(key, BLOCKS, number, epoch)
         short_slot = permute_back(blocks - 1, blocks, dataset_key)
         for part in range(firsts[d], firsts[d + 1]):
             if files[part] != file:
@@ -182,15 +184,15 @@ def read_by(
             # the first sample that ends behind token_start, and the one behind the last
             first = max(0, (token_start - origin - width) // length + 1)
             last = min(ends[part] - before[part], (token_stop - origin - 1) // length + 1)
-            for number in range(first, last):
+            for place in range(first, last):
                 lane, draw = _draw_of_sample(
-                    before[part] + number, epoch, dataset_key, short_slot, lanes, size, block, group
+                    before[part] + place, epoch, dataset_key, short_slot, lanes, size, block, group
                 )
-                reader = sample_of_draw(lane, d, draw, lanes, key, rows, fractions, bases)
+                reader = sample_of_draw(lane, d, draw, lanes, key, segment, rows, fractions, bases)
                 if reader < 0 or reader >= end:
                     continue
                 if found < room:
-                    sample_start = origin + number * length
+                    sample_start = origin + place * length
                     sample[found] = reader
                     start[found] = max(token_start, sample_start)
                     stop[found] = min(token_stop, sample_start + width)

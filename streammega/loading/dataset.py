@@ -79,7 +79,7 @@ class StreamingDataset(torch.utils.data.IterableDataset[Batch]):
         dp_size: int = 1,
         rampup: tuple[int, int, int] | None = None,
     ) -> None:
-        schedule = batch_schedule(global_batch_size, rampup)
+        schedule = batch_schedule(global_batch_size, rampup, config.batch_changes(split))
         schedule.check(micro_batch_size, dp_rank, dp_size)
         self.config = config
         self.split = split
@@ -192,21 +192,23 @@ class StreamingDataset(torch.utils.data.IterableDataset[Batch]):
                 self.split,
                 share.start,
             )
-        engine = Engine(
-            steps,
-            steps.positions(share.start, share.next_batch, share.workers),
-            AHEAD,
-            start=share.start,
-            worker=share.worker,
-            workers=share.workers,
-        )
         alone = torch.utils.data.get_worker_info() is None
-        with closing(engine):
-            for consumed, batch in engine:
-                self._places.check(begun)
-                self._count(begun, consumed)
-                yield batch if alone else SentBatch(batch)
-                del batch  # its memory is free as soon as the caller lets go
+        positions = steps.positions(share.start, share.next_batch, share.workers)
+        for steps_of_phase, positions_of_phase, start in steps.by_phase(positions, share.start):
+            engine = Engine(
+                steps_of_phase,
+                positions_of_phase,
+                AHEAD,
+                start=start,
+                worker=share.worker,
+                workers=share.workers,
+            )
+            with closing(engine):
+                for consumed, batch in engine:
+                    self._places.check(begun)
+                    self._count(begun, consumed)
+                    yield batch if alone else SentBatch(batch)
+                    del batch  # its memory is free as soon as the caller lets go
         self._places.check(begun)
         in_worker = torch.utils.data.get_worker_info() is not None
         if not in_worker and self._places.is_latest(begun):
@@ -301,6 +303,7 @@ class StreamingDataset(torch.utils.data.IterableDataset[Batch]):
         share = read_share(state, self.step_samples)
         reached = saved.consumed if share is None else share.reached
         saved.check(steps.identity(saved.consumed, reached))
+        steps.check_phases_ahead()
         size = steps.schedule.size_at(saved.consumed)
         if saved.offset >= size:
             raise StateError(

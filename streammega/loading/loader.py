@@ -336,26 +336,34 @@ def _batches(
     it.
     """
     global_batches = 0
-    engine = make_engine(dataset.steps, dataset.positions(), start=dataset.consumed_samples)
-    with closing(engine):
-        batches = iter(engine)
-        if device is not None and device.type != "cpu":
-            batches = DeviceBatches(batches, lambda: engine.is_ready, copier_to(device))
-        for consumed, batch in batches:
-            # looked at before the cursor moves: it is no longer the one that this iteration began at
-            if dataset.generation != generation:
-                raise StateError(
-                    "the dataset was put elsewhere under its loader; "
-                    "use seek and load_state_dict of the loader"
-                )
-            dataset.advance(consumed)
-            yield batch
-            del batch  # its memory is free as soon as the caller lets go
-            if log_every and dataset.schedule.offset_at(dataset.consumed_samples) == 0:
-                global_batches += 1
-                if global_batches % log_every == 0:
-                    line = engine.stats.line()
-                    log.info("%s: sample %d; %s", dataset.split, dataset.consumed_samples, line)
+    start = dataset.consumed_samples
+    for steps, positions, begin in dataset.steps.by_phase(dataset.positions(), start):
+        engine = make_engine(steps, positions, start=begin)
+        with closing(engine):
+            for consumed, batch in _on_device(engine, device):
+                # looked at before the cursor moves: it is no longer the one that this iteration
+                # began at
+                if dataset.generation != generation:
+                    raise StateError(
+                        "the dataset was put elsewhere under its loader; "
+                        "use seek and load_state_dict of the loader"
+                    )
+                dataset.advance(consumed)
+                yield batch
+                del batch  # its memory is free as soon as the caller lets go
+                if log_every and dataset.schedule.offset_at(dataset.consumed_samples) == 0:
+                    global_batches += 1
+                    if global_batches % log_every == 0:
+                        line = engine.stats.line()
+                        log.info("%s: sample %d; %s", dataset.split, dataset.consumed_samples, line)
+
+
+def _on_device(engine: Engine, device: torch.device | None) -> Iterator[tuple[int, Batch]]:
+    """What an engine gives, on a device if one is given."""
+    batches = iter(engine)
+    if device is None or device.type == "cpu":
+        return batches
+    return DeviceBatches(batches, lambda: engine.is_ready, copier_to(device))
 
 
 def _kept_parts(sequence_length: int, cp_rank: int, cp_size: int) -> KeptParts:

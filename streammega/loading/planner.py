@@ -187,7 +187,8 @@ class Planner:
         if self.kept.bounds:
             # samples of the stream order are whole, so each has a row for every kept part
             dataset = pieces.order.locate(sample_ids).dataset
-            bytes_before_part = self.kept.starts * pieces.itemsizes[dataset][:, None]
+            itemsize = self.files.itemsize[self.files.firsts[dataset]]
+            bytes_before_part = self.kept.starts * itemsize[:, None]
             slot = np.repeat(slot_of_sample, self.kept.rows_of_sample)
             offset = (offset_of_sample[:, None] + bytes_before_part).reshape(-1)
         in_piece = slot != NO_SLOT

@@ -19,7 +19,7 @@ from streammega.loading.spans import FileTable
 from streammega.loading.steps import MicroSteps
 from streammega.order.lane_pieces import OpenPieces
 from streammega.order.lanes import StreamOrder
-from streammega.samples.lanes import StreamSource
+from streammega.samples.lanes import LaneSource
 from streammega.samples.source import all_files
 from streammega.samples.token_file import TokenFile
 from streammega.storage.backends.local import LocalStore
@@ -291,7 +291,7 @@ def _whole_pieces(
     memory lasts.
     """
     source = steps.samples
-    if not isinstance(source, StreamSource):
+    if not isinstance(source, LaneSource):
         return WholePieces()
     order = source.order
     if order.lanes % (steps.step_samples * workers):
@@ -301,7 +301,8 @@ def _whole_pieces(
         # so does one whose samples go by what they cost
         return WholePieces()
     lanes = lanes_from(steps, order, start + worker * steps.step_samples, workers)
-    itemsizes = table.itemsize[table.firsts[:-1]]
+    numbers = order.dataset_numbers
+    itemsizes = table.itemsize[table.firsts[numbers]]
     # samples of a block lie end to end, the last with the token after it
     extra_tokens = order.width - order.sequence_length
     piece_bytes = (order.block_samples * order.sequence_length + extra_tokens) * itemsizes
@@ -334,7 +335,7 @@ def _can_be_whole(dataset: int, order: StreamOrder, table: FileTable) -> bool:
     """Whether pieces of a dataset are worth it: remote, of one token width, of no two lanes at
     once, and of several samples.
     """
-    files = table.files_of(dataset)
+    files = table.files_of(int(order.dataset_numbers[dataset]))
     itemsizes = table.itemsize[files]
     one_width = bool((itemsizes == itemsizes[0]).all())
     remote = not table.local[files].any()
@@ -355,7 +356,7 @@ def lanes_from(
     if steps.config.balance_batches:
         return np.arange(order.lanes)  # the only reader takes all of them, in whatever order
     micro_steps = consumed + np.arange(0, order.lanes, steps.step_samples * workers)
-    lanes: NDArray[np.int64] = np.unique(steps.sample_ids(micro_steps) % order.lanes)
+    lanes: NDArray[np.int64] = np.unique(order.lane_of(steps.sample_ids(micro_steps)))
     return lanes
 
 

@@ -25,8 +25,11 @@ from streammega.order.cursor import make_state
 from streammega.order.rank_samples import check_resume, every_nth, rank_samples
 from streammega.samples.fields import Batch
 from streammega.samples.lanes import StreamSource
+from streammega.samples.phases import PhasedSource
 from streammega.samples.source import SampleSource, sample_fields
 
+_IN_LANES = (StreamSource, PhasedSource)
+"""Whose order is of lanes, which a state brings along."""
 NO_END = 1 << 62
 """The end of a stream that has none: more samples than any run consumes."""
 
@@ -81,7 +84,7 @@ class MicroSteps:
     @property
     def lanes(self) -> int:
         """Lanes of the stream order; 0 for other orders."""
-        return self.samples.order.lanes if isinstance(self.samples, StreamSource) else 0
+        return self.samples.lanes if isinstance(self.samples, _IN_LANES) else 0
 
     def sample_ids(self, consumed: int | NDArray[np.int64]) -> NDArray[np.int64]:
         """Global sample ids of this rank's micro-batch in the micro-step at `consumed`, int64 [...,
@@ -136,6 +139,23 @@ class MicroSteps:
         """
         return itertools.chain.from_iterable(every_nth(self.parts(start), first, stride))
 
+    def by_phase(
+        self, positions: Iterator[int], start: int
+    ) -> Iterator[tuple[MicroSteps, Iterator[int], int]]:
+        """The micro-steps at `positions`, of an iteration from `start` on, phase by phase: (those
+        of the phase, its positions, where the iteration begins in it).
+
+        Each is read to its end before the next: what is open in one phase is nothing to another.
+        """
+        samples = self.samples
+        if not isinstance(samples, PhasedSource):
+            yield self, positions, start
+            return
+        for phase, positions_of_phase in itertools.groupby(positions, samples.phase_at):
+            source = samples.phases[phase]
+            begin = max(start, source.order.first_sample)
+            yield replace(self, samples=source), positions_of_phase, begin
+
     def after(self, start: int, num_batches: int) -> int:
         """The position after so many micro-batches from `start`.
 
@@ -186,6 +206,18 @@ class MicroSteps:
         """
         return replace(self, schedule=self.schedule.resumed(consumed, offset))
 
+    def check_phases_ahead(self) -> None:
+        """Raise StateError where steps of these sizes, from where they were resumed, would cut a
+        later phase's first sample off from the end of a step.
+        """
+        try:
+            self.schedule.check_changes()
+        except ConfigError as error:
+            raise StateError(
+                f"steps of these sizes from sample {self.schedule.origin} on do not lead up to the "
+                f"phases: {error}; resume with the former global_batch_size"
+            ) from None
+
     def from_origin(self, origin: int) -> MicroSteps:
         """The micro-steps of global batches that are counted from sample `origin`."""
         return replace(self, schedule=replace(self.schedule, origin=origin))
@@ -194,9 +226,10 @@ class MicroSteps:
         """The micro-steps of a state in so many lanes, unless the config names its own; None or 0:
         these.
         """
-        if not lanes or lanes == self.lanes or not isinstance(self.samples, StreamSource):
+        samples = self.samples
+        if not lanes or lanes == self.lanes or not isinstance(samples, _IN_LANES):
             return self
         # of its own: those of the iteration that runs stay as they are
-        samples = copy.copy(self.samples)
+        samples = copy.copy(samples)
         samples.adopt_lanes(lanes)
         return replace(self, samples=samples)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_right
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -13,11 +14,13 @@ from streammega.order.rank_samples import check_batch_sizes
 @dataclass(frozen=True, kw_only=True)
 class BatchSchedule:
     """The global batch size of every step: constant, or rising from `start` by `increment` over
-    `samples` samples.
+    `samples` samples; and other ones from the samples of `changes` on.
 
     Equal shares of samples are spent at each size before the last, counted from sample 0; a step
     ends with the size it began with. Steps follow each other from `origin`, the start of some step:
     0, or where a run resumed with another batch size.
+
+    changes: (first sample, size) of each later phase, in order; size None: it goes on as before.
     """
 
     final: int
@@ -25,6 +28,7 @@ class BatchSchedule:
     increment: int = 0
     samples: int = 0
     origin: int = 0
+    changes: Sequence[tuple[int, int | None]] = ()
 
     def __post_init__(self) -> None:
         if self.start is None:
@@ -43,6 +47,17 @@ class BatchSchedule:
     @cached_property
     def stages(self) -> list[tuple[int, int]]:
         """(first sample, global batch size) of every stage from `origin` on, in order."""
+        stages = self._stages_of_first_phase()
+        for first_sample, size in self.changes:
+            if size is None:
+                continue
+            begins = max(first_sample, self.origin)
+            stages = [stage for stage in stages if _first_sample(stage) < begins]
+            stages.append((begins, size))
+        return stages
+
+    def _stages_of_first_phase(self) -> list[tuple[int, int]]:
+        """The stages of a run whose first phase has no end."""
         if self.start is None or self.start == self.final:
             return [(self.origin, self.final)]
         count = (self.final - self.start) // self.increment
@@ -89,9 +104,26 @@ class BatchSchedule:
         return first + steps * size
 
     def check(self, micro_batch_size: int, dp_rank: int, dp_size: int) -> None:
-        """Raise ConfigError unless micro_batch_size * dp_size divides every stage's size."""
+        """Raise ConfigError unless micro_batch_size * dp_size divides every stage's size, and
+        every change is at the end of a step.
+        """
         for _, size in self._from_zero.stages:
             check_batch_sizes(size, micro_batch_size, dp_rank, dp_size)
+        self._from_zero.check_changes()
+
+    def check_changes(self) -> None:
+        """Raise ConfigError for a change after `origin` that is not at the end of a step."""
+        for number, (first_sample, _) in enumerate(self.changes, 1):
+            if first_sample <= self.origin:
+                continue
+            first, size = self._stage_from(first_sample - 1)
+            before = (first_sample - first) % size
+            if before:
+                raise ConfigError(
+                    f"phase {number} begins at sample {first_sample}, {before} samples into a "
+                    f"global batch of {size}; it may begin at {first_sample - before} or at "
+                    f"{first_sample - before + size}"
+                )
 
     def resumed(self, consumed: int, offset: int) -> BatchSchedule:
         """The schedule of a run that resumes at `consumed`, `offset` samples into a
@@ -110,7 +142,7 @@ class BatchSchedule:
         """
         if consumed >= self.origin:
             return self._stage_from(consumed)
-        if self.start is not None:
+        if self.start is not None or any(size for _, size in self.changes):
             return self._from_zero._stage_from(consumed)
         # Of one size, the steps before `origin` are those that lead up to it.
         aligned = replace(self, origin=self.origin % self.final)
@@ -126,15 +158,25 @@ def _first_sample(stage: tuple[int, int]) -> int:
     return first
 
 
-def batch_schedule(global_batch_size: int, rampup: tuple[int, int, int] | None) -> BatchSchedule:
+def batch_schedule(
+    global_batch_size: int,
+    rampup: tuple[int, int, int] | None,
+    changes: Sequence[tuple[int, int | None]] = (),
+) -> BatchSchedule:
     """The schedule of a global batch size, which (start, increment, samples) of a ramp-up begins
-    smaller.
+    smaller, and `changes` end.
     """
     if rampup is None:
-        return BatchSchedule(final=global_batch_size)
+        return BatchSchedule(final=global_batch_size, changes=changes)
     if len(rampup) != 3:
         raise ConfigError(
             f"rampup is {rampup}; it takes three numbers: (first size, increment, samples)"
         )
     start, increment, samples = rampup
-    return BatchSchedule(final=global_batch_size, start=start, increment=increment, samples=samples)
+    return BatchSchedule(
+        final=global_batch_size,
+        start=start,
+        increment=increment,
+        samples=samples,
+        changes=changes,
+    )

@@ -10,6 +10,7 @@ from typing import Any
 
 from streammega.errors import StateError
 from streammega.order.folded import (
+    PHASES,
     canonical,
     digest_of,
     folded,
@@ -175,6 +176,9 @@ def fingerprint(identity: Mapping[str, Any]) -> str:
 
 def describe_differences(saved: Any, current: Any, path: str = "") -> list[str]:
     """Lines `name: checkpoint has X, this run Y` for all leaves that differ."""
+    if path == PHASES:  # one may have none: each phase of the other is a line
+        saved = saved or {}
+        current = current or {}
     if isinstance(saved, Mapping) and isinstance(current, Mapping):
         lines = []
         for name in dict.fromkeys([*saved, *current]):

@@ -70,3 +70,28 @@ def cut_extents(extents: Extents, bounds: Sequence[tuple[int, int]]) -> Extents:
         start=np.concatenate(starts)[by_part],
         stop=np.concatenate(stops)[by_part],
     )
+
+
+def merge_extents(parts: Sequence[tuple[NDArray[np.int64], Extents]]) -> Extents:
+    """One Extents from several: of each, the places of its samples among all, int64, and theirs."""
+    num_samples = sum(len(samples) for samples, _ in parts)
+    rows_of_sample = np.zeros(num_samples, np.int64)
+    for samples, extents in parts:
+        rows_of_sample[samples] = np.diff(extents.row_splits)
+    row_splits = np.zeros(num_samples + 1, np.int64)
+    np.cumsum(rows_of_sample, out=row_splits[1:])
+    rows = row_splits[-1]
+    dataset = np.empty(rows, np.int32)
+    file = np.empty(rows, np.int32)
+    start = np.empty(rows, np.int64)
+    stop = np.empty(rows, np.int64)
+    for samples, extents in parts:
+        # by how much the rows of each of its samples move
+        shift = row_splits[samples] - extents.row_splits[:-1]
+        shift_of_row = np.repeat(shift, rows_of_sample[samples])
+        place = shift_of_row + np.arange(len(shift_of_row))
+        dataset[place] = extents.dataset
+        file[place] = extents.file
+        start[place] = extents.start
+        stop[place] = extents.stop
+    return Extents(row_splits=row_splits, dataset=dataset, file=file, start=start, stop=stop)

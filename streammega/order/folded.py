@@ -9,6 +9,10 @@ import json
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+from streammega.order.phase_chain import chain_differences, chain_of
+
+PHASES = "phases"
+"""The entry of an identity that has the later phases of a run: {number: what defines it}."""
 MOST_CHARACTERS = 720
 """Of an identity that stays whole, as JSON text within JSON: with the other entries of a state, and
 those of a DataLoader worker, it is under 1 KB.
@@ -35,7 +39,7 @@ def folded(identity: Mapping[str, Any]) -> dict[str, Any]:
     """An identity as a state holds it: itself where that is short, else with its long lists folded.
 
     A folded list is {"count", "digest"} and digests of GROUPS stretches of it, end to end: as
-    "items", or of datasets with their shares as "sizes" and "weights".
+    "items", or of datasets with their shares as "sizes" and "weights". Phases are a chain.
     """
     # Twice: in a state it is text within JSON, where each quote takes another character.
     if len(json.dumps(canonical(identity))) <= MOST_CHARACTERS:
@@ -43,6 +47,8 @@ def folded(identity: Mapping[str, Any]) -> dict[str, Any]:
     short = {}
     for name, value in identity.items():
         short[name] = _fold(value) if _is_long(value) else value
+    if short.get(PHASES):
+        short[PHASES] = chain_of(short[PHASES])
     return short
 
 
@@ -58,6 +64,8 @@ def has_folded(identity: Mapping[str, Any]) -> bool:
 
 def folded_differences(name: str, saved: Mapping[str, Any], current: Any) -> list[str]:
     """Lines that say how a list differs from the one that was folded; none where they are equal."""
+    if name == PHASES:
+        return chain_differences(saved, current)
     count = saved["count"]
     if not isinstance(current, list | tuple):
         return [f"{name}: the checkpoint has {count} of them, this run {json.dumps(current)}"]

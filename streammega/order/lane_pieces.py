@@ -21,7 +21,7 @@ class NewPieces:
     in this order.
 
     slot, uses, row [pieces]: where its samples will be looked for, how many there will be, the
-    first row that needs it; piece, dataset, file, start, stop [runs], in tokens.
+    first row that needs it; piece, dataset (its number), file, start, stop [runs], in tokens.
     """
 
     slot: Integers
@@ -75,9 +75,10 @@ class OpenPieces:
         uses = np.empty(count, np.int64)
         row = np.empty(count, np.int64)
         opened = follow_pieces(
-            sample_ids,
+            order.within(sample_ids),
             order.lanes,
             *order.drawing,
+            order.dataset_numbers,
             geometry.sizes,
             geometry.blocks,
             geometry.groups,
@@ -103,10 +104,10 @@ class OpenPieces:
             row,
         )
         if opened < 0:
-            sample = int(sample_ids[-1 - opened])
+            sample = sample_ids[-1 - opened]
             raise AssertionError(
-                f"sample {sample} lies in lane {sample % order.lanes}, which this reader does not "
-                "follow"
+                f"sample {sample} lies in lane {order.lane_of(sample)}, which this reader does "
+                "not follow"
             )
         pieces = _runs_of(
             order,
@@ -165,6 +166,7 @@ def _runs_of(
     stop = np.empty(room, np.int64)
     count = piece_runs(
         key,
+        order.dataset_numbers,
         dataset,
         epoch,
         first,
@@ -188,7 +190,7 @@ def _runs_of(
         uses=uses,
         row=row,
         piece=piece,
-        dataset=dataset[piece],
+        dataset=order.dataset_numbers[dataset[piece]],
         file=file[:count],
         start=start[:count],
         stop=stop[:count],

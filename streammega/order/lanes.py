@@ -85,8 +85,11 @@ class StreamGeometry:
 class StreamOrder:
     """The order of a stream over datasets.
 
-    schedule: (first sample, weight of each dataset) segments, the first at sample 0; a later
+    schedule: (first sample, weight of each dataset) segments, the first at `first_sample`; a later
     segment starts at the next whole row. Weights are relative; a segment may give a dataset none.
+    Of a phase: `first_sample`, where it begins; `earlier`, the orders of the phases before it, in
+    whose place it goes on; `numbers`, the number of each dataset over all phases, in the order in
+    which they first appear (None: 0, 1, ...).
     """
 
     datasets: Sequence[StreamDataset]
@@ -96,6 +99,9 @@ class StreamOrder:
     seed: int
     lanes: int
     block_bytes: int = DEFAULT_BLOCK_BYTES
+    first_sample: int = 0
+    numbers: Sequence[int] | None = None
+    earlier: Sequence[StreamOrder] = ()
 
     @property
     def width(self) -> int:
@@ -103,9 +109,9 @@ class StreamOrder:
         return self.sequence_length + int(self.extra_token)
 
     def locate(self, sample_ids: Integers) -> Extents:
-        """Where samples lie: one run of tokens each.
+        """Where samples lie: one run of tokens each. `dataset`: its number over all phases.
 
-        Any ids from 0 on; cost per sample O(log datasets).
+        Any ids from `first_sample` on; cost per sample O(log datasets).
         """
         count = len(sample_ids)
         dataset = np.empty(count, np.int32)
@@ -114,9 +120,10 @@ class StreamOrder:
         stop = np.empty(count, np.int64)
         geometry = self.geometry
         locate_stream(
-            np.ascontiguousarray(sample_ids, np.int64),
+            self.within(sample_ids),
             self.lanes,
             *self.drawing,
+            self.dataset_numbers,
             geometry.sizes,
             geometry.blocks,
             geometry.groups,
@@ -132,15 +139,31 @@ class StreamOrder:
             start,
             stop,
         )
+        if self.numbers is not None:
+            dataset = self.dataset_numbers[dataset].astype(np.int32)
         splits = np.arange(count + 1, dtype=np.int64)
         return Extents(row_splits=splits, dataset=dataset, file=file, start=start, stop=stop)
 
+    def within(self, sample_ids: Integers) -> Integers:
+        """Samples as the kernels count them: from the first of this phase."""
+        return np.ascontiguousarray(sample_ids, np.int64) - self.first_sample
+
+    def lane_of(self, sample_ids: Integers) -> Integers:
+        """The lane in which each sample lies."""
+        return (sample_ids - self.first_sample) % self.lanes
+
+    @cached_property
+    def dataset_numbers(self) -> Integers:
+        """The number of each dataset over all phases, int64 [datasets]."""
+        numbers = range(len(self.datasets)) if self.numbers is None else self.numbers
+        return np.array(numbers, np.int64)
+
     @property
-    def drawing(self) -> tuple[np.uint64, Integers, NDArray[np.uint64], Integers]:
-        """What decides which dataset a lane draws from: the key, and rows, fractions and draws
-        before each segment.
+    def drawing(self) -> tuple[np.uint64, int, Integers, NDArray[np.uint64], Integers]:
+        """What decides which dataset a lane draws from: the key, the number of the first segment,
+        and rows, fractions and draws before each segment.
         """
-        return self._key, self._rows, self._fractions, self._bases
+        return self._key, self._first_segment, self._rows, self._fractions, self._bases
 
     @property
     def sizes(self) -> Integers:
@@ -165,12 +188,20 @@ class StreamOrder:
         _ = self.geometry
 
     def counts(self, num_samples: int) -> Integers:
-        """Samples that the first `num_samples` of the stream take from each dataset in each lane,
-        int64 [lanes, datasets].
+        """Samples that the first `num_samples` of this phase, and those of the phases before it,
+        take from each dataset in each lane, int64 [lanes, datasets].
 
-        In closed form: no sample is located. `num_samples` is rounded down to whole rows.
+        In closed form: no sample is located.
         """
-        return self._counts_at(num_samples // self.lanes)
+        return self._draws_before_phase() + self.own_counts(num_samples)
+
+    def own_counts(self, num_samples: int) -> Integers:
+        """The same without the phases before."""
+        rows, more = divmod(num_samples, self.lanes)
+        counts = self._draws_of_rows(rows)
+        if more:  # of the last row only the first lanes have a sample
+            counts[:more] = self._draws_of_rows(rows + 1)[:more]
+        return counts
 
     @cached_property
     def _key(self) -> np.uint64:
@@ -181,10 +212,16 @@ class StreamOrder:
         """The sizes that the kernels read, computed once."""
         return _geometry(self)
 
+    @property
+    def _first_segment(self) -> int:
+        """The number of this phase's first segment among those of all phases."""
+        return sum(len(order.schedule) for order in self.earlier)
+
     @cached_property
     def _rows(self) -> Integers:
         """The first row of each segment of the schedule, int64 [segments]."""
-        return np.array([-(-first // self.lanes) for first, _ in self.schedule], np.int64)
+        firsts = [first - self.first_sample for first, _ in self.schedule]
+        return np.array([-(-first // self.lanes) for first in firsts], np.int64)
 
     @cached_property
     def _fractions(self) -> NDArray[np.uint64]:
@@ -194,6 +231,7 @@ class StreamOrder:
     def _bases(self) -> Integers:
         """Draws of each lane from each dataset before each segment, [segments, lanes, datasets]."""
         bases = np.zeros((len(self.schedule), self.lanes, len(self.datasets)), np.int64)
+        bases[0] = self._draws_before_phase()
         for segment in range(1, len(self.schedule)):
             former = segment - 1
             num_rows = int(self._rows[segment] - self._rows[former])
@@ -201,19 +239,34 @@ class StreamOrder:
             self._add_draws(former, num_rows, bases[segment])
         return bases
 
-    def _counts_at(self, row: int) -> Integers:
-        segment = int(np.searchsorted(self._rows, row, side="right")) - 1
-        counts: Integers = self._bases[segment].copy()
-        rows_in_segment = row - int(self._rows[segment])
-        self._add_draws(segment, rows_in_segment, counts)
-        return counts
+    def _draws_before_phase(self) -> Integers:
+        """Draws of each lane from each dataset in the phases before, [lanes, datasets]."""
+        draws = np.zeros((self.lanes, len(self.datasets)), np.int64)
+        ends = [order.first_sample for order in (*self.earlier[1:], self)]
+        for order, end in zip(self.earlier, ends, strict=False):
+            numbers, here, there = np.intersect1d(
+                self.dataset_numbers, order.dataset_numbers, return_indices=True
+            )
+            if len(numbers):
+                draws[:, here] += order.own_counts(end - order.first_sample)[:, there]
+        return draws
+
+    def _draws_of_rows(self, rows: int) -> Integers:
+        """What the first rows of this phase take from each dataset in each lane, without the
+        phases before, [lanes, datasets].
+        """
+        draws = np.zeros((self.lanes, len(self.datasets)), np.int64)
+        ends = [*self._rows[1:].tolist(), rows]
+        for segment, (first, end) in enumerate(zip(self._rows.tolist(), ends, strict=True)):
+            self._add_draws(segment, max(0, min(end, rows) - first), draws)
+        return draws
 
     def _add_draws(self, segment: int, draws: int, counts: Integers) -> None:
         """Add the first draws of a segment to `counts`, int64 [lanes, datasets]."""
         count_draws(
             draws,
             self.lanes,
-            segment,
+            self._first_segment + segment,
             self._fractions[segment],
             len(self.datasets),
             self._key,

@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 
 from streammega.kernels.lanes_back import read_by
 from streammega.order.lanes import StreamOrder
+from streammega.order.phases import PhasedOrder
 
 Integers = NDArray[np.int64]
 EPOCHS_AT_ONCE = 4096
@@ -36,6 +37,7 @@ def stream_readings(
     order: StreamOrder, dataset: int, file: int, start: int, stop: int, end: int
 ) -> Readings:
     """All readings of tokens [start, stop) of a file before sample `end`, in the order of samples.
+    Of a phase: those of its own samples. `dataset`: its place among those of the order.
 
     The inverse of `order.locate`: of a sample's tokens, with the extra one, those that lie within
     [start, stop). Tokens between the samples of an epoch are read in none of it. Cost: some ten
@@ -52,10 +54,25 @@ def stream_readings(
     return Readings(sample=sample[by_sample], start=begin[by_sample], stop=finish[by_sample])
 
 
+def phased_readings(
+    order: PhasedOrder, dataset: int, file: int, start: int, stop: int, end: int
+) -> Readings:
+    """The same over all phases of a run. `dataset`: its number over all of them."""
+    parts = [np.empty((3, 0), np.int64)]
+    for phase, phase_end in zip(order.phases, order.ends, strict=True):
+        columns = np.flatnonzero(phase.dataset_numbers == dataset)
+        phase_end = end if phase_end is None else min(end, phase_end)
+        if len(columns) and phase.first_sample < phase_end:
+            found = stream_readings(phase, int(columns[0]), file, start, stop, phase_end)
+            parts.append(np.array([found.sample, found.start, found.stop]))
+    sample, begin, finish = np.concatenate(parts, axis=1)
+    return Readings(sample=sample, start=begin, stop=finish)
+
+
 def num_epochs(order: StreamOrder, dataset: int, end: int) -> int:
     """How many epochs of a dataset have begun before sample `end`; of one that is not drawn, 0."""
     lanes = order.lanes
-    draws = order.counts(end - end % -lanes)[:, dataset]  # of whole rows, the one begun with
+    draws = order.counts(max(0, end - order.first_sample))[:, dataset]
     group = int(order.geometry.groups[dataset])
     size = int(order.sizes[dataset])
     lane = np.arange(lanes)
@@ -83,9 +100,10 @@ def _read_in(
         found = np.empty((3, room), np.int64)
         readings = read_by(
             dataset,
+            order.dataset_numbers[dataset],
             *tokens,
             *epochs,
-            end,
+            end - order.first_sample,
             order.lanes,
             *order.drawing,
             geometry.sizes[dataset],
@@ -102,6 +120,7 @@ def _read_in(
             *found,
         )
         if readings <= room:
+            found[0] += order.first_sample
             return found[:, :readings]
         # counted, and now there is room for them
         room = readings

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -21,6 +21,7 @@ from streammega.dataset.node_cache import ArrayKind, damaged_array
 from streammega.errors import ConfigError
 from streammega.order import Extents
 from streammega.order.blend import blend_indices, normalized
+from streammega.order.extents import merge_extents
 from streammega.samples.fields import Batch
 from streammega.samples.gpt import GPTDataset, order_dir, shared_folder
 from streammega.samples.source import read_samples
@@ -107,7 +108,8 @@ class BlendedDataset(torch.utils.data.Dataset[Batch]):
         for number in np.unique(dataset).tolist():
             of_dataset = np.flatnonzero(dataset == number)
             extents = self.datasets[number].locate(sample[of_dataset])
-            parts.append(DatasetExtents(dataset=number, samples=of_dataset, extents=extents))
+            numbers = np.full(len(extents.file), number, np.int32)
+            parts.append((of_dataset, replace(extents, dataset=numbers)))
         return merge_extents(parts)
 
     def _check(self, dataset: NDArray[np.int64], sample: NDArray[np.int64]) -> None:
@@ -212,40 +214,3 @@ def _check_blend(
             "a blend without a size takes every sample once: its weights are the lengths of its "
             "datasets"
         )
-
-
-@dataclass(frozen=True, kw_only=True)
-class DatasetExtents:
-    """The extents of samples of one dataset, and the places of those samples among all that were
-    asked for, int64.
-    """
-
-    dataset: int
-    samples: NDArray[np.int64]
-    extents: Extents
-
-
-def merge_extents(parts: Sequence[DatasetExtents]) -> Extents:
-    """One Extents from those of several datasets."""
-    num_samples = sum(len(part.samples) for part in parts)
-    rows_of_sample = np.zeros(num_samples, np.int64)
-    for part in parts:
-        rows_of_sample[part.samples] = np.diff(part.extents.row_splits)
-    row_splits = np.zeros(num_samples + 1, np.int64)
-    np.cumsum(rows_of_sample, out=row_splits[1:])
-    rows = row_splits[-1]
-    dataset = np.empty(rows, np.int32)
-    file = np.empty(rows, np.int32)
-    start = np.empty(rows, np.int64)
-    stop = np.empty(rows, np.int64)
-    for part in parts:
-        extents = part.extents
-        # by how much the rows of each of its samples move
-        shift = row_splits[part.samples] - extents.row_splits[:-1]
-        shift_of_row = np.repeat(shift, rows_of_sample[part.samples])
-        place = shift_of_row + np.arange(len(shift_of_row))
-        dataset[place] = part.dataset
-        file[place] = extents.file
-        start[place] = extents.start
-        stop[place] = extents.stop
-    return Extents(row_splits=row_splits, dataset=dataset, file=file, start=start, stop=stop)

@@ -33,7 +33,7 @@ from streammega.order.split import SPLITS, split_bounds
 from streammega.samples.documents import DocumentBounds
 from streammega.samples.modes import modes_of_pairs
 from streammega.samples.source import OPENERS
-from streammega.samples.split_blend import split_blend
+from streammega.samples.split_blend import SplitBlend, split_blend
 from streammega.samples.token_file import TokenFile
 from streammega.samples.tokenizers import check_tokenizers
 from streammega.storage import open_store
@@ -47,46 +47,24 @@ two from far away, and holds next to nothing meanwhile.
 """
 
 
-class StreamSource:
-    """Samples of one split in the stream order. It has no end; `num_samples` of the config ends it,
-    where given.
+class LaneSource:
+    """Samples of one split in one stream order, over files that are open.
 
-    Raises ConfigError for a split or dataset that holds no sample, StorageError and FormatError for
-    the files.
+    Args: config, split: what they are of. files: of each dataset, by its number. order: where
+        samples lie in them.
     """
 
-    def __init__(self, config: DataConfig, split: str, global_batch_size: int) -> None:
+    def __init__(
+        self,
+        config: DataConfig,
+        split: str,
+        files: Sequence[Sequence[TokenFile]],
+        order: StreamOrder,
+    ) -> None:
         self.config = config
         self.split = split
-        if config.lanes is not None and config.lanes % global_batch_size:
-            raise ConfigError(
-                f"lanes {config.lanes} is not a multiple of global_batch_size {global_batch_size}; "
-                "change one of them"
-            )
-        blend = split_blend(config, split)
-        if blend is None:
-            missing = "blend_per_split has no blend"
-            if config.blend is not None:
-                missing = f"split {config.split!r} leaves nothing"
-            raise ConfigError(f"{missing} for {split}")
-        # Held until all is open, so that what is listed first does not end with its client.
-        _stores = [open_store(name, config.storage) for name in blend.prefixes]
-        told = told_of_prefixes(blend.prefixes, config.storage)
-        all_told = len(told.prefixes) == len(set(blend.prefixes))
-        at_once = min(TOLD_AT_ONCE if all_told else OPENERS, config.storage.max_requests)
-        beside = min(at_once, len(blend.prefixes))
-
-        def open_one(name: str) -> _OpenDataset:
-            pairs = read_dataset(name, config.storage, config.index_cache_dir, told, beside)
-            return _open_dataset(name, pairs, blend.shares, split, config)
-
-        opened = each(open_one, blend.prefixes, at_once)
-        self.files: Sequence[Sequence[TokenFile]] = [dataset.files for dataset in opened]
-        self._datasets = [dataset.parts for dataset in opened]
-        if len(opened) > 1 and not config.mix_tokenizers:
-            _check_one_tokenizer(blend.prefixes, opened, config)
-        self._weights = blend.weights
-        self.order = self._with_lanes(config.lanes or default_lanes(global_batch_size))
+        self.files = files
+        self.order = order
 
     @property
     def num_samples(self) -> int | None:
@@ -94,10 +72,10 @@ class StreamSource:
         asked = self.config.num_samples
         return asked[SPLITS.index(self.split)] if asked else None
 
-    def adopt_lanes(self, lanes: int) -> None:
-        """Take the lanes of a saved state, unless the config names its own."""
-        if self.config.lanes is None and lanes != self.order.lanes:
-            self.order = self._with_lanes(lanes)
+    @property
+    def lanes(self) -> int:
+        """Lanes of the order."""
+        return self.order.lanes
 
     def locate(self, sample_ids: NDArray[np.int64]) -> Extents:
         """Where samples lie: one run of tokens each."""
@@ -112,12 +90,11 @@ class StreamSource:
         """
         order = self.order
         begun = [
-            (first, _shares(weights))
+            (first, shares_of(weights))
             for first, weights in order.schedule
             if first == 0 or consumed is None or first < consumed
         ]
         _, first_shares = begun[0]
-        digests = [_digest(dataset) for dataset in order.datasets]
         return {
             "order": "stream",
             "order_version": STREAM_VERSION,
@@ -128,53 +105,112 @@ class StreamSource:
             "lanes": order.lanes,
             "block_bytes": order.block_bytes,
             "datasets": [
-                f"{digest}*{share}" for digest, share in zip(digests, first_shares, strict=True)
+                f"{digest_of(dataset)}*{share}"
+                for dataset, share in zip(order.datasets, first_shares, strict=True)
             ],
             "schedule": [
                 [first, [float(share) for share in shares]] for first, shares in begun[1:]
             ],
         }
 
-    def _with_lanes(self, lanes: int) -> StreamOrder:
-        """The order in so many lanes. Raises ConfigError for a dataset that holds no sample."""
-        config = self.config
-        order = StreamOrder(
-            datasets=self._datasets,
-            schedule=self._schedule(),
-            sequence_length=config.sequence_length,
-            extra_token=config.add_extra_token,
-            seed=config.seed,
-            lanes=lanes,
-            block_bytes=config.block_bytes,
-        )
-        try:
-            order.check()
-        except ConfigError as error:
-            raise ConfigError(f"{self.split}: {error}") from None
-        return order
 
-    def _schedule(self) -> list[tuple[int, list[float]]]:
-        """(first sample, weights) of each segment: those of `blend_schedule`, and before them the
-        blend's own weights, or without any the samples of each dataset.
-        """
-        config = self.config
-        segments = [(first, list(weights)) for first, weights in config.blend_schedule or ()]
-        if segments:
-            first_sample, _ = segments[0]
-            if first_sample == 0:
-                return segments
-        weights: Sequence[float] | None = self._weights
-        if not weights:
-            extra = int(config.add_extra_token)
-            weights = [
-                dataset_samples(dataset, config.sequence_length, extra)
-                for dataset in self._datasets
-            ]
-        return [(0, [float(weight) for weight in weights]), *segments]
+class StreamSource(LaneSource):
+    """Samples of one split in the stream order. It has no end; `num_samples` of the config ends it,
+    where given.
+
+    Raises ConfigError for a split or dataset that holds no sample, StorageError and FormatError for
+    the files.
+    """
+
+    def __init__(self, config: DataConfig, split: str, global_batch_size: int) -> None:
+        check_lanes(config, global_batch_size)
+        blend = blend_of(config, split)
+        opened = open_datasets(blend.prefixes, blend.shares, split, config)
+        self._datasets = [dataset.parts for dataset in opened]
+        self._weights = blend.weights
+        lanes = config.lanes or default_lanes(global_batch_size)
+        order = first_order(config, split, self._datasets, self._weights, lanes)
+        super().__init__(config, split, [dataset.files for dataset in opened], order)
+
+    def adopt_lanes(self, lanes: int) -> None:
+        """Take the lanes of a saved state, unless the config names its own."""
+        if self.config.lanes is None and lanes != self.order.lanes:
+            self.order = first_order(self.config, self.split, self._datasets, self._weights, lanes)
+
+
+def check_lanes(config: DataConfig, global_batch_size: int) -> None:
+    """Raise ConfigError unless a global batch divides the lanes that a config names."""
+    if config.lanes is not None and config.lanes % global_batch_size:
+        raise ConfigError(
+            f"lanes {config.lanes} is not a multiple of global_batch_size {global_batch_size}; "
+            "change one of them"
+        )
+
+
+def blend_of(config: DataConfig, split: str) -> SplitBlend:
+    """What a split reads. Raises ConfigError where the config gives it nothing."""
+    blend = split_blend(config, split)
+    if blend is None:
+        missing = "blend_per_split has no blend"
+        if config.blend is not None:
+            missing = f"split {config.split!r} leaves nothing"
+        raise ConfigError(f"{missing} for {split}")
+    return blend
+
+
+def first_order(
+    config: DataConfig,
+    split: str,
+    datasets: Sequence[StreamDataset],
+    weights: Sequence[float] | None,
+    lanes: int,
+) -> StreamOrder:
+    """The order from sample 0 on, in so many lanes.
+
+    Raises ConfigError for a dataset that holds no sample.
+    """
+    order = StreamOrder(
+        datasets=datasets,
+        schedule=_schedule(config, datasets, weights),
+        sequence_length=config.sequence_length,
+        extra_token=config.add_extra_token,
+        seed=config.seed,
+        lanes=lanes,
+        block_bytes=config.block_bytes,
+    )
+    try:
+        order.check()
+    except ConfigError as error:
+        raise ConfigError(f"{split}: {error}") from None
+    return order
+
+
+def _schedule(
+    config: DataConfig, datasets: Sequence[StreamDataset], weights: Sequence[float] | None
+) -> list[tuple[int, list[float]]]:
+    """(first sample, weights) of each segment: those of `blend_schedule`, and before them the
+    blend's own weights, or without any the samples of each dataset.
+    """
+    segments = [(first, list(weights)) for first, weights in config.blend_schedule or ()]
+    if segments:
+        first_sample, _ = segments[0]
+        if first_sample == 0:
+            return segments
+    return [(0, weights_of(config, datasets, weights)), *segments]
+
+
+def weights_of(
+    config: DataConfig, datasets: Sequence[StreamDataset], weights: Sequence[float] | None
+) -> list[float]:
+    """The weights of a blend; of one without any, the samples of each dataset."""
+    if weights:
+        return [float(weight) for weight in weights]
+    extra = int(config.add_extra_token)
+    return [float(dataset_samples(dataset, config.sequence_length, extra)) for dataset in datasets]
 
 
 @dataclass(frozen=True, kw_only=True)
-class _OpenDataset:
+class OpenDataset:
     """The files of a dataset, the parts of them that belong to a split, and the pairs."""
 
     files: list[TokenFile]
@@ -182,9 +218,34 @@ class _OpenDataset:
     pairs: list[PairBounds]
 
 
+def open_datasets(
+    prefixes: Sequence[str], shares: str, split: str, config: DataConfig
+) -> list[OpenDataset]:
+    """Datasets, each cut by `shares`, of which a split has its part.
+
+    Raises ConfigError for one that leaves nothing for the split, or that is of another tokenizer
+    than the others, StorageError and FormatError for the files.
+    """
+    # Held until all is open, so that what is listed first does not end with its client.
+    _stores = [open_store(name, config.storage) for name in prefixes]
+    told = told_of_prefixes(prefixes, config.storage)
+    all_told = len(told.prefixes) == len(set(prefixes))
+    at_once = min(TOLD_AT_ONCE if all_told else OPENERS, config.storage.max_requests)
+    beside = min(at_once, len(prefixes))
+
+    def open_one(name: str) -> OpenDataset:
+        pairs = read_dataset(name, config.storage, config.index_cache_dir, told, beside)
+        return _open_dataset(name, pairs, shares, split, config)
+
+    opened = each(open_one, prefixes, at_once)
+    if len(opened) > 1 and not config.mix_tokenizers:
+        _check_one_tokenizer(prefixes, opened, config)
+    return opened
+
+
 def _open_dataset(
     name: str, pairs: list[PairBounds], share: str, split: str, config: DataConfig
-) -> _OpenDataset:
+) -> OpenDataset:
     """A dataset whose pairs, all end to end, are cut as a whole by `share`."""
     num_sequences = sum(pair.num_sequences for pair in pairs)
     bounds = split_bounds(share, num_sequences)[split]
@@ -211,7 +272,7 @@ def _open_dataset(
     _warn_of_short(name, parts, len(pairs), config)
     # in bytes, blocks are as long as the widest tokens make them
     itemsize = max(pair.dtype.itemsize for pair in pairs)
-    return _OpenDataset(
+    return OpenDataset(
         files=files, parts=StreamDataset(parts=parts, itemsize=itemsize), pairs=pairs
     )
 
@@ -233,7 +294,7 @@ def _parts_of(pairs: Sequence[PairBounds], begin: int, end: int) -> list[FilePar
 
 
 def _check_one_tokenizer(
-    prefixes: Sequence[str], opened: Sequence[_OpenDataset], config: DataConfig
+    prefixes: Sequence[str], opened: Sequence[OpenDataset], config: DataConfig
 ) -> None:
     """Raise ConfigError if datasets of a blend are of different tokenizers."""
     tokenizers = []
@@ -263,7 +324,7 @@ def _warn_of_short(name: str, parts: Sequence[FilePart], shards: int, config: Da
         )
 
 
-def _shares(weights: Sequence[float]) -> list[str]:
+def shares_of(weights: Sequence[float]) -> list[str]:
     """Weights divided by their sum, eight digits: 3 and 7 are the order that 0.3 and 0.7 are."""
     # by the largest first, so that no sum of huge ones is infinite
     largest = max(weights)
@@ -272,7 +333,7 @@ def _shares(weights: Sequence[float]) -> list[str]:
     return [f"{weight / total:.8g}" for weight in relative]
 
 
-def _digest(dataset: StreamDataset) -> str:
+def digest_of(dataset: StreamDataset) -> str:
     """Of the token counts of a dataset's parts and its token width: what its order depends on.
 
     12 hex digits.

@@ -11,6 +11,7 @@ from streammega.order import Extents
 from streammega.order.split import SPLITS
 from streammega.samples.build import build_split
 from streammega.samples.lanes import StreamSource
+from streammega.samples.phases import PhasedSource
 from streammega.samples.source import SampleSource
 
 
@@ -19,6 +20,8 @@ def open_source(config: DataConfig, split: str, global_batch_size: int) -> Sampl
     if split not in SPLITS:
         raise ConfigError(f"split {split!r} is not one of {', '.join(SPLITS)}")
     if config.order == "stream":
+        if config.phases_of(split):
+            return PhasedSource(config, split, global_batch_size)
         return StreamSource(config, split, global_batch_size)
     asked = config.num_samples[SPLITS.index(split)] if config.num_samples else None
     takes_everything = split == "valid" and config.full_validation

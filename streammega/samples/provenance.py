@@ -21,11 +21,13 @@ from streammega.errors.redaction import redact_urls
 from streammega.order import Extents
 from streammega.order.extents import cut_extents
 from streammega.order.megatron_readings import gpt_readings, samples_of_blend
-from streammega.order.readings import stream_readings
+from streammega.order.phases import PhasedOrder
+from streammega.order.readings import phased_readings
 from streammega.samples.blended import BlendedDataset
 from streammega.samples.gpt import GPTDataset
 from streammega.samples.lanes import StreamSource
 from streammega.samples.open import locate_checked, open_source
+from streammega.samples.phases import PhasedSource, prefixes_of
 from streammega.samples.read import Ids
 from streammega.samples.source import SampleSource, read_samples
 from streammega.samples.split_blend import split_blend
@@ -100,11 +102,10 @@ class Provenance:
         self.config = config
         self.split = split
         self.source: SampleSource = open_source(config, split, global_batch_size)
-        blend = split_blend(config, split)
-        if blend is None:
+        if split_blend(config, split) is None:
             raise ConfigError(f"the config has no samples for {split}")
-        self.datasets: tuple[str, ...] = blend.prefixes
-        """The names of its datasets."""
+        self.datasets: Sequence[str] = prefixes_of(config, split)
+        """The names of its datasets, over all phases."""
         self._opened: dict[int, list[ShardDocuments]] = {}
 
     def trace(
@@ -173,7 +174,7 @@ class Provenance:
             raise ConfigError("the stream has no end: say up to which sample it is looked for")
         limits = [limit for limit in (end, samples) if limit is not None]
         last = min(limits)
-        if isinstance(self.source, StreamSource):
+        if isinstance(self.source, StreamSource | PhasedSource):
             found = self._stream_readings(self.source, name, last)
         else:
             found = self._megatron_readings(name, last)
@@ -229,7 +230,7 @@ class Provenance:
 
     def _shard_at(self, dataset: int, file: int, start: int) -> tuple[int, int]:
         """(shard, token of it) of a token of a file as extents name it."""
-        if isinstance(self.source, StreamSource):
+        if isinstance(self.source, StreamSource | PhasedSource):
             return file, start
         # Megatron reads all shards of a dataset as one file.
         bounds = self._token_bounds(dataset)
@@ -258,16 +259,17 @@ class Provenance:
         raise IndexError(f"document {number} of {name}, which has {number - left}")
 
     def _stream_readings(
-        self, source: StreamSource, name: DocumentName, end: int
+        self, source: StreamSource | PhasedSource, name: DocumentName, end: int
     ) -> list[DocumentReading]:
+        order = source.order
+        if not isinstance(order, PhasedOrder):
+            order = PhasedOrder(phases=[order])
         found = []
         for run in self.shards(name.dataset)[name.shard].tokens_of(name.document):
             size = run.stop - run.start
             shift = run.start - run.file_start
             stop = run.file_start + size
-            readings = stream_readings(
-                source.order, name.dataset, name.shard, run.file_start, stop, end
-            )
+            readings = phased_readings(order, name.dataset, name.shard, run.file_start, stop, end)
             columns = (readings.sample, readings.start + shift, readings.stop + shift)
             found += _as_readings(columns)
         return found

@@ -6,7 +6,7 @@ import difflib
 import re
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, fields, is_dataclass
+from dataclasses import dataclass, field, fields, is_dataclass, replace
 from pathlib import Path
 from typing import Any, Literal, get_type_hints
 
@@ -273,7 +273,7 @@ class TrainConfig:
 
     @property
     def schedule(self) -> BatchSchedule:
-        """The global batch size of every step."""
+        """The global batch size of every step of the first phase."""
         return batch_schedule(self.global_batch_size, self.rampup)
 
 
@@ -324,6 +324,11 @@ class RunConfig:
             )
 
     @property
+    def schedule(self) -> BatchSchedule:
+        """The global batch size of every step, over all phases."""
+        return replace(self.train.schedule, changes=self.data.batch_changes("train"))
+
+    @property
     def every_stage(self) -> bool:
         """Whether every pipeline stage is given batches: positions or bounds of documents are then
         other ones in each sample, and the attention of every layer needs them.
@@ -336,7 +341,7 @@ class RunConfig:
         evaluations = 0
         if train.eval_interval:
             evaluations = train.iters // train.eval_interval + 1
-        train_samples = train.schedule.samples_after(train.iters)
+        train_samples = self.schedule.samples_after(train.iters)
         valid_samples = evaluations * train.eval_iters * train.global_batch_size
         return train_samples, valid_samples, 0
 

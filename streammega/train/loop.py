@@ -504,7 +504,7 @@ def _check_pipeline(config: RunConfig, layout: ParallelLayout) -> None:
     """Raise ConfigError for steps of too few micro-batches to keep the pipeline's stages busy."""
     step_samples = config.train.micro_batch_size * layout.dp
     is_interleaved = config.parallel.virtual_stages > 1
-    for _, batch_samples in config.train.schedule.stages:
+    for _, batch_samples in config.schedule.stages:
         micro_batches = batch_samples // step_samples
         too_few = micro_batches < layout.pp
         # The interleaved schedule goes through its stages in rounds of pp micro-batches.

@@ -10,6 +10,7 @@ from streammega.errors import ConfigError
 from streammega.errors.redaction import redact_urls
 from streammega.loading import StreamLoader
 from streammega.parallel import Ranks, open_loader
+from streammega.samples.phases import prefixes_of
 from streammega.samples.split_blend import split_blend
 from streammega.train.config import RunConfig
 
@@ -60,6 +61,7 @@ def _evaluated_on(config: RunConfig, blend: Any) -> RunConfig:
         split="1,0,0",
         multiple_validation_sets=False,
         blend_schedule=None,
+        phases=(),
         skip_samples=(),
     )
     return replace(config, data=data, validation={})
@@ -106,9 +108,10 @@ def has_valid(data: DataConfig) -> bool:
 
 
 def source_names(data: DataConfig) -> list[str]:
-    """A short name for each dataset of the training blend."""
-    blend = split_blend(data, "train")
-    return _short_names(blend.prefixes) if blend is not None else []
+    """A short name for each dataset of training, over all phases."""
+    if split_blend(data, "train") is None:
+        return []
+    return _short_names(prefixes_of(data, "train"))
 
 
 def _short_names(prefixes: Any) -> list[str]:

@@ -82,6 +82,57 @@ def test_any_single_difference_is_found_and_placed(count: int, data: st.DataObje
     assert bounds[-1] - bounds[0] < count // 8 + 1
 
 
+def phases_of(count: int, datasets: int) -> dict[str, Any]:
+    return {
+        str(number): {
+            "first_sample": 1000 * number,
+            "sequence_length": 4096,
+            "lanes": 1024,
+            "datasets": [f"{n}:{n:012x}*{1 / datasets:.8g}" for n in range(datasets)],
+        }
+        for number in range(1, count + 1)
+    }
+
+
+@pytest.mark.parametrize("count", [1, 8, 20])
+@pytest.mark.parametrize("datasets", [1, 1000])
+def test_a_state_is_under_a_kilobyte_for_any_number_of_phases(count: int, datasets: int) -> None:
+    identity = identity_of(datasets, 1, phases=phases_of(count, datasets))
+    state = make_state(identity, 10**12, 999)
+    share = {"worker": 15, "workers": 16, "batches": 10**9, "step_samples": 512, "reached": 10**12}
+    assert len(json.dumps(state | share)) <= MOST_BYTES
+    parse_state(json.loads(json.dumps(state))).check(identity)
+
+
+@given(data=st.data())
+def test_a_phase_that_was_edited_is_named(data: st.DataObject) -> None:
+    """Whole or as a chain, with what is kept beside the state or without it."""
+    count = data.draw(st.integers(1, 12))
+    datasets = data.draw(st.sampled_from([1, 40]))
+    phases = phases_of(count, datasets)
+    identity = identity_of(datasets, phases=phases)
+    state = make_state(identity, 7)
+    edited = data.draw(st.integers(1, count))
+    other = {**phases, str(edited): {**phases[str(edited)], "first_sample": 5}}
+    text = refused(state, {**identity, "phases": other})
+    if state["version"] == 2:
+        assert f"phases.{edited}.first_sample: the checkpoint has {edited}000, this run 5" in text
+    elif edited > max(1, count - 8 + 1):
+        assert f"phases.{edited}: the checkpoint has another one than this run" in text
+    else:
+        assert "phases.1" in text
+    told = refused(state, {**identity, "phases": other}, keep_readable(state, identity))
+    assert f"phases.{edited}.first_sample: the checkpoint has {edited}000, this run 5" in told
+    fewer = {name: phase for name, phase in phases.items() if name != str(count)}
+    assert f"phases.{count}: " in refused(
+        state, {**identity, "phases": fewer} if fewer else identity_of(datasets)
+    )
+    more = phases_of(count + 1, datasets)
+    assert f"phases.{count + 1}: " in refused(state, {**identity, "phases": more})
+    # one that has none yet is a state of the first phase
+    assert "phases.1: " in refused(make_state(identity_of(datasets), 7), identity)
+
+
 def test_a_mismatch_of_a_folded_state_names_the_field() -> None:
     identity = identity_of(1000, segments=2)
     state = make_state(identity, 7)

@@ -1,0 +1,195 @@
+"""The phases of a run over stored datasets: what they name is opened once, and each has its order."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from streammega.config import DataConfig, parse_blend
+from streammega.errors import ConfigError
+from streammega.order import Extents
+from streammega.order.folded import PHASES
+from streammega.order.lanes import StreamOrder, default_lanes
+from streammega.order.phases import LaterPhase, PhasedOrder, phased_order
+from streammega.order.split import SPLITS
+from streammega.samples.lanes import (
+    LaneSource,
+    OpenDataset,
+    blend_of,
+    check_lanes,
+    digest_of,
+    first_order,
+    open_datasets,
+    shares_of,
+    weights_of,
+)
+from streammega.samples.token_file import TokenFile
+
+Name = tuple[str, int]
+"""A dataset: its prefix, and how many of that prefix stand before it in its blend."""
+
+
+class PhasedSource:
+    """Samples of training in the stream order, over all phases of a config.
+
+    `phases[p]` is what phase p draws from; `files` are those of all datasets, by their numbers in
+    the order in which they first appear. Raises ConfigError for a phase or dataset that holds no
+    sample, naming the phase, StorageError and FormatError for the files.
+    """
+
+    def __init__(self, config: DataConfig, split: str, global_batch_size: int) -> None:
+        check_lanes(config, global_batch_size)
+        self.config = config
+        self.split = split
+        self._blends = _blends_of(config, split)
+        self._number_of = _numbers(self._blends)
+        prefixes = prefixes_of(config, split)
+        shares = blend_of(config, split).shares
+        self._opened = open_datasets(prefixes, shares, split, config)
+        self.files: Sequence[Sequence[TokenFile]] = [dataset.files for dataset in self._opened]
+        lanes = config.lanes or default_lanes(global_batch_size)
+        _check_batches(config, lanes)
+        self._take_lanes(lanes)
+
+    @property
+    def num_samples(self) -> int | None:
+        """Samples the config asks of this split; None: no end."""
+        asked = self.config.num_samples
+        return asked[SPLITS.index(self.split)] if asked else None
+
+    @property
+    def lanes(self) -> int:
+        """Lanes of the order."""
+        return self.phases[0].lanes
+
+    def adopt_lanes(self, lanes: int) -> None:
+        """Take the lanes of a saved state, unless the config names its own."""
+        if self.config.lanes is None and lanes != self.lanes:
+            self._take_lanes(lanes)
+
+    def locate(self, sample_ids: NDArray[np.int64]) -> Extents:
+        """Where samples lie."""
+        return self.order.locate(sample_ids)
+
+    def phase_at(self, sample: int) -> int:
+        """The number of the phase that holds a sample."""
+        return self.order.phase_at(sample)
+
+    def identity(self, consumed: int | None = None) -> dict[str, Any]:
+        """That of the first phase, as of a run without others, and beside it those that began
+        before `consumed`, by their numbers: the future may still be changed. None: all of them.
+        """
+        identity = self.phases[0].identity(consumed)
+        begun = {
+            str(number): _identity_of(source.order)
+            for number, source in enumerate(self.phases)
+            if number and (consumed is None or source.order.first_sample < consumed)
+        }
+        # Without any the identity is the one of a run that has no phases.
+        return identity | {PHASES: begun} if begun else identity
+
+    def _take_lanes(self, lanes: int) -> None:
+        self.order: PhasedOrder = self._order_in(lanes)
+        self.phases = [
+            LaneSource(self.config, self.split, self.files, order) for order in self.order.phases
+        ]
+
+    def _order_in(self, lanes: int) -> PhasedOrder:
+        """The order in so many lanes. Raises ConfigError for a dataset that holds no sample."""
+        config = self.config
+        first_blend = self._blends[0]
+        opened = self._datasets_of(first_blend)
+        datasets = [dataset.parts for dataset in opened]
+        first = first_order(config, self.split, datasets, first_blend.weights, lanes)
+        later = []
+        for blend in self._blends[1:]:
+            datasets = [dataset.parts for dataset in self._datasets_of(blend)]
+            later.append(
+                LaterPhase(
+                    first_sample=blend.first_sample,
+                    numbers=[self._number_of[name] for name in blend.names],
+                    datasets=datasets,
+                    weights=weights_of(config, datasets, blend.weights),
+                )
+            )
+        return phased_order(first, later)
+
+    def _datasets_of(self, blend: _PhaseBlend) -> list[OpenDataset]:
+        return [self._opened[self._number_of[name]] for name in blend.names]
+
+
+def prefixes_of(config: DataConfig, split: str) -> list[str]:
+    """The prefix of each dataset of a split, by its number over all phases."""
+    return [prefix for prefix, _ in _numbers(_blends_of(config, split))]
+
+
+@dataclass(frozen=True, kw_only=True)
+class _PhaseBlend:
+    """The datasets of a phase and their weights; None: in proportion to their samples."""
+
+    first_sample: int
+    names: Sequence[Name]
+    weights: Sequence[float] | None
+
+
+def _blends_of(config: DataConfig, split: str) -> list[_PhaseBlend]:
+    """The blend of each phase."""
+    first = blend_of(config, split)
+    blend = _PhaseBlend(first_sample=0, names=_names(first.prefixes), weights=first.weights)
+    blends = [blend]
+    for phase in config.phases_of(split):
+        names = blends[-1].names
+        weights = blends[-1].weights
+        if phase.blend is not None:
+            prefixes, weights = parse_blend(phase.blend)
+            names = _names(prefixes)
+        blends.append(_PhaseBlend(first_sample=phase.first_sample, names=names, weights=weights))
+    return blends
+
+
+def _names(prefixes: Sequence[str]) -> list[Name]:
+    """Prefixes, of which one that is repeated is another dataset each time."""
+    repeated: Counter[str] = Counter()
+    names: list[Name] = []
+    for prefix in prefixes:
+        names.append((prefix, repeated[prefix]))
+        repeated[prefix] += 1
+    return names
+
+
+def _numbers(blends: Sequence[_PhaseBlend]) -> dict[Name, int]:
+    """The number of each dataset: its place in the order in which they first appear."""
+    names = dict.fromkeys(name for blend in blends for name in blend.names)
+    return {name: number for number, name in enumerate(names)}
+
+
+def _check_batches(config: DataConfig, lanes: int) -> None:
+    """Raise ConfigError where the global batch of a phase does not divide the lanes: ranks would
+    share them.
+    """
+    for number, phase in enumerate(config.phases, 1):
+        if phase.global_batch_size is not None and lanes % phase.global_batch_size:
+            raise ConfigError(
+                f"phase {number}: global_batch_size {phase.global_batch_size} does not divide the "
+                f"{lanes} lanes of the run; take one that does, or begin the run with `lanes` that "
+                "every batch size divides"
+            )
+
+
+def _identity_of(order: StreamOrder) -> dict[str, Any]:
+    """What defines a later phase: each of its datasets is "number:digest*share"."""
+    _, weights = order.schedule[0]
+    datasets = zip(order.dataset_numbers.tolist(), order.datasets, shares_of(weights), strict=True)
+    return {
+        "first_sample": order.first_sample,
+        "sequence_length": order.sequence_length,
+        "lanes": order.lanes,
+        "datasets": [
+            f"{number}:{digest_of(dataset)}*{share}" for number, dataset, share in datasets
+        ],
+    }

@@ -1,0 +1,337 @@
+"""Runs of several phases: any ranks read what the phases say, through resumes, and the past stays."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch.utils.data
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import streammega
+from streammega import DataConfig, PhaseConfig, StreamingDataset, StreamLoader
+from streammega.config import StorageConfig
+from streammega.errors import ConfigError, StateError
+from streammega.samples.order_differences import compare_orders
+from streammega.samples.phases import PhasedSource
+from streammega.samples.provenance import Provenance
+from tests.conftest import write_random_pair
+from tests.support.servers import http_server
+
+LENGTH = 16
+BATCH = 24
+END = 732
+"""Samples that are compared: some steps into the last phase."""
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Three datasets: web, code and math."""
+    root = tmp_path_factory.mktemp("phased")
+    for seed, name in enumerate(("web", "code", "math")):
+        write_random_pair(str(root / name), 60, 120, seed=seed)
+    return root
+
+
+def config_of(root: str | Path, **options: Any) -> DataConfig:
+    """Web and code; then math joins and the batch is halved; then web comes back without math."""
+    phases = [
+        PhaseConfig(
+            first_sample=240,
+            blend=[(f"{root}/code", 0.5), (f"{root}/math", 0.5)],
+            global_batch_size=12,
+        ),
+        PhaseConfig(
+            first_sample=492,  # in the middle of a row of lanes
+            blend=[(f"{root}/web", 0.8), (f"{root}/code", 0.2)],
+            global_batch_size=48,
+        ),
+    ]
+    settings: dict[str, Any] = {"lanes": 48, "block_bytes": 256, "phases": phases} | options
+    return DataConfig(
+        blend=[(f"{root}/web", 0.6), (f"{root}/code", 0.4)],
+        sequence_length=LENGTH,
+        order="stream",
+        **settings,
+    )
+
+
+def read(
+    config: DataConfig,
+    ranks: int,
+    micro: int,
+    stop: int,
+    state: dict[str, Any] | None = None,
+    **options: Any,
+) -> tuple[dict[int, bytes], dict[str, Any]]:
+    """({sample: its tokens} up to `stop`, over all ranks, the state there)."""
+    found: dict[int, bytes] = {}
+    for rank in range(ranks):
+        with StreamLoader(
+            config,
+            micro_batch_size=micro,
+            global_batch_size=BATCH,
+            dp_rank=rank,
+            dp_size=ranks,
+            **options,
+        ) as loader:
+            if state is not None:
+                loader.load_state_dict(state)
+            while loader.consumed_samples < stop:
+                ids = loader.dataset.sample_ids(loader.consumed_samples)
+                batch = loader.take()
+                for sample, tokens in zip(ids.tolist(), batch["tokens"], strict=True):
+                    assert sample not in found
+                    found[sample] = tokens.numpy().tobytes()
+            after = loader.state_dict()
+    return found, after
+
+
+@pytest.fixture(scope="module")
+def wanted(data: Path) -> dict[int, bytes]:
+    """{sample: its tokens}, from the files themselves."""
+    found = streammega.locate(config_of(data), np.arange(END), global_batch_size=BATCH)
+    files = [np.fromfile(f"{data}/{name}.bin", np.uint16) for name in ("web", "code", "math")]
+    runs = zip(found.dataset.tolist(), found.start.tolist(), strict=True)
+    return {
+        sample: files[dataset][start : start + LENGTH].astype(np.int64).tobytes()
+        for sample, (dataset, start) in enumerate(runs)
+    }
+
+
+def test_the_datasets_of_a_phase_are_read_in_their_shares(data: Path) -> None:
+    dataset = streammega.locate(
+        config_of(data), np.arange(END), global_batch_size=BATCH
+    ).dataset.astype(np.int64)
+    bounds = [0, 240, 492, END]
+    shares = [
+        np.bincount(dataset[low:high], minlength=3) / (high - low)
+        for low, high in zip(bounds, bounds[1:], strict=False)
+    ]
+    np.testing.assert_allclose(shares, [[0.6, 0.4, 0], [0, 0.5, 0.5], [0.8, 0.2, 0]], atol=0.05)
+
+
+@given(
+    resumes=st.lists(
+        st.tuples(st.integers(1, 30), st.sampled_from([(1, 12), (2, 3), (4, 1), (12, 1)])),
+        min_size=1,
+        max_size=3,
+    ),
+)
+@settings(max_examples=8, deadline=None)
+def test_any_ranks_read_what_the_phases_say_through_any_resumes(
+    data: Path, wanted: dict[int, bytes], resumes: list[tuple[int, tuple[int, int]]]
+) -> None:
+    config = config_of(data)
+    schedule = StreamingDataset(config, micro_batch_size=1, global_batch_size=BATCH).schedule
+    found: dict[int, bytes] = {}
+    state = None
+    steps = 0
+    for more, (ranks, micro) in resumes:
+        steps += more
+        stop = min(schedule.samples_after(steps), END)
+        part, state = read(config, ranks, micro, stop, state)
+        found |= part
+    assert state is not None
+    part, _ = read(config, 3, 4, END, state)
+    assert found | part == wanted
+
+
+def test_workers_of_a_dataloader_read_the_phases_in_order(
+    data: Path, wanted: dict[int, bytes]
+) -> None:
+    config = config_of(data, num_samples=(END, 0, 0))
+    dataset = StreamingDataset(config, micro_batch_size=12, global_batch_size=BATCH)
+    loader = torch.utils.data.DataLoader(dataset, batch_size=None, num_workers=2)
+    tokens = [row.numpy().tobytes() for batch in loader for row in batch["tokens"]]
+    assert tokens == list(wanted.values())
+
+
+@pytest.fixture(scope="module")
+def remote(data: Path) -> Iterator[Any]:
+    objects = {f"/{path.name}": path.read_bytes() for path in data.glob("*.*")}
+    with http_server(objects) as server:
+        yield server
+
+
+def test_pieces_are_fetched_whole_in_every_phase(
+    remote: Any, tmp_path: Path, wanted: dict[int, bytes]
+) -> None:
+    """Also where the last phase begins in the middle of a row, and a dataset of another phase has
+    its lanes' pieces open.
+    """
+    config = config_of(remote.url, index_cache_dir=tmp_path)
+    found, _ = read(config, 4, 3, END)
+    assert found == wanted
+    assert read(config, 2, 6, END, ids_only=False)[0] == wanted
+
+
+# --- what a state says of the phases ---
+
+
+def states_of(config: DataConfig, *positions: int) -> list[dict[str, Any]]:
+    with StreamLoader(config, micro_batch_size=4, global_batch_size=BATCH) as loader:
+        states = []
+        for position in positions:
+            loader.seek(position)
+            states.append(loader.state_dict())
+        return states
+
+
+def test_a_phase_is_appended_to_a_running_job(data: Path, wanted: dict[int, bytes]) -> None:
+    """By editing the config and resuming; the state of a run without phases is one of phase 0."""
+    whole = config_of(data)
+    found: dict[int, bytes] = {}
+    state = None
+    for count, stop in enumerate((120, 240, 492)):
+        config = replace(whole, phases=whole.phases[:count])
+        part, state = read(config, 2, 2, stop, state)
+        found |= part
+    part, _ = read(whole, 4, 3, END, state)
+    assert found | part == wanted
+
+
+def test_the_phases_ahead_may_be_changed_and_those_behind_not(data: Path) -> None:
+    config = config_of(data)
+    first, second = config.phases
+    at_the_boundary, behind_it = states_of(config, 240, 252)
+    other_weights = replace(first, blend=[(f"{data}/code", 0.9), (f"{data}/math", 0.1)])
+    later = replace(first, first_sample=264)
+    for edited in (other_weights, later):
+        changed = replace(config, phases=[edited, second])
+        assert read(changed, 1, 4, 264, at_the_boundary)[0]
+        with pytest.raises(StateError, match=r"phases\.1"):
+            read(changed, 1, 4, 264, behind_it)
+    assert read(replace(config, phases=[first]), 1, 4, 300, behind_it)[0]
+    with pytest.raises(StateError, match=r"phases\.1: the checkpoint has .*this run null"):
+        read(replace(config, phases=[]), 1, 4, 300, behind_it)
+    inserted = PhaseConfig(first_sample=120, blend=[f"{data}/math"])
+    with pytest.raises(StateError, match=r"phases\.1\.first_sample: the checkpoint has 240, .*120"):
+        read(replace(config, phases=[inserted, first]), 1, 4, 300, behind_it)
+
+
+def test_a_resume_with_another_batch_size_must_reach_the_phase_ahead(data: Path) -> None:
+    config = config_of(data)
+    (state,) = states_of(config, 120)
+    sizes = {"micro_batch_size": 1, "dp_rank": 0, "dp_size": 1}
+    with StreamLoader(config, global_batch_size=12, **sizes) as loader:  # type: ignore[arg-type]
+        loader.load_state_dict(state)
+    with StreamLoader(config, global_batch_size=16, **sizes) as loader:  # type: ignore[arg-type]
+        with pytest.raises(StateError, match="phase 1 begins at sample 240, 8 samples into"):
+            loader.load_state_dict(state)
+        assert loader.consumed_samples == 0
+
+
+def test_validation_is_the_same_whatever_the_phases(data: Path) -> None:
+    config = config_of(data, split="90,10,0", num_samples=(END, 48, 0))
+    sizes = {"micro_batch_size": 4, "global_batch_size": BATCH, "split": "valid"}
+    with_phases = [batch["tokens"] for batch in StreamLoader(config, **sizes)]  # type: ignore[arg-type]
+    without = StreamLoader(replace(config, phases=()), **sizes)  # type: ignore[arg-type]
+    assert len(with_phases) == 12
+    for batch, same in zip(without, with_phases, strict=True):
+        assert (batch["tokens"] == same).all()
+
+
+def test_documents_are_traced_over_all_phases(data: Path) -> None:
+    """A document is found by which samples read it, and a sample by its documents."""
+    config = config_of(data)
+    provenance = Provenance(config, "train", BATCH)
+    found = streammega.locate(config, np.arange(END), global_batch_size=BATCH)
+    for dataset, name in enumerate(("web", "code", "math")):
+        assert provenance.datasets[dataset] == f"{data}/{name}"
+        first, *_, last = np.flatnonzero(found.dataset == dataset).tolist()
+        for sample in (first, last):
+            (traced,) = provenance.trace([sample])
+            assert all(run.dataset == f"{data}/{name}" for run in traced.runs)
+            readings = provenance.readings(traced.runs[0].name, END)
+            assert sample in [reading.sample for reading in readings]
+
+
+def test_two_configs_are_one_order_up_to_the_phase_that_differs(data: Path) -> None:
+    config = config_of(data)
+    without = replace(config, phases=config.phases[:1])
+    differences = compare_orders(
+        Provenance(config, "train", BATCH), Provenance(without, "train", BATCH), END
+    )
+    assert differences.first is not None
+    assert 492 <= differences.first < 500
+    assert "phases" in differences.settings
+
+
+# --- phases that mean nothing ---
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"order": "sequential"}, "phases belong to the stream order"),
+        ({"phases": [{"first_sample": 9}]}, "it must be a PhaseConfig, such as"),
+        (
+            {"phases": [PhaseConfig(first_sample=9), PhaseConfig(first_sample=9)]},
+            "phase 2 begins at sample 9, and the one before it at 9",
+        ),
+        ({"blend_schedule": [(240, [1.0, 1.0])]}, "give its weights to a phase"),
+    ],
+)
+def test_phases_that_mean_nothing_are_refused(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        replace(config_of("data"), **options)
+
+
+def test_a_phase_says_what_is_wrong_with_it(data: Path) -> None:
+    for settings_of_phase, message in (
+        ({"first_sample": 0}, "first_sample of a phase is 0; it must be at least 1"),
+        ({"first_sample": 9.5}, "first_sample is 9.5; it must be a whole number"),
+        ({"first_sample": 9, "global_batch_size": 0}, "global_batch_size of a phase is 0"),
+        ({"first_sample": 9, "blend": []}, "the blend is empty"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            PhaseConfig(**settings_of_phase)
+    sizes = {"micro_batch_size": 1, "global_batch_size": BATCH}
+    for phase, message in (
+        (PhaseConfig(first_sample=250), "phase 1 begins at sample 250, 10 samples into"),
+        (PhaseConfig(first_sample=240, global_batch_size=20), "20 does not divide the 48 lanes"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            StreamLoader(config_of(data, phases=[phase]), **sizes)  # type: ignore[arg-type]
+
+
+def test_a_secret_of_a_phase_is_in_no_repr() -> None:
+    phase = PhaseConfig(first_sample=9, blend=["https://user:hunter2@host/web"])
+    assert "hunter2" not in repr(phase)
+    assert "hunter2" not in repr(config_of("data", phases=[phase]))
+
+
+def test_the_code_of_the_page_runs(capsys: pytest.CaptureFixture[str]) -> None:
+    page = (Path(__file__).parents[2] / "docs" / "orders.md").read_text()
+    (code,) = [
+        block for block in re.findall(r"```python\n(.*?)```", page, re.S) if "phases" in block
+    ]
+    names: dict[str, Any] = {}
+    exec(code, names)
+    assert capsys.readouterr().out
+    datasets = names["datasets"]
+    wanted = ([1, 0, 0], [0.5, 0.5, 0], [0.3, 0, 0.7])
+    for first, shares in zip((0, 960, 1920), wanted, strict=True):
+        drawn = np.bincount(datasets[first : first + 960], minlength=3) / 960
+        np.testing.assert_allclose(drawn, np.array(shares), atol=0.02)
+    with names["loader"] as loader:
+        assert loader.take()["tokens"].shape == (8, 64)
+
+
+def test_a_source_numbers_its_datasets_by_first_appearance(data: Path) -> None:
+    config = config_of(data, storage=StorageConfig())
+    source = PhasedSource(config, "train", BATCH)
+    numbers = [order.dataset_numbers.tolist() for order in source.order.phases]
+    assert numbers == [[0, 1], [1, 2], [0, 1]]
+    assert [files[0].key.rpartition("/")[2] for files in source.files] == [
+        "web.bin",
+        "code.bin",
+        "math.bin",
+    ]

@@ -1,0 +1,289 @@
+"""Phases of the stream order: a chain of them is what each lane would draw one after the other, so
+no token is read twice in an epoch, none is lost, and what comes later changes nothing before it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from streammega.errors import ConfigError
+from streammega.kernels.lanes import choose
+from streammega.order.batch_size import BatchSchedule, batch_schedule
+from streammega.order.extents import Extents
+from streammega.order.lanes import FilePart, StreamDataset, StreamOrder
+from streammega.order.phases import LaterPhase, PhasedOrder, phased_order
+from streammega.order.readings import phased_readings
+
+LENGTH = 5
+Row = tuple[int, int, int, int]
+
+
+def rows(extents: Extents) -> list[Row]:
+    columns = (extents.dataset, extents.file, extents.start, extents.stop)
+    return list(zip(*(column.tolist() for column in columns), strict=True))
+
+
+@st.composite
+def some_datasets(draw: st.DrawFn, count: int) -> list[StreamDataset]:
+    """Datasets of a few samples to a few hundred, in one to three files."""
+    found = []
+    for _ in range(count):
+        tokens = draw(st.lists(st.integers(LENGTH + 1, 400), min_size=1, max_size=3))
+        parts = [FilePart(file=n, start=3 * n, tokens=t) for n, t in enumerate(tokens)]
+        found.append(StreamDataset(parts=parts, itemsize=2))
+    return found
+
+
+@st.composite
+def chains(draw: st.DrawFn) -> PhasedOrder:
+    """Up to five phases over up to four datasets, any of which may come, go and come back."""
+    datasets = draw(some_datasets(4))
+    lanes = draw(st.sampled_from([1, 2, 6, 8, 12]))
+    weights = st.sampled_from([1e-3, 0.1, 0.3, 0.9, 5.0])
+    numbered: list[int] = []
+    blends = []
+    for _ in range(draw(st.integers(1, 5))):
+        members = draw(st.lists(st.integers(0, 3), min_size=1, max_size=4, unique=True))
+        numbered += [member for member in members if member not in numbered]
+        blends.append([(member, draw(weights)) for member in members])
+    first = StreamOrder(
+        datasets=[datasets[member] for member, _ in blends[0]],
+        schedule=[(0, [weight for _, weight in blends[0]])],
+        sequence_length=LENGTH,
+        extra_token=draw(st.booleans()),
+        seed=draw(st.integers(0, 2**32 - 1)),
+        lanes=lanes,
+        block_bytes=draw(st.integers(1, 100)),
+    )
+    first_sample = 0
+    later = []
+    for blend in blends[1:]:
+        # in the middle of a row as well: a global batch is a part of it
+        first_sample += draw(st.integers(1, 12 * lanes))
+        later.append(
+            LaterPhase(
+                first_sample=first_sample,
+                numbers=[numbered.index(member) for member, _ in blend],
+                datasets=[datasets[member] for member, _ in blend],
+                weights=[weight for _, weight in blend],
+            )
+        )
+    return phased_order(first, later)
+
+
+class Lanes:
+    """What every lane of a chain draws, one sample after the other: slow, and without any sum.
+
+    A lane that draws from a dataset for the c-th time takes what it would take in row c if it had
+    that dataset alone.
+    """
+
+    def __init__(self, order: PhasedOrder) -> None:
+        self.order = order
+        self.drawn: Counter[tuple[int, int]] = Counter()
+        self.alone: dict[int, StreamOrder] = {}
+        for phase in order.phases:
+            for number, dataset in zip(phase.dataset_numbers.tolist(), phase.datasets, strict=True):
+                self.alone[number] = replace(
+                    phase,
+                    datasets=[dataset],
+                    schedule=[(0, [1.0])],
+                    numbers=[number],
+                    first_sample=0,
+                    earlier=(),
+                )
+
+    def draw(self, sample: int) -> tuple[int, int, int]:
+        """(number of the dataset, lane, which of its draws from it) of the next sample."""
+        number = max(n for n, p in enumerate(self.order.phases) if p.first_sample <= sample)
+        phase = self.order.phases[number]
+        row, lane = divmod(sample - phase.first_sample, phase.lanes)
+        key, segment, _, fractions, _ = phase.drawing
+        assert segment == number
+        column, _ = choose(row, lane, number, fractions[0], len(phase.datasets), key)
+        dataset = int(phase.dataset_numbers[column])
+        draw = self.drawn[dataset, lane]
+        self.drawn[dataset, lane] += 1
+        return dataset, lane, draw
+
+    def locate(self, total: int) -> list[Row]:
+        """Where the next samples lie."""
+        draws = [self.draw(sample) for sample in range(total)]
+        places = []
+        for number in dict.fromkeys(number for number, _, _ in draws):
+            alone = self.alone[number]
+            mine = [place for place, draw in enumerate(draws) if draw[0] == number]
+            ids = [draws[place][2] * alone.lanes + draws[place][1] for place in mine]
+            places += list(zip(mine, rows(alone.locate(np.array(ids))), strict=True))
+        return [row for _, row in sorted(places)]
+
+
+def length_of(order: PhasedOrder) -> int:
+    """Samples up to a few rows into the last phase."""
+    last = order.phases[-1]
+    return last.first_sample + 7 * last.lanes + last.lanes // 2
+
+
+@given(order=chains())
+@settings(deadline=None)
+def test_every_lane_goes_on_in_each_dataset_where_it_was(order: PhasedOrder) -> None:
+    total = length_of(order)
+    assert rows(order.locate(np.arange(total))) == Lanes(order).locate(total)
+
+
+@given(order=chains(), data=st.data())
+@settings(deadline=None)
+def test_a_sample_is_a_function_of_its_id_and_of_the_phases_up_to_it(
+    order: PhasedOrder, data: st.DataObject
+) -> None:
+    total = length_of(order)
+    whole = rows(order.locate(np.arange(total)))
+    ids = np.array(data.draw(st.lists(st.integers(0, total - 1), min_size=1, max_size=30)))
+    assert rows(order.locate(ids)) == [whole[sample] for sample in ids.tolist()]
+    begun = data.draw(st.integers(1, len(order.phases)))
+    past = PhasedOrder(phases=order.phases[:begun])
+    end = total if begun == len(order.phases) else order.phases[begun].first_sample
+    assert rows(past.locate(np.arange(end))) == whole[:end]
+
+
+@given(order=chains())
+@settings(deadline=None)
+def test_no_sample_comes_twice_in_an_epoch_and_none_is_left_out(order: PhasedOrder) -> None:
+    """Over all phases: of each dataset and run, the draws of an epoch are so many different samples
+    as the run has, as soon as its lanes are past it.
+    """
+    last = order.phases[-1]
+    total = last.first_sample + 40 * last.lanes
+    lanes = Lanes(order)
+    seen: dict[tuple[int, int, int], list[Row]] = {}
+    runs: dict[tuple[int, int], int] = {}
+    for row in rows(order.locate(np.arange(total))):
+        number, lane, draw = lanes.draw(sum(lanes.drawn.values()))
+        alone = lanes.alone[number]
+        group = int(alone.geometry.groups[0])
+        size = int(alone.sizes[0])
+        run = lane // group
+        members = range(run * group, (run + 1) * group)
+        length = sum(size // alone.lanes + (member < size % alone.lanes) for member in members)
+        epoch = (draw * group + lane % group) // length
+        seen.setdefault((number, run, epoch), []).append(row)
+        runs[number, run] = length
+    for (number, run, epoch), found in seen.items():
+        assert len(set(found)) == len(found) <= runs[number, run]
+        alone = lanes.alone[number]
+        group = int(alone.geometry.groups[0])
+        behind = min(lanes.drawn[number, run * group + member] for member in range(group))
+        if behind * group >= (epoch + 1) * runs[number, run]:
+            assert len(found) == runs[number, run]
+
+
+@given(order=chains(), samples=st.integers(0, 400))
+@settings(deadline=None)
+def test_counts_are_what_is_drawn_and_keep_to_the_weights(order: PhasedOrder, samples: int) -> None:
+    for number, phase in enumerate(order.phases):
+        counts = phase.own_counts(samples)
+        ids = phase.first_sample + np.arange(samples)
+        located = phase.locate(ids).dataset
+        drawn = np.zeros_like(counts)
+        columns = [phase.dataset_numbers.tolist().index(dataset) for dataset in located]
+        np.add.at(drawn, (phase.lane_of(ids), np.array(columns, np.int64)), 1)
+        np.testing.assert_array_equal(counts, drawn)
+        _, weights = phase.schedule[0]
+        target = np.array(weights) / sum(weights) * counts.sum(axis=1, keepdims=True)
+        levels = math.ceil(math.log2(max(2, len(weights))))
+        assert np.abs(counts - target).max() <= levels + 1e-6
+        if number == 0:
+            np.testing.assert_array_equal(phase.counts(samples), counts)
+
+
+@given(order=chains(), data=st.data())
+@settings(deadline=None)
+def test_which_samples_read_given_tokens_is_told_over_all_phases(
+    order: PhasedOrder, data: st.DataObject
+) -> None:
+    end = data.draw(st.integers(0, length_of(order)))
+    start = data.draw(st.integers(0, 300))
+    stop = start + data.draw(st.integers(1, 40))
+    dataset = data.draw(st.integers(0, 3))
+    found = phased_readings(order, dataset, 0, start, stop, end)
+    located = order.locate(np.arange(end))
+    low = np.maximum(located.start, start)
+    high = np.minimum(located.stop, stop)
+    reads = (located.dataset == dataset) & (located.file == 0) & (low < high)
+    assert found.sample.tolist() == np.flatnonzero(reads).tolist()
+    assert found.start.tolist() == low[reads].tolist()
+    assert found.stop.tolist() == high[reads].tolist()
+
+
+@given(order=chains())
+@settings(deadline=None)
+def test_ranks_own_their_lanes_in_every_phase(order: PhasedOrder) -> None:
+    for phase in order.phases:
+        ids = phase.first_sample + np.arange(3 * phase.lanes)
+        for ranks in (ranks for ranks in range(1, phase.lanes + 1) if phase.lanes % ranks == 0):
+            owners = set(zip(phase.lane_of(ids).tolist(), (ids % ranks).tolist(), strict=True))
+            assert len(owners) == phase.lanes
+
+
+def test_golden_phases() -> None:
+    """Changing these numbers is a breaking change: bump STREAM_VERSION, and say so first in the
+    CHANGELOG.
+    """
+    parts = [FilePart(file=0, start=0, tokens=901), FilePart(file=1, start=7, tokens=333)]
+    web = StreamDataset(parts=parts, itemsize=2)
+    code = StreamDataset(parts=parts[1:], itemsize=2)
+    first = StreamOrder(
+        datasets=[web, code],
+        schedule=[(0, [0.7, 0.3])],
+        sequence_length=10,
+        extra_token=True,
+        seed=1234,
+        lanes=8,
+        block_bytes=100,
+    )
+    later = [
+        LaterPhase(first_sample=100, numbers=[2, 1], datasets=[web, code], weights=[0.5, 0.5]),
+        LaterPhase(first_sample=204, numbers=[0], datasets=[web], weights=[1.0]),
+    ]
+    found = phased_order(first, later).locate(np.arange(0, 300, 20))
+    assert found.dataset.tolist() == GOLDEN_DATASETS
+    assert found.start.tolist() == GOLDEN_STARTS
+
+
+GOLDEN_DATASETS = [0, 1, 0, 0, 0, 2, 2, 1, 1, 2, 2, 0, 0, 0, 0]
+GOLDEN_STARTS = [60, 169, 380, 180, 390, 220, 560, 188, 308, 117, 280, 420, 59, 890, 470]
+
+
+# --- batch sizes ---
+
+
+def test_a_batch_size_holds_from_its_phase_on() -> None:
+    schedule = batch_schedule(8, None, [(40, None), (64, 16), (128, 4)])
+    assert schedule.stages == [(0, 8), (64, 16), (128, 4)]
+    assert [schedule.size_at(at) for at in (0, 63, 64, 127, 128)] == [8, 8, 16, 16, 4]
+    assert schedule.samples_after(10) == 96
+    schedule.check(2, 0, 2)
+    resumed = schedule.resumed(72, 8)  # a step of 16 began at 64
+    assert resumed.stages == [(64, 16), (128, 4)]
+    assert (resumed.offset_at(72), resumed.offset_at(30), resumed.size_at(30)) == (8, 6, 8)
+
+
+def test_a_phase_ends_the_ramp_up_that_it_finds() -> None:
+    schedule = batch_schedule(12, (4, 4, 40), [(28, 6)])
+    assert schedule.stages == [(0, 4), (20, 8), (28, 6)]
+    assert batch_schedule(12, (4, 4, 40), [(28, None)]).stages == [(0, 4), (20, 8), (44, 12)]
+
+
+def test_a_phase_within_a_step_is_refused_with_what_would_do() -> None:
+    schedule = BatchSchedule(final=8, changes=[(40, 16), (60, None)])
+    with pytest.raises(
+        ConfigError, match=r"phase 2 begins at sample 60, 4 samples into.* 56 or at 72"
+    ):
+        schedule.check(1, 0, 1)
