@@ -20,7 +20,7 @@ from __future__ import annotations
 
 from numba import carray  # type: ignore[attr-defined]
 
-from streammega.kernels.intrinsics import pointer_to
+from streammega.kernels.intrinsics import LINE_BYTES, LINE_IDS, fence, pointer_to, write_line
 from streammega.kernels.jit import kernel
 
 
@@ -87,6 +87,26 @@ def gather_rows(
 
 
 @kernel
+def _widen(like, source, out) -> None:
+    """Elements of like's dtype from address `source` on into `out` int64 [ids], past the caches.
+
+    Other threads see them after a fence.
+    """
+    count = len(out)
+    ids = carray(pointer_to(source, like), (count,))
+    target = out.ctypes.data
+    # whole lines lie at multiples of their size; what is before and after them goes one by one
+    k = min(count, (-target % LINE_BYTES) // out.itemsize)
+    for j in range(k):
+        out[j] = ids[j]
+    while k + LINE_IDS <= count:
+        write_line(like, source + k * like.itemsize, target + k * out.itemsize)
+        k += LINE_IDS
+    for j in range(k, count):
+        out[j] = ids[j]
+
+
+@kernel
 def gather_shifted(
     like,
     dtype_number,
@@ -105,7 +125,9 @@ def gather_shifted(
     """As `gather_rows`, of samples of S + 1 ids: the first S into tokens [samples, S], the last S
     into labels [samples, S].
 
-    Each is contiguous. Cost: two writes for each read.
+    Each is contiguous, and written past the caches: slabs that wait to be handed out are larger than
+    those, and would drive out of them what the transport is about to copy. Cost: two writes for
+    each read.
     """
     width = tokens.shape[1] + 1
     for i in range(len(valid)):
@@ -118,7 +140,8 @@ def gather_shifted(
                 return False
             if count == 0 or dtype_of_file[file[r]] != dtype_number:
                 continue
-            source = carray(pointer_to(addresses[slot[r]] + offset[r], like), (count,))
+            source_address = addresses[slot[r]] + offset[r]
+            source = carray(pointer_to(source_address, like), (count,))
             # the first id of a sample is no label, the last no token: [low, high) is both
             low = 1 if first == 0 else 0
             high = count - 1 if first + count == width else count
@@ -126,13 +149,10 @@ def gather_shifted(
                 tokens[i, 0] = source[0]
             if high < count:
                 labels[i, width - 2] = source[count - 1]
-            token = tokens[i, first + low : first + high]
-            label = labels[i, first + low - 1 : first + high - 1]
-            both = source[low:high]
-            for k in range(len(both)):  # one loop for both: two cost a quarter more
-                value = both[k]
-                token[k] = value
-                label[k] = value
+            begin = source_address + low * like.itemsize
+            _widen(like, begin, tokens[i, first + low : first + high])
+            _widen(like, begin, labels[i, first + low - 1 : first + high - 1])
+    fence()
     return True
 
 

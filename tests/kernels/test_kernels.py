@@ -220,6 +220,33 @@ def test_tokens_and_labels_are_gathered_as_rows_of_all_ids_would_be(
     np.testing.assert_array_equal(labels, whole[:, 1:])
 
 
+@pytest.mark.parametrize("dtype", [np.int8, np.uint16, np.int64, np.float32])
+def test_whole_lines_of_tokens_and_labels_are_the_ids_that_were_stored(dtype: Any) -> None:
+    """Runs of every length around a line of 64 bytes, at every place of one."""
+    stored = np.random.default_rng(5).integers(-128, 128, 400).astype(dtype)
+    width = 42
+    first = np.arange(width + 1)
+    samples = len(first)
+    size = np.stack([first, width - first], axis=1).reshape(-1)
+    column = np.stack([np.zeros_like(first), first], axis=1).reshape(-1)
+    start = np.random.default_rng(6).integers(0, 400 - width, 2 * samples)
+    zeros = np.zeros(2 * samples, np.int64)
+    # one id more before them, so that rows begin at every place of a line
+    memory = np.full((2, samples * (width - 1) + 1), -9)
+    tokens, labels = (part[1:].reshape(samples, width - 1) for part in memory)
+    assert gather_shifted(
+        np.empty(0, dtype), 0, zeros[:1], np.array([stored.ctypes.data]),
+        zeros, start * stored.itemsize, size, zeros, column, np.arange(samples + 1) * 2,
+        tokens, labels, np.empty(samples, np.int64),
+    )  # fmt: skip
+    runs = zip(start.tolist(), size.tolist(), strict=True)
+    ids = np.concatenate([stored[begin : begin + count] for begin, count in runs]).astype(np.int64)
+    whole = ids.reshape(samples, width)
+    np.testing.assert_array_equal(tokens, whole[:, :-1])
+    np.testing.assert_array_equal(labels, whole[:, 1:])
+    np.testing.assert_array_equal(memory[:, 0], -9)
+
+
 @given(rows=st.lists(st.lists(st.integers(0, 3), min_size=7, max_size=7), min_size=1, max_size=5))
 def test_document_bounds_are_the_places_after_ends_of_documents(rows: list[list[int]]) -> None:
     bounds = np.empty((len(rows), 8), np.int32)

@@ -58,6 +58,18 @@ FIGURES = (
     ),
     Figure(name="stream order, int64, tokens/s", arguments={"warmup": 2000}, result="tokens"),
     Figure(
+        name="stream order, ids, CPU seconds per 10^9 tokens",
+        arguments={"ids_only": True, "warmup": 2000},
+        result="cpu",
+        higher_is_better=False,
+    ),
+    Figure(
+        name="stream order, int64, CPU seconds per 10^9 tokens",
+        arguments={"warmup": 2000},
+        result="cpu",
+        higher_is_better=False,
+    ),
+    Figure(
         name="stream order, int64, 20 ms of latency, tokens/s",
         arguments={"warmup": 500},
         result="tokens",
