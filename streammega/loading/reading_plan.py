@@ -4,6 +4,8 @@ fetch whole.
 
 from __future__ import annotations
 
+import logging
+import math
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
@@ -30,6 +32,8 @@ from streammega.storage.fetch.memory import rounded
 from streammega.storage.store import address_of
 from streammega.storage.versions import tell_unversioned
 from streammega.storage.views import is_local
+
+log = logging.getLogger(__name__)
 
 SLAB_BYTES = 4 << 20
 """Bytes of ids that one kernel call gathers: few enough to stay in the cache until they are
@@ -157,7 +161,24 @@ def plan_reading(
         # more slabs cost far less than pieces that are fetched sample by sample
         plan = replace(plan, slab_batches=least_slab)
         whole = beside_least
+    # of several readers alike, one tells
+    if worker == 0 and whole.without_room:
+        _tell_without_room(beside_least, storage, workers)
     return _within_memory(plan, whole, storage, budget, batch_bytes)
+
+
+def _tell_without_room(whole: WholePieces, storage: StorageConfig, workers: int) -> None:
+    """Say that pieces are read sample by sample for want of memory, and what would hold them."""
+    enough = math.ceil(whole.wanted_bytes / FOR_WHOLE_PIECES) * workers
+    log.warning(
+        "memory_bytes %s has no room for the open pieces of %d of the datasets: their samples are "
+        "read one by one, in many small requests, which is several times slower. Set memory_bytes "
+        "of the storage to at least %s; less would do with fewer lanes or a smaller block_bytes, "
+        "which are another order",
+        f"{storage.memory_bytes:,}",
+        whole.without_room,
+        f"{enough:,}",
+    )
 
 
 def _slab_batches(batch_tokens: int, dtype: np.dtype[Any]) -> int:
@@ -264,12 +285,15 @@ def _held(size: int) -> int:
 class WholePieces:
     """The pieces that are fetched whole.
 
-    `open_bytes`: what they take of memory at most; `piece_bytes`: of the smallest.
+    `open_bytes`: what they take of memory at most; `piece_bytes`: of the smallest. `without_room`:
+    datasets whose pieces would be, if there were memory; `wanted_bytes`: what all would take.
     """
 
     pieces: OpenPieces | None = None
     open_bytes: int = 0
     piece_bytes: int = 0
+    without_room: int = 0
+    wanted_bytes: int = 0
 
     def of_same_datasets(self, other: WholePieces) -> bool:
         """Whether pieces of the same datasets are fetched whole."""
@@ -310,11 +334,16 @@ def _whole_pieces(
     whole = np.zeros(len(piece_bytes), np.bool_)
     open_bytes = 0
     largest = 0
+    wanted_bytes = 0
+    largest_wanted = 0
+    without_room = 0
     _, shares = order.schedule[0]
     most_drawn_first = np.argsort(-np.array(shares, np.float64), kind="stable")
     for dataset in most_drawn_first.tolist():
         if not _can_be_whole(dataset, order, table):
             continue
+        wanted_bytes += len(lanes) * held_of_piece[dataset]
+        largest_wanted = max(largest_wanted, held_of_piece[dataset])
         open_with_it = open_bytes + len(lanes) * held_of_piece[dataset]
         largest_with_it = max(largest, held_of_piece[dataset])
         # Each sample of a slab may close a piece and open another, before the first is given back.
@@ -322,9 +351,15 @@ def _whole_pieces(
             whole[dataset] = True
             open_bytes = open_with_it
             largest = largest_with_it
+        else:
+            without_room += 1
+    found = WholePieces(
+        without_room=without_room, wanted_bytes=wanted_bytes + slab_samples * largest_wanted
+    )
     if not whole.any():
-        return WholePieces()
-    return WholePieces(
+        return found
+    return replace(
+        found,
         pieces=OpenPieces(order, lanes, whole, itemsizes),
         open_bytes=open_bytes + slab_samples * largest,
         piece_bytes=int(piece_bytes[whole].min()),

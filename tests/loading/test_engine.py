@@ -27,7 +27,7 @@ from streammega import DataConfig, IndexedDatasetWriter, StreamingDataset, Strea
 from streammega.errors import ConfigError, FormatError
 from streammega.loading.engine import Engine
 from streammega.loading.planner import Planner, largest_gap
-from streammega.loading.reading_plan import _whole_pieces, plan_reading
+from streammega.loading.reading_plan import ReadingPlan, _whole_pieces, plan_reading
 from streammega.loading.spans import FileTable
 from streammega.order import Extents
 from streammega.order.rank_samples import zigzag_bounds
@@ -228,6 +228,30 @@ def test_a_budget_too_small_for_one_micro_batch_says_what_would_do(
     least = int(str(caught.value).split("at least ")[1].split(" ")[0].replace(",", ""))
     enough = replace(config, storage=replace(config.storage, memory_bytes=least))
     next(iter(StreamLoader(enough, micro_batch_size=8, global_batch_size=8)))
+
+
+def test_a_budget_too_small_for_the_open_pieces_is_told_with_what_would_do(
+    server: tuple[Running, Path], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    endpoint, _ = server
+    storage = replace(storage_of(endpoint, "obstore"), memory_bytes=300_000)
+
+    def reading_with(memory_bytes: int) -> ReadingPlan:
+        caplog.clear()
+        config = config_of("stream", "s3:/", tmp_path, replace(storage, memory_bytes=memory_bytes))
+        loader = StreamLoader(config, micro_batch_size=4, global_batch_size=8)
+        return plan_reading(loader.dataset.steps, 0, 0, 1, memory_bytes)
+
+    short = reading_with(storage.memory_bytes).planner.pieces
+    assert short is None or not short.whole.all()
+    assert "memory_bytes 300,000 has no room for the open pieces" in caplog.text
+    enough = int(caplog.text.split("at least ")[1].split(";")[0].replace(",", ""))
+    pieces = reading_with(enough).planner.pieces
+    assert pieces is not None
+    assert pieces.whole.all(), "what was told is enough"
+    assert not caplog.records
+    reading_with(enough - 4096)
+    assert caplog.records, "and no more than is needed"
 
 
 def test_the_stream_order_fetches_every_byte_once(
