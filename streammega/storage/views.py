@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Protocol
 
@@ -242,8 +243,9 @@ class Members:
 
     def _members(self, start: int, stop: int) -> tuple[int, int]:
         """Members [first, last) that hold the shown bytes, without empty ones before them."""
-        first = int(np.searchsorted(self._shown, start, "right")) - 1
-        last = int(np.searchsorted(self._shown, stop, "left"))
+        # Without letting go of the GIL, as `FrameBounds.holding`.
+        first = bisect_right(self._shown, start) - 1
+        last = bisect_left(self._shown, stop, first)
         return first, last
 
     def show(self, stored: Sequence[Bytes], spans: Sequence[Span], outs: Sequence[Bytes]) -> None:
@@ -350,7 +352,7 @@ class ConcatStore:
         if not 0 <= start <= stop <= size:
             raise ended_early(self._name, f"bytes [{start}, {stop}) of {size}")
         begin = start
-        number = int(np.searchsorted(self._ends, start, "right"))
+        number = bisect_right(self._ends, start)
         while begin < stop:
             part_begin = int(self._ends[number - 1]) if number > 0 else 0
             part_end = int(self._ends[number])

@@ -8,6 +8,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -15,7 +16,10 @@ import pytest
 
 from streammega import StorageConfig
 from streammega.errors import EndpointError
+from streammega.storage.backends.local import LocalStore
+from streammega.storage.fetch import fetcher
 from streammega.storage.fetch.fetcher import Fetcher
+from streammega.storage.fetch.jobs import Answer, send
 from streammega.storage.fetch.limits import (
     ADAPT_EVERY,
     HEDGE_SHARE,
@@ -25,7 +29,9 @@ from streammega.storage.fetch.limits import (
     Pace,
 )
 from streammega.storage.fetch.reads import LEAST_KEPT, Counters, Holding, Read
+from streammega.storage.frames import FrameWriter
 from streammega.storage.store import Bytes, Span, address_of
+from streammega.storage.views import DerivedStore, read_frames
 
 SIZE = 1000
 CONFIG = StorageConfig(memory_bytes=1 << 24, hedge=False)
@@ -110,6 +116,47 @@ def test_small_reads_of_an_object_go_out_together_and_those_of_others_apart() ->
     apart = Recorded()
     fetch(apart, replace(CONFIG, max_requests=200), 120, key=str)
     assert {number for _, number in apart.calls} == {1}
+
+
+def test_what_is_unpacked_from_local_files_goes_together_whatever_files_it_is_of(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    contents = [np.random.default_rng(number).bytes(SIZE * 24) for number in range(3)]
+    stores = []
+    for number, content in enumerate(contents):
+        path = tmp_path / f"{number}.zst"
+        local = LocalStore()
+        writer = FrameWriter(local.open_writer(str(path)), frame_bytes=SIZE)
+        writer.write(content)
+        writer.commit()
+        info = local.info(str(path))
+        stores.append(DerivedStore(local, info, read_frames(local, info)))
+    sizes = []
+
+    def noting(job: list[Read], *, past_cache: bool) -> Answer:
+        sizes.append(len(job))
+        return send(job, past_cache=past_cache)
+
+    monkeypatch.setattr(fetcher, "send", noting)
+
+    def holding_of(number: int) -> Holding:
+        store = stores[number % 3]
+        start = number // 3 * SIZE + 7
+        key = store.info("").key
+        return Holding(SIZE, [Read(store, key, "", start, start + SIZE, 0)])
+
+    holdings = [holding_of(number) for number in range(60)]
+    made = Fetcher(replace(CONFIG, max_requests=JOB_READS), most_threads=1)
+    try:
+        made.submit(holdings)
+        made.wait(holdings)
+    finally:
+        made.close()
+    assert max(sizes) == JOB_READS
+    for number, holding in enumerate(holdings):
+        start = number // 3 * SIZE + 7
+        assert holding.buffer is not None
+        assert holding.buffer[:SIZE].tobytes() == contents[number % 3][start : start + SIZE]
 
 
 def test_a_thread_waits_until_a_whole_job_fits() -> None:

@@ -8,6 +8,7 @@ from streammega.storage.cache.store import SMALL, CachedStore
 from streammega.storage.fetch.limits import JOB_BYTES
 from streammega.storage.fetch.reads import Holding, Read
 from streammega.storage.store import Bytes, address_of, gives_bodies
+from streammega.storage.views import DerivedStore
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,15 +38,30 @@ def send(job: list[Read], *, past_cache: bool) -> Answer:
             bodies = store.read_bodies(first.key, spans, first.etag)
             pairs = zip(job, bodies, strict=True)
             return Answer(bodies=[_aligned(body, read.holding) for read, body in pairs])
-        read_into = store.read_into
         if past_cache and isinstance(store, CachedStore):
-            read_into = store.read_past_cache
-        outs = [read.out for read in job]
-        read_into(first.key, spans, outs, first.etag)
+            store.read_past_cache(first.key, spans, [read.out for read in job], first.etag)
+            return Answer()
+        for reads in _by_object(job):
+            _read_into(reads)
     except BaseException as error:
         # Also what is no error of storage: whoever waits is to hear of it, not this thread.
         return Answer(error=error)
     return Answer()
+
+
+def _by_object(job: list[Read]) -> list[list[Read]]:
+    """The reads of each object of a job."""
+    of_object: dict[tuple[int, str, str], list[Read]] = {}
+    for read in job:
+        of_object.setdefault((id(read.store), read.key, read.etag), []).append(read)
+    return list(of_object.values())
+
+
+def _read_into(reads: list[Read]) -> None:
+    """Fill the buffers of reads of one object."""
+    first = reads[0]
+    spans = [(read.start, read.stop) for read in reads]
+    first.store.read_into(first.key, spans, [read.out for read in reads], first.etag)
 
 
 def _aligned(body: Bytes, holding: Holding) -> Bytes:
@@ -60,7 +76,7 @@ def _aligned(body: Bytes, holding: Holding) -> Bytes:
 def together(first: Read, read: Read, job_bytes: int) -> bool:
     """Whether a read may go out with others, of `job_bytes` so far.
 
-    They are of the same object, small, and none of them failed before.
+    They are of the same object or unpacked from local files, small, and none of them failed before.
     """
     # Pages of large reads are looked for one after the other: threads do that side by side.
     if isinstance(first.store, CachedStore) and first.size >= SMALL:
@@ -68,10 +84,16 @@ def together(first: Read, read: Read, job_bytes: int) -> bool:
     # One that fails again would take the others with it.
     if read.failures > 0 or first.failures > 0:
         return False
-    if read.store is not first.store:
-        return False
-    if read.key != first.key or read.etag != first.etag:
+    is_same = read.store is first.store and read.key == first.key and read.etag == first.etag
+    # To unpack what lies on this machine is work and no request: of a dataset of many shards two
+    # reads of one shard seldom follow each other, and a thread would take one at a time.
+    if not is_same and not (_unpacks(first) and _unpacks(read)):
         return False
     if read.holding.keeps_body != first.holding.keeps_body:
         return False
     return job_bytes + read.size <= JOB_BYTES
+
+
+def _unpacks(read: Read) -> bool:
+    """Whether a read is of a local file that is shown in another form."""
+    return isinstance(read.store, DerivedStore) and read.store.local
