@@ -21,13 +21,12 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
-import queue
-import threading
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from streammega.config import FieldsConfig
 from streammega.errors import ConfigError, FormatError, StateError
+from streammega.integrations.read_ahead import ReadAhead
 from streammega.integrations.text_samples import TextPlace, TextSamples, webdataset_texts
 from streammega.loading import StreamLoader
 from streammega.loading.iteration import Iteration
@@ -42,8 +41,6 @@ log = logging.getLogger(__name__)
 
 STATE_VERSION = 1
 COUNTS = ("consumed_samples", "batch_offset", "shard", "text", "token")
-LOOK_AGAIN = 0.2
-"""Seconds after which the thread that reads ahead looks whether anybody still wants its batches."""
 
 
 def loader_stage(loader: StreamLoader) -> Callable[[], Iterator[Batch]]:
@@ -120,12 +117,12 @@ class TextStream:
         self._dp_rank = dp_rank
         self._dp_size = dp_size
         self._running: Iteration | None = None
-        self._go_to(0, 0, TextPlace())
+        self._go_to_the_start()
 
     def __iter__(self) -> Iterator[Batch]:
         self._stop("another iteration of its stream began, and one stream has one cursor")
         if self._has_ended:
-            self._go_to(0, 0, TextPlace())
+            self._go_to_the_start()
         return self._begin()
 
     def __next__(self) -> Batch:
@@ -188,25 +185,33 @@ class TextStream:
         }
 
     def _parse(self, state: Mapping[str, Any]) -> tuple[int, int, TextPlace]:
-        wanted = {"version", *COUNTS, "text_digest", "identity"}
+        consumed, offset, shard, text, token = self._read(state, COUNTS, {"text_digest"})
+        digest = state["text_digest"]
+        if type(digest) is not str:
+            raise StateError("text_digest of the state is no text; it is damaged")
+        place = TextPlace(shard=shard, text=text, token=token, digest=digest)
+        return consumed, offset, place
+
+    def _read(self, state: Mapping[str, Any], counts: Sequence[str], others: set[str]) -> list[int]:
+        """The counts of a state, which also has `others`. Raises StateError for what is no state of
+        this stream, or one that its ranks cannot go on from.
+        """
+        wanted = {"version", *counts, *others, "identity"}
         if not isinstance(state, Mapping) or not wanted <= set(state):
             raise StateError(
-                f"this is no state of a TextStream, which has {', '.join(sorted(wanted))}; "
-                "pass what its state_dict() returned"
+                f"this is no state of a {type(self).__name__}, which has "
+                f"{', '.join(sorted(wanted))}; pass what its state_dict() returned"
             )
         if state["version"] != STATE_VERSION:
             raise StateError(
                 f"the state has version {state['version']!r}, this release reads {STATE_VERSION}"
             )
-        counts = [state[name] for name in COUNTS]
-        digest = state["text_digest"]
-        if any(type(count) is not int or count < 0 for count in counts) or type(digest) is not str:
-            raise StateError(f"{', '.join(COUNTS)} of the state are not counts; it is damaged")
+        found = [state[name] for name in counts]
+        if any(type(count) is not int or count < 0 for count in found):
+            raise StateError(f"{', '.join(counts)} of the state are not counts; it is damaged")
         self._check_identity(state["identity"])
-        consumed, offset, shard, text, token = counts
-        place = TextPlace(shard=shard, text=text, token=token, digest=digest)
-        self._check_offset(offset)
-        return consumed, offset, place
+        self._check_offset(state["batch_offset"])
+        return found
 
     def _check_identity(self, text: Any) -> None:
         try:
@@ -230,6 +235,9 @@ class TextStream:
                 "with the former sizes and ranks, or from a state between global batches"
             )
 
+    def _go_to_the_start(self) -> None:
+        self._go_to(0, 0, TextPlace())
+
     def _go_to(self, consumed: int, offset: int, place: TextPlace) -> None:
         self._consumed = consumed
         self._offset = offset  # into the global batch
@@ -249,7 +257,7 @@ class TextStream:
     def _batches(self) -> Generator[Batch, None, None]:
         first_rows = self._global_batch_size - self._offset
         was_put = self._consumed
-        ahead = OneAhead(
+        ahead = ReadAhead(
             self._samples.global_batches(self._place, first_rows, self._global_batch_size)
         )
         try:
@@ -258,13 +266,17 @@ class TextStream:
                     stop = start + self._step_samples
                     rows = ids[start + self._dp_rank : stop : self._dp_size]
                     batch = batch_fields(rows, None, self._samples.fields, bounds=True)
-                    self._consumed += self._step_samples
-                    self._offset = (self._offset + self._step_samples) % self._global_batch_size
+                    self._count_a_step()
                     self._place = places[stop - 1]
                     yield batch
         finally:
             ahead.stop()
         self._ended(was_put)
+
+    def _count_a_step(self) -> None:
+        """Note that a micro-step was handed out."""
+        self._consumed += self._step_samples
+        self._offset = (self._offset + self._step_samples) % self._global_batch_size
 
     def _ended(self, was_put: int) -> None:
         self._has_ended = True
@@ -280,45 +292,3 @@ class TextStream:
             f"the texts of {len(self._samples.shards)} shards are less than one global batch of "
             f"{self._global_batch_size} samples of {self._samples.fields.sequence_length} tokens"
         )
-
-
-class OneAhead(Iterator[Any]):
-    """What an iterator gives, made one item ahead by a thread.
-
-    A daemon thread: what it reads holds up no end of the program.
-    """
-
-    def __init__(self, items: Iterator[Any]) -> None:
-        self._items = items
-        self._made: queue.Queue[tuple[Any, BaseException | None]] = queue.Queue(maxsize=1)
-        self._stopped = threading.Event()
-        threading.Thread(target=self._make, name="streammega-texts", daemon=True).start()
-
-    def __next__(self) -> Any:
-        item, error = self._made.get()
-        if error is not None:
-            raise error
-        return item
-
-    def stop(self) -> None:
-        """Nobody wants what follows."""
-        self._stopped.set()
-
-    def _make(self) -> None:
-        try:
-            for item in self._items:
-                if not self._put(item, None):
-                    return
-            self._put(None, StopIteration())
-        except BaseException as error:  # whatever it is, the one who waits is told
-            self._put(None, error)
-
-    def _put(self, item: Any, error: BaseException | None) -> bool:
-        """Hand over an item; whether it is wanted."""
-        while not self._stopped.is_set():
-            try:
-                self._made.put((item, error), timeout=LOOK_AGAIN)
-                return True
-            except queue.Full:
-                continue
-        return False

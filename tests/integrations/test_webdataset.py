@@ -6,61 +6,27 @@ import io
 import json
 import re
 import tarfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 import webdataset
 from hypothesis import given
 from hypothesis import strategies as st
 
-from streammega import DataConfig, FieldsConfig, StorageConfig, StreamLoader
+from streammega import DataConfig, StorageConfig, StreamLoader
 from streammega.errors import ConfigError, FormatError, ObjectNotFoundError, StateError
 from streammega.integrations.webdataset import TextStream, loader_stage, webdataset_texts
 from tests.support.feeds import StageFeed, TextFeed, check_kills, rows_of
 from tests.support.gang import Gang
 from tests.support.servers import S3
+from tests.support.texts import FIELDS, corpus, encode, rows, samples_of, stream_of
 
 PAGE = Path(__file__).parents[2] / "docs" / "webdataset.md"
-EOD = 256
-FIELDS = FieldsConfig(sequence_length=8, eod_id=EOD)
-
-
-def encode(text: str) -> list[int]:
-    return list(text.encode())
-
-
-def corpus(counts: Sequence[int], seed: int = 0) -> dict[str, list[str]]:
-    """So many texts in each of several shards, of 0 to 40 letters."""
-    rng = np.random.default_rng(seed)
-    return {
-        f"shard-{number}": ["x" * int(rng.integers(0, 40)) + str(rng.integers(9)) for _ in range(n)]
-        for number, n in enumerate(counts)
-    }
-
-
-def stream_of(shards: dict[str, list[str]], **given: Any) -> TextStream:
-    defaults: dict[str, Any] = {"micro_batch_size": 2, "global_batch_size": 4, "passes": 1}
-    texts: Callable[[str], list[str]] = shards.__getitem__
-    return TextStream(list(shards), encode, FIELDS, texts=texts, **(defaults | given))
-
-
-def samples_of(shards: dict[str, list[str]], passes: int = 1) -> list[list[int]]:
-    """What a stream in order gives, made at once."""
-    ids = [i for texts in shards.values() for text in texts for i in [*encode(text), EOD]] * passes
-    return [ids[start : start + 9] for start in range(0, len(ids) - 8, 8)]
-
-
-def rows(batch: dict[str, torch.Tensor]) -> list[list[int]]:
-    """Samples with the id after them."""
-    return torch.cat([batch["tokens"], batch["labels"][:, -1:]], 1).tolist()
-
-
 # A stage of a pipeline.
 
 
@@ -367,6 +333,7 @@ def test_the_code_of_the_page_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     for code in re.findall(r"^```python\n(.*?)^```$", PAGE.read_text(), re.M | re.S):
         exec(compile(code, str(PAGE), "exec"), names)
     assert seen
+    names["lanes"].close()
     names["stream"].close()
     names["loader"].close()
 

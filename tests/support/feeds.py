@@ -221,6 +221,45 @@ class TextFeed(Feed):
         return rows_of(next(self.loader))
 
 
+class LanedTextFeed(Feed):
+    """Texts by lanes of shards, each rank's state in a file of its own; the config is the texts of
+    each shard.
+    """
+
+    def open(self, config: Any, ranks: dict[str, int]) -> None:
+        from streammega import FieldsConfig
+        from streammega.integrations.text_lanes import LanedTextStream
+
+        sizes: dict[str, Any] = {
+            "micro_batch_size": MICRO_BATCH,
+            "global_batch_size": GLOBAL_BATCH,
+            **ranks,
+        }
+        self.loader = LanedTextStream(
+            list(config),
+            lambda text: list(text.encode()),
+            FieldsConfig(sequence_length=16, eod_id=256),
+            lanes=4,
+            texts=config.__getitem__,
+            seed=3,
+            **sizes,
+        )
+
+    def take(self) -> torch.Tensor:
+        return rows_of(next(self.loader))
+
+    def save(self, folder: Path) -> None:
+        folder.mkdir(exist_ok=True)
+        path = folder / f"rank-{self.rank}.json"
+        path.write_text(json.dumps(self.loader.state_dict()))
+
+    def load(self, folder: Path) -> None:
+        from streammega.integrations.text_lanes import join_states
+
+        states = [json.loads(path.read_text()) for path in folder.glob("rank-*.json")]
+        self.loader.load_state_dict(join_states(states))
+
+
 def rows_of(batch: dict[str, torch.Tensor]) -> torch.Tensor:
     """Tokens beside labels, a sample a row, in memory of their own."""
     return torch.cat([batch["tokens"], batch["labels"]], 1)
