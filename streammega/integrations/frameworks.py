@@ -1,5 +1,5 @@
-"""The trainers and libraries that are integrated: imported when they are needed, and named where they
-are missing.
+"""The trainers and libraries that are integrated: imported when they are needed, and named where
+they are missing.
 """
 
 from __future__ import annotations

@@ -30,15 +30,15 @@ class LanedTextStream(TextStream):
 
     Lane l has the shards l, l + lanes, ..., again and again, and a sequence of samples of its own;
     sample n of the stream is the next one of lane n modulo `lanes`. So global batches are the same
-    on any number of ranks that divides `lanes`, and rank r reads the lanes r, r + dp_size, ... alone.
-    A lane of less text comes around sooner: use shards of about the same size.
+    on any number of ranks that divides `lanes`, and rank r reads the lanes r, r + dp_size, ...
+    alone. A lane of less text comes around sooner: use shards of about the same size.
 
     A rank knows where its own lanes are: its state has these. To go on with other ranks, or at all,
     give each the states of all by `join_states`.
 
     Args:
-        lanes: a multiple of dp_size, no more than there are shards. Part of the order: it stays when
-            a run goes on.
+        lanes: a multiple of dp_size, no more than there are shards. Part of the order: it stays
+            when a run goes on.
         The others are those of TextStream; `passes` is none.
     """
 
@@ -76,8 +76,8 @@ class LanedTextStream(TextStream):
         )
 
     def state_dict(self) -> dict[str, Any]:
-        """Where the lanes of this rank go on, flat and JSON-able; `join_states` makes one of those of
-        all ranks. Some 50 bytes a lane.
+        """Where the lanes of this rank go on, flat and JSON-able, some 50 bytes a lane;
+        `join_states` makes one of those of all ranks.
         """
         return {
             "version": STATE_VERSION,
@@ -129,7 +129,9 @@ class LanedTextStream(TextStream):
     def _micro_batches(
         self, consumed: int, places: Mapping[int, TextPlace]
     ) -> Iterator[tuple[Ids, dict[int, TextPlace]]]:
-        """(ids [micro_batch_size, S + 1], where the lanes go on that they are of), without an end."""
+        """(ids [micro_batch_size, S + 1], where the lanes that they are of go on), without an
+        end.
+        """
         lanes = {lane: self._lane(lane).samples(place) for lane, place in places.items()}
         while True:
             rows = []

@@ -1,10 +1,10 @@
-"""Ray Train with a StreamLoader: workers share global batches, and go on exactly after any of them dies.
+"""Ray Train with a StreamLoader: workers share global batches, and go on exactly when one has died.
 
     pip install 'streammega[ray-train]'
     python tools/examples/ray_train.py [PREFIX] [WORKERS]
 
-Run it again, with another number of workers if you like: it goes on where the last run stopped. Each
-worker notes in the folder "ray-run" what it trained on: a checksum of every sample.
+Run it again, with another number of workers if you like: it goes on where the last run stopped.
+Each worker notes in the folder "ray-run" what it trained on: a checksum of every sample.
 """
 
 import json
@@ -49,12 +49,13 @@ def train_worker(options: dict[str, Any]) -> None:
     model = prepare_model(nn.Sequential(nn.Embedding(1000, 32), nn.Linear(32, 1000)))
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     module = model.module if hasattr(model, "module") else model
+    trained = {"model": module, "optimizer": optimizer}
     checkpoint = train.get_checkpoint()  # of this run, when Ray restarts its workers
     if checkpoint is not None:
         with checkpoint.as_directory() as folder:
-            load(Path(folder), module, loader)
+            load(Path(folder), trained, loader)
     elif (OUT / "last" / "data.json").exists():  # of the run before
-        load(OUT / "last", module, loader)
+        load(OUT / "last", trained, loader)
     log = (OUT / f"rank-{rank}-of-{world}.jsonl").open("a")
     micro_batches = GLOBAL_BATCH // (MICRO_BATCH * world)
     while loader.consumed_samples < options["stop"]:
@@ -70,23 +71,26 @@ def train_worker(options: dict[str, Any]) -> None:
         seen = {"sample": loader.consumed_samples, "process": os.getpid(), "taken": taken}
         log.write(json.dumps(seen) + "\n")
         log.flush()
-        report(rank, module, loader, float(loss))
+        report(rank, trained, loader, float(loss))
     loader.close()
 
 
-def load(folder: Path, module: nn.Module, loader: sm.StreamLoader) -> None:
-    module.load_state_dict(torch.load(folder / "model.pt", weights_only=True))
+def load(folder: Path, trained: dict[str, Any], loader: sm.StreamLoader) -> None:
+    saved = torch.load(folder / "trained.pt", weights_only=True)
+    for name, part in trained.items():
+        part.load_state_dict(saved[name])
     loader.load_state_dict(json.loads((folder / "data.json").read_text()))
 
 
-def report(rank: int, module: nn.Module, loader: sm.StreamLoader, loss: float) -> None:
+def report(rank: int, trained: dict[str, Any], loader: sm.StreamLoader, loss: float) -> None:
     """One checkpoint a step, by rank 0: the loader's state is the same on all ranks."""
     metrics = {"sample": loader.consumed_samples, "loss": loss}
     if rank:
         train.report(metrics)
         return
     with tempfile.TemporaryDirectory() as folder:
-        torch.save(module.state_dict(), Path(folder) / "model.pt")
+        states = {name: part.state_dict() for name, part in trained.items()}
+        torch.save(states, Path(folder) / "trained.pt")
         (Path(folder) / "data.json").write_text(json.dumps(loader.state_dict()))
         train.report(metrics, checkpoint=Checkpoint.from_directory(folder))
 
