@@ -7,6 +7,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -241,18 +242,27 @@ class StageAdapter(Adapter):
 class TextAdapter(Adapter):
     """Texts that are tokenised as they come; another seed is another order of shards."""
 
+    in_lanes = False
+
     def __init__(self, config: DataConfig) -> None:
+        from streammega.integrations.text_lanes import LanedTextStream
         from streammega.integrations.webdataset import TextStream
 
-        names = [f"shard-{number}" for number in range(8)]
-        self.loader = TextStream(
-            names,
+        kind: Any = partial(LanedTextStream, lanes=4) if self.in_lanes else TextStream
+        self.loader = kind(
+            [f"shard-{number}" for number in range(8)],
             lambda text: list(text.encode()),
             FieldsConfig(sequence_length=16),
             texts=lambda name: [f"{name} text {number} of it all" for number in range(40)],
             seed=config.seed,
             **SIZES,
         )
+
+
+class LanedTextAdapter(TextAdapter):
+    """The same by lanes of shards."""
+
+    in_lanes = True
 
 
 class MegatronAdapter(Adapter):
@@ -285,6 +295,7 @@ ADAPTERS: dict[str, Callable[[DataConfig], Adapter]] = {
     "torchdata-2-workers": WorkersAdapter,
     "webdataset-stage": StageAdapter,
     "webdataset-texts": TextAdapter,
+    "webdataset-lanes": LanedTextAdapter,
     "megatron": MegatronAdapter,
 }
 
