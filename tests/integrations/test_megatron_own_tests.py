@@ -23,21 +23,19 @@ with warnings.catch_warnings():
     pytest.importorskip("megatron.training.training", reason="needs megatron-core 0.17 or newer")
 
 ROOT = Path(__file__).parents[2]
+BUILDER_TESTS = "tests/unit_tests/data/test_builder.py"
 NEEDED = (
     "tests/__init__.py",
     "tests/unit_tests/__init__.py",
     "tests/unit_tests/test_utilities.py",
     "tests/unit_tests/dist_checkpointing",
     "tests/unit_tests/data/__init__.py",
-    "tests/unit_tests/data/test_builder.py",
-    "tests/unit_tests/data/test_gpt_dataset.py",
+    BUILDER_TESTS,
     "tools",
 )
-TESTS = tuple(
-    name for name in NEEDED if Path(name).name in ("test_builder.py", "test_gpt_dataset.py")
-)
-"""Those of datasets, builder and indices that run on a CPU. Of the others of the folder one needs
-torchvision, and some a GPU; test_prepare_cache.py looks for the files of Megatron's own cache.
+TESTS = [f"{BUILDER_TESTS}::{name}" for name in ("test_builder", "test_fast_builder")]
+"""Those that build a GPTDataset. Others of the file are of Megatron's writer, and of a newer one than
+the package's; test_gpt_dataset.py is of its mock data, test_prepare_cache.py of its own cache files.
 """
 LEAST_PASSED = 140
 LEAST_BUILT = 100
