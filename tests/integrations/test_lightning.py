@@ -22,8 +22,8 @@ from tests.support.processes import launch
 from tests.support.trainer_kills import (
     FABRIC,
     KILLS,
+    KILLS_OF_THE_BARE_LOADER,
     LIGHTNING,
-    KilledTrainer,
     check_killed_trainer,
 )
 from tests.support.trainer_programs import (
@@ -72,17 +72,18 @@ def test_a_resume_goes_on_with_the_next_sample(
     assert logged(Path(second), 1) == stream(config, steps)[4 * GLOBAL_BATCH :]
 
 
-@pytest.mark.parametrize("trainer", [LIGHTNING, FABRIC], ids=["lightning", "fabric"])
 @KILLS
 def test_a_killed_run_resumes_exactly(
-    gang: Gang,
-    endless: DataConfig,
-    tmp_path: Path,
-    before: int,
-    after: int,
-    trainer: KilledTrainer,
+    gang: Gang, endless: DataConfig, tmp_path: Path, before: int, after: int
 ) -> None:
-    check_killed_trainer(gang, trainer, endless, tmp_path, before, after)
+    check_killed_trainer(gang, LIGHTNING, endless, tmp_path, before, after)
+
+
+@KILLS_OF_THE_BARE_LOADER
+def test_a_killed_run_of_fabric_resumes_exactly(
+    gang: Gang, endless: DataConfig, tmp_path: Path, before: int, after: int
+) -> None:
+    check_killed_trainer(gang, FABRIC, endless, tmp_path, before, after)
 
 
 @pytest.mark.parametrize("per_epoch", [1.0, 20])

@@ -32,6 +32,11 @@ KILLS = pytest.mark.parametrize(
     ("before", "after"), [(1, 1), (2, 2), (2, 1), pytest.param(1, 2, marks=pytest.mark.soak)]
 )
 """Ranks of the run that is killed, and of the one that goes on."""
+KILLS_OF_THE_BARE_LOADER = pytest.mark.parametrize(
+    ("before", "after"),
+    [(2, 1), *(pytest.param(*pair, marks=pytest.mark.soak) for pair in ((1, 1), (2, 2), (1, 2)))],
+)
+"""Where a trainer is given a StreamLoader as it is: fewer in `make test`."""
 
 
 @dataclass(frozen=True)
