@@ -13,6 +13,7 @@ import typer
 from streammega.cli.options import StorageOption, parse_size, progress_bar, storage_config
 from streammega.config import StorageConfig
 from streammega.errors import ConfigError
+from streammega.errors.redaction import redact_urls
 
 if TYPE_CHECKING:
     from streammega.convert import ConvertOptions
@@ -186,6 +187,13 @@ def convert(
     ] = None,
     restart: Annotated[bool, typer.Option(help="Forget what an interrupted run has done.")] = False,
     overwrite: Annotated[bool, typer.Option(help="Replace an existing dataset.")] = False,
+    append_to: Annotated[
+        str | None,
+        typer.Option(
+            metavar="PREFIX",
+            help="Then make the next version of this dataset beside it, with these shards too.",
+        ),
+    ] = None,
     report: Annotated[
         str | None, typer.Option(help="Write the report to this file, as JSON.")
     ] = None,
@@ -209,6 +217,7 @@ def convert(
     from streammega.convert import ConvertOptions, Runner, convert_task, merge_tasks
     from streammega.convert import convert as run
     from streammega.convert.tasks import parse_task
+    from streammega.dataset.growing import append, check_beside
 
     if merges and tokenizer is None:
         raise ConfigError(
@@ -257,6 +266,8 @@ def convert(
     share = parse_task(task) if task is not None else None
     if share is not None and (report or plot):
         raise ConfigError("--report and --plot tell of a whole dataset; give them to --task merge")
+    if append_to is not None:
+        check_beside(append_to, output)
     _check_outputs(report, plot)
     if dry_run:
         from streammega.convert.dry_run import plan_conversion
@@ -281,6 +292,9 @@ def convert(
             return
         done = (run if task is None else merge_tasks)(inputs, output, **named)
     typer.echo(done.as_text())
+    if append_to is not None:
+        version = append(append_to, [done.prefix], settings)
+        typer.echo(f"{redact_urls(append_to)}@{version.number}: {version}")
     if report:
         Path(report).write_text(done.as_json(), encoding="utf-8")
     if plot:

@@ -15,7 +15,7 @@ from typing import Annotated
 import typer
 
 import streammega
-from streammega.cli import commands
+from streammega.cli import commands, growing
 from streammega.cli.convert import convert
 from streammega.cli.diff_orders import diff_orders
 from streammega.cli.options import StorageOption, storage_config
@@ -56,6 +56,8 @@ def _root(
 app.command(no_args_is_help=True)(convert)
 app.command(no_args_is_help=True)(commands.verify)
 app.command(no_args_is_help=True)(commands.gc)
+app.command(no_args_is_help=True)(growing.append)
+app.command(no_args_is_help=True)(growing.versions)
 
 
 @app.command(no_args_is_help=True)

@@ -12,6 +12,7 @@ from dataclasses import replace
 from typing import TypeVar
 
 from streammega.config import StorageConfig
+from streammega.dataset.growing import appended_shards, named_version
 from streammega.dataset.listing import FEW, NOTHING, Told, told_of, with_told
 from streammega.dataset.manifest import MANIFEST, manifest_shards
 from streammega.dataset.shards import (
@@ -62,6 +63,7 @@ def open_shards(
     # Held meanwhile, for all that is opened on the way: a store ends with its last user, and its
     # client and connections with it.
     _store, _ = open_store(name, storage)
+    name = named_version(name, storage)
     for number in range(TRIES):
         is_first = number == 0
         is_last = number == TRIES - 1
@@ -157,13 +159,17 @@ def find_pairs(name: str, storage: StorageConfig) -> list[str]:
 def find_shards(name: str, storage: StorageConfig) -> list[KnownShard]:
     """The shards a dataset's name stands for, in order, with what was told of them on the way.
 
-    A prefix stands for itself, a manifest (`.json`) for what it lists, a folder (a name ending in
-    /) or glob for all shards in it, in name order. What is there by the very name is taken before
-    that is read as a glob. Raises ObjectNotFoundError for a folder or glob without shards,
-    MissingShardsError with some of a set missing.
+    A prefix stands for itself, a manifest (`.json`) or a version (`web@2`, `web@2..5`) for what it
+    lists, a folder (a name ending in /) or glob for all shards in it, in name order. What is there
+    by the very name is taken before that is read as a glob. Raises ObjectNotFoundError for a folder
+    or glob without shards, MissingShardsError with some of a set missing.
     """
+    name = named_version(name, storage)
     if name.endswith(".json"):
         return _with_infos(manifest_shards(name, storage), storage)
+    appended = appended_shards(name, storage)
+    if appended is not None:
+        return _with_infos(appended, storage)
     shards = _remote_shards(name, storage) if is_remote(name) else _local_shards(name)
     if shards is None:
         return [KnownShard(name=named(*split_name(name)))]

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from streammega.config import StorageConfig
 from streammega.dataset.checksums import HashingWriter
 from streammega.dataset.find import find_pairs
+from streammega.dataset.growing import named_version
 from streammega.dataset.idx import IndexArrays, check_end, check_index, parse_index
 from streammega.dataset.index_file import IndexFile
 from streammega.dataset.manifest import (
@@ -94,6 +95,7 @@ def shards_of(
 
     Raises ObjectNotFoundError, StorageError, FormatError for a damaged one that was named itself.
     """
+    name = named_version(name, storage)
     url = manifest_url(name)
     try:
         manifest = read_manifest(url, storage)

@@ -108,6 +108,18 @@ class LocalStore:
         """A writer into a temporary file beside the target, renamed by `commit`."""
         return LocalWriter(key)
 
+    def create(self, key: str, data: bytes) -> bool:
+        """Write a small file where none is, whole; False if one is there. Of several at once one
+        does: by a hard link, which alone refuses a name that is taken and never shows half a file.
+        """
+        writer = LocalWriter(key)
+        try:
+            writer.write(data)
+            return writer.commit_new()
+        except BaseException:
+            writer.abort()
+            raise
+
     def delete(self, key: str) -> None:
         """Remove the file if it is there."""
         with self._lock:
@@ -216,6 +228,20 @@ class LocalWriter:
         except OSError as error:
             self.abort()
             raise local_error(self._path, error) from None
+
+    def commit_new(self) -> bool:
+        """As `commit`, unless something bears the name: then False, and nothing is changed."""
+        try:
+            self._file.flush()
+            os.fsync(self._file.fileno())
+            os.link(self._temporary, self._path)
+        except FileExistsError:
+            return False
+        except OSError as error:
+            raise local_error(self._path, error) from None
+        finally:
+            self.abort()  # the other name of the file, or all of it
+        return True
 
     def abort(self) -> None:
         """Remove the temporary file."""

@@ -100,6 +100,10 @@ class PreadStore:
         """As of the local store."""
         return self._local.open_writer(key)
 
+    def create(self, key: str, data: bytes) -> bool:
+        """As of the local store."""
+        return self._local.create(key, data)
+
     def delete(self, key: str) -> None:
         """As of the local store."""
         self._local.delete(key)

@@ -1,0 +1,515 @@
+"""Datasets that grow: versions are whole and stay as they are, whoever appends and is killed."""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import os
+import shutil
+import signal
+import sys
+import threading
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from typer.testing import CliRunner
+
+from streammega import DataConfig, IndexedDataset, PhaseConfig, StorageConfig, StreamLoader
+from streammega.cli.main import app
+from streammega.convert import convert
+from streammega.dataset.growing import append, newest_version, orphans, version_url, versions
+from streammega.dataset.manifest import MANIFEST, read_manifest
+from streammega.dataset.verify import verify
+from streammega.errors import (
+    ConfigError,
+    FormatError,
+    ObjectNotFoundError,
+    StateError,
+    StorageError,
+)
+from streammega.storage import open_store, save_bytes
+from streammega.storage.store import create_object
+from tests.support.servers import S3
+
+WITHIN = 120
+"""Seconds that a process has: far more than it takes."""
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A dataset of 20 documents with two shards, to be copied under other names."""
+    folder = tmp_path_factory.mktemp("made")
+    texts = [json.dumps({"text": f"document {number} " * 4}) for number in range(20)]
+    (folder / "in.jsonl").write_text("\n".join(texts))
+    convert([str(folder / "in.jsonl")], str(folder / "part"), tokenizer="bytes", workers=1)
+    return folder
+
+
+def put(made: Path, url: str, storage: StorageConfig | None = None, **changes: Any) -> str:
+    """The dataset under another name, with other words in its manifest."""
+    storage = storage or StorageConfig()
+    for ending in (".bin", ".idx"):
+        save_bytes(url + ending, (made / f"part{ending}").read_bytes(), storage)
+    manifest = read_manifest(str(made / f"part{MANIFEST}"), storage)
+    (shard,) = manifest.shards
+    shards = [replace(shard, name=url.rpartition("/")[2])]
+    changed = replace(manifest, **{"shards": shards, **changes})
+    save_bytes(url + MANIFEST, changed.to_json(), storage)
+    return url
+
+
+def check_versions(prefix: str, storage: StorageConfig, names: Sequence[str]) -> None:
+    """Each version holds the one before and more; the newest holds just these."""
+    found = versions(prefix, storage)
+    before: list[Any] = []
+    for version in found:
+        shards = version.manifest.shards
+        assert shards[: len(before)] == before
+        assert len(shards) > len(before)
+        assert version.manifest.documents == 20 * len(shards)
+        before = shards
+    assert [version.number for version in found][-1] == newest_version(prefix, storage)
+    listed = [shard.name for shard in before]
+    assert len(listed) == len(set(listed))
+    assert set(listed) == {name.rpartition("/")[2] for name in names}
+
+
+def test_what_is_appended_is_a_new_version_and_former_ones_stay_as_they_are(
+    made: Path, tmp_path: Path
+) -> None:
+    web, first, second = (put(made, f"{tmp_path}/{name}") for name in ("web", "web-a", "web-b"))
+    assert append(web, [first]).added
+    one = Path(version_url(web, 1)).read_bytes()
+    version = append(web, [first, second])
+    assert (version.number, version.added, version.manifest.tokens) == (2, True, 3 * tokens(web))
+    again = append(web, [second])
+    assert (again.number, again.added) == (2, False)
+    assert Path(version_url(web, 1)).read_bytes() == one
+    check_versions(web, StorageConfig(), [web, first, second])
+    for number, shards in enumerate(([web], [web, first], [web, first, second])):
+        assert IndexedDataset(f"{web}@{number}").shards == shards
+        assert not verify(f"{web}@{number}").problems
+    assert IndexedDataset(web).shards == [web], "the plain name is what it was"
+    with pytest.raises(ObjectNotFoundError, match=r"no such version, the newest is .*web@2"):
+        IndexedDataset(f"{web}@3")
+
+
+def tokens(name: str) -> int:
+    return read_manifest(name + MANIFEST, StorageConfig()).tokens
+
+
+def test_a_dataset_may_begin_by_being_appended_to(made: Path, tmp_path: Path) -> None:
+    first = put(made, f"{tmp_path}/web-a")
+    assert append(f"{tmp_path}/web", [first]).number == 1
+    assert IndexedDataset(f"{tmp_path}/web@1").shards == [first]
+    assert [version.number for version in versions(f"{tmp_path}/web")] == [1]
+
+
+def test_a_name_that_ends_like_a_version_is_itself_where_it_is_there(
+    made: Path, tmp_path: Path
+) -> None:
+    name = put(made, f"{tmp_path}/web@2")
+    assert IndexedDataset(name).shards == [name]
+    append(f"{tmp_path}/web", [put(made, f"{tmp_path}/web-a")])
+    assert IndexedDataset(name).shards == [name]
+
+
+def test_orphans_are_listed_and_can_be_appended(made: Path, tmp_path: Path) -> None:
+    web, first, second = (put(made, f"{tmp_path}/{name}") for name in ("web", "web-a", "web-b"))
+    put(made, f"{tmp_path}/website")
+    assert orphans(web) == [first, second]
+    append(web, [second])
+    assert orphans(web) == [first]
+    append(web, [first])
+    assert orphans(web) == []
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"dtype": "int32"}, "damaged manifest"),
+        ({"kind": "tar"}, "has kind 'tar'"),
+        ({"loss_modes": [1]}, r"has loss_modes \[1\]"),
+        ({"tokenizer": {"name": "other", "digest": "00"}}, "of tokenizer other"),
+    ],
+)
+def test_what_is_no_part_of_the_dataset_is_refused(
+    made: Path, tmp_path: Path, changes: dict[str, Any], message: str
+) -> None:
+    web = put(made, f"{tmp_path}/web")
+    other = put(made, f"{tmp_path}/web-a")
+    path = Path(other + MANIFEST)
+    if "kind" in changes:
+        shutil.copy(f"{other}.bin", f"{other}.tar")
+    stored = json.loads(path.read_text())
+    path.write_text(json.dumps(stored | changes))
+    if "dtype" in changes:
+        # what is twice as wide would have twice the bytes
+        stored["shards"][0]["bytes"] += 2
+        path.write_text(json.dumps(stored))
+        with pytest.raises(FormatError, match="its manifest says"):
+            append(web, [other])
+        return
+    with pytest.raises(ConfigError, match=message):
+        append(web, [other])
+    assert newest_version(web, StorageConfig()) == 0
+
+
+def test_what_cannot_be_appended_says_why(made: Path, tmp_path: Path) -> None:
+    web = put(made, f"{tmp_path}/web")
+    elsewhere = put(made, f"{tmp_path}/other/web-a")
+    with pytest.raises(ConfigError, match="lies in the folder"):
+        append(web, [elsewhere])
+    with pytest.raises(ConfigError, match="the dataset itself"):
+        append(web, [web])
+    with pytest.raises(ConfigError, match="nothing is named"):
+        append(web, [])
+    with pytest.raises(ObjectNotFoundError, match="has no manifest"):
+        append(web, [f"{tmp_path}/web-missing"])
+    pair = put(made, f"{tmp_path}/pair")
+    os.unlink(pair + MANIFEST)
+    added = put(made, f"{tmp_path}/pair-a")
+    with pytest.raises(ConfigError, match="a pair without a manifest"):
+        append(pair, [added])
+    append(web, [put(made, f"{tmp_path}/web-a")])
+    stored = json.loads(Path(f"{tmp_path}/web-a{MANIFEST}").read_text())
+    stored["shards"][0]["checksums"] = ["0"]
+    Path(f"{tmp_path}/web-a{MANIFEST}").write_text(json.dumps(stored))
+    with pytest.raises(ConfigError, match="with other contents"):
+        append(web, [f"{tmp_path}/web-a"])
+    with pytest.raises(ConfigError, match="has versions up to 1"):
+        convert([str(made / "in.jsonl")], web, tokenizer="bytes", overwrite=True)
+
+
+def test_a_run_goes_on_with_its_version_whatever_is_appended(made: Path, tmp_path: Path) -> None:
+    web = put(made, f"{tmp_path}/web")
+    append(web, [put(made, f"{tmp_path}/web-a")])
+    config = DataConfig(
+        blend=[f"{web}@1"],
+        sequence_length=16,
+        order="stream",
+        split="1,0,0",
+        index_cache_dir=tmp_path / "cache",
+    )
+
+    def opened(config: DataConfig) -> StreamLoader:
+        return StreamLoader(config, micro_batch_size=2, global_batch_size=4)
+
+    with opened(config) as loader:
+        expected = [loader.take()["tokens"] for _ in range(6)]
+    with opened(config) as loader:
+        for number in range(3):
+            assert loader.take()["tokens"].equal(expected[number])
+        append(web, [put(made, f"{tmp_path}/web-b")])
+        state = loader.state_dict()
+        assert loader.take()["tokens"].equal(expected[3])
+    with opened(config) as loader:
+        loader.load_state_dict(state)
+        for tokens_expected in expected[3:]:
+            assert loader.take()["tokens"].equal(tokens_expected)
+    with (
+        opened(replace(config, blend=[f"{web}@2"])) as loader,
+        pytest.raises(StateError, match="datasets"),
+    ):
+        loader.load_state_dict(state)
+
+
+def test_a_phase_takes_in_what_was_appended_and_repeats_nothing(made: Path, tmp_path: Path) -> None:
+    web = put(made, f"{tmp_path}/web")
+    append(web, [put(made, f"{tmp_path}/web-a")])
+    config = DataConfig(
+        blend=[f"{web}@1"],
+        sequence_length=8,
+        order="stream",
+        split="1,0,0",
+        lanes=4,
+        block_bytes=64,
+        index_cache_dir=tmp_path / "cache",
+    )
+
+    def places(config: DataConfig, state: Any, steps: int) -> tuple[list[tuple[str, int]], Any]:
+        """(file, first token) of the samples of so many steps, and the state after them."""
+        with StreamLoader(config, micro_batch_size=4, global_batch_size=4) as loader:
+            if state is not None:
+                loader.load_state_dict(state)
+            samples = loader.dataset.samples
+            first = loader.consumed_samples
+            extents = samples.locate(np.arange(first, first + 4 * steps))
+            found = []
+            for dataset, file, start in zip(
+                extents.dataset, extents.file, extents.start, strict=True
+            ):
+                found.append((samples.files[dataset][file].key, int(start)))
+            for _ in range(steps):
+                loader.take()
+            return found, loader.state_dict()
+
+    before, state = places(config, None, 5)
+    append(web, [put(made, f"{tmp_path}/web-b"), put(made, f"{tmp_path}/web-c")])
+    blend: Any = [(f"{web}@1", 0.5), (f"{web}@1..2", 0.5)]
+    grown = replace(config, phases=[PhaseConfig(first_sample=20, blend=blend)])
+    after, _ = places(grown, state, 10)
+    assert len(set(before + after)) == len(before + after), "nothing twice in an epoch"
+    assert {key.rpartition("/")[2] for key, _ in before} == {"web.bin", "web-a.bin"}
+    later = {key.rpartition("/")[2] for key, _ in after}
+    assert later == {"web.bin", "web-a.bin", "web-b.bin", "web-c.bin"}
+    assert IndexedDataset(f"{web}@1..2").shards == [f"{tmp_path}/web-b", f"{tmp_path}/web-c"]
+    assert IndexedDataset(f"{web}@0..1").shards == [f"{tmp_path}/web-a"]
+    with pytest.raises(ConfigError, match="nothing was appended from 2 to 2"):
+        IndexedDataset(f"{web}@2..2")
+    with pytest.raises(ObjectNotFoundError, match="no such version"):
+        IndexedDataset(f"{web}@2..9")
+
+
+def produce(
+    barrier: Any, prefix: str, names: list[str], storage: StorageConfig, errors: Any
+) -> None:
+    barrier.wait(WITHIN)
+    try:
+        for name in names:
+            append(prefix, [name], storage)
+    except BaseException as error:
+        errors.put(repr(error))
+        raise
+
+
+def produce_at_once(prefix: str, shares: list[list[str]], storage: StorageConfig) -> None:
+    context = multiprocessing.get_context("forkserver")
+    barrier = context.Barrier(len(shares))
+    errors = context.Queue()
+    producers = [
+        context.Process(target=produce, args=(barrier, prefix, names, storage, errors))
+        for names in shares
+    ]
+    for producer in producers:
+        producer.start()
+    for producer in producers:
+        producer.join(WITHIN)
+    assert [producer.exitcode for producer in producers] == [0] * len(shares), errors.get(timeout=1)
+
+
+@pytest.mark.parametrize("place", ["disk", "bucket"])
+def test_of_producers_at_the_same_moment_all_shards_are_in(
+    made: Path, tmp_path: Path, moto: S3, place: str
+) -> None:
+    root = str(tmp_path)
+    storage = StorageConfig()
+    if place == "bucket":
+        root = f"s3://{moto.new_bucket()}"
+        storage = StorageConfig(storage_options=moto.options, timeout=60)
+    web = put(made, f"{root}/web", storage)
+    shares = [
+        [put(made, f"{root}/web-{producer}-{number}", storage) for number in range(3)]
+        for producer in range(2)
+    ]
+    produce_at_once(web, shares, storage)
+    everything = [name for names in shares for name in names]
+    assert newest_version(web, storage) == len(everything)
+    check_versions(web, storage, [web, *everything])
+
+
+@settings(max_examples=25)
+@given(data=st.data())
+def test_any_interleaving_of_two_producers_loses_nothing(
+    data: st.DataObject, made: Path, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    """Each step of a producer (look, read, write) is let go by a drawn turn."""
+    root = tmp_path_factory.mktemp("turns")
+    web = put(made, f"{root}/web")
+    shares = [[put(made, f"{root}/web-{who}{n}") for n in range(2)] for who in "ab"]
+    turns = data.draw(st.lists(st.integers(0, 1), max_size=12))
+    from streammega.dataset import growing
+
+    lock = threading.Condition()
+    waiting: set[int] = set()
+    done: set[int] = set()
+    order = list(turns)
+    real = growing._put
+
+    def stepwise(url: str, *arguments: Any) -> bool:
+        """The write waits for its turn; other producers go on meanwhile."""
+        who = int(threading.current_thread().name)
+        with lock:
+            waiting.add(who)
+            lock.notify_all()
+            lock.wait_for(lambda: len(waiting | done) == 2, WITHIN)
+            if order and order[0] != who and len(waiting) == 2:
+                lock.wait_for(lambda: not order or order[0] == who or len(done) > 0, WITHIN)
+            if order:
+                order.pop(0)
+            written = real(url, *arguments)
+            waiting.discard(who)
+            lock.notify_all()
+            return written
+
+    def work(who: int) -> None:
+        try:
+            for name in shares[who]:
+                append(web, [name])
+        finally:
+            with lock:
+                done.add(who)
+                lock.notify_all()
+
+    patch = pytest.MonkeyPatch()
+    patch.setattr(growing, "_put", stepwise)
+    try:
+        threads = [threading.Thread(target=work, args=(who,), name=str(who)) for who in (0, 1)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(WITHIN)
+            assert not thread.is_alive()
+    finally:
+        patch.undo()
+    check_versions(web, StorageConfig(), [web, *shares[0], *shares[1]])
+
+
+def append_and_die(folder: str, event: int) -> None:
+    """Append, with SIGKILL at this event of the interpreter that has to do with the folder: opening,
+    linking, removing, listing.
+    """
+    seen = 0
+
+    def watch(name: str, arguments: tuple[Any, ...]) -> None:
+        nonlocal seen
+        if name not in ("open", "os.link", "os.remove", "os.rename", "os.scandir", "os.listdir"):
+            return
+        if not any(isinstance(item, str) and item.startswith(folder) for item in arguments):
+            return
+        if seen == event:
+            os.kill(os.getpid(), signal.SIGKILL)
+        seen += 1
+
+    sys.addaudithook(watch)
+    append(f"{folder}/web", [f"{folder}/web-a", f"{folder}/web-b"])
+
+
+def test_a_producer_that_is_killed_at_any_point_leaves_every_version_whole(
+    made: Path, tmp_path: Path
+) -> None:
+    context = multiprocessing.get_context("forkserver")
+    storage = StorageConfig()
+    for event in range(100):
+        folder = tmp_path / str(event)
+        web, first, second = (put(made, f"{folder}/{name}") for name in ("web", "web-a", "web-b"))
+        producer = context.Process(target=append_and_die, args=(str(folder), event))
+        producer.start()
+        producer.join(WITHIN)
+        assert producer.exitcode in (0, -signal.SIGKILL)
+        number = newest_version(web, storage)
+        check_versions(web, storage, [web, first, second] if number else [web])
+        assert orphans(web) == ([] if number else [first, second])
+        append(web, [first, second])
+        check_versions(web, storage, [web, first, second])
+        assert newest_version(web, storage) == 1
+        if producer.exitcode == 0:
+            break
+        shutil.rmtree(folder)
+    assert producer.exitcode == 0, "it was killed at every point, and then at none"
+    assert event > 5
+
+
+@pytest.mark.parametrize("transport", ["obstore", "fsspec"])
+def test_versions_in_a_bucket(made: Path, moto: S3, transport: Any) -> None:
+    storage = StorageConfig(transport=transport, storage_options=moto.options, timeout=60)
+    root = f"s3://{moto.new_bucket()}"
+    web, first = (put(made, f"{root}/{name}", storage) for name in ("web", "web-a"))
+    assert append(web, [first], storage).number == 1
+    assert append(web, [first], storage).number == 1
+    assert IndexedDataset(f"{web}@1", storage).shards == [web, first]
+    with pytest.raises(ObjectNotFoundError, match=r"the newest is .*web@1"):
+        IndexedDataset(f"{web}@2", storage)
+    name = put(made, f"{root}/web@5", storage)
+    assert IndexedDataset(name, storage).shards == [name]
+
+
+def test_a_server_that_does_not_keep_conditions_is_told(
+    made: Path, moto: S3, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from streammega.storage.backends.obstore_store import ObstoreStore
+
+    storage = StorageConfig(storage_options=moto.options, timeout=60)
+    root = f"s3://{moto.new_bucket()}"
+    web, first = (put(made, f"{root}/{name}", storage) for name in ("web", "web-a"))
+
+    def writes_over(self: ObstoreStore, key: str, data: bytes) -> bool:
+        writer = self.open_writer(key)
+        writer.write(data)
+        writer.commit()
+        return True
+
+    monkeypatch.setattr(ObstoreStore, "create", writes_over)
+    with pytest.raises(StorageError, match=r"writes over what is there.*--alone"):
+        append(web, [first], storage)
+    assert newest_version(web, storage) == 0
+    assert append(web, [first], storage, alone=True).number == 1
+
+
+def test_a_lost_answer_appends_once(
+    made: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from streammega.dataset import growing
+
+    web, first = (put(made, f"{tmp_path}/{name}") for name in ("web", "web-a"))
+    real = growing._put
+
+    def lost(*arguments: Any) -> bool:
+        real(*arguments)
+        return False  # as of a request that was sent again, and met its own object
+
+    monkeypatch.setattr(growing, "_put", lost)
+    assert append(web, [first]).number == 1
+    check_versions(web, StorageConfig(), [web, first])
+
+
+def test_of_many_that_create_a_local_file_one_does(tmp_path: Path) -> None:
+    store, key = open_store(f"{tmp_path}/made", StorageConfig())
+    made: list[int] = []
+    barrier = threading.Barrier(8)
+
+    def work(number: int) -> None:
+        barrier.wait(WITHIN)
+        if create_object(store, key, f"{number}".encode() * 1000):
+            made.append(number)
+
+    threads = [threading.Thread(target=work, args=(number,)) for number in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(WITHIN)
+    (winner,) = made
+    assert Path(key).read_bytes() == f"{winner}".encode() * 1000
+    assert [path.name for path in tmp_path.iterdir()] == ["made"]
+
+
+def test_producers_append_by_the_command_line(made: Path, tmp_path: Path) -> None:
+    web = put(made, f"{tmp_path}/web")
+    put(made, f"{tmp_path}/web-b")
+
+    def run(*arguments: str) -> str:
+        result = CliRunner().invoke(app, arguments)
+        assert result.exit_code == 0, result.output
+        return result.output
+
+    source = str(made / "in.jsonl")
+    said = run("convert", source, f"{tmp_path}/web-a", "--tokenizer", "bytes", "--append-to", web)
+    assert f"{web}@1: 2 shards, 40 documents" in said
+    said = run("versions", web)
+    assert f"{web}@0  1 shards, 20 documents" in said
+    assert f"in no version: {tmp_path}/web-b" in said
+    assert "@2: 3 shards" in run("append", web, f"{tmp_path}/web-b")
+    assert "had all of it already" in run("append", web, f"{tmp_path}/web-b")
+    assert "in no version" not in run("versions", web)
+    elsewhere = f"{tmp_path}/other/web-c"
+    result = CliRunner().invoke(
+        app, ["convert", source, elsewhere, "--tokenizer", "bytes", "--append-to", web]
+    )
+    assert isinstance(result.exception, ConfigError)
+    assert not Path(elsewhere + ".idx").exists(), "before anything is converted"
