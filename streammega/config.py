@@ -233,18 +233,29 @@ class PhaseConfig:
     """
     global_batch_size: int | None = None
     """Samples of one optimizer step over all ranks."""
+    sequence_length: int | None = None
+    """Tokens of a sample. Datasets that were drawn from with another one are named in `restart`."""
+    lanes: int | None = None
+    """Lanes, a multiple of the global batch. As of `sequence_length`."""
+    restart: Sequence[str] = ()
+    """Prefixes of the blend that begin a new epoch here. What is left of the one before is passed
+    over.
+    """
 
     def __repr__(self) -> str:
         return redacted_repr(self)
 
     def __post_init__(self) -> None:
-        set_whole_numbers(self, ("first_sample", "global_batch_size"))
-        for name in ("first_sample", "global_batch_size"):
+        names = ("first_sample", "global_batch_size", "sequence_length", "lanes")
+        set_whole_numbers(self, names)
+        for name in names:
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise ConfigError(f"{name} of a phase is {value}; it must be at least 1")
         if self.blend is not None:
             parse_blend(self.blend)
+        if isinstance(self.restart, str):
+            raise ConfigError(f"restart is {self.restart!r}; it must be a list of prefixes")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -376,6 +387,11 @@ class DataConfig(FieldsConfig):
     def phases_of(self, split: str) -> Sequence[PhaseConfig]:
         """The later phases of a split: training alone has any, so that validation stays the same."""
         return self.phases if split == "train" else ()
+
+    def lengths_of(self, split: str) -> set[int]:
+        """Tokens of a sample, over all phases of a split."""
+        lengths = [phase.sequence_length for phase in self.phases_of(split)]
+        return {self.sequence_length, *(length for length in lengths if length is not None)}
 
     def batch_changes(self, split: str) -> list[tuple[int, int | None]]:
         """(first sample, global batch size or None) of each later phase of a split."""

@@ -12,6 +12,7 @@ What the arrays hold that describe an order; all int64 but `fractions`:
     fractions [segments, nodes] uint64   of the draws at a node, how many go left; 2**-44ths
     bases [segments, lanes, datasets]    draws of a lane from a dataset before the segment
     numbers [datasets]                   the number of a dataset in keys: the same in every phase
+    epochs [datasets]                    the number in keys of the epoch that draws begin with
     sizes [datasets]                     samples of one epoch
     blocks_of [datasets]                 samples of a block
     groups [datasets]                    lanes that share a run
@@ -313,7 +314,9 @@ def _short_slot(d, epoch, key, blocks, epoch_of, short_slots):
 
 
 @numba.njit(inline="always")
-def _place_of(lane, d, number, draw, lanes, key, size, block, group, epoch_of, short_slots):
+def _place_of(
+    lane, d, number, first_epoch, draw, lanes, key, size, block, group, epoch_of, short_slots
+):
     """(epoch's key, epoch, sample of the dataset, first sample and samples of its piece, draws left
     of it with this one).
 
@@ -324,7 +327,7 @@ def _place_of(lane, d, number, draw, lanes, key, size, block, group, epoch_of, s
     run = lane // group
     run_start, run_length = run_bounds(run, lanes, group, size)
     place = draw * group + lane % group
-    epoch = place // run_length
+    epoch = first_epoch + place // run_length
     place = place % run_length
     dataset_key = keyed(key, BLOCKS, number, epoch)
     short = _short_slot(d, epoch, dataset_key, blocks, epoch_of, short_slots)
@@ -356,7 +359,7 @@ def start_of(dataset_key, part, d, firsts, starts, slacks):
 
 @kernel
 def locate_stream(
-    samples, lanes, key, segment, rows, fractions, bases, numbers, sizes, blocks_of, groups,
+    samples, lanes, key, segment, rows, fractions, bases, numbers, epochs, sizes, blocks_of, groups,
     firsts, files, starts, slacks, before, length, width, dataset, file, start, stop,
 ) -> None:  # fmt: skip
     """Fill dataset, file, start and stop (in tokens) [n] of samples [n]."""
@@ -366,7 +369,7 @@ def locate_stream(
     for i in range(len(samples)):
         lane, d, draw = _draw_of(samples[i], lanes, key, segment, rows, fractions, bases, num)
         dataset_key, _, sample, _, _, _ = _place_of(
-            lane, d, numbers[d], draw, lanes, key, sizes[d], blocks_of[d], groups[d],
+            lane, d, numbers[d], epochs[d], draw, lanes, key, sizes[d], blocks_of[d], groups[d],
             epoch_of, short_slots,
         )  # fmt: skip
         part = _part_of(sample, d, firsts, before)
@@ -382,7 +385,7 @@ def locate_stream(
 
 @kernel
 def follow_pieces(
-    samples, lanes, key, segment, rows, fractions, bases, numbers, sizes, blocks_of, groups,
+    samples, lanes, key, segment, rows, fractions, bases, numbers, epochs, sizes, blocks_of, groups,
     firsts, before, length, width, itemsizes, whole, local, open_piece, open_epoch, open_slot, open_left, free,
     slot, offset, new_dataset, new_epoch, new_first, new_count, new_uses, new_row,
 ):  # fmt: skip
@@ -408,7 +411,7 @@ def follow_pieces(
         if not whole[d]:
             continue
         _, epoch, sample, first, count, left = _place_of(
-            lane, d, numbers[d], draw, lanes, key, sizes[d], blocks_of[d], groups[d],
+            lane, d, numbers[d], epochs[d], draw, lanes, key, sizes[d], blocks_of[d], groups[d],
             epoch_of, short_slots,
         )  # fmt: skip
         mine = local[lane]

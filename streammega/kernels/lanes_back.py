@@ -160,7 +160,7 @@ def _draw_of_sample(sample, epoch, dataset_key, short_slot, lanes, size, block, 
 
 @kernel
 def read_by(
-    d, number, file, token_start, token_stop, first_epoch, last_epoch, end, lanes, key, segment,
+    d, number, epochs_before, file, token_start, token_stop, first_epoch, last_epoch, end, lanes, key, segment,
     rows, fractions, bases, size, block, group, firsts, files, starts, slacks, before, ends, length, width,
     sample, start, stop,
 ):  # fmt: skip
@@ -168,14 +168,15 @@ def read_by(
     [token_start, token_stop) of a file in the epochs [first_epoch, last_epoch), and with which of
     those tokens; returns how many they are, however many have room.
 
-    number, size, block, group: of dataset d. Samples come by epoch, then by their place in the
+    number, size, block, group: of dataset d, whose draws begin with epoch `epochs_before`, from
+    which epochs count here. Samples come by epoch, then by their place in the
     file, and count from the first of the phase, as `end` does.
     """
     found = 0
     room = len(sample)
     blocks = (size + block - 1) // block
     for epoch in range(first_epoch, last_epoch):
-        dataset_key = keyed(key, BLOCKS, number, epoch)
+        dataset_key = keyed(key, BLOCKS, number, epochs_before + epoch)
         short_slot = permute_back(blocks - 1, blocks, dataset_key)
         for part in range(firsts[d], firsts[d + 1]):
             if files[part] != file:

@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 
 from streammega.order.balance import balanced_places
 from streammega.samples.attention_costs import attention_costs
+from streammega.samples.phases import source_at
 from streammega.samples.source import SampleSource
 
 Integers = NDArray[np.int64]
@@ -43,7 +44,7 @@ class BalancedBatches:
 
     def _dealt(self, first: int, size: int) -> Integers:
         sample_ids = np.arange(first, first + size, dtype=np.int64)
-        costs = attention_costs(self.samples, sample_ids)
+        costs = attention_costs(source_at(self.samples, first), sample_ids)
         return first + balanced_places(costs, self.micro_batch_size, self.dp_size)
 
     def __getstate__(self) -> dict[str, Any]:

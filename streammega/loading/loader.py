@@ -23,8 +23,10 @@ from streammega.loading.iteration import Iteration
 from streammega.loading.kept_parts import WHOLE, KeptParts
 from streammega.loading.prometheus import MetricsServer
 from streammega.loading.stats import Stats
+from streammega.loading.steps import MicroSteps
 from streammega.order.rank_samples import zigzag_bounds
 from streammega.samples.fields import Batch
+from streammega.samples.phases import source_at
 from streammega.samples.source import all_files
 from streammega.samples.token_file import has_modes
 
@@ -121,7 +123,9 @@ class StreamLoader:
             )
         self.ids_only = ids_only
         self.evaluation = split != "train" if evaluation is None else evaluation
-        self._kept = _kept_parts(config.sequence_length, cp_rank, cp_size)
+        self._cp = (cp_rank, cp_size)
+        for length in config.lengths_of(split):
+            _ = _kept_parts(length, cp_rank, cp_size)  # that there are such parts
         self._prefetch = prefetch
         self._pinned = pin_memory
         self._log_every = log_every
@@ -211,9 +215,10 @@ class StreamLoader:
     @property
     def bounds(self) -> Sequence[tuple[int, int]]:
         """The tokens [start, stop) of each sample that are read, with the token after them; empty:
-        all of it.
+        all of it. Of the phase that the cursor is in.
         """
-        return self._kept.bounds
+        samples = source_at(self.dataset.samples, self.consumed_samples)
+        return _kept_parts(samples.config.sequence_length, *self._cp).bounds
 
     @cached_property
     def ids_dtype(self) -> np.dtype[Any]:
@@ -275,11 +280,11 @@ class StreamLoader:
         """Iterate from the cursor on."""
         self._following = None
         make_engine = partial(
-            Engine,
+            _engine_of,
+            self._cp,
             ahead=self._prefetch,
             stats=self._stats,
             ids_only=self.ids_only,
-            kept=self._kept,
             pinned=self._pinned,
         )
         batches = _batches(
@@ -356,6 +361,14 @@ def _batches(
                     if global_batches % log_every == 0:
                         line = engine.stats.line()
                         log.info("%s: sample %d; %s", dataset.split, dataset.consumed_samples, line)
+
+
+def _engine_of(
+    context_rank: tuple[int, int], steps: MicroSteps, positions: Iterator[int], **options: Any
+) -> Engine:
+    """What reads one phase, of each sample what a context-parallel rank (rank, size) keeps."""
+    kept = _kept_parts(steps.config.sequence_length, *context_rank)
+    return Engine(steps, positions, kept=kept, **options)
 
 
 def _on_device(engine: Engine, device: torch.device | None) -> Iterator[tuple[int, Batch]]:

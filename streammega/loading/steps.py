@@ -25,7 +25,7 @@ from streammega.order.cursor import make_state
 from streammega.order.rank_samples import check_resume, every_nth, rank_samples
 from streammega.samples.fields import Batch
 from streammega.samples.lanes import StreamSource
-from streammega.samples.phases import PhasedSource
+from streammega.samples.phases import PhasedSource, source_at
 from streammega.samples.source import SampleSource, sample_fields
 
 _IN_LANES = (StreamSource, PhasedSource)
@@ -120,7 +120,8 @@ class MicroSteps:
 
     def batch(self, consumed: int) -> Batch:
         """This rank's micro-batch in the micro-step at `consumed`: a pure function of it."""
-        return sample_fields(self.samples, self.sample_ids(consumed), bounds=True)
+        samples = source_at(self.samples, consumed)
+        return sample_fields(samples, self.sample_ids(consumed), bounds=True)
 
     def parts(self, start: int) -> Iterator[range]:
         """The micro-steps from `start` on, as ranges between the skipped samples."""
@@ -154,7 +155,8 @@ class MicroSteps:
         for phase, positions_of_phase in itertools.groupby(positions, samples.phase_at):
             source = samples.phases[phase]
             begin = max(start, source.order.first_sample)
-            yield replace(self, samples=source), positions_of_phase, begin
+            steps = replace(self, samples=source, config=source.config)
+            yield steps, positions_of_phase, begin
 
     def after(self, start: int, num_batches: int) -> int:
         """The position after so many micro-batches from `start`.

@@ -79,6 +79,7 @@ class OpenPieces:
             order.lanes,
             *order.drawing,
             order.dataset_numbers,
+            order.first_epochs,
             geometry.sizes,
             geometry.blocks,
             geometry.groups,

@@ -89,7 +89,8 @@ class StreamOrder:
     segment starts at the next whole row. Weights are relative; a segment may give a dataset none.
     Of a phase: `first_sample`, where it begins; `earlier`, the orders of the phases before it, in
     whose place it goes on; `numbers`, the number of each dataset over all phases, in the order in
-    which they first appear (None: 0, 1, ...).
+    which they first appear (None: 0, 1, ...); `restart`, numbers of those that begin a new epoch
+    here, however far they were.
     """
 
     datasets: Sequence[StreamDataset]
@@ -102,6 +103,7 @@ class StreamOrder:
     first_sample: int = 0
     numbers: Sequence[int] | None = None
     earlier: Sequence[StreamOrder] = ()
+    restart: frozenset[int] = frozenset()
 
     @property
     def width(self) -> int:
@@ -124,6 +126,7 @@ class StreamOrder:
             self.lanes,
             *self.drawing,
             self.dataset_numbers,
+            self.first_epochs,
             geometry.sizes,
             geometry.blocks,
             geometry.groups,
@@ -187,9 +190,28 @@ class StreamOrder:
         """Raise ConfigError if a dataset holds no sample."""
         _ = self.geometry
 
+    def check_goes_on(self) -> None:
+        """Raise ConfigError if a dataset goes on in samples or lanes that are others than those in
+        which it was drawn: what they have left is not theirs.
+        """
+        for number in self.dataset_numbers.tolist():
+            former = self._former(number)
+            if former is None or number in self.restart:
+                continue
+            order = self.earlier[former[0]]
+            for name in ("sequence_length", "lanes"):
+                was = getattr(order, name)
+                now = getattr(self, name)
+                if now != was:
+                    raise ConfigError(
+                        f"{name} is {now}, and dataset {number} was drawn with {was}: what its "
+                        f"epoch has left is cut for that. Name it in `restart`, so that it begins "
+                        f"a new epoch, or keep {name}"
+                    )
+
     def counts(self, num_samples: int) -> Integers:
-        """Samples that the first `num_samples` of this phase, and those of the phases before it,
-        take from each dataset in each lane, int64 [lanes, datasets].
+        """Samples that the first `num_samples` of this phase, and those of the phases before it
+        since a dataset began anew, take from each dataset in each lane, int64 [lanes, datasets].
 
         In closed form: no sample is located.
         """
@@ -240,16 +262,73 @@ class StreamOrder:
         return bases
 
     def _draws_before_phase(self) -> Integers:
-        """Draws of each lane from each dataset in the phases before, [lanes, datasets]."""
+        """Draws of each lane from each dataset in the phases before, since it began anew, [lanes,
+        datasets].
+        """
         draws = np.zeros((self.lanes, len(self.datasets)), np.int64)
-        ends = [order.first_sample for order in (*self.earlier[1:], self)]
-        for order, end in zip(self.earlier, ends, strict=False):
-            numbers, here, there = np.intersect1d(
-                self.dataset_numbers, order.dataset_numbers, return_indices=True
-            )
-            if len(numbers):
-                draws[:, here] += order.own_counts(end - order.first_sample)[:, there]
+        for number, (order, end) in enumerate(zip(self.earlier, self._ends, strict=True)):
+            goes_on = np.flatnonzero(self._begun_in <= number)
+            numbers = self.dataset_numbers[goes_on]
+            _, here, there = np.intersect1d(numbers, order.dataset_numbers, return_indices=True)
+            if len(here):
+                counts = order.own_counts(end - order.first_sample)
+                draws[:, goes_on[here]] += counts[:, there]
         return draws
+
+    @property
+    def _ends(self) -> list[int]:
+        """The end of each earlier phase."""
+        return [order.first_sample for order in (*self.earlier, self)][1:]
+
+    @cached_property
+    def _begun_in(self) -> Integers:
+        """The number of the phase in which each dataset began, or began anew; int64 [datasets]."""
+        begun = np.full(len(self.datasets), len(self.earlier), np.int64)
+        for column, number in enumerate(self.dataset_numbers.tolist()):
+            former = self._former(number)
+            if former is not None and number not in self.restart:
+                phase, place = former
+                begun[column] = self.earlier[phase]._begun_in[place]
+        return begun
+
+    @cached_property
+    def first_epochs(self) -> Integers:
+        """The number in keys of the first epoch of each dataset since it began anew: those of the
+        epochs before are not used again. int64 [datasets].
+        """
+        first = np.zeros(len(self.datasets), np.int64)
+        for column, number in enumerate(self.dataset_numbers.tolist()):
+            former = self._former(number)
+            if former is None:
+                continue
+            phase, place = former
+            order = self.earlier[phase]
+            first[column] = order.first_epochs[place]
+            if number in self.restart:
+                draws = order.counts(self._ends[phase] - order.first_sample)[:, place]
+                first[column] += order.epochs_of(draws, place)
+        return first
+
+    def epochs_of(self, draws: Integers, dataset: int) -> int:
+        """How many epochs of a dataset have begun when each lane has made `draws`, int64 [lanes]."""
+        lanes = self.lanes
+        group = int(self.geometry.groups[dataset])
+        size = int(self.sizes[dataset])
+        lane = np.arange(lanes)
+        last = np.where(draws > 0, (draws - 1) * group + lane % group, -1)
+        runs = last.reshape(-1, group).max(axis=1)
+        # as `run_bounds` of the kernels: the lanes of a run have its samples in equal shares
+        first_lanes = np.arange(0, lanes + 1, group)
+        starts = first_lanes * (size // lanes) + np.minimum(size % lanes, first_lanes)
+        return int((runs // np.diff(starts)).max()) + 1
+
+    def _former(self, number: int) -> tuple[int, int] | None:
+        """(phase, place in it) of a dataset in the last phase before that has it."""
+        for phase in range(len(self.earlier) - 1, -1, -1):
+            places = np.flatnonzero(self.earlier[phase].dataset_numbers == number)
+            if len(places):
+                return phase, int(places[0])
+        return None
 
     def _draws_of_rows(self, rows: int) -> Integers:
         """What the first rows of this phase take from each dataset in each lane, without the

@@ -19,6 +19,7 @@ from functools import cached_property
 import numpy as np
 from numpy.typing import NDArray
 
+from streammega.errors import ConfigError
 from streammega.order.extents import Extents, merge_extents
 from streammega.order.lanes import StreamDataset, StreamOrder
 
@@ -30,12 +31,16 @@ class LaterPhase:
     """What holds from global sample `first_sample` on.
 
     numbers: which datasets it draws from, by their places in the order in which they first appear.
+    restart: those of them that begin a new epoch. sequence_length, lanes: None, as before.
     """
 
     first_sample: int
     numbers: Sequence[int]
     datasets: Sequence[StreamDataset]
     weights: Sequence[float]
+    restart: frozenset[int] = frozenset()
+    sequence_length: int | None = None
+    lanes: int | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,19 +76,29 @@ class PhasedOrder:
 
 
 def phased_order(first: StreamOrder, later: Sequence[LaterPhase]) -> PhasedOrder:
-    """The order of a first phase and those that follow it. Raises ConfigError, of `check`, for a
-    dataset that holds no sample.
+    """The order of a first phase and those that follow it.
+
+    Raises ConfigError for a dataset that holds no sample, or that goes on though samples or lanes
+    are others.
     """
     phases = [first]
     for phase in later:
+        before = phases[-1]
         order = replace(
             first,
             datasets=phase.datasets,
             schedule=[(phase.first_sample, phase.weights)],
+            sequence_length=phase.sequence_length or before.sequence_length,
+            lanes=phase.lanes or before.lanes,
             first_sample=phase.first_sample,
             numbers=phase.numbers,
             earlier=tuple(phases),
+            restart=phase.restart,
         )
-        order.check()
+        try:
+            order.check()
+            order.check_goes_on()
+        except ConfigError as error:
+            raise ConfigError(f"phase {len(phases)}: {error}") from None
         phases.append(order)
     return PhasedOrder(phases=phases)

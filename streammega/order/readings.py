@@ -70,18 +70,11 @@ def phased_readings(
 
 
 def num_epochs(order: StreamOrder, dataset: int, end: int) -> int:
-    """How many epochs of a dataset have begun before sample `end`; of one that is not drawn, 0."""
-    lanes = order.lanes
+    """How many epochs of a dataset have begun before sample `end`, since it began anew; of one that
+    is not drawn, 0.
+    """
     draws = order.counts(max(0, end - order.first_sample))[:, dataset]
-    group = int(order.geometry.groups[dataset])
-    size = int(order.sizes[dataset])
-    lane = np.arange(lanes)
-    last = np.where(draws > 0, (draws - 1) * group + lane % group, -1)
-    runs = last.reshape(-1, group).max(axis=1)
-    # as `run_bounds` of the kernels: the lanes of a run have its samples in equal shares
-    first_lanes = np.arange(0, lanes + 1, group)
-    starts = first_lanes * (size // lanes) + np.minimum(size % lanes, first_lanes)
-    return int((runs // np.diff(starts)).max()) + 1
+    return order.epochs_of(draws, dataset)
 
 
 def _read_in(
@@ -101,6 +94,7 @@ def _read_in(
         readings = read_by(
             dataset,
             order.dataset_numbers[dataset],
+            order.first_epochs[dataset],
             *tokens,
             *epochs,
             end - order.first_sample,

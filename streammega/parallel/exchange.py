@@ -77,6 +77,11 @@ class Exchange:
                 "leave out prefetch_to"
             )
         config = loader.dataset.config
+        if len(config.lengths_of(loader.dataset.split)) > 1:
+            raise ConfigError(
+                "get_batch sends messages of one size, and sequence_length changes in a phase: "
+                "use StreamLoader by itself, or begin a run of its own from there"
+            )
         self._loader = loader
         self._config = config
         self._device = device

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from streammega.config import DataConfig, parse_blend
+from streammega.config import DataConfig, PhaseConfig, parse_blend
 from streammega.errors import ConfigError
+from streammega.errors.redaction import redact_urls
 from streammega.order import Extents
 from streammega.order.folded import PHASES
 from streammega.order.lanes import StreamOrder, default_lanes
@@ -28,6 +29,7 @@ from streammega.samples.lanes import (
     shares_of,
     weights_of,
 )
+from streammega.samples.source import SampleSource
 from streammega.samples.token_file import TokenFile
 
 Name = tuple[str, int]
@@ -53,7 +55,7 @@ class PhasedSource:
         self._opened = open_datasets(prefixes, shares, split, config)
         self.files: Sequence[Sequence[TokenFile]] = [dataset.files for dataset in self._opened]
         lanes = config.lanes or default_lanes(global_batch_size)
-        _check_batches(config, lanes)
+        _check_batches(config, lanes, global_batch_size)
         self._take_lanes(lanes)
 
     @property
@@ -96,7 +98,10 @@ class PhasedSource:
     def _take_lanes(self, lanes: int) -> None:
         self.order: PhasedOrder = self._order_in(lanes)
         self.phases = [
-            LaneSource(self.config, self.split, self.files, order) for order in self.order.phases
+            LaneSource(
+                _with_length(self.config, order.sequence_length), self.split, self.files, order
+            )
+            for order in self.order.phases
         ]
 
     def _order_in(self, lanes: int) -> PhasedOrder:
@@ -107,14 +112,20 @@ class PhasedSource:
         datasets = [dataset.parts for dataset in opened]
         first = first_order(config, self.split, datasets, first_blend.weights, lanes)
         later = []
-        for blend in self._blends[1:]:
+        length = config.sequence_length
+        for phase, blend in zip(config.phases, self._blends[1:], strict=True):
+            length = phase.sequence_length or length
             datasets = [dataset.parts for dataset in self._datasets_of(blend)]
+            restart = [self._number_of[name] for name in blend.names if name[0] in phase.restart]
             later.append(
                 LaterPhase(
                     first_sample=blend.first_sample,
                     numbers=[self._number_of[name] for name in blend.names],
                     datasets=datasets,
-                    weights=weights_of(config, datasets, blend.weights),
+                    weights=weights_of(_with_length(config, length), datasets, blend.weights),
+                    restart=frozenset(restart),
+                    sequence_length=length,
+                    lanes=phase.lanes,
                 )
             )
         return phased_order(first, later)
@@ -142,12 +153,13 @@ def _blends_of(config: DataConfig, split: str) -> list[_PhaseBlend]:
     first = blend_of(config, split)
     blend = _PhaseBlend(first_sample=0, names=_names(first.prefixes), weights=first.weights)
     blends = [blend]
-    for phase in config.phases_of(split):
+    for number, phase in enumerate(config.phases_of(split), 1):
         names = blends[-1].names
         weights = blends[-1].weights
         if phase.blend is not None:
             prefixes, weights = parse_blend(phase.blend)
             names = _names(prefixes)
+        _check_restart(number, phase, names, blends)
         blends.append(_PhaseBlend(first_sample=phase.first_sample, names=names, weights=weights))
     return blends
 
@@ -168,24 +180,58 @@ def _numbers(blends: Sequence[_PhaseBlend]) -> dict[Name, int]:
     return {name: number for number, name in enumerate(names)}
 
 
-def _check_batches(config: DataConfig, lanes: int) -> None:
-    """Raise ConfigError where the global batch of a phase does not divide the lanes: ranks would
+def _check_restart(
+    number: int, phase: PhaseConfig, names: Sequence[Name], before: Sequence[_PhaseBlend]
+) -> None:
+    """Raise ConfigError for a prefix to begin anew that the phase does not draw from, or that no
+    phase before it did.
+    """
+    here = {prefix for prefix, _ in names}
+    drawn = {prefix for blend in before for prefix, _ in blend.names}
+    for prefix in phase.restart:
+        if prefix not in here or prefix not in drawn:
+            where = "in its blend" if prefix not in here else "in a phase before it"
+            raise ConfigError(
+                f"phase {number}: restart names {redact_urls(prefix)}, which is not {where}; "
+                "leave it out"
+            )
+
+
+def _with_length(config: DataConfig, sequence_length: int) -> DataConfig:
+    """The config of a phase whose samples are so long."""
+    if sequence_length == config.sequence_length:
+        return config
+    return replace(config, sequence_length=sequence_length)
+
+
+def _check_batches(config: DataConfig, lanes: int, global_batch_size: int) -> None:
+    """Raise ConfigError where the global batch of a phase does not divide its lanes: ranks would
     share them.
     """
+    size = global_batch_size
     for number, phase in enumerate(config.phases, 1):
-        if phase.global_batch_size is not None and lanes % phase.global_batch_size:
+        size = phase.global_batch_size or size
+        lanes = phase.lanes or lanes
+        if lanes % size:
             raise ConfigError(
-                f"phase {number}: global_batch_size {phase.global_batch_size} does not divide the "
-                f"{lanes} lanes of the run; take one that does, or begin the run with `lanes` that "
-                "every batch size divides"
+                f"phase {number}: global_batch_size {size} does not divide its {lanes} lanes; take "
+                "one that does, or begin the run with `lanes` that every batch size divides"
             )
+
+
+def source_at(source: SampleSource, sample: int) -> SampleSource:
+    """What a sample is drawn from: of several phases, that of its own."""
+    if isinstance(source, PhasedSource):
+        return source.phases[source.phase_at(sample)]
+    return source
 
 
 def _identity_of(order: StreamOrder) -> dict[str, Any]:
     """What defines a later phase: each of its datasets is "number:digest*share"."""
     _, weights = order.schedule[0]
     datasets = zip(order.dataset_numbers.tolist(), order.datasets, shares_of(weights), strict=True)
-    return {
+    restart = {"restart": sorted(order.restart)} if order.restart else {}
+    return restart | {
         "first_sample": order.first_sample,
         "sequence_length": order.sequence_length,
         "lanes": order.lanes,

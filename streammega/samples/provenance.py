@@ -27,7 +27,7 @@ from streammega.samples.blended import BlendedDataset
 from streammega.samples.gpt import GPTDataset
 from streammega.samples.lanes import StreamSource
 from streammega.samples.open import locate_checked, open_source
-from streammega.samples.phases import PhasedSource, prefixes_of
+from streammega.samples.phases import PhasedSource, prefixes_of, source_at
 from streammega.samples.read import Ids
 from streammega.samples.source import SampleSource, read_samples
 from streammega.samples.split_blend import split_blend
@@ -135,7 +135,9 @@ class Provenance:
         read.
         """
         ids = np.asarray(sample_ids, np.int64).reshape(-1)
-        return read_samples(self.source, ids)
+        if not isinstance(self.source, PhasedSource):
+            return read_samples(self.source, ids)
+        return _read_phases(self.source, ids)
 
     def find(self, name: str, number: int) -> list[DocumentName]:
         """The documents of that number in a dataset or shard: by the name of a dataset, numbered
@@ -312,6 +314,22 @@ class Provenance:
         global_samples = np.array([of_blend.get(own, end) for own in samples.tolist()], np.int64)
         kept = global_samples < end
         return global_samples[kept], kept
+
+
+def _read_phases(source: PhasedSource, ids: Integers) -> tuple[Ids, Integers]:
+    """Token ids of samples of several phases, as wide as the longest, and how many each has."""
+    parts = [
+        read_samples(source_at(source, sample), ids[at : at + 1])
+        for at, sample in enumerate(ids.tolist())
+    ]
+    widest = max((tokens.shape[1] for tokens, _ in parts), default=0)
+    dtypes = [tokens.dtype for tokens, _ in parts]
+    found = np.zeros((len(ids), widest), np.result_type(*dtypes) if dtypes else np.int64)
+    valid = np.zeros(len(ids), np.int64)
+    for at, (tokens, count) in enumerate(parts):
+        found[at, : tokens.shape[1]] = tokens[0]
+        valid[at] = count[0]
+    return found, valid
 
 
 def _as_readings(columns: Sequence[Integers]) -> list[DocumentReading]:

@@ -54,12 +54,8 @@ def config_of(root: str | Path, **options: Any) -> DataConfig:
         ),
     ]
     settings: dict[str, Any] = {"lanes": 48, "block_bytes": 256, "phases": phases} | options
-    return DataConfig(
-        blend=[(f"{root}/web", 0.6), (f"{root}/code", 0.4)],
-        sequence_length=LENGTH,
-        order="stream",
-        **settings,
-    )
+    blend = settings.pop("blend", [(f"{root}/web", 0.6), (f"{root}/code", 0.4)])
+    return DataConfig(blend=blend, sequence_length=LENGTH, order="stream", **settings)
 
 
 def read(
@@ -169,7 +165,117 @@ def test_pieces_are_fetched_whole_in_every_phase(
     config = config_of(remote.url, index_cache_dir=tmp_path)
     found, _ = read(config, 4, 3, END)
     assert found == wanted
-    assert read(config, 2, 6, END, ids_only=False)[0] == wanted
+
+
+# --- samples of another length ---
+
+
+def longer(root: str | Path, **options: Any) -> DataConfig:
+    """Web, then math in samples twice as long and fewer lanes, then web again in the first shape,
+    where it was, while math goes on with its epoch.
+    """
+    phases = [
+        PhaseConfig(first_sample=240, blend=[f"{root}/math"], sequence_length=32, lanes=24),
+        PhaseConfig(
+            first_sample=360,
+            blend=[(f"{root}/web", 0.5), (f"{root}/math", 0.5)],
+            sequence_length=32,
+            restart=[f"{root}/web"],
+            global_batch_size=12,
+        ),
+    ]
+    return config_of(root, blend=[f"{root}/web"], phases=phases, **options)
+
+
+def test_samples_are_longer_from_a_phase_on(data: Path, remote: Any, tmp_path: Path) -> None:
+    """On any ranks, from object storage too, and resumed on both sides of the change."""
+    config = longer(data)
+    found = streammega.locate(config, np.arange(480), global_batch_size=BATCH)
+    # numbered by first appearance: web, math
+    files = [np.fromfile(f"{data}/{name}.bin", np.uint16) for name in ("web", "math")]
+    wanted = {}
+    runs = zip(found.dataset.tolist(), found.start.tolist(), (found.stop - 1).tolist(), strict=True)
+    for sample, (dataset, start, stop) in enumerate(runs):
+        assert stop - start == (16 if sample < 240 else 32)
+        wanted[sample] = files[dataset][start:stop].astype(np.int64).tobytes()
+    assert read(config, 2, 6, 480)[0] == wanted
+    assert read(longer(remote.url, index_cache_dir=tmp_path), 2, 6, 480)[0] == wanted
+    for stop in (240, 264):
+        first, state = read(config, 1, 12, stop)
+        second, _ = read(config, 2, 3, 480, state)
+        assert first | second == wanted
+
+
+def test_context_ranks_keep_their_parts_of_longer_samples(data: Path) -> None:
+    config = longer(data)
+    sizes: dict[str, Any] = {
+        "micro_batch_size": 4,
+        "global_batch_size": BATCH,
+        "ids_only": True,
+    }
+    with StreamLoader(config, **sizes) as whole, StreamLoader(config, **sizes, cp_size=2) as part:
+        for position, length in ((216, 16), (240, 32)):
+            for loader in (whole, part):
+                loader.seek(position)
+            assert part.bounds == [(0, length // 4 + 1), (length * 3 // 4, length + 1)]
+            samples = whole.take()["ids"]
+            kept = part.take()["ids"].view(4, 2, -1)
+            for number, (start, stop) in enumerate(part.bounds):
+                assert (kept[:, number] == samples[:, start:stop]).all()
+
+
+def test_a_longer_sample_is_batched_and_traced_as_it_is_read(data: Path) -> None:
+    config = longer(data)
+    dataset = StreamingDataset(config, micro_batch_size=2, global_batch_size=BATCH)
+    assert dataset.batch(0)["tokens"].shape == (2, 16)
+    assert dataset.batch(240)["tokens"].shape == (2, 32)
+    provenance = Provenance(config, "train", BATCH)
+    tokens, valid = provenance.tokens([0, 300])
+    assert tokens.shape == (2, 33)
+    assert valid.tolist() == [17, 33]
+    (web, math) = (
+        np.unique(streammega.locate(config, np.arange(first, first + 48)).dataset).tolist()
+        for first in (0, 240)
+    )
+    assert (web, math) == ([0], [1])
+    # web began anew at 360: readings of both its epochs are found
+    (traced,) = provenance.trace([2])
+    readings = provenance.readings(traced.runs[0].name, 3000)
+    samples = [reading.sample for reading in readings]
+    assert 2 in samples
+    assert max(samples) >= 360
+
+
+def test_what_would_be_cut_for_another_length_is_refused_by_name(data: Path) -> None:
+    sizes: dict[str, Any] = {"micro_batch_size": 1, "global_batch_size": BATCH}
+    options: dict[str, Any]
+    for options, message in (
+        (
+            {"sequence_length": 32},
+            "phase 1: sequence_length is 32, and dataset 0 was drawn with 16.*Name it in `restart`",
+        ),
+        ({"lanes": 72}, "phase 1: lanes is 72, and dataset 0 was drawn with 48"),
+        ({"lanes": 36}, "phase 1: global_batch_size 24 does not divide its 36 lanes"),
+        ({"restart": ["math"]}, "phase 1: restart names math, which is not in its blend"),
+        (
+            {"blend": [f"{data}/math"], "restart": [f"{data}/math"]},
+            "math, which is not in a phase before it",
+        ),
+    ):
+        phase = PhaseConfig(first_sample=240, **options)
+        with pytest.raises(ConfigError, match=message):
+            StreamLoader(config_of(data, phases=[phase]), **sizes)
+    with pytest.raises(ConfigError, match="it must be a list of prefixes"):
+        PhaseConfig(first_sample=240, restart="web")
+
+
+def test_get_batch_refuses_samples_of_two_lengths(data: Path) -> None:
+    from streammega import ParallelLayout, Ranks, get_batch, open_loader
+
+    ranks = Ranks(ParallelLayout())
+    loader = open_loader(longer(data), ranks, micro_batch_size=1, global_batch_size=BATCH)
+    with loader, pytest.raises(ConfigError, match="sequence_length changes in a phase"):
+        get_batch(loader, ranks)
 
 
 # --- what a state says of the phases ---
@@ -296,7 +402,7 @@ def test_a_phase_says_what_is_wrong_with_it(data: Path) -> None:
     sizes = {"micro_batch_size": 1, "global_batch_size": BATCH}
     for phase, message in (
         (PhaseConfig(first_sample=250), "phase 1 begins at sample 250, 10 samples into"),
-        (PhaseConfig(first_sample=240, global_batch_size=20), "20 does not divide the 48 lanes"),
+        (PhaseConfig(first_sample=240, global_batch_size=20), "20 does not divide its 48 lanes"),
     ):
         with pytest.raises(ConfigError, match=message):
             StreamLoader(config_of(data, phases=[phase]), **sizes)  # type: ignore[arg-type]

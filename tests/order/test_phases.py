@@ -64,15 +64,27 @@ def chains(draw: st.DrawFn) -> PhasedOrder:
     )
     first_sample = 0
     later = []
+    shape = (LENGTH, lanes)
+    shapes = {member: shape for member, _ in blends[0]}
     for blend in blends[1:]:
         # in the middle of a row as well: a global batch is a part of it
         first_sample += draw(st.integers(1, 12 * lanes))
+        shape = draw(st.sampled_from([shape, shape, (3, 6), (LENGTH, 12)]))
+        restart = {
+            numbered.index(member)
+            for member, _ in blend
+            if shapes.get(member, shape) != shape or draw(st.integers(0, 7)) == 0
+        }
+        shapes |= {member: shape for member, _ in blend}
         later.append(
             LaterPhase(
                 first_sample=first_sample,
                 numbers=[numbered.index(member) for member, _ in blend],
                 datasets=[datasets[member] for member, _ in blend],
                 weights=[weight for _, weight in blend],
+                restart=frozenset(restart),
+                sequence_length=shape[0],
+                lanes=shape[1],
             )
         )
     return phased_order(first, later)
@@ -81,45 +93,73 @@ def chains(draw: st.DrawFn) -> PhasedOrder:
 class Lanes:
     """What every lane of a chain draws, one sample after the other: slow, and without any sum.
 
-    A lane that draws from a dataset for the c-th time takes what it would take in row c if it had
-    that dataset alone.
+    A lane that draws from a dataset for the c-th time since it began anew takes what it would take
+    in row c if it had that dataset alone, in epochs behind those that had begun.
     """
 
     def __init__(self, order: PhasedOrder) -> None:
         self.order = order
-        self.drawn: Counter[tuple[int, int]] = Counter()
-        self.alone: dict[int, StreamOrder] = {}
-        for phase in order.phases:
-            for number, dataset in zip(phase.dataset_numbers.tolist(), phase.datasets, strict=True):
-                self.alone[number] = replace(
-                    phase,
-                    datasets=[dataset],
-                    schedule=[(0, [1.0])],
-                    numbers=[number],
-                    first_sample=0,
-                    earlier=(),
-                )
+        self.phase = -1
+        self.drawn: Counter[tuple[int, int, int]] = Counter()
+        self.began: Counter[int] = Counter()  # how often each dataset began anew
+        self.epochs: Counter[int] = Counter()  # how many of its epochs have begun
+        self.alone: dict[tuple[int, int], StreamOrder] = {}
 
-    def draw(self, sample: int) -> tuple[int, int, int]:
-        """(number of the dataset, lane, which of its draws from it) of the next sample."""
+    def draw(self, sample: int) -> tuple[tuple[int, int], int, int]:
+        """((number of the dataset, how often it began anew), lane, which of its draws since) of the
+        next sample.
+        """
         number = max(n for n, p in enumerate(self.order.phases) if p.first_sample <= sample)
+        while self.phase < number:
+            self.phase += 1
+            self._begin(self.order.phases[self.phase])
         phase = self.order.phases[number]
         row, lane = divmod(sample - phase.first_sample, phase.lanes)
         key, segment, _, fractions, _ = phase.drawing
         assert segment == number
         column, _ = choose(row, lane, number, fractions[0], len(phase.datasets), key)
         dataset = int(phase.dataset_numbers[column])
-        draw = self.drawn[dataset, lane]
-        self.drawn[dataset, lane] += 1
-        return dataset, lane, draw
+        era = (dataset, self.began[dataset])
+        draw = self.drawn[(*era, lane)]
+        self.drawn[(*era, lane)] += 1
+        _, epoch, _ = self.place(era, lane, draw)
+        self.epochs[dataset] = max(self.epochs[dataset], epoch + 1)
+        return era, lane, draw
+
+    def place(self, era: tuple[int, int], lane: int, draw: int) -> tuple[int, int, int]:
+        """(run, epoch, samples of the run) of a draw."""
+        alone = self.alone[era]
+        group = int(alone.geometry.groups[0])
+        size = int(alone.sizes[0])
+        run = lane // group
+        members = range(run * group, (run + 1) * group)
+        length = sum(size // alone.lanes + (member < size % alone.lanes) for member in members)
+        first_epoch = int(alone.first_epochs[0])
+        return run, first_epoch + (draw * group + lane % group) // length, length
+
+    def _begin(self, phase: StreamOrder) -> None:
+        for number, dataset in zip(phase.dataset_numbers.tolist(), phase.datasets, strict=True):
+            self.began[number] += number in phase.restart
+            alone = replace(
+                phase,
+                datasets=[dataset],
+                schedule=[(0, [1.0])],
+                numbers=[number],
+                first_sample=0,
+                earlier=(),
+                restart=frozenset(),
+            )
+            if (number, self.began[number]) not in self.alone:
+                alone.__dict__["first_epochs"] = np.array([self.epochs[number]])
+                self.alone[number, self.began[number]] = alone
 
     def locate(self, total: int) -> list[Row]:
         """Where the next samples lie."""
         draws = [self.draw(sample) for sample in range(total)]
         places = []
-        for number in dict.fromkeys(number for number, _, _ in draws):
-            alone = self.alone[number]
-            mine = [place for place, draw in enumerate(draws) if draw[0] == number]
+        for era in dict.fromkeys(era for era, _, _ in draws):
+            alone = self.alone[era]
+            mine = [place for place, draw in enumerate(draws) if draw[0] == era]
             ids = [draws[place][2] * alone.lanes + draws[place][1] for place in mine]
             places += list(zip(mine, rows(alone.locate(np.array(ids))), strict=True))
         return [row for _, row in sorted(places)]
@@ -162,26 +202,21 @@ def test_no_sample_comes_twice_in_an_epoch_and_none_is_left_out(order: PhasedOrd
     last = order.phases[-1]
     total = last.first_sample + 40 * last.lanes
     lanes = Lanes(order)
-    seen: dict[tuple[int, int, int], list[Row]] = {}
-    runs: dict[tuple[int, int], int] = {}
-    for row in rows(order.locate(np.arange(total))):
-        number, lane, draw = lanes.draw(sum(lanes.drawn.values()))
-        alone = lanes.alone[number]
-        group = int(alone.geometry.groups[0])
-        size = int(alone.sizes[0])
-        run = lane // group
+    seen: dict[tuple[tuple[int, int], int, int], list[Row]] = {}
+    for sample, row in enumerate(rows(order.locate(np.arange(total)))):
+        era, lane, draw = lanes.draw(sample)
+        run, epoch, length = lanes.place(era, lane, draw)
+        found = seen.setdefault((era, run, epoch), [])
+        found.append(row)
+        assert len(set(found)) == len(found) <= length
+    for (era, run, epoch), found in seen.items():
+        group = int(lanes.alone[era].geometry.groups[0])
         members = range(run * group, (run + 1) * group)
-        length = sum(size // alone.lanes + (member < size % alone.lanes) for member in members)
-        epoch = (draw * group + lane % group) // length
-        seen.setdefault((number, run, epoch), []).append(row)
-        runs[number, run] = length
-    for (number, run, epoch), found in seen.items():
-        assert len(set(found)) == len(found) <= runs[number, run]
-        alone = lanes.alone[number]
-        group = int(alone.geometry.groups[0])
-        behind = min(lanes.drawn[number, run * group + member] for member in range(group))
-        if behind * group >= (epoch + 1) * runs[number, run]:
-            assert len(found) == runs[number, run]
+        ends = [lanes.place(era, lane, lanes.drawn[(*era, lane)]) for lane in members]
+        if all(reached > epoch for _, reached, _ in ends):
+            assert len(found) == ends[0][2]
+    epochs = {(era[0], epoch): era for era, _, epoch in seen}
+    assert all(epochs[era[0], epoch] == era for era, _, epoch in seen), "an epoch was begun twice"
 
 
 @given(order=chains(), samples=st.integers(0, 400))
@@ -259,6 +294,30 @@ def test_golden_phases() -> None:
 
 GOLDEN_DATASETS = [0, 1, 0, 0, 0, 2, 2, 1, 1, 2, 2, 0, 0, 0, 0]
 GOLDEN_STARTS = [60, 169, 380, 180, 390, 220, 560, 188, 308, 117, 280, 420, 59, 890, 470]
+
+
+def test_samples_of_another_length_begin_a_new_epoch_or_are_refused() -> None:
+    web = StreamDataset(parts=[FilePart(file=0, start=0, tokens=500)], itemsize=2)
+    first = StreamOrder(
+        datasets=[web],
+        schedule=[(0, [1.0])],
+        sequence_length=10,
+        extra_token=True,
+        seed=1,
+        lanes=4,
+    )
+    longer = LaterPhase(
+        first_sample=20, numbers=[0], datasets=[web], weights=[1.0], sequence_length=20
+    )
+    with pytest.raises(ConfigError, match=r"phase 1: sequence_length is 20, .* drawn with 10"):
+        phased_order(first, [longer])
+    order = phased_order(first, [replace(longer, restart=frozenset([0]))])
+    assert order.phases[1].first_epochs.tolist() == [1]
+    assert order.phases[1].width == 21
+    gone = LaterPhase(first_sample=20, numbers=[1], datasets=[web], weights=[1.0], lanes=8)
+    back = LaterPhase(first_sample=40, numbers=[0], datasets=[web], weights=[1.0])
+    with pytest.raises(ConfigError, match=r"phase 2: lanes is 8, and dataset 0 was drawn with 4"):
+        phased_order(first, [gone, back])
 
 
 # --- batch sizes ---

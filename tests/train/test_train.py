@@ -435,6 +435,42 @@ def test_the_global_batch_ramps_up(run_file: str) -> None:
     )
 
 
+def test_a_phase_is_appended_to_a_run_by_an_edit_of_its_file(run_file: str, tmp_path: Path) -> None:
+    """Eight steps without it, then as one run that had it from the first step on."""
+    write_random_pair(str(tmp_path / "math"), seed=9)
+    path = Path(run_file)
+    before = path.read_text().replace("[data]", '[data]\norder = "stream"\nlanes = 16')
+    phase = f"""
+[[data.phases]]
+first_sample = 64
+blend = ["0.5", "{first_prefix(load_run(run_file).data)}", "0.5", "{tmp_path}/math"]
+global_batch_size = 16
+"""
+    path.write_text(before)
+    Trainer(load_run(run_file, ["train.iters=8"]), torch.device("cpu")).run()
+    path.write_text(before + phase)
+    config = load_run(run_file)
+    again = Trainer(config, torch.device("cpu"))
+    assert again.sources == ["pair", "math"]
+    again.resume()
+    again.run()
+    records = read_metrics(Path(config.train.out_dir) / "metrics.jsonl")
+    sizes = [record["samples"][1] - record["samples"][0] for record in records]
+    assert sizes == [8] * 8 + [16] * 8
+    assert config.num_samples()[0] == records[-1]["samples"][1]
+    whole = load_run(run_file, [f"train.out_dir={tmp_path}/whole"])
+    Trainer(whole, torch.device("cpu")).run()
+    expected = read_metrics(tmp_path / "whole" / "metrics.jsonl")
+    assert [r["batch_hash"] for r in records] == [r["batch_hash"] for r in expected]
+    phase = f'[[data.phases]]\nfirst_sample = 64\nblend = ["{tmp_path}/math"]\nsequence_length = 8'
+    with pytest.raises(ConfigError, match="sequence_length changes in a phase"):
+        path.write_text(f"{before}\n{phase}")
+        Trainer(load_run(run_file), torch.device("cpu"))
+    with pytest.raises(ConfigError, match="first_samples"):
+        path.write_text(f"{before}\n{phase.replace('first_sample', 'first_samples')}")
+        load_run(run_file)
+
+
 def test_rewinding_replays_steps_and_skipping_passes_over_samples(
     trained: RunConfig, run_file: str
 ) -> None:
