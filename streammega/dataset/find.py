@@ -8,7 +8,6 @@ import logging
 import os
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import replace
 from typing import TypeVar
 
 from streammega.config import StorageConfig
@@ -33,6 +32,7 @@ from streammega.errors import (
     StorageError,
     StreammegaError,
 )
+from streammega.kernels.collector import take_as_old
 from streammega.storage import ObjectInfo, join_url, open_store, parent_url
 from streammega.storage.open import is_remote
 from streammega.storage.versions import same_version
@@ -108,6 +108,8 @@ def _open_found(
     if pair_told is not None:
         seen.append(pair_told)
         return open_all([pair_told])
+    # What is told of thousands of shards lives on, and would have the collector look at all of it.
+    take_as_old()
     shards = find_shards(name, storage)
     seen += shards
     if not _is_prefix(shards, name):
@@ -370,9 +372,10 @@ def _from_listing(
     with_infos = []
     for shard in shards:
         prefix, kind = split_name(_base_name(shard.name))
-        stored = there.get(prefix + SUFFIXES[kind])
-        index = there.get(f"{prefix}.idx")
-        with_infos.append(replace(shard, stored=_told(stored), index=_told(index)))
+        stored = _told(there.get(prefix + SUFFIXES[kind]))
+        index = _told(there.get(f"{prefix}.idx"))
+        known = KnownShard(name=shard.name, stored=stored, index=index, entry=shard.entry)
+        with_infos.append(known)
     return with_infos
 
 

@@ -4,9 +4,9 @@ pointers at a split's bounds.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,11 +18,17 @@ from streammega.dataset.idx import IndexHeader, check_end, index_bytes
 from streammega.dataset.kept_headers import are_kept, kept_headers
 from streammega.dataset.listing import NOTHING, Told
 from streammega.dataset.shards import KnownShard
-from streammega.dataset.token_file import ShardFiles
+from streammega.dataset.token_file import ShardFiles, files_of
 from streammega.errors import FormatError
+from streammega.kernels.collector import take_as_old
 from streammega.storage import ObjectInfo, Store
 from streammega.storage.fetch.threads import each
 
+MANY = 1000
+"""Shards of which the objects that describe them are taken as old: they live as long as what is
+opened, and for 10,000 of them Python's collector would look through all there is twice or more, for
+0.1 s each.
+"""
 OPENERS = 32
 """Shards of a dataset that are opened at once."""
 READERS = 128
@@ -115,9 +121,15 @@ def _bounds(files: ShardFiles) -> PairBounds:
         files=files,
         store=store,
         bin_info=bin_info,
-        dtype=dtype.newbyteorder("<"),
+        dtype=_little_endian(dtype),
         num_sequences=num_sequences,
     )
+
+
+@functools.cache
+def _little_endian(dtype: np.dtype[Any]) -> np.dtype[Any]:
+    """One object for all shards, and not one for each."""
+    return dtype.newbyteorder("<")
 
 
 def _checked_header(files: ShardFiles, token_bytes: int) -> IndexHeader:
@@ -143,10 +155,14 @@ def read_dataset(
 
     def open_all(shards: Sequence[KnownShard]) -> list[PairBounds]:
         """The bounds of shards, of kept headers where their sums are known, otherwise by requests."""
-        files = [ShardFiles(shard, storage, cache_dir) for shard in shards]
+        if len(shards) >= MANY:
+            take_as_old()  # what was listed
+        files = files_of(shards, storage, cache_dir)
+        if len(shards) >= MANY:
+            take_as_old()
         if are_kept(files):
             folder = files[0].index.cache_dir / "idx"
-            headers = kept_headers(folder, files, partial(_read, files, readers))
+            headers = kept_headers(folder, files, functools.partial(_read, files, readers))
             for shard, header in zip(files, headers, strict=True):
                 shard.index.adopt(header)
         # Where nothing is asked, threads would only take turns.

@@ -94,7 +94,8 @@ class IndexFile:
             listed = self.shard.index
             entry = self.shard.entry
             info = self._look_up() if listed is None else keyed(listed, self.key)
-            if entry is not None:
+            # Compared first: the URL of each of thousands of shards would be made for nothing.
+            if entry is not None and info.size != entry.index_bytes:
                 check_told(self.url, "bytes", info.size, entry.index_bytes)
             self._info = info
         return self._info

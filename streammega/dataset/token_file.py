@@ -4,6 +4,7 @@ and with the manifest.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TypeVar
 
@@ -28,17 +29,22 @@ class ShardFiles:
     Args:
         shard: its name, and what a listing and a manifest told of it.
         cache_dir: where copies of `.idx` files go; None: `default_cache_dir()`.
+        opened: the store that serves the tokens, and their key there, where they are known.
 
     What is looked up is compared with the manifest at once: FormatError where they differ.
     """
 
     def __init__(
-        self, shard: KnownShard, storage: StorageConfig, cache_dir: str | Path | None = None
+        self,
+        shard: KnownShard,
+        storage: StorageConfig,
+        cache_dir: str | Path | None = None,
+        opened: tuple[Store, str] | None = None,
     ) -> None:
         self.shard = shard
         self.storage = storage
         self.prefix, self.kind = split_name(shard.name)
-        self.store, self.key = open_store(self.prefix + SUFFIXES[self.kind], storage)
+        self.store, self.key = opened or open_store(self.prefix + SUFFIXES[self.kind], storage)
         suffix = SUFFIXES[self.kind]
         index_key = f"{self.key.removesuffix(suffix)}.idx"
         self.index = IndexFile(shard, storage, cache_dir, (self.store, index_key))
@@ -61,7 +67,8 @@ class ShardFiles:
             listed = self.shard.stored
             entry = self.shard.entry
             info = self.store.info(self.key) if listed is None else keyed(listed, self.key)
-            if entry is not None:
+            # Compared first: the URL of each of thousands of shards would be made for nothing.
+            if entry is not None and info.size != entry.bytes:
                 check_told(self.url, "bytes", info.size, entry.bytes)
             self._stored = info
         return self._stored
@@ -112,6 +119,36 @@ class ShardFiles:
         if entry is not None:
             check_told(self.url, "bytes of tokens", view.size, entry.token_bytes)
         return view
+
+
+def files_of(
+    shards: Sequence[KnownShard], storage: StorageConfig, cache_dir: str | Path | None = None
+) -> list[ShardFiles]:
+    """Both objects of each shard of a dataset.
+
+    The store of those that a listing told of is looked up once: it takes as long as all else of a
+    shard, of which there may be thousands.
+    """
+    files: list[ShardFiles] = []
+    for shard in shards:
+        opened = _opened_with(files[0], shard) if files else None
+        files.append(ShardFiles(shard, storage, cache_dir, opened))
+    return files
+
+
+def _opened_with(first: ShardFiles, shard: KnownShard) -> tuple[Store, str] | None:
+    """The store of a shard and its key there, if they are those of the first one's store and of
+    what a listing told; None: to be looked up.
+    """
+    listed = shard.stored
+    if listed is None:
+        return None
+    first_url = first.prefix + SUFFIXES[first.kind]
+    root = first_url.removesuffix(first.key)
+    prefix, kind = split_name(shard.name)
+    # A name may be spelt in other ways than its key, and then means what looking it up says.
+    is_spelt_so = root != first_url and prefix + SUFFIXES[kind] == root + listed.key
+    return (first.store, listed.key) if is_spelt_so else None
 
 
 def open_tokens(

@@ -320,7 +320,7 @@ class Server:
                 last = prefix + key[len(prefix) :].split(delimiter)[0] + delimiter
                 common.add(last)
                 continue
-            stat = (top / key).stat()
+            stat = os.stat(f"{top}/{key}")
             items.append(
                 f"<Contents><Key>{escape(key)}</Key><Size>{stat.st_size}</Size><ETag>&quot;{etag(stat)}&quot;</ETag>"
                 f"<LastModified>2026-01-01T00:00:00.000Z</LastModified><StorageClass>STANDARD</StorageClass></Contents>"
