@@ -320,8 +320,8 @@ for batch in loader:
     time.sleep(1.0)
     began = time.monotonic()
     run.send_signal(signal.SIGINT)
-    _, errors = run.communicate(timeout=20)
-    assert time.monotonic() - began < 10
+    _, errors = run.communicate(timeout=60)
+    assert time.monotonic() - began < 30
     assert errors.strip().endswith("KeyboardInterrupt"), errors
     assert "Exception ignored" not in errors
     endpoint.behave()

@@ -365,6 +365,6 @@ def test_ctrl_c_is_heard_while_a_file_waits_for_its_endpoint(tmp_path: Path) -> 
         time.sleep(1.0)
         began = time.monotonic()
         process.send_signal(signal.SIGINT)
-        error = process.communicate(timeout=30)[1]
-    assert time.monotonic() - began < 10
+        error = process.communicate(timeout=60)[1]
+    assert time.monotonic() - began < 30
     assert "KeyboardInterrupt" in error

@@ -137,7 +137,7 @@ def test_ctrl_c_before_the_first_step_ends_at_once_with_one_line(run_file: Path)
             family.signal(signal.SIGINT, 0)
             began = time.monotonic()
             codes = family.ended(0, within=60)
-    assert time.monotonic() - began < 10
+    assert time.monotonic() - began < 25, "an endpoint is given up after 30 seconds"
     log = family.log(0)
     assert codes == [130], log
     assert re.search(
