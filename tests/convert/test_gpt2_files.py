@@ -20,7 +20,7 @@ from streammega import IndexedDataset
 from streammega.cli.main import app
 from streammega.convert import convert
 from streammega.convert.tokenize.tiktoken_files import PATTERNS
-from streammega.convert.tokenize.tokenizers import load_tokenizer
+from streammega.convert.tokenize.tokenizers import HuggingFaceTokenizer, load_tokenizer
 from streammega.errors import ConvertError, ObjectNotFoundError
 
 TEXT = ["Hello world, it's 3.14 o'clock; don't WAIT   for two\n\nlines. être 日本語 😀"] * 3
@@ -69,6 +69,14 @@ def test_ids_are_those_of_gpt2(folder: Path) -> None:
     assert ours.find("<|endoftext|>") == theirs.eot_token
 
 
+def test_ids_come_as_small_arrays_those_of_an_empty_text_too(folder: Path) -> None:
+    ours = HuggingFaceTokenizer(str(folder))
+    empty, some = ours.encode(["", TEXT[0]])
+    assert [type(ids).__name__ for ids in (empty, some)] == ["ndarray", "ndarray"]
+    assert list(some) == ours.model.encode(TEXT[0]).ids != []
+    assert (len(empty), np.asarray(some).itemsize) == (0, 4)
+
+
 def test_the_files_are_named_together_or_by_their_folder(folder: Path, tmp_path: Path) -> None:
     (tmp_path / "in.jsonl").write_text(json.dumps({"text": TEXT[0]}) + "\n")
     vocab = str(folder / "vocab.json")
@@ -103,7 +111,8 @@ def test_the_files_are_named_together_or_by_their_folder(folder: Path, tmp_path:
 def test_a_folder_with_a_tokenizer_json_is_that_tokenizer(folder: Path, tmp_path: Path) -> None:
     pair = load_tokenizer(str(folder))
     pair.model.save(str(tmp_path / "tokenizer.json"))  # type: ignore[attr-defined]
-    assert load_tokenizer(str(tmp_path)).encode(TEXT) == pair.encode(TEXT)
+    of_folder = load_tokenizer(str(tmp_path)).encode(TEXT)
+    assert [list(ids) for ids in of_folder] == [list(ids) for ids in pair.encode(TEXT)]
 
 
 def test_files_that_do_not_belong_together_are_named(folder: Path, tmp_path: Path) -> None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 import difflib
 import hashlib
 import os
+from array import array
 from collections.abc import Iterable, Sequence
 from typing import Any, Protocol
 
@@ -156,7 +157,7 @@ class HuggingFaceTokenizer:
         for first in range(0, len(texts), at_once):
             some = texts[first : first + at_once]
             encodings = self.model.encode_batch_fast(some, add_special_tokens=add)
-            ids += [encoding.ids for encoding in encodings]
+            ids += [_as_array(encoding.ids) for encoding in encodings]
         return ids
 
     def decode(self, ids: Sequence[int]) -> str:
@@ -341,6 +342,14 @@ def _first_free(taken: Iterable[int]) -> int:
     while free in numbers:
         free += 1
     return free
+
+
+def _as_array(ids: list[int]) -> Ids:
+    """The ids of a list, in a ninth of its memory. The library gives lists alone: each goes into an
+    array while the processor's cache still has it.
+    """
+    # numpy reads a list of integers in three times the time.
+    return np.array(array("I", ids))  # type: ignore[return-value]
 
 
 def _is_local(name: str) -> bool:
