@@ -12,9 +12,9 @@ from streammega.config import FieldsConfig
 from streammega.samples.derived_fields import Allocate, causal_mask, plain_mask, plain_positions
 from streammega.samples.fields import Batch
 
-PLAIN_BYTES = 1 << 19
-"""Bytes of plain masks or positions that are written together: so few that they stay in a core's
-own cache when used again.
+PLAIN_BYTES = 1 << 20
+"""Bytes of plain masks or positions that are written together: so few that they stay in caches when
+used again, and no fewer, as memory for them costs half as much as writing them does.
 """
 PLAIN_BATCHES = 64
 """Most micro-batches they are written for: of short sequences those bytes hold thousands, and
