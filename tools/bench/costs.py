@@ -5,7 +5,8 @@ order is read from a local object server, beside those of obstore alone.
     .venv/bin/python tools/bench/costs.py                # --modes, --runs and --seconds choose
 
 obstore alone reads random ranges as long as the loader's requests are on average, as many at once
-as the loader had in flight, several by one call as the loader does, and drops their bytes. Every
+as the loader had in flight, several by one call as the loader does, and drops their bytes; with
+`--held` it keeps as many bytes of the latest as the loader held, and drops the oldest. Every
 side runs in a process of its own, in turns; the server (tools/bench/object_server.py) and both run
 on the same cores. Files are those of storage.py.
 
@@ -23,7 +24,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections import defaultdict
+from collections import defaultdict, deque
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -121,12 +122,15 @@ def loader(endpoint: str, folder: str, mode: str, seconds: float) -> Result:
         stats = batches.stats()
         before = of_threads()
         in_flight = []
+        held = []
         taken = 0
         began = time.perf_counter()
         for _ in source:
             taken += 1
             if taken % 64 == 0:
-                in_flight.append(batches.stats()["requests_in_flight"])
+                stats_now = batches.stats()
+                in_flight.append(stats_now["requests_in_flight"])
+                held.append(stats_now["held_bytes"])
                 if time.perf_counter() - began > seconds:
                     break
         wall = time.perf_counter() - began
@@ -141,12 +145,13 @@ def loader(endpoint: str, folder: str, mode: str, seconds: float) -> Result:
         "requests": requests,
         "size": fetched / max(1, requests),
         "at_once": statistics.median(in_flight),
+        "held": statistics.median(held),
         "kinds": kinds,
     }
 
 
-def transport(endpoint: str, size: int, at_once: int, count: int) -> Result:
-    """obstore alone."""
+def transport(endpoint: str, size: int, at_once: int, count: int, held: int = 0) -> Result:
+    """obstore alone, which keeps the latest `held` bytes alive."""
     import obstore
     from obstore.store import S3Store
 
@@ -160,6 +165,7 @@ def transport(endpoint: str, size: int, at_once: int, count: int) -> Result:
     total = int(obstore.head(store, "web.bin")["size"])
     starts = np.random.default_rng(0).integers(0, total - size, count).tolist()
     jobs = [starts[first : first + JOB] for first in range(0, count, JOB)]
+    kept: deque[Any] = deque(maxlen=held // size // JOB)
 
     def read() -> None:
         while True:
@@ -168,7 +174,7 @@ def transport(endpoint: str, size: int, at_once: int, count: int) -> Result:
             except IndexError:
                 return
             ends = [start + size for start in job]
-            obstore.get_ranges(store, "web.bin", starts=job, ends=ends, coalesce=0)
+            kept.append(obstore.get_ranges(store, "web.bin", starts=job, ends=ends, coalesce=0))
 
     before = of_threads()
     spent = os.times()
@@ -274,6 +280,7 @@ def main() -> int:
     parser.add_argument("--folder", type=Path, default=Path("/tmp/streammega-bench"))
     parser.add_argument("--runs", type=int, default=3)
     parser.add_argument("--seconds", type=float, default=4.0)
+    parser.add_argument("--held", action="store_true", help="obstore alone keeps bytes, too")
     parser.add_argument("--side", nargs=2, help=argparse.SUPPRESS)
     chosen = parser.parse_args()
     if chosen.side:
@@ -288,7 +295,7 @@ def main() -> int:
         "us per MB",
         "us per request",
         "switches per request",
-        "obstore alone, CPU s per 10^9 tokens",
+        f"{'obstore keeping as much' if chosen.held else 'obstore alone'}, CPU s per 10^9 tokens",
     )
     with running(chosen.folder / "objects") as server:
         server.behave(**SHAPES[chosen.shape])
@@ -307,12 +314,14 @@ def main() -> int:
                     return 1
                 size = int(ours["size"])
                 count = int(ours["bytes"] // size) // JOB * JOB
+                held = int(ours["held"]) if chosen.held else 0
                 theirs = side(
                     "transport",
                     endpoint=server.endpoint,
                     size=size,
                     at_once=int(ours["at_once"]),
                     count=count,
+                    held=held,
                 )
                 if theirs is None:
                     return 1
