@@ -149,6 +149,16 @@ def convert(
     memory: Annotated[
         str, typer.Option(help="Memory for shuffling and deduplication, e.g. 16G.")
     ] = "4G",
+    origins: Annotated[
+        bool,
+        typer.Option(
+            "--origins", help="Keep beside each shard where its documents came from; see trace."
+        ),
+    ] = False,
+    id_field: Annotated[
+        str | None,
+        typer.Option(help="Key or column of the id that --origins keeps; else id, or url."),
+    ] = None,
     format: Annotated[
         str, typer.Option(help="What is written: bin, zst (seekable zstd) or tar (WebDataset).")
     ] = "bin",
@@ -250,6 +260,8 @@ def convert(
         mix_tokenizers=mix_tokenizers,
         dedup=dedup,
         shuffle_seed=seed if shuffle else None,
+        origins=origins,
+        id_field=id_field,
         kind=format,  # type: ignore[arg-type]
         level=level,
         shard_bytes=parse_size(shard_size, "--shard-size") if shard_size else None,

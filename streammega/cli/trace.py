@@ -42,7 +42,8 @@ def trace(
         str | None,
         typer.Option(
             help="The other way: at which steps a document is seen. NAME#NUMBER, of a dataset or "
-            "a shard; or a text, with --tokenizer, for which all tokens are looked through."
+            "a shard; its id, URL or FILE:LINE, where convert kept --origins; or a text, with "
+            "--tokenizer, for which all tokens are looked through."
         ),
     ] = None,
     last_step: Annotated[
@@ -152,13 +153,16 @@ def _load(tokenizer: str | None) -> TextTokenizer | None:
 
 def _documents(run: TracedRunFile, what: str, model: TextTokenizer | None) -> list[DocumentName]:
     """The documents that somebody looks for. Raises ConfigError where there are none."""
+    named = run.provenance.documents_from(what)
+    if named:
+        return named
     name, mark, number = what.rpartition("#")
     if mark and number.isdigit():
         return run.provenance.find(name, int(number))
     if model is None:
         raise ConfigError(
-            f"--find {what!r}: is no NAME#NUMBER; to find a text, give the --tokenizer that made "
-            "the tokens"
+            f"--find {what!r}: is no NAME#NUMBER, and no id or origin that the shards keep "
+            "(convert --origins); to find a text, give the --tokenizer that made the tokens"
         )
     return _documents_with(run, what, model)
 

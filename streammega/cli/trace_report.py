@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 
+from streammega.dataset.origins import Origin
 from streammega.loading.balanced_batches import BalancedBatches
 from streammega.order.batch_size import batch_schedule
 from streammega.order.step_numbers import StepNumbers, rank_of
@@ -145,11 +146,22 @@ def document_entry(provenance: Provenance, name: DocumentName) -> Report:
     shard = provenance.shards(name.dataset)[name.shard]
     runs = shard.tokens_of(name.document)
     return {
+        **_origin_entry(provenance.origin(name)),
         "dataset": provenance.dataset_name(name.dataset),
         "shard": provenance.shard_name(name.dataset, name.shard),
         "document": name.document,
         "document_tokens": runs[0].document_tokens if runs else 0,
     }
+
+
+def _origin_entry(origin: Origin | None) -> Report:
+    """Where a document came from, as far as that is known."""
+    if origin is None:
+        return {}
+    entry = {"origin": origin.where}
+    if origin.id:
+        entry["id"] = origin.id
+    return entry
 
 
 def _run_entry(part: TracedRun) -> Report:
@@ -160,6 +172,7 @@ def _run_entry(part: TracedRun) -> Report:
         "document": part.name.document,
         "tokens": [part.start, part.stop],
         "document_tokens": part.document_tokens,
+        **_origin_entry(part.origin),
     }
 
 
@@ -188,7 +201,7 @@ def trace_as_text(report: Report) -> str:
             behind = part["column"] + stop - start
             lines.append(
                 f"  [{part['column']}, {behind})  {_document_as_text(part)}, "
-                f"tokens [{start}, {stop}) of {part['document_tokens']}"
+                f"tokens [{start}, {stop}) of {part['document_tokens']}{_origin_as_text(part)}"
             )
             if "text" in part:
                 lines.append(f"    {_shortened(part['text'])}")
@@ -202,7 +215,10 @@ def readings_as_text(report: Report) -> str:
     for document in report["documents"]:
         readings = document["readings"]
         size = document["document_tokens"]
-        lines.append(f"{_document_as_text(document)}, {size} tokens, of {document['dataset']}")
+        lines.append(
+            f"{_document_as_text(document)}, {size} tokens, of "
+            f"{document['dataset']}{_origin_as_text(document)}"
+        )
         if "text" in document:
             lines.append(f"    {_shortened(document['text'])}")
         if not readings:
@@ -221,6 +237,14 @@ def _place_as_text(place: Report) -> str:
 
 def _document_as_text(entry: Report) -> str:
     return f"{entry['shard']}#{entry['document']}"
+
+
+def _origin_as_text(entry: Report) -> str:
+    """Behind a document, where it came from."""
+    if "origin" not in entry:
+        return ""
+    name = f", id {entry['id']}" if "id" in entry else ""
+    return f" (from {entry['origin']}{name})"
 
 
 def _shortened(text: str) -> str:

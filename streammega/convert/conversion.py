@@ -35,15 +35,19 @@ from streammega.convert.write.names import OutputNames
 from streammega.convert.write.output import Output
 from streammega.convert.write.plan import plan_units
 from streammega.convert.write.publish import Publisher
-from streammega.convert.write.shards import write_shard
+from streammega.convert.write.shards import origins_written, write_shard
 from streammega.convert.write.side_files import row_names, side_name
 from streammega.convert.write.units import run_unit
+from streammega.dataset.find import find_pairs
 from streammega.dataset.indexed import IndexedDataset
 from streammega.dataset.manifest import Manifest, Shard
-from streammega.dataset.shards import shard_name
+from streammega.dataset.origins import ENDING
+from streammega.dataset.shards import shard_name, strip_suffix
 from streammega.errors import ConfigError, ConvertError
+from streammega.errors.redaction import redact_urls
 from streammega.kernels.parallel import num_threads
 from streammega.storage import join_url, parent_url
+from streammega.storage.moves import exists
 from streammega.storage.open import is_remote
 
 log = logging.getLogger(__name__)
@@ -111,6 +115,7 @@ class Conversion:
         """Write all shards; what an interrupted run has done is not done again."""
         if self.runner.restart:
             resume.forget(self.work, self.storage)
+        self._tell_of_origins()
         job = self.job()
         records: list[UnitRecord] = []
         duplicates = 0
@@ -153,6 +158,9 @@ class Conversion:
         if not layout.multimodal:
             # There are no modes to be learned.
             labels = labels | {"loss_modes": None}
+        origins = None
+        if self.options.origins:
+            origins = origins_written(self.work, layout, self.storage)
         manifest = Manifest(
             kind=self.options.kind,
             dtype=layout.dtype,
@@ -162,6 +170,7 @@ class Conversion:
             sequences=sum(shard.sequences for shard in shards),
             tokens=sum(shard.tokens for shard in shards),
             shards=shards,
+            origins=origins,
         )
         return self.publisher.publish(layout, manifest)
 
@@ -215,7 +224,7 @@ class Conversion:
     @cached_property
     def publisher(self) -> Publisher:
         """Who puts them there."""
-        return Publisher(self.output, self.names, self.work)
+        return Publisher(self.output, self.names, self.work, origins=self.options.origins)
 
     @property
     def _tokenizer_digest(self) -> str:
@@ -225,6 +234,22 @@ class Conversion:
     def _passes_as_it_is(self) -> bool:
         """Whether the inputs can be laid into shards without being made segments first."""
         return self.options.plain and all(item.format == "megatron" for item in self.inputs)
+
+    def _tell_of_origins(self) -> None:
+        """Say that origins of inputs are left out: who did not ask for them may not know of them."""
+        datasets = [item for item in self.inputs if item.format == "megatron"]
+        if self.options.origins or not datasets:
+            return
+        # Of the first alone: shards of one dataset all have them, or none has.
+        name = dataset_name(datasets[0].path)
+        first_shard = strip_suffix(find_pairs(name, self.storage)[0])
+        if exists(first_shard + ENDING, self.storage):
+            log.warning(
+                "%s: tells where its documents came from (%s), which this conversion leaves out; "
+                "--origins carries it over",
+                redact_urls(name),
+                ENDING,
+            )
 
     def _datasets(self) -> list[DocumentSet]:
         """The inputs as parts."""

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from streammega.dataset.origins import Origins, join_origins
 from streammega.errors import ConvertError
 
 MOST_TOKENS = 2**31 - 1
@@ -87,6 +88,8 @@ class LongRecord:
 class Tokens:
     """Some documents: tokens end to end, tokens of each sequence, sequences of each document, modes
     of sequences or None.
+
+    origins: where the documents came from, if that is to be kept.
     """
 
     tokens: NDArray[Any]
@@ -94,6 +97,7 @@ class Tokens:
     documents: NDArray[np.int64]
     modes: NDArray[np.int8] | None = None
     source_bytes: int = 0
+    origins: Origins | None = None
 
     @property
     def document_tokens(self) -> NDArray[np.int64]:
@@ -115,6 +119,7 @@ class Tokens:
             documents=self.documents[keep],
             modes=None if self.modes is None else self.modes[sequences],
             source_bytes=self.source_bytes,
+            origins=None if self.origins is None else self.origins.take(np.flatnonzero(keep)),
         )
 
     def take_sequences(self, keep: NDArray[np.bool_]) -> Tokens:
@@ -129,6 +134,7 @@ class Tokens:
             documents=kept_of_document.astype(np.int64),
             modes=None if self.modes is None else self.modes[keep],
             source_bytes=self.source_bytes,
+            origins=self.origins,
         )
 
     def cut(self, most: int, end: int | None) -> Tokens:
@@ -143,6 +149,7 @@ class Tokens:
             documents=self.documents,
             modes=self.modes,
             source_bytes=self.source_bytes,
+            origins=self.origins,
         )
         # A sequence goes if the cut took all of it; one that was empty before stays.
         return shortened.take_sequences((lengths > 0) | (self.lengths == 0))
@@ -181,6 +188,7 @@ def concatenate(parts: list[Tokens], dtype: np.dtype[Any]) -> Tokens:
     lengths = [np.empty(0, np.int32)]
     documents = [np.empty(0, np.int64)]
     modes = []
+    origins = [part.origins for part in parts if part.origins is not None]
     for part in parts:
         tokens.append(part.tokens.astype(dtype, copy=False))
         lengths.append(part.lengths)
@@ -193,6 +201,7 @@ def concatenate(parts: list[Tokens], dtype: np.dtype[Any]) -> Tokens:
         documents=np.concatenate(documents),
         modes=np.concatenate(modes) if modes else None,
         source_bytes=sum(part.source_bytes for part in parts),
+        origins=join_origins(origins) if origins else None,
     )
 
 

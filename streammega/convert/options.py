@@ -99,6 +99,12 @@ class ConvertOptions:
     """Keep the first of documents with the same tokens."""
     shuffle_seed: int | None = None
     """Shuffle all documents by this seed; None: the order of the inputs."""
+    origins: bool = False
+    """Keep beside each shard where its documents came from: file, line or row, and id."""
+    id_field: str | None = None
+    """Of records, the key or column of the id that origins keep, also nested (`meta.id`); None: `id`,
+    or else `url`.
+    """
     kind: Kind = "bin"
     """The form of the output: a Megatron pair, a pair whose tokens are .bin.zst, or a tar file of
     both.
@@ -121,6 +127,10 @@ class ConvertOptions:
         if self.input_dtype not in (None, "uint32"):
             token_dtype_named(str(self.input_dtype))
         self._check_chat()
+        if self.id_field is not None and not self.origins:
+            raise ConfigError(
+                "id_field (--id-field) says which id origins keep; ask for them too (--origins)"
+            )
         if not self.keys:
             raise ConfigError("keys (--key) is empty; name the key that holds the text")
         for key in self.keys:
@@ -220,7 +230,7 @@ class ConvertOptions:
         leaves_out = self.dedup or bool(self.min_tokens) or self.modes is not None
         cuts = self.max_tokens is not None
         shuffles = self.shuffle_seed is not None
-        return not (leaves_out or cuts or shuffles)
+        return not (leaves_out or cuts or shuffles or self.origins)
 
     def digest(self) -> str:
         """Changes with every setting but those that choose files: of these, the files that were
@@ -228,6 +238,9 @@ class ConvertOptions:
         """
         settings = asdict(self)
         del settings["include"], settings["exclude"]
+        if not self.origins:
+            # What was begun before there were origins goes on.
+            del settings["origins"], settings["id_field"]
         return digest_of_json(settings)
 
 

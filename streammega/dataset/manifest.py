@@ -67,7 +67,7 @@ class Manifest:
     eod_id: None where unknown.
 
     loss_modes: the modes of sequences that are to be learned; None: modes mean something else, or
-    there are none.
+    there are none. origins: xxh3-128 of the `.origins` beside each shard; None: there are none.
     """
 
     kind: str
@@ -81,6 +81,7 @@ class Manifest:
     tokens: int
     shards: list[Shard]
     loss_modes: list[int] | None = None
+    origins: list[str] | None = None
 
     @property
     def tokenizer_label(self) -> tuple[str, str]:
@@ -90,8 +91,10 @@ class Manifest:
     def to_json(self) -> bytes:
         """What is stored."""
         fields = asdict(self)
-        if self.loss_modes is None:  # so that a dataset without them has the manifest it always had
-            del fields["loss_modes"]
+        for name in ("loss_modes", "origins"):
+            # so that a dataset without them has the manifest it always had
+            if fields[name] is None:
+                del fields[name]
         stored = {"format": FORMAT, "version": VERSION, **fields}
         text = json.dumps(stored, indent=1) + "\n"
         return text.encode()
@@ -127,6 +130,11 @@ def read_manifest(url: str, storage: StorageConfig) -> Manifest:
     leads_elsewhere = any(
         "/" in shard.name or shard.name in ("", "..") for shard in manifest.shards
     )
+    if manifest.origins is not None and len(manifest.origins) != len(manifest.shards):
+        raise FormatError(
+            f"{url}: is a damaged manifest: it has origins of {len(manifest.origins)} shards, and "
+            f"{len(manifest.shards)} shards; convert again"
+        )
     if manifest.kind not in SUFFIXES or leads_elsewhere:
         raise FormatError(
             f"{url}: names shards outside of its folder, or of an unknown kind {manifest.kind!r}"

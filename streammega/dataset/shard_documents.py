@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 from streammega.config import StorageConfig
 from streammega.dataset.find import open_shards
 from streammega.dataset.idx import IndexArrays
+from streammega.dataset.origins import OriginsFile, open_origins
 from streammega.dataset.shards import KnownShard
 from streammega.dataset.token_file import ShardFiles
 from streammega.errors import FormatError
@@ -73,6 +74,19 @@ class ShardDocuments:
         """How many tokens it has."""
         _, info = self.files.tokens()
         return info.size // self._arrays.dtype.itemsize
+
+    @cached_property
+    def origins(self) -> OriginsFile | None:
+        """Where its documents came from, if that was kept. Raises FormatError for a file of another
+        shard.
+        """
+        found = open_origins(self.files.prefix, self.files.storage)
+        if found is not None and found.documents != self.num_documents:
+            raise FormatError(
+                f"{found.url}: speaks of {found.documents} documents, and the .idx beside it of "
+                f"{self.num_documents}; it is another dataset's: remove it, or convert again"
+            )
+        return found
 
     def runs(self, start: int, stop: int) -> list[DocumentRun]:
         """The documents of tokens [start, stop) of the shard, in the order of their tokens.

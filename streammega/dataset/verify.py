@@ -9,6 +9,8 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+import xxhash
+
 from streammega.config import StorageConfig
 from streammega.dataset.checksums import HashingWriter
 from streammega.dataset.find import find_pairs
@@ -22,6 +24,7 @@ from streammega.dataset.manifest import (
     read_manifest,
     shard_names,
 )
+from streammega.dataset.origins import ENDING
 from streammega.dataset.shards import SUFFIXES, KnownShard, split_name, strip_suffix
 from streammega.dataset.token_file import open_tokens
 from streammega.dataset.verify_bytes import Progress, TokenChecks, check_shown, check_stored
@@ -29,6 +32,7 @@ from streammega.dataset.verify_report import VerifyReport
 from streammega.errors import FormatError, MissingShardsError, ObjectNotFoundError
 from streammega.errors.redaction import redact_urls
 from streammega.storage import Store, open_store
+from streammega.storage.moves import read_whole
 
 
 def verify(
@@ -73,6 +77,8 @@ def verify(
         expected = manifest.shards[number] if manifest is not None else None
         try:
             _check_shard(shard_name, expected, asked, report)
+            if manifest is not None and manifest.origins is not None:
+                _check_origins(shard_name, manifest.origins[number], storage)
         except ObjectNotFoundError as error:
             if manifest is None and len(names) == 1:
                 raise  # there is nothing to check
@@ -130,6 +136,17 @@ def read_index(index: IndexFile, expected: Shard | None, report: VerifyReport) -
                 f"{index.url}: is not the .idx that the manifest speaks of; --repair rebuilds it"
             )
     return parse_index(data, index.url)
+
+
+def _check_origins(shard: str, expected: str, storage: StorageConfig) -> None:
+    """Raise FormatError unless what tells where a shard's documents came from is as it was
+    written.
+    """
+    url = strip_suffix(shard) + ENDING
+    stored = read_whole(url, storage)
+    if stored is None or xxhash.xxh3_128_hexdigest(stored) != expected:
+        how = "is gone" if stored is None else "is not the one that the manifest speaks of"
+        raise FormatError(f"{redact_urls(url)}: {how}; convert again with --origins")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -14,6 +14,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from streammega.config import DataConfig
+from streammega.dataset.origins import Origin
 from streammega.dataset.shard_documents import DocumentRun, ShardDocuments, open_documents
 from streammega.dataset.shards import strip_suffix
 from streammega.errors import ConfigError
@@ -52,7 +53,8 @@ class TracedRun:
 
     dataset, shard: names, without secrets. name: the same in numbers. start, stop: tokens of the
     document, which has `document_tokens`. column: the token of the sample at which they begin.
-    shard_start: the token of the shard at which they lie.
+    shard_start: the token of the shard at which they lie. origin: where the document came from, if
+    the shard has it.
     """
 
     dataset: str
@@ -63,6 +65,7 @@ class TracedRun:
     document_tokens: int
     column: int
     shard_start: int
+    origin: Origin | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -165,6 +168,24 @@ class Provenance:
             )
         return found
 
+    def origin(self, name: DocumentName) -> Origin | None:
+        """Where a document came from; None where its shard does not say (convert --origins)."""
+        stored = self.shards(name.dataset)[name.shard].origins
+        return None if stored is None else stored[name.document]
+
+    def documents_from(self, words: str) -> list[DocumentName]:
+        """The documents of that id or URL, or of that place (`corpus.jsonl:12`), in all datasets
+        whose shards say where documents came from. All of their origins are looked through.
+        """
+        found = []
+        for dataset in range(len(self.datasets)):
+            for shard, documents in enumerate(self.shards(dataset)):
+                if documents.origins is None:
+                    continue
+                for document in documents.origins.search(words):
+                    found.append(DocumentName(dataset=dataset, shard=shard, document=document))
+        return found
+
     def readings(self, name: DocumentName, end: int | None = None) -> list[DocumentReading]:
         """Every sample before `end` that reads tokens of a document, in order.
 
@@ -228,6 +249,7 @@ class Provenance:
             document_tokens=run.document_tokens,
             column=column,
             shard_start=run.file_start,
+            origin=self.origin(DocumentName(dataset=dataset, shard=shard, document=run.document)),
         )
 
     def _shard_at(self, dataset: int, file: int, start: int) -> tuple[int, int]:

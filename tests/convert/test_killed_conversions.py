@@ -29,6 +29,7 @@ OPTIONS: dict[str, Any] = {
     "shard_bytes": 60_000,
     "shuffle_seed": 5,
     "dedup": True,
+    "origins": True,
 }
 OVERHEAD = 60.0
 """Seconds that any one process may take, on a busy machine."""

@@ -9,10 +9,11 @@ from typing import Any
 import numpy as np
 
 from streammega.config import StorageConfig
-from streammega.convert.documents import LongRecord, LongString, RawDocument, one_each
+from streammega.convert.documents import LongRecord, LongString, RawDocument, Tokens, one_each
 from streammega.convert.options import ConvertOptions
 from streammega.convert.read.keys import splits
 from streammega.convert.read.long_records import LONG_RECORD, may_be_long
+from streammega.convert.read.origins import id_fields, of_rows
 from streammega.convert.read.slices import Item, Skipped, Slice, open_plain
 from streammega.convert.tokenize.long_texts import decoded
 from streammega.dataset.conversations import not_utf8
@@ -54,13 +55,18 @@ def read_parquet(
             stop = table.num_row_groups
         groups = list(range(piece.start, stop))
         paths = _paths(table.schema_arrow, options, piece.input.path)
-        columns = [".".join(path) for path in paths]  # of structs, the fields that are wanted alone
+        ids = _id_paths(table.schema_arrow, options, piece.input.path)
+        # once each: the text may be the id
+        wanted = dict.fromkeys([*paths, *ids])
+        columns = [
+            ".".join(path) for path in wanted
+        ]  # of structs, the fields that are wanted alone
         rows_at_once = _rows_at_once(metadata, groups)
         row = 0
         for group in range(piece.start):
             row += metadata.row_group(group).num_rows
         for batch in table.iter_batches(rows_at_once, row_groups=groups, columns=columns):
-            yield from _rows(batch, paths, options, piece.input.path, row)
+            yield from _rows(batch, paths, ids, options, piece.input.path, row)
             row += batch.num_rows
 
 
@@ -79,10 +85,11 @@ def read_arrow(
             reader = pa.ipc.open_stream(file)
             batches = iter(reader)
         paths = _paths(reader.schema, options, piece.input.path)
+        ids = _id_paths(reader.schema, options, piece.input.path)
         row = 0
-        columns = list(dict.fromkeys(path[0] for path in paths))
+        columns = list(dict.fromkeys(path[0] for path in [*paths, *ids]))
         for batch in batches:
-            yield from _rows(batch.select(columns), paths, options, piece.input.path, row)
+            yield from _rows(batch.select(columns), paths, ids, options, piece.input.path, row)
             row += batch.num_rows
 
 
@@ -107,6 +114,24 @@ def _paths(schema: Any, options: ConvertOptions, path: str) -> list[Path]:
         if tools:
             there.append(tools)
     return there
+
+
+def _id_paths(schema: Any, options: ConvertOptions, path: str) -> list[Path]:
+    """Where the id lies that is kept of each row; none if it has none, or none is kept. Raises
+    ConvertError where the one that was named is not there.
+    """
+    if not options.origins:
+        return []
+    for name in id_fields(options):
+        place = _place(schema, name)
+        if place:
+            return [place]
+    if options.id_field is not None:
+        raise ConvertError(
+            f"{path}: has no column {options.id_field}, which --id-field names; leave it out where "
+            "there are no ids"
+        )
+    return []
 
 
 def _place(fields: Any, key: str) -> Path:
@@ -143,12 +168,13 @@ def _names(field: Any) -> list[str]:
 
 
 def _rows(
-    batch: Any, paths: list[Path], options: ConvertOptions, path: str, first: int
+    batch: Any, paths: list[Path], ids: list[Path], options: ConvertOptions, path: str, first: int
 ) -> Iterator[Item]:
-    """Records of a record batch; one column of integer lists is taken as tokens."""
+    """Records of a record batch, with their ids; one column of integer lists is taken as tokens."""
     column = _column(batch, paths[0]) if len(paths) == 1 else None
     if column is not None and _is_token_list(column.type):
-        yield _token_lists(column, batch.nbytes, path, first)
+        tokens = _token_lists(column, batch.nbytes, path, first)
+        yield of_rows(tokens, path, first + 1) if options.origins else tokens
         return
     long_rows: list[int] = []
     if batch.nbytes > LONG_RECORD and may_be_long(options):
@@ -157,7 +183,7 @@ def _rows(
     for row in long_rows:
         yield from _short_rows(batch.slice(begin, row - begin), path, first + begin)
         place = RawDocument(data=b"", path=path, line=first + row + 1, record=True)
-        yield _long_row(batch, row, paths, place)
+        yield _long_row(batch, row, [*paths, *ids], place)
         begin = row + 1
     yield from _short_rows(batch.slice(begin), path, first + begin)
 
@@ -262,7 +288,7 @@ def _column(batch: Any, place: Path) -> Any:
     return column
 
 
-def _token_lists(column: Any, size: int, path: str, first: int) -> Item:
+def _token_lists(column: Any, size: int, path: str, first: int) -> Tokens:
     """The lists of ids of a column, each a document. Raises ConvertError for a null within one."""
     import pyarrow as pa
 

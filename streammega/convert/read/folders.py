@@ -13,6 +13,7 @@ from fnmatch import fnmatchcase
 from streammega.convert.read.suffixes import format_of
 
 LEFTOVERS = (
+    "*.origins",
     *("_SUCCESS", "_metadata", "_common_metadata", "_committed_*", "_started_*", "*.crc"),
     *("*.tmp", "*.part", "*.partial", "*.incomplete", "*.crdownload", "*~"),
     *("*.md5", "*.sha1", "*.sha256", "MD5SUMS*", "SHA256SUMS*"),

@@ -12,8 +12,10 @@ from numpy.typing import NDArray
 from streammega.config import StorageConfig
 from streammega.convert.documents import Tokens
 from streammega.convert.options import ConvertOptions
+from streammega.convert.read.origins import of_shards
 from streammega.convert.read.slices import Item, Skipped, Slice
 from streammega.dataset.indexed import IndexedDataset
+from streammega.dataset.shard_documents import open_documents
 from streammega.storage.open import is_remote
 
 _Bytes: TypeAlias = "NDArray[np.int64]"
@@ -31,7 +33,9 @@ def read_pair(
     piece: Slice, options: ConvertOptions, storage: StorageConfig, skipped: Skipped
 ) -> Iterator[Item]:
     """Documents [start, stop)."""
-    indexed = IndexedDataset(dataset_name(piece.input.path), storage)
+    name = dataset_name(piece.input.path)
+    indexed = IndexedDataset(name, storage)
+    shards = open_documents(name, storage) if options.origins else None
     documents = indexed.document_indices
     stop = piece.stop
     if stop < 0:
@@ -50,6 +54,7 @@ def read_pair(
             documents=np.diff(documents[first_document : end_document + 1]),
             modes=modes,
             source_bytes=tokens.nbytes,
+            origins=None if shards is None else of_shards(shards, first_document, end_document),
         )
 
 

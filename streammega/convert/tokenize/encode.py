@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -14,6 +14,7 @@ from streammega.config import StorageConfig
 from streammega.convert.documents import LongString, LongText, RawDocument, Tokens, check_lengths
 from streammega.convert.options import ConvertOptions
 from streammega.convert.read.keys import texts_at
+from streammega.convert.read.origins import origin_of
 from streammega.convert.read.readers import with_line
 from streammega.convert.read.slices import Skipped
 from streammega.convert.read.whole_files import no_text
@@ -24,6 +25,7 @@ from streammega.convert.tokenize.long_texts import LONG, LongTextEncoder, decode
 from streammega.convert.tokenize.tokenizers import TextTokenizer, find_eod
 from streammega.dataset.conversations import load_record, messages_of, turns_of
 from streammega.dataset.idx import smallest_dtype
+from streammega.dataset.origins import origins_of
 from streammega.errors import ConfigError, ConvertError, FormatError
 
 Text: TypeAlias = "str | NDArray[np.int32]"
@@ -82,16 +84,31 @@ class BatchEncoder:
         Empty documents are counted and left out. Raises ConvertError that names file and line.
         """
         source_bytes = sum(len(document.data) or document.size for document in documents)
+        if self._options.origins:
+            documents = [_with_fields(document) for document in documents]
         if self._chat is not None:
-            chats = self._read(documents, self._rendered, skipped)
-            return self._pack_chats(chats, source_bytes, skipped)
-        parts = self._read(documents, self.parts, skipped)
+            chats, numbers = self._read(documents, self._rendered, skipped)
+            tokens, kept = self._pack_chats(chats, source_bytes, skipped)
+            return self._with_origins(tokens, documents, [numbers[row] for row in kept])
+        parts, numbers = self._read(documents, self.parts, skipped)
         # of all documents at once: the library encodes several texts in parallel
         texts = [text for document in parts for text, _, _ in document]
         ids = self._encode(texts) if texts else []
         if not self._options.keep_empty and not all(map(len, ids)):
-            parts, ids = self._without_empty(parts, ids, skipped)
-        return self._pack(parts, ids, source_bytes)
+            parts, ids, kept = self._without_empty(parts, ids, skipped)
+            numbers = [numbers[row] for row in kept]
+        return self._with_origins(self._pack(parts, ids, source_bytes), documents, numbers)
+
+    def _with_origins(
+        self, tokens: Tokens, documents: Sequence[RawDocument], numbers: Sequence[int]
+    ) -> Tokens:
+        """Tokens with where they came from, if that is to be kept. numbers: of the documents that
+        they are of.
+        """
+        if not self._options.origins:
+            return tokens
+        origins = origins_of(origin_of(documents[number], self._options) for number in numbers)
+        return replace(tokens, origins=origins)
 
     def _encode(self, texts: list[Text]) -> Sequence[Sequence[int]]:
         """Ids of texts; those of long ones are there already."""
@@ -149,10 +166,13 @@ class BatchEncoder:
 
     def _read(
         self, documents: Sequence[RawDocument], read: Callable[[RawDocument], Any], skipped: Skipped
-    ) -> list[Any]:
-        """What `read` makes of documents, without those that are empty or passed over."""
+    ) -> tuple[list[Any], list[int]]:
+        """(what `read` makes of documents, their numbers), without those that are empty or passed
+        over.
+        """
         contents = []
-        for document in documents:
+        numbers = []
+        for number, document in enumerate(documents):
             try:
                 content = read(document)
             except (ConvertError, FormatError) as error:
@@ -160,9 +180,10 @@ class BatchEncoder:
                 continue
             if content:
                 contents.append(content)
+                numbers.append(number)
             else:
                 _count_empty(skipped)
-        return contents
+        return contents, numbers
 
     def _refuse(
         self,
@@ -187,17 +208,18 @@ class BatchEncoder:
 
     def _without_empty(
         self, parts: list[list[Part]], ids: Sequence[Sequence[int]], skipped: Skipped
-    ) -> tuple[list[list[Part]], list[Sequence[int]]]:
+    ) -> tuple[list[list[Part]], list[Sequence[int]], list[int]]:
         """Leave out, as Megatron does, documents without a token, and sequences, whose end goes to
-        the one before them.
+        the one before them; (parts, ids, the rows of those that are kept).
 
         Where sequences have modes, one that ends its document (or a message) stays, as an end
         alone.
         """
         kept: list[list[Part]] = []
         kept_ids: list[Sequence[int]] = []
+        rows: list[int] = []
         encoded = iter(ids)
-        for document in parts:
+        for row, document in enumerate(parts):
             kept_parts: list[Part] = []
             ids_of_parts: list[Sequence[int]] = []
             for part in document:
@@ -214,7 +236,8 @@ class BatchEncoder:
                 kept_parts[-1] = (text, mode, True)
             kept.append(kept_parts)
             kept_ids += ids_of_parts
-        return kept, kept_ids
+            rows.append(row)
+        return kept, kept_ids, rows
 
     def _pack(
         self, parts: list[list[Part]], ids: Sequence[Sequence[int]], source_bytes: int
@@ -267,9 +290,11 @@ class BatchEncoder:
             return None
         return self._chat.render(record, document.where)
 
-    def _pack_chats(self, chats: list[Rendered], source_bytes: int, skipped: Skipped) -> Tokens:
-        """A sequence of each stretch of tokens that is an answer (mode 1) or none (mode 0); the end
-        is no answer's.
+    def _pack_chats(
+        self, chats: list[Rendered], source_bytes: int, skipped: Skipped
+    ) -> tuple[Tokens, list[int]]:
+        """(tokens, the rows of conversations that have some). A sequence of each stretch of tokens
+        that is an answer (mode 1) or none (mode 0); the end is no answer's.
         """
         assert self._chat is not None
         # empty ones first, so that there is something to concatenate
@@ -277,7 +302,8 @@ class BatchEncoder:
         lengths = [np.empty(0, np.int64)]
         modes = [np.empty(0, np.int8)]
         documents = []
-        for ids, answers in self._chat.encode(chats):
+        rows = []
+        for row, (ids, answers) in enumerate(self._chat.encode(chats)):
             if not len(ids):
                 _count_empty(skipped)
                 continue
@@ -291,14 +317,16 @@ class BatchEncoder:
             lengths.append(np.diff(bounds))
             modes.append(answers[bounds[:-1]].astype(np.int8))
             documents.append(len(bounds) - 1)
+            rows.append(row)
         check_lengths(np.concatenate(lengths))
-        return Tokens(
+        packed = Tokens(
             tokens=np.concatenate(tokens),
             lengths=np.concatenate(lengths).astype(np.int32),
             documents=np.array(documents, np.int64),
             modes=np.concatenate(modes),
             source_bytes=source_bytes,
         )
+        return packed, rows
 
     def parts(self, document: RawDocument) -> list[Part]:
         """The sequences of a document; none if it has no text. Raises ConvertError, FormatError."""
@@ -352,6 +380,18 @@ class BatchEncoder:
 
 def _count_empty(skipped: Skipped) -> None:
     skipped.counts["empty"] = skipped.counts.get("empty", 0) + 1
+
+
+def _with_fields(document: RawDocument) -> RawDocument:
+    """A record, parsed once for its texts and its id; one that is broken as it was, for whoever
+    reads it says what is wrong.
+    """
+    if not document.record or document.fields is not None:
+        return document
+    try:
+        return replace(document, fields=_record(document))
+    except (ConvertError, FormatError):
+        return document
 
 
 def _record(document: RawDocument) -> Any:

@@ -52,6 +52,10 @@ class OrderedDocuments:
         """Parts, or buckets."""
         return self._buckets or len(self._parts)
 
+    def name(self, part: int) -> str:
+        """The prefix of a part."""
+        return self._parts[part].dataset
+
     def dataset(self, part: int) -> IndexedDataset:
         """A part, opened; only the last few are kept so."""
         opened = self._opened.get(part)

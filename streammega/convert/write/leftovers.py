@@ -9,11 +9,12 @@ from collections.abc import Collection
 from streammega.config import StorageConfig
 from streammega.convert.read.inputs import CLAIM, PROBE
 from streammega.dataset.manifest import MANIFEST, Manifest, read_manifest
+from streammega.dataset.origins import ENDING as ORIGINS
 from streammega.dataset.shards import SUFFIXES, may_belong, owner_of, set_name, split_name
 from streammega.errors import ConvertError, FormatError, ObjectNotFoundError
 from streammega.storage import ObjectInfo, join_url, open_store
 
-ENDINGS = (*SUFFIXES.values(), ".idx")
+ENDINGS = (*SUFFIXES.values(), ".idx", ORIGINS)
 
 
 def find_leftovers(prefix: str, storage: StorageConfig | None = None) -> list[ObjectInfo]:
@@ -44,7 +45,7 @@ def find_leftovers(prefix: str, storage: StorageConfig | None = None) -> list[Ob
         if name in signs_of_running:
             leftovers.append(info)
             continue
-        shard = split_name(name)[0]
+        shard = split_name(name.removesuffix(ORIGINS))[0]
         is_shard = name.endswith(ENDINGS) and may_belong(shard, stem)
         if not is_shard or name in files_of_dataset or _has_manifest(shard, stem, there):
             continue
@@ -116,4 +117,5 @@ def _files_of(manifest: Manifest | None) -> set[str]:
     for shard in manifest.shards:
         names.add(shard.name + suffix)
         names.add(f"{shard.name}.idx")
+        names.add(shard.name + ORIGINS)
     return names

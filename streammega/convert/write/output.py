@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 
 from streammega.config import StorageConfig
 from streammega.dataset.manifest import MANIFEST, Manifest, read_manifest
+from streammega.dataset.origins import ENDING
 from streammega.dataset.shards import SUFFIXES, Kind, marked
 from streammega.errors import ConvertError, FormatError, ObjectNotFoundError, StorageError
 from streammega.errors.redaction import redact_urls
@@ -126,7 +127,9 @@ class Output:
         prefixes = [self.url(shard.name) for shard in manifest.shards]
         indices = [f"{prefix}.idx" for prefix in prefixes]
         tokens = [prefix + suffix for prefix in prefixes]
-        return indices + tokens
+        # Whether there are any, the manifest does not say; removing what is not there is nothing.
+        origins = [prefix + ENDING for prefix in prefixes]
+        return indices + tokens + origins
 
     def _pair(self) -> list[str]:
         """The `.idx` of the output's very name and the tokens beside it, if they are there."""
@@ -135,5 +138,5 @@ class Output:
         # `.bin` first: with that an `.idx` is opened.
         for suffix in SUFFIXES.values():
             if exists(self.prefix + suffix, self.storage):
-                return [self.index_url, self.prefix + suffix]
+                return [self.index_url, self.prefix + suffix, self.prefix + ENDING]
         return [self.index_url]

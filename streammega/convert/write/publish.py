@@ -21,6 +21,7 @@ from streammega.convert.write.layout import ShardLayout
 from streammega.convert.write.names import OutputNames, Target
 from streammega.convert.write.output import Output
 from streammega.dataset.manifest import Manifest, Shard
+from streammega.dataset.origins import ENDING
 from streammega.errors import ConvertError
 from streammega.errors.redaction import redact_urls
 from streammega.storage import join_url, open_store, save_bytes
@@ -31,13 +32,18 @@ from streammega.storage.store import create_object
 class Publisher:
     """Puts one conversion's shards under their names. Every step may be interrupted and repeated."""
 
-    def __init__(self, output: Output, names: OutputNames, work: str) -> None:
+    def __init__(
+        self, output: Output, names: OutputNames, work: str, *, origins: bool = False
+    ) -> None:
         self._output = output
         self._storage = output.storage
         self._suffix = output.suffix
         self._is_remote = output.is_remote
         self._names = names
         self._work = work
+        # Before every .idx, which makes a shard one: whoever sees that sees where its documents
+        # came from.
+        self._beside = (ENDING,) if origins else ()
 
     def lost(self, layout: ShardLayout, shards: dict[int, Shard]) -> list[int]:
         """Of shards that were written, those whose tokens are not where they were written, or not
@@ -115,7 +121,8 @@ class Publisher:
         """
         if not self._is_remote:  # else they were written there
             self._move(layout, names, self._suffix)
-        self._move(layout, names, ".idx")
+        for ending in (*self._beside, ".idx"):
+            self._move(layout, names, ending)
 
     def _move(self, layout: ShardLayout, names: Sequence[str], ending: str) -> None:
         for old, new in zip(layout.names, names, strict=True):
@@ -142,7 +149,8 @@ class Publisher:
         kept = {self._output.manifest_url}
         for name in names:
             kept.add(self._output.url(name + self._suffix))
-            kept.add(self._output.url(f"{name}.idx"))
+            for ending in (*self._beside, ".idx"):
+                kept.add(self._output.url(name + ending))
         for url in target.former:
             if url not in kept:
                 delete(url, self._storage)
@@ -151,7 +159,7 @@ class Publisher:
         """Give local shards their plain names too; False on a file system without hard links, where
         they keep the marked ones.
         """
-        for ending in (self._suffix, ".idx"):
+        for ending in (self._suffix, *self._beside, ".idx"):
             for marked_name, name in zip(marked_names, names, strict=True):
                 if not link(self._path(marked_name + ending), self._path(name + ending)):
                     return False
@@ -161,7 +169,7 @@ class Publisher:
         """Take the marked names away: every `.idx` first, since without one tokens are no
         dataset.
         """
-        for ending in (".idx", self._suffix):
+        for ending in (".idx", self._suffix, *self._beside):
             for name in marked_names:
                 delete(self._output.url(name + ending), self._storage)
 

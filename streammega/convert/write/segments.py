@@ -12,14 +12,17 @@ from numpy.typing import NDArray
 
 from streammega.convert.documents import LongText, RawDocument, Tokens, concatenate
 from streammega.convert.progress import Progress
+from streammega.convert.read.origins import origin_of
 from streammega.convert.write.duplicates import document_hashes
 from streammega.convert.write.encoders import encoder_of, eod_of
 from streammega.convert.write.job import Job, Segment, UnitRecord, length_histogram, unit_name
 from streammega.convert.write.long_documents import TokenStream, check_tokens
+from streammega.convert.write.origins import save_origins
 from streammega.convert.write.selection import Selection
 from streammega.convert.write.shuffling import permuted, shuffle_keys
 from streammega.convert.write.side_files import SideRows, save_side
 from streammega.dataset.idx import CODE_OF_DTYPE, smallest_dtype
+from streammega.dataset.origins import origins_of
 from streammega.dataset.writer import IndexedDatasetWriter
 from streammega.errors import ConvertError
 from streammega.storage import join_url
@@ -79,6 +82,8 @@ class SegmentWriter:
             if stream.dropped is None:
                 numbers = np.array([self._documents_seen])
                 self._save_side(self._shuffle_keys(numbers), numbers, stream.hashes)
+                origins = origins_of([origin_of(item, self._options)])
+                save_origins(self._job, self._next_segment, origins)
                 writer.finalize()
         finally:
             # Does nothing behind `finalize`; else the document was left out, or could not be read.
@@ -108,6 +113,7 @@ class SegmentWriter:
             keys = keys[order]
         hashes = document_hashes(batch) if self._options.dedup else ()
         self._save_side(keys, numbers, hashes)
+        save_origins(self._job, self._next_segment, batch.origins)
         multimodal = batch.modes is not None
         with self._writer(dtype, multimodal=multimodal) as writer:
             stored = batch.tokens.view(np.uint8).data

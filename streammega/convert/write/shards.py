@@ -10,24 +10,42 @@ from dataclasses import asdict
 
 import numpy as np
 
+from streammega.config import StorageConfig
 from streammega.convert.progress import Progress
 from streammega.convert.write.copying import copy_in_order, copy_shuffled
 from streammega.convert.write.final_order import Integers, OrderedDocuments
 from streammega.convert.write.job import Job
 from streammega.convert.write.layout import ShardLayout
+from streammega.convert.write.origins import write_origins
 from streammega.convert.write.records import load_json, save_json
 from streammega.dataset.manifest import Shard
 from streammega.dataset.writer import IndexedDatasetWriter
+from streammega.errors import ConvertError
 from streammega.storage import join_url
 from streammega.storage.parts import sized_for
 
 
 def read_shard(job: Job, layout: ShardLayout, number: int) -> Shard | None:
     """What was written of a shard, if it is done and belongs to this layout."""
-    stored = load_json(_record_url(job, number), job.storage)
+    stored = load_json(_record_url(job.work, number), job.storage)
     if stored is None or stored.get("digest") != layout.digest:
         return None
     return Shard(**stored["shard"])
+
+
+def origins_written(work: str, layout: ShardLayout, storage: StorageConfig) -> list[str]:
+    """The checksums of the origins beside all shards, which are written. Raises ConvertError where
+    a record of one is gone.
+    """
+    checksums = []
+    for number in range(layout.num_shards):
+        record = load_json(_record_url(work, number), storage)
+        if record is None or "origins" not in record:
+            raise ConvertError(
+                f"{_record_url(work, number)}: is gone; run the same command again with --restart"
+            )
+        checksums.append(str(record["origins"]))
+    return checksums
 
 
 def write_shard(
@@ -56,7 +74,10 @@ def write_shard(
         index_checksums=writer.index.checksums,
     )
     record = {"digest": layout.digest, "shard": asdict(shard)}
-    save_json(_record_url(job, number), record, job.storage)
+    if job.options.origins:
+        portions = _documents_of_portions(documents, layout, number)
+        record["origins"] = write_origins(job, documents, portions, layout.names[number])
+    save_json(_record_url(job.work, number), record, job.storage)
     return shard
 
 
@@ -118,5 +139,5 @@ def _documents_of_portions(
             yield parts[start:stop], chosen[start:stop]
 
 
-def _record_url(job: Job, number: int) -> str:
-    return join_url(job.work, f"shard-{number:06d}.json")
+def _record_url(work: str, number: int) -> str:
+    return join_url(work, f"shard-{number:06d}.json")

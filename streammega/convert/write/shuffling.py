@@ -50,6 +50,7 @@ def permuted(batch: Tokens, order: NDArray[np.int64]) -> Tokens:
         lengths=batch.lengths[sequences],
         documents=num_sequences,
         modes=None if batch.modes is None else batch.modes[sequences],
+        origins=None if batch.origins is None else batch.origins.take(order),
     )
 
 

@@ -13,6 +13,7 @@ from dataclasses import replace
 from streammega.convert.documents import LongRecord, LongText, RawDocument, Tokens
 from streammega.convert.progress import Progress
 from streammega.convert.read.long_records import text_file, with_fields
+from streammega.convert.read.origins import of_file
 from streammega.convert.read.readers import read_slice, with_line
 from streammega.convert.read.slices import Item, Skipped
 from streammega.convert.write.encoders import encoder_of
@@ -84,6 +85,8 @@ def _documents_of(job: Job, number: int, skipped: Skipped) -> Iterator[Item]:
             if isinstance(item, LongText) and job.options.split_sentences:
                 # The splitter looks at all of a text at once.
                 yield RawDocument(data=b"".join(item.pieces), path=item.path)
+            elif isinstance(item, Tokens) and job.options.origins and item.origins is None:
+                yield of_file(item, piece.input.path)
             else:
                 yield item
 

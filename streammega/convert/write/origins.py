@@ -1,0 +1,68 @@
+"""Origins on their way to a shard: a file beside each segment, and of these the file beside the
+shard.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import numpy as np
+import xxhash
+
+from streammega.convert.write.final_order import Integers, OrderedDocuments
+from streammega.convert.write.job import Job
+from streammega.dataset.origins import (
+    ENDING,
+    Origins,
+    OriginsWriter,
+    join_origins,
+    open_origins,
+)
+from streammega.errors import ConvertError
+from streammega.storage import join_url, save_bytes
+
+
+def save_origins(job: Job, name: str, origins: Origins | None) -> None:
+    """Write those of a segment's documents beside it, if they are kept."""
+    if not job.options.origins or origins is None:
+        return
+    writer = OriginsWriter()
+    writer.add(origins)
+    save_bytes(join_url(job.work, name + ENDING), writer.finish(), job.storage)
+
+
+def write_origins(
+    job: Job,
+    documents: OrderedDocuments,
+    portions: Iterable[tuple[Integers, Integers]],
+    name: str,
+) -> str:
+    """Write the origins of a shard to the work folder, from where they are published; returns their
+    xxh3-128. portions: (part, document of it) of its documents, in their order.
+    """
+    writer = OriginsWriter()
+    for parts, chosen in portions:
+        writer.add(_chosen(job, documents, parts, chosen))
+    stored = writer.finish()
+    save_bytes(join_url(job.work, f"out/{name}{ENDING}"), stored, job.storage)
+    return xxhash.xxh3_128_hexdigest(stored)
+
+
+def _chosen(job: Job, documents: OrderedDocuments, parts: Integers, chosen: Integers) -> Origins:
+    """The origins of documents of some parts, in the order asked."""
+    found = []
+    rows = []
+    for part in np.unique(parts):
+        of_part = np.flatnonzero(parts == part)
+        prefix = documents.name(int(part))
+        stored = open_origins(prefix, job.storage)
+        if stored is None:
+            raise ConvertError(
+                f"{prefix}{ENDING}: is gone; run the same command again with --restart"
+            )
+        first = int(chosen[of_part].min())
+        stretch = stored.between(first, int(chosen[of_part].max()) + 1)
+        found.append(stretch.take(chosen[of_part] - first))
+        rows.append(of_part)
+    in_order = np.argsort(np.concatenate(rows))
+    return join_origins(found).take(in_order)

@@ -1,0 +1,353 @@
+"""`convert --origins`: where each document came from, through whatever is done to it."""
+
+from __future__ import annotations
+
+import json
+import re
+import tarfile
+from collections.abc import Sequence
+from io import BytesIO
+from pathlib import Path
+from typing import Any
+
+import fsspec
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+import streammega.convert.write.plan as plan
+from streammega import DataConfig, Provenance, StorageConfig
+from streammega.cli.main import main
+from streammega.convert import convert
+from streammega.convert.write import job
+from streammega.dataset import origins as stored_origins
+from streammega.dataset.indexed import IndexedDataset
+from streammega.dataset.origins import (
+    BYTE,
+    DOCUMENT,
+    FILE,
+    LINE,
+    Origin,
+    Origins,
+    OriginsFile,
+    OriginsWriter,
+    join_origins,
+    origins_of,
+)
+from streammega.dataset.shard_documents import open_documents
+from streammega.dataset.verify import verify
+from streammega.errors import ConfigError, ConvertError, FormatError
+from streammega.storage import open_store
+from tests.convert.test_publishing import Killed, killed_before
+
+STORAGE = StorageConfig()
+
+# --- the file -------------------------------------------------------------------------------------
+
+ORIGIN = st.builds(
+    Origin,
+    path=st.sampled_from(["a.jsonl", "b.jsonl", "é", "s3://bucket/c.tar!000.txt"]),
+    kind=st.sampled_from([FILE, LINE, BYTE, DOCUMENT]),
+    place=st.integers(0, 2**62),
+    id=st.sampled_from(["", "x", "https://example.org/ü"]) | st.text(st.characters(codec="utf-8")),
+)
+
+
+def read_back(path: Path, data: bytes) -> OriginsFile:
+    path.write_bytes(data)
+    return OriginsFile(*open_store(str(path), STORAGE))
+
+
+@given(parts=st.lists(st.lists(ORIGIN, max_size=9), max_size=5))
+def test_what_is_written_is_read_whatever_is_added_at_once(
+    tmp_path_factory: pytest.TempPathFactory, parts: list[list[Origin]]
+) -> None:
+    all_rows = [row for part in parts for row in part]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(stored_origins, "CHUNK_DOCUMENTS", 7)
+        by_parts = OriginsWriter()
+        for part in parts:
+            by_parts.add(origins_of(part))
+        at_once = OriginsWriter()
+        at_once.add(origins_of(all_rows))
+        data = by_parts.finish()
+        assert data == at_once.finish(), "its bytes depend on the documents alone"
+        stored = read_back(tmp_path_factory.getbasetemp() / "a.origins", data)
+        assert stored.documents == len(all_rows)
+        assert [stored[number] for number in range(len(all_rows))] == all_rows
+        low = len(all_rows) // 3
+        between = stored.between(low, len(all_rows))
+        assert [between[row] for row in range(len(between))] == all_rows[low:]
+        for row in all_rows[:3]:
+            found = [stored[number] for number in stored.search(row.where)]
+            assert found == [other for other in all_rows if row.where in (other.where, other.id)]
+
+
+def test_any_flipped_byte_is_noticed(tmp_path: Path) -> None:
+    writer = OriginsWriter()
+    writer.add(origins_of(Origin(path="a", kind=LINE, place=n, id=f"id {n}") for n in range(1, 50)))
+    data = writer.finish()
+    for place in range(0, len(data), 3):
+        damaged = bytearray(data)
+        damaged[place] ^= 0x10
+        with pytest.raises(FormatError, match=r"a\.origins"):
+            _ = read_back(tmp_path / "a.origins", bytes(damaged))[7]
+    with pytest.raises(FormatError, match="cut short"):
+        read_back(tmp_path / "a.origins", data[:5])
+
+
+def test_a_file_of_a_corpus_in_its_order_takes_next_to_nothing(tmp_path: Path) -> None:
+    count = 100_000
+    rows = np.arange(count)
+    columns: dict[str, Any] = {"kind": np.full(count, LINE, np.uint8), "place": rows + 1}
+    origins = Origins(
+        paths=("corpus.jsonl",), path=np.zeros(count, np.int32), ids=[""] * count, **columns
+    )
+    writer = OriginsWriter()
+    writer.add(origins)
+    assert len(writer.finish()) / count < 0.1
+    shuffled = OriginsWriter()
+    shuffled.add(origins.take(np.random.default_rng(0).permutation(count)))
+    assert len(shuffled.finish()) / count < 4
+
+
+# --- from every format, through everything --------------------------------------------------------
+
+
+def text_of(name: str) -> str:
+    return f"This is {name}. " + "word " * (sum(map(ord, name)) % 30)
+
+
+def write_inputs(root: Path) -> dict[str, str]:
+    """Inputs of several formats, whose texts say where they are; the id of each text."""
+    root.mkdir()
+    expected = {}
+    lines = []
+    for number in range(1, 121):
+        where = f"{root}/a.jsonl:{number}"
+        expected[where] = f"id-{number}"
+        lines.append(json.dumps({"id": f"id-{number}", "text": text_of(where)}))
+    (root / "a.jsonl").write_text("\n".join(lines) + "\n\n")
+    rows = range(1, 31)
+    wheres = [f"{root}/b.parquet:{row}" for row in rows]
+    urls = [f"https://example.org/{row}" for row in rows]
+    expected |= dict(zip(wheres, urls, strict=True))
+    table = pa.table({"text": [text_of(where) for where in wheres], "url": urls})
+    pq.write_table(table, root / "b.parquet", row_group_size=7)
+    values = []
+    for number in range(1, 5):
+        where = f"{root}/c.json:{number + 1}"
+        expected[where] = str(number)
+        values.append(json.dumps({"id": number, "text": text_of(where)}))
+    (root / "c.json").write_text("[\n" + ",\n".join(values) + "\n]")
+    with tarfile.open(root / "d.tar", "w") as tar:
+        for number in range(5):
+            where = f"{root}/d.tar!{number:03}.txt"
+            expected[where] = ""
+            data = text_of(where).encode()
+            member = tarfile.TarInfo(f"{number:03}.txt")
+            member.size = len(data)
+            tar.addfile(member, BytesIO(data))
+    where = f"{root}/e.txt"
+    (root / "e.txt").write_text(text_of(where))
+    expected[where] = ""
+    return expected
+
+
+def documents_of(name: str) -> list[tuple[str, Origin]]:
+    """(text, origin) of every document of a dataset."""
+    found = []
+    for shard in open_documents(name, STORAGE):
+        assert shard.origins is not None
+        indexed = IndexedDataset(shard.name)
+        for document in range(shard.num_documents):
+            sequences = [np.asarray(indexed[n]) for n in shard.sequences_of(document)]
+            ids = np.concatenate(sequences).tolist()
+            text = bytes(token for token in ids if token < 256).decode()
+            found.append((text, shard.origins[document]))
+    return found
+
+
+def check_origins(name: str, expected: dict[str, str], inputs: Path) -> list[str]:
+    """Every document comes from where its text says; returns the places."""
+    places = []
+    for text, origin in documents_of(name):
+        said = text.removeprefix("This is ").partition(". ")[0]
+        where = origin.where
+        if origin.kind == BYTE:  # a later part of a large file: its byte leads to the line
+            data = Path(origin.path).read_bytes()
+            where = f"{origin.path}:{data[: origin.place].count(10) + 1}"
+        assert where == said
+        assert origin.id == expected[said]
+        places.append(said)
+    return places
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        pytest.param({}, marks=pytest.mark.soak),
+        {"shuffle_seed": 3, "shard_bytes": 3000, "memory_bytes": 1 << 20},
+        {"dedup": True, "min_tokens": 40, "shard_bytes": 5000, "kind": "zst"},
+        pytest.param({"max_tokens": 160, "kind": "tar", "workers": 2}, marks=pytest.mark.soak),
+    ],
+    ids=["plain", "shuffled", "filtered", "cut"],
+)
+def test_every_document_says_where_it_came_from(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, options: dict[str, Any]
+) -> None:
+    monkeypatch.setattr(plan, "UNIT_BYTES", 4000)
+    monkeypatch.setattr(plan, "LEAST_UNIT_BYTES", 4000)
+    monkeypatch.setattr(job, "SEGMENT_BYTES", 2000)
+    inputs = tmp_path / "in"
+    expected = write_inputs(inputs)
+    named: dict[str, Any] = {"workers": 1, "origins": True, **options}
+    convert([str(inputs)], str(tmp_path / "out" / "web"), tokenizer="bytes", **named)
+    places = check_origins(str(tmp_path / "out" / "web"), expected, inputs)
+    if "min_tokens" not in options:
+        assert sorted(places) == sorted(expected)
+    # and on, through another conversion: merged with itself, shuffled and cut into shards
+    convert(
+        [str(tmp_path / "out" / "web")],
+        str(tmp_path / "again" / "web"),
+        origins=True,
+        shuffle_seed=9,
+        shard_bytes=4000,
+        workers=1,
+    )
+    again = check_origins(str(tmp_path / "again" / "web"), expected, inputs)
+    assert sorted(again) == sorted(places)
+
+
+def test_documents_of_datasets_without_origins_are_named_by_their_number(tmp_path: Path) -> None:
+    (tmp_path / "in.jsonl").write_text("".join(f'{{"text": "text {n}"}}\n' for n in range(9)))
+    convert([str(tmp_path / "in.jsonl")], str(tmp_path / "a"), tokenizer="bytes", workers=1)
+    convert([str(tmp_path / "a")], str(tmp_path / "b"), origins=True, workers=1)
+    for number, (_, origin) in enumerate(documents_of(str(tmp_path / "b"))):
+        assert origin.where == f"{tmp_path}/a#{number}"
+
+
+def test_the_field_of_the_id_can_be_named(tmp_path: Path) -> None:
+    (tmp_path / "in.jsonl").write_text('{"id": 1, "meta": {"doc": "m"}, "text": "t"}\n')
+    table = pa.table({"text": ["t"], "id": [1]})
+    pq.write_table(table, tmp_path / "in.parquet")
+    named: dict[str, Any] = {"tokenizer": "bytes", "origins": True, "workers": 1}
+    convert([str(tmp_path / "in.jsonl")], str(tmp_path / "a"), id_field="meta.doc", **named)
+    assert [origin.id for _, origin in documents_of(str(tmp_path / "a"))] == ["m"]
+    with pytest.raises(ConvertError, match=r"in\.parquet: has no column meta\.doc"):
+        convert([str(tmp_path / "in.parquet")], str(tmp_path / "b"), id_field="meta.doc", **named)
+    with pytest.raises(ConfigError, match="ask for them too"):
+        convert([str(tmp_path / "in.jsonl")], str(tmp_path / "c"), id_field="id", tokenizer="bytes")
+
+
+# --- publishing -----------------------------------------------------------------------------------
+
+
+def names_in(root: str) -> Sequence[str]:
+    system, path = fsspec.core.url_to_fs(root)
+    names = [found.rpartition("/")[2] for found in system.find(path)]
+    return sorted(name for name in names if not name.endswith(".partial"))
+
+
+def write_texts(path: Path, count: int) -> None:
+    path.write_text("".join(f'{{"id": "{path.stem}{n}", "text": "{n}"}}\n' for n in range(count)))
+
+
+@pytest.mark.parametrize("where", [pytest.param("remote", marks=pytest.mark.soak), "local"])
+def test_a_dataset_that_is_replaced_at_any_moment_has_its_own_origins(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, where: str
+) -> None:
+    """Killed before every few changes of what is stored: the former one's, or the new one's."""
+    root = f"memory://{tmp_path.name}" if where == "remote" else str(tmp_path / "out")
+    name = f"{root}/web"
+    write_texts(tmp_path / "a.jsonl", 40)
+    write_texts(tmp_path / "b.jsonl", 40)
+    named: dict[str, Any] = {
+        "tokenizer": "bytes", "origins": True, "shard_bytes": 60, "workers": 1, "overwrite": True,
+    }  # fmt: skip
+
+    def ids() -> set[str]:
+        """The first letters of the ids of all documents that are there."""
+        return {origin.id[0] for _, origin in documents_of(f"{name}.manifest.json")}
+
+    step = 0
+    done = False
+    while not done:
+        convert([str(tmp_path / "a.jsonl")], name, **named)
+        assert ids() == {"a"}
+        try:
+            with killed_before(step, monkeypatch):
+                convert([str(tmp_path / "b.jsonl")], name, **named)
+                done = True
+        except Killed:
+            assert ids() in ({"a"}, {"b"}), step
+            convert([str(tmp_path / "b.jsonl")], name, **named)
+        assert ids() == {"b"}
+        shards = len(IndexedDataset(f"{name}.manifest.json").shards)
+        assert len(names_in(root)) == 3 * shards + 1, "nothing else is left"
+        step += 19
+    assert step > 20
+    # one without origins leaves none of the former's behind
+    convert([str(tmp_path / "a.jsonl")], name, **{**named, "origins": False})
+    assert not [file for file in names_in(root) if file.endswith(".origins")]
+
+
+def test_origins_that_are_left_out_are_told_of_and_a_folder_is_read_without_them(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    write_texts(tmp_path / "a.jsonl", 5)
+    named: dict[str, Any] = {"tokenizer": "bytes", "origins": True, "workers": 1}
+    convert([str(tmp_path / "a.jsonl")], str(tmp_path / "d" / "a"), **named)
+    convert([str(tmp_path / "d")], str(tmp_path / "b"), workers=1)
+    assert "which this conversion leaves out; --origins carries it over" in caplog.text
+    assert not (tmp_path / "b.origins").exists()
+    assert main(["gc", str(tmp_path / "d" / "a")]) == 0
+
+
+def test_a_file_of_another_dataset_is_refused(tmp_path: Path) -> None:
+    for name, count in (("a", 5), ("b", 6)):
+        write_texts(tmp_path / f"{name}.jsonl", count)
+        output = str(tmp_path / name)
+        convert(
+            [str(tmp_path / f"{name}.jsonl")], output, tokenizer="bytes", origins=True, workers=1
+        )
+    (tmp_path / "a.origins").write_bytes((tmp_path / "b.origins").read_bytes())
+    (problem,) = verify(str(tmp_path / "a")).problems
+    assert "a.origins: is not the one that the manifest speaks of" in problem
+    assert not verify(str(tmp_path / "b")).problems
+    config = DataConfig(blend=str(tmp_path / "a"), sequence_length=2, split="1,0,0", order="stream")
+    with pytest.raises(FormatError, match=r"speaks of 6 documents, and the .idx beside it of 5"):
+        Provenance(config).trace([0])
+
+
+def test_the_command_keeps_them_and_trace_prints_and_finds_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    write_texts(tmp_path / "a.jsonl", 9)
+    assert (
+        main(["convert", "a.jsonl", "a", "--tokenizer", "bytes", "--origins", "--workers", "1"])
+        == 0
+    )
+    Path("run.toml").write_text(
+        '[data]\nblend = "a"\nsplit = "1,0,0"\nsequence_length = 4\n[model]\nvocab_size = 300\n'
+        '[train]\niters = 2\nmicro_batch_size = 1\nglobal_batch_size = 2\nout_dir = "runs/a"\n'
+    )
+    capsys.readouterr()
+    assert main(["trace", "run.toml", "--step", "1"]) == 0
+    assert re.search(
+        r"a#\d, tokens \[0, 2\) of 2 \(from a.jsonl:\d, id a\d\)", capsys.readouterr().out
+    )
+    for words in ("a3", "a.jsonl:4"):
+        assert main(["trace", "run.toml", "--find", words]) == 0
+        assert "a#3, 2 tokens, of a (from a.jsonl:4, id a3)" in capsys.readouterr().out
+
+
+def test_joining_keeps_the_order_and_the_paths() -> None:
+    one = origins_of([Origin(path="a", kind=LINE, place=1, id="")])
+    other = origins_of([Origin(path=path, kind=FILE, place=0, id=path) for path in ("b", "a")])
+    joined = join_origins([one, other])
+    assert [joined[row].path for row in range(3)] == ["a", "b", "a"]
