@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from streammega.loading import MegatronBatchSampler as MegatronBatchSampler
     from streammega.loading import StreamingDataset as StreamingDataset
     from streammega.loading import StreamLoader as StreamLoader
+    from streammega.loading.source_losses import SourceLosses as SourceLosses
     from streammega.parallel import RankBatches as RankBatches
     from streammega.parallel import Ranks as Ranks
     from streammega.parallel import device_mesh as device_mesh
@@ -71,6 +72,7 @@ _HOMES = {
     "MegatronBatchSampler": "streammega.loading",
     "StreamingDataset": "streammega.loading",
     "StreamLoader": "streammega.loading",
+    "SourceLosses": "streammega.loading.source_losses",
     "BucketedDataParallel": "streammega.gradients.data_parallel",
     "finish_grad_sync": "streammega.gradients.sync",
     "ShardedOptimizer": "streammega.gradients.sharded_optimizer",

@@ -295,6 +295,10 @@ class DataConfig(FieldsConfig):
     Megatron's form: batches have "cu_seqlens", int32 [batch, S + 1], filled up with S, and
     "max_seqlen", int32 [batch]; positions restart at every bound. Not in the stream order.
     """
+    dataset_ids: bool = False
+    """Add "dataset_id", int64 [batch]: which dataset each sample is of, by its place in the blend; over
+    phases, in the order in which they first appear. For losses by source: SourceLosses.
+    """
     num_samples: tuple[int, int, int] | None = None
     """Samples asked of train, valid and test; they define the Megatron order, epochs included."""
     add_extra_token: bool = True

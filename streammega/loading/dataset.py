@@ -26,7 +26,7 @@ from streammega.order.batch_size import BatchSchedule, batch_schedule
 from streammega.order.cursor import make_state, parse_state
 from streammega.samples.fields import Batch
 from streammega.samples.open import open_source
-from streammega.samples.source import SampleSource
+from streammega.samples.source import SampleSource, dataset_of_samples
 
 log = logging.getLogger(__name__)
 
@@ -37,7 +37,8 @@ AHEAD = 2
 class StreamingDataset(torch.utils.data.IterableDataset[Batch]):
     """Yields micro-batches: {"tokens", "labels", "position_ids"} int64 and "loss_mask" float32,
     [micro_batch_size, S]; with reset_attention_mask also "cu_seqlens", the bounds of documents,
-    int32 [micro_batch_size, most documents + 1]; with inter_document_masking "cu_seqlens" and
+    int32 [micro_batch_size, most documents + 1]; with dataset_ids "dataset_id", int64
+    [micro_batch_size]; with inter_document_masking "cu_seqlens" and
     "max_seqlen" as it says.
 
     Every rank sees its part of the same global batches, whatever dp_size is. An iteration is one
@@ -149,6 +150,14 @@ class StreamingDataset(torch.utils.data.IterableDataset[Batch]):
         micro_batch_size].
         """
         return self.steps.sample_ids(consumed)
+
+    def dataset_ids(self, consumed: int | NDArray[np.int64]) -> NDArray[np.int64]:
+        """Which dataset each sample of this rank's micro-batch in the micro-step at `consumed` is of,
+        int64 [..., micro_batch_size]: its place in the blend. Of the order alone: nothing is read.
+        """
+        sample_ids = self.sample_ids(consumed)
+        extents = self.samples.locate(sample_ids.reshape(-1))
+        return dataset_of_samples(extents).reshape(sample_ids.shape)
 
     def batch(self, consumed: int) -> Batch:
         """This rank's micro-batch in the micro-step at `consumed`: a pure function of it."""

@@ -54,6 +54,8 @@ class Gatherer:
         self._allocate = allocate
         self._gather = self._gather_ids if ids_only else self._gather_fields
         self._has_modes = has_modes(reading.files)
+        files_of_dataset = [len(files) for files in steps.samples.files]
+        self._dataset_of_file = np.repeat(np.arange(len(files_of_dataset)), files_of_dataset)
 
     def gather(self, slab: PlannedSlab) -> Slab:
         """A slab whose bytes are all there."""
@@ -116,6 +118,8 @@ class Gatherer:
             fields["loss_mask"] = loss_mask
         if derived.position_ids is not None:
             fields["position_ids"] = derived.position_ids
+        if self._config.dataset_ids:
+            fields["dataset_id"] = self._dataset_ids(slab)
         if self._config.inter_document_masking:
             size = slab.span.size
             fields |= sequence_fields(slab.row_splits, size, self._config, self._allocate)
@@ -124,6 +128,15 @@ class Gatherer:
             fields=self._by_batch(slab, fields),
             cu_seqlens=derived.cu_seqlens,
         )
+
+    def _dataset_ids(self, slab: PlannedSlab) -> Tensor:
+        """Which dataset each sample is of, int64 [samples]: that of its first row, for all are of
+        one.
+        """
+        first_rows = slab.row_splits[:-1]
+        dataset_ids = self._allocate((len(first_rows),), torch.int64)
+        dataset_ids.numpy()[:] = self._dataset_of_file[slab.span.file[first_rows]]
+        return dataset_ids
 
     def _clear_by_modes(self, slab: PlannedSlab, out: NDArray[Any], *, shift: int) -> None:
         """Write 0 to `out` for tokens of a slab that are not learned, `shift` columns from where

@@ -121,6 +121,11 @@ class StreamLoader:
                 "ids_only batches tell nothing of sequences, whose bounds inter_document_masking "
                 "asks for; leave one of them out, or set reset_attention_mask, which goes by eod_id"
             )
+        if ids_only and config.dataset_ids:
+            raise ConfigError(
+                "ids_only batches tell nothing of datasets: leave dataset_ids out, and ask "
+                "loader.dataset.dataset_ids(consumed), which knows them on every rank"
+            )
         self.ids_only = ids_only
         self.evaluation = split != "train" if evaluation is None else evaluation
         self._cp = (cp_rank, cp_size)

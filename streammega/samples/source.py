@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from typing import Any, Protocol
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 
 from streammega.config import DataConfig
@@ -66,6 +67,8 @@ def sample_fields(
     if config.inter_document_masking:
         size = extents.stop - extents.start
         batch |= sequence_fields(extents.row_splits, size, config, new_memory)
+    if config.dataset_ids:
+        batch["dataset_id"] = torch.from_numpy(dataset_of_samples(extents))
     files = all_files(source)
     if has_modes(files):
         loss_mask = batch["loss_mask"].numpy()  # the tensor's memory, written in place
@@ -76,6 +79,13 @@ def sample_fields(
 def all_files(source: SampleSource) -> list[TokenFile]:
     """The files of all datasets, end to end."""
     return [file for files in source.files for file in files]
+
+
+def dataset_of_samples(extents: Extents) -> NDArray[np.int64]:
+    """Which dataset each sample is of, int64 [samples]: that of its first extent, for all are of
+    one.
+    """
+    return extents.dataset[extents.row_splits[:-1]].astype(np.int64)
 
 
 def file_of_rows(source: SampleSource, extents: Extents) -> NDArray[np.int64]:

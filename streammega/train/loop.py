@@ -39,6 +39,7 @@ from streammega.order.cursor import keep_readable, with_readable
 from streammega.parallel import RankBatches, Ranks
 from streammega.parallel.batches import read_factor
 from streammega.parallel.layout import ParallelLayout
+from streammega.samples.source import dataset_of_samples
 from streammega.train.agreement import check_that_ranks_agree, facts_of
 from streammega.train.batch_hash import hash_over_ranks
 from streammega.train.checkpoints.checkpoints import Checkpoints
@@ -474,10 +475,7 @@ class Trainer:
 
     def _sources_of(self, sample_ids: NDArray[np.int64]) -> NDArray[np.int64]:
         """The dataset of the blend that each sample is of."""
-        located = self.loader.dataset.samples.locate(sample_ids)
-        # A sample is of one dataset: that of its first extent.
-        first_extents = located.row_splits[:-1]
-        return located.dataset[first_extents].astype("int64")
+        return dataset_of_samples(self.loader.dataset.samples.locate(sample_ids))
 
 
 def _with(rewinds: list[int], rewind: int | None) -> list[int]:

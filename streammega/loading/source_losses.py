@@ -1,0 +1,64 @@
+"""The loss of each dataset of a blend, as exact means over the tokens of all ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from streammega.errors import ConfigError
+
+
+class SourceLosses:
+    """Sums losses of samples by the dataset that each is of, until `means` is asked.
+
+        losses = SourceLosses(["web", "code"], device)
+        for batch in loader:                                # of DataConfig(dataset_ids=True)
+            loss = cross_entropy(..., reduction="none")     # of each token, [batch, S]
+            losses.add(batch["dataset_id"], loss.detach(), batch["loss_mask"])
+            if step % 10 == 0:
+                log(losses.means())
+
+    Sums are float64, and nothing waits for a device before `means`.
+
+    Args:
+        names: of the datasets, by their ids.
+        device: where sums are kept, and on which ranks talk.
+
+    Raises ConfigError where no name is given.
+    """
+
+    def __init__(self, names: Sequence[str], device: torch.device | str = "cpu") -> None:
+        if not names:
+            raise ConfigError("losses by source need the names of the datasets, and none is given")
+        self.names = list(names)
+        self._sums = torch.zeros(len(names), 2, dtype=torch.float64, device=device)
+
+    def add(self, dataset_id: Tensor, losses: Tensor, mask: Tensor) -> None:
+        """Add a micro-batch: dataset_id int64 [batch], the loss of each token [batch, S], and what
+        counts of it, [batch, S]: tokens with 0 do not, whatever their loss.
+        """
+        counted = mask.to(losses.device).double()
+        # chosen, not multiplied: 0 times an infinite loss is none
+        loss_of_token = torch.where(counted != 0, losses.detach().double() * counted, 0.0)
+        loss_and_tokens = torch.stack((loss_of_token.sum(1), counted.sum(1)), 1)
+        device = self._sums.device
+        self._sums.index_add_(0, dataset_id.to(device), loss_and_tokens.to(device))
+
+    def means(self, group: Any = None) -> dict[str, float]:
+        """The mean loss of each dataset that had tokens since this was asked last, over all ranks of
+        a group (None: all there are). Collective where torch.distributed runs: call it on all of
+        them.
+        """
+        sums = self._sums
+        self._sums = torch.zeros_like(sums)
+        if dist.is_available() and dist.is_initialized():
+            dist.all_reduce(sums, group=group)
+        means: dict[str, float] = {}
+        for name, (loss, tokens) in zip(self.names, sums.tolist(), strict=True):
+            if tokens:
+                means[name] = loss / tokens
+        return means

@@ -1,0 +1,150 @@
+"""Which dataset a sample is of, and losses by source."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.utils.data
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from streammega import DataConfig, PhaseConfig, SourceLosses, StreamingDataset, StreamLoader
+from streammega.errors import ConfigError
+from tests.support.gang import Gang
+
+BATCH = 12
+SIZES: dict[str, Any] = {"micro_batch_size": 4, "global_batch_size": BATCH}
+NAMES = ("web", "code", "math")
+
+
+@pytest.fixture(scope="module")
+def config(tmp_path_factory: pytest.TempPathFactory) -> DataConfig:
+    """Of three datasets whose ids tell them apart: below 100, 200 and 300."""
+    root = tmp_path_factory.mktemp("sources")
+    for number, name in enumerate(NAMES):
+        write_pair_of(root / name, number)
+    return DataConfig(
+        blend=[(f"{root}/{name}", weight) for name, weight in zip(NAMES, (3, 2, 1), strict=True)],
+        sequence_length=16,
+        num_samples=(240, 0, 0),
+        split="1,0,0",
+        lanes=24,
+        block_bytes=256,
+        index_cache_dir=root / "cache",
+        dataset_ids=True,
+    )
+
+
+def write_pair_of(prefix: Path, number: int) -> None:
+    from streammega import IndexedDatasetWriter
+
+    generator = np.random.default_rng(number)
+    with IndexedDatasetWriter(str(prefix), np.uint16) as writer:
+        for _ in range(80):
+            size = int(generator.integers(5, 80))
+            writer.add_document(generator.integers(100 * number, 100 * number + 100, size), [size])
+
+
+def told_by_ids(batch: Any) -> torch.Tensor:
+    return batch["tokens"][:, 0] // 100
+
+
+@pytest.mark.parametrize("order", ["stream", "megatron", "sequential"])
+def test_samples_tell_their_dataset_in_every_order(config: DataConfig, order: Any) -> None:
+    config = replace(config, order=order, lanes=24 if order == "stream" else None)
+    if order == "sequential":
+        config = replace(config, blend=config.blend[:1])  # type: ignore[index]
+    seen = set()
+    with StreamLoader(config, **SIZES) as loader:
+        for _ in range(20):
+            consumed = loader.consumed_samples
+            batch = loader.take()
+            assert batch["dataset_id"].dtype == torch.int64
+            assert batch["dataset_id"].equal(told_by_ids(batch))
+            ids = loader.dataset.dataset_ids(consumed)
+            assert ids.tolist() == batch["dataset_id"].tolist()
+            again = loader.dataset.batch(consumed)["dataset_id"]
+            assert again.equal(batch["dataset_id"])
+            seen |= set(ids.tolist())
+        several = loader.dataset.dataset_ids(np.array([0, 12]))
+        assert several.shape == (2, 4)
+    assert seen == (set(range(3)) if order != "sequential" else {0})
+    with StreamLoader(replace(config, dataset_ids=False), **SIZES) as loader:
+        assert "dataset_id" not in loader.take()
+
+
+def test_ranks_workers_and_phases_tell_the_same(config: DataConfig) -> None:
+    web, code, math = config.blend  # type: ignore[misc]
+    phases = [PhaseConfig(first_sample=24, blend=[math, web])]
+    config = replace(config, order="stream", blend=[web, code], phases=phases)
+    alone = StreamingDataset(config, **SIZES)
+    expected = [alone.batch(consumed)["dataset_id"].tolist() for consumed in range(0, 60, 4)]
+    assert {number for ids in expected[6:] for number in ids} == {0, 2}, "by first appearance"
+    workers = torch.utils.data.DataLoader(
+        StreamingDataset(config, **SIZES), batch_size=None, num_workers=2
+    )
+    for ids, batch in zip(expected, workers, strict=False):
+        assert batch["dataset_id"].tolist() == ids
+    by_ranks = []
+    for rank in range(2):
+        with StreamLoader(
+            config, micro_batch_size=2, global_batch_size=BATCH, dp_rank=rank, dp_size=2
+        ) as loader:
+            by_ranks.append([loader.take()["dataset_id"].tolist() for _ in expected])
+    for ids, first, second in zip(expected, *by_ranks, strict=True):
+        assert [first[0], second[0], first[1], second[1]] == ids
+
+
+def test_batches_of_ids_alone_are_refused(config: DataConfig) -> None:
+    with pytest.raises(ConfigError, match=r"dataset\.dataset_ids"):
+        StreamLoader(config, ids_only=True, **SIZES)
+    with pytest.raises(ConfigError, match="names of the datasets"):
+        SourceLosses([])
+
+
+@settings(max_examples=30)
+@given(
+    cuts=st.lists(st.integers(1, 23), max_size=4, unique=True),
+    masked=st.lists(st.tuples(st.integers(0, 23), st.integers(0, 4)), max_size=20),
+)
+def test_losses_by_source_do_not_depend_on_how_samples_are_dealt_out(
+    cuts: list[int], masked: list[tuple[int, int]]
+) -> None:
+    """The losses are eighths, so that sums of them are exact."""
+    generator = torch.Generator().manual_seed(5)
+    losses = torch.randint(0, 80, (24, 5), generator=generator) / 8
+    dataset_id = torch.randint(0, 3, (24,), generator=generator)
+    mask = torch.ones(24, 5)
+    for row, column in masked:
+        mask[row, column] = 0.0
+        losses[row, column] = float("inf")  # what is not counted may be anything
+    sources = SourceLosses(NAMES)
+    bounds = [0, *sorted(cuts), 24]
+    for start, stop in zip(bounds, bounds[1:], strict=False):
+        sources.add(dataset_id[start:stop], losses[start:stop], mask[start:stop])
+    expected = {}
+    for number, name in enumerate(NAMES):
+        counted = mask[dataset_id == number] == 1
+        if counted.any():
+            of_source = losses[dataset_id == number][counted].double()
+            expected[name] = float(of_source.sum()) / int(counted.sum())
+    assert sources.means() == expected
+    assert sources.means() == {}, "from here on anew"
+
+
+def means_over_ranks(rank: int) -> list[dict[str, float]]:
+    sources = SourceLosses(NAMES)
+    if rank == 0:
+        sources.add(torch.tensor([0, 1]), torch.tensor([[1.0, 2.0], [4.0, 8.0]]), torch.ones(2, 2))
+    else:
+        sources.add(torch.tensor([1]), torch.tensor([[3.0, 5.0]]), torch.tensor([[1.0, 0.0]]))
+    return [sources.means(), sources.means()]
+
+
+def test_losses_by_source_are_summed_over_ranks(gang: Gang) -> None:
+    assert gang.run(2, means_over_ranks) == [[{"web": 1.5, "code": 5.0}, {}]] * 2
