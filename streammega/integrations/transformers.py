@@ -12,6 +12,7 @@ a resume, and any number of processes goes on with the next sample.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -20,7 +21,9 @@ from streammega.config import DataConfig
 from streammega.errors import ConfigError, StateError
 from streammega.integrations.accelerate import NotDealtOut, StreamDataLoader
 from streammega.integrations.frameworks import imported
+from streammega.loading.source_losses import SourceLosses
 from streammega.samples.fields import Batch
+from streammega.samples.source_names import source_names
 from streammega.samples.split_blend import split_blend
 
 NO_LOSS = -100
@@ -28,6 +31,7 @@ NO_LOSS = -100
 TRAINING_ARGUMENTS = 1
 EVAL_DATASET = 4
 """Where these stand among the arguments of a Trainer that are not named."""
+DATASET_ID = "dataset_id"
 POSITION = "StreamPosition"
 """The name of the callback whose state is the position."""
 
@@ -39,17 +43,37 @@ def causal_lm_batch(batch: Batch) -> Batch:
     They shift "labels" themselves, and lose the last one; "shift_labels" are taken as they are, and
     are what the loss is of. "labels" are the same ones not shifted, for metrics that shift them.
     Documents are kept apart by their positions only where a model makes no cache: call it with
-    use_cache=False, as Trainers do.
+    use_cache=False, as Trainers do. A "dataset_id" stays, which no model takes: StreamTrainer takes
+    it out.
     """
     shift_labels = batch["labels"].masked_fill(batch["loss_mask"] == 0, NO_LOSS)
     labels = torch.full_like(shift_labels, NO_LOSS)
     labels[:, 1:] = shift_labels[:, :-1]
-    return {
+    made = {
         "input_ids": batch["tokens"],
         "position_ids": batch["position_ids"],
         "labels": labels,
         "shift_labels": shift_labels,
     }
+    if DATASET_ID in batch:
+        made[DATASET_ID] = batch[DATASET_ID]
+    return made
+
+
+def add_losses(
+    losses: SourceLosses, dataset_id: torch.Tensor, logits: torch.Tensor, labels: torch.Tensor
+) -> None:
+    """Add the cross entropy of each token, of logits [batch, S, vocabulary] and labels [batch, S].
+
+    Sample by sample: in float32 the logits of one are as much memory as a model's loss takes.
+    """
+    with torch.no_grad():
+        for row in range(len(labels)):
+            of_token = torch.nn.functional.cross_entropy(
+                logits[row].float(), labels[row], ignore_index=NO_LOSS, reduction="none"
+            )
+            learned = labels[row] != NO_LOSS
+            losses.add(dataset_id[row : row + 1], of_token[None], learned[None])
 
 
 class StreamTrainerMixin:
@@ -59,6 +83,9 @@ class StreamTrainerMixin:
     The global batch is per_device_train_batch_size * gradient_accumulation_steps * processes. An
     epoch is a pass over the data; a stream without an end needs `max_steps`. Evaluation goes through
     the valid split of the stream, unless the Trainer is given an `eval_dataset` of its own.
+
+    With `dataset_ids` in the stream's config, each log of the loss also has "source_loss/NAME" of
+    every dataset that was trained on since the last one: exact means over tokens and processes.
 
     Args:
         stream: what is read.
@@ -84,11 +111,14 @@ class StreamTrainerMixin:
         self._stream = stream
         self._stream_options = dict(stream_options or {})
         self._stream_valid: StreamDataLoader | None = None
+        self._source_losses: SourceLosses | None = None
         if _evaluates_stream(stream, arguments, named):
             # Trainers that are to evaluate ask for a dataset before they ask for its batches
             named["eval_dataset"] = NotDealtOut(None)
         super().__init__(*arguments, **named)
         _check_cache(stream, getattr(self, "model", None))
+        if stream.dataset_ids:
+            self._source_losses = SourceLosses(source_names(stream), self.accelerator.device)
         # otherwise a resume would read and drop everything before its position
         self.args.ignore_data_skip = True
         self.add_callback(_position_callback())  # type: ignore[attr-defined]
@@ -105,6 +135,35 @@ class StreamTrainerMixin:
             prepare_batch=causal_lm_batch,
             **self._stream_options,
         )
+
+    def compute_loss(
+        self, model: Any, inputs: dict[str, Any], return_outputs: bool = False, **named: Any
+    ) -> Any:
+        """As of the Trainer; it also counts the loss of each dataset, where batches tell that.
+
+        Raises ConfigError for models whose outputs have no logits.
+        """
+        compute: Any = super().compute_loss  # type: ignore[misc]
+        dataset_id = inputs.pop(DATASET_ID, None)
+        if dataset_id is None or self._source_losses is None:
+            return compute(model, inputs, return_outputs=return_outputs, **named)
+        labels = inputs["shift_labels"]
+        loss, outputs = compute(model, inputs, return_outputs=True, **named)
+        logits = getattr(outputs, "logits", None)
+        if logits is None:
+            raise ConfigError(
+                "losses by source are made of logits, and this model's outputs have none (a fused "
+                "loss, or TRL's): leave dataset_ids out"
+            )
+        add_losses(self._source_losses, dataset_id, logits, labels)
+        return (loss, outputs) if return_outputs else loss
+
+    def log(self, logs: dict[str, float], *arguments: Any, **named: Any) -> None:
+        """As of the Trainer, on all processes; with losses by source beside the loss of training."""
+        if self._source_losses is not None and "loss" in logs:
+            for name, loss in self._source_losses.means().items():
+                logs[f"source_loss/{name}"] = loss
+        super().log(logs, *arguments, **named)  # type: ignore[misc]
 
     def get_eval_dataloader(self, eval_dataset: Any = None) -> Any:
         """The valid split of the stream, whole global batches from its first sample every time; or
@@ -126,7 +185,7 @@ class StreamTrainerMixin:
         micro_batch_size = self.args.eval_batch_size
         loader = StreamDataLoader(
             self.accelerator,
-            self._stream,
+            replace(self._stream, dataset_ids=False),
             split="valid",
             micro_batch_size=micro_batch_size,
             global_batch_size=micro_batch_size * self.accelerator.num_processes,

@@ -40,6 +40,7 @@ from streammega.parallel import RankBatches, Ranks
 from streammega.parallel.batches import read_factor
 from streammega.parallel.layout import ParallelLayout
 from streammega.samples.source import dataset_of_samples
+from streammega.samples.source_names import source_names
 from streammega.train.agreement import check_that_ranks_agree, facts_of
 from streammega.train.batch_hash import hash_over_ranks
 from streammega.train.checkpoints.checkpoints import Checkpoints
@@ -54,7 +55,7 @@ from streammega.train.numerics import set_numerics
 from streammega.train.out_dir import OutDir
 from streammega.train.parallel_model import ParallelModel
 from streammega.train.schedule import set_learning_rate
-from streammega.train.splits import open_split, source_names
+from streammega.train.splits import open_split
 from streammega.train.step_totals import StepTotals, add_over_ranks
 from streammega.train.stopping import StopRequests, Terminated, heard
 from streammega.train.watch import Watch

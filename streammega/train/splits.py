@@ -1,4 +1,4 @@
-"""What a run reads: its splits, validation sets and sources."""
+"""What a run reads: its splits and validation sets."""
 
 from __future__ import annotations
 
@@ -7,10 +7,9 @@ from typing import Any
 
 from streammega.config import DataConfig
 from streammega.errors import ConfigError
-from streammega.errors.redaction import redact_urls
 from streammega.loading import StreamLoader
 from streammega.parallel import Ranks, open_loader
-from streammega.samples.phases import prefixes_of
+from streammega.samples.source_names import short_names
 from streammega.samples.split_blend import split_blend
 from streammega.train.config import RunConfig
 
@@ -45,7 +44,7 @@ def validation_sets(config: RunConfig) -> dict[str, RunConfig]:
     data = config.data
     valid = split_blend(data, "valid") if data.multiple_validation_sets else None
     if valid is not None:
-        for name, prefix in zip(_short_names(valid.prefixes), valid.prefixes, strict=True):
+        for name, prefix in zip(short_names(valid.prefixes), valid.prefixes, strict=True):
             blends[name] = [prefix]
     return {name: _evaluated_on(config, blend) for name, blend in blends.items()}
 
@@ -105,21 +104,3 @@ def batch_sizes(config: RunConfig, split: str) -> dict[str, Any]:
 def has_valid(data: DataConfig) -> bool:
     """Whether the data itself has a valid split that can be read as one."""
     return not data.multiple_validation_sets and split_blend(data, "valid") is not None
-
-
-def source_names(data: DataConfig) -> list[str]:
-    """A short name for each dataset of training, over all phases."""
-    if split_blend(data, "train") is None:
-        return []
-    return _short_names(prefixes_of(data, "train"))
-
-
-def _short_names(prefixes: Any) -> list[str]:
-    """The last parts of prefixes, numbered where they repeat."""
-    names: list[str] = []
-    for prefix in prefixes:
-        _, _, last_part = redact_urls(prefix).rstrip("/").rpartition("/")
-        names.append(last_part)
-    return [
-        name if names.count(name) == 1 else f"{name}-{number}" for number, name in enumerate(names)
-    ]

@@ -214,3 +214,42 @@ def test_what_cannot_be_evaluated_is_refused_and_other_datasets_are_the_trainers
             model=tiny_model(), args=quiet, stream=endless, eval_dataset=one
         )
         assert trainer.evaluate()["eval_loss"] > 0
+
+
+@pytest.mark.usefixtures("needs_transformers")
+def test_losses_by_source_are_logged_and_make_up_the_loss(
+    config: DataConfig, tmp_path: Path
+) -> None:
+    from transformers import TrainingArguments
+
+    from streammega.integrations.transformers import StreamTrainer
+
+    (prefix,) = config.blend or ()
+    stream_config = replace(
+        config, blend=[(str(prefix), 3.0), (str(prefix), 1.0)], dataset_ids=True
+    )
+    arguments = huggingface_arguments(TrainingArguments, str(tmp_path), 1, 2)
+    arguments.logging_strategy = "steps"
+    arguments.logging_steps = 1
+    arguments.learning_rate = 0.0
+    trainer = StreamTrainer(model=tiny_model(), args=arguments, stream=stream_config)
+    trainer.train()
+    trainer.callback_handler.train_dataloader.close()
+    whole: Any = {"micro_batch_size": GLOBAL_BATCH, "global_batch_size": GLOBAL_BATCH}
+    model = trainer.model.eval()
+    logs = [entry for entry in trainer.state.log_history if "loss" in entry]
+    assert len(logs) == 2
+    with StreamLoader(stream_config, **whole) as loader, torch.no_grad():
+        for entry in logs:
+            batch = loader.take()
+            logits = model(batch["tokens"], use_cache=False).logits
+            each = torch.nn.functional.cross_entropy(
+                logits.transpose(1, 2), batch["labels"], reduction="none"
+            )
+            for number in range(2):
+                expected = each[batch["dataset_id"] == number].mean()
+                (name,) = [
+                    name for name in entry if name.startswith("source") and f"-{number}" in name
+                ]
+                assert entry[name] == pytest.approx(float(expected), rel=1e-5)
+            assert entry["loss"] == pytest.approx(float(each.mean()), rel=1e-4)
