@@ -51,7 +51,8 @@ def write_pair_of(prefix: Path, number: int) -> None:
 
 
 def told_by_ids(batch: Any) -> torch.Tensor:
-    return batch["tokens"][:, 0] // 100
+    first_ids: torch.Tensor = batch["tokens"][:, 0]
+    return first_ids // 100
 
 
 @pytest.mark.parametrize("order", ["stream", "megatron", "sequential"])
@@ -79,7 +80,8 @@ def test_samples_tell_their_dataset_in_every_order(config: DataConfig, order: An
 
 
 def test_ranks_workers_and_phases_tell_the_same(config: DataConfig) -> None:
-    web, code, math = config.blend  # type: ignore[misc]
+    blend: Any = config.blend
+    web, code, math = blend
     phases = [PhaseConfig(first_sample=24, blend=[math, web])]
     config = replace(config, order="stream", blend=[web, code], phases=phases)
     alone = StreamingDataset(config, **SIZES)
