@@ -11,6 +11,8 @@ import subprocess
 import sys
 import time
 import zlib
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -33,10 +35,28 @@ def start(folder: Path, workers: int) -> subprocess.Popen[bytes]:
         "STEPS": str(STEPS),
         "PYTHONPATH": f"{ROOT}:{os.environ.get('PYTHONPATH', '')}",
         "PYTHONWARNINGS": "ignore",
+        # Ray's workers are nice by 15 otherwise, and starve beside other tests
+        "RAY_worker_niceness": "0",
     }
     command = [sys.executable, str(ROOT / "tools/examples/ray_train.py"), PREFIX, str(workers)]
     with (folder / f"log-{workers}").open("wb") as log:
         return subprocess.Popen(command, env=surroundings, stdout=log, stderr=log)
+
+
+@contextmanager
+def ended(run: subprocess.Popen[bytes]) -> Iterator[subprocess.Popen[bytes]]:
+    """A run that is ended with the processes that it started, whatever becomes of the test."""
+    try:
+        yield run
+    finally:
+        if run.poll() is None:
+            run.terminate()
+            run.wait(60)
+
+
+def printed(folder: Path, workers: int) -> str:
+    """The end of what a run wrote."""
+    return (folder / f"log-{workers}").read_text()[-3000:]
 
 
 def lines_of(folder: Path, rank: int, workers: int) -> list[dict[str, Any]]:
@@ -61,17 +81,18 @@ def taken(folder: Path, workers: int) -> dict[int, list[int]]:
 @pytest.mark.timeout(3 * PATIENCE)
 def test_rays_workers_are_killed_and_go_on_exactly(tmp_path: Path) -> None:
     pytest.importorskip("ray.train", reason="needs ray[train]", exc_type=ImportError)
-    run = start(tmp_path, 2)
-    deadline = time.monotonic() + PATIENCE
-    while len(lines_of(tmp_path, 1, 2)) < 2:
-        assert time.monotonic() < deadline, (tmp_path / "log-2").read_text()[-3000:]
-        assert run.poll() is None, (tmp_path / "log-2").read_text()[-3000:]
-        time.sleep(0.05)
-    killed = lines_of(tmp_path, 1, 2)[-1]["process"]
-    os.kill(killed, signal.SIGKILL)
-    assert run.wait(PATIENCE) == 0, (tmp_path / "log-2").read_text()[-3000:]
+    with ended(start(tmp_path, 2)) as run:
+        deadline = time.monotonic() + PATIENCE
+        while len(lines_of(tmp_path, 1, 2)) < 2:
+            assert time.monotonic() < deadline, printed(tmp_path, 2)
+            assert run.poll() is None, printed(tmp_path, 2)
+            time.sleep(0.05)
+        killed = lines_of(tmp_path, 1, 2)[-1]["process"]
+        os.kill(killed, signal.SIGKILL)
+        assert run.wait(PATIENCE) == 0, printed(tmp_path, 2)
     assert {line["process"] for line in lines_of(tmp_path, 1, 2)} > {killed}, "begun again"
-    assert start(tmp_path, 1).wait(PATIENCE) == 0, (tmp_path / "log-1").read_text()[-3000:]
+    with ended(start(tmp_path, 1)) as run:
+        assert run.wait(PATIENCE) == 0, printed(tmp_path, 1)
     data = DataConfig(blend=[PREFIX], sequence_length=64, order="stream", vocab_size=1000)
     with StreamLoader(data, micro_batch_size=16, global_batch_size=GLOBAL_BATCH) as loader:
         batches = [loader.take()["tokens"] for _ in range(2 * STEPS)]

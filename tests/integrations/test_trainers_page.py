@@ -30,6 +30,7 @@ def test_the_program_of_a_section_runs(
     path = tmp_path / "program.py"  # no name of a package
     path.write_text(program)
     environment = {"PYTHONWARNINGS": "ignore", "ACCELERATE_USE_CPU": "true"}
+    environment["RAY_worker_niceness"] = "0"  # 15 otherwise, which starves beside other tests
     family = launch(tmp_path, 1, [str(path)], environment)
     codes = family.ended(0, within=400)
     printed = family.log(0)
