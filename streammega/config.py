@@ -234,7 +234,7 @@ class PhaseConfig:
     global_batch_size: int | None = None
     """Samples of one optimizer step over all ranks."""
     sequence_length: int | None = None
-    """Tokens of a sample. Datasets that were drawn from with another one are named in `restart`."""
+    """Tokens of a sample. What epochs in progress have left is cut anew, so that nothing is lost."""
     lanes: int | None = None
     """Lanes, a multiple of the global batch. As of `sequence_length`."""
     restart: Sequence[str] = ()

@@ -10,7 +10,8 @@ What the arrays hold that describe an order; all int64 but `fractions`:
     segment                              the number of the first of them in keys: those of the
                                          phases before have the smaller ones
     fractions [segments, nodes] uint64   of the draws at a node, how many go left; 2**-44ths
-    bases [segments, lanes, datasets]    draws of a lane from a dataset before the segment
+    bases [segments, lanes, datasets]    draws of a lane from a dataset before the segment, less
+                                         its share of what former epochs left
     numbers [datasets]                   the number of a dataset in keys: the same in every phase
     epochs [datasets]                    the number in keys of the epoch that draws begin with
     sizes [datasets]                     samples of one epoch
@@ -314,7 +315,7 @@ def _short_slot(d, epoch, key, blocks, epoch_of, short_slots):
 
 
 @numba.njit(inline="always")
-def _place_of(
+def place_of(
     lane, d, number, first_epoch, draw, lanes, key, size, block, group, epoch_of, short_slots
 ):
     """(epoch's key, epoch, sample of the dataset, first sample and samples of its piece, draws left
@@ -344,7 +345,7 @@ def _place_of(
 
 
 @numba.njit(inline="always")
-def _part_of(sample, d, firsts, before):
+def part_of(sample, d, firsts, before):
     """The part of dataset d that has a sample, among the parts of all datasets."""
     first = firsts[d]
     return np.searchsorted(before[first : firsts[d + 1]], sample, side="right") - 1 + first
@@ -362,17 +363,26 @@ def locate_stream(
     samples, lanes, key, segment, rows, fractions, bases, numbers, epochs, sizes, blocks_of, groups,
     firsts, files, starts, slacks, before, length, width, dataset, file, start, stop,
 ) -> None:  # fmt: skip
-    """Fill dataset, file, start and stop (in tokens) [n] of samples [n]."""
+    """Fill dataset, file, start and stop (in tokens) [n] of samples [n].
+
+    Of a sample of the rest of former epochs (see order/rests.py) file is -1, and start how many
+    samples before its first own draw the lane is, negative.
+    """
     num = len(sizes)
     epoch_of = np.full(num, -1, np.int64)
     short_slots = np.zeros(num, np.int64)
     for i in range(len(samples)):
         lane, d, draw = _draw_of(samples[i], lanes, key, segment, rows, fractions, bases, num)
-        dataset_key, _, sample, _, _, _ = _place_of(
+        if draw < 0:
+            dataset[i] = d
+            file[i] = -1
+            start[i] = draw
+            continue
+        dataset_key, _, sample, _, _, _ = place_of(
             lane, d, numbers[d], epochs[d], draw, lanes, key, sizes[d], blocks_of[d], groups[d],
             epoch_of, short_slots,
         )  # fmt: skip
-        part = _part_of(sample, d, firsts, before)
+        part = part_of(sample, d, firsts, before)
         part_start = start_of(dataset_key, part, d, firsts, starts, slacks)
         dataset[i] = d
         file[i] = files[part]
@@ -408,9 +418,9 @@ def follow_pieces(
     for i in range(len(samples)):
         lane, d, draw = _draw_of(samples[i], lanes, key, segment, rows, fractions, bases, num)
         slot[i] = -1
-        if not whole[d]:
+        if not whole[d] or draw < 0:
             continue
-        _, epoch, sample, first, count, left = _place_of(
+        _, epoch, sample, first, count, left = place_of(
             lane, d, numbers[d], epochs[d], draw, lanes, key, sizes[d], blocks_of[d], groups[d],
             epoch_of, short_slots,
         )  # fmt: skip
@@ -458,7 +468,7 @@ def piece_runs(
         sample = first[i]
         end_sample = first[i] + count[i]
         dataset_key = keyed(key, BLOCKS, numbers[d], epoch[i])
-        part = _part_of(sample, d, firsts, before)
+        part = part_of(sample, d, firsts, before)
         while sample < end_sample:
             stop_sample = min(ends[part], end_sample)
             part_start = start_of(dataset_key, part, d, firsts, starts, slacks)

@@ -136,7 +136,7 @@ def _lane_of(place, lanes, size):
 @numba.njit(inline="always")
 def _draw_of_sample(sample, epoch, dataset_key, short_slot, lanes, size, block, group):
     """(lane, which draw of it) that reads a sample of a dataset in an epoch: the inverse of
-    `_place_of`.
+    `place_of`.
     """
     blocks = (size + block - 1) // block
     number = sample // block

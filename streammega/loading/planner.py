@@ -102,7 +102,7 @@ class Planner:
         )
         holdings: list[PlannedHolding] = []
         if self.pieces is not None:
-            holdings += self._open_pieces(self.pieces, sample_ids, rows)
+            holdings += self._open_pieces(self.pieces, sample_ids, rows, extents, in_sample.sample)
         cached_bytes = self._serve_from_cache(rows)
         holdings += self._coalesce(rows)
         # memory is given to holdings in this order, so that what is needed first never waits for
@@ -151,18 +151,26 @@ class Planner:
     # --- samples of pieces that are fetched whole ---
 
     def _open_pieces(
-        self, pieces: OpenPieces, sample_ids: Integers, rows: _Rows
+        self,
+        pieces: OpenPieces,
+        sample_ids: Integers,
+        rows: _Rows,
+        extents: Extents,
+        sample_of_row: Integers,
     ) -> Iterator[PlannedHolding]:
-        """Holdings of pieces that open; the rows of all open pieces learn their places."""
+        """Holdings of pieces that open; the rows of all open pieces learn their places.
+
+        extents, sample_of_row: of the kept parts, each as a sample.
+        """
         # every sample may open a piece
         free = self.slots.take(len(sample_ids))
         slot_of_sample, offset_of_sample, opened = pieces.follow(sample_ids, free)
         self.slots.put_back(free[len(opened.slot) :])
-        self._place_in_pieces(pieces, sample_ids, slot_of_sample, offset_of_sample, rows)
+        self._place_in_pieces(slot_of_sample, offset_of_sample, rows, sample_of_row)
         rows_of_sample = self.kept.rows_of_sample
         self.slots.expect(opened.slot, opened.uses * rows_of_sample)
         runs = self._requests_of(opened)
-        first_rows = (opened.row * rows_of_sample).tolist()
+        first_rows = extents.row_splits[opened.row * rows_of_sample].tolist()
         for piece, (slot, first_row) in enumerate(
             zip(opened.slot.tolist(), first_rows, strict=True)
         ):
@@ -175,22 +183,19 @@ class Planner:
 
     def _place_in_pieces(
         self,
-        pieces: OpenPieces,
-        sample_ids: Integers,
         slot_of_sample: Integers,
         offset_of_sample: Integers,
         rows: _Rows,
+        sample_of_row: Integers,
     ) -> None:
-        """Tell the rows of samples that lie in an open piece where that will be."""
-        slot = slot_of_sample
-        offset = offset_of_sample
+        """Tell the rows of samples that lie in an open piece where that will be: such a sample is
+        one run of tokens, and each of its kept parts one row.
+        """
+        sample, part = np.divmod(sample_of_row, self.kept.rows_of_sample)
+        slot = slot_of_sample[sample]
+        offset = offset_of_sample[sample]
         if self.kept.bounds:
-            # samples of the stream order are whole, so each has a row for every kept part
-            dataset = pieces.order.locate(sample_ids).dataset
-            itemsize = self.files.itemsize[self.files.firsts[dataset]]
-            bytes_before_part = self.kept.starts * itemsize[:, None]
-            slot = np.repeat(slot_of_sample, self.kept.rows_of_sample)
-            offset = (offset_of_sample[:, None] + bytes_before_part).reshape(-1)
+            offset = offset + self.kept.starts[part] * self.files.itemsize[rows.file]
         in_piece = slot != NO_SLOT
         rows.slot[in_piece] = slot[in_piece]
         rows.offset[in_piece] = offset[in_piece]

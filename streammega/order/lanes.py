@@ -25,7 +25,8 @@ from numpy.typing import NDArray
 
 from streammega.errors import ConfigError
 from streammega.kernels.lanes import FRACTION_BITS, count_draws, keyed, locate_stream
-from streammega.order.extents import Extents
+from streammega.order.extents import Extents, merge_extents
+from streammega.order.rests import Grid, Rest, rest_of
 
 Integers = NDArray[np.int64]
 STREAM_VERSION = 1
@@ -142,10 +143,55 @@ class StreamOrder:
             start,
             stop,
         )
+        column = dataset
         if self.numbers is not None:
-            dataset = self.dataset_numbers[dataset].astype(np.int32)
+            dataset = self.dataset_numbers[column].astype(np.int32)
         splits = np.arange(count + 1, dtype=np.int64)
-        return Extents(row_splits=splits, dataset=dataset, file=file, start=start, stop=stop)
+        found = Extents(row_splits=splits, dataset=dataset, file=file, start=start, stop=stop)
+        if self._has_rests:
+            return self._with_rests(sample_ids, column, found)
+        return found
+
+    def _with_rests(
+        self, sample_ids: Integers, column: NDArray[np.int32], found: Extents
+    ) -> Extents:
+        """The same with those samples that are of the rest of former epochs, of which `found` has
+        how many draws the lane is before its own.
+        """
+        own = np.flatnonzero(found.file >= 0)
+        splits = np.arange(len(own) + 1, dtype=np.int64)
+        parts = [
+            (
+                own,
+                Extents(
+                    row_splits=splits,
+                    dataset=found.dataset[own],
+                    file=found.file[own],
+                    start=found.start[own],
+                    stop=found.stop[own],
+                ),
+            )
+        ]
+        for place, rest in enumerate(self.rests):
+            samples = np.flatnonzero((found.file < 0) & (column == place))
+            if rest is None or not len(samples):
+                continue
+            lane = self.lane_of(np.asarray(sample_ids, np.int64)[samples])
+            draw = found.start[samples] + rest.shares[lane]
+            of_sample, file, start, stop = rest.rows(
+                rest.firsts[lane] + draw, self.width - self.sequence_length
+            )
+            number = np.full(len(file), self.dataset_numbers[place], np.int32)
+            splits = np.searchsorted(of_sample, np.arange(len(samples) + 1))
+            extents = Extents(
+                row_splits=splits.astype(np.int64),
+                dataset=number,
+                file=file.astype(np.int32),
+                start=start,
+                stop=stop,
+            )
+            parts.append((samples, extents))
+        return merge_extents(parts)
 
     def within(self, sample_ids: Integers) -> Integers:
         """Samples as the kernels count them: from the first of this phase."""
@@ -166,7 +212,7 @@ class StreamOrder:
         """What decides which dataset a lane draws from: the key, the number of the first segment,
         and rows, fractions and draws before each segment.
         """
-        return self._key, self._first_segment, self._rows, self._fractions, self._bases
+        return self.key, self._first_segment, self._rows, self._fractions, self._bases
 
     @property
     def sizes(self) -> Integers:
@@ -190,25 +236,6 @@ class StreamOrder:
         """Raise ConfigError if a dataset holds no sample."""
         _ = self.geometry
 
-    def check_goes_on(self) -> None:
-        """Raise ConfigError if a dataset goes on in samples or lanes that are others than those in
-        which it was drawn: what they have left is not theirs.
-        """
-        for number in self.dataset_numbers.tolist():
-            former = self._former(number)
-            if former is None or number in self.restart:
-                continue
-            order = self.earlier[former[0]]
-            for name in ("sequence_length", "lanes"):
-                was = getattr(order, name)
-                now = getattr(self, name)
-                if now != was:
-                    raise ConfigError(
-                        f"{name} is {now}, and dataset {number} was drawn with {was}: what its "
-                        f"epoch has left is cut for that. Name it in `restart`, so that it begins "
-                        f"a new epoch, or keep {name}"
-                    )
-
     def counts(self, num_samples: int) -> Integers:
         """Samples that the first `num_samples` of this phase, and those of the phases before it
         since a dataset began anew, take from each dataset in each lane, int64 [lanes, datasets].
@@ -226,7 +253,8 @@ class StreamOrder:
         return counts
 
     @cached_property
-    def _key(self) -> np.uint64:
+    def key(self) -> np.uint64:
+        """What all keys of this order are made of."""
         return np.uint64(keyed(np.uint64(self.seed), 0, STREAM_VERSION, self.lanes))
 
     @cached_property
@@ -254,6 +282,9 @@ class StreamOrder:
         """Draws of each lane from each dataset before each segment, [segments, lanes, datasets]."""
         bases = np.zeros((len(self.schedule), self.lanes, len(self.datasets)), np.int64)
         bases[0] = self._draws_before_phase()
+        for column, rest in enumerate(self.rests):
+            if rest is not None:
+                bases[0, :, column] -= rest.shares
         for segment in range(1, len(self.schedule)):
             former = segment - 1
             num_rows = int(self._rows[segment] - self._rows[former])
@@ -286,10 +317,79 @@ class StreamOrder:
         begun = np.full(len(self.datasets), len(self.earlier), np.int64)
         for column, number in enumerate(self.dataset_numbers.tolist()):
             former = self._former(number)
-            if former is not None and number not in self.restart:
+            if former is not None and self._goes_on(column, *former):
                 phase, place = former
                 begun[column] = self.earlier[phase]._begun_in[place]
         return begun
+
+    def _goes_on(self, column: int, phase: int, place: int) -> bool:
+        """Whether a dataset is drawn as in an earlier phase: in the same samples and lanes."""
+        order = self.earlier[phase]
+        same_shape = (order.sequence_length, order.lanes) == (self.sequence_length, self.lanes)
+        return same_shape and int(self.dataset_numbers[column]) not in self.restart
+
+    @cached_property
+    def rests(self) -> list[Rest | None]:
+        """What earlier phases have left of each dataset, in samples and lanes of their own; None of
+        one that goes on, or is new, or begins a new epoch.
+        """
+        if not self.earlier:
+            return [None] * len(self.datasets)
+        rests: list[Rest | None] = []
+        for column, number in enumerate(self.dataset_numbers.tolist()):
+            former = self._former(number)
+            if former is None or number in self.restart:
+                rests.append(None)
+            elif self._goes_on(column, *former):
+                phase, place = former
+                rests.append(self.earlier[phase].rests[place])
+            else:
+                phase, place = former
+                order = self.earlier[phase]
+                rests.append(
+                    rest_of(
+                        order.grid(place),
+                        order.rests[place],
+                        self._drawn_in(phase, place),
+                        length=self.sequence_length,
+                        lanes=self.lanes,
+                    )
+                )
+        return rests
+
+    @cached_property
+    def _has_rests(self) -> bool:
+        return any(rest is not None for rest in self.rests)
+
+    def grid(self, column: int) -> Grid:
+        """One of the datasets in the samples and lanes of this order."""
+        geometry = self.geometry
+        first, stop = geometry.first_parts[column : column + 2].tolist()
+        of_parts = (
+            geometry.files,
+            geometry.starts,
+            geometry.slacks,
+            geometry.before,
+            geometry.ends,
+        )
+        return Grid(
+            key=self.key,
+            lanes=self.lanes,
+            number=int(self.dataset_numbers[column]),
+            first_epoch=int(self.first_epochs[column]),
+            size=int(geometry.sizes[column]),
+            block=int(geometry.blocks[column]),
+            group=int(geometry.groups[column]),
+            length=self.sequence_length,
+            parts=[array[first:stop] for array in of_parts],
+        )
+
+    def _drawn_in(self, phase: int, place: int) -> Integers:
+        """Draws of each lane from a dataset up to the end of an earlier phase, since it began in
+        its samples and lanes; int64 [lanes of that phase].
+        """
+        order = self.earlier[phase]
+        return order.counts(self._ends[phase] - order.first_sample)[:, place]
 
     @cached_property
     def first_epochs(self) -> Integers:
@@ -304,8 +404,11 @@ class StreamOrder:
             phase, place = former
             order = self.earlier[phase]
             first[column] = order.first_epochs[place]
-            if number in self.restart:
-                draws = order.counts(self._ends[phase] - order.first_sample)[:, place]
+            if not self._goes_on(column, phase, place):
+                draws = self._drawn_in(phase, place)
+                rest = order.rests[place]
+                if rest is not None:
+                    draws = np.maximum(draws - rest.shares, 0)
                 first[column] += order.epochs_of(draws, place)
         return first
 
@@ -348,7 +451,7 @@ class StreamOrder:
             self._first_segment + segment,
             self._fractions[segment],
             len(self.datasets),
-            self._key,
+            self.key,
             counts,
         )
 

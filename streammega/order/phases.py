@@ -78,8 +78,7 @@ class PhasedOrder:
 def phased_order(first: StreamOrder, later: Sequence[LaterPhase]) -> PhasedOrder:
     """The order of a first phase and those that follow it.
 
-    Raises ConfigError for a dataset that holds no sample, or that goes on though samples or lanes
-    are others.
+    Raises ConfigError for a dataset that holds no sample.
     """
     phases = [first]
     for phase in later:
@@ -97,7 +96,6 @@ def phased_order(first: StreamOrder, later: Sequence[LaterPhase]) -> PhasedOrder
         )
         try:
             order.check()
-            order.check_goes_on()
         except ConfigError as error:
             raise ConfigError(f"phase {len(phases)}: {error}") from None
         phases.append(order)

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from streammega.errors import ConfigError
 from streammega.kernels.lanes_back import read_by
 from streammega.order.lanes import StreamOrder
 from streammega.order.phases import PhasedOrder
@@ -57,12 +58,21 @@ def stream_readings(
 def phased_readings(
     order: PhasedOrder, dataset: int, file: int, start: int, stop: int, end: int
 ) -> Readings:
-    """The same over all phases of a run. `dataset`: its number over all of them."""
+    """The same over all phases of a run. `dataset`: its number over all of them.
+
+    Raises ConfigError where samples before `end` are of the rest of an epoch that was cut anew.
+    """
     parts = [np.empty((3, 0), np.int64)]
     for phase, phase_end in zip(order.phases, order.ends, strict=True):
         columns = np.flatnonzero(phase.dataset_numbers == dataset)
         phase_end = end if phase_end is None else min(end, phase_end)
         if len(columns) and phase.first_sample < phase_end:
+            if phase.rests[int(columns[0])] is not None:
+                raise ConfigError(
+                    f"from sample {phase.first_sample} on, what an epoch had left is read in samples "
+                    "of another length or in other lanes, where tokens are not looked for; ask for "
+                    f"those before it: end={phase.first_sample}"
+                )
             found = stream_readings(phase, int(columns[0]), file, start, stop, phase_end)
             parts.append(np.array([found.sample, found.start, found.stop]))
     sample, begin, finish = np.concatenate(parts, axis=1)

@@ -20,8 +20,11 @@ from streammega.order.extents import Extents
 from streammega.order.lanes import FilePart, StreamDataset, StreamOrder
 from streammega.order.phases import LaterPhase, PhasedOrder, phased_order
 from streammega.order.readings import phased_readings
+from streammega.order.rests import rest_of
 
 LENGTH = 5
+LONGEST = 12
+"""Tokens of a sample in any phase."""
 Row = tuple[int, int, int, int]
 
 
@@ -35,15 +38,17 @@ def some_datasets(draw: st.DrawFn, count: int) -> list[StreamDataset]:
     """Datasets of a few samples to a few hundred, in one to three files."""
     found = []
     for _ in range(count):
-        tokens = draw(st.lists(st.integers(LENGTH + 1, 400), min_size=1, max_size=3))
+        tokens = draw(st.lists(st.integers(LONGEST + 1, 300), min_size=1, max_size=3))
         parts = [FilePart(file=n, start=3 * n, tokens=t) for n, t in enumerate(tokens)]
         found.append(StreamDataset(parts=parts, itemsize=2))
     return found
 
 
 @st.composite
-def chains(draw: st.DrawFn) -> PhasedOrder:
-    """Up to five phases over up to four datasets, any of which may come, go and come back."""
+def chains(draw: st.DrawFn, cut_anew: bool = False) -> PhasedOrder:
+    """Up to five phases over up to four datasets, any of which may come, go and come back. With
+    `cut_anew` samples and lanes change at any time; else only for what begins a new epoch.
+    """
     datasets = draw(some_datasets(4))
     lanes = draw(st.sampled_from([1, 2, 6, 8, 12]))
     weights = st.sampled_from([1e-3, 0.1, 0.3, 0.9, 5.0])
@@ -70,10 +75,12 @@ def chains(draw: st.DrawFn) -> PhasedOrder:
         # in the middle of a row as well: a global batch is a part of it
         first_sample += draw(st.integers(1, 12 * lanes))
         shape = draw(st.sampled_from([shape, shape, (3, 6), (LENGTH, 12)]))
+        if cut_anew and draw(st.booleans()):
+            shape = (draw(st.integers(1, LONGEST)), draw(st.sampled_from([1, 3, 4, 12])))
         restart = {
             numbered.index(member)
             for member, _ in blend
-            if shapes.get(member, shape) != shape or draw(st.integers(0, 7)) == 0
+            if not cut_anew and (shapes.get(member, shape) != shape or draw(st.integers(0, 7)) == 0)
         }
         shapes |= {member: shape for member, _ in blend}
         later.append(
@@ -296,28 +303,91 @@ GOLDEN_DATASETS = [0, 1, 0, 0, 0, 2, 2, 1, 1, 2, 2, 0, 0, 0, 0]
 GOLDEN_STARTS = [60, 169, 380, 180, 390, 220, 560, 188, 308, 117, 280, 420, 59, 890, 470]
 
 
-def test_samples_of_another_length_begin_a_new_epoch_or_are_refused() -> None:
-    web = StreamDataset(parts=[FilePart(file=0, start=0, tokens=500)], itemsize=2)
-    first = StreamOrder(
-        datasets=[web],
+def tokens_of(extents: Extents, extra: bool, number: int) -> Counter[tuple[int, int]]:
+    """How often each token (file, place) of a dataset is read, as an input."""
+    stop = extents.stop.copy()
+    stop[extents.row_splits[1:] - 1] -= int(extra)
+    found: Counter[tuple[int, int]] = Counter()
+    for row in np.flatnonzero(extents.dataset == number).tolist():
+        file = int(extents.file[row])
+        found.update((file, token) for token in range(int(extents.start[row]), int(stop[row])))
+    return found
+
+
+def tokens_of_epoch(order: StreamOrder, column: int, epoch: int) -> Counter[tuple[int, int]]:
+    """Those of one epoch of a dataset, in the samples and lanes of an order."""
+    alone = replace(
+        order,
+        datasets=[order.datasets[column]],
         schedule=[(0, [1.0])],
-        sequence_length=10,
-        extra_token=True,
-        seed=1,
-        lanes=4,
+        numbers=[int(order.dataset_numbers[column])],
+        first_sample=0,
+        earlier=(),
     )
-    longer = LaterPhase(
-        first_sample=20, numbers=[0], datasets=[web], weights=[1.0], sequence_length=20
-    )
-    with pytest.raises(ConfigError, match=r"phase 1: sequence_length is 20, .* drawn with 10"):
-        phased_order(first, [longer])
-    order = phased_order(first, [replace(longer, restart=frozenset([0]))])
-    assert order.phases[1].first_epochs.tolist() == [1]
-    assert order.phases[1].width == 21
-    gone = LaterPhase(first_sample=20, numbers=[1], datasets=[web], weights=[1.0], lanes=8)
-    back = LaterPhase(first_sample=40, numbers=[0], datasets=[web], weights=[1.0])
-    with pytest.raises(ConfigError, match=r"phase 2: lanes is 8, and dataset 0 was drawn with 4"):
-        phased_order(first, [gone, back])
+    alone.__dict__["first_epochs"] = np.array([epoch])
+    number = int(order.dataset_numbers[column])
+    return tokens_of(alone.locate(np.arange(int(alone.sizes[0]))), order.extra_token, number)
+
+
+@given(order=chains(cut_anew=True))
+@settings(deadline=None, max_examples=15)
+def test_what_epochs_have_left_is_read_once_in_samples_of_another_length(
+    order: PhasedOrder,
+) -> None:
+    """What was read and what is left are the epochs that have begun, each token once in each."""
+    total = length_of(order)
+    found = order.locate(np.arange(total))
+    sizes = np.add.reduceat(found.stop - found.start, found.row_splits[:-1])
+    phase_of_sample = [order.phase_at(sample) for sample in range(total)]
+    assert sizes.tolist() == [order.phases[phase].width for phase in phase_of_sample]
+    extra = order.phases[0].extra_token
+    ends = [end or total for end in order.ends]
+    for number in set(found.dataset.tolist()):
+        expected: Counter[tuple[int, int]] = Counter()
+        eras: dict[tuple[int, int, int], tuple[StreamOrder, int, int]] = {}
+        for phase, end in zip(order.phases, ends, strict=True):
+            for column in np.flatnonzero(phase.dataset_numbers == number).tolist():
+                shape = (int(phase.first_epochs[column]), phase.sequence_length, phase.lanes)
+                eras.pop(shape, None)  # the last stays last
+                eras[shape] = (phase, column, end)
+        for phase, column, end in eras.values():
+            draws = phase.counts(end - phase.first_sample)[:, column]
+            rest = phase.rests[column]
+            own = draws if rest is None else np.maximum(draws - rest.shares, 0)
+            if rest is not None:
+                assert rest.shares.max() - rest.shares.min() <= 1
+                assert rest.tokens - rest.samples * rest.length < phase.sequence_length
+            for epoch in range(phase.epochs_of(own, column)):
+                first_epoch = int(phase.first_epochs[column])
+                expected += tokens_of_epoch(phase, column, first_epoch + epoch)
+        left = rest_of(phase.grid(column), phase.rests[column], draws, length=1, lanes=1)
+        assert left is not None or expected == tokens_of(found, extra, number)
+        seen = tokens_of(found, extra, number)
+        if left is not None:
+            _, file, start, _ = left.rows(np.arange(left.tokens), 0)
+            seen += Counter(zip(file.tolist(), start.tolist(), strict=True))
+        assert seen == expected
+
+
+@given(order=chains(cut_anew=True), data=st.data())
+@settings(deadline=None, max_examples=15)
+def test_a_joined_sample_is_a_function_of_its_id_and_of_the_phases_up_to_it(
+    order: PhasedOrder, data: st.DataObject
+) -> None:
+    total = length_of(order)
+    whole = samples_of_extents(order.locate(np.arange(total)))
+    ids = np.array(data.draw(st.lists(st.integers(0, total - 1), min_size=1, max_size=30)))
+    assert samples_of_extents(order.locate(ids)) == [whole[sample] for sample in ids.tolist()]
+    begun = data.draw(st.integers(1, len(order.phases)))
+    past = PhasedOrder(phases=order.phases[:begun])
+    end = total if begun == len(order.phases) else order.phases[begun].first_sample
+    assert samples_of_extents(past.locate(np.arange(end))) == whole[:end]
+
+
+def samples_of_extents(extents: Extents) -> list[list[Row]]:
+    found = rows(extents)
+    splits = extents.row_splits.tolist()
+    return [found[first:stop] for first, stop in zip(splits, splits[1:], strict=False)]
 
 
 # --- batch sizes ---

@@ -1,0 +1,88 @@
+"""What a change of the length of samples costs: the time to open its phase, and how the rest of the
+epochs in progress is read.
+
+python tools/bench/phases.py
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+from streammega.order.lanes import FilePart, StreamDataset, StreamOrder
+from streammega.order.phases import LaterPhase, PhasedOrder, phased_order
+
+SHARD = 200_000_000
+"""Tokens of a file."""
+TOKENS = (40_000_000, 400_000_000, 4 * 10**9, 4 * 10**10, 10**11, 4 * 10**11)
+WEIGHTS = (1.0, 2.0, 4.0, 8.0, 8.0, 16.0)
+SAMPLES = 2_000_000
+"""Of every phase."""
+LOCATED = 4096
+
+
+def dataset_of(tokens: int) -> StreamDataset:
+    parts = [
+        FilePart(file=file, start=0, tokens=min(SHARD, tokens - file * SHARD))
+        for file in range(-(-tokens // SHARD))
+    ]
+    return StreamDataset(parts=parts, itemsize=2)
+
+
+def chain(lengths: Sequence[int]) -> PhasedOrder:
+    """Samples of 4096 first, then of each of some lengths."""
+    datasets = [dataset_of(tokens) for tokens in TOKENS]
+    first = StreamOrder(
+        datasets=datasets,
+        schedule=[(0, WEIGHTS)],
+        sequence_length=4096,
+        extra_token=True,
+        seed=1,
+        lanes=1024,
+    )
+    later = [
+        LaterPhase(
+            first_sample=SAMPLES * number,
+            numbers=range(len(datasets)),
+            datasets=datasets,
+            weights=WEIGHTS,
+            sequence_length=length,
+        )
+        for number, length in enumerate(lengths, 1)
+    ]
+    return phased_order(first, later)
+
+
+def report(lengths: Sequence[int]) -> str:
+    order = chain(lengths)
+    ids = SAMPLES * len(lengths) + np.arange(LOCATED)
+    began = time.process_time()
+    runs = np.diff(order.locate(ids).row_splits)
+    opened = time.process_time() - began
+    began = time.process_time()
+    order.locate(ids + LOCATED)
+    each = (time.process_time() - began) / LOCATED
+    rests = [rest for rest in order.phases[-1].rests if rest is not None]
+    intervals = sum(len(rest.intervals.low) for rest in rests)
+    waiting = max(rest.tokens - rest.samples * rest.length for rest in rests)
+    return (
+        f"{len(lengths):2} changes, the last to {lengths[-1]:6}: {opened:.2f} s to open, "
+        f"{each * 1e6:.1f} us a sample, {(runs == 1).mean():.1%} of one run, at most {runs.max()}; "
+        f"{intervals:,} intervals, at most {waiting:,} tokens of a dataset wait"
+    )
+
+
+def main() -> None:
+    report([8192])  # compiles
+    for lengths in ([8192], [32768], [6000], [131072], [8192, 4096] * 10):
+        print(report(lengths))
+
+
+if __name__ == "__main__":
+    main()
