@@ -7,7 +7,6 @@ import multiprocessing
 import os
 import shutil
 import signal
-import sys
 import threading
 from collections.abc import Sequence
 from dataclasses import replace
@@ -35,15 +34,13 @@ from streammega.errors import (
 )
 from streammega.storage import open_store, save_bytes
 from streammega.storage.store import create_object
+from tests.support.growing_programs import WITHIN, append_and_die, produce
 from tests.support.servers import S3
-
-WITHIN = 120
-"""Seconds that a process has: far more than it takes."""
 
 
 @pytest.fixture(scope="module")
 def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A dataset of 20 documents with two shards, to be copied under other names."""
+    """A dataset of 20 documents, to be copied under other names."""
     folder = tmp_path_factory.mktemp("made")
     texts = [json.dumps({"text": f"document {number} " * 4}) for number in range(20)]
     (folder / "in.jsonl").write_text("\n".join(texts))
@@ -267,18 +264,6 @@ def test_a_phase_takes_in_what_was_appended_and_repeats_nothing(made: Path, tmp_
         IndexedDataset(f"{web}@2..9")
 
 
-def produce(
-    barrier: Any, prefix: str, names: list[str], storage: StorageConfig, errors: Any
-) -> None:
-    barrier.wait(WITHIN)
-    try:
-        for name in names:
-            append(prefix, [name], storage)
-    except BaseException as error:
-        errors.put(repr(error))
-        raise
-
-
 def produce_at_once(prefix: str, shares: list[list[str]], storage: StorageConfig) -> None:
     context = multiprocessing.get_context("forkserver")
     barrier = context.Barrier(len(shares))
@@ -369,26 +354,6 @@ def test_any_interleaving_of_two_producers_loses_nothing(
     finally:
         patch.undo()
     check_versions(web, StorageConfig(), [web, *shares[0], *shares[1]])
-
-
-def append_and_die(folder: str, event: int) -> None:
-    """Append, with SIGKILL at this event of the interpreter that has to do with the folder: opening,
-    linking, removing, listing.
-    """
-    seen = 0
-
-    def watch(name: str, arguments: tuple[Any, ...]) -> None:
-        nonlocal seen
-        if name not in ("open", "os.link", "os.remove", "os.rename", "os.scandir", "os.listdir"):
-            return
-        if not any(isinstance(item, str) and item.startswith(folder) for item in arguments):
-            return
-        if seen == event:
-            os.kill(os.getpid(), signal.SIGKILL)
-        seen += 1
-
-    sys.addaudithook(watch)
-    append(f"{folder}/web", [f"{folder}/web-a", f"{folder}/web-b"])
 
 
 def test_a_producer_that_is_killed_at_any_point_leaves_every_version_whole(
