@@ -77,7 +77,7 @@ def test_every_token_that_a_sample_has_leads_back_to_it() -> None:
         seed=5,
         lanes=1024,
     )
-    samples = np.random.default_rng(0).integers(0, 10**7, 1000)
+    samples = np.random.default_rng(0).integers(0, 10**7, 300)
     extents = order.locate(samples)
     rows = zip(samples, extents.dataset, extents.file, extents.start, extents.stop, strict=True)
     for sample, dataset, file, start, stop in rows:
@@ -89,6 +89,38 @@ def test_every_token_that_a_sample_has_leads_back_to_it() -> None:
         epochs = num_epochs(order, int(dataset), int(sample) + 1)
         # once an epoch, and in some none: what lies between its samples
         assert epochs - 2 <= len(readings) <= epochs
+
+
+def test_ten_billion_samples_over_a_thousand_datasets_are_no_more_to_look_at() -> None:
+    """A scan of them would take hours; every reading that is named is one by `locate`."""
+    rng = np.random.default_rng(0)
+    sizes = rng.integers(10**8 * 2, 10**9, (1000, 4))
+    datasets = []
+    for files in sizes.tolist():
+        parts = [FilePart(file=n, start=0, tokens=tokens) for n, tokens in enumerate(files)]
+        datasets.append(StreamDataset(parts=parts, itemsize=2))
+    order = StreamOrder(
+        datasets=datasets,
+        schedule=[(0, (rng.random(1000) + 0.5).tolist())],
+        sequence_length=4096,
+        extra_token=True,
+        seed=1,
+        lanes=1024,
+    )
+    end = 10**10
+    start = 10**8
+    stop = start + 20_000
+    readings = stream_readings(order, 417, 2, start, stop, end)
+    epochs = num_epochs(order, 417, end)
+    assert epochs > 5
+    # six samples an epoch touch as many tokens, and all but the last epochs are whole
+    assert len(readings) >= 5 * (epochs - 2)
+    extents = order.locate(readings.sample)
+    assert set(extents.dataset.tolist()) == {417}
+    assert set(extents.file.tolist()) == {2}
+    assert (np.maximum(extents.start, start) == readings.start).all()
+    assert (np.minimum(extents.stop, stop) == readings.stop).all()
+    assert readings.sample[-1] < end
 
 
 @given(

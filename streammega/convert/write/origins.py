@@ -22,10 +22,18 @@ from streammega.errors import ConvertError
 from streammega.storage import join_url, save_bytes
 
 
-def save_origins(job: Job, name: str, origins: Origins | None) -> None:
-    """Write those of a segment's documents beside it, if they are kept."""
-    if not job.options.origins or origins is None:
+def save_origins(job: Job, name: str, origins: Origins | None, documents: int) -> None:
+    """Write those of a segment's documents beside it, if they are kept. Raises ConvertError where
+    they are not of as many: each would be told of another one's.
+    """
+    if not job.options.origins:
         return
+    if origins is None or len(origins) != documents:
+        known = 0 if origins is None else len(origins)
+        raise ConvertError(
+            f"{name}: where {documents} documents came from is known of {known}; convert without "
+            "--origins, and report this"
+        )
     writer = OriginsWriter()
     writer.add(origins)
     save_bytes(join_url(job.work, name + ENDING), writer.finish(), job.storage)

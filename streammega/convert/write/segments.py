@@ -83,7 +83,7 @@ class SegmentWriter:
                 numbers = np.array([self._documents_seen])
                 self._save_side(self._shuffle_keys(numbers), numbers, stream.hashes)
                 origins = origins_of([origin_of(item, self._options)])
-                save_origins(self._job, self._next_segment, origins)
+                save_origins(self._job, self._next_segment, origins, 1)
                 writer.finalize()
         finally:
             # Does nothing behind `finalize`; else the document was left out, or could not be read.
@@ -113,7 +113,7 @@ class SegmentWriter:
             keys = keys[order]
         hashes = document_hashes(batch) if self._options.dedup else ()
         self._save_side(keys, numbers, hashes)
-        save_origins(self._job, self._next_segment, batch.origins)
+        save_origins(self._job, self._next_segment, batch.origins, len(batch.documents))
         multimodal = batch.modes is not None
         with self._writer(dtype, multimodal=multimodal) as writer:
             stored = batch.tokens.view(np.uint8).data
