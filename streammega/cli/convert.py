@@ -129,6 +129,19 @@ def convert(
     long: Annotated[
         str, typer.Option(help="What to do with documents above --max-tokens: cut or drop.")
     ] = "cut",
+    pack: Annotated[
+        int | None,
+        typer.Option(
+            help="Put documents into bins of so many tokens, without cutting any; train with that "
+            "sequence length."
+        ),
+    ] = None,
+    pack_long: Annotated[
+        str, typer.Option(help="What to do with documents longer than --pack: split or drop.")
+    ] = "split",
+    max_documents: Annotated[
+        int | None, typer.Option(help="Documents of a bin of --pack, at most.")
+    ] = None,
     mode: Annotated[
         list[int] | None, typer.Option(help="Keep only sequences of this mode; repeat for more.")
     ] = None,
@@ -255,6 +268,9 @@ def convert(
         min_tokens=min_tokens,
         max_tokens=max_tokens,
         long=long,  # type: ignore[arg-type]  # checked by the options
+        pack=pack,
+        pack_long=pack_long,  # type: ignore[arg-type]
+        max_documents=max_documents,
         modes=tuple(mode) if mode else None,
         loss_modes=tuple(loss_mode) if loss_mode else None,
         mix_tokenizers=mix_tokenizers,

@@ -28,7 +28,10 @@ SHOWN_TOKENS = 32
 
 @dataclass(frozen=True, kw_only=True)
 class Summary:
-    """Counts and lengths of one dataset. Lengths in tokens; histogram edges are powers of two."""
+    """Counts and lengths of one dataset. Lengths in tokens; histogram edges are powers of two.
+
+    bins, bin_tokens: of a packed dataset; 0 of others.
+    """
 
     prefix: str
     kind: str
@@ -47,6 +50,8 @@ class Summary:
     highest_first_token: int
     edges: NDArray[np.int64]
     counts: NDArray[np.int64]
+    bins: int = 0
+    bin_tokens: int = 0
 
 
 def document_lengths(indexed: IndexedDataset) -> NDArray[np.int64]:
@@ -81,6 +86,8 @@ def summarize(indexed: IndexedDataset, num_first_tokens: int = 32) -> Summary:
         highest_first_token=max(first, default=-1),
         edges=edges,
         counts=counts.astype(np.int64),
+        bins=0 if indexed.bin_tokens is None else indexed.num_bins,
+        bin_tokens=indexed.bin_tokens or 0,
     )
 
 
@@ -118,6 +125,13 @@ def as_text(summary: Summary, tokenizer: str | None) -> str:
         f"longest {summary.longest:,} tokens",
         f"  first ids  {' '.join(map(str, summary.first_tokens))}",
     ]
+    if summary.bins:
+        room = summary.bins * summary.bin_tokens
+        padding = 1 - summary.tokens / room
+        lines.insert(
+            3,
+            f"  bins       {summary.bins:,} of {summary.bin_tokens:,} tokens, {padding:.3%} padding",
+        )
     if tokenizer:
         lines.append(f"  decoded    {_decoded(summary, tokenizer)!r}")
     lines.append("  document lengths (tokens):")

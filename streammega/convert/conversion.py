@@ -33,9 +33,10 @@ from streammega.convert.write.layout import (
 )
 from streammega.convert.write.names import OutputNames
 from streammega.convert.write.output import Output
+from streammega.convert.write.packing import PackCounts
 from streammega.convert.write.plan import plan_units
 from streammega.convert.write.publish import Publisher
-from streammega.convert.write.shards import origins_written, write_shard
+from streammega.convert.write.shards import origins_written, read_pack_counts, write_shard
 from streammega.convert.write.side_files import row_names, side_name
 from streammega.convert.write.units import run_unit
 from streammega.dataset.find import find_pairs
@@ -81,6 +82,8 @@ class WrittenDataset:
     records: list[UnitRecord]
     duplicates: int
     source_bytes: int
+    packing: PackCounts | None = None
+    """Of all shards; None where documents lie end to end."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -133,12 +136,14 @@ class Conversion:
             if self.options.dedup and parts:
                 parts, duplicates = remove_duplicates(job, parts, self.runner.memory_bytes)
         layout = self._layout(job, parts, sources, records)
+        shards = self._shards(job, layout)
         return WrittenDataset(
             layout=layout,
-            shards=self._shards(job, layout),
+            shards=shards,
             records=records,
             duplicates=duplicates,
             source_bytes=source_bytes,
+            packing=self._packing(job, len(shards)),
         )
 
     def do_share(self, choose: Callable[[int], Sequence[int]]) -> DoneShare:
@@ -153,8 +158,10 @@ class Conversion:
         records = self._do_units(job, numbers, before)
         return DoneShare(records=records, before=len(before), units_of_all=len(job.units))
 
-    def publish(self, layout: ShardLayout, shards: list[Shard], labels: Labels) -> Manifest:
+    def publish(self, written: WrittenDataset, labels: Labels) -> Manifest:
         """Put everything under its final name. May be interrupted and repeated."""
+        layout = written.layout
+        shards = written.shards
         if not layout.multimodal:
             # There are no modes to be learned.
             labels = labels | {"loss_modes": None}
@@ -171,6 +178,7 @@ class Conversion:
             tokens=sum(shard.tokens for shard in shards),
             shards=shards,
             origins=origins,
+            pack=_pack_label(self.options.pack, written.packing),
         )
         return self.publisher.publish(layout, manifest)
 
@@ -325,7 +333,9 @@ class Conversion:
         )
         # What was read as units has been told of already.
         progress = self.progress if self._passes_as_it_is else no_progress
-        most_at_once = SHUFFLED_AT_ONCE if layout.buckets else None
+        # those that are shuffled or packed hold many documents
+        holds_many = bool(layout.buckets) or self.options.pack is not None
+        most_at_once = SHUFFLED_AT_ONCE if holds_many else None
         for number, shard in run_tasks(work, self.runner, progress, most_at_once):
             done[number] = shard
         return [done[number] for number in range(layout.num_shards)]
@@ -339,6 +349,15 @@ class Conversion:
             return 1
         workers = self.runner.workers or num_threads()
         return max(1, workers // shards)
+
+    def _packing(self, job: Job, num_shards: int) -> PackCounts | None:
+        """What packing made of all documents; None where they are not packed."""
+        if self.options.pack is None:
+            return None
+        counts = PackCounts()
+        for number in range(num_shards):
+            counts.add(read_pack_counts(job, number))
+        return counts
 
     def _layout(
         self,
@@ -396,6 +415,13 @@ class Conversion:
         if self.options.shard_bytes is None:
             return [stem]
         return [shard_name(stem, number, num_shards) for number in range(num_shards)]
+
+
+def _pack_label(length: int | None, counts: PackCounts | None) -> dict[str, int] | None:
+    """What a manifest says of bins."""
+    if length is None or counts is None:
+        return None
+    return {"length": length, "bins": counts.bins, "padding": counts.padding}
 
 
 def _check_all_done(numbers: Sequence[int], done: Collection[int]) -> None:

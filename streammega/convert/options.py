@@ -14,6 +14,8 @@ from streammega.errors import ConfigError
 from streammega.storage.frames import FRAME_BYTES, LEVEL
 
 MiB = 1 << 20
+MOST_PACKED = 1 << 24
+"""Tokens of a bin: a window of them is held in memory."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -87,6 +89,16 @@ class ConvertOptions:
     """Longer documents keep their first tokens and, in the last place, the end-of-document token;
     or they are dropped.
     """
+    pack: int | None = None
+    """Put documents into bins of so many tokens, of which none is cut: samples of that length in
+    training; None: documents lie end to end.
+    """
+    pack_long: Literal["split", "drop"] = "split"
+    """Documents longer than a bin become several of its length and one of the rest; or they are
+    dropped.
+    """
+    max_documents: int | None = None
+    """Documents of a bin, at most; None: as many as fit."""
     modes: tuple[int, ...] | None = None
     """Keep only sequences of these modes."""
     loss_modes: tuple[int, ...] | None = None
@@ -145,6 +157,15 @@ class ConvertOptions:
             raise ConfigError(
                 f"on_error (--on-error) is {self.on_error!r}; it must be 'stop' or 'skip'"
             )
+        if self.pack_long not in ("split", "drop"):
+            raise ConfigError(
+                f"pack_long (--pack-long) is {self.pack_long!r}; it must be 'split' or 'drop'"
+            )
+        if self.pack is not None and self.kind == "tar":
+            raise ConfigError(
+                "pack (--pack) needs tokens that lie end to end, which those of a tar do not; "
+                "write kind (--format) 'bin' or 'zst'"
+            )
         if self.special_tokens not in (None, "parse", "text"):
             raise ConfigError(
                 f"special_tokens (--special-tokens) is {self.special_tokens!r}; it must be 'parse' "
@@ -156,6 +177,15 @@ class ConvertOptions:
             raise ConfigError(
                 f"shard_bytes (--shard-size) is {self.shard_bytes}; it must be a positive number "
                 f"of bytes"
+            )
+        if self.pack is not None and not 2 <= self.pack <= MOST_PACKED:
+            raise ConfigError(
+                f"pack (--pack) is {self.pack}; it must lie between 2 and {MOST_PACKED:,} tokens"
+            )
+        if self.max_documents is not None and (self.pack is None or self.max_documents < 1):
+            raise ConfigError(
+                f"max_documents (--max-documents) is {self.max_documents}; it is for bins (pack, "
+                f"--pack), and at least 1"
             )
         if self.max_tokens is not None and self.max_tokens < max(1, self.min_tokens):
             raise ConfigError(
@@ -230,7 +260,8 @@ class ConvertOptions:
         leaves_out = self.dedup or bool(self.min_tokens) or self.modes is not None
         cuts = self.max_tokens is not None
         shuffles = self.shuffle_seed is not None
-        return not (leaves_out or cuts or shuffles or self.origins)
+        packs = self.pack is not None
+        return not (leaves_out or cuts or shuffles or packs or self.origins)
 
     def digest(self) -> str:
         """Changes with every setting but those that choose files: of these, the files that were

@@ -12,6 +12,7 @@ import numpy as np
 from streammega.config import StorageConfig
 from streammega.convert.write.final_order import DocumentSet, document_tokens
 from streammega.convert.write.job import HISTOGRAM_BINS, UnitRecord, length_histogram
+from streammega.convert.write.packing import PackCounts
 from streammega.dataset.indexed import IndexedDataset
 from streammega.dataset.manifest import MANIFEST, Manifest
 from streammega.errors.redaction import redact_urls
@@ -29,7 +30,10 @@ class ConvertReport:
     """Documents and tokens written; `dropped`: what happened to others, by reason; histogram: bin b
     has [2^b, 2^(b+1)) tokens.
 
-    files_passed_over: of folders and globs, those that were not read, by reason.
+    files_passed_over: of folders and globs, those that were not read, by reason. packing: of bins,
+    how many there are, their padding in tokens, the documents in them (pieces) and the most of one,
+    the documents that were split or dropped because they are longer than a bin; {} without bins.
+    tokens counts the padding too, and one token behind each shard.
     """
 
     prefix: str
@@ -48,6 +52,7 @@ class ConvertReport:
     messages: list[str] = field(default_factory=list)
     histogram: list[int] = field(default_factory=list)
     files_passed_over: dict[str, int] = field(default_factory=dict)
+    packing: dict[str, int] = field(default_factory=dict)
 
     @property
     def empty_documents(self) -> int:
@@ -63,6 +68,8 @@ class ConvertReport:
     def as_text(self) -> str:
         """For a terminal."""
         lines = [self._line_of_output(), self._line_of_speed()]
+        if self.packing:
+            lines.append(self._line_of_packing())
         if self.files_passed_over:
             reasons = sorted(self.files_passed_over.items())
             files = ", ".join(f"{count:,} {reason}" for reason, count in reasons)
@@ -91,6 +98,19 @@ class ConvertReport:
             f"{self.dtype}, eod_id {self.eod_id}, vocab_size {self.vocab_size}, "
             f"{megabytes:,.1f} MB in {self.shards} {self.kind} shard{plural}{ratio}"
         )
+
+    def _line_of_packing(self) -> str:
+        packing = self.packing
+        bins = max(1, packing["bins"])
+        share = packing["padding"] / max(1, self.tokens)
+        told = (
+            f"{packing['bins']:,} bins, {share:.3%} padding; {packing['pieces'] / bins:.1f} "
+            f"documents a bin, {packing['most_pieces']:,} at most"
+        )
+        for happened in ("split", "dropped"):
+            if packing[happened]:
+                told += f"; {packing[happened]:,} longer than a bin were {happened}"
+        return told
 
     def _line_of_speed(self) -> str:
         mean_tokens = self.tokens / max(1, self.documents)
@@ -138,6 +158,7 @@ def make_report(
     duplicates: int,
     source_bytes: int,
     seconds: float,
+    packing: PackCounts | None = None,
 ) -> ConvertReport:
     """Sums over units; without units (datasets that passed as they are) nothing was dropped."""
     total = _sum_of(records)
@@ -162,6 +183,7 @@ def make_report(
         dropped=dropped | total.counts,
         messages=total.messages,
         histogram=histogram,
+        packing={} if packing is None else asdict(packing),
     )
 
 

@@ -97,6 +97,7 @@ def _convert_files(
         written.duplicates,
         written.source_bytes,
         time.monotonic() - began,
+        written.packing,
     )
     return replace(report, files_passed_over=passed_over.counts)
 
@@ -118,7 +119,7 @@ def _run(
                 conversion.files = cluster.enter_context(files)
             conversion.names.claim(overwrite=overwrite)
             written = conversion.make()
-        manifest = conversion.publish(written.layout, written.shards, labels)
+        manifest = conversion.publish(written, labels)
     except BaseException:
         conversion.leave()
         raise

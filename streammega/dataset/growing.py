@@ -346,12 +346,27 @@ def _joined(prefix: str, current: DatasetVersion | None, added: Sequence[_Additi
         sequences=sum(shard.sequences for shard in shards),
         tokens=sum(shard.tokens for shard in shards),
         shards=shards,
+        pack=_joined_bins([manifest.pack for manifest in manifests]),
     )
+
+
+def _joined_bins(packs: Sequence[dict[str, int] | None]) -> dict[str, int] | None:
+    """What manifests say together of their bins, which are of one length; None where documents lie
+    end to end.
+    """
+    joined: dict[str, int] | None = None
+    for pack in packs:
+        if joined is None or pack is None:
+            joined = pack
+        else:
+            counts = {name: joined[name] + pack[name] for name in ("bins", "padding")}
+            joined = {**joined, **counts}
+    return joined
 
 
 def _check_alike(first_name: str, first: Manifest, addition: _Addition) -> None:
     other = addition.manifest
-    for what in ("kind", "dtype", "multimodal", "loss_modes"):
+    for what in ("kind", "dtype", "multimodal", "loss_modes", "bin_tokens"):
         if getattr(first, what) != getattr(other, what):
             raise ConfigError(
                 f"{redact_urls(addition.name)}: has {what} {getattr(other, what)!r}, "

@@ -65,6 +65,12 @@ class PairBounds:
         return entry.index_bytes == with_modes
 
     @property
+    def bin_tokens(self) -> int | None:
+        """Tokens of its bins, as its manifest says; None where documents lie end to end."""
+        entry = self.files.shard.entry
+        return None if entry is None else entry.bin_tokens
+
+    @property
     def num_tokens(self) -> int:
         """Tokens in the whole `.bin`."""
         return self.bin_info.size // self.dtype.itemsize
@@ -109,7 +115,8 @@ def _bounds(files: ShardFiles) -> PairBounds:
     entry = files.shard.entry
     # A remote header costs a request for each shard, and a manifest tells what it holds; a local
     # one costs none.
-    if entry is not None and not index.is_local:
+    is_packed = entry is not None and entry.bin_tokens is not None
+    if entry is not None and (is_packed or not index.is_local):
         _ = index.info  # its size is compared
         dtype = entry.dtype
         num_sequences = entry.sequences

@@ -287,7 +287,8 @@ def check_end(end: int, bin_bytes: int, path: str, tokens: str) -> None:
     else:
         cause = (
             "the .idx belongs to another .bin, or the .bin has grown since: copy both again, or "
-            "rebuild the .idx by 'streammega verify --repair'"
+            "rebuild the .idx by 'streammega verify --repair'; if it was converted with --pack, name "
+            "its manifest"
         )
     raise FormatError(
         f"{path}: its sequences end at byte {end:,}, but {tokens} has {bin_bytes:,} bytes of "
@@ -305,6 +306,24 @@ def check_whole_end(arrays: IndexArrays, end: int, bin_bytes: int, path: str, to
     covered = arrays.num_tokens * arrays.dtype.itemsize
     if covered == end:
         check_end(end, bin_bytes, path, tokens)
+
+
+def check_bins(arrays: IndexArrays, bin_tokens: int, path: str) -> None:
+    """Raise FormatError unless documents follow each other and each lies within one bin."""
+    bounds = arrays.document_indices
+    itemsize = arrays.dtype.itemsize
+    starts = arrays.sequence_offsets // itemsize
+    stops = starts + arrays.sequence_lengths
+    first = starts[bounds[:-1]]
+    last = stops[bounds[1:] - 1]
+    lies_wrong = (last <= first) | (first // bin_tokens != (last - 1) // bin_tokens)
+    lies_wrong[1:] |= first[1:] < last[:-1]
+    if lies_wrong.any():
+        bad = int(np.argmax(lies_wrong))
+        raise FormatError(
+            f"{path}: document {bad} has tokens [{first[bad]}, {last[bad]}), which is no place in a "
+            f"bin of {bin_tokens}; copy both files again, or convert again"
+        )
 
 
 def _check_sequences(

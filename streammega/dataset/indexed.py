@@ -203,6 +203,37 @@ class IndexedDataset(Sequence["Item"]):
         return None if self.sequence_modes is None else loss_modes_of(self._files, self._name)
 
     @cached_property
+    def bin_tokens(self) -> int | None:
+        """Tokens of the bins that documents are packed into, by the manifest; None where they lie
+        end to end, or there is no manifest. Raises FormatError where shards differ.
+        """
+        entries = [files.shard.entry for files in self._files]
+        lengths = {None if entry is None else entry.bin_tokens for entry in entries}
+        if len(lengths) > 1:
+            raise FormatError(
+                f"{self.prefix}: its shards differ in their bins; make a blend of them"
+            )
+        return lengths.pop()
+
+    @property
+    def num_bins(self) -> int:
+        """Bins of all shards; of a packed dataset alone."""
+        bin_bytes = (self.bin_tokens or 0) * self.dtype.itemsize
+        return sum(size // bin_bytes for size in self._sizes)
+
+    def bin_offsets(self) -> NDArray[np.int64]:
+        """Where each bin begins in the `.bin`, in bytes; of a packed dataset alone."""
+        bin_tokens = self.bin_tokens
+        assert bin_tokens is not None
+        bin_bytes = bin_tokens * self.dtype.itemsize
+        before = 0
+        offsets = [np.empty(0, np.int64)]
+        for size in self._sizes:
+            offsets.append(before + np.arange(size // bin_bytes) * bin_bytes)
+            before += size
+        return np.concatenate(offsets)
+
+    @cached_property
     def tokenizers(self) -> set[TokenizerLabel]:
         """Of its shards, as far as manifests tell them."""
         return tokenizers_of(self._files, self._name)

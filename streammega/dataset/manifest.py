@@ -68,6 +68,8 @@ class Manifest:
 
     loss_modes: the modes of sequences that are to be learned; None: modes mean something else, or
     there are none. origins: xxh3-128 of the `.origins` beside each shard; None: there are none.
+    pack: of bins their "length" in tokens, how many there are ("bins") and the tokens of them that
+    are no documents' ("padding"); None: documents lie end to end.
     """
 
     kind: str
@@ -82,6 +84,12 @@ class Manifest:
     shards: list[Shard]
     loss_modes: list[int] | None = None
     origins: list[str] | None = None
+    pack: dict[str, int] | None = None
+
+    @property
+    def bin_tokens(self) -> int | None:
+        """Tokens of a bin; None where documents lie end to end."""
+        return None if self.pack is None else self.pack["length"]
 
     @property
     def tokenizer_label(self) -> tuple[str, str]:
@@ -91,7 +99,7 @@ class Manifest:
     def to_json(self) -> bytes:
         """What is stored."""
         fields = asdict(self)
-        for name in ("loss_modes", "origins"):
+        for name in ("loss_modes", "origins", "pack"):
             # so that a dataset without them has the manifest it always had
             if fields[name] is None:
                 del fields[name]
@@ -120,6 +128,8 @@ def read_manifest(url: str, storage: StorageConfig) -> Manifest:
         raise FormatError(
             f"{url}: is a damaged manifest ({error}); convert again, or name the shards"
         ) from None
+    if manifest.pack is not None and manifest.pack.get("length", 0) < 1:
+        raise FormatError(f"{url}: is a damaged manifest: its bins have no length; convert again")
     known_dtypes = [str(dtype) for dtype in CODE_OF_DTYPE]
     if manifest.dtype not in known_dtypes:
         raise FormatError(
@@ -202,6 +212,7 @@ def _entry(shard: Shard, manifest: Manifest, dtype: np.dtype[Any], url: str) -> 
         index_bytes=shard.index_bytes,
         loss_modes=None if manifest.loss_modes is None else tuple(manifest.loss_modes),
         tokenizer=manifest.tokenizer_label,
+        bin_tokens=manifest.bin_tokens,
     )
     least = min(entry.documents, entry.sequences, entry.tokens)
     contradicts = manifest.kind == "bin" and entry.token_bytes != entry.bytes

@@ -70,7 +70,13 @@ def repair_index(
     # All are made before the first is written: what is refused leaves everything as it was.
     rebuilt: dict[int, _Rebuilt] = {}
     for number, shard_name in enumerate(names):
-        if not _is_sound(shard_name, expected[number], storage):
+        is_packed = manifest is not None and manifest.pack is not None
+        if not _is_sound(shard_name, expected[number], storage, packed=is_packed):
+            if is_packed:
+                raise ConfigError(
+                    f"{redact_urls(shard_name)}: is packed into bins, and tokens do not tell where "
+                    "documents end and padding begins; copy its .idx again, or convert again"
+                )
             rebuilt[number] = _rebuild(shard_name, expected[number], asked)
     done = []
     for number, index in rebuilt.items():
@@ -103,7 +109,7 @@ class _Rebuilt:
     shard: Shard | None
 
 
-def _is_sound(name: str, expected: Shard | None, storage: StorageConfig) -> bool:
+def _is_sound(name: str, expected: Shard | None, storage: StorageConfig, *, packed: bool) -> bool:
     """Whether the `.idx` of a shard is there, is what the manifest speaks of, and
     fits the tokens.
     """
@@ -114,7 +120,8 @@ def _is_sound(name: str, expected: Shard | None, storage: StorageConfig) -> bool
         view, key = open_tokens(name, storage)
         token_bytes = view.info(key).size
         end = check_index(arrays, token_bytes, index.url, name)
-        check_end(end, token_bytes, index.url, name)
+        if not packed:  # padding, and the token behind the last bin, belong to no sequence
+            check_end(end, token_bytes, index.url, name)
     except (FormatError, ObjectNotFoundError):
         prefix, kind = split_name(name)
         store, key = open_store(prefix + SUFFIXES[kind], storage)

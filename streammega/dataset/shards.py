@@ -31,7 +31,8 @@ MOST_MISSING = 3
 class ManifestEntry:
     """What a manifest says of a shard. `bytes`, `index_bytes`: of both objects, as stored.
 
-    loss_modes: the modes to be learned. tokenizer: its name and digest.
+    loss_modes: the modes to be learned. tokenizer: its name and digest. bin_tokens: of bins that
+    documents are packed into; None: they lie end to end.
     """
 
     dtype: np.dtype[Any]
@@ -42,6 +43,7 @@ class ManifestEntry:
     index_bytes: int
     loss_modes: tuple[int, ...] | None = None
     tokenizer: tuple[str, str] | None = None
+    bin_tokens: int | None = None
 
     @property
     def token_bytes(self) -> int:

@@ -15,7 +15,7 @@ from streammega.config import StorageConfig
 from streammega.dataset.checksums import HashingWriter
 from streammega.dataset.find import find_pairs
 from streammega.dataset.growing import named_version
-from streammega.dataset.idx import IndexArrays, check_end, check_index, parse_index
+from streammega.dataset.idx import IndexArrays, check_bins, check_end, check_index, parse_index
 from streammega.dataset.index_file import IndexFile
 from streammega.dataset.manifest import (
     Manifest,
@@ -159,6 +159,11 @@ class _Asked:
     eod_id: int | None
     progress: Progress
 
+    @property
+    def bin_tokens(self) -> int | None:
+        """Tokens of the bins that documents are packed into, if they are."""
+        return None if self.manifest is None else self.manifest.bin_tokens
+
 
 @dataclass(frozen=True, kw_only=True)
 class _SoundIndex:
@@ -190,7 +195,12 @@ def _check_shard(name: str, expected: Shard | None, asked: _Asked, report: Verif
     tokens = None
     if index is not None:
         tokens = TokenChecks(
-            index.arrays, url, report, vocab_size=asked.vocab_size, eod_id=asked.eod_id
+            index.arrays,
+            url,
+            report,
+            vocab_size=asked.vocab_size,
+            eod_id=asked.eod_id,
+            bin_tokens=asked.bin_tokens,
         )
     check_stored(
         store,
@@ -206,7 +216,7 @@ def _check_shard(name: str, expected: Shard | None, asked: _Asked, report: Verif
         return
     if kind != "bin":
         check_shown(index.view, index.view_key, index.token_bytes, tokens)
-    _add_counts(index, url, report)
+    _add_counts(index, url, report, packed=asked.bin_tokens is not None)
 
 
 def _open_index(
@@ -232,11 +242,14 @@ def _open_index(
         view, view_key = open_tokens(name, asked.storage)
         token_bytes = view.info(view_key).size
         end = check_index(arrays, token_bytes, index_url, url)
+        if asked.bin_tokens is not None:
+            check_bins(arrays, asked.bin_tokens, index_url)
     except (FormatError, ObjectNotFoundError) as error:
         report.problems.append(str(error))
         return None
     try:
-        check_end(end, token_bytes, index_url, url)
+        if asked.bin_tokens is None:
+            check_end(end, token_bytes, index_url, url)
     except FormatError as error:
         report.problems.append(str(error))  # what the .idx speaks of is still looked at
     return _SoundIndex(arrays=arrays, view=view, view_key=view_key, token_bytes=token_bytes)
@@ -251,22 +264,26 @@ def _differences(arrays: IndexArrays, expected: Shard, manifest: Manifest) -> It
         (modes[has_modes], modes[manifest.multimodal]),
         (f"{arrays.num_documents} documents", f"{expected.documents} documents"),
         (f"{arrays.num_sequences} sequences", f"{expected.sequences} sequences"),
-        (f"{arrays.num_tokens} tokens", f"{expected.tokens} tokens"),
     ]
+    if manifest.pack is None:  # else the tokens of bins count too, which are no sequence's
+        pairs.append((f"{arrays.num_tokens} tokens", f"{expected.tokens} tokens"))
     for found, said in pairs:
         if found != said:
             yield f"has {found}, the manifest says {said}; copy both again, or convert again"
 
 
-def _add_counts(index: _SoundIndex, url: str, report: VerifyReport) -> None:
+def _add_counts(index: _SoundIndex, url: str, report: VerifyReport, *, packed: bool) -> None:
     arrays = index.arrays
+    report.documents += arrays.num_documents
+    report.sequences += arrays.num_sequences
+    if packed:
+        report.tokens += index.token_bytes // arrays.dtype.itemsize
+        return
     covered = arrays.num_tokens * arrays.dtype.itemsize
     # A note, no problem: an .idx may name parts of a .bin.
     if covered < index.token_bytes:
         unused = index.token_bytes - covered
         report.notes.append(f"{url}: {unused:,} bytes belong to no sequence")
-    report.documents += arrays.num_documents
-    report.sequences += arrays.num_sequences
     report.tokens += arrays.num_tokens
 
 

@@ -40,6 +40,8 @@ class TokenChecks:
         url: of the tokens, for messages.
         vocab_size: ids must be below it; None: any are taken.
         eod_id: every document must end with it; None: ends are not looked at.
+        bin_tokens: documents that fill a bin may be pieces of longer ones, which need not; None:
+            there are no bins.
     """
 
     def __init__(
@@ -50,6 +52,7 @@ class TokenChecks:
         *,
         vocab_size: int | None,
         eod_id: int | None,
+        bin_tokens: int | None = None,
     ) -> None:
         self._report = report
         self._url = url
@@ -57,7 +60,7 @@ class TokenChecks:
         self._eod_id = eod_id
         self._lock = threading.Lock()
         self.dtype = index.dtype.newbyteorder("<")
-        self._last_tokens, self._documents = _last_tokens(index)
+        self._last_tokens, self._documents = _last_tokens(index, bin_tokens)
 
     def look(self, data: NDArray[np.uint8], start: int) -> None:
         """At whole tokens, of which the first is at byte `start`."""
@@ -161,7 +164,9 @@ def check_shown(store: Store, key: str, token_bytes: int, tokens: TokenChecks) -
             pass  # errors of the threads are raised here
 
 
-def _last_tokens(index: IndexArrays) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+def _last_tokens(
+    index: IndexArrays, bin_tokens: int | None
+) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
     """(the last token of each document that ends with one, in tokens of the `.bin` and rising; the
     documents' numbers).
     """
@@ -171,6 +176,9 @@ def _last_tokens(index: IndexArrays) -> tuple[NDArray[np.int64], NDArray[np.int6
     lengths = index.sequence_lengths[last_sequences]
     starts = index.sequence_offsets[last_sequences] // index.dtype.itemsize
     ends_with_token = lengths > 0
+    if bin_tokens is not None:
+        first_tokens = index.sequence_offsets[bounds[documents]] // index.dtype.itemsize
+        ends_with_token &= starts + lengths - first_tokens < bin_tokens
     documents = documents[ends_with_token]
     last_tokens = (starts + lengths - 1)[ends_with_token]
     # They are searched, so they must rise; an .idx made by hand may name sequences in any order.

@@ -77,6 +77,9 @@ class IndexedDatasetWriter:
         self._lengths = array("i")
         self._modes = array("b")
         self._documents = array("q", [0])
+        self._starts: array[int] | None = None
+        """Of packed documents, the token at which each sequence begins."""
+        self._packed_tokens = 0
         self._open = True
         self.files: list[FileRange] = []
         """What `add_files` named and `copy_files` has not copied yet."""
@@ -165,6 +168,35 @@ class IndexedDatasetWriter:
             )
         first_sequence = len(self._lengths)
         self._put(memoryview(data), lengths, modes)
+        self._end_documents(first_sequence, documents)
+
+    def add_packed(
+        self,
+        data: bytes | memoryview,
+        lengths: NDArray[np.int32],
+        documents: NDArray[np.int64],
+        starts: NDArray[np.int64],
+        modes: NDArray[np.int8] | None = None,
+    ) -> None:
+        """Append tokens of which not all belong to sequences; a writer that is given some takes
+        nothing else, and no tar.
+
+        Args: as of `add_documents`, and starts: the token of `data` at which each sequence begins.
+        """
+        if self._tar is not None or (self._starts is None and len(self._lengths)):
+            raise FormatError(f"{self.prefix}: packed tokens cannot follow others, nor be a tar")
+        num_tokens, rest = divmod(len(data), self.dtype.itemsize)
+        fits = len(starts) == len(lengths) == int(documents.sum())
+        if len(lengths):
+            fits = fits and int(starts.min()) >= 0 and int((starts + lengths).max()) <= num_tokens
+        if rest or not fits:
+            raise FormatError(f"{self.prefix}: {len(data)} bytes do not hold these sequences")
+        if self._starts is None:
+            self._starts = array("q")
+        first_sequence = len(self._lengths)
+        self._starts.frombytes(_bytes(np.ascontiguousarray(starts + self._packed_tokens)))
+        self._packed_tokens += num_tokens
+        self._put(memoryview(data), lengths, modes if len(lengths) else np.empty(0, np.int8))
         self._end_documents(first_sequence, documents)
 
     def add_stream(
@@ -302,7 +334,9 @@ class IndexedDatasetWriter:
 
     @property
     def num_tokens(self) -> int:
-        """Tokens so far; a pass over the lengths."""
+        """Tokens so far, padding too; a pass over the lengths."""
+        if self._starts is not None:
+            return self._packed_tokens
         return int(_viewed(self._lengths, np.int32).sum(dtype=np.int64))
 
     def abort(self) -> None:
@@ -363,7 +397,10 @@ class IndexedDatasetWriter:
         lengths = _viewed(self._lengths, np.int32)
         documents = _viewed(self._documents, np.int64)
         modes = _viewed(self._modes, np.int8) if self.multimodal else None
-        return encode_index(self.dtype, lengths, documents, modes)
+        offsets = None
+        if self._starts is not None:
+            offsets = _viewed(self._starts, np.int64) * self.dtype.itemsize
+        return encode_index(self.dtype, lengths, documents, modes, offsets)
 
     def _cast(self, tokens: Any) -> NDArray[Any]:
         """Tokens in the writer's dtype. Raises FormatError for values that it cannot hold."""

@@ -25,6 +25,7 @@ from streammega.samples.derived_fields import (
     sequence_fields,
     torch_dtype,
 )
+from streammega.samples.packed import are_packed
 from streammega.samples.token_file import Runs, clear_by_modes, has_modes
 
 TAIL_ID = 0
@@ -54,6 +55,7 @@ class Gatherer:
         self._allocate = allocate
         self._gather = self._gather_ids if ids_only else self._gather_fields
         self._has_modes = has_modes(reading.files)
+        self._packed = are_packed(reading.files)
         files_of_dataset = [len(files) for files in steps.samples.files]
         self._dataset_of_file = np.repeat(np.arange(len(files_of_dataset)), files_of_dataset)
 
@@ -122,7 +124,9 @@ class Gatherer:
             fields["dataset_id"] = self._dataset_ids(slab)
         if self._config.inter_document_masking:
             size = slab.span.size
-            fields |= sequence_fields(slab.row_splits, size, self._config, self._allocate)
+            fields |= sequence_fields(
+                slab.row_splits, size, self._config, self._allocate, packed=self._packed
+            )
         return Slab(
             consumed=slab.consumed,
             fields=self._by_batch(slab, fields),

@@ -22,6 +22,7 @@ from streammega.loading.steps import MicroSteps
 from streammega.order.lane_pieces import OpenPieces
 from streammega.order.lanes import StreamOrder
 from streammega.samples.lanes import LaneSource
+from streammega.samples.packed import are_packed
 from streammega.samples.source import all_files
 from streammega.samples.token_file import TokenFile
 from streammega.storage.backends.local import LocalStore
@@ -152,6 +153,8 @@ def plan_reading(
         )
 
     def whole_pieces(slab_batches: int) -> WholePieces:
+        if kept.bounds and are_packed(files):
+            return WholePieces()  # of a bin that ends early some kept parts are empty
         slab_samples = slab_batches * steps.micro_batch_size
         return _whole_pieces(steps, table, start, worker, workers, budget, slab_samples)
 

@@ -49,10 +49,14 @@ class FilePart:
 
 @dataclass(frozen=True, kw_only=True)
 class StreamDataset:
-    """One dataset of the stream: its parts in order, and the bytes of a token."""
+    """One dataset of the stream: its parts in order, and the bytes of a token.
+
+    is_packed: samples are the bins of its files, with no token after them.
+    """
 
     parts: Sequence[FilePart]
     itemsize: int
+    is_packed: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)

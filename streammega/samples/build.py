@@ -13,7 +13,8 @@ from streammega.errors import ConfigError
 from streammega.order.blend import normalized, samples_asked
 from streammega.order.split import SPLITS, split_bounds
 from streammega.samples.blended import BlendedDataset
-from streammega.samples.gpt import GPTDataset, check_numbering
+from streammega.samples.gpt import GPTDataset, check_numbering, num_units_of
+from streammega.samples.packed import check_bins
 from streammega.samples.source import OPENERS
 from streammega.samples.split_blend import SplitBlend, split_blend
 from streammega.samples.tokenizers import check_tokenizers
@@ -86,8 +87,9 @@ def _single(
     if prefix not in opened:
         opened[prefix] = IndexedDataset(prefix, config.storage, config.index_cache_dir)
     indexed = opened[prefix]
-    check_numbering(prefix, len(indexed))
-    bounds = split_bounds(shares, len(indexed))[split]
+    num_units = num_units_of(indexed)
+    check_numbering(prefix, num_units)
+    bounds = split_bounds(shares, num_units)[split]
     if bounds is None:
         return None
     sequence_ids = np.arange(*bounds, dtype=np.int32)
@@ -122,6 +124,8 @@ def _blended(
         OPENERS,
     )
     datasets = [part for part in parts if part is not None]
+    bins = [(part.indexed.prefix, part.indexed.bin_tokens) for part in datasets]
+    check_bins(bins, config)
     if len(datasets) > 1 and not config.mix_tokenizers:
         tokenizers = [(part.indexed.prefix, part.indexed.tokenizers) for part in datasets]
         check_tokenizers(tokenizers, config)

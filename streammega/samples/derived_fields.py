@@ -138,12 +138,14 @@ def sequence_fields(
     size: NDArray[np.int64],
     config: DataConfig,
     allocate: Allocate,
+    *,
+    packed: bool = False,
 ) -> dict[str, Tensor]:
     """What inter-document masking asks for, by the sequences that samples are made of: "cu_seqlens"
     int32 [samples, S + 1], "max_seqlen" int32 [samples] and "position_ids" int64 [samples, S].
 
     size: tokens of each piece of a sequence, int64; those of sample i are [row_splits[i],
-    row_splits[i + 1]).
+    row_splits[i + 1]). packed: samples are bins, which have no extra token.
     """
     samples = len(row_splits) - 1
     length = config.sequence_length
@@ -151,7 +153,7 @@ def sequence_fields(
     max_seqlen = allocate((samples,), torch.int32)
     position_ids = allocate((samples, length), torch.int64)
     sequence_bounds(
-        row_splits, size, int(config.add_extra_token),
+        row_splits, size, int(config.add_extra_token and not packed),
         cu_seqlens.numpy(), max_seqlen.numpy(), position_ids.numpy(),
     )  # fmt: skip
     return {"cu_seqlens": cu_seqlens, "max_seqlen": max_seqlen, "position_ids": position_ids}

@@ -32,8 +32,10 @@ from streammega.order.megatron import (
     index_kinds,
     locate_gpt,
 )
+from streammega.samples.documents import DocumentBounds
 from streammega.samples.fields import Batch
 from streammega.samples.modes import modes_of_dataset
+from streammega.samples.packed import a_row_for_each, check_bins, without_padding
 from streammega.samples.read import Ids
 from streammega.samples.source import read_samples, sample_fields
 from streammega.samples.token_file import TokenFile
@@ -70,7 +72,16 @@ def check_numbering(name: str, sequences: int) -> None:
         )
 
 
-def _checked_ids(indexed: IndexedDataset, ids: NDArray[np.int32]) -> NDArray[np.int32]:
+def num_units_of(indexed: IndexedDataset) -> int:
+    """Of what is shuffled and split: its sequences, or the bins of a packed dataset."""
+    # what has no more than a number of sequences has no bins
+    is_packed = getattr(indexed, "bin_tokens", None) is not None
+    return indexed.num_bins if is_packed else len(indexed)
+
+
+def _checked_ids(
+    indexed: IndexedDataset, num_units: int, ids: NDArray[np.int32]
+) -> NDArray[np.int32]:
     """`ids` as int32, after a look at every one: kernels take them as places."""
     given = np.asarray(ids)
     values = ""
@@ -81,11 +92,11 @@ def _checked_ids(indexed: IndexedDataset, ids: NDArray[np.int32]) -> NDArray[np.
         highest = given.max()
         values = f" from {lowest} to {highest}"
         fits = given.ndim == 1 and np.issubdtype(given.dtype, np.integer)
-        fits = fits and int(lowest) >= 0 and int(highest) < len(indexed)
+        fits = fits and int(lowest) >= 0 and int(highest) < num_units
     if fits:
         return given.astype(np.int32, copy=False)
     raise ConfigError(
-        f"{indexed.prefix}: sequence_ids are a row of integers in [0, {len(indexed)}), "
+        f"{indexed.prefix}: sequence_ids are a row of integers in [0, {num_units}), "
         f"not {given.dtype} {list(given.shape)}{values}"
     )
 
@@ -118,25 +129,31 @@ class GPTDataset(torch.utils.data.Dataset[Batch]):
         self.indexed = indexed
         self.config = config
         self.split = split
-        check_numbering(indexed.prefix, len(indexed))
-        self.sequence_ids: NDArray[np.int32] = np.arange(len(indexed), dtype=np.int32)
+        check_bins([(indexed.prefix, indexed.bin_tokens)], config)
+        self.is_packed = indexed.bin_tokens is not None
+        num_units = num_units_of(indexed)
+        check_numbering(indexed.prefix, num_units)
+        self.sequence_ids: NDArray[np.int32] = np.arange(num_units, dtype=np.int32)
         if sequence_ids is not None:
-            self.sequence_ids = _checked_ids(indexed, sequence_ids)
+            self.sequence_ids = _checked_ids(indexed, num_units, sequence_ids)
         if len(self.sequence_ids) == 0:
             raise ConfigError(
                 f"{indexed.prefix}: the {split} split holds no sequences; give it a larger share"
             )
         try:
             self.shape: GptShape = gpt_shape(
-                indexed.sequence_lengths,
+                self._lengths,
                 self.sequence_ids,
                 num_samples,
                 config.sequence_length,
-                config.add_extra_token,
+                self._has_extra_token,
                 split != "valid" or config.drop_last_partial_validation_sequence,
             )
         except ConfigError as error:
             raise ConfigError(f"{indexed.prefix} ({split}): {error}") from None
+        documents = None
+        if self.is_packed:
+            documents = DocumentBounds(index=indexed, bin_tokens=indexed.bin_tokens)
         info = indexed.bin_info
         file = TokenFile(
             store=indexed.store,
@@ -145,6 +162,7 @@ class GPTDataset(torch.utils.data.Dataset[Batch]):
             num_tokens=info.size // indexed.dtype.itemsize,
             etag=info.etag,
             modes=modes_of_dataset(indexed, config),
+            documents=documents,
         )
         self.files: Sequence[Sequence[TokenFile]] = [[file]]
 
@@ -196,20 +214,44 @@ class GPTDataset(torch.utils.data.Dataset[Batch]):
 
         Raises CacheError if a cached index is damaged.
         """
-        indexed = self.indexed
+        # sequences without tokens are bounds as well; bins are never
+        masks_sequences = self.config.inter_document_masking
         try:
-            return locate_gpt(
+            extents = locate_gpt(
                 self._indices,
-                indexed.sequence_lengths,
-                indexed.sequence_offsets,
-                indexed.dtype.itemsize,
+                self._lengths,
+                self._offsets,
+                self.indexed.dtype.itemsize,
                 sample_ids,
                 self.shape,
-                with_empty=self.config.inter_document_masking,  # they are bounds as well
+                with_empty=masks_sequences and not self.is_packed,
             )
         except FormatError as error:
             folder = order_dir(self.config)
             raise damaged_array(f"{folder / self._files_key}-{error}") from None
+        if not self.is_packed:
+            return extents
+        ((file,),) = self.files
+        numbers = np.zeros(len(extents.start), np.int64)
+        filled = without_padding(extents, [file], numbers)
+        return a_row_for_each(filled, file) if masks_sequences else filled
+
+    @cached_property
+    def _lengths(self) -> NDArray[np.int32]:
+        """Tokens of each sequence, or bin."""
+        if not self.is_packed:
+            return self.indexed.sequence_lengths
+        return np.full(num_units_of(self.indexed), self.config.sequence_length, np.int32)
+
+    @cached_property
+    def _offsets(self) -> NDArray[np.int64]:
+        """Where each of them begins, in bytes."""
+        return self.indexed.bin_offsets() if self.is_packed else self.indexed.sequence_offsets
+
+    @property
+    def _has_extra_token(self) -> bool:
+        """Whether a sample has a token after its last; one that is a bin has none."""
+        return self.config.add_extra_token and not self.is_packed
 
     def read(self, sample_ids: NDArray[np.int64]) -> tuple[Ids, NDArray[np.int64]]:
         """Token ids of samples, [n, S + a] in the stored dtype, and how many of them each has."""
@@ -221,7 +263,7 @@ class GPTDataset(torch.utils.data.Dataset[Batch]):
         sequence lengths.
         """
         hasher = hashlib.blake2b(str(self.indexed.dtype).encode(), digest_size=8)
-        hasher.update(np.ascontiguousarray(self.indexed.sequence_lengths).data)
+        hasher.update(np.ascontiguousarray(self._lengths).data)
         return hasher.hexdigest()
 
     @cached_property
@@ -234,14 +276,15 @@ class GPTDataset(torch.utils.data.Dataset[Batch]):
     def identity(self, consumed: int | None = None) -> dict[str, Any]:
         """The scalars that define this order, for the state of a loader."""
         ids = self.sequence_ids
-        return {
+        packed = {"packed": True} if self.is_packed else {}
+        return packed | {
             "order": self.config.order,
             "order_version": ORDER_VERSION,
             "split": self.split,
             "sequence_length": self.config.sequence_length,
             "seed": self.config.seed,
             "num_samples": self.shape.num_samples,
-            "add_extra_token": self.config.add_extra_token,
+            "add_extra_token": self._has_extra_token,
             "drop_last": self.shape.drop_last,
             "sequences": [int(ids[0]), int(ids[-1]) + 1, len(ids)],
             "dataset": self.digest,
@@ -279,8 +322,9 @@ class GPTDataset(torch.utils.data.Dataset[Batch]):
             len(self),
         )
         seed = self.config.seed if shuffled else None
-        return build_gpt_indices(self.indexed.sequence_lengths, self.sequence_ids, self.shape, seed)
+        return build_gpt_indices(self._lengths, self.sequence_ids, self.shape, seed)
 
     def __getstate__(self) -> dict[str, Any]:
         """Without the indices: each process maps the cached files by itself."""
-        return {name: value for name, value in self.__dict__.items() if name != "_indices"}
+        mapped = ("_indices", "_lengths", "_offsets")
+        return {name: value for name, value in self.__dict__.items() if name not in mapped}

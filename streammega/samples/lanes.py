@@ -32,7 +32,8 @@ from streammega.order.lanes import (
 from streammega.order.split import SPLITS, split_bounds
 from streammega.samples.documents import DocumentBounds
 from streammega.samples.modes import modes_of_pairs
-from streammega.samples.source import OPENERS
+from streammega.samples.packed import are_packed, check_bins, without_padding
+from streammega.samples.source import OPENERS, all_files, file_of_rows
 from streammega.samples.split_blend import SplitBlend, split_blend
 from streammega.samples.token_file import TokenFile
 from streammega.samples.tokenizers import check_tokenizers
@@ -65,6 +66,8 @@ class LaneSource:
         self.split = split
         self.files = files
         self.order = order
+        self._all_files = all_files(self)
+        self._is_packed = are_packed(self._all_files)
 
     @property
     def num_samples(self) -> int | None:
@@ -79,7 +82,10 @@ class LaneSource:
 
     def locate(self, sample_ids: NDArray[np.int64]) -> Extents:
         """Where samples lie: one run of tokens each."""
-        return self.order.locate(sample_ids)
+        extents = self.order.locate(sample_ids)
+        if not self._is_packed:
+            return extents
+        return without_padding(extents, self._all_files, file_of_rows(self, extents))
 
     def identity(self, consumed: int | None = None) -> dict[str, Any]:
         """The scalars that define the order, and a digest of sizes and dtype of each dataset with
@@ -95,7 +101,8 @@ class LaneSource:
             if first == 0 or consumed is None or first < consumed
         ]
         _, first_shares = begun[0]
-        return {
+        packed = {"packed": True} if self._is_packed else {}
+        return packed | {
             "order": "stream",
             "order_version": STREAM_VERSION,
             "split": self.split,
@@ -126,6 +133,7 @@ class StreamSource(LaneSource):
         check_lanes(config, global_batch_size)
         blend = blend_of(config, split)
         opened = open_datasets(blend.prefixes, blend.shares, split, config)
+        check_bins([(dataset.name, dataset.bin_tokens) for dataset in opened], config)
         self._datasets = [dataset.parts for dataset in opened]
         self._weights = blend.weights
         lanes = config.lanes or default_lanes(global_batch_size)
@@ -173,7 +181,7 @@ def first_order(
         datasets=datasets,
         schedule=_schedule(config, datasets, weights),
         sequence_length=config.sequence_length,
-        extra_token=config.add_extra_token,
+        extra_token=_has_extra_token(config, datasets),
         seed=config.seed,
         lanes=lanes,
         block_bytes=config.block_bytes,
@@ -183,6 +191,13 @@ def first_order(
     except ConfigError as error:
         raise ConfigError(f"{split}: {error}") from None
     return order
+
+
+def _has_extra_token(config: DataConfig, datasets: Sequence[StreamDataset]) -> bool:
+    """Whether a sample has a token after its last: one that is a bin has none, for the label of
+    that would be of another document.
+    """
+    return config.add_extra_token and not datasets[0].is_packed
 
 
 def _schedule(
@@ -205,17 +220,21 @@ def weights_of(
     """The weights of a blend; of one without any, the samples of each dataset."""
     if weights:
         return [float(weight) for weight in weights]
-    extra = int(config.add_extra_token)
+    extra = int(_has_extra_token(config, datasets))
     return [float(dataset_samples(dataset, config.sequence_length, extra)) for dataset in datasets]
 
 
 @dataclass(frozen=True, kw_only=True)
 class OpenDataset:
-    """The files of a dataset, the parts of them that belong to a split, and the pairs."""
+    """The files of a dataset, the parts of them that belong to a split, the pairs, and the tokens of
+    its bins where it is packed.
+    """
 
+    name: str
     files: list[TokenFile]
     parts: StreamDataset
     pairs: list[PairBounds]
+    bin_tokens: int | None
 
 
 def open_datasets(
@@ -246,12 +265,16 @@ def open_datasets(
 def _open_dataset(
     name: str, pairs: list[PairBounds], share: str, split: str, config: DataConfig
 ) -> OpenDataset:
-    """A dataset whose pairs, all end to end, are cut as a whole by `share`."""
-    num_sequences = sum(pair.num_sequences for pair in pairs)
-    bounds = split_bounds(share, num_sequences)[split]
+    """A dataset whose pairs, all end to end, are cut as a whole by `share`: by sequences, or by the
+    bins of one that is packed.
+    """
+    bin_tokens = _bin_tokens(name, pairs)
+    units = [_num_units(pair) for pair in pairs]
+    bounds = split_bounds(share, sum(units))[split]
     if bounds is None or bounds[0] == bounds[1]:
+        kind = "sequences" if bin_tokens is None else "bins"
         raise ConfigError(
-            f"{name}: split {share!r} leaves nothing of its {num_sequences} sequences for {split}"
+            f"{name}: split {share!r} leaves nothing of its {sum(units)} {kind} for {split}"
         )
     modes_of_pair = modes_of_pairs(name, pairs, config)
     files = [
@@ -262,34 +285,62 @@ def _open_dataset(
             num_tokens=pair.num_tokens,
             etag=pair.bin_info.etag,
             modes=modes,
-            documents=DocumentBounds(index=pair.files.index) if config.balance_batches else None,
+            documents=_documents_of(pair, config),
         )
         for pair, modes in zip(pairs, modes_of_pair, strict=True)
     ]
     parts = _parts_of(pairs, *bounds)
     for pair in pairs:
         pair.files.index.forget()
-    _warn_of_short(name, parts, len(pairs), config)
+    if bin_tokens is None:
+        _warn_of_short(name, parts, len(pairs), config)
     # in bytes, blocks are as long as the widest tokens make them
     itemsize = max(pair.dtype.itemsize for pair in pairs)
-    return OpenDataset(
-        files=files, parts=StreamDataset(parts=parts, itemsize=itemsize), pairs=pairs
-    )
+    dataset = StreamDataset(parts=parts, itemsize=itemsize, is_packed=bin_tokens is not None)
+    return OpenDataset(name=name, files=files, parts=dataset, pairs=pairs, bin_tokens=bin_tokens)
+
+
+def _bin_tokens(name: str, pairs: Sequence[PairBounds]) -> int | None:
+    """Tokens of the bins of a dataset; None where documents lie end to end."""
+    lengths = {pair.bin_tokens for pair in pairs}
+    if len(lengths) > 1:
+        raise ConfigError(f"{name}: its shards differ in their bins; make a blend of them")
+    return lengths.pop()
+
+
+def _num_units(pair: PairBounds) -> int:
+    """Of what splits are cut by: bins, or sequences."""
+    if pair.bin_tokens is None:
+        return pair.num_sequences
+    return pair.num_tokens // pair.bin_tokens
+
+
+def _token_at(pair: PairBounds, unit: int) -> int:
+    """Where one of them begins, or the last ends."""
+    return pair.token_at(unit) if pair.bin_tokens is None else unit * pair.bin_tokens
+
+
+def _documents_of(pair: PairBounds, config: DataConfig) -> DocumentBounds | None:
+    """Where the documents of a file lie, if anything depends on it."""
+    if pair.bin_tokens is None and not config.balance_batches:
+        return None
+    return DocumentBounds(index=pair.files.index, bin_tokens=pair.bin_tokens)
 
 
 def _parts_of(pairs: Sequence[PairBounds], begin: int, end: int) -> list[FilePart]:
-    """What sequences [begin, end) of pairs end to end are of each file; files without any have no
-    part.
+    """What sequences or bins [begin, end) of pairs end to end are of each file; files without any
+    have no part.
     """
     parts = []
-    sequences_before = 0
+    units_before = 0
     for number, pair in enumerate(pairs):
-        first = max(0, begin - sequences_before)
-        stop = min(pair.num_sequences, end - sequences_before)
+        units = _num_units(pair)
+        first = max(0, begin - units_before)
+        stop = min(units, end - units_before)
         if first < stop:
-            start = pair.token_at(first)
-            parts.append(FilePart(file=number, start=start, tokens=pair.token_at(stop) - start))
-        sequences_before += pair.num_sequences
+            start = _token_at(pair, first)
+            parts.append(FilePart(file=number, start=start, tokens=_token_at(pair, stop) - start))
+        units_before += units
     return parts
 
 

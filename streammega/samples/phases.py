@@ -29,7 +29,8 @@ from streammega.samples.lanes import (
     shares_of,
     weights_of,
 )
-from streammega.samples.source import SampleSource
+from streammega.samples.packed import are_packed, check_bins, check_one_kind, without_padding
+from streammega.samples.source import SampleSource, all_files, file_of_rows
 from streammega.samples.token_file import TokenFile
 
 Name = tuple[str, int]
@@ -54,6 +55,8 @@ class PhasedSource:
         shares = blend_of(config, split).shares
         self._opened = open_datasets(prefixes, shares, split, config)
         self.files: Sequence[Sequence[TokenFile]] = [dataset.files for dataset in self._opened]
+        self._all_files = all_files(self)
+        self._is_packed = are_packed(self._all_files)
         lanes = config.lanes or default_lanes(global_batch_size)
         _check_batches(config, lanes, global_batch_size)
         self._take_lanes(lanes)
@@ -76,7 +79,10 @@ class PhasedSource:
 
     def locate(self, sample_ids: NDArray[np.int64]) -> Extents:
         """Where samples lie."""
-        return self.order.locate(sample_ids)
+        extents = self.order.locate(sample_ids)
+        if not self._is_packed:
+            return extents
+        return without_padding(extents, self._all_files, file_of_rows(self, extents))
 
     def phase_at(self, sample: int) -> int:
         """The number of the phase that holds a sample."""
@@ -113,8 +119,11 @@ class PhasedSource:
         first = first_order(config, self.split, datasets, first_blend.weights, lanes)
         later = []
         length = config.sequence_length
+        check_bins(self._bins_of(first_blend), config)
+        check_one_kind([(dataset.name, dataset.bin_tokens) for dataset in self._opened])
         for phase, blend in zip(config.phases, self._blends[1:], strict=True):
             length = phase.sequence_length or length
+            check_bins(self._bins_of(blend), _with_length(config, length))
             datasets = [dataset.parts for dataset in self._datasets_of(blend)]
             restart = [self._number_of[name] for name in blend.names if name[0] in phase.restart]
             later.append(
@@ -129,6 +138,10 @@ class PhasedSource:
                 )
             )
         return phased_order(first, later)
+
+    def _bins_of(self, blend: _PhaseBlend) -> list[tuple[str, int | None]]:
+        """(name, tokens of its bins) of each dataset of a phase."""
+        return [(dataset.name, dataset.bin_tokens) for dataset in self._datasets_of(blend)]
 
     def _datasets_of(self, blend: _PhaseBlend) -> list[OpenDataset]:
         return [self._opened[self._number_of[name]] for name in blend.names]

@@ -6,7 +6,7 @@ document      ──►  samples, and which tokens they read      readings
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -85,6 +85,19 @@ class DocumentReading:
     sample: int
     start: int
     stop: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Unit:
+    """Tokens [start, stop) of what the Megatron order shuffles, which has `length` tokens; in their
+    document they lie `shift` tokens further on.
+    """
+
+    number: int
+    length: int
+    start: int
+    stop: int
+    shift: int
 
 
 class Provenance:
@@ -303,24 +316,49 @@ class Provenance:
         dataset = source.datasets[name.dataset] if isinstance(source, BlendedDataset) else source
         if not isinstance(dataset, GPTDataset):
             raise ConfigError(f"documents cannot be found in a {type(dataset).__name__}")
-        shards = self.shards(name.dataset)
-        first = sum(shard.num_sequences for shard in shards[: name.shard])
         found = []
-        tokens_before = 0
-        for sequence in shards[name.shard].sequences_of(name.document):
-            length = int(dataset.indexed.sequence_lengths[first + sequence])
-            extra = int(self.config.add_extra_token)
-            indices = dataset.indices
-            readings = gpt_readings(indices, length, extra, first + sequence, 0, length)
+        for unit in self._units(dataset, name):
+            extra = int(self.config.add_extra_token and not dataset.is_packed)
+            readings = gpt_readings(
+                dataset.indices, unit.length, extra, unit.number, unit.start, unit.stop
+            )
             sample, kept = self._of_blend(name.dataset, readings.sample, end)
             columns = (
                 sample,
-                readings.start[kept] + tokens_before,
-                readings.stop[kept] + tokens_before,
+                readings.start[kept] + unit.shift,
+                readings.stop[kept] + unit.shift,
             )
             found += _as_readings(columns)
-            tokens_before += length
         return found
+
+    def _units(self, dataset: GPTDataset, name: DocumentName) -> Iterator[_Unit]:
+        """What of a document lies in which units of the Megatron order: its sequences, or the bin
+        of a packed dataset.
+        """
+        shards = self.shards(name.dataset)
+        documents = shards[name.shard]
+        former = shards[: name.shard]
+        bin_tokens = dataset.indexed.bin_tokens
+        if bin_tokens is not None:
+            bins_before = sum(shard.num_tokens // bin_tokens for shard in former)
+            for run in documents.tokens_of(name.document):
+                number, start = divmod(run.file_start, bin_tokens)
+                yield _Unit(
+                    number=bins_before + number,
+                    length=bin_tokens,
+                    start=start,
+                    stop=start + run.stop - run.start,
+                    shift=run.start - start,
+                )
+            return
+        first = sum(shard.num_sequences for shard in former)
+        tokens_before = 0
+        for sequence in documents.sequences_of(name.document):
+            length = int(dataset.indexed.sequence_lengths[first + sequence])
+            yield _Unit(
+                number=first + sequence, length=length, start=0, stop=length, shift=tokens_before
+            )
+            tokens_before += length
 
     def _of_blend(
         self, dataset: int, samples: Integers, end: int

@@ -15,6 +15,7 @@ from streammega.config import DataConfig
 from streammega.order import Extents
 from streammega.samples.derived_fields import new_memory, sequence_fields
 from streammega.samples.fields import Batch, fields_of_ids
+from streammega.samples.packed import are_packed
 from streammega.samples.read import Ids, fetch_ids
 from streammega.samples.rows import rows_of
 from streammega.samples.token_file import Runs, TokenFile, clear_by_modes, has_modes
@@ -64,12 +65,13 @@ def sample_fields(
     extents = source.locate(sample_ids)
     ids, valid = _read(source, extents)
     batch = fields_of_ids(ids, valid, config, bounds=bounds)
+    files = all_files(source)
     if config.inter_document_masking:
         size = extents.stop - extents.start
-        batch |= sequence_fields(extents.row_splits, size, config, new_memory)
+        packed = are_packed(files)
+        batch |= sequence_fields(extents.row_splits, size, config, new_memory, packed=packed)
     if config.dataset_ids:
         batch["dataset_id"] = torch.from_numpy(dataset_of_samples(extents))
-    files = all_files(source)
     if has_modes(files):
         loss_mask = batch["loss_mask"].numpy()  # the tensor's memory, written in place
         clear_by_modes(files, _runs_of_labels(source, extents), loss_mask)

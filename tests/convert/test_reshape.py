@@ -265,13 +265,15 @@ from streammega.convert import convert
 if __name__ == "__main__":
     plan.UNIT_BYTES, job.SEGMENT_BYTES = 40_000, 15_000
     convert([sys.argv[1]], sys.argv[2], tokenizer="bytes", kind="zst", shard_bytes=90_000, shuffle_seed=5, dedup=True,
-            workers=int(sys.argv[3]))
+            workers=int(sys.argv[3]), pack=int(sys.argv[4]) or None)
 """
 
 
-def start(script: Path, source: Path, target: Path, workers: int) -> subprocess.Popen[bytes]:
+def start(
+    script: Path, source: Path, target: Path, workers: int, pack: int
+) -> subprocess.Popen[bytes]:
     return subprocess.Popen(
-        [sys.executable, str(script), str(source), str(target / "web"), str(workers)],
+        [sys.executable, str(script), str(source), str(target / "web"), str(workers), str(pack)],
         stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True,
     )  # fmt: skip
 
@@ -283,9 +285,11 @@ def files_below(folder: Path) -> int:
     return sum(len(files) for _, _, files in os.walk(folder))
 
 
-def kill_again_and_again(tmp_path: Path, kills: int, seed: int, workers: int) -> None:
+def kill_again_and_again(
+    tmp_path: Path, kills: int, seed: int, workers: int, pack: int = 0
+) -> None:
     """Kill a conversion at random moments until it was killed so often, then let it finish: the
-    bytes must be the same.
+    bytes must be the same. pack: tokens of its bins, if any.
     """
     script = tmp_path / "script.py"
     source = tmp_path / "in.jsonl"
@@ -293,7 +297,7 @@ def kill_again_and_again(tmp_path: Path, kills: int, seed: int, workers: int) ->
     make_corpus(source)
     whole = tmp_path / "whole"
     broken = tmp_path / "broken"
-    process = start(script, source, whole, 1)
+    process = start(script, source, whole, 1, pack)
     most = 0
     while process.poll() is None:
         most = max(most, files_below(whole))
@@ -309,7 +313,7 @@ def kill_again_and_again(tmp_path: Path, kills: int, seed: int, workers: int) ->
             } == digest(whole)
             shutil.rmtree(broken)
         wanted = files_below(broken) + rng.randint(1, most)
-        process = start(script, source, broken, workers)
+        process = start(script, source, broken, workers, pack)
         while process.poll() is None and files_below(broken) < wanted:
             time.sleep(0.005)
         if process.poll() is None:
@@ -326,7 +330,7 @@ def kill_again_and_again(tmp_path: Path, kills: int, seed: int, workers: int) ->
         assert digest(broken) == digest(whole)
         shutil.rmtree(broken)
     shutil.rmtree(broken, ignore_errors=True) if (broken / "web.manifest.json").exists() else None
-    assert start(script, source, broken, workers).wait(120) == 0
+    assert start(script, source, broken, workers, pack).wait(120) == 0
     assert digest(broken) == digest(whole)
     assert [path.name for path in broken.iterdir() if path.is_dir()] == [], (
         "nothing of the work is left"
@@ -338,9 +342,9 @@ def test_a_killed_conversion_goes_on_to_the_same_bytes(tmp_path: Path) -> None:
 
 
 @pytest.mark.soak
-@pytest.mark.parametrize("workers", [1, 3])
-def test_fifty_kills_change_no_byte(tmp_path: Path, workers: int) -> None:
-    kill_again_and_again(tmp_path, 25, workers, workers)
+@pytest.mark.parametrize(("workers", "pack"), [(1, 0), (3, 0), (3, 512)])
+def test_fifty_kills_change_no_byte(tmp_path: Path, workers: int, pack: int) -> None:
+    kill_again_and_again(tmp_path, 25, workers, workers, pack)
 
 
 def test_a_conversion_killed_while_it_publishes_goes_on(

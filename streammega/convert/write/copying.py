@@ -96,7 +96,7 @@ def copy_shuffled(
     """Documents of many parts in a shuffled order: each part's bytes are read at once, then
     gathered. Yields as `copy_in_order`.
     """
-    held = _read_all(documents, parts, chosen, writer.dtype)
+    held = read_all(documents, parts, chosen, writer.dtype)
     for low, high in _chunks_of(held.sizes):
         gathered = _gather(held.addresses[low:high], held.sizes[low:high])
         num_sequences = held.num_sequences[low:high]
@@ -120,17 +120,21 @@ def _chunks_of(sizes: Integers) -> Iterator[tuple[int, int]]:
         low = high
 
 
+def gather(addresses: Integers, sizes: Integers, out: NDArray[Any], targets: Integers) -> None:
+    """Copy stretches of memory to elements of `out`. sizes: in bytes."""
+    copy_bytes(_NOTHING, addresses, sizes, address_of(out) + targets * out.itemsize)
+
+
 def _gather(addresses: Integers, sizes: Integers) -> Bytes:
     """Stretches of memory, end to end."""
     bounds = bounds_of(sizes)
     gathered = np.empty(int(bounds[-1]), np.uint8)
-    targets = address_of(gathered) + bounds[:-1]
-    copy_bytes(_NOTHING, addresses, sizes, targets)
+    gather(addresses, sizes, gathered, bounds[:-1])
     return gathered
 
 
 @dataclass(frozen=True, kw_only=True)
-class _HeldDocuments:
+class HeldDocuments:
     """Documents of many parts, in memory. addresses, sizes, first_sequences, num_sequences: of each
     document; lengths, modes: of each sequence. tokens: keeps alive what addresses point to.
     """
@@ -144,9 +148,9 @@ class _HeldDocuments:
     modes: NDArray[np.int8] | None
 
 
-def _read_all(
+def read_all(
     documents: OrderedDocuments, parts: Integers, chosen: Integers, dtype: np.dtype[Any]
-) -> _HeldDocuments:
+) -> HeldDocuments:
     """Documents in their order, wherever they lie in memory."""
     addresses = np.empty(len(chosen), np.int64)
     sizes = np.empty(len(chosen), np.int64)
@@ -173,7 +177,7 @@ def _read_all(
         lengths.append(stretch.lengths)
         if stretch.modes is not None:
             modes.append(stretch.modes)
-    return _HeldDocuments(
+    return HeldDocuments(
         tokens=tokens,
         addresses=addresses,
         sizes=sizes,

@@ -12,11 +12,14 @@ import numpy as np
 
 from streammega.config import StorageConfig
 from streammega.convert.progress import Progress
+from streammega.convert.write.bins import copy_packed
 from streammega.convert.write.copying import copy_in_order, copy_shuffled
+from streammega.convert.write.encoders import eod_of
 from streammega.convert.write.final_order import Integers, OrderedDocuments
 from streammega.convert.write.job import Job
 from streammega.convert.write.layout import ShardLayout
 from streammega.convert.write.origins import write_origins
+from streammega.convert.write.packing import PackCounts
 from streammega.convert.write.records import load_json, save_json
 from streammega.dataset.manifest import Shard
 from streammega.dataset.writer import IndexedDatasetWriter
@@ -48,6 +51,13 @@ def origins_written(work: str, layout: ShardLayout, storage: StorageConfig) -> l
     return checksums
 
 
+def read_pack_counts(job: Job, number: int) -> PackCounts:
+    """What packing made of the documents of a shard that is done."""
+    stored = load_json(_record_url(job.work, number), job.storage)
+    assert stored is not None
+    return PackCounts(**stored["packing"])
+
+
 def write_shard(
     job: Job, layout: ShardLayout, number: int, progress: Progress, threads: int = 1
 ) -> Shard:
@@ -57,8 +67,10 @@ def write_shard(
     """
     itemsize = np.dtype(layout.dtype).itemsize
     documents = OrderedDocuments(job, layout.parts, layout.buckets)
+    counts = PackCounts()
+    placed: list[tuple[Integers, Integers]] = []
     with _writer(job, layout, number, documents) as writer:
-        copied = _copy_documents(documents, layout, number, writer, threads)
+        copied = _copy_documents(job, documents, layout, number, writer, threads, counts, placed)
         # Closed before the writer, whatever happens: threads may be writing into its file.
         with closing(copied):
             for written in copied:
@@ -74,9 +86,12 @@ def write_shard(
         index_checksums=writer.index.checksums,
     )
     record = {"digest": layout.digest, "shard": asdict(shard)}
+    if job.options.pack is not None:
+        record["packing"] = asdict(counts)
     if job.options.origins:
         portions = _documents_of_portions(documents, layout, number)
-        record["origins"] = write_origins(job, documents, portions, layout.names[number])
+        in_order = portions if job.options.pack is None else placed
+        record["origins"] = write_origins(job, documents, in_order, layout.names[number])
     save_json(_record_url(job.work, number), record, job.storage)
     return shard
 
@@ -102,20 +117,36 @@ def _expected_bytes(job: Job, layout: ShardLayout, documents: OrderedDocuments) 
     shard_bytes = job.options.shard_bytes
     if shard_bytes is None:
         dtype = np.dtype(layout.dtype)
-        return documents.num_tokens * dtype.itemsize
+        # Twice as much where bins may be half empty.
+        packed = 1 if job.options.pack is None else 2
+        return documents.num_tokens * dtype.itemsize * packed
     # Half as much again: one document may be larger than a shard, and a tar has headers.
     return shard_bytes * 3 // 2
 
 
 def _copy_documents(
+    job: Job,
     documents: OrderedDocuments,
     layout: ShardLayout,
     number: int,
     writer: IndexedDatasetWriter,
     threads: int,
+    counts: PackCounts,
+    placed: list[tuple[Integers, Integers]],
 ) -> Generator[int, None, None]:
-    """Copy the documents of a shard. Yields bytes as they are written."""
+    """Copy the documents of a shard. Yields bytes as they are written. Where they are packed, adds
+    to `counts`, and to `placed` what is stored in which order, as portions.
+    """
     portions = _documents_of_portions(documents, layout, number)
+    if job.options.pack is not None:
+        pad_id = eod_of(job) or 0
+        for portion, written in copy_packed(
+            documents, portions, job.options, pad_id, writer, counts
+        ):
+            if job.options.origins:
+                placed.append(portion)
+            yield written
+        return
     if not layout.buckets:
         # A portion is a part, so all documents of one are of the same.
         yield from copy_in_order(documents, portions, writer, threads)

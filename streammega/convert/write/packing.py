@@ -1,0 +1,177 @@
+"""Which documents share a bin: documents of a shard, a window of them at a time, packed so that none
+is cut and little is left empty.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+
+import numpy as np
+
+from streammega.convert.documents import bounds_of
+from streammega.convert.options import ConvertOptions
+from streammega.convert.write.final_order import Integers, OrderedDocuments
+from streammega.kernels.packing import best_fit
+
+WINDOW_TOKENS = 1 << 23
+"""Tokens that are packed together, and held in memory: of more, what the last bins leave empty would
+be a smaller share, but it is a few thousandths already.
+"""
+WINDOW_BINS = 256
+"""At least so many bins, however long they are: of few, some stay half empty."""
+WINDOW_DOCUMENTS = 1 << 20
+"""At most so many documents, however short: a dozen numbers are held of each."""
+NO_LIMIT = 1 << 62
+
+
+@dataclass(kw_only=True)
+class PackCounts:
+    """What packing made of documents. padding: tokens that belong to none. pieces: documents as they
+    are stored, of which those that were longer than a bin are several.
+    """
+
+    bins: int = 0
+    padding: int = 0
+    pieces: int = 0
+    most_pieces: int = 0
+    split: int = 0
+    dropped: int = 0
+
+    def add(self, other: PackCounts) -> None:
+        """Count what was made elsewhere too."""
+        self.bins += other.bins
+        self.padding += other.padding
+        self.pieces += other.pieces
+        self.most_pieces = max(self.most_pieces, other.most_pieces)
+        self.split += other.split
+        self.dropped += other.dropped
+
+
+@dataclass(frozen=True, kw_only=True)
+class PackedPieces:
+    """Pieces of documents in the order in which they are stored, bin by bin. document: which of the
+    window's; start, size: tokens of it; target: the token of all bins at which it lies; int64
+    [pieces] each.
+    """
+
+    num_bins: int
+    document: Integers
+    start: Integers
+    size: Integers
+    target: Integers
+
+
+def windows_of(
+    documents: OrderedDocuments, portions: Iterable[tuple[Integers, Integers]], capacity: int
+) -> Iterator[tuple[Integers, Integers]]:
+    """(part, document of it) of the documents that are packed together: as many as follow each
+    other and fit a window, at least one. Documents without tokens are left out.
+
+    Where portions end changes nothing: how large they are depends on the machine.
+    """
+    most = max(WINDOW_TOKENS, WINDOW_BINS * capacity)
+    held: list[tuple[Integers, Integers]] = []
+    held_tokens = 0
+    held_documents = 0
+    for parts, chosen in portions:
+        sizes = documents.sizes(parts, chosen)
+        is_something = sizes > 0
+        parts = parts[is_something]
+        chosen = chosen[is_something]
+        ends = np.cumsum(sizes[is_something])
+        low = 0
+        while low < len(chosen):
+            tokens_before = int(ends[low - 1]) if low else 0
+            room = most - held_tokens
+            high = int(np.searchsorted(ends, tokens_before + room, "right"))
+            high = min(high, low + WINDOW_DOCUMENTS - held_documents)
+            if not held:
+                high = max(high, low + 1)
+            if high > low:
+                held.append((parts[low:high], chosen[low:high]))
+                held_tokens += int(ends[high - 1]) - tokens_before
+                held_documents += high - low
+            if high < len(chosen):
+                yield _joined(held)
+                held = []
+                held_tokens = 0
+                held_documents = 0
+            low = high
+    if held:
+        yield _joined(held)
+
+
+def _joined(held: list[tuple[Integers, Integers]]) -> tuple[Integers, Integers]:
+    parts = np.concatenate([parts for parts, _ in held])
+    chosen = np.concatenate([chosen for _, chosen in held])
+    return parts, chosen
+
+
+def pack(sizes: Integers, options: ConvertOptions) -> tuple[PackedPieces, PackCounts]:
+    """Put the documents of a window into bins of `options.pack` tokens.
+
+    sizes: their tokens, int64 [documents], none empty. A bin has its documents in their order, and
+    bins are in the order of the first of them.
+    """
+    capacity = options.pack
+    assert capacity is not None
+    numbers = np.arange(len(sizes))
+    is_long = sizes > capacity
+    if options.pack_long == "drop":
+        numbers = numbers[~is_long]
+    document, start, size = _pieces(numbers, sizes[numbers], capacity)
+    bins = np.empty(len(size), np.int64)
+    largest_first = np.argsort(-size, kind="stable")
+    num_bins = best_fit(size, largest_first, capacity, options.max_documents or NO_LIMIT, bins)
+    place = _by_first_piece(bins, num_bins)
+    order = np.argsort(place, kind="stable")
+    place = place[order]
+    size = size[order]
+    pieces_of_bin = np.bincount(place, minlength=num_bins)
+    tokens_before = bounds_of(size)[:-1]
+    first_of_bin = bounds_of(pieces_of_bin)[:-1]
+    within_bin = tokens_before - tokens_before[first_of_bin][place]
+    packed = PackedPieces(
+        num_bins=num_bins,
+        document=document[order],
+        start=start[order],
+        size=size,
+        target=place * capacity + within_bin,
+    )
+    num_long = int(np.count_nonzero(is_long))
+    drops = options.pack_long == "drop"
+    counts = PackCounts(
+        bins=num_bins,
+        padding=num_bins * capacity - int(size.sum()),
+        pieces=len(size),
+        most_pieces=int(pieces_of_bin.max(initial=0)),
+        split=0 if drops else num_long,
+        dropped=num_long if drops else 0,
+    )
+    return packed, counts
+
+
+def _by_first_piece(bins: Integers, num_bins: int) -> Integers:
+    """The place of the bin of each piece, in the order of their first pieces: then neighbours are
+    as near as they were before.
+    """
+    first_piece = np.full(num_bins, len(bins), np.int64)
+    np.minimum.at(first_piece, bins, np.arange(len(bins)))
+    place_of_bin = np.empty(num_bins, np.int64)
+    place_of_bin[np.argsort(first_piece)] = np.arange(num_bins)
+    return place_of_bin[bins]
+
+
+def _pieces(
+    numbers: Integers, sizes: Integers, capacity: int
+) -> tuple[Integers, Integers, Integers]:
+    """(document, first token of it, tokens) of pieces that fit a bin: documents as they are, but
+    for those that are longer, of which all pieces but the last fill one.
+    """
+    num_pieces = -(-sizes // capacity)
+    document = np.repeat(numbers, num_pieces)
+    first_piece = np.repeat(bounds_of(num_pieces)[:-1], num_pieces)
+    start = (np.arange(len(document)) - first_piece) * capacity
+    size = np.minimum(np.repeat(sizes, num_pieces) - start, capacity)
+    return document, start, size

@@ -1,0 +1,98 @@
+"""Packed datasets: their samples are bins of whole documents, and what a bin has left behind them is
+no token of a sample.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import numpy as np
+from numpy.typing import NDArray
+
+from streammega.config import DataConfig
+from streammega.errors import ConfigError
+from streammega.errors.redaction import redact_urls
+from streammega.kernels.packing import count_documents, filled_tokens, list_documents
+from streammega.order import Extents
+from streammega.samples.documents import open_bounds
+from streammega.samples.token_file import TokenFile
+
+Integers = NDArray[np.int64]
+
+
+def check_bins(bins_of_dataset: Sequence[tuple[str, int | None]], config: DataConfig) -> None:
+    """Raise ConfigError unless samples can be the bins of all datasets, or none of them has any.
+
+    bins_of_dataset: (name, tokens of its bins or None).
+    """
+    packed = [(name, tokens) for name, tokens in bins_of_dataset if tokens is not None]
+    for name, tokens in packed:
+        if tokens != config.sequence_length:
+            raise ConfigError(
+                f"{redact_urls(name)}: is packed into bins of {tokens} tokens, which are its "
+                f"samples, and sequence_length is {config.sequence_length}; set it to {tokens}, or "
+                f"convert the dataset again with --pack {config.sequence_length}"
+            )
+    check_one_kind(bins_of_dataset)
+
+
+def check_one_kind(bins_of_dataset: Sequence[tuple[str, int | None]]) -> None:
+    """Raise ConfigError unless all datasets are packed, or none is."""
+    packed = [(name, tokens) for name, tokens in bins_of_dataset if tokens is not None]
+    if packed and len(packed) < len(bins_of_dataset):
+        name, _ = next(pair for pair in bins_of_dataset if pair[1] is None)
+        packed_name, tokens = packed[0]
+        raise ConfigError(
+            f"{redact_urls(packed_name)} is packed into bins and {redact_urls(name)} is not; a "
+            f"run is of one kind: convert that with --pack {tokens} too"
+        )
+
+
+def are_packed(files: Sequence[TokenFile]) -> bool:
+    """Whether files hold bins; those of a source all do, or none."""
+    return any(file.documents is not None and file.documents.bin_tokens for file in files)
+
+
+def without_padding(
+    extents: Extents, files: Sequence[TokenFile], number_of_file: Integers
+) -> Extents:
+    """Samples that are bins of files, a row each, as far as there are documents in them.
+
+    number_of_file: of each row. Raises FormatError, StorageError for an `.idx`.
+    """
+    stop = extents.stop.copy()
+    for number, documents in open_bounds([file.documents for file in files], number_of_file):
+        of_file = np.flatnonzero(number_of_file == number)
+        arrays = documents.arrays
+        stop[of_file] = filled_tokens(
+            arrays.offsets,
+            arrays.lengths,
+            files[number].dtype.itemsize,
+            extents.start[of_file],
+            extents.stop[of_file],
+        )
+    return replace(extents, stop=stop)
+
+
+def a_row_for_each(extents: Extents, file: TokenFile) -> Extents:
+    """Samples that are bins of a file, a row each and without padding, with a row for each document
+    instead.
+    """
+    assert file.documents is not None
+    arrays = file.documents.arrays
+    itemsize = file.dtype.itemsize
+    where = (arrays.offsets, arrays.bounds, itemsize, extents.start, extents.stop)
+    num_documents = count_documents(*where)
+    first_row = np.zeros(len(num_documents) + 1, np.int64)
+    np.cumsum(num_documents, out=first_row[1:])
+    starts = np.empty(first_row[-1], np.int64)
+    stops = np.empty(first_row[-1], np.int64)
+    list_documents(*where, first_row, starts, stops)
+    return Extents(
+        row_splits=first_row[extents.row_splits],
+        dataset=np.repeat(extents.dataset, num_documents),
+        file=np.repeat(extents.file, num_documents),
+        start=starts,
+        stop=stops,
+    )
