@@ -20,6 +20,7 @@ from streammega.convert.read.pipes import check_output
 from streammega.convert.tokenize.chat_sources import as_option, find_template
 from streammega.convert.tokenize.tokenizers import TextTokenizer, load_tokenizer
 from streammega.convert.work_folder import work_folder
+from streammega.convert.write.encoders import share_tokenizer
 from streammega.convert.write.labels import Labels, labels_of
 from streammega.dataset.shards import split_name
 from streammega.errors import ConfigError
@@ -45,6 +46,7 @@ def prepare(
     tokenizer = None
     if options.tokenizer:
         tokenizer = load_tokenizer(options.tokenizer, **options.tokenizer_settings)
+        share_tokenizer(tokenizer, options)
     if options.chat_template is not None:
         # All of it, for workers elsewhere, and so that another one is another conversion.
         template = find_template(options.chat_template, options.tokenizer)

@@ -25,6 +25,7 @@ from streammega.cli.main import main
 from streammega.cli.plotting import latest, restarts, sparkline
 from streammega.convert import convert
 from streammega.convert.read.slices import open_stream
+from streammega.convert.tokenize import tokenizers
 from streammega.errors import ConvertError, ObjectNotFoundError
 from tests.conftest import write_random_pair
 from tests.support.servers import S3
@@ -89,6 +90,33 @@ def test_every_document_arrives_in_order_whatever_the_workers(
         257,
     )
     assert report.tokens == read.sequence_lengths.sum()
+
+
+def test_a_conversion_loads_its_tokenizer_once_and_the_next_one_anew(
+    tokenizer: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    load = tokenizers._load_huggingface
+    loaded = []
+
+    def counted(name: str) -> Any:
+        loaded.append(name)
+        return load(name)
+
+    monkeypatch.setattr(tokenizers, "_load_huggingface", counted)
+    (tmp_path / "in.txt").write_text("one text")
+    mine = tmp_path / "mine.json"
+    mine.write_text(Path(tokenizer).read_text())
+    source = [str(tmp_path / "in.txt")]
+    convert(source, str(tmp_path / "first"), tokenizer=str(mine), workers=1)
+    assert len(loaded) == 1
+    model = Tokenizer.from_file(tokenizer)
+    model.add_tokens(["one text"])
+    model.save(str(mine))
+    convert(source, str(tmp_path / "second"), tokenizer=str(mine), workers=1)
+    assert len(loaded) == 2
+    first, second = (IndexedDataset(str(tmp_path / name))[0] for name in ("first", "second"))
+    assert len(first) == len("one text") + 1
+    assert list(second) == [model.token_to_id("one text"), 0]
 
 
 def test_conversion_straight_into_s3(

@@ -4,15 +4,31 @@ from __future__ import annotations
 
 import socket
 import threading
+from weakref import WeakValueDictionary
 
+from streammega.convert.options import ConvertOptions
 from streammega.convert.tokenize.encode import BatchEncoder
-from streammega.convert.tokenize.tokenizers import load_tokenizer
+from streammega.convert.tokenize.tokenizers import TextTokenizer, load_tokenizer
 from streammega.convert.write.job import Job
 from streammega.errors import ConvertError
 
 _encoders: dict[tuple[str, str], BatchEncoder] = {}
 # Held while a tokenizer is loaded: threads that begin together wait for it, rather than load four.
 _encoders_lock = threading.Lock()
+_loaded: WeakValueDictionary[tuple[str, ...], TextTokenizer] = WeakValueDictionary()
+"""Those that conversions of this process have loaded to begin with, as long as they hold them."""
+
+
+def share_tokenizer(tokenizer: TextTokenizer, options: ConvertOptions) -> None:
+    """Have the encoder of this process use a tokenizer that was loaded with these options: a large
+    vocabulary takes a second to load, and a hundred MB.
+    """
+    _loaded[_key_of_tokenizer(tokenizer.digest, options)] = tokenizer
+
+
+def _key_of_tokenizer(digest: str, options: ConvertOptions) -> tuple[str, ...]:
+    settings = [f"{name}={value}" for name, value in options.tokenizer_settings.items()]
+    return digest, str(options.tokenizer), *settings
 
 
 def encoder_of(job: Job) -> BatchEncoder:
@@ -41,7 +57,9 @@ def eod_of(job: Job) -> int | None:
 
 
 def _load_encoder(job: Job, name: str) -> BatchEncoder:
-    tokenizer = load_tokenizer(name, **job.options.tokenizer_settings)
+    tokenizer = _loaded.get(_key_of_tokenizer(job.tokenizer_digest, job.options))
+    if tokenizer is None:
+        tokenizer = load_tokenizer(name, **job.options.tokenizer_settings)
     # Its tokens would be stored under the name of the other.
     if tokenizer.digest != job.tokenizer_digest:
         raise ConvertError(
