@@ -162,6 +162,9 @@ class StreamOrder:
         """The same with those samples that are of the rest of former epochs, of which `found` has
         how many draws the lane is before its own.
         """
+        of_rests = np.flatnonzero(found.file < 0)
+        if not len(of_rests):  # as soon as all lanes are past them
+            return found
         own = np.flatnonzero(found.file >= 0)
         splits = np.arange(len(own) + 1, dtype=np.int64)
         parts = [
@@ -176,10 +179,10 @@ class StreamOrder:
                 ),
             )
         ]
-        for place, rest in enumerate(self.rests):
-            samples = np.flatnonzero((found.file < 0) & (column == place))
-            if rest is None or not len(samples):
-                continue
+        for place in np.unique(column[of_rests]).tolist():
+            rest = self.rests[place]
+            assert rest is not None
+            samples = of_rests[column[of_rests] == place]
             lane = self.lane_of(np.asarray(sample_ids, np.int64)[samples])
             draw = found.start[samples] + rest.shares[lane]
             of_sample, file, start, stop = rest.rows(
