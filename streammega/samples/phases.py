@@ -55,6 +55,7 @@ class PhasedSource:
         shares = blend_of(config, split).shares
         self._opened = open_datasets(prefixes, shares, split, config)
         self.files: Sequence[Sequence[TokenFile]] = [dataset.files for dataset in self._opened]
+        _check_versions(prefixes, self.files)
         self._all_files = all_files(self)
         self._is_packed = are_packed(self._all_files)
         lanes = config.lanes or default_lanes(global_batch_size)
@@ -145,6 +146,25 @@ class PhasedSource:
 
     def _datasets_of(self, blend: _PhaseBlend) -> list[OpenDataset]:
         return [self._opened[self._number_of[name]] for name in blend.names]
+
+
+def _check_versions(prefixes: Sequence[str], files: Sequence[Sequence[TokenFile]]) -> None:
+    """Raise ConfigError where two versions of a dataset that grows have a file in common, as `web@1`
+    and `web@2` do: to the order they are two datasets, and that file would be read once in each.
+    """
+    if not any("@" in prefix for prefix in prefixes):
+        return
+    prefix_of_file: dict[str, str] = {}
+    for prefix, own_files in zip(prefixes, files, strict=True):
+        for file in own_files:
+            url = file.store.url(file.key)
+            other = prefix_of_file.setdefault(url, prefix)
+            if other != prefix:
+                raise ConfigError(
+                    f"{redact_urls(url)}: is in {redact_urls(other)} and in {redact_urls(prefix)}, "
+                    f"so phases would read it twice; keep the former where it is, and name what was "
+                    f"appended since beside it, such as web@1..2"
+                )
 
 
 def prefixes_of(config: DataConfig, split: str) -> list[str]:
