@@ -42,13 +42,12 @@ from streammega.convert.write.units import run_unit
 from streammega.dataset.find import find_pairs
 from streammega.dataset.indexed import IndexedDataset
 from streammega.dataset.manifest import Manifest, Shard
-from streammega.dataset.origins import ENDING
+from streammega.dataset.origins import ENDING, has_origins
 from streammega.dataset.shards import shard_name, strip_suffix
 from streammega.errors import ConfigError, ConvertError
 from streammega.errors.redaction import redact_urls
 from streammega.kernels.parallel import num_threads
 from streammega.storage import join_url, parent_url
-from streammega.storage.moves import exists
 from streammega.storage.open import is_remote
 
 log = logging.getLogger(__name__)
@@ -251,7 +250,7 @@ class Conversion:
         # Of the first alone: shards of one dataset all have them, or none has.
         name = dataset_name(datasets[0].path)
         first_shard = strip_suffix(find_pairs(name, self.storage)[0])
-        if exists(first_shard + ENDING, self.storage):
+        if has_origins(first_shard, self.storage):
             log.warning(
                 "%s: tells where its documents came from (%s), which this conversion leaves out; "
                 "--origins carries it over",

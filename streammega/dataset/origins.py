@@ -25,7 +25,7 @@ import zstandard
 from numpy.typing import NDArray
 
 from streammega.config import StorageConfig
-from streammega.errors import FormatError, ObjectNotFoundError
+from streammega.errors import AccessDeniedError, FormatError, ObjectNotFoundError
 from streammega.storage import Store, open_store
 
 ENDING = ".origins"
@@ -402,7 +402,18 @@ def _values(data: memoryview, at: int, count: int, dtype: str) -> tuple[NDArray[
 def open_origins(prefix: str, storage: StorageConfig) -> OriginsFile | None:
     """The origins beside a shard; None where there are none."""
     store, key = open_store(prefix + ENDING, storage)
+    # Without the right to list, S3 answers 403 for what is not there.
     try:
         return OriginsFile(store, key)
-    except ObjectNotFoundError:
+    except (ObjectNotFoundError, AccessDeniedError):
         return None
+
+
+def has_origins(prefix: str, storage: StorageConfig) -> bool:
+    """Whether there are origins beside a shard, as far as one may know. Raises StorageError."""
+    store, key = open_store(prefix + ENDING, storage)
+    try:
+        store.info(key)
+    except (ObjectNotFoundError, AccessDeniedError):
+        return False
+    return True

@@ -39,7 +39,7 @@ from streammega.dataset.origins import (
 )
 from streammega.dataset.shard_documents import open_documents
 from streammega.dataset.verify import verify
-from streammega.errors import ConfigError, ConvertError, FormatError
+from streammega.errors import AccessDeniedError, ConfigError, ConvertError, FormatError
 from streammega.storage import open_store
 from tests.convert.test_publishing import Killed, killed_before
 
@@ -126,7 +126,7 @@ def write_inputs(root: Path) -> dict[str, str]:
     root.mkdir()
     expected = {}
     lines = []
-    for number in range(1, 121):
+    for number in range(1, 61):
         where = f"{root}/a.jsonl:{number}"
         expected[where] = f"id-{number}"
         lines.append(json.dumps({"id": f"id-{number}", "text": text_of(where)}))
@@ -201,7 +201,7 @@ def test_every_document_says_where_it_came_from(
 ) -> None:
     monkeypatch.setattr(plan, "UNIT_BYTES", 4000)
     monkeypatch.setattr(plan, "LEAST_UNIT_BYTES", 4000)
-    monkeypatch.setattr(job, "SEGMENT_BYTES", 2000)
+    monkeypatch.setattr(job, "SEGMENT_BYTES", 6000)
     inputs = tmp_path / "in"
     expected = write_inputs(inputs)
     named: dict[str, Any] = {"workers": 1, "origins": True, **options}
@@ -305,6 +305,24 @@ def test_origins_that_are_left_out_are_told_of_and_a_folder_is_read_without_them
     assert "which this conversion leaves out; --origins carries it over" in caplog.text
     assert not (tmp_path / "b.origins").exists()
     assert main(["gc", str(tmp_path / "d" / "a")]) == 0
+
+
+def test_who_may_not_ask_for_origins_reads_as_where_there_are_none(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As S3 answers for what is not there to those who may not list."""
+    write_texts(tmp_path / "a.jsonl", 5)
+    convert([str(tmp_path / "a.jsonl")], str(tmp_path / "a"), tokenizer="bytes", workers=1)
+
+    class Closed:
+        def info(self, key: str) -> Any:
+            raise AccessDeniedError(f"{key}: 403")
+
+    monkeypatch.setattr(stored_origins, "open_store", lambda url, storage: (Closed(), url))
+    convert([str(tmp_path / "a")], str(tmp_path / "b"), workers=1)
+    config = DataConfig(blend=str(tmp_path / "b"), sequence_length=2, split="1,0,0", order="stream")
+    (sample,) = Provenance(config).trace([0])
+    assert [run.origin for run in sample.runs] == [None] * len(sample.runs)
 
 
 def test_a_file_of_another_dataset_is_refused(tmp_path: Path) -> None:
