@@ -148,7 +148,7 @@ class IndexedDatasetWriter:
 
     def add_documents(
         self,
-        data: bytes | memoryview,
+        data: bytes | bytearray | memoryview,
         lengths: NDArray[np.int32],
         documents: NDArray[np.int64],
         modes: NDArray[np.int8] | None = None,
@@ -206,10 +206,15 @@ class IndexedDatasetWriter:
         documents: NDArray[np.int64],
         modes: NDArray[np.int8] | None = None,
     ) -> None:
-        """As `add_documents`, with their bytes in pieces of any size."""
+        """As `add_documents`, with their bytes in pieces of any size, each good until the next one
+        is asked for.
+        """
         if self._tar is not None:
             # Every member of a tar begins with its length.
-            self.add_documents(b"".join(pieces), lengths, documents, modes)
+            data = bytearray()
+            for piece in pieces:
+                data += piece  # a copy: what was yielded is overwritten by what comes next
+            self.add_documents(data, lengths, documents, modes)
             return
         first_sequence = len(self._lengths)
         self._put_stream(pieces, lambda: (lengths, modes))

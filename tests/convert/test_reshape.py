@@ -97,6 +97,15 @@ def test_any_chain_of_layouts_keeps_every_token_bound_and_mode(
         assert (folder / f"last{suffix}").read_bytes() == (folder / f"0{suffix}").read_bytes()
 
 
+def test_a_tar_of_several_shards_holds_the_tokens_of_each(tmp_path: Path) -> None:
+    documents = [[([number + 1] * 3, 0)] for number in range(6)]
+    write(str(tmp_path / "in"), documents, multimodal=False)
+    convert([str(tmp_path / "in")], str(tmp_path / "shards"), shard_bytes=1, workers=1)
+    shards = str(tmp_path / "shards.manifest.json")
+    convert([shards], str(tmp_path / "out"), kind="tar", workers=1)
+    assert documents_of(tmp_path / "out.manifest.json") == documents_of(tmp_path / "in")
+
+
 @given(
     documents=corpus,
     multimodal=st.booleans(),
