@@ -8,7 +8,8 @@ import logging
 import os
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
-from typing import TypeVar
+from dataclasses import replace
+from typing import Any, TypeVar
 
 from streammega.config import StorageConfig
 from streammega.dataset.growing import appended_shards, named_version
@@ -34,12 +35,15 @@ from streammega.errors import (
 )
 from streammega.kernels.collector import take_as_old
 from streammega.storage import ObjectInfo, join_url, open_store, parent_url
+from streammega.storage.fetch.threads import each
 from streammega.storage.open import is_remote
 from streammega.storage.versions import same_version
 
 log = logging.getLogger(__name__)
 
 Opened = TypeVar("Opened")
+_Manifest = tuple[list[KnownShard], StreammegaError | None]
+_Found = tuple[list[KnownShard], list[KnownShard], StreammegaError | None]
 SIGNS = "*?["
 """What makes a pattern of a name, if nothing is called just that."""
 TRIES = 5
@@ -111,14 +115,16 @@ def _open_found(
     # What is told of thousands of shards lives on, and would have the collector look at all of it.
     take_as_old()
     shards = find_shards(name, storage)
-    seen += shards
     if not _is_prefix(shards, name):
+        seen += shards
         return open_all(shards)
     pair = shards[0].name
-    listed, damage = _manifest_beside(name, storage)
-    seen += listed
+    shards, listed, damage = _pair_and_manifest(name, pair, storage)
+    seen += shards + listed
     if [shard.name for shard in listed] == [pair]:
-        return open_all(listed)
+        (of_pair,) = shards
+        (of_manifest,) = listed
+        return open_all([replace(of_pair, entry=of_manifest.entry)])
     # The pair of that name was replaced, and is being removed.
     if listed and owner_of(listed[0].name) == strip_suffix(name):
         return open_all(_with_infos(listed, storage))
@@ -191,9 +197,36 @@ def _is_prefix(shards: list[KnownShard], name: str) -> bool:
     return shards == [KnownShard(name=named(*split_name(name)))]
 
 
-def _manifest_beside(
-    name: str, storage: StorageConfig
-) -> tuple[list[KnownShard], StreammegaError | None]:
+def _pair_and_manifest(name: str, pair: str, storage: StorageConfig) -> _Found:
+    """The pair that a prefix names, with what looks at its two objects told, and as
+    `_manifest_beside` says, looked up side by side: each is an answer from far away.
+    """
+    if not is_remote(name):
+        return [KnownShard(name=pair)], *_manifest_beside(name, storage)
+    prefix, kind = split_name(pair)
+    looks: list[Callable[[], Any]] = [
+        lambda: _manifest_beside(name, storage),
+        lambda: _info_or_none(prefix + SUFFIXES[kind], storage),
+        lambda: _info_or_none(f"{prefix}.idx", storage),
+    ]
+    beside, stored, index = each(lambda look: look(), looks, len(looks))
+    return [KnownShard(name=pair, stored=stored, index=index, is_alone=True)], *beside
+
+
+def _info_or_none(url: str, storage: StorageConfig) -> ObjectInfo | None:
+    """What a look at an object tells; None where it tells nothing. What opens it then looks again,
+    and says what is wrong.
+    """
+    store, key = open_store(url, storage)
+    try:
+        return _told(store.info(key))
+    except StorageError as error:
+        if error.transient:
+            raise
+        return None
+
+
+def _manifest_beside(name: str, storage: StorageConfig) -> _Manifest:
     """What the manifest of a prefix lists, if there is one; or why it cannot be read, which matters
     only without a pair.
     """
@@ -344,6 +377,7 @@ def _with_infos(shards: list[KnownShard], storage: StorageConfig) -> list[KnownS
     """
     if len(shards) <= FEW or not is_remote(shards[0].name):
         return shards
+    take_as_old()  # what the manifest told
     told = told_of([shard.name for shard in shards], storage)
     if told.prefixes:
         return [with_told(shard.name, told, shard.entry) for shard in shards]
@@ -380,8 +414,8 @@ def _from_listing(
 
 
 def _told(info: ObjectInfo | None) -> ObjectInfo | None:
-    """What a listing told, if it told an ETag: without one, replaced objects would
-    not be noticed.
+    """What a listing or a look told, if it told an ETag: without one, replaced objects would not be
+    noticed.
     """
     return info if info is not None and info.etag else None
 

@@ -118,9 +118,8 @@ class IndexFile:
         if self.is_local or self._read_before:
             return
         size = self.info.size
-        is_one_of_many = self.shard.index is not None
         is_small = size <= READ_WHOLE
-        spans = [(0, size)] if is_small and is_one_of_many else likely_ends(size)
+        spans = [(0, size)] if is_small and self.shard.is_listed else likely_ends(size)
         for (start, _), stored in zip(spans, self._read(spans), strict=True):
             self._read_before[start] = stored
 
@@ -214,7 +213,7 @@ class IndexFile:
         """Whether a listing told of it, and this node has a copy of what it told of: what was
         copied once was looked at then.
         """
-        if self.shard.index is None:
+        if not self.shard.is_listed:
             return False
         return cached_copy(self.store, self.info, self.cache_dir).exists()
 

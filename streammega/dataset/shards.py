@@ -54,13 +54,19 @@ class ManifestEntry:
 @dataclass(frozen=True, kw_only=True)
 class KnownShard:
     """A shard's name, and what was told of it by a listing (`stored`: its tokens, `index`: its
-    `.idx`) and by a manifest.
+    `.idx`) and by a manifest. `is_alone`: no listing of many told it, but looks at the two.
     """
 
     name: str
     stored: ObjectInfo | None = None
     index: ObjectInfo | None = None
     entry: ManifestEntry | None = None
+    is_alone: bool = False
+
+    @property
+    def is_listed(self) -> bool:
+        """Whether a listing told of its `.idx`."""
+        return self.index is not None and not self.is_alone
 
 
 def keyed(info: ObjectInfo, key: str) -> ObjectInfo:

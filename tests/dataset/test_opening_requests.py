@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import pytest
@@ -322,6 +322,28 @@ def test_shards_and_datasets_are_looked_up_at_once() -> None:
     StreamLoader(blend, micro_batch_size=1, global_batch_size=1).close()
     with ThreadPoolExecutor(4) as pool:
         assert [len(found) for found in pool.map(IndexedDataset, names)] == [10] * 4
+
+
+class Beside(MockStore):
+    """A mock store that answers the first look at a manifest and the two objects of a pair when all
+    three have been asked for.
+    """
+
+    looks = threading.Barrier(3)
+    seen: ClassVar[set[str]] = set()
+
+    def info(self, key: str) -> ObjectInfo:
+        if key not in self.seen:
+            self.seen.add(key)
+            self.looks.wait(60)
+        return super().info(key)
+
+
+def test_a_lone_pair_and_a_manifest_of_its_name_are_looked_up_side_by_side() -> None:
+    register_scheme("beside", Beside)
+    lone = DataConfig(blend=["beside://tokens=100,length=10"], sequence_length=8, order="stream")
+    StreamLoader(lone, micro_batch_size=1, global_batch_size=1).close()
+    assert len(Beside.seen) == 3
 
 
 @pytest.mark.parametrize("kind", KINDS)

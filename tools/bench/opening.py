@@ -2,7 +2,8 @@
 """How long it takes to begin: from a process to its first batch, and opening blends, manifests and
 folders of many datasets, from a local object server.
 
-    .venv/bin/python tools/bench/opening.py            # all; --figures first or opening; --latency 0.02
+    .venv/bin/python tools/bench/opening.py            # all; --figures first or opening; --latency 0.02;
+                                                       # --open folder: that opening alone
 
 Every side is a process of its own, `--runs` times each; figures are medians. With a latency, every
 answer of the server comes so late, to HEAD requests and listings too. Of openings, "cold" is with
@@ -216,12 +217,16 @@ def print_first(server: Running, cache: Path, runs: int, latency: float) -> None
         harness.row(name, *(f"{column[name]:.2f}" for column in columns))
 
 
-def print_openings(server: Running, cache: Path, runs: int, latency: float) -> None:
-    """The table of openings."""
+def print_openings(
+    server: Running, cache: Path, runs: int, latency: float, chosen: Sequence[str]
+) -> None:
+    """The table of those openings that are chosen."""
     harness.table("opening, seconds", "latency", "cold", "again")
     for delay in (0.0, latency):
         server.behave(latency=delay, latency_of_all=True)
         for name, what in OPENINGS.items():
+            if what not in chosen:
+                continue
             results = []
             for _ in range(runs):
                 shutil.rmtree(cache, ignore_errors=True)
@@ -238,6 +243,7 @@ def main() -> int:
     parser.add_argument("--runs", type=int, default=3)
     parser.add_argument("--latency", type=float, default=0.02)
     parser.add_argument("--figures", nargs="+", choices=("first", "opening"))
+    parser.add_argument("--open", nargs="+", choices=OPENINGS.values(), default=OPENINGS.values())
     parser.add_argument("--prepare", action="store_true", help="make the files and nothing else")
     parser.add_argument("--side", nargs=2, help=argparse.SUPPRESS)
     chosen = parser.parse_args()
@@ -256,7 +262,7 @@ def main() -> int:
             print_first(server, cache, chosen.runs, chosen.latency)
             print()
         if "opening" in figures:
-            print_openings(server, cache, chosen.runs, chosen.latency)
+            print_openings(server, cache, chosen.runs, chosen.latency, chosen.open)
     return 0
 
 

@@ -1,0 +1,38 @@
+"""Python's collector takes what was imported for old, and what others froze stays frozen."""
+
+from __future__ import annotations
+
+import gc
+
+from streammega.kernels.collector import take_as_old
+
+
+def test_objects_are_taken_as_old_without_a_look_and_are_still_collected() -> None:
+    were_frozen = gc.get_freeze_count()
+    gc.unfreeze()
+    gc.collect()
+    looks = []
+    gc.callbacks.append(lambda phase, told: looks.append(told["generation"]))
+    try:
+        ring: list[object] = []
+        ring.append(ring)
+        del ring
+        take_as_old()
+        assert looks == []
+        assert gc.get_freeze_count() == 0
+        assert gc.get_count()[1:] == (0, 0)
+        assert gc.collect() >= 1, "the ring is out of the collector's sight"
+    finally:
+        gc.callbacks.pop()
+        if were_frozen:  # by the suite, so that its processes share what was imported
+            gc.freeze()
+
+
+def test_what_a_program_froze_stays_frozen() -> None:
+    gc.freeze()
+    try:
+        frozen = gc.get_freeze_count()
+        take_as_old()
+        assert gc.get_freeze_count() == frozen
+    finally:
+        gc.unfreeze()
