@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import gc
 
+_FROZEN_BY_OTHERS: list[bool] = []
+"""Not empty once somebody was seen to have frozen objects."""
+
 
 def take_as_old() -> None:
     """Have the collector take all objects there are for old ones, without a look at them.
@@ -12,7 +15,12 @@ def take_as_old() -> None:
     in memory that takes a tenth of a second, and importing numba makes so many that it does it
     twice before the first batch. What is imported stays: nothing would be found.
     """
-    if gc.get_freeze_count():
-        return  # somebody keeps objects out of its sight, and thawing would undo that
+    # Somebody keeps objects out of its sight, and thawing would undo that.
+    if _FROZEN_BY_OTHERS or gc.get_freeze_count():
+        # Noted, since counting them looks at each: of half a million it takes 40 ms, at every
+        # dataset that is opened.
+        if not _FROZEN_BY_OTHERS:
+            _FROZEN_BY_OTHERS.append(True)
+        return
     gc.freeze()
     gc.unfreeze()

@@ -5,6 +5,10 @@ from __future__ import annotations
 import subprocess
 import sys
 
+import pytest
+
+from streammega.kernels import collector
+
 READY = """
 import sys, threading
 import streammega.loading
@@ -71,3 +75,18 @@ def test_a_fork_right_after_the_import_leaves_a_child_that_computes() -> None:
 
 def test_a_program_that_ends_meanwhile_waits_for_no_more_than_one_step_of_it() -> None:
     assert printed(ENDED) == "first_of_two"
+
+
+def test_frozen_objects_are_counted_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Counting looks at each of them: at every dataset that is opened it would take its time."""
+    counted = []
+
+    def count() -> int:
+        counted.append(1)
+        return 500_000
+
+    monkeypatch.setattr(collector, "_FROZEN_BY_OTHERS", [])
+    monkeypatch.setattr("gc.get_freeze_count", count)
+    for _ in range(3):
+        collector.take_as_old()
+    assert len(counted) == 1
