@@ -92,12 +92,17 @@ def named_version(name: str, storage: StorageConfig) -> str:
     if exists(url, storage):
         return url
     newest = newest_version(prefix, storage)
-    if newest == 0 or exists(f"{name}.idx", storage):
+    if newest == 0 or _is_called(name, storage):
         return name  # whoever opens it says what is missing
     raise ObjectNotFoundError(
-        f"{name}: there is no such version, the newest is {prefix}@{newest}; name that, or append "
-        f"what is to come"
+        f"{redact_urls(name)}: there is no such version, the newest is "
+        f"{redact_urls(prefix)}@{newest}; name that, or append what is to come"
     )
+
+
+def _is_called(name: str, storage: StorageConfig) -> bool:
+    """Whether something is called just that: a pair, or shards with a manifest."""
+    return exists(f"{name}.idx", storage) or exists(f"{name}{MANIFEST}", storage)
 
 
 def appended_shards(name: str, storage: StorageConfig) -> list[KnownShard] | None:
@@ -107,7 +112,7 @@ def appended_shards(name: str, storage: StorageConfig) -> list[KnownShard] | Non
     Raises ConfigError for what can hold none, ObjectNotFoundError, FormatError.
     """
     match = _APPENDED.match(name)
-    if match is None or exists(f"{name}.idx", storage):
+    if match is None or _is_called(name, storage):
         return None
     after = int(match["after"])
     number = int(match["number"])
@@ -158,6 +163,7 @@ def append(
     """
     storage = storage or StorageConfig()
     prefix = strip_suffix(prefix)
+    _check_no_version(prefix, storage)
     added = [_addition(prefix, name, storage) for name in names]
     if not added:
         raise ConfigError(f"{redact_urls(prefix)}: nothing is named that is to be appended")
@@ -172,6 +178,7 @@ def append(
         manifest = _joined(prefix, current, missing)
         number = 1 if current is None else current.number + 1
         url = version_url(prefix, number)
+        _check_free(f"{prefix}@{number}", storage)
         if _put(url, manifest, storage, create):
             return DatasetVersion(number=number, url=url, manifest=manifest, added=True)
 
@@ -245,6 +252,31 @@ def check_not_grown(prefix: str, storage: StorageConfig) -> None:
         raise ConfigError(
             f"{redact_urls(prefix)}: has versions up to {newest}, which list its shards; runs read "
             f"them. Choose another output, or remove the manifests of the versions first"
+        )
+
+
+def _check_no_version(prefix: str, storage: StorageConfig) -> None:
+    """Raise ConfigError for the name of a version: what is appended to it would be in another
+    dataset, of that name, and in no version of the one that was meant.
+    """
+    match = _APPENDED.match(prefix) or _NAMED.match(prefix)
+    if match is None or _is_called(prefix, storage):
+        return
+    if newest_version(match["prefix"], storage) or exists(match["prefix"] + MANIFEST, storage):
+        raise ConfigError(
+            f"{redact_urls(prefix)}: is a version, and stays as it is; append to the dataset, "
+            f"{redact_urls(match['prefix'])}, whose next version has what the newest has, and more"
+        )
+
+
+def _check_free(name: str, storage: StorageConfig) -> None:
+    """Raise ConfigError for a name of a version that a dataset of its own has: runs that read it
+    would read the version from then on.
+    """
+    if _is_called(name, storage):
+        raise ConfigError(
+            f"{redact_urls(name)}: is a dataset of its own, and would be the name of the next "
+            f"version; rename one of the two"
         )
 
 
@@ -346,8 +378,21 @@ def _joined(prefix: str, current: DatasetVersion | None, added: Sequence[_Additi
         sequences=sum(shard.sequences for shard in shards),
         tokens=sum(shard.tokens for shard in shards),
         shards=shards,
+        origins=_joined_origins([manifest.origins for manifest in manifests]),
         pack=_joined_bins([manifest.pack for manifest in manifests]),
     )
+
+
+def _joined_origins(origins: Sequence[list[str] | None]) -> list[str] | None:
+    """The checksums of all origins; None where one of the datasets has none, since a manifest has
+    one for each of its shards, or no one. What lies beside a shard is found without them.
+    """
+    joined: list[str] = []
+    for of_dataset in origins:
+        if of_dataset is None:
+            return None
+        joined += of_dataset
+    return joined
 
 
 def _joined_bins(packs: Sequence[dict[str, int] | None]) -> dict[str, int] | None:

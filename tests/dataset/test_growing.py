@@ -115,6 +115,37 @@ def test_a_name_that_ends_like_a_version_is_itself_where_it_is_there(
     assert IndexedDataset(name).shards == [name]
     append(f"{tmp_path}/web", [put(made, f"{tmp_path}/web-a")])
     assert IndexedDataset(name).shards == [name]
+    with pytest.raises(ConfigError, match="web@2: is a dataset of its own"):
+        append(f"{tmp_path}/web", [put(made, f"{tmp_path}/web-b")])
+    assert IndexedDataset(name).shards == [name], "it never comes to mean the version"
+
+
+@pytest.mark.parametrize("keeps", [(True, True), (True, False), (False, True)])
+def test_origins_of_what_is_appended_are_those_of_all_shards(
+    tmp_path: Path, keeps: tuple[bool, bool]
+) -> None:
+    names = [f"{tmp_path}/web", f"{tmp_path}/web-a"]
+    for name, keeps_origins in zip(names, keeps, strict=True):
+        Path(f"{name}.jsonl").write_text(json.dumps({"text": name}))
+        convert([f"{name}.jsonl"], name, tokenizer="bytes", workers=1, origins=keeps_origins)
+    manifest = append(names[0], names[1:]).manifest
+    assert (manifest.origins is not None) == all(keeps)
+    assert versions(names[0])[-1].manifest == manifest
+    assert not verify(f"{names[0]}@1").problems
+    if all(keeps):
+        Path(f"{names[1]}.origins").write_bytes(b"another")
+        (problem,) = verify(f"{names[0]}@1").problems
+        assert "web-a.origins: is not the one" in problem
+
+
+def test_nothing_is_appended_to_a_version(made: Path, tmp_path: Path) -> None:
+    web, first, second = (put(made, f"{tmp_path}/{name}") for name in ("web", "web-a", "web-b"))
+    append(web, [first])
+    there = sorted(os.listdir(tmp_path))
+    for name in (f"{web}@0", f"{web}@1", f"{web}@7", f"{web}@0..1"):
+        with pytest.raises(ConfigError, match="is a version, and stays as it is"):
+            append(name, [second])
+    assert sorted(os.listdir(tmp_path)) == there
 
 
 def test_orphans_are_listed_and_can_be_appended(made: Path, tmp_path: Path) -> None:
