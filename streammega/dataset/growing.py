@@ -244,15 +244,50 @@ class _Addition:
 
 
 def check_not_grown(prefix: str, storage: StorageConfig) -> None:
-    """Raise ConfigError for a dataset that has versions: they list its shards, which are to be
-    replaced.
+    """Raise ConfigError for a dataset that has versions, or is listed by those of another one:
+    they list its shards, which are to be replaced.
     """
+    prefix = strip_suffix(prefix)
     newest = newest_version(prefix, storage)
     if newest:
         raise ConfigError(
             f"{redact_urls(prefix)}: has versions up to {newest}, which list its shards; runs read "
             f"them. Choose another output, or remove the manifests of the versions first"
         )
+    replaced = _shards_called(prefix, storage)
+    for other, number in _versions_beside(prefix, storage).items():
+        # not joined: of a name without a folder there is none
+        url = version_url(prefix.removesuffix(_base_name(prefix)) + other, number)
+        try:
+            listed = _names_of(read_manifest(url, storage))
+        except (ObjectNotFoundError, FormatError):
+            continue  # which no run can read
+        if listed & replaced:
+            raise ConfigError(
+                f"{redact_urls(prefix)}: is listed by versions of {redact_urls(other)}, up to "
+                f"{number}; runs read it. Choose another output, and append that"
+            )
+
+
+def _shards_called(prefix: str, storage: StorageConfig) -> set[str]:
+    """The names of a dataset's shards; of a pair without a manifest that can be read, its own."""
+    try:
+        return _names_of(read_manifest(prefix + MANIFEST, storage))
+    except (ObjectNotFoundError, FormatError):
+        return {_base_name(prefix)}
+
+
+def _versions_beside(prefix: str, storage: StorageConfig) -> dict[str, int]:
+    """The newest version, which lists all shards of the others, of each dataset of the folder."""
+    newest: dict[str, int] = {}
+    store, key = open_store(prefix, storage)
+    folder_key = key[: len(key) - len(_base_name(key))]
+    for info in store.list(folder_key, recursive=False):
+        match = _STORED.search(info.key)
+        if match is not None:
+            other = info.key[len(folder_key) : match.start()]
+            newest[other] = max(newest.get(other, 0), int(match["number"]))
+    return newest
 
 
 def _check_no_version(prefix: str, storage: StorageConfig) -> None:

@@ -4,7 +4,8 @@ tell is refused.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -23,13 +24,13 @@ from streammega.dataset.idx import (
     unchecked_header,
 )
 from streammega.dataset.index_file import IndexFile
-from streammega.dataset.manifest import Manifest, Shard, manifest_url
-from streammega.dataset.shards import SUFFIXES, KnownShard, split_name, strip_suffix
+from streammega.dataset.manifest import MANIFEST, Manifest, Shard, manifest_url, read_manifest
+from streammega.dataset.shards import SUFFIXES, KnownShard, set_name, split_name, strip_suffix
 from streammega.dataset.token_file import open_tokens
 from streammega.dataset.verify import read_index, shards_of
 from streammega.dataset.verify_bytes import REMOTE_BYTES
 from streammega.dataset.verify_report import VerifyReport
-from streammega.errors import ConfigError, FormatError, ObjectNotFoundError
+from streammega.errors import AccessDeniedError, ConfigError, FormatError, ObjectNotFoundError
 from streammega.errors.redaction import redact_urls
 from streammega.kernels.check import find_ids
 from streammega.storage import ObjectInfo, Store, open_store, save_bytes
@@ -62,7 +63,9 @@ def repair_index(
         names = [strip_suffix(name)]
         manifest = None
     expected: list[Shard | None] = [None] * len(names)
-    if manifest is not None:
+    if manifest is None:
+        _check_not_packed(names, storage)
+    else:
         expected = list(manifest.shards)
         eod_id = manifest.eod_id if eod_id is None else eod_id
         dtype = dtype or manifest.dtype
@@ -73,10 +76,7 @@ def repair_index(
         is_packed = manifest is not None and manifest.pack is not None
         if not _is_sound(shard_name, expected[number], storage, packed=is_packed):
             if is_packed:
-                raise ConfigError(
-                    f"{redact_urls(shard_name)}: is packed into bins, and tokens do not tell where "
-                    "documents end and padding begins; copy its .idx again, or convert again"
-                )
+                raise _packed(shard_name)
             rebuilt[number] = _rebuild(shard_name, expected[number], asked)
     done = []
     for number, index in rebuilt.items():
@@ -85,6 +85,25 @@ def repair_index(
     if manifest is not None and differ:
         done.append(_put_manifest(name, manifest, rebuilt, storage))
     return done
+
+
+def _check_not_packed(names: Sequence[str], storage: StorageConfig) -> None:
+    """Raise ConfigError for shards, named without their manifest, of a dataset that is packed: a
+    sound `.idx` would look broken, since padding and the token behind the last bin are none of it.
+    """
+    of_set = {set_name(strip_suffix(name)): name for name in names}
+    for prefix, name in of_set.items():
+        # without the right to list, S3 answers 403 for what is not there
+        with suppress(ObjectNotFoundError, AccessDeniedError, FormatError):
+            if read_manifest(prefix + MANIFEST, storage).pack is not None:
+                raise _packed(name)
+
+
+def _packed(name: str) -> ConfigError:
+    return ConfigError(
+        f"{redact_urls(name)}: is packed into bins, and tokens do not tell where documents end and "
+        "padding begins; copy its .idx again, or convert again"
+    )
 
 
 @dataclass(frozen=True, kw_only=True)

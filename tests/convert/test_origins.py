@@ -307,6 +307,16 @@ def test_origins_that_are_left_out_are_told_of_and_a_folder_is_read_without_them
     assert main(["gc", str(tmp_path / "d" / "a")]) == 0
 
 
+def test_origins_that_outlived_their_dataset_tell_nothing_of_the_next_one(tmp_path: Path) -> None:
+    write_texts(tmp_path / "in.jsonl", 20)
+    named = ([str(tmp_path / "in.jsonl")], str(tmp_path / "web"))
+    convert(*named, tokenizer="bytes", workers=1, origins=True)
+    for ending in (".bin", ".idx", ".manifest.json"):
+        (tmp_path / f"web{ending}").unlink()
+    convert(*named, tokenizer="bytes", workers=1, shuffle_seed=1)
+    assert not (tmp_path / "web.origins").exists()
+
+
 def test_who_may_not_ask_for_origins_reads_as_where_there_are_none(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -573,6 +573,19 @@ def test_documents_are_traced_to_samples_and_back(
             assert set(whole) == {(0, len(piece))}
 
 
+def test_repair_of_a_shard_looks_for_the_manifest_that_tells_of_bins(tmp_path: Path) -> None:
+    write(str(tmp_path / "in"), [[7] * 20 + [EOD]] * 40)
+    packed = str(tmp_path / "packed")
+    convert([str(tmp_path / "in")], packed, pack=PACK, eod_id=EOD, workers=1, shard_bytes=1000)
+    shards_of_it = IndexedDataset(packed).shards
+    assert len(shards_of_it) > 1
+    before = {path: path.read_bytes() for path in tmp_path.iterdir() if path.is_file()}
+    for shard in shards_of_it:
+        with pytest.raises(ConfigError, match="packed into bins, and tokens do not tell"):
+            repair_index(shard, eod_id=EOD)
+    assert {path: path.read_bytes() for path in tmp_path.iterdir() if path.is_file()} == before
+
+
 def test_repair_leaves_what_is_sound_and_refuses_what_tokens_do_not_tell(
     packed: str, tmp_path: Path
 ) -> None:

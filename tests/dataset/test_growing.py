@@ -215,6 +215,21 @@ def test_what_cannot_be_appended_says_why(made: Path, tmp_path: Path) -> None:
         convert([str(made / "in.jsonl")], web, tokenizer="bytes", overwrite=True)
 
 
+def test_what_a_version_lists_is_not_converted_anew(
+    made: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    web, added, other = (put(made, f"{tmp_path}/{name}") for name in ("web", "web-a", "website"))
+    append(web, [added])
+    before = {path: path.read_bytes() for path in sorted(tmp_path.iterdir()) if path.is_file()}
+    inputs = [str(made / "in.jsonl")]
+    monkeypatch.chdir(tmp_path)
+    for name in (added, "web-a"):
+        with pytest.raises(ConfigError, match="web-a: is listed by versions of web, up to 1"):
+            convert(inputs, name, tokenizer="bytes", shuffle_seed=1, overwrite=True, workers=1)
+    assert {path: path.read_bytes() for path in before} == before
+    convert(inputs, other, tokenizer="bytes", shuffle_seed=1, overwrite=True, workers=1)
+
+
 def test_a_run_goes_on_with_its_version_whatever_is_appended(made: Path, tmp_path: Path) -> None:
     web = put(made, f"{tmp_path}/web")
     append(web, [put(made, f"{tmp_path}/web-a")])

@@ -121,6 +121,10 @@ class Publisher:
         """
         if not self._is_remote:  # else they were written there
             self._move(layout, names, self._suffix)
+        if not self._beside and not self._is_remote:
+            # Of a dataset whose files were removed by hand: they would tell of these documents.
+            for name in names:
+                delete(self._output.url(name + ENDING), self._storage)
         for ending in (*self._beside, ".idx"):
             self._move(layout, names, ending)
 
