@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from streammega.cli.trace import show_report
+from streammega.errors import ConfigError
 
 if TYPE_CHECKING:
     from streammega.cli.trace_report import Report, TracedRunFile
@@ -32,6 +33,8 @@ def diff_orders(
     from streammega.cli.trace_report import open_run
     from streammega.train.config import load_run
 
+    if samples is not None and samples < 1:
+        raise ConfigError(f"--samples {samples}: nothing is compared; give at least 1")
     one = open_run(load_run(config), split, None)
     two = open_run(load_run(other), split, None)
     report = {"runs": [config, other], **differences_report(one, two, samples)}

@@ -80,13 +80,20 @@ def trace(
     chosen = [name for name in (step, sample, find) if name is not None]
     if len(chosen) != 1:
         raise ConfigError("give one of --step, --sample and --find: what is to be explained")
+    _check_belongs("--rank", rank, "--step", step)
+    _check_belongs("--last-step", last_step, "--find", find)
+    if find is not None and tokens is not None:
+        raise ConfigError("--tokens is of the samples of --step and --sample, and not of --find")
     settings = _chosen_run(load_run(config, overrides or []), validation)
     run = reporting.open_run(settings, "valid" if validation else split, ranks)
+    for name, number in (("--step", step), ("--last-step", last_step)):
+        _check_step(run, name, number)
     model = _load(tokenizer)
     try:
         if find is not None:
             names = _documents(run, find, model)
-            report = reporting.readings_report(run, names, last_step or run.last_step)
+            last = run.last_step if last_step is None else last_step
+            report = reporting.readings_report(run, names, last)
             text = reporting.readings_as_text(report)
         else:
             samples = [sample] if sample is not None else _samples_of(run, step or 0, rank)
@@ -97,6 +104,23 @@ def trace(
         raise ConfigError(str(error)) from None
     report = {"run": config, **report}
     show_report(report, text, as_json=as_json, html=html)
+
+
+def _check_belongs(option: str, value: int | None, to: str, other: object) -> None:
+    """Raise ConfigError for an option that would be passed over without the one it is of."""
+    if value is not None and other is None:
+        raise ConfigError(f"{option} {value}: goes with {to}, which is not given")
+
+
+def _check_step(run: TracedRunFile, option: str, step: int | None) -> None:
+    """Raise ConfigError for a step that the run has not."""
+    if step is None or 1 <= step <= run.last_step:
+        return
+    setting = "train.iters" if run.split == "train" else "train.eval_iters"
+    raise ConfigError(
+        f"{option} {step}: steps are counted from 1, and the run's last is {run.last_step}; to look "
+        f"further, add {setting}={max(step, 1)}"
+    )
 
 
 def show_report(report: Report, text: str, *, as_json: bool, html: str | None) -> None:
@@ -129,7 +153,7 @@ def _samples_of(run: TracedRunFile, step: int, rank: int | None) -> list[int]:
     if rank is None:
         return samples
     if run.ranks is None or not 0 <= rank < run.ranks:
-        raise ConfigError(f"--rank {rank}: say by --ranks how many there are, counted from 0")
+        raise ConfigError(f"--rank {rank}: say by --ranks how many there are; the first is 0")
     return [sample for sample in samples if run.place(sample)["rank"] == rank]
 
 

@@ -161,6 +161,11 @@ class ConvertOptions:
             raise ConfigError(
                 f"pack_long (--pack-long) is {self.pack_long!r}; it must be 'split' or 'drop'"
             )
+        if self.pack is None and self.pack_long == "drop":
+            raise ConfigError(
+                "pack_long (--pack-long) is 'drop', which is of bins (pack, --pack), and none are "
+                "asked for; documents of any dataset are dropped by max_tokens and long='drop'"
+            )
         if self.pack is not None and self.kind == "tar":
             raise ConfigError(
                 "pack (--pack) needs tokens that lie end to end, which those of a tar do not; "

@@ -92,7 +92,9 @@ def named_version(name: str, storage: StorageConfig) -> str:
     if exists(url, storage):
         return url
     newest = newest_version(prefix, storage)
-    if newest == 0 or _is_called(name, storage):
+    if newest == 0 and not exists(version_url(prefix, 0), storage):
+        return name
+    if _is_called(name, storage) or _is_folder(name, storage):
         return name  # whoever opens it says what is missing
     raise ObjectNotFoundError(
         f"{redact_urls(name)}: there is no such version, the newest is "
@@ -103,6 +105,12 @@ def named_version(name: str, storage: StorageConfig) -> str:
 def _is_called(name: str, storage: StorageConfig) -> bool:
     """Whether something is called just that: a pair, or shards with a manifest."""
     return exists(f"{name}.idx", storage) or exists(f"{name}{MANIFEST}", storage)
+
+
+def _is_folder(name: str, storage: StorageConfig) -> bool:
+    """Whether anything lies in a folder that is called just that."""
+    store, key = open_store(name, storage)
+    return any(info.key.startswith(f"{key}/") for info in store.list(f"{key}/", recursive=False))
 
 
 def appended_shards(name: str, storage: StorageConfig) -> list[KnownShard] | None:

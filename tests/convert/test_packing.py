@@ -614,3 +614,8 @@ def test_the_report_counts_bins(documents: list[list[int]], tmp_path: Path, capl
         "split": sum(len(document) > PACK for document in documents),
         "dropped": 0,
     }
+
+
+def test_what_is_said_of_bins_without_bins_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="--pack-long"):
+        convert([str(tmp_path)], str(tmp_path / "out"), pack_long="drop")

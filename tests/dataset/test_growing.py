@@ -101,6 +101,15 @@ def tokens(name: str) -> int:
     return read_manifest(name + MANIFEST, StorageConfig()).tokens
 
 
+def test_a_version_of_what_has_none_says_so(made: Path, tmp_path: Path) -> None:
+    prefix = put(made, str(tmp_path / "web"))
+    with pytest.raises(ObjectNotFoundError, match=r"no such version, the newest is .*web@0"):
+        IndexedDataset(f"{prefix}@3")
+    (tmp_path / "web@3").mkdir()
+    in_folder = put(made, str(tmp_path / "web@3/part"))
+    assert IndexedDataset(str(tmp_path / "web@3")).shards == [in_folder]
+
+
 def test_a_dataset_may_begin_by_being_appended_to(made: Path, tmp_path: Path) -> None:
     first = put(made, f"{tmp_path}/web-a")
     assert append(f"{tmp_path}/web", [first]).number == 1

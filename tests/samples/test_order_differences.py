@@ -105,6 +105,8 @@ def test_the_command_says_it_in_words_json_and_by_its_exit_status(
     assert "they differ from sample 0 on (step 1 of a.toml, step 1 of b.toml)" in words
     assert "  seed: 1 and 2" in words
     assert "seed" in Path("page.html").read_text()
+    assert main(["diff-orders", "a.toml", "b.toml", "--samples", "0"]) == 1
+    assert "--samples 0: nothing is compared" in capsys.readouterr().err
     assert main(["diff-orders", "a.toml", "c.toml", "--json"]) == 0
     report = json.loads(capsys.readouterr().out)
     assert report["first_sample"] is None
