@@ -12,7 +12,7 @@ from typing import Any, Literal, get_type_hints
 
 import dacite
 
-from streammega.config import DataConfig, parse_blend
+from streammega.config import DataConfig, PhaseConfig, parse_blend
 from streammega.errors import ConfigError
 from streammega.errors.redaction import redacted_repr
 from streammega.order.batch_size import BatchSchedule, batch_schedule
@@ -378,6 +378,7 @@ def load_run(path: str, overrides: Sequence[str] = ()) -> RunConfig:
     if isinstance(table.get("data"), dict):
         table["data"] = _with_our_names(table["data"])
     _check_names(table, RunConfig, "")
+    _check_phases(table.get("data"), path)
     _fill_defaults(table)
     settings = dacite.Config(strict=True, cast=[tuple], type_hooks={float: _to_float})
     try:
@@ -389,6 +390,25 @@ def load_run(path: str, overrides: Sequence[str] = ()) -> RunConfig:
         raise ConfigError(
             f"{path}: {error}; settings of several values are lists, as rampup = [64, 64, 100000]"
         ) from None
+
+
+def _check_phases(data: Any, path: str) -> None:
+    """Raise ConfigError for names that no phase has, and for single values where lists are wanted,
+    which dacite would take to pieces.
+    """
+    phases = data.get("phases", []) if isinstance(data, dict) else []
+    if not isinstance(phases, list) or not all(isinstance(phase, dict) for phase in phases):
+        raise ConfigError(
+            f"{path}: data.phases is no list of phases; write [[data.phases]] before each, in two "
+            f"brackets"
+        )
+    for number, phase in enumerate(phases, 1):
+        _check_names(phase, PhaseConfig, "data.phases.")
+        restart = phase.get("restart", [])
+        if not isinstance(restart, list):
+            raise ConfigError(
+                f"{path}: phase {number}: restart is {restart!r}; it must be a list of prefixes"
+            )
 
 
 def _with_our_names(data: dict[str, Any]) -> dict[str, Any]:

@@ -301,9 +301,18 @@ def test_names_and_blends_of_megatron_are_understood(run_file: str, pair: str) -
     assert len(open_plain(load_run(run_file), "train", 0, 1)) == 64
 
 
+RUN_WITH = "[train]\niters=1\n[model]\nvocab_size=4\n[data]\nblend='a'\nsequence_length=1\n"
+
+
 @pytest.mark.parametrize(
     ("text", "message"),
-    [("x = [", "no valid TOML"), ("[data]\nblend='a'\nsequence_length=1", "no .model. section")],
+    [
+        ("x = [", "no valid TOML"),
+        ("[data]\nblend='a'\nsequence_length=1", "no .model. section"),
+        (f"{RUN_WITH}[data.phases]\nfirst_sample=8", "write \\[\\[data.phases\\]\\] before each"),
+        (f"{RUN_WITH}[[data.phases]]\nfirst_sampel=8", "did you mean data.phases.first_sample?"),
+        (f"{RUN_WITH}[[data.phases]]\nfirst_sample=8\nrestart='a'", "restart is 'a'; it must be a"),
+    ],
 )
 def test_broken_run_files_are_named(tmp_path: Path, text: str, message: str) -> None:
     (tmp_path / "run.toml").write_text(text)
