@@ -324,8 +324,7 @@ def _whole_pieces(
     if order.lanes % (steps.step_samples * workers):
         # this reader shares its lanes with other workers: a piece would be fetched by each of them
         return WholePieces()
-    if steps.config.balance_batches and steps.dp_size * workers > 1:
-        # so does one whose samples go by what they cost
+    if steps.config.balance_batches and not _balances_whole_lanes(steps, order, workers):
         return WholePieces()
     lanes = lanes_from(steps, order, start + worker * steps.step_samples, workers)
     numbers = order.dataset_numbers
@@ -367,6 +366,16 @@ def _whole_pieces(
         open_bytes=open_bytes + slab_samples * largest,
         piece_bytes=int(piece_bytes[whole].min()),
     )
+
+
+def _balances_whole_lanes(steps: MicroSteps, order: StreamOrder, workers: int) -> bool:
+    """Whether a reader whose samples go by what they cost takes every lane, in its order."""
+    if steps.dp_size * workers > 1:
+        return False
+    # A lane of which a batch has two samples may give the later one first. A state brings along its
+    # lanes, and may be resumed with more samples in a batch than those.
+    largest = max(size for _, size in steps.schedule.stages)
+    return largest <= order.lanes
 
 
 def _can_be_whole(dataset: int, order: StreamOrder, table: FileTable) -> bool:

@@ -15,6 +15,7 @@ from streammega import DataConfig, IndexedDatasetWriter, StorageConfig, StreamLo
 from streammega.cli.trace_report import TracedRunFile
 from streammega.config import Order
 from streammega.errors import ConfigError, FormatError, StateError
+from streammega.loading.reading_plan import plan_reading
 from streammega.order.balance import pace
 from streammega.order.batch_size import batch_schedule
 from streammega.order.step_numbers import StepNumbers
@@ -195,6 +196,28 @@ def test_datasets_are_sent_to_other_processes_and_read_from_buckets(
         remote_ranks = opened(remote, dp_size, 3)
         assert read(remote_ranks, 8 // dp_size) == expected
         close(remote_ranks)
+
+
+def test_pieces_are_left_alone_where_a_batch_has_more_samples_than_lanes(
+    data: str, moto: S3, tmp_path: Path
+) -> None:
+    """A state brings its lanes along: a lane gives several samples of a larger batch, and of those
+    the later one may be read first, when the piece would be freed before the other has come.
+    """
+    bucket = moto.new_bucket()
+    for path in sorted(Path(data).glob("part-0.*")):
+        moto.client().put_object(Bucket=bucket, Key=path.name, Body=path.read_bytes())
+    settings = config_of(data, "stream", tmp_path)
+    settings = replace(settings, storage=StorageConfig(storage_options=moto.options))
+    config = replace(settings, blend=[f"s3://{bucket}/part-0"], num_samples=None, lanes=GLOBAL)
+    with StreamLoader(config, micro_batch_size=8, global_batch_size=GLOBAL) as loader:
+        state = loader.state_dict()
+        assert plan_reading(loader.dataset.steps, 0, 0, 1, 1 << 28).planner.pieces is not None
+    larger = replace(config, lanes=None)
+    with StreamLoader(larger, micro_batch_size=8, global_batch_size=4 * GLOBAL) as loader:
+        loader.load_state_dict(state)
+        assert loader.dataset.steps.lanes == GLOBAL
+        assert plan_reading(loader.dataset.steps, 0, 0, 1, 1 << 28).planner.pieces is None
 
 
 def test_workers_give_the_same_batches(data: str, tmp_path: Path) -> None:
