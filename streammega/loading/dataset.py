@@ -260,6 +260,7 @@ class StreamingDataset(torch.utils.data.IterableDataset[Batch]):
         consumed_samples = operator.index(consumed_samples)  # of numpy too: states are JSON
         steps = self.steps if consumed_samples else self.steps.from_origin(0)
         steps.check_position(consumed_samples)
+        steps.check_ahead(consumed_samples)
         self._put(consumed_samples, steps)
 
     @property
@@ -312,7 +313,6 @@ class StreamingDataset(torch.utils.data.IterableDataset[Batch]):
         share = read_share(state, self.step_samples)
         reached = saved.consumed if share is None else share.reached
         saved.check(steps.identity(saved.consumed, reached))
-        steps.check_phases_ahead()
         size = steps.schedule.size_at(saved.consumed)
         if saved.offset >= size:
             raise StateError(
@@ -321,6 +321,7 @@ class StreamingDataset(torch.utils.data.IterableDataset[Batch]):
                 "or from a state saved between global batches"
             )
         steps.check_position(saved.consumed)
+        steps.check_ahead(saved.consumed)
         if share is not None:
             share = replace(share, start=saved.consumed, origin=steps.schedule.origin)
             if _reached(share, steps) != reached:

@@ -55,20 +55,26 @@ class MicroSteps:
         """Raise ConfigError where skipped samples cut a global batch apart, or no global batch is
         whole.
         """
+        self._check_skipped(0)
+        if self.num_samples == 0:
+            raise ConfigError(
+                f"{self.split} holds {self.samples.num_samples} samples, "
+                f"less than one global batch of {self.schedule.final}; lower "
+                f"global_batch_size or ask for more samples"
+            )
+
+    def _check_skipped(self, consumed: int) -> None:
+        """Raise ConfigError where samples skipped from `consumed` on cut a global batch apart."""
         schedule = self.schedule
         # steps after a range begin where a global batch does, as those before it
         for start, stop in self.config.skip_samples:
-            if schedule.offset_at(start) or schedule.offset_at(stop):
+            if stop <= consumed:
+                continue
+            if schedule.offset_at(max(start, consumed)) or schedule.offset_at(stop):
                 size = schedule.size_at(start)
                 raise ConfigError(
                     f"skip_samples [{start}, {stop}) cuts a global batch of {size} samples apart"
                 )
-        if self.num_samples == 0:
-            raise ConfigError(
-                f"{self.split} holds {self.samples.num_samples} samples, "
-                f"less than one global batch of {schedule.final}; lower "
-                f"global_batch_size or ask for more samples"
-            )
 
     @property
     def step_samples(self) -> int:
@@ -208,16 +214,18 @@ class MicroSteps:
         """
         return replace(self, schedule=self.schedule.resumed(consumed, offset))
 
-    def check_phases_ahead(self) -> None:
+    def check_ahead(self, consumed: int) -> None:
         """Raise StateError where steps of these sizes, from where they were resumed, would cut a
-        later phase's first sample off from the end of a step.
+        later phase's first sample off from the end of a step, or read some of what is skipped from
+        `consumed` on.
         """
         try:
             self.schedule.check_changes()
+            self._check_skipped(consumed)
         except ConfigError as error:
             raise StateError(
-                f"steps of these sizes from sample {self.schedule.origin} on do not lead up to the "
-                f"phases: {error}; resume with the former global_batch_size"
+                f"steps of these sizes from sample {self.schedule.origin} on do not fit what is "
+                f"ahead: {error}; resume with the former global_batch_size, or change what is ahead"
             ) from None
 
     def from_origin(self, origin: int) -> MicroSteps:

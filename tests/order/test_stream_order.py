@@ -4,6 +4,7 @@ arithmetic.
 
 from __future__ import annotations
 
+import itertools
 import json
 from dataclasses import replace
 from pathlib import Path
@@ -461,6 +462,44 @@ def test_skipped_ranges_are_passed_over_and_the_rest_stays_where_it_was(
     assert all(reference[sample] == data for sample, data in got.items())
     with pytest.raises(ConfigError, match="cuts a global batch"):
         tokens_of(replace(config, skip_samples=[(48, 90)]), 1, 1, 1)
+
+
+def test_a_resume_with_another_batch_size_reads_nothing_that_is_skipped(
+    shards: str, tmp_path: Path
+) -> None:
+    """Batches that are counted from where a run resumed would begin within the range."""
+    config = replace(stream_config(shards, tmp_path), lanes=240, skip_samples=[(96, 128)])
+    with StreamLoader(
+        replace(config, skip_samples=()), micro_batch_size=8, global_batch_size=8
+    ) as loader:
+        for _ in range(5):
+            loader.take()
+        state = loader.state_dict()
+    with StreamLoader(config, micro_batch_size=8, global_batch_size=8) as loader:
+        loader.load_state_dict(state)
+        positions = list(itertools.islice(loader.dataset.positions(), 9))
+        assert positions == [40, 48, 56, 64, 72, 80, 88, 128, 136]
+    with StreamLoader(config, micro_batch_size=16, global_batch_size=16) as loader:
+        with pytest.raises(StateError, match=r"skip_samples \[96, 128\) cuts a global batch of 16"):
+            loader.load_state_dict(state)
+        assert loader.consumed_samples == 0
+
+
+def test_a_range_that_begins_before_a_batch_in_progress_ends_is_refused(
+    shards: str, tmp_path: Path
+) -> None:
+    """The rest of the batch would be taken from the next one, and all after it be cut apart."""
+    config = replace(stream_config(shards, tmp_path), lanes=240)
+    with StreamLoader(config, micro_batch_size=4, global_batch_size=8) as loader:
+        loader.take()
+        state = loader.state_dict()
+    skipping = replace(config, skip_samples=[(0, 16)])
+    wanted = r"skip_samples \[0, 16\) cuts a global batch of 8"
+    with (
+        StreamLoader(skipping, micro_batch_size=4, global_batch_size=8) as loader,
+        pytest.raises(StateError, match=wanted),
+    ):
+        loader.load_state_dict(state)
 
 
 @pytest.mark.parametrize(
