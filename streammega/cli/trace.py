@@ -128,10 +128,11 @@ def show_report(report: Report, text: str, *, as_json: bool, html: str | None) -
     if html is not None:
         from streammega.cli.pages import page_of
 
-        Path(html).write_text(page_of(report), encoding="utf-8")
+        # names of files may hold bytes that are no text
+        Path(html).write_text(page_of(report), encoding="utf-8", errors="backslashreplace")
     if as_json:
         text = json.dumps(report, indent=1, ensure_ascii=False)
-    typer.echo(text)
+    typer.echo(text.encode("utf-8", "backslashreplace").decode())
 
 
 def _chosen_run(run: RunConfig, validation: str | None) -> RunConfig:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import os
 import re
 import shlex
 from contextlib import redirect_stdout
@@ -13,6 +14,7 @@ from typing import Any
 import pytest
 
 from streammega.cli.main import main
+from streammega.cli.trace import show_report
 from tests.project.test_pages import blocks
 
 
@@ -106,3 +108,15 @@ def test_wrong_use_is_told_in_words(
 ) -> None:
     assert main(["trace", "run.toml", *shlex.split(arguments)]) == 1
     assert message in capsys.readouterr().err
+
+
+def test_names_of_files_that_are_no_text_are_shown(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    name = os.fsdecode(b"caf\xe9.jsonl")
+    page = tmp_path / "page.html"
+    show_report({"file": name}, name, as_json=False, html=str(page))
+    assert capsys.readouterr().out == "caf\\udce9.jsonl\n"
+    assert "caf\\udce9.jsonl" in page.read_text()
+    show_report({"file": name}, name, as_json=True, html=None)
+    assert json.loads(capsys.readouterr().out) == {"file": name}
