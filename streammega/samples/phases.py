@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -55,7 +56,7 @@ class PhasedSource:
         shares = blend_of(config, split).shares
         self._opened = open_datasets(prefixes, shares, split, config)
         self.files: Sequence[Sequence[TokenFile]] = [dataset.files for dataset in self._opened]
-        _check_versions(prefixes, self.files)
+        _check_apart(self._blends, prefixes, self.files)
         self._all_files = all_files(self)
         self._is_packed = are_packed(self._all_files)
         lanes = config.lanes or default_lanes(global_batch_size)
@@ -148,23 +149,36 @@ class PhasedSource:
         return [self._opened[self._number_of[name]] for name in blend.names]
 
 
-def _check_versions(prefixes: Sequence[str], files: Sequence[Sequence[TokenFile]]) -> None:
-    """Raise ConfigError where two versions of a dataset that grows have a file in common, as `web@1`
-    and `web@2` do: to the order they are two datasets, and that file would be read once in each.
+def _check_apart(
+    blends: Sequence[_PhaseBlend], prefixes: Sequence[str], files: Sequence[Sequence[TokenFile]]
+) -> None:
+    """Raise ConfigError where datasets of different phases have a file in common, as `web@1` and
+    `web@2` do, or `web` and `./web`: to the order they are two, and it would read that file in each.
+
+    Those that are drawn from in the same phases may overlap: that is a blend as in any run.
     """
-    if not any("@" in prefix for prefix in prefixes):
-        return
+    phases_of_prefix: dict[str, set[int]] = {prefix: set() for prefix in prefixes}
+    for number, blend in enumerate(blends):
+        for prefix, _ in blend.names:
+            phases_of_prefix[prefix].add(number)
     prefix_of_file: dict[str, str] = {}
     for prefix, own_files in zip(prefixes, files, strict=True):
         for file in own_files:
-            url = file.store.url(file.key)
+            url = _place_of(file)
             other = prefix_of_file.setdefault(url, prefix)
-            if other != prefix:
+            if phases_of_prefix[other] != phases_of_prefix[prefix]:
                 raise ConfigError(
                     f"{redact_urls(url)}: is in {redact_urls(other)} and in {redact_urls(prefix)}, "
-                    f"so phases would read it twice; keep the former where it is, and name what was "
-                    f"appended since beside it, such as web@1..2"
+                    f"so phases would read it twice; call a dataset the same in all of them. Of one "
+                    f"that grew keep the former version, and name what was appended since beside "
+                    f"it, such as web@1..2"
                 )
+
+
+def _place_of(file: TokenFile) -> str:
+    """Where a file lies, the same however its dataset is called."""
+    url = file.store.url(file.key)
+    return url if "://" in url else os.path.realpath(url)
 
 
 def prefixes_of(config: DataConfig, split: str) -> list[str]:

@@ -444,3 +444,19 @@ def test_a_source_numbers_its_datasets_by_first_appearance(data: Path) -> None:
         "code.bin",
         "math.bin",
     ]
+
+
+def test_one_dataset_called_by_two_names_is_not_read_twice(tmp_path: Path) -> None:
+    write_random_pair(str(tmp_path / "web"))
+    write_random_pair(str(tmp_path / "code"))
+    web, same, code = (f"{tmp_path}/{name}" for name in ("web", "./web", "code"))
+    phases = [PhaseConfig(first_sample=96, blend=[code, same])]
+    config = DataConfig(blend=[web], phases=phases, sequence_length=16, order="stream", lanes=96)
+    with pytest.raises(
+        ConfigError, match=r"web\.bin: is in .*web and in .*/\./web.*call a dataset"
+    ):
+        StreamLoader(config, micro_batch_size=8, global_batch_size=48)
+    # in the same phases they are a blend, as in any run
+    phases = [PhaseConfig(first_sample=96, blend=[web, same, code])]
+    overlapping = replace(config, blend=[web, same], phases=phases)
+    StreamLoader(overlapping, micro_batch_size=8, global_batch_size=48).close()
