@@ -148,6 +148,7 @@ def _copied_by_threads(parts: Sequence[_Part], writer: PlacedWriter, threads: in
     stopped = threading.Event()
 
     def copy(part: _Part) -> int:
+        """Copy one part to its place; returns its bytes, 0 where it was stopped."""
         buffer = copy_buffer()
         at = room + part.start - first
         told = at

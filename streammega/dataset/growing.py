@@ -31,7 +31,6 @@ from streammega.dataset.manifest import (
 )
 from streammega.dataset.shards import SUFFIXES, KnownShard, check_told, set_name, strip_suffix
 from streammega.errors import (
-    AccessDeniedError,
     ConfigError,
     FormatError,
     ObjectNotFoundError,
@@ -42,7 +41,7 @@ from streammega.storage import Store, join_url, open_store
 from streammega.storage.fetch.threads import each
 from streammega.storage.moves import exists, read_whole
 from streammega.storage.open import is_remote
-from streammega.storage.store import ExclusiveStore, create_object
+from streammega.storage.store import ConditionsUnknown, create_object, create_on_condition
 
 _NAMED = re.compile(r"^(?P<prefix>.+)@(?P<number>[1-9]\d{0,8}|0)$")
 _APPENDED = re.compile(r"^(?P<prefix>.+)@(?P<after>\d{1,9})\.\.(?P<number>\d{1,9})$")
@@ -490,17 +489,10 @@ def _create(store: Store, key: str, data: bytes) -> bool:
     """`create` of stores that have it. Raises StorageError where one producer could write over
     another.
     """
-    reason = "its driver has no conditional writes"
-    if isinstance(store, ExclusiveStore):
-        try:
-            return store.create(key, data)
-        except (AccessDeniedError, ObjectNotFoundError):
-            raise
-        except StorageError as error:
-            if error.transient:
-                raise
-            reason = str(error)
-    raise _no_conditions(store.url(key), reason)
+    try:
+        return create_on_condition(store, key, data)
+    except ConditionsUnknown as unknown:
+        raise _no_conditions(store.url(key), str(unknown)) from None
 
 
 def _check_conditions(url: str, storage: StorageConfig) -> None:

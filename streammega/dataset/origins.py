@@ -348,6 +348,7 @@ class _Chunk:
     id_lengths: NDArray[np.int64]
 
     def origin(self, row: int) -> Origin:
+        """That of one document, by its place in the chunk."""
         end = int(self.id_ends[row])
         start = end - int(self.id_lengths[row])
         return Origin(
@@ -358,6 +359,7 @@ class _Chunk:
         )
 
     def origins(self) -> Origins:
+        """Those of all documents of the chunk."""
         starts = (self.id_ends - self.id_lengths).tolist()
         ends = self.id_ends.tolist()
         data = bytes(self.data)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Protocol, TypeGuard, runtime_checkable
 
@@ -177,6 +177,29 @@ class ListsBetween(Protocol):
         """
 
 
+class ConditionsUnknown(Exception):
+    """Store or server know no conditional writes; the text says which, and how that was told."""
+
+
+def create_on_condition(store: Store, key: str, data: bytes) -> bool:
+    """Write a small object on the condition that none is there.
+
+    False if one is, which may be this very one after a lost answer. Raises ConditionsUnknown,
+    StorageError.
+    """
+    if not isinstance(store, ExclusiveStore):
+        raise ConditionsUnknown("its driver has no conditional writes")
+    try:
+        return store.create(key, data)
+    except (AccessDeniedError, ObjectNotFoundError):
+        raise
+    except StorageError as error:
+        if error.transient:
+            raise
+        # Anything else that lasts: the server knows no conditions.
+        raise ConditionsUnknown(str(error)) from None
+
+
 def create_object(store: Store, key: str, data: bytes) -> bool:
     """Write a small object where none is.
 
@@ -184,15 +207,8 @@ def create_object(store: Store, key: str, data: bytes) -> bool:
     once one succeeds, where store and server know conditional writes. Else it is a look and a
     write: between both others may write as well, and the last of them stays. Raises StorageError.
     """
-    if isinstance(store, ExclusiveStore):
-        try:
-            return store.create(key, data)
-        except (AccessDeniedError, ObjectNotFoundError):
-            raise
-        except StorageError as error:
-            # Anything else that lasts: the server knows no conditions.
-            if error.transient:
-                raise
+    with suppress(ConditionsUnknown):
+        return create_on_condition(store, key, data)
     try:
         store.info(key)
     except ObjectNotFoundError:
