@@ -217,21 +217,29 @@ class IndexedDataset(Sequence["Item"]):
 
     @property
     def num_bins(self) -> int:
-        """Bins of all shards; of a packed dataset alone."""
-        bin_bytes = (self.bin_tokens or 0) * self.dtype.itemsize
+        """Bins of all shards. Raises ConfigError for a dataset that is not packed."""
+        bin_bytes = self._bin_bytes()
         return sum(size // bin_bytes for size in self._sizes)
 
     def bin_offsets(self) -> NDArray[np.int64]:
-        """Where each bin begins in the `.bin`, in bytes; of a packed dataset alone."""
-        bin_tokens = self.bin_tokens
-        assert bin_tokens is not None
-        bin_bytes = bin_tokens * self.dtype.itemsize
+        """Where each bin begins in the `.bin`, in bytes, int64 [bins]. Raises ConfigError for a
+        dataset that is not packed.
+        """
+        bin_bytes = self._bin_bytes()
         before = 0
         offsets = [np.empty(0, np.int64)]
         for size in self._sizes:
             offsets.append(before + np.arange(size // bin_bytes) * bin_bytes)
             before += size
         return np.concatenate(offsets)
+
+    def _bin_bytes(self) -> int:
+        if self.bin_tokens is None:
+            raise ConfigError(
+                f"{self.prefix}: has no bins; convert it with --pack, or name it by the prefix that "
+                f"has its manifest"
+            )
+        return self.bin_tokens * self.dtype.itemsize
 
     @cached_property
     def tokenizers(self) -> set[TokenizerLabel]:

@@ -171,6 +171,15 @@ def test_documents_arrive_whole_in_bins(packed: str, documents: list[list[int]])
     assert not verify(packed, eod_id=EOD).problems
 
 
+def test_a_dataset_that_is_not_packed_has_no_bins(tmp_path: Path) -> None:
+    write(str(tmp_path / "in"), random_documents(3))
+    dataset = IndexedDataset(str(tmp_path / "in"))
+    with pytest.raises(ConfigError, match="in: has no bins; convert it with --pack"):
+        _ = dataset.num_bins
+    with pytest.raises(ConfigError, match="has no bins"):
+        dataset.bin_offsets()
+
+
 def test_megatron_reads_the_documents_and_no_padding(packed: str) -> None:
     shard = str(sorted(Path(packed).parent.glob("out-*.idx"))[0].with_suffix(""))
     ours = IndexedDataset(shard)
