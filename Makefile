@@ -6,7 +6,7 @@ STAMP := $(VENV)/.installed
 PYTEST := $(BIN)/python -m pytest
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test cuda check format lint types soak integrations bench-peers clean
+.PHONY: help install demo test cuda check format lint types soak integrations bench-peers bench clean
 
 help:  ## list the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -56,6 +56,9 @@ bench-peers:  ## .venv-bench, with the other loaders that tools/bench/storage.py
 	echo "torch==2.13.0" > .venv-bench/constraints.txt
 	for peer in -e.[metrics] megatron-core==0.16.1 boto3 matplotlib litdata mosaicml-streaming s3torchconnector 'multi-storage-client[boto3]'; do \
 	  .venv-bench/bin/python -m pip install --quiet --disable-pip-version-check -c .venv-bench/constraints.txt "$$peer" || exit 1; done
+
+bench:  ## the table of docs/benchmarks.md, both sides of every figure, in half an hour; after bench-peers (BENCH="--stalls": ten more)
+	.venv-bench/bin/python tools/bench/table.py $(BENCH)
 
 clean:  ## remove .venv, caches and the demo's folder
 	rm -rf $(VENV) .venv-integrations .venv-bench demo-run build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis

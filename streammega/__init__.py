@@ -47,6 +47,7 @@ __version__ = "0.1.0"
 _HOMES = {
     "DataConfig": "streammega.config",
     "FieldsConfig": "streammega.config",
+    "FollowConfig": "streammega.config",
     "PhaseConfig": "streammega.config",
     "StorageConfig": "streammega.config",
     "StreammegaError": "streammega.errors",

@@ -10,10 +10,10 @@ import sys
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 from streammega.errors import ConfigError
-from streammega.errors.redaction import redacted_repr
+from streammega.errors.redaction import redact_urls, redacted_repr
 
 Transport = Literal["auto", "obstore", "fsspec"]
 
@@ -159,9 +159,16 @@ class StorageConfig:
 
 Order = Literal["megatron", "stream", "sequential"]
 Blend = str | Sequence[str] | Sequence[tuple[str, float]]
+SkippedNames = str | Sequence[str] | Mapping[str, str | Sequence[str]]
+"""Names of documents: a file of them, one a line; a list; or either for each of some datasets."""
 ORDERS = ("megatron", "stream", "sequential")
+SEAMS = ("joined", "masked", "apart")
 MOST_DATASETS = 32766
 """Of a blend: which dataset a sample is of is an int16, as in Megatron's index."""
+MOST_SAMPLES = 1 << 50
+"""Of a split: far more than any run has, and few enough for all that is counted of them to be
+int64.
+"""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -225,8 +232,16 @@ class FieldsConfig:
 class PhaseConfig:
     """What holds from a sample of the stream on; what is not given stays as in the phase before."""
 
-    first_sample: int
-    """The global sample it begins at: the end of a step of the phase before."""
+    first_sample: int = 0
+    """The global sample it begins at: the end of a step of the phase before. Or first_step or
+    first_token says it.
+    """
+    first_step: int | None = None
+    """Its first step, counted from 1 as in metrics.jsonl: over the batch sizes of the config from
+    sample 0 on, its ramp-up and its skips.
+    """
+    first_token: int | None = None
+    """How many tokens the samples before it have, skipped ones too; a step must end there."""
     blend: Blend | None = None
     """Datasets and weights of training, in any form of `blend`. One that stays goes on where it
     was, and so does one that comes back; one that is new begins its first epoch.
@@ -241,14 +256,19 @@ class PhaseConfig:
     """Prefixes of the blend that begin a new epoch here. What is left of the one before is passed
     over.
     """
+    skip_documents: SkippedNames = ()
+    """Documents that are not seen from this phase on, beside those of the phases before it: as
+    `skip_documents` of the run.
+    """
 
     def __repr__(self) -> str:
         return redacted_repr(self)
 
     def __post_init__(self) -> None:
-        names = ("first_sample", "global_batch_size", "sequence_length", "lanes")
-        set_whole_numbers(self, names)
-        for name in names:
+        sizes = ("global_batch_size", "sequence_length", "lanes")
+        set_whole_numbers(self, ("first_sample", "first_step", "first_token", *sizes))
+        self._check_start()
+        for name in sizes:
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise ConfigError(f"{name} of a phase is {value}; it must be at least 1")
@@ -256,6 +276,63 @@ class PhaseConfig:
             parse_blend(self.blend)
         if isinstance(self.restart, str):
             raise ConfigError(f"restart is {self.restart!r}; it must be a list of prefixes")
+        _skipped_names(self.skip_documents, self.first_sample)
+
+    @property
+    def is_in_samples(self) -> bool:
+        """Whether it is told by its first sample, rather than by a step or token."""
+        return self.first_step is None and self.first_token is None
+
+    def _check_start(self) -> None:
+        starts = {"first_step": (self.first_step, 2), "first_token": (self.first_token, 1)}
+        # 0 stands for one that is left out, where another says it
+        if self.first_sample or self.is_in_samples:
+            starts["first_sample"] = (self.first_sample, 1)
+        told = {name: start for name, start in starts.items() if start[0] is not None}
+        if len(told) > 1:
+            raise ConfigError(f"a phase says {' and '.join(told)}; it begins at one of them")
+        for name, (value, least) in told.items():
+            if value is not None and value < least:
+                raise ConfigError(
+                    f"{name} of a phase is {value}; it must be at least {least} (a phase begins at a "
+                    "first_sample, a first_step or a first_token)"
+                )
+
+
+@dataclass(frozen=True, kw_only=True)
+class FollowConfig:
+    """Take in by itself what is appended to datasets that the blend names by a version (`web@7`)."""
+
+    every_samples: int
+    """Newer versions are looked for at each multiple of so many samples of training, or where the
+    step ends that holds it. What they have more joins there, in a phase.
+    """
+    record: str | None = None
+    """A folder, path or URL, of small files that say what joined at which sample. Every rank,
+    worker and resume of the run goes by them: all must see it, and it must keep conditional writes.
+    None: `follow` in train.out_dir, in runs of streammega.train.
+    """
+
+    def __repr__(self) -> str:
+        return redacted_repr(self)
+
+    def __post_init__(self) -> None:
+        set_whole_numbers(self, ("every_samples",))
+        if self.every_samples < 1:
+            raise ConfigError(
+                f"follow.every_samples is {self.every_samples}; it must be at least 1"
+            )
+        if self.record is not None:
+            try:
+                object.__setattr__(self, "record", os.fspath(self.record).rstrip("/"))
+            except TypeError:
+                raise ConfigError(
+                    f"follow.record is {self.record!r}; it must be the path or URL of a folder"
+                ) from None
+            if not self.record:
+                raise ConfigError(
+                    "follow.record is empty; name a folder of the run's own, path or URL"
+                )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -277,10 +354,13 @@ class DataConfig(FieldsConfig):
     cursor of a run may still be changed.
     """
     phases: Sequence[PhaseConfig] = ()
-    """Stream order: what changes in the middle of training, in the order of `first_sample`; what
-    stands above is the first phase. Phases past the cursor of a run may still be changed, and
-    more be appended: docs/orders.md.
+    """What changes in the middle of training, in the order of `first_sample`; what stands above is
+    the first phase. In the stream order phases past the cursor of a run may still be changed, and
+    more be appended; in the Megatron order each is a run of its own, as Megatron's phase
+    transitions make it: docs/orders.md.
     """
+    follow: FollowConfig | None = None
+    """Stream order: take in what is appended to the datasets while the run trains."""
     split: str = "1,0,0"
     """Shares of train, valid and test, cut by sequence."""
     seed: int = 1234
@@ -330,6 +410,19 @@ class DataConfig(FieldsConfig):
     """Stream order: bytes that are shuffled as one."""
     skip_samples: Sequence[tuple[int, int]] = ()
     """Ranges [start, stop) of global sample ids to pass over: whole global batches."""
+    skip_documents: SkippedNames | Sequence[tuple[int, SkippedNames]] = ()
+    """Documents that training does not see: eod_id stands for each of their tokens, and there is no
+    loss on it. The path of a file of names, one a line; a list of names; either by dataset, as
+    {prefix: names}; or several of these, each from a sample on, as [(first sample, names)]. A name
+    is PREFIX#NUMBER of a dataset or shard, or what convert kept by --origins: an id, or FILE:LINE.
+    Lists that begin past the cursor of a run may still be changed: docs/orders.md.
+    """
+    seams: Literal["joined", "masked", "apart"] = "joined"
+    """Stream order: what becomes of the seams in samples that join several runs of tokens, as some do
+    after a phase has changed their length. `joined`: nothing; `masked`: no loss on the label over a
+    seam; `apart`: moreover a document ends there, for reset_attention_mask and reset_position_ids.
+    Those in every batch: StreamingDataset.seams.
+    """
     balance_batches: bool = False
     """Deal the samples of a global batch out to ranks and micro-batches so that attention over
     their documents costs all the same, by the lengths in the `.idx`; for configs with
@@ -377,6 +470,9 @@ class DataConfig(FieldsConfig):
             self._check_schedule()
         if self.phases:
             self._check_phases()
+        if self.follow is not None:
+            self._check_follow()
+        self._check_skipped_documents()
         if self.index_cache_dir:
             folder = _folder("index_cache_dir", self.index_cache_dir)
             object.__setattr__(self, "index_cache_dir", folder)
@@ -388,14 +484,37 @@ class DataConfig(FieldsConfig):
         """
         return self.reset_attention_mask or self.inter_document_masking
 
+    def follows(self, split: str) -> bool:
+        """Whether a split takes in what is appended: training alone does."""
+        return self.follow is not None and split == "train"
+
     def phases_of(self, split: str) -> Sequence[PhaseConfig]:
         """The later phases of a split: training alone has any, so that validation stays the same."""
         return self.phases if split == "train" else ()
+
+    def skips_of(self, split: str) -> list[SkippedList]:
+        """The documents that a split does not see. Those of training alone: validation stays the
+        same.
+        """
+        if split != "train":
+            return []
+        lists = _skipped_lists(self.skip_documents)
+        for phase in self.phases:
+            lists += _skipped_names(phase.skip_documents, phase.first_sample)
+        return lists
 
     def lengths_of(self, split: str) -> set[int]:
         """Tokens of a sample, over all phases of a split."""
         lengths = [phase.sequence_length for phase in self.phases_of(split)]
         return {self.sequence_length, *(length for length in lengths if length is not None)}
+
+    def length_starts(self, split: str) -> list[tuple[int, int]]:
+        """(first sample, tokens of a sample) of each phase of a split."""
+        starts = [(0, self.sequence_length)]
+        for phase in self.phases_of(split):
+            _, length_before = starts[-1]
+            starts.append((phase.first_sample, phase.sequence_length or length_before))
+        return starts
 
     def batch_changes(self, split: str) -> list[tuple[int, int | None]]:
         """(first sample, global batch size or None) of each later phase of a split."""
@@ -413,6 +532,13 @@ class DataConfig(FieldsConfig):
         if self.order not in ORDERS:
             raise ConfigError(
                 f"order is {self.order!r}; it must be 'megatron', 'stream' or 'sequential'"
+            )
+        if self.seams not in SEAMS:
+            raise ConfigError(f"seams is {self.seams!r}; it must be one of {', '.join(SEAMS)}")
+        if self.seams != "joined" and self.order != "stream":
+            raise ConfigError(
+                'seams are of phases, which belong to the stream order: set order="stream", or leave '
+                "seams out"
             )
         if self.num_samples is not None:
             object.__setattr__(self, "num_samples", _three_counts(self.num_samples))
@@ -451,6 +577,12 @@ class DataConfig(FieldsConfig):
                     f"skip_samples holds [{start}, {stop}); ranges run upwards from 0 or more"
                 )
 
+    def _check_skipped_documents(self) -> None:
+        if self.skips_of("train") and self.eod_id is None:
+            raise ConfigError(
+                "skip_documents needs eod_id, the id that stands for tokens which are not seen"
+            )
+
     def _check_schedule(self) -> None:
         if self.order != "stream" or self.blend is None:
             raise ConfigError("blend_schedule belongs to the stream order and a blend")
@@ -483,8 +615,10 @@ class DataConfig(FieldsConfig):
             start_before = start
 
     def _check_phases(self) -> None:
-        if self.order != "stream":
-            raise ConfigError('phases belong to the stream order: set order="stream"')
+        if self.order == "sequential":
+            raise ConfigError(
+                'phases belong to the stream order, and to that of Megatron: set order="stream"'
+            )
         first_before = 0
         for number, phase in enumerate(self.phases, 1):
             if not isinstance(phase, PhaseConfig):
@@ -492,19 +626,51 @@ class DataConfig(FieldsConfig):
                     f"phase {number} is {phase!r}; it must be a PhaseConfig, such as "
                     "PhaseConfig(first_sample=1_000_000, blend=['s3://bucket/code'])"
                 )
-            if phase.first_sample <= first_before:
+            if phase.is_in_samples and phase.first_sample <= first_before:
                 raise ConfigError(
                     f"phase {number} begins at sample {phase.first_sample}, and the one before it "
                     f"at {first_before}; phases stand in the order of their first samples"
                 )
-            first_before = phase.first_sample
+            if self.order == "megatron":
+                _check_megatron_phase(number, phase)
+            first_before = max(first_before, phase.first_sample)
         first_of_phases = self.phases[0].first_sample
         for start, _ in self.blend_schedule or ():
-            if start >= first_of_phases:
+            # 0 where that is told by a step or a token: then it is compared when that is known
+            if start >= first_of_phases > 0:
                 raise ConfigError(
                     f"blend_schedule has a segment from sample {start} on, where the phase from "
                     f"{first_of_phases} on holds; give its weights to a phase"
                 )
+
+    def _check_follow(self) -> None:
+        if not isinstance(self.follow, FollowConfig):
+            raise ConfigError(
+                f"follow is {redact_urls(repr(self.follow))}; it must be a FollowConfig, such as "
+                "FollowConfig(every_samples=1_000_000, record='s3://bucket/run/follow')"
+            )
+        if self.order != "stream":
+            raise ConfigError('follow belongs to the stream order: set order="stream"')
+        if self.blend_schedule is not None:
+            raise ConfigError(
+                "follow begins phases, and blend_schedule holds in the first one alone; give its "
+                "weights to phases"
+            )
+
+
+def _check_megatron_phase(number: int, phase: PhaseConfig) -> None:
+    """Raise ConfigError for what Megatron's phase transitions do not change."""
+    if phase.global_batch_size is not None:
+        raise ConfigError(
+            f"phase {number} sets global_batch_size, which is the same in all phases of the Megatron "
+            'order, as with --phase-transition-iterations; leave it out, or set order="stream"'
+        )
+    if phase.lanes is not None or phase.restart:
+        name = "lanes" if phase.lanes is not None else "restart"
+        raise ConfigError(
+            f"phase {number} sets {name}, which is of the stream order; in that of Megatron every "
+            "phase begins its datasets anew: leave it out"
+        )
 
 
 def _three_counts(given: Any) -> tuple[int, int, int]:
@@ -515,7 +681,59 @@ def _three_counts(given: Any) -> tuple[int, int, int]:
         train = valid = test = -1
     if min(train, valid, test) < 0:
         raise ConfigError(f"num_samples is {given}; it takes three counts: (train, valid, test)")
+    if max(train, valid, test) > MOST_SAMPLES:
+        raise ConfigError(f"num_samples is {given}; no run has more than {MOST_SAMPLES:,} samples")
     return train, valid, test
+
+
+class SkippedList(NamedTuple):
+    """Names of documents that are not seen in samples `first_sample` and later.
+
+    names: the names, or the path of a file of them. dataset: the prefix whose documents they are;
+    None: those of any.
+    """
+
+    first_sample: int
+    names: str | tuple[str, ...]
+    dataset: str | None = None
+
+
+def _skipped_lists(given: Any) -> list[SkippedList]:
+    """skip_documents of a run, in any of its forms. Raises ConfigError for others."""
+    if isinstance(given, Sequence) and given and not isinstance(given[0], str):
+        lists: list[SkippedList] = []
+        for entry in given:
+            is_pair = isinstance(entry, Sequence) and len(entry) == 2
+            if not is_pair or type(entry[0]) is not int or entry[0] < 0:
+                raise ConfigError(
+                    f"skip_documents holds {redact_urls(repr(entry))}; it takes names of documents, or several lists "
+                    "of them, each as (first sample, names)"
+                )
+            first_sample, names = entry
+            lists += _skipped_names(names, first_sample)
+        return lists
+    return _skipped_names(given, 0)
+
+
+def _skipped_names(given: Any, first_sample: int) -> list[SkippedList]:
+    """One list of names, or those of each dataset. Raises ConfigError for anything else."""
+    by_dataset = given if isinstance(given, Mapping) else {None: given}
+    lists = []
+    for dataset, names in by_dataset.items():
+        if isinstance(names, os.PathLike):
+            names = os.fspath(names)
+        if isinstance(dataset, os.PathLike):
+            dataset = os.fspath(dataset)
+        are_names = isinstance(names, Sequence) and all(isinstance(name, str) for name in names)
+        if not are_names or not isinstance(dataset, str | None):
+            raise ConfigError(
+                f"skip_documents is {redact_urls(repr(given))}; it takes the path of a file of names, a list of "
+                "names, or either for each dataset, as {prefix: names}"
+            )
+        if len(names):
+            names = names if isinstance(names, str) else tuple(names)
+            lists.append(SkippedList(first_sample=first_sample, names=names, dataset=dataset))
+    return lists
 
 
 def parse_blend(blend: Blend) -> tuple[tuple[str, ...], tuple[float, ...] | None]:

@@ -53,6 +53,11 @@ SECTIONS = [
     ),
     Section(
         "streammega/config.py",
+        "FollowConfig",
+        "`[data.follow]`, taking in what is appended: `FollowConfig`",
+    ),
+    Section(
+        "streammega/config.py",
         "StorageConfig",
         "`[data.storage]`, how bytes are fetched: `StorageConfig`",
     ),

@@ -240,7 +240,8 @@ def convert(
     from streammega.convert import ConvertOptions, Runner, convert_task, merge_tasks
     from streammega.convert import convert as run
     from streammega.convert.tasks import parse_task
-    from streammega.dataset.growing import append, check_beside
+    from streammega.dataset.growing.additions import check_beside
+    from streammega.dataset.growing.append import append
 
     if merges and tokenizer is None:
         raise ConfigError(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -70,8 +71,21 @@ def differences_report(one: TracedRunFile, two: TracedRunFile, samples: int | No
         "looked_at": found.looked_at,
         "same_of_these": found.shared,
         "settings": settings,
+        "tokens": _tokens_of(one, two, found.samples) if found.first is not None else {},
         "steps": _step_words(one, two),
     }
+
+
+def _tokens_of(one: TracedRunFile, two: TracedRunFile, samples: int) -> dict[str, list[int]]:
+    """How many tokens the first samples of each run take from each dataset, over all phases."""
+    from streammega.samples.dealt import dealt_samples
+
+    tokens: dict[str, list[int]] = {}
+    for place, run in enumerate((one, two)):
+        for phase in dealt_samples(run.provenance, samples, run.steps.skipped):
+            for dataset in phase.datasets:
+                tokens.setdefault(dataset.dataset, [0, 0])[place] += dataset.tokens
+    return tokens
 
 
 def as_text(report: Report) -> str:
@@ -95,7 +109,21 @@ def as_text(report: Report) -> str:
             "  (a resume is refused by these, or they come into play behind those samples)"
         )
     lines += [f"  {words}" for words in report["steps"]]
+    lines += _tokens_as_text(report)
     return "\n".join(lines)
+
+
+def _tokens_as_text(report: Report) -> list[str]:
+    """A line for each of the datasets of which other amounts are read, the most first."""
+    others = {name: both for name, both in report["tokens"].items() if both[0] != both[1]}
+    by_difference = sorted(others, key=lambda name: -abs(others[name][0] - others[name][1]))
+    lines = [
+        f"  tokens of {name}: {others[name][0]:,} and {others[name][1]:,}"
+        for name in by_difference[:MOST_LISTED]
+    ]
+    if len(others) > MOST_LISTED:
+        lines.append(f"  and of {len(others) - MOST_LISTED} other datasets")
+    return lines
 
 
 def _step(number: int | None) -> str:
@@ -104,6 +132,13 @@ def _step(number: int | None) -> str:
 
 def _words(one: Any, two: Any) -> list[str]:
     """A line for each thing in which two values differ, to be put behind a name."""
+    if isinstance(one, Mapping) and isinstance(two, Mapping):
+        names = [name for name in {**one, **two} if one.get(name) != two.get(name)]
+        return [
+            f".{name}{words}" for name in names for words in _words(one.get(name), two.get(name))
+        ]
+    if None in (one, two):
+        return [f": {_brief(one)} and {_brief(two)}"]
     if not isinstance(one, list) or not isinstance(two, list):
         return [f": {one} and {two}"]
     if len(one) != len(two):
@@ -114,6 +149,15 @@ def _words(one: Any, two: Any) -> list[str]:
         left = len(lines) - MOST_LISTED
         lines = [*lines[:MOST_LISTED], f": and {left} more"]
     return lines
+
+
+def _brief(value: Any) -> str:
+    """A value that the other run has none of: of a phase where it begins."""
+    if isinstance(value, Mapping) and "first_sample" in value:
+        return f"one from sample {value['first_sample']} on"
+    if isinstance(value, Mapping):
+        return ", ".join(f"{name}: {_brief(of)}" for name, of in value.items())
+    return "none" if value is None else str(value)
 
 
 def _step_words(one: TracedRunFile, two: TracedRunFile) -> list[str]:

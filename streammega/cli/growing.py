@@ -33,7 +33,7 @@ def append(
     Any number of producers may do so at once. What is in already stays once, so a command that was
     killed may be repeated. Runs go on with the version that they name (PREFIX@NUMBER).
     """
-    from streammega.dataset.growing import append as run
+    from streammega.dataset.growing.append import append as run
 
     version = run(prefix, names, storage_config(storage), alone=alone)
     how = "" if version.added else ", which had all of it already"
@@ -44,14 +44,19 @@ def versions(
     prefix: Annotated[str, typer.Argument(help="A dataset: its prefix, path or URL.")],
     storage: StorageOption = None,
 ) -> None:
-    """List the versions of a dataset that grows, and what lies beside it and is in none of them."""
-    from streammega.dataset.growing import orphans
-    from streammega.dataset.growing import versions as run
+    """List the versions of a dataset that grows, and what lies beside it and is in none of them.
+
+    Exits with 1 where the manifest of one cannot be read.
+    """
+    from streammega.dataset.growing.versions import DamagedVersion, orphans
+    from streammega.dataset.growing.versions import versions as run
 
     settings = storage_config(storage, looks_only=True)
     found = run(prefix, settings, most=MOST_SHOWN)
     name = redact_urls(prefix)
     for version in found:
         typer.echo(f"{name}@{version.number}  {version}")
+    if any(isinstance(version, DamagedVersion) for version in found):
+        raise typer.Exit(1)
     for orphan in orphans(prefix, settings):
         typer.echo(f"in no version: {redact_urls(orphan)}; streammega append {name} takes it in")

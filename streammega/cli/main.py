@@ -15,12 +15,11 @@ from typing import Annotated
 import typer
 
 import streammega
-from streammega.cli import commands, growing
+from streammega.cli import commands, growing, looks
 from streammega.cli.convert import convert
 from streammega.cli.diff_orders import diff_orders
-from streammega.cli.options import StorageOption, storage_config
 from streammega.cli.trace import trace
-from streammega.errors import ConfigError, FormatError, ObjectNotFoundError, StreammegaError
+from streammega.errors import ConfigError, StreammegaError
 from streammega.errors.redaction import redact_urls
 
 EXIT_OF_INTERRUPT = 130
@@ -60,49 +59,7 @@ app.command(no_args_is_help=True)(growing.append)
 app.command(no_args_is_help=True)(growing.versions)
 
 
-@app.command(no_args_is_help=True)
-def describe(
-    prefix: Annotated[
-        str,
-        typer.Argument(
-            help="A dataset: a prefix, a manifest, a folder; or an input of any format."
-        ),
-    ],
-    tokenizer: Annotated[
-        str | None, typer.Option(help="A tokenizer, to decode the first tokens.")
-    ] = None,
-    plot: Annotated[
-        str | None, typer.Option(help="Write the document-length histogram to this PNG.")
-    ] = None,
-    tokens: Annotated[int, typer.Option(help="How many of the first tokens are shown.")] = 32,
-    storage: StorageOption = None,
-) -> None:
-    """Say what a dataset is: counts, dtype, sizes, first tokens, document lengths."""
-    from streammega.cli import describe as describing
-    from streammega.dataset import IndexedDataset
-    from streammega.dataset.manifest import MANIFEST
-
-    settings = storage_config(storage, looks_only=True)
-    # a signed URL is one of a file, and there is nothing beside it
-    if prefix.startswith("http") and "?" in prefix:
-        typer.echo(describing.describe_input(prefix, settings))
-        return
-    try:
-        indexed = IndexedDataset(prefix, settings)
-    except (ObjectNotFoundError, FormatError) as no_dataset:
-        may_be_input = prefix.endswith(".json") and not prefix.endswith(MANIFEST)
-        if isinstance(no_dataset, FormatError) and not may_be_input:
-            raise  # a dataset that is damaged; a .json of other records is an input
-        try:
-            typer.echo(describing.describe_input(prefix, settings))
-        except ObjectNotFoundError:
-            raise no_dataset from None
-        return
-    summary = describing.summarize(indexed, tokens)
-    typer.echo(describing.as_text(summary, tokenizer))
-    if plot:
-        describing.write_plot(summary, plot)
-        typer.echo(f"histogram written to {plot}")
+app.command(no_args_is_help=True)(looks.describe)
 
 
 cache_app = typer.Typer(
@@ -172,49 +129,7 @@ def _cache_folder(folder: str) -> Path:
     return chunks
 
 
-@app.command(name="order-report", no_args_is_help=True)
-def order_report(
-    blend: Annotated[
-        list[str], typer.Argument(help="Prefixes, or weights and prefixes in turn: 0.3 a 0.7 b.")
-    ],
-    sequence_length: Annotated[int, typer.Option(help="Tokens of a sample.")] = 4096,
-    global_batch_size: Annotated[int, typer.Option(help="Samples of a step.")] = 1024,
-    ranks: Annotated[int, typer.Option(help="Data-parallel ranks.")] = 8,
-    steps: Annotated[int, typer.Option(help="Global batches to look at.")] = 256,
-    order: Annotated[
-        str, typer.Option(help="The order: stream, megatron or sequential.")
-    ] = "stream",
-    split: Annotated[str, typer.Option(help="The shares of train, valid and test.")] = "1,0,0",
-    seed: Annotated[int, typer.Option(help="The seed of the shuffle.")] = 1234,
-    lanes: Annotated[int | None, typer.Option(help="Lanes of the stream order.")] = None,
-    block_kib: Annotated[int, typer.Option(help="KiB of a block of the stream order.")] = 256,
-    plot: Annotated[str | None, typer.Option(help="Write the figures to this PNG.")] = None,
-    storage: StorageOption = None,
-) -> None:
-    """Measure an order before it is used: shuffle quality, blend drift, requests and bytes of each
-    rank. Reads no tokens.
-    """
-    from streammega.cli import order_report as reporting
-    from streammega.config import DataConfig
-
-    config = DataConfig(
-        blend=blend if len(blend) > 1 else blend[0],
-        sequence_length=sequence_length,
-        split=split,
-        seed=seed,
-        order=order,  # type: ignore[arg-type]  # checked by the config
-        lanes=lanes,
-        block_bytes=block_kib * 1024,
-        num_samples=(steps * global_batch_size, 0, 0),
-        storage=storage_config(storage, looks_only=True),
-    )
-    report = reporting.order_report(config, "train", global_batch_size, ranks, steps)
-    typer.echo(reporting.as_text(report, ranks))
-    if plot:
-        reporting.write_plot(report, plot)
-        typer.echo(f"plot written to {plot}")
-
-
+app.command(name="order-report", no_args_is_help=True)(looks.order_report)
 app.command(no_args_is_help=True)(commands.plot)
 app.command(no_args_is_help=True)(trace)
 app.command(name="diff-orders", no_args_is_help=True)(diff_orders)
@@ -291,6 +206,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return EXIT_OF_BROKEN_PIPE
     except OSError as error:  # a report or plot that cannot be written, a link to nowhere
         print(f"error: {error.filename or 'i/o'}: {error.strerror or error}", file=sys.stderr)
+        return 1
+    except (OverflowError, MemoryError) as error:  # of a setting that is far too large
+        print(f"error: a number is too large for this: {error}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)

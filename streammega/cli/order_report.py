@@ -5,7 +5,7 @@ would fetch.
 from __future__ import annotations
 
 import textwrap
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import numpy as np
@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 
 from streammega.config import DataConfig
 from streammega.errors import ConfigError
+from streammega.order.batch_size import BatchSchedule, batch_schedule
 from streammega.order.lanes import StreamOrder
 from streammega.order.quality import (
     FetchPlan,
@@ -21,9 +22,9 @@ from streammega.order.quality import (
     places_of,
     shuffle_quality,
 )
-from streammega.samples.lanes import StreamSource
+from streammega.samples.lanes import LaneSource
 from streammega.samples.open import open_source
-from streammega.samples.phases import PhasedSource
+from streammega.samples.phases import Phased, source_at
 from streammega.samples.source import SampleSource
 
 MiB = 1 << 20
@@ -37,9 +38,10 @@ FAR_MORE = 1.5
 
 @dataclass(frozen=True, kw_only=True)
 class OrderReport:
-    """Figures of the first `samples` samples.
+    """Figures of `samples` samples from `first_sample` on, where a phase begins.
 
-    `blend_drift`: largest distance from the target share, in samples, by prefix.
+    `blend_drift`: largest distance from the target share, in samples, by prefix. `phase`: its
+    number; None where there is but one.
     """
 
     samples: int
@@ -50,6 +52,8 @@ class OrderReport:
     blend_prefixes: list[int]
     blend_drift: list[float]
     lanes: int | None
+    first_sample: int = 0
+    phase: int | None = None
 
 
 def order_report(
@@ -57,24 +61,60 @@ def order_report(
 ) -> OrderReport:
     """Measure `steps` global batches of an order from its plan; no token is read.
 
-    Raises ConfigError for sizes below 1.
+    Of a config with phases: of the first, to its end at most. Raises ConfigError for sizes below 1.
     """
-    sizes = {"global_batch_size": global_batch_size, "ranks": dp_size, "steps": steps}
+    _check_sizes(global_batch_size=global_batch_size, ranks=dp_size, steps=steps)
+    source = open_source(config, split, global_batch_size)
+    schedule = batch_schedule(global_batch_size, None, config.batch_changes(split))
+    return phase_reports(source, schedule, dp_size, steps, steps * global_batch_size)[0]
+
+
+def phase_reports(
+    source: SampleSource, schedule: BatchSchedule, dp_size: int, steps: int, end: int
+) -> list[OrderReport]:
+    """The same of every phase that begins before sample `end`, from its first sample on.
+
+    A rank is told by every `dp_size`-th sample. Raises ConfigError for sizes below 1.
+    """
+    _check_sizes(ranks=dp_size, steps=steps)
+    starts = list(source.starts) if isinstance(source, Phased) else [0]
+    if source.num_samples is not None:
+        end = min(end, source.num_samples)
+    reports = []
+    for number, start in enumerate(starts):
+        stop = min([end, *starts[number + 1 : number + 2]])
+        if start >= stop:
+            continue
+        batch = schedule.size_at(start)
+        ids = np.arange(start, min(stop, start + steps * batch))
+        phase = number if len(starts) > 1 else None
+        reports.append(_report(source_at(source, start), ids, batch, dp_size, phase))
+    return reports
+
+
+def _check_sizes(**sizes: int) -> None:
     for name, size in sizes.items():
         if size < 1:
             raise ConfigError(f"{name} is {size}; it must be at least 1")
-    source = open_source(config, split, global_batch_size)
-    samples = steps * global_batch_size
-    if source.num_samples is not None:
-        samples = min(samples, source.num_samples)
-    ids = np.arange(samples)
+
+
+def _report(
+    source: SampleSource,
+    ids: NDArray[np.int64],
+    global_batch_size: int,
+    dp_size: int,
+    phase: int | None,
+) -> OrderReport:
+    """Figures of samples of one phase."""
+    config = source.config
+    samples = len(ids)
     extents = source.locate(ids)
     starts, total = _file_starts(source)
     places = places_of(extents, starts, config.sequence_length)
     # of fewer places than samples nothing could be drawn without repeating
     population = max(total, samples)
     window = WINDOW_STEPS * global_batch_size
-    order = _order_at(source, samples)
+    order = source.order if isinstance(source, LaneSource) else None
     first_datasets = extents.dataset[extents.row_splits[:-1]]
     prefixes, drift = _blend_drift(first_datasets, order)
     open_bytes = 0
@@ -89,27 +129,13 @@ def order_report(
         blend_prefixes=prefixes,
         blend_drift=drift,
         lanes=None if order is None else order.lanes,
+        first_sample=int(ids[0]),
+        phase=phase,
     )
 
 
-def _order_at(source: SampleSource, samples: int) -> StreamOrder | None:
-    """The stream order that holds for the first samples; None for another order.
-
-    Raises ConfigError where they reach into a later phase.
-    """
-    if isinstance(source, PhasedSource):
-        if source.phase_at(samples - 1) > 0:
-            end = source.order.ends[0]
-            raise ConfigError(
-                f"the report is of the first phase, which ends at sample {end}, and would reach "
-                f"sample {samples}; look at fewer --steps, or leave the phases out"
-            )
-        return source.phases[0].order
-    return source.order if isinstance(source, StreamSource) else None
-
-
 def _plan_of_a_rank(
-    config: DataConfig, source: SampleSource, order: Any, ids: NDArray[np.int64]
+    config: DataConfig, source: SampleSource, order: StreamOrder | None, ids: NDArray[np.int64]
 ) -> FetchPlan:
     """What one rank would fetch for its samples: in the stream order whole blocks, each open in a
     lane of its own; else every sample by itself.
@@ -131,6 +157,16 @@ NAMES = {
     "neighbour_distance": "median samples between neighbours of one document",
     "domain_drift": f"drift of domain shares over {WINDOW_STEPS} steps (1 = independent draws)",
 }
+
+
+def as_values(report: OrderReport) -> dict[str, Any]:
+    """The report for JSON: a figure that is none is null."""
+    values = asdict(report)
+    for name in ("quality", "full"):
+        figures = values[name]
+        values[name] = {key: None if np.isnan(of) else of for key, of in figures.items()}
+    values["plan"]["amplification"] = report.plan.amplification
+    return values
 
 
 def as_text(report: OrderReport, dp_size: int) -> str:
@@ -159,7 +195,10 @@ def as_text(report: OrderReport, dp_size: int) -> str:
 
 def _title(report: OrderReport) -> str:
     lanes = f", {report.lanes} lanes" if report.lanes else ""
-    return f"{report.samples:,} samples{lanes}"
+    phase = ""
+    if report.phase is not None:
+        phase = f"phase {report.phase}, from sample {report.first_sample:,} on: "
+    return f"{phase}{report.samples:,} samples{lanes}"
 
 
 def _figure(value: float) -> str:
@@ -252,6 +291,10 @@ def _blend_drift(dataset: NDArray[Any], order: Any) -> tuple[list[int], list[flo
     """
     if order is None or len(order.datasets) < 2 or len(order.schedule) > 1:
         return [], []
+    # datasets are numbered over all phases
+    columns = np.zeros(int(order.dataset_numbers.max()) + 1, np.int64)
+    columns[order.dataset_numbers] = np.arange(len(order.datasets))
+    dataset = columns[dataset]
     _, weights = order.schedule[0]
     shares = np.array(weights) / np.sum(weights)
     evenly_spread = np.linspace(1, len(dataset), DRIFT_POINTS).astype(np.int64)

@@ -46,8 +46,16 @@ def trace(
             "--tokenizer, for which all tokens are looked through."
         ),
     ] = None,
+    skipped: Annotated[
+        bool,
+        typer.Option(
+            "--skipped",
+            help="The documents of skip_documents, and at which steps each was seen before.",
+        ),
+    ] = False,
     last_step: Annotated[
-        int | None, typer.Option(help="With --find: up to this step; by default the run's last.")
+        int | None,
+        typer.Option(help="With --find and --skipped: up to this step; by default the run's last."),
     ] = None,
     rank: Annotated[
         int | None, typer.Option(help="Of a step, only what this data-parallel rank reads.")
@@ -75,24 +83,32 @@ def trace(
     with --tokenizer the tokens.
     """
     from streammega.cli import trace_report as reporting
+    from streammega.config import MOST_SAMPLES
     from streammega.train.config import load_run
 
-    chosen = [name for name in (step, sample, find) if name is not None]
+    chosen = [name for name in (step, sample, find, skipped or None) if name is not None]
     if len(chosen) != 1:
-        raise ConfigError("give one of --step, --sample and --find: what is to be explained")
+        raise ConfigError(
+            "give one of --step, --sample, --find and --skipped: what is to be explained"
+        )
+    if sample is not None and sample >= MOST_SAMPLES:
+        raise ConfigError(f"--sample {sample}: no run has so many samples")
     _check_belongs("--rank", rank, "--step", step)
-    _check_belongs("--last-step", last_step, "--find", find)
-    if find is not None and tokens is not None:
-        raise ConfigError("--tokens is of the samples of --step and --sample, and not of --find")
+    _check_belongs("--last-step", last_step, "--find or --skipped", find or skipped or None)
+    if (find is not None or skipped) and tokens is not None:
+        raise ConfigError("--tokens is of the samples of --step and --sample, and of nothing else")
     settings = _chosen_run(load_run(config, overrides or []), validation)
     run = reporting.open_run(settings, "valid" if validation else split, ranks)
     for name, number in (("--step", step), ("--last-step", last_step)):
-        _check_step(run, name, number)
+        check_step(run, name, number)
     model = _load(tokenizer)
     try:
-        if find is not None:
+        last = run.last_step if last_step is None else last_step
+        if skipped:
+            report = reporting.skipped_report(run, last)
+            text = reporting.skipped_as_text(report)
+        elif find is not None:
             names = _documents(run, find, model)
-            last = run.last_step if last_step is None else last_step
             report = reporting.readings_report(run, names, last)
             text = reporting.readings_as_text(report)
         else:
@@ -112,7 +128,7 @@ def _check_belongs(option: str, value: int | None, to: str, other: object) -> No
         raise ConfigError(f"{option} {value}: goes with {to}, which is not given")
 
 
-def _check_step(run: TracedRunFile, option: str, step: int | None) -> None:
+def check_step(run: TracedRunFile, option: str, step: int | None) -> None:
     """Raise ConfigError for a step that the run has not."""
     if step is None or 1 <= step <= run.last_step:
         return
@@ -178,11 +194,13 @@ def _load(tokenizer: str | None) -> TextTokenizer | None:
 
 def _documents(run: TracedRunFile, what: str, model: TextTokenizer | None) -> list[DocumentName]:
     """The documents that somebody looks for. Raises ConfigError where there are none."""
+    from streammega.dataset.origin_names import is_number
+
     named = run.provenance.documents_from(what)
     if named:
         return named
     name, mark, number = what.rpartition("#")
-    if mark and number.isdigit():
+    if mark and is_number(number):
         return run.provenance.find(name, int(number))
     if model is None:
         raise ConfigError(

@@ -15,6 +15,7 @@ from streammega.dataset.origins import Origin
 from streammega.loading.balanced_batches import BalancedBatches
 from streammega.order.batch_size import batch_schedule
 from streammega.order.step_numbers import StepNumbers, rank_of
+from streammega.samples.phases import Phased
 from streammega.samples.provenance import DocumentName, Provenance, TracedRun
 from streammega.train.config import RunConfig
 from streammega.train.splits import batch_sizes, data_of
@@ -49,8 +50,12 @@ class TracedRunFile:
         return self.steps.samples(step).stop
 
     def place(self, sample: int) -> Report:
-        """The step of a sample, and where the ranks are known the one that reads it."""
+        """The step of a sample, its phase if the run has several, and where the ranks are known the
+        one that reads it.
+        """
         place: Report = {"sample": sample, "step": self.steps.step_of(sample)}
+        if isinstance(self.provenance.source, Phased):
+            place["phase"] = self.provenance.phase_of(sample)
         if self.ranks is not None:
             place["rank"] = self._rank_of(sample, self.ranks)
         return place
@@ -117,11 +122,12 @@ def trace_report(
         runs = []
         for part in sample.runs:
             entry = _run_entry(part)
-            if decode is not None and stored is not None:
+            if decode is not None and stored is not None and not part.skipped:
                 columns = slice(part.column, part.column + part.stop - part.start)
                 entry["text"] = decode(stored[row, columns].tolist())
             runs.append(entry)
-        listed.append({**run.place(sample.sample), "runs": runs})
+        seams = {"seams": list(sample.seams)} if sample.seams else {}
+        listed.append({**run.place(sample.sample), **seams, "runs": runs})
     return {"split": run.split, "samples": listed, "datasets": _shares(traced)}
 
 
@@ -131,14 +137,64 @@ def readings_report(run: TracedRunFile, names: Sequence[DocumentName], last_step
     documents = []
     for name in names:
         entry = document_entry(run.provenance, name)
-        entry["readings"] = []
-        for reading in run.provenance.readings(name, end):
-            place = run.place(reading.sample)
-            # Of samples that are skipped, nothing is seen.
-            if place["step"] is not None:
-                entry["readings"].append({**place, "tokens": [reading.start, reading.stop]})
+        since = run.provenance.skipped_from(name)
+        entry["readings"] = _readings(run, name, end, since)
         documents.append(entry)
     return {"split": run.split, "last_step": last_step, "documents": documents}
+
+
+def skipped_report(run: TracedRunFile, last_step: int) -> Report:
+    """Which documents are skipped, from where on, and in which steps each was seen before, up to a
+    step.
+    """
+    end = run.end_of(last_step)
+    documents = []
+    for name, since in run.provenance.skipped_documents().items():
+        readings = _readings(run, name, min(since, end), None)
+        documents.append(
+            {
+                **document_entry(run.provenance, name),
+                "skipped_from": run.place(since),
+                "tokens_seen": _distinct([tuple(reading["tokens"]) for reading in readings]),
+                "readings": readings,
+            }
+        )
+    seen = [document for document in documents if document["readings"]]
+    return {
+        "split": run.split,
+        "last_step": last_step,
+        "skipped_documents": len(documents),
+        "seen_before": len(seen),
+        "tokens_seen": sum(document["tokens_seen"] for document in seen),
+        "documents": documents,
+    }
+
+
+def _readings(run: TracedRunFile, name: DocumentName, end: int, since: int | None) -> list[Report]:
+    """Where tokens of a document are read before a sample. since: the one from which on they are
+    not seen.
+    """
+    readings = []
+    for reading in run.provenance.readings(name, end):
+        place = run.place(reading.sample)
+        # Of samples that are skipped, nothing is seen.
+        if place["step"] is None:
+            continue
+        entry = {**place, "tokens": [reading.start, reading.stop]}
+        if since is not None and reading.sample >= since:
+            entry["skipped"] = True
+        readings.append(entry)
+    return readings
+
+
+def _distinct(ranges: Sequence[tuple[int, ...]]) -> int:
+    """How many tokens are in any of some ranges [start, stop)."""
+    count = 0
+    behind = 0
+    for start, stop in sorted(ranges):
+        count += max(0, stop - max(start, behind))
+        behind = max(behind, stop)
+    return count
 
 
 def document_entry(provenance: Provenance, name: DocumentName) -> Report:
@@ -173,15 +229,18 @@ def _run_entry(part: TracedRun) -> Report:
         "tokens": [part.start, part.stop],
         "document_tokens": part.document_tokens,
         **_origin_entry(part.origin),
+        **({"skipped": True} if part.skipped else {}),
     }
 
 
 def _shares(traced: Sequence[Any]) -> Report:
-    """Tokens and documents of each dataset, the largest first."""
+    """Tokens and documents that are seen of each dataset, the largest first."""
     tokens: dict[str, int] = {}
     documents: dict[str, set[DocumentName]] = {}
     for sample in traced:
         for part in sample.runs:
+            if part.skipped:
+                continue
             tokens[part.dataset] = tokens.get(part.dataset, 0) + part.stop - part.start
             documents.setdefault(part.dataset, set()).add(part.name)
     by_size = sorted(tokens, key=lambda name: -tokens[name])
@@ -191,21 +250,29 @@ def _shares(traced: Sequence[Any]) -> Report:
 def trace_as_text(report: Report) -> str:
     """A trace for people."""
     samples = report["samples"]
-    lines = [f"{len(samples)} samples of {report['split']}"]
+    lines = [f"{counted(len(samples), 'sample')} of {report['split']}"]
     for name, share in report["datasets"].items():
-        lines.append(f"  {share['tokens']:,} tokens of {share['documents']:,} documents of {name}")
+        tokens = counted(share["tokens"], "token")
+        documents = counted(share["documents"], "document")
+        lines.append(f"  {tokens} of {documents} of {name}")
     for sample in samples:
-        lines.append(_place_as_text(sample))
+        lines.append(_place_as_text(sample) + _seams_as_text(sample))
         for part in sample["runs"]:
             start, stop = part["tokens"]
             behind = part["column"] + stop - start
             lines.append(
                 f"  [{part['column']}, {behind})  {_document_as_text(part)}, "
                 f"tokens [{start}, {stop}) of {part['document_tokens']}{_origin_as_text(part)}"
+                f"{_seen_as_text(part)}"
             )
             if "text" in part:
                 lines.append(f"    {_shortened(part['text'])}")
     return "\n".join(lines)
+
+
+def counted(number: int, what: str) -> str:
+    """So many of something."""
+    return f"{number:,} {what}" if number == 1 else f"{number:,} {what}s"
 
 
 def readings_as_text(report: Report) -> str:
@@ -223,16 +290,55 @@ def readings_as_text(report: Report) -> str:
             lines.append(f"    {_shortened(document['text'])}")
         if not readings:
             lines.append(f"  in no sample of {report['split']} up to step {last_step}")
-        for reading in readings:
-            start, stop = reading["tokens"]
-            lines.append(f"  {_place_as_text(reading)}: tokens [{start}, {stop})")
+        lines += _readings_as_text(readings)
     return "\n".join(lines)
+
+
+def skipped_as_text(report: Report) -> str:
+    """What is skipped, for people."""
+    lines = [
+        f"skipped documents: {report['skipped_documents']}; seen before that, up to step "
+        f"{report['last_step']}: {report['tokens_seen']:,} tokens of {report['seen_before']} of them"
+    ]
+    for document in report["documents"]:
+        lines.append(
+            f"{_document_as_text(document)}, of {document['dataset']}{_origin_as_text(document)}: "
+            f"skipped from {_place_as_text(document['skipped_from'])} on; "
+            f"{document['tokens_seen']} of its {document['document_tokens']} tokens seen before"
+        )
+        lines += _readings_as_text(document["readings"])
+    return "\n".join(lines)
+
+
+def _readings_as_text(readings: Sequence[Report]) -> list[str]:
+    """A line for each."""
+    lines = []
+    for reading in readings:
+        start, stop = reading["tokens"]
+        lines.append(
+            f"  {_place_as_text(reading)}: tokens [{start}, {stop}){_seen_as_text(reading)}"
+        )
+    return lines
+
+
+def _seen_as_text(entry: Report) -> str:
+    """Behind tokens that training does not see."""
+    return ", not seen" if entry.get("skipped") else ""
 
 
 def _place_as_text(place: Report) -> str:
     step = "skipped" if place["step"] is None else f"step {place['step']}"
+    phase = f", phase {place['phase']}" if "phase" in place else ""
     rank = f", rank {place['rank']}" if "rank" in place else ""
-    return f"{step}, sample {place['sample']}{rank}"
+    return f"{step}, sample {place['sample']}{phase}{rank}"
+
+
+def _seams_as_text(sample: Report) -> str:
+    """Behind a sample, where it joins runs of tokens."""
+    if "seams" not in sample:
+        return ""
+    columns = ", ".join(str(column) for column in sample["seams"])
+    return f", joins {len(sample['seams']) + 1} runs of tokens at {columns}"
 
 
 def _document_as_text(entry: Report) -> str:

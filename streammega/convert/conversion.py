@@ -166,7 +166,8 @@ class Conversion:
             labels = labels | {"loss_modes": None}
         origins = None
         if self.options.origins:
-            origins = origins_written(self.work, layout, self.storage)
+            origins, num_ids = origins_written(self.work, layout, self.storage)
+            self._tell_of_ids(num_ids, shards)
         manifest = Manifest(
             kind=self.options.kind,
             dtype=layout.dtype,
@@ -256,6 +257,17 @@ class Conversion:
                 "--origins carries it over",
                 redact_urls(name),
                 ENDING,
+            )
+
+    def _tell_of_ids(self, num_ids: int, shards: Sequence[Shard]) -> None:
+        """Say that no document has the id that was asked for: a record may lack it, not all."""
+        if self.options.id_field is None or num_ids:
+            return
+        if any(shard.documents for shard in shards):
+            log.warning(
+                "no record has a text or number in %r (--id-field), so no document can be found or "
+                "skipped by its id; is the field mistyped?",
+                self.options.id_field,
             )
 
     def _datasets(self) -> list[DocumentSet]:

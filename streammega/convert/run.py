@@ -29,7 +29,7 @@ from streammega.convert.work_folder import held_output, work_folder
 from streammega.convert.write.labels import Labels
 from streammega.convert.write.names import OutputNames
 from streammega.convert.write.output import Output
-from streammega.dataset.growing import check_not_grown
+from streammega.dataset.growing.checks import check_not_grown
 from streammega.dataset.manifest import Manifest
 from streammega.dataset.shards import split_name
 from streammega.storage.open import is_remote
@@ -107,8 +107,7 @@ def _run(
 ) -> tuple[WrittenDataset, Manifest]:
     """Make all shards and publish them. What is done when it fails is kept for a second run."""
     conversion.names.check(conversion.inputs, overwrite=overwrite)
-    if overwrite:
-        check_not_grown(conversion.prefix, conversion.storage)
+    check_not_grown(conversion.prefix, conversion.storage, overwrite=overwrite)
     check_writable(conversion.prefix, conversion.storage, replaces=overwrite)
     if is_remote(conversion.work):
         check_writable(conversion.work, conversion.storage, is_work=True)

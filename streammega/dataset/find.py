@@ -12,7 +12,7 @@ from dataclasses import replace
 from typing import Any, TypeVar
 
 from streammega.config import StorageConfig
-from streammega.dataset.growing import appended_shards, named_version
+from streammega.dataset.growing.names import appended_shards, named_version
 from streammega.dataset.listing import FEW, NOTHING, Told, told_of, with_told
 from streammega.dataset.manifest import MANIFEST, manifest_shards
 from streammega.dataset.shards import (
@@ -108,20 +108,20 @@ def _open_found(
     told: Told = NOTHING,
 ) -> Opened:
     """`open_shards`, once; `seen` gets what was found on the way."""
-    pair_told = _pair_told(name, told)
-    if pair_told is not None:
-        seen.append(pair_told)
-        return open_all([pair_told])
+    pair = pair_told(name, told)
+    if pair is not None:
+        seen.append(pair)
+        return open_all([pair])
     # What is told of thousands of shards lives on, and would have the collector look at all of it.
     take_as_old()
     shards = find_shards(name, storage)
     if not _is_prefix(shards, name):
         seen += shards
         return open_all(shards)
-    pair = shards[0].name
-    shards, listed, damage = _pair_and_manifest(name, pair, storage)
+    own_name = shards[0].name
+    shards, listed, damage = _pair_and_manifest(name, own_name, storage)
     seen += shards + listed
-    if [shard.name for shard in listed] == [pair]:
+    if [shard.name for shard in listed] == [own_name]:
         (of_pair,) = shards
         (of_manifest,) = listed
         return open_all([replace(of_pair, entry=of_manifest.entry)])
@@ -133,12 +133,12 @@ def _open_found(
     except ObjectNotFoundError:
         if damage is not None:
             raise damage from None
-        if not listed or pair != strip_suffix(name):
+        if not listed or own_name != strip_suffix(name):
             raise
     return open_all(_with_infos(listed, storage))
 
 
-def _pair_told(name: str, told: Told) -> KnownShard | None:
+def pair_told(name: str, told: Told) -> KnownShard | None:
     """The pair of that very name, if listings told all of it, and of no manifest beside it."""
     prefix = strip_suffix(name)
     if prefix not in told.prefixes or prefix + MANIFEST in told.objects:
@@ -270,7 +270,7 @@ def _present(prefixes: list[str], storage: StorageConfig) -> list[str]:
 
 def _local_shards(name: str) -> list[KnownShard] | None:
     """Of a folder or glob; None: the name is a prefix."""
-    if _is_folder(name):
+    if is_local_folder(name):
         paths = _paths_in(name)
         indices = [path for path in paths if path.endswith(".idx")]
     elif _has_signs(name) and not _exists(name):
@@ -307,7 +307,7 @@ def _has_signs(name: str) -> bool:
     return any(sign in name for sign in SIGNS)
 
 
-def _is_folder(name: str) -> bool:
+def is_local_folder(name: str) -> bool:
     """A local folder, unless there is a dataset of that very name: caches are often put there."""
     return os.path.isdir(name) and (name.endswith("/") or not _exists(name))
 
@@ -343,7 +343,7 @@ def _remote_shards(name: str, storage: StorageConfig) -> list[KnownShard] | None
     exact = strip_suffix(pattern)
     if pattern and (f"{exact}.idx" in there or f"{exact}{MANIFEST}" in there):
         return None
-    stems = sorted(strip_suffix(item) for item in there if item.endswith(".idx"))
+    stems = sorted(item.removesuffix(".idx") for item in there if item.endswith(".idx"))
     prefixes = []
     for stem in stems:
         if not pattern or _matches(stem, pattern):
@@ -368,7 +368,8 @@ def _matches(stem: str, pattern: str) -> bool:
 def _listed(folder: str, storage: StorageConfig) -> dict[str, ObjectInfo]:
     """The objects of a folder by their names in it; what lies deeper is not listed."""
     store, key = open_store(f"{folder}/", storage)
-    return {_base_name(item.key): item for item in store.list(key, recursive=False)}
+    # None of the keys has a slash behind the folder's.
+    return {item.key[len(key) :]: item for item in store.list(key, recursive=False)}
 
 
 def _with_infos(shards: list[KnownShard], storage: StorageConfig) -> list[KnownShard]:

@@ -5,21 +5,31 @@ pointers at a split's bounds.
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from streammega.config import StorageConfig
-from streammega.dataset.find import open_shards
+from streammega.dataset.find import open_shards, pair_told
 from streammega.dataset.idx import IndexHeader, check_end, index_bytes
-from streammega.dataset.kept_headers import are_kept, kept_headers
+from streammega.dataset.index_file import READ_WHOLE
+from streammega.dataset.kept_headers import are_kept, kept_headers, rows_of_headers
 from streammega.dataset.listing import NOTHING, Told
-from streammega.dataset.shards import KnownShard
+from streammega.dataset.shards import KnownShard, split_name
+from streammega.dataset.small_indices import (
+    MOST_KEPT_BYTES,
+    READ_TOGETHER,
+    SMALL_READERS,
+    are_small,
+    read_bodies,
+    rows_of,
+)
 from streammega.dataset.token_file import ShardFiles, files_of
-from streammega.errors import FormatError
+from streammega.errors import FormatError, ObjectChangedError, ObjectNotFoundError
 from streammega.kernels.collector import take_as_old
 from streammega.storage import ObjectInfo, Store
 from streammega.storage.fetch.threads import each
@@ -148,20 +158,51 @@ def _checked_header(files: ShardFiles, token_bytes: int) -> IndexHeader:
     return index.header
 
 
+def known_pairs(
+    names: Sequence[str], told: Told, storage: StorageConfig, cache_dir: str | Path | None = None
+) -> dict[str, ShardFiles]:
+    """The files of those datasets of a blend of which listings told all and that are plain pairs,
+    with their headers, read together or kept; of few, or where one of them is not as it should be:
+    none, for who opens it says what is wrong.
+
+    Raises StorageError for what may pass when it is tried again, CacheError for a damaged file.
+    """
+    shards = {}
+    for name in names:
+        shard = pair_told(name, told)
+        if shard is not None and split_name(shard.name)[1] == "bin":
+            shards[name] = shard
+    files = files_of(list(shards.values()), storage, cache_dir)
+    if not are_kept(files):
+        return {}
+    folder = files[0].index.cache_dir / "idx"
+    try:
+        headers = kept_headers(folder, files, lambda: _read(files, storage, keep=True))
+    except (FormatError, ObjectChangedError, ObjectNotFoundError):
+        return {}
+    for shard_files, header in zip(files, headers, strict=True):
+        shard_files.index.adopt(header)
+    return dict(zip(shards, files, strict=True))
+
+
 def read_dataset(
     name: str,
     storage: StorageConfig,
     cache_dir: str | Path | None = None,
     told: Told = NOTHING,
     beside: int = 1,
+    known: ShardFiles | None = None,
 ) -> list[PairBounds]:
     """Open all shards of a dataset by their sizes and headers, and by what listings told of it.
-    `beside`: how many datasets are opened at the same time. Raises as read_bounds does.
+    `beside`: how many datasets are opened at the same time. known: its files, of `known_pairs`.
+    Raises as read_bounds does.
     """
-    readers = min(max(OPENERS, READERS // beside), storage.max_requests)
 
     def open_all(shards: Sequence[KnownShard]) -> list[PairBounds]:
         """The bounds of shards, of kept headers where their sums are known, otherwise by requests."""
+        # Looked up again, it may be another pair.
+        if known is not None and list(shards) == [known.shard]:
+            return [_bounds(known)]
         if len(shards) >= MANY:
             take_as_old()  # what was listed
         files = files_of(shards, storage, cache_dir)
@@ -169,27 +210,66 @@ def read_dataset(
             take_as_old()
         if are_kept(files):
             folder = files[0].index.cache_dir / "idx"
-            headers = kept_headers(folder, files, functools.partial(_read, files, readers))
+            headers = kept_headers(folder, files, functools.partial(_read, files, storage, beside))
             for shard, header in zip(files, headers, strict=True):
                 shard.index.adopt(header)
         # Where nothing is asked, threads would only take turns.
         if all(_is_told(shard) for shard in files):
             return [_bounds(shard) for shard in files]
-        return each(_bounds, files, min(OPENERS, readers))
+        return each(_bounds, files, min(OPENERS, storage.max_requests))
 
     return open_shards(name, storage, open_all, told=told)
 
 
-def _read(files: Sequence[ShardFiles], readers: int) -> list[IndexHeader]:
-    """The headers of shards, which end where their tokens do."""
+def _readers(most: int, beside: int, storage: StorageConfig) -> int:
+    """Requests at once for a dataset, of `most` for all that are opened at the same time."""
+    return min(max(OPENERS, most // beside), storage.max_requests)
+
+
+def _read(
+    files: Sequence[ShardFiles], storage: StorageConfig, beside: int = 1, *, keep: bool = False
+) -> NDArray[np.int64]:
+    """The headers of shards, which end where their tokens do, as they are kept. `keep`: pointers
+    will be read of them, if what was read of all is not too much to be held.
+    """
+    keep = (
+        keep and sum(min(shard.index.info.size, READ_WHOLE) for shard in files) <= MOST_KEPT_BYTES
+    )
 
     def read_one(shard: ShardFiles) -> IndexHeader:
         _, bin_info = shard.tokens()
         header = _checked_header(shard, bin_info.size)
-        shard.index.forget()  # of thousands it would be much
+        if not keep:
+            shard.index.forget()  # of thousands it would be much
         return header
 
-    return each(read_one, files, readers)
+    if not are_small(files):
+        return rows_of_headers(each(read_one, files, _readers(READERS, beside, storage)))
+    readers = _readers(SMALL_READERS, beside, storage)
+    rows = []
+    for first in range(0, len(files), READ_TOGETHER):
+        group = files[first : first + READ_TOGETHER]
+        rows.append(_read_small(group, readers, read_one, keep=keep))
+    return np.concatenate(rows)
+
+
+def _read_small(
+    files: Sequence[ShardFiles],
+    readers: int,
+    read_one: Callable[[ShardFiles], IndexHeader],
+    *,
+    keep: bool,
+) -> NDArray[np.int64]:
+    """As `_read`, of small ones; what is not as it should be is for `read_one`."""
+    bodies = read_bodies(files, readers)
+    rows, is_sound = rows_of(bodies, [shard.stored.size for shard in files])
+    if keep:
+        for shard, body in zip(files, bodies, strict=True):
+            shard.index.keep(body)
+    for number in np.flatnonzero(~is_sound).tolist():
+        # This says what is wrong.
+        rows[number : number + 1] = rows_of_headers([read_one(files[number])])
+    return rows
 
 
 def _is_told(files: ShardFiles) -> bool:

@@ -123,6 +123,10 @@ class IndexFile:
         for (start, _), stored in zip(spans, self._read(spans), strict=True):
             self._read_before[start] = stored
 
+    def keep(self, body: Buffer) -> None:
+        """Take all of it, which was read before, until `forget`."""
+        self._read_before[0] = body
+
     def adopt(self, header: IndexHeader) -> None:
         """Take a header that was read and checked before, of this very version."""
         self._header = header

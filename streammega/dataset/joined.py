@@ -25,7 +25,13 @@ from streammega.dataset.idx import (
     IndexArrays,
     dtype_code,
 )
-from streammega.dataset.node_cache import ArrayKind, ArrayParts, cached_arrays, damaged_array
+from streammega.dataset.node_cache import (
+    ArrayKind,
+    ArrayParts,
+    cached_arrays,
+    damaged_array,
+    remove_former,
+)
 from streammega.errors import CacheError, FormatError
 
 log = logging.getLogger(__name__)
@@ -101,7 +107,7 @@ def kept_indices(
         return join_indices(parts, token_bytes)
     joined = _arrays_of(arrays)
     if opened:
-        _remove_former(folder, key_of_dataset, key)
+        remove_former(folder, key_of_dataset, key)
     _check_lengths(joined, folder / key)
     return joined
 
@@ -170,13 +176,6 @@ def _check_lengths(joined: IndexArrays, files: Path) -> None:
         counts.add(len(joined.sequence_modes))
     if len(counts) > 1:
         raise damaged_array(f"{files}-*.npy: are not of the same number of sequences")
-
-
-def _remove_former(folder: Path, key_of_dataset: str, key: str) -> None:
-    """What was joined of former shards of the same dataset; whoever has it mapped keeps it."""
-    for path in folder.glob(f"{key_of_dataset}*"):
-        if not path.name.startswith(key):
-            path.unlink(missing_ok=True)
 
 
 def _digest(value: Any) -> str:

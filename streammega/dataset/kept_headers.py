@@ -14,7 +14,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from streammega.dataset.idx import DTYPE_OF_CODE, IndexHeader, dtype_code, index_bytes
-from streammega.dataset.node_cache import ArrayKind, cached_arrays, damaged_array
+from streammega.dataset.node_cache import (
+    ArrayKind,
+    cached_arrays,
+    damaged_array,
+    remove_former,
+)
 from streammega.dataset.token_file import ShardFiles
 from streammega.errors import CacheError
 
@@ -42,32 +47,32 @@ def are_kept(files: Sequence[ShardFiles]) -> bool:
 
 
 def kept_headers(
-    folder: Path, files: Sequence[ShardFiles], read: Callable[[], Sequence[IndexHeader]]
+    folder: Path, files: Sequence[ShardFiles], read: Callable[[], NDArray[np.int64]]
 ) -> list[IndexHeader]:
     """The header of each shard's `.idx`, which ends where its tokens do: as they were found by
-    `read` when the shards were the same, by their ETags and sizes, or by `read` now.
+    `read` when the shards were the same, by their ETags and sizes, or by `read` now, which gives
+    them as `rows_of_headers` does.
 
     Where they cannot be kept, they are read every time. Raises what `read` does, and CacheError for
     a damaged file.
     """
-    found: list[Sequence[IndexHeader]] = []
+    found: list[NDArray[np.int64]] = []
 
     def build() -> dict[str, NDArray[Any]]:
         found.append(read())
-        return {"headers": _as_array(found[0])}
+        return {"headers": found[0]}
 
     key_of_dataset = f"headers-{_digest(shard.prefix for shard in files)}-"
     key = key_of_dataset + _digest(_versions(files))
     try:
-        arrays = cached_arrays(folder, key, _KINDS, build)
+        arrays: dict[str, NDArray[Any]] = cached_arrays(folder, key, _KINDS, build)
     except CacheError as error:
         if (folder / f"{key}-headers.npy").exists():
             raise  # what is there is damaged: to be named, not passed over
         log.info("%s; until then the headers of %d shards are read each time", error, len(files))
-        return list(found[0] if found else read())
+        arrays = {"headers": found[0] if found else read()}
     if found:
-        _remove_former(folder, key_of_dataset, key)
-        return list(found[0])
+        remove_former(folder, key_of_dataset, key)
     return _from_array(np.asarray(arrays["headers"]), files, folder / f"{key}-headers.npy")
 
 
@@ -79,7 +84,8 @@ def _versions(files: Iterable[ShardFiles]) -> Iterable[str]:
             yield f"{info.size} {info.etag}"
 
 
-def _as_array(headers: Sequence[IndexHeader]) -> NDArray[np.int64]:
+def rows_of_headers(headers: Sequence[IndexHeader]) -> NDArray[np.int64]:
+    """What is kept, int64 [headers, FIELDS]."""
     rows = []
     for header in headers:
         code = dtype_code(header.dtype)
@@ -107,13 +113,6 @@ def _from_array(
         )
         headers.append(header)
     return headers
-
-
-def _remove_former(folder: Path, key_of_dataset: str, key: str) -> None:
-    """What was kept of former shards of the same names."""
-    for path in folder.glob(f"{key_of_dataset}*.npy"):
-        if not path.name.startswith(key):
-            path.unlink(missing_ok=True)
 
 
 def _digest(texts: Iterable[str]) -> str:

@@ -19,12 +19,12 @@ FEW = 8
 """Up to so many shards are asked for one by one; a listing tells of 1,000 objects, but of others
 too.
 """
-GROUP = 400
-"""Shards of one listing: their tokens and indices, and a fifth more, are one answer of 1,000."""
+GROUP = 480
+"""Shards of one listing: their tokens and indices, and some others, are one answer of 1,000."""
 MOST_OBJECTS = 3000
 """Of one listing: where so many others lie between the shards, these are looked up instead."""
 LISTERS = 16
-"""Listings at once: those of 6,400 shards."""
+"""Listings at once: those of 7,680 shards."""
 _AFTER_A_DOT = "/"
 """The character after a dot: what begins with a name and a dot lies before the name and this."""
 

@@ -1,19 +1,27 @@
 """The manifest of a dataset: its shards, in order, and what they must be.
 
-JSON, written last, the same for the same data.
+JSON, written last, the same for the same data. That of a version (`dataset/growing/`) may name an
+earlier one as its parent: its shards are then those of the parent, and its own.
 """
 
 from __future__ import annotations
 
 import json
-from dataclasses import asdict, dataclass, field
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any, cast
 
 import dacite
 import numpy as np
+from xxhash import xxh3_128_hexdigest
 
 from streammega.config import StorageConfig
+from streammega.dataset.growing.numbers import line_of, number_of, version_url
 from streammega.dataset.idx import CODE_OF_DTYPE
+from streammega.dataset.shards import (
+    MANIFEST as MANIFEST,
+)
 from streammega.dataset.shards import (
     SUFFIXES,
     Kind,
@@ -22,12 +30,16 @@ from streammega.dataset.shards import (
     named,
     strip_suffix,
 )
-from streammega.errors import FormatError
+from streammega.errors import FormatError, ObjectNotFoundError
 from streammega.storage import join_url, open_store, parent_url
+from streammega.storage.fetch.threads import each
 
-MANIFEST = ".manifest.json"
 FORMAT = "streammega-manifest"
 VERSION = 1
+WITH_PARENT = 2
+"""The version of the format of a manifest that has a parent; all others are as they always were."""
+LINKS_AT_ONCE = 32
+"""Manifests of a line that are read at once: a version of four thousand million has no more."""
 MOST_BYTES = 1 << 30
 """Of a manifest, which is read whole: a name in its place may be that of anything."""
 
@@ -59,6 +71,17 @@ _TYPE_OF_FIELD: dict[str, type] = {
     "index_bytes": int,
     "index_checksums": list,
 }
+
+
+@dataclass(frozen=True, kw_only=True)
+class Parent:
+    """The version that another one builds on: its number, how many shards it has with those of its
+    own parents, and the digest of its manifest as it is stored.
+    """
+
+    number: int
+    shards: int
+    digest: str
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -96,14 +119,22 @@ class Manifest:
         """(name, digest) of the tokenizer; empty where it is not known."""
         return self.tokenizer.get("name", ""), self.tokenizer.get("digest", "")
 
-    def to_json(self) -> bytes:
-        """What is stored."""
+    def to_json(self, parent: Parent | None = None) -> bytes:
+        """What is stored. parent: what the shards, and their origins, are stored without: those of
+        an earlier version, which come first.
+        """
         fields = asdict(self)
+        if parent is not None:
+            for name in ("shards", "origins"):
+                if fields[name] is not None:
+                    fields[name] = fields[name][parent.shards :]
         for name in ("loss_modes", "origins", "pack"):
             # so that a dataset without them has the manifest it always had
             if fields[name] is None:
                 del fields[name]
         stored = {"format": FORMAT, "version": VERSION, **fields}
+        if parent is not None:
+            stored |= {"version": WITH_PARENT, "parent": asdict(parent)}
         text = json.dumps(stored, indent=1) + "\n"
         return text.encode()
 
@@ -115,19 +146,146 @@ def manifest_url(name: str) -> str:
 
 def read_manifest(url: str, storage: StorageConfig) -> Manifest:
     """Raises ObjectNotFoundError, FormatError for another kind of JSON, StorageError."""
+    manifest, _ = read_line(url, storage)
+    return manifest
+
+
+def read_line(
+    url: str, storage: StorageConfig, known: dict[str, StoredManifest] | None = None
+) -> tuple[Manifest, list[Parent]]:
+    """A manifest with the shards of its parents, and what it and they would be as parents of
+    another, the newest first. known: manifests that were read before, to which these are added.
+
+    Two round trips, one after the other, however many parents there are. Raises as `read_manifest`
+    does.
+    """
+    known = {} if known is None else known
+    newest = _read_once(url, storage, known)
+    if newest.parent is None:
+        shards = len(newest.manifest.shards)
+        return newest.manifest, [_as_parent(url, shards, newest)]
+    of_version = number_of(url)
+    if of_version is None:
+        raise FormatError(f"{url}: names a parent, and is no version by its name; was it renamed?")
+    prefix, number = of_version
+    _read_ahead([version_url(prefix, parent) for parent in line_of(number)], storage, known)
+    line = [(url, newest)]
+    child_url = url
+    child = newest
+    while child.parent is not None:
+        url_of_parent = version_url(prefix, child.parent.number)
+        child = _read_parent(url_of_parent, child_url, child, storage, known)
+        child_url = url_of_parent
+        line.append((child_url, child))
+    return _joined_line(line)
+
+
+def stored_tokens(url: str, storage: StorageConfig) -> int:
+    """The tokens of a dataset by its manifest alone, whatever parents that has."""
+    return _read_stored(url, storage).manifest.tokens
+
+
+@dataclass(frozen=True, kw_only=True)
+class StoredManifest:
+    """A manifest as it is stored: with a parent, the shards and origins are those it has more."""
+
+    manifest: Manifest
+    parent: Parent | None
+    digest: str
+
+
+def _read_once(
+    url: str, storage: StorageConfig, known: dict[str, StoredManifest]
+) -> StoredManifest:
+    if url not in known:
+        known[url] = _read_stored(url, storage)
+    return known[url]
+
+
+def _read_ahead(
+    urls: Sequence[str], storage: StorageConfig, known: dict[str, StoredManifest]
+) -> None:
+    """Read manifests that are likely needed, all at once; one that cannot be read may not be."""
+
+    def read(url: str) -> None:
+        with suppress(ObjectNotFoundError, FormatError):
+            _read_once(url, storage, known)
+
+    missing = [url for url in urls if url not in known]
+    if missing:
+        each(read, missing, LINKS_AT_ONCE)
+
+
+def _read_parent(
+    url: str,
+    child_url: str,
+    child: StoredManifest,
+    storage: StorageConfig,
+    known: dict[str, StoredManifest],
+) -> StoredManifest:
+    """The parent of a manifest, which is the one that it was appended to."""
+    assert child.parent is not None
+    try:
+        stored = _read_once(url, storage, known)
+    except ObjectNotFoundError as error:
+        raise FormatError(
+            f"{child_url}: builds on {url}, which is not there; restore it ({error})"
+        ) from None
+    if stored.digest != child.parent.digest:
+        raise FormatError(
+            f"{child_url}: builds on another manifest than the one at {url}, which was changed "
+            f"since; restore that"
+        )
+    return stored
+
+
+def _joined_line(line: Sequence[tuple[str, StoredManifest]]) -> tuple[Manifest, list[Parent]]:
+    """The newest manifest of a line with the shards of all, and each as a parent."""
+    shards: list[Shard] = []
+    origins: list[str] | None = []
+    parents: list[Parent] = []
+    for url, stored in reversed(line):
+        if stored.parent is not None and stored.parent.shards != len(shards):
+            raise FormatError(
+                f"{url}: is a damaged manifest: it builds on {stored.parent.shards} shards, and "
+                f"version {stored.parent.number} has {len(shards)}"
+            )
+        more = stored.manifest.origins
+        # a version has origins if all of its datasets have, so those of a child are of all
+        origins = None if origins is None or more is None else [*origins, *more]
+        shards += stored.manifest.shards
+        parents.insert(0, _as_parent(url, len(shards), stored))
+    newest = line[0][1].manifest
+    return replace(newest, shards=shards, origins=origins), parents
+
+
+def _as_parent(url: str, shards: int, stored: StoredManifest) -> Parent:
+    of_version = number_of(url)
+    number = 0 if of_version is None else of_version[1]
+    return Parent(number=number, shards=shards, digest=stored.digest)
+
+
+def _read_stored(url: str, storage: StorageConfig) -> StoredManifest:
+    """Raises ObjectNotFoundError, FormatError for another kind of JSON, StorageError."""
     store, key = open_store(url, storage)
     info = store.info(key)
     if info.size > MOST_BYTES:
         raise FormatError(f"{url}: {info.size:,} bytes are too many for a manifest")
-    raw = store.read_ranges(key, [0], [info.size], info.etag)[0]
+    raw = bytes(store.read_ranges(key, [0], [info.size], info.etag)[0])
     try:
-        manifest = _parse(bytes(raw), url)
+        manifest, parent = _parse(raw, url)
     except FormatError:
         raise
     except (ValueError, RecursionError, dacite.DaciteError) as error:
         raise FormatError(
             f"{url}: is a damaged manifest ({error}); convert again, or name the shards"
         ) from None
+    _check(manifest, url)
+    return StoredManifest(manifest=manifest, parent=parent, digest=xxh3_128_hexdigest(raw))
+
+
+def _check(manifest: Manifest, url: str) -> None:
+    """Raise FormatError for a manifest of what cannot be."""
     if manifest.pack is not None and manifest.pack.get("length", 0) < 1:
         raise FormatError(f"{url}: is a damaged manifest: its bins have no length; convert again")
     known_dtypes = [str(dtype) for dtype in CODE_OF_DTYPE]
@@ -149,37 +307,58 @@ def read_manifest(url: str, storage: StorageConfig) -> Manifest:
         raise FormatError(
             f"{url}: names shards outside of its folder, or of an unknown kind {manifest.kind!r}"
         )
-    return manifest
 
 
-def _parse(raw: bytes, url: str) -> Manifest:
+def _parse(raw: bytes, url: str) -> tuple[Manifest, Parent | None]:
     """Raises FormatError for another kind of JSON, ValueError or DaciteError for what is none."""
     stored: Any = json.loads(raw)
     if not isinstance(stored, dict) or stored.pop("format", None) != FORMAT:
         raise FormatError(f"{url}: is not a manifest that streammega convert wrote")
     version = stored.pop("version", None)
-    if version != VERSION:
+    if version not in (VERSION, WITH_PARENT):
         raise FormatError(
-            f"{url}: is a manifest of version {version}; this program reads version {VERSION}"
+            f"{url}: is a manifest of version {version}; this program reads versions {VERSION} and "
+            f"{WITH_PARENT}"
         )
-    return dacite.from_dict(
-        Manifest, stored, dacite.Config(strict=True, type_hooks={Shard: _shard})
-    )
+    settings = dacite.Config(strict=True)
+    parent = None
+    if version == WITH_PARENT:
+        parent = dacite.from_dict(Parent, stored.pop("parent", {}), settings)
+        of_version = number_of(url)
+        # a line ends: each parent has a smaller number
+        if of_version is not None and not 0 < parent.number < of_version[1]:
+            raise FormatError(f"{url}: is a damaged manifest: it builds on {parent.number}")
+    shards = _plain_shards(stored.get("shards"))
+    if shards is None:
+        # It says what is wrong.
+        return dacite.from_dict(Manifest, stored, settings), parent
+    manifest = dacite.from_dict(Manifest, stored | {"shards": []}, settings)
+    return replace(manifest, shards=shards), parent
 
 
-def _shard(stored: Any) -> Any:
-    """A shard of what is stored, if it is plainly one; else that as it is, for dacite to say what
-    is wrong. Looking closely at each of 10,000 shards takes dacite a second.
+def _plain_shards(stored: Any) -> list[Shard] | None:
+    """The shards of what is stored, if it is plainly a list of them; None: it is for dacite, which
+    takes a second for 10,000.
     """
+    if type(stored) is not list:
+        return None
+    shards = []
+    for shard in stored:
+        if not _is_plain(shard):
+            return None
+        shards.append(Shard(**shard))
+    return shards
+
+
+def _is_plain(stored: Any) -> bool:
+    """Whether something stored is a shard, by the types of all that it holds."""
     if type(stored) is not dict or stored.keys() != _TYPE_OF_FIELD.keys():
-        return stored
+        return False
     for name, value in stored.items():
         if type(value) is not _TYPE_OF_FIELD[name]:
-            return stored
+            return False
     checksums = [*stored["checksums"], *stored["index_checksums"]]
-    if not all(type(checksum) is str for checksum in checksums):
-        return stored
-    return Shard(**stored)
+    return all(type(checksum) is str for checksum in checksums)
 
 
 def manifest_shards(url: str, storage: StorageConfig) -> list[KnownShard]:
@@ -188,10 +367,24 @@ def manifest_shards(url: str, storage: StorageConfig) -> list[KnownShard]:
     Raises as `read_manifest` does.
     """
     manifest = read_manifest(url, storage)
+    label = manifest.tokenizer_label
+    loss_modes = None if manifest.loss_modes is None else tuple(manifest.loss_modes)
     dtype = np.dtype(manifest.dtype)
     shards = []
     for shard, name in zip(manifest.shards, shard_names(manifest, url), strict=True):
-        shards.append(KnownShard(name=name, entry=_entry(shard, manifest, dtype, url)))
+        entry = ManifestEntry(
+            dtype=dtype,
+            documents=shard.documents,
+            sequences=shard.sequences,
+            tokens=shard.tokens,
+            bytes=shard.bytes,
+            index_bytes=shard.index_bytes,
+            loss_modes=loss_modes,
+            tokenizer=label,
+            bin_tokens=manifest.bin_tokens,
+        )
+        _check_entry(entry, shard, manifest, url)
+        shards.append(KnownShard(name=name, entry=entry))
     return shards
 
 
@@ -202,18 +395,8 @@ def shard_names(manifest: Manifest, url: str) -> list[str]:
     return [join_url(folder, named(shard.name, kind)) for shard in manifest.shards]
 
 
-def _entry(shard: Shard, manifest: Manifest, dtype: np.dtype[Any], url: str) -> ManifestEntry:
-    entry = ManifestEntry(
-        dtype=dtype,
-        documents=shard.documents,
-        sequences=shard.sequences,
-        tokens=shard.tokens,
-        bytes=shard.bytes,
-        index_bytes=shard.index_bytes,
-        loss_modes=None if manifest.loss_modes is None else tuple(manifest.loss_modes),
-        tokenizer=manifest.tokenizer_label,
-        bin_tokens=manifest.bin_tokens,
-    )
+def _check_entry(entry: ManifestEntry, shard: Shard, manifest: Manifest, url: str) -> None:
+    """Raise FormatError for what no shard can hold."""
     least = min(entry.documents, entry.sequences, entry.tokens)
     contradicts = manifest.kind == "bin" and entry.token_bytes != entry.bytes
     if least < 0 or contradicts:
@@ -221,4 +404,3 @@ def _entry(shard: Shard, manifest: Manifest, dtype: np.dtype[Any], url: str) -> 
             f"{url}: is a damaged manifest: {shard.name} has {shard.tokens} tokens of "
             f"{manifest.dtype} in {shard.bytes} bytes; convert again, or name the shards"
         )
-    return entry

@@ -13,7 +13,7 @@ import logging
 import math
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -61,9 +61,11 @@ def cached_object(store: Store, info: ObjectInfo, cache_dir: Path, part_bytes: i
         latest = path.parent / f"{digest_of_url}.latest"
         former = _read_name(latest)
         write_atomically(path, _download(store, info, part_bytes), info.size)
-        write_atomically(latest, [path.name.encode()], len(path.name))
-        if former and former != path.name:
-            (path.parent / former).unlink(missing_ok=True)
+        # In a sticky folder the note may be another user's: this copy is whole all the same.
+        with suppress(CacheError):
+            write_atomically(latest, [path.name.encode()], len(path.name))
+            if former and former != path.name:
+                _remove(path.parent / former)
     return path
 
 
@@ -84,6 +86,21 @@ def cached_copy(store: Store, info: ObjectInfo, cache_dir: Path) -> Path:
     digest_of_url = _digest(store.url(info.key))
     digest_of_version = _digest(f"{info.etag}:{info.size}")
     return cache_dir / "idx" / f"{digest_of_url}-{digest_of_version}.idx"
+
+
+def remove_former(folder: Path, key_of_dataset: str, key: str) -> None:
+    """Remove what `cached_arrays` keeps under keys that begin alike, but for what is of `key`;
+    whoever has it mapped keeps it.
+    """
+    for path in folder.glob(f"{key_of_dataset}*"):
+        if not path.name.startswith(key):
+            _remove(path)
+
+
+def _remove(path: Path) -> None:
+    """Remove a file that nobody needs: in a sticky folder that of another user stays."""
+    with suppress(OSError):
+        path.unlink()
 
 
 def _read_name(path: Path) -> str:

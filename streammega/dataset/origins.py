@@ -25,6 +25,7 @@ import zstandard
 from numpy.typing import NDArray
 
 from streammega.config import StorageConfig
+from streammega.dataset.origin_names import FILE, SIGNS, OriginNames
 from streammega.errors import AccessDeniedError, FormatError, ObjectNotFoundError
 from streammega.storage import Store, open_store
 
@@ -46,15 +47,6 @@ MOST_ID = 1024
 LEVEL = 3
 """Of zstd: more costs time, and saves little of what byte planes have left."""
 
-FILE = 0
-LINE = 1
-BYTE = 2
-DOCUMENT = 3
-"""What the place of a document is: none (all of the file), the number of a line or row, from 1; the
-byte at which it begins, where nobody has counted lines; its number in an .idx, from 0.
-"""
-_SIGNS = {LINE: ":", BYTE: "@", DOCUMENT: "#"}
-
 
 @dataclass(frozen=True, kw_only=True)
 class Origin:
@@ -70,7 +62,7 @@ class Origin:
     @property
     def where(self) -> str:
         """For people: `corpus.jsonl:12`, `corpus.jsonl@52428800`, `web#7`, or the file alone."""
-        sign = _SIGNS.get(self.kind)
+        sign = SIGNS.get(self.kind)
         return self.path if sign is None else f"{self.path}{sign}{self.place}"
 
 
@@ -101,6 +93,8 @@ class Origins:
 
     def rows_with(self, words: str) -> list[int]:
         """The rows that have an id, or a place as `Origin.where` writes it."""
+        if not words:  # what stands where a document has no id
+            return []
         rows = {row for row, text in enumerate(self.ids) if text == words}
         for number, path in enumerate(self.paths):
             if not words.startswith(path):
@@ -110,6 +104,20 @@ class Origins:
                 if self[row].where == words:
                     rows.add(row)
         return sorted(rows)
+
+    def rows_named(self, names: OriginNames) -> Iterator[tuple[str, int]]:
+        """(name, row) of each row that has one of many names as its id, or as its place."""
+        for row, text in enumerate(self.ids):
+            if text in names.words:
+                yield text, row
+        for number, path in enumerate(self.paths):
+            for kind, words in names.places.get(path, {}).items():
+                rows = np.flatnonzero((self.path == number) & (self.kind == kind))
+                # a file that is one document has no place
+                places = self.place[rows] if kind != FILE else np.zeros(len(rows), np.int64)
+                for row, place in zip(rows.tolist(), places.tolist(), strict=True):
+                    if place in words:
+                        yield words[place], row
 
     def take(self, rows: NDArray[Any]) -> Origins:
         """Some of them, int [rows], in that order."""
@@ -173,12 +181,15 @@ class OriginsWriter:
         self._num_held = 0
         self._chunks: list[bytes] = []
         self._documents = 0
+        self.num_ids = 0
+        """Documents so far that have an id."""
 
     def add(self, origins: Origins) -> None:
         """Take documents in."""
         self._held.append(origins)
         self._num_held += len(origins)
         self._documents += len(origins)
+        self.num_ids += len(origins.ids) - origins.ids.count("")
         if self._num_held >= CHUNK_DOCUMENTS:
             self._end_chunks(CHUNK_DOCUMENTS)
 
@@ -284,6 +295,13 @@ class OriginsFile:
             chunk = self._chunk(number).origins()
             for row in chunk.rows_with(words):
                 yield number * CHUNK_DOCUMENTS + row
+
+    def named(self, names: OriginNames) -> Iterator[tuple[str, int]]:
+        """(name, document) of each document that has one of many names, in one pass over all."""
+        for number in range(len(self._checksums)):
+            chunk = self._chunk(number).origins()
+            for name, row in chunk.rows_named(names):
+                yield name, number * CHUNK_DOCUMENTS + row
 
     def _chunk(self, number: int) -> _Chunk:
         held = self._held.get(number)

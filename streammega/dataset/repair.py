@@ -14,6 +14,8 @@ from numpy.typing import NDArray
 
 from streammega.config import StorageConfig
 from streammega.dataset.checksums import HashingWriter
+from streammega.dataset.growing.names import GrowingName, is_called, named_version
+from streammega.dataset.growing.numbers import number_of
 from streammega.dataset.idx import (
     MAGIC,
     check_end,
@@ -78,10 +80,12 @@ def repair_index(
             if is_packed:
                 raise _packed(shard_name)
             rebuilt[number] = _rebuild(shard_name, expected[number], asked)
+    differ = any(index.shard != expected[number] for number, index in rebuilt.items())
+    if differ:
+        _check_no_version(name, storage)
     done = []
     for number, index in rebuilt.items():
         done.append(_put_index(names[number], expected[number], index, storage))
-    differ = any(index.shard != expected[number] for number, index in rebuilt.items())
     if manifest is not None and differ:
         done.append(_put_manifest(name, manifest, rebuilt, storage))
     return done
@@ -97,6 +101,20 @@ def _check_not_packed(names: Sequence[str], storage: StorageConfig) -> None:
         with suppress(ObjectNotFoundError, AccessDeniedError, FormatError):
             if read_manifest(prefix + MANIFEST, storage).pack is not None:
                 raise _packed(name)
+
+
+def _check_no_version(name: str, storage: StorageConfig) -> None:
+    """Raise ConfigError for a version of a dataset that grows: its manifest stays as it is, for later
+    versions and runs say that they build on it.
+    """
+    growing = GrowingName.parse(name)
+    is_part = growing is not None and growing.after is not None and not is_called(name, storage)
+    if is_part or number_of(manifest_url(named_version(name, storage))) is not None:
+        raise ConfigError(
+            f"{redact_urls(name)}: is a version, whose manifest stays as it is, and what the tokens "
+            "tell is not what it says; copy the .idx again from where it is whole, or convert again "
+            "to another name and append that"
+        )
 
 
 def _packed(name: str) -> ConfigError:

@@ -124,6 +124,27 @@ class ShardDocuments:
                 _append(runs, self._run(sequence, begin, size, 0))
         return runs
 
+    def tokens_of_all(self, documents: Integers) -> tuple[Integers, Integers]:
+        """(start, stop) of the tokens of each sequence of many documents, in tokens of the shard.
+
+        Raises FormatError for a number that no document has.
+        """
+        bounds = self._arrays.document_indices
+        if len(documents) and not 0 <= documents.min() <= documents.max() < self.num_documents:
+            raise FormatError(
+                f"{self.files.index.url}: has {self.num_documents} documents, and not number "
+                f"{documents.max()}; does what names it belong to it?"
+            )
+        first = bounds[documents].astype(np.int64)
+        count = bounds[documents + 1] - first
+        if len(documents) and (count.min() < 0 or (first + count).max() > self.num_sequences):
+            raise FormatError(f"{self.files.index.url}: its documents overlap; rebuild the .idx")
+        before = np.cumsum(count) - count
+        # the sequences of all of them, one after the other
+        sequences = np.repeat(first - before, count) + np.arange(count.sum())
+        start = self._arrays.sequence_offsets[sequences] // self._arrays.dtype.itemsize
+        return start, start + self._arrays.sequence_lengths[sequences]
+
     def sequences_of(self, document: int) -> range:
         """The numbers of a document's sequences, which Megatron's order calls documents."""
         return range(*self._sequences_of(document))

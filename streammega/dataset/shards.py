@@ -15,13 +15,17 @@ import numpy as np
 from streammega.errors import FormatError
 from streammega.storage import ObjectInfo
 
+MANIFEST = ".manifest.json"
+"""What a dataset's manifest has behind its prefix."""
 Kind = Literal["bin", "zst", "tar"]
 SUFFIXES: dict[Kind, str] = {"bin": ".bin", "zst": ".bin.zst", "tar": ".tar"}
 _KIND_OF_SUFFIX: dict[str, Kind] = {".bin.zst": "zst", ".tar": "tar", ".bin": "bin", ".idx": "bin"}
 _ANY_SUFFIX = tuple(_KIND_OF_SUFFIX)
-_NUMBERED = re.compile(r"^(?P<stem>.*)-(?P<number>\d{5,})-of-(?P<count>\d{5,})$")
+_OF = "-of-"
+_NUMBERED = re.compile(rf"^(?P<stem>.*)-(?P<number>\d{{5,}}){_OF}(?P<count>\d{{5,}})$")
 """A shard of several: `shard_name` pads to five digits, and more are needed from 100,000 on."""
-_MARKED = re.compile(r"^(?P<stem>.+)-gen[0-9a-f]{12}(-\d{5,}-of-\d{5,})?$")
+_MARK = "-gen"
+_MARKED = re.compile(rf"^(?P<stem>.+){_MARK}[0-9a-f]{{12}}(-\d{{5,}}-of-\d{{5,}})?$")
 """A shard that replaces one of a dataset which is there: its mark is of the conversion."""
 MOST_MISSING = 3
 """Missing shards of a set that a message names."""
@@ -130,6 +134,8 @@ def marked(name: str, stem: str, mark: str) -> str:
 
 def owner_of(name: str) -> str | None:
     """The prefix of the dataset to which a shard with a mark belongs; None for all others."""
+    if _MARK not in name:  # as nearly all: thousands of names are asked
+        return None
     prefix, _ = split_name(name)
     marked_name = _MARKED.match(prefix)
     return marked_name["stem"] if marked_name else None
@@ -149,6 +155,8 @@ def missing_shards(names: Iterable[str]) -> list[str]:
     """
     numbers_of_set: dict[tuple[str, int], set[int]] = {}
     for name in names:
+        if _OF not in name:  # a search of each of thousands takes longer
+            continue
         prefix, _ = split_name(name)
         numbered = _NUMBERED.match(prefix)
         if numbered is None:

@@ -7,14 +7,14 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import xxhash
 
 from streammega.config import StorageConfig
 from streammega.dataset.checksums import HashingWriter
 from streammega.dataset.find import find_pairs
-from streammega.dataset.growing import named_version
+from streammega.dataset.growing.names import GrowingName, appended_shards, named_version
 from streammega.dataset.idx import IndexArrays, check_bins, check_end, check_index, parse_index
 from streammega.dataset.index_file import IndexFile
 from streammega.dataset.manifest import (
@@ -101,6 +101,9 @@ def shards_of(
 
     Raises ObjectNotFoundError, StorageError, FormatError for a damaged one that was named itself.
     """
+    appended = appended_shards(name, storage)
+    if appended is not None:
+        return [shard.name for shard in appended], _appended_part(name, len(appended), storage)
     name = named_version(name, storage)
     url = manifest_url(name)
     try:
@@ -118,6 +121,26 @@ def shards_of(
         # What can be had without it is still looked at.
         return find_pairs(strip_suffix(name), storage), None
     return shard_names(manifest, url), manifest
+
+
+def _appended_part(name: str, shards: int, storage: StorageConfig) -> Manifest:
+    """What the manifest of `web@2..5` would be: that of version 5 without what version 2 has.
+    shards: how many are left.
+    """
+    growing = GrowingName.parse(name)
+    assert growing is not None
+    assert growing.after is not None
+    whole = read_manifest(named_version(f"{growing.prefix}@{growing.number}", storage), storage)
+    before = read_manifest(named_version(f"{growing.prefix}@{growing.after}", storage), storage)
+    first = len(whole.shards) - shards
+    return replace(
+        whole,
+        shards=whole.shards[first:],
+        origins=None if whole.origins is None else whole.origins[first:],
+        documents=whole.documents - before.documents,
+        sequences=whole.sequences - before.sequences,
+        tokens=whole.tokens - before.tokens,
+    )
 
 
 def read_index(index: IndexFile, expected: Shard | None, report: VerifyReport) -> IndexArrays:

@@ -20,8 +20,9 @@ from streammega.dataset.indexed import IndexedDataset
 from streammega.dataset.shards import SUFFIXES, Kind, split_name, strip_suffix
 from streammega.dataset.tar import TarWriter
 from streammega.errors import FormatError
+from streammega.kernels.parallel import num_threads
 from streammega.storage import open_store
-from streammega.storage.copies import FileRange
+from streammega.storage.copies import FileRange, file_ranges
 from streammega.storage.frames import FRAME_BYTES, LEVEL, FrameWriter
 from streammega.storage.store import written_whole
 
@@ -277,7 +278,8 @@ class IndexedDatasetWriter:
     def add_index(self, prefix: str) -> None:
         """Append all sequences and documents of another dataset of the same dtype (a merge).
 
-        Raises FormatError for another dtype, or where only one of the two has modes.
+        Local files are read by as many threads as cores, and not mapped. Raises FormatError for
+        another dtype, or where only one of the two has modes; ObjectChangedError, StorageError.
         """
         other = IndexedDataset(prefix, self._storage)
         read_ranges = other.store.read_ranges
@@ -292,6 +294,14 @@ class IndexedDatasetWriter:
             )
         sizes = lengths.astype(np.int64) * other.dtype.itemsize
         end_to_end = np.array_equal(offsets, np.cumsum(sizes) - sizes)
+        if end_to_end and self.takes_files:
+            size = int(sizes.sum())
+            ranges = file_ranges(other.store, other.bin_key, 0, size, etag)
+            if ranges is not None:
+                self.add_files(ranges, lengths, np.diff(other.document_indices), modes)
+                # Now, and not with the next files: the caller may remove these.
+                deque(self.copy_files(num_threads()), maxlen=0)
+                return
         most_bytes = COPY_BYTES if end_to_end else 0  # else one sequence at a time
         first_sequence = len(self._lengths)
         for first, last in _runs(sizes, most_bytes):

@@ -17,6 +17,7 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from streammega.config import DataConfig
 from streammega.errors import ConfigError, StateError
+from streammega.integrations.frameworks import check_phases
 from streammega.loading import StreamLoader
 from streammega.samples.fields import Batch
 
@@ -27,6 +28,9 @@ class NotDealtOut(IterableDataset[Batch]):
     num_samples: what trainers ask its length for, over all ranks; None: it has no end.
     """
 
+    column_names = ("input_ids", "labels")
+    """What TRL asks of a dataset, to know that its labels are there."""
+
     def __init__(self, num_samples: int | None) -> None:
         self._num_samples = num_samples
 
@@ -34,6 +38,9 @@ class NotDealtOut(IterableDataset[Batch]):
         if self._num_samples is None:
             raise TypeError("the stream has no end; num_samples in the config gives it one")
         return self._num_samples
+
+    def __bool__(self) -> bool:
+        return True  # else whoever asks whether there is a dataset would be told of its length
 
     def __iter__(self) -> NoReturn:
         raise ConfigError(
@@ -188,6 +195,8 @@ def _check_accumulation(accelerator: Any, loader: StreamLoader) -> None:
     """Raise ConfigError where `accumulate` would step after another number of samples."""
     steps = accelerator.gradient_accumulation_steps
     dataset = loader.dataset
+    if steps != 1:
+        check_phases(dataset.config, "accelerate", dataset.global_batch_size)
     wanted = dataset.global_batch_size // dataset.step_samples
     if steps not in (1, wanted):  # 1: loops that accumulate by themselves leave it so
         raise ConfigError(

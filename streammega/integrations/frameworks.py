@@ -7,6 +7,7 @@ from __future__ import annotations
 import importlib
 from typing import Any
 
+from streammega.config import DataConfig
 from streammega.errors import ConfigError
 
 PACKAGES = {
@@ -33,6 +34,34 @@ def imported(module: str, extra: str) -> Any:
         if module != missing and not module.startswith(f"{missing}."):
             raise
         raise not_installed(module, extra) from None
+
+
+def check_phases(
+    config: DataConfig, trainer: str, global_batch_size: int | None, *, one_length: bool = False
+) -> None:
+    """Raise ConfigError for phases that change what the steps of a trainer do not.
+
+    global_batch_size: of those steps; None: they are the trainer's own affair. one_length: it takes
+    samples of one length alone.
+    """
+    for number, phase in enumerate(config.phases, 1):
+        size = phase.global_batch_size
+        if size is not None and size != global_batch_size:
+            raise ConfigError(
+                f"phase {number} sets global_batch_size {size}, and the steps of {trainer} have one "
+                "size: leave it out"
+            )
+        if global_batch_size is None and not phase.is_in_samples:
+            raise ConfigError(
+                f"phase {number} begins at a step or token, and how many samples a step of {trainer} "
+                "has is not known here: give it first_sample"
+            )
+        length = phase.sequence_length
+        if one_length and length not in (None, config.sequence_length):
+            raise ConfigError(
+                f"phase {number} sets sequence_length {length}, and {trainer} takes samples of one "
+                f"length, {config.sequence_length}: leave it out"
+            )
 
 
 def not_installed(module: str, extra: str) -> ConfigError:

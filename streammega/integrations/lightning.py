@@ -21,7 +21,8 @@ from typing import Any
 
 from streammega.config import DataConfig
 from streammega.errors import ConfigError, StateError
-from streammega.integrations.frameworks import not_installed
+from streammega.integrations.frameworks import check_phases, not_installed
+from streammega.integrations.lightning_losses import LogsSourceLosses
 from streammega.integrations.trained_batches import TrainedBatches
 from streammega.loading import StreamLoader
 from streammega.samples.split_blend import split_blend
@@ -38,6 +39,10 @@ class StreamDataHooks:
     `max_steps` end it; the next one goes on behind the last batch that was trained on, and begins
     at the first sample when the data has ended. Without a length (the stream order, no
     `num_samples`) the data has no end: give the Trainer `max_steps`.
+
+    With `dataset_ids` in the config, and steps that return {"loss": loss, "token_losses": the loss
+    of each token, [micro_batch_size, S]}, "train/loss/NAME" and "val/loss/NAME" are logged of every
+    dataset: exact means over tokens and ranks.
 
     A state counts batches that were trained on, also in the middle of an accumulation. Gradients
     that were accumulated there are in no checkpoint of Lightning: save after optimizer steps, as
@@ -67,6 +72,7 @@ class StreamDataHooks:
         super().__init__()
         if "rampup" in options:
             raise ConfigError("the steps of Lightning have one size: leave out rampup")
+        check_phases(config, "Lightning", global_batch_size)
         if (dp_rank is None) != (dp_size is None):
             raise ConfigError("dp_rank and dp_size go together: give both, or neither")
         self._config = config
@@ -84,9 +90,13 @@ class StreamDataHooks:
     def setup(self, stage: str) -> None:
         """Take note of every batch that was trained on, before a checkpoint is saved."""
         callbacks = self.trainer.callbacks
+        # the first: those that save checkpoints come last
         if stage == "fit" and not any(isinstance(one, CountsTrained) for one in callbacks):
-            # the first: those that save checkpoints come last
-            callbacks.insert(0, _counting_callback(type(self)))
+            callbacks.insert(0, _callback(type(self), CountsTrained))
+        # one of the data module before this has the names of other datasets
+        callbacks[:] = [one for one in callbacks if not isinstance(one, LogsSourceLosses)]
+        if self._config.dataset_ids:
+            callbacks.insert(0, _callback(type(self), LogsSourceLosses, self._config))
 
     def train_dataloader(self) -> TrainedBatches:
         """The batches of this rank, from the cursor on; the same object every time."""
@@ -220,11 +230,11 @@ class CountsTrained:
             batches.trained()
 
 
-def _counting_callback(module: type) -> Any:
-    """A CountsTrained that is a Callback of the package whose data module `module` is."""
+def _callback(module: type, kind: type, *arguments: Any) -> Any:
+    """One of a kind that is a Callback of the package whose data module `module` is."""
     (base,) = [item for item in module.__mro__ if item.__name__ == "LightningDataModule"]
     package = sys.modules[base.__module__.removesuffix(".core.datamodule")]
-    return type("CountsTrained", (CountsTrained, package.Callback), {})()
+    return type(kind.__name__, (kind, package.Callback), {})(*arguments)
 
 
 def _lightning() -> Any:

@@ -28,6 +28,7 @@ from streammega.order.split import SPLITS
 from streammega.samples.fields import Batch
 from streammega.samples.open import open_source
 from streammega.samples.source import SampleSource, sample_fields
+from streammega.samples.source_names import source_names
 from streammega.samples.split_blend import split_blend
 
 LEAST_LANES = 1024
@@ -74,12 +75,15 @@ class MegatronBatches(Iterator[Batch]):
         self._config = config
         self._consumed = consumed_samples
         self._loader: StreamLoader | None = None
+        self.split = split
+        self.step_samples = micro_batch_size * dp_size
+        """Samples of one micro-batch of every rank."""
         # One micro-step is a global batch to the loader: how many make a step, and how that number
         # grows, is Megatron's own affair, and its consumed samples are all there is to a position.
         self._options = {
             "split": split,
             "micro_batch_size": micro_batch_size,
-            "global_batch_size": micro_batch_size * dp_size,
+            "global_batch_size": self.step_samples,
             "dp_rank": dp_rank,
             "dp_size": dp_size,
             "evaluation": False,
@@ -100,6 +104,11 @@ class MegatronBatches(Iterator[Batch]):
             # Ours goes by eod_id; Megatron takes a field of this name for its own form.
             batch.pop("cu_seqlens", None)
         return batch
+
+    @cached_property
+    def source_names(self) -> list[str]:
+        """The names of its datasets, for losses by source."""
+        return source_names(self._config, self.split)
 
     @property
     def consumed_samples(self) -> int:

@@ -19,7 +19,7 @@ from typing import Any
 
 from streammega.config import DataConfig
 from streammega.errors import ConfigError
-from streammega.integrations.frameworks import imported
+from streammega.integrations.frameworks import check_phases, imported
 from streammega.integrations.megatron import MegatronBatches
 from streammega.order.split import SPLITS
 from streammega.samples.fields import Batch
@@ -37,7 +37,7 @@ class BridgeBatches(Iterator[Batch]):
     """
 
     def __init__(self, batches: MegatronBatches, *, is_placed: bool) -> None:
-        self._batches = batches
+        self.megatron_batches = batches
         self._is_placed = is_placed
 
     def __next__(self) -> Batch:
@@ -46,21 +46,21 @@ class BridgeBatches(Iterator[Batch]):
                 "nobody has said at which sample training goes on, so it would begin anew at every "
                 "resume: pass the callback of stream_dataset to pretrain(callbacks=[...])"
             )
-        return next(self._batches)
+        return next(self.megatron_batches)
 
     def seek(self, consumed_samples: int) -> None:
         """Go on at a sample, counted over all ranks. Raises StateError outside of the data."""
-        self._batches.seek(consumed_samples)
+        self.megatron_batches.seek(consumed_samples)
         self._is_placed = True
 
     @property
     def consumed_samples(self) -> int:
         """Samples handed out so far, over all ranks, those before this run included."""
-        return self._batches.consumed_samples
+        return self.megatron_batches.consumed_samples
 
     def close(self) -> None:
         """End reading and its threads."""
-        self._batches.close()
+        self.megatron_batches.close()
 
 
 def stream_dataset(
@@ -81,6 +81,7 @@ def stream_dataset(
             "the stream order goes on with other ranks only in the lanes it began in; set lanes in "
             "the DataConfig, to a multiple of the global batch of at least 1024"
         )
+    check_phases(config, "Megatron", None, one_length=True)
     built: dict[str, BridgeBatches] = {}
 
     def build(context: Any) -> tuple[BridgeBatches | None, ...]:

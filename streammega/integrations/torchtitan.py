@@ -22,7 +22,7 @@ import torch
 from streammega.config import DataConfig, StorageConfig
 from streammega.errors import ConfigError
 from streammega.integrations.dcp import DataState
-from streammega.integrations.frameworks import imported
+from streammega.integrations.frameworks import check_phases, imported
 from streammega.loading import StreamLoader
 from streammega.order.split import SPLITS
 from streammega.samples.fields import Batch
@@ -144,7 +144,16 @@ def titan_data(config: Any, batch: TitanBatch, eos_id: int | None) -> DataConfig
             f"settings of the dataloader config name {', '.join(twice)}; "
             "these are fields of the config itself, or torchtitan's"
         )
-    return DataConfig(**given, **settings)
+    data = DataConfig(**given, **settings)
+    if data.dataset_ids:
+        raise ConfigError(
+            "torchtitan's batches have no place for the datasets of their samples: leave "
+            "dataset_ids out, and ask loader.dataset.dataset_ids(consumed) of the data loader, "
+            "which knows them by the order"
+        )
+    global_batch_size = config.global_batch_size if config.global_batch_size > 0 else None
+    check_phases(data, "torchtitan", global_batch_size, one_length=True)
+    return data
 
 
 def _repeats(config: Any) -> bool:

@@ -12,7 +12,6 @@ a resume, and any number of processes goes on with the next sample.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -20,10 +19,9 @@ import torch
 from streammega.config import DataConfig
 from streammega.errors import ConfigError, StateError
 from streammega.integrations.accelerate import NotDealtOut, StreamDataLoader
-from streammega.integrations.frameworks import imported
+from streammega.integrations.frameworks import check_phases, imported
 from streammega.loading.source_losses import SourceLosses
 from streammega.samples.fields import Batch
-from streammega.samples.source_names import source_names
 from streammega.samples.split_blend import split_blend
 
 NO_LOSS = -100
@@ -61,12 +59,30 @@ def causal_lm_batch(batch: Batch) -> Batch:
 
 
 def add_losses(
+    losses: SourceLosses, dataset_id: torch.Tensor, outputs: Any, labels: torch.Tensor
+) -> None:
+    """Add the cross entropy of each token, of a model's outputs and labels [batch, S].
+
+    Outputs have the logits, [batch, S, vocabulary], or, of TRL's, the logarithms of the
+    probabilities of labels, [batch, S]. Raises ConfigError for others.
+    """
+    log_probs = getattr(outputs, "log_probs", None)
+    logits = getattr(outputs, "logits", None)
+    if log_probs is not None and log_probs.shape == labels.shape:
+        losses.add(dataset_id, -log_probs.detach(), labels != NO_LOSS)
+    elif logits is not None:
+        _add_losses_of_logits(losses, dataset_id, logits, labels)
+    else:
+        raise ConfigError(
+            "losses by source are made of logits, and this model's outputs have none (a fused "
+            "loss): leave dataset_ids out"
+        )
+
+
+def _add_losses_of_logits(
     losses: SourceLosses, dataset_id: torch.Tensor, logits: torch.Tensor, labels: torch.Tensor
 ) -> None:
-    """Add the cross entropy of each token, of logits [batch, S, vocabulary] and labels [batch, S].
-
-    Sample by sample: in float32 the logits of one are as much memory as a model's loss takes.
-    """
+    """Sample by sample: in float32 the logits of one are as much memory as a model's loss takes."""
     with torch.no_grad():
         for row in range(len(labels)):
             of_token = torch.nn.functional.cross_entropy(
@@ -84,8 +100,10 @@ class StreamTrainerMixin:
     epoch is a pass over the data; a stream without an end needs `max_steps`. Evaluation goes through
     the valid split of the stream, unless the Trainer is given an `eval_dataset` of its own.
 
-    With `dataset_ids` in the stream's config, each log of the loss also has "source_loss/NAME" of
-    every dataset that was trained on since the last one: exact means over tokens and processes.
+    With `dataset_ids` in the stream's config, each log of the loss also has "loss/NAME" of every
+    dataset that was trained on since the last one, and each evaluation of the stream "eval_loss/NAME"
+    of those of its valid split: exact means over tokens and processes. What is logged that way is
+    "train/loss/NAME" and "eval/loss/NAME" to TensorBoard and Weights & Biases.
 
     Args:
         stream: what is read.
@@ -108,17 +126,20 @@ class StreamTrainerMixin:
         **named: Any,
     ) -> None:
         _check(stream)
+        if "rampup" in (stream_options or {}):
+            raise ConfigError("the steps of the Trainer have one size: leave out rampup")
         self._stream = stream
         self._stream_options = dict(stream_options or {})
         self._stream_valid: StreamDataLoader | None = None
         self._source_losses: SourceLosses | None = None
+        self._valid_losses: SourceLosses | None = None
         if _evaluates_stream(stream, arguments, named):
             # Trainers that are to evaluate ask for a dataset before they ask for its batches
             named["eval_dataset"] = NotDealtOut(None)
         super().__init__(*arguments, **named)
         _check_cache(stream, getattr(self, "model", None))
         if stream.dataset_ids:
-            self._source_losses = SourceLosses(source_names(stream), self.accelerator.device)
+            self._source_losses = SourceLosses.of(stream, device=self.accelerator.device)
         # otherwise a resume would read and drop everything before its position
         self.args.ignore_data_skip = True
         self.add_callback(_position_callback())  # type: ignore[attr-defined]
@@ -127,11 +148,13 @@ class StreamTrainerMixin:
         """The batches of this process, on its device."""
         micro_batch_size = self._train_batch_size
         micro_batches = self.args.gradient_accumulation_steps * self.accelerator.num_processes
+        global_batch_size = micro_batch_size * micro_batches
+        check_phases(self._stream, "the Trainer", global_batch_size)
         return StreamDataLoader(
             self.accelerator,
             self._stream,
             micro_batch_size=micro_batch_size,
-            global_batch_size=micro_batch_size * micro_batches,
+            global_batch_size=global_batch_size,
             prepare_batch=causal_lm_batch,
             **self._stream_options,
         )
@@ -141,29 +164,35 @@ class StreamTrainerMixin:
     ) -> Any:
         """As of the Trainer; it also counts the loss of each dataset, where batches tell that.
 
-        Raises ConfigError for models whose outputs have no logits.
+        Raises ConfigError for models whose outputs have neither logits nor the probabilities of
+        labels.
         """
         compute: Any = super().compute_loss  # type: ignore[misc]
         dataset_id = inputs.pop(DATASET_ID, None)
-        if dataset_id is None or self._source_losses is None:
+        losses = self._source_losses if model.training else self._valid_losses
+        if dataset_id is None or losses is None:
             return compute(model, inputs, return_outputs=return_outputs, **named)
         labels = inputs["shift_labels"]
         loss, outputs = compute(model, inputs, return_outputs=True, **named)
-        logits = getattr(outputs, "logits", None)
-        if logits is None:
-            raise ConfigError(
-                "losses by source are made of logits, and this model's outputs have none (a fused "
-                "loss, or TRL's): leave dataset_ids out"
-            )
-        add_losses(self._source_losses, dataset_id, logits, labels)
+        add_losses(losses, dataset_id, outputs, labels)
         return (loss, outputs) if return_outputs else loss
 
     def log(self, logs: dict[str, float], *arguments: Any, **named: Any) -> None:
         """As of the Trainer, on all processes; with losses by source beside the loss of training."""
         if self._source_losses is not None and "loss" in logs:
-            for name, loss in self._source_losses.means().items():
-                logs[f"source_loss/{name}"] = loss
+            logs.update(self._source_losses.means(prefix="loss/"))
         super().log(logs, *arguments, **named)  # type: ignore[misc]
+
+    def evaluation_loop(self, *arguments: Any, **named: Any) -> Any:
+        """As of the Trainer; what evaluates the stream has losses by source among its metrics."""
+        losses = self._valid_losses
+        if losses is not None:
+            losses.clear()  # of an evaluation that was broken off
+        output = super().evaluation_loop(*arguments, **named)  # type: ignore[misc]
+        if self._valid_losses is not None and output.metrics is not None:
+            prefix = f"{named.get('metric_key_prefix', 'eval')}_loss/"
+            output.metrics.update(self._valid_losses.means(prefix=prefix))
+        return output
 
     def get_eval_dataloader(self, eval_dataset: Any = None) -> Any:
         """The valid split of the stream, whole global batches from its first sample every time; or
@@ -185,7 +214,7 @@ class StreamTrainerMixin:
         micro_batch_size = self.args.eval_batch_size
         loader = StreamDataLoader(
             self.accelerator,
-            replace(self._stream, dataset_ids=False),
+            self._stream,
             split="valid",
             micro_batch_size=micro_batch_size,
             global_batch_size=micro_batch_size * self.accelerator.num_processes,
@@ -195,6 +224,9 @@ class StreamTrainerMixin:
             raise ConfigError(
                 "the valid split has no end: give the DataConfig num_samples=(train, valid, test)"
             )
+        if self._stream.dataset_ids:
+            device = self.accelerator.device
+            self._valid_losses = SourceLosses.of(self._stream, split="valid", device=device)
         return loader
 
 

@@ -41,6 +41,19 @@ log = logging.getLogger(__name__)
 
 STATE_VERSION = 1
 COUNTS = ("consumed_samples", "batch_offset", "shard", "text", "token")
+OF_DATASETS = (
+    "skip_documents",
+    "skip_samples",
+    "phases",
+    "follow",
+    "blend_schedule",
+    "inter_document_masking",
+    "dataset_ids",
+    "balance_batches",
+)
+"""Settings of a DataConfig, which has the fields of a FieldsConfig too, that texts have no use for
+but that change what is trained on.
+"""
 
 
 def loader_stage(loader: StreamLoader) -> Callable[[], Iterator[Batch]]:
@@ -100,6 +113,7 @@ class TextStream:
         passes: int | None = None,
     ) -> None:
         batch_schedule(global_batch_size, None).check(micro_batch_size, dp_rank, dp_size)
+        _check_fields(fields)
         if isinstance(shards, str) or not shards:
             raise ConfigError(f"shards is {shards!r}; it takes a list of names, at least one")
         if passes is not None and passes < 1:
@@ -292,3 +306,13 @@ class TextStream:
             f"the texts of {len(self._samples.shards)} shards are less than one global batch of "
             f"{self._global_batch_size} samples of {self._samples.fields.sequence_length} tokens"
         )
+
+
+def _check_fields(fields: FieldsConfig) -> None:
+    """Raise ConfigError for settings of datasets, which would be passed over without a word."""
+    for name in OF_DATASETS:
+        if getattr(fields, name, None):
+            raise ConfigError(
+                f"{name} is of datasets, and a stream of texts that are tokenised as they come has "
+                "none: give it a FieldsConfig, or convert the texts (streammega convert)"
+            )

@@ -6,11 +6,11 @@ threshold is known when it falls. Datasets wait in a calendar until then, and on
 threshold are compared, by the very float64 operations of a full scan. As long as the best of them
 is not under the threshold, none that waits can be better; when it is, the threshold moves.
 
-Cost: a comparison, in vector registers, of about a twentieth of the datasets per sample, when
-weights differ. Datasets of the same weight fall due together and are compared together; if all have
-the same, they take turns. Long blends are cut into a part for each core: all but the first begin
-from guessed counts, which are compared with the true ones at the end and, if they differ, the part
-is done again.
+Cost: a comparison, in vector registers, of about an eighth of 256 datasets per sample, and of a
+twentieth of 1000, when weights differ. Datasets of the same weight fall due together and are
+compared together; if all have the same, they take turns. Long blends are cut into a part for each
+core: all but the first begin from guessed counts, which are compared with the true ones at the end
+and, if they differ, the part is done again.
 
 What the arrays of the kernels hold:
 
@@ -24,6 +24,8 @@ What the arrays of the kernels hold:
     head [_SLOTS], after [datasets] int64       the calendar: the first dataset that waits in a
                                                 slot, and the one behind each; -1: none
     hits [datasets + 8] int64                   which of the due have the best error: 1 or 0
+    chosen [1] uint64                           bits of places that were chosen since the calendar
+                                                was looked at, where few are due
     lowest [1] float64                          the lowest error that was chosen since it was reset
 
 float64 counts are exact, and compared without conversions.
@@ -36,7 +38,13 @@ from concurrent.futures import ThreadPoolExecutor
 import numpy as np
 from numpy.typing import NDArray
 
-from streammega.kernels.intrinsics import float_bits
+from streammega.kernels.intrinsics import (
+    REGISTER_FLOATS,
+    count_best,
+    float_bits,
+    highest_bit,
+    lowest_bit,
+)
 from streammega.kernels.jit import kernel
 from streammega.kernels.parallel import num_threads
 
@@ -48,8 +56,12 @@ _WORTH_GUESSING = 1 << 17
 """Samples from which on a blend is cut into parts."""
 _SMALL = 64
 """So many datasets are always compared whole."""
-_REGISTER = 8
+_REGISTER = REGISTER_FLOATS
 """The due are compared in multiples of so many: whole vector registers of float64."""
+_FEW = 64
+"""So many due stand in vector registers all at once, and have a bit each in a word."""
+_ONE = np.uint64(1)
+_NO_BITS = np.uint64(0)
 _EARLY = 1e-9
 """An error is taken to reach the threshold by this much before it does: far more than float64 can
 be off.
@@ -190,6 +202,7 @@ def _blend(weights, sizes, origin, dataset, sample, counts):
     period = max(4 * num, 256)  # samples between two looks whether the threshold may rise
     lowest = np.full(1, np.inf)
     hits = np.zeros(room, np.int64)
+    chosen = np.zeros(1, np.uint64)
     check = origin + period
     due = 0
     i = np.int64(origin)
@@ -207,17 +220,35 @@ def _blend(weights, sizes, origin, dataset, sample, counts):
             lowest[0] = np.inf
         stop = total if small else min(total, (i // _WINDOW + 1) * _WINDOW)
         padded = (due + _REGISTER - 1) // _REGISTER * _REGISTER
-        i = _choose(
-            i, stop, origin, due_weight, due_count, due_id, due_size,
-            hits, padded, threshold, lowest, dataset, sample
-        )  # fmt: skip
+        chosen[0] = 0
+        few = padded <= _FEW
+        if few:
+            i = _choose_of_few(
+                i, stop, origin, due_weight, due_count, due_id, due_size,
+                chosen, padded, threshold, lowest, dataset, sample
+            )  # fmt: skip
+        else:
+            i = _choose_of_many(
+                i, stop, origin, due_weight, due_count, due_id, due_size,
+                hits, padded, threshold, lowest, dataset, sample
+            )  # fmt: skip
         sort = False
         if i < stop:  # the best lies under the threshold: one that waits may be better
             margin = min(margin * _WIDER, _WIDEST)
             sort = True
             lowest[0] = np.inf
         elif i < total:
-            due = _turn(
+            if few:
+                due = _sift_chosen(
+                    i, threshold, inverse, sizes, counts,
+                    due_weight, due_count, due_size, due_id, chosen[0], due, head, after
+                )  # fmt: skip
+            else:
+                due = _sift_all(
+                    i, threshold, inverse, sizes, counts,
+                    due_weight, due_count, due_size, due_id, due, head, after
+                )  # fmt: skip
+            due = _call(
                 i, threshold, weights, inverse, sizes, counts,
                 due_weight, due_count, due_size, due_id, due, head, after
             )  # fmt: skip
@@ -230,7 +261,55 @@ def _blend(weights, sizes, origin, dataset, sample, counts):
 
 
 @kernel
-def _choose(
+def _choose_of_few(
+    first, stop, origin, due_weight, due_count, due_id, due_size,
+    chosen, padded, threshold, lowest, dataset, sample
+):  # fmt: skip
+    """As `_choose_of_many`, of at most `_FEW` places, which are compared without loops."""
+    registers = padded // _REGISTER
+    for i in range(first, stop):
+        target = float(max(i, 1))
+        if registers <= 1:
+            hits, error = count_best(due_weight, due_count, 1, target)
+        elif registers == 2:
+            hits, error = count_best(due_weight, due_count, 2, target)
+        elif registers == 3:
+            hits, error = count_best(due_weight, due_count, 3, target)
+        elif registers == 4:
+            hits, error = count_best(due_weight, due_count, 4, target)
+        elif registers == 5:
+            hits, error = count_best(due_weight, due_count, 5, target)
+        elif registers == 6:
+            hits, error = count_best(due_weight, due_count, 6, target)
+        elif registers == 7:
+            hits, error = count_best(due_weight, due_count, 7, target)
+        else:
+            hits, error = count_best(due_weight, due_count, 8, target)
+        place = lowest_bit(hits)
+        others = hits & (hits - _ONE)
+        while others != _NO_BITS:
+            # they tied, and were all counted: the lowest id keeps its count
+            other = lowest_bit(others)
+            others &= others - _ONE
+            loser = other
+            if due_id[other] < due_id[place]:
+                loser = place
+                place = other
+            due_count[loser] -= 1.0
+        if error < threshold:
+            due_count[place] -= 1.0
+            return i
+        chosen[0] |= hits
+        lowest[0] = min(lowest[0], error)
+        dataset[i - origin] = due_id[place]
+        sample[i - origin] = np.int64(due_count[place]) - 1
+        if due_count[place] >= due_size[place]:
+            due_count[place] = np.inf
+    return stop
+
+
+@kernel
+def _choose_of_many(
     first, stop, origin, due_weight, due_count, due_id, due_size,
     hits, padded, threshold, lowest, dataset, sample
 ):  # fmt: skip
@@ -357,12 +436,12 @@ def _sort(
 
 
 @kernel
-def _turn(
-    i, threshold, weights, inverse, sizes, counts,
+def _sift_all(
+    i, threshold, inverse, sizes, counts,
     due_weight, due_count, due_size, due_id, due, head, after
 ):  # fmt: skip
-    """At the start of a window: those that fell below the threshold wait, those whose slot it is
-    are due. Returns how many are.
+    """At the start of a window: the due that fell below the threshold wait. Returns how many are
+    still due.
     """
     now = i // _WINDOW
     kept = 0
@@ -383,19 +462,64 @@ def _turn(
             kept += 1
         else:
             _wait(d, window, now, head, after)
+    due_count[kept:due] = np.inf
+    return kept
+
+
+@kernel
+def _sift_chosen(
+    i, threshold, inverse, sizes, counts,
+    due_weight, due_count, due_size, due_id, chosen, due, head, after
+):  # fmt: skip
+    """As `_sift_all`, where only the places of the bits `chosen` have other counts than before: the
+    last of the due takes the place of one that waits.
+    """
+    now = i // _WINDOW
+    kept = due
+    # The highest first: what is moved into a lower place was looked at, or was not chosen.
+    while chosen != _NO_BITS:
+        k = highest_bit(chosen)
+        chosen ^= _ONE << np.uint64(k)
+        d = due_id[k]
+        count = due_count[k]
+        if count == np.inf:
+            counts[d] = sizes[d]
+        else:
+            counts[d] = count
+            window = _window_of(count, threshold, inverse[d])
+            if window <= now:
+                continue
+            _wait(d, window, now, head, after)
+        kept -= 1
+        due_weight[k] = due_weight[kept]
+        due_count[k] = due_count[kept]
+        due_size[k] = due_size[kept]
+        due_id[k] = due_id[kept]
+        due_count[kept] = np.inf
+    return kept
+
+
+@kernel
+def _call(
+    i, threshold, weights, inverse, sizes, counts,
+    due_weight, due_count, due_size, due_id, due, head, after
+):  # fmt: skip
+    """At the start of a window: those whose slot it is are due. Returns how many are, with the
+    `due` before.
+    """
+    now = i // _WINDOW
     queued = head[now % _SLOTS]
     head[now % _SLOTS] = -1
     while queued >= 0:
         following = after[queued]
         window = _window_of(counts[queued], threshold, inverse[queued])
         if window <= now:
-            due_weight[kept] = weights[queued]
-            due_count[kept] = counts[queued]
-            due_size[kept] = sizes[queued]
-            due_id[kept] = queued
-            kept += 1
+            due_weight[due] = weights[queued]
+            due_count[due] = counts[queued]
+            due_size[due] = sizes[queued]
+            due_id[due] = queued
+            due += 1
         else:
             _wait(queued, window, now, head, after)
         queued = following
-    due_count[kept:due] = np.inf
-    return kept
+    return due

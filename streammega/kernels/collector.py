@@ -7,6 +7,11 @@ import gc
 _FROZEN_BY_OTHERS: list[bool] = []
 """Not empty once somebody was seen to have frozen objects."""
 
+OUT_OF_SIGHT_ANYWAY = 4096
+"""Objects of which nobody needs to have frozen any: Python 3.12 puts those that never end there, a few
+hundred, whenever it looks through all. Whoever freezes a program freezes more than twice as many.
+"""
+
 
 def take_as_old() -> None:
     """Have the collector take all objects there are for old ones, without a look at them.
@@ -16,7 +21,7 @@ def take_as_old() -> None:
     twice before the first batch. What is imported stays: nothing would be found.
     """
     # Somebody keeps objects out of its sight, and thawing would undo that.
-    if _FROZEN_BY_OTHERS or gc.get_freeze_count():
+    if _FROZEN_BY_OTHERS or gc.get_freeze_count() > OUT_OF_SIGHT_ANYWAY:
         # Noted, since counting them looks at each: of half a million it takes 40 ms, at every
         # dataset that is opened.
         if not _FROZEN_BY_OTHERS:

@@ -121,6 +121,51 @@ def sample_of_draw(lane, d, draw, lanes, key, segment, rows, fractions, bases):
     return (rows[s] + row) * lanes + lane
 
 
+@kernel
+def samples_of_draws(lanes_of, draws, d, lanes, key, segment, rows, fractions, bases, sample):
+    """Fill sample [n] with what `sample_of_draw` says of draws [n] of some lanes [n] from dataset
+    d.
+    """
+    for i in range(len(draws)):
+        sample[i] = sample_of_draw(
+            lanes_of[i], d, draws[i], lanes, key, segment, rows, fractions, bases
+        )
+
+
+@kernel
+def own_draws(samples, d, lanes, key, segment, rows, fractions, bases, draws):
+    """Fill draws [lanes] with how many of dataset d each lane has made up to the first `samples` of
+    a phase, with those of earlier phases since it began anew; negative by those that are left of
+    what former epochs had left.
+
+    The path of `choose` to one dataset, where `count_draws` walks to all of them.
+    """
+    rows_of_all = samples // lanes
+    more = samples % lanes
+    for lane in range(lanes):
+        row = rows_of_all + (1 if lane < more else 0)
+        s = len(rows) - 1
+        while s > 0 and rows[s] > row:
+            s -= 1
+        drawn = row - rows[s]
+        lane_key = keyed(key, NODES, lane, segment + s)
+        low = np.int64(0)
+        high = np.int64(bases.shape[2])
+        node = np.int64(1)
+        while high - low > 1:
+            lefts = lefts_of(drawn, fractions[s, node], phase_of_node(lane_key, node))
+            middle = (low + high) // 2
+            if d < middle:
+                drawn = lefts
+                high = middle
+                node = 2 * node
+            else:
+                drawn -= lefts
+                low = middle
+                node = 2 * node + 1
+        draws[lane] = bases[s, lane, d] + drawn
+
+
 @numba.njit(inline="always")
 def _lane_of(place, lanes, size):
     """The lane in whose equal share of the permuted dataset a place lies; the first lanes have one
@@ -134,17 +179,23 @@ def _lane_of(place, lanes, size):
 
 
 @numba.njit(inline="always")
-def _draw_of_sample(sample, epoch, dataset_key, short_slot, lanes, size, block, group):
-    """(lane, which draw of it) that reads a sample of a dataset in an epoch: the inverse of
-    `place_of`.
-    """
+def slot_place_of(sample, dataset_key, short_slot, size, block):
+    """Where a sample of a dataset stands among the permuted blocks of an epoch, forwards in each."""
     blocks = (size + block - 1) // block
     number = sample // block
     slot = permute_back(number, blocks, dataset_key)
     slot_low = slot * block
     if slot > short_slot:  # the short block lies before it
         slot_low -= blocks * block - size
-    place = slot_low + sample - number * block
+    return slot_low + sample - number * block
+
+
+@numba.njit(inline="always")
+def draw_of_place(place, epoch, dataset_key, short_slot, lanes, size, block, group):
+    """(lane, which draw of it) that reads what stands at a place among the permuted blocks, in an
+    epoch: the inverse of `place_of`.
+    """
+    blocks = (size + block - 1) // block
     run = _lane_of(place, lanes, size) // group
     run_start, run_length = run_bounds(run, lanes, group, size)
     rotation = below(keyed(dataset_key, ROTATIONS, run, 0), run_length)
@@ -186,8 +237,9 @@ def read_by(
             first = max(0, (token_start - origin - width) // length + 1)
             last = min(ends[part] - before[part], (token_stop - origin - 1) // length + 1)
             for place in range(first, last):
-                lane, draw = _draw_of_sample(
-                    before[part] + place, epoch, dataset_key, short_slot, lanes, size, block, group
+                there = slot_place_of(before[part] + place, dataset_key, short_slot, size, block)
+                lane, draw = draw_of_place(
+                    there, epoch, dataset_key, short_slot, lanes, size, block, group
                 )
                 reader = sample_of_draw(lane, d, draw, lanes, key, segment, rows, fractions, bases)
                 if reader < 0 or reader >= end:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cached_property, lru_cache
+from functools import cached_property, lru_cache, partial
 from typing import Any
 
 import numpy as np
@@ -40,13 +40,19 @@ class BalancedBatches:
 
     @cached_property
     def _kept(self) -> Callable[[int, int], Integers]:
-        return lru_cache(KEPT_BATCHES)(self._dealt)
-
-    def _dealt(self, first: int, size: int) -> Integers:
-        sample_ids = np.arange(first, first + size, dtype=np.int64)
-        costs = attention_costs(source_at(self.samples, first), sample_ids)
-        return first + balanced_places(costs, self.micro_batch_size, self.dp_size)
+        # of a function, not of a method: what is kept would hold its owner, and all open files
+        deal = partial(_dealt, self.samples, self.micro_batch_size, self.dp_size)
+        return lru_cache(KEPT_BATCHES)(deal)
 
     def __getstate__(self) -> dict[str, Any]:
         """Without what is remembered: each process finds it out by itself."""
         return {name: value for name, value in self.__dict__.items() if name != "_kept"}
+
+
+def _dealt(
+    samples: SampleSource, micro_batch_size: int, dp_size: int, first: int, size: int
+) -> Integers:
+    """`BalancedBatches.sample_ids`, worked out."""
+    sample_ids = np.arange(first, first + size, dtype=np.int64)
+    costs = attention_costs(source_at(samples, first), sample_ids)
+    return first + balanced_places(costs, micro_batch_size, dp_size)

@@ -70,8 +70,8 @@ class PinnedMemory:
     """Tensors in blocks of torch's pinned allocator, which uses a block again when no tensor and no
     copy on a device needs it.
 
-    Blocks are powers of two. Slabs of up to 4 MiB waste little (see `reading_plan.SLAB_BYTES`), and
-    after the first few none is new.
+    Blocks are powers of two, which slabs nearly fill (see `reading_plan.SLAB_BYTES`), and after the
+    first few none is new.
     """
 
     def __init__(self) -> None:

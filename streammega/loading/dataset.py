@@ -24,8 +24,10 @@ from streammega.loading.shares import Share, read_share, write_share
 from streammega.loading.steps import MicroSteps
 from streammega.order.batch_size import BatchSchedule, batch_schedule
 from streammega.order.cursor import make_state, parse_state
+from streammega.order.phase_starts import in_samples
 from streammega.samples.fields import Batch
 from streammega.samples.open import open_source
+from streammega.samples.seams import Seams
 from streammega.samples.source import SampleSource, dataset_of_samples
 
 log = logging.getLogger(__name__)
@@ -80,6 +82,8 @@ class StreamingDataset(torch.utils.data.IterableDataset[Batch]):
         dp_size: int = 1,
         rampup: tuple[int, int, int] | None = None,
     ) -> None:
+        if config.phases_of(split):
+            config = in_samples(config, global_batch_size, rampup)
         schedule = batch_schedule(global_batch_size, rampup, config.batch_changes(split))
         schedule.check(micro_batch_size, dp_rank, dp_size)
         self.config = config
@@ -145,6 +149,14 @@ class StreamingDataset(torch.utils.data.IterableDataset[Batch]):
         """
         return self._consumed == self._placed
 
+    def tokens_before(self, sample: int) -> int:
+        """Tokens of all global samples before one, whatever phases make of their length."""
+        return self.steps.tokens_before(sample)
+
+    def sequence_length_at(self, sample: int) -> int:
+        """Tokens of a global sample, which phases may change."""
+        return self.steps.sequence_length_at(sample)
+
     def sample_ids(self, consumed: int | NDArray[np.int64]) -> NDArray[np.int64]:
         """Global sample ids of this rank's micro-batch in the micro-step at `consumed`, int64 [...,
         micro_batch_size].
@@ -156,8 +168,18 @@ class StreamingDataset(torch.utils.data.IterableDataset[Batch]):
         int64 [..., micro_batch_size]: its place in the blend. Of the order alone: nothing is read.
         """
         sample_ids = self.sample_ids(consumed)
+        if sample_ids.size:
+            self.steps.reach(int(np.max(consumed)))
         extents = self.samples.locate(sample_ids.reshape(-1))
-        return dataset_of_samples(extents).reshape(sample_ids.shape)
+        return dataset_of_samples(self.samples, extents).reshape(sample_ids.shape)
+
+    def seams(self, consumed: int) -> Seams:
+        """Where samples of this rank's micro-batch in the micro-step at `consumed` go over from one
+        run of tokens to another: arrays `sample`, its row, and `column` of the first token of the
+        other run. None but after a phase that changes the length or lanes. Of the order alone:
+        nothing is read.
+        """
+        return self.steps.seams(consumed)
 
     def batch(self, consumed: int) -> Batch:
         """This rank's micro-batch in the micro-step at `consumed`: a pure function of it."""
@@ -201,6 +223,25 @@ class StreamingDataset(torch.utils.data.IterableDataset[Batch]):
                 self.split,
                 share.start,
             )
+        steps.begin(share.start)
+        left: Share | None = share
+        while left is not None:
+            left = yield from self._until_something_joins(steps, begun, left)
+        self._places.check(begun)
+        in_worker = torch.utils.data.get_worker_info() is not None
+        if not in_worker and self._places.is_latest(begun):
+            self.steps = self.steps.from_origin(0)  # the position is now that of the next iteration
+            self._consumed = 0
+            self._places.finished()
+
+    def _until_something_joins(
+        self, steps: MicroSteps, begun: Begun, share: Share
+    ) -> Generator[Batch, None, Share | None]:
+        """The batches of a share, as far as nothing joins, and where it then goes on: what was read
+        ahead is of the order without it. None: at the end of the data.
+        """
+        given = 0
+        joined_at = steps.joined_at
         alone = torch.utils.data.get_worker_info() is None
         positions = steps.positions(share.start, share.next_batch, share.workers)
         for steps_of_phase, positions_of_phase, start in steps.by_phase(positions, share.start):
@@ -215,15 +256,14 @@ class StreamingDataset(torch.utils.data.IterableDataset[Batch]):
             with closing(engine):
                 for consumed, batch in engine:
                     self._places.check(begun)
+                    steps.reach(consumed)
+                    if steps.joined_at != joined_at:
+                        return replace(share, batches=share.batches + given)
+                    given += 1
                     self._count(begun, consumed)
                     yield batch if alone else SentBatch(batch)
                     del batch  # its memory is free as soon as the caller lets go
-        self._places.check(begun)
-        in_worker = torch.utils.data.get_worker_info() is not None
-        if not in_worker and self._places.is_latest(begun):
-            self.steps = self.steps.from_origin(0)  # the position is now that of the next iteration
-            self._consumed = 0
-            self._places.finished()
+        return None
 
     def _count(self, begun: Begun, consumed: int) -> None:
         """Note that the batch at `consumed` is handed out: in a worker as one of its share, else by
@@ -259,6 +299,7 @@ class StreamingDataset(torch.utils.data.IterableDataset[Batch]):
         """
         consumed_samples = operator.index(consumed_samples)  # of numpy too: states are JSON
         steps = self.steps if consumed_samples else self.steps.from_origin(0)
+        steps.begin(consumed_samples)
         steps.check_position(consumed_samples)
         steps.check_ahead(consumed_samples)
         self._put(consumed_samples, steps)
@@ -312,6 +353,7 @@ class StreamingDataset(torch.utils.data.IterableDataset[Batch]):
         steps = self.steps.in_lanes(saved.lanes).resumed(saved.consumed, saved.offset)
         share = read_share(state, self.step_samples)
         reached = saved.consumed if share is None else share.reached
+        steps.begin(saved.consumed)
         saved.check(steps.identity(saved.consumed, reached))
         size = steps.schedule.size_at(saved.consumed)
         if saved.offset >= size:

@@ -26,6 +26,9 @@ from streammega.samples.derived_fields import (
     torch_dtype,
 )
 from streammega.samples.packed import are_packed
+from streammega.samples.seams import Seams, as_asked, seams_between
+from streammega.samples.skipped import SkippedColumns
+from streammega.samples.source import dataset_ids
 from streammega.samples.token_file import Runs, clear_by_modes, has_modes
 
 TAIL_ID = 0
@@ -40,7 +43,8 @@ class Gatherer:
         reading: where its bytes are.
         allocate: makes the tensors.
         ids_only: fields are {"ids": [batches, rows, width] in the stored dtype, "valid": int64
-            [batches, rows]}, and where modes make the loss mask "learned": bool as ids.
+            [batches, rows]}, and where modes make the loss mask, or documents are skipped, "learned":
+            bool as ids.
     """
 
     def __init__(
@@ -55,9 +59,10 @@ class Gatherer:
         self._allocate = allocate
         self._gather = self._gather_ids if ids_only else self._gather_fields
         self._has_modes = has_modes(reading.files)
+        self._skipped = steps.samples.skipped
         self._packed = are_packed(reading.files)
         files_of_dataset = [len(files) for files in steps.samples.files]
-        self._dataset_of_file = np.repeat(np.arange(len(files_of_dataset)), files_of_dataset)
+        self._dataset_of_file = np.repeat(dataset_ids(steps.samples), files_of_dataset)
 
     def gather(self, slab: PlannedSlab) -> Slab:
         """A slab whose bytes are all there."""
@@ -76,11 +81,18 @@ class Gatherer:
         if some_partial:
             fill_tails(ids_array, valid_array, TAIL_ID)
         fields = {"ids": ids, "valid": valid}
-        if self._has_modes:
+        skipped = self._skipped_columns(slab)
+        if skipped is not None:
+            skipped.overwrite(ids_array, self._eod_id)
+        # of a whole run or of none, for ranks expect messages of one form
+        if self._has_modes or self._skipped is not None:
             learned = self._allocate((samples, width), torch.bool)
             learned_array = learned.numpy()
             learned_array.fill(True)
-            self._clear_by_modes(slab, learned_array, shift=0)
+            if self._has_modes:
+                self._clear_by_modes(slab, learned_array, shift=0)
+            if skipped is not None:
+                skipped.clear_learned(learned_array)
             fields["learned"] = learned
         return Slab(consumed=slab.consumed, fields=self._by_batch(slab, fields))
 
@@ -99,6 +111,11 @@ class Gatherer:
         labels = self._allocate(shape, torch.int64)
         valid = np.empty(shape[0], np.int64)  # no field of a batch, so in no memory of batches
         self._copy_rows(gather_shifted, slab, [tokens.numpy(), labels.numpy()], valid)
+        skipped = self._skipped_columns(slab)
+        if skipped is not None:
+            # first: positions and bounds are made by the ids that are seen
+            skipped.overwrite(tokens.numpy(), self._eod_id)
+            skipped.overwrite_labels(labels.numpy(), self._eod_id)
         derived = derive(
             tokens,
             labels,
@@ -107,6 +124,7 @@ class Gatherer:
             unsigned=self._reading.dtype.kind == "u",
             allocate=self._allocate,
             rows=self.batch_rows,
+            seams=self._seams(slab) if self._config.seams != "joined" else None,
         )
         loss_mask = derived.loss_mask
         if self._has_modes:
@@ -114,6 +132,10 @@ class Gatherer:
                 loss_mask = plain_mask(shape, self._allocate)
             # a label lies one column before its token
             self._clear_by_modes(slab, loss_mask.numpy(), shift=-1)
+        if skipped is not None:
+            if loss_mask is None:
+                loss_mask = plain_mask(shape, self._allocate)
+            skipped.clear_loss(loss_mask.numpy())
         fields = {"tokens": tokens, "labels": labels}
         # a plain mask and plain positions are made when a batch is handed out
         if loss_mask is not None:
@@ -133,6 +155,16 @@ class Gatherer:
             cu_seqlens=derived.cu_seqlens,
         )
 
+    def _seams(self, slab: PlannedSlab) -> Seams | None:
+        """Where samples go over from one run of tokens to another, as the config asks for them."""
+        span = slab.span
+        rows = slab.rows
+        rows_of_sample = np.diff(slab.row_splits)
+        seams = seams_between(
+            rows_of_sample, span.file[rows], span.start[rows], span.size[rows], span.column[rows]
+        )
+        return as_asked(seams, self._config)
+
     def _dataset_ids(self, slab: PlannedSlab) -> Tensor:
         """Which dataset each sample is of, int64 [samples]: that of its first row, for all are of
         one.
@@ -142,21 +174,37 @@ class Gatherer:
         dataset_ids.numpy()[:] = self._dataset_of_file[slab.span.file[first_rows]]
         return dataset_ids
 
+    @property
+    def _eod_id(self) -> int:
+        """What stands for tokens that are not seen."""
+        assert self._config.eod_id is not None
+        return self._config.eod_id
+
+    def _skipped_columns(self, slab: PlannedSlab) -> SkippedColumns | None:
+        """Where the samples of a slab hold tokens that are not seen; None: nowhere."""
+        if self._skipped is None:
+            return None
+        sample_ids = slab.span.sample_ids[slab.first : slab.last]
+        return self._skipped.columns(self._runs(slab, shift=0), sample_ids)
+
     def _clear_by_modes(self, slab: PlannedSlab, out: NDArray[Any], *, shift: int) -> None:
         """Write 0 to `out` for tokens of a slab that are not learned, `shift` columns from where
         each lies in its sample.
         """
+        clear_by_modes(self._reading.files, self._runs(slab, shift), out)
+
+    def _runs(self, slab: PlannedSlab, shift: int) -> Runs:
+        """Where the tokens of a slab's samples lie, each `shift` columns further on."""
         span = slab.span
         rows = slab.rows
         rows_of_sample = np.diff(slab.row_splits)
-        runs = Runs(
+        return Runs(
             file=span.file[rows],
             start=span.start[rows],
             size=span.size[rows],
             sample=np.repeat(np.arange(len(rows_of_sample)), rows_of_sample),
             column=span.column[rows] + shift,
         )
-        clear_by_modes(self._reading.files, runs, out)
 
     def _copy_rows(
         self,

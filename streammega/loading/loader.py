@@ -4,6 +4,7 @@ was taken.
 
 from __future__ import annotations
 
+import itertools
 import logging
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import closing
@@ -26,7 +27,6 @@ from streammega.loading.stats import Stats
 from streammega.loading.steps import MicroSteps
 from streammega.order.rank_samples import zigzag_bounds
 from streammega.samples.fields import Batch
-from streammega.samples.phases import source_at
 from streammega.samples.source import all_files
 from streammega.samples.token_file import has_modes
 
@@ -63,7 +63,8 @@ class StreamLoader:
         evaluation: begin every iteration at the first sample; None: for every split but "train".
         ids_only: batches are {"ids": [micro_batch_size, S + 1] in the stored dtype, "valid": int64
             [micro_batch_size], the ids of each sample that are not padding}, from which everything
-            else can be derived on the device. Where modes make the loss mask, also "learned", bool
+            else can be derived on the device. Where modes make the loss mask, or documents are
+            skipped, also "learned", bool
             as "ids" are: no loss where a label is an id that is not learned.
         cp_rank, cp_size: with ids_only, read only what this context-parallel rank keeps of each
             sample: two of 2 * cp_size parts of P tokens, each with the token after it. "ids" is [2
@@ -207,7 +208,9 @@ class StreamLoader:
         # kept from call to call: each new one would look through the skipped ranges again
         if self._following is None:
             self._following = self.dataset.positions()
-        self.dataset.advance(next(self._following))
+        position = next(self._following)
+        self.dataset.steps.reach(position)
+        self.dataset.advance(position)
 
     @property
     def ready(self) -> bool:
@@ -222,8 +225,11 @@ class StreamLoader:
         """The tokens [start, stop) of each sample that are read, with the token after them; empty:
         all of it. Of the phase that the cursor is in.
         """
-        samples = source_at(self.dataset.samples, self.consumed_samples)
-        return _kept_parts(samples.config.sequence_length, *self._cp).bounds
+        return self.bounds_of(self.dataset.sequence_length_at(self.consumed_samples))
+
+    def bounds_of(self, sequence_length: int) -> Sequence[tuple[int, int]]:
+        """The same of samples of so many tokens."""
+        return _kept_parts(sequence_length, *self._cp).bounds
 
     @cached_property
     def ids_dtype(self) -> np.dtype[Any]:
@@ -233,8 +239,11 @@ class StreamLoader:
 
     @cached_property
     def has_modes(self) -> bool:
-        """Whether modes of a dataset make the loss mask: then "learned" is beside "ids"."""
-        return has_modes(all_files(self.dataset.samples))
+        """Whether modes of a dataset make the loss mask, or documents are skipped: then "learned" is
+        beside "ids".
+        """
+        samples = self.dataset.samples
+        return samples.skipped is not None or has_modes(all_files(samples))
 
     @property
     def consumed_samples(self) -> int:
@@ -345,8 +354,28 @@ def _batches(
     Does not refer to the loader, so that a loader nobody holds is collected, and its threads with
     it.
     """
-    global_batches = 0
+    dataset.steps.begin(dataset.consumed_samples)
+    counts = itertools.count(1)
+    goes_on = True
+    while goes_on:
+        goes_on = yield from _until_something_joins(
+            dataset, generation, make_engine, log_every, counts, device
+        )
+
+
+def _until_something_joins(
+    dataset: StreamingDataset,
+    generation: int,
+    make_engine: Callable[..., Engine],
+    log_every: int,
+    counts: Iterator[int],
+    device: torch.device | None,
+) -> Generator[Batch, None, bool]:
+    """As `_batches`, as far as nothing joins; whether something did, and what was read ahead is to
+    be read anew. counts: numbers of global batches.
+    """
     start = dataset.consumed_samples
+    joined_at = dataset.steps.joined_at
     for steps, positions, begin in dataset.steps.by_phase(dataset.positions(), start):
         engine = make_engine(steps, positions, start=begin)
         with closing(engine):
@@ -358,14 +387,17 @@ def _batches(
                         "the dataset was put elsewhere under its loader; "
                         "use seek and load_state_dict of the loader"
                     )
+                dataset.steps.reach(consumed)
+                if dataset.steps.joined_at != joined_at:
+                    return True
                 dataset.advance(consumed)
                 yield batch
                 del batch  # its memory is free as soon as the caller lets go
-                if log_every and dataset.schedule.offset_at(dataset.consumed_samples) == 0:
-                    global_batches += 1
-                    if global_batches % log_every == 0:
-                        line = engine.stats.line()
-                        log.info("%s: sample %d; %s", dataset.split, dataset.consumed_samples, line)
+                is_whole = log_every and not dataset.schedule.offset_at(dataset.consumed_samples)
+                if is_whole and next(counts) % log_every == 0:
+                    line = engine.stats.line()
+                    log.info("%s: sample %d; %s", dataset.split, dataset.consumed_samples, line)
+    return False
 
 
 def _engine_of(

@@ -112,6 +112,7 @@ class Planner:
         rows.slot[rows.slot == NO_SLOT] = 0
         remote_bytes = (rows.stop - rows.start)[~is_local]
         return Span(
+            sample_ids=np.repeat(sample_ids, self.kept.rows_of_sample),
             row_splits=extents.row_splits,
             slot=rows.slot,
             offset=rows.offset,

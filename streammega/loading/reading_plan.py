@@ -36,9 +36,15 @@ from streammega.storage.views import is_local
 
 log = logging.getLogger(__name__)
 
-SLAB_BYTES = 4 << 20
-"""Bytes of ids that one kernel call gathers: few enough to stay in the cache until they are
-used.
+SLAB_BYTES = 16 << 20
+"""Bytes of ids that one kernel call gathers: each slab costs a hand-over between two threads, and
+batches that wait for it.
+"""
+LEAST_SLAB_BYTES = 4 << 20
+"""As many where memory is short."""
+SLABS_OF_BUDGET = 32
+"""A slab holds at most this part of the budget: tokens and labels of some six slabs are in memory
+beside it.
 """
 MOST_SLAB_BATCHES = 64
 """Micro-batches of a slab at most: the first of them is handed out when all are gathered."""
@@ -128,10 +134,10 @@ def plan_reading(
     sample_tokens = steps.config.sequence_length + 1
     batch_tokens = steps.micro_batch_size * sample_tokens
     stored_dtype = np.result_type(*(file.dtype for file in files))
-    least_slab = slab_batches or _slab_batches(batch_tokens, np.dtype(np.int64))
-    largest_slab = least_slab
-    if slab_batches is None and ids_only:
-        largest_slab = _slab_batches(batch_tokens, stored_dtype)
+    slab_dtype = stored_dtype if ids_only else np.dtype(np.int64)
+    slab_bytes = min(SLAB_BYTES, max(LEAST_SLAB_BYTES, budget // SLABS_OF_BUDGET))
+    least_slab = slab_batches or _slab_batches(LEAST_SLAB_BYTES, batch_tokens, np.dtype(np.int64))
+    largest_slab = slab_batches or _slab_batches(slab_bytes, batch_tokens, slab_dtype)
     plan = ReadingPlan(
         files=files,
         table=table,
@@ -184,9 +190,9 @@ def _tell_without_room(whole: WholePieces, storage: StorageConfig, workers: int)
     )
 
 
-def _slab_batches(batch_tokens: int, dtype: np.dtype[Any]) -> int:
+def _slab_batches(slab_bytes: int, batch_tokens: int, dtype: np.dtype[Any]) -> int:
     """Micro-batches of so many tokens that are gathered together, as ids of a dtype."""
-    fitting = SLAB_BYTES // (dtype.itemsize * batch_tokens)
+    fitting = slab_bytes // (dtype.itemsize * batch_tokens)
     return int(np.clip(fitting, 1, MOST_SLAB_BATCHES))
 
 

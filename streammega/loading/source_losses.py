@@ -9,18 +9,20 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from streammega.config import DataConfig
 from streammega.errors import ConfigError
+from streammega.samples.source_names import source_names
 
 
 class SourceLosses:
     """Sums losses of samples by the dataset that each is of, until `means` is asked.
 
-        losses = SourceLosses(["web", "code"], device)
+        losses = SourceLosses.of(config, device=device)
         for batch in loader:                                # of DataConfig(dataset_ids=True)
             loss = cross_entropy(..., reduction="none")     # of each token, [batch, S]
             losses.add(batch["dataset_id"], loss.detach(), batch["loss_mask"])
             if step % 10 == 0:
-                log(losses.means())
+                log(losses.means(prefix="train/loss/"))
 
     Sums are float64, and nothing waits for a device before `means`.
 
@@ -37,6 +39,15 @@ class SourceLosses:
         self.names = list(names)
         self._sums = torch.zeros(len(names), 2, dtype=torch.float64, device=device)
 
+    @classmethod
+    def of(
+        cls, config: DataConfig, *, split: str = "train", device: torch.device | str = "cpu"
+    ) -> SourceLosses:
+        """Of the datasets of a config's split, over all phases, by the last parts of their
+        prefixes. Raises ConfigError where the config gives the split nothing.
+        """
+        return cls(source_names(config, split), device)
+
     def add(self, dataset_id: Tensor, losses: Tensor, mask: Tensor) -> None:
         """Add a micro-batch: dataset_id int64 [batch], the loss of each token [batch, S], and what
         counts of it, [batch, S]: tokens with 0 do not, whatever their loss.
@@ -48,10 +59,10 @@ class SourceLosses:
         device = self._sums.device
         self._sums.index_add_(0, dataset_id.to(device), loss_and_tokens.to(device))
 
-    def means(self, group: Any = None) -> dict[str, float]:
-        """The mean loss of each dataset that had tokens since this was asked last, over all ranks of
-        a group (None: all there are). Collective where torch.distributed runs: call it on all of
-        them.
+    def means(self, group: Any = None, *, prefix: str = "") -> dict[str, float]:
+        """{prefix + name: mean loss} of each dataset that had tokens since this was asked last, over
+        all ranks of a group (None: all there are). Collective where torch.distributed runs: call it
+        on all of them.
         """
         sums = self._sums
         self._sums = torch.zeros_like(sums)
@@ -60,5 +71,9 @@ class SourceLosses:
         means: dict[str, float] = {}
         for name, (loss, tokens) in zip(self.names, sums.tolist(), strict=True):
             if tokens:
-                means[name] = loss / tokens
+                means[prefix + name] = loss / tokens
         return means
+
+    def clear(self) -> None:
+        """Forget what was added."""
+        self._sums = torch.zeros_like(self._sums)

@@ -67,11 +67,13 @@ class Span:
     """Rows of consecutive samples, in their order, and the holdings that they are the first to
     need, in order of need.
 
+    sample_ids [samples]: their numbers in the global stream; a kept part has that of its sample.
     row_splits [samples + 1]: sample i owns rows [row_splits[i], row_splits[i + 1]). Of each row,
     [rows]: its bytes begin at byte `offset` of what lies in `slot`, are `size` tokens from token
     `start` of `file` on, and go to token `column` of the sample and on.
     """
 
+    sample_ids: Integers
     row_splits: Integers
     slot: Integers
     offset: Integers

@@ -23,10 +23,13 @@ from streammega.loading.balanced_batches import BalancedBatches
 from streammega.order.batch_size import BatchSchedule
 from streammega.order.cursor import make_state
 from streammega.order.rank_samples import check_resume, every_nth, rank_samples
+from streammega.order.sample_lengths import SampleLengths
 from streammega.samples.fields import Batch
-from streammega.samples.lanes import StreamSource
-from streammega.samples.phases import PhasedSource, source_at
-from streammega.samples.source import SampleSource, sample_fields
+from streammega.samples.following_source import FollowingSource
+from streammega.samples.lanes import LaneSource, StreamSource
+from streammega.samples.phases import Phased, PhasedSource, source_at
+from streammega.samples.seams import NO_SEAMS, Seams
+from streammega.samples.source import SampleSource, sample_fields, seams_of
 
 _IN_LANES = (StreamSource, PhasedSource)
 """Whose order is of lanes, which a state brings along."""
@@ -73,8 +76,18 @@ class MicroSteps:
             if schedule.offset_at(max(start, consumed)) or schedule.offset_at(stop):
                 size = schedule.size_at(start)
                 raise ConfigError(
-                    f"skip_samples [{start}, {stop}) cuts a global batch of {size} samples apart"
+                    f"skip_samples [{start}, {stop}) cuts a global batch of {size} samples apart, "
+                    f"of those that are counted from sample {schedule.origin} on{self._says_size()}"
                 )
+
+    def _says_size(self) -> str:
+        """How a config says that batches are counted anew from a sample on."""
+        if self.config.order != "stream" or self.split != "train":
+            return ""
+        return (
+            "; for batches of another size from a checkpoint on, keep the former global_batch_size "
+            "and let a phase that begins at the checkpoint's sample have the new one"
+        )
 
     @property
     def step_samples(self) -> int:
@@ -91,6 +104,15 @@ class MicroSteps:
     def lanes(self) -> int:
         """Lanes of the stream order; 0 for other orders."""
         return self.samples.lanes if isinstance(self.samples, _IN_LANES) else 0
+
+    def tokens_before(self, sample: int) -> int:
+        """Tokens of all samples before one, of those that are skipped too."""
+        lengths = SampleLengths(starts=self.config.length_starts(self.split))
+        return lengths.tokens_before(sample)
+
+    def sequence_length_at(self, sample: int) -> int:
+        """Tokens of a sample: those of its phase."""
+        return source_at(self.samples, sample).config.sequence_length
 
     def sample_ids(self, consumed: int | NDArray[np.int64]) -> NDArray[np.int64]:
         """Global sample ids of this rank's micro-batch in the micro-step at `consumed`, int64 [...,
@@ -119,6 +141,7 @@ class MicroSteps:
 
     def _balanced_ids(self, consumed: int) -> NDArray[np.int64]:
         assert self._balanced is not None
+        self.reach(consumed)  # what is dealt out is remembered
         offset = self.schedule.offset_at(consumed)
         batch = self._balanced.sample_ids(consumed - offset, self.schedule.size_at(consumed))
         ids: NDArray[np.int64] = batch[offset // self.step_samples, self.dp_rank]
@@ -126,8 +149,19 @@ class MicroSteps:
 
     def batch(self, consumed: int) -> Batch:
         """This rank's micro-batch in the micro-step at `consumed`: a pure function of it."""
+        self.reach(consumed)
         samples = source_at(self.samples, consumed)
         return sample_fields(samples, self.sample_ids(consumed), bounds=True)
+
+    def seams(self, consumed: int) -> Seams:
+        """Where samples of this rank's micro-batch in the micro-step at `consumed` go over from one
+        run of tokens to another. Of the order alone.
+        """
+        self.reach(consumed)
+        samples = source_at(self.samples, consumed)
+        if not (isinstance(samples, LaneSource) and samples.order.has_rests):
+            return NO_SEAMS
+        return seams_of(samples, samples.locate(self.sample_ids(consumed)))
 
     def parts(self, start: int) -> Iterator[range]:
         """The micro-steps from `start` on, as ranges between the skipped samples."""
@@ -155,14 +189,64 @@ class MicroSteps:
         Each is read to its end before the next: what is open in one phase is nothing to another.
         """
         samples = self.samples
-        if not isinstance(samples, PhasedSource):
+        if not isinstance(samples, Phased):
             yield self, positions, start
             return
         for phase, positions_of_phase in itertools.groupby(positions, samples.phase_at):
             source = samples.phases[phase]
-            begin = max(start, source.order.first_sample)
+            begin = max(start, samples.starts[phase])
             steps = replace(self, samples=source, config=source.config)
             yield steps, positions_of_phase, begin
+
+    def begin(self, start: int) -> None:
+        """Reading begins at `start`: what joined before is known, and nothing more does.
+
+        Raises StateError where something joined later, within what is a step now.
+        """
+        samples = self.samples
+        if not isinstance(samples, FollowingSource):
+            return
+        samples.begin(start)
+        for first_sample in samples.joined_at:
+            if first_sample > start and self.schedule.offset_at(first_sample):
+                raise StateError(
+                    f"newer versions joined at sample {first_sample}, ahead of sample {start}, and "
+                    f"no step of these sizes ends there; resume with the former global_batch_size, "
+                    f"or remove the files of later samples from data.follow.record: versions are "
+                    f"then looked for anew"
+                )
+
+    def reach(self, sample: int) -> None:
+        """Have what joins up to a sample be known, before it is handed out: newer versions are
+        looked for at the ends of steps that `follow` says, in their order, by whoever comes there
+        first.
+        """
+        samples = self.samples
+        if not isinstance(samples, FollowingSource):
+            return
+        assert self.config.follow is not None
+        while True:
+            end = self._next_look(samples.looked, self.config.follow.every_samples)
+            if end > sample:
+                return
+            samples.look(end)
+
+    @property
+    def joined_at(self) -> list[int]:
+        """The samples at which something joined, as far as that is known. What was planned when it
+        was less is of the order without it.
+        """
+        samples = self.samples
+        return samples.joined_at if isinstance(samples, FollowingSource) else []
+
+    def _next_look(self, looked: int, every_samples: int) -> int:
+        """The first end of a step after `looked` at which newer versions are looked for."""
+        multiple = looked - looked % every_samples
+        while True:
+            end = self.schedule.end_of_step(multiple)
+            if end > looked:
+                return end
+            multiple += every_samples
 
     def after(self, start: int, num_batches: int) -> int:
         """The position after so many micro-batches from `start`.
@@ -193,6 +277,7 @@ class MicroSteps:
         balanced, would have begun with other samples. Between batches nobody need know.
         """
         reached = consumed if reached is None else reached
+        self.reach(reached - 1)
         identity = self.samples.identity(reached)
         offsets = [self.schedule.offset_at(consumed), self.schedule.offset_at(reached)]
         if self.config.balance_batches and any(offsets):

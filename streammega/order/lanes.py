@@ -152,7 +152,7 @@ class StreamOrder:
             dataset = self.dataset_numbers[column].astype(np.int32)
         splits = np.arange(count + 1, dtype=np.int64)
         found = Extents(row_splits=splits, dataset=dataset, file=file, start=start, stop=stop)
-        if self._has_rests:
+        if self.has_rests:
             return self._with_rests(sample_ids, column, found)
         return found
 
@@ -280,6 +280,10 @@ class StreamOrder:
         firsts = [first - self.first_sample for first, _ in self.schedule]
         return np.array([-(-first // self.lanes) for first in firsts], np.int64)
 
+    def first_of_segment(self, segment: int) -> int:
+        """The first sample of a segment of the schedule: it begins with a whole row."""
+        return self.first_sample + int(self._rows[segment]) * self.lanes
+
     @cached_property
     def _fractions(self) -> NDArray[np.uint64]:
         return np.stack([tree_fractions(weights) for _, weights in self.schedule])
@@ -304,30 +308,16 @@ class StreamOrder:
         datasets].
         """
         draws = np.zeros((self.lanes, len(self.datasets)), np.int64)
-        for number, (order, end) in enumerate(zip(self.earlier, self._ends, strict=True)):
-            goes_on = np.flatnonzero(self._begun_in <= number)
-            numbers = self.dataset_numbers[goes_on]
-            _, here, there = np.intersect1d(numbers, order.dataset_numbers, return_indices=True)
-            if len(here):
-                counts = order.own_counts(end - order.first_sample)
-                draws[:, goes_on[here]] += counts[:, there]
+        for column, number in enumerate(self.dataset_numbers.tolist()):
+            former = self._former(number)
+            if former is not None and self._goes_on(column, *former):
+                draws[:, column] = self._drawn_in(*former)
         return draws
 
     @property
     def _ends(self) -> list[int]:
         """The end of each earlier phase."""
         return [order.first_sample for order in (*self.earlier, self)][1:]
-
-    @cached_property
-    def _begun_in(self) -> Integers:
-        """The number of the phase in which each dataset began, or began anew; int64 [datasets]."""
-        begun = np.full(len(self.datasets), len(self.earlier), np.int64)
-        for column, number in enumerate(self.dataset_numbers.tolist()):
-            former = self._former(number)
-            if former is not None and self._goes_on(column, *former):
-                phase, place = former
-                begun[column] = self.earlier[phase]._begun_in[place]
-        return begun
 
     def _goes_on(self, column: int, phase: int, place: int) -> bool:
         """Whether a dataset is drawn as in an earlier phase: in the same samples and lanes."""
@@ -351,21 +341,35 @@ class StreamOrder:
                 phase, place = former
                 rests.append(self.earlier[phase].rests[place])
             else:
-                phase, place = former
-                order = self.earlier[phase]
-                rests.append(
-                    rest_of(
-                        order.grid(place),
-                        order.rests[place],
-                        self._drawn_in(phase, place),
-                        length=self.sequence_length,
-                        lanes=self.lanes,
-                    )
-                )
+                rests.append(self._left_of(*former))
         return rests
 
+    def _left_of(self, phase: int, place: int) -> Rest | None:
+        """What a dataset has left at the end of an earlier phase, in samples and lanes of this."""
+        order = self.earlier[phase]
+        return rest_of(
+            order.grid(place),
+            order.rests[place],
+            self._drawn_in(phase, place),
+            length=self.sequence_length,
+            lanes=self.lanes,
+        )
+
+    def left_before(self, column: int) -> tuple[Rest | None, bool]:
+        """What earlier phases left of a dataset that begins anew in this one, and whether it is
+        read here: a restart passes it over. (None, True) of one that goes on, or is new.
+        """
+        number = int(self.dataset_numbers[column])
+        former = self._former(number)
+        if former is None or self._goes_on(column, *former):
+            return None, True
+        if number in self.restart:
+            return self._left_of(*former), False
+        return self.rests[column], True
+
     @cached_property
-    def _has_rests(self) -> bool:
+    def has_rests(self) -> bool:
+        """Whether some of its samples are of what earlier phases have left, and may join runs."""
         return any(rest is not None for rest in self.rests)
 
     def grid(self, column: int) -> Grid:
@@ -396,7 +400,21 @@ class StreamOrder:
         its samples and lanes; int64 [lanes of that phase].
         """
         order = self.earlier[phase]
-        return order.counts(self._ends[phase] - order.first_sample)[:, place]
+        return order._counts_at_its_end(self._ends[phase])[:, place]
+
+    def _counts_at_its_end(self, end: int) -> Integers:
+        """`counts` up to the sample `end`, where a phase follows; kept, for every dataset of those
+        that follow asks: counting is of all datasets at once.
+        """
+        kept = self._kept_counts
+        if end not in kept:
+            kept.clear()
+            kept[end] = self.counts(end - self.first_sample)
+        return kept[end]
+
+    @cached_property
+    def _kept_counts(self) -> dict[int, Integers]:
+        return {}
 
     @cached_property
     def first_epochs(self) -> Integers:
@@ -421,16 +439,28 @@ class StreamOrder:
 
     def epochs_of(self, draws: Integers, dataset: int) -> int:
         """How many epochs of a dataset have begun when each lane has made `draws`, int64 [lanes]."""
-        lanes = self.lanes
+        last = np.where(draws > 0, self.epochs_of_draws(draws - 1, dataset), -1)
+        return int(last.max()) + 1
+
+    def epochs_of_draws(self, draws: Integers, dataset: int) -> Integers:
+        """The epoch of each lane's draw of that number from a dataset, since it began anew and
+        without what former epochs had left; int64 [lanes].
+        """
         group = int(self.geometry.groups[dataset])
+        lane = np.arange(self.lanes)
+        run_length = self._run_lengths(dataset)[lane // group]
+        epochs: Integers = (draws * group + lane % group) // run_length
+        return epochs
+
+    def _run_lengths(self, dataset: int) -> Integers:
+        """Samples of each run of a dataset, int64 [runs]: as `run_bounds` of the kernels, the lanes
+        of a run have its samples in equal shares.
+        """
         size = int(self.sizes[dataset])
-        lane = np.arange(lanes)
-        last = np.where(draws > 0, (draws - 1) * group + lane % group, -1)
-        runs = last.reshape(-1, group).max(axis=1)
-        # as `run_bounds` of the kernels: the lanes of a run have its samples in equal shares
-        first_lanes = np.arange(0, lanes + 1, group)
-        starts = first_lanes * (size // lanes) + np.minimum(size % lanes, first_lanes)
-        return int((runs // np.diff(starts)).max()) + 1
+        first_lanes = np.arange(0, self.lanes + 1, int(self.geometry.groups[dataset]))
+        starts = first_lanes * (size // self.lanes) + np.minimum(size % self.lanes, first_lanes)
+        lengths: Integers = np.diff(starts)
+        return lengths
 
     def _former(self, number: int) -> tuple[int, int] | None:
         """(phase, place in it) of a dataset in the last phase before that has it."""

@@ -4,15 +4,17 @@ is looked through, and no log of a run is needed.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
-from streammega.errors import ConfigError
-from streammega.kernels.lanes_back import read_by
+from streammega.kernels.lanes_back import own_draws, read_by, samples_of_draws
+from streammega.order.extents import Extents
 from streammega.order.lanes import StreamOrder
 from streammega.order.phases import PhasedOrder
+from streammega.order.rests import Rest
 
 Integers = NDArray[np.int64]
 EPOCHS_AT_ONCE = 4096
@@ -38,16 +40,16 @@ def stream_readings(
     order: StreamOrder, dataset: int, file: int, start: int, stop: int, end: int
 ) -> Readings:
     """All readings of tokens [start, stop) of a file before sample `end`, in the order of samples.
-    Of a phase: those of its own samples. `dataset`: its place among those of the order.
+    Of a phase: those of its own samples, without what former epochs had left. `dataset`: its place among those of the order.
 
     The inverse of `order.locate`: of a sample's tokens, with the extra one, those that lie within
     [start, stop). Tokens between the samples of an epoch are read in none of it. Cost: some ten
     microseconds an epoch, and as much for each sample that the tokens touch.
     """
     parts = []
-    epochs = num_epochs(order, dataset, end)
-    for first in range(0, epochs, EPOCHS_AT_ONCE):
-        last = min(epochs, first + EPOCHS_AT_ONCE)
+    first_epoch, last_epoch = epochs_between(order, dataset, end)
+    for first in range(first_epoch, last_epoch, EPOCHS_AT_ONCE):
+        last = min(last_epoch, first + EPOCHS_AT_ONCE)
         parts.append(_read_in(order, dataset, (file, start, stop), (first, last), end))
     sample, begin, finish = np.concatenate(parts, axis=1) if parts else np.empty((3, 0), np.int64)
     # One that reads two parts of a file comes once for each of them.
@@ -60,31 +62,89 @@ def phased_readings(
 ) -> Readings:
     """The same over all phases of a run. `dataset`: its number over all of them.
 
-    Raises ConfigError where samples before `end` are of the rest of an epoch that was cut anew.
+    What an epoch had left where samples or lanes changed is found in the phases that read it. Of a
+    sample that joins runs of tokens each run is a reading.
     """
     parts = [np.empty((3, 0), np.int64)]
+    for phase, column, phase_end in _phases_with(order, dataset, end):
+        found = stream_readings(phase, column, file, start, stop, phase_end)
+        parts.append(np.array([found.sample, found.start, found.stop]))
+    # The token behind a sample's last is read with it.
+    extra = order.phases[0].width - order.phases[0].sequence_length
+    joined = _samples_of_rests(order, dataset, (file, start - extra, stop), end)
+    if len(joined):
+        parts.append(_within(order.locate(joined), joined, (dataset, file, start, stop)))
+    sample, begin, finish = np.concatenate(parts, axis=1)
+    by_sample = np.lexsort((finish, begin, sample))
+    return Readings(sample=sample[by_sample], start=begin[by_sample], stop=finish[by_sample])
+
+
+def _phases_with(
+    order: PhasedOrder, dataset: int, end: int
+) -> Iterator[tuple[StreamOrder, int, int]]:
+    """(phase, place of a dataset in it, its end) of those that have the dataset, up to a sample."""
     for phase, phase_end in zip(order.phases, order.ends, strict=True):
         columns = np.flatnonzero(phase.dataset_numbers == dataset)
         phase_end = end if phase_end is None else min(end, phase_end)
         if len(columns) and phase.first_sample < phase_end:
-            if phase.rests[int(columns[0])] is not None:
-                raise ConfigError(
-                    f"from sample {phase.first_sample} on, what an epoch had left is read in samples "
-                    "of another length or in other lanes, where tokens are not looked for; ask for "
-                    f"those before it: end={phase.first_sample}"
-                )
-            found = stream_readings(phase, int(columns[0]), file, start, stop, phase_end)
-            parts.append(np.array([found.sample, found.start, found.stop]))
-    sample, begin, finish = np.concatenate(parts, axis=1)
-    return Readings(sample=sample, start=begin, stop=finish)
+            yield phase, int(columns[0]), phase_end
+
+
+def _samples_of_rests(
+    order: PhasedOrder, dataset: int, tokens: tuple[int, int, int], end: int
+) -> Integers:
+    """The samples before `end` that read tokens (file, start, stop) as what former epochs had left,
+    ascending.
+    """
+    found = [np.empty(0, np.int64)]
+    former: Rest | None = None
+    numbers = np.empty(0, np.int64)
+    for phase, column, phase_end in _phases_with(order, dataset, end):
+        rest = phase.rests[column]
+        if rest is None:
+            continue
+        if rest is not former:  # phases that go on have the same
+            former = rest
+            numbers = rest.samples_with(*tokens)
+        lane, draw = rest.dealt(numbers)
+        samples = np.empty(len(numbers), np.int64)
+        # own draws of the lane begin behind those of the rest
+        draw = draw - rest.shares[lane]
+        samples_of_draws(lane, draw, column, phase.lanes, *phase.drawing, samples)
+        is_here = (samples >= 0) & (samples < phase_end - phase.first_sample)
+        found.append(samples[is_here] + phase.first_sample)
+    return np.unique(np.concatenate(found))
+
+
+def _within(extents: Extents, samples: Integers, tokens: tuple[int, int, int, int]) -> Integers:
+    """(sample, start, stop) of what samples have of tokens (dataset, file, start, stop), int64 [3,
+    readings]; extents: where they lie.
+    """
+    dataset, file, start, stop = tokens
+    sample = np.repeat(samples, np.diff(extents.row_splits))
+    low = np.maximum(extents.start, start)
+    high = np.minimum(extents.stop, stop)
+    reads = (extents.dataset == dataset) & (extents.file == file) & (low < high)
+    return np.array([sample[reads], low[reads], high[reads]])
+
+
+def epochs_between(order: StreamOrder, dataset: int, end: int) -> tuple[int, int]:
+    """Of the epochs of a dataset since it began anew those [first, last) that an order's own
+    samples before `end` are of, without what former epochs had left; of one that is not drawn, none.
+    """
+    first = np.empty(order.lanes, np.int64)
+    last = np.empty(order.lanes, np.int64)
+    own_draws(0, dataset, order.lanes, *order.drawing, first)
+    own_draws(max(0, end - order.first_sample), dataset, order.lanes, *order.drawing, last)
+    in_progress = order.epochs_of_draws(np.maximum(first, 0), dataset).min()
+    return int(in_progress), order.epochs_of(last, dataset)
 
 
 def num_epochs(order: StreamOrder, dataset: int, end: int) -> int:
     """How many epochs of a dataset have begun before sample `end`, since it began anew; of one that
     is not drawn, 0.
     """
-    draws = order.counts(max(0, end - order.first_sample))[:, dataset]
-    return order.epochs_of(draws, dataset)
+    return epochs_between(order, dataset, end)[1]
 
 
 def _read_in(

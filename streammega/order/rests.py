@@ -136,6 +136,110 @@ class Rest:
                 return sample, file, start, stop
             room = count
 
+    def samples_with(self, file: int, start: int, stop: int) -> Integers:
+        """The numbers of its samples that have tokens [start, stop) of a file, ascending: in closed
+        form. The token after a sample's last is not one of its own here.
+        """
+        from streammega.kernels.rests_back import rest_samples_with  # see `rest_of`
+
+        first_epoch, last_epoch = self._epochs
+        room = 0
+        while True:
+            samples = np.empty(room, np.int64)
+            count = rest_samples_with(
+                file,
+                start,
+                stop,
+                first_epoch,
+                last_epoch,
+                *self._in_order,
+                self.length,
+                *self.grids.arrays,
+                samples,
+            )
+            if count <= room:
+                found = np.unique(samples[:count])
+                # what is behind the last is too short for one
+                return found[found < self.samples]
+            room = count
+
+    def dealt(self, samples: Integers) -> tuple[Integers, Integers]:
+        """(lane, which of its draws) that reads each of some samples."""
+        lane = np.searchsorted(self.firsts + self.shares, samples, side="right")
+        return lane, samples - self.firsts[lane]
+
+    @cached_property
+    def joined(self) -> Integers:
+        """The numbers of its samples that are of several runs of tokens, ascending: those within
+        which an interval, block, draw or file ends. No sample is looked at.
+        """
+        from streammega.kernels.rests import DRAWS_OF  # see `rest_of`
+        from streammega.kernels.rests_back import run_bounds_within
+
+        grid, kind, which, low, high, at = self._in_order
+        keys, _, numbers, _, sizes, blocks, _, lengths, *_ = self.grids.arrays
+        unit = np.where(kind == DRAWS_OF, 1, blocks[grid]) * lengths[grid]
+        # of an interval one at most for each whole unit, and for two that are cut and a short one
+        room = int(((high - low) // unit + 3).sum())
+        within = np.empty(room, np.int64)
+        count = run_bounds_within(
+            *(grid, kind, which, low, high, at), keys, numbers, sizes, blocks, lengths, within
+        )
+        # marked, as sorting so many takes longer
+        is_joined = np.zeros(self.samples + 1, np.bool_)
+        for bounds in (self.ends, within[:count], self._part_bounds()):
+            sample, offset = np.divmod(bounds, self.length)
+            # a run may end with its sample; what is behind the last is too short for one
+            is_joined[np.minimum(sample[offset != 0], self.samples)] = True
+        return np.flatnonzero(is_joined[:-1])
+
+    def _part_bounds(self) -> Integers:
+        """Its tokens at which a file ends in the middle of a block."""
+        from streammega.kernels.rests import DRAWS_OF  # see `rest_of`
+        from streammega.kernels.rests_back import parts_within_blocks
+
+        grid, kind, which, low, high, at = self._in_order
+        keys, _, numbers, _, sizes, blocks, _, lengths, firsts, _, _, _, before, _ = (
+            self.grids.arrays
+        )
+        found = [np.empty(0, np.int64)]
+        of_blocks = np.flatnonzero(kind != DRAWS_OF)
+        begins = np.ones(len(of_blocks), np.bool_)  # they are sorted by both
+        begins[1:] = np.diff(grid[of_blocks]) != 0
+        begins[1:] |= np.diff(which[of_blocks]) != 0
+        first = of_blocks[begins]
+        for number, epoch in zip(grid[first].tolist(), which[first].tolist(), strict=True):
+            tokens = np.empty(firsts[number + 1] - firsts[number], np.int64)
+            count = parts_within_blocks(
+                number, epoch, keys, numbers, sizes, blocks, lengths, firsts, before, tokens
+            )
+            tokens = tokens[:count]
+            here = of_blocks[(grid[of_blocks] == number) & (which[of_blocks] == epoch)]
+            interval = here[np.searchsorted(low[here], tokens, side="right") - 1]
+            is_within = (low[interval] < tokens) & (tokens < high[interval])
+            kept = interval[is_within]
+            found.append(at[kept] + tokens[is_within] - low[kept])
+        return np.concatenate(found)
+
+    @cached_property
+    def _in_order(self) -> tuple[Integers, ...]:
+        """Intervals by grid, kind, which and low, and the token at which each begins."""
+        old = self.intervals
+        at = self.ends - (old.high - old.low)
+        order = np.lexsort((old.low, old.which, old.kind, old.grid))
+        return tuple(array[order] for array in (*old, at))
+
+    @cached_property
+    def _epochs(self) -> tuple[Integers, Integers]:
+        """The epochs [first, last) of each grid that intervals are of; int64 [grids] each."""
+        from streammega.kernels.rests_back import epochs_of_intervals  # see `rest_of`
+
+        _, lanes, _, epochs, sizes, _, groups, lengths, *_ = self.grids.arrays
+        first = np.empty(len(sizes), np.int64)
+        last = np.empty(len(sizes), np.int64)
+        epochs_of_intervals(*self.intervals, lanes, epochs, sizes, groups, lengths, first, last)
+        return first, last
+
     def left(self, drawn: Integers) -> Intervals:
         """What is left of it when each lane has made `drawn` draws; last what was too short to be
         dealt.

@@ -26,7 +26,7 @@ class StepNumbers:
             raise ConfigError(f"step is {step}; steps are counted from 1, as in metrics.jsonl")
         # How many global batches there would be before it, were none skipped.
         before = step - 1
-        for start, stop in self._skipped():
+        for start, stop in self.skipped:
             first = self._batches_before(start)
             if first > before:
                 break
@@ -37,14 +37,31 @@ class StepNumbers:
     def step_of(self, sample: int) -> int | None:
         """The step that takes a sample; None where it is skipped."""
         batches = self._batches_before(sample - self.schedule.offset_at(sample))
-        for start, stop in self._skipped():
+        for start, stop in self.skipped:
             if start <= sample < stop:
                 return None
             if stop <= sample:
                 batches -= self._batches_before(stop) - self._batches_before(start)
         return batches + 1
 
-    def _skipped(self) -> list[tuple[int, int]]:
+    def steps_between(self, start: int, stop: int) -> tuple[int, int] | None:
+        """The first and the last step that take any of the samples [start, stop), which begin and
+        end with a global batch; None: all of them are skipped.
+        """
+        for skip_start, skip_stop in self.skipped:
+            if skip_start <= start:
+                start = max(start, skip_stop)
+        for skip_start, skip_stop in reversed(self.skipped):
+            if stop <= skip_stop:
+                stop = min(stop, skip_start)
+        first = self.step_of(start)
+        last = self.step_of(stop - 1)
+        if start >= stop or first is None or last is None:
+            return None
+        return first, last
+
+    @property
+    def skipped(self) -> list[tuple[int, int]]:
         """The ranges in their order, none of which overlaps another."""
         apart: list[tuple[int, int]] = []
         for start, stop in sorted(self.skips):

@@ -14,9 +14,10 @@ from torch import Tensor
 from streammega.config import DataConfig
 from streammega.errors import ConfigError
 from streammega.parallel.context import Bounds, split_batch, split_cu_seqlens
-from streammega.samples.derived_fields import torch_dtype
-from streammega.samples.fields import Batch, batch_fields, cu_seqlens
+from streammega.samples.derived_fields import torch_dtype, with_ends
+from streammega.samples.fields import Batch, cu_seqlens, fields_of_ids
 from streammega.samples.fields_torch import NO_ID, device_fields
+from streammega.samples.seams import Seams
 
 __all__ = ["device_fields", "needs_whole_samples", "rank_fields", "torch_dtype"]
 
@@ -39,7 +40,9 @@ class DocumentCounts(NamedTuple):
     """Tokens of the longest document of all samples."""
 
 
-def documents_of(ids: Tensor, valid: Tensor, config: DataConfig, bounds: Bounds) -> DocumentCounts:
+def documents_of(
+    ids: Tensor, valid: Tensor, config: DataConfig, bounds: Bounds, seams: Seams | None = None
+) -> DocumentCounts:
     """The same numbers as those of the bounds that a device makes of ids [samples, S + 1], on the
     host.
     """
@@ -49,7 +52,8 @@ def documents_of(ids: Tensor, valid: Tensor, config: DataConfig, bounds: Bounds)
         # what lies after the valid ids is padding, whatever was stored there
         is_padding = np.arange(length) >= valid.numpy()[:, None]
         tokens[is_padding] = config.effective_pad_id
-    whole = cu_seqlens(tokens, NO_ID if config.eod_id is None else config.eod_id)
+    eod_id = NO_ID if config.eod_id is None else config.eod_id
+    whole = cu_seqlens(with_ends(tokens, eod_id, seams), eod_id)
     kept = whole
     if len(bounds) > 1:
         kept = split_cu_seqlens(whole, bounds)
@@ -70,6 +74,7 @@ def rank_fields(
     parts: bool,
     documents: DocumentCounts | None = None,
     learned: Tensor | None = None,
+    seams: Seams | None = None,
 ) -> Batch:
     """tokens, labels, loss_mask, position_ids [samples, kept], and what the config adds, of the
     tokens that a rank keeps.
@@ -84,20 +89,46 @@ def rank_fields(
             them.
         learned: bool, of each of `ids`: there is no loss where a label is not learned; None: all
             are.
+        seams: of the whole samples, that have no loss on the label over them.
     """
     if parts:
-        return _fields_of_parts(ids, valid, config, bounds, learned)
-    batch = _fields(ids, valid, config, documents, learned)
+        of_parts = None if seams is None else _in_parts(seams, bounds)
+        return _fields_of_parts(ids, valid, config, bounds, learned, of_parts)
+    batch = _fields(ids, valid, config, documents, learned, seams)
     if len(bounds) == 1:
         return batch
     most_kept = None if documents is None else documents.most_kept
     return split_batch(batch, bounds, most_kept)
 
 
+def _in_parts(seams: Seams, bounds: Bounds) -> Seams | None:
+    """Seams of samples as those of their parts, each of which is a row: in the part that has the
+    label. None: no part has any.
+    """
+    rows = []
+    columns = []
+    for number, (start, stop) in enumerate(bounds):
+        label = seams.label_column
+        in_part = np.flatnonzero((label >= start) & (label < stop))
+        rows.append(seams.sample[in_part] * len(bounds) + number)
+        columns.append(seams.column[in_part] - start)
+    row = np.concatenate(rows)
+    if not len(row):
+        return None
+    return Seams(sample=row, column=np.concatenate(columns), apart=seams.apart)
+
+
 def _fields_of_parts(
-    ids: Tensor, valid: Tensor, config: DataConfig, bounds: Bounds, learned: Tensor | None
+    ids: Tensor,
+    valid: Tensor,
+    config: DataConfig,
+    bounds: Bounds,
+    learned: Tensor | None,
+    seams: Seams | None,
 ) -> Batch:
-    """The fields of rows that are parts of samples; those of a sample are laid end to end."""
+    """The fields of rows that are parts of samples; those of a sample are laid end to end. seams:
+    of the parts.
+    """
     if needs_whole_samples(config):
         raise ConfigError(
             "document bounds need whole samples: open the loader without cp_rank and cp_size, "
@@ -108,7 +139,8 @@ def _fields_of_parts(
     kept_length = len(bounds) * part_length
     samples = len(ids) // len(bounds)
     # made as if each part were a sample: without documents no token depends on those before it
-    batch = _fields(ids, valid, replace(config, sequence_length=part_length), None, learned)
+    part_config = replace(config, sequence_length=part_length)
+    batch = _fields(ids, valid, part_config, None, learned, seams)
     kept: Batch = {}
     for name in ("tokens", "labels", "loss_mask"):
         kept[name] = batch[name].reshape(samples, kept_length)
@@ -124,13 +156,14 @@ def _fields(
     config: DataConfig,
     documents: DocumentCounts | None,
     learned: Tensor | None,
+    seams: Seams | None,
 ) -> Batch:
     """The fields of samples, made where their ids are."""
     if ids.device.type == "cpu":
-        batch = batch_fields(ids, valid, config, bounds=True)
+        batch = fields_of_ids(ids, valid, config, bounds=True, seams=seams)
     else:
         most = None if documents is None else documents.most
-        batch = device_fields(ids, valid, config, most=most)
+        batch = device_fields(ids, valid, config, most=most, seams=seams)
     if learned is not None:
         learned_labels = learned[:, 1:]
         batch["loss_mask"] = batch["loss_mask"] * learned_labels

@@ -7,13 +7,14 @@ its parts, its stage's fields
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from streammega.config import DataConfig
 from streammega.errors import ConfigError
 from streammega.loading import StreamLoader
 from streammega.order.rank_samples import zigzag_bounds
@@ -22,6 +23,7 @@ from streammega.parallel.groups import Ranks, talks_on_cpu
 from streammega.parallel.message import MessageFormat
 from streammega.samples.derived_fields import check_ids
 from streammega.samples.fields import Batch
+from streammega.samples.seams import Seams, as_asked
 
 FIRST = ("tokens", "position_ids")
 """Fields of the first pipeline stage."""
@@ -44,6 +46,17 @@ class RankBatch(dict[str, Tensor]):
 
 
 @dataclass(frozen=True, kw_only=True)
+class BatchForm:
+    """What micro-batches of samples of one length are like: phases may change it."""
+
+    config: DataConfig
+    """With this length."""
+    bounds: Sequence[tuple[int, int]]
+    """Tokens [start, stop) of each sample that this rank keeps."""
+    message: MessageFormat
+
+
+@dataclass(frozen=True, kw_only=True)
 class StartedBatch:
     """A micro-batch under way.
 
@@ -53,6 +66,9 @@ class StartedBatch:
 
     consumed: int
     """The cursor after it."""
+    form: BatchForm
+    seams: Seams | None = None
+    """Of its samples, as the config asks for them."""
     message: Tensor | None = None
     work: dist.Work | None = None
     """The broadcast of the message; None: nobody else is in the group."""
@@ -77,21 +93,17 @@ class Exchange:
                 "leave out prefetch_to"
             )
         config = loader.dataset.config
-        if len(config.lengths_of(loader.dataset.split)) > 1:
-            raise ConfigError(
-                "get_batch sends messages of one size, and sequence_length changes in a phase: "
-                "use StreamLoader by itself, or begin a run of its own from there"
-            )
         self._loader = loader
-        self._config = config
+        self._ranks = ranks
         self._device = device
         self._reads_parts = bool(loader.bounds)
-        self._bounds = _kept_bounds(loader, ranks)
+        self._forms: dict[int, BatchForm] = {}
         self._fields = stage_fields(ranks, every_stage)
         self._group = ranks.group("tp")
         self._source = ranks.members("tp")[0]
         self._reads = bool(self._fields) and ranks.at["tp"] == 0
-        self._format = self._message_format()
+        # now, since a loader of another rank's parts is refused here
+        self._form_of(loader.dataset.sequence_length_at(loader.consumed_samples))
         self._stream: torch.cuda.Stream | None = None
         if device.type == "cuda":
             # a stream of its own, so that the next micro-batch is made while this one is computed
@@ -122,18 +134,27 @@ class Exchange:
             raw = self._loader.take()
         else:
             self._loader.pass_over()
-        consumed = self._loader.consumed_samples
+        dataset = self._loader.dataset
+        consumed = dataset.consumed_samples
+        # of its own samples: those after it may be of the next phase
+        position = consumed - dataset.step_samples
+        started = StartedBatch(
+            consumed=consumed, form=self._form_of(dataset.sequence_length_at(position))
+        )
         if not self._fields:
-            return StartedBatch(consumed=consumed)
+            return started
+        # every rank knows the order, so no message has to tell it
+        if dataset.config.seams != "joined":
+            started = replace(started, seams=as_asked(dataset.seams(position), dataset.config))
         if self._stream is None and self._group is None:
             assert raw is not None
-            batch = self._derive(raw["ids"], raw["valid"], raw.get("learned"))
-            return StartedBatch(consumed=consumed, batch=batch)
-        documents = self._tell_documents(raw) if self._tells_documents else None
-        message = self._message(raw)
+            batch = self._derive(started, raw["ids"], raw["valid"], raw.get("learned"))
+            return replace(started, batch=batch)
+        documents = self._tell_documents(started, raw) if self._tells_documents else None
+        message = self._message(started.form, raw)
         if self._stream is not None:
-            return self._start_on_device(consumed, message, documents)
-        return StartedBatch(consumed=consumed, message=message, work=self._broadcast(message))
+            return self._start_on_device(started, message, documents)
+        return replace(started, message=message, work=self._broadcast(message))
 
     def finish(self, started: StartedBatch) -> RankBatch:
         """The fields of a micro-batch, ready for use."""
@@ -151,38 +172,52 @@ class Exchange:
             return RankBatch()
         if started.work is not None:
             started.work.wait()
-        return self._derive(*self._format.unpack(started.message))
+        return self._derive(started, *started.form.message.unpack(started.message))
 
-    def _message_format(self) -> MessageFormat:
+    def _form_of(self, length: int) -> BatchForm:
+        """That of samples of so many tokens, made once."""
+        form = self._forms.get(length)
+        if form is None:
+            form = self._make_form(length)
+            self._forms[length] = form
+        return form
+
+    def _make_form(self, length: int) -> BatchForm:
         """Rows are samples with the token after them, or parts of samples, each with its next."""
+        bounds = _kept_bounds(self._loader, self._ranks, length)
         rows = self._loader.dataset.micro_batch_size
-        length = self._config.sequence_length
+        row_length = length
         if self._reads_parts:
-            start, stop = self._bounds[0]  # parts are of one length
-            rows *= len(self._bounds)
-            length = stop - start
-        return MessageFormat(
+            start, stop = bounds[0]  # parts are of one length
+            rows *= len(bounds)
+            row_length = stop - start
+        message = MessageFormat(
             rows=rows,
-            width=length + 1,
+            width=row_length + 1,
             ids_dtype=torch_dtype(self._loader.ids_dtype),
             has_learned=self._loader.has_modes,
         )
+        config = self._loader.dataset.config
+        if length != config.sequence_length:
+            config = replace(config, sequence_length=length)
+        return BatchForm(config=config, bounds=bounds, message=message)
 
-    def _tell_documents(self, raw: Batch | None) -> DocumentCounts:
+    def _tell_documents(self, started: StartedBatch, raw: Batch | None) -> DocumentCounts:
         """Counted where the ids are, and told to the other ranks by the host's transport: no host
         waits for a device.
         """
         if raw is None:
             numbers = torch.zeros(len(DocumentCounts._fields), dtype=torch.int64)
         else:
-            counts = documents_of(raw["ids"], raw["valid"], self._config, self._bounds)
+            form = started.form
+            counts = documents_of(raw["ids"], raw["valid"], form.config, form.bounds, started.seams)
             numbers = torch.tensor(counts)
         if self._group is not None:
             dist.broadcast(numbers, self._source, group=self._group)
         return DocumentCounts(*numbers.tolist())
 
     def _start_on_device(
-        self, consumed: int, message: Tensor, documents: DocumentCounts | None
+        self, started: StartedBatch, message: Tensor, documents: DocumentCounts | None
     ) -> StartedBatch:
         """Copy, broadcast and derive on the side stream."""
         with torch.cuda.stream(self._stream):
@@ -190,14 +225,14 @@ class Exchange:
             work = self._broadcast(message)
             if work is not None:
                 work.wait()  # of NCCL: the stream waits, not this thread
-            batch = self._derive(*self._format.unpack(message), documents)
+            batch = self._derive(started, *started.form.message.unpack(message), documents)
             event = torch.cuda.Event()  # type: ignore[no-untyped-call]
             event.record()
-        return StartedBatch(consumed=consumed, batch=batch, event=event)
+        return replace(started, batch=batch, event=event)
 
-    def _message(self, raw: Batch | None) -> Tensor:
+    def _message(self, form: BatchForm, raw: Batch | None) -> Tensor:
         """A micro-batch as bytes; without one, room for it."""
-        size = self._format.size
+        size = form.message.size
         on_device = self._stream is not None
         if raw is None and on_device:
             # the broadcast fills it: nothing to copy there
@@ -208,8 +243,8 @@ class Exchange:
             return message
         if on_device:
             # Fields made on a device are not checked there, since the host would wait for that.
-            check_ids(raw["ids"].numpy(), self._config)
-        self._format.pack(message, raw["ids"], raw["valid"], raw.get("learned"))
+            check_ids(raw["ids"].numpy(), form.config)
+        form.message.pack(message, raw["ids"], raw["valid"], raw.get("learned"))
         return message
 
     def _broadcast(self, message: Tensor) -> dist.Work | None:
@@ -221,6 +256,7 @@ class Exchange:
 
     def _derive(
         self,
+        started: StartedBatch,
         ids: Tensor,
         valid: Tensor,
         learned: Tensor | None,
@@ -230,11 +266,12 @@ class Exchange:
         fields = rank_fields(
             ids,
             valid,
-            self._config,
-            self._bounds,
+            started.form.config,
+            started.form.bounds,
             parts=self._reads_parts,
             documents=documents,
             learned=learned,
+            seams=started.seams,
         )
         batch = RankBatch()
         for name, field in fields.items():
@@ -245,18 +282,17 @@ class Exchange:
         return batch
 
 
-def _kept_bounds(loader: StreamLoader, ranks: Ranks) -> Sequence[tuple[int, int]]:
-    """Tokens [start, stop) of the parts of a sample that a rank keeps.
+def _kept_bounds(loader: StreamLoader, ranks: Ranks, length: int) -> Sequence[tuple[int, int]]:
+    """Tokens [start, stop) of the parts of a sample of so many tokens that a rank keeps.
 
     Raises ConfigError where the loader reads the parts of another rank.
     """
-    length = loader.dataset.config.sequence_length
     kept = zigzag_bounds(length, ranks.at["cp"], ranks.layout.cp)
     # with each part a loader reads the token after it, the label of the last
-    read = [(start, stop - 1) for start, stop in loader.bounds]
+    read = [(start, stop - 1) for start, stop in loader.bounds_of(length)]
     if read and read != kept:
         raise ConfigError(
-            f"the loader reads tokens {list(loader.bounds)}, this rank keeps {kept}: "
+            f"the loader reads tokens {list(loader.bounds_of(length))}, this rank keeps {kept}: "
             f"use open_loader"
         )
     return kept

@@ -24,7 +24,8 @@ from streammega.order.blend import blend_indices, normalized
 from streammega.order.extents import merge_extents
 from streammega.samples.fields import Batch
 from streammega.samples.gpt import GPTDataset, order_dir, shared_folder
-from streammega.samples.source import read_samples
+from streammega.samples.skipped import SkippedTokens, skipped_tokens, skips_identity
+from streammega.samples.source import read_samples, sample_fields
 from streammega.samples.token_file import TokenFile
 
 BLEND_NAMES = ("dataset_index", "dataset_sample_index")
@@ -73,7 +74,12 @@ class BlendedDataset(torch.utils.data.Dataset[Batch]):
         sample = self.dataset_sample_index[number : number + 1]
         self._check(dataset, sample)
         dataset_id = int(dataset[0])
-        fields = self.datasets[dataset_id][int(sample[0])]
+        if self.skipped is None:
+            fields = self.datasets[dataset_id][int(sample[0])]
+        else:
+            # what is skipped goes by the samples of the blend
+            batch = sample_fields(self, np.array([number], np.int64))
+            fields = {name: field[0] for name, field in batch.items()}
         if index is None:  # what fills up a batch: there is no loss on it
             fields["loss_mask"] = torch.zeros_like(fields["loss_mask"])
         fields["dataset_id"] = torch.tensor(dataset_id)
@@ -93,6 +99,14 @@ class BlendedDataset(torch.utils.data.Dataset[Batch]):
     def num_samples(self) -> int:
         """Samples of the blend."""
         return len(self)
+
+    @cached_property
+    def skipped(self) -> SkippedTokens | None:
+        """The tokens that are not seen; None: all are. Raises ConfigError for names that no document
+        of these datasets has.
+        """
+        prefixes = [dataset.indexed.prefix for dataset in self.datasets]
+        return skipped_tokens(self.config, self.split, prefixes, self.files)
 
     @cached_property
     def files(self) -> Sequence[Sequence[TokenFile]]:
@@ -142,17 +156,21 @@ class BlendedDataset(torch.utils.data.Dataset[Batch]):
 
     def identity(self, consumed: int | None = None) -> dict[str, Any]:
         """The scalars that define the order, and a digest and weight of each dataset."""
-        first = self.datasets[0].identity()
+        first = self.datasets[0].order_identity()
         shared = {name: value for name, value in first.items() if name not in OF_ONE_DATASET}
         parts = [
             f"{dataset.key[:KEY_DIGITS]}*{weight:.8g}"
             for dataset, weight in zip(self.datasets, self.weights, strict=True)
         ]
-        return shared | {
-            "num_samples": len(self),
-            "exhaustive": self.size is None,
-            "datasets": parts,
-        }
+        return (
+            shared
+            | skips_identity(self.skipped, consumed)
+            | {
+                "num_samples": len(self),
+                "exhaustive": self.size is None,
+                "datasets": parts,
+            }
+        )
 
     def index_files(self) -> list[Path]:
         """The cached files of the two indices."""

@@ -53,6 +53,11 @@ def build_split(
 ) -> SplitDataset | None:
     """One split. `opened` keeps pairs that several splits share."""
     opened = {} if opened is None else opened
+    if config.phases_of(split):
+        raise ConfigError(
+            f"{split} has phases, which are datasets of their own: read them by a StreamLoader, or "
+            "build each by a config without phases"
+        )
     # all of it once, however many samples are asked for
     if split == "valid" and config.full_validation:
         num_samples = None

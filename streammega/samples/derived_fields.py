@@ -28,6 +28,7 @@ from streammega.kernels.batch import (
     zero_padding,
 )
 from streammega.samples.fields_torch import NO_ID
+from streammega.samples.seams import Seams
 
 Ids = NDArray[np.int64]
 Allocate = Callable[[tuple[int, ...], torch.dtype], Tensor]
@@ -60,6 +61,7 @@ def derive(
     unsigned: bool,
     allocate: Allocate,
     rows: int | None = None,
+    seams: Seams | None = None,
 ) -> Derived:
     """Loss mask, positions and document bounds of samples of which row r has valid[r] ids; padding
     among them becomes 0.
@@ -72,6 +74,7 @@ def derive(
         unsigned: the stored ids cannot be below zero.
         allocate: makes the results.
         rows: samples of a batch, each of which gets a cu_seqlens; None: all are one.
+        seams: that have no loss on the label over them.
 
     Raises FormatError for an id outside of the vocabulary.
     """
@@ -89,22 +92,37 @@ def derive(
     num_padding = 0
     if some_partial or pad >= 0 or not unsigned or config.vocab_size is not None:
         num_padding = _scan(inputs, targets, config)
+    ends = with_ends(inputs, eod, seams)
     cu_seqlens = None
     if config.reset_attention_mask:
-        cu_seqlens = bounds_of(_batches_of(inputs, rows), eod, allocate)
+        cu_seqlens = bounds_of(_batches_of(ends, rows), eod, allocate)
     loss_mask = None
-    if num_padding or config.eod_mask_loss:
+    if num_padding or config.eod_mask_loss or seams is not None:
         loss_mask = allocate((samples, length), torch.float32)
         make_mask(inputs, targets, pad, eod, config.eod_mask_loss, loss_mask.numpy())
+    if seams is not None and loss_mask is not None:
+        loss_mask.numpy()[seams.sample, seams.label_column] = 0
     position_ids = None
     if config.reset_position_ids:
         position_ids = allocate((samples, length), torch.int64)
-        make_positions(inputs, eod, position_ids.numpy())
+        make_positions(ends, eod, position_ids.numpy())
     # last: masks and bounds are made by what padding was
     if num_padding:
         zero_padding(inputs, pad)
         zero_padding(targets, pad)
     return Derived(loss_mask=loss_mask, position_ids=position_ids, cu_seqlens=cu_seqlens)
+
+
+def with_ends(tokens: Ids, eod: int, seams: Seams | None) -> Ids:
+    """Tokens [samples, S] in which documents end as the config says: at seams too, if they are
+    apart.
+    """
+    if seams is None or not seams.apart or eod == NO_ID:
+        return tokens
+    # what stands there is read by nobody but those who look for ends
+    ends = tokens.copy()
+    ends[seams.sample, seams.label_column] = eod
+    return ends
 
 
 def _batches_of(tokens: Ids, rows: int | None) -> list[Ids]:

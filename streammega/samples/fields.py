@@ -29,6 +29,7 @@ from streammega.samples.derived_fields import (
     plain_positions,
 )
 from streammega.samples.fields_torch import NO_ID, device_fields
+from streammega.samples.seams import Seams
 
 __all__ = ["attention_mask", "batch_fields", "cu_seqlens", "loss_mask", "position_ids"]
 
@@ -67,9 +68,16 @@ def batch_fields(
 
 
 def fields_of_ids(
-    ids: IdsLike, valid: IdsLike | None, config: FieldsConfig, *, bounds: bool
+    ids: IdsLike,
+    valid: IdsLike | None,
+    config: FieldsConfig,
+    *,
+    bounds: bool,
+    seams: Seams | None = None,
 ) -> Batch:
-    """The same, of all that ids tell."""
+    """The same, of all that ids tell. seams: of samples on the host, that have no loss on the label
+    over them.
+    """
     if isinstance(ids, Tensor) and ids.device.type != "cpu":
         return _fields_there(ids, valid, config, bounds)
     length = config.sequence_length
@@ -86,7 +94,13 @@ def fields_of_ids(
     tokens.numpy()[:] = stored[:, :length]
     labels.numpy()[:, : width - 1] = stored[:, 1:]
     derived = derive(
-        tokens, labels, counts, config, unsigned=stored.dtype.kind == "u", allocate=new_memory
+        tokens,
+        labels,
+        counts,
+        config,
+        unsigned=stored.dtype.kind == "u",
+        allocate=new_memory,
+        seams=seams,
     )
     loss_mask = derived.loss_mask
     if loss_mask is None:

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from streammega.config import FieldsConfig
+from streammega.samples.seams import Seams
 
 NO_ID = -1
 """Stands for an eod_id or pad_id that there is not: no stored id."""
@@ -21,13 +22,15 @@ def device_fields(
     *,
     bounds: bool = True,
     most: int | None = None,
+    seams: Seams | None = None,
 ) -> dict[str, Tensor]:
     """What `batch_fields` makes, by torch on any device, without waiting for it. Ids are not
     checked.
 
     ids: [samples, S + 1] or [samples, S], of any integer dtype; valid: int64 [samples], ids of a
     row that are not padding. most: documents of the row that has most; None: for cu_seqlens it is
-    asked of the device, which the host then waits for.
+    asked of the device, which the host then waits for. seams: that have no loss on the label over
+    them, known to the host.
     """
     samples = len(ids)
     length = config.sequence_length
@@ -44,6 +47,11 @@ def device_fields(
     no_loss = is_padding[:, 1:]
     if config.eod_mask_loss:
         no_loss = no_loss | ends_document
+    if seams is not None:
+        over_seam = _label_places(seams, no_loss)
+        no_loss = no_loss | over_seam
+        if seams.apart:
+            ends_document = ends_document | over_seam
     position = column[:-1].repeat(samples, 1)
     document_begin = _document_begins(position, ends_document)
     position_ids = position
@@ -61,6 +69,14 @@ def device_fields(
         documents = document_begin if config.reset_attention_mask else None
         batch["attention_mask"] = _attention_mask(position, documents)
     return batch
+
+
+def _label_places(seams: Seams, like: Tensor) -> Tensor:
+    """bool [samples, S] on the device of `like`, True at the label over each seam."""
+    # made on the host: a mask of a micro-batch is copied at once, and no index is looked at there
+    places = torch.zeros(like.shape, dtype=torch.bool, pin_memory=like.is_cuda)
+    places.numpy()[seams.sample, seams.label_column] = True
+    return places.to(like.device, non_blocking=True)
 
 
 def _document_begins(position: Tensor, ends_document: Tensor) -> Tensor:

@@ -37,6 +37,7 @@ from streammega.samples.fields import Batch
 from streammega.samples.modes import modes_of_dataset
 from streammega.samples.packed import a_row_for_each, check_bins, without_padding
 from streammega.samples.read import Ids
+from streammega.samples.skipped import SkippedTokens, skipped_tokens, skips_identity
 from streammega.samples.source import read_samples, sample_fields
 from streammega.samples.token_file import TokenFile
 
@@ -237,6 +238,13 @@ class GPTDataset(torch.utils.data.Dataset[Batch]):
         return a_row_for_each(filled, file) if masks_sequences else filled
 
     @cached_property
+    def skipped(self) -> SkippedTokens | None:
+        """The tokens that are not seen; None: all are. Raises ConfigError for names that no document
+        of this dataset has.
+        """
+        return skipped_tokens(self.config, self.split, [self.indexed.prefix], self.files)
+
+    @cached_property
     def _lengths(self) -> NDArray[np.int32]:
         """Tokens of each sequence, or bin."""
         if not self.is_packed:
@@ -270,11 +278,17 @@ class GPTDataset(torch.utils.data.Dataset[Batch]):
     def key(self) -> str:
         """A digest of everything that defines this order, 32 hex digits."""
         digest_of_ids = hashlib.blake2b(self.sequence_ids.tobytes()).hexdigest()
-        description = json.dumps([self.identity(), digest_of_ids], sort_keys=True)
+        description = json.dumps([self.order_identity(), digest_of_ids], sort_keys=True)
         return hashlib.blake2b(description.encode(), digest_size=16).hexdigest()
 
     def identity(self, consumed: int | None = None) -> dict[str, Any]:
-        """The scalars that define this order, for the state of a loader."""
+        """The scalars that define this order, and what is not seen of its samples, for the state of
+        a loader.
+        """
+        return self.order_identity() | skips_identity(self.skipped, consumed)
+
+    def order_identity(self) -> dict[str, Any]:
+        """The scalars that define this order: what built indices depend on."""
         ids = self.sequence_ids
         packed = {"packed": True} if self.is_packed else {}
         return packed | {

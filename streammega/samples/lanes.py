@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import hashlib
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,8 +15,10 @@ from numpy.typing import NDArray
 
 from streammega.config import DataConfig
 from streammega.dataset.find import told_of_prefixes
-from streammega.dataset.headers import PairBounds, read_dataset
+from streammega.dataset.headers import PairBounds, known_pairs, read_dataset
 from streammega.dataset.labels import tokenizers_of
+from streammega.dataset.listing import Told
+from streammega.dataset.token_file import ShardFiles
 from streammega.errors import ConfigError
 from streammega.errors.redaction import redact_urls
 from streammega.order import Extents
@@ -33,6 +35,7 @@ from streammega.order.split import SPLITS, split_bounds
 from streammega.samples.documents import DocumentBounds
 from streammega.samples.modes import modes_of_pairs
 from streammega.samples.packed import are_packed, check_bins, without_padding
+from streammega.samples.skipped import SkippedTokens, skipped_tokens, skips_identity
 from streammega.samples.source import OPENERS, all_files, file_of_rows
 from streammega.samples.split_blend import SplitBlend, split_blend
 from streammega.samples.token_file import TokenFile
@@ -47,13 +50,19 @@ TOLD_AT_ONCE = 128
 two from far away, and holds next to nothing meanwhile.
 """
 
+MANY_SEQUENCES = 1 << 40
+"""Of which a split with a share has some: one that begins or ends within a dataset shows it."""
+
 
 class LaneSource:
     """Samples of one split in one stream order, over files that are open.
 
     Args: config, split: what they are of. files: of each dataset, by its number. order: where
-        samples lie in them.
+        samples lie in them. skipped: what of them is not seen.
     """
+
+    joined_ids: NDArray[np.int64] | None = None
+    """The "dataset_id" of each dataset; None: its number."""
 
     def __init__(
         self,
@@ -61,11 +70,13 @@ class LaneSource:
         split: str,
         files: Sequence[Sequence[TokenFile]],
         order: StreamOrder,
+        skipped: SkippedTokens | None = None,
     ) -> None:
         self.config = config
         self.split = split
         self.files = files
         self.order = order
+        self.skipped = skipped
         self._all_files = all_files(self)
         self._is_packed = are_packed(self._all_files)
 
@@ -138,7 +149,13 @@ class StreamSource(LaneSource):
         self._weights = blend.weights
         lanes = config.lanes or default_lanes(global_batch_size)
         order = first_order(config, split, self._datasets, self._weights, lanes)
-        super().__init__(config, split, [dataset.files for dataset in opened], order)
+        files = [dataset.files for dataset in opened]
+        skipped = skipped_tokens(config, split, blend.prefixes, files)
+        super().__init__(config, split, files, order, skipped)
+
+    def identity(self, consumed: int | None = None) -> dict[str, Any]:
+        """That of the order, and what is not seen of the samples."""
+        return super().identity(consumed) | skips_identity(self.skipped, consumed)
 
     def adopt_lanes(self, lanes: int) -> None:
         """Take the lanes of a saved state, unless the config names its own."""
@@ -238,28 +255,53 @@ class OpenDataset:
 
 
 def open_datasets(
-    prefixes: Sequence[str], shares: str, split: str, config: DataConfig
+    prefixes: Sequence[str],
+    shares: str,
+    split: str,
+    config: DataConfig,
+    known: Sequence[OpenDataset] = (),
 ) -> list[OpenDataset]:
-    """Datasets, each cut by `shares`, of which a split has its part.
+    """Datasets, each cut by `shares`, of which a split has its part. known: some that are open.
 
     Raises ConfigError for one that leaves nothing for the split, or that is of another tokenizer
     than the others, StorageError and FormatError for the files.
     """
+    opened_of_name = {dataset.name: dataset for dataset in known}
+    missing = [name for name in prefixes if name not in opened_of_name]
     # Held until all is open, so that what is listed first does not end with its client.
-    _stores = [open_store(name, config.storage) for name in prefixes]
-    told = told_of_prefixes(prefixes, config.storage)
-    all_told = len(told.prefixes) == len(set(prefixes))
-    at_once = min(TOLD_AT_ONCE if all_told else OPENERS, config.storage.max_requests)
-    beside = min(at_once, len(prefixes))
+    _stores = [open_store(name, config.storage) for name in missing]
+    told = told_of_prefixes(missing, config.storage)
+    files_of_pair = known_pairs(missing, told, config.storage, config.index_cache_dir)
+    openers = _openers(missing, told, files_of_pair, shares, split)
+    at_once = min(openers, config.storage.max_requests)
+    beside = min(at_once, max(1, len(missing)))
 
     def open_one(name: str) -> OpenDataset:
-        pairs = read_dataset(name, config.storage, config.index_cache_dir, told, beside)
+        pairs = read_dataset(
+            name, config.storage, config.index_cache_dir, told, beside, files_of_pair.get(name)
+        )
         return _open_dataset(name, pairs, shares, split, config)
 
-    opened = each(open_one, prefixes, at_once)
+    newly_opened = iter(each(open_one, missing, at_once))
+    opened = [opened_of_name.get(name) or next(newly_opened) for name in prefixes]
     if len(opened) > 1 and not config.mix_tokenizers:
         _check_one_tokenizer(prefixes, opened, config)
     return opened
+
+
+def _openers(
+    prefixes: Sequence[str],
+    told: Told,
+    files_of_pair: Mapping[str, ShardFiles],
+    shares: str,
+    split: str,
+) -> int:
+    """Datasets that are opened at once."""
+    is_whole = split_bounds(shares, MANY_SEQUENCES)[split] == (0, MANY_SEQUENCES)
+    if is_whole and len(files_of_pair) == len(set(prefixes)):
+        return 1  # nothing is asked: threads would only take turns
+    all_told = len(told.prefixes) == len(set(prefixes))
+    return TOLD_AT_ONCE if all_told else OPENERS
 
 
 def _open_dataset(
@@ -269,7 +311,7 @@ def _open_dataset(
     bins of one that is packed.
     """
     bin_tokens = _bin_tokens(name, pairs)
-    units = [_num_units(pair) for pair in pairs]
+    units = [_num_units(pair, bin_tokens) for pair in pairs]
     bounds = split_bounds(share, sum(units))[split]
     if bounds is None or bounds[0] == bounds[1]:
         kind = "sequences" if bin_tokens is None else "bins"
@@ -289,7 +331,7 @@ def _open_dataset(
         )
         for pair, modes in zip(pairs, modes_of_pair, strict=True)
     ]
-    parts = _parts_of(pairs, *bounds)
+    parts = _parts_of(pairs, units, bin_tokens, *bounds)
     for pair in pairs:
         pair.files.index.forget()
     if bin_tokens is None:
@@ -308,16 +350,14 @@ def _bin_tokens(name: str, pairs: Sequence[PairBounds]) -> int | None:
     return lengths.pop()
 
 
-def _num_units(pair: PairBounds) -> int:
+def _num_units(pair: PairBounds, bin_tokens: int | None) -> int:
     """Of what splits are cut by: bins, or sequences."""
-    if pair.bin_tokens is None:
-        return pair.num_sequences
-    return pair.num_tokens // pair.bin_tokens
+    return pair.num_sequences if bin_tokens is None else pair.num_tokens // bin_tokens
 
 
-def _token_at(pair: PairBounds, unit: int) -> int:
+def _token_at(pair: PairBounds, unit: int, bin_tokens: int | None) -> int:
     """Where one of them begins, or the last ends."""
-    return pair.token_at(unit) if pair.bin_tokens is None else unit * pair.bin_tokens
+    return pair.token_at(unit) if bin_tokens is None else unit * bin_tokens
 
 
 def _documents_of(pair: PairBounds, config: DataConfig) -> DocumentBounds | None:
@@ -327,19 +367,25 @@ def _documents_of(pair: PairBounds, config: DataConfig) -> DocumentBounds | None
     return DocumentBounds(index=pair.files.index, bin_tokens=pair.bin_tokens)
 
 
-def _parts_of(pairs: Sequence[PairBounds], begin: int, end: int) -> list[FilePart]:
+def _parts_of(
+    pairs: Sequence[PairBounds],
+    units_of_pair: Sequence[int],
+    bin_tokens: int | None,
+    begin: int,
+    end: int,
+) -> list[FilePart]:
     """What sequences or bins [begin, end) of pairs end to end are of each file; files without any
     have no part.
     """
     parts = []
     units_before = 0
-    for number, pair in enumerate(pairs):
-        units = _num_units(pair)
+    for number, (pair, units) in enumerate(zip(pairs, units_of_pair, strict=True)):
         first = max(0, begin - units_before)
         stop = min(units, end - units_before)
         if first < stop:
-            start = _token_at(pair, first)
-            parts.append(FilePart(file=number, start=start, tokens=_token_at(pair, stop) - start))
+            start = _token_at(pair, first, bin_tokens)
+            tokens = _token_at(pair, stop, bin_tokens) - start
+            parts.append(FilePart(file=number, start=start, tokens=tokens))
         units_before += units
     return parts
 

@@ -8,10 +8,13 @@ from numpy.typing import ArrayLike, NDArray
 from streammega.config import DataConfig
 from streammega.errors import ConfigError
 from streammega.order import Extents
+from streammega.order.phase_starts import check_in_samples
 from streammega.order.split import SPLITS
 from streammega.samples.build import build_split
+from streammega.samples.following_source import FollowingSource
 from streammega.samples.lanes import StreamSource
 from streammega.samples.phases import PhasedSource
+from streammega.samples.restarted import RestartedPhases
 from streammega.samples.source import SampleSource
 
 
@@ -19,7 +22,10 @@ def open_source(config: DataConfig, split: str, global_batch_size: int) -> Sampl
     """Samples of a split in the config's order. Raises ConfigError before any token is read."""
     if split not in SPLITS:
         raise ConfigError(f"split {split!r} is not one of {', '.join(SPLITS)}")
+    check_in_samples(config.phases_of(split))
     if config.order == "stream":
+        if config.follows(split):
+            return FollowingSource(config, split, global_batch_size)
         if config.phases_of(split):
             return PhasedSource(config, split, global_batch_size)
         return StreamSource(config, split, global_batch_size)
@@ -31,6 +37,8 @@ def open_source(config: DataConfig, split: str, global_batch_size: int) -> Sampl
             "set num_samples=(train, valid, test), "
             "for instance (train_iters * global_batch_size, 0, 0)"
         )
+    if asked is not None and config.phases_of(split):
+        return RestartedPhases(config, split, asked)
     source = build_split(config, split, asked)
     if isinstance(source, list):
         raise ConfigError(
@@ -42,6 +50,7 @@ def open_source(config: DataConfig, split: str, global_batch_size: int) -> Sampl
             f"split {config.split!r} with num_samples {config.num_samples} leaves nothing for "
             f"{split}"
         )
+    _ = source.skipped  # names that no document has are told of now
     return source
 
 
@@ -69,5 +78,6 @@ def locate_checked(source: SampleSource, ids: NDArray[np.int64], split: str) -> 
     last = ids.max()
     end = source.num_samples
     if first < 0 or (end is not None and last >= end):
-        raise IndexError(f"sample ids run from {first} to {last}; {split} has {end}")
+        there_are = "those from 0 on" if end is None else f"those from 0 to {end - 1}"
+        raise IndexError(f"sample ids run from {first} to {last}; {split} has {there_are}")
     return source.locate(ids)

@@ -11,7 +11,9 @@ from numpy.typing import NDArray
 from streammega.errors.redaction import redact_urls
 from streammega.order import Extents
 from streammega.samples.provenance import Provenance
-from streammega.samples.source import SampleSource
+from streammega.samples.source import SampleSource, runs_of
+
+Integers = NDArray[np.int64]
 
 AT_ONCE = 1 << 16
 """Samples that are located and compared at once."""
@@ -39,8 +41,8 @@ class OrderDifferences:
 
 
 def compare_orders(one: Provenance, other: Provenance, end: int) -> OrderDifferences:
-    """Compare the samples before `end` of two orders, which both have: a dataset, its file and the
-    tokens in it are what a sample is. No token is read.
+    """Compare the samples before `end` of two orders, which both have: a dataset, its file, the tokens
+    in it and which of these are skipped are what a sample is. No token is read.
 
     Cost: what locating them costs, up to the first that differs. Where the identities say that
     nothing before some sample can differ, only those behind it are looked at.
@@ -49,7 +51,12 @@ def compare_orders(one: Provenance, other: Provenance, end: int) -> OrderDiffere
     names = [_numbers_of(one, other), _numbers_of(other, other)]
     for start in range(_first_possible(one, other, end), end, AT_ONCE):
         ids = np.arange(start, min(end, start + AT_ONCE))
-        differs = _differing(one.source.locate(ids), other.source.locate(ids), names)
+        extents = one.source.locate(ids)
+        other_extents = other.source.locate(ids)
+        differs = _differing(extents, other_extents, names)
+        gone = _skipped(one.source, ids, extents)
+        other_gone = _skipped(other.source, ids, other_extents)
+        differs[_in_one_alone(gone, other_gone)] = True
         if differs.any():
             first = int(np.argmax(differs))
             return OrderDifferences(
@@ -105,6 +112,23 @@ def _numbers_of(one: Provenance, other: Provenance) -> NDArray[np.int64]:
     for name in (*other.datasets, *one.datasets):
         known.setdefault(redact_urls(name), len(known))
     return np.array([known[redact_urls(name)] for name in one.datasets], np.int64)
+
+
+def _skipped(source: SampleSource, ids: Integers, extents: Extents) -> Integers:
+    """The columns of samples that are not seen, int64 [3, stretches]: see `SkippedColumns`."""
+    nothing = np.empty((3, 0), np.int64)
+    if source.skipped is None:
+        return nothing
+    found = source.skipped.columns(runs_of(source, extents), ids)
+    return nothing if found is None else found.joined()
+
+
+def _in_one_alone(one: Integers, other: Integers) -> Integers:
+    """The samples of which different columns are not seen."""
+    columns = np.concatenate([one, other], axis=1)
+    stretches, times = np.unique(columns, axis=1, return_counts=True)
+    samples: Integers = stretches[0, times == 1]
+    return samples
 
 
 def _differing(one: Extents, other: Extents, names: list[NDArray[np.int64]]) -> NDArray[np.bool_]:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import logging
 import os
+from bisect import bisect_right
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -11,7 +13,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from streammega.config import DataConfig, PhaseConfig, parse_blend
+from streammega.config import DataConfig, parse_blend
+from streammega.dataset.find import is_local_folder
+from streammega.dataset.shards import strip_suffix
 from streammega.errors import ConfigError
 from streammega.errors.redaction import redact_urls
 from streammega.order import Extents
@@ -31,14 +35,32 @@ from streammega.samples.lanes import (
     weights_of,
 )
 from streammega.samples.packed import are_packed, check_bins, check_one_kind, without_padding
+from streammega.samples.skipped import skipped_tokens, skips_identity
 from streammega.samples.source import SampleSource, all_files, file_of_rows
 from streammega.samples.token_file import TokenFile
+
+log = logging.getLogger(__name__)
 
 Name = tuple[str, int]
 """A dataset: its prefix, and how many of that prefix stand before it in its blend."""
 
 
-class PhasedSource:
+class Phased:
+    """Samples that are drawn from another source in each phase.
+
+    phases: what each of them draws from, samples being numbered over all of them. starts: the
+    sample at which each begins.
+    """
+
+    phases: Sequence[Any]
+    starts: Sequence[int]
+
+    def phase_at(self, sample: int) -> int:
+        """The number of the phase that holds a sample."""
+        return bisect_right(self.starts, sample) - 1
+
+
+class PhasedSource(Phased):
     """Samples of training in the stream order, over all phases of a config.
 
     `phases[p]` is what phase p draws from; `files` are those of all datasets, by their numbers in
@@ -48,19 +70,31 @@ class PhasedSource:
 
     def __init__(self, config: DataConfig, split: str, global_batch_size: int) -> None:
         check_lanes(config, global_batch_size)
-        self.config = config
         self.split = split
+        self._global_batch_size = global_batch_size
+        self._opened: Sequence[OpenDataset] = ()
+        lanes = config.lanes or default_lanes(global_batch_size)
+        shared = _shared_lanes(config, lanes, global_batch_size)
+        if shared is not None:
+            raise ConfigError(shared)
+        self._open(config, lanes)
+
+    def _open(self, config: DataConfig, lanes: int) -> None:
+        """Open what the phases of a config name, but for what is open already, and order it in so
+        many lanes.
+        """
+        split = self.split
+        self.config = config
         self._blends = _blends_of(config, split)
         self._number_of = _numbers(self._blends)
         prefixes = prefixes_of(config, split)
         shares = blend_of(config, split).shares
-        self._opened = open_datasets(prefixes, shares, split, config)
+        self._opened = open_datasets(prefixes, shares, split, config, self._opened)
         self.files: Sequence[Sequence[TokenFile]] = [dataset.files for dataset in self._opened]
         _check_apart(self._blends, prefixes, self.files)
+        self.skipped = skipped_tokens(config, split, prefixes, self.files)
         self._all_files = all_files(self)
         self._is_packed = are_packed(self._all_files)
-        lanes = config.lanes or default_lanes(global_batch_size)
-        _check_batches(config, lanes, global_batch_size)
         self._take_lanes(lanes)
 
     @property
@@ -77,6 +111,12 @@ class PhasedSource:
     def adopt_lanes(self, lanes: int) -> None:
         """Take the lanes of a saved state, unless the config names its own."""
         if self.config.lanes is None and lanes != self.lanes:
+            # no error, for the phase may have begun, with samples that are where they are
+            shared = _shared_lanes(self.config, lanes, self._global_batch_size)
+            if shared is not None:
+                log.warning(
+                    "in the lanes of the checkpoint ranks read some bytes twice: %s", shared
+                )
             self._take_lanes(lanes)
 
     def locate(self, sample_ids: NDArray[np.int64]) -> Extents:
@@ -86,15 +126,12 @@ class PhasedSource:
             return extents
         return without_padding(extents, self._all_files, file_of_rows(self, extents))
 
-    def phase_at(self, sample: int) -> int:
-        """The number of the phase that holds a sample."""
-        return self.order.phase_at(sample)
-
     def identity(self, consumed: int | None = None) -> dict[str, Any]:
         """That of the first phase, as of a run without others, and beside it those that began
         before `consumed`, by their numbers: the future may still be changed. None: all of them.
         """
         identity = self.phases[0].identity(consumed)
+        identity |= skips_identity(self.skipped, consumed, self._drawn_before(consumed))
         begun = {
             str(number): _identity_of(source.order)
             for number, source in enumerate(self.phases)
@@ -103,11 +140,25 @@ class PhasedSource:
         # Without any the identity is the one of a run that has no phases.
         return identity | {PHASES: begun} if begun else identity
 
+    def _drawn_before(self, consumed: int | None) -> set[int]:
+        """The datasets of phases that began before a sample (None: of all): what is skipped of
+        others has changed nothing yet.
+        """
+        orders = self.order.phases
+        begun = [orders[0]]
+        begun += [o for o in orders[1:] if consumed is None or o.first_sample < consumed]
+        return {number for order in begun for number in order.dataset_numbers.tolist()}
+
     def _take_lanes(self, lanes: int) -> None:
         self.order: PhasedOrder = self._order_in(lanes)
-        self.phases = [
+        self.starts = [order.first_sample for order in self.order.phases]
+        self.phases: Sequence[LaneSource] = [
             LaneSource(
-                _with_length(self.config, order.sequence_length), self.split, self.files, order
+                _with_length(self.config, order.sequence_length),
+                self.split,
+                self.files,
+                order,
+                self.skipped,
             )
             for order in self.order.phases
         ]
@@ -127,7 +178,7 @@ class PhasedSource:
             length = phase.sequence_length or length
             check_bins(self._bins_of(blend), _with_length(config, length))
             datasets = [dataset.parts for dataset in self._datasets_of(blend)]
-            restart = [self._number_of[name] for name in blend.names if name[0] in phase.restart]
+            restart = [self._number_of[name] for name in blend.names if name[0] in blend.restart]
             later.append(
                 LaterPhase(
                     first_sample=blend.first_sample,
@@ -181,34 +232,74 @@ def _place_of(file: TokenFile) -> str:
     return url if "://" in url else os.path.realpath(url)
 
 
+def numbers_of(config: DataConfig, split: str) -> dict[Name, int]:
+    """The number of each dataset of a split over all phases."""
+    return _numbers(_blends_of(config, split))
+
+
 def prefixes_of(config: DataConfig, split: str) -> list[str]:
     """The prefix of each dataset of a split, by its number over all phases."""
-    return [prefix for prefix, _ in _numbers(_blends_of(config, split))]
+    return [prefix for prefix, _ in numbers_of(config, split)]
+
+
+def numbers_of_phases(config: DataConfig, split: str) -> list[list[int]]:
+    """Of each phase the numbers of its datasets over all phases, in the order of its blend."""
+    blends = _blends_of(config, split)
+    number_of = _numbers(blends)
+    return [[number_of[name] for name in blend.names] for blend in blends]
 
 
 @dataclass(frozen=True, kw_only=True)
 class _PhaseBlend:
-    """The datasets of a phase and their weights; None: in proportion to their samples."""
+    """The datasets of a phase and their weights; None: in proportion to their samples. restart: the
+    prefixes of those that begin a new epoch.
+    """
 
     first_sample: int
     names: Sequence[Name]
     weights: Sequence[float] | None
+    restart: frozenset[str] = frozenset()
 
 
 def _blends_of(config: DataConfig, split: str) -> list[_PhaseBlend]:
     """The blend of each phase."""
     first = blend_of(config, split)
-    blend = _PhaseBlend(first_sample=0, names=_names(first.prefixes), weights=first.weights)
-    blends = [blend]
+    spelling_of: dict[str, str] = {}
+    names: Sequence[Name] = _names(
+        [_first_spelling(prefix, spelling_of) for prefix in first.prefixes]
+    )
+    blends = [_PhaseBlend(first_sample=0, names=names, weights=first.weights)]
     for number, phase in enumerate(config.phases_of(split), 1):
         names = blends[-1].names
         weights = blends[-1].weights
         if phase.blend is not None:
             prefixes, weights = parse_blend(phase.blend)
-            names = _names(prefixes)
-        _check_restart(number, phase, names, blends)
-        blends.append(_PhaseBlend(first_sample=phase.first_sample, names=names, weights=weights))
+            names = _names([_first_spelling(prefix, spelling_of) for prefix in prefixes])
+        restart = [_first_spelling(prefix, spelling_of) for prefix in phase.restart]
+        _check_restart(number, restart, names, blends)
+        blends.append(
+            _PhaseBlend(
+                first_sample=phase.first_sample,
+                names=names,
+                weights=weights,
+                restart=frozenset(restart),
+            )
+        )
     return blends
+
+
+def _first_spelling(prefix: str, spelling_of: dict[str, str]) -> str:
+    """A prefix as it was spelled first, so that `web`, `./web` and `/data/web` are one dataset in
+    all phases, and a folder with and without its last slash. spelling_of: by what they name.
+
+    Names of other storage are as they are: there a folder and a prefix may have the same name.
+    """
+    if "://" in prefix:
+        return spelling_of.setdefault(prefix, prefix)
+    named = os.path.abspath(strip_suffix(prefix))
+    if is_local_folder(prefix):
+        named += os.sep
+    return spelling_of.setdefault(named, prefix)
 
 
 def _names(prefixes: Sequence[str]) -> list[Name]:
@@ -228,14 +319,14 @@ def _numbers(blends: Sequence[_PhaseBlend]) -> dict[Name, int]:
 
 
 def _check_restart(
-    number: int, phase: PhaseConfig, names: Sequence[Name], before: Sequence[_PhaseBlend]
+    number: int, restart: Sequence[str], names: Sequence[Name], before: Sequence[_PhaseBlend]
 ) -> None:
     """Raise ConfigError for a prefix to begin anew that the phase does not draw from, or that no
     phase before it did.
     """
     here = {prefix for prefix, _ in names}
     drawn = {prefix for blend in before for prefix, _ in blend.names}
-    for prefix in phase.restart:
+    for prefix in restart:
         if prefix not in here or prefix not in drawn:
             where = "in its blend" if prefix not in here else "in a phase before it"
             raise ConfigError(
@@ -251,25 +342,29 @@ def _with_length(config: DataConfig, sequence_length: int) -> DataConfig:
     return replace(config, sequence_length=sequence_length)
 
 
-def _check_batches(config: DataConfig, lanes: int, global_batch_size: int) -> None:
-    """Raise ConfigError where the global batch of a phase does not divide its lanes: ranks would
-    share them.
+def _shared_lanes(config: DataConfig, lanes: int, global_batch_size: int) -> str | None:
+    """What is to be said of the first phase whose global batch does not divide its lanes: ranks
+    would share them. None: there is none.
     """
     size = global_batch_size
     for number, phase in enumerate(config.phases, 1):
         size = phase.global_batch_size or size
         lanes = phase.lanes or lanes
         if lanes % size:
-            raise ConfigError(
+            divided = -(-lanes // size) * size
+            return (
                 f"phase {number}: global_batch_size {size} does not divide its {lanes} lanes; take "
-                "one that does, or begin the run with `lanes` that every batch size divides"
+                f"one that does, give the phase lanes = {divided}, or begin the run with `lanes` "
+                "that every batch size divides"
             )
+    return None
 
 
 def source_at(source: SampleSource, sample: int) -> SampleSource:
     """What a sample is drawn from: of several phases, that of its own."""
-    if isinstance(source, PhasedSource):
-        return source.phases[source.phase_at(sample)]
+    if isinstance(source, Phased):
+        of_sample: SampleSource = source.phases[source.phase_at(sample)]
+        return of_sample
     return source
 
 

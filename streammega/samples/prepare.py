@@ -5,15 +5,16 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from streammega.config import DataConfig
 from streammega.errors.redaction import redact_urls
 from streammega.kernels.parallel import num_threads
 from streammega.samples.blended import BlendedDataset
-from streammega.samples.build import build_datasets
+from streammega.samples.build import SplitDataset, build_datasets
 from streammega.samples.gpt import GPTDataset, shared_folder
+from streammega.samples.restarted import built_phases
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,7 +37,7 @@ def prepare(config: DataConfig) -> Iterator[Prepared]:
     """
     if config.order == "stream":
         return
-    splits = build_datasets(config)
+    splits = _built(config)
     datasets = [part for split in splits for part in _parts(split)]
     for split in splits:  # a blend's own indices are built with it
         if isinstance(split, BlendedDataset):
@@ -46,6 +47,16 @@ def prepare(config: DataConfig) -> Iterator[Prepared]:
         futures = [pool.submit(_prepare_one, dataset) for dataset in datasets]
         for future in as_completed(futures):
             yield future.result()
+
+
+def _built(config: DataConfig) -> list[SplitDataset | None]:
+    """The datasets of all splits; of training in phases, those of each phase."""
+    if not config.phases:
+        return list(build_datasets(config))
+    train, valid, test = config.num_samples or (0, 0, 0)
+    phases = built_phases(config, "train", train)
+    others = build_datasets(replace(config, phases=()), (0, valid, test))
+    return [*phases, *others]
 
 
 def _parts(split: object) -> list[GPTDataset]:

@@ -6,8 +6,9 @@ document      ──►  samples, and which tokens they read      readings
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import numpy as np
@@ -25,12 +26,16 @@ from streammega.order.megatron_readings import gpt_readings, samples_of_blend
 from streammega.order.phases import PhasedOrder
 from streammega.order.readings import phased_readings
 from streammega.samples.blended import BlendedDataset
+from streammega.samples.following import recorded
 from streammega.samples.gpt import GPTDataset
 from streammega.samples.lanes import StreamSource
 from streammega.samples.open import locate_checked, open_source
-from streammega.samples.phases import PhasedSource, prefixes_of, source_at
+from streammega.samples.phases import Phased, PhasedSource, prefixes_of, source_at
 from streammega.samples.read import Ids
-from streammega.samples.source import SampleSource, read_samples
+from streammega.samples.restarted import RestartedPhases
+from streammega.samples.seams import NO_SEAMS, Seams
+from streammega.samples.skipped_names import NamedShards
+from streammega.samples.source import SampleSource, read_samples, seams_of
 from streammega.samples.split_blend import split_blend
 
 Integers = NDArray[np.int64]
@@ -54,7 +59,7 @@ class TracedRun:
     dataset, shard: names, without secrets. name: the same in numbers. start, stop: tokens of the
     document, which has `document_tokens`. column: the token of the sample at which they begin.
     shard_start: the token of the shard at which they lie. origin: where the document came from, if
-    the shard has it.
+    the shard has it. skipped: training does not see them (skip_documents).
     """
 
     dataset: str
@@ -66,16 +71,22 @@ class TracedRun:
     column: int
     shard_start: int
     origin: Origin | None = None
+    skipped: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
 class TracedSample:
     """A sample of the global stream, and what its tokens are, in their order; with the extra one,
     which is a label alone.
+
+    phase: the number of its phase. seams: the tokens of it, by their column, that do not follow
+    those before them in their file: where lengths or lanes changed, samples join what was left.
     """
 
     sample: int
     runs: tuple[TracedRun, ...]
+    phase: int = 0
+    seams: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -115,6 +126,8 @@ class Provenance:
     def __init__(
         self, config: DataConfig, split: str = "train", global_batch_size: int = 1
     ) -> None:
+        # what joined a run until now is part of what it is made of
+        config = recorded(config, split)
         self.config = config
         self.split = split
         self.source: SampleSource = open_source(config, split, global_batch_size)
@@ -139,11 +152,24 @@ class Provenance:
                 raise ConfigError(
                     f"tokens {first_column}:{last_column} are none; give FIRST:BEHIND-THE-LAST"
                 )
-            extents = cut_extents(extents, [tokens])
+            width = max(self.config.lengths_of(self.split)) + int(self.config.add_extra_token)
+            if first_column >= width:
+                raise ConfigError(
+                    f"tokens {first_column}:{last_column} are none: a sample has {width}"
+                )
+            extents = cut_extents(extents, [(first_column, min(last_column, width))])
+        seams = self._seams(extents)
         samples = []
         for number, sample in enumerate(ids.tolist()):
-            runs = self._runs_of(extents, number, first_column)
-            samples.append(TracedSample(sample=sample, runs=tuple(runs)))
+            own_seams = seams.column[seams.sample == number] + first_column
+            samples.append(
+                TracedSample(
+                    sample=sample,
+                    runs=tuple(self._runs_of(extents, number, first_column, sample)),
+                    phase=self.phase_of(sample),
+                    seams=tuple(own_seams.tolist()),
+                )
+            )
         return samples
 
     def tokens(self, sample_ids: ArrayLike) -> tuple[Ids, Integers]:
@@ -151,16 +177,27 @@ class Provenance:
         read.
         """
         ids = np.asarray(sample_ids, np.int64).reshape(-1)
-        if not isinstance(self.source, PhasedSource):
+        if not isinstance(self.source, Phased):
             return read_samples(self.source, ids)
         return _read_phases(self.source, ids)
 
+    def phase_of(self, sample: int) -> int:
+        """The number of the phase that holds a sample."""
+        return self.source.phase_at(sample) if isinstance(self.source, Phased) else 0
+
+    def _seams(self, extents: Extents) -> Seams:
+        """Where samples join runs of tokens: in the others' orders they follow no file anyway."""
+        if not isinstance(self.source, PhasedSource):
+            return NO_SEAMS
+        return seams_of(self.source, extents)
+
     def find(self, name: str, number: int) -> list[DocumentName]:
         """The documents of that number in a dataset or shard: by the name of a dataset, numbered
-        over all its shards, or by that of a shard. Several where the blend has the dataset several
-        times.
+        over all its shards, or by that of a shard; or by the end of either (`web` of
+        `s3://bucket/web`). Several where the blend has the dataset several times.
 
-        Raises ConfigError for a name that is in no dataset, IndexError for a number.
+        Raises ConfigError for a name that is in no dataset, or ends several; IndexError for a
+        number.
         """
         found = []
         for dataset, prefix in enumerate(self.datasets):
@@ -174,12 +211,31 @@ class Provenance:
                 if strip_suffix(documents.name) == strip_suffix(name):
                     _ = documents.tokens_of(number)  # that there is one
                     found.append(DocumentName(dataset=dataset, shard=shard, document=number))
-        if not found:
+        return found or self._ending_with(name, number)
+
+    def _ending_with(self, name: str, number: int) -> list[DocumentName]:
+        """`find`, by the end of a name. All datasets are opened."""
+        shards = [self.shards(dataset) for dataset in range(len(self.datasets))]
+        known = NamedShards(prefixes=self.datasets, shards=shards).called(name)
+        if not known:
             raise ConfigError(
                 f"{redact_urls(name)} is no dataset of this split, and no shard of one; it has "
                 f"{redact_urls(', '.join(self.datasets[:8]))}"
             )
-        return found
+        if len(known) > 1:
+            raise ConfigError(
+                f"{redact_urls(name)} may be {redact_urls(' or '.join(known))}; name it in full"
+            )
+        (meant,) = known.values()
+        found = []
+        for dataset, shard in meant:
+            if shard is None:
+                found.append(self._numbered(dataset, number))
+            else:
+                _ = shards[dataset][shard].tokens_of(number)  # that there is one
+                found.append(DocumentName(dataset=dataset, shard=shard, document=number))
+        # a dataset of one shard is called as that is
+        return list(dict.fromkeys(found))
 
     def origin(self, name: DocumentName) -> Origin | None:
         """Where a document came from; None where its shard does not say (convert --origins)."""
@@ -212,8 +268,10 @@ class Provenance:
         last = min(limits)
         if isinstance(self.source, StreamSource | PhasedSource):
             found = self._stream_readings(self.source, name, last)
+        elif isinstance(self.source, RestartedPhases):
+            found = self._restarted_readings(self.source, name, last)
         else:
-            found = self._megatron_readings(name, last)
+            found = self._megatron_readings(self.source, name, name.dataset, last)
         return sorted(found, key=lambda reading: (reading.sample, reading.start))
 
     def dataset_name(self, dataset: int) -> str:
@@ -237,7 +295,52 @@ class Provenance:
             self._opened[dataset] = open_documents(prefix, config.storage, config.index_cache_dir)
         return self._opened[dataset]
 
-    def _runs_of(self, extents: Extents, number: int, column: int) -> list[TracedRun]:
+    def skipped_from(self, name: DocumentName) -> int | None:
+        """The sample from which on a document is not seen; None: it is not skipped."""
+        skipped = self.source.skipped
+        runs = self.shards(name.dataset)[name.shard].tokens_of(name.document)
+        if skipped is None or not runs:
+            return None
+        file = self._first_files[name.dataset]
+        token = runs[0].file_start
+        if self._has_shards_as_files:
+            return skipped.since_of(file + name.shard, token)
+        return skipped.since_of(file, token + int(self._token_bounds(name.dataset)[name.shard]))
+
+    def skipped_documents(self) -> dict[DocumentName, int]:
+        """The documents that are skipped, and from which sample on each is."""
+        found: dict[DocumentName, int] = {}
+        skipped = self.source.skipped
+        if skipped is None:
+            return found
+        for file, start, stop, since in skipped.stretches():
+            dataset = bisect_right(self._first_files, file) - 1
+            in_dataset = file - self._first_files[dataset]
+            for name in self._documents_at(dataset, in_dataset, start, stop):
+                found[name] = min(since, found.get(name, since))
+        return found
+
+    def _documents_at(
+        self, dataset: int, file: int, start: int, stop: int
+    ) -> Iterator[DocumentName]:
+        """The documents that have tokens [start, stop) of a file, as extents name it."""
+        while start < stop:
+            shard, shard_start = self._shard_at(dataset, file, start)
+            documents = self.shards(dataset)[shard]
+            # of several shards that are read as one file, those of each
+            size = min(stop - start, documents.num_tokens - shard_start)
+            for run in documents.runs(shard_start, shard_start + size):
+                yield DocumentName(dataset=dataset, shard=shard, document=run.document)
+            start += size
+
+    @cached_property
+    def _first_files(self) -> list[int]:
+        """The place among all files of the first one of each dataset."""
+        sizes = [len(files) for files in self.source.files]
+        firsts: list[int] = np.cumsum([0, *sizes])[:-1].tolist()
+        return firsts
+
+    def _runs_of(self, extents: Extents, number: int, column: int, sample: int) -> list[TracedRun]:
         """The runs of one of some samples, whose first token is `column`."""
         runs = []
         for row in range(int(extents.row_splits[number]), int(extents.row_splits[number + 1])):
@@ -248,28 +351,38 @@ class Provenance:
             documents = self.shards(dataset)[shard]
             for run in documents.runs(shard_start, shard_start + stop - start):
                 at = column + run.file_start - shard_start
-                runs.append(self._traced(dataset, shard, run, at))
+                runs.append(self._traced(dataset, shard, run, at, sample))
             column += stop - start
         return runs
 
-    def _traced(self, dataset: int, shard: int, run: DocumentRun, column: int) -> TracedRun:
+    def _traced(
+        self, dataset: int, shard: int, run: DocumentRun, column: int, sample: int
+    ) -> TracedRun:
+        name = DocumentName(dataset=dataset, shard=shard, document=run.document)
+        # of most runs nothing is skipped, nor looked for
+        since = None if self.source.skipped is None else self.skipped_from(name)
         return TracedRun(
             dataset=self.dataset_name(dataset),
             shard=self.shard_name(dataset, shard),
-            name=DocumentName(dataset=dataset, shard=shard, document=run.document),
+            name=name,
             start=run.start,
             stop=run.stop,
             document_tokens=run.document_tokens,
             column=column,
             shard_start=run.file_start,
-            origin=self.origin(DocumentName(dataset=dataset, shard=shard, document=run.document)),
+            origin=self.origin(name),
+            skipped=since is not None and since <= sample,
         )
+
+    @property
+    def _has_shards_as_files(self) -> bool:
+        """Whether the shards of a dataset are files to the order: Megatron reads all as one."""
+        return isinstance(self.source, StreamSource | PhasedSource)
 
     def _shard_at(self, dataset: int, file: int, start: int) -> tuple[int, int]:
         """(shard, token of it) of a token of a file as extents name it."""
-        if isinstance(self.source, StreamSource | PhasedSource):
+        if self._has_shards_as_files:
             return file, start
-        # Megatron reads all shards of a dataset as one file.
         bounds = self._token_bounds(dataset)
         shard = int(np.searchsorted(bounds, start, side="right")) - 1
         return shard, start - int(bounds[shard])
@@ -311,9 +424,25 @@ class Provenance:
             found += _as_readings(columns)
         return found
 
-    def _megatron_readings(self, name: DocumentName, end: int) -> list[DocumentReading]:
-        source = self.source
-        dataset = source.datasets[name.dataset] if isinstance(source, BlendedDataset) else source
+    def _restarted_readings(
+        self, source: RestartedPhases, name: DocumentName, end: int
+    ) -> list[DocumentReading]:
+        """In the Megatron order over phases, each of which has an order of its own."""
+        ends = [*source.starts[1:], source.num_samples]
+        found = []
+        for phase, phase_end in zip(source.phases, ends, strict=True):
+            first = phase.first_sample
+            samples = min(end, phase_end) - first
+            for place in np.flatnonzero(phase.numbers == name.dataset).tolist():
+                for one in self._megatron_readings(phase.samples, name, place, samples):
+                    found.append(replace(one, sample=first + one.sample))
+        return found
+
+    def _megatron_readings(
+        self, source: SampleSource, name: DocumentName, place: int, end: int
+    ) -> list[DocumentReading]:
+        """place: of the document's dataset in the blend of the source."""
+        dataset = source.datasets[place] if isinstance(source, BlendedDataset) else source
         if not isinstance(dataset, GPTDataset):
             raise ConfigError(f"documents cannot be found in a {type(dataset).__name__}")
         found = []
@@ -322,7 +451,7 @@ class Provenance:
             readings = gpt_readings(
                 dataset.indices, unit.length, extra, unit.number, unit.start, unit.stop
             )
-            sample, kept = self._of_blend(name.dataset, readings.sample, end)
+            sample, kept = _of_blend(source, place, readings.sample, end)
             columns = (
                 sample,
                 readings.start[kept] + unit.shift,
@@ -360,23 +489,22 @@ class Provenance:
             )
             tokens_before += length
 
-    def _of_blend(
-        self, dataset: int, samples: Integers, end: int
-    ) -> tuple[Integers, NDArray[np.bool_]]:
-        """(samples of the whole stream, which of a dataset's own they are): those before `end`."""
-        if not isinstance(self.source, BlendedDataset):
-            kept = samples < end
-            return samples[kept], kept
-        of_blend = samples_of_blend(
-            self.source.dataset_index, self.source.dataset_sample_index, dataset, samples
-        )
-        # What the blend does not take comes after its end.
-        global_samples = np.array([of_blend.get(own, end) for own in samples.tolist()], np.int64)
-        kept = global_samples < end
-        return global_samples[kept], kept
+
+def _of_blend(
+    source: SampleSource, dataset: int, samples: Integers, end: int
+) -> tuple[Integers, NDArray[np.bool_]]:
+    """(samples of the source, which of a dataset's own they are): those before `end`."""
+    if not isinstance(source, BlendedDataset):
+        kept = samples < end
+        return samples[kept], kept
+    of_blend = samples_of_blend(source.dataset_index, source.dataset_sample_index, dataset, samples)
+    # What the blend does not take comes after its end.
+    global_samples = np.array([of_blend.get(own, end) for own in samples.tolist()], np.int64)
+    kept = global_samples < end
+    return global_samples[kept], kept
 
 
-def _read_phases(source: PhasedSource, ids: Integers) -> tuple[Ids, Integers]:
+def _read_phases(source: SampleSource, ids: Integers) -> tuple[Ids, Integers]:
     """Token ids of samples of several phases, as wide as the longest, and how many each has."""
     parts = [
         read_samples(source_at(source, sample), ids[at : at + 1])

@@ -57,6 +57,11 @@ class SFTDataset(torch.utils.data.Dataset[Batch]):
         encode: Callable[[str], Sequence[int]] | ConversationEncoder,
         config: DataConfig,
     ) -> None:
+        if config.skips_of("train"):
+            raise ConfigError(
+                "skip_documents goes by the documents of converted datasets, and these are lines of "
+                "files; leave the lines out of them"
+            )
         self.config = config
         conversations = list(_encoded(paths, encode, config))
         if not conversations:

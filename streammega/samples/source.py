@@ -18,6 +18,8 @@ from streammega.samples.fields import Batch, fields_of_ids
 from streammega.samples.packed import are_packed
 from streammega.samples.read import Ids, fetch_ids
 from streammega.samples.rows import rows_of
+from streammega.samples.seams import Seams, as_asked, seams_between
+from streammega.samples.skipped import SkippedColumns, SkippedTokens
 from streammega.samples.token_file import Runs, TokenFile, clear_by_modes, has_modes
 
 OPENERS = 16
@@ -37,6 +39,10 @@ class SampleSource(Protocol):
     def num_samples(self) -> int | None:
         """How many samples there are; None: the stream has no end."""
 
+    @property
+    def skipped(self) -> SkippedTokens | None:
+        """The tokens that are not seen; None: all are."""
+
     def locate(self, sample_ids: NDArray[np.int64]) -> Extents:
         """Where samples lie."""
 
@@ -52,30 +58,50 @@ def read_samples(
     """Token ids of samples, [n, S + a] in the widest stored dtype, and how many of
     them each has.
     """
-    return _read(source, source.locate(sample_ids))
+    extents = source.locate(sample_ids)
+    return _read(source, extents, _skipped_columns(source, sample_ids, extents))
 
 
 def sample_fields(
     source: SampleSource, sample_ids: NDArray[np.int64], *, bounds: bool = False
 ) -> Batch:
     """The fields of samples, as `batch_fields` makes them, with no loss on what the modes of their
-    datasets leave out; with inter_document_masking also those that it makes.
+    datasets leave out, nor on documents that are skipped; with inter_document_masking also those
+    that it makes.
     """
     config = source.config
     extents = source.locate(sample_ids)
-    ids, valid = _read(source, extents)
-    batch = fields_of_ids(ids, valid, config, bounds=bounds)
+    skipped = _skipped_columns(source, sample_ids, extents)
+    ids, valid = _read(source, extents, skipped)
+    seams = None
+    if config.seams != "joined":
+        seams = as_asked(seams_of(source, extents), config)
+    batch = fields_of_ids(ids, valid, config, bounds=bounds, seams=seams)
     files = all_files(source)
     if config.inter_document_masking:
         size = extents.stop - extents.start
         packed = are_packed(files)
         batch |= sequence_fields(extents.row_splits, size, config, new_memory, packed=packed)
     if config.dataset_ids:
-        batch["dataset_id"] = torch.from_numpy(dataset_of_samples(extents))
+        batch["dataset_id"] = torch.from_numpy(dataset_of_samples(source, extents))
     if has_modes(files):
         loss_mask = batch["loss_mask"].numpy()  # the tensor's memory, written in place
-        clear_by_modes(files, _runs_of_labels(source, extents), loss_mask)
+        clear_by_modes(files, runs_of(source, extents, shift=-1), loss_mask)
+    if skipped is not None:
+        skipped.clear_loss(batch["loss_mask"].numpy())
     return batch
+
+
+def seams_of(source: SampleSource, extents: Extents) -> Seams:
+    """Where samples go over from one run of tokens to another."""
+    rows = rows_of(extents)
+    return seams_between(
+        np.diff(extents.row_splits),
+        file_of_rows(source, extents),
+        extents.start,
+        rows.size,
+        rows.column,
+    )
 
 
 def all_files(source: SampleSource) -> list[TokenFile]:
@@ -83,11 +109,20 @@ def all_files(source: SampleSource) -> list[TokenFile]:
     return [file for files in source.files for file in files]
 
 
-def dataset_of_samples(extents: Extents) -> NDArray[np.int64]:
-    """Which dataset each sample is of, int64 [samples]: that of its first extent, for all are of
-    one.
+def dataset_ids(source: SampleSource) -> NDArray[np.int64]:
+    """The "dataset_id" of each dataset, int64 [datasets]: its number, or of what joined a run by
+    itself that of the dataset that it was appended to, since it is the same source.
     """
-    return extents.dataset[extents.row_splits[:-1]].astype(np.int64)
+    # orders that nothing joins have no such
+    joined_ids: NDArray[np.int64] | None = getattr(source, "joined_ids", None)
+    return np.arange(len(source.files)) if joined_ids is None else joined_ids
+
+
+def dataset_of_samples(source: SampleSource, extents: Extents) -> NDArray[np.int64]:
+    """The "dataset_id" of each sample, int64 [samples]: that of its first extent, for all are of
+    one dataset.
+    """
+    return dataset_ids(source)[extents.dataset[extents.row_splits[:-1]]]
 
 
 def file_of_rows(source: SampleSource, extents: Extents) -> NDArray[np.int64]:
@@ -97,20 +132,35 @@ def file_of_rows(source: SampleSource, extents: Extents) -> NDArray[np.int64]:
     return first_file[extents.dataset].astype(np.int64) + extents.file
 
 
-def _read(source: SampleSource, extents: Extents) -> tuple[Ids, NDArray[np.int64]]:
+def _skipped_columns(
+    source: SampleSource, sample_ids: NDArray[np.int64], extents: Extents
+) -> SkippedColumns | None:
+    """Where samples hold tokens that are not seen; None: nowhere."""
+    if source.skipped is None:
+        return None
+    return source.skipped.columns(runs_of(source, extents), sample_ids)
+
+
+def _read(
+    source: SampleSource, extents: Extents, skipped: SkippedColumns | None
+) -> tuple[Ids, NDArray[np.int64]]:
     config = source.config
     width = config.sequence_length + int(config.add_extra_token)
     file_of_row = file_of_rows(source, extents)
-    return fetch_ids(all_files(source), file_of_row, extents, width, config.storage)
+    ids, valid = fetch_ids(all_files(source), file_of_row, extents, width, config.storage)
+    if skipped is not None:
+        assert config.eod_id is not None
+        skipped.overwrite(ids, config.eod_id)
+    return ids, valid
 
 
-def _runs_of_labels(source: SampleSource, extents: Extents) -> Runs:
-    """Where the labels of samples lie: each one column before its token."""
+def runs_of(source: SampleSource, extents: Extents, *, shift: int = 0) -> Runs:
+    """Where the tokens of samples lie, `shift` columns further on: their labels one before."""
     rows = rows_of(extents)
     return Runs(
         file=file_of_rows(source, extents),
         start=extents.start,
         size=rows.size,
         sample=rows.sample,
-        column=rows.column - 1,
+        column=rows.column + shift,
     )

@@ -10,11 +10,11 @@ from streammega.samples.phases import prefixes_of
 from streammega.samples.split_blend import split_blend
 
 
-def source_names(data: DataConfig) -> list[str]:
-    """A short name for each dataset of training, over all phases, by its "dataset_id"."""
-    if split_blend(data, "train") is None:
+def source_names(data: DataConfig, split: str = "train") -> list[str]:
+    """A short name for each dataset of a split, over all phases, by its "dataset_id"."""
+    if split_blend(data, split) is None:
         return []
-    return short_names(prefixes_of(data, "train"))
+    return short_names(prefixes_of(data, split))
 
 
 def short_names(prefixes: Sequence[str]) -> list[str]:

@@ -57,8 +57,11 @@ class FrameBounds:
         """Frames [first, last) that hold the shown bytes, without empty ones before them."""
         # Not `searchsorted`, which lets go of the GIL and then waits for it, among threads that all
         # decompress: that took a quarter of the time of one.
-        first = bisect_right(self.decompressed, start) - 1
-        last = bisect_left(self.decompressed, stop, first)
+        # And in a view, whose elements are Python's integers: those of the array would be objects of
+        # numpy's: the whole search takes two and a half times as long among those.
+        edges = self.decompressed.data
+        first = bisect_right(edges, start) - 1
+        last = bisect_left(edges, stop, first)
         return first, last
 
 

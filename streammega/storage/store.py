@@ -115,6 +115,20 @@ def gives_bodies(store: object) -> TypeGuard[BodyStore]:
     return hasattr(store, "read_bodies")
 
 
+class ReadsObjects(Protocol):
+    """A store that reads many small objects for little more than their requests."""
+
+    def read_objects(self, infos: Sequence[ObjectInfo], at_once: int) -> list[Buffer]:
+        """All of each object, of the size and version that is told, by at most so many requests at
+        once, each tried again by itself. Raises as `Store.read_ranges` does.
+        """
+
+
+def reads_objects(store: object) -> TypeGuard[ReadsObjects]:
+    """Whether a store is a `ReadsObjects`."""
+    return hasattr(store, "read_objects")
+
+
 class PlacedWriter(ObjectWriter, Protocol):
     """A writer whose bytes may also be put in their places by several threads."""
 

@@ -243,9 +243,10 @@ class Members:
 
     def _members(self, start: int, stop: int) -> tuple[int, int]:
         """Members [first, last) that hold the shown bytes, without empty ones before them."""
-        # Without letting go of the GIL, as `FrameBounds.holding`.
-        first = bisect_right(self._shown, start) - 1
-        last = bisect_left(self._shown, stop, first)
+        # Without letting go of the GIL, and among integers of Python's, as `FrameBounds.holding`.
+        begins = self._shown.data
+        first = bisect_right(begins, start) - 1
+        last = bisect_left(begins, stop, first)
         return first, last
 
     def show(self, stored: Sequence[Bytes], spans: Sequence[Span], outs: Sequence[Bytes]) -> None:

@@ -10,12 +10,14 @@ import hashlib
 import json
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
 import streammega
+from streammega.config import PhaseConfig
 from streammega.errors import ConfigError
 from streammega.loading import StreamLoader
 from streammega.parallel import Ranks
@@ -30,9 +32,12 @@ MAY_DIFFER = {
     "blend",
     "blend_per_split",
     "validation",
+    "follow",
+    "phases",
+    "skip_documents",
 }
 """Where things lie may differ from node to node; what lies there may not, which its fingerprint
-says.
+says. Of phases, which name datasets too, see `_without_names`.
 """
 NAMED = 8
 """Ranks that a message names."""
@@ -50,10 +55,19 @@ def facts_of(config: RunConfig, loader: StreamLoader) -> dict[str, str]:
         for item in dataclasses.fields(settings):
             if item.name not in MAY_DIFFER:
                 facts[f"{section}.{item.name}"] = repr(getattr(settings, item.name))
-    identity = loader.dataset.identity_at(loader.consumed_samples)
+    facts["data.phases"] = repr([_without_names(phase) for phase in config.data.phases])
+    if config.data.follow is not None:
+        facts["data.follow.every_samples"] = repr(config.data.follow.every_samples)
+    # of all samples: what a later phase draws from, or a later list skips, is compared now or never
+    identity = loader.dataset.samples.identity()
     for name, value in identity.items():
         facts[f"the data's {name}"] = json.dumps(value, sort_keys=True)
     return facts
+
+
+def _without_names(phase: PhaseConfig) -> PhaseConfig:
+    """A phase without the names of datasets and files, which may differ from node to node."""
+    return replace(phase, blend=None, restart=(), skip_documents=())
 
 
 def check_that_ranks_agree(facts: Mapping[str, str], ranks: Ranks, device: torch.device) -> None:

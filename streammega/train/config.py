@@ -16,6 +16,7 @@ from streammega.config import DataConfig, PhaseConfig, parse_blend
 from streammega.errors import ConfigError
 from streammega.errors.redaction import redacted_repr
 from streammega.order.batch_size import BatchSchedule, batch_schedule
+from streammega.order.phase_starts import in_samples
 from streammega.parallel.layout import ORDER
 from streammega.train.setting_checks import Range, check_numbers
 
@@ -38,6 +39,7 @@ MEGATRON_NAMES = {
 
 CHOICES = {
     "decay": ("cosine", "linear", "constant"),
+    "decay_by": ("steps", "samples", "tokens"),
     "dtype": ("float32", "bfloat16", "float16"),
     "device": ("auto", "cpu", "cuda"),
     "backend": ("auto", "gloo", "nccl"),
@@ -172,6 +174,10 @@ class TrainConfig:
     """Steps in which the learning rate rises to lr."""
     decay: Literal["cosine", "linear", "constant"] = "cosine"
     """How the learning rate goes from lr to min_lr after the warmup."""
+    decay_by: Literal["steps", "samples", "tokens"] = "steps"
+    """What the decay is even over: the steps, or the samples or tokens that they take, which differ
+    where batches ramp up, or phases change their size or the length of samples.
+    """
     weight_decay: float = 0.1
     """Of matrices; vectors have none."""
     beta1: float = 0.9
@@ -204,7 +210,8 @@ class TrainConfig:
     save_interval: int = 0
     """Steps from one checkpoint to the next; the last step is saved too.
 
-    0: no checkpoints but after SIGTERM or Ctrl-C.
+    0: no checkpoints, of the last step neither, but after SIGTERM or Ctrl-C; the run says so as it
+    begins.
     """
     keep_checkpoints: int = 3
     """The last so many are kept."""
@@ -296,6 +303,8 @@ class RunConfig:
         return redacted_repr(self)
 
     def __post_init__(self) -> None:
+        self._set_follow_record()
+        self._set_phase_starts()
         self._check_vocabulary()
         if self.train.dtype != "float32" and self.parallel.optimizer != "sharded":
             raise ConfigError(
@@ -312,6 +321,21 @@ class RunConfig:
             letters = name.replace("_", "").replace("-", "")
             if not letters.isalnum():
                 raise ConfigError(f"validation set {name!r}: names are letters, digits, - and _")
+
+    def _set_follow_record(self) -> None:
+        """What a run takes in is written beside its checkpoints, unless it says where."""
+        follow = self.data.follow
+        if follow is None or follow.record is not None:
+            return
+        out_dir = self.train.out_dir.rstrip("/")
+        data = replace(self.data, follow=replace(follow, record=f"{out_dir}/follow"))
+        # the way to set a field of what is frozen
+        object.__setattr__(self, "data", data)
+
+    def _set_phase_starts(self) -> None:
+        """Every phase is told by its first sample, as all that reads it wants it."""
+        data = in_samples(self.data, self.train.global_batch_size, self.train.rampup)
+        object.__setattr__(self, "data", data)
 
     def _check_vocabulary(self) -> None:
         of_data = self.data.vocab_size

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from streammega.order.rank_samples import zigzag_bounds
 from streammega.parallel import Ranks
+from streammega.parallel.context import Bounds
 from streammega.parallel.exchange import RankBatch
 from streammega.samples.fields import Batch
 from streammega.train.config import RunConfig
@@ -41,35 +42,37 @@ class ModelInputs:
     def __init__(self, config: RunConfig, ranks: Ranks, device: torch.device) -> None:
         self._micro_batch_size = config.train.micro_batch_size
         self._device = device
-        self.bounds: list[tuple[int, int]] = zigzag_bounds(
-            config.data.sequence_length, ranks.at["cp"], ranks.layout.cp
-        )
-        """Tokens [start, stop) of every sample that this rank keeps."""
+        self._ranks = ranks
 
-    def of_step(self, batches: Iterable[Batch]) -> Iterator[StageInputs]:
-        """The inputs of the micro-batches of a step, one by one.
+    def bounds_of(self, length: int) -> list[tuple[int, int]]:
+        """Tokens [start, stop) of every sample of so many tokens that this rank keeps."""
+        return zigzag_bounds(length, self._ranks.at["cp"], self._ranks.layout.cp)
+
+    def of_step(self, batches: Iterable[Batch], length: int) -> Iterator[StageInputs]:
+        """The inputs of the micro-batches of a step, one by one, of samples of so many tokens.
 
         Kernels for documents want the tokens of the longest one on the host. Where nobody counted
         it, it is asked of the device once for all of a step, before anything is under way: in each
         micro-batch, the host would wait for the computation of the one before.
         """
         batches = iter(batches)
+        kept = self.bounds_of(length)
         for batch in batches:
             longest = batch.longest if isinstance(batch, RankBatch) else None
             on_device = self._device.type != "cpu"
             if longest is None and on_device and "cu_seqlens" in batch:
-                yield from self._asked_for([batch, *batches])
+                yield from self._asked_for([batch, *batches], kept)
                 return
-            inputs = self._of(batch)
+            inputs = self._of(batch, kept)
             bounds = inputs.keywords.get("cu_seqlens")
             if bounds is not None:
                 known = longest_document(bounds).cpu() if longest is None else torch.tensor(longest)
                 inputs.keywords["longest"] = known.expand(len(bounds))
             yield inputs
 
-    def _asked_for(self, batches: Sequence[Batch]) -> list[StageInputs]:
+    def _asked_for(self, batches: Sequence[Batch], kept: Bounds) -> list[StageInputs]:
         """The inputs of all micro-batches of a step, after one question to the device."""
-        inputs_of_step = [self._of(batch) for batch in batches]
+        inputs_of_step = [self._of(batch, kept) for batch in batches]
         with_bounds = [inputs for inputs in inputs_of_step if "cu_seqlens" in inputs.keywords]
         if not with_bounds:
             return inputs_of_step
@@ -80,8 +83,8 @@ class ModelInputs:
             inputs.keywords["longest"] = longest.expand(num_samples)
         return inputs_of_step
 
-    def _of(self, batch: Batch) -> StageInputs:
-        keywords = {"position_ids": self._positions(batch)}
+    def _of(self, batch: Batch, kept: Bounds) -> StageInputs:
+        keywords = {"position_ids": self._positions(batch, kept)}
         # Attention wants documents of whole samples: queries also see keys of other ranks.
         bounds = batch.get("cu_seqlens_whole", batch.get("cu_seqlens"))
         if bounds is not None:
@@ -92,10 +95,10 @@ class ModelInputs:
             target = batch["labels"].masked_fill(has_no_loss, IGNORED)
         return StageInputs(batch.get("tokens"), keywords, target)
 
-    def _positions(self, batch: Batch) -> Tensor:
+    def _positions(self, batch: Batch, kept: Bounds) -> Tensor:
         """int64 [samples, kept]: those of the batch, or else of whole samples from 0."""
         positions = batch.get("position_ids")
         if positions is not None:
             return positions
-        kept = [torch.arange(start, stop, device=self._device) for start, stop in self.bounds]
-        return torch.cat(kept).expand(self._micro_batch_size, -1)
+        columns = [torch.arange(start, stop, device=self._device) for start, stop in kept]
+        return torch.cat(columns).expand(self._micro_batch_size, -1)

@@ -21,7 +21,9 @@ import logging
 import math
 import signal
 import time
+from collections.abc import Callable
 from datetime import timedelta
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -36,6 +38,7 @@ from streammega.gradients.data_parallel import BucketedDataParallel, finish_grad
 from streammega.gradients.loss_scale import LossScale
 from streammega.gradients.sharded_optimizer import ShardedOptimizer
 from streammega.order.cursor import keep_readable, with_readable
+from streammega.order.step_numbers import StepNumbers
 from streammega.parallel import RankBatches, Ranks
 from streammega.parallel.batches import read_factor
 from streammega.parallel.layout import ParallelLayout
@@ -147,6 +150,12 @@ class Trainer:
 
         position = self.checkpoints.resume(self.model, self.optimizer, accept, rewind)
         if position is None:
+            if self.metrics is not None and self.metrics.last_step:
+                log.warning(
+                    "%s has no checkpoint of the %d steps in its metrics.jsonl: the run begins anew",
+                    self.config.train.out_dir,
+                    self.metrics.last_step,
+                )
             return
         self.step = position["step"]
         self.rewinds = _with(rewinds_of(position), rewind)
@@ -156,9 +165,34 @@ class Trainer:
         if metrics is None:  # on all ranks but the first
             return
         log.info("resumed from step %d, at sample %d", self.step, self.batches.consumed_samples)
+        self._warn_of_moved_phases(position)
         if "record" in position and not metrics.has(self.step):
             # The run was killed while it evaluated.
             metrics.write(position["record"])
+
+    def _warn_of_moved_phases(self, position: dict[str, Any]) -> None:
+        """Say so where phases ahead begin elsewhere than when the checkpoint was saved, since steps
+        are counted by other batch sizes.
+        """
+        consumed = self.batches.consumed_samples
+        ahead = self._phases_ahead(consumed)
+        before = position.get("phases_ahead", ahead)
+        if ahead == before or self._step_numbers.samples(max(self.step, 1)).stop == consumed:
+            return
+        log.warning(
+            "by the batch sizes of this config step %d does not end at sample %d, as it did: phases "
+            "that were to begin at samples %s begin at %s now; where first_step says it, give them "
+            "first_sample instead",
+            self.step,
+            consumed,
+            before,
+            ahead,
+        )
+
+    def _phases_ahead(self, consumed: int) -> list[int]:
+        """The first samples of phases that have not begun."""
+        firsts = [phase.first_sample for phase in self.config.data.phases]
+        return [first for first in firsts if first >= consumed]
 
     def run(self) -> None:
         """Train until `iters`, saving and evaluating at their intervals and at the end.
@@ -174,6 +208,11 @@ class Trainer:
                 "raise it to go on",
                 self.step,
                 iters,
+            )
+        elif not self.config.train.save_interval and is_first_rank:
+            log.warning(
+                "train.save_interval is 0: no checkpoint is kept, of the last step neither, but after "
+                "SIGTERM or Ctrl-C; if it is killed or fails, the run begins anew"
             )
         with heard(self.requests, says=is_first_rank), self.watch.gentle():
             while self.step < iters:
@@ -250,6 +289,9 @@ class Trainer:
         readable = keep_readable(data, identity)
         if readable is not None:
             position["data_identity"] = readable
+        phases_ahead = self._phases_ahead(data["consumed_samples"])
+        if phases_ahead:
+            position["phases_ahead"] = phases_ahead
         if self.rewinds:
             # A restart with one of these settings goes on from here.
             position["rewinds"] = self.rewinds
@@ -268,19 +310,21 @@ class Trainer:
         train = self.config.train
         dataset = self.loader.dataset
         began = time.perf_counter()
-        set_learning_rate(self.optimizer, train, self.step)
         schedule = dataset.schedule
         data_ranks = self.ranks.layout.dp
         first_sample = self._next_sample()
+        set_learning_rate(self.optimizer, train, self.step, self._decayed(first_sample))
         num_samples = schedule.size_at(first_sample)
         micro_steps = schedule.micro_batches_at(first_sample, train.micro_batch_size, data_ranks)
         batches = self._take(micro_steps)
-        num_tokens = num_samples * self.config.data.sequence_length
+        # of all its samples: a phase begins where a step does
+        length = dataset.sequence_length_at(first_sample)
+        num_tokens = num_samples * length
         # Losses are summed over tokens: in fp16 a sum of so many would overflow, so they are
         # divided by all tokens of the global batch before backward.
         divided_by = float(num_tokens)
         scale = self.scale.value / divided_by if self.scale else 1.0
-        losses = self.model.forward_backward(batches, micro_steps, scale)
+        losses = self.model.forward_backward(batches, micro_steps, length, scale)
         self.watch.phase("reducing")
         starts = np.array(batches.consumed, np.int64) - dataset.step_samples
         sample_ids = dataset.sample_ids(starts).reshape(-1)
@@ -295,7 +339,7 @@ class Trainer:
                 batches.kept or [],
                 sample_ids.tolist(),
                 samples,
-                self.model.bounds,
+                self.model.bounds_of(length),
                 self.ranks,
                 self.device,
             )
@@ -313,6 +357,7 @@ class Trainer:
         record: dict[str, Any] = {
             "step": self.step + 1,
             "samples": [samples.start, samples.stop],
+            "tokens": self.loader.dataset.tokens_before(samples.stop),
             "ranks": self.ranks.layout.world_size,
             "loss": totals.loss,
             "grad_norm": grad_norm,
@@ -325,6 +370,36 @@ class Trainer:
         if totals.loss_of_source:
             record["source_loss"] = totals.loss_of_source
         return record
+
+    def _decayed(self, sample: int) -> float | None:
+        """The part of the decay of the learning rate before a sample; None: it goes by steps."""
+        if self.config.train.decay_by == "steps":
+            return None
+        first, last = self._decay
+        done = (self._amount_before(sample) - first) / max(1, last - first)
+        return min(max(done, 0.0), 1.0)
+
+    @cached_property
+    def _decay(self) -> tuple[int, int]:
+        """Where the decay begins and ends, in what it goes by."""
+        train = self.config.train
+        first_step = self._step_numbers.samples(train.warmup_iters + 1)
+        last_step = self._step_numbers.samples(train.iters)
+        return self._amount_before(first_step.start), self._amount_before(last_step.stop)
+
+    def _amount_before(self, sample: int) -> int:
+        """Samples or tokens that steps take before a sample: none of what is skipped."""
+        by_tokens = self.config.train.decay_by == "tokens"
+        before: Callable[[int], int] = self.loader.dataset.tokens_before if by_tokens else int
+        amount = before(sample)
+        for start, stop in self._step_numbers.skipped:
+            amount -= before(min(stop, sample)) - before(min(start, sample))
+        return amount
+
+    @property
+    def _step_numbers(self) -> StepNumbers:
+        """The steps of a run from sample 0 on with the batch sizes of the config."""
+        return StepNumbers(schedule=self.config.schedule, skips=self.config.data.skip_samples)
 
     def _next_sample(self) -> int:
         """The first sample of the next global batch: behind the cursor, and what is skipped there.
@@ -476,7 +551,8 @@ class Trainer:
 
     def _sources_of(self, sample_ids: NDArray[np.int64]) -> NDArray[np.int64]:
         """The dataset of the blend that each sample is of."""
-        return dataset_of_samples(self.loader.dataset.samples.locate(sample_ids))
+        samples = self.loader.dataset.samples
+        return dataset_of_samples(samples, samples.locate(sample_ids))
 
 
 def _with(rewinds: list[int], rewind: int | None) -> list[int]:

@@ -50,6 +50,13 @@ class MetricsLog:
             return False
         return any(record.get("step") == step for record in read_metrics(self._path))
 
+    @property
+    def last_step(self) -> int:
+        """The last step of which a line was written; 0: none."""
+        if not self._path.exists():
+            return 0
+        return max((record.get("step", 0) for record in read_metrics(self._path)), default=0)
+
     def close(self) -> None:
         """Write out what TensorBoard has not written yet."""
         if self._board is not None:

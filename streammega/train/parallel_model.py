@@ -71,10 +71,9 @@ class ParallelModel:
         """Whether the losses of this rank are those that count: of tensor-parallel copies one."""
         return self.is_last and self.ranks.at["tp"] == 0
 
-    @property
-    def bounds(self) -> list[tuple[int, int]]:
-        """Tokens [start, stop) of every sample that this rank keeps."""
-        return self._inputs.bounds
+    def bounds_of(self, length: int) -> list[tuple[int, int]]:
+        """Tokens [start, stop) of every sample of so many tokens that this rank keeps."""
+        return self._inputs.bounds_of(length)
 
     @property
     def _vocab_part(self) -> VocabPart | None:
@@ -86,29 +85,33 @@ class ParallelModel:
         first_entry, _ = offset_of(head.weight)
         return VocabPart(group, first_entry)
 
-    def forward_backward(self, batches: Iterable[Batch], count: int, scale: float = 1.0) -> Losses:
-        """Gradients of all micro-batches of a step, of the summed loss times `scale`; and their
-        losses.
+    def forward_backward(
+        self, batches: Iterable[Batch], count: int, length: int, scale: float = 1.0
+    ) -> Losses:
+        """Gradients of all micro-batches of a step, whose samples have `length` tokens, of the
+        summed loss times `scale`; and their losses.
 
         Each of the `count` micro-batches is taken when the computation of the one before is under
         way; pipelines take all first.
         """
         losses = StepLosses(scale, self._vocab_part)
         if self.num_stages == 1:
-            self._accumulate(batches, count, losses)
+            self._accumulate(batches, count, length, losses)
         else:
             with contextlib.ExitStack() as stack:
                 for wrapped in self.wrapped:
                     assert isinstance(wrapped, BucketedDataParallel)
                     stack.enter_context(wrapped.expect(count))
-                inputs_of_step = list(self._inputs.of_step(batches))
-                self._pipeline.run(inputs_of_step, losses, train=True)
+                inputs_of_step = list(self._inputs.of_step(batches, length))
+                self._pipeline.run(inputs_of_step, length, losses, train=True)
         return losses.all(self.device)
 
-    def _accumulate(self, batches: Iterable[Batch], count: int, losses: StepLosses) -> None:
+    def _accumulate(
+        self, batches: Iterable[Batch], count: int, length: int, losses: StepLosses
+    ) -> None:
         """Forward and backward of one micro-batch after the other."""
         model = self.wrapped[0]
-        for number, inputs in enumerate(self._inputs.of_step(batches)):
+        for number, inputs in enumerate(self._inputs.of_step(batches, length)):
             is_last = number == count - 1
             # Gradients are reduced once, in the backward that has the sum of all.
             with contextlib.nullcontext() if is_last else model.no_sync():
@@ -129,16 +132,17 @@ class ParallelModel:
 
     @torch.no_grad()
     def evaluate(self, batches: Sequence[Batch]) -> Losses:
-        """The losses of micro-batches."""
+        """The losses of micro-batches of validation, which no phase changes."""
         losses = StepLosses(1.0, self._vocab_part)
+        length = self.config.data.sequence_length
         if self.num_stages == 1:
             model = self.wrapped[0]
-            for inputs in self._inputs.of_step(batches):
+            for inputs in self._inputs.of_step(batches, length):
                 logits = model(*inputs.arguments, **inputs.keywords)
                 losses(logits, inputs.target)
         else:
-            inputs_of_step = list(self._inputs.of_step(batches))
-            self._pipeline.run(inputs_of_step, losses, train=False)
+            inputs_of_step = list(self._inputs.of_step(batches, length))
+            self._pipeline.run(inputs_of_step, length, losses, train=False)
         return losses.all(self.device)
 
 

@@ -47,19 +47,23 @@ class Pipeline:
         self._config = config
         self._ranks = ranks
         self._device = device
-        self._stages: list[PipelineStage] | None = None
-        self._schedules: dict[int, Any] = {}
-        """By the micro-batches of a step, which a ramp-up of the global batch changes."""
+        self._stages: dict[int, list[PipelineStage]] = {}
+        """By the tokens of a sample, which phases change: a stage knows its shapes."""
+        self._schedules: dict[tuple[int, int], Any] = {}
+        """By the micro-batches of a step, which a ramp-up of the global batch changes, and the
+        tokens of a sample.
+        """
         self._losses = _LossesOfNow()
 
     def run(
-        self, inputs_of_step: Sequence[StageInputs], losses: StepLosses, *, train: bool
+        self, inputs_of_step: Sequence[StageInputs], length: int, losses: StepLosses, *, train: bool
     ) -> None:
-        """Forward of all micro-batches, and with `train` backward; the losses note their samples.
+        """Forward of all micro-batches, of samples of `length` tokens, and with `train` backward; the
+        losses note their samples.
 
         torch's schedule takes micro-batches end to end and cuts them again.
         """
-        schedule = self._schedule(len(inputs_of_step))
+        schedule = self._schedule(len(inputs_of_step), length)
         self._losses.now = losses
         arguments: list[Tensor] = []
         if 0 in self._stage_ids:
@@ -78,30 +82,33 @@ class Pipeline:
         else:
             schedule.eval(*arguments, **options, **keywords)
 
-    def _schedule(self, micro_batches: int) -> Any:
+    def _schedule(self, micro_batches: int, length: int) -> Any:
         """torch's schedule for so many micro-batches, made once."""
-        schedule = self._schedules.get(micro_batches)
+        schedule = self._schedules.get((micro_batches, length))
         if schedule is None:
-            schedule = self._make_schedule(micro_batches)
-            self._schedules[micro_batches] = schedule
+            schedule = self._make_schedule(micro_batches, length)
+            self._schedules[micro_batches, length] = schedule
         return schedule
 
-    def _make_schedule(self, micro_batches: int) -> Any:
-        if self._stages is None:
-            self._stages = [
-                self._stage(model, stage)
+    def _make_schedule(self, micro_batches: int, length: int) -> Any:
+        if length not in self._stages:
+            kept = length // self._ranks.layout.cp
+            self._stages[length] = [
+                self._stage(model, stage, kept)
                 for model, stage in zip(self._wrapped, self._stage_ids, strict=True)
             ]
         # Gradients are those of the sum over all micro-batches: torch would divide by their number.
         options: dict[str, Any] = {"loss_fn": self._losses, "scale_grads": False}
         if self._config.parallel.virtual_stages > 1:
-            stages: Any = self._stages
+            stages: Any = self._stages[length]
             return ScheduleInterleaved1F1B(stages, micro_batches, **options)
-        (stage,) = self._stages
+        (stage,) = self._stages[length]
         return Schedule1F1B(stage, micro_batches, **options)
 
-    def _stage(self, model: nn.Module, stage: int) -> PipelineStage:
-        """A stage whose inputs and outputs have known shapes: nothing has to be tried out."""
+    def _stage(self, model: nn.Module, stage: int, kept: int) -> PipelineStage:
+        """A stage whose inputs and outputs have known shapes: nothing has to be tried out. kept:
+        tokens of each sample on this rank.
+        """
         is_first = stage == 0
         is_last = stage == self._num_stages - 1
         return PipelineStage(
@@ -109,18 +116,17 @@ class Pipeline:
             stage,
             self._num_stages,
             self._device,
-            input_args=(self._tokens() if is_first else self._activations(),),
-            output_args=(self._logits() if is_last else self._activations(),),
+            input_args=(self._tokens(kept) if is_first else self._activations(kept),),
+            output_args=(self._logits(kept) if is_last else self._activations(kept),),
             group=self._ranks.group("pp"),
         )
 
-    def _tokens(self) -> Tensor:
+    def _tokens(self, kept: int) -> Tensor:
         """Of the shape of a first stage's input."""
-        return torch.empty(self._rows, self._kept, dtype=torch.int64, device="meta")
+        return torch.empty(self._rows, kept, dtype=torch.int64, device="meta")
 
-    def _activations(self) -> Tensor:
+    def _activations(self, kept: int) -> Tensor:
         """Of the shape of what goes from one stage to the next."""
-        kept = self._kept
         if self._config.parallel.sequence_parallel:
             kept //= self._ranks.layout.tp
         return torch.empty(
@@ -132,21 +138,16 @@ class Pipeline:
             requires_grad=True,
         )
 
-    def _logits(self) -> Tensor:
+    def _logits(self, kept: int) -> Tensor:
         """Of the shape of a last stage's output: of this rank's part of the vocabulary."""
         head = self._chunks[-1].head
         assert head is not None
         entries = len(local_part(head.weight))
-        return torch.empty(self._rows, self._kept, entries, dtype=self._dtype, device="meta")
+        return torch.empty(self._rows, kept, entries, dtype=self._dtype, device="meta")
 
     @property
     def _rows(self) -> int:
         return self._config.train.micro_batch_size
-
-    @property
-    def _kept(self) -> int:
-        """Tokens of each sample on this rank."""
-        return self._config.data.sequence_length // self._ranks.layout.cp
 
     @property
     def _dtype(self) -> torch.dtype:

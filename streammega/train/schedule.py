@@ -8,23 +8,28 @@ from typing import Any
 from streammega.train.config import TrainConfig
 
 
-def set_learning_rate(optimizer: Any, train: TrainConfig, step: int) -> None:
-    """Linear warmup to lr, then down to the lowest rate at `iters`: a function of the step, so a
-    resume needs no state.
+def set_learning_rate(
+    optimizer: Any, train: TrainConfig, step: int, done: float | None = None
+) -> None:
+    """Linear warmup to lr, then down to the lowest rate at `iters`: a function of the position, so a
+    resume needs no state. done: as in `learning_rate`.
     """
-    lr = learning_rate(train, step)
+    lr = learning_rate(train, step, done)
     for group in optimizer.param_groups:
         group["lr"] = lr
 
 
-def learning_rate(train: TrainConfig, step: int) -> float:
-    """The rate of the step after `step` others."""
+def learning_rate(train: TrainConfig, step: int, done: float | None = None) -> float:
+    """The rate of the step after `step` others. done: the part of the decay that is behind it; None:
+    that of the steps.
+    """
     warmup = train.warmup_iters
     if step < warmup:
         # From the first step on more than 0: a step by nothing would be a wasted one.
         return train.lr * (step + 1) / warmup
     decay_steps = max(1, train.iters - warmup)
-    done = min((step - warmup) / decay_steps, 1.0)
+    if done is None:
+        done = min((step - warmup) / decay_steps, 1.0)
     lowest = train.lowest_lr
     return lowest + (train.lr - lowest) * _left(train.decay, done)
 

@@ -61,6 +61,7 @@ def _evaluated_on(config: RunConfig, blend: Any) -> RunConfig:
         multiple_validation_sets=False,
         blend_schedule=None,
         phases=(),
+        follow=None,
         skip_samples=(),
     )
     return replace(config, data=data, validation={})

@@ -63,12 +63,13 @@ def check_tensor_parallel(config: RunConfig, layout: ParallelLayout) -> None:
             f"model.vocab_size {model.vocab_size} in parts of {share} leaves some of parallel.tp "
             f"{tp} ranks without any; lower tp, or raise vocab_size"
         )
-    kept = config.data.sequence_length // layout.cp
-    if config.parallel.sequence_parallel and kept % tp:
-        raise ConfigError(
-            f"parallel.tp {tp} does not divide the {kept} tokens of a sequence that a rank keeps; "
-            f"change data.sequence_length or tp, or set parallel.sequence_parallel=false"
-        )
+    for length in sorted(config.data.lengths_of("train")):
+        kept = length // layout.cp
+        if config.parallel.sequence_parallel and kept % tp:
+            raise ConfigError(
+                f"parallel.tp {tp} does not divide the {kept} tokens of a sequence that a rank "
+                f"keeps; change data.sequence_length or tp, or set parallel.sequence_parallel=false"
+            )
 
 
 def _split(chunk: GPT, config: RunConfig, ranks: Ranks, device: torch.device) -> None:

@@ -31,6 +31,7 @@ OPTIONS: dict[str, Any] = {
     "dedup": True,
     "origins": True,
 }
+PACKING: dict[str, Any] = {**OPTIONS, "pack": 256, "max_documents": 6}
 OVERHEAD = 60.0
 """Seconds that any one process may take, on a busy machine."""
 
@@ -44,6 +45,7 @@ class Scene:
     root: str
     tmp_path: Path
     server: S3 | None = None
+    options: dict[str, Any] = field(default_factory=lambda: OPTIONS)
     former: dict[str, bytes] = field(default_factory=dict)
     durations: dict[str, float] = field(default_factory=dict)
 
@@ -97,7 +99,7 @@ class Scene:
         process = context.Process(
             target=convert_and_tell,
             args=(theirs, str(self.tmp_path / "cache"), dict(self.storage.storage_options), self.inputs, self.name),
-            kwargs={**OPTIONS, "overwrite": True},
+            kwargs={**self.options, "overwrite": True},
             daemon=True,
         )  # fmt: skip
         process.start()
@@ -230,8 +232,12 @@ def test_a_conversion_killed_in_any_phase_goes_on_to_the_same_bytes(scene: Scene
 
 
 @pytest.mark.soak
+@pytest.mark.parametrize("options", [OPTIONS, PACKING], ids=["end to end", "packed"])
 @pytest.mark.parametrize("phase", PHASES)
-def test_fifty_kills_in_each_phase_change_no_byte(scene: Scene, phase: str) -> None:
+def test_fifty_kills_in_each_phase_change_no_byte(
+    scene: Scene, phase: str, options: dict[str, Any]
+) -> None:
+    scene.options = options
     killed = kill_again_and_again(scene, [phase], 50, PHASES.index(phase))
     print(f"{killed} kills, from {phase} on, {scene.root}")
 

@@ -25,11 +25,8 @@ from streammega.convert import convert
 from streammega.convert.write import job
 from streammega.dataset import origins as stored_origins
 from streammega.dataset.indexed import IndexedDataset
+from streammega.dataset.origin_names import BYTE, DOCUMENT, FILE, LINE
 from streammega.dataset.origins import (
-    BYTE,
-    DOCUMENT,
-    FILE,
-    LINE,
     Origin,
     Origins,
     OriginsFile,
@@ -41,6 +38,7 @@ from streammega.dataset.shard_documents import open_documents
 from streammega.dataset.verify import verify
 from streammega.errors import AccessDeniedError, ConfigError, ConvertError, FormatError
 from streammega.storage import open_store
+from streammega.storage.moves import delete, exists
 from tests.convert.test_publishing import Killed, killed_before
 
 STORAGE = StorageConfig()
@@ -243,6 +241,21 @@ def test_the_field_of_the_id_can_be_named(tmp_path: Path) -> None:
         convert([str(tmp_path / "in.jsonl")], str(tmp_path / "c"), id_field="id", tokenizer="bytes")
 
 
+def test_an_id_that_no_record_has_is_told(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    write_texts(tmp_path / "in.jsonl", 5)
+    with (tmp_path / "in.jsonl").open("a") as file:
+        file.write('{"doc": "d", "text": "t"}\n')
+    named: dict[str, Any] = {"tokenizer": "bytes", "origins": True, "workers": 1}
+    convert([str(tmp_path / "in.jsonl")], str(tmp_path / "a"), id_field="doc", **named)
+    assert "--id-field" not in caplog.text, "one record has it"
+    convert([str(tmp_path / "in.jsonl")], str(tmp_path / "b"), id_field="doc_id", **named)
+    assert "no record has a text or number in 'doc_id' (--id-field)" in caplog.text
+    provenance = Provenance(
+        DataConfig(blend=str(tmp_path / "b"), sequence_length=2, split="1,0,0", order="stream")
+    )
+    assert provenance.documents_from("") == [], "no id is no name"
+
+
 # --- publishing -----------------------------------------------------------------------------------
 
 
@@ -307,14 +320,25 @@ def test_origins_that_are_left_out_are_told_of_and_a_folder_is_read_without_them
     assert main(["gc", str(tmp_path / "d" / "a")]) == 0
 
 
-def test_origins_that_outlived_their_dataset_tell_nothing_of_the_next_one(tmp_path: Path) -> None:
+@pytest.mark.parametrize("where", ["remote", "local"])
+def test_origins_that_outlived_their_dataset_tell_nothing_of_the_next_one(
+    where: str, tmp_path: Path, request: pytest.FixtureRequest
+) -> None:
     write_texts(tmp_path / "in.jsonl", 20)
-    named = ([str(tmp_path / "in.jsonl")], str(tmp_path / "web"))
-    convert(*named, tokenizer="bytes", workers=1, origins=True)
+    root = str(tmp_path / "d")
+    storage = STORAGE
+    if where == "remote":
+        server = request.getfixturevalue("moto")
+        root = f"s3://{server.new_bucket()}"
+        storage = StorageConfig(storage_options=server.options, timeout=60)
+    named = ([str(tmp_path / "in.jsonl")], f"{root}/web")
+    options: dict[str, Any] = {"tokenizer": "bytes", "workers": 1, "storage": storage}
+    convert(*named, origins=True, **options)
     for ending in (".bin", ".idx", ".manifest.json"):
-        (tmp_path / f"web{ending}").unlink()
-    convert(*named, tokenizer="bytes", workers=1, shuffle_seed=1)
-    assert not (tmp_path / "web.origins").exists()
+        delete(f"{root}/web{ending}", storage)
+    convert(*named, shuffle_seed=1, **options)
+    assert exists(f"{root}/web.idx", storage)
+    assert not exists(f"{root}/web.origins", storage)
 
 
 def test_who_may_not_ask_for_origins_reads_as_where_there_are_none(

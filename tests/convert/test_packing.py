@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import shutil
+import weakref
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import replace
@@ -31,8 +32,9 @@ from streammega.config import Order, PhaseConfig
 from streammega.convert import convert
 from streammega.convert.options import ConvertOptions
 from streammega.convert.write import packing, shards
+from streammega.convert.write.copying import HeldDocuments, gather, read_all
 from streammega.convert.write.packing import pack
-from streammega.dataset.growing import append
+from streammega.dataset.growing.append import append
 from streammega.dataset.manifest import read_manifest
 from streammega.dataset.origins import open_origins
 from streammega.dataset.repair import repair_index
@@ -251,6 +253,37 @@ def test_memory_workers_and_kills_change_no_byte(
     second = {path.name: path.read_bytes() for path in (tmp_path / "two").iterdir()}
     assert first == second
     assert len(first) > 5
+
+
+def test_a_window_is_let_go_of_before_the_next_one_is_read(
+    documents: list[list[int]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write(str(tmp_path / "in"), documents)
+    monkeypatch.setattr(packing, "WINDOW_TOKENS", 600)
+    monkeypatch.setattr(packing, "WINDOW_BINS", 1)
+    add_packed = IndexedDatasetWriter.add_packed
+    read: list[weakref.ref[Any]] = []
+    filled: list[weakref.ref[Any]] = []
+
+    def reading(*arguments: Any) -> HeldDocuments:
+        assert not any(array() is not None for array in read + filled)
+        held = read_all(*arguments)
+        read.extend(weakref.ref(tokens) for tokens in held.tokens)
+        return held
+
+    def gathering(addresses: Any, sizes: Any, out: Any, targets: Any) -> None:
+        filled.append(weakref.ref(out))
+        gather(addresses, sizes, out, targets)
+
+    def writing(*arguments: Any) -> None:
+        assert not any(array() is not None for array in read)
+        add_packed(*arguments)
+
+    monkeypatch.setattr("streammega.convert.write.bins.read_all", reading)
+    monkeypatch.setattr("streammega.convert.write.bins.gather", gathering)
+    monkeypatch.setattr(IndexedDatasetWriter, "add_packed", writing)
+    convert([str(tmp_path / "in")], str(tmp_path / "out"), pack=PACK, eod_id=EOD, workers=1)
+    assert len(filled) > 3
 
 
 @pytest.mark.parametrize("shuffle_seed", [None, 7])

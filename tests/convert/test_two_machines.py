@@ -216,6 +216,20 @@ def test_a_conversion_that_fails_at_once_leaves_no_claim(
     assert text_of(name, StorageConfig()) == "b" * 1000
 
 
+def test_who_may_not_list_may_still_convert(
+    tmp_path: Path, inputs: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    name = f"memory://{tmp_path.name}-unlisted/web"
+
+    def denied(self: Any, key: str, recursive: bool = True) -> list[Any]:
+        raise AccessDeniedError(f"{key}: access denied")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(FsspecStore, "list", denied)
+        convert(inputs[1:], name, tokenizer="bytes", workers=1)
+    assert text_of(name, StorageConfig()) == "b" * 1000
+
+
 def test_of_two_claims_where_the_server_knows_no_conditions_the_first_learns_of_the_last(
     tmp_path: Path,
 ) -> None:

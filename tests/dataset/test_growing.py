@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import multiprocessing
 import os
+import random
+import re
 import shutil
 import signal
 import threading
@@ -22,8 +24,12 @@ from typer.testing import CliRunner
 from streammega import DataConfig, IndexedDataset, PhaseConfig, StorageConfig, StreamLoader
 from streammega.cli.main import app
 from streammega.convert import convert
-from streammega.dataset.growing import append, newest_version, orphans, version_url, versions
-from streammega.dataset.manifest import MANIFEST, read_manifest
+from streammega.dataset.growing.append import append
+from streammega.dataset.growing.names import newest_version
+from streammega.dataset.growing.numbers import version_url
+from streammega.dataset.growing.versions import DamagedVersion, DatasetVersion, orphans, versions
+from streammega.dataset.manifest import MANIFEST, read_line, read_manifest
+from streammega.dataset.repair import repair_index
 from streammega.dataset.verify import verify
 from streammega.errors import (
     ConfigError,
@@ -34,7 +40,12 @@ from streammega.errors import (
 )
 from streammega.storage import open_store, save_bytes
 from streammega.storage.store import create_object
-from tests.support.growing_programs import WITHIN, append_and_die, produce
+from tests.support.growing_programs import (
+    WITHIN,
+    append_and_die,
+    append_and_die_at_a_request,
+    produce,
+)
 from tests.support.servers import S3
 
 
@@ -66,6 +77,7 @@ def check_versions(prefix: str, storage: StorageConfig, names: Sequence[str]) ->
     found = versions(prefix, storage)
     before: list[Any] = []
     for version in found:
+        assert isinstance(version, DatasetVersion)
         shards = version.manifest.shards
         assert shards[: len(before)] == before
         assert len(shards) > len(before)
@@ -92,6 +104,11 @@ def test_what_is_appended_is_a_new_version_and_former_ones_stay_as_they_are(
     for number, shards in enumerate(([web], [web, first], [web, first, second])):
         assert IndexedDataset(f"{web}@{number}").shards == shards
         assert not verify(f"{web}@{number}").problems
+    # what was appended is checked by what the manifests say of it
+    for after, shards in ((0, [first, second]), (1, [second])):
+        checked = verify(f"{web}@{after}..2")
+        assert (checked.problems, checked.checksums) == ([], True)
+        assert (checked.shards, checked.tokens) == (len(shards), len(shards) * tokens(web))
     assert IndexedDataset(web).shards == [web], "the plain name is what it was"
     with pytest.raises(ObjectNotFoundError, match=r"no such version, the newest is .*web@2"):
         IndexedDataset(f"{web}@3")
@@ -101,6 +118,126 @@ def tokens(name: str) -> int:
     return read_manifest(name + MANIFEST, StorageConfig()).tokens
 
 
+@pytest.mark.parametrize("whole_until", [0, 5])
+def test_a_version_is_read_from_few_manifests_whatever_came_before(
+    made: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, whole_until: int
+) -> None:
+    """Also after versions of earlier releases, each of which lists everything."""
+    from streammega.dataset.growing import append as growing
+
+    web = put(made, f"{tmp_path}/web")
+    parent_of = growing._parent
+    names = [web]
+    stored = {}
+    monkeypatch.setattr(growing, "_parent", lambda number, current: None)
+    for number in range(1, 25):
+        if number > whole_until:
+            monkeypatch.setattr(growing, "_parent", parent_of)
+        names.append(put(made, f"{tmp_path}/web-{number:02d}"))
+        version = append(web, names[-1:])
+        assert version.number == number
+        stored[number] = Path(version.url).read_bytes()
+    for number, data in stored.items():
+        url = version_url(web, number)
+        assert Path(url).read_bytes() == data
+        whole = read_manifest(url, StorageConfig())
+        assert [shard.name for shard in whole.shards] == [
+            name.rpartition("/")[2] for name in names[: number + 1]
+        ]
+        assert (whole.documents, whole.tokens) == (20 * (number + 1), tokens(web) * (number + 1))
+        known: dict[str, Any] = {}
+        _, parents = read_line(url, StorageConfig(), known)
+        if number > 2 * whole_until:
+            assert len(known) == len(parents) == number.bit_count()
+    own = json.loads(stored[23])
+    assert (own["version"], own["parent"]["number"], len(own["shards"])) == (2, 22, 1)
+    assert json.loads(stored[16])["version"] == 1, "a power of two lists everything, as ever"
+    assert IndexedDataset(f"{web}@21..23").shards == names[22:24]
+    assert not verify(f"{web}@23").problems
+
+
+def test_a_manifest_that_another_builds_on_may_not_be_changed(made: Path, tmp_path: Path) -> None:
+    web = put(made, f"{tmp_path}/web")
+    for letter in "abc":
+        append(web, [put(made, f"{tmp_path}/web-{letter}")])
+    parent = Path(version_url(web, 2))
+    data = parent.read_bytes()
+    parent.write_bytes(data + b"\n")
+    with pytest.raises(FormatError, match=r"v00000003.*builds on another manifest than the one at"):
+        IndexedDataset(f"{web}@3")
+    parent.unlink()
+    with pytest.raises(FormatError, match=r"v00000002.manifest.json, which is not there; restore"):
+        IndexedDataset(f"{web}@3")
+    parent.write_bytes(data)
+    renamed = Path(f"{tmp_path}/copy{MANIFEST}")
+    shutil.copy(version_url(web, 3), renamed)
+    with pytest.raises(FormatError, match="is no version by its name; was it renamed"):
+        IndexedDataset(str(renamed))
+    changed = json.loads(Path(version_url(web, 3)).read_text())
+    changed["parent"]["number"] = 3
+    Path(version_url(web, 3)).write_text(json.dumps(changed))
+    with pytest.raises(FormatError, match="is a damaged manifest: it builds on 3"):
+        IndexedDataset(f"{web}@3")
+
+
+def test_a_damaged_version_is_told_and_the_others_are_listed(made: Path, tmp_path: Path) -> None:
+    web = put(made, f"{tmp_path}/web")
+    for letter in "abcd":
+        append(web, [put(made, f"{tmp_path}/web-{letter}")])
+    Path(version_url(web, 1)).write_text("{")
+    Path(version_url(web, 2)).unlink()
+    kinds = {version.number: type(version) for version in versions(web)}
+    sound = DatasetVersion
+    assert kinds == {0: sound, 1: DamagedVersion, 2: DamagedVersion, 3: DamagedVersion, 4: sound}
+    result = CliRunner().invoke(app, ["versions", web])
+    assert result.exit_code == 1
+    assert re.search(r"web@1  cannot be read: .*is a damaged manifest", result.output)
+    assert re.search(r"web@2  cannot be read: its manifest is not there", result.output)
+    assert re.search(r"web@3  cannot be read: .*builds on .*which is not there", result.output)
+    assert "web@4  5 shards, 100 documents" in result.output
+
+
+def test_a_shard_that_is_missing_is_named(made: Path, tmp_path: Path) -> None:
+    web, added = (put(made, f"{tmp_path}/{name}") for name in ("web", "web-a"))
+    append(web, [added])
+    Path(f"{added}.bin").unlink()
+    with pytest.raises(ObjectNotFoundError, match=r"web-a\.bin"):
+        IndexedDataset(f"{web}@1")
+    assert any("web-a.bin" in problem for problem in verify(f"{web}@1").problems)
+    with pytest.raises(ObjectNotFoundError, match=r"web-b\.bin"):
+        Path(put(made, f"{tmp_path}/web-b") + ".bin").unlink()
+        append(web, [f"{tmp_path}/web-b"])
+    assert newest_version(web, StorageConfig()) == 1
+
+
+def test_nothing_is_converted_to_a_name_that_has_versions_alone(made: Path, tmp_path: Path) -> None:
+    """It would be in none of them, and nobody could append it."""
+    web = f"{tmp_path}/web"
+    append(web, [put(made, f"{tmp_path}/web-a")])
+    there = sorted(os.listdir(tmp_path))
+    with pytest.raises(ConfigError, match=r"web: has versions up to 1.*convert to another name"):
+        convert([str(made / "in.jsonl")], web, tokenizer="bytes", workers=1)
+    assert sorted(os.listdir(tmp_path)) == there
+
+
+def test_nothing_is_converted_to_the_name_of_a_version(made: Path, tmp_path: Path) -> None:
+    prefix = put(made, f"{tmp_path}/web")
+    append(prefix, [put(made, f"{tmp_path}/web-a")])
+    named: dict[str, Any] = {"tokenizer": "bytes", "workers": 1}
+    (tmp_path / "in.txt").write_text("text")
+    for name, message in (
+        ("web.v00000002", "would be taken for version 2 of"),
+        ("other.v00000001", "would be taken for version 1 of"),
+        ("web@1", "is the name of a version of"),
+        ("web@0..1", "is the name of a version of"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            convert([f"{tmp_path}/in.txt"], f"{tmp_path}/{name}", **named)
+    convert([f"{tmp_path}/in.txt"], f"{tmp_path}/web@2", **named)
+    with pytest.raises(ConfigError, match="would be the name of the next version"):
+        append(prefix, [f"{tmp_path}/web@2"])
+
+
 def test_a_version_of_what_has_none_says_so(made: Path, tmp_path: Path) -> None:
     prefix = put(made, str(tmp_path / "web"))
     with pytest.raises(ObjectNotFoundError, match=r"no such version, the newest is .*web@0"):
@@ -108,6 +245,16 @@ def test_a_version_of_what_has_none_says_so(made: Path, tmp_path: Path) -> None:
     (tmp_path / "web@3").mkdir()
     in_folder = put(made, str(tmp_path / "web@3/part"))
     assert IndexedDataset(str(tmp_path / "web@3")).shards == [in_folder]
+
+
+def test_a_dataset_of_the_current_folder_grows(
+    made: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    put(made, f"{tmp_path}/web")
+    put(made, f"{tmp_path}/web-a")
+    assert append("web", ["web-a"]).number == 1
+    assert len(IndexedDataset("web@1").shards) == 2
 
 
 def test_a_dataset_may_begin_by_being_appended_to(made: Path, tmp_path: Path) -> None:
@@ -139,7 +286,9 @@ def test_origins_of_what_is_appended_are_those_of_all_shards(
         convert([f"{name}.jsonl"], name, tokenizer="bytes", workers=1, origins=keeps_origins)
     manifest = append(names[0], names[1:]).manifest
     assert (manifest.origins is not None) == all(keeps)
-    assert versions(names[0])[-1].manifest == manifest
+    newest = versions(names[0])[-1]
+    assert isinstance(newest, DatasetVersion)
+    assert newest.manifest == manifest
     assert not verify(f"{names[0]}@1").problems
     if all(keeps):
         Path(f"{names[1]}.origins").write_bytes(b"another")
@@ -157,9 +306,40 @@ def test_nothing_is_appended_to_a_version(made: Path, tmp_path: Path) -> None:
     assert sorted(os.listdir(tmp_path)) == there
 
 
+@pytest.mark.parametrize("name", ["web@4", "web@3..4", f"web.v00000004{MANIFEST}"])
+def test_repair_leaves_the_manifest_of_a_version_as_it_is(
+    made: Path, tmp_path: Path, name: str
+) -> None:
+    web = f"{tmp_path}/web"
+    for number in range(1, 6):
+        append(web, [put(made, f"{web}-{number}")])
+    index = Path(f"{web}-4.idx")
+    whole = index.read_bytes()
+    index.unlink()
+    (done,) = repair_index(f"{tmp_path}/{name}")
+    assert done.endswith("it is what it was")
+    assert index.read_bytes() == whole
+    # with one document less, the manifest would have to say another number
+    tokens = np.fromfile(f"{web}-4.bin", np.uint16)
+    ends = np.flatnonzero(tokens == tokens[-1])
+    tokens[ends[3]] = 65
+    tokens.tofile(f"{web}-4.bin")
+    index.unlink()
+    before = versions(web)
+    there = sorted(os.listdir(tmp_path))
+    with pytest.raises(ConfigError, match="is a version, whose manifest stays as it is"):
+        repair_index(f"{tmp_path}/{name}", force=True)
+    assert versions(web) == before
+    assert sorted(os.listdir(tmp_path)) == there
+
+
 def test_orphans_are_listed_and_can_be_appended(made: Path, tmp_path: Path) -> None:
     web, first, second = (put(made, f"{tmp_path}/{name}") for name in ("web", "web-a", "web-b"))
     put(made, f"{tmp_path}/website")
+    damaged = Path(f"{tmp_path}/web-c{MANIFEST}")
+    damaged.write_text("{")
+    assert orphans(web) == [first, second, f"{tmp_path}/web-c"]
+    damaged.unlink()
     assert orphans(web) == [first, second]
     append(web, [second])
     assert orphans(web) == [first]
@@ -367,7 +547,7 @@ def test_any_interleaving_of_two_producers_loses_nothing(
     web = put(made, f"{root}/web")
     shares = [[put(made, f"{root}/web-{who}{n}") for n in range(2)] for who in "ab"]
     turns = data.draw(st.lists(st.integers(0, 1), max_size=12))
-    from streammega.dataset import growing
+    from streammega.dataset.growing import append as growing
 
     lock = threading.Condition()
     waiting: set[int] = set()
@@ -439,6 +619,58 @@ def test_a_producer_that_is_killed_at_any_point_leaves_every_version_whole(
     assert event > 5
 
 
+def producers_that_die(
+    made: Path, moto: S3, deaths: Sequence[tuple[int, bool]], *, after: Sequence[float] = ()
+) -> int:
+    """Producers of one bucket, a process each, with SIGKILL at a request (its number, whether it is
+    answered before), or after so many seconds; what is there is whole after each. How many died.
+    """
+    storage = StorageConfig(storage_options=moto.options, timeout=60)
+    context = multiprocessing.get_context("forkserver")
+    root = f"s3://{moto.new_bucket()}"
+    web = put(made, f"{root}/web", storage)
+    names: list[str] = []
+    died = 0
+    for number in range(max(len(deaths), len(after))):
+        names.append(put(made, f"{root}/web-{number:03d}", storage))
+        request, answered = deaths[number] if deaths else (0, False)
+        arguments = (web, names, storage, request, answered)
+        producer = context.Process(target=append_and_die_at_a_request, args=arguments)
+        producer.start()
+        if after:
+            producer.join(after[number])
+            producer.kill()
+        producer.join(WITHIN)
+        assert producer.exitcode in (0, -signal.SIGKILL)
+        died += producer.exitcode != 0
+        before = newest_version(web, storage)
+        left = orphans(web, storage)
+        check_versions(web, storage, [web, *(name for name in names if name not in left)])
+        assert len(left) < 2 or before == 0 or left == names[-len(left) :]
+    append(web, names, storage)
+    check_versions(web, storage, [web, *names])
+    assert orphans(web, storage) == []
+    return died
+
+
+def test_a_producer_of_a_bucket_that_is_killed_at_a_request_loses_nothing(
+    made: Path, moto: S3
+) -> None:
+    deaths = [(5, False), (-1, False), (9, True), (-1, True)]
+    assert producers_that_die(made, moto, deaths) == len(deaths)
+
+
+@pytest.mark.soak
+def test_producers_of_a_bucket_that_are_killed_at_every_request_lose_nothing(
+    made: Path, moto: S3
+) -> None:
+    rng = random.Random(3)
+    deaths = [(rng.randrange(1, 40), rng.random() < 0.5) for _ in range(60)]
+    print(producers_that_die(made, moto, deaths), "of 60 died at a request")
+    moments = [rng.uniform(0.0, 0.5) for _ in range(60)]
+    print(producers_that_die(made, moto, [], after=moments), "of 60 died at any moment")
+
+
 @pytest.mark.parametrize("transport", ["obstore", "fsspec"])
 def test_versions_in_a_bucket(made: Path, moto: S3, transport: Any) -> None:
     storage = StorageConfig(transport=transport, storage_options=moto.options, timeout=60)
@@ -478,7 +710,7 @@ def test_a_server_that_does_not_keep_conditions_is_told(
 def test_a_lost_answer_appends_once(
     made: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from streammega.dataset import growing
+    from streammega.dataset.growing import append as growing
 
     web, first = (put(made, f"{tmp_path}/{name}") for name in ("web", "web-a"))
     real = growing._put

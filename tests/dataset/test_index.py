@@ -22,6 +22,7 @@ from hypothesis import strategies as st
 from streammega import IndexedDataset, IndexedDatasetWriter, StorageConfig
 from streammega.dataset.idx import DTYPE_OF_CODE, HEADER, MAGIC, smallest_dtype
 from streammega.errors import CacheError, FormatError, ObjectNotFoundError, StorageError
+from streammega.storage.backends.mapping import map_file
 from tests.conftest import write_random_pair
 from tests.support import oracle
 from tests.support.rank_programs import open_and_sum
@@ -137,6 +138,28 @@ def test_merging_is_megatrons_bit_for_bit(tmp_path: Path) -> None:
         assert (tmp_path / f"ours{suffix}").read_bytes() == (
             tmp_path / f"theirs{suffix}"
         ).read_bytes()
+
+
+def test_what_is_merged_is_not_mapped_and_may_be_removed_at_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_random_pair(str(tmp_path / "a"), 30, 20, 1)
+    tokens = (tmp_path / "a.bin").read_bytes()
+    mapped = []
+
+    def mapping(fd: int, size: int, path: str) -> object:
+        mapped.append(path)
+        return map_file(fd, size, path)
+
+    monkeypatch.setattr("streammega.storage.backends.local.map_file", mapping)
+    with IndexedDatasetWriter(str(tmp_path / "twice"), np.uint16) as writer:
+        for _ in range(2):
+            writer.add_index(str(tmp_path / "a"))
+        for suffix in (".bin", ".idx"):
+            (tmp_path / f"a{suffix}").unlink()
+    assert (tmp_path / "twice.bin").read_bytes() == 2 * tokens
+    assert str(tmp_path / "a.idx") in mapped
+    assert str(tmp_path / "a.bin") not in mapped
 
 
 def test_slices_and_parts_read_just_those_tokens(pair: str) -> None:

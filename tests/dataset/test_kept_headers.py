@@ -1,17 +1,30 @@
-"""A folder of many pairs is opened a second time by a listing alone, as long as it is the same."""
+"""A folder or a blend of many pairs is opened a second time by listings alone, as long as it is the
+same.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import shutil
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
-from streammega import StorageConfig
+from streammega import DataConfig, StorageConfig
 from streammega.dataset.headers import read_dataset
+from streammega.dataset.idx import encode_index, parse_header, parse_index
+from streammega.dataset.kept_headers import rows_of_headers
+from streammega.dataset.small_indices import SMALL_READERS, read_bodies, rows_of
+from streammega.dataset.token_file import ShardFiles
 from streammega.errors import CacheError, FormatError, ObjectNotFoundError
+from streammega.order.lanes import FilePart
+from streammega.samples.lanes import open_datasets
+from streammega.storage import Buffer
 from tests.dataset.test_opening import write
 from tools.bench.object_server import Running, running
 
@@ -90,6 +103,80 @@ def test_what_is_cut_short_is_an_error_each_time_and_keeps_nothing(
     assert not list((tmp_path / "cache" / "idx").glob("*.npy"))
 
 
+def test_an_empty_index_is_named_like_any_other_that_is_cut_short(
+    served: tuple[Running, Path], tmp_path: Path
+) -> None:
+    server, folder = served
+    (folder / "p03.idx").write_bytes(b"")
+    with pytest.raises(FormatError, match=r"p03\.idx: 0 bytes are fewer"):
+        opened(server, tmp_path / "cache")
+
+
+def test_of_very_many_indices_only_some_are_in_memory_at_once(
+    served: tuple[Running, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    server, folder = served
+    expected, _ = opened(server, tmp_path / "cache")
+    expected_parts, _ = opened_blend(server, tmp_path / "cache", "60,40,0")
+    read_together = []
+
+    def read(files: Sequence[ShardFiles], readers: int) -> list[Buffer]:
+        read_together.append(len(files))
+        return read_bodies(files, readers)
+
+    monkeypatch.setattr("streammega.dataset.headers.READ_TOGETHER", 5)
+    monkeypatch.setattr("streammega.dataset.headers.read_bodies", read)
+    assert opened(server, tmp_path / "another") == (expected, PAIRS + 1)
+    assert read_together == [5, 5, 2]
+    assert opened_blend(server, tmp_path / "third", "60,40,0") == (expected_parts, PAIRS + 1)
+    (folder / "p11.idx").write_bytes((folder / "p11.idx").read_bytes()[:-8])
+    with pytest.raises(FormatError, match=r"p11\.idx"):
+        opened(server, tmp_path / "another")
+
+
+def test_of_several_folders_no_more_requests_are_sent_at_once_than_of_one(
+    served: tuple[Running, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    server, folder = served
+    for number in range(3):
+        shutil.copytree(folder, folder.parent / f"other{number}")
+    most_readers = []
+
+    def read(files: Sequence[ShardFiles], readers: int) -> list[Buffer]:
+        most_readers.append(readers)
+        return read_bodies(files, readers)
+
+    monkeypatch.setattr("streammega.dataset.headers.read_bodies", read)
+    names = ["s3://b/web/", *(f"s3://b/other{number}/" for number in range(3))]
+    storage = StorageConfig(storage_options=server.storage_options)
+    config = DataConfig(
+        blend=names,
+        sequence_length=4,
+        order="stream",
+        index_cache_dir=tmp_path / "cache",
+        storage=storage,
+    )
+    open_datasets(names, "1,0,0", "train", config)
+    assert most_readers == [SMALL_READERS // 4] * 4
+    most_readers.clear()
+    open_datasets(names[:1], "1,0,0", "train", replace(config, index_cache_dir=tmp_path / "alone"))
+    assert most_readers == [SMALL_READERS]
+
+
+@pytest.mark.parametrize("are_small", [True, False])
+def test_what_was_read_is_not_held_for_pointers_where_it_is_much(
+    served: tuple[Running, Path], tmp_path: Path, are_small: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    server, _ = served
+    monkeypatch.setattr("streammega.dataset.headers.are_small", lambda files: are_small)
+    expected, requests = opened_blend(server, tmp_path / "cache", "60,40,0")
+    assert requests == PAIRS + 1
+    monkeypatch.setattr("streammega.dataset.headers.MOST_KEPT_BYTES", 0)
+    parts, requests = opened_blend(server, tmp_path / "another", "60,40,0")
+    assert parts == expected
+    assert requests == PAIRS + 1 + PAIRS
+
+
 def test_headers_that_are_not_those_of_the_shards_are_an_error_that_names_the_file(
     served: tuple[Running, Path], tmp_path: Path
 ) -> None:
@@ -111,3 +198,114 @@ def test_without_room_for_them_headers_are_read_each_time(
     for _ in range(2):
         bounds, requests = opened(server, tmp_path / "cache")
         assert (len(bounds), requests) == (PAIRS, PAIRS + 1)
+
+
+def opened_blend(server: Running, cache: Path, split: str) -> tuple[list[Any], int]:
+    """The parts of each pair of a blend in a split, and how many requests that took."""
+    before = server.counts()["requests"]
+    blend = [f"s3://b/web/p{number:02d}" for number in range(PAIRS)]
+    config = DataConfig(
+        blend=blend,
+        split=split,
+        sequence_length=4,
+        order="stream",
+        index_cache_dir=cache,
+        storage=StorageConfig(storage_options=server.storage_options),
+    )
+    opened = open_datasets(blend, split, "train", config)
+    parts = [(dataset.parts.parts, dataset.parts.itemsize) for dataset in opened]
+    return parts, server.counts()["requests"] - before
+
+
+@pytest.mark.parametrize("split", ["1,0,0", "60,40,0"])
+def test_a_blend_of_many_pairs_is_opened_again_without_a_read_of_each(
+    served: tuple[Running, Path], tmp_path: Path, split: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    server, folder = served
+    pointers = 0 if split == "1,0,0" else PAIRS  # each is cut at its second sequence
+    first, requests = opened_blend(server, tmp_path / "cache", split)
+    assert requests == PAIRS + 1
+    again, requests = opened_blend(server, tmp_path / "cache", split)
+    assert requests == pointers + 1
+    assert first == again
+    with monkeypatch.context() as unkept:
+        unkept.setattr("streammega.dataset.kept_headers.KEEP_SHARDS", PAIRS + 1)
+        assert opened_blend(server, tmp_path / "cache", split)[0] == first
+    write(str(folder / "p05.bin"), [70, 8, 9], np.int32)
+    after, _ = opened_blend(server, tmp_path / "cache", split)
+    tokens = 87 if split == "1,0,0" else 78
+    assert after[5] == ([FilePart(file=0, start=0, tokens=tokens)], 4)
+    assert after[:5] + after[6:] == first[:5] + first[6:]
+
+
+def test_a_blend_with_a_pair_that_is_cut_short_says_so_by_the_dataset(
+    served: tuple[Running, Path], tmp_path: Path
+) -> None:
+    server, folder = served
+    tokens = folder / "p03.bin"
+    tokens.write_bytes(tokens.read_bytes()[:-8])
+    with pytest.raises(FormatError, match=r"p03\.idx: its sequences end at byte"):
+        opened_blend(server, tmp_path / "cache", "1,0,0")
+
+
+def is_sound(body: bytes, token_bytes: int) -> list[int] | None:
+    """The row of an `.idx` by the reader of one; None: it says what is wrong."""
+    try:
+        header = parse_header(body, len(body), "x.idx")
+        arrays = parse_index(memoryview(body), "x.idx")
+    except FormatError:
+        return None
+    end = 0
+    if header.sequence_count:
+        length = int(arrays.sequence_lengths[-1])
+        offset = int(arrays.sequence_offsets[-1])
+        end = offset + length * header.dtype.itemsize if min(length, offset) >= 0 else -1
+    return rows_of_headers([header])[0].tolist() if end == token_bytes else None
+
+
+@settings(max_examples=60, deadline=None)
+@given(data=st.data())
+def test_many_indices_looked_at_together_are_sound_or_not_as_one_by_one(
+    data: st.DataObject,
+) -> None:
+    bodies = []
+    sizes = []
+    for _ in range(data.draw(st.integers(1, 5))):
+        lengths = np.array(data.draw(st.lists(st.integers(0, 9), max_size=4)), np.int32)
+        dtype: np.dtype[Any] = np.dtype(data.draw(st.sampled_from(["uint16", "int32"])))
+        modes = np.zeros(len(lengths), np.int8) if data.draw(st.booleans()) else None
+        bounds = np.arange(len(lengths) + 1, dtype=np.int64)
+        body = bytearray(b"".join(encode_index(dtype, lengths, bounds, modes)))
+        for _ in range(data.draw(st.integers(0, 2))):
+            body[data.draw(st.integers(0, len(body) - 1))] = data.draw(st.integers(0, 255))
+        cut = data.draw(st.sampled_from([0, 0, 0, 1, 20]))
+        bodies.append(bytes(body[: len(body) - cut]))
+        off = data.draw(st.sampled_from([0, 0, 0, 2, -2]))
+        sizes.append(max(0, int(lengths.sum()) * dtype.itemsize + off))
+    rows, sound = rows_of([memoryview(body) for body in bodies], sizes)
+    expected = [is_sound(body, size) for body, size in zip(bodies, sizes, strict=True)]
+    assert sound.tolist() == [row is not None for row in expected]
+    assert [row for row in expected if row] == rows[sound].tolist()
+
+
+def test_a_server_that_answers_ranges_with_all_is_read_by_the_other_transport(
+    served: tuple[Running, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    server, _ = served
+    expected, _ = opened(server, tmp_path / "cache")
+    # s3fs asks for credentials, which no test is to look for on the machine
+    monkeypatch.setenv("AWS_ACCESS_KEY_ID", "test")
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "test")
+    server.behave(plain_200=True)
+    found, _ = opened(server, tmp_path / "other")
+    assert found == expected
+
+
+def test_small_indices_are_read_through_faults(
+    served: tuple[Running, Path], tmp_path: Path
+) -> None:
+    server, _ = served
+    expected, _ = opened(server, tmp_path / "cache")
+    server.behave(error_share=0.2, truncate_share=0.2, reset_share=0.1)
+    found, _ = opened(server, tmp_path / "other")
+    assert found == expected

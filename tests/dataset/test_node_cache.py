@@ -17,7 +17,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from streammega.dataset.node_cache import ArrayKind, cache_error, cached_arrays, write_atomically
+from streammega.dataset.node_cache import (
+    ArrayKind,
+    cache_error,
+    cached_arrays,
+    cached_object,
+    remove_former,
+    write_atomically,
+)
 from streammega.errors import CacheError
 from streammega.storage.backends.local import LocalStore
 from streammega.storage.publish import ORPHAN_SECONDS, create_beside
@@ -73,6 +80,43 @@ def test_a_second_user_takes_the_lock_of_the_first_and_reads_what_is_cached() ->
             finally:
                 os._exit(code)
         assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 12
+    finally:
+        shutil.rmtree(folder)
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="needs two users")
+def test_in_a_sticky_folder_what_another_user_kept_stays() -> None:
+    folder = Path(tempfile.mkdtemp())
+    try:
+        cache = folder / "cache"
+        objects = LocalStore()
+        source = folder / "a.idx"
+        cached_arrays(cache / "idx", "web-1", KIND, lambda: build(1))
+        copies = []
+        for content in (b"first", b"second"):
+            source.write_bytes(content)
+            copies.append(cached_object(objects, objects.info(str(source)), cache, 1 << 20))
+        assert [copy.exists() for copy in copies] == [False, True]
+        source.write_bytes(b"and the third")
+        for path in (folder, cache, cache / "idx"):  # as /tmp is: for all, each for itself
+            path.chmod(0o1777)
+        child = os.fork()
+        if child == 0:
+            code = 100
+            try:
+                os.setuid(NOBODY)
+                cached_arrays(cache / "idx", "web-2", KIND, lambda: build(2))
+                remove_former(cache / "idx", "web-", "web-2")
+                copy = cached_object(objects, objects.info(str(source)), cache, 1 << 20)
+                code = copy.read_bytes() != b"and the third"
+            finally:
+                os._exit(code)
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+        assert copies[1].exists()
+        assert (cache / "idx" / "web-1-a.npy").exists()
+        remove_former(cache / "idx", "web-", "web-2")
+        kept = sorted(path.name for path in (cache / "idx").glob("web-*"))
+        assert kept == ["web-2-a.npy", "web-2.lock"]
     finally:
         shutil.rmtree(folder)
 

@@ -102,6 +102,7 @@ def test_fields_of_the_config_become_those_of_the_data() -> None:
         ({"blend": "a", "infinite": False}, "an end, which the stream order has only"),
         ({"blend": "a", "repeat": False}, "an end, which the stream order has only"),
         ({"blend": "a", "settings": {"seed": 3}}, "settings of the dataloader config name seed"),
+        ({"blend": "a", "settings": {"dataset_ids": True}}, "torchtitan's batches have no place"),
     ],
 )
 def test_what_would_be_ignored_or_meant_otherwise_is_refused(

@@ -249,7 +249,7 @@ def test_losses_by_source_are_logged_and_make_up_the_loss(
             for number in range(2):
                 expected = each[batch["dataset_id"] == number].mean()
                 (name,) = [
-                    name for name in entry if name.startswith("source") and f"-{number}" in name
+                    name for name in entry if name.startswith("loss/") and f"-{number}" in name
                 ]
                 assert entry[name] == pytest.approx(float(expected), rel=1e-5)
             assert entry["loss"] == pytest.approx(float(each.mean()), rel=1e-4)

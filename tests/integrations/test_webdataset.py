@@ -20,6 +20,7 @@ from hypothesis import strategies as st
 
 from streammega import DataConfig, StorageConfig, StreamLoader
 from streammega.errors import ConfigError, FormatError, ObjectNotFoundError, StateError
+from streammega.integrations.text_lanes import LanedTextStream
 from streammega.integrations.webdataset import TextStream, loader_stage, webdataset_texts
 from tests.support.feeds import StageFeed, TextFeed, check_kills, rows_of
 from tests.support.gang import Gang
@@ -230,6 +231,17 @@ def test_settings_and_texts_that_do_not_fit_are_refused() -> None:
     ):
         with pytest.raises(ConfigError, match=words):
             TextStream(shards, encode, FIELDS, **(sizes | given_))
+    settings: dict[str, Any] = {
+        "skip_documents": ["a#1"],
+        "skip_samples": [(4, 8)],
+        "dataset_ids": True,
+    }
+    for name, value in settings.items():
+        of_datasets = replace(DataConfig(blend="a", sequence_length=4, eod_id=0), **{name: value})
+        with pytest.raises(ConfigError, match=f"{name} is of datasets, .*give it a FieldsConfig"):
+            TextStream(["a"], encode, of_datasets, **sizes)
+        with pytest.raises(ConfigError, match=name):
+            LanedTextStream(["a"], encode, of_datasets, lanes=1, **sizes)
     for made, words in (([[1]], "of shape"), ([0.5], "float64")):
         always: Any = partial(lambda made, text: made, made)
         stream = TextStream(["a"], always, FIELDS, texts=lambda name: ["x"], **sizes)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import pickle
+import weakref
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,6 +17,7 @@ from streammega import DataConfig, IndexedDatasetWriter, StorageConfig, StreamLo
 from streammega.cli.trace_report import TracedRunFile
 from streammega.config import Order
 from streammega.errors import ConfigError, FormatError, StateError
+from streammega.loading.balanced_batches import BalancedBatches
 from streammega.loading.reading_plan import plan_reading
 from streammega.order.balance import pace
 from streammega.order.batch_size import batch_schedule
@@ -254,6 +257,30 @@ def test_an_index_in_no_order_is_refused_by_name(tmp_path: Path) -> None:
     with pytest.raises(FormatError, match=r"swapped\.idx: its sequences lie in no order"):
         loader.take()
     loader.close()
+
+
+def test_what_is_remembered_of_batches_holds_no_dataset_open(data: str, tmp_path: Path) -> None:
+    """Without the collector: a run of many loaders would keep the files of all of them."""
+    (loader,) = opened(config_of(data, "stream", tmp_path), 1, 2)
+    balanced = loader.dataset.steps._balanced
+    assert balanced is not None
+    loader.dataset.sample_ids(0)
+    again = BalancedBatches(
+        samples=balanced.samples,
+        micro_batch_size=balanced.micro_batch_size,
+        dp_size=balanced.dp_size,
+    )
+    assert (again.sample_ids(0, GLOBAL) == balanced.sample_ids(0, GLOBAL)).all()
+    gone = weakref.ref(again)
+    collects = gc.isenabled()
+    gc.disable()
+    try:
+        del again
+        assert gone() is None
+    finally:
+        if collects:
+            gc.enable()
+    close([loader])
 
 
 def test_a_trace_names_the_rank_that_reads_a_sample(data: str, tmp_path: Path) -> None:

@@ -299,28 +299,33 @@ def test_pieces_are_held_whole_within_three_quarters_of_the_budget_of_datasets_d
     )
 
 
-def test_larger_slabs_of_ids_take_no_memory_from_whole_pieces(
+def test_larger_slabs_take_no_memory_from_whole_pieces(
     server: tuple[Running, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Where slabs of ids would leave no room for pieces that slabs of int64 have, they are as
+    """Where larger slabs would leave no room for pieces that the least ones have, they are as
     small.
     """
     endpoint, _ = server
     config = config_of("stream", "s3:/", tmp_path, storage_of(endpoint, "obstore"))
     steps = StreamLoader(config, micro_batch_size=4, global_batch_size=8).dataset.steps
-    # Eight micro-batches of int64: the sizes of slabs are tried out on few samples.
-    monkeypatch.setattr(
-        "streammega.loading.reading_plan.SLAB_BYTES", 8 * 8 * 4 * (steps.config.sequence_length + 1)
-    )
-    slabs = set()
+    # Eight micro-batches of int64 at least: the sizes of slabs are tried out on few samples.
+    bytes_of_batch = 8 * 4 * (steps.config.sequence_length + 1)
+    module = "streammega.loading.reading_plan"
+    monkeypatch.setattr(f"{module}.LEAST_SLAB_BYTES", 8 * bytes_of_batch)
+    monkeypatch.setattr(f"{module}.SLABS_OF_BUDGET", 1)
+    sizes: dict[bool, set[int]] = {False: set(), True: set()}
     for budget in range(20_000, 4_000_000, 50_000):
-        of_int64 = plan_reading(steps, 0, 0, 1, budget)
-        of_ids = plan_reading(steps, 0, 0, 1, budget, ids_only=True)
-        assert (of_ids.planner.pieces is None) == (of_int64.planner.pieces is None)
-        if of_ids.planner.pieces is not None:
-            slabs.add(of_ids.slab_batches / of_int64.slab_batches)
-    assert min(slabs) == 1
-    assert max(slabs) > 1
+        monkeypatch.setattr(f"{module}.SLAB_BYTES", 8 * bytes_of_batch)
+        least = plan_reading(steps, 0, 0, 1, budget)
+        monkeypatch.setattr(f"{module}.SLAB_BYTES", 16 * bytes_of_batch)
+        for ids_only in (False, True):
+            plan = plan_reading(steps, 0, 0, 1, budget, ids_only=ids_only)
+            assert (plan.planner.pieces is None) == (least.planner.pieces is None)
+            if plan.planner.pieces is not None:
+                sizes[ids_only].add(plan.slab_batches)
+    assert min(sizes[False]) == min(sizes[True]) == 8
+    assert max(sizes[False]) == 16
+    assert max(sizes[True]) > 16
 
 
 def test_training_starts_with_the_first_parts(server: tuple[Running, Path], tmp_path: Path) -> None:

@@ -20,7 +20,7 @@ from streammega.config import StorageConfig
 from streammega.errors import ConfigError, StateError
 from streammega.samples.order_differences import compare_orders
 from streammega.samples.phases import PhasedSource
-from streammega.samples.provenance import Provenance
+from streammega.samples.provenance import DocumentName, Provenance
 from tests.conftest import write_random_pair
 from tests.support.servers import http_server
 
@@ -218,6 +218,92 @@ def test_samples_are_longer_from_a_phase_on(data: Path, remote: Any, tmp_path: P
         assert first | second == wanted
 
 
+APART: dict[str, Any] = {
+    "seams": "apart",
+    "eod_id": 7,
+    "reset_attention_mask": True,
+    "reset_position_ids": True,
+    "create_attention_mask": True,
+}
+
+
+def seams_in(config: DataConfig, end: int) -> dict[int, list[int]]:
+    """{sample: the columns at which another run of tokens begins} of the samples that have any."""
+    found = streammega.locate(config, np.arange(end), global_batch_size=BATCH)
+    seams: dict[int, list[int]] = {}
+    for sample in range(end):
+        column = 0
+        rows = range(*found.row_splits[sample : sample + 2].tolist())
+        for row in rows:
+            former = row - 1
+            goes_on = column == 0 or (
+                found.file[row] == found.file[former] and found.start[row] == found.stop[former]
+            )
+            if not goes_on:
+                seams.setdefault(sample, []).append(column)
+            column += int(found.stop[row] - found.start[row])
+    return seams
+
+
+@pytest.mark.parametrize("asked", ["masked", "apart"])
+def test_seams_have_no_loss_and_documents_end_there_if_asked(data: Path, asked: str) -> None:
+    config = longer(data, **APART | {"seams": asked})
+    joined = StreamingDataset(
+        replace(config, seams="joined"), micro_batch_size=12, global_batch_size=BATCH
+    )
+    seams = seams_in(config, 480)
+    assert len(seams) > 20
+    assert min(seams) >= 96
+    with StreamLoader(config, micro_batch_size=12, global_batch_size=BATCH) as loader:
+        while loader.consumed_samples < 480:
+            position = loader.consumed_samples
+            batch = loader.take()
+            same = joined.batch(position)
+            alone = loader.dataset.batch(position)
+            said = loader.dataset.seams(position)
+            places = list(zip(said.sample.tolist(), said.column.tolist(), strict=True))
+            assert all((batch[name] == alone[name]).all() for name in batch)
+            assert set(batch) == set(same)
+            for row in range(12):
+                columns = seams.get(position + row, [])
+                assert [column for sample, column in places if sample == row] == columns
+                mask = same["loss_mask"][row].clone()
+                mask[[column - 1 for column in columns]] = 0
+                assert torch.equal(batch["loss_mask"][row], mask)
+                ends = (batch["tokens"][row] == 7).tolist()
+                for column in columns if asked == "apart" else []:
+                    ends[column - 1] = True
+                begins = [0, *(place + 1 for place, ends_here in enumerate(ends) if ends_here)]
+                length = len(ends)
+                bounds = [begin for begin in begins if begin < length]
+                assert [b for b in batch["cu_seqlens"][row].tolist() if b < length] == bounds
+                positions = [
+                    place - max(begin for begin in begins if begin <= place)
+                    for place in range(length)
+                ]
+                assert batch["position_ids"][row].tolist() == positions
+            for name in ("tokens", "labels"):
+                assert torch.equal(batch[name], same[name])
+
+
+def test_workers_tell_of_seams_as_the_loader_does(data: Path) -> None:
+    config = longer(data, **APART, num_samples=(360, 0, 0))
+    dataset = StreamingDataset(config, micro_batch_size=12, global_batch_size=BATCH)
+    workers = torch.utils.data.DataLoader(dataset, batch_size=None, num_workers=2)
+    for position, batch in zip(range(0, 360, 12), workers, strict=True):
+        alone = dataset.batch(position)
+        assert all(torch.equal(batch[name], alone[name]) for name in alone)
+
+
+def test_what_no_seam_is_meant_by_is_refused(data: Path) -> None:
+    with pytest.raises(ConfigError, match="seams is 'cut'; it must be one of joined, masked"):
+        longer(data, seams="cut")
+    with pytest.raises(ConfigError, match="seams are of phases, which belong to the stream order"):
+        DataConfig(blend=[f"{data}/web"], sequence_length=16, seams="masked")
+    dataset = StreamingDataset(config_of(data), micro_batch_size=12, global_batch_size=BATCH)
+    assert not len(dataset.seams(240))
+
+
 def test_context_ranks_keep_their_parts_of_longer_samples(data: Path) -> None:
     config = longer(data)
     sizes: dict[str, Any] = {
@@ -246,11 +332,19 @@ def test_a_longer_sample_is_batched_and_traced_as_it_is_read(data: Path) -> None
     tokens, valid = provenance.tokens([0, 300])
     assert tokens.shape == (2, 33)
     assert valid.tolist() == [17, 33]
-    (traced,) = provenance.trace([2])
-    samples = [reading.sample for reading in provenance.readings(traced.runs[0].name, 96)]
-    assert 2 in samples
-    with pytest.raises(ConfigError, match=r"from sample 96 on, what an epoch had left.*end=96"):
-        provenance.readings(traced.runs[0].name, 300)
+    scanned: dict[DocumentName, list[tuple[int, int, int]]] = {}
+    for sample in provenance.trace(np.arange(480)):
+        for run in sample.runs:
+            scanned.setdefault(run.name, []).append((sample.sample, run.start, run.stop))
+    for name, expected in scanned.items():
+        readings = provenance.readings(name, 480)
+        found = [(reading.sample, reading.start, reading.stop) for reading in readings]
+        assert covered(found) == covered(expected)
+
+
+def covered(readings: list[tuple[int, int, int]]) -> set[tuple[int, int]]:
+    """Every (sample, token of the document): runs may be cut in one and not in the other."""
+    return {(sample, token) for sample, start, stop in readings for token in range(start, stop)}
 
 
 def test_phases_of_other_lanes_or_restarts_that_mean_nothing_are_refused(data: Path) -> None:
@@ -270,15 +364,6 @@ def test_phases_of_other_lanes_or_restarts_that_mean_nothing_are_refused(data: P
             StreamLoader(config_of(data, phases=[phase]), **sizes)
     with pytest.raises(ConfigError, match="it must be a list of prefixes"):
         PhaseConfig(first_sample=240, restart="web")
-
-
-def test_get_batch_refuses_samples_of_two_lengths(data: Path) -> None:
-    from streammega import ParallelLayout, Ranks, get_batch, open_loader
-
-    ranks = Ranks(ParallelLayout())
-    loader = open_loader(longer(data), ranks, micro_batch_size=1, global_batch_size=BATCH)
-    with loader, pytest.raises(ConfigError, match="sequence_length changes in a phase"):
-        get_batch(loader, ranks)
 
 
 # --- what a state says of the phases ---
@@ -337,6 +422,30 @@ def test_a_resume_with_another_batch_size_must_reach_the_phase_ahead(data: Path)
         assert loader.consumed_samples == 0
 
 
+def test_lanes_of_a_checkpoint_that_a_phase_does_not_divide_are_told(
+    data: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It begins in 1032 lanes, which go with the state; a batch of 48 shares some of them."""
+    phases = [PhaseConfig(first_sample=240, global_batch_size=48)]
+    config = config_of(data, lanes=None, phases=[])
+    _, state = read(config, 1, 12, 96)
+    with pytest.raises(ConfigError, match=r"48 does not divide its 1032 lanes; .* lanes = 1056"):
+        StreamLoader(replace(config, phases=phases), micro_batch_size=12, global_batch_size=24)
+    doubled = replace(config, phases=phases)
+    sizes: dict[str, Any] = {"micro_batch_size": 12, "global_batch_size": 48}
+    with StreamLoader(doubled, **sizes) as loader:
+        loader.load_state_dict(state)
+        found = [loader.take()["tokens"] for _ in range(24)]
+        samples = loader.dataset.samples.locate(np.arange(96, 384))
+    web = np.fromfile(f"{data}/web.bin", np.uint16)
+    assert "in the lanes of the checkpoint ranks read some bytes twice: phase 1" in caplog.text
+    for tokens, dataset, start in zip(
+        torch.cat(found), samples.dataset, samples.start.tolist(), strict=True
+    ):
+        if dataset == 0:
+            assert tokens.tolist() == web[start : start + LENGTH].tolist()
+
+
 def test_validation_is_the_same_whatever_the_phases(data: Path) -> None:
     config = config_of(data, split="90,10,0", num_samples=(END, 48, 0))
     sizes = {"micro_batch_size": 4, "global_batch_size": BATCH, "split": "valid"}
@@ -379,7 +488,7 @@ def test_two_configs_are_one_order_up_to_the_phase_that_differs(data: Path) -> N
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"order": "sequential"}, "phases belong to the stream order"),
+        ({"order": "sequential"}, "phases belong to the stream order, and to that of Megatron"),
         ({"phases": [{"first_sample": 9}]}, "it must be a PhaseConfig, such as"),
         (
             {"phases": [PhaseConfig(first_sample=9), PhaseConfig(first_sample=9)]},
@@ -446,14 +555,40 @@ def test_a_source_numbers_its_datasets_by_first_appearance(data: Path) -> None:
     ]
 
 
+def test_a_dataset_that_phases_spell_in_two_ways_is_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    write_random_pair("web", 60, 120)
+    Path("folder").mkdir()
+    write_random_pair("folder/code", 60, 120, seed=1)
+    again = [["./folder/", f"{tmp_path}/web"], ["folder", ".//web.bin"], ["web"]]
+    orders = []
+    for first, second, third in (again, [["folder/", "web"], ["folder/", "web"], ["web"]]):
+        phases = [
+            PhaseConfig(first_sample=96, blend=second, sequence_length=24),
+            PhaseConfig(first_sample=192, blend=third, restart=third),
+        ]
+        config = DataConfig(
+            blend=first, phases=phases, sequence_length=16, order="stream", lanes=48
+        )
+        orders.append(PhasedSource(config, "train", BATCH))
+    one, other = (source.locate(np.arange(300)) for source in orders)
+    assert len(orders[0].files) == 2
+    for name in ("dataset", "file", "start", "stop"):
+        np.testing.assert_array_equal(getattr(one, name), getattr(other, name))
+    assert orders[0].identity() == orders[1].identity()
+
+
 def test_one_dataset_called_by_two_names_is_not_read_twice(tmp_path: Path) -> None:
     write_random_pair(str(tmp_path / "web"))
     write_random_pair(str(tmp_path / "code"))
-    web, same, code = (f"{tmp_path}/{name}" for name in ("web", "./web", "code"))
+    (tmp_path / "link").symlink_to(tmp_path)
+    web, same, code = (f"{tmp_path}/{name}" for name in ("web", "link/web", "code"))
     phases = [PhaseConfig(first_sample=96, blend=[code, same])]
     config = DataConfig(blend=[web], phases=phases, sequence_length=16, order="stream", lanes=96)
     with pytest.raises(
-        ConfigError, match=r"web\.bin: is in .*web and in .*/\./web.*call a dataset"
+        ConfigError, match=r"web\.bin: is in .*web and in .*/link/web.*call a dataset"
     ):
         StreamLoader(config, micro_batch_size=8, global_batch_size=48)
     # in the same phases they are a blend, as in any run

@@ -16,10 +16,11 @@ from hypothesis import strategies as st
 from streammega.errors import ConfigError
 from streammega.kernels.lanes import choose
 from streammega.order.batch_size import BatchSchedule, batch_schedule
+from streammega.order.dealt import dealt_by
 from streammega.order.extents import Extents
 from streammega.order.lanes import FilePart, StreamDataset, StreamOrder
 from streammega.order.phases import LaterPhase, PhasedOrder, phased_order
-from streammega.order.readings import phased_readings
+from streammega.order.readings import Readings, phased_readings
 from streammega.order.rests import rest_of
 
 LENGTH = 5
@@ -245,23 +246,81 @@ def test_counts_are_what_is_drawn_and_keep_to_the_weights(order: PhasedOrder, sa
             np.testing.assert_array_equal(phase.counts(samples), counts)
 
 
-@given(order=chains(), data=st.data())
-@settings(deadline=None)
+@pytest.mark.parametrize(
+    "cut_anew", [False, pytest.param(True, id="samples and lanes change within epochs")]
+)
+@given(data=st.data())
+@settings(deadline=None, max_examples=60)
 def test_which_samples_read_given_tokens_is_told_over_all_phases(
-    order: PhasedOrder, data: st.DataObject
+    cut_anew: bool, data: st.DataObject
 ) -> None:
+    order = data.draw(chains(cut_anew=cut_anew))
     end = data.draw(st.integers(0, length_of(order)))
     start = data.draw(st.integers(0, 300))
     stop = start + data.draw(st.integers(1, 40))
-    dataset = data.draw(st.integers(0, 3))
-    found = phased_readings(order, dataset, 0, start, stop, end)
+    tokens = (data.draw(st.integers(0, 3)), data.draw(st.integers(0, 1)), start, stop)
+    assert readings_of(phased_readings(order, *tokens, end)) == scanned(order, *tokens, end)
+
+
+def readings_of(readings: Readings) -> list[tuple[int, int, int]]:
+    columns = (readings.sample, readings.start, readings.stop)
+    return list(zip(*(column.tolist() for column in columns), strict=True))
+
+
+def scanned(
+    order: PhasedOrder, dataset: int, file: int, start: int, stop: int, end: int
+) -> list[tuple[int, int, int]]:
+    """The same by looking at every sample."""
     located = order.locate(np.arange(end))
+    sample = np.repeat(np.arange(end), np.diff(located.row_splits))
     low = np.maximum(located.start, start)
     high = np.minimum(located.stop, stop)
-    reads = (located.dataset == dataset) & (located.file == 0) & (low < high)
-    assert found.sample.tolist() == np.flatnonzero(reads).tolist()
-    assert found.start.tolist() == low[reads].tolist()
-    assert found.stop.tolist() == high[reads].tolist()
+    reads = (located.dataset == dataset) & (located.file == file) & (low < high)
+    found = zip(sample[reads].tolist(), low[reads].tolist(), high[reads].tolist(), strict=True)
+    return sorted(found)
+
+
+def test_samples_behind_a_milliard_lead_back_to_themselves_through_changes() -> None:
+    """Of lengths, lanes and datasets, between phases of hundreds of millions of samples: no sample
+    is looked through.
+    """
+    parts = [FilePart(file=n, start=n, tokens=400_000_000 + 77 * n) for n in range(5)]
+    datasets = [StreamDataset(parts=parts, itemsize=2) for _ in range(3)]
+    first = StreamOrder(
+        datasets=datasets[:2],
+        schedule=[(0, [0.9, 0.1])],
+        sequence_length=128,
+        extra_token=True,
+        seed=5,
+        lanes=96,
+    )
+    shapes = [(256, 96), (100, 60), (128, 96), (90_000, 96)]
+    later = [
+        LaterPhase(
+            first_sample=400_000_000 * number,
+            numbers=[0, 1, 2][number % 2 :],
+            datasets=datasets[number % 2 :],
+            weights=[0.9, 0.1, 0.4][number % 2 :],
+            sequence_length=length,
+            lanes=lanes,
+        )
+        for number, (length, lanes) in enumerate(shapes, 1)
+    ]
+    order = phased_order(first, later)
+    ends = [end or 1_601_000_000 for end in order.ends]
+    rng = np.random.default_rng(0)
+    joined = 0
+    for phase, end in zip(order.phases, ends, strict=True):
+        # within what former epochs had left, and anywhere
+        spans = (1000, 10**6, end - phase.first_sample)
+        for sample in phase.first_sample + np.concatenate([rng.integers(0, n, 5) for n in spans]):
+            located = order.locate(np.array([sample]))
+            joined += len(located.start) > 1
+            for dataset, file, start, stop in rows(located):
+                found = phased_readings(order, dataset, file, start, stop, int(sample) + 1)
+                mine = found.sample == sample
+                assert (start, stop) in zip(found.start[mine], found.stop[mine], strict=True)
+    assert joined >= 5
 
 
 @given(order=chains())
@@ -416,3 +475,50 @@ def test_a_phase_within_a_step_is_refused_with_what_would_do() -> None:
         ConfigError, match=r"phase 2 begins at sample 60, 4 samples into.* 56 or at 72"
     ):
         schedule.check(1, 0, 1)
+
+
+# --- what each phase takes from its datasets ---
+
+
+@pytest.mark.parametrize("cut_anew", [False, True])
+@given(data=st.data())
+@settings(deadline=None, max_examples=30)
+def test_what_phases_take_from_datasets_is_what_a_scan_counts(
+    cut_anew: bool, data: st.DataObject
+) -> None:
+    order = data.draw(chains(cut_anew=cut_anew))
+    lanes = Lanes(order)
+    draws = [] if cut_anew else [lanes.draw(sample) for sample in range(length_of(order))]
+    ends = [end or length_of(order) for end in order.ends]
+    for phase, end in zip(order.phases, ends, strict=True):
+        size = end - phase.first_sample
+        cuts = sorted(data.draw(st.integers(0, size)) for _ in range(4))
+        first, second, third, last = (phase.first_sample + cut for cut in cuts)
+        ids = np.concatenate([np.arange(first, second), np.arange(third, last)])
+        dealt = dealt_by(phase, [(first, second), (third, last)])
+        located = phase.locate(ids)
+        number = located.dataset[located.row_splits[:-1]]
+        is_joined = np.diff(located.row_splits) > 1
+        for column, dataset in enumerate(phase.dataset_numbers.tolist()):
+            assert dealt.samples[column] == (number == dataset).sum()
+            assert dealt.joined[column] == is_joined[number == dataset].sum()
+            assert dealt.joined[column] <= dealt.of_rests[column] <= dealt.samples[column]
+            rest, _ = phase.left_before(column)
+            left = 0 if rest is None else rest.tokens
+            assert dealt.taken_over[column] + dealt.passed_over[column] == left
+            assert dealt.too_short[column] < phase.sequence_length
+        if cut_anew:
+            continue
+        # without a change of length every sample is of one epoch
+        assert not dealt.of_rests.any()
+        for column, dataset in enumerate(phase.dataset_numbers.tolist()):
+            epochs = {
+                lanes.place(*draws[sample])[1]
+                for sample in [*range(first, second), *range(third, last)]
+                if draws[sample][0][0] == dataset
+            }
+            span = (int(dealt.first_epoch[column]), int(dealt.last_epoch[column]))
+            if second == third:
+                assert span == ((min(epochs), max(epochs) + 1) if epochs else (span[0], span[0]))
+            elif epochs:
+                assert span[0] <= min(epochs) <= max(epochs) < span[1]

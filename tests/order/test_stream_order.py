@@ -16,7 +16,13 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 import streammega
-from streammega import DataConfig, IndexedDataset, IndexedDatasetWriter, StreamLoader
+from streammega import (
+    DataConfig,
+    IndexedDataset,
+    IndexedDatasetWriter,
+    PhaseConfig,
+    StreamLoader,
+)
 from streammega.errors import ConfigError, ObjectNotFoundError, StateError
 from streammega.kernels.lanes import keyed, permute, permute_back
 from streammega.order.batch_size import BatchSchedule
@@ -483,6 +489,32 @@ def test_a_resume_with_another_batch_size_reads_nothing_that_is_skipped(
         with pytest.raises(StateError, match=r"skip_samples \[96, 128\) cuts a global batch of 16"):
             loader.load_state_dict(state)
         assert loader.consumed_samples == 0
+
+
+def test_a_range_is_skipped_in_batches_of_another_size_from_a_checkpoint_on(
+    shards: str, tmp_path: Path
+) -> None:
+    """At a sample that is no multiple of them no range would fit both a run from sample 0 on and the
+    one that resumes: a phase says where they are counted from.
+    """
+    config = replace(stream_config(shards, tmp_path), lanes=240)
+    with StreamLoader(config, micro_batch_size=8, global_batch_size=8) as loader:
+        for _ in range(5):
+            loader.take()
+        state = loader.state_dict()
+    skipping = replace(config, skip_samples=[(88, 120)])
+    with pytest.raises(ConfigError, match="let a phase that begins at the checkpoint's sample"):
+        StreamLoader(skipping, micro_batch_size=16, global_batch_size=16)
+    larger = PhaseConfig(first_sample=40, global_batch_size=16)
+    with StreamLoader(
+        replace(skipping, phases=[larger]), micro_batch_size=8, global_batch_size=8
+    ) as loader:
+        loader.load_state_dict(state)
+        positions = list(itertools.islice(loader.dataset.positions(), 9))
+        assert positions == [40, 48, 56, 64, 72, 80, 120, 128, 136]
+        assert loader.dataset.schedule.offset_at(120) == 0
+        again = loader.state_dict()
+        loader.load_state_dict(again)
 
 
 def test_a_range_that_begins_before_a_batch_in_progress_ends_is_refused(

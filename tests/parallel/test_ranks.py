@@ -21,6 +21,7 @@ from streammega import (
     DataConfig,
     IndexedDatasetWriter,
     ParallelLayout,
+    PhaseConfig,
     RankBatches,
     Ranks,
     StreamLoader,
@@ -34,7 +35,8 @@ from streammega.parallel.batches import read_factor
 from streammega.parallel.context import split_cu_seqlens
 from streammega.parallel.derive import device_fields, documents_of, rank_fields
 from streammega.parallel.exchange import rank_device
-from streammega.samples.fields import Batch, batch_fields
+from streammega.samples.fields import Batch, batch_fields, fields_of_ids
+from streammega.samples.seams import Seams
 from tests.support.gang import Gang
 from tests.support.rank_programs import mesh_both_ways, prepared, read_batches, to_the_end
 
@@ -119,6 +121,101 @@ def test_every_rank_is_given_the_fields_of_its_stage_and_its_parts(
     twice = read_factor(layout, config)
     assert readers == layout.dp * layout.cp * min(layout.pp, 2)
     assert twice == min(layout.pp, 2) * (layout.cp if extra else 1)
+
+
+@pytest.mark.parametrize(
+    ("layout", "changes"),
+    [
+        (ParallelLayout(tp=2, dp=2), documents(reset_attention_mask=True) | {"seams": "apart"}),
+        (ParallelLayout(tp=2, cp=2, pp=2), {"seams": "masked"}),
+    ],
+    ids=["documents", "parts"],
+)
+def test_every_rank_is_given_samples_of_the_length_of_their_phase(
+    gang: Gang, config: DataConfig, layout: ParallelLayout, changes: dict[str, Any]
+) -> None:
+    """Messages are as long as their phase's, also those that are begun ahead, and after a skip.
+    Seams are masked on every rank.
+    """
+    phases = [PhaseConfig(first_sample=8, sequence_length=32, lanes=16)]
+    config = data(
+        config, order="stream", lanes=GLOBAL, phases=phases, skip_samples=((16, 24),), **changes
+    )
+    steps = 12
+    results = gang.run(layout.world_size, read_batches, layout, config, SIZES, steps, 2, False)
+    masked = 0
+    for result in results:
+        at = result["at"]
+        dataset = StreamingDataset(config, dp_rank=at["dp"], dp_size=layout.dp, **SIZES)
+        for batch, position in zip(result["batches"], dataset.positions(), strict=False):
+            whole = dataset.batch(position)
+            length = 16 if position < 8 else 32
+            bounds = zigzag_bounds(length, at["cp"], layout.cp)
+            kept = np.concatenate([np.arange(a, b) for a, b in bounds])
+            for name in set(batch) - {"cu_seqlens"}:
+                np.testing.assert_array_equal(batch[name], whole[name].numpy()[:, kept])
+            if "cu_seqlens" in batch:
+                np.testing.assert_array_equal(batch["cu_seqlens"], whole["cu_seqlens"].numpy())
+            masked += int((batch.get("loss_mask", np.ones(1)) == 0).sum())
+        assert result["state"]["consumed_samples"] == 8 + steps * MICRO * layout.dp
+    assert masked > 4
+
+
+@pytest.mark.parametrize(
+    ("layout", "changes"),
+    [
+        (ParallelLayout(tp=2, dp=2), {"reset_position_ids": True, "reset_attention_mask": True}),
+        (ParallelLayout(tp=2, cp=2, pp=2), {}),
+        (ParallelLayout(tp=2, cp=2), {"reset_position_ids": True}),
+    ],
+    ids=["documents", "parts", "whole"],
+)
+def test_no_rank_is_given_documents_that_are_skipped(
+    gang: Gang, config: DataConfig, layout: ParallelLayout, changes: dict[str, Any]
+) -> None:
+    """Messages say which labels have no loss, before the list begins and in a phase that has one."""
+    names = [f"pair#{number}" for number in range(0, 200, 3)]
+    phases = [
+        PhaseConfig(first_sample=24, skip_documents=[name.replace("#", ":") for name in names])
+    ]
+    config = data(
+        config,
+        order="stream",
+        lanes=GLOBAL,
+        eod_id=2000,
+        skip_documents=[(8, names[:30])],
+        phases=phases,
+        **changes,
+    )
+    steps = 10
+    results = gang.run(layout.world_size, read_batches, layout, config, SIZES, steps, 2, False)
+    unlearned = 0
+    for result in results:
+        at = result["at"]
+        bounds = zigzag_bounds(LENGTH, at["cp"], layout.cp)
+        kept = np.concatenate([np.arange(a, b) for a, b in bounds])
+        whole_batches = expected(config, at["dp"], layout.dp, steps)
+        for number, (batch, whole) in enumerate(zip(result["batches"], whole_batches, strict=True)):
+            for name in set(batch) - {"cu_seqlens", "cu_seqlens_whole"}:
+                np.testing.assert_array_equal(batch[name], whole[name].numpy()[:, kept])
+            if "cu_seqlens" in batch:
+                np.testing.assert_array_equal(batch["cu_seqlens"], whole["cu_seqlens"].numpy())
+            has_loss = batch.get("loss_mask", np.ones(1)) != 0
+            if (number + 1) * MICRO * layout.dp <= 8:
+                assert has_loss.all()
+            unlearned += int((~has_loss).sum())
+            if "tokens" in batch and "loss_mask" in batch:
+                assert not has_loss[batch["tokens"] == 2000].any()
+                assert not has_loss[batch["labels"] == 2000].any()
+    assert unlearned > 20
+
+
+def test_a_length_of_a_phase_that_ranks_cannot_cut_is_refused_at_once(config: DataConfig) -> None:
+    phases = [PhaseConfig(first_sample=8, sequence_length=30)]
+    config = data(config, order="stream", lanes=GLOBAL, phases=phases)
+    cut: Any = SimpleNamespace(layout=ParallelLayout(cp=2), at={"cp": 0, "dp": 0})
+    with pytest.raises(ConfigError, match="30 is not a multiple of 2 x cp"):
+        open_loader(config, cut, **SIZES)
 
 
 @pytest.mark.parametrize(("dtype", "least"), [(np.uint16, 13.0), (np.int32, 6.5)])
@@ -238,6 +335,43 @@ def test_fields_made_on_a_device_are_those_made_by_kernels(
     for name, field in by_kernels.items():
         assert field.dtype == on_device[name].dtype, name
         assert torch.equal(field, on_device[name]), name
+
+
+@given(
+    samples=st.integers(1, 4),
+    length=st.integers(2, 20),
+    seed=st.integers(0, 2**16),
+    flags=st.tuples(*[st.booleans()] * 5),
+)
+def test_seams_are_the_same_on_a_device_as_by_kernels(
+    samples: int, length: int, seed: int, flags: tuple[bool, ...]
+) -> None:
+    mask, positions, attention, create, apart = flags
+    rng = np.random.default_rng(seed)
+    ids = rng.integers(0, 10, (samples, length + 1)).astype(np.uint16)
+    valid = np.full(samples, length + 1)
+    config = DataConfig(
+        blend="x",
+        sequence_length=length,
+        eod_id=EOD,
+        eod_mask_loss=mask,
+        reset_position_ids=positions,
+        reset_attention_mask=attention,
+        create_attention_mask=create,
+    )
+    sample, column = np.nonzero(rng.random((samples, length + 1)) < 0.2)
+    within = column > 0
+    seams = Seams(sample=sample[within], column=column[within], apart=apart)
+    by_kernels = fields_of_ids(ids, valid, config, bounds=True, seams=seams)
+    on_device = device_fields(torch.from_numpy(ids), torch.from_numpy(valid), config, seams=seams)
+    assert set(by_kernels) == set(on_device)
+    for name, field in by_kernels.items():
+        assert torch.equal(field, on_device[name]), name
+    if attention:
+        told = documents_of(
+            torch.from_numpy(ids), torch.from_numpy(valid), config, [(0, length)], seams
+        )
+        assert told.most == by_kernels["cu_seqlens"].shape[1] - 1
 
 
 def test_wrong_loaders_are_named(config: DataConfig) -> None:
@@ -410,7 +544,7 @@ def test_ranks_that_receive_a_message_copy_nothing_of_their_own_to_the_device(
     """On `meta` for want of a device here. What the broadcast overwrites was never initialised."""
     with open_loader(config, Ranks(ParallelLayout()), **SIZES) as loader:
         exchange: Any = RankBatches(loader, Ranks(ParallelLayout()), "cpu")._exchange
-        on_host = exchange._message(None)
+        on_host = exchange._message(exchange._form_of(LENGTH), None)
         exchange._stream, exchange._device = SimpleNamespace(), torch.device("meta")
-        message = exchange._message(None)
+        message = exchange._message(exchange._form_of(LENGTH), None)
         assert (message.device.type, message.shape) == ("meta", on_host.shape)

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tools.bench import convert, corpus, harness
+from tools.bench import convert, corpus, harness, table
 
 
 def test_each_side_goes_first_in_turn_and_a_side_that_fails_is_left_out() -> None:
@@ -67,9 +67,9 @@ def test_every_side_of_the_conversion_bench_is_one_that_a_process_can_run(
     scale = convert.Scale(runs=1, corpus=1, pair=1)
     asked = set()
 
-    def run_side(name: str, checkout: object = None, **arguments: object) -> dict[str, float]:
+    def run_side(name: str, checkout: object = None, **arguments: object) -> dict[str, object]:
         asked.add(name)
-        return {"rate": 2.0, "cpu": 1.0, "peak": 3e6}
+        return {"rate": 2.0, "cpu": 1.0, "peak": 3e6, "kinds": {"handing out": 0.5}}
 
     monkeypatch.setattr(convert, "run_side", run_side)
     monkeypatch.setattr(corpus, "made", lambda path, make: str(path))
@@ -78,3 +78,32 @@ def test_every_side_of_the_conversion_bench_is_one_that_a_process_can_run(
         told = capsys.readouterr().out
         assert told.startswith("| "), f"{name} printed {told!r}"
     assert asked <= set(convert.SIDES)
+
+
+def test_the_table_names_the_best_of_all_others_and_of_those_that_shuffle_over_everything(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    ours = {"ours": 300e6, "ours, 1 MiB blocks": 400e6}
+    rates = {"litdata 0": 90e6, "litdata 2": 150e6, "mosaic 0": 20e6, "mosaic 2": 10e6} | ours
+    table.tell_epochs(rates, "loopback", goals=("2x", "15x"))
+    default, shuffled, wide, _ = capsys.readouterr().out.splitlines()
+    assert default.endswith("vs litdata, 2 workers | 150 | 300 | 2.0x | 2x |")
+    assert shuffled.endswith("vs mosaicml-streaming | 20 | 300 | 15.0x | 15x |")
+    assert wide.endswith("1 MiB blocks, M tokens/s, vs litdata, 2 workers | 150 | 400 | 2.7x |  |")
+
+
+def test_a_figure_that_fails_leaves_the_others_of_the_table(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def fails(chosen: table.Chosen) -> None:
+        raise KeyError("ours")
+
+    def tells(chosen: table.Chosen) -> None:
+        table.Line(figure="blend", ours="1").tell()
+
+    monkeypatch.setattr(table, "FIGURES", {"epochs": fails, "blends": tells, "stalls": fails})
+    monkeypatch.setattr("sys.argv", ["table.py"])
+    assert table.main() == 1
+    told = capsys.readouterr()
+    assert told.out.endswith("| blend |  | 1 |  |  |\n")
+    assert "KeyError" in told.err

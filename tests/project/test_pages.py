@@ -310,7 +310,7 @@ NUMBERS: list[tuple[str, str, Any, Any]] = [
         (1 << 30, 0.01),
     ),
     ("architecture", "is not looked at again for half a minute", room.FULL_FOR, 30),
-    ("architecture", "Slabs of micro-batches (4 MiB of tokens", reader.SLAB_BYTES, 4 << 20),
+    ("architecture", "Slabs of micro-batches (16 MiB of tokens", reader.SLAB_BYTES, 16 << 20),
     ("architecture", "**Frames of 32 KiB.**", frames.FRAME_BYTES, 32 << 10),
     ("architecture", "**Checksums per 64 MiB**", checksums.CHECK_BYTES, 64 << 20),
     ("architecture", "Signs of life go to the job's store once a second", watch.BEAT, 1),

@@ -74,6 +74,9 @@ def test_json_and_the_page_say_what_the_text_says(capsys: pytest.CaptureFixture[
     assert [entry["document"] for entry in sample["runs"]] == [1, 2]
     assert [entry["tokens"] for entry in sample["runs"]] == [[29, 45], [0, 1]]
     assert report["datasets"] == {"data/web": {"tokens": 17, "documents": 2}}
+    assert run(f"streammega trace run.toml --sample 6 --tokens 1:{10**20}", capsys).startswith(
+        "1 sample of train\n  16 tokens of 2 documents of data/web\n"
+    )
     page = Path("page.html").read_text()
     assert "say nine lives.&lt;|endoftext|&gt;" in page
     assert "<script" not in page
@@ -84,7 +87,7 @@ def test_json_and_the_page_say_what_the_text_says(capsys: pytest.CaptureFixture[
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ("", "give one of --step, --sample and --find"),
+        ("", "give one of --step, --sample, --find and --skipped"),
         ("--step 0", "steps are counted from 1"),
         ("--step 1 --sample 1", "give one of --step"),
         ("--step 1 --rank 0", "say by --ranks how many"),
@@ -98,7 +101,12 @@ def test_json_and_the_page_say_what_the_text_says(capsys: pytest.CaptureFixture[
         ("--find owl", "give the --tokenizer"),
         ("--find 'no such text' --tokenizer bytes", "no document of this split has the text"),
         ("--find data/web#3", "document 3 of data/web, which has 3"),
-        ("--sample -1", "sample ids run from -1"),
+        ("--sample -1", "sample ids run from -1 to -1; train has those from 0 on"),
+        (f"--sample {10**20}", "no run has so many samples"),
+        (f"--find a-3 train.iters={10**30}", "a number is too large"),
+        ("--find data/web#²", "is no NAME#NUMBER"),
+        ("--find ''", "is no NAME#NUMBER"),
+        ("--sample 1 --tokens 17:20", "tokens 17:20 are none: a sample has 17"),
         ("--find data/code#3", "is no dataset of this split"),
         ("--sample 1 --validation books", "no validation set 'books'"),
     ],
@@ -120,3 +128,27 @@ def test_names_of_files_that_are_no_text_are_shown(
     assert "caf\\udce9.jsonl" in page.read_text()
     show_report({"file": name}, name, as_json=True, html=None)
     assert json.loads(capsys.readouterr().out) == {"file": name}
+
+
+@pytest.mark.usefixtures("corpus")
+def test_a_report_of_what_is_skipped_counts_each_token_once(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    skips = 'data.skip_documents=\'[[8, ["a-2"]], [40, ["a-3", "a-2"]]]\' data.eod_id=256'
+    command = f"streammega trace run.toml {skips} --json"
+    report = json.loads(run(f"{command} --skipped --last-step 9", capsys))
+    readings = {
+        words: json.loads(run(f"{command} --find {words} --last-step 9", capsys))["documents"][0]
+        for words in ("a-2", "a-3")
+    }
+    assert [report["skipped_documents"], report["seen_before"]] == [2, 2]
+    for entry in report["documents"]:
+        found = readings[entry["id"]]["readings"]
+        assert entry["readings"] == [place for place in found if not place.get("skipped")]
+        assert entry["skipped_from"]["sample"] == {"a-2": 8, "a-3": 40}[entry["id"]]
+        seen = {token for place in entry["readings"] for token in range(*place["tokens"])}
+        assert entry["tokens_seen"] == len(seen)
+    assert report["tokens_seen"] == sum(entry["tokens_seen"] for entry in report["documents"])
+    (page,) = [run(f"{command} --skipped --html skipped.html", capsys)]
+    assert "a-2" in page
+    assert "a-3" in Path("skipped.html").read_text()

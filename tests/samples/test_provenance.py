@@ -211,6 +211,32 @@ def test_a_pair_whose_sequences_lie_in_any_order_is_searched_too(tmp_path: Path)
         assert run.file_start == begin + run.start
 
 
+@pytest.mark.parametrize("order", ["stream", "megatron"])
+def test_documents_are_named_by_the_end_of_a_name(
+    corpus: tuple[Path, Documents], tmp_path: Path, order: str
+) -> None:
+    root, _ = corpus
+    provenance = Provenance(config_of(root, order))
+    for name, full in (
+        ("web", f"{root}/web/"),
+        ("code.idx", f"{root}/code"),
+        (f"{root.name}/code", f"{root}/code"),
+        ("web-00001-of-00003", f"{root}/web/web-00001-of-00003"),
+    ):
+        assert provenance.find(name, 3) == provenance.find(full, 3)
+    assert provenance.find("web", 61) == [DocumentName(dataset=0, shard=1, document=1)]
+    with pytest.raises(IndexError, match=r"document 60 of .*code"):
+        provenance.find("code", 60)
+    with pytest.raises(IndexError, match=r"document 60 of .*web-00001"):
+        provenance.find("web-00001-of-00003", 60)
+    with pytest.raises(ConfigError, match="eb is no dataset of this split"):
+        provenance.find("eb", 3)
+    write_shard(str(tmp_path / "code"), np.random.default_rng(1), 60)
+    two = Provenance(config_of(root, order, [(f"{root}/code", 0.5), (f"{tmp_path}/code", 0.5)]))
+    with pytest.raises(ConfigError, match=r"code may be .*/code or .*/code; name it in full"):
+        two.find("code", 3)
+
+
 @pytest.mark.parametrize("rampup", [None, (8, 8, 300)])
 @pytest.mark.parametrize("skipped_steps", [(), ((3, 5),), ((0, 1), (10, 12))])
 def test_steps_and_samples_lead_to_each_other(

@@ -271,6 +271,32 @@ def test_bodies_that_are_small_or_a_part_of_a_holding_are_copied() -> None:
         made.close()
 
 
+def test_reads_whose_bodies_are_kept_go_out_with_others() -> None:
+    """The first pieces of lanes are of any size: apart, most of them would go alone."""
+    gate = threading.Event()
+
+    def wait_for_gate(start: int) -> None:
+        gate.wait(10)
+
+    store: Any = Bodies(wait_for_gate)
+    holdings = []
+    for number in range(60):
+        size = SIZE if number % 2 else LEAST_KEPT
+        holdings.append(Holding(size, [Read(store, "key", "", 0, size, 0)]))
+    made = Fetcher(CONFIG)
+    try:
+        made.submit(holdings)
+        gate.set()
+        made.wait(holdings)
+        assert max(number for _, number in store.calls) >= JOB_READS
+        for holding in holdings:
+            assert holding.buffer is not None
+            assert (holding.buffer[: holding.size] == 1).all()
+            assert holding.keeps_body == any(holding.buffer is body for body in store.given)
+    finally:
+        made.close()
+
+
 @pytest.mark.parametrize("first_ends_first", [True, False])
 def test_of_a_straggler_asked_for_twice_one_body_is_kept_and_its_memory_counts_until_both_ended(
     first_ends_first: bool,

@@ -501,7 +501,8 @@ def test_ctrl_c_while_a_hung_endpoint_is_opened_ends_the_program_soon(
     with deaf_server() as url:
         code = f"""
 from streammega import DataConfig, IndexedDataset, StorageConfig, StreamLoader
-s = StorageConfig(transport={transport!r}, storage_options={{"key": "k" * 8, "secret": "s" * 8, "endpoint_url": {url!r}}})
+options = {{"key": "k" * 8, "secret": "s" * 8, "endpoint_url": {url!r}}}
+s = StorageConfig(transport={transport!r}, storage_options=options, first_answer_within=600)
 print("ready", flush=True)
 {OPEN[what]}
 """
@@ -513,10 +514,8 @@ print("ready", flush=True)
         assert run.stdout is not None
         run.stdout.readline()
         time.sleep(1.5)
-        began = time.monotonic()
         run.send_signal(signal.SIGINT)
-        _, errors = run.communicate(timeout=60)
-        assert time.monotonic() - began < 20, "the endpoint would be given up after 30 seconds"
+        _, errors = run.communicate(timeout=60)  # the endpoint would be given up after ten minutes
         assert errors.strip().endswith("KeyboardInterrupt"), errors
         assert "Exception ignored" not in errors
 

@@ -12,6 +12,7 @@ import os
 import runpy
 import signal
 import sys
+import time
 import uuid
 import warnings
 from collections.abc import Callable, Iterator
@@ -45,8 +46,13 @@ def run(
     arguments: list[str],
     environment: dict[str, str],
     restarts: int = 0,
+    all_end_alone: bool = False,
 ) -> Outcome:
-    """program(arguments), which returns an exit code, on so many ranks."""
+    """program(arguments), which returns an exit code, on so many ranks.
+
+    all_end_alone: a rank that fails is gone only when all others are done too: the agent
+    would end those that have yet to say what they know.
+    """
     logs = folder / f"elastic-{uuid.uuid4().hex}"
     logs.mkdir()
     config = LaunchConfig(
@@ -62,10 +68,11 @@ def run(
         logs_specs=DefaultLogsSpecs(log_dir=str(logs), redirects=Std.ALL),
     )
     surroundings = {**os.environ, **environment}
+    meeting = logs / "done" if all_end_alone else None
     with handlers_of_signals_kept(), warnings.catch_warnings():
         warnings.simplefilter("ignore")
         try:
-            elastic_launch(config, _run_program)(program, arguments, surroundings)
+            elastic_launch(config, _run_program)(program, arguments, surroundings, meeting)
             good = True
         except ChildFailedError:
             good = False
@@ -97,10 +104,25 @@ def handlers_of_signals_kept() -> Iterator[None]:
 
 
 def _run_program(
-    program: Callable[[list[str]], int], arguments: list[str], environment: dict[str, str]
+    program: Callable[[list[str]], int],
+    arguments: list[str],
+    environment: dict[str, str],
+    meeting: Path | None,
 ) -> None:
     os.environ.update(environment)
     torch.set_num_threads(1)
     code = program(arguments)
+    if meeting is not None:
+        _wait_for_all(meeting)
     if code:
         os._exit(code)
+
+
+def _wait_for_all(meeting: Path) -> None:
+    """Until every rank is done, or half a minute is over."""
+    meeting.mkdir(exist_ok=True)
+    (meeting / os.environ["RANK"]).touch()
+    ranks = int(os.environ["WORLD_SIZE"])
+    deadline = time.monotonic() + 30
+    while len(list(meeting.iterdir())) < ranks and time.monotonic() < deadline:
+        time.sleep(0.02)

@@ -140,6 +140,7 @@ def _train(rank: int, folder: Path, args: Any, order: str) -> None:
     from megatron.training import global_vars, training
 
     from streammega.integrations.megatron import datasets_provider
+    from streammega.integrations.megatron_losses import with_source_losses
     from tests.integrations.test_megatron_provider import tokenizer
 
     world_size = dist.get_world_size()
@@ -159,11 +160,13 @@ def _train(rank: int, folder: Path, args: Any, order: str) -> None:
         train_data, valid_data, _ = training.build_train_valid_test_data_iterators(
             datasets_provider(order=order)  # type: ignore[arg-type]
         )
+        rows: list[Any] = []
+        step = with_source_losses(partial(forward_step, rows=rows))
         while args.iteration < args.train_iters:
             began = time.monotonic()
-            noted: dict[str, Any] = {"step": args.iteration, "train": [], "valid": []}
+            rows.clear()
             loss, *_ = training.train_step(
-                partial(forward_step, rows=noted["train"]),
+                step,
                 train_data,
                 [model],
                 optimizer,
@@ -172,7 +175,10 @@ def _train(rank: int, folder: Path, args: Any, order: str) -> None:
                 get_forward_backward_func(),
                 iteration=args.iteration,
             )
+            noted: dict[str, Any] = {"step": args.iteration, "train": list(rows), "valid": []}
             noted["loss"] = float(loss["lm loss"])
+            # NaN of a dataset without tokens is not equal to itself
+            noted["losses"] = {name: str(float(value)) for name, value in loss.items()}
             args.iteration += 1
             args.consumed_train_samples += args.global_batch_size
             if args.iteration % EVAL_INTERVAL == 0:
@@ -227,13 +233,15 @@ def forward_step(data_iterator: Any, model: Any, *, rows: list[Any]) -> Any:
         batch["tokens"], batch["position_ids"], batch["attention_mask"], labels=batch["labels"]
     )
 
-    def loss_of(output: torch.Tensor) -> Any:
-        mask = batch["loss_mask"].view(-1)
-        loss = (output.view(-1) * mask).sum()
-        tokens = mask.sum().to(torch.int)
-        return loss, tokens, {"lm loss": torch.stack([loss.detach(), tokens])}
+    return losses, partial(loss_of, batch["loss_mask"])
 
-    return losses, loss_of
+
+def loss_of(loss_mask: torch.Tensor, output: torch.Tensor) -> Any:
+    """As that of Megatron's GPT."""
+    mask = loss_mask.view(-1)
+    loss = (output.view(-1) * mask).sum()
+    tokens = mask.sum().to(torch.int)
+    return loss, tokens, {"lm loss": torch.stack([loss.detach(), tokens])}
 
 
 KEPT = ("iteration", "consumed_train_samples", "consumed_valid_samples")

@@ -87,7 +87,7 @@ def batch_of(
         "position_ids": position,
     }
     batch = {
-        name: torch.cat([field[:, a:b] for a, b in model.bounds], 1)
+        name: torch.cat([field[:, a:b] for a, b in model.bounds_of(length)], 1)
         for name, field in whole.items()
     }
     if cu_seqlens is not None:
@@ -151,7 +151,7 @@ def steps_of(
     model, config = model_of(run_file, overrides, torch.device(device))
     batches = [batch_of(model, config, cu_seqlens, seed) for seed in range(micro_batches)]
     with saved_for_backward() as saved:
-        losses = model.forward_backward(batches, len(batches))
+        losses = model.forward_backward(batches, len(batches), config.data.sequence_length)
     return {
         "loss": losses.loss.tolist(),
         "tokens": losses.tokens.tolist(),

@@ -42,6 +42,36 @@ def test_a_rank_with_other_data_or_settings_is_named_on_every_rank(
         assert " on rank 1, " in message.split("datasets")[1]
 
 
+def test_what_lies_ahead_may_be_called_otherwise_and_must_be_the_same(
+    gang: Gang, tmp_path: Path
+) -> None:
+    for folder, seed in (("here", 0), ("there", 0), ("stale", 7)):
+        for number, name in enumerate(("web", "code")):
+            # of what is drawn from at first, all have the same
+            own_seed = number * (1 + seed)
+            write_random_pair(str(tmp_path / folder / name), count=400, vocab=100, seed=own_seed)
+        (tmp_path / folder / "names.txt").write_text(f"code#{3 + seed}")
+    (tmp_path / "run.toml").write_text(TOML.format(folder=tmp_path))
+
+    def ahead(folder: str, names: str) -> list[str]:
+        return [
+            f'data.blend=["{tmp_path}/{folder}/web"]',
+            f'data.phases=[{{first_sample=48, blend=["{tmp_path}/{folder}/code"]}}]',
+            f'data.skip_documents=[[64, {{"{tmp_path}/{folder}/code" = "{names}"}}]]',
+        ]
+
+    def told(folder: str, names: str = "there") -> list[str]:
+        first = ahead("here", f"{tmp_path}/here/names.txt")
+        second = ahead(folder, f"{tmp_path}/{names}/names.txt")
+        return gang.run(2, started_with, str(tmp_path / "run.toml"), [first, second])
+
+    assert told("there") == ["started"] * 2
+    for message in told("there", "stale"):
+        assert message.startswith("ranks do not train the same run: the data's skip_documents is ")
+    for message in told("stale"):
+        assert "the data's phases is " in message
+
+
 def test_what_differs_is_said_once_for_all_ranks_that_have_it() -> None:
     told = [{"a": "1", "b": "x" * 100}] * 20 + [{"a": "2"}] * 12
     first, second = differences(told).split("; ")

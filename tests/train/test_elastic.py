@@ -185,7 +185,12 @@ def test_a_rank_that_fails_ends_the_job_with_its_cause_and_a_restart_resumes(
     """
     if kind == "storage":
         outcome = elastic.run(
-            run_file.parent, 2, faulty_train.run, [str(run_file)], {"FAULT": f"1:5:{kind}"}
+            run_file.parent,
+            2,
+            faulty_train.run,
+            [str(run_file)],
+            {"FAULT": f"1:5:{kind}"},
+            all_end_alone=True,
         )
         assert not outcome.good
         log = outcome.log

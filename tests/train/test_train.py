@@ -361,6 +361,90 @@ def test_the_learning_rate_falls_to_a_tenth_unless_it_is_said(
     assert optimizer.param_groups[0]["lr"] == lowest
 
 
+@pytest.mark.parametrize(
+    ("measure", "amounts"),
+    [("steps", [1, 1, 1, 1]), ("samples", [8, 16, 16, 16]), ("tokens", [1, 4, 4, 4])],
+)
+def test_the_decay_goes_by_what_is_asked(run_file: str, measure: str, amounts: list[int]) -> None:
+    """Two steps of warmup, one more of 8 samples of 16 tokens, and three of 16 samples of 32."""
+    config = load_run(
+        run_file,
+        [
+            "data.order=stream",
+            "data.lanes=16",
+            "data.phases=[{first_step=4, global_batch_size=16, sequence_length=32}]",
+            "train.iters=6",
+            "train.warmup_iters=2",
+            "train.lr=1.0",
+            "train.min_lr=0.0",
+            "train.decay=linear",
+            f"train.decay_by={measure}",
+            "train.save_interval=0",
+            "train.eval_interval=3",
+        ],
+    )
+    Trainer(config, torch.device("cpu")).run()
+    records = read_metrics(Path(config.train.out_dir) / "metrics.jsonl")
+    # of the same samples, of the first length, on both sides of the change
+    assert [record["step"] for record in records if "valid_loss" in record] == [3, 6]
+    left = [1 - sum(amounts[:step]) / sum(amounts) for step in range(4)]
+    assert [record["lr"] for record in records] == pytest.approx([0.5, 1.0, *left])
+    assert [record["tokens"] for record in records][-1] == 3 * 8 * 16 + 3 * 16 * 32
+
+
+def test_what_is_skipped_is_no_part_of_the_decay(run_file: str, tmp_path: Path) -> None:
+    """Of steps of one size the decay is the same whatever it goes by, over skipped ranges too."""
+    rates = []
+    for measure in ("steps", "samples", "tokens"):
+        config = load_run(
+            run_file,
+            [
+                "data.order=stream",
+                "data.lanes=16",
+                "data.skip_samples=[[8, 16], [32, 56], [80, 88]]",
+                "data.num_samples=[200, 0, 0]",
+                "train.iters=7",
+                "train.warmup_iters=2",
+                f"train.decay_by={measure}",
+                "train.save_interval=0",
+                "train.eval_iters=0",
+                f"train.out_dir={tmp_path}/{measure}",
+            ],
+        )
+        Trainer(config, torch.device("cpu")).run()
+        records = read_metrics(tmp_path / measure / "metrics.jsonl")
+        assert records[-1]["samples"] == [88, 96]
+        rates.append([record["lr"] for record in records])
+    assert rates[1] == pytest.approx(rates[0])
+    assert rates[2] == pytest.approx(rates[0])
+
+
+def test_phases_that_other_batch_sizes_move_are_told_of(
+    run_file: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    settings = ["data.order=stream", "data.lanes=16", "train.eval_iters=0"]
+    by_step = "data.phases=[{first_step=5, sequence_length=32}]"
+    first = load_run(run_file, [*settings, by_step, "train.iters=2"])
+    Trainer(first, torch.device("cpu")).run()
+
+    def told(*overrides: str) -> str:
+        caplog.clear()
+        trainer = Trainer(load_run(run_file, [*settings, *overrides]), torch.device("cpu"))
+        trainer.resume()
+        trainer.close()
+        return caplog.text
+
+    moved = "phases that were to begin at samples [32] begin at [64] now"
+    assert moved in told(by_step, "train.global_batch_size=16")
+    by_sample = "data.phases=[{first_sample=32, sequence_length=32}]"
+    for same in ([by_step], [by_sample, "train.global_batch_size=16"]):
+        assert "were to begin" not in told(*same)
+    # phases ahead may be changed, and skips be added, which moves steps
+    later = "data.phases=[{first_step=9, sequence_length=32}]"
+    for changed in ([later], [by_step, "data.skip_samples=[[16, 24]]"]):
+        assert "were to begin" not in told(*changed)
+
+
 def test_batch_hashes_see_every_token_and_place_but_not_the_layout() -> None:
     batch = {"tokens": torch.arange(32).view(4, 8), "labels": torch.arange(1, 33).view(4, 8)}
     digests = sample_digests(batch)
@@ -471,10 +555,6 @@ global_batch_size = 16
     Trainer(whole, torch.device("cpu")).run()
     expected = read_metrics(tmp_path / "whole" / "metrics.jsonl")
     assert [r["batch_hash"] for r in records] == [r["batch_hash"] for r in expected]
-    phase = f'[[data.phases]]\nfirst_sample = 64\nblend = ["{tmp_path}/math"]\nsequence_length = 8'
-    with pytest.raises(ConfigError, match="sequence_length changes in a phase"):
-        path.write_text(f"{before}\n{phase}")
-        Trainer(load_run(run_file), torch.device("cpu"))
     with pytest.raises(ConfigError, match="first_samples"):
         path.write_text(f"{before}\n{phase.replace('first_sample', 'first_samples')}")
         load_run(run_file)
@@ -752,6 +832,22 @@ def test_ids_that_the_model_has_no_embedding_for_are_refused(run_file: str) -> N
         load_run(run_file, ["data.vocab_size=2000"])
     with pytest.raises(FormatError, match="outside of the vocabulary of 500"):
         Trainer(load_run(run_file, ["data.vocab_size=500"]), torch.device("cpu")).run()
+
+
+def test_a_run_without_checkpoints_says_so_and_that_it_begins_anew(
+    run_file: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    config = load_run(run_file, ["train.iters=2", "train.save_interval=0", "train.eval_interval=0"])
+    for number, warning in enumerate(("no checkpoint is kept", "begins anew")):
+        caplog.clear()
+        trainer = Trainer(config, torch.device("cpu"))
+        trainer.resume()
+        assert trainer.step == 0
+        trainer.run()
+        said = [record.message for record in caplog.records if record.levelname == "WARNING"]
+        assert len(said) == number + 1
+        assert warning in said[0]
+    assert "has no checkpoint of the 2 steps in its metrics.jsonl" in said[0]
 
 
 def test_a_finished_run_says_so(

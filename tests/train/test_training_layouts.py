@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -82,12 +83,22 @@ DOCUMENTS = [
     "data.reset_attention_mask=true",
     "data.eod_mask_loss=true",
 ]
-VARIANTS: dict[str, list[str]] = {"plain": [], "documents": DOCUMENTS}
+LONGER = [
+    # after two steps: twice as long, in other lanes and half the batches
+    "data.phases=[{first_sample=32, sequence_length=32, lanes=512, global_batch_size=8}]",
+]
+VARIANTS: dict[str, list[str]] = {
+    "plain": [],
+    "documents": DOCUMENTS,
+    "longer": LONGER,
+    "longer documents": LONGER + DOCUMENTS,
+}
 
 
-def parameters(run_file: Path, out: str) -> dict[str, torch.Tensor]:
+def parameters(run_file: Path, out: str, overrides: Sequence[str] = ()) -> dict[str, torch.Tensor]:
     """The parameters of the last checkpoint of a run, loaded on one rank."""
-    trainer = Trainer(load_run(str(run_file), [f"train.out_dir={out}"]), torch.device("cpu"))
+    config = load_run(str(run_file), [f"train.out_dir={out}", *overrides])
+    trainer = Trainer(config, torch.device("cpu"))
     trainer.resume()
     trainer.close()
     return {
@@ -102,7 +113,8 @@ def run_on(
     records = gang.run(
         size, train, str(folder / "run.toml"), [f"train.out_dir={out}", *overrides], steps
     )[0]
-    return records, parameters(folder / "run.toml", out)
+    of_data = [override for override in overrides if override.startswith("data.")]
+    return records, parameters(folder / "run.toml", out, of_data)
 
 
 def run_alone(
@@ -275,6 +287,47 @@ def test_a_run_that_changes_its_layout_and_optimizer_is_one_run(
     assert all(other == first for other in others), (
         "what a checkpoint holds depends on no layout, optimizer or bucket"
     )
+
+
+@pytest.mark.parametrize(
+    ("variant", "layout", "steps"),
+    [
+        ("longer", (1, 1, 2, 2), SOON_STEPS),
+        ("longer documents", (1, 2, 1, 1), SOON_STEPS),
+        *(pytest.param("longer documents", own, STEPS, marks=pytest.mark.soak) for own in LAYOUTS),
+    ],
+    ids=str,
+)
+def test_one_loss_where_a_phase_has_longer_samples(
+    gang: Gang,
+    folder: Path,
+    alone: dict[Any, Any],
+    variant: str,
+    layout: tuple[int, int, int, int],
+    steps: int,
+) -> None:
+    compare(gang, folder, alone, variant, layout, [], steps)
+
+
+def test_a_run_goes_on_over_a_change_of_length_on_other_ranks(
+    gang: Gang, folder: Path, alone: dict[Any, Any]
+) -> None:
+    """Resumed before the change, at it and after it."""
+    whole, weights = run_alone(gang, folder, alone, "longer", SOON_STEPS)
+    assert [record["tokens"] for record in whole] == [256, 512, 768, 1024]
+    out = str(folder / "chain-longer")
+    layouts = [(2, ["parallel.cp=2"]), (2, ["parallel.tp=2"]), (2, []), (1, [])]
+    records = []
+    for size, overrides in layouts:
+        overrides = [f"train.out_dir={out}", *LONGER, *overrides]
+        records += gang.run(size, train, str(folder / "run.toml"), overrides, 1)[0]
+    for record, wanted in zip(records, whole, strict=True):
+        for name in ("batch_hash", "samples", "tokens", "lr"):
+            assert record[name] == wanted[name]
+        assert record["loss"] == pytest.approx(wanted["loss"], abs=TOLERANCE)
+    final = parameters(folder / "run.toml", out, LONGER)
+    for key, value in weights.items():
+        assert torch.allclose(final[key], value, atol=10 * TOLERANCE, rtol=0), key
 
 
 def what_is_stored(path: Path) -> dict[str, tuple[Any, ...]]:

@@ -29,7 +29,7 @@ import numpy as np
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from tools.bench import corpus, harness
+from tools.bench import corpus, costs, harness
 from tools.bench.corpus import FOLDER, VOCAB_SIZE, tell
 from tools.bench.object_server import running
 
@@ -324,10 +324,14 @@ def side_shuffle(corpus: str) -> dict[str, Any]:
 
 
 def side_train(
-    blend: str, options: dict[str, Any], seconds: float, model: bool = False
+    blend: str,
+    options: dict[str, Any],
+    seconds: float,
+    model: bool = False,
+    ids_only: bool = False,
 ) -> dict[str, Any]:
-    """Tokens a second of the stream order, ids of int64, after a second to warm up; with `model`,
-    the example GPT learns them.
+    """Tokens a second of the stream order, ids of int64 or as they are stored, after a second to
+    warm up; with `model`, the example GPT learns them. And the CPU seconds of each kind of thread.
     """
     from streammega import DataConfig, StorageConfig, StreamLoader
 
@@ -339,22 +343,30 @@ def side_train(
         index_cache_dir=FOLDER / "cache",
     )
     learn = gpt_step() if model else lambda batch: None
-    with StreamLoader(config, micro_batch_size=8, global_batch_size=64) as loader:
+    sample_tokens = config.sequence_length
+    with StreamLoader(
+        config, micro_batch_size=8, global_batch_size=64, ids_only=ids_only
+    ) as loader:
         tokens = 0
         began = time.perf_counter()
         start = None
-        cpu_before = 0.0
+        threads_before: costs.Threads = {}
         for batch in loader:
             now = time.perf_counter()
             if start is None and now - began > 1.0:
                 start = now
-                cpu_before = time.process_time()
+                threads_before = costs.of_threads()
                 tokens = 0
-            tokens += batch["tokens"].numel()
+            tokens += 8 * sample_tokens
             learn(batch)
             if start is not None and now - start > seconds:
-                cpu = time.process_time() - cpu_before
-                return {"rate": tokens / (now - start), "cpu": cpu / tokens * 1e9}
+                kinds = costs.by_kind(threads_before, costs.of_threads())
+                of_kind = {
+                    kind: (spent.user + spent.system) / tokens * 1e9
+                    for kind, spent in kinds.items()
+                }
+                cpu = sum(of_kind.values())
+                return {"rate": tokens / (now - start), "cpu": cpu, "kinds": of_kind}
     raise AssertionError("the stream has no end")
 
 
@@ -396,6 +408,67 @@ def side_frames(dataset: str, seconds: float) -> dict[str, Any]:
     return {"rate": tokens / (time.perf_counter() - began), "cpu": cpu / tokens * 1e9}
 
 
+HELD_BLOCKS = 1024
+"""Of 256 KiB: as many as the stream order has lanes, each of which holds one."""
+PHASE_BYTES = 4096
+"""At which byte of a frame a block begins: half the tokens of a sample, as on average an epoch's
+do.
+"""
+
+
+def side_blocks(dataset: str, seconds: float, mode: str) -> dict[str, Any]:
+    """The least that this design takes: as `side_frames`, by the loader's own kernel and into as
+    much memory as its lanes hold, with the token behind each block, and blocks that begin within a
+    frame, as those of an epoch do. Then made into what a batch is handed out as, "ids" or "int64",
+    by bare kernels: without an order, batches and queues.
+    """
+    from streammega import StorageConfig
+    from streammega.storage import open_store
+    from streammega.storage.views import read_frames
+
+    path = min(Path(dataset).parent.glob("*.bin.zst"))
+    store, key = open_store(str(path), StorageConfig())
+    frames = read_frames(store, store.info(key))
+    stored = np.memmap(path, np.uint8, "r")
+    block_bytes = BLOCK_BYTES + 2  # the label of its last token lies behind it
+    cores = len(os.sched_getaffinity(0))
+    # Kernels are compiled, or loaded, before the clock starts.
+    costs.HandingOut(mode, BLOCK_BYTES).make([bytes(BLOCK_BYTES)])
+    first = stored[slice(*frames.stored(0, 2))]
+    frames.show([np.asarray(first)], [(0, 2)], [np.empty(2, np.uint8)])
+    stop = time.perf_counter() + seconds
+
+    def decompress(number: int) -> tuple[int, float]:
+        """Bytes until the time is over, without those behind the blocks, and CPU seconds."""
+        held = [np.empty(block_bytes, np.uint8) for _ in range(HELD_BLOCKS // cores)]
+        for block in held:
+            block.fill(1)  # its pages are there: the loader's are, but for the first
+        blocks = frames.size // BLOCK_BYTES - 1
+        order = np.random.default_rng(number).integers(0, blocks, 1 << 20).tolist()
+        making = costs.HandingOut(mode, BLOCK_BYTES)
+        done = 0
+        cpu_before = time.thread_time()
+        while time.perf_counter() < stop:
+            spans = []
+            outs = []
+            for turn in range(done, done + costs.JOB):
+                start = order[turn % len(order)] * BLOCK_BYTES + PHASE_BYTES
+                spans.append((start, start + block_bytes))
+                outs.append(held[turn % len(held)])
+            making.make(outs)  # what was held longest
+            bodies = [np.asarray(stored[slice(*frames.stored(*span))]) for span in spans]
+            frames.show(bodies, spans, outs)
+            done += costs.JOB
+        return done * BLOCK_BYTES, time.thread_time() - cpu_before
+
+    began = time.perf_counter()
+    with ThreadPoolExecutor(cores) as pool:
+        done = list(pool.map(decompress, range(cores)))
+    tokens = sum(decompressed for decompressed, _ in done) / 2
+    cpu = sum(spent for _, spent in done)
+    return {"rate": tokens / (time.perf_counter() - began), "cpu": cpu / tokens * 1e9}
+
+
 def gpt_step() -> Callable[[dict[str, Any]], None]:
     """An optimizer step of the example GPT, made very small."""
     import torch
@@ -430,6 +503,7 @@ SIDES: dict[str, Callable[..., dict[str, Any]]] = {
     "shuffle": side_shuffle,
     "train": side_train,
     "frames": side_frames,
+    "blocks": side_blocks,
 }
 
 
@@ -549,26 +623,47 @@ def write_and_read(once: str, folder: str, level: int, frame: int, runs: int) ->
 
 
 def local_shards(scale: Scale, kind: str) -> None:
-    """The loader alone on local shards, beside plain ones, and zstd beside its library alone."""
+    """The loader alone on local shards, beside plain ones; zstd beside its library alone too, and
+    beside the least that the design takes, as int64 and as ids.
+    """
     dataset = scale.shards(kind)
-    sides = {
+    train = {
         name: partial(run_side, "train", blend=scale.shards(name), options={}, seconds=4)
         for name in ("bin", kind)
     }
-    titles = {"bin": "plain .bin"}
+    sides = {"plain .bin": train["bin"], "int64": train[kind]}
+    titles = {"int64": ["plain .bin"]}
     if kind == "zst":
-        sides["frames"] = partial(run_side, "frames", dataset=dataset, seconds=4)
-        titles["frames"] = "the zstandard library alone on all cores"
+        library = "the zstandard library alone on all cores"
+        sides[library] = partial(run_side, "frames", dataset=dataset, seconds=4)
+        sides["ids"] = partial(train[kind], ids_only=True)
+        titles["int64"].append(library)
+        titles["ids"] = [library]
+        for mode, others in titles.items():
+            least = f"decompressing, and {mode} by bare kernels"
+            sides[least] = partial(run_side, "blocks", dataset=dataset, seconds=4, mode=mode)
+            others.append(least)
     found = harness.in_turns(scale.runs, sides)
-    for theirs, title in titles.items():
-        rate = median_of(found[theirs], "rate")
-        ours = median_of(found[kind], "rate")
-        row(f"training from local .{kind}, {title}", rate, ours, 1e6, "M tokens/s")
+    for mode, others in titles.items():
+        tell_of_shards(f"local .{kind}, {mode}", found, mode, others)
+
+
+def tell_of_shards(
+    title: str, found: dict[str, list[dict[str, Any]]], mode: str, others: list[str]
+) -> None:
+    """Rates and CPU seconds of the loader in a mode beside others, and of each kind of thread."""
+    rate = median_of(found[mode], "rate")
+    for theirs in others:
+        row(f"{title}, {theirs}", median_of(found[theirs], "rate"), rate, 1e6, "M tokens/s")
     # Of a machine that others use, the time of the processor tells more.
-    for theirs, title in titles.items():
-        seconds = median_of(found[theirs], "cpu")
-        ours = median_of(found[kind], "cpu")
-        row(f"CPU seconds per 10^9 tokens of .{kind}, {title}", seconds, ours, 1, "s")
+    cpu = median_of(found[mode], "cpu")
+    for theirs in others:
+        title_of_cpu = f"CPU seconds per 10^9 tokens, {title}, {theirs}"
+        row(title_of_cpu, median_of(found[theirs], "cpu"), cpu, 1, "s")
+    for thread in costs.KINDS.values():
+        spent = [result["kinds"].get(thread, 0.0) for result in found[mode]]
+        if any(spent):
+            harness.row(f"of that, {thread}", "", f"{statistics.median(spent):.2f} s", "")
 
 
 def median_of(results: list[dict[str, Any]], figure: str) -> float:

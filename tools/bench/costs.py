@@ -10,6 +10,14 @@ as the loader had in flight, several by one call as the loader does, and drops t
 side runs in a process of its own, in turns; the server (tools/bench/object_server.py) and both run
 on the same cores. Files are those of storage.py.
 
+    .venv/bin/python tools/bench/costs.py --floors       # what no loader can do without
+
+tells instead how far the loader is from the least: obstore alone; obstore that keeps as many bytes
+as the loader, for a shuffle holds what it mixes; and that makes of every body, when it is dropped,
+what a batch is handed out as: ids, or int64 tokens and labels, a float32 mask and int64 positions,
+by kernels without the interpreter's lock, into memory that is used again. The last has no order, no
+batches and no queue between threads.
+
 A token costs 2 stored bytes. "Switches" are those of a thread that waits for something: for bytes,
 for a lock or for the interpreter. Figures are medians of the runs.
 """
@@ -26,6 +34,7 @@ import threading
 import time
 from collections import defaultdict, deque
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -150,8 +159,58 @@ def loader(endpoint: str, folder: str, mode: str, seconds: float) -> Result:
     }
 
 
-def transport(endpoint: str, size: int, at_once: int, count: int, held: int = 0) -> Result:
-    """obstore alone, which keeps the latest `held` bytes alive."""
+class HandingOut:
+    """Makes of bodies what batches are handed out as, and nothing else: no order, no batches.
+
+    mode: "ids" or "int64". Each thread has one of its own.
+    """
+
+    def __init__(self, mode: str, size: int) -> None:
+        self._rows = size // STORED_BYTES // S
+        shape = (self._rows, S)
+        wide = np.int64 if mode == "int64" else np.uint16
+        self._ids = [np.empty(shape, wide), np.empty(shape, wide)]
+        self._mask = np.empty(shape, np.float32)
+        self._positions = np.empty(shape, np.int64)
+        self._mode = mode
+
+    def make(self, bodies: list[Any]) -> None:
+        """Of each body whole samples, without what is left of it."""
+        for body in bodies:
+            tokens = np.frombuffer(body, np.uint8)
+            address = np.array([tokens.ctypes.data], np.int64)
+            if address[0] % STORED_BYTES:
+                address = np.array([tokens.copy().ctypes.data], np.int64)
+            self._make(address)
+
+    def _make(self, address: np.ndarray[Any, Any]) -> None:
+        from streammega.kernels.batch import count_up
+        from streammega.kernels.plan import gather_rows, gather_shifted
+
+        rows = self._rows
+        zeros = np.zeros(rows, np.int64)
+        width = S + 1 if self._mode == "int64" else S
+        size = np.full(rows, width)
+        size[-1] = S  # the token after the last belongs to another body
+        out = self._ids if self._mode == "int64" else self._ids[:1]
+        kernel = gather_shifted if self._mode == "int64" else gather_rows
+        kernel(
+            np.empty(0, np.uint16), 0, zeros[:1], address, zeros,
+            np.arange(rows) * S * STORED_BYTES, size, zeros, zeros, np.arange(rows + 1), *out,
+            np.empty(rows, np.int64),
+        )  # fmt: skip
+        if self._mode == "int64":
+            self._mask.fill(1)
+            count_up(self._positions)
+
+
+def transport(
+    endpoint: str, size: int, at_once: int, count: int, held: int = 0, handed_out: str = ""
+) -> Result:
+    """obstore alone, which keeps the latest `held` bytes alive.
+
+    handed_out: "ids" or "int64": what is made of the bytes when they are dropped.
+    """
     import obstore
     from obstore.store import S3Store
 
@@ -163,18 +222,33 @@ def transport(endpoint: str, size: int, at_once: int, count: int, held: int = 0)
         client_options=client,
     )
     total = int(obstore.head(store, "web.bin")["size"])
-    starts = np.random.default_rng(0).integers(0, total - size, count).tolist()
-    jobs = [starts[first : first + JOB] for first in range(0, count, JOB)]
-    kept: deque[Any] = deque(maxlen=held // size // JOB)
+    kept: deque[Any] = deque()
+    most_kept = held // size // JOB
+    starts = np.random.default_rng(0).integers(0, total - size, count + most_kept * JOB).tolist()
+    jobs = [starts[first : first + JOB] for first in range(0, len(starts), JOB)]
+
+    def fetch() -> None:
+        job = jobs.pop()
+        ends = [start + size for start in job]
+        kept.append(obstore.get_ranges(store, "web.bin", starts=job, ends=ends, coalesce=0))
 
     def read() -> None:
+        makes = HandingOut(handed_out, size) if handed_out else None
         while True:
             try:
-                job = jobs.pop()
+                fetch()
             except IndexError:
                 return
-            ends = [start + size for start in job]
-            kept.append(obstore.get_ranges(store, "web.bin", starts=job, ends=ends, coalesce=0))
+            dropped = kept.popleft()
+            if makes is not None:
+                makes.make(dropped)
+            del dropped
+
+    # before the clock starts: what is held, and kernels are compiled or loaded
+    for _ in range(most_kept):
+        fetch()
+    if handed_out:
+        HandingOut(handed_out, size).make([bytes(size)])
 
     before = of_threads()
     spent = os.times()
@@ -203,13 +277,12 @@ def transport(endpoint: str, size: int, at_once: int, count: int, held: int = 0)
 SIDES: dict[str, Callable[..., Result]] = {"loader": loader, "transport": transport}
 
 
-def side(name: str, **arguments: Any) -> Result | None:
-    """A side in a process of its own; None, and why on stderr, if it failed."""
+def side(name: str, **arguments: Any) -> Result:
+    """A side in a process of its own. Raises SystemExit, with what it said, if it failed."""
     command = [sys.executable, __file__, "--side", name, json.dumps(arguments)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=600)
     if done.returncode:
-        print(done.stderr[-2000:], file=sys.stderr)
-        return None
+        raise SystemExit(f"{name} failed:\n{done.stderr[-2000:]}")
     result: Result = json.loads(done.stdout.splitlines()[-1])
     result["kinds"] = {kind: Spent(*spent) for kind, spent in result["kinds"].items()}
     return result
@@ -271,6 +344,66 @@ def tell(mode: str, runs: list[Result], alone: list[Result]) -> None:
     )
 
 
+def measure(
+    endpoint: str, folder: Path, mode: str, runs: int, seconds: float, *, held: bool = False
+) -> tuple[list[Result], list[Result]]:
+    """What the loader and obstore alone give, in turns. `held`: obstore keeps as many bytes.
+
+    Raises SystemExit when a side fails, which has said why.
+    """
+    ours = []
+    alone = []
+    for _ in range(runs):
+        of_loader = side(
+            "loader", endpoint=endpoint, folder=str(folder), mode=mode, seconds=seconds
+        )
+        size = int(of_loader["size"])
+        of_transport = side(
+            "transport",
+            endpoint=endpoint,
+            size=size,
+            at_once=int(of_loader["at_once"]),
+            count=int(of_loader["bytes"] // size) // JOB * JOB,
+            held=int(of_loader["held"]) if held else 0,
+        )
+        ours.append(of_loader)
+        alone.append(of_transport)
+    return ours, alone
+
+
+def floors(endpoint: str, mode: str, folder: Path, runs: int, seconds: float) -> None:
+    """One line for each thing that a loader cannot do without, and one for the loader."""
+    first = side("loader", endpoint=endpoint, folder=str(folder), mode=mode, seconds=seconds)
+    size = int(first["size"])
+    alike: dict[str, Any] = {
+        "endpoint": endpoint,
+        "size": size,
+        "at_once": int(first["at_once"]),
+        "count": int(first["bytes"] // size) // JOB * JOB,
+    }
+    held = int(first["held"])
+    sides = {
+        "obstore alone": partial(side, "transport", **alike),
+        "obstore, as much held": partial(side, "transport", held=held, **alike),
+        "obstore, handed out": partial(side, "transport", handed_out=mode, **alike),
+        "obstore, as much held and handed out": partial(
+            side, "transport", held=held, handed_out=mode, **alike
+        ),
+        "the loader": partial(
+            side, "loader", endpoint=endpoint, folder=str(folder), mode=mode, seconds=seconds
+        ),
+    }
+    measured = harness.in_turns(runs, sides)
+    rates = {name: statistics.median(map(rate, results)) for name, results in measured.items()}
+    for name, results in measured.items():
+        harness.row(
+            f"{mode}: {name}",
+            f"{statistics.median(map(cpu, results)):.2f}",
+            f"{rates[name]:.0f}",
+            f"{100 * rates[name] / rates['obstore alone']:.0f} %",
+        )
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -281,6 +414,7 @@ def main() -> int:
     parser.add_argument("--runs", type=int, default=3)
     parser.add_argument("--seconds", type=float, default=4.0)
     parser.add_argument("--held", action="store_true", help="obstore alone keeps bytes, too")
+    parser.add_argument("--floors", action="store_true", help="what no loader can do without")
     parser.add_argument("--side", nargs=2, help=argparse.SUPPRESS)
     chosen = parser.parse_args()
     if chosen.side:
@@ -289,6 +423,13 @@ def main() -> int:
         return 0
     prepare(chosen.folder, peers=False)
     print(f"{harness.machine()}; {harness.versions(PACKAGES[:3])}; {chosen.runs} runs, medians\n")
+    if chosen.floors:
+        harness.table("what", "CPU s per 10^9 tokens", "MB/s", "share of obstore alone")
+        with running(chosen.folder / "objects") as server:
+            server.behave(**SHAPES[chosen.shape])
+            for mode in chosen.modes:
+                floors(server.endpoint, mode, chosen.folder, chosen.runs, chosen.seconds)
+        return 0
     harness.table(
         "stream order, default blocks",
         "CPU s per 10^9 tokens",
@@ -300,33 +441,9 @@ def main() -> int:
     with running(chosen.folder / "objects") as server:
         server.behave(**SHAPES[chosen.shape])
         for mode in chosen.modes:
-            runs = []
-            alone = []
-            for _ in range(chosen.runs):
-                ours = side(
-                    "loader",
-                    endpoint=server.endpoint,
-                    folder=str(chosen.folder),
-                    mode=mode,
-                    seconds=chosen.seconds,
-                )
-                if ours is None:
-                    return 1
-                size = int(ours["size"])
-                count = int(ours["bytes"] // size) // JOB * JOB
-                held = int(ours["held"]) if chosen.held else 0
-                theirs = side(
-                    "transport",
-                    endpoint=server.endpoint,
-                    size=size,
-                    at_once=int(ours["at_once"]),
-                    count=count,
-                    held=held,
-                )
-                if theirs is None:
-                    return 1
-                runs.append(ours)
-                alone.append(theirs)
+            runs, alone = measure(
+                server.endpoint, chosen.folder, mode, chosen.runs, chosen.seconds, held=chosen.held
+            )
             tell(mode, runs, alone)
     return 0
 

@@ -30,6 +30,7 @@ from tools.bench import harness
 from tools.bench.object_server import Running, running
 
 PACKAGES = ("numpy", "numba", "torch", "obstore")
+FOLDER = Path("/tmp/streammega-opening")
 DATASETS = 1_000
 SHARDS = 10_000
 CORPUS_TOKENS = 32 << 20
@@ -217,6 +218,18 @@ def print_first(server: Running, cache: Path, runs: int, latency: float) -> None
         harness.row(name, *(f"{column[name]:.2f}" for column in columns))
 
 
+def seconds_to_open(server: Running, cache: Path, what: str, runs: int) -> tuple[float, float]:
+    """Medians of an opening with an empty cache, and with the one that this filled."""
+    results = []
+    for _ in range(runs):
+        shutil.rmtree(cache, ignore_errors=True)
+        common = {"options": server.storage_options, "cache": str(cache)}
+        results.append(side("opening", what=what, **common))
+    cold = statistics.median(result["cold"] for result in results)
+    again = statistics.median(result["again"] for result in results)
+    return cold, again
+
+
 def print_openings(
     server: Running, cache: Path, runs: int, latency: float, chosen: Sequence[str]
 ) -> None:
@@ -227,19 +240,13 @@ def print_openings(
         for name, what in OPENINGS.items():
             if what not in chosen:
                 continue
-            results = []
-            for _ in range(runs):
-                shutil.rmtree(cache, ignore_errors=True)
-                common = {"options": server.storage_options, "cache": str(cache)}
-                results.append(side("opening", what=what, **common))
-            cold = statistics.median(result["cold"] for result in results)
-            again = statistics.median(result["again"] for result in results)
+            cold, again = seconds_to_open(server, cache, what, runs)
             harness.row(name, f"{delay * 1e3:.0f} ms", f"{cold:.2f}", f"{again:.2f}")
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--folder", type=Path, default=Path("/tmp/streammega-opening"))
+    parser.add_argument("--folder", type=Path, default=FOLDER)
     parser.add_argument("--runs", type=int, default=3)
     parser.add_argument("--latency", type=float, default=0.02)
     parser.add_argument("--figures", nargs="+", choices=("first", "opening"))

@@ -32,22 +32,27 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from tools.bench import harness
 
 Side = Callable[[], Any]
+FIGURES = ("indices", "blends", "locate")
 
 
 def main() -> int:
     arguments = argparse.ArgumentParser(description=__doc__)
+    arguments.add_argument("--figures", nargs="*", choices=FIGURES, default=FIGURES)
     arguments.add_argument("--sequences", type=int, nargs="*", default=[20_000_000])
     arguments.add_argument("--runs", type=int, default=5)
     chosen = arguments.parse_args()
     packages = harness.versions(("numpy", "numba", "megatron-core"))
     print(f"Python {platform.python_version()}, {num_threads()} cores; {packages}")
     harness.table("kernel", "helpers / NumPy", "streammega", "ratio", "bits")
-    for sequences in chosen.sequences:
-        sample_index(sequences, chosen.runs)
-        shuffles(sequences, chosen.runs)
-    blends(chosen.runs)
-    locate(chosen.runs)
-    starts()
+    if "indices" in chosen.figures:
+        for sequences in chosen.sequences:
+            sample_index(sequences, chosen.runs)
+            shuffles(sequences, chosen.runs)
+    if "blends" in chosen.figures:
+        blends(chosen.runs)
+    if "locate" in chosen.figures:
+        locate(chosen.runs)
+        starts()
     return 0
 
 
@@ -115,8 +120,6 @@ def shuffles(sequences: int, runs: int) -> None:
 
 
 def blends(runs: int) -> None:
-    from megatron.core.datasets import helpers
-
     rng = np.random.default_rng(0)
     for count, size in ((64, 4_000_000), (256, 2_000_000), (1000, 500_000)):
         kinds = {
@@ -125,29 +128,27 @@ def blends(runs: int) -> None:
             "equal": np.ones(count),
         }
         for kind, raw in kinds.items():
-            weights = np.array(normalized(raw.tolist()))
+            theirs, ours = blend_sides(raw, size)
+            title = f"blending {count} datasets, {kind} weights, {size / 1e6:g}M samples"
+            compare(title, theirs, ours, runs)
 
-            def theirs(
-                weights: np.ndarray = weights, size: int = size
-            ) -> tuple[np.ndarray, np.ndarray]:
-                dataset = np.zeros(size, np.int16)
-                sample = np.zeros(size, np.int64)
-                helpers.build_blending_indices(
-                    dataset, sample, weights.tolist(), len(weights), size, False
-                )
-                return dataset, sample
 
-            def ours(
-                weights: np.ndarray = weights, size: int = size
-            ) -> tuple[np.ndarray, np.ndarray]:
-                return blend_weighted(weights, size)
+def blend_sides(raw_weights: np.ndarray, size: int) -> tuple[Side, Side]:
+    """The helper's and ours, which blend so many samples."""
+    from megatron.core.datasets import helpers
 
-            compare(
-                f"blending {count} datasets, {kind} weights, {size / 1e6:g}M samples",
-                theirs,
-                ours,
-                runs,
-            )
+    weights = np.array(normalized(raw_weights.tolist()))
+
+    def theirs() -> tuple[np.ndarray, np.ndarray]:
+        dataset = np.zeros(size, np.int16)
+        sample = np.zeros(size, np.int64)
+        helpers.build_blending_indices(dataset, sample, weights.tolist(), len(weights), size, False)
+        return dataset, sample
+
+    def ours() -> tuple[np.ndarray, np.ndarray]:
+        return blend_weighted(weights, size)
+
+    return theirs, ours
 
 
 def stream_order(datasets: int) -> StreamOrder:

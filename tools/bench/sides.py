@@ -315,6 +315,10 @@ def mosaic(a: Result) -> Result:
     stub_torchvision()
     import torch
     from streaming import StreamingDataset
+    from streaming.base.util import clean_stale_shared_memory
+
+    # a run that was ended leaves its state to the next one, which then looks for samples elsewhere
+    clean_stale_shared_memory()
 
     class Tokens(StreamingDataset):  # type: ignore[misc]
         def __getitem__(self, index: Any) -> Any:

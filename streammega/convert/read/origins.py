@@ -12,11 +12,8 @@ import numpy as np
 from streammega.convert.documents import LongText, RawDocument, Tokens
 from streammega.convert.options import ConvertOptions
 from streammega.convert.read.keys import MISSING, value_at
+from streammega.dataset.origin_names import BYTE, DOCUMENT, FILE, LINE
 from streammega.dataset.origins import (
-    BYTE,
-    DOCUMENT,
-    FILE,
-    LINE,
     MOST_ID,
     Origin,
     Origins,

@@ -43,8 +43,13 @@ def copy_packed(
         bins = np.full(packed.num_bins * capacity, pad_id, writer.dtype)
         addresses = held.addresses[packed.document] + packed.start * writer.dtype.itemsize
         gather(addresses, packed.size * writer.dtype.itemsize, bins, packed.target)
+        # A window is large, whatever memory a conversion may take: it is there twice while bins are
+        # filled, once while they are written, and not at all when the next one is read.
+        held.tokens.clear()
         _write(bins, held, packed, writer)
-        yield (parts[packed.document], chosen[packed.document]), bins.nbytes
+        bytes_written = bins.nbytes
+        del bins, held
+        yield (parts[packed.document], chosen[packed.document]), bytes_written
     tail = np.full(1, pad_id, writer.dtype)
     nothing = np.empty(0, np.int64)
     writer.add_packed(tail.view(np.uint8).data, nothing.astype(np.int32), nothing, nothing, None)

@@ -44,16 +44,17 @@ def write_origins(
     documents: OrderedDocuments,
     portions: Iterable[tuple[Integers, Integers]],
     name: str,
-) -> str:
+) -> tuple[str, int]:
     """Write the origins of a shard to the work folder, from where they are published; returns their
-    xxh3-128. portions: (part, document of it) of its documents, in their order.
+    xxh3-128, and how many of them have an id. portions: (part, document of it) of its documents, in
+    their order.
     """
     writer = OriginsWriter()
     for parts, chosen in portions:
         writer.add(_chosen(job, documents, parts, chosen))
     stored = writer.finish()
     save_bytes(join_url(job.work, f"out/{name}{ENDING}"), stored, job.storage)
-    return xxhash.xxh3_128_hexdigest(stored)
+    return xxhash.xxh3_128_hexdigest(stored), writer.num_ids
 
 
 def _chosen(job: Job, documents: OrderedDocuments, parts: Integers, chosen: Integers) -> Origins:

@@ -22,7 +22,7 @@ from streammega.convert.write.names import OutputNames, Target
 from streammega.convert.write.output import Output
 from streammega.dataset.manifest import Manifest, Shard
 from streammega.dataset.origins import ENDING
-from streammega.errors import ConvertError
+from streammega.errors import AccessDeniedError, ConvertError
 from streammega.errors.redaction import redact_urls
 from streammega.storage import join_url, open_store, save_bytes
 from streammega.storage.moves import delete, link, move
@@ -121,12 +121,22 @@ class Publisher:
         """
         if not self._is_remote:  # else they were written there
             self._move(layout, names, self._suffix)
-        if not self._beside and not self._is_remote:
-            # Of a dataset whose files were removed by hand: they would tell of these documents.
-            for name in names:
-                delete(self._output.url(name + ENDING), self._storage)
+        if not self._beside:
+            self._forget_origins(names)
         for ending in (*self._beside, ".idx"):
             self._move(layout, names, ending)
+
+    def _forget_origins(self, names: Sequence[str]) -> None:
+        """Remove origins of a dataset whose other files were removed by hand: they would tell of
+        these documents.
+        """
+        urls = {self._output.url(name + ENDING) for name in names}
+        try:
+            found = self._output.sizes(list(urls))
+        except AccessDeniedError:
+            return  # whoever may not list is refused what is not there
+        for url in urls.intersection(found):
+            delete(url, self._storage)
 
     def _move(self, layout: ShardLayout, names: Sequence[str], ending: str) -> None:
         for old, new in zip(layout.names, names, strict=True):

@@ -7,6 +7,7 @@ from __future__ import annotations
 from collections.abc import Generator, Iterator
 from contextlib import closing
 from dataclasses import asdict
+from typing import Any
 
 import numpy as np
 
@@ -36,11 +37,14 @@ def read_shard(job: Job, layout: ShardLayout, number: int) -> Shard | None:
     return Shard(**stored["shard"])
 
 
-def origins_written(work: str, layout: ShardLayout, storage: StorageConfig) -> list[str]:
-    """The checksums of the origins beside all shards, which are written. Raises ConvertError where
-    a record of one is gone.
+def origins_written(
+    work: str, layout: ShardLayout, storage: StorageConfig
+) -> tuple[list[str], int]:
+    """The checksums of the origins beside all shards, which are written, and how many of them have
+    an id. Raises ConvertError where a record of one is gone.
     """
     checksums = []
+    num_ids = 0
     for number in range(layout.num_shards):
         record = load_json(_record_url(work, number), storage)
         if record is None or "origins" not in record:
@@ -48,7 +52,8 @@ def origins_written(work: str, layout: ShardLayout, storage: StorageConfig) -> l
                 f"{_record_url(work, number)}: is gone; run the same command again with --restart"
             )
         checksums.append(str(record["origins"]))
-    return checksums
+        num_ids += int(record.get("ids", 1))  # not known of a shard that an earlier release wrote
+    return checksums, num_ids
 
 
 def read_pack_counts(job: Job, number: int) -> PackCounts:
@@ -85,13 +90,15 @@ def write_shard(
         index_bytes=writer.index.size,
         index_checksums=writer.index.checksums,
     )
-    record = {"digest": layout.digest, "shard": asdict(shard)}
+    record: dict[str, Any] = {"digest": layout.digest, "shard": asdict(shard)}
     if job.options.pack is not None:
         record["packing"] = asdict(counts)
     if job.options.origins:
         portions = _documents_of_portions(documents, layout, number)
         in_order = portions if job.options.pack is None else placed
-        record["origins"] = write_origins(job, documents, in_order, layout.names[number])
+        record["origins"], record["ids"] = write_origins(
+            job, documents, in_order, layout.names[number]
+        )
     save_json(_record_url(job.work, number), record, job.storage)
     return shard
 

@@ -13,7 +13,7 @@ from streammega.storage.backends.oss import obstore_arguments
 from streammega.storage.backends.oss_credentials import OssCredentials, OssKey
 from streammega.storage.backends.oss_native import OssNativeStore
 from streammega.storage.locks import process_lock
-from streammega.storage.store import Bytes, ObjectInfo, ObjectWriter, Span, ended_early
+from streammega.storage.store import Buffer, Bytes, ObjectInfo, ObjectWriter, Span, ended_early
 
 Result = TypeVar("Result")
 _CODE = re.compile(r"<Code>(\w+)</Code>")
@@ -48,6 +48,10 @@ class OssStore(ObstoreStore):
     def read_bodies(self, key: str, spans: Sequence[Span], etag: str = "") -> list[Bytes]:
         """The same, their bodies as they came."""
         return self._renewing(lambda: super(OssStore, self).read_bodies(key, spans, etag))
+
+    def read_objects(self, infos: Sequence[ObjectInfo], at_once: int) -> list[Buffer]:
+        """One GET each; a refused key is renewed once."""
+        return self._renewing(lambda: super(OssStore, self).read_objects(infos, at_once))
 
     def list(self, prefix: str, recursive: bool = True) -> list[ObjectInfo]:
         """Objects under a prefix, 1,000 a request; the prefix may end inside a name."""

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from streammega.storage.cache.store import SMALL, CachedStore
 from streammega.storage.fetch.limits import JOB_BYTES
-from streammega.storage.fetch.reads import Holding, Read
+from streammega.storage.fetch.reads import Read
 from streammega.storage.store import Bytes, address_of, gives_bodies
 from streammega.storage.views import DerivedStore
 
@@ -15,8 +15,8 @@ from streammega.storage.views import DerivedStore
 class Answer:
     """How a job ended: with an error, or with the bytes of its reads.
 
-    bodies: of each read, in their order, where holdings keep them (`Holding.keeps_body`). Else the
-    bytes are in the holdings' buffers.
+    bodies: of each read, in their order, where some holding keeps its own (`Holding.keeps_body`).
+    The bytes of the others are in their holdings' buffers.
     """
 
     error: BaseException | None = None
@@ -33,11 +33,11 @@ def send(job: list[Read], *, past_cache: bool) -> Answer:
     store = first.store
     spans = [(read.start, read.stop) for read in job]
     try:
-        if first.holding.keeps_body:
+        if any(read.holding.keeps_body for read in job):
             assert gives_bodies(store)
             bodies = store.read_bodies(first.key, spans, first.etag)
             pairs = zip(job, bodies, strict=True)
-            return Answer(bodies=[_aligned(body, read.holding) for read, body in pairs])
+            return Answer(bodies=[_placed(body, read) for read, body in pairs])
         if past_cache and isinstance(store, CachedStore):
             store.read_past_cache(first.key, spans, [read.out for read in job], first.etag)
             return Answer()
@@ -64,12 +64,16 @@ def _read_into(reads: list[Read]) -> None:
     first.store.read_into(first.key, spans, [read.out for read in reads], first.etag)
 
 
-def _aligned(body: Bytes, holding: Holding) -> Bytes:
-    """A body whose tokens lie where kernels may read them.
+def _placed(body: Bytes, read: Read) -> Bytes:
+    """The body of a read: in its holding's buffer, or, where that keeps the body, as it came.
 
     One that came with the head of its answer lies in the transport's buffer behind it, at any
-    address.
+    address: it is copied if kernels may not read tokens there.
     """
+    holding = read.holding
+    if not holding.keeps_body:
+        read.out[:] = body
+        return read.out
     return body if address_of(body) % holding.alignment == 0 else body.copy()
 
 
@@ -88,8 +92,6 @@ def together(first: Read, read: Read, job_bytes: int) -> bool:
     # To unpack what lies on this machine is work and no request: of a dataset of many shards two
     # reads of one shard seldom follow each other, and a thread would take one at a time.
     if not is_same and not (_unpacks(first) and _unpacks(read)):
-        return False
-    if read.holding.keeps_body != first.holding.keeps_body:
         return False
     return job_bytes + read.size <= JOB_BYTES
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
+from functools import lru_cache
 
 import numpy as np
 
@@ -14,6 +15,7 @@ STEP_BITS = 4
 """Buffers of sizes between two powers of two have 8 sizes: few, so that a freed one soon fits."""
 
 
+@lru_cache(maxsize=1 << 14)
 def rounded(size: int) -> int:
     """The bytes that a buffer of `size` takes.
 

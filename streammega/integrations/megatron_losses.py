@@ -1,0 +1,173 @@
+"""Losses by source in the reports of Megatron-LM and Megatron-Bridge.
+
+    from streammega.integrations.megatron_losses import with_source_losses
+
+    pretrain(train_valid_test_datasets_provider, model_provider, ModelType.encoder_or_decoder,
+             with_source_losses(forward_step), ...)
+
+Which dataset a sample is of follows from the order, so that nothing is sent between ranks, and every
+rank of the last stage has it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import partial, wraps
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from streammega.errors import ConfigError
+from streammega.integrations.frameworks import imported
+from streammega.integrations.megatron import MegatronBatches
+
+KEY = "lm loss"
+"""Megatron's own name of the loss; that of a dataset is "lm loss/NAME"."""
+
+
+@dataclass
+class _Count:
+    """How far the forward steps of one iterator are.
+
+    start: the sample it began at. consumed: what Megatron had counted then. at: what it had counted
+    when the iteration began, of which `number` micro-batches have gone forward.
+    """
+
+    start: int
+    consumed: int
+    at: int
+    number: int = 0
+
+
+@dataclass
+class _Positions:
+    """Of every iterator the global sample at which its next micro-batch begins.
+
+    By Megatron's own count of samples, so that a micro-batch that it replays is itself again.
+    """
+
+    counts: WeakKeyDictionary[MegatronBatches, _Count] = field(default_factory=WeakKeyDictionary)
+
+    def next_of(self, batches: MegatronBatches, consumed: int, micro_batches: int) -> int:
+        """consumed: samples of training that Megatron has counted. micro_batches: of an
+        iteration.
+        """
+        count = self.counts.get(batches)
+        if count is None:
+            count = _Count(start=batches.consumed_samples, consumed=consumed, at=consumed)
+            self.counts[batches] = count
+        number = count.number
+        base = count.start
+        if batches.split == "train":
+            if count.at != consumed:
+                count.at = consumed
+                number = 0
+            base += consumed - count.consumed
+            count.number = (number + 1) % micro_batches
+        else:  # evaluation replays nothing
+            count.number = number + 1
+        return base + number * batches.step_samples
+
+
+def with_source_losses(forward_step: Callable[..., Any]) -> Callable[..., Any]:
+    """A forward step whose reports also have the loss of each dataset, "lm loss/NAME": its sum and
+    its tokens, which Megatron adds up over micro-batches and ranks, and logs as its own loss. One
+    that had no token in an iteration is NaN there.
+
+    forward_step: as in Megatron's `pretrain_gpt` or Bridge's `gpt_step`: it returns the loss of each
+    token and `partial(loss_func, loss_mask, ...)`. Batches of other loaders, and those of
+    --full-validation, are reported as they are. Each dataset is one more small all-reduce in an
+    iteration.
+    """
+    positions = _Positions()
+
+    @wraps(forward_step)
+    def reporting_step(*arguments: Any, **named: Any) -> Any:
+        """The forward step, its loss function also telling losses by source."""
+        batches = _batches_among((*arguments, *named.values()))
+        if batches is None:
+            return forward_step(*arguments, **named)
+        position = positions.next_of(batches, _consumed(arguments), _micro_batches())
+        output, loss_func = forward_step(*arguments, **named)
+        return output, partial(_reported, loss_func, batches, position)
+
+    return reporting_step
+
+
+def _reported(
+    loss_func: Any,
+    batches: MegatronBatches,
+    position: int,
+    output: Tensor,
+    *rest: Any,
+    **named: Any,
+) -> Any:
+    """What a loss function gives, with losses by source in its report, which comes last."""
+    result = loss_func(output, *rest, **named)
+    if not isinstance(result, tuple) or not isinstance(result[-1], dict):
+        return result  # of what asks for no report
+    mask = _mask_of(loss_func, output)
+    dataset_ids = batches.open().dataset.dataset_ids(position)
+    names = batches.source_names
+    sums = _sums_by_source(output, mask, dataset_ids, len(names))
+    report = result[-1] | {f"{KEY}/{name}": sums[number] for number, name in enumerate(names)}
+    return (*result[:-1], report)
+
+
+def _mask_of(loss_func: Any, output: Tensor) -> Tensor:
+    """The loss mask that a loss function was made with. Raises ConfigError where there is none."""
+    given = getattr(loss_func, "args", ())
+    if given and isinstance(given[0], Tensor) and given[0].numel() == output.numel():
+        mask: Tensor = given[0]
+        return mask
+    raise ConfigError(
+        "losses by source need the loss mask of each token: have forward_step return the losses of "
+        "tokens and partial(loss_func, loss_mask, ...), as Megatron's own does"
+    )
+
+
+def _sums_by_source(
+    output: Tensor, mask: Tensor, dataset_ids: NDArray[np.int64], sources: int
+) -> Tensor:
+    """(loss, tokens) of each dataset, float64 [sources, 2]."""
+    rows = len(dataset_ids)
+    counted = mask.detach().reshape(rows, -1).double()
+    losses = output.detach().reshape(rows, -1).double()
+    # chosen, not multiplied: 0 times an infinite loss is none
+    loss_of_token = torch.where(counted != 0, losses * counted, 0.0)
+    loss_and_tokens = torch.stack((loss_of_token.sum(1), counted.sum(1)), 1)
+    sums = torch.zeros(sources, 2, dtype=torch.float64, device=output.device)
+    # not waited for, as a copy to the device otherwise is, with all that it still computes
+    sources_of_rows = torch.from_numpy(dataset_ids).to(output.device, non_blocking=True)
+    return sums.index_add_(0, sources_of_rows, loss_and_tokens)
+
+
+def _batches_among(arguments: tuple[Any, ...]) -> MegatronBatches | None:
+    """Our batches, behind Megatron's iterator that can replay; None: they are another's."""
+    for argument in arguments:
+        iterable = getattr(argument, "iterable", argument)
+        iterable = getattr(iterable, "megatron_batches", iterable)  # of Bridge's
+        if isinstance(iterable, MegatronBatches):
+            return iterable
+    return None
+
+
+def _consumed(arguments: tuple[Any, ...]) -> int:
+    """Samples of training that Megatron has counted: Bridge gives its state to the forward step."""
+    for argument in arguments:
+        train_state = getattr(argument, "train_state", None)
+        if train_state is not None:
+            return int(train_state.consumed_train_samples)
+    args = imported("megatron.training", "megatron").get_args()
+    return int(args.consumed_train_samples)
+
+
+def _micro_batches() -> int:
+    """Micro-batches of an iteration on each rank."""
+    calculator = imported("megatron.core.num_microbatches_calculator", "megatron")
+    return int(calculator.get_num_microbatches())

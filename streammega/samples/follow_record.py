@@ -1,0 +1,198 @@
+"""What a run took in by itself, written down where all its ranks and resumes see it.
+
+    follow/00000000000000000000.json   of which run the others are
+    follow/00000000000001920000.json   all that joined up to sample 1,920,000
+    follow/00000000000003840000.json   all that joined up to sample 3,840,000
+
+One file for each sample at which newer versions were looked for, also where there was none. Who
+comes to such a sample and finds no file looks, and writes what it found on the condition that
+nobody has; whoever comes at the same moment, later, or again after a kill goes by what was written.
+So ranks and workers agree without a message, and nothing is drawn that is not written down before.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import dacite
+
+from streammega.config import StorageConfig
+from streammega.errors import ConfigError, FormatError, StateError
+from streammega.errors.redaction import redact_urls
+from streammega.storage import join_url, open_store
+from streammega.storage.moves import read_whole
+from streammega.storage.store import ConditionsUnknown, create_on_condition
+
+FORMAT = "streammega-follow"
+VERSION = 1
+_DIGITS = 20
+"""Of a sample in a file's name, so that names are in the order of samples."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Joined:
+    """What was appended to a dataset of the blend, from version `after` to version `until`.
+
+    dataset: the place in the blend of the one that it was appended to. name: of it, for people.
+    """
+
+    dataset: int
+    name: str
+    after: int
+    until: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class JoiningPhase:
+    """A phase that begins because something joined, behind all datasets that were there.
+
+    weights: of all datasets of its blend; None: in proportion to their samples, as before.
+    """
+
+    first_sample: int
+    joined: list[Joined]
+    weights: list[float] | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Looked:
+    """All that joined up to a sample at which newer versions were looked for.
+
+    left_out: versions that could not be read there, and why, for people.
+    """
+
+    sample: int
+    phases: list[JoiningPhase]
+    left_out: list[str]
+
+
+NOTHING = Looked(sample=0, phases=[], left_out=[])
+"""Of a run that has looked nowhere yet."""
+
+
+class FollowRecord:
+    """The files of one run. Raises StorageError, FormatError for files that are not its own.
+
+    Args:
+        url: their folder.
+        storage: how it is reached.
+    """
+
+    def __init__(self, url: str, storage: StorageConfig) -> None:
+        self.url = url
+        self._storage = storage
+
+    def newest(self) -> Looked:
+        """What was found at the last sample of all: one listing, and one file."""
+        store, key = open_store(self.url, self._storage)
+        samples = [0]
+        for info in store.list(f"{key}/", recursive=False):
+            name, _, suffix = info.key[len(f"{key}/") :].partition(".")
+            if suffix == "json" and len(name) == _DIGITS and name.isdecimal():
+                samples.append(int(name))
+        newest = max(samples)
+        looked = self.at(newest)
+        if looked is None and newest:
+            raise self._damaged(newest, "it was listed, and is not there")
+        return looked or NOTHING
+
+    def at(self, sample: int) -> Looked | None:
+        """What was found at a sample; None: nobody has looked there."""
+        raw = read_whole(self._url_of(sample), self._storage)
+        if raw is None:
+            return None
+        stored = self._parse(raw, sample)
+        stored.pop("run", None)
+        try:
+            looked = dacite.from_dict(Looked, stored, dacite.Config(strict=True))
+        except dacite.DaciteError as error:
+            raise self._damaged(sample, str(error)) from None
+        firsts = [phase.first_sample for phase in looked.phases]
+        in_order = firsts == sorted(set(firsts)) and all(0 < first <= sample for first in firsts)
+        if looked.sample != sample or not in_order:
+            raise self._damaged(sample, "its samples are not in order")
+        return looked
+
+    def begin(self, run: Mapping[str, Any]) -> None:
+        """Have it be the record of a run, which `run` tells from others.
+
+        Raises ConfigError where it is another's, or its place keeps no conditional writes.
+        """
+        first = self._to_json(NOTHING, run=dict(run))
+        self._create(0, first)
+        raw = read_whole(self._url_of(0), self._storage)
+        written = self._parse(raw or b"", 0).get("run")
+        if written != json.loads(json.dumps(dict(run))):
+            raise ConfigError(
+                f"{redact_urls(self.url)}: is the record of another run ({written}, and this one is "
+                f"{dict(run)}); name another folder by data.follow.record"
+            )
+        # what is there must be refused: else two ranks could each write what they found
+        if self._create(0, raw or first):
+            raise _no_conditions(self.url, "what is there is written over")
+
+    def write(self, looked: Looked) -> Looked:
+        """Write what was found, unless somebody has; returns what holds."""
+        self._create(looked.sample, self._to_json(looked))
+        written = self.at(looked.sample)
+        if written is None:
+            raise StateError(f"{self._url_of(looked.sample)}: was written, and is not there")
+        return written
+
+    def _create(self, sample: int, data: bytes) -> bool:
+        store, key = open_store(self._url_of(sample), self._storage)
+        try:
+            return create_on_condition(store, key, data)
+        except ConditionsUnknown as unknown:
+            raise _no_conditions(self.url, str(unknown)) from None
+
+    def _url_of(self, sample: int) -> str:
+        return join_url(self.url, f"{sample:0{_DIGITS}d}.json")
+
+    def _to_json(self, looked: Looked, **more: Any) -> bytes:
+        stored = {"format": FORMAT, "version": VERSION, **more, **asdict(looked)}
+        text = json.dumps(stored, indent=1) + "\n"
+        return text.encode()
+
+    def _parse(self, raw: bytes, sample: int) -> dict[str, Any]:
+        try:
+            stored: Any = json.loads(raw)
+        except (ValueError, RecursionError) as error:
+            raise self._damaged(sample, str(error)) from None
+        if not isinstance(stored, dict) or stored.pop("format", None) != FORMAT:
+            raise self._damaged(sample, "it is none")
+        version = stored.pop("version", None)
+        if version != VERSION:
+            raise self._damaged(sample, f"version {version}; this program reads {VERSION}")
+        return stored
+
+    def _damaged(self, sample: int, why: str) -> FormatError:
+        return FormatError(
+            f"{redact_urls(self._url_of(sample))}: is a damaged record of what a run took in ({why}); "
+            f"restore it, for the order of the run depends on it"
+        )
+
+
+def _no_conditions(url: str, reason: str) -> ConfigError:
+    return ConfigError(
+        f"{redact_urls(url)}: nothing can be written here on the condition that nothing is there "
+        f"({reason}), so ranks could take in different versions; name another folder by "
+        f"data.follow.record, in s3:// for instance, or on a disk that all ranks see"
+    )
+
+
+def same_phases(one: Looked, other: Looked) -> bool:
+    """Whether two say the same of the order."""
+    return _order_of(one.phases) == _order_of(other.phases)
+
+
+def _order_of(phases: Sequence[JoiningPhase]) -> list[Any]:
+    """What of phases the order depends on."""
+    found: list[Any] = []
+    for phase in phases:
+        joined = [(item.dataset, item.after, item.until) for item in phase.joined]
+        found.append((phase.first_sample, joined, phase.weights))
+    return found

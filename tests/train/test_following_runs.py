@@ -1,0 +1,102 @@
+"""A run of real ranks that takes in what is appended while it is killed and resumed."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from streammega.cli.main import app
+from streammega.dataset.growing.append import append
+from streammega.samples.following import recorded
+from streammega.train.config import load_run
+from streammega.train.loop import Trainer
+from streammega.train.metrics import read_metrics
+from tests.support.growing import put_dataset
+from tests.train.test_train import loader_hashes, train_on
+
+TOML = """
+[data]
+blend = ["{web}@1", "{code}"]
+sequence_length = 16
+split = "1,0,0"
+order = "stream"
+lanes = 8
+block_bytes = 256
+index_cache_dir = "{folder}/cache"
+[data.follow]
+every_samples = 20
+[model]
+vocab_size = 60000
+dim = 8
+layers = 1
+heads = 2
+[train]
+iters = 14
+micro_batch_size = 2
+global_batch_size = 8
+save_interval = 6
+log_interval = 4
+device = "cpu"
+hash_batches = true
+out_dir = "{folder}/run"
+"""
+
+
+@pytest.fixture
+def run_file(tmp_path: Path) -> str:
+    web = put_dataset(f"{tmp_path}/web", seed=0)
+    append(web, [put_dataset(f"{tmp_path}/web-a", seed=1)])
+    code = put_dataset(f"{tmp_path}/code", seed=2)
+    path = tmp_path / "run.toml"
+    path.write_text(TOML.format(web=web, code=code, folder=tmp_path))
+    return str(path)
+
+
+def test_ranks_that_are_killed_repeat_what_they_took_in(run_file: str, tmp_path: Path) -> None:
+    """Two ranks, SIGKILL before their first checkpoint, one rank, SIGKILL, two ranks to the end; a
+    producer appends in between.
+    """
+    web = f"{tmp_path}/web"
+    for name, ranks, kill_at in (("b", 2, 5), ("c", 1, 9), ("d", 2, None)):
+        append(web, [put_dataset(f"{web}-{name}", seed=ord(name))])
+        train_on(run_file, ranks, kill_at, {})
+    records = read_metrics(tmp_path / "run" / "metrics.jsonl")
+    config = load_run(run_file)
+    data = recorded(config.data)
+    blends = [phase.blend for phase in data.phases]
+    firsts = [phase.first_sample for phase in data.phases]
+    assert firsts[0] == 24, "at the end of the step that holds sample 20"
+    assert blends[0] == [f"{web}@1", f"{tmp_path}/code", f"{web}@1..2"], "as it was chosen first"
+    joined = [name for blend in blends for name in blend or ()]
+    assert f"{web}@2..3" in joined
+    by_hand = replace(config, data=replace(data, follow=None))
+    expected = loader_hashes(by_hand)
+    assert {record["step"] for record in records} == set(range(1, 15))
+    for record in records:
+        assert record["batch_hash"] == expected[record["step"] - 1], record
+    assert set(records[-1]["source_loss"]) == {"web@1", "code"}, "what joined is of its source"
+    written = sorted((tmp_path / "run" / "follow").iterdir())
+    assert json.loads(written[1].read_text())["phases"][0]["joined"][0]["until"] == 2
+
+
+def test_a_run_says_what_it_takes_in(
+    run_file: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    web = f"{tmp_path}/web"
+    append(web, [put_dataset(f"{web}-b", seed=3)])
+    caplog.set_level("INFO")
+    Trainer(load_run(run_file, ["train.iters=6"]), torch.device("cpu")).run()
+    assert f"from sample 24 on: {web}@1..2 joined" in caplog.text
+    described = CliRunner().invoke(app, ["describe", run_file, "--last-step", "6", "--json"])
+    phases = json.loads(described.output)["phases"]
+    assert [phase["first_sample"] for phase in phases] == [0, 24]
+    datasets = [dataset["dataset"] for dataset in phases[1]["datasets"]]
+    assert datasets == [f"{web}@1", f"{tmp_path}/code", f"{web}@1..2"]
+    traced = CliRunner().invoke(app, ["trace", run_file, "--step", "6"])
+    assert traced.exit_code == 0
+    assert f"{web}@1..2" in traced.output

@@ -1,0 +1,169 @@
+"""What it costs to explain a run of 10^10 samples over a thousand datasets, through phases that
+change datasets, weights and lengths; and whether what is told is what ranks read.
+
+python tools/bench/audits.py [--samples 10000000000] [--datasets 1000] [--compared 1000]
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import hashlib
+import io
+import json
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+from streammega import DataConfig, IndexedDataset, StreamingDataset
+from streammega.cli.main import main as streammega
+from streammega.samples.provenance import Provenance, TracedSample
+from streammega.train.config import load_run
+from streammega.train.splits import data_of
+
+LENGTHS = (4096, 8192, 6000, 32768, 4096)
+"""Tokens of a sample in each phase."""
+JOIN = 5
+"""Datasets that come, and that go, with every phase."""
+BATCH = 1024
+RANKS = 8
+SEED = 7
+
+
+def write_run(path: Path, samples: int, datasets: int) -> None:
+    """A run of five phases of equally many samples."""
+    rng = np.random.default_rng(SEED)
+    total = datasets + JOIN * (len(LENGTHS) - 1)
+    tokens = rng.integers(5 * 10**8, 4 * 10**9, total)
+    names = [f"mock://tokens={count},length=1000003,seed={n}" for n, count in enumerate(tokens)]
+    weights = rng.random(total) + 0.5
+    lines = ["[data]", 'order = "stream"', 'split = "1,0,0"', f"sequence_length = {LENGTHS[0]}"]
+    lines.append(f"blend = {blend_of(names, weights, 0, datasets)}")
+    steps = samples // BATCH
+    for number, length in enumerate(LENGTHS[1:], 1):
+        lines.append("[[data.phases]]")
+        lines.append(f"first_sample = {steps * number // len(LENGTHS) * BATCH}")
+        lines.append(f"sequence_length = {length}")
+        lines.append(f"blend = {blend_of(names, weights, number * JOIN, datasets)}")
+    lines += ["[model]", "vocab_size = 50304", "[train]", f"iters = {steps}"]
+    lines += ["micro_batch_size = 1", f"global_batch_size = {BATCH}", 'out_dir = "runs/audit"']
+    path.write_text("\n".join(lines))
+
+
+def blend_of(names: list[str], weights: np.ndarray, first: int, count: int) -> str:
+    """A blend of some of all datasets, as TOML."""
+    words: list[str] = []
+    for name, weight in zip(names, weights.tolist(), strict=True):
+        words += [f"{weight:.4f}", name]
+    return json.dumps(words[2 * first : 2 * (first + count)])
+
+
+def timed(what: str, do: Callable[[], object]) -> None:
+    """Print the time that something takes, on the clock and of the processor."""
+    began = time.perf_counter()
+    busy = time.process_time()
+    found = do()
+    wall = time.perf_counter() - began
+    cpu = time.process_time() - busy
+    count = f", {found:,}" if isinstance(found, int) else ""
+    print(f"{what:<62} {wall:6.2f} s, {cpu:6.2f} s of CPU{count}", flush=True)
+
+
+def command(*words: str) -> int:
+    """Characters that a command prints; it succeeds."""
+    printed = io.StringIO()
+    with contextlib.redirect_stdout(printed):
+        code = streammega(list(words))
+    if code:
+        raise SystemExit(f"{words}: exit status {code}")
+    return len(printed.getvalue())
+
+
+def digest(tokens: np.ndarray) -> bytes:
+    return hashlib.blake2b(np.ascontiguousarray(tokens, np.int64).tobytes()).digest()
+
+
+def same_as_ranks(config: DataConfig, traced: list[TracedSample]) -> tuple[int, int]:
+    """Of traced samples, how many are what their rank reads, by hashes; and how many join runs."""
+    ranks = [
+        StreamingDataset(
+            config, micro_batch_size=1, global_batch_size=BATCH, dp_rank=rank, dp_size=RANKS
+        )
+        for rank in range(RANKS)
+    ]
+    opened: dict[str, IndexedDataset] = {}
+    same = 0
+    joined = 0
+    for sample in traced:
+        rank = sample.sample % RANKS
+        batch = ranks[rank].batch(sample.sample - rank)
+        row = np.append(batch["tokens"][0].numpy(), batch["labels"][0, -1:].numpy())
+        parts = []
+        for run in sample.runs:
+            if run.shard not in opened:
+                opened[run.shard] = IndexedDataset(run.shard)
+            of_document = opened[run.shard].get(run.name.document, run.start, run.stop - run.start)
+            parts.append(of_document.astype(np.int64))
+        same += digest(row) == digest(np.concatenate(parts))
+        joined += bool(sample.seams)
+    return same, joined
+
+
+def report(samples: int, datasets: int, compared: int) -> None:
+    folder = Path(tempfile.mkdtemp(prefix="audits-"))
+    path = folder / "run.toml"
+    write_run(path, samples, datasets)
+    run = str(path)
+    config = data_of(load_run(run), "train")
+    opened: list[Provenance] = []
+    timed("open the datasets", lambda: opened.append(Provenance(config, "train", BATCH)))
+    (provenance,) = opened
+    rng = np.random.default_rng(SEED)
+    firsts = provenance.source.starts  # type: ignore[attr-defined]
+    timed("open all phases", lambda: provenance.trace(firsts))
+    end = samples // BATCH * BATCH
+    # half of them soon behind a change, where samples join what epochs had left
+    behind = rng.choice(firsts[1:], compared // 2) + rng.integers(0, 10 * BATCH, compared // 2)
+    chosen = np.concatenate([behind, rng.integers(0, end, compared - compared // 2)])
+    traced: list[TracedSample] = []
+    timed(f"trace {compared:,} samples", lambda: traced.extend(provenance.trace(chosen)))
+    (name,) = provenance.find(provenance.datasets[datasets // 2], 100)
+    timed(
+        "find a document of 1,000,003 tokens: readings",
+        lambda: len(provenance.readings(name, end)),
+    )
+    (name,) = provenance.find(provenance.datasets[datasets // 3], 7)
+    timed("find another: readings", lambda: len(provenance.readings(name, end)))
+    began = time.perf_counter()
+    same, joined = same_as_ranks(config, traced)
+    print(f"{same:,} of {len(traced):,} samples are what {RANKS} ranks read, by hashes; {joined:,} "
+          f"join runs of tokens ({time.perf_counter() - began:.0f} s)")  # fmt: skip
+    step = firsts[2] // BATCH + 3
+    page = str(folder / "page.html")
+    document = f"{provenance.datasets[datasets // 2]}#100"
+    print("commands, each with all that it opens:")
+    timed("  describe: characters", lambda: command("describe", run))
+    timed("  describe --json: characters", lambda: command("describe", run, "--json"))
+    timed("  trace --step (1,024 samples): characters", lambda: command("trace", run, "--step", str(step)))  # fmt: skip
+    timed("  trace --step --json --html: characters", lambda: command("trace", run, "--step", str(step), "--json", "--html", page))  # fmt: skip
+    timed("  trace --find: characters", lambda: command("trace", run, "--find", document))
+    timed("  trace --find --json --html: characters", lambda: command("trace", run, "--find", document, "--json", "--html", page))  # fmt: skip
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--samples", type=int, default=10**10)
+    parser.add_argument("--datasets", type=int, default=1000)
+    parser.add_argument("--compared", type=int, default=1000)
+    asked = parser.parse_args()
+    report(asked.samples, asked.datasets, asked.compared)
+
+
+if __name__ == "__main__":
+    main()

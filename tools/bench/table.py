@@ -1,0 +1,554 @@
+#!/usr/bin/env python3
+"""The table of docs/benchmarks.md: what the library is measured by, both sides by one command.
+
+    make bench-peers        # once: .venv-bench, with the other loaders
+    make bench              # the whole table; --figures names some, --stalls adds ten minutes
+
+Sides take turns, `--runs` times each, every one in a process of its own; a ratio is that of the
+medians. Every loader reads the same tokens, 1 GiB in its own format, from the server of
+tools/bench/object_server.py, on the same cores as everything else: "loopback" is as fast as that
+goes, "20 ms" sends the first byte so late and 90 MB/s per connection. Files are those of the benches
+that a figure is taken from: storage.py, costs.py, opening.py, convert.py, orders.py.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import sys
+import time
+import traceback
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+from tools.bench import convert, corpus, costs, harness, opening, orders, storage
+from tools.bench.object_server import running
+from tools.bench.storage import SHAPES, WHOLE_EPOCH, WIDE, Bench
+
+FOLDER = Path("/tmp/streammega-bench")
+PEERS = {
+    "litdata": "litdata",
+    "s3torch": "s3torchconnector",
+    "mosaic": "mosaicml-streaming",
+}
+"""Other loaders, by the name of their side. webdataset is the slowest of all: storage.py has it."""
+WELL_SHUFFLED = "mosaic"
+"""The one that shuffles over everything; the others shuffle within a shard or a buffer."""
+WORKERS = (0, 2)
+PEER_SECONDS = 15
+"""Of an epoch of another loader, if that takes longer: the slowest would take minutes for it."""
+LONGER_SECONDS = 90
+"""Of one that shuffles over everything, with workers: it fetches most of the data for its first
+batch, and its rate counts from there.
+"""
+SECONDS = 4.0
+"""Of what is measured in its steady state."""
+MOST_MINUTES = 30.0
+SAMPLES = 10**7
+"""More than are read of local files in that time."""
+BLEND = (256, 2_000_000)
+"""Datasets of the blend that is built, and its samples."""
+STALL_SECONDS = 600
+STALL_WARM_UP = 30
+STALL_RATE = 0.85 * 400e6
+"""Bytes a second that are asked for: 85 % of a link of 400 MB/s, so that bandwidth, and not these
+cores, is what is asked for.
+"""
+Result = dict[str, Any]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Chosen:
+    """What is measured: runs of each side, the other loaders, and where files lie."""
+
+    runs: int
+    peers: Sequence[str]
+    folder: Path
+
+
+@dataclass(frozen=True, kw_only=True)
+class Line:
+    """A line of the table. `goal`: what its ratio, or ours alone, is to reach."""
+
+    figure: str
+    theirs: str = ""
+    ours: str
+    ratio: str = ""
+    goal: str = ""
+
+    def tell(self) -> None:
+        """Print it."""
+        harness.row(self.figure, self.theirs, self.ours, self.ratio, self.goal)
+
+
+def times(ours: float, theirs: float, digits: int = 1) -> str:
+    """A ratio."""
+    return f"{ours / theirs:.{digits}f}x"
+
+
+def share(ours: float, theirs: float) -> str:
+    """A ratio of what cannot be passed."""
+    return f"{100 * ours / theirs:.0f} %"
+
+
+def medians_of(measured: Mapping[str, Sequence[Result]], key: str) -> dict[str, float]:
+    """The median of one result of each side."""
+    found = {}
+    for side, results in measured.items():
+        values = [float(result[key]) for result in results if key in result]
+        if values:
+            found[side] = statistics.median(values)
+    return found
+
+
+# --- the stream order beside the transport alone -------------------------------------------------
+
+
+def transport(chosen: Chosen) -> None:
+    """As many bytes, by requests of the same size, as many in flight."""
+    storage.prepare(chosen.folder, peers=False)
+    goals = {"ids": "85 %", "int64": "75 %"}
+    with running(chosen.folder / "objects") as server:
+        for mode, goal in goals.items():
+            loader, obstore = costs.measure(
+                server.endpoint, chosen.folder, mode, chosen.runs, SECONDS
+            )
+            ours = statistics.median(map(costs.rate, loader))
+            alone = statistics.median(map(costs.rate, obstore))
+            line = Line(
+                figure=f"stream order, {mode}, MB/s, vs obstore alone, same requests in flight",
+                theirs=f"{alone:,.0f}",
+                ours=f"{ours:,.0f}",
+                ratio=share(ours, alone),
+                goal=goal,
+            )
+            line.tell()
+
+
+# --- whole epochs --------------------------------------------------------------------------------
+
+
+def epochs(chosen: Chosen) -> None:
+    """On loopback: whole epochs, workers, host CPU, the first batch."""
+    measured = epochs_of(chosen, "unshaped")
+    rates = medians_of(measured, "rate")
+    tell_epochs(rates, "loopback", goals=("2x", "15x"))
+    tell_workers(rates)
+    tell_cpu(medians_of(measured, "cpu"))
+    tell_first(medians_of(measured, "first"), "loopback")
+
+
+def far_epochs(chosen: Chosen) -> None:
+    """With 20 ms: whole epochs, the first batch."""
+    measured = epochs_of(chosen, "shaped")
+    tell_epochs(medians_of(measured, "rate"), "20 ms", goals=("3x", "50x"))
+    tell_first(medians_of(measured, "first"), "20 ms")
+
+
+def epochs_of(chosen: Chosen, shape: str) -> dict[str, list[Result]]:
+    """Results of each side: tokens/s with the first batch, CPU seconds per 10^9 tokens, seconds to
+    the first batch.
+    """
+    storage.prepare(chosen.folder, peers=True)
+    with running(chosen.folder / "objects") as server:
+        server.behave(**SHAPES[shape])
+        bench = Bench(server, chosen.folder, chosen.runs, SECONDS, chosen.peers)
+        sides: dict[str, Callable[[], Result | None]] = {}
+        for peer in chosen.peers:
+            for workers in WORKERS:
+                sides[f"{peer} {workers}"] = partial(peer_epoch, bench, peer, workers)
+        sides["ours"] = partial(our_epoch, bench)
+        sides["ours, 1 MiB blocks"] = partial(our_epoch, bench, data=WIDE)
+        if shape == "unshaped":  # what does not depend on the distance
+            sides["ours, ids"] = partial(our_epoch, bench, ids_only=True)
+            for name, options in storage.OUR_WORKERS.items():
+                sides[f"ours, {name}"] = partial(our_workers, bench, **options)
+        return harness.in_turns(chosen.runs, sides)
+
+
+def peer_epoch(bench: Bench, peer: str, workers: int) -> Result | None:
+    """Another loader; None if it failed."""
+    endpoint = bench.server.endpoint
+    seconds = LONGER_SECONDS if peer == WELL_SHUFFLED and workers else PEER_SECONDS
+    result = bench.side(
+        peer, endpoint=endpoint, batch=16, workers=workers, seconds=seconds, shards=1
+    )
+    if not result:
+        return None
+    found = {"rate": result["tokens"], "first": result["first"]}
+    # of workers that have not ended, nobody knows yet what they spent
+    return found if workers else found | {"cpu": result["cpu"]}
+
+
+def our_epoch(bench: Bench, **arguments: Any) -> Result | None:
+    """StreamLoader."""
+    result = bench.ours(**WHOLE_EPOCH, **arguments)
+    if not result:
+        return None
+    return {"rate": result["whole_rate"], "first": result["first"], "cpu": result["whole_cpu"]}
+
+
+def our_workers(bench: Bench, **options: Any) -> Result | None:
+    """A torch DataLoader with two workers."""
+    result = bench.side(
+        "ours_workers", endpoint=bench.server.endpoint, workers=2, **WHOLE_EPOCH, **options
+    )
+    return {"rate": result["tokens"], "cpu": result["cpu"]} if result else None
+
+
+def of_peers(found: Mapping[str, float]) -> dict[str, float]:
+    """Without our sides."""
+    return {side: value for side, value in found.items() if not side.startswith("ours")}
+
+
+def named(side: str) -> str:
+    """A side of another loader, for people."""
+    peer, workers = side.rsplit(" ", 1)
+    return PEERS[peer] if workers == "0" else f"{PEERS[peer]}, {workers} workers"
+
+
+def rivals_of(found: Mapping[str, float], choose: Callable[..., str]) -> list[str]:
+    """The best side of all other loaders, and the best of those that shuffle over everything."""
+    peers = of_peers(found)
+    shuffled = [side for side in peers if side.startswith(WELL_SHUFFLED)]
+    rivals = [choose(peers, key=lambda side: peers[side])] if peers else []
+    if shuffled:
+        rivals.append(choose(shuffled, key=lambda side: peers[side]))
+    return rivals
+
+
+def tell_epochs(rates: Mapping[str, float], where: str, goals: Sequence[str]) -> None:
+    for ours in ("ours", "ours, 1 MiB blocks"):
+        for rival, goal in zip(rivals_of(rates, max), goals, strict=False):
+            blocks = "default blocks" if ours == "ours" else "1 MiB blocks"
+            line = Line(
+                figure=f"whole shuffled epoch, {where}, {blocks}, M tokens/s, vs {named(rival)}",
+                theirs=f"{rates[rival] / 1e6:.0f}",
+                ours=f"{rates[ours] / 1e6:.0f}",
+                ratio=times(rates[ours], rates[rival]),
+                goal=goal if ours == "ours" else "",
+            )
+            line.tell()
+
+
+def tell_workers(rates: Mapping[str, float]) -> None:
+    """Beside each other loader with as many workers."""
+    with_workers = [side for side in of_peers(rates) if side.endswith(" 2")]
+    for method in storage.OUR_WORKERS:
+        for rival in with_workers:
+            ours = rates[f"ours, {method}"]
+            line = Line(
+                figure=f"torch DataLoader, 2 workers {method}, M tokens/s, vs {named(rival)}",
+                theirs=f"{rates[rival] / 1e6:.0f}",
+                ours=f"{ours / 1e6:.0f}",
+                ratio=times(ours, rates[rival]),
+                goal="1.0x",
+            )
+            line.tell()
+
+
+def tell_cpu(seconds: Mapping[str, float]) -> None:
+    """Every mode of ours, beside the least of the others and those that shuffle well."""
+    modes = {
+        "ours": "int64",
+        "ours, ids": "ids",
+        "ours, 1 MiB blocks": "int64, 1 MiB blocks",
+        "ours, forked": "int64, DataLoader with 2 forked workers",
+        "ours, spawned": "int64, DataLoader with 2 spawned workers",
+    }
+    for ours, mode in modes.items():
+        for rival, goal in zip(rivals_of(seconds, min), ("0.8x", "0.3x"), strict=False):
+            line = Line(
+                figure=f"host CPU seconds per 10^9 tokens, {mode}, vs {named(rival)}",
+                theirs=f"{seconds[rival]:.1f}",
+                ours=f"{seconds[ours]:.1f}",
+                ratio=times(seconds[ours], seconds[rival], digits=2),
+                goal=goal,
+            )
+            line.tell()
+
+
+def tell_first(seconds: Mapping[str, float], where: str) -> None:
+    """Of the others, those without workers: theirs have to be started."""
+    peers = {side: value for side, value in of_peers(seconds).items() if side.endswith(" 0")}
+    rival = min(peers, key=lambda side: peers[side])
+    line = Line(
+        figure=f"first batch, {where}, seconds from construction, imports warm, vs {named(rival)}",
+        theirs=f"{peers[rival]:.2f}",
+        ours=f"{seconds['ours']:.2f}",
+        ratio=times(seconds["ours"], peers[rival], digits=2),
+        goal="0.2 s and the round trips",
+    )
+    line.tell()
+
+
+# --- the Megatron order, and what other modes cost -----------------------------------------------
+
+
+def megatron(chosen: Chosen) -> None:
+    """Cold, no cache, beside megatron-core's faster reader of object storage."""
+    storage.prepare(chosen.folder, peers=False)
+    with running(chosen.folder / "objects") as server:
+        bench = Bench(server, chosen.folder, chosen.runs, SECONDS)
+        theirs = partial(
+            bench.side, "megatron", prefix="msc://data/web", num_samples=500_000, seconds=SECONDS
+        )
+        ours = partial(bench.ours, order="megatron", seconds=SECONDS, warmup=100)
+        sides = {"theirs": lambda: theirs() or None, "ours": lambda: ours() or None}
+        measured = harness.in_turns(chosen.runs, sides)
+    rates = medians_of(measured, "rate")
+    fetched = statistics.median(
+        result["stats"]["amplification"] for result in measured.get("ours", [])
+    )
+    line = Line(
+        figure="Megatron order, loopback, samples/s, vs megatron-core's multi-storage-client reader",
+        theirs=f"{rates['theirs']:,.0f}",
+        ours=f"{rates['ours']:,.0f}",
+        ratio=times(rates["ours"], rates["theirs"]),
+        goal="20x",
+    )
+    line.tell()
+    Line(figure="bytes fetched for each byte used", ours=f"{fetched:.2f}", goal="1.15").tell()
+    of_cpu = medians_of(measured, "cpu")
+    line = Line(
+        figure="host CPU seconds per 10^9 tokens, int64, Megatron order from the server",
+        ours=f"{of_cpu['ours']:.1f}",
+    )
+    line.tell()
+
+
+def local(chosen: Chosen) -> None:
+    """What reading local files costs."""
+    storage.prepare(chosen.folder, peers=False)
+    prefix = str(chosen.folder / "objects" / "data" / "web")
+    with running(chosen.folder / "objects") as server:
+        bench = Bench(server, chosen.folder, chosen.runs, SECONDS)
+        options: Result = {
+            "prefix": prefix,
+            "seconds": SECONDS,
+            "warmup": 1000,
+            "num_samples": SAMPLES,
+        }
+        sides = {
+            order: lambda order=order: bench.side("ours", order=order, **options) or None
+            for order in ("megatron", "stream")
+        }
+        measured = harness.in_turns(chosen.runs, sides)
+    seconds = medians_of(measured, "cpu")
+    rates = medians_of(measured, "tokens")
+    for order in sides:
+        line = Line(
+            figure=f"host CPU seconds per 10^9 tokens, int64, {order} order, local files "
+            f"({rates[order] / 1e6:,.0f} M tokens/s)",
+            ours=f"{seconds[order]:.1f}",
+        )
+        line.tell()
+
+
+# --- conversion, blends --------------------------------------------------------------------------
+
+
+def scale_of(chosen: Chosen, text_mib: int) -> convert.Scale:
+    return convert.Scale(runs=chosen.runs, corpus=text_mib, pair=1024)
+
+
+def zstd(chosen: Chosen) -> None:
+    """The loader on local zstd shards, beside plain ones and what the cores can decompress."""
+    scale = scale_of(chosen, 100)
+    dataset = scale.shards("zst")
+    sides = {
+        kind: convert.rate_of("train", blend=scale.shards(kind), options={}, seconds=SECONDS)
+        for kind in ("zst", "bin")
+    }
+    sides["frames"] = convert.rate_of("frames", dataset=dataset, seconds=SECONDS)
+    found = harness.medians(chosen.runs, sides)
+    titles = {"frames": "the zstandard library alone on all cores", "bin": "plain .bin"}
+    for theirs, title in titles.items():
+        line = Line(
+            figure=f"local .bin.zst, the loader alone, M tokens/s, vs {title}",
+            theirs=f"{found[theirs] / 1e6:,.0f}",
+            ours=f"{found['zst'] / 1e6:,.0f}",
+            ratio=share(found["zst"], found[theirs]),
+            goal="60 %" if theirs == "frames" else "",
+        )
+        line.tell()
+
+
+def copies(chosen: Chosen) -> None:
+    """Sharding and merging 1 GiB, beside `cp` and `sync`."""
+    scale = scale_of(chosen, 100)
+    sides = {
+        "shard": convert.rate_of("reshape", dataset=scale.tokens, shard_bytes=256 << 20),
+        "merge": convert.rate_of("reshape", dataset=scale.shards(), shard_bytes=None),
+        "cp": convert.rate_of("cp", prefix=scale.tokens, sync=True),
+    }
+    found = harness.medians(chosen.runs, sides)
+    for title in ("shard", "merge"):
+        line = Line(
+            figure=f"{title} 1 GiB, MB/s, vs `cp` and `sync`",
+            theirs=f"{found['cp'] / 1e6:,.0f}",
+            ours=f"{found[title] / 1e6:,.0f}",
+            ratio=share(found[title], found["cp"]),
+            goal="85 %",
+        )
+        line.tell()
+
+
+def tokenize(chosen: Chosen) -> None:
+    """JSON lines to tokens, beside the tokenizer library's batch encoding."""
+    text = scale_of(chosen, 30).text
+    corpus.tokenizer()
+    sides = {name: convert.rate_of(name, corpus=text) for name in ("ours", "bare")}
+    found = harness.medians(chosen.runs, sides)
+    line = Line(
+        figure="tokenizing, tokens/s, vs the library's batch encoding, ids not looked at",
+        theirs=f"{found['bare']:,.0f}",
+        ours=f"{found['ours']:,.0f}",
+        ratio=share(found["ours"], found["bare"]),
+        goal="95 %",
+    )
+    line.tell()
+
+
+def blends(chosen: Chosen) -> None:
+    """Building a blend, beside megatron-core's compiled helper, bits compared."""
+    count, samples = BLEND
+    weights = np.random.default_rng(0).random(count) + 1e-6
+    theirs, ours = orders.blend_sides(weights, samples)
+    if not orders.equal(theirs(), ours()):
+        raise SystemExit("the blend differs from megatron-core's")
+    sides = {
+        "theirs": partial(harness.seconds_of, theirs),
+        "ours": partial(harness.seconds_of, ours),
+    }
+    seconds = harness.medians(2 * chosen.runs + 1, sides)
+    line = Line(
+        figure=f"blend of {count} datasets, random weights, {samples / 1e6:.0f} M samples, seconds",
+        theirs=f"{seconds['theirs']:.3f}",
+        ours=f"{seconds['ours']:.3f}",
+        ratio=times(seconds["theirs"], seconds["ours"]),
+        goal="12x",
+    )
+    line.tell()
+
+
+# --- opening, stalls -----------------------------------------------------------------------------
+
+
+def starts(chosen: Chosen) -> None:
+    """From the start of a process to its first batch."""
+    opening.prepare(opening.FOLDER)
+    with running(opening.FOLDER / "objects") as server:
+        options = {"options": server.storage_options, "cache": str(opening.FOLDER / "cache")}
+        found = opening.medians_of(chosen.runs, "first_batch", settle=0.0, **options)
+    whole = sum(found.values()) - found["settled"]
+    line = Line(
+        figure=f"first batch, loopback, seconds from the start of the process "
+        f"(torch's import {found['torch']:.2f})",
+        ours=f"{whole:.2f}",
+        goal="2.5 s",
+    )
+    line.tell()
+
+
+def openings(chosen: Chosen) -> None:
+    """Blends, manifests and folders of many datasets, cold and from what was kept."""
+    opening.prepare(opening.FOLDER)
+    goals = {"blend": "1 s; 0.3 s", "manifest": "2 s; 0.3 s", "folder": "2 s; 0.3 s"}
+    cache = opening.FOLDER / "cache"
+    with running(opening.FOLDER / "objects") as server:
+        for delay, where in ((0.0, "loopback"), (0.02, "20 ms")):
+            server.behave(latency=delay, latency_of_all=True)
+            for name, what in opening.OPENINGS.items():
+                cold, again = opening.seconds_to_open(server, cache, what, chosen.runs)
+                line = Line(
+                    figure=f"opening {name}, {where}, seconds: cold; from the local cache",
+                    ours=f"{cold:.2f}; {again:.2f}",
+                    goal=goals[what],
+                )
+                line.tell()
+
+
+def stalls(chosen: Chosen) -> None:
+    """Ten minutes of a consumer at 85 % of what a link gives, 1 % of requests 20 times slower."""
+    storage.prepare(chosen.folder, peers=False)
+    with running(chosen.folder / "objects") as server:
+        server.behave(**SHAPES["shaped"], slow_share=0.01, slow_factor=20.0)
+        bench = Bench(server, chosen.folder, chosen.runs, SECONDS)
+        result = bench.side(
+            "paced",
+            endpoint=server.endpoint,
+            prefix="s3://data/web",
+            num_samples=10**9,
+            bytes_per_second=STALL_RATE,
+            warmup_seconds=STALL_WARM_UP,
+            seconds=STALL_SECONDS,
+        )
+    if not result:
+        raise SystemExit("the consumer failed")
+    line = Line(
+        figure=f"stalls of {STALL_SECONDS // 60} minutes at {STALL_RATE / 1e6:.0f} MB/s, 20 ms, "
+        "1 % of requests 20x slower: share of the time; longest wait",
+        ours=f"{100 * result['stall_share']:.3f} %; {1e3 * result['worst']:.0f} ms",
+        goal="0.1 %; 50 ms",
+    )
+    line.tell()
+
+
+FIGURES: dict[str, Callable[[Chosen], None]] = {
+    function.__name__: function
+    for function in (
+        transport, epochs, far_epochs, starts, megatron, local, zstd, copies, tokenize, blends,
+        openings, stalls,
+    )
+}  # fmt: skip
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--figures", nargs="*", choices=list(FIGURES), help="default: all but stalls"
+    )
+    parser.add_argument("--stalls", action="store_true", help="ten minutes of waits, too")
+    parser.add_argument("--peers", nargs="*", choices=list(PEERS), default=list(PEERS))
+    parser.add_argument("--runs", type=int, default=3)
+    parser.add_argument(
+        "--minutes",
+        type=float,
+        default=MOST_MINUTES,
+        help=f"figures that would begin later are left out ({MOST_MINUTES:.0f})",
+    )
+    options = parser.parse_args()
+    names = list(options.figures or [name for name in FIGURES if name != "stalls"])
+    if options.stalls and "stalls" not in names:
+        names.append("stalls")
+    chosen = Chosen(runs=options.runs, peers=options.peers, folder=FOLDER)
+    packages = (*storage.PACKAGES, "numba", "tokenizers", "zstandard")
+    print(f"{harness.machine()}; {harness.versions(packages)}; medians of {options.runs} runs\n")
+    harness.table("figure", "other side", "streammega", "ratio", "goal")
+    end = time.monotonic() + 60 * options.minutes
+    failed = []
+    for name in names:
+        if name != "stalls" and time.monotonic() > end:
+            print(f"{name}: left out, {options.minutes:g} minutes are over", file=sys.stderr)
+            continue
+        began = time.monotonic()
+        try:
+            FIGURES[name](chosen)
+        except (Exception, SystemExit):  # the others are measured all the same
+            traceback.print_exc()
+            failed.append(name)
+        print(f"{name}: {time.monotonic() - began:.0f} s", file=sys.stderr, flush=True)
+    return 1 if failed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
