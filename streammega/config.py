@@ -420,8 +420,8 @@ class DataConfig(FieldsConfig):
     seams: Literal["joined", "masked", "apart"] = "joined"
     """Stream order: what becomes of the seams in samples that join several runs of tokens, as some do
     after a phase has changed their length. `joined`: nothing; `masked`: no loss on the label over a
-    seam; `apart`: moreover a document ends there, for reset_attention_mask and reset_position_ids.
-    Those in every batch: StreamingDataset.seams.
+    seam; `apart`: moreover a document ends there, for reset_attention_mask and reset_position_ids, one
+    of which must be set. Those in every batch: StreamingDataset.seams.
     """
     balance_batches: bool = False
     """Deal the samples of a global batch out to ranks and micro-batches so that attention over
@@ -539,6 +539,11 @@ class DataConfig(FieldsConfig):
             raise ConfigError(
                 'seams are of phases, which belong to the stream order: set order="stream", or leave '
                 "seams out"
+            )
+        if self.seams == "apart" and not (self.reset_attention_mask or self.reset_position_ids):
+            raise ConfigError(
+                'seams="apart" ends documents for reset_attention_mask and reset_position_ids, of which '
+                'neither is set; set one of them, or seams="masked", which has no loss there'
             )
         if self.num_samples is not None:
             object.__setattr__(self, "num_samples", _three_counts(self.num_samples))

@@ -9,8 +9,8 @@ import numpy as np
 from streammega.kernels.jit import kernel
 
 FILE_STRIDE = 1 << 44
-"""Tokens from one file to the next where all are laid end to end: no file has as many, and there is
-room for half a million files.
+"""Tokens from one file to the next where all are laid end to end. No file has as many, and there is
+room for half a million files: `samples/skipped_checks.py` asks both.
 """
 
 

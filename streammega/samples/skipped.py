@@ -18,8 +18,8 @@ from numpy.typing import NDArray
 
 from streammega.config import DataConfig
 from streammega.dataset.shard_documents import ShardDocuments, open_documents
-from streammega.errors import ConfigError
 from streammega.kernels.skipping import FILE_STRIDE, fill_columns, find_skipped
+from streammega.samples.skipped_checks import check_ids, check_room
 from streammega.samples.skipped_names import NamedShards, ShardPlace, documents_of_list
 from streammega.samples.token_file import Runs, TokenFile
 from streammega.storage.fetch.threads import each
@@ -169,12 +169,14 @@ def skipped_tokens(
     """What a split does not see of its datasets; None: it sees all of it.
 
     prefixes, files: of each dataset. A dataset of one file for several shards has them end to end.
-    Raises ConfigError for names that no document has; StorageError and FormatError for the files.
+    Raises ConfigError for names that no document has, and for more or longer files than there is room
+    for; StorageError and FormatError for the files.
     """
     skips = config.skips_of(split)
     if not skips:
         return None
     assert config.eod_id is not None
+    check_room(files)
     shards = each(
         lambda prefix: open_documents(prefix, config.storage, config.index_cache_dir),
         prefixes,
@@ -196,7 +198,7 @@ def skipped_tokens(
         identity, found = _lay_out(first, of_list, shards, files)
         lists.append(identity)
         stretches.append(found)
-    _check_ids(stretches, files, config.eod_id)
+    check_ids([found.starts for found in stretches], files, config.eod_id)
     return SkippedTokens(*disjoint_stretches(stretches), lists)
 
 
@@ -252,21 +254,6 @@ def disjoint_stretches(lists: Sequence[SkippedStretches]) -> tuple[Integers, Int
     high = changes[1:]
     is_skipped = since[low] != NEVER
     return bounds[low[is_skipped]], bounds[high[is_skipped]], since[low[is_skipped]]
-
-
-def _check_ids(
-    lists: Sequence[SkippedStretches], files: Sequence[Sequence[TokenFile]], eod_id: int
-) -> None:
-    """Raise ConfigError where eod_id is no id of a file that has tokens to be skipped."""
-    all_files = [file for of_dataset in files for file in of_dataset]
-    used = np.unique(np.concatenate([skipped.starts for skipped in lists]) // FILE_STRIDE)
-    for number in used.tolist():
-        file = all_files[number]
-        if eod_id > np.iinfo(file.dtype).max:
-            raise ConfigError(
-                f"{file.url}: stores ids as {file.dtype}, which eod_id {eod_id} is not, so it "
-                "cannot stand for documents that are skipped; is it the tokenizer's?"
-            )
 
 
 def skips_identity(

@@ -153,6 +153,13 @@ def test_gaps_are_bridged_while_they_are_a_seventh_of_what_is_used(
     assert bridged.sum() <= (stop - start).sum() / 7
 
 
+@pytest.mark.parametrize("last", [1, 32_768, 1 << 31])
+def test_gaps_are_bridged_in_any_number_of_files(last: int) -> None:
+    file = np.array([0, last, last, last])
+    start = np.array([5_000_000, 0, 110, 220])
+    assert largest_gap(file, start, start + 100, 1000) == 10
+
+
 @given(
     st.lists(st.tuples(st.booleans(), st.integers(1, 40_000)), max_size=80),
     st.integers(50_000, 200_000),

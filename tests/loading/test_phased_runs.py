@@ -227,6 +227,10 @@ APART: dict[str, Any] = {
 }
 
 
+MASKS = ("reset_attention_mask", "reset_position_ids")
+"""What knows of the ends of documents."""
+
+
 def seams_in(config: DataConfig, end: int) -> dict[int, list[int]]:
     """{sample: the columns at which another run of tokens begins} of the samples that have any."""
     found = streammega.locate(config, np.arange(end), global_batch_size=BATCH)
@@ -300,6 +304,11 @@ def test_what_no_seam_is_meant_by_is_refused(data: Path) -> None:
         longer(data, seams="cut")
     with pytest.raises(ConfigError, match="seams are of phases, which belong to the stream order"):
         DataConfig(blend=[f"{data}/web"], sequence_length=16, seams="masked")
+    without_masks = dict.fromkeys(MASKS, False)
+    with pytest.raises(ConfigError, match=r"set one of them, or seams=.masked."):
+        longer(data, **APART | without_masks)
+    for name in MASKS:
+        longer(data, **APART | without_masks | {name: True})
     dataset = StreamingDataset(config_of(data), micro_batch_size=12, global_batch_size=BATCH)
     assert not len(dataset.seams(240))
 

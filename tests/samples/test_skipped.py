@@ -19,6 +19,7 @@ from streammega import (
     IndexedDatasetWriter,
     PhaseConfig,
     SFTDataset,
+    StorageConfig,
     StreamingDataset,
     StreamLoader,
     build_datasets,
@@ -30,11 +31,14 @@ from streammega.dataset.shards import shard_name
 from streammega.errors import ConfigError, FormatError, StateError
 from streammega.kernels.skipping import FILE_STRIDE
 from streammega.parallel.derive import rank_fields
+from streammega.samples import skipped_checks
 from streammega.samples.order_differences import compare_orders
 from streammega.samples.provenance import Provenance
 from streammega.samples.skipped import SkippedStretches, SkippedTokens, disjoint_stretches
+from streammega.samples.skipped_checks import MOST_FILES, check_room
 from streammega.samples.source import SampleSource
-from streammega.samples.token_file import Runs
+from streammega.samples.token_file import Runs, TokenFile
+from streammega.storage import open_store
 from streammega.train.config import load_run
 
 LENGTH = 32
@@ -266,6 +270,35 @@ def test_columns_that_are_skipped_are_those_of_a_scan(
         found.overwrite(ids, 1)
     np.testing.assert_array_equal(ids.astype(bool), wanted)
     assert (found is not None) == wanted.any()
+
+
+def tokens_of_files(count: int, num_tokens: int) -> list[TokenFile]:
+    """Files that are told of and not there."""
+    store, key = open_store("/nowhere/web.bin", StorageConfig())
+    file = TokenFile(store=store, key=key, dtype=np.dtype(np.uint16), num_tokens=num_tokens)
+    return [file] * count
+
+
+def test_files_that_numbers_of_tokens_cannot_tell_apart_are_refused() -> None:
+    """Tokens of all files have one number each, below 2**63."""
+    check_room([tokens_of_files(MOST_FILES - 1, 1), tokens_of_files(1, FILE_STRIDE - 1)])
+    assert np.iinfo(np.int64).max == MOST_FILES * FILE_STRIDE - 1
+    with pytest.raises(ConfigError, match=r"has 524,289 files.*at most 524,288; merge .*convert"):
+        check_room([tokens_of_files(MOST_FILES, 1), tokens_of_files(1, 1)])
+    with pytest.raises(ConfigError, match=r"web.bin: has 17,592,186,044,416 tokens.*convert"):
+        check_room([tokens_of_files(1, 1), tokens_of_files(1, FILE_STRIDE)])
+
+
+def test_skipping_documents_asks_whether_there_is_room(
+    corpus: tuple[Path, Documents], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    root, _ = corpus
+    monkeypatch.setattr(skipped_checks, "MOST_FILES", 2)
+    config = config_of(root, skip_documents=[f"{root}/code#0"])
+    with pytest.raises(ConfigError, match="has 3 files"):
+        StreamingDataset(config, micro_batch_size=1, global_batch_size=GLOBAL)
+    # without any, files are as many as they like
+    StreamingDataset(config_of(root), micro_batch_size=1, global_batch_size=GLOBAL)
 
 
 def test_a_run_without_tokens_has_none_that_are_skipped() -> None:
