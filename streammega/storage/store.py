@@ -177,6 +177,17 @@ class ExclusiveStore(Protocol):
 
 
 @runtime_checkable
+class ReplacingStore(Protocol):
+    """A store that can write an object on the condition that nobody wrote it meanwhile."""
+
+    def replace(self, key: str, data: bytes, etag: str) -> bool:
+        """Write a small object in place of that with this ETag; False if another is there, or none.
+
+        Raises StorageError, also where the server knows no conditions.
+        """
+
+
+@runtime_checkable
 class ListsBetween(Protocol):
     """A store that can list what lies between two keys, whatever else it holds."""
 
@@ -203,8 +214,15 @@ def create_on_condition(store: Store, key: str, data: bytes) -> bool:
     """
     if not isinstance(store, ExclusiveStore):
         raise ConditionsUnknown("its driver has no conditional writes")
-    try:
+    with _conditions_known():
         return store.create(key, data)
+
+
+@contextmanager
+def _conditions_known() -> Iterator[None]:
+    """Raises ConditionsUnknown for an error of a conditional write that says so."""
+    try:
+        yield
     except (AccessDeniedError, ObjectNotFoundError):
         raise
     except StorageError as error:
@@ -229,6 +247,21 @@ def create_object(store: Store, key: str, data: bytes) -> bool:
         pass
     else:
         return False
+    with written_whole(store, key) as writer:
+        writer.write(data)
+    return True
+
+
+def replace_object(store: Store, key: str, data: bytes, etag: str) -> bool:
+    """Write a small object in place of that with this ETag.
+
+    False if another one, or none, is there by now, which may be this very one after a lost answer.
+    Where store or server know no such condition it is written whatever is there. Raises
+    StorageError.
+    """
+    if isinstance(store, ReplacingStore):
+        with suppress(ConditionsUnknown), _conditions_known():
+            return store.replace(key, data, etag)
     with written_whole(store, key) as writer:
         writer.write(data)
     return True

@@ -36,7 +36,7 @@ from streammega.storage.backends.options import s3_arguments
 from streammega.storage.backends.oss_store import OssStore
 from streammega.storage.backends.pread import PreadStore
 from streammega.storage.parts import MOST_PARTS, PART_BYTES, part_bytes, sized_for
-from streammega.storage.store import create_object
+from streammega.storage.store import create_object, replace_object
 from tests.support.servers import KEY, S3, SECRET, http_server
 
 
@@ -775,3 +775,20 @@ def test_an_object_is_created_only_where_none_is(
         assert bytes(store.read_ranges(key, [0], [5])[0]) == b"first"
     with pytest.raises(ObjectNotFoundError):
         create_object(*open_store("s3://no-such-bucket/a", s3_storage), b"x")
+
+
+def test_an_object_is_replaced_only_if_it_is_the_one_that_was_seen(
+    bucket: str, s3: S3, s3_storage: StorageConfig
+) -> None:
+    store, key = open_store(f"s3://{bucket}/a", s3_storage)
+    put(store, key, b"first")
+    seen = store.info(key).etag
+    assert replace_object(store, key, b"second", seen)
+    assert bytes(store.read_ranges(key, [0], [6])[0]) == b"second"
+    # rclone knows no conditions, nor does s3fs where nothing is to be created.
+    if s3.name == "moto" and s3_storage.transport != "fsspec":
+        assert not replace_object(store, key, b"third", seen)
+        assert bytes(store.read_ranges(key, [0], [6])[0]) == b"second"
+        store.delete(key)
+        assert not replace_object(store, key, b"fourth", seen)
+        assert store.list(key) == []

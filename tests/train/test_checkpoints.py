@@ -12,6 +12,7 @@ import os
 import pickle
 import shutil
 import signal
+import threading
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -44,6 +45,7 @@ from streammega.train.checkpoints.open import open_place
 from streammega.train.config import load_run
 from streammega.train.loop import Trainer
 from streammega.train.metrics import read_metrics
+from streammega.train.small_objects import read_small
 from streammega.train.stopping import Terminated
 from tests.conftest import write_random_pair
 from tests.support.checkpoint_programs import (
@@ -764,6 +766,58 @@ def test_an_object_that_nobody_renews_is_taken_over_and_its_owner_stops_writing(
         )
         == other
     )
+
+
+def test_a_renewal_does_not_overwrite_who_took_over_since_the_look(
+    moto: S3, monkeypatch: pytest.MonkeyPatch, run_file: str
+) -> None:
+    monkeypatch.setattr(checkpoint_hold, "RENEW_SECONDS", 0.1)
+    monkeypatch.setattr(checkpoint_hold, "SETTLE_SECONDS", 0.1)
+    bucket = moto.new_bucket()
+    place: Any = open_place(
+        f"s3://{bucket}/run", load_run(run_file, on_s3(moto, bucket)).data.storage
+    )
+    other = {"owner": "x", "host": "elsewhere", "pid": 7, "system": "another", "started": "1"}
+    look = checkpoint_hold._ObjectHold._look
+    wrote = threading.Event()
+
+    def look_before_the_other_writes(self: Any) -> None:
+        look(self)
+        if threading.current_thread() is not threading.main_thread() and not wrote.is_set():
+            writer = place._store.open_writer("run/lock.json")
+            writer.write(json.dumps(other).encode())
+            writer.commit()
+            wrote.set()
+
+    monkeypatch.setattr(checkpoint_hold._ObjectHold, "_look", look_before_the_other_writes)
+    held = place.hold()
+    deadline = time.monotonic() + 30
+    with pytest.raises(StorageError, match="process 7 on elsewhere has taken over"):
+        while time.monotonic() < deadline:
+            held.check()
+            time.sleep(0.05)
+    held.release()
+    assert json.loads(read_small(place._store, "run/lock.json")) == other
+
+
+def test_a_hold_whose_object_was_removed_writes_it_again(
+    moto: S3, monkeypatch: pytest.MonkeyPatch, run_file: str
+) -> None:
+    monkeypatch.setattr(checkpoint_hold, "RENEW_SECONDS", 0.1)
+    monkeypatch.setattr(checkpoint_hold, "SETTLE_SECONDS", 0.1)
+    bucket = moto.new_bucket()
+    place: Any = open_place(
+        f"s3://{bucket}/run", load_run(run_file, on_s3(moto, bucket)).data.storage
+    )
+    held = place.hold()
+    place._store.delete("run/lock.json")
+    deadline = time.monotonic() + 30
+    while not place._store.list("run/lock.json"):
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    held.check()
+    held.release()
+    assert place._store.list("run/lock.json") == []
 
 
 def test_of_two_jobs_that_find_nobody_the_second_to_write_is_refused(

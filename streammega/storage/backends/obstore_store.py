@@ -452,12 +452,26 @@ class ObstoreStore:
         instead = self._after_fork()
         if instead is not None:
             return instead.create(self._full(key), data)
+        return self._put_if(key, data, "create", _exceptions().AlreadyExistsError)
+
+    def replace(self, key: str, data: bytes, etag: str) -> bool:
+        """One PUT under the condition that the object has this ETag: by If-Match, or what the cloud
+        has for it. Raises StorageError in a forked process, whose transport has no such.
+        """
+        check_object_key(self.url(key), key)
+        if self._after_fork() is not None:
+            raise StorageError(f"{self.url(key)}: not replaced on a condition after a fork")
+        wrong_version = (_exceptions().PreconditionError, FileNotFoundError)
+        return self._put_if(key, data, {"e_tag": etag}, wrong_version)
+
+    def _put_if(self, key: str, data: bytes, condition: Any, refusals: Any) -> bool:
+        """One PUT; False for an error that says that the condition does not hold."""
         client, pool = self._client()
 
         def attempt() -> bool:
             try:
-                client.put(key, data, mode="create", use_multipart=False)
-            except _exceptions().AlreadyExistsError:
+                client.put(key, data, mode=condition, use_multipart=False)
+            except refusals:
                 return False
             except BaseException as error:
                 raise self._error(key, error) from None

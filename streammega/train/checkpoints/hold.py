@@ -22,8 +22,8 @@ from typing import Any, Protocol
 
 from streammega.errors import ConfigError, ObjectNotFoundError, StorageError
 from streammega.storage import Store
-from streammega.storage.store import create_object, written_whole
-from streammega.train.small_objects import read_small
+from streammega.storage.store import create_object, replace_object, written_whole
+from streammega.train.small_objects import read_version
 
 log = logging.getLogger(__name__)
 
@@ -193,6 +193,8 @@ class _ObjectHold:
         self._me = _myself()
         self._renewals = 0
         self._lost: str | None = None
+        self._seen_etag = ""
+        """Of what was read last; empty: nothing was there."""
         self._ended = threading.Event()
         other = self._read()
         self._wait_for_other(other)
@@ -268,10 +270,11 @@ class _ObjectHold:
         while not self._ended.wait(RENEW_SECONDS):
             try:
                 self._look()
+                if self._lost is None and not self._replace():
+                    self._look()
                 if self._lost is not None:
                     log.error("%s: %s has taken over", url, self._lost)
                     return
-                self._write()
             except StorageError as error:
                 # Tried again at the next turn: the others' patience is longer than three of them.
                 log.warning("%s: cannot be renewed: %s", url, error)
@@ -280,6 +283,13 @@ class _ObjectHold:
         now = self._read()
         if now is not None and now.get("owner") != self._me["owner"]:
             self._lost = _who(now)
+
+    def _replace(self) -> bool:
+        """Renew what was seen; False where another has written since, or an answer was lost."""
+        record = self._next_record()
+        if not self._seen_etag:
+            return create_object(self._store, self._key, record)
+        return replace_object(self._store, self._key, record, self._seen_etag)
 
     def _write(self) -> None:
         with written_whole(self._store, self._key) as writer:
@@ -293,8 +303,12 @@ class _ObjectHold:
     def _read(self) -> dict[str, Any] | None:
         """What the object says; None where there is none, or none that says anything."""
         try:
-            record = json.loads(read_small(self._store, self._key))
-        except (ObjectNotFoundError, ValueError):
+            data, self._seen_etag = read_version(self._store, self._key)
+            record = json.loads(data)
+        except ObjectNotFoundError:
+            self._seen_etag = ""
+            return None
+        except ValueError:
             return None
         return record if isinstance(record, dict) else None
 
