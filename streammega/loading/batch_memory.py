@@ -24,8 +24,12 @@ from streammega.storage.fetch.memory import rounded
 
 _of_thread = threading.local()
 """Memory that is used again is taken and given back without a lock: each thread has its own."""
-KEPT = 8
-"""Arrays of one size that wait to be used again."""
+KEPT = 12
+"""Arrays of one size that wait to be used again: tokens and labels of the slabs that are ready
+(`lookahead.READY_SLABS`), of one that is gathered and of one that is handed out. A caller that
+catches up lets go of all of them, and with fewer kept the next ones would be new: huge pages, which
+the kernel clears.
+"""
 
 
 def batch_memory(pinned: bool | None = None) -> Allocate:

@@ -26,6 +26,7 @@ from streammega import (
     get_batch,
 )
 from streammega.loading.batch_memory import PinnedMemory, ReusedMemory, batch_memory
+from streammega.loading.lookahead import READY_SLABS
 from streammega.parallel import open_loader
 from streammega.parallel.derive import device_fields
 from streammega.samples.derived_fields import new_memory
@@ -152,6 +153,23 @@ def test_the_ring_uses_memory_again_and_only_when_nothing_refers_to_it() -> None
     assert address in [
         tensor.data_ptr() for tensor in [ring.take((4, 8), torch.int64) for _ in range(3)]
     ]
+
+
+def test_a_caller_that_catches_up_costs_no_new_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It lets go of tokens and labels of every slab that was ahead of it, and of two more."""
+    made: list[int] = []
+
+    def noted(size: int, dtype: Any) -> Any:
+        made.append(size)
+        return np.zeros(size, dtype)
+
+    monkeypatch.setattr(np, "empty", noted)
+    ring = ReusedMemory()
+    arrays = 2 * (READY_SLABS + 2)
+    for _ in range(3):
+        held = [ring.take((4, 512), torch.int64) for _ in range(arrays)]
+        held.clear()
+    assert len(made) == arrays
 
 
 @pytest.mark.parametrize("fields", FIELDS)
