@@ -23,14 +23,13 @@ from streammega.order.folded import PHASES
 from streammega.order.lanes import StreamOrder, default_lanes
 from streammega.order.phases import LaterPhase, PhasedOrder, phased_order
 from streammega.order.split import SPLITS
+from streammega.samples.lane_datasets import OpenDataset, open_datasets
 from streammega.samples.lanes import (
     LaneSource,
-    OpenDataset,
     blend_of,
     check_lanes,
     digest_of,
     first_order,
-    open_datasets,
     shares_of,
     weights_of,
 )

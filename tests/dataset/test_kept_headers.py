@@ -23,7 +23,7 @@ from streammega.dataset.small_indices import SMALL_READERS, read_bodies, rows_of
 from streammega.dataset.token_file import ShardFiles
 from streammega.errors import CacheError, FormatError, ObjectNotFoundError
 from streammega.order.lanes import FilePart
-from streammega.samples.lanes import open_datasets
+from streammega.samples.lane_datasets import open_datasets
 from streammega.storage import Buffer
 from tests.dataset.test_opening import write
 from tools.bench.object_server import Running, running
