@@ -98,7 +98,7 @@ def _epochs_of(order: StreamOrder, spans: Sequence[tuple[int, int]]) -> tuple[In
         own_after = np.maximum(after[:, column] - shares, 0)
         draws = own_after > own_before
         if draws.any():
-            first_epoch[column] += order.epochs_of_draws(own_before, column)[draws].min()
+            first_epoch[column] += order.geometry.epochs_of_draws(own_before, column)[draws].min()
             last_epoch[column] += order.epochs_of(np.where(draws, own_after, 0), column)
     return first_epoch, last_epoch
 

@@ -15,7 +15,6 @@ be located by itself.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -23,10 +22,12 @@ from functools import cached_property
 import numpy as np
 from numpy.typing import NDArray
 
-from streammega.errors import ConfigError
-from streammega.kernels.lanes import FRACTION_BITS, count_draws, keyed, locate_stream
-from streammega.order.extents import Extents, merge_extents
-from streammega.order.rests import Grid, Rest, rest_of
+from streammega.kernels.lanes import keyed, locate_stream
+from streammega.order.extents import Extents
+from streammega.order.former_phases import FormerPhases, with_rests
+from streammega.order.lane_draws import LaneDraws
+from streammega.order.lane_geometry import StreamDataset, StreamGeometry, geometry_of
+from streammega.order.rests import Grid, Rest
 
 Integers = NDArray[np.int64]
 STREAM_VERSION = 1
@@ -36,54 +37,6 @@ MIN_LANES = 1024
 docs/orders.md.
 """
 DEFAULT_BLOCK_BYTES = 1 << 18
-
-
-@dataclass(frozen=True, kw_only=True)
-class FilePart:
-    """Consecutive tokens [start, start + tokens) of a file."""
-
-    file: int
-    start: int
-    tokens: int
-
-
-@dataclass(frozen=True, kw_only=True)
-class StreamDataset:
-    """One dataset of the stream: its parts in order, and the bytes of a token.
-
-    is_packed: samples are the bins of its files, with no token after them.
-    """
-
-    parts: Sequence[FilePart]
-    itemsize: int
-    is_packed: bool = False
-
-
-@dataclass(frozen=True, kw_only=True)
-class StreamGeometry:
-    """The sizes that the kernels read, of all datasets end to end; int64 each.
-
-    Parts too short for one sample are left out.
-    """
-
-    sizes: Integers
-    """[datasets]: samples in one epoch."""
-    blocks: Integers
-    """[datasets]: samples of a block."""
-    groups: Integers
-    """[datasets]: lanes that share a run."""
-    first_parts: Integers
-    """[datasets + 1]: of the parts of all datasets, the first of each."""
-    files: Integers
-    """[parts]: the file, within its dataset."""
-    starts: Integers
-    """[parts]: the token of the file at which it starts."""
-    slacks: Integers
-    """[parts]: tokens that no whole sample takes: how far an epoch may shift the others."""
-    before: Integers
-    """[parts]: samples of its dataset before it."""
-    ends: Integers
-    """[parts]: the same with its own."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -153,52 +106,8 @@ class StreamOrder:
         splits = np.arange(count + 1, dtype=np.int64)
         found = Extents(row_splits=splits, dataset=dataset, file=file, start=start, stop=stop)
         if self.has_rests:
-            return self._with_rests(sample_ids, column, found)
+            return with_rests(self, sample_ids, column, found)
         return found
-
-    def _with_rests(
-        self, sample_ids: Integers, column: NDArray[np.int32], found: Extents
-    ) -> Extents:
-        """The same with those samples that are of the rest of former epochs, of which `found` has
-        how many draws the lane is before its own.
-        """
-        of_rests = np.flatnonzero(found.file < 0)
-        if not len(of_rests):  # as soon as all lanes are past them
-            return found
-        own = np.flatnonzero(found.file >= 0)
-        splits = np.arange(len(own) + 1, dtype=np.int64)
-        parts = [
-            (
-                own,
-                Extents(
-                    row_splits=splits,
-                    dataset=found.dataset[own],
-                    file=found.file[own],
-                    start=found.start[own],
-                    stop=found.stop[own],
-                ),
-            )
-        ]
-        for place in np.unique(column[of_rests]).tolist():
-            rest = self.rests[place]
-            assert rest is not None
-            samples = of_rests[column[of_rests] == place]
-            lane = self.lane_of(np.asarray(sample_ids, np.int64)[samples])
-            draw = found.start[samples] + rest.shares[lane]
-            of_sample, file, start, stop = rest.rows(
-                rest.firsts[lane] + draw, self.width - self.sequence_length
-            )
-            number = np.full(len(file), self.dataset_numbers[place], np.int32)
-            splits = np.searchsorted(of_sample, np.arange(len(samples) + 1))
-            extents = Extents(
-                row_splits=splits.astype(np.int64),
-                dataset=number,
-                file=file.astype(np.int32),
-                start=start,
-                stop=stop,
-            )
-            parts.append((samples, extents))
-        return merge_extents(parts)
 
     def within(self, sample_ids: Integers) -> Integers:
         """Samples as the kernels count them: from the first of this phase."""
@@ -219,7 +128,8 @@ class StreamOrder:
         """What decides which dataset a lane draws from: the key, the number of the first segment,
         and rows, fractions and draws before each segment.
         """
-        return self.key, self._first_segment, self._rows, self._fractions, self._bases
+        draws = self._draws
+        return self.key, draws.first_segment, draws.rows, draws.fractions, self._bases
 
     @property
     def sizes(self) -> Integers:
@@ -236,8 +146,7 @@ class StreamOrder:
         """Runs of each dataset: as many as lanes where there are blocks enough, else a divisor;
         int64 [datasets].
         """
-        runs: Integers = self.lanes // self.geometry.groups
-        return runs
+        return self.geometry.num_runs
 
     def check(self) -> None:
         """Raise ConfigError if a dataset holds no sample."""
@@ -249,14 +158,14 @@ class StreamOrder:
 
         In closed form: no sample is located.
         """
-        return self._draws_before_phase() + self.own_counts(num_samples)
+        return self._former.draws() + self.own_counts(num_samples)
 
     def own_counts(self, num_samples: int) -> Integers:
         """The same without the phases before."""
         rows, more = divmod(num_samples, self.lanes)
-        counts = self._draws_of_rows(rows)
+        counts = self._draws.of_rows(rows)
         if more:  # of the last row only the first lanes have a sample
-            counts[:more] = self._draws_of_rows(rows + 1)[:more]
+            counts[:more] = self._draws.of_rows(rows + 1)[:more]
         return counts
 
     @cached_property
@@ -267,105 +176,57 @@ class StreamOrder:
     @cached_property
     def geometry(self) -> StreamGeometry:
         """The sizes that the kernels read, computed once."""
-        return _geometry(self)
-
-    @property
-    def _first_segment(self) -> int:
-        """The number of this phase's first segment among those of all phases."""
-        return sum(len(order.schedule) for order in self.earlier)
+        return geometry_of(
+            self.datasets,
+            length=self.sequence_length,
+            extra=int(self.extra_token),
+            lanes=self.lanes,
+            block_bytes=self.block_bytes,
+        )
 
     @cached_property
-    def _rows(self) -> Integers:
-        """The first row of each segment of the schedule, int64 [segments]."""
-        firsts = [first - self.first_sample for first, _ in self.schedule]
-        return np.array([-(-first // self.lanes) for first in firsts], np.int64)
+    def _draws(self) -> LaneDraws:
+        """Which dataset each lane draws from, in the rows of this phase."""
+        first_rows = [-(-(first - self.first_sample) // self.lanes) for first, _ in self.schedule]
+        return LaneDraws(
+            key=self.key,
+            lanes=self.lanes,
+            # the number among the segments of all phases
+            first_segment=sum(len(order.schedule) for order in self.earlier),
+            rows=np.array(first_rows, np.int64),
+            weights=[weights for _, weights in self.schedule],
+        )
 
     def first_of_segment(self, segment: int) -> int:
         """The first sample of a segment of the schedule: it begins with a whole row."""
-        return self.first_sample + int(self._rows[segment]) * self.lanes
-
-    @cached_property
-    def _fractions(self) -> NDArray[np.uint64]:
-        return np.stack([tree_fractions(weights) for _, weights in self.schedule])
+        return self.first_sample + int(self._draws.rows[segment]) * self.lanes
 
     @cached_property
     def _bases(self) -> Integers:
         """Draws of each lane from each dataset before each segment, [segments, lanes, datasets]."""
-        bases = np.zeros((len(self.schedule), self.lanes, len(self.datasets)), np.int64)
-        bases[0] = self._draws_before_phase()
+        drawn = self._former.draws()
         for column, rest in enumerate(self.rests):
             if rest is not None:
-                bases[0, :, column] -= rest.shares
-        for segment in range(1, len(self.schedule)):
-            former = segment - 1
-            num_rows = int(self._rows[segment] - self._rows[former])
-            bases[segment] = bases[former]
-            self._add_draws(former, num_rows, bases[segment])
-        return bases
-
-    def _draws_before_phase(self) -> Integers:
-        """Draws of each lane from each dataset in the phases before, since it began anew, [lanes,
-        datasets].
-        """
-        draws = np.zeros((self.lanes, len(self.datasets)), np.int64)
-        for column, number in enumerate(self.dataset_numbers.tolist()):
-            former = self._former(number)
-            if former is not None and self._goes_on(column, *former):
-                draws[:, column] = self._drawn_in(*former)
-        return draws
+                drawn[:, column] -= rest.shares
+        return self._draws.before_segments(drawn)
 
     @property
-    def _ends(self) -> list[int]:
-        """The end of each earlier phase."""
-        return [order.first_sample for order in (*self.earlier, self)][1:]
-
-    def _goes_on(self, column: int, phase: int, place: int) -> bool:
-        """Whether a dataset is drawn as in an earlier phase: in the same samples and lanes."""
-        order = self.earlier[phase]
-        same_shape = (order.sequence_length, order.lanes) == (self.sequence_length, self.lanes)
-        return same_shape and int(self.dataset_numbers[column]) not in self.restart
+    def _former(self) -> FormerPhases:
+        """What the phases before have left to this one."""
+        return FormerPhases(self, self.earlier)
 
     @cached_property
     def rests(self) -> list[Rest | None]:
         """What earlier phases have left of each dataset, in samples and lanes of their own; None of
         one that goes on, or is new, or begins a new epoch.
         """
-        if not self.earlier:
-            return [None] * len(self.datasets)
-        rests: list[Rest | None] = []
-        for column, number in enumerate(self.dataset_numbers.tolist()):
-            former = self._former(number)
-            if former is None or number in self.restart:
-                rests.append(None)
-            elif self._goes_on(column, *former):
-                phase, place = former
-                rests.append(self.earlier[phase].rests[place])
-            else:
-                rests.append(self._left_of(*former))
-        return rests
-
-    def _left_of(self, phase: int, place: int) -> Rest | None:
-        """What a dataset has left at the end of an earlier phase, in samples and lanes of this."""
-        order = self.earlier[phase]
-        return rest_of(
-            order.grid(place),
-            order.rests[place],
-            self._drawn_in(phase, place),
-            length=self.sequence_length,
-            lanes=self.lanes,
-        )
+        return self._former.rests()
 
     def left_before(self, column: int) -> tuple[Rest | None, bool]:
         """What earlier phases left of a dataset that begins anew in this one, and whether it is
         read here: a restart passes it over. (None, True) of one that goes on, or is new.
         """
-        number = int(self.dataset_numbers[column])
-        former = self._former(number)
-        if former is None or self._goes_on(column, *former):
-            return None, True
-        if number in self.restart:
-            return self._left_of(*former), False
-        return self.rests[column], True
+        return self._former.left_before(column)
 
     @cached_property
     def has_rests(self) -> bool:
@@ -395,14 +256,7 @@ class StreamOrder:
             parts=[array[first:stop] for array in of_parts],
         )
 
-    def _drawn_in(self, phase: int, place: int) -> Integers:
-        """Draws of each lane from a dataset up to the end of an earlier phase, since it began in
-        its samples and lanes; int64 [lanes of that phase].
-        """
-        order = self.earlier[phase]
-        return order._counts_at_its_end(self._ends[phase])[:, place]
-
-    def _counts_at_its_end(self, end: int) -> Integers:
+    def counts_up_to(self, end: int) -> Integers:
         """`counts` up to the sample `end`, where a phase follows; kept, for every dataset of those
         that follow asks: counting is of all datasets at once.
         """
@@ -421,188 +275,14 @@ class StreamOrder:
         """The number in keys of the first epoch of each dataset since it began anew: those of the
         epochs before are not used again. int64 [datasets].
         """
-        first = np.zeros(len(self.datasets), np.int64)
-        for column, number in enumerate(self.dataset_numbers.tolist()):
-            former = self._former(number)
-            if former is None:
-                continue
-            phase, place = former
-            order = self.earlier[phase]
-            first[column] = order.first_epochs[place]
-            if not self._goes_on(column, phase, place):
-                draws = self._drawn_in(phase, place)
-                rest = order.rests[place]
-                if rest is not None:
-                    draws = np.maximum(draws - rest.shares, 0)
-                first[column] += order.epochs_of(draws, place)
-        return first
+        return self._former.first_epochs()
 
     def epochs_of(self, draws: Integers, dataset: int) -> int:
         """How many epochs of a dataset have begun when each lane has made `draws`, int64 [lanes]."""
-        last = np.where(draws > 0, self.epochs_of_draws(draws - 1, dataset), -1)
+        last = np.where(draws > 0, self.geometry.epochs_of_draws(draws - 1, dataset), -1)
         return int(last.max()) + 1
-
-    def epochs_of_draws(self, draws: Integers, dataset: int) -> Integers:
-        """The epoch of each lane's draw of that number from a dataset, since it began anew and
-        without what former epochs had left; int64 [lanes].
-        """
-        group = int(self.geometry.groups[dataset])
-        lane = np.arange(self.lanes)
-        run_length = self._run_lengths(dataset)[lane // group]
-        epochs: Integers = (draws * group + lane % group) // run_length
-        return epochs
-
-    def _run_lengths(self, dataset: int) -> Integers:
-        """Samples of each run of a dataset, int64 [runs]: as `run_bounds` of the kernels, the lanes
-        of a run have its samples in equal shares.
-        """
-        size = int(self.sizes[dataset])
-        first_lanes = np.arange(0, self.lanes + 1, int(self.geometry.groups[dataset]))
-        starts = first_lanes * (size // self.lanes) + np.minimum(size % self.lanes, first_lanes)
-        lengths: Integers = np.diff(starts)
-        return lengths
-
-    def _former(self, number: int) -> tuple[int, int] | None:
-        """(phase, place in it) of a dataset in the last phase before that has it."""
-        for phase in range(len(self.earlier) - 1, -1, -1):
-            places = np.flatnonzero(self.earlier[phase].dataset_numbers == number)
-            if len(places):
-                return phase, int(places[0])
-        return None
-
-    def _draws_of_rows(self, rows: int) -> Integers:
-        """What the first rows of this phase take from each dataset in each lane, without the
-        phases before, [lanes, datasets].
-        """
-        draws = np.zeros((self.lanes, len(self.datasets)), np.int64)
-        ends = [*self._rows[1:].tolist(), rows]
-        for segment, (first, end) in enumerate(zip(self._rows.tolist(), ends, strict=True)):
-            self._add_draws(segment, max(0, min(end, rows) - first), draws)
-        return draws
-
-    def _add_draws(self, segment: int, draws: int, counts: Integers) -> None:
-        """Add the first draws of a segment to `counts`, int64 [lanes, datasets]."""
-        count_draws(
-            draws,
-            self.lanes,
-            self._first_segment + segment,
-            self._fractions[segment],
-            len(self.datasets),
-            self.key,
-            counts,
-        )
 
 
 def default_lanes(global_batch_size: int) -> int:
     """The smallest multiple of the global batch that is at least 1024."""
     return global_batch_size * -(-MIN_LANES // global_batch_size)
-
-
-def samples_of(tokens: int, sequence_length: int, extra: int) -> int:
-    """Samples that a part of so many tokens has in every epoch."""
-    return max(0, (tokens - extra) // sequence_length)
-
-
-def dataset_samples(dataset: StreamDataset, sequence_length: int, extra: int) -> int:
-    """Samples of a dataset in one epoch."""
-    return sum(samples_of(part.tokens, sequence_length, extra) for part in dataset.parts)
-
-
-def tree_fractions(weights: Sequence[float]) -> NDArray[np.uint64]:
-    """The fraction that goes left at each node of a balanced tree over the datasets, in 2**-44ths;
-    uint64 [nodes].
-
-    Node 1 is the root and covers all datasets; node n covers [low, high), its children 2n and 2n +
-    1 the halves.
-    """
-    num_leaves = 1 << (max(1, len(weights)) - 1).bit_length()
-    fractions = np.zeros(num_leaves + 1, np.uint64)
-    largest = max(weights)
-    # Integers: sums of them do not depend on their order. Divided first: a weight near the largest
-    # float, times 2**80, is none.
-    exact = [int(weight / largest * 2.0**80) for weight in weights]
-    root = (1, 0, len(weights))
-    nodes = [root]
-    while nodes:
-        node, low, high = nodes.pop()
-        if high - low < 2:
-            continue
-        middle = (low + high) // 2
-        left = sum(exact[low:middle])
-        both = left + sum(exact[middle:high])
-        if both:  # below a node of no weight nothing is ever drawn
-            fractions[node] = ((left << FRACTION_BITS) + both // 2) // both  # rounded
-        nodes.append((2 * node, low, middle))
-        nodes.append((2 * node + 1, middle, high))
-    return fractions
-
-
-def _geometry(order: StreamOrder) -> StreamGeometry:
-    """The sizes of an order's datasets. Raises ConfigError if one of them holds no sample."""
-    extra = int(order.extra_token)
-    length = order.sequence_length
-    sizes = []
-    blocks = []
-    groups = []
-    first_parts = [0]
-    files = []
-    starts = []
-    slacks = []
-    before = []
-    ends = []
-    for number, dataset in enumerate(order.datasets):
-        size = 0
-        for part in dataset.parts:
-            samples = samples_of(part.tokens, length, extra)
-            if samples == 0:
-                continue
-            files.append(part.file)
-            starts.append(part.start)
-            slacks.append(part.tokens - extra - samples * length)
-            before.append(size)
-            size += samples
-            ends.append(size)
-        if size == 0:
-            longest = max((part.tokens for part in dataset.parts), default=0)
-            raise ConfigError(
-                f"dataset {number} of the blend holds no sample: its longest file has {longest} "
-                f"tokens, a sample needs {length} + {extra}; lower sequence_length, or give it "
-                "more data"
-            )
-        block = max(1, order.block_bytes // (length * dataset.itemsize))
-        num_blocks = -(-size // block)
-        num_runs = _num_runs(size, num_blocks, order.lanes)
-        sizes.append(size)
-        blocks.append(block)
-        groups.append(order.lanes // num_runs)
-        first_parts.append(len(files))
-    return StreamGeometry(
-        sizes=np.array(sizes, np.int64),
-        blocks=np.array(blocks, np.int64),
-        groups=np.array(groups, np.int64),
-        first_parts=np.array(first_parts, np.int64),
-        files=np.array(files, np.int64),
-        starts=np.array(starts, np.int64),
-        slacks=np.array(slacks, np.int64),
-        before=np.array(before, np.int64),
-        ends=np.array(ends, np.int64),
-    )
-
-
-def _num_runs(size: int, blocks: int, lanes: int) -> int:
-    """As many runs as lanes, or the largest divisor of the lanes that leaves every run a block; one
-    when samples are few.
-    """
-    if size < lanes:
-        return 1
-    return max(runs for runs in _divisors(lanes) if runs <= max(1, blocks))
-
-
-def _divisors(number: int) -> list[int]:
-    """All of them, in no order; a square's root twice."""
-    divisors = []
-    for small in range(1, math.isqrt(number) + 1):
-        if number % small == 0:
-            divisors.append(small)
-            divisors.append(number // small)
-    return divisors

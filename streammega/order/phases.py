@@ -21,7 +21,8 @@ from numpy.typing import NDArray
 
 from streammega.errors import ConfigError
 from streammega.order.extents import Extents, merge_extents
-from streammega.order.lanes import StreamDataset, StreamOrder
+from streammega.order.lane_geometry import StreamDataset
+from streammega.order.lanes import StreamOrder
 
 Integers = NDArray[np.int64]
 

@@ -136,7 +136,7 @@ def epochs_between(order: StreamOrder, dataset: int, end: int) -> tuple[int, int
     last = np.empty(order.lanes, np.int64)
     own_draws(0, dataset, order.lanes, *order.drawing, first)
     own_draws(max(0, end - order.first_sample), dataset, order.lanes, *order.drawing, last)
-    in_progress = order.epochs_of_draws(np.maximum(first, 0), dataset).min()
+    in_progress = order.geometry.epochs_of_draws(np.maximum(first, 0), dataset).min()
     return int(in_progress), order.epochs_of(last, dataset)
 
 

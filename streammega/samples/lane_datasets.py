@@ -18,11 +18,7 @@ from streammega.dataset.listing import Told
 from streammega.dataset.token_file import ShardFiles
 from streammega.errors import ConfigError
 from streammega.errors.redaction import redact_urls
-from streammega.order.lanes import (
-    FilePart,
-    StreamDataset,
-    samples_of,
-)
+from streammega.order.lane_geometry import FilePart, StreamDataset, samples_of
 from streammega.order.split import split_bounds
 from streammega.samples.documents import DocumentBounds
 from streammega.samples.modes import modes_of_pairs

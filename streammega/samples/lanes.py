@@ -12,13 +12,8 @@ from numpy.typing import NDArray
 from streammega.config import DataConfig
 from streammega.errors import ConfigError
 from streammega.order import Extents
-from streammega.order.lanes import (
-    STREAM_VERSION,
-    StreamDataset,
-    StreamOrder,
-    dataset_samples,
-    default_lanes,
-)
+from streammega.order.lane_geometry import StreamDataset, dataset_samples
+from streammega.order.lanes import STREAM_VERSION, StreamOrder, default_lanes
 from streammega.order.split import SPLITS
 from streammega.samples.lane_datasets import open_datasets
 from streammega.samples.packed import are_packed, check_bins, without_padding

@@ -22,7 +22,7 @@ from streammega.dataset.kept_headers import rows_of_headers
 from streammega.dataset.small_indices import SMALL_READERS, read_bodies, rows_of
 from streammega.dataset.token_file import ShardFiles
 from streammega.errors import CacheError, FormatError, ObjectNotFoundError
-from streammega.order.lanes import FilePart
+from streammega.order.lane_geometry import FilePart
 from streammega.samples.lane_datasets import open_datasets
 from streammega.storage import Buffer
 from tests.dataset.test_opening import write

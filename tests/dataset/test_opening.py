@@ -20,7 +20,7 @@ from streammega.dataset.find import find_pairs
 from streammega.dataset.shards import SUFFIXES
 from streammega.dataset.verify import verify
 from streammega.errors import ConfigError, FormatError, MissingShardsError
-from streammega.order.lanes import tree_fractions
+from streammega.order.lane_draws import tree_fractions
 
 KINDS = ["bin", "zst", "tar"]
 

@@ -18,7 +18,8 @@ from streammega.kernels.lanes import choose
 from streammega.order.batch_size import BatchSchedule, batch_schedule
 from streammega.order.dealt import dealt_by
 from streammega.order.extents import Extents
-from streammega.order.lanes import FilePart, StreamDataset, StreamOrder
+from streammega.order.lane_geometry import FilePart, StreamDataset
+from streammega.order.lanes import StreamOrder
 from streammega.order.phases import LaterPhase, PhasedOrder, phased_order
 from streammega.order.readings import Readings, phased_readings
 from streammega.order.rests import rest_of

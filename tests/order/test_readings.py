@@ -11,7 +11,9 @@ from hypothesis import strategies as st
 
 from streammega.kernels.lanes import choose, keyed
 from streammega.kernels.lanes_back import row_of_draw
-from streammega.order.lanes import FilePart, StreamDataset, StreamOrder, tree_fractions
+from streammega.order.lane_draws import tree_fractions
+from streammega.order.lane_geometry import FilePart, StreamDataset
+from streammega.order.lanes import StreamOrder
 from streammega.order.readings import num_epochs, stream_readings
 from tests.order.test_stream_order import orders
 

@@ -27,7 +27,8 @@ from streammega.errors import ConfigError, ObjectNotFoundError, StateError
 from streammega.kernels.lanes import keyed, permute, permute_back
 from streammega.order.batch_size import BatchSchedule
 from streammega.order.extents import Extents
-from streammega.order.lanes import FilePart, StreamDataset, StreamOrder, default_lanes, samples_of
+from streammega.order.lane_geometry import FilePart, StreamDataset, samples_of
+from streammega.order.lanes import StreamOrder, default_lanes
 from streammega.samples.lanes import StreamSource
 from tests.conftest import write_random_pair
 from tests.support.servers import http_server

@@ -26,7 +26,8 @@ from streammega.kernels.sample_index import build_sample_index
 from streammega.kernels.shuffle import LegacyShuffler
 from streammega.order.blend import normalized
 from streammega.order.cursor import make_state
-from streammega.order.lanes import FilePart, StreamDataset, StreamOrder
+from streammega.order.lane_geometry import FilePart, StreamDataset
+from streammega.order.lanes import StreamOrder
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from tools.bench import harness

@@ -15,7 +15,8 @@ import numpy as np
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from streammega.order.lanes import FilePart, StreamDataset, StreamOrder
+from streammega.order.lane_geometry import FilePart, StreamDataset
+from streammega.order.lanes import StreamOrder
 from streammega.order.phases import LaterPhase, PhasedOrder, phased_order
 
 SHARD = 200_000_000

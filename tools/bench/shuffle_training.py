@@ -20,7 +20,8 @@ import torch
 import torch.nn.functional as F
 from numpy.typing import NDArray
 
-from streammega.order.lanes import FilePart, StreamDataset, StreamOrder
+from streammega.order.lane_geometry import FilePart, StreamDataset
+from streammega.order.lanes import StreamOrder
 from streammega.train.config import ModelConfig
 from streammega.train.model import GPT
 

@@ -17,7 +17,8 @@ import numpy as np
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from streammega.cli.plotting import pyplot
-from streammega.order.lanes import FilePart, StreamDataset, StreamOrder
+from streammega.order.lane_geometry import FilePart, StreamDataset
+from streammega.order.lanes import StreamOrder
 from streammega.order.quality import Places, shuffle_quality
 from tools.bench.shuffle_models import block_shuffle, full_shuffle, py1e, shuffle_buffer
 

@@ -1,0 +1,197 @@
+"""The sizes of a stream: of each dataset its samples, blocks and runs, and of its parts where these
+begin. Computed once, of the token counts of files alone; the kernels read them as arrays.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from streammega.errors import ConfigError
+
+Integers = NDArray[np.int64]
+
+
+@dataclass(frozen=True, kw_only=True)
+class FilePart:
+    """Consecutive tokens [start, start + tokens) of a file."""
+
+    file: int
+    start: int
+    tokens: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class StreamDataset:
+    """One dataset of the stream: its parts in order, and the bytes of a token.
+
+    is_packed: samples are the bins of its files, with no token after them.
+    """
+
+    parts: Sequence[FilePart]
+    itemsize: int
+    is_packed: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class StreamGeometry:
+    """The sizes that the kernels read, of all datasets end to end; int64 each.
+
+    Parts too short for one sample are left out.
+    """
+
+    lanes: int
+    """Of the order."""
+    sizes: Integers
+    """[datasets]: samples in one epoch."""
+    blocks: Integers
+    """[datasets]: samples of a block."""
+    groups: Integers
+    """[datasets]: lanes that share a run."""
+    first_parts: Integers
+    """[datasets + 1]: of the parts of all datasets, the first of each."""
+    files: Integers
+    """[parts]: the file, within its dataset."""
+    starts: Integers
+    """[parts]: the token of the file at which it starts."""
+    slacks: Integers
+    """[parts]: tokens that no whole sample takes: how far an epoch may shift the others."""
+    before: Integers
+    """[parts]: samples of its dataset before it."""
+    ends: Integers
+    """[parts]: the same with its own."""
+
+    @property
+    def num_runs(self) -> Integers:
+        """Runs of each dataset: as many as lanes where there are blocks enough, else a divisor;
+        int64 [datasets].
+        """
+        runs: Integers = self.lanes // self.groups
+        return runs
+
+    def epochs_of_draws(self, draws: Integers, dataset: int) -> Integers:
+        """The epoch of each lane's draw of that number from a dataset, since it began anew and
+        without what former epochs had left; int64 [lanes].
+        """
+        group = int(self.groups[dataset])
+        lane = np.arange(self.lanes)
+        run_length = self._run_lengths(dataset)[lane // group]
+        epochs: Integers = (draws * group + lane % group) // run_length
+        return epochs
+
+    def _run_lengths(self, dataset: int) -> Integers:
+        """Samples of each run of a dataset, int64 [runs]: as `run_bounds` of the kernels, the lanes
+        of a run have its samples in equal shares.
+        """
+        size = int(self.sizes[dataset])
+        first_lanes = np.arange(0, self.lanes + 1, int(self.groups[dataset]))
+        starts = first_lanes * (size // self.lanes) + np.minimum(size % self.lanes, first_lanes)
+        lengths: Integers = np.diff(starts)
+        return lengths
+
+
+def samples_of(tokens: int, sequence_length: int, extra: int) -> int:
+    """Samples that a part of so many tokens has in every epoch."""
+    return max(0, (tokens - extra) // sequence_length)
+
+
+def dataset_samples(dataset: StreamDataset, sequence_length: int, extra: int) -> int:
+    """Samples of a dataset in one epoch."""
+    return sum(samples_of(part.tokens, sequence_length, extra) for part in dataset.parts)
+
+
+def geometry_of(
+    datasets: Sequence[StreamDataset], *, length: int, extra: int, lanes: int, block_bytes: int
+) -> StreamGeometry:
+    """The sizes of datasets in samples of `length` tokens and `extra` behind them, dealt to lanes.
+
+    Raises ConfigError if one of them holds no sample.
+    """
+    of_datasets = []
+    of_parts = []
+    first_parts = [0]
+    for number, dataset in enumerate(datasets):
+        rows = _part_rows(dataset, length, extra)
+        if not rows:
+            raise _no_sample(number, dataset, length, extra)
+        size = rows[-1].end
+        block = max(1, block_bytes // (length * dataset.itemsize))
+        num_blocks = -(-size // block)
+        group = lanes // _num_runs(size, num_blocks, lanes)
+        of_datasets.append((size, block, group))
+        of_parts += rows
+        first_parts.append(len(of_parts))
+    sizes, blocks, groups = _columns(of_datasets)
+    files, starts, slacks, before, ends = _columns(of_parts)
+    return StreamGeometry(
+        lanes=lanes,
+        sizes=sizes,
+        blocks=blocks,
+        groups=groups,
+        first_parts=np.array(first_parts, np.int64),
+        files=files,
+        starts=starts,
+        slacks=slacks,
+        before=before,
+        ends=ends,
+    )
+
+
+class _PartRow(NamedTuple):
+    """What StreamGeometry holds of a part."""
+
+    file: int
+    start: int
+    slack: int
+    before: int
+    end: int
+
+
+def _part_rows(dataset: StreamDataset, length: int, extra: int) -> list[_PartRow]:
+    """The parts of a dataset that hold a sample."""
+    rows = []
+    before = 0
+    for part in dataset.parts:
+        samples = samples_of(part.tokens, length, extra)
+        if samples:
+            slack = part.tokens - extra - samples * length
+            rows.append(_PartRow(part.file, part.start, slack, before, before + samples))
+            before += samples
+    return rows
+
+
+def _columns(rows: Sequence[Sequence[int]]) -> Integers:
+    """Rows as columns, int64 [fields, rows]: of each field its values are end to end."""
+    return np.ascontiguousarray(np.array(rows, np.int64).T)
+
+
+def _no_sample(number: int, dataset: StreamDataset, length: int, extra: int) -> ConfigError:
+    longest = max((part.tokens for part in dataset.parts), default=0)
+    return ConfigError(
+        f"dataset {number} of the blend holds no sample: its longest file has {longest} tokens, a "
+        f"sample needs {length} + {extra}; lower sequence_length, or give it more data"
+    )
+
+
+def _num_runs(size: int, blocks: int, lanes: int) -> int:
+    """As many runs as lanes, or the largest divisor of the lanes that leaves every run a block; one
+    when samples are few.
+    """
+    if size < lanes:
+        return 1
+    return max(runs for runs in _divisors(lanes) if runs <= max(1, blocks))
+
+
+def _divisors(number: int) -> list[int]:
+    """All of them, in no order; a square's root twice."""
+    divisors = []
+    for small in range(1, math.isqrt(number) + 1):
+        if number % small == 0:
+            divisors.append(small)
+            divisors.append(number // small)
+    return divisors
