@@ -15,6 +15,9 @@ def kernel(function: Callable[..., Any]) -> Any:
     numba writes cache entries under temporary names and renames them, so several processes may
     compile at once. Where nothing can be written at all, the kernel is compiled anew by each
     process.
+
+    An entry is believed while the kernel's own file is as it was. Whoever changes one that kernels
+    of other files call (keys, draws) removes `kernels/__pycache__` before believing a test.
     """
     try:
         return numba.njit(function, cache=True, nogil=True)

@@ -14,22 +14,9 @@ import numba
 import numpy as np
 
 from streammega.kernels.jit import kernel
-from streammega.kernels.lanes import (
-    BLOCKS,
-    FRACTION_BITS,
-    NODES,
-    PIECES,
-    ROTATIONS,
-    below,
-    keyed,
-    lefts_of,
-    permute_back,
-    phase_of_node,
-    piece_of,
-    run_bounds,
-    slot_of,
-    start_of,
-)
+from streammega.kernels.keyed import BLOCKS, NODES, PIECES, ROTATIONS, below, keyed, permute_back
+from streammega.kernels.lane_draws import FRACTION_BITS, lefts_of, phase_of_node
+from streammega.kernels.lanes import piece_of, run_bounds, slot_of, start_of
 
 NEVER = -1
 """In place of a row that a lane never reaches."""

@@ -20,20 +20,8 @@ from __future__ import annotations
 import numpy as np
 
 from streammega.kernels.jit import kernel
-from streammega.kernels.lanes import (
-    BLOCKS,
-    ROTATIONS,
-    below,
-    keyed,
-    part_of,
-    permute,
-    permute_back,
-    piece_of,
-    place_of,
-    run_bounds,
-    slot_of,
-    start_of,
-)
+from streammega.kernels.keyed import BLOCKS, ROTATIONS, below, keyed, permute, permute_back
+from streammega.kernels.lanes import part_of, piece_of, place_of, run_bounds, slot_of, start_of
 
 BLOCKS_OF = 0
 DRAWS_OF = 1

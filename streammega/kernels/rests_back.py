@@ -10,7 +10,8 @@ import numba
 import numpy as np
 
 from streammega.kernels.jit import kernel
-from streammega.kernels.lanes import BLOCKS, keyed, permute_back, run_bounds, slot_of, start_of
+from streammega.kernels.keyed import BLOCKS, keyed, permute_back
+from streammega.kernels.lanes import run_bounds, slot_of, start_of
 from streammega.kernels.lanes_back import draw_of_place, slot_place_of
 from streammega.kernels.rests import BLOCKS_OF, DRAWS_OF
 

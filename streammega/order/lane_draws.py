@@ -9,7 +9,7 @@ from functools import cached_property
 import numpy as np
 from numpy.typing import NDArray
 
-from streammega.kernels.lanes import FRACTION_BITS, count_draws
+from streammega.kernels.lane_draws import FRACTION_BITS, count_draws
 
 Integers = NDArray[np.int64]
 

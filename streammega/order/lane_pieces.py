@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from streammega.kernels.lanes import follow_pieces, piece_runs
+from streammega.kernels.lane_pieces import follow_pieces, piece_runs
 from streammega.order.lanes import StreamOrder
 
 Integers = NDArray[np.int64]

@@ -22,7 +22,8 @@ from functools import cached_property
 import numpy as np
 from numpy.typing import NDArray
 
-from streammega.kernels.lanes import keyed, locate_stream
+from streammega.kernels.keyed import keyed
+from streammega.kernels.lanes import locate_stream
 from streammega.order.extents import Extents
 from streammega.order.former_phases import FormerPhases, with_rests
 from streammega.order.lane_draws import LaneDraws

@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from streammega.errors import ConfigError
-from streammega.kernels.lanes import choose
+from streammega.kernels.lane_draws import choose
 from streammega.order.batch_size import BatchSchedule, batch_schedule
 from streammega.order.dealt import dealt_by
 from streammega.order.extents import Extents

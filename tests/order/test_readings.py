@@ -9,7 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from streammega.kernels.lanes import choose, keyed
+from streammega.kernels.keyed import keyed
+from streammega.kernels.lane_draws import choose
 from streammega.kernels.lanes_back import row_of_draw
 from streammega.order.lane_draws import tree_fractions
 from streammega.order.lane_geometry import FilePart, StreamDataset

@@ -24,7 +24,7 @@ from streammega import (
     StreamLoader,
 )
 from streammega.errors import ConfigError, ObjectNotFoundError, StateError
-from streammega.kernels.lanes import keyed, permute, permute_back
+from streammega.kernels.keyed import keyed, permute, permute_back
 from streammega.order.batch_size import BatchSchedule
 from streammega.order.extents import Extents
 from streammega.order.lane_geometry import FilePart, StreamDataset, samples_of
