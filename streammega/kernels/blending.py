@@ -21,7 +21,7 @@ What the arrays of the kernels hold:
     due_weight, due_count, due_size, due_id     the same of the due datasets and their numbers, in
       [datasets + 8]                            the first places; the others have infinite counts,
                                                 so that they are never chosen
-    head [_SLOTS], after [datasets] int64       the calendar: the first dataset that waits in a
+    head [SLOTS], after [datasets] int64        the calendar: the first dataset that waits in a
                                                 slot, and the one behind each; -1: none
     hits [datasets + 8] int64                   which of the due have the best error: 1 or 0
     chosen [1] uint64                           bits of places that were chosen since the calendar
@@ -38,42 +38,24 @@ from concurrent.futures import ThreadPoolExecutor
 import numpy as np
 from numpy.typing import NDArray
 
-from streammega.kernels.intrinsics import (
-    REGISTER_FLOATS,
-    count_best,
-    float_bits,
-    highest_bit,
-    lowest_bit,
+from streammega.kernels.blend_calendar import (
+    SLOTS,
+    WINDOW,
+    best_error,
+    call,
+    sift_all,
+    sift_chosen,
+    sort_all,
+    store,
 )
+from streammega.kernels.blend_choices import FEW, REGISTER, choose_of_few, choose_of_many
 from streammega.kernels.jit import kernel
 from streammega.kernels.parallel import num_threads
 
-_WINDOW = 16
-"""Samples chosen between two looks at the calendar."""
-_SLOTS = 4096
-"""Calendar slots of one window each; what is due later is looked at again."""
 _WORTH_GUESSING = 1 << 17
 """Samples from which on a blend is cut into parts."""
 _SMALL = 64
 """So many datasets are always compared whole."""
-_REGISTER = REGISTER_FLOATS
-"""The due are compared in multiples of so many: whole vector registers of float64."""
-_FEW = 64
-"""So many due stand in vector registers all at once, and have a bit each in a word."""
-_ONE = np.uint64(1)
-_NO_BITS = np.uint64(0)
-_EARLY = 1e-9
-"""An error is taken to reach the threshold by this much before it does: far more than float64 can
-be off.
-"""
-_EARLY_SHARE = 1e-14
-"""The same, of the count: a large one has fewer bits behind the point."""
-_NEVER = 9e18
-"""A sample after the last of any blend, and still an int64."""
-_LEAST_INT = np.int64(-0x7FFFFFFFFFFFFFFF)
-_LARGEST_INT = np.int64(0x7FFFFFFFFFFFFFFF)
-_PLACE = np.int64(0xFFFFFFFF)
-"""The bits of a place where a dataset's number stands above it."""
 
 # The margin: how far under the lowest error chosen lately the threshold is laid. Too near, and it
 # has to be moved often; too far, and many are due that are not chosen. It widens whenever the best
@@ -188,12 +170,12 @@ def _blend(weights, sizes, origin, dataset, sample, counts):
     """
     num = len(weights)
     total = origin + len(dataset)
-    room = num + _REGISTER
+    room = num + REGISTER
     due_weight = np.zeros(room)
     due_count = np.full(room, np.inf)
     due_size = np.full(room, np.inf)
     due_id = np.zeros(room, np.int64)
-    head = np.full(_SLOTS, -1, np.int64)
+    head = np.full(SLOTS, -1, np.int64)
     after = np.full(num, -1, np.int64)
     small = num <= _SMALL
     inverse = 1.0 / weights
@@ -209,26 +191,26 @@ def _blend(weights, sizes, origin, dataset, sample, counts):
     sort = True
     while i < total:
         if sort:
-            _store(counts, due_count, due_size, due_id, due)
+            store(counts, due_count, due_size, due_id, due)
             if not small:
-                threshold = min(lowest[0], _best(i, weights, counts, sizes)) - margin
-            due = _sort(
+                threshold = min(lowest[0], best_error(i, weights, counts, sizes)) - margin
+            due = sort_all(
                 i, threshold, weights, inverse, sizes, counts,
                 due_weight, due_count, due_size, due_id, head, after, small
             )  # fmt: skip
             check = i + period
             lowest[0] = np.inf
-        stop = total if small else min(total, (i // _WINDOW + 1) * _WINDOW)
-        padded = (due + _REGISTER - 1) // _REGISTER * _REGISTER
+        stop = total if small else min(total, (i // WINDOW + 1) * WINDOW)
+        padded = (due + REGISTER - 1) // REGISTER * REGISTER
         chosen[0] = 0
-        few = padded <= _FEW
+        few = padded <= FEW
         if few:
-            i = _choose_of_few(
+            i = choose_of_few(
                 i, stop, origin, due_weight, due_count, due_id, due_size,
                 chosen, padded, threshold, lowest, dataset, sample
             )  # fmt: skip
         else:
-            i = _choose_of_many(
+            i = choose_of_many(
                 i, stop, origin, due_weight, due_count, due_id, due_size,
                 hits, padded, threshold, lowest, dataset, sample
             )  # fmt: skip
@@ -239,16 +221,16 @@ def _blend(weights, sizes, origin, dataset, sample, counts):
             lowest[0] = np.inf
         elif i < total:
             if few:
-                due = _sift_chosen(
+                due = sift_chosen(
                     i, threshold, inverse, sizes, counts,
                     due_weight, due_count, due_size, due_id, chosen[0], due, head, after
                 )  # fmt: skip
             else:
-                due = _sift_all(
+                due = sift_all(
                     i, threshold, inverse, sizes, counts,
                     due_weight, due_count, due_size, due_id, due, head, after
                 )  # fmt: skip
-            due = _call(
+            due = call(
                 i, threshold, weights, inverse, sizes, counts,
                 due_weight, due_count, due_size, due_id, due, head, after
             )  # fmt: skip
@@ -257,269 +239,4 @@ def _blend(weights, sizes, origin, dataset, sample, counts):
                 sort = lowest[0] - margin > threshold + _WORTH_SORTING * margin
                 check = i + period
                 lowest[0] = lowest[0] if sort else np.inf
-    _store(counts, due_count, due_size, due_id, due)
-
-
-@kernel
-def _choose_of_few(
-    first, stop, origin, due_weight, due_count, due_id, due_size,
-    chosen, padded, threshold, lowest, dataset, sample
-):  # fmt: skip
-    """As `_choose_of_many`, of at most `_FEW` places, which are compared without loops."""
-    registers = padded // _REGISTER
-    for i in range(first, stop):
-        target = float(max(i, 1))
-        if registers <= 1:
-            hits, error = count_best(due_weight, due_count, 1, target)
-        elif registers == 2:
-            hits, error = count_best(due_weight, due_count, 2, target)
-        elif registers == 3:
-            hits, error = count_best(due_weight, due_count, 3, target)
-        elif registers == 4:
-            hits, error = count_best(due_weight, due_count, 4, target)
-        elif registers == 5:
-            hits, error = count_best(due_weight, due_count, 5, target)
-        elif registers == 6:
-            hits, error = count_best(due_weight, due_count, 6, target)
-        elif registers == 7:
-            hits, error = count_best(due_weight, due_count, 7, target)
-        else:
-            hits, error = count_best(due_weight, due_count, 8, target)
-        place = lowest_bit(hits)
-        others = hits & (hits - _ONE)
-        while others != _NO_BITS:
-            # they tied, and were all counted: the lowest id keeps its count
-            other = lowest_bit(others)
-            others &= others - _ONE
-            loser = other
-            if due_id[other] < due_id[place]:
-                loser = place
-                place = other
-            due_count[loser] -= 1.0
-        if error < threshold:
-            due_count[place] -= 1.0
-            return i
-        chosen[0] |= hits
-        lowest[0] = min(lowest[0], error)
-        dataset[i - origin] = due_id[place]
-        sample[i - origin] = np.int64(due_count[place]) - 1
-        if due_count[place] >= due_size[place]:
-            due_count[place] = np.inf
-    return stop
-
-
-@kernel
-def _choose_of_many(
-    first, stop, origin, due_weight, due_count, due_id, due_size,
-    hits, padded, threshold, lowest, dataset, sample
-):  # fmt: skip
-    """Choose samples [first, stop) among the due; returns the first whose best error is under the
-    threshold, or stop.
-
-    Sample `origin` goes to place 0 of the outputs. The due are the first of `padded` places. Errors
-    are compared by their bits: as integers, maxima are vectorised by themselves, and those that are
-    not negative order alike. The largest one is negative only by rounding, and then looked for as a
-    float.
-    """
-    for i in range(first, stop):
-        target = float(max(i, 1))
-        best = _LEAST_INT
-        for k in range(padded):
-            best = max(best, float_bits(due_weight[k] * target - due_count[k]))
-        if best < 0:
-            best = _negative_best(target, due_weight, due_count, padded)
-        place = np.int64(0)
-        ties = np.int64(0)
-        # whole registers are stored: a single element would hold up the next sample's loads
-        for k in range(padded):
-            hit = np.int64(float_bits(due_weight[k] * target - due_count[k]) == best)
-            due_count[k] += np.float64(hit)
-            hits[k] = hit
-            place += hit * k
-            ties += hit
-        if ties > 1:
-            place = _keep_lowest(due_count, due_id, hits, padded)
-        error = due_weight[place] * target - (due_count[place] - 1.0)
-        if error < threshold:
-            due_count[place] -= 1.0
-            return i
-        lowest[0] = min(lowest[0], error)
-        dataset[i - origin] = due_id[place]
-        sample[i - origin] = np.int64(due_count[place]) - 1
-        if due_count[place] >= due_size[place]:
-            due_count[place] = np.inf
-    return stop
-
-
-@kernel
-def _negative_best(target, due_weight, due_count, padded):
-    """The bits of the largest error, when all are negative."""
-    best = -np.inf
-    for k in range(padded):
-        best = max(best, due_weight[k] * target - due_count[k])
-    return float_bits(best)
-
-
-@kernel
-def _keep_lowest(due_count, due_id, hits, padded):
-    """Of all that tied and were counted, keep the count of the lowest id; returns its place.
-
-    The place stands below the id in one number, so that the least of them tells both.
-    """
-    lowest = _LARGEST_INT
-    for k in range(padded):
-        lowest = min(lowest, ((due_id[k] << 32) | k) if hits[k] else _LARGEST_INT)
-    for k in range(padded):
-        due_count[k] -= np.float64(hits[k])
-    place = lowest & _PLACE
-    due_count[place] += 1.0
-    return place
-
-
-@kernel
-def _best(i, weights, counts, sizes):
-    """The largest error of all datasets that are not used up."""
-    best = -np.inf
-    for d in range(len(weights)):
-        if counts[d] < sizes[d]:
-            best = max(best, weights[d] * float(max(i, 1)) - counts[d])
-    return best
-
-
-@kernel
-def _store(counts, due_count, due_size, due_id, due):
-    """Counts of the due, back to their datasets; an infinite one is used up."""
-    for k in range(due):
-        counts[due_id[k]] = min(due_count[k], due_size[k])
-
-
-@kernel
-def _window_of(count, threshold, inverse):
-    """A window not after the one in which the error of a dataset, of weight 1 / inverse, reaches
-    the threshold.
-    """
-    exact = (count + threshold - _EARLY - count * _EARLY_SHARE) * inverse
-    return (np.int64(max(min(exact, _NEVER), 0.0)) - 1) // _WINDOW
-
-
-@kernel
-def _wait(d, window, now, head, after) -> None:
-    """Put dataset d into the calendar until `window`; one beyond its end into its last slot."""
-    slot = min(window, now + _SLOTS - 1) % _SLOTS
-    after[d] = head[slot]
-    head[slot] = d
-
-
-@kernel
-def _sort(
-    i, threshold, weights, inverse, sizes, counts,
-    due_weight, due_count, due_size, due_id, head, after, small
-):  # fmt: skip
-    """Sort every dataset into the due and the calendar; returns how many are due."""
-    now = i // _WINDOW
-    head[:] = -1
-    due_count[:] = np.inf
-    due = 0
-    for d in range(len(weights)):
-        if counts[d] >= sizes[d]:
-            continue
-        window = now if small else _window_of(counts[d], threshold, inverse[d])
-        if window <= now:
-            due_weight[due] = weights[d]
-            due_count[due] = counts[d]
-            due_size[due] = sizes[d]
-            due_id[due] = d
-            due += 1
-        else:
-            _wait(d, window, now, head, after)
-    return due
-
-
-@kernel
-def _sift_all(
-    i, threshold, inverse, sizes, counts,
-    due_weight, due_count, due_size, due_id, due, head, after
-):  # fmt: skip
-    """At the start of a window: the due that fell below the threshold wait. Returns how many are
-    still due.
-    """
-    now = i // _WINDOW
-    kept = 0
-    for k in range(due):
-        d = due_id[k]
-        count = due_count[k]
-        if count == np.inf:
-            counts[d] = sizes[d]
-            continue
-        # not chosen: still due
-        window = now if count == counts[d] else _window_of(count, threshold, inverse[d])
-        counts[d] = count
-        if window <= now:
-            due_weight[kept] = due_weight[k]
-            due_count[kept] = count
-            due_size[kept] = due_size[k]
-            due_id[kept] = d
-            kept += 1
-        else:
-            _wait(d, window, now, head, after)
-    due_count[kept:due] = np.inf
-    return kept
-
-
-@kernel
-def _sift_chosen(
-    i, threshold, inverse, sizes, counts,
-    due_weight, due_count, due_size, due_id, chosen, due, head, after
-):  # fmt: skip
-    """As `_sift_all`, where only the places of the bits `chosen` have other counts than before: the
-    last of the due takes the place of one that waits.
-    """
-    now = i // _WINDOW
-    kept = due
-    # The highest first: what is moved into a lower place was looked at, or was not chosen.
-    while chosen != _NO_BITS:
-        k = highest_bit(chosen)
-        chosen ^= _ONE << np.uint64(k)
-        d = due_id[k]
-        count = due_count[k]
-        if count == np.inf:
-            counts[d] = sizes[d]
-        else:
-            counts[d] = count
-            window = _window_of(count, threshold, inverse[d])
-            if window <= now:
-                continue
-            _wait(d, window, now, head, after)
-        kept -= 1
-        due_weight[k] = due_weight[kept]
-        due_count[k] = due_count[kept]
-        due_size[k] = due_size[kept]
-        due_id[k] = due_id[kept]
-        due_count[kept] = np.inf
-    return kept
-
-
-@kernel
-def _call(
-    i, threshold, weights, inverse, sizes, counts,
-    due_weight, due_count, due_size, due_id, due, head, after
-):  # fmt: skip
-    """At the start of a window: those whose slot it is are due. Returns how many are, with the
-    `due` before.
-    """
-    now = i // _WINDOW
-    queued = head[now % _SLOTS]
-    head[now % _SLOTS] = -1
-    while queued >= 0:
-        following = after[queued]
-        window = _window_of(counts[queued], threshold, inverse[queued])
-        if window <= now:
-            due_weight[due] = weights[queued]
-            due_count[due] = counts[queued]
-            due_size[due] = sizes[queued]
-            due_id[due] = queued
-            due += 1
-        else:
-            _wait(queued, window, now, head, after)
-        queued = following
-    return due
+    store(counts, due_count, due_size, due_id, due)
