@@ -26,7 +26,8 @@ from streammega.loading.batch_memory import batch_memory
 from streammega.loading.gather import Gatherer
 from streammega.loading.kept_parts import WHOLE, KeptParts
 from streammega.loading.lookahead import READY_SLABS, Lookahead
-from streammega.loading.reading_plan import local_addresses, plan_reading
+from streammega.loading.open_files import local_addresses
+from streammega.loading.reading_plan import plan_reading
 from streammega.loading.slab import Finisher, Slab
 from streammega.loading.spans import PlannedSlab
 from streammega.loading.staging import Stager

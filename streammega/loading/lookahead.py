@@ -9,10 +9,11 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from streammega.loading.reading_plan import ReadingPlan, lanes_from
+from streammega.loading.reading_plan import ReadingPlan
 from streammega.loading.spans import PlannedHolding, PlannedSlab, Span
 from streammega.loading.stats import Stats
 from streammega.loading.steps import MicroSteps
+from streammega.loading.whole_pieces import lanes_from
 from streammega.storage.fetch.fetcher import Fetcher
 from streammega.storage.fetch.reads import Holding, Read
 

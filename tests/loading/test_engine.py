@@ -27,8 +27,9 @@ from streammega import DataConfig, IndexedDatasetWriter, StreamingDataset, Strea
 from streammega.errors import ConfigError, FormatError
 from streammega.loading.engine import Engine
 from streammega.loading.planner import Planner, largest_gap
-from streammega.loading.reading_plan import ReadingPlan, _whole_pieces, plan_reading
+from streammega.loading.reading_plan import ReadingPlan, plan_reading
 from streammega.loading.spans import FileTable
+from streammega.loading.whole_pieces import whole_pieces
 from streammega.order import Extents
 from streammega.order.rank_samples import zigzag_bounds
 from streammega.samples.lanes import StreamSource
@@ -297,7 +298,7 @@ def test_pieces_are_held_whole_within_three_quarters_of_the_budget_of_datasets_d
     held = []
     for budget in range(20_000, 600_000, 4_000):
         steps = dataset.steps
-        whole = _whole_pieces(steps, plan_reading(steps, 0, 0, 1, budget).table, 0, 0, 1, budget, 4)
+        whole = whole_pieces(steps, plan_reading(steps, 0, 0, 1, budget).table, 0, 0, 1, budget, 4)
         held.append((False, False) if whole.pieces is None else tuple(whole.pieces.whole.tolist()))
         assert whole.open_bytes <= 0.75 * budget
     assert [held[0], held[-1]] == [(False, False), (True, True)]
