@@ -4,10 +4,8 @@ was taken.
 
 from __future__ import annotations
 
-import itertools
 import logging
-from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
-from contextlib import closing
+from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property, partial
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
@@ -16,16 +14,13 @@ import numpy as np
 import torch
 
 from streammega.config import DataConfig
-from streammega.errors import ConfigError, StateError
+from streammega.errors import ConfigError
 from streammega.loading.dataset import StreamingDataset
-from streammega.loading.device_batches import DeviceBatches, copier_to
-from streammega.loading.engine import Engine
+from streammega.loading.handing_out import batches_of, engine_of, kept_parts_of
 from streammega.loading.iteration import Iteration
-from streammega.loading.kept_parts import WHOLE, KeptParts
+from streammega.loading.mesh import data_parallel
 from streammega.loading.prometheus import MetricsServer
 from streammega.loading.stats import Stats
-from streammega.loading.steps import MicroSteps
-from streammega.order.rank_samples import zigzag_bounds
 from streammega.samples.fields import Batch
 from streammega.samples.source import all_files
 from streammega.samples.token_file import has_modes
@@ -102,7 +97,7 @@ class StreamLoader:
         log_every: int = 0,
         metrics_port: int | None = None,
     ) -> None:
-        rank, size = _data_parallel(dp_rank, dp_size, mesh)
+        rank, size = data_parallel(dp_rank, dp_size, mesh)
         self.dataset = StreamingDataset(
             config,
             split=split,
@@ -131,7 +126,7 @@ class StreamLoader:
         self.evaluation = split != "train" if evaluation is None else evaluation
         self._cp = (cp_rank, cp_size)
         for length in config.lengths_of(split):
-            _ = _kept_parts(length, cp_rank, cp_size)  # that there are such parts
+            _ = kept_parts_of(length, cp_rank, cp_size)  # that there are such parts
         self._prefetch = prefetch
         self._pinned = pin_memory
         self._log_every = log_every
@@ -229,7 +224,7 @@ class StreamLoader:
 
     def bounds_of(self, sequence_length: int) -> Sequence[tuple[int, int]]:
         """The same of samples of so many tokens."""
-        return _kept_parts(sequence_length, *self._cp).bounds
+        return kept_parts_of(sequence_length, *self._cp).bounds
 
     @cached_property
     def ids_dtype(self) -> np.dtype[Any]:
@@ -294,14 +289,14 @@ class StreamLoader:
         """Iterate from the cursor on."""
         self._following = None
         make_engine = partial(
-            _engine_of,
+            engine_of,
             self._cp,
             ahead=self._prefetch,
             stats=self._stats,
             ids_only=self.ids_only,
             pinned=self._pinned,
         )
-        batches = _batches(
+        batches = batches_of(
             self.dataset, self.dataset.generation, make_engine, self._log_every, self._device
         )
         self._running = Iteration(batches)
@@ -338,110 +333,3 @@ class StreamLoader:
                 dataset.consumed_samples,
             )
         dataset.seek(0)
-
-
-def _batches(
-    dataset: StreamingDataset,
-    generation: int,
-    make_engine: Callable[..., Engine],
-    log_every: int,
-    device: torch.device | None,
-) -> Generator[Batch, None, None]:
-    """The batches from the cursor of a dataset on, which was put somewhere for the `generation`-th
-    time, on a device if one is given. The engine is made when the first of them is asked for, in
-    the thread that asks.
-
-    Does not refer to the loader, so that a loader nobody holds is collected, and its threads with
-    it.
-    """
-    dataset.steps.begin(dataset.consumed_samples)
-    counts = itertools.count(1)
-    goes_on = True
-    while goes_on:
-        goes_on = yield from _until_something_joins(
-            dataset, generation, make_engine, log_every, counts, device
-        )
-
-
-def _until_something_joins(
-    dataset: StreamingDataset,
-    generation: int,
-    make_engine: Callable[..., Engine],
-    log_every: int,
-    counts: Iterator[int],
-    device: torch.device | None,
-) -> Generator[Batch, None, bool]:
-    """As `_batches`, as far as nothing joins; whether something did, and what was read ahead is to
-    be read anew. counts: numbers of global batches.
-    """
-    start = dataset.consumed_samples
-    joined_at = dataset.steps.joined_at
-    for steps, positions, begin in dataset.steps.by_phase(dataset.positions(), start):
-        engine = make_engine(steps, positions, start=begin)
-        with closing(engine):
-            for consumed, batch in _on_device(engine, device):
-                # looked at before the cursor moves: it is no longer the one that this iteration
-                # began at
-                if dataset.generation != generation:
-                    raise StateError(
-                        "the dataset was put elsewhere under its loader; "
-                        "use seek and load_state_dict of the loader"
-                    )
-                dataset.steps.reach(consumed)
-                if dataset.steps.joined_at != joined_at:
-                    return True
-                dataset.advance(consumed)
-                yield batch
-                del batch  # its memory is free as soon as the caller lets go
-                is_whole = log_every and not dataset.schedule.offset_at(dataset.consumed_samples)
-                if is_whole and next(counts) % log_every == 0:
-                    line = engine.stats.line()
-                    log.info("%s: sample %d; %s", dataset.split, dataset.consumed_samples, line)
-    return False
-
-
-def _engine_of(
-    context_rank: tuple[int, int], steps: MicroSteps, positions: Iterator[int], **options: Any
-) -> Engine:
-    """What reads one phase, of each sample what a context-parallel rank (rank, size) keeps."""
-    kept = _kept_parts(steps.config.sequence_length, *context_rank)
-    return Engine(steps, positions, kept=kept, **options)
-
-
-def _on_device(engine: Engine, device: torch.device | None) -> Iterator[tuple[int, Batch]]:
-    """What an engine gives, on a device if one is given."""
-    batches = iter(engine)
-    if device is None or device.type == "cpu":
-        return batches
-    return DeviceBatches(batches, lambda: engine.is_ready, copier_to(device))
-
-
-def _kept_parts(sequence_length: int, cp_rank: int, cp_size: int) -> KeptParts:
-    """What a context-parallel rank keeps of each sample, with the token after each part: its last
-    label. Raises ConfigError for a rank that does not exist: it would read others' tokens.
-    """
-    parts = zigzag_bounds(sequence_length, cp_rank, cp_size)
-    if cp_size == 1:
-        return WHOLE
-    return KeptParts(bounds=[(start, stop + 1) for start, stop in parts])
-
-
-def _data_parallel(
-    dp_rank: int | None, dp_size: int | None, mesh: DeviceMesh | None
-) -> tuple[int, int]:
-    if mesh is None:
-        if (dp_rank is None) != (dp_size is None):
-            raise ConfigError(
-                "dp_rank and dp_size go together: give both, or a mesh, "
-                "or neither for a single rank"
-            )
-        return (0, 1) if dp_rank is None or dp_size is None else (dp_rank, dp_size)
-    if dp_rank is not None or dp_size is not None:
-        raise ConfigError("give either a mesh or dp_rank and dp_size, not both")
-    names = mesh.mesh_dim_names or ()
-    if mesh.ndim > 1 and "dp" not in names:
-        raise ConfigError(
-            f"the mesh has dimensions {names or mesh.ndim}; name the data-parallel one 'dp'"
-        )
-    dim = names.index("dp") if "dp" in names else 0
-    return mesh.get_local_rank(dim), mesh.size(dim)
